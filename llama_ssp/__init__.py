@@ -1,0 +1,21 @@
+"""Speculative sampling on models that are too large for one GPU.
+
+`load` and `speculative_generate` serve a notebook without any configuration file; `launch/run.py` is the command.
+The two names are imported on first use, so that `llama_ssp.planning` and its kin work where torch is not installed.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from llama_ssp.library import Completion, Pair, load, speculative_generate
+
+__all__ = ["Completion", "Pair", "load", "speculative_generate"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        message = f"module {__name__!r} has no attribute {name!r}"
+        raise AttributeError(message)
+    from llama_ssp import library  # noqa: PLC0415 - torch must not be imported with the package
+
+    return getattr(library, name)

@@ -1,0 +1,1 @@
+"""Settings: their types, their files, their checks."""

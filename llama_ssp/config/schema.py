@@ -1,0 +1,241 @@
+"""Every setting that a run can have, as typed dataclasses.
+
+The dataclasses are registered with Hydra by `config.store` and checked by `config.checks`; below `launch` nothing else
+is ever passed around. They hold no logic. Members of the enums are lower case, because that is how they are written on
+the command line.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class Dtype(Enum):
+    """Number format of weights, activations and cache; `auto` takes the checkpoint's own (configs of `local`)."""
+
+    auto = "auto"
+    fp32 = "float32"
+    bf16 = "bfloat16"
+    fp16 = "float16"
+
+
+class Quantization(Enum):
+    """How linear layers are stored."""
+
+    none = "none"
+    int8 = "int8"
+    nf4 = "nf4"
+    int8_weight_only = "int8_weight_only"
+
+
+class TaskName(Enum):
+    """What a run does."""
+
+    compare = "compare"
+    generate = "generate"
+    latency = "latency"
+
+
+class TargetKind(Enum):
+    """How the target is laid out over its ranks."""
+
+    tensor = "tensor"
+
+
+class DraftPlacementKind(Enum):
+    """Where the draft model sits."""
+
+    one_rank = "one_rank"
+
+
+class DrafterKind(Enum):
+    """What proposes tokens; `default` stands for the model entry's own default draft."""
+
+    default = "default"
+    none = "none"
+    model = "model"
+
+
+class RuleName(Enum):
+    """How drafted tokens are accepted."""
+
+    speculative = "speculative"
+    greedy = "greedy"
+
+
+class OutputFormat(Enum):
+    """What `task=generate` writes to standard output."""
+
+    text = "text"
+    jsonl = "jsonl"
+
+
+class DeviceKind(Enum):
+    """Where the ranks compute; `auto` takes GPUs when every rank has one."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+@dataclass(kw_only=True)
+class ModelShape:
+    """Sizes of a causal language model, in the words of its config.json.
+
+    `model_type` decides which parameters exist besides the matrices: biases, norms, learned positions.
+    """
+
+    model_type: str
+    num_hidden_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    max_position_embeddings: int
+    tie_word_embeddings: bool = False
+
+
+@dataclass(kw_only=True)
+class ModelConfig:
+    """One entry of the catalogue `conf/model`: a checkpoint, its precision and its shape.
+
+    Exactly one of `path`, `shipped` and `hub_id` says where the weights are; `path` wins when it is given.
+    """
+
+    name: str
+    hub_id: str | None = None
+    revision: str | None = None
+    path: str | None = None
+    shipped: bool = False
+    dtype: Dtype = Dtype.auto
+    quantization: Quantization = Quantization.none
+    default_draft: str | None = None
+    chat: bool = False
+    gated: bool = False
+    shape: ModelShape | None = None
+
+
+@dataclass(kw_only=True)
+class DrafterConfig:
+    """What proposes tokens, and for `kind=model` which catalogue entry."""
+
+    kind: DrafterKind = DrafterKind.default
+    model: ModelConfig | None = None
+
+
+@dataclass(kw_only=True)
+class TargetPlacement:
+    """Ranks of the target; null means all ranks, and `tp_size` then follows."""
+
+    kind: TargetKind = TargetKind.tensor
+    ranks: list[int] | None = None
+    tp_size: int | None = None
+
+
+@dataclass(kw_only=True)
+class DraftPlacement:
+    """Ranks of the draft; null means the first rank of the target."""
+
+    kind: DraftPlacementKind = DraftPlacementKind.one_rank
+    ranks: list[int] | None = None
+    tp_size: int | None = None
+
+
+@dataclass(kw_only=True)
+class PlacementConfig:
+    """Where target and draft sit."""
+
+    target: TargetPlacement = field(default_factory=TargetPlacement)
+    draft: DraftPlacement = field(default_factory=DraftPlacement)
+
+
+@dataclass(kw_only=True)
+class SamplingConfig:
+    """How the next token is drawn from the logits, alike for target and draft.
+
+    Null switches a processor off; temperature 0 is greedy.
+    """
+
+    temperature: float = 0.8
+    top_k: int | None = None
+    top_p: float | None = None
+
+
+@dataclass(kw_only=True)
+class VerificationConfig:
+    """How drafted tokens are accepted."""
+
+    rule: RuleName = RuleName.speculative
+
+
+@dataclass(kw_only=True)
+class SpeculationConfig:
+    """How far the draft runs ahead (K in Chen et al. 2023)."""
+
+    num_draft_tokens: int = 4
+
+
+@dataclass(kw_only=True)
+class TimeoutConfig:
+    """How long a rank waits for its peers before it gives up, in seconds."""
+
+    load_s: float = 1800.0
+    decode_s: float = 60.0
+
+
+@dataclass(kw_only=True)
+class TaskConfig:
+    """What a run does; each task adds its own fields."""
+
+    name: TaskName
+
+
+@dataclass(kw_only=True)
+class CompareConfig(TaskConfig):
+    """Plain and speculative decoding of the same prompts, side by side."""
+
+    name: TaskName = TaskName.compare
+    default_prompts: list[str] = field(default_factory=list)
+    picture: str | None = None
+
+
+@dataclass(kw_only=True)
+class GenerateConfig(TaskConfig):
+    """Completions only."""
+
+    name: TaskName = TaskName.generate
+    format: OutputFormat = OutputFormat.text
+
+
+@dataclass(kw_only=True)
+class LatencyConfig(TaskConfig):
+    """Milliseconds per token over a fixed list of one-sentence prompts."""
+
+    name: TaskName = TaskName.latency
+    default_prompts: list[str] = field(default_factory=list)
+    num_warmup: int = 1
+
+
+@dataclass(kw_only=True)
+class RunConfig:
+    """All of one run."""
+
+    task: TaskConfig
+    model: ModelConfig
+    draft: DrafterConfig
+    placement: PlacementConfig
+    sampling: SamplingConfig
+    verification: VerificationConfig
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)
+    max_new_tokens: int = 64
+    batch_size: int = 1
+    num_samples: int = 1
+    seed: int = 0
+    prompt: str | None = None
+    prompts: str | None = None
+    chat: bool = False
+    ignore_eos: bool = False
+    device: DeviceKind = DeviceKind.auto
+    run_dir: str | None = None
