@@ -1,0 +1,86 @@
+"""From logits to probabilities to a token: the processors, and the draw of one token per row by one uniform number.
+
+The processors run in the order temperature, top-k, top-p, and keep the sets that transformers' warpers keep. Tie rule:
+logits equal to the smallest kept one are kept too (transformers' top-p keeps those of them that its sort puts last).
+Where the uniform numbers come from is `random`'s matter; what is done with drafted tokens is `verification`'s.
+
+Shapes: B sequences, V vocabulary; `...V` stands for any leading dimensions, S for logits sorted from the largest.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from llama_ssp.config.schema import SamplingConfig
+
+# Probabilities become whole multiples of 2^-52; their sums, below 2, are then exact in fp64 and in any order of adding.
+_DRAW_SCALE = 2.0**52
+
+
+def processor(sampling: SamplingConfig) -> Callable[[Tensor], Tensor]:
+    """Compose the processors of a sampling config.
+
+    Args:
+        sampling: `temperature` > 0 (greedy has no probabilities), `top_k` >= 1 or null, `top_p` in (0, 1] or null.
+
+    Returns:
+        A function from logits (..., V), which it leaves alone, to probabilities (..., V) in fp32, or in fp64 when the
+        logits are fp64. A logit of minus infinity has probability 0.
+
+    Source: Fan et al. 2018, arXiv:1805.04833 (top-k); Holtzman et al. 2020, arXiv:1904.09751 (top-p).
+    """
+    temperature, top_k = sampling.temperature, sampling.top_k
+    top_p = None if sampling.top_p == 1.0 else sampling.top_p
+    assert temperature > 0
+
+    def process(logits: Tensor) -> Tensor:
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        logits = logits.to(dtype) / temperature
+        probs = torch.softmax(logits, dim=-1)
+        if top_k is None and top_p is None:
+            return probs
+        size = logits.shape[-1]
+        largest_S, ids_S = logits.topk(min(top_k, size)) if top_k else logits.sort(descending=True)
+        if top_k is not None:
+            probs = _keep(probs, at_least=largest_S[..., -1:], logits=logits)
+        if top_p is not None:
+            num_kept = _num_in_nucleus(probs.gather(-1, ids_S), top_p)
+            probs = _keep(probs, at_least=largest_S.gather(-1, num_kept - 1), logits=logits)
+        return probs
+
+    return process
+
+
+def _num_in_nucleus(probs_S: Tensor, top_p: float) -> Tensor:
+    """How many of the sorted tokens have less than `top_p` before them: at least 1, shape (..., 1)."""
+    mass_before_S = probs_S.cumsum(-1, dtype=torch.float64) - probs_S
+    return (mass_before_S < top_p).sum(-1, keepdim=True)
+
+
+def _keep(probs: Tensor, *, at_least: Tensor, logits: Tensor) -> Tensor:
+    """Renormalise, in place, the probabilities of the tokens whose logits reach the threshold (..., 1)."""
+    probs.mul_(logits >= at_least)
+    return probs.div_(probs.sum(-1, keepdim=True))
+
+
+def draw(probs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
+    """Draw one token per row by inverting the cumulative distribution.
+
+    A token of probability 0 is never drawn: with c the cumulative sum in whole numbers, the first token with
+    c[i] > x has c[i - 1] <= x < c[i], so its own part is positive. There always is one, since x = floor(u c[V - 1]) is
+    below c[V - 1]: for u <= 1 - 2^-53 the product rounds to less than the sum. Whole numbers make that true of parallel
+    sums too, where fp64 would round c[i] and c[i - 1] differently. The index is clamped for the sake of NaN alone,
+    which must not become an invalid id before the flag that reports it arrives.
+
+    Args:
+        probs_BV: probabilities, whose sums are 1 up to rounding; what is below 2^-52 counts as 0.
+        uniforms_B: fp64 in [0, 1), from `random`.
+
+    Returns:
+        int64 (B,); the borders between tokens are exact to within V 2^-52.
+    """
+    cumulative_BV = (probs_BV * _DRAW_SCALE).long().cumsum(-1)
+    points_B1 = (uniforms_B[:, None] * cumulative_BV[:, -1:]).long()
+    ids_B1 = torch.searchsorted(cumulative_BV, points_B1, right=True)
+    return ids_B1[:, 0].clamp_max_(probs_BV.shape[-1] - 1)

@@ -1,0 +1,121 @@
+"""Uniform numbers that are a pure function of their key, computed by tensor operations where the batch lives.
+
+A number depends on (seed, prompt index, sample index, start of the round, offset in it, purpose) and on nothing else:
+not on the batch, the placement, a refill or a resumption. There is no generator state and nothing is read by the host,
+so a round can run on the meta device and inside a CUDA graph. This module does not turn numbers into tokens (`logits`).
+
+How it works: a row's key plus a two-dimensional Weyl lattice over (start, counter) is sent through the finaliser of
+SplitMix64. All arithmetic is int64 with wrap-around, alike on every device.
+
+Shapes: B sequences, K drafted tokens, N = 2 K + 2 numbers of one round.
+"""
+
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+def _signed(bits: int) -> int:
+    """The int64 that has the low 64 bits of `bits`."""
+    return (bits + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+# Steps of the R2 sequence (2^64 / g and 2^64 / g^2, g the plastic number): their multiples are spread evenly. No two
+# (start, counter) of one row meet while starts are below 2^24.
+_START_STEP = _signed(0xC13FA9A902A6328F)
+_COUNTER_STEP = _signed(0x91E10DA5C79E7B1D)
+_MIX_FACTORS = (_signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB))
+_MIX_SHIFTS = (30, 27, 31)
+_TOP_53_BITS = _signed(-1 << 11)
+_MAX_OFFSETS = 1 << 16
+
+
+class Purpose(IntEnum):
+    """What a number decides; each purpose has counters of its own."""
+
+    draft = 0
+    accept = 1
+    residual = 2
+    plain = 3
+
+
+class Draws(NamedTuple):
+    """The numbers of one round, fp64 in [0, 1): multiples of 2^-53.
+
+    `residual_B` serves the token after the accepted ones, resampled or bonus; `plain_B` serves rounds without a draft.
+    """
+
+    draft_BK: Tensor
+    accept_BK: Tensor
+    residual_B: Tensor
+    plain_B: Tensor
+
+
+def _mix_(bits: Tensor) -> Tensor:
+    """Scramble int64 in place, one to one.
+
+    Source: Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators", with Stafford's variant 13.
+    """
+    for shift, factor in zip(_MIX_SHIFTS, (*_MIX_FACTORS, None), strict=True):
+        logical_shift_mask = (1 << (64 - shift)) - 1
+        bits.bitwise_xor_((bits >> shift).bitwise_and_(logical_shift_mask))
+        if factor is not None:
+            bits.mul_(factor)
+    return bits
+
+
+def row_keys(*, seed: int, prompt_index_B: Tensor, sample_index_B: Tensor) -> Tensor:
+    """Make the keys of rows, once per row.
+
+    Args:
+        seed: any integer; its low 64 bits count.
+        prompt_index_B: int64, the prompts' indices in their file.
+        sample_index_B: int64, which sample of its prompt each row is.
+
+    Returns:
+        int64 (B,), on the device of the indices.
+    """
+    keys_B = _mix_(torch.full_like(prompt_index_B, _signed(seed)))
+    keys_B = _mix_(torch.add(keys_B, prompt_index_B, alpha=_START_STEP))
+    return _mix_(torch.add(keys_B, sample_index_B, alpha=_START_STEP))
+
+
+class DrawTable:
+    """The numbers of a round with `num_draft_tokens` drafted tokens, in one batch of operations."""
+
+    def __init__(self, num_draft_tokens: int, device: torch.device) -> None:
+        """Lay out the counters.
+
+        Args:
+            num_draft_tokens: K, at most 65536; 0 when nothing is drafted.
+            device: where keys and starts will live.
+        """
+        offsets = {Purpose.draft: num_draft_tokens, Purpose.accept: num_draft_tokens}
+        counters = [purpose * _MAX_OFFSETS + offset for purpose in Purpose for offset in range(offsets.get(purpose, 1))]
+        self._num_draft_tokens = num_draft_tokens
+        self._steps_N = torch.tensor([_signed(counter * _COUNTER_STEP) for counter in counters], device=device)
+        self._half = torch.tensor(0.5, dtype=torch.float64, device=device)
+
+    def round(self, keys_B: Tensor, starts_B: Tensor) -> Draws:
+        """Make all numbers of one round.
+
+        Args:
+            keys_B: from `row_keys`.
+            starts_B: int64, the length of each row when the round begins.
+
+        Returns:
+            The draws; a row's do not depend on the other rows, nor on K where the offset is the same.
+        """
+        bits_BN = torch.add(keys_B, starts_B, alpha=_START_STEP)[:, None] + self._steps_N
+        _mix_(bits_BN).bitwise_and_(_TOP_53_BITS)
+        # Signed 53-bit fractions of 2^64 plus one half: exact in fp64, and 1 is never reached.
+        uniforms_BN = torch.add(self._half, bits_BN, alpha=2.0**-64)
+        num = self._num_draft_tokens
+        return Draws(
+            draft_BK=uniforms_BN[:, :num],
+            accept_BK=uniforms_BN[:, num : 2 * num],
+            residual_B=uniforms_BN[:, -2],
+            plain_B=uniforms_BN[:, -1],
+        )

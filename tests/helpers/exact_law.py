@@ -1,0 +1,194 @@
+"""The exact law of the text that a rule makes, measured by driving the rule itself at the borders of its choices.
+
+What a rule answers is piecewise constant in each of its uniform numbers. The harness finds the borders by bisection of
+the answers (it has no formula of its own that could agree with a wrong rule), and adds up the volumes of the pieces.
+Every round starts from an empty prefix; the text after the round is drawn token by token by the rule's own `draw`.
+If that has the target's law for every table, then by induction so do all later rounds.
+
+Shapes: G tables, V vocabulary, K drafted tokens, B rows that are driven together, C coordinates (uniform numbers).
+"""
+
+from collections.abc import Callable
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from llama_ssp.sampling.random import Draws
+from llama_ssp.sampling.verification import Draft, Rule
+from tests.helpers.table_models import TableModel
+
+LARGEST_UNIFORM = 1 - 2.0**-53
+_SAME_BORDER = 1e-14
+
+Choice = Callable[[Tensor, Tensor], Tensor]
+"""From rows (B,) and their uniform numbers (B, C) to the answers (B,), as non-negative integers."""
+
+
+def exact_law(rule: Rule, *, target: TableModel, draft: TableModel, num_draft_tokens: int) -> Tensor:
+    """Measure the law of the first K + 1 tokens of a text.
+
+    Args:
+        rule: the rule under test.
+        target: tables for prefixes of at least K tokens.
+        draft: tables for prefixes of at least K - 1 tokens.
+        num_draft_tokens: K.
+
+    Returns:
+        fp64 (G, V^(K + 1)), exact to about 1e-14.
+    """
+    num_tables, vocab_size = target.num_tables, target.vocab_size
+    lengths = range(num_draft_tokens + 1)
+    laws = [target.logits[0].new_zeros(num_tables, vocab_size**length) for length in (*lengths, num_draft_tokens + 1)]
+    paths_NK = torch.tensor(list(product(range(vocab_size), repeat=num_draft_tokens)))
+    path_law_GN, draft_probs_GNKV = _drafting(rule, draft, paths_NK)
+    target_logits_GNTV = torch.stack(
+        [target.logits[length][:, _codes(paths_NK[:, :length], vocab_size)] for length in lengths], dim=2
+    )
+    verdict_law_GNTV = _verifying(
+        rule, paths_NK=paths_NK, draft_probs_GNKV=draft_probs_GNKV, target_logits_GNTV=target_logits_GNTV
+    )
+    for num_accepted in lengths:
+        text_law_GNV = path_law_GN[..., None] * verdict_law_GNTV[:, :, num_accepted]
+        accepted_N = _codes(paths_NK[:, :num_accepted], vocab_size)
+        text_codes = (accepted_N[:, None] * vocab_size + torch.arange(vocab_size)).flatten()
+        laws[num_accepted + 1].index_add_(1, text_codes, text_law_GNV.flatten(1))
+    for length in lengths[1:]:
+        plain_law = draw_law(rule, target.logits[length])
+        laws[length + 1] += (laws[length][..., None] * plain_law).flatten(1)
+    return laws[-1]
+
+
+def draw_law(rule: Rule, logits: Tensor) -> Tensor:
+    """Measure the law of the rule's `draw` for logits (..., V); the result has their shape."""
+    rows_BV = logits.flatten(0, -2)
+
+    def choose(rows_B: Tensor, uniforms_BC: Tensor) -> Tensor:
+        return rule.draw(rows_BV[rows_B], uniforms_BC[:, 0])[0]
+
+    return _law(choose, num_rows=rows_BV.shape[0], num_coordinates=1, num_answers=logits.shape[-1]).view(logits.shape)
+
+
+def _drafting(rule: Rule, draft: TableModel, paths_NK: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The law (G, N) of the drafted paths, and the probabilities (G, N, K, V) that the rule keeps for each."""
+    path_law_GN = draft.logits[0].new_ones(draft.num_tables, paths_NK.shape[0])
+    kept_probs = []
+    for position in range(paths_NK.shape[1]):
+        logits = draft.logits[position]
+        codes_N = _codes(paths_NK[:, :position], draft.vocab_size)
+        path_law_GN = path_law_GN * draw_law(rule, logits)[:, codes_N, paths_NK[:, position]]
+        _, probs = rule.draw(logits.flatten(0, 1), logits.new_full((logits.shape[0] * logits.shape[1],), 0.5))
+        kept_probs.append(None if probs is None else probs.view(logits.shape)[:, codes_N])
+    probs_K = [probs for probs in kept_probs if probs is not None]
+    return path_law_GN, torch.stack(probs_K, dim=2) if probs_K else None
+
+
+def _verifying(rule: Rule, *, paths_NK: Tensor, draft_probs_GNKV: Tensor | None, target_logits_GNTV: Tensor) -> Tensor:
+    """The law (G, N, K + 1, V) of the number of accepted tokens and the token that follows them."""
+    num_tables, num_paths, num_positions, vocab_size = target_logits_GNTV.shape
+    num_draft_tokens = num_positions - 1
+    ids_BK = paths_NK.repeat(num_tables, 1)
+    draft_probs_BKV = None if draft_probs_GNKV is None else draft_probs_GNKV.flatten(0, 1)
+    target_logits_BTV = target_logits_GNTV.flatten(0, 1)
+
+    def choose(rows_B: Tensor, uniforms_BC: Tensor) -> Tensor:
+        unused_BK = torch.full_like(uniforms_BC[:, 1:], 0.5)
+        draws = Draws(unused_BK, uniforms_BC[:, :-1], uniforms_BC[:, -1], unused_BK[:, 0])
+        draft = Draft(ids_BK[rows_B], None if draft_probs_BKV is None else draft_probs_BKV[rows_B])
+        verdict = rule.verify(draft, target_logits_BTV[rows_B], draws=draws)
+        return verdict.num_accepted_B * vocab_size + verdict.next_ids_B
+
+    law_BA = _law(
+        choose,
+        num_rows=num_tables * num_paths,
+        num_coordinates=num_draft_tokens + 1,
+        num_answers=num_positions * vocab_size,
+    )
+    return law_BA.view(num_tables, num_paths, num_positions, vocab_size)
+
+
+def _codes(prefixes_NT: Tensor, vocab_size: int) -> Tensor:
+    """The codes (N,) of prefixes (N, t)."""
+    codes_N = torch.zeros(prefixes_NT.shape[0], dtype=torch.long)
+    for ids_N in prefixes_NT.unbind(1):
+        codes_N = codes_N * vocab_size + ids_N
+    return codes_N
+
+
+def _law(choose: Choice, *, num_rows: int, num_coordinates: int, num_answers: int) -> Tensor:
+    """The law (B, answers) of a choice by independent uniform numbers, for every row.
+
+    The pieces are taken to be boxes whose sides are found along lines through the corners of the unit cube: right for
+    rules that compare one number with one threshold at a time, and for others the law will not come out right by luck.
+    """
+    edges = _edges(choose, num_rows=num_rows, num_coordinates=num_coordinates)
+    grids = torch.meshgrid(*(torch.arange(edges_BM.shape[1] - 1) for edges_BM in edges), indexing="ij")
+    middles, volumes_BX = [], torch.ones(num_rows, 1, dtype=torch.float64)
+    for edges_BM, grid in zip(edges, grids, strict=True):
+        low_BX, high_BX = edges_BM[:, grid.flatten()], edges_BM[:, grid.flatten() + 1]
+        middles.append((low_BX + high_BX) / 2)
+        volumes_BX = volumes_BX * (high_BX - low_BX)
+    num_boxes = volumes_BX.shape[1]
+    uniforms_BXC = torch.stack(middles, dim=-1).clamp_max_(LARGEST_UNIFORM)
+    answers = choose(torch.arange(num_rows).repeat_interleave(num_boxes), uniforms_BXC.flatten(0, 1))
+    law_BA = torch.zeros(num_rows, num_answers, dtype=torch.float64)
+    return law_BA.scatter_add_(1, answers.view(num_rows, num_boxes), volumes_BX)
+
+
+def _edges(choose: Choice, *, num_rows: int, num_coordinates: int) -> list[Tensor]:
+    """The sorted edges (B, M) of the pieces along each coordinate, from 0 to 1, padded with ones."""
+    corners = list(product((0.0, LARGEST_UNIFORM), repeat=num_coordinates))
+    starts = [(c, corner) for corner in corners for c in range(num_coordinates) if corner[c] == 0.0]
+    coordinate_L = torch.tensor([c for c, _ in starts]).repeat(num_rows)
+    points_LC = torch.tensor([corner for _, corner in starts], dtype=torch.float64).repeat(num_rows, 1)
+    rows_L = torch.arange(num_rows).repeat_interleave(len(starts))
+    lines, borders = _borders(choose, rows_L, coordinate_L, points_LC)
+    edges = []
+    for coordinate in range(num_coordinates):
+        here = coordinate_L[lines] == coordinate
+        edges.append(_padded(rows=rows_L[lines[here]], borders=borders[here], num_rows=num_rows))
+    return edges
+
+
+def _padded(*, rows: Tensor, borders: Tensor, num_rows: int) -> Tensor:
+    """Sort flat lists of rows and borders into edges (B, M): 0, the borders once each, 1, padded with ones."""
+    first_B = torch.zeros(num_rows, dtype=torch.float64)
+    rows = torch.cat([torch.arange(num_rows), rows, torch.arange(num_rows)])
+    edges = torch.cat([first_B, borders, first_B + 1])
+    order = torch.argsort(edges, stable=True)
+    order = order[torch.argsort(rows[order], stable=True)]
+    rows, edges = rows[order], edges[order]
+    new = (rows.diff(prepend=rows[:1] - 1) > 0) | (edges.diff(prepend=edges[:1]) > _SAME_BORDER)
+    rows, edges = rows[new], edges[new]
+    counts_B = rows.bincount(minlength=num_rows)
+    columns = torch.arange(rows.shape[0]) - (counts_B.cumsum(0) - counts_B)[rows]
+    padded_BM = torch.ones(num_rows, int(counts_B.max()), dtype=torch.float64)
+    padded_BM[rows, columns] = edges
+    return padded_BM
+
+
+def _borders(choose: Choice, rows_L: Tensor, coordinate_L: Tensor, points_LC: Tensor) -> tuple[Tensor, Tensor]:
+    """Where answers change along lines in one coordinate, the others held fast: lines and borders, as flat lists."""
+
+    def answers(lines: Tensor, at: Tensor) -> Tensor:
+        uniforms_BC = points_LC[lines].scatter_(1, coordinate_L[lines, None], at[:, None])
+        return choose(rows_L[lines], uniforms_BC)
+
+    lines = torch.arange(rows_L.shape[0])
+    low = torch.zeros(lines.shape[0], dtype=torch.float64)
+    found_lines: list[Tensor] = []
+    found_borders: list[Tensor] = []
+    while True:
+        high = torch.full_like(low, LARGEST_UNIFORM)
+        at_low = answers(lines, low)
+        changing = at_low != answers(lines, high)
+        lines, low, high, at_low = lines[changing], low[changing], high[changing], at_low[changing]
+        if lines.numel() == 0:
+            return torch.cat([*found_lines, lines]), torch.cat([*found_borders, low])
+        for _ in range(54):
+            middle = (low + high) / 2
+            same = answers(lines, middle) == at_low
+            low, high = torch.where(same, middle, low), torch.where(same, high, middle)
+        found_lines.append(lines)
+        found_borders.append(high)
+        low = high

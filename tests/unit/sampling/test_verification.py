@@ -1,0 +1,228 @@
+"""The rules have the target's law exactly, the harness that says so can fail, and each step of a verdict is right.
+
+Shapes: B sequences, K drafted tokens, T = K + 1 target positions, V = 4 tokens, G tables.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from llama_ssp.config.schema import RuleName, SamplingConfig, VerificationConfig
+from llama_ssp.errors import ConfigError
+from llama_ssp.sampling.logits import processor
+from llama_ssp.sampling.random import Draws, DrawTable, row_keys
+from llama_ssp.sampling.verification import (
+    Draft,
+    Rule,
+    Verdict,
+    make_rule,
+    verify_greedy,
+    verify_speculative,
+)
+from tests.helpers.exact_law import LARGEST_UNIFORM, exact_law
+from tests.helpers.table_models import TableModel, joint_law, random_table
+
+SAMPLINGS = {
+    "temperature": SamplingConfig(temperature=0.7),
+    "top-k": SamplingConfig(temperature=1.0, top_k=2),
+    "top-p": SamplingConfig(temperature=1.0, top_p=0.8),
+    "temperature and top-k": SamplingConfig(temperature=1.6, top_k=3),
+    "temperature and top-p": SamplingConfig(temperature=0.7, top_p=0.9),
+    "top-k and top-p": SamplingConfig(temperature=1.0, top_k=3, top_p=0.7),
+}
+COLD = SamplingConfig(temperature=0.6)
+SPECULATIVE = VerificationConfig(rule=RuleName.speculative)
+
+
+def pair(num_draft_tokens: int) -> tuple[TableModel, TableModel]:
+    """A target and a draft that differ everywhere, deep enough for one round."""
+    target = random_table(seed=10 + num_draft_tokens, num_tables=3, max_length=num_draft_tokens)
+    return target, random_table(seed=20 + num_draft_tokens, num_tables=3, max_length=num_draft_tokens)
+
+
+def law_error(rule: Rule, sampling: SamplingConfig, *, num_draft_tokens: int) -> float:
+    """The largest difference between a rule's law of K + 1 tokens and the target's."""
+    target, draft = pair(num_draft_tokens)
+    measured = exact_law(rule, target=target, draft=draft, num_draft_tokens=num_draft_tokens)
+    process = processor(sampling)
+    expected = joint_law(tuple(process(logits) for logits in target.logits))
+    return float((measured - expected).abs().max())
+
+
+@pytest.mark.parametrize("num_draft_tokens", [1, 2, 3])
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_speculative_has_exactly_the_targets_law(name: str, num_draft_tokens: int) -> None:
+    sampling = SAMPLINGS[name]
+    rule = make_rule(sampling, SPECULATIVE)
+    assert law_error(rule, sampling, num_draft_tokens=num_draft_tokens) < 1e-12
+
+
+@pytest.mark.parametrize("num_draft_tokens", [1, 2, 3])
+@pytest.mark.parametrize("rule_name", RuleName)
+def test_temperature_0_gives_the_targets_best_text_under_either_rule(
+    rule_name: RuleName, num_draft_tokens: int
+) -> None:
+    target, draft = pair(num_draft_tokens)
+    rule = make_rule(SamplingConfig(temperature=0.0), VerificationConfig(rule=rule_name))
+    measured = exact_law(rule, target=target, draft=draft, num_draft_tokens=num_draft_tokens)
+    best = tuple(torch.nn.functional.one_hot(logits.argmax(-1), 4).double() for logits in target.logits)
+    torch.testing.assert_close(measured, joint_law(best), rtol=0, atol=1e-12)
+
+
+class Planted:
+    """The shipped rule at temperature 0.6, with a fault in what it is given."""
+
+    def __init__(self) -> None:
+        self.process = processor(COLD)
+        self.shipped = make_rule(COLD, SPECULATIVE)
+
+    def draw(self, logits_BV: Tensor, uniforms_B: Tensor) -> tuple[Tensor, Tensor | None]:
+        return self.shipped.draw(logits_BV, uniforms_B)
+
+    def verify(self, draft: Draft, target_logits_BTV: Tensor, *, draws: Draws) -> Verdict:
+        return self.shipped.verify(draft, target_logits_BTV, draws=draws)
+
+
+class RawDraftProbabilities(Planted):
+    """Keeps the draft's probabilities as they were before the processors."""
+
+    def draw(self, logits_BV: Tensor, uniforms_B: Tensor) -> tuple[Tensor, Tensor | None]:
+        return self.shipped.draw(logits_BV, uniforms_B)[0], logits_BV.softmax(-1)
+
+
+class OneDrawForTwoPurposes(Planted):
+    """Resamples with the number that accepted or rejected the first drafted token."""
+
+    def verify(self, draft: Draft, target_logits_BTV: Tensor, *, draws: Draws) -> Verdict:
+        return self.shipped.verify(draft, target_logits_BTV, draws=draws._replace(residual_B=draws.accept_BK[:, 0]))
+
+
+class ResidualNotRenormalised(Planted):
+    """Reads the residual as if it summed to 1; what is missing falls to the last token."""
+
+    def verify(self, draft: Draft, target_logits_BTV: Tensor, *, draws: Draws) -> Verdict:
+        num_accepted_B, next_ids_B = self.shipped.verify(draft, target_logits_BTV, draws=draws)
+        assert draft.probs_BKV is not None
+        rows_B, num_draft_tokens = torch.arange(num_accepted_B.shape[0]), draft.ids_BK.shape[1]
+        target_row_BV = self.process(target_logits_BTV)[rows_B, num_accepted_B]
+        draft_row_BV = draft.probs_BKV[rows_B, num_accepted_B.clamp_max(num_draft_tokens - 1)]
+        cumulative_BV = (target_row_BV - draft_row_BV).clamp_min(0).cumsum(-1)
+        fault_B = (cumulative_BV <= draws.residual_B[:, None]).sum(-1).clamp_max(3)
+        return Verdict(num_accepted_B, torch.where(num_accepted_B == num_draft_tokens, next_ids_B, fault_B))
+
+
+@pytest.mark.parametrize("num_draft_tokens", [1, 2])
+@pytest.mark.parametrize("fault", [RawDraftProbabilities, OneDrawForTwoPurposes, ResidualNotRenormalised])
+def test_the_harness_catches_a_planted_fault(fault: type[Planted], num_draft_tokens: int) -> None:
+    assert law_error(Planted(), COLD, num_draft_tokens=num_draft_tokens) < 1e-12
+    assert law_error(fault(), COLD, num_draft_tokens=num_draft_tokens) > 1e-3
+
+
+def one_draft() -> tuple[Draft, Tensor]:
+    """K = 1 on all four drafted ids: B = 4 rows of one random draft and target."""
+    generator = torch.Generator().manual_seed(5)
+    target_T4, draft_14 = (torch.randn(n, 4, generator=generator, dtype=torch.float64).softmax(-1) for n in (2, 1))
+    ids_BK = torch.arange(4)[:, None]
+    return Draft(ids_BK, draft_14.expand(4, 1, 4).contiguous()), target_T4.expand(4, 2, 4).contiguous()
+
+
+def numbers(*, accept_B: Tensor, residual_B: Tensor) -> Draws:
+    """Draws of a round with K = 1."""
+    return Draws(accept_B[:, None], accept_B[:, None], residual_B, residual_B)
+
+
+def test_a_token_is_accepted_just_below_the_ratio_of_its_probabilities_and_rejected_just_above() -> None:
+    draft, target_probs = one_draft()
+    assert draft.probs_BKV is not None
+    ratio_B = (target_probs[0, 0] / draft.probs_BKV[0, 0]).clamp_max(1)
+    half_B = torch.full((4,), 0.5, dtype=torch.float64)
+    below = verify_speculative(draft, target_probs, draws=numbers(accept_B=ratio_B - 1e-12, residual_B=half_B))
+    above_B = (ratio_B + 1e-12).clamp_max(LARGEST_UNIFORM)
+    above = verify_speculative(draft, target_probs, draws=numbers(accept_B=above_B, residual_B=half_B))
+    assert below.num_accepted_B.tolist() == [1, 1, 1, 1]
+    assert above.num_accepted_B.tolist() == (ratio_B == 1).long().tolist()
+    assert 0 < int((ratio_B == 1).sum()) < 4
+
+
+def test_a_token_that_the_target_cannot_say_is_never_accepted() -> None:
+    draft = Draft(torch.tensor([[0]]), torch.tensor([[[0.5, 0.5, 0.0, 0.0]]]))
+    target_probs = torch.tensor([[[0.0, 0.0, 1.0, 0.0], [1.0, 0.0, 0.0, 0.0]]])
+    zero_B = torch.zeros(1, dtype=torch.float64)
+    verdict = verify_speculative(draft, target_probs, draws=numbers(accept_B=zero_B, residual_B=zero_B))
+    assert (verdict.num_accepted_B.item(), verdict.next_ids_B.item()) == (0, 2)
+
+
+def test_the_next_token_changes_where_the_cumulative_residual_or_bonus_row_says() -> None:
+    draft, target_probs = one_draft()
+    assert draft.probs_BKV is not None
+    residual = (target_probs[0, 0] - draft.probs_BKV[0, 0]).clamp_min(0)
+    rejected = int((draft.probs_BKV[0, 0] - target_probs[0, 0]).argmax())
+    for accept, law in ((LARGEST_UNIFORM, residual / residual.sum()), (0.0, target_probs[0, 1])):
+        possible = law.nonzero()[:, 0]
+        borders = law.cumsum(0)[possible][:-1]
+        row = Draft(draft.ids_BK[[rejected]].expand(len(borders), 1), draft.probs_BKV[: len(borders)])
+        accept_B = torch.full_like(borders, accept)
+        for shift, expected in ((-1e-12, possible[:-1]), (1e-12, possible[1:])):
+            draws = numbers(accept_B=accept_B, residual_B=borders + shift)
+            verdict = verify_speculative(row, target_probs[: len(borders)], draws=draws)
+            assert verdict.next_ids_B.tolist() == expected.tolist()
+
+
+def test_without_a_residual_the_next_token_comes_from_the_targets_row() -> None:
+    # Rounding can leave a draft row at or above the target's everywhere, so that nothing is left to resample from.
+    target_probs = torch.tensor([[[0.0, 0.5, 0.5, 0.0], [1.0, 0.0, 0.0, 0.0]]]).expand(2, 2, 4)
+    draft = Draft(torch.tensor([[0], [0]]), torch.tensor([[[0.1, 0.5, 0.5, 0.0]]]).expand(2, 1, 4))
+    residual_B = torch.tensor([0.25, 0.75], dtype=torch.float64)
+    verdict = verify_speculative(draft, target_probs, draws=numbers(accept_B=residual_B, residual_B=residual_B))
+    assert verdict.num_accepted_B.tolist() == [0, 0]
+    assert verdict.next_ids_B.tolist() == [1, 2]
+
+
+def test_greedy_stops_at_the_first_token_that_is_not_the_best() -> None:
+    best_BT = torch.tensor([[1, 2, 3], [1, 2, 3], [1, 2, 3]])
+    ids_BK = torch.tensor([[1, 2], [1, 0], [0, 2]])
+    verdict = verify_greedy(Draft(ids_BK, None), torch.nn.functional.one_hot(best_BT, 4).float())
+    assert verdict.num_accepted_B.tolist() == [2, 1, 0]
+    assert verdict.next_ids_B.tolist() == [3, 2, 1]
+
+
+def test_a_row_has_the_same_verdict_alone_and_in_a_batch() -> None:
+    generator = torch.Generator().manual_seed(6)
+    rule = make_rule(SAMPLINGS["top-k and top-p"], SPECULATIVE)
+    target_logits_BTV = torch.randn(32, 4, 50, generator=generator)
+    draws = DrawTable(3, torch.device("cpu")).round(torch.arange(32), torch.arange(32))
+    drawn = [rule.draw(target_logits_BTV[:, k].roll(1, 0), draws.draft_BK[:, k]) for k in range(3)]
+    ids_BK = torch.stack([ids_B for ids_B, _ in drawn], 1)
+    probs_BKV = torch.stack([probs_BV for _, probs_BV in drawn if probs_BV is not None], 1)
+    together = rule.verify(Draft(ids_BK, probs_BKV), target_logits_BTV, draws=draws)
+    for row in range(32):
+        one = slice(row, row + 1)
+        own = Draws(*(numbers_B[one] for numbers_B in draws))
+        alone = rule.verify(Draft(ids_BK[one], probs_BKV[one]), target_logits_BTV[one], draws=own)
+        assert (alone.num_accepted_B, alone.next_ids_B) == (together.num_accepted_B[one], together.next_ids_B[one])
+    assert together.num_accepted_B.unique().numel() > 1
+
+
+@pytest.mark.parametrize("sampling", [*SAMPLINGS.values(), SamplingConfig(temperature=0.0)], ids=str)
+def test_no_value_is_read_between_the_keys_and_the_verdict(sampling: SamplingConfig) -> None:
+    device = torch.device("meta")
+    index_B = torch.zeros(2, dtype=torch.long, device=device)
+    rule = make_rule(sampling, SPECULATIVE)
+    draws = DrawTable(3, device).round(row_keys(seed=1, prompt_index_B=index_B, sample_index_B=index_B), index_B)
+    ids_B, probs_BV = rule.draw(torch.empty(2, 50, device=device), draws.draft_BK[:, 0])
+    probs_BKV = None if probs_BV is None else probs_BV[:, None].expand(2, 3, 50)
+    draft = Draft(ids_B[:, None].expand(2, 3), probs_BKV)
+    verdict = rule.verify(draft, torch.empty(2, 4, 50, device=device), draws=draws)
+    assert verdict.num_accepted_B.shape == verdict.next_ids_B.shape == (2,)
+
+
+def test_a_rule_that_would_change_the_law_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"temperature=0\.6 would not keep.*temperature 0.*verification=speculative"):
+        make_rule(COLD, VerificationConfig(rule=RuleName.greedy))
+
+
+def test_two_vocabularies_are_refused() -> None:
+    draft, target_probs = one_draft()
+    half_B = torch.full((4,), 0.5, dtype=torch.float64)
+    with pytest.raises(ConfigError, match="draft has 4 tokens and the target 3"):
+        verify_speculative(draft, target_probs[..., :3], draws=numbers(accept_B=half_B, residual_B=half_B))
