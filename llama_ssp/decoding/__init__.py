@@ -1,0 +1,1 @@
+"""A batch on the device, the rounds that move it on, and the text that comes out."""

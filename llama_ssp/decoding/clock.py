@@ -1,0 +1,74 @@
+"""Where the time of a round goes: drafting, verification, and everything else.
+
+On the CPU operations are done when they return, so the host's clock tells. On a GPU the host runs ahead; there events
+are put between the pieces and read when they have passed, one round late or more.
+"""
+
+import time
+from collections import deque
+from typing import Protocol
+
+import torch
+
+
+class Clock(Protocol):
+    """Takes the time of the parts of a round."""
+
+    seconds: dict[str, float]
+
+    def start(self) -> None:
+        """Begin a round."""
+        ...
+
+    def lap(self, part: str) -> None:
+        """Book the time since the last call on `part`."""
+        ...
+
+
+class HostClock:
+    """The host's clock, for devices that finish before they return."""
+
+    def __init__(self) -> None:
+        self.seconds = {"draft": 0.0, "verify": 0.0}
+        self._last = 0.0
+
+    def start(self) -> None:
+        """Begin a round."""
+        self._last = time.perf_counter()
+
+    def lap(self, part: str) -> None:
+        """Book the time since the last call on `part`."""
+        now = time.perf_counter()
+        self.seconds[part] += now - self._last
+        self._last = now
+
+
+class EventClock:
+    """CUDA events between the pieces of a round; none is ever waited for."""
+
+    def __init__(self) -> None:
+        self.seconds = {"draft": 0.0, "verify": 0.0}
+        self._open: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()
+
+    def start(self) -> None:
+        """Begin a round."""
+        self._last = self._event()
+
+    def lap(self, part: str) -> None:
+        """Book the time since the last call on `part`, once it is known."""
+        now = self._event()
+        self._open.append((part, self._last, now))
+        self._last = now
+        while self._open and self._open[0][2].query():
+            booked, begin, end = self._open.popleft()
+            self.seconds[booked] += begin.elapsed_time(end) / 1e3
+
+    def _event(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+def clock_for(device: torch.device) -> Clock:
+    """The clock that tells the truth on `device`."""
+    return EventClock() if device.type == "cuda" else HostClock()

@@ -1,0 +1,226 @@
+"""The host's side of decoding: fills free rows, launches rounds, and reads their results a fixed lag later.
+
+The lag is one round on a GPU, so that the device never waits for the host, and none on the CPU; it is the same on every
+rank, or ranks would leave the loop in different rounds. What is read here is only shown, recorded, and used to free
+rows: no round depends on it.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from llama_ssp.decoding.rounds import Rounds
+from llama_ssp.decoding.state import BatchState, Request, RowResult
+from llama_ssp.models.prefill import CHUNK, Buckets
+from llama_ssp.reports.lines import num_examined
+
+FinishReason = Literal["length", "eos"]
+PARTS = ("draft", "verify", "other")
+
+
+@dataclass(kw_only=True)
+class StopWish:
+    """Set by a signal handler; the loop passes it on with the next decision."""
+
+    requested: bool = False
+
+
+@dataclass(kw_only=True)
+class Completion:
+    """What has become of one request so far.
+
+    Attributes:
+        request: what was asked.
+        token_ids: new tokens.
+        num_target_forwards: forwards of the target that it took part in, its prefill included.
+        accepted_lengths: for each speculative round, how many drafted tokens became text.
+        examined_lengths: for each speculative round, what `reports.lines.num_examined` says of it.
+        finish_reason: None while it is running.
+        busy_s: time from the start of its prefill to its end, without what the consumer of the loop took.
+        share_s: its equal share of its batch's time; the same as `busy_s` in a batch of one.
+        part_s: its equal share of where the rounds spent their time: draft, verify, other.
+    """
+
+    request: Request
+    token_ids: list[int] = field(default_factory=list)
+    num_target_forwards: int = 0
+    accepted_lengths: list[int] = field(default_factory=list)
+    examined_lengths: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    busy_s: float = 0.0
+    share_s: float = 0.0
+    part_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Update:
+    """New tokens of one completion; the first `num_drafted` of them were drafted, the rest is the target's own."""
+
+    completion: Completion
+    new_ids: list[int]
+    num_drafted: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Flight:
+    """A prefill or a round that was launched and not read yet.
+
+    `growth` is by how much a row may have grown; `passed` is an event behind the copy of the result to the host.
+    """
+
+    result: Tensor
+    owners: list[Completion | None]
+    growth: int
+    is_prefill: bool
+    passed: torch.cuda.Event | None
+
+
+class Decoder:
+    """Turns requests into completions, a batch of rows at a time.
+
+    Args:
+        rounds: what a round does.
+        batch_size: number of rows.
+        eos_ids: tokens that end a row.
+        seed: of all random numbers.
+        wish: see `StopWish`.
+    """
+
+    def __init__(
+        self, rounds: Rounds, *, batch_size: int, eos_ids: Sequence[int], seed: int, wish: StopWish | None = None
+    ) -> None:
+        self.rounds = rounds
+        self.batch_size = batch_size
+        self.eos_ids = tuple(eos_ids)
+        self.seed = seed
+        self.wish = wish or StopWish()
+        self.stopped = False
+        self._device = rounds.target.device
+        self._lag = 1 if self._device.type == "cuda" else 0
+        self._bucket_step = 256 if self._device.type == "cuda" else 64
+
+    def run(self, requests: Sequence[Request]) -> Iterator[list[Update]]:
+        """Decode all requests, in order of the list as rows become free.
+
+        Args:
+            requests: each with prompt and new tokens within the models' contexts.
+
+        Yields:
+            What one round has added to each completion, as soon as the host knows it.
+        """
+        self._make_room(max(len(request.prompt_ids) + request.max_new_tokens for request in requests))
+        waiting = deque(requests)
+        self._rows: list[Completion | None] = [None] * self.batch_size
+        self._flights: deque[_Flight] = deque()
+        while (waiting or any(self._rows)) and not self.stopped:
+            started, clocked = time.perf_counter(), dict(self.rounds.clock.seconds)
+            free = [row for row, owner in enumerate(self._rows) if owner is None]
+            admitted = [waiting.popleft() for _ in range(min(len(waiting), len(free)))]
+            if admitted:
+                self._admit(admitted, free[: len(admitted)])
+            else:
+                self._advance()
+            running = [row for row in self._rows if row]
+            updates = self._land() if len(self._flights) > self._lag else []
+            self._book(running, time.perf_counter() - started, clocked=None if admitted else clocked)
+            if updates:
+                yield updates
+
+    def _make_room(self, longest: int) -> None:
+        num_slots = longest + self.rounds.growth
+        self._buckets = Buckets(step=self._bucket_step, num_slots=num_slots)
+        self.rounds.target.allocate(batch_size=self.batch_size, capacity=num_slots)
+        if self.rounds.drafter:
+            self.rounds.drafter.allocate(batch_size=self.batch_size, num_slots=num_slots)
+        self._state = BatchState.empty(
+            batch_size=self.batch_size, num_slots=num_slots, eos_ids=self.eos_ids, device=self._device
+        )
+
+    @torch.inference_mode()
+    def _admit(self, requests: list[Request], rows: list[int]) -> None:
+        prompts = self._state.rows_of(requests, seed=self.seed)
+        rows_R = torch.tensor(rows, device=self._device)
+        longest = max(len(request.prompt_ids) for request in requests)
+        result = self.rounds.prefill(prompts, rows_R, longest=longest, buckets=self._buckets)
+        self._state.put(rows_R, prompts)
+        num_forwards = -(-longest // CHUNK)
+        owners = [Completion(request=request, num_target_forwards=num_forwards) for request in requests]
+        for row, owner in zip(rows, owners, strict=True):
+            self._rows[row] = owner
+        self._launch(result, list(owners), growth=1, is_prefill=True)
+
+    @torch.inference_mode()
+    def _advance(self) -> None:
+        if self.wish.requested:
+            self.rounds.rule.wish_to_stop()
+        known = max(len(row.request.prompt_ids) + len(row.token_ids) for row in self._rows if row)
+        unread = sum(flight.growth for flight in self._flights)
+        bucket = self._buckets.covering(known + unread + self.rounds.growth)
+        result = self.rounds.advance(self._state, bucket=bucket)
+        self._launch(result, list(self._rows), growth=self.rounds.growth, is_prefill=False)
+
+    def _launch(self, result: Tensor, owners: list[Completion | None], *, growth: int, is_prefill: bool) -> None:
+        passed = None
+        if self._device.type == "cuda":
+            host = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
+            result = host.copy_(result, non_blocking=True)
+            passed = torch.cuda.Event()
+            passed.record()
+        self._flights.append(
+            _Flight(result=result, owners=owners, growth=growth, is_prefill=is_prefill, passed=passed)
+        )
+
+    def _land(self) -> list[Update]:
+        flight = self._flights.popleft()
+        if flight.passed:
+            flight.passed.synchronize()
+        updates = []
+        for owner, result in zip(flight.owners, RowResult.unpack(flight.result), strict=True):
+            self.stopped |= result.stop
+            if owner and not owner.finish_reason:
+                num_drafted = 0 if flight.is_prefill else self._score(owner, result)
+                owner.token_ids += result.new_ids
+                if result.ended:
+                    owner.finish_reason = "eos" if result.new_ids[-1] in self.eos_ids else "length"
+                updates.append(Update(completion=owner, new_ids=result.new_ids, num_drafted=num_drafted))
+        self._rows = [None if row and row.finish_reason else row for row in self._rows]
+        return updates
+
+    def _score(self, completion: Completion, result: RowResult) -> int:
+        """Count a round; returns how many of its drafted tokens became text."""
+        completion.num_target_forwards += 1
+        num_draft_tokens = self.rounds.growth - 1
+        if not num_draft_tokens:
+            return 0
+        num_new = len(result.new_ids)
+        num_drafted = min(result.num_accepted, num_new)
+        completion.accepted_lengths.append(num_drafted)
+        completion.examined_lengths.append(
+            num_examined(
+                num_accepted=num_drafted,
+                num_draft_tokens=num_draft_tokens,
+                room=completion.request.max_new_tokens - len(completion.token_ids),
+                ended_in_draft=num_new <= result.num_accepted,
+            )
+        )
+        return num_drafted
+
+    def _book(self, running: list[Completion], seconds: float, *, clocked: dict[str, float] | None) -> None:
+        """Add the time of one pass of the loop to everything that was running in it.
+
+        `clocked` is what the clock showed before; None for a prefill, whose time no part of a round may claim.
+        """
+        parts = dict.fromkeys(PARTS, 0.0)
+        if clocked is not None:
+            parts |= {part: now - clocked[part] for part, now in self.rounds.clock.seconds.items()}
+            parts["other"] = seconds - sum(parts.values())
+        for completion in running:
+            completion.busy_s += seconds
+            completion.share_s += seconds / len(running)
+            for part, part_s in parts.items():
+                completion.part_s[part] += part_s / len(running)

@@ -1,0 +1,96 @@
+"""Prefill, one plain step and one speculative round, as fixed sequences of tensor operations.
+
+No step asks the device for a value, so a round costs its forwards and little else, and can be captured as a graph. The
+host chooses only shapes: which rows, how wide a bucket of the cache.
+
+    speculative round, K = 3                L-2   L-1    L    L+1   L+2   L+3
+      the draft's first step reads           t     t
+      its later steps read                               d1    d2
+      the target reads                             t     d1    d2    d3
+      two accepted: the text gains                       d1    d2    x           x is the target's own
+
+Shapes: B sequences, R rows being prefilled, K drafted tokens, W = K + 1, V vocabulary; L is a row's length.
+"""
+
+import torch
+from torch import Tensor
+
+from llama_ssp.decoding.clock import Clock
+from llama_ssp.decoding.state import BatchState
+from llama_ssp.drafting.drafter import Drafter
+from llama_ssp.drafting.placement import AgreedRule
+from llama_ssp.models.prefill import Buckets, read_prompts
+from llama_ssp.models.interface import Runner
+from llama_ssp.sampling.random import DrawTable
+
+
+class Rounds:
+    """The target, the drafter and the rule, put to work on a batch.
+
+    Args:
+        target: the model whose distribution the text has.
+        drafter: what proposes tokens; None for plain decoding.
+        rule: how tokens are drawn and accepted, the same on every rank.
+        clock: takes the time of the forwards.
+    """
+
+    def __init__(self, target: Runner, drafter: Drafter | None, *, rule: AgreedRule, clock: Clock) -> None:
+        self.target = target
+        self.drafter = drafter
+        self.rule = rule
+        self.clock = clock
+        num_draft_tokens = drafter.num_draft_tokens if drafter else 0
+        self._offsets_W = torch.arange(num_draft_tokens + 1, device=target.device)
+        self._draws = DrawTable(num_draft_tokens, target.device)
+
+    @property
+    def growth(self) -> int:
+        """The most tokens by which a row grows in one round."""
+        return self._offsets_W.shape[0]
+
+    def prefill(self, prompts: BatchState, rows_R: Tensor, *, longest: int, buckets: Buckets) -> Tensor:
+        """Read prompts into the caches and sample each row's first token.
+
+        Args:
+            prompts: the rows to be prefilled and no others (R rows).
+            rows_R: which rows of the caches they become.
+            longest: length of the longest prompt.
+            buckets: widths of the cache.
+
+        Returns:
+            The result of these rows, as `BatchState.commit` gives it.
+        """
+        tokens_RS, lengths_R = prompts.tokens_BS, prompts.lengths_B
+        logits_RV = read_prompts(self.target, tokens_RS, lengths_R, rows_R=rows_R, longest=longest, buckets=buckets)
+        if self.drafter:
+            self.drafter.prefill(tokens_RS, lengths_R, rows_R=rows_R, longest=longest, buckets=buckets)
+        draws = self._draws.round(prompts.keys_B, lengths_R)
+        return prompts.commit(self.rule.draw(logits_RV, draws.plain_B), self._offsets_W[:1])
+
+    def advance(self, state: BatchState, *, bucket: int) -> Tensor:
+        """One round: speculative where there is a drafter, else one plain token.
+
+        Args:
+            state: the batch, every row with at least two tokens.
+            bucket: number of cache slots to read, at least the longest row's length + K.
+
+        Returns:
+            The round's result, as `BatchState.commit` gives it.
+        """
+        draws = self._draws.round(state.keys_B, state.lengths_B)
+        self.clock.start()
+        draft = None
+        if self.drafter:
+            draft = self.drafter.propose(
+                state.tokens_BS, state.lengths_B, uniforms_BK=draws.draft_BK, bucket=bucket
+            )
+            self.clock.lap("draft")
+        positions_BW = state.lengths_B[:, None] - 1 + self._offsets_W
+        ids_BW = state.tokens_BS.gather(1, positions_BW)
+        logits_BWV = self.target.forward(ids_BW, positions_BW, bucket=bucket)
+        self.clock.lap("verify")
+        if draft:
+            decision = self.rule.verify(draft, logits_BWV, draws=draws)
+        else:
+            decision = self.rule.draw(logits_BWV[:, 0], draws.plain_B)
+        return state.commit(decision, self._offsets_W)

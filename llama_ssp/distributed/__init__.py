@@ -1,0 +1,1 @@
+"""Processes: who takes part, what they exchange, and what each of them logs."""

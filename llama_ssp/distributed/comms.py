@@ -1,0 +1,92 @@
+"""The few collectives that a run needs, over one group of ranks.
+
+A group of one rank does nothing at all, so that the code above never asks how many ranks there are. Which ranks form a
+group is decided in `mesh`, never here.
+"""
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comm:
+    """This rank's end of one group.
+
+    Attributes:
+        rank: position inside the group, 0 to size - 1.
+        size: number of ranks in the group.
+        group: the process group; None for a group of one.
+        device: where tensors must live to be sent.
+    """
+
+    rank: int
+    size: int
+    group: dist.ProcessGroup | None
+    device: torch.device = torch.device("cpu")
+
+    @classmethod
+    def single(cls) -> Self:
+        """The group that holds this rank alone."""
+        return cls(rank=0, size=1, group=None)
+
+    def all_reduce(self, values: Tensor) -> Tensor:
+        """Add up `values` over the group, in place; every rank gets the same bits."""
+        if self.size > 1:
+            dist.all_reduce(values, group=self.group)
+        return values
+
+    def all_gather_last(self, values: Tensor, sizes: tuple[int, ...]) -> Tensor:
+        """Join the slices of all ranks along the last dimension.
+
+        Args:
+            values: this rank's slice (..., sizes[rank]).
+            sizes: width of each rank's slice; they may differ.
+
+        Returns:
+            A tensor (..., sum(sizes)), the same on every rank.
+        """
+        if self.size == 1:
+            return values
+        widest = max(sizes)
+        if values.shape[-1] < widest:
+            values = torch.nn.functional.pad(values, (0, widest - values.shape[-1]))
+        values = values.contiguous()
+        slices = [torch.empty_like(values) for _ in sizes]
+        dist.all_gather(slices, values, group=self.group)
+        return torch.cat([part[..., :width] for part, width in zip(slices, sizes, strict=True)], dim=-1)
+
+    def broadcast(self, values: Tensor, *, src: int) -> Tensor:
+        """Give every rank the values of group rank `src`, in place."""
+        if self.size > 1:
+            dist.broadcast(values, group=self.group, group_src=src)
+        return values
+
+    def gather_text(self, text: str) -> list[str]:
+        """Collect a text from every rank, in order of rank. For set-up only: it reads from the device."""
+        if self.size == 1:
+            return [text]
+        data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=self.device)
+        lengths = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.size)]
+        dist.all_gather(lengths, torch.tensor([len(data)], device=self.device), group=self.group)
+        sizes = tuple(int(length) for length in lengths)
+        joined = self.all_gather_last(data, sizes)
+        return [bytes(part.tolist()).decode() for part in joined.split(sizes)]
+
+    def broadcast_text(self, text: str, *, src: int) -> str:
+        """Give every rank the text of group rank `src`. For set-up only: it reads from the device."""
+        return self.gather_text(text if self.rank == src else "")[src]
+
+    def barrier(self) -> None:
+        """Wait until every rank of the group has come here."""
+        if self.size > 1:
+            dist.barrier(group=self.group)
+
+    def set_timeout(self, seconds: float) -> None:
+        """Let later collectives of this group give up after `seconds`."""
+        if self.size > 1:
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), self.group)  # noqa: SLF001 - no public setter exists

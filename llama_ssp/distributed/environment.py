@@ -1,0 +1,35 @@
+"""This process's place among the ranks, as torchrun or SLURM state it in the environment.
+
+Apart from `world`, so that a launcher can know its rank without importing torch.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """What the launcher said: position in the world and on this node."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+
+def read_ranks(environ: Mapping[str, str]) -> Ranks:
+    """Read this process's place from torchrun's variables, else from a SLURM step's, else: alone.
+
+    A batch script outside of any step also sees SLURM_PROCID; only a step has SLURM_STEP_ID.
+    """
+    if "RANK" in environ and "WORLD_SIZE" in environ:
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    elif "SLURM_STEP_ID" in environ and "SLURM_PROCID" in environ:
+        names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
+    else:
+        return Ranks(rank=0, size=1, local_rank=0, local_size=1)
+    rank, size = int(environ[names[0]]), int(environ[names[1]])
+    local_rank = int(environ.get(names[2], rank))
+    # SLURM writes "4(x2)" for four tasks on each of two nodes.
+    local_size = int(environ.get(names[3], str(size)).split("(")[0].split(",")[0])
+    return Ranks(rank=rank, size=size, local_rank=local_rank, local_size=local_size)

@@ -1,0 +1,41 @@
+"""How much memory this rank has used at most."""
+
+from pathlib import Path
+
+import torch
+
+_STATUS = Path("/proc/self/status")
+
+
+class MemoryWatch:
+    """Keeps the largest value seen by `sample`.
+
+    On a CPU that is anonymous resident memory, without the pages of mapped files; on a GPU the allocator keeps the
+    peak of its reserve by itself.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._peak_bytes = 0
+
+    def sample(self) -> None:
+        """Look at the memory in use now; call it after each step that may have used more."""
+        if self._device.type == "cuda":
+            self._peak_bytes = torch.cuda.max_memory_reserved(self._device)
+        else:
+            self._peak_bytes = max(self._peak_bytes, anonymous_bytes() or 0)
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The largest value seen; None where the system does not tell."""
+        return self._peak_bytes or None
+
+
+def anonymous_bytes() -> int | None:
+    """This process's anonymous resident memory; None on a system without /proc."""
+    if not _STATUS.exists():
+        return None
+    for line in _STATUS.read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    return None

@@ -1,0 +1,119 @@
+"""The processes of a run: who am I, on which device, and how they start and stop.
+
+Which rank this is stands in `environment`; groups of ranks are the business of `mesh`, messages that of `comms`.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from llama_ssp.config.schema import DeviceKind
+from llama_ssp.distributed.comms import Comm
+from llama_ssp.distributed.environment import Ranks, read_ranks
+from llama_ssp.errors import PlacementError
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """This process among all processes of the run.
+
+    Attributes:
+        comm: the group of all ranks.
+        ranks: position in the world and on this node.
+        device: where this rank computes.
+        note: one sentence for the user about the choice of device, or None.
+    """
+
+    comm: Comm
+    ranks: Ranks
+    device: torch.device
+    note: str | None
+
+
+def choose_device(kind: DeviceKind, ranks: Ranks) -> tuple[torch.device, str | None]:
+    """Pick this rank's device.
+
+    Args:
+        kind: the user's wish; `auto` takes GPUs when every rank of the node has its own.
+        ranks: this process's place.
+
+    Returns:
+        The device and a sentence for the user when GPUs are left unused.
+
+    Raises:
+        PlacementError: GPUs were asked for and there are fewer than ranks.
+    """
+    num_gpus = torch.cuda.device_count() if kind is not DeviceKind.cpu else 0
+    if num_gpus >= ranks.local_size:
+        return torch.device("cuda", ranks.local_rank), None
+    if kind is DeviceKind.cuda:
+        message = (
+            f"device=cuda needs one GPU per rank: {ranks.local_size} ranks on this node and {num_gpus} GPUs; "
+            f"start at most {num_gpus} ranks, or use device=cpu"
+        )
+        raise PlacementError(message)
+    note = None
+    if num_gpus:
+        note = f"{ranks.local_size} ranks on a node with {num_gpus} GPUs: all ranks run on the CPU"
+    return torch.device("cpu"), note
+
+
+def share_cores(ranks: Ranks) -> int:
+    """Give this rank its share of the cores (ranks x threads = cores); returns the number of threads.
+
+    torchrun sets OMP_NUM_THREADS=1 for lack of better knowledge; a lone process keeps what its user has set.
+    """
+    if ranks.size == 1 and "OMP_NUM_THREADS" in os.environ:
+        return torch.get_num_threads()
+    num_threads = max(1, len(os.sched_getaffinity(0)) // ranks.local_size)
+    torch.set_num_threads(num_threads)
+    return num_threads
+
+
+def _rendezvous_of_slurm(environ: Mapping[str, str], ranks: Ranks) -> str:
+    """Address at which the tasks of a plain `srun python` meet: the first node, a port derived from the job."""
+    host = environ.get("MASTER_ADDR") or environ.get("SLURM_LAUNCH_NODE_IPADDR", "localhost")
+    if ranks.local_size == ranks.size:
+        host = environ.get("MASTER_ADDR", "localhost")
+    port = environ.get("MASTER_PORT") or str(20000 + int(environ.get("SLURM_JOB_ID", "0")) % 20000)
+    return f"tcp://{host}:{port}"
+
+
+@contextmanager
+def start(*, device: DeviceKind, timeout_s: float) -> Iterator[World]:
+    """Join the run, and leave it when the block ends.
+
+    Args:
+        device: where to compute.
+        timeout_s: how long a collective waits for its peers until `Comm.set_timeout` says otherwise.
+
+    Raises:
+        PlacementError: see `choose_device`.
+    """
+    ranks = read_ranks(os.environ)
+    chosen, note = choose_device(device, ranks)
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    else:
+        share_cores(ranks)
+    if ranks.size == 1:
+        yield World(comm=Comm.single(), ranks=ranks, device=chosen, note=note)
+        return
+    dist.init_process_group(
+        "nccl" if chosen.type == "cuda" else "gloo",
+        init_method="env://" if "RANK" in os.environ else _rendezvous_of_slurm(os.environ, ranks),
+        rank=ranks.rank,
+        world_size=ranks.size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    comm = Comm(rank=ranks.rank, size=ranks.size, group=dist.group.WORLD, device=chosen)
+    try:
+        yield World(comm=comm, ranks=ranks, device=chosen, note=note)
+        comm.barrier()
+    finally:
+        dist.destroy_process_group()

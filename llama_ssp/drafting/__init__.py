@@ -1,0 +1,1 @@
+"""What proposes tokens, and on which ranks."""

@@ -1,0 +1,43 @@
+"""What a drafter is: something that extends every row of a batch by K tokens.
+
+Whether this rank drafts at all is not decided here but in `placement`.
+
+Shapes: B sequences, R rows being prefilled, S slots, K drafted tokens, V vocabulary.
+"""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from llama_ssp.models.prefill import Buckets
+from llama_ssp.sampling.verification import Draft
+
+
+class Drafter(Protocol):
+    """Proposes tokens for the target to check."""
+
+    num_draft_tokens: int
+
+    def allocate(self, *, batch_size: int, num_slots: int) -> None:
+        """Make room for `batch_size` rows of `num_slots` tokens."""
+        ...
+
+    def prefill(
+        self, tokens_RS: Tensor, lengths_R: Tensor, *, rows_R: Tensor, longest: int, buckets: Buckets
+    ) -> None:
+        """Take note of new prompts, as `models.prefill.read_prompts` does."""
+        ...
+
+    def propose(self, tokens_BS: Tensor, lengths_B: Tensor, *, uniforms_BK: Tensor, bucket: int) -> Draft:
+        """Extend every row by K tokens.
+
+        Args:
+            tokens_BS: token ids; the drafted ids are written behind each row's text.
+            lengths_B: length of each row's text, at least 2.
+            uniforms_BK: random numbers in [0, 1), one for each drafted token.
+            bucket: number of cache slots to read, at least length + K.
+
+        Returns:
+            The drafted ids, the same on every rank, and the probabilities that they were drawn from.
+        """
+        ...

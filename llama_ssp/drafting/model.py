@@ -1,0 +1,67 @@
+"""A smaller model as the drafter.
+
+Shapes: B sequences, S slots, K drafted tokens, V vocabulary.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from llama_ssp.models.prefill import Buckets, read_prompts
+from llama_ssp.models.interface import Runner
+from llama_ssp.sampling.verification import Draft, Rule
+
+
+class ModelDrafter:
+    """Drafts with a model, under the same processors as the target.
+
+    The first step of a round always reads the last two tokens, rewriting one cache slot: after a fully accepted round
+    the cache lacks the last drafted token, and reading two keeps the shape the same whatever was accepted.
+
+    Args:
+        runner: the draft model.
+        rule: how its tokens are drawn.
+        num_draft_tokens: K.
+        vocab_size: V of the target; a draft whose output head is padded to another width is cut or filled up to it.
+    """
+
+    def __init__(self, runner: Runner, *, rule: Rule, num_draft_tokens: int, vocab_size: int) -> None:
+        self.runner = runner
+        self.rule = rule
+        self.num_draft_tokens = num_draft_tokens
+        self._vocab_size = vocab_size
+        self._last_two = torch.arange(-2, 0, device=runner.device)
+        self._offsets_K = torch.arange(num_draft_tokens, device=runner.device)
+
+    def allocate(self, *, batch_size: int, num_slots: int) -> None:
+        """Make room in the cache."""
+        self.runner.allocate(batch_size=batch_size, capacity=num_slots)
+
+    def prefill(
+        self, tokens_RS: Tensor, lengths_R: Tensor, *, rows_R: Tensor, longest: int, buckets: Buckets
+    ) -> None:
+        """Read new prompts into the draft's own cache."""
+        read_prompts(self.runner, tokens_RS, lengths_R, rows_R=rows_R, longest=longest, buckets=buckets)
+
+    def propose(self, tokens_BS: Tensor, lengths_B: Tensor, *, uniforms_BK: Tensor, bucket: int) -> Draft:
+        """Draw K tokens one after the other; see `Drafter.propose`."""
+        positions_BT = lengths_B[:, None] + self._last_two
+        ids_BT = tokens_BS.gather(1, positions_BT)
+        drafted: list[Tensor] = []
+        probs: list[Tensor] = []
+        for step in range(self.num_draft_tokens):
+            if step:
+                positions_BT = positions_BT[:, -1:] + 1
+                ids_BT = drafted[-1][:, None]
+            logits_BV = self.runner.forward(ids_BT, positions_BT, bucket=bucket)[:, -1]
+            ids_B, probs_BV = self.rule.draw(self._at_target_width(logits_BV), uniforms_BK[:, step])
+            drafted.append(ids_B)
+            if probs_BV is not None:
+                probs.append(probs_BV)
+        ids_BK = torch.stack(drafted, dim=1)
+        tokens_BS.scatter_(1, lengths_B[:, None] + self._offsets_K, ids_BK)
+        return Draft(ids_BK=ids_BK, probs_BKV=torch.stack(probs, dim=1) if probs else None)
+
+    def _at_target_width(self, logits_BV: Tensor) -> Tensor:
+        missing = self._vocab_size - logits_BV.shape[-1]
+        return F.pad(logits_BV, (0, missing), value=float("-inf")) if missing else logits_BV

@@ -1,0 +1,124 @@
+"""On which ranks drafting and deciding happen.
+
+Ranks are equal programs: the loop calls the same methods everywhere. One rank holds the draft and runs the rule, and
+every token id that ranks act on is that rank's word, sent to the others in two small messages a round: drafted ids
+before the target's forward, the decision after it. So rounding can never make ranks part ways.
+
+Shapes: B sequences, R rows being prefilled, S slots, K drafted tokens, W = K + 1, V vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from llama_ssp.distributed.comms import Comm
+from llama_ssp.drafting.drafter import Drafter
+from llama_ssp.models.prefill import Buckets
+from llama_ssp.sampling.random import Draws
+from llama_ssp.sampling.verification import Draft, Rule, Verdict
+
+
+class AgreedDrafter:
+    """The drafter of one rank, heard by all.
+
+    Args:
+        inner: the drafter on the rank that holds it, None elsewhere.
+        comm: the ranks that listen.
+        src: the rank in `comm` that drafts.
+        num_draft_tokens: K.
+        device: where the ids live.
+    """
+
+    def __init__(
+        self, inner: Drafter | None, *, comm: Comm, src: int, num_draft_tokens: int, device: torch.device
+    ) -> None:
+        self._inner = inner
+        self._comm = comm
+        self._src = src
+        self.num_draft_tokens = num_draft_tokens
+        self._offsets_K = torch.arange(num_draft_tokens, device=device)
+
+    def allocate(self, *, batch_size: int, num_slots: int) -> None:
+        """Make room on the rank that drafts."""
+        if self._inner:
+            self._inner.allocate(batch_size=batch_size, num_slots=num_slots)
+
+    def prefill(
+        self, tokens_RS: Tensor, lengths_R: Tensor, *, rows_R: Tensor, longest: int, buckets: Buckets
+    ) -> None:
+        """Read new prompts on the rank that drafts."""
+        if self._inner:
+            self._inner.prefill(tokens_RS, lengths_R, rows_R=rows_R, longest=longest, buckets=buckets)
+
+    def propose(self, tokens_BS: Tensor, lengths_B: Tensor, *, uniforms_BK: Tensor, bucket: int) -> Draft:
+        """Draft on one rank, and take its ids on all; see `Drafter.propose`."""
+        if self._inner:
+            draft = self._inner.propose(tokens_BS, lengths_B, uniforms_BK=uniforms_BK, bucket=bucket)
+            self._comm.broadcast(draft.ids_BK, src=self._src)
+            return draft
+        ids_BK = lengths_B.new_empty(lengths_B.shape[0], self.num_draft_tokens)
+        self._comm.broadcast(ids_BK, src=self._src)
+        tokens_BS.scatter_(1, lengths_B[:, None] + self._offsets_K, ids_BK)
+        return Draft(ids_BK=ids_BK, probs_BKV=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What all ranks do after a forward of the target.
+
+    Attributes:
+        num_accepted_B: how many drafted tokens become text.
+        next_ids_B: the token behind them.
+        stop_1: not zero when the deciding rank wishes to stop; one element on the device.
+    """
+
+    num_accepted_B: Tensor
+    next_ids_B: Tensor
+    stop_1: Tensor
+
+
+class AgreedRule:
+    """The rule as run by one rank, whose word all take.
+
+    Args:
+        rule: the rule.
+        comm: the ranks that listen.
+        src: the rank in `comm` that decides.
+        device: where the decision lives.
+    """
+
+    def __init__(self, rule: Rule, *, comm: Comm, src: int, device: torch.device) -> None:
+        self._rule = rule
+        self._comm = comm
+        self._src = src
+        self._decides = comm.rank == src
+        self._wish_1 = torch.zeros(1, dtype=torch.int64, device=device)
+
+    def wish_to_stop(self) -> None:
+        """Let the next decision carry the wish to stop; counts on the deciding rank."""
+        self._wish_1.fill_(1)
+
+    def draw(self, logits_BV: Tensor, uniforms_B: Tensor) -> Decision:
+        """Sample one token for every row from the target's logits."""
+        verdict = None
+        if self._decides:
+            ids_B, _ = self._rule.draw(logits_BV, uniforms_B)
+            verdict = Verdict(num_accepted_B=torch.zeros_like(ids_B), next_ids_B=ids_B)
+        return self._agree(verdict, batch_size=uniforms_B.shape[0])
+
+    def verify(self, draft: Draft, target_logits_BWV: Tensor, *, draws: Draws) -> Decision:
+        """Accept a prefix of the draft and choose the token behind it."""
+        verdict = self._rule.verify(draft, target_logits_BWV, draws=draws) if self._decides else None
+        return self._agree(verdict, batch_size=draft.ids_BK.shape[0])
+
+    def _agree(self, verdict: Verdict | None, *, batch_size: int) -> Decision:
+        """Send the deciding rank's verdict and wish in one message of 2B + 1 numbers."""
+        if verdict:
+            word = torch.cat([verdict.num_accepted_B, verdict.next_ids_B, self._wish_1])
+        else:
+            word = self._wish_1.new_empty(2 * batch_size + 1)
+        self._comm.broadcast(word, src=self._src)
+        return Decision(
+            num_accepted_B=word[:batch_size], next_ids_B=word[batch_size : 2 * batch_size], stop_1=word[2 * batch_size :]
+        )

@@ -1,0 +1,1 @@
+"""Models on this rank: their files, their slices, their cache, their forward pass."""

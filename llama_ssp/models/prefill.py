@@ -1,0 +1,66 @@
+"""Read whole prompts into a model's cache, and choose how much of the cache a forward reads.
+
+Long prompts go through in chunks, so that memory and the attention's mask stay bounded. Samples nothing.
+
+Shapes: R rows being prefilled, S slots, T positions of a chunk, V vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from llama_ssp.models.interface import Runner
+
+CHUNK = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class Buckets:
+    """Widths at which the cache is read: few enough to capture one graph each, fine enough to cost what is filled.
+
+    Attributes:
+        step: every width is a multiple of it, except the last one.
+        num_slots: slots that the cache has.
+    """
+
+    step: int
+    num_slots: int
+
+    def covering(self, num_slots: int) -> int:
+        """The smallest width that shows the first `num_slots` slots."""
+        return min(-(-num_slots // self.step) * self.step, self.num_slots)
+
+
+def read_prompts(
+    runner: Runner, tokens_RS: Tensor, lengths_R: Tensor, *, rows_R: Tensor, longest: int, buckets: Buckets
+) -> Tensor:
+    """Fill the cache with each row's prompt.
+
+    Args:
+        runner: the model.
+        tokens_RS: token ids (R, S); row r holds a prompt in its first lengths_R[r] slots.
+        lengths_R: lengths of the prompts, on the device.
+        rows_R: which rows of the cache they become.
+        longest: the largest of `lengths_R`, known to the host.
+        buckets: widths of the cache.
+
+    Returns:
+        The logits (R, V) behind each row's last prompt token.
+    """
+    last_R1 = lengths_R[:, None] - 1
+    logits_RV: Tensor | None = None
+    for start in range(0, longest, CHUNK):
+        stop = min(start + CHUNK, longest)
+        positions_RT = torch.arange(start, stop, device=tokens_RS.device).expand(tokens_RS.shape[0], -1)
+        chunk_R1V = runner.forward(
+            tokens_RS[:, start:stop],
+            positions_RT,
+            bucket=buckets.covering(stop),
+            rows_BR=(last_R1 - start).clamp(0, stop - start - 1),
+            batch_rows_B=rows_R,
+        )
+        ends_here_R1 = (last_R1 >= start) & (last_R1 < stop)
+        logits_RV = chunk_R1V[:, 0] if logits_RV is None else torch.where(ends_here_R1, chunk_R1V[:, 0], logits_RV)
+    assert logits_RV is not None, "a prompt has at least one token"
+    return logits_RV

@@ -1,0 +1,47 @@
+"""Decoders over small models, as the tasks build them."""
+
+from collections.abc import Sequence
+
+import torch
+
+from llama_ssp.config.schema import SamplingConfig, VerificationConfig
+from llama_ssp.decoding.clock import HostClock
+from llama_ssp.decoding.loop import Completion, Decoder, StopWish
+from llama_ssp.decoding.rounds import Rounds
+from llama_ssp.decoding.state import Request
+from llama_ssp.distributed.comms import Comm
+from llama_ssp.drafting.model import ModelDrafter
+from llama_ssp.drafting.placement import AgreedDrafter, AgreedRule
+from llama_ssp.models.interface import Runner
+from llama_ssp.sampling.verification import make_rule
+
+
+def make_decoder(
+    target: Runner,
+    draft: Runner | None,
+    *,
+    temperature: float = 0.0,
+    num_draft_tokens: int = 3,
+    batch_size: int = 1,
+    eos_ids: Sequence[int] = (),
+    comm: Comm | None = None,
+    wish: StopWish | None = None,
+) -> Decoder:
+    """A decoder of one rank (or of `comm`) over two runners."""
+    comm = comm or Comm.single()
+    rule = make_rule(SamplingConfig(temperature=temperature), VerificationConfig())
+    drafter = None
+    if draft:
+        inner = ModelDrafter(draft, rule=rule, num_draft_tokens=num_draft_tokens, vocab_size=target.vocab_size)
+        drafter = AgreedDrafter(
+            inner, comm=comm, src=0, num_draft_tokens=num_draft_tokens, device=torch.device(target.device)
+        )
+    agreed = AgreedRule(rule, comm=comm, src=0, device=target.device)
+    rounds = Rounds(target, drafter, rule=agreed, clock=HostClock())
+    return Decoder(rounds, batch_size=batch_size, eos_ids=eos_ids, seed=7, wish=wish)
+
+
+def complete(decoder: Decoder, requests: Sequence[Request]) -> list[Completion]:
+    """Run the decoder to its end; completions in order of the requests."""
+    found = {(u.completion.request.index, u.completion.request.sample): u.completion for us in decoder.run(requests) for u in us}
+    return [found[request.index, request.sample] for request in requests]

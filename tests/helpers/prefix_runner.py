@@ -1,0 +1,66 @@
+"""A model small enough to compute by hand: its logits are a fixed function of the whole prefix.
+
+It keeps a cache as a real model does, one vector per slot, and scores a position by the sum of all slots up to it. A
+loop that reads a stale slot, forgets one or writes one at the wrong place therefore changes its text.
+"""
+
+import torch
+from torch import Tensor
+
+NUM_CLOCK_PHASES = 5
+
+
+class PrefixRunner:
+    """Logits of position p are a linear map of the sum over j <= p of a vector for (token j, j mod 5).
+
+    Args:
+        vocab_size: V.
+        seed: of the tables; two runners of one seed are the same model.
+        sharpness: scale of the logits; large values make the model nearly certain.
+        device: "meta" for a runner that would raise if a value were read.
+    """
+
+    def __init__(self, vocab_size: int = 11, *, seed: int = 0, sharpness: float = 3.0, device: str = "cpu") -> None:
+        generator = torch.Generator().manual_seed(seed)
+        shape = (vocab_size, NUM_CLOCK_PHASES, 8)
+        self.device = torch.device(device)
+        self.vocab_size = vocab_size
+        self.max_position_embeddings = 512
+        self.table = torch.randn(shape, generator=generator, dtype=torch.float64).to(self.device)
+        self.head = (torch.randn(8, vocab_size, generator=generator, dtype=torch.float64) * sharpness).to(self.device)
+        self.num_forwards = 0
+
+    def allocate(self, *, batch_size: int, capacity: int) -> None:
+        """Fill the cache with rubbish, as a reused one is."""
+        self.cache = torch.full((batch_size, capacity, 8), 1e6, dtype=torch.float64, device=self.device)
+
+    def forward(
+        self,
+        ids_BT: Tensor,
+        positions_BT: Tensor,
+        *,
+        bucket: int,
+        rows_BR: Tensor | None = None,
+        batch_rows_B: Tensor | None = None,
+    ) -> Tensor:
+        """See `models.interface.Runner.forward`."""
+        self.num_forwards += 1
+        cache = self.cache if batch_rows_B is None else self.cache[batch_rows_B]
+        vectors_BTD = self.table[ids_BT, positions_BT % NUM_CLOCK_PHASES]
+        cache.scatter_(1, positions_BT[..., None].expand_as(vectors_BTD), vectors_BTD)
+        if batch_rows_B is not None:
+            self.cache[batch_rows_B] = cache
+        slots = torch.arange(bucket, device=self.device)
+        seen_BTS1 = (slots <= positions_BT[..., None])[..., None]
+        hidden_BTD = torch.sin(torch.where(seen_BTS1, cache[:, None, :bucket], 0.0).sum(2))
+        if rows_BR is not None:
+            hidden_BTD = hidden_BTD.gather(1, rows_BR[..., None].expand(-1, -1, hidden_BTD.shape[-1]))
+        return (hidden_BTD @ self.head).float()
+
+    def greedy(self, prompt_ids: tuple[int, ...], num_tokens: int) -> list[int]:
+        """The greedy continuation, straight from the definition."""
+        ids = list(prompt_ids)
+        for _ in range(num_tokens):
+            total = sum((self.table[token, place % NUM_CLOCK_PHASES] for place, token in enumerate(ids)), torch.zeros(8))
+            ids.append(int((torch.sin(total) @ self.head).float().argmax()))
+        return ids[len(prompt_ids) :]

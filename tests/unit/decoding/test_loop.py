@@ -1,0 +1,138 @@
+"""The loop writes the target's own text, whatever the draft, the batch, the lengths and the ends of its rows."""
+
+import pytest
+import torch
+
+from llama_ssp.decoding.loop import StopWish
+from llama_ssp.decoding.state import BatchState, Request
+from llama_ssp.models.prefill import Buckets
+from tests.helpers.decoders import complete, make_decoder
+from tests.helpers.prefix_runner import PrefixRunner
+
+PROMPTS = [(1,), (2, 3, 4, 5, 6), (7, 7), (0, 9, 8, 1, 2, 3, 4), (5, 6, 5), (10,), (3, 1, 4, 1, 5, 9, 2, 6)]
+
+
+def requests(num_tokens: int = 40) -> list[Request]:
+    """One request per prompt, of different lengths."""
+    return [Request(index=i, prompt_ids=ids, max_new_tokens=num_tokens - 3 * i) for i, ids in enumerate(PROMPTS)]
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 8])
+@pytest.mark.parametrize("num_draft_tokens", [1, 2, 5])
+@pytest.mark.parametrize("draft_seed", [0, 1], ids=["always accepted", "mostly rejected"])
+def test_greedy_text_is_the_targets_own(draft_seed: int, num_draft_tokens: int, batch_size: int) -> None:
+    target, draft = PrefixRunner(seed=0), PrefixRunner(seed=draft_seed)
+    decoder = make_decoder(target, draft, num_draft_tokens=num_draft_tokens, batch_size=batch_size)
+    for completion in complete(decoder, requests()):
+        request = completion.request
+        assert completion.token_ids == target.greedy(request.prompt_ids, request.max_new_tokens)
+        assert completion.finish_reason == "length"
+
+
+def test_reading_results_a_round_late_changes_nothing() -> None:
+    target = PrefixRunner()
+    decoder = make_decoder(target, PrefixRunner(seed=1), batch_size=3, eos_ids=[4])
+    prompt = complete(decoder, requests())
+    decoder._lag = 1
+    late = complete(decoder, requests())
+    assert [c.token_ids for c in late] == [c.token_ids for c in prompt]
+    assert [c.accepted_lengths for c in late] == [c.accepted_lengths for c in prompt]
+
+
+def test_plain_decoding_is_the_same_loop_without_a_draft() -> None:
+    target = PrefixRunner()
+    for completion in complete(make_decoder(target, None, batch_size=3), requests()):
+        request = completion.request
+        assert completion.token_ids == target.greedy(request.prompt_ids, request.max_new_tokens)
+        assert completion.num_target_forwards == request.max_new_tokens
+
+
+@pytest.mark.parametrize("draft_seed", [0, 1])
+def test_an_end_of_sequence_token_ends_the_row_at_once_also_inside_a_draft(draft_seed: int) -> None:
+    target = PrefixRunner(seed=0)
+    ended_inside = 0
+    for eos in range(target.vocab_size):
+        decoder = make_decoder(target, PrefixRunner(seed=draft_seed), num_draft_tokens=4, batch_size=2, eos_ids=[eos])
+        for completion in complete(decoder, requests()):
+            request = completion.request
+            wanted = target.greedy(request.prompt_ids, request.max_new_tokens)
+            wanted = wanted[: wanted.index(eos) + 1] if eos in wanted else wanted
+            assert completion.token_ids == wanted
+            assert completion.finish_reason == ("eos" if wanted[-1] == eos else "length")
+            ended_inside += bool(completion.accepted_lengths) and completion.accepted_lengths[-1] not in (0, 4)
+    assert draft_seed or ended_inside, "no row ended inside a draft: the test shows nothing"
+
+
+def test_sampled_text_does_not_depend_on_the_batch() -> None:
+    def texts(batch_size: int) -> list[list[int]]:
+        draft = PrefixRunner(seed=1, sharpness=1.0)
+        decoder = make_decoder(PrefixRunner(sharpness=1.0), draft, temperature=0.9, batch_size=batch_size)
+        return [completion.token_ids for completion in complete(decoder, requests())]
+
+    assert texts(1) == texts(3) == texts(7)
+
+
+def test_samples_of_one_prompt_differ_and_repeat() -> None:
+    wanted = [Request(index=0, sample=s, prompt_ids=(1, 2), max_new_tokens=20) for s in range(3)]
+
+    def texts() -> list[list[int]]:
+        decoder = make_decoder(PrefixRunner(sharpness=1.0), None, temperature=1.0, batch_size=3)
+        return [completion.token_ids for completion in complete(decoder, wanted)]
+
+    assert texts() == texts()
+    assert len({tuple(ids) for ids in texts()}) == len(wanted)
+
+
+def test_a_prompt_may_leave_room_for_one_token_only() -> None:
+    target = PrefixRunner()
+    wanted = [Request(index=0, prompt_ids=(1, 2, 3), max_new_tokens=1), Request(index=1, prompt_ids=(4,), max_new_tokens=2)]
+    first, second = complete(make_decoder(target, PrefixRunner(seed=1)), wanted)
+    assert first.token_ids == target.greedy((1, 2, 3), 1)
+    assert second.token_ids == target.greedy((4,), 2)
+
+
+def test_a_long_prompt_is_read_in_chunks_with_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llama_ssp.models.prefill.CHUNK", 3)
+    target = PrefixRunner()
+    for completion in complete(make_decoder(target, PrefixRunner(seed=1), batch_size=8), requests()):
+        assert completion.token_ids == target.greedy(completion.request.prompt_ids, completion.request.max_new_tokens)
+
+
+def test_an_accepted_draft_costs_one_target_forward_for_k_plus_one_tokens() -> None:
+    target = PrefixRunner()
+    decoder = make_decoder(target, PrefixRunner(), num_draft_tokens=4)
+    (completion,) = complete(decoder, [Request(index=0, prompt_ids=(1, 2), max_new_tokens=51)])
+    assert completion.accepted_lengths == [4] * 10
+    assert completion.num_target_forwards == target.num_forwards == 11
+
+
+def test_a_round_reads_no_value_from_the_device() -> None:
+    target, draft = PrefixRunner(device="meta"), PrefixRunner(device="meta")
+    decoder = make_decoder(target, draft, temperature=0.8, eos_ids=[3])
+    rounds, buckets = decoder.rounds, Buckets(step=64, num_slots=64)
+    for runner in (target, draft):
+        runner.allocate(batch_size=2, capacity=64)
+    rounds.drafter.allocate(batch_size=2, num_slots=64)
+    state = BatchState.empty(batch_size=2, num_slots=64, eos_ids=[3], device=target.device)
+    prompts = state.rows_of(requests()[:2], seed=0)
+    rows_R = torch.arange(2, device="meta")
+    assert rounds.prefill(prompts, rows_R, longest=5, buckets=buckets).is_meta
+    assert rounds.advance(state, bucket=64).is_meta
+
+
+def test_a_wish_to_stop_ends_the_loop_after_the_round() -> None:
+    wish = StopWish()
+    decoder = make_decoder(PrefixRunner(), PrefixRunner(seed=1), wish=wish)
+    num_tokens = 0
+    for updates in decoder.run([Request(index=0, prompt_ids=(1,), max_new_tokens=100)]):
+        num_tokens += sum(len(update.new_ids) for update in updates)
+        wish.requested = num_tokens > 10
+    assert decoder.stopped
+    assert num_tokens < 20
+
+
+def test_acceptance_counts_leave_out_rounds_that_the_limit_could_cut() -> None:
+    decoder = make_decoder(PrefixRunner(), PrefixRunner(), num_draft_tokens=4)
+    (completion,) = complete(decoder, [Request(index=0, prompt_ids=(1, 2), max_new_tokens=9)])
+    assert completion.accepted_lengths == [4, 3]
+    assert completion.examined_lengths == [4, 0]
