@@ -1,0 +1,189 @@
+"""The records that a run leaves on disk: a line of `run.jsonl` and `summary.json`, as typed dataclasses.
+
+Reading, writing and locking are in `records`; the arithmetic from lines to a summary is in `summary`.
+Times are in seconds where a name ends in `_s`, in milliseconds where it says `ms`.
+"""
+
+import json
+from dataclasses import asdict, dataclass, fields
+from typing import Any, TypeAlias
+
+SCHEMA_VERSION = 1
+PLAIN = "plain"
+SPECULATIVE = "speculative"
+
+LineKey: TypeAlias = tuple[int, str, int]
+"""The (index, mode, sample) that a finished completion is known by when a run is resumed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompletionLine:
+    """One line of `run.jsonl`: one completion of one prompt.
+
+    Attributes:
+        index: the prompt's place in its file, from 0.
+        sample: which of the prompt's samples, from 0.
+        mode: "plain" or "speculative".
+        text: the new text alone; `token_ids` are the new ids alone.
+        finish_reason: "length", "eos" or "stop".
+        num_target_forwards: forwards of the target that this row took part in, its prefill included.
+        accepted_lengths: for each round, how many drafted tokens were kept.
+        examined_lengths: for each round, what `num_examined` says of it.
+        ms: from the start of the row's prefill until its last token.
+        share_s: the row's equal share of its batch's wall time; `ms / 1000` for a batch of one.
+        draft_s, verify_s, other_s: the row's equal share of where the rounds of its batch spent their time.
+    """
+
+    index: int
+    sample: int
+    mode: str
+    prompt: str
+    text: str
+    token_ids: list[int]
+    num_new_tokens: int
+    finish_reason: str
+    num_rounds: int
+    num_target_forwards: int
+    accepted_lengths: list[int]
+    examined_lengths: list[int]
+    ms: float
+    share_s: float
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    other_s: float = 0.0
+
+    @property
+    def key(self) -> LineKey:
+        """What the completion is known by when a run is resumed."""
+        return self.index, self.mode, self.sample
+
+    def to_json(self) -> bytes:
+        """Write the line as UTF-8 with its line feed; lone surrogates become question marks."""
+        return json.dumps(asdict(self), ensure_ascii=False).encode("utf-8", errors="replace") + b"\n"
+
+    @classmethod
+    def from_json(cls, line: bytes) -> "CompletionLine":
+        """Read a line back.
+
+        Raises:
+            ValueError: the line is not JSON, or its fields are not exactly those above.
+        """
+        record = json.loads(line)
+        types = {field.name: field.type for field in fields(cls)}
+        if not isinstance(record, dict) or record.keys() != types.keys():
+            raise ValueError(f"its fields should be {', '.join(types)}")
+        for name, value in record.items():
+            if not _has_type(value, types[name]):
+                raise ValueError(f"{name} holds {value!r}")
+        restored = cls(**record)
+        if restored.mode not in {PLAIN, SPECULATIVE}:
+            raise ValueError(f"mode holds {restored.mode!r}")
+        if not len(restored.accepted_lengths) == len(restored.examined_lengths) == restored.num_rounds:
+            raise ValueError("its rounds do not add up")
+        return restored
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainSummary:
+    """What plain decoding did; `summary.summarise` defines each number."""
+
+    ms_per_token: float | None
+    tokens_per_s: float | None
+    num_target_forwards: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculativeSummary:
+    """What speculative decoding did; `summary.summarise` defines each number."""
+
+    ms_per_token: float | None
+    tokens_per_s: float | None
+    num_rounds: int
+    num_target_forwards: int
+    tokens_per_round: float | None
+    acceptance_rate: float | None
+    accepted_histogram: list[int]
+    draft_s: float
+    verify_s: float
+    other_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """What the plan expected of the run; null where nothing was planned."""
+
+    plain_ms_per_token: float | None = None
+    speculative_ms_per_token: float | None = None
+    speedup: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """One rank's memory: anonymous resident bytes on a CPU, the allocator's reserve on a GPU."""
+
+    rank: int
+    planned_bytes: int | None = None
+    measured_peak_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """What the lines do not tell about a run; `num_draft_tokens` is 0 without a draft."""
+
+    task: str
+    model: str
+    draft: str | None
+    placement: dict[str, Any]
+    world_size: int
+    seed: int
+    num_draft_tokens: int
+    memory: list[RankMemory]
+    forecast: Forecast = Forecast()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """All of `summary.json`; `plain`, `speculative` and `speedup` are null for a mode that did not run."""
+
+    schema_version: int = SCHEMA_VERSION
+    task: str
+    model: str
+    draft: str | None
+    placement: dict[str, Any]
+    world_size: int
+    num_prompts: int
+    num_new_tokens: int
+    seed: int
+    versions: dict[str, str | None]
+    git_commit: str | None
+    plain: PlainSummary | None
+    speculative: SpeculativeSummary | None
+    speedup: float | None
+    forecast: Forecast
+    memory: list[RankMemory]
+
+
+def num_examined(*, num_accepted: int, num_draft_tokens: int, room: int, ended_in_draft: bool) -> int:
+    """Count the drafted tokens of one round that the acceptance rate may count.
+
+    Args:
+        num_accepted: drafted tokens that the round kept.
+        num_draft_tokens: K.
+        room: tokens that the row could still take when the round began.
+        ended_in_draft: the last kept drafted token ended the row, so that nothing behind it was looked at.
+
+    Returns:
+        The kept tokens and the first rejected one. 0 where the room was less than K + 1: the length limit cuts long
+        acceptances of such a round but no short ones, so that counting it would bias the rate.
+    """
+    if room <= num_draft_tokens:
+        return 0
+    return num_accepted if ended_in_draft else min(num_accepted + 1, num_draft_tokens)
+
+
+def _has_type(value: object, expected: object) -> bool:
+    if expected == list[int]:
+        return isinstance(value, list) and all(type(item) is int for item in value)
+    if expected is float:
+        return type(value) in (int, float)
+    return type(value) is expected

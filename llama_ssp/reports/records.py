@@ -1,0 +1,225 @@
+"""The folder of a run: who may write into it, what is in it already, and how each file gets there whole.
+
+Rank 0 alone opens a run folder. The log files are written by `distributed.ranklog`; what a line and a summary hold is
+said in `lines`.
+
+    run_dir/lock          held (flock) while the run lives
+    run_dir/config.yaml   the config that the folder belongs to
+    run_dir/run.jsonl     a line per completion, appended as soon as it ends
+    run_dir/status        running, done, interrupted, or the failing exit code and its sentence
+    run_dir/summary.json  the summary, at the end
+"""
+
+import errno
+import fcntl
+import json
+import os
+import platform
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Self
+
+import yaml
+
+from llama_ssp.errors import ConfigError, SspError
+from llama_ssp.reports.lines import CompletionLine, LineKey, Summary
+
+CHANGEABLE = ("run_dir", "timeouts", "task.picture")
+"""Keys of a config (with all below them) that may differ when a run is resumed, since no completion depends on them."""
+
+
+class RunFolder:
+    """An open run folder; a context manager that gives the lock back.
+
+    Attributes:
+        path: the folder.
+        lines: the finished completions, those found in the folder first.
+    """
+
+    def __init__(self, path: Path, config_yaml: str, *, changeable: Collection[str] = CHANGEABLE) -> None:
+        """Create the folder, or reopen it to go on where it ended, and mark it as running.
+
+        Args:
+            path: the folder, which need not exist.
+            config_yaml: the whole config of this run.
+            changeable: dotted keys that may differ from those of the folder's own config.
+
+        Raises:
+            ConfigError: another job holds the folder, it belongs to another config, or its files are damaged.
+            SspError: the folder cannot be written.
+        """
+        self.path = path
+        with _explained(path):
+            path.mkdir(parents=True, exist_ok=True)
+        self._lock = _locked(path / "lock")
+        try:
+            self._settle_config(config_yaml, changeable)
+            self.lines = self._recover()
+            self.write_status("running")
+            with _explained(path / "run.jsonl"):
+                self._file = (path / "run.jsonl").open("ab", buffering=0)
+        except BaseException:
+            self._lock.close()
+            raise
+
+    @property
+    def finished(self) -> frozenset[LineKey]:
+        """The (index, mode, sample) of every completion in the folder: what a resumed run leaves out."""
+        return frozenset(line.key for line in self.lines)
+
+    def append(self, line: CompletionLine) -> None:
+        """Put a finished completion on disk before returning.
+
+        Raises:
+            SspError: the disk is full or gone; the folder stays good to be resumed.
+        """
+        with _explained(self.path / "run.jsonl"):
+            unwritten = memoryview(line.to_json())
+            while unwritten:
+                unwritten = unwritten[self._file.write(unwritten) :]
+            os.fsync(self._file.fileno())
+        self.lines.append(line)
+
+    def write_status(self, status: str) -> None:
+        """Set `status` to "running", "done" or "interrupted".
+
+        Raises:
+            SspError: the disk is full or gone.
+        """
+        _write_whole(self.path / "status", status + "\n")
+
+    def write_failure(self, *, exit_code: int, sentence: str) -> None:
+        """Set `status` to the failing exit code and its sentence.
+
+        Raises:
+            SspError: the disk is full or gone.
+        """
+        self.write_status(f"{exit_code}: {sentence}")
+
+    def write_summary(self, summary: Summary) -> None:
+        """Write `summary.json`.
+
+        Raises:
+            SspError: the disk is full or gone.
+        """
+        _write_whole(self.path / "summary.json", json.dumps(asdict(summary), indent=2) + "\n")
+
+    def close(self) -> None:
+        """Let another job have the folder."""
+        self._file.close()
+        self._lock.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _settle_config(self, config_yaml: str, changeable: Collection[str]) -> None:
+        """Write the config of a new folder; hold this run to that of an old one."""
+        file = self.path / "config.yaml"
+        if not file.exists():
+            _write_whole(file, config_yaml)
+            return
+        with _explained(file):
+            old_yaml = file.read_text(encoding="utf-8", errors="replace")
+        try:
+            old = _flat(yaml.safe_load(old_yaml))
+        except yaml.YAMLError:
+            raise ConfigError(f"{file} is damaged; name another run_dir, or restore it to resume this one") from None
+        new = _flat(yaml.safe_load(config_yaml))
+        changes = [
+            f"{key} was {json.dumps(old.get(key))} and is now {json.dumps(new.get(key))}"
+            for key in sorted(old.keys() | new.keys())
+            if old.get(key) != new.get(key) and not _is_below(key, changeable)
+        ]
+        if changes:
+            raise ConfigError(
+                f"run_dir={self.path} belongs to another config ({'; '.join(changes)}); "
+                "give the same settings to resume it, or name another run_dir"
+            )
+
+    def _recover(self) -> list[CompletionLine]:
+        """Read the finished lines and cut off a last one that was only half written."""
+        file = self.path / "run.jsonl"
+        with _explained(file):
+            file.touch()
+            whole, _, torn = file.read_bytes().rpartition(b"\n")
+            if torn:
+                os.truncate(file, len(whole) + 1 if whole else 0)
+        return [self._read(number, line) for number, line in enumerate(whole.split(b"\n"), start=1) if line]
+
+    def _read(self, number: int, line: bytes) -> CompletionLine:
+        try:
+            return CompletionLine.from_json(line)
+        except ValueError as error:
+            raise ConfigError(
+                f"line {number} of {self.path / 'run.jsonl'} is damaged ({error}); "
+                "remove the line to have its completion made again, or name another run_dir"
+            ) from None
+
+
+def _locked(file: Path) -> BinaryIO:
+    """Take the lock, which the kernel gives back when this process ends, however it ends."""
+    with _explained(file):
+        lock = file.open("a+b")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            owner = lock.read().decode(errors="replace").strip() or "another job"
+            lock.close()
+            raise ConfigError(
+                f"run_dir={file.parent} is in use by {owner}; wait for its end, or name another run_dir"
+            ) from None
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {platform.node()}\n".encode())
+        lock.flush()
+    return lock
+
+
+def _write_whole(file: Path, text: str) -> None:
+    """Replace a file so that a reader, or a crash, meets the old text or the new one and nothing between."""
+    draft = file.with_name(file.name + ".tmp")
+    with _explained(file):
+        with draft.open("w", encoding="utf-8", errors="replace") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        draft.replace(file)
+        folder = os.open(file.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+@contextmanager
+def _explained(file: Path) -> Iterator[None]:
+    """Turn an error of the operating system into a sentence for the user."""
+    try:
+        yield
+    except OSError as error:
+        remedy = "name a run_dir that can be written"
+        if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+            remedy = "free some space and give the same command with this run_dir to resume"
+        raise SspError(f"cannot use {file}: {(error.strerror or str(error)).lower()}; {remedy}") from error
+
+
+def _flat(tree: object, prefix: str = "") -> dict[str, object]:
+    """Name every leaf of nested mappings by its dotted key; a list is a leaf."""
+    if not isinstance(tree, dict):
+        return {prefix: tree}
+    leaves: dict[str, object] = {}
+    for key, value in tree.items():
+        leaves |= _flat(value, f"{prefix}.{key}" if prefix else str(key))
+    return leaves
+
+
+def _is_below(key: str, parents: Collection[str]) -> bool:
+    return any(key == parent or key.startswith(parent + ".") for parent in parents)

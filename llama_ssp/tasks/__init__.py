@@ -1,0 +1,1 @@
+"""What a run does for its user."""

@@ -1,0 +1,106 @@
+"""The closing table of a run and its closing line, laid out for 80 columns; what they hold is a `Summary`.
+
+Pure functions: where and when they are printed is the business of `terminal`.
+"""
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from llama_ssp.reports.lines import Forecast, PlainSummary, SpeculativeSummary, Summary
+
+ACCEPTED_STYLE = "green"
+OWN_STYLE = "magenta"
+_PART_STYLES = {"draft": "green", "verify": "magenta", "other": "bright_black"}
+_BAR_WIDTH = 32
+
+
+def summary_table(summary: Summary) -> RenderableType:
+    """Lay out plain and speculative decoding, a line for each that ran, with the forecast beside the measured value.
+
+    A number that does not exist is "-".
+    """
+    table = Table(
+        box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 0, 0, 1), pad_edge=False,
+    )  # fmt: skip
+    table.add_column("")
+    for heading in ("ms/token", "forecast", "tokens/s", "tokens\n/round", "accepted", "speed-up", "forecast"):
+        dim = "bright_black" if heading == "forecast" else None
+        table.add_column(heading, justify="right", vertical="bottom", style=dim, header_style=dim)
+    if summary.plain:
+        table.add_row(*_plain_cells(summary.plain, summary.forecast))
+    if summary.speculative:
+        table.add_row(*_speculative_cells(summary.speculative, summary.forecast, summary.speedup))
+    parts: list[RenderableType] = [Text(), _title(summary), Text(), table]
+    if summary.speculative and summary.speculative.verify_s:
+        parts += [Text(), _round_line(summary.speculative)]
+    return Group(*parts)
+
+
+def closing_line(summary: Summary) -> Text:
+    """Say in one line what was made and how fast; the mode is that of the run's only one, or speculative."""
+    mode = summary.speculative or summary.plain
+    if mode is None:
+        return Text("nothing was completed")
+    text = (
+        f"{_count(summary.num_new_tokens, 'token')} for {_count(summary.num_prompts, 'prompt')}: "
+        f"{_number(mode.ms_per_token, 2)} ms/token, {_number(mode.tokens_per_s, 1)} tokens/s"
+    )
+    if summary.speculative:
+        text += f", {_number(summary.speculative.tokens_per_round, 2)} tokens/round"
+    return Text(text)
+
+
+def _title(summary: Summary) -> Text:
+    models = summary.model
+    if summary.speculative:
+        models += f" with {summary.draft}, K = {len(summary.speculative.accepted_histogram) - 1}"
+    return Text(
+        f"{models}: {_count(summary.num_prompts, 'prompt')}, {_count(summary.num_new_tokens, 'token')}, "
+        f"{_count(summary.world_size, 'rank')}",
+        style="bold",
+    )
+
+
+def _plain_cells(plain: PlainSummary, forecast: Forecast) -> list[str]:
+    measured = [_number(plain.ms_per_token, 2), _number(forecast.plain_ms_per_token, 2)]
+    return ["plain", *measured, _number(plain.tokens_per_s, 1), "-", "-", "-", "-"]
+
+
+def _speculative_cells(fast: SpeculativeSummary, forecast: Forecast, speedup: float | None) -> list[str | Text]:
+    return [
+        "speculative",
+        _number(fast.ms_per_token, 2),
+        _number(forecast.speculative_ms_per_token, 2),
+        _number(fast.tokens_per_s, 1),
+        _number(fast.tokens_per_round, 2),
+        _share(fast.acceptance_rate),
+        Text(_number(speedup, 2, unit="x"), style="bold"),
+        _number(forecast.speedup, 2, unit="x"),
+    ]
+
+
+def _round_line(fast: SpeculativeSummary) -> Text:
+    """Where the mean round spends its time, as numbers and as one bar."""
+    parts_s = {"draft": fast.draft_s, "verify": fast.verify_s, "other": fast.other_s}
+    total_s = sum(parts_s.values())
+    line, bar = Text("a round:  "), Text()
+    behind_s = 0.0
+    for part, part_s in parts_s.items():
+        behind_s += part_s
+        bar.append("━" * (round(_BAR_WIDTH * behind_s / total_s) - len(bar)), style=_PART_STYLES[part])
+        line.append(part, style=_PART_STYLES[part]).append(f" {_share(part_s / total_s)}  ")
+    return line.append_text(bar)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def _number(value: float | None, digits: int, *, unit: str = "") -> str:
+    return "-" if value is None else f"{value:.{digits}f}{unit}"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.0f} %"

@@ -1,0 +1,193 @@
+"""Everything that a run says on the terminal: texts and tables on standard output, the rest on standard error.
+
+Text of models and prompts is never read as markup, and its control characters are written out, so that a model cannot
+drive the terminal. Where standard output is no terminal, texts are written to it as they are, without colours and
+line breaks of ours. Log files are the business of `distributed.ranklog`.
+"""
+
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from importlib import import_module
+from io import StringIO, TextIOWrapper
+from pathlib import Path
+from typing import TypeAlias
+
+from rich.console import Console, RenderableType
+from rich.rule import Rule
+from rich.terminal_theme import TerminalTheme
+from rich.text import Text
+
+from llama_ssp.decoding.stream import Piece
+from llama_ssp.errors import SspError
+from llama_ssp.reports.lines import Summary
+from llama_ssp.tasks.progress import ProgressBars, ProgressLines, ProgressView
+from llama_ssp.tasks.tables import ACCEPTED_STYLE, OWN_STYLE, closing_line, summary_table
+
+# C0 but for tab and line feed, DEL, C1, the marks that turn the direction of writing, and lone surrogates.
+_UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_PICTURE_COLUMNS = 80
+# Red, green, yellow, blue, magenta, cyan.
+_COLOURS = [(224, 108, 117), (152, 205, 121), (229, 192, 123), (97, 175, 239), (214, 145, 242), (86, 182, 194)]
+_WHITE, _GREY, _BLACK = (222, 225, 230), (138, 145, 160), (30, 32, 38)
+_PICTURE_THEME = TerminalTheme(_BLACK, _WHITE, [_BLACK, *_COLOURS, _WHITE], [_GREY, *_COLOURS, _WHITE])
+
+ShowProgress: TypeAlias = Callable[[str, int, int], None]
+"""Called with a label, the units that are done, and all units."""
+
+
+def safe(text: str) -> str:
+    r"""Write out the control characters of a text, but for tabs and line feeds, as Python would: `\x1b`."""
+    return _UNSAFE.sub(lambda found: found.group().encode("unicode_escape").decode(), text)
+
+
+class Terminal:
+    """The terminal of rank 0, or that of another rank, which is silent.
+
+    Args:
+        out: console of standard output.
+        err: console of standard error.
+    """
+
+    def __init__(self, *, out: Console, err: Console) -> None:
+        self._out = out
+        self._err = err
+        self._shown: list[RenderableType] = []
+        self._text = Text()
+        self._view: ProgressView | None = None
+
+    @classmethod
+    def of_rank(cls, world_rank: int) -> "Terminal":
+        """Take this process's own streams on rank 0; say nothing on any other rank."""
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, TextIOWrapper):
+                stream.reconfigure(errors="replace")
+        silent = world_rank != 0
+        return cls(out=Console(quiet=silent, highlight=False), err=Console(quiet=silent, highlight=False, stderr=True))
+
+    def heading(self, mode: str, *, number: int, total: int | None = None) -> None:
+        """Begin a completion with a line across the screen.
+
+        Args:
+            mode: "plain" or "speculative".
+            number: of the prompt, from 1.
+            total: how many prompts there are; None when nobody knows yet.
+        """
+        if self._shown:
+            self._show(Text())
+        elif self._out.color_system:
+            self._show(_legend())
+        of_total = f" of {total}" if total else ""
+        self._show(Rule(Text(f"prompt {number}{of_total}, {mode}", style="bold"), align="left", style="bright_black"))
+
+    def prompt(self, text: str) -> None:
+        """Show the prompt, where its completion goes on."""
+        self._write(text, "bright_black")
+
+    def stream(self, pieces: Iterable[Piece]) -> None:
+        """Show new pieces of the open completion at once."""
+        for piece in pieces:
+            self._write(piece.text, ACCEPTED_STYLE if piece.accepted else OWN_STYLE)
+
+    def end_of_text(self) -> None:
+        """End the open completion, and its line if it has not ended itself."""
+        if self._text and not self._text.plain.endswith("\n"):
+            self._write("\n", "")
+        self._text.right_crop(1)
+        self._shown.append(self._text)
+        self._text = Text()
+
+    def line(self, text: str) -> None:
+        """Write a line to standard output, for programs to read: nothing in it is changed or escaped.
+
+        Args:
+            text: one record without a line feed, for example JSON in ASCII, which has no control characters.
+        """
+        if self._view:
+            self._view.hide()
+        self._write_raw(text + "\n")
+
+    def table(self, summary: Summary) -> None:
+        """Show the closing table."""
+        self._show(summary_table(summary))
+
+    def closing(self, summary: Summary, *, run_dir: Path) -> None:
+        """Say on standard error how fast it went and where the records are."""
+        self._err.print(closing_line(summary).append(f"; records in {safe(str(run_dir))}"), soft_wrap=True)
+
+    def say(self, sentence: str) -> None:
+        """Tell the user something on standard error."""
+        self._err.print(Text(safe(sentence)), soft_wrap=True)
+
+    def error(self, sentence: str) -> None:
+        """Tell the user on standard error why the run ends."""
+        self._err.print(Text("error: ", style="bold red").append(safe(sentence), style="default"), soft_wrap=True)
+
+    def loading(self) -> AbstractContextManager[ShowProgress]:
+        """Show tensors being loaded: `with terminal.loading() as progress: progress("target", done, total)`."""
+        return self._progress("tensors")
+
+    def prompts(self) -> AbstractContextManager[ShowProgress]:
+        """Show prompts being completed; for runs that do not stream, since a bar and a stream share no screen."""
+        return self._progress("prompts")
+
+    def ask(self) -> Iterator[str]:
+        """Read prompts behind `> ` until the user ends the input with Ctrl-D; empty lines are passed over."""
+        with suppress(ImportError):
+            import_module("readline")  # gives `input` line editing and a history
+        while True:
+            try:
+                text = input("> ")
+            except EOFError:
+                self._out.print()
+                return
+            if text.strip():
+                yield text
+
+    def save_svg(self, path: Path, *, title: str) -> None:
+        """Draw what standard output has shown so far, as a terminal of 80 columns would.
+
+        Raises:
+            SspError: the file cannot be written.
+        """
+        picture = Console(
+            record=True, file=StringIO(), width=_PICTURE_COLUMNS, force_terminal=True, color_system="truecolor",
+            highlight=False,
+        )  # fmt: skip
+        for shown in self._shown:
+            picture.print(shown)
+        try:
+            picture.save_svg(str(path), title=title, theme=_PICTURE_THEME)
+        except OSError as error:
+            raise SspError(f"cannot write the picture {path}: {error.strerror}") from error
+
+    @contextmanager
+    def _progress(self, unit: str) -> Iterator[ShowProgress]:
+        self._view = ProgressBars(self._err, unit) if self._err.is_terminal else ProgressLines(self._err, unit)
+        try:
+            yield self._view.update
+        finally:
+            self._view.hide()
+            self._view = None
+
+    def _show(self, renderable: RenderableType) -> None:
+        self._out.print(renderable)
+        self._shown.append(renderable)
+
+    def _write(self, text: str, style: str) -> None:
+        shown = safe(text)
+        self._text.append(shown, style)
+        if self._out.is_terminal:
+            self._out.out(shown, style=style, end="")
+        else:
+            self._write_raw(shown)
+
+    def _write_raw(self, text: str) -> None:
+        if not self._out.quiet:
+            self._out.file.write(text)
+            self._out.file.flush()
+
+
+def _legend() -> Text:
+    return Text.assemble(("accepted drafted tokens", ACCEPTED_STYLE), ", ", ("the target's own", OWN_STYLE), "\n")

@@ -1,0 +1,158 @@
+"""A run folder keeps what was finished, whatever happened to the run."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from llama_ssp.errors import ConfigError, SspError
+from llama_ssp.reports.lines import CompletionLine
+from llama_ssp.reports.records import RunFolder
+
+CONFIG = "seed: 0\nrun_dir: null\ntask:\n  name: compare\n"
+
+
+def line(index: int = 0, *, text: str = "x", mode: str = "speculative") -> CompletionLine:
+    return CompletionLine(
+        index=index, sample=0, mode=mode, prompt="p", text=text, token_ids=[1, 2], num_new_tokens=2,
+        finish_reason="length", num_rounds=1, num_target_forwards=2, accepted_lengths=[0], examined_lengths=[1],
+        ms=2.5, share_s=0.0025,
+    )  # fmt: skip
+
+
+def write(path: Path, *lines: CompletionLine) -> None:
+    with RunFolder(path, CONFIG) as folder:
+        for each in lines:
+            folder.append(each)
+
+
+def test_a_reopened_folder_knows_its_finished_completions(tmp_path: Path) -> None:
+    write(tmp_path / "new" / "run", line(0), line(1, mode="plain"))
+    with RunFolder(tmp_path / "new" / "run", CONFIG) as folder:
+        assert folder.finished == {(0, "speculative", 0), (1, "plain", 0)}
+        assert folder.lines == [line(0), line(1, mode="plain")]
+
+
+@pytest.mark.parametrize("num_lost", [1, 7, 100])
+def test_a_torn_last_line_is_dropped_and_the_next_one_starts_afresh(tmp_path: Path, num_lost: int) -> None:
+    write(tmp_path, line(0), line(1))
+    file = tmp_path / "run.jsonl"
+    os.truncate(file, file.stat().st_size - num_lost)
+    with RunFolder(tmp_path, CONFIG) as folder:
+        assert folder.lines == [line(0)]
+        folder.append(line(2))
+    assert [json.loads(each)["index"] for each in file.read_bytes().splitlines()] == [0, 2]
+
+
+def test_a_file_that_is_one_torn_line_is_emptied(tmp_path: Path) -> None:
+    write(tmp_path)
+    (tmp_path / "run.jsonl").write_bytes(b'{"index": 0')
+    with RunFolder(tmp_path, CONFIG) as folder:
+        assert folder.lines == []
+    assert (tmp_path / "run.jsonl").read_bytes() == b""
+
+
+@pytest.mark.parametrize("text", ["a\nb\u2028c\x85d\x1b[31m", "emoji 🙂, 你好", "null \x00"])
+def test_any_text_of_a_model_comes_back_as_it_was(tmp_path: Path, text: str) -> None:
+    write(tmp_path, line(0, text=text), line(1))
+    with RunFolder(tmp_path, CONFIG) as folder:
+        assert folder.lines == [line(0, text=text), line(1)]
+
+
+def test_text_that_is_not_unicode_does_not_stop_the_run(tmp_path: Path) -> None:
+    write(tmp_path, line(0, text="\udcff"))
+    with RunFolder(tmp_path, CONFIG) as folder:
+        assert folder.lines[0].text == "?"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b'"index": 0', b'"index": "0"'),
+        (b'"ms"', b'"mz"'),
+        (b'"speculative"', b'"spekulative"'),
+        (b'"token_ids": [1, 2]', b'"token_ids": [1, 2.5]'),
+        (b'"accepted_lengths": [0]', b'"accepted_lengths": []'),
+        (b'{"index"', b'["index"'),
+        (b'"x"', b'"\xff"'),
+    ],
+)
+def test_a_damaged_line_is_named(tmp_path: Path, old: bytes, new: bytes) -> None:
+    write(tmp_path, line(5), line(0), line(1))
+    file = tmp_path / "run.jsonl"
+    first, damaged, last = file.read_bytes().splitlines(keepends=True)
+    assert old in damaged
+    file.write_bytes(first + damaged.replace(old, new) + last)
+    with pytest.raises(ConfigError, match=r"line 2 of .*run\.jsonl is damaged"):
+        RunFolder(tmp_path, CONFIG)
+
+
+def test_a_changed_config_is_refused_by_the_names_of_its_differences(tmp_path: Path) -> None:
+    write(tmp_path)
+    changed = CONFIG.replace("seed: 0", "seed: 1").replace("name: compare", "name: latency") + "extra: [1]\n"
+    with pytest.raises(ConfigError) as refused:
+        RunFolder(tmp_path, changed)
+    for difference in (
+        "seed was 0 and is now 1",
+        'task.name was "compare" and is now "latency"',
+        "extra was null and is now [1]",
+    ):
+        assert difference in str(refused.value)
+    assert (tmp_path / "config.yaml").read_text() == CONFIG
+
+
+def test_keys_that_no_completion_depends_on_may_change(tmp_path: Path) -> None:
+    write(tmp_path)
+    with RunFolder(tmp_path, CONFIG.replace("run_dir: null", "run_dir: here") + "timeouts:\n  load_s: 5\n"):
+        pass
+    with pytest.raises(ConfigError, match="timeouts2 was null"):
+        RunFolder(tmp_path, CONFIG + "timeouts2: 5\n")
+
+
+def test_a_damaged_config_is_one_sentence(tmp_path: Path) -> None:
+    write(tmp_path)
+    (tmp_path / "config.yaml").write_bytes(b"seed: [\xff")
+    with pytest.raises(ConfigError, match=r"config\.yaml is damaged"):
+        RunFolder(tmp_path, CONFIG)
+
+
+def test_a_second_job_is_kept_out_and_let_in_afterwards(tmp_path: Path) -> None:
+    with RunFolder(tmp_path, CONFIG), pytest.raises(ConfigError, match=f"in use by process {os.getpid()} on "):
+        RunFolder(tmp_path, CONFIG)
+    write(tmp_path)
+
+
+def test_a_refused_config_gives_the_lock_back(tmp_path: Path) -> None:
+    write(tmp_path)
+    with pytest.raises(ConfigError, match="another config"):
+        RunFolder(tmp_path, "seed: 3\n")
+    write(tmp_path)
+
+
+def test_the_status_follows_the_run(tmp_path: Path) -> None:
+    with RunFolder(tmp_path, CONFIG) as folder:
+        assert (tmp_path / "status").read_text() == "running\n"
+        folder.write_failure(exit_code=2, sentence="no such model")
+        assert (tmp_path / "status").read_text() == "2: no such model\n"
+        folder.write_status("done")
+    assert (tmp_path / "status").read_text() == "done\n"
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_full_disk_is_a_sentence_and_the_folder_can_be_resumed(tmp_path: Path) -> None:
+    write(tmp_path, line(0))
+    with RunFolder(tmp_path, CONFIG) as folder:
+        folder._file.close()
+        folder._file = Path("/dev/full").open("ab", buffering=0)  # noqa: SIM115 - the folder closes it
+        with pytest.raises(SspError, match=r"run\.jsonl: no space left on device; free some space"):
+            folder.append(line(1))
+        assert folder.finished == {(0, "speculative", 0)}
+    with RunFolder(tmp_path, CONFIG) as folder:
+        assert folder.lines == [line(0)]
+
+
+def test_a_run_dir_that_is_a_file_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(SspError, match="name a run_dir that can be written"):
+        RunFolder(tmp_path / "file", CONFIG)
