@@ -1,0 +1,175 @@
+"""Speculative sampling in a notebook: load a pair of models, complete a prompt. No configuration files, one process."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from transformers.generation.streamers import BaseStreamer
+
+from llama_ssp.config import catalogue
+from llama_ssp.config.schema import (
+    DeviceKind,
+    DrafterConfig,
+    DrafterKind,
+    Dtype,
+    GenerateConfig,
+    ModelConfig,
+    PlacementConfig,
+    RunConfig,
+    SamplingConfig,
+    SpeculationConfig,
+    VerificationConfig,
+)
+from llama_ssp.decoding.state import Request
+from llama_ssp.decoding.stream import StreamerAdapter
+from llama_ssp.distributed.world import start
+from llama_ssp.errors import ConfigError, unknown_name
+from llama_ssp.tasks.checkpoints import find_sources
+from llama_ssp.tasks.prompts import check_length, encode
+from llama_ssp.tasks.loading import Models, build_decoder, load_models
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """A target and its draft in memory; `load` makes one."""
+
+    models: Models
+    config: RunConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """What `speculative_generate` returns for one prompt.
+
+    Attributes:
+        text: the new text alone.
+        token_ids: the new ids alone.
+        finish_reason: "length" or "eos".
+        accepted_lengths: for each round, how many drafted tokens became text.
+        num_target_forwards: how often the target ran.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    accepted_lengths: list[int]
+    num_target_forwards: int
+
+
+def load(
+    target: str | Path,
+    draft: str | Path | None = None,
+    *,
+    dtype: Dtype | None = None,
+    device: DeviceKind = DeviceKind.auto,
+) -> Pair:
+    """Load a pair of models into this process.
+
+    Args:
+        target: a name of the catalogue, or a folder with a checkpoint.
+        draft: likewise; None decodes with the target alone.
+        dtype: number format of both; None takes the catalogue's, or the checkpoint's own.
+        device: where to compute.
+
+    Raises:
+        ConfigError: a name is unknown, or the vocabularies differ.
+        CheckpointError: a checkpoint is missing or faulty.
+    """
+    drafter = DrafterConfig(kind=DrafterKind.none)
+    if draft is not None:
+        drafter = DrafterConfig(kind=DrafterKind.model, model=_entry(draft, dtype))
+    config = RunConfig(
+        task=GenerateConfig(),
+        model=_entry(target, dtype),
+        draft=drafter,
+        placement=PlacementConfig(),
+        sampling=SamplingConfig(),
+        verification=VerificationConfig(),
+        device=device,
+    )
+    with start(device=device, timeout_s=config.timeouts.load_s) as world:
+        if world.comm.size > 1:
+            raise ConfigError("the library works in one process: use launch/run.py under torchrun for several ranks")
+        models = load_models(config, world, find_sources(config, world))
+    return Pair(models=models, config=config)
+
+
+def speculative_generate(
+    pair: Pair,
+    prompts: str | Sequence[str],
+    *,
+    max_new_tokens: int = 64,
+    num_draft_tokens: int = 4,
+    sampling: SamplingConfig | None = None,
+    seed: int = 0,
+    chat: bool = False,
+    streamer: BaseStreamer | None = None,
+) -> list[Completion]:
+    """Complete prompts, with the distribution of the target alone.
+
+    Args:
+        pair: from `load`.
+        prompts: one or several; several are decoded together.
+        max_new_tokens: for each prompt.
+        num_draft_tokens: K, how far the draft runs ahead.
+        sampling: None samples at temperature 0.8; `SamplingConfig(temperature=0)` is greedy.
+        seed: the same seed gives the same text.
+        chat: put each prompt into the tokenizer's chat template.
+        streamer: a streamer of transformers, such as TextStreamer; for one prompt.
+
+    Returns:
+        One completion per prompt, in order.
+
+    Raises:
+        ConfigError: a setting is out of range, or a prompt does not fit into the context.
+    """
+    texts = [prompts] if isinstance(prompts, str) else list(prompts)
+    if streamer and len(texts) != 1:
+        raise ConfigError(f"a streamer shows one prompt, and {len(texts)} were given: leave it out")
+    if max_new_tokens < 1 or num_draft_tokens < 1 or not texts:
+        raise ConfigError("at least one prompt, one new token and one drafted token are required")
+    models = pair.models
+    config = replace(
+        pair.config,
+        sampling=sampling or SamplingConfig(),
+        speculation=SpeculationConfig(num_draft_tokens=num_draft_tokens),
+        batch_size=len(texts),
+        seed=seed,
+    )
+    requests = [
+        Request(index=index, prompt_ids=encode(text, models.tokenizer, chat=chat), max_new_tokens=max_new_tokens)
+        for index, text in enumerate(texts)
+    ]
+    for text, request in zip(texts, requests, strict=True):
+        check_length(request.prompt_ids, max_new_tokens=max_new_tokens, context=models.context, prompt=text)
+    decoder = build_decoder(models, config, speculative=models.has_draft)
+    adapter = StreamerAdapter(streamer, requests[0].prompt_ids) if streamer else None
+    done = {}
+    for updates in decoder.run(requests):
+        for update in updates:
+            done[update.completion.request.index] = update.completion
+            if adapter:
+                adapter.put(update.new_ids)
+    if adapter:
+        adapter.end()
+    return [
+        Completion(
+            text=str(models.tokenizer.decode(completion.token_ids, skip_special_tokens=True)),
+            token_ids=completion.token_ids,
+            finish_reason=str(completion.finish_reason),
+            accepted_lengths=completion.accepted_lengths,
+            num_target_forwards=completion.num_target_forwards,
+        )
+        for _, completion in sorted(done.items())
+    ]
+
+
+def _entry(model: str | Path, dtype: Dtype | None) -> ModelConfig:
+    """A catalogue entry by its name, or a made-up one for a folder."""
+    if isinstance(model, str) and model in catalogue.names() and model != "local":
+        entry = catalogue.load(model)
+    elif Path(model).is_dir():
+        entry = ModelConfig(name="local", path=str(model))
+    else:
+        raise ConfigError(f"{unknown_name('model', str(model), catalogue.names())}; a folder works too")
+    return entry if dtype is None else replace(entry, dtype=dtype)

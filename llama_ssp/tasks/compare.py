@@ -1,0 +1,50 @@
+"""`task=compare`: each prompt by the target alone, then speculatively, streamed live, and a table at the end."""
+
+from llama_ssp.decoding.stream import Piece
+from llama_ssp.reports.lines import PLAIN, SPECULATIVE, CompletionLine
+from llama_ssp.tasks.session import Job, Session
+from llama_ssp.tasks.terminal import Terminal
+
+
+class _Streamed:
+    """A heading, the prompt and its completion, for a batch of one."""
+
+    def __init__(self, terminal: Terminal, num_prompts: int | None) -> None:
+        self._terminal = terminal
+        self._num_prompts = num_prompts
+
+    def begin(self, job: Job, mode: str) -> None:
+        self._terminal.heading(mode, number=job.request.index + 1, total=self._num_prompts)
+        self._terminal.prompt(job.prompt)
+
+    def show(self, pieces: list[Piece]) -> None:
+        self._terminal.stream(pieces)
+
+    def end(self, line: CompletionLine, *, num_done: int, num_jobs: int) -> None:  # noqa: ARG002 - one at a time
+        self._terminal.end_of_text()
+
+
+class _Whole(_Streamed):
+    """The same of whole completions, in the order in which they end: the rows of a batch share no screen."""
+
+    def end(self, line: CompletionLine, *, num_done: int, num_jobs: int) -> None:
+        self._terminal.heading(line.mode, number=line.index + 1, total=self._num_prompts)
+        self._terminal.prompt(line.prompt)
+        self._terminal.stream([Piece(line.text, accepted=False)])
+        super().end(line, num_done=num_done, num_jobs=num_jobs)
+
+
+def compare(session: Session, jobs: list[Job]) -> None:
+    """Complete all jobs in both modes, one mode after the other so that neither disturbs the other.
+
+    Args:
+        session: with a draft.
+        jobs: with a batch of one both modes follow each other prompt by prompt; else batch by batch.
+    """
+    viewer = (_Streamed if session.streams else _Whole)(session.terminal, session.num_prompts)
+    groups = [[job] for job in jobs] if session.streams else [jobs]
+    for mode in (PLAIN, SPECULATIVE):
+        session.warm_up(jobs[:1], mode)
+    for group in groups:
+        for mode in (PLAIN, SPECULATIVE):
+            session.complete(group, mode, viewer)

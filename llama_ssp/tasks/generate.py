@@ -1,0 +1,58 @@
+"""`task=generate`: completions only, as text or as JSON lines."""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+
+from llama_ssp.config.schema import OutputFormat
+from llama_ssp.decoding.stream import Piece
+from llama_ssp.reports.lines import CompletionLine
+from llama_ssp.tasks.session import Job, Session
+from llama_ssp.tasks.terminal import ShowProgress, Terminal
+
+
+class _Text:
+    """Completions as text, streamed with a batch of one, else whole."""
+
+    def __init__(self, terminal: Terminal, *, streams: bool) -> None:
+        self._terminal = terminal
+        self._streams = streams
+
+    def begin(self, job: Job, mode: str) -> None:
+        """Nothing stands before a completion."""
+
+    def show(self, pieces: list[Piece]) -> None:
+        self._terminal.stream(pieces)
+
+    def end(self, line: CompletionLine, *, num_done: int, num_jobs: int) -> None:  # noqa: ARG002 - counts nothing
+        if not self._streams:
+            self._terminal.stream([Piece(line.text, accepted=False)])
+        self._terminal.end_of_text()
+
+
+class _Lines:
+    """Completions as JSON lines, with progress on standard error."""
+
+    def __init__(self, write: Callable[[str], None], progress: ShowProgress) -> None:
+        self._write = write
+        self._progress = progress
+
+    def begin(self, job: Job, mode: str) -> None:
+        """Nothing stands before a line."""
+
+    def show(self, pieces: list[Piece]) -> None:
+        """A line is written whole."""
+
+    def end(self, line: CompletionLine, *, num_done: int, num_jobs: int) -> None:
+        self._write(json.dumps(asdict(line)))
+        self._progress("completions", num_done, num_jobs)
+
+
+def generate(session: Session, jobs: list[Job], *, output: OutputFormat) -> None:
+    """Complete all jobs, speculatively when there is a draft."""
+    terminal = session.terminal
+    if output is OutputFormat.text:
+        session.complete(jobs, session.best_mode, _Text(terminal, streams=session.streams))
+        return
+    with terminal.prompts() as progress:
+        session.complete(jobs, session.best_mode, _Lines(terminal.line, progress))

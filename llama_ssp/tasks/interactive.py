@@ -1,0 +1,48 @@
+"""Prompts that a person types one by one: rank 0 asks, all ranks complete."""
+
+import json
+from collections.abc import Callable, Iterator
+
+from llama_ssp.errors import ConfigError
+from llama_ssp.tasks.session import Job, Session, make_jobs
+from llama_ssp.tasks.stopping import interruptible
+
+_PATIENCE_S = 24 * 3600.0
+
+
+def converse(session: Session, complete: Callable[[Session, list[Job]], None]) -> None:
+    """Ask for a prompt, complete it, and again, until Ctrl-D or Ctrl-C at the prompt.
+
+    Args:
+        session: of the run.
+        complete: does the task for the jobs of one prompt.
+    """
+    comm, index = session.world.comm, 0
+    typed = session.terminal.ask() if comm.rank == 0 else iter(())
+    while True:
+        comm.set_timeout(_PATIENCE_S)
+        prompt = json.loads(comm.broadcast_text(json.dumps(_next(typed)), src=0))
+        comm.set_timeout(session.config.timeouts.decode_s)
+        if prompt is None:
+            return
+        try:
+            jobs = make_jobs(
+                [prompt],
+                session.config,
+                tokenizer=session.models.tokenizer,
+                context=session.models.context,
+                first_index=index,
+            )
+        except ConfigError as error:
+            session.terminal.say(str(error))
+            continue
+        complete(session, jobs)
+        index += 1
+
+
+def _next(typed: Iterator[str]) -> str | None:
+    with interruptible():
+        try:
+            return next(typed, None)
+        except KeyboardInterrupt:
+            return None

@@ -1,0 +1,35 @@
+"""`task=latency`: milliseconds per token over a fixed list of prompts, after a warm-up."""
+
+from llama_ssp.decoding.stream import Piece
+from llama_ssp.reports.lines import CompletionLine
+from llama_ssp.tasks.session import Job, Session
+from llama_ssp.tasks.terminal import ShowProgress
+
+
+class _Progress:
+    """Shows how many prompts are done, and no text."""
+
+    def __init__(self, progress: ShowProgress) -> None:
+        self._progress = progress
+
+    def begin(self, job: Job, mode: str) -> None:
+        """No text is shown."""
+
+    def show(self, pieces: list[Piece]) -> None:
+        """No text is shown."""
+
+    def end(self, line: CompletionLine, *, num_done: int, num_jobs: int) -> None:  # noqa: ARG002 - counts only
+        self._progress("prompts", num_done, num_jobs)
+
+
+def latency(session: Session, jobs: list[Job], *, num_warmup: int) -> None:
+    """Complete all jobs, speculatively when there is a draft.
+
+    Args:
+        session: of the run.
+        jobs: what is measured.
+        num_warmup: with so many prompts the models are warmed up before.
+    """
+    session.warm_up(jobs[:num_warmup], session.best_mode)
+    with session.terminal.prompts() as progress:
+        session.complete(jobs, session.best_mode, _Progress(progress))

@@ -1,0 +1,137 @@
+"""Models, loaded onto this rank and put together into decoders. What is decoded is the business of `session`."""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from llama_ssp.config.schema import RunConfig
+from llama_ssp.decoding.clock import clock_for
+from llama_ssp.decoding.loop import Decoder, StopWish
+from llama_ssp.decoding.rounds import Rounds
+from llama_ssp.distributed.agree import together
+from llama_ssp.distributed.comms import Comm
+from llama_ssp.distributed.mesh import Mesh, build_mesh
+from llama_ssp.distributed.world import World
+from llama_ssp.drafting.model import ModelDrafter
+from llama_ssp.drafting.placement import AgreedDrafter, AgreedRule
+from llama_ssp.models.backends import load_model
+from llama_ssp.models.interface import Runner
+from llama_ssp.sampling.verification import Rule, make_rule
+from llama_ssp.tasks.checkpoints import Source
+
+Progress = Callable[[str, int, int], None]
+"""Called while a model loads with its part (target or draft), how many parameters are there, and how many there will be."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Models:
+    """What is in memory on this rank.
+
+    Attributes:
+        target: this rank's slice of the target.
+        draft: the draft, on the rank that holds it.
+        has_draft: whether any rank holds one.
+        mesh: which rank does what.
+        tokenizer: the target's.
+        eos_ids: tokens that end a text.
+        context: the most tokens that prompt and completion may have together.
+    """
+
+    target: Runner
+    draft: Runner | None
+    has_draft: bool
+    mesh: Mesh
+    tokenizer: PreTrainedTokenizerBase
+    eos_ids: tuple[int, ...]
+    context: int
+
+
+def load_models(
+    config: RunConfig, world: World, sources: tuple[Source, Source | None], *, progress: Progress | None = None
+) -> Models:
+    """Load what this rank holds.
+
+    Args:
+        config: of the run.
+        world: all ranks; afterwards its collectives wait for `timeouts.decode_s` only.
+        sources: target and draft, from `checkpoints.find_sources`.
+        progress: see `Progress`.
+
+    Raises:
+        SspError: on every rank, when loading fails on one.
+    """
+    target_source, draft_source = sources
+    mesh = build_mesh(config.placement, world.comm)
+    with together(world.comm):
+        target = _load("target", target_source, comm=mesh.target, device=world.device, progress=progress)
+        draft = None
+        if draft_source and mesh.has_draft:
+            draft = _load("draft", draft_source, comm=Comm.single(), device=world.device, progress=progress)
+    world.comm.set_timeout(config.timeouts.decode_s)
+    return Models(
+        target=target,
+        draft=draft,
+        has_draft=draft_source is not None,
+        mesh=mesh,
+        tokenizer=target_source.tokenizer,
+        eos_ids=target_source.eos_ids,
+        context=min(source.context for source in sources if source),
+    )
+
+
+def _load(part: str, source: Source, *, comm: Comm, device: torch.device, progress: Progress | None) -> Runner:
+    started = time.perf_counter()
+    runner = load_model(
+        source.checkpoint.folder,
+        dtype=source.dtype,
+        device=device,
+        comm=comm,
+        progress=(lambda _name, number, total: progress(part, number, total)) if progress else None,
+    )
+    seconds = time.perf_counter() - started
+    _log.info("loaded %s %s as rank %d of %d in %.1f s", part, source.entry.name, comm.rank, comm.size, seconds)
+    return runner
+
+
+def build_decoder(models: Models, config: RunConfig, *, speculative: bool, wish: StopWish | None = None) -> Decoder:
+    """Put models, rule and random numbers together.
+
+    Args:
+        models: from `load_models`.
+        config: says how to sample and how far to draft.
+        speculative: decode with the draft; otherwise with the target alone.
+        wish: see `StopWish`.
+    """
+    mesh, device = models.mesh, models.target.device
+    rule = make_rule(config.sampling, config.verification)
+    rounds = Rounds(
+        models.target,
+        _build_drafter(models, config, rule) if speculative else None,
+        rule=AgreedRule(rule, comm=mesh.world, src=mesh.decider, device=device),
+        clock=clock_for(device),
+    )
+    eos_ids = () if config.ignore_eos else models.eos_ids
+    return Decoder(rounds, batch_size=config.batch_size, eos_ids=eos_ids, seed=config.seed, wish=wish)
+
+
+def _build_drafter(models: Models, config: RunConfig, rule: Rule) -> AgreedDrafter:
+    num_draft_tokens = config.speculation.num_draft_tokens
+    inner = None
+    if models.draft:
+        inner = ModelDrafter(
+            models.draft, rule=rule, num_draft_tokens=num_draft_tokens, vocab_size=models.target.vocab_size
+        )
+    return AgreedDrafter(
+        inner,
+        comm=models.mesh.world,
+        src=models.mesh.decider,
+        num_draft_tokens=num_draft_tokens,
+        device=models.target.device,
+    )

@@ -1,0 +1,102 @@
+"""Where prompts come from, and how they become token ids.
+
+One text, a file, standard input, or the task's own list. Rank 0 alone reads them; the others are told.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from llama_ssp.config.schema import RunConfig
+from llama_ssp.errors import ConfigError
+
+STANDARD_INPUT = "-"
+
+
+def read_prompts(config: RunConfig) -> list[str]:
+    """Read the prompts of a run that is not interactive.
+
+    Args:
+        config: names the text or the file; its task may have prompts of its own.
+
+    Raises:
+        ConfigError: the file cannot be read, is empty, or a line of a .jsonl file has no `prompt`.
+    """
+    if config.prompt is not None:
+        return [config.prompt]
+    default_prompts = getattr(config.task, "default_prompts", [])
+    if config.prompts is None and not default_prompts:
+        raise ConfigError(f"task={config.task.name.name} needs prompt=TEXT, prompts=FILE, or prompts=- for standard input")
+    if config.prompts is None:
+        return list(default_prompts)
+    try:
+        text = sys.stdin.read() if config.prompts == STANDARD_INPUT else Path(config.prompts).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read prompts={config.prompts}: {error}; it must be a text file in UTF-8") from None
+    lines = [line for line in text.splitlines() if line.strip()]
+    if not lines:
+        raise ConfigError(f"prompts={config.prompts} holds no prompt: write one per line")
+    if config.prompts.endswith(".jsonl"):
+        return [_prompt_of(line, number, config.prompts) for number, line in enumerate(lines, start=1)]
+    return lines
+
+
+def is_interactive(config: RunConfig) -> bool:
+    """Whether prompts are typed one by one: `prompts=-` on a terminal."""
+    return config.prompts == STANDARD_INPUT and sys.stdin.isatty()
+
+
+def _prompt_of(line: str, number: int, file: str) -> str:
+    try:
+        record: Any = json.loads(line)
+    except json.JSONDecodeError:
+        record = None
+    if not isinstance(record, dict) or not isinstance(record.get("prompt"), str):
+        raise ConfigError(f'line {number} of prompts={file} must be a JSON object such as {{"prompt": "def f(x):"}}')
+    return str(record["prompt"])
+
+
+def encode(prompt: str, tokenizer: PreTrainedTokenizerBase, *, chat: bool) -> tuple[int, ...]:
+    """Turn a prompt into token ids as the model expects it; an empty one becomes the begin-of-sequence token.
+
+    Args:
+        prompt: plain text, or with `chat` what the user says.
+        tokenizer: the target's.
+        chat: put the prompt into the tokenizer's chat template.
+
+    Raises:
+        ConfigError: there is no chat template, or the prompt has no token.
+    """
+    if chat:
+        if not tokenizer.chat_template:
+            raise ConfigError("chat=true needs a tokenizer with a chat template; leave chat out, or use a chat model")
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False
+        )
+        ids = tokenizer(str(text), add_special_tokens=False).input_ids
+    else:
+        ids = tokenizer(prompt).input_ids
+    if not ids and tokenizer.bos_token_id is not None:
+        ids = [tokenizer.bos_token_id]
+    if not ids:
+        raise ConfigError("an empty prompt needs a begin-of-sequence token, which this tokenizer lacks: write a prompt")
+    return tuple(ids)
+
+
+def check_length(ids: Sequence[int], *, max_new_tokens: int, context: int, prompt: str) -> None:
+    """Refuse a prompt that leaves no room for the new tokens.
+
+    Raises:
+        ConfigError: says by how much, and what would fit.
+    """
+    if len(ids) + max_new_tokens > context:
+        room = context - len(ids)
+        remedy = f"max_new_tokens={room} would fit" if room > 0 else f"a prompt has room for {context - 1} at most"
+        raise ConfigError(
+            f"prompt {prompt[:40]!r} has {len(ids)} tokens, and with max_new_tokens={max_new_tokens} that is more than "
+            f"the context of {context}; {remedy}"
+        )

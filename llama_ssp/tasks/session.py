@@ -1,0 +1,205 @@
+"""One run from its prompts to its records: decode, show, write down. What all tasks have in common.
+
+Every rank decodes; rank 0 alone has a run folder, and a terminal that speaks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Protocol
+
+from transformers import PreTrainedTokenizerBase
+
+from llama_ssp.config.schema import RunConfig
+from llama_ssp.decoding.loop import Completion, Decoder, StopWish
+from llama_ssp.decoding.state import Request
+from llama_ssp.decoding.stream import IncrementalText, Piece
+from llama_ssp.distributed.memory import MemoryWatch
+from llama_ssp.distributed.world import World
+from llama_ssp.errors import InterruptedRun
+from llama_ssp.reports.lines import PLAIN, SPECULATIVE, CompletionLine, LineKey
+from llama_ssp.reports.records import RunFolder
+from llama_ssp.tasks.loading import Models, build_decoder
+from llama_ssp.tasks.prompts import check_length, encode
+from llama_ssp.tasks.terminal import Terminal
+
+_WARMUP_TOKENS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A completion that is wanted, and its prompt as the user wrote it."""
+
+    request: Request
+    prompt: str
+
+
+class Viewer(Protocol):
+    """Shows completions as they come; the tasks differ in it."""
+
+    def begin(self, job: Job, mode: str) -> None:
+        """A completion begins; called in streaming only."""
+        ...
+
+    def show(self, pieces: list[Piece]) -> None:
+        """New text of the completion that has begun; called in streaming only."""
+        ...
+
+    def end(self, line: CompletionLine, *, num_done: int, num_jobs: int) -> None:
+        """A completion has ended."""
+        ...
+
+
+def make_jobs(
+    prompts: Sequence[str],
+    config: RunConfig,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    context: int,
+    first_index: int = 0,
+) -> list[Job]:
+    """Encode prompts, once for each sample that is wanted of them.
+
+    Raises:
+        ConfigError: a prompt is too long for the context, or cannot be encoded.
+    """
+    jobs = []
+    for (index, prompt), sample in product(enumerate(prompts, start=first_index), range(config.num_samples)):
+        ids = encode(prompt, tokenizer, chat=config.chat)
+        check_length(ids, max_new_tokens=config.max_new_tokens, context=context, prompt=prompt)
+        request = Request(index=index, sample=sample, prompt_ids=ids, max_new_tokens=config.max_new_tokens)
+        jobs.append(Job(request=request, prompt=prompt))
+    return jobs
+
+
+class Session:
+    """The models of a run, its decoders, its records and its terminal.
+
+    Args:
+        config: of the run.
+        world: all ranks.
+        models: what is in memory here.
+        terminal: silent on ranks above 0.
+        folder: the run folder, on rank 0.
+        finished: completions that an earlier part of this run has recorded.
+        num_prompts: how many there are; None when they are typed one by one.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        world: World,
+        models: Models,
+        terminal: Terminal,
+        folder: RunFolder | None,
+        finished: frozenset[LineKey],
+        num_prompts: int | None,
+    ) -> None:
+        self.config = config
+        self.world = world
+        self.models = models
+        self.terminal = terminal
+        self.folder = folder
+        self.num_prompts = num_prompts
+        self.wish = StopWish()
+        self.memory = MemoryWatch(world.device)
+        self.memory.sample()
+        self._finished = finished
+        self._decoders: dict[str, Decoder] = {}
+
+    @property
+    def streams(self) -> bool:
+        """Whether text is shown while it is being made: with one row at a time."""
+        return self.config.batch_size == 1
+
+    @property
+    def best_mode(self) -> str:
+        """Speculative with a draft, else plain."""
+        return SPECULATIVE if self.models.has_draft else PLAIN
+
+    def decoder(self, mode: str) -> Decoder:
+        """The decoder of a mode, built when it is first needed."""
+        if mode not in self._decoders:
+            is_speculative = mode == SPECULATIVE
+            self._decoders[mode] = build_decoder(
+                self.models, self.config, speculative=is_speculative, wish=self.wish
+            )
+        return self._decoders[mode]
+
+    def warm_up(self, jobs: Sequence[Job], mode: str) -> None:
+        """Complete a few tokens of some jobs, neither shown nor recorded, so that no measurement pays for first times."""
+        for job in jobs:
+            short = replace(job.request, max_new_tokens=min(_WARMUP_TOKENS, job.request.max_new_tokens))
+            for _ in self.decoder(mode).run([short]):
+                pass
+
+    def complete(self, jobs: Sequence[Job], mode: str, viewer: Viewer) -> None:
+        """Decode the jobs that are not on record yet, show them and record them.
+
+        Args:
+            jobs: with a batch of one they are decoded one after the other, and streamed.
+            mode: "plain" or "speculative".
+            viewer: shows them.
+
+        Raises:
+            InterruptedRun: on every rank, after the round in which the deciding rank wished to stop.
+            SspError: on rank 0, when the records cannot be written.
+        """
+        open_jobs = {
+            (job.request.index, job.request.sample): job
+            for job in jobs
+            if (job.request.index, mode, job.request.sample) not in self._finished
+        }
+        if not open_jobs:
+            return
+        texts: dict[tuple[int, int], IncrementalText] = {}
+        decoder, num_done = self.decoder(mode), 0
+        for updates in decoder.run([job.request for job in open_jobs.values()]):
+            for update in updates:
+                completion = update.completion
+                key = (completion.request.index, completion.request.sample)
+                if self.streams and self.folder:
+                    if key not in texts:
+                        texts[key] = IncrementalText(self.models.tokenizer, completion.request.prompt_ids)
+                        viewer.begin(open_jobs[key], mode)
+                    viewer.show(texts[key].push(update.new_ids, num_accepted=update.num_drafted))
+                    if completion.finish_reason:
+                        viewer.show(texts[key].flush())
+                if completion.finish_reason:
+                    num_done += 1
+                    self._record(open_jobs[key], completion, mode, viewer, num_done=num_done, num_jobs=len(open_jobs))
+        if decoder.stopped:
+            raise InterruptedRun(f"interrupted; run_dir={self.config.run_dir} with the same settings goes on from here")
+
+    def _record(
+        self, job: Job, completion: Completion, mode: str, viewer: Viewer, *, num_done: int, num_jobs: int
+    ) -> None:
+        self.memory.sample()
+        if self.folder:
+            line = to_line(job, completion, mode, self.models.tokenizer)
+            self.folder.append(line)
+            viewer.end(line, num_done=num_done, num_jobs=num_jobs)
+
+
+def to_line(job: Job, completion: Completion, mode: str, tokenizer: PreTrainedTokenizerBase) -> CompletionLine:
+    """Write a finished completion as a line of `run.jsonl`."""
+    return CompletionLine(
+        index=completion.request.index,
+        sample=completion.request.sample,
+        mode=mode,
+        prompt=job.prompt,
+        text=str(tokenizer.decode(completion.token_ids, skip_special_tokens=True)),
+        token_ids=completion.token_ids,
+        num_new_tokens=len(completion.token_ids),
+        finish_reason=str(completion.finish_reason),
+        num_rounds=len(completion.accepted_lengths),
+        num_target_forwards=completion.num_target_forwards,
+        accepted_lengths=completion.accepted_lengths,
+        examined_lengths=completion.examined_lengths,
+        ms=completion.busy_s * 1e3,
+        share_s=completion.share_s,
+        draft_s=completion.part_s["draft"],
+        verify_s=completion.part_s["verify"],
+        other_s=completion.part_s["other"],
+    )

@@ -1,0 +1,187 @@
+"""A run from its checked config to its last record: the same program on every rank.
+
+    find and check the checkpoints -> read the prompts -> open the run folder -> load -> the task -> summary and table
+
+Ranks agree after each step that can fail, so that none waits for one that has given up.
+"""
+
+import json
+import logging
+import os
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+from llama_ssp.config.document import to_yaml
+from llama_ssp.config.schema import CompareConfig, GenerateConfig, LatencyConfig, RunConfig
+from llama_ssp.distributed.agree import together
+from llama_ssp.distributed.ranklog import close_logs, open_logs
+from llama_ssp.distributed.world import World, start
+from llama_ssp.errors import InterruptedRun, SspError
+from llama_ssp.reports.lines import LineKey, RankMemory, RunFacts
+from llama_ssp.reports.provenance import git_commit, versions
+from llama_ssp.reports.records import RunFolder
+from llama_ssp.reports.summary import summarise
+from llama_ssp.tasks.checkpoints import Source, find_sources
+from llama_ssp.tasks.compare import compare
+from llama_ssp.tasks.generate import generate
+from llama_ssp.tasks.interactive import converse
+from llama_ssp.tasks.latency import latency
+from llama_ssp.tasks.loading import load_models
+from llama_ssp.tasks.prompts import is_interactive, read_prompts
+from llama_ssp.tasks.session import Job, Session, make_jobs
+from llama_ssp.tasks.stopping import heeding_signals
+from llama_ssp.tasks.terminal import Terminal
+
+_log = logging.getLogger(__name__)
+
+
+def run(config: RunConfig) -> None:
+    """Do what a config says, on this rank.
+
+    Args:
+        config: checked by `config.checks`, the same on every rank.
+
+    Raises:
+        SspError: on every rank alike; on rank 0 the run folder's `status` tells it too.
+    """
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    with start(device=config.device, timeout_s=config.timeouts.load_s) as world, ExitStack() as stack:
+        terminal = Terminal.of_rank(world.comm.rank)
+        if world.note:
+            terminal.say(world.note)
+        folder = _open_folder(config, world, stack)
+        try:
+            _run(config, world, terminal, folder)
+        except SspError as error:
+            if folder:
+                with suppress(SspError):  # a full disk must not hide why the run ends
+                    _write_end(folder, error)
+            raise
+
+
+def _open_folder(config: RunConfig, world: World, stack: ExitStack) -> RunFolder | None:
+    """Open the run folder on rank 0, and every rank's log in it."""
+    folder = None
+    with together(world.comm):
+        if world.comm.rank == 0:
+            folder = stack.enter_context(RunFolder(Path(str(config.run_dir)), to_yaml(config)))
+    config.run_dir = world.comm.broadcast_text(str(config.run_dir), src=0)
+    open_logs(Path(config.run_dir), rank=world.comm.rank)
+    stack.callback(close_logs)
+    _log.info("rank %d of %d on %s, process %d", world.comm.rank, world.comm.size, world.device, os.getpid())
+    if folder:
+        _log.info("versions %s, commit %s", versions(), git_commit())
+    return folder
+
+
+def _write_end(folder: RunFolder, error: SspError) -> None:
+    if isinstance(error, InterruptedRun):
+        folder.write_status("interrupted")
+    else:
+        folder.write_failure(exit_code=error.exit_code, sentence=str(error))
+
+
+def _run(config: RunConfig, world: World, terminal: Terminal, folder: RunFolder | None) -> None:
+    sources = find_sources(config, world)
+    finished = _tell_finished(world, folder)
+    jobs = _read_jobs(config, world, sources[0], context=min(source.context for source in sources if source))
+    with terminal.loading() as progress:
+        models = load_models(config, world, sources, progress=progress)
+    session = Session(
+        config,
+        world=world,
+        models=models,
+        terminal=terminal,
+        folder=folder,
+        finished=finished,
+        num_prompts=None if jobs is None else len({job.request.index for job in jobs}),
+    )
+    interruption = None
+    try:
+        with heeding_signals(session.wish):
+            if jobs is None:
+                converse(session, _do)
+            else:
+                _do(session, jobs)
+    except InterruptedRun as error:
+        interruption = error
+    _conclude(session)
+    if interruption:
+        raise interruption
+    if folder:
+        folder.write_status("done")
+
+
+def _tell_finished(world: World, folder: RunFolder | None) -> frozenset[LineKey]:
+    """Tell all ranks which completions the run folder holds already."""
+    known = json.dumps(sorted(folder.finished)) if folder else ""
+    return frozenset((index, mode, sample) for index, mode, sample in json.loads(world.comm.broadcast_text(known, src=0)))
+
+
+def _read_jobs(config: RunConfig, world: World, source: Source, context: int) -> list[Job] | None:
+    """Read and encode the prompts, the same on every rank; None when they will be typed one by one."""
+    prompts: list[str] | None = None
+    with together(world.comm):
+        if world.comm.rank == 0 and not is_interactive(config):
+            prompts = read_prompts(config)
+    prompts = json.loads(world.comm.broadcast_text(json.dumps(prompts), src=0))
+    if prompts is None:
+        return None
+    with together(world.comm):
+        return make_jobs(prompts, config, tokenizer=source.tokenizer, context=context)
+
+
+def _do(session: Session, jobs: list[Job]) -> None:
+    """Hand over to the task."""
+    match session.config.task:
+        case CompareConfig():
+            compare(session, jobs)
+        case GenerateConfig(format=output):
+            generate(session, jobs, output=output)
+        case LatencyConfig(num_warmup=num_warmup):
+            latency(session, jobs, num_warmup=num_warmup)
+
+
+def _conclude(session: Session) -> None:
+    """Write the summary and show it; also of a run that was interrupted."""
+    comm, folder, config = session.world.comm, session.folder, session.config
+    session.memory.sample()
+    peaks = [json.loads(peak) for peak in comm.gather_text(json.dumps(session.memory.peak_bytes))]
+    if folder is None:
+        return
+    facts = RunFacts(
+        task=config.task.name.name,
+        model=config.model.name,
+        draft=config.draft.model.name if config.draft.model else None,
+        placement=_placement(session),
+        world_size=comm.size,
+        seed=config.seed,
+        num_draft_tokens=config.speculation.num_draft_tokens if config.draft.model else 0,
+        memory=[RankMemory(rank=rank, measured_peak_bytes=peak) for rank, peak in enumerate(peaks)],
+    )
+    summary = summarise(facts, folder.lines)
+    folder.write_summary(summary)
+    if not isinstance(config.task, GenerateConfig):
+        session.terminal.table(summary)
+    session.terminal.closing(summary, run_dir=folder.path)
+    if isinstance(config.task, CompareConfig) and config.task.picture:
+        session.terminal.save_svg(Path(config.task.picture), title="launch/run.py")
+
+
+def _placement(session: Session) -> dict[str, Any]:
+    """Name the ranks of each model, as they came out."""
+    placement, mesh = session.config.placement, session.models.mesh
+    laid_out: dict[str, Any] = {
+        "target": {
+            "kind": placement.target.kind.name,
+            "ranks": list(range(mesh.target.size)),
+            "tp_size": mesh.target.size,
+        }
+    }
+    if session.models.has_draft:
+        laid_out["draft"] = {"kind": placement.draft.kind.name, "ranks": [mesh.decider], "tp_size": 1}
+    return laid_out

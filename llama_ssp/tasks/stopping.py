@@ -1,0 +1,35 @@
+"""Signals that ask a run to end: they set a wish, and the loop ends after the current round on every rank alike."""
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from llama_ssp.decoding.loop import StopWish
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+@contextmanager
+def heeding_signals(wish: StopWish) -> Iterator[None]:
+    """Let Ctrl-C, SIGTERM and SIGUSR1 set `wish` while the block runs, however often they come."""
+
+    def note(_number: int, _frame: FrameType | None) -> None:
+        wish.requested = True
+
+    before = {number: signal.signal(number, note) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Let Ctrl-C raise KeyboardInterrupt again while the block waits for the user's input."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,48 @@
+"""Groups of gloo ranks, one launch for each world size and session."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.ranks import PAIRS
+from tests.helpers.models import VOCAB_SIZE, build_checkpoint
+from tests.helpers.repository import ROOT
+from tests.helpers.tokenizers import save_tokenizer
+
+Seen = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="session")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a random pair of each family."""
+    folder = tmp_path_factory.mktemp("pairs")
+    for family in PAIRS[1:]:
+        for part, changes in (("target", {}), ("draft", {"num_hidden_layers": 1})):
+            build_checkpoint(folder / family / part, family, **changes)
+            save_tokenizer(folder / family / part, VOCAB_SIZE)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def launched(pairs: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Seen]:
+    """What each rank of a group has seen; a group of one size is started once."""
+    known: dict[int, Seen] = {}
+
+    def launch(num_ranks: int) -> Seen:
+        if num_ranks not in known:
+            out = tmp_path_factory.mktemp(f"ranks{num_ranks}")
+            command = [
+                sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks),
+                "-m", "tests.distributed.ranks", str(pairs), str(out),
+            ]  # fmt: skip
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+            assert done.returncode == 0, done.stderr[-3000:]
+            known[num_ranks] = [json.loads((out / f"{rank}.json").read_text()) for rank in range(num_ranks)]
+        return known[num_ranks]
+
+    return launch

@@ -1,0 +1,126 @@
+"""What every rank of a test group does: all cases of one world size in one launch, since each start costs seconds.
+
+Started by `conftest.launched` through torchrun; each rank writes what it saw to OUT/RANK.json.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from llama_ssp.config import catalogue
+from llama_ssp.config.schema import (
+    DeviceKind,
+    DraftPlacement,
+    DrafterConfig,
+    DrafterKind,
+    Dtype,
+    GenerateConfig,
+    ModelConfig,
+    PlacementConfig,
+    RunConfig,
+    SamplingConfig,
+    VerificationConfig,
+)
+from llama_ssp.decoding.state import Request
+from llama_ssp.distributed.agree import together
+from llama_ssp.distributed.world import World, start
+from llama_ssp.errors import CheckpointError, SspError
+from llama_ssp.tasks.checkpoints import find_sources
+from llama_ssp.tasks.loading import build_decoder, load_models
+from llama_ssp.tasks.prompts import encode
+
+PROMPTS = (
+    "def factorial(n):\n",
+    "import os\n",
+    "class Stack:\n    def push(self, item):\n",
+    "37 * 85 = 3145\n12 * 34 =",
+    "for i in range(10):",
+    "",
+)
+PAIRS = ("tiny", "llama", "gpt_neox", "qwen2", "qwen3")
+NUM_NEW_TOKENS = 24
+
+
+def run_config(
+    target: ModelConfig, draft: ModelConfig, *, temperature: float, batch_size: int, draft_rank: int = 0
+) -> RunConfig:
+    """A config as `launch/run.py` would compose it."""
+    return RunConfig(
+        task=GenerateConfig(),
+        model=target,
+        draft=DrafterConfig(kind=DrafterKind.model, model=draft),
+        placement=PlacementConfig(draft=DraftPlacement(ranks=[draft_rank])),
+        sampling=SamplingConfig(temperature=temperature),
+        verification=VerificationConfig(),
+        batch_size=batch_size,
+        seed=3,
+    )
+
+
+def pair_of(name: str, folder: Path) -> tuple[ModelConfig, ModelConfig]:
+    """The shipped pair in fp32, or the random pair of one family that the tests have saved."""
+    if name == "tiny":
+        return catalogue.load("tiny"), catalogue.load("tiny-draft")
+    pair = [ModelConfig(name=part, path=str(folder / name / part), dtype=Dtype.fp32) for part in ("target", "draft")]
+    return pair[0], pair[1]
+
+
+def prompts_of(name: str) -> list[str]:
+    """Text for the shipped pair, words that the random pairs' tokenizer knows for the others."""
+    return list(PROMPTS) if name == "tiny" else ["t5 t9 t3", "t7", "t11 t12 t13 t14 t15 t16 t17", "t8 t8"]
+
+
+def texts(world: World, folder: Path, name: str, temperature: float, *, draft_rank: int = 0) -> list[list[int]]:
+    """Ids that a pair generates on these ranks."""
+    target, draft = pair_of(name, folder)
+    config = run_config(target, draft, temperature=temperature, batch_size=3, draft_rank=draft_rank)
+    models = load_models(config, world, find_sources(config, world))
+    decoder = build_decoder(models, config, speculative=True)
+    requests = [
+        Request(index=index, prompt_ids=encode(prompt, models.tokenizer, chat=False), max_new_tokens=NUM_NEW_TOKENS)
+        for index, prompt in enumerate(prompts_of(name))
+    ]
+    done = {}
+    for updates in decoder.run(requests):
+        done |= {update.completion.request.index: update.completion.token_ids for update in updates}
+    return [done[index] for index in range(len(requests))]
+
+
+def error_of_one_rank(world: World) -> str:
+    """What this rank hears when the last rank alone fails."""
+    try:
+        with together(world.comm):
+            if world.comm.rank == world.comm.size - 1:
+                raise CheckpointError("the last shard is missing")
+    except SspError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def cases(world: World, folder: Path) -> dict[str, Callable[[], object]]:
+    """Everything that the tests ask of a group of this size."""
+    named: dict[str, Callable[[], object]] = {
+        "error": lambda: error_of_one_rank(world),
+        "gathered": lambda: world.comm.gather_text("é" * world.comm.rank),
+        "broadcast": lambda: world.comm.broadcast_text(f"from {world.comm.rank}", src=world.comm.size - 1),
+        "draft on the last rank": lambda: texts(world, folder, "tiny", 0.8, draft_rank=world.comm.size - 1),
+    }
+    for name in PAIRS:
+        for temperature in (0.0, 0.8):
+            named[f"{name} at {temperature}"] = lambda name=name, temperature=temperature: texts(  # type: ignore[misc]
+                world, folder, name, temperature
+            )
+    return named
+
+
+def main() -> None:
+    """Run all cases and write what they returned."""
+    folder, out = Path(sys.argv[1]), Path(sys.argv[2])
+    with start(device=DeviceKind.cpu, timeout_s=120) as world:
+        seen = {name: case() for name, case in cases(world, folder).items()}
+        (out / f"{world.comm.rank}.json").write_text(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""The same text on every number of ranks, and ranks that fail together."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from llama_ssp.models import hub
+from tests.distributed.ranks import NUM_NEW_TOKENS, PAIRS, pair_of, prompts_of
+from tests.helpers.texts import first_difference, part_at_a_near_tie
+
+Seen = list[dict[str, Any]]
+sizes = pytest.mark.parametrize(
+    "num_ranks", [pytest.param(n, marks=pytest.mark.distributed(n)) for n in (1, 2, 3, 4)]
+)
+
+
+def library(name: str, folder: Path) -> tuple[PreTrainedModel, list[list[int]]]:
+    """The library's own model of a pair's target, and its prompts as ids."""
+    path = hub.resolve(pair_of(name, folder)[0])
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    prompts = [tokenizer(prompt).input_ids or [tokenizer.bos_token_id] for prompt in prompts_of(name)]
+    return AutoModelForCausalLM.from_pretrained(path, dtype="float32").eval(), prompts
+
+
+@sizes
+@pytest.mark.parametrize("name", PAIRS)
+def test_greedy_text_is_the_librarys_on_every_number_of_ranks(
+    name: str, num_ranks: int, pairs: Path, launched: Callable[[int], Seen]
+) -> None:
+    import torch
+
+    model, prompts = library(name, pairs)
+    texts = launched(num_ranks)[0][f"{name} at 0.0"]
+    for prompt_ids, ids in zip(prompts, texts, strict=True):
+        generated = model.generate(torch.tensor([prompt_ids]), max_new_tokens=NUM_NEW_TOKENS, do_sample=False)
+        part_at_a_near_tie(model, prompt_ids, generated[0, len(prompt_ids) :].tolist(), ids)
+
+
+@sizes
+@pytest.mark.parametrize("name", PAIRS)
+def test_sampled_text_is_the_same_on_every_number_of_ranks(
+    name: str, num_ranks: int, launched: Callable[[int], Seen]
+) -> None:
+    alone, together = (launched(n)[0][f"{name} at 0.8"] for n in (1, num_ranks))
+    assert [first_difference(*pair) for pair in zip(alone, together, strict=True)] == [None] * len(alone)
+
+
+@sizes
+def test_text_does_not_depend_on_where_the_draft_sits(num_ranks: int, launched: Callable[[int], Seen]) -> None:
+    seen = launched(num_ranks)[0]
+    assert seen["draft on the last rank"] == seen["tiny at 0.8"]
+
+
+@sizes
+def test_every_rank_has_the_same_text(num_ranks: int, launched: Callable[[int], Seen]) -> None:
+    first, *others = launched(num_ranks)
+    for other in others:
+        assert {key: other[key] for key in other if " " in key} == {key: first[key] for key in first if " " in key}
+
+
+@sizes
+def test_an_error_of_one_rank_is_raised_on_all_of_them(num_ranks: int, launched: Callable[[int], Seen]) -> None:
+    where = f" (rank {num_ranks - 1})" if num_ranks > 1 else ""
+    for seen in launched(num_ranks):
+        assert seen["error"] == f"CheckpointError: the last shard is missing{where}"
+
+
+@sizes
+def test_texts_of_different_lengths_reach_every_rank(num_ranks: int, launched: Callable[[int], Seen]) -> None:
+    for seen in launched(num_ranks):
+        assert seen["gathered"] == ["é" * rank for rank in range(num_ranks)]
+        assert seen["broadcast"] == f"from {num_ranks - 1}"

@@ -1,0 +1,31 @@
+"""Runs `launch/run.py` as a user does, alone or under torchrun."""
+
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from tests.helpers.repository import ROOT
+
+
+def command(overrides: Sequence[str], *, num_ranks: int = 1) -> list[str]:
+    """The command line of a run: plain python for one rank, torchrun for several."""
+    if num_ranks == 1:
+        return [sys.executable, "launch/run.py", *overrides]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    return [*torchrun, "launch/run.py", *overrides]
+
+
+def run(overrides: Sequence[str], *, num_ranks: int = 1, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    """Run to the end; the exit code is not checked."""
+    return subprocess.run(
+        command(overrides, num_ranks=num_ranks),
+        cwd=ROOT, input=stdin, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+
+
+def start(overrides: Sequence[str], *, num_ranks: int = 1) -> "subprocess.Popen[str]":
+    """Start a run and return at once."""
+    return subprocess.Popen(
+        command(overrides, num_ranks=num_ranks),
+        cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip

@@ -1,0 +1,61 @@
+"""Ranks as threads of one process, for what needs the arithmetic of several ranks but no process group."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from threading import Barrier
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from llama_ssp.distributed.comms import Comm
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThreadComm(Comm):
+    """Collectives over a table that all threads see; a thread that fails breaks the barrier for all."""
+
+    meeting: Barrier
+    table: list[Tensor]
+
+    def all_reduce(self, values: Tensor) -> Tensor:
+        """Add up, in rank order."""
+        return values.copy_(torch.stack(self._swap(values)).sum(0))
+
+    def all_gather_last(self, values: Tensor, sizes: tuple[int, ...]) -> Tensor:
+        """Join along the last dimension."""
+        slices = self._swap(values)
+        assert tuple(part.shape[-1] for part in slices) == sizes
+        return torch.cat(slices, dim=-1)
+
+    def _swap(self, values: Tensor) -> list[Tensor]:
+        self.table[self.rank] = values.clone()
+        self.meeting.wait(timeout=60)
+        slices = list(self.table)
+        self.meeting.wait(timeout=60)
+        return slices
+
+
+def thread_comms(num_ranks: int) -> list[ThreadComm]:
+    """One end for each rank of a group."""
+    meeting, table = Barrier(num_ranks), [torch.empty(0)] * num_ranks
+    return [
+        ThreadComm(rank=rank, size=num_ranks, group=None, meeting=meeting, table=table) for rank in range(num_ranks)
+    ]
+
+
+def on_ranks(comms: Sequence[ThreadComm], work: Callable[[ThreadComm], Result]) -> list[Result]:
+    """Run `work` once per rank, all at the same time; returns the results in rank order."""
+
+    def one_rank(comm: ThreadComm) -> Result:
+        try:
+            return work(comm)
+        except BaseException:
+            comm.meeting.abort()
+            raise
+
+    with ThreadPoolExecutor(len(comms)) as pool:
+        return list(pool.map(one_rank, comms))

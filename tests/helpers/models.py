@@ -1,0 +1,69 @@
+"""Tiny models with random weights, saved as the library saves them, and the library's own answers to compare with."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+VOCAB_SIZE = 200
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 128,
+    "pad_token_id": None,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+# Sizes beside SIZES: 8 heads over 4 key-value heads do not divide by 3 ranks, nor 160 MLP units into blocks of 64.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"num_key_value_heads": 4},
+    "gpt_neox": {"rotary_pct": 0.5},
+    "qwen2": {"num_key_value_heads": 2},
+    "qwen3": {"num_key_value_heads": 4, "head_dim": 16, "tie_word_embeddings": True},
+    "phi": {"num_key_value_heads": 4},
+    "gemma": {"num_key_value_heads": 4, "head_dim": 16},
+}
+
+
+def tiny_config(model_type: str, **changes: object) -> PretrainedConfig:
+    """The configuration of a tiny model of one family."""
+    config: PretrainedConfig = CONFIG_MAPPING[model_type](**{**SIZES, **FAMILIES.get(model_type, {}), **changes})
+    return config
+
+
+def tiny_model(model_type: str, **changes: object) -> PreTrainedModel:
+    """A tiny model of one family; every parameter is random, biases and norms too, so that a lost one shows."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(tiny_config(model_type, **changes))
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator) * 0.1
+        parameter.data = noise + 1 if "norm" in name and name.endswith("weight") else noise
+    model.eval().requires_grad_(requires_grad=False)
+    return model
+
+
+def build_checkpoint(
+    folder: Path, model_type: str, *, dtype: torch.dtype = torch.float32, max_shard_size: str = "1GB", **changes: object
+) -> PreTrainedModel:
+    """Save a tiny model into `folder`; returns it as the library holds it."""
+    model = tiny_model(model_type, **changes)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    model.config.dtype = dtype
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return model
+
+
+def library_logits(model: PreTrainedModel, ids_T: Tensor) -> Tensor:
+    """The library's logits (T, V) for one sequence, through its own dynamic cache in two calls."""
+    from transformers import DynamicCache
+
+    cache = DynamicCache(config=model.config)
+    head, tail = ids_T[None, :-2], ids_T[None, -2:]
+    pieces = [model(piece, past_key_values=cache, use_cache=True).logits for piece in (head, tail)]
+    return torch.cat(pieces, dim=1)[0].float()

@@ -1,0 +1,35 @@
+"""When two greedy texts of one model count as the same.
+
+Forwards of other shapes, or over other slices, round differently. So texts are compared up to the first near tie: the
+first position whose two best logits differ by less than a ten-thousandth.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+NEAR_TIE = 1e-4
+
+
+def first_difference(ids: Sequence[int], other_ids: Sequence[int]) -> int | None:
+    """Where two texts part, or None."""
+    for place, (token, other) in enumerate(zip(ids, other_ids, strict=False)):
+        if token != other:
+            return place
+    return None if len(ids) == len(other_ids) else min(len(ids), len(other_ids))
+
+
+def part_at_a_near_tie(
+    model: PreTrainedModel, prompt_ids: Sequence[int], ids: Sequence[int], other_ids: Sequence[int]
+) -> bool:
+    """Whether two texts part, and do so at a near tie of the model; texts that part elsewhere fail the test."""
+    place = first_difference(ids, other_ids)
+    if place is None:
+        return False
+    prefix = torch.tensor([[*prompt_ids, *ids[:place]]])
+    with torch.inference_mode():
+        best_two = model(prefix).logits[0, -1].float().topk(2).values
+    gap = float(best_two[0] - best_two[1])
+    assert gap < NEAR_TIE, f"texts part at token {place}, where the two best logits are {gap:.2g} apart"
+    return True
