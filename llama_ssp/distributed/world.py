@@ -3,6 +3,7 @@
 Which rank this is stands in `environment`; groups of ranks are the business of `mesh`, messages that of `comms`.
 """
 
+import atexit
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -104,16 +105,16 @@ def start(*, device: DeviceKind, timeout_s: float) -> Iterator[World]:
     if ranks.size == 1:
         yield World(comm=Comm.single(), ranks=ranks, device=chosen, note=note)
         return
-    dist.init_process_group(
-        "nccl" if chosen.type == "cuda" else "gloo",
-        init_method="env://" if "RANK" in os.environ else _rendezvous_of_slurm(os.environ, ranks),
-        rank=ranks.rank,
-        world_size=ranks.size,
-        timeout=timedelta(seconds=timeout_s),
-    )
+    if not dist.is_initialized():  # a sweep's later jobs meet in the group of the first: making it anew would hang
+        dist.init_process_group(
+            "nccl" if chosen.type == "cuda" else "gloo",
+            init_method="env://" if "RANK" in os.environ else _rendezvous_of_slurm(os.environ, ranks),
+            rank=ranks.rank,
+            world_size=ranks.size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+        atexit.register(dist.destroy_process_group)
     comm = Comm(rank=ranks.rank, size=ranks.size, group=dist.group.WORLD, device=chosen)
-    try:
-        yield World(comm=comm, ranks=ranks, device=chosen, note=note)
-        comm.barrier()
-    finally:
-        dist.destroy_process_group()
+    comm.set_timeout(timeout_s)
+    yield World(comm=comm, ranks=ranks, device=chosen, note=note)
+    comm.barrier()

@@ -1,0 +1,158 @@
+"""What the user typed: read before Hydra reads it, so that every mistake in it is told at once and in our words.
+
+Knows the names that exist (groups, their options, the keys of the schema) and the syntax of overrides. Knows no values:
+types are Hydra's business, ranges and combinations that of `config.checks`.
+"""
+
+import argparse
+import contextlib
+import io
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
+from typing import get_args, get_type_hints
+
+from hydra._internal.utils import get_args_parser
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, OverrideType, Quote, QuotedString
+from hydra.errors import HydraException
+
+from llama_ssp.config import catalogue
+from llama_ssp.config.schema import ModelShape, RunConfig, TaskName
+from llama_ssp.config.store import TASKS
+from llama_ssp.errors import ConfigError, one_message, unknown_name
+
+# Fields that follow from a group choice: task=, model= and draft= set them.
+_DERIVED = {"task.name", "model.name", "model.shape", "draft.kind", "draft.model.name", "draft.model.shape"}
+
+
+def read_options(arguments: Sequence[str]) -> argparse.Namespace:
+    """Read Hydra's own options (`-m`, `--help`, `--cfg`, ...) and the overrides, without acting on them.
+
+    Raises:
+        ConfigError: there is no such option.
+    """
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return get_args_parser().parse_args(arguments)
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+        reason = said.getvalue().strip().rpartition("error: ")[2]
+        message = f"{reason}: settings are written name=value, for example model=7B, and --help lists them"
+        raise ConfigError(message) from None
+
+
+def take_literally(argument: str) -> str:
+    """Quote `prompt=TEXT` such that Hydra hands TEXT on as it is, whatever commas, brackets and quotes it has."""
+    if not argument.startswith("prompt="):
+        return argument
+    # OmegaConf would fill in ${...}; a backslash protects it, once those before it are doubled.
+    text = re.sub(r"(\\*)\$\{", r"\1\1\\${", argument.removeprefix("prompt="))
+    return "prompt=" + QuotedString(text=text, quote=Quote.single).with_quotes()
+
+
+def explicit_keys(overrides: Iterable[str]) -> frozenset[str]:
+    """Return the dotted keys and the groups that the overrides set."""
+    parser = OverridesParser.create()
+    return frozenset(override.key_or_group for override in parser.parse_overrides(list(overrides)))
+
+
+def check_overrides(overrides: Sequence[str], *, multirun: bool) -> None:
+    """Refuse names that do not exist, and text that is no override.
+
+    Args:
+        overrides: as given to Hydra.
+        multirun: whether `a,b` stands for two runs.
+
+    Raises:
+        ConfigError: names every problem.
+    """
+    problems: list[str] = []
+    parsed = []
+    for text in overrides:
+        try:
+            parsed.append(OverridesParser.create().parse_override(text))
+        except HydraException:
+            problems.append(
+                f"cannot read {text!r}: settings are written name=value, and a value with brackets, quotes or commas "
+                "needs quotes of its own inside those of the shell"
+            )
+    groups = _groups()
+    keys = _keys_of_tasks(parsed)
+    for override in parsed:
+        if not override.is_hydra_override() or "_target_" in (override.input_line or ""):
+            problems.extend(_problems(override, groups, keys, multirun=multirun))
+    if problems:
+        raise ConfigError(one_message(problems))
+
+
+def _problems(
+    override: Override, groups: dict[str, list[str]], keys: frozenset[str], *, multirun: bool
+) -> Iterator[str]:
+    text, key = override.input_line, override.key_or_group
+    if key != "prompt" and "_target_" in (text or ""):
+        yield f"{text}: _target_ is refused, since no setting names code to run"
+    elif override.type is not OverrideType.CHANGE or override.package is not None:
+        yield f"{text}: all settings exist already and are changed by name=value, without +, ~ or @"
+    elif override.is_sweep_override() and not multirun:
+        yield f"{text} gives several values: add -m to run one after the other, or write a list as [a,b]"
+    elif key in groups:
+        yield from (unknown_name(key, name, groups[key]) for name in _names(override) if name not in groups[key])
+    elif key not in keys:
+        yield _unknown_key(key, keys)
+
+
+def _names(override: Override) -> list[str]:
+    """Return the options of a group that the override names; those of a pattern always exist."""
+    if not override.is_sweep_override():
+        return [override.get_value_element_as_str().strip("'\"")]
+    if override.is_choice_sweep() and "glob(" not in (override.input_line or ""):
+        return [name.strip("'\"") for name in override.sweep_string_iterator()]
+    return []
+
+
+def _groups() -> dict[str, list[str]]:
+    """Return the options of every group that is chosen on the command line."""
+    folders = [catalogue.conf_dir() / field.name for field in fields(RunConfig)]
+    groups = {folder.name: [file.stem for file in folder.glob("*.yaml")] for folder in folders if folder.is_dir()}
+    groups["draft"] += groups["model"]
+    return groups
+
+
+def _keys_of_tasks(overrides: Iterable[Override]) -> frozenset[str]:
+    """Return every dotted key, where those of `task` are the ones of the tasks named in the overrides."""
+    named = [name for override in overrides if override.key_or_group == "task" for name in _names(override)]
+    tasks = [TaskName[name] for name in named if name in TaskName.__members__] or [TaskName.compare]
+    keys = set(_keys(RunConfig, "")) - _DERIVED
+    return frozenset(keys.union(*(_keys(TASKS[task], "task.") for task in tasks)) - _DERIVED)
+
+
+def _keys(schema: type, prefix: str) -> Iterator[str]:
+    for name, hint in get_type_hints(schema).items():
+        yield prefix + name
+        for kind in (hint, *get_args(hint)):
+            if isinstance(kind, type) and is_dataclass(kind) and kind is not ModelShape:
+                yield from _keys(kind, f"{prefix}{name}.")
+
+
+def _unknown_key(key: str, keys: frozenset[str]) -> str:
+    """Say that no setting has this name, which come near, and for a task's own setting whose it is."""
+    owners = [task.name for task, schema in TASKS.items() if key in _keys(schema, "task.") and key not in _DERIVED]
+    if owners:
+        return f"{key} has no effect here: it is a setting of task={' and task='.join(owners)}"
+    last_words = {name.rpartition(".")[2]: name for name in sorted(keys, key=len, reverse=True)}
+    close = get_close_matches(key, keys, n=1)
+    close += [last_words[word] for word in get_close_matches(key.rpartition(".")[2], last_words, n=1)]
+    hint = f"did you mean {' or '.join(dict.fromkeys(close))}?" if close else "--help lists all settings"
+    return f"unknown setting {key!r}: {hint}"
+
+
+def one_sentence(error: Exception) -> str:
+    """Put the error of Hydra or OmegaConf, and its cause, on one line."""
+    said = str(error).splitlines()[0].rstrip(".").removeprefix("Error merging override ")
+    if error.__cause__ is None:
+        return said
+    return f"{said}: {str(error.__cause__).splitlines()[0]}"

@@ -1,0 +1,111 @@
+"""Every rank's entry: under torchrun, under srun, and in plain python for one rank.
+
+Reads and checks the whole config before anything is loaded and before the ranks meet, then hands over to
+`llama_ssp.tasks`. Only here do errors become sentences and exit codes. It loads no torch before the config is sound,
+so that a mistake is told at once.
+"""
+
+import contextlib
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from launch import command_line
+from llama_ssp.config import catalogue, checks, store
+from llama_ssp.distributed.environment import Ranks, read_ranks
+from llama_ssp.errors import InterruptedRun, SspError
+
+# How long ranks above 0 stay after an error. torchrun ends all ranks as soon as one has ended: rank 0 must speak first.
+SILENCE_S = 5.0
+
+
+def main() -> int:
+    """Run what the command line says; returns the exit code of this rank."""
+    ranks = read_ranks(os.environ)
+    try:
+        _launch(sys.argv[1:], ranks)
+    except SspError as error:
+        return _fail(str(error), error.exit_code, ranks)
+    except (HydraException, OmegaConfBaseException) as error:
+        return _fail(command_line.one_sentence(error), SspError.exit_code, ranks)
+    except KeyboardInterrupt:
+        return _fail("interrupted", InterruptedRun.exit_code, ranks)
+    return 0
+
+
+def _fail(sentence: str, exit_code: int, ranks: Ranks) -> int:
+    """Tell the user once: rank 0 speaks, the others wait for their end."""
+    if ranks.rank == 0:
+        sys.stderr.write(f"{sentence}\n")
+    else:
+        with contextlib.suppress(KeyboardInterrupt):
+            time.sleep(SILENCE_S)
+    return exit_code
+
+
+def _launch(arguments: list[str], ranks: Ranks) -> None:
+    """Check the names on the command line, and let Hydra compose one config per run."""
+    options = command_line.read_options(arguments)
+    if options.help or options.hydra_help or options.shell_completion or options.info:
+        if ranks.rank > 0:
+            return
+    else:
+        arguments = [command_line.take_literally(argument) for argument in arguments]
+        overrides = [command_line.take_literally(override) for override in options.overrides]
+        command_line.check_overrides(overrides, multirun=options.multirun)
+    store.register()
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it otherwise prints
+    failures: list[Exception] = []
+
+    def job(config: DictConfig) -> None:
+        if not failures:  # the first point of a sweep that fails ends the sweep
+            try:
+                _run(config, ranks)
+            except (SspError, HydraException, OmegaConfBaseException) as error:
+                failures.append(error)
+
+    with _scratch_folder(multirun=options.multirun) as for_sweeps:
+        sys.argv[1:] = [*arguments, *for_sweeps]
+        hydra.main(config_path=str(catalogue.conf_dir()), config_name="config", version_base="1.3")(job)()
+    if failures:
+        raise failures[0]
+
+
+@contextlib.contextmanager
+def _scratch_folder(*, multirun: bool) -> Iterator[list[str]]:
+    """Give Hydra a passing folder for its own record of a sweep, which all ranks would write to one place."""
+    if not multirun:
+        yield []
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        yield [f"hydra.sweep.dir={folder}"]
+
+
+def _run(config: DictConfig, ranks: Ranks) -> None:
+    """Check one config and run its task."""
+    hydra_config = HydraConfig.get()
+    explicit = command_line.explicit_keys(hydra_config.overrides.task)
+    run = store.to_run_config(config, explicit=explicit)
+    checks.check(run, explicit, world_size=ranks.size)
+    if hydra_config.mode is RunMode.MULTIRUN:
+        run.run_dir = f"{run.run_dir}/{hydra_config.job.num}"
+
+    from llama_ssp.tasks import start  # noqa: PLC0415 - torch takes seconds, and the config is sound only now
+
+    start.run(run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

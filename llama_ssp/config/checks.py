@@ -1,0 +1,222 @@
+"""What a config must satisfy before any rank does anything: all problems at once, and no imports that cost time.
+
+Each check is a pure function from the config to sentences. It knows nothing of files except whether the prompt file
+exists; checkpoints, tokenizers and the length of prompts are checked where they are read.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llama_ssp.config import catalogue
+from llama_ssp.config.schema import (
+    DrafterKind,
+    ModelShape,
+    Quantization,
+    RuleName,
+    RunConfig,
+    TaskName,
+)
+from llama_ssp.errors import ConfigError, one_message
+
+
+def check(config: RunConfig, explicit: frozenset[str], *, world_size: int) -> None:
+    """Refuse a config that cannot run, on every rank alike.
+
+    Args:
+        config: with the draft decided (`store.to_run_config`).
+        explicit: dotted keys that the user gave; a group choice counts under the group's name.
+        world_size: how many ranks there are.
+
+    Raises:
+        ConfigError: names every problem: what was given, what is required, what would work.
+    """
+    problems = [
+        *_ranges(config),
+        *_files(config),
+        *_draft(config),
+        *_models(config),
+        *_target_placement(config, world_size),
+        *_draft_placement(config, world_size),
+        *_without_effect(config, explicit),
+    ]
+    if problems:
+        raise ConfigError(one_message(problems))
+
+
+@dataclass(frozen=True)
+class _Range:
+    """What the number at `key` must satisfy; a key that this config lacks, or null, is fine."""
+
+    key: str
+    holds: Callable[[Any], bool]
+    required: str
+
+
+_RANGES = (
+    _Range("speculation.num_draft_tokens", lambda k: k >= 1, "at least 1 drafted token per round, for example 4"),
+    _Range("sampling.temperature", lambda t: 0 <= t < math.inf, "0 (greedy) or a positive number, for example 0.8"),
+    _Range("sampling.top_k", lambda k: k >= 1, "at least 1, or null for the whole vocabulary"),
+    _Range("sampling.top_p", lambda p: 0 < p <= 1, "above 0 and at most 1, or null to switch it off"),
+    _Range("max_new_tokens", lambda n: n >= 1, "at least 1, for example 64"),
+    _Range("batch_size", lambda n: n >= 1, "at least 1 sequence"),
+    _Range("num_samples", lambda n: n >= 1, "at least 1 completion per prompt"),
+    _Range("seed", lambda s: 0 <= s < 2**63, "between 0 and 2^63 - 1"),
+    _Range("timeouts.load_s", lambda s: 0 < s < math.inf, "a positive number of seconds"),
+    _Range("timeouts.decode_s", lambda s: 0 < s < math.inf, "a positive number of seconds"),
+    _Range("task.num_warmup", lambda n: n >= 0, "0 or more prompts"),
+)
+
+
+def _ranges(config: RunConfig) -> Iterator[str]:
+    for entry in _RANGES:
+        value: Any = config
+        for name in entry.key.split("."):
+            value = getattr(value, name, None)
+        if value is not None and not entry.holds(value):
+            yield f"{entry.key}={value} must be {entry.required}"
+
+
+def _files(config: RunConfig) -> Iterator[str]:
+    if config.prompt is not None and config.prompts is not None:
+        yield "prompt= and prompts= exclude each other: give one text or one file"
+    if config.prompts is not None and (not Path(config.prompts).exists() or Path(config.prompts).is_dir()):
+        yield f"prompts={config.prompts} must be a file: .txt with a prompt per line, or .jsonl with a `prompt` field"
+    if config.run_dir is None:
+        yield "run_dir=null must be a folder: every run keeps its records in one"
+
+
+def _draft(config: RunConfig) -> Iterator[str]:
+    if config.draft.kind is DrafterKind.none and config.task.name is TaskName.compare:
+        candidates = ", ".join(f"draft={name}" for name in catalogue.smaller_relatives(config.model))
+        ways = candidates or "draft=local draft.model.path=DIR"
+        yield (
+            f"task=compare needs a draft, and model={config.model.name} runs without one here: "
+            f"give {ways}, or use task=generate"
+        )
+    if config.verification.rule is RuleName.greedy and config.sampling.temperature > 0:
+        yield (
+            f"verification=greedy keeps the target's distribution at temperature 0 only, and sampling.temperature is "
+            f"{config.sampling.temperature}: use sampling=greedy or verification=speculative"
+        )
+    target, draft = config.model.shape, config.draft.model.shape if config.draft.model else None
+    if target and draft and not _may_share_vocabulary(target, draft):
+        names = ", ".join(catalogue.smaller_relatives(config.model)) or "none in the catalogue"
+        yield (
+            f"the draft must have the target's vocabulary: model={config.model.name} has {target.vocab_size} tokens, "
+            f"draft={config.draft.model and config.draft.model.name} {draft.vocab_size}; drafts that fit: {names}"
+        )
+
+
+def _may_share_vocabulary(target: ModelShape, draft: ModelShape) -> bool:
+    """Tell whether the tokenizers, which are compared later, can be equal: families pad their heads differently."""
+    difference = abs(target.vocab_size - draft.vocab_size)
+    return difference == 0 or (target.model_type == draft.model_type and difference <= 0.01 * target.vocab_size)
+
+
+def _models(config: RunConfig) -> Iterator[str]:
+    chosen = [("model", "model", config.model)]
+    if config.draft.model is not None:
+        chosen.append(("draft", "draft.model", config.draft.model))
+    for group, key, model in chosen:
+        if not (model.path or model.hub_id or model.shipped):
+            yield f"{group}={model.name} needs {key}.path=DIR, a folder with config.json, a tokenizer and safetensors"
+        if model.quantization is not Quantization.none:
+            yield (
+                f"{group}={model.name} has {key}.quantization={model.quantization.name}, and this version runs "
+                f"fp32, bf16 and fp16 only: add {key}.quantization=none"
+            )
+    contexts = [(model.shape.max_position_embeddings, group) for group, _, model in chosen if model.shape]
+    if contexts and config.max_new_tokens >= min(contexts)[0]:
+        smallest, group = min(contexts)
+        yield (
+            f"max_new_tokens={config.max_new_tokens} leaves no room for a prompt: the context of the {group} is "
+            f"{smallest} tokens"
+        )
+    if config.chat and not config.model.chat and config.model.path is None and config.model.shape:
+        chat_models = ", ".join(name for name in catalogue.names() if catalogue.load(name).chat)
+        yield f"chat=true needs a model with a chat template, and model={config.model.name} has none: use {chat_models}"
+
+
+def _target_placement(config: RunConfig, world_size: int) -> Iterator[str]:
+    placement, shape = config.placement.target, config.model.shape
+    if placement.ranks is not None and placement.ranks != list(range(world_size)):
+        yield (
+            f"placement.target.ranks={placement.ranks} must be all ranks in order, here {list(range(world_size))}: "
+            "leave it out, or start another number of ranks"
+        )
+    if placement.tp_size not in {None, world_size}:
+        yield (
+            f"placement.target.tp_size={placement.tp_size} must be the number of ranks, here {world_size}: "
+            "leave it out, or start another number of ranks"
+        )
+    if shape and world_size > shape.num_attention_heads:
+        yield (
+            f"{world_size} ranks are more than the {shape.num_attention_heads} attention heads of "
+            f"model={config.model.name}: start at most {shape.num_attention_heads}"
+        )
+
+
+def _draft_placement(config: RunConfig, world_size: int) -> Iterator[str]:
+    placement = config.placement.draft
+    if placement.ranks is not None and (len(placement.ranks) != 1 or placement.ranks[0] not in range(world_size)):
+        yield (
+            f"placement.draft.ranks={placement.ranks} must be one rank between 0 and {world_size - 1}, "
+            "for example placement.draft.ranks=[0]"
+        )
+    if placement.tp_size not in {None, 1}:
+        yield f"placement.draft.tp_size={placement.tp_size} must be 1: the draft sits whole on one rank"
+
+
+@dataclass(frozen=True)
+class _Pointless:
+    """Settings that do nothing while `holds`; a key stands for everything below it too."""
+
+    keys: tuple[str, ...]
+    holds: Callable[[RunConfig], bool]
+    reason: str
+
+
+_POINTLESS = (
+    _Pointless(
+        ("speculation", "verification", "placement.draft", "draft.model"),
+        lambda config: config.draft.kind is DrafterKind.none and config.task.name is not TaskName.compare,
+        "without a draft: give one with draft=NAME",
+    ),
+    _Pointless(
+        ("sampling.top_k", "sampling.top_p"),
+        lambda config: config.sampling.temperature == 0,
+        "at temperature 0, which always takes the most probable token",
+    ),
+    _Pointless(
+        ("num_samples",),
+        lambda config: config.sampling.temperature == 0 and config.num_samples > 1,
+        "at temperature 0, where all samples of a prompt are equal",
+    ),
+    _Pointless(
+        ("task.default_prompts",),
+        lambda config: config.prompt is not None or config.prompts is not None,
+        "beside prompt= or prompts=",
+    ),
+    _Pointless(
+        ("model.hub_id", "model.revision"),
+        lambda config: config.model.path is not None,
+        "beside model.path",
+    ),
+    _Pointless(
+        ("draft.model.hub_id", "draft.model.revision"),
+        lambda config: config.draft.model is not None and config.draft.model.path is not None,
+        "beside draft.model.path",
+    ),
+)
+
+
+def _without_effect(config: RunConfig, explicit: frozenset[str]) -> Iterator[str]:
+    for entry in _POINTLESS:
+        if not entry.holds(config):
+            continue
+        for key in sorted(explicit):
+            if any(key == top or key.startswith(f"{top}.") for top in entry.keys):
+                yield f"{key} has no effect {entry.reason}"

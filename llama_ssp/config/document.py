@@ -1,0 +1,24 @@
+"""A config as the text of `config.yaml`: what a run folder keeps, and what a resumed run is compared with."""
+
+from dataclasses import asdict
+from enum import Enum
+from typing import Any
+
+import yaml
+
+from llama_ssp.config.schema import RunConfig
+
+
+def to_yaml(config: RunConfig) -> str:
+    """Write all settings of a run as YAML; members of enums by the names they have on the command line."""
+    return yaml.safe_dump(_plain(asdict(config)), sort_keys=False, allow_unicode=True)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return value

@@ -1,0 +1,96 @@
+"""Hydra's view of the config: registers schemas, drafts and resolvers, and turns what it composed into dataclasses.
+
+Nothing below `launch` sees a DictConfig. The files in `conf` hold the values; this module only adds what files cannot
+say: their types, one `draft` option per model, and names that depend on the process.
+"""
+
+import os
+import textwrap
+import time
+from functools import cache
+from typing import cast
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
+
+from llama_ssp.config import catalogue
+from llama_ssp.config.schema import (
+    CompareConfig,
+    DrafterConfig,
+    DrafterKind,
+    GenerateConfig,
+    LatencyConfig,
+    RunConfig,
+    TaskConfig,
+    TaskName,
+)
+
+TASKS: dict[TaskName, type[TaskConfig]] = {
+    TaskName.compare: CompareConfig,
+    TaskName.generate: GenerateConfig,
+    TaskName.latency: LatencyConfig,
+}
+
+
+def register() -> None:
+    """Tell Hydra what the files in `conf` refer to; must precede every composition, and may be repeated."""
+    store = ConfigStore.instance()
+    store.store(group="schema", name="run", node=RunConfig)
+    for task, schema in TASKS.items():
+        store.store(group="schema", name=task.name, node=schema)
+    for name in catalogue.names():
+        option = {"defaults": [{"/model@model": name}, "_self_"], "kind": DrafterKind.model.name}
+        store.store(group="draft", name=name, node=option)
+    OmegaConf.register_new_resolver("run_id", run_id, replace=True)
+    OmegaConf.register_new_resolver("model_names", _model_names, replace=True)
+
+
+def _model_names() -> str:
+    """Return the catalogue as the help text shows it."""
+    return textwrap.fill(" ".join(catalogue.names()), width=116, subsequent_indent="  ", break_on_hyphens=False)
+
+
+@cache
+def run_id() -> str:
+    """Name this run: $RUN_ID, else the SLURM job, else torchrun's run id, else the time of day.
+
+    Ranks that read a clock can differ by a second, so the folder that rank 0 makes of it counts for all.
+    """
+    if name := os.environ.get("RUN_ID"):
+        return name
+    if job := os.environ.get("SLURM_JOB_ID"):
+        return f"slurm-{job}"
+    elastic = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    return time.strftime("%Y-%m-%d_%H-%M-%S") if elastic == "none" else elastic
+
+
+def to_run_config(config: DictConfig, *, explicit: frozenset[str]) -> RunConfig:
+    """Turn what Hydra composed into dataclasses, with the draft decided.
+
+    Args:
+        config: composed from `conf/config.yaml`.
+        explicit: dotted keys that the user gave; those below `draft.model` hold for the default draft too.
+
+    Returns:
+        A config whose `draft.kind` is `none` (then `draft.model` is null) or `model`, never `default`.
+
+    Raises:
+        ConfigError: the model's default draft is not in the catalogue.
+    """
+    if config.draft.kind is DrafterKind.default:
+        config.draft = _default_draft(config, explicit)
+    if config.draft.kind is DrafterKind.none:
+        config.draft.model = None
+    return cast("RunConfig", OmegaConf.to_object(config))
+
+
+def _default_draft(config: DictConfig, explicit: frozenset[str]) -> DictConfig:
+    """Return the draft that the target's entry names, with what the user said of it."""
+    name = config.model.default_draft
+    if name is None:
+        return cast("DictConfig", OmegaConf.structured(DrafterConfig(kind=DrafterKind.none)))
+    draft: DictConfig = OmegaConf.structured(DrafterConfig(kind=DrafterKind.model, model=catalogue.load(name)))
+    for key in explicit:
+        if key.startswith("draft.model."):
+            OmegaConf.update(draft, key.removeprefix("draft."), OmegaConf.select(config, key))
+    return draft

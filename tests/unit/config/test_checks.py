@@ -1,0 +1,131 @@
+"""Bad configs: each gets its sentence, all problems of one config come together."""
+
+from pathlib import Path
+
+import pytest
+
+from llama_ssp.config import checks
+from llama_ssp.errors import ConfigError
+from tests.unit.config.conftest import Compose
+
+GREEDY = "sampling=greedy"
+PLAIN = ["task=generate", "draft=none"]
+
+BAD = [
+    (["speculation.num_draft_tokens=0"], "speculation.num_draft_tokens=0 must be at least 1"),
+    (["sampling.temperature=-1"], "sampling.temperature=-1.0 must be 0 (greedy) or a positive number"),
+    (["sampling.temperature=nan"], "sampling.temperature=nan must be"),
+    (["sampling.temperature=inf"], "sampling.temperature=inf must be"),
+    (["sampling.top_p=2"], "sampling.top_p=2.0 must be above 0 and at most 1"),
+    (["sampling.top_p=0"], "sampling.top_p=0.0 must be above 0 and at most 1"),
+    (["sampling.top_k=-3"], "sampling.top_k=-3 must be at least 1"),
+    (["sampling.top_k=0"], "sampling.top_k=0 must be at least 1"),
+    (["max_new_tokens=0"], "max_new_tokens=0 must be at least 1"),
+    (["batch_size=0"], "batch_size=0 must be at least 1"),
+    (["num_samples=0"], "num_samples=0 must be at least 1"),
+    (["seed=-1"], "seed=-1 must be between 0 and 2^63 - 1"),
+    (["seed=9223372036854775808"], "must be between 0 and 2^63 - 1"),
+    (["timeouts.decode_s=0"], "timeouts.decode_s=0.0 must be a positive number"),
+    (["task=latency", "task.num_warmup=-1"], "task.num_warmup=-1 must be 0 or more"),
+    (["prompts=nowhere.txt"], "prompts=nowhere.txt must be a file"),
+    (["prompts=/"], "prompts=/ must be a file"),
+    (["run_dir=null"], "run_dir=null must be a folder"),
+    (["prompt=a", "prompts=/dev/null"], "prompt= and prompts= exclude each other"),
+    (["draft=none"], "task=compare needs a draft, and model=tiny runs without one here: give draft=tiny-draft"),
+    (["model=llama3_1B"], "give draft=local draft.model.path=DIR, or use task=generate"),
+    (["verification=greedy"], "use sampling=greedy or verification=speculative"),
+    (["draft=7B"], "model=tiny has 4096 tokens, draft=7B 32000; drafts that fit: tiny-draft"),
+    (["model=gpt_neox_20B", "draft=gpt_neo_1.3B"], "drafts that fit: none in the catalogue"),
+    (["model=local", "draft=tiny"], "model=local needs model.path=DIR"),
+    (["draft=local"], "draft=local needs draft.model.path=DIR"),
+    (["model=30B_8bit"], "model=30B_8bit has model.quantization=int8, and this version runs fp32, bf16 and fp16 only"),
+    (["draft.model.quantization=nf4"], "add draft.model.quantization=none"),
+    (
+        ["max_new_tokens=2048"],
+        "max_new_tokens=2048 leaves no room for a prompt: the context of the draft is 2048 tokens",
+    ),
+    (["chat=true"], "model=tiny has none: use smollm2_1.7B"),
+    (["placement.target.ranks=[0]"], "placement.target.ranks=[0] must be all ranks in order, here [0, 1]"),
+    (["placement.target.ranks=[0,0]"], "must be all ranks in order"),
+    (["placement.target.ranks=[0,2]"], "must be all ranks in order"),
+    (["placement.target.tp_size=4"], "placement.target.tp_size=4 must be the number of ranks, here 2"),
+    (["placement.draft.ranks=[2]"], "placement.draft.ranks=[2] must be one rank between 0 and 1"),
+    (["placement.draft.ranks=[0,1]"], "must be one rank"),
+    (["placement.draft.ranks=[]"], "must be one rank"),
+    (["placement.draft.tp_size=2"], "placement.draft.tp_size=2 must be 1"),
+    ([*PLAIN, "speculation.num_draft_tokens=2"], "speculation.num_draft_tokens has no effect without a draft"),
+    ([*PLAIN, "verification=speculative"], "verification has no effect without a draft"),
+    ([*PLAIN, "placement.draft.ranks=[0]"], "placement.draft.ranks has no effect without a draft"),
+    ([*PLAIN, "draft.model.dtype=bf16"], "draft.model.dtype has no effect without a draft"),
+    ([GREEDY, "sampling.top_k=5"], "sampling.top_k has no effect at temperature 0"),
+    ([GREEDY, "sampling.top_p=0.5"], "sampling.top_p has no effect at temperature 0"),
+    ([GREEDY, "num_samples=2"], "num_samples has no effect at temperature 0"),
+    (["prompt=a", "task.default_prompts=[b]"], "task.default_prompts has no effect beside prompt= or prompts="),
+    (["model.path=DIR", "model.revision=main"], "model.revision has no effect beside model.path"),
+    (["draft.model.path=DIR", "draft.model.hub_id=a"], "draft.model.hub_id has no effect beside draft.model.path"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "sentence"), BAD)
+def test_a_bad_setting_gets_its_sentence(overrides: list[str], sentence: str, compose_run: Compose) -> None:
+    with pytest.raises(ConfigError) as caught:
+        checks.check(*compose_run(*overrides), world_size=2)
+    assert sentence in str(caught.value)
+    assert "\n" not in str(caught.value), "one mistake must give one problem"
+
+
+GOOD = [
+    [],
+    ["model=30B", "draft=7B"],
+    ["model=llama3_1B", "task=generate"],
+    ["model=llama3_1B", "task=latency"],
+    ["model=local", "model.path=DIR", "draft=local", "draft.model.path=DIR2", "chat=true"],
+    ["model=30B_8bit", "model.quantization=none"],
+    [GREEDY, "verification=greedy"],
+    [GREEDY, "seed=3"],
+    ["sampling=nucleus", "sampling.temperature=0"],
+    ["model=smollm2_1.7B", "chat=true"],
+    ["model.path=DIR", "chat=true"],
+    ["placement.target.ranks=[0,1]", "placement.target.tp_size=2", "placement.draft.ranks=[1]"],
+    ["sampling.top_p=1", "sampling.top_k=1"],
+    ["max_new_tokens=2047"],
+    [*PLAIN, "num_samples=3"],
+]
+
+
+@pytest.mark.parametrize("overrides", GOOD, ids=" ".join)
+def test_a_sound_config_passes(overrides: list[str], compose_run: Compose) -> None:
+    checks.check(*compose_run(*overrides), world_size=2)
+
+
+def test_more_ranks_than_heads_are_refused(compose_run: Compose) -> None:
+    checks.check(*compose_run(), world_size=8)
+    with pytest.raises(ConfigError, match="9 ranks are more than the 8 attention heads of model=tiny: start at most 8"):
+        checks.check(*compose_run(), world_size=9)
+
+
+def test_heads_may_be_padded_to_different_widths(compose_run: Compose) -> None:
+    config, explicit = compose_run()
+    assert config.draft.model is not None
+    assert config.draft.model.shape is not None
+    config.draft.model.shape.vocab_size = 4128
+    checks.check(config, explicit, world_size=1)
+    config.draft.model.shape.vocab_size = 4160
+    with pytest.raises(ConfigError, match="draft=tiny-draft 4160"):
+        checks.check(config, explicit, world_size=1)
+
+
+def test_a_prompt_file_that_exists_is_accepted(compose_run: Compose, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("one\n")
+    checks.check(*compose_run(f"prompts={file}"), world_size=1)
+
+
+def test_all_problems_come_in_one_error(compose_run: Compose) -> None:
+    overrides = ["speculation.num_draft_tokens=0", "sampling.temperature=-1", "placement.draft.ranks=[5]", "draft=7B"]
+    with pytest.raises(ConfigError) as caught:
+        checks.check(*compose_run(*overrides), world_size=1)
+    message = str(caught.value)
+    assert message.startswith("4 problems in the configuration:\n  1. ")
+    for key in ("num_draft_tokens=0", "temperature=-1.0", "placement.draft.ranks=[5]", "draft=7B"):
+        assert key in message

@@ -1,0 +1,180 @@
+"""The entry of every rank: exit codes, who speaks, and what reaches the task."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import llama_ssp.tasks
+from launch import command_line, run
+from llama_ssp.config import catalogue
+from llama_ssp.config.schema import RunConfig
+from llama_ssp.errors import CapacityError, CheckpointError, InterruptedRun
+
+ENTRY = catalogue.conf_dir().parent / "launch" / "run.py"
+
+
+@dataclass
+class Ended:
+    """How one in-process run ended, and the runs that reached their task."""
+
+    code: int
+    out: str
+    err: str
+    runs: list[RunConfig]
+
+
+Launch = Callable[..., Ended]
+
+
+@pytest.fixture
+def launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Launch:
+    """Return a function that runs the entry in an empty folder with a task that only notes its arguments."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
+    monkeypatch.setattr(run, "SILENCE_S", 0.0)
+    for variable in ("RANK", "WORLD_SIZE", "SLURM_STEP_ID"):
+        monkeypatch.delenv(variable, raising=False)
+
+    def launch_one(*arguments: str, fails: BaseException | None = None, **environment: str) -> Ended:
+        runs = []
+
+        def note(config: RunConfig) -> None:
+            runs.append(config)
+            if fails is not None:
+                raise fails
+
+        monkeypatch.setattr(llama_ssp.tasks, "start", SimpleNamespace(run=note), raising=False)
+        monkeypatch.setattr(sys, "argv", ["run.py", *arguments])
+        for variable, value in environment.items():
+            monkeypatch.setenv(variable, value)
+        code = run.main()
+        said = capsys.readouterr()
+        return Ended(code=code, out=said.out, err=said.err, runs=runs)
+
+    return launch_one
+
+
+def test_a_run_hands_its_config_to_the_task(launch: Launch) -> None:
+    ended = launch("model=30B", "prompt=f(a, 'b')", "sampling.temperature=0.5")
+    assert (ended.code, ended.out, ended.err) == (0, "", "")
+    [config] = ended.runs
+    assert (config.model.name, config.prompt, config.sampling.temperature) == ("30B", "f(a, 'b')", 0.5)
+    assert config.draft.model == catalogue.load("7B")
+
+
+@pytest.mark.parametrize(
+    ("argument", "sentence"),
+    [
+        ("model=nosuch", "unknown model 'nosuch'"),
+        ("speculation.num_draft_tokens=0", "speculation.num_draft_tokens=0 must be at least 1"),
+        ("sampling.temperature=-1", "sampling.temperature=-1.0 must be 0"),
+        ("sampling.top_p=2", "sampling.top_p=2.0 must be above 0"),
+        ("sampling.top_k=-3", "sampling.top_k=-3 must be at least 1"),
+        ("prompts=missing.txt", "prompts=missing.txt must be a file"),
+        ("draft=7B", "the draft must have the target's vocabulary"),
+        ("nosuch=1", "unknown setting 'nosuch'"),
+        ("seed=abc", "seed=abc: Value 'abc'"),
+        ("model.dtype=fp8", "model.dtype=fp8: Invalid value 'fp8', expected one of [auto, fp32, bf16, fp16]"),
+        ("run_dir=${nosuch}", "Interpolation key 'nosuch' not found"),
+        ("--nosuch", "unrecognized arguments: --nosuch"),
+    ],
+)
+def test_a_mistake_is_one_sentence_with_code_2(argument: str, sentence: str, launch: Launch) -> None:
+    ended = launch(argument)
+    assert ended.code == 2
+    assert ended.err.startswith(sentence)
+    assert ended.err.count("\n") == 1
+    assert (ended.out, ended.runs) == ("", [])
+
+
+def test_ranks_above_zero_end_alike_and_say_nothing(launch: Launch) -> None:
+    for argument in ("model=nosuch", "sampling.top_p=2", "seed=abc"):
+        ended = launch(argument, RANK="1", WORLD_SIZE="2")
+        assert (ended.code, ended.out, ended.err) == (2, "", "")
+
+
+def test_ranks_above_zero_let_rank_zero_speak_first(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "SILENCE_S", 0.3)
+    start = time.monotonic()
+    launch("model=nosuch", RANK="1", WORLD_SIZE="2")
+    assert time.monotonic() - start >= 0.3
+
+
+def test_the_number_of_ranks_is_checked_against_the_placement(launch: Launch) -> None:
+    ended = launch("placement.draft.ranks=[2]", RANK="0", WORLD_SIZE="2")
+    assert "must be one rank between 0 and 1" in ended.err
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(CheckpointError("no file"), 2), (CapacityError("no file"), 3), (InterruptedRun("no file"), 4)],
+)
+def test_errors_of_a_task_keep_their_exit_code(error: Exception, code: int, launch: Launch) -> None:
+    ended = launch(fails=error)
+    assert (ended.code, ended.err) == (code, "no file\n")
+
+
+def test_ctrl_c_ends_with_code_4_and_no_traceback(launch: Launch) -> None:
+    ended = launch(fails=KeyboardInterrupt())
+    assert (ended.code, ended.err) == (4, "interrupted\n")
+
+
+def test_a_fault_of_ours_is_not_hidden(launch: Launch) -> None:
+    with pytest.raises(ZeroDivisionError):
+        launch(fails=ZeroDivisionError())
+
+
+def test_points_of_a_sweep_have_folders_of_their_own(launch: Launch) -> None:
+    ended = launch("-m", "model=7B,13B", "run_dir=sweep")
+    assert ended.code == 0
+    assert [(config.model.name, config.run_dir) for config in ended.runs] == [
+        ("7B", "sweep/0"),
+        ("13B", "sweep/1"),
+    ]
+
+
+def test_a_sweep_ends_with_its_first_failure(launch: Launch) -> None:
+    ended = launch("-m", "speculation.num_draft_tokens=4,0,2")
+    assert (ended.code, len(ended.runs)) == (2, 1)
+    assert ended.err.startswith("speculation.num_draft_tokens=0 must be")
+
+
+@pytest.mark.parametrize("arguments", [[], ["-m", "model=7B,13B"]], ids=["run", "sweep"])
+def test_hydra_leaves_no_file(arguments: list[str], launch: Launch, tmp_path: Path) -> None:
+    assert launch(*arguments).code == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_mistake_is_told_without_loading_torch() -> None:
+    program = f"import runpy, sys; sys.argv = ['run.py', 'sampling.top_p=2']; runpy.run_path({str(ENTRY)!r})['main']()"
+    program += "; sys.exit(bool({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
+    ended = subprocess.run([sys.executable, "-c", program], cwd="/", capture_output=True, text=True, check=False)
+    assert ended.stderr.startswith("sampling.top_p=2.0 must be")
+    assert ended.returncode == 0, "a module that takes seconds was loaded"
+
+
+def test_help_tells_every_setting_and_every_option() -> None:
+    environment = {**os.environ, "RANK": "0"}
+    ended = subprocess.run(
+        [sys.executable, str(ENTRY), "--help"], cwd="/", capture_output=True, text=True, check=True, env=environment
+    )
+    keys = {key for key in command_line._keys_of_tasks([]) if not key.startswith("draft.model")}
+    leaves = {key for key in keys if not any(other.startswith(f"{key}.") for other in keys)}
+    leaves |= {"task.format", "task.num_warmup"}
+    assert {key for key in leaves if not re.search(rf"(?<![\w.]){re.escape(key)}\b", ended.stdout)} == set()
+    for group, options in command_line._groups().items():
+        assert {option for option in options if option not in ended.stdout} == set(), group
+    assert max(map(len, ended.stdout.splitlines())) <= 120
+
+
+def test_help_and_completion_are_for_rank_zero_alone(launch: Launch) -> None:
+    ended = launch("--help", RANK="1", WORLD_SIZE="2")
+    assert (ended.code, ended.out, ended.err) == (0, "", "")
