@@ -1,0 +1,36 @@
+# The daily commands; `just` alone lists them.
+
+bin := justfile_directory() / ".venv/bin"
+
+_list:
+    @just --list --unsorted
+
+# install everything that development needs
+install:
+    ./machine-install.sh --dev
+    "{{bin}}/pre-commit" install
+
+# compare plain and speculative sampling on the shipped pair
+compare *overrides:
+    "{{bin}}/torchrun" --nproc-per-node 2 launch/run.py {{overrides}}
+
+# run the tests, or those that the arguments name
+test *arguments:
+    "{{bin}}/pytest" {{arguments}}
+
+# everything that a commit must pass, the tests apart
+check:
+    "{{bin}}/ruff" check
+    "{{bin}}/ruff" format --check
+    "{{bin}}/mypy"
+    "{{bin}}/lint-imports"
+    "{{bin}}/codespell"
+
+# mend what can be mended without thought
+fix:
+    "{{bin}}/ruff" check --fix
+    "{{bin}}/ruff" format
+
+# what a change must pass before it is merged
+ci:
+    bash .ci/run

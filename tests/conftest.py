@@ -1,0 +1,33 @@
+"""What all tests share: no network, one thread for each process, and which markers run on which machine."""
+
+import os
+import shutil
+
+import pytest
+
+# Read when the libraries are first imported, and inherited by the processes that tests start.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="also run the tests that take minutes")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip what this machine lacks, and slow tests unless they were asked for."""
+    for item in items:
+        if item.get_closest_marker("slow") and not config.getoption("--slow"):
+            item.add_marker(pytest.mark.skip(reason="takes minutes: --slow runs it"))
+        if item.get_closest_marker("slurm") and shutil.which("sbatch") is None:
+            item.add_marker(pytest.mark.skip(reason="needs SLURM: there is no sbatch on PATH"))
+        if marker := item.get_closest_marker("gpu"):
+            _skip_without_gpus(item, needed=marker.args[0])
+
+
+def _skip_without_gpus(item: pytest.Item, *, needed: int) -> None:
+    import torch
+
+    if torch.cuda.device_count() < needed:
+        item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPUs, {torch.cuda.device_count()} found"))

@@ -1,0 +1,51 @@
+"""Imports run one way: the contracts in pyproject.toml hold, and each is seen to fail on the fault it is for."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.repository import ROOT, modules
+
+LINTER = Path(sys.executable).parent / "lint-imports"
+
+
+def lint(folder: Path) -> str:
+    """Run import-linter over the packages in `folder`; an empty string when every contract is kept."""
+    result = subprocess.run([LINTER, "--no-cache"], cwd=folder, capture_output=True, text=True, check=False)
+    return "" if result.returncode == 0 else result.stdout + result.stderr
+
+
+def test_the_import_contracts_hold() -> None:
+    assert lint(ROOT) == ""
+
+
+@pytest.mark.parametrize(
+    ("module", "fault", "contract"),
+    [
+        ("llama_ssp/models/backends.py", "import llama_ssp.tasks", "Imports run one way"),
+        ("llama_ssp/sampling/logits.py", "import llama_ssp.models", "Imports run one way"),
+        ("llama_ssp/planning/sharding.py", "import torch", "planning, reports, config and errors never reach torch"),
+        ("llama_ssp/config/checks.py", "import transformers", "planning, reports, config and errors never reach torch"),
+        ("llama_ssp/config/checks.py", "import omegaconf", "hydra and omegaconf are known to"),
+        ("llama_ssp/models/runner.py", "import bitsandbytes", "bitsandbytes, deepspeed and accelerate"),
+    ],
+)
+def test_a_forbidden_import_is_found(tmp_path: Path, module: str, fault: str, contract: str) -> None:
+    for path in [Path("pyproject.toml"), *modules("llama_ssp", "launch")]:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / path, tmp_path / path)
+    with (tmp_path / module).open("a") as file:
+        file.write(f"\n{fault}\n")
+    assert contract in lint(tmp_path).partition("Broken contracts")[2]
+
+
+def test_planning_reports_config_and_errors_load_without_torch() -> None:
+    light = ["llama_ssp/planning", "llama_ssp/reports", "llama_ssp/config", "llama_ssp/errors.py"]
+    paths = [path for path in modules("llama_ssp") if str(path).startswith(tuple(light))]
+    names = [".".join(path.with_suffix("").parts).removesuffix(".__init__") for path in paths]
+    program = f"import importlib, sys; [importlib.import_module(name) for name in {names}]; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert {"torch", "transformers"} & set(loaded.stdout.split()) == set()

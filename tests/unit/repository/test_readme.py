@@ -1,0 +1,124 @@
+"""Holds the README to what it promises: its map names every folder and module, and its commands are tested.
+
+The map is the section whose heading holds the word "map". It describes each folder in a text that begins with the
+folder's whole path and a slash (`llama_ssp/config/`) and ends at the path of the next folder; the modules of the folder
+are words in that text, with or without `.py`. The text of `conf/` names the groups of settings.
+
+Commands stand in blocks marked `bash`. One that starts launch/run.py is composed and checked here with its own
+overrides; any other needs a row in TESTED, which says what runs it. Blocks marked `python` are run here.
+"""
+
+import re
+import shlex
+import subprocess
+import sys
+
+from hydra import compose, initialize_config_dir
+
+from launch import command_line
+from llama_ssp.config import catalogue, store
+from tests.helpers.repository import PYTHON_FOLDERS, ROOT, files
+
+TESTED = {
+    r"git clone \S+": "a newcomer",
+    r"cd llama-ssp": "a newcomer",
+    r"\./machine-install\.sh( --dev| --check)?": ".ci/run, tests/unit/repository/test_machine_install.py",
+    r"\.venv/bin/pytest": ".ci/run",
+    r"bash \.ci/run": "itself",
+    r"just( check| test| fix| compare)?": "its commands stand in .ci/run and in the README",
+}
+LAUNCH = re.compile(r"([A-Z_]+=\S+ )*(\.venv/bin/)?(torchrun --nproc-per-node \S+|python) launch/run\.py(?P<words>.*)")
+TWO_COMMANDS = [
+    ["./machine-install.sh", ".venv/bin/torchrun --nproc-per-node 2 launch/run.py"],
+    ["./machine-install.sh --dev", ".venv/bin/pytest"],
+]
+
+
+def readme() -> str:
+    return (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    """Every fenced block of this language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", readme(), re.DOTALL | re.MULTILINE)
+
+
+def lines() -> list[list[str]]:
+    """Every line of the bash blocks, cut at `&&`, without comments and with continued lines joined."""
+    text = re.sub(r"\\\n\s*", "", "\n".join(blocks("bash")))
+    bare = re.findall(r"""^(?:[^'"#\n]|'[^'\n]*'|"[^"\n]*")+""", text, re.MULTILINE)
+    return [[command.strip() for command in line.split("&&")] for line in bare if line.strip()]
+
+
+def launches() -> list[str]:
+    """What follows launch/run.py in every command that starts it."""
+    return [match["words"] for line in lines() for command in line if (match := LAUNCH.fullmatch(command))]
+
+
+def folders() -> dict[str, set[str]]:
+    """What the map must name: the folders with Python and their modules; conf and its groups; kinds of tests."""
+    named: dict[str, set[str]] = {}
+    for path in files():
+        if path.parts[0] == "conf" and len(path.parts) > 2:
+            named.setdefault("conf/", set()).add(path.parts[1])
+        elif path.parts[0] == "tests" and len(path.parts) > 2:
+            named.setdefault(f"tests/{path.parts[1]}/", set())
+        elif path.suffix == ".py" and path.parts[0] in PYTHON_FOLDERS:
+            named.setdefault(f"{path.parent}/", set()).add(path.stem)
+    return {folder: names - {"__init__"} for folder, names in named.items() if folder != "tests/"}
+
+
+def described() -> dict[str, str]:
+    """Cut the map into the text of each folder."""
+    section = re.search(r"^##+ [^\n]*\bmap\b.*?(?=^## |\Z)", readme(), re.DOTALL | re.MULTILINE | re.IGNORECASE)
+    assert section, "README.md has no heading with the word 'map'"
+    paths = "|".join(sorted(map(re.escape, folders()), key=len, reverse=True))
+    pieces = re.split(rf"(?<![\w/])({paths})", section.group())
+    texts: dict[str, str] = {}
+    for folder, text in zip(pieces[1::2], pieces[2::2], strict=True):
+        texts[folder] = texts.get(folder, "") + text
+    return texts
+
+
+def test_the_map_names_every_folder() -> None:
+    assert set(folders()) - set(described()) == set()
+
+
+def test_the_map_names_every_module_and_every_group_of_settings() -> None:
+    texts = described()
+    unnamed = {
+        folder + name
+        for folder, names in folders().items()
+        for name in names
+        if not re.search(rf"\b{name}\b", texts.get(folder, ""))
+    }
+    assert unnamed == set()
+
+
+def test_the_two_commands_of_a_newcomer_stand_in_the_readme() -> None:
+    assert [line for line in TWO_COMMANDS if line not in lines()] == []
+
+
+def test_every_command_is_known_to_a_test() -> None:
+    known = [*map(re.compile, TESTED), LAUNCH]
+    commands = [command for line in lines() for command in line]
+    assert [command for command in commands if not any(pattern.fullmatch(command) for pattern in known)] == []
+
+
+def test_every_run_in_the_readme_composes() -> None:
+    store.register()
+    assert launches() != []
+    for words in launches():
+        options = command_line.read_options(shlex.split(words))
+        overrides = [command_line.take_literally(override) for override in options.overrides]
+        command_line.check_overrides(overrides, multirun=options.multirun)
+        with initialize_config_dir(str(catalogue.conf_dir()), version_base="1.3"):
+            config = compose("config", [] if options.multirun else overrides)
+        assert store.to_run_config(config, explicit=command_line.explicit_keys(overrides)).model.name
+
+
+def test_every_python_example_runs() -> None:
+    assert blocks("python") != []
+    for example in blocks("python"):
+        result = subprocess.run([sys.executable, "-c", example], cwd=ROOT, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stderr
