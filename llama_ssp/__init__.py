@@ -4,7 +4,7 @@
 The two names are imported on first use, so that `llama_ssp.planning` and its kin work where torch is not installed.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from llama_ssp.library import Completion, Pair, load, speculative_generate
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 __all__ = ["Completion", "Pair", "load", "speculative_generate"]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name not in __all__:
         message = f"module {__name__!r} has no attribute {name!r}"
         raise AttributeError(message)

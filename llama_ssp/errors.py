@@ -32,7 +32,7 @@ class CapacityError(SspError):
     exit_code = 3
 
 
-class InterruptedRun(SspError):
+class InterruptedRun(SspError):  # noqa: N818 - no error, but an end
     """A run that was asked to stop and can be resumed."""
 
     exit_code = 4

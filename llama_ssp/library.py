@@ -25,8 +25,8 @@ from llama_ssp.decoding.stream import StreamerAdapter
 from llama_ssp.distributed.world import start
 from llama_ssp.errors import ConfigError, unknown_name
 from llama_ssp.tasks.checkpoints import find_sources
-from llama_ssp.tasks.prompts import check_length, encode
 from llama_ssp.tasks.loading import Models, build_decoder, load_models
+from llama_ssp.tasks.prompts import check_length, encode
 
 
 @dataclass(frozen=True, kw_only=True)

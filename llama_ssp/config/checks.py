@@ -82,8 +82,12 @@ def _ranges(config: RunConfig) -> Iterator[str]:
 def _files(config: RunConfig) -> Iterator[str]:
     if config.prompt is not None and config.prompts is not None:
         yield "prompt= and prompts= exclude each other: give one text or one file"
-    if config.prompts is not None and (not Path(config.prompts).exists() or Path(config.prompts).is_dir()):
-        yield f"prompts={config.prompts} must be a file: .txt with a prompt per line, or .jsonl with a `prompt` field"
+    file = Path(config.prompts or "-")
+    if file.name != "-" and (not file.exists() or file.is_dir()):
+        yield (
+            f"prompts={config.prompts} must be a file, .txt with a prompt per line or .jsonl with a `prompt` field, "
+            "or - for standard input"
+        )
     if config.run_dir is None:
         yield "run_dir=null must be a folder: every run keeps its records in one"
 

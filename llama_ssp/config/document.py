@@ -2,7 +2,6 @@
 
 from dataclasses import asdict
 from enum import Enum
-from typing import Any
 
 import yaml
 
@@ -14,7 +13,7 @@ def to_yaml(config: RunConfig) -> str:
     return yaml.safe_dump(_plain(asdict(config)), sort_keys=False, allow_unicode=True)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     if isinstance(value, Enum):
         return value.name
     if isinstance(value, dict):

@@ -171,9 +171,7 @@ class Decoder:
             result = host.copy_(result, non_blocking=True)
             passed = torch.cuda.Event()
             passed.record()
-        self._flights.append(
-            _Flight(result=result, owners=owners, growth=growth, is_prefill=is_prefill, passed=passed)
-        )
+        self._flights.append(_Flight(result=result, owners=owners, growth=growth, is_prefill=is_prefill, passed=passed))
 
     def _land(self) -> list[Update]:
         flight = self._flights.popleft()

@@ -19,8 +19,8 @@ from llama_ssp.decoding.clock import Clock
 from llama_ssp.decoding.state import BatchState
 from llama_ssp.drafting.drafter import Drafter
 from llama_ssp.drafting.placement import AgreedRule
-from llama_ssp.models.prefill import Buckets, read_prompts
 from llama_ssp.models.interface import Runner
+from llama_ssp.models.prefill import Buckets, read_prompts
 from llama_ssp.sampling.random import DrawTable
 
 
@@ -81,9 +81,7 @@ class Rounds:
         self.clock.start()
         draft = None
         if self.drafter:
-            draft = self.drafter.propose(
-                state.tokens_BS, state.lengths_B, uniforms_BK=draws.draft_BK, bucket=bucket
-            )
+            draft = self.drafter.propose(state.tokens_BS, state.lengths_B, uniforms_BK=draws.draft_BK, bucket=bucket)
             self.clock.lap("draft")
         positions_BW = state.lengths_B[:, None] - 1 + self._offsets_W
         ids_BW = state.tokens_BS.gather(1, positions_BW)

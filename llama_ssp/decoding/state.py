@@ -97,7 +97,7 @@ class BatchState:
         """Take decided tokens as text, and end rows that met an end-of-sequence token or their limit.
 
         Args:
-            decision: num_accepted_B of the drafted tokens, which stand in `tokens_BS` already, and next_ids_B after them.
+            decision: num_accepted_B of the drafted tokens, which stand in `tokens_BS` already; next_ids_B come after.
             offsets_W: 0 .. W - 1, where W - 1 is the number of drafted tokens.
 
         Returns:

@@ -4,7 +4,7 @@ A group of one rank does nothing at all, so that the code above never asks how m
 group is decided in `mesh`, never here.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Self
 
@@ -27,7 +27,7 @@ class Comm:
     rank: int
     size: int
     group: dist.ProcessGroup | None
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @classmethod
     def single(cls) -> Self:
@@ -89,4 +89,4 @@ class Comm:
     def set_timeout(self, seconds: float) -> None:
         """Let later collectives of this group give up after `seconds`."""
         if self.size > 1:
-            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), self.group)  # noqa: SLF001 - no public setter exists
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), self.group)  # there is no public setter

@@ -1,4 +1,4 @@
-"""Log files: one per rank, and `run.log` for rank 0. What a person sees on the terminal is the business of `tasks.terminal`."""
+"""Log files: one per rank, and `run.log` for rank 0. The terminal is the business of `tasks.terminal`."""
 
 import logging
 from pathlib import Path

@@ -22,9 +22,7 @@ class Drafter(Protocol):
         """Make room for `batch_size` rows of `num_slots` tokens."""
         ...
 
-    def prefill(
-        self, tokens_RS: Tensor, lengths_R: Tensor, *, rows_R: Tensor, longest: int, buckets: Buckets
-    ) -> None:
+    def prefill(self, tokens_RS: Tensor, lengths_R: Tensor, *, rows_R: Tensor, longest: int, buckets: Buckets) -> None:
         """Take note of new prompts, as `models.prefill.read_prompts` does."""
         ...
 

@@ -4,11 +4,11 @@ Shapes: B sequences, S slots, K drafted tokens, V vocabulary.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.functional import pad
 
-from llama_ssp.models.prefill import Buckets, read_prompts
 from llama_ssp.models.interface import Runner
+from llama_ssp.models.prefill import Buckets, read_prompts
 from llama_ssp.sampling.verification import Draft, Rule
 
 
@@ -37,9 +37,7 @@ class ModelDrafter:
         """Make room in the cache."""
         self.runner.allocate(batch_size=batch_size, capacity=num_slots)
 
-    def prefill(
-        self, tokens_RS: Tensor, lengths_R: Tensor, *, rows_R: Tensor, longest: int, buckets: Buckets
-    ) -> None:
+    def prefill(self, tokens_RS: Tensor, lengths_R: Tensor, *, rows_R: Tensor, longest: int, buckets: Buckets) -> None:
         """Read new prompts into the draft's own cache."""
         read_prompts(self.runner, tokens_RS, lengths_R, rows_R=rows_R, longest=longest, buckets=buckets)
 
@@ -64,4 +62,4 @@ class ModelDrafter:
 
     def _at_target_width(self, logits_BV: Tensor) -> Tensor:
         missing = self._vocab_size - logits_BV.shape[-1]
-        return F.pad(logits_BV, (0, missing), value=float("-inf")) if missing else logits_BV
+        return pad(logits_BV, (0, missing), value=float("-inf")) if missing else logits_BV

@@ -44,9 +44,7 @@ class AgreedDrafter:
         if self._inner:
             self._inner.allocate(batch_size=batch_size, num_slots=num_slots)
 
-    def prefill(
-        self, tokens_RS: Tensor, lengths_R: Tensor, *, rows_R: Tensor, longest: int, buckets: Buckets
-    ) -> None:
+    def prefill(self, tokens_RS: Tensor, lengths_R: Tensor, *, rows_R: Tensor, longest: int, buckets: Buckets) -> None:
         """Read new prompts on the rank that drafts."""
         if self._inner:
             self._inner.prefill(tokens_RS, lengths_R, rows_R=rows_R, longest=longest, buckets=buckets)
@@ -119,6 +117,5 @@ class AgreedRule:
         else:
             word = self._wish_1.new_empty(2 * batch_size + 1)
         self._comm.broadcast(word, src=self._src)
-        return Decision(
-            num_accepted_B=word[:batch_size], next_ids_B=word[batch_size : 2 * batch_size], stop_1=word[2 * batch_size :]
-        )
+        num_accepted_B, next_ids_B, stop_1 = word.split([batch_size, batch_size, 1])
+        return Decision(num_accepted_B=num_accepted_B, next_ids_B=next_ids_B, stop_1=stop_1)

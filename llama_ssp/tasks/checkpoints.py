@@ -87,7 +87,7 @@ def _read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
-    except Exception as error:  # noqa: BLE001 - tokenizer files fail in as many ways as there are parsers
+    except Exception as error:  # tokenizer files fail in as many ways as there are parsers
         reason = " ".join(str(error).split())[:200]
         raise CheckpointError(
             f"the tokenizer in {folder} cannot be read ({reason}); tokenizer.json and tokenizer_config.json, as "

@@ -25,7 +25,7 @@ from llama_ssp.sampling.verification import Rule, make_rule
 from llama_ssp.tasks.checkpoints import Source
 
 Progress = Callable[[str, int, int], None]
-"""Called while a model loads with its part (target or draft), how many parameters are there, and how many there will be."""
+"""Called while a model loads with its part (target or draft), the bytes that are there, and those that will be."""
 
 _log = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ def _load(part: str, source: Source, *, comm: Comm, device: torch.device, progre
         dtype=source.dtype,
         device=device,
         comm=comm,
-        progress=(lambda _name, number, total: progress(part, number, total)) if progress else None,
+        progress=partial(progress, part) if progress else None,
     )
     seconds = time.perf_counter() - started
     _log.info("loaded %s %s as rank %d of %d in %.1f s", part, source.entry.name, comm.rank, comm.size, seconds)

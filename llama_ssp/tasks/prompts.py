@@ -30,11 +30,13 @@ def read_prompts(config: RunConfig) -> list[str]:
         return [config.prompt]
     default_prompts = getattr(config.task, "default_prompts", [])
     if config.prompts is None and not default_prompts:
-        raise ConfigError(f"task={config.task.name.name} needs prompt=TEXT, prompts=FILE, or prompts=- for standard input")
+        task = config.task.name.name
+        raise ConfigError(f"task={task} needs prompt=TEXT, prompts=FILE, or prompts=- for standard input")
     if config.prompts is None:
         return list(default_prompts)
+    source = sys.stdin if config.prompts == STANDARD_INPUT else Path(config.prompts)
     try:
-        text = sys.stdin.read() if config.prompts == STANDARD_INPUT else Path(config.prompts).read_text(encoding="utf-8")
+        text = source.read_text(encoding="utf-8") if isinstance(source, Path) else source.read()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read prompts={config.prompts}: {error}; it must be a text file in UTF-8") from None
     lines = [line for line in text.splitlines() if line.strip()]

@@ -122,13 +122,11 @@ class Session:
         """The decoder of a mode, built when it is first needed."""
         if mode not in self._decoders:
             is_speculative = mode == SPECULATIVE
-            self._decoders[mode] = build_decoder(
-                self.models, self.config, speculative=is_speculative, wish=self.wish
-            )
+            self._decoders[mode] = build_decoder(self.models, self.config, speculative=is_speculative, wish=self.wish)
         return self._decoders[mode]
 
     def warm_up(self, jobs: Sequence[Job], mode: str) -> None:
-        """Complete a few tokens of some jobs, neither shown nor recorded, so that no measurement pays for first times."""
+        """Complete a few tokens of some jobs, neither shown nor recorded, so that no first time is measured."""
         for job in jobs:
             short = replace(job.request, max_new_tokens=min(_WARMUP_TOKENS, job.request.max_new_tokens))
             for _ in self.decoder(mode).run([short]):

@@ -119,7 +119,8 @@ def _run(config: RunConfig, world: World, terminal: Terminal, folder: RunFolder 
 def _tell_finished(world: World, folder: RunFolder | None) -> frozenset[LineKey]:
     """Tell all ranks which completions the run folder holds already."""
     known = json.dumps(sorted(folder.finished)) if folder else ""
-    return frozenset((index, mode, sample) for index, mode, sample in json.loads(world.comm.broadcast_text(known, src=0)))
+    keys = json.loads(world.comm.broadcast_text(known, src=0))
+    return frozenset((index, mode, sample) for index, mode, sample in keys)
 
 
 def _read_jobs(config: RunConfig, world: World, source: Source, context: int) -> list[Job] | None:

@@ -22,8 +22,8 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a random pair of each family."""
     folder = tmp_path_factory.mktemp("pairs")
     for family in PAIRS[1:]:
-        for part, changes in (("target", {}), ("draft", {"num_hidden_layers": 1})):
-            build_checkpoint(folder / family / part, family, **changes)
+        for part, num_layers in (("target", 2), ("draft", 1)):
+            build_checkpoint(folder / family / part, family, num_hidden_layers=num_layers)
             save_tokenizer(folder / family / part, VOCAB_SIZE)
     return folder
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from llama_ssp.config import catalogue
 from llama_ssp.config.schema import (
     DeviceKind,
-    DraftPlacement,
     DrafterConfig,
     DrafterKind,
+    DraftPlacement,
     Dtype,
     GenerateConfig,
     ModelConfig,
@@ -29,15 +29,8 @@ from llama_ssp.errors import CheckpointError, SspError
 from llama_ssp.tasks.checkpoints import find_sources
 from llama_ssp.tasks.loading import build_decoder, load_models
 from llama_ssp.tasks.prompts import encode
+from tests.helpers.prompts import PROMPTS
 
-PROMPTS = (
-    "def factorial(n):\n",
-    "import os\n",
-    "class Stack:\n    def push(self, item):\n",
-    "37 * 85 = 3145\n12 * 34 =",
-    "for i in range(10):",
-    "",
-)
 PAIRS = ("tiny", "llama", "gpt_neox", "qwen2", "qwen3")
 NUM_NEW_TOKENS = 24
 
@@ -67,21 +60,21 @@ def pair_of(name: str, folder: Path) -> tuple[ModelConfig, ModelConfig]:
 
 
 def prompts_of(name: str) -> list[str]:
-    """Text for the shipped pair, words that the random pairs' tokenizer knows for the others."""
-    return list(PROMPTS) if name == "tiny" else ["t5 t9 t3", "t7", "t11 t12 t13 t14 t15 t16 t17", "t8 t8"]
+    """Fifty texts and an empty one for the shipped pair, words that the random pairs' tokenizer knows for the others."""
+    return [*PROMPTS, ""] if name == "tiny" else ["t5 t9 t3", "t7", "t11 t12 t13 t14 t15 t16 t17", "t8 t8"]
 
 
 def texts(world: World, folder: Path, name: str, temperature: float, *, draft_rank: int = 0) -> list[list[int]]:
     """Ids that a pair generates on these ranks."""
     target, draft = pair_of(name, folder)
-    config = run_config(target, draft, temperature=temperature, batch_size=3, draft_rank=draft_rank)
+    config = run_config(target, draft, temperature=temperature, batch_size=9, draft_rank=draft_rank)
     models = load_models(config, world, find_sources(config, world))
     decoder = build_decoder(models, config, speculative=True)
     requests = [
         Request(index=index, prompt_ids=encode(prompt, models.tokenizer, chat=False), max_new_tokens=NUM_NEW_TOKENS)
         for index, prompt in enumerate(prompts_of(name))
     ]
-    done = {}
+    done: dict[int, list[int]] = {}
     for updates in decoder.run(requests):
         done |= {update.completion.request.index: update.completion.token_ids for update in updates}
     return [done[index] for index in range(len(requests))]

@@ -3,14 +3,13 @@
 import json
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.commands import run, start
+from tests.helpers.commands import Popen, run, start
 
 LONG = ["task=generate", "task.format=jsonl", "max_new_tokens=32", "num_samples=60", "prompt=def f(x):"]
 
@@ -33,7 +32,7 @@ def pid_of_rank(run_dir: Path, rank: int) -> int:
 
 
 @pytest.fixture
-def running(tmp_path: Path) -> Iterator[tuple[Path, "subprocess.Popen[str]"]]:
+def running(tmp_path: Path) -> Iterator[tuple[Path, Popen]]:
     """A run on two ranks that has recorded its first completions and has many to go."""
     process = start([*LONG, f"run_dir={tmp_path}/run"], num_ranks=2)
     wait_for(lambda: len(lines(tmp_path / "run")) > 1 or process.poll() is not None, at_most_s=90)
@@ -73,7 +72,7 @@ def test_an_error_is_told_once_and_first_and_its_code_stands_in_the_status(tmp_p
 
 @pytest.mark.distributed(2)
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_rank_ends_the_job_within_ten_seconds(rank: int, running: tuple[Path, "subprocess.Popen[str]"]) -> None:
+def test_a_killed_rank_ends_the_job_within_ten_seconds(rank: int, running: tuple[Path, Popen]) -> None:
     run_dir, process = running
     os.kill(pid_of_rank(run_dir, rank), signal.SIGKILL)
     assert process.wait(timeout=10) != 0
@@ -83,7 +82,7 @@ def test_a_killed_rank_ends_the_job_within_ten_seconds(rank: int, running: tuple
 @pytest.mark.distributed(2)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_says_so_and_is_resumed_without_repeating_anything(
-    number: signal.Signals, running: tuple[Path, "subprocess.Popen[str]"]
+    number: signal.Signals, running: tuple[Path, Popen]
 ) -> None:
     run_dir, process = running
     process.send_signal(number)

@@ -3,8 +3,11 @@
 import subprocess
 import sys
 from collections.abc import Sequence
+from typing import TypeAlias
 
 from tests.helpers.repository import ROOT
+
+Popen: TypeAlias = "subprocess.Popen[str]"
 
 
 def command(overrides: Sequence[str], *, num_ranks: int = 1) -> list[str]:
@@ -23,7 +26,7 @@ def run(overrides: Sequence[str], *, num_ranks: int = 1, stdin: str = "") -> sub
     )  # fmt: skip
 
 
-def start(overrides: Sequence[str], *, num_ranks: int = 1) -> "subprocess.Popen[str]":
+def start(overrides: Sequence[str], *, num_ranks: int = 1) -> Popen:
     """Start a run and return at once."""
     return subprocess.Popen(
         command(overrides, num_ranks=num_ranks),

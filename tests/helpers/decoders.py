@@ -43,5 +43,6 @@ def make_decoder(
 
 def complete(decoder: Decoder, requests: Sequence[Request]) -> list[Completion]:
     """Run the decoder to its end; completions in order of the requests."""
-    found = {(u.completion.request.index, u.completion.request.sample): u.completion for us in decoder.run(requests) for u in us}
+    completions = [update.completion for updates in decoder.run(requests) for update in updates]
+    found = {(done.request.index, done.request.sample): done for done in completions}
     return [found[request.index, request.sample] for request in requests]

@@ -61,6 +61,7 @@ class PrefixRunner:
         """The greedy continuation, straight from the definition."""
         ids = list(prompt_ids)
         for _ in range(num_tokens):
-            total = sum((self.table[token, place % NUM_CLOCK_PHASES] for place, token in enumerate(ids)), torch.zeros(8))
+            vectors = [self.table[token, place % NUM_CLOCK_PHASES] for place, token in enumerate(ids)]
+            total = torch.stack(vectors).sum(0)
             ids.append(int((torch.sin(total) @ self.head).float().argmax()))
         return ids[len(prompt_ids) :]

@@ -5,6 +5,7 @@ first position whose two best logits differ by less than a ten-thousandth.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -33,3 +34,11 @@ def part_at_a_near_tie(
     gap = float(best_two[0] - best_two[1])
     assert gap < NEAR_TIE, f"texts part at token {place}, where the two best logits are {gap:.2g} apart"
     return True
+
+
+def library_greedy(model: PreTrainedModel, prompt_ids: Sequence[int], *, num_tokens: int) -> list[int]:
+    """What the library's own greedy generation adds to a prompt."""
+    generate: Any = model.generate  # its signature wants a class that no model's type names
+    ids = generate(torch.tensor([list(prompt_ids)]), max_new_tokens=num_tokens, do_sample=False)
+    new_ids: list[int] = ids[0, len(prompt_ids) :].tolist()
+    return new_ids

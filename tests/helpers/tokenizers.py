@@ -12,6 +12,6 @@ def save_tokenizer(folder: Path, vocab_size: int) -> None:
     """Save a tokenizer whose token 0 begins and token 1 ends a sequence."""
     words = {"<s>": 0, "</s>": 1} | {f"t{token}": token for token in range(2, vocab_size)}
     tokenizer = Tokenizer(WordLevel(words, unk_token="t2"))
-    tokenizer.pre_tokenizer = Whitespace()  # type: ignore[assignment]
+    tokenizer.pre_tokenizer = Whitespace()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
     fast.save_pretrained(folder)

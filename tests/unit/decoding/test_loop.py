@@ -85,7 +85,10 @@ def test_samples_of_one_prompt_differ_and_repeat() -> None:
 
 def test_a_prompt_may_leave_room_for_one_token_only() -> None:
     target = PrefixRunner()
-    wanted = [Request(index=0, prompt_ids=(1, 2, 3), max_new_tokens=1), Request(index=1, prompt_ids=(4,), max_new_tokens=2)]
+    wanted = [
+        Request(index=0, prompt_ids=(1, 2, 3), max_new_tokens=1),
+        Request(index=1, prompt_ids=(4,), max_new_tokens=2),
+    ]
     first, second = complete(make_decoder(target, PrefixRunner(seed=1)), wanted)
     assert first.token_ids == target.greedy((1, 2, 3), 1)
     assert second.token_ids == target.greedy((4,), 2)
@@ -112,6 +115,7 @@ def test_a_round_reads_no_value_from_the_device() -> None:
     rounds, buckets = decoder.rounds, Buckets(step=64, num_slots=64)
     for runner in (target, draft):
         runner.allocate(batch_size=2, capacity=64)
+    assert rounds.drafter
     rounds.drafter.allocate(batch_size=2, num_slots=64)
     state = BatchState.empty(batch_size=2, num_slots=64, eos_ids=[3], device=target.device)
     prompts = state.rows_of(requests()[:2], seed=0)

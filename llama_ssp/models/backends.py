@@ -1,0 +1,83 @@
+"""From a checkpoint folder to a runner on this rank: the one place that knows how models are put together.
+
+Shapes are those of `runner`.
+"""
+
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
+
+from llama_ssp.distributed.comms import Comm
+from llama_ssp.errors import ConfigError
+from llama_ssp.models.checkpoint import Checkpoint, inspect
+from llama_ssp.models.loader import find_sources, load_weights
+from llama_ssp.models.runner import ModuleRunner, check_servable
+from llama_ssp.models.tensor_parallel import shard
+
+
+def build_empty(checkpoint: Checkpoint) -> PreTrainedModel:
+    """The whole model without memory for weights: parameters on the meta device, buffers real.
+
+    Raises:
+        ConfigError: the static cache cannot serve this model.
+    """
+    from accelerate import init_empty_weights  # noqa: PLC0415 - slow to import, and needed only here
+
+    check_servable(checkpoint.config)
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(checkpoint.config)]
+    if not model_class._supports_sdpa:
+        message = f"{model_class.__name__} has no sdpa attention, which the static cache requires"
+        raise ConfigError(message)
+    config = deepcopy(checkpoint.config)
+    config._attn_implementation = "sdpa"
+    with init_empty_weights():
+        model: PreTrainedModel = model_class(config)
+    model.eval().requires_grad_(requires_grad=False)
+    return model
+
+
+def check_model(checkpoint: Checkpoint, *, num_ranks: int) -> None:
+    """Find every fault that `load_model` would meet, without loading a weight.
+
+    Raises:
+        CheckpointError: tensors are missing or have another shape.
+        ConfigError: the static cache cannot serve this model.
+        PlacementError: the model cannot be shared by so many ranks.
+    """
+    model = build_empty(checkpoint)
+    find_sources(model, checkpoint)
+    shard(model, checkpoint.shape, Comm(rank=0, size=num_ranks, group=None))
+
+
+def load_model(
+    path: Path,
+    *,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    comm: Comm,
+    progress: Callable[[int, int], None] | None = None,
+) -> ModuleRunner:
+    """Load this rank's slices of a checkpoint.
+
+    Args:
+        path: the folder.
+        dtype: number format of weights and cache; None takes the checkpoint's own.
+        device: where they go.
+        comm: the ranks that share the model.
+        progress: called after each parameter with the bytes that this rank holds by then, and those it will hold.
+
+    Raises:
+        CheckpointError: the folder is faulty.
+        ConfigError: the static cache cannot serve this model.
+        PlacementError: the model cannot be shared by these ranks.
+    """
+    checkpoint = inspect(path)
+    model = build_empty(checkpoint)
+    sources = find_sources(model, checkpoint)
+    shard(model, checkpoint.shape, comm)
+    load_weights(model, checkpoint, sources, dtype=dtype or checkpoint.dtype, device=device, progress=progress)
+    return ModuleRunner(model, comm=comm)

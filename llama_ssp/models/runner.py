@@ -1,0 +1,125 @@
+"""The library's own modules as an `interface.Runner`: ids and positions in, logits out, the cache kept to itself.
+
+No forward reads a value back to the host. What is sampled from the logits, and which ids go in, is decided above.
+
+Shapes: B sequences, T positions, R rows that get logits, S slots, V vocabulary, E embedding width.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from llama_ssp.distributed.comms import Comm
+from llama_ssp.errors import ConfigError
+from llama_ssp.models.kv_cache import RaggedCache
+
+# These recompute their frequencies from the largest position of a batch: a read, and rows would influence each other.
+_ROPE_TYPES_THAT_READ_POSITIONS = {"dynamic", "longrope"}
+
+
+def check_servable(config: PretrainedConfig) -> None:
+    """Refuse models whose attention sees anything else than all earlier positions of its row.
+
+    Raises:
+        ConfigError: the model has sliding windows shorter than its context, or layers without a cache of keys and
+            values, or rotary frequencies that depend on the positions of the batch.
+    """
+    model, context = f"{config.model_type} model", config.max_position_embeddings
+    kinds = set(getattr(config, "layer_types", None) or ["sliding_attention"])
+    window = getattr(config, "sliding_window", None)
+    if "sliding_attention" in kinds and window and window < context:
+        message = (
+            f"this {model} has sliding windows of {window} tokens in a context of {context}: the static cache requires "
+            f"a window as long as the context (max_position_embeddings={window} in its config.json would do)"
+        )
+        raise ConfigError(message)
+    other = sorted(kinds - {"sliding_attention", "full_attention"})
+    if other:
+        message = f"this {model} has layers of kind {', '.join(other)}: full_attention is required by the static cache"
+        raise ConfigError(message)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") in _ROPE_TYPES_THAT_READ_POSITIONS:
+        message = (
+            f"this {model} has rope_type {rope['rope_type']}, which depends on the longest row of a batch: "
+            "default, linear, llama3 or yarn is required"
+        )
+        raise ConfigError(message)
+
+
+class ModuleRunner:
+    """The library's own modules with the static cache; serves every family that has sdpa attention.
+
+    Only the wanted rows reach the output head. The rest of the forward, such as a family's own scaling of the logits,
+    stays the library's.
+
+    Args:
+        model: in evaluation mode, its parameters without gradients.
+        comm: the ranks that share it.
+
+    Raises:
+        ConfigError: see `check_servable`.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, comm: Comm) -> None:
+        check_servable(model.config)
+        parameter = next(model.parameters())
+        self.comm = comm
+        self.device = parameter.device
+        self.dtype = parameter.dtype
+        self.vocab_size: int = model.config.vocab_size
+        self.max_position_embeddings: int = model.config.max_position_embeddings
+        self._model = model
+        self._cache: RaggedCache | None = None
+        self._rows_BR: Tensor | None = None
+        model.get_output_embeddings().register_forward_pre_hook(self._keep_wanted_rows)
+
+    def allocate(self, *, batch_size: int, capacity: int) -> None:
+        """Make room in the cache; see `Runner.allocate`."""
+        if self._cache is not None and self._cache.fits(batch_size=batch_size, capacity=capacity):
+            return
+        self._cache = RaggedCache(
+            num_layers=self._model.config.num_hidden_layers,
+            batch_size=batch_size,
+            capacity=capacity,
+            device=self.device,
+        )
+        self._slots_S = torch.arange(capacity, device=self.device)
+
+    def forward(
+        self,
+        ids_BT: Tensor,
+        positions_BT: Tensor,
+        *,
+        bucket: int,
+        rows_BR: Tensor | None = None,
+        batch_rows_B: Tensor | None = None,
+    ) -> Tensor:
+        """Read tokens into the cache and score what follows them; see `Runner.forward`."""
+        assert self._cache is not None, "allocate comes first"
+        self._rows_BR = rows_BR
+        self._cache.aim(positions_BT, bucket=bucket, batch_rows_B=batch_rows_B)
+        logits_BRV: Tensor = self._model(
+            input_ids=ids_BT,
+            attention_mask=self._mask(positions_BT, bucket),
+            position_ids=positions_BT,
+            past_key_values=self._cache,
+            use_cache=True,
+        ).logits
+        return logits_BRV.float()
+
+    def _mask(self, positions_BT: Tensor, bucket: int) -> Tensor:
+        """What attention adds to the scores, (B, 1, T, bucket): 0 for slots up to a token's own position.
+
+        A boolean mask would be turned into this one by every layer anew, and eager attention would add its 0 and 1.
+        """
+        hidden = self._slots_S[:bucket] > positions_BT[:, None, :, None]
+        return torch.zeros(hidden.shape, dtype=self.dtype, device=self.device).masked_fill_(hidden, float("-inf"))
+
+    def _keep_wanted_rows(self, _head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """Before the output head: keep the hidden states (B, R, E) of the wanted rows."""
+        if self._rows_BR is None:
+            return None
+        (hidden_BTE,) = args
+        return (hidden_BTE.gather(1, self._rows_BR[..., None].expand(-1, -1, hidden_BTE.shape[-1])),)

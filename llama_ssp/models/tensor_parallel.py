@@ -1,0 +1,193 @@
+"""Tensor parallelism with plain tensors: each module that the model's own `tp_plan` names is swapped for a local one.
+
+A local module holds this rank's slice and meets the other ranks in one plain collective. Which slice that is says
+`planning.sharding`; filling it says `loader`, from the `slices` that each local module states.
+
+    column:  every rank computes some of the outputs, from the whole input, and keeps them (or gathers them all)
+    row:     every rank computes all outputs from some of the inputs; the sum over the ranks is the result
+
+Shapes: B sequences, T positions, I inputs, O outputs (of the whole or of the slice), E embedding width.
+"""
+
+import re
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from llama_ssp.config.schema import ModelShape
+from llama_ssp.distributed.comms import Comm
+from llama_ssp.errors import PlacementError
+from llama_ssp.planning.sharding import Cut, HeadShard, RankShard, cut_of, split_model, widths
+
+_HEAD_CUTS = {Cut.query_heads, Cut.kv_heads, Cut.fused_qkv}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slice:
+    """The part of a parameter along one dimension that this rank holds."""
+
+    dim: int
+    part: range
+
+
+class LocalModule(nn.Module):
+    """Holds slices of another module's parameters.
+
+    Attributes:
+        slices: which slice of the whole each parameter is; parameters that are not named are whole.
+    """
+
+    slices: dict[str, Slice]
+
+    def _take(self, whole: nn.Module, slices: dict[str, Slice]) -> None:
+        """Make empty parameters of the slices' sizes, on the whole module's device."""
+        self.slices = slices
+        for name in ("weight", "bias"):
+            parameter = getattr(whole, name, None)
+            if parameter is not None:
+                sizes = list(parameter.shape)
+                if name in slices:
+                    sizes[slices[name].dim] = len(slices[name].part)
+                parameter = nn.Parameter(parameter.new_empty(sizes), requires_grad=False)
+            self.register_parameter(name, parameter)
+
+
+class ColumnLinear(LocalModule):
+    """Some of the outputs of a linear layer; their biases with them."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(self, whole: nn.Linear, part: range) -> None:
+        super().__init__()
+        self._take(whole, {"weight": Slice(dim=0, part=part), "bias": Slice(dim=0, part=part)})
+
+    def forward(self, x_BTI: Tensor) -> Tensor:
+        """Map the whole input (B, T, I) to this rank's outputs (B, T, O)."""
+        return functional.linear(x_BTI, self.weight, self.bias)
+
+
+class GatheredLinear(ColumnLinear):
+    """A column-parallel layer whose outputs all ranks need in full, such as the logits.
+
+    Args:
+        whole: the layer that it stands for.
+        part: this rank's outputs.
+        comm: the ranks that share the layer.
+        sizes: number of outputs of each rank.
+    """
+
+    def __init__(self, whole: nn.Linear, part: range, *, comm: Comm, sizes: tuple[int, ...]) -> None:
+        super().__init__(whole, part)
+        self._comm = comm
+        self._sizes = sizes
+
+    def forward(self, x_BTI: Tensor) -> Tensor:
+        """Map the whole input (B, T, I) to the outputs of all ranks (B, T, O)."""
+        return self._comm.all_gather_last(super().forward(x_BTI), self._sizes)
+
+
+class RowLinear(LocalModule):
+    """Some of the inputs of a linear layer; the bias is whole and is added once, to the sum."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(self, whole: nn.Linear, part: range, *, comm: Comm) -> None:
+        super().__init__()
+        self._take(whole, {"weight": Slice(dim=1, part=part)})
+        self._comm = comm
+
+    def forward(self, x_BTI: Tensor) -> Tensor:
+        """Map this rank's inputs (B, T, I) to all outputs (B, T, O)."""
+        y_BTO = self._comm.all_reduce(functional.linear(x_BTI, self.weight))
+        return y_BTO if self.bias is None else y_BTO.add_(self.bias)
+
+
+class VocabularyEmbedding(LocalModule):
+    """Some of the rows of an embedding; the rank that holds a token's row supplies it, the others zeros."""
+
+    weight: Tensor
+
+    def __init__(self, whole: nn.Embedding, part: range, *, comm: Comm) -> None:
+        super().__init__()
+        self._take(whole, {"weight": Slice(dim=0, part=part)})
+        self._part = part
+        self._comm = comm
+
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        """Look token ids up; the result is (B, T, E)."""
+        rows_BT = ids_BT - self._part.start
+        elsewhere_BT = (rows_BT < 0) | (rows_BT >= len(self._part))
+        embedded_BTE = functional.embedding(rows_BT.masked_fill_(elsewhere_BT, 0), self.weight)
+        return self._comm.all_reduce(embedded_BTE.masked_fill_(elsewhere_BT[..., None], 0))
+
+
+def shard(model: PreTrainedModel, shape: ModelShape, comm: Comm) -> None:
+    """Swap the modules of a model for this rank's local ones; does nothing for a group of one rank.
+
+    Args:
+        model: the whole model, its parameters still on the meta device.
+        shape: its sizes.
+        comm: the ranks that share it.
+
+    Raises:
+        PlacementError: the model has no plan, or one with a style or a module that is not understood, or there are
+            more ranks than heads.
+    """
+    if comm.size == 1:
+        return
+    plan: dict[str, str] = model.tp_plan
+    if not plan:
+        message = f"{shape.model_type} has no tensor-parallel plan: run it on one rank, not on {comm.size}"
+        raise PlacementError(message)
+    shards = split_model(shape, num_ranks=comm.size)
+    for name, module in list(model.named_modules()):
+        style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name), "replicated")
+        # An embedding class of a family's own does more than look up (Gemma scales); it stays whole.
+        is_own_embedding = isinstance(module, nn.Embedding) and type(module) is not nn.Embedding
+        if style.startswith("replicated") or is_own_embedding:
+            continue
+        model.set_submodule(name, _local(name, module, style, shards=shards, comm=comm))
+        if cut_of(name) in _HEAD_CUTS:
+            _set_local_heads(model.get_submodule(name.rpartition(".")[0]), shards[comm.rank].heads)
+
+
+def _local(name: str, module: nn.Module, style: str, *, shards: tuple[RankShard, ...], comm: Comm) -> LocalModule:
+    """This rank's local stand-in for one module."""
+    cut = cut_of(name)
+    part, size = shards[comm.rank].features(cut), shards[-1].features(cut).stop
+    local: LocalModule
+    match style, module:
+        case "colwise", nn.Linear():
+            local, found = ColumnLinear(module, part), module.out_features
+        case "colwise_gather_output" | "colwise_rep", nn.Linear():
+            local = GatheredLinear(module, part, comm=comm, sizes=widths(shards, cut))
+            found = module.out_features
+        case "rowwise", nn.Linear():
+            local, found = RowLinear(module, part, comm=comm), module.in_features
+        case "embedding_rowwise", nn.Embedding():
+            local, found = VocabularyEmbedding(module, part, comm=comm), module.num_embeddings
+        case _:
+            kind = type(module).__name__
+            message = f"the plan cuts {name} ({kind}) by {style}, which is not supported: run this model on one rank"
+            raise PlacementError(message)
+    if found != size:
+        message = f"{name} has {found} features where the config says {size} ({cut.value}): run this model on one rank"
+        raise PlacementError(message)
+    return local
+
+
+def _set_local_heads(attention: nn.Module, heads: HeadShard) -> None:
+    """Tell an attention module how many heads it has now, in the words that it uses."""
+    num_heads, num_kv_heads = len(heads.query_heads), len(heads.kv_heads)
+    counts = {
+        "num_heads": num_heads,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "num_key_value_groups": num_heads // num_kv_heads,
+    }
+    for name in counts.keys() & vars(attention).keys():
+        setattr(attention, name, counts[name])

@@ -1,0 +1,59 @@
+"""Jobs to be planned, as the command line would make them."""
+
+from llama_ssp.config import catalogue
+from llama_ssp.config.plan import DraftLayout, TargetLayout
+from llama_ssp.config.schema import Dtype, ModelShape, Quantization
+from llama_ssp.planning.job import Job, PlannedModel, planned_model
+
+
+def make_job(
+    target: str | PlannedModel,
+    draft: str | None = None,
+    *,
+    num_ranks: int = 1,
+    draft_kind: DraftLayout = DraftLayout.one_rank,
+    target_kind: TargetLayout = TargetLayout.tensor,
+    num_draft_tokens: int = 4,
+    acceptance: float | None = 0.8,
+    batch_size: int = 1,
+    prompt_tokens: int = 128,
+    max_new_tokens: int = 64,
+    cuda_graphs: bool = True,
+) -> Job:
+    """A job whose target is on the first `num_ranks` ranks, and its draft on the first or on all of them."""
+    ranks = tuple(range(num_ranks))
+    alone = draft_kind is DraftLayout.one_rank
+    return Job(
+        target=planned_model(catalogue.load(target)) if isinstance(target, str) else target,
+        draft=planned_model(catalogue.load(draft)) if draft else None,
+        target_kind=target_kind,
+        target_ranks=ranks,
+        draft_kind=draft_kind,
+        draft_ranks=(ranks[:1] if alone else ranks) if draft else (),
+        num_draft_tokens=num_draft_tokens,
+        acceptance=acceptance,
+        batch_size=batch_size,
+        prompt_tokens=prompt_tokens,
+        max_new_tokens=max_new_tokens,
+        cuda_graphs=cuda_graphs,
+    )
+
+
+def small_model(*, quantization: Quantization = Quantization.none, **sizes: int) -> PlannedModel:
+    """A Llama of a few layers; `sizes` override its shape."""
+    shape = {
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "intermediate_size": 192,
+        "vocab_size": 320,
+        "max_position_embeddings": 2048,
+    }
+    return PlannedModel(
+        name="small",
+        shape=ModelShape(model_type="llama", **(shape | sizes)),
+        dtype=Dtype.fp16,
+        quantization=quantization,
+    )

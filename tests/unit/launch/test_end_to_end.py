@@ -1,0 +1,184 @@
+"""Whole runs on one rank, in this process: what a user gets for good input and for bad."""
+
+import io
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from launch import run
+from llama_ssp.config import catalogue
+from llama_ssp.models import hub
+from tests.helpers.models import VOCAB_SIZE, build_checkpoint
+from tests.helpers.texts import library_greedy
+from tests.helpers.tokenizers import save_tokenizer
+
+
+@dataclass
+class Ended:
+    """How a run ended."""
+
+    code: int
+    out: str
+    err: str
+    run_dir: Path
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        """What it recorded."""
+        return [json.loads(line) for line in (self.run_dir / "run.jsonl").read_text().splitlines()]
+
+
+Launch = Callable[..., Ended]
+
+
+@pytest.fixture
+def launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Launch:
+    """A function that runs the entry with a run folder of its own."""
+    for variable in ("RANK", "WORLD_SIZE", "SLURM_STEP_ID"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(sys, "argv", sys.argv)
+
+    def launch_one(*arguments: str, run_dir: str = "run") -> Ended:
+        sys.argv = ["run.py", *arguments, f"run_dir={tmp_path / run_dir}"]
+        code = run.main()
+        said = capsys.readouterr()
+        return Ended(code=code, out=said.out, err=said.err, run_dir=tmp_path / run_dir)
+
+    return launch_one
+
+
+@pytest.fixture(scope="session")
+def neox_pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A GPT-NeoX pair in bfloat16, the target in many shards."""
+    folder = tmp_path_factory.mktemp("a pair")
+    build_checkpoint(folder / "target", "gpt_neox", dtype=torch.bfloat16, max_shard_size="50KB")
+    build_checkpoint(folder / "draft", "gpt_neox", dtype=torch.bfloat16, num_hidden_layers=1)
+    for part in ("target", "draft"):
+        save_tokenizer(folder / part, VOCAB_SIZE)
+    assert len(list((folder / "target").glob("*.safetensors"))) > 2
+    return folder
+
+
+def local(folder: Path) -> list[str]:
+    return [f"model.path={folder / 'target'}", f"draft.model.path={folder / 'draft'}", "model=local", "draft=local"]
+
+
+def test_generate_prints_the_librarys_greedy_text(launch: Launch) -> None:
+    prompt = "def factorial(n):"
+    ended = launch("task=generate", "sampling=greedy", f"prompt={prompt}", "max_new_tokens=24")
+    folder = hub.resolve(catalogue.load("tiny"))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    wanted = library_greedy(model, tokenizer(prompt).input_ids, num_tokens=24)
+    assert ended.code == 0, ended.err
+    assert ended.lines[0]["token_ids"] == wanted
+    assert ended.out.rstrip("\n") == str(tokenizer.decode(wanted, skip_special_tokens=True)).rstrip("\n")
+
+
+def test_any_pair_of_folders_runs(launch: Launch, neox_pair: Path) -> None:
+    ended = launch("task=generate", *local(neox_pair), "prompt=t5 t6 t7", "max_new_tokens=9", "ignore_eos=true")
+    assert ended.code == 0, ended.err
+    assert ended.lines[0]["num_new_tokens"] == 9
+    assert sum(length + 1 for length in ended.lines[0]["accepted_lengths"]) >= 8
+
+
+def test_a_prompt_may_fill_the_context_to_the_last_token(launch: Launch, neox_pair: Path) -> None:
+    prompt = " ".join(["t9"] * 100)
+    ended = launch("task=generate", *local(neox_pair), f"prompt={prompt}", "max_new_tokens=28", "ignore_eos=true")
+    assert ended.code == 0, ended.err
+    assert ended.lines[0]["num_new_tokens"] == 28
+    ended = launch("task=generate", *local(neox_pair), f"prompt={prompt}", "max_new_tokens=29", run_dir="other")
+    assert ended.code == 2
+    assert "max_new_tokens=28 would fit" in ended.err
+
+
+def test_prompts_come_from_a_file_or_standard_input_in_order(
+    launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "import"}\n{"prompt": "class A:\\n"}\n')
+    small = ["task=generate", "task.format=jsonl", "max_new_tokens=3", "batch_size=8"]
+    ended = launch(*small, f"prompts={tmp_path}/prompts.jsonl")
+    assert [json.loads(line)["prompt"] for line in ended.out.splitlines()] == ["import", "class A:\n"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("import\nfrom\n"))
+    ended = launch(*small, "prompts=-", run_dir="other")
+    assert sorted(line["prompt"] for line in ended.lines) == ["from", "import"]
+
+
+def test_a_finished_run_is_not_repeated_and_another_config_is_refused(launch: Launch) -> None:
+    small = ["task=latency", "max_new_tokens=2"]
+    first = launch(*small)
+    assert (first.code, len(first.lines)) == (0, 15)
+    again = launch(*small)
+    assert (again.code, again.lines) == (0, first.lines)
+    other = launch("task=latency", "max_new_tokens=3")
+    assert other.code == 2
+    assert "max_new_tokens was 2 and is now 3" in other.err
+
+
+def test_compare_shows_both_modes_and_a_picture(launch: Launch, tmp_path: Path) -> None:
+    ended = launch("prompt=import os", "max_new_tokens=6", f"task.picture={tmp_path}/compare.svg")
+    assert ended.code == 0, ended.err
+    assert [line["mode"] for line in ended.lines] == ["plain", "speculative"]
+    assert "prompt 1 of 1, speculative" in ended.out
+    assert "speed-up" in ended.out
+    assert "<svg" in (tmp_path / "compare.svg").read_text()
+
+
+def spoil_truncate(folder: Path) -> str:
+    file = folder / "target" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    return "is truncated or corrupt"
+
+
+def spoil_shard(folder: Path) -> str:
+    file = folder / "target" / "model.safetensors"
+    index = {"metadata": {}, "weight_map": {"lm_head.weight": "model-00002-of-00002.safetensors"}}
+    (folder / "target" / "model.safetensors.index.json").write_text(json.dumps(index))
+    file.unlink()
+    return "names model-00002-of-00002.safetensors"
+
+
+def spoil_pickle(folder: Path) -> str:
+    (folder / "target" / "model.safetensors").rename(folder / "target" / "pytorch_model.bin")
+    return "holds pickle weights"
+
+
+def spoil_missing(folder: Path) -> str:
+    shutil.rmtree(folder / "target")
+    return "does not exist"
+
+
+def spoil_vocabulary(folder: Path) -> str:
+    save_tokenizer(folder / "draft", VOCAB_SIZE - 1)
+    return "the draft must have the target's vocabulary"
+
+
+def spoil_tokenizer(folder: Path) -> str:
+    (folder / "draft" / "tokenizer.json").write_text("{")
+    return "cannot be read"
+
+
+@pytest.mark.parametrize(
+    "spoil", [spoil_truncate, spoil_shard, spoil_pickle, spoil_missing, spoil_vocabulary, spoil_tokenizer]
+)
+def test_a_faulty_checkpoint_is_one_sentence_and_code_2(
+    spoil: Callable[[Path], str], launch: Launch, tmp_path: Path
+) -> None:
+    for part in ("target", "draft"):
+        build_checkpoint(tmp_path / part, "llama", num_hidden_layers=1)
+        save_tokenizer(tmp_path / part, VOCAB_SIZE)
+    sentence = spoil(tmp_path)
+    ended = launch("task=generate", *local(tmp_path), "prompt=t5")
+    assert ended.code == 2
+    assert sentence in ended.err
+    assert len(ended.err.strip().splitlines()) == 1
+    assert ended.lines == []
+    assert (ended.run_dir / "status").read_text().startswith("2: ")

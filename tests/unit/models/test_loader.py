@@ -1,0 +1,204 @@
+"""Holds the loader to the library's own values under whatever name they are stored, and to reading only its slices."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from llama_ssp.distributed.comms import Comm
+from llama_ssp.errors import CheckpointError
+from llama_ssp.models.backends import load_model
+from llama_ssp.models.checkpoint import SINGLE_FILE, Checkpoint
+from tests.helpers.models import build_checkpoint
+from tests.unit.models.conftest import Saved
+
+CPU = torch.device("cpu")
+REPOSITORY = Path(__file__).resolve().parents[3]
+
+
+def load(folder: Path, *, dtype: torch.dtype | None = None, comm: Comm | None = None) -> PreTrainedModel:
+    return load_model(folder, dtype=dtype, device=CPU, comm=comm or Comm.single())._model
+
+
+def edit_tensors(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
+    save_file(change(load_file(folder / SINGLE_FILE)), folder / SINGLE_FILE)
+
+
+def assert_same_values(found: PreTrainedModel, wanted: PreTrainedModel) -> None:
+    found_values, wanted_values = (dict(model.named_parameters(remove_duplicate=False)) for model in (found, wanted))
+    assert found_values.keys() == wanted_values.keys()
+    for name, value in found_values.items():
+        assert torch.equal(value, wanted_values[name]), name
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "qwen2", "qwen3", "phi", "gemma", "gpt2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_parameter_has_the_value_that_was_saved(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
+    model = build_checkpoint(tmp_path, family, dtype=dtype, max_shard_size="40KB")
+    loaded = load(tmp_path)
+    assert_same_values(loaded, model)
+    assert {parameter.dtype for parameter in loaded.parameters()} == {dtype}
+    assert not any(parameter.requires_grad for parameter in loaded.parameters())
+    assert not loaded.training
+
+
+def test_rotary_frequencies_stay_fp32(tmp_path: Path) -> None:
+    model = build_checkpoint(tmp_path, "llama", dtype=torch.bfloat16)
+    frequencies = load(tmp_path).model.rotary_emb.inv_freq
+    assert torch.equal(frequencies, model.model.rotary_emb.inv_freq)
+    assert frequencies.dtype is torch.float32
+
+
+def test_parameters_are_cast_to_the_wanted_format(saved: Callable[[str], Saved]) -> None:
+    folder, model = saved("llama")
+    loaded = load(folder, dtype=torch.bfloat16)
+    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight.to(torch.bfloat16))
+    assert {parameter.dtype for parameter in loaded.parameters()} == {torch.bfloat16}
+
+
+def test_the_old_name_of_the_gpt_neox_head_is_understood(tmp_path: Path) -> None:
+    model = build_checkpoint(tmp_path, "gpt_neox")
+    edit_tensors(tmp_path, lambda tensors: {name.replace("lm_head", "embed_out"): t for name, t in tensors.items()})
+    assert "embed_out.weight" in load_file(tmp_path / SINGLE_FILE)
+    assert_same_values(load(tmp_path), model)
+
+
+def test_names_without_the_prefix_of_the_base_model_are_understood(tmp_path: Path) -> None:
+    model = build_checkpoint(tmp_path, "qwen3")
+    edit_tensors(tmp_path, lambda tensors: {name.removeprefix("model."): t for name, t in tensors.items()})
+    assert_same_values(load(tmp_path), model)
+
+
+@pytest.mark.parametrize("stored", ["model.embed_tokens.weight", "lm_head.weight"])
+def test_tied_weights_are_held_once_whichever_of_them_is_stored(tmp_path: Path, stored: str) -> None:
+    model = build_checkpoint(tmp_path, "qwen3")
+    edit_tensors(
+        tmp_path,
+        lambda tensors: {name.replace("model.embed_tokens.weight", stored): t for name, t in tensors.items()},
+    )
+    loaded = load(tmp_path)
+    assert_same_values(loaded, model)
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+
+
+def test_missing_tensors_are_named_before_anything_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build_checkpoint(tmp_path, "llama")
+    edit_tensors(tmp_path, lambda tensors: {name: t for name, t in tensors.items() if "mlp" not in name})
+    monkeypatch.setattr(Checkpoint, "read", lambda *_args, **_kwargs: pytest.fail("a tensor was read"))
+    with pytest.raises(CheckpointError, match=r"lacks 6 of the 21 tensors .*0.mlp.gate_proj.weight.* and 2 more"):
+        load(tmp_path)
+
+
+def test_tensors_of_another_shape_are_named_with_both(tmp_path: Path) -> None:
+    build_checkpoint(tmp_path, "llama")
+    edit_tensors(tmp_path, lambda tensors: tensors | {"lm_head.weight": torch.zeros(100, 64)})
+    with pytest.raises(CheckpointError, match=r"lm_head.weight is \[100, 64\], not \[200, 64\]"):
+        load(tmp_path)
+
+
+def test_integers_are_no_weights(tmp_path: Path) -> None:
+    build_checkpoint(tmp_path, "llama")
+    edit_tensors(tmp_path, lambda tensors: tensors | {"lm_head.weight": tensors["lm_head.weight"].to(torch.int8)})
+    with pytest.raises(CheckpointError, match=r"lm_head.weight holds no floating-point numbers"):
+        load(tmp_path)
+
+
+def test_weights_that_would_have_to_be_joined_are_refused(tmp_path: Path) -> None:
+    build_checkpoint(tmp_path, "mixtral", num_local_experts=2, num_key_value_heads=4)
+    with pytest.raises(CheckpointError, match="in parts to be joined while loading"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+def test_no_rank_reads_more_than_it_holds(
+    saved: Callable[[str], Saved], family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, num_read_bytes = Checkpoint.read, []
+
+    def counted(self: Checkpoint, name: str, **options: Any) -> Tensor:  # noqa: ANN401 - those of `read`
+        values = read(self, name, **options)
+        num_read_bytes.append(values.untyped_storage().nbytes())
+        return values
+
+    monkeypatch.setattr(Checkpoint, "read", counted)
+    folder, whole = saved(family)
+    whole_bytes = sum(parameter.nbytes for parameter in whole.parameters())
+    for rank in range(3):
+        num_read_bytes.clear()
+        local = load(folder, comm=Comm(rank=rank, size=3, group=None))
+        held_bytes = sum(parameter.nbytes for parameter in local.parameters())
+        assert sum(num_read_bytes) == held_bytes
+        assert held_bytes < 0.6 * whole_bytes
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_progress_counts_bytes_up_to_all_that_the_rank_holds(family: str, saved: Callable[[str], Saved]) -> None:
+    seen: list[tuple[int, int]] = []
+    folder, model = saved(family)
+    load_model(folder, dtype=None, device=CPU, comm=Comm.single(), progress=lambda *report: seen.append(report))
+    held_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    assert seen == sorted(seen)
+    assert seen[-1] == (held_bytes, held_bytes)
+
+
+MEASURE = """
+import json, os, sys, threading, time
+from pathlib import Path
+from typing import Any
+import torch
+from llama_ssp.distributed.comms import Comm
+from llama_ssp.models.backends import build_empty, load_model
+from llama_ssp.models.checkpoint import inspect
+
+def anonymous_bytes():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
+
+def watch():
+    global peak
+    while not done:
+        peak = max(peak, anonymous_bytes())
+        time.sleep(0.0003)
+
+folder = Path(sys.argv[1])
+build_empty(inspect(folder))
+for num_ranks, dtype in ((1, torch.bfloat16), (2, torch.bfloat16), (2, torch.float32)):
+    if os.fork():
+        os.wait()
+        continue
+    done, peak, before = False, 0, anonymous_bytes()
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    comm = Comm(rank=0, size=num_ranks, group=None)
+    runner = load_model(folder, dtype=dtype, device=torch.device("cpu"), comm=comm)
+    done = True
+    watcher.join()
+    sizes = [parameter.nbytes for parameter in runner._model.parameters()]
+    print(json.dumps([peak - before, sum(sizes), max(sizes)]), flush=True)
+    os._exit(0)
+"""
+
+
+def test_anonymous_memory_peaks_at_the_shard_and_one_tensor(tmp_path: Path) -> None:
+    """Alone, as one of two ranks, and as one of two ranks that cast; 71 MB, so that a second copy cannot hide."""
+    build_checkpoint(
+        tmp_path, "llama", dtype=torch.bfloat16, hidden_size=1024, intermediate_size=2048, num_hidden_layers=3,
+        vocab_size=4096,
+    )  # fmt: skip
+    command = [sys.executable, "-c", MEASURE, str(tmp_path)]
+    environ = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    output = subprocess.run(command, check=True, capture_output=True, text=True, env=environ).stdout
+    measured = [json.loads(line) for line in output.splitlines()]
+    assert len(measured) == 3
+    slack_bytes = 2 * 2**20
+    for peak_bytes, shard_bytes, largest_bytes in measured:
+        assert 0.8 * shard_bytes < peak_bytes <= shard_bytes + largest_bytes + slack_bytes

@@ -1,0 +1,105 @@
+"""Holds the ranks of a group together to the whole model's logits, and each of them to its own slice."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from llama_ssp.distributed.comms import Comm
+from llama_ssp.errors import PlacementError
+from llama_ssp.models.backends import load_model
+from llama_ssp.models.checkpoint import shape_of
+from llama_ssp.models.runner import ModuleRunner
+from llama_ssp.models.tensor_parallel import RowLinear, shard
+from tests.helpers.fake_comm import on_ranks, thread_comms
+from tests.helpers.models import VOCAB_SIZE, library_logits, tiny_config
+from tests.unit.models.conftest import Saved
+
+SavedModels = Callable[[str], Saved]
+CPU = torch.device("cpu")
+
+
+def load_ranks(folder: Path, comms: list[Comm]) -> list[ModuleRunner]:
+    """One rank after the other, because accelerate's empty weights patch torch for the whole process."""
+    return [load_model(folder, dtype=None, device=CPU, comm=comm) for comm in comms]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "qwen2", "qwen3", "phi", "gemma"])
+def test_every_rank_gets_the_whole_model_s_logits(saved: SavedModels, family: str, num_ranks: int) -> None:
+    """8 heads over 2 or 4 key-value heads: 3 ranks hold uneven heads, 8 ranks hold copies of key-value heads."""
+    folder, model = saved(family)
+    comms = thread_comms(num_ranks)
+    runners = load_ranks(folder, [*comms])
+    ids_BT = torch.randint(0, VOCAB_SIZE, (2, 12), generator=torch.Generator().manual_seed(2))
+    positions_BT = torch.arange(12).expand(2, -1)
+
+    def two_forwards(comm: Comm) -> torch.Tensor:
+        runner = runners[comm.rank]
+        runner.allocate(batch_size=2, capacity=16)
+        head = runner.forward(ids_BT[:, :8], positions_BT[:, :8], bucket=8)
+        tail = runner.forward(ids_BT[:, 8:], positions_BT[:, 8:], bucket=16)
+        return torch.cat([head, tail], dim=1)
+
+    wanted = torch.stack([library_logits(model, ids_T) for ids_T in ids_BT])
+    for logits_BTV in on_ranks(comms, two_forwards):
+        torch.testing.assert_close(logits_BTV, wanted, atol=1e-5, rtol=0)
+
+
+def test_uneven_heads_lie_where_the_arithmetic_says(saved: SavedModels) -> None:
+    runners = load_ranks(saved("llama")[0], [*thread_comms(3)])
+    attentions = [runner._model.model.layers[0].self_attn for runner in runners]
+    assert [attention.q_proj.weight.shape[0] // 8 for attention in attentions] == [4, 2, 2]
+    assert [attention.k_proj.weight.shape[0] // 8 for attention in attentions] == [2, 1, 1]
+
+
+def test_a_row_parallel_bias_is_added_once() -> None:
+    whole = nn.Linear(6, 4)
+    comms = thread_comms(3)
+    parts = [range(0, 3), range(3, 5), range(5, 6)]
+    rows = [RowLinear(whole, part, comm=comm) for part, comm in zip(parts, comms, strict=True)]
+    assert whole.bias is not None
+    for row, part in zip(rows, parts, strict=True):
+        row.weight.copy_(whole.weight[:, part.start : part.stop])
+        assert row.bias is not None
+        row.bias.copy_(whole.bias)
+    x = torch.randn(2, 6)
+    for y in on_ranks(comms, lambda comm: rows[comm.rank](x[:, parts[comm.rank].start : parts[comm.rank].stop])):
+        torch.testing.assert_close(y, whole(x).detach())
+
+
+def test_one_rank_keeps_the_library_s_modules() -> None:
+    model = AutoModelForCausalLM.from_config(tiny_config("llama"))
+    before = [type(module) for module in model.modules()]
+    shard(model, shape_of(model.config), Comm.single())
+    assert [type(module) for module in model.modules()] == before
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "reason"),
+    [
+        ("gpt2", {}, "gpt2 has no tensor-parallel plan: run it on one rank, not on 2"),
+        ("olmo2", {}, r"self_attn.o_proj \(Linear\) by rowwise_split_input"),
+        ("qwen3_moe", {"num_experts": 4, "moe_intermediate_size": 32}, "experts"),
+    ],
+)
+def test_a_plan_that_is_not_understood_is_refused_by_name(family: str, changes: dict[str, object], reason: str) -> None:
+    model = AutoModelForCausalLM.from_config(tiny_config(family, **changes))
+    with pytest.raises(PlacementError, match=reason):
+        shard(model, shape_of(model.config), Comm(rank=0, size=2, group=None))
+
+
+def test_more_ranks_than_heads_are_refused() -> None:
+    model = AutoModelForCausalLM.from_config(tiny_config("llama"))
+    with pytest.raises(PlacementError, match="at most 8 ranks"):
+        shard(model, shape_of(model.config), Comm(rank=0, size=9, group=None))
+
+
+def test_a_matrix_of_another_size_than_the_config_says_is_refused_by_name() -> None:
+    model = AutoModelForCausalLM.from_config(tiny_config("llama"))
+    model.model.layers[1].mlp.up_proj = nn.Linear(64, 96)
+    with pytest.raises(PlacementError, match=r"layers.1.mlp.up_proj has 96 features where the config says 160"):
+        shard(model, shape_of(model.config), Comm(rank=0, size=2, group=None))
