@@ -5,12 +5,13 @@ set -euo pipefail
 
 usage() {
     cat <<'TEXT'
-usage: ./machine-install.sh [--dev] [--check] [--help]
+usage: ./machine-install.sh [--dev] [--deepspeed] [--check] [--help]
 
 Finds the GPUs of this machine, makes .venv, and installs torch and llama-ssp into it. A second run changes nothing.
 
-  --dev     also install what the tests and checks need
-  --check   only say what was found and what would be installed
+  --dev         also install what the tests and checks need
+  --deepspeed   also install DeepSpeed, built without kernels of its own
+  --check       only say what was found and what would be installed
 
 environment:
   PYTHON            the Python to use (3.11 or newer); otherwise python3.11, python3.12, python3.13, python3
@@ -159,14 +160,25 @@ install_project() {
     remember project "$project_key$extra"
 }
 
+# DeepSpeed is a source package that imports torch while it is built: not in isolation, and without compiling kernels.
+install_deepspeed() {
+    local pin
+    pin=$(grep '^deepspeed==' constraints.txt)
+    venv_pip install setuptools wheel || fail "pip could not install setuptools; its own message stands above"
+    DS_BUILD_OPS=0 venv_pip install "$pin" --no-build-isolation --constraint .venv/constraints.txt ||
+        fail "pip could not install $pin; its own message stands above"
+    remember deepspeed "$project_key"
+}
+
 main() {
-    local check=false extra="" argument python="" gpu num_gpus gpu_text torch_index
+    local check=false deepspeed=false extra="" argument python="" gpu num_gpus gpu_text torch_index
     for argument in "$@"; do
         case $argument in
         --dev) extra="[dev]" ;;
+        --deepspeed) deepspeed=true ;;
         --check) check=true ;;
         --help | -h) usage && exit 0 ;;
-        *) fail "unknown option $argument; there are --dev, --check and --help" ;;
+        *) fail "unknown option $argument; there are --dev, --deepspeed, --check and --help" ;;
         esac
     done
     cd "$(dirname "${BASH_SOURCE[0]}")"
@@ -197,6 +209,10 @@ with PYTHON=/path/to/python"
         say ready "$(.venv/bin/python -c 'import torch; print(f"torch {torch.__version__} sees {torch.cuda.device_count()} GPUs")')"
     else
         say ready "everything is in place"
+    fi
+    if $deepspeed && ! remembered deepspeed "$project_key"; then
+        say project "deepspeed"
+        install_deepspeed
     fi
     say next "$([ -z "$extra" ] && echo ".venv/bin/torchrun --nproc-per-node 2 launch/run.py" || echo ".venv/bin/pytest")"
 }

@@ -151,6 +151,19 @@ def test_a_second_run_changes_nothing_and_dev_only_adds(machine: Machine) -> Non
     assert "everything is in place" in machine.run().stdout
 
 
+def test_deepspeed_is_built_behind_torch_and_without_isolation(machine: Machine) -> None:
+    machine.run()
+    first = machine.pip_log()
+    machine.run("--deepspeed")
+    assert machine.pip_log()[len(first) :] == [
+        "install setuptools wheel",
+        "install deepspeed==0.19.8 --no-build-isolation --constraint .venv/constraints.txt",
+    ]
+    again = machine.pip_log()
+    machine.run("--deepspeed")
+    assert machine.pip_log() == again
+
+
 def test_a_gpu_that_came_later_brings_another_torch(machine: Machine) -> None:
     machine.run()
     first = machine.pip_log()
@@ -220,9 +233,9 @@ def test_a_fabric_manager_that_runs_is_left_alone(machine: Machine, running: str
 
 
 def test_an_unknown_option_is_named_with_those_that_exist(machine: Machine) -> None:
-    result = machine.run("--deepspeed")
+    result = machine.run("--develop")
     assert result.returncode == 1
-    assert "unknown option --deepspeed; there are --dev, --check and --help" in result.stderr
+    assert "unknown option --develop; there are --dev, --deepspeed, --check and --help" in result.stderr
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
