@@ -1,12 +1,14 @@
 """Jobs to be planned, as the command line would make them."""
 
+from typing import Any
+
 from llama_ssp.config import catalogue
 from llama_ssp.config.plan import DraftLayout, TargetLayout
 from llama_ssp.config.schema import Dtype, ModelShape, Quantization
 from llama_ssp.planning.job import Job, PlannedModel, planned_model
 
 
-def make_job(
+def make_job(  # noqa: PLR0913 - every choice that tests make
     target: str | PlannedModel,
     draft: str | None = None,
     *,
@@ -41,7 +43,7 @@ def make_job(
 
 def small_model(*, quantization: Quantization = Quantization.none, **sizes: int) -> PlannedModel:
     """A Llama of a few layers; `sizes` override its shape."""
-    shape = {
+    shape: dict[str, Any] = {
         "num_hidden_layers": 2,
         "hidden_size": 64,
         "num_attention_heads": 8,

@@ -1,0 +1,1 @@
+"""Measurements that a person runs: against peers, against bounds. Tests assert nothing about speed."""

@@ -1,0 +1,85 @@
+"""The plan of a job on a machine that is only described: memory per GPU, time per token, the best K. Needs no torch.
+
+    python launch/plan.py model=30B draft=7B hardware=p4d_24xlarge
+    python launch/plan.py model=65B_8bit hardware=g5_12xlarge format=json
+    python launch/plan.py model=30B hardware=8xa100_80gb search=true
+    python launch/plan.py model=local model.path=DIR draft=none hardware=laptop_cpu
+
+Settings are those of conf/plan.yaml, each KEY=VALUE. hardware.KEY=VALUE changes a figure of the machine, for example
+hardware.num_gpus=4 or hardware.num_nodes=2. Exit code: 0 fits, 3 does not fit (the message names the smallest change
+that would), 2 a setting is wrong.
+"""
+
+import sys
+from pathlib import Path
+from typing import cast
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from launch import command_line
+from llama_ssp.config import catalogue, hardware, plan, store
+from llama_ssp.config.schema import DrafterKind
+from llama_ssp.errors import ConfigError, SspError, unknown_name
+from llama_ssp.planning.job import make_job, settle_models
+from llama_ssp.tasks.plan import show_plan, show_search
+
+
+def read_settings(settings: list[str]) -> plan.PlanConfig:
+    """Compose conf/plan.yaml with the settings of the command line, the draft decided.
+
+    Raises:
+        ConfigError: a name, a key or a value is not possible.
+    """
+    given = dict(setting.split("=", 1) for setting in settings if "=" in setting)
+    known = {"model": catalogue.names(), "hardware": hardware.names(), "draft": [*catalogue.names(), "none", "default"]}
+    for group, names in known.items():
+        if group in given and given[group] not in names:
+            raise ConfigError(unknown_name(group, given[group], names))
+    if given.get("draft", "default") == "default":
+        target = catalogue.load(given.get("model", "30B"))
+        others = [setting for setting in settings if not setting.startswith("draft=")]
+        settings = [*others, f"draft={target.default_draft or 'none'}"]
+    # A figure of the machine that does not exist is reported together with all others that are wrong.
+    settings = [f"++{setting}" if setting.startswith("hardware.") else setting for setting in settings]
+    store.register()
+    ConfigStore.instance().store(group="schema", name="plan", node=plan.PlanConfig)
+    try:
+        with initialize_config_dir(config_dir=str(catalogue.conf_dir()), version_base="1.3"):
+            composed = compose(config_name="plan", overrides=settings)
+        config = cast("plan.PlanConfig", OmegaConf.to_object(composed))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(f"{command_line.one_sentence(error)} (conf/plan.yaml has every setting)") from error
+    if config.draft.kind is DrafterKind.none:
+        config.draft.model = None
+    return config
+
+
+def main(settings: list[str]) -> int:
+    """Print the plan; returns the exit code."""
+    if any(setting in {"-h", "--help"} for setting in settings):
+        print(__doc__)
+        return 0
+    try:
+        config = read_settings(settings)
+        settle_models(config)
+        plan.check(config)
+        machine = hardware.build(config.hardware)
+        job = make_job(config, machine)
+        if config.search:
+            show_search(job, machine, config.format)
+        else:
+            show_plan(job, machine, config.format, figure=config.figure)
+    except SspError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

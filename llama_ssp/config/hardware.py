@@ -1,0 +1,265 @@
+"""What a machine has: the catalogue `conf/hardware` as typed dataclasses, read with PyYAML alone.
+
+A file holds figures of data sheets, each with its source, and may hold what `task=calibrate` measured. Every problem of
+a file is found before any is reported. What follows from the figures is worked out in `planning`.
+
+Units: bytes, bytes/s, FLOP/s and seconds.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any
+
+import yaml
+
+from llama_ssp.config.catalogue import conf_dir
+from llama_ssp.config.schema import Dtype
+from llama_ssp.errors import ConfigError, one_message, unknown_name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """How GPUs reach each other.
+
+    Attributes:
+        bandwidth_bytes_per_s: what one GPU sends, in one direction.
+        latency_s: what a collective of a few bytes takes.
+    """
+
+    bandwidth_bytes_per_s: float
+    latency_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearPoint:
+    """Measured time of one linear layer: `rows` inputs through a matrix of `elements` numbers.
+
+    `working_set_bytes` is the size of all matrices that were read in turn, which decides whether they stay in a cache.
+    """
+
+    dtype: str
+    rows: int
+    elements: int
+    working_set_bytes: int
+    s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowsPoint:
+    """Measured time of something that depends on the rows of a forward and on the width of the model."""
+
+    rows: int
+    width: int
+    s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizePoint:
+    """Measured time of something that depends on one number: of bytes, of rows, or of numbers to draw from."""
+
+    size: int
+    s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """What `task=calibrate` measured while `num_ranks` ranks of a node were at work.
+
+    Attributes:
+        num_ranks: ranks that worked at the same time.
+        linear: linear layers as the models call them.
+        tied_head: linear layers whose matrix is an embedding too.
+        layer: what a decoder layer takes beside its matrices, with few slots of the cache filled.
+        frame: what a forward takes beside its layers and the output head.
+        attention: seconds for each further byte of keys and values, by the rows that read it.
+        draw, verify: the rule on so many numbers (rows x vocabulary).
+        all_reduce: by bytes; empty for one rank.
+        round_s: what the loop takes in a round beside forwards and rule.
+    """
+
+    num_ranks: int
+    linear: list[LinearPoint]
+    tied_head: list[LinearPoint]
+    layer: list[RowsPoint]
+    frame: list[RowsPoint]
+    attention: list[SizePoint]
+    draw: list[SizePoint]
+    verify: list[SizePoint]
+    all_reduce: list[SizePoint] = field(default_factory=list)
+    round_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class HardwareConfig:
+    """One entry of `conf/hardware`: a node, and how many of them there are.
+
+    Attributes:
+        device: `cuda` (NVIDIA and AMD alike) or `cpu`; a "GPU" of a CPU is one rank.
+        num_gpus: ranks of a node.
+        memory_bytes: what a program can have of one GPU's memory; on a CPU, of the node's.
+        context_bytes: what a process holds of it before its first tensor.
+        collective_bytes: buffers of the communication library on each of several ranks.
+        bandwidth_bytes_per_s: memory bandwidth of the data sheet.
+        copy_bytes_per_s: memory bandwidth that a plain copy was measured to reach.
+        flops_per_s: dense matrix rate by number format.
+        kernel_s: time of a kernel beside its bytes, inside a CUDA graph.
+        launch_s: time of an operator beside its bytes when it is launched from Python.
+        link, network: links inside a node and between nodes.
+        sources: where each figure is from.
+        profiles: what was measured; used instead of the figures above where it says more.
+    """
+
+    name: str
+    device: str
+    gpu: str
+    num_gpus: int
+    num_nodes: int = 1
+    memory_bytes: int
+    context_bytes: int
+    collective_bytes: int
+    bandwidth_bytes_per_s: float
+    copy_bytes_per_s: float | None = None
+    flops_per_s: dict[str, float]
+    kernel_s: float
+    launch_s: float
+    link: Link
+    network: Link | None = None
+    sources: dict[str, str] = field(default_factory=dict)
+    profiles: list[Profile] = field(default_factory=list)
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of all nodes."""
+        return self.num_gpus * self.num_nodes
+
+
+DEVICES = ("cuda", "cpu")
+_NESTED: dict[str, type[Any]] = {
+    "link": Link,
+    "network": Link,
+    "profiles": Profile,
+    "linear": LinearPoint,
+    "tied_head": LinearPoint,
+    "layer": RowsPoint,
+    "frame": RowsPoint,
+    "attention": SizePoint,
+    "draw": SizePoint,
+    "verify": SizePoint,
+    "all_reduce": SizePoint,
+}
+_MAY_BE_ZERO = {"context_bytes", "collective_bytes", "kernel_s", "launch_s", "latency_s", "round_s"}
+_TEXTS = {"name", "gpu", "dtype", "device"}
+
+
+def names() -> list[str]:
+    """Return the name of every machine, sorted: one per file in `conf/hardware`."""
+    return sorted(file.stem for file in (conf_dir() / "hardware").glob("*.yaml"))
+
+
+def load(name: str) -> HardwareConfig:
+    """Read one entry.
+
+    Raises:
+        ConfigError: there is no such machine, or its file has problems; all of them are named.
+    """
+    if name not in names():
+        raise ConfigError(unknown_name("hardware", name, names()))
+    figures = yaml.safe_load((conf_dir() / "hardware" / f"{name}.yaml").read_text(encoding="utf-8"))
+    if problems := problems_of(figures):
+        raise ConfigError(one_message(problems))
+    return build(figures)
+
+
+def problems_of(figures: object) -> list[str]:
+    """Say everything that is wrong with a hardware description, one clause each.
+
+    Args:
+        figures: what YAML made of the file, with the user's own settings on top.
+    """
+    problems = list(_problems(HardwareConfig, figures, "hardware"))
+    if isinstance(figures, Mapping):
+        device, flops = figures.get("device"), figures.get("flops_per_s")
+        if "device" in figures and device not in DEVICES:
+            problems.append(f"hardware.device={device} must be one of {', '.join(DEVICES)}")
+        if isinstance(flops, Mapping):
+            known = {dtype.name for dtype in Dtype} - {Dtype.auto.name}
+            problems += [
+                unknown_name("number format in hardware.flops_per_s", str(key), known)
+                for key in flops
+                if key not in known
+            ]
+        nodes = figures.get("num_nodes", 1)
+        if isinstance(nodes, int) and nodes > 1 and not figures.get("network"):
+            problems.append(f"hardware.num_nodes={nodes} needs hardware.network (bandwidth_bytes_per_s, latency_s)")
+    return problems
+
+
+def build(figures: Mapping[str, Any]) -> HardwareConfig:
+    """Make the dataclass of a description that has no problems."""
+    return _build(HardwareConfig, figures)  # type: ignore[no-any-return]
+
+
+def _build(kind: type[Any], figures: Mapping[str, Any]) -> Any:  # noqa: ANN401 - an instance of `kind`
+    values = dict(figures)
+    for entry in fields(kind):
+        value = values.get(entry.name)
+        if entry.name in _NESTED and isinstance(value, Mapping):
+            values[entry.name] = _build(_NESTED[entry.name], value)
+        elif entry.name in _NESTED and isinstance(value, list):
+            values[entry.name] = [_build(_NESTED[entry.name], item) for item in value]
+        elif entry.type is int and value is not None:
+            values[entry.name] = int(value)
+    return kind(**values)
+
+
+def _problems(kind: type[Any], figures: object, path: str) -> Iterator[str]:
+    if not isinstance(figures, Mapping):
+        yield f"{path} must be a mapping of figures, not {figures!r}"
+        return
+    known = {entry.name: entry for entry in fields(kind)}
+    for key in figures.keys() - known.keys():
+        yield unknown_name(f"figure of {path}", str(key), known)
+    for key, entry in known.items():
+        value = figures.get(key)
+        if value is None:
+            if entry.default is MISSING and entry.default_factory is MISSING:
+                yield f"{path}.{key} is missing"
+        else:
+            yield from _value_problems(key, value, f"{path}.{key}", entry.type)
+
+
+def _value_problems(key: str, value: object, path: str, kind: object) -> Iterator[str]:
+    if key == "sources" and not isinstance(value, Mapping):
+        yield f"{path} must say where each figure is from, by its name, not {value!r}"
+    elif key == "flops_per_s":
+        yield from _rate_problems(value, path)
+    elif key in {"link", "network"}:
+        yield from _problems(Link, value, path)
+    elif key in _NESTED and not isinstance(value, list):
+        yield f"{path} must be a list, not {value!r}"
+    elif isinstance(value, list) and key in _NESTED:
+        for number, item in enumerate(value):
+            yield from _problems(_NESTED[key], item, f"{path}[{number}]")
+    elif key in _TEXTS and not isinstance(value, str):
+        yield f"{path}={value} must be text"
+    elif key not in _TEXTS | {"sources"}:
+        yield from _number_problems(key, value, path, whole=kind is int)
+
+
+def _rate_problems(value: object, path: str) -> Iterator[str]:
+    if not isinstance(value, Mapping) or not value:
+        yield f"{path} must give a rate for at least one number format, for example {{fp16: 3.12e+14}}"
+        return
+    for name, rate in value.items():
+        yield from _number_problems(str(name), rate, f"{path}.{name}", whole=False)
+
+
+def _number_problems(key: str, value: object, path: str, *, whole: bool) -> Iterator[str]:
+    wanted = "a whole number" if whole else "a number"
+    least = "0 or more" if key in _MAY_BE_ZERO else "above 0"
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not is_number or (whole and not float(value).is_integer()):  # type: ignore[arg-type]
+        yield f"{path}={value} must be {wanted}, {least}"
+    elif value < 0 or (value == 0 and key not in _MAY_BE_ZERO):  # type: ignore[operator]
+        yield f"{path}={value} must be {least}"

@@ -1,0 +1,170 @@
+"""Every setting of `launch/plan.py`, as typed dataclasses, and what they must satisfy.
+
+A plan may ask for more than this version runs: placements and precisions that are still to come are planned too,
+because planning is for choosing. What is missing is said in the plan's notes.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from llama_ssp.config import catalogue
+from llama_ssp.config.hardware import problems_of
+from llama_ssp.config.schema import DrafterConfig, ModelConfig, ModelShape
+from llama_ssp.errors import ConfigError, one_message
+
+
+class PlanFormat(Enum):
+    """What `launch/plan.py` prints."""
+
+    table = "table"
+    json = "json"
+
+
+class TargetLayout(Enum):
+    """How the target is laid out over its ranks: cut across, or its layers in a row."""
+
+    tensor = "tensor"
+    accelerate = "accelerate"
+    deepspeed = "deepspeed"
+
+
+class DraftLayout(Enum):
+    """Where the draft sits."""
+
+    one_rank = "one_rank"
+    sharded = "sharded"
+    replicated = "replicated"
+    own_gpu = "own_gpu"
+
+
+@dataclass(kw_only=True)
+class PlanTarget:
+    """Ranks of the target; null means all that the draft leaves."""
+
+    kind: TargetLayout = TargetLayout.tensor
+    ranks: list[int] | None = None
+    tp_size: int | None = None
+
+
+@dataclass(kw_only=True)
+class PlanDraft:
+    """Ranks of the draft; null means: the first (one_rank), the target's (sharded, replicated), the last (own_gpu)."""
+
+    kind: DraftLayout = DraftLayout.one_rank
+    ranks: list[int] | None = None
+    tp_size: int | None = None
+
+
+@dataclass(kw_only=True)
+class PlanPlacement:
+    """Where target and draft sit."""
+
+    target: PlanTarget = field(default_factory=PlanTarget)
+    draft: PlanDraft = field(default_factory=PlanDraft)
+
+
+@dataclass(kw_only=True)
+class PlanSpeculation:
+    """K, and how probable it is that a drafted token is accepted; null takes the catalogue's figure for the pair."""
+
+    num_draft_tokens: int = 4
+    acceptance: float | None = None
+
+
+@dataclass(kw_only=True)
+class PlanConfig:
+    """All of one plan. `hardware` is checked by `config.hardware`, which finds all of its problems at once."""
+
+    model: ModelConfig
+    draft: DrafterConfig
+    hardware: dict[str, Any]
+    placement: PlanPlacement = field(default_factory=PlanPlacement)
+    speculation: PlanSpeculation = field(default_factory=PlanSpeculation)
+    batch_size: int = 1
+    prompt_tokens: int = 128
+    max_new_tokens: int = 64
+    cuda_graphs: bool = True
+    format: PlanFormat = PlanFormat.table
+    figure: str | None = None
+    search: bool = False
+
+
+def check(config: PlanConfig) -> None:
+    """Refuse a plan of impossible figures.
+
+    Args:
+        config: with the draft decided and the shapes of local models filled in.
+
+    Raises:
+        ConfigError: names every problem, those of the hardware file included.
+    """
+    hardware = problems_of(config.hardware)
+    problems = [*hardware, *_ranges(config), *_models(config)]
+    if not hardware:
+        num_ranks = int(config.hardware["num_gpus"]) * int(config.hardware.get("num_nodes", 1))
+        problems += _placement(config.placement, num_ranks)
+    if problems:
+        raise ConfigError(one_message(problems))
+
+
+def _ranges(config: PlanConfig) -> Iterator[str]:
+    least_one = {
+        "speculation.num_draft_tokens": config.speculation.num_draft_tokens,
+        "batch_size": config.batch_size,
+        "prompt_tokens": config.prompt_tokens,
+        "max_new_tokens": config.max_new_tokens,
+        "placement.target.tp_size": config.placement.target.tp_size,
+        "placement.draft.tp_size": config.placement.draft.tp_size,
+    }
+    for key, value in least_one.items():
+        if value is not None and value < 1:
+            yield f"{key}={value} must be at least 1"
+    acceptance = config.speculation.acceptance
+    if acceptance is not None and not (0 <= acceptance <= 1 and math.isfinite(acceptance)):
+        yield f"speculation.acceptance={acceptance} must be between 0 and 1, for example 0.8"
+
+
+def _models(config: PlanConfig) -> Iterator[str]:
+    target, draft = config.model, config.draft.model
+    for group, model in (("model", target), ("draft", draft)):
+        if model is None or model.shape is None:
+            continue
+        sizes = {key: value for key, value in vars(model.shape).items() if isinstance(value, int)}
+        for key, value in sizes.items():
+            if value < 1 and not isinstance(value, bool):
+                yield f"{group}={model.name}: shape.{key}={value} must be at least 1"
+        context = config.prompt_tokens + config.max_new_tokens
+        if context > model.shape.max_position_embeddings:
+            yield (
+                f"prompt_tokens={config.prompt_tokens} and max_new_tokens={config.max_new_tokens} make {context}, "
+                f"and the context of {group}={model.name} has {model.shape.max_position_embeddings} tokens"
+            )
+    if target.shape and draft and draft.shape:
+        yield from _vocabulary(target.name, target.shape, draft.name, draft.shape)
+
+
+def _vocabulary(target: str, target_shape: ModelShape, draft: str, draft_shape: ModelShape) -> Iterator[str]:
+    if target_shape.vocab_size != draft_shape.vocab_size:
+        fitting = ", ".join(catalogue.smaller_relatives(catalogue.load(target))) if target in catalogue.names() else ""
+        yield (
+            f"the draft must have the target's vocabulary: model={target} has {target_shape.vocab_size} tokens, "
+            f"draft={draft} {draft_shape.vocab_size}; drafts that fit: {fitting or 'none in the catalogue'}"
+        )
+
+
+def _placement(placement: PlanPlacement, num_ranks: int) -> Iterator[str]:
+    for key, part in (("target", placement.target), ("draft", placement.draft)):
+        ranks, size = part.ranks, part.tp_size
+        if ranks is not None and (
+            not ranks or sorted(set(ranks)) != sorted(ranks) or not set(ranks) <= set(range(num_ranks))
+        ):
+            yield f"placement.{key}.ranks={ranks} must name different ranks between 0 and {num_ranks - 1}"
+        if size is not None and size > num_ranks:
+            yield f"placement.{key}.tp_size={size} is more than the {num_ranks} GPUs of the hardware"
+        if ranks is not None and size is not None and size != len(ranks):
+            yield f"placement.{key}.tp_size={size} and placement.{key}.ranks={ranks} contradict each other"
+    if placement.draft.kind is DraftLayout.own_gpu and num_ranks == 1:
+        yield "placement.draft.kind=own_gpu needs a GPU beside the target's, and the hardware has one"

@@ -1,0 +1,155 @@
+"""The smallest change that makes a plan fit: settings to add to the command line, found by trying them.
+
+Each step has a weight, by how much of what was asked it takes away. Combinations of up to three steps are tried in
+order of their weight; the first that fits is the answer. A step names a setting, and does to the job what it would do.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import combinations
+from typing import Any
+
+from llama_ssp.config import catalogue
+from llama_ssp.config.hardware import HardwareConfig
+from llama_ssp.config.plan import DraftLayout
+from llama_ssp.config.schema import Quantization
+from llama_ssp.errors import PlacementError
+from llama_ssp.planning.advice import not_run_yet
+from llama_ssp.planning.job import Job, planned_model
+from llama_ssp.planning.memory import fits, largest_batch, largest_context, memory
+
+MOST_STEPS = 3
+MOST_NODES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """Settings that make a plan fit.
+
+    Attributes:
+        settings: to be added to the command line.
+        needed_bytes: what the fullest rank then needs.
+        not_run_yet: those of its choices that this version cannot run.
+    """
+
+    settings: tuple[str, ...]
+    needed_bytes: int
+    not_run_yet: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Step:
+    """One setting; steps of the same `kind` exclude each other."""
+
+    kind: str
+    weight: int
+    setting: str
+    apply: Callable[[Job, HardwareConfig], tuple[Job, HardwareConfig]]
+
+
+def smallest_changes(job: Job, hardware: HardwareConfig) -> list[Change]:
+    """Find what would make a plan fit.
+
+    Returns:
+        The smallest change; behind it, where this version cannot run that one, the smallest that it can run. Empty when
+        nothing that was tried fits.
+    """
+    found: list[Change] = []
+    for steps in _combinations(job, hardware):
+        changed = _applied(steps, job, hardware)
+        if changed is None or (found and not_run_yet(replace(changed[0], cuda_graphs=False))):
+            continue
+        found.append(_change(steps, *changed))
+        if not found[-1].not_run_yet:
+            break
+    return found
+
+
+def _change(steps: tuple[_Step, ...], job: Job, hardware: HardwareConfig) -> Change:
+    return Change(
+        settings=tuple(step.setting for step in steps),
+        needed_bytes=max(rank.needed_bytes for rank in memory(job, hardware)),
+        not_run_yet=tuple(not_run_yet(replace(job, cuda_graphs=False))),
+    )
+
+
+def _combinations(job: Job, hardware: HardwareConfig) -> list[tuple[_Step, ...]]:
+    """Every combination of steps of different kinds, the lightest first; of equal weight those with fewer settings."""
+    steps = list(_steps(job, hardware))
+    tried = [
+        chosen
+        for number in range(1, MOST_STEPS + 1)
+        for chosen in combinations(steps, number)
+        if len({step.kind for step in chosen}) == number
+    ]
+    return sorted(tried, key=lambda chosen: (sum(step.weight for step in chosen), len(chosen)))
+
+
+def _applied(steps: tuple[_Step, ...], job: Job, hardware: HardwareConfig) -> tuple[Job, HardwareConfig] | None:
+    """The job with these steps taken, or None where it does not fit or cannot be laid out."""
+    try:
+        for step in steps:
+            job, hardware = step.apply(job, hardware)
+        return (job, hardware) if fits(job, hardware) else None
+    except PlacementError:
+        return None
+
+
+def _steps(job: Job, hardware: HardwareConfig) -> Iterator[_Step]:
+    yield from _sizes(job, hardware)
+    yield from _draft(job)
+    for quantization in (Quantization.int8, Quantization.nf4):
+        if job.target.quantization is Quantization.none:
+            target = replace(job.target, quantization=quantization)
+            weight = 3 if quantization is Quantization.int8 else 5
+            yield _step("precision", weight, f"model.quantization={quantization.name}", target=target)
+    if hardware.network:
+        for num_nodes in range(hardware.num_nodes + 1, MOST_NODES + 1):
+            spread = partial(_on_nodes, num_nodes=num_nodes)
+            yield _Step(kind="nodes", weight=4 + num_nodes, setting=f"hardware.num_nodes={num_nodes}", apply=spread)
+    for index, name in enumerate(reversed(_smaller(job.target.name))):
+        yield _step("target", 8 + index, f"model={name}", target=planned_model(catalogue.load(name)))
+
+
+def _sizes(job: Job, hardware: HardwareConfig) -> Iterator[_Step]:
+    rows = max(largest_batch(job, hardware, limit=job.batch_size), 1)
+    if rows < job.batch_size:
+        yield _step("batch", 1, f"batch_size={rows}", batch_size=rows)
+    prompt = largest_context(job, hardware) - job.max_new_tokens
+    if 0 < prompt < job.prompt_tokens:
+        yield _step("context", 1, f"prompt_tokens={prompt}", prompt_tokens=prompt)
+
+
+def _draft(job: Job) -> Iterator[_Step]:
+    if job.draft is None:
+        return
+    if job.draft_kind is not DraftLayout.sharded and len(job.target_ranks) > 1:
+        sharded = DraftLayout.sharded
+        setting = f"placement.draft.kind={sharded.name}"
+        yield _step("placement", 1, setting, draft_kind=sharded, draft_ranks=job.target_ranks)
+    for index, name in enumerate(reversed(_smaller(job.draft.name))):
+        yield _step("draft", 2 + index, f"draft={name}", draft=planned_model(catalogue.load(name)))
+    yield _step("draft", 6, "draft=none", draft=None, draft_ranks=())
+
+
+def _step(kind: str, weight: int, setting: str, **fields: Any) -> _Step:  # noqa: ANN401 - fields of a job
+    """A setting that changes fields of the job and nothing else."""
+    return _Step(kind=kind, weight=weight, setting=setting, apply=partial(_with_fields, fields=fields))
+
+
+def _with_fields(job: Job, hardware: HardwareConfig, *, fields: dict[str, Any]) -> tuple[Job, HardwareConfig]:
+    return replace(job, **fields), hardware
+
+
+def _smaller(name: str) -> list[str]:
+    """Smaller models of the same family and vocabulary, the smallest first."""
+    return catalogue.smaller_relatives(catalogue.load(name)) if name in catalogue.names() else []
+
+
+def _on_nodes(job: Job, hardware: HardwareConfig, num_nodes: int) -> tuple[Job, HardwareConfig]:
+    """The same job over all ranks of more nodes; a draft on the target's ranks goes with it."""
+    ranks = tuple(range(hardware.num_gpus * num_nodes))
+    followed = bool(job.draft) and job.draft_ranks == job.target_ranks
+    changed = replace(job, target_ranks=ranks, draft_ranks=ranks if followed else job.draft_ranks)
+    return changed, replace(hardware, num_nodes=num_nodes)

@@ -1,0 +1,180 @@
+"""What is to be planned, with every choice made: models, ranks, sizes.
+
+Made from a plan's config, or from a run's (`tasks.plan`). Nothing is worked out here but which rank does what.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llama_ssp.config.hardware import HardwareConfig
+from llama_ssp.config.plan import DraftLayout, PlanConfig, PlanPlacement, TargetLayout
+from llama_ssp.config.schema import Dtype, ModelConfig, ModelShape, Quantization
+from llama_ssp.errors import CheckpointError, ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedModel:
+    """A model in the precision it will have; `dtype` is never `auto`."""
+
+    name: str
+    shape: ModelShape
+    dtype: Dtype
+    quantization: Quantization
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """Everything that memory and time follow from.
+
+    Attributes:
+        target, draft: the models; no draft means plain decoding.
+        target_kind, draft_kind: how each is laid out.
+        target_ranks, draft_ranks: on which ranks, in order.
+        num_draft_tokens: K.
+        acceptance: probability that a drafted token is accepted; None takes the catalogue's.
+        batch_size: rows decoded together.
+        prompt_tokens, max_new_tokens: of the longest row.
+        cuda_graphs: whether forwards are captured; without, every operator is launched from Python.
+    """
+
+    target: PlannedModel
+    draft: PlannedModel | None
+    target_kind: TargetLayout
+    target_ranks: tuple[int, ...]
+    draft_kind: DraftLayout
+    draft_ranks: tuple[int, ...]
+    num_draft_tokens: int
+    acceptance: float | None
+    batch_size: int
+    prompt_tokens: int
+    max_new_tokens: int
+    cuda_graphs: bool
+
+    @property
+    def num_slots(self) -> int:
+        """Cache slots of a row: its tokens, and K + 1 that a round may write beyond them."""
+        return self.prompt_tokens + self.max_new_tokens + self.round_rows
+
+    @property
+    def round_rows(self) -> int:
+        """Positions per row that the target's forward of a round has: K + 1, or 1 without a draft."""
+        return self.num_draft_tokens + 1 if self.draft else 1
+
+
+def settle_models(config: PlanConfig) -> None:
+    """Fill in the shape and the number format of models that are known by their folder alone.
+
+    Raises:
+        ConfigError: there is neither a shape nor a folder.
+        CheckpointError: a folder's config.json does not describe a model.
+    """
+    for model in (config.model, config.draft.model):
+        if model is not None:
+            settled = planned_model(model)
+            model.shape, model.dtype = settled.shape, settled.dtype
+
+
+def make_job(config: PlanConfig, hardware: HardwareConfig) -> Job:
+    """Decide what a checked config leaves open.
+
+    Raises:
+        ConfigError: a model has neither a shape nor a folder to read it from.
+        CheckpointError: a folder's config.json does not describe a model.
+    """
+    draft = planned_model(config.draft.model) if config.draft.model else None
+    target_ranks, draft_ranks = _lay_out(config.placement, hardware.num_ranks, has_draft=draft is not None)
+    return Job(
+        target=planned_model(config.model),
+        draft=draft,
+        target_kind=config.placement.target.kind,
+        target_ranks=target_ranks,
+        draft_kind=config.placement.draft.kind,
+        draft_ranks=draft_ranks,
+        num_draft_tokens=config.speculation.num_draft_tokens,
+        acceptance=config.speculation.acceptance,
+        batch_size=config.batch_size,
+        prompt_tokens=config.prompt_tokens,
+        max_new_tokens=config.max_new_tokens,
+        cuda_graphs=config.cuda_graphs and hardware.device == "cuda",
+    )
+
+
+def _lay_out(placement: PlanPlacement, num_ranks: int, *, has_draft: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Ranks of target and draft."""
+    target, draft = placement.target, placement.draft
+    apart = has_draft and draft.kind is DraftLayout.own_gpu
+    draft_ranks = tuple(draft.ranks or ())
+    if apart and not draft_ranks:
+        draft_ranks = tuple(range(num_ranks - (draft.tp_size or 1), num_ranks))
+    left = [rank for rank in range(num_ranks) if not (apart and rank in draft_ranks)]
+    target_ranks = tuple(target.ranks or left[: target.tp_size or len(left)])
+    if not has_draft:
+        return target_ranks, ()
+    if not draft_ranks:
+        size = 1 if draft.kind is DraftLayout.one_rank else draft.tp_size or len(target_ranks)
+        draft_ranks = target_ranks[:size]
+    return target_ranks, draft_ranks
+
+
+def planned_model(model: ModelConfig) -> PlannedModel:
+    """Settle a model's shape and number format; a folder's config.json is their only source where the entry has none.
+
+    Raises:
+        ConfigError: there is neither a shape nor a folder.
+        CheckpointError: the folder's config.json does not describe a model.
+    """
+    shape, dtype = model.shape, model.dtype
+    if shape is None:
+        if model.path is None:
+            raise ConfigError(f"model={model.name} needs model.path=DIR, a folder with config.json")
+        shape, stored = read_config(Path(model.path))
+        dtype = stored if dtype is Dtype.auto else dtype
+    return PlannedModel(
+        name=model.name,
+        shape=shape,
+        dtype=Dtype.fp32 if dtype is Dtype.auto else dtype,
+        quantization=model.quantization,
+    )
+
+
+_ALIASES = {
+    "num_hidden_layers": ("num_layers", "n_layer"),
+    "num_attention_heads": ("num_heads", "n_head"),
+    "hidden_size": ("n_embd",),
+}
+
+
+def read_config(folder: Path) -> tuple[ModelShape, Dtype]:
+    """Read the sizes and the number format of a checkpoint from its config.json.
+
+    Raises:
+        CheckpointError: the file is missing, is not JSON, or lacks a size.
+    """
+    file = folder / "config.json"
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} cannot be read ({error}): a folder with config.json is required") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file} holds no JSON object: copy or download it again")
+    sizes: dict[str, Any] = {}
+    for key in ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size", "max_position_embeddings"):
+        found = [content[name] for name in (key, *_ALIASES.get(key, ())) if isinstance(content.get(name), int)]
+        sizes[key] = found[0] if found else None
+    missing = [key for key, value in sizes.items() if value is None or value < 1]
+    if missing or not isinstance(content.get("model_type"), str):
+        wanting = ", ".join(missing) or "model_type"
+        raise CheckpointError(f"{file} lacks {wanting}: a config.json as save_pretrained writes it is required")
+    num_heads = sizes["num_attention_heads"]
+    shape = ModelShape(
+        model_type=content["model_type"],
+        num_key_value_heads=content.get("num_key_value_heads") or num_heads,
+        head_dim=content.get("head_dim") or sizes["hidden_size"] // num_heads,
+        intermediate_size=content.get("intermediate_size") or 4 * sizes["hidden_size"],
+        tie_word_embeddings=bool(content.get("tie_word_embeddings", content["model_type"] == "gpt_neo")),
+        **sizes,
+    )
+    stored = str(content.get("dtype") or content.get("torch_dtype") or Dtype.fp32.value)
+    return shape, next((dtype for dtype in Dtype if dtype.value == stored), Dtype.fp32)

@@ -1,0 +1,291 @@
+"""How many bytes each rank needs, item by item: arithmetic on a job and a machine, before anything is loaded.
+
+Weights and caches are exact. Activations, logits and graphs follow what the loop keeps alive at its widest moments.
+Device context, communication buffers and graph nodes are figures of the machine, or named estimates below.
+
+Shapes: B sequences, T positions, W = K + 1 positions of a round, V vocabulary, E hidden size, I MLP units, D head dim.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+
+from llama_ssp.config.hardware import HardwareConfig
+from llama_ssp.config.plan import DraftLayout, TargetLayout
+from llama_ssp.errors import PlacementError
+from llama_ssp.planning.job import Job, PlannedModel
+from llama_ssp.planning.sharding import RankShard, split_blocks, split_model
+from llama_ssp.planning.weights import DTYPE_BYTES, Inventory, WeightBytes, inventory, shares, weight_bytes
+
+PREFILL_CHUNK = 512
+BUCKET_STEP = {"cuda": 256, "cpu": 64}
+GRAPH_NODE_BYTES = 32 * 1024
+"""Memory of one kernel in a captured graph; estimate from logs of serving engines (0.3-1 GiB for 67 graphs)."""
+KERNELS_PER_LAYER = 12
+SLACK_SHARE = 0.02
+"""What a caching allocator reserves and cannot use, as a share of what it serves; estimate."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """Bytes on one rank, all at the same time, and what it has.
+
+    `target_repeated_bytes` and `draft_repeated_bytes` are those weights that every rank of the model holds whole:
+    norms, row scales, uncut tables. They are part of the weights, and `target_row_scale_bytes` and
+    `draft_row_scale_bytes` are the part of them that quantized row-parallel matrices need.
+    """
+
+    rank: int
+    target_weights_bytes: int
+    draft_weights_bytes: int
+    target_cache_bytes: int
+    draft_cache_bytes: int
+    logits_bytes: int
+    activations_bytes: int
+    graphs_bytes: int
+    collectives_bytes: int
+    context_bytes: int
+    slack_bytes: int
+    total_bytes: int
+    loading_peak_bytes: int
+    capacity_bytes: int
+    target_repeated_bytes: int
+    draft_repeated_bytes: int
+    target_row_scale_bytes: int
+    draft_row_scale_bytes: int
+    target_heads: int
+
+    @property
+    def needed_bytes(self) -> int:
+        """The larger of the two peaks: while loading and while running."""
+        return max(self.total_bytes, self.loading_peak_bytes)
+
+    @property
+    def free_bytes(self) -> int:
+        """What is left; negative where the plan does not fit."""
+        return self.capacity_bytes - self.needed_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether this rank can hold its part."""
+        return self.free_bytes >= 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """What one rank holds of one model; `width` counts query and key-value heads' dims, for activations."""
+
+    weights: WeightBytes
+    cache_bytes: int
+    num_heads: int
+    width: int
+    units: int
+    vocabulary: int
+
+
+def rank_shares(model: PlannedModel, *, num_ranks: int, kind: TargetLayout) -> tuple[Inventory, ...]:
+    """What each of a model's ranks holds.
+
+    Raises:
+        PlacementError: the model cannot be laid out so.
+    """
+    shape = model.shape
+    if kind is TargetLayout.accelerate:
+        parts = split_blocks(shape.num_hidden_layers, num_ranks)
+        whole = inventory(shape)
+        return tuple(
+            whole.of_layers(len(part), first=rank == 0, last=rank == num_ranks - 1) for rank, part in enumerate(parts)
+        )
+    if kind is TargetLayout.deepspeed and num_ranks > 1:
+        if shape.num_key_value_heads % num_ranks:
+            message = (
+                f"DeepSpeed shares heads evenly, and {shape.num_key_value_heads} key-value heads are no multiple of "
+                f"{num_ranks} ranks: use placement.target.kind=tensor"
+            )
+            raise PlacementError(message)
+        whole = inventory(shape)
+        return tuple(
+            replace(share, embeddings=whole.embeddings, head=whole.head) for share in shares(shape, num_ranks=num_ranks)
+        )
+    return shares(shape, num_ranks=num_ranks)
+
+
+def _parts(job: Job, model: PlannedModel, *, num_ranks: int, kind: TargetLayout, num_rows: int) -> tuple[_Part, ...]:
+    shape, size = model.shape, DTYPE_BYTES[model.dtype]
+    in_a_row = kind is TargetLayout.accelerate
+    shards: tuple[RankShard, ...] = split_model(shape, num_ranks=1 if in_a_row else num_ranks)
+    parts = []
+    for rank, held in enumerate(rank_shares(model, num_ranks=num_ranks, kind=kind)):
+        shard = shards[0 if in_a_row else rank]
+        num_kv_heads = len(shard.heads.kv_heads)
+        slot_bytes = 2 * num_kv_heads * shape.head_dim * size
+        parts.append(
+            _Part(
+                weights=weight_bytes(held, dtype=model.dtype, quantization=model.quantization),
+                cache_bytes=held.num_layers * slot_bytes * num_rows * job.num_slots,
+                num_heads=len(shard.heads.query_heads),
+                width=(len(shard.heads.query_heads) + 2 * num_kv_heads) * shape.head_dim,
+                units=len(shard.mlp_units),
+                vocabulary=len(shard.vocabulary),
+            )
+        )
+    return tuple(parts)
+
+
+def target_parts(job: Job) -> dict[int, _Part]:
+    """The target's part on each of its ranks."""
+    parts = _parts(job, job.target, num_ranks=len(job.target_ranks), kind=job.target_kind, num_rows=job.batch_size)
+    return dict(zip(job.target_ranks, parts, strict=True))
+
+
+def draft_parts(job: Job) -> dict[int, _Part]:
+    """The draft's part on each of its ranks: a slice, or all of it where it is replicated or alone."""
+    if job.draft is None:
+        return {}
+    num_ranks = len(job.draft_ranks)
+    if job.draft_kind is DraftLayout.replicated:
+        num_rows = -(-job.batch_size // num_ranks)
+        (part,) = _parts(job, job.draft, num_ranks=1, kind=TargetLayout.tensor, num_rows=num_rows)
+        return dict.fromkeys(job.draft_ranks, part)
+    parts = _parts(job, job.draft, num_ranks=num_ranks, kind=TargetLayout.tensor, num_rows=job.batch_size)
+    return dict(zip(job.draft_ranks, parts, strict=True))
+
+
+def memory(job: Job, hardware: HardwareConfig) -> tuple[RankMemory, ...]:
+    """Every rank's bytes, by rank.
+
+    Raises:
+        PlacementError: a model cannot be laid out as asked.
+    """
+    targets, drafts = target_parts(job), draft_parts(job)
+    ranks = sorted({*targets, *drafts})
+    shared = hardware.memory_bytes // hardware.num_gpus if hardware.device == "cpu" else hardware.memory_bytes
+    decider = job.draft_ranks[0] if job.draft_ranks else job.target_ranks[0]
+    return tuple(
+        _rank_memory(
+            job, hardware, rank, targets.get(rank), drafts.get(rank),
+            capacity_bytes=shared, decides=rank == decider, num_ranks=len(ranks),
+        )
+        for rank in ranks
+    )  # fmt: skip
+
+
+def _rank_memory(
+    job: Job,
+    hardware: HardwareConfig,
+    rank: int,
+    target: _Part | None,
+    draft: _Part | None,
+    *,
+    capacity_bytes: int,
+    decides: bool,
+    num_ranks: int,
+) -> RankMemory:
+    weights = [part.weights for part in (target, draft) if part]
+    served = {
+        "target_weights_bytes": target.weights.total_bytes if target else 0,
+        "draft_weights_bytes": draft.weights.total_bytes if draft else 0,
+        "target_cache_bytes": target.cache_bytes if target else 0,
+        "draft_cache_bytes": draft.cache_bytes if draft else 0,
+        "logits_bytes": _logits_bytes(job, decides=decides),
+        "activations_bytes": max(
+            _activation_bytes(job, hardware, job.target, target),
+            _activation_bytes(job, hardware, job.draft, draft) if job.draft else 0,
+        ),
+    }
+    fixed = {
+        "graphs_bytes": _graph_bytes(job, hardware, draft) if job.cuda_graphs else 0,
+        "collectives_bytes": hardware.collective_bytes if num_ranks > 1 else 0,
+        "context_bytes": hardware.context_bytes,
+        "slack_bytes": int(SLACK_SHARE * sum(served.values())) if hardware.device == "cuda" else 0,
+    }
+    loading = sum(part.total_bytes for part in weights) + max(part.largest_bytes for part in weights)
+    return RankMemory(
+        rank=rank,
+        **served,
+        **fixed,
+        total_bytes=sum(served.values()) + sum(fixed.values()),
+        loading_peak_bytes=loading + hardware.context_bytes + fixed["collectives_bytes"],
+        capacity_bytes=capacity_bytes,
+        target_repeated_bytes=target.weights.on_every_rank_bytes if target else 0,
+        draft_repeated_bytes=draft.weights.on_every_rank_bytes if draft else 0,
+        target_row_scale_bytes=target.weights.repeated_scale_bytes if target else 0,
+        draft_row_scale_bytes=draft.weights.repeated_scale_bytes if draft else 0,
+        target_heads=target.num_heads if target else 0,
+    )
+
+
+def _logits_bytes(job: Job, *, decides: bool) -> int:
+    """Logits of a round on every rank (gathered, then in fp32); on the deciding rank the rule's probabilities too.
+
+    The rule holds the target's and the draft's probabilities in fp32, and one fp64 cumulative sum per row to draw from.
+    """
+    size, rows, vocabulary = DTYPE_BYTES[job.target.dtype], job.round_rows, job.target.shape.vocab_size
+    logits = rows * (2 * size * (len(job.target_ranks) > 1) + 4)
+    num_draft_tokens = rows - 1
+    rule = 4 * rows + 4 * num_draft_tokens + 8 if decides else 0
+    return job.batch_size * vocabulary * (logits + rule)
+
+
+def _activation_bytes(job: Job, hardware: HardwareConfig, model: PlannedModel, part: _Part | None) -> int:
+    """The widest moment of a chunk of prefill: the residual and its norm, then attention or the MLP, and the mask."""
+    if part is None:
+        return 0
+    shape, size = model.shape, DTYPE_BYTES[model.dtype]
+    rows = min(PREFILL_CHUNK, job.prompt_tokens)
+    bucket = bucket_of(job.prompt_tokens, job.num_slots, hardware)
+    wide = max(2 * part.width, 3 * part.units)
+    mask = rows * bucket * (1 + size)
+    return job.batch_size * (rows * (3 * shape.hidden_size + wide) * size + mask)
+
+
+def _graph_bytes(job: Job, hardware: HardwareConfig, draft: _Part | None) -> int:
+    """Captured graphs: for each width of the cache the target's plain and round forwards, and two draft steps."""
+    num_buckets = -(-job.num_slots // BUCKET_STEP[hardware.device])
+    layers = (2 if job.draft else 1) * job.target.shape.num_hidden_layers
+    if job.draft and draft:
+        layers += 2 * job.draft.shape.num_hidden_layers
+    return num_buckets * layers * KERNELS_PER_LAYER * GRAPH_NODE_BYTES
+
+
+def bucket_of(num_tokens: int, num_slots: int, hardware: HardwareConfig) -> int:
+    """Cache slots that a forward reads when `num_tokens` of a row are filled."""
+    step = BUCKET_STEP[hardware.device]
+    return min(-(-num_tokens // step) * step, num_slots)
+
+
+def kv_bytes_per_token(model: PlannedModel) -> int:
+    """Keys and values of one token in all layers, over all ranks."""
+    shape = model.shape
+    return 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim * DTYPE_BYTES[model.dtype]
+
+
+def fits(job: Job, hardware: HardwareConfig) -> bool:
+    """Whether every rank has room for its part."""
+    return all(rank.fits for rank in memory(job, hardware))
+
+
+def largest_batch(job: Job, hardware: HardwareConfig, *, limit: int = 4096) -> int:
+    """The most rows that fit at this context; 0 when not even one does."""
+    return _largest(lambda rows: fits(replace(job, batch_size=rows), hardware), limit)
+
+
+def largest_context(job: Job, hardware: HardwareConfig) -> int:
+    """The longest row, prompt and new tokens together, that fits at this batch size and within the models' contexts."""
+    models = [job.target, *([job.draft] if job.draft else [])]
+    limit = min(model.shape.max_position_embeddings for model in models) - job.max_new_tokens
+    prompt = _largest(lambda tokens: fits(replace(job, prompt_tokens=tokens), hardware), limit)
+    return prompt + job.max_new_tokens if prompt else 0
+
+
+def _largest(holds: Callable[[int], bool], limit: int) -> int:
+    """The largest number up to `limit` for which a property of all smaller ones still holds; 0 when it never does."""
+    low, high = 0, limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle - 1)
+    return low
+
+
+def as_items(rank: RankMemory) -> dict[str, int | bool]:
+    """All figures of a rank, the derived ones included."""
+    return asdict(rank) | {"needed_bytes": rank.needed_bytes, "free_bytes": rank.free_bytes, "fits": rank.fits}

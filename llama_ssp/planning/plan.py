@@ -1,0 +1,213 @@
+"""A whole plan: memory, time and advice of one job on one machine, and the document that JSON, table and figure show.
+
+The document's fields are described in docs/PLAN.md; `plan_version` changes when one of them is renamed or removed.
+"""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from llama_ssp.config.hardware import HardwareConfig
+from llama_ssp.errors import CapacityError
+from llama_ssp.planning import advice
+from llama_ssp.planning.changes import Change, smallest_changes
+from llama_ssp.planning.job import Job, PlannedModel
+from llama_ssp.planning.memory import RankMemory, as_items, kv_bytes_per_token, largest_batch, largest_context, memory
+from llama_ssp.planning.roofline import ForwardTime
+from llama_ssp.planning.timing import Timing, timing
+from llama_ssp.planning.weights import inventory, weight_bytes
+
+PLAN_VERSION = 1
+GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What can be known of a job before it runs.
+
+    Attributes:
+        job, hardware: what was planned.
+        ranks: memory of each rank.
+        timing: seconds.
+        largest_batch: the most rows that fit at this context; 0 when none does.
+        largest_context: the longest row that fits at this batch size.
+        warnings: choices that cannot gain.
+        notes: what this version cannot run, and facts that the figures do not show.
+        changes: what would make it fit, the smallest first; empty when it fits.
+    """
+
+    job: Job
+    hardware: HardwareConfig
+    ranks: tuple[RankMemory, ...]
+    timing: Timing
+    largest_batch: int
+    largest_context: int
+    warnings: tuple[str, ...]
+    notes: tuple[str, ...]
+    changes: tuple[Change, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank has room."""
+        return all(rank.fits for rank in self.ranks)
+
+    @property
+    def fullest(self) -> RankMemory:
+        """The rank with the least room."""
+        return min(self.ranks, key=lambda rank: rank.free_bytes)
+
+
+def make_plan(job: Job, hardware: HardwareConfig) -> Plan:
+    """Work everything out.
+
+    Raises:
+        PlacementError: a model cannot be laid out as asked.
+    """
+    ranks, timed = memory(job, hardware), timing(job, hardware)
+    fitting = all(rank.fits for rank in ranks)
+    fullest = min(ranks, key=lambda rank: rank.free_bytes)
+    heads = tuple(rank.target_heads for rank in ranks if rank.rank in job.target_ranks)
+    return Plan(
+        job=job,
+        hardware=hardware,
+        ranks=ranks,
+        timing=timed,
+        largest_batch=largest_batch(job, hardware),
+        largest_context=largest_context(job, hardware),
+        warnings=tuple(advice.warnings(job, hardware, timed)),
+        notes=tuple(advice.notes(job, heads, fullest.rank)),
+        changes=() if fitting else tuple(smallest_changes(job, hardware)),
+    )
+
+
+def require_room(plan: Plan) -> None:
+    """Refuse a plan that does not fit.
+
+    Raises:
+        CapacityError: names the fullest rank, what fills it, and the smallest change that fits.
+    """
+    if not plan.fits:
+        raise CapacityError(shortage(plan))
+
+
+def shortage(plan: Plan) -> str:
+    """One sentence: what is needed, of what, and what would fit."""
+    full = plan.fullest
+    names = {
+        "target": full.target_weights_bytes,
+        "draft": full.draft_weights_bytes,
+        "cache": full.target_cache_bytes + full.draft_cache_bytes,
+        "activations and logits": full.activations_bytes + full.logits_bytes,
+        "graphs": full.graphs_bytes,
+        "context, collectives and slack": full.context_bytes + full.collectives_bytes + full.slack_bytes,
+    }
+    items = ", ".join(f"{name} {size / GIB:.1f}" for name, size in names.items() if size >= GIB / 20)
+    loading = " while loading" if full.loading_peak_bytes > full.total_bytes else ""
+    needed, capacity = full.needed_bytes / GIB, full.capacity_bytes / GIB
+    start = f"rank {full.rank} needs {needed:.1f} GiB{loading} ({items}) of {capacity:.1f} GiB"
+    if not plan.changes:
+        return f"{start}; none of the changes that were tried fits: name a bigger machine with hardware=NAME"
+    smallest, *runnable = plan.changes
+    sentence = (
+        f"{start}; the smallest change that fits: {' '.join(smallest.settings)} ({smallest.needed_bytes / GIB:.1f} GiB)"
+    )
+    if smallest.not_run_yet:
+        sentence += f", which this version plans but cannot run yet ({', '.join(smallest.not_run_yet)})"
+    if runnable:
+        sentence += (
+            f"; the smallest that it runs: {' '.join(runnable[0].settings)} ({runnable[0].needed_bytes / GIB:.1f} GiB)"
+        )
+    return sentence
+
+
+def document(plan: Plan) -> dict[str, Any]:
+    """Everything in a plan, ready for JSON."""
+    job, hardware = plan.job, plan.hardware
+    return {
+        "plan_version": PLAN_VERSION,
+        "fits": plan.fits,
+        "hardware": _hardware(hardware),
+        "target": _model(job.target, plan, prefix="target") | {
+            "kind": job.target_kind.name,
+            "ranks": list(job.target_ranks),
+            "heads_per_rank": [rank.target_heads for rank in plan.ranks if rank.rank in job.target_ranks],
+        },
+        "draft": _model(job.draft, plan, prefix="draft") | {"kind": job.draft_kind.name, "ranks": list(job.draft_ranks)}
+        if job.draft
+        else None,
+        "job": {
+            "batch_size": job.batch_size,
+            "prompt_tokens": job.prompt_tokens,
+            "max_new_tokens": job.max_new_tokens,
+            "num_draft_tokens": job.num_draft_tokens if job.draft else 0,
+            "num_slots": job.num_slots,
+            "cuda_graphs": job.cuda_graphs,
+        },
+        "memory": [as_items(rank) for rank in plan.ranks],
+        "largest_rank": plan.fullest.rank,
+        "largest_batch": plan.largest_batch,
+        "largest_context": plan.largest_context,
+        "time": time_document(plan.timing),
+        "warnings": list(plan.warnings),
+        "notes": list(plan.notes),
+        "shortage": None if plan.fits else shortage(plan),
+        "changes": [asdict(change) for change in plan.changes],
+    }  # fmt: skip
+
+
+def _hardware(hardware: HardwareConfig) -> dict[str, Any]:
+    figures = asdict(hardware)
+    profiles = figures.pop("profiles")
+    return figures | {"measured_for_ranks": [profile["num_ranks"] for profile in profiles]}
+
+
+def _model(model: PlannedModel, plan: Plan, *, prefix: str) -> dict[str, Any]:
+    """A model's exact sizes: once, and what its ranks hold more than once."""
+    whole = inventory(model.shape)
+    once = weight_bytes(whole, dtype=model.dtype, quantization=model.quantization)
+    held = sum(getattr(rank, f"{prefix}_weights_bytes") for rank in plan.ranks)
+    tables = [*whole.embeddings, *([whole.head] if whole.head else [])]
+    biases = sum(matrix.num_rows for matrix in whole.layer if matrix.has_bias)
+    layer = sum(matrix.num_elements for matrix in whole.layer) + whole.layer_vectors + biases
+    return {
+        "name": model.name,
+        "dtype": model.dtype.name,
+        "quantization": model.quantization.name,
+        "num_parameters": whole.num_layers * layer + sum(m.num_elements for m in tables) + whole.final_vectors,
+        "weights_bytes": once.total_bytes,
+        "repeated_bytes": held - once.total_bytes,
+        "kv_bytes_per_token": kv_bytes_per_token(model),
+    }
+
+
+def time_document(timed: Timing) -> dict[str, Any]:
+    """Times in milliseconds, ratios, and what they rest on."""
+
+    def ms(seconds: float | None) -> float | None:
+        return None if seconds is None else 1e3 * seconds
+
+    def parts(forward: ForwardTime | None) -> dict[str, float] | None:
+        if forward is None:
+            return None
+        seconds = asdict(forward) | {"total_s": forward.total_s}
+        return {f"{name.removesuffix('_s')}_ms": 1e3 * value for name, value in seconds.items()}
+
+    return {
+        "plain_ms_per_token": ms(timed.plain_s),
+        "speculative_ms_per_token": ms(timed.speculative_s),
+        "speedup": timed.speedup,
+        "plain_run_ms_per_token": ms(timed.plain_run_s),
+        "speculative_run_ms_per_token": ms(timed.speculative_run_s),
+        "prefill_ms": ms(timed.prefill_s),
+        "round_ms": ms(timed.round_s),
+        "draft_step_ms": ms(timed.draft_forward_s),
+        "other_ms": ms(timed.other_s),
+        "target_forward": parts(timed.target_forward),
+        "verify_forward": parts(timed.verify_forward),
+        "cost_ratio": timed.cost_ratio,
+        "acceptance": timed.acceptance and timed.acceptance.probability,
+        "acceptance_source": timed.acceptance and timed.acceptance.source,
+        "tokens_per_round": timed.tokens_per_round,
+        "best_num_draft_tokens": timed.best_num_draft_tokens,
+        "speculative_ms_per_token_by_k": [1e3 * seconds for seconds in timed.by_num_draft_tokens],
+        "limit_share": timed.limit_share,
+    }

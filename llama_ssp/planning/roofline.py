@@ -1,0 +1,261 @@
+"""How long one forward of a model takes: bytes over bandwidth, FLOPs over rate, and what is neither.
+
+Two sources of figures, one shape of sum. A machine that `task=calibrate` has measured brings a profile: times of linear
+layers by size and rows, of a layer's other operators, of collectives by size. Any other machine has data sheets:
+bandwidth, matrix rate, the time of a kernel, the latency and bandwidth of its links.
+
+    forward = layers x (matrices + keys and values read + operators + 2 all-reduces) + frame + head + gathered logits
+
+Shapes: B sequences, T positions of each, E hidden size, V vocabulary, R ranks.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+from llama_ssp.config.hardware import HardwareConfig, LinearPoint, Profile, RowsPoint
+from llama_ssp.config.plan import TargetLayout
+from llama_ssp.config.schema import Dtype, Quantization
+from llama_ssp.planning.curves import between, line
+from llama_ssp.planning.job import PlannedModel
+from llama_ssp.planning.memory import KERNELS_PER_LAYER, rank_shares
+from llama_ssp.planning.weights import DTYPE_BYTES, LLAMA_KIND, Inventory, Matrix, packed_bytes
+
+COPY_SHARE = 0.83
+"""What a plain copy reaches of the data sheet's bandwidth, where not measured: 1.7 of 2.039 TB/s on an A100-80GB."""
+OPERATORS_PER_LAYER = 25
+"""Operators that the lean decoder launches for a layer, views included; the library's modules launch about 50."""
+LIBRARY_SHARE = 2.0
+MEASURED_SLOTS = 64
+"""Slots of the cache that are read while a profile's layers are timed."""
+KERNELS_PER_FRAME = 8
+"""Embedding, mask, rotary angles, last norm, head and its conversion to fp32."""
+BNB_INT8_SLOWDOWN = 4.0
+"""bitsandbytes int8 against fp16 on GPUs, published as 3-5x; nearly flat from 1 to K + 1 rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seat:
+    """A model on its ranks.
+
+    Attributes:
+        model: the model.
+        kind: cut across its ranks, or its layers in a row over them.
+        ranks: world ranks.
+        cuda_graphs: whether forwards are captured.
+        num_active: ranks of a node that work at the same time, which decides the profile.
+        shares: what its ranks hold; of equal ones only one where they work at the same time.
+    """
+
+    model: PlannedModel
+    kind: TargetLayout
+    ranks: tuple[int, ...]
+    cuda_graphs: bool
+    num_active: int
+    shares: tuple[Inventory, ...]
+
+    @classmethod
+    def of(
+        cls, model: PlannedModel, kind: TargetLayout, ranks: tuple[int, ...], *, cuda_graphs: bool, num_active: int
+    ) -> "Seat":
+        """Lay a model out over its ranks.
+
+        Raises:
+            PlacementError: that is not possible.
+        """
+        shares = rank_shares(model, num_ranks=len(ranks), kind=kind)
+        if kind is not TargetLayout.accelerate:
+            shares = tuple(dict.fromkeys(shares))
+        return cls(model=model, kind=kind, ranks=ranks, cuda_graphs=cuda_graphs, num_active=num_active, shares=shares)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardTime:
+    """Seconds of one forward, by cause; the slowest rank counts."""
+
+    matrices_s: float
+    attention_s: float
+    operators_s: float
+    collectives_s: float
+
+    @property
+    def total_s(self) -> float:
+        """All of it; the parts do not overlap."""
+        return self.matrices_s + self.attention_s + self.operators_s + self.collectives_s
+
+
+def bandwidth(hardware: HardwareConfig) -> float:
+    """Bytes/s that a long read reaches."""
+    return hardware.copy_bytes_per_s or COPY_SHARE * hardware.bandwidth_bytes_per_s
+
+
+def profile_of(hardware: HardwareConfig, num_active: int) -> Profile | None:
+    """The measured profile whose number of working ranks is nearest, or None for a machine known by data sheets."""
+    return min(hardware.profiles, key=lambda profile: abs(profile.num_ranks - num_active), default=None)
+
+
+def forward_time(
+    seat: Seat, hardware: HardwareConfig, *, batch_size: int, num_positions: int, num_scored: int, bucket: int
+) -> ForwardTime:
+    """Time a forward.
+
+    Args:
+        seat: the model and its ranks.
+        hardware: where.
+        batch_size: B.
+        num_positions: T of each row.
+        num_scored: positions of each row that get logits.
+        bucket: cache slots that attention reads.
+    """
+    rows, scored = batch_size * num_positions, batch_size * num_scored
+    in_a_row = seat.kind is TargetLayout.accelerate
+    matrices = [
+        _matrices_s(seat, hardware, held, rows=rows, scored=scored, has_head=not in_a_row or held is seat.shares[-1])
+        for held in seat.shares
+    ]
+    layers = seat.model.shape.num_hidden_layers
+    return ForwardTime(
+        matrices_s=sum(matrices) if in_a_row else max(matrices),
+        attention_s=_attention_s(seat, hardware, batch_size=batch_size, num_positions=num_positions, num_slots=bucket),
+        operators_s=layers * layer_s(seat, hardware, rows) + frame_s(seat, hardware, rows),
+        collectives_s=_collectives_s(seat, hardware, rows=rows, scored=scored),
+    )
+
+
+def _matrices_s(
+    seat: Seat, hardware: HardwareConfig, held: Inventory, *, rows: int, scored: int, has_head: bool
+) -> float:
+    """All matrix products of one rank."""
+    model = seat.model
+    if profile := profile_of(hardware, seat.num_active):
+        elements = held.num_layers * sum(held.products) + held.output.num_elements
+        price = partial(measured_linear_s, dtype=model.dtype, working_set_bytes=DTYPE_BYTES[model.dtype] * elements)
+        layer = sum(price(profile.linear, elements, rows=rows) for elements in held.products)
+        heads = profile.linear if held.head else profile.tied_head
+        head = price(heads, held.output.num_elements, rows=scored) if has_head else 0.0
+    else:
+        layer = sum(roofline_s(matrix, model, hardware, rows=rows) for matrix in held.layer)
+        unquantized = replace(model, quantization=Quantization.none)
+        head = roofline_s(held.output, unquantized, hardware, rows=scored) if has_head else 0.0
+    return held.num_layers * layer + head
+
+
+def roofline_s(matrix: Matrix, model: PlannedModel, hardware: HardwareConfig, *, rows: int) -> float:
+    """One matrix product with `rows` inputs: reading the matrix, or multiplying, whichever takes longer."""
+    quantization = model.quantization
+    wide = DTYPE_BYTES[model.dtype] * matrix.num_elements
+    read_bytes: float = packed_bytes(matrix, DTYPE_BYTES[model.dtype], quantization)
+    if quantization is Quantization.int8:
+        read_bytes = BNB_INT8_SLOWDOWN * wide
+    elif quantization is Quantization.nf4:
+        # Its kernel for one row is no faster than fp16; more rows are unpacked first, written and read again.
+        read_bytes = wide if rows == 1 else read_bytes + 2 * wide
+    flops = hardware.flops_per_s.get(model.dtype.name) or max(hardware.flops_per_s.values())
+    return max(read_bytes / bandwidth(hardware), 2 * rows * matrix.num_elements / flops)
+
+
+def measured_linear_s(
+    linear: list[LinearPoint], elements: int, *, rows: int, dtype: Dtype, working_set_bytes: int
+) -> float:
+    """Interpolate measured linear layers in the size of the matrix, the rows and the working set."""
+    points = [point for point in linear if point.dtype == dtype.name] or linear
+    sets = sorted({point.working_set_bytes for point in points})
+
+    def at(set_bytes: int) -> float:
+        chosen = [point for point in points if point.working_set_bytes == set_bytes]
+        by_rows = {point.rows: _by_elements(chosen, point.rows, elements) for point in chosen}
+        return line(sorted(by_rows.items()), rows)
+
+    return between([(set_bytes, at(set_bytes)) for set_bytes in sets], working_set_bytes)
+
+
+def _by_elements(points: list[LinearPoint], rows: int, elements: int) -> float:
+    return line(sorted((point.elements, point.s) for point in points if point.rows == rows), elements)
+
+
+def _attention_s(seat: Seat, hardware: HardwareConfig, *, batch_size: int, num_positions: int, num_slots: int) -> float:
+    """Reading the keys and values of `num_slots` slots in all layers, on the rank with the most heads.
+
+    A profile's layers have read MEASURED_SLOTS of them already; what more there are costs by the rows that read.
+    """
+    shape, size = seat.model.shape, DTYPE_BYTES[seat.model.dtype]
+    num_ranks = 1 if seat.kind is TargetLayout.accelerate else len(seat.ranks)
+    num_heads = -(-shape.num_key_value_heads // num_ranks)
+    slot_bytes = 2 * num_heads * shape.head_dim * size * shape.num_hidden_layers * batch_size
+    if profile := profile_of(hardware, seat.num_active):
+        rows = num_positions * shape.num_attention_heads // shape.num_key_value_heads
+        byte_s = line([(point.size, point.s) for point in profile.attention], rows)
+        return max(num_slots - MEASURED_SLOTS, 0) * slot_bytes * byte_s
+    return num_slots * slot_bytes / bandwidth(hardware)
+
+
+def layer_s(seat: Seat, hardware: HardwareConfig, rows: int) -> float:
+    """What a layer takes beside matrices, cache and collectives: its other operators and their launches."""
+    share = 1.0 if seat.model.shape.model_type in LLAMA_KIND else LIBRARY_SHARE
+    if profile := profile_of(hardware, seat.num_active):
+        return share * _by_rows_and_width(profile.layer, rows, seat.model.shape.hidden_size)
+    if seat.cuda_graphs:
+        return KERNELS_PER_LAYER * hardware.kernel_s
+    return share * OPERATORS_PER_LAYER * hardware.launch_s
+
+
+def frame_s(seat: Seat, hardware: HardwareConfig, rows: int) -> float:
+    """What a forward takes beside its layers and the head."""
+    if profile := profile_of(hardware, seat.num_active):
+        return _by_rows_and_width(profile.frame, rows, seat.model.shape.hidden_size)
+    return KERNELS_PER_FRAME * (hardware.kernel_s if seat.cuda_graphs else hardware.launch_s)
+
+
+def _by_rows_and_width(points: list[RowsPoint], rows: int, width: int) -> float:
+    """Interpolate measured operators in both."""
+    widths = sorted({point.width for point in points})
+    return line(
+        [(known, line(sorted((p.rows, p.s) for p in points if p.width == known), rows)) for known in widths], width
+    )
+
+
+def _collectives_s(seat: Seat, hardware: HardwareConfig, *, rows: int, scored: int) -> float:
+    """The embedding's and two all-reduces a layer, and the gathering of logits; or the hops between layers in a row."""
+    if len(seat.ranks) == 1:
+        return 0.0
+    shape, size = seat.model.shape, DTYPE_BYTES[seat.model.dtype]
+    residual_bytes = rows * shape.hidden_size * size
+    if seat.kind is TargetLayout.accelerate:
+        return sum(
+            message_s(hardware, (earlier, later), residual_bytes)
+            for earlier, later in zip(seat.ranks, seat.ranks[1:], strict=False)
+        )
+    reduce_s = all_reduce_s(hardware, seat.ranks, residual_bytes)
+    gather_s = all_reduce_s(hardware, seat.ranks, scored * shape.vocab_size * size / 2)
+    return (2 * shape.num_hidden_layers + 1) * reduce_s + gather_s
+
+
+def all_reduce_s(hardware: HardwareConfig, ranks: tuple[int, ...], num_bytes: float) -> float:
+    """One all-reduce: inside each node, then between nodes; an all-gather moves half of the bytes.
+
+    A ring of n ranks sends 2 (n - 1) / n times the bytes through every link.
+    """
+    profile = profile_of(hardware, len(ranks))
+    if profile and profile.all_reduce:
+        return line([(point.size, point.s) for point in profile.all_reduce], num_bytes)
+    nodes = {rank // hardware.num_gpus for rank in ranks}
+    inside = -(-len(ranks) // len(nodes))
+    seconds = 0.0
+    if inside > 1:
+        seconds += hardware.link.latency_s + 2 * (inside - 1) / inside * num_bytes / hardware.link.bandwidth_bytes_per_s
+    if len(nodes) > 1 and hardware.network:
+        share = num_bytes / inside
+        seconds += hardware.network.latency_s
+        seconds += 2 * (len(nodes) - 1) / len(nodes) * share / hardware.network.bandwidth_bytes_per_s
+    return seconds
+
+
+def message_s(hardware: HardwareConfig, ranks: tuple[int, ...], num_bytes: float) -> float:
+    """One message from a rank to others: a broadcast of ids, or a residual handed on."""
+    if len(ranks) == 1:
+        return 0.0
+    profile = profile_of(hardware, len(ranks))
+    if profile and profile.all_reduce:
+        return line([(point.size, point.s) for point in profile.all_reduce], num_bytes)
+    apart = len({rank // hardware.num_gpus for rank in ranks}) > 1
+    link = hardware.network if apart and hardware.network else hardware.link
+    return link.latency_s + num_bytes / link.bandwidth_bytes_per_s

@@ -1,0 +1,238 @@
+"""A plan in the terminal, drawn from its document (docs/PLAN.md) with rich, which JSON output does without.
+
+Ranks that need the same are one column. Bytes are shown in GiB (in MiB where all is small), times in ms.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from llama_ssp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+GIB, MIB = 2**30, 2**20
+SMALL_BYTES = 4 * GIB
+"""Tables of less than this are in MiB."""
+ITEMS = {
+    "weights, target": "target_weights_bytes",
+    "weights, draft": "draft_weights_bytes",
+    "cache, target": "target_cache_bytes",
+    "cache, draft": "draft_cache_bytes",
+    "logits and rule": "logits_bytes",
+    "activations": "activations_bytes",
+    "CUDA graphs": "graphs_bytes",
+    "collectives": "collectives_bytes",
+    "device context": "context_bytes",
+    "allocator slack": "slack_bytes",
+}
+LEAST_SHOWN_MS = 0.005
+SHORT = {"int8_weight_only": "int8wo"}
+MOST_CHOICES = 8
+"""Choices of one target size that the search shows; JSON has all of them."""
+
+
+def print_plan(plan: Mapping[str, Any], console: "Console | None" = None) -> None:
+    """Print one plan.
+
+    Args:
+        plan: the document.
+        console: where to; standard output by default.
+
+    Raises:
+        ConfigError: rich is not installed.
+    """
+    console = console or _console()
+    console.print(f"\n[bold]{headline(plan)}[/bold]")
+    console.print(_memory_table(plan))
+    console.print(_room(plan))
+    console.print(_time_table(plan))
+    for line in _basis(plan):
+        console.print(line)
+    for warning in plan["warnings"]:
+        console.print(f"[yellow]warning:[/yellow] {warning}")
+    for note in plan["notes"]:
+        console.print(f"[cyan]note:[/cyan] {note}")
+
+
+def headline(plan: Mapping[str, Any]) -> str:
+    """Name models, machine and sizes in one line."""
+    target, draft, job, machine = plan["target"], plan["draft"], plan["job"], plan["hardware"]
+    num_ranks = len({rank["rank"] for rank in plan["memory"]})
+    drafting = f", draft {_named(draft)} {_seated(draft)}, K={job['num_draft_tokens']}" if draft else ""
+    sizes = f"batch {job['batch_size']}, {job['prompt_tokens']} + {job['max_new_tokens']} tokens"
+    return f"{_named(target)} on {num_ranks} x {machine['gpu']} ({machine['name']}){drafting}; {sizes}"
+
+
+def _named(model: Mapping[str, Any]) -> str:
+    return f"{model['name']} {model['dtype'] if model['quantization'] == 'none' else model['quantization']}"
+
+
+def _seated(draft: Mapping[str, Any]) -> str:
+    ranks = draft["ranks"]
+    return f"on rank {ranks[0]}" if len(ranks) == 1 else f"{draft['kind']} over {len(ranks)} ranks"
+
+
+def _memory_table(plan: Mapping[str, Any]) -> "Table":
+    from rich.table import Table  # noqa: PLC0415 - see the module
+
+    groups = _groups(plan["memory"])
+    small = max(rank["needed_bytes"] for _, rank in groups) < SMALL_BYTES
+    unit, name = (MIB, "MiB") if small else (GIB, "GiB")
+    table = Table(title=f"Memory per rank, {name}", title_justify="left", title_style="")
+    table.add_column("", no_wrap=True, min_width=max(map(len, ITEMS)))
+    for group, rank in groups:
+        heads = f"\n{rank['target_heads']} heads" if rank["target_heads"] else ""
+        table.add_column(f"{group}{heads}", justify="right", no_wrap=True)
+    for label, item in ITEMS.items():
+        if any(rank[item] for _, rank in groups):
+            table.add_row(label, *(_amount(rank[item], unit) for _, rank in groups))
+    table.add_section()
+    table.add_row("total", *(f"[bold]{_amount(rank['total_bytes'], unit)}[/bold]" for _, rank in groups))
+    table.add_row("peak while loading", *(_amount(rank["loading_peak_bytes"], unit) for _, rank in groups))
+    table.add_row("capacity", *(_amount(rank["capacity_bytes"], unit) for _, rank in groups))
+    table.add_row("free", *(_amount(rank["free_bytes"], unit) for _, rank in groups))
+    table.add_row("verdict", *("[green]fits[/green]" if rank["fits"] else "[red]too full[/red]" for _, rank in groups))
+    return table
+
+
+def _amount(num_bytes: int, unit: int) -> str:
+    if not num_bytes:
+        return "[dim]-[/dim]"
+    return "<0.01" if 0 < num_bytes < unit / 200 else f"{num_bytes / unit:.2f}"
+
+
+def _groups(ranks: Sequence[Mapping[str, Any]]) -> list[tuple[str, Mapping[str, Any]]]:
+    """Runs of neighbouring ranks with equal figures, under names such as "rank 0" and "ranks 1-7"."""
+
+    def figures(rank: Mapping[str, Any]) -> list[tuple[str, Any]]:
+        return [(key, value) for key, value in rank.items() if key != "rank"]
+
+    groups = []
+    for _, members in groupby(ranks, key=figures):
+        run = list(members)
+        first, last = run[0]["rank"], run[-1]["rank"]
+        groups.append((f"rank {first}" if first == last else f"ranks {first}-{last}", run[0]))
+    return groups
+
+
+def _room(plan: Mapping[str, Any]) -> str:
+    if not plan["fits"]:
+        return "[red]does not fit[/red]"
+    job = plan["job"]
+    return (
+        f"still fits: batch up to {plan['largest_batch']} at {job['prompt_tokens'] + job['max_new_tokens']} tokens, "
+        f"context up to {plan['largest_context']} at batch {job['batch_size']}"
+    )
+
+
+def _time_table(plan: Mapping[str, Any]) -> "Table":
+    from rich.table import Table  # noqa: PLC0415 - see the module
+
+    time, rows = plan["time"], plan["job"]["batch_size"]
+    table = Table(title="Time", title_justify="left", title_style="")
+    for name in ("", "ms/token", "tokens/s", "speed-up", "of which"):
+        table.add_column(name, justify="left" if name in {"", "of which"} else "right")
+    plain = time["plain_ms_per_token"]
+    table.add_row("plain", f"{plain:.2f}", f"{1e3 * rows / plain:.1f}", "", _parts(time["target_forward"]))
+    if plan["draft"]:
+        speculative, speedup = time["speculative_ms_per_token"], time["speedup"]
+        colour = "green" if speedup > 1 else "red"
+        table.add_row(
+            "speculative",
+            f"{speculative:.2f}",
+            f"{1e3 * rows / speculative:.1f}",
+            f"[{colour}]{speedup:.2f}x[/{colour}]",
+            f"round {time['round_ms']:.1f} = {plan['job']['num_draft_tokens']} x {time['draft_step_ms']:.2f} draft, "
+            f"verify {time['verify_forward']['total_ms']:.1f}, other {time['other_ms']:.2f}",
+        )
+    return table
+
+
+def _parts(forward: Mapping[str, float]) -> str:
+    names = ("matrices", "attention", "operators", "collectives")
+    return ", ".join(f"{name} {forward[f'{name}_ms']:.2f}" for name in names if forward[f"{name}_ms"] >= LEAST_SHOWN_MS)
+
+
+def _basis(plan: Mapping[str, Any]) -> list[str]:
+    time = plan["time"]
+    share, prefill_ms = 100 * time["limit_share"], time["prefill_ms"]
+    lines = [f"plain decoding reaches {share:.0f} % of the memory's limit; prompt {prefill_ms:.0f} ms"]
+    if plan["draft"]:
+        lines.append(
+            f"{time['tokens_per_round']:.2f} tokens per round at an acceptance of {time['acceptance']:.2f} "
+            f"({time['acceptance_source']}); c = {time['cost_ratio']:.3f}; best K = {time['best_num_draft_tokens']}"
+        )
+    return lines
+
+
+def print_search(choices: Sequence[Mapping[str, Any]], *, machine: str, console: "Console | None" = None) -> None:
+    """Print the ranking: by target, the largest first, each with its fastest choices and what does not fit struck out.
+
+    Raises:
+        ConfigError: rich is not installed.
+    """
+    console = console or _console()
+    from rich.table import Table  # noqa: PLC0415 - see the module
+
+    table = Table(
+        title=f"Choices on {machine}, ranked by speed; memory of the fullest rank", title_justify="left", title_style=""
+    )
+    for name in ("#", "target", "draft", "K", "ms/token", "gain", "GiB"):
+        table.add_column(name, justify="left" if name in {"target", "draft"} else "right", no_wrap=True)
+    for target in dict.fromkeys(choice["target"] for choice in choices):
+        chosen = [choice for choice in choices if choice["target"] == target]
+        fitting = [choice for choice in chosen if choice["reason"] is None]
+        misfits = _one_per_precision([choice for choice in chosen if choice["reason"] is not None])
+        for choice in [*fitting[:MOST_CHOICES], *misfits]:
+            table.add_row(*_search_row(choice))
+        table.add_section()
+    console.print(table)
+
+
+def _one_per_precision(choices: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The choice that comes nearest to fitting, for each precision."""
+    nearest: dict[str, Mapping[str, Any]] = {}
+    for choice in sorted(choices, key=lambda choice: choice["needed_bytes"] or 0):
+        nearest.setdefault(choice["quantization"], choice)
+    return list(nearest.values())
+
+
+def _search_row(choice: Mapping[str, Any]) -> list[str]:
+    target = f"{choice['target']} {SHORT.get(choice['quantization'], choice['quantization'])}"
+    draft = f"{choice['draft']} {choice['draft_kind']}" if choice["draft"] else "none"
+    if choice["reason"]:
+        return [
+            "",
+            f"[strike]{target}[/strike]",
+            f"[strike]{draft}[/strike]",
+            "",
+            "",
+            "",
+            f"[red]{_shortage(choice)}[/red]",
+        ]
+    return [
+        str(choice["rank"]),
+        target,
+        draft,
+        str(choice["num_draft_tokens"] or ""),
+        f"{choice['ms_per_token']:.2f}",
+        f"{choice['speedup']:.2f}x",
+        _amount(choice["needed_bytes"], GIB),
+    ]
+
+
+def _shortage(choice: Mapping[str, Any]) -> str:
+    if choice["needed_bytes"] is None:
+        return "cannot be shared"
+    return f"{choice['needed_bytes'] / GIB:.1f} of {choice['capacity_bytes'] / GIB:.1f}"
+
+
+def _console() -> "Console":
+    try:
+        from rich.console import Console  # noqa: PLC0415 - see the module
+    except ImportError as error:
+        raise ConfigError("format=table needs rich: pip install rich, or use format=json") from error
+    return Console(highlight=False, soft_wrap=False)

@@ -1,0 +1,76 @@
+"""What a plan's settings must satisfy: every problem at once."""
+
+from typing import Any
+
+import pytest
+import yaml
+
+from llama_ssp.config import catalogue
+from llama_ssp.config.plan import (
+    DraftLayout,
+    PlanConfig,
+    PlanDraft,
+    PlanPlacement,
+    PlanSpeculation,
+    PlanTarget,
+    check,
+)
+from llama_ssp.config.schema import DrafterConfig, DrafterKind
+from llama_ssp.errors import ConfigError
+
+
+def _config(draft: str = "7B", **fields: Any) -> PlanConfig:  # noqa: ANN401 - the fields of PlanConfig
+    text = (catalogue.conf_dir() / "hardware" / "p4d_24xlarge.yaml").read_text()
+    fields.setdefault("hardware", yaml.safe_load(text))
+    return PlanConfig(
+        model=catalogue.load("30B"), draft=DrafterConfig(kind=DrafterKind.model, model=catalogue.load(draft)), **fields
+    )
+
+
+def _complaint(config: PlanConfig) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check(config)
+    return str(caught.value)
+
+
+def test_sound_settings_pass() -> None:
+    check(_config())
+
+
+def test_problems_of_hardware_and_settings_are_one_message() -> None:
+    config = _config(batch_size=0, speculation=PlanSpeculation(num_draft_tokens=0, acceptance=1.5))
+    config.hardware["num_gpus"] = 0
+    config.model.shape.hidden_size = -1  # type: ignore[union-attr]
+    said = _complaint(config)
+    assert said.startswith("5 problems")
+    for complaint in ("hardware.num_gpus=0", "batch_size=0", "num_draft_tokens=0", "acceptance=1.5", "hidden_size=-1"):
+        assert complaint in said
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "complaint"),
+    [
+        (PlanTarget(tp_size=9), PlanDraft(), "tp_size=9 is more than the 8 GPUs"),
+        (PlanTarget(ranks=[0, 0]), PlanDraft(), "must name different ranks between 0 and 7"),
+        (PlanTarget(), PlanDraft(ranks=[8]), "placement.draft.ranks=[8]"),
+        (PlanTarget(ranks=[0, 1], tp_size=3), PlanDraft(), "contradict each other"),
+    ],
+)
+def test_ranks_that_do_not_exist_are_refused(target: PlanTarget, draft: PlanDraft, complaint: str) -> None:
+    assert complaint in _complaint(_config(placement=PlanPlacement(target=target, draft=draft)))
+
+
+def test_a_draft_cannot_have_a_gpu_of_its_own_where_there_is_one() -> None:
+    config = _config(placement=PlanPlacement(draft=PlanDraft(kind=DraftLayout.own_gpu)))
+    config.hardware["num_gpus"] = 1
+    assert "own_gpu needs a GPU beside the target's" in _complaint(config)
+
+
+def test_a_context_beyond_the_models_is_refused() -> None:
+    assert "make 4000, and the context of model=30B has 2048 tokens" in _complaint(_config(prompt_tokens=3936))
+
+
+def test_a_draft_of_another_vocabulary_is_refused_with_those_that_fit() -> None:
+    said = _complaint(_config(draft="llama3_1B"))
+    assert "model=30B has 32000 tokens, draft=llama3_1B 128256" in said
+    assert "7B" in said

@@ -1,0 +1,49 @@
+"""The smallest change that fits: it does fit, and nothing lighter does."""
+
+from dataclasses import replace
+
+from llama_ssp.config import hardware
+from llama_ssp.config.plan import DraftLayout
+from llama_ssp.planning.changes import smallest_changes
+from llama_ssp.planning.memory import fits
+from llama_ssp.planning.plan import make_plan, shortage
+from tests.helpers.planning import make_job, small_model
+
+A10G = hardware.load("g5_12xlarge")
+
+
+def test_a_smaller_batch_is_tried_before_another_model() -> None:
+    job = make_job("13B", "7B", num_ranks=4, draft_kind=DraftLayout.sharded, batch_size=1000)
+    (setting,) = smallest_changes(job, A10G)[0].settings
+    rows = int(setting.removeprefix("batch_size="))
+    assert fits(replace(job, batch_size=rows), A10G)
+    assert not fits(replace(job, batch_size=rows + 1), A10G)
+
+
+def test_a_draft_that_crowds_one_gpu_is_sharded() -> None:
+    job = make_job("30B", "7B", num_ranks=4)
+    changes = smallest_changes(job, A10G)
+    assert changes[0].settings == ("placement.draft.kind=sharded",)
+    assert changes[0].needed_bytes <= A10G.memory_bytes
+
+
+def test_behind_a_change_that_cannot_run_yet_stands_one_that_can() -> None:
+    planned, runnable = smallest_changes(make_job("65B", "7B", num_ranks=4), A10G)
+    assert planned.settings == ("placement.draft.kind=sharded", "model.quantization=int8")
+    assert planned.not_run_yet
+    assert not runnable.not_run_yet
+
+
+def test_a_job_without_any_way_out_says_so() -> None:
+    tiny_gpu = replace(A10G, memory_bytes=2**28, network=None)
+    plan = make_plan(make_job(small_model(), num_ranks=4), tiny_gpu)
+    assert plan.changes == ()
+    assert "hardware=NAME" in shortage(plan)
+
+
+def test_the_sentence_names_the_rank_what_fills_it_and_the_change() -> None:
+    sentence = shortage(make_plan(make_job("65B", "7B", num_ranks=4), A10G))
+    assert sentence.startswith("rank 0 needs 44.")
+    assert "(target 30.4, draft 12.6" in sentence
+    assert "of 22.2 GiB" in sentence
+    assert "placement.draft.kind=sharded model.quantization=int8" in sentence

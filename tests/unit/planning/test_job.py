@@ -1,0 +1,76 @@
+"""What a plan's config leaves open is decided; a folder's config.json is read without its library."""
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from llama_ssp.config import catalogue, hardware
+from llama_ssp.config.plan import DraftLayout, PlanConfig, PlanDraft, PlanPlacement, PlanTarget
+from llama_ssp.config.schema import DrafterConfig, DrafterKind, Dtype, ModelConfig
+from llama_ssp.errors import CheckpointError, ConfigError
+from llama_ssp.models.checkpoint import shape_of
+from llama_ssp.planning.job import Job, make_job, planned_model, read_config
+
+A100 = hardware.load("p4d_24xlarge")
+
+
+def _job(target: PlanTarget, draft: PlanDraft) -> Job:
+    config = PlanConfig(
+        model=catalogue.load("13B"),
+        draft=DrafterConfig(kind=DrafterKind.model, model=catalogue.load("7B")),
+        hardware={},
+        placement=PlanPlacement(target=target, draft=draft),
+    )
+    return make_job(config, A100)
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "target_ranks", "draft_ranks"),
+    [
+        (PlanTarget(), PlanDraft(), range(8), [0]),
+        (PlanTarget(tp_size=4), PlanDraft(), range(4), [0]),
+        (PlanTarget(ranks=[4, 5]), PlanDraft(), [4, 5], [4]),
+        (PlanTarget(), PlanDraft(ranks=[3]), range(8), [3]),
+        (PlanTarget(), PlanDraft(kind=DraftLayout.sharded), range(8), range(8)),
+        (PlanTarget(), PlanDraft(kind=DraftLayout.sharded, tp_size=2), range(8), [0, 1]),
+        (PlanTarget(), PlanDraft(kind=DraftLayout.replicated), range(8), range(8)),
+        (PlanTarget(), PlanDraft(kind=DraftLayout.own_gpu), range(7), [7]),
+        (PlanTarget(), PlanDraft(kind=DraftLayout.own_gpu, ranks=[0, 1]), range(2, 8), [0, 1]),
+    ],
+)
+def test_ranks_follow_from_the_placement(
+    target: PlanTarget, draft: PlanDraft, target_ranks: range | list[int], draft_ranks: range | list[int]
+) -> None:
+    job = _job(target, draft)
+    assert (job.target_ranks, job.draft_ranks) == (tuple(target_ranks), tuple(draft_ranks))
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "gpt_neox", "gpt_neo"])
+def test_a_config_file_is_read_as_the_library_reads_it(model_type: str, tmp_path: Path) -> None:
+    config = CONFIG_MAPPING[model_type](dtype="bfloat16")
+    config.save_pretrained(tmp_path)
+    assert read_config(tmp_path) == (shape_of(config), Dtype.bf16)
+
+
+def test_a_local_model_has_its_shape_and_number_format_from_its_folder(tmp_path: Path) -> None:
+    LlamaConfig(hidden_size=96, num_attention_heads=6, dtype="float16").save_pretrained(tmp_path)
+    model = planned_model(ModelConfig(name="local", path=str(tmp_path)))
+    assert (model.shape.hidden_size, model.shape.head_dim, model.dtype) == (96, 16, Dtype.fp16)
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [("{", "cannot be read"), ("[]", "no JSON object"), (json.dumps({"model_type": "llama"}), "num_hidden_layers")],
+)
+def test_a_faulty_config_file_is_told_in_one_sentence(content: str, complaint: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(CheckpointError, match=complaint):
+        read_config(tmp_path)
+
+
+def test_a_model_without_shape_and_folder_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"model\.path=DIR"):
+        planned_model(ModelConfig(name="local"))

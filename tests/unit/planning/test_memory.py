@@ -1,0 +1,111 @@
+"""Memory per rank: what each item is, and that the verdict follows from it."""
+
+from dataclasses import replace
+
+import pytest
+
+from llama_ssp.config import catalogue, hardware
+from llama_ssp.config.plan import DraftLayout, TargetLayout
+from llama_ssp.config.schema import Quantization
+from llama_ssp.errors import PlacementError
+from llama_ssp.planning.job import planned_model
+from llama_ssp.planning.memory import (
+    fits,
+    kv_bytes_per_token,
+    largest_batch,
+    largest_context,
+    memory,
+)
+from tests.helpers.planning import make_job
+
+A100 = hardware.load("p4d_24xlarge")
+
+
+@pytest.mark.parametrize(("name", "kib"), [("7B", 512), ("13B", 800), ("30B", 1560), ("65B", 2560)])
+def test_keys_and_values_of_a_token_have_the_published_size(name: str, kib: int) -> None:
+    assert kv_bytes_per_token(planned_model(catalogue.load(name))) == kib * 1024
+
+
+def test_caches_of_all_ranks_hold_every_slot_once() -> None:
+    job = make_job("30B", "7B", num_ranks=8, batch_size=3)
+    slots = 3 * (128 + 64 + 4 + 1)
+    ranks = memory(job, A100)
+    assert sum(rank.target_cache_bytes for rank in ranks) == slots * 1560 * 1024
+    assert [rank.draft_cache_bytes for rank in ranks] == [slots * 512 * 1024, *[0] * 7]
+
+
+def test_fifty_two_heads_on_eight_ranks_are_seven_or_six_and_the_first_rank_is_largest() -> None:
+    ranks = memory(make_job("30B", num_ranks=8), A100)
+    assert [rank.target_heads for rank in ranks] == [7, 7, 7, 7, 6, 6, 6, 6]
+    assert max(ranks, key=lambda rank: rank.total_bytes).rank == 0
+
+
+def test_key_value_heads_that_ranks_must_share_are_kept_by_each_of_them() -> None:
+    job = make_job("llama2_70B", num_ranks=16)
+    two_nodes = replace(A100, num_nodes=2)
+    slots = 128 + 64 + 1
+    assert sum(rank.target_cache_bytes for rank in memory(job, two_nodes)) == 2 * slots * kv_bytes_per_token(job.target)
+
+
+@pytest.mark.parametrize(
+    ("kind", "copies"), [(DraftLayout.one_rank, 1), (DraftLayout.sharded, 1), (DraftLayout.replicated, 4)]
+)
+def test_a_draft_is_held_once_unless_it_is_replicated(kind: DraftLayout, copies: int) -> None:
+    ranks = memory(make_job("13B", "7B", num_ranks=4, draft_kind=kind, batch_size=4), A100)
+    held = sum(rank.draft_weights_bytes - rank.draft_repeated_bytes for rank in ranks)
+    once = 13_476_831_232 - ranks[0].draft_repeated_bytes
+    assert held == copies * once
+
+
+def test_layers_in_a_row_are_shared_out_whole_and_nothing_is_repeated() -> None:
+    ranks = memory(make_job("7B", num_ranks=3, target_kind=TargetLayout.accelerate), A100)
+    assert sum(rank.target_weights_bytes for rank in ranks) == 13_476_831_232
+    assert len({rank.target_weights_bytes for rank in ranks}) > 1
+
+
+def test_deepspeed_refuses_heads_that_do_not_divide_and_says_what_does_not() -> None:
+    with pytest.raises(PlacementError, match=r"placement\.target\.kind=tensor"):
+        memory(make_job("30B", num_ranks=8, target_kind=TargetLayout.deepspeed), A100)
+
+
+def test_the_total_is_the_sum_of_its_items() -> None:
+    (rank, *_) = memory(make_job("13B", "7B", num_ranks=2), A100)
+    items = (
+        rank.target_weights_bytes, rank.draft_weights_bytes, rank.target_cache_bytes, rank.draft_cache_bytes,
+        rank.logits_bytes, rank.activations_bytes, rank.graphs_bytes, rank.collectives_bytes, rank.context_bytes,
+        rank.slack_bytes,
+    )  # fmt: skip
+    assert rank.total_bytes == sum(items)
+    assert rank.free_bytes == rank.capacity_bytes - max(rank.total_bytes, rank.loading_peak_bytes)
+
+
+def test_quantizing_while_loading_needs_room_for_the_largest_unquantized_tensor() -> None:
+    job = make_job("7B")
+    job = replace(job, target=replace(job.target, quantization=Quantization.nf4))
+    (rank,) = memory(job, A100)
+    assert rank.loading_peak_bytes == rank.target_weights_bytes + 2 * 32000 * 4096 + A100.context_bytes
+
+
+def test_ranks_of_a_cpu_share_its_memory() -> None:
+    cpu = replace(hardware.load("laptop_cpu"), num_gpus=2)
+    assert {rank.capacity_bytes for rank in memory(make_job("tiny", num_ranks=2), cpu)} == {cpu.memory_bytes // 2}
+
+
+def test_the_largest_batch_and_context_fit_and_one_more_does_not() -> None:
+    job = make_job("13B", "7B", num_ranks=2)
+    batch = largest_batch(job, A100)
+    assert fits(replace(job, batch_size=batch), A100)
+    assert not fits(replace(job, batch_size=batch + 1), A100)
+    crowded = replace(job, batch_size=batch)
+    context = largest_context(crowded, A100)
+    assert fits(replace(crowded, prompt_tokens=context - 64), A100)
+    assert not fits(replace(crowded, prompt_tokens=context - 63), A100)
+
+
+def test_a_job_that_cannot_fit_at_all_has_no_largest_batch() -> None:
+    assert largest_batch(make_job("65B"), A100) == 0
+    assert largest_context(make_job("65B"), A100) == 0
+
+
+def test_the_largest_context_ends_where_the_models_context_ends() -> None:
+    assert largest_context(make_job("7B", num_ranks=8), A100) == 2048

@@ -1,0 +1,66 @@
+"""The document that JSON, table and figure are made from."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from llama_ssp.config import hardware
+from llama_ssp.config.plan import DraftLayout
+from llama_ssp.config.schema import Quantization
+from llama_ssp.errors import CapacityError
+from llama_ssp.planning.plan import PLAN_VERSION, document, make_plan, require_room
+from tests.helpers.planning import make_job
+
+A100, A10G = hardware.load("p4d_24xlarge"), hardware.load("g5_12xlarge")
+
+
+def test_a_document_survives_json_and_carries_its_version() -> None:
+    content = document(make_plan(make_job("30B", "7B", num_ranks=8), A100))
+    assert json.loads(json.dumps(content)) == content
+    assert content["plan_version"] == PLAN_VERSION
+
+
+@pytest.mark.parametrize(
+    ("name", "num_parameters"),
+    [("7B", 6_738_415_616), ("13B", 13_015_864_320), ("30B", 32_528_943_616), ("65B", 65_285_660_672)],
+)
+def test_weights_of_all_ranks_add_up_to_the_model_and_what_is_repeated(name: str, num_parameters: int) -> None:
+    content = document(make_plan(make_job(name, num_ranks=8), A100))
+    target = content["target"]
+    assert target["num_parameters"] == num_parameters
+    assert target["weights_bytes"] == 2 * num_parameters
+    held = sum(rank["target_weights_bytes"] for rank in content["memory"])
+    assert held == target["weights_bytes"] + target["repeated_bytes"]
+    norms = content["memory"][0]["target_repeated_bytes"]
+    assert target["repeated_bytes"] == 7 * norms
+
+
+def test_row_scales_that_ranks_repeat_are_shown_apart() -> None:
+    job = make_job("7B", num_ranks=8)
+    job = replace(job, target=replace(job.target, quantization=Quantization.int8))
+    content = document(make_plan(job, A100))
+    first = content["memory"][0]
+    assert first["target_row_scale_bytes"] == 4 * 2 * 4096 * 32
+    norms = first["target_repeated_bytes"] - first["target_row_scale_bytes"]
+    assert content["target"]["repeated_bytes"] == 7 * (norms + first["target_row_scale_bytes"])
+
+
+def test_the_parts_of_a_forward_add_up() -> None:
+    forward = document(make_plan(make_job("13B", num_ranks=2), A100))["time"]["target_forward"]
+    parts = [value for name, value in forward.items() if name != "total_ms"]
+    assert forward["total_ms"] == pytest.approx(sum(parts))
+
+
+def test_a_plan_that_fits_is_let_through_and_one_that_does_not_exits_with_3() -> None:
+    require_room(make_plan(make_job("13B", "7B", num_ranks=4, draft_kind=DraftLayout.sharded), A10G))
+    with pytest.raises(CapacityError) as caught:
+        require_room(make_plan(make_job("65B", num_ranks=4), A10G))
+    assert caught.value.exit_code == 3
+
+
+def test_without_a_draft_the_document_has_none() -> None:
+    content = document(make_plan(make_job("7B"), A100))
+    assert content["draft"] is None
+    assert content["job"]["num_draft_tokens"] == 0
+    assert content["time"]["speculative_ms_per_token"] is None

@@ -1,0 +1,165 @@
+"""Times: against published tables, and what each piece of the sum must do."""
+
+from dataclasses import replace
+
+import pytest
+
+from llama_ssp.config import hardware
+from llama_ssp.config.hardware import HardwareConfig, LinearPoint, Profile, RowsPoint, SizePoint
+from llama_ssp.config.plan import DraftLayout, TargetLayout
+from llama_ssp.config.schema import Quantization
+from llama_ssp.planning.job import PlannedModel
+from llama_ssp.planning.roofline import all_reduce_s, bandwidth
+from llama_ssp.planning.timing import Clock, timing
+from tests.helpers.planning import make_job, small_model
+
+A100 = hardware.load("8xa100_80gb")
+
+
+@pytest.mark.parametrize(("num_gpus", "tokens_per_s"), [(2, 21.3), (4, 38.0), (8, 62.5)])
+def test_published_70b_rows_of_gpt_fast_are_forecast_within_a_fifth(num_gpus: int, tokens_per_s: float) -> None:
+    job = make_job("llama2_70B", num_ranks=num_gpus, prompt_tokens=5, max_new_tokens=200)
+    assert 1 / timing(job, A100).plain_s == pytest.approx(tokens_per_s, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "kind", "ratio"),
+    [
+        (2, DraftLayout.sharded, 0.126), (4, DraftLayout.sharded, 0.150), (8, DraftLayout.sharded, 0.190),
+        (4, DraftLayout.one_rank, 0.36), (8, DraftLayout.one_rank, 0.60),
+    ],
+)  # fmt: skip
+def test_where_the_draft_sits_decides_the_published_cost_ratio(num_gpus: int, kind: DraftLayout, ratio: float) -> None:
+    job = make_job("llama2_70B", "llama2_7B", num_ranks=num_gpus, draft_kind=kind)
+    assert timing(job, A100).cost_ratio == pytest.approx(ratio, rel=0.1)
+
+
+def test_13b_with_7b_is_forecast_within_15_percent_of_what_was_published() -> None:
+    speedup = timing(make_job("llama2_13B", "llama2_7B", acceptance=None), A100).speedup
+    assert speedup
+    assert 31.9 / speedup == pytest.approx(27.8, rel=0.15)
+
+
+def test_a_round_is_k_draft_steps_a_verification_and_the_rest() -> None:
+    job = make_job("13B", "7B", num_ranks=2)
+    timed, clock = timing(job, A100), Clock(job, A100)
+    assert timed.verify_forward
+    assert timed.other_s
+    assert timed.round_s
+    drafting = clock.draft_step_s(2) + 3 * clock.draft_step_s(1)
+    assert timed.round_s == pytest.approx(drafting + timed.verify_forward.total_s + timed.other_s)
+    assert timed.speculative_s == pytest.approx(timed.round_s / 3.3616)
+
+
+def test_the_best_k_is_where_the_time_per_token_is_least() -> None:
+    timed = timing(make_job("65B", "7B", num_ranks=8, draft_kind=DraftLayout.sharded, acceptance=0.9), A100)
+    assert timed.best_num_draft_tokens
+    assert timed.by_num_draft_tokens[timed.best_num_draft_tokens - 1] == min(timed.by_num_draft_tokens)
+    assert timing(make_job("13B", "7B", acceptance=0.0), A100).best_num_draft_tokens == 1
+
+
+def test_without_a_draft_there_is_nothing_speculative() -> None:
+    timed = timing(make_job("7B"), A100)
+    assert (timed.speculative_s, timed.speedup, timed.acceptance, timed.by_num_draft_tokens) == (None, None, None, ())
+
+
+def test_a_completion_pays_for_its_prompt_too() -> None:
+    timed = timing(make_job("7B", prompt_tokens=1024, max_new_tokens=16), A100)
+    assert timed.plain_run_s == pytest.approx((timed.prefill_s + 15 * timed.plain_s) / 16)
+
+
+def test_long_prompts_are_bound_by_the_matrix_rate_and_single_tokens_by_bandwidth() -> None:
+    job = make_job("7B", prompt_tokens=512)
+    slow_memory = replace(A100, copy_bytes_per_s=bandwidth(A100) / 2)
+    slow_matrices = replace(A100, flops_per_s={"fp16": A100.flops_per_s["fp16"] / 2})
+    base = timing(job, A100)
+    assert timing(job, slow_memory).plain_s > 1.5 * base.plain_s
+    assert timing(job, slow_matrices).plain_s == base.plain_s
+    assert timing(job, slow_matrices).prefill_s > 1.5 * base.prefill_s
+
+
+def test_layers_in_a_row_gain_no_speed_from_more_gpus() -> None:
+    one = timing(make_job("13B", num_ranks=1), A100).plain_s
+    row = timing(make_job("13B", num_ranks=4, target_kind=TargetLayout.accelerate), A100).plain_s
+    assert row == pytest.approx(one, rel=0.01)
+    assert timing(make_job("13B", num_ranks=4), A100).plain_s < 0.5 * one
+
+
+def test_int8_of_bitsandbytes_is_slower_than_fp16_and_weight_only_int8_is_faster() -> None:
+    job = make_job("7B")
+
+    def plain_s(quantization: Quantization) -> float:
+        return timing(replace(job, target=replace(job.target, quantization=quantization)), A100).plain_s
+
+    assert plain_s(Quantization.int8) > 3 * plain_s(Quantization.none)
+    assert plain_s(Quantization.int8_weight_only) < 0.7 * plain_s(Quantization.none)
+
+
+def test_a_ring_between_nodes_costs_the_networks_latency_on_top() -> None:
+    two = replace(A100, num_nodes=2)
+    assert two.network
+    inside = all_reduce_s(two, tuple(range(8)), 1024)
+    across = all_reduce_s(two, tuple(range(16)), 1024)
+    assert across - inside == pytest.approx(two.network.latency_s, rel=0.01)
+
+
+def test_launching_every_operator_from_python_is_slower_than_graphs() -> None:
+    graphs = timing(make_job("7B"), A100).plain_s
+    assert timing(make_job("7B", cuda_graphs=False), A100).plain_s > graphs
+
+
+def _measured(machine: HardwareConfig) -> HardwareConfig:
+    """A machine whose linear layers take a second for each row and a million elements; the rest are round figures."""
+    linear = [
+        LinearPoint(dtype="fp16", rows=rows, elements=elements, working_set_bytes=size, s=rows * elements / 1e6)
+        for rows in (1, 5)
+        for elements in (1000, 100_000)
+        for size in (1, 10**9)
+    ]
+    flat = [SizePoint(size=1, s=0.5), SizePoint(size=1000, s=0.5)]
+    profile = Profile(
+        num_ranks=1,
+        linear=linear,
+        tied_head=[replace(point, s=2 * point.s) for point in linear],
+        layer=[RowsPoint(rows=1, width=64, s=10.0), RowsPoint(rows=5, width=64, s=14.0)],
+        frame=[RowsPoint(rows=1, width=64, s=3.0)],
+        attention=[SizePoint(size=1, s=1e-15)],
+        draw=flat,
+        verify=flat,
+        round_s=0.25,
+    )
+    return replace(machine, device="cpu", profiles=[profile])
+
+
+def test_a_measured_profile_takes_the_place_of_data_sheets() -> None:
+    machine = _measured(A100)
+    model = small_model()
+    layer = 64 * (64 + 32 + 32 + 64 + 3 * 192)
+    elements = 2 * layer + 320 * 64
+    plain = timing(make_job(model, cuda_graphs=False), machine)
+    assert plain.target_forward.matrices_s == pytest.approx(elements / 1e6)
+    assert plain.target_forward.operators_s == pytest.approx(2 * 10.0 + 3.0)
+    assert plain.plain_s == pytest.approx(elements / 1e6 + 23.0 + 0.5 + 0.25)
+
+
+def test_a_tied_head_has_a_price_of_its_own() -> None:
+    machine = _measured(A100)
+    model = small_model()
+    tied = replace(model, shape=replace(model.shape, tie_word_embeddings=True))
+
+    def matrices_s(chosen: PlannedModel) -> float:
+        return timing(make_job(chosen, cuda_graphs=False), machine).target_forward.matrices_s
+
+    assert matrices_s(tied) - matrices_s(model) == pytest.approx(320 * 64 / 1e6)
+
+
+def test_operators_are_read_between_measured_rows_and_widths() -> None:
+    machine = _measured(A100)
+    (profile,) = machine.profiles
+    wide = [replace(point, width=128, s=3 * point.s) for point in profile.layer]
+    wider = replace(machine, profiles=[replace(profile, layer=[*profile.layer, *wide])])
+    model = small_model(hidden_size=96, head_dim=12)
+    timed = timing(make_job(model, "7B", cuda_graphs=False, num_draft_tokens=2), wider)
+    assert timed.target_forward.operators_s == pytest.approx(2 * 20.0 + 3.0)
+    assert timed.verify_forward
+    assert timed.verify_forward.operators_s == pytest.approx(2 * 24.0 + 3.0)

@@ -1,0 +1,124 @@
+"""Bytes of weights: equal to published sizes, and to what the loader makes."""
+
+from itertools import product
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from llama_ssp.config import catalogue
+from llama_ssp.config.schema import Dtype, Quantization
+from llama_ssp.distributed.comms import Comm
+from llama_ssp.errors import PlacementError
+from llama_ssp.models.checkpoint import shape_of
+from llama_ssp.models.tensor_parallel import shard
+from llama_ssp.planning.weights import inventory, shares, weight_bytes
+from tests.helpers.planning import small_model
+
+FP16_BYTES = {"7B": 13_476_831_232, "13B": 26_031_728_640, "30B": 65_057_887_232, "65B": 130_571_321_344}
+INT8_GB = {"7B": 7.006, "13B": 13.352, "30B": 32.972, "65B": 65.838}
+
+
+@pytest.mark.parametrize(("name", "num_ranks"), list(product(FP16_BYTES, (1, 2, 3, 8))))
+def test_slices_of_all_ranks_and_one_copy_of_the_norms_are_the_published_size(name: str, num_ranks: int) -> None:
+    shape = catalogue.load(name).shape
+    assert shape
+    held = [
+        weight_bytes(share, dtype=Dtype.fp16, quantization=Quantization.none)
+        for share in shares(shape, num_ranks=num_ranks)
+    ]
+    assert sum(each.sharded_bytes for each in held) + held[0].repeated_bytes == FP16_BYTES[name]
+    assert {each.repeated_bytes for each in held} == {2 * (2 * shape.num_hidden_layers + 1) * shape.hidden_size}
+
+
+@pytest.mark.parametrize("name", INT8_GB)
+def test_int8_has_the_published_size_and_row_scales_are_counted_apart(name: str) -> None:
+    shape = catalogue.load(name).shape
+    assert shape
+    held = [
+        weight_bytes(share, dtype=Dtype.fp16, quantization=Quantization.int8) for share in shares(shape, num_ranks=8)
+    ]
+    once = sum(each.sharded_bytes for each in held) + held[0].repeated_bytes
+    assert once / 1e9 == pytest.approx(INT8_GB[name], rel=2e-3)
+    row_parallel_rows = 2 * shape.hidden_size * shape.num_hidden_layers
+    assert {each.repeated_scale_bytes for each in held} == {4 * row_parallel_rows}
+
+
+def test_quantized_layouts_take_the_bytes_that_their_definition_says() -> None:
+    model = small_model()
+    linear = sum(matrix.num_elements for matrix in inventory(model.shape).layer) * model.shape.num_hidden_layers
+    rows = sum(matrix.num_rows for matrix in inventory(model.shape).layer) * model.shape.num_hidden_layers
+
+    def total(quantization: Quantization) -> int:
+        return weight_bytes(inventory(model.shape), dtype=Dtype.fp16, quantization=quantization).total_bytes
+
+    rest = total(Quantization.none) - 2 * linear
+    assert total(Quantization.int8) == rest + linear + 4 * rows
+    assert total(Quantization.int8_weight_only) == rest + linear + 2 * rows
+    assert total(Quantization.nf4) == rest + linear // 2 + 4 * linear // 64
+
+
+def _config(model_type: str, **sizes: Any) -> PretrainedConfig:  # noqa: ANN401 - the sizes of a config.json
+    ids: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
+    return CONFIG_MAPPING[model_type](**sizes, **ids)
+
+
+_LLAMA = {
+    "hidden_size": 64, "intermediate_size": 200, "num_hidden_layers": 2, "num_attention_heads": 8, "vocab_size": 320,
+}  # fmt: skip
+CONFIGS = {
+    "llama": ("llama", _LLAMA | {"num_key_value_heads": 4}),
+    "llama, tied": ("llama", _LLAMA | {"num_key_value_heads": 2, "tie_word_embeddings": True}),
+    "mistral": ("mistral", _LLAMA | {"num_key_value_heads": 4}),
+    "qwen2": ("qwen2", _LLAMA | {"num_key_value_heads": 4}),
+    "qwen3": ("qwen3", _LLAMA | {"num_key_value_heads": 4, "head_dim": 16}),
+    "gpt_neox": ("gpt_neox", _LLAMA),
+}
+
+
+@pytest.mark.parametrize(("name", "num_ranks"), list(product(CONFIGS, (1, 2, 3))))
+def test_each_rank_is_planned_exactly_what_the_loader_gives_it(name: str, num_ranks: int) -> None:
+    import torch
+
+    model_type, sizes = CONFIGS[name]
+    config = _config(model_type, **sizes)
+    shape = shape_of(config)
+    planned = [
+        weight_bytes(share, dtype=Dtype.bf16, quantization=Quantization.none).total_bytes
+        for share in shares(shape, num_ranks=num_ranks)
+    ]
+    for rank, expected in enumerate(planned):
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        shard(model, shape, Comm(rank=rank, size=num_ranks, group=None))
+        if shape.tie_word_embeddings:
+            model.lm_head.weight = model.model.embed_tokens.weight
+        assert 2 * sum(parameter.numel() for parameter in model.parameters()) == expected
+
+
+def test_matrices_with_the_same_input_are_one_product() -> None:
+    held = inventory(small_model().shape)
+    assert held.products == (64 * (64 + 32 + 32), 64 * 64, 2 * 64 * 192, 64 * 192)
+    assert sum(held.products) == sum(matrix.num_elements for matrix in held.layer)
+
+
+def test_gpt_neo_is_counted_exactly_and_stays_on_one_rank() -> None:
+    import torch
+
+    config = _config(
+        "gpt_neo", hidden_size=64, num_layers=2, num_heads=4, vocab_size=320, attention_types=[[["global"], 2]]
+    )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    planned = weight_bytes(inventory(shape_of(config)), dtype=Dtype.fp16, quantization=Quantization.none)
+    assert planned.total_bytes == 2 * sum(parameter.numel() for parameter in model.parameters())
+    with pytest.raises(PlacementError, match="no tensor-parallel plan"):
+        shares(shape_of(config), num_ranks=2)
+
+
+def test_a_family_whose_parameters_are_not_known_is_refused_by_name() -> None:
+    shape = small_model().shape
+    shape.model_type = "mamba"
+    with pytest.raises(PlacementError, match="mamba"):
+        inventory(shape)

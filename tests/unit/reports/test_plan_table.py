@@ -1,0 +1,82 @@
+"""The plan's table and figure say what its document says."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from llama_ssp.config import hardware
+from llama_ssp.config.plan import DraftLayout
+from llama_ssp.errors import ConfigError
+from llama_ssp.planning.plan import document, make_plan
+from llama_ssp.planning.search import search, search_document
+from llama_ssp.reports.plan_table import ITEMS, print_plan, print_search
+from llama_ssp.reports.plots import draw_plan
+from tests.helpers.planning import make_job
+
+
+def _plan(target: str, draft: str | None, *, num_ranks: int, machine: str = "p4d_24xlarge") -> dict[str, Any]:
+    return document(make_plan(make_job(target, draft, num_ranks=num_ranks), hardware.load(machine)))
+
+
+def _printed(plan: dict[str, Any]) -> str:
+    console = Console(record=True, width=110, file=io.StringIO())
+    print_plan(plan, console)
+    return console.export_text()
+
+
+def test_equal_ranks_share_a_column_that_is_named_after_all_of_them() -> None:
+    text = _printed(_plan("30B", "7B", num_ranks=8))
+    assert "rank 0" in text
+    assert "ranks 1-3" in text
+    assert "ranks 4-7" in text
+
+
+def test_every_item_of_memory_has_a_row_and_the_verdict_stands_under_it() -> None:
+    text = _printed(_plan("30B", "7B", num_ranks=8))
+    assert [label for label in ITEMS if label not in text] == []
+    assert text.index("capacity") < text.index("verdict")
+    assert "batch up to 117" in text
+
+
+def test_a_rank_without_room_is_named_too_full() -> None:
+    text = _printed(_plan("65B", "7B", num_ranks=4, machine="g5_12xlarge"))
+    assert "too full" in text
+    assert "does not fit" in text
+
+
+def test_warnings_and_notes_are_printed() -> None:
+    text = _printed(_plan("30B", "7B", num_ranks=8))
+    assert "warning: the draft cannot gain" in text
+    assert "note: planned, but this version cannot run it yet" in text
+
+
+def test_small_models_are_shown_in_mib() -> None:
+    assert "MiB" in _printed(_plan("tiny", "tiny-draft", num_ranks=1, machine="laptop_cpu"))
+
+
+def test_the_ranking_shows_all_sizes_and_what_is_missing() -> None:
+    machine = hardware.load("g5_12xlarge")
+    console = Console(record=True, width=110, file=io.StringIO())
+    job = make_job("65B", "7B", num_ranks=4, draft_kind=DraftLayout.sharded)
+    print_search(search_document(search(job, machine)), machine=machine.name, console=console)
+    html = console.export_html()
+    assert "65B int8wo" in html
+    assert "31.7 of 22.2" in html
+    assert "line-through" in html
+
+
+@pytest.mark.parametrize("draft", ["7B", None])
+def test_a_figure_is_drawn_with_and_without_a_draft(draft: str | None, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "plan.svg"
+    draw_plan(_plan("30B", draft, num_ranks=8), file)
+    assert "<svg" in file.read_text()
+
+
+def test_a_figure_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        draw_plan(_plan("7B", None, num_ranks=1), tmp_path / "missing" / "plan.png")
