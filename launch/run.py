@@ -26,6 +26,7 @@ from launch import command_line
 from llama_ssp.config import catalogue, checks, store
 from llama_ssp.distributed.environment import Ranks, read_ranks
 from llama_ssp.errors import InterruptedRun, SspError
+from llama_ssp.tasks import plan
 
 # How long ranks above 0 stay after an error. torchrun ends all ranks as soon as one has ended: rank 0 must speak first.
 SILENCE_S = 5.0
@@ -101,6 +102,11 @@ def _run(config: DictConfig, ranks: Ranks) -> None:
     checks.check(run, explicit, world_size=ranks.size)
     if hydra_config.mode is RunMode.MULTIRUN:
         run.run_dir = f"{run.run_dir}/{hydra_config.job.num}"
+
+    if run.dry_run:
+        if ranks.rank == 0:
+            plan.dry_run(run, world_size=ranks.size)
+        return
 
     from llama_ssp.tasks import start  # noqa: PLC0415 - torch takes seconds, and the config is sound only now
 

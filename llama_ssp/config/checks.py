@@ -57,6 +57,7 @@ class _Range:
 
 _RANGES = (
     _Range("speculation.num_draft_tokens", lambda k: k >= 1, "at least 1 drafted token per round, for example 4"),
+    _Range("speculation.acceptance", lambda a: 0 <= a <= 1, "a probability, between 0 and 1"),
     _Range("sampling.temperature", lambda t: 0 <= t < math.inf, "0 (greedy) or a positive number, for example 0.8"),
     _Range("sampling.top_k", lambda k: k >= 1, "at least 1, or null for the whole vocabulary"),
     _Range("sampling.top_p", lambda p: 0 < p <= 1, "above 0 and at most 1, or null to switch it off"),
@@ -127,7 +128,7 @@ def _models(config: RunConfig) -> Iterator[str]:
     for group, key, model in chosen:
         if not (model.path or model.hub_id or model.shipped):
             yield f"{group}={model.name} needs {key}.path=DIR, a folder with config.json, a tokenizer and safetensors"
-        if model.quantization is not Quantization.none:
+        if model.quantization is not Quantization.none and not config.dry_run:
             yield (
                 f"{group}={model.name} has {key}.quantization={model.quantization.name}, and this version runs "
                 f"fp32, bf16 and fp16 only: add {key}.quantization=none"

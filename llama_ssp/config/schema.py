@@ -7,6 +7,7 @@ the command line.
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 
 class Dtype(Enum):
@@ -33,6 +34,7 @@ class TaskName(Enum):
     compare = "compare"
     generate = "generate"
     latency = "latency"
+    calibrate = "calibrate"
 
 
 class TargetKind(Enum):
@@ -171,9 +173,13 @@ class VerificationConfig:
 
 @dataclass(kw_only=True)
 class SpeculationConfig:
-    """How far the draft runs ahead (K in Chen et al. 2023)."""
+    """How far the draft runs ahead (K in Chen et al. 2023), and what the forecast assumes of it.
+
+    `acceptance` is how probable it is that a drafted token is accepted; null takes the figure of conf/pairs.yaml.
+    """
 
     num_draft_tokens: int = 4
+    acceptance: float | None = None
 
 
 @dataclass(kw_only=True)
@@ -218,8 +224,19 @@ class LatencyConfig(TaskConfig):
 
 
 @dataclass(kw_only=True)
+class CalibrateConfig(TaskConfig):
+    """Measure this machine, without any model, and write a file of `conf/hardware`."""
+
+    name: TaskName = TaskName.calibrate
+    output: str | None = None
+
+
+@dataclass(kw_only=True)
 class RunConfig:
-    """All of one run."""
+    """All of one run.
+
+    `hardware` holds the figures of an entry of conf/hardware for the forecast; empty describes the machine at hand.
+    """
 
     task: TaskConfig
     model: ModelConfig
@@ -238,4 +255,6 @@ class RunConfig:
     chat: bool = False
     ignore_eos: bool = False
     device: DeviceKind = DeviceKind.auto
+    hardware: dict[str, Any] = field(default_factory=dict)
+    dry_run: bool = False
     run_dir: str | None = None

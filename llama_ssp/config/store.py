@@ -13,8 +13,9 @@ from typing import cast
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
-from llama_ssp.config import catalogue
+from llama_ssp.config import catalogue, hardware
 from llama_ssp.config.schema import (
+    CalibrateConfig,
     CompareConfig,
     DrafterConfig,
     DrafterKind,
@@ -29,6 +30,7 @@ TASKS: dict[TaskName, type[TaskConfig]] = {
     TaskName.compare: CompareConfig,
     TaskName.generate: GenerateConfig,
     TaskName.latency: LatencyConfig,
+    TaskName.calibrate: CalibrateConfig,
 }
 
 
@@ -42,6 +44,7 @@ def register() -> None:
         option = {"defaults": [{"/model@model": name}, "_self_"], "kind": DrafterKind.model.name}
         store.store(group="draft", name=name, node=option)
     OmegaConf.register_new_resolver("run_id", run_id, replace=True)
+    OmegaConf.register_new_resolver("hardware_names", lambda: " ".join(hardware.names()), replace=True)
     OmegaConf.register_new_resolver("model_names", _model_names, replace=True)
 
 

@@ -27,7 +27,7 @@ import yaml
 from llama_ssp.errors import ConfigError, SspError
 from llama_ssp.reports.lines import CompletionLine, LineKey, Summary
 
-CHANGEABLE = ("run_dir", "timeouts", "task.picture")
+CHANGEABLE = ("run_dir", "timeouts", "task.picture", "hardware", "dry_run", "speculation.acceptance")
 """Keys of a config (with all below them) that may differ when a run is resumed, since no completion depends on them."""
 
 

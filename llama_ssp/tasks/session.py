@@ -17,6 +17,7 @@ from llama_ssp.decoding.stream import IncrementalText, Piece
 from llama_ssp.distributed.memory import MemoryWatch
 from llama_ssp.distributed.world import World
 from llama_ssp.errors import InterruptedRun
+from llama_ssp.planning.plan import Plan
 from llama_ssp.reports.lines import PLAIN, SPECULATIVE, CompletionLine, LineKey
 from llama_ssp.reports.records import RunFolder
 from llama_ssp.tasks.loading import Models, build_decoder
@@ -83,6 +84,7 @@ class Session:
         folder: the run folder, on rank 0.
         finished: completions that an earlier part of this run has recorded.
         num_prompts: how many there are; None when they are typed one by one.
+        plan: what was forecast; None where nothing is known of the machine.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class Session:
         folder: RunFolder | None,
         finished: frozenset[LineKey],
         num_prompts: int | None,
+        plan: Plan | None,
     ) -> None:
         self.config = config
         self.world = world
@@ -102,6 +105,7 @@ class Session:
         self.terminal = terminal
         self.folder = folder
         self.num_prompts = num_prompts
+        self.plan = plan
         self.wish = StopWish()
         self.memory = MemoryWatch(world.device)
         self.memory.sample()

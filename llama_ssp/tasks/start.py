@@ -10,26 +10,28 @@ import logging
 import os
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
 
 import transformers
 
 from llama_ssp.config.document import to_yaml
-from llama_ssp.config.schema import CompareConfig, GenerateConfig, LatencyConfig, RunConfig
+from llama_ssp.config.schema import CalibrateConfig, CompareConfig, GenerateConfig, LatencyConfig, RunConfig
 from llama_ssp.distributed.agree import together
 from llama_ssp.distributed.ranklog import close_logs, open_logs
 from llama_ssp.distributed.world import World, start
-from llama_ssp.errors import InterruptedRun, SspError
-from llama_ssp.reports.lines import LineKey, RankMemory, RunFacts
+from llama_ssp.errors import ConfigError, InterruptedRun, SspError
+from llama_ssp.planning.plan import Plan, require_room
+from llama_ssp.reports.lines import LineKey
 from llama_ssp.reports.provenance import git_commit, versions
 from llama_ssp.reports.records import RunFolder
-from llama_ssp.reports.summary import summarise
+from llama_ssp.tasks.calibrate import calibrate
 from llama_ssp.tasks.checkpoints import Source, find_sources
 from llama_ssp.tasks.compare import compare
+from llama_ssp.tasks.conclusion import conclude
 from llama_ssp.tasks.generate import generate
 from llama_ssp.tasks.interactive import converse
 from llama_ssp.tasks.latency import latency
 from llama_ssp.tasks.loading import load_models
+from llama_ssp.tasks.plan import TYPED_TOKENS, hardware_of, plan_of_run
 from llama_ssp.tasks.prompts import is_interactive, read_prompts
 from llama_ssp.tasks.session import Job, Session, make_jobs
 from llama_ssp.tasks.stopping import heeding_signals
@@ -53,6 +55,10 @@ def run(config: RunConfig) -> None:
         terminal = Terminal.of_rank(world.comm.rank)
         if world.note:
             terminal.say(world.note)
+        if isinstance(config.task, CalibrateConfig):
+            if file := calibrate(world, output=config.task.output):
+                terminal.say(f"wrote {file}")
+            return
         folder = _open_folder(config, world, stack)
         try:
             _run(config, world, terminal, folder)
@@ -89,6 +95,7 @@ def _run(config: RunConfig, world: World, terminal: Terminal, folder: RunFolder 
     sources = find_sources(config, world)
     finished = _tell_finished(world, folder)
     jobs = _read_jobs(config, world, sources[0], context=min(source.context for source in sources if source))
+    plan = _make_plan(config, world, terminal, jobs)
     with terminal.loading() as progress:
         models = load_models(config, world, sources, progress=progress)
     session = Session(
@@ -99,6 +106,7 @@ def _run(config: RunConfig, world: World, terminal: Terminal, folder: RunFolder 
         folder=folder,
         finished=finished,
         num_prompts=None if jobs is None else len({job.request.index for job in jobs}),
+        plan=plan,
     )
     interruption = None
     try:
@@ -109,7 +117,7 @@ def _run(config: RunConfig, world: World, terminal: Terminal, folder: RunFolder 
                 _do(session, jobs)
     except InterruptedRun as error:
         interruption = error
-    _conclude(session)
+    conclude(session)
     if interruption:
         raise interruption
     if folder:
@@ -136,6 +144,26 @@ def _read_jobs(config: RunConfig, world: World, source: Source, context: int) ->
         return make_jobs(prompts, config, tokenizer=source.tokenizer, context=context)
 
 
+def _make_plan(config: RunConfig, world: World, terminal: Terminal, jobs: list[Job] | None) -> Plan | None:
+    """Plan this very run, and stop it here if it cannot fit; None where nobody has described the machine.
+
+    Raises:
+        CapacityError: it does not fit.
+    """
+    with together(world.comm):
+        try:
+            machine = hardware_of(config, on_cpu=world.device.type == "cpu")
+        except ConfigError as error:
+            if config.hardware:
+                raise
+            terminal.say(f"no forecast: {error}")
+            return None
+        longest = max((len(job.request.prompt_ids) for job in jobs), default=1) if jobs else TYPED_TOKENS
+        plan = plan_of_run(config, world_size=world.comm.size, machine=machine, prompt_tokens=longest)
+        require_room(plan)
+    return plan
+
+
 def _do(session: Session, jobs: list[Job]) -> None:
     """Hand over to the task."""
     match session.config.task:
@@ -145,44 +173,3 @@ def _do(session: Session, jobs: list[Job]) -> None:
             generate(session, jobs, output=output)
         case LatencyConfig(num_warmup=num_warmup):
             latency(session, jobs, num_warmup=num_warmup)
-
-
-def _conclude(session: Session) -> None:
-    """Write the summary and show it; also of a run that was interrupted."""
-    comm, folder, config = session.world.comm, session.folder, session.config
-    session.memory.sample()
-    peaks = [json.loads(peak) for peak in comm.gather_text(json.dumps(session.memory.peak_bytes))]
-    if folder is None:
-        return
-    facts = RunFacts(
-        task=config.task.name.name,
-        model=config.model.name,
-        draft=config.draft.model.name if config.draft.model else None,
-        placement=_placement(session),
-        world_size=comm.size,
-        seed=config.seed,
-        num_draft_tokens=config.speculation.num_draft_tokens if config.draft.model else 0,
-        memory=[RankMemory(rank=rank, measured_peak_bytes=peak) for rank, peak in enumerate(peaks)],
-    )
-    summary = summarise(facts, folder.lines)
-    folder.write_summary(summary)
-    if not isinstance(config.task, GenerateConfig):
-        session.terminal.table(summary)
-    session.terminal.closing(summary, run_dir=folder.path)
-    if isinstance(config.task, CompareConfig) and config.task.picture:
-        session.terminal.save_svg(Path(config.task.picture), title="launch/run.py")
-
-
-def _placement(session: Session) -> dict[str, Any]:
-    """Name the ranks of each model, as they came out."""
-    placement, mesh = session.config.placement, session.models.mesh
-    laid_out: dict[str, Any] = {
-        "target": {
-            "kind": placement.target.kind.name,
-            "ranks": list(range(mesh.target.size)),
-            "tp_size": mesh.target.size,
-        }
-    }
-    if session.models.has_draft:
-        laid_out["draft"] = {"kind": placement.draft.kind.name, "ranks": [mesh.decider], "tp_size": 1}
-    return laid_out

@@ -3,12 +3,14 @@
 Pure functions: where and when they are printed is the business of `terminal`.
 """
 
+from collections.abc import Sequence
+
 from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from llama_ssp.reports.lines import Forecast, PlainSummary, SpeculativeSummary, Summary
+from llama_ssp.reports.lines import Forecast, PlainSummary, RankMemory, SpeculativeSummary, Summary
 
 ACCEPTED_STYLE = "green"
 OWN_STYLE = "magenta"
@@ -35,6 +37,8 @@ def summary_table(summary: Summary) -> RenderableType:
     parts: list[RenderableType] = [Text(), _title(summary), Text(), table]
     if summary.speculative and summary.speculative.verify_s:
         parts += [Text(), _round_line(summary.speculative)]
+    if memory := _memory_line(summary.memory):
+        parts += [memory]
     return Group(*parts)
 
 
@@ -92,6 +96,22 @@ def _round_line(fast: SpeculativeSummary) -> Text:
         bar.append("━" * (round(_BAR_WIDTH * behind_s / total_s) - len(bar)), style=_PART_STYLES[part])
         line.append(part, style=_PART_STYLES[part]).append(f" {_share(part_s / total_s)}  ")
     return line.append_text(bar)
+
+
+def _memory_line(memory: Sequence[RankMemory]) -> Text | None:
+    """What the fullest rank has used, beside what was planned for it."""
+    measured = [rank for rank in memory if rank.measured_peak_bytes]
+    if not measured:
+        return None
+    fullest = max(measured, key=lambda rank: rank.measured_peak_bytes or 0)
+    line = Text(f"memory:   {_gibibytes(fullest.measured_peak_bytes)} on rank {fullest.rank}")
+    if fullest.planned_bytes:
+        line.append(f", forecast {_gibibytes(fullest.planned_bytes)}", style="bright_black")
+    return line
+
+
+def _gibibytes(num_bytes: int | None) -> str:
+    return _number((num_bytes or 0) / 2**30, 2, unit=" GiB")
 
 
 def _count(number: int, noun: str) -> str:

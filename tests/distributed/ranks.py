@@ -60,7 +60,7 @@ def pair_of(name: str, folder: Path) -> tuple[ModelConfig, ModelConfig]:
 
 
 def prompts_of(name: str) -> list[str]:
-    """Fifty texts and an empty one for the shipped pair, words that the random pairs' tokenizer knows for the others."""
+    """Fifty texts and an empty one for the shipped pair; words that their tokenizer knows for the random pairs."""
     return [*PROMPTS, ""] if name == "tiny" else ["t5 t9 t3", "t7", "t11 t12 t13 t14 t15 t16 t17", "t8 t8"]
 
 

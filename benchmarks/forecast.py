@@ -1,0 +1,203 @@
+"""The planner against this machine: forecast / measured, for the shipped pair and random Llamas of 50 M and 300 M.
+
+    torchrun --nproc-per-node 2 launch/run.py task=calibrate        # once: writes conf/hardware/this_machine.yaml
+    python -m benchmarks.forecast                                   # one rank
+    torchrun --nproc-per-node 2 -m benchmarks.forecast              # two ranks
+
+Each target decodes 64 tokens behind a prompt of 32, plain and with the shipped draft, in fp32 at K=4 and batch 1. The
+acceptance of a pair is measured in the same run and given to the planner: it is a property of models, not of machines.
+Measured are medians over completions; of memory, how much resident memory grew by loading, and the cache's buffers.
+"""
+
+import argparse
+import ctypes
+import gc
+import json
+import statistics
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from llama_ssp.config.plan import DraftLayout, TargetLayout
+from llama_ssp.config.schema import DeviceKind, Dtype, Quantization, SamplingConfig, VerificationConfig
+from llama_ssp.decoding.clock import clock_for
+from llama_ssp.decoding.loop import Completion, Decoder
+from llama_ssp.decoding.rounds import Rounds
+from llama_ssp.decoding.state import Request
+from llama_ssp.distributed.comms import Comm
+from llama_ssp.distributed.memory import anonymous_bytes
+from llama_ssp.distributed.world import World, start
+from llama_ssp.drafting.model import ModelDrafter
+from llama_ssp.drafting.placement import AgreedDrafter, AgreedRule
+from llama_ssp.models.backends import load_model
+from llama_ssp.models.decoder import LeanRunner
+from llama_ssp.models.interface import Runner
+from llama_ssp.planning.acceptance import implied_acceptance
+from llama_ssp.planning.job import Job, PlannedModel, read_config
+from llama_ssp.planning.memory import memory
+from llama_ssp.planning.timing import timing
+from llama_ssp.sampling.verification import make_rule
+from llama_ssp.tasks.plan import detect_hardware, machine_of_run
+
+NUM_DRAFT_TOKENS, PROMPT_TOKENS, NEW_TOKENS = 4, 32, 64
+SHIPPED = Path(__file__).resolve().parents[1] / "llama_ssp" / "shipped"
+MIB = 2**20
+WIDTH_AND_LAYERS = {"random 50 M": (512, 11), "random 300 M": (1024, 17)}
+HEAD_DIM = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A target and a draft, by their folders."""
+
+    name: str
+    target: Path
+    draft: Path
+
+
+def cases(scratch: Path, world: World, shipped: Path) -> Iterator[Case]:
+    """The shipped pair, and random targets of its vocabulary that are written by rank 0."""
+    yield Case(name="tiny", target=shipped / "tiny", draft=shipped / "tiny-draft")
+    for name, (width, num_layers) in WIDTH_AND_LAYERS.items():
+        folder = scratch / name.replace(" ", "_")
+        if world.comm.rank == 0:
+            torch.manual_seed(0)
+            config = LlamaConfig(
+                vocab_size=4096, max_position_embeddings=2048, hidden_size=width, intermediate_size=4 * width,
+                num_hidden_layers=num_layers, num_attention_heads=width // HEAD_DIM,
+            )  # fmt: skip
+            LlamaForCausalLM(config).save_pretrained(folder)
+        world.comm.barrier()
+        yield Case(name=name, target=folder, draft=shipped / "tiny-draft")
+
+
+def load(folder: Path, comm: Comm) -> tuple[Runner, int]:
+    """Load a model in fp32; also says by how much resident memory grew.
+
+    It is loaded twice and dropped once before, since libraries keep memory of their own for each new shape.
+    """
+    load_model(folder, dtype=torch.float32, device=torch.device("cpu"), comm=comm)
+    before = settled_bytes()
+    runner = load_model(folder, dtype=torch.float32, device=torch.device("cpu"), comm=comm)
+    return runner, settled_bytes() - before
+
+
+def settled_bytes() -> int:
+    """Resident memory after everything unused has gone back to the system."""
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    return anonymous_bytes() or 0
+
+
+def decoder(target: Runner, draft: Runner | None, world: World, *, speculative: bool) -> Decoder:
+    """A decoder of this rank, plain or speculative."""
+    rule = make_rule(SamplingConfig(), VerificationConfig())
+    inner = None
+    if draft:
+        inner = ModelDrafter(draft, rule=rule, num_draft_tokens=NUM_DRAFT_TOKENS, vocab_size=target.vocab_size)
+    agreed = AgreedDrafter(inner, comm=world.comm, src=0, num_draft_tokens=NUM_DRAFT_TOKENS, device=target.device)
+    rounds = Rounds(
+        target,
+        agreed if speculative else None,
+        rule=AgreedRule(rule, comm=world.comm, src=0, device=target.device),
+        clock=clock_for(target.device),
+    )
+    return Decoder(rounds, batch_size=1, eos_ids=(), seed=0)
+
+
+def requests(number: int) -> list[Request]:
+    """Prompts of arbitrary tokens."""
+    ids = torch.randint(4096, (number, PROMPT_TOKENS), generator=torch.Generator().manual_seed(1)).tolist()
+    return [Request(index=i, prompt_ids=tuple(row), max_new_tokens=NEW_TOKENS) for i, row in enumerate(ids)]
+
+
+def complete(run: Decoder, number: int) -> list[Completion]:
+    """Finished completions, the first one left out as a warm-up."""
+    ended = [u.completion for updates in run.run(requests(number + 1)) for u in updates if u.completion.finish_reason]
+    return ended[1:]
+
+
+def ms_per_token(completions: list[Completion]) -> float:
+    """The median over completions, prompts included."""
+    return statistics.median(1e3 * each.busy_s / len(each.token_ids) for each in completions)
+
+
+def cache_bytes(runner: Runner) -> int:
+    """Bytes of the cache's buffers; too few for resident memory to tell."""
+    assert isinstance(runner, LeanRunner)
+    assert runner._cache
+    return runner._cache.num_bytes
+
+
+def planned_job(case: Case, world: World, acceptance: float) -> Job:
+    """The planner's view."""
+    target, draft = (
+        PlannedModel(name=folder.name, shape=read_config(folder)[0], dtype=Dtype.fp32, quantization=Quantization.none)
+        for folder in (case.target, case.draft)
+    )
+    return Job(
+        target=target, draft=draft, target_kind=TargetLayout.tensor, target_ranks=tuple(range(world.comm.size)),
+        draft_kind=DraftLayout.one_rank, draft_ranks=(0,), num_draft_tokens=NUM_DRAFT_TOKENS, acceptance=acceptance,
+        batch_size=1, prompt_tokens=PROMPT_TOKENS, max_new_tokens=NEW_TOKENS, cuda_graphs=False,
+    )  # fmt: skip
+
+
+def compare(case: Case, world: World, number: int) -> list[tuple[str, float, float]]:
+    """Name, forecast and measured value of each figure of a case."""
+    target, target_bytes = load(case.target, world.comm)
+    draft, draft_bytes = load(case.draft, Comm.single()) if world.comm.rank == 0 else (None, 0)
+    plain_ms = ms_per_token(complete(decoder(target, draft, world, speculative=False), number))
+    completions = complete(decoder(target, draft, world, speculative=True), number)
+    rounds = sum(len(each.accepted_lengths) for each in completions)
+    per_round = sum(len(each.token_ids) - 1 for each in completions) / rounds
+    job = planned_job(case, world, implied_acceptance(per_round, NUM_DRAFT_TOKENS))
+    machine = machine_of_run(detect_hardware(on_cpu=world.device.type == "cpu"), world.comm.size)
+    timed, ranks = timing(job, machine), memory(job, machine)
+    assert timed.speculative_run_s, "there is a draft"
+    rank = ranks[world.comm.rank]
+    held_bytes = sum(cache_bytes(runner) for runner in (target, draft) if runner)
+    return [
+        ("plain ms/token", 1e3 * timed.plain_run_s, plain_ms),
+        ("speculative ms/token", 1e3 * timed.speculative_run_s, ms_per_token(completions)),
+        (
+            "weights MiB",
+            (rank.target_weights_bytes + rank.draft_weights_bytes) / MIB,
+            (target_bytes + draft_bytes) / MIB,
+        ),
+        ("cache MiB", (rank.target_cache_bytes + rank.draft_cache_bytes) / MIB, held_bytes / MIB),
+    ]
+
+
+def main(shipped: Path, number: int) -> None:
+    """Compare every case and print the table on rank 0."""
+    transformers.utils.logging.disable_progress_bar()
+    with start(device=DeviceKind.cpu, timeout_s=600) as world, tempfile.TemporaryDirectory() as scratch:
+        shared = Path(world.comm.broadcast_text(scratch, src=0))
+        for case in cases(shared, world, shipped):
+            gathered = world.comm.gather_text(json.dumps(compare(case, world, number)))
+            if world.comm.rank == 0:
+                print_case(case, [json.loads(text) for text in gathered])
+
+
+def print_case(case: Case, ranks: list[list[tuple[str, float, float]]]) -> None:
+    """Times of rank 0, memory of all ranks."""
+    for rank, figures in enumerate(ranks):
+        for name, forecast, measured in figures:
+            if rank == 0 or "MiB" in name:
+                print(
+                    f"{case.name:13} rank {rank} of {len(ranks)}  {name:21} forecast {forecast:8.2f}  "
+                    f"measured {measured:8.2f}  ratio {forecast / measured:5.2f}"
+                )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shipped", type=Path, default=SHIPPED, help="folder of tiny and tiny-draft")
+    parser.add_argument("--completions", type=int, default=7)
+    given = parser.parse_args()
+    main(given.shipped, given.completions)

@@ -1,0 +1,170 @@
+"""Measure the machine at hand and write a file of `conf/hardware`: what a plan needs to know of it.
+
+On a CPU two situations are measured: rank 0 alone with all cores, while the others wait, and all ranks at the same time
+with their share of the cores. A GPU does the same work in both, so its data are bandwidth, rate, launches and links.
+How each thing is timed stands in `measuring` and `measuring_rounds`.
+"""
+
+import os
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from llama_ssp.config.catalogue import conf_dir
+from llama_ssp.config.hardware import Profile, SizePoint, problems_of
+from llama_ssp.config.schema import Dtype
+from llama_ssp.distributed.memory import anonymous_bytes
+from llama_ssp.distributed.world import World
+from llama_ssp.errors import SspError
+from llama_ssp.tasks import measuring, measuring_rounds
+from llama_ssp.tasks.plan import THIS_MACHINE
+
+DTYPES = {Dtype.fp32: torch.float32, Dtype.bf16: torch.bfloat16, Dtype.fp16: torch.float16}
+LARGEST_MESSAGE, SMALLEST_MESSAGE = -1, 0
+
+
+def calibrate(world: World, *, output: str | None = None) -> Path | None:
+    """Measure, and write the file on rank 0.
+
+    Args:
+        world: all ranks; several of them on one node measure the links between them.
+        output: the file; by default the entry `this_machine` of the catalogue.
+
+    Returns:
+        The file, on rank 0.
+
+    Raises:
+        SspError: the file cannot be written.
+    """
+    context_bytes = _context_bytes(world.device)
+    profiles = [] if world.device.type == "cuda" else _profiles(world)
+    reduces = measuring_rounds.all_reduce_points(world.comm, world.device) if world.comm.size > 1 else []
+    if world.comm.rank > 0:
+        world.comm.barrier()
+        return None
+    with _all_cores(world):
+        figures = _figures(world, reduces) | {
+            "context_bytes": context_bytes,
+            "collective_bytes": max(_context_bytes(world.device) - context_bytes, 0)
+            if world.device.type == "cuda"
+            else 0,
+            "profiles": [asdict(profile) for profile in profiles],
+        }
+    world.comm.barrier()
+    file = Path(output) if output else conf_dir() / "hardware" / f"{THIS_MACHINE}.yaml"
+    _write(file, _rounded(figures))
+    return file
+
+
+def _profiles(world: World) -> list[Profile]:
+    """What rank 0 measures: alone with all cores, then beside the other ranks."""
+    profiles = []
+    if world.comm.rank == 0:
+        with _all_cores(world):
+            profiles.append(_profile(num_ranks=1, reduces=[]))
+    world.comm.barrier()
+    if world.comm.size > 1:
+        reduces = measuring_rounds.all_reduce_points(world.comm, world.device)
+        profiles.append(_profile(num_ranks=world.comm.size, reduces=reduces))
+        world.comm.barrier()
+    return profiles
+
+
+def _profile(*, num_ranks: int, reduces: list[SizePoint]) -> Profile:
+    linear = measuring.linear_points(torch.float32, Dtype.fp32.name)
+    layer, frame = measuring.operator_points(linear)
+    draw, verify = measuring_rounds.rule_points()
+    return Profile(
+        num_ranks=num_ranks,
+        linear=linear,
+        tied_head=measuring.linear_points(
+            torch.float32, Dtype.fp32.name, working_sets=measuring.WORKING_SETS[:1], keeps_weight=True
+        ),
+        layer=layer,
+        frame=frame,
+        attention=measuring.attention_points(),
+        draw=draw,
+        verify=verify,
+        all_reduce=reduces,
+        round_s=measuring_rounds.round_s(draw),
+    )
+
+
+@contextmanager
+def _all_cores(world: World) -> Iterator[None]:
+    """The threads that a run of one rank would have."""
+    threads = torch.get_num_threads()
+    if world.device.type == "cpu" and world.comm.size > 1:
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _figures(world: World, reduces: list[SizePoint]) -> dict[str, Any]:
+    """The figures that a data sheet would give."""
+    device = world.device
+    is_gpu = device.type == "cuda"
+    copy_bytes_per_s = measuring.copy_bytes_per_s(device)
+    dtypes = DTYPES if is_gpu else {Dtype.fp32: torch.float32, Dtype.bf16: torch.bfloat16}
+    latency_s = reduces[SMALLEST_MESSAGE].s if reduces else 1e-4
+    bandwidth = reduces[LARGEST_MESSAGE].size / max(reduces[LARGEST_MESSAGE].s - latency_s, 1e-9) if reduces else 1e9
+    return {
+        "name": THIS_MACHINE,
+        "device": device.type,
+        "gpu": torch.cuda.get_device_name(device) if is_gpu else f"{os.cpu_count()} cores of {platform.machine()}",
+        "num_gpus": world.ranks.local_size,
+        "memory_bytes": torch.cuda.get_device_properties(device).total_memory if is_gpu else _host_memory_bytes(),
+        "bandwidth_bytes_per_s": copy_bytes_per_s,
+        "copy_bytes_per_s": copy_bytes_per_s,
+        "flops_per_s": {dtype.name: measuring.flops_per_s(kind, device) for dtype, kind in dtypes.items()},
+        "kernel_s": measuring.operator_s(device, captured=True),
+        "launch_s": measuring.operator_s(device, captured=False),
+        "link": {"bandwidth_bytes_per_s": bandwidth, "latency_s": latency_s},
+        "sources": {
+            "all": f"measured by task=calibrate on {platform.node()}, {date.today()}, torch {torch.__version__}",
+            "link": "measured" if reduces else "assumed: one rank measures no links, start task=calibrate with several",
+        },
+    }
+
+
+def _context_bytes(device: torch.device) -> int:
+    """What this process holds beside tensors."""
+    if device.type == "cpu":
+        return anonymous_bytes() or 0
+    torch.zeros(1, device=device)
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free - torch.cuda.memory_reserved(device)
+
+
+def _host_memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _rounded(figures: Any) -> Any:  # noqa: ANN401 - any tree of figures
+    """Four digits are more than a measurement holds."""
+    if isinstance(figures, dict):
+        return {key: _rounded(value) for key, value in figures.items() if value is not None}
+    if isinstance(figures, list):
+        return [_rounded(value) for value in figures]
+    return float(f"{figures:.4g}") if isinstance(figures, float) else figures
+
+
+def _write(file: Path, figures: dict[str, Any]) -> None:
+    problems = problems_of(figures)
+    assert not problems, f"calibrate writes what the planner reads: {problems}"
+    text = yaml.safe_dump(figures, sort_keys=False, default_flow_style=None, width=160)
+    try:
+        file.write_text(f"# Written by task=calibrate; measured figures of this machine.\n{text}", encoding="utf-8")
+    except OSError as error:
+        raise SspError(
+            f"{file} cannot be written ({error.strerror}): name another file with task.output=FILE"
+        ) from error

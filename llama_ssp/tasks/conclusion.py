@@ -1,0 +1,61 @@
+"""The end of a run, of an interrupted one too: what it measured beside what was forecast, written down and shown."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from llama_ssp.config.schema import CompareConfig, GenerateConfig
+from llama_ssp.reports.lines import Forecast, RankMemory, RunFacts
+from llama_ssp.reports.summary import summarise
+from llama_ssp.tasks.plan import forecast, planned_bytes
+from llama_ssp.tasks.session import Session
+
+
+def conclude(session: Session) -> None:
+    """Collect every rank's memory, and on rank 0 write the summary, print the table and draw the picture.
+
+    Raises:
+        SspError: the disk is full or gone.
+    """
+    comm, folder, config = session.world.comm, session.folder, session.config
+    session.memory.sample()
+    peaks = [json.loads(peak) for peak in comm.gather_text(json.dumps(session.memory.peak_bytes))]
+    if folder is None:
+        return
+    planned = planned_bytes(session.plan) if session.plan else [None] * comm.size
+    facts = RunFacts(
+        task=config.task.name.name,
+        model=config.model.name,
+        draft=config.draft.model.name if config.draft.model else None,
+        placement=_placement(session),
+        world_size=comm.size,
+        seed=config.seed,
+        num_draft_tokens=config.speculation.num_draft_tokens if config.draft.model else 0,
+        memory=[
+            RankMemory(rank=rank, planned_bytes=planned[rank], measured_peak_bytes=peak)
+            for rank, peak in enumerate(peaks)
+        ],
+        forecast=forecast(session.plan) if session.plan else Forecast(),
+    )
+    summary = summarise(facts, folder.lines)
+    folder.write_summary(summary)
+    if not isinstance(config.task, GenerateConfig):
+        session.terminal.table(summary)
+    session.terminal.closing(summary, run_dir=folder.path)
+    if isinstance(config.task, CompareConfig) and config.task.picture:
+        session.terminal.save_svg(Path(config.task.picture), title="launch/run.py")
+
+
+def _placement(session: Session) -> dict[str, Any]:
+    """Name the ranks of each model, as they came out."""
+    placement, mesh = session.config.placement, session.models.mesh
+    laid_out: dict[str, Any] = {
+        "target": {
+            "kind": placement.target.kind.name,
+            "ranks": list(range(mesh.target.size)),
+            "tp_size": mesh.target.size,
+        }
+    }
+    if session.models.has_draft:
+        laid_out["draft"] = {"kind": placement.draft.kind.name, "ranks": [mesh.decider], "tp_size": 1}
+    return laid_out

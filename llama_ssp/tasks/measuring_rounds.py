@@ -1,0 +1,110 @@
+"""What `task=calibrate` times of a round beside its forwards: the rule, the loop itself, and collectives.
+
+Shapes: B sequences, T positions, V vocabulary.
+"""
+
+import time
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from llama_ssp.config.hardware import SizePoint
+from llama_ssp.config.schema import SamplingConfig, VerificationConfig
+from llama_ssp.decoding.clock import clock_for
+from llama_ssp.decoding.loop import Decoder
+from llama_ssp.decoding.rounds import Rounds
+from llama_ssp.decoding.state import Request
+from llama_ssp.distributed.comms import Comm
+from llama_ssp.drafting.placement import AgreedRule
+from llama_ssp.sampling.random import DrawTable
+from llama_ssp.sampling.verification import Draft, make_rule
+from llama_ssp.tasks.measuring import seconds_per_call
+
+VOCABULARIES = (64, 4096, 32768)
+MESSAGE_BYTES = (8, 1024, 8192, 65536, 524288)
+NUM_DRAFT_TOKENS = 4
+FEW_IDS = 64
+
+
+def rule_points() -> tuple[list[SizePoint], list[SizePoint]]:
+    """The rule, drawing one token and verifying K of them, by rows times vocabulary."""
+    rule = make_rule(SamplingConfig(), VerificationConfig())
+    table = DrawTable(NUM_DRAFT_TOKENS, torch.device("cpu"))
+    draws = table.round(torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64))
+    drawing, verifying = [], []
+    for vocab_size in VOCABULARIES:
+        logits_BTV = torch.randn(1, NUM_DRAFT_TOKENS + 1, vocab_size)
+        draft = Draft(
+            ids_BK=torch.zeros(1, NUM_DRAFT_TOKENS, dtype=torch.int64),
+            probs_BKV=torch.softmax(logits_BTV[:, 1:], dim=-1),
+        )
+        draw = partial(rule.draw, logits_BTV[:, 0], draws.plain_B)
+        verify = partial(rule.verify, draft, logits_BTV, draws=draws)
+        drawing.append(SizePoint(size=vocab_size, s=seconds_per_call(draw)))
+        verifying.append(SizePoint(size=(NUM_DRAFT_TOKENS + 1) * vocab_size, s=seconds_per_call(verify)))
+    return drawing, verifying
+
+
+class _Mute:
+    """A runner that answers at once, so that what is left of a round is the loop's own."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self.dtype = torch.float32
+        self.vocab_size = FEW_IDS
+        self.max_position_embeddings = 4096
+        self._logits_BTV = torch.zeros(1, 1, FEW_IDS)
+
+    def allocate(self, *, batch_size: int, capacity: int) -> None:
+        """Needs no room."""
+
+    def forward(
+        self,
+        ids_BT: Tensor,  # noqa: ARG002 - the protocol's
+        positions_BT: Tensor,  # noqa: ARG002
+        *,
+        bucket: int,  # noqa: ARG002
+        rows_BR: Tensor | None = None,  # noqa: ARG002
+        batch_rows_B: Tensor | None = None,  # noqa: ARG002
+    ) -> Tensor:
+        """The same logits every time."""
+        return self._logits_BTV
+
+
+def round_s(draw: list[SizePoint]) -> float:
+    """What the loop takes for a token beside forwards and the rule."""
+    target = _Mute()
+    rule = AgreedRule(
+        make_rule(SamplingConfig(), VerificationConfig()), comm=Comm.single(), src=0, device=target.device
+    )
+    rounds = Rounds(target, None, rule=rule, clock=clock_for(target.device))
+    num_tokens = 256
+
+    def decode() -> None:
+        decoder = Decoder(rounds, batch_size=1, eos_ids=(), seed=0)
+        for _ in decoder.run([Request(index=0, prompt_ids=(1, 2), max_new_tokens=num_tokens)]):
+            pass
+
+    return max(seconds_per_call(decode) / num_tokens - draw[0].s, 0.0)
+
+
+def all_reduce_points(comm: Comm, device: torch.device) -> list[SizePoint]:
+    """All-reduces by size, each behind a little work, as in a model; all ranks must call this together."""
+    matrix, x = torch.randn(256, 256, device=device), torch.randn(1, 4, 256, device=device)
+    work_s = seconds_per_call(lambda: functional.linear(x, matrix))
+    points = []
+    for num_bytes in MESSAGE_BYTES:
+        values = torch.zeros(max(num_bytes // 4, 1), device=device)
+        for _ in range(20):
+            comm.all_reduce(values)
+        num_calls = 200 if num_bytes < 2**16 else 60
+        started = time.perf_counter()
+        for _ in range(num_calls):
+            functional.linear(x, matrix)
+            comm.all_reduce(values)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        points.append(SizePoint(size=num_bytes, s=max((time.perf_counter() - started) / num_calls - work_s, 1e-6)))
+    return points

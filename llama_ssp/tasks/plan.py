@@ -1,0 +1,212 @@
+"""The plan as a task: shown for a described machine, or for the very job that a run is about to start.
+
+Never reaches torch. What a plan is worked out from is the business of `planning`, how it looks that of `reports`.
+"""
+
+import json
+import platform
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+from llama_ssp.config import hardware
+from llama_ssp.config.hardware import HardwareConfig
+from llama_ssp.config.plan import DraftLayout, PlanFormat, TargetLayout
+from llama_ssp.config.schema import DeviceKind, RunConfig
+from llama_ssp.errors import ConfigError, one_message
+from llama_ssp.planning.job import Job, planned_model
+from llama_ssp.planning.plan import Plan, document, make_plan, require_room
+from llama_ssp.planning.search import search, search_document
+from llama_ssp.reports.lines import Forecast
+
+THIS_MACHINE = "this_machine"
+"""Name of the hardware file that `task=calibrate` writes."""
+CHARACTERS_PER_TOKEN = 3
+TYPED_TOKENS = 128
+STANDARD_INPUT = "-"
+
+
+def show_plan(job: Job, machine: HardwareConfig, form: PlanFormat, *, figure: str | None = None) -> None:
+    """Print a plan, and draw it where a figure is wanted.
+
+    Raises:
+        CapacityError: it does not fit; it has been printed all the same.
+        ConfigError: the table or the figure needs a package that is not installed.
+        PlacementError: a model cannot be laid out as asked.
+    """
+    plan = make_plan(job, machine)
+    content = document(plan)
+    if form is PlanFormat.json:
+        print(json.dumps(content, indent=2))  # noqa: T201 - what was asked for
+    else:
+        from llama_ssp.reports.plan_table import print_plan  # noqa: PLC0415 - JSON does without rich
+
+        print_plan(content)
+    if figure:
+        from llama_ssp.reports.plots import draw_plan  # noqa: PLC0415 - only a figure needs matplotlib
+
+        draw_plan(content, Path(figure))
+    require_room(plan)
+
+
+def show_search(job: Job, machine: HardwareConfig, form: PlanFormat) -> None:
+    """Print every sensible way to use a machine, the fastest first.
+
+    Raises:
+        ConfigError: the table needs a package that is not installed.
+        PlacementError: the model is not in the catalogue.
+    """
+    choices = search_document(search(job, machine))
+    if form is PlanFormat.json:
+        print(json.dumps({"plan_version": 1, "search": choices}, indent=2))  # noqa: T201 - what was asked for
+    else:
+        from llama_ssp.reports.plan_table import print_search  # noqa: PLC0415 - JSON does without rich
+
+        print_search(choices, machine=machine.name)
+
+
+def dry_run(config: RunConfig, *, world_size: int) -> None:
+    """Print the plan of exactly this run; nothing is loaded, and no tokenizer counts the prompts' tokens.
+
+    Args:
+        config: the checked config of the run.
+        world_size: its ranks.
+
+    Raises:
+        CapacityError: it does not fit.
+        ConfigError: the hardware is not described, or its description is wrong.
+    """
+    machine = hardware_of(config, on_cpu=config.device is DeviceKind.cpu)
+    job = job_of_run(config, world_size=world_size, prompt_tokens=_estimated_prompt_tokens(config))
+    show_plan(job, machine_of_run(machine, world_size), PlanFormat.table)
+
+
+def _estimated_prompt_tokens(config: RunConfig) -> int:
+    """The longest prompt of a run, at three characters a token; what is still to be typed counts as TYPED_TOKENS."""
+    texts = getattr(config.task, "default_prompts", [])
+    if config.prompt is not None:
+        texts = [config.prompt]
+    elif config.prompts is not None:
+        is_typed = config.prompts == STANDARD_INPUT
+        texts = [] if is_typed else Path(config.prompts).read_text(encoding="utf-8").splitlines()
+    return max((len(text) // CHARACTERS_PER_TOKEN + 1 for text in texts), default=TYPED_TOKENS)
+
+
+def plan_of_run(config: RunConfig, *, world_size: int, machine: HardwareConfig, prompt_tokens: int) -> Plan:
+    """Plan the job that a run is about to start.
+
+    Args:
+        config: the checked config of the run.
+        world_size: its ranks.
+        machine: from `hardware_of`.
+        prompt_tokens: of the longest prompt.
+    """
+    job = job_of_run(config, world_size=world_size, prompt_tokens=prompt_tokens)
+    return make_plan(job, machine_of_run(machine, world_size))
+
+
+def planned_bytes(plan: Plan) -> list[int]:
+    """What each rank is expected to use, as a run measures it: without what no allocator reserves on a GPU."""
+    beside = [rank.context_bytes + rank.collectives_bytes + rank.graphs_bytes for rank in plan.ranks]
+    on_cpu = plan.hardware.device == "cpu"
+    return [rank.needed_bytes - (0 if on_cpu else apart) for rank, apart in zip(plan.ranks, beside, strict=True)]
+
+
+def forecast(plan: Plan) -> Forecast:
+    """What `summary.json` says beside the measured times: per token of whole completions, prompts included."""
+    timed = plan.timing
+    speculative_s = timed.speculative_run_s
+    return Forecast(
+        plain_ms_per_token=1e3 * timed.plain_run_s,
+        speculative_ms_per_token=None if speculative_s is None else 1e3 * speculative_s,
+        speedup=None if speculative_s is None else timed.plain_run_s / speculative_s,
+    )
+
+
+def job_of_run(config: RunConfig, *, world_size: int, prompt_tokens: int) -> Job:
+    """The planner's view of a run: target over all ranks, draft on one, operators launched one by one."""
+    ranks = tuple(range(world_size))
+    draft = planned_model(config.draft.model) if config.draft.model else None
+    draft_ranks = tuple(config.placement.draft.ranks or (0,)) if draft else ()
+    return Job(
+        target=planned_model(config.model),
+        draft=draft,
+        target_kind=TargetLayout[config.placement.target.kind.name],
+        target_ranks=ranks,
+        draft_kind=DraftLayout[config.placement.draft.kind.name],
+        draft_ranks=draft_ranks,
+        num_draft_tokens=config.speculation.num_draft_tokens,
+        acceptance=config.speculation.acceptance,
+        batch_size=config.batch_size,
+        prompt_tokens=prompt_tokens,
+        max_new_tokens=config.max_new_tokens,
+        cuda_graphs=False,
+    )
+
+
+def machine_of_run(machine: HardwareConfig, world_size: int) -> HardwareConfig:
+    """The part of a machine that a run uses: as many ranks as were started, on as few nodes as hold them."""
+    if machine.device == "cpu":
+        return replace(machine, num_gpus=world_size, num_nodes=1)
+    return replace(machine, num_nodes=-(-world_size // machine.num_gpus))
+
+
+def hardware_of(config: RunConfig, *, on_cpu: bool) -> HardwareConfig:
+    """The description of the machine that a run is planned for: what the user named, else the one at hand.
+
+    Raises:
+        ConfigError: the description is wrong, or there is none of these GPUs.
+    """
+    if not config.hardware:
+        return detect_hardware(on_cpu=on_cpu)
+    if problems := hardware.problems_of(config.hardware):
+        raise ConfigError(one_message(problems))
+    return hardware.build(config.hardware)
+
+
+def detect_hardware(*, on_cpu: bool = False) -> HardwareConfig:
+    """Describe the machine at hand.
+
+    What `task=calibrate` wrote here counts first, then the entry of the GPUs that nvidia-smi names, then a CPU with
+    this machine's memory.
+
+    Args:
+        on_cpu: whether GPUs are to be left alone.
+
+    Raises:
+        ConfigError: no entry describes these GPUs.
+    """
+    gpus = [] if on_cpu else _gpu_names()
+    if THIS_MACHINE in hardware.names():
+        measured = hardware.load(THIS_MACHINE)
+        if (measured.device == "cuda") == bool(gpus):
+            return measured
+    if not gpus:
+        cpu = hardware.load("laptop_cpu")
+        return replace(cpu, name=platform.node(), gpu=platform.machine(), memory_bytes=_host_memory_bytes(cpu))
+    for entry in map(hardware.load, hardware.names()):
+        if entry.gpu.lower().split(" ")[0] in gpus[0].lower() and entry.num_gpus >= len(gpus):
+            return replace(entry, num_gpus=len(gpus))
+    message = (
+        f"no entry of conf/hardware describes {len(gpus)} x {gpus[0]}: run task=calibrate once, or give hardware=NAME"
+    )
+    raise ConfigError(message)
+
+
+def _gpu_names() -> list[str]:
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return []
+    query = [command, "--query-gpu=name", "--format=csv,noheader"]
+    listed = subprocess.run(query, capture_output=True, text=True, check=False)
+    return [line.strip() for line in listed.stdout.splitlines() if line.strip()] if listed.returncode == 0 else []
+
+
+def _host_memory_bytes(fallback: HardwareConfig) -> int:
+    """MemTotal of Linux; elsewhere the catalogue's."""
+    file = Path("/proc/meminfo")
+    if not file.exists():
+        return fallback.memory_bytes
+    lines = dict(line.split(":", 1) for line in file.read_text(encoding="ascii").splitlines())
+    return int(lines["MemTotal"].split()[0]) * 1024

@@ -1,0 +1,74 @@
+"""Calibration writes a file that the planner reads, and takes off what it should."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from llama_ssp.config import hardware
+from llama_ssp.config.hardware import LinearPoint
+from llama_ssp.distributed.comms import Comm
+from llama_ssp.distributed.environment import Ranks
+from llama_ssp.distributed.world import World
+from llama_ssp.errors import SspError
+from llama_ssp.planning.timing import timing
+from llama_ssp.tasks import measuring, measuring_rounds
+from llama_ssp.tasks.calibrate import calibrate
+from tests.helpers.planning import make_job
+
+WORLD = World(
+    comm=Comm.single(),
+    ranks=Ranks(rank=0, size=1, local_rank=0, local_size=1),
+    device=torch.device("cpu"),
+    note=None,
+)
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few sizes and no patience: what is measured is of no account."""
+    monkeypatch.setattr(measuring, "ELEMENTS", (4096, 65536))
+    monkeypatch.setattr(measuring, "ROWS", (1, 5, 64))
+    monkeypatch.setattr(measuring, "WORKING_SETS", (2**20, 2**22))
+    monkeypatch.setattr(measuring_rounds, "VOCABULARIES", (64, 256))
+    monkeypatch.setattr(measuring, "BUDGET_S", 0.0)
+
+
+@pytest.mark.usefixtures("hasty")
+def test_the_file_is_a_sound_description_from_which_a_run_can_be_planned(tmp_path: Path) -> None:
+    file = calibrate(WORLD, output=str(tmp_path / "machine.yaml"))
+    assert file
+    figures = yaml.safe_load(file.read_text())
+    assert hardware.problems_of(figures) == []
+    machine = hardware.build(figures)
+    (profile,) = machine.profiles
+    assert profile.num_ranks == 1
+    assert machine.device == "cpu"
+    timed = timing(make_job("tiny", "tiny-draft", cuda_graphs=False), machine)
+    assert timed.speculative_s
+    assert 1e-5 < timed.plain_s < 10
+    assert 1e-5 < timed.speculative_s < 10
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_file_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(SspError, match=r"task\.output=FILE"):
+        calibrate(WORLD, output=str(tmp_path / "missing" / "machine.yaml"))
+
+
+def test_a_call_is_timed_in_seconds() -> None:
+    import time
+
+    assert measuring.seconds_per_call(lambda: time.sleep(0.002), budget_s=0.02) == pytest.approx(0.002, rel=0.5)
+
+
+def test_matrices_are_taken_off_a_layers_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {1: 0.003, measuring.MANY_LAYERS: 0.003 + 0.001 * (measuring.MANY_LAYERS - 1)}
+    monkeypatch.setattr(measuring, "_stack", lambda _width, num_layers: num_layers)
+    monkeypatch.setattr(measuring, "_forward_s", lambda stack, _rows: seconds[stack])
+    linear = [LinearPoint(dtype="fp32", rows=1, elements=4096, working_set_bytes=2**22, s=1e-5)]
+    layers, frames = measuring.operator_points(linear)
+    assert {point.width for point in layers} == set(measuring.WIDTHS)
+    assert [point.s for point in layers] == pytest.approx([0.001 - 4e-5] * len(layers))
+    assert [point.s for point in frames] == pytest.approx([0.002 - 1e-5] * len(frames))

@@ -1,0 +1,136 @@
+"""The plan of a run: what it takes from the run's config, and what a run takes from it."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from llama_ssp.config import catalogue, hardware
+from llama_ssp.config.plan import DraftLayout
+from llama_ssp.config.schema import (
+    CompareConfig,
+    DrafterConfig,
+    DrafterKind,
+    PlacementConfig,
+    RunConfig,
+    SamplingConfig,
+    VerificationConfig,
+)
+from llama_ssp.errors import CapacityError, ConfigError
+from llama_ssp.planning.plan import require_room
+from llama_ssp.tasks import plan as task
+
+
+def _run(model: str = "tiny", draft: str | None = "tiny-draft", prompt: str | None = None) -> RunConfig:
+    drafter = DrafterConfig(kind=DrafterKind.none)
+    if draft:
+        drafter = DrafterConfig(kind=DrafterKind.model, model=catalogue.load(draft))
+    return RunConfig(
+        hardware=yaml.safe_load((catalogue.conf_dir() / "hardware" / "laptop_cpu.yaml").read_text()),
+        task=CompareConfig(default_prompts=["x" * 30, "y" * 299]),
+        model=catalogue.load(model),
+        draft=drafter,
+        placement=PlacementConfig(),
+        sampling=SamplingConfig(),
+        verification=VerificationConfig(),
+        prompt=prompt,
+    )
+
+
+def test_planning_a_run_never_reaches_torch_or_transformers() -> None:
+    program = "import sys, llama_ssp.tasks.plan; print({'torch', 'transformers', 'numpy'} & set(sys.modules))"
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == "set()"
+
+
+def test_a_run_is_planned_with_its_own_ranks_and_nothing_captured() -> None:
+    config = _run()
+    config.placement.draft.ranks = [1]
+    job = task.job_of_run(config, world_size=2, prompt_tokens=50)
+    assert (job.target_ranks, job.draft_ranks, job.draft_kind) == ((0, 1), (1,), DraftLayout.one_rank)
+    assert not job.cuda_graphs
+    assert job.num_slots == 50 + 64 + 5
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts", "tokens"), [(None, None, 100), ("z" * 59, None, 20), (None, "-", 128), (None, "file", 41)]
+)
+def test_the_longest_prompt_is_estimated_from_its_text(
+    prompt: str | None, prompts: str | None, tokens: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = _run(prompt=prompt)
+    if prompts == "file":
+        (tmp_path / "file").write_text("a\n" + "b" * 120)
+    config.prompts = str(tmp_path / "file") if prompts == "file" else prompts
+    task.dry_run(config, world_size=1)
+    assert f"{tokens} + 64 tokens" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_dry_run_that_does_not_fit_is_shown_and_raises(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(CapacityError, match="rank 0 needs"):
+        task.dry_run(_run("65B", "7B"), world_size=1)
+    assert "too full" in capsys.readouterr().out
+
+
+def test_a_forecast_counts_whole_completions_as_the_summary_does() -> None:
+    machine = hardware.load("laptop_cpu")
+    plan = task.plan_of_run(_run(), world_size=1, machine=machine, prompt_tokens=40)
+    forecast = task.forecast(plan)
+    assert forecast.plain_ms_per_token == pytest.approx(1e3 * plan.timing.plain_run_s)
+    assert plan.timing.speculative_run_s
+    assert forecast.speedup == pytest.approx(plan.timing.plain_run_s / plan.timing.speculative_run_s)
+    alone = task.forecast(task.plan_of_run(_run(draft=None), world_size=1, machine=machine, prompt_tokens=40))
+    assert (alone.speculative_ms_per_token, alone.speedup) == (None, None)
+
+
+def test_planned_bytes_are_what_the_run_can_measure() -> None:
+    gpu = hardware.load("8xa100_80gb")
+    on_gpu = task.plan_of_run(_run("13B", "7B"), world_size=2, machine=gpu, prompt_tokens=40)
+    full = on_gpu.ranks[0]
+    assert task.planned_bytes(on_gpu)[0] == full.needed_bytes - full.context_bytes - full.collectives_bytes
+    on_cpu = task.plan_of_run(_run(), world_size=1, machine=hardware.load("laptop_cpu"), prompt_tokens=40)
+    assert task.planned_bytes(on_cpu) == [on_cpu.ranks[0].needed_bytes]
+
+
+@pytest.mark.parametrize(("world_size", "num_nodes"), [(4, 1), (8, 1), (9, 2)])
+def test_a_run_uses_as_many_nodes_as_its_ranks_need(world_size: int, num_nodes: int) -> None:
+    assert task.machine_of_run(hardware.load("p4d_24xlarge"), world_size).num_nodes == num_nodes
+
+
+def test_ranks_on_a_cpu_share_it() -> None:
+    machine = task.machine_of_run(hardware.load("laptop_cpu"), 2)
+    plan = task.plan_of_run(_run(), world_size=2, machine=machine, prompt_tokens=40)
+    require_room(plan)
+    assert {rank.capacity_bytes for rank in plan.ranks} == {machine.memory_bytes // 2}
+
+
+def test_gpus_are_recognised_by_the_name_that_the_driver_gives_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "names", lambda: ["8xh100", "8xa100_80gb", "p4d_24xlarge"])
+    monkeypatch.setattr(task, "_gpu_names", lambda: ["NVIDIA A100-SXM4-40GB"] * 4)
+    found = task.detect_hardware()
+    assert (found.name, found.num_gpus) == ("p4d_24xlarge", 4)
+
+
+def test_gpus_that_no_entry_describes_are_named_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "names", lambda: ["8xh100"])
+    monkeypatch.setattr(task, "_gpu_names", lambda: ["Tesla T4"])
+    with pytest.raises(ConfigError, match="1 x Tesla T4: run task=calibrate once"):
+        task.detect_hardware()
+
+
+def test_what_calibrate_measured_here_comes_before_the_catalogue(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = replace(hardware.load("laptop_cpu"), name=task.THIS_MACHINE)
+    monkeypatch.setattr(hardware, "names", lambda: [task.THIS_MACHINE])
+    monkeypatch.setattr(hardware, "load", lambda _name: measured)
+    assert task.detect_hardware(on_cpu=True) is measured
+
+
+def test_a_machine_without_gpus_is_a_cpu_with_its_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "names", lambda: ["laptop_cpu"])
+    monkeypatch.setattr(task, "_gpu_names", list)
+    found = task.detect_hardware()
+    assert found.device == "cpu"
+    assert found.memory_bytes != hardware.load("laptop_cpu").memory_bytes
