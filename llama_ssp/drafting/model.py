@@ -36,6 +36,7 @@ class ModelDrafter:
     def allocate(self, *, batch_size: int, num_slots: int) -> None:
         """Make room in the cache."""
         self.runner.allocate(batch_size=batch_size, capacity=num_slots)
+        self._second_B1 = torch.ones(batch_size, 1, dtype=torch.int64, device=self.runner.device)
 
     def prefill(self, tokens_RS: Tensor, lengths_R: Tensor, *, rows_R: Tensor, longest: int, buckets: Buckets) -> None:
         """Read new prompts into the draft's own cache."""
@@ -44,14 +45,15 @@ class ModelDrafter:
     def propose(self, tokens_BS: Tensor, lengths_B: Tensor, *, uniforms_BK: Tensor, bucket: int) -> Draft:
         """Draw K tokens one after the other; see `Drafter.propose`."""
         positions_BT = lengths_B[:, None] + self._last_two
+        wanted_B1: Tensor | None = self._second_B1
         ids_BT = tokens_BS.gather(1, positions_BT)
         drafted: list[Tensor] = []
         probs: list[Tensor] = []
         for step in range(self.num_draft_tokens):
             if step:
-                positions_BT = positions_BT[:, -1:] + 1
+                positions_BT, wanted_B1 = positions_BT[:, -1:] + 1, None
                 ids_BT = drafted[-1][:, None]
-            logits_BV = self.runner.forward(ids_BT, positions_BT, bucket=bucket)[:, -1]
+            logits_BV = self.runner.forward(ids_BT, positions_BT, bucket=bucket, rows_BR=wanted_B1)[:, 0]
             ids_B, probs_BV = self.rule.draw(self._at_target_width(logits_BV), uniforms_BK[:, step])
             drafted.append(ids_B)
             if probs_BV is not None:

@@ -3,7 +3,6 @@
 Shapes are those of `runner`.
 """
 
-from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,9 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.errors import ConfigError
 from llama_ssp.models.checkpoint import Checkpoint, inspect
-from llama_ssp.models.loader import find_sources, load_weights
+from llama_ssp.models.decoder import LeanRunner, is_llama_kind
+from llama_ssp.models.interface import Runner
+from llama_ssp.models.loader import Progress, Weights, find_sources, returning_memory
 from llama_ssp.models.runner import ModuleRunner, check_servable
 from llama_ssp.models.tensor_parallel import shard
 
@@ -53,31 +54,57 @@ def check_model(checkpoint: Checkpoint, *, num_ranks: int) -> None:
     shard(model, checkpoint.shape, Comm(rank=0, size=num_ranks, group=None))
 
 
+def load_modules(
+    path: Path,
+    *,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    comm: Comm,
+    progress: Progress | None = None,
+) -> PreTrainedModel:
+    """Load this rank's slices of a checkpoint into the library's own modules; see `load_model`."""
+    model, weights = _prepare(path, dtype=dtype, device=device, comm=comm, progress=progress)
+    weights.fill()
+    return model
+
+
 def load_model(
     path: Path,
     *,
     dtype: torch.dtype | None,
     device: torch.device,
     comm: Comm,
-    progress: Callable[[int, int], None] | None = None,
-) -> ModuleRunner:
-    """Load this rank's slices of a checkpoint.
+    progress: Progress | None = None,
+) -> Runner:
+    """Load this rank's slices of a checkpoint, ready to run: in the lean decoder where it knows the family.
 
     Args:
         path: the folder.
         dtype: number format of weights and cache; None takes the checkpoint's own.
         device: where they go.
         comm: the ranks that share the model.
-        progress: called after each parameter with the bytes that this rank holds by then, and those it will hold.
+        progress: called after each parameter with the bytes that have been read by then, and those that will be.
 
     Raises:
         CheckpointError: the folder is faulty.
         ConfigError: the static cache cannot serve this model.
         PlacementError: the model cannot be shared by these ranks.
     """
+    model, weights = _prepare(path, dtype=dtype, device=device, comm=comm, progress=progress)
+    if is_llama_kind(model.config):
+        with returning_memory():
+            return LeanRunner(model, comm=comm, fill=weights.fill)
+    weights.fill()
+    return ModuleRunner(model, comm=comm)
+
+
+def _prepare(
+    path: Path, *, dtype: torch.dtype | None, device: torch.device, comm: Comm, progress: Progress | None
+) -> tuple[PreTrainedModel, Weights]:
+    """This rank's model without values, and what will fill it."""
     checkpoint = inspect(path)
     model = build_empty(checkpoint)
     sources = find_sources(model, checkpoint)
     shard(model, checkpoint.shape, comm)
-    load_weights(model, checkpoint, sources, dtype=dtype or checkpoint.dtype, device=device, progress=progress)
-    return ModuleRunner(model, comm=comm)
+    dtype = dtype or checkpoint.dtype
+    return model, Weights(model, checkpoint, sources, dtype=dtype, device=device, progress=progress)

@@ -5,10 +5,10 @@
     rollback    = the next round simply writes at L again; nothing is copied, nothing is cropped
 
 Position p of a sequence always lies in slot p of its row. What stands beyond a row's length is never read, because the
-mask of `runner` shows a token only the slots up to its own position, and those have been written by then. How many
+mask of `causal_mask` shows a token only the slots up to its own position, and those have been written by then. How many
 slots are needed, and how many of them a forward reads, is decided elsewhere.
 
-Shapes: B sequences, T positions, S slots, N key-value heads, D head dim, L layers.
+Shapes: B sequences, T positions, M = B * T tokens, S slots, N key-value heads, D head dim, L layers.
 """
 
 import torch
@@ -17,33 +17,30 @@ from transformers.cache_utils import Cache
 
 
 class _Layer:
-    """The buffers of one layer, zeroed, because a masked value still takes part as 0 times itself.
+    """The buffer of one layer, zeroed, because a masked value still takes part as 0 times itself.
 
     Attributes:
-        key_slots, value_slots: (B * S, N, D), as they are written.
+        slots: (B * S, 2 N, D), as they are written: the keys of all heads, then their values.
         bucket: slots of each row that the views show.
         keys_BNSD, values_BNSD: views of the first `bucket` slots, as attention reads them.
     """
 
-    def __init__(self, key_states: Tensor, *, batch_size: int, capacity: int) -> None:
-        _, num_kv_heads, _, head_dim = key_states.shape
-        shape = (batch_size, capacity, num_kv_heads, head_dim)
-        self._keys, self._values = (
-            torch.zeros(shape, dtype=key_states.dtype, device=key_states.device) for _ in range(2)
-        )
-        self.key_slots, self.value_slots = self._keys.flatten(0, 1), self._values.flatten(0, 1)
+    def __init__(self, written_M2ND: Tensor, *, batch_size: int, capacity: int) -> None:
+        _, num_parts, head_dim = written_M2ND.shape
+        self._whole = written_M2ND.new_zeros(batch_size, capacity, 2, num_parts // 2, head_dim)
+        self.slots = self._whole.view(batch_size * capacity, num_parts, head_dim)
         self.show(capacity)
 
     def show(self, bucket: int) -> None:
         """Make the views; they are kept, because the bucket seldom changes and views cost as much as the copies."""
         self.bucket = bucket
-        self.keys_BNSD, self.values_BNSD = (slots[:, :bucket].transpose(1, 2) for slots in (self._keys, self._values))
+        self.keys_BNSD, self.values_BNSD = self._whole[:, :bucket].permute(2, 0, 3, 1, 4).unbind()
 
 
-class RaggedCache(Cache):
-    """The library's cache interface over static buffers; each row has its own length.
+class StaticCache:
+    """Keys and values of all layers on this rank; each row has its own length.
 
-    A layer's buffers are made when its first keys arrive, so that their number of heads is that of this rank.
+    A layer's buffer is made when its first keys arrive, so that their number of heads is that of this rank.
 
     Args:
         num_layers: layers of the model.
@@ -53,15 +50,20 @@ class RaggedCache(Cache):
     """
 
     def __init__(self, *, num_layers: int, batch_size: int, capacity: int, device: torch.device) -> None:
-        super().__init__(layers=[])
         self._num_rows = batch_size
         self._num_slots = capacity
         self._layers: list[_Layer | None] = [None] * num_layers
         self._first_slot_B1 = torch.arange(batch_size, device=device)[:, None] * capacity
 
-    def __len__(self) -> int:
-        """Number of layers."""
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model."""
         return len(self._layers)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the buffers that have been made."""
+        return sum(layer.slots.nbytes for layer in self._layers if layer)
 
     def fits(self, *, batch_size: int, capacity: int) -> bool:
         """Whether it has just these rows, and slots enough."""
@@ -76,17 +78,22 @@ class RaggedCache(Cache):
             batch_rows_B: the row of the cache that each sequence is; None when they are all rows, in order.
         """
         first_slot_B1 = self._first_slot_B1 if batch_rows_B is None else self._first_slot_B1[batch_rows_B]
-        self._slots = (first_slot_B1 + positions_BT).flatten()
+        self._slots_M = (first_slot_B1 + positions_BT).flatten()
         self._bucket = bucket
         self._batch_rows_B = batch_rows_B
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_args: object, **_kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        """Write the new keys and values (B, N, T, D) of one layer; returns all that may be read, (B, N, bucket, D)."""
-        layer = self._layers[layer_idx] or self._make_layer(layer_idx, key_states)
-        layer.key_slots.index_copy_(0, self._slots, key_states.transpose(1, 2).flatten(0, 1))
-        layer.value_slots.index_copy_(0, self._slots, value_states.transpose(1, 2).flatten(0, 1))
+    def update(self, written_M2ND: Tensor, number: int) -> tuple[Tensor, Tensor]:
+        """Write what a layer made of the new tokens, and show all that they may read.
+
+        Args:
+            written_M2ND: keys of all heads, then their values.
+            number: which layer it is.
+
+        Returns:
+            Keys and values, each (B, N, bucket, D).
+        """
+        layer = self._layers[number] or self._make_layer(number, written_M2ND)
+        layer.slots.index_copy_(0, self._slots_M, written_M2ND)
         if layer.bucket != self._bucket:
             layer.show(self._bucket)
         if self._batch_rows_B is None:
@@ -94,13 +101,56 @@ class RaggedCache(Cache):
         rows_B = self._batch_rows_B
         return layer.keys_BNSD.index_select(0, rows_B), layer.values_BNSD.index_select(0, rows_B)
 
-    def _make_layer(self, layer_idx: int, key_states: Tensor) -> _Layer:
+    def _make_layer(self, number: int, written_M2ND: Tensor) -> _Layer:
         # A tensor that was made in inference mode could not be written outside of it later on.
         with torch.inference_mode(mode=False):
-            layer = _Layer(key_states, batch_size=self._num_rows, capacity=self._num_slots)
-        self._layers[layer_idx] = layer
+            layer = _Layer(written_M2ND, batch_size=self._num_rows, capacity=self._num_slots)
+        self._layers[number] = layer
         return layer
+
+
+class LibraryCache(Cache):
+    """The library's cache interface over a `StaticCache`."""
+
+    def __init__(self, static: StaticCache) -> None:
+        super().__init__(layers=[])
+        self._static = static
+
+    def __len__(self) -> int:
+        """Number of layers."""
+        return self._static.num_layers
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_args: object, **_kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Write the new keys and values (B, N, T, D) of one layer; returns all that may be read, (B, N, bucket, D)."""
+        written_M2ND = torch.cat([key_states, value_states], dim=1).transpose(1, 2).flatten(0, 1)
+        return self._static.update(written_M2ND, layer_idx)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002 - the library's signature
         """Nothing, for the library: rows have lengths of their own, and positions are always given."""
         return 0
+
+
+class CausalMask:
+    """What attention adds to the scores: 0 for slots up to a token's own position, minus infinity beyond.
+
+    The rows of all positions are windows of one line of 2 S numbers, so that a row is looked up, and never computed.
+
+        line    | 0 0 0 0 - - - - |      position 3 reads from 0, position 0 from 3: | 0 - - - |
+
+    Args:
+        capacity: S.
+        dtype: that of the scores.
+        device: where they are.
+    """
+
+    def __init__(self, capacity: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        line = torch.zeros(2 * capacity, dtype=dtype, device=device)
+        line[capacity:] = float("-inf")
+        self._windows_SS = line.as_strided((capacity, capacity), (1, 1))
+        self._last = capacity - 1
+
+    def rows(self, positions_M: Tensor, *, bucket: int) -> Tensor:
+        """The masks (M, bucket) of tokens at these positions."""
+        return self._windows_SS[:, :bucket].index_select(0, self._last - positions_M)

@@ -5,7 +5,11 @@ byte is loaded; then one tensor at a time is read, cast and placed, so that host
 own slices and one tensor. Swapping modules for local ones is the business of `tensor_parallel`.
 """
 
-from collections.abc import Callable, Mapping
+import ctypes
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -77,16 +81,37 @@ def _model_names(
     return renamed
 
 
-def load_weights(
-    model: PreTrainedModel,
-    checkpoint: Checkpoint,
-    sources: Mapping[str, str],
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    progress: Progress | None,
-) -> None:
-    """Give every parameter its values, and move the buffers; buffers keep their number format.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_WHILE_LOADING_BYTES, _AFTERWARDS_BYTES = 2**16, 2**25
+
+
+@contextmanager
+def returning_memory() -> Iterator[None]:
+    """While weights change their form, give freed host memory back to the system; with glibc only.
+
+    Else the holes that freed tensors leave in its heap, which later ones do not fit into, would add up to another copy
+    of the model. Afterwards freed memory is kept, as glibc comes to do by itself: activations reuse it.
+    """
+    _call_malloc("mallopt", _M_MMAP_THRESHOLD, _WHILE_LOADING_BYTES)
+    try:
+        yield
+    finally:
+        _call_malloc("malloc_trim", 0)
+        _call_malloc("mallopt", _M_MMAP_THRESHOLD, _AFTERWARDS_BYTES)
+        _call_malloc("mallopt", _M_TRIM_THRESHOLD, 2 * _AFTERWARDS_BYTES)
+
+
+def _call_malloc(function: str, *arguments: int) -> None:
+    """Call a function of glibc's allocator, if that is the one in use."""
+    if sys.platform == "linux" and hasattr(library := ctypes.CDLL(None), function):
+        getattr(library, function)(*arguments)
+
+
+class Weights:
+    """Gives the parameters of a model their values, all at once or part by part, and moves the buffers.
+
+    Whoever gives the values another form, part by part, never holds much more than the slices themselves. Buffers keep
+    their number format.
 
     Args:
         model: the model with its local modules, parameters on the meta device.
@@ -94,37 +119,68 @@ def load_weights(
         sources: what `find_sources` returned for the whole model.
         dtype: number format of the parameters.
         device: where they go.
-        progress: called after each parameter with the bytes that this rank holds by then, and those it will hold.
-
-    Raises:
-        CheckpointError: a file has changed since it was inspected.
+        progress: called after each parameter with the bytes that have been read by then, and those that will be.
     """
-    loaded: dict[tuple[str, Slice | None], nn.Parameter] = {}
-    total_bytes, done_bytes = _num_values(model, sources) * dtype.itemsize, 0
-    for name, source in sources.items():
-        module, leaf, piece = _place(model, name)
-        if (source, piece) not in loaded:
-            dim, parts = (piece.dim, [piece.part]) if piece else (None, [])
-            values = checkpoint.read(source, dim=dim, parts=parts, dtype=dtype).to(device)
-            loaded[source, piece] = nn.Parameter(values, requires_grad=False)
-            done_bytes += values.nbytes
-        setattr(module, leaf, loaded[source, piece])
-        if progress:
-            progress(done_bytes, total_bytes)
-    nn.Module.to(model, device)
 
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        checkpoint: Checkpoint,
+        sources: Mapping[str, str],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        progress: Progress | None,
+    ) -> None:
+        self._model = model
+        self._checkpoint = checkpoint
+        self._waiting = dict(sources)
+        self._uses = Counter(sources.values())
+        self._tied: dict[tuple[str, Slice | None], nn.Parameter] = {}
+        self._dtype = dtype
+        self._device = device
+        self._progress = progress
+        self._total_bytes = self._count_values() * dtype.itemsize
+        self._done_bytes = 0
+        for module in model.modules():
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                setattr(module, name, buffer.to(device))
 
-def _place(model: PreTrainedModel, name: str) -> tuple[nn.Module, str, Slice | None]:
-    """Find the module that holds a parameter, its name there, and which slice of the whole tensor it is."""
-    path, _, leaf = name.rpartition(".")
-    module = model.get_submodule(path)
-    return module, leaf, module.slices.get(leaf) if isinstance(module, LocalModule) else None
+    def fill(self, prefix: str = "") -> None:
+        """Fill the parameters whose names begin with `prefix`, in the model's order.
 
+        Raises:
+            CheckpointError: a file has changed since it was inspected.
+        """
+        _call_malloc("malloc_trim", 0)
+        for name in [name for name in self._waiting if name.startswith(prefix)]:
+            module, leaf, piece = self._place(name)
+            setattr(module, leaf, self._read(self._waiting.pop(name), piece))
+            if self._progress:
+                self._progress(self._done_bytes, self._total_bytes)
 
-def _num_values(model: PreTrainedModel, sources: Mapping[str, str]) -> int:
-    """Count the values that this rank will hold, tied ones once."""
-    sizes = {}
-    for name, source in sources.items():
-        module, leaf, piece = _place(model, name)
-        sizes[source, piece] = getattr(module, leaf).numel()
-    return sum(sizes.values())
+    def _place(self, name: str) -> tuple[nn.Module, str, Slice | None]:
+        """Find the module that holds a parameter, its name there, and which slice of the whole tensor it is."""
+        path, _, leaf = name.rpartition(".")
+        module = self._model.get_submodule(path)
+        return module, leaf, module.slices.get(leaf) if isinstance(module, LocalModule) else None
+
+    def _read(self, source: str, piece: Slice | None) -> nn.Parameter:
+        """A slice of a stored tensor; tied parameters get the same one."""
+        if (source, piece) in self._tied:
+            return self._tied[source, piece]
+        dim, parts = (piece.dim, [piece.part]) if piece else (None, [])
+        values = self._checkpoint.read(source, dim=dim, parts=parts, dtype=self._dtype).to(self._device)
+        self._done_bytes += values.nbytes
+        parameter = nn.Parameter(values, requires_grad=False)
+        if self._uses[source] > 1:
+            self._tied[source, piece] = parameter
+        return parameter
+
+    def _count_values(self) -> int:
+        """Count the values that this rank will read, tied ones once."""
+        sizes = {}
+        for name, source in self._waiting.items():
+            module, leaf, piece = self._place(name)
+            sizes[source, piece] = getattr(module, leaf).numel()
+        return sum(sizes.values())

@@ -7,13 +7,12 @@ Shapes: B sequences, T positions, R rows that get logits, S slots, V vocabulary,
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.errors import ConfigError
-from llama_ssp.models.kv_cache import RaggedCache
+from llama_ssp.models.kv_cache import CausalMask, LibraryCache, StaticCache
 
 # These recompute their frequencies from the largest position of a batch: a read, and rows would influence each other.
 _ROPE_TYPES_THAT_READ_POSITIONS = {"dynamic", "longrope"}
@@ -71,7 +70,7 @@ class ModuleRunner:
         self.vocab_size: int = model.config.vocab_size
         self.max_position_embeddings: int = model.config.max_position_embeddings
         self._model = model
-        self._cache: RaggedCache | None = None
+        self._cache: StaticCache | None = None
         self._rows_BR: Tensor | None = None
         model.get_output_embeddings().register_forward_pre_hook(self._keep_wanted_rows)
 
@@ -79,13 +78,14 @@ class ModuleRunner:
         """Make room in the cache; see `Runner.allocate`."""
         if self._cache is not None and self._cache.fits(batch_size=batch_size, capacity=capacity):
             return
-        self._cache = RaggedCache(
+        self._cache = StaticCache(
             num_layers=self._model.config.num_hidden_layers,
             batch_size=batch_size,
             capacity=capacity,
             device=self.device,
         )
-        self._slots_S = torch.arange(capacity, device=self.device)
+        self._library_cache = LibraryCache(self._cache)
+        self._mask = CausalMask(capacity, dtype=self.dtype, device=self.device)
 
     def forward(
         self,
@@ -100,22 +100,16 @@ class ModuleRunner:
         assert self._cache is not None, "allocate comes first"
         self._rows_BR = rows_BR
         self._cache.aim(positions_BT, bucket=bucket, batch_rows_B=batch_rows_B)
+        # A boolean mask would be turned into this one by every layer anew.
+        mask_BTS = self._mask.rows(positions_BT.flatten(), bucket=bucket).view(*positions_BT.shape, bucket)
         logits_BRV: Tensor = self._model(
             input_ids=ids_BT,
-            attention_mask=self._mask(positions_BT, bucket),
+            attention_mask=mask_BTS[:, None],
             position_ids=positions_BT,
-            past_key_values=self._cache,
+            past_key_values=self._library_cache,
             use_cache=True,
         ).logits
         return logits_BRV.float()
-
-    def _mask(self, positions_BT: Tensor, bucket: int) -> Tensor:
-        """What attention adds to the scores, (B, 1, T, bucket): 0 for slots up to a token's own position.
-
-        A boolean mask would be turned into this one by every layer anew, and eager attention would add its 0 and 1.
-        """
-        hidden = self._slots_S[:bucket] > positions_BT[:, None, :, None]
-        return torch.zeros(hidden.shape, dtype=self.dtype, device=self.device).masked_fill_(hidden, float("-inf"))
 
     def _keep_wanted_rows(self, _head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Before the output head: keep the hidden states (B, R, E) of the wanted rows."""

@@ -82,11 +82,11 @@ class GatheredLinear(ColumnLinear):
     def __init__(self, whole: nn.Linear, part: range, *, comm: Comm, sizes: tuple[int, ...]) -> None:
         super().__init__(whole, part)
         self._comm = comm
-        self._sizes = sizes
+        self.sizes = sizes
 
     def forward(self, x_BTI: Tensor) -> Tensor:
         """Map the whole input (B, T, I) to the outputs of all ranks (B, T, O)."""
-        return self._comm.all_gather_last(super().forward(x_BTI), self._sizes)
+        return self._comm.all_gather_last(super().forward(x_BTI), self.sizes)
 
 
 class RowLinear(LocalModule):

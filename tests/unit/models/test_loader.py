@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.errors import CheckpointError
-from llama_ssp.models.backends import load_model
+from llama_ssp.models.backends import load_modules
 from llama_ssp.models.checkpoint import SINGLE_FILE, Checkpoint
 from tests.helpers.models import build_checkpoint
 from tests.unit.models.conftest import Saved
@@ -26,7 +26,7 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 def load(folder: Path, *, dtype: torch.dtype | None = None, comm: Comm | None = None) -> PreTrainedModel:
-    return load_model(folder, dtype=dtype, device=CPU, comm=comm or Comm.single())._model
+    return load_modules(folder, dtype=dtype, device=CPU, comm=comm or Comm.single())
 
 
 def edit_tensors(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
@@ -144,7 +144,7 @@ def test_no_rank_reads_more_than_it_holds(
 def test_progress_counts_bytes_up_to_all_that_the_rank_holds(family: str, saved: Callable[[str], Saved]) -> None:
     seen: list[tuple[int, int]] = []
     folder, model = saved(family)
-    load_model(folder, dtype=None, device=CPU, comm=Comm.single(), progress=lambda *report: seen.append(report))
+    load_modules(folder, dtype=None, device=CPU, comm=Comm.single(), progress=lambda *report: seen.append(report))
     held_bytes = sum(parameter.nbytes for parameter in model.parameters())
     assert seen == sorted(seen)
     assert seen[-1] == (held_bytes, held_bytes)
@@ -153,11 +153,11 @@ def test_progress_counts_bytes_up_to_all_that_the_rank_holds(family: str, saved:
 MEASURE = """
 import json, os, sys, threading, time
 from pathlib import Path
-from typing import Any
 import torch
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.models.backends import build_empty, load_model
 from llama_ssp.models.checkpoint import inspect
+from llama_ssp.models.tensor_parallel import shard
 
 def anonymous_bytes():
     with open("/proc/self/status") as status:
@@ -170,28 +170,38 @@ def watch():
         time.sleep(0.0003)
 
 folder = Path(sys.argv[1])
-build_empty(inspect(folder))
+checkpoint = inspect(folder)
 for num_ranks, dtype in ((1, torch.bfloat16), (2, torch.bfloat16), (2, torch.float32)):
     if os.fork():
         os.wait()
         continue
+    comm = Comm(rank=0, size=num_ranks, group=None)
+    model = build_empty(checkpoint)
+    shard(model, checkpoint.shape, comm)
+    mlp = model.model.layers[0].mlp if checkpoint.config.model_type == "llama" else None
+    counts = [parameter.numel() for parameter in model.parameters()]
+    counts.append(mlp.gate_proj.weight.numel() + mlp.up_proj.weight.numel() if mlp else 0)
     done, peak, before = False, 0, anonymous_bytes()
     watcher = threading.Thread(target=watch)
     watcher.start()
-    comm = Comm(rank=0, size=num_ranks, group=None)
     runner = load_model(folder, dtype=dtype, device=torch.device("cpu"), comm=comm)
     done = True
     watcher.join()
-    sizes = [parameter.nbytes for parameter in runner._model.parameters()]
-    print(json.dumps([peak - before, sum(sizes), max(sizes)]), flush=True)
+    sizes = [count * dtype.itemsize for count in counts]
+    print(json.dumps([peak - before, sum(sizes[:-1]), max(sizes), anonymous_bytes() - before]), flush=True)
     os._exit(0)
 """
 
 
-def test_anonymous_memory_peaks_at_the_shard_and_one_tensor(tmp_path: Path) -> None:
-    """Alone, as one of two ranks, and as one of two ranks that cast; 71 MB, so that a second copy cannot hide."""
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+def test_anonymous_memory_peaks_at_the_shard_and_one_tensor(tmp_path: Path, family: str) -> None:
+    """Alone, as one of two ranks, and as one of two ranks that cast; 71 MB, so that a second copy cannot hide.
+
+    With the lean decoder (llama) the one tensor may be a layer's gate and up in one, and its kernels, which are timed
+    while it loads, keep some room to work in.
+    """
     build_checkpoint(
-        tmp_path, "llama", dtype=torch.bfloat16, hidden_size=1024, intermediate_size=2048, num_hidden_layers=3,
+        tmp_path, family, dtype=torch.bfloat16, hidden_size=1024, intermediate_size=2048, num_hidden_layers=3,
         vocab_size=4096,
     )  # fmt: skip
     command = [sys.executable, "-c", MEASURE, str(tmp_path)]
@@ -199,6 +209,7 @@ def test_anonymous_memory_peaks_at_the_shard_and_one_tensor(tmp_path: Path) -> N
     output = subprocess.run(command, check=True, capture_output=True, text=True, env=environ).stdout
     measured = [json.loads(line) for line in output.splitlines()]
     assert len(measured) == 3
-    slack_bytes = 2 * 2**20
-    for peak_bytes, shard_bytes, largest_bytes in measured:
+    slack_bytes = (24 if family == "llama" else 2) * 2**20
+    for peak_bytes, shard_bytes, largest_bytes, left_bytes in measured:
         assert 0.8 * shard_bytes < peak_bytes <= shard_bytes + largest_bytes + slack_bytes
+        assert left_bytes <= shard_bytes + slack_bytes

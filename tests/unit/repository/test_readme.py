@@ -4,7 +4,7 @@ The map is the section whose heading holds the word "map". It describes each fol
 folder's whole path and a slash (`llama_ssp/config/`) and ends at the path of the next folder; the modules of the folder
 are words in that text, with or without `.py`. The text of `conf/` names the groups of settings.
 
-Commands stand in blocks marked `bash`. One that starts launch/run.py is composed and checked here with its own
+Commands stand in blocks marked `bash`. One that starts launch/run.py or launch/plan.py is composed and checked here with its own
 overrides; any other needs a row in TESTED, which says what runs it. Blocks marked `python` are run here.
 """
 
@@ -15,7 +15,8 @@ import sys
 
 from hydra import compose, initialize_config_dir
 
-from launch import command_line
+from benchmarks.readme import measured
+from launch import command_line, plan
 from llama_ssp.config import catalogue, store
 from tests.helpers.repository import PYTHON_FOLDERS, ROOT, files
 
@@ -28,6 +29,7 @@ TESTED = {
     r"just( check| test| fix| compare)?": "its commands stand in .ci/run and in the README",
 }
 LAUNCH = re.compile(r"([A-Z_]+=\S+ )*(\.venv/bin/)?(torchrun --nproc-per-node \S+|python) launch/run\.py(?P<words>.*)")
+PLAN = re.compile(r"(\.venv/bin/)?python launch/plan\.py(?P<words>.*)")
 TWO_COMMANDS = [
     ["./machine-install.sh", ".venv/bin/torchrun --nproc-per-node 2 launch/run.py"],
     ["./machine-install.sh --dev", ".venv/bin/pytest"],
@@ -100,7 +102,7 @@ def test_the_two_commands_of_a_newcomer_stand_in_the_readme() -> None:
 
 
 def test_every_command_is_known_to_a_test() -> None:
-    known = [*map(re.compile, TESTED), LAUNCH]
+    known = [*map(re.compile, TESTED), LAUNCH, PLAN]
     commands = [command for line in lines() for command in line]
     assert [command for command in commands if not any(pattern.fullmatch(command) for pattern in known)] == []
 
@@ -117,8 +119,19 @@ def test_every_run_in_the_readme_composes() -> None:
         assert store.to_run_config(config, explicit=command_line.explicit_keys(overrides)).model.name
 
 
+def test_every_plan_in_the_readme_composes() -> None:
+    commands = [match["words"] for line in lines() for command in line if (match := PLAN.fullmatch(command))]
+    assert commands != []
+    for words in commands:
+        assert plan.read_settings(shlex.split(words)).model.name
+
+
 def test_every_python_example_runs() -> None:
     assert blocks("python") != []
     for example in blocks("python"):
         result = subprocess.run([sys.executable, "-c", example], cwd=ROOT, capture_output=True, text=True, check=False)
         assert result.returncode == 0, result.stderr
+
+
+def test_the_measured_figures_are_those_of_the_newest_stored_row() -> None:
+    assert measured() in readme()

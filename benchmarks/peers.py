@@ -1,0 +1,269 @@
+"""Ours against transformers, plain and speculative, on the shipped pair: `python benchmarks/peers.py`.
+
+One process, fp32, batch 1. Both sides get the same prompts, the same sampling, the same number of drafted tokens with a
+constant schedule, and no end-of-sequence token. Beside the ratios stands the bound: what a round's forwards cost when
+they are timed alone, over the tokens of a round.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from benchmarks.timing import Goal, in_turns, median_ratio, print_goals, store
+from llama_ssp import Pair, load
+from llama_ssp.config import catalogue
+from llama_ssp.config.schema import Dtype, SamplingConfig, SpeculationConfig
+from llama_ssp.decoding.loop import Completion, Decoder
+from llama_ssp.decoding.state import Request
+from llama_ssp.models import hub
+from llama_ssp.tasks.loading import build_decoder
+from llama_ssp.tasks.prompts import encode
+
+PROMPTS = (
+    "def factorial(n):\n",
+    "class Stack:\n    def push(self, item):\n",
+    "import os\nimport sys\n\ndef main(argv):\n",
+    '    """Return the number of items in the list.',
+)
+NUM_NEW_TOKENS = 64
+
+
+@dataclass(kw_only=True)
+class Ours:
+    """Our decoders over one pair, and what they have done in counted repetitions."""
+
+    pair: Pair
+    prompts: list[tuple[int, ...]]
+    rounds: list[Completion]
+
+    def ms_per_token(self, decoder: Decoder, repetition: int) -> float:
+        """Complete all prompts; milliseconds per new token, prefill included."""
+        decoder.seed = repetition + 1
+        completions: dict[int, Completion] = {}
+        requests = [
+            Request(index=index, prompt_ids=ids, max_new_tokens=NUM_NEW_TOKENS)
+            for index, ids in enumerate(self.prompts)
+        ]
+        started = time.perf_counter()
+        for updates in decoder.run(requests):
+            completions |= {update.completion.request.index: update.completion for update in updates}
+        seconds = time.perf_counter() - started
+        if repetition >= 0 and decoder.rounds.drafter:
+            self.rounds += completions.values()
+        return 1e3 * seconds / sum(len(completion.token_ids) for completion in completions.values())
+
+    @property
+    def tokens_per_round(self) -> float:
+        """Mean over all rounds that no length limit could cut."""
+        counted = [
+            length + 1
+            for completion in self.rounds
+            for length, examined in zip(completion.accepted_lengths, completion.examined_lengths, strict=True)
+            if examined
+        ]
+        return statistics.mean(counted)
+
+    def share(self, part: str) -> float:
+        """How much of the rounds' time went into a part."""
+        return sum(c.part_s[part] for c in self.rounds) / sum(sum(c.part_s.values()) for c in self.rounds)
+
+
+def transformers_ms_per_token(
+    target: PreTrainedModel, draft: PreTrainedModel | None, prompts: list[tuple[int, ...]], *, temperature: float
+) -> float:
+    """What the library's own generation takes, assisted when there is a draft."""
+    num_tokens, started = 0, time.perf_counter()
+    for ids in prompts:
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+        out = target.generate(  # type: ignore[operator]
+            torch.tensor([ids]),
+            attention_mask=torch.ones(1, len(ids), dtype=torch.int64),
+            max_new_tokens=NUM_NEW_TOKENS,
+            assistant_model=draft,
+            **sampling,
+        )
+        num_tokens += out.shape[1] - len(ids)
+    return 1e3 * (time.perf_counter() - started) / num_tokens
+
+
+def load_peer(name: str, *, num_draft_tokens: int) -> PreTrainedModel:
+    """Load a model of the catalogue with transformers alone, set up for a constant schedule without early stops."""
+    folder = hub.resolve(catalogue.load(name))
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+    model.generation_config.num_assistant_tokens = num_draft_tokens
+    model.generation_config.num_assistant_tokens_schedule = "constant"
+    model.generation_config.assistant_confidence_threshold = 0.0
+    return model
+
+
+def forwards_alone_s(decoder: Decoder, *, context: int, num_turns: int = 60) -> tuple[float, float]:
+    """Seconds of one verification, and of one draft step with its draw, behind `context` tokens.
+
+    They take turns as in a round, so that each finds the processor's caches as a round leaves them, and nothing else of
+    a round happens in between.
+    """
+    models = decoder.rounds
+    drafter = models.drafter
+    assert drafter
+    num_draft_tokens = drafter.num_draft_tokens
+    num_slots = -(-(context + num_draft_tokens + 1) // 64) * 64
+    models.target.allocate(batch_size=1, capacity=num_slots)
+    drafter.allocate(batch_size=1, num_slots=num_slots)
+    tokens_1S = torch.ones(1, num_slots, dtype=torch.int64)
+    lengths_1 = torch.tensor([context])
+    uniforms_1K = torch.full((1, num_draft_tokens), 0.5, dtype=torch.float64)
+    positions_1W = torch.arange(context - 1, context + num_draft_tokens)[None]
+    verify_s, draft_s = [], []
+    with torch.inference_mode():
+        for _ in range(num_turns):
+            began = time.perf_counter()
+            drafter.propose(tokens_1S, lengths_1, uniforms_BK=uniforms_1K, bucket=num_slots)
+            drafted = time.perf_counter()
+            models.target.forward(tokens_1S[:, : num_draft_tokens + 1], positions_1W, bucket=num_slots)
+            verify_s.append(time.perf_counter() - drafted)
+            draft_s.append(drafted - began)
+    return statistics.median(verify_s), statistics.median(draft_s) / num_draft_tokens
+
+
+def ms_at_context(decoder: Decoder, num_prompt_tokens: int, repetition: int) -> float:
+    """Milliseconds per token of the rounds behind a long prompt, without its prefill."""
+    decoder.seed = repetition + 1
+    ids = tuple(int(token) for token in torch.arange(num_prompt_tokens) % 512 + 64)
+    request = Request(index=0, prompt_ids=ids, max_new_tokens=NUM_NEW_TOKENS)
+    completion = None
+    for updates in decoder.run([request]):
+        completion = updates[0].completion
+    assert completion
+    return 1e3 * sum(completion.part_s.values()) / (len(completion.token_ids) - 1)
+
+
+def measure(arguments: argparse.Namespace, console: Console) -> dict[str, object]:
+    """Run everything once and return the figures."""
+    num_draft_tokens, temperature = arguments.num_draft_tokens, arguments.temperature
+    pair = load(arguments.target, arguments.draft, dtype=Dtype.fp32)
+    config = replace(
+        pair.config,
+        sampling=SamplingConfig(temperature=temperature),
+        speculation=SpeculationConfig(num_draft_tokens=num_draft_tokens),
+        ignore_eos=True,
+    )
+    plain = build_decoder(pair.models, config, speculative=False)
+    fast = build_decoder(pair.models, config, speculative=True)
+    prompts = [encode(prompt, pair.models.tokenizer, chat=False) for prompt in PROMPTS]
+    ours = Ours(pair=pair, prompts=prompts, rounds=[])
+    target, draft = (load_peer(name, num_draft_tokens=num_draft_tokens) for name in (arguments.target, arguments.draft))
+
+    alone: list[tuple[float, float]] = []
+
+    def forwards_ms(_repetition: int) -> float:
+        alone.append(forwards_alone_s(fast, context=len(prompts[0]) + NUM_NEW_TOKENS // 2))
+        verify_s, draft_s = alone[-1]
+        return 1e3 * float(verify_s + num_draft_tokens * draft_s)
+
+    with console.status("timing"):
+        ms = in_turns(
+            {
+                "forwards": forwards_ms,
+                "ours, speculative": lambda repetition: ours.ms_per_token(fast, repetition),
+                "transformers, assisted": lambda _: transformers_ms_per_token(
+                    target, draft, prompts, temperature=temperature
+                ),
+                "ours, plain": lambda repetition: ours.ms_per_token(plain, repetition),
+                "transformers, generate": lambda _: transformers_ms_per_token(
+                    target, None, prompts, temperature=temperature
+                ),
+            },
+            num_repetitions=arguments.repetitions,
+        )
+        at_context = in_turns(
+            {
+                f"{mode}, {length}": partial(ms_at_context, decoder, length)
+                for mode, decoder in (("plain", plain), ("speculative", fast))
+                for length in (100, 1500)
+            },
+            num_repetitions=arguments.repetitions,
+        )
+    bounds_ms = [forwards / ours.tokens_per_round for forwards in ms.pop("forwards")]
+    verify_s, draft_s = (statistics.median(times) for times in zip(*alone, strict=True))
+    return {
+        "target": arguments.target,
+        "draft": arguments.draft,
+        "num_draft_tokens": num_draft_tokens,
+        "temperature": temperature,
+        "num_threads": torch.get_num_threads(),
+        "ms_per_token": {name: statistics.median(values) for name, values in ms.items()},
+        "speculative_to_assisted": median_ratio(ms["ours, speculative"], ms["transformers, assisted"]),
+        "plain_to_generate": median_ratio(ms["ours, plain"], ms["transformers, generate"]),
+        "speedup": median_ratio(ms["ours, plain"], ms["ours, speculative"]),
+        "tokens_per_round": ours.tokens_per_round,
+        "verify_ms": 1e3 * verify_s,
+        "draft_step_ms": 1e3 * draft_s,
+        "bound_ms_per_token": statistics.median(bounds_ms),
+        "speculative_to_bound": median_ratio(ms["ours, speculative"], bounds_ms),
+        "other_share": ours.share("other"),
+        "at_context_ms": {name: statistics.median(values) for name, values in at_context.items()},
+        "plain_1500_to_100": median_ratio(at_context["plain, 1500"], at_context["plain, 100"]),
+        "speculative_1500_to_100": median_ratio(at_context["speculative, 1500"], at_context["speculative, 100"]),
+    }
+
+
+def show(row: dict[str, object], console: Console) -> None:
+    """Print the table and the goals."""
+    table = Table(title=f"{row['target']} with {row['draft']}", title_justify="left", show_edge=False)
+    table.add_column("")
+    table.add_column("ms/token", justify="right")
+    for group in ("ms_per_token", "at_context_ms"):
+        figures = row[group]
+        assert isinstance(figures, dict)
+        for name, value in figures.items():
+            table.add_row(name if group == "ms_per_token" else f"behind a prompt, {name} tokens", f"{value:.2f}")
+    table.add_row(f"bound: verification {row['verify_ms']:.2f} + K x {row['draft_step_ms']:.2f} ms over "
+                  f"{row['tokens_per_round']:.2f} tokens per round", f"{row['bound_ms_per_token']:.2f}")  # fmt: skip
+    console.print(table)
+    goals = {
+        "ours, speculative / transformers, assisted": ("speculative_to_assisted", 0.75),
+        "ours, plain / transformers, generate": ("plain_to_generate", 0.97),
+        "speculative / bound": ("speculative_to_bound", 1.1),
+        "other_s / round": ("other_share", 0.05),
+        "plain, 1500 / 100 tokens of context": ("plain_1500_to_100", 1.6),
+        "speculative, 1500 / 100 tokens of context": ("speculative_1500_to_100", 1.6),
+    }
+    print_goals(
+        console,
+        [Goal(name=name, measured=float(str(row[key])), at_most=limit) for name, (key, limit) in goals.items()],
+    )
+
+
+def main() -> None:
+    """Measure, print, store."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--target", default="tiny")
+    parser.add_argument("--draft", default="tiny-draft")
+    parser.add_argument("--num-draft-tokens", type=int, default=4)
+    parser.add_argument("--temperature", type=float, default=0.8)
+    parser.add_argument("--repetitions", type=int, default=7)
+    parser.add_argument("--store", action="store_true", help="append the figures to benchmarks/results/peers.jsonl")
+    arguments = parser.parse_args()
+    console = Console()
+    transformers.utils.logging.set_verbosity_error()
+    row = measure(arguments, console)
+    show(row, console)
+    if arguments.store:
+        console.print(f"stored in {store('peers', row)}")
+
+
+if __name__ == "__main__":
+    main()

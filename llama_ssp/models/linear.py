@@ -1,0 +1,147 @@
+"""Linear layers in the form that is fastest on this machine, found by timing at load.
+
+All forms compute y = x W^T + b and agree up to rounding. On the CPU the usual matrix product of fp32 is far from the
+memory's speed for the few rows of a decoding step; oneDNN's packed layout is not, but loses for small matrices. So
+every shape of weight is timed once, at one row and at a few. Ranks may choose differently: their sums differ by
+rounding only.
+
+Shapes: M rows (tokens), I inputs, O outputs.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+_TIMED_ROWS = (1, 5)
+_MIN_CALLS, _BUDGET_S = 4, 2e-3
+
+
+class Linear(Protocol):
+    """A linear layer with its weights inside."""
+
+    def __call__(self, x_MI: Tensor) -> Tensor:
+        """Map x to (M, O), contiguous."""
+        ...
+
+    def add(self, x_MI: Tensor, residual_MO: Tensor) -> Tensor:
+        """Map x and add the residual, which is left alone."""
+        ...
+
+
+class PlainLinear:
+    """The library's own product, on the weight as it is."""
+
+    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
+        self._weight_OI = weight_OI
+        self._weight_IO = weight_OI.t()
+        self._bias_O = bias_O
+
+    def __call__(self, x_MI: Tensor) -> Tensor:
+        """See `Linear`."""
+        return functional.linear(x_MI, self._weight_OI, self._bias_O)
+
+    def add(self, x_MI: Tensor, residual_MO: Tensor) -> Tensor:
+        """See `Linear`."""
+        if self._bias_O is None:
+            return torch.addmm(residual_MO, x_MI, self._weight_IO)
+        return self(x_MI).add_(residual_MO)
+
+
+class ColumnsLinear(PlainLinear):
+    """For a few rows the transposed product W x^T, which MKL does better; else the plain one."""
+
+    def __call__(self, x_MI: Tensor) -> Tensor:
+        """See `Linear`."""
+        if not 1 < x_MI.shape[0] <= 8:  # noqa: PLR2004 - the rows of a verification
+            return super().__call__(x_MI)
+        y_MO = torch.mm(self._weight_OI, x_MI.t()).t().contiguous()
+        return y_MO if self._bias_O is None else y_MO.add_(self._bias_O)
+
+    def add(self, x_MI: Tensor, residual_MO: Tensor) -> Tensor:
+        """See `Linear`."""
+        return self(x_MI).add_(residual_MO)
+
+
+class PackedLinear:
+    """oneDNN's product on a weight in its own layout. The operators are private to torch: ask `can_pack` first."""
+
+    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI, _TIMED_ROWS[-1])
+        self._bias_O = bias_O
+        self._product = torch.ops.mkldnn._linear_pointwise.default
+        self._sum = torch.ops.mkldnn._linear_pointwise.binary
+
+    def __call__(self, x_MI: Tensor) -> Tensor:
+        """See `Linear`."""
+        y_MO: Tensor = self._product(x_MI, self._packed, self._bias_O, "none", [], "")
+        return y_MO
+
+    def add(self, x_MI: Tensor, residual_MO: Tensor) -> Tensor:
+        """See `Linear`."""
+        y_MO: Tensor = self._sum(x_MI, residual_MO, self._packed, self._bias_O, "add")
+        return y_MO
+
+
+Kernel = Callable[[Tensor, Tensor | None], Linear]
+
+
+@cache
+def can_pack(dtype: torch.dtype) -> bool:
+    """Whether this build and this processor have the packed product for a number format."""
+    try:
+        PackedLinear(torch.ones(16, 16, dtype=dtype), None).add(*torch.ones(2, 2, 16, dtype=dtype))
+    except (AttributeError, RuntimeError):
+        return False
+    return True
+
+
+_fastest: dict[tuple[torch.Size, torch.dtype, bool], Kernel] = {}
+
+
+def make_linear(
+    weight_OI: Tensor, bias_O: Tensor | None, *, kernel: Kernel | None = None, keeps_weight: bool = False
+) -> Linear:
+    """Put a weight into the form that is fastest for its shape; once chosen, it stays chosen in this process.
+
+    Args:
+        weight_OI: contiguous; the caller should let go of it, since a packed form holds a copy.
+        bias_O: or None.
+        kernel: the form to take without timing.
+        keeps_weight: the weight stays in memory anyhow (an embedding uses it too), so no copy shall be made.
+    """
+    if kernel is None and weight_OI.device.type != "cpu":
+        kernel = PlainLinear
+    if kernel is None:
+        key = weight_OI.shape, weight_OI.dtype, keeps_weight
+        if key not in _fastest:
+            kernels: list[Kernel] = [PlainLinear, ColumnsLinear]
+            if not keeps_weight and can_pack(weight_OI.dtype):
+                kernels.append(PackedLinear)
+            _fastest[key] = _find_fastest(kernels, weight_OI)
+        kernel = _fastest[key]
+    return kernel(weight_OI, bias_O)
+
+
+@torch.inference_mode()
+def _find_fastest(kernels: Sequence[Kernel], weight_OI: Tensor) -> Kernel:
+    """The kernel with the least time for one row plus that for a few rows; kernels take turns."""
+    linears = [kernel(weight_OI, None) for kernel in kernels]
+    sums_s = [0.0] * len(kernels)
+    for num_rows in _TIMED_ROWS:
+        x_MI = torch.ones(num_rows, weight_OI.shape[1], dtype=weight_OI.dtype)
+        best_s = [float("inf")] * len(kernels)
+        began = time.perf_counter()
+        num_calls = 0
+        while num_calls < _MIN_CALLS or time.perf_counter() - began < _BUDGET_S * len(kernels):
+            for number, linear in enumerate(linears):
+                started = time.perf_counter()
+                linear(x_MI)
+                best_s[number] = min(best_s[number], time.perf_counter() - started)
+            num_calls += 1
+        sums_s = [total + best for total, best in zip(sums_s, best_s, strict=True)]
+    return kernels[sums_s.index(min(sums_s))]

@@ -1,0 +1,104 @@
+"""Holds every form of a linear layer to the library's own, and the choice among them to staying what it was."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from llama_ssp.models import linear
+from llama_ssp.models.linear import ColumnsLinear, Kernel, PackedLinear, PlainLinear, can_pack, make_linear
+
+KERNELS: list[Kernel] = [PlainLinear, ColumnsLinear, PackedLinear]
+# Largest difference of two orders of one sum of 96 products of size 1, in units of the result's size.
+TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_chosen_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "_fastest", {})
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("num_rows", [1, 2, 8, 9, 40])
+def test_every_form_computes_what_the_library_computes(
+    kernel: Kernel, num_rows: int, has_bias: bool, dtype: torch.dtype
+) -> None:
+    if kernel is PackedLinear and not can_pack(dtype):
+        pytest.skip(f"this processor has no packed product for {dtype}")
+    weight, bias = numbers(48, 96, dtype=dtype), numbers(48, dtype=dtype) if has_bias else None
+    x, residual = numbers(num_rows, 96, dtype=dtype), numbers(num_rows, 48, dtype=dtype)
+    kept = residual.clone()
+    form = make_linear(weight, bias, kernel=kernel)
+    wanted = functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    for found, reference in ((form(x), wanted), (form.add(x, residual), wanted + residual)):
+        assert found.dtype is dtype
+        assert found.is_contiguous()
+        assert (found - reference).abs().max() < TOLERANCES[dtype] * reference.abs().max()
+    assert torch.equal(residual, kept)
+
+
+def test_the_fastest_form_is_found_once_for_each_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed: list[torch.Size] = []
+    find = linear._find_fastest
+
+    def watched(kernels: list[Kernel], weight: Tensor) -> Kernel:
+        timed.append(weight.shape)
+        return find(kernels, weight)
+
+    monkeypatch.setattr(linear, "_find_fastest", watched)
+    forms = [make_linear(numbers(32, 16), None) for _ in range(3)]
+    make_linear(numbers(16, 32), None)
+    assert timed == [(32, 16), (16, 32)]
+    assert len({type(form) for form in forms}) == 1
+
+
+def test_the_form_with_the_least_time_is_chosen() -> None:
+    class Slow(PlainLinear):
+        def __call__(self, x_MI: Tensor) -> Tensor:
+            for _ in range(20):
+                super().__call__(x_MI)
+            return super().__call__(x_MI)
+
+    for slow, fast in ((0, 1), (1, 0)):
+        kernels: list[Kernel] = [PlainLinear, PlainLinear]
+        kernels[slow] = Slow
+        assert linear._find_fastest(kernels, numbers(64, 64)) is kernels[fast]
+
+
+def test_without_the_private_operators_nothing_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(*_args: object) -> None:
+        raise AttributeError("'_OpNamespace' 'mkldnn' object has no attribute '_reorder_linear_weight'")
+
+    monkeypatch.setattr(PackedLinear, "__init__", absent)
+    can_pack.cache_clear()
+    try:
+        assert not can_pack(torch.float32)
+        assert isinstance(make_linear(numbers(64, 64), None), PlainLinear)
+    finally:
+        can_pack.cache_clear()
+
+
+def test_a_weight_that_stays_in_memory_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    offered: list[list[Kernel]] = []
+
+    def find(kernels: list[Kernel], _weight: Tensor) -> Kernel:
+        offered.append(kernels)
+        return kernels[0]
+
+    monkeypatch.setattr(linear, "_find_fastest", find)
+    weight = numbers(64, 64)
+    form = make_linear(weight, None, keeps_weight=True)
+    assert PackedLinear not in offered[0]
+    assert isinstance(form, PlainLinear)
+    assert form._weight_OI.data_ptr() == weight.data_ptr()
+
+
+def test_off_the_cpu_nothing_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "_find_fastest", lambda *_args: pytest.fail("a kernel was timed"))
+    assert type(make_linear(torch.empty(8, 8, device="meta"), None)) is PlainLinear
