@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.decoding.rounds import Rounds
-from llama_ssp.decoding.state import BatchState, Request, RowResult
+from llama_ssp.decoding.state import BatchState, Request, RoundResult
 from llama_ssp.models.prefill import CHUNK, Buckets
 from llama_ssp.reports.lines import num_examined
 
@@ -113,7 +113,7 @@ class Decoder:
         Yields:
             What one round has added to each completion, as soon as the host knows it.
         """
-        self._make_room(max(len(request.prompt_ids) + request.max_new_tokens for request in requests))
+        self._make_room(requests)
         waiting = deque(requests)
         self._rows: list[Completion | None] = [None] * self.batch_size
         self._flights: deque[_Flight] = deque()
@@ -131,23 +131,28 @@ class Decoder:
             if updates:
                 yield updates
 
-    def _make_room(self, longest: int) -> None:
+    def _make_room(self, requests: Sequence[Request]) -> None:
+        longest = max(len(request.prompt_ids) + request.max_new_tokens for request in requests)
         num_slots = longest + self.rounds.growth
         self._buckets = Buckets(step=self._bucket_step, num_slots=num_slots)
         self.rounds.target.allocate(batch_size=self.batch_size, capacity=num_slots)
         if self.rounds.drafter:
             self.rounds.drafter.allocate(batch_size=self.batch_size, num_slots=num_slots)
         self._state = BatchState.empty(
-            batch_size=self.batch_size, num_slots=num_slots, eos_ids=self.eos_ids, device=self._device
+            batch_size=self.batch_size,
+            num_slots=num_slots,
+            num_rounds=max(request.max_new_tokens for request in requests) + 1,
+            draws=self.rounds.draws,
         )
 
     @torch.inference_mode()
     def _admit(self, requests: list[Request], rows: list[int]) -> None:
-        prompts = self._state.rows_of(requests, seed=self.seed)
+        prompts = self._state.rows_of(requests, draws=self.rounds.draws, seed=self.seed)
+        prompt_lengths_R = prompts.lengths_B.clone()
         rows_R = torch.tensor(rows, device=self._device)
         longest = max(len(request.prompt_ids) for request in requests)
         result = self.rounds.prefill(prompts, rows_R, longest=longest, buckets=self._buckets)
-        self._state.put(rows_R, prompts)
+        self._state.put(rows_R, prompts, prompt_lengths_R=prompt_lengths_R)
         num_forwards = -(-longest // CHUNK)
         owners = [Completion(request=request, num_target_forwards=num_forwards) for request in requests]
         for row, owner in zip(rows, owners, strict=True):
@@ -177,33 +182,51 @@ class Decoder:
         flight = self._flights.popleft()
         if flight.passed:
             flight.passed.synchronize()
+        result = RoundResult.read(flight.result, num_rows=len(flight.owners))
+        self.stopped |= result.stop
         updates = []
-        for owner, result in zip(flight.owners, RowResult.unpack(flight.result), strict=True):
-            self.stopped |= result.stop
+        for owner, all_ids, num_accepted in zip(flight.owners, result.new_ids, result.num_accepted, strict=True):
             if owner and not owner.finish_reason:
-                num_drafted = 0 if flight.is_prefill else self._score(owner, result)
-                owner.token_ids += result.new_ids
-                if result.ended:
-                    owner.finish_reason = "eos" if result.new_ids[-1] in self.eos_ids else "length"
-                updates.append(Update(completion=owner, new_ids=result.new_ids, num_drafted=num_drafted))
-        self._rows = [None if row and row.finish_reason else row for row in self._rows]
+                new_ids = self._up_to_eos(all_ids)
+                num_drafted = 0 if flight.is_prefill else self._score(owner, new_ids, num_accepted)
+                owner.token_ids += new_ids
+                if new_ids[-1] in self.eos_ids:
+                    self._free(owner, "eos")
+                elif len(owner.token_ids) == owner.request.max_new_tokens:
+                    self._free(owner, "length")
+                updates.append(Update(completion=owner, new_ids=new_ids, num_drafted=num_drafted))
         return updates
 
-    def _score(self, completion: Completion, result: RowResult) -> int:
+    def _up_to_eos(self, ids: list[int]) -> list[int]:
+        """Cut what follows the first end-of-sequence token, also inside a draft."""
+        for place, token in enumerate(ids):
+            if token in self.eos_ids:
+                return ids[: place + 1]
+        return ids
+
+    @torch.inference_mode()
+    def _free(self, owner: Completion, reason: FinishReason) -> None:
+        """End a completion, and keep its row still until another takes it."""
+        owner.finish_reason = reason
+        row = self._rows.index(owner)
+        self._rows[row] = None
+        if reason == "eos":
+            self._state.freeze(row)
+
+    def _score(self, completion: Completion, new_ids: list[int], num_accepted: int) -> int:
         """Count a round; returns how many of its drafted tokens became text."""
         completion.num_target_forwards += 1
         num_draft_tokens = self.rounds.growth - 1
         if not num_draft_tokens:
             return 0
-        num_new = len(result.new_ids)
-        num_drafted = min(result.num_accepted, num_new)
+        num_drafted = min(num_accepted, len(new_ids))
         completion.accepted_lengths.append(num_drafted)
         completion.examined_lengths.append(
             num_examined(
                 num_accepted=num_drafted,
                 num_draft_tokens=num_draft_tokens,
                 room=completion.request.max_new_tokens - len(completion.token_ids),
-                ended_in_draft=num_new <= result.num_accepted,
+                ended_in_draft=len(new_ids) <= num_accepted,
             )
         )
         return num_drafted

@@ -41,7 +41,8 @@ class Rounds:
         self.clock = clock
         num_draft_tokens = drafter.num_draft_tokens if drafter else 0
         self._offsets_W = torch.arange(num_draft_tokens + 1, device=target.device)
-        self._draws = DrawTable(num_draft_tokens, target.device)
+        self._last_and_drafted_W = self._offsets_W - 1
+        self.draws = DrawTable(num_draft_tokens, target.device)
 
     @property
     def growth(self) -> int:
@@ -64,7 +65,7 @@ class Rounds:
         logits_RV = read_prompts(self.target, tokens_RS, lengths_R, rows_R=rows_R, longest=longest, buckets=buckets)
         if self.drafter:
             self.drafter.prefill(tokens_RS, lengths_R, rows_R=rows_R, longest=longest, buckets=buckets)
-        draws = self._draws.round(prompts.keys_B, lengths_R)
+        draws = self.draws.split(prompts.numbers())
         return prompts.commit(self.rule.draw(logits_RV, draws.plain_B), self._offsets_W[:1])
 
     def advance(self, state: BatchState, *, bucket: int) -> Tensor:
@@ -77,13 +78,13 @@ class Rounds:
         Returns:
             The round's result, as `BatchState.commit` gives it.
         """
-        draws = self._draws.round(state.keys_B, state.lengths_B)
+        draws = self.draws.split(state.numbers())
         self.clock.start()
         draft = None
         if self.drafter:
             draft = self.drafter.propose(state.tokens_BS, state.lengths_B, uniforms_BK=draws.draft_BK, bucket=bucket)
             self.clock.lap("draft")
-        positions_BW = state.lengths_B[:, None] - 1 + self._offsets_W
+        positions_BW = state.lengths_B[:, None] + self._last_and_drafted_W
         ids_BW = state.tokens_BS.gather(1, positions_BW)
         logits_BWV = self.target.forward(ids_BW, positions_BW, bucket=bucket)
         self.clock.lap("verify")

@@ -6,7 +6,8 @@ the token buffer is text; what lies beyond is free space that the next round ove
     tokens row | prompt ....... | generated ..... | drafted, undecided | free ....... |
     position   0                P                 length               length + K     num_slots
 
-Shapes: B sequences, S slots, K drafted tokens, E end-of-sequence ids, W = K + 1 tokens that a round can add.
+Shapes: B sequences, S slots, K drafted tokens, W = K + 1 tokens that a round can add, M rounds that a row
+can have, N random numbers of a round.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.drafting.placement import Decision
-from llama_ssp.sampling.random import row_keys
+from llama_ssp.sampling.random import DrawTable, row_keys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,29 +45,38 @@ class BatchState:
         tokens_BS: token ids (B, S), int64.
         lengths_B: how many of them are text.
         limits_B: length at which a row ends; a row that has ended has its own length as its limit.
-        keys_B: key of each row's random numbers.
-        eos_E: ids that end a row.
+        numbers_BMN: every random number that the rows can need, N for a round that begins M tokens behind the prompt.
+        first_round_B: row of the flattened `numbers_BMN` that a round at length 0 would have.
     """
 
     tokens_BS: Tensor
     lengths_B: Tensor
     limits_B: Tensor
-    keys_B: Tensor
-    eos_E: Tensor
+    numbers_BMN: Tensor
+    first_round_B: Tensor
 
     @classmethod
-    def empty(cls, *, batch_size: int, num_slots: int, eos_ids: Sequence[int], device: torch.device) -> "BatchState":
-        """A batch of rows that have all ended, with two tokens each: what a round reads even of frozen rows."""
+    def empty(cls, *, batch_size: int, num_slots: int, num_rounds: int, draws: DrawTable) -> "BatchState":
+        """A batch of rows that have all ended, with two tokens each: what a round reads even of frozen rows.
+
+        Args:
+            batch_size: B.
+            num_slots: S.
+            num_rounds: M.
+            draws: the random numbers.
+        """
+        device = draws.device
         twos_B = torch.full((batch_size,), 2, dtype=torch.int64, device=device)
+        shape = (batch_size, num_rounds, draws.num_numbers)
         return cls(
             tokens_BS=torch.zeros(batch_size, num_slots, dtype=torch.int64, device=device),
             lengths_B=twos_B,
             limits_B=twos_B.clone(),
-            keys_B=torch.zeros_like(twos_B),
-            eos_E=torch.tensor(list(eos_ids), dtype=torch.int64, device=device),
+            numbers_BMN=torch.zeros(shape, dtype=torch.float64, device=device),
+            first_round_B=-twos_B,
         )
 
-    def rows_of(self, requests: Sequence[Request], *, seed: int) -> "BatchState":
+    def rows_of(self, requests: Sequence[Request], *, draws: DrawTable, seed: int) -> "BatchState":
         """A small batch that holds these requests' prompts, one row each, with as many slots as this one."""
         device, num_slots = self.tokens_BS.device, self.tokens_BS.shape[1]
         tokens_BS = torch.zeros(len(requests), num_slots, dtype=torch.int64)
@@ -74,73 +84,79 @@ class BatchState:
             tokens_BS[row, : len(request.prompt_ids)] = torch.tensor(request.prompt_ids)
         lengths = [len(request.prompt_ids) for request in requests]
         limits = [length + request.max_new_tokens for length, request in zip(lengths, requests, strict=True)]
+        lengths_B = torch.tensor(lengths, device=device)
+        keys_B = row_keys(
+            seed=seed,
+            prompt_index_B=torch.tensor([request.index for request in requests], device=device),
+            sample_index_B=torch.tensor([request.sample for request in requests], device=device),
+        )
+        num_rounds = max(request.max_new_tokens for request in requests) + 1
+        starts_BM = lengths_B[:, None] + torch.arange(num_rounds, device=device)
         return BatchState(
             tokens_BS=tokens_BS.to(device),
-            lengths_B=torch.tensor(lengths, device=device),
+            lengths_B=lengths_B,
             limits_B=torch.tensor(limits, device=device),
-            keys_B=row_keys(
-                seed=seed,
-                prompt_index_B=torch.tensor([request.index for request in requests], device=device),
-                sample_index_B=torch.tensor([request.sample for request in requests], device=device),
-            ),
-            eos_E=self.eos_E,
+            numbers_BMN=draws.numbers(keys_B[:, None], starts_BM),
+            first_round_B=torch.arange(len(requests), device=device) * num_rounds - lengths_B,
         )
 
-    def put(self, rows_R: Tensor, other: "BatchState") -> None:
-        """Overwrite rows `rows_R` of this batch with all rows of `other`."""
+    def put(self, rows_R: Tensor, other: "BatchState", *, prompt_lengths_R: Tensor) -> None:
+        """Overwrite rows `rows_R` of this batch with all rows of `other`, whose prompts had the given lengths."""
         self.tokens_BS.index_copy_(0, rows_R, other.tokens_BS)
         self.lengths_B.index_copy_(0, rows_R, other.lengths_B)
         self.limits_B.index_copy_(0, rows_R, other.limits_B)
-        self.keys_B.index_copy_(0, rows_R, other.keys_B)
+        self.numbers_BMN[rows_R, : other.numbers_BMN.shape[1]] = other.numbers_BMN
+        self.first_round_B.index_copy_(0, rows_R, rows_R * self.numbers_BMN.shape[1] - prompt_lengths_R)
+
+    def numbers(self) -> Tensor:
+        """The random numbers (B, N) of the round that begins now."""
+        return self.numbers_BMN.flatten(0, 1).index_select(0, self.first_round_B + self.lengths_B)
 
     def commit(self, decision: Decision, offsets_W: Tensor) -> Tensor:
-        """Take decided tokens as text, and end rows that met an end-of-sequence token or their limit.
+        """Take decided tokens as text, as far as each row's limit.
 
         Args:
             decision: num_accepted_B of the drafted tokens, which stand in `tokens_BS` already; next_ids_B come after.
             offsets_W: 0 .. W - 1, where W - 1 is the number of drafted tokens.
 
         Returns:
-            The round's result (B, 4 + W), int64, as `RowResult` unpacks it on the host.
+            The round's result (B W + 2 B + 1), int64, as `RoundResult` reads it on the host.
         """
-        num_candidates_B = decision.num_accepted_B + 1
-        lengths_B1 = self.lengths_B[:, None]
-        self.tokens_BS.scatter_(1, lengths_B1 + decision.num_accepted_B[:, None], decision.next_ids_B[:, None])
-        candidates_BW = self.tokens_BS.gather(1, lengths_B1 + offsets_W)
-        num_new_B = torch.minimum(num_candidates_B, self.limits_B - self.lengths_B)
-        if self.eos_E.shape[0]:
-            is_end_BW = torch.isin(candidates_BW, self.eos_E)
-            first_end_B = torch.where(is_end_BW, offsets_W, offsets_W.shape[0]).amin(-1)
-            num_new_B = torch.minimum(num_new_B, first_end_B + 1)
-            self.lengths_B += num_new_B
-            self.limits_B.copy_(torch.where(first_end_B < num_new_B, self.lengths_B, self.limits_B))
-        else:
-            self.lengths_B += num_new_B
-        ended_B = self.lengths_B >= self.limits_B
-        facts_4B = torch.stack([num_new_B, decision.num_accepted_B, ended_B, decision.stop_1.expand_as(num_new_B)])
-        return torch.cat([facts_4B.t(), candidates_BW], dim=1)
+        next_slots_B = self.lengths_B + decision.num_accepted_B
+        self.tokens_BS.scatter_(1, next_slots_B[:, None], decision.next_ids_B[:, None])
+        candidates_BW = self.tokens_BS.gather(1, self.lengths_B[:, None] + offsets_W)
+        num_new_B = torch.minimum(next_slots_B + 1, self.limits_B) - self.lengths_B
+        self.lengths_B += num_new_B
+        return torch.cat([candidates_BW.flatten(), num_new_B, decision.num_accepted_B, decision.stop_1])
+
+    def freeze(self, row: int) -> None:
+        """End a row where it stands, whatever its limit was."""
+        self.limits_B[row] = self.lengths_B[row]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowResult:
-    """What one round did to one row, on the host.
+class RoundResult:
+    """What one round did, on the host.
 
     Attributes:
-        new_ids: tokens that became text; none for a row that had ended before.
-        num_accepted: drafted tokens that the rule accepted, also when the row ended before the last of them.
-        ended: whether the row has ended.
+        new_ids: for each row the tokens that became text; none for a row that had ended before.
+        num_accepted: for each row how many drafted tokens the rule accepted, also when the row ended before the last.
         stop: whether the deciding rank wishes to stop.
     """
 
-    new_ids: list[int]
-    num_accepted: int
-    ended: bool
+    new_ids: list[list[int]]
+    num_accepted: list[int]
     stop: bool
 
     @classmethod
-    def unpack(cls, result_BX: Tensor) -> "list[RowResult]":
+    def read(cls, result: Tensor, *, num_rows: int) -> "RoundResult":
         """Read a result of `BatchState.commit`; on a GPU it has been copied to the host before."""
-        return [
-            cls(new_ids=row[4 : 4 + row[0]], num_accepted=row[1], ended=bool(row[2]), stop=bool(row[3]))
-            for row in result_BX.tolist()
-        ]
+        values: list[int] = result.tolist()
+        facts = len(values) - 2 * num_rows - 1
+        width = facts // num_rows
+        num_new = values[facts : facts + num_rows]
+        return cls(
+            new_ids=[values[row * width : row * width + num] for row, num in enumerate(num_new)],
+            num_accepted=values[facts + num_rows : -1],
+            stop=bool(values[-1]),
+        )

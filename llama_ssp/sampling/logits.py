@@ -14,8 +14,8 @@ from torch import Tensor
 
 from llama_ssp.config.schema import SamplingConfig
 
-# Probabilities become whole multiples of 2^-52; their sums, below 2, are then exact in fp64 and in any order of adding.
-_DRAW_SCALE = 2.0**52
+# Weights become whole multiples of 2^-62; their sums, below 2, fit into int64 and are exact in any order of adding.
+_DRAW_SCALE = 2.0**62
 
 
 def processor(sampling: SamplingConfig) -> Callable[[Tensor], Tensor]:
@@ -36,7 +36,7 @@ def processor(sampling: SamplingConfig) -> Callable[[Tensor], Tensor]:
 
     def process(logits: Tensor) -> Tensor:
         dtype = torch.promote_types(logits.dtype, torch.float32)
-        logits = logits.to(dtype) / temperature
+        logits = logits.to(dtype) * (1 / temperature)
         probs = torch.softmax(logits, dim=-1)
         if top_k is None and top_p is None:
             return probs
@@ -64,23 +64,24 @@ def _keep(probs: Tensor, *, at_least: Tensor, logits: Tensor) -> Tensor:
     return probs.div_(probs.sum(-1, keepdim=True))
 
 
-def draw(probs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
-    """Draw one token per row by inverting the cumulative distribution.
+def draw(weights_BV: Tensor, uniforms_B: Tensor) -> Tensor:
+    """Draw one token per row, each with its weight's share of the row's sum, by inverting the cumulative distribution.
 
-    A token of probability 0 is never drawn: with c the cumulative sum in whole numbers, the first token with
-    c[i] > x has c[i - 1] <= x < c[i], so its own part is positive. There always is one, since x = floor(u c[V - 1]) is
-    below c[V - 1]: for u <= 1 - 2^-53 the product rounds to less than the sum. Whole numbers make that true of parallel
-    sums too, where fp64 would round c[i] and c[i - 1] differently. The index is clamped for the sake of NaN alone,
-    which must not become an invalid id before the flag that reports it arrives.
+    A token of weight 0 is never drawn: with c the cumulative sum in whole numbers, the first token with c[i] > x has
+    c[i - 1] <= x < c[i], so its own part is positive. There always is one, since x = floor(u c[V - 1]) is below
+    c[V - 1] for u <= 1 - 2^-53. Whole numbers make that true of parallel sums too, where fp64 would round c[i] and
+    c[i - 1] differently. The index is clamped for the sake of NaN alone, which must not become an invalid id before
+    the flag that reports it arrives.
 
     Args:
-        probs_BV: probabilities, whose sums are 1 up to rounding; what is below 2^-52 counts as 0.
+        weights_BV: at least 0, with a sum below 2 and not 0: probabilities, or what is left of them. The smaller the
+            sum, the coarser the shares, by just as much as such a row is rarer.
         uniforms_B: fp64 in [0, 1), from `random`.
 
     Returns:
-        int64 (B,); the borders between tokens are exact to within V 2^-52.
+        int64 (B,); the borders between tokens are exact to within V 2^-53 over the row's sum.
     """
-    cumulative_BV = (probs_BV * _DRAW_SCALE).long().cumsum(-1)
+    cumulative_BV = (weights_BV * _DRAW_SCALE).long().cumsum(-1)
     points_B1 = (uniforms_B[:, None] * cumulative_BV[:, -1:]).long()
     ids_B1 = torch.searchsorted(cumulative_BV, points_B1, right=True)
-    return ids_B1[:, 0].clamp_max_(probs_BV.shape[-1] - 1)
+    return ids_B1[:, 0].clamp_max_(weights_BV.shape[-1] - 1)

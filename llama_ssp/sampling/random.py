@@ -83,7 +83,10 @@ def row_keys(*, seed: int, prompt_index_B: Tensor, sample_index_B: Tensor) -> Te
 
 
 class DrawTable:
-    """The numbers of a round with `num_draft_tokens` drafted tokens, in one batch of operations."""
+    """The numbers of rounds with `num_draft_tokens` drafted tokens.
+
+    All numbers that a row can ever need are made at once when it is admitted: a round then only looks its own up.
+    """
 
     def __init__(self, num_draft_tokens: int, device: torch.device) -> None:
         """Lay out the counters.
@@ -94,28 +97,33 @@ class DrawTable:
         """
         offsets = {Purpose.draft: num_draft_tokens, Purpose.accept: num_draft_tokens}
         counters = [purpose * _MAX_OFFSETS + offset for purpose in Purpose for offset in range(offsets.get(purpose, 1))]
+        self.device = device
         self._num_draft_tokens = num_draft_tokens
+        self.num_numbers = len(counters)
         self._steps_N = torch.tensor([_signed(counter * _COUNTER_STEP) for counter in counters], device=device)
         self._half = torch.tensor(0.5, dtype=torch.float64, device=device)
 
-    def round(self, keys_B: Tensor, starts_B: Tensor) -> Draws:
-        """Make all numbers of one round.
+    def numbers(self, keys: Tensor, starts: Tensor) -> Tensor:
+        """Make all numbers of the rounds that begin at `starts`.
 
         Args:
-            keys_B: from `row_keys`.
-            starts_B: int64, the length of each row when the round begins.
+            keys: from `row_keys`, any shape that broadcasts with `starts`.
+            starts: int64, the length of each row when the round begins.
 
         Returns:
-            The draws; a row's do not depend on the other rows, nor on K where the offset is the same.
+            fp64 (..., N). A row's do not depend on the other rows, nor on K where the offset is the same.
         """
-        bits_BN = torch.add(keys_B, starts_B, alpha=_START_STEP)[:, None] + self._steps_N
-        _mix_(bits_BN).bitwise_and_(_TOP_53_BITS)
+        bits = torch.add(keys, starts, alpha=_START_STEP)[..., None] + self._steps_N
+        _mix_(bits).bitwise_and_(_TOP_53_BITS)
         # Signed 53-bit fractions of 2^64 plus one half: exact in fp64, and 1 is never reached.
-        uniforms_BN = torch.add(self._half, bits_BN, alpha=2.0**-64)
+        return torch.add(self._half, bits, alpha=2.0**-64)
+
+    def split(self, numbers_BN: Tensor) -> Draws:
+        """Name the numbers of one round by their purposes; views."""
         num = self._num_draft_tokens
         return Draws(
-            draft_BK=uniforms_BN[:, :num],
-            accept_BK=uniforms_BN[:, num : 2 * num],
-            residual_B=uniforms_BN[:, -2],
-            plain_B=uniforms_BN[:, -1],
+            draft_BK=numbers_BN[:, :num],
+            accept_BK=numbers_BN[:, num : 2 * num],
+            residual_B=numbers_BN[:, -2],
+            plain_B=numbers_BN[:, -1],
         )

@@ -18,6 +18,8 @@ from llama_ssp.errors import ConfigError
 from llama_ssp.sampling.logits import draw, processor
 from llama_ssp.sampling.random import Draws
 
+_HINT_OF_TARGET = 2.0**-50
+
 
 class Draft(NamedTuple):
     """Drafted ids (B, K) and the probabilities (B, K, V) they were drawn from, after the processors; null if greedy."""
@@ -58,20 +60,21 @@ def verify_speculative(draft: Draft, target_probs_BTV: Tensor, *, draws: Draws) 
             f"the draft has {draft_size} tokens and the target {target_size}: verification needs one vocabulary; "
             "choose a draft with the target's tokenizer"
         )
-    num_rows, num_draft_tokens = ids_BK.shape
     ids_BK1 = ids_BK[..., None]
     target_at_BK = target_probs_BTV[:, :-1].gather(-1, ids_BK1)[..., 0]
     draft_at_BK = draft_probs_BKV.gather(-1, ids_BK1)[..., 0]
-    num_accepted_B = _length_of_prefix(draws.accept_BK * draft_at_BK < target_at_BK)
+    num_accepted_B = _length_of_prefix(draws.accept_BK * draft_at_BK >= target_at_BK)
 
-    rows_B = torch.arange(num_rows, device=ids_BK.device)
-    target_row_BV = target_probs_BTV[rows_B, num_accepted_B]
-    draft_row_BV = draft_probs_BKV[rows_B, num_accepted_B.clamp_max(num_draft_tokens - 1)]
-    rejected_B1 = (num_accepted_B < num_draft_tokens)[:, None]
-    residual_BV = (target_row_BV - draft_row_BV.mul_(rejected_B1)).clamp_min_(0)
-    mass_B1 = residual_BV.sum(-1, keepdim=True)
-    next_probs_BV = torch.where(mass_B1 > 0, residual_BV.div_(mass_B1), target_row_BV)
-    return Verdict(num_accepted_B, draw(next_probs_BV, draws.residual_B))
+    # Rows are picked by gather, and arithmetic stands for conditions: after a large forward every further kind of
+    # operator has to be fetched into the processor's caches again, which costs more than its work.
+    num_draft_tokens, at_B11 = ids_BK.shape[1], num_accepted_B[:, None, None]
+    target_row_BV = target_probs_BTV.gather(1, at_B11.expand(-1, 1, target_size))[:, 0]
+    draft_row_BV = draft_probs_BKV.gather(1, at_B11.clamp_max(num_draft_tokens - 1).expand(-1, 1, draft_size))[:, 0]
+    is_rejected_B1 = (num_draft_tokens - num_accepted_B[:, None]).clamp_max_(1)
+    residual_BV = (target_row_BV - draft_row_BV.mul_(is_rejected_B1)).clamp_min_(0)
+    # Decides where rounding leaves no residual at all, and is lost in rounding elsewhere.
+    residual_BV.add_(target_row_BV, alpha=_HINT_OF_TARGET)
+    return Verdict(num_accepted_B, draw(residual_BV, draws.residual_B))
 
 
 def verify_greedy(draft: Draft, target_logits_BTV: Tensor) -> Verdict:
@@ -85,13 +88,14 @@ def verify_greedy(draft: Draft, target_logits_BTV: Tensor) -> Verdict:
         The verdict; the next token is the best one after the accepted prefix.
     """
     best_BT = target_logits_BTV.argmax(-1)
-    num_accepted_B = _length_of_prefix(best_BT[:, :-1] == draft.ids_BK)
+    num_accepted_B = _length_of_prefix(best_BT[:, :-1] != draft.ids_BK)
     return Verdict(num_accepted_B, best_BT.gather(-1, num_accepted_B[:, None])[:, 0])
 
 
-def _length_of_prefix(accepted_BK: Tensor) -> Tensor:
-    """How many leading entries of each row are true."""
-    return accepted_BK.cumprod(-1).sum(-1)
+def _length_of_prefix(is_rejected_BK: Tensor) -> Tensor:
+    """How many tokens stand before the first rejected one of each row: K when none is rejected."""
+    num_rejected_BK = is_rejected_BK.cumsum(-1)
+    return torch.searchsorted(num_rejected_BK, torch.ones_like(num_rejected_BK[:, :1]))[:, 0]
 
 
 class Rule(Protocol):

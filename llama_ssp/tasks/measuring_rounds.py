@@ -32,7 +32,7 @@ def rule_points() -> tuple[list[SizePoint], list[SizePoint]]:
     """The rule, drawing one token and verifying K of them, by rows times vocabulary."""
     rule = make_rule(SamplingConfig(), VerificationConfig())
     table = DrawTable(NUM_DRAFT_TOKENS, torch.device("cpu"))
-    draws = table.round(torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64))
+    draws = table.split(table.numbers(torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64)))
     drawing, verifying = [], []
     for vocab_size in VOCABULARIES:
         logits_BTV = torch.randn(1, NUM_DRAFT_TOKENS + 1, vocab_size)

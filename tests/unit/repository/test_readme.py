@@ -4,8 +4,8 @@ The map is the section whose heading holds the word "map". It describes each fol
 folder's whole path and a slash (`llama_ssp/config/`) and ends at the path of the next folder; the modules of the folder
 are words in that text, with or without `.py`. The text of `conf/` names the groups of settings.
 
-Commands stand in blocks marked `bash`. One that starts launch/run.py or launch/plan.py is composed and checked here with its own
-overrides; any other needs a row in TESTED, which says what runs it. Blocks marked `python` are run here.
+Commands stand in blocks marked `bash`. One that starts launch/run.py or launch/plan.py is composed and checked with
+its own overrides; any other needs a row in TESTED, which says what runs it. Blocks marked `python` are run here.
 """
 
 import re

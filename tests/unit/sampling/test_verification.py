@@ -19,6 +19,7 @@ from llama_ssp.sampling.verification import (
     verify_greedy,
     verify_speculative,
 )
+from tests.helpers.draws import draws_of
 from tests.helpers.exact_law import LARGEST_UNIFORM, exact_law
 from tests.helpers.table_models import TableModel, joint_law, random_table
 
@@ -190,7 +191,7 @@ def test_a_row_has_the_same_verdict_alone_and_in_a_batch() -> None:
     generator = torch.Generator().manual_seed(6)
     rule = make_rule(SAMPLINGS["top-k and top-p"], SPECULATIVE)
     target_logits_BTV = torch.randn(32, 4, 50, generator=generator)
-    draws = DrawTable(3, torch.device("cpu")).round(torch.arange(32), torch.arange(32))
+    draws = draws_of(DrawTable(3, torch.device("cpu")), torch.arange(32), torch.arange(32))
     drawn = [rule.draw(target_logits_BTV[:, k].roll(1, 0), draws.draft_BK[:, k]) for k in range(3)]
     ids_BK = torch.stack([ids_B for ids_B, _ in drawn], 1)
     probs_BKV = torch.stack([probs_BV for _, probs_BV in drawn if probs_BV is not None], 1)
@@ -208,7 +209,7 @@ def test_no_value_is_read_between_the_keys_and_the_verdict(sampling: SamplingCon
     device = torch.device("meta")
     index_B = torch.zeros(2, dtype=torch.long, device=device)
     rule = make_rule(sampling, SPECULATIVE)
-    draws = DrawTable(3, device).round(row_keys(seed=1, prompt_index_B=index_B, sample_index_B=index_B), index_B)
+    draws = draws_of(DrawTable(3, device), row_keys(seed=1, prompt_index_B=index_B, sample_index_B=index_B), index_B)
     ids_B, probs_BV = rule.draw(torch.empty(2, 50, device=device), draws.draft_BK[:, 0])
     probs_BKV = None if probs_BV is None else probs_BV[:, None].expand(2, 3, 50)
     draft = Draft(ids_B[:, None].expand(2, 3), probs_BKV)
