@@ -1,0 +1,120 @@
+"""Finishes the draft: distillation from the frozen target, half of it on the target's own text.
+
+What it does: trains the draft to be accepted by the target as shipped (rounded to bf16), on the
+rows that `generate.py` wrote and on training rows.
+What it does not do: change the target, or generate.
+"""
+
+import argparse
+import random
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from training import batches, export, generate, objectives
+from training.model import DRAFT, TARGET, Llama
+from training.tokenizer import PAD_ID, load_tokenizer
+from training.train import LENGTH, ROWS, Log, Optimisers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+EVALUATE_EVERY_MINUTES = 2.0
+ARITHMETIC_ROWS = 1
+LONG_EVERY, LONG_ROWS, LONG_LENGTH = 12, 4, 1024
+
+
+class Distiller:
+    """The state of the last distillation."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        torch.manual_seed(options.seed)
+        self.options = options
+        self.tokenizer = load_tokenizer(options.out / "tiny")
+        self.target = export.load_lean(TARGET, options.out / "tiny").requires_grad_(False)
+        self.draft = Llama(DRAFT)
+        start: Path = options.scratch / (options.start + ".safetensors")
+        export.load_checkpoint(self.draft, start)
+        self.mixture = batches.Mixture(self.tokenizer, options.seed)
+        self.optimiser = Optimisers(self.draft, options.rate, 0.01)
+        wrap: Callable[[Llama], Callable[[Tensor], Tensor]]
+        wrap = torch.compile if options.compile else lambda model: model
+        self.fast = wrap(self.target), wrap(self.draft)
+        self.rows_BT = batches.heldout_rows(self.tokenizer, 48, LENGTH)
+        self.log = Log(options.scratch / "distill.jsonl")
+        self.own = generate.load_rows(options.scratch)
+        self.log.write(kind="generated", rows=len(self.own))
+
+    def rows(self, step: int, rng: random.Random) -> Tensor:
+        """Returns the ids of one step: own text, training sources and some arithmetic."""
+        if step % LONG_EVERY == LONG_EVERY - 1:
+            return torch.tensor(self.mixture.sources.take(LONG_ROWS, LONG_LENGTH - 1))
+        own = ROWS // 2 if self.own else 0
+        seen_BT = self.mixture.take(ROWS - own, ARITHMETIC_ROWS, LENGTH).ids_BT
+        if not own:
+            return seen_BT
+        return torch.cat((torch.stack(rng.sample(self.own, own))[:, :LENGTH], seen_BT))
+
+    def train_step(self, ids_BT: Tensor, factor: float, variation: float) -> float:
+        """Takes one step and returns the mean acceptance."""
+        target, draft = self.fast if ids_BT.shape[1] == LENGTH else (self.target, self.draft)
+        with torch.autocast("cpu", torch.bfloat16):
+            with torch.no_grad():
+                target_BTV = target(ids_BT)
+            draft_BTV = draft(ids_BT)
+        real_BT = ids_BT != PAD_ID
+        draft_NV = draft_BTV[real_BT]
+        gradients = objectives.agreement_gradients(target_BTV[real_BT], draft_NV.detach(), variation)
+        draft_NV.backward(gradients.draft_NV)
+        self.optimiser.step(factor)
+        return gradients.acceptance
+
+    def run(self) -> None:
+        """Distils until the minutes are spent."""
+        rng = random.Random(self.options.seed)
+        begin = time.monotonic()
+        step, progress, evaluated = 0, 0.0, 0.0
+        while progress < 1.0:
+            warm = min(1.0, (step + 1) / 30)
+            factor = warm * max(0.02, 1.0 - progress)
+            variation = min(0.95, 0.5 + 0.6 * progress)
+            acceptance = self.train_step(self.rows(step, rng), factor, variation)
+            step += 1
+            minutes = (time.monotonic() - begin) / 60
+            progress = minutes / self.options.minutes
+            if step % 10 == 0:
+                self.log.write(kind="train", step=step, minutes=minutes, acceptance=acceptance)
+            if minutes - evaluated > EVALUATE_EVERY_MINUTES or progress >= 1.0:
+                evaluated = minutes
+                scores = objectives.heldout_scores(self.target, self.draft, self.rows_BT)
+                self.log.write(kind="heldout", step=step, minutes=minutes, **scores)
+                self.save()
+
+    def save(self) -> None:
+        """Writes the draft as shipped and as float32."""
+        finished: Path = self.options.scratch / "draft-distilled.safetensors"
+        export.save_checkpoint(self.draft, finished)
+        export.save_model(self.draft, self.tokenizer, self.options.out / "tiny-draft")
+
+
+def main() -> None:
+    """Runs the distillation."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--scratch", type=Path, required=True, help="checkpoints and logs")
+    parser.add_argument("--out", type=Path, required=True, help="the pair, as shipped")
+    parser.add_argument("--start", default="draft", help="checkpoint to start the draft from")
+    parser.add_argument("--minutes", type=float, default=12.0)
+    parser.add_argument("--rate", type=float, default=4e-3, help="peak rate of Muon")
+    parser.add_argument("--seed", type=int, default=100)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--compile", action="store_true", help="needs a C++ compiler")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    Distiller(options).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""Text of the target's own, for training the draft where it will be used.
+
+What it does: lets the saved target continue prompts from the training sources at the drafting
+temperature, and writes the rows as safetensors files until its minutes are spent.
+What it does not do: train, or touch held-out text.
+"""
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from training import batches, corpus, objectives
+from training.tokenizer import EOS_ID, PAD_ID, load_tokenizer
+
+LENGTH = 257
+PROMPT = 48
+FOLDER = "own"
+
+
+@torch.no_grad()
+def continue_prompts(folder: Path, prompts_BT: Tensor, length: int) -> Tensor:
+    """Samples the target's continuation of prompts at the drafting temperature.
+
+    Args:
+        folder: The saved target.
+        prompts_BT: Prompts of one length.
+        length: Length of the rows to return.
+
+    Returns:
+        Rows of shape (B, length), padded after an end of sequence.
+    """
+    model: Any = LlamaForCausalLM.from_pretrained(folder)
+    rows_BT: Tensor = model.generate(
+        prompts_BT,
+        attention_mask=torch.ones_like(prompts_BT),
+        max_new_tokens=length - prompts_BT.shape[1],
+        do_sample=True,
+        temperature=objectives.TEMPERATURE,
+        top_k=0,
+        top_p=1.0,
+        eos_token_id=EOS_ID,
+        pad_token_id=PAD_ID,
+    )
+    missing = length - rows_BT.shape[1]
+    return torch.nn.functional.pad(rows_BT, (0, missing), value=PAD_ID)
+
+
+def load_rows(scratch: Path) -> list[Tensor]:
+    """Reads every row written so far, without the ones that ended early."""
+    rows: list[Tensor] = []
+    for file in sorted((scratch / FOLDER).glob("*.safetensors")):
+        rows_BT = load_file(file)["rows_BT"].long()
+        rows.extend(rows_BT[(rows_BT != PAD_ID).sum(1) > LENGTH // 4])
+    return rows
+
+
+def main() -> None:
+    """Generates until the minutes are spent."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--scratch", type=Path, required=True, help="where the rows go")
+    parser.add_argument("--out", type=Path, required=True, help="the pair, as shipped")
+    parser.add_argument("--minutes", type=float, default=3.0)
+    parser.add_argument("--rows", type=int, default=96, help="prompts at a time")
+    parser.add_argument("--seed", type=int, default=200)
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(options.seed)
+    target: Path = options.out / "tiny"
+    sources = batches.SourceRows(load_tokenizer(target), corpus.training_sources(), options.seed)
+    folder: Path = options.scratch / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    end, count = time.monotonic() + options.minutes * 60, 0
+    while time.monotonic() < end:
+        prompts_BT = torch.tensor(sources.take(options.rows, PROMPT - 1))
+        rows_BT = continue_prompts(target, prompts_BT, LENGTH)
+        save_file({"rows_BT": rows_BT.to(torch.int16)}, folder / f"{options.seed}-{count:04}.safetensors")
+        count += 1
+
+
+if __name__ == "__main__":
+    main()
