@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,8 +57,7 @@ class Completion:
     part_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Update:
+class Update(NamedTuple):
     """New tokens of one completion; the first `num_drafted` of them were drafted, the rest is the target's own."""
 
     completion: Completion
@@ -66,8 +65,7 @@ class Update:
     num_drafted: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Flight:
+class _Flight(NamedTuple):
     """A prefill or a round that was launched and not read yet.
 
     `growth` is by how much a row may have grown; `passed` is an event behind the copy of the result to the host.

@@ -12,6 +12,7 @@ can have, N random numbers of a round.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -134,8 +135,7 @@ class BatchState:
         self.limits_B[row] = self.lengths_B[row]
 
 
-@dataclass(frozen=True, kw_only=True)
-class RoundResult:
+class RoundResult(NamedTuple):
     """What one round did, on the host.
 
     Attributes:

@@ -7,7 +7,7 @@ before the target's forward, the decision after it. So rounding can never make r
 Shapes: B sequences, R rows being prefilled, S slots, K drafted tokens, W = K + 1, V vocabulary.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,8 +61,7 @@ class AgreedDrafter:
         return Draft(ids_BK=ids_BK, probs_BKV=None)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Decision:
+class Decision(NamedTuple):
     """What all ranks do after a forward of the target.
 
     Attributes:
@@ -111,7 +110,9 @@ class AgreedRule:
         return self._agree(verdict, batch_size=draft.ids_BK.shape[0])
 
     def _agree(self, verdict: Verdict | None, *, batch_size: int) -> Decision:
-        """Send the deciding rank's verdict and wish in one message of 2B + 1 numbers."""
+        """Send the deciding rank's verdict and wish in one message of 2B + 1 numbers; a lone rank keeps its own."""
+        if verdict and self._comm.size == 1:
+            return Decision(*verdict, stop_1=self._wish_1)
         if verdict:
             word = torch.cat([verdict.num_accepted_B, verdict.next_ids_B, self._wish_1])
         else:

@@ -65,11 +65,11 @@ def verify_speculative(draft: Draft, target_probs_BTV: Tensor, *, draws: Draws) 
     draft_at_BK = draft_probs_BKV.gather(-1, ids_BK1)[..., 0]
     num_accepted_B = _length_of_prefix(draws.accept_BK * draft_at_BK >= target_at_BK)
 
-    # Rows are picked by gather, and arithmetic stands for conditions: after a large forward every further kind of
-    # operator has to be fetched into the processor's caches again, which costs more than its work.
-    num_draft_tokens, at_B11 = ids_BK.shape[1], num_accepted_B[:, None, None]
-    target_row_BV = target_probs_BTV.gather(1, at_B11.expand(-1, 1, target_size))[:, 0]
-    draft_row_BV = draft_probs_BKV.gather(1, at_B11.clamp_max(num_draft_tokens - 1).expand(-1, 1, draft_size))[:, 0]
+    # Arithmetic stands for conditions, and few kinds of operators for many: after a large forward each further kind has
+    # to be fetched into the processor's caches again, which costs more than its work.
+    num_draft_tokens = ids_BK.shape[1]
+    target_row_BV = _row_at(target_probs_BTV, num_accepted_B)
+    draft_row_BV = _row_at(draft_probs_BKV, num_accepted_B.clamp_max(num_draft_tokens - 1))
     is_rejected_B1 = (num_draft_tokens - num_accepted_B[:, None]).clamp_max_(1)
     residual_BV = (target_row_BV - draft_row_BV.mul_(is_rejected_B1)).clamp_min_(0)
     # Decides where rounding leaves no residual at all, and is lost in rounding elsewhere.
@@ -90,6 +90,14 @@ def verify_greedy(draft: Draft, target_logits_BTV: Tensor) -> Verdict:
     best_BT = target_logits_BTV.argmax(-1)
     num_accepted_B = _length_of_prefix(best_BT[:, :-1] != draft.ids_BK)
     return Verdict(num_accepted_B, best_BT.gather(-1, num_accepted_B[:, None])[:, 0])
+
+
+def _row_at(probs_BTV: Tensor, at_B: Tensor) -> Tensor:
+    """Copy one position (B, V) of each row."""
+    num_rows, num_positions, _ = probs_BTV.shape
+    if num_rows > 1:
+        at_B = at_B + torch.arange(0, num_rows * num_positions, num_positions, device=at_B.device)
+    return probs_BTV.flatten(0, 1).index_select(0, at_B)
 
 
 def _length_of_prefix(is_rejected_BK: Tensor) -> Tensor:
