@@ -65,14 +65,20 @@ def choose_device(kind: DeviceKind, ranks: Ranks) -> tuple[torch.device, str | N
 
 
 def share_cores(ranks: Ranks) -> int:
-    """Give this rank its share of the cores (ranks x threads = cores); returns the number of threads.
+    """Give this rank its share of the node's cores (ranks x threads = cores); returns the number of threads.
 
-    torchrun sets OMP_NUM_THREADS=1 for lack of better knowledge; a lone process keeps what its user has set.
+    The calling thread, and those that it starts later, stay on the share. The threads of gloo, which exist by then, do
+    not: where they had to share a core with a thread that computes, a small all-reduce took milliseconds (docs/LOG.md).
+    A lone process keeps what its user has set; torchrun sets OMP_NUM_THREADS=1 for lack of better knowledge.
     """
-    if ranks.size == 1 and "OMP_NUM_THREADS" in os.environ:
+    if ranks.local_size == 1 and "OMP_NUM_THREADS" in os.environ:
         return torch.get_num_threads()
-    num_threads = max(1, len(os.sched_getaffinity(0)) // ranks.local_size)
+    cores = sorted(os.sched_getaffinity(0))
+    num_threads = max(1, len(cores) // ranks.local_size)
     torch.set_num_threads(num_threads)
+    if 1 < ranks.local_size <= len(cores):
+        first = ranks.local_rank * num_threads
+        os.sched_setaffinity(0, cores[first : first + num_threads])
     return num_threads
 
 
@@ -100,9 +106,9 @@ def start(*, device: DeviceKind, timeout_s: float) -> Iterator[World]:
     chosen, note = choose_device(device, ranks)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
-    else:
-        share_cores(ranks)
     if ranks.size == 1:
+        if chosen.type == "cpu":
+            share_cores(ranks)
         yield World(comm=Comm.single(), ranks=ranks, device=chosen, note=note)
         return
     if not dist.is_initialized():  # a sweep's later jobs meet in the group of the first: making it anew would hang
@@ -114,6 +120,8 @@ def start(*, device: DeviceKind, timeout_s: float) -> Iterator[World]:
             timeout=timedelta(seconds=timeout_s),
         )
         atexit.register(dist.destroy_process_group)
+        if chosen.type == "cpu":
+            share_cores(ranks)
     comm = Comm(rank=ranks.rank, size=ranks.size, group=dist.group.WORLD, device=chosen)
     comm.set_timeout(timeout_s)
     yield World(comm=comm, ranks=ranks, device=chosen, note=note)
