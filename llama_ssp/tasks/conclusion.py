@@ -43,7 +43,8 @@ def conclude(session: Session) -> None:
         session.terminal.table(summary)
     session.terminal.closing(summary, run_dir=folder.path)
     if isinstance(config.task, CompareConfig) and config.task.picture:
-        session.terminal.save_svg(Path(config.task.picture), title="launch/run.py")
+        start = f"torchrun --nproc-per-node {comm.size}" if comm.size > 1 else "python"
+        session.terminal.save_svg(Path(config.task.picture), title=f"{start} launch/run.py")
 
 
 def _placement(session: Session) -> dict[str, Any]:

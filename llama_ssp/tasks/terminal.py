@@ -14,6 +14,7 @@ from io import StringIO, TextIOWrapper
 from pathlib import Path
 from typing import TypeAlias
 
+from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console, RenderableType
 from rich.rule import Rule
 from rich.terminal_theme import TerminalTheme
@@ -28,6 +29,8 @@ from llama_ssp.tasks.tables import ACCEPTED_STYLE, OWN_STYLE, closing_line, summ
 # C0 but for tab and line feed, DEL, C1, the marks that turn the direction of writing, and lone surrogates.
 _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _PICTURE_COLUMNS = 80
+# Without the fonts that a viewer would have to fetch: a picture is whole where there is no network.
+_PICTURE_FORMAT = re.sub(r"@font-face \{\{.*?\}\}\s*", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
 # Red, green, yellow, blue, magenta, cyan.
 _COLOURS = [(224, 108, 117), (152, 205, 121), (229, 192, 123), (97, 175, 239), (214, 145, 242), (86, 182, 194)]
 _WHITE, _GREY, _BLACK = (222, 225, 230), (138, 145, 160), (30, 32, 38)
@@ -158,7 +161,8 @@ class Terminal:
         for shown in self._shown:
             picture.print(shown)
         try:
-            picture.save_svg(str(path), title=title, theme=_PICTURE_THEME)
+            svg = picture.export_svg(title=title, theme=_PICTURE_THEME, code_format=_PICTURE_FORMAT)
+            path.write_text(svg, encoding="utf-8")
         except OSError as error:
             raise SspError(f"cannot write the picture {path}: {error.strerror}") from error
 
