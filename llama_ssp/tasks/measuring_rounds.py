@@ -5,6 +5,7 @@ Shapes: B sequences, T positions, V vocabulary.
 
 import time
 from functools import partial
+from itertools import cycle
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ VOCABULARIES = (64, 4096, 32768)
 MESSAGE_BYTES = (8, 1024, 8192, 65536, 524288)
 NUM_DRAFT_TOKENS = 4
 FEW_IDS = 64
+_NUM_MATRICES = 32
 
 
 def rule_points() -> tuple[list[SizePoint], list[SizePoint]]:
@@ -91,18 +93,27 @@ def round_s(draw: list[SizePoint]) -> float:
 
 
 def all_reduce_points(comm: Comm, device: torch.device) -> list[SizePoint]:
-    """All-reduces by size, each behind a little work, as in a model; all ranks must call this together."""
-    matrix, x = torch.randn(256, 256, device=device), torch.randn(1, 4, 256, device=device)
-    work_s = seconds_per_call(lambda: functional.linear(x, matrix))
+    """All-reduces by size, each behind a layer's worth of matrices; all ranks must call this together.
+
+    The matrices do not fit into the caches, as those of a model do not: a message that comes behind them takes longer
+    than one in a tight loop.
+    """
+    matrices = cycle([torch.randn(512, 1024, device=device) for _ in range(_NUM_MATRICES)])
+    x = torch.randn(1, 4, 1024, device=device)
+
+    def work() -> None:
+        functional.linear(x, next(matrices))
+
+    work_s = seconds_per_call(work)
     points = []
     for num_bytes in MESSAGE_BYTES:
         values = torch.zeros(max(num_bytes // 4, 1), device=device)
         for _ in range(20):
             comm.all_reduce(values)
-        num_calls = 200 if num_bytes < 2**16 else 60
+        num_calls = 300 if num_bytes < 2**16 else 60
         started = time.perf_counter()
         for _ in range(num_calls):
-            functional.linear(x, matrix)
+            work()
             comm.all_reduce(values)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
