@@ -28,12 +28,14 @@ class World:
         ranks: position in the world and on this node.
         device: where this rank computes.
         note: one sentence for the user about the choice of device, or None.
+        cores: those of the node that the run may use, before ranks took their shares.
     """
 
     comm: Comm
     ranks: Ranks
     device: torch.device
     note: str | None
+    cores: frozenset[int]
 
 
 def choose_device(kind: DeviceKind, ranks: Ranks) -> tuple[torch.device, str | None]:
@@ -104,12 +106,13 @@ def start(*, device: DeviceKind, timeout_s: float) -> Iterator[World]:
     """
     ranks = read_ranks(os.environ)
     chosen, note = choose_device(device, ranks)
+    cores = frozenset(os.sched_getaffinity(0))
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     if ranks.size == 1:
         if chosen.type == "cpu":
             share_cores(ranks)
-        yield World(comm=Comm.single(), ranks=ranks, device=chosen, note=note)
+        yield World(comm=Comm.single(), ranks=ranks, device=chosen, note=note, cores=cores)
         return
     if not dist.is_initialized():  # a sweep's later jobs meet in the group of the first: making it anew would hang
         dist.init_process_group(
@@ -124,5 +127,5 @@ def start(*, device: DeviceKind, timeout_s: float) -> Iterator[World]:
             share_cores(ranks)
     comm = Comm(rank=ranks.rank, size=ranks.size, group=dist.group.WORLD, device=chosen)
     comm.set_timeout(timeout_s)
-    yield World(comm=comm, ranks=ranks, device=chosen, note=note)
+    yield World(comm=comm, ranks=ranks, device=chosen, note=note, cores=cores)
     comm.barrier()

@@ -99,13 +99,17 @@ def _profile(*, num_ranks: int, reduces: list[SizePoint]) -> Profile:
 
 @contextmanager
 def _all_cores(world: World) -> Iterator[None]:
-    """The threads that a run of one rank would have."""
-    threads = torch.get_num_threads()
-    if world.device.type == "cpu" and world.comm.size > 1:
-        torch.set_num_threads(len(os.sched_getaffinity(0)))
+    """The cores and threads that a run of one rank would have."""
+    if world.device.type != "cpu" or world.comm.size == 1:
+        yield
+        return
+    threads, share = torch.get_num_threads(), os.sched_getaffinity(0)
+    os.sched_setaffinity(0, world.cores)
+    torch.set_num_threads(len(world.cores))
     try:
         yield
     finally:
+        os.sched_setaffinity(0, share)
         torch.set_num_threads(threads)
 
 

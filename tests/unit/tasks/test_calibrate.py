@@ -18,6 +18,7 @@ from llama_ssp.tasks.calibrate import calibrate
 from tests.helpers.planning import make_job
 
 WORLD = World(
+    cores=frozenset({0}),
     comm=Comm.single(),
     ranks=Ranks(rank=0, size=1, local_rank=0, local_size=1),
     device=torch.device("cpu"),
