@@ -39,7 +39,8 @@ def conclude(session: Session) -> None:
     )
     summary = summarise(facts, folder.lines)
     folder.write_summary(summary)
-    if not isinstance(config.task, GenerateConfig):
+    session.terminal.end_of_text()  # an interruption may come in the middle of one
+    if folder.lines and not isinstance(config.task, GenerateConfig):
         session.terminal.table(summary)
     session.terminal.closing(summary, run_dir=folder.path)
     if isinstance(config.task, CompareConfig) and config.task.picture:

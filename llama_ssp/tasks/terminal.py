@@ -94,8 +94,10 @@ class Terminal:
             self._write(piece.text, ACCEPTED_STYLE if piece.accepted else OWN_STYLE)
 
     def end_of_text(self) -> None:
-        """End the open completion, and its line if it has not ended itself."""
-        if self._text and not self._text.plain.endswith("\n"):
+        """End the open completion, if there is one, and its line if it has not ended itself."""
+        if not self._text:
+            return
+        if not self._text.plain.endswith("\n"):
             self._write("\n", "")
         self._text.right_crop(1)
         self._shown.append(self._text)

@@ -246,3 +246,11 @@ def test_a_line_and_a_bar_share_a_screen() -> None:
     assert before.endswith("\x1b[2K")
     assert "1 of 2 prompts" in before
     assert "2 of 2 prompts" in after
+
+
+def test_a_text_that_was_interrupted_ends_its_line_once(plain: tuple[Terminal, Console, Console]) -> None:
+    terminal, out, _ = plain
+    terminal.stream([Piece("half a li", False)])
+    terminal.end_of_text()
+    terminal.end_of_text()
+    assert written(out) == "half a li\n"
