@@ -125,10 +125,6 @@ class Terminal:
         """Tell the user something on standard error."""
         self._err.print(Text(safe(sentence)), soft_wrap=True)
 
-    def error(self, sentence: str) -> None:
-        """Tell the user on standard error why the run ends."""
-        self._err.print(Text("error: ", style="bold red").append(safe(sentence), style="default"), soft_wrap=True)
-
     def loading(self) -> AbstractContextManager[ShowProgress]:
         """Show tensors being loaded: `with terminal.loading() as progress: progress("target", done, total)`."""
         return self._progress("tensors")

@@ -137,13 +137,11 @@ def test_a_mode_that_did_not_run_has_no_line(plain: tuple[Terminal, Console, Con
 def test_what_is_no_result_goes_to_standard_error(plain: tuple[Terminal, Console, Console]) -> None:
     terminal, out, err = plain
     terminal.closing(summary(), run_dir=Path("runs/[red]"))
-    terminal.say("note [red]")
-    terminal.error("no such model \x1b[2J")
+    terminal.say("note [red] \x1b[2J")
     assert written(out) == ""
     assert written(err) == (
         "384 tokens for 1 prompt: 112.93 ms/token, 8.9 tokens/s, 3.05 tokens/round; records in runs/[red]\n"
-        "note [red]\n"
-        "error: no such model \\x1b[2J\n"
+        "note [red] \\x1b[2J\n"
     )
 
 
@@ -155,7 +153,7 @@ def test_ranks_above_0_are_silent(capfd: pytest.CaptureFixture[str], plain: tupl
         terminal.line("line")
         terminal.table(summary())
         terminal.closing(summary(), run_dir=Path())
-        terminal.error("error")
+        terminal.say("sentence")
         with terminal.loading() as progress:
             progress("target", 1, 2)
 
