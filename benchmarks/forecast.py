@@ -116,6 +116,7 @@ def requests(number: int) -> list[Request]:
     return [Request(index=i, prompt_ids=tuple(row), max_new_tokens=NEW_TOKENS) for i, row in enumerate(ids)]
 
 
+@torch.inference_mode()
 def complete(run: Decoder, number: int) -> list[Completion]:
     """Finished completions, the first one left out as a warm-up."""
     ended = [u.completion for updates in run.run(requests(number + 1)) for u in updates if u.completion.finish_reason]

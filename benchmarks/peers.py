@@ -51,6 +51,7 @@ class Ours:
     prompts: list[tuple[int, ...]]
     rounds: list[Completion]
 
+    @torch.inference_mode()
     def ms_per_token(self, decoder: Decoder, repetition: int) -> float:
         """Complete all prompts; milliseconds per new token, prefill included."""
         decoder.seed = repetition + 1
@@ -148,6 +149,7 @@ def forwards_alone_s(decoder: Decoder, *, context: int, num_turns: int = 60) -> 
     return statistics.median(verify_s), statistics.median(draft_s) / num_draft_tokens
 
 
+@torch.inference_mode()
 def ms_at_context(decoder: Decoder, num_prompt_tokens: int, repetition: int) -> float:
     """Milliseconds per token of the rounds behind a long prompt, without its prefill."""
     decoder.seed = repetition + 1

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 from transformers.generation.streamers import BaseStreamer
 
 from llama_ssp.config import catalogue
@@ -145,11 +146,12 @@ def speculative_generate(
     decoder = build_decoder(models, config, speculative=models.has_draft)
     adapter = StreamerAdapter(streamer, requests[0].prompt_ids) if streamer else None
     done = {}
-    for updates in decoder.run(requests):
-        for update in updates:
-            done[update.completion.request.index] = update.completion
-            if adapter:
-                adapter.put(update.new_ids)
+    with torch.inference_mode():
+        for updates in decoder.run(requests):
+            for update in updates:
+                done[update.completion.request.index] = update.completion
+                if adapter:
+                    adapter.put(update.new_ids)
     if adapter:
         adapter.end()
     return [

@@ -14,8 +14,6 @@ import torch
 class Clock(Protocol):
     """Takes the time of the parts of a round."""
 
-    seconds: dict[str, float]
-
     def start(self) -> None:
         """Begin a round."""
         ...
@@ -24,12 +22,16 @@ class Clock(Protocol):
         """Book the time since the last call on `part`."""
         ...
 
+    def take(self) -> tuple[float, float]:
+        """Seconds of drafting and of verification that have become known since they were last taken."""
+        ...
+
 
 class HostClock:
     """The host's clock, for devices that finish before they return."""
 
     def __init__(self) -> None:
-        self.seconds = {"draft": 0.0, "verify": 0.0}
+        self._seconds = {"draft": 0.0, "verify": 0.0}
         self._last = 0.0
 
     def start(self) -> None:
@@ -39,15 +41,19 @@ class HostClock:
     def lap(self, part: str) -> None:
         """Book the time since the last call on `part`."""
         now = time.perf_counter()
-        self.seconds[part] += now - self._last
+        self._seconds[part] += now - self._last
         self._last = now
+
+    def take(self) -> tuple[float, float]:
+        """Hand over what was booked."""
+        return _emptied(self._seconds)
 
 
 class EventClock:
     """CUDA events between the pieces of a round; none is ever waited for."""
 
     def __init__(self) -> None:
-        self.seconds = {"draft": 0.0, "verify": 0.0}
+        self._seconds = {"draft": 0.0, "verify": 0.0}
         self._open: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()
 
     def start(self) -> None:
@@ -61,12 +67,22 @@ class EventClock:
         self._last = now
         while self._open and self._open[0][2].query():
             booked, begin, end = self._open.popleft()
-            self.seconds[booked] += begin.elapsed_time(end) / 1e3
+            self._seconds[booked] += begin.elapsed_time(end) / 1e3
+
+    def take(self) -> tuple[float, float]:
+        """Hand over what has become known."""
+        return _emptied(self._seconds)
 
     def _event(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
+
+
+def _emptied(seconds: dict[str, float]) -> tuple[float, float]:
+    draft_s, verify_s = seconds["draft"], seconds["verify"]
+    seconds["draft"] = seconds["verify"] = 0.0
+    return draft_s, verify_s
 
 
 def clock_for(device: torch.device) -> Clock:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.decoding.rounds import Rounds
-from llama_ssp.decoding.state import BatchState, Request, RoundResult
+from llama_ssp.decoding.state import BatchState, Request
 from llama_ssp.models.prefill import CHUNK, Buckets
 from llama_ssp.reports.lines import num_examined
 
@@ -30,7 +30,7 @@ class StopWish:
     requested: bool = False
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class Completion:
     """What has become of one request so far.
 
@@ -39,7 +39,8 @@ class Completion:
         token_ids: new tokens.
         num_target_forwards: forwards of the target that it took part in, its prefill included.
         accepted_lengths: for each speculative round, how many drafted tokens became text.
-        examined_lengths: for each speculative round, what `reports.lines.num_examined` says of it.
+        num_draft_tokens: K; 0 without a draft.
+        ended_in_draft: the last accepted token ended the row, so that nothing behind it was looked at.
         finish_reason: None while it is running.
         busy_s: time from the start of its prefill to its end, without what the consumer of the loop took.
         share_s: its equal share of its batch's time; the same as `busy_s` in a batch of one.
@@ -50,11 +51,29 @@ class Completion:
     token_ids: list[int] = field(default_factory=list)
     num_target_forwards: int = 0
     accepted_lengths: list[int] = field(default_factory=list)
-    examined_lengths: list[int] = field(default_factory=list)
+    num_draft_tokens: int = 0
+    ended_in_draft: bool = False
     finish_reason: FinishReason | None = None
     busy_s: float = 0.0
     share_s: float = 0.0
     part_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+
+    @property
+    def examined_lengths(self) -> list[int]:
+        """For each speculative round, what `reports.lines.num_examined` says of it."""
+        room, examined = self.request.max_new_tokens - 1, []
+        for number, num_accepted in enumerate(self.accepted_lengths, start=1):
+            is_cut = self.ended_in_draft and number == len(self.accepted_lengths)
+            examined.append(
+                num_examined(
+                    num_accepted=num_accepted,
+                    num_draft_tokens=self.num_draft_tokens,
+                    room=room,
+                    ended_in_draft=is_cut,
+                )
+            )
+            room -= num_accepted + 1
+        return examined
 
 
 class Update(NamedTuple):
@@ -94,16 +113,19 @@ class Decoder:
     ) -> None:
         self.rounds = rounds
         self.batch_size = batch_size
-        self.eos_ids = tuple(eos_ids)
+        self._eos_ids = frozenset(eos_ids)
         self.seed = seed
         self.wish = wish or StopWish()
         self.stopped = False
         self._device = rounds.target.device
-        self._lag = 1 if self._device.type == "cuda" else 0
-        self._bucket_step = 256 if self._device.type == "cuda" else 64
+        self._is_cuda = self._device.type == "cuda"
+        self._lag = 1 if self._is_cuda else 0
+        self._bucket_step = 256 if self._is_cuda else 64
 
     def run(self, requests: Sequence[Request]) -> Iterator[list[Update]]:
         """Decode all requests, in order of the list as rows become free.
+
+        Consume it under `torch.inference_mode()`: entering that anew in each round would cost as much as a draw.
 
         Args:
             requests: each with prompt and new tokens within the models' contexts.
@@ -111,21 +133,22 @@ class Decoder:
         Yields:
             What one round has added to each completion, as soon as the host knows it.
         """
+        assert torch.is_inference_mode_enabled()
         self._make_room(requests)
         waiting = deque(requests)
         self._rows: list[Completion | None] = [None] * self.batch_size
         self._flights: deque[_Flight] = deque()
         while (waiting or any(self._rows)) and not self.stopped:
-            started, clocked = time.perf_counter(), dict(self.rounds.clock.seconds)
-            free = [row for row, owner in enumerate(self._rows) if owner is None]
+            started = time.perf_counter()
+            free = [row for row, owner in enumerate(self._rows) if owner is None] if waiting else []
             admitted = [waiting.popleft() for _ in range(min(len(waiting), len(free)))]
             if admitted:
                 self._admit(admitted, free[: len(admitted)])
             else:
                 self._advance()
-            running = [row for row in self._rows if row]
+            running = [owner for owner in self._rows if owner]
             updates = self._land() if len(self._flights) > self._lag else []
-            self._book(running, time.perf_counter() - started, clocked=None if admitted else clocked)
+            self._book(running, time.perf_counter() - started, is_round=not admitted)
             if updates:
                 yield updates
 
@@ -143,7 +166,6 @@ class Decoder:
             draws=self.rounds.draws,
         )
 
-    @torch.inference_mode()
     def _admit(self, requests: list[Request], rows: list[int]) -> None:
         prompts = self._state.rows_of(requests, draws=self.rounds.draws, seed=self.seed)
         prompt_lengths_R = prompts.lengths_B.clone()
@@ -152,57 +174,63 @@ class Decoder:
         result = self.rounds.prefill(prompts, rows_R, longest=longest, buckets=self._buckets)
         self._state.put(rows_R, prompts, prompt_lengths_R=prompt_lengths_R)
         num_forwards = -(-longest // CHUNK)
-        owners = [Completion(request=request, num_target_forwards=num_forwards) for request in requests]
+        num_draft_tokens = self.rounds.growth - 1
+        owners = [
+            Completion(request=request, num_target_forwards=num_forwards, num_draft_tokens=num_draft_tokens)
+            for request in requests
+        ]
         for row, owner in zip(rows, owners, strict=True):
             self._rows[row] = owner
         self._launch(result, list(owners), growth=1, is_prefill=True)
 
-    @torch.inference_mode()
     def _advance(self) -> None:
         if self.wish.requested:
             self.rounds.rule.wish_to_stop()
-        known = max(len(row.request.prompt_ids) + len(row.token_ids) for row in self._rows if row)
-        unread = sum(flight.growth for flight in self._flights)
-        bucket = self._buckets.covering(known + unread + self.rounds.growth)
-        result = self.rounds.advance(self._state, bucket=bucket)
-        self._launch(result, list(self._rows), growth=self.rounds.growth, is_prefill=False)
+        growth = self.rounds.growth
+        known = max([len(owner.request.prompt_ids) + len(owner.token_ids) for owner in self._rows if owner])
+        unread = sum([flight.growth for flight in self._flights])
+        result = self.rounds.advance(self._state, bucket=self._buckets.covering(known + unread + growth))
+        self._launch(result, list(self._rows), growth=growth, is_prefill=False)
 
     def _launch(self, result: Tensor, owners: list[Completion | None], *, growth: int, is_prefill: bool) -> None:
         passed = None
-        if self._device.type == "cuda":
+        if self._is_cuda:
             host = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
             result = host.copy_(result, non_blocking=True)
             passed = torch.cuda.Event()
             passed.record()
-        self._flights.append(_Flight(result=result, owners=owners, growth=growth, is_prefill=is_prefill, passed=passed))
+        self._flights.append(_Flight(result, owners, growth, is_prefill, passed))
 
     def _land(self) -> list[Update]:
         flight = self._flights.popleft()
         if flight.passed:
             flight.passed.synchronize()
-        result = RoundResult.read(flight.result, num_rows=len(flight.owners))
-        self.stopped |= result.stop
         updates = []
-        for owner, all_ids, num_accepted in zip(flight.owners, result.new_ids, result.num_accepted, strict=True):
+        for owner, (*drafted, num_accepted, next_id, stop) in zip(flight.owners, flight.result.tolist(), strict=True):
+            self.stopped |= bool(stop)
             if owner and not owner.finish_reason:
-                new_ids = self._up_to_eos(all_ids)
-                num_drafted = 0 if flight.is_prefill else self._score(owner, new_ids, num_accepted)
+                num_before, limit = len(owner.token_ids), owner.request.max_new_tokens
+                new_ids = [*drafted[:num_accepted], next_id][: limit - num_before]
+                has_eos = not self._eos_ids.isdisjoint(new_ids)
+                if has_eos:
+                    new_ids = self._up_to_eos(new_ids)
+                num_new = len(new_ids)
+                num_drafted = min(num_accepted, num_new)
+                if not flight.is_prefill:
+                    owner.num_target_forwards += 1
+                    if drafted:
+                        owner.accepted_lengths.append(num_drafted)
                 owner.token_ids += new_ids
-                if new_ids[-1] in self.eos_ids:
-                    self._free(owner, "eos")
-                elif len(owner.token_ids) == owner.request.max_new_tokens:
-                    self._free(owner, "length")
-                updates.append(Update(completion=owner, new_ids=new_ids, num_drafted=num_drafted))
+                if has_eos or num_before + num_new == limit:
+                    owner.ended_in_draft = num_new <= num_accepted
+                    self._free(owner, "eos" if has_eos else "length")
+                updates.append(Update(owner, new_ids, num_drafted))
         return updates
 
     def _up_to_eos(self, ids: list[int]) -> list[int]:
         """Cut what follows the first end-of-sequence token, also inside a draft."""
-        for place, token in enumerate(ids):
-            if token in self.eos_ids:
-                return ids[: place + 1]
-        return ids
+        return ids[: next(place for place, token in enumerate(ids, start=1) if token in self._eos_ids)]
 
-    @torch.inference_mode()
     def _free(self, owner: Completion, reason: FinishReason) -> None:
         """End a completion, and keep its row still until another takes it."""
         owner.finish_reason = reason
@@ -211,35 +239,17 @@ class Decoder:
         if reason == "eos":
             self._state.freeze(row)
 
-    def _score(self, completion: Completion, new_ids: list[int], num_accepted: int) -> int:
-        """Count a round; returns how many of its drafted tokens became text."""
-        completion.num_target_forwards += 1
-        num_draft_tokens = self.rounds.growth - 1
-        if not num_draft_tokens:
-            return 0
-        num_drafted = min(num_accepted, len(new_ids))
-        completion.accepted_lengths.append(num_drafted)
-        completion.examined_lengths.append(
-            num_examined(
-                num_accepted=num_drafted,
-                num_draft_tokens=num_draft_tokens,
-                room=completion.request.max_new_tokens - len(completion.token_ids),
-                ended_in_draft=len(new_ids) <= num_accepted,
-            )
-        )
-        return num_drafted
-
-    def _book(self, running: list[Completion], seconds: float, *, clocked: dict[str, float] | None) -> None:
-        """Add the time of one pass of the loop to everything that was running in it.
-
-        `clocked` is what the clock showed before; None for a prefill, whose time no part of a round may claim.
-        """
-        parts = dict.fromkeys(PARTS, 0.0)
-        if clocked is not None:
-            parts |= {part: now - clocked[part] for part, now in self.rounds.clock.seconds.items()}
-            parts["other"] = seconds - sum(parts.values())
+    def _book(self, running: list[Completion], seconds: float, *, is_round: bool) -> None:
+        """Add the time of one pass of the loop to everything that ran in it; no part of a round claims a prefill's."""
+        share = 1 / len(running)
         for completion in running:
             completion.busy_s += seconds
-            completion.share_s += seconds / len(running)
-            for part, part_s in parts.items():
-                completion.part_s[part] += part_s / len(running)
+            completion.share_s += seconds * share
+        if is_round:
+            draft_s, verify_s = self.rounds.clock.take()
+            other_s = seconds - draft_s - verify_s
+            for completion in running:
+                part_s = completion.part_s
+                part_s["draft"] += draft_s * share
+                part_s["verify"] += verify_s * share
+                part_s["other"] += other_s * share

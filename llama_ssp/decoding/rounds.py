@@ -32,6 +32,9 @@ class Rounds:
         drafter: what proposes tokens; None for plain decoding.
         rule: how tokens are drawn and accepted, the same on every rank.
         clock: takes the time of the forwards.
+
+    Attributes:
+        growth: the most tokens by which a row grows in one round.
     """
 
     def __init__(self, target: Runner, drafter: Drafter | None, *, rule: AgreedRule, clock: Clock) -> None:
@@ -40,14 +43,9 @@ class Rounds:
         self.rule = rule
         self.clock = clock
         num_draft_tokens = drafter.num_draft_tokens if drafter else 0
-        self._offsets_W = torch.arange(num_draft_tokens + 1, device=target.device)
-        self._last_and_drafted_W = self._offsets_W - 1
+        self.growth = num_draft_tokens + 1
+        self._last_and_drafted_W = torch.arange(-1, num_draft_tokens, device=target.device)
         self.draws = DrawTable(num_draft_tokens, target.device)
-
-    @property
-    def growth(self) -> int:
-        """The most tokens by which a row grows in one round."""
-        return self._offsets_W.shape[0]
 
     def prefill(self, prompts: BatchState, rows_R: Tensor, *, longest: int, buckets: Buckets) -> Tensor:
         """Read prompts into the caches and sample each row's first token.
@@ -66,7 +64,7 @@ class Rounds:
         if self.drafter:
             self.drafter.prefill(tokens_RS, lengths_R, rows_R=rows_R, longest=longest, buckets=buckets)
         draws = self.draws.split(prompts.numbers())
-        return prompts.commit(self.rule.draw(logits_RV, draws.plain_B), self._offsets_W[:1])
+        return prompts.commit(self.rule.draw(logits_RV, draws.plain_B1))
 
     def advance(self, state: BatchState, *, bucket: int) -> Tensor:
         """One round: speculative where there is a drafter, else one plain token.
@@ -89,7 +87,5 @@ class Rounds:
         logits_BWV = self.target.forward(ids_BW, positions_BW, bucket=bucket)
         self.clock.lap("verify")
         if draft:
-            decision = self.rule.verify(draft, logits_BWV, draws=draws)
-        else:
-            decision = self.rule.draw(logits_BWV[:, 0], draws.plain_B)
-        return state.commit(decision, self._offsets_W)
+            return state.commit(self.rule.verify(draft, logits_BWV, draws=draws), drafted_ids_BK=draft.ids_BK)
+        return state.commit(self.rule.draw(logits_BWV[:, 0], draws.plain_B1))

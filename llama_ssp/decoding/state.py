@@ -6,13 +6,11 @@ the token buffer is text; what lies beyond is free space that the next round ove
     tokens row | prompt ....... | generated ..... | drafted, undecided | free ....... |
     position   0                P                 length               length + K     num_slots
 
-Shapes: B sequences, S slots, K drafted tokens, W = K + 1 tokens that a round can add, M rounds that a row
-can have, N random numbers of a round.
+Shapes: B sequences, S slots, K drafted tokens, M rounds that a row can have, N random numbers of a round.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +19,7 @@ from llama_ssp.drafting.placement import Decision
 from llama_ssp.sampling.random import DrawTable, row_keys
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
     """One completion that is wanted.
 
@@ -38,7 +36,7 @@ class Request:
     sample: int = 0
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class BatchState:
     """All that a batch is, as tensors on one device.
 
@@ -113,50 +111,23 @@ class BatchState:
         """The random numbers (B, N) of the round that begins now."""
         return self.numbers_BMN.flatten(0, 1).index_select(0, self.first_round_B + self.lengths_B)
 
-    def commit(self, decision: Decision, offsets_W: Tensor) -> Tensor:
+    def commit(self, decision: Decision, *, drafted_ids_BK: Tensor | None = None) -> Tensor:
         """Take decided tokens as text, as far as each row's limit.
 
         Args:
-            decision: num_accepted_B of the drafted tokens, which stand in `tokens_BS` already; next_ids_B come after.
-            offsets_W: 0 .. W - 1, where W - 1 is the number of drafted tokens.
+            decision: how many of the drafted tokens are text, and the token that comes after them.
+            drafted_ids_BK: the drafted tokens, which stand in `tokens_BS` already.
 
         Returns:
-            The round's result (B W + 2 B + 1), int64, as `RoundResult` reads it on the host.
+            The round's result (B, K + 3), int64: the drafted tokens, then the decision. Limits are not in it: the host
+            knows them.
         """
-        next_slots_B = self.lengths_B + decision.num_accepted_B
-        self.tokens_BS.scatter_(1, next_slots_B[:, None], decision.next_ids_B[:, None])
-        candidates_BW = self.tokens_BS.gather(1, self.lengths_B[:, None] + offsets_W)
-        num_new_B = torch.minimum(next_slots_B + 1, self.limits_B) - self.lengths_B
-        self.lengths_B += num_new_B
-        return torch.cat([candidates_BW.flatten(), num_new_B, decision.num_accepted_B, decision.stop_1])
+        lengths_B1 = self.lengths_B[:, None]
+        lengths_B1.add_(decision.num_accepted_B1)
+        self.tokens_BS.scatter_(1, lengths_B1, decision.next_ids_B1)
+        self.lengths_B.add_(1).clamp_max_(self.limits_B)
+        return torch.cat([*decision] if drafted_ids_BK is None else [drafted_ids_BK, *decision], dim=1)
 
     def freeze(self, row: int) -> None:
         """End a row where it stands, whatever its limit was."""
         self.limits_B[row] = self.lengths_B[row]
-
-
-class RoundResult(NamedTuple):
-    """What one round did, on the host.
-
-    Attributes:
-        new_ids: for each row the tokens that became text; none for a row that had ended before.
-        num_accepted: for each row how many drafted tokens the rule accepted, also when the row ended before the last.
-        stop: whether the deciding rank wishes to stop.
-    """
-
-    new_ids: list[list[int]]
-    num_accepted: list[int]
-    stop: bool
-
-    @classmethod
-    def read(cls, result: Tensor, *, num_rows: int) -> "RoundResult":
-        """Read a result of `BatchState.commit`; on a GPU it has been copied to the host before."""
-        values: list[int] = result.tolist()
-        facts = len(values) - 2 * num_rows - 1
-        width = facts // num_rows
-        num_new = values[facts : facts + num_rows]
-        return cls(
-            new_ids=[values[row * width : row * width + num] for row, num in enumerate(num_new)],
-            num_accepted=values[facts + num_rows : -1],
-            stop=bool(values[-1]),
-        )

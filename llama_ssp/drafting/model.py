@@ -36,7 +36,9 @@ class ModelDrafter:
     def allocate(self, *, batch_size: int, num_slots: int) -> None:
         """Make room in the cache."""
         self.runner.allocate(batch_size=batch_size, capacity=num_slots)
-        self._second_B1 = torch.ones(batch_size, 1, dtype=torch.int64, device=self.runner.device)
+        device = self.runner.device
+        self._second_B1 = torch.ones(batch_size, 1, dtype=torch.int64, device=device)
+        self._nothing_BV = torch.zeros(batch_size, self._vocab_size, device=device)
 
     def prefill(self, tokens_RS: Tensor, lengths_R: Tensor, *, rows_R: Tensor, longest: int, buckets: Buckets) -> None:
         """Read new prompts into the draft's own cache."""
@@ -49,18 +51,18 @@ class ModelDrafter:
         ids_BT = tokens_BS.gather(1, positions_BT)
         drafted: list[Tensor] = []
         probs: list[Tensor] = []
-        for step in range(self.num_draft_tokens):
-            if step:
+        for uniforms_B1 in uniforms_BK.split_with_sizes([1] * self.num_draft_tokens, dim=1):
+            if drafted:
                 positions_BT, wanted_B1 = positions_BT[:, -1:] + 1, None
-                ids_BT = drafted[-1][:, None]
+                ids_BT = drafted[-1]
             logits_BV = self.runner.forward(ids_BT, positions_BT, bucket=bucket, rows_BR=wanted_B1)[:, 0]
-            ids_B, probs_BV = self.rule.draw(self._at_target_width(logits_BV), uniforms_BK[:, step])
-            drafted.append(ids_B)
+            ids_B1, probs_BV = self.rule.draw(self._at_target_width(logits_BV), uniforms_B1)
+            drafted.append(ids_B1)
             if probs_BV is not None:
                 probs.append(probs_BV)
-        ids_BK = torch.stack(drafted, dim=1)
+        ids_BK = torch.cat(drafted, dim=1)
         tokens_BS.scatter_(1, lengths_B[:, None] + self._offsets_K, ids_BK)
-        return Draft(ids_BK=ids_BK, probs_BKV=torch.stack(probs, dim=1) if probs else None)
+        return Draft(ids_BK=ids_BK, probs_BTV=torch.stack([*probs, self._nothing_BV], dim=1) if probs else None)
 
     def _at_target_width(self, logits_BV: Tensor) -> Tensor:
         missing = self._vocab_size - logits_BV.shape[-1]

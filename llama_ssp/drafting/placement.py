@@ -58,21 +58,21 @@ class AgreedDrafter:
         ids_BK = lengths_B.new_empty(lengths_B.shape[0], self.num_draft_tokens)
         self._comm.broadcast(ids_BK, src=self._src)
         tokens_BS.scatter_(1, lengths_B[:, None] + self._offsets_K, ids_BK)
-        return Draft(ids_BK=ids_BK, probs_BKV=None)
+        return Draft(ids_BK=ids_BK, probs_BTV=None)
 
 
 class Decision(NamedTuple):
     """What all ranks do after a forward of the target.
 
     Attributes:
-        num_accepted_B: how many drafted tokens become text.
-        next_ids_B: the token behind them.
-        stop_1: not zero when the deciding rank wishes to stop; one element on the device.
+        num_accepted_B1: how many drafted tokens become text.
+        next_ids_B1: the token behind them.
+        stop_B1: not zero when the deciding rank wishes to stop; the same in every row.
     """
 
-    num_accepted_B: Tensor
-    next_ids_B: Tensor
-    stop_1: Tensor
+    num_accepted_B1: Tensor
+    next_ids_B1: Tensor
+    stop_B1: Tensor
 
 
 class AgreedRule:
@@ -90,19 +90,19 @@ class AgreedRule:
         self._comm = comm
         self._src = src
         self._decides = comm.rank == src
-        self._wish_1 = torch.zeros(1, dtype=torch.int64, device=device)
+        self._wish_11 = torch.zeros(1, 1, dtype=torch.int64, device=device)
 
     def wish_to_stop(self) -> None:
         """Let the next decision carry the wish to stop; counts on the deciding rank."""
-        self._wish_1.fill_(1)
+        self._wish_11.fill_(1)
 
-    def draw(self, logits_BV: Tensor, uniforms_B: Tensor) -> Decision:
+    def draw(self, logits_BV: Tensor, uniforms_B1: Tensor) -> Decision:
         """Sample one token for every row from the target's logits."""
         verdict = None
         if self._decides:
-            ids_B, _ = self._rule.draw(logits_BV, uniforms_B)
-            verdict = Verdict(num_accepted_B=torch.zeros_like(ids_B), next_ids_B=ids_B)
-        return self._agree(verdict, batch_size=uniforms_B.shape[0])
+            ids_B1, _ = self._rule.draw(logits_BV, uniforms_B1)
+            verdict = Verdict(num_accepted_B1=torch.zeros_like(ids_B1), next_ids_B1=ids_B1)
+        return self._agree(verdict, batch_size=uniforms_B1.shape[0])
 
     def verify(self, draft: Draft, target_logits_BWV: Tensor, *, draws: Draws) -> Decision:
         """Accept a prefix of the draft and choose the token behind it."""
@@ -110,13 +110,10 @@ class AgreedRule:
         return self._agree(verdict, batch_size=draft.ids_BK.shape[0])
 
     def _agree(self, verdict: Verdict | None, *, batch_size: int) -> Decision:
-        """Send the deciding rank's verdict and wish in one message of 2B + 1 numbers; a lone rank keeps its own."""
+        """Send the deciding rank's verdict and wish in one message of 3 numbers a row; a lone rank keeps its own."""
+        stop_B1 = self._wish_11.expand(batch_size, 1)
         if verdict and self._comm.size == 1:
-            return Decision(*verdict, stop_1=self._wish_1)
-        if verdict:
-            word = torch.cat([verdict.num_accepted_B, verdict.next_ids_B, self._wish_1])
-        else:
-            word = self._wish_1.new_empty(2 * batch_size + 1)
-        self._comm.broadcast(word, src=self._src)
-        num_accepted_B, next_ids_B, stop_1 = word.split([batch_size, batch_size, 1])
-        return Decision(num_accepted_B=num_accepted_B, next_ids_B=next_ids_B, stop_1=stop_1)
+            return Decision(*verdict, stop_B1=stop_B1)
+        word_B3 = torch.cat([*verdict, stop_B1], dim=1) if verdict else self._wish_11.new_empty(batch_size, 3)
+        self._comm.broadcast(word_B3, src=self._src)
+        return Decision(*word_B3.split_with_sizes([1, 1, 1], dim=1))

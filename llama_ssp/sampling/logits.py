@@ -64,7 +64,7 @@ def _keep(probs: Tensor, *, at_least: Tensor, logits: Tensor) -> Tensor:
     return probs.div_(probs.sum(-1, keepdim=True))
 
 
-def draw(weights_BV: Tensor, uniforms_B: Tensor) -> Tensor:
+def draw(weights_BV: Tensor, uniforms_B1: Tensor) -> Tensor:
     """Draw one token per row, each with its weight's share of the row's sum, by inverting the cumulative distribution.
 
     A token of weight 0 is never drawn: with c the cumulative sum in whole numbers, the first token with c[i] > x has
@@ -76,12 +76,11 @@ def draw(weights_BV: Tensor, uniforms_B: Tensor) -> Tensor:
     Args:
         weights_BV: at least 0, with a sum below 2 and not 0: probabilities, or what is left of them. The smaller the
             sum, the coarser the shares, by just as much as such a row is rarer.
-        uniforms_B: fp64 in [0, 1), from `random`.
+        uniforms_B1: fp64 in [0, 1), from `random`.
 
     Returns:
-        int64 (B,); the borders between tokens are exact to within V 2^-53 over the row's sum.
+        int64 (B, 1); the borders between tokens are exact to within V 2^-53 over the row's sum.
     """
     cumulative_BV = (weights_BV * _DRAW_SCALE).long().cumsum(-1)
-    points_B1 = (uniforms_B[:, None] * cumulative_BV[:, -1:]).long()
-    ids_B1 = torch.searchsorted(cumulative_BV, points_B1, right=True)
-    return ids_B1[:, 0].clamp_max_(weights_BV.shape[-1] - 1)
+    points_B1 = (uniforms_B1 * cumulative_BV[:, -1:]).long()
+    return torch.searchsorted(cumulative_BV, points_B1, right=True).clamp_max_(weights_BV.shape[-1] - 1)

@@ -44,13 +44,13 @@ class Purpose(IntEnum):
 class Draws(NamedTuple):
     """The numbers of one round, fp64 in [0, 1): multiples of 2^-53.
 
-    `residual_B` serves the token after the accepted ones, resampled or bonus; `plain_B` serves rounds without a draft.
+    `residual_B1` serves the token after the accepted ones, resampled or bonus; `plain_B1` rounds without a draft.
     """
 
     draft_BK: Tensor
     accept_BK: Tensor
-    residual_B: Tensor
-    plain_B: Tensor
+    residual_B1: Tensor
+    plain_B1: Tensor
 
 
 def _mix_(bits: Tensor) -> Tensor:
@@ -121,9 +121,4 @@ class DrawTable:
     def split(self, numbers_BN: Tensor) -> Draws:
         """Name the numbers of one round by their purposes; views."""
         num = self._num_draft_tokens
-        return Draws(
-            draft_BK=numbers_BN[:, :num],
-            accept_BK=numbers_BN[:, num : 2 * num],
-            residual_B=numbers_BN[:, -2],
-            plain_B=numbers_BN[:, -1],
-        )
+        return Draws(*numbers_BN.split_with_sizes([num, num, 1, 1], dim=1))

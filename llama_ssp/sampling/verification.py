@@ -22,17 +22,20 @@ _HINT_OF_TARGET = 2.0**-50
 
 
 class Draft(NamedTuple):
-    """Drafted ids (B, K) and the probabilities (B, K, V) they were drawn from, after the processors; null if greedy."""
+    """Drafted ids, and the probabilities they were drawn from, after the processors; null if greedy.
+
+    The last row of probabilities is zero: nothing was drafted there, and the residual is all of the target's.
+    """
 
     ids_BK: Tensor
-    probs_BKV: Tensor | None
+    probs_BTV: Tensor | None
 
 
 class Verdict(NamedTuple):
     """How many drafted tokens are accepted, 0..K, and the token that follows them: resampled or bonus."""
 
-    num_accepted_B: Tensor
-    next_ids_B: Tensor
+    num_accepted_B1: Tensor
+    next_ids_B1: Tensor
 
 
 def verify_speculative(draft: Draft, target_probs_BTV: Tensor, *, draws: Draws) -> Verdict:
@@ -41,7 +44,7 @@ def verify_speculative(draft: Draft, target_probs_BTV: Tensor, *, draws: Draws) 
     Args:
         draft: ids and the probabilities they were drawn from.
         target_probs_BTV: the target's probabilities at K + 1 positions, after the same processors.
-        draws: the numbers of this round; `accept_BK` and `residual_B` are used.
+        draws: the numbers of this round; `accept_BK` and `residual_B1` are used.
 
     Returns:
         The verdict. The next token comes from the residual, the positive part of target minus draft, at the first
@@ -52,29 +55,28 @@ def verify_speculative(draft: Draft, target_probs_BTV: Tensor, *, draws: Draws) 
 
     Source: Chen et al. 2023, arXiv:2302.01318, Algorithm 2; Leviathan et al. 2023, arXiv:2211.17192, Algorithm 1.
     """
-    ids_BK, draft_probs_BKV = draft
-    assert draft_probs_BKV is not None
-    draft_size, target_size = draft_probs_BKV.shape[-1], target_probs_BTV.shape[-1]
+    ids_BK, draft_probs_BTV = draft
+    assert draft_probs_BTV is not None
+    draft_size, target_size = draft_probs_BTV.shape[-1], target_probs_BTV.shape[-1]
     if draft_size != target_size:
         raise ConfigError(
             f"the draft has {draft_size} tokens and the target {target_size}: verification needs one vocabulary; "
             "choose a draft with the target's tokenizer"
         )
     ids_BK1 = ids_BK[..., None]
-    target_at_BK = target_probs_BTV[:, :-1].gather(-1, ids_BK1)[..., 0]
-    draft_at_BK = draft_probs_BKV.gather(-1, ids_BK1)[..., 0]
-    num_accepted_B = _length_of_prefix(draws.accept_BK * draft_at_BK >= target_at_BK)
+    target_at_BK = target_probs_BTV.gather(-1, ids_BK1)[..., 0]
+    draft_at_BK = draft_probs_BTV.gather(-1, ids_BK1)[..., 0]
+    num_accepted_B1 = _length_of_prefix(draws.accept_BK * draft_at_BK < target_at_BK)
 
-    # Arithmetic stands for conditions, and few kinds of operators for many: after a large forward each further kind has
-    # to be fetched into the processor's caches again, which costs more than its work.
-    num_draft_tokens = ids_BK.shape[1]
-    target_row_BV = _row_at(target_probs_BTV, num_accepted_B)
-    draft_row_BV = _row_at(draft_probs_BKV, num_accepted_B.clamp_max(num_draft_tokens - 1))
-    is_rejected_B1 = (num_draft_tokens - num_accepted_B[:, None]).clamp_max_(1)
-    residual_BV = (target_row_BV - draft_row_BV.mul_(is_rejected_B1)).clamp_min_(0)
+    # Few operators, and no conditions: after a large forward each further kind has to be fetched into the processor's
+    # caches again, which costs more than its work.
+    rows_B = _rows_at(num_accepted_B1, num_positions=target_probs_BTV.shape[1])
+    target_row_BV = target_probs_BTV.flatten(0, 1).index_select(0, rows_B)
+    draft_row_BV = draft_probs_BTV.flatten(0, 1).index_select(0, rows_B)
+    residual_BV = (target_row_BV - draft_row_BV).clamp_min_(0)
     # Decides where rounding leaves no residual at all, and is lost in rounding elsewhere.
     residual_BV.add_(target_row_BV, alpha=_HINT_OF_TARGET)
-    return Verdict(num_accepted_B, draw(residual_BV, draws.residual_B))
+    return Verdict(num_accepted_B1, draw(residual_BV, draws.residual_B1))
 
 
 def verify_greedy(draft: Draft, target_logits_BTV: Tensor) -> Verdict:
@@ -88,32 +90,32 @@ def verify_greedy(draft: Draft, target_logits_BTV: Tensor) -> Verdict:
         The verdict; the next token is the best one after the accepted prefix.
     """
     best_BT = target_logits_BTV.argmax(-1)
-    num_accepted_B = _length_of_prefix(best_BT[:, :-1] != draft.ids_BK)
-    return Verdict(num_accepted_B, best_BT.gather(-1, num_accepted_B[:, None])[:, 0])
+    num_accepted_B1 = _length_of_prefix(best_BT[:, :-1] == draft.ids_BK)
+    return Verdict(num_accepted_B1, best_BT.gather(-1, num_accepted_B1))
 
 
-def _row_at(probs_BTV: Tensor, at_B: Tensor) -> Tensor:
-    """Copy one position (B, V) of each row."""
-    num_rows, num_positions, _ = probs_BTV.shape
-    if num_rows > 1:
-        at_B = at_B + torch.arange(0, num_rows * num_positions, num_positions, device=at_B.device)
-    return probs_BTV.flatten(0, 1).index_select(0, at_B)
+def _length_of_prefix(is_accepted_BK: Tensor) -> Tensor:
+    """How many tokens (B, 1) stand before the first rejected one of each row: K when none is rejected."""
+    return is_accepted_BK.cumprod(-1).sum(-1, keepdim=True)
 
 
-def _length_of_prefix(is_rejected_BK: Tensor) -> Tensor:
-    """How many tokens stand before the first rejected one of each row: K when none is rejected."""
-    num_rejected_BK = is_rejected_BK.cumsum(-1)
-    return torch.searchsorted(num_rejected_BK, torch.ones_like(num_rejected_BK[:, :1]))[:, 0]
+def _rows_at(positions_B1: Tensor, *, num_positions: int) -> Tensor:
+    """Where one position of each row lies when rows and positions are one dimension."""
+    num_rows = positions_B1.shape[0]
+    rows_B = positions_B1.flatten()
+    if num_rows == 1:
+        return rows_B
+    return rows_B + torch.arange(0, num_rows * num_positions, num_positions, device=rows_B.device)
 
 
 class Rule(Protocol):
     """How tokens are drawn from logits, and how a draft that was drawn so is verified."""
 
-    def draw(self, logits_BV: Tensor, uniforms_B: Tensor) -> tuple[Tensor, Tensor | None]:
+    def draw(self, logits_BV: Tensor, uniforms_B1: Tensor) -> tuple[Tensor, Tensor | None]:
         """Draw one token per row, from a draft's or from the target's own logits.
 
         Returns:
-            ids (B,), and the probabilities (B, V) they were drawn from, if the rule's verification needs them.
+            ids (B, 1), and the probabilities (B, V) they were drawn from, if the rule's verification needs them.
         """
         ...
 
@@ -128,9 +130,9 @@ class _Speculative:
     def __init__(self, process: Callable[[Tensor], Tensor]) -> None:
         self._process = process
 
-    def draw(self, logits_BV: Tensor, uniforms_B: Tensor) -> tuple[Tensor, Tensor]:
+    def draw(self, logits_BV: Tensor, uniforms_B1: Tensor) -> tuple[Tensor, Tensor]:
         probs_BV = self._process(logits_BV)
-        return draw(probs_BV, uniforms_B), probs_BV
+        return draw(probs_BV, uniforms_B1), probs_BV
 
     def verify(self, draft: Draft, target_logits_BTV: Tensor, *, draws: Draws) -> Verdict:
         return verify_speculative(draft, self._process(target_logits_BTV), draws=draws)
@@ -139,8 +141,8 @@ class _Speculative:
 class _Greedy:
     """The best token everywhere; no number is used."""
 
-    def draw(self, logits_BV: Tensor, uniforms_B: Tensor) -> tuple[Tensor, None]:  # noqa: ARG002
-        return logits_BV.argmax(-1), None
+    def draw(self, logits_BV: Tensor, uniforms_B1: Tensor) -> tuple[Tensor, None]:  # noqa: ARG002
+        return logits_BV.argmax(-1, keepdim=True), None
 
     def verify(self, draft: Draft, target_logits_BTV: Tensor, *, draws: Draws) -> Verdict:  # noqa: ARG002
         return verify_greedy(draft, target_logits_BTV)

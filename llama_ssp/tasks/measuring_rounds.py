@@ -40,9 +40,9 @@ def rule_points() -> tuple[list[SizePoint], list[SizePoint]]:
         logits_BTV = torch.randn(1, NUM_DRAFT_TOKENS + 1, vocab_size)
         draft = Draft(
             ids_BK=torch.zeros(1, NUM_DRAFT_TOKENS, dtype=torch.int64),
-            probs_BKV=torch.softmax(logits_BTV[:, 1:], dim=-1),
+            probs_BTV=torch.softmax(logits_BTV, dim=-1),
         )
-        draw = partial(rule.draw, logits_BTV[:, 0], draws.plain_B)
+        draw = partial(rule.draw, logits_BTV[:, 0], draws.plain_B1)
         verify = partial(rule.verify, draft, logits_BTV, draws=draws)
         drawing.append(SizePoint(size=vocab_size, s=seconds_per_call(draw)))
         verifying.append(SizePoint(size=(NUM_DRAFT_TOKENS + 1) * vocab_size, s=seconds_per_call(verify)))
@@ -84,6 +84,7 @@ def round_s(draw: list[SizePoint]) -> float:
     rounds = Rounds(target, None, rule=rule, clock=clock_for(target.device))
     num_tokens = 256
 
+    @torch.inference_mode()
     def decode() -> None:
         decoder = Decoder(rounds, batch_size=1, eos_ids=(), seed=0)
         for _ in decoder.run([Request(index=0, prompt_ids=(1, 2), max_new_tokens=num_tokens)]):

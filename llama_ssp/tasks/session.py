@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Protocol
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from llama_ssp.config.schema import RunConfig
@@ -129,6 +130,7 @@ class Session:
             self._decoders[mode] = build_decoder(self.models, self.config, speculative=is_speculative, wish=self.wish)
         return self._decoders[mode]
 
+    @torch.inference_mode()
     def warm_up(self, jobs: Sequence[Job], mode: str) -> None:
         """Complete a few tokens of some jobs, neither shown nor recorded, so that no first time is measured."""
         for job in jobs:
@@ -136,6 +138,7 @@ class Session:
             for _ in self.decoder(mode).run([short]):
                 pass
 
+    @torch.inference_mode()
     def complete(self, jobs: Sequence[Job], mode: str, viewer: Viewer) -> None:
         """Decode the jobs that are not on record yet, show them and record them.
 

@@ -41,6 +41,7 @@ def make_decoder(
     return Decoder(rounds, batch_size=batch_size, eos_ids=eos_ids, seed=7, wish=wish)
 
 
+@torch.inference_mode()
 def complete(decoder: Decoder, requests: Sequence[Request]) -> list[Completion]:
     """Run the decoder to its end; completions in order of the requests."""
     completions = [update.completion for updates in decoder.run(requests) for update in updates]

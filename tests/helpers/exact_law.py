@@ -41,12 +41,12 @@ def exact_law(rule: Rule, *, target: TableModel, draft: TableModel, num_draft_to
     lengths = range(num_draft_tokens + 1)
     laws = [target.logits[0].new_zeros(num_tables, vocab_size**length) for length in (*lengths, num_draft_tokens + 1)]
     paths_NK = torch.tensor(list(product(range(vocab_size), repeat=num_draft_tokens)))
-    path_law_GN, draft_probs_GNKV = _drafting(rule, draft, paths_NK)
+    path_law_GN, draft_probs_GNTV = _drafting(rule, draft, paths_NK)
     target_logits_GNTV = torch.stack(
         [target.logits[length][:, _codes(paths_NK[:, :length], vocab_size)] for length in lengths], dim=2
     )
     verdict_law_GNTV = _verifying(
-        rule, paths_NK=paths_NK, draft_probs_GNKV=draft_probs_GNKV, target_logits_GNTV=target_logits_GNTV
+        rule, paths_NK=paths_NK, draft_probs_GNTV=draft_probs_GNTV, target_logits_GNTV=target_logits_GNTV
     )
     for num_accepted in lengths:
         text_law_GNV = path_law_GN[..., None] * verdict_law_GNTV[:, :, num_accepted]
@@ -64,39 +64,39 @@ def draw_law(rule: Rule, logits: Tensor) -> Tensor:
     rows_BV = logits.flatten(0, -2)
 
     def choose(rows_B: Tensor, uniforms_BC: Tensor) -> Tensor:
-        return rule.draw(rows_BV[rows_B], uniforms_BC[:, 0])[0]
+        return rule.draw(rows_BV[rows_B], uniforms_BC)[0][:, 0]
 
     return _law(choose, num_rows=rows_BV.shape[0], num_coordinates=1, num_answers=logits.shape[-1]).view(logits.shape)
 
 
 def _drafting(rule: Rule, draft: TableModel, paths_NK: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The law (G, N) of the drafted paths, and the probabilities (G, N, K, V) that the rule keeps for each."""
+    """The law (G, N) of the drafted paths, and the probabilities (G, N, K + 1, V) that the rule keeps for each."""
     path_law_GN = draft.logits[0].new_ones(draft.num_tables, paths_NK.shape[0])
     kept_probs = []
     for position in range(paths_NK.shape[1]):
         logits = draft.logits[position]
         codes_N = _codes(paths_NK[:, :position], draft.vocab_size)
         path_law_GN = path_law_GN * draw_law(rule, logits)[:, codes_N, paths_NK[:, position]]
-        _, probs = rule.draw(logits.flatten(0, 1), logits.new_full((logits.shape[0] * logits.shape[1],), 0.5))
+        _, probs = rule.draw(logits.flatten(0, 1), logits.new_full((logits.shape[0] * logits.shape[1], 1), 0.5))
         kept_probs.append(None if probs is None else probs.view(logits.shape)[:, codes_N])
     probs_K = [probs for probs in kept_probs if probs is not None]
-    return path_law_GN, torch.stack(probs_K, dim=2) if probs_K else None
+    return path_law_GN, torch.stack([*probs_K, torch.zeros_like(probs_K[0])], dim=2) if probs_K else None
 
 
-def _verifying(rule: Rule, *, paths_NK: Tensor, draft_probs_GNKV: Tensor | None, target_logits_GNTV: Tensor) -> Tensor:
+def _verifying(rule: Rule, *, paths_NK: Tensor, draft_probs_GNTV: Tensor | None, target_logits_GNTV: Tensor) -> Tensor:
     """The law (G, N, K + 1, V) of the number of accepted tokens and the token that follows them."""
     num_tables, num_paths, num_positions, vocab_size = target_logits_GNTV.shape
     num_draft_tokens = num_positions - 1
     ids_BK = paths_NK.repeat(num_tables, 1)
-    draft_probs_BKV = None if draft_probs_GNKV is None else draft_probs_GNKV.flatten(0, 1)
+    draft_probs_BTV = None if draft_probs_GNTV is None else draft_probs_GNTV.flatten(0, 1)
     target_logits_BTV = target_logits_GNTV.flatten(0, 1)
 
     def choose(rows_B: Tensor, uniforms_BC: Tensor) -> Tensor:
         unused_BK = torch.full_like(uniforms_BC[:, 1:], 0.5)
-        draws = Draws(unused_BK, uniforms_BC[:, :-1], uniforms_BC[:, -1], unused_BK[:, 0])
-        draft = Draft(ids_BK[rows_B], None if draft_probs_BKV is None else draft_probs_BKV[rows_B])
+        draws = Draws(unused_BK, uniforms_BC[:, :-1], uniforms_BC[:, -1:], unused_BK[:, :1])
+        draft = Draft(ids_BK[rows_B], None if draft_probs_BTV is None else draft_probs_BTV[rows_B])
         verdict = rule.verify(draft, target_logits_BTV[rows_B], draws=draws)
-        return verdict.num_accepted_B * vocab_size + verdict.next_ids_B
+        return (verdict.num_accepted_B1 * vocab_size + verdict.next_ids_B1)[:, 0]
 
     law_BA = _law(
         choose,

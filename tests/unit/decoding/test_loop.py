@@ -124,6 +124,7 @@ def test_a_round_reads_no_value_from_the_device() -> None:
     assert rounds.advance(state, bucket=64).is_meta
 
 
+@torch.inference_mode()
 def test_a_wish_to_stop_ends_the_loop_after_the_round() -> None:
     wish = StopWish()
     decoder = make_decoder(PrefixRunner(), PrefixRunner(seed=1), wish=wish)

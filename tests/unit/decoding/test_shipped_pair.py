@@ -25,6 +25,7 @@ def pair() -> Pair:
     return load("tiny", "tiny-draft")
 
 
+@torch.inference_mode()
 def decode(
     pair: Pair, requests: list[Request], *, temperature: float, batch_size: int
 ) -> dict[tuple[int, int], list[int]]:

@@ -78,7 +78,7 @@ def test_half_precision_logits_become_fp32_and_fp64_is_kept() -> None:
 def test_the_token_changes_just_at_the_cumulative_probabilities() -> None:
     probs_V = torch.tensor([0.0, 0.1, 0.0, 0.0, 0.6, 0.3, 0.0], dtype=torch.float64)
     uniforms_B = torch.tensor([0.1 - 1e-12, 0.1 + 1e-12, 0.7 - 1e-12, 0.7 + 1e-12], dtype=torch.float64)
-    assert draw(probs_V.expand(4, 7), uniforms_B).tolist() == [1, 4, 4, 5]
+    assert draw(probs_V.expand(4, 7), uniforms_B[:, None])[:, 0].tolist() == [1, 4, 4, 5]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -92,10 +92,10 @@ def test_a_token_of_probability_0_is_never_drawn(dtype: torch.dtype) -> None:
     borders = [cumulative_BV[:, column].clamp_max(LARGEST_UNIFORM) for column in range(64)]
     ends = [torch.full((2000,), end, dtype=torch.float64) for end in (0.0, LARGEST_UNIFORM)]
     for uniforms_B in (*ends, *borders):
-        ids_B = draw(probs_BV, uniforms_B)
+        ids_B = draw(probs_BV, uniforms_B[:, None])[:, 0]
         assert bool((probs_BV.gather(1, ids_B[:, None]) > 0).all())
 
 
 def test_nan_gives_an_id_inside_the_vocabulary() -> None:
-    ids_B = draw(torch.full((2, 5), float("nan")), torch.tensor([0.0, 0.9], dtype=torch.float64))
+    ids_B = draw(torch.full((2, 5), float("nan")), torch.tensor([[0.0], [0.9]], dtype=torch.float64))
     assert bool(((ids_B >= 0) & (ids_B < 5)).all())

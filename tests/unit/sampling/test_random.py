@@ -29,7 +29,7 @@ def table(num_prompts: int, num_starts: int, *, num_draft_tokens: int = 4) -> to
 
 def flat(draws: Draws) -> torch.Tensor:
     """The numbers of each row side by side: (B, 2 K + 2)."""
-    return torch.cat([draws.draft_BK, draws.accept_BK, draws.residual_B[:, None], draws.plain_B[:, None]], dim=1)
+    return torch.cat([*draws], dim=1)
 
 
 def chi_square_score(counts: torch.Tensor) -> float:
@@ -98,8 +98,8 @@ def test_a_rows_numbers_do_not_depend_on_its_batch_nor_on_how_many_tokens_are_dr
     alone = draws_of(DrawTable(2, CPU), keys_B[5:6], starts_B[5:6])
     assert torch.equal(alone.draft_BK, together.draft_BK[5:6, :2])
     assert torch.equal(alone.accept_BK, together.accept_BK[5:6, :2])
-    assert torch.equal(alone.residual_B, together.residual_B[5:6])
-    assert torch.equal(alone.plain_B, together.plain_B[5:6])
+    assert torch.equal(alone.residual_B1, together.residual_B1[5:6])
+    assert torch.equal(alone.plain_B1, together.plain_B1[5:6])
 
 
 def test_numbers_are_whole_multiples_of_two_to_the_minus_53_in_fp64() -> None:
@@ -112,7 +112,7 @@ def test_numbers_are_whole_multiples_of_two_to_the_minus_53_in_fp64() -> None:
 def test_plain_rounds_have_no_drafted_numbers() -> None:
     draws = draws_of(DrawTable(0, CPU), keys(3), torch.arange(3))
     assert draws.draft_BK.shape == draws.accept_BK.shape == (3, 0)
-    assert draws.plain_B.shape == (3,)
+    assert draws.plain_B1.shape == (3, 1)
 
 
 def test_the_numbers_of_a_key_are_those_of_every_earlier_version() -> None:

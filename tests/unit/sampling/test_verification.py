@@ -77,8 +77,8 @@ class Planted:
         self.process = processor(COLD)
         self.shipped = make_rule(COLD, SPECULATIVE)
 
-    def draw(self, logits_BV: Tensor, uniforms_B: Tensor) -> tuple[Tensor, Tensor | None]:
-        return self.shipped.draw(logits_BV, uniforms_B)
+    def draw(self, logits_BV: Tensor, uniforms_B1: Tensor) -> tuple[Tensor, Tensor | None]:
+        return self.shipped.draw(logits_BV, uniforms_B1)
 
     def verify(self, draft: Draft, target_logits_BTV: Tensor, *, draws: Draws) -> Verdict:
         return self.shipped.verify(draft, target_logits_BTV, draws=draws)
@@ -87,29 +87,26 @@ class Planted:
 class RawDraftProbabilities(Planted):
     """Keeps the draft's probabilities as they were before the processors."""
 
-    def draw(self, logits_BV: Tensor, uniforms_B: Tensor) -> tuple[Tensor, Tensor | None]:
-        return self.shipped.draw(logits_BV, uniforms_B)[0], logits_BV.softmax(-1)
+    def draw(self, logits_BV: Tensor, uniforms_B1: Tensor) -> tuple[Tensor, Tensor | None]:
+        return self.shipped.draw(logits_BV, uniforms_B1)[0], logits_BV.softmax(-1)
 
 
 class OneDrawForTwoPurposes(Planted):
     """Resamples with the number that accepted or rejected the first drafted token."""
 
     def verify(self, draft: Draft, target_logits_BTV: Tensor, *, draws: Draws) -> Verdict:
-        return self.shipped.verify(draft, target_logits_BTV, draws=draws._replace(residual_B=draws.accept_BK[:, 0]))
+        return self.shipped.verify(draft, target_logits_BTV, draws=draws._replace(residual_B1=draws.accept_BK[:, :1]))
 
 
 class ResidualNotRenormalised(Planted):
     """Reads the residual as if it summed to 1; what is missing falls to the last token."""
 
     def verify(self, draft: Draft, target_logits_BTV: Tensor, *, draws: Draws) -> Verdict:
-        num_accepted_B, next_ids_B = self.shipped.verify(draft, target_logits_BTV, draws=draws)
-        assert draft.probs_BKV is not None
-        rows_B, num_draft_tokens = torch.arange(num_accepted_B.shape[0]), draft.ids_BK.shape[1]
-        target_row_BV = self.process(target_logits_BTV)[rows_B, num_accepted_B]
-        draft_row_BV = draft.probs_BKV[rows_B, num_accepted_B.clamp_max(num_draft_tokens - 1)]
-        cumulative_BV = (target_row_BV - draft_row_BV).clamp_min(0).cumsum(-1)
-        fault_B = (cumulative_BV <= draws.residual_B[:, None]).sum(-1).clamp_max(3)
-        return Verdict(num_accepted_B, torch.where(num_accepted_B == num_draft_tokens, next_ids_B, fault_B))
+        num_accepted_B1, _ = self.shipped.verify(draft, target_logits_BTV, draws=draws)
+        assert draft.probs_BTV is not None
+        residual_BTV = (self.process(target_logits_BTV) - draft.probs_BTV).clamp_min(0)
+        cumulative_BV = residual_BTV[torch.arange(residual_BTV.shape[0]), num_accepted_B1[:, 0]].cumsum(-1)
+        return Verdict(num_accepted_B1, (cumulative_BV <= draws.residual_B1).sum(-1, keepdim=True).clamp_max(3))
 
 
 @pytest.mark.parametrize("num_draft_tokens", [1, 2])
@@ -124,67 +121,68 @@ def one_draft() -> tuple[Draft, Tensor]:
     generator = torch.Generator().manual_seed(5)
     target_T4, draft_14 = (torch.randn(n, 4, generator=generator, dtype=torch.float64).softmax(-1) for n in (2, 1))
     ids_BK = torch.arange(4)[:, None]
-    return Draft(ids_BK, draft_14.expand(4, 1, 4).contiguous()), target_T4.expand(4, 2, 4).contiguous()
+    draft_24 = torch.cat([draft_14, torch.zeros_like(draft_14)])
+    return Draft(ids_BK, draft_24.expand(4, 2, 4).contiguous()), target_T4.expand(4, 2, 4).contiguous()
 
 
 def numbers(*, accept_B: Tensor, residual_B: Tensor) -> Draws:
     """Draws of a round with K = 1."""
-    return Draws(accept_B[:, None], accept_B[:, None], residual_B, residual_B)
+    return Draws(accept_B[:, None], accept_B[:, None], residual_B[:, None], residual_B[:, None])
 
 
 def test_a_token_is_accepted_just_below_the_ratio_of_its_probabilities_and_rejected_just_above() -> None:
     draft, target_probs = one_draft()
-    assert draft.probs_BKV is not None
-    ratio_B = (target_probs[0, 0] / draft.probs_BKV[0, 0]).clamp_max(1)
+    assert draft.probs_BTV is not None
+    ratio_B = (target_probs[0, 0] / draft.probs_BTV[0, 0]).clamp_max(1)
     half_B = torch.full((4,), 0.5, dtype=torch.float64)
     below = verify_speculative(draft, target_probs, draws=numbers(accept_B=ratio_B - 1e-12, residual_B=half_B))
     above_B = (ratio_B + 1e-12).clamp_max(LARGEST_UNIFORM)
     above = verify_speculative(draft, target_probs, draws=numbers(accept_B=above_B, residual_B=half_B))
-    assert below.num_accepted_B.tolist() == [1, 1, 1, 1]
-    assert above.num_accepted_B.tolist() == (ratio_B == 1).long().tolist()
+    assert below.num_accepted_B1.tolist() == [[1]] * 4
+    assert above.num_accepted_B1[:, 0].tolist() == (ratio_B == 1).long().tolist()
     assert 0 < int((ratio_B == 1).sum()) < 4
 
 
 def test_a_token_that_the_target_cannot_say_is_never_accepted() -> None:
-    draft = Draft(torch.tensor([[0]]), torch.tensor([[[0.5, 0.5, 0.0, 0.0]]]))
+    draft = Draft(torch.tensor([[0]]), torch.tensor([[[0.5, 0.5, 0.0, 0.0], [0.0] * 4]]))
     target_probs = torch.tensor([[[0.0, 0.0, 1.0, 0.0], [1.0, 0.0, 0.0, 0.0]]])
     zero_B = torch.zeros(1, dtype=torch.float64)
     verdict = verify_speculative(draft, target_probs, draws=numbers(accept_B=zero_B, residual_B=zero_B))
-    assert (verdict.num_accepted_B.item(), verdict.next_ids_B.item()) == (0, 2)
+    assert (verdict.num_accepted_B1.item(), verdict.next_ids_B1.item()) == (0, 2)
 
 
 def test_the_next_token_changes_where_the_cumulative_residual_or_bonus_row_says() -> None:
     draft, target_probs = one_draft()
-    assert draft.probs_BKV is not None
-    residual = (target_probs[0, 0] - draft.probs_BKV[0, 0]).clamp_min(0)
-    rejected = int((draft.probs_BKV[0, 0] - target_probs[0, 0]).argmax())
+    assert draft.probs_BTV is not None
+    residual = (target_probs[0, 0] - draft.probs_BTV[0, 0]).clamp_min(0)
+    rejected = int((draft.probs_BTV[0, 0] - target_probs[0, 0]).argmax())
     for accept, law in ((LARGEST_UNIFORM, residual / residual.sum()), (0.0, target_probs[0, 1])):
         possible = law.nonzero()[:, 0]
         borders = law.cumsum(0)[possible][:-1]
-        row = Draft(draft.ids_BK[[rejected]].expand(len(borders), 1), draft.probs_BKV[: len(borders)])
+        row = Draft(draft.ids_BK[[rejected]].expand(len(borders), 1), draft.probs_BTV[: len(borders)])
         accept_B = torch.full_like(borders, accept)
         for shift, expected in ((-1e-12, possible[:-1]), (1e-12, possible[1:])):
             draws = numbers(accept_B=accept_B, residual_B=borders + shift)
             verdict = verify_speculative(row, target_probs[: len(borders)], draws=draws)
-            assert verdict.next_ids_B.tolist() == expected.tolist()
+            assert verdict.next_ids_B1[:, 0].tolist() == expected.tolist()
 
 
 def test_without_a_residual_the_next_token_comes_from_the_targets_row() -> None:
     # Rounding can leave a draft row at or above the target's everywhere, so that nothing is left to resample from.
     target_probs = torch.tensor([[[0.0, 0.5, 0.5, 0.0], [1.0, 0.0, 0.0, 0.0]]]).expand(2, 2, 4)
-    draft = Draft(torch.tensor([[0], [0]]), torch.tensor([[[0.1, 0.5, 0.5, 0.0]]]).expand(2, 1, 4))
+    draft = Draft(torch.tensor([[0], [0]]), torch.tensor([[[0.1, 0.5, 0.5, 0.0], [0.0] * 4]]).expand(2, 2, 4))
     residual_B = torch.tensor([0.25, 0.75], dtype=torch.float64)
     verdict = verify_speculative(draft, target_probs, draws=numbers(accept_B=residual_B, residual_B=residual_B))
-    assert verdict.num_accepted_B.tolist() == [0, 0]
-    assert verdict.next_ids_B.tolist() == [1, 2]
+    assert verdict.num_accepted_B1.tolist() == [[0], [0]]
+    assert verdict.next_ids_B1.tolist() == [[1], [2]]
 
 
 def test_greedy_stops_at_the_first_token_that_is_not_the_best() -> None:
     best_BT = torch.tensor([[1, 2, 3], [1, 2, 3], [1, 2, 3]])
     ids_BK = torch.tensor([[1, 2], [1, 0], [0, 2]])
     verdict = verify_greedy(Draft(ids_BK, None), torch.nn.functional.one_hot(best_BT, 4).float())
-    assert verdict.num_accepted_B.tolist() == [2, 1, 0]
-    assert verdict.next_ids_B.tolist() == [3, 2, 1]
+    assert verdict.num_accepted_B1.tolist() == [[2], [1], [0]]
+    assert verdict.next_ids_B1.tolist() == [[3], [2], [1]]
 
 
 def test_a_row_has_the_same_verdict_alone_and_in_a_batch() -> None:
@@ -192,16 +190,17 @@ def test_a_row_has_the_same_verdict_alone_and_in_a_batch() -> None:
     rule = make_rule(SAMPLINGS["top-k and top-p"], SPECULATIVE)
     target_logits_BTV = torch.randn(32, 4, 50, generator=generator)
     draws = draws_of(DrawTable(3, torch.device("cpu")), torch.arange(32), torch.arange(32))
-    drawn = [rule.draw(target_logits_BTV[:, k].roll(1, 0), draws.draft_BK[:, k]) for k in range(3)]
-    ids_BK = torch.stack([ids_B for ids_B, _ in drawn], 1)
-    probs_BKV = torch.stack([probs_BV for _, probs_BV in drawn if probs_BV is not None], 1)
-    together = rule.verify(Draft(ids_BK, probs_BKV), target_logits_BTV, draws=draws)
+    drawn = [rule.draw(target_logits_BTV[:, k].roll(1, 0), draws.draft_BK[:, k, None]) for k in range(3)]
+    ids_BK = torch.cat([ids_B1 for ids_B1, _ in drawn], 1)
+    probs = [probs_BV for _, probs_BV in drawn if probs_BV is not None]
+    probs_BTV = torch.stack([*probs, torch.zeros_like(probs[0])], 1)
+    together = rule.verify(Draft(ids_BK, probs_BTV), target_logits_BTV, draws=draws)
     for row in range(32):
         one = slice(row, row + 1)
         own = Draws(*(numbers_B[one] for numbers_B in draws))
-        alone = rule.verify(Draft(ids_BK[one], probs_BKV[one]), target_logits_BTV[one], draws=own)
-        assert (alone.num_accepted_B, alone.next_ids_B) == (together.num_accepted_B[one], together.next_ids_B[one])
-    assert together.num_accepted_B.unique().numel() > 1
+        alone = rule.verify(Draft(ids_BK[one], probs_BTV[one]), target_logits_BTV[one], draws=own)
+        assert alone == Verdict(together.num_accepted_B1[one], together.next_ids_B1[one])
+    assert together.num_accepted_B1.unique().numel() > 1
 
 
 @pytest.mark.parametrize("sampling", [*SAMPLINGS.values(), SamplingConfig(temperature=0.0)], ids=str)
@@ -210,11 +209,11 @@ def test_no_value_is_read_between_the_keys_and_the_verdict(sampling: SamplingCon
     index_B = torch.zeros(2, dtype=torch.long, device=device)
     rule = make_rule(sampling, SPECULATIVE)
     draws = draws_of(DrawTable(3, device), row_keys(seed=1, prompt_index_B=index_B, sample_index_B=index_B), index_B)
-    ids_B, probs_BV = rule.draw(torch.empty(2, 50, device=device), draws.draft_BK[:, 0])
-    probs_BKV = None if probs_BV is None else probs_BV[:, None].expand(2, 3, 50)
-    draft = Draft(ids_B[:, None].expand(2, 3), probs_BKV)
+    ids_B1, probs_BV = rule.draw(torch.empty(2, 50, device=device), draws.draft_BK[:, :1])
+    probs_BTV = None if probs_BV is None else probs_BV[:, None].expand(2, 4, 50)
+    draft = Draft(ids_B1.expand(2, 3), probs_BTV)
     verdict = rule.verify(draft, torch.empty(2, 4, 50, device=device), draws=draws)
-    assert verdict.num_accepted_B.shape == verdict.next_ids_B.shape == (2,)
+    assert verdict.num_accepted_B1.shape == verdict.next_ids_B1.shape == (2, 1)
 
 
 def test_a_rule_that_would_change_the_law_is_refused() -> None:
