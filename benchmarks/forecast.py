@@ -135,16 +135,20 @@ def cache_bytes(runner: Runner) -> int:
     return runner._cache.num_bytes
 
 
+def planned(folder: Path) -> PlannedModel:
+    """A checkpoint in fp32, as the planner sees it."""
+    shape, stored = read_config(folder)
+    return PlannedModel(name=folder.name, shape=shape, dtype=Dtype.fp32, quantization=Quantization.none, stored=stored)
+
+
 def planned_job(case: Case, world: World, acceptance: float) -> Job:
     """The planner's view."""
-    target, draft = (
-        PlannedModel(name=folder.name, shape=read_config(folder)[0], dtype=Dtype.fp32, quantization=Quantization.none)
-        for folder in (case.target, case.draft)
-    )
+    target, draft = (planned(folder) for folder in (case.target, case.draft))
     return Job(
         target=target, draft=draft, target_kind=TargetLayout.tensor, target_ranks=tuple(range(world.comm.size)),
         draft_kind=DraftLayout.one_rank, draft_ranks=(0,), num_draft_tokens=NUM_DRAFT_TOKENS, acceptance=acceptance,
         batch_size=1, prompt_tokens=PROMPT_TOKENS, max_new_tokens=NEW_TOKENS, cuda_graphs=False,
+        device=world.device.type,
     )  # fmt: skip
 
 

@@ -92,6 +92,7 @@ def job(target: str, num_gpus: int, *, draft: str | None = None, kind: str = "on
         prompt_tokens=5,
         max_new_tokens=200,
         cuda_graphs=not eager,
+        device="cuda",
     )
 
 

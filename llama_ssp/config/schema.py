@@ -103,6 +103,7 @@ class ModelConfig:
     """One entry of the catalogue `conf/model`: a checkpoint, its precision and its shape.
 
     Exactly one of `path`, `shipped` and `hub_id` says where the weights are; `path` wins when it is given.
+    `stored_dtype` is the files' own number format, where it is known.
     """
 
     name: str
@@ -111,6 +112,7 @@ class ModelConfig:
     path: str | None = None
     shipped: bool = False
     dtype: Dtype = Dtype.auto
+    stored_dtype: Dtype = Dtype.auto
     quantization: Quantization = Quantization.none
     default_draft: str | None = None
     chat: bool = False

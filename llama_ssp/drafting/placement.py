@@ -111,7 +111,7 @@ class AgreedRule:
 
     def _agree(self, verdict: Verdict | None, *, batch_size: int) -> Decision:
         """Send the deciding rank's verdict and wish in one message of 3 numbers a row; a lone rank keeps its own."""
-        stop_B1 = self._wish_11.expand(batch_size, 1)
+        stop_B1 = self._wish_11 if batch_size == 1 else self._wish_11.expand(batch_size, 1)
         if verdict and self._comm.size == 1:
             return Decision(*verdict, stop_B1=stop_B1)
         word_B3 = torch.cat([*verdict, stop_B1], dim=1) if verdict else self._wish_11.new_empty(batch_size, 3)

@@ -19,22 +19,24 @@ from transformers.cache_utils import Cache
 class _Layer:
     """The buffer of one layer, zeroed, because a masked value still takes part as 0 times itself.
 
+    Heads come first, so that attention reads the slots of a head in one run.
+
     Attributes:
-        slots: (B * S, 2 N, D), as they are written: the keys of all heads, then their values.
+        parts: (2 N, B * S, D): the keys of all heads, then their values.
         bucket: slots of each row that the views show.
         keys_BNSD, values_BNSD: views of the first `bucket` slots, as attention reads them.
     """
 
     def __init__(self, written_M2ND: Tensor, *, batch_size: int, capacity: int) -> None:
         _, num_parts, head_dim = written_M2ND.shape
-        self._whole = written_M2ND.new_zeros(batch_size, capacity, 2, num_parts // 2, head_dim)
-        self.slots = self._whole.view(batch_size * capacity, num_parts, head_dim)
+        self._whole = written_M2ND.new_zeros(2, num_parts // 2, batch_size, capacity, head_dim)
+        self.parts = self._whole.view(num_parts, batch_size * capacity, head_dim)
         self.show(capacity)
 
     def show(self, bucket: int) -> None:
         """Make the views; they are kept, because the bucket seldom changes and views cost as much as the copies."""
         self.bucket = bucket
-        self.keys_BNSD, self.values_BNSD = self._whole[:, :bucket].permute(2, 0, 3, 1, 4).unbind()
+        self.keys_BNSD, self.values_BNSD = self._whole[:, :, :, :bucket].transpose(1, 2).unbind()
 
 
 class StaticCache:
@@ -63,7 +65,7 @@ class StaticCache:
     @property
     def num_bytes(self) -> int:
         """Size of the buffers that have been made."""
-        return sum(layer.slots.nbytes for layer in self._layers if layer)
+        return sum(layer.parts.nbytes for layer in self._layers if layer)
 
     def fits(self, *, batch_size: int, capacity: int) -> bool:
         """Whether it has just these rows, and slots enough."""
@@ -93,7 +95,7 @@ class StaticCache:
             Keys and values, each (B, N, bucket, D).
         """
         layer = self._layers[number] or self._make_layer(number, written_M2ND)
-        layer.slots.index_copy_(0, self._slots_M, written_M2ND)
+        layer.parts.index_copy_(1, self._slots_M, written_M2ND.transpose(0, 1))
         if layer.bucket != self._bucket:
             layer.show(self._bucket)
         if self._batch_rows_B is None:

@@ -2,15 +2,17 @@
 
 All forms compute y = x W^T + b and agree up to rounding. On the CPU the usual matrix product of fp32 is far from the
 memory's speed for the few rows of a decoding step; oneDNN's packed layout is not, but loses for small matrices. So
-every shape of weight is timed once, at one row and at a few. Ranks may choose differently: their sums differ by
+every shape of weight is timed once, at one row and at a few. Weights that fp16 holds are the exception: half the bytes
+always win. Ranks may choose differently: their sums differ by
 rounding only.
 
 Shapes: M rows (tokens), I inputs, O outputs.
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Protocol
 
 import torch
@@ -19,6 +21,9 @@ from torch.nn import functional
 
 _TIMED_ROWS = (1, 5)
 _MIN_CALLS, _BUDGET_S = 4, 2e-3
+_HALF_TOP = 14
+"""Exponent that a scaled weight's largest value gets; fp16 ends at 2^16."""
+_BLOCK_ROWS = 512
 
 
 class Linear(Protocol):
@@ -87,6 +92,37 @@ class PackedLinear:
         return y_MO
 
 
+class HalfLinear:
+    """FBGEMM's product of fp32 rows with a weight in fp16, which is widened in registers: half the bytes to read.
+
+    Sums are in fp32, so that the result is that of the weight in fp32 as far as fp16 holds it: ask `half_scale` first.
+
+    Args:
+        weight_OI: fp32.
+        bias_O: or None.
+        scale: a power of two, by which the weight is multiplied before it is stored.
+    """
+
+    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None, *, scale: float = 1.0) -> None:
+        if scale != 1.0:
+            weight_OI = weight_OI * scale
+        self._packed = torch.ops.quantized.linear_prepack_fp16(weight_OI, None)
+        self._product = torch.ops.quantized.linear_dynamic_fp16
+        self._bias_O = bias_O
+        self._unscale = 1 / scale
+
+    def __call__(self, x_MI: Tensor) -> Tensor:
+        """See `Linear`."""
+        y_MO: Tensor = self._product(x_MI, self._packed)
+        if self._unscale != 1.0:
+            y_MO.mul_(self._unscale)
+        return y_MO if self._bias_O is None else y_MO.add_(self._bias_O)
+
+    def add(self, x_MI: Tensor, residual_MO: Tensor) -> Tensor:
+        """See `Linear`."""
+        return self(x_MI).add_(residual_MO)
+
+
 Kernel = Callable[[Tensor, Tensor | None], Linear]
 
 
@@ -100,31 +136,72 @@ def can_pack(dtype: torch.dtype) -> bool:
     return True
 
 
+@cache
+def can_halve() -> bool:
+    """Whether this build and this processor have the product with a weight in fp16."""
+    try:
+        HalfLinear(torch.ones(16, 16), None)(torch.ones(2, 16))
+    except (AttributeError, RuntimeError):
+        return False
+    return True
+
+
+def half_scale(weight_OI: Tensor) -> float | None:
+    """The power of two by which a weight is multiplied so that fp16 holds it; None when fp16 does not.
+
+    Held means that no value moves by more than fp32 rounds the largest one. So it is for all weights that come from
+    bf16 or fp16, and for no others of any size: values of 24 bits move by 2^-12.
+    """
+    largest = float(weight_OI.abs().max())
+    if not 0 < largest < math.inf:
+        return None
+    fitting = 2.0 ** (_HALF_TOP - math.frexp(largest)[1])
+    return next((scale for scale in (1.0, fitting) if _is_held(weight_OI, scale, largest)), None)
+
+
+def _is_held(weight_OI: Tensor, scale: float, largest: float) -> bool:
+    """Compare in blocks of rows, so that no second copy of a large weight comes to be."""
+    most = torch.finfo(torch.float32).eps * largest
+    return all(
+        bool(((rows * scale).half().float().mul_(1 / scale) - rows).abs_().max() <= most)
+        for rows in weight_OI.split(_BLOCK_ROWS)
+    )
+
+
 _fastest: dict[tuple[torch.Size, torch.dtype, bool], Kernel] = {}
 
 
 def make_linear(
     weight_OI: Tensor, bias_O: Tensor | None, *, kernel: Kernel | None = None, keeps_weight: bool = False
 ) -> Linear:
-    """Put a weight into the form that is fastest for its shape; once chosen, it stays chosen in this process.
+    """Put a weight into the form that is fastest for it; once timed, a choice stays for its shape in this process.
+
+    In fp32 on the CPU a weight that comes from a 16-bit checkpoint is kept in 16 bits: nothing is as fast as half the
+    bytes, and what a plan counts on is not left to timing.
 
     Args:
         weight_OI: contiguous; the caller should let go of it, since a packed form holds a copy.
         bias_O: or None.
         kernel: the form to take without timing.
-        keeps_weight: the weight stays in memory anyhow (an embedding uses it too), so no copy shall be made.
+        keeps_weight: the weight stays in memory anyhow (an embedding uses it too), so no full copy shall be made.
     """
-    if kernel is None and weight_OI.device.type != "cpu":
-        kernel = PlainLinear
     if kernel is None:
-        key = weight_OI.shape, weight_OI.dtype, keeps_weight
-        if key not in _fastest:
-            kernels: list[Kernel] = [PlainLinear, ColumnsLinear]
-            if not keeps_weight and can_pack(weight_OI.dtype):
-                kernels.append(PackedLinear)
-            _fastest[key] = _find_fastest(kernels, weight_OI)
-        kernel = _fastest[key]
+        kernel = _choose(weight_OI, keeps_weight=keeps_weight)
     return kernel(weight_OI, bias_O)
+
+
+def _choose(weight_OI: Tensor, *, keeps_weight: bool) -> Kernel:
+    if weight_OI.device.type != "cpu":
+        return PlainLinear
+    if weight_OI.dtype == torch.float32 and can_halve() and (scale := half_scale(weight_OI)):
+        return partial(HalfLinear, scale=scale)
+    key = weight_OI.shape, weight_OI.dtype, keeps_weight
+    if key not in _fastest:
+        kernels: list[Kernel] = [PlainLinear, ColumnsLinear]
+        if not keeps_weight and can_pack(weight_OI.dtype):
+            kernels.append(PackedLinear)
+        _fastest[key] = _find_fastest(kernels, weight_OI)
+    return _fastest[key]
 
 
 @torch.inference_mode()

@@ -12,16 +12,24 @@ from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.config.plan import DraftLayout, PlanConfig, PlanPlacement, TargetLayout
 from llama_ssp.config.schema import Dtype, ModelConfig, ModelShape, Quantization
 from llama_ssp.errors import CheckpointError, ConfigError
+from llama_ssp.planning.weights import LLAMA_KIND, Inventory, WeightBytes, weight_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedModel:
-    """A model in the precision it will have; `dtype` is never `auto`."""
+    """A model in the precision it will have; `dtype` is never `auto`, and `stored` is where the files' is unknown."""
 
     name: str
     shape: ModelShape
     dtype: Dtype
     quantization: Quantization
+    stored: Dtype = Dtype.auto
+
+    def matrix_dtype(self, device: str) -> Dtype:
+        """The number format of the linear layers: a CPU keeps those of 16-bit files in 16 bits, also in fp32."""
+        is_kept = device == "cpu" and self.dtype is Dtype.fp32 and self.quantization is Quantization.none
+        is_short = self.stored in {Dtype.bf16, Dtype.fp16}
+        return Dtype.fp16 if is_kept and is_short and self.shape.model_type in LLAMA_KIND else self.dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +45,7 @@ class Job:
         batch_size: rows decoded together.
         prompt_tokens, max_new_tokens: of the longest row.
         cuda_graphs: whether forwards are captured; without, every operator is launched from Python.
+        device: cpu or cuda.
     """
 
     target: PlannedModel
@@ -51,6 +60,7 @@ class Job:
     prompt_tokens: int
     max_new_tokens: int
     cuda_graphs: bool
+    device: str
 
     @property
     def num_slots(self) -> int:
@@ -63,6 +73,13 @@ class Job:
         return self.num_draft_tokens + 1 if self.draft else 1
 
 
+def model_bytes(held: Inventory, model: PlannedModel, *, device: str) -> WeightBytes:
+    """Bytes of what a rank holds of a model, as that device keeps it."""
+    return weight_bytes(
+        held, dtype=model.dtype, quantization=model.quantization, matrix_dtype=model.matrix_dtype(device)
+    )
+
+
 def settle_models(config: PlanConfig) -> None:
     """Fill in the shape and the number format of models that are known by their folder alone.
 
@@ -73,7 +90,7 @@ def settle_models(config: PlanConfig) -> None:
     for model in (config.model, config.draft.model):
         if model is not None:
             settled = planned_model(model)
-            model.shape, model.dtype = settled.shape, settled.dtype
+            model.shape, model.dtype, model.stored_dtype = settled.shape, settled.dtype, settled.stored
 
 
 def make_job(config: PlanConfig, hardware: HardwareConfig) -> Job:
@@ -98,6 +115,7 @@ def make_job(config: PlanConfig, hardware: HardwareConfig) -> Job:
         prompt_tokens=config.prompt_tokens,
         max_new_tokens=config.max_new_tokens,
         cuda_graphs=config.cuda_graphs and hardware.device == "cuda",
+        device=hardware.device,
     )
 
 
@@ -125,7 +143,7 @@ def planned_model(model: ModelConfig) -> PlannedModel:
         ConfigError: there is neither a shape nor a folder.
         CheckpointError: the folder's config.json does not describe a model.
     """
-    shape, dtype = model.shape, model.dtype
+    shape, dtype, stored = model.shape, model.dtype, model.stored_dtype
     if shape is None:
         if model.path is None:
             raise ConfigError(f"model={model.name} needs model.path=DIR, a folder with config.json")
@@ -136,6 +154,7 @@ def planned_model(model: ModelConfig) -> PlannedModel:
         shape=shape,
         dtype=Dtype.fp32 if dtype is Dtype.auto else dtype,
         quantization=model.quantization,
+        stored=stored,
     )
 
 

@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass, replace
 from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.config.plan import DraftLayout, TargetLayout
 from llama_ssp.errors import PlacementError
-from llama_ssp.planning.job import Job, PlannedModel
+from llama_ssp.planning.job import Job, PlannedModel, model_bytes
 from llama_ssp.planning.sharding import RankShard, split_blocks, split_model
-from llama_ssp.planning.weights import DTYPE_BYTES, Inventory, WeightBytes, inventory, shares, weight_bytes
+from llama_ssp.planning.weights import DTYPE_BYTES, Inventory, WeightBytes, inventory, shares
 
 PREFILL_CHUNK = 512
 BUCKET_STEP = {"cuda": 256, "cpu": 64}
@@ -120,7 +120,7 @@ def _parts(job: Job, model: PlannedModel, *, num_ranks: int, kind: TargetLayout,
         slot_bytes = 2 * num_kv_heads * shape.head_dim * size
         parts.append(
             _Part(
-                weights=weight_bytes(held, dtype=model.dtype, quantization=model.quantization),
+                weights=model_bytes(held, model, device=job.device),
                 cache_bytes=held.num_layers * slot_bytes * num_rows * job.num_slots,
                 num_heads=len(shard.heads.query_heads),
                 width=(len(shard.heads.query_heads) + 2 * num_kv_heads) * shape.head_dim,

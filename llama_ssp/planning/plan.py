@@ -10,11 +10,11 @@ from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.errors import CapacityError
 from llama_ssp.planning import advice
 from llama_ssp.planning.changes import Change, smallest_changes
-from llama_ssp.planning.job import Job, PlannedModel
+from llama_ssp.planning.job import Job, PlannedModel, model_bytes
 from llama_ssp.planning.memory import RankMemory, as_items, kv_bytes_per_token, largest_batch, largest_context, memory
 from llama_ssp.planning.roofline import ForwardTime
 from llama_ssp.planning.timing import Timing, timing
-from llama_ssp.planning.weights import inventory, weight_bytes
+from llama_ssp.planning.weights import inventory
 
 PLAN_VERSION = 1
 GIB = 2**30
@@ -163,7 +163,7 @@ def _hardware(hardware: HardwareConfig) -> dict[str, Any]:
 def _model(model: PlannedModel, plan: Plan, *, prefix: str) -> dict[str, Any]:
     """A model's exact sizes: once, and what its ranks hold more than once."""
     whole = inventory(model.shape)
-    once = weight_bytes(whole, dtype=model.dtype, quantization=model.quantization)
+    once = model_bytes(whole, model, device=plan.job.device)
     held = sum(getattr(rank, f"{prefix}_weights_bytes") for rank in plan.ranks)
     tables = [*whole.embeddings, *([whole.head] if whole.head else [])]
     biases = sum(matrix.num_rows for matrix in whole.layer if matrix.has_bias)

@@ -128,9 +128,10 @@ def _matrices_s(
     model = seat.model
     if profile := profile_of(hardware, seat.num_active):
         elements = held.num_layers * sum(held.products) + held.output.num_elements
-        price = partial(measured_linear_s, dtype=model.dtype, working_set_bytes=DTYPE_BYTES[model.dtype] * elements)
+        dtype = model.matrix_dtype(hardware.device)
+        price = partial(measured_linear_s, dtype=dtype, working_set_bytes=DTYPE_BYTES[dtype] * elements)
         layer = sum(price(profile.linear, elements, rows=rows) for elements in held.products)
-        heads = profile.linear if held.head else profile.tied_head
+        heads = profile.linear if held.head or dtype is not model.dtype else profile.tied_head
         head = price(heads, held.output.num_elements, rows=scored) if has_head else 0.0
     else:
         layer = sum(roofline_s(matrix, model, hardware, rows=rows) for matrix in held.layer)
@@ -142,8 +143,9 @@ def _matrices_s(
 def roofline_s(matrix: Matrix, model: PlannedModel, hardware: HardwareConfig, *, rows: int) -> float:
     """One matrix product with `rows` inputs: reading the matrix, or multiplying, whichever takes longer."""
     quantization = model.quantization
-    wide = DTYPE_BYTES[model.dtype] * matrix.num_elements
-    read_bytes: float = packed_bytes(matrix, DTYPE_BYTES[model.dtype], quantization)
+    value_bytes = DTYPE_BYTES[model.matrix_dtype(hardware.device)]
+    wide = value_bytes * matrix.num_elements
+    read_bytes: float = packed_bytes(matrix, value_bytes, quantization)
     if quantization is Quantization.int8:
         read_bytes = BNB_INT8_SLOWDOWN * wide
     elif quantization is Quantization.nf4:

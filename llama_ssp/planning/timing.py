@@ -14,7 +14,7 @@ from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.config.plan import DraftLayout, TargetLayout
 from llama_ssp.planning.acceptance import Acceptance, of_pair, tokens_per_round
 from llama_ssp.planning.curves import line
-from llama_ssp.planning.job import Job, PlannedModel
+from llama_ssp.planning.job import Job, PlannedModel, model_bytes
 from llama_ssp.planning.memory import PREFILL_CHUNK, bucket_of
 from llama_ssp.planning.roofline import (
     ForwardTime,
@@ -24,7 +24,6 @@ from llama_ssp.planning.roofline import (
     message_s,
     profile_of,
 )
-from llama_ssp.planning.weights import weight_bytes
 
 DRAW_KERNELS = 10
 VERIFY_KERNELS = 30
@@ -232,8 +231,6 @@ def _speculative(clock: Clock, plain: Timing) -> Timing:
 def _limit_s(clock: Clock) -> float:
     """Reading every weight of the fullest rank once at the data sheet's bandwidth."""
     model, seat = clock.job.target, clock.target
-    held = [
-        weight_bytes(share, dtype=model.dtype, quantization=model.quantization).total_bytes for share in seat.shares
-    ]
+    held = [model_bytes(share, model, device=clock.job.device).total_bytes for share in seat.shares]
     read = sum(held) if seat.kind is TargetLayout.accelerate else max(held)
     return read / clock.hardware.bandwidth_bytes_per_s

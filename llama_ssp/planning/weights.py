@@ -240,17 +240,27 @@ class WeightBytes:
         return self.sharded_bytes + self.on_every_rank_bytes
 
 
-def weight_bytes(held: Inventory, *, dtype: Dtype, quantization: Quantization) -> WeightBytes:
+def weight_bytes(
+    held: Inventory, *, dtype: Dtype, quantization: Quantization, matrix_dtype: Dtype | None = None
+) -> WeightBytes:
     """Count the bytes of what a rank holds.
+
+    Args:
+        held: what it is.
+        dtype: the model's number format.
+        quantization: how the linear layers are stored.
+        matrix_dtype: the format of linear layers, the head among them, where that is another one; a head that is the
+            embedding too is then a copy of it.
 
     Quantized layouts: int8 of bitsandbytes keeps a byte per weight and an fp32 scale per output row; nf4 half a byte
     and an fp32 scale per 64 weights; int8_weight_only a byte and a scale per output row in the model's number format.
     Embeddings, head, norms and biases stay in the model's number format.
     """
     size = DTYPE_BYTES[dtype]
+    matrix_size = DTYPE_BYTES[matrix_dtype or dtype]
     sharded = repeated = scales = 0
     for matrix in held.layer:
-        stored = packed_bytes(matrix, size, quantization)
+        stored = packed_bytes(matrix, matrix_size, quantization)
         row_scales = _row_scale_bytes(size, quantization) * matrix.num_rows
         bias = size * matrix.num_rows if matrix.has_bias else 0
         if matrix.cut is None:
@@ -259,11 +269,13 @@ def weight_bytes(held: Inventory, *, dtype: Dtype, quantization: Quantization) -
             sharded += stored + row_scales + bias
         else:
             sharded, scales, repeated = sharded + stored, scales + row_scales, repeated + bias
-    tables = [*held.embeddings, *([held.head] if held.head else [])]
-    table_bytes = {matrix.cut is None: 0 for matrix in tables} | {True: 0, False: 0}
-    for matrix in tables:
-        table_bytes[matrix.cut is None] += size * matrix.num_elements
-    biggest = max((matrix.num_elements for matrix in (*held.layer, *tables)), default=0)
+    tables = [(matrix, size) for matrix in held.embeddings]
+    if held.head or matrix_size != size:
+        tables.append((held.output, matrix_size))
+    table_bytes = {True: 0, False: 0}
+    for matrix, value_bytes in tables:
+        table_bytes[matrix.cut is None] += value_bytes * matrix.num_elements
+    biggest = max((matrix.num_elements for matrix in (*held.layer, *(table for table, _ in tables))), default=0)
     return WeightBytes(
         sharded_bytes=held.num_layers * sharded + table_bytes[False],
         repeated_bytes=held.num_layers * (repeated + size * held.layer_vectors)

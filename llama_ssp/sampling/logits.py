@@ -15,7 +15,7 @@ from torch import Tensor
 from llama_ssp.config.schema import SamplingConfig
 
 # Weights become whole multiples of 2^-62; their sums, below 2, fit into int64 and are exact in any order of adding.
-_DRAW_SCALE = 2.0**62
+DRAW_UNITS = 2.0**62
 
 
 def processor(sampling: SamplingConfig) -> Callable[[Tensor], Tensor]:
@@ -81,6 +81,11 @@ def draw(weights_BV: Tensor, uniforms_B1: Tensor) -> Tensor:
     Returns:
         int64 (B, 1); the borders between tokens are exact to within V 2^-53 over the row's sum.
     """
-    cumulative_BV = (weights_BV * _DRAW_SCALE).long().cumsum(-1)
+    return draw_units(weights_BV * DRAW_UNITS, uniforms_B1)
+
+
+def draw_units(units_BV: Tensor, uniforms_B1: Tensor) -> Tensor:
+    """Draw by weights that have been multiplied by `DRAW_UNITS`; see `draw`."""
+    cumulative_BV = units_BV.long().cumsum(-1)
     points_B1 = (uniforms_B1 * cumulative_BV[:, -1:]).long()
-    return torch.searchsorted(cumulative_BV, points_B1, right=True).clamp_max_(weights_BV.shape[-1] - 1)
+    return torch.searchsorted(cumulative_BV, points_B1, right=True).clamp_max_(units_BV.shape[-1] - 1)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from llama_ssp.config.schema import RuleName, SamplingConfig, VerificationConfig
 from llama_ssp.errors import ConfigError
-from llama_ssp.sampling.logits import draw, processor
+from llama_ssp.sampling.logits import DRAW_UNITS, draw, draw_units, processor
 from llama_ssp.sampling.random import Draws
 
 _HINT_OF_TARGET = 2.0**-50
@@ -64,9 +64,9 @@ def verify_speculative(draft: Draft, target_probs_BTV: Tensor, *, draws: Draws) 
             "choose a draft with the target's tokenizer"
         )
     ids_BK1 = ids_BK[..., None]
-    target_at_BK = target_probs_BTV.gather(-1, ids_BK1)[..., 0]
-    draft_at_BK = draft_probs_BTV.gather(-1, ids_BK1)[..., 0]
-    num_accepted_B1 = _length_of_prefix(draws.accept_BK * draft_at_BK < target_at_BK)
+    target_at_BK1 = target_probs_BTV.gather(-1, ids_BK1)
+    draft_at_BK1 = draft_probs_BTV.gather(-1, ids_BK1)
+    num_accepted_B1 = _length_of_prefix(draws.accept_BK[..., None] < target_at_BK1.div_(draft_at_BK1))
 
     # Few operators, and no conditions: after a large forward each further kind has to be fetched into the processor's
     # caches again, which costs more than its work.
@@ -74,9 +74,9 @@ def verify_speculative(draft: Draft, target_probs_BTV: Tensor, *, draws: Draws) 
     target_row_BV = target_probs_BTV.flatten(0, 1).index_select(0, rows_B)
     draft_row_BV = draft_probs_BTV.flatten(0, 1).index_select(0, rows_B)
     residual_BV = (target_row_BV - draft_row_BV).clamp_min_(0)
-    # Decides where rounding leaves no residual at all, and is lost in rounding elsewhere.
-    residual_BV.add_(target_row_BV, alpha=_HINT_OF_TARGET)
-    return Verdict(num_accepted_B1, draw(residual_BV, draws.residual_B1))
+    # The hint of the target decides where rounding leaves no residual at all, and is lost in rounding elsewhere.
+    units_BV = target_row_BV.mul_(_HINT_OF_TARGET * DRAW_UNITS).add_(residual_BV, alpha=DRAW_UNITS)
+    return Verdict(num_accepted_B1, draw_units(units_BV, draws.residual_B1))
 
 
 def verify_greedy(draft: Draft, target_logits_BTV: Tensor) -> Verdict:
@@ -90,13 +90,13 @@ def verify_greedy(draft: Draft, target_logits_BTV: Tensor) -> Verdict:
         The verdict; the next token is the best one after the accepted prefix.
     """
     best_BT = target_logits_BTV.argmax(-1)
-    num_accepted_B1 = _length_of_prefix(best_BT[:, :-1] == draft.ids_BK)
+    num_accepted_B1 = _length_of_prefix((best_BT[:, :-1] == draft.ids_BK)[..., None])
     return Verdict(num_accepted_B1, best_BT.gather(-1, num_accepted_B1))
 
 
-def _length_of_prefix(is_accepted_BK: Tensor) -> Tensor:
+def _length_of_prefix(is_accepted_BK1: Tensor) -> Tensor:
     """How many tokens (B, 1) stand before the first rejected one of each row: K when none is rejected."""
-    return is_accepted_BK.cumprod(-1).sum(-1, keepdim=True)
+    return is_accepted_BK1.cumprod(1).sum(1)
 
 
 def _rows_at(positions_B1: Tensor, *, num_positions: int) -> Tensor:

@@ -23,6 +23,7 @@ from llama_ssp.config.schema import Dtype
 from llama_ssp.distributed.memory import anonymous_bytes
 from llama_ssp.distributed.world import World
 from llama_ssp.errors import SspError
+from llama_ssp.models.linear import can_halve
 from llama_ssp.tasks import measuring, measuring_rounds
 from llama_ssp.tasks.plan import THIS_MACHINE
 
@@ -79,11 +80,12 @@ def _profiles(world: World) -> list[Profile]:
 
 def _profile(*, num_ranks: int, reduces: list[SizePoint]) -> Profile:
     linear = measuring.linear_points(torch.float32, Dtype.fp32.name)
+    halves = measuring.linear_points(torch.float32, Dtype.fp16.name, from_16_bits=True) if can_halve() else []
     layer, frame = measuring.operator_points(linear)
     draw, verify = measuring_rounds.rule_points()
     return Profile(
         num_ranks=num_ranks,
-        linear=linear,
+        linear=linear + halves,
         tied_head=measuring.linear_points(
             torch.float32, Dtype.fp32.name, working_sets=measuring.WORKING_SETS[:1], keeps_weight=True
         ),

@@ -103,7 +103,12 @@ def operator_s(device: torch.device, *, captured: bool) -> float:
 
 
 def linear_points(
-    dtype: torch.dtype, name: str, *, working_sets: Sequence[int] = WORKING_SETS, keeps_weight: bool = False
+    dtype: torch.dtype,
+    name: str,
+    *,
+    working_sets: Sequence[int] = WORKING_SETS,
+    keeps_weight: bool = False,
+    from_16_bits: bool = False,
 ) -> list[LinearPoint]:
     """Linear layers of all sizes, with matrices that stay in a cache and with ones that do not.
 
@@ -114,28 +119,32 @@ def linear_points(
         name: what the points call it.
         working_sets: bytes of all matrices that are read in turn.
         keeps_weight: the matrices are embeddings too, so that they stay as they are.
+        from_16_bits: the matrices are those of a 16-bit checkpoint, and are kept in 16 bits.
     """
     points = []
     for working_set in working_sets:
         for elements in ELEMENTS:
-            size = elements * dtype.itemsize
+            size = elements * (2 if from_16_bits else dtype.itemsize)
             if size > working_set:
                 continue
             number = min(max(2, working_set // size), MOST_MATRICES)
-            layers = [
-                _linear(elements, dtype, tall=bool(index % 2), keeps_weight=keeps_weight) for index in range(number)
-            ]
+            make = partial(_linear, elements, dtype, keeps_weight=keeps_weight, from_16_bits=from_16_bits)
+            layers = [make(tall=bool(index % 2)) for index in range(number)]
             for rows in ROWS:
                 s = _linear_s(layers, rows, dtype)
                 points.append(LinearPoint(dtype=name, rows=rows, elements=elements, working_set_bytes=working_set, s=s))
     return points
 
 
-def _linear(elements: int, dtype: torch.dtype, *, tall: bool, keeps_weight: bool) -> tuple[int, Linear]:
+def _linear(
+    elements: int, dtype: torch.dtype, *, tall: bool, keeps_weight: bool, from_16_bits: bool
+) -> tuple[int, Linear]:
     """A linear layer in the form that a model's would have, with its number of inputs."""
     side = math.isqrt(elements // 4)
     sizes = (4 * side, side) if tall else (side, 4 * side)
-    return sizes[1], make_linear(torch.randn(sizes).to(dtype), None, keeps_weight=keeps_weight)
+    weight = torch.randn(sizes)
+    weight = (weight.bfloat16() if from_16_bits else weight).to(dtype)
+    return sizes[1], make_linear(weight, None, keeps_weight=keeps_weight)
 
 
 @torch.inference_mode()
@@ -209,7 +218,7 @@ def attention_points() -> list[SizePoint]:
 
 
 def _attend_s(rows: int, num_slots: int, num_heads: int) -> float:
-    keys, values = torch.randn(1, num_slots, 2, num_heads, HEAD_DIM).permute(2, 0, 3, 1, 4).unbind()
+    keys, values = torch.randn(2, 1, num_heads, num_slots, HEAD_DIM).unbind()
     queries, mask = torch.randn(1, num_heads, rows, HEAD_DIM), torch.zeros(1, 1, rows, num_slots)
     with torch.inference_mode():
         return seconds_per_call(partial(functional.scaled_dot_product_attention, queries, keys, values, attn_mask=mask))

@@ -78,7 +78,8 @@ def dry_run(config: RunConfig, *, world_size: int) -> None:
         ConfigError: the hardware is not described, or its description is wrong.
     """
     machine = hardware_of(config, on_cpu=config.device is DeviceKind.cpu)
-    job = job_of_run(config, world_size=world_size, prompt_tokens=_estimated_prompt_tokens(config))
+    tokens = _estimated_prompt_tokens(config)
+    job = job_of_run(config, world_size=world_size, prompt_tokens=tokens, device=machine.device)
     show_plan(job, machine_of_run(machine, world_size), PlanFormat.table)
 
 
@@ -102,7 +103,7 @@ def plan_of_run(config: RunConfig, *, world_size: int, machine: HardwareConfig, 
         machine: from `hardware_of`.
         prompt_tokens: of the longest prompt.
     """
-    job = job_of_run(config, world_size=world_size, prompt_tokens=prompt_tokens)
+    job = job_of_run(config, world_size=world_size, prompt_tokens=prompt_tokens, device=machine.device)
     return make_plan(job, machine_of_run(machine, world_size))
 
 
@@ -124,7 +125,7 @@ def forecast(plan: Plan) -> Forecast:
     )
 
 
-def job_of_run(config: RunConfig, *, world_size: int, prompt_tokens: int) -> Job:
+def job_of_run(config: RunConfig, *, world_size: int, prompt_tokens: int, device: str) -> Job:
     """The planner's view of a run: target over all ranks, draft on one, operators launched one by one."""
     ranks = tuple(range(world_size))
     draft = planned_model(config.draft.model) if config.draft.model else None
@@ -142,6 +143,7 @@ def job_of_run(config: RunConfig, *, world_size: int, prompt_tokens: int) -> Job
         prompt_tokens=prompt_tokens,
         max_new_tokens=config.max_new_tokens,
         cuda_graphs=False,
+        device=device,
     )
 
 

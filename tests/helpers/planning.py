@@ -21,6 +21,7 @@ def make_job(  # noqa: PLR0913 - every choice that tests make
     prompt_tokens: int = 128,
     max_new_tokens: int = 64,
     cuda_graphs: bool = True,
+    device: str = "cuda",
 ) -> Job:
     """A job whose target is on the first `num_ranks` ranks, and its draft on the first or on all of them."""
     ranks = tuple(range(num_ranks))
@@ -38,6 +39,7 @@ def make_job(  # noqa: PLR0913 - every choice that tests make
         prompt_tokens=prompt_tokens,
         max_new_tokens=max_new_tokens,
         cuda_graphs=cuda_graphs,
+        device=device,
     )
 
 

@@ -6,7 +6,17 @@ from torch import Tensor
 from torch.nn import functional
 
 from llama_ssp.models import linear
-from llama_ssp.models.linear import ColumnsLinear, Kernel, PackedLinear, PlainLinear, can_pack, make_linear
+from llama_ssp.models.linear import (
+    ColumnsLinear,
+    HalfLinear,
+    Kernel,
+    PackedLinear,
+    PlainLinear,
+    can_halve,
+    can_pack,
+    half_scale,
+    make_linear,
+)
 
 KERNELS: list[Kernel] = [PlainLinear, ColumnsLinear, PackedLinear]
 # Largest difference of two orders of one sum of 96 products of size 1, in units of the result's size.
@@ -41,6 +51,38 @@ def test_every_form_computes_what_the_library_computes(
         assert found.is_contiguous()
         assert (found - reference).abs().max() < TOLERANCES[dtype] * reference.abs().max()
     assert torch.equal(residual, kept)
+
+
+needs_half = pytest.mark.skipif(not can_halve(), reason="this build has no product with a weight in fp16")
+
+
+@needs_half
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [1e-3, 0.3, 1.0, 1e4])
+@pytest.mark.parametrize("num_rows", [1, 5, 40])
+def test_a_weight_of_a_16_bit_checkpoint_is_kept_in_16_bits_and_computes_as_in_fp32(
+    num_rows: int, size: float, dtype: torch.dtype
+) -> None:
+    weight, bias = (numbers(1030, 96) * size).to(dtype).float(), numbers(1030)
+    x, residual = numbers(num_rows, 96), numbers(num_rows, 1030)
+    form = make_linear(weight, bias)
+    assert isinstance(form, HalfLinear)
+    wanted = functional.linear(x.double(), weight.double(), bias.double())
+    assert (form(x) - wanted).abs().max() < 1e-6 * wanted.abs().max()
+    assert (form.add(x, residual) - wanted - residual).abs().max() < 1e-6 * wanted.abs().max()
+
+
+def test_what_fp16_cannot_hold_is_not_kept_in_it() -> None:
+    held = numbers(1030, 32).bfloat16().float()
+    assert half_scale(held) == 1.0
+    assert half_scale(held * 2.0**-20) not in (None, 1.0)
+    for value in (1.0 + 2.0**-20, float("inf"), float("nan")):
+        changed = held.clone()
+        changed[1029, 31] = value
+        assert half_scale(changed) is None
+    assert half_scale(numbers(64, 64)) is None
+    assert half_scale(torch.zeros(4, 4)) is None
+    assert not isinstance(make_linear(numbers(64, 64), None), HalfLinear)
 
 
 def test_the_fastest_form_is_found_once_for_each_shape(monkeypatch: pytest.MonkeyPatch) -> None:

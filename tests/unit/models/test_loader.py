@@ -157,6 +157,7 @@ import torch
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.models.backends import build_empty, load_model
 from llama_ssp.models.checkpoint import inspect
+from llama_ssp.models.linear import can_halve
 from llama_ssp.models.tensor_parallel import shard
 
 def anonymous_bytes():
@@ -179,16 +180,21 @@ for num_ranks, dtype in ((1, torch.bfloat16), (2, torch.bfloat16), (2, torch.flo
     model = build_empty(checkpoint)
     shard(model, checkpoint.shape, comm)
     mlp = model.model.layers[0].mlp if checkpoint.config.model_type == "llama" else None
-    counts = [parameter.numel() for parameter in model.parameters()]
-    counts.append(mlp.gate_proj.weight.numel() + mlp.up_proj.weight.numel() if mlp else 0)
+    halves = dtype == torch.float32 and mlp is not None and can_halve()
+    held = {
+        name: parameter.numel() * (2 if halves and name.endswith(("_proj.weight", "head.weight")) else dtype.itemsize)
+        for name, parameter in model.named_parameters()
+    }
+    fused = [mlp.gate_proj.weight.numel() + mlp.up_proj.weight.numel()] if mlp else []
+    largest = max([*fused, *map(torch.numel, model.parameters())])
     done, peak, before = False, 0, anonymous_bytes()
     watcher = threading.Thread(target=watch)
     watcher.start()
     runner = load_model(folder, dtype=dtype, device=torch.device("cpu"), comm=comm)
     done = True
     watcher.join()
-    sizes = [count * dtype.itemsize for count in counts]
-    print(json.dumps([peak - before, sum(sizes[:-1]), max(sizes), anonymous_bytes() - before]), flush=True)
+    held_bytes, largest_bytes = sum(held.values()), largest * dtype.itemsize
+    print(json.dumps([peak - before, held_bytes, largest_bytes, anonymous_bytes() - before]), flush=True)
     os._exit(0)
 """
 
@@ -197,8 +203,8 @@ for num_ranks, dtype in ((1, torch.bfloat16), (2, torch.bfloat16), (2, torch.flo
 def test_anonymous_memory_peaks_at_the_shard_and_one_tensor(tmp_path: Path, family: str) -> None:
     """Alone, as one of two ranks, and as one of two ranks that cast; 71 MB, so that a second copy cannot hide.
 
-    With the lean decoder (llama) the one tensor may be a layer's gate and up in one, and its kernels, which are timed
-    while it loads, keep some room to work in.
+    With the lean decoder (llama) the one tensor may be a layer's gate and up in one, its kernels, which are timed while
+    it loads, keep some room to work in, and linear layers stay in 16 bits when they compute in fp32.
     """
     build_checkpoint(
         tmp_path, family, dtype=torch.bfloat16, hidden_size=1024, intermediate_size=2048, num_hidden_layers=3,

@@ -1,6 +1,7 @@
 """What a plan's config leaves open is decided; a folder's config.json is read without its library."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ from llama_ssp.config.plan import DraftLayout, PlanConfig, PlanDraft, PlanPlacem
 from llama_ssp.config.schema import DrafterConfig, DrafterKind, Dtype, ModelConfig
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.models.checkpoint import shape_of
-from llama_ssp.planning.job import Job, make_job, planned_model, read_config
+from llama_ssp.planning.job import Job, make_job, model_bytes, planned_model, read_config
+from llama_ssp.planning.weights import inventory
 
 A100 = hardware.load("p4d_24xlarge")
 
@@ -74,3 +76,17 @@ def test_a_faulty_config_file_is_told_in_one_sentence(content: str, complaint: s
 def test_a_model_without_shape_and_folder_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"model\.path=DIR"):
         planned_model(ModelConfig(name="local"))
+
+
+def test_a_cpu_keeps_the_linear_layers_of_16_bit_files_in_16_bits() -> None:
+    target, draft = (planned_model(catalogue.load(name)) for name in ("tiny", "tiny-draft"))
+    for model, has_head in ((target, True), (draft, False)):
+        held = inventory(model.shape)
+        linear = held.num_layers * sum(matrix.num_elements for matrix in held.layer) + held.output.num_elements
+        embedding = held.embeddings[0].num_elements
+        vectors = held.num_layers * held.layer_vectors + held.final_vectors
+        assert model_bytes(held, model, device="cpu").total_bytes == 2 * linear + 4 * (embedding + vectors)
+        untied = linear if has_head else linear - embedding
+        assert model_bytes(held, model, device="cuda").total_bytes == 4 * (untied + embedding + vectors)
+    assert replace(target, stored=Dtype.fp32).matrix_dtype("cpu") is Dtype.fp32
+    assert replace(target, dtype=Dtype.bf16).matrix_dtype("cpu") is Dtype.bf16

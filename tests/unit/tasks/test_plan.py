@@ -49,7 +49,7 @@ def test_planning_a_run_never_reaches_torch_or_transformers() -> None:
 def test_a_run_is_planned_with_its_own_ranks_and_nothing_captured() -> None:
     config = _run()
     config.placement.draft.ranks = [1]
-    job = task.job_of_run(config, world_size=2, prompt_tokens=50)
+    job = task.job_of_run(config, world_size=2, prompt_tokens=50, device="cpu")
     assert (job.target_ranks, job.draft_ranks, job.draft_kind) == ((0, 1), (1,), DraftLayout.one_rank)
     assert not job.cuda_graphs
     assert job.num_slots == 50 + 64 + 5
