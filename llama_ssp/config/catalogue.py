@@ -47,6 +47,7 @@ def load(name: str) -> ModelConfig:
     try:
         return ModelConfig(
             dtype=Dtype[fields.pop("dtype", "auto")],
+            stored_dtype=Dtype[fields.pop("stored_dtype", "auto")],
             quantization=Quantization[fields.pop("quantization", "none")],
             shape=ModelShape(**shape) if shape else None,
             **fields,

@@ -249,8 +249,7 @@ def weight_bytes(
         held: what it is.
         dtype: the model's number format.
         quantization: how the linear layers are stored.
-        matrix_dtype: the format of linear layers, the head among them, where that is another one; a head that is the
-            embedding too is then a copy of it.
+        matrix_dtype: the linear layers' own, if they have one; a head that is the embedding too is then a copy of it.
 
     Quantized layouts: int8 of bitsandbytes keeps a byte per weight and an fp32 scale per output row; nf4 half a byte
     and an fp32 scale per 64 weights; int8_weight_only a byte and a scale per output row in the model's number format.
