@@ -1,0 +1,85 @@
+"""Batch jobs on a real SLURM: what they leave, what disturbs them, and that nothing is lost or made twice."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.repository import ROOT
+from tests.helpers.slurm import Cluster
+
+pytestmark = pytest.mark.slurm
+
+SWEEP = [
+    "-m", "hydra/launcher=slurm", "hydra.launcher.ranks_per_node=2", "hardware=laptop_cpu",
+    "speculation.num_draft_tokens=2,4", "seed=0,1", "max_new_tokens=8",
+]  # fmt: skip
+LONG = ["task=generate", "task.format=jsonl", "max_new_tokens=48", "num_samples=40", "prompt=def f(x):", "device=cpu"]
+
+
+def lines(run_dir: Path) -> list[dict[str, Any]]:
+    file = run_dir / "run.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def submit(cluster: Cluster, folder: Path, *words: str, options: tuple[str, ...] = ("--ntasks-per-node=2",)) -> str:
+    """Queue launch/slurm.sbatch as a user does; returns the job's id."""
+    script = [str(ROOT / "launch" / "slurm.sbatch"), "--root", str(ROOT), "--python", sys.executable]
+    return cluster.run("sbatch", "--parsable", *options, *script, *words, cwd=folder)
+
+
+def settled(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What must not depend on how a run came about: all but times, in the order of their keys."""
+    timed = {"ms", "share_s", "draft_s", "verify_s", "other_s"}
+    kept = [{name: value for name, value in line.items() if name not in timed} for line in found]
+    return sorted(kept, key=lambda line: (line["index"], line["mode"], line["sample"]))
+
+
+def test_a_sweep_ends_with_a_run_folder_for_every_point(cluster: Cluster, tmp_path: Path) -> None:
+    said = cluster.run(sys.executable, ROOT / "launch" / "run.py", *SWEEP, "run_dir=a sweep", cwd=tmp_path)
+    jobs = [line.split()[0] for line in said.splitlines() if " is job " in line]
+    assert len(jobs) == 4
+    for place, job in enumerate(jobs):
+        log = tmp_path / "a sweep" / str(place) / "slurm.log"
+        assert cluster.wait(job)["JobState"] == "COMPLETED", log.read_text()
+    points = []
+    for place in range(4):
+        folder = tmp_path / "a sweep" / str(place)
+        assert (folder / "status").read_text() == "done\n"
+        summary = json.loads((folder / "summary.json").read_text())
+        assert summary["world_size"] == 2
+        points.append((len(summary["speculative"]["accepted_histogram"]) - 1, summary["seed"]))
+    assert points == [(2, 0), (2, 1), (4, 0), (4, 1)]
+
+
+def test_a_run_that_is_stopped_and_requeued_ends_like_an_undisturbed_one(cluster: Cluster, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    job = submit(cluster, tmp_path, *LONG, "run_dir=run")
+
+    def has_grown(than: int) -> Callable[[], bool]:
+        return lambda: len(lines(run_dir)) > than
+
+    cluster.until(has_grown(2), "first completions", at_most_s=120)
+    cluster.run("scancel", "--signal=TERM", job)
+    cluster.until(lambda: cluster.job(job)["Restarts"] == "1", "the job to queue itself again", at_most_s=60)
+    assert (run_dir / "status").read_text() == "interrupted\n"
+    stopped = len(lines(run_dir))
+    cluster.until(has_grown(stopped), "more completions", at_most_s=120)
+    cluster.run("scontrol", "requeue", job)
+    cluster.until(lambda: cluster.job(job)["Restarts"] == "2", "the requeued job", at_most_s=60)
+    requeued = len(lines(run_dir))
+    log = (tmp_path / f"slurm-{job}.log").read_text
+    assert cluster.wait(job)["JobState"] == "COMPLETED", log()
+    assert 2 < stopped < requeued < 40
+
+    whole = submit(cluster, tmp_path, *LONG, "run_dir=undisturbed")
+    assert cluster.wait(whole)["JobState"] == "COMPLETED"
+    found = lines(run_dir)
+    assert sorted((line["index"], line["mode"], line["sample"]) for line in found) == [
+        (0, "speculative", sample) for sample in range(40)
+    ]
+    assert settled(found) == settled(lines(tmp_path / "undisturbed"))
+    assert log().count("queues itself again") == 1
