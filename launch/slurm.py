@@ -57,13 +57,12 @@ class Point:
         return f"job {self.number} ({' '.join(self.settings)})"
 
 
-def submit_sweep(points: Sequence[Point], settings: SlurmConfig, *, problems: Sequence[str] = ()) -> None:
+def submit_sweep(points: Sequence[Point], settings: SlurmConfig) -> None:
     """Plan all points; submit all of them when every one fits, none otherwise, and none in a dry run.
 
     Args:
         points: in the order of the sweep.
         settings: of the launcher.
-        problems: of points that could not be composed.
 
     Raises:
         CapacityError: points do not fit, and nothing else is wrong.
@@ -76,7 +75,7 @@ def submit_sweep(points: Sequence[Point], settings: SlurmConfig, *, problems: Se
             "hydra/launcher=slurm plans every job before it is queued, and this is not the machine that will run them: "
             f"name it with hardware=NAME, one of {names}"
         )
-    problems, misfits, plans = list(problems), [], []
+    problems, misfits, plans = [], [], []
     for point in points:
         try:
             plans.append(_plan(point, settings))

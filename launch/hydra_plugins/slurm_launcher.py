@@ -8,11 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from hydra.core.utils import JobReturn, JobStatus
-from hydra.errors import HydraException
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict, read_write
-from omegaconf.errors import OmegaConfBaseException
 
 from launch import command_line, slurm
 from llama_ssp.config import store
@@ -48,13 +46,8 @@ class SlurmLauncher(Launcher):
             raise ConfigError("hydra/launcher=slurm submits each job once: start it with plain python, on one rank")
         if initial_job_idx or self._config.hydra.sweeper.max_batch_size is not None:
             raise ConfigError("hydra.sweeper.max_batch_size has no effect here: use hydra.launcher.max_running")
-        points, problems = [], []
-        for number, overrides in enumerate(job_overrides):
-            try:
-                points.append(self._compose(number, list(overrides)))
-            except (HydraException, OmegaConfBaseException) as error:
-                problems.append(f"job {number} ({' '.join(overrides)}): {command_line.one_sentence(error)}")
-        slurm.submit_sweep(points, self._settings, problems=problems)
+        points = [self._compose(number, list(overrides)) for number, overrides in enumerate(job_overrides)]
+        slurm.submit_sweep(points, self._settings)
         return [JobReturn(overrides=overrides, status=JobStatus.COMPLETED) for overrides in job_overrides]
 
     def _compose(self, number: int, overrides: list[str]) -> slurm.Point:

@@ -4,13 +4,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.helpers.slurm import Cluster, why_not
+from tests.helpers.slurm import Cluster
 
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """A controller and two nodes with four made-up GPUs each."""
-    if reason := why_not():
-        pytest.skip(reason)
     with Cluster(tmp_path_factory.mktemp("cluster")) as running:
         yield running

@@ -14,9 +14,12 @@ from tests.helpers.slurm import Cluster
 pytestmark = pytest.mark.slurm
 
 SWEEP = [
-    "-m", "hydra/launcher=slurm", "hydra.launcher.ranks_per_node=2", "hardware=laptop_cpu",
+    "-m", "hydra/launcher=slurm", "hydra.launcher.ranks_per_node=2", "hydra.launcher.max_running=2",
+    "hardware=laptop_cpu",
     "speculation.num_draft_tokens=2,4", "seed=0,1", "max_new_tokens=8",
 ]  # fmt: skip
+SHIPPED = ROOT / "llama_ssp" / "shipped"
+SHORT = ["task=generate", "max_new_tokens=8", "prompt=import os", "device=cpu"]
 LONG = ["task=generate", "task.format=jsonl", "max_new_tokens=48", "num_samples=40", "prompt=def f(x):", "device=cpu"]
 
 
@@ -83,3 +86,42 @@ def test_a_run_that_is_stopped_and_requeued_ends_like_an_undisturbed_one(cluster
     ]
     assert settled(found) == settled(lines(tmp_path / "undisturbed"))
     assert log().count("queues itself again") == 1
+
+
+def test_a_job_over_two_nodes_is_one_run_with_weights_on_their_own_disks(cluster: Cluster, tmp_path: Path) -> None:
+    copy = tmp_path / "own disk" / "tiny"
+    words = ["--stage", str(SHIPPED / "tiny"), str(copy), "model=local", f"model.path='{copy}'", "draft=tiny-draft"]
+    job = submit(cluster, tmp_path, *words, *SHORT, "run_dir=run", options=("--nodes=2", "--gpus-per-node=2"))
+    assert cluster.wait(job)["JobState"] == "COMPLETED", (tmp_path / f"slurm-{job}.log").read_text()
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["world_size"], summary["model"]) == (4, "local")
+    assert {file.name for file in copy.iterdir()} == {file.name for file in (SHIPPED / "tiny").iterdir()}
+    assert [file.name for file in copy.parent.iterdir()] == ["tiny"]
+
+
+def test_a_mistake_ends_the_job_with_its_own_exit_code_and_is_not_tried_again(cluster: Cluster, tmp_path: Path) -> None:
+    job = submit(cluster, tmp_path, *SHORT, "sampling.top_p=2")
+    state = cluster.wait(job)
+    assert (state["JobState"], state["ExitCode"], state["Restarts"]) == ("FAILED", "2:0", "0")
+    assert "sampling.top_p=2.0 must be above 0" in (tmp_path / f"slurm-{job}.log").read_text()
+
+
+def test_a_warning_before_the_time_limit_ends_a_run_that_still_loads_and_the_job_goes_on(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    job = submit(cluster, tmp_path, *SHORT)
+    run_dir = tmp_path / "outputs" / f"slurm-{job}"
+    cluster.until((run_dir / "config.yaml").exists, "the run folder", at_most_s=60)
+    cluster.run("scancel", "--signal=USR1", job)
+    assert cluster.wait(job)["JobState"] == "COMPLETED", (tmp_path / f"slurm-{job}.log").read_text()
+    assert cluster.job(job)["Restarts"] == "1"
+    assert (run_dir / "status").read_text() == "done\n"
+
+
+def test_a_cancelled_job_stays_cancelled_and_can_be_resumed(cluster: Cluster, tmp_path: Path) -> None:
+    job = submit(cluster, tmp_path, *LONG, "run_dir=run")
+    cluster.until(lambda: len(lines(tmp_path / "run")) > 1, "first completions", at_most_s=120)
+    cluster.run("scancel", job)
+    assert cluster.wait(job)["JobState"] == "CANCELLED"
+    cluster.until(lambda: (tmp_path / "run" / "status").read_text() == "interrupted\n", "the end", at_most_s=30)
+    assert cluster.job(job)["JobState"] == "CANCELLED"
