@@ -41,7 +41,7 @@ def settled(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(kept, key=lambda line: (line["index"], line["mode"], line["sample"]))
 
 
-def test_a_sweep_ends_with_a_run_folder_for_every_point(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_sweep_ends_with_a_run_folder_for_every_point_and_one_report(cluster: Cluster, tmp_path: Path) -> None:
     said = cluster.run(sys.executable, ROOT / "launch" / "run.py", *SWEEP, "run_dir=a sweep", cwd=tmp_path)
     jobs = [line.split()[0] for line in said.splitlines() if " is job " in line]
     assert len(jobs) == 4
@@ -56,6 +56,10 @@ def test_a_sweep_ends_with_a_run_folder_for_every_point(cluster: Cluster, tmp_pa
         assert summary["world_size"] == 2
         points.append((len(summary["speculative"]["accepted_histogram"]) - 1, summary["seed"]))
     assert points == [(2, 0), (2, 1), (4, 0), (4, 1)]
+    said = cluster.run(sys.executable, ROOT / "launch" / "report.py", "a sweep", cwd=tmp_path)
+    assert said == "wrote a sweep/report.html and report.csv: 4 runs"
+    report = (tmp_path / "a sweep" / "report.html").read_text()
+    assert all(f"a sweep/{place}" in report for place in range(4))
 
 
 def test_a_run_that_is_stopped_and_requeued_ends_like_an_undisturbed_one(cluster: Cluster, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ TESTED = {
     r"\./machine-install\.sh( --dev| --check)?": ".ci/run, tests/unit/repository/test_machine_install.py",
     r"\.venv/bin/pytest": ".ci/run",
     r"bash \.ci/run": "itself",
+    r"\.venv/bin/python launch/report\.py outputs/by_k": "tests/unit/launch/test_report.py",
     r"just( check| test| fix| compare)?": "its commands stand in .ci/run and in the README",
 }
 LAUNCH = re.compile(
