@@ -75,10 +75,10 @@ def submit_sweep(points: Sequence[Point], settings: SlurmConfig) -> None:
             "hydra/launcher=slurm plans every job before it is queued, and this is not the machine that will run them: "
             f"name it with hardware=NAME, one of {names}"
         )
-    problems, misfits, plans = [], [], []
+    problems, misfits, planned = [], [], []
     for point in points:
         try:
-            plans.append(_plan(point, settings))
+            planned.append((point, _plan(point, settings), stage(point.run, settings.stage_to)))
         except CapacityError as error:
             misfits.append(f"{point.name}: {error}")
         except SspError as error:
@@ -87,7 +87,7 @@ def submit_sweep(points: Sequence[Point], settings: SlurmConfig) -> None:
         raise ConfigError(one_message([*problems, *misfits]))
     if misfits:
         raise CapacityError(one_message(misfits))
-    _submit(points, plans, settings)
+    _submit(planned, settings)
 
 
 def _plan(point: Point, settings: SlurmConfig) -> Plan:
@@ -123,16 +123,16 @@ def _nodes_of(machine: HardwareConfig, settings: SlurmConfig, ranks_per_node: in
     return replace(machine, num_gpus=ranks_per_node, num_nodes=settings.nodes)
 
 
-def _submit(points: Sequence[Point], plans: Sequence[Plan], settings: SlurmConfig) -> None:
-    queue = not any(point.run.dry_run for point in points)
+def _submit(planned: Sequence[tuple[Point, Plan, list[Copy]]], settings: SlurmConfig) -> None:
+    """Queue all points, or in a dry run show how they would be."""
+    queue = not any(point.run.dry_run for point, _, _ in planned)
     if queue and shutil.which("sbatch") is None:
         raise ConfigError(
             "hydra/launcher=slurm needs sbatch: start it on a node of the cluster, or add dry_run=true to see the plans"
         )
     ids: list[str] = []
-    for place, (point, plan) in enumerate(zip(points, plans, strict=True)):
-        copies = stage(point.run, settings.stage_to)
-        throttle = settings.max_running or len(points)
+    for place, (point, plan, copies) in enumerate(planned):
+        throttle = settings.max_running or len(planned)
         after = ids[place - throttle] if queue and place >= throttle else None
         command = sbatch_command(point, settings, plan=plan, copies=copies, after=after)
         if queue:
@@ -141,8 +141,8 @@ def _submit(points: Sequence[Point], plans: Sequence[Plan], settings: SlurmConfi
         else:
             print(f"\n{point.name} would be queued by\n  {shlex.join(command)}")
     if queue:
-        folder = points[0].run_dir.parent
-        print(f"{len(ids)} jobs are queued; when they have ended: python launch/report.py {folder}")
+        folder = planned[0][0].run_dir.parent
+        print(f"{len(ids)} jobs are queued; when they have ended: python launch/report.py {shlex.quote(str(folder))}")
 
 
 def sbatch_command(

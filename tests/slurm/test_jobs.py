@@ -110,16 +110,22 @@ def test_a_mistake_ends_the_job_with_its_own_exit_code_and_is_not_tried_again(cl
     assert "sampling.top_p=2.0 must be above 0" in (tmp_path / f"slurm-{job}.log").read_text()
 
 
-def test_a_warning_before_the_time_limit_ends_a_run_that_still_loads_and_the_job_goes_on(
+def test_a_warning_before_the_time_limit_ends_a_run_that_loads_or_decodes_and_the_job_goes_on(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    job = submit(cluster, tmp_path, *SHORT)
+    job = submit(cluster, tmp_path, *LONG, "num_samples=16")
     run_dir = tmp_path / "outputs" / f"slurm-{job}"
-    cluster.until((run_dir / "config.yaml").exists, "the run folder", at_most_s=60)
-    cluster.run("scancel", "--signal=USR1", job)
-    assert cluster.wait(job)["JobState"] == "COMPLETED", (tmp_path / f"slurm-{job}.log").read_text()
-    assert cluster.job(job)["Restarts"] == "1"
+    stages = {"1": (run_dir / "config.yaml").exists, "2": lambda: len(lines(run_dir)) > 1}
+    for restarts, begun in stages.items():
+        cluster.until(begun, "loading or decoding", at_most_s=120)
+        cluster.run("scancel", "--signal=USR1", job)
+        cluster.until(lambda: cluster.job(job)["Restarts"] == restarts, "the job to queue itself", at_most_s=60)  # noqa: B023
+        assert (run_dir / "status").read_text() == "interrupted\n"
+    log = (tmp_path / f"slurm-{job}.log").read_text
+    assert cluster.wait(job)["JobState"] == "COMPLETED", log()
+    assert "User defined signal 1" not in log(), "the signal killed torchrun before its ranks had ended"
     assert (run_dir / "status").read_text() == "done\n"
+    assert [line["sample"] for line in lines(run_dir)] == list(range(16))
 
 
 def test_a_cancelled_job_stays_cancelled_and_can_be_resumed(cluster: Cluster, tmp_path: Path) -> None:

@@ -138,7 +138,9 @@ def test_a_stop_signal_while_nothing_is_decoded_ends_with_code_4_however_often_i
             signal.raise_signal(number)
         finally:
             signal.raise_signal(number)
+            ends.append("written")
 
+    ends: list[str] = []
     before = {other: signal.getsignal(other) for other in (signal.SIGTERM, signal.SIGUSR1)}
     monkeypatch.setattr(run, "_run", lambda config, _ranks: twice(config))
     try:
@@ -146,7 +148,7 @@ def test_a_stop_signal_while_nothing_is_decoded_ends_with_code_4_however_often_i
     finally:
         for other, handler in before.items():
             signal.signal(other, handler)
-    assert (ended.code, ended.err) == (4, "interrupted\n")
+    assert (ended.code, ended.err, ends) == (4, "interrupted\n", ["written"])
 
 
 @pytest.mark.parametrize(("rank", "content"), [("0", "3\n"), ("1", None)])

@@ -30,11 +30,11 @@ def test_a_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:
 def test_points_of_a_sweep_stand_in_their_order_and_unfinished_ones_are_named(tmp_path: Path) -> None:
     for number in (10, 2, 0):
         write_run(tmp_path / "sweep" / str(number), FAST)
-    (tmp_path / "sweep" / "2" / "summary.json").unlink()
-    (tmp_path / "sweep" / "2" / "status").write_text("running\n")
+    (tmp_path / "sweep" / "0" / "summary.json").unlink()
+    (tmp_path / "sweep" / "0" / "status").write_text("running\n")
     runs, missing = find_runs([tmp_path / "sweep"])
-    assert [run.name for run in runs] == ["sweep/0", "sweep/10"]
-    assert missing == ["sweep/2 has no summary yet: running"]
+    assert [run.name for run in runs] == ["sweep/2", "sweep/10"]
+    assert missing == ["sweep/0 has no summary yet: running"]
 
 
 def test_every_completion_is_a_row_of_the_table(tmp_path: Path) -> None:
