@@ -89,6 +89,20 @@ def check_overrides(overrides: Sequence[str], *, multirun: bool) -> None:
         raise ConfigError(one_message(problems))
 
 
+def check_launcher(overrides: Sequence[str], *, multirun: bool) -> None:
+    """Refuse settings of a launcher without a sweep: Hydra would run the job here instead.
+
+    Raises:
+        ConfigError: says how a sweep and how a single job is submitted.
+    """
+    chosen = [key for key in explicit_keys(overrides) if key.startswith(("hydra/launcher", "hydra.launcher"))]
+    if chosen and not multirun:
+        raise ConfigError(
+            f"{min(chosen)} is for sweeps: add -m to submit a job per point, or submit a single job with "
+            "sbatch launch/slurm.sbatch"
+        )
+
+
 def _problems(
     override: Override, groups: dict[str, list[str]], keys: frozenset[str], *, multirun: bool
 ) -> Iterator[str]:

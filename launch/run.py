@@ -7,12 +7,15 @@ so that a mistake is told at once.
 
 import contextlib
 import os
+import signal
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # where Hydra looks for the package hydra_plugins
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import hydra
@@ -30,11 +33,29 @@ from llama_ssp.tasks import plan
 
 # How long ranks above 0 stay after an error. torchrun ends all ranks as soon as one has ended: rank 0 must speak first.
 SILENCE_S = 5.0
+EXIT_CODE_FILE = "EXIT_CODE_FILE"
+"""Variable that names a file for rank 0's exit code, which torchrun does not hand on; launch/slurm.sbatch reads it."""
 
 
 def main() -> int:
     """Run what the command line says; returns the exit code of this rank."""
     ranks = read_ranks(os.environ)
+    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGUSR1, _interrupt)
+    exit_code = _exit_code(ranks)
+    if ranks.rank == 0 and (file := os.environ.get(EXIT_CODE_FILE)):
+        Path(file).write_text(f"{exit_code}\n", encoding="ascii")
+    return exit_code
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> None:
+    """End as Ctrl-C does, while `tasks.stopping` does not listen; a second signal changes nothing."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+def _exit_code(ranks: Ranks) -> int:
     try:
         _launch(sys.argv[1:], ranks)
     except SspError as error:
@@ -66,6 +87,7 @@ def _launch(arguments: list[str], ranks: Ranks) -> None:
         arguments = [command_line.take_literally(argument) for argument in arguments]
         overrides = [command_line.take_literally(override) for override in options.overrides]
         command_line.check_overrides(overrides, multirun=options.multirun)
+        command_line.check_launcher(overrides, multirun=options.multirun)
     store.register()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it otherwise prints
     failures: list[Exception] = []

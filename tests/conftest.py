@@ -1,9 +1,10 @@
 """What all tests share: no network, one thread for each process, and which markers run on which machine."""
 
 import os
-import shutil
 
 import pytest
+
+from tests.helpers import slurm
 
 # Read when the libraries are first imported, and inherited by the processes that tests start.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -20,8 +21,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("slow") and not config.getoption("--slow"):
             item.add_marker(pytest.mark.skip(reason="takes minutes: --slow runs it"))
-        if item.get_closest_marker("slurm") and shutil.which("sbatch") is None:
-            item.add_marker(pytest.mark.skip(reason="needs SLURM: there is no sbatch on PATH"))
+        if item.get_closest_marker("slurm") and (reason := slurm.why_not()):
+            item.add_marker(pytest.mark.skip(reason=reason))
         if marker := item.get_closest_marker("gpu"):
             _skip_without_gpus(item, needed=marker.args[0])
 

@@ -25,6 +25,7 @@ from llama_ssp.config.schema import (
     TaskConfig,
     TaskName,
 )
+from llama_ssp.config.slurm import SlurmConfig
 
 TASKS: dict[TaskName, type[TaskConfig]] = {
     TaskName.compare: CompareConfig,
@@ -38,6 +39,7 @@ def register() -> None:
     """Tell Hydra what the files in `conf` refer to; must precede every composition, and may be repeated."""
     store = ConfigStore.instance()
     store.store(group="schema", name="run", node=RunConfig)
+    store.store(group="schema", name="slurm", node=SlurmConfig)
     for task, schema in TASKS.items():
         store.store(group="schema", name=task.name, node=schema)
     for name in catalogue.names():

@@ -8,6 +8,7 @@ said in `lines`.
     run_dir/run.jsonl     a line per completion, appended as soon as it ends
     run_dir/status        running, done, interrupted, or the failing exit code and its sentence
     run_dir/summary.json  the summary, at the end
+    run_dir/report.html   the same with figures
 """
 
 import errno
@@ -25,7 +26,9 @@ from typing import BinaryIO, Self
 import yaml
 
 from llama_ssp.errors import ConfigError, SspError
+from llama_ssp.reports.html import report
 from llama_ssp.reports.lines import CompletionLine, LineKey, Summary
+from llama_ssp.reports.runs import Run
 
 CHANGEABLE = ("run_dir", "timeouts", "task.picture", "hardware", "dry_run", "speculation.acceptance")
 """Keys of a config (with all below them) that may differ when a run is resumed, since no completion depends on them."""
@@ -100,12 +103,14 @@ class RunFolder:
         self.write_status(f"{exit_code}: {sentence}")
 
     def write_summary(self, summary: Summary) -> None:
-        """Write `summary.json`.
+        """Write `summary.json`, and `report.html` with it.
 
         Raises:
             SspError: the disk is full or gone.
         """
         _write_whole(self.path / "summary.json", json.dumps(asdict(summary), indent=2) + "\n")
+        run = Run(name=self.path.name, status="", summary=summary, lines=tuple(self.lines))
+        _write_whole(self.path / "report.html", report([run]))
 
     def close(self) -> None:
         """Let another job have the folder."""

@@ -77,10 +77,19 @@ def dry_run(config: RunConfig, *, world_size: int) -> None:
         CapacityError: it does not fit.
         ConfigError: the hardware is not described, or its description is wrong.
     """
+    show_plan(*job_ahead(config, world_size=world_size), PlanFormat.table)
+
+
+def job_ahead(config: RunConfig, *, world_size: int) -> tuple[Job, HardwareConfig]:
+    """What a run will be to the planner, and where, before anything of it is loaded.
+
+    Raises:
+        ConfigError: the hardware is not described, or its description is wrong.
+    """
     machine = hardware_of(config, on_cpu=config.device is DeviceKind.cpu)
     tokens = _estimated_prompt_tokens(config)
     job = job_of_run(config, world_size=world_size, prompt_tokens=tokens, device=machine.device)
-    show_plan(job, machine_of_run(machine, world_size), PlanFormat.table)
+    return job, machine_of_run(machine, world_size)
 
 
 def _estimated_prompt_tokens(config: RunConfig) -> int:

@@ -62,7 +62,7 @@ def run(config: RunConfig) -> None:
         folder = _open_folder(config, world, stack)
         try:
             _run(config, world, terminal, folder)
-        except SspError as error:
+        except (SspError, KeyboardInterrupt) as error:
             if folder:
                 with suppress(SspError):  # a full disk must not hide why the run ends
                     _write_end(folder, error)
@@ -84,8 +84,8 @@ def _open_folder(config: RunConfig, world: World, stack: ExitStack) -> RunFolder
     return folder
 
 
-def _write_end(folder: RunFolder, error: SspError) -> None:
-    if isinstance(error, InterruptedRun):
+def _write_end(folder: RunFolder, error: SspError | KeyboardInterrupt) -> None:
+    if isinstance(error, InterruptedRun | KeyboardInterrupt):
         folder.write_status("interrupted")
     else:
         folder.write_failure(exit_code=error.exit_code, sentence=str(error))

@@ -12,7 +12,11 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 @contextmanager
 def heeding_signals(wish: StopWish) -> Iterator[None]:
-    """Let Ctrl-C, SIGTERM and SIGUSR1 set `wish` while the block runs, however often they come."""
+    """Let Ctrl-C, SIGTERM and SIGUSR1 set `wish` while the block runs, however often they come.
+
+    Once it is set they go on doing nothing else: SLURM and torchrun both pass a SIGTERM on, and the second one must not
+    end a process that is writing its last records.
+    """
 
     def note(_number: int, _frame: FrameType | None) -> None:
         wish.requested = True
@@ -21,8 +25,9 @@ def heeding_signals(wish: StopWish) -> Iterator[None]:
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        if not wish.requested:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 @contextmanager

@@ -2,11 +2,12 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ import llama_ssp.tasks
 from launch import command_line, run
 from llama_ssp.config import catalogue
 from llama_ssp.config.schema import RunConfig
+from llama_ssp.config.slurm import KEY, SlurmConfig
 from llama_ssp.errors import CapacityError, CheckpointError, InterruptedRun
 
 ENTRY = catalogue.conf_dir().parent / "launch" / "run.py"
@@ -127,6 +129,38 @@ def test_ctrl_c_ends_with_code_4_and_no_traceback(launch: Launch) -> None:
     assert (ended.code, ended.err) == (4, "interrupted\n")
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_stop_signal_while_nothing_is_decoded_ends_with_code_4_however_often_it_comes(
+    number: signal.Signals, launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def twice(_config: RunConfig) -> None:
+        try:
+            signal.raise_signal(number)
+        finally:
+            signal.raise_signal(number)
+            ends.append("written")
+
+    ends: list[str] = []
+    before = {other: signal.getsignal(other) for other in (signal.SIGTERM, signal.SIGUSR1)}
+    monkeypatch.setattr(run, "_run", lambda config, _ranks: twice(config))
+    try:
+        ended = launch()
+    finally:
+        for other, handler in before.items():
+            signal.signal(other, handler)
+    assert (ended.code, ended.err, ends) == (4, "interrupted\n", ["written"])
+
+
+@pytest.mark.parametrize(("rank", "content"), [("0", "3\n"), ("1", None)])
+def test_rank_zero_leaves_its_exit_code_where_a_launcher_can_read_it(
+    rank: str, content: str | None, launch: Launch, tmp_path: Path
+) -> None:
+    file = tmp_path / "code"
+    ended = launch(fails=CapacityError("full"), RANK=rank, WORLD_SIZE="2", EXIT_CODE_FILE=str(file))
+    assert ended.code == 3
+    assert (file.read_text() if file.exists() else None) == content
+
+
 def test_a_fault_of_ours_is_not_hidden(launch: Launch) -> None:
     with pytest.raises(ZeroDivisionError):
         launch(fails=ZeroDivisionError())
@@ -169,6 +203,7 @@ def test_help_tells_every_setting_and_every_option() -> None:
     keys = {key for key in command_line._keys_of_tasks([]) if not key.startswith("draft.model")}
     leaves = {key for key in keys if not any(other.startswith(f"{key}.") for other in keys)}
     leaves |= {"task.format", "task.num_warmup"}
+    leaves |= {f"{KEY}.{field.name}" for field in fields(SlurmConfig)} - {f"{KEY}._target_"}
     assert {key for key in leaves if not re.search(rf"(?<![\w.]){re.escape(key)}\b", ended.stdout)} == set()
     for group, options in command_line._groups().items():
         assert {option for option in options if option not in ended.stdout} == set(), group

@@ -240,6 +240,6 @@ def test_an_unknown_option_is_named_with_those_that_exist(machine: Machine) -> N
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
 def test_the_shell_scripts_pass_shellcheck() -> None:
-    scripts = [ROOT / "machine-install.sh", ROOT / ".ci/run"]
+    scripts = [ROOT / "machine-install.sh", ROOT / ".ci/run", ROOT / "launch" / "slurm.sbatch"]
     report = subprocess.run(["shellcheck", *scripts], capture_output=True, text=True, check=False)
     assert report.stdout == ""

@@ -4,8 +4,9 @@ The map is the section whose heading holds the word "map". It describes each fol
 folder's whole path and a slash (`llama_ssp/config/`) and ends at the path of the next folder; the modules of the folder
 are words in that text, with or without `.py`. The text of `conf/` names the groups of settings.
 
-Commands stand in blocks marked `bash`. One that starts launch/run.py or launch/plan.py is composed and checked with
-its own overrides; any other needs a row in TESTED, which says what runs it. Blocks marked `python` are run here.
+Commands stand in blocks marked `bash`. One that starts launch/run.py, launch/slurm.sbatch or launch/plan.py is composed
+and checked with its own overrides; any other needs a row in TESTED, which says what runs it. Blocks marked `python` are
+run here.
 """
 
 import re
@@ -26,9 +27,13 @@ TESTED = {
     r"\./machine-install\.sh( --dev| --check)?": ".ci/run, tests/unit/repository/test_machine_install.py",
     r"\.venv/bin/pytest": ".ci/run",
     r"bash \.ci/run": "itself",
+    r"\.venv/bin/python launch/report\.py outputs/by_k": "tests/unit/launch/test_report.py",
     r"just( check| test| fix| compare)?": "its commands stand in .ci/run and in the README",
 }
-LAUNCH = re.compile(r"([A-Z_]+=\S+ )*(\.venv/bin/)?(torchrun --nproc-per-node \S+|python) launch/run\.py(?P<words>.*)")
+LAUNCH = re.compile(
+    r"([A-Z_]+=\S+ )*((\.venv/bin/)?(torchrun( --[a-z-]+ \S+)+|python) launch/run\.py|sbatch( --[a-z-]+ \S+)+ "
+    r"launch/slurm\.sbatch)(?P<words>.*)"
+)
 PLAN = re.compile(r"(\.venv/bin/)?python launch/plan\.py(?P<words>.*)")
 TWO_COMMANDS = [
     ["./machine-install.sh", ".venv/bin/torchrun --nproc-per-node 2 launch/run.py"],
@@ -53,7 +58,7 @@ def lines() -> list[list[str]]:
 
 
 def launches() -> list[str]:
-    """What follows launch/run.py in every command that starts it."""
+    """What follows launch/run.py, or the batch job that starts it, in every such command."""
     return [match["words"] for line in lines() for command in line if (match := LAUNCH.fullmatch(command))]
 
 

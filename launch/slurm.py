@@ -1,0 +1,227 @@
+"""A sweep on a SLURM cluster: every point is checked and planned, and only then is the first job queued.
+
+Hydra composes the points (`hydra_plugins.slurm_launcher`). A job is launch/slurm.sbatch with the settings of its point
+as arguments; no text is ever read by a shell.
+"""
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hydra.core.override_parser.types import Quote, QuotedString
+
+from launch.staging import Copy, stage
+from llama_ssp.config import checks, hardware, slurm
+from llama_ssp.config.hardware import HardwareConfig
+from llama_ssp.config.plan import PlanFormat
+from llama_ssp.config.schema import RunConfig
+from llama_ssp.config.slurm import KEY, SlurmConfig
+from llama_ssp.errors import CapacityError, ConfigError, SspError, one_message
+from llama_ssp.planning.plan import Plan, make_plan, require_room
+from llama_ssp.tasks.plan import STANDARD_INPUT, job_ahead, show_plan
+
+SCRIPT = Path(__file__).with_name("slurm.sbatch")
+# What describes the process that submits, and would be taken for a description of the job.
+_OF_THIS_PROCESS = ("SLURM_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "RUN_ID")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One job of a sweep.
+
+    Attributes:
+        number: its place in the sweep, from 0.
+        settings: its overrides, as Hydra reads them.
+        run: what they compose to.
+        explicit: the keys that they set.
+    """
+
+    number: int
+    settings: tuple[str, ...]
+    run: RunConfig
+    explicit: frozenset[str]
+
+    @property
+    def run_dir(self) -> Path:
+        """Its run folder, inside that of the sweep."""
+        return Path(str(self.run.run_dir)) / str(self.number)
+
+    @property
+    def name(self) -> str:
+        """How it is called in messages."""
+        return f"job {self.number} ({' '.join(self.settings)})"
+
+
+def submit_sweep(points: Sequence[Point], settings: SlurmConfig) -> None:
+    """Plan all points; submit all of them when every one fits, none otherwise, and none in a dry run.
+
+    Args:
+        points: in the order of the sweep.
+        settings: of the launcher.
+
+    Raises:
+        CapacityError: points do not fit, and nothing else is wrong.
+        ConfigError: names every point that is wrong, or what sbatch said.
+    """
+    slurm.check(settings)
+    if any(not point.run.hardware for point in points):
+        names = ", ".join(hardware.names())
+        raise ConfigError(
+            "hydra/launcher=slurm plans every job before it is queued, and this is not the machine that will run them: "
+            f"name it with hardware=NAME, one of {names}"
+        )
+    problems, misfits, planned = [], [], []
+    for point in points:
+        try:
+            planned.append((point, _plan(point, settings), stage(point.run, settings.stage_to)))
+        except CapacityError as error:
+            misfits.append(f"{point.name}: {error}")
+        except SspError as error:
+            problems.append(f"{point.name}: {error}")
+    if problems:
+        raise ConfigError(one_message([*problems, *misfits]))
+    if misfits:
+        raise CapacityError(one_message(misfits))
+    _submit(planned, settings)
+
+
+def _plan(point: Point, settings: SlurmConfig) -> Plan:
+    """Check and plan one point; in a dry run also show its plan."""
+    run = point.run
+    if problems := hardware.problems_of(run.hardware):
+        raise ConfigError(one_message(problems))
+    if run.prompts == STANDARD_INPUT:
+        raise ConfigError("prompts=- asks at a terminal, which a batch job does not have: give prompt= or a file")
+    machine = hardware.build(run.hardware)
+    ranks_per_node = settings.ranks_per_node or machine.num_gpus
+    if machine.device == "cuda" and ranks_per_node > machine.num_gpus:
+        raise ConfigError(
+            f"{KEY}.ranks_per_node={ranks_per_node} is more than the {machine.num_gpus} GPUs of a node of "
+            f"hardware={machine.name}"
+        )
+    world_size = settings.nodes * ranks_per_node
+    checks.check(run, point.explicit, world_size=world_size)
+    job, _ = job_ahead(run, world_size=world_size)
+    machine = _nodes_of(machine, settings, ranks_per_node)
+    if run.dry_run:
+        print(f"\n{point.name}:")
+        show_plan(job, machine, PlanFormat.table)
+    plan = make_plan(job, machine)
+    require_room(plan)
+    return plan
+
+
+def _nodes_of(machine: HardwareConfig, settings: SlurmConfig, ranks_per_node: int) -> HardwareConfig:
+    """The part of the hardware that a job asks for."""
+    if settings.nodes > 1 and machine.network is None:
+        raise ConfigError(f"{KEY}.nodes={settings.nodes}: hardware={machine.name} does not say how nodes are connected")
+    return replace(machine, num_gpus=ranks_per_node, num_nodes=settings.nodes)
+
+
+def _submit(planned: Sequence[tuple[Point, Plan, list[Copy]]], settings: SlurmConfig) -> None:
+    """Queue all points, or in a dry run show how they would be."""
+    queue = not any(point.run.dry_run for point, _, _ in planned)
+    if queue and shutil.which("sbatch") is None:
+        raise ConfigError(
+            "hydra/launcher=slurm needs sbatch: start it on a node of the cluster, or add dry_run=true to see the plans"
+        )
+    ids: list[str] = []
+    for place, (point, plan, copies) in enumerate(planned):
+        throttle = settings.max_running or len(planned)
+        after = ids[place - throttle] if queue and place >= throttle else None
+        command = sbatch_command(point, settings, plan=plan, copies=copies, after=after)
+        if queue:
+            ids.append(_queue(command, point, ids))
+            print(f"{ids[-1]} is {point.name}: {_expected(plan)}", flush=True)
+        else:
+            print(f"\n{point.name} would be queued by\n  {shlex.join(command)}")
+    if queue:
+        folder = planned[0][0].run_dir.parent
+        print(f"{len(ids)} jobs are queued; when they have ended: python launch/report.py {shlex.quote(str(folder))}")
+
+
+def sbatch_command(
+    point: Point, settings: SlurmConfig, *, plan: Plan, copies: Sequence[Copy], after: str | None
+) -> list[str]:
+    """The command that queues a point, one argument each.
+
+    Args:
+        point: what the job does.
+        settings: what it asks for.
+        plan: of this point on this hardware.
+        copies: folders to be copied to every node first.
+        after: id of a job whose end it waits for.
+    """
+    ranks_per_node = plan.hardware.num_gpus
+    gpus = f"gpu:{ranks_per_node}" if plan.hardware.device == "cuda" else None
+    options: Mapping[str, object] = {
+        "job-name": f"llama-ssp-{point.number}",
+        "output": str(point.run_dir / "slurm.log").replace("%", "%%"),
+        "nodes": settings.nodes,
+        "ntasks-per-node": ranks_per_node,
+        "cpus-per-task": settings.cpus_per_rank,
+        "gres": settings.gres or gpus,
+        "partition": settings.partition,
+        "account": settings.account,
+        "time": settings.time,
+        "mem": settings.memory,
+        "constraint": settings.constraint,
+        "dependency": f"afterany:{after}" if after else None,
+    }
+    own = ["--root", str(SCRIPT.parents[1])]
+    own += ["--python", settings.python or ("python" if settings.container else sys.executable)]
+    for word in settings.container:
+        own += ["--prefix", word]
+    for copy in copies:
+        own += ["--stage", str(copy.source), str(copy.target)]
+    return [
+        "sbatch", "--parsable",
+        *(f"--{name}={value}" for name, value in options.items() if value is not None),
+        *settings.sbatch, str(SCRIPT), *own, "--",
+        *_settings_of_job(point, copies),
+    ]  # fmt: skip
+
+
+def _settings_of_job(point: Point, copies: Sequence[Copy]) -> list[str]:
+    """The point's settings as a user would type them: the prompt literally, the rest as Hydra reads it."""
+    replaced = {"run_dir": str(point.run_dir)} | {copy.key: str(copy.target) for copy in copies}
+    kept = [setting for setting in point.settings if setting.partition("=")[0] not in {*replaced, "prompt"}]
+    if point.run.prompt is not None:
+        kept.append(f"prompt={point.run.prompt}")
+    return kept + [
+        f"{key}={QuotedString(text=text, quote=Quote.single).with_quotes()}" for key, text in replaced.items()
+    ]
+
+
+def _queue(command: Sequence[str], point: Point, queued: Sequence[str]) -> str:
+    """Call sbatch; returns the job's id."""
+    try:
+        point.run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"run_dir={point.run_dir} cannot be made: {error.strerror}") from error
+    outside = {
+        name: value
+        for name, value in os.environ.items()
+        if name == "SLURM_CONF" or not name.startswith(_OF_THIS_PROCESS)
+    }
+    done = subprocess.run(command, env=outside, capture_output=True, text=True, check=False)
+    if done.returncode:
+        reason = " ".join(done.stderr.removeprefix("sbatch: error: ").split())
+        before = f"; queued already, and cancelled by: scancel {' '.join(queued)}" if queued else ""
+        raise ConfigError(f"sbatch refused {point.name}: {reason}{before}")
+    return done.stdout.strip().partition(";")[0]
+
+
+def _expected(plan: Plan) -> str:
+    """The forecast of a job in a line."""
+    full, timed = plan.fullest, plan.timing
+    room = f"{full.needed_bytes / 2**30:.1f} of {full.capacity_bytes / 2**30:.1f} GiB on the fullest rank"
+    plain = f"{1e3 * timed.plain_s:.2f} ms/token plain"
+    if timed.speculative_s is None:
+        return f"{room}, {plain}"
+    return f"{room}, {plain}, {1e3 * timed.speculative_s:.2f} speculative"

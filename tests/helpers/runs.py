@@ -1,0 +1,47 @@
+"""Finished runs for tests of reports: on disk as a run leaves them, with figures that are easy to check."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from llama_ssp.reports.lines import CompletionLine, Forecast, RankMemory, RunFacts, Summary
+from llama_ssp.reports.summary import summarise
+
+PLAIN = CompletionLine(
+    index=0, sample=0, mode="plain", prompt="<b>p</b>", text="t", token_ids=[1] * 10, num_new_tokens=10,
+    finish_reason="length", num_rounds=0, num_target_forwards=10, accepted_lengths=[], examined_lengths=[],
+    ms=100.0, share_s=0.1,
+)  # fmt: skip
+FAST = replace(
+    PLAIN, mode="speculative", num_rounds=3, num_target_forwards=4, accepted_lengths=[2, 0, 1],
+    examined_lengths=[2, 1, 2], ms=40.0, share_s=0.04, draft_s=0.012, verify_s=0.018, other_s=0.003,
+)  # fmt: skip
+
+
+def summary(
+    *lines: CompletionLine, model: str = "big", draft: str | None = "small", num_draft_tokens: int = 2
+) -> Summary:
+    """The summary of such lines, on two ranks."""
+    facts = RunFacts(
+        task="compare",
+        model=model,
+        draft=draft,
+        placement={},
+        world_size=2,
+        seed=7,
+        num_draft_tokens=num_draft_tokens,
+        memory=[RankMemory(rank=rank, planned_bytes=3 << 30, measured_peak_bytes=2 << 30) for rank in range(2)],
+        forecast=Forecast(plain_ms_per_token=9.0, speculative_ms_per_token=4.5, speedup=2.0),
+    )
+    return summarise(facts, lines)
+
+
+def write_run(folder: Path, *lines: CompletionLine, num_draft_tokens: int = 2, model: str = "big") -> Path:
+    """A run folder as a finished run leaves it."""
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text("seed: 7\n")
+    (folder / "status").write_text("done\n")
+    (folder / "run.jsonl").write_bytes(b"".join(line.to_json() for line in lines))
+    written = summary(*lines, num_draft_tokens=num_draft_tokens, model=model)
+    (folder / "summary.json").write_text(json.dumps(asdict(written)))
+    return folder

@@ -1,0 +1,14 @@
+"""One cluster for all tests of this folder."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.helpers.slurm import Cluster
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A controller and two nodes with four made-up GPUs each."""
+    with Cluster(tmp_path_factory.mktemp("cluster")) as running:
+        yield running

@@ -1,0 +1,137 @@
+"""Batch jobs on a real SLURM: what they leave, what disturbs them, and that nothing is lost or made twice."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.repository import ROOT
+from tests.helpers.slurm import Cluster
+
+pytestmark = pytest.mark.slurm
+
+SWEEP = [
+    "-m", "hydra/launcher=slurm", "hydra.launcher.ranks_per_node=2", "hydra.launcher.max_running=2",
+    "hardware=laptop_cpu",
+    "speculation.num_draft_tokens=2,4", "seed=0,1", "max_new_tokens=8",
+]  # fmt: skip
+SHIPPED = ROOT / "llama_ssp" / "shipped"
+SHORT = ["task=generate", "max_new_tokens=8", "prompt=import os", "device=cpu"]
+LONG = ["task=generate", "task.format=jsonl", "max_new_tokens=48", "num_samples=40", "prompt=def f(x):", "device=cpu"]
+
+
+def lines(run_dir: Path) -> list[dict[str, Any]]:
+    file = run_dir / "run.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def submit(cluster: Cluster, folder: Path, *words: str, options: tuple[str, ...] = ("--ntasks-per-node=2",)) -> str:
+    """Queue launch/slurm.sbatch as a user does; returns the job's id."""
+    script = [str(ROOT / "launch" / "slurm.sbatch"), "--root", str(ROOT), "--python", sys.executable]
+    return cluster.run("sbatch", "--parsable", *options, *script, *words, cwd=folder)
+
+
+def settled(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What must not depend on how a run came about: all but times, in the order of their keys."""
+    timed = {"ms", "share_s", "draft_s", "verify_s", "other_s"}
+    kept = [{name: value for name, value in line.items() if name not in timed} for line in found]
+    return sorted(kept, key=lambda line: (line["index"], line["mode"], line["sample"]))
+
+
+def test_a_sweep_ends_with_a_run_folder_for_every_point_and_one_report(cluster: Cluster, tmp_path: Path) -> None:
+    said = cluster.run(sys.executable, ROOT / "launch" / "run.py", *SWEEP, "run_dir=a sweep", cwd=tmp_path)
+    jobs = [line.split()[0] for line in said.splitlines() if " is job " in line]
+    assert len(jobs) == 4
+    for place, job in enumerate(jobs):
+        log = tmp_path / "a sweep" / str(place) / "slurm.log"
+        assert cluster.wait(job)["JobState"] == "COMPLETED", log.read_text()
+    points = []
+    for place in range(4):
+        folder = tmp_path / "a sweep" / str(place)
+        assert (folder / "status").read_text() == "done\n"
+        summary = json.loads((folder / "summary.json").read_text())
+        assert summary["world_size"] == 2
+        points.append((len(summary["speculative"]["accepted_histogram"]) - 1, summary["seed"]))
+    assert points == [(2, 0), (2, 1), (4, 0), (4, 1)]
+    said = cluster.run(sys.executable, ROOT / "launch" / "report.py", "a sweep", cwd=tmp_path)
+    assert said == "wrote a sweep/report.html and report.csv: 4 runs"
+    report = (tmp_path / "a sweep" / "report.html").read_text()
+    assert all(f"a sweep/{place}" in report for place in range(4))
+
+
+def test_a_run_that_is_stopped_and_requeued_ends_like_an_undisturbed_one(cluster: Cluster, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    job = submit(cluster, tmp_path, *LONG, "run_dir=run")
+
+    def has_grown(than: int) -> Callable[[], bool]:
+        return lambda: len(lines(run_dir)) > than
+
+    cluster.until(has_grown(2), "first completions", at_most_s=120)
+    cluster.run("scancel", "--signal=TERM", job)
+    cluster.until(lambda: cluster.job(job)["Restarts"] == "1", "the job to queue itself again", at_most_s=60)
+    assert (run_dir / "status").read_text() == "interrupted\n"
+    stopped = len(lines(run_dir))
+    cluster.until(has_grown(stopped), "more completions", at_most_s=120)
+    cluster.run("scontrol", "requeue", job)
+    cluster.until(lambda: cluster.job(job)["Restarts"] == "2", "the requeued job", at_most_s=60)
+    requeued = len(lines(run_dir))
+    log = (tmp_path / f"slurm-{job}.log").read_text
+    assert cluster.wait(job)["JobState"] == "COMPLETED", log()
+    assert 2 < stopped < requeued < 40
+
+    whole = submit(cluster, tmp_path, *LONG, "run_dir=undisturbed")
+    assert cluster.wait(whole)["JobState"] == "COMPLETED"
+    found = lines(run_dir)
+    assert sorted((line["index"], line["mode"], line["sample"]) for line in found) == [
+        (0, "speculative", sample) for sample in range(40)
+    ]
+    assert settled(found) == settled(lines(tmp_path / "undisturbed"))
+    assert log().count("queues itself again") == 1
+
+
+def test_a_job_over_two_nodes_is_one_run_with_weights_on_their_own_disks(cluster: Cluster, tmp_path: Path) -> None:
+    copy = tmp_path / "own disk" / "tiny"
+    words = ["--stage", str(SHIPPED / "tiny"), str(copy), "model=local", f"model.path='{copy}'", "draft=tiny-draft"]
+    job = submit(cluster, tmp_path, *words, *SHORT, "run_dir=run", options=("--nodes=2", "--gpus-per-node=2"))
+    assert cluster.wait(job)["JobState"] == "COMPLETED", (tmp_path / f"slurm-{job}.log").read_text()
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["world_size"], summary["model"]) == (4, "local")
+    assert {file.name for file in copy.iterdir()} == {file.name for file in (SHIPPED / "tiny").iterdir()}
+    assert [file.name for file in copy.parent.iterdir()] == ["tiny"]
+
+
+def test_a_mistake_ends_the_job_with_its_own_exit_code_and_is_not_tried_again(cluster: Cluster, tmp_path: Path) -> None:
+    job = submit(cluster, tmp_path, *SHORT, "sampling.top_p=2")
+    state = cluster.wait(job)
+    assert (state["JobState"], state["ExitCode"], state["Restarts"]) == ("FAILED", "2:0", "0")
+    assert "sampling.top_p=2.0 must be above 0" in (tmp_path / f"slurm-{job}.log").read_text()
+
+
+def test_a_warning_before_the_time_limit_ends_a_run_that_loads_or_decodes_and_the_job_goes_on(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    job = submit(cluster, tmp_path, *LONG, "num_samples=16")
+    run_dir = tmp_path / "outputs" / f"slurm-{job}"
+    stages = {"1": (run_dir / "config.yaml").exists, "2": lambda: len(lines(run_dir)) > 1}
+    for restarts, begun in stages.items():
+        cluster.until(begun, "loading or decoding", at_most_s=120)
+        cluster.run("scancel", "--signal=USR1", job)
+        cluster.until(lambda: cluster.job(job)["Restarts"] == restarts, "the job to queue itself", at_most_s=60)  # noqa: B023
+        assert (run_dir / "status").read_text() == "interrupted\n"
+    log = (tmp_path / f"slurm-{job}.log").read_text
+    assert cluster.wait(job)["JobState"] == "COMPLETED", log()
+    assert "User defined signal 1" not in log(), "the signal killed torchrun before its ranks had ended"
+    assert (run_dir / "status").read_text() == "done\n"
+    assert [line["sample"] for line in lines(run_dir)] == list(range(16))
+
+
+def test_a_cancelled_job_stays_cancelled_and_can_be_resumed(cluster: Cluster, tmp_path: Path) -> None:
+    job = submit(cluster, tmp_path, *LONG, "run_dir=run")
+    cluster.until(lambda: len(lines(tmp_path / "run")) > 1, "first completions", at_most_s=120)
+    cluster.run("scancel", job)
+    assert cluster.wait(job)["JobState"] == "CANCELLED"
+    cluster.until(lambda: (tmp_path / "run" / "status").read_text() == "interrupted\n", "the end", at_most_s=30)
+    assert cluster.job(job)["JobState"] == "CANCELLED"

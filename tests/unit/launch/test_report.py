@@ -1,0 +1,79 @@
+"""launch/report.py as a user calls it."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from launch import report
+from tests.helpers.repository import ROOT
+from tests.helpers.runs import FAST, PLAIN, write_run
+
+# Packages that somebody who only looks at results need not have; None makes their import fail.
+BLOCKED = ("torch", "transformers", "matplotlib", "rich", "numpy", "hydra", "omegaconf")
+
+
+def test_a_sweep_becomes_one_page_and_one_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number in range(3):
+        write_run(tmp_path / "sweep" / str(number), PLAIN, replace(FAST, ms=30.0 + number))
+    assert report.main([str(tmp_path / "sweep")]) == 0
+    assert capsys.readouterr().out == f"wrote {tmp_path}/sweep/report.html and report.csv: 3 runs\n"
+    assert "3 runs of big + small" in (tmp_path / "sweep" / "report.html").read_text()
+    assert len((tmp_path / "sweep" / "report.csv").read_text().splitlines()) == 1 + 6
+    assert report.main([str(tmp_path / "sweep")]) == 0, "a report is no run, and can be made again"
+
+
+def test_several_folders_become_one_report_where_the_user_says(tmp_path: Path) -> None:
+    folders = [str(write_run(tmp_path / name, PLAIN, FAST)) for name in ("a", "b")]
+    assert report.main([*folders, f"--output={tmp_path / 'c'}"]) == 0
+    page = (tmp_path / "c" / "report.html").read_text()
+    assert '<td class="left">a</td>' in page
+    assert '<td class="left">b</td>' in page
+    assert not (tmp_path / "a" / "report.html").exists()
+
+
+def test_what_is_left_out_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path / "s" / "0", PLAIN, FAST)
+    (write_run(tmp_path / "s" / "1", PLAIN) / "summary.json").unlink()
+    assert report.main([str(tmp_path / "s")]) == 0
+    assert "left out: s/1 has no summary yet: done" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["{empty}"], "holds no run"),
+        (["{empty}/nothing"], "holds no run"),
+        (["{run}", "{run}"], "2 folders need --output=FOLDER"),
+        (["{run}", "--csv"], "unknown option --csv"),
+        (["{run}", "--output={run}/status"], "cannot be written"),
+        (["--output={empty}"], "name the folder of a run"),
+        ([], "name the folder of a run"),
+    ],
+)
+def test_a_mistake_is_one_sentence_with_code_2(
+    arguments: list[str], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    places = {"run": write_run(tmp_path / "run", PLAIN), "empty": tmp_path / "empty"}
+    places["empty"].mkdir()
+    assert report.main([argument.format(**places) for argument in arguments]) == 2
+    said = capsys.readouterr()
+    assert complaint in said.err
+    assert (len(said.err.splitlines()), said.out) == (1, "")
+
+
+def test_it_needs_nothing_but_yaml(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", PLAIN, FAST)
+    program = (
+        f"import runpy, sys; sys.modules.update(dict.fromkeys({BLOCKED!r})); sys.argv[1:] = [{str(folder)!r}]; "
+        f"runpy.run_path({str(ROOT / 'launch' / 'report.py')!r}, run_name='__main__')"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_help_shows_how_it_is_called(capsys: pytest.CaptureFixture[str]) -> None:
+    assert report.main(["--help"]) == 0
+    assert "python launch/report.py outputs/SWEEP" in capsys.readouterr().out

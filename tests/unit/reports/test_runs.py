@@ -1,0 +1,70 @@
+"""Finished runs are read back as they were written, and what cannot be read is named."""
+
+import csv
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from llama_ssp.errors import ConfigError
+from llama_ssp.reports.runs import find_runs, read_run, to_csv
+from tests.helpers.runs import FAST, PLAIN, summary, write_run
+
+
+def test_a_run_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "run", PLAIN, FAST), name="mine")
+    assert (run.name, run.status, run.pair, run.num_draft_tokens) == ("mine", "done", "big + small", 2)
+    assert run.lines == (PLAIN, FAST)
+    assert run.summary == summary(PLAIN, FAST)
+
+
+def test_a_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", PLAIN)
+    with (folder / "run.jsonl").open("ab") as file:
+        file.write(FAST.to_json()[:-5])
+    assert read_run(folder, name="run").lines == (PLAIN,)
+
+
+def test_points_of_a_sweep_stand_in_their_order_and_unfinished_ones_are_named(tmp_path: Path) -> None:
+    for number in (10, 2, 0):
+        write_run(tmp_path / "sweep" / str(number), FAST)
+    (tmp_path / "sweep" / "0" / "summary.json").unlink()
+    (tmp_path / "sweep" / "0" / "status").write_text("running\n")
+    runs, missing = find_runs([tmp_path / "sweep"])
+    assert [run.name for run in runs] == ["sweep/2", "sweep/10"]
+    assert missing == ["sweep/0 has no summary yet: running"]
+
+
+def test_every_completion_is_a_row_of_the_table(tmp_path: Path) -> None:
+    write_run(tmp_path / "s" / "0", PLAIN, FAST)
+    write_run(tmp_path / "s" / "1", replace(FAST, index=3), model='other, "one"')
+    runs, _ = find_runs([tmp_path / "s"])
+    rows = list(csv.DictReader(io.StringIO(to_csv(runs))))
+    assert [(row["run"], row["model"], row["index"], row["mode"]) for row in rows] == [
+        ("s/0", "big", "0", "plain"), ("s/0", "big", "0", "speculative"), ("s/1", 'other, "one"', "3", "speculative"),
+    ]  # fmt: skip
+    assert (rows[1]["num_accepted"], rows[1]["num_examined"], rows[1]["ms"]) == ("3", "5", "40.0")
+
+
+def test_a_folder_without_runs_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no run"):
+        find_runs([tmp_path])
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "complaint"),
+    [
+        ("summary.json", "{", "summary.json cannot be read"),
+        ("summary.json", "[]", "summary.json cannot be read"),
+        ("summary.json", json.dumps({"schema_version": 99}), "its schema_version is 99, not 1"),
+        ("run.jsonl", '{"index": 1}\n', "its fields should be"),
+    ],
+)
+def test_a_damaged_file_is_named(file: str, content: str, complaint: str, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", PLAIN)
+    (folder / file).write_text(content)
+    with pytest.raises(ConfigError, match=complaint) as raised:
+        read_run(folder, name="run")
+    assert str(folder / file) in str(raised.value)
