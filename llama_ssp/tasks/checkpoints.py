@@ -12,7 +12,8 @@ from llama_ssp.distributed.world import World
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.models import hub
 from llama_ssp.models.backends import check_model
-from llama_ssp.models.checkpoint import Checkpoint, check_shape, inspect
+from llama_ssp.models.checkpoint import check_shape, inspect
+from llama_ssp.models.origin import Origin
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,27 +22,22 @@ class Source:
 
     Attributes:
         entry: what the catalogue says of it.
-        checkpoint: its files.
+        origin: where its numbers come from.
         tokenizer: from the same folder.
         dtype: number format to load it in; None takes that of the files.
     """
 
     entry: ModelConfig
-    checkpoint: Checkpoint
+    origin: Origin
     tokenizer: PreTrainedTokenizerBase
     dtype: torch.dtype | None
-
-    @property
-    def context(self) -> int:
-        """The most tokens that a sequence may have."""
-        return self.checkpoint.shape.max_position_embeddings
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
         """Tokens that end a text, as the checkpoint's generation config says, else its tokenizer."""
         ids = None
-        if (self.checkpoint.folder / "generation_config.json").is_file():
-            ids = GenerationConfig.from_pretrained(self.checkpoint.folder, local_files_only=True).eos_token_id
+        if (self.origin.folder / "generation_config.json").is_file():
+            ids = GenerationConfig.from_pretrained(self.origin.folder, local_files_only=True).eos_token_id
         if ids is None:
             ids = self.tokenizer.eos_token_id
         if ids is None:
@@ -79,7 +75,7 @@ def _check(entry: ModelConfig, *, num_ranks: int) -> Source:
     check_shape(entry, checkpoint)
     check_model(checkpoint, num_ranks=num_ranks)
     dtype = None if entry.dtype is Dtype.auto else getattr(torch, entry.dtype.value)
-    return Source(entry=entry, checkpoint=checkpoint, tokenizer=_read_tokenizer(checkpoint.folder), dtype=dtype)
+    return Source(entry=entry, origin=checkpoint, tokenizer=_read_tokenizer(checkpoint.folder), dtype=dtype)
 
 
 def _read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
