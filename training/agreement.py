@@ -39,6 +39,13 @@ class Text:
     probabilities_TV: Tensor
 
 
+def prompts_of(task: str) -> list[str]:
+    """Returns the default prompts of a task."""
+    settings = yaml.safe_load((catalogue.conf_dir() / "task" / f"{task}.yaml").read_text(encoding="utf-8"))
+    prompts: list[str] = settings["default_prompts"]
+    return prompts
+
+
 class Measure:
     """Measures how far a small model agrees with its noisy self.
 
@@ -52,8 +59,7 @@ class Measure:
         self.small = inspect(folder)
         self.texts = {}
         for task in TASKS:
-            settings = yaml.safe_load((catalogue.conf_dir() / "task" / f"{task}.yaml").read_text(encoding="utf-8"))
-            prompts = settings["default_prompts"]
+            prompts = prompts_of(task)
             self.texts[task] = self._write((prompts * num_texts)[:num_texts], length)
 
     def agreement(self, noise: float) -> float:
