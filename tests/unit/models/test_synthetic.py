@@ -1,5 +1,9 @@
 """Holds synthetic weights to the shipped model's function, on every rank and in every number format."""
 
+import json
+import os
+import subprocess
+import sys
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -19,6 +23,7 @@ from llama_ssp.models.interface import Runner
 from llama_ssp.models.linear import PlainLinear
 from llama_ssp.models.synthetic import Synthetic, choose_small, noise_for, synthesize
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
+from tests.helpers.repository import ROOT
 from tests.helpers.shapes import SHAPES, llama_shape
 
 CPU = torch.device("cpu")
@@ -170,3 +175,49 @@ def test_more_agreement_takes_less_noise_over_all_that_may_be_asked_for(small: s
     assert noises[-1] == 0
     with pytest.raises(ConfigError, match=r"agreement=0.2 must be between 0.3 and 1"):
         noise_for(folder, 0.2)
+
+
+MEASURE = """
+import json, os, threading, time
+import torch
+from llama_ssp.distributed.comms import Comm
+from llama_ssp.distributed.memory import anonymous_bytes
+from llama_ssp.models.backends import load_modules
+from llama_ssp.models.synthetic import synthesize
+from tests.helpers.shapes import llama_shape
+
+def watch():
+    global peak
+    while not done:
+        peak = max(peak, anonymous_bytes())
+        time.sleep(0.0003)
+
+torch.set_num_threads(1)
+shape = llama_shape(num_hidden_layers=12, intermediate_size=6400)
+[synthetic] = synthesize([shape], agreement=1.0)
+for num_ranks in (1, 2):
+    if os.fork():
+        os.wait()
+        continue
+    done, peak, before = False, 0, anonymous_bytes()
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    comm = Comm(rank=0, size=num_ranks, group=None)
+    model = load_modules(synthetic, dtype=torch.bfloat16, device=torch.device("cpu"), comm=comm)
+    done = True
+    watcher.join()
+    sizes = [parameter.nbytes for parameter in model.parameters()]
+    print(json.dumps([peak - before, sum(sizes), max(sizes)]), flush=True)
+    os._exit(0)
+"""
+
+
+def test_a_rank_never_holds_more_than_its_shard_and_one_tensor() -> None:
+    """355 MB on one rank, so that no second copy can hide behind what libraries import meanwhile."""
+    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", MEASURE]
+    output = subprocess.run(command, check=True, capture_output=True, text=True, env=environ, cwd=ROOT).stdout
+    measured = [json.loads(line) for line in output.splitlines()]
+    assert len(measured) == 2
+    for peak_bytes, shard_bytes, largest_bytes in measured:
+        assert 0.8 * shard_bytes < peak_bytes <= shard_bytes + largest_bytes + 32 * 2**20
