@@ -35,6 +35,7 @@ from llama_ssp.distributed.world import World, start
 from llama_ssp.drafting.model import ModelDrafter
 from llama_ssp.drafting.placement import AgreedDrafter, AgreedRule
 from llama_ssp.models.backends import load_model
+from llama_ssp.models.checkpoint import inspect
 from llama_ssp.models.decoder import LeanRunner
 from llama_ssp.models.interface import Runner
 from llama_ssp.planning.acceptance import implied_acceptance
@@ -81,9 +82,9 @@ def load(folder: Path, comm: Comm) -> tuple[Runner, int]:
 
     It is loaded twice and dropped once before, since libraries keep memory of their own for each new shape.
     """
-    load_model(folder, dtype=torch.float32, device=torch.device("cpu"), comm=comm)
+    load_model(inspect(folder), dtype=torch.float32, device=torch.device("cpu"), comm=comm)
     before = settled_bytes()
-    runner = load_model(folder, dtype=torch.float32, device=torch.device("cpu"), comm=comm)
+    runner = load_model(inspect(folder), dtype=torch.float32, device=torch.device("cpu"), comm=comm)
     return runner, settled_bytes() - before
 
 

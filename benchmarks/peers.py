@@ -30,6 +30,7 @@ from llama_ssp.decoding.state import Request
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.models import hub
 from llama_ssp.models.backends import load_modules
+from llama_ssp.models.checkpoint import inspect
 from llama_ssp.models.runner import ModuleRunner
 from llama_ssp.tasks.loading import build_decoder
 from llama_ssp.tasks.prompts import encode
@@ -166,7 +167,7 @@ def over_modules(pair: Pair, arguments: argparse.Namespace) -> Pair:
     """The same pair over the library's own modules, the reference of the lean decoder."""
     comm, cpu = Comm.single(), torch.device("cpu")
     folders = [hub.resolve(catalogue.load(name)) for name in (arguments.target, arguments.draft)]
-    models = [load_modules(folder, dtype=torch.float32, device=cpu, comm=comm) for folder in folders]
+    models = [load_modules(inspect(folder), dtype=torch.float32, device=cpu, comm=comm) for folder in folders]
     target, draft = (ModuleRunner(model, comm=comm) for model in models)
     return replace(pair, models=replace(pair.models, target=target, draft=draft))
 

@@ -38,6 +38,7 @@ def main() -> None:
     phase("train", *places, *speed, *minutes["train"], "--resume")
     phase("generate", *places, *threads, *minutes["generate"], "--seed", "201")
     phase("distill", *places, *speed, *minutes["distill"])
+    phase("agreement", "--pair", str(options.out), *threads)
     phase("measure", "--pair", str(options.out), "--result", result, *threads)
     phase("card", *places, "--result", result)
 

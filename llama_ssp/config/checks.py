@@ -13,13 +13,18 @@ from typing import Any
 from llama_ssp.config import catalogue
 from llama_ssp.config.schema import (
     DrafterKind,
+    ModelConfig,
     ModelShape,
     Quantization,
     RuleName,
     RunConfig,
     TaskName,
+    WeightsKind,
 )
 from llama_ssp.errors import ConfigError, one_message
+
+LEAST_AGREEMENT = 0.3
+"""Of synthetic weights: a target and a draft that agree less have never been asked for."""
 
 
 def check(config: RunConfig, explicit: frozenset[str], *, world_size: int) -> None:
@@ -38,6 +43,7 @@ def check(config: RunConfig, explicit: frozenset[str], *, world_size: int) -> No
         *_files(config),
         *_draft(config),
         *_models(config),
+        *_synthetic(config),
         *_target_placement(config, world_size),
         *_draft_placement(config, world_size),
         *_without_effect(config, explicit),
@@ -58,6 +64,7 @@ class _Range:
 _RANGES = (
     _Range("speculation.num_draft_tokens", lambda k: k >= 1, "at least 1 drafted token per round, for example 4"),
     _Range("speculation.acceptance", lambda a: 0 <= a <= 1, "a probability, between 0 and 1"),
+    _Range("synthetic.agreement", lambda a: LEAST_AGREEMENT <= a <= 1, f"between {LEAST_AGREEMENT} and 1"),
     _Range("sampling.temperature", lambda t: 0 <= t < math.inf, "0 (greedy) or a positive number, for example 0.8"),
     _Range("sampling.top_k", lambda k: k >= 1, "at least 1, or null for the whole vocabulary"),
     _Range("sampling.top_p", lambda p: 0 < p <= 1, "above 0 and at most 1, or null to switch it off"),
@@ -122,11 +129,9 @@ def _may_share_vocabulary(target: ModelShape, draft: ModelShape) -> bool:
 
 
 def _models(config: RunConfig) -> Iterator[str]:
-    chosen = [("model", "model", config.model)]
-    if config.draft.model is not None:
-        chosen.append(("draft", "draft.model", config.draft.model))
+    chosen = _chosen_models(config)
     for group, key, model in chosen:
-        if not (model.path or model.hub_id or model.shipped):
+        if not (_is_synthetic(config) or model.path or model.hub_id or model.shipped):
             yield f"{group}={model.name} needs {key}.path=DIR, a folder with config.json, a tokenizer and safetensors"
         if model.quantization is not Quantization.none and not config.dry_run:
             yield (
@@ -134,15 +139,42 @@ def _models(config: RunConfig) -> Iterator[str]:
                 f"fp32, bf16 and fp16 only: add {key}.quantization=none"
             )
     contexts = [(model.shape.max_position_embeddings, group) for group, _, model in chosen if model.shape]
+    if _is_synthetic(config) and (shipped := catalogue.load("tiny").shape):
+        contexts.append((shipped.max_position_embeddings, "shipped model, which synthetic weights compute,"))
     if contexts and config.max_new_tokens >= min(contexts)[0]:
         smallest, group = min(contexts)
         yield (
             f"max_new_tokens={config.max_new_tokens} leaves no room for a prompt: the context of the {group} is "
             f"{smallest} tokens"
         )
-    if config.chat and not config.model.chat and config.model.path is None and config.model.shape:
+    if config.chat and _is_synthetic(config):
+        yield "chat=true needs a chat template, and synthetic weights have the shipped model's tokenizer, without one"
+    elif config.chat and not config.model.chat and config.model.path is None and config.model.shape:
         chat_models = ", ".join(name for name in catalogue.names() if catalogue.load(name).chat)
         yield f"chat=true needs a model with a chat template, and model={config.model.name} has none: use {chat_models}"
+
+
+def _chosen_models(config: RunConfig) -> list[tuple[str, str, ModelConfig]]:
+    """Group, key and entry of the target, and of the draft if there is one."""
+    chosen = [("model", "model", config.model)]
+    if config.draft.model is not None:
+        chosen.append(("draft", "draft.model", config.draft.model))
+    return chosen
+
+
+def _is_synthetic(config: RunConfig) -> bool:
+    return config.weights is WeightsKind.synthetic
+
+
+def _synthetic(config: RunConfig) -> Iterator[str]:
+    for group, _, model in _chosen_models(config) if _is_synthetic(config) else ():
+        if model.shape is None:
+            yield f"weights=synthetic needs a shape of the catalogue, and {group}={model.name} has none: use {group}=7B"
+        elif model.shape.model_type != "llama":
+            yield (
+                f"weights=synthetic makes models of the Llama kind only, and {group}={model.name} is a "
+                f"{model.shape.model_type} model: use {group}=7B, or leave weights=synthetic out"
+            )
 
 
 def _target_placement(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -204,6 +236,28 @@ _POINTLESS = (
         ("task.default_prompts",),
         lambda config: config.prompt is not None or config.prompts is not None,
         "beside prompt= or prompts=",
+    ),
+    _Pointless(
+        ("synthetic",),
+        lambda config: not _is_synthetic(config),
+        "without weights=synthetic",
+    ),
+    _Pointless(
+        ("synthetic",),
+        lambda config: (
+            _is_synthetic(config) and config.draft.model is None and config.task.name is not TaskName.compare
+        ),
+        "without a draft: give one with draft=NAME",
+    ),
+    _Pointless(
+        ("model.path", "model.hub_id", "model.revision"),
+        lambda config: _is_synthetic(config) and config.model.shape is not None,
+        "beside weights=synthetic, which reads no files",
+    ),
+    _Pointless(
+        ("draft.model.path", "draft.model.hub_id", "draft.model.revision"),
+        lambda config: _is_synthetic(config) and config.draft.model is not None and bool(config.draft.model.shape),
+        "beside weights=synthetic, which reads no files",
     ),
     _Pointless(
         ("model.hub_id", "model.revision"),

@@ -28,6 +28,13 @@ class Quantization(Enum):
     int8_weight_only = "int8_weight_only"
 
 
+class WeightsKind(Enum):
+    """Where the weights of target and draft come from: files, or a recipe that needs none (`models.synthetic`)."""
+
+    checkpoint = "checkpoint"
+    synthetic = "synthetic"
+
+
 class TaskName(Enum):
     """What a run does."""
 
@@ -185,6 +192,13 @@ class SpeculationConfig:
 
 
 @dataclass(kw_only=True)
+class SyntheticConfig:
+    """Synthetic weights: how probable it is, at temperature 0.8, that a drafted token is accepted."""
+
+    agreement: float = 0.8
+
+
+@dataclass(kw_only=True)
 class TimeoutConfig:
     """How long a rank waits for its peers before it gives up, in seconds."""
 
@@ -247,6 +261,8 @@ class RunConfig:
     sampling: SamplingConfig
     verification: VerificationConfig
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    weights: WeightsKind = WeightsKind.checkpoint
+    synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
     timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)
     max_new_tokens: int = 64
     batch_size: int = 1

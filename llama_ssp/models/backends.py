@@ -1,10 +1,9 @@
-"""From a checkpoint folder to a runner on this rank: the one place that knows how models are put together.
+"""From files, or from a recipe, to a runner on this rank: the one place that knows how models are put together.
 
 Shapes are those of `runner`.
 """
 
 from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,15 +11,15 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.errors import ConfigError
-from llama_ssp.models.checkpoint import Checkpoint, inspect
 from llama_ssp.models.decoder import LeanRunner, is_llama_kind
 from llama_ssp.models.interface import Runner
 from llama_ssp.models.loader import Progress, Weights, find_sources, returning_memory
+from llama_ssp.models.origin import Origin
 from llama_ssp.models.runner import ModuleRunner, check_servable
 from llama_ssp.models.tensor_parallel import shard
 
 
-def build_empty(checkpoint: Checkpoint) -> PreTrainedModel:
+def build_empty(origin: Origin) -> PreTrainedModel:
     """The whole model without memory for weights: parameters on the meta device, buffers real.
 
     Raises:
@@ -28,12 +27,12 @@ def build_empty(checkpoint: Checkpoint) -> PreTrainedModel:
     """
     from accelerate import init_empty_weights  # noqa: PLC0415 - slow to import, and needed only here
 
-    check_servable(checkpoint.config)
-    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(checkpoint.config)]
+    check_servable(origin.config)
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(origin.config)]
     if not model_class._supports_sdpa:
         message = f"{model_class.__name__} has no sdpa attention, which the static cache requires"
         raise ConfigError(message)
-    config = deepcopy(checkpoint.config)
+    config = deepcopy(origin.config)
     config._attn_implementation = "sdpa"
     with init_empty_weights():
         model: PreTrainedModel = model_class(config)
@@ -41,7 +40,7 @@ def build_empty(checkpoint: Checkpoint) -> PreTrainedModel:
     return model
 
 
-def check_model(checkpoint: Checkpoint, *, num_ranks: int) -> None:
+def check_model(origin: Origin, *, num_ranks: int) -> None:
     """Find every fault that `load_model` would meet, without loading a weight.
 
     Raises:
@@ -49,48 +48,48 @@ def check_model(checkpoint: Checkpoint, *, num_ranks: int) -> None:
         ConfigError: the static cache cannot serve this model.
         PlacementError: the model cannot be shared by so many ranks.
     """
-    model = build_empty(checkpoint)
-    find_sources(model, checkpoint)
-    shard(model, checkpoint.shape, Comm(rank=0, size=num_ranks, group=None))
+    model = build_empty(origin)
+    find_sources(model, origin)
+    shard(model, origin.shape, Comm(rank=0, size=num_ranks, group=None))
 
 
 def load_modules(
-    path: Path,
+    origin: Origin,
     *,
     dtype: torch.dtype | None,
     device: torch.device,
     comm: Comm,
     progress: Progress | None = None,
 ) -> PreTrainedModel:
-    """Load this rank's slices of a checkpoint into the library's own modules; see `load_model`."""
-    model, weights = _prepare(path, dtype=dtype, device=device, comm=comm, progress=progress)
+    """Load this rank's slices of a model into the library's own modules; see `load_model`."""
+    model, weights = _prepare(origin, dtype=dtype, device=device, comm=comm, progress=progress)
     weights.fill()
     return model
 
 
 def load_model(
-    path: Path,
+    origin: Origin,
     *,
     dtype: torch.dtype | None,
     device: torch.device,
     comm: Comm,
     progress: Progress | None = None,
 ) -> Runner:
-    """Load this rank's slices of a checkpoint, ready to run: in the lean decoder where it knows the family.
+    """Load this rank's slices of a model, ready to run: in the lean decoder where it knows the family.
 
     Args:
-        path: the folder.
-        dtype: number format of weights and cache; None takes the checkpoint's own.
+        origin: where its numbers come from.
+        dtype: number format of weights and cache; None takes the origin's own.
         device: where they go.
         comm: the ranks that share the model.
         progress: called after each parameter with the bytes that have been read by then, and those that will be.
 
     Raises:
-        CheckpointError: the folder is faulty.
+        CheckpointError: tensors are missing or have another shape, or a file has changed.
         ConfigError: the static cache cannot serve this model.
         PlacementError: the model cannot be shared by these ranks.
     """
-    model, weights = _prepare(path, dtype=dtype, device=device, comm=comm, progress=progress)
+    model, weights = _prepare(origin, dtype=dtype, device=device, comm=comm, progress=progress)
     if is_llama_kind(model.config):
         with returning_memory():
             return LeanRunner(model, comm=comm, fill=weights.fill)
@@ -99,12 +98,11 @@ def load_model(
 
 
 def _prepare(
-    path: Path, *, dtype: torch.dtype | None, device: torch.device, comm: Comm, progress: Progress | None
+    origin: Origin, *, dtype: torch.dtype | None, device: torch.device, comm: Comm, progress: Progress | None
 ) -> tuple[PreTrainedModel, Weights]:
     """This rank's model without values, and what will fill it."""
-    checkpoint = inspect(path)
-    model = build_empty(checkpoint)
-    sources = find_sources(model, checkpoint)
-    shard(model, checkpoint.shape, comm)
-    dtype = dtype or checkpoint.dtype
-    return model, Weights(model, checkpoint, sources, dtype=dtype, device=device, progress=progress)
+    model = build_empty(origin)
+    sources = find_sources(model, origin)
+    shard(model, origin.shape, comm)
+    dtype = dtype or origin.dtype
+    return model, Weights(model, origin, sources, dtype=dtype, device=device, progress=progress)

@@ -6,7 +6,7 @@ self-coded models. Which tensors a model needs is asked in `loader`; where the f
 
 import json
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from llama_ssp.config.schema import ModelConfig, ModelShape
 from llama_ssp.errors import CheckpointError
+from llama_ssp.models.origin import TensorFacts
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -28,23 +29,15 @@ _FLOAT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.floa
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoredTensor:
-    """Where a tensor lies and what it is.
-
-    Attributes:
-        file: the safetensors file.
-        dtype: its number format; None for one that no weight of a model can have.
-        shape: its whole shape.
-    """
+class StoredTensor(TensorFacts):
+    """What a tensor is, and the safetensors file where it lies."""
 
     file: Path
-    dtype: torch.dtype | None
-    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A folder that `inspect` found sound.
+    """A folder that `inspect` found sound; an `origin.Origin`.
 
     Attributes:
         folder: where the files are.
@@ -59,9 +52,9 @@ class Checkpoint:
     tensors: Mapping[str, StoredTensor]
 
     @property
-    def names(self) -> Collection[str]:
-        """Names of all stored tensors."""
-        return self.tensors.keys()
+    def context(self) -> int:
+        """The most tokens that a sequence may have."""
+        return self.shape.max_position_embeddings
 
     @property
     def dtype(self) -> torch.dtype:
@@ -70,18 +63,17 @@ class Checkpoint:
         return dtypes.most_common(1)[0][0]
 
     def read(
-        self, name: str, *, dim: int | None = None, parts: Sequence[range] = (), dtype: torch.dtype | None = None
+        self,
+        name: str,
+        *,
+        dim: int | None = None,
+        parts: Sequence[range] = (),
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
     ) -> Tensor:
-        """Copy a tensor, or a slice of it, out of its file.
+        """Copy a tensor, or a slice of it, out of its file; no more than it is copied. See `Origin.read`.
 
-        Args:
-            name: one of `names`.
-            dim: the dimension that is cut; None reads the whole tensor.
-            parts: what to keep of that dimension, in this order.
-            dtype: number format of the copy; None keeps the file's. Casting while copying needs no second copy.
-
-        Returns:
-            A contiguous tensor on the CPU; no more than it has been copied.
+        Casting while copying needs no second copy on the CPU.
 
         Raises:
             CheckpointError: the file has changed since it was inspected.
@@ -91,11 +83,13 @@ class Checkpoint:
             with safe_open(file, framework="pt") as stored:
                 source = stored.get_slice(name)
                 if dim is None:
-                    return _copy(source[:], dtype)
-                pieces = [source[(*[slice(None)] * dim, slice(part.start, part.stop))] for part in parts]
-                return _copy(pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=dim), dtype)
+                    pieces = [source[:]]
+                else:
+                    pieces = [source[(*[slice(None)] * dim, slice(part.start, part.stop))] for part in parts]
+                values = _copy(pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=dim or 0), dtype)
         except (SafetensorError, OSError) as error:
             raise _unreadable(file, error) from error
+        return values.to(device)
 
 
 def _copy(view: Tensor, dtype: torch.dtype | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Fill an empty model with this rank's slices of a checkpoint.
+"""Fill an empty model with this rank's slices of its weights, from files or from a recipe.
 
 First every parameter's source is found by name and its shape compared, so that a faulty checkpoint is named before a
 byte is loaded; then one tensor at a time is read, cast and placed, so that host memory never holds more than the rank's
@@ -18,35 +18,36 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from llama_ssp.errors import CheckpointError
-from llama_ssp.models.checkpoint import Checkpoint, summary
+from llama_ssp.models.checkpoint import summary
+from llama_ssp.models.origin import Origin
 from llama_ssp.models.tensor_parallel import LocalModule, Slice
 
 Progress = Callable[[int, int], None]
 
 
-def find_sources(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, str]:
-    """Say under which name the checkpoint stores each parameter.
+def find_sources(model: PreTrainedModel, origin: Origin) -> dict[str, str]:
+    """Say under which name each parameter is to be read.
 
     Args:
         model: the whole model, before `tensor_parallel.shard`.
-        checkpoint: its files.
+        origin: where its numbers come from.
 
     Returns:
-        Name in the checkpoint by name in the model, in the model's order. Tied parameters share a source where the
-        checkpoint stores only one of them.
+        Name to read by name in the model, in the model's order. Tied parameters share a source where only one of them
+        is stored.
 
     Raises:
         CheckpointError: parameters are missing, have another shape, or are not floating-point numbers.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    stored = _model_names(model, checkpoint, parameters)
+    stored = _model_names(model, origin, parameters)
     ties: dict[str, str] = model.all_tied_weights_keys
     partners = ties | {source: target for target, source in ties.items()}
     sources = {name: stored.get(name) or stored.get(partners.get(name, "")) for name in parameters}
     missing = [name for name, source in sources.items() if source is None]
     if missing:
         message = (
-            f"{checkpoint.folder} lacks {len(missing)} of the {len(parameters)} tensors that its config.json calls for "
+            f"{origin.folder} lacks {len(missing)} of the {len(parameters)} tensors that its config.json calls for "
             f"({summary(missing)}): copy or download it again"
         )
         raise CheckpointError(message)
@@ -56,26 +57,24 @@ def find_sources(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, st
         if tensor.shape != parameters[name].shape
         else f"{source} holds no floating-point numbers"
         for name, source in found.items()
-        if (tensor := checkpoint.tensors[source]).shape != parameters[name].shape or tensor.dtype is None
+        if (tensor := origin.tensors[source]).shape != parameters[name].shape or tensor.dtype is None
     ]
     if unfit:
-        message = f"{checkpoint.folder} does not fit its config.json, which may be another model's: {summary(unfit)}"
+        message = f"{origin.folder} does not fit its config.json, which may be another model's: {summary(unfit)}"
         raise CheckpointError(message)
     return found
 
 
-def _model_names(
-    model: PreTrainedModel, checkpoint: Checkpoint, parameters: Mapping[str, nn.Parameter]
-) -> dict[str, str]:
-    """Name in the checkpoint by the name that the library gives it in the model."""
+def _model_names(model: PreTrainedModel, origin: Origin, parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:
+    """Name to read by the name that the library gives it in the model."""
     transforms = get_model_conversion_mapping(model)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
     renamed: dict[str, str] = {}
-    for name in checkpoint.names:
+    for name in origin.tensors:
         new_name, conversion = rename_source_key(name, renamings, converters, model.base_model_prefix, dict(parameters))
         if conversion is not None:
-            message = f"{checkpoint.folder} stores {name} in parts to be joined while loading, which is not supported"
+            message = f"{origin.folder} stores {name} in parts to be joined while loading, which is not supported"
             raise CheckpointError(message)
         renamed[new_name] = name
     return renamed
@@ -115,7 +114,7 @@ class Weights:
 
     Args:
         model: the model with its local modules, parameters on the meta device.
-        checkpoint: where to read.
+        origin: where the numbers come from.
         sources: what `find_sources` returned for the whole model.
         dtype: number format of the parameters.
         device: where they go.
@@ -125,7 +124,7 @@ class Weights:
     def __init__(
         self,
         model: PreTrainedModel,
-        checkpoint: Checkpoint,
+        origin: Origin,
         sources: Mapping[str, str],
         *,
         dtype: torch.dtype,
@@ -133,7 +132,7 @@ class Weights:
         progress: Progress | None,
     ) -> None:
         self._model = model
-        self._checkpoint = checkpoint
+        self._origin = origin
         self._waiting = dict(sources)
         self._uses = Counter(sources.values())
         self._tied: dict[tuple[str, Slice | None], nn.Parameter] = {}
@@ -170,7 +169,7 @@ class Weights:
         if (source, piece) in self._tied:
             return self._tied[source, piece]
         dim, parts = (piece.dim, [piece.part]) if piece else (None, [])
-        values = self._checkpoint.read(source, dim=dim, parts=parts, dtype=self._dtype).to(self._device)
+        values = self._origin.read(source, dim=dim, parts=parts, dtype=self._dtype, device=self._device)
         self._done_bytes += values.nbytes
         parameter = nn.Parameter(values, requires_grad=False)
         if self._uses[source] > 1:

@@ -128,11 +128,15 @@ class RankMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """What the lines do not tell about a run; `num_draft_tokens` is 0 without a draft."""
+    """What the lines do not tell about a run; `num_draft_tokens` is 0 without a draft.
+
+    `weights` is "checkpoint" or "synthetic".
+    """
 
     task: str
     model: str
     draft: str | None
+    weights: str = "checkpoint"
     placement: dict[str, Any]
     world_size: int
     seed: int
@@ -149,6 +153,7 @@ class Summary:
     task: str
     model: str
     draft: str | None
+    weights: str
     placement: dict[str, Any]
     world_size: int
     num_prompts: int

@@ -33,6 +33,7 @@ def summarise(facts: RunFacts, lines: Sequence[CompletionLine]) -> Summary:
         task=facts.task,
         model=facts.model,
         draft=facts.draft,
+        weights=facts.weights,
         placement=facts.placement,
         world_size=facts.world_size,
         num_prompts=len({line.index for line in lines}),

@@ -6,13 +6,15 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
-from llama_ssp.config.schema import Dtype, ModelConfig, RunConfig
+from llama_ssp.config.schema import Dtype, ModelConfig, RunConfig, WeightsKind
 from llama_ssp.distributed.agree import together
 from llama_ssp.distributed.world import World
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.models import hub
 from llama_ssp.models.backends import check_model
-from llama_ssp.models.checkpoint import Checkpoint, check_shape, inspect
+from llama_ssp.models.checkpoint import check_shape, inspect
+from llama_ssp.models.origin import Origin
+from llama_ssp.models.synthetic import synthesize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,27 +23,22 @@ class Source:
 
     Attributes:
         entry: what the catalogue says of it.
-        checkpoint: its files.
+        origin: where its numbers come from.
         tokenizer: from the same folder.
         dtype: number format to load it in; None takes that of the files.
     """
 
     entry: ModelConfig
-    checkpoint: Checkpoint
+    origin: Origin
     tokenizer: PreTrainedTokenizerBase
     dtype: torch.dtype | None
-
-    @property
-    def context(self) -> int:
-        """The most tokens that a sequence may have."""
-        return self.checkpoint.shape.max_position_embeddings
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
         """Tokens that end a text, as the checkpoint's generation config says, else its tokenizer."""
         ids = None
-        if (self.checkpoint.folder / "generation_config.json").is_file():
-            ids = GenerationConfig.from_pretrained(self.checkpoint.folder, local_files_only=True).eos_token_id
+        if (self.origin.folder / "generation_config.json").is_file():
+            ids = GenerationConfig.from_pretrained(self.origin.folder, local_files_only=True).eos_token_id
         if ids is None:
             ids = self.tokenizer.eos_token_id
         if ids is None:
@@ -61,25 +58,47 @@ def find_sources(config: RunConfig, world: World) -> tuple[Source, Source | None
         ConfigError: the vocabularies differ, or a model cannot be served.
         PlacementError: the target cannot be shared by so many ranks.
     """
-    entries = [config.model] + ([config.draft.model] if config.draft.model else [])
     with together(world.comm):
-        if world.ranks.local_rank == 0:
-            for entry in entries:
+        if config.weights is WeightsKind.checkpoint and world.ranks.local_rank == 0:
+            for entry in _entries(config):
                 hub.resolve(entry)
     with together(world.comm):
-        target = _check(config.model, num_ranks=world.ranks.size)
-        draft = _check(config.draft.model, num_ranks=1) if config.draft.model else None
+        origins = _synthesize(config) if config.weights is WeightsKind.synthetic else _inspect(config)
+        target, *drafts = (
+            _check(entry, origin, num_ranks=num_ranks)
+            for entry, origin, num_ranks in zip(_entries(config), origins, (world.ranks.size, 1), strict=False)
+        )
+        draft = drafts[0] if drafts else None
         if draft:
             _check_vocabularies(target, draft)
     return target, draft
 
 
-def _check(entry: ModelConfig, *, num_ranks: int) -> Source:
-    checkpoint = inspect(hub.resolve(entry))
-    check_shape(entry, checkpoint)
-    check_model(checkpoint, num_ranks=num_ranks)
+def _entries(config: RunConfig) -> list[ModelConfig]:
+    """What the catalogue says of the target, and of the draft if there is one."""
+    return [config.model] + ([config.draft.model] if config.draft.model else [])
+
+
+def _inspect(config: RunConfig) -> list[Origin]:
+    """The files of each model, held to the shape that the catalogue has for it."""
+    origins: list[Origin] = []
+    for entry in _entries(config):
+        checkpoint = inspect(hub.resolve(entry))
+        check_shape(entry, checkpoint)
+        origins.append(checkpoint)
+    return origins
+
+
+def _synthesize(config: RunConfig) -> list[Origin]:
+    """The recipe of each model: its shape, and what is shipped."""
+    shapes = [entry.shape for entry in _entries(config) if entry.shape]
+    return list(synthesize(shapes, agreement=config.synthetic.agreement))
+
+
+def _check(entry: ModelConfig, origin: Origin, *, num_ranks: int) -> Source:
+    check_model(origin, num_ranks=num_ranks)
     dtype = None if entry.dtype is Dtype.auto else getattr(torch, entry.dtype.value)
-    return Source(entry=entry, checkpoint=checkpoint, tokenizer=_read_tokenizer(checkpoint.folder), dtype=dtype)
+    return Source(entry=entry, origin=origin, tokenizer=_read_tokenizer(origin.folder), dtype=dtype)
 
 
 def _read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:

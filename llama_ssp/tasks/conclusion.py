@@ -27,6 +27,7 @@ def conclude(session: Session) -> None:
         task=config.task.name.name,
         model=config.model.name,
         draft=config.draft.model.name if config.draft.model else None,
+        weights=config.weights.name,
         placement=_placement(session),
         world_size=comm.size,
         seed=config.seed,

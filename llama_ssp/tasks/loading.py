@@ -82,14 +82,14 @@ def load_models(
         mesh=mesh,
         tokenizer=target_source.tokenizer,
         eos_ids=target_source.eos_ids,
-        context=min(source.context for source in sources if source),
+        context=min(source.origin.context for source in sources if source),
     )
 
 
 def _load(part: str, source: Source, *, comm: Comm, device: torch.device, progress: Progress | None) -> Runner:
     started = time.perf_counter()
     runner = load_model(
-        source.checkpoint.folder,
+        source.origin,
         dtype=source.dtype,
         device=device,
         comm=comm,

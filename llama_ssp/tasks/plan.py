@@ -13,7 +13,7 @@ from pathlib import Path
 from llama_ssp.config import hardware
 from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.config.plan import DraftLayout, PlanFormat, TargetLayout
-from llama_ssp.config.schema import DeviceKind, RunConfig
+from llama_ssp.config.schema import DeviceKind, RunConfig, WeightsKind
 from llama_ssp.errors import ConfigError, one_message
 from llama_ssp.planning.job import Job, planned_model
 from llama_ssp.planning.plan import Plan, document, make_plan, require_room
@@ -147,13 +147,20 @@ def job_of_run(config: RunConfig, *, world_size: int, prompt_tokens: int, device
         draft_kind=DraftLayout[config.placement.draft.kind.name],
         draft_ranks=draft_ranks,
         num_draft_tokens=config.speculation.num_draft_tokens,
-        acceptance=config.speculation.acceptance,
+        acceptance=_assumed_acceptance(config),
         batch_size=config.batch_size,
         prompt_tokens=prompt_tokens,
         max_new_tokens=config.max_new_tokens,
         cuda_graphs=False,
         device=device,
     )
+
+
+def _assumed_acceptance(config: RunConfig) -> float | None:
+    """What the user says, else what synthetic weights are made to have, else None: what is known of the pair."""
+    if config.speculation.acceptance is None and config.weights is WeightsKind.synthetic:
+        return config.synthetic.agreement
+    return config.speculation.acceptance
 
 
 def machine_of_run(machine: HardwareConfig, world_size: int) -> HardwareConfig:

@@ -94,7 +94,7 @@ def _write_end(folder: RunFolder, error: SspError | KeyboardInterrupt) -> None:
 def _run(config: RunConfig, world: World, terminal: Terminal, folder: RunFolder | None) -> None:
     sources = find_sources(config, world)
     finished = _tell_finished(world, folder)
-    jobs = _read_jobs(config, world, sources[0], context=min(source.context for source in sources if source))
+    jobs = _read_jobs(config, world, sources[0], context=min(source.origin.context for source in sources if source))
     plan = _make_plan(config, world, terminal, jobs)
     with terminal.loading() as progress:
         models = load_models(config, world, sources, progress=progress)

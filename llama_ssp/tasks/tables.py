@@ -60,6 +60,8 @@ def _title(summary: Summary) -> Text:
     models = summary.model
     if summary.speculative:
         models += f" with {summary.draft}, K = {len(summary.speculative.accepted_histogram) - 1}"
+    if summary.weights != "checkpoint":
+        models += f", {summary.weights} weights"
     return Text(
         f"{models}: {_count(summary.num_prompts, 'prompt')}, {_count(summary.num_new_tokens, 'token')}, "
         f"{_count(summary.world_size, 'rank')}",

@@ -21,6 +21,7 @@ from llama_ssp.config.schema import (
     RunConfig,
     SamplingConfig,
     VerificationConfig,
+    WeightsKind,
 )
 from llama_ssp.decoding.state import Request
 from llama_ssp.distributed.agree import together
@@ -30,7 +31,9 @@ from llama_ssp.tasks.checkpoints import find_sources
 from llama_ssp.tasks.loading import build_decoder, load_models
 from llama_ssp.tasks.prompts import encode
 from tests.helpers.prompts import PROMPTS
+from tests.helpers.shapes import llama_shape
 
+SYNTHETIC = "synthetic"
 PAIRS = ("tiny", "llama", "gpt_neox", "qwen2", "qwen3")
 NUM_NEW_TOKENS = 24
 
@@ -52,7 +55,10 @@ def run_config(
 
 
 def pair_of(name: str, folder: Path) -> tuple[ModelConfig, ModelConfig]:
-    """The shipped pair in fp32, or the random pair of one family that the tests have saved."""
+    """The shipped pair in fp32, larger shapes that compute it, or the random pair of one family that was saved."""
+    if name == SYNTHETIC:
+        entry = ModelConfig(name=name, dtype=Dtype.fp32, shape=llama_shape())
+        return entry, entry
     if name == "tiny":
         return catalogue.load("tiny"), catalogue.load("tiny-draft")
     pair = [ModelConfig(name=part, path=str(folder / name / part), dtype=Dtype.fp32) for part in ("target", "draft")]
@@ -61,6 +67,8 @@ def pair_of(name: str, folder: Path) -> tuple[ModelConfig, ModelConfig]:
 
 def prompts_of(name: str) -> list[str]:
     """Fifty texts and an empty one for the shipped pair; words that their tokenizer knows for the random pairs."""
+    if name == SYNTHETIC:
+        return list(PROMPTS[::5])
     return [*PROMPTS, ""] if name == "tiny" else ["t5 t9 t3", "t7", "t11 t12 t13 t14 t15 t16 t17", "t8 t8"]
 
 
@@ -68,6 +76,7 @@ def texts(world: World, folder: Path, name: str, temperature: float, *, draft_ra
     """Ids that a pair generates on these ranks."""
     target, draft = pair_of(name, folder)
     config = run_config(target, draft, temperature=temperature, batch_size=9, draft_rank=draft_rank)
+    config.weights = WeightsKind.synthetic if name == SYNTHETIC else WeightsKind.checkpoint
     models = load_models(config, world, find_sources(config, world))
     decoder = build_decoder(models, config, speculative=True)
     requests = [
@@ -97,6 +106,7 @@ def cases(world: World, folder: Path) -> dict[str, Callable[[], object]]:
         "error": lambda: error_of_one_rank(world),
         "gathered": lambda: world.comm.gather_text("é" * world.comm.rank),
         "broadcast": lambda: world.comm.broadcast_text(f"from {world.comm.rank}", src=world.comm.size - 1),
+        SYNTHETIC: lambda: texts(world, folder, SYNTHETIC, 0.0),
         "draft on the last rank": lambda: texts(world, folder, "tiny", 0.8, draft_rank=world.comm.size - 1),
     }
     for name in PAIRS:

@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from llama_ssp.models import hub
-from tests.distributed.ranks import NUM_NEW_TOKENS, PAIRS, pair_of, prompts_of
+from tests.distributed.ranks import NUM_NEW_TOKENS, PAIRS, SYNTHETIC, pair_of, prompts_of
 from tests.helpers.texts import few_part, library_greedy, part_at_a_near_tie
 
 Seen = list[dict[str, Any]]
@@ -36,6 +36,19 @@ def test_greedy_text_is_the_librarys_on_every_number_of_ranks(
         wanted = library_greedy(model, prompt_ids, num_tokens=NUM_NEW_TOKENS)
         num_near_ties += part_at_a_near_tie(model, prompt_ids, wanted, ids)
     assert num_near_ties <= len(prompts) / 50
+
+
+@sizes
+def test_synthetic_weights_have_the_shipped_models_text_on_every_number_of_ranks(
+    num_ranks: int, launched: Callable[[int], Seen], pairs: Path
+) -> None:
+    model, _ = library("tiny", pairs)
+    tokenizer: Any = AutoTokenizer.from_pretrained(hub.resolve(pair_of("tiny", pairs)[0]))
+    prompts = [tokenizer(prompt).input_ids for prompt in prompts_of(SYNTHETIC)]
+    texts = launched(num_ranks)[0][SYNTHETIC]
+    wanted = [library_greedy(model, prompt_ids, num_tokens=NUM_NEW_TOKENS) for prompt_ids in prompts]
+    parted = [part_at_a_near_tie(model, *row) for row in zip(prompts, wanted, texts, strict=True)]
+    assert sum(parted) <= 1
 
 
 @sizes

@@ -10,6 +10,7 @@ from tests.unit.config.conftest import Compose
 
 GREEDY = "sampling=greedy"
 PLAIN = ["task=generate", "draft=none"]
+SYNTHETIC = "weights=synthetic"
 
 BAD = [
     (["speculation.num_draft_tokens=0"], "speculation.num_draft_tokens=0 must be at least 1"),
@@ -62,6 +63,21 @@ BAD = [
     ([GREEDY, "num_samples=2"], "num_samples has no effect at temperature 0"),
     (["prompt=a", "task.default_prompts=[b]"], "task.default_prompts has no effect beside prompt= or prompts="),
     (["model.path=DIR", "model.revision=main"], "model.revision has no effect beside model.path"),
+    (["synthetic.agreement=0.7"], "synthetic.agreement has no effect without weights=synthetic"),
+    ([SYNTHETIC, "synthetic.agreement=0.2"], "synthetic.agreement=0.2 must be between 0.3 and 1"),
+    ([SYNTHETIC, "synthetic.agreement=1.1"], "synthetic.agreement=1.1 must be between 0.3 and 1"),
+    ([*PLAIN, SYNTHETIC, "synthetic.agreement=0.7"], "synthetic.agreement has no effect without a draft"),
+    ([SYNTHETIC, "model.path=DIR"], "model.path has no effect beside weights=synthetic, which reads no files"),
+    ([SYNTHETIC, "draft.model.hub_id=a"], "draft.model.hub_id has no effect beside weights=synthetic"),
+    ([*PLAIN, SYNTHETIC, "model=local", "model.path=DIR"], "weights=synthetic needs a shape of the catalogue"),
+    ([*PLAIN, SYNTHETIC, "model=gpt_neox_20B"], "Llama kind only, and model=gpt_neox_20B is a gpt_neox model"),
+    ([*PLAIN, SYNTHETIC, "model=gpt_neo_1.3B"], "Llama kind only, and model=gpt_neo_1.3B is a gpt_neo model"),
+    ([SYNTHETIC, "model=tiny", "draft=7B"], "model=tiny has 4096 tokens, draft=7B 32000"),
+    ([*PLAIN, SYNTHETIC, "model=smollm2_1.7B", "chat=true"], "chat=true needs a chat template, and synthetic weights"),
+    (
+        [*PLAIN, SYNTHETIC, "model=llama3_8B", "max_new_tokens=2048"],
+        "the context of the shipped model, which synthetic",
+    ),
     (["draft.model.path=DIR", "draft.model.hub_id=a"], "draft.model.hub_id has no effect beside draft.model.path"),
 ]
 
@@ -90,6 +106,9 @@ GOOD = [
     ["sampling.top_p=1", "sampling.top_k=1"],
     ["max_new_tokens=2047"],
     [*PLAIN, "num_samples=3"],
+    [SYNTHETIC, "model=30B", "draft=7B", "synthetic.agreement=0.7"],
+    [SYNTHETIC, "model=llama3_8B"],
+    [SYNTHETIC, *PLAIN, "model=llama2_70B", "max_new_tokens=2047"],
 ]
 
 

@@ -83,6 +83,18 @@ def test_generate_prints_the_librarys_greedy_text(launch: Launch) -> None:
     assert ended.out.rstrip("\n") == str(tokenizer.decode(wanted, skip_special_tokens=True)).rstrip("\n")
 
 
+def test_synthetic_weights_give_a_larger_shape_the_shipped_models_text(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub, "snapshot_download", lambda *_args, **_kwargs: pytest.fail("a model was downloaded"))
+    greedy = ["task=generate", "sampling=greedy", "prompt=def factorial(n):", "max_new_tokens=24", "draft=none"]
+    wanted = launch(*greedy, "model=tiny-draft").lines[0]["token_ids"]
+    ended = launch(*greedy, "model=smollm2_135M", "model.dtype=fp32", "weights=synthetic", run_dir="other")
+    assert ended.code == 0, ended.err
+    assert ended.lines[0]["token_ids"] == wanted
+    assert json.loads((ended.run_dir / "summary.json").read_text())["weights"] == "synthetic"
+
+
 def test_any_pair_of_folders_runs(launch: Launch, neox_pair: Path) -> None:
     ended = launch("task=generate", *local(neox_pair), "prompt=t5 t6 t7", "max_new_tokens=9", "ignore_eos=true")
     assert ended.code == 0, ended.err

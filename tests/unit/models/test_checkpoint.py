@@ -133,9 +133,9 @@ def test_a_file_that_breaks_after_its_inspection_is_one_sentence_too(folder: Pat
 
 def test_many_files_hold_what_one_file_holds(saved: Callable[[str], Saved], shards: Path) -> None:
     whole, split = inspect(saved("llama")[0]), inspect(shards)
-    assert set(split.names) == set(whole.names)
+    assert set(split.tensors) == set(whole.tensors)
     assert len({tensor.file for tensor in split.tensors.values()}) > 3
-    for name in whole.names:
+    for name in whole.tensors:
         assert torch.equal(split.read(name), whole.read(name))
 
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from llama_ssp.decoding.state import BatchState, Request
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.models.backends import load_model, load_modules
+from llama_ssp.models.checkpoint import inspect
 from llama_ssp.models.decoder import LeanRunner, is_llama_kind
 from llama_ssp.models.interface import Runner
 from llama_ssp.models.linear import Kernel, PackedLinear, PlainLinear, can_pack
@@ -117,7 +118,7 @@ def test_every_rank_gets_the_whole_model_s_logits(tmp_path: Path, kind: str, num
     library = ModuleRunner(build_checkpoint(tmp_path, family, **changes), comm=Comm.single())
     library.allocate(batch_size=3, capacity=40)
     comms = thread_comms(num_ranks)
-    loaded = [load_modules(tmp_path, dtype=None, device=CPU, comm=comm) for comm in comms]
+    loaded = [load_modules(inspect(tmp_path), dtype=None, device=CPU, comm=comm) for comm in comms]
     runners = [LeanRunner(model, comm=comm, kernel=kernel) for model, comm in zip(loaded, comms, strict=True)]
 
     def rounds(comm: Comm) -> list[Tensor]:
@@ -236,5 +237,5 @@ def test_only_models_that_it_computes_get_the_lean_decoder(
 ) -> None:
     assert is_llama_kind(tiny_config(family, **changes)) is is_lean
     build_checkpoint(tmp_path, family, **changes)
-    runner = load_model(tmp_path, dtype=None, device=CPU, comm=Comm.single())
+    runner = load_model(inspect(tmp_path), dtype=None, device=CPU, comm=Comm.single())
     assert type(runner) is (LeanRunner if is_lean else ModuleRunner)

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.errors import CheckpointError
 from llama_ssp.models.backends import load_modules
-from llama_ssp.models.checkpoint import SINGLE_FILE, Checkpoint
+from llama_ssp.models.checkpoint import SINGLE_FILE, Checkpoint, inspect
 from tests.helpers.models import build_checkpoint
 from tests.unit.models.conftest import Saved
 
@@ -26,7 +26,7 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 def load(folder: Path, *, dtype: torch.dtype | None = None, comm: Comm | None = None) -> PreTrainedModel:
-    return load_modules(folder, dtype=dtype, device=CPU, comm=comm or Comm.single())
+    return load_modules(inspect(folder), dtype=dtype, device=CPU, comm=comm or Comm.single())
 
 
 def edit_tensors(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
@@ -144,7 +144,9 @@ def test_no_rank_reads_more_than_it_holds(
 def test_progress_counts_bytes_up_to_all_that_the_rank_holds(family: str, saved: Callable[[str], Saved]) -> None:
     seen: list[tuple[int, int]] = []
     folder, model = saved(family)
-    load_modules(folder, dtype=None, device=CPU, comm=Comm.single(), progress=lambda *report: seen.append(report))
+    load_modules(
+        inspect(folder), dtype=None, device=CPU, comm=Comm.single(), progress=lambda *report: seen.append(report)
+    )
     held_bytes = sum(parameter.nbytes for parameter in model.parameters())
     assert seen == sorted(seen)
     assert seen[-1] == (held_bytes, held_bytes)
@@ -190,7 +192,7 @@ for num_ranks, dtype in ((1, torch.bfloat16), (2, torch.bfloat16), (2, torch.flo
     done, peak, before = False, 0, anonymous_bytes()
     watcher = threading.Thread(target=watch)
     watcher.start()
-    runner = load_model(folder, dtype=dtype, device=torch.device("cpu"), comm=comm)
+    runner = load_model(checkpoint, dtype=dtype, device=torch.device("cpu"), comm=comm)
     done = True
     watcher.join()
     held_bytes, largest_bytes = sum(held.values()), largest * dtype.itemsize

@@ -9,6 +9,7 @@ from torch import Tensor
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.errors import ConfigError
 from llama_ssp.models.backends import load_modules
+from llama_ssp.models.checkpoint import inspect
 from llama_ssp.models.runner import ModuleRunner, check_servable
 from tests.helpers.models import VOCAB_SIZE, library_logits, tiny_config, tiny_model
 from tests.unit.models.conftest import Saved
@@ -21,7 +22,7 @@ TOLERANCE = 2e-5
 
 def runner_of(saved: SavedModels, family: str, *, batch_size: int, capacity: int = 40) -> ModuleRunner:
     folder, _ = saved(family)
-    modules = load_modules(folder, dtype=None, device=torch.device("cpu"), comm=Comm.single())
+    modules = load_modules(inspect(folder), dtype=None, device=torch.device("cpu"), comm=Comm.single())
     runner = ModuleRunner(modules, comm=Comm.single())
     runner.allocate(batch_size=batch_size, capacity=capacity)
     return runner

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.errors import PlacementError
 from llama_ssp.models.backends import load_modules
-from llama_ssp.models.checkpoint import shape_of
+from llama_ssp.models.checkpoint import inspect, shape_of
 from llama_ssp.models.runner import ModuleRunner
 from llama_ssp.models.tensor_parallel import RowLinear, shard
 from tests.helpers.fake_comm import on_ranks, thread_comms
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 def load_ranks(folder: Path, comms: list[Comm]) -> list[ModuleRunner]:
     """One rank after the other, because accelerate's empty weights patch torch for the whole process."""
-    models = [load_modules(folder, dtype=None, device=CPU, comm=comm) for comm in comms]
+    models = [load_modules(inspect(folder), dtype=None, device=CPU, comm=comm) for comm in comms]
     return [ModuleRunner(model, comm=comm) for model, comm in zip(models, comms, strict=True)]
 
 

@@ -36,8 +36,8 @@ def summary(*, forecast: Forecast | None = None, speculative: bool = True) -> Su
         acceptance_rate=0.714, accepted_histogram=[5, 6, 7, 8, 36], draft_s=0.18, verify_s=0.36, other_s=0.06,
     )  # fmt: skip
     return Summary(
-        task="compare", model="llama2_70B", draft="tinyllama_1B", placement={}, world_size=8, num_prompts=1,
-        num_new_tokens=384, seed=0, versions={}, git_commit=None,
+        task="compare", model="llama2_70B", draft="tinyllama_1B", weights="checkpoint", placement={}, world_size=8,
+        num_prompts=1, num_new_tokens=384, seed=0, versions={}, git_commit=None,
         plain=PlainSummary(ms_per_token=240.2, tokens_per_s=4.163, num_target_forwards=192),
         speculative=fast if speculative else None, speedup=2.127 if speculative else None,
         forecast=forecast or Forecast(), memory=[],
