@@ -103,6 +103,7 @@ class ModelConfig:
     """One entry of the catalogue `conf/model`: a checkpoint, its precision and its shape.
 
     Exactly one of `path`, `shipped` and `hub_id` says where the weights are; `path` wins when it is given.
+    `int8_threshold` is for `quantization=int8`: inputs of at least this size are not quantized; 0 quantizes all.
     """
 
     name: str
@@ -112,6 +113,7 @@ class ModelConfig:
     shipped: bool = False
     dtype: Dtype = Dtype.auto
     quantization: Quantization = Quantization.none
+    int8_threshold: float = 0.0
     default_draft: str | None = None
     chat: bool = False
     gated: bool = False

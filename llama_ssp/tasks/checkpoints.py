@@ -13,6 +13,7 @@ from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.models import hub
 from llama_ssp.models.backends import check_model
 from llama_ssp.models.checkpoint import Checkpoint, check_shape, inspect
+from llama_ssp.models.quantization import Precision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,12 +25,14 @@ class Source:
         checkpoint: its files.
         tokenizer: from the same folder.
         dtype: number format to load it in; None takes that of the files.
+        precision: how its linear layers are stored.
     """
 
     entry: ModelConfig
     checkpoint: Checkpoint
     tokenizer: PreTrainedTokenizerBase
     dtype: torch.dtype | None
+    precision: Precision
 
     @property
     def context(self) -> int:
@@ -58,8 +61,8 @@ def find_sources(config: RunConfig, world: World) -> tuple[Source, Source | None
 
     Raises:
         CheckpointError: a checkpoint is missing or faulty.
-        ConfigError: the vocabularies differ, or a model cannot be served.
-        PlacementError: the target cannot be shared by so many ranks.
+        ConfigError: the vocabularies differ, or a model cannot be served or quantized.
+        PlacementError: the target cannot be shared by so many ranks, or not in its precision.
     """
     entries = [config.model] + ([config.draft.model] if config.draft.model else [])
     with together(world.comm):
@@ -77,9 +80,15 @@ def find_sources(config: RunConfig, world: World) -> tuple[Source, Source | None
 def _check(entry: ModelConfig, *, num_ranks: int) -> Source:
     checkpoint = inspect(hub.resolve(entry))
     check_shape(entry, checkpoint)
-    check_model(checkpoint, num_ranks=num_ranks)
+    check_model(checkpoint, num_ranks=num_ranks, quantization=entry.quantization)
     dtype = None if entry.dtype is Dtype.auto else getattr(torch, entry.dtype.value)
-    return Source(entry=entry, checkpoint=checkpoint, tokenizer=_read_tokenizer(checkpoint.folder), dtype=dtype)
+    return Source(
+        entry=entry,
+        checkpoint=checkpoint,
+        tokenizer=_read_tokenizer(checkpoint.folder),
+        dtype=dtype,
+        precision=Precision(quantization=entry.quantization, int8_threshold=entry.int8_threshold),
+    )
 
 
 def _read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
