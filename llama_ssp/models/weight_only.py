@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_QUANTIZED_ELEMENTS = 2**19
+_QUANTIZED_ELEMENTS = 2**17
 """Weights that are quantized at a time: what that takes beside them stays small."""
 _UNPACKED_ELEMENTS = {"cpu": 2**19, "cuda": 2**24}
 """Weights that are unpacked at a time: they stay in a CPU's cache, and keep a GPU busy."""

@@ -41,7 +41,10 @@ BAD = [
     (["model=30B_8bit", "draft=7B", "model.int8_threshold=-1"], "model.int8_threshold=-1.0 must be 0"),
     (["model.int8_threshold=6"], "model.int8_threshold has no effect without model.quantization=int8"),
     (["model.quantization=nf4", "model.int8_threshold=6"], "model.int8_threshold has no effect without"),
-    (["draft.model.int8_threshold=6"], "draft.model.int8_threshold has no effect without draft.model.quantization=int8"),
+    (
+        ["draft.model.int8_threshold=6"],
+        "draft.model.int8_threshold has no effect without draft.model.quantization=int8",
+    ),
     (
         ["max_new_tokens=2048"],
         "max_new_tokens=2048 leaves no room for a prompt: the context of the draft is 2048 tokens",

@@ -1,7 +1,6 @@
 """Holds every quantized form to its definition, to rows that know nothing of each other, and to slices and joins."""
 
 import sys
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -139,9 +138,7 @@ def test_a_layer_is_quantized_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPat
     assert seen == [2, 2, 2, 1]
 
 
-@pytest.mark.parametrize(
-    ("form", "kind"), list(zip(FORMS, (Int8Linear, Nf4Linear, Int8WeightOnlyLinear), strict=True))
-)
+@pytest.mark.parametrize(("form", "kind"), list(zip(FORMS, (Int8Linear, Nf4Linear, Int8WeightOnlyLinear), strict=True)))
 def test_each_name_has_its_form(form: Quantization, kind: type) -> None:
     assert type(make(form, numbers(16, 64))) is kind
 
@@ -161,16 +158,16 @@ def test_without_the_private_operator_bytes_are_unpacked(monkeypatch: pytest.Mon
 
     weight, x = numbers(48, 192, dtype=torch.bfloat16), numbers(5, 192, dtype=torch.bfloat16)
     packed = make(Quantization.int8_weight_only, weight)(x)
-    find: Callable[..., object] = weight_only._product_of_few_rows
+    find = weight_only._product_of_few_rows
     monkeypatch.setattr(torch.ops.aten, "_weight_int8pack_mm", absent)
-    find.cache_clear()  # type: ignore[attr-defined]
+    find.cache_clear()
     try:
         found = make(Quantization.int8_weight_only, weight)
         assert isinstance(found, Int8WeightOnlyLinear)
         assert found._few_rows is None
         torch.testing.assert_close(found(x), packed, atol=0.2, rtol=0.02)
     finally:
-        find.cache_clear()  # type: ignore[attr-defined]
+        find.cache_clear()
 
 
 def test_bitsandbytes_is_imported_without_a_way_to_the_hub_and_in_silence() -> None:
