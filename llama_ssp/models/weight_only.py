@@ -7,8 +7,9 @@ Shapes: M rows (tokens), I inputs, O outputs, C outputs of one block.
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
-from typing import Any
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -17,8 +18,8 @@ _QUANTIZED_ELEMENTS = 2**17
 """Weights that are quantized at a time: what that takes beside them stays small."""
 _UNPACKED_ELEMENTS = {"cpu": 2**19, "cuda": 2**24}
 """Weights that are unpacked at a time: they stay in a CPU's cache, and keep a GPU busy."""
-_FEW_ROWS = 8
-"""Up to here the CPU's product with bytes is faster than unpacking them."""
+_FEW_ROWS = {"cpu": 8, "cuda": 16}
+"""Up to here products with bytes are faster than unpacking them; on a GPU these are the rows of a tile."""
 _LARGEST_BYTE = 127
 
 ProductOfFewRows = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -51,7 +52,7 @@ class Int8WeightOnlyLinear(QuantizedForm):
 
     def __call__(self, x_MI: Tensor) -> Tensor:
         """See `Linear`."""
-        if self._few_rows and x_MI.shape[0] <= _FEW_ROWS:
+        if self._few_rows and x_MI.shape[0] <= _FEW_ROWS[x_MI.device.type]:
             y_MO = self._few_rows(x_MI, self._weight_OI, self._scales_O)
         else:
             y_MO = self._unpacked(x_MI)
@@ -84,14 +85,20 @@ def _to_bytes(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @cache
-def _product_of_few_rows(device: str, dtype: torch.dtype) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
-    """A kernel for x (W s)^T that reads bytes, where this build has a fast one; the CPU's is fast for bf16 alone."""
+def _product_of_few_rows(device: str, dtype: torch.dtype) -> ProductOfFewRows | None:
+    """What multiplies a few rows by bytes and reads no more than those, where this build has it.
+
+    torch's own operator is fast on a CPU in bf16 alone, where fp32 and fp16 are better unpacked; on a GPU each of its
+    threads walks along a row of the weights by itself.
+    """
+    if device == "cuda" and find_spec("triton"):
+        from llama_ssp.models.int8_kernel import product_of_few_rows  # noqa: PLC0415 - CPU builds come without Triton
+
+        return product_of_few_rows
     if device == "cpu" and dtype is torch.bfloat16:
-        product: Any = torch.ops.aten._weight_int8pack_mm
         ones = torch.ones(2, 16, dtype=dtype)
-        try:
+        with suppress(AttributeError, RuntimeError):
+            product: ProductOfFewRows = torch.ops.aten._weight_int8pack_mm
             product(ones, ones.to(torch.int8), ones[:, 0])
-        except (AttributeError, RuntimeError):
-            return None
-        return product  # type: ignore[no-any-return]
+            return product
     return None

@@ -30,7 +30,7 @@ from tests.helpers.models import VOCAB_SIZE, build_checkpoint
 
 CPU = torch.device("cpu")
 # Wide enough for groups of 64 inputs on two ranks.
-WIDE = {"hidden_size": 128, "intermediate_size": 256}
+WIDE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256}
 FORMS = [form for form in Quantization if form is not Quantization.none]
 IMPLEMENTATIONS = [("llama", "lean"), ("llama", "modules"), ("qwen2", "lean"), ("gpt_neox", "modules")]
 every_form = pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
