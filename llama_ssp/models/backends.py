@@ -23,6 +23,9 @@ from llama_ssp.models.quantized_modules import check_quantizable, quantize_modul
 from llama_ssp.models.runner import ModuleRunner, check_servable
 from llama_ssp.models.tensor_parallel import shard
 
+READ_AHEAD = 2
+"""Tensors on their way from the files, each read by a thread."""
+
 
 def build_empty(checkpoint: Checkpoint) -> PreTrainedModel:
     """The whole model without memory for weights: parameters on the meta device, buffers real.
@@ -130,4 +133,7 @@ def _prepare(
     if precision.rounds_inputs:
         model.config._attn_implementation = BY_POSITION
     dtype = dtype or checkpoint.dtype
-    return model, Weights(model, checkpoint, sources, dtype=dtype, device=device, progress=progress)
+    # The kernels of layers that stay unquantized are timed on a CPU while it loads: nothing may run beside that.
+    num_ahead = READ_AHEAD if precision.kernel or device.type != "cpu" else 0
+    weights = Weights(model, checkpoint, sources, dtype=dtype, device=device, progress=progress, num_ahead=num_ahead)
+    return model, weights

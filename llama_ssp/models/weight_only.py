@@ -16,7 +16,7 @@ from torch import Tensor
 
 _QUANTIZED_ELEMENTS = 2**17
 """Weights that are quantized at a time: what that takes beside them stays small."""
-_UNPACKED_ELEMENTS = {"cpu": 2**19, "cuda": 2**24}
+_UNPACKED_ELEMENTS = {"cpu": 2**20, "cuda": 2**24}
 """Weights that are unpacked at a time: they stay in a CPU's cache, and keep a GPU busy."""
 _FEW_ROWS = {"cpu": 8, "cuda": 16}
 """Up to here products with bytes are faster than unpacking them; on a GPU these are the rows of a tile."""
