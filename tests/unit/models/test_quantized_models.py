@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from llama_ssp.config import catalogue
 from llama_ssp.config.schema import Dtype, Quantization
-from llama_ssp.decoding.state import Request
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.errors import ConfigError, PlacementError
 from llama_ssp.models import hub
@@ -24,7 +23,6 @@ from llama_ssp.models.quantization import Precision
 from llama_ssp.models.quantized_modules import QuantizedLinear
 from llama_ssp.models.runner import ModuleRunner
 from llama_ssp.planning.weights import shares, weight_bytes
-from tests.helpers.decoders import complete, make_decoder
 from tests.helpers.fake_comm import on_ranks, thread_comms
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint
 
@@ -135,21 +133,6 @@ def test_a_round_is_decoding_one_by_one_as_closely_as_in_fp32(implementation: st
         assert round_difference(load(folder, implementation, Precision(quantization=form))) <= 10 * exact, form
     mixed = Precision(quantization=Quantization.int8, int8_threshold=6.0)
     assert round_difference(load(folder, implementation, mixed)) > 100 * exact
-
-
-@torch.inference_mode()
-def test_greedy_text_through_int8_is_the_same_with_and_without_a_draft() -> None:
-    """Without a word about near ties: a round is decoding one by one, to the last bit."""
-    target, draft = (
-        load(hub.resolve(catalogue.load(name)), "lean", Precision(quantization=Quantization.int8))
-        for name in ("tiny", "tiny-draft")
-    )
-    requests = [Request(index=index, prompt_ids=(1, 40 + index, 7), max_new_tokens=40) for index in range(12)]
-    plain, speculative = (
-        complete(make_decoder(target, drafter, batch_size=4, num_draft_tokens=4), requests) for drafter in (None, draft)
-    )
-    assert [done.token_ids for done in speculative] == [done.token_ids for done in plain]
-    assert sum(done.num_target_forwards for done in speculative) < 40 * 12
 
 
 def tensors_of(holder: object, seen: dict[int, object]) -> Iterator[Tensor]:

@@ -86,6 +86,15 @@ def test_quantizing_while_loading_needs_room_for_an_unquantized_layer() -> None:
     assert rank.loading_peak_bytes == rank.target_weights_bytes + 2 * (4 * 4096 + 3 * 11008) * 4096 + A100.context_bytes
 
 
+def test_nf4_needs_room_for_its_largest_product_unpacked() -> None:
+    job = make_job("7B")
+    (eight, four) = (
+        memory(replace(job, target=replace(job.target, quantization=form)), A100)[0]
+        for form in (Quantization.int8, Quantization.nf4)
+    )
+    assert four.activations_bytes - eight.activations_bytes == 2 * 2 * 11008 * 4096
+
+
 def test_ranks_of_a_cpu_share_its_memory() -> None:
     cpu = replace(hardware.load("laptop_cpu"), num_gpus=2)
     assert {rank.capacity_bytes for rank in memory(make_job("tiny", num_ranks=2), cpu)} == {cpu.memory_bytes // 2}
