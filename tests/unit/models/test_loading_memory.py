@@ -25,7 +25,7 @@ SIZES = {
 }  # fmt: skip
 # One fork per rank, all at the same time. What a run does before it loads (imports, checks) is done before that.
 MEASURE = """
-import json, os, sys, threading, time
+import json, os, sys, threading, traceback
 from pathlib import Path
 import torch
 from llama_ssp.config.schema import Dtype, Quantization
@@ -37,11 +37,11 @@ from llama_ssp.models.quantization import Precision, bitsandbytes
 from llama_ssp.planning.weights import shares, weight_bytes
 
 folder, num_ranks = Path(sys.argv[1]), int(sys.argv[2])
-torch.set_num_threads(1)
 bitsandbytes()
 check_model(inspect(folder), num_ranks=num_ranks)
 
 def measure(rank, form):
+    torch.set_num_threads(1)  # after a fork torch makes its pool anew, which two threads must not do at once
     done, peaks, before = threading.Event(), [0], anonymous_bytes()
     def watch():
         while not done.wait(0.0005):
@@ -65,10 +65,13 @@ for form in Quantization:
             continue
         try:
             measure(rank, form)
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(0)
     for child in children:
-        os.waitpid(child, 0)
+        if status := os.waitpid(child, 0)[1]:
+            print(form, "ended with", status, file=sys.stderr)
 """
 
 
