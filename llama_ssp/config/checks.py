@@ -68,6 +68,8 @@ _RANGES = (
     _Range("sampling.temperature", lambda t: 0 <= t < math.inf, "0 (greedy) or a positive number, for example 0.8"),
     _Range("sampling.top_k", lambda k: k >= 1, "at least 1, or null for the whole vocabulary"),
     _Range("sampling.top_p", lambda p: 0 < p <= 1, "above 0 and at most 1, or null to switch it off"),
+    _Range("model.int8_threshold", lambda t: 0 <= t < math.inf, "0 (rows stay independent) or positive, for example 6"),
+    _Range("draft.model.int8_threshold", lambda t: 0 <= t < math.inf, "0 or a positive number, for example 6"),
     _Range("max_new_tokens", lambda n: n >= 1, "at least 1, for example 64"),
     _Range("batch_size", lambda n: n >= 1, "at least 1 sequence"),
     _Range("num_samples", lambda n: n >= 1, "at least 1 completion per prompt"),
@@ -133,11 +135,6 @@ def _models(config: RunConfig) -> Iterator[str]:
     for group, key, model in chosen:
         if not (_is_synthetic(config) or model.path or model.hub_id or model.shipped):
             yield f"{group}={model.name} needs {key}.path=DIR, a folder with config.json, a tokenizer and safetensors"
-        if model.quantization is not Quantization.none and not config.dry_run:
-            yield (
-                f"{group}={model.name} has {key}.quantization={model.quantization.name}, and this version runs "
-                f"fp32, bf16 and fp16 only: add {key}.quantization=none"
-            )
     contexts = [(model.shape.max_position_embeddings, group) for group, _, model in chosen if model.shape]
     if _is_synthetic(config) and (shipped := catalogue.load("tiny").shape):
         contexts.append((shipped.max_position_embeddings, "shipped model, which synthetic weights compute,"))
@@ -236,6 +233,16 @@ _POINTLESS = (
         ("task.default_prompts",),
         lambda config: config.prompt is not None or config.prompts is not None,
         "beside prompt= or prompts=",
+    ),
+    _Pointless(
+        ("model.int8_threshold",),
+        lambda config: config.model.quantization is not Quantization.int8,
+        "without model.quantization=int8",
+    ),
+    _Pointless(
+        ("draft.model.int8_threshold",),
+        lambda config: config.draft.model is not None and config.draft.model.quantization is not Quantization.int8,
+        "without draft.model.quantization=int8",
     ),
     _Pointless(
         ("synthetic",),

@@ -9,14 +9,21 @@ from typing import Any
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 
+from llama_ssp.config.schema import Quantization
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.errors import ConfigError
+from llama_ssp.models.attention import BY_POSITION
 from llama_ssp.models.decoder import LeanRunner, is_llama_kind
 from llama_ssp.models.interface import Runner
 from llama_ssp.models.loader import Progress, Weights, find_sources, returning_memory
 from llama_ssp.models.origin import Origin
+from llama_ssp.models.quantization import UNQUANTIZED, Precision
+from llama_ssp.models.quantized_modules import check_quantizable, quantize_modules
 from llama_ssp.models.runner import ModuleRunner, check_servable
 from llama_ssp.models.tensor_parallel import shard
+
+READ_AHEAD = 2
+"""Tensors on their way from the files, each read by a thread."""
 
 
 def build_empty(origin: Origin) -> PreTrainedModel:
@@ -40,16 +47,17 @@ def build_empty(origin: Origin) -> PreTrainedModel:
     return model
 
 
-def check_model(origin: Origin, *, num_ranks: int) -> None:
+def check_model(origin: Origin, *, num_ranks: int, quantization: Quantization = Quantization.none) -> None:
     """Find every fault that `load_model` would meet, without loading a weight.
 
     Raises:
         CheckpointError: tensors are missing or have another shape.
-        ConfigError: the static cache cannot serve this model.
-        PlacementError: the model cannot be shared by so many ranks.
+        ConfigError: the static cache cannot serve this model, or it cannot be quantized.
+        PlacementError: the model cannot be shared by so many ranks, or not in this precision.
     """
     model = build_empty(origin)
     find_sources(model, origin)
+    check_quantizable(model, origin.shape, quantization, num_ranks=num_ranks)
     shard(model, origin.shape, Comm(rank=0, size=num_ranks, group=None))
 
 
@@ -60,11 +68,19 @@ def load_modules(
     device: torch.device,
     comm: Comm,
     progress: Progress | None = None,
+    precision: Precision = UNQUANTIZED,
 ) -> PreTrainedModel:
     """Load this rank's slices of a model into the library's own modules; see `load_model`."""
-    model, weights = _prepare(origin, dtype=dtype, device=device, comm=comm, progress=progress)
-    weights.fill()
+    model, weights = _prepare(origin, dtype=dtype, device=device, comm=comm, progress=progress, precision=precision)
+    _fill_modules(model, weights, precision)
     return model
+
+
+def _fill_modules(model: PreTrainedModel, weights: Weights, precision: Precision) -> None:
+    if quantize := precision.kernel:
+        with returning_memory():
+            quantize_modules(model, quantize, fill=weights.fill)
+    weights.fill()
 
 
 def load_model(
@@ -74,6 +90,7 @@ def load_model(
     device: torch.device,
     comm: Comm,
     progress: Progress | None = None,
+    precision: Precision = UNQUANTIZED,
 ) -> Runner:
     """Load this rank's slices of a model, ready to run: in the lean decoder where it knows the family.
 
@@ -83,26 +100,38 @@ def load_model(
         device: where they go.
         comm: the ranks that share the model.
         progress: called after each parameter with the bytes that have been read by then, and those that will be.
+        precision: how the linear layers of the layers are stored; they are quantized as they are read.
 
     Raises:
         CheckpointError: tensors are missing or have another shape, or a file has changed.
         ConfigError: the static cache cannot serve this model.
         PlacementError: the model cannot be shared by these ranks.
     """
-    model, weights = _prepare(origin, dtype=dtype, device=device, comm=comm, progress=progress)
+    model, weights = _prepare(origin, dtype=dtype, device=device, comm=comm, progress=progress, precision=precision)
     if is_llama_kind(model.config):
         with returning_memory():
-            return LeanRunner(model, comm=comm, fill=weights.fill)
-    weights.fill()
+            return LeanRunner(model, comm=comm, fill=weights.fill, precision=precision)
+    _fill_modules(model, weights, precision)
     return ModuleRunner(model, comm=comm)
 
 
 def _prepare(
-    origin: Origin, *, dtype: torch.dtype | None, device: torch.device, comm: Comm, progress: Progress | None
+    origin: Origin,
+    *,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    comm: Comm,
+    progress: Progress | None,
+    precision: Precision,
 ) -> tuple[PreTrainedModel, Weights]:
     """This rank's model without values, and what will fill it."""
     model = build_empty(origin)
     sources = find_sources(model, origin)
     shard(model, origin.shape, comm)
+    if precision.rounds_inputs:
+        model.config._attn_implementation = BY_POSITION
     dtype = dtype or origin.dtype
-    return model, Weights(model, origin, sources, dtype=dtype, device=device, progress=progress)
+    # The kernels of layers that stay unquantized are timed on a CPU while it loads: nothing may run beside that.
+    num_ahead = READ_AHEAD if precision.kernel or device.type != "cpu" else 0
+    weights = Weights(model, origin, sources, dtype=dtype, device=device, progress=progress, num_ahead=num_ahead)
+    return model, weights

@@ -18,8 +18,10 @@ from torch.nn import functional
 from transformers import PretrainedConfig, PreTrainedModel
 
 from llama_ssp.distributed.comms import Comm
+from llama_ssp.models.attention import attend_by_position
 from llama_ssp.models.kv_cache import CausalMask, StaticCache
 from llama_ssp.models.linear import Kernel, Linear, make_linear
+from llama_ssp.models.quantization import UNQUANTIZED, Precision
 from llama_ssp.models.tensor_parallel import GatheredLinear
 
 # Families that are the same function up to biases, norms of queries and keys, and rotary frequencies.
@@ -42,6 +44,7 @@ class LeanRunner:
         comm: the ranks that share it.
         fill: gives values to the parameters whose names begin with a prefix; None when they have them.
         kernel: the form of all linear layers; None takes the fastest for each shape.
+        precision: how those in the layers are stored; the head keeps its number format.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class LeanRunner:
         comm: Comm,
         fill: Callable[[str], None] | None = None,
         kernel: Kernel | None = None,
+        precision: Precision = UNQUANTIZED,
     ) -> None:
         config: Any = model.config
         body: Any = model.model
@@ -60,7 +64,9 @@ class LeanRunner:
         layers = []
         for number, layer in enumerate(body.layers):
             fill(f"model.layers.{number}.")
-            layers.append(_Layer(layer, number, comm=comm, kernel=kernel))
+            layers.append(
+                _Layer(layer, number, comm=comm, kernel=precision.kernel or kernel, by_position=precision.rounds_inputs)
+            )
         fill("")
         self.vocab_size: int = config.vocab_size
         self.max_position_embeddings: int = config.max_position_embeddings
@@ -120,9 +126,19 @@ class _Layer:
         number: which layer it is.
         comm: the ranks that share it.
         kernel: see `make_linear`.
+        by_position: attend to a round's positions one after the other (see `attention`).
     """
 
-    def __init__(self, layer: Any, number: int, *, comm: Comm, kernel: Kernel | None) -> None:  # noqa: ANN401
+    def __init__(
+        self,
+        layer: Any,  # noqa: ANN401
+        number: int,
+        *,
+        comm: Comm,
+        kernel: Kernel | None,
+        by_position: bool,
+    ) -> None:
+        self._by_position = by_position
         attention, mlp = layer.self_attn, layer.mlp
         self._number = number
         self._head_dim: int = attention.head_dim
@@ -167,9 +183,16 @@ class _Layer:
         keys_BNSD, values_BNSD = cache.update(qkv_MXD[:, num_heads:], self._number)
         grouped_BTNGD = qkv_MXD[:, :num_heads].view(batch_size, -1, self._num_kv_heads, self.group, self._head_dim)
         queries_BNQD = grouped_BTNGD.transpose(1, 2).flatten(2, 3)
-        attended_BNQD = functional.scaled_dot_product_attention(
-            queries_BNQD, keys_BNSD, values_BNSD, attn_mask=mask_B1QS, scale=self._scale
-        )
+
+        def attend(queries: Tensor, mask: Tensor) -> Tensor:
+            return functional.scaled_dot_product_attention(
+                queries, keys_BNSD, values_BNSD, attn_mask=mask, scale=self._scale
+            )
+
+        if self._by_position:
+            attended_BNQD = attend_by_position(attend, queries_BNQD, mask_B1QS, group=self.group)
+        else:
+            attended_BNQD = attend(queries_BNQD, mask_B1QS)
         attended_BNTGD = attended_BNQD.unflatten(2, (-1, self.group))
         attended_ME: Tensor = attended_BNTGD.transpose(1, 2).reshape(x_ME.shape[0], -1)
         return attended_ME
@@ -183,18 +206,18 @@ class _RmsNorm:
     """
 
     def __init__(self, module: Any) -> None:  # noqa: ANN401 - each family has a class of its own
-        self._weight_E: Tensor = module.weight.detach()
+        weight_E: Tensor = module.weight.detach()
+        width = weight_E.shape[0]
         self._eps: float = module.variance_epsilon
-        self._by_length = self._weight_E.device.type == "cpu" and self._weight_E.dtype == torch.float32
-        width = self._weight_E.shape[0]
-        self._scaled_weight_E = self._weight_E * width**0.5
-        self._least_length = self._weight_E.new_tensor((width * self._eps) ** 0.5)
+        self._by_length = weight_E.device.type == "cpu" and weight_E.dtype == torch.float32
+        self._weight_E = weight_E * width**0.5 if self._by_length else weight_E
+        self._least_length = weight_E.new_tensor((width * self._eps) ** 0.5)
 
     def __call__(self, x: Tensor) -> Tensor:
         if not self._by_length:
             return functional.rms_norm(x, self._weight_E.shape, self._weight_E, self._eps)
         lengths: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot_(self._least_length)
-        return (x / lengths).mul_(self._scaled_weight_E)
+        return (x / lengths).mul_(self._weight_E)
 
 
 class _Residual:

@@ -3,8 +3,7 @@
 All forms compute y = x W^T + b and agree up to rounding. On the CPU the usual matrix product of fp32 is far from the
 memory's speed for the few rows of a decoding step; oneDNN's packed layout is not, but loses for small matrices. So
 every shape of weight is timed once, at one row and at a few. Weights that fp16 holds are the exception: half the bytes
-always win. Ranks may choose differently: their sums differ by
-rounding only.
+always win. Ranks may choose differently: their sums differ by rounding only.
 
 Shapes: M rows (tokens), I inputs, O outputs.
 """

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -20,6 +20,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from llama_ssp.errors import CheckpointError
 from llama_ssp.models.checkpoint import summary
 from llama_ssp.models.origin import Origin
+from llama_ssp.models.read_ahead import ReadAhead
 from llama_ssp.models.tensor_parallel import LocalModule, Slice
 
 Progress = Callable[[int, int], None]
@@ -119,6 +120,7 @@ class Weights:
         dtype: number format of the parameters.
         device: where they go.
         progress: called after each parameter with the bytes that have been read by then, and those that will be.
+        num_ahead: how many tensors are read ahead, by as many threads.
     """
 
     def __init__(
@@ -130,6 +132,7 @@ class Weights:
         dtype: torch.dtype,
         device: torch.device,
         progress: Progress | None,
+        num_ahead: int = 0,
     ) -> None:
         self._model = model
         self._origin = origin
@@ -139,6 +142,8 @@ class Weights:
         self._dtype = dtype
         self._device = device
         self._progress = progress
+        pieces = dict.fromkeys((source, self._place(name)[2]) for name, source in sources.items())
+        self._stored = ReadAhead(self._copy, list(pieces), num_ahead=num_ahead)
         self._total_bytes = self._count_values() * dtype.itemsize
         self._done_bytes = 0
         for module in model.modules():
@@ -168,13 +173,18 @@ class Weights:
         """A slice of a stored tensor; tied parameters get the same one."""
         if (source, piece) in self._tied:
             return self._tied[source, piece]
-        dim, parts = (piece.dim, [piece.part]) if piece else (None, [])
-        values = self._origin.read(source, dim=dim, parts=parts, dtype=self._dtype, device=self._device)
+        values = self._stored.take((source, piece))
         self._done_bytes += values.nbytes
         parameter = nn.Parameter(values, requires_grad=False)
         if self._uses[source] > 1:
             self._tied[source, piece] = parameter
         return parameter
+
+    def _copy(self, wanted: tuple[str, Slice | None]) -> Tensor:
+        """Make a slice of a tensor of its own, where it will be used."""
+        source, piece = wanted
+        dim, parts = (piece.dim, [piece.part]) if piece else (None, [])
+        return self._origin.read(source, dim=dim, parts=parts, dtype=self._dtype, device=self._device)
 
     def _count_values(self) -> int:
         """Count the values that this rank will read, tied ones once."""

@@ -102,7 +102,11 @@ class RowLinear(LocalModule):
 
     def forward(self, x_BTI: Tensor) -> Tensor:
         """Map this rank's inputs (B, T, I) to all outputs (B, T, O)."""
-        y_BTO = self._comm.all_reduce(functional.linear(x_BTI, self.weight))
+        return self.summed(functional.linear(x_BTI, self.weight))
+
+    def summed(self, y_BTO: Tensor) -> Tensor:
+        """Add up what the ranks have computed from their inputs, and the bias."""
+        y_BTO = self._comm.all_reduce(y_BTO)
         return y_BTO if self.bias is None else y_BTO.add_(self.bias)
 
 
@@ -145,7 +149,7 @@ def shard(model: PreTrainedModel, shape: ModelShape, comm: Comm) -> None:
         raise PlacementError(message)
     shards = split_model(shape, num_ranks=comm.size)
     for name, module in list(model.named_modules()):
-        style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name), "replicated")
+        style = _style(plan, name)
         # An embedding class of a family's own does more than look up (Gemma scales); it stays whole.
         is_own_embedding = isinstance(module, nn.Embedding) and type(module) is not nn.Embedding
         if style.startswith("replicated") or is_own_embedding:
@@ -153,6 +157,15 @@ def shard(model: PreTrainedModel, shape: ModelShape, comm: Comm) -> None:
         model.set_submodule(name, _local(name, module, style, shards=shards, comm=comm))
         if cut_of(name) in _HEAD_CUTS:
             _set_local_heads(model.get_submodule(name.rpartition(".")[0]), shards[comm.rank].heads)
+
+
+def is_row_parallel(model: PreTrainedModel, name: str) -> bool:
+    """Whether the model's plan cuts a module along its inputs."""
+    return _style(model.tp_plan, name) == "rowwise"
+
+
+def _style(plan: dict[str, str], name: str) -> str:
+    return plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name), "replicated")
 
 
 def _local(name: str, module: nn.Module, style: str, *, shards: tuple[RankShard, ...], comm: Comm) -> LocalModule:

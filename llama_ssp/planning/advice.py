@@ -18,9 +18,6 @@ RUNS_DRAFT = {DraftLayout.one_rank}
 def not_run_yet(job: Job) -> list[str]:
     """Name the choices of a job that this version plans but cannot run."""
     found = []
-    for model, group in ((job.target, "model"), (job.draft, "draft.model")):
-        if model and model.quantization is not Quantization.none:
-            found.append(f"{group}.quantization={model.quantization.name}")
     if job.target_kind not in RUNS_TARGET:
         found.append(f"placement.target.kind={job.target_kind.name}")
     if job.draft and job.draft_kind not in RUNS_DRAFT:
@@ -49,6 +46,9 @@ def warnings(job: Job, hardware: HardwareConfig, timed: Timing) -> list[str]:
 
 def _quantization(job: Job, hardware: HardwareConfig) -> Iterator[str]:
     if hardware.device != "cuda":
+        models = [model for model in (job.target, job.draft) if model]
+        if hardware.profiles and any(model.quantization is not Quantization.none for model in models):
+            yield "the times are those of unquantized layers: quantized ones have not been measured on this machine"
         return
     if job.draft and job.draft.quantization is Quantization.int8:
         yield (

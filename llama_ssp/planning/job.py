@@ -27,7 +27,7 @@ class PlannedModel:
 
     def matrix_dtype(self, device: str) -> Dtype:
         """The number format of the linear layers: a CPU keeps those of 16-bit files in 16 bits, also in fp32."""
-        is_kept = device == "cpu" and self.dtype is Dtype.fp32 and self.quantization is Quantization.none
+        is_kept = device == "cpu" and self.dtype is Dtype.fp32
         is_short = self.stored in {Dtype.bf16, Dtype.fp16}
         return Dtype.fp16 if is_kept and is_short and self.shape.model_type in LLAMA_KIND else self.dtype
 

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 
 from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.config.plan import DraftLayout, TargetLayout
+from llama_ssp.config.schema import Quantization
 from llama_ssp.errors import PlacementError
 from llama_ssp.planning.job import Job, PlannedModel, model_bytes
 from llama_ssp.planning.sharding import RankShard, split_blocks, split_model
@@ -72,7 +73,11 @@ class RankMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class _Part:
-    """What one rank holds of one model; `width` counts query and key-value heads' dims, for activations."""
+    """What one rank holds of one model.
+
+    `width` counts query and key-value heads' dims, `unpacked_bytes` the largest matrix where it is unpacked to be
+    multiplied; both for activations.
+    """
 
     weights: WeightBytes
     cache_bytes: int
@@ -80,6 +85,7 @@ class _Part:
     width: int
     units: int
     vocabulary: int
+    unpacked_bytes: int
 
 
 def rank_shares(model: PlannedModel, *, num_ranks: int, kind: TargetLayout) -> tuple[Inventory, ...]:
@@ -126,6 +132,7 @@ def _parts(job: Job, model: PlannedModel, *, num_ranks: int, kind: TargetLayout,
                 width=(len(shard.heads.query_heads) + 2 * num_kv_heads) * shape.head_dim,
                 units=len(shard.mlp_units),
                 vocabulary=len(shard.vocabulary),
+                unpacked_bytes=size * max(held.products) if model.quantization is Quantization.nf4 else 0,
             )
         )
     return tuple(parts)
@@ -198,7 +205,7 @@ def _rank_memory(
         "context_bytes": hardware.context_bytes,
         "slack_bytes": int(SLACK_SHARE * sum(served.values())) if hardware.device == "cuda" else 0,
     }
-    loading = sum(part.total_bytes for part in weights) + max(part.largest_bytes for part in weights)
+    loading = sum(part.total_bytes for part in weights) + max(part.beside_bytes for part in weights)
     return RankMemory(
         rank=rank,
         **served,
@@ -235,7 +242,7 @@ def _activation_bytes(job: Job, hardware: HardwareConfig, model: PlannedModel, p
     bucket = bucket_of(job.prompt_tokens, job.num_slots, hardware)
     wide = max(2 * part.width, 3 * part.units)
     mask = rows * bucket * (1 + size)
-    return job.batch_size * (rows * (3 * shape.hidden_size + wide) * size + mask)
+    return job.batch_size * (rows * (3 * shape.hidden_size + wide) * size + mask) + part.unpacked_bytes
 
 
 def _graph_bytes(job: Job, hardware: HardwareConfig, draft: _Part | None) -> int:

@@ -221,13 +221,13 @@ class WeightBytes:
         sharded_bytes: matrices, biases and scales of which every rank holds another part.
         repeated_bytes: norms, and whatever else every rank holds whole: row-parallel biases, uncut tables.
         repeated_scale_bytes: row scales of quantized row-parallel matrices, which every rank keeps for its columns.
-        largest_bytes: the biggest tensor, before quantization: what a loader holds beside the weights.
+        beside_bytes: what a loader holds beside the weights: the biggest tensor, or a layer that is to be quantized.
     """
 
     sharded_bytes: int
     repeated_bytes: int
     repeated_scale_bytes: int
-    largest_bytes: int
+    beside_bytes: int
 
     @property
     def on_every_rank_bytes(self) -> int:
@@ -245,11 +245,7 @@ def weight_bytes(
 ) -> WeightBytes:
     """Count the bytes of what a rank holds.
 
-    Args:
-        held: what it is.
-        dtype: the model's number format.
-        quantization: how the linear layers are stored.
-        matrix_dtype: the linear layers' own, if they have one; a head that is the embedding too is then a copy of it.
+    `matrix_dtype` is the linear layers' own format, if they have one; a head that is the embedding too is then a copy.
 
     Quantized layouts: int8 of bitsandbytes keeps a byte per weight and an fp32 scale per output row; nf4 half a byte
     and an fp32 scale per 64 weights; int8_weight_only a byte and a scale per output row in the model's number format.
@@ -274,14 +270,16 @@ def weight_bytes(
     table_bytes = {True: 0, False: 0}
     for matrix, value_bytes in tables:
         table_bytes[matrix.cut is None] += value_bytes * matrix.num_elements
-    biggest = max((matrix.num_elements for matrix in (*held.layer, *(table for table, _ in tables))), default=0)
+    beside = max((matrix.num_elements for matrix in (*held.layer, *(table for table, _ in tables))), default=0)
+    if quantization is not Quantization.none:
+        beside = max(beside, sum(matrix.num_elements for matrix in held.layer))
     return WeightBytes(
         sharded_bytes=held.num_layers * sharded + table_bytes[False],
         repeated_bytes=held.num_layers * (repeated + size * held.layer_vectors)
         + size * held.final_vectors
         + table_bytes[True],
         repeated_scale_bytes=held.num_layers * scales,
-        largest_bytes=size * biggest,
+        beside_bytes=size * beside,
     )
 
 

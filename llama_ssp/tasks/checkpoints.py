@@ -14,6 +14,7 @@ from llama_ssp.models import hub
 from llama_ssp.models.backends import check_model
 from llama_ssp.models.checkpoint import check_shape, inspect
 from llama_ssp.models.origin import Origin
+from llama_ssp.models.quantization import Precision
 from llama_ssp.models.synthetic import synthesize
 
 
@@ -26,12 +27,14 @@ class Source:
         origin: where its numbers come from.
         tokenizer: from the same folder.
         dtype: number format to load it in; None takes that of the files.
+        precision: how its linear layers are stored.
     """
 
     entry: ModelConfig
     origin: Origin
     tokenizer: PreTrainedTokenizerBase
     dtype: torch.dtype | None
+    precision: Precision
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
@@ -55,8 +58,8 @@ def find_sources(config: RunConfig, world: World) -> tuple[Source, Source | None
 
     Raises:
         CheckpointError: a checkpoint is missing or faulty.
-        ConfigError: the vocabularies differ, or a model cannot be served.
-        PlacementError: the target cannot be shared by so many ranks.
+        ConfigError: the vocabularies differ, or a model cannot be served or quantized.
+        PlacementError: the target cannot be shared by so many ranks, or not in its precision.
     """
     with together(world.comm):
         if config.weights is WeightsKind.checkpoint and world.ranks.local_rank == 0:
@@ -96,9 +99,15 @@ def _synthesize(config: RunConfig) -> list[Origin]:
 
 
 def _check(entry: ModelConfig, origin: Origin, *, num_ranks: int) -> Source:
-    check_model(origin, num_ranks=num_ranks)
+    check_model(origin, num_ranks=num_ranks, quantization=entry.quantization)
     dtype = None if entry.dtype is Dtype.auto else getattr(torch, entry.dtype.value)
-    return Source(entry=entry, origin=origin, tokenizer=_read_tokenizer(origin.folder), dtype=dtype)
+    return Source(
+        entry=entry,
+        origin=origin,
+        tokenizer=_read_tokenizer(origin.folder),
+        dtype=dtype,
+        precision=Precision(quantization=entry.quantization, int8_threshold=entry.int8_threshold),
+    )
 
 
 def _read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:

@@ -94,6 +94,7 @@ def _load(part: str, source: Source, *, comm: Comm, device: torch.device, progre
         device=device,
         comm=comm,
         progress=partial(progress, part) if progress else None,
+        precision=source.precision,
     )
     seconds = time.perf_counter() - started
     _log.info("loaded %s %s as rank %d of %d in %.1f s", part, source.entry.name, comm.rank, comm.size, seconds)

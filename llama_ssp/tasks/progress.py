@@ -17,6 +17,25 @@ _LINE_EVERY_S = 60.0
 _DRAW_EVERY_S = 0.2
 
 
+class Unit(Protocol):
+    """Says how far a step has come, and how fast where that is known."""
+
+    def __call__(self, done: float, total: float, per_s: float | None) -> str:
+        """Write `done` of `total`, which grew by `per_s` a second."""
+        ...
+
+
+def prompts(done: float, total: float, per_s: float | None) -> str:  # noqa: ARG001 - the protocol's
+    """Prompts are few: their rate is the business of the tables."""
+    return f"{done:.0f} of {total:.0f} prompts"
+
+
+def gigabytes(done: float, total: float, per_s: float | None) -> str:
+    """Bytes, in GB and GB/s."""
+    rate = "" if per_s is None else f", {per_s / 1e9:.2f} GB/s"
+    return f"{done / 1e9:.2f} of {total / 1e9:.2f} GB{rate}"
+
+
 class ProgressView(Protocol):
     """Shows progress until it is hidden; the next update brings it back."""
 
@@ -35,7 +54,7 @@ class ProgressBars:
     Bars are drawn by updates alone, a few times a second, and by no thread: it would run into what is being timed.
     """
 
-    def __init__(self, console: Console, unit: str) -> None:
+    def __init__(self, console: Console, unit: Unit) -> None:
         columns: list[ProgressColumn] = [
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=None),
@@ -68,7 +87,7 @@ class ProgressBars:
 class ProgressLines:
     """A plain line at most once a minute, with the time that is left; nothing in the first minute."""
 
-    def __init__(self, console: Console, unit: str, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, console: Console, unit: Unit, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
         self._unit = unit
         self._clock = clock
@@ -82,22 +101,21 @@ class ProgressLines:
         if now_s - self._last_line_s < _LINE_EVERY_S:
             return
         self._last_line_s = now_s
-        left = ""
-        if done > first:
-            left = f", {_duration((now_s - begin_s) * (total - done) / (done - first))} left"
-        self._console.print(Text(f"{label}: {done} of {total} {self._unit}{left}"), soft_wrap=True)
+        per_s = (done - first) / (now_s - begin_s) if done > first else None
+        left = f", {_duration((total - done) / per_s)} left" if per_s else ""
+        self._console.print(Text(f"{label}: {self._unit(done, total, per_s)}{left}"), soft_wrap=True)
 
     def hide(self) -> None:
         """Nothing stays on the screen."""
 
 
 class _AmountColumn(ProgressColumn):
-    def __init__(self, unit: str) -> None:
+    def __init__(self, unit: Unit) -> None:
         super().__init__()
         self._unit = unit
 
     def render(self, task: Task) -> Text:
-        return Text(f"{task.completed:.0f} of {task.total:.0f} {self._unit}")
+        return Text(self._unit(task.completed, task.total or 0, task.speed))
 
 
 def _duration(seconds: float) -> str:

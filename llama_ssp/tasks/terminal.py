@@ -23,7 +23,7 @@ from rich.text import Text
 from llama_ssp.decoding.stream import Piece
 from llama_ssp.errors import SspError
 from llama_ssp.reports.lines import Summary
-from llama_ssp.tasks.progress import ProgressBars, ProgressLines, ProgressView
+from llama_ssp.tasks.progress import ProgressBars, ProgressLines, ProgressView, Unit, gigabytes, prompts
 from llama_ssp.tasks.tables import ACCEPTED_STYLE, OWN_STYLE, closing_line, summary_table
 
 # C0 but for tab and line feed, DEL, C1, the marks that turn the direction of writing, and lone surrogates.
@@ -126,12 +126,12 @@ class Terminal:
         self._err.print(Text(safe(sentence)), soft_wrap=True)
 
     def loading(self) -> AbstractContextManager[ShowProgress]:
-        """Show tensors being loaded: `with terminal.loading() as progress: progress("target", done, total)`."""
-        return self._progress("tensors")
+        """Show bytes being loaded: `with terminal.loading() as progress: progress("target", done, total)`."""
+        return self._progress(gigabytes)
 
     def prompts(self) -> AbstractContextManager[ShowProgress]:
         """Show prompts being completed; for runs that do not stream, since a bar and a stream share no screen."""
-        return self._progress("prompts")
+        return self._progress(prompts)
 
     def ask(self) -> Iterator[str]:
         """Read prompts behind `> ` until the user ends the input with Ctrl-D; empty lines are passed over."""
@@ -165,7 +165,7 @@ class Terminal:
             raise SspError(f"cannot write the picture {path}: {error.strerror}") from error
 
     @contextmanager
-    def _progress(self, unit: str) -> Iterator[ShowProgress]:
+    def _progress(self, unit: Unit) -> Iterator[ShowProgress]:
         self._view = ProgressBars(self._err, unit) if self._err.is_terminal else ProgressLines(self._err, unit)
         try:
             yield self._view.update

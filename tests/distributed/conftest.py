@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.ranks import PAIRS
+from tests.distributed.ranks import PAIRS, QUANTIZED
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint
 from tests.helpers.repository import ROOT
 from tests.helpers.tokenizers import save_tokenizer
@@ -25,6 +25,9 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for part, num_layers in (("target", 2), ("draft", 1)):
             build_checkpoint(folder / family / part, family, num_hidden_layers=num_layers)
             save_tokenizer(folder / family / part, VOCAB_SIZE)
+    for family in QUANTIZED:
+        build_checkpoint(folder / "wide" / family, family, hidden_size=128, intermediate_size=256)
+        save_tokenizer(folder / "wide" / family, VOCAB_SIZE)
     return folder
 
 

@@ -6,7 +6,11 @@ Started by `conftest.launched` through torchrun; each rank writes what it saw to
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
+
+import torch
 
 from llama_ssp.config import catalogue
 from llama_ssp.config.schema import (
@@ -18,6 +22,7 @@ from llama_ssp.config.schema import (
     GenerateConfig,
     ModelConfig,
     PlacementConfig,
+    Quantization,
     RunConfig,
     SamplingConfig,
     VerificationConfig,
@@ -36,6 +41,9 @@ from tests.helpers.shapes import llama_shape
 SYNTHETIC = "synthetic"
 PAIRS = ("tiny", "llama", "gpt_neox", "qwen2", "qwen3")
 NUM_NEW_TOKENS = 24
+# Families whose targets are quantized too: one for the lean decoder, one for the library's modules.
+QUANTIZED = ("llama", "gpt_neox")
+MOST_QUANTIZED_RANKS = 2
 
 
 def run_config(
@@ -89,6 +97,20 @@ def texts(world: World, folder: Path, name: str, temperature: float, *, draft_ra
     return [done[index] for index in range(len(requests))]
 
 
+def quantized_logits(world: World, folder: Path, family: str, form: Quantization) -> list[list[float]]:
+    """Logits (T, V) of a target in some precision; the draft has another one."""
+    target = ModelConfig(name="target", path=str(folder / "wide" / family), dtype=Dtype.fp32, quantization=form)
+    draft = replace(pair_of(family, folder)[1], quantization=Quantization.int8_weight_only)
+    config = run_config(target, draft, temperature=0.0, batch_size=1)
+    runner = load_models(config, world, find_sources(config, world)).target
+    runner.allocate(batch_size=1, capacity=16)
+    ids_BT = torch.arange(20, 32)[None]
+    head = runner.forward(ids_BT[:, :8], torch.arange(8)[None], bucket=8)
+    tail = runner.forward(ids_BT[:, 8:], torch.arange(8, 12)[None], bucket=16)
+    logits: list[list[float]] = torch.cat([head, tail], dim=1)[0].tolist()
+    return logits
+
+
 def error_of_one_rank(world: World) -> str:
     """What this rank hears when the last rank alone fails."""
     try:
@@ -113,6 +135,11 @@ def cases(world: World, folder: Path) -> dict[str, Callable[[], object]]:
         for temperature in (0.0, 0.8):
             named[f"{name} at {temperature}"] = lambda name=name, temperature=temperature: texts(  # type: ignore[misc]
                 world, folder, name, temperature
+            )
+    if world.comm.size <= MOST_QUANTIZED_RANKS:
+        for family, form in product(QUANTIZED, Quantization):
+            named[f"{family} in {form.name}"] = lambda family=family, form=form: quantized_logits(  # type: ignore[misc]
+                world, folder, family, form
             )
     return named
 

@@ -2,9 +2,14 @@
 
 from dataclasses import replace
 
+import pytest
+
 from llama_ssp.config import hardware
+from llama_ssp.config.hardware import Profile
 from llama_ssp.config.plan import DraftLayout
 from llama_ssp.config.schema import Quantization
+from llama_ssp.planning import advice
+from llama_ssp.planning.advice import not_run_yet
 from llama_ssp.planning.job import Job
 from llama_ssp.planning.plan import make_plan
 from tests.helpers.planning import make_job
@@ -34,6 +39,25 @@ def test_an_int8_draft_through_bitsandbytes_cannot_gain() -> None:
     eight_bit = replace(job, draft=replace(job.draft, quantization=Quantization.int8))
     assert "an int8 draft through bitsandbytes cannot gain" in _warnings(eight_bit)
     assert "bitsandbytes" not in _warnings(job)
+
+
+def test_a_cpu_that_was_measured_unquantized_says_so() -> None:
+    profile = Profile(
+        num_ranks=1, linear=[], tied_head=[], layer=[], frame=[], attention=[], draw=[], verify=[], round_s=0.0
+    )
+    machine = replace(hardware.load("laptop_cpu"), profiles=[profile])
+    job = make_job("tiny")
+    quantized = replace(job, target=replace(job.target, quantization=Quantization.int8_weight_only))
+    assert list(advice._quantization(job, machine)) == []
+    assert "times are those of unquantized layers" in next(advice._quantization(quantized, machine))
+
+
+@pytest.mark.parametrize("form", Quantization, ids=lambda form: form.name)
+def test_every_precision_can_run(form: Quantization) -> None:
+    job = make_job("7B", "7B")
+    assert job.draft
+    quantized = replace(job, target=replace(job.target, quantization=form), draft=replace(job.draft, quantization=form))
+    assert not_run_yet(quantized) == not_run_yet(job)
 
 
 def test_a_k_far_from_the_best_is_told_with_the_best() -> None:

@@ -79,11 +79,20 @@ def test_the_total_is_the_sum_of_its_items() -> None:
     assert rank.free_bytes == rank.capacity_bytes - max(rank.total_bytes, rank.loading_peak_bytes)
 
 
-def test_quantizing_while_loading_needs_room_for_the_largest_unquantized_tensor() -> None:
+def test_quantizing_while_loading_needs_room_for_an_unquantized_layer() -> None:
     job = make_job("7B")
     job = replace(job, target=replace(job.target, quantization=Quantization.nf4))
     (rank,) = memory(job, A100)
-    assert rank.loading_peak_bytes == rank.target_weights_bytes + 2 * 32000 * 4096 + A100.context_bytes
+    assert rank.loading_peak_bytes == rank.target_weights_bytes + 2 * (4 * 4096 + 3 * 11008) * 4096 + A100.context_bytes
+
+
+def test_nf4_needs_room_for_its_largest_product_unpacked() -> None:
+    job = make_job("7B")
+    (eight, four) = (
+        memory(replace(job, target=replace(job.target, quantization=form)), A100)[0]
+        for form in (Quantization.int8, Quantization.nf4)
+    )
+    assert four.activations_bytes - eight.activations_bytes == 2 * 2 * 11008 * 4096
 
 
 def test_ranks_of_a_cpu_share_its_memory() -> None:

@@ -12,7 +12,7 @@ from rich.console import Console
 from llama_ssp.decoding.stream import Piece
 from llama_ssp.errors import SspError
 from llama_ssp.reports.lines import Forecast, PlainSummary, SpeculativeSummary, Summary
-from llama_ssp.tasks.progress import ProgressLines
+from llama_ssp.tasks.progress import ProgressLines, gigabytes, prompts
 from llama_ssp.tasks.terminal import Terminal
 
 GREEN, MAGENTA = "\x1b[32m", "\x1b[35m"
@@ -200,7 +200,7 @@ def test_prompts_are_asked_for_until_the_input_ends(
 def test_without_a_terminal_there_is_one_line_of_progress_a_minute() -> None:
     err = console(terminal=False)
     now_s = 0.0
-    lines = ProgressLines(err, "prompts", clock=lambda: now_s)
+    lines = ProgressLines(err, prompts, clock=lambda: now_s)
     for done in range(1, 15):
         lines.update("speculative", done, 1000)
         now_s += 10
@@ -210,12 +210,22 @@ def test_without_a_terminal_there_is_one_line_of_progress_a_minute() -> None:
     ]
 
 
+def test_loading_is_told_in_bytes_and_bytes_per_second() -> None:
+    err = console(terminal=False)
+    now_s = 0.0
+    lines = ProgressLines(err, gigabytes, clock=lambda: now_s)
+    for done_bytes in range(0, 10**11, 10**10):
+        lines.update("target", done_bytes, 13 * 10**10)
+        now_s += 10
+    assert written(err).splitlines() == ["target: 60.00 of 130.00 GB, 1.00 GB/s, 70 s left"]
+
+
 def test_bars_leave_nothing_behind_but_showed_how_far_it_was() -> None:
     out, err = console(terminal=True), console(terminal=True)
     with Terminal(out=out, err=err).loading() as progress:
-        progress("target", 3, 75)
-        progress("target", 75, 75)
-    assert "75 of 75 tensors" in written(err)
+        progress("target", 3 * 10**9, 75 * 10**9)
+        progress("target", 75 * 10**9, 75 * 10**9)
+    assert "75.00 of 75.00 GB" in written(err)
     assert written(out) == ""
 
 

@@ -1,0 +1,44 @@
+"""Quantized targets over gloo ranks, loaded as a run loads them."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from llama_ssp.config.schema import Quantization
+from llama_ssp.distributed.comms import Comm
+from llama_ssp.models.backends import load_model
+from llama_ssp.models.checkpoint import inspect
+from llama_ssp.models.quantization import Precision
+from tests.distributed.ranks import QUANTIZED
+
+Seen = list[dict[str, Any]]
+
+
+def alone(folder: Path, form: Quantization) -> Tensor:
+    """Logits (T, V) of the same model in this process."""
+    runner = load_model(
+        inspect(folder), dtype=torch.float32, device=torch.device("cpu"), comm=Comm.single(),
+        precision=Precision(quantization=form),
+    )  # fmt: skip
+    runner.allocate(batch_size=1, capacity=16)
+    return runner.forward(torch.arange(20, 32)[None], torch.arange(12)[None], bucket=16)[0]
+
+
+def rms(values: Tensor) -> float:
+    return float(values.square().mean().sqrt())
+
+
+@pytest.mark.parametrize("num_ranks", [pytest.param(n, marks=pytest.mark.distributed(n)) for n in (1, 2)])
+@pytest.mark.parametrize("form", Quantization, ids=lambda form: form.name)
+@pytest.mark.parametrize("family", QUANTIZED)
+def test_logits_come_within_the_error_of_the_same_precision_on_one_process(
+    family: str, form: Quantization, num_ranks: int, pairs: Path, launched: Callable[[int], Seen]
+) -> None:
+    exact, quantized = (alone(pairs / "wide" / family, precision) for precision in (Quantization.none, form))
+    error = rms(quantized - exact) if form is not Quantization.none else 1e-5
+    for seen in launched(num_ranks):
+        assert rms(torch.tensor(seen[f"{family} in {form.name}"]) - quantized) <= error

@@ -1,0 +1,106 @@
+"""How much memory each of four ranks takes while it loads a checkpoint of 1 GB, in every precision."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from llama_ssp.config.schema import Quantization
+from llama_ssp.models.backends import build_empty
+from llama_ssp.models.checkpoint import INDEX_FILE, Checkpoint, shape_of
+from tests.helpers.models import tiny_config
+from tests.helpers.repository import ROOT
+
+NUM_RANKS = 4
+# What is read, and not yet quantized, is a layer in 16 bits; beside a shard in 4 bits that counts for more.
+LIMITS = dict.fromkeys(Quantization, 1.15) | {Quantization.nf4: 1.25}
+SIZES = {
+    "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 38, "num_attention_heads": 16,
+    "num_key_value_heads": 16, "vocab_size": 8192,
+}  # fmt: skip
+# One fork per rank, all at the same time. What a run does before it loads (imports, checks) is done before that.
+MEASURE = """
+import json, os, sys, threading, traceback
+from pathlib import Path
+import torch
+from llama_ssp.config.schema import Dtype, Quantization
+from llama_ssp.distributed.comms import Comm
+from llama_ssp.distributed.memory import anonymous_bytes
+from llama_ssp.models.backends import check_model, load_model
+from llama_ssp.models.checkpoint import inspect
+from llama_ssp.models.quantization import Precision, bitsandbytes
+from llama_ssp.planning.weights import shares, weight_bytes
+
+folder, num_ranks = Path(sys.argv[1]), int(sys.argv[2])
+bitsandbytes()
+check_model(inspect(folder), num_ranks=num_ranks)
+
+def measure(rank, form):
+    torch.set_num_threads(1)  # after a fork torch makes its pool anew, which two threads must not do at once
+    done, peaks, before = threading.Event(), [0], anonymous_bytes()
+    def watch():
+        while not done.wait(0.0005):
+            peaks.append(anonymous_bytes())
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    comm = Comm(rank=rank, size=num_ranks, group=None)
+    precision = Precision(quantization=form)
+    runner = load_model(folder, dtype=None, device=torch.device("cpu"), comm=comm, precision=precision)
+    done.set()
+    watcher.join()
+    share = shares(inspect(folder).shape, num_ranks=num_ranks)[rank]
+    planned = weight_bytes(share, dtype=Dtype.bf16, quantization=form).total_bytes
+    print(json.dumps([form.name, rank, max(peaks) - before, planned]), flush=True)
+
+for form in Quantization:
+    children = []
+    for rank in range(num_ranks):
+        if child := os.fork():
+            children.append(child)
+            continue
+        try:
+            measure(rank, form)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+    for child in children:
+        if status := os.waitpid(child, 0)[1]:
+            print(form, "ended with", status, file=sys.stderr)
+"""
+
+
+def write_checkpoint(folder: Path) -> None:
+    """A file per layer, as large models have; the values do not matter."""
+    config = tiny_config("llama", **SIZES)
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(folder)
+    empty = build_empty(Checkpoint(folder=folder, config=config, shape=shape_of(config), tensors={}))
+    files: dict[str, dict[str, torch.Tensor]] = {}
+    for name, parameter in empty.named_parameters():
+        part = name.split(".")[2] if ".layers." in name else "rest"
+        files.setdefault(f"{part}.safetensors", {})[name] = torch.ones(parameter.shape, dtype=torch.bfloat16)
+    for file, tensors in files.items():
+        save_file(tensors, folder / file)
+    weight_map = {name: file for file, tensors in files.items() for name in tensors}
+    (folder / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
+
+
+@pytest.mark.distributed(NUM_RANKS)
+@pytest.mark.skipif(sys.platform != "linux", reason="anonymous memory is read from /proc")
+def test_no_rank_takes_15_percent_more_than_its_shard_while_it_loads(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    assert sum(file.stat().st_size for file in tmp_path.glob("*.safetensors")) > 1e9
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(tmp_path), str(NUM_RANKS)],
+        cwd=ROOT, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    measured = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(measured) == NUM_RANKS * len(Quantization), done.stderr
+    for form, rank, peak_bytes, planned_bytes in measured:
+        assert 0.9 < peak_bytes / planned_bytes <= LIMITS[Quantization[form]], (form, rank)

@@ -1,0 +1,239 @@
+"""Quantized models as a whole: both implementations, all ranks, rounds, bytes, and what is refused."""
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from llama_ssp.config import catalogue
+from llama_ssp.config.schema import Dtype, Quantization
+from llama_ssp.distributed.comms import Comm
+from llama_ssp.errors import ConfigError, PlacementError
+from llama_ssp.models import hub
+from llama_ssp.models.backends import build_empty, check_model, load_modules
+from llama_ssp.models.checkpoint import inspect
+from llama_ssp.models.decoder import LeanRunner
+from llama_ssp.models.interface import Runner
+from llama_ssp.models.linear import PlainLinear
+from llama_ssp.models.quantization import Precision
+from llama_ssp.models.quantized_modules import QuantizedLinear
+from llama_ssp.models.runner import ModuleRunner
+from llama_ssp.planning.weights import shares, weight_bytes
+from tests.helpers.fake_comm import on_ranks, thread_comms
+from tests.helpers.models import VOCAB_SIZE, build_checkpoint
+
+CPU = torch.device("cpu")
+# Wide enough for groups of 64 inputs on two ranks.
+WIDE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256}
+FORMS = [form for form in Quantization if form is not Quantization.none]
+IMPLEMENTATIONS = [("llama", "lean"), ("llama", "modules"), ("qwen2", "lean"), ("gpt_neox", "modules")]
+every_form = pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+every_implementation = pytest.mark.parametrize(("family", "implementation"), IMPLEMENTATIONS)
+Saved = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """A folder with a random model of a family."""
+
+    @cache
+    def build(family: str) -> Path:
+        folder = tmp_path_factory.mktemp(family)
+        build_checkpoint(folder, family, **WIDE)
+        return folder
+
+    return build
+
+
+def load(
+    folder: Path,
+    implementation: str,
+    precision: Precision,
+    *,
+    comm: Comm | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Any:  # noqa: ANN401 - a runner, whose insides are looked at
+    comm = comm or Comm.single()
+    if implementation == "lean":
+        # The head's kernel is named, since a packed one does not tell its bytes.
+        model = load_modules(inspect(folder), dtype=dtype, device=CPU, comm=comm)
+        return LeanRunner(model, comm=comm, precision=precision, kernel=PlainLinear)
+    return ModuleRunner(
+        load_modules(inspect(folder), dtype=dtype, device=CPU, comm=comm, precision=precision), comm=comm
+    )
+
+
+@torch.inference_mode()
+def logits_of(runner: Runner, *, vocab_size: int = VOCAB_SIZE) -> Tensor:
+    """Logits of a prefill and a ragged round over two rows."""
+    ids_BT = torch.randint(0, vocab_size, (2, 12), generator=torch.Generator().manual_seed(2))
+    runner.allocate(batch_size=2, capacity=16)
+    head = runner.forward(ids_BT[:, :8], torch.arange(8).expand(2, -1), bucket=8)
+    tail = runner.forward(ids_BT[:, 8:], torch.tensor([[8], [6]]) + torch.arange(4), bucket=16)
+    return torch.cat([head, tail], dim=1)
+
+
+def rms(values: Tensor) -> float:
+    return float(values.square().mean().sqrt())
+
+
+@every_implementation
+@every_form
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_ranks_come_within_the_error_of_the_precision_itself(
+    saved: Saved, family: str, implementation: str, num_ranks: int, form: Quantization
+) -> None:
+    """And that error is seen: a layer that was left as it is would show none."""
+    folder, precision = saved(family), Precision(quantization=form)
+    exact = logits_of(load(folder, implementation, Precision()))
+    alone = logits_of(load(folder, implementation, precision))
+    error = rms(alone - exact)
+    assert 1e-3 * rms(exact) < error < (0.5 if form is Quantization.nf4 else 0.1) * rms(exact)
+    comms = thread_comms(num_ranks)
+    runners = [load(folder, implementation, precision, comm=comm) for comm in comms]
+    for found in on_ranks(comms, lambda comm: logits_of(runners[comm.rank])):
+        assert rms(found - alone) <= error
+
+
+@every_form
+def test_both_implementations_quantize_alike(saved: Saved, form: Quantization) -> None:
+    """What is left is rounding, which int8 takes to another step of an input now and then."""
+    folder, precision = saved("llama"), Precision(quantization=form)
+    lean, modules = (logits_of(load(folder, name, precision)) for name in ("lean", "modules"))
+    assert (lean - modules).abs().max() < (2e-2 if form is Quantization.int8 else 1e-4) * lean.abs().max()
+
+
+@torch.inference_mode()
+def round_difference(runner: Runner) -> float:
+    """Largest difference between five rows at once and one after the other, over twenty rounds of the shipped model."""
+    runner.allocate(batch_size=1, capacity=256)
+    ids_BT = torch.randint(5, 4000, (1, 164), generator=torch.Generator().manual_seed(0))
+    positions_BT = torch.arange(164)[None]
+
+    def read(start: int, stop: int) -> Tensor:
+        return runner.forward(ids_BT[:, start:stop], positions_BT[:, start:stop], bucket=256)
+
+    read(0, 64)
+    differences = []
+    for start in range(64, 164, 5):
+        together = read(start, start + 5)
+        alone = torch.cat([read(position, position + 1) for position in range(start, start + 5)], dim=1)
+        differences.append(float((together - alone).abs().max()))
+    return max(differences)
+
+
+@pytest.mark.parametrize("implementation", ["lean", "modules"])
+def test_a_round_is_decoding_one_by_one_as_closely_as_in_fp32(implementation: str) -> None:
+    """At most ten times as far; and int8 at threshold 6, whose rows depend on each other, is far beyond that."""
+    folder = hub.resolve(catalogue.load("tiny"))
+    exact = round_difference(load(folder, implementation, Precision()))
+    for form in FORMS:
+        assert round_difference(load(folder, implementation, Precision(quantization=form))) <= 10 * exact, form
+    mixed = Precision(quantization=Quantization.int8, int8_threshold=6.0)
+    assert round_difference(load(folder, implementation, mixed)) > 100 * exact
+
+
+def tensors_of(holder: object, seen: dict[int, object]) -> Iterator[Tensor]:
+    """All tensors that an object keeps, by whatever name; those that share memory once."""
+    if id(holder) in seen:
+        return
+    seen[id(holder)] = holder
+    if isinstance(holder, Tensor):
+        if (pointer := holder.untyped_storage().data_ptr()) not in seen:
+            seen[pointer] = holder
+            yield holder
+    elif isinstance(holder, list | tuple):
+        for item in holder:
+            yield from tensors_of(item, seen)
+    elif isinstance(holder, dict):
+        yield from tensors_of(list(holder.values()), seen)
+    elif hasattr(holder, "__dict__") and not callable(getattr(holder, "__func__", None)):
+        yield from tensors_of(vars(holder), seen)
+
+
+@pytest.mark.parametrize("dtype", [Dtype.fp32, Dtype.bf16])
+@pytest.mark.parametrize("form", Quantization, ids=lambda form: form.name)
+@every_implementation
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_the_planned_bytes_are_those_of_the_tensors(
+    saved: Saved, family: str, implementation: str, *, num_ranks: int, form: Quantization, dtype: Dtype
+) -> None:
+    folder = saved(family)
+    if num_ranks > 1 and family != "gpt_neox" and "model.embed_tokens" not in build_empty(inspect(folder)).tp_plan:
+        pytest.skip("the plan of this transformers leaves the embedding whole, which is not what is planned")
+    planned = shares(inspect(folder).shape, num_ranks=num_ranks)
+    for rank, share in enumerate(planned):
+        comm = Comm(rank=rank, size=num_ranks, group=None)
+        runner = load(
+            folder, implementation, Precision(quantization=form), comm=comm, dtype=getattr(torch, dtype.value)
+        )
+        parts = (
+            [runner._layers, runner._norm, runner._head, runner._embed]
+            if implementation == "lean"
+            else [list(runner._model.parameters()), [m for m in runner._model.modules() if type(m) is QuantizedLinear]]
+        )
+        # Constants are not counted: the sixteen values of nf4, the eps of a norm.
+        held = [tensor for tensor in tensors_of(parts, {}) if tensor.numel() > 16]
+        counted = weight_bytes(share, dtype=dtype, quantization=form).total_bytes
+        assert sum(tensor.nbytes for tensor in held) == counted
+
+
+def test_embeddings_head_and_norms_keep_their_format(saved: Saved) -> None:
+    model = load(saved("gpt_neox"), "modules", Precision(quantization=Quantization.int8))._model
+    quantized = {name.rpartition(".")[2] for name, module in model.named_modules() if type(module) is QuantizedLinear}
+    assert quantized == {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"}
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert isinstance(model.get_output_embeddings(), nn.Linear)
+
+
+@pytest.mark.parametrize(
+    ("family", "num_ranks", "form", "sentence"),
+    [
+        (
+            "llama",
+            4,
+            Quantization.nf4,
+            "nf4 packs 64 inputs at a time, and model.layers.0.self_attn.o_proj has 32 on one",
+        ),
+        ("gpt_neox", 4, Quantization.nf4, "attention.dense has 32 on one of 4 ranks: use another number of ranks, or"),
+    ],
+)
+def test_a_slice_that_fills_no_group_is_refused_with_what_would_work(
+    saved: Saved, family: str, num_ranks: int, form: Quantization, sentence: str
+) -> None:
+    checkpoint = inspect(saved(family))
+    check_model(checkpoint, num_ranks=2, quantization=form)
+    check_model(checkpoint, num_ranks=num_ranks, quantization=Quantization.int8_weight_only)
+    with pytest.raises(PlacementError, match=sentence):
+        check_model(checkpoint, num_ranks=num_ranks, quantization=form)
+
+
+def test_a_whole_layer_that_fills_no_group_is_refused_too(tmp_path: Path) -> None:
+    build_checkpoint(tmp_path, "llama")
+    with pytest.raises(PlacementError, match=r"mlp.down_proj has 160: use quantization=int8_weight_only"):
+        check_model(inspect(tmp_path), num_ranks=1, quantization=Quantization.nf4)
+
+
+@every_form
+def test_matrices_outside_of_linear_layers_are_refused_by_name(tmp_path: Path, form: Quantization) -> None:
+    build_checkpoint(tmp_path, "gpt2")
+    with pytest.raises(ConfigError, match=r"gpt2 keeps transformer.h.0.attn.c_attn in a Conv1D"):
+        check_model(inspect(tmp_path), num_ranks=1, quantization=form)
+    check_model(inspect(tmp_path), num_ranks=1)
+
+
+@pytest.mark.parametrize("form", [Quantization.int8, Quantization.nf4])
+def test_without_bitsandbytes_its_forms_are_refused_with_the_command(
+    saved: Saved, form: Quantization, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llama_ssp.models.quantized_modules.find_spec", lambda _name: None)
+    checkpoint = inspect(saved("llama"))
+    with pytest.raises(
+        ConfigError, match=rf"{form.name} needs the package bitsandbytes: pip install .*int8_weight_only"
+    ):
+        check_model(checkpoint, num_ranks=1, quantization=form)
+    check_model(checkpoint, num_ranks=1, quantization=Quantization.int8_weight_only)
