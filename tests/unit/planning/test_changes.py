@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from llama_ssp.config import hardware
-from llama_ssp.config.plan import DraftLayout
+from llama_ssp.config.schema import DraftLayout
 from llama_ssp.planning.changes import smallest_changes
 from llama_ssp.planning.memory import fits
 from llama_ssp.planning.plan import make_plan, shortage
