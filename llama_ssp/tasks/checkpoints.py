@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
+from llama_ssp.config.layout import lay_out_copy
 from llama_ssp.config.schema import Dtype, ModelConfig, RunConfig
 from llama_ssp.distributed.agree import together
 from llama_ssp.distributed.world import World
@@ -59,16 +60,18 @@ def find_sources(config: RunConfig, world: World) -> tuple[Source, Source | None
     Raises:
         CheckpointError: a checkpoint is missing or faulty.
         ConfigError: the vocabularies differ, or a model cannot be served.
-        PlacementError: the target cannot be shared by so many ranks.
+        PlacementError: a model cannot be shared by so many ranks.
     """
     entries = [config.model] + ([config.draft.model] if config.draft.model else [])
+    layout = lay_out_copy(config.placement, world_size=world.comm.size, has_draft=config.draft.model is not None)
+    num_draft_ranks = 1 if layout.shares_rows else len(layout.draft_ranks)
     with together(world.comm):
         if world.ranks.local_rank == 0:
             for entry in entries:
                 hub.resolve(entry)
     with together(world.comm):
-        target = _check(config.model, num_ranks=world.ranks.size)
-        draft = _check(config.draft.model, num_ranks=1) if config.draft.model else None
+        target = _check(config.model, num_ranks=len(layout.target_ranks))
+        draft = _check(config.draft.model, num_ranks=num_draft_ranks) if config.draft.model else None
         if draft:
             _check_vocabularies(target, draft)
     return target, draft

@@ -2,9 +2,11 @@
 
 from dataclasses import replace
 
+import pytest
+
 from llama_ssp.config import hardware
-from llama_ssp.config.plan import DraftLayout
-from llama_ssp.config.schema import Quantization
+from llama_ssp.config.plan import TargetLayout
+from llama_ssp.config.schema import DraftLayout, Quantization
 from llama_ssp.planning.job import Job
 from llama_ssp.planning.plan import make_plan
 from tests.helpers.planning import make_job
@@ -42,15 +44,16 @@ def test_a_k_far_from_the_best_is_told_with_the_best() -> None:
 
 
 def test_what_this_version_cannot_run_is_said_in_one_line() -> None:
-    job = make_job("65B", "7B", num_ranks=8, draft_kind=DraftLayout.sharded)
+    job = make_job("65B", "7B", num_ranks=8, target_kind=TargetLayout.accelerate)
     missing = [note for note in make_plan(job, A100).notes if "cannot run it yet" in note]
     assert missing == [
-        "planned, but this version cannot run it yet: placement.draft.kind=sharded, cuda_graphs=true",
+        "planned, but this version cannot run it yet: placement.target.kind=accelerate, cuda_graphs=true",
     ]
 
 
-def test_what_this_version_runs_has_no_such_line() -> None:
-    job = make_job("65B", "7B", num_ranks=8, cuda_graphs=False)
+@pytest.mark.parametrize("kind", DraftLayout)
+def test_what_this_version_runs_has_no_such_line(kind: DraftLayout) -> None:
+    job = make_job("65B", "7B", num_ranks=8, draft_kind=kind, cuda_graphs=False)
     assert not [note for note in make_plan(job, A100).notes if "cannot run" in note]
 
 
