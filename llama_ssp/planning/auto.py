@@ -61,7 +61,7 @@ def choose_placement(job: Job, hardware: HardwareConfig) -> AutoPlacement:
     if len(timed) > 1:
         sentence += f"; of {len(timed)} that fit the next is {_told(timed[1][1])} at {1e3 * timed[1][0]:.3g}"
     else:
-        sentence += "; no other fits"
+        sentence += ", the only one that fits"
     return AutoPlacement(job=timed[0][1], sentence=sentence)
 
 
