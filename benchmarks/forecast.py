@@ -23,8 +23,8 @@ import torch
 import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from llama_ssp.config.plan import DraftLayout, TargetLayout
-from llama_ssp.config.schema import DeviceKind, Dtype, Quantization, SamplingConfig, VerificationConfig
+from llama_ssp.config.plan import TargetLayout
+from llama_ssp.config.schema import DeviceKind, DraftLayout, Dtype, Quantization, SamplingConfig, VerificationConfig
 from llama_ssp.decoding.clock import clock_for
 from llama_ssp.decoding.loop import Completion, Decoder
 from llama_ssp.decoding.rounds import Rounds

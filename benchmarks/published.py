@@ -13,8 +13,8 @@ from pathlib import Path
 
 from llama_ssp.config import catalogue, hardware
 from llama_ssp.config.hardware import HardwareConfig
-from llama_ssp.config.plan import DraftLayout, TargetLayout
-from llama_ssp.config.schema import Quantization
+from llama_ssp.config.plan import TargetLayout
+from llama_ssp.config.schema import DraftLayout, Quantization
 from llama_ssp.planning.acceptance import implied_acceptance, of_pair, tokens_per_round
 from llama_ssp.planning.job import Job, planned_model
 from llama_ssp.planning.roofline import LIBRARY_SHARE

@@ -74,7 +74,7 @@ def main(settings: list[str]) -> int:
         if config.search:
             show_search(job, machine, config.format)
         else:
-            show_plan(job, machine, config.format, figure=config.figure)
+            show_plan(job, machine, config.format, figure=config.figure, auto=config.placement.auto)
     except SspError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llama_ssp.config import catalogue
+from llama_ssp.config import catalogue, layout
 from llama_ssp.config.schema import (
     DrafterKind,
     ModelConfig,
@@ -44,8 +44,7 @@ def check(config: RunConfig, explicit: frozenset[str], *, world_size: int) -> No
         *_draft(config),
         *_models(config),
         *_synthetic(config),
-        *_target_placement(config, world_size),
-        *_draft_placement(config, world_size),
+        *_placement(config, world_size),
         *_without_effect(config, explicit),
     ]
     if problems:
@@ -174,34 +173,31 @@ def _synthetic(config: RunConfig) -> Iterator[str]:
             )
 
 
-def _target_placement(config: RunConfig, world_size: int) -> Iterator[str]:
-    placement, shape = config.placement.target, config.model.shape
-    if placement.ranks is not None and placement.ranks != list(range(world_size)):
-        yield (
-            f"placement.target.ranks={placement.ranks} must be all ranks in order, here {list(range(world_size))}: "
-            "leave it out, or start another number of ranks"
+def _placement(config: RunConfig, world_size: int) -> Iterator[str]:
+    placement, has_draft = config.placement, config.draft.kind is not DrafterKind.none
+    found = [
+        *layout.problems_of(
+            placement.target, placement.draft,
+            num_replicas=placement.num_replicas, world_size=world_size, has_draft=has_draft,
         )
-    if placement.tp_size not in {None, world_size}:
-        yield (
-            f"placement.target.tp_size={placement.tp_size} must be the number of ranks, here {world_size}: "
-            "leave it out, or start another number of ranks"
-        )
-    if shape and world_size > shape.num_attention_heads:
-        yield (
-            f"{world_size} ranks are more than the {shape.num_attention_heads} attention heads of "
-            f"model={config.model.name}: start at most {shape.num_attention_heads}"
-        )
+    ]  # fmt: skip
+    yield from found
+    if found or placement.auto:
+        return
+    laid_out = layout.lay_out_copy(placement, world_size=world_size, has_draft=has_draft)
+    if sentence := layout.idle(laid_out, num_ranks=world_size // placement.num_replicas):
+        yield sentence
+    yield from _heads("model", config.model, laid_out.target_ranks, remedy="start at most ")
+    if config.draft.model and not laid_out.shares_rows:
+        yield from _heads("draft", config.draft.model, laid_out.draft_ranks, remedy="at most placement.draft.tp_size=")
 
 
-def _draft_placement(config: RunConfig, world_size: int) -> Iterator[str]:
-    placement = config.placement.draft
-    if placement.ranks is not None and (len(placement.ranks) != 1 or placement.ranks[0] not in range(world_size)):
+def _heads(group: str, model: ModelConfig, ranks: tuple[int, ...], *, remedy: str) -> Iterator[str]:
+    if model.shape and len(ranks) > model.shape.num_attention_heads:
         yield (
-            f"placement.draft.ranks={placement.ranks} must be one rank between 0 and {world_size - 1}, "
-            "for example placement.draft.ranks=[0]"
+            f"{len(ranks)} ranks are more than the {model.shape.num_attention_heads} attention heads of "
+            f"{group}={model.name}: {remedy}{model.shape.num_attention_heads}"
         )
-    if placement.tp_size not in {None, 1}:
-        yield f"placement.draft.tp_size={placement.tp_size} must be 1: the draft sits whole on one rank"
 
 
 @dataclass(frozen=True)
@@ -218,6 +214,11 @@ _POINTLESS = (
         ("speculation", "verification", "placement.draft", "draft.model"),
         lambda config: config.draft.kind is DrafterKind.none and config.task.name is not TaskName.compare,
         "without a draft: give one with draft=NAME",
+    ),
+    _Pointless(
+        ("placement.target", "placement.draft"),
+        lambda config: config.placement.auto,
+        "beside placement=auto, which chooses it",
     ),
     _Pointless(
         ("sampling.top_k", "sampling.top_p"),

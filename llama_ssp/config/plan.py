@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from llama_ssp.config import catalogue
+from llama_ssp.config import catalogue, layout
 from llama_ssp.config.hardware import problems_of
-from llama_ssp.config.schema import DrafterConfig, ModelConfig, ModelShape
+from llama_ssp.config.schema import DrafterConfig, DraftPlacement, ModelConfig, ModelShape
 from llama_ssp.errors import ConfigError, one_message
 
 
@@ -31,15 +31,6 @@ class TargetLayout(Enum):
     deepspeed = "deepspeed"
 
 
-class DraftLayout(Enum):
-    """Where the draft sits."""
-
-    one_rank = "one_rank"
-    sharded = "sharded"
-    replicated = "replicated"
-    own_gpu = "own_gpu"
-
-
 @dataclass(kw_only=True)
 class PlanTarget:
     """Ranks of the target; null means all that the draft leaves."""
@@ -50,20 +41,13 @@ class PlanTarget:
 
 
 @dataclass(kw_only=True)
-class PlanDraft:
-    """Ranks of the draft; null means: the first (one_rank), the target's (sharded, replicated), the last (own_gpu)."""
-
-    kind: DraftLayout = DraftLayout.one_rank
-    ranks: list[int] | None = None
-    tp_size: int | None = None
-
-
-@dataclass(kw_only=True)
 class PlanPlacement:
-    """Where target and draft sit."""
+    """Where target and draft sit, and in how many copies; see `schema.PlacementConfig`."""
 
     target: PlanTarget = field(default_factory=PlanTarget)
-    draft: PlanDraft = field(default_factory=PlanDraft)
+    draft: DraftPlacement = field(default_factory=DraftPlacement)
+    num_replicas: int = 1
+    auto: bool = False
 
 
 @dataclass(kw_only=True)
@@ -105,7 +89,11 @@ def check(config: PlanConfig) -> None:
     problems = [*hardware, *_ranges(config), *_models(config)]
     if not hardware:
         num_ranks = int(config.hardware["num_gpus"]) * int(config.hardware.get("num_nodes", 1))
-        problems += _placement(config.placement, num_ranks)
+        placement = config.placement
+        problems += layout.problems_of(
+            placement.target, placement.draft, num_replicas=placement.num_replicas, world_size=num_ranks,
+            has_draft=config.draft.model is not None,
+        )  # fmt: skip
     if problems:
         raise ConfigError(one_message(problems))
 
@@ -116,11 +104,9 @@ def _ranges(config: PlanConfig) -> Iterator[str]:
         "batch_size": config.batch_size,
         "prompt_tokens": config.prompt_tokens,
         "max_new_tokens": config.max_new_tokens,
-        "placement.target.tp_size": config.placement.target.tp_size,
-        "placement.draft.tp_size": config.placement.draft.tp_size,
     }
     for key, value in least_one.items():
-        if value is not None and value < 1:
+        if value < 1:
             yield f"{key}={value} must be at least 1"
     acceptance = config.speculation.acceptance
     if acceptance is not None and not (0 <= acceptance <= 1 and math.isfinite(acceptance)):
@@ -153,18 +139,3 @@ def _vocabulary(target: str, target_shape: ModelShape, draft: str, draft_shape: 
             f"the draft must have the target's vocabulary: model={target} has {target_shape.vocab_size} tokens, "
             f"draft={draft} {draft_shape.vocab_size}; drafts that fit: {fitting or 'none in the catalogue'}"
         )
-
-
-def _placement(placement: PlanPlacement, num_ranks: int) -> Iterator[str]:
-    for key, part in (("target", placement.target), ("draft", placement.draft)):
-        ranks, size = part.ranks, part.tp_size
-        if ranks is not None and (
-            not ranks or sorted(set(ranks)) != sorted(ranks) or not set(ranks) <= set(range(num_ranks))
-        ):
-            yield f"placement.{key}.ranks={ranks} must name different ranks between 0 and {num_ranks - 1}"
-        if size is not None and size > num_ranks:
-            yield f"placement.{key}.tp_size={size} is more than the {num_ranks} GPUs of the hardware"
-        if ranks is not None and size is not None and size != len(ranks):
-            yield f"placement.{key}.tp_size={size} and placement.{key}.ranks={ranks} contradict each other"
-    if placement.draft.kind is DraftLayout.own_gpu and num_ranks == 1:
-        yield "placement.draft.kind=own_gpu needs a GPU beside the target's, and the hardware has one"

@@ -50,10 +50,17 @@ class TargetKind(Enum):
     tensor = "tensor"
 
 
-class DraftPlacementKind(Enum):
-    """Where the draft model sits."""
+class DraftLayout(Enum):
+    """Where the draft model sits.
+
+    Whole on one rank; cut over several (sharded); whole on each of several that draft for their share of the rows
+    (replicated); or on ranks that hold nothing of the target (own_gpu).
+    """
 
     one_rank = "one_rank"
+    sharded = "sharded"
+    replicated = "replicated"
+    own_gpu = "own_gpu"
 
 
 class DrafterKind(Enum):
@@ -139,7 +146,7 @@ class DrafterConfig:
 
 @dataclass(kw_only=True)
 class TargetPlacement:
-    """Ranks of the target; null means all ranks, and `tp_size` then follows."""
+    """Ranks of the target; null means all that an `own_gpu` draft leaves, or the first `tp_size` of them."""
 
     kind: TargetKind = TargetKind.tensor
     ranks: list[int] | None = None
@@ -148,19 +155,25 @@ class TargetPlacement:
 
 @dataclass(kw_only=True)
 class DraftPlacement:
-    """Ranks of the draft; null means the first rank of the target."""
+    """Ranks of the draft; null means: the target's first (one_rank), the target's (sharded, replicated), the last."""
 
-    kind: DraftPlacementKind = DraftPlacementKind.one_rank
+    kind: DraftLayout = DraftLayout.one_rank
     ranks: list[int] | None = None
     tp_size: int | None = None
 
 
 @dataclass(kw_only=True)
 class PlacementConfig:
-    """Where target and draft sit."""
+    """Where target and draft sit, and in how many copies.
+
+    `num_replicas` copies share out the prompts; each has an equal block of the ranks, and its ranks count from 0. With
+    `auto` the planner chooses the rest.
+    """
 
     target: TargetPlacement = field(default_factory=TargetPlacement)
     draft: DraftPlacement = field(default_factory=DraftPlacement)
+    num_replicas: int = 1
+    auto: bool = False
 
 
 @dataclass(kw_only=True)

@@ -171,7 +171,7 @@ class Decoder:
         prompt_lengths_R = prompts.lengths_B.clone()
         rows_R = torch.tensor(rows, device=self._device)
         longest = max(len(request.prompt_ids) for request in requests)
-        result = self.rounds.prefill(prompts, rows_R, longest=longest, buckets=self._buckets)
+        result = self.rounds.prefill(prompts, rows, longest=longest, buckets=self._buckets)
         self._state.put(rows_R, prompts, prompt_lengths_R=prompt_lengths_R)
         num_forwards = -(-longest // CHUNK)
         num_draft_tokens = self.rounds.growth - 1

@@ -12,6 +12,8 @@ host chooses only shapes: which rows, how wide a bucket of the cache.
 Shapes: B sequences, R rows being prefilled, K drafted tokens, W = K + 1, V vocabulary; L is a row's length.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -47,12 +49,12 @@ class Rounds:
         self._last_and_drafted_W = torch.arange(-1, num_draft_tokens, device=target.device)
         self.draws = DrawTable(num_draft_tokens, target.device)
 
-    def prefill(self, prompts: BatchState, rows_R: Tensor, *, longest: int, buckets: Buckets) -> Tensor:
+    def prefill(self, prompts: BatchState, rows: Sequence[int], *, longest: int, buckets: Buckets) -> Tensor:
         """Read prompts into the caches and sample each row's first token.
 
         Args:
             prompts: the rows to be prefilled and no others (R rows).
-            rows_R: which rows of the caches they become.
+            rows: which rows of the caches they become.
             longest: length of the longest prompt.
             buckets: widths of the cache.
 
@@ -60,9 +62,10 @@ class Rounds:
             The result of these rows, as `BatchState.commit` gives it.
         """
         tokens_RS, lengths_R = prompts.tokens_BS, prompts.lengths_B
+        rows_R = torch.tensor(rows, device=self.target.device)
         logits_RV = read_prompts(self.target, tokens_RS, lengths_R, rows_R=rows_R, longest=longest, buckets=buckets)
         if self.drafter:
-            self.drafter.prefill(tokens_RS, lengths_R, rows_R=rows_R, longest=longest, buckets=buckets)
+            self.drafter.prefill(tokens_RS, lengths_R, rows=rows, longest=longest, buckets=buckets)
         draws = self.draws.split(prompts.numbers())
         return prompts.commit(self.rule.draw(logits_RV, draws.plain_B1))
 

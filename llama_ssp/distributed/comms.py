@@ -6,6 +6,7 @@ group is decided in `mesh`, never here.
 
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cache
 from typing import Self
 
 import torch
@@ -33,6 +34,24 @@ class Comm:
     def single(cls) -> Self:
         """The group that holds this rank alone."""
         return cls(rank=0, size=1, group=None)
+
+    def subgroup(self, members: tuple[int, ...]) -> "Comm | None":
+        """Form a group of some of the ranks; all ranks of this group, which is the world's, call it together.
+
+        Args:
+            members: their ranks, increasing.
+
+        Returns:
+            This rank's end of it; None where this rank is not a member.
+        """
+        group = self.group
+        if 1 < len(members) < self.size:
+            group = _group_of(members)
+        if self.rank not in members:
+            return None
+        if len(members) == 1:
+            return Comm.single()
+        return Comm(rank=members.index(self.rank), size=len(members), group=group, device=self.device)
 
     def all_reduce(self, values: Tensor) -> Tensor:
         """Add up `values` over the group, in place; every rank gets the same bits."""
@@ -66,6 +85,15 @@ class Comm:
             dist.broadcast(values, group=self.group, group_src=src)
         return values
 
+    def send(self, values: Tensor, *, dst: int) -> None:
+        """Give values to group rank `dst` alone, which calls `receive` for them."""
+        dist.send(values.contiguous(), group=self.group, group_dst=dst)
+
+    def receive(self, values: Tensor, *, src: int) -> Tensor:
+        """Take what group rank `src` sends, in place."""
+        dist.recv(values, group=self.group, group_src=src)
+        return values
+
     def gather_text(self, text: str) -> list[str]:
         """Collect a text from every rank, in order of rank. For set-up only: it reads from the device."""
         if self.size == 1:
@@ -90,3 +118,10 @@ class Comm:
         """Let later collectives of this group give up after `seconds`."""
         if self.size > 1:
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), self.group)  # there is no public setter
+
+
+@cache
+def _group_of(members: tuple[int, ...]) -> dist.ProcessGroup:
+    """A process group of some of the world's ranks, made once for all jobs of a sweep."""
+    group: dist.ProcessGroup = dist.new_group(list(members))
+    return group

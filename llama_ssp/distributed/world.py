@@ -84,6 +84,21 @@ def share_cores(ranks: Ranks) -> int:
     return num_threads
 
 
+@contextmanager
+def on_all_cores(cores: frozenset[int]) -> Iterator[None]:
+    """Leave this rank's share of the cores for a block that makes groups, whose threads must not keep to it.
+
+    Args:
+        cores: `World.cores`.
+    """
+    share = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, share)
+
+
 def _rendezvous_of_slurm(environ: Mapping[str, str], ranks: Ranks) -> str:
     """Address at which the tasks of a plain `srun python` meet: the first node, a port derived from the job."""
     host = environ.get("MASTER_ADDR") or environ.get("SLURM_LAUNCH_NODE_IPADDR", "localhost")

@@ -5,6 +5,7 @@ Whether this rank drafts at all is not decided here but in `placement`.
 Shapes: B sequences, R rows being prefilled, S slots, K drafted tokens, V vocabulary.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -22,8 +23,10 @@ class Drafter(Protocol):
         """Make room for `batch_size` rows of `num_slots` tokens."""
         ...
 
-    def prefill(self, tokens_RS: Tensor, lengths_R: Tensor, *, rows_R: Tensor, longest: int, buckets: Buckets) -> None:
-        """Take note of new prompts, as `models.prefill.read_prompts` does."""
+    def prefill(
+        self, tokens_RS: Tensor, lengths_R: Tensor, *, rows: Sequence[int], longest: int, buckets: Buckets
+    ) -> None:
+        """Take note of new prompts, as `models.prefill.read_prompts` does; the host knows which rows they become."""
         ...
 
     def propose(self, tokens_BS: Tensor, lengths_B: Tensor, *, uniforms_BK: Tensor, bucket: int) -> Draft:

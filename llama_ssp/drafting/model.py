@@ -3,10 +3,13 @@
 Shapes: B sequences, S slots, K drafted tokens, V vocabulary.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from llama_ssp.distributed.comms import Comm
 from llama_ssp.models.interface import Runner
 from llama_ssp.models.prefill import Buckets, read_prompts
 from llama_ssp.sampling.verification import Draft, Rule
@@ -23,13 +26,26 @@ class ModelDrafter:
         rule: how its tokens are drawn.
         num_draft_tokens: K.
         vocab_size: V of the target; a draft whose output head is padded to another width is cut or filled up to it.
+        comm: the ranks that share the draft, which agree on each drawn id; None for one rank.
+        src: the rank in `comm` whose ids count.
     """
 
-    def __init__(self, runner: Runner, *, rule: Rule, num_draft_tokens: int, vocab_size: int) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        *,
+        rule: Rule,
+        num_draft_tokens: int,
+        vocab_size: int,
+        comm: Comm | None = None,
+        src: int = 0,
+    ) -> None:
         self.runner = runner
         self.rule = rule
         self.num_draft_tokens = num_draft_tokens
         self._vocab_size = vocab_size
+        self._comm = comm or Comm.single()
+        self._src = src
         self._last_two = torch.arange(-2, 0, device=runner.device)
         self._offsets_K = torch.arange(num_draft_tokens, device=runner.device)
 
@@ -40,8 +56,11 @@ class ModelDrafter:
         self._second_B1 = torch.ones(batch_size, 1, dtype=torch.int64, device=device)
         self._nothing_BV = torch.zeros(batch_size, self._vocab_size, device=device)
 
-    def prefill(self, tokens_RS: Tensor, lengths_R: Tensor, *, rows_R: Tensor, longest: int, buckets: Buckets) -> None:
+    def prefill(
+        self, tokens_RS: Tensor, lengths_R: Tensor, *, rows: Sequence[int], longest: int, buckets: Buckets
+    ) -> None:
         """Read new prompts into the draft's own cache."""
+        rows_R = torch.tensor(rows, device=self.runner.device)
         read_prompts(self.runner, tokens_RS, lengths_R, rows_R=rows_R, longest=longest, buckets=buckets)
 
     def propose(self, tokens_BS: Tensor, lengths_B: Tensor, *, uniforms_BK: Tensor, bucket: int) -> Draft:
@@ -57,7 +76,7 @@ class ModelDrafter:
                 ids_BT = drafted[-1]
             logits_BV = self.runner.forward(ids_BT, positions_BT, bucket=bucket, rows_BR=wanted_B1)[:, 0]
             ids_B1, probs_BV = self.rule.draw(self._at_target_width(logits_BV), uniforms_B1)
-            drafted.append(ids_B1)
+            drafted.append(self._comm.broadcast(ids_B1, src=self._src))
             if probs_BV is not None:
                 probs.append(probs_BV)
         ids_BK = torch.cat(drafted, dim=1)

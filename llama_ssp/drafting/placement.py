@@ -1,16 +1,19 @@
 """On which ranks drafting and deciding happen.
 
-Ranks are equal programs: the loop calls the same methods everywhere. One rank holds the draft and runs the rule, and
-every token id that ranks act on is that rank's word, sent to the others in two small messages a round: drafted ids
-before the target's forward, the decision after it. So rounding can never make ranks part ways.
+Ranks are equal programs: the loop calls the same methods everywhere. Every token id that ranks act on is one rank's
+word, sent to the others in two small messages a round: drafted ids before the target's forward, the decision after it.
+So rounding can never make ranks part ways. The rule runs beside the draft where a rank holds both models; only where
+none does are the draft's probabilities sent, to the rank of the target that decides.
 
 Shapes: B sequences, R rows being prefilled, S slots, K drafted tokens, W = K + 1, V vocabulary.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.drafting.drafter import Drafter
@@ -19,46 +22,83 @@ from llama_ssp.sampling.random import Draws
 from llama_ssp.sampling.verification import Draft, Rule, Verdict
 
 
+class Judge(NamedTuple):
+    """The rank that runs the rule without holding the draft, so that the draft's probabilities have to be sent to it.
+
+    Attributes:
+        rank: in the group that listens.
+        vocab_size: V of the target.
+    """
+
+    rank: int
+    vocab_size: int
+
+
 class AgreedDrafter:
-    """The drafter of one rank, heard by all.
+    """The drafter of some ranks, heard by all.
 
     Args:
-        inner: the drafter on the rank that holds it, None elsewhere.
+        inner: the drafter on ranks that hold it, None elsewhere.
         comm: the ranks that listen.
-        src: the rank in `comm` that drafts.
+        src: the rank in `comm` whose drafted ids count.
         num_draft_tokens: K.
         device: where the ids live.
+        all_draft: whether all ranks hold a slice of the draft: they have agreed on every id already.
+        judge: see `Judge`; None where the rule runs beside the draft, or needs no probabilities.
     """
 
     def __init__(
-        self, inner: Drafter | None, *, comm: Comm, src: int, num_draft_tokens: int, device: torch.device
+        self,
+        inner: Drafter | None,
+        *,
+        comm: Comm,
+        src: int,
+        num_draft_tokens: int,
+        device: torch.device,
+        all_draft: bool = False,
+        judge: Judge | None = None,
     ) -> None:
         self._inner = inner
         self._comm = comm
         self._src = src
         self.num_draft_tokens = num_draft_tokens
         self._offsets_K = torch.arange(num_draft_tokens, device=device)
+        self._all_draft = all_draft
+        self._judge = judge
 
     def allocate(self, *, batch_size: int, num_slots: int) -> None:
-        """Make room on the rank that drafts."""
+        """Make room on the ranks that draft."""
         if self._inner:
             self._inner.allocate(batch_size=batch_size, num_slots=num_slots)
 
-    def prefill(self, tokens_RS: Tensor, lengths_R: Tensor, *, rows_R: Tensor, longest: int, buckets: Buckets) -> None:
-        """Read new prompts on the rank that drafts."""
+    def prefill(
+        self, tokens_RS: Tensor, lengths_R: Tensor, *, rows: Sequence[int], longest: int, buckets: Buckets
+    ) -> None:
+        """Read new prompts on the ranks that draft."""
         if self._inner:
-            self._inner.prefill(tokens_RS, lengths_R, rows_R=rows_R, longest=longest, buckets=buckets)
+            self._inner.prefill(tokens_RS, lengths_R, rows=rows, longest=longest, buckets=buckets)
 
     def propose(self, tokens_BS: Tensor, lengths_B: Tensor, *, uniforms_BK: Tensor, bucket: int) -> Draft:
-        """Draft on one rank, and take its ids on all; see `Drafter.propose`."""
+        """Draft on some ranks, and take the ids of one of them on all; see `Drafter.propose`."""
         if self._inner:
             draft = self._inner.propose(tokens_BS, lengths_B, uniforms_BK=uniforms_BK, bucket=bucket)
-            self._comm.broadcast(draft.ids_BK, src=self._src)
+            if not self._all_draft:
+                self._comm.broadcast(draft.ids_BK, src=self._src)
+            if self._judge and draft.probs_BTV is not None and self._comm.rank == self._src:
+                self._comm.send(draft.probs_BTV[:, :-1], dst=self._judge.rank)
             return draft
         ids_BK = lengths_B.new_empty(lengths_B.shape[0], self.num_draft_tokens)
         self._comm.broadcast(ids_BK, src=self._src)
         tokens_BS.scatter_(1, lengths_B[:, None] + self._offsets_K, ids_BK)
-        return Draft(ids_BK=ids_BK, probs_BTV=None)
+        return Draft(ids_BK=ids_BK, probs_BTV=self._receive_probs(ids_BK))
+
+    def _receive_probs(self, ids_BK: Tensor) -> Tensor | None:
+        """On the judge: the probabilities that the ids were drawn from, and the row of zeros behind them."""
+        if self._judge is None or self._comm.rank != self._judge.rank:
+            return None
+        shape = (*ids_BK.shape, self._judge.vocab_size)
+        probs_BKV = self._comm.receive(torch.empty(shape, device=ids_BK.device), src=self._src)
+        return pad(probs_BKV, (0, 0, 0, 1))
 
 
 class Decision(NamedTuple):
@@ -67,7 +107,7 @@ class Decision(NamedTuple):
     Attributes:
         num_accepted_B1: how many drafted tokens become text.
         next_ids_B1: the token behind them.
-        stop_B1: not zero when the deciding rank wishes to stop; the same in every row.
+        stop_B1: not zero where the rank that decided wishes to stop.
     """
 
     num_accepted_B1: Tensor
@@ -111,9 +151,11 @@ class AgreedRule:
 
     def _agree(self, verdict: Verdict | None, *, batch_size: int) -> Decision:
         """Send the deciding rank's verdict and wish in one message of 3 numbers a row; a lone rank keeps its own."""
-        stop_B1 = self._wish_11 if batch_size == 1 else self._wish_11.expand(batch_size, 1)
         if verdict and self._comm.size == 1:
-            return Decision(*verdict, stop_B1=stop_B1)
-        word_B3 = torch.cat([*verdict, stop_B1], dim=1) if verdict else self._wish_11.new_empty(batch_size, 3)
+            return Decision(*verdict, self._wish_11 if batch_size == 1 else self._wish_11.expand(batch_size, 1))
+        word_B3 = self._word(verdict, num_rows=batch_size) if verdict else self._wish_11.new_empty(batch_size, 3)
         self._comm.broadcast(word_B3, src=self._src)
         return Decision(*word_B3.split_with_sizes([1, 1, 1], dim=1))
+
+    def _word(self, verdict: Verdict, *, num_rows: int) -> Tensor:
+        return torch.cat([*verdict, self._wish_11.expand(num_rows, 1)], dim=1)

@@ -4,15 +4,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from llama_ssp.config.hardware import HardwareConfig
-from llama_ssp.config.plan import DraftLayout, TargetLayout
-from llama_ssp.config.schema import Quantization
+from llama_ssp.config.plan import TargetLayout
+from llama_ssp.config.schema import DraftLayout, Quantization
 from llama_ssp.errors import PlacementError
 from llama_ssp.planning.job import Job
 from llama_ssp.planning.timing import Timing, timing
 
 WORTHWHILE_GAIN, CLEAR_GAIN = 1.03, 1.1
 RUNS_TARGET = {TargetLayout.tensor}
-RUNS_DRAFT = {DraftLayout.one_rank}
 
 
 def not_run_yet(job: Job) -> list[str]:
@@ -20,8 +19,6 @@ def not_run_yet(job: Job) -> list[str]:
     found = []
     if job.target_kind not in RUNS_TARGET:
         found.append(f"placement.target.kind={job.target_kind.name}")
-    if job.draft and job.draft_kind not in RUNS_DRAFT:
-        found.append(f"placement.draft.kind={job.draft_kind.name}")
     if job.cuda_graphs:
         found.append("cuda_graphs=true")
     return found

@@ -12,8 +12,7 @@ from typing import Any
 
 from llama_ssp.config import catalogue
 from llama_ssp.config.hardware import HardwareConfig
-from llama_ssp.config.plan import DraftLayout
-from llama_ssp.config.schema import Quantization
+from llama_ssp.config.schema import DraftLayout, Quantization
 from llama_ssp.errors import PlacementError
 from llama_ssp.planning.advice import not_run_yet
 from llama_ssp.planning.job import Job, planned_model
@@ -148,8 +147,8 @@ def _smaller(name: str) -> list[str]:
 
 
 def _on_nodes(job: Job, hardware: HardwareConfig, num_nodes: int) -> tuple[Job, HardwareConfig]:
-    """The same job over all ranks of more nodes; a draft on the target's ranks goes with it."""
-    ranks = tuple(range(hardware.num_gpus * num_nodes))
+    """The same job over all ranks that a copy has on more nodes; a draft on the target's ranks goes with it."""
+    ranks = tuple(range(hardware.num_gpus * num_nodes // job.num_replicas))
     followed = bool(job.draft) and job.draft_ranks == job.target_ranks
     changed = replace(job, target_ranks=ranks, draft_ranks=ranks if followed else job.draft_ranks)
     return changed, replace(hardware, num_nodes=num_nodes)

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from llama_ssp.config.hardware import HardwareConfig
-from llama_ssp.config.plan import DraftLayout, PlanConfig, PlanPlacement, TargetLayout
-from llama_ssp.config.schema import Dtype, ModelConfig, ModelShape, Quantization
+from llama_ssp.config.layout import Layout, lay_out
+from llama_ssp.config.plan import PlanConfig, TargetLayout
+from llama_ssp.config.schema import DraftLayout, Dtype, ModelConfig, ModelShape, Quantization
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.planning.weights import LLAMA_KIND, Inventory, WeightBytes, weight_bytes
 
@@ -39,13 +40,15 @@ class Job:
     Attributes:
         target, draft: the models; no draft means plain decoding.
         target_kind, draft_kind: how each is laid out.
-        target_ranks, draft_ranks: on which ranks, in order.
+        target_ranks, draft_ranks: on which ranks of each copy, increasing.
         num_draft_tokens: K.
         acceptance: probability that a drafted token is accepted; None takes the catalogue's.
         batch_size: rows decoded together.
         prompt_tokens, max_new_tokens: of the longest row.
         cuda_graphs: whether forwards are captured; without, every operator is launched from Python.
         device: cpu or cuda.
+        num_replicas: copies of target and draft, each on as many ranks of its own.
+        sampled: whether drafts are drawn from probabilities, which the rule then needs; not at temperature 0.
     """
 
     target: PlannedModel
@@ -61,6 +64,13 @@ class Job:
     max_new_tokens: int
     cuda_graphs: bool
     device: str
+    num_replicas: int = 1
+    sampled: bool = True
+
+    @property
+    def layout(self) -> Layout:
+        """Who holds what in each copy."""
+        return Layout(target_ranks=self.target_ranks, draft_ranks=self.draft_ranks, draft_kind=self.draft_kind)
 
     @property
     def num_slots(self) -> int:
@@ -100,15 +110,17 @@ def make_job(config: PlanConfig, hardware: HardwareConfig) -> Job:
         ConfigError: a model has neither a shape nor a folder to read it from.
         CheckpointError: a folder's config.json does not describe a model.
     """
-    draft = planned_model(config.draft.model) if config.draft.model else None
-    target_ranks, draft_ranks = _lay_out(config.placement, hardware.num_ranks, has_draft=draft is not None)
+    draft, placement = planned_model(config.draft.model) if config.draft.model else None, config.placement
+    num_ranks = hardware.num_ranks // placement.num_replicas
+    layout = lay_out(placement.target, placement.draft, num_ranks=num_ranks, has_draft=draft is not None)
     return Job(
         target=planned_model(config.model),
         draft=draft,
-        target_kind=config.placement.target.kind,
-        target_ranks=target_ranks,
-        draft_kind=config.placement.draft.kind,
-        draft_ranks=draft_ranks,
+        target_kind=placement.target.kind,
+        target_ranks=layout.target_ranks,
+        draft_kind=layout.draft_kind,
+        draft_ranks=layout.draft_ranks,
+        num_replicas=placement.num_replicas,
         num_draft_tokens=config.speculation.num_draft_tokens,
         acceptance=config.speculation.acceptance,
         batch_size=config.batch_size,
@@ -117,23 +129,6 @@ def make_job(config: PlanConfig, hardware: HardwareConfig) -> Job:
         cuda_graphs=config.cuda_graphs and hardware.device == "cuda",
         device=hardware.device,
     )
-
-
-def _lay_out(placement: PlanPlacement, num_ranks: int, *, has_draft: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Ranks of target and draft."""
-    target, draft = placement.target, placement.draft
-    apart = has_draft and draft.kind is DraftLayout.own_gpu
-    draft_ranks = tuple(draft.ranks or ())
-    if apart and not draft_ranks:
-        draft_ranks = tuple(range(num_ranks - (draft.tp_size or 1), num_ranks))
-    left = [rank for rank in range(num_ranks) if not (apart and rank in draft_ranks)]
-    target_ranks = tuple(target.ranks or left[: target.tp_size or len(left)])
-    if not has_draft:
-        return target_ranks, ()
-    if not draft_ranks:
-        size = 1 if draft.kind is DraftLayout.one_rank else draft.tp_size or len(target_ranks)
-        draft_ranks = target_ranks[:size]
-    return target_ranks, draft_ranks
 
 
 def planned_model(model: ModelConfig) -> PlannedModel:

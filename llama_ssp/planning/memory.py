@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
 from llama_ssp.config.hardware import HardwareConfig
-from llama_ssp.config.plan import DraftLayout, TargetLayout
-from llama_ssp.config.schema import Quantization
+from llama_ssp.config.plan import TargetLayout
+from llama_ssp.config.schema import DraftLayout, Quantization
 from llama_ssp.errors import PlacementError
 from llama_ssp.planning.job import Job, PlannedModel, model_bytes
 from llama_ssp.planning.sharding import RankShard, split_blocks, split_model
@@ -158,7 +158,7 @@ def draft_parts(job: Job) -> dict[int, _Part]:
 
 
 def memory(job: Job, hardware: HardwareConfig) -> tuple[RankMemory, ...]:
-    """Every rank's bytes, by rank.
+    """Every rank's bytes, by rank; copies follow each other.
 
     Raises:
         PlacementError: a model cannot be laid out as asked.
@@ -166,14 +166,11 @@ def memory(job: Job, hardware: HardwareConfig) -> tuple[RankMemory, ...]:
     targets, drafts = target_parts(job), draft_parts(job)
     ranks = sorted({*targets, *drafts})
     shared = hardware.memory_bytes // hardware.num_gpus if hardware.device == "cpu" else hardware.memory_bytes
-    decider = job.draft_ranks[0] if job.draft_ranks else job.target_ranks[0]
-    return tuple(
-        _rank_memory(
-            job, hardware, rank, targets.get(rank), drafts.get(rank),
-            capacity_bytes=shared, decides=rank == decider, num_ranks=len(ranks),
-        )
-        for rank in ranks
-    )  # fmt: skip
+    one_copy = [
+        _rank_memory(job, hardware, rank, targets.get(rank), drafts.get(rank), capacity_bytes=shared) for rank in ranks
+    ]
+    stride = hardware.num_ranks // job.num_replicas
+    return tuple(replace(one, rank=one.rank + copy * stride) for copy in range(job.num_replicas) for one in one_copy)
 
 
 def _rank_memory(
@@ -184,8 +181,6 @@ def _rank_memory(
     draft: _Part | None,
     *,
     capacity_bytes: int,
-    decides: bool,
-    num_ranks: int,
 ) -> RankMemory:
     weights = [part.weights for part in (target, draft) if part]
     served = {
@@ -193,7 +188,7 @@ def _rank_memory(
         "draft_weights_bytes": draft.weights.total_bytes if draft else 0,
         "target_cache_bytes": target.cache_bytes if target else 0,
         "draft_cache_bytes": draft.cache_bytes if draft else 0,
-        "logits_bytes": _logits_bytes(job, decides=decides),
+        "logits_bytes": _logits_bytes(job, rank),
         "activations_bytes": max(
             _activation_bytes(job, hardware, job.target, target),
             _activation_bytes(job, hardware, job.draft, draft) if job.draft else 0,
@@ -201,7 +196,7 @@ def _rank_memory(
     }
     fixed = {
         "graphs_bytes": _graph_bytes(job, hardware, draft) if job.cuda_graphs else 0,
-        "collectives_bytes": hardware.collective_bytes if num_ranks > 1 else 0,
+        "collectives_bytes": hardware.collective_bytes if job.num_replicas * len(job.layout.ranks) > 1 else 0,
         "context_bytes": hardware.context_bytes,
         "slack_bytes": int(SLACK_SHARE * sum(served.values())) if hardware.device == "cuda" else 0,
     }
@@ -221,16 +216,21 @@ def _rank_memory(
     )
 
 
-def _logits_bytes(job: Job, *, decides: bool) -> int:
-    """Logits of a round on every rank (gathered, then in fp32); on the deciding rank the rule's probabilities too.
+def _logits_bytes(job: Job, rank: int) -> int:
+    """What a round keeps of the size of the vocabulary on this rank.
 
-    The rule holds the target's and the draft's probabilities in fp32, and one fp64 cumulative sum per row to draw from.
+    Logits where the target is (gathered, then in fp32). Where the rule runs, the target's and the draft's
+    probabilities in fp32, and one fp64 cumulative sum per row to draw from; where only the draft is, its probabilities.
     """
-    size, rows, vocabulary = DTYPE_BYTES[job.target.dtype], job.round_rows, job.target.shape.vocab_size
-    logits = rows * (2 * size * (len(job.target_ranks) > 1) + 4)
-    num_draft_tokens = rows - 1
-    rule = 4 * rows + 4 * num_draft_tokens + 8 if decides else 0
-    return job.batch_size * vocabulary * (logits + rule)
+    layout, rows = job.layout, job.round_rows
+    size, vocabulary, num_draft_tokens = DTYPE_BYTES[job.target.dtype], job.target.shape.vocab_size, rows - 1
+    logits = rows * (2 * size * (len(job.target_ranks) > 1) + 4) if rank in job.target_ranks else 0
+    drafts, num_own = rank in job.draft_ranks, job.batch_size
+    if layout.shares_rows:
+        num_own = -(-job.batch_size // len(job.draft_ranks)) if drafts else 0
+    decides = drafts if layout.shares_rows else rank == layout.decider
+    rule = 4 * rows + 4 * num_draft_tokens + 8 if decides else 4 * num_draft_tokens * drafts
+    return vocabulary * (job.batch_size * logits + num_own * rule)
 
 
 def _activation_bytes(job: Job, hardware: HardwareConfig, model: PlannedModel, part: _Part | None) -> int:

@@ -12,6 +12,7 @@ from llama_ssp.planning import advice
 from llama_ssp.planning.changes import Change, smallest_changes
 from llama_ssp.planning.job import Job, PlannedModel, model_bytes
 from llama_ssp.planning.memory import RankMemory, as_items, kv_bytes_per_token, largest_batch, largest_context, memory
+from llama_ssp.planning.messages import round_messages
 from llama_ssp.planning.roofline import ForwardTime
 from llama_ssp.planning.timing import Timing, timing
 from llama_ssp.planning.weights import inventory
@@ -56,8 +57,13 @@ class Plan:
         return min(self.ranks, key=lambda rank: rank.free_bytes)
 
 
-def make_plan(job: Job, hardware: HardwareConfig) -> Plan:
+def make_plan(job: Job, hardware: HardwareConfig, *, remark: str | None = None) -> Plan:
     """Work everything out.
+
+    Args:
+        job: what is planned.
+        hardware: on which machine.
+        remark: a note to put before the others.
 
     Raises:
         PlacementError: a model cannot be laid out as asked.
@@ -65,7 +71,7 @@ def make_plan(job: Job, hardware: HardwareConfig) -> Plan:
     ranks, timed = memory(job, hardware), timing(job, hardware)
     fitting = all(rank.fits for rank in ranks)
     fullest = min(ranks, key=lambda rank: rank.free_bytes)
-    heads = tuple(rank.target_heads for rank in ranks if rank.rank in job.target_ranks)
+    heads = tuple(rank.target_heads for rank in ranks if rank.rank in job.target_ranks)  # of the first copy
     return Plan(
         job=job,
         hardware=hardware,
@@ -74,7 +80,7 @@ def make_plan(job: Job, hardware: HardwareConfig) -> Plan:
         largest_batch=largest_batch(job, hardware),
         largest_context=largest_context(job, hardware),
         warnings=tuple(advice.warnings(job, hardware, timed)),
-        notes=tuple(advice.notes(job, heads, fullest.rank)),
+        notes=(*([remark] if remark else []), *advice.notes(job, heads, fullest.rank)),
         changes=() if fitting else tuple(smallest_changes(job, hardware)),
     )
 
@@ -141,17 +147,26 @@ def document(plan: Plan) -> dict[str, Any]:
             "num_draft_tokens": job.num_draft_tokens if job.draft else 0,
             "num_slots": job.num_slots,
             "cuda_graphs": job.cuda_graphs,
+            "num_replicas": job.num_replicas,
         },
         "memory": [as_items(rank) for rank in plan.ranks],
         "largest_rank": plan.fullest.rank,
         "largest_batch": plan.largest_batch,
         "largest_context": plan.largest_context,
         "time": time_document(plan.timing),
+        "messages": _messages(job),
         "warnings": list(plan.warnings),
         "notes": list(plan.notes),
         "shortage": None if plan.fits else shortage(plan),
         "changes": [asdict(change) for change in plan.changes],
     }  # fmt: skip
+
+
+def _messages(job: Job) -> dict[str, int]:
+    """Bytes that arrive in a round on all ranks of a copy together, by kind."""
+    kinds = vars(round_messages(job, job.num_draft_tokens if job.draft else 0))
+    arriving = {f"{name}_bytes": message.received_bytes if message else 0 for name, message in kinds.items()}
+    return arriving | {"total_bytes": sum(arriving.values())}
 
 
 def _hardware(hardware: HardwareConfig) -> dict[str, Any]:

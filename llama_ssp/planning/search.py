@@ -9,8 +9,7 @@ from typing import Any
 
 from llama_ssp.config import catalogue
 from llama_ssp.config.hardware import HardwareConfig
-from llama_ssp.config.plan import DraftLayout
-from llama_ssp.config.schema import ModelConfig, Quantization
+from llama_ssp.config.schema import DraftLayout, ModelConfig, Quantization
 from llama_ssp.errors import PlacementError
 from llama_ssp.planning.job import Job, planned_model
 from llama_ssp.planning.memory import memory
@@ -59,7 +58,7 @@ def _candidates(job: Job, hardware: HardwareConfig) -> Iterator[Job]:
         # What the catalogue holds by a quantized name is the same model, and is tried below.
         for quantization in Quantization:
             target = replace(planned_model(model), quantization=quantization)
-            base = replace(job, target=target, draft=None, draft_ranks=(), target_ranks=_all_ranks(hardware))
+            base = replace(job, target=target, draft=None, draft_ranks=(), target_ranks=_all_ranks(job, hardware))
             yield base
             for draft in _drafts(model, series):
                 for kind in _layouts(job, hardware):
@@ -97,18 +96,19 @@ def _drafts(model: ModelConfig, series: list[ModelConfig]) -> list[ModelConfig]:
 
 
 def _layouts(job: Job, hardware: HardwareConfig) -> list[DraftLayout]:
-    if hardware.num_ranks == 1:
+    if len(_all_ranks(job, hardware)) == 1:
         return [DraftLayout.one_rank]
     several = [DraftLayout.replicated] if job.batch_size > 1 else []
     return [DraftLayout.sharded, DraftLayout.one_rank, DraftLayout.own_gpu, *several]
 
 
-def _all_ranks(hardware: HardwareConfig) -> tuple[int, ...]:
-    return tuple(range(hardware.num_ranks))
+def _all_ranks(job: Job, hardware: HardwareConfig) -> tuple[int, ...]:
+    """The ranks of one copy."""
+    return tuple(range(hardware.num_ranks // job.num_replicas))
 
 
 def _with_draft(base: Job, hardware: HardwareConfig, draft: ModelConfig, kind: DraftLayout) -> Job:
-    ranks = _all_ranks(hardware)
+    ranks = _all_ranks(base, hardware)
     apart = kind is DraftLayout.own_gpu
     target_ranks = ranks[:-1] if apart else ranks
     draft_ranks = {DraftLayout.one_rank: ranks[:1], DraftLayout.own_gpu: ranks[-1:]}.get(kind, target_ranks)

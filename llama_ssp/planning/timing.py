@@ -2,7 +2,7 @@
 
     plain token   target forward of 1 row, a draw, one message
     round         K draft forwards (the first reads two tokens) with a draw each, the ids to all ranks,
-                  target forward of K + 1 rows, the rule, the verdict to all ranks
+                  target forward of K + 1 rows, the rule, the verdict to all ranks (see `messages`)
     prompt        chunks of 512 through the target and the draft
 
 Shapes: B sequences, K drafted tokens, V vocabulary.
@@ -11,11 +11,13 @@ Shapes: B sequences, K drafted tokens, V vocabulary.
 from dataclasses import dataclass, replace
 
 from llama_ssp.config.hardware import HardwareConfig
-from llama_ssp.config.plan import DraftLayout, TargetLayout
+from llama_ssp.config.plan import TargetLayout
+from llama_ssp.config.schema import DraftLayout
 from llama_ssp.planning.acceptance import Acceptance, of_pair, tokens_per_round
 from llama_ssp.planning.curves import line
 from llama_ssp.planning.job import Job, PlannedModel, model_bytes
 from llama_ssp.planning.memory import PREFILL_CHUNK, bucket_of
+from llama_ssp.planning.messages import Message, round_messages
 from llama_ssp.planning.roofline import (
     ForwardTime,
     Seat,
@@ -29,7 +31,6 @@ DRAW_KERNELS = 10
 VERIFY_KERNELS = 30
 RULE_PASSES = 6
 """How often the rule reads or writes a row of probabilities: processors, softmax, comparison, cumulative sum."""
-ID_BYTES = 8
 MOST_DRAFT_TOKENS = 16
 
 
@@ -81,8 +82,7 @@ class Clock:
     def __init__(self, job: Job, hardware: HardwareConfig) -> None:
         self.job = job
         self.hardware = hardware
-        self.ranks = tuple(sorted({*job.target_ranks, *job.draft_ranks}))
-        num_active = min(len(self.ranks), hardware.num_gpus)
+        num_active = min(job.num_replicas * len(job.layout.ranks), hardware.num_gpus)
         self.target = Seat.of(
             job.target, job.target_kind, job.target_ranks, cuda_graphs=job.cuda_graphs, num_active=num_active
         )
@@ -117,17 +117,24 @@ class Clock:
         return seconds
 
     def rule_s(self, num_rows: int, *, verifies: bool) -> float:
-        """The rule on `num_rows` rows of logits of each sequence."""
-        numbers = self.job.batch_size * num_rows * self.job.target.shape.vocab_size
+        """The rule on `num_rows` rows of logits of each sequence that a rank judges."""
+        num_own = self.job.batch_size
+        if self.job.layout.shares_rows:
+            num_own = -(-num_own // len(self.job.draft_ranks))
+        numbers = num_own * num_rows * self.job.target.shape.vocab_size
         if profile := profile_of(self.hardware, self.target.num_active):
             return line([(point.size, point.s) for point in (profile.verify if verifies else profile.draw)], numbers)
         kernels = VERIFY_KERNELS if verifies else DRAW_KERNELS
         launch = self.hardware.kernel_s if self.job.cuda_graphs else self.hardware.launch_s
         return kernels * launch + RULE_PASSES * 4 * numbers / bandwidth(self.hardware)
 
-    def agree_s(self, num_ids: int) -> float:
-        """One message of ids from one rank to all."""
-        return message_s(self.hardware, self.ranks, ID_BYTES * self.job.batch_size * num_ids)
+    def agree_s(self, *messages: Message | None) -> float:
+        """Messages between the ranks of a copy, one after the other."""
+        return sum(
+            message_s(self.hardware, message.ranks, message.payload_bytes * message.num_senders)
+            for message in messages
+            if message
+        )
 
     @property
     def host_s(self) -> float:
@@ -137,23 +144,19 @@ class Clock:
 
     def plain_s(self) -> float:
         """One plain token."""
-        return self.forward(self.target, 1).total_s + self.rule_s(1, verifies=False) + self.agree_s(3) + self.host_s
+        verdict_s = self.agree_s(round_messages(self.job, 0).verdict)
+        return self.forward(self.target, 1).total_s + self.rule_s(1, verifies=False) + verdict_s + self.host_s
 
     def draft_step_s(self, num_positions: int) -> float:
         """One draft forward and its draw; ranks that share the draft agree on each id."""
         assert self.draft, "priced only where there is a draft"
-        shared = self.job.draft_kind is DraftLayout.sharded and len(self.job.draft_ranks) > 1
-        agree_s = self.agree_s(1) if shared else 0.0
+        agree_s = self.agree_s(round_messages(self.job, 1).steps)
         return self.forward(self.draft, num_positions).total_s + self.rule_s(1, verifies=False) + agree_s
 
     def other_s(self, num_draft_tokens: int) -> float:
         """A round without its forwards and the draft's draws."""
-        return (
-            self.agree_s(num_draft_tokens)
-            + self.rule_s(num_draft_tokens + 1, verifies=True)
-            + self.agree_s(3)
-            + self.host_s
-        )
+        told_s = self.agree_s(*round_messages(self.job, num_draft_tokens).after_drafting)
+        return told_s + self.rule_s(num_draft_tokens + 1, verifies=True) + self.host_s
 
 
 def timing(job: Job, hardware: HardwareConfig) -> Timing:

@@ -30,7 +30,8 @@ class CompletionLine:
         accepted_lengths: for each round, how many drafted tokens were kept.
         examined_lengths: for each round, what `num_examined` says of it.
         ms: from the start of the row's prefill until its last token.
-        share_s: the row's equal share of its batch's wall time; `ms / 1000` for a batch of one.
+        share_s: the row's equal share of the wall time of its batch and of all copies; `ms / 1000` for a batch of one
+            in one copy.
         draft_s, verify_s, other_s: the row's equal share of where the rounds of its batch spent their time.
     """
 

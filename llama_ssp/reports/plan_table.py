@@ -78,10 +78,12 @@ def _seated(draft: Mapping[str, Any]) -> str:
 def _memory_table(plan: Mapping[str, Any]) -> "Table":
     from rich.table import Table  # noqa: PLC0415 - see the module
 
-    groups = _groups(plan["memory"])
+    num_copies = plan["job"]["num_replicas"]
+    groups = _groups(plan["memory"][: len(plan["memory"]) // num_copies])
     small = max(rank["needed_bytes"] for _, rank in groups) < SMALL_BYTES
     unit, name = (MIB, "MiB") if small else (GIB, "GiB")
-    table = Table(title=f"Memory per rank, {name}", title_justify="left", title_style="")
+    copies = f", alike in each of {num_copies} copies" if num_copies > 1 else ""
+    table = Table(title=f"Memory per rank, {name}{copies}", title_justify="left", title_style="")
     table.add_column("", no_wrap=True, min_width=max(map(len, ITEMS)))
     for group, rank in groups:
         heads = f"\n{rank['target_heads']} heads" if rank["target_heads"] else ""

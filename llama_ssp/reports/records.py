@@ -86,6 +86,21 @@ class RunFolder:
             os.fsync(self._file.fileno())
         self.lines.append(line)
 
+    def put_in_order(self) -> None:
+        """Sort `run.jsonl` by prompt and sample, for a run whose copies finished theirs as it came.
+
+        Raises:
+            SspError: the disk is full or gone; the file then stays as it was.
+        """
+        self.lines.sort(key=lambda line: (line.index, line.sample))
+        file = self.path / "run.jsonl"
+        self._file.close()
+        try:
+            _write_whole(file, b"".join(line.to_json() for line in self.lines).decode())
+        finally:
+            with _explained(file):
+                self._file = file.open("ab", buffering=0)
+
     def write_status(self, status: str) -> None:
         """Set `status` to "running", "done" or "interrupted".
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
+from llama_ssp.config.layout import lay_out_copy
 from llama_ssp.config.schema import Dtype, ModelConfig, RunConfig, WeightsKind
 from llama_ssp.distributed.agree import together
 from llama_ssp.distributed.world import World
@@ -59,8 +60,10 @@ def find_sources(config: RunConfig, world: World) -> tuple[Source, Source | None
     Raises:
         CheckpointError: a checkpoint is missing or faulty.
         ConfigError: the vocabularies differ, or a model cannot be served or quantized.
-        PlacementError: the target cannot be shared by so many ranks, or not in its precision.
+        PlacementError: a model cannot be shared by so many ranks, or not in its precision.
     """
+    layout = lay_out_copy(config.placement, world_size=world.comm.size, has_draft=config.draft.model is not None)
+    num_ranks = (len(layout.target_ranks), 1 if layout.shares_rows else len(layout.draft_ranks))
     with together(world.comm):
         if config.weights is WeightsKind.checkpoint and world.ranks.local_rank == 0:
             for entry in _entries(config):
@@ -68,8 +71,8 @@ def find_sources(config: RunConfig, world: World) -> tuple[Source, Source | None
     with together(world.comm):
         origins = _synthesize(config) if config.weights is WeightsKind.synthetic else _inspect(config)
         target, *drafts = (
-            _check(entry, origin, num_ranks=num_ranks)
-            for entry, origin, num_ranks in zip(_entries(config), origins, (world.ranks.size, 1), strict=False)
+            _check(entry, origin, num_ranks=number)
+            for entry, origin, number in zip(_entries(config), origins, num_ranks, strict=False)
         )
         draft = drafts[0] if drafts else None
         if draft:

@@ -22,6 +22,8 @@ def conclude(session: Session) -> None:
     peaks = [json.loads(peak) for peak in comm.gather_text(json.dumps(session.memory.peak_bytes))]
     if folder is None:
         return
+    if config.placement.num_replicas > 1:
+        folder.put_in_order()
     planned = planned_bytes(session.plan) if session.plan else [None] * comm.size
     facts = RunFacts(
         task=config.task.name.name,
@@ -50,15 +52,17 @@ def conclude(session: Session) -> None:
 
 
 def _placement(session: Session) -> dict[str, Any]:
-    """Name the ranks of each model, as they came out."""
-    placement, mesh = session.config.placement, session.models.mesh
-    laid_out: dict[str, Any] = {
-        "target": {
-            "kind": placement.target.kind.name,
-            "ranks": list(range(mesh.target.size)),
-            "tp_size": mesh.target.size,
-        }
-    }
+    """Name the ranks of each model, as they came out; those of one copy."""
+    placement, layout = session.config.placement, session.models.mesh.layout
+    kinds = {"target": (placement.target.kind.name, layout.target_ranks)}
     if session.models.has_draft:
-        laid_out["draft"] = {"kind": placement.draft.kind.name, "ranks": [mesh.decider], "tp_size": 1}
-    return laid_out
+        kinds["draft"] = (layout.draft_kind.name, layout.draft_ranks)
+    laid_out: dict[str, Any] = {
+        part: {
+            "kind": kind,
+            "ranks": list(ranks),
+            "tp_size": 1 if part == "draft" and layout.shares_rows else len(ranks),
+        }
+        for part, (kind, ranks) in kinds.items()
+    }
+    return laid_out | {"num_replicas": placement.num_replicas}

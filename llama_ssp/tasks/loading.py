@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from llama_ssp.config.layout import lay_out_copy
 from llama_ssp.config.schema import RunConfig
 from llama_ssp.decoding.clock import clock_for
 from llama_ssp.decoding.loop import Decoder, StopWish
@@ -16,10 +17,12 @@ from llama_ssp.decoding.rounds import Rounds
 from llama_ssp.distributed.agree import together
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.mesh import Mesh, build_mesh
-from llama_ssp.distributed.world import World
+from llama_ssp.distributed.world import World, on_all_cores
 from llama_ssp.drafting.model import ModelDrafter
-from llama_ssp.drafting.placement import AgreedDrafter, AgreedRule
+from llama_ssp.drafting.placement import AgreedDrafter, AgreedRule, Judge
+from llama_ssp.drafting.shared_rows import RowShares, SharedRowsDrafter, SharedRowsRule
 from llama_ssp.models.backends import load_model
+from llama_ssp.models.elsewhere import Elsewhere
 from llama_ssp.models.interface import Runner
 from llama_ssp.sampling.verification import Rule, make_rule
 from llama_ssp.tasks.checkpoints import Source
@@ -35,8 +38,8 @@ class Models:
     """What is in memory on this rank.
 
     Attributes:
-        target: this rank's slice of the target.
-        draft: the draft, on the rank that holds it.
+        target: this rank's slice of the target; where it has none, a stand-in that computes nothing.
+        draft: the draft or this rank's slice of it, on ranks that hold some.
         has_draft: whether any rank holds one.
         mesh: which rank does what.
         tokenizer: the target's.
@@ -60,7 +63,7 @@ def load_models(
 
     Args:
         config: of the run.
-        world: all ranks; afterwards its collectives wait for `timeouts.decode_s` only.
+        world: all ranks; afterwards all collectives wait for `timeouts.decode_s` only.
         sources: target and draft, from `checkpoints.find_sources`.
         progress: see `Progress`.
 
@@ -68,13 +71,21 @@ def load_models(
         SspError: on every rank, when loading fails on one.
     """
     target_source, draft_source = sources
-    mesh = build_mesh(config.placement, world.comm)
+    layout = lay_out_copy(config.placement, world_size=world.comm.size, has_draft=draft_source is not None)
+    with on_all_cores(world.cores):
+        mesh = build_mesh(layout, world.comm, num_replicas=config.placement.num_replicas)
     with together(world.comm):
-        target = _load("target", target_source, comm=mesh.target, device=world.device, progress=progress)
+        target: Runner = Elsewhere(
+            device=world.device,
+            vocab_size=target_source.origin.shape.vocab_size,
+            max_position_embeddings=target_source.origin.context,
+        )
+        if mesh.target:
+            target = _load("target", target_source, comm=mesh.target, device=world.device, progress=progress)
         draft = None
-        if draft_source and mesh.has_draft:
-            draft = _load("draft", draft_source, comm=Comm.single(), device=world.device, progress=progress)
-    world.comm.set_timeout(config.timeouts.decode_s)
+        if draft_source and mesh.draft:
+            draft = _load("draft", draft_source, comm=mesh.draft, device=world.device, progress=progress)
+    mesh.set_timeout(config.timeouts.decode_s)
     return Models(
         target=target,
         draft=draft,
@@ -112,27 +123,46 @@ def build_decoder(models: Models, config: RunConfig, *, speculative: bool, wish:
     """
     mesh, device = models.mesh, models.target.device
     rule = make_rule(config.sampling, config.verification)
-    rounds = Rounds(
-        models.target,
-        _build_drafter(models, config, rule) if speculative else None,
-        rule=AgreedRule(rule, comm=mesh.world, src=mesh.decider, device=device),
-        clock=clock_for(device),
-    )
+    drafter: AgreedDrafter | SharedRowsDrafter | None = None
+    agreed = AgreedRule(rule, comm=mesh.copy, src=mesh.layout.decider, device=device)
+    if speculative and mesh.layout.shares_rows:
+        shares = RowShares(mesh.copy, mesh.layout.draft_ranks)
+        num_draft_tokens = config.speculation.num_draft_tokens
+        inner = _model_drafter(models, config, rule)
+        drafter = SharedRowsDrafter(inner, shares=shares, num_draft_tokens=num_draft_tokens, device=device)
+        agreed = SharedRowsRule(rule, shares=shares, comm=mesh.copy, src=mesh.layout.decider, device=device)
+    elif speculative:
+        drafter = _agreed_drafter(models, config, rule)
+    rounds = Rounds(models.target, drafter, rule=agreed, clock=clock_for(device))
     eos_ids = () if config.ignore_eos else models.eos_ids
     return Decoder(rounds, batch_size=config.batch_size, eos_ids=eos_ids, seed=config.seed, wish=wish)
 
 
-def _build_drafter(models: Models, config: RunConfig, rule: Rule) -> AgreedDrafter:
-    num_draft_tokens = config.speculation.num_draft_tokens
-    inner = None
-    if models.draft:
-        inner = ModelDrafter(
-            models.draft, rule=rule, num_draft_tokens=num_draft_tokens, vocab_size=models.target.vocab_size
-        )
+def _agreed_drafter(models: Models, config: RunConfig, rule: Rule) -> AgreedDrafter:
+    """The draft on its ranks, its probabilities sent only where no rank holds both models and the rule needs them."""
+    mesh, layout = models.mesh, models.mesh.layout
+    apart = layout.speaker != layout.decider and config.sampling.temperature > 0
     return AgreedDrafter(
-        inner,
-        comm=models.mesh.world,
-        src=models.mesh.decider,
-        num_draft_tokens=num_draft_tokens,
+        _model_drafter(models, config, rule),
+        comm=mesh.copy,
+        src=layout.speaker,
+        num_draft_tokens=config.speculation.num_draft_tokens,
         device=models.target.device,
+        all_draft=layout.draft_ranks == layout.ranks,
+        judge=Judge(layout.decider, models.target.vocab_size) if apart else None,
+    )
+
+
+def _model_drafter(models: Models, config: RunConfig, rule: Rule) -> ModelDrafter | None:
+    """The draft model on the ranks that hold it."""
+    mesh, layout = models.mesh, models.mesh.layout
+    if models.draft is None or mesh.draft is None:
+        return None
+    return ModelDrafter(
+        models.draft,
+        rule=rule,
+        num_draft_tokens=config.speculation.num_draft_tokens,
+        vocab_size=models.target.vocab_size,
+        comm=mesh.draft,
+        src=0 if layout.shares_rows else layout.draft_ranks.index(layout.speaker),
     )

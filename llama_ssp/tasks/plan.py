@@ -12,9 +12,11 @@ from pathlib import Path
 
 from llama_ssp.config import hardware
 from llama_ssp.config.hardware import HardwareConfig
-from llama_ssp.config.plan import DraftLayout, PlanFormat, TargetLayout
+from llama_ssp.config.layout import lay_out_copy
+from llama_ssp.config.plan import PlanFormat, TargetLayout
 from llama_ssp.config.schema import DeviceKind, RunConfig, WeightsKind
 from llama_ssp.errors import ConfigError, one_message
+from llama_ssp.planning.auto import AutoPlacement, choose_placement
 from llama_ssp.planning.job import Job, planned_model
 from llama_ssp.planning.plan import Plan, document, make_plan, require_room
 from llama_ssp.planning.search import search, search_document
@@ -27,15 +29,25 @@ TYPED_TOKENS = 128
 STANDARD_INPUT = "-"
 
 
-def show_plan(job: Job, machine: HardwareConfig, form: PlanFormat, *, figure: str | None = None) -> None:
+def show_plan(
+    job: Job, machine: HardwareConfig, form: PlanFormat, *, figure: str | None = None, auto: bool = False
+) -> None:
     """Print a plan, and draw it where a figure is wanted.
+
+    Args:
+        job: what is planned.
+        machine: where.
+        form: table or JSON.
+        figure: a file to draw it into.
+        auto: choose the fastest placement first; a note says which and why.
 
     Raises:
         CapacityError: it does not fit; it has been printed all the same.
         ConfigError: the table or the figure needs a package that is not installed.
         PlacementError: a model cannot be laid out as asked.
     """
-    plan = make_plan(job, machine)
+    chosen = choose_placement(job, machine) if auto else None
+    plan = make_plan(chosen.job, machine, remark=chosen.sentence) if chosen else make_plan(job, machine)
     content = document(plan)
     if form is PlanFormat.json:
         print(json.dumps(content, indent=2))  # noqa: T201 - what was asked for
@@ -77,7 +89,7 @@ def dry_run(config: RunConfig, *, world_size: int) -> None:
         CapacityError: it does not fit.
         ConfigError: the hardware is not described, or its description is wrong.
     """
-    show_plan(*job_ahead(config, world_size=world_size), PlanFormat.table)
+    show_plan(*job_ahead(config, world_size=world_size), PlanFormat.table, auto=config.placement.auto)
 
 
 def job_ahead(config: RunConfig, *, world_size: int) -> tuple[Job, HardwareConfig]:
@@ -90,6 +102,24 @@ def job_ahead(config: RunConfig, *, world_size: int) -> tuple[Job, HardwareConfi
     tokens = _estimated_prompt_tokens(config)
     job = job_of_run(config, world_size=world_size, prompt_tokens=tokens, device=machine.device)
     return job, machine_of_run(machine, world_size)
+
+
+def choose_for_run(config: RunConfig, *, world_size: int, on_cpu: bool) -> AutoPlacement:
+    """Choose what `placement=auto` leaves to the planner.
+
+    Args:
+        config: the checked config of the run.
+        world_size: its ranks.
+        on_cpu: whether they compute on CPUs.
+
+    Raises:
+        ConfigError: nobody has described the machine.
+        PlacementError: the models cannot be laid out over these ranks at all.
+    """
+    machine = machine_of_run(hardware_of(config, on_cpu=on_cpu), world_size)
+    tokens = _estimated_prompt_tokens(config)
+    job = job_of_run(config, world_size=world_size, prompt_tokens=tokens, device=machine.device)
+    return choose_placement(job, machine)
 
 
 def _estimated_prompt_tokens(config: RunConfig) -> int:
@@ -135,19 +165,21 @@ def forecast(plan: Plan) -> Forecast:
 
 
 def job_of_run(config: RunConfig, *, world_size: int, prompt_tokens: int, device: str) -> Job:
-    """The planner's view of a run: target over all ranks, draft on one, operators launched one by one."""
-    ranks = tuple(range(world_size))
+    """The planner's view of a run: its placement on all ranks that were started, operators launched one by one."""
+    placement = config.placement
     draft = planned_model(config.draft.model) if config.draft.model else None
-    draft_ranks = tuple(config.placement.draft.ranks or (0,)) if draft else ()
+    layout = lay_out_copy(placement, world_size=world_size, has_draft=draft is not None)
     return Job(
         target=planned_model(config.model),
         draft=draft,
-        target_kind=TargetLayout[config.placement.target.kind.name],
-        target_ranks=ranks,
-        draft_kind=DraftLayout[config.placement.draft.kind.name],
-        draft_ranks=draft_ranks,
+        target_kind=TargetLayout[placement.target.kind.name],
+        target_ranks=layout.target_ranks,
+        draft_kind=layout.draft_kind,
+        draft_ranks=layout.draft_ranks,
+        num_replicas=placement.num_replicas,
         num_draft_tokens=config.speculation.num_draft_tokens,
         acceptance=_assumed_acceptance(config),
+        sampled=config.sampling.temperature > 0,
         batch_size=config.batch_size,
         prompt_tokens=prompt_tokens,
         max_new_tokens=config.max_new_tokens,

@@ -15,6 +15,7 @@ from llama_ssp.config.schema import RunConfig
 from llama_ssp.decoding.loop import Completion, Decoder, StopWish
 from llama_ssp.decoding.state import Request
 from llama_ssp.decoding.stream import IncrementalText, Piece
+from llama_ssp.distributed.exchange import Exchange
 from llama_ssp.distributed.memory import MemoryWatch
 from llama_ssp.distributed.world import World
 from llama_ssp.errors import InterruptedRun
@@ -115,8 +116,8 @@ class Session:
 
     @property
     def streams(self) -> bool:
-        """Whether text is shown while it is being made: with one row at a time."""
-        return self.config.batch_size == 1
+        """Whether text is shown while it is being made: with one row at a time, in one copy of the models."""
+        return self.config.batch_size == self.config.placement.num_replicas == 1
 
     @property
     def best_mode(self) -> str:
@@ -158,9 +159,12 @@ class Session:
         }
         if not open_jobs:
             return
+        mesh, num_copies = self.models.mesh, self.config.placement.num_replicas
+        ledger = _Ledger(self, viewer, num_jobs=len(open_jobs))
         texts: dict[tuple[int, int], IncrementalText] = {}
-        decoder, num_done = self.decoder(mode), 0
-        for updates in decoder.run([job.request for job in open_jobs.values()]):
+        decoder = self.decoder(mode)
+        share = [job.request for job in open_jobs.values()][mesh.number :: num_copies]
+        for updates in decoder.run(share) if share else ():
             for update in updates:
                 completion = update.completion
                 key = (completion.request.index, completion.request.sample)
@@ -172,23 +176,57 @@ class Session:
                     if completion.finish_reason:
                         viewer.show(texts[key].flush())
                 if completion.finish_reason:
-                    num_done += 1
-                    self._record(open_jobs[key], completion, mode, viewer, num_done=num_done, num_jobs=len(open_jobs))
-        if decoder.stopped:
+                    ledger.enter(open_jobs[key], completion, mode)
+        if ledger.close(stopped=decoder.stopped):
             raise InterruptedRun(f"interrupted; run_dir={self.config.run_dir} with the same settings goes on from here")
 
-    def _record(
-        self, job: Job, completion: Completion, mode: str, viewer: Viewer, *, num_done: int, num_jobs: int
-    ) -> None:
-        self.memory.sample()
-        if self.folder:
-            line = to_line(job, completion, mode, self.models.tokenizer)
-            self.folder.append(line)
-            viewer.end(line, num_done=num_done, num_jobs=num_jobs)
+
+class _Ledger:
+    """Finished completions on their way to disk and screen: those of this copy, and on rank 0 those of all copies."""
+
+    def __init__(self, session: Session, viewer: Viewer, *, num_jobs: int) -> None:
+        self._session = session
+        self._viewer = viewer
+        self._num_jobs = num_jobs
+        self._num_done = 0
+        num_copies = session.config.placement.num_replicas
+        self._exchange = Exchange.begin(session.models.mesh, num_copies=num_copies) if num_copies > 1 else None
+
+    def enter(self, job: Job, completion: Completion, mode: str) -> None:
+        """Record a completion of this copy, or hand it over to rank 0, and record what others have handed over."""
+        session, exchange = self._session, self._exchange
+        session.memory.sample()
+        if session.folder or exchange:
+            num_copies = session.config.placement.num_replicas
+            line = to_line(job, completion, mode, session.models.tokenizer, num_copies=num_copies)
+            if session.folder:
+                self._keep(line)
+            elif exchange:
+                exchange.tell(line.to_json().decode())
+        if session.folder and exchange:
+            for text in exchange.fetch():
+                self._keep_text(text)
+
+    def close(self, *, stopped: bool) -> bool:
+        """Wait for all copies; returns whether this one, or any, was stopped."""
+        if self._exchange is None:
+            return stopped
+        return self._exchange.end(stopped=stopped, take=self._keep_text)
+
+    def _keep_text(self, text: str) -> None:
+        self._keep(CompletionLine.from_json(text.encode()))
+
+    def _keep(self, line: CompletionLine) -> None:
+        assert self._session.folder, "rank 0 alone keeps lines"
+        self._num_done += 1
+        self._session.folder.append(line)
+        self._viewer.end(line, num_done=self._num_done, num_jobs=self._num_jobs)
 
 
-def to_line(job: Job, completion: Completion, mode: str, tokenizer: PreTrainedTokenizerBase) -> CompletionLine:
-    """Write a finished completion as a line of `run.jsonl`."""
+def to_line(
+    job: Job, completion: Completion, mode: str, tokenizer: PreTrainedTokenizerBase, *, num_copies: int
+) -> CompletionLine:
+    """Write a finished completion as a line of `run.jsonl`; `num_copies` share the wall time."""
     return CompletionLine(
         index=completion.request.index,
         sample=completion.request.sample,
@@ -203,7 +241,7 @@ def to_line(job: Job, completion: Completion, mode: str, tokenizer: PreTrainedTo
         accepted_lengths=completion.accepted_lengths,
         examined_lengths=completion.examined_lengths,
         ms=completion.busy_s * 1e3,
-        share_s=completion.share_s,
+        share_s=completion.share_s / num_copies,
         draft_s=completion.part_s["draft"],
         verify_s=completion.part_s["verify"],
         other_s=completion.part_s["other"],

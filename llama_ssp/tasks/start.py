@@ -14,7 +14,17 @@ from pathlib import Path
 import transformers
 
 from llama_ssp.config.document import to_yaml
-from llama_ssp.config.schema import CalibrateConfig, CompareConfig, GenerateConfig, LatencyConfig, RunConfig
+from llama_ssp.config.schema import (
+    CalibrateConfig,
+    CompareConfig,
+    DraftLayout,
+    DraftPlacement,
+    GenerateConfig,
+    LatencyConfig,
+    PlacementConfig,
+    RunConfig,
+    TargetPlacement,
+)
 from llama_ssp.distributed.agree import together
 from llama_ssp.distributed.ranklog import close_logs, open_logs
 from llama_ssp.distributed.world import World, start
@@ -31,7 +41,7 @@ from llama_ssp.tasks.generate import generate
 from llama_ssp.tasks.interactive import converse
 from llama_ssp.tasks.latency import latency
 from llama_ssp.tasks.loading import load_models
-from llama_ssp.tasks.plan import TYPED_TOKENS, hardware_of, plan_of_run
+from llama_ssp.tasks.plan import TYPED_TOKENS, choose_for_run, hardware_of, plan_of_run
 from llama_ssp.tasks.prompts import is_interactive, read_prompts
 from llama_ssp.tasks.session import Job, Session, make_jobs
 from llama_ssp.tasks.stopping import heeding_signals
@@ -92,6 +102,8 @@ def _write_end(folder: RunFolder, error: SspError | KeyboardInterrupt) -> None:
 
 
 def _run(config: RunConfig, world: World, terminal: Terminal, folder: RunFolder | None) -> None:
+    if config.placement.auto:
+        _settle_placement(config, world, terminal)
     sources = find_sources(config, world)
     finished = _tell_finished(world, folder)
     jobs = _read_jobs(config, world, sources[0], context=min(source.origin.context for source in sources if source))
@@ -122,6 +134,23 @@ def _run(config: RunConfig, world: World, terminal: Terminal, folder: RunFolder 
         raise interruption
     if folder:
         folder.write_status("done")
+
+
+def _settle_placement(config: RunConfig, world: World, terminal: Terminal) -> None:
+    """Let rank 0 choose for all: what one node knows of its machine, another might not."""
+    choice = ""
+    with together(world.comm):
+        if world.comm.rank == 0:
+            chosen = choose_for_run(config, world_size=world.comm.size, on_cpu=world.device.type == "cpu")
+            terminal.say(chosen.sentence)
+            layout = chosen.job.layout
+            choice = json.dumps([layout.target_ranks, layout.draft_ranks, layout.draft_kind.name])
+    target_ranks, draft_ranks, draft_kind = json.loads(world.comm.broadcast_text(choice, src=0))
+    config.placement = PlacementConfig(
+        target=TargetPlacement(ranks=target_ranks),
+        draft=DraftPlacement(kind=DraftLayout[draft_kind], ranks=draft_ranks or None),
+        num_replicas=config.placement.num_replicas,
+    )
 
 
 def _tell_finished(world: World, folder: RunFolder | None) -> frozenset[LineKey]:

@@ -6,18 +6,19 @@ Started by `conftest.launched` through torchrun; each rank writes what it saw to
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
+from typing import TypedDict
 
 import torch
+from torch import Tensor
 
 from llama_ssp.config import catalogue
 from llama_ssp.config.schema import (
     DeviceKind,
     DrafterConfig,
     DrafterKind,
-    DraftPlacement,
     Dtype,
     GenerateConfig,
     ModelConfig,
@@ -28,13 +29,15 @@ from llama_ssp.config.schema import (
     VerificationConfig,
     WeightsKind,
 )
-from llama_ssp.decoding.state import Request
+from llama_ssp.decoding.state import BatchState, Request
 from llama_ssp.distributed.agree import together
+from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.world import World, start
 from llama_ssp.errors import CheckpointError, SspError
 from llama_ssp.tasks.checkpoints import find_sources
 from llama_ssp.tasks.loading import build_decoder, load_models
 from llama_ssp.tasks.prompts import encode
+from tests.distributed.cells import CELLS, Cell
 from tests.helpers.prompts import PROMPTS
 from tests.helpers.shapes import llama_shape
 
@@ -44,17 +47,54 @@ NUM_NEW_TOKENS = 24
 # Families whose targets are quantized too: one for the lean decoder, one for the library's modules.
 QUANTIZED = ("llama", "gpt_neox")
 MOST_QUANTIZED_RANKS = 2
+CELL_TOKENS = 12
+SIZES = (1, 2, 3, 4)
+"""Numbers of ranks on which every pair is tried; others have their cells of the table alone."""
+
+
+class Placed(TypedDict):
+    """What a rank saw of one cell."""
+
+    texts: list[list[int]]
+    round_bytes: list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CountingComm(Comm):
+    """A group's end that counts the bytes which arrive here."""
+
+    arrived: list[int] = field(default_factory=lambda: [0])
+
+    @classmethod
+    def of(cls, comm: Comm) -> "CountingComm":
+        """The same end, counting."""
+        return cls(rank=comm.rank, size=comm.size, group=comm.group, device=comm.device)
+
+    def broadcast(self, values: Tensor, *, src: int) -> Tensor:
+        """Counts on all ranks but the sender."""
+        self.arrived[0] += values.nbytes * (self.size > 1 and self.rank != src)
+        return super().broadcast(values, src=src)
+
+    def receive(self, values: Tensor, *, src: int) -> Tensor:
+        """Counts what it fills."""
+        self.arrived[0] += values.nbytes
+        return super().receive(values, src=src)
+
+    def all_gather_last(self, values: Tensor, sizes: tuple[int, ...]) -> Tensor:
+        """Counts the other ranks' slices, which travel at the width of the widest."""
+        self.arrived[0] += max(sizes) * values.itemsize * (self.size - 1)
+        return super().all_gather_last(values, sizes)
 
 
 def run_config(
-    target: ModelConfig, draft: ModelConfig, *, temperature: float, batch_size: int, draft_rank: int = 0
+    target: ModelConfig, draft: ModelConfig, *, temperature: float, batch_size: int, placement: PlacementConfig
 ) -> RunConfig:
     """A config as `launch/run.py` would compose it."""
     return RunConfig(
         task=GenerateConfig(),
         model=target,
         draft=DrafterConfig(kind=DrafterKind.model, model=draft),
-        placement=PlacementConfig(draft=DraftPlacement(ranks=[draft_rank])),
+        placement=placement,
         sampling=SamplingConfig(temperature=temperature),
         verification=VerificationConfig(),
         batch_size=batch_size,
@@ -80,28 +120,54 @@ def prompts_of(name: str) -> list[str]:
     return [*PROMPTS, ""] if name == "tiny" else ["t5 t9 t3", "t7", "t11 t12 t13 t14 t15 t16 t17", "t8 t8"]
 
 
-def texts(world: World, folder: Path, name: str, temperature: float, *, draft_rank: int = 0) -> list[list[int]]:
-    """Ids that a pair generates on these ranks."""
-    target, draft = pair_of(name, folder)
-    config = run_config(target, draft, temperature=temperature, batch_size=9, draft_rank=draft_rank)
-    config.weights = WeightsKind.synthetic if name == SYNTHETIC else WeightsKind.checkpoint
+def cell_config(cell: Cell, folder: Path, temperature: float) -> RunConfig:
+    """The config of a cell of the table."""
+    target, draft = pair_of(cell.pair, folder)
+    return run_config(target, draft, temperature=temperature, batch_size=cell.batch_size, placement=cell.placement)
+
+
+def complete(world: World, config: RunConfig, prompts: list[str], *, num_tokens: int) -> Placed:
+    """What a run of this config generates on these ranks, and the bytes that arrive on this one in each round."""
     models = load_models(config, world, find_sources(config, world))
+    mesh = models.mesh
+    counting = CountingComm.of(mesh.copy)
+    draft = mesh.draft and replace(CountingComm.of(mesh.draft), arrived=counting.arrived)
+    models = replace(models, mesh=replace(mesh, copy=counting, draft=draft))
     decoder = build_decoder(models, config, speculative=True)
+    advance, round_bytes = decoder.rounds.advance, set[int]()
+
+    def counted(state: BatchState, *, bucket: int) -> Tensor:
+        before = counting.arrived[0]
+        result = advance(state, bucket=bucket)
+        round_bytes.add(counting.arrived[0] - before)
+        return result
+
+    decoder.rounds.advance = counted  # type: ignore[method-assign]
     requests = [
-        Request(index=index, prompt_ids=encode(prompt, models.tokenizer, chat=False), max_new_tokens=NUM_NEW_TOKENS)
-        for index, prompt in enumerate(prompts_of(name))
+        Request(index=index, prompt_ids=encode(prompt, models.tokenizer, chat=False), max_new_tokens=num_tokens)
+        for index, prompt in enumerate(prompts)
     ]
     done: dict[int, list[int]] = {}
-    for updates in decoder.run(requests):
-        done |= {update.completion.request.index: update.completion.token_ids for update in updates}
-    return [done[index] for index in range(len(requests))]
+    with torch.inference_mode():
+        for updates in decoder.run(requests):
+            done |= {update.completion.request.index: update.completion.token_ids for update in updates}
+    return Placed(texts=[done[index] for index in range(len(requests))], round_bytes=sorted(round_bytes))
+
+
+def texts(world: World, folder: Path, name: str, temperature: float) -> list[list[int]]:
+    """Ids that a pair generates with the target on all ranks and the draft on the first."""
+    target, draft = pair_of(name, folder)
+    placement = PlacementConfig()
+    config = run_config(target, draft, temperature=temperature, batch_size=9, placement=placement)
+    config.weights = WeightsKind.synthetic if name == SYNTHETIC else WeightsKind.checkpoint
+    return complete(world, config, prompts_of(name), num_tokens=NUM_NEW_TOKENS)["texts"]
 
 
 def quantized_logits(world: World, folder: Path, family: str, form: Quantization) -> list[list[float]]:
     """Logits (T, V) of a target in some precision; the draft has another one."""
     target = ModelConfig(name="target", path=str(folder / "wide" / family), dtype=Dtype.fp32, quantization=form)
     draft = replace(pair_of(family, folder)[1], quantization=Quantization.int8_weight_only)
-    config = run_config(target, draft, temperature=0.0, batch_size=1)
+    config = run_config(target, draft, temperature=0.0, batch_size=1, placement=PlacementConfig())
     runner = load_models(config, world, find_sources(config, world)).target
     runner.allocate(batch_size=1, capacity=16)
     ids_BT = torch.arange(20, 32)[None]
@@ -128,11 +194,15 @@ def cases(world: World, folder: Path) -> dict[str, Callable[[], object]]:
         "error": lambda: error_of_one_rank(world),
         "gathered": lambda: world.comm.gather_text("é" * world.comm.rank),
         "broadcast": lambda: world.comm.broadcast_text(f"from {world.comm.rank}", src=world.comm.size - 1),
-        SYNTHETIC: lambda: texts(world, folder, SYNTHETIC, 0.0),
-        "draft on the last rank": lambda: texts(world, folder, "tiny", 0.8, draft_rank=world.comm.size - 1),
     }
-    for name in PAIRS:
-        for temperature in (0.0, 0.8):
+    if world.comm.size in SIZES:
+        named[SYNTHETIC] = lambda: texts(world, folder, SYNTHETIC, 0.0)
+    for temperature in (0.0, 0.8):
+        for cell in CELLS[world.comm.size]:
+            named[f"{cell} at {temperature}"] = lambda cell=cell, temperature=temperature: complete(  # type: ignore[misc]
+                world, cell_config(cell, folder, temperature), prompts_of(cell.pair), num_tokens=CELL_TOKENS
+            )
+        for name in PAIRS if world.comm.size in SIZES else ():
             named[f"{name} at {temperature}"] = lambda name=name, temperature=temperature: texts(  # type: ignore[misc]
                 world, folder, name, temperature
             )

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import product
+from queue import SimpleQueue
 from threading import Barrier
 from typing import TypeVar
 
@@ -20,6 +22,7 @@ class ThreadComm(Comm):
 
     meeting: Barrier
     table: list[Tensor]
+    mail: dict[tuple[int, int], SimpleQueue[Tensor]]
 
     def all_reduce(self, values: Tensor) -> Tensor:
         """Add up, in rank order."""
@@ -30,6 +33,18 @@ class ThreadComm(Comm):
         slices = self._swap(values)
         assert tuple(part.shape[-1] for part in slices) == sizes
         return torch.cat(slices, dim=-1)
+
+    def broadcast(self, values: Tensor, *, src: int) -> Tensor:
+        """Take the values of one rank."""
+        return values.copy_(self._swap(values)[src])
+
+    def send(self, values: Tensor, *, dst: int) -> None:
+        """Leave values for one rank."""
+        self.mail[self.rank, dst].put(values.clone())
+
+    def receive(self, values: Tensor, *, src: int) -> Tensor:
+        """Wait for the values of one rank."""
+        return values.copy_(self.mail[src, self.rank].get(timeout=60))
 
     def _swap(self, values: Tensor) -> list[Tensor]:
         self.table[self.rank] = values.clone()
@@ -42,8 +57,10 @@ class ThreadComm(Comm):
 def thread_comms(num_ranks: int) -> list[ThreadComm]:
     """One end for each rank of a group."""
     meeting, table = Barrier(num_ranks), [torch.empty(0)] * num_ranks
+    mail = {pair: SimpleQueue[Tensor]() for pair in product(range(num_ranks), range(num_ranks))}
     return [
-        ThreadComm(rank=rank, size=num_ranks, group=None, meeting=meeting, table=table) for rank in range(num_ranks)
+        ThreadComm(rank=rank, size=num_ranks, group=None, meeting=meeting, table=table, mail=mail)
+        for rank in range(num_ranks)
     ]
 
 

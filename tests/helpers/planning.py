@@ -3,8 +3,8 @@
 from typing import Any
 
 from llama_ssp.config import catalogue
-from llama_ssp.config.plan import DraftLayout, TargetLayout
-from llama_ssp.config.schema import Dtype, ModelShape, Quantization
+from llama_ssp.config.plan import TargetLayout
+from llama_ssp.config.schema import DraftLayout, Dtype, ModelShape, Quantization
 from llama_ssp.planning.job import Job, PlannedModel, planned_model
 
 

@@ -51,14 +51,38 @@ BAD = [
         "max_new_tokens=2048 leaves no room for a prompt: the context of the draft is 2048 tokens",
     ),
     (["chat=true"], "model=tiny has none: use smollm2_1.7B"),
-    (["placement.target.ranks=[0]"], "placement.target.ranks=[0] must be all ranks in order, here [0, 1]"),
-    (["placement.target.ranks=[0,0]"], "must be all ranks in order"),
-    (["placement.target.ranks=[0,2]"], "must be all ranks in order"),
-    (["placement.target.tp_size=4"], "placement.target.tp_size=4 must be the number of ranks, here 2"),
-    (["placement.draft.ranks=[2]"], "placement.draft.ranks=[2] must be one rank between 0 and 1"),
-    (["placement.draft.ranks=[0,1]"], "must be one rank"),
-    (["placement.draft.ranks=[]"], "must be one rank"),
-    (["placement.draft.tp_size=2"], "placement.draft.tp_size=2 must be 1"),
+    (["placement.target.ranks=[0]"], "rank 1 would hold nothing: the target is on rank 0, the draft on rank 0; name"),
+    (
+        [*PLAIN, "placement.target.tp_size=1"],
+        "rank 1 would hold nothing: the target is on rank 0; name",
+    ),
+    (["placement.target.ranks=[0,0]"], "placement.target.ranks=[0, 0] must name different ranks between 0 and 1"),
+    (["placement.target.ranks=[0,2]"], "placement.target.ranks=[0, 2] must name different ranks between 0 and 1"),
+    (["placement.target.tp_size=4"], "placement.target.tp_size=4 must be between 1 and the number of ranks, here 2"),
+    (["placement.target.ranks=[0,1]", "placement.target.tp_size=1"], "contradict each other: give one"),
+    (["placement.draft.ranks=[2]"], "placement.draft.ranks=[2] must name different ranks between 0 and 1"),
+    (["placement.draft.ranks=[0,1]"], "placement.draft.ranks=[0, 1] must be one rank"),
+    (["placement.draft.ranks=[]"], "placement.draft.ranks=[] must name different ranks"),
+    (["placement.draft.tp_size=2"], "placement.draft.tp_size=2 must be 1 on one rank"),
+    (
+        ["placement=replicated", "placement.draft.tp_size=2"],
+        "tp_size=2 has no effect on a replicated draft",
+    ),
+    (
+        ["placement=replicated", "placement.target.ranks=[0]", "placement.draft.ranks=[0,1]"],
+        "placement.draft.ranks=[0, 1] are not all among rank 0",
+    ),
+    (
+        ["placement=own_gpu", "placement.target.ranks=[0,1]", "placement.draft.ranks=[1]"],
+        "needs ranks apart from the target's, and the target is on ranks 0 1, the draft on rank 1",
+    ),
+    (["placement=own_gpu", "placement.target.ranks=[0,1]"], "the draft on ranks (none)"),
+    (["placement=own_gpu", "placement.draft.tp_size=2"], "the target is on ranks (none), the draft on ranks 0 1"),
+    (["placement.num_replicas=3"], "placement.num_replicas=3 must share 2 ranks out evenly: use 1 or 2"),
+    (["placement.num_replicas=0"], "placement.num_replicas=0 must share"),
+    (["placement.num_replicas=2", "placement.draft.ranks=[1]"], "must name different ranks between 0 and 0"),
+    (["placement=own_gpu", "placement.num_replicas=2"], "needs a GPU beside the target's, and each copy has one rank"),
+    (["placement=auto", "placement.target.tp_size=1"], "placement.target.tp_size has no effect beside placement=auto"),
     ([*PLAIN, "speculation.num_draft_tokens=2"], "speculation.num_draft_tokens has no effect without a draft"),
     ([*PLAIN, "verification=speculative"], "verification has no effect without a draft"),
     ([*PLAIN, "placement.draft.ranks=[0]"], "placement.draft.ranks has no effect without a draft"),
@@ -110,6 +134,12 @@ GOOD = [
     ["model=smollm2_1.7B", "chat=true"],
     ["model.path=DIR", "chat=true"],
     ["placement.target.ranks=[0,1]", "placement.target.tp_size=2", "placement.draft.ranks=[1]"],
+    ["placement.target.ranks=[0]", "placement.draft.ranks=[1]"],
+    ["placement=sharded"],
+    ["placement=own_gpu"],
+    ["placement=replicated", "placement.draft.ranks=[1]"],
+    ["placement=replicas"],
+    ["placement=auto"],
     ["sampling.top_p=1", "sampling.top_k=1"],
     ["max_new_tokens=2047"],
     [*PLAIN, "num_samples=3"],
@@ -128,6 +158,10 @@ def test_more_ranks_than_heads_are_refused(compose_run: Compose) -> None:
     checks.check(*compose_run(), world_size=8)
     with pytest.raises(ConfigError, match="9 ranks are more than the 8 attention heads of model=tiny: start at most 8"):
         checks.check(*compose_run(), world_size=9)
+    checks.check(*compose_run("placement.draft.kind=sharded", "placement.draft.tp_size=4"), world_size=8)
+    with pytest.raises(ConfigError, match=r"5 ranks are more than the 4 .* draft=tiny-draft: at most placement.dr"):
+        checks.check(*compose_run("placement.draft.kind=sharded", "placement.draft.tp_size=5"), world_size=8)
+    checks.check(*compose_run("placement.draft.kind=replicated"), world_size=8)
 
 
 def test_heads_may_be_padded_to_different_widths(compose_run: Compose) -> None:

@@ -4,6 +4,7 @@ from collections import Counter
 from itertools import product
 
 import pytest
+import torch
 
 from llama_ssp.config import catalogue
 from llama_ssp.config.schema import (
@@ -29,6 +30,7 @@ NUM_TEXTS, NUM_TOKENS = 60, 64
 LEVELS = (0.6, 0.7, 0.8, 0.9)
 
 
+@torch.inference_mode()
 def acceptance(model: str, agreement: float) -> float:
     """Accepted over examined drafted tokens after the default prompts of compare and latency, on average over both."""
     entry = catalogue.load(model)

@@ -7,7 +7,7 @@ import torch
 
 from llama_ssp.config.schema import DeviceKind
 from llama_ssp.distributed.environment import Ranks, read_ranks
-from llama_ssp.distributed.world import choose_device, share_cores
+from llama_ssp.distributed.world import choose_device, on_all_cores, share_cores
 from llama_ssp.errors import PlacementError
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
@@ -60,3 +60,15 @@ def test_a_lone_process_keeps_the_threads_that_its_user_set(monkeypatch: pytest.
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(torch, "set_num_threads", lambda _: pytest.fail("the number of threads was changed"))
     assert share_cores(ALONE) == torch.get_num_threads()
+
+
+def test_groups_are_made_on_all_cores_and_the_share_comes_back() -> None:
+    cores = os.sched_getaffinity(0)
+    share = {min(cores)}
+    os.sched_setaffinity(0, share)
+    try:
+        with on_all_cores(frozenset(cores)):
+            assert os.sched_getaffinity(0) == cores
+        assert os.sched_getaffinity(0) == share
+    finally:
+        os.sched_setaffinity(0, cores)

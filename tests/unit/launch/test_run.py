@@ -112,7 +112,7 @@ def test_ranks_above_zero_let_rank_zero_speak_first(launch: Launch, monkeypatch:
 
 def test_the_number_of_ranks_is_checked_against_the_placement(launch: Launch) -> None:
     ended = launch("placement.draft.ranks=[2]", RANK="0", WORLD_SIZE="2")
-    assert "must be one rank between 0 and 1" in ended.err
+    assert "must name different ranks between 0 and 1" in ended.err
 
 
 @pytest.mark.parametrize(

@@ -172,11 +172,8 @@ def test_a_whole_round_reads_no_value() -> None:
     rounds.drafter.allocate(batch_size=2, num_slots=64)
     state = BatchState.empty(batch_size=2, num_slots=64, num_rounds=10, draws=rounds.draws)
     requests = [Request(index=row, prompt_ids=(5, 6, 7), max_new_tokens=9) for row in range(2)]
-    rows_R = torch.arange(2, device="meta")
-    buckets = Buckets(step=64, num_slots=64)
-    assert rounds.prefill(
-        state.rows_of(requests, draws=rounds.draws, seed=0), rows_R, longest=3, buckets=buckets
-    ).is_meta
+    prompts = state.rows_of(requests, draws=rounds.draws, seed=0)
+    assert rounds.prefill(prompts, range(2), longest=3, buckets=Buckets(step=64, num_slots=64)).is_meta
     assert rounds.advance(state, bucket=64).is_meta
 
 

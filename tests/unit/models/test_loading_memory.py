@@ -50,7 +50,7 @@ def measure(rank, form):
     watcher.start()
     comm = Comm(rank=rank, size=num_ranks, group=None)
     precision = Precision(quantization=form)
-    runner = load_model(folder, dtype=None, device=torch.device("cpu"), comm=comm, precision=precision)
+    runner = load_model(inspect(folder), dtype=None, device=torch.device("cpu"), comm=comm, precision=precision)
     done.set()
     watcher.join()
     share = shares(inspect(folder).shape, num_ranks=num_ranks)[rank]

@@ -6,8 +6,8 @@ import pytest
 
 from llama_ssp.config import hardware
 from llama_ssp.config.hardware import Profile
-from llama_ssp.config.plan import DraftLayout
-from llama_ssp.config.schema import Quantization
+from llama_ssp.config.plan import TargetLayout
+from llama_ssp.config.schema import DraftLayout, Quantization
 from llama_ssp.planning import advice
 from llama_ssp.planning.advice import not_run_yet
 from llama_ssp.planning.job import Job
@@ -66,15 +66,16 @@ def test_a_k_far_from_the_best_is_told_with_the_best() -> None:
 
 
 def test_what_this_version_cannot_run_is_said_in_one_line() -> None:
-    job = make_job("65B", "7B", num_ranks=8, draft_kind=DraftLayout.sharded)
+    job = make_job("65B", "7B", num_ranks=8, target_kind=TargetLayout.accelerate)
     missing = [note for note in make_plan(job, A100).notes if "cannot run it yet" in note]
     assert missing == [
-        "planned, but this version cannot run it yet: placement.draft.kind=sharded, cuda_graphs=true",
+        "planned, but this version cannot run it yet: placement.target.kind=accelerate, cuda_graphs=true",
     ]
 
 
-def test_what_this_version_runs_has_no_such_line() -> None:
-    job = make_job("65B", "7B", num_ranks=8, cuda_graphs=False)
+@pytest.mark.parametrize("kind", DraftLayout)
+def test_what_this_version_runs_has_no_such_line(kind: DraftLayout) -> None:
+    job = make_job("65B", "7B", num_ranks=8, draft_kind=kind, cuda_graphs=False)
     assert not [note for note in make_plan(job, A100).notes if "cannot run" in note]
 
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from llama_ssp.config import hardware
-from llama_ssp.config.plan import DraftLayout
+from llama_ssp.config.schema import DraftLayout
 from llama_ssp.planning.changes import smallest_changes
 from llama_ssp.planning.memory import fits
 from llama_ssp.planning.plan import make_plan, shortage
@@ -27,11 +27,10 @@ def test_a_draft_that_crowds_one_gpu_is_sharded() -> None:
     assert changes[0].needed_bytes <= A10G.memory_bytes
 
 
-def test_behind_a_change_that_cannot_run_yet_stands_one_that_can() -> None:
-    planned, runnable = smallest_changes(make_job("65B", "7B", num_ranks=4), A10G)
-    assert planned.settings == ("placement.draft.kind=sharded", "model.quantization=int8")
-    assert planned.not_run_yet
-    assert not runnable.not_run_yet
+def test_where_one_change_is_too_little_two_are_named_and_both_run() -> None:
+    (change,) = smallest_changes(make_job("65B", "7B", num_ranks=4), A10G)
+    assert change.settings == ("placement.draft.kind=sharded", "model.quantization=int8")
+    assert not change.not_run_yet
 
 
 def test_a_job_without_any_way_out_says_so() -> None:

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from llama_ssp.config import catalogue, hardware
-from llama_ssp.config.plan import DraftLayout, TargetLayout
-from llama_ssp.config.schema import Quantization
+from llama_ssp.config.plan import TargetLayout
+from llama_ssp.config.schema import DraftLayout, Quantization
 from llama_ssp.errors import PlacementError
 from llama_ssp.planning.job import planned_model
 from llama_ssp.planning.memory import (
@@ -118,3 +118,21 @@ def test_a_job_that_cannot_fit_at_all_has_no_largest_batch() -> None:
 
 def test_the_largest_context_ends_where_the_models_context_ends() -> None:
     assert largest_context(make_job("7B", num_ranks=8), A100) == 2048
+
+
+def test_logits_lie_where_the_target_is_and_probabilities_where_the_rule_runs_or_the_draft_is() -> None:
+    job = replace(
+        make_job("13B", "7B", num_draft_tokens=4, batch_size=3),
+        target_ranks=(0, 1), draft_ranks=(2,), draft_kind=DraftLayout.own_gpu,
+    )  # fmt: skip
+    numbers = 3 * job.target.shape.vocab_size
+    logits = 5 * (2 * 2 + 4)
+    decider, other, draft = (rank.logits_bytes for rank in memory(job, A100))
+    assert (decider, other, draft) == (numbers * (logits + 4 * 5 + 4 * 4 + 8), numbers * logits, numbers * 4 * 4)
+
+
+def test_each_copy_has_ranks_of_its_own() -> None:
+    job = replace(make_job("7B", num_ranks=2), num_replicas=2)
+    ranks = memory(job, A100)
+    assert [rank.rank for rank in ranks] == [0, 1, 4, 5]
+    assert replace(ranks[2], rank=0) == ranks[0]

@@ -6,8 +6,8 @@ import pytest
 
 from llama_ssp.config import hardware
 from llama_ssp.config.hardware import HardwareConfig, LinearPoint, Profile, RowsPoint, SizePoint
-from llama_ssp.config.plan import DraftLayout, TargetLayout
-from llama_ssp.config.schema import Quantization
+from llama_ssp.config.plan import TargetLayout
+from llama_ssp.config.schema import DraftLayout, Quantization
 from llama_ssp.planning.job import PlannedModel
 from llama_ssp.planning.roofline import all_reduce_s, bandwidth
 from llama_ssp.planning.timing import Clock, timing

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from llama_ssp.config import hardware
-from llama_ssp.config.plan import DraftLayout
+from llama_ssp.config.schema import DraftLayout
 from llama_ssp.errors import ConfigError
 from llama_ssp.planning.plan import document, make_plan
 from llama_ssp.planning.search import search, search_document

@@ -34,6 +34,17 @@ def test_a_reopened_folder_knows_its_finished_completions(tmp_path: Path) -> Non
         assert folder.lines == [line(0), line(1, mode="plain")]
 
 
+def test_lines_are_put_in_the_order_of_their_prompts_and_more_can_follow(tmp_path: Path) -> None:
+    with RunFolder(tmp_path, CONFIG) as folder:
+        for index, mode in ((2, "plain"), (0, "plain"), (2, "speculative"), (0, "speculative")):
+            folder.append(line(index, mode=mode, text="\udcff" if index else "x"))
+        folder.put_in_order()
+        folder.append(line(1))
+    with RunFolder(tmp_path, CONFIG) as folder:
+        found = [(each.index, each.mode) for each in folder.lines]
+    assert found == [(0, "plain"), (0, "speculative"), (2, "plain"), (2, "speculative"), (1, "speculative")]
+
+
 @pytest.mark.parametrize("num_lost", [1, 7, 100])
 def test_a_torn_last_line_is_dropped_and_the_next_one_starts_afresh(tmp_path: Path, num_lost: int) -> None:
     write(tmp_path, line(0), line(1))

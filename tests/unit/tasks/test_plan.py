@@ -9,11 +9,11 @@ import pytest
 import yaml
 
 from llama_ssp.config import catalogue, hardware
-from llama_ssp.config.plan import DraftLayout
 from llama_ssp.config.schema import (
     CompareConfig,
     DrafterConfig,
     DrafterKind,
+    DraftLayout,
     PlacementConfig,
     RunConfig,
     SamplingConfig,

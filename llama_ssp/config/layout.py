@@ -1,0 +1,164 @@
+"""Which ranks hold the target, which the draft, and whose word counts: what a placement leaves open, decided once.
+
+The planner, the checks and the ranks themselves all ask here, so that they cannot disagree. Ranks count from 0 inside
+one copy of target and draft; where several copies sit in the world is the business of `distributed.mesh`.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from llama_ssp.config.schema import DraftLayout, DraftPlacement, PlacementConfig
+
+
+class _Ranks(Protocol):
+    """What the placements of target and draft have in common."""
+
+    ranks: list[int] | None
+    tp_size: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The ranks of one copy.
+
+    Attributes:
+        target_ranks: those that hold a slice of the target, increasing.
+        draft_ranks: those that hold the draft or a slice of it, increasing; none without a draft.
+        draft_kind: how the draft is laid out over them.
+    """
+
+    target_ranks: tuple[int, ...]
+    draft_ranks: tuple[int, ...]
+    draft_kind: DraftLayout
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks that hold something."""
+        return tuple(sorted({*self.target_ranks, *self.draft_ranks}))
+
+    @property
+    def speaker(self) -> int:
+        """The rank whose drafted ids all take: the first that holds both models, else the draft's first."""
+        return next((rank for rank in self.draft_ranks if rank in self.target_ranks), self.draft_ranks[0])
+
+    @property
+    def decider(self) -> int:
+        """The rank that runs the rule: it sees the target's logits, and where it can the draft's probabilities too."""
+        if self.draft_ranks and self.speaker in self.target_ranks:
+            return self.speaker
+        return self.target_ranks[0]
+
+    @property
+    def shares_rows(self) -> bool:
+        """Whether each rank of the draft drafts for some of the rows, and judges them too."""
+        return self.draft_kind is DraftLayout.replicated and len(self.draft_ranks) > 1
+
+
+def lay_out(target: _Ranks, draft: DraftPlacement, *, num_ranks: int, has_draft: bool) -> Layout:
+    """Decide what a placement leaves open.
+
+    Args:
+        target: its ranks, or how many.
+        draft: likewise.
+        num_ranks: of one copy.
+        has_draft: whether there is a draft at all; otherwise nothing of its placement counts.
+    """
+    apart = has_draft and draft.kind is DraftLayout.own_gpu
+    everyone = range(num_ranks)
+    draft_ranks = sorted(draft.ranks or ())
+    if apart and not draft_ranks:
+        free = [rank for rank in everyone if rank not in (target.ranks or ())]
+        draft_ranks = free[-(draft.tp_size or 1) :]
+    left = [rank for rank in everyone if not (apart and rank in draft_ranks)]
+    target_ranks = sorted(target.ranks or left[: target.tp_size])
+    if has_draft and not apart and not draft_ranks:
+        draft_ranks = target_ranks[: 1 if draft.kind is DraftLayout.one_rank else draft.tp_size]
+    return Layout(
+        target_ranks=tuple(target_ranks), draft_ranks=tuple(draft_ranks if has_draft else ()), draft_kind=draft.kind
+    )
+
+
+def lay_out_copy(placement: PlacementConfig, *, world_size: int, has_draft: bool) -> Layout:
+    """The layout of each copy of a run on `world_size` ranks."""
+    num_ranks = world_size // placement.num_replicas
+    return lay_out(placement.target, placement.draft, num_ranks=num_ranks, has_draft=has_draft)
+
+
+def problems_of(
+    target: _Ranks, draft: DraftPlacement, *, num_replicas: int, world_size: int, has_draft: bool
+) -> Iterator[str]:
+    """Say what is impossible in a placement on `world_size` ranks."""
+    if num_replicas < 1 or world_size % num_replicas:
+        divisors = " or ".join(str(number) for number in range(1, world_size + 1) if world_size % number == 0)
+        yield f"placement.num_replicas={num_replicas} must share {world_size} ranks out evenly: use {divisors}"
+        return
+    num_ranks = world_size // num_replicas
+    faults = [*_faults("target", target, num_ranks)]
+    if has_draft:
+        faults += _faults("draft", draft, num_ranks)
+        faults += _faults_of_kind(draft, num_ranks)
+    yield from faults
+    if not faults and has_draft:
+        yield from _clashes(lay_out(target, draft, num_ranks=num_ranks, has_draft=True))
+
+
+def _faults(part: str, given: _Ranks, num_ranks: int) -> Iterator[str]:
+    """What is wrong with the ranks of one model by themselves."""
+    ranks, size = given.ranks, given.tp_size
+    if ranks is not None and (not ranks or len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(num_ranks))):
+        yield f"placement.{part}.ranks={ranks} must name different ranks between 0 and {num_ranks - 1}"
+    elif size is not None and not 1 <= size <= num_ranks:
+        yield f"placement.{part}.tp_size={size} must be between 1 and the number of ranks, here {num_ranks}"
+    elif ranks is not None and size is not None and size != len(ranks):
+        yield f"placement.{part}.tp_size={size} and placement.{part}.ranks={ranks} contradict each other: give one"
+
+
+def _faults_of_kind(draft: DraftPlacement, num_ranks: int) -> Iterator[str]:
+    kind, ranks, size = draft.kind, draft.ranks, draft.tp_size
+    if kind is DraftLayout.one_rank and ranks and len(ranks) > 1:
+        yield (
+            f"placement.draft.ranks={ranks} must be one rank, for example placement.draft.ranks=[0]: several need "
+            "placement.draft.kind=sharded, replicated or own_gpu"
+        )
+    if kind is DraftLayout.one_rank and (size or 1) > 1:
+        yield f"placement.draft.tp_size={size} must be 1 on one rank: more need placement.draft.kind=sharded or own_gpu"
+    if kind is DraftLayout.replicated and size is not None:
+        yield (
+            f"placement.draft.tp_size={size} has no effect on a replicated draft, which is whole on each of its ranks: "
+            "leave it out"
+        )
+    if kind is DraftLayout.own_gpu and num_ranks == 1:
+        yield "placement.draft.kind=own_gpu needs a GPU beside the target's, and each copy has one rank"
+
+
+def _clashes(layout: Layout) -> Iterator[str]:
+    """What is wrong with where the two models sit to each other."""
+    both = sorted({*layout.target_ranks} & {*layout.draft_ranks})
+    if layout.draft_kind is DraftLayout.own_gpu and (both or not layout.target_ranks or not layout.draft_ranks):
+        yield (
+            f"placement.draft.kind=own_gpu needs ranks apart from the target's, and the target is on "
+            f"{named(layout.target_ranks)}, the draft on {named(layout.draft_ranks)}"
+        )
+    if layout.draft_kind is DraftLayout.replicated and len(both) < len(layout.draft_ranks):
+        yield (
+            f"a replicated draft drafts and judges rows where the target is, and placement.draft.ranks="
+            f"{list(layout.draft_ranks)} are not all among {named(layout.target_ranks)}"
+        )
+
+
+def idle(layout: Layout, *, num_ranks: int) -> str | None:
+    """A sentence about ranks that would hold nothing, with what would help; None where all hold something."""
+    ranks = [rank for rank in range(num_ranks) if rank not in layout.ranks]
+    if not ranks:
+        return None
+    draft = f", the draft on {named(layout.draft_ranks)}" if layout.draft_ranks else ""
+    return (
+        f"{named(ranks)} would hold nothing: the target is on {named(layout.target_ranks)}{draft}; name them in "
+        f"placement.target.ranks{' or placement.draft.ranks' if draft else ''}, or start fewer ranks"
+    )
+
+
+def named(ranks: tuple[int, ...] | list[int]) -> str:
+    """Ranks as a sentence names them."""
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {' '.join(map(str, ranks)) or '(none)'}"

@@ -1,0 +1,93 @@
+"""The fastest placement of one job on one machine: every layout of target and draft that uses all ranks of a copy.
+
+Models, precision, K and the number of copies stay as they were asked; `search` varies those.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from llama_ssp.config.hardware import HardwareConfig
+from llama_ssp.config.layout import named
+from llama_ssp.config.schema import DraftLayout
+from llama_ssp.errors import PlacementError
+from llama_ssp.planning.job import Job
+from llama_ssp.planning.memory import fits
+from llama_ssp.planning.timing import timing
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutoPlacement:
+    """What was chosen.
+
+    Attributes:
+        job: with the chosen ranks.
+        sentence: what it is, and why.
+    """
+
+    job: Job
+    sentence: str
+
+
+def choose_placement(job: Job, hardware: HardwareConfig) -> AutoPlacement:
+    """Choose by the forecast time of a completion, prompt included, among the placements that fit.
+
+    Args:
+        job: its ranks and the draft's kind do not count.
+        hardware: all ranks are used, an equal block of them by each copy.
+
+    Returns:
+        The fastest; where none fits the first that can be laid out, whose plan then says what is missing.
+
+    Raises:
+        PlacementError: none can be laid out.
+    """
+    possible: list[Job] = []
+    timed: list[tuple[float, Job]] = []
+    error = None
+    for candidate in _candidates(job, hardware.num_ranks // job.num_replicas):
+        try:
+            if fits(candidate, hardware):
+                timed.append((_run_s(candidate, hardware), candidate))
+            possible.append(candidate)
+        except PlacementError as found:
+            error = error or found
+    if not timed:
+        if not possible:
+            assert error, "there is always one candidate"
+            raise error
+        return AutoPlacement(job=possible[0], sentence=f"placement=auto: none fits, planned is {_told(possible[0])}")
+    timed.sort(key=lambda pair: pair[0])
+    sentence = f"placement=auto: {_told(timed[0][1])}, forecast at {1e3 * timed[0][0]:.3g} ms per token"
+    if len(timed) > 1:
+        sentence += f"; of {len(timed)} that fit the next is {_told(timed[1][1])} at {1e3 * timed[1][0]:.3g}"
+    else:
+        sentence += ", the only one that fits"
+    return AutoPlacement(job=timed[0][1], sentence=sentence)
+
+
+def _candidates(job: Job, num_ranks: int) -> Iterator[Job]:
+    ranks = tuple(range(num_ranks))
+    if job.draft is None:
+        yield replace(job, target_ranks=ranks, draft_ranks=())
+        return
+    yield replace(job, target_ranks=ranks, draft_kind=DraftLayout.one_rank, draft_ranks=ranks[:1])
+    for size in range(2, num_ranks + 1):
+        yield replace(job, target_ranks=ranks, draft_kind=DraftLayout.sharded, draft_ranks=ranks[:size])
+    if num_ranks > 1 and job.batch_size > 1:
+        yield replace(job, target_ranks=ranks, draft_kind=DraftLayout.replicated, draft_ranks=ranks)
+    for size in range(1, num_ranks):
+        yield replace(job, target_ranks=ranks[:-size], draft_kind=DraftLayout.own_gpu, draft_ranks=ranks[-size:])
+
+
+def _run_s(job: Job, hardware: HardwareConfig) -> float:
+    """Forecast seconds per token of a completion, speculative where there is a draft."""
+    forecast = timing(job, hardware)
+    return forecast.plain_run_s if forecast.speculative_run_s is None else forecast.speculative_run_s
+
+
+def _told(job: Job) -> str:
+    target = f"the target on {named(job.target_ranks)}"
+    if not job.draft:
+        return target
+    kind = "" if job.draft_kind is DraftLayout.one_rank else f" ({job.draft_kind.name})"
+    return f"{target} and the draft on {named(job.draft_ranks)}{kind}"

@@ -1,0 +1,66 @@
+"""The table of placements under test: for each number of ranks, which ranks hold what."""
+
+from dataclasses import dataclass
+
+from llama_ssp.config.schema import DraftLayout, DraftPlacement, PlacementConfig, TargetPlacement
+
+ONE_RANK, SHARDED, REPLICATED, OWN_GPU = DraftLayout
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One placement of one pair, and the rows decoded together."""
+
+    target: tuple[int, ...]
+    draft: tuple[int, ...]
+    kind: DraftLayout
+    pair: str = "tiny"
+    batch_size: int = 17
+
+    @property
+    def placement(self) -> PlacementConfig:
+        """As a config has it."""
+        return PlacementConfig(
+            target=TargetPlacement(ranks=list(self.target)),
+            draft=DraftPlacement(kind=self.kind, ranks=list(self.draft)),
+        )
+
+    def __str__(self) -> str:
+        target, draft = (",".join(map(str, ranks)) for ranks in (self.target, self.draft))
+        return f"{self.pair} target {target} draft {self.kind.name} {draft} batch {self.batch_size}"
+
+
+CELLS = {
+    1: [Cell((0,), (0,), SHARDED), Cell((0,), (0,), REPLICATED)],
+    2: [
+        Cell((0, 1), (1,), ONE_RANK),
+        Cell((0, 1), (0,), SHARDED),
+        Cell((0, 1), (0, 1), SHARDED),
+        Cell((0, 1), (0, 1), REPLICATED),
+        Cell((0,), (1,), OWN_GPU),
+        Cell((1,), (0, 1), SHARDED),
+        Cell((0, 1), (0, 1), REPLICATED, pair="gpt_neox"),
+    ],
+    3: [
+        Cell((0, 1, 2), (2,), ONE_RANK),
+        Cell((0, 1, 2), (1,), SHARDED),
+        Cell((0, 1, 2), (1, 2), SHARDED),
+        Cell((0, 1, 2), (0, 1, 2), REPLICATED),
+        Cell((1, 2), (0,), OWN_GPU),
+        Cell((0, 2), (1, 2), SHARDED),
+        Cell((1,), (0, 2), OWN_GPU),
+        Cell((0, 1), (2,), OWN_GPU, pair="gpt_neox", batch_size=1),
+    ],
+    4: [
+        Cell((0, 1, 2, 3), (3,), ONE_RANK),
+        Cell((0, 1, 2, 3), (2,), SHARDED),
+        Cell((0, 1, 2, 3), (1, 2), SHARDED),
+        Cell((0, 1, 2, 3), (0, 1, 2, 3), REPLICATED),
+        Cell((0, 1, 2, 3), (1, 3), REPLICATED),
+        Cell((0, 1, 2), (3,), ONE_RANK),
+        Cell((1, 3), (0, 2), OWN_GPU),
+        Cell((0, 1, 2, 3), (0, 1), SHARDED, pair="gpt_neox"),
+        Cell((0, 1, 2, 3), (0, 1, 2, 3), REPLICATED, pair="gpt_neox", batch_size=3),
+    ],
+    5: [Cell((0, 1, 2, 3), (4,), OWN_GPU)],
+}

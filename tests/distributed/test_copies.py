@@ -1,0 +1,94 @@
+"""Copies of target and draft share out the prompts of a run; and placements as a user types them."""
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.commands import run, start
+
+
+def lines(run_dir: Path) -> list[dict[str, object]]:
+    file = run_dir / "run.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+@pytest.mark.distributed(2)
+def test_two_copies_leave_the_texts_of_one_in_prompt_order(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("def read(self):\nimport os\nclass Error(\n11 * 37 =\n    # parse the file\n")
+    settings = ["task=generate", "task.format=jsonl", f"prompts={prompts}", "num_samples=3", "max_new_tokens=8"]
+    alone = run([*settings, "batch_size=2", f"run_dir={tmp_path}/alone"])
+    copies = run([*settings, "batch_size=2", "placement.num_replicas=2", f"run_dir={tmp_path}/copies"], num_ranks=2)
+    assert (alone.returncode, copies.returncode) == (0, 0), copies.stderr
+    wanted = {(line["index"], line["sample"]): line["token_ids"] for line in lines(tmp_path / "alone")}
+    found = [((line["index"], line["sample"]), line["token_ids"]) for line in lines(tmp_path / "copies")]
+    assert [key for key, _ in found] == sorted(wanted)
+    assert dict(found) == wanted
+    assert len(copies.stdout.splitlines()) >= len(wanted), "rank 0 prints what every copy has finished"
+    summary = json.loads((tmp_path / "copies" / "summary.json").read_text())
+    assert (summary["num_prompts"], summary["num_new_tokens"], summary["world_size"]) == (5, 5 * 3 * 8, 2)
+    assert summary["placement"]["num_replicas"] == 2
+    assert [rank["rank"] for rank in summary["memory"] if rank["planned_bytes"]] == [0, 1]
+    assert (tmp_path / "copies" / "status").read_text() == "done\n"
+
+
+@pytest.mark.distributed(2)
+def test_interrupted_copies_end_together_and_are_resumed_without_repeating_anything(tmp_path: Path) -> None:
+    settings = ["task=generate", "task.format=jsonl", "prompt=def f(x):", "num_samples=60", "placement=replicas"]
+    settings += ["max_new_tokens=32", f"run_dir={tmp_path}/run"]
+    process = start(settings, num_ranks=2)
+    try:
+        deadline = time.monotonic() + 90
+        while len(lines(tmp_path / "run")) < 4:
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline, "waited in vain"
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        _, stderr = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.communicate()
+    assert (tmp_path / "run" / "status").read_text() == "interrupted\n", stderr
+    before = lines(tmp_path / "run")
+    assert 0 < len(before) < 60
+    assert {int(str(line["sample"])) % 2 for line in before} == {0, 1}, "both copies have handed over what they had"
+    done = run(settings, num_ranks=2)
+    assert done.returncode == 0, done.stderr
+    after = lines(tmp_path / "run")
+    assert [line["sample"] for line in after] == list(range(60))
+    assert [line for line in after if line in before] == before
+
+
+@pytest.mark.distributed(4)
+def test_the_draft_has_a_rank_of_its_own_where_the_target_leaves_one(tmp_path: Path) -> None:
+    places = ["placement.target.ranks=[0,1,2]", "placement.draft.ranks=[3]"]
+    done = run([*places, "prompt=import os", "max_new_tokens=8", f"run_dir={tmp_path}/run"], num_ranks=4)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["placement"]["target"]["ranks"] == [0, 1, 2]
+    assert summary["placement"]["draft"]["ranks"] == [3]
+    assert summary["plain"]["num_target_forwards"] == 8, "plain decoding goes on without the draft's rank"
+    assert summary["speculative"]["tokens_per_round"] > 1
+
+
+@pytest.mark.distributed(2)
+def test_the_planners_choice_is_told_and_taken(tmp_path: Path) -> None:
+    settings = ["placement=auto", "task=generate", "prompt=import os", "max_new_tokens=4", "hardware=laptop_cpu"]
+    done = run([*settings, f"run_dir={tmp_path}/run"], num_ranks=2)
+    assert done.returncode == 0, done.stderr
+    assert "placement=auto: the target on rank" in done.stdout + done.stderr
+    draft = json.loads((tmp_path / "run" / "summary.json").read_text())["placement"]["draft"]
+    assert f"draft on rank{'s' if len(draft['ranks']) > 1 else ''} {' '.join(map(str, draft['ranks']))}" in (
+        done.stdout + done.stderr
+    )
+
+
+@pytest.mark.distributed(3)
+def test_ranks_that_would_hold_nothing_are_an_error_that_says_so(tmp_path: Path) -> None:
+    done = run(["placement.target.ranks=[0,1]", f"run_dir={tmp_path}/run"], num_ranks=3)
+    assert done.returncode == 1
+    assert done.stderr.startswith("rank 2 would hold nothing: the target is on ranks 0 1, the draft on rank 0; name")
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,116 @@
+"""Wherever target and draft sit, all ranks write the text of one rank, and take one rank's word for every id."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from llama_ssp.config.layout import Layout
+from llama_ssp.config.schema import (
+    DrafterConfig,
+    DraftLayout,
+    GenerateConfig,
+    ModelConfig,
+    PlacementConfig,
+    RunConfig,
+    SamplingConfig,
+    VerificationConfig,
+)
+from llama_ssp.decoding.state import Request
+from llama_ssp.distributed.comms import Comm
+from llama_ssp.distributed.mesh import Mesh
+from llama_ssp.drafting.shared_rows import RowShares
+from llama_ssp.models.elsewhere import Elsewhere
+from llama_ssp.tasks.loading import Models, build_decoder
+from tests.helpers.decoders import complete
+from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
+from tests.helpers.prefix_runner import PrefixRunner
+
+ONE_RANK, SHARDED, REPLICATED, OWN_GPU = DraftLayout
+REQUESTS = [Request(index=index, prompt_ids=(index + 1,) * (1 + index % 3), max_new_tokens=20) for index in range(7)]
+
+
+def _texts(layout: Layout, *, temperature: float, batch_size: int, speculative: bool = True) -> list[list[list[int]]]:
+    """What each rank writes; drafts of ranks whose word does not count are other models."""
+    num_ranks = len(layout.ranks)
+    drafting = thread_comms(len(layout.draft_ranks))
+    config = RunConfig(
+        task=GenerateConfig(),
+        model=ModelConfig(name="target"),
+        draft=DrafterConfig(),
+        placement=PlacementConfig(),
+        sampling=SamplingConfig(temperature=temperature),
+        verification=VerificationConfig(),
+        batch_size=batch_size,
+    )
+
+    def one_rank(comm: ThreadComm) -> list[list[int]]:
+        holds_target, drafts = comm.rank in layout.target_ranks, comm.rank in layout.draft_ranks
+        draft = None
+        if drafts and layout.draft_kind is REPLICATED:
+            draft = Comm.single()
+        elif drafts:
+            draft = drafting[layout.draft_ranks.index(comm.rank)]
+        counts = layout.draft_kind is REPLICATED or comm.rank == layout.speaker
+        target = PrefixRunner(sharpness=1.0)
+        nowhere = Elsewhere(device=target.device, vocab_size=target.vocab_size, max_position_embeddings=512)
+        tokenizer: Any = None
+        models = Models(
+            target=target if holds_target else nowhere,
+            draft=PrefixRunner(seed=1 if counts else 2, sharpness=1.0) if drafts else None,
+            has_draft=True,
+            mesh=Mesh(world=comm, copy=comm, number=0, layout=layout, target=Comm.single(), draft=draft),
+            tokenizer=tokenizer,
+            eos_ids=(3,),
+            context=512,
+        )
+        decoder = build_decoder(models, config, speculative=speculative)
+        return [completion.token_ids for completion in complete(decoder, REQUESTS)]
+
+    return on_ranks(thread_comms(num_ranks), one_rank)
+
+
+LAYOUTS = [
+    ((0, 1), (1,), ONE_RANK),
+    ((0, 1), (2,), ONE_RANK),
+    ((0, 1), (0, 1), SHARDED),
+    ((1, 2), (0, 1), SHARDED),
+    ((0,), (1, 2), OWN_GPU),
+    ((1,), (0,), OWN_GPU),
+    ((0, 1), (0, 1), REPLICATED),
+    ((0, 1, 2), (0, 2), REPLICATED),
+]
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 5])
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize(("target", "draft", "kind"), LAYOUTS)
+def test_all_ranks_write_what_one_rank_writes(
+    target: tuple[int, ...], draft: tuple[int, ...], kind: DraftLayout, temperature: float, batch_size: int
+) -> None:
+    alone = Layout(target_ranks=(0,), draft_ranks=(0,), draft_kind=ONE_RANK)
+    (wanted,) = _texts(alone, temperature=temperature, batch_size=1)
+    layout = Layout(target_ranks=target, draft_ranks=draft, draft_kind=kind)
+    found = _texts(layout, temperature=temperature, batch_size=batch_size)
+    assert found == [wanted] * len(layout.ranks)
+
+
+def test_ranks_of_the_draft_alone_follow_plain_decoding() -> None:
+    alone = Layout(target_ranks=(0,), draft_ranks=(0,), draft_kind=ONE_RANK)
+    apart = Layout(target_ranks=(1,), draft_ranks=(0,), draft_kind=OWN_GPU)
+    (wanted,) = _texts(alone, temperature=0.9, batch_size=2, speculative=False)
+    assert _texts(apart, temperature=0.9, batch_size=2, speculative=False) == [wanted, wanted]
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 7])
+def test_every_row_belongs_to_one_rank_and_what_they_say_is_put_in_order(batch_size: int) -> None:
+    def one_rank(comm: ThreadComm) -> tuple[range, list[list[int]]]:
+        shares = RowShares(comm, [0, 2, 3])
+        own = shares.own(batch_size)
+        said = torch.tensor([[row, 10 * row] for row in own], dtype=torch.int64).view(-1, 2)
+        return own, shares.gather(said, batch_size=batch_size).tolist()
+
+    seen = on_ranks(thread_comms(4), one_rank)
+    assert [row for own, _ in seen for row in own] == list(range(batch_size))
+    assert max(len(own) for own, _ in seen) == -(-batch_size // 3), "shares are even"
+    assert [gathered for _, gathered in seen] == [[[row, 10 * row] for row in range(batch_size)]] * 4

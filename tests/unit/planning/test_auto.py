@@ -1,0 +1,51 @@
+"""The fastest placement that fits."""
+
+from dataclasses import replace
+
+import pytest
+
+from llama_ssp.config import hardware
+from llama_ssp.config.schema import DraftLayout
+from llama_ssp.errors import PlacementError
+from llama_ssp.planning.auto import choose_placement
+from llama_ssp.planning.memory import fits
+from llama_ssp.planning.timing import timing
+from tests.helpers.planning import make_job, small_model
+
+A100, A10G = hardware.load("8xa100_80gb"), hardware.load("g5_12xlarge")
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+@pytest.mark.parametrize("kind", DraftLayout)
+def test_no_other_placement_is_faster(kind: DraftLayout, batch_size: int) -> None:
+    job = make_job("13B", "7B", num_ranks=8, batch_size=batch_size)
+    chosen = choose_placement(job, A100)
+    targets = job.target_ranks[:-1] if kind is DraftLayout.own_gpu else job.target_ranks
+    drafts = {DraftLayout.one_rank: (0,), DraftLayout.own_gpu: (7,)}.get(kind, targets)
+    other = replace(job, draft_kind=kind, target_ranks=targets, draft_ranks=drafts)
+    least, rival = timing(chosen.job, A100).speculative_run_s, timing(other, A100).speculative_run_s
+    assert least
+    assert rival
+    assert least <= rival
+    assert f"{1e3 * least:.3g} ms per token" in chosen.sentence
+
+
+def test_what_does_not_fit_is_not_chosen() -> None:
+    job = make_job("30B", "7B", num_ranks=4)
+    assert not fits(job, A10G)
+    chosen = choose_placement(job, A10G).job
+    assert fits(chosen, A10G)
+
+
+def test_where_nothing_fits_the_plan_says_so() -> None:
+    assert "none fits" in choose_placement(make_job("65B", "7B", num_ranks=4), A10G).sentence
+
+
+def test_copies_share_the_ranks() -> None:
+    job = replace(make_job("7B", num_ranks=1), num_replicas=4)
+    assert choose_placement(job, A100).job.target_ranks == (0, 1)
+
+
+def test_what_cannot_be_laid_out_at_all_is_refused() -> None:
+    with pytest.raises(PlacementError, match="attention heads"):
+        choose_placement(make_job(small_model(num_attention_heads=4)), A100)

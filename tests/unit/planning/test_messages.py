@@ -1,0 +1,49 @@
+"""What ranks tell each other in a round: as few bytes as the placement allows."""
+
+from dataclasses import replace
+
+import pytest
+
+from llama_ssp.config.schema import DraftLayout
+from llama_ssp.planning.messages import round_messages
+from tests.helpers.planning import make_job
+
+VOCABULARY, ROWS, K = 32000, 3, 4
+ID = 8
+ONE_RANK, SHARDED, REPLICATED, OWN_GPU = DraftLayout
+
+
+@pytest.mark.parametrize(
+    ("kind", "target", "draft", "arriving"),
+    [
+        (ONE_RANK, [0], [0], [0, 0, 0, 0]),
+        (ONE_RANK, [0, 1], [1], [0, ID * ROWS * K, 0, 3 * ID * ROWS]),
+        (SHARDED, [0, 1], [0, 1], [ID * ROWS * K, 0, 0, 3 * ID * ROWS]),
+        (SHARDED, [0, 1, 2], [0, 1], [ID * ROWS * K, 2 * ID * ROWS * K, 0, 2 * 3 * ID * ROWS]),
+        (REPLICATED, [0, 1], [0, 1], [0, 2 * ID * 2 * K, 0, 2 * 3 * ID * 2]),
+        (OWN_GPU, [0, 1], [2], [0, 2 * ID * ROWS * K, 4 * ROWS * K * VOCABULARY, 2 * 3 * ID * ROWS]),
+        (OWN_GPU, [0], [1, 2], [ID * ROWS * K, 2 * ID * ROWS * K, 4 * ROWS * K * VOCABULARY, 2 * 3 * ID * ROWS]),
+    ],
+)
+def test_the_bytes_of_a_round_follow_from_the_placement(
+    kind: DraftLayout, target: list[int], draft: list[int], arriving: list[int]
+) -> None:
+    """Steps, ids, probabilities, verdict."""
+    job = replace(
+        make_job("13B", "7B", num_draft_tokens=K, batch_size=ROWS),
+        draft_kind=kind, target_ranks=tuple(target), draft_ranks=tuple(draft),
+    )  # fmt: skip
+    found = vars(round_messages(job, K)).values()
+    assert [message.received_bytes if message else 0 for message in found] == arriving
+
+
+def test_greedy_drafts_need_no_probabilities_elsewhere() -> None:
+    job = replace(make_job("13B", "7B"), draft_kind=OWN_GPU, draft_ranks=(1,), sampled=False)
+    assert round_messages(job, K).probabilities is None
+
+
+def test_a_plain_token_has_the_verdict_alone() -> None:
+    job = make_job("13B", "7B", num_ranks=2, draft_kind=SHARDED)
+    found = round_messages(job, 0)
+    assert found.verdict
+    assert (found.steps, found.ids, found.probabilities) == (None, None, None)
