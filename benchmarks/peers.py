@@ -9,7 +9,7 @@ import argparse
 import statistics
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -50,7 +50,7 @@ class Ours:
 
     pair: Pair
     prompts: list[tuple[int, ...]]
-    rounds: list[Completion]
+    speculative: list[list[Completion]] = field(default_factory=list)
 
     @torch.inference_mode()
     def ms_per_token(self, decoder: Decoder, repetition: int) -> float:
@@ -66,7 +66,7 @@ class Ours:
             completions |= {update.completion.request.index: update.completion for update in updates}
         seconds = time.perf_counter() - started
         if repetition >= 0 and decoder.rounds.drafter:
-            self.rounds += completions.values()
+            self.speculative.append(list(completions.values()))
         return 1e3 * seconds / sum(len(completion.token_ids) for completion in completions.values())
 
     @property
@@ -74,22 +74,27 @@ class Ours:
         """Mean over all rounds that no length limit could cut."""
         counted = [
             length + 1
-            for completion in self.rounds
+            for completions in self.speculative
+            for completion in completions
             for length, examined in zip(completion.accepted_lengths, completion.examined_lengths, strict=True)
             if examined
         ]
         return statistics.mean(counted)
 
     @property
-    def round_ms(self) -> float:
-        """Mean time of a round."""
-        return (
-            1e3 * sum(sum(c.part_s.values()) for c in self.rounds) / sum(len(c.accepted_lengths) for c in self.rounds)
-        )
+    def rounds_ms(self) -> list[float]:
+        """Mean time of a round in each repetition."""
+        return [
+            1e3 * sum(sum(c.part_s.values()) for c in completions) / sum(len(c.accepted_lengths) for c in completions)
+            for completions in self.speculative
+        ]
 
-    def share(self, part: str) -> float:
-        """How much of the rounds' time went into a part."""
-        return sum(c.part_s[part] for c in self.rounds) / sum(sum(c.part_s.values()) for c in self.rounds)
+    def shares(self, part: str) -> list[float]:
+        """How much of the rounds' time went into a part, in each repetition."""
+        return [
+            sum(c.part_s[part] for c in completions) / sum(sum(c.part_s.values()) for c in completions)
+            for completions in self.speculative
+        ]
 
 
 def transformers_ms_per_token(
@@ -187,7 +192,7 @@ def measure(arguments: argparse.Namespace, console: Console) -> dict[str, object
     plain = build_decoder(pair.models, config, speculative=False)
     fast = build_decoder(pair.models, config, speculative=True)
     prompts = [encode(prompt, pair.models.tokenizer, chat=False) for prompt in PROMPTS]
-    ours = Ours(pair=pair, prompts=prompts, rounds=[])
+    ours = Ours(pair=pair, prompts=prompts)
     target, draft = (load_peer(name, num_draft_tokens=num_draft_tokens) for name in (arguments.target, arguments.draft))
 
     alone: list[tuple[float, float]] = []
@@ -239,8 +244,8 @@ def measure(arguments: argparse.Namespace, console: Console) -> dict[str, object
         "draft_step_ms": 1e3 * draft_s,
         "bound_ms_per_token": statistics.median(bounds_ms),
         "speculative_to_bound": median_ratio(ms["ours, speculative"], bounds_ms),
-        "rounds_to_bound": ours.round_ms / statistics.median(forwards),
-        "other_share": ours.share("other"),
+        "rounds_to_bound": median_ratio(ours.rounds_ms, forwards),
+        "other_share": statistics.median(ours.shares("other")),
         "at_context_ms": {name: statistics.median(values) for name, values in at_context.items()},
         "plain_1500_to_100": median_ratio(at_context["plain, 1500"], at_context["plain, 100"]),
         "speculative_1500_to_100": median_ratio(at_context["speculative, 1500"], at_context["speculative, 100"]),
