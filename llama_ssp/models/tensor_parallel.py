@@ -20,6 +20,7 @@ from llama_ssp.config.schema import ModelShape
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.errors import PlacementError
 from llama_ssp.planning.sharding import Cut, HeadShard, RankShard, cut_of, split_model, widths
+from llama_ssp.planning.weights import LLAMA_KIND
 
 _HEAD_CUTS = {Cut.query_heads, Cut.kv_heads, Cut.fused_qkv}
 
@@ -143,7 +144,10 @@ def shard(model: PreTrainedModel, shape: ModelShape, comm: Comm) -> None:
     """
     if comm.size == 1:
         return
-    plan: dict[str, str] = model.tp_plan
+    plan: dict[str, str] = dict(model.tp_plan)
+    if plan and shape.model_type in LLAMA_KIND:
+        # Older versions of the library leave it whole, which a plan of memory could not know.
+        plan.setdefault("model.embed_tokens", "embedding_rowwise")
     if not plan:
         message = f"{shape.model_type} has no tensor-parallel plan: run it on one rank, not on {comm.size}"
         raise PlacementError(message)
