@@ -14,7 +14,7 @@ from llama_ssp.config.schema import Dtype, Quantization
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.errors import ConfigError, PlacementError
 from llama_ssp.models import hub
-from llama_ssp.models.backends import build_empty, check_model, load_modules
+from llama_ssp.models.backends import check_model, load_modules
 from llama_ssp.models.checkpoint import inspect
 from llama_ssp.models.decoder import LeanRunner
 from llama_ssp.models.interface import Runner
