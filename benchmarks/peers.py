@@ -127,7 +127,7 @@ def load_peer(name: str, *, num_draft_tokens: int) -> PreTrainedModel:
 
 
 def forwards_alone_s(decoder: Decoder, *, context: int, num_turns: int = 60) -> tuple[float, float]:
-    """Seconds of one verification, and of one draft step with its draw, behind `context` tokens.
+    """Seconds of one verification with its processors, and of one draft step with its draw, behind `context` tokens.
 
     They take turns as in a round, so that each finds the processor's caches as a round leaves them, and nothing else of
     a round happens in between.
@@ -149,7 +149,9 @@ def forwards_alone_s(decoder: Decoder, *, context: int, num_turns: int = 60) -> 
             began = time.perf_counter()
             drafter.propose(tokens_1S, lengths_1, uniforms_BK=uniforms_1K, bucket=num_slots)
             drafted = time.perf_counter()
-            models.target.forward(tokens_1S[:, : num_draft_tokens + 1], positions_1W, bucket=num_slots)
+            models.rule.process(
+                models.target.forward(tokens_1S[:, : num_draft_tokens + 1], positions_1W, bucket=num_slots)
+            )
             verify_s.append(time.perf_counter() - drafted)
             draft_s.append(drafted - began)
     return statistics.median(verify_s), statistics.median(draft_s) / num_draft_tokens

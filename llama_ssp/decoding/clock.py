@@ -1,5 +1,7 @@
 """Where the time of a round goes: drafting, verification, and everything else.
 
+The processors count as part of the forward that they follow, the target's as the draft's; the rule is something else.
+
 On the CPU operations are done when they return, so the host's clock tells. On a GPU the host runs ahead; there events
 are put between the pieces and read when they have passed, one round late or more.
 """

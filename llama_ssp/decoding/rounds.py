@@ -88,7 +88,8 @@ class Rounds:
         positions_BW = state.lengths_B[:, None] + self._last_and_drafted_W
         ids_BW = state.tokens_BS.gather(1, positions_BW)
         logits_BWV = self.target.forward(ids_BW, positions_BW, bucket=bucket)
+        target_BWV = self.rule.process(logits_BWV) if draft else logits_BWV
         self.clock.lap("verify")
         if draft:
-            return state.commit(self.rule.verify(draft, logits_BWV, draws=draws), drafted_ids_BK=draft.ids_BK)
+            return state.commit(self.rule.verify(draft, target_BWV, draws=draws), drafted_ids_BK=draft.ids_BK)
         return state.commit(self.rule.draw(logits_BWV[:, 0], draws.plain_B1))

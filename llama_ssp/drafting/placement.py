@@ -144,9 +144,13 @@ class AgreedRule:
             verdict = Verdict(num_accepted_B1=torch.zeros_like(ids_B1), next_ids_B1=ids_B1)
         return self._agree(verdict, batch_size=uniforms_B1.shape[0])
 
-    def verify(self, draft: Draft, target_logits_BWV: Tensor, *, draws: Draws) -> Decision:
+    def process(self, logits_BWV: Tensor) -> Tensor:
+        """Make of the target's logits what `verify` looks at, where it is looked at."""
+        return self._rule.process(logits_BWV) if self._decides else logits_BWV
+
+    def verify(self, draft: Draft, target_BWV: Tensor, *, draws: Draws) -> Decision:
         """Accept a prefix of the draft and choose the token behind it."""
-        verdict = self._rule.verify(draft, target_logits_BWV, draws=draws) if self._decides else None
+        verdict = self._rule.verify(draft, target_BWV, draws=draws) if self._decides else None
         return self._agree(verdict, batch_size=draft.ids_BK.shape[0])
 
     def _agree(self, verdict: Verdict | None, *, batch_size: int) -> Decision:

@@ -117,7 +117,12 @@ class SharedRowsRule(AgreedRule):
         super().__init__(rule, comm=comm, src=src, device=device)
         self._shares = shares
 
-    def verify(self, draft: Draft, target_logits_BWV: Tensor, *, draws: Draws) -> Decision:
+    def process(self, logits_BWV: Tensor) -> Tensor:
+        """Make of the target's logits what `verify` looks at, of this rank's rows alone."""
+        rows = self._shares.own(logits_BWV.shape[0])
+        return self._rule.process(logits_BWV[rows.start : rows.stop])
+
+    def verify(self, draft: Draft, target_BWV: Tensor, *, draws: Draws) -> Decision:
         """Judge this rank's rows, and take the verdicts of all; a wish to stop of any of them counts."""
         batch_size = draft.ids_BK.shape[0]
         rows = self._shares.own(batch_size)
@@ -126,7 +131,7 @@ class SharedRowsRule(AgreedRule):
             own = slice(rows.start, rows.stop)
             verdict = self._rule.verify(
                 Draft(draft.ids_BK[own], draft.probs_BTV),
-                target_logits_BWV[own],
+                target_BWV,
                 draws=Draws(*(numbers[own] for numbers in draws)),
             )
             word_R3 = self._word(verdict, num_rows=len(rows))

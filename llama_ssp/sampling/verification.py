@@ -119,8 +119,12 @@ class Rule(Protocol):
         """
         ...
 
-    def verify(self, draft: Draft, target_logits_BTV: Tensor, *, draws: Draws) -> Verdict:
-        """Judge a draft by the target's logits at K + 1 positions."""
+    def process(self, logits: Tensor) -> Tensor:
+        """Turn the target's logits into what `verify` looks at; a part of its forward, as it is of a draft's step."""
+        ...
+
+    def verify(self, draft: Draft, target_BTV: Tensor, *, draws: Draws) -> Verdict:
+        """Judge a draft by what `process` made of the target's logits at K + 1 positions."""
         ...
 
 
@@ -128,14 +132,14 @@ class _Speculative:
     """Chen et al.'s rule on processed probabilities."""
 
     def __init__(self, process: Callable[[Tensor], Tensor]) -> None:
-        self._process = process
+        self.process = process
 
     def draw(self, logits_BV: Tensor, uniforms_B1: Tensor) -> tuple[Tensor, Tensor]:
-        probs_BV = self._process(logits_BV)
+        probs_BV = self.process(logits_BV)
         return draw(probs_BV, uniforms_B1), probs_BV
 
-    def verify(self, draft: Draft, target_logits_BTV: Tensor, *, draws: Draws) -> Verdict:
-        return verify_speculative(draft, self._process(target_logits_BTV), draws=draws)
+    def verify(self, draft: Draft, target_BTV: Tensor, *, draws: Draws) -> Verdict:
+        return verify_speculative(draft, target_BTV, draws=draws)
 
 
 class _Greedy:
@@ -144,8 +148,11 @@ class _Greedy:
     def draw(self, logits_BV: Tensor, uniforms_B1: Tensor) -> tuple[Tensor, None]:  # noqa: ARG002
         return logits_BV.argmax(-1, keepdim=True), None
 
-    def verify(self, draft: Draft, target_logits_BTV: Tensor, *, draws: Draws) -> Verdict:  # noqa: ARG002
-        return verify_greedy(draft, target_logits_BTV)
+    def process(self, logits: Tensor) -> Tensor:
+        return logits
+
+    def verify(self, draft: Draft, target_BTV: Tensor, *, draws: Draws) -> Verdict:  # noqa: ARG002
+        return verify_greedy(draft, target_BTV)
 
 
 def make_rule(sampling: SamplingConfig, verification: VerificationConfig) -> Rule:

@@ -43,7 +43,10 @@ def rule_points() -> tuple[list[SizePoint], list[SizePoint]]:
             probs_BTV=torch.softmax(logits_BTV, dim=-1),
         )
         draw = partial(rule.draw, logits_BTV[:, 0], draws.plain_B1)
-        verify = partial(rule.verify, draft, logits_BTV, draws=draws)
+
+        def verify(draft: Draft = draft, logits_BTV: Tensor = logits_BTV) -> None:
+            rule.verify(draft, rule.process(logits_BTV), draws=draws)
+
         drawing.append(SizePoint(size=vocab_size, s=seconds_per_call(draw)))
         verifying.append(SizePoint(size=(NUM_DRAFT_TOKENS + 1) * vocab_size, s=seconds_per_call(verify)))
     return drawing, verifying

@@ -95,7 +95,7 @@ def _verifying(rule: Rule, *, paths_NK: Tensor, draft_probs_GNTV: Tensor | None,
         unused_BK = torch.full_like(uniforms_BC[:, 1:], 0.5)
         draws = Draws(unused_BK, uniforms_BC[:, :-1], uniforms_BC[:, -1:], unused_BK[:, :1])
         draft = Draft(ids_BK[rows_B], None if draft_probs_BTV is None else draft_probs_BTV[rows_B])
-        verdict = rule.verify(draft, target_logits_BTV[rows_B], draws=draws)
+        verdict = rule.verify(draft, rule.process(target_logits_BTV[rows_B]), draws=draws)
         return (verdict.num_accepted_B1 * vocab_size + verdict.next_ids_B1)[:, 0]
 
     law_BA = _law(

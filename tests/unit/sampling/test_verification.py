@@ -80,8 +80,8 @@ class Planted:
     def draw(self, logits_BV: Tensor, uniforms_B1: Tensor) -> tuple[Tensor, Tensor | None]:
         return self.shipped.draw(logits_BV, uniforms_B1)
 
-    def verify(self, draft: Draft, target_logits_BTV: Tensor, *, draws: Draws) -> Verdict:
-        return self.shipped.verify(draft, target_logits_BTV, draws=draws)
+    def verify(self, draft: Draft, target_BTV: Tensor, *, draws: Draws) -> Verdict:
+        return self.shipped.verify(draft, target_BTV, draws=draws)
 
 
 class RawDraftProbabilities(Planted):
@@ -94,17 +94,17 @@ class RawDraftProbabilities(Planted):
 class OneDrawForTwoPurposes(Planted):
     """Resamples with the number that accepted or rejected the first drafted token."""
 
-    def verify(self, draft: Draft, target_logits_BTV: Tensor, *, draws: Draws) -> Verdict:
-        return self.shipped.verify(draft, target_logits_BTV, draws=draws._replace(residual_B1=draws.accept_BK[:, :1]))
+    def verify(self, draft: Draft, target_BTV: Tensor, *, draws: Draws) -> Verdict:
+        return self.shipped.verify(draft, target_BTV, draws=draws._replace(residual_B1=draws.accept_BK[:, :1]))
 
 
 class ResidualNotRenormalised(Planted):
     """Reads the residual as if it summed to 1; what is missing falls to the last token."""
 
-    def verify(self, draft: Draft, target_logits_BTV: Tensor, *, draws: Draws) -> Verdict:
-        num_accepted_B1, _ = self.shipped.verify(draft, target_logits_BTV, draws=draws)
+    def verify(self, draft: Draft, target_BTV: Tensor, *, draws: Draws) -> Verdict:
+        num_accepted_B1, _ = self.shipped.verify(draft, target_BTV, draws=draws)
         assert draft.probs_BTV is not None
-        residual_BTV = (self.process(target_logits_BTV) - draft.probs_BTV).clamp_min(0)
+        residual_BTV = (target_BTV - draft.probs_BTV).clamp_min(0)
         cumulative_BV = residual_BTV[torch.arange(residual_BTV.shape[0]), num_accepted_B1[:, 0]].cumsum(-1)
         return Verdict(num_accepted_B1, (cumulative_BV <= draws.residual_B1).sum(-1, keepdim=True).clamp_max(3))
 
@@ -194,11 +194,12 @@ def test_a_row_has_the_same_verdict_alone_and_in_a_batch() -> None:
     ids_BK = torch.cat([ids_B1 for ids_B1, _ in drawn], 1)
     probs = [probs_BV for _, probs_BV in drawn if probs_BV is not None]
     probs_BTV = torch.stack([*probs, torch.zeros_like(probs[0])], 1)
-    together = rule.verify(Draft(ids_BK, probs_BTV), target_logits_BTV, draws=draws)
+    target_BTV = rule.process(target_logits_BTV)
+    together = rule.verify(Draft(ids_BK, probs_BTV), target_BTV, draws=draws)
     for row in range(32):
         one = slice(row, row + 1)
         own = Draws(*(numbers_B[one] for numbers_B in draws))
-        alone = rule.verify(Draft(ids_BK[one], probs_BTV[one]), target_logits_BTV[one], draws=own)
+        alone = rule.verify(Draft(ids_BK[one], probs_BTV[one]), target_BTV[one], draws=own)
         assert alone == Verdict(together.num_accepted_B1[one], together.next_ids_B1[one])
     assert together.num_accepted_B1.unique().numel() > 1
 
@@ -212,7 +213,7 @@ def test_no_value_is_read_between_the_keys_and_the_verdict(sampling: SamplingCon
     ids_B1, probs_BV = rule.draw(torch.empty(2, 50, device=device), draws.draft_BK[:, :1])
     probs_BTV = None if probs_BV is None else probs_BV[:, None].expand(2, 4, 50)
     draft = Draft(ids_B1.expand(2, 3), probs_BTV)
-    verdict = rule.verify(draft, torch.empty(2, 4, 50, device=device), draws=draws)
+    verdict = rule.verify(draft, rule.process(torch.empty(2, 4, 50, device=device)), draws=draws)
     assert verdict.num_accepted_B1.shape == verdict.next_ids_B1.shape == (2, 1)
 
 
