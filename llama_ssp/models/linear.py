@@ -151,7 +151,8 @@ def half_scale(weight_OI: Tensor) -> float | None:
     Held means that no value moves by more than fp32 rounds the largest one. So it is for all weights that come from
     bf16 or fp16, and for no others of any size: values of 24 bits move by 2^-12.
     """
-    largest = float(weight_OI.abs().max())
+    smallest, greatest = torch.aminmax(weight_OI)
+    largest = max(-float(smallest), float(greatest))
     if not 0 < largest < math.inf:
         return None
     fitting = 2.0 ** (_HALF_TOP - math.frexp(largest)[1])
