@@ -1,11 +1,10 @@
 """Which parameters a model has, and how many bytes of them a rank holds: exact, in every precision.
 
 The slices are those of `sharding`, which the loader reads too. Nothing here knows time or hardware.
-
 Shapes: H query heads, N key-value heads, D head dim, E hidden size, I MLP units, V vocabulary, P positions.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from llama_ssp.config.schema import Dtype, ModelShape, Quantization
 from llama_ssp.errors import PlacementError
@@ -13,7 +12,7 @@ from llama_ssp.planning.sharding import RankShard, cut_of, split_model
 
 DTYPE_BYTES = {Dtype.fp32: 4, Dtype.bf16: 2, Dtype.fp16: 2}
 SCALE_BYTES = 4
-NF4_GROUP = 64
+NF4_GROUP, HALF_BLOCK = 64, 512
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +43,7 @@ class Matrix:
             return self
         width = len(shard.features(cut_of(self.module)))
         rows, columns = (width, self.num_columns) if self.cut == 0 else (self.num_rows, width)
-        return Matrix(module=self.module, num_rows=rows, num_columns=columns, cut=self.cut, has_bias=self.has_bias)
+        return replace(self, num_rows=rows, num_columns=columns)
 
 
 _FUSED = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv") | dict.fromkeys(("gate_proj", "up_proj"), "gate_up")
@@ -120,11 +119,10 @@ def inventory(shape: ModelShape) -> Inventory:
     """
     if shape.model_type in LLAMA_KIND:
         return _gated(shape)
-    if shape.model_type == "gpt_neox":
-        return _gpt_neox(shape)
-    if shape.model_type == "gpt_neo":
-        return _gpt_neo(shape)
-    known = ", ".join(sorted({*LLAMA_KIND, "gpt_neox", "gpt_neo"}))
+    families = {"gpt_neox": _gpt_neox, "gpt_neo": _gpt_neo}
+    if shape.model_type in families:
+        return families[shape.model_type](shape)
+    known = ", ".join(sorted({*LLAMA_KIND, *families}))
     raise PlacementError(f"the planner does not know which parameters a {shape.model_type} model has: it knows {known}")
 
 
@@ -246,16 +244,16 @@ def weight_bytes(
     """Count the bytes of what a rank holds.
 
     `matrix_dtype` is the linear layers' own format, if they have one; a head that is the embedding too is then a copy.
-
     Quantized layouts: int8 of bitsandbytes keeps a byte per weight and an fp32 scale per output row; nf4 half a byte
-    and an fp32 scale per 64 weights; int8_weight_only a byte and a scale per output row in the model's number format.
-    Embeddings, head, norms and biases stay in the model's number format.
+    and an fp32 scale per 64 weights; int8_weight_only a byte and a scale per output row in the model's number format,
+    in which embeddings, head, norms and biases stay.
     """
     size = DTYPE_BYTES[dtype]
     matrix_size = DTYPE_BYTES[matrix_dtype or dtype]
+    kept = _in_blocks if matrix_size != size else lambda matrix: matrix
     sharded = repeated = scales = 0
     for matrix in held.layer:
-        stored = packed_bytes(matrix, matrix_size, quantization)
+        stored = packed_bytes(kept(matrix), matrix_size, quantization)
         row_scales = _row_scale_bytes(size, quantization) * matrix.num_rows
         bias = size * matrix.num_rows if matrix.has_bias else 0
         if matrix.cut is None:
@@ -265,8 +263,7 @@ def weight_bytes(
         else:
             sharded, scales, repeated = sharded + stored, scales + row_scales, repeated + bias
     tables = [(matrix, size) for matrix in held.embeddings]
-    if held.head or matrix_size != size:
-        tables.append((held.output, matrix_size))
+    tables += [(kept(held.output), matrix_size)] if held.head or matrix_size != size else []
     table_bytes = {True: 0, False: 0}
     for matrix, value_bytes in tables:
         table_bytes[matrix.cut is None] += value_bytes * matrix.num_elements
@@ -281,6 +278,11 @@ def weight_bytes(
         repeated_scale_bytes=held.num_layers * scales,
         beside_bytes=size * beside,
     )
+
+
+def _in_blocks(matrix: Matrix) -> Matrix:
+    """A matrix as FBGEMM's product keeps it: the last block of inputs is as long as the others."""
+    return replace(matrix, num_columns=HALF_BLOCK * -(-matrix.num_columns // HALF_BLOCK))
 
 
 def packed_bytes(matrix: Matrix, dtype_bytes: int, quantization: Quantization) -> int:

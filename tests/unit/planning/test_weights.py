@@ -122,3 +122,20 @@ def test_a_family_whose_parameters_are_not_known_is_refused_by_name() -> None:
     shape.model_type = "mamba"
     with pytest.raises(PlacementError, match="mamba"):
         inventory(shape)
+
+
+def test_halved_matrices_are_kept_in_whole_blocks_of_inputs() -> None:
+    def matrices_bytes(hidden_size: int) -> int:
+        model = small_model(hidden_size=hidden_size, intermediate_size=1024, vocab_size=4096)
+        held, form = inventory(model.shape), Quantization.none
+        halved = weight_bytes(held, dtype=Dtype.fp32, quantization=form, matrix_dtype=Dtype.fp16).total_bytes
+        beside = 4 * (4096 * hidden_size + held.num_layers * held.layer_vectors + held.final_vectors)
+        return halved - beside
+
+    # 64 columns for o_proj; hidden_size for q, k, v, gate, up and the head; 1024 for down.
+    def padded(hidden_size: int) -> int:
+        layer = hidden_size * 512 + 512 * (64 + 32 + 32 + 2 * 1024) + hidden_size * 1024
+        return 2 * (2 * layer + 512 * 4096)
+
+    assert matrices_bytes(512) == padded(512)
+    assert matrices_bytes(256) == padded(256)
