@@ -17,7 +17,7 @@ _WAITING = {"aten::_local_scalar_dense", "aten::nonzero", "aten::lift_fresh", "a
 
 class _Log(TorchDispatchMode):
     def __init__(self, unrecordable: str | None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], list[Tensor]]] = []
         self.undo: list[tuple[Tensor, Tensor]] = []
         self._unrecordable = unrecordable

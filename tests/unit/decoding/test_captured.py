@@ -105,12 +105,11 @@ def test_a_wish_to_stop_reaches_a_replayed_round(shipped: tuple[Runner, Runner])
     wish = StopWish()
     recorder = FakeRecorder()
     decoder = make_decoder(*shipped, wish=wish, recorder=recorder)
-    complete(decoder, [Request(index=0, prompt_ids=(5, 6), max_new_tokens=30)])
-    assert not decoder.stopped
-    num_recorded, wish.requested = recorder.num_recorded, True
-    complete(decoder, [Request(index=0, prompt_ids=(5, 6), max_new_tokens=30)])
-    assert decoder.stopped
-    assert recorder.num_recorded == num_recorded
+    seen = []
+    for wish.requested in (False, True):
+        complete(decoder, [Request(index=0, prompt_ids=(5, 6), max_new_tokens=30)])
+        seen.append((decoder.stopped, recorder.num_recorded))
+    assert seen == [(False, 2), (True, 2)]
 
 
 def test_what_a_draft_reads_stays_where_it_is_while_the_batch_does(shipped: tuple[Runner, Runner]) -> None:
