@@ -98,7 +98,9 @@ def test_planned_bytes_are_what_the_run_can_measure() -> None:
     gpu = hardware.load("8xa100_80gb")
     on_gpu = task.plan_of_run(_run("13B", "7B"), world_size=2, machine=gpu, prompt_tokens=40)
     full = on_gpu.ranks[0]
-    assert task.planned_bytes(on_gpu)[0] == full.needed_bytes - full.context_bytes - full.collectives_bytes
+    beside = full.context_bytes + full.collectives_bytes + full.graphs_bytes
+    assert full.graphs_bytes
+    assert task.planned_bytes(on_gpu)[0] == full.needed_bytes - beside
     on_cpu = task.plan_of_run(_run(), world_size=1, machine=hardware.load("laptop_cpu"), prompt_tokens=40)
     assert task.planned_bytes(on_cpu) == [on_cpu.ranks[0].needed_bytes]
 
