@@ -12,6 +12,7 @@ from typing import Any
 
 from llama_ssp.config import catalogue, layout
 from llama_ssp.config.schema import (
+    DeviceKind,
     DrafterKind,
     ModelConfig,
     ModelShape,
@@ -244,6 +245,11 @@ _POINTLESS = (
         ("draft.model.int8_threshold",),
         lambda config: config.draft.model is not None and config.draft.model.quantization is not Quantization.int8,
         "without draft.model.quantization=int8",
+    ),
+    _Pointless(
+        ("cuda_graphs",),
+        lambda config: config.device is DeviceKind.cpu,
+        "with device=cpu",
     ),
     _Pointless(
         ("synthetic",),

@@ -288,6 +288,7 @@ class RunConfig:
     chat: bool = False
     ignore_eos: bool = False
     device: DeviceKind = DeviceKind.auto
+    cuda_graphs: bool = True
     hardware: dict[str, Any] = field(default_factory=dict)
     dry_run: bool = False
     run_dir: str | None = None

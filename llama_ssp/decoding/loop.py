@@ -121,6 +121,7 @@ class Decoder:
         self._is_cuda = self._device.type == "cuda"
         self._lag = 1 if self._is_cuda else 0
         self._bucket_step = 256 if self._is_cuda else 64
+        self._kept: BatchState | None = None
 
     def run(self, requests: Sequence[Request]) -> Iterator[list[Update]]:
         """Decode all requests, in order of the list as rows become free.
@@ -155,16 +156,22 @@ class Decoder:
     def _make_room(self, requests: Sequence[Request]) -> None:
         longest = max(len(request.prompt_ids) + request.max_new_tokens for request in requests)
         num_slots = longest + self.rounds.growth
+        num_rounds = max(request.max_new_tokens for request in requests) + 1
+        if self._kept:
+            num_slots, num_rounds = max(num_slots, self._kept.num_slots), max(num_rounds, self._kept.num_rounds)
         self._buckets = Buckets(step=self._bucket_step, num_slots=num_slots)
         self.rounds.target.allocate(batch_size=self.batch_size, capacity=num_slots)
         if self.rounds.drafter:
             self.rounds.drafter.allocate(batch_size=self.batch_size, num_slots=num_slots)
+        if self._kept and (num_slots, num_rounds) == (self._kept.num_slots, self._kept.num_rounds):
+            self._state = self._kept
+            self._state.reset()
+            return
         self._state = BatchState.empty(
-            batch_size=self.batch_size,
-            num_slots=num_slots,
-            num_rounds=max(request.max_new_tokens for request in requests) + 1,
-            draws=self.rounds.draws,
+            batch_size=self.batch_size, num_slots=num_slots, num_rounds=num_rounds, draws=self.rounds.draws
         )
+        if self.rounds.keeps_state:
+            self._kept = self._state
 
     def _admit(self, requests: list[Request], rows: list[int]) -> None:
         prompts = self._state.rows_of(requests, draws=self.rounds.draws, seed=self.seed)

@@ -23,7 +23,8 @@ from llama_ssp.drafting.drafter import Drafter
 from llama_ssp.drafting.placement import AgreedRule
 from llama_ssp.models.interface import Runner
 from llama_ssp.models.prefill import Buckets, read_prompts
-from llama_ssp.sampling.random import DrawTable
+from llama_ssp.sampling.random import Draws, DrawTable
+from llama_ssp.sampling.verification import Draft
 
 
 class Rounds:
@@ -37,7 +38,10 @@ class Rounds:
 
     Attributes:
         growth: the most tokens by which a row grows in one round.
+        keeps_state: a round counts on the addresses of the batch's tensors, so that one batch should serve many runs.
     """
+
+    keeps_state = False
 
     def __init__(self, target: Runner, drafter: Drafter | None, *, rule: AgreedRule, clock: Clock) -> None:
         self.target = target
@@ -81,15 +85,26 @@ class Rounds:
         """
         draws = self.draws.split(state.numbers())
         self.clock.start()
-        draft = None
-        if self.drafter:
-            draft = self.drafter.propose(state.tokens_BS, state.lengths_B, uniforms_BK=draws.draft_BK, bucket=bucket)
+        draft = self._draft(state, draws, bucket=bucket)
+        if draft:
             self.clock.lap("draft")
+        target_BWV = self._score(state, bucket=bucket)
+        self.clock.lap("verify")
+        return self._settle(state, draft, target_BWV, draws=draws)
+
+    def _draft(self, state: BatchState, draws: Draws, *, bucket: int) -> Draft | None:
+        if self.drafter is None:
+            return None
+        return self.drafter.propose(state.tokens_BS, state.lengths_B, uniforms_BK=draws.draft_BK, bucket=bucket)
+
+    def _score(self, state: BatchState, *, bucket: int) -> Tensor:
+        """The target's logits behind the last token and each drafted one, processed if the rule will judge a draft."""
         positions_BW = state.lengths_B[:, None] + self._last_and_drafted_W
         ids_BW = state.tokens_BS.gather(1, positions_BW)
         logits_BWV = self.target.forward(ids_BW, positions_BW, bucket=bucket)
-        target_BWV = self.rule.process(logits_BWV) if draft else logits_BWV
-        self.clock.lap("verify")
+        return self.rule.process(logits_BWV) if self.drafter else logits_BWV
+
+    def _settle(self, state: BatchState, draft: Draft | None, target_BWV: Tensor, *, draws: Draws) -> Tensor:
         if draft:
             return state.commit(self.rule.verify(draft, target_BWV, draws=draws), drafted_ids_BK=draft.ids_BK)
-        return state.commit(self.rule.draw(logits_BWV[:, 0], draws.plain_B1))
+        return state.commit(self.rule.draw(target_BWV[:, 0], draws.plain_B1))

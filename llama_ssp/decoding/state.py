@@ -75,10 +75,26 @@ class BatchState:
             first_round_B=-twos_B,
         )
 
+    @property
+    def num_slots(self) -> int:
+        """Token ids that a row has room for."""
+        return self.tokens_BS.shape[1]
+
+    @property
+    def num_rounds(self) -> int:
+        """Rounds that a row has random numbers for."""
+        return self.numbers_BMN.shape[1]
+
+    def reset(self) -> None:
+        """End all rows, as in an empty batch; the tensors stay where they are."""
+        self.lengths_B.fill_(2)
+        self.limits_B.fill_(2)
+        self.first_round_B.fill_(-2)
+
     def rows_of(self, requests: Sequence[Request], *, draws: DrawTable, seed: int) -> "BatchState":
         """A small batch that holds these requests' prompts, one row each, with as many slots as this one."""
-        device, num_slots = self.tokens_BS.device, self.tokens_BS.shape[1]
-        tokens_BS = torch.zeros(len(requests), num_slots, dtype=torch.int64)
+        device = self.tokens_BS.device
+        tokens_BS = torch.zeros(len(requests), self.num_slots, dtype=torch.int64)
         for row, request in enumerate(requests):
             tokens_BS[row, : len(request.prompt_ids)] = torch.tensor(request.prompt_ids)
         lengths = [len(request.prompt_ids) for request in requests]
@@ -105,7 +121,7 @@ class BatchState:
         self.lengths_B.index_copy_(0, rows_R, other.lengths_B)
         self.limits_B.index_copy_(0, rows_R, other.limits_B)
         self.numbers_BMN[rows_R, : other.numbers_BMN.shape[1]] = other.numbers_BMN
-        self.first_round_B.index_copy_(0, rows_R, rows_R * self.numbers_BMN.shape[1] - prompt_lengths_R)
+        self.first_round_B.index_copy_(0, rows_R, rows_R * self.num_rounds - prompt_lengths_R)
 
     def numbers(self) -> Tensor:
         """The random numbers (B, N) of the round that begins now."""

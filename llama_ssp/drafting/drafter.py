@@ -19,6 +19,11 @@ class Drafter(Protocol):
 
     num_draft_tokens: int
 
+    @property
+    def num_allocations(self) -> int:
+        """How often `allocate` has made anew what `propose` reads, on this rank."""
+        ...
+
     def allocate(self, *, batch_size: int, num_slots: int) -> None:
         """Make room for `batch_size` rows of `num_slots` tokens."""
         ...

@@ -48,10 +48,19 @@ class ModelDrafter:
         self._src = src
         self._last_two = torch.arange(-2, 0, device=runner.device)
         self._offsets_K = torch.arange(num_draft_tokens, device=runner.device)
+        self._batch_size = 0
+
+    @property
+    def num_allocations(self) -> int:
+        """Those of the model: what else is made depends on the batch size alone, as the cache does."""
+        return self.runner.num_allocations
 
     def allocate(self, *, batch_size: int, num_slots: int) -> None:
         """Make room in the cache."""
         self.runner.allocate(batch_size=batch_size, capacity=num_slots)
+        if batch_size == self._batch_size:
+            return
+        self._batch_size = batch_size
         device = self.runner.device
         self._second_B1 = torch.ones(batch_size, 1, dtype=torch.int64, device=device)
         self._nothing_BV = torch.zeros(batch_size, self._vocab_size, device=device)

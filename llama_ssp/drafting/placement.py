@@ -66,6 +66,11 @@ class AgreedDrafter:
         self._all_draft = all_draft
         self._judge = judge
 
+    @property
+    def num_allocations(self) -> int:
+        """See `Drafter`."""
+        return self._inner.num_allocations if self._inner else 0
+
     def allocate(self, *, batch_size: int, num_slots: int) -> None:
         """Make room on the ranks that draft."""
         if self._inner:

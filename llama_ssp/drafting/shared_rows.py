@@ -69,6 +69,11 @@ class SharedRowsDrafter:
         self.num_draft_tokens = num_draft_tokens
         self._offsets_K = torch.arange(num_draft_tokens, device=device)
 
+    @property
+    def num_allocations(self) -> int:
+        """See `Drafter`."""
+        return self._inner.num_allocations if self._inner else 0
+
     def allocate(self, *, batch_size: int, num_slots: int) -> None:
         """Make room for this rank's rows."""
         self._own = self._shares.own(batch_size)

@@ -80,12 +80,14 @@ class LeanRunner:
         self._head_sizes = head.sizes if isinstance(head, GatheredLinear) else (self.vocab_size,)
         is_tied = head.weight is body.embed_tokens.weight
         self._head = make_linear(*_take(head), kernel=kernel, keeps_weight=is_tied)
+        self.num_allocations = 0
         self._cache: StaticCache | None = None
 
     def allocate(self, *, batch_size: int, capacity: int) -> None:
         """Make room in the cache; see `Runner.allocate`."""
         if self._cache is not None and self._cache.fits(batch_size=batch_size, capacity=capacity):
             return
+        self.num_allocations += 1
         num_layers = len(self._layers)
         self._cache = StaticCache(num_layers=num_layers, batch_size=batch_size, capacity=capacity, device=self.device)
         self._mask = CausalMask(capacity, dtype=self.dtype, device=self.device)

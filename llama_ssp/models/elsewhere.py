@@ -22,6 +22,7 @@ class Elsewhere:
         self.device = device
         self.vocab_size = vocab_size
         self.max_position_embeddings = max_position_embeddings
+        self.num_allocations = 0
 
     def allocate(self, *, batch_size: int, capacity: int) -> None:
         """Needs no room."""

@@ -10,11 +10,16 @@ from torch import Tensor
 
 
 class Runner(Protocol):
-    """A model on this rank, whole or in part, with its cache."""
+    """A model on this rank, whole or in part, with its cache.
+
+    Attributes:
+        num_allocations: how often `allocate` has made the cache anew, which is then at other addresses.
+    """
 
     device: torch.device
     vocab_size: int
     max_position_embeddings: int
+    num_allocations: int
 
     def allocate(self, *, batch_size: int, capacity: int) -> None:
         """Make room for `batch_size` rows of `capacity` tokens; what is there already is kept when it is enough."""

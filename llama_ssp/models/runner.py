@@ -70,6 +70,7 @@ class ModuleRunner:
         self.vocab_size: int = model.config.vocab_size
         self.max_position_embeddings: int = model.config.max_position_embeddings
         self._model = model
+        self.num_allocations = 0
         self._cache: StaticCache | None = None
         self._rows_BR: Tensor | None = None
         model.get_output_embeddings().register_forward_pre_hook(self._keep_wanted_rows)
@@ -78,6 +79,7 @@ class ModuleRunner:
         """Make room in the cache; see `Runner.allocate`."""
         if self._cache is not None and self._cache.fits(batch_size=batch_size, capacity=capacity):
             return
+        self.num_allocations += 1
         self._cache = StaticCache(
             num_layers=self._model.config.num_hidden_layers,
             batch_size=batch_size,

@@ -19,8 +19,6 @@ def not_run_yet(job: Job) -> list[str]:
     found = []
     if job.target_kind not in RUNS_TARGET:
         found.append(f"placement.target.kind={job.target_kind.name}")
-    if job.cuda_graphs:
-        found.append("cuda_graphs=true")
     return found
 
 

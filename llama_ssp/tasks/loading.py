@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from llama_ssp.config.layout import lay_out_copy
 from llama_ssp.config.schema import RunConfig
+from llama_ssp.decoding.captured import CapturedRounds, CudaRecorder
 from llama_ssp.decoding.clock import clock_for
 from llama_ssp.decoding.loop import Decoder, StopWish
 from llama_ssp.decoding.rounds import Rounds
@@ -134,6 +135,9 @@ def build_decoder(models: Models, config: RunConfig, *, speculative: bool, wish:
     elif speculative:
         drafter = _agreed_drafter(models, config, rule)
     rounds = Rounds(models.target, drafter, rule=agreed, clock=clock_for(device))
+    if config.cuda_graphs and device.type == "cuda":
+        recorder = CudaRecorder()
+        rounds = CapturedRounds(models.target, drafter, rule=agreed, clock=clock_for(device), recorder=recorder)
     eos_ids = () if config.ignore_eos else models.eos_ids
     return Decoder(rounds, batch_size=config.batch_size, eos_ids=eos_ids, seed=config.seed, wish=wish)
 

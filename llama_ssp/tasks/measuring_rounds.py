@@ -60,6 +60,7 @@ class _Mute:
         self.dtype = torch.float32
         self.vocab_size = FEW_IDS
         self.max_position_embeddings = 4096
+        self.num_allocations = 0
         self._logits_BTV = torch.zeros(1, 1, FEW_IDS)
 
     def allocate(self, *, batch_size: int, capacity: int) -> None:

@@ -165,7 +165,7 @@ def forecast(plan: Plan) -> Forecast:
 
 
 def job_of_run(config: RunConfig, *, world_size: int, prompt_tokens: int, device: str) -> Job:
-    """The planner's view of a run: its placement on all ranks that were started, operators launched one by one."""
+    """The planner's view of a run: its placement on all ranks that were started, graphs where they are used."""
     placement = config.placement
     draft = planned_model(config.draft.model) if config.draft.model else None
     layout = lay_out_copy(placement, world_size=world_size, has_draft=draft is not None)
@@ -183,7 +183,7 @@ def job_of_run(config: RunConfig, *, world_size: int, prompt_tokens: int, device
         batch_size=config.batch_size,
         prompt_tokens=prompt_tokens,
         max_new_tokens=config.max_new_tokens,
-        cuda_graphs=False,
+        cuda_graphs=config.cuda_graphs and device == "cuda",
         device=device,
     )
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from llama_ssp.config.schema import SamplingConfig, VerificationConfig
+from llama_ssp.decoding.captured import CapturedRounds, Recorder
 from llama_ssp.decoding.clock import HostClock
 from llama_ssp.decoding.loop import Completion, Decoder, StopWish
 from llama_ssp.decoding.rounds import Rounds
@@ -26,8 +27,9 @@ def make_decoder(
     eos_ids: Sequence[int] = (),
     comm: Comm | None = None,
     wish: StopWish | None = None,
+    recorder: Recorder | None = None,
 ) -> Decoder:
-    """A decoder of one rank (or of `comm`) over two runners."""
+    """A decoder of one rank (or of `comm`) over two runners; its rounds are replayed where there is a recorder."""
     comm = comm or Comm.single()
     rule = make_rule(SamplingConfig(temperature=temperature), VerificationConfig())
     drafter = None
@@ -38,6 +40,8 @@ def make_decoder(
         )
     agreed = AgreedRule(rule, comm=comm, src=0, device=target.device)
     rounds = Rounds(target, drafter, rule=agreed, clock=HostClock())
+    if recorder:
+        rounds = CapturedRounds(target, drafter, rule=agreed, clock=HostClock(), recorder=recorder)
     return Decoder(rounds, batch_size=batch_size, eos_ids=eos_ids, seed=7, wish=wish)
 
 

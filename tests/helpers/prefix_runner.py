@@ -26,12 +26,14 @@ class PrefixRunner:
         self.device = torch.device(device)
         self.vocab_size = vocab_size
         self.max_position_embeddings = 512
+        self.num_allocations = 0
         self.table = torch.randn(shape, generator=generator, dtype=torch.float64).to(self.device)
         self.head = (torch.randn(8, vocab_size, generator=generator, dtype=torch.float64) * sharpness).to(self.device)
         self.num_forwards = 0
 
     def allocate(self, *, batch_size: int, capacity: int) -> None:
         """Fill the cache with rubbish, as a reused one is."""
+        self.num_allocations += 1
         self.cache = torch.full((batch_size, capacity, 8), 1e6, dtype=torch.float64, device=self.device)
 
     def forward(

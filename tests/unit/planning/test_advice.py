@@ -69,13 +69,13 @@ def test_what_this_version_cannot_run_is_said_in_one_line() -> None:
     job = make_job("65B", "7B", num_ranks=8, target_kind=TargetLayout.accelerate)
     missing = [note for note in make_plan(job, A100).notes if "cannot run it yet" in note]
     assert missing == [
-        "planned, but this version cannot run it yet: placement.target.kind=accelerate, cuda_graphs=true",
+        "planned, but this version cannot run it yet: placement.target.kind=accelerate",
     ]
 
 
 @pytest.mark.parametrize("kind", DraftLayout)
 def test_what_this_version_runs_has_no_such_line(kind: DraftLayout) -> None:
-    job = make_job("65B", "7B", num_ranks=8, draft_kind=kind, cuda_graphs=False)
+    job = make_job("65B", "7B", num_ranks=8, draft_kind=kind)
     assert not [note for note in make_plan(job, A100).notes if "cannot run" in note]
 
 

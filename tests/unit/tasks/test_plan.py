@@ -46,13 +46,21 @@ def test_planning_a_run_never_reaches_torch_or_transformers() -> None:
     assert shown.stdout.strip() == "set()"
 
 
-def test_a_run_is_planned_with_its_own_ranks_and_nothing_captured() -> None:
+def test_a_run_is_planned_with_its_own_ranks() -> None:
     config = _run()
     config.placement.draft.ranks = [1]
     job = task.job_of_run(config, world_size=2, prompt_tokens=50, device="cpu")
     assert (job.target_ranks, job.draft_ranks, job.draft_kind) == ((0, 1), (1,), DraftLayout.one_rank)
-    assert not job.cuda_graphs
     assert job.num_slots == 50 + 64 + 5
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "planned"), [("cpu", True, False), ("cuda", True, True), ("cuda", False, False)]
+)
+def test_a_run_is_planned_with_graphs_where_it_captures_them(device: str, asked: bool, planned: bool) -> None:
+    config = _run()
+    config.cuda_graphs = asked
+    assert task.job_of_run(config, world_size=1, prompt_tokens=50, device=device).cuda_graphs is planned
 
 
 @pytest.mark.parametrize(
@@ -90,7 +98,9 @@ def test_planned_bytes_are_what_the_run_can_measure() -> None:
     gpu = hardware.load("8xa100_80gb")
     on_gpu = task.plan_of_run(_run("13B", "7B"), world_size=2, machine=gpu, prompt_tokens=40)
     full = on_gpu.ranks[0]
-    assert task.planned_bytes(on_gpu)[0] == full.needed_bytes - full.context_bytes - full.collectives_bytes
+    beside = full.context_bytes + full.collectives_bytes + full.graphs_bytes
+    assert full.graphs_bytes
+    assert task.planned_bytes(on_gpu)[0] == full.needed_bytes - beside
     on_cpu = task.plan_of_run(_run(), world_size=1, machine=hardware.load("laptop_cpu"), prompt_tokens=40)
     assert task.planned_bytes(on_cpu) == [on_cpu.ranks[0].needed_bytes]
 
