@@ -246,6 +246,12 @@ _POINTLESS = (
         lambda config: config.draft.model is not None and config.draft.model.quantization is not Quantization.int8,
         "without draft.model.quantization=int8",
     ),
+    _Pointless(("model.manifest",), lambda config: not config.model.verify, "without model.verify=true"),
+    _Pointless(
+        ("draft.model.manifest",),
+        lambda config: config.draft.model is not None and not config.draft.model.verify,
+        "without draft.model.verify=true",
+    ),
     _Pointless(
         ("cuda_graphs",),
         lambda config: config.device is DeviceKind.cpu,
@@ -264,12 +270,12 @@ _POINTLESS = (
         "without a draft: give one with draft=NAME",
     ),
     _Pointless(
-        ("model.path", "model.hub_id", "model.revision"),
+        ("model.path", "model.hub_id", "model.revision", "model.verify"),
         lambda config: _is_synthetic(config) and config.model.shape is not None,
         "beside weights=synthetic, which reads no files",
     ),
     _Pointless(
-        ("draft.model.path", "draft.model.hub_id", "draft.model.revision"),
+        ("draft.model.path", "draft.model.hub_id", "draft.model.revision", "draft.model.verify"),
         lambda config: _is_synthetic(config) and config.draft.model is not None and bool(config.draft.model.shape),
         "beside weights=synthetic, which reads no files",
     ),

@@ -119,6 +119,7 @@ class ModelConfig:
     Exactly one of `path`, `shipped` and `hub_id` says where the weights are; `path` wins when it is given.
     `stored_dtype` is the files' own number format, where it is known.
     `int8_threshold` is for `quantization=int8`: inputs of at least this size are not quantized; 0 quantizes all.
+    `verify` compares every file with a manifest of hashes; null is the one beside the files.
     """
 
     name: str
@@ -130,6 +131,8 @@ class ModelConfig:
     stored_dtype: Dtype = Dtype.auto
     quantization: Quantization = Quantization.none
     int8_threshold: float = 0.0
+    verify: bool = False
+    manifest: str | None = None
     default_draft: str | None = None
     chat: bool = False
     gated: bool = False

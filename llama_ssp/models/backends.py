@@ -11,7 +11,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 
 from llama_ssp.config.schema import Quantization
 from llama_ssp.distributed.comms import Comm
-from llama_ssp.errors import ConfigError
+from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.models.attention import BY_POSITION
 from llama_ssp.models.decoder import LeanRunner, is_llama_kind
 from llama_ssp.models.interface import Runner
@@ -30,6 +30,7 @@ def build_empty(origin: Origin) -> PreTrainedModel:
     """The whole model without memory for weights: parameters on the meta device, buffers real.
 
     Raises:
+        CheckpointError: its config.json has values that no model can be built from.
         ConfigError: the static cache cannot serve this model.
     """
     from accelerate import init_empty_weights  # noqa: PLC0415 - slow to import, and needed only here
@@ -41,8 +42,13 @@ def build_empty(origin: Origin) -> PreTrainedModel:
         raise ConfigError(message)
     config = deepcopy(origin.config)
     config._attn_implementation = "sdpa"
-    with init_empty_weights():
-        model: PreTrainedModel = model_class(config)
+    try:
+        with init_empty_weights():
+            model: PreTrainedModel = model_class(config)
+    except Exception as error:  # values that only the model's own code looks at: names of functions, kinds of rotary
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        message = f"{origin.folder}/config.json describes no model that can be built ({reason}): copy it again"
+        raise CheckpointError(message) from error
     model.eval().requires_grad_(requires_grad=False)
     return model
 

@@ -150,7 +150,12 @@ def check_shape(entry: ModelConfig, checkpoint: Checkpoint) -> None:
         raise CheckpointError(message)
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """Read a file that must hold a JSON object.
+
+    Raises:
+        CheckpointError: it cannot be read, or holds anything else.
+    """
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -167,7 +172,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 def _read_config(folder: Path) -> PretrainedConfig:
     file = folder / "config.json"
-    content = _read_json(file)
+    content = read_json(file)
     model_type = content.get("model_type")
     problem = None
     if "auto_map" in content or "trust_remote_code" in content:
@@ -199,7 +204,7 @@ def _list_tensors(folder: Path) -> dict[str, StoredTensor]:
     index = folder / INDEX_FILE
     if not index.is_file():
         raise _no_weights(folder)
-    file_of = _read_json(index).get("weight_map")
+    file_of = read_json(index).get("weight_map")
     if not isinstance(file_of, dict) or not all(_is_file_name(name) for name in file_of.values()):
         message = f"{index} has no weight_map from tensors to files beside it: copy or download it again"
         raise CheckpointError(message)

@@ -30,7 +30,10 @@ from llama_ssp.reports.html import report
 from llama_ssp.reports.lines import CompletionLine, LineKey, Summary
 from llama_ssp.reports.runs import Run
 
-CHANGEABLE = ("run_dir", "timeouts", "task.picture", "hardware", "dry_run", "speculation.acceptance")
+CHANGEABLE = (
+    "run_dir", "timeouts", "task.picture", "hardware", "dry_run", "speculation.acceptance",
+    "model.verify", "model.manifest", "draft.model.verify", "draft.model.manifest",
+)  # fmt: skip
 """Keys of a config (with all below them) that may differ when a run is resumed, since no completion depends on them."""
 
 

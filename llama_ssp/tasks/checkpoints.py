@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from llama_ssp.config.layout import lay_out_copy
 from llama_ssp.config.schema import Dtype, ModelConfig, RunConfig, WeightsKind
@@ -13,7 +13,8 @@ from llama_ssp.distributed.world import World
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.models import hub
 from llama_ssp.models.backends import check_model
-from llama_ssp.models.checkpoint import check_shape, inspect
+from llama_ssp.models.checkpoint import check_shape, inspect, read_json
+from llama_ssp.models.manifest import verify
 from llama_ssp.models.origin import Origin
 from llama_ssp.models.quantization import Precision
 from llama_ssp.models.synthetic import synthesize
@@ -27,6 +28,7 @@ class Source:
         entry: what the catalogue says of it.
         origin: where its numbers come from.
         tokenizer: from the same folder.
+        eos_ids: tokens that end a text, as the checkpoint's generation config says, else its tokenizer.
         dtype: number format to load it in; None takes that of the files.
         precision: how its linear layers are stored.
     """
@@ -34,20 +36,9 @@ class Source:
     entry: ModelConfig
     origin: Origin
     tokenizer: PreTrainedTokenizerBase
+    eos_ids: tuple[int, ...]
     dtype: torch.dtype | None
     precision: Precision
-
-    @property
-    def eos_ids(self) -> tuple[int, ...]:
-        """Tokens that end a text, as the checkpoint's generation config says, else its tokenizer."""
-        ids = None
-        if (self.origin.folder / "generation_config.json").is_file():
-            ids = GenerationConfig.from_pretrained(self.origin.folder, local_files_only=True).eos_token_id
-        if ids is None:
-            ids = self.tokenizer.eos_token_id
-        if ids is None:
-            return ()
-        return tuple(ids) if isinstance(ids, list) else (ids,)
 
 
 def find_sources(config: RunConfig, world: World) -> tuple[Source, Source | None]:
@@ -55,7 +46,7 @@ def find_sources(config: RunConfig, world: World) -> tuple[Source, Source | None
 
     Args:
         config: names them.
-        world: its first rank on each node downloads what has to be downloaded.
+        world: its first rank on each node downloads what has to be downloaded, and compares it with its manifest.
 
     Raises:
         CheckpointError: a checkpoint is missing or faulty.
@@ -67,7 +58,9 @@ def find_sources(config: RunConfig, world: World) -> tuple[Source, Source | None
     with together(world.comm):
         if config.weights is WeightsKind.checkpoint and world.ranks.local_rank == 0:
             for entry in _entries(config):
-                hub.resolve(entry)
+                folder = hub.resolve(entry)
+                if entry.verify:
+                    verify(folder, Path(entry.manifest).expanduser() if entry.manifest else None)
     with together(world.comm):
         origins = _synthesize(config) if config.weights is WeightsKind.synthetic else _inspect(config)
         target, *drafts = (
@@ -104,10 +97,12 @@ def _synthesize(config: RunConfig) -> list[Origin]:
 def _check(entry: ModelConfig, origin: Origin, *, num_ranks: int) -> Source:
     check_model(origin, num_ranks=num_ranks, quantization=entry.quantization)
     dtype = None if entry.dtype is Dtype.auto else getattr(torch, entry.dtype.value)
+    tokenizer = _read_tokenizer(origin.folder)
     return Source(
         entry=entry,
         origin=origin,
-        tokenizer=_read_tokenizer(origin.folder),
+        tokenizer=tokenizer,
+        eos_ids=_read_eos_ids(origin.folder, tokenizer),
         dtype=dtype,
         precision=Precision(quantization=entry.quantization, int8_threshold=entry.int8_threshold),
     )
@@ -125,6 +120,17 @@ def _read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
             "save_pretrained writes them, are required"
         ) from error
     return tokenizer
+
+
+def _read_eos_ids(folder: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    file = folder / "generation_config.json"
+    given = read_json(file).get("eos_token_id") if file.is_file() else None
+    if given is None:
+        given = tokenizer.eos_token_id
+    ids = given if isinstance(given, list) else [] if given is None else [given]
+    if not all(type(token) is int for token in ids):
+        raise CheckpointError(f"{file} has eos_token_id {given!r}, which is no token id: copy or download it again")
+    return tuple(ids)
 
 
 def _check_vocabularies(target: Source, draft: Source) -> None:

@@ -28,6 +28,7 @@ TESTED = {
     r"\.venv/bin/pytest": ".ci/run",
     r"bash \.ci/run": "itself",
     r"\.venv/bin/python launch/report\.py outputs/by_k": "tests/unit/launch/test_report.py",
+    r"\.venv/bin/python launch/manifest\.py DIR": "tests/unit/models/test_manifest.py",
     r"just( check| test| fix| compare)?": "its commands stand in .ci/run and in the README",
 }
 LAUNCH = re.compile(

@@ -1,0 +1,103 @@
+"""Two hundred seeded faults of checkpoints and run folders: each ends with a sentence or is survived.
+
+The program runs in this process, on a random pair: the target in several files with their index, the draft in one.
+"""
+
+import contextlib
+import shutil
+from pathlib import Path
+
+import pytest
+
+from llama_ssp.models.manifest import write_manifest
+from tests.helpers.faults import damage
+from tests.helpers.in_process import Ended, launch
+from tests.helpers.models import VOCAB_SIZE, build_checkpoint
+from tests.helpers.tokenizers import save_tokenizer
+
+NUM_CHECKPOINT_FAULTS = 150
+NUM_RUN_FAULTS = 50
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pair with its manifests, and a finished run of it."""
+    folder = tmp_path_factory.mktemp("sound")
+    build_checkpoint(folder / "target", "llama", max_shard_size="100KB")
+    build_checkpoint(folder / "draft", "llama", num_hidden_layers=1)
+    for part in ("target", "draft"):
+        save_tokenizer(folder / part, VOCAB_SIZE)
+        write_manifest(folder / part)
+    ended = complete(folder)
+    assert ended.code == 0, ended.err
+    return folder
+
+
+@pytest.fixture
+def folder(sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of it, free to be damaged."""
+    for variable in ("RANK", "WORLD_SIZE", "SLURM_STEP_ID"):
+        monkeypatch.delenv(variable, raising=False)
+    return Path(shutil.copytree(sound, tmp_path / "damaged"))
+
+
+def complete(folder: Path, *settings: str) -> Ended:
+    """Complete a prompt twice with the pair of a folder, in its run folder."""
+    with contextlib.chdir(folder):
+        return launch(
+            "task=generate", "model=local", "model.path=target", "draft=local", "draft.model.path=draft",
+            "prompt=t5 t6 t7", "max_new_tokens=6", "num_samples=2", "device=cpu", "run_dir=run", *settings,
+        )  # fmt: skip
+
+
+def checkpoint_files(folder: Path) -> list[Path]:
+    return sorted(file for part in ("target", "draft") for file in (folder / part).iterdir())
+
+
+def is_a_sentence(ended: Ended) -> bool:
+    return ended.code == 2 and len(ended.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("seed", range(NUM_CHECKPOINT_FAULTS))
+def test_a_fault_of_a_checkpoint_is_a_sentence_or_does_no_harm(seed: int, folder: Path) -> None:
+    shutil.rmtree(folder / "run")
+    files = [file for file in checkpoint_files(folder) if file.name != "sha256.json"]
+    fault = damage(files, seed=seed)
+    ended = complete(folder)
+    assert ended.code == 0 or is_a_sentence(ended), f"{fault}\n{ended.err}"
+
+
+@pytest.mark.parametrize("seed", range(NUM_RUN_FAULTS))
+def test_a_fault_of_a_run_folder_is_a_sentence_or_does_no_harm(seed: int, folder: Path) -> None:
+    fault = damage(sorted(file for file in (folder / "run").rglob("*") if file.is_file()), seed=seed)
+    ended = complete(folder)
+    assert ended.code == 0 or is_a_sentence(ended), f"{fault}\n{ended.err}"
+
+
+@pytest.mark.parametrize("seed", range(NUM_CHECKPOINT_FAULTS))
+def test_with_verify_every_fault_of_a_checkpoint_is_caught(seed: int, folder: Path) -> None:
+    fault = damage(checkpoint_files(folder), seed=seed)
+    ended = complete(folder, "model.verify=true", "draft.model.verify=true")
+    assert is_a_sentence(ended), f"{fault}\n{ended.err}"
+    assert fault.file.name in ended.err
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "sentence"),
+    [
+        ("config.json", '"silu"', '"sIlu"', "target/config.json describes no model that can be built (KeyError"),
+        ("generation_config.json", '"eos_token_id": 1', '"eos_token_id": "1"', "has eos_token_id '1'"),
+        ("generation_config.json", "{", "", "target/generation_config.json is not JSON"),
+    ],
+)
+def test_values_that_only_the_library_reads_are_told_too(
+    name: str, old: str, new: str, sentence: str, folder: Path
+) -> None:
+    file = folder / "target" / name
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new, 1))
+    shutil.rmtree(folder / "run")
+    ended = complete(folder)
+    assert is_a_sentence(ended), ended.err
+    assert sentence in ended.err
