@@ -32,7 +32,7 @@ class Counting(TorchDispatchMode):
     """Counts operators by name."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.operators: Counter[str] = Counter()
 
     def __torch_dispatch__(
@@ -80,7 +80,8 @@ def operators_of_a_round(
     rounds.prefill(prompts, range(batch_size), longest=prompt_tokens, buckets=buckets)
     state.put(torch.arange(batch_size), prompts, prompt_lengths_R=prompt_lengths_R)
     rounds.advance(state, bucket=bucket)
-    with Counting() as counting:
+    counting = Counting()
+    with counting:
         rounds.advance(state, bucket=bucket)
     return counting.operators
 
@@ -113,7 +114,8 @@ def test_the_loop_reads_values_only_out_of_the_results_copy(
         monkeypatch.setattr(torch.Tensor, name, counted(name))
     run = decoder(num_draft_tokens=num_draft_tokens, temperature=0.8, batch_size=2)
     requests = [Request(index=row, prompt_ids=(2, 3, 4 + row), max_new_tokens=12) for row in range(2)]
-    with torch.inference_mode(), Counting() as counting:
+    counting = Counting()
+    with torch.inference_mode(), counting:
         num_flights = sum(1 for _ in run.run(requests))
     assert num_flights > 2
     assert reads == {"tolist": num_flights}
