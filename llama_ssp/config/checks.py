@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llama_ssp.config import catalogue, layout
+from llama_ssp.config import benchmark, catalogue, layout
 from llama_ssp.config.schema import (
     DrafterKind,
     ModelConfig,
@@ -45,6 +45,7 @@ def check(config: RunConfig, explicit: frozenset[str], *, world_size: int) -> No
         *_models(config),
         *_synthetic(config),
         *_placement(config, world_size),
+        *benchmark.problems_of(config, explicit),
         *_without_effect(config, explicit),
     ]
     if problems:
