@@ -8,7 +8,7 @@ soon as it is measured. How the peers are run is the business of `peers`, how th
 import json
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import product
@@ -173,12 +173,12 @@ def _measure(
         )
         for mode, is_speculative in modes.items()
     }
-    candidates = {mode: each.ms_per_token for mode, each in ours.items()}
+    candidates: dict[str, Callable[[int], float]] = {mode: each.ms_per_token for mode, each in ours.items()}
     if peers:
         run = partial(peers.ms_per_token, prompts, num_new_tokens=config.max_new_tokens, sampling=config.sampling)
-        candidates[GENERATE] = lambda _: run(num_draft_tokens=None)
+        candidates[GENERATE] = lambda _repetition: run(num_draft_tokens=None)
         if num_draft_tokens and len(prompts) == 1:  # the library assists one row at a time
-            candidates[ASSISTED] = lambda _: run(num_draft_tokens=num_draft_tokens)
+            candidates[ASSISTED] = lambda _repetition: run(num_draft_tokens=num_draft_tokens)
     ms = in_turns(candidates, num_repetitions=task.repetitions)
     weights_bytes = max(rank.target_weights_bytes for rank in session.plan.ranks) if session.plan else None
     step_ms = ours[PLAIN].round_ms * len(prompts) if config.max_new_tokens > 1 else None

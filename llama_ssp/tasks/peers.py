@@ -69,7 +69,7 @@ def _words(sampling: SamplingConfig) -> dict[str, object]:
 def load_peer(folder: Path, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """Load a checkpoint with transformers alone, set up for a constant schedule without early stops."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
-    model.eval().to(device)  # type: ignore[arg-type]
+    model.eval().to(device)
     model.generation_config.eos_token_id = None
     model.generation_config.num_assistant_tokens_schedule = "constant"
     model.generation_config.assistant_confidence_threshold = 0.0
