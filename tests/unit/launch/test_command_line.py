@@ -59,7 +59,10 @@ def test_only_the_prompt_is_literal() -> None:
         (["model.shape.vocab_size=3"], r"unknown setting 'model.shape.vocab_size'"),
         (["task.name=latency"], r"unknown setting 'task.name'"),
         (["task.format=jsonl"], r"task.format has no effect here: it is a setting of task=generate"),
-        (["task=generate", "task.default_prompts=[a]"], r"a setting of task=compare and task=latency and task=benchmark"),
+        (
+            ["task=generate", "task.default_prompts=[a]"],
+            r"a setting of task=compare and task=latency and task=benchmark",
+        ),
         (["model=7B,13B"], r"model=7B,13B gives several values: add -m"),
         (["model._target_=os.system"], r"_target_ is refused"),
         (["hydra.launcher._target_=os.system"], r"_target_ is refused"),
