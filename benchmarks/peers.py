@@ -9,7 +9,7 @@ import argparse
 import statistics
 import sys
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -19,21 +19,23 @@ import torch
 import transformers
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks.timing import Goal, in_turns, median_ratio, print_goals, store
+from benchmarks.timing import Goal, print_goals, store
 from llama_ssp import Pair, load
 from llama_ssp.config import catalogue
 from llama_ssp.config.schema import Dtype, SamplingConfig, SpeculationConfig
-from llama_ssp.decoding.loop import Completion, Decoder
+from llama_ssp.decoding.loop import Decoder
 from llama_ssp.decoding.state import Request
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.models import hub
 from llama_ssp.models.backends import load_modules
 from llama_ssp.models.checkpoint import inspect
 from llama_ssp.models.runner import ModuleRunner
+from llama_ssp.tasks.benchmark import Ours
 from llama_ssp.tasks.loading import build_decoder
+from llama_ssp.tasks.peers import Peers, load_peer
 from llama_ssp.tasks.prompts import encode
+from llama_ssp.tasks.turns import in_turns, median_ratio
 
 PROMPTS = (
     "def factorial(n):\n",
@@ -42,88 +44,6 @@ PROMPTS = (
     '    """Return the number of items in the list.',
 )
 NUM_NEW_TOKENS = 64
-
-
-@dataclass(kw_only=True)
-class Ours:
-    """Our decoders over one pair, and what they have done in counted repetitions."""
-
-    pair: Pair
-    prompts: list[tuple[int, ...]]
-    speculative: list[list[Completion]] = field(default_factory=list)
-
-    @torch.inference_mode()
-    def ms_per_token(self, decoder: Decoder, repetition: int) -> float:
-        """Complete all prompts; milliseconds per new token, prefill included."""
-        decoder.seed = repetition + 1
-        completions: dict[int, Completion] = {}
-        requests = [
-            Request(index=index, prompt_ids=ids, max_new_tokens=NUM_NEW_TOKENS)
-            for index, ids in enumerate(self.prompts)
-        ]
-        started = time.perf_counter()
-        for updates in decoder.run(requests):
-            completions |= {update.completion.request.index: update.completion for update in updates}
-        seconds = time.perf_counter() - started
-        if repetition >= 0 and decoder.rounds.drafter:
-            self.speculative.append(list(completions.values()))
-        return 1e3 * seconds / sum(len(completion.token_ids) for completion in completions.values())
-
-    @property
-    def tokens_per_round(self) -> float:
-        """Mean over all rounds that no length limit could cut."""
-        counted = [
-            length + 1
-            for completions in self.speculative
-            for completion in completions
-            for length, examined in zip(completion.accepted_lengths, completion.examined_lengths, strict=True)
-            if examined
-        ]
-        return statistics.mean(counted)
-
-    @property
-    def rounds_ms(self) -> list[float]:
-        """Mean time of a round in each repetition."""
-        return [
-            1e3 * sum(sum(c.part_s.values()) for c in completions) / sum(len(c.accepted_lengths) for c in completions)
-            for completions in self.speculative
-        ]
-
-    def shares(self, part: str) -> list[float]:
-        """How much of the rounds' time went into a part, in each repetition."""
-        return [
-            sum(c.part_s[part] for c in completions) / sum(sum(c.part_s.values()) for c in completions)
-            for completions in self.speculative
-        ]
-
-
-def transformers_ms_per_token(
-    target: PreTrainedModel, draft: PreTrainedModel | None, prompts: list[tuple[int, ...]], *, temperature: float
-) -> float:
-    """What the library's own generation takes, assisted when there is a draft."""
-    num_tokens, started = 0, time.perf_counter()
-    for ids in prompts:
-        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
-        out = target.generate(  # type: ignore[operator]
-            torch.tensor([ids]),
-            attention_mask=torch.ones(1, len(ids), dtype=torch.int64),
-            max_new_tokens=NUM_NEW_TOKENS,
-            assistant_model=draft,
-            **sampling,
-        )
-        num_tokens += out.shape[1] - len(ids)
-    return 1e3 * (time.perf_counter() - started) / num_tokens
-
-
-def load_peer(name: str, *, num_draft_tokens: int) -> PreTrainedModel:
-    """Load a model of the catalogue with transformers alone, set up for a constant schedule without early stops."""
-    folder = hub.resolve(catalogue.load(name))
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    model.generation_config.eos_token_id = None
-    model.generation_config.num_assistant_tokens = num_draft_tokens
-    model.generation_config.num_assistant_tokens_schedule = "constant"
-    model.generation_config.assistant_confidence_threshold = 0.0
-    return model
 
 
 def forwards_alone_s(decoder: Decoder, *, context: int, num_turns: int = 60) -> tuple[float, float]:
@@ -194,8 +114,16 @@ def measure(arguments: argparse.Namespace, console: Console) -> dict[str, object
     plain = build_decoder(pair.models, config, speculative=False)
     fast = build_decoder(pair.models, config, speculative=True)
     prompts = [encode(prompt, pair.models.tokenizer, chat=False) for prompt in PROMPTS]
-    ours = Ours(pair=pair, prompts=prompts)
-    target, draft = (load_peer(name, num_draft_tokens=num_draft_tokens) for name in (arguments.target, arguments.draft))
+    ours, ours_plain = (Ours(decoder=each, prompts=prompts, num_new_tokens=NUM_NEW_TOKENS) for each in (fast, plain))
+    folders = [hub.resolve(catalogue.load(name)) for name in (arguments.target, arguments.draft)]
+    cpu = torch.device("cpu")
+    target, draft = (load_peer(folder, dtype=torch.float32, device=cpu) for folder in folders)
+    peers = partial(
+        Peers(target=target, draft=draft).ms_per_token,
+        prompts,
+        num_new_tokens=NUM_NEW_TOKENS,
+        sampling=config.sampling,
+    )
 
     alone: list[tuple[float, float]] = []
 
@@ -208,14 +136,10 @@ def measure(arguments: argparse.Namespace, console: Console) -> dict[str, object
         ms = in_turns(
             {
                 "forwards": forwards_ms,
-                "ours, speculative": lambda repetition: ours.ms_per_token(fast, repetition),
-                "transformers, assisted": lambda _: transformers_ms_per_token(
-                    target, draft, prompts, temperature=temperature
-                ),
-                "ours, plain": lambda repetition: ours.ms_per_token(plain, repetition),
-                "transformers, generate": lambda _: transformers_ms_per_token(
-                    target, None, prompts, temperature=temperature
-                ),
+                "ours, speculative": ours.ms_per_token,
+                "transformers, assisted": lambda _: peers(num_draft_tokens=num_draft_tokens),
+                "ours, plain": ours_plain.ms_per_token,
+                "transformers, generate": lambda _: peers(num_draft_tokens=None),
             },
             num_repetitions=arguments.repetitions,
         )
@@ -228,6 +152,7 @@ def measure(arguments: argparse.Namespace, console: Console) -> dict[str, object
             num_repetitions=arguments.repetitions,
         )
     forwards = ms.pop("forwards")
+    assert ours.tokens_per_round
     bounds_ms = [round_ms / ours.tokens_per_round for round_ms in forwards]
     verify_s, draft_s = (statistics.median(times) for times in zip(*alone, strict=True))
     return {

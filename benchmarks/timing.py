@@ -1,14 +1,12 @@
-"""How things are timed: repeatedly, taken in turns, compared within one run, and kept with what made them.
+"""What is made of measurements: goals held against them, and rows kept with what made them.
 
-On a shared machine a single time says little. All candidates run in every repetition, one after the other, and what is
-reported is the median of the ratios within a repetition.
+How candidates take turns is the business of `llama_ssp.tasks.turns`.
 """
 
 import json
 import platform
-import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,33 +30,6 @@ class Goal:
     def holds(self) -> bool:
         """Whether the goal is reached."""
         return self.measured <= self.at_most
-
-
-def in_turns(
-    candidates: Mapping[str, Callable[[int], float]], *, num_repetitions: int, num_warmup: int = 1
-) -> dict[str, list[float]]:
-    """Run all candidates in every repetition.
-
-    Args:
-        candidates: each is called with the number of the repetition, and returns what it measured.
-        num_repetitions: counted repetitions.
-        num_warmup: repetitions before them that are not counted.
-
-    Returns:
-        The measurements of each candidate, in order of the repetitions.
-    """
-    measured: dict[str, list[float]] = {name: [] for name in candidates}
-    for repetition in range(-num_warmup, num_repetitions):
-        for name, measure in candidates.items():
-            value = measure(repetition)
-            if repetition >= 0:
-                measured[name].append(value)
-    return measured
-
-
-def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
-    """The median of the ratios of what was measured side by side."""
-    return statistics.median(a / b for a, b in zip(numerators, denominators, strict=True))
 
 
 def print_goals(console: Console, goals: Sequence[Goal]) -> None:

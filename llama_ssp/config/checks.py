@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llama_ssp.config import catalogue, layout
+from llama_ssp.config import benchmark, catalogue, layout
 from llama_ssp.config.schema import (
     DeviceKind,
     DrafterKind,
@@ -46,6 +46,7 @@ def check(config: RunConfig, explicit: frozenset[str], *, world_size: int) -> No
         *_models(config),
         *_synthetic(config),
         *_placement(config, world_size),
+        *benchmark.problems_of(config, explicit),
         *_without_effect(config, explicit),
     ]
     if problems:
@@ -257,11 +258,7 @@ _POINTLESS = (
         lambda config: config.device is DeviceKind.cpu,
         "with device=cpu",
     ),
-    _Pointless(
-        ("synthetic",),
-        lambda config: not _is_synthetic(config),
-        "without weights=synthetic",
-    ),
+    _Pointless(("synthetic",), lambda config: not _is_synthetic(config), "without weights=synthetic"),
     _Pointless(
         ("synthetic",),
         lambda config: (

@@ -41,6 +41,7 @@ class TaskName(Enum):
     compare = "compare"
     generate = "generate"
     latency = "latency"
+    benchmark = "benchmark"
     calibrate = "calibrate"
 
 

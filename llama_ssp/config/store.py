@@ -14,6 +14,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from llama_ssp.config import catalogue, hardware
+from llama_ssp.config.benchmark import BenchmarkConfig
 from llama_ssp.config.schema import (
     CalibrateConfig,
     CompareConfig,
@@ -31,6 +32,7 @@ TASKS: dict[TaskName, type[TaskConfig]] = {
     TaskName.compare: CompareConfig,
     TaskName.generate: GenerateConfig,
     TaskName.latency: LatencyConfig,
+    TaskName.benchmark: BenchmarkConfig,
     TaskName.calibrate: CalibrateConfig,
 }
 

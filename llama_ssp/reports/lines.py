@@ -169,6 +169,34 @@ class Summary:
     memory: list[RankMemory]
 
 
+@dataclass(frozen=True, kw_only=True)
+class BenchmarkRow:
+    """One line of `benchmark.jsonl`: a cell of the table. What was not measured is None.
+
+    Attributes:
+        ms_per_token: by candidate (plain, speculative, generate, assisted), the median over repetitions.
+        tokens_per_round: of ours.
+        other_share: of our rounds, what is neither drafting nor verification.
+        copy_share: time to pass over the target's weights on a rank, at the speed of a plain copy, over the time of a
+            plain step; above 1 where a cache holds them.
+    """
+
+    model: str
+    draft: str | None
+    dtype: str
+    quantization: str
+    world_size: int
+    temperature: float
+    max_new_tokens: int
+    num_draft_tokens: int | None
+    prompt_tokens: int
+    batch_size: int
+    ms_per_token: dict[str, float]
+    tokens_per_round: float | None
+    other_share: float | None
+    copy_share: float | None
+
+
 def num_examined(*, num_accepted: int, num_draft_tokens: int, room: int, ended_in_draft: bool) -> int:
     """Count the drafted tokens of one round that the acceptance rate may count.
 

@@ -7,6 +7,7 @@ said in `lines`.
     run_dir/config.yaml   the config that the folder belongs to
     run_dir/run.jsonl     a line per completion, appended as soon as it ends
     run_dir/status        running, done, interrupted, or the failing exit code and its sentence
+    run_dir/benchmark.jsonl   a line per cell of task=benchmark
     run_dir/summary.json  the summary, at the end
     run_dir/report.html   the same with figures
 """
@@ -119,6 +120,15 @@ class RunFolder:
             SspError: the disk is full or gone.
         """
         self.write_status(f"{exit_code}: {sentence}")
+
+    def add_line(self, file: str, line: str) -> None:
+        """Append a line to a further file of the folder.
+
+        Raises:
+            SspError: the disk is full or gone.
+        """
+        with _explained(self.path / file), (self.path / file).open("a", encoding="utf-8") as stream:
+            stream.write(line + "\n")
 
     def write_summary(self, summary: Summary) -> None:
         """Write `summary.json`, and `report.html` with it.

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from llama_ssp.config import hardware
+from llama_ssp.config.benchmark import BenchmarkConfig
 from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.config.layout import lay_out_copy
 from llama_ssp.config.plan import PlanFormat, TargetLayout
@@ -166,6 +167,8 @@ def forecast(plan: Plan) -> Forecast:
 
 def job_of_run(config: RunConfig, *, world_size: int, prompt_tokens: int, device: str) -> Job:
     """The planner's view of a run: its placement on all ranks that were started, graphs where they are used."""
+    if isinstance(config.task, BenchmarkConfig):
+        config, prompt_tokens = _largest_cell(config, config.task)
     placement = config.placement
     draft = planned_model(config.draft.model) if config.draft.model else None
     layout = lay_out_copy(placement, world_size=world_size, has_draft=draft is not None)
@@ -186,6 +189,12 @@ def job_of_run(config: RunConfig, *, world_size: int, prompt_tokens: int, device
         cuda_graphs=config.cuda_graphs and device == "cuda",
         device=device,
     )
+
+
+def _largest_cell(config: RunConfig, task: BenchmarkConfig) -> tuple[RunConfig, int]:
+    """The cell of a benchmark that needs the most memory, and the tokens of its prompts."""
+    speculation = replace(config.speculation, num_draft_tokens=max(task.num_draft_tokens))
+    return replace(config, batch_size=max(task.batch_sizes), speculation=speculation), max(task.prompt_tokens)
 
 
 def _assumed_acceptance(config: RunConfig) -> float | None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import transformers
 
+from llama_ssp.config.benchmark import BenchmarkConfig
 from llama_ssp.config.document import to_yaml
 from llama_ssp.config.schema import (
     CalibrateConfig,
@@ -33,6 +34,7 @@ from llama_ssp.planning.plan import Plan, require_room
 from llama_ssp.reports.lines import LineKey
 from llama_ssp.reports.provenance import git_commit, versions
 from llama_ssp.reports.records import RunFolder
+from llama_ssp.tasks.benchmark import benchmark
 from llama_ssp.tasks.calibrate import calibrate
 from llama_ssp.tasks.checkpoints import Source, find_sources
 from llama_ssp.tasks.compare import compare
@@ -125,11 +127,14 @@ def _run(config: RunConfig, world: World, terminal: Terminal, folder: RunFolder 
         with heeding_signals(session.wish):
             if jobs is None:
                 converse(session, _do)
+            elif isinstance(config.task, BenchmarkConfig):
+                benchmark(session, jobs, sources)
             else:
                 _do(session, jobs)
     except InterruptedRun as error:
         interruption = error
-    conclude(session)
+    if not isinstance(config.task, BenchmarkConfig):
+        conclude(session)
     if interruption:
         raise interruption
     if folder:

@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from llama_ssp.reports.lines import Forecast, PlainSummary, RankMemory, SpeculativeSummary, Summary
+from llama_ssp.reports.lines import BenchmarkRow, Forecast, PlainSummary, RankMemory, SpeculativeSummary, Summary
 
 ACCEPTED_STYLE = "green"
 OWN_STYLE = "magenta"
@@ -40,6 +40,31 @@ def summary_table(summary: Summary) -> RenderableType:
     if memory := _memory_line(summary.memory):
         parts += [memory]
     return Group(*parts)
+
+
+def benchmark_table(rows: Sequence[BenchmarkRow]) -> RenderableType:
+    """Lay out the cells of a benchmark, a line each."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 0, 0, 1), pad_edge=False)
+    headings = (
+        "K",
+        "prompt",
+        "batch",
+        "plain",
+        "generate",
+        "specu-\nlative",
+        "assisted",
+        "tokens\n/round",
+        "other",
+        "copy",
+    )
+    for heading in headings:
+        table.add_column(heading, justify="right", vertical="bottom")
+    for row in rows:
+        ms = [_number(row.ms_per_token.get(name), 2) for name in ("plain", "generate", "speculative", "assisted")]
+        shares = [_share(row.other_share), _share(row.copy_share)]
+        cell = ["-" if row.num_draft_tokens is None else str(row.num_draft_tokens), str(row.prompt_tokens)]
+        table.add_row(*cell, str(row.batch_size), *ms, _number(row.tokens_per_round, 2), *shares)
+    return Group(Text("ms/token; generate and assisted are transformers'", style="bold"), Text(), table)
 
 
 def closing_line(summary: Summary) -> Text:

@@ -7,7 +7,7 @@ line breaks of ours. Log files are the business of `distributed.ranklog`.
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from importlib import import_module
 from io import StringIO, TextIOWrapper
@@ -22,9 +22,9 @@ from rich.text import Text
 
 from llama_ssp.decoding.stream import Piece
 from llama_ssp.errors import SspError
-from llama_ssp.reports.lines import Summary
+from llama_ssp.reports.lines import BenchmarkRow, Summary
 from llama_ssp.tasks.progress import ProgressBars, ProgressLines, ProgressView, Unit, gigabytes, prompts
-from llama_ssp.tasks.tables import ACCEPTED_STYLE, OWN_STYLE, closing_line, summary_table
+from llama_ssp.tasks.tables import ACCEPTED_STYLE, OWN_STYLE, benchmark_table, closing_line, summary_table
 
 # C0 but for tab and line feed, DEL, C1, the marks that turn the direction of writing, and lone surrogates.
 _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -116,6 +116,10 @@ class Terminal:
     def table(self, summary: Summary) -> None:
         """Show the closing table."""
         self._show(summary_table(summary))
+
+    def benchmark(self, rows: Sequence[BenchmarkRow]) -> None:
+        """Show the table of a benchmark."""
+        self._show(benchmark_table(rows))
 
     def closing(self, summary: Summary, *, run_dir: Path) -> None:
         """Say on standard error how fast it went and where the records are."""

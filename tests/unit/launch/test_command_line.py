@@ -42,7 +42,7 @@ def test_only_the_prompt_is_literal() -> None:
     [
         (["model=llama3_80B"], r"unknown model 'llama3_80B': there are 13B, .*; did you mean llama3_8B"),
         (["draft=tiny_draft"], r"unknown draft 'tiny_draft': .*\bnone\b.*; did you mean tiny-draft\?"),
-        (["task=comprae"], r"unknown task 'comprae': there are calibrate, .*, latency; did you mean compare\?"),
+        (["task=comprae"], r"unknown task 'comprae': there are benchmark, .*, latency; did you mean compare\?"),
         (["hardware=laptop"], r"unknown hardware 'laptop': there are .*; did you mean laptop_cpu\?"),
         (["placement=pipeline"], r"unknown placement 'pipeline': there are auto, one_rank, .*, tensor"),
         (["sampling=gredy"], r"unknown sampling 'gredy': there are default, greedy, nucleus; did you mean greedy\?"),
@@ -59,7 +59,10 @@ def test_only_the_prompt_is_literal() -> None:
         (["model.shape.vocab_size=3"], r"unknown setting 'model.shape.vocab_size'"),
         (["task.name=latency"], r"unknown setting 'task.name'"),
         (["task.format=jsonl"], r"task.format has no effect here: it is a setting of task=generate"),
-        (["task=generate", "task.default_prompts=[a]"], r"a setting of task=compare and task=latency"),
+        (
+            ["task=generate", "task.default_prompts=[a]"],
+            r"a setting of task=compare and task=latency and task=benchmark",
+        ),
         (["model=7B,13B"], r"model=7B,13B gives several values: add -m"),
         (["model._target_=os.system"], r"_target_ is refused"),
         (["hydra.launcher._target_=os.system"], r"_target_ is refused"),

@@ -144,6 +144,20 @@ def test_compare_shows_both_modes_and_a_picture(launch: Launch, tmp_path: Path) 
     assert "<svg" in (tmp_path / "compare.svg").read_text()
 
 
+def test_a_benchmark_writes_a_row_per_cell_beside_transformers(launch: Launch) -> None:
+    lists = ["task.num_draft_tokens=[2]", "task.prompt_tokens=[5]", "task.batch_sizes=[1,2]", "task.repetitions=1"]
+    ended = launch("task=benchmark", *lists, "max_new_tokens=4")
+    assert ended.code == 0, ended.err
+    rows = [json.loads(line) for line in (ended.run_dir / "benchmark.jsonl").read_text().splitlines()]
+    assert [(row["num_draft_tokens"], row["prompt_tokens"], row["batch_size"]) for row in rows] == [
+        (2, 5, 1),
+        (2, 5, 2),
+    ]
+    assert list(rows[0]["ms_per_token"]) == ["plain", "speculative", "generate", "assisted"]
+    assert list(rows[1]["ms_per_token"]) == ["plain", "speculative", "generate"]
+    assert "assisted" in ended.out
+
+
 def spoil_truncate(folder: Path) -> str:
     file = folder / "target" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])

@@ -19,6 +19,11 @@ NUM_CHECKPOINT_FAULTS = 150
 NUM_RUN_FAULTS = 50
 
 
+def seeds(number: int) -> list[object]:
+    """All seeds, of which a fifth runs always and the rest with --slow."""
+    return [pytest.param(seed, marks=pytest.mark.slow if seed >= number // 5 else ()) for seed in range(number)]
+
+
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A pair with its manifests, and a finished run of it."""
@@ -58,7 +63,7 @@ def is_a_sentence(ended: Ended) -> bool:
     return ended.code == 2 and len(ended.err.splitlines()) == 1
 
 
-@pytest.mark.parametrize("seed", range(NUM_CHECKPOINT_FAULTS))
+@pytest.mark.parametrize("seed", seeds(NUM_CHECKPOINT_FAULTS))
 def test_a_fault_of_a_checkpoint_is_a_sentence_or_does_no_harm(seed: int, folder: Path) -> None:
     shutil.rmtree(folder / "run")
     files = [file for file in checkpoint_files(folder) if file.name != "sha256.json"]
@@ -67,14 +72,14 @@ def test_a_fault_of_a_checkpoint_is_a_sentence_or_does_no_harm(seed: int, folder
     assert ended.code == 0 or is_a_sentence(ended), f"{fault}\n{ended.err}"
 
 
-@pytest.mark.parametrize("seed", range(NUM_RUN_FAULTS))
+@pytest.mark.parametrize("seed", seeds(NUM_RUN_FAULTS))
 def test_a_fault_of_a_run_folder_is_a_sentence_or_does_no_harm(seed: int, folder: Path) -> None:
     fault = damage(sorted(file for file in (folder / "run").rglob("*") if file.is_file()), seed=seed)
     ended = complete(folder)
     assert ended.code == 0 or is_a_sentence(ended), f"{fault}\n{ended.err}"
 
 
-@pytest.mark.parametrize("seed", range(NUM_CHECKPOINT_FAULTS))
+@pytest.mark.parametrize("seed", seeds(NUM_CHECKPOINT_FAULTS))
 def test_with_verify_every_fault_of_a_checkpoint_is_caught(seed: int, folder: Path) -> None:
     fault = damage(checkpoint_files(folder), seed=seed)
     ended = complete(folder, "model.verify=true", "draft.model.verify=true")

@@ -1,0 +1,205 @@
+"""`task=benchmark`: one table over K, prompt lengths and batches, ours beside transformers' own generation.
+
+All candidates of a cell decode the same prompts with the same sampling, in turns. Milliseconds per token are of whole
+completions, prefill included, over the tokens of all rows. Rows go into the run folder as `benchmark.jsonl`, each as
+soon as it is measured. How the peers are run is the business of `peers`, how the table looks that of `tables`.
+"""
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from itertools import product
+
+import torch
+
+from llama_ssp.config.benchmark import BenchmarkConfig
+from llama_ssp.config.schema import Quantization, RunConfig, SpeculationConfig, WeightsKind
+from llama_ssp.decoding.loop import Completion, Decoder
+from llama_ssp.decoding.state import Request
+from llama_ssp.errors import InterruptedRun
+from llama_ssp.reports.lines import BenchmarkRow
+from llama_ssp.reports.provenance import git_commit, versions
+from llama_ssp.tasks.checkpoints import Source
+from llama_ssp.tasks.loading import build_decoder
+from llama_ssp.tasks.measuring import copy_bytes_per_s
+from llama_ssp.tasks.peers import Peers, load_peer
+from llama_ssp.tasks.session import Job, Session
+from llama_ssp.tasks.turns import in_turns
+
+PLAIN, SPECULATIVE, GENERATE, ASSISTED = "plain", "speculative", "generate", "assisted"
+_STRIDE = 17
+"""Tokens by which the prompts of a batch begin later in the text."""
+
+
+@dataclass(kw_only=True)
+class Ours:
+    """A decoder of ours over some prompts, and what it has done in counted repetitions."""
+
+    decoder: Decoder
+    prompts: Sequence[tuple[int, ...]]
+    num_new_tokens: int
+    done: list[list[Completion]] = field(default_factory=list)
+
+    @torch.inference_mode()
+    def ms_per_token(self, repetition: int) -> float:
+        """Complete all prompts; milliseconds per new token, prefill included.
+
+        Raises:
+            InterruptedRun: after the round in which somebody wished to stop.
+        """
+        self.decoder.seed = repetition + 1
+        completions: dict[int, Completion] = {}
+        requests = [
+            Request(index=index, prompt_ids=ids, max_new_tokens=self.num_new_tokens)
+            for index, ids in enumerate(self.prompts)
+        ]
+        started = time.perf_counter()
+        for updates in self.decoder.run(requests):
+            completions |= {update.completion.request.index: update.completion for update in updates}
+        seconds = time.perf_counter() - started
+        if self.decoder.stopped:
+            raise InterruptedRun("interrupted; what was measured so far is in the run folder")
+        if repetition >= 0:
+            self.done.append(list(completions.values()))
+        return 1e3 * seconds / sum(len(completion.token_ids) for completion in completions.values())
+
+    @property
+    def tokens_per_round(self) -> float | None:
+        """Mean over all speculative rounds that no length limit could cut; None when there is none."""
+        counted = [
+            length + 1
+            for completions in self.done
+            for completion in completions
+            for length, examined in zip(completion.accepted_lengths, completion.examined_lengths, strict=True)
+            if examined
+        ]
+        return statistics.mean(counted) if counted else None
+
+    @property
+    def rounds_ms(self) -> list[float]:
+        """Mean time of a round or of a plain step in each repetition, in a batch of one."""
+        return [
+            1e3 * _rounds_s(done) / sum(len(each.accepted_lengths) or len(each.token_ids) - 1 for each in done)
+            for done in self.done
+        ]
+
+    def shares(self, part: str) -> list[float]:
+        """How much of the rounds' time went into a part, in each repetition."""
+        return [sum(each.part_s[part] for each in done) / _rounds_s(done) for done in self.done]
+
+
+def _rounds_s(done: Sequence[Completion]) -> float:
+    return sum(sum(each.part_s.values()) for each in done)
+
+
+def benchmark(session: Session, jobs: list[Job], sources: tuple[Source, Source | None]) -> None:
+    """Measure every cell, write its row, and show the table.
+
+    Args:
+        session: of the run.
+        jobs: their prompts, one behind the other and repeated, are the text that prompts are cut from.
+        sources: the files that transformers reads.
+
+    Raises:
+        InterruptedRun: on every rank; the rows so far are kept.
+    """
+    task = session.config.task
+    assert isinstance(task, BenchmarkConfig)
+    peers = _peers(session, sources)
+    text = [token for job in jobs for token in job.request.prompt_ids]
+    copied_per_s = copy_bytes_per_s(session.world.device)
+    drafted: list[int | None] = [*task.num_draft_tokens] if session.models.has_draft else [None]
+    cells = list(product(task.prompt_tokens, task.batch_sizes, drafted))
+    rows = []
+    with session.terminal.prompts() as progress:
+        for number, (prompt_tokens, batch_size, num_draft_tokens) in enumerate(cells, start=1):
+            prompts = cut(text, num_prompts=batch_size, num_tokens=prompt_tokens)
+            row = _measure(session, prompts, num_draft_tokens=num_draft_tokens, peers=peers, copied_per_s=copied_per_s)
+            rows.append(row)
+            if session.folder:
+                made_by = {"versions": versions(), "git_commit": git_commit()}
+                session.folder.add_line("benchmark.jsonl", json.dumps(asdict(row) | made_by))
+            progress("cells", number, len(cells))
+    session.terminal.benchmark(rows)
+
+
+def cut(text: Sequence[int], *, num_prompts: int, num_tokens: int) -> list[tuple[int, ...]]:
+    """Cut prompts of one length out of an endlessly repeated text, each beginning a little further on."""
+    places = range(0, _STRIDE * num_prompts, _STRIDE)
+    return [tuple(text[(place + offset) % len(text)] for offset in range(num_tokens)) for place in places]
+
+
+def can_compare(config: RunConfig, *, world_size: int) -> bool:
+    """Whether transformers' own generation can stand beside a run: one rank, from files, nothing quantized by us."""
+    entries = [config.model, *([config.draft.model] if config.draft.model else [])]
+    is_whole = all(entry.quantization is Quantization.none for entry in entries)
+    return world_size == 1 and config.weights is WeightsKind.checkpoint and is_whole
+
+
+def _peers(session: Session, sources: tuple[Source, Source | None]) -> Peers | None:
+    task = session.config.task
+    assert isinstance(task, BenchmarkConfig)
+    if not (task.peers and can_compare(session.config, world_size=session.world.comm.size)):
+        return None
+    target, *drafts = (
+        load_peer(source.origin.folder, dtype=source.dtype or source.origin.dtype, device=session.world.device)
+        for source in sources
+        if source
+    )
+    return Peers(target=target, draft=drafts[0] if drafts else None)
+
+
+def _measure(
+    session: Session,
+    prompts: Sequence[tuple[int, ...]],
+    *,
+    num_draft_tokens: int | None,
+    peers: Peers | None,
+    copied_per_s: float,
+) -> BenchmarkRow:
+    config, task = session.config, session.config.task
+    assert isinstance(task, BenchmarkConfig)
+    config = replace(
+        config,
+        batch_size=len(prompts),
+        speculation=SpeculationConfig(num_draft_tokens=num_draft_tokens or 1),
+        ignore_eos=True,
+    )
+    modes = {PLAIN: False} | ({SPECULATIVE: True} if num_draft_tokens else {})
+    ours = {
+        mode: Ours(
+            decoder=build_decoder(session.models, config, speculative=is_speculative, wish=session.wish),
+            prompts=prompts,
+            num_new_tokens=config.max_new_tokens,
+        )
+        for mode, is_speculative in modes.items()
+    }
+    candidates: dict[str, Callable[[int], float]] = {mode: each.ms_per_token for mode, each in ours.items()}
+    if peers:
+        run = partial(peers.ms_per_token, prompts, num_new_tokens=config.max_new_tokens, sampling=config.sampling)
+        candidates[GENERATE] = lambda _repetition: run(num_draft_tokens=None)
+        if num_draft_tokens and len(prompts) == 1:  # the library assists one row at a time
+            candidates[ASSISTED] = lambda _repetition: run(num_draft_tokens=num_draft_tokens)
+    ms = in_turns(candidates, num_repetitions=task.repetitions)
+    weights_bytes = max(rank.target_weights_bytes for rank in session.plan.ranks) if session.plan else None
+    step_ms = statistics.median(ours[PLAIN].rounds_ms) * len(prompts) if config.max_new_tokens > 1 else None
+    fast = ours.get(SPECULATIVE) if config.max_new_tokens > 1 else None
+    return BenchmarkRow(
+        model=config.model.name,
+        draft=config.draft.model.name if config.draft.model else None,
+        dtype=config.model.dtype.name,
+        quantization=config.model.quantization.name,
+        world_size=session.world.comm.size,
+        temperature=config.sampling.temperature,
+        max_new_tokens=config.max_new_tokens,
+        num_draft_tokens=num_draft_tokens,
+        prompt_tokens=len(prompts[0]),
+        batch_size=len(prompts),
+        ms_per_token={name: statistics.median(values) for name, values in ms.items()},
+        tokens_per_round=fast.tokens_per_round if fast else None,
+        other_share=statistics.median(fast.shares("other")) if fast else None,
+        copy_share=1e3 * weights_bytes / copied_per_s / step_ms if weights_bytes and step_ms else None,
+    )

@@ -1,0 +1,76 @@
+"""transformers' own generation, plain and assisted, as the peer that ours is measured against.
+
+It gets the same prompts, the same sampling and the same number of drafted tokens, with a constant schedule and no early
+stop, and no end-of-sequence token. It reads files, and works in one process.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from llama_ssp.config.schema import SamplingConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peers:
+    """A target and its draft as transformers loads them."""
+
+    target: PreTrainedModel
+    draft: PreTrainedModel | None
+
+    def ms_per_token(
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        *,
+        num_new_tokens: int,
+        sampling: SamplingConfig,
+        num_draft_tokens: int | None,
+    ) -> float:
+        """Milliseconds per new token, prefill included.
+
+        Args:
+            prompts: completed together if they are plain and of one length, else one after the other: the library
+                assists one row at a time.
+            num_new_tokens: for each.
+            sampling: as ours.
+            num_draft_tokens: K; None for `generate` without an assistant.
+        """
+        together = num_draft_tokens is None and len({len(ids) for ids in prompts}) == 1
+        batches = [list(prompts)] if together else [[ids] for ids in prompts]
+        assistant = None if num_draft_tokens is None else self.draft
+        if assistant:
+            assistant.generation_config.num_assistant_tokens = num_draft_tokens
+        num_tokens, started = 0, time.perf_counter()
+        for rows in batches:
+            ids_BT = torch.tensor(rows, device=self.target.device)
+            out_BT = self.target.generate(  # type: ignore[operator]
+                ids_BT,
+                attention_mask=torch.ones_like(ids_BT),
+                max_new_tokens=num_new_tokens,
+                assistant_model=assistant,
+                **_words(sampling),
+            )
+            num_tokens += out_BT[:, ids_BT.shape[1] :].numel()
+        return 1e3 * (time.perf_counter() - started) / num_tokens
+
+
+def _words(sampling: SamplingConfig) -> dict[str, object]:
+    """Our settings in the library's words."""
+    if sampling.temperature == 0:
+        return {"do_sample": False}
+    top_p = 1.0 if sampling.top_p is None else sampling.top_p
+    return {"do_sample": True, "temperature": sampling.temperature, "top_k": sampling.top_k or 0, "top_p": top_p}
+
+
+def load_peer(folder: Path, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """Load a checkpoint with transformers alone, set up for a constant schedule without early stops."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+    model.eval().to(device)
+    model.generation_config.eos_token_id = None
+    model.generation_config.num_assistant_tokens_schedule = "constant"
+    model.generation_config.assistant_confidence_threshold = 0.0
+    return model
