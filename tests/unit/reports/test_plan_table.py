@@ -50,7 +50,7 @@ def test_a_rank_without_room_is_named_too_full() -> None:
 def test_warnings_and_notes_are_printed() -> None:
     text = _printed(_plan("30B", "7B", num_ranks=8))
     assert "warning: the draft cannot gain" in text
-    assert "note: planned, but this version cannot run it yet" in text
+    assert "note: 52 heads over 8 ranks" in text
 
 
 def test_small_models_are_shown_in_mib() -> None:
