@@ -220,4 +220,4 @@ def test_a_rank_never_holds_more_than_its_shard_and_one_tensor() -> None:
     measured = [json.loads(line) for line in output.splitlines()]
     assert len(measured) == 2
     for peak_bytes, shard_bytes, largest_bytes in measured:
-        assert 0.8 * shard_bytes < peak_bytes <= shard_bytes + largest_bytes + 32 * 2**20
+        assert 0.8 * shard_bytes < peak_bytes <= shard_bytes + largest_bytes + 48 * 2**20
