@@ -182,7 +182,7 @@ import json, os, threading, time
 import torch
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.memory import anonymous_bytes
-from llama_ssp.models.backends import load_modules
+from llama_ssp.models.backends import build_empty, load_modules
 from llama_ssp.models.synthetic import synthesize
 from tests.helpers.shapes import llama_shape
 
@@ -193,8 +193,10 @@ def watch():
         time.sleep(0.0003)
 
 torch.set_num_threads(1)
-shape = llama_shape(num_hidden_layers=12, intermediate_size=6400)
-[synthetic] = synthesize([shape], agreement=1.0)
+cpu = torch.device("cpu")
+[synthetic] = synthesize([llama_shape(num_hidden_layers=12, intermediate_size=6400)], agreement=1.0)
+build_empty(synthetic)  # what libraries import and keep when they are first used is not what is measured
+synthetic.read("lm_head.weight", device=cpu)
 for num_ranks in (1, 2):
     if os.fork():
         os.wait()
@@ -203,7 +205,7 @@ for num_ranks in (1, 2):
     watcher = threading.Thread(target=watch)
     watcher.start()
     comm = Comm(rank=0, size=num_ranks, group=None)
-    model = load_modules(synthetic, dtype=torch.bfloat16, device=torch.device("cpu"), comm=comm)
+    model = load_modules(synthetic, dtype=torch.bfloat16, device=cpu, comm=comm)
     done = True
     watcher.join()
     sizes = [parameter.nbytes for parameter in model.parameters()]
@@ -213,11 +215,11 @@ for num_ranks in (1, 2):
 
 
 def test_a_rank_never_holds_more_than_its_shard_and_one_tensor() -> None:
-    """355 MB on one rank, so that no second copy can hide behind what libraries import meanwhile."""
+    """355 MB on one rank, so that no second copy can hide behind what the allocator keeps."""
     environ = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", MEASURE]
     output = subprocess.run(command, check=True, capture_output=True, text=True, env=environ, cwd=ROOT).stdout
     measured = [json.loads(line) for line in output.splitlines()]
     assert len(measured) == 2
     for peak_bytes, shard_bytes, largest_bytes in measured:
-        assert 0.8 * shard_bytes < peak_bytes <= shard_bytes + largest_bytes + 48 * 2**20
+        assert 0.8 * shard_bytes < peak_bytes <= shard_bytes + largest_bytes + 24 * 2**20
