@@ -4,7 +4,7 @@ A group of one rank does nothing at all, so that the code above never asks how m
 group is decided in `mesh`, never here.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cache
 from typing import Self
@@ -12,6 +12,8 @@ from typing import Self
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from llama_ssp.distributed.shared_memory import SLOT_BYTES, Board
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,12 +25,27 @@ class Comm:
         size: number of ranks in the group.
         group: the process group; None for a group of one.
         device: where tensors must live to be sent.
+        board: the memory that the group shares; small messages of a round go through it.
     """
 
     rank: int
     size: int
     group: dist.ProcessGroup | None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    board: Board | None = None
+
+    @classmethod
+    def of_world(cls, *, rank: int, size: int, device: torch.device, crowded: bool) -> "Comm":
+        """The group of all ranks, which call this together.
+
+        Args:
+            rank: of this process.
+            size: number of all.
+            device: where this rank computes.
+            crowded: whether there are more ranks than cores.
+        """
+        comm = cls(rank=rank, size=size, group=dist.group.WORLD, device=device)
+        return comm._with_board(tuple(range(size)), crowded=crowded)
 
     @classmethod
     def single(cls) -> Self:
@@ -44,18 +61,27 @@ class Comm:
         Returns:
             This rank's end of it; None where this rank is not a member.
         """
-        group = self.group
-        if 1 < len(members) < self.size:
-            group = _group_of(members)
+        if len(members) == self.size:
+            return self
+        group = _group_of(members) if len(members) > 1 else None
         if self.rank not in members:
             return None
-        if len(members) == 1:
+        if group is None:
             return Comm.single()
-        return Comm(rank=members.index(self.rank), size=len(members), group=group, device=self.device)
+        comm = Comm(rank=members.index(self.rank), size=len(members), group=group, device=self.device)
+        return comm._with_board(members, crowded=self.board.crowded) if self.board else comm
+
+    def _with_board(self, members: tuple[int, ...], *, crowded: bool) -> "Comm":
+        """The same end with a board, where the group can have one; it is made once for all jobs of a sweep."""
+        if self.device.type == "cpu" and members not in _boards:
+            _boards[members] = Board.join(self.gather_text, rank=self.rank, size=self.size, crowded=crowded)
+        return replace(self, board=_boards.get(members))
 
     def all_reduce(self, values: Tensor) -> Tensor:
         """Add up `values` over the group, in place; every rank gets the same bits."""
-        if self.size > 1:
+        if self.board and values.nbytes <= SLOT_BYTES:
+            self.board.all_reduce(values)
+        elif self.size > 1:
             dist.all_reduce(values, group=self.group)
         return values
 
@@ -72,6 +98,8 @@ class Comm:
         if self.size == 1:
             return values
         widest = max(sizes)
+        if self.board and widest * values.shape[:-1].numel() * values.itemsize <= SLOT_BYTES:
+            return self.board.all_gather_last(values, sizes)
         if values.shape[-1] < widest:
             values = torch.nn.functional.pad(values, (0, widest - values.shape[-1]))
         values = values.contiguous()
@@ -81,7 +109,9 @@ class Comm:
 
     def broadcast(self, values: Tensor, *, src: int) -> Tensor:
         """Give every rank the values of group rank `src`, in place."""
-        if self.size > 1:
+        if self.board and values.nbytes <= SLOT_BYTES:
+            self.board.broadcast(values, src=src)
+        elif self.size > 1:
             dist.broadcast(values, group=self.group, group_src=src)
         return values
 
@@ -116,8 +146,13 @@ class Comm:
 
     def set_timeout(self, seconds: float) -> None:
         """Let later collectives of this group give up after `seconds`."""
+        if self.board:
+            self.board.timeout_s = seconds
         if self.size > 1:
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), self.group)  # there is no public setter
+
+
+_boards: dict[tuple[int, ...], Board | None] = {}
 
 
 @cache

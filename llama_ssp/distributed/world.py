@@ -140,7 +140,7 @@ def start(*, device: DeviceKind, timeout_s: float) -> Iterator[World]:
         atexit.register(dist.destroy_process_group)
         if chosen.type == "cpu":
             share_cores(ranks)
-    comm = Comm(rank=ranks.rank, size=ranks.size, group=dist.group.WORLD, device=chosen)
+    comm = Comm.of_world(rank=ranks.rank, size=ranks.size, device=chosen, crowded=ranks.local_size > len(cores))
     comm.set_timeout(timeout_s)
     yield World(comm=comm, ranks=ranks, device=chosen, note=note, cores=cores)
     comm.barrier()

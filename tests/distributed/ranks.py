@@ -68,7 +68,7 @@ class CountingComm(Comm):
     @classmethod
     def of(cls, comm: Comm) -> "CountingComm":
         """The same end, counting."""
-        return cls(rank=comm.rank, size=comm.size, group=comm.group, device=comm.device)
+        return cls(rank=comm.rank, size=comm.size, group=comm.group, device=comm.device, board=comm.board)
 
     def broadcast(self, values: Tensor, *, src: int) -> Tensor:
         """Counts on all ranks but the sender."""

@@ -1,0 +1,205 @@
+"""Collectives of ranks on one node through memory that they share: a small message costs microseconds.
+
+Every rank has a counter, which says what message it has come to, and two slots, written in turn:
+
+    counters    | rank 0 | rank 1 | ...      one cache line each
+    even slots  | rank 0 | rank 1 | ...      messages 2, 4, 6, ...
+    odd slots   | rank 0 | rank 1 | ...      messages 1, 3, 5, ...
+
+A rank that has come to message n has done with n - 1. So who writes n, where n - 2 stood, first waits until all have
+come to n - 1; who reads n waits until its writer has come to it, which a writer says after it has written. All ranks
+add up the slots in the same order: sums are equal to the last bit.
+
+Who waits spins for a moment, then lets others go first, then sleeps. A peer that died is known by the lock that it
+held, one that is stuck by the time-out. Counters are plain stores, and only on x86 do others see them in their order:
+elsewhere, and where ranks share no memory, there is no board, and messages go through the backend.
+"""
+
+import fcntl
+import mmap
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+SLOT_BYTES = 2**20
+"""Larger messages are left to the backend."""
+_FOLDER = Path("/dev/shm")
+_LINE_BYTES = 64
+_NUM_SPINS = 2000
+_POLITE_S, _NAP_S = 5e-4, 5e-5
+_LOOK_EVERY_S = 0.1
+
+
+class Board:
+    """This rank's end of the memory that a group shares.
+
+    Args:
+        file: descriptor of the file behind it, which stays open.
+        rank: position inside the group.
+        size: number of ranks in the group.
+        crowded: whether ranks share cores, so that who spins keeps another one from work.
+
+    Attributes:
+        timeout_s: how long to wait for a peer.
+
+    Raises:
+        OSError: the memory cannot be mapped.
+    """
+
+    def __init__(self, file: int, *, rank: int, size: int, crowded: bool) -> None:
+        memory = mmap.mmap(file, _num_bytes(size))
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
+        self._file = file
+        self._rank = rank
+        self._peers = [peer for peer in range(size) if peer != rank]
+        self.crowded = crowded
+        self._counters = memoryview(memory)[: size * _LINE_BYTES].cast("q")
+        slots = torch.frombuffer(memory, dtype=torch.uint8, offset=size * _LINE_BYTES)
+        self._slots = slots.view(2, size, SLOT_BYTES)
+        self._views: dict[tuple[int, torch.Size, tuple[int, ...], torch.dtype], list[Tensor]] = {}
+        self._number = 0
+        self.timeout_s = 60.0
+
+    @classmethod
+    def join(cls, gather_text: Callable[[str], list[str]], *, rank: int, size: int, crowded: bool) -> Self | None:
+        """Share memory with the other ranks of a group, which all call this together.
+
+        Args:
+            gather_text: collects a text from every rank of the group, in order.
+            rank: see the class.
+            size: see the class.
+            crowded: see the class.
+
+        Returns:
+            This rank's end; None on every rank where not all of them can share memory.
+        """
+        file, path = _make(size) if rank == 0 else (None, "")
+        path = gather_text(path)[0]
+        board = None
+        try:
+            if path:
+                file = os.open(path, os.O_RDWR) if file is None else file
+                board = cls(file, rank=rank, size=size, crowded=crowded)
+        except OSError:
+            pass  # on another node, or in another container
+        have_joined = all(gather_text("joined" if board else ""))
+        if rank == 0 and path:
+            Path(path).unlink()
+        return board if have_joined else None
+
+    def all_reduce(self, values: Tensor) -> None:
+        """Add up contiguous values over the group, in place."""
+        first, second, *others = self._post(values, ())
+        self._await(self._peers)
+        torch.add(first, second, out=values)
+        for part in others:
+            values.add_(part)
+
+    def all_gather_last(self, values: Tensor, sizes: tuple[int, ...]) -> Tensor:
+        """Join the slices (..., sizes[rank]) of all ranks along the last dimension."""
+        parts = self._post(values, sizes)
+        self._await(self._peers)
+        return torch.cat(parts, dim=-1)
+
+    def broadcast(self, values: Tensor, *, src: int) -> None:
+        """Give every rank the contiguous values of rank `src`, in place."""
+        if self._rank == src:
+            self._post(values, ())
+            return
+        self._number += 1
+        self._counters[self._rank * _LINE_BYTES // 8] = self._number
+        self._await([src])
+        values.copy_(self._shown(values, ())[src])
+
+    def _post(self, values: Tensor, sizes: tuple[int, ...]) -> list[Tensor]:
+        """Write this rank's part of the next message; returns where all parts of it stand."""
+        self._await(self._peers)
+        self._number += 1
+        parts = self._shown(values, sizes)
+        parts[self._rank].copy_(values)
+        self._counters[self._rank * _LINE_BYTES // 8] = self._number
+        return parts
+
+    def _shown(self, values: Tensor, sizes: tuple[int, ...]) -> list[Tensor]:
+        """The slots of this message, as tensors like `values`; `sizes`, unless empty, are their last dimensions."""
+        turn = self._number % 2
+        key = (turn, values.shape, sizes, values.dtype)
+        if key not in self._views:
+            widths = sizes or values.shape[-1:] * len(self._slots[turn])
+            shapes = [torch.Size((*values.shape[:-1], width)) for width in widths]
+            with torch.inference_mode(mode=False):  # what is made inside of it could not be written outside of it
+                slots = self._slots[turn].view(values.dtype)
+                parts = [slot[: shape.numel()].view(shape) for slot, shape in zip(slots, shapes, strict=True)]
+            self._views[key] = parts
+        return self._views[key]
+
+    def _await(self, peers: list[int]) -> None:
+        """Return when these ranks have come to the message that this one has come to.
+
+        Raises:
+            dist.DistBackendError: one of them has died, or has not come within `timeout_s`.
+        """
+        for peer in peers:
+            if self._counters[peer * _LINE_BYTES // 8] < self._number:
+                self._wait_for(peer)
+
+    def _wait_for(self, peer: int) -> None:
+        counters, place, number = self._counters, peer * _LINE_BYTES // 8, self._number
+        for _ in range(0 if self.crowded else _NUM_SPINS):
+            if counters[place] >= number:
+                return
+        began = time.monotonic()
+        look_s = _LOOK_EVERY_S
+        while counters[place] < number:
+            waited_s = time.monotonic() - began
+            if waited_s < _POLITE_S:
+                os.sched_yield()
+            else:
+                time.sleep(_NAP_S)
+            if waited_s >= look_s:
+                look_s += _LOOK_EVERY_S
+                self._look_after(peer, waited_s)
+
+    def _look_after(self, peer: int, waited_s: float) -> None:
+        if self._is_gone(peer) and self._counters[peer * _LINE_BYTES // 8] < self._number:
+            raise dist.DistBackendError(f"rank {peer} of the group has gone")
+        if waited_s >= self.timeout_s:
+            raise dist.DistBackendError(f"rank {peer} of the group has not answered for {self.timeout_s:g} s")
+
+    def _is_gone(self, peer: int) -> bool:
+        """Whether a peer has lost the lock that a living process holds."""
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB, 1, peer)
+        except OSError:
+            return False
+        fcntl.lockf(self._file, fcntl.LOCK_UN, 1, peer)
+        return True
+
+
+def _num_bytes(size: int) -> int:
+    return size * (_LINE_BYTES + 2 * SLOT_BYTES)
+
+
+def _make(size: int) -> tuple[int | None, str]:
+    """Make a file in memory with room for a group; its descriptor and its path, or nothing where there is no room."""
+    if platform.machine() != "x86_64" or not _FOLDER.is_dir():
+        return None, ""
+    try:
+        file, path = tempfile.mkstemp(prefix="llama_ssp_", dir=_FOLDER)
+    except OSError:
+        return None, ""
+    try:
+        os.posix_fallocate(file, 0, _num_bytes(size))
+    except OSError:
+        os.close(file)
+        Path(path).unlink()
+        return None, ""
+    return file, path
