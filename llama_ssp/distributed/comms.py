@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from llama_ssp.distributed.one_shot import OneShot
 from llama_ssp.distributed.shared_memory import SLOT_BYTES, Board
 
 
@@ -25,14 +26,18 @@ class Comm:
         size: number of ranks in the group.
         group: the process group; None for a group of one.
         device: where tensors must live to be sent.
-        board: the memory that the group shares; small messages of a round go through it.
+        crowded: whether the node has more ranks than cores.
+        board: the memory that a group of CPUs shares; small messages of a round go through it.
+        one_shot: the memory that a group of GPUs shares, where small sums are faster that way.
     """
 
     rank: int
     size: int
     group: dist.ProcessGroup | None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    crowded: bool = False
     board: Board | None = None
+    one_shot: OneShot | None = None
 
     @classmethod
     def of_world(cls, *, rank: int, size: int, device: torch.device, crowded: bool) -> "Comm":
@@ -44,8 +49,8 @@ class Comm:
             device: where this rank computes.
             crowded: whether there are more ranks than cores.
         """
-        comm = cls(rank=rank, size=size, group=dist.group.WORLD, device=device)
-        return comm._with_board(tuple(range(size)), crowded=crowded)
+        comm = cls(rank=rank, size=size, group=dist.group.WORLD, device=device, crowded=crowded)
+        return comm._with_shared_memory(tuple(range(size)))
 
     @classmethod
     def single(cls) -> Self:
@@ -68,19 +73,25 @@ class Comm:
             return None
         if group is None:
             return Comm.single()
-        comm = Comm(rank=members.index(self.rank), size=len(members), group=group, device=self.device)
-        return comm._with_board(members, crowded=self.board.crowded) if self.board else comm
+        rank, size = members.index(self.rank), len(members)
+        comm = Comm(rank=rank, size=size, group=group, device=self.device, crowded=self.crowded)
+        return comm._with_shared_memory(members)
 
-    def _with_board(self, members: tuple[int, ...], *, crowded: bool) -> "Comm":
-        """The same end with a board, where the group can have one; it is made once for all jobs of a sweep."""
-        if self.device.type == "cpu" and members not in _boards:
-            _boards[members] = Board.join(self.gather_text, rank=self.rank, size=self.size, crowded=crowded)
-        return replace(self, board=_boards.get(members))
+    def _with_shared_memory(self, members: tuple[int, ...]) -> "Comm":
+        """The same end with memory that the group shares, where it can; made once for all jobs of a sweep."""
+        assert self.group
+        if members not in _boards and self.device.type == "cpu":
+            _boards[members] = Board.join(self.gather_text, rank=self.rank, size=self.size, crowded=self.crowded)
+        if members not in _one_shots and self.device.type == "cuda":
+            _one_shots[members] = OneShot.join(self.group, self.gather_text, self.device)
+        return replace(self, board=_boards.get(members), one_shot=_one_shots.get(members))
 
     def all_reduce(self, values: Tensor) -> Tensor:
-        """Add up `values` over the group, in place; every rank gets the same bits."""
+        """Add up `values` over the group, in place where it can; returns the sum, the same bits everywhere."""
         if self.board and values.nbytes <= SLOT_BYTES:
             self.board.all_reduce(values)
+        elif self.one_shot and self.one_shot.takes(values):
+            return self.one_shot.all_reduce(values)
         elif self.size > 1:
             dist.all_reduce(values, group=self.group)
         return values
@@ -153,6 +164,7 @@ class Comm:
 
 
 _boards: dict[tuple[int, ...], Board | None] = {}
+_one_shots: dict[tuple[int, ...], OneShot | None] = {}
 
 
 @cache

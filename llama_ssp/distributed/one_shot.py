@@ -1,0 +1,134 @@
+"""All-reduces of small messages between the GPUs of one node in one step, where that is faster than NCCL.
+
+Each rank lays its part into memory that all of them can read, and adds up by itself what the others have laid there:
+one kernel and no ring (torch.ops.symm_mem.one_shot_all_reduce_copy, which a captured graph can hold). torch calls the
+interface alpha, and it needs GPUs that reach each other's memory. So a group tries it when it is formed, and uses it up
+to the largest message for which all ranks got NCCL's sum, and got it sooner.
+"""
+
+import json
+import socket
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+SIZES = (4096, 16384, 65536, 262144, 1048576)
+"""Bytes of the messages that are tried."""
+_DTYPES = (torch.float32, torch.bfloat16)
+_NUM_CALLS = 30
+_ALIGNMENT = 16
+
+
+class OneShot:
+    """This rank's end of the memory that a group of GPUs shares.
+
+    Args:
+        buffers: one for each number format that the kernel knows; fp16 goes through fp32.
+        group: the ranks.
+        most_bytes: the largest message, in its own number format.
+    """
+
+    def __init__(self, buffers: dict[torch.dtype, Tensor], *, group: dist.ProcessGroup, most_bytes: int) -> None:
+        self._buffers = buffers
+        self._group_name = group.group_name
+        self.most_bytes = most_bytes
+
+    @classmethod
+    def join(
+        cls, group: dist.ProcessGroup, gather_text: Callable[[str], list[str]], device: torch.device
+    ) -> Self | None:
+        """Share memory with the other ranks of a group, which all call this together.
+
+        Args:
+            group: the ranks.
+            gather_text: collects a text from each of them, in order.
+            device: this rank's GPU.
+
+        Returns:
+            This rank's end; None on every rank where it does not work for all of them, or is never faster.
+        """
+        if len(set(gather_text(socket.gethostname()))) > 1:
+            return None
+        try:
+            end = cls(_shared_buffers(group, device), group=group, most_bytes=SIZES[-1])
+        except (ImportError, AttributeError, RuntimeError):  # no such interface, or no way between the GPUs
+            end = None
+        if not all(gather_text("joined" if end else "")) or end is None:
+            return None
+        seconds = gather_text(json.dumps(_measure(end, group, device)))
+        end.most_bytes = largest_gain([json.loads(text) for text in seconds])
+        return end if end.most_bytes else None
+
+    def takes(self, values: Tensor) -> bool:
+        """Whether a message goes this way; the same on every rank."""
+        return values.nbytes <= self.most_bytes and values.nbytes % _ALIGNMENT == 0 and values.is_floating_point()
+
+    def all_reduce(self, values: Tensor) -> Tensor:
+        """The sum of contiguous values over the group; every rank gets the same bits."""
+        known = values if values.dtype in self._buffers else values.float()
+        buffer = self._buffers[known.dtype]
+        total: Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(
+            buffer[: known.numel()], known.flatten(), "sum", self._group_name
+        )
+        return total.view_as(values).to(values.dtype)
+
+
+def largest_gain(seconds: Sequence[Sequence[tuple[float, float] | None]]) -> int:
+    """Up to which message the one step pays.
+
+    Args:
+        seconds: of every rank, for each of `SIZES`, in one step and through NCCL; None where the sums differed.
+
+    Returns:
+        Bytes; 0 where it does not pay from the smallest message on.
+    """
+    most_bytes = 0
+    for size, of_ranks in zip(SIZES, zip(*seconds, strict=True), strict=True):
+        pairs = [pair for pair in of_ranks if pair]
+        if len(pairs) < len(of_ranks) or max(one for one, _ in pairs) >= max(nccl for _, nccl in pairs):
+            break
+        most_bytes = size
+    return most_bytes
+
+
+def _shared_buffers(group: dist.ProcessGroup, device: torch.device) -> dict[torch.dtype, Tensor]:
+    from torch.distributed import _symmetric_memory as symmetric  # noqa: PLC0415 - not in every build of torch
+
+    buffers = {}
+    for dtype in _DTYPES:
+        # Room for the largest message, and for one in 16 bits that goes through 32.
+        buffers[dtype] = symmetric.empty(2 * SIZES[-1] // dtype.itemsize, dtype=dtype, device=device)
+        symmetric.rendezvous(buffers[dtype], group)
+    return buffers
+
+
+def _measure(end: OneShot, group: dist.ProcessGroup, device: torch.device) -> list[tuple[float, float] | None]:
+    """Seconds for each size both ways, on fp16, which takes the longest way; None where the sums are not equal."""
+    seconds: list[tuple[float, float] | None] = []
+    for size in SIZES:
+        values = torch.arange(size // 2, device=device).remainder(64).to(torch.float16) + dist.get_rank(group)
+        expected = values.clone()
+        dist.all_reduce(expected, group=group)
+        is_right = torch.equal(end.all_reduce(values), expected)
+        one_step = _seconds(partial(end.all_reduce, values), device)
+        through_nccl = _seconds(partial(dist.all_reduce, values.clone().zero_(), group=group), device)
+        seconds.append((one_step, through_nccl) if is_right else None)
+    return seconds
+
+
+def _seconds(call: Callable[[], object], device: torch.device) -> float:
+    """The mean time of a call on the device."""
+    call()
+    started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize(device)
+    started.record()
+    for _ in range(_NUM_CALLS):
+        call()
+    ended.record()
+    ended.synchronize()
+    milliseconds: float = started.elapsed_time(ended)
+    return milliseconds / 1e3 / _NUM_CALLS
