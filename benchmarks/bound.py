@@ -12,10 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from llama_ssp.config.schema import ModelConfig
 from llama_ssp.decoding.loop import Decoder
-from llama_ssp.planning.job import model_bytes, planned_model
-from llama_ssp.planning.weights import DTYPE_BYTES, inventory
 from llama_ssp.tasks.measuring import copy_bytes_per_s, seconds_per_call
 
 CPU = torch.device("cpu")
@@ -66,19 +63,6 @@ def forwards_alone_s(
                 part()
                 times.append(time.perf_counter() - began)
     return statistics.median(seconds[verify]), statistics.median(seconds[draft]) / num_draft_tokens
-
-
-def step_bytes(entry: ModelConfig) -> int:
-    """Bytes of weights that one forward reads on a CPU, in the form in which they are held there.
-
-    Of an embedding only some rows are read: the table counts only where it is the head as well.
-    """
-    model = planned_model(entry)
-    held = inventory(model.shape)
-    total = model_bytes(held, model, device="cpu").total_bytes
-    is_head = held.head is None and model.matrix_dtype("cpu") is model.dtype
-    tables = sum(table.num_elements for table in held.embeddings)
-    return total - (0 if is_head else DTYPE_BYTES[model.dtype] * tables)
 
 
 class Passes:

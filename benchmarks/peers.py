@@ -19,7 +19,7 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.bound import CPU, Passes, forwards_alone_s, step_bytes
+from benchmarks.bound import CPU, Passes, forwards_alone_s
 from benchmarks.timing import Goal, print_goals, store
 from llama_ssp import Pair, load
 from llama_ssp.config import catalogue
@@ -31,6 +31,8 @@ from llama_ssp.models import hub
 from llama_ssp.models.backends import load_modules
 from llama_ssp.models.checkpoint import inspect
 from llama_ssp.models.runner import ModuleRunner
+from llama_ssp.planning.job import planned_model, step_bytes
+from llama_ssp.planning.weights import inventory
 from llama_ssp.tasks.benchmark import Ours
 from llama_ssp.tasks.loading import build_decoder
 from llama_ssp.tasks.peers import Peers, load_peer
@@ -73,7 +75,7 @@ def weights_bytes(arguments: argparse.Namespace) -> tuple[int, int]:
     entries = [replace(catalogue.load(name), dtype=Dtype.fp32) for name in (arguments.target, arguments.draft)]
     if arguments.modules:  # which keep the weights of 16-bit files in 32
         entries = [replace(entry, stored_dtype=Dtype.fp32) for entry in entries]
-    target, draft = map(step_bytes, entries)
+    target, draft = (step_bytes(inventory(model.shape), model, device="cpu") for model in map(planned_model, entries))
     return target, draft
 
 

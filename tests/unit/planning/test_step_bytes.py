@@ -1,10 +1,11 @@
-"""What a round must read, counted by hand."""
+"""Bytes that a forward reads, counted by hand."""
 
 from dataclasses import replace
 
-from benchmarks.bound import step_bytes
 from llama_ssp.config import catalogue
 from llama_ssp.config.schema import Dtype, ModelShape
+from llama_ssp.planning.job import planned_model, step_bytes
+from llama_ssp.planning.weights import inventory
 
 SHAPE = ModelShape(
     model_type="llama", num_hidden_layers=3, hidden_size=512, num_attention_heads=8, num_key_value_heads=4, head_dim=64,
@@ -16,7 +17,8 @@ NORMS = 3 * 2 * 512 + 512
 
 
 def of(shape: ModelShape, **fields: Dtype) -> int:
-    return step_bytes(replace(catalogue.load("tiny"), shape=shape, **fields))  # type: ignore[arg-type]
+    model = planned_model(replace(catalogue.load("tiny"), shape=shape, **fields))  # type: ignore[arg-type]
+    return step_bytes(inventory(shape), model, device="cpu")
 
 
 def test_a_forward_reads_all_matrices_and_no_embedding() -> None:
