@@ -69,7 +69,7 @@ class Cell:
     form: Form
 
     def config(self, num_draft_tokens: int) -> RunConfig:
-        """The run that it stands for."""
+        """The run that it stands for; nothing is written into its folder."""
         draft = DrafterConfig(kind=DrafterKind.none)
         if self.place.drafts:
             draft = DrafterConfig(kind=DrafterKind.model, model=self.form.entry(DRAFT))
@@ -84,6 +84,7 @@ class Cell:
             batch_size=self.place.batch_size,
             device=DeviceKind.cpu,
             ignore_eos=True,
+            run_dir="outputs",
         )
 
 

@@ -23,6 +23,7 @@ from rich.table import Table
 from benchmarks.gpu_engine import TEXT, decode_once, tokens_per_round
 from benchmarks.placement_cells import DRAFT, FORMS, FP32, PLACES, TARGET, Cell, cells
 from benchmarks.timing import store
+from llama_ssp.config import checks
 from llama_ssp.config.schema import DeviceKind
 from llama_ssp.decoding.loop import Decoder
 from llama_ssp.decoding.state import Request
@@ -84,6 +85,7 @@ def prepare(cell: Cell, world: World, num_draft_tokens: int) -> Candidate | str:
     """Load a cell's models and decode once; or why that cannot be."""
     config = cell.config(num_draft_tokens)
     try:
+        checks.check(config, frozenset(), world_size=world.comm.size)
         models = load_models(config, world, find_sources(config, world))
         decoder = build_decoder(models, config, speculative=cell.place.drafts)
         (prompt,) = cut(encode(TEXT, models.tokenizer, chat=False), num_prompts=1, num_tokens=PROMPT_TOKENS)

@@ -1,6 +1,7 @@
 """What the repository says of measurements: every figure comes from the row, and nothing is said without one."""
 
 import json
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from benchmarks import lengths, placement_cells, placement_pages, readme, sweep
 from benchmarks.curves import fit
 from benchmarks.placements import Figures
 from launch import command_line
-from llama_ssp.config import catalogue, store
+from llama_ssp.config import catalogue, checks, store
 
 MADE_BY: dict[str, Any] = {
     "versions": {"torch": "2"}, "git_commit": "c0ffee", "processor": "abacus", "num_threads": 2, "num_draft_tokens": 4,
@@ -84,6 +85,7 @@ def test_the_figure_of_lengths_has_a_dot_for_each_point_and_a_line_for_each_fit(
     assert len(said(picture, "circle")) == 4 * 4
     assert "plain, 100 tokens of context: 1.000 ms/token" in said(picture, "circle")
     assert picture.count("<polyline") == 4
+    assert len(set(re.findall(r'<circle cx="([\d.]+)"', picture))) == 4
 
 
 def test_the_figure_of_a_sweep_has_a_bar_for_each_candidate_that_was_measured() -> None:
@@ -92,14 +94,20 @@ def test_the_figure_of_a_sweep_has_a_bar_for_each_candidate_that_was_measured() 
     assert "ours, speculative, int8_weight_only: 1.00 ms" in bars
 
 
-def test_every_launch_of_a_sweep_composes() -> None:
+def test_every_launch_of_a_sweep_passes_the_checks() -> None:
     store.register()
     for words in sweep.launches(sweep.LISTS).values():
-        overrides = ["task=benchmark", *words]
+        overrides = ["task=benchmark", f"max_new_tokens={sweep.NEW_TOKENS}", *words]
         with initialize_config_dir(str(catalogue.conf_dir()), version_base="1.3"):
             config = compose("config", overrides)
-        run = store.to_run_config(config, explicit=command_line.explicit_keys(overrides))
-        assert run.model.name == "tiny"
+        explicit = command_line.explicit_keys(overrides)
+        checks.check(store.to_run_config(config, explicit=explicit), explicit, world_size=1)
+
+
+def test_every_place_passes_the_checks_in_fp32() -> None:
+    for num_ranks in (1, 2):
+        for cell in placement_cells.cells(num_ranks, [placement_cells.FP32]):
+            checks.check(cell.config(4), frozenset(), world_size=num_ranks)
 
 
 def test_regions_are_filled_from_the_newest_row_and_empty_without_one(
