@@ -61,6 +61,7 @@ def test_placements_measure_a_line_of_the_target_alone_and_one_with_a_draft(
     ]  # fmt: skip
     assert not [each["refused"] for each in found.values() if each["refused"]]
     assert found[ALONE, "bf16"]["tokens_per_round"] == 1
+    assert found[ONE_RANK, "bf16"]["tokens_per_round"] > 1
     assert found[ONE_RANK, "bf16"]["speedup"] > 0
     assert found[ONE_RANK, "draft int8"]["speedup"] is None, "the target alone was not measured in fp32"
 
