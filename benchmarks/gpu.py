@@ -8,7 +8,7 @@ stage is a row of `results/gpu.jsonl`. `--quick` runs all of it with the shipped
 import argparse
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 import transformers
@@ -23,7 +23,8 @@ from llama_ssp.config.schema import Dtype, Quantization
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.models.backends import load_modules
 from llama_ssp.models.synthetic import synthesize
-from llama_ssp.planning.weights import inventory, weight_bytes
+from llama_ssp.planning.job import planned_model, step_bytes
+from llama_ssp.planning.weights import DTYPE_BYTES, inventory
 from llama_ssp.tasks.measuring import copy_bytes_per_s
 
 NUM_DRAFT_TOKENS = 4
@@ -153,13 +154,11 @@ class Bench:
 
     def _bytes_of_a_step(self, stage: Stage) -> float:
         """Weights without the embedding, of which one row is read, and keys and values in the middle of the text."""
-        shape = catalogue.load(stage.target).shape
-        assert shape
-        weights = weight_bytes(inventory(shape), dtype=self.dtype, quantization=stage.quantization).total_bytes
-        size = 4 if self.dtype is Dtype.fp32 else 2
-        embedding = 0 if shape.tie_word_embeddings else shape.vocab_size * shape.hidden_size * size
+        model = planned_model(replace(catalogue.load(stage.target), dtype=self.dtype, quantization=stage.quantization))
+        shape, size = model.shape, DTYPE_BYTES[self.dtype]
+        weights = step_bytes(inventory(shape), model, device=self.device.type)
         width = 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim * size
-        return weights - embedding + width * (self.prompt_tokens + self.new_tokens / 2)
+        return weights + width * (self.prompt_tokens + self.new_tokens / 2)
 
     def _speculative(self, stage: Stage, pair: Pair) -> Pace:
         measured = self._pace(pair, speculative=True)

@@ -163,10 +163,10 @@ def pace(decoder: Decoder, wanted: list[Request], *, num_repetitions: int = 3) -
         wanted: see `requests`.
         num_repetitions: counted repetitions.
     """
-    runs = [_once(decoder, wanted, seed=seed) for seed in range(num_repetitions + 1)][1:]
+    runs = [decode_once(decoder, wanted, seed=seed) for seed in range(num_repetitions + 1)][1:]
     seconds = statistics.median(run_s / num_rounds for run_s, num_rounds, _ in runs)
     completions = [completion for _, _, found in runs for completion in found]
-    tokens = statistics.mean(_tokens_per_round(completion) for completion in completions)
+    tokens = statistics.mean(tokens_per_round(completion) for completion in completions)
     num_draft_tokens = completions[0].num_draft_tokens
     num_rounds = sum(completion.num_target_forwards - 1 for completion in completions) / len(wanted)
     part_ms = {
@@ -182,7 +182,8 @@ def pace(decoder: Decoder, wanted: list[Request], *, num_repetitions: int = 3) -
     )
 
 
-def _once(decoder: Decoder, wanted: list[Request], *, seed: int) -> tuple[float, int, list[Completion]]:
+@torch.inference_mode()
+def decode_once(decoder: Decoder, wanted: list[Request], *, seed: int) -> tuple[float, int, list[Completion]]:
     """Seconds between the prefill's result and the last one, the rounds in between, and the completions."""
     decoder.seed = seed
     completions: dict[int, Completion] = {}
@@ -193,7 +194,7 @@ def _once(decoder: Decoder, wanted: list[Request], *, seed: int) -> tuple[float,
     return arrivals[-1] - arrivals[0], len(arrivals) - 1, list(completions.values())
 
 
-def _tokens_per_round(completion: Completion) -> float:
+def tokens_per_round(completion: Completion) -> float:
     """Of the rounds that no limit could cut."""
     counted = [
         length + 1

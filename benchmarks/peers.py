@@ -1,14 +1,13 @@
 """Ours against transformers, plain and speculative, on the shipped pair: `python benchmarks/peers.py`.
 
 One process, fp32, batch 1. Both sides get the same prompts, the same sampling, the same number of drafted tokens with a
-constant schedule, and no end-of-sequence token. Beside the ratios stands the bound: what a round's forwards cost when
-they are timed alone, over the tokens of a round.
+constant schedule, and no end-of-sequence token. Beside the ratios stand the bounds of a round (`bound`): its forwards
+timed alone, and its weights read once from memory.
 """
 
 import argparse
 import statistics
 import sys
-import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +19,7 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.bound import CPU, Passes, forwards_alone_s
 from benchmarks.timing import Goal, print_goals, store
 from llama_ssp import Pair, load
 from llama_ssp.config import catalogue
@@ -31,6 +31,8 @@ from llama_ssp.models import hub
 from llama_ssp.models.backends import load_modules
 from llama_ssp.models.checkpoint import inspect
 from llama_ssp.models.runner import ModuleRunner
+from llama_ssp.planning.job import planned_model, step_bytes
+from llama_ssp.planning.weights import inventory
 from llama_ssp.tasks.benchmark import Ours
 from llama_ssp.tasks.loading import build_decoder
 from llama_ssp.tasks.peers import Peers, load_peer
@@ -44,37 +46,6 @@ PROMPTS = (
     '    """Return the number of items in the list.',
 )
 NUM_NEW_TOKENS = 64
-
-
-def forwards_alone_s(decoder: Decoder, *, context: int, num_turns: int = 60) -> tuple[float, float]:
-    """Seconds of one verification with its processors, and of one draft step with its draw, behind `context` tokens.
-
-    They take turns as in a round, so that each finds the processor's caches as a round leaves them, and nothing else of
-    a round happens in between.
-    """
-    models = decoder.rounds
-    drafter = models.drafter
-    assert drafter
-    num_draft_tokens = drafter.num_draft_tokens
-    num_slots = -(-(context + num_draft_tokens + 1) // 64) * 64
-    models.target.allocate(batch_size=1, capacity=num_slots)
-    drafter.allocate(batch_size=1, num_slots=num_slots)
-    tokens_1S = torch.ones(1, num_slots, dtype=torch.int64)
-    lengths_1 = torch.tensor([context])
-    uniforms_1K = torch.full((1, num_draft_tokens), 0.5, dtype=torch.float64)
-    positions_1W = torch.arange(context - 1, context + num_draft_tokens)[None]
-    verify_s, draft_s = [], []
-    with torch.inference_mode():
-        for _ in range(num_turns):
-            began = time.perf_counter()
-            drafter.propose(tokens_1S, lengths_1, uniforms_BK=uniforms_1K, bucket=num_slots)
-            drafted = time.perf_counter()
-            models.rule.process(
-                models.target.forward(tokens_1S[:, : num_draft_tokens + 1], positions_1W, bucket=num_slots)
-            )
-            verify_s.append(time.perf_counter() - drafted)
-            draft_s.append(drafted - began)
-    return statistics.median(verify_s), statistics.median(draft_s) / num_draft_tokens
 
 
 @torch.inference_mode()
@@ -92,11 +63,20 @@ def ms_at_context(decoder: Decoder, num_prompt_tokens: int, repetition: int) -> 
 
 def over_modules(pair: Pair, arguments: argparse.Namespace) -> Pair:
     """The same pair over the library's own modules, the reference of the lean decoder."""
-    comm, cpu = Comm.single(), torch.device("cpu")
+    comm = Comm.single()
     folders = [hub.resolve(catalogue.load(name)) for name in (arguments.target, arguments.draft)]
-    models = [load_modules(inspect(folder), dtype=torch.float32, device=cpu, comm=comm) for folder in folders]
+    models = [load_modules(inspect(folder), dtype=torch.float32, device=CPU, comm=comm) for folder in folders]
     target, draft = (ModuleRunner(model, comm=comm) for model in models)
     return replace(pair, models=replace(pair.models, target=target, draft=draft))
+
+
+def weights_bytes(arguments: argparse.Namespace) -> tuple[int, int]:
+    """Bytes that a forward of the target and one of the draft read, as ours hold them."""
+    entries = [replace(catalogue.load(name), dtype=Dtype.fp32) for name in (arguments.target, arguments.draft)]
+    if arguments.modules:  # which keep the weights of 16-bit files in 32
+        entries = [replace(entry, stored_dtype=Dtype.fp32) for entry in entries]
+    target, draft = (step_bytes(inventory(model.shape), model, device="cpu") for model in map(planned_model, entries))
+    return target, draft
 
 
 def measure(arguments: argparse.Namespace, console: Console) -> dict[str, object]:
@@ -116,8 +96,7 @@ def measure(arguments: argparse.Namespace, console: Console) -> dict[str, object
     prompts = [encode(prompt, pair.models.tokenizer, chat=False) for prompt in PROMPTS]
     ours, ours_plain = (Ours(decoder=each, prompts=prompts, num_new_tokens=NUM_NEW_TOKENS) for each in (fast, plain))
     folders = [hub.resolve(catalogue.load(name)) for name in (arguments.target, arguments.draft)]
-    cpu = torch.device("cpu")
-    target, draft = (load_peer(folder, dtype=torch.float32, device=cpu) for folder in folders)
+    target, draft = (load_peer(folder, dtype=torch.float32, device=CPU) for folder in folders)
     peers = partial(
         Peers(target=target, draft=draft).ms_per_token,
         prompts,
@@ -126,16 +105,28 @@ def measure(arguments: argparse.Namespace, console: Console) -> dict[str, object
     )
 
     alone: list[tuple[float, float]] = []
+    passes = Passes()
+    target_bytes, draft_bytes = weights_bytes(arguments)
+    context = len(prompts[0]) + NUM_NEW_TOKENS // 2
 
     def forwards_ms(_repetition: int) -> float:
-        alone.append(forwards_alone_s(fast, context=len(prompts[0]) + NUM_NEW_TOKENS // 2))
+        alone.append(forwards_alone_s(fast, context=context))
         verify_s, draft_s = alone[-1]
         return 1e3 * float(verify_s + num_draft_tokens * draft_s)
+
+    def cold_forwards_ms(_repetition: int) -> float:
+        verify_s, draft_s = forwards_alone_s(fast, context=context, num_turns=7, between=passes.fill_caches)
+        return 1e3 * float(verify_s + num_draft_tokens * draft_s)
+
+    def weights_ms(_repetition: int) -> float:
+        return 1e3 * float(target_bytes + num_draft_tokens * draft_bytes) / passes.bytes_per_s()
 
     with console.status("timing"):
         ms = in_turns(
             {
                 "forwards": forwards_ms,
+                "cold": cold_forwards_ms,
+                "weights": weights_ms,
                 "ours, speculative": ours.ms_per_token,
                 "transformers, assisted": lambda _: peers(num_draft_tokens=num_draft_tokens),
                 "ours, plain": ours_plain.ms_per_token,
@@ -151,7 +142,7 @@ def measure(arguments: argparse.Namespace, console: Console) -> dict[str, object
             },
             num_repetitions=arguments.repetitions,
         )
-    forwards = ms.pop("forwards")
+    forwards, cold, weights = (ms.pop(name) for name in ("forwards", "cold", "weights"))
     assert ours.tokens_per_round
     bounds_ms = [round_ms / ours.tokens_per_round for round_ms in forwards]
     verify_s, draft_s = (statistics.median(times) for times in zip(*alone, strict=True))
@@ -170,6 +161,11 @@ def measure(arguments: argparse.Namespace, console: Console) -> dict[str, object
         "verify_ms": 1e3 * verify_s,
         "draft_step_ms": 1e3 * draft_s,
         "bound_ms_per_token": statistics.median(bounds_ms),
+        "target_bytes": target_bytes,
+        "draft_bytes": draft_bytes,
+        "memory_bytes_per_s": 1e3 * (target_bytes + num_draft_tokens * draft_bytes) / statistics.median(weights),
+        "forwards_to_weights": median_ratio(forwards, weights),
+        "cold_forwards_to_weights": median_ratio(cold, weights),
         "speculative_to_bound": median_ratio(ms["ours, speculative"], bounds_ms),
         "rounds_to_bound": median_ratio(ours.rounds_ms, forwards),
         "other_share": statistics.median(ours.shares("other")),
@@ -191,12 +187,16 @@ def show(row: dict[str, object], console: Console) -> None:
             table.add_row(name if group == "ms_per_token" else f"behind a prompt, {name} tokens", f"{value:.2f}")
     table.add_row(f"bound: verification {row['verify_ms']:.2f} + K x {row['draft_step_ms']:.2f} ms over "
                   f"{row['tokens_per_round']:.2f} tokens per round", f"{row['bound_ms_per_token']:.2f}")  # fmt: skip
+    read = f"weights of a round read once at {float(str(row['memory_bytes_per_s'])) / 1e9:.1f} GB/s"
+    table.add_row(f"the bound's forwards over the {read}", f"{row['forwards_to_weights']:.2f}")
+    table.add_row("the same forwards out of cold caches", f"{row['cold_forwards_to_weights']:.2f}")
     table.add_row("ours, speculative, over that bound, prefill included", f"{row['speculative_to_bound']:.2f}")
     console.print(table)
     goals = {
-        "ours, speculative / transformers, assisted": ("speculative_to_assisted", 0.75),
-        "ours, plain / transformers, generate": ("plain_to_generate", 0.97),
-        "rounds / bound (without prefill)": ("rounds_to_bound", 1.1),
+        "ours, speculative / transformers, assisted": ("speculative_to_assisted", 0.35),
+        "ours, plain / transformers, generate": ("plain_to_generate", 0.45),
+        "bound / its weights read once from memory": ("forwards_to_weights", 1.5),
+        "rounds / bound (without prefill)": ("rounds_to_bound", 1.08),
         "other_s / round": ("other_share", 0.05),
         "plain, 1500 / 100 tokens of context": ("plain_1500_to_100", 1.6),
         "speculative, 1500 / 100 tokens of context": ("speculative_1500_to_100", 1.6),

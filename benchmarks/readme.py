@@ -1,9 +1,22 @@
-"""The README's table of measured figures, out of the newest stored row: `python -m benchmarks.readme` prints it."""
+"""What the repository says of measurements, out of the newest stored rows: `python -m benchmarks.readme` writes it.
+
+In README.md the regions between `<!-- measured: NAME -->` and `<!-- end -->`; in docs the figures and the long table.
+What has not been measured yet stays empty, and is not written.
+"""
 
 import json
+import re
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from benchmarks import lengths, sweep
+from benchmarks.curves import Quadratic
+from benchmarks.placement_pages import document, precision
 from benchmarks.timing import RESULTS
+
+ROOT = Path(__file__).resolve().parents[1]
+Row = dict[str, Any]
 
 _SETTING = (
     "`{target}` with `{draft}`, fp32, one rank with {num_threads} threads of an {processor}, K = {num_draft_tokens}, "
@@ -24,10 +37,22 @@ _REST = (
 )
 
 
-def measured() -> str:
-    """What `peers.py` measured last, as Markdown."""
-    rows = (RESULTS / "peers.jsonl").read_text(encoding="utf-8").splitlines()
-    row: dict[str, Any] = json.loads(rows[-1])
+_WEIGHTS = (
+    " Those forwards take {forwards_to_weights:.2f} times what reading their weights once takes at the "
+    "{gb_per_s:.1f} GB/s of a long read or copy, {cold_forwards_to_weights:.2f} times out of cold caches."
+)
+
+
+def newest(name: str) -> Row | None:
+    """The last stored row of a program; None where there is none yet."""
+    file = RESULTS / f"{name}.jsonl"
+    rows = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    row: Row | None = json.loads(rows[-1]) if rows else None
+    return row
+
+
+def peers_text(row: Row) -> str:
+    """What `peers` measured."""
     ms = row["ms_per_token"]
     figures = (
         row
@@ -37,10 +62,72 @@ def measured() -> str:
             "ours_speculative": ms["ours, speculative"],
             "generate": ms["transformers, generate"],
             "assisted": ms["transformers, assisted"],
+            "gb_per_s": row.get("memory_bytes_per_s", 0.0) / 1e9,
         }
     )
-    return "\n\n".join(text.format(**figures) for text in (_SETTING, _TABLE, _REST))
+    rest = _REST + (_WEIGHTS if "forwards_to_weights" in row else "")
+    return "\n\n".join(text.format(**figures) for text in (_SETTING, _TABLE, rest))
+
+
+def lengths_text(row: Row) -> str:
+    """What `lengths` measured."""
+    curves = {name: Quadratic(**series["fit"]) for name, series in row["series"].items()}
+    said = "; ".join(f"{name}: {curve.verdict}" for name, curve in curves.items())
+    return (
+        "![Milliseconds per token behind longer contexts and late in a text](docs/lengths.svg)\n\n"
+        f"Fitted to a + b n + c n², with 95 % intervals: {said}."
+    )
+
+
+def sweep_text(row: Row) -> str:
+    """What `sweep` measured."""
+    setting = f"{row['num_threads']} threads of an {row['processor']}, K = {sweep.BASE['num_draft_tokens'][0]}"
+    return (
+        "![Ours beside transformers over K, prompt length, batch and precision](docs/sweep.svg)\n\n"
+        f"`task=benchmark` on the shipped pair ({setting}, {sweep.BASE['prompt_tokens'][0]} tokens of prompt and one "
+        "row where nothing else is said). transformers assists one row at a time."
+    )
+
+
+TEXTS: dict[str, Callable[[Row], str]] = {
+    "peers": peers_text,
+    "lengths": lengths_text,
+    "sweep": sweep_text,
+    "placements": precision,
+}
+"""What goes into README.md, by the name of the rows and of the region."""
+FILES: dict[str, tuple[str, Callable[[Row], str]]] = {
+    "docs/lengths.svg": ("lengths", lengths.draw),
+    "docs/sweep.svg": ("sweep", sweep.draw),
+    "docs/PLACEMENTS.md": ("placements", document),
+}
+"""Files of their own, and the rows that they are made of."""
+
+
+def filled(readme: str) -> str:
+    """README.md with every region as the newest rows have it; a region without a row is empty."""
+
+    def region(match: re.Match[str]) -> str:
+        row = newest(match[1])
+        text = f"{TEXTS[match[1]](row)}\n" if row else ""
+        return f"<!-- measured: {match[1]} -->\n{text}<!-- end -->"
+
+    return re.sub(r"<!-- measured: (\w+) -->\n.*?<!-- end -->", region, readme, flags=re.DOTALL)
+
+
+def made_files() -> dict[str, str]:
+    """The content of each of FILES that can be made."""
+    return {name: make(row) for name, (rows, make) in FILES.items() if (row := newest(rows))}
+
+
+def main() -> None:
+    """Write README.md and the files in docs."""
+    readme = ROOT / "README.md"
+    contents = {"README.md": filled(readme.read_text(encoding="utf-8"))} | made_files()
+    for name, content in contents.items():
+        (ROOT / name).write_text(content, encoding="utf-8")
+        print(f"wrote {name}")
 
 
 if __name__ == "__main__":
-    print(measured())
+    main()

@@ -13,7 +13,7 @@ from llama_ssp.config.layout import Layout, lay_out
 from llama_ssp.config.plan import PlanConfig, TargetLayout
 from llama_ssp.config.schema import DraftLayout, Dtype, ModelConfig, ModelShape, Quantization
 from llama_ssp.errors import CheckpointError, ConfigError
-from llama_ssp.planning.weights import LLAMA_KIND, Inventory, WeightBytes, weight_bytes
+from llama_ssp.planning.weights import DTYPE_BYTES, LLAMA_KIND, Inventory, WeightBytes, weight_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +88,16 @@ def model_bytes(held: Inventory, model: PlannedModel, *, device: str) -> WeightB
     return weight_bytes(
         held, dtype=model.dtype, quantization=model.quantization, matrix_dtype=model.matrix_dtype(device)
     )
+
+
+def step_bytes(held: Inventory, model: PlannedModel, *, device: str) -> int:
+    """Bytes of weights that one forward reads of what a rank holds.
+
+    Of an embedding a forward takes some rows: the table counts only where it is the head as well.
+    """
+    is_head = held.head is None and model.matrix_dtype(device) is model.dtype
+    tables = 0 if is_head else sum(table.num_elements for table in held.embeddings)
+    return model_bytes(held, model, device=device).total_bytes - DTYPE_BYTES[model.dtype] * tables
 
 
 def settle_models(config: PlanConfig) -> None:

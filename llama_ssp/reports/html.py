@@ -6,7 +6,7 @@ Figures come from `figures`, numbers from the summaries; here is only the page a
 from collections.abc import Sequence
 from html import escape
 
-from llama_ssp.reports import figures
+from llama_ssp.reports import figures, svg
 from llama_ssp.reports.runs import Run
 
 STYLE = """
@@ -22,9 +22,6 @@ p { margin: .2rem 0; color: var(--soft); }
 .figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(25rem, 1fr)); gap: 1.2rem; }
 figure { margin: 0; border: 1px solid var(--line); border-radius: 8px; padding: .6rem; }
 svg { width: 100%; height: auto; display: block; }
-svg text { font-size: 12px; fill: var(--ink); } svg .title { font-size: 14px; font-weight: 600; }
-svg .end { text-anchor: end; } svg .middle { text-anchor: middle; } svg .label { fill: var(--soft); }
-svg .grid { stroke: var(--line); } svg .axis { stroke: var(--soft); }
 .wide { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { padding: .35rem .7rem; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
 th { color: var(--soft); font-weight: 500; } .left { text-align: left; }
@@ -49,7 +46,8 @@ def report(runs: Sequence[Run], *, missing: Sequence[str] = ()) -> str:
     head = [
         "<!DOCTYPE html>", '<html lang="en">', "<head>", '<meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">', '<link rel="icon" href="data:,">',
-        f"<title>{escape(title)}</title>", f"<style>{STYLE}</style>", "</head>", "<body>", f"<h1>{escape(title)}</h1>",
+        f"<title>{escape(title)}</title>", f"<style>{STYLE}{svg.STYLE}</style>", "</head>", "<body>",
+        f"<h1>{escape(title)}</h1>",
     ]  # fmt: skip
     body = _one(runs[0]) if len(runs) == 1 else _several(runs)
     notes = [_paragraph(sentence) for sentence in missing]

@@ -177,8 +177,8 @@ class BenchmarkRow:
         ms_per_token: by candidate (plain, speculative, generate, assisted), the median over repetitions.
         tokens_per_round: of ours.
         other_share: of our rounds, what is neither drafting nor verification.
-        copy_share: time to pass over the target's weights on a rank, at the speed of a plain copy, over the time of a
-            plain step; above 1 where a cache holds them.
+        copy_share: time to pass over the weights that a plain step reads on a rank, at the speed of a plain copy taken
+            in turns with the steps, over the time of a step; above 1 where a cache holds them.
     """
 
     model: str

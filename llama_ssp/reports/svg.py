@@ -1,11 +1,11 @@
-"""A small chart as inline SVG: bars, lines and dots over two linear axes, with a legend. Needs no package.
+"""A small chart as SVG: bars, lines and dots over two linear axes, with a legend. Needs no package.
 
 What is drawn, and from what, is the business of `figures`. Positions are in units of the data; sizes are in pixels of a
 view box that the page scales.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from html import escape
 
 WIDTH, HEIGHT = 560, 300
@@ -15,6 +15,10 @@ GREY = "#8a939b"
 NUM_TICKS = 5
 MOST_NAMES = 20
 """Names under the x axis; of more, only every second or third is shown."""
+
+STYLE = """svg text { font-size: 12px; fill: #1b1f23; } svg .title { font-size: 14px; font-weight: 600; }
+svg .end { text-anchor: end; } svg .middle { text-anchor: middle; } svg .label { fill: #5f6b76; }
+svg .grid { stroke: #dfe3e6; } svg .axis { stroke: #5f6b76; }"""
 
 
 def nice_ticks(highest: float) -> list[float]:
@@ -78,9 +82,17 @@ class Chart:
 
     def svg(self) -> str:
         """The whole picture as an element of a page."""
-        title = escape(self._title)
-        head = f'<svg viewBox="0 0 {WIDTH} {self._full_height()}" role="img" aria-label="{title}">'
-        return "\n".join([head, *self._axes(), *self._marks, *self._legend_rows(), "</svg>"])
+        head = f'<svg viewBox="0 0 {WIDTH} {self.height}" role="img" aria-label="{escape(self._title)}">'
+        return "\n".join([head, self.content(), "</svg>"])
+
+    def content(self) -> str:
+        """What is inside of the picture."""
+        return "\n".join([*self._axes(), *self._marks, *self._legend_rows()])
+
+    @property
+    def height(self) -> int:
+        """Of the view box, the legend included."""
+        return HEIGHT + 18 * math.ceil(len(self._legend) / 2)
 
     def _x(self, x: float) -> float:
         return LEFT + (WIDTH - LEFT - RIGHT) * x / self._most_x
@@ -108,9 +120,6 @@ class Chart:
         parts.append(_text(14, middle, self._y_label, "middle label", turned))
         return parts
 
-    def _full_height(self) -> int:
-        return HEIGHT + 18 * math.ceil(len(self._legend) / 2)
-
     def _legend_rows(self) -> list[str]:
         parts = []
         for place, (name, colour, dashed) in enumerate(self._legend):
@@ -121,6 +130,22 @@ class Chart:
             parts.append(f'<line {ends} stroke="{colour}" stroke-width="{width}"{dashes}/>')
             parts.append(_text(x + 25, y, name, ""))
         return parts
+
+
+def sheet(charts: Sequence[Chart], *, num_columns: int = 2) -> str:
+    """Charts side by side as a file of its own, which brings its style and a white ground."""
+    rows = [charts[first : first + num_columns] for first in range(0, len(charts), num_columns)]
+    width, top, parts = WIDTH * min(num_columns, len(charts)), 0, []
+    for row in rows:
+        parts += [
+            f'<g transform="translate({WIDTH * place} {top})">\n{chart.content()}\n</g>'
+            for place, chart in enumerate(row)
+        ]
+        top += max(chart.height for chart in row)
+    names = f'xmlns="http://www.w3.org/2000/svg" width="{width}" height="{top}" viewBox="0 0 {width} {top}"'
+    style = f"<style>svg {{ font-family: system-ui, sans-serif; }}\n{STYLE}</style>"
+    ground = f'<rect width="{width}" height="{top}" fill="#fff"/>'
+    return "\n".join([f"<svg {names}>", style, ground, *parts, "</svg>", ""])
 
 
 def _text(x: float, y: float, text: str, kind: str, more: str = "") -> str:

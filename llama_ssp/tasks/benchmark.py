@@ -20,6 +20,8 @@ from llama_ssp.config.schema import Quantization, RunConfig, SpeculationConfig, 
 from llama_ssp.decoding.loop import Completion, Decoder
 from llama_ssp.decoding.state import Request
 from llama_ssp.errors import InterruptedRun
+from llama_ssp.planning.job import step_bytes
+from llama_ssp.planning.memory import rank_shares
 from llama_ssp.reports.lines import BenchmarkRow
 from llama_ssp.reports.provenance import git_commit, versions
 from llama_ssp.tasks.checkpoints import Source
@@ -27,9 +29,10 @@ from llama_ssp.tasks.loading import build_decoder
 from llama_ssp.tasks.measuring import copy_bytes_per_s
 from llama_ssp.tasks.peers import Peers, load_peer
 from llama_ssp.tasks.session import Job, Session
-from llama_ssp.tasks.turns import in_turns
+from llama_ssp.tasks.turns import in_turns, median_ratio
 
 PLAIN, SPECULATIVE, GENERATE, ASSISTED = "plain", "speculative", "generate", "assisted"
+_PASS = "pass"
 _STRIDE = 17
 """Tokens by which the prompts of a batch begin later in the text."""
 
@@ -110,14 +113,13 @@ def benchmark(session: Session, jobs: list[Job], sources: tuple[Source, Source |
     assert isinstance(task, BenchmarkConfig)
     peers = _peers(session, sources)
     text = [token for job in jobs for token in job.request.prompt_ids]
-    copied_per_s = copy_bytes_per_s(session.world.device)
     drafted: list[int | None] = [*task.num_draft_tokens] if session.models.has_draft else [None]
     cells = list(product(task.prompt_tokens, task.batch_sizes, drafted))
     rows = []
     with session.terminal.prompts() as progress:
         for number, (prompt_tokens, batch_size, num_draft_tokens) in enumerate(cells, start=1):
             prompts = cut(text, num_prompts=batch_size, num_tokens=prompt_tokens)
-            row = _measure(session, prompts, num_draft_tokens=num_draft_tokens, peers=peers, copied_per_s=copied_per_s)
+            row = _measure(session, prompts, num_draft_tokens=num_draft_tokens, peers=peers)
             rows.append(row)
             if session.folder:
                 made_by = {"versions": versions(), "git_commit": git_commit()}
@@ -158,7 +160,6 @@ def _measure(
     *,
     num_draft_tokens: int | None,
     peers: Peers | None,
-    copied_per_s: float,
 ) -> BenchmarkRow:
     config, task = session.config, session.config.task
     assert isinstance(task, BenchmarkConfig)
@@ -183,10 +184,11 @@ def _measure(
         candidates[GENERATE] = lambda _repetition: run(num_draft_tokens=None)
         if num_draft_tokens and len(prompts) == 1:  # the library assists one row at a time
             candidates[ASSISTED] = lambda _repetition: run(num_draft_tokens=num_draft_tokens)
+    candidates[_PASS] = lambda _repetition: 1e3 * _pass_s(session)
     ms = in_turns(candidates, num_repetitions=task.repetitions)
-    weights_bytes = max(rank.target_weights_bytes for rank in session.plan.ranks) if session.plan else None
-    step_ms = statistics.median(ours[PLAIN].rounds_ms) * len(prompts) if config.max_new_tokens > 1 else None
-    fast = ours.get(SPECULATIVE) if config.max_new_tokens > 1 else None
+    pass_ms, has_steps = ms.pop(_PASS), config.max_new_tokens > 1
+    steps_ms = [each * len(prompts) for each in ours[PLAIN].rounds_ms] if has_steps else []
+    fast = ours.get(SPECULATIVE) if has_steps else None
     return BenchmarkRow(
         model=config.model.name,
         draft=config.draft.model.name if config.draft.model else None,
@@ -201,5 +203,15 @@ def _measure(
         ms_per_token={name: statistics.median(values) for name, values in ms.items()},
         tokens_per_round=fast.tokens_per_round if fast else None,
         other_share=statistics.median(fast.shares("other")) if fast else None,
-        copy_share=1e3 * weights_bytes / copied_per_s / step_ms if weights_bytes and step_ms else None,
+        copy_share=median_ratio(pass_ms, steps_ms) if session.plan and has_steps else None,
     )
+
+
+def _pass_s(session: Session) -> float:
+    """Seconds of one pass over the weights that a forward of the target reads on a rank, as fast as a copy."""
+    if session.plan is None:
+        return 0.0
+    job = session.plan.job
+    shares = rank_shares(job.target, num_ranks=len(job.target_ranks), kind=job.target_kind)
+    most_bytes = max(step_bytes(held, job.target, device=job.device) for held in shares)
+    return most_bytes / copy_bytes_per_s(session.world.device)

@@ -16,7 +16,7 @@ import sys
 
 from hydra import compose, initialize_config_dir
 
-from benchmarks.readme import measured
+from benchmarks.readme import TEXTS, filled, made_files
 from launch import command_line, plan
 from llama_ssp.config import catalogue, store
 from tests.helpers.repository import PYTHON_FOLDERS, ROOT, files
@@ -139,5 +139,10 @@ def test_every_python_example_runs() -> None:
         assert result.returncode == 0, result.stderr
 
 
-def test_the_measured_figures_are_those_of_the_newest_stored_row() -> None:
-    assert measured() in readme()
+def test_the_readme_has_a_region_for_every_kind_of_measurement() -> None:
+    assert {name: readme().count(f"<!-- measured: {name} -->\n") for name in TEXTS} == dict.fromkeys(TEXTS, 1)
+
+
+def test_the_measured_figures_are_those_of_the_newest_stored_rows() -> None:
+    assert filled(readme()) == readme()
+    assert {name for name, content in made_files().items() if (ROOT / name).read_text() != content} == set()

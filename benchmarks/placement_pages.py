@@ -1,0 +1,95 @@
+"""Pages made of a stored row of `placements`: the whole table as a document, and what 8 bits cost, for the README."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from benchmarks.placement_cells import ALONE, FORMS, ONE_RANK, PLACES
+
+Row = Mapping[str, Any]
+MIB = 2**20
+UNLIKE = 0.03
+"""A ratio within this of 1 is called the same."""
+_REMARK = (
+    "With a batch of 8 a round yields eight times the tokens. Replicas work on a text each, so that two rounds take "
+    "the time of one. Two gloo ranks share the cores that one process has alone: they are there to compare placements "
+    "with each other, not with one rank."
+)
+
+
+def document(row: Row) -> str:
+    """docs/PLACEMENTS.md."""
+    names = [form.name for form in FORMS]
+    refused = [f"- {each['place']}, {each['form']}: {each['refused']}" for each in row["cells"] if each["refused"]]
+    parts = [
+        "# A round in every placement and precision",
+        "Made by `python -m benchmarks.readme` out of the newest row of `python -m benchmarks.placements`.",
+        _setting(row),
+        "## Milliseconds of a round, or of a plain step where the target is alone",
+        _table(row, names, "round_ms", "{:.2f}"),
+        _REMARK,
+        "## The same over fp32 in the same line",
+        _table(row, names, "to_fp32", "{:.2f}"),
+        "## What a token gains by speculation over the same target alone",
+        _table(row, names, "speedup", "{:.2f}x"),
+    ]
+    return "\n\n".join([*parts, *(["## Refused", "\n".join(refused)] if refused else [])]) + "\n"
+
+
+def _setting(row: Row) -> str:
+    versions = row["versions"]
+    return (
+        f"`{row['target']}` with `{row['draft']}`, K = {row['num_draft_tokens']}, temperature 0.8, medians of cells in "
+        f"turns, {row['num_threads']} threads of an {row['processor']} shared out over the ranks; torch "
+        f"{versions['torch']}, commit {str(row['git_commit'])[:12]}. Precisions are the target's where no draft is "
+        "named; what is not quantized is fp32, or in the bf16 and fp16 columns that, in both models."
+    )
+
+
+def _table(row: Row, names: Sequence[str], key: str, form: str) -> str:
+    """Lines for places, columns for precisions; lines without any such figure are left out."""
+    found = {(each["place"], each["form"]): each[key] for each in row["cells"]}
+    lines = [f"| | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
+    for place in PLACES:
+        values = [found.get((place.name, name)) for name in names]
+        if any(values):
+            shown = ("-" if value is None else form.format(value) for value in values)
+            lines.append(f"| {place.name} | {' | '.join(shown)} |")
+    return "\n".join(lines)
+
+
+def precision(row: Row) -> str:
+    """What each precision of the target costs on one rank, as a table and in words."""
+    cells = {(each["place"], each["form"]): each for each in row["cells"]}
+    lines = [
+        "| target, one rank | weights, MiB | plain step / fp32's | round / fp32's | speculation gains |",
+        "|---|---|---|---|---|",
+    ]
+    for name, num_bytes in row["target_bytes"].items():
+        alone, both = cells.get((ALONE, name)), cells.get((ONE_RANK, name))
+        if alone and both and alone["to_fp32"] and both["to_fp32"]:
+            figures = f"{alone['to_fp32']:.2f} | {both['to_fp32']:.2f} | {both['speedup']:.2f}x"
+            lines.append(f"| {name} | {num_bytes / MIB:.0f} | {figures} |")
+    return "\n\n".join(["\n".join(lines), " ".join(_words(row, cells))])
+
+
+def _words(row: Row, cells: Mapping[tuple[str, str], Mapping[str, Any]]) -> Iterator[str]:
+    """What is cheaper and what is dearer than fp32, as it was measured."""
+    in_place = {form: each for (place, form), each in cells.items() if place == ONE_RANK and each["to_fp32"]}
+    kinds = {
+        "8 or 4 bits in the target": [name for name in row["target_bytes"] if name.startswith(("int8", "nf4"))],
+        "An 8-bit draft": [name for name in in_place if name.startswith("draft")],
+        "16 bits in all": ["bf16", "fp16"],
+    }
+    for kind, names in kinds.items():
+        ratios = {name: in_place[name]["to_fp32"] for name in names if name in in_place}
+        gained = [f"{name} {1 - ratio:.0%}" for name, ratio in ratios.items() if ratio < 1 - UNLIKE]
+        lost = [f"{name} {ratio - 1:.0%}" for name, ratio in ratios.items() if ratio > 1 + UNLIKE]
+        said = [f"shortens a round: {', '.join(gained)}"] if gained else []
+        said += [f"lengthens it: {', '.join(lost)}"] if lost else []
+        if ratios:
+            yield f"{kind} {'; '.join(said) if said else 'changes nothing'}."
+    threads, processor = row["num_threads"], row["processor"]
+    yield (
+        f"Measured on the shipped pair with {threads} threads of an {processor}; weights of the fp32 line are kept in "
+        f"16 bits (K = {row['num_draft_tokens']}); every placement stands in [docs/PLACEMENTS.md](docs/PLACEMENTS.md)."
+    )

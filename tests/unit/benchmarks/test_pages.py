@@ -1,0 +1,126 @@
+"""What the repository says of measurements: every figure comes from the row, and nothing is said without one."""
+
+import json
+import re
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from benchmarks import lengths, placement_cells, placement_pages, readme, sweep
+from benchmarks.curves import fit
+from benchmarks.placements import Figures
+from launch import command_line
+from llama_ssp.config import catalogue, checks, store
+
+MADE_BY: dict[str, Any] = {
+    "versions": {"torch": "2"}, "git_commit": "c0ffee", "processor": "abacus", "num_threads": 2, "num_draft_tokens": 4,
+    "target": "tiny", "draft": "tiny-draft",
+}  # fmt: skip
+FACTORS = {"fp32": 1.0, "bf16": 0.8, "int8": 2.5, "int8_weight_only": 1.01, "draft int8": 1.5}
+
+
+def placements_row() -> dict[str, Any]:
+    """Every line in some forms; the others were refused."""
+    cells = [
+        Figures(
+            place=place.name, form=form.name, num_ranks=place.num_ranks, batch_size=place.batch_size,
+            **(
+                {"round_ms": 4 * FACTORS[form.name], "to_fp32": FACTORS[form.name], "speedup": 1.25}
+                if form.name in FACTORS else {"refused": "no kernel"}
+            ),
+        )
+        for place in placement_cells.PLACES for form in placement_cells.FORMS
+    ]  # fmt: skip
+    return MADE_BY | {"cells": [asdict(each) for each in cells], "target_bytes": dict.fromkeys(FACTORS, 3 * 2**20)}
+
+
+def lengths_row() -> dict[str, Any]:
+    points = [(100.0, 1.0), (200.0, 1.1), (300.0, 1.2), (400.0, 1.3)]
+    ns, ms = map(list, zip(*points, strict=True))
+    series = {"lengths": ns, "ms_per_token": ms, "fit": asdict(fit(points))}
+    return MADE_BY | {
+        "series": {f"{kind}, {mode}": series for kind in lengths.SERIES for mode in ("plain", "speculative")}
+    }
+
+
+def sweep_row() -> dict[str, Any]:
+    ours, all_four = {"plain": 2.0, "speculative": 1.0}, dict.fromkeys(sweep.CANDIDATES, 3.0)
+    cell = {"num_draft_tokens": 4, "prompt_tokens": 64, "batch_size": 1, "dtype": "fp32", "quantization": "none"}
+    named = {name: [cell | {"ms_per_token": all_four}] for name in sweep.launches(sweep.LISTS)}
+    named["model.quantization=int8_weight_only"] = [cell | {"quantization": "int8_weight_only", "ms_per_token": ours}]
+    return MADE_BY | {"runs": named}
+
+
+ROWS = {"placements": placements_row, "lengths": lengths_row, "sweep": sweep_row}
+
+
+def said(picture: str, element: str) -> list[str]:
+    """What each mark of a file says under the pointer."""
+    names = {"svg": "http://www.w3.org/2000/svg"}
+    return [title.text or "" for title in ElementTree.fromstring(picture).findall(f".//svg:{element}/svg:title", names)]
+
+
+def test_the_document_has_a_line_for_each_place_and_a_reason_for_each_refusal() -> None:
+    text = placement_pages.document(placements_row())
+    first_table = text.partition("## The same over fp32")[0]
+    for place in placement_cells.PLACES:
+        assert f"| {place.name} | 4.00 | 3.20 | - | 10.00 |" in first_table
+    assert text.count("no kernel") == len(placement_cells.PLACES) * (len(placement_cells.FORMS) - len(FACTORS))
+
+
+def test_the_readme_says_what_gains_and_what_costs() -> None:
+    text = placement_pages.precision(placements_row())
+    assert "| bf16 | 3 | 0.80 | 0.80 | 1.25x |" in text
+    assert "8 or 4 bits in the target lengthens it: int8 150%." in text
+    assert "An 8-bit draft lengthens it: draft int8 50%." in text
+    assert "16 bits in all shortens a round: bf16 20%." in text
+
+
+def test_the_figure_of_lengths_has_a_dot_for_each_point_and_a_line_for_each_fit() -> None:
+    picture = lengths.draw(lengths_row())
+    assert len(said(picture, "circle")) == 4 * 4
+    assert "plain, 100 tokens of context: 1.000 ms/token" in said(picture, "circle")
+    assert picture.count("<polyline") == 4
+    assert len(set(re.findall(r'<circle cx="([\d.]+)"', picture))) == 4
+
+
+def test_the_figure_of_a_sweep_has_a_bar_for_each_candidate_that_was_measured() -> None:
+    bars = said(sweep.draw(sweep_row()), "rect")
+    assert len(bars) == 3 * 4 + 4 + 4 + 2
+    assert "ours, speculative, int8_weight_only: 1.00 ms" in bars
+
+
+def test_every_launch_of_a_sweep_passes_the_checks() -> None:
+    store.register()
+    for words in sweep.launches(sweep.LISTS).values():
+        overrides = ["task=benchmark", f"max_new_tokens={sweep.NEW_TOKENS}", *words]
+        with initialize_config_dir(str(catalogue.conf_dir()), version_base="1.3"):
+            config = compose("config", overrides)
+        explicit = command_line.explicit_keys(overrides)
+        checks.check(store.to_run_config(config, explicit=explicit), explicit, world_size=1)
+
+
+def test_every_place_passes_the_checks_in_fp32() -> None:
+    for num_ranks in (1, 2):
+        for cell in placement_cells.cells(num_ranks, [placement_cells.FP32]):
+            checks.check(cell.config(4), frozenset(), world_size=num_ranks)
+
+
+def test_regions_are_filled_from_the_newest_row_and_empty_without_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readme, "RESULTS", tmp_path)
+    empty = "a\n<!-- measured: placements -->\n<!-- end -->\nb\n"
+    full = "a\n<!-- measured: placements -->\nold\n<!-- end -->\nb\n"
+    assert readme.filled(full) == readme.filled(empty) == empty
+    assert readme.made_files() == {}
+    for name, make in ROWS.items():
+        old = make() | {"processor": "a quill"}
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(old) + "\n" + json.dumps(make()) + "\n")
+    assert "an abacus" in readme.filled(full)
+    assert "old" not in readme.filled(full)
+    assert set(readme.made_files()) == set(readme.FILES)

@@ -1,0 +1,75 @@
+"""The programs of `benchmarks` still run, with their smallest settings; nothing is asserted about speed."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from benchmarks import gpu, gpu_checks, gpu_engine, lengths, placements
+from benchmarks.placement_cells import ALONE, ONE_RANK
+from llama_ssp.config.schema import Dtype
+
+CPU = torch.device("cpu")
+
+
+def test_the_gpu_suite_runs_all_its_stages_on_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("benchmarks.timing.RESULTS", tmp_path)
+    bench = gpu.Bench(CPU, quick=True, stored=True, console=Console(quiet=True))
+    bench.prompt_tokens, bench.new_tokens = 8, 8
+    for stage in gpu.QUICK_STAGES:
+        bench.run(stage)
+    rows = [json.loads(line) for line in (tmp_path / "gpu.jsonl").read_text().splitlines()]
+    names = {row["name"].partition(": ")[2] for row in rows} - {""}
+    modes = {f"transformers, {mode}, temperature {each}" for mode in ("generate", "assisted") for each in ("0", "0.8")}
+    assert names == {"loading", "plain", "speculative", "speculative, batch 16"} | modes
+    assert all(row["git_commit"] and row["device"] == "cpu" for row in rows)
+    assert len(bench.goals) == 7
+
+
+def test_the_checks_of_the_gpu_suite_find_no_fault_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_checks, "NUM_TOKENS", 8)
+    monkeypatch.setattr(gpu_checks, "NUM_POSITIONS", 24)
+    assert gpu_checks.same_with_graphs(CPU, dtype=Dtype.fp32, batch_size=3, temperature=0.8) == []
+    assert gpu_checks.greedy_text_is_plain_text(CPU) == []
+    assert gpu_checks.far_from_fp32(CPU, "int8_weight_only") == []
+    assert gpu_checks.waits_in_a_round(CPU, cuda_graphs=True) == []
+
+
+def test_lengths_have_a_point_for_each_context_and_each_window() -> None:
+    sizes = lengths.Sizes(contexts=(16, 24, 32, 40), num_new_tokens=9, num_windows=4)
+    row = lengths.measure(sizes, num_draft_tokens=2, num_repetitions=1)
+    series = row["series"]
+    assert isinstance(series, dict)
+    assert series["context, speculative"]["lengths"] == [20.5, 28.5, 36.5, 44.5]
+    assert series["text, plain"]["lengths"] == [48, 112, 176, 240]
+    assert series["text, plain"]["tokens_per_round"] == [1] * 4
+    assert all(1 <= tokens <= 3 for tokens in series["text, speculative"]["tokens_per_round"])
+    assert all(len(each["ms_per_token"]) == 4 for each in series.values())
+
+
+def test_placements_measure_a_line_of_the_target_alone_and_one_with_a_draft(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(placements, "NEW_TOKENS", 9)
+    placements.measure_group(tmp_path / "f.json", ["bf16", "draft int8"], num_draft_tokens=2, num_repetitions=1)
+    found = {(each["place"], each["form"]): each for each in json.loads((tmp_path / "f.json").read_text())}
+    batch = f"{ONE_RANK}, batch 8"
+    assert list(found) == [
+        (ALONE, "bf16"), (ONE_RANK, "bf16"), (ONE_RANK, "draft int8"), (batch, "bf16"), (batch, "draft int8")
+    ]  # fmt: skip
+    assert not [each["refused"] for each in found.values() if each["refused"]]
+    assert found[ALONE, "bf16"]["tokens_per_round"] == 1
+    assert found[ONE_RANK, "bf16"]["tokens_per_round"] > 1
+    assert found[ONE_RANK, "bf16"]["speedup"] > 0
+    assert found[ONE_RANK, "draft int8"]["speedup"] is None, "the target alone was not measured in fp32"
+
+
+def test_a_decoded_batch_counts_the_rounds_behind_its_prefill() -> None:
+    pair = gpu_engine.load_pair("tiny", "tiny-draft", dtype=Dtype.fp32, device=CPU)
+    wanted = gpu_engine.requests(pair, number=2, prompt_tokens=5, new_tokens=7)
+    decoder = gpu_engine.make_decoder(pair, speculative=False, batch_size=2)
+    _, num_rounds, completions = gpu_engine.decode_once(decoder, wanted, seed=0)
+    assert num_rounds == 6
+    assert [gpu_engine.tokens_per_round(each) for each in completions] == [1.0, 1.0]
