@@ -7,7 +7,6 @@ Ranks agree after each step that can fail, so that none waits for one that has g
 
 import json
 import logging
-import os
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -27,12 +26,12 @@ from llama_ssp.config.schema import (
     TargetPlacement,
 )
 from llama_ssp.distributed.agree import together
-from llama_ssp.distributed.ranklog import close_logs, open_logs
+from llama_ssp.distributed.ranklog import close_logs, describe_rank, open_logs
 from llama_ssp.distributed.world import World, start
 from llama_ssp.errors import ConfigError, InterruptedRun, SspError
 from llama_ssp.planning.plan import Plan, require_room
 from llama_ssp.reports.lines import LineKey
-from llama_ssp.reports.provenance import git_commit, versions
+from llama_ssp.reports.provenance import git_commit, gpu_links, planned_link, versions
 from llama_ssp.reports.records import RunFolder
 from llama_ssp.tasks.benchmark import benchmark
 from llama_ssp.tasks.calibrate import calibrate
@@ -90,9 +89,13 @@ def _open_folder(config: RunConfig, world: World, stack: ExitStack) -> RunFolder
     config.run_dir = world.comm.broadcast_text(str(config.run_dir), src=0)
     open_logs(Path(config.run_dir), rank=world.comm.rank)
     stack.callback(close_logs)
-    _log.info("rank %d of %d on %s, process %d", world.comm.rank, world.comm.size, world.device, os.getpid())
+    ranks = world.comm.gather_text(describe_rank(world))
+    for rank in ranks if folder else [ranks[world.comm.rank]]:
+        _log.info("%s", rank)
     if folder:
-        _log.info("versions %s, commit %s", versions(), git_commit())
+        made_by = versions() | {"commit": git_commit()}
+        _log.info(", ".join(f"{name} {version}" for name, version in made_by.items()))
+        _log.info("links between GPUs: %s", gpu_links() if world.device.type == "cuda" else "none, ranks are on CPUs")
     return folder
 
 
@@ -194,6 +197,8 @@ def _make_plan(config: RunConfig, world: World, terminal: Terminal, jobs: list[J
             return None
         longest = max((len(job.request.prompt_ids) for job in jobs), default=1) if jobs else TYPED_TOKENS
         plan = plan_of_run(config, world_size=world.comm.size, machine=machine, prompt_tokens=longest)
+        if world.comm.rank == 0:
+            _log.info("forecast for hardware %s: %s", machine.name, planned_link(machine))
         require_room(plan)
     return plan
 
