@@ -26,6 +26,7 @@ from llama_ssp.reports.records import RunFolder
 from llama_ssp.tasks.loading import Models, build_decoder
 from llama_ssp.tasks.progress import Pace, RunProgress
 from llama_ssp.tasks.prompts import check_length, encode
+from llama_ssp.tasks.startup import StartClock
 from llama_ssp.tasks.terminal import Terminal
 
 _WARMUP_TOKENS = 8
@@ -89,6 +90,7 @@ class Session:
         finished: completions that an earlier part of this run has recorded.
         num_prompts: how many there are; None when they are typed one by one.
         plan: what was forecast; None where nothing is known of the machine.
+        start_clock: notes when the first token comes.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class Session:
         finished: frozenset[LineKey],
         num_prompts: int | None,
         plan: Plan | None,
+        start_clock: StartClock,
     ) -> None:
         self.config = config
         self.world = world
@@ -110,6 +113,7 @@ class Session:
         self.folder = folder
         self.num_prompts = num_prompts
         self.plan = plan
+        self.start_clock = start_clock
         self.wish = StopWish()
         self.memory = MemoryWatch(world.device)
         self.memory.sample()
@@ -196,6 +200,8 @@ class Session:
         for updates in decoder.run(share) if share else ():
             for update in updates:
                 completion = update.completion
+                if self.num_prompts is not None:
+                    self.start_clock.reach("first_token_s")
                 self.count(mode, num_tokens=len(update.new_ids))
                 key = (completion.request.index, completion.request.sample)
                 if self.streams and self.folder:

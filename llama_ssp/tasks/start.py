@@ -45,24 +45,28 @@ from llama_ssp.tasks.loading import load_models
 from llama_ssp.tasks.plan import TYPED_TOKENS, choose_for_run, hardware_of, plan_of_run
 from llama_ssp.tasks.prompts import is_interactive, read_prompts
 from llama_ssp.tasks.session import Job, Session, make_jobs
+from llama_ssp.tasks.startup import StartClock
 from llama_ssp.tasks.stopping import heeding_signals
 from llama_ssp.tasks.terminal import Terminal
 
 _log = logging.getLogger(__name__)
 
 
-def run(config: RunConfig) -> None:
+def run(config: RunConfig, clock: StartClock) -> None:
     """Do what a config says, on this rank.
 
     Args:
         config: checked by `config.checks`, the same on every rank.
+        clock: of this run.
 
     Raises:
         SspError: on every rank alike; on rank 0 the run folder's `status` tells it too.
     """
+    clock.reach("imported_s")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     with start(device=config.device, timeout_s=config.timeouts.load_s) as world, ExitStack() as stack:
+        clock.reach("joined_s")
         terminal = Terminal.of_rank(world.comm.rank)
         if world.note:
             terminal.say(world.note)
@@ -72,7 +76,7 @@ def run(config: RunConfig) -> None:
             return
         folder = _open_folder(config, world, stack)
         try:
-            _run(config, world, terminal, folder)
+            _run(config, world, terminal, folder, clock)
         except (SspError, KeyboardInterrupt) as error:
             if folder:
                 with suppress(SspError):  # a full disk must not hide why the run ends
@@ -106,15 +110,17 @@ def _write_end(folder: RunFolder, error: SspError | KeyboardInterrupt) -> None:
         folder.write_failure(exit_code=error.exit_code, sentence=str(error))
 
 
-def _run(config: RunConfig, world: World, terminal: Terminal, folder: RunFolder | None) -> None:
+def _run(config: RunConfig, world: World, terminal: Terminal, folder: RunFolder | None, clock: StartClock) -> None:
     if config.placement.auto:
         _settle_placement(config, world, terminal)
     sources = find_sources(config, world)
     finished = _tell_finished(world, folder)
     jobs = _read_jobs(config, world, sources[0], context=min(source.origin.context for source in sources if source))
     plan = _make_plan(config, world, terminal, jobs)
+    clock.reach("checked_s")
     with terminal.loading() as progress:
         models = load_models(config, world, sources, progress=progress)
+    clock.reach("loaded_s")
     session = Session(
         config,
         world=world,
@@ -124,6 +130,7 @@ def _run(config: RunConfig, world: World, terminal: Terminal, folder: RunFolder 
         finished=finished,
         num_prompts=None if jobs is None else len({job.request.index for job in jobs}),
         plan=plan,
+        start_clock=clock,
     )
     interruption = None
     try:

@@ -81,6 +81,10 @@ def test_generate_prints_the_librarys_greedy_text(launch: Launch) -> None:
     wanted = library_greedy(model, tokenizer(prompt).input_ids, num_tokens=24)
     assert ended.code == 0, ended.err
     assert ended.lines[0]["token_ids"] == wanted
+    startup = json.loads((ended.run_dir / "summary.json").read_text())["startup"]
+    steps = ["composed_s", "imported_s", "joined_s", "checked_s", "loaded_s", "first_token_s"]
+    assert list(startup) == ["began_unix_s", *steps]
+    assert [startup[step] for step in steps] == sorted(startup[step] for step in steps)
     assert ended.out.rstrip("\n") == str(tokenizer.decode(wanted, skip_special_tokens=True)).rstrip("\n")
 
 

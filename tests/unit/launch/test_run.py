@@ -19,6 +19,7 @@ from llama_ssp.config import catalogue
 from llama_ssp.config.schema import RunConfig
 from llama_ssp.config.slurm import KEY, SlurmConfig
 from llama_ssp.errors import CapacityError, CheckpointError, InterruptedRun
+from llama_ssp.tasks.startup import StartClock
 
 ENTRY = catalogue.conf_dir().parent / "launch" / "run.py"
 
@@ -48,7 +49,7 @@ def launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.Captu
     def launch_one(*arguments: str, fails: BaseException | None = None, **environment: str) -> Ended:
         runs = []
 
-        def note(config: RunConfig) -> None:
+        def note(config: RunConfig, _clock: StartClock) -> None:
             runs.append(config)
             if fails is not None:
                 raise fails
