@@ -29,9 +29,9 @@ SETTINGS = ("task=generate", "prompt=def factorial(n):", "max_new_tokens=8")
 PARTS = {
     "launcher": "began_s",
     "interpreter, settings": "composed_s",
-    "imports": "imported_s",
+    "torch, transformers": "imported_s",
     "process group": "joined_s",
-    "checkpoints checked, plan": "checked_s",
+    "models imported, checkpoints checked, plan": "checked_s",
     "models loaded": "loaded_s",
     "prefill, first token": "first_token_s",
 }

@@ -136,7 +136,7 @@ class StartUp:
     Attributes:
         began_unix_s: when that was.
         composed_s: the config is sound; nothing slow has been imported.
-        imported_s: what every run needs has been imported.
+        imported_s: what every run needs has been imported; the library's models come with the checkpoints.
         joined_s: all ranks have met.
         checked_s: checkpoints and prompts are sound, and the job has been planned.
         loaded_s: the models are there.

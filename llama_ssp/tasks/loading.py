@@ -23,7 +23,6 @@ from llama_ssp.distributed.world import World, on_all_cores
 from llama_ssp.drafting.model import ModelDrafter
 from llama_ssp.drafting.placement import AgreedDrafter, AgreedRule, Judge
 from llama_ssp.drafting.shared_rows import RowShares, SharedRowsDrafter, SharedRowsRule
-from llama_ssp.models.backends import load_model
 from llama_ssp.models.elsewhere import Elsewhere
 from llama_ssp.models.interface import Runner
 from llama_ssp.sampling.verification import Rule, make_rule
@@ -103,6 +102,8 @@ def load_models(
 
 
 def _load(part: str, source: Source, *, comm: Comm, device: torch.device, progress: Progress | None) -> Runner:
+    from llama_ssp.models.backends import load_model  # noqa: PLC0415 - the library's models take seconds to import
+
     started = time.perf_counter()
     runner = load_model(
         source.origin,

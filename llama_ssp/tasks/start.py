@@ -33,8 +33,6 @@ from llama_ssp.planning.plan import Plan, require_room
 from llama_ssp.reports.lines import LineKey
 from llama_ssp.reports.provenance import git_commit, gpu_links, planned_link, versions
 from llama_ssp.reports.records import RunFolder
-from llama_ssp.tasks.benchmark import benchmark
-from llama_ssp.tasks.calibrate import calibrate
 from llama_ssp.tasks.checkpoints import Source, find_sources
 from llama_ssp.tasks.compare import compare
 from llama_ssp.tasks.conclusion import conclude
@@ -71,6 +69,8 @@ def run(config: RunConfig, clock: StartClock) -> None:
         if world.note:
             terminal.say(world.note)
         if isinstance(config.task, CalibrateConfig):
+            from llama_ssp.tasks.calibrate import calibrate  # noqa: PLC0415 - builds models of the library's
+
             if file := calibrate(world, output=config.task.output):
                 terminal.say(f"wrote {file}")
             return
@@ -138,6 +138,8 @@ def _run(config: RunConfig, world: World, terminal: Terminal, folder: RunFolder 
             if jobs is None:
                 converse(session, _do)
             elif isinstance(config.task, BenchmarkConfig):
+                from llama_ssp.tasks.benchmark import benchmark  # noqa: PLC0415 - runs the library's own generation
+
                 benchmark(session, jobs, sources)
             else:
                 _do(session, jobs)

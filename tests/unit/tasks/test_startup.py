@@ -1,12 +1,41 @@
 """The time until the first token is that of this process, and each step has one time."""
 
+import json
 import subprocess
 import sys
 import time
 from dataclasses import asdict
+from pathlib import Path
 
 from llama_ssp.tasks.startup import StartClock
 from tests.helpers.repository import ROOT
+
+# What a run does not need before it looks at checkpoints; the first seven take seconds.
+BEFORE_CHECKPOINTS = (
+    "transformers.modeling_utils", "torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy", "scipy",
+    "accelerate", "llama_ssp.models.backends", "llama_ssp.models.decoder", "llama_ssp.reports.html",
+)  # fmt: skip
+# What completions do not need at all.
+NEVER = (
+    "bitsandbytes", "deepspeed", "matplotlib", "datasets", "pandas", "sklearn", "tensorboard",
+    "llama_ssp.models.synthetic", "llama_ssp.models.implant", "llama_ssp.tasks.benchmark", "llama_ssp.tasks.calibrate",
+    "llama_ssp.tasks.measuring", "llama_ssp.tasks.peers",
+)  # fmt: skip
+
+
+def test_slow_packages_are_imported_only_where_they_are_used(tmp_path: Path) -> None:
+    settings = ["task=generate", "prompt=import", "max_new_tokens=2", f"run_dir={tmp_path}/run"]
+    program = (
+        "import json, sys; from launch import run; from llama_ssp.tasks import start; first = [*sys.modules]; "
+        f"sys.argv = ['run.py', *{settings!r}]; code = run.main(); print(json.dumps([code, first, [*sys.modules]]))"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    code, first, last = json.loads(ended.stdout.splitlines()[-1])
+    assert code == 0
+    assert {"torch", "transformers"} <= set(first)
+    assert {*BEFORE_CHECKPOINTS, *NEVER} & set(first) == set()
+    assert set(NEVER) & set(last) == set()
+    assert "transformers.modeling_utils" in last, "or else it need not be named above"
 
 
 def test_a_step_has_the_time_when_it_was_first_reached_counted_from_the_beginning() -> None:
