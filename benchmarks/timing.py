@@ -4,7 +4,6 @@ How candidates take turns is the business of `llama_ssp.tasks.turns`.
 """
 
 import json
-import platform
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from llama_ssp.reports.provenance import git_commit, versions
+from llama_ssp.reports.provenance import git_commit, processor, versions
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -48,19 +47,10 @@ def store(name: str, row: Mapping[str, object]) -> Path:
     made_by = {
         "versions": versions(),
         "git_commit": git_commit(),
-        "processor": _processor(),
+        "processor": processor(),
         "time": time.strftime("%F"),
     }
     file = RESULTS / f"{name}.jsonl"
     with file.open("a", encoding="utf-8") as stream:
         stream.write(json.dumps(made_by | dict(row)) + "\n")
     return file
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

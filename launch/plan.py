@@ -10,6 +10,7 @@ hardware.num_gpus=4 or hardware.num_nodes=2. Exit code: 0 fits, 3 does not fit (
 that would), 2 a setting is wrong.
 """
 
+import argparse
 import sys
 from pathlib import Path
 from typing import cast
@@ -22,10 +23,10 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from launch import command_line
+from launch import command_line, options
 from llama_ssp.config import catalogue, hardware, plan, store
 from llama_ssp.config.schema import DrafterKind
-from llama_ssp.errors import ConfigError, SspError, unknown_name
+from llama_ssp.errors import ConfigError, unknown_name
 from llama_ssp.planning.job import make_job, settle_models
 from llama_ssp.tasks.plan import show_plan, show_search
 
@@ -60,25 +61,23 @@ def read_settings(settings: list[str]) -> plan.PlanConfig:
     return config
 
 
-def main(settings: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """Print the plan; returns the exit code."""
-    if any(setting in {"-h", "--help"} for setting in settings):
-        print(__doc__)
-        return 0
-    try:
-        config = read_settings(settings)
-        settle_models(config)
-        plan.check(config)
-        machine = hardware.build(config.hardware)
-        job = make_job(config, machine)
-        if config.search:
-            show_search(job, machine, config.format)
-        else:
-            show_plan(job, machine, config.format, figure=config.figure, auto=config.placement.auto)
-    except SspError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    return 0
+    parser = options.Options("python launch/plan.py [SETTING=VALUE ...]", __doc__)
+    parser.add_argument("settings", metavar="SETTING=VALUE", nargs="*", help="of conf/plan.yaml, for example model=7B")
+    return options.run(parser, arguments, _show)
+
+
+def _show(given: argparse.Namespace) -> None:
+    config = read_settings(given.settings)
+    settle_models(config)
+    plan.check(config)
+    machine = hardware.build(config.hardware)
+    job = make_job(config, machine)
+    if config.search:
+        show_search(job, machine, config.format)
+    else:
+        show_plan(job, machine, config.format, figure=config.figure, auto=config.placement.auto)
 
 
 if __name__ == "__main__":

@@ -7,47 +7,44 @@
 Needs neither torch nor a GPU nor matplotlib. Exit code: 0, or 2 where a folder holds no run that can be read.
 """
 
+import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from llama_ssp.errors import ConfigError, SspError
+from launch import options
+from llama_ssp.errors import ConfigError
 from llama_ssp.reports import html
 from llama_ssp.reports.runs import find_runs, to_csv
-
-OUTPUT = "--output="
 
 
 def main(arguments: list[str]) -> int:
     """Write the report; returns the exit code."""
-    if any(argument in {"-h", "--help"} for argument in arguments):
-        print(__doc__)
-        return 0
-    try:
-        print(write_report(arguments))
-    except SspError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    return 0
+    parser = options.Options("python launch/report.py FOLDER... [--output=DIR]", __doc__)
+    parser.add_argument("folders", metavar="FOLDER", nargs="+", type=Path, help="of a run, or of a sweep")
+    parser.add_argument("--output", metavar="DIR", type=Path, help="where the report goes (default: the only FOLDER)")
+    return options.run(parser, arguments, _report)
 
 
-def write_report(arguments: list[str]) -> str:
+def _report(given: argparse.Namespace) -> str:
+    return write_report(given.folders, given.output)
+
+
+def write_report(folders: Sequence[Path], output: Path | None) -> str:
     """Write both files; returns a sentence about them.
 
+    Args:
+        folders: of runs, or with runs below them.
+        output: a folder; None for the only one of `folders`.
+
     Raises:
-        ConfigError: an argument is wrong, a folder holds no run, or the files cannot be written.
+        ConfigError: a folder holds no run, it is not said where the report of several goes, or it cannot be written.
     """
-    folders = [Path(argument) for argument in arguments if not argument.startswith("--")]
-    options = [argument for argument in arguments if argument.startswith("--")]
-    outputs = [Path(option.removeprefix(OUTPUT)) for option in options if option.startswith(OUTPUT)]
-    if unknown := [option for option in options if not option.startswith(OUTPUT)]:
-        raise ConfigError(f"unknown option {unknown[0]}: there is {OUTPUT}FOLDER")
-    if not folders:
-        raise ConfigError("name the folder of a run or of a sweep, for example outputs/RUN")
-    if not outputs and len(folders) > 1:
-        raise ConfigError(f"{len(folders)} folders need {OUTPUT}FOLDER, into which their one report is written")
-    output = outputs[-1] if outputs else folders[0]
+    if output is None and len(folders) > 1:
+        raise ConfigError(f"{len(folders)} folders need --output=DIR, into which their one report is written")
+    output = output or folders[0]
     runs, missing = find_runs(folders)
     if not runs:
         raise ConfigError("; ".join(missing))

@@ -29,7 +29,7 @@ from launch import command_line
 from llama_ssp.config import catalogue, checks, store
 from llama_ssp.distributed.environment import Ranks, read_ranks
 from llama_ssp.errors import InterruptedRun, SspError
-from llama_ssp.tasks import plan
+from llama_ssp.tasks import plan, startup
 
 # How long ranks above 0 stay after an error. torchrun ends all ranks as soon as one has ended: rank 0 must speak first.
 SILENCE_S = 5.0
@@ -119,6 +119,8 @@ def _scratch_folder(*, multirun: bool) -> Iterator[list[str]]:
 def _run(config: DictConfig, ranks: Ranks) -> None:
     """Check one config and run its task."""
     hydra_config = HydraConfig.get()
+    is_later_point = hydra_config.mode is RunMode.MULTIRUN and hydra_config.job.num > 0
+    clock = startup.StartClock(age_s=0.0 if is_later_point else startup.process_age_s())
     explicit = command_line.explicit_keys(hydra_config.overrides.task)
     run = store.to_run_config(config, explicit=explicit)
     checks.check(run, explicit, world_size=ranks.size)
@@ -130,9 +132,10 @@ def _run(config: DictConfig, ranks: Ranks) -> None:
             plan.dry_run(run, world_size=ranks.size)
         return
 
+    clock.reach("composed_s")
     from llama_ssp.tasks import start  # noqa: PLC0415 - torch takes seconds, and the config is sound only now
 
-    start.run(run)
+    start.run(run, clock)
 
 
 if __name__ == "__main__":

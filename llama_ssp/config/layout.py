@@ -54,6 +54,11 @@ class Layout:
         """Whether each rank of the draft drafts for some of the rows, and judges them too."""
         return self.draft_kind is DraftLayout.replicated and len(self.draft_ranks) > 1
 
+    def __str__(self) -> str:
+        """Which ranks hold what, for log files."""
+        draft = f"draft on {named(self.draft_ranks)} ({self.draft_kind.name})" if self.draft_ranks else "no draft"
+        return f"target on {named(self.target_ranks)}, {draft}"
+
 
 def lay_out(target: _Ranks, draft: DraftPlacement, *, num_ranks: int, has_draft: bool) -> Layout:
     """Decide what a placement leaves open.

@@ -1,7 +1,18 @@
-"""Log files: one per rank, and `run.log` for rank 0. The terminal is the business of `tasks.terminal`."""
+"""Log files: one per rank, and `run.log` for rank 0, and how ranks are named in them.
+
+The terminal is the business of `tasks.terminal`.
+"""
 
 import logging
+import os
+import platform
 from pathlib import Path
+
+import torch
+
+from llama_ssp.distributed.mesh import Mesh
+from llama_ssp.distributed.world import World
+from llama_ssp.reports.provenance import processor
 
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -23,6 +34,27 @@ def open_logs(run_dir: Path, *, rank: int) -> None:
         handler = logging.FileHandler(path)
         handler.setFormatter(logging.Formatter(_FORMAT))
         root.addHandler(handler)
+
+
+def describe_rank(world: World) -> str:
+    """Say which rank this is, on which host and device, and in which process."""
+    device = world.device
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        on = f"{device} ({properties.name}, {properties.total_memory / 2**30:.1f} GiB)"
+    else:
+        on = f"cpu ({processor()}, {torch.get_num_threads()} threads)"
+    return f"rank {world.comm.rank} of {world.comm.size} on {platform.node()}, {on}, process {os.getpid()}"
+
+
+def describe_part(mesh: Mesh) -> str:
+    """Say what this rank holds of target and draft."""
+    parts = [
+        f"the {part}" if comm.size == 1 else f"slice {comm.rank + 1} of {comm.size} of the {part}"
+        for part, comm in (("target", mesh.target), ("draft", mesh.draft))
+        if comm
+    ]
+    return f"holds {' and '.join(parts) or 'nothing'}, in copy {mesh.number}"
 
 
 def close_logs() -> None:

@@ -6,6 +6,7 @@ rows at hand, else blocks of weights that are unpacked where they stay in the ca
 Shapes: M rows (tokens), I inputs, O outputs, C outputs of one block.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
@@ -25,12 +26,12 @@ _LARGEST_BYTE = 127
 ProductOfFewRows = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-class QuantizedForm:
+class QuantizedForm(ABC):
     """What all forms share: the residual goes on top of a product of its own."""
 
+    @abstractmethod
     def __call__(self, x_MI: Tensor) -> Tensor:
         """See `Linear`."""
-        raise NotImplementedError
 
     def add(self, x_MI: Tensor, residual_MO: Tensor) -> Tensor:
         """See `Linear`."""

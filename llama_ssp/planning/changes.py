@@ -57,7 +57,7 @@ def smallest_changes(job: Job, hardware: HardwareConfig) -> list[Change]:
     found: list[Change] = []
     for steps in _combinations(job, hardware):
         changed = _applied(steps, job, hardware)
-        if changed is None or (found and not_run_yet(replace(changed[0], cuda_graphs=False))):
+        if changed is None or (found and not_run_yet(changed[0])):
             continue
         found.append(_change(steps, *changed))
         if not found[-1].not_run_yet:
@@ -69,7 +69,7 @@ def _change(steps: tuple[_Step, ...], job: Job, hardware: HardwareConfig) -> Cha
     return Change(
         settings=tuple(step.setting for step in steps),
         needed_bytes=max(rank.needed_bytes for rank in memory(job, hardware)),
-        not_run_yet=tuple(not_run_yet(replace(job, cuda_graphs=False))),
+        not_run_yet=tuple(not_run_yet(job)),
     )
 
 

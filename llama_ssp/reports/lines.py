@@ -128,6 +128,31 @@ class RankMemory:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StartUp:
+    """How long rank 0 took from its beginning to each step of its start; null for a step that did not come.
+
+    A run begins with its process, or where it is a later point of a sweep, with itself.
+
+    Attributes:
+        began_unix_s: when that was.
+        composed_s: the config is sound; nothing slow has been imported.
+        imported_s: what every run needs has been imported; the library's models come with the checkpoints.
+        joined_s: all ranks have met.
+        checked_s: checkpoints and prompts are sound, and the job has been planned.
+        loaded_s: the models are there.
+        first_token_s: the first token that is shown; behind a warm-up in tasks that have one. Null for typed prompts.
+    """
+
+    began_unix_s: float
+    composed_s: float | None = None
+    imported_s: float | None = None
+    joined_s: float | None = None
+    checked_s: float | None = None
+    loaded_s: float | None = None
+    first_token_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunFacts:
     """What the lines do not tell about a run; `num_draft_tokens` is 0 without a draft.
 
@@ -144,11 +169,15 @@ class RunFacts:
     num_draft_tokens: int
     memory: list[RankMemory]
     forecast: Forecast = Forecast()
+    startup: StartUp | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """All of `summary.json`; `plain`, `speculative` and `speedup` are null for a mode that did not run."""
+    """All of `summary.json`; `plain`, `speculative` and `speedup` are null for a mode that did not run.
+
+    `startup` is that of the last part of a run that was resumed.
+    """
 
     schema_version: int = SCHEMA_VERSION
     task: str
@@ -167,6 +196,7 @@ class Summary:
     speedup: float | None
     forecast: Forecast
     memory: list[RankMemory]
+    startup: StartUp | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,6 @@ from typing import BinaryIO, Self
 import yaml
 
 from llama_ssp.errors import ConfigError, SspError
-from llama_ssp.reports.html import report
 from llama_ssp.reports.lines import CompletionLine, LineKey, Summary
 from llama_ssp.reports.runs import Run
 
@@ -138,6 +137,8 @@ class RunFolder:
         """
         _write_whole(self.path / "summary.json", json.dumps(asdict(summary), indent=2) + "\n")
         run = Run(name=self.path.name, status="", summary=summary, lines=tuple(self.lines))
+        from llama_ssp.reports.html import report  # noqa: PLC0415 - of use at the end of a run only
+
         _write_whole(self.path / "report.html", report([run]))
 
     def close(self) -> None:

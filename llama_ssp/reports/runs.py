@@ -19,10 +19,11 @@ from llama_ssp.reports.lines import (
     PlainSummary,
     RankMemory,
     SpeculativeSummary,
+    StartUp,
     Summary,
 )
 
-_NESTED = {"plain": PlainSummary, "speculative": SpeculativeSummary, "forecast": Forecast}
+_NESTED = {"plain": PlainSummary, "speculative": SpeculativeSummary, "forecast": Forecast, "startup": StartUp}
 _TEXTS = ("prompt", "text", "token_ids", "accepted_lengths", "examined_lengths")
 
 
@@ -116,7 +117,7 @@ def to_csv(runs: Sequence[Run]) -> str:
 def _summary(document: dict[str, Any]) -> Summary:
     if document["schema_version"] != SCHEMA_VERSION:
         raise ValueError(f"its schema_version is {document['schema_version']}, not {SCHEMA_VERSION}")
-    nested = {name: kind(**document[name]) for name, kind in _NESTED.items() if document[name] is not None}
+    nested = {name: kind(**document[name]) for name, kind in _NESTED.items() if document.get(name) is not None}
     memory = [RankMemory(**rank) for rank in document["memory"]]
     return Summary(**{**document, **nested, "memory": memory})
 

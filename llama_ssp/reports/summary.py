@@ -46,6 +46,7 @@ def summarise(facts: RunFacts, lines: Sequence[CompletionLine]) -> Summary:
         speedup=speedup(lines),
         forecast=facts.forecast,
         memory=facts.memory,
+        startup=facts.startup,
     )
 
 

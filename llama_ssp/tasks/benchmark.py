@@ -8,6 +8,7 @@ soon as it is measured. How the peers are run is the business of `peers`, how th
 import json
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -28,6 +29,7 @@ from llama_ssp.tasks.checkpoints import Source
 from llama_ssp.tasks.loading import build_decoder
 from llama_ssp.tasks.measuring import copy_bytes_per_s
 from llama_ssp.tasks.peers import Peers, load_peer
+from llama_ssp.tasks.progress import Pace, RunProgress
 from llama_ssp.tasks.session import Job, Session
 from llama_ssp.tasks.turns import in_turns, median_ratio
 
@@ -115,16 +117,22 @@ def benchmark(session: Session, jobs: list[Job], sources: tuple[Source, Source |
     text = [token for job in jobs for token in job.request.prompt_ids]
     drafted: list[int | None] = [*task.num_draft_tokens] if session.models.has_draft else [None]
     cells = list(product(task.prompt_tokens, task.batch_sizes, drafted))
+    turns = Counter(
+        name
+        for _, batch_size, num_draft_tokens in cells
+        for name in _candidates(num_draft_tokens, batch_size=batch_size, has_peers=peers is not None)
+    )
+    paces = {name: Pace(num_wanted=number * (1 + task.repetitions)) for name, number in turns.items()}
+    longest = max(task.batch_sizes) * session.config.max_new_tokens
     rows = []
-    with session.terminal.prompts() as progress:
-        for number, (prompt_tokens, batch_size, num_draft_tokens) in enumerate(cells, start=1):
+    with session.terminal.decoding(paces, max_new_tokens=longest, unit="turns", shows_texts=False) as progress:
+        for prompt_tokens, batch_size, num_draft_tokens in cells:
             prompts = cut(text, num_prompts=batch_size, num_tokens=prompt_tokens)
-            row = _measure(session, prompts, num_draft_tokens=num_draft_tokens, peers=peers)
+            row = _measure(session, prompts, num_draft_tokens=num_draft_tokens, peers=peers, progress=progress)
             rows.append(row)
             if session.folder:
                 made_by = {"versions": versions(), "git_commit": git_commit()}
                 session.folder.add_line("benchmark.jsonl", json.dumps(asdict(row) | made_by))
-            progress("cells", number, len(cells))
     session.terminal.benchmark(rows)
 
 
@@ -154,12 +162,36 @@ def _peers(session: Session, sources: tuple[Source, Source | None]) -> Peers | N
     return Peers(target=target, draft=drafts[0] if drafts else None)
 
 
+def _candidates(num_draft_tokens: int | None, *, batch_size: int, has_peers: bool) -> list[str]:
+    """What takes turns in a cell."""
+    names = [PLAIN, SPECULATIVE] if num_draft_tokens else [PLAIN]
+    if has_peers:
+        # The library assists one row at a time.
+        names += [GENERATE, ASSISTED] if num_draft_tokens and batch_size == 1 else [GENERATE]
+    return names
+
+
+def _told(
+    measure: Callable[[int], float], name: str, *, num_tokens: int, progress: RunProgress
+) -> Callable[[int], float]:
+    """The same measurement, which tells when it is done."""
+
+    def measure_and_tell(repetition: int) -> float:
+        ms = measure(repetition)
+        progress.advance(name, num_tokens)
+        progress.end(name, num_tokens=num_tokens, ms=ms * num_tokens)
+        return ms
+
+    return measure_and_tell
+
+
 def _measure(
     session: Session,
     prompts: Sequence[tuple[int, ...]],
     *,
     num_draft_tokens: int | None,
     peers: Peers | None,
+    progress: RunProgress,
 ) -> BenchmarkRow:
     config, task = session.config, session.config.task
     assert isinstance(task, BenchmarkConfig)
@@ -169,23 +201,25 @@ def _measure(
         speculation=SpeculationConfig(num_draft_tokens=num_draft_tokens or 1),
         ignore_eos=True,
     )
-    modes = {PLAIN: False} | ({SPECULATIVE: True} if num_draft_tokens else {})
+    names = _candidates(num_draft_tokens, batch_size=len(prompts), has_peers=peers is not None)
     ours = {
         mode: Ours(
-            decoder=build_decoder(session.models, config, speculative=is_speculative, wish=session.wish),
+            decoder=build_decoder(session.models, config, speculative=mode == SPECULATIVE, wish=session.wish),
             prompts=prompts,
             num_new_tokens=config.max_new_tokens,
         )
-        for mode, is_speculative in modes.items()
+        for mode in names
+        if mode in {PLAIN, SPECULATIVE}
     }
     candidates: dict[str, Callable[[int], float]] = {mode: each.ms_per_token for mode, each in ours.items()}
     if peers:
         run = partial(peers.ms_per_token, prompts, num_new_tokens=config.max_new_tokens, sampling=config.sampling)
         candidates[GENERATE] = lambda _repetition: run(num_draft_tokens=None)
-        if num_draft_tokens and len(prompts) == 1:  # the library assists one row at a time
-            candidates[ASSISTED] = lambda _repetition: run(num_draft_tokens=num_draft_tokens)
-    candidates[_PASS] = lambda _repetition: 1e3 * _pass_s(session)
-    ms = in_turns(candidates, num_repetitions=task.repetitions)
+        candidates[ASSISTED] = lambda _repetition: run(num_draft_tokens=num_draft_tokens)
+    num_tokens = len(prompts) * config.max_new_tokens
+    told = {name: _told(candidates[name], name, num_tokens=num_tokens, progress=progress) for name in names}
+    told[_PASS] = lambda _repetition: 1e3 * _pass_s(session)
+    ms = in_turns(told, num_repetitions=task.repetitions)
     pass_ms, has_steps = ms.pop(_PASS), config.max_new_tokens > 1
     steps_ms = [each * len(prompts) for each in ours[PLAIN].rounds_ms] if has_steps else []
     fast = ours.get(SPECULATIVE) if has_steps else None

@@ -12,12 +12,10 @@ from llama_ssp.distributed.agree import together
 from llama_ssp.distributed.world import World
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.models import hub
-from llama_ssp.models.backends import check_model
 from llama_ssp.models.checkpoint import check_shape, inspect, read_json
 from llama_ssp.models.manifest import verify
 from llama_ssp.models.origin import Origin
 from llama_ssp.models.quantization import Precision
-from llama_ssp.models.synthetic import synthesize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,11 +88,15 @@ def _inspect(config: RunConfig) -> list[Origin]:
 
 def _synthesize(config: RunConfig) -> list[Origin]:
     """The recipe of each model: its shape, and what is shipped."""
+    from llama_ssp.models.synthetic import synthesize  # noqa: PLC0415 - few runs need it
+
     shapes = [entry.shape for entry in _entries(config) if entry.shape]
     return list(synthesize(shapes, agreement=config.synthetic.agreement))
 
 
 def _check(entry: ModelConfig, origin: Origin, *, num_ranks: int) -> Source:
+    from llama_ssp.models.backends import check_model  # noqa: PLC0415 - the library's models take seconds to import
+
     check_model(origin, num_ranks=num_ranks, quantization=entry.quantization)
     dtype = None if entry.dtype is Dtype.auto else getattr(torch, entry.dtype.value)
     tokenizer = _read_tokenizer(origin.folder)

@@ -1,5 +1,7 @@
 """`task=compare`: each prompt by the target alone, then speculatively, streamed live, and a table at the end."""
 
+from itertools import product
+
 from llama_ssp.decoding.stream import Piece
 from llama_ssp.reports.lines import PLAIN, SPECULATIVE, CompletionLine
 from llama_ssp.tasks.session import Job, Session
@@ -20,18 +22,18 @@ class _Streamed:
     def show(self, pieces: list[Piece]) -> None:
         self._terminal.stream(pieces)
 
-    def end(self, line: CompletionLine, *, num_done: int, num_jobs: int) -> None:  # noqa: ARG002 - one at a time
+    def end(self, line: CompletionLine) -> None:  # noqa: ARG002 - its text has been streamed
         self._terminal.end_of_text()
 
 
 class _Whole(_Streamed):
     """The same of whole completions, in the order in which they end: the rows of a batch share no screen."""
 
-    def end(self, line: CompletionLine, *, num_done: int, num_jobs: int) -> None:
+    def end(self, line: CompletionLine) -> None:
         self._terminal.heading(line.mode, number=line.index + 1, total=self._num_prompts)
         self._terminal.prompt(line.prompt)
         self._terminal.stream([Piece(line.text, accepted=False)])
-        super().end(line, num_done=num_done, num_jobs=num_jobs)
+        super().end(line)
 
 
 def compare(session: Session, jobs: list[Job]) -> None:
@@ -43,8 +45,9 @@ def compare(session: Session, jobs: list[Job]) -> None:
     """
     viewer = (_Streamed if session.streams else _Whole)(session.terminal, session.num_prompts)
     groups = [[job] for job in jobs] if session.streams else [jobs]
-    for mode in (PLAIN, SPECULATIVE):
+    modes = (PLAIN, SPECULATIVE)
+    for mode in modes:
         session.warm_up(jobs[:1], mode)
-    for group in groups:
-        for mode in (PLAIN, SPECULATIVE):
+    with session.showing_progress(jobs, modes, shows_texts=True):
+        for group, mode in product(groups, modes):
             session.complete(group, mode, viewer)

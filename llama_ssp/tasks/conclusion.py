@@ -39,6 +39,7 @@ def conclude(session: Session) -> None:
             for rank, peak in enumerate(peaks)
         ],
         forecast=forecast(session.plan) if session.plan else Forecast(),
+        startup=session.start_clock.times,
     )
     summary = summarise(facts, folder.lines)
     folder.write_summary(summary)

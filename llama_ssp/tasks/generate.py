@@ -8,7 +8,7 @@ from llama_ssp.config.schema import OutputFormat
 from llama_ssp.decoding.stream import Piece
 from llama_ssp.reports.lines import CompletionLine
 from llama_ssp.tasks.session import Job, Session
-from llama_ssp.tasks.terminal import ShowProgress, Terminal
+from llama_ssp.tasks.terminal import Terminal
 
 
 class _Text:
@@ -24,18 +24,17 @@ class _Text:
     def show(self, pieces: list[Piece]) -> None:
         self._terminal.stream(pieces)
 
-    def end(self, line: CompletionLine, *, num_done: int, num_jobs: int) -> None:  # noqa: ARG002 - counts nothing
+    def end(self, line: CompletionLine) -> None:
         if not self._streams:
             self._terminal.stream([Piece(line.text, accepted=False)])
         self._terminal.end_of_text()
 
 
 class _Lines:
-    """Completions as JSON lines, with progress on standard error."""
+    """Completions as JSON lines."""
 
-    def __init__(self, write: Callable[[str], None], progress: ShowProgress) -> None:
+    def __init__(self, write: Callable[[str], None]) -> None:
         self._write = write
-        self._progress = progress
 
     def begin(self, job: Job, mode: str) -> None:
         """Nothing stands before a line."""
@@ -43,16 +42,14 @@ class _Lines:
     def show(self, pieces: list[Piece]) -> None:
         """A line is written whole."""
 
-    def end(self, line: CompletionLine, *, num_done: int, num_jobs: int) -> None:
+    def end(self, line: CompletionLine) -> None:
         self._write(json.dumps(asdict(line)))
-        self._progress("completions", num_done, num_jobs)
 
 
 def generate(session: Session, jobs: list[Job], *, output: OutputFormat) -> None:
     """Complete all jobs, speculatively when there is a draft."""
     terminal = session.terminal
-    if output is OutputFormat.text:
-        session.complete(jobs, session.best_mode, _Text(terminal, streams=session.streams))
-        return
-    with terminal.prompts() as progress:
-        session.complete(jobs, session.best_mode, _Lines(terminal.line, progress))
+    shows_texts = output is OutputFormat.text
+    viewer = _Text(terminal, streams=session.streams) if shows_texts else _Lines(terminal.line)
+    with session.showing_progress(jobs, [session.best_mode], shows_texts=shows_texts):
+        session.complete(jobs, session.best_mode, viewer)

@@ -3,14 +3,10 @@
 from llama_ssp.decoding.stream import Piece
 from llama_ssp.reports.lines import CompletionLine
 from llama_ssp.tasks.session import Job, Session
-from llama_ssp.tasks.terminal import ShowProgress
 
 
-class _Progress:
-    """Shows how many prompts are done, and no text."""
-
-    def __init__(self, progress: ShowProgress) -> None:
-        self._progress = progress
+class _Silent:
+    """Shows no text."""
 
     def begin(self, job: Job, mode: str) -> None:
         """No text is shown."""
@@ -18,8 +14,8 @@ class _Progress:
     def show(self, pieces: list[Piece]) -> None:
         """No text is shown."""
 
-    def end(self, line: CompletionLine, *, num_done: int, num_jobs: int) -> None:  # noqa: ARG002 - counts only
-        self._progress("prompts", num_done, num_jobs)
+    def end(self, line: CompletionLine) -> None:
+        """A table comes at the end."""
 
 
 def latency(session: Session, jobs: list[Job], *, num_warmup: int) -> None:
@@ -31,5 +27,5 @@ def latency(session: Session, jobs: list[Job], *, num_warmup: int) -> None:
         num_warmup: with so many prompts the models are warmed up before.
     """
     session.warm_up(jobs[:num_warmup], session.best_mode)
-    with session.terminal.prompts() as progress:
-        session.complete(jobs, session.best_mode, _Progress(progress))
+    with session.showing_progress(jobs, [session.best_mode], shows_texts=False):
+        session.complete(jobs, session.best_mode, _Silent())

@@ -18,11 +18,11 @@ from llama_ssp.decoding.rounds import Rounds
 from llama_ssp.distributed.agree import together
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.mesh import Mesh, build_mesh
+from llama_ssp.distributed.ranklog import describe_part
 from llama_ssp.distributed.world import World, on_all_cores
 from llama_ssp.drafting.model import ModelDrafter
 from llama_ssp.drafting.placement import AgreedDrafter, AgreedRule, Judge
 from llama_ssp.drafting.shared_rows import RowShares, SharedRowsDrafter, SharedRowsRule
-from llama_ssp.models.backends import load_model
 from llama_ssp.models.elsewhere import Elsewhere
 from llama_ssp.models.interface import Runner
 from llama_ssp.sampling.verification import Rule, make_rule
@@ -75,6 +75,9 @@ def load_models(
     layout = lay_out_copy(config.placement, world_size=world.comm.size, has_draft=draft_source is not None)
     with on_all_cores(world.cores):
         mesh = build_mesh(layout, world.comm, num_replicas=config.placement.num_replicas)
+    if world.comm.rank == 0:
+        _log.info("placement: %s; copies of it: %d", layout, config.placement.num_replicas)
+    _log.info("this rank %s", describe_part(mesh))
     with together(world.comm):
         target: Runner = Elsewhere(
             device=world.device,
@@ -99,6 +102,8 @@ def load_models(
 
 
 def _load(part: str, source: Source, *, comm: Comm, device: torch.device, progress: Progress | None) -> Runner:
+    from llama_ssp.models.backends import load_model  # noqa: PLC0415 - the library's models take seconds to import
+
     started = time.perf_counter()
     runner = load_model(
         source.origin,

@@ -3,7 +3,8 @@
 Every rank decodes; rank 0 alone has a run folder, and a terminal that speaks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Protocol
@@ -23,7 +24,9 @@ from llama_ssp.planning.plan import Plan
 from llama_ssp.reports.lines import PLAIN, SPECULATIVE, CompletionLine, LineKey
 from llama_ssp.reports.records import RunFolder
 from llama_ssp.tasks.loading import Models, build_decoder
+from llama_ssp.tasks.progress import Pace, RunProgress
 from llama_ssp.tasks.prompts import check_length, encode
+from llama_ssp.tasks.startup import StartClock
 from llama_ssp.tasks.terminal import Terminal
 
 _WARMUP_TOKENS = 8
@@ -48,7 +51,7 @@ class Viewer(Protocol):
         """New text of the completion that has begun; called in streaming only."""
         ...
 
-    def end(self, line: CompletionLine, *, num_done: int, num_jobs: int) -> None:
+    def end(self, line: CompletionLine) -> None:
         """A completion has ended."""
         ...
 
@@ -87,6 +90,7 @@ class Session:
         finished: completions that an earlier part of this run has recorded.
         num_prompts: how many there are; None when they are typed one by one.
         plan: what was forecast; None where nothing is known of the machine.
+        start_clock: notes when the first token comes.
     """
 
     def __init__(
@@ -100,6 +104,7 @@ class Session:
         finished: frozenset[LineKey],
         num_prompts: int | None,
         plan: Plan | None,
+        start_clock: StartClock,
     ) -> None:
         self.config = config
         self.world = world
@@ -108,11 +113,13 @@ class Session:
         self.folder = folder
         self.num_prompts = num_prompts
         self.plan = plan
+        self.start_clock = start_clock
         self.wish = StopWish()
         self.memory = MemoryWatch(world.device)
         self.memory.sample()
         self._finished = finished
         self._decoders: dict[str, Decoder] = {}
+        self._progress: RunProgress | None = None
 
     @property
     def streams(self) -> bool:
@@ -139,6 +146,32 @@ class Session:
             for _ in self.decoder(mode).run([short]):
                 pass
 
+    @contextmanager
+    def showing_progress(self, jobs: Sequence[Job], modes: Sequence[str], *, shows_texts: bool) -> Iterator[None]:
+        """Tell the user how far the block has come with the jobs.
+
+        Args:
+            jobs: of the block.
+            modes: all jobs are completed in each of them.
+            shows_texts: whether texts are shown meanwhile.
+        """
+        paces = {}
+        for mode in modes:
+            num_done = sum((job.request.index, mode, job.request.sample) in self._finished for job in jobs)
+            paces[mode] = Pace(num_wanted=len(jobs), num_done=num_done)
+        unit = "prompts" if self.config.num_samples == 1 else "completions"
+        with self.terminal.decoding(
+            paces, max_new_tokens=self.config.max_new_tokens, unit=unit, shows_texts=shows_texts
+        ) as self._progress:
+            yield
+
+    def count(self, mode: str, *, num_tokens: int, ended: CompletionLine | None = None) -> None:
+        """Pass on to the progress shown what has been added, and the completion that has ended with it."""
+        if self._progress:
+            self._progress.advance(mode, num_tokens)
+            if ended:
+                self._progress.end(mode, num_tokens=ended.num_new_tokens, ms=ended.ms)
+
     @torch.inference_mode()
     def complete(self, jobs: Sequence[Job], mode: str, viewer: Viewer) -> None:
         """Decode the jobs that are not on record yet, show them and record them.
@@ -160,13 +193,16 @@ class Session:
         if not open_jobs:
             return
         mesh, num_copies = self.models.mesh, self.config.placement.num_replicas
-        ledger = _Ledger(self, viewer, num_jobs=len(open_jobs))
+        ledger = _Ledger(self, viewer)
         texts: dict[tuple[int, int], IncrementalText] = {}
         decoder = self.decoder(mode)
         share = [job.request for job in open_jobs.values()][mesh.number :: num_copies]
         for updates in decoder.run(share) if share else ():
             for update in updates:
                 completion = update.completion
+                if self.num_prompts is not None:
+                    self.start_clock.reach("first_token_s")
+                self.count(mode, num_tokens=len(update.new_ids))
                 key = (completion.request.index, completion.request.sample)
                 if self.streams and self.folder:
                     if key not in texts:
@@ -184,11 +220,9 @@ class Session:
 class _Ledger:
     """Finished completions on their way to disk and screen: those of this copy, and on rank 0 those of all copies."""
 
-    def __init__(self, session: Session, viewer: Viewer, *, num_jobs: int) -> None:
+    def __init__(self, session: Session, viewer: Viewer) -> None:
         self._session = session
         self._viewer = viewer
-        self._num_jobs = num_jobs
-        self._num_done = 0
         num_copies = session.config.placement.num_replicas
         self._exchange = Exchange.begin(session.models.mesh, num_copies=num_copies) if num_copies > 1 else None
 
@@ -200,7 +234,7 @@ class _Ledger:
             num_copies = session.config.placement.num_replicas
             line = to_line(job, completion, mode, session.models.tokenizer, num_copies=num_copies)
             if session.folder:
-                self._keep(line)
+                self._keep(line, num_uncounted=0)
             elif exchange:
                 exchange.tell(line.to_json().decode())
         if session.folder and exchange:
@@ -214,13 +248,14 @@ class _Ledger:
         return self._exchange.end(stopped=stopped, take=self._keep_text)
 
     def _keep_text(self, text: str) -> None:
-        self._keep(CompletionLine.from_json(text.encode()))
+        line = CompletionLine.from_json(text.encode())
+        self._keep(line, num_uncounted=line.num_new_tokens)
 
-    def _keep(self, line: CompletionLine) -> None:
+    def _keep(self, line: CompletionLine, *, num_uncounted: int) -> None:
         assert self._session.folder, "rank 0 alone keeps lines"
-        self._num_done += 1
         self._session.folder.append(line)
-        self._viewer.end(line, num_done=self._num_done, num_jobs=self._num_jobs)
+        self._viewer.end(line)
+        self._session.count(line.mode, num_tokens=num_uncounted, ended=line)
 
 
 def to_line(

@@ -7,7 +7,6 @@ Ranks agree after each step that can fail, so that none waits for one that has g
 
 import json
 import logging
-import os
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -27,15 +26,13 @@ from llama_ssp.config.schema import (
     TargetPlacement,
 )
 from llama_ssp.distributed.agree import together
-from llama_ssp.distributed.ranklog import close_logs, open_logs
+from llama_ssp.distributed.ranklog import close_logs, describe_rank, open_logs
 from llama_ssp.distributed.world import World, start
 from llama_ssp.errors import ConfigError, InterruptedRun, SspError
 from llama_ssp.planning.plan import Plan, require_room
 from llama_ssp.reports.lines import LineKey
-from llama_ssp.reports.provenance import git_commit, versions
+from llama_ssp.reports.provenance import git_commit, gpu_links, planned_link, versions
 from llama_ssp.reports.records import RunFolder
-from llama_ssp.tasks.benchmark import benchmark
-from llama_ssp.tasks.calibrate import calibrate
 from llama_ssp.tasks.checkpoints import Source, find_sources
 from llama_ssp.tasks.compare import compare
 from llama_ssp.tasks.conclusion import conclude
@@ -46,34 +43,40 @@ from llama_ssp.tasks.loading import load_models
 from llama_ssp.tasks.plan import TYPED_TOKENS, choose_for_run, hardware_of, plan_of_run
 from llama_ssp.tasks.prompts import is_interactive, read_prompts
 from llama_ssp.tasks.session import Job, Session, make_jobs
+from llama_ssp.tasks.startup import StartClock
 from llama_ssp.tasks.stopping import heeding_signals
 from llama_ssp.tasks.terminal import Terminal
 
 _log = logging.getLogger(__name__)
 
 
-def run(config: RunConfig) -> None:
+def run(config: RunConfig, clock: StartClock) -> None:
     """Do what a config says, on this rank.
 
     Args:
         config: checked by `config.checks`, the same on every rank.
+        clock: of this run.
 
     Raises:
         SspError: on every rank alike; on rank 0 the run folder's `status` tells it too.
     """
+    clock.reach("imported_s")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     with start(device=config.device, timeout_s=config.timeouts.load_s) as world, ExitStack() as stack:
+        clock.reach("joined_s")
         terminal = Terminal.of_rank(world.comm.rank)
         if world.note:
             terminal.say(world.note)
         if isinstance(config.task, CalibrateConfig):
+            from llama_ssp.tasks.calibrate import calibrate  # noqa: PLC0415 - builds models of the library's
+
             if file := calibrate(world, output=config.task.output):
                 terminal.say(f"wrote {file}")
             return
         folder = _open_folder(config, world, stack)
         try:
-            _run(config, world, terminal, folder)
+            _run(config, world, terminal, folder, clock)
         except (SspError, KeyboardInterrupt) as error:
             if folder:
                 with suppress(SspError):  # a full disk must not hide why the run ends
@@ -90,9 +93,13 @@ def _open_folder(config: RunConfig, world: World, stack: ExitStack) -> RunFolder
     config.run_dir = world.comm.broadcast_text(str(config.run_dir), src=0)
     open_logs(Path(config.run_dir), rank=world.comm.rank)
     stack.callback(close_logs)
-    _log.info("rank %d of %d on %s, process %d", world.comm.rank, world.comm.size, world.device, os.getpid())
+    ranks = world.comm.gather_text(describe_rank(world))
+    for rank in ranks if folder else [ranks[world.comm.rank]]:
+        _log.info("%s", rank)
     if folder:
-        _log.info("versions %s, commit %s", versions(), git_commit())
+        made_by = versions() | {"commit": git_commit()}
+        _log.info(", ".join(f"{name} {version}" for name, version in made_by.items()))
+        _log.info("links between GPUs: %s", gpu_links() if world.device.type == "cuda" else "none, ranks are on CPUs")
     return folder
 
 
@@ -103,15 +110,17 @@ def _write_end(folder: RunFolder, error: SspError | KeyboardInterrupt) -> None:
         folder.write_failure(exit_code=error.exit_code, sentence=str(error))
 
 
-def _run(config: RunConfig, world: World, terminal: Terminal, folder: RunFolder | None) -> None:
+def _run(config: RunConfig, world: World, terminal: Terminal, folder: RunFolder | None, clock: StartClock) -> None:
     if config.placement.auto:
         _settle_placement(config, world, terminal)
     sources = find_sources(config, world)
     finished = _tell_finished(world, folder)
     jobs = _read_jobs(config, world, sources[0], context=min(source.origin.context for source in sources if source))
     plan = _make_plan(config, world, terminal, jobs)
+    clock.reach("checked_s")
     with terminal.loading() as progress:
         models = load_models(config, world, sources, progress=progress)
+    clock.reach("loaded_s")
     session = Session(
         config,
         world=world,
@@ -121,6 +130,7 @@ def _run(config: RunConfig, world: World, terminal: Terminal, folder: RunFolder 
         finished=finished,
         num_prompts=None if jobs is None else len({job.request.index for job in jobs}),
         plan=plan,
+        start_clock=clock,
     )
     interruption = None
     try:
@@ -128,6 +138,8 @@ def _run(config: RunConfig, world: World, terminal: Terminal, folder: RunFolder 
             if jobs is None:
                 converse(session, _do)
             elif isinstance(config.task, BenchmarkConfig):
+                from llama_ssp.tasks.benchmark import benchmark  # noqa: PLC0415 - runs the library's own generation
+
                 benchmark(session, jobs, sources)
             else:
                 _do(session, jobs)
@@ -194,6 +206,8 @@ def _make_plan(config: RunConfig, world: World, terminal: Terminal, jobs: list[J
             return None
         longest = max((len(job.request.prompt_ids) for job in jobs), default=1) if jobs else TYPED_TOKENS
         plan = plan_of_run(config, world_size=world.comm.size, machine=machine, prompt_tokens=longest)
+        if world.comm.rank == 0:
+            _log.info("forecast for hardware %s: %s", machine.name, planned_link(machine))
         require_room(plan)
     return plan
 

@@ -7,8 +7,8 @@ line breaks of ours. Log files are the business of `distributed.ranklog`.
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from io import StringIO, TextIOWrapper
 from pathlib import Path
@@ -23,7 +23,16 @@ from rich.text import Text
 from llama_ssp.decoding.stream import Piece
 from llama_ssp.errors import SspError
 from llama_ssp.reports.lines import BenchmarkRow, Summary
-from llama_ssp.tasks.progress import ProgressBars, ProgressLines, ProgressView, Unit, gigabytes, prompts
+from llama_ssp.tasks.progress import (
+    Pace,
+    ProgressBars,
+    ProgressLines,
+    ProgressView,
+    RunProgress,
+    Unit,
+    count,
+    gigabytes,
+)
 from llama_ssp.tasks.tables import ACCEPTED_STYLE, OWN_STYLE, benchmark_table, closing_line, summary_table
 
 # C0 but for tab and line feed, DEL, C1, the marks that turn the direction of writing, and lone surrogates.
@@ -129,13 +138,29 @@ class Terminal:
         """Tell the user something on standard error."""
         self._err.print(Text(safe(sentence)), soft_wrap=True)
 
-    def loading(self) -> AbstractContextManager[ShowProgress]:
+    @contextmanager
+    def loading(self) -> Iterator[ShowProgress]:
         """Show bytes being loaded: `with terminal.loading() as progress: progress("target", done, total)`."""
-        return self._progress(gigabytes)
+        view = self._bars(gigabytes) or ProgressLines(self._err, gigabytes)
+        with self._showing(view):
+            yield view.update
 
-    def prompts(self) -> AbstractContextManager[ShowProgress]:
-        """Show prompts being completed; for runs that do not stream, since a bar and a stream share no screen."""
-        return self._progress(prompts)
+    @contextmanager
+    def decoding(
+        self, paces: Mapping[str, Pace], *, max_new_tokens: int, unit: str, shows_texts: bool
+    ) -> Iterator[RunProgress]:
+        """Show how far decoding has come: a bar on a terminal, elsewhere a line a minute.
+
+        Args:
+            paces: what is to be done in each mode.
+            max_new_tokens: of a completion.
+            unit: what a mode counts, in the plural.
+            shows_texts: texts come to standard output meanwhile, which share no screen with a bar.
+        """
+        bars = None if shows_texts and self._out.is_terminal else self._bars(count)
+        write = None if self._err.is_terminal else self.say
+        with self._showing(bars):
+            yield RunProgress(paces, max_new_tokens=max_new_tokens, unit=unit, write=write, bars=bars)
 
     def ask(self) -> Iterator[str]:
         """Read prompts behind `> ` until the user ends the input with Ctrl-D; empty lines are passed over."""
@@ -168,13 +193,17 @@ class Terminal:
         except OSError as error:
             raise SspError(f"cannot write the picture {path}: {error.strerror}") from error
 
+    def _bars(self, unit: Unit) -> ProgressBars | None:
+        return ProgressBars(self._err, unit) if self._err.is_terminal else None
+
     @contextmanager
-    def _progress(self, unit: Unit) -> Iterator[ShowProgress]:
-        self._view = ProgressBars(self._err, unit) if self._err.is_terminal else ProgressLines(self._err, unit)
+    def _showing(self, view: ProgressView | None) -> Iterator[None]:
+        self._view = view
         try:
-            yield self._view.update
+            yield
         finally:
-            self._view.hide()
+            if view:
+                view.hide()
             self._view = None
 
     def _show(self, renderable: RenderableType) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -41,6 +42,26 @@ def running(tmp_path: Path) -> Iterator[tuple[Path, Popen]]:
     process.communicate()
 
 
+def check_logs(run_dir: Path) -> None:
+    """Each rank says where it is and what it holds; rank 0 also what made the run."""
+    logs = [(run_dir / "ranks" / f"00{rank}.log").read_text() for rank in range(2)]
+    assert (run_dir / "run.log").read_text() == logs[0]
+    assert "this rank holds slice 1 of 2 of the target and the draft, in copy 0\n" in logs[0]
+    assert "this rank holds slice 2 of 2 of the target, in copy 0\n" in logs[1]
+    assert f"rank 1 of 2 on {platform.node()}, cpu (" in logs[1]
+    assert "rank 0 of 2 on" not in logs[1]
+    layout = "placement: target on ranks 0 1, draft on rank 0 (one_rank); copies of it: 1\n"
+    made_by = [
+        "rank 0 of 2 on ",
+        "rank 1 of 2 on ",
+        "python 3.",
+        ", torch 2.",
+        "GPUs: none, ",
+        "forecast for hardware ",
+    ]
+    assert [text for text in [*made_by, layout] if text not in logs[0]] == []
+
+
 @pytest.mark.distributed(2)
 def test_the_default_command_ends_with_a_table_and_a_summary(tmp_path: Path) -> None:
     done = run([f"run_dir={tmp_path}/a run", "max_new_tokens=12"], num_ranks=2)
@@ -60,6 +81,7 @@ def test_the_default_command_ends_with_a_table_and_a_summary(tmp_path: Path) -> 
         "config.yaml", "lock", "ranks/000.log", "ranks/001.log", "report.html", "run.jsonl", "run.log", "status",
         "summary.json",
     }  # fmt: skip
+    check_logs(tmp_path / "a run")
 
 
 @pytest.mark.distributed(2)

@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from llama_ssp.reports.lines import CompletionLine, Forecast, RankMemory, RunFacts, Summary
+from llama_ssp.reports.lines import CompletionLine, Forecast, RankMemory, RunFacts, StartUp, Summary
 from llama_ssp.reports.summary import summarise
 
 PLAIN = CompletionLine(
@@ -31,6 +31,7 @@ def summary(
         seed=7,
         num_draft_tokens=num_draft_tokens,
         memory=[RankMemory(rank=rank, planned_bytes=3 << 30, measured_peak_bytes=2 << 30) for rank in range(2)],
+        startup=StartUp(began_unix_s=1.8e9, composed_s=0.5, imported_s=4.0),
         forecast=Forecast(plain_ms_per_token=9.0, speculative_ms_per_token=4.5, speedup=2.0),
     )
     return summarise(facts, lines)

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -80,6 +81,10 @@ def test_generate_prints_the_librarys_greedy_text(launch: Launch) -> None:
     wanted = library_greedy(model, tokenizer(prompt).input_ids, num_tokens=24)
     assert ended.code == 0, ended.err
     assert ended.lines[0]["token_ids"] == wanted
+    startup = json.loads((ended.run_dir / "summary.json").read_text())["startup"]
+    steps = ["composed_s", "imported_s", "joined_s", "checked_s", "loaded_s", "first_token_s"]
+    assert list(startup) == ["began_unix_s", *steps]
+    assert [startup[step] for step in steps] == sorted(startup[step] for step in steps)
     assert ended.out.rstrip("\n") == str(tokenizer.decode(wanted, skip_special_tokens=True)).rstrip("\n")
 
 
@@ -119,6 +124,7 @@ def test_prompts_come_from_a_file_or_standard_input_in_order(
     small = ["task=generate", "task.format=jsonl", "max_new_tokens=3", "batch_size=8"]
     ended = launch(*small, f"prompts={tmp_path}/prompts.jsonl")
     assert [json.loads(line)["prompt"] for line in ended.out.splitlines()] == ["import", "class A:\n"]
+    assert "speculative: 1 of 2 prompts at " in ended.err
     monkeypatch.setattr(sys, "stdin", io.StringIO("import\nfrom\n"))
     ended = launch(*small, "prompts=-", run_dir="other")
     assert sorted(line["prompt"] for line in ended.lines) == ["from", "import"]
@@ -144,6 +150,18 @@ def test_compare_shows_both_modes_and_a_picture(launch: Launch, tmp_path: Path) 
     assert "<svg" in (tmp_path / "compare.svg").read_text()
 
 
+def test_a_comparison_without_a_terminal_tells_how_far_it_is_and_a_resumed_one_counts_on(
+    launch: Launch, tmp_path: Path
+) -> None:
+    (tmp_path / "prompts.txt").write_text("import\nfrom\nclass\n")
+    small = [f"prompts={tmp_path}/prompts.txt", "max_new_tokens=3"]
+    ended = launch(*small)
+    assert re.search(r"plain: 1 of 3 prompts at .*; speculative: 1 of 3 prompts at .*; 6 tokens, \d+ s left", ended.err)
+    lines = (ended.run_dir / "run.jsonl").read_bytes().splitlines(keepends=True)
+    (ended.run_dir / "run.jsonl").write_bytes(b"".join(lines[:3]))
+    assert re.search(r"plain: 3 of 3 prompts at .*; speculative: 2 of 3 prompts at .*; 6 tokens, ", launch(*small).err)
+
+
 def test_a_benchmark_writes_a_row_per_cell_beside_transformers(launch: Launch) -> None:
     lists = ["task.num_draft_tokens=[2]", "task.prompt_tokens=[5]", "task.batch_sizes=[1,2]", "task.repetitions=1"]
     ended = launch("task=benchmark", *lists, "max_new_tokens=4")
@@ -156,6 +174,8 @@ def test_a_benchmark_writes_a_row_per_cell_beside_transformers(launch: Launch) -
     assert list(rows[0]["ms_per_token"]) == ["plain", "speculative", "generate", "assisted"]
     assert list(rows[1]["ms_per_token"]) == ["plain", "speculative", "generate"]
     assert "assisted" in ended.out
+    assert "plain: 1 of 4 turns at " in ended.err
+    assert "; assisted: 1 of 2 turns at " in ended.err
 
 
 def spoil_truncate(folder: Path) -> str:

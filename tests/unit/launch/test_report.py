@@ -34,6 +34,12 @@ def test_several_folders_become_one_report_where_the_user_says(tmp_path: Path) -
     assert not (tmp_path / "a" / "report.html").exists()
 
 
+def test_options_may_stand_anywhere(tmp_path: Path) -> None:
+    first, second = (str(write_run(tmp_path / name, PLAIN, FAST)) for name in ("a", "b"))
+    assert report.main([first, "--output", str(tmp_path / "c"), second]) == 0
+    assert (tmp_path / "c" / "report.html").exists()
+
+
 def test_what_is_left_out_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path / "s" / "0", PLAIN, FAST)
     (write_run(tmp_path / "s" / "1", PLAIN) / "summary.json").unlink()
@@ -46,11 +52,12 @@ def test_what_is_left_out_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[
     [
         (["{empty}"], "holds no run"),
         (["{empty}/nothing"], "holds no run"),
-        (["{run}", "{run}"], "2 folders need --output=FOLDER"),
-        (["{run}", "--csv"], "unknown option --csv"),
+        (["{run}", "{run}"], "2 folders need --output=DIR"),
+        (["{run}", "--output"], "argument --output: expected one argument"),
+        (["{run}", "--csv"], "unrecognized arguments: --csv: it is called as python launch/report.py FOLDER... "),
         (["{run}", "--output={run}/status"], "cannot be written"),
-        (["--output={empty}"], "name the folder of a run"),
-        ([], "name the folder of a run"),
+        (["--output={empty}"], "the following arguments are required: FOLDER"),
+        ([], "the following arguments are required: FOLDER"),
     ],
 )
 def test_a_mistake_is_one_sentence_with_code_2(

@@ -19,6 +19,7 @@ from llama_ssp.config import catalogue
 from llama_ssp.config.schema import RunConfig
 from llama_ssp.config.slurm import KEY, SlurmConfig
 from llama_ssp.errors import CapacityError, CheckpointError, InterruptedRun
+from llama_ssp.tasks.startup import StartClock
 
 ENTRY = catalogue.conf_dir().parent / "launch" / "run.py"
 
@@ -48,7 +49,7 @@ def launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.Captu
     def launch_one(*arguments: str, fails: BaseException | None = None, **environment: str) -> Ended:
         runs = []
 
-        def note(config: RunConfig) -> None:
+        def note(config: RunConfig, _clock: StartClock) -> None:
             runs.append(config)
             if fails is not None:
                 raise fails
@@ -187,11 +188,20 @@ def test_hydra_leaves_no_file(arguments: list[str], launch: Launch, tmp_path: Pa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_mistake_is_told_without_loading_torch() -> None:
-    program = f"import runpy, sys; sys.argv = ['run.py', 'sampling.top_p=2']; runpy.run_path({str(ENTRY)!r})['main']()"
+@pytest.mark.parametrize(
+    ("argument", "told"),
+    [
+        ("sampling.top_p=2", "sampling.top_p=2.0 must be"),
+        ("model=nosuch", "unknown model 'nosuch'"),
+        ("--help", "llama-ssp: speculative sampling"),
+        ("--nosuch", "unrecognized arguments: --nosuch"),
+    ],
+)
+def test_help_and_mistakes_are_told_without_loading_torch(argument: str, told: str) -> None:
+    program = f"import runpy, sys; sys.argv = ['run.py', {argument!r}]; runpy.run_path({str(ENTRY)!r})['main']()"
     program += "; sys.exit(bool({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
     ended = subprocess.run([sys.executable, "-c", program], cwd="/", capture_output=True, text=True, check=False)
-    assert ended.stderr.startswith("sampling.top_p=2.0 must be")
+    assert (ended.stderr + ended.stdout).startswith(told)
     assert ended.returncode == 0, "a module that takes seconds was loaded"
 
 

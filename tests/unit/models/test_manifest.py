@@ -60,8 +60,13 @@ def test_every_difference_is_named(folder: Path, name: str, content: str | None,
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ([], "0 folders given"),
-        (["--outptu=x", "."], "unknown option --outptu=x"),
+        (
+            [],
+            "the following arguments are required: DIR: it is called as python launch/manifest.py DIR [--",
+        ),
+        ([".", "."], "unrecognized arguments: .: it is called as"),
+        (["--outptu=x", "."], "unrecognized arguments: --outptu=x: it is called as"),
+        (["--out=x", "."], "unrecognized arguments: --out=x: it is called as"),
         (["nowhere"], "nowhere does not exist"),
         ([".", "--output=nowhere/x"], "nowhere/x cannot be written"),
     ],
@@ -75,7 +80,9 @@ def test_a_mistake_is_one_sentence_with_code_2(
 ) -> None:
     monkeypatch.chdir(folder)
     assert command.main(arguments) == 2
-    assert capsys.readouterr().err.startswith(sentence)
+    said = capsys.readouterr().err
+    assert said.startswith(sentence)
+    assert said.count("\n") == 1
 
 
 def test_help_says_what_the_command_does(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from llama_ssp.config.schema import Quantization
 from llama_ssp.models import quantization, weight_only
 from llama_ssp.models.linear import Linear, make_linear
 from llama_ssp.models.quantization import Int8Linear, Nf4Linear, Precision
-from llama_ssp.models.weight_only import Int8WeightOnlyLinear, quantize_by_blocks
+from llama_ssp.models.weight_only import Int8WeightOnlyLinear, QuantizedForm, quantize_by_blocks
 
 FORMS = [Quantization.int8, Quantization.nf4, Quantization.int8_weight_only]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -33,6 +33,12 @@ def make(form: Quantization, weight: Tensor, bias: Tensor | None = None, *, thre
 def unpacked(linear: Linear, num_inputs: int, *, dtype: torch.dtype = torch.float32) -> Tensor:
     """The weights that a form stands for: what it maps unit vectors to."""
     return linear(torch.eye(num_inputs, dtype=dtype)).t()
+
+
+def test_a_form_without_a_product_of_its_own_cannot_be_made() -> None:
+    unfinished = type("Unfinished", (QuantizedForm,), {})
+    with pytest.raises(TypeError, match="__call__"):
+        unfinished()
 
 
 @every_form

@@ -20,6 +20,14 @@ def test_a_run_comes_back_as_it_was_written(tmp_path: Path) -> None:
     assert run.summary == summary(PLAIN, FAST)
 
 
+def test_a_summary_from_before_the_start_was_timed_is_read(tmp_path: Path) -> None:
+    file = write_run(tmp_path / "run", PLAIN, FAST) / "summary.json"
+    written = json.loads(file.read_text())
+    del written["startup"]
+    file.write_text(json.dumps(written))
+    assert read_run(tmp_path / "run", name="mine").summary == replace(summary(PLAIN, FAST), startup=None)
+
+
 def test_a_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", PLAIN)
     with (folder / "run.jsonl").open("ab") as file:

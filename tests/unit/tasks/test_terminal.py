@@ -3,6 +3,7 @@
 import re
 import sys
 import threading
+from contextlib import AbstractContextManager
 from io import StringIO
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from rich.console import Console
 from llama_ssp.decoding.stream import Piece
 from llama_ssp.errors import SspError
 from llama_ssp.reports.lines import Forecast, PlainSummary, SpeculativeSummary, Summary
-from llama_ssp.tasks.progress import ProgressLines, gigabytes, prompts
+from llama_ssp.tasks.progress import Pace, RunProgress
 from llama_ssp.tasks.terminal import Terminal
 
 GREEN, MAGENTA = "\x1b[32m", "\x1b[35m"
@@ -28,6 +29,10 @@ def console(*, terminal: bool, width: int = 80) -> Console:
 def written(console: Console) -> str:
     assert isinstance(console.file, StringIO)
     return console.file.getvalue()
+
+
+def decoding(terminal: Terminal, *, shows_texts: bool = False) -> AbstractContextManager[RunProgress]:
+    return terminal.decoding({"plain": Pace(num_wanted=2)}, max_new_tokens=9, unit="prompts", shows_texts=shows_texts)
 
 
 def summary(*, forecast: Forecast | None = None, speculative: bool = True) -> Summary:
@@ -197,29 +202,6 @@ def test_prompts_are_asked_for_until_the_input_ends(
     assert written(plain[1]) == "\n"
 
 
-def test_without_a_terminal_there_is_one_line_of_progress_a_minute() -> None:
-    err = console(terminal=False)
-    now_s = 0.0
-    lines = ProgressLines(err, prompts, clock=lambda: now_s)
-    for done in range(1, 15):
-        lines.update("speculative", done, 1000)
-        now_s += 10
-    assert written(err).splitlines() == [
-        "speculative: 7 of 1000 prompts, 2 h 46 min left",
-        "speculative: 13 of 1000 prompts, 2 h 44 min left",
-    ]
-
-
-def test_loading_is_told_in_bytes_and_bytes_per_second() -> None:
-    err = console(terminal=False)
-    now_s = 0.0
-    lines = ProgressLines(err, gigabytes, clock=lambda: now_s)
-    for done_bytes in range(0, 10**11, 10**10):
-        lines.update("target", done_bytes, 13 * 10**10)
-        now_s += 10
-    assert written(err).splitlines() == ["target: 60.00 of 130.00 GB, 1.00 GB/s, 70 s left"]
-
-
 def test_bars_leave_nothing_behind_but_showed_how_far_it_was() -> None:
     out, err = console(terminal=True), console(terminal=True)
     with Terminal(out=out, err=err).loading() as progress:
@@ -231,14 +213,15 @@ def test_bars_leave_nothing_behind_but_showed_how_far_it_was() -> None:
 
 def test_no_thread_draws_bars_while_models_compute() -> None:
     num_threads = threading.active_count()
-    with Terminal(out=console(terminal=True), err=console(terminal=True)).prompts() as progress:
-        progress("plain", 1, 2)
+    terminal = Terminal(out=console(terminal=True), err=console(terminal=True))
+    with decoding(terminal) as progress:
+        progress.end("plain", num_tokens=1, ms=1)
         assert threading.active_count() == num_threads
 
 
 def test_a_bar_does_not_swallow_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
-    with Terminal(out=console(terminal=False), err=console(terminal=True)).prompts() as progress:
-        progress("plain", 1, 2)
+    with decoding(Terminal(out=console(terminal=False), err=console(terminal=True))) as progress:
+        progress.end("plain", num_tokens=1, ms=1)
         sys.stdout.write("result\n")
     assert capsys.readouterr().out == "result\n"
 
@@ -246,14 +229,36 @@ def test_a_bar_does_not_swallow_standard_output(capsys: pytest.CaptureFixture[st
 def test_a_line_and_a_bar_share_a_screen() -> None:
     screen = console(terminal=True)
     terminal = Terminal(out=screen, err=screen)
-    with terminal.prompts() as progress:
-        progress("plain", 1, 2)
+    with decoding(terminal) as progress:
+        progress.end("plain", num_tokens=1, ms=1)
         terminal.line("record")
-        progress("plain", 2, 2)
+        progress.end("plain", num_tokens=1, ms=1)
     before, _, after = written(screen).partition("record\n")
     assert before.endswith("\x1b[2K")
-    assert "1 of 2 prompts" in before
-    assert "2 of 2 prompts" in after
+    assert "prompts" in before
+    assert "1 of 2" in before
+    assert "2 of 2" in after
+
+
+@pytest.mark.parametrize(
+    ("out", "err", "shows_texts", "bar", "lines"),
+    [
+        (True, True, False, True, False),
+        (True, True, True, False, False),
+        (False, True, True, True, False),
+        (True, False, True, False, True),
+        (False, False, False, False, True),
+    ],
+)
+def test_bars_are_for_terminals_without_texts_and_lines_for_log_files(
+    out: bool, err: bool, shows_texts: bool, bar: bool, lines: bool
+) -> None:
+    said = console(terminal=err)
+    with decoding(Terminal(out=console(terminal=out), err=said), shows_texts=shows_texts) as progress:
+        progress.advance("plain", 3)
+        progress.end("plain", num_tokens=3, ms=6)
+    assert ("━" in written(said)) == bar
+    assert ("plain: 1 of 2 prompts at 2.00 ms/token; 3 tokens" in written(said)) == lines
 
 
 def test_a_text_that_was_interrupted_ends_its_line_once(plain: tuple[Terminal, Console, Console]) -> None:
