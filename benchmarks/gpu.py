@@ -23,7 +23,8 @@ from llama_ssp.config.schema import Dtype, Quantization
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.models.backends import load_modules
 from llama_ssp.models.synthetic import synthesize
-from llama_ssp.planning.weights import inventory, weight_bytes
+from llama_ssp.planning.inventory import inventory
+from llama_ssp.planning.weights import weight_bytes
 from llama_ssp.tasks.measuring import copy_bytes_per_s
 
 NUM_DRAFT_TOKENS = 4

@@ -13,7 +13,8 @@ from llama_ssp.config.layout import Layout, lay_out
 from llama_ssp.config.plan import PlanConfig, TargetLayout
 from llama_ssp.config.schema import DraftLayout, Dtype, ModelConfig, ModelShape, Quantization
 from llama_ssp.errors import CheckpointError, ConfigError
-from llama_ssp.planning.weights import LLAMA_KIND, Inventory, WeightBytes, weight_bytes
+from llama_ssp.planning.inventory import GEMMA_KIND, LLAMA_KIND, Inventory
+from llama_ssp.planning.weights import WeightBytes, weight_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +154,7 @@ def planned_model(model: ModelConfig) -> PlannedModel:
     )
 
 
+_TIED_UNLESS_SAID = GEMMA_KIND | {"gpt_neo"}
 _ALIASES = {
     "num_hidden_layers": ("num_layers", "n_layer"),
     "num_attention_heads": ("num_heads", "n_head"),
@@ -187,7 +189,7 @@ def read_config(folder: Path) -> tuple[ModelShape, Dtype]:
         num_key_value_heads=content.get("num_key_value_heads") or num_heads,
         head_dim=content.get("head_dim") or sizes["hidden_size"] // num_heads,
         intermediate_size=content.get("intermediate_size") or 4 * sizes["hidden_size"],
-        tie_word_embeddings=bool(content.get("tie_word_embeddings", content["model_type"] == "gpt_neo")),
+        tie_word_embeddings=bool(content.get("tie_word_embeddings", content["model_type"] in _TIED_UNLESS_SAID)),
         **sizes,
     )
     stored = str(content.get("dtype") or content.get("torch_dtype") or Dtype.fp32.value)

@@ -13,9 +13,10 @@ from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.config.plan import TargetLayout
 from llama_ssp.config.schema import DraftLayout, Quantization
 from llama_ssp.errors import PlacementError
+from llama_ssp.planning.inventory import Inventory, inventory
 from llama_ssp.planning.job import Job, PlannedModel, model_bytes
 from llama_ssp.planning.sharding import RankShard, split_blocks, split_model
-from llama_ssp.planning.weights import DTYPE_BYTES, Inventory, WeightBytes, inventory, shares
+from llama_ssp.planning.weights import DTYPE_BYTES, WeightBytes, shares
 
 PREFILL_CHUNK = 512
 BUCKET_STEP = {"cuda": 256, "cpu": 64}

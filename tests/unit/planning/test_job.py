@@ -13,8 +13,8 @@ from llama_ssp.config.plan import PlanConfig, PlanPlacement, PlanTarget
 from llama_ssp.config.schema import DrafterConfig, DrafterKind, DraftLayout, DraftPlacement, Dtype, ModelConfig
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.models.checkpoint import shape_of
+from llama_ssp.planning.inventory import Matrix, inventory
 from llama_ssp.planning.job import Job, make_job, model_bytes, planned_model, read_config
-from llama_ssp.planning.weights import Matrix, inventory
 
 A100 = hardware.load("p4d_24xlarge")
 
@@ -50,7 +50,9 @@ def test_ranks_follow_from_the_placement(
     assert (job.target_ranks, job.draft_ranks) == (tuple(target_ranks), tuple(draft_ranks))
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "gpt_neox", "gpt_neo"])
+@pytest.mark.parametrize(
+    "model_type", ["llama", "mistral", "qwen2", "qwen3", "gpt_neox", "gpt_neo", "phi", "gemma", "gemma2", "gemma3_text"]
+)
 def test_a_config_file_is_read_as_the_library_reads_it(model_type: str, tmp_path: Path) -> None:
     config = CONFIG_MAPPING[model_type](dtype="bfloat16")
     config.save_pretrained(tmp_path)
