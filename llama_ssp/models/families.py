@@ -23,7 +23,7 @@ _BY_KIND_OF_LAYER = {"qwen2", "qwen3", "gemma2", "gemma3_text"}
 _WINDOWED = _BY_KIND_OF_LAYER | {"mistral", "gpt_neo"}
 # These recompute their frequencies from the largest position of a batch: a read, and rows would influence each other.
 _ROPE_TYPES_THAT_READ_POSITIONS = {"dynamic", "longrope"}
-_VOCABULARY_IS_CUT = LLAMA_KIND | GEMMA_KIND
+_VOCABULARY_IS_CUT = LLAMA_KIND | GEMMA_KIND | {"phi"}
 
 
 def windows_of(config: PretrainedConfig) -> tuple[int | None, ...]:

@@ -115,10 +115,31 @@ def inventory(shape: ModelShape) -> Inventory:
     Raises:
         PlacementError: the family is not known here.
     """
-    if shape.model_type in _FAMILIES:
-        return _FAMILIES[shape.model_type](shape)
-    known = ", ".join(sorted(_FAMILIES))
-    raise PlacementError(f"{shape.model_type} models are not supported: of those that can be planned there are {known}")
+    check_family(shape.model_type)
+    return _FAMILIES[shape.model_type](shape)
+
+
+def check_family(model_type: str) -> None:
+    """Refuse families whose parameters are not listed here.
+
+    Raises:
+        PlacementError: it is none of them.
+    """
+    if model_type not in _FAMILIES:
+        *known, last = sorted(_FAMILIES)
+        message = f"{model_type} models are not supported: one of {', '.join(known)} or {last} is required"
+        raise PlacementError(message)
+
+
+def attention_pair_bytes(shape: ModelShape, *, num_heads: int, value_bytes: int) -> int:
+    """What a forward keeps for each pair of a position and a slot that it may see.
+
+    A mask for each window of the layers, which GPT-Neo's model stacks; and, where no kernel of its own has the form of
+    attention, the scores of all heads, and in fp32 what becomes of them.
+    """
+    num_masks = {"gemma2": 2, "gemma3_text": 2, "gpt_neo": 4}.get(shape.model_type, 1)
+    scores = num_heads * (value_bytes + 4) if shape.model_type == "gemma2" else 0
+    return 1 + num_masks * value_bytes + scores
 
 
 def _gated(shape: ModelShape) -> Inventory:

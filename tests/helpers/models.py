@@ -52,9 +52,15 @@ def tiny_config(family: str, **changes: object) -> PretrainedConfig:
     return config
 
 
+def library_attention(config: PretrainedConfig) -> dict[str, str]:
+    """What the library is asked for: by default older versions leave out what bends Gemma 2's scores."""
+    return {"attn_implementation": "eager"} if config.model_type == "gemma2" else {}
+
+
 def tiny_model(family: str, **changes: object) -> PreTrainedModel:
     """A tiny model of one family; every parameter is random, biases and norms too, so that a lost one shows."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(tiny_config(family, **changes))
+    config = tiny_config(family, **changes)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, **library_attention(config))
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator) * 0.1

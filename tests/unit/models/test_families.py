@@ -2,16 +2,20 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from llama_ssp.config.schema import Quantization
 from llama_ssp.decoding.state import Request
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.errors import ConfigError
 from llama_ssp.models import prefill
+from llama_ssp.models.attention import BY_POSITION, SOFTCAPPED
 from llama_ssp.models.backends import load_model, load_modules
 from llama_ssp.models.checkpoint import inspect
 from llama_ssp.models.families import check_servable, windows_of
@@ -85,32 +89,44 @@ def test_narrow_formats_come_as_close_as_their_rounding_allows(tmp_path: Path, k
     assert (found - wanted).abs().max() < TOLERANCES[dtype] * wanted.std()
 
 
-@pytest.mark.parametrize("kind", ["gpt_neo", "gemma2"])
-def test_an_int8_round_is_decoding_one_by_one(tmp_path: Path, kind: str) -> None:
-    """Attention of their own too takes one position after the other where inputs are quantized."""
-    build_checkpoint(tmp_path, kind, hidden_size=128)
+@pytest.mark.parametrize(("kind", "form"), [("gpt_neo", "sdpa"), ("gemma2", SOFTCAPPED)])
+def test_where_inputs_are_quantized_attention_takes_one_position_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, form: str
+) -> None:
+    build_checkpoint(tmp_path, kind)
     precision = Precision(quantization=Quantization.int8)
     model = load_modules(inspect(tmp_path), dtype=None, device=CPU, comm=Comm.single(), precision=precision)
     runner = ModuleRunner(model, comm=Comm.single())
     runner.allocate(batch_size=1, capacity=40)
-    ids_BT = random_ids(1, 33)
-    runner.forward(ids_BT[:, :8], torch.arange(8)[None], bucket=8)
-    for start in range(8, 33, 5):
-        steps_BT = torch.arange(start, start + 5)[None]
-        together = runner.forward(ids_BT.gather(1, steps_BT), steps_BT, bucket=40)
-        alone = [runner.forward(ids_BT[:, [step]], torch.tensor([[step]]), bucket=40) for step in steps_BT[0].tolist()]
-        assert (together - torch.cat(alone, 1)).abs().max() < 1e-5 * together.std()
+    spy = Mock(wraps=ALL_ATTENTION_FUNCTIONS[BY_POSITION[form]])
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, BY_POSITION[form], spy)
+    runner.forward(random_ids(1, 8), torch.arange(8)[None], bucket=8)
+    assert spy.call_count == 2
+
+
+@pytest.mark.parametrize("form", BY_POSITION)
+def test_attention_by_position_gives_each_position_what_it_gets_alone_to_the_last_bit(form: str) -> None:
+    module = SimpleNamespace(num_key_value_groups=2, training=False)
+    query_BHTD, key_BNSD, value_BNSD = torch.randn(1, 8, 5, 64), torch.randn(1, 4, 300, 64), torch.randn(1, 4, 300, 64)
+    mask_B1TS = torch.zeros(1, 1, 5, 300).masked_fill_(torch.arange(300) > torch.arange(290, 295)[:, None], -torch.inf)
+    options = {"scaling": 0.2} if form == "sdpa" else {"scaling": 0.2, "softcap": 3.0}
+    attend = ALL_ATTENTION_FUNCTIONS[BY_POSITION[form]]
+    together, _ = attend(module, query_BHTD, key_BNSD, value_BNSD, mask_B1TS, **options)
+    for place in range(5):
+        part = slice(place, place + 1)
+        alone, _ = attend(module, query_BHTD[:, :, part], key_BNSD, value_BNSD, mask_B1TS[:, :, part], **options)
+        assert torch.equal(together[:, part], alone)
 
 
 def test_a_round_may_look_behind_the_last_position_that_gpt_neo_has_learned(tmp_path: Path) -> None:
     """Prompt and new tokens fill the context; the last rounds draft and verify behind it."""
-    model = build_checkpoint(tmp_path, "gpt_neo", max_position_embeddings=32)
+    target, draft = tmp_path / "target", tmp_path / "draft"
+    model = build_checkpoint(target, "gpt_neo", max_position_embeddings=32)
+    build_checkpoint(draft, "gpt_neo", max_position_embeddings=32, num_hidden_layers=1)
     [request] = requests((20,), num_tokens=12)
-    decoder = make_decoder(load(tmp_path), load(tmp_path), num_draft_tokens=5)
-    [done] = complete(decoder, [request])
-    assert not part_at_a_near_tie(
-        model, request.prompt_ids, library_greedy(model, request.prompt_ids, num_tokens=12), done.token_ids
-    )
+    [done] = complete(make_decoder(load(target), load(draft), num_draft_tokens=5), [request])
+    wanted = library_greedy(model, request.prompt_ids, num_tokens=12)
+    assert not part_at_a_near_tie(model, request.prompt_ids, wanted, done.token_ids)
 
 
 @pytest.mark.parametrize(
