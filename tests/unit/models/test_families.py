@@ -17,11 +17,13 @@ from llama_ssp.errors import ConfigError
 from llama_ssp.models import prefill
 from llama_ssp.models.attention import BY_POSITION, SOFTCAPPED
 from llama_ssp.models.backends import load_model, load_modules
-from llama_ssp.models.checkpoint import inspect
-from llama_ssp.models.families import check_servable, windows_of
+from llama_ssp.models.checkpoint import inspect, shape_of
+from llama_ssp.models.families import check_servable, mask_argument, windows_of
 from llama_ssp.models.interface import Runner
+from llama_ssp.models.kv_cache import Masks
 from llama_ssp.models.quantization import Precision
 from llama_ssp.models.runner import ModuleRunner
+from llama_ssp.planning.inventory import attention_pair_bytes
 from tests.helpers.decoders import complete, make_decoder
 from tests.helpers.fake_comm import on_ranks, thread_comms
 from tests.helpers.models import VOCAB_SIZE, WINDOW, build_checkpoint, library_logits, tiny_config
@@ -30,7 +32,7 @@ from tests.unit.models.conftest import Saved
 
 SavedModels = Callable[[str], Saved]
 CPU = torch.device("cpu")
-KINDS = ("mistral", "qwen2, windows", "qwen3, windows", "gemma", "gemma2", "gemma3_text", "gpt_neo")
+KINDS = ("mistral", "qwen2, windows", "qwen3, windows", "gemma", "gemma2", "gemma3_text", "gpt_neo", "phi")
 # Largest difference of narrow formats, in units of the logits' scale.
 TOLERANCES = {torch.bfloat16: 0.15, torch.float16: 0.02}
 LENGTHS = (3, 14, 21)
@@ -76,7 +78,7 @@ def test_greedy_text_beyond_the_windows_is_the_librarys_with_and_without_a_draft
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "gpt_neox"])
 def test_narrow_formats_come_as_close_as_their_rounding_allows(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
     model = build_checkpoint(tmp_path, kind, dtype=dtype)
     runner = load(tmp_path)
@@ -127,6 +129,19 @@ def test_a_round_may_look_behind_the_last_position_that_gpt_neo_has_learned(tmp_
     [done] = complete(make_decoder(load(target), load(draft), num_draft_tokens=5), [request])
     wanted = library_greedy(model, request.prompt_ids, num_tokens=12)
     assert not part_at_a_near_tie(model, request.prompt_ids, wanted, done.token_ids)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2, windows", "gemma2", "gemma3_text", "gpt_neo"])
+def test_masks_take_the_bytes_that_are_planned(kind: str) -> None:
+    config = tiny_config(kind)
+    masks = Masks(windows_of(config), capacity=24, dtype=torch.float32, device=CPU)
+    rows = masks.rows(torch.arange(8)[None], bucket=16)
+    given = mask_argument(config, rows)
+    stacked = [given] if isinstance(given, Tensor) else []
+    tensors = {id(mask): mask for mask in (*rows.values(), *stacked)}
+    planned = attention_pair_bytes(shape_of(config), num_heads=0, value_bytes=4) - 1
+    most = {"qwen2, windows": 2}.get(kind, 1)  # plans do not know which layers of a Qwen have windows
+    assert sum(mask.nbytes for mask in tensors.values()) == 8 * 16 * planned * most
 
 
 @pytest.mark.parametrize(

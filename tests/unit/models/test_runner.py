@@ -9,6 +9,7 @@ from torch import Tensor
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.models.backends import load_modules
 from llama_ssp.models.checkpoint import inspect
+from llama_ssp.models.families import adapt
 from llama_ssp.models.runner import ModuleRunner
 from tests.helpers.models import VOCAB_SIZE, library_logits, tiny_model
 from tests.unit.models.conftest import Saved
@@ -108,9 +109,11 @@ def test_a_smaller_bucket_changes_nothing_but_the_cost(saved: SavedModels) -> No
     assert_close(runner.forward(ids_BT, positions_BT, bucket=7), wide)
 
 
-def test_a_forward_reads_no_value() -> None:
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "gemma2", "gemma3_text", "gpt_neo"])
+def test_a_forward_reads_no_value(family: str) -> None:
     """A meta tensor has no values: whatever reads one raises."""
-    model = tiny_model("llama")
+    model = tiny_model(family)
+    adapt(model)
     torch.nn.Module.to(model, "meta")
     runner = ModuleRunner(model, comm=Comm.single())
     runner.allocate(batch_size=2, capacity=32)
