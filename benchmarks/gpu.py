@@ -23,8 +23,9 @@ from llama_ssp.config.schema import Dtype, Quantization
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.models.backends import load_modules
 from llama_ssp.models.synthetic import synthesize
+from llama_ssp.planning.inventory import inventory
 from llama_ssp.planning.job import planned_model, step_bytes
-from llama_ssp.planning.weights import DTYPE_BYTES, inventory
+from llama_ssp.planning.weights import DTYPE_BYTES
 from llama_ssp.tasks.measuring import copy_bytes_per_s
 
 NUM_DRAFT_TOKENS = 4

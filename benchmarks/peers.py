@@ -31,8 +31,8 @@ from llama_ssp.models import hub
 from llama_ssp.models.backends import load_modules
 from llama_ssp.models.checkpoint import inspect
 from llama_ssp.models.runner import ModuleRunner
+from llama_ssp.planning.inventory import inventory
 from llama_ssp.planning.job import planned_model, step_bytes
-from llama_ssp.planning.weights import inventory
 from llama_ssp.tasks.benchmark import Ours
 from llama_ssp.tasks.loading import build_decoder
 from llama_ssp.tasks.peers import Peers, load_peer

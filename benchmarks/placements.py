@@ -29,8 +29,8 @@ from llama_ssp.decoding.loop import Decoder
 from llama_ssp.decoding.state import Request
 from llama_ssp.distributed.world import World, start
 from llama_ssp.errors import SspError
+from llama_ssp.planning.inventory import inventory
 from llama_ssp.planning.job import model_bytes, planned_model
-from llama_ssp.planning.weights import inventory
 from llama_ssp.tasks.benchmark import cut
 from llama_ssp.tasks.checkpoints import find_sources
 from llama_ssp.tasks.loading import build_decoder, load_models

@@ -16,9 +16,13 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+Form = Callable[..., tuple[Tensor, None]]
+
 FEW_POSITIONS = 32
-BY_POSITION = "sdpa_by_position"
-"""Name of this attention among the library's."""
+SOFTCAPPED = "softcapped"
+"""Name of `_softcapped` among the library's forms of attention."""
+BY_POSITION = {"sdpa": "sdpa_by_position", SOFTCAPPED: "softcapped_by_position"}
+"""Name of a form of attention that takes one position after the other, by the name of the form."""
 
 
 def attend_by_position(
@@ -38,21 +42,58 @@ def attend_by_position(
     return torch.cat([attend(queries_BNGD, mask_B1GS) for queries_BNGD, mask_B1GS in pieces], 2)
 
 
-def _of_library(
-    module: nn.Module,
+def _softcapped(
+    module: Any,  # noqa: ANN401 - the library's
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor,
-    **options: Any,  # noqa: ANN401 - the library's
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    **_options: object,
 ) -> tuple[Tensor, None]:
-    """The library's attention, position by position; it returns (B, T, H, D)."""
+    """Attention whose scores are bent to stay below a bound, as the library's eager form has it; returns (B, T, H, D).
 
-    def attend(queries: Tensor, mask: Tensor) -> Tensor:
-        return sdpa_attention_forward(module, queries, key, value, mask, **options)[0].transpose(1, 2)
+    The queries of a group are folded into rows, so that keys and values are never expanded.
 
-    return attend_by_position(attend, query, attention_mask).transpose(1, 2).contiguous(), None
+    Source: Gemma Team 2024, arXiv:2408.00118, section 2.
+    """
+    group: int = module.num_key_value_groups
+    queries_BNQD = query.unflatten(1, (-1, group)).flatten(2, 3)
+    scores_BNQS = queries_BNQD @ key.transpose(-1, -2) * scaling
+    if softcap is not None:
+        scores_BNQS = torch.tanh(scores_BNQS / softcap) * softcap
+    scores_BNQS += attention_mask.repeat(1, 1, group, 1)
+    weights_BNQS = scores_BNQS.softmax(-1, dtype=torch.float32).to(value.dtype)
+    attended_BHTD = (weights_BNQS @ value).unflatten(2, (group, -1)).flatten(1, 2)
+    return attended_BHTD.transpose(1, 2).contiguous(), None
 
 
-AttentionInterface.register(BY_POSITION, _of_library)
-AttentionMaskInterface.register(BY_POSITION, sdpa_mask)
+def _one_by_one(form: Form) -> Form:
+    """A form of the library's attention, position by position; it returns (B, T, H, D)."""
+
+    def forward(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor,
+        **options: Any,  # noqa: ANN401 - the library's
+    ) -> tuple[Tensor, None]:
+        def attend(queries: Tensor, mask: Tensor) -> Tensor:
+            return form(module, queries, key, value, mask, **options)[0].transpose(1, 2)
+
+        return attend_by_position(attend, query, attention_mask).transpose(1, 2).contiguous(), None
+
+    return forward
+
+
+_FORMS: dict[str, Form] = {
+    SOFTCAPPED: _softcapped,
+    BY_POSITION["sdpa"]: _one_by_one(sdpa_attention_forward),
+    BY_POSITION[SOFTCAPPED]: _one_by_one(_softcapped),
+}
+for _name, _form in _FORMS.items():
+    AttentionInterface.register(_name, _form)
+    AttentionMaskInterface.register(_name, sdpa_mask)

@@ -14,12 +14,13 @@ from llama_ssp.distributed.comms import Comm
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.models.attention import BY_POSITION
 from llama_ssp.models.decoder import LeanRunner, is_llama_kind
+from llama_ssp.models.families import adapt, attention_at_start, check_servable
 from llama_ssp.models.interface import Runner
 from llama_ssp.models.loader import Progress, Weights, find_sources, returning_memory
 from llama_ssp.models.origin import Origin
 from llama_ssp.models.quantization import UNQUANTIZED, Precision
 from llama_ssp.models.quantized_modules import check_quantizable, quantize_modules
-from llama_ssp.models.runner import ModuleRunner, check_servable
+from llama_ssp.models.runner import ModuleRunner
 from llama_ssp.models.tensor_parallel import shard
 
 READ_AHEAD = 2
@@ -37,11 +38,12 @@ def build_empty(origin: Origin) -> PreTrainedModel:
 
     check_servable(origin.config)
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(origin.config)]
-    if not model_class._supports_sdpa:
+    attention = attention_at_start(origin.config, model_class)
+    if attention is None:
         message = f"{model_class.__name__} has no sdpa attention, which the static cache requires"
         raise ConfigError(message)
     config = deepcopy(origin.config)
-    config._attn_implementation = "sdpa"
+    config._attn_implementation = attention
     try:
         with init_empty_weights():
             model: PreTrainedModel = model_class(config)
@@ -49,6 +51,7 @@ def build_empty(origin: Origin) -> PreTrainedModel:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         message = f"{origin.folder}/config.json describes no model that can be built ({reason}): copy it again"
         raise CheckpointError(message) from error
+    adapt(model)
     model.eval().requires_grad_(requires_grad=False)
     return model
 
@@ -135,7 +138,7 @@ def _prepare(
     sources = find_sources(model, origin)
     shard(model, origin.shape, comm)
     if precision.rounds_inputs:
-        model.config._attn_implementation = BY_POSITION
+        model.config._attn_implementation = BY_POSITION[model.config._attn_implementation]
     dtype = dtype or origin.dtype
     # The kernels of layers that stay unquantized are timed on a CPU while it loads: nothing may run beside that.
     num_ahead = READ_AHEAD if precision.kernel or device.type != "cpu" else 0

@@ -19,7 +19,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.models.attention import attend_by_position
-from llama_ssp.models.kv_cache import CausalMask, StaticCache
+from llama_ssp.models.families import windows_of
+from llama_ssp.models.kv_cache import Masks, StaticCache
 from llama_ssp.models.linear import Kernel, Linear, make_linear
 from llama_ssp.models.quantization import UNQUANTIZED, Precision
 from llama_ssp.models.tensor_parallel import GatheredLinear
@@ -76,6 +77,7 @@ class LeanRunner:
         self._rotary = body.rotary_emb
         self._embed: nn.Module = body.embed_tokens
         self._layers = layers
+        self._windows = windows_of(config)
         self._norm = _RmsNorm(body.norm)
         self._head_sizes = head.sizes if isinstance(head, GatheredLinear) else (self.vocab_size,)
         is_tied = head.weight is body.embed_tokens.weight
@@ -90,7 +92,7 @@ class LeanRunner:
         self.num_allocations += 1
         num_layers = len(self._layers)
         self._cache = StaticCache(num_layers=num_layers, batch_size=batch_size, capacity=capacity, device=self.device)
-        self._mask = CausalMask(capacity, dtype=self.dtype, device=self.device)
+        self._masks = Masks(self._windows, capacity=capacity, dtype=self.dtype, device=self.device)
         angles_SP = torch.arange(capacity, device=self.device)[:, None] * self._rotary.inv_freq.float()
         self._turns_S1P = torch.polar(torch.full_like(angles_SP, self._rotary.attention_scaling), angles_SP)[:, None]
 
@@ -108,11 +110,11 @@ class LeanRunner:
         batch_size, num_tokens = ids_BT.shape
         self._cache.aim(positions_BT, bucket=bucket, batch_rows_B=batch_rows_B)
         turns_M1P = self._turns_S1P.index_select(0, positions_BT.flatten())
-        positions_BTG = positions_BT[..., None].repeat(1, 1, self._layers[0].group)
-        mask_B1QS = self._mask.rows(positions_BTG.flatten(), bucket=bucket).view(batch_size, 1, -1, bucket)
+        positions_BQ = positions_BT[..., None].repeat(1, 1, self._layers[0].group).flatten(1)
+        masks = self._masks.rows(positions_BQ, bucket=bucket)
         x_ME = self._embed(ids_BT.flatten())
-        for layer in self._layers:
-            x_ME = layer.forward(x_ME, turns_M1P, mask_B1QS, self._cache)
+        for layer, window in zip(self._layers, self._windows, strict=True):
+            x_ME = layer.forward(x_ME, turns_M1P, masks[window], self._cache)
         if rows_BR is not None:
             x_BTE = x_ME.view(batch_size, num_tokens, -1)
             x_ME = x_BTE.gather(1, rows_BR[..., None].expand(-1, -1, x_BTE.shape[-1])).flatten(0, 1)

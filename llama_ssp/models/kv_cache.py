@@ -5,11 +5,13 @@
     rollback    = the next round simply writes at L again; nothing is copied, nothing is cropped
 
 Position p of a sequence always lies in slot p of its row. What stands beyond a row's length is never read, because the
-mask of `causal_mask` shows a token only the slots up to its own position, and those have been written by then. How many
+mask shows a token only the slots up to its own position, and those have been written by then. How many
 slots are needed, and how many of them a forward reads, is decided elsewhere.
 
 Shapes: B sequences, T positions, M = B * T tokens, S slots, N key-value heads, D head dim, L layers.
 """
+
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -137,22 +139,47 @@ class LibraryCache(Cache):
 class CausalMask:
     """What attention adds to the scores: 0 for slots up to a token's own position, minus infinity beyond.
 
-    The rows of all positions are windows of one line of 2 S numbers, so that a row is looked up, and never computed.
+    The rows of all positions are pieces of one line of 2 S numbers, so that a row is looked up, and never computed.
 
-        line    | 0 0 0 0 - - - - |      position 3 reads from 0, position 0 from 3: | 0 - - - |
+        line              | 0 0 0 0 - - - - |      position 3 reads from 0, position 0 from 3: | 0 - - - |
+        a window of two   | - - 0 0 - - - - |      position 3: | - - 0 0 |
 
     Args:
+        capacity: S.
+        window: how many positions a token sees, its own included; None for all.
+        dtype: that of the scores.
+        device: where they are.
+    """
+
+    def __init__(self, capacity: int, *, window: int | None, dtype: torch.dtype, device: torch.device) -> None:
+        line = torch.zeros(2 * capacity, dtype=dtype, device=device)
+        line[capacity:] = float("-inf")
+        if window is not None:
+            line[: max(capacity - window, 0)] = float("-inf")
+        self._pieces_SS = line.as_strided((capacity, capacity), (1, 1))
+        self._last = capacity - 1
+
+    def rows(self, positions_M: Tensor, *, bucket: int) -> Tensor:
+        """The masks (M, bucket) of tokens at these positions."""
+        return self._pieces_SS[:, :bucket].index_select(0, self._last - positions_M)
+
+
+class Masks:
+    """The masks of all layers of a model: one for each window that any of them has.
+
+    Args:
+        windows: those of the layers.
         capacity: S.
         dtype: that of the scores.
         device: where they are.
     """
 
-    def __init__(self, capacity: int, *, dtype: torch.dtype, device: torch.device) -> None:
-        line = torch.zeros(2 * capacity, dtype=dtype, device=device)
-        line[capacity:] = float("-inf")
-        self._windows_SS = line.as_strided((capacity, capacity), (1, 1))
-        self._last = capacity - 1
+    def __init__(
+        self, windows: Iterable[int | None], *, capacity: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._of = {window: CausalMask(capacity, window=window, dtype=dtype, device=device) for window in windows}
 
-    def rows(self, positions_M: Tensor, *, bucket: int) -> Tensor:
-        """The masks (M, bucket) of tokens at these positions."""
-        return self._windows_SS[:, :bucket].index_select(0, self._last - positions_M)
+    def rows(self, positions_BT: Tensor, *, bucket: int) -> dict[int | None, Tensor]:
+        """The masks (B, 1, T, bucket) of tokens at these positions, by window, in the order of the layers."""
+        positions_M, sizes = positions_BT.flatten(), (positions_BT.shape[0], 1, -1, bucket)
+        return {window: mask.rows(positions_M, bucket=bucket).view(sizes) for window, mask in self._of.items()}

@@ -8,47 +8,15 @@ Shapes: B sequences, T positions, R rows that get logits, S slots, V vocabulary,
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from llama_ssp.distributed.comms import Comm
-from llama_ssp.errors import ConfigError
-from llama_ssp.models.kv_cache import CausalMask, LibraryCache, StaticCache
-
-# These recompute their frequencies from the largest position of a batch: a read, and rows would influence each other.
-_ROPE_TYPES_THAT_READ_POSITIONS = {"dynamic", "longrope"}
-
-
-def check_servable(config: PretrainedConfig) -> None:
-    """Refuse models whose attention sees anything else than all earlier positions of its row.
-
-    Raises:
-        ConfigError: the model has sliding windows shorter than its context, or layers without a cache of keys and
-            values, or rotary frequencies that depend on the positions of the batch.
-    """
-    model, context = f"{config.model_type} model", config.max_position_embeddings
-    kinds = set(getattr(config, "layer_types", None) or ["sliding_attention"])
-    window = getattr(config, "sliding_window", None)
-    if "sliding_attention" in kinds and window and window < context:
-        message = (
-            f"this {model} has sliding windows of {window} tokens in a context of {context}: the static cache requires "
-            f"a window as long as the context (max_position_embeddings={window} in its config.json would do)"
-        )
-        raise ConfigError(message)
-    other = sorted(kinds - {"sliding_attention", "full_attention"})
-    if other:
-        message = f"this {model} has layers of kind {', '.join(other)}: full_attention is required by the static cache"
-        raise ConfigError(message)
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") in _ROPE_TYPES_THAT_READ_POSITIONS:
-        message = (
-            f"this {model} has rope_type {rope['rope_type']}, which depends on the longest row of a batch: "
-            "default, linear, llama3 or yarn is required"
-        )
-        raise ConfigError(message)
+from llama_ssp.models.families import check_servable, mask_argument, windows_of
+from llama_ssp.models.kv_cache import LibraryCache, Masks, StaticCache
 
 
 class ModuleRunner:
-    """The library's own modules with the static cache; serves every family that has sdpa attention.
+    """The library's own modules with the static cache; serves every family that `families` can.
 
     Only the wanted rows reach the output head. The rest of the forward, such as a family's own scaling of the logits,
     stays the library's.
@@ -87,7 +55,8 @@ class ModuleRunner:
             device=self.device,
         )
         self._library_cache = LibraryCache(self._cache)
-        self._mask = CausalMask(capacity, dtype=self.dtype, device=self.device)
+        windows = windows_of(self._model.config)
+        self._masks = Masks(windows, capacity=capacity, dtype=self.dtype, device=self.device)
 
     def forward(
         self,
@@ -103,10 +72,10 @@ class ModuleRunner:
         self._rows_BR = rows_BR
         self._cache.aim(positions_BT, bucket=bucket, batch_rows_B=batch_rows_B)
         # A boolean mask would be turned into this one by every layer anew.
-        mask_BTS = self._mask.rows(positions_BT.flatten(), bucket=bucket).view(*positions_BT.shape, bucket)
+        masks = self._masks.rows(positions_BT, bucket=bucket)
         logits_BRV: Tensor = self._model(
             input_ids=ids_BT,
-            attention_mask=mask_BTS[:, None],
+            attention_mask=mask_argument(self._model.config, masks),
             position_ids=positions_BT,
             past_key_values=self._library_cache,
             use_cache=True,

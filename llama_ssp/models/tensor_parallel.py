@@ -19,8 +19,9 @@ from transformers import PreTrainedModel
 from llama_ssp.config.schema import ModelShape
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.errors import PlacementError
+from llama_ssp.models.families import tp_plan_of
+from llama_ssp.planning.inventory import GEMMA_KIND
 from llama_ssp.planning.sharding import Cut, HeadShard, RankShard, cut_of, split_model, widths
-from llama_ssp.planning.weights import LLAMA_KIND
 
 _HEAD_CUTS = {Cut.query_heads, Cut.kv_heads, Cut.fused_qkv}
 
@@ -130,6 +131,20 @@ class VocabularyEmbedding(LocalModule):
         return self._comm.all_reduce(embedded_BTE.masked_fill_(elsewhere_BT[..., None], 0))
 
 
+class ScaledVocabularyEmbedding(VocabularyEmbedding):
+    """Gemma's: what is looked up is multiplied by a constant."""
+
+    embed_scale: Tensor
+
+    def __init__(self, whole: nn.Embedding, part: range, *, scale: Tensor, comm: Comm) -> None:
+        super().__init__(whole, part, comm=comm)
+        self.register_buffer("embed_scale", scale, persistent=False)
+
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        """Look token ids up; the result is (B, T, E)."""
+        return super().forward(ids_BT) * self.embed_scale.to(self.weight.dtype)
+
+
 def shard(model: PreTrainedModel, shape: ModelShape, comm: Comm) -> None:
     """Swap the modules of a model for this rank's local ones; does nothing for a group of one rank.
 
@@ -144,19 +159,16 @@ def shard(model: PreTrainedModel, shape: ModelShape, comm: Comm) -> None:
     """
     if comm.size == 1:
         return
-    plan: dict[str, str] = dict(model.tp_plan)
-    if plan and shape.model_type in LLAMA_KIND:
-        # Older versions of the library leave it whole, which a plan of memory could not know.
-        plan.setdefault("model.embed_tokens", "embedding_rowwise")
+    plan = tp_plan_of(model)
     if not plan:
         message = f"{shape.model_type} has no tensor-parallel plan: run it on one rank, not on {comm.size}"
         raise PlacementError(message)
     shards = split_model(shape, num_ranks=comm.size)
     for name, module in list(model.named_modules()):
         style = _style(plan, name)
-        # An embedding class of a family's own does more than look up (Gemma scales); it stays whole.
+        # An embedding class of a family's own does more than look up; where that is not known, it stays whole.
         is_own_embedding = isinstance(module, nn.Embedding) and type(module) is not nn.Embedding
-        if style.startswith("replicated") or is_own_embedding:
+        if style.startswith("replicated") or (is_own_embedding and shape.model_type not in GEMMA_KIND):
             continue
         model.set_submodule(name, _local(name, module, style, shards=shards, comm=comm))
         if cut_of(name) in _HEAD_CUTS:
@@ -165,7 +177,7 @@ def shard(model: PreTrainedModel, shape: ModelShape, comm: Comm) -> None:
 
 def is_row_parallel(model: PreTrainedModel, name: str) -> bool:
     """Whether the model's plan cuts a module along its inputs."""
-    return _style(model.tp_plan, name) == "rowwise"
+    return _style(tp_plan_of(model), name) == "rowwise"
 
 
 def _style(plan: dict[str, str], name: str) -> str:
@@ -185,6 +197,9 @@ def _local(name: str, module: nn.Module, style: str, *, shards: tuple[RankShard,
             found = module.out_features
         case "rowwise", nn.Linear():
             local, found = RowLinear(module, part, comm=comm), module.in_features
+        case "embedding_rowwise", nn.Embedding(embed_scale=Tensor() as scale):
+            local = ScaledVocabularyEmbedding(module, part, scale=scale, comm=comm)
+            found = module.num_embeddings
         case "embedding_rowwise", nn.Embedding():
             local, found = VocabularyEmbedding(module, part, comm=comm), module.num_embeddings
         case _:

@@ -13,7 +13,8 @@ from llama_ssp.config.layout import Layout, lay_out
 from llama_ssp.config.plan import PlanConfig, TargetLayout
 from llama_ssp.config.schema import DraftLayout, Dtype, ModelConfig, ModelShape, Quantization
 from llama_ssp.errors import CheckpointError, ConfigError
-from llama_ssp.planning.weights import DTYPE_BYTES, LLAMA_KIND, Inventory, WeightBytes, weight_bytes
+from llama_ssp.planning.inventory import GEMMA_KIND, LLAMA_KIND, Inventory, check_family
+from llama_ssp.planning.weights import DTYPE_BYTES, WeightBytes, weight_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,6 +164,7 @@ def planned_model(model: ModelConfig) -> PlannedModel:
     )
 
 
+_TIED_UNLESS_SAID = GEMMA_KIND | {"gpt_neo"}
 _ALIASES = {
     "num_hidden_layers": ("num_layers", "n_layer"),
     "num_attention_heads": ("num_heads", "n_head"),
@@ -175,6 +177,7 @@ def read_config(folder: Path) -> tuple[ModelShape, Dtype]:
 
     Raises:
         CheckpointError: the file is missing, is not JSON, or lacks a size.
+        PlacementError: the family is not known.
     """
     file = folder / "config.json"
     try:
@@ -183,21 +186,23 @@ def read_config(folder: Path) -> tuple[ModelShape, Dtype]:
         raise CheckpointError(f"{file} cannot be read ({error}): a folder with config.json is required") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{file} holds no JSON object: copy or download it again")
+    if isinstance(model_type := content.get("model_type"), str):
+        check_family(model_type)
     sizes: dict[str, Any] = {}
     for key in ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size", "max_position_embeddings"):
         found = [content[name] for name in (key, *_ALIASES.get(key, ())) if isinstance(content.get(name), int)]
         sizes[key] = found[0] if found else None
     missing = [key for key, value in sizes.items() if value is None or value < 1]
-    if missing or not isinstance(content.get("model_type"), str):
+    if missing or not isinstance(model_type, str):
         wanting = ", ".join(missing) or "model_type"
         raise CheckpointError(f"{file} lacks {wanting}: a config.json as save_pretrained writes it is required")
     num_heads = sizes["num_attention_heads"]
     shape = ModelShape(
-        model_type=content["model_type"],
+        model_type=model_type,
         num_key_value_heads=content.get("num_key_value_heads") or num_heads,
         head_dim=content.get("head_dim") or sizes["hidden_size"] // num_heads,
         intermediate_size=content.get("intermediate_size") or 4 * sizes["hidden_size"],
-        tie_word_embeddings=bool(content.get("tie_word_embeddings", content["model_type"] == "gpt_neo")),
+        tie_word_embeddings=bool(content.get("tie_word_embeddings", model_type in _TIED_UNLESS_SAID)),
         **sizes,
     )
     stored = str(content.get("dtype") or content.get("torch_dtype") or Dtype.fp32.value)

@@ -13,9 +13,10 @@ from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.config.plan import TargetLayout
 from llama_ssp.config.schema import DraftLayout, Quantization
 from llama_ssp.errors import PlacementError
+from llama_ssp.planning.inventory import Inventory, attention_pair_bytes, inventory
 from llama_ssp.planning.job import Job, PlannedModel, model_bytes
 from llama_ssp.planning.sharding import RankShard, split_blocks, split_model
-from llama_ssp.planning.weights import DTYPE_BYTES, Inventory, WeightBytes, inventory, shares
+from llama_ssp.planning.weights import DTYPE_BYTES, WeightBytes, shares
 
 PREFILL_CHUNK = 512
 BUCKET_STEP = {"cuda": 256, "cpu": 64}
@@ -234,15 +235,15 @@ def _logits_bytes(job: Job, rank: int) -> int:
 
 
 def _activation_bytes(job: Job, hardware: HardwareConfig, model: PlannedModel, part: _Part | None) -> int:
-    """The widest moment of a chunk of prefill: the residual and its norm, then attention or the MLP, and the mask."""
+    """The widest moment of a chunk of prefill: the residual and its norm, then attention or the MLP, and the masks."""
     if part is None:
         return 0
     shape, size = model.shape, DTYPE_BYTES[model.dtype]
     rows = min(PREFILL_CHUNK, job.prompt_tokens)
     bucket = bucket_of(job.prompt_tokens, job.num_slots, hardware)
     wide = max(2 * part.width, 3 * part.units)
-    mask = rows * bucket * (1 + size)
-    return job.batch_size * (rows * (3 * shape.hidden_size + wide) * size + mask) + part.unpacked_bytes
+    pairs = rows * bucket * attention_pair_bytes(shape, num_heads=part.num_heads, value_bytes=size)
+    return job.batch_size * (rows * (3 * shape.hidden_size + wide) * size + pairs) + part.unpacked_bytes
 
 
 def _graph_bytes(job: Job, hardware: HardwareConfig, draft: _Part | None) -> int:

@@ -16,9 +16,10 @@ from llama_ssp.config.hardware import HardwareConfig, LinearPoint, Profile, Rows
 from llama_ssp.config.plan import TargetLayout
 from llama_ssp.config.schema import Dtype, Quantization
 from llama_ssp.planning.curves import between, line
+from llama_ssp.planning.inventory import LLAMA_KIND, Inventory, Matrix
 from llama_ssp.planning.job import PlannedModel
 from llama_ssp.planning.memory import KERNELS_PER_LAYER, rank_shares
-from llama_ssp.planning.weights import DTYPE_BYTES, LLAMA_KIND, Inventory, Matrix, packed_bytes
+from llama_ssp.planning.weights import DTYPE_BYTES, packed_bytes
 
 COPY_SHARE = 0.83
 """What a plain copy reaches of the data sheet's bandwidth, where not measured: 1.7 of 2.039 TB/s on an A100-80GB."""

@@ -95,6 +95,7 @@ _CUTS = {
     "k_proj": Cut.kv_heads,
     "v_proj": Cut.kv_heads,
     "o_proj": Cut.query_heads,
+    "out_proj": Cut.query_heads,
     "query_key_value": Cut.fused_qkv,
     "dense": Cut.query_heads,
     "gate_proj": Cut.mlp_units,
@@ -107,6 +108,7 @@ _CUTS = {
     "c_fc": Cut.mlp_units,
     "c_proj": Cut.mlp_units,
     "embed_tokens": Cut.vocabulary,
+    "wte": Cut.vocabulary,
     "lm_head": Cut.vocabulary,
 }
 

@@ -40,6 +40,7 @@ CELLS = {
         Cell((0,), (1,), OWN_GPU),
         Cell((1,), (0, 1), SHARDED),
         Cell((0, 1), (0, 1), REPLICATED, pair="gpt_neox"),
+        Cell((0, 1), (0, 1), SHARDED, pair="gpt_neo", batch_size=3),
     ],
     3: [
         Cell((0, 1, 2), (2,), ONE_RANK),

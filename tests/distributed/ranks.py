@@ -42,7 +42,7 @@ from tests.helpers.prompts import PROMPTS
 from tests.helpers.shapes import llama_shape
 
 SYNTHETIC = "synthetic"
-PAIRS = ("tiny", "llama", "gpt_neox", "qwen2", "qwen3")
+PAIRS = ("tiny", "llama", "gpt_neox", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "gpt_neo")
 NUM_NEW_TOKENS = 24
 # Families whose targets are quantized too: one for the lean decoder, one for the library's modules.
 QUANTIZED = ("llama", "gpt_neox")

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from llama_ssp.models import hub
 from llama_ssp.planning.messages import round_messages
@@ -21,6 +21,7 @@ from tests.distributed.ranks import (
     pair_of,
     prompts_of,
 )
+from tests.helpers.models import library_attention
 from tests.helpers.texts import few_part, library_greedy, part_at_a_near_tie
 
 Seen = list[dict[str, Any]]
@@ -40,7 +41,8 @@ def library(name: str, folder: Path) -> tuple[PreTrainedModel, list[list[int]]]:
     path = hub.resolve(pair_of(name, folder)[0])
     tokenizer: Any = AutoTokenizer.from_pretrained(path)
     prompts = [tokenizer(prompt).input_ids or [tokenizer.bos_token_id] for prompt in prompts_of(name)]
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype="float32")
+    attention = library_attention(AutoConfig.from_pretrained(path))
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype="float32", **attention)
     return model, prompts
 
 

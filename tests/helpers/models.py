@@ -1,5 +1,6 @@
 """Tiny models with random weights, saved as the library saves them, and the library's own answers to compare with."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,10 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
+_NORM = re.compile(r"(norm|ln_\w+)\.weight$")
+WINDOW = 6
+_SLIDES = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
+_GEMMA = {"num_key_value_heads": 4, "head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": WINDOW}
 # Sizes beside SIZES: 8 heads over 4 key-value heads do not divide by 3 ranks, nor 160 MLP units into blocks of 64.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"num_key_value_heads": 4},
@@ -27,31 +32,48 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"num_key_value_heads": 4, "head_dim": 16, "tie_word_embeddings": True},
     "phi": {"num_key_value_heads": 4},
     "gemma": {"num_key_value_heads": 4, "head_dim": 16},
+    "mistral": {"num_key_value_heads": 4, "sliding_window": WINDOW},
+    "qwen2, windows": {"num_key_value_heads": 2, **_SLIDES},
+    "qwen3, windows": {"num_key_value_heads": 4, "head_dim": 16, **_SLIDES},
+    "gemma2": _GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 4.0},
+    "gemma3_text": _GEMMA | {"sliding_window_pattern": 2},
+    "gpt_neo": {"window_size": WINDOW},
 }
 
 
-def tiny_config(model_type: str, **changes: object) -> PretrainedConfig:
-    """The configuration of a tiny model of one family."""
-    config: PretrainedConfig = CONFIG_MAPPING[model_type](**{**SIZES, **FAMILIES.get(model_type, {}), **changes})
+def tiny_config(family: str, **changes: object) -> PretrainedConfig:
+    """The configuration of a tiny model of one family, or of a kind of it (`qwen2, windows`)."""
+    model_type, sizes = family.partition(",")[0], {**SIZES, **FAMILIES.get(family, {}), **changes}
+    if model_type == "gpt_neo":
+        sizes["num_heads"], sizes["num_layers"] = sizes.pop("num_attention_heads"), sizes.pop("num_hidden_layers")
+        kinds = [["global" if number % 2 else "local"] for number in range(sizes["num_layers"])]
+        sizes.setdefault("attention_types", [[kind, 1] for kind in kinds])
+    config: PretrainedConfig = CONFIG_MAPPING[model_type](**sizes)
     return config
 
 
-def tiny_model(model_type: str, **changes: object) -> PreTrainedModel:
+def library_attention(config: PretrainedConfig) -> dict[str, str]:
+    """What the library is asked for: by default older versions leave out what bends Gemma 2's scores."""
+    return {"attn_implementation": "eager"} if config.model_type == "gemma2" else {}
+
+
+def tiny_model(family: str, **changes: object) -> PreTrainedModel:
     """A tiny model of one family; every parameter is random, biases and norms too, so that a lost one shows."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(tiny_config(model_type, **changes))
+    config = tiny_config(family, **changes)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, **library_attention(config))
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator) * 0.1
-        parameter.data = noise + 1 if "norm" in name and name.endswith("weight") else noise
+        parameter.data = noise + 1 if _NORM.search(name) else noise
     model.eval().requires_grad_(requires_grad=False)
     return model
 
 
 def build_checkpoint(
-    folder: Path, model_type: str, *, dtype: torch.dtype = torch.float32, max_shard_size: str = "1GB", **changes: object
+    folder: Path, family: str, *, dtype: torch.dtype = torch.float32, max_shard_size: str = "1GB", **changes: object
 ) -> PreTrainedModel:
     """Save a tiny model into `folder`; returns it as the library holds it."""
-    model = tiny_model(model_type, **changes)
+    model = tiny_model(family, **changes)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     model.config.dtype = dtype

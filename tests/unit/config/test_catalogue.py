@@ -29,6 +29,10 @@ NUM_PARAMETERS = {
     "smollm2_1.7B": 1_711_376_384,
     "gpt_neox_20B": 20_554_567_680,
     "gpt_neo_1.3B": 1_315_575_808,
+    "gemma2_2B": 2_614_341_888,
+    "gemma2_9B": 9_241_705_984,
+    "qwen2.5_0.5B": 494_032_768,
+    "qwen2.5_7B": 7_615_616_512,
 }
 
 
@@ -38,8 +42,9 @@ def count_parameters(shape: ModelShape) -> int:
     query, kv = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
     attention = hidden * (query + 2 * kv) + query * hidden
     embeddings = vocab * hidden * (1 if shape.tie_word_embeddings else 2)
-    if shape.model_type == "llama":
-        layer, rest = attention + 3 * hidden * inner + 2 * hidden, hidden
+    if shape.model_type in {"llama", "qwen2", "gemma2"}:
+        vectors = {"llama": 2 * hidden, "qwen2": 2 * hidden + query + 2 * kv, "gemma2": 4 * hidden}[shape.model_type]
+        layer, rest = attention + 3 * hidden * inner + vectors, hidden
     elif shape.model_type == "gpt_neox":
         biases = query + 2 * kv + hidden + inner + hidden
         layer, rest = attention + 2 * hidden * inner + biases + 4 * hidden, 2 * hidden

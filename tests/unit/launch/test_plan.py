@@ -153,7 +153,6 @@ def test_a_local_folder_is_planned_from_its_config_file_alone(plan: Plan, tmp_pa
         (["batch=3"], "batch"),
         (["batch_size=many"], "could not be converted to Integer"),
         (["placement.target.tp_size=16"], "tp_size=16 must be between 1 and the number of ranks, here 8"),
-        (["model=gpt_neo_1.3B"], "no tensor-parallel plan"),
         (["model=local", "draft=none"], "model.path=DIR"),
         (["search=true", "model=local", "model.path=nowhere", "draft=none"], "config.json cannot be read"),
     ],

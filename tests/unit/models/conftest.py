@@ -17,8 +17,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Saved]:
     """A folder with a tiny fp32 checkpoint of a family, and the model as the library holds it."""
 
     @cache
-    def build(model_type: str) -> Saved:
-        folder = tmp_path_factory.mktemp(model_type)
-        return folder, build_checkpoint(folder, model_type)
+    def build(family: str) -> Saved:
+        folder = tmp_path_factory.mktemp(family)
+        return folder, build_checkpoint(folder, family)
 
     return build

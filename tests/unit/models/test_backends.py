@@ -13,8 +13,6 @@ from llama_ssp.models.checkpoint import SINGLE_FILE, Checkpoint, inspect
 from tests.helpers.models import build_checkpoint
 from tests.unit.models.conftest import Saved
 
-GPT_NEO: dict[str, Any] = {"num_layers": 2, "num_heads": 8, "attention_types": [[["global"], 2]]}
-
 
 def test_a_sound_checkpoint_passes_without_a_read(
     saved: Callable[[str], Saved], monkeypatch: pytest.MonkeyPatch
@@ -45,12 +43,8 @@ def test_missing_tensors_are_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "sizes", "reason"),
     [
-        ("mistral", {"sliding_window": 64, "num_key_value_heads": 4}, "sliding windows"),
-        (
-            "gpt_neo",
-            {"num_layers": 2, "num_heads": 8, "attention_types": [[["global"], 2]]},
-            "GPTNeoForCausalLM has no sdpa",
-        ),
+        ("starcoder2", {"sliding_window": 64, "num_key_value_heads": 4}, "supported for .*gpt_neo, mistral, qwen2"),
+        ("codegen", {"rotary_dim": 4}, "CodeGenForCausalLM has no sdpa"),
     ],
 )
 def test_models_that_the_cache_cannot_serve_are_found(

@@ -40,7 +40,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "llama, yarn": ("llama", {"rope_parameters": ROPE | {"rope_type": "yarn", "factor": 4.0}}),
     "mistral": ("mistral", {"num_key_value_heads": 2, "sliding_window": None}),
+    "mistral, window": ("mistral", {}),
     "qwen2": ("qwen2", {}),
+    "qwen2, windows": ("qwen2, windows", {}),
+    "qwen3, windows": ("qwen3, windows", {}),
     "qwen3": ("qwen3", {}),
     "qwen3, biases": ("qwen3", {"attention_bias": True, "tie_word_embeddings": False}),
 }  # fmt: skip
@@ -100,7 +103,7 @@ def test_the_logits_are_those_of_the_library_s_modules(kind: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 def test_narrow_formats_come_as_close_as_their_rounding_allows(kind: str, dtype: torch.dtype) -> None:
     lean, library = pair(kind, batch_size=3, dtype=dtype)
     for found, wanted in zip(ragged_rounds(lean), ragged_rounds(library), strict=True):
@@ -108,7 +111,7 @@ def test_narrow_formats_come_as_close_as_their_rounding_allows(kind: str, dtype:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("kind", ["llama", "llama, biases", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama", "llama, biases", "qwen2", "qwen3, windows"])
 @pytest.mark.parametrize("kernel", [PlainLinear, PackedLinear])
 def test_every_rank_gets_the_whole_model_s_logits(tmp_path: Path, kind: str, num_ranks: int, kernel: Kernel) -> None:
     """8 heads over 2 or 4 key-value heads: 3 ranks hold uneven heads, 8 ranks hold copies of key-value heads."""

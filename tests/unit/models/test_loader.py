@@ -40,7 +40,7 @@ def assert_same_values(found: PreTrainedModel, wanted: PreTrainedModel) -> None:
         assert torch.equal(value, wanted_values[name]), name
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt_neox", "qwen2", "qwen3", "phi", "gemma", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "qwen2", "qwen3", "phi", "gemma2", "gpt_neo", "gpt2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_parameter_has_the_value_that_was_saved(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
     model = build_checkpoint(tmp_path, family, dtype=dtype, max_shard_size="40KB")

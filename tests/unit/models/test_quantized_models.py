@@ -30,7 +30,10 @@ CPU = torch.device("cpu")
 # Wide enough for groups of 64 inputs on two ranks.
 WIDE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256}
 FORMS = [form for form in Quantization if form is not Quantization.none]
-IMPLEMENTATIONS = [("llama", "lean"), ("llama", "modules"), ("qwen2", "lean"), ("gpt_neox", "modules")]
+IMPLEMENTATIONS = [
+    ("llama", "lean"), ("llama", "modules"), ("qwen2", "lean"), ("gpt_neox", "modules"), ("gpt_neo", "modules"),
+    ("gemma2", "modules"),
+]  # fmt: skip
 every_form = pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
 every_implementation = pytest.mark.parametrize(("family", "implementation"), IMPLEMENTATIONS)
 Saved = Callable[[str], Path]

@@ -20,6 +20,10 @@ from tests.unit.models.conftest import Saved
 
 SavedModels = Callable[[str], Saved]
 CPU = torch.device("cpu")
+FAMILIES = (
+    "llama", "gpt_neox", "qwen2", "qwen3", "phi", "gemma", "mistral", "qwen2, windows", "gemma2", "gemma3_text",
+    "gpt_neo",
+)  # fmt: skip
 
 
 def load_ranks(folder: Path, comms: list[Comm]) -> list[ModuleRunner]:
@@ -29,7 +33,7 @@ def load_ranks(folder: Path, comms: list[Comm]) -> list[ModuleRunner]:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("family", ["llama", "gpt_neox", "qwen2", "qwen3", "phi", "gemma"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_every_rank_gets_the_whole_model_s_logits(saved: SavedModels, family: str, num_ranks: int) -> None:
     """8 heads over 2 or 4 key-value heads: 3 ranks hold uneven heads, 8 ranks hold copies of key-value heads."""
     folder, model = saved(family)

@@ -5,16 +5,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from transformers import LlamaConfig
+from transformers import AutoConfig, LlamaConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from llama_ssp.config import catalogue, hardware
 from llama_ssp.config.plan import PlanConfig, PlanPlacement, PlanTarget
 from llama_ssp.config.schema import DrafterConfig, DrafterKind, DraftLayout, DraftPlacement, Dtype, ModelConfig
-from llama_ssp.errors import CheckpointError, ConfigError
+from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
 from llama_ssp.models.checkpoint import shape_of
+from llama_ssp.planning.inventory import Matrix, inventory
 from llama_ssp.planning.job import Job, make_job, model_bytes, planned_model, read_config
-from llama_ssp.planning.weights import Matrix, inventory
 
 A100 = hardware.load("p4d_24xlarge")
 
@@ -50,11 +50,25 @@ def test_ranks_follow_from_the_placement(
     assert (job.target_ranks, job.draft_ranks) == (tuple(target_ranks), tuple(draft_ranks))
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "gpt_neox", "gpt_neo"])
+@pytest.mark.parametrize(
+    "model_type", ["llama", "mistral", "qwen2", "qwen3", "gpt_neox", "gpt_neo", "phi", "gemma", "gemma2", "gemma3_text"]
+)
 def test_a_config_file_is_read_as_the_library_reads_it(model_type: str, tmp_path: Path) -> None:
     config = CONFIG_MAPPING[model_type](dtype="bfloat16")
     config.save_pretrained(tmp_path)
     assert read_config(tmp_path) == (shape_of(config), Dtype.bf16)
+    file = tmp_path / "config.json"
+    content = json.loads(file.read_text())
+    del content["tie_word_embeddings"]  # files on the hub need not say it
+    file.write_text(json.dumps(content))
+    assert read_config(tmp_path)[0] == shape_of(AutoConfig.from_pretrained(tmp_path))
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "mixtral", "starcoder2"])
+def test_a_family_that_is_not_known_is_refused_with_those_that_are(model_type: str, tmp_path: Path) -> None:
+    CONFIG_MAPPING[model_type]().save_pretrained(tmp_path)
+    with pytest.raises(PlacementError, match=rf"^{model_type} models .* gemma, .*gpt_neo, .* or qwen3 is required$"):
+        read_config(tmp_path)
 
 
 def test_a_local_model_has_its_shape_and_number_format_from_its_folder(tmp_path: Path) -> None:

@@ -136,3 +136,10 @@ def test_each_copy_has_ranks_of_its_own() -> None:
     ranks = memory(job, A100)
     assert [rank.rank for rank in ranks] == [0, 1, 4, 5]
     assert replace(ranks[2], rank=0) == ranks[0]
+
+
+def test_scores_that_no_kernel_keeps_to_itself_are_planned() -> None:
+    """Gemma 2: 16 heads, a chunk of 512 positions behind 4096 tokens, bf16 and what becomes of it in fp32."""
+    job = make_job("gemma2_9B", num_ranks=1, prompt_tokens=4096)
+    (rank,) = memory(job, A100)
+    assert rank.activations_bytes > 16 * 512 * 4096 * (2 + 4)

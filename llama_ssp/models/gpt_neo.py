@@ -1,0 +1,88 @@
+"""GPT-Neo on a static cache: the library's attention slices a mask of its own by length, so another takes its place.
+
+Every other layer sees the latest positions only. Scores are not divided by sqrt(D). Its plan of tensor parallelism is
+given here, since the library has none.
+
+Shapes: B sequences, T positions, H query heads, D head dim, E hidden size, S slots, W windows.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+TP_PLAN = {
+    "transformer.wte": "embedding_rowwise",
+    "transformer.h.*.attn.attention.q_proj": "colwise",
+    "transformer.h.*.attn.attention.k_proj": "colwise",
+    "transformer.h.*.attn.attention.v_proj": "colwise",
+    "transformer.h.*.attn.attention.out_proj": "rowwise",
+    "transformer.h.*.mlp.c_fc": "colwise",
+    "transformer.h.*.mlp.c_proj": "rowwise",
+    "lm_head": "colwise_gather_output",
+}
+
+
+def windows_of(config: PretrainedConfig) -> tuple[int | None, ...]:
+    """How many positions each layer sees; None for all of them."""
+    return tuple(config.window_size if kind == "local" else None for kind in config.attention_layers)
+
+
+def adapt(model: PreTrainedModel) -> None:
+    """Swap the attention of every layer, and keep positions behind the context away from the table of positions.
+
+    A round looks at some positions more than it may keep; what stands behind the context is never kept.
+    """
+    windows = windows_of(model.config)
+    distinct = list(dict.fromkeys(windows))
+    body: Any = model.transformer
+    for block, window in zip(body.h, windows, strict=True):
+        block.attn.attention = StaticAttention(block.attn.attention, mask=distinct.index(window))
+    last = model.config.max_position_embeddings - 1
+    body.wpe.register_forward_pre_hook(lambda _table, positions: (positions[0].clamp(max=last),))
+    model.config._attn_implementation = "sdpa"
+
+
+class StaticAttention(nn.Module):
+    """Attention with the layer's own mask, for any form of attention that the library knows.
+
+    Args:
+        module: the library's, whose linear layers are taken over under their names.
+        mask: which of the masks is this layer's.
+    """
+
+    def __init__(self, module: Any, *, mask: int) -> None:  # noqa: ANN401 - the library's
+        super().__init__()
+        self.config = module.config
+        self.layer_id: int = module.layer_id
+        self.num_heads: int = module.num_heads
+        self.head_dim: int = module.head_dim
+        self.q_proj, self.k_proj, self.v_proj = module.q_proj, module.k_proj, module.v_proj
+        self.out_proj = module.out_proj
+        self._mask = mask
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor,
+        layer_past: Any,  # noqa: ANN401 - the library's cache
+        **_options: object,
+    ) -> tuple[Tensor, None]:
+        """Attend; the library's names.
+
+        Args:
+            hidden_states: (B, T, E).
+            attention_mask: what to add to the scores, (B, W, T, S), for each window.
+            layer_past: where keys and values go, and come from.
+        """
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        query, key, value = (
+            project(hidden_states).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+            for project in projections
+        )
+        key, value = layer_past.update(key, value, self.layer_id)
+        attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        mask_B1TS = attention_mask[:, self._mask : self._mask + 1]
+        attended_BTHD, _ = attend(self, query, key, value, mask_B1TS, scaling=1.0)
+        return self.out_proj(attended_BTHD.flatten(-2)), None
