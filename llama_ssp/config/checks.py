@@ -253,10 +253,11 @@ _POINTLESS = (
         lambda config: config.draft.model is not None and not config.draft.model.verify,
         "without draft.model.verify=true",
     ),
+    _Pointless(("cuda_graphs",), lambda config: config.device is DeviceKind.cpu, "with device=cpu"),
     _Pointless(
         ("cuda_graphs",),
-        lambda config: config.device is DeviceKind.cpu,
-        "with device=cpu",
+        lambda config: not layout.may_capture(config.placement.target),
+        "beside a target that accelerate or deepspeed places: its operators are launched from Python",
     ),
     _Pointless(("synthetic",), lambda config: not _is_synthetic(config), "without weights=synthetic"),
     _Pointless(

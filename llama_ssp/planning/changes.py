@@ -14,7 +14,6 @@ from llama_ssp.config import catalogue
 from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.config.schema import DraftLayout, Quantization
 from llama_ssp.errors import PlacementError
-from llama_ssp.planning.advice import not_run_yet
 from llama_ssp.planning.job import Job, planned_model
 from llama_ssp.planning.memory import fits, largest_batch, largest_context, memory
 
@@ -29,12 +28,10 @@ class Change:
     Attributes:
         settings: to be added to the command line.
         needed_bytes: what the fullest rank then needs.
-        not_run_yet: those of its choices that this version cannot run.
     """
 
     settings: tuple[str, ...]
     needed_bytes: int
-    not_run_yet: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,26 +48,13 @@ def smallest_changes(job: Job, hardware: HardwareConfig) -> list[Change]:
     """Find what would make a plan fit.
 
     Returns:
-        The smallest change; behind it, where this version cannot run that one, the smallest that it can run. Empty when
-        nothing that was tried fits.
+        The smallest change alone; empty when nothing that was tried fits.
     """
-    found: list[Change] = []
     for steps in _combinations(job, hardware):
-        changed = _applied(steps, job, hardware)
-        if changed is None or (found and not_run_yet(replace(changed[0], cuda_graphs=False))):
-            continue
-        found.append(_change(steps, *changed))
-        if not found[-1].not_run_yet:
-            break
-    return found
-
-
-def _change(steps: tuple[_Step, ...], job: Job, hardware: HardwareConfig) -> Change:
-    return Change(
-        settings=tuple(step.setting for step in steps),
-        needed_bytes=max(rank.needed_bytes for rank in memory(job, hardware)),
-        not_run_yet=tuple(not_run_yet(replace(job, cuda_graphs=False))),
-    )
+        if changed := _applied(steps, job, hardware):
+            settings = tuple(step.setting for step in steps)
+            return [Change(settings=settings, needed_bytes=max(rank.needed_bytes for rank in memory(*changed)))]
+    return []
 
 
 def _combinations(job: Job, hardware: HardwareConfig) -> list[tuple[_Step, ...]]:

@@ -186,3 +186,19 @@ def split_model(shape: ModelShape, *, num_ranks: int) -> tuple[RankShard, ...]:
 def widths(shards: Sequence[RankShard], cut: Cut) -> tuple[int, ...]:
     """How many features each rank holds."""
     return tuple(len(shard.features(cut)) for shard in shards)
+
+
+def check_even(shape: ModelShape, *, num_ranks: int) -> None:
+    """Refuse what DeepSpeed does not share: it gives every rank the same heads, whole key-value groups of them.
+
+    Raises:
+        PlacementError: names the numbers of ranks that would work.
+    """
+    num_kv_heads = shape.num_key_value_heads
+    if num_kv_heads % num_ranks:
+        sizes = [size for size in range(1, num_kv_heads + 1) if num_kv_heads % size == 0]
+        message = (
+            f"placement.target.kind=deepspeed shares {num_kv_heads} key-value heads out evenly, and {num_ranks} ranks "
+            f"were given: use {', '.join(map(str, sizes))} ranks, or placement.target.kind=tensor"
+        )
+        raise PlacementError(message)

@@ -24,8 +24,8 @@ from llama_ssp.config.schema import (
     LatencyConfig,
     PlacementConfig,
     RunConfig,
-    TargetPlacement,
 )
+from llama_ssp.config.target_placement import TargetPlacement
 from llama_ssp.distributed.agree import together
 from llama_ssp.distributed.ranklog import close_logs, open_logs
 from llama_ssp.distributed.world import World, start

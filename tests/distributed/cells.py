@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from llama_ssp.config.schema import DraftLayout, DraftPlacement, PlacementConfig, TargetPlacement
+from llama_ssp.config.schema import DraftLayout, DraftPlacement, PlacementConfig
+from llama_ssp.config.target_placement import TargetPlacement
 
 ONE_RANK, SHARDED, REPLICATED, OWN_GPU = DraftLayout
 

