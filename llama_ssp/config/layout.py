@@ -92,6 +92,11 @@ def may_capture(target: TargetPlacement) -> bool:
     return target.kind is TargetKind.tensor
 
 
+def max_device_bytes(target: TargetPlacement) -> int | None:
+    """Bytes of weights that each device of a target in a row may hold; None where nothing waits elsewhere."""
+    return None if target.max_memory_gb is None else int(target.max_memory_gb * 1e9)
+
+
 def problems_of(
     target: TargetPlacement, draft: DraftPlacement, *, num_replicas: int, world_size: int, has_draft: bool
 ) -> Iterator[str]:
@@ -101,13 +106,20 @@ def problems_of(
         yield f"placement.num_replicas={num_replicas} must share {world_size} ranks out evenly: use {divisors}"
         return
     num_ranks = world_size // num_replicas
-    faults = [*_faults("target", target, num_ranks), *_faults_of_row(target, num_replicas)]
+    faults = [*_faults("target", target, num_ranks), *_faults_of_library(target, num_replicas)]
     if has_draft:
         faults += _faults("draft", draft, num_ranks)
         faults += _faults_of_kind(draft, num_ranks)
     yield from faults
     if not faults and has_draft:
-        yield from _clashes(lay_out(target, draft, num_ranks=num_ranks, has_draft=True))
+        laid_out = lay_out(target, draft, num_ranks=num_ranks, has_draft=True)
+        yield from _clashes(laid_out)
+        if target.kind is TargetKind.deepspeed and not set(laid_out.draft_ranks) <= set(laid_out.target_ranks):
+            yield (
+                "placement.target.kind=deepspeed has all ranks, since DeepSpeed talks to all of them, and the draft is on "
+                f"{named(laid_out.draft_ranks)}, the target on {named(laid_out.target_ranks)}: use a draft on the "
+                "target's ranks, or placement.target.kind=tensor"
+            )
 
 
 def _faults(part: str, given: _Ranks, num_ranks: int) -> Iterator[str]:
@@ -121,8 +133,8 @@ def _faults(part: str, given: _Ranks, num_ranks: int) -> Iterator[str]:
         yield f"placement.{part}.tp_size={size} and placement.{part}.ranks={ranks} contradict each other: give one"
 
 
-def _faults_of_row(target: TargetPlacement, num_replicas: int) -> Iterator[str]:
-    """What is wrong with layers in a row, or with their settings elsewhere."""
+def _faults_of_library(target: TargetPlacement, num_replicas: int) -> Iterator[str]:
+    """What is wrong with a target that a library places, or with settings of one elsewhere."""
     ranks, size, limit = target.ranks, target.tp_size, target.max_memory_gb
     is_row, offloads = target.kind is TargetKind.accelerate, target.offload is not Offload.none
     if is_row and (len(ranks or [0]) > 1 or (size or 1) > 1):
@@ -130,10 +142,11 @@ def _faults_of_row(target: TargetPlacement, num_replicas: int) -> Iterator[str]:
             f"placement.target.kind=accelerate has one rank, which spreads the layers over all GPUs that no other rank "
             f"has, and {f'ranks={ranks}' if ranks else f'tp_size={size}'} was given: leave it out, or use kind=tensor"
         )
-    if is_row and num_replicas > 1:
+    if target.kind is not TargetKind.tensor and num_replicas > 1:
+        taken = "all free GPUs of a node" if is_row else "all ranks"
         yield (
-            "placement.target.kind=accelerate takes all free GPUs of a node for one copy: use "
-            "placement.num_replicas=1, or placement.target.kind=tensor"
+            f"placement.target.kind={target.kind.name} takes {taken} for one copy: use placement.num_replicas=1, or "
+            "placement.target.kind=tensor"
         )
     if offloads and not is_row:
         yield f"placement.target.offload={target.offload.name} needs placement.target.kind=accelerate"

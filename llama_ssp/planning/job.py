@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from llama_ssp.config.hardware import HardwareConfig
-from llama_ssp.config.layout import Layout, lay_out, may_capture
+from llama_ssp.config.layout import Layout, lay_out, max_device_bytes, may_capture
 from llama_ssp.config.plan import PlanConfig
 from llama_ssp.config.schema import DraftLayout, Dtype, ModelConfig, ModelShape, Quantization
 from llama_ssp.config.target_placement import Offload, TargetKind, TargetPlacement
@@ -171,7 +171,7 @@ def target_fields(model: ModelConfig, target: TargetPlacement, layout: Layout, *
         "target_ranks": layout.target_ranks,
         "spare_devices": tuple(spare),
         "offload": target.offload,
-        "max_device_bytes": None if target.max_memory_gb is None else int(target.max_memory_gb * 1e9),
+        "max_device_bytes": max_device_bytes(target),
     }
 
 

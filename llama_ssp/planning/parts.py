@@ -39,7 +39,7 @@ def rank_shares(model: PlannedModel, *, num_ranks: int, kind: TargetKind) -> tup
     """
     shape = model.shape
     if kind is TargetKind.accelerate:
-        return _in_a_row(model, split_blocks(shape.num_hidden_layers, num_ranks))
+        return _in_a_row(model, split_blocks(shape.num_hidden_layers, min(num_ranks, shape.num_hidden_layers)))
     if kind is TargetKind.deepspeed and num_ranks > 1:
         check_even(shape, num_ranks=num_ranks)
         whole = inventory(shape)

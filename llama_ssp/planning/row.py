@@ -53,9 +53,10 @@ def split_row(num_layers: int, sizes: RowBytes, *, num_devices: int, max_bytes: 
         max_bytes: of weights on each device; None sets no limit.
 
     Raises:
-        PlacementError: there are more devices than layers, or what is no layer is too large for a device.
+        PlacementError: what is no layer is too large for a device.
     """
-    held = split_blocks(num_layers, num_devices)
+    used = min(num_devices, num_layers)
+    held = split_blocks(num_layers, used) + (range(num_layers, num_layers),) * (num_devices - used)
     if max_bytes is None:
         return Row(held=held, waiting=range(num_layers, num_layers))
     fixed = [0] * num_devices

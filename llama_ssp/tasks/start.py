@@ -8,6 +8,7 @@ Ranks agree after each step that can fail, so that none waits for one that has g
 import json
 import logging
 import os
+import shutil
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -36,7 +37,7 @@ from llama_ssp.reports.provenance import git_commit, versions
 from llama_ssp.reports.records import RunFolder
 from llama_ssp.tasks.benchmark import benchmark
 from llama_ssp.tasks.calibrate import calibrate
-from llama_ssp.tasks.checkpoints import Source, find_sources
+from llama_ssp.tasks.checkpoints import Source, find_sources, offload_folder
 from llama_ssp.tasks.compare import compare
 from llama_ssp.tasks.conclusion import conclude
 from llama_ssp.tasks.generate import generate
@@ -72,6 +73,7 @@ def run(config: RunConfig) -> None:
                 terminal.say(f"wrote {file}")
             return
         folder = _open_folder(config, world, stack)
+        stack.callback(shutil.rmtree, offload_folder(config, world), ignore_errors=True)
         try:
             _run(config, world, terminal, folder)
         except (SspError, KeyboardInterrupt) as error:
