@@ -116,8 +116,8 @@ def problems_of(
         yield from _clashes(laid_out)
         if target.kind is TargetKind.deepspeed and not set(laid_out.draft_ranks) <= set(laid_out.target_ranks):
             yield (
-                "placement.target.kind=deepspeed has all ranks, since DeepSpeed talks to all of them, and the draft is on "
-                f"{named(laid_out.draft_ranks)}, the target on {named(laid_out.target_ranks)}: use a draft on the "
+                "placement.target.kind=deepspeed has all ranks, since DeepSpeed talks to all of them, and the draft is "
+                f"on {named(laid_out.draft_ranks)}, the target on {named(laid_out.target_ranks)}: use a draft on the "
                 "target's ranks, or placement.target.kind=tensor"
             )
 

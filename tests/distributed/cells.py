@@ -1,6 +1,6 @@
 """The table of placements under test: for each number of ranks, which ranks hold what."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from llama_ssp.config.schema import DraftLayout, DraftPlacement, PlacementConfig
 from llama_ssp.config.target_placement import Offload, TargetKind, TargetPlacement
@@ -86,11 +86,16 @@ CELLS = {
 }
 
 DEEPSPEED_CELLS = {
-    1: [Cell((0,), (0,), ONE_RANK, target_kind=DEEPSPEED)],
+    1: [Cell((0,), (0,), ONE_RANK, target_kind=DEEPSPEED, batch_size=9)],
     2: [
         Cell((0, 1), (0,), ONE_RANK, target_kind=DEEPSPEED),
         Cell((0, 1), (0, 1), SHARDED, pair="llama", batch_size=3, target_kind=DEEPSPEED),
         Cell((0, 1), (0, 1), REPLICATED, pair="gpt_neox", batch_size=3, target_kind=DEEPSPEED),
     ],
 }
-"""Started apart, where the package is installed."""
+"""Started apart, where the package is installed, with what one rank makes of the same rows without it."""
+
+
+def without_deepspeed(cell: Cell) -> Cell:
+    """The same pair and rows on one rank of our own."""
+    return replace(cell, target=(0,), draft=(0,), kind=ONE_RANK, target_kind=TargetKind.tensor)
