@@ -178,6 +178,7 @@ def _synthetic(config: RunConfig) -> Iterator[str]:
 def _placement(config: RunConfig, world_size: int) -> Iterator[str]:
     placement, has_draft = config.placement, config.draft.kind is not DrafterKind.none
     found = [
+        *layout.problems_of_choice(placement),
         *layout.problems_of(
             placement.target, placement.draft,
             num_replicas=placement.num_replicas, world_size=world_size, has_draft=has_draft,

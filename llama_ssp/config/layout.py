@@ -197,6 +197,17 @@ def _clashes(layout: Layout) -> Iterator[str]:
         )
 
 
+def problems_of_choice(placement: PlacementConfig, *, searched: bool = False) -> Iterator[str]:
+    """Say what is wrong with leaving the placement to the planner, or with searching for it."""
+    kind = placement.target.kind
+    if kind is not TargetKind.tensor and (placement.auto or searched):
+        asked = "search=true" if searched else "placement.auto=true"
+        yield (
+            f"{asked} chooses among targets of placement.target.kind=tensor, and {kind.name} was given: leave one of "
+            "the two out"
+        )
+
+
 def idle(layout: Layout, *, num_ranks: int) -> str | None:
     """A sentence about ranks that would hold nothing, with what would help; None where all hold something."""
     ranks = [rank for rank in range(num_ranks) if rank not in layout.ranks]

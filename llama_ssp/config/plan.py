@@ -59,6 +59,7 @@ def check(config: PlanConfig) -> None:
     if not hardware:
         num_ranks = int(config.hardware["num_gpus"]) * int(config.hardware.get("num_nodes", 1))
         placement = config.placement
+        problems += layout.problems_of_choice(placement, searched=config.search)
         problems += layout.problems_of(
             placement.target, placement.draft, num_replicas=placement.num_replicas, world_size=num_ranks,
             has_draft=config.draft.model is not None,

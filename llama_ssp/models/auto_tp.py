@@ -22,15 +22,15 @@ from llama_ssp.models.loader import Progress
 from llama_ssp.models.origin import Origin
 from llama_ssp.models.quantization import UNQUANTIZED, Precision
 from llama_ssp.models.runner import ModuleRunner
-from llama_ssp.planning.sharding import check_even
+from llama_ssp.planning.sharding import check_deepspeed
 
 
 def check_auto_tp(shape: ModelShape, *, quantization: Quantization, num_ranks: int) -> None:
     """Find what would stop DeepSpeed from sharing a model, without loading a weight.
 
     Raises:
-        ConfigError: DeepSpeed is not installed, or the model is to be quantized.
-        PlacementError: its heads do not divide evenly.
+        ConfigError: DeepSpeed is not installed.
+        PlacementError: the model's heads do not divide evenly, or it is to be quantized.
     """
     if find_spec("deepspeed") is None:
         message = (
@@ -38,13 +38,7 @@ def check_auto_tp(shape: ModelShape, *, quantization: Quantization, num_ranks: i
             "it, and placement.target.kind=tensor needs none"
         )
         raise ConfigError(message)
-    if quantization is not Quantization.none:
-        message = (
-            f"placement.target.kind=deepspeed cuts unquantized layers, and model.quantization={quantization.name} was "
-            "given: use model.quantization=none, or placement.target.kind=tensor"
-        )
-        raise ConfigError(message)
-    check_even(shape, num_ranks=num_ranks)
+    check_deepspeed(shape, quantization, num_ranks=num_ranks)
 
 
 def choose_accelerator(device: torch.device) -> None:

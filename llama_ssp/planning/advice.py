@@ -33,9 +33,9 @@ def _kind(job: Job) -> Iterator[str]:
         order = "" if num_devices == 1 else ", one after the other"
         yield f"the target's layers are in a row {where}{order}; the host's work in accelerate's hooks is not forecast"
     if num_bytes := waiting_bytes(job):
-        place = "the host's memory" if job.offload is Offload.cpu else "the disk"
+        place = "in the host's memory" if job.offload is Offload.cpu else "on disk"
         yield (
-            f"{num_bytes / GB:.4g} GB of the target wait in {place}, whose room is not checked, and every forward "
+            f"{num_bytes / GB:.4g} GB of the target wait {place}, whose room is not checked, and every forward "
             f"reads them at an estimated {READ_BYTES_PER_S[job.offload] / GB:g} GB/s"
         )
     if job.target_kind is TargetKind.deepspeed:

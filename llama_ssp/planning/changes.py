@@ -13,6 +13,7 @@ from typing import Any
 from llama_ssp.config import catalogue
 from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.config.schema import DraftLayout, Quantization
+from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.errors import PlacementError
 from llama_ssp.planning.job import Job, planned_model
 from llama_ssp.planning.memory import fits, largest_batch, largest_context, memory
@@ -87,12 +88,13 @@ def _steps(job: Job, hardware: HardwareConfig) -> Iterator[_Step]:
             target = replace(job.target, quantization=quantization)
             weight = 3 if quantization is Quantization.int8 else 5
             yield _step("precision", weight, f"model.quantization={quantization.name}", target=target)
-    if hardware.network:
+    if hardware.network and job.target_kind is not TargetKind.accelerate:  # one rank has the GPUs of one node
         for num_nodes in range(hardware.num_nodes + 1, MOST_NODES + 1):
             spread = partial(_on_nodes, num_nodes=num_nodes)
             yield _Step(kind="nodes", weight=4 + num_nodes, setting=f"hardware.num_nodes={num_nodes}", apply=spread)
     for index, name in enumerate(reversed(_smaller(job.target.name))):
-        yield _step("target", 8 + index, f"model={name}", target=planned_model(catalogue.load(name)))
+        target = replace(planned_model(catalogue.load(name)), by_library=job.target.by_library)
+        yield _step("target", 8 + index, f"model={name}", target=target)
 
 
 def _sizes(job: Job, hardware: HardwareConfig) -> Iterator[_Step]:

@@ -9,7 +9,7 @@ from llama_ssp.config.schema import DraftLayout, Quantization
 from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.planning.job import Job, PlannedModel, model_bytes
 from llama_ssp.planning.row import row_of
-from llama_ssp.planning.sharding import RankShard, check_even, split_blocks, split_model
+from llama_ssp.planning.sharding import RankShard, check_deepspeed, split_blocks, split_model
 from llama_ssp.planning.weights import DTYPE_BYTES, Inventory, WeightBytes, inventory, shares
 
 
@@ -40,8 +40,8 @@ def rank_shares(model: PlannedModel, *, num_ranks: int, kind: TargetKind) -> tup
     shape = model.shape
     if kind is TargetKind.accelerate:
         return _in_a_row(model, split_blocks(shape.num_hidden_layers, min(num_ranks, shape.num_hidden_layers)))
-    if kind is TargetKind.deepspeed and num_ranks > 1:
-        check_even(shape, num_ranks=num_ranks)
+    if kind is TargetKind.deepspeed:
+        check_deepspeed(shape, model.quantization, num_ranks=num_ranks)
         whole = inventory(shape)
         return tuple(
             replace(share, embeddings=whole.embeddings, head=whole.head) for share in shares(shape, num_ranks=num_ranks)

@@ -46,7 +46,7 @@ CELLS = {
     1: [
         Cell((0,), (0,), SHARDED),
         Cell((0,), (0,), REPLICATED),
-        Cell((0,), (0,), ONE_RANK, target_kind=ACCELERATE),
+        Cell((0,), (0,), ONE_RANK, pair="llama", batch_size=1, target_kind=ACCELERATE),
         Cell((0,), (0,), ONE_RANK, target_kind=ACCELERATE, max_memory_gb=0.04),
         Cell((0,), (0,), ONE_RANK, pair="llama", batch_size=3, target_kind=ACCELERATE, max_memory_gb=0.0003),
         Cell((0,), (0,), ONE_RANK, pair="gpt_neox", batch_size=3, target_kind=ACCELERATE, max_memory_gb=0.0003),
@@ -59,7 +59,7 @@ CELLS = {
         Cell((0,), (1,), OWN_GPU),
         Cell((1,), (0, 1), SHARDED),
         Cell((0, 1), (0, 1), REPLICATED, pair="gpt_neox"),
-        Cell((1,), (0,), OWN_GPU, target_kind=ACCELERATE),
+        Cell((1,), (0,), OWN_GPU, pair="gpt_neox", batch_size=3, target_kind=ACCELERATE),
     ],
     3: [
         Cell((0, 1, 2), (2,), ONE_RANK),

@@ -100,6 +100,7 @@ BAD = [
     ([*ROW, "placement=own_gpu", "cuda_graphs=true"], "cuda_graphs has no effect beside a target that accelerate"),
     (["placement=deepspeed", "placement.num_replicas=2"], "takes all ranks for one copy: use placement.num_replicas=1"),
     (["placement=deepspeed", "placement.draft.kind=own_gpu"], "the draft is on rank 1, the target on rank 0: use a"),
+    (["placement=deepspeed", "placement.auto=true"], "placement.auto=true chooses among targets of placement.target.k"),
     ([*PLAIN, "speculation.num_draft_tokens=2"], "speculation.num_draft_tokens has no effect without a draft"),
     ([*PLAIN, "verification=speculative"], "verification has no effect without a draft"),
     ([*PLAIN, "placement.draft.ranks=[0]"], "placement.draft.ranks has no effect without a draft"),

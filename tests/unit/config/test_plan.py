@@ -8,7 +8,7 @@ import yaml
 from llama_ssp.config import catalogue
 from llama_ssp.config.plan import PlanConfig, PlanSpeculation, check
 from llama_ssp.config.schema import DrafterConfig, DrafterKind, DraftLayout, DraftPlacement, PlacementConfig
-from llama_ssp.config.target_placement import TargetPlacement
+from llama_ssp.config.target_placement import TargetKind, TargetPlacement
 from llama_ssp.errors import ConfigError
 
 
@@ -67,3 +67,11 @@ def test_a_draft_of_another_vocabulary_is_refused_with_those_that_fit() -> None:
     said = _complaint(_config(draft="llama3_1B"))
     assert "model=30B has 32000 tokens, draft=llama3_1B 128256" in said
     assert "7B" in said
+
+
+def test_a_search_is_for_our_own_tensor_parallelism() -> None:
+    placement = PlacementConfig(target=TargetPlacement(kind=TargetKind.accelerate))
+    assert "search=true chooses among targets of placement.target.kind=tensor" in _complaint(
+        _config(placement=placement, search=True)
+    )
+    check(_config(placement=placement))
