@@ -23,8 +23,8 @@ import torch
 import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from llama_ssp.config.plan import TargetLayout
 from llama_ssp.config.schema import DeviceKind, DraftLayout, Dtype, Quantization, SamplingConfig, VerificationConfig
+from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.decoding.clock import clock_for
 from llama_ssp.decoding.loop import Completion, Decoder
 from llama_ssp.decoding.rounds import Rounds
@@ -146,7 +146,7 @@ def planned_job(case: Case, world: World, acceptance: float) -> Job:
     """The planner's view."""
     target, draft = (planned(folder) for folder in (case.target, case.draft))
     return Job(
-        target=target, draft=draft, target_kind=TargetLayout.tensor, target_ranks=tuple(range(world.comm.size)),
+        target=target, draft=draft, target_kind=TargetKind.tensor, target_ranks=tuple(range(world.comm.size)),
         draft_kind=DraftLayout.one_rank, draft_ranks=(0,), num_draft_tokens=NUM_DRAFT_TOKENS, acceptance=acceptance,
         batch_size=1, prompt_tokens=PROMPT_TOKENS, max_new_tokens=NEW_TOKENS, cuda_graphs=False,
         device=world.device.type,

@@ -18,9 +18,9 @@ from llama_ssp.config.schema import (
     RunConfig,
     SamplingConfig,
     SpeculationConfig,
-    TargetPlacement,
     VerificationConfig,
 )
+from llama_ssp.config.target_placement import TargetPlacement
 
 TARGET, DRAFT = "tiny", "tiny-draft"
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from llama_ssp.config import catalogue, hardware
 from llama_ssp.config.hardware import HardwareConfig
-from llama_ssp.config.plan import TargetLayout
 from llama_ssp.config.schema import DraftLayout, Quantization
+from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.planning.acceptance import implied_acceptance, of_pair, tokens_per_round
 from llama_ssp.planning.job import Job, planned_model
 from llama_ssp.planning.roofline import LIBRARY_SHARE
@@ -82,7 +82,7 @@ def job(target: str, num_gpus: int, *, draft: str | None = None, kind: str = "on
     return Job(
         target=planned_model(catalogue.load(target)),
         draft=drafting,
-        target_kind=TargetLayout.tensor,
+        target_kind=TargetKind.tensor,
         target_ranks=ranks,
         draft_kind=DraftLayout[kind],
         draft_ranks=(ranks if kind == "sharded" else ranks[:1]) if draft else (),
@@ -133,8 +133,15 @@ def plain_rows(machine: HardwareConfig) -> Iterator[str]:
         forecast = 1 / timing(planned, machine).plain_s
         precision = "bf16" if quantization is Quantization.none else "int8 weight-only"
         yield f"| {name} {precision} | {num_gpus} | {rate} | {forecast:.1f} | {forecast / rate:.2f} | {how} |"
-    planned = replace(job("llama2_70B", 8, eager=True), target_kind=TargetLayout.accelerate)
-    forecast_ms = 1e3 * timing(planned, as_library(machine)).plain_s
+    planned = job("llama2_70B", 8, eager=True)
+    planned = replace(
+        planned,
+        target=replace(planned.target, by_library=True),
+        target_kind=TargetKind.accelerate,
+        target_ranks=planned.target_ranks[:1],
+        spare_devices=planned.target_ranks[1:],
+    )
+    forecast_ms = 1e3 * timing(planned, machine).plain_s
     rate, forecast = 1e3 / TRANSFORMERS_70B_MS, 1e3 / forecast_ms
     name = "llama2_70B fp16, transformers, layers in a row"
     yield f"| {name} | 8 | {rate:.2f} | {forecast:.2f} | {forecast / rate:.2f} | forecast |"

@@ -178,6 +178,7 @@ def _synthetic(config: RunConfig) -> Iterator[str]:
 def _placement(config: RunConfig, world_size: int) -> Iterator[str]:
     placement, has_draft = config.placement, config.draft.kind is not DrafterKind.none
     found = [
+        *layout.problems_of_choice(placement),
         *layout.problems_of(
             placement.target, placement.draft,
             num_replicas=placement.num_replicas, world_size=world_size, has_draft=has_draft,
@@ -253,10 +254,11 @@ _POINTLESS = (
         lambda config: config.draft.model is not None and not config.draft.model.verify,
         "without draft.model.verify=true",
     ),
+    _Pointless(("cuda_graphs",), lambda config: config.device is DeviceKind.cpu, "with device=cpu"),
     _Pointless(
         ("cuda_graphs",),
-        lambda config: config.device is DeviceKind.cpu,
-        "with device=cpu",
+        lambda config: not layout.may_capture(config.placement.target),
+        "beside a target that accelerate or deepspeed places: its operators are launched from Python",
     ),
     _Pointless(("synthetic",), lambda config: not _is_synthetic(config), "without weights=synthetic"),
     _Pointless(

@@ -4,11 +4,13 @@ The planner, the checks and the ranks themselves all ask here, so that they cann
 one copy of target and draft; where several copies sit in the world is the business of `distributed.mesh`.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 from llama_ssp.config.schema import DraftLayout, DraftPlacement, PlacementConfig
+from llama_ssp.config.target_placement import Offload, TargetKind, TargetPlacement
 
 
 class _Ranks(Protocol):
@@ -60,11 +62,11 @@ class Layout:
         return f"target on {named(self.target_ranks)}, {draft}"
 
 
-def lay_out(target: _Ranks, draft: DraftPlacement, *, num_ranks: int, has_draft: bool) -> Layout:
+def lay_out(target: TargetPlacement, draft: DraftPlacement, *, num_ranks: int, has_draft: bool) -> Layout:
     """Decide what a placement leaves open.
 
     Args:
-        target: its ranks, or how many.
+        target: its ranks, or how many; layers in a row have one.
         draft: likewise.
         num_ranks: of one copy.
         has_draft: whether there is a draft at all; otherwise nothing of its placement counts.
@@ -76,7 +78,7 @@ def lay_out(target: _Ranks, draft: DraftPlacement, *, num_ranks: int, has_draft:
         free = [rank for rank in everyone if rank not in (target.ranks or ())]
         draft_ranks = free[-(draft.tp_size or 1) :]
     left = [rank for rank in everyone if not (apart and rank in draft_ranks)]
-    target_ranks = sorted(target.ranks or left[: target.tp_size])
+    target_ranks = sorted(target.ranks or left[: 1 if target.kind is TargetKind.accelerate else target.tp_size])
     if has_draft and not apart and not draft_ranks:
         draft_ranks = target_ranks[: 1 if draft.kind is DraftLayout.one_rank else draft.tp_size]
     return Layout(
@@ -90,8 +92,18 @@ def lay_out_copy(placement: PlacementConfig, *, world_size: int, has_draft: bool
     return lay_out(placement.target, placement.draft, num_ranks=num_ranks, has_draft=has_draft)
 
 
+def may_capture(target: TargetPlacement) -> bool:
+    """Whether rounds can be captured as CUDA graphs: libraries that place the target launch from Python."""
+    return target.kind is TargetKind.tensor
+
+
+def max_device_bytes(target: TargetPlacement) -> int | None:
+    """Bytes of weights that each device of a target in a row may hold; None where nothing waits elsewhere."""
+    return None if target.max_memory_gb is None else int(target.max_memory_gb * 1e9)
+
+
 def problems_of(
-    target: _Ranks, draft: DraftPlacement, *, num_replicas: int, world_size: int, has_draft: bool
+    target: TargetPlacement, draft: DraftPlacement, *, num_replicas: int, world_size: int, has_draft: bool
 ) -> Iterator[str]:
     """Say what is impossible in a placement on `world_size` ranks."""
     if num_replicas < 1 or world_size % num_replicas:
@@ -99,13 +111,20 @@ def problems_of(
         yield f"placement.num_replicas={num_replicas} must share {world_size} ranks out evenly: use {divisors}"
         return
     num_ranks = world_size // num_replicas
-    faults = [*_faults("target", target, num_ranks)]
+    faults = [*_faults("target", target, num_ranks), *_faults_of_library(target, num_replicas)]
     if has_draft:
         faults += _faults("draft", draft, num_ranks)
         faults += _faults_of_kind(draft, num_ranks)
     yield from faults
     if not faults and has_draft:
-        yield from _clashes(lay_out(target, draft, num_ranks=num_ranks, has_draft=True))
+        laid_out = lay_out(target, draft, num_ranks=num_ranks, has_draft=True)
+        yield from _clashes(laid_out)
+        if target.kind is TargetKind.deepspeed and not set(laid_out.draft_ranks) <= set(laid_out.target_ranks):
+            yield (
+                "placement.target.kind=deepspeed has all ranks, since DeepSpeed talks to all of them, and the draft is "
+                f"on {named(laid_out.draft_ranks)}, the target on {named(laid_out.target_ranks)}: use a draft on the "
+                "target's ranks, or placement.target.kind=tensor"
+            )
 
 
 def _faults(part: str, given: _Ranks, num_ranks: int) -> Iterator[str]:
@@ -117,6 +136,37 @@ def _faults(part: str, given: _Ranks, num_ranks: int) -> Iterator[str]:
         yield f"placement.{part}.tp_size={size} must be between 1 and the number of ranks, here {num_ranks}"
     elif ranks is not None and size is not None and size != len(ranks):
         yield f"placement.{part}.tp_size={size} and placement.{part}.ranks={ranks} contradict each other: give one"
+
+
+def _faults_of_library(target: TargetPlacement, num_replicas: int) -> Iterator[str]:
+    """What is wrong with a target that a library places, or with settings of one elsewhere."""
+    ranks, size, limit = target.ranks, target.tp_size, target.max_memory_gb
+    is_row, offloads = target.kind is TargetKind.accelerate, target.offload is not Offload.none
+    if is_row and (len(ranks or [0]) > 1 or (size or 1) > 1):
+        yield (
+            f"placement.target.kind=accelerate has one rank, which spreads the layers over all GPUs that no other rank "
+            f"has, and {f'ranks={ranks}' if ranks else f'tp_size={size}'} was given: leave it out, or use kind=tensor"
+        )
+    if target.kind is not TargetKind.tensor and num_replicas > 1:
+        taken = "all free GPUs of a node" if is_row else "all ranks"
+        yield (
+            f"placement.target.kind={target.kind.name} takes {taken} for one copy: use placement.num_replicas=1, or "
+            "placement.target.kind=tensor"
+        )
+    if offloads and not is_row:
+        yield f"placement.target.offload={target.offload.name} needs placement.target.kind=accelerate"
+    if offloads and limit is None:
+        yield (
+            f"placement.target.offload={target.offload.name} needs placement.target.max_memory_gb, the GB of weights "
+            "that each device may hold, for example 20"
+        )
+    if limit is not None and not 0 < limit < math.inf:
+        yield f"placement.target.max_memory_gb={limit} must be a positive number of GB, for example 20"
+    if limit is not None and not offloads:
+        yield (
+            f"placement.target.max_memory_gb={limit} has no effect without placement.target.offload=cpu or disk, which "
+            "says where the rest goes"
+        )
 
 
 def _faults_of_kind(draft: DraftPlacement, num_ranks: int) -> Iterator[str]:
@@ -149,6 +199,17 @@ def _clashes(layout: Layout) -> Iterator[str]:
         yield (
             f"a replicated draft drafts and judges rows where the target is, and placement.draft.ranks="
             f"{list(layout.draft_ranks)} are not all among {named(layout.target_ranks)}"
+        )
+
+
+def problems_of_choice(placement: PlacementConfig, *, searched: bool = False) -> Iterator[str]:
+    """Say what is wrong with leaving the placement to the planner, or with searching for it."""
+    kind = placement.target.kind
+    if kind is not TargetKind.tensor and (placement.auto or searched):
+        asked = "search=true" if searched else "placement.auto=true"
+        yield (
+            f"{asked} chooses among targets of placement.target.kind=tensor, and {kind.name} was given: leave one of "
+            "the two out"
         )
 
 

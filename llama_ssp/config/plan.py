@@ -1,8 +1,4 @@
-"""Every setting of `launch/plan.py`, as typed dataclasses, and what they must satisfy.
-
-A plan may ask for more than this version runs: placements and precisions that are still to come are planned too,
-because planning is for choosing. What is missing is said in the plan's notes.
-"""
+"""Every setting of `launch/plan.py`, as typed dataclasses, and what they must satisfy."""
 
 import math
 from collections.abc import Iterator
@@ -12,7 +8,7 @@ from typing import Any
 
 from llama_ssp.config import catalogue, layout
 from llama_ssp.config.hardware import problems_of
-from llama_ssp.config.schema import DrafterConfig, DraftPlacement, ModelConfig, ModelShape
+from llama_ssp.config.schema import DrafterConfig, ModelConfig, ModelShape, PlacementConfig
 from llama_ssp.errors import ConfigError, one_message
 
 
@@ -21,33 +17,6 @@ class PlanFormat(Enum):
 
     table = "table"
     json = "json"
-
-
-class TargetLayout(Enum):
-    """How the target is laid out over its ranks: cut across, or its layers in a row."""
-
-    tensor = "tensor"
-    accelerate = "accelerate"
-    deepspeed = "deepspeed"
-
-
-@dataclass(kw_only=True)
-class PlanTarget:
-    """Ranks of the target; null means all that the draft leaves."""
-
-    kind: TargetLayout = TargetLayout.tensor
-    ranks: list[int] | None = None
-    tp_size: int | None = None
-
-
-@dataclass(kw_only=True)
-class PlanPlacement:
-    """Where target and draft sit, and in how many copies; see `schema.PlacementConfig`."""
-
-    target: PlanTarget = field(default_factory=PlanTarget)
-    draft: DraftPlacement = field(default_factory=DraftPlacement)
-    num_replicas: int = 1
-    auto: bool = False
 
 
 @dataclass(kw_only=True)
@@ -65,7 +34,7 @@ class PlanConfig:
     model: ModelConfig
     draft: DrafterConfig
     hardware: dict[str, Any]
-    placement: PlanPlacement = field(default_factory=PlanPlacement)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
     speculation: PlanSpeculation = field(default_factory=PlanSpeculation)
     batch_size: int = 1
     prompt_tokens: int = 128
@@ -90,6 +59,7 @@ def check(config: PlanConfig) -> None:
     if not hardware:
         num_ranks = int(config.hardware["num_gpus"]) * int(config.hardware.get("num_nodes", 1))
         placement = config.placement
+        problems += layout.problems_of_choice(placement, searched=config.search)
         problems += layout.problems_of(
             placement.target, placement.draft, num_replicas=placement.num_replicas, world_size=num_ranks,
             has_draft=config.draft.model is not None,

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from llama_ssp.config.target_placement import TargetPlacement
+
 
 class Dtype(Enum):
     """Number format of weights, activations and cache; `auto` takes the checkpoint's own (configs of `local`)."""
@@ -43,12 +45,6 @@ class TaskName(Enum):
     latency = "latency"
     benchmark = "benchmark"
     calibrate = "calibrate"
-
-
-class TargetKind(Enum):
-    """How the target is laid out over its ranks."""
-
-    tensor = "tensor"
 
 
 class DraftLayout(Enum):
@@ -146,15 +142,6 @@ class DrafterConfig:
 
     kind: DrafterKind = DrafterKind.default
     model: ModelConfig | None = None
-
-
-@dataclass(kw_only=True)
-class TargetPlacement:
-    """Ranks of the target; null means all that an `own_gpu` draft leaves, or the first `tp_size` of them."""
-
-    kind: TargetKind = TargetKind.tensor
-    ranks: list[int] | None = None
-    tp_size: int | None = None
 
 
 @dataclass(kw_only=True)

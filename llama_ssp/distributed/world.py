@@ -37,6 +37,14 @@ class World:
     note: str | None
     cores: frozenset[int]
 
+    @property
+    def free_devices(self) -> tuple[torch.device, ...]:
+        """This rank's device, and the GPUs of its node that no rank has."""
+        if self.device.type == "cpu":
+            return (self.device,)
+        others = range(self.ranks.local_size, torch.cuda.device_count())
+        return (self.device, *(torch.device("cuda", index) for index in others))
+
 
 def choose_device(kind: DeviceKind, ranks: Ranks) -> tuple[torch.device, str | None]:
     """Pick this rank's device.

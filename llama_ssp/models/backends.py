@@ -1,8 +1,12 @@
-"""From files, or from a recipe, to a runner on this rank: the one place that knows how models are put together.
+"""From files, or from a recipe, to a runner on this rank: how models are put together where we place them ourselves.
+
+Where a library places the target is the business of `in_a_row` and `auto_tp`.
 
 Shapes are those of `runner`.
 """
 
+import logging
+from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -34,6 +38,8 @@ def build_empty(origin: Origin) -> PreTrainedModel:
         CheckpointError: its config.json has values that no model can be built from.
         ConfigError: the static cache cannot serve this model.
     """
+    # accelerate imports DeepSpeed where that is installed, and standard output, to which it writes, is the texts'.
+    logging.getLogger("DeepSpeed").addFilter(_is_error)
     from accelerate import init_empty_weights  # noqa: PLC0415 - slow to import, and needed only here
 
     check_servable(origin.config)
@@ -54,6 +60,10 @@ def build_empty(origin: Origin) -> PreTrainedModel:
     adapt(model)
     model.eval().requires_grad_(requires_grad=False)
     return model
+
+
+def _is_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
 
 
 def check_model(origin: Origin, *, num_ranks: int, quantization: Quantization = Quantization.none) -> None:
@@ -81,11 +91,12 @@ def load_modules(
 ) -> PreTrainedModel:
     """Load this rank's slices of a model into the library's own modules; see `load_model`."""
     model, weights = _prepare(origin, dtype=dtype, device=device, comm=comm, progress=progress, precision=precision)
-    _fill_modules(model, weights, precision)
+    fill_modules(model, weights, precision)
     return model
 
 
-def _fill_modules(model: PreTrainedModel, weights: Weights, precision: Precision) -> None:
+def fill_modules(model: PreTrainedModel, weights: Weights, precision: Precision) -> None:
+    """Give the library's modules their weights, in the form of a precision."""
     if quantize := precision.kernel:
         with returning_memory():
             quantize_modules(model, quantize, fill=weights.fill)
@@ -120,7 +131,7 @@ def load_model(
     if is_llama_kind(model.config):
         with returning_memory():
             return LeanRunner(model, comm=comm, fill=weights.fill, precision=precision)
-    _fill_modules(model, weights, precision)
+    fill_modules(model, weights, precision)
     return ModuleRunner(model, comm=comm)
 
 
@@ -137,10 +148,31 @@ def _prepare(
     model = build_empty(origin)
     sources = find_sources(model, origin)
     shard(model, origin.shape, comm)
+    return model, weights_for(model, origin, sources, dtype, device, progress=progress, precision=precision)
+
+
+def weights_for(
+    model: PreTrainedModel,
+    origin: Origin,
+    sources: Mapping[str, str],
+    dtype: torch.dtype | None,
+    device: torch.device,
+    *,
+    progress: Progress | None,
+    precision: Precision,
+    places: Mapping[str, torch.device] | None = None,
+) -> Weights:
+    """Find what will fill an empty model; see `loader.Weights`. Its attention is that of the precision from then on."""
     if precision.rounds_inputs:
         model.config._attn_implementation = BY_POSITION[model.config._attn_implementation]
-    dtype = dtype or origin.dtype
     # The kernels of layers that stay unquantized are timed on a CPU while it loads: nothing may run beside that.
-    num_ahead = READ_AHEAD if precision.kernel or device.type != "cpu" else 0
-    weights = Weights(model, origin, sources, dtype=dtype, device=device, progress=progress, num_ahead=num_ahead)
-    return model, weights
+    return Weights(
+        model,
+        origin,
+        sources,
+        dtype=dtype or origin.dtype,
+        device=device,
+        progress=progress,
+        num_ahead=READ_AHEAD if precision.kernel or device.type != "cpu" else 0,
+        places=places,
+    )

@@ -44,7 +44,7 @@ class _Layer:
 class StaticCache:
     """Keys and values of all layers on this rank; each row has its own length.
 
-    A layer's buffer is made when its first keys arrive, so that their number of heads is that of this rank.
+    A layer's buffer is made when its first keys arrive, with this rank's number of heads, on the layer's device.
 
     Args:
         num_layers: layers of the model.
@@ -97,12 +97,12 @@ class StaticCache:
             Keys and values, each (B, N, bucket, D).
         """
         layer = self._layers[number] or self._make_layer(number, written_M2ND)
-        layer.parts.index_copy_(1, self._slots_M, written_M2ND.transpose(0, 1))
+        layer.parts.index_copy_(1, self._slots_M.to(written_M2ND.device), written_M2ND.transpose(0, 1))
         if layer.bucket != self._bucket:
             layer.show(self._bucket)
         if self._batch_rows_B is None:
             return layer.keys_BNSD, layer.values_BNSD
-        rows_B = self._batch_rows_B
+        rows_B = self._batch_rows_B.to(written_M2ND.device)
         return layer.keys_BNSD.index_select(0, rows_B), layer.values_BNSD.index_select(0, rows_B)
 
     def _make_layer(self, number: int, written_M2ND: Tensor) -> _Layer:

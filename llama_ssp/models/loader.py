@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -118,9 +119,10 @@ class Weights:
         origin: where the numbers come from.
         sources: what `find_sources` returned for the whole model.
         dtype: number format of the parameters.
-        device: where they go.
+        device: where they go, and the buffers.
         progress: called after each parameter with the bytes that have been read by then, and those that will be.
         num_ahead: how many tensors are read ahead, by as many threads.
+        places: the devices of those modules that go elsewhere, by name.
     """
 
     def __init__(
@@ -133,16 +135,18 @@ class Weights:
         device: torch.device,
         progress: Progress | None,
         num_ahead: int = 0,
+        places: Mapping[str, torch.device] | None = None,
     ) -> None:
         self._model = model
         self._origin = origin
         self._waiting = dict(sources)
         self._uses = Counter(sources.values())
-        self._tied: dict[tuple[str, Slice | None], nn.Parameter] = {}
+        self._tied: dict[_Piece, nn.Parameter] = {}
         self._dtype = dtype
         self._device = device
+        self._places = dict(places or {})
         self._progress = progress
-        pieces = dict.fromkeys((source, self._place(name)[2]) for name, source in sources.items())
+        pieces = dict.fromkeys(self._piece(name, source) for name, source in sources.items())
         self._stored = ReadAhead(self._copy, list(pieces), num_ahead=num_ahead)
         self._total_bytes = self._count_values() * dtype.itemsize
         self._done_bytes = 0
@@ -158,38 +162,52 @@ class Weights:
         """
         _call_malloc("malloc_trim", 0)
         for name in [name for name in self._waiting if name.startswith(prefix)]:
-            module, leaf, piece = self._place(name)
-            setattr(module, leaf, self._read(self._waiting.pop(name), piece))
+            module, leaf = self._find(name)
+            setattr(module, leaf, self._read(self._piece(name, self._waiting.pop(name))))
             if self._progress:
                 self._progress(self._done_bytes, self._total_bytes)
 
-    def _place(self, name: str) -> tuple[nn.Module, str, Slice | None]:
-        """Find the module that holds a parameter, its name there, and which slice of the whole tensor it is."""
+    def _find(self, name: str) -> tuple[nn.Module, str]:
+        """Find the module that holds a parameter, and its name there."""
         path, _, leaf = name.rpartition(".")
-        module = self._model.get_submodule(path)
-        return module, leaf, module.slices.get(leaf) if isinstance(module, LocalModule) else None
+        return self._model.get_submodule(path), leaf
 
-    def _read(self, source: str, piece: Slice | None) -> nn.Parameter:
-        """A slice of a stored tensor; tied parameters get the same one."""
-        if (source, piece) in self._tied:
-            return self._tied[source, piece]
-        values = self._stored.take((source, piece))
+    def _piece(self, name: str, source: str) -> "_Piece":
+        """What is to be read for a parameter."""
+        module, leaf = self._find(name)
+        cut = module.slices.get(leaf) if isinstance(module, LocalModule) else None
+        device = next((place for path, place in self._places.items() if name.startswith(f"{path}.")), self._device)
+        return _Piece(source=source, cut=cut, device=device)
+
+    def _read(self, piece: "_Piece") -> nn.Parameter:
+        """A slice of a stored tensor; tied parameters on one device get the same one."""
+        if piece in self._tied:
+            return self._tied[piece]
+        values = self._stored.take(piece)
         self._done_bytes += values.nbytes
         parameter = nn.Parameter(values, requires_grad=False)
-        if self._uses[source] > 1:
-            self._tied[source, piece] = parameter
+        if self._uses[piece.source] > 1:
+            self._tied[piece] = parameter
         return parameter
 
-    def _copy(self, wanted: tuple[str, Slice | None]) -> Tensor:
+    def _copy(self, piece: "_Piece") -> Tensor:
         """Make a slice of a tensor of its own, where it will be used."""
-        source, piece = wanted
-        dim, parts = (piece.dim, [piece.part]) if piece else (None, [])
-        return self._origin.read(source, dim=dim, parts=parts, dtype=self._dtype, device=self._device)
+        dim, parts = (piece.cut.dim, [piece.cut.part]) if piece.cut else (None, [])
+        return self._origin.read(piece.source, dim=dim, parts=parts, dtype=self._dtype, device=piece.device)
 
     def _count_values(self) -> int:
         """Count the values that this rank will read, tied ones once."""
         sizes = {}
         for name, source in self._waiting.items():
-            module, leaf, piece = self._place(name)
-            sizes[source, piece] = getattr(module, leaf).numel()
+            module, leaf = self._find(name)
+            sizes[self._piece(name, source)] = getattr(module, leaf).numel()
         return sum(sizes.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Piece:
+    """What is read at once: a stored tensor or a slice of it, and where it goes."""
+
+    source: str
+    cut: Slice | None
+    device: torch.device

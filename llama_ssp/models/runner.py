@@ -31,7 +31,7 @@ class ModuleRunner:
 
     def __init__(self, model: PreTrainedModel, *, comm: Comm) -> None:
         check_servable(model.config)
-        parameter = next(model.parameters())
+        parameter = next(model.parameters())  # of the embeddings: ids go in, and logits come out, where they are
         self.comm = comm
         self.device = parameter.device
         self.dtype = parameter.dtype
@@ -87,4 +87,5 @@ class ModuleRunner:
         if self._rows_BR is None:
             return None
         (hidden_BTE,) = args
-        return (hidden_BTE.gather(1, self._rows_BR[..., None].expand(-1, -1, hidden_BTE.shape[-1])),)
+        rows_BR1 = self._rows_BR[..., None].to(hidden_BTE.device)
+        return (hidden_BTE.gather(1, rows_BR1.expand(-1, -1, hidden_BTE.shape[-1])),)

@@ -1,37 +1,49 @@
-"""What a plan should tell its reader beyond figures: choices that cannot gain, and what this version cannot run yet."""
+"""What a plan should tell its reader beyond figures: choices that cannot gain, and what the figures do not show."""
 
 from collections.abc import Iterator
 from dataclasses import replace
 
 from llama_ssp.config.hardware import HardwareConfig
-from llama_ssp.config.plan import TargetLayout
 from llama_ssp.config.schema import DraftLayout, Quantization
+from llama_ssp.config.target_placement import Offload, TargetKind
 from llama_ssp.errors import PlacementError
-from llama_ssp.planning.job import Job
+from llama_ssp.planning.inventory import inventory
+from llama_ssp.planning.job import Job, model_bytes
+from llama_ssp.planning.row import GB, READ_BYTES_PER_S, waiting_bytes
 from llama_ssp.planning.timing import Timing, timing
 
 WORTHWHILE_GAIN, CLEAR_GAIN = 1.03, 1.1
-RUNS_TARGET = {TargetLayout.tensor}
-
-
-def not_run_yet(job: Job) -> list[str]:
-    """Name the choices of a job that this version plans but cannot run."""
-    found = []
-    if job.target_kind not in RUNS_TARGET:
-        found.append(f"placement.target.kind={job.target_kind.name}")
-    return found
 
 
 def notes(job: Job, heads: tuple[int, ...], largest_rank: int) -> list[str]:
     """Facts of a plan that its figures do not show."""
-    found = []
-    if missing := not_run_yet(job):
-        found.append(f"planned, but this version cannot run it yet: {', '.join(missing)}")
+    found = [*_kind(job)]
     if len(set(heads)) > 1:
         shared = " ".join(map(str, heads))
         num_heads = job.target.shape.num_attention_heads
         found.append(f"{num_heads} heads over {len(heads)} ranks: {shared}; rank {largest_rank} needs most")
     return found
+
+
+def _kind(job: Job) -> Iterator[str]:
+    """What the forecast of a target that a library places leaves out."""
+    if job.target_kind is TargetKind.accelerate:
+        num_devices = len(job.target_devices)
+        where = "whole on one device" if num_devices == 1 else f"over {num_devices} GPUs of rank {job.target_ranks[0]}"
+        order = "" if num_devices == 1 else ", one after the other"
+        yield f"the target's layers are in a row {where}{order}; the host's work in accelerate's hooks is not forecast"
+    if num_bytes := waiting_bytes(job):
+        place = "in the host's memory" if job.offload is Offload.cpu else "on disk"
+        yield (
+            f"{num_bytes / GB:.4g} GB of the target wait {place}, whose room is not checked, and every forward "
+            f"reads them at an estimated {READ_BYTES_PER_S[job.offload] / GB:g} GB/s"
+        )
+    if job.target_kind is TargetKind.deepspeed:
+        whole = model_bytes(inventory(job.target.shape), job.target, device=job.device).total_bytes
+        yield (
+            f"while loading, DeepSpeed has every rank hold the whole target in the host's memory, {whole / GB:.4g} GB "
+            "each, whose room is checked on a CPU alone; the host's work in its modules is not forecast"
+        )
 
 
 def warnings(job: Job, hardware: HardwareConfig, timed: Timing) -> list[str]:

@@ -13,8 +13,8 @@ from typing import Any
 from llama_ssp.config import catalogue
 from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.config.schema import DraftLayout, Quantization
+from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.errors import PlacementError
-from llama_ssp.planning.advice import not_run_yet
 from llama_ssp.planning.job import Job, planned_model
 from llama_ssp.planning.memory import fits, largest_batch, largest_context, memory
 
@@ -29,12 +29,10 @@ class Change:
     Attributes:
         settings: to be added to the command line.
         needed_bytes: what the fullest rank then needs.
-        not_run_yet: those of its choices that this version cannot run.
     """
 
     settings: tuple[str, ...]
     needed_bytes: int
-    not_run_yet: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,26 +49,13 @@ def smallest_changes(job: Job, hardware: HardwareConfig) -> list[Change]:
     """Find what would make a plan fit.
 
     Returns:
-        The smallest change; behind it, where this version cannot run that one, the smallest that it can run. Empty when
-        nothing that was tried fits.
+        The smallest change alone; empty when nothing that was tried fits.
     """
-    found: list[Change] = []
     for steps in _combinations(job, hardware):
-        changed = _applied(steps, job, hardware)
-        if changed is None or (found and not_run_yet(changed[0])):
-            continue
-        found.append(_change(steps, *changed))
-        if not found[-1].not_run_yet:
-            break
-    return found
-
-
-def _change(steps: tuple[_Step, ...], job: Job, hardware: HardwareConfig) -> Change:
-    return Change(
-        settings=tuple(step.setting for step in steps),
-        needed_bytes=max(rank.needed_bytes for rank in memory(job, hardware)),
-        not_run_yet=tuple(not_run_yet(job)),
-    )
+        if changed := _applied(steps, job, hardware):
+            settings = tuple(step.setting for step in steps)
+            return [Change(settings=settings, needed_bytes=max(rank.needed_bytes for rank in memory(*changed)))]
+    return []
 
 
 def _combinations(job: Job, hardware: HardwareConfig) -> list[tuple[_Step, ...]]:
@@ -103,12 +88,13 @@ def _steps(job: Job, hardware: HardwareConfig) -> Iterator[_Step]:
             target = replace(job.target, quantization=quantization)
             weight = 3 if quantization is Quantization.int8 else 5
             yield _step("precision", weight, f"model.quantization={quantization.name}", target=target)
-    if hardware.network:
+    if hardware.network and job.target_kind is not TargetKind.accelerate:  # one rank has the GPUs of one node
         for num_nodes in range(hardware.num_nodes + 1, MOST_NODES + 1):
             spread = partial(_on_nodes, num_nodes=num_nodes)
             yield _Step(kind="nodes", weight=4 + num_nodes, setting=f"hardware.num_nodes={num_nodes}", apply=spread)
     for index, name in enumerate(reversed(_smaller(job.target.name))):
-        yield _step("target", 8 + index, f"model={name}", target=planned_model(catalogue.load(name)))
+        target = replace(planned_model(catalogue.load(name)), by_library=job.target.by_library)
+        yield _step("target", 8 + index, f"model={name}", target=target)
 
 
 def _sizes(job: Job, hardware: HardwareConfig) -> Iterator[_Step]:

@@ -4,14 +4,15 @@ Made from a plan's config, or from a run's (`tasks.plan`). Nothing is worked out
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from llama_ssp.config.hardware import HardwareConfig
-from llama_ssp.config.layout import Layout, lay_out
-from llama_ssp.config.plan import PlanConfig, TargetLayout
+from llama_ssp.config.layout import Layout, lay_out, max_device_bytes, may_capture
+from llama_ssp.config.plan import PlanConfig
 from llama_ssp.config.schema import DraftLayout, Dtype, ModelConfig, ModelShape, Quantization
+from llama_ssp.config.target_placement import Offload, TargetKind, TargetPlacement
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.planning.inventory import GEMMA_KIND, LLAMA_KIND, Inventory, check_family
 from llama_ssp.planning.weights import DTYPE_BYTES, WeightBytes, weight_bytes
@@ -19,19 +20,28 @@ from llama_ssp.planning.weights import DTYPE_BYTES, WeightBytes, weight_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedModel:
-    """A model in the precision it will have; `dtype` is never `auto`, and `stored` is where the files' is unknown."""
+    """A model in the precision it will have; `dtype` is never `auto`, and `stored` is where the files' is unknown.
+
+    `by_library` says that it runs in the library's modules although the lean decoder knows its family.
+    """
 
     name: str
     shape: ModelShape
     dtype: Dtype
     quantization: Quantization
     stored: Dtype = Dtype.auto
+    by_library: bool = False
+
+    @property
+    def is_lean(self) -> bool:
+        """Whether the lean decoder runs it."""
+        return self.shape.model_type in LLAMA_KIND and not self.by_library
 
     def matrix_dtype(self, device: str) -> Dtype:
         """The number format of the linear layers: a CPU keeps those of 16-bit files in 16 bits, also in fp32."""
         is_kept = device == "cpu" and self.dtype is Dtype.fp32
         is_short = self.stored in {Dtype.bf16, Dtype.fp16}
-        return Dtype.fp16 if is_kept and is_short and self.shape.model_type in LLAMA_KIND else self.dtype
+        return Dtype.fp16 if is_kept and is_short and self.is_lean else self.dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +52,9 @@ class Job:
         target, draft: the models; no draft means plain decoding.
         target_kind, draft_kind: how each is laid out.
         target_ranks, draft_ranks: on which ranks of each copy, increasing.
+        spare_devices: GPUs that have no rank, and hold layers of a target in a row beside its rank's own.
+        offload: where layers wait that no device has room for.
+        max_device_bytes: of the target's weights on each device; None where nothing waits elsewhere.
         num_draft_tokens: K.
         acceptance: probability that a drafted token is accepted; None takes the catalogue's.
         batch_size: rows decoded together.
@@ -54,7 +67,7 @@ class Job:
 
     target: PlannedModel
     draft: PlannedModel | None
-    target_kind: TargetLayout
+    target_kind: TargetKind
     target_ranks: tuple[int, ...]
     draft_kind: DraftLayout
     draft_ranks: tuple[int, ...]
@@ -67,6 +80,14 @@ class Job:
     device: str
     num_replicas: int = 1
     sampled: bool = True
+    spare_devices: tuple[int, ...] = ()
+    offload: Offload = Offload.none
+    max_device_bytes: int | None = None
+
+    @property
+    def target_devices(self) -> tuple[int, ...]:
+        """What holds weights of the target: its ranks' own devices, and for layers in a row those without a rank."""
+        return (*self.target_ranks, *self.spare_devices)
 
     @property
     def layout(self) -> Layout:
@@ -125,10 +146,8 @@ def make_job(config: PlanConfig, hardware: HardwareConfig) -> Job:
     num_ranks = hardware.num_ranks // placement.num_replicas
     layout = lay_out(placement.target, placement.draft, num_ranks=num_ranks, has_draft=draft is not None)
     return Job(
-        target=planned_model(config.model),
+        **target_fields(config.model, placement.target, layout, num_gpus=hardware.num_gpus),
         draft=draft,
-        target_kind=placement.target.kind,
-        target_ranks=layout.target_ranks,
         draft_kind=layout.draft_kind,
         draft_ranks=layout.draft_ranks,
         num_replicas=placement.num_replicas,
@@ -137,9 +156,34 @@ def make_job(config: PlanConfig, hardware: HardwareConfig) -> Job:
         batch_size=config.batch_size,
         prompt_tokens=config.prompt_tokens,
         max_new_tokens=config.max_new_tokens,
-        cuda_graphs=config.cuda_graphs and hardware.device == "cuda",
+        cuda_graphs=config.cuda_graphs and hardware.device == "cuda" and may_capture(placement.target),
         device=hardware.device,
     )
+
+
+def target_fields(model: ModelConfig, target: TargetPlacement, layout: Layout, *, num_gpus: int) -> dict[str, Any]:
+    """The fields of a `Job` that say what the target is and where.
+
+    Args:
+        model: its entry.
+        target: its placement.
+        layout: which ranks of a copy hold what.
+        num_gpus: of each node; layers in a row are spread over those of the target's node that no rank has.
+
+    Raises:
+        ConfigError, CheckpointError: see `planned_model`.
+    """
+    in_a_row = target.kind is TargetKind.accelerate
+    first = layout.target_ranks[0] // num_gpus * num_gpus
+    spare = [gpu for gpu in range(first, first + num_gpus) if in_a_row and gpu not in layout.ranks]
+    return {
+        "target": replace(planned_model(model), by_library=target.kind is not TargetKind.tensor),
+        "target_kind": target.kind,
+        "target_ranks": layout.target_ranks,
+        "spare_devices": tuple(spare),
+        "offload": target.offload,
+        "max_device_bytes": max_device_bytes(target),
+    }
 
 
 def planned_model(model: ModelConfig) -> PlannedModel:

@@ -10,13 +10,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
 from llama_ssp.config.hardware import HardwareConfig
-from llama_ssp.config.plan import TargetLayout
-from llama_ssp.config.schema import DraftLayout, Quantization
-from llama_ssp.errors import PlacementError
-from llama_ssp.planning.inventory import Inventory, attention_pair_bytes, inventory
-from llama_ssp.planning.job import Job, PlannedModel, model_bytes
-from llama_ssp.planning.sharding import RankShard, split_blocks, split_model
-from llama_ssp.planning.weights import DTYPE_BYTES, WeightBytes, shares
+from llama_ssp.planning.inventory import attention_pair_bytes
+from llama_ssp.planning.job import Job, PlannedModel
+from llama_ssp.planning.parts import Part, draft_parts, target_parts
+from llama_ssp.planning.weights import DTYPE_BYTES
 
 PREFILL_CHUNK = 512
 BUCKET_STEP = {"cuda": 256, "cpu": 64}
@@ -72,94 +69,8 @@ class RankMemory:
         return self.free_bytes >= 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Part:
-    """What one rank holds of one model.
-
-    `width` counts query and key-value heads' dims, `unpacked_bytes` the largest matrix where it is unpacked to be
-    multiplied; both for activations.
-    """
-
-    weights: WeightBytes
-    cache_bytes: int
-    num_heads: int
-    width: int
-    units: int
-    vocabulary: int
-    unpacked_bytes: int
-
-
-def rank_shares(model: PlannedModel, *, num_ranks: int, kind: TargetLayout) -> tuple[Inventory, ...]:
-    """What each of a model's ranks holds.
-
-    Raises:
-        PlacementError: the model cannot be laid out so.
-    """
-    shape = model.shape
-    if kind is TargetLayout.accelerate:
-        parts = split_blocks(shape.num_hidden_layers, num_ranks)
-        whole = inventory(shape)
-        return tuple(
-            whole.of_layers(len(part), first=rank == 0, last=rank == num_ranks - 1) for rank, part in enumerate(parts)
-        )
-    if kind is TargetLayout.deepspeed and num_ranks > 1:
-        if shape.num_key_value_heads % num_ranks:
-            message = (
-                f"DeepSpeed shares heads evenly, and {shape.num_key_value_heads} key-value heads are no multiple of "
-                f"{num_ranks} ranks: use placement.target.kind=tensor"
-            )
-            raise PlacementError(message)
-        whole = inventory(shape)
-        return tuple(
-            replace(share, embeddings=whole.embeddings, head=whole.head) for share in shares(shape, num_ranks=num_ranks)
-        )
-    return shares(shape, num_ranks=num_ranks)
-
-
-def _parts(job: Job, model: PlannedModel, *, num_ranks: int, kind: TargetLayout, num_rows: int) -> tuple[_Part, ...]:
-    shape, size = model.shape, DTYPE_BYTES[model.dtype]
-    in_a_row = kind is TargetLayout.accelerate
-    shards: tuple[RankShard, ...] = split_model(shape, num_ranks=1 if in_a_row else num_ranks)
-    parts = []
-    for rank, held in enumerate(rank_shares(model, num_ranks=num_ranks, kind=kind)):
-        shard = shards[0 if in_a_row else rank]
-        num_kv_heads = len(shard.heads.kv_heads)
-        slot_bytes = 2 * num_kv_heads * shape.head_dim * size
-        parts.append(
-            _Part(
-                weights=model_bytes(held, model, device=job.device),
-                cache_bytes=held.num_layers * slot_bytes * num_rows * job.num_slots,
-                num_heads=len(shard.heads.query_heads),
-                width=(len(shard.heads.query_heads) + 2 * num_kv_heads) * shape.head_dim,
-                units=len(shard.mlp_units),
-                vocabulary=len(shard.vocabulary),
-                unpacked_bytes=size * max(held.products) if model.quantization is Quantization.nf4 else 0,
-            )
-        )
-    return tuple(parts)
-
-
-def target_parts(job: Job) -> dict[int, _Part]:
-    """The target's part on each of its ranks."""
-    parts = _parts(job, job.target, num_ranks=len(job.target_ranks), kind=job.target_kind, num_rows=job.batch_size)
-    return dict(zip(job.target_ranks, parts, strict=True))
-
-
-def draft_parts(job: Job) -> dict[int, _Part]:
-    """The draft's part on each of its ranks: a slice, or all of it where it is replicated or alone."""
-    if job.draft is None:
-        return {}
-    num_ranks = len(job.draft_ranks)
-    if job.draft_kind is DraftLayout.replicated:
-        num_rows = -(-job.batch_size // num_ranks)
-        (part,) = _parts(job, job.draft, num_ranks=1, kind=TargetLayout.tensor, num_rows=num_rows)
-        return dict.fromkeys(job.draft_ranks, part)
-    parts = _parts(job, job.draft, num_ranks=num_ranks, kind=TargetLayout.tensor, num_rows=job.batch_size)
-    return dict(zip(job.draft_ranks, parts, strict=True))
-
-
 def memory(job: Job, hardware: HardwareConfig) -> tuple[RankMemory, ...]:
-    """Every rank's bytes, by rank; copies follow each other.
+    """Every rank's bytes, by rank; copies follow each other. GPUs without a rank count as ranks where they hold layers.
 
     Raises:
         PlacementError: a model cannot be laid out as asked.
@@ -178,12 +89,12 @@ def _rank_memory(
     job: Job,
     hardware: HardwareConfig,
     rank: int,
-    target: _Part | None,
-    draft: _Part | None,
+    target: Part | None,
+    draft: Part | None,
     *,
     capacity_bytes: int,
 ) -> RankMemory:
-    weights = [part.weights for part in (target, draft) if part]
+    parts = [part for part in (target, draft) if part]
     served = {
         "target_weights_bytes": target.weights.total_bytes if target else 0,
         "draft_weights_bytes": draft.weights.total_bytes if draft else 0,
@@ -201,7 +112,7 @@ def _rank_memory(
         "context_bytes": hardware.context_bytes,
         "slack_bytes": int(SLACK_SHARE * sum(served.values())) if hardware.device == "cuda" else 0,
     }
-    loading = sum(part.total_bytes for part in weights) + max(part.beside_bytes for part in weights)
+    loading = sum(part.weights.total_bytes for part in parts) + max(part.beside_bytes for part in parts)
     return RankMemory(
         rank=rank,
         **served,
@@ -226,6 +137,7 @@ def _logits_bytes(job: Job, rank: int) -> int:
     layout, rows = job.layout, job.round_rows
     size, vocabulary, num_draft_tokens = DTYPE_BYTES[job.target.dtype], job.target.shape.vocab_size, rows - 1
     logits = rows * (2 * size * (len(job.target_ranks) > 1) + 4) if rank in job.target_ranks else 0
+    logits += rows * size * (rank == job.target_devices[-1] and rank not in job.target_ranks)
     drafts, num_own = rank in job.draft_ranks, job.batch_size
     if layout.shares_rows:
         num_own = -(-job.batch_size // len(job.draft_ranks)) if drafts else 0
@@ -234,7 +146,7 @@ def _logits_bytes(job: Job, rank: int) -> int:
     return vocabulary * (job.batch_size * logits + num_own * rule)
 
 
-def _activation_bytes(job: Job, hardware: HardwareConfig, model: PlannedModel, part: _Part | None) -> int:
+def _activation_bytes(job: Job, hardware: HardwareConfig, model: PlannedModel, part: Part | None) -> int:
     """The widest moment of a chunk of prefill: the residual and its norm, then attention or the MLP, and the masks."""
     if part is None:
         return 0
@@ -243,10 +155,10 @@ def _activation_bytes(job: Job, hardware: HardwareConfig, model: PlannedModel, p
     bucket = bucket_of(job.prompt_tokens, job.num_slots, hardware)
     wide = max(2 * part.width, 3 * part.units)
     pairs = rows * bucket * attention_pair_bytes(shape, num_heads=part.num_heads, value_bytes=size)
-    return job.batch_size * (rows * (3 * shape.hidden_size + wide) * size + pairs) + part.unpacked_bytes
+    return job.batch_size * (rows * (3 * shape.hidden_size + wide) * size + pairs) + part.working_bytes
 
 
-def _graph_bytes(job: Job, hardware: HardwareConfig, draft: _Part | None) -> int:
+def _graph_bytes(job: Job, hardware: HardwareConfig, draft: Part | None) -> int:
     """Captured graphs: for each width of the cache the target's plain and round forwards, and two draft steps."""
     num_buckets = -(-job.num_slots // BUCKET_STEP[hardware.device])
     layers = (2 if job.draft else 1) * job.target.shape.num_hidden_layers

@@ -15,9 +15,10 @@ from llama_ssp.planning.job import Job, PlannedModel, model_bytes
 from llama_ssp.planning.memory import RankMemory, as_items, kv_bytes_per_token, largest_batch, largest_context, memory
 from llama_ssp.planning.messages import round_messages
 from llama_ssp.planning.roofline import ForwardTime
+from llama_ssp.planning.row import waiting_bytes
 from llama_ssp.planning.timing import Timing, timing
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 GIB = 2**30
 
 
@@ -32,7 +33,7 @@ class Plan:
         largest_batch: the most rows that fit at this context; 0 when none does.
         largest_context: the longest row that fits at this batch size.
         warnings: choices that cannot gain.
-        notes: what this version cannot run, and facts that the figures do not show.
+        notes: facts that the figures do not show.
         changes: what would make it fit, the smallest first; empty when it fits.
     """
 
@@ -71,7 +72,7 @@ def make_plan(job: Job, hardware: HardwareConfig, *, remark: str | None = None) 
     ranks, timed = memory(job, hardware), timing(job, hardware)
     fitting = all(rank.fits for rank in ranks)
     fullest = min(ranks, key=lambda rank: rank.free_bytes)
-    heads = tuple(rank.target_heads for rank in ranks if rank.rank in job.target_ranks)  # of the first copy
+    heads = tuple(rank.target_heads for rank in ranks if rank.rank in job.target_devices)  # of the first copy
     return Plan(
         job=job,
         hardware=hardware,
@@ -112,17 +113,10 @@ def shortage(plan: Plan) -> str:
     start = f"rank {full.rank} needs {needed:.1f} GiB{loading} ({items}) of {capacity:.1f} GiB"
     if not plan.changes:
         return f"{start}; none of the changes that were tried fits: name a bigger machine with hardware=NAME"
-    smallest, *runnable = plan.changes
-    sentence = (
+    (smallest,) = plan.changes
+    return (
         f"{start}; the smallest change that fits: {' '.join(smallest.settings)} ({smallest.needed_bytes / GIB:.1f} GiB)"
     )
-    if smallest.not_run_yet:
-        sentence += f", which this version plans but cannot run yet ({', '.join(smallest.not_run_yet)})"
-    if runnable:
-        sentence += (
-            f"; the smallest that it runs: {' '.join(runnable[0].settings)} ({runnable[0].needed_bytes / GIB:.1f} GiB)"
-        )
-    return sentence
 
 
 def document(plan: Plan) -> dict[str, Any]:
@@ -135,7 +129,10 @@ def document(plan: Plan) -> dict[str, Any]:
         "target": _model(job.target, plan, prefix="target") | {
             "kind": job.target_kind.name,
             "ranks": list(job.target_ranks),
-            "heads_per_rank": [rank.target_heads for rank in plan.ranks if rank.rank in job.target_ranks],
+            "devices": list(job.target_devices),
+            "heads_per_rank": [rank.target_heads for rank in plan.ranks if rank.rank in job.target_devices],
+            "offload": job.offload.name,
+            "offloaded_bytes": waiting_bytes(job),
         },
         "draft": _model(job.draft, plan, prefix="draft") | {"kind": job.draft_kind.name, "ranks": list(job.draft_ranks)}
         if job.draft

@@ -13,12 +13,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from llama_ssp.config.hardware import HardwareConfig, LinearPoint, Profile, RowsPoint
-from llama_ssp.config.plan import TargetLayout
 from llama_ssp.config.schema import Dtype, Quantization
+from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.planning.curves import between, line
-from llama_ssp.planning.inventory import LLAMA_KIND, Inventory, Matrix
+from llama_ssp.planning.inventory import Inventory, Matrix
 from llama_ssp.planning.job import PlannedModel
-from llama_ssp.planning.memory import KERNELS_PER_LAYER, rank_shares
+from llama_ssp.planning.memory import KERNELS_PER_LAYER
+from llama_ssp.planning.parts import rank_shares
 from llama_ssp.planning.weights import DTYPE_BYTES, packed_bytes
 
 COPY_SHARE = 0.83
@@ -41,22 +42,31 @@ class Seat:
     Attributes:
         model: the model.
         kind: cut across its ranks, or its layers in a row over them.
-        ranks: world ranks.
+        ranks: world ranks; of layers in a row, GPUs.
         cuda_graphs: whether forwards are captured.
         num_active: ranks of a node that work at the same time, which decides the profile.
         shares: what its ranks hold; of equal ones only one where they work at the same time.
+        waiting_s: what each forward takes to read layers that wait elsewhere.
     """
 
     model: PlannedModel
-    kind: TargetLayout
+    kind: TargetKind
     ranks: tuple[int, ...]
     cuda_graphs: bool
     num_active: int
     shares: tuple[Inventory, ...]
+    waiting_s: float
 
     @classmethod
     def of(
-        cls, model: PlannedModel, kind: TargetLayout, ranks: tuple[int, ...], *, cuda_graphs: bool, num_active: int
+        cls,
+        model: PlannedModel,
+        kind: TargetKind,
+        ranks: tuple[int, ...],
+        *,
+        cuda_graphs: bool,
+        num_active: int,
+        waiting_s: float = 0.0,
     ) -> "Seat":
         """Lay a model out over its ranks.
 
@@ -64,9 +74,12 @@ class Seat:
             PlacementError: that is not possible.
         """
         shares = rank_shares(model, num_ranks=len(ranks), kind=kind)
-        if kind is not TargetLayout.accelerate:
+        if kind is not TargetKind.accelerate:
             shares = tuple(dict.fromkeys(shares))
-        return cls(model=model, kind=kind, ranks=ranks, cuda_graphs=cuda_graphs, num_active=num_active, shares=shares)
+        return cls(
+            model=model, kind=kind, ranks=ranks, cuda_graphs=cuda_graphs, num_active=num_active, shares=shares,
+            waiting_s=waiting_s,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,11 +90,12 @@ class ForwardTime:
     attention_s: float
     operators_s: float
     collectives_s: float
+    offload_s: float = 0.0
 
     @property
     def total_s(self) -> float:
         """All of it; the parts do not overlap."""
-        return self.matrices_s + self.attention_s + self.operators_s + self.collectives_s
+        return self.matrices_s + self.attention_s + self.operators_s + self.collectives_s + self.offload_s
 
 
 def bandwidth(hardware: HardwareConfig) -> float:
@@ -108,7 +122,7 @@ def forward_time(
         bucket: cache slots that attention reads.
     """
     rows, scored = batch_size * num_positions, batch_size * num_scored
-    in_a_row = seat.kind is TargetLayout.accelerate
+    in_a_row = seat.kind is TargetKind.accelerate
     matrices = [
         _matrices_s(seat, hardware, held, rows=rows, scored=scored, has_head=not in_a_row or held is seat.shares[-1])
         for held in seat.shares
@@ -119,6 +133,7 @@ def forward_time(
         attention_s=_attention_s(seat, hardware, batch_size=batch_size, num_positions=num_positions, num_slots=bucket),
         operators_s=layers * layer_s(seat, hardware, rows) + frame_s(seat, hardware, rows),
         collectives_s=_collectives_s(seat, hardware, rows=rows, scored=scored),
+        offload_s=seat.waiting_s,
     )
 
 
@@ -181,7 +196,7 @@ def _attention_s(seat: Seat, hardware: HardwareConfig, *, batch_size: int, num_p
     A profile's layers have read MEASURED_SLOTS of them already; what more there are costs by the rows that read.
     """
     shape, size = seat.model.shape, DTYPE_BYTES[seat.model.dtype]
-    num_ranks = 1 if seat.kind is TargetLayout.accelerate else len(seat.ranks)
+    num_ranks = 1 if seat.kind is TargetKind.accelerate else len(seat.ranks)
     num_heads = -(-shape.num_key_value_heads // num_ranks)
     slot_bytes = 2 * num_heads * shape.head_dim * size * shape.num_hidden_layers * batch_size
     if profile := profile_of(hardware, seat.num_active):
@@ -193,7 +208,7 @@ def _attention_s(seat: Seat, hardware: HardwareConfig, *, batch_size: int, num_p
 
 def layer_s(seat: Seat, hardware: HardwareConfig, rows: int) -> float:
     """What a layer takes beside matrices, cache and collectives: its other operators and their launches."""
-    share = 1.0 if seat.model.shape.model_type in LLAMA_KIND else LIBRARY_SHARE
+    share = 1.0 if seat.model.is_lean else LIBRARY_SHARE
     if profile := profile_of(hardware, seat.num_active):
         return share * _by_rows_and_width(profile.layer, rows, seat.model.shape.hidden_size)
     if seat.cuda_graphs:
@@ -222,7 +237,7 @@ def _collectives_s(seat: Seat, hardware: HardwareConfig, *, rows: int, scored: i
         return 0.0
     shape, size = seat.model.shape, DTYPE_BYTES[seat.model.dtype]
     residual_bytes = rows * shape.hidden_size * size
-    if seat.kind is TargetLayout.accelerate:
+    if seat.kind is TargetKind.accelerate:
         return sum(
             message_s(hardware, (earlier, later), residual_bytes)
             for earlier, later in zip(seat.ranks, seat.ranks[1:], strict=False)

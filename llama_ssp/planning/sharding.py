@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate, pairwise
 
-from llama_ssp.config.schema import ModelShape
+from llama_ssp.config.schema import ModelShape, Quantization
 from llama_ssp.errors import PlacementError
 
 # Widths that stay multiples of 64 suit matrix units, and nf4 packs its weights in groups of 64.
@@ -188,3 +188,25 @@ def split_model(shape: ModelShape, *, num_ranks: int) -> tuple[RankShard, ...]:
 def widths(shards: Sequence[RankShard], cut: Cut) -> tuple[int, ...]:
     """How many features each rank holds."""
     return tuple(len(shard.features(cut)) for shard in shards)
+
+
+def check_deepspeed(shape: ModelShape, quantization: Quantization, *, num_ranks: int) -> None:
+    """Refuse what DeepSpeed does not share: it gives every rank the same heads, whole key-value groups of them.
+
+    Raises:
+        PlacementError: the heads do not divide, with the numbers of ranks that would work; or layers are quantized.
+    """
+    if quantization is not Quantization.none:
+        message = (
+            f"placement.target.kind=deepspeed cuts unquantized layers, and model.quantization={quantization.name} was "
+            "given: use model.quantization=none, or placement.target.kind=tensor"
+        )
+        raise PlacementError(message)
+    num_kv_heads = shape.num_key_value_heads
+    if num_kv_heads % num_ranks:
+        sizes = [size for size in range(1, num_kv_heads + 1) if num_kv_heads % size == 0]
+        message = (
+            f"placement.target.kind=deepspeed shares {num_kv_heads} key-value heads out evenly, and {num_ranks} ranks "
+            f"were given: use {', '.join(map(str, sizes))} ranks, or placement.target.kind=tensor"
+        )
+        raise PlacementError(message)

@@ -11,8 +11,8 @@ Shapes: B sequences, K drafted tokens, V vocabulary.
 from dataclasses import dataclass, replace
 
 from llama_ssp.config.hardware import HardwareConfig
-from llama_ssp.config.plan import TargetLayout
 from llama_ssp.config.schema import DraftLayout
+from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.planning.acceptance import Acceptance, of_pair, tokens_per_round
 from llama_ssp.planning.curves import line
 from llama_ssp.planning.job import Job, PlannedModel, model_bytes
@@ -26,6 +26,7 @@ from llama_ssp.planning.roofline import (
     message_s,
     profile_of,
 )
+from llama_ssp.planning.row import waiting_s
 
 DRAW_KERNELS = 10
 VERIFY_KERNELS = 30
@@ -84,8 +85,9 @@ class Clock:
         self.hardware = hardware
         num_active = min(job.num_replicas * len(job.layout.ranks), hardware.num_gpus)
         self.target = Seat.of(
-            job.target, job.target_kind, job.target_ranks, cuda_graphs=job.cuda_graphs, num_active=num_active
-        )
+            job.target, job.target_kind, job.target_devices, cuda_graphs=job.cuda_graphs, num_active=num_active,
+            waiting_s=waiting_s(job),
+        )  # fmt: skip
         self.draft = self._draft_seat(job.draft, num_active) if job.draft else None
         middle = job.prompt_tokens + job.max_new_tokens // 2
         self._bucket = bucket_of(middle + job.round_rows, job.num_slots, hardware)
@@ -93,7 +95,7 @@ class Clock:
     def _draft_seat(self, draft: PlannedModel, num_active: int) -> Seat:
         alone = self.job.draft_kind is DraftLayout.replicated
         ranks = self.job.draft_ranks[:1] if alone else self.job.draft_ranks
-        return Seat.of(draft, TargetLayout.tensor, ranks, cuda_graphs=self.job.cuda_graphs, num_active=num_active)
+        return Seat.of(draft, TargetKind.tensor, ranks, cuda_graphs=self.job.cuda_graphs, num_active=num_active)
 
     def forward(self, seat: Seat, num_positions: int) -> ForwardTime:
         """A forward in the middle of decoding; the last position alone gets logits from a draft."""
@@ -235,5 +237,5 @@ def _limit_s(clock: Clock) -> float:
     """Reading every weight of the fullest rank once at the data sheet's bandwidth."""
     model, seat = clock.job.target, clock.target
     held = [model_bytes(share, model, device=clock.job.device).total_bytes for share in seat.shares]
-    read = sum(held) if seat.kind is TargetLayout.accelerate else max(held)
+    read = sum(held) if seat.kind is TargetKind.accelerate else max(held)
     return read / clock.hardware.bandwidth_bytes_per_s

@@ -154,7 +154,7 @@ def _time_table(plan: Mapping[str, Any]) -> "Table":
 
 
 def _parts(forward: Mapping[str, float]) -> str:
-    names = ("matrices", "attention", "operators", "collectives")
+    names = ("matrices", "attention", "operators", "collectives", "offload")
     return ", ".join(f"{name} {forward[f'{name}_ms']:.2f}" for name in names if forward[f"{name}_ms"] >= LEAST_SHOWN_MS)
 
 

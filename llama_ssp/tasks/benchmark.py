@@ -22,7 +22,7 @@ from llama_ssp.decoding.loop import Completion, Decoder
 from llama_ssp.decoding.state import Request
 from llama_ssp.errors import InterruptedRun
 from llama_ssp.planning.job import step_bytes
-from llama_ssp.planning.memory import rank_shares
+from llama_ssp.planning.parts import rank_shares
 from llama_ssp.reports.lines import BenchmarkRow
 from llama_ssp.reports.provenance import git_commit, versions
 from llama_ssp.tasks.checkpoints import Source

@@ -2,12 +2,14 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from llama_ssp.config.layout import lay_out_copy
+from llama_ssp.config.layout import lay_out_copy, max_device_bytes
 from llama_ssp.config.schema import Dtype, ModelConfig, RunConfig, WeightsKind
+from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.distributed.agree import together
 from llama_ssp.distributed.world import World
 from llama_ssp.errors import CheckpointError, ConfigError
@@ -16,6 +18,9 @@ from llama_ssp.models.checkpoint import check_shape, inspect, read_json
 from llama_ssp.models.manifest import verify
 from llama_ssp.models.origin import Origin
 from llama_ssp.models.quantization import Precision
+
+if TYPE_CHECKING:  # the library's models take seconds to import
+    from llama_ssp.models.in_a_row import Place
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +57,9 @@ def find_sources(config: RunConfig, world: World) -> tuple[Source, Source | None
         PlacementError: a model cannot be shared by so many ranks, or not in its precision.
     """
     layout = lay_out_copy(config.placement, world_size=world.comm.size, has_draft=config.draft.model is not None)
-    num_ranks = (len(layout.target_ranks), 1 if layout.shares_rows else len(layout.draft_ranks))
+    kind = config.placement.target.kind
+    cut_by_us = len(layout.target_ranks) if kind is TargetKind.tensor else 1
+    num_ranks = (cut_by_us, 1 if layout.shares_rows else len(layout.draft_ranks))
     with together(world.comm):
         if config.weights is WeightsKind.checkpoint and world.ranks.local_rank == 0:
             for entry in _entries(config):
@@ -61,14 +68,44 @@ def find_sources(config: RunConfig, world: World) -> tuple[Source, Source | None
                     verify(folder, Path(entry.manifest).expanduser() if entry.manifest else None)
     with together(world.comm):
         origins = _synthesize(config) if config.weights is WeightsKind.synthetic else _inspect(config)
+        if kind is TargetKind.deepspeed:
+            from llama_ssp.models.auto_tp import check_auto_tp, choose_accelerator  # noqa: PLC0415 - see below
+
+            choose_accelerator(world.device)
+            shape, quantization = origins[0].shape, config.model.quantization
+            check_auto_tp(shape, quantization=quantization, num_ranks=len(layout.target_ranks))
         target, *drafts = (
             _check(entry, origin, num_ranks=number)
             for entry, origin, number in zip(_entries(config), origins, num_ranks, strict=False)
         )
+        if kind is TargetKind.accelerate and world.comm.rank in layout.target_ranks:
+            from llama_ssp.models.in_a_row import check_in_a_row  # noqa: PLC0415 - see below
+
+            check_in_a_row(
+                target.origin, row_place(config, world), dtype=target.dtype, quantization=target.entry.quantization
+            )
         draft = drafts[0] if drafts else None
         if draft:
             _check_vocabularies(target, draft)
     return target, draft
+
+
+def row_place(config: RunConfig, world: World) -> "Place":
+    """Where this rank's target in a row goes; what waits on disk goes into the run folder, under this rank's number."""
+    from llama_ssp.models.in_a_row import Place  # noqa: PLC0415 - see below
+
+    target = config.placement.target
+    return Place(
+        devices=world.free_devices,
+        offload=target.offload,
+        max_bytes=max_device_bytes(target),
+        folder=offload_folder(config, world),
+    )
+
+
+def offload_folder(config: RunConfig, world: World) -> Path:
+    """A folder for this rank's layers on disk, for as long as the run lasts."""
+    return Path(str(config.run_dir)) / f"offload-{world.comm.rank:03d}"
 
 
 def _entries(config: RunConfig) -> list[ModelConfig]:

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
-from llama_ssp.config.layout import lay_out_copy
+from llama_ssp.config.layout import lay_out_copy, may_capture
 from llama_ssp.config.schema import RunConfig
+from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.decoding.captured import CapturedRounds, CudaRecorder
 from llama_ssp.decoding.clock import clock_for
 from llama_ssp.decoding.loop import Decoder, StopWish
@@ -26,7 +26,7 @@ from llama_ssp.drafting.shared_rows import RowShares, SharedRowsDrafter, SharedR
 from llama_ssp.models.elsewhere import Elsewhere
 from llama_ssp.models.interface import Runner
 from llama_ssp.sampling.verification import Rule, make_rule
-from llama_ssp.tasks.checkpoints import Source
+from llama_ssp.tasks.checkpoints import Source, row_place
 
 Progress = Callable[[str, int, int], None]
 """Called while a model loads with its part (target or draft), the bytes that are there, and those that will be."""
@@ -78,6 +78,8 @@ def load_models(
     if world.comm.rank == 0:
         _log.info("placement: %s; copies of it: %d", layout, config.placement.num_replicas)
     _log.info("this rank %s", describe_part(mesh))
+    from llama_ssp.models.backends import load_model  # noqa: PLC0415 - the library's models take seconds to import
+
     with together(world.comm):
         target: Runner = Elsewhere(
             device=world.device,
@@ -85,10 +87,20 @@ def load_models(
             max_position_embeddings=target_source.origin.context,
         )
         if mesh.target:
-            target = _load("target", target_source, comm=mesh.target, device=world.device, progress=progress)
+            load: Callable[..., Runner] = partial(load_model, device=world.device, comm=mesh.target)
+            if config.placement.target.kind is TargetKind.accelerate:
+                from llama_ssp.models.in_a_row import load_in_a_row  # noqa: PLC0415 - see above
+
+                load = partial(load_in_a_row, place=row_place(config, world))
+            elif config.placement.target.kind is TargetKind.deepspeed:
+                from llama_ssp.models.auto_tp import load_auto_tp  # noqa: PLC0415 - see above
+
+                load = partial(load_auto_tp, device=world.device, comm=mesh.target)
+            target = _load("target", target_source, load, comm=mesh.target, progress=progress)
         draft = None
         if draft_source and mesh.draft:
-            draft = _load("draft", draft_source, comm=mesh.draft, device=world.device, progress=progress)
+            load = partial(load_model, device=world.device, comm=mesh.draft)
+            draft = _load("draft", draft_source, load, comm=mesh.draft, progress=progress)
     mesh.set_timeout(config.timeouts.decode_s)
     return Models(
         target=target,
@@ -101,15 +113,11 @@ def load_models(
     )
 
 
-def _load(part: str, source: Source, *, comm: Comm, device: torch.device, progress: Progress | None) -> Runner:
-    from llama_ssp.models.backends import load_model  # noqa: PLC0415 - the library's models take seconds to import
-
+def _load(part: str, source: Source, load: Callable[..., Runner], *, comm: Comm, progress: Progress | None) -> Runner:
     started = time.perf_counter()
-    runner = load_model(
+    runner = load(
         source.origin,
         dtype=source.dtype,
-        device=device,
-        comm=comm,
         progress=partial(progress, part) if progress else None,
         precision=source.precision,
     )
@@ -140,7 +148,7 @@ def build_decoder(models: Models, config: RunConfig, *, speculative: bool, wish:
     elif speculative:
         drafter = _agreed_drafter(models, config, rule)
     rounds = Rounds(models.target, drafter, rule=agreed, clock=clock_for(device))
-    if config.cuda_graphs and device.type == "cuda":
+    if config.cuda_graphs and device.type == "cuda" and may_capture(config.placement.target):
         recorder = CudaRecorder()
         rounds = CapturedRounds(models.target, drafter, rule=agreed, clock=clock_for(device), recorder=recorder)
     eos_ids = () if config.ignore_eos else models.eos_ids

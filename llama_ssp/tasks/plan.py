@@ -13,13 +13,13 @@ from pathlib import Path
 from llama_ssp.config import hardware
 from llama_ssp.config.benchmark import BenchmarkConfig
 from llama_ssp.config.hardware import HardwareConfig
-from llama_ssp.config.layout import lay_out_copy
-from llama_ssp.config.plan import PlanFormat, TargetLayout
+from llama_ssp.config.layout import lay_out_copy, may_capture
+from llama_ssp.config.plan import PlanFormat
 from llama_ssp.config.schema import DeviceKind, RunConfig, WeightsKind
 from llama_ssp.errors import ConfigError, one_message
 from llama_ssp.planning.auto import AutoPlacement, choose_placement
-from llama_ssp.planning.job import Job, planned_model
-from llama_ssp.planning.plan import Plan, document, make_plan, require_room
+from llama_ssp.planning.job import Job, planned_model, target_fields
+from llama_ssp.planning.plan import PLAN_VERSION, Plan, document, make_plan, require_room
 from llama_ssp.planning.search import search, search_document
 from llama_ssp.reports.lines import Forecast
 
@@ -72,7 +72,7 @@ def show_search(job: Job, machine: HardwareConfig, form: PlanFormat) -> None:
     """
     choices = search_document(search(job, machine))
     if form is PlanFormat.json:
-        print(json.dumps({"plan_version": 1, "search": choices}, indent=2))  # noqa: T201 - what was asked for
+        print(json.dumps({"plan_version": PLAN_VERSION, "search": choices}, indent=2))  # noqa: T201 - what was asked for
     else:
         from llama_ssp.reports.plan_table import print_search  # noqa: PLC0415 - JSON does without rich
 
@@ -99,10 +99,18 @@ def job_ahead(config: RunConfig, *, world_size: int) -> tuple[Job, HardwareConfi
     Raises:
         ConfigError: the hardware is not described, or its description is wrong.
     """
-    machine = hardware_of(config, on_cpu=config.device is DeviceKind.cpu)
-    tokens = _estimated_prompt_tokens(config)
-    job = job_of_run(config, world_size=world_size, prompt_tokens=tokens, device=machine.device)
-    return job, machine_of_run(machine, world_size)
+    machine = machine_of_run(hardware_of(config, on_cpu=config.device is DeviceKind.cpu), world_size)
+    return _job_on(machine, config, world_size=world_size, prompt_tokens=_estimated_prompt_tokens(config)), machine
+
+
+def _job_on(machine: HardwareConfig, config: RunConfig, *, world_size: int, prompt_tokens: int) -> Job:
+    return job_of_run(
+        config,
+        world_size=world_size,
+        prompt_tokens=prompt_tokens,
+        device=machine.device,
+        num_gpus=machine.num_gpus,
+    )
 
 
 def choose_for_run(config: RunConfig, *, world_size: int, on_cpu: bool) -> AutoPlacement:
@@ -119,8 +127,7 @@ def choose_for_run(config: RunConfig, *, world_size: int, on_cpu: bool) -> AutoP
     """
     machine = machine_of_run(hardware_of(config, on_cpu=on_cpu), world_size)
     tokens = _estimated_prompt_tokens(config)
-    job = job_of_run(config, world_size=world_size, prompt_tokens=tokens, device=machine.device)
-    return choose_placement(job, machine)
+    return choose_placement(_job_on(machine, config, world_size=world_size, prompt_tokens=tokens), machine)
 
 
 def _estimated_prompt_tokens(config: RunConfig) -> int:
@@ -143,8 +150,8 @@ def plan_of_run(config: RunConfig, *, world_size: int, machine: HardwareConfig, 
         machine: from `hardware_of`.
         prompt_tokens: of the longest prompt.
     """
-    job = job_of_run(config, world_size=world_size, prompt_tokens=prompt_tokens, device=machine.device)
-    return make_plan(job, machine_of_run(machine, world_size))
+    machine = machine_of_run(machine, world_size)
+    return make_plan(_job_on(machine, config, world_size=world_size, prompt_tokens=prompt_tokens), machine)
 
 
 def planned_bytes(plan: Plan) -> list[int]:
@@ -165,18 +172,26 @@ def forecast(plan: Plan) -> Forecast:
     )
 
 
-def job_of_run(config: RunConfig, *, world_size: int, prompt_tokens: int, device: str) -> Job:
-    """The planner's view of a run: its placement on all ranks that were started, graphs where they are used."""
+def job_of_run(
+    config: RunConfig, *, world_size: int, prompt_tokens: int, device: str, num_gpus: int | None = None
+) -> Job:
+    """The planner's view of a run: its placement on all ranks that were started, graphs where they are used.
+
+    Args:
+        config: the checked config of the run.
+        world_size: its ranks.
+        prompt_tokens: of the longest prompt.
+        device: cpu or cuda.
+        num_gpus: of each node; None: as many as ranks.
+    """
     if isinstance(config.task, BenchmarkConfig):
         config, prompt_tokens = _largest_cell(config, config.task)
     placement = config.placement
     draft = planned_model(config.draft.model) if config.draft.model else None
     layout = lay_out_copy(placement, world_size=world_size, has_draft=draft is not None)
     return Job(
-        target=planned_model(config.model),
+        **target_fields(config.model, placement.target, layout, num_gpus=num_gpus or world_size),
         draft=draft,
-        target_kind=TargetLayout[placement.target.kind.name],
-        target_ranks=layout.target_ranks,
         draft_kind=layout.draft_kind,
         draft_ranks=layout.draft_ranks,
         num_replicas=placement.num_replicas,
@@ -186,7 +201,7 @@ def job_of_run(config: RunConfig, *, world_size: int, prompt_tokens: int, device
         batch_size=config.batch_size,
         prompt_tokens=prompt_tokens,
         max_new_tokens=config.max_new_tokens,
-        cuda_graphs=config.cuda_graphs and device == "cuda",
+        cuda_graphs=config.cuda_graphs and device == "cuda" and may_capture(placement.target),
         device=device,
     )
 

@@ -7,6 +7,7 @@ Ranks agree after each step that can fail, so that none waits for one that has g
 
 import json
 import logging
+import shutil
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -23,8 +24,8 @@ from llama_ssp.config.schema import (
     LatencyConfig,
     PlacementConfig,
     RunConfig,
-    TargetPlacement,
 )
+from llama_ssp.config.target_placement import TargetPlacement
 from llama_ssp.distributed.agree import together
 from llama_ssp.distributed.ranklog import close_logs, describe_rank, open_logs
 from llama_ssp.distributed.world import World, start
@@ -33,7 +34,7 @@ from llama_ssp.planning.plan import Plan, require_room
 from llama_ssp.reports.lines import LineKey
 from llama_ssp.reports.provenance import git_commit, gpu_links, planned_link, versions
 from llama_ssp.reports.records import RunFolder
-from llama_ssp.tasks.checkpoints import Source, find_sources
+from llama_ssp.tasks.checkpoints import Source, find_sources, offload_folder
 from llama_ssp.tasks.compare import compare
 from llama_ssp.tasks.conclusion import conclude
 from llama_ssp.tasks.generate import generate
@@ -75,6 +76,7 @@ def run(config: RunConfig, clock: StartClock) -> None:
                 terminal.say(f"wrote {file}")
             return
         folder = _open_folder(config, world, stack)
+        stack.callback(shutil.rmtree, offload_folder(config, world), ignore_errors=True)
         try:
             _run(config, world, terminal, folder, clock)
         except (SspError, KeyboardInterrupt) as error:

@@ -1,9 +1,11 @@
 """The table of placements under test: for each number of ranks, which ranks hold what."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from llama_ssp.config.schema import DraftLayout, DraftPlacement, PlacementConfig, TargetPlacement
+from llama_ssp.config.schema import DraftLayout, DraftPlacement, PlacementConfig
+from llama_ssp.config.target_placement import Offload, TargetKind, TargetPlacement
 
+ACCELERATE, DEEPSPEED = TargetKind.accelerate, TargetKind.deepspeed
 ONE_RANK, SHARDED, REPLICATED, OWN_GPU = DraftLayout
 
 
@@ -16,22 +18,39 @@ class Cell:
     kind: DraftLayout
     pair: str = "tiny"
     batch_size: int = 17
+    target_kind: TargetKind = TargetKind.tensor
+    max_memory_gb: float | None = None
+    """Of weights on a device; the rest is on disk."""
 
     @property
     def placement(self) -> PlacementConfig:
         """As a config has it."""
         return PlacementConfig(
-            target=TargetPlacement(ranks=list(self.target)),
+            target=TargetPlacement(
+                kind=self.target_kind,
+                ranks=list(self.target),
+                offload=Offload.disk if self.max_memory_gb else Offload.none,
+                max_memory_gb=self.max_memory_gb,
+            ),
             draft=DraftPlacement(kind=self.kind, ranks=list(self.draft)),
         )
 
     def __str__(self) -> str:
         target, draft = (",".join(map(str, ranks)) for ranks in (self.target, self.draft))
-        return f"{self.pair} target {target} draft {self.kind.name} {draft} batch {self.batch_size}"
+        kind = "" if self.target_kind is TargetKind.tensor else f"{self.target_kind.name} "
+        disk = " and disk" if self.max_memory_gb else ""
+        return f"{self.pair} {kind}target {target}{disk} draft {self.kind.name} {draft} batch {self.batch_size}"
 
 
 CELLS = {
-    1: [Cell((0,), (0,), SHARDED), Cell((0,), (0,), REPLICATED)],
+    1: [
+        Cell((0,), (0,), SHARDED),
+        Cell((0,), (0,), REPLICATED),
+        Cell((0,), (0,), ONE_RANK, pair="llama", batch_size=1, target_kind=ACCELERATE),
+        Cell((0,), (0,), ONE_RANK, target_kind=ACCELERATE, max_memory_gb=0.04),
+        Cell((0,), (0,), ONE_RANK, pair="llama", batch_size=3, target_kind=ACCELERATE, max_memory_gb=0.0003),
+        Cell((0,), (0,), ONE_RANK, pair="gpt_neox", batch_size=3, target_kind=ACCELERATE, max_memory_gb=0.0003),
+    ],
     2: [
         Cell((0, 1), (1,), ONE_RANK),
         Cell((0, 1), (0,), SHARDED),
@@ -41,6 +60,7 @@ CELLS = {
         Cell((1,), (0, 1), SHARDED),
         Cell((0, 1), (0, 1), REPLICATED, pair="gpt_neox"),
         Cell((0, 1), (0, 1), SHARDED, pair="gpt_neo", batch_size=3),
+        Cell((1,), (0,), OWN_GPU, pair="gpt_neox", batch_size=3, target_kind=ACCELERATE),
     ],
     3: [
         Cell((0, 1, 2), (2,), ONE_RANK),
@@ -65,3 +85,18 @@ CELLS = {
     ],
     5: [Cell((0, 1, 2, 3), (4,), OWN_GPU)],
 }
+
+DEEPSPEED_CELLS = {
+    1: [Cell((0,), (0,), ONE_RANK, target_kind=DEEPSPEED, batch_size=9)],
+    2: [
+        Cell((0, 1), (0,), ONE_RANK, target_kind=DEEPSPEED),
+        Cell((0, 1), (0, 1), SHARDED, pair="llama", batch_size=3, target_kind=DEEPSPEED),
+        Cell((0, 1), (0, 1), REPLICATED, pair="gpt_neox", batch_size=3, target_kind=DEEPSPEED),
+    ],
+}
+"""Started apart, where the package is installed, with what one rank makes of the same rows without it."""
+
+
+def without_deepspeed(cell: Cell) -> Cell:
+    """The same pair and rows on one rank of our own."""
+    return replace(cell, target=(0,), draft=(0,), kind=ONE_RANK, target_kind=TargetKind.tensor)

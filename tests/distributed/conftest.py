@@ -32,20 +32,20 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def launched(pairs: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Seen]:
+def launched(pairs: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Seen]:
     """What each rank of a group has seen; a group of one size is started once."""
-    known: dict[int, Seen] = {}
+    known: dict[tuple[int, str], Seen] = {}
 
-    def launch(num_ranks: int) -> Seen:
-        if num_ranks not in known:
+    def launch(num_ranks: int, chosen: str = "all") -> Seen:
+        if (num_ranks, chosen) not in known:
             out = tmp_path_factory.mktemp(f"ranks{num_ranks}")
             command = [
                 sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks),
-                "-m", "tests.distributed.ranks", str(pairs), str(out),
+                "-m", "tests.distributed.ranks", str(pairs), str(out), chosen,
             ]  # fmt: skip
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
             assert done.returncode == 0, done.stderr[-3000:]
-            known[num_ranks] = [json.loads((out / f"{rank}.json").read_text()) for rank in range(num_ranks)]
-        return known[num_ranks]
+            known[num_ranks, chosen] = [json.loads((out / f"{rank}.json").read_text()) for rank in range(num_ranks)]
+        return known[num_ranks, chosen]
 
     return launch

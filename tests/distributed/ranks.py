@@ -1,11 +1,12 @@
 """What every rank of a test group does: all cases of one world size in one launch, since each start costs seconds.
 
-Started by `conftest.launched` through torchrun; each rank writes what it saw to OUT/RANK.json.
+Started by `conftest.launched` through torchrun, as FOLDER OUT all|deepspeed; each rank writes what it saw to
+OUT/RANK.json.
 """
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
@@ -37,7 +38,7 @@ from llama_ssp.errors import CheckpointError, SspError
 from llama_ssp.tasks.checkpoints import find_sources
 from llama_ssp.tasks.loading import build_decoder, load_models
 from llama_ssp.tasks.prompts import encode
-from tests.distributed.cells import CELLS, Cell
+from tests.distributed.cells import CELLS, DEEPSPEED_CELLS, Cell, without_deepspeed
 from tests.helpers.prompts import PROMPTS
 from tests.helpers.shapes import llama_shape
 
@@ -123,7 +124,9 @@ def prompts_of(name: str) -> list[str]:
 def cell_config(cell: Cell, folder: Path, temperature: float) -> RunConfig:
     """The config of a cell of the table."""
     target, draft = pair_of(cell.pair, folder)
-    return run_config(target, draft, temperature=temperature, batch_size=cell.batch_size, placement=cell.placement)
+    config = run_config(target, draft, temperature=temperature, batch_size=cell.batch_size, placement=cell.placement)
+    config.run_dir = str(folder / "run")  # layers on disk go there
+    return config
 
 
 def complete(world: World, config: RunConfig, prompts: list[str], *, num_tokens: int) -> Placed:
@@ -188,6 +191,17 @@ def error_of_one_rank(world: World) -> str:
     return "nothing"
 
 
+def cases_of_cells(world: World, folder: Path, cells: Sequence[Cell]) -> dict[str, Callable[[], object]]:
+    """What each cell generates, greedily and sampled."""
+    return {
+        f"{cell} at {temperature}": lambda cell=cell, temperature=temperature: complete(  # type: ignore[misc]
+            world, cell_config(cell, folder, temperature), prompts_of(cell.pair), num_tokens=CELL_TOKENS
+        )
+        for cell in cells
+        for temperature in (0.0, 0.8)
+    }
+
+
 def cases(world: World, folder: Path) -> dict[str, Callable[[], object]]:
     """Everything that the tests ask of a group of this size."""
     named: dict[str, Callable[[], object]] = {
@@ -197,11 +211,8 @@ def cases(world: World, folder: Path) -> dict[str, Callable[[], object]]:
     }
     if world.comm.size in SIZES:
         named[SYNTHETIC] = lambda: texts(world, folder, SYNTHETIC, 0.0)
+    named |= cases_of_cells(world, folder, CELLS[world.comm.size])
     for temperature in (0.0, 0.8):
-        for cell in CELLS[world.comm.size]:
-            named[f"{cell} at {temperature}"] = lambda cell=cell, temperature=temperature: complete(  # type: ignore[misc]
-                world, cell_config(cell, folder, temperature), prompts_of(cell.pair), num_tokens=CELL_TOKENS
-            )
         for name in PAIRS if world.comm.size in SIZES else ():
             named[f"{name} at {temperature}"] = lambda name=name, temperature=temperature: texts(  # type: ignore[misc]
                 world, folder, name, temperature
@@ -215,10 +226,15 @@ def cases(world: World, folder: Path) -> dict[str, Callable[[], object]]:
 
 
 def main() -> None:
-    """Run all cases and write what they returned."""
-    folder, out = Path(sys.argv[1]), Path(sys.argv[2])
+    """Run all cases, or those of DeepSpeed, and write what they returned."""
+    folder, out, chosen = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     with start(device=DeviceKind.cpu, timeout_s=120) as world:
-        seen = {name: case() for name, case in cases(world, folder).items()}
+        named = cases(world, folder)
+        if chosen == "deepspeed":
+            own = [without_deepspeed(cell) for row in DEEPSPEED_CELLS.values() for cell in row]
+            row = DEEPSPEED_CELLS[world.comm.size] + (own if world.comm.size == 1 else [])
+            named = cases_of_cells(world, folder, row)
+        seen = {name: case() for name, case in named.items()}
         (out / f"{world.comm.rank}.json").write_text(json.dumps(seen))
 
 

@@ -1,10 +1,11 @@
 """Jobs to be planned, as the command line would make them."""
 
+from dataclasses import replace
 from typing import Any
 
 from llama_ssp.config import catalogue
-from llama_ssp.config.plan import TargetLayout
 from llama_ssp.config.schema import DraftLayout, Dtype, ModelShape, Quantization
+from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.planning.job import Job, PlannedModel, planned_model
 
 
@@ -14,7 +15,7 @@ def make_job(  # noqa: PLR0913 - every choice that tests make
     *,
     num_ranks: int = 1,
     draft_kind: DraftLayout = DraftLayout.one_rank,
-    target_kind: TargetLayout = TargetLayout.tensor,
+    target_kind: TargetKind = TargetKind.tensor,
     num_draft_tokens: int = 4,
     acceptance: float | None = 0.8,
     batch_size: int = 1,
@@ -23,14 +24,20 @@ def make_job(  # noqa: PLR0913 - every choice that tests make
     cuda_graphs: bool = True,
     device: str = "cuda",
 ) -> Job:
-    """A job whose target is on the first `num_ranks` ranks, and its draft on the first or on all of them."""
+    """A job whose target is on the first `num_ranks` ranks, and its draft on the first or on all of them.
+
+    Layers in a row have the first rank, and the GPUs of the others.
+    """
     ranks = tuple(range(num_ranks))
     alone = draft_kind is DraftLayout.one_rank
+    in_a_row = target_kind is TargetKind.accelerate
+    model = planned_model(catalogue.load(target)) if isinstance(target, str) else target
     return Job(
-        target=planned_model(catalogue.load(target)) if isinstance(target, str) else target,
+        target=replace(model, by_library=target_kind is not TargetKind.tensor),
         draft=planned_model(catalogue.load(draft)) if draft else None,
         target_kind=target_kind,
-        target_ranks=ranks,
+        target_ranks=ranks[:1] if in_a_row else ranks,
+        spare_devices=ranks[1:] if in_a_row else (),
         draft_kind=draft_kind,
         draft_ranks=(ranks[:1] if alone else ranks) if draft else (),
         num_draft_tokens=num_draft_tokens,

@@ -11,6 +11,8 @@ from tests.unit.config.conftest import Compose
 GREEDY = "sampling=greedy"
 PLAIN = ["task=generate", "draft=none"]
 SYNTHETIC = "weights=synthetic"
+ROW = ["placement.target.kind=accelerate"]
+LIMIT = "placement.target.max_memory_gb=4"
 
 BAD = [
     (["speculation.num_draft_tokens=0"], "speculation.num_draft_tokens=0 must be at least 1"),
@@ -87,6 +89,18 @@ BAD = [
     (["placement.num_replicas=2", "placement.draft.ranks=[1]"], "must name different ranks between 0 and 0"),
     (["placement=own_gpu", "placement.num_replicas=2"], "needs a GPU beside the target's, and each copy has one rank"),
     (["placement=auto", "placement.target.tp_size=1"], "placement.target.tp_size has no effect beside placement=auto"),
+    ([*ROW], "rank 1 would hold nothing: the target is on rank 0, the draft on rank 0; name"),
+    ([*ROW, "placement.target.ranks=[0,1]"], "has one rank, which spreads the layers over all GPUs that no other rank"),
+    ([*ROW, "placement.target.tp_size=2"], "and tp_size=2 was given: leave it out, or use kind=tensor"),
+    ([*ROW, "placement.num_replicas=2"], "takes all free GPUs of a node for one copy: use placement.num_replicas=1"),
+    ([*ROW, "placement.target.offload=disk"], "placement.target.offload=disk needs placement.target.max_memory_gb"),
+    ([*ROW, LIMIT], "placement.target.max_memory_gb=4.0 has no effect without placement.target.offload=cpu or disk"),
+    ([*ROW, "placement.target.offload=cpu", f"{LIMIT}e-400"], "max_memory_gb=0.0 must be a positive number of GB"),
+    (["placement.target.offload=cpu", LIMIT], "placement.target.offload=cpu needs placement.target.kind=accelerate"),
+    ([*ROW, "placement=own_gpu", "cuda_graphs=true"], "cuda_graphs has no effect beside a target that accelerate"),
+    (["placement=deepspeed", "placement.num_replicas=2"], "takes all ranks for one copy: use placement.num_replicas=1"),
+    (["placement=deepspeed", "placement.draft.kind=own_gpu"], "the draft is on rank 1, the target on rank 0: use a"),
+    (["placement=deepspeed", "placement.auto=true"], "placement.auto=true chooses among targets of placement.target.k"),
     ([*PLAIN, "speculation.num_draft_tokens=2"], "speculation.num_draft_tokens has no effect without a draft"),
     ([*PLAIN, "verification=speculative"], "verification has no effect without a draft"),
     ([*PLAIN, "placement.draft.ranks=[0]"], "placement.draft.ranks has no effect without a draft"),
@@ -144,6 +158,8 @@ GOOD = [
     ["placement=replicated", "placement.draft.ranks=[1]"],
     ["placement=replicas"],
     ["placement=auto"],
+    ["placement=deepspeed"],
+    [*ROW, "placement=own_gpu", "placement.target.offload=disk", LIMIT],
     ["sampling.top_p=1", "sampling.top_k=1"],
     ["max_new_tokens=2047"],
     [*PLAIN, "num_samples=3"],

@@ -3,7 +3,8 @@
 import pytest
 
 from llama_ssp.config.layout import Layout, idle, lay_out
-from llama_ssp.config.schema import DraftLayout, DraftPlacement, TargetPlacement
+from llama_ssp.config.schema import DraftLayout, DraftPlacement
+from llama_ssp.config.target_placement import TargetPlacement
 
 ONE_RANK, SHARDED, REPLICATED, OWN_GPU = DraftLayout
 

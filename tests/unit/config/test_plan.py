@@ -6,14 +6,9 @@ import pytest
 import yaml
 
 from llama_ssp.config import catalogue
-from llama_ssp.config.plan import (
-    PlanConfig,
-    PlanPlacement,
-    PlanSpeculation,
-    PlanTarget,
-    check,
-)
-from llama_ssp.config.schema import DrafterConfig, DrafterKind, DraftLayout, DraftPlacement
+from llama_ssp.config.plan import PlanConfig, PlanSpeculation, check
+from llama_ssp.config.schema import DrafterConfig, DrafterKind, DraftLayout, DraftPlacement, PlacementConfig
+from llama_ssp.config.target_placement import TargetKind, TargetPlacement
 from llama_ssp.errors import ConfigError
 
 
@@ -48,18 +43,18 @@ def test_problems_of_hardware_and_settings_are_one_message() -> None:
 @pytest.mark.parametrize(
     ("target", "draft", "complaint"),
     [
-        (PlanTarget(tp_size=9), DraftPlacement(), "tp_size=9 must be between 1 and the number of ranks, here 8"),
-        (PlanTarget(ranks=[0, 0]), DraftPlacement(), "must name different ranks between 0 and 7"),
-        (PlanTarget(), DraftPlacement(ranks=[8]), "placement.draft.ranks=[8]"),
-        (PlanTarget(ranks=[0, 1], tp_size=3), DraftPlacement(), "contradict each other"),
+        (TargetPlacement(tp_size=9), DraftPlacement(), "tp_size=9 must be between 1 and the number of ranks, here 8"),
+        (TargetPlacement(ranks=[0, 0]), DraftPlacement(), "must name different ranks between 0 and 7"),
+        (TargetPlacement(), DraftPlacement(ranks=[8]), "placement.draft.ranks=[8]"),
+        (TargetPlacement(ranks=[0, 1], tp_size=3), DraftPlacement(), "contradict each other"),
     ],
 )
-def test_ranks_that_do_not_exist_are_refused(target: PlanTarget, draft: DraftPlacement, complaint: str) -> None:
-    assert complaint in _complaint(_config(placement=PlanPlacement(target=target, draft=draft)))
+def test_ranks_that_do_not_exist_are_refused(target: TargetPlacement, draft: DraftPlacement, complaint: str) -> None:
+    assert complaint in _complaint(_config(placement=PlacementConfig(target=target, draft=draft)))
 
 
 def test_a_draft_cannot_have_a_gpu_of_its_own_where_there_is_one() -> None:
-    config = _config(placement=PlanPlacement(draft=DraftPlacement(kind=DraftLayout.own_gpu)))
+    config = _config(placement=PlacementConfig(draft=DraftPlacement(kind=DraftLayout.own_gpu)))
     config.hardware["num_gpus"] = 1
     assert "own_gpu needs a GPU beside the target's" in _complaint(config)
 
@@ -72,3 +67,11 @@ def test_a_draft_of_another_vocabulary_is_refused_with_those_that_fit() -> None:
     said = _complaint(_config(draft="llama3_1B"))
     assert "model=30B has 32000 tokens, draft=llama3_1B 128256" in said
     assert "7B" in said
+
+
+def test_a_search_is_for_our_own_tensor_parallelism() -> None:
+    placement = PlacementConfig(target=TargetPlacement(kind=TargetKind.accelerate))
+    assert "search=true chooses among targets of placement.target.kind=tensor" in _complaint(
+        _config(placement=placement, search=True)
+    )
+    check(_config(placement=placement))

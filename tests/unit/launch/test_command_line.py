@@ -44,7 +44,7 @@ def test_only_the_prompt_is_literal() -> None:
         (["draft=tiny_draft"], r"unknown draft 'tiny_draft': .*\bnone\b.*; did you mean tiny-draft\?"),
         (["task=comprae"], r"unknown task 'comprae': there are benchmark, .*, latency; did you mean compare\?"),
         (["hardware=laptop"], r"unknown hardware 'laptop': there are .*; did you mean laptop_cpu\?"),
-        (["placement=pipeline"], r"unknown placement 'pipeline': there are auto, one_rank, .*, tensor"),
+        (["placement=pipeline"], r"unknown placement 'pipeline': there are accelerate, auto, .*, tensor"),
         (["sampling=gredy"], r"unknown sampling 'gredy': there are default, greedy, nucleus; did you mean greedy\?"),
         (["verification=block"], r"unknown verification 'block': there are greedy, speculative"),
         (["modell=7B"], r"unknown setting 'modell': did you mean model\?"),

@@ -100,6 +100,38 @@ def test_synthetic_weights_give_a_larger_shape_the_shipped_models_text(
     assert json.loads((ended.run_dir / "summary.json").read_text())["weights"] == "synthetic"
 
 
+def test_layers_on_disk_write_the_same_text_and_are_gone_afterwards(launch: Launch) -> None:
+    greedy = ["task=generate", "task.format=jsonl", "sampling=greedy", "prompt=def factorial(n):", "max_new_tokens=24"]
+    alone = launch(*greedy)
+    assert alone.code == 0, alone.err
+    wanted = alone.lines[0]["token_ids"]
+    limit = ["placement.target.offload=disk", "placement.target.max_memory_gb=0.04"]
+    ended = launch(*greedy, "placement=accelerate", *limit, run_dir="other")
+    assert ended.code == 0, ended.err
+    assert ended.lines[0]["token_ids"] == wanted
+    assert "[8]; 2 wait (offload=disk)" in (ended.run_dir / "ranks" / "000.log").read_text()
+    assert not list(ended.run_dir.glob("offload*"))
+    assert "meta device" not in ended.out + ended.err
+    planned = json.loads((ended.run_dir / "summary.json").read_text())["placement"]["target"]
+    assert planned == {"kind": "accelerate", "ranks": [0], "tp_size": 1}
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (["placement.target.offload=cpu", "placement.target.max_memory_gb=1"], "use offload=disk or none"),
+        (["placement.target.offload=disk", "placement.target.max_memory_gb=0.001"], "give at least 0.00839"),
+    ],
+)
+def test_layers_that_cannot_wait_are_refused_before_anything_is_loaded(
+    launch: Launch, settings: list[str], sentence: str
+) -> None:
+    ended = launch("task=generate", "prompt=a", "device=cpu", "placement=accelerate", *settings)
+    assert ended.code == 2
+    assert sentence in ended.err.splitlines()[0]
+    assert "loaded target" not in (ended.run_dir / "ranks" / "000.log").read_text()
+
+
 def test_any_pair_of_folders_runs(launch: Launch, neox_pair: Path) -> None:
     ended = launch("task=generate", *local(neox_pair), "prompt=t5 t6 t7", "max_new_tokens=9", "ignore_eos=true")
     assert ended.code == 0, ended.err

@@ -2,14 +2,11 @@
 
 from dataclasses import replace
 
-import pytest
-
 from llama_ssp.config import hardware
 from llama_ssp.config.hardware import Profile
-from llama_ssp.config.plan import TargetLayout
 from llama_ssp.config.schema import DraftLayout, Quantization
+from llama_ssp.config.target_placement import Offload, TargetKind
 from llama_ssp.planning import advice
-from llama_ssp.planning.advice import not_run_yet
 from llama_ssp.planning.job import Job
 from llama_ssp.planning.plan import make_plan
 from tests.helpers.planning import make_job
@@ -52,31 +49,26 @@ def test_a_cpu_that_was_measured_unquantized_says_so() -> None:
     assert "times are those of unquantized layers" in next(advice._quantization(quantized, machine))
 
 
-@pytest.mark.parametrize("form", Quantization, ids=lambda form: form.name)
-def test_every_precision_can_run(form: Quantization) -> None:
-    job = make_job("7B", "7B")
-    assert job.draft
-    quantized = replace(job, target=replace(job.target, quantization=form), draft=replace(job.draft, quantization=form))
-    assert not_run_yet(quantized) == not_run_yet(job)
-
-
 def test_a_k_far_from_the_best_is_told_with_the_best() -> None:
     job = make_job("65B", "7B", num_ranks=8, draft_kind=DraftLayout.sharded, num_draft_tokens=16)
     assert "speculation.num_draft_tokens=" in _warnings(job)
 
 
-def test_what_this_version_cannot_run_is_said_in_one_line() -> None:
-    job = make_job("65B", "7B", num_ranks=8, target_kind=TargetLayout.accelerate)
-    missing = [note for note in make_plan(job, A100).notes if "cannot run it yet" in note]
-    assert missing == [
-        "planned, but this version cannot run it yet: placement.target.kind=accelerate",
-    ]
+def test_a_target_that_a_library_places_says_what_its_forecast_leaves_out() -> None:
+    in_a_row = make_job("65B", num_ranks=8, target_kind=TargetKind.accelerate, cuda_graphs=False)
+    (note,) = make_plan(in_a_row, A100).notes
+    assert note.startswith(
+        "the target's layers are in a row over 8 GPUs of rank 0, one after the other; the host's work"
+    )
+    (note,) = make_plan(make_job("65B", num_ranks=8, target_kind=TargetKind.deepspeed), A100).notes
+    assert "every rank hold the whole target in the host's memory, 130.6 GB each" in note
 
 
-@pytest.mark.parametrize("kind", DraftLayout)
-def test_what_this_version_runs_has_no_such_line(kind: DraftLayout) -> None:
-    job = make_job("65B", "7B", num_ranks=8, draft_kind=kind)
-    assert not [note for note in make_plan(job, A100).notes if "cannot run" in note]
+def test_layers_that_wait_elsewhere_are_told_with_their_bytes_and_the_rate_that_is_assumed() -> None:
+    job = make_job("65B", num_ranks=2, target_kind=TargetKind.accelerate, cuda_graphs=False)
+    _, note = make_plan(replace(job, offload=Offload.cpu, max_device_bytes=50 * 10**9), A100).notes
+    assert note.startswith("32.38 GB of the target wait in the host's memory")
+    assert "at an estimated 12 GB/s" in note
 
 
 def test_uneven_heads_are_shown_with_the_rank_that_needs_most() -> None:

@@ -4,6 +4,8 @@ from dataclasses import replace
 
 from llama_ssp.config import hardware
 from llama_ssp.config.schema import DraftLayout
+from llama_ssp.config.target_placement import TargetKind
+from llama_ssp.planning import changes
 from llama_ssp.planning.changes import smallest_changes
 from llama_ssp.planning.memory import fits
 from llama_ssp.planning.plan import make_plan, shortage
@@ -22,15 +24,14 @@ def test_a_smaller_batch_is_tried_before_another_model() -> None:
 
 def test_a_draft_that_crowds_one_gpu_is_sharded() -> None:
     job = make_job("30B", "7B", num_ranks=4)
-    changes = smallest_changes(job, A10G)
-    assert changes[0].settings == ("placement.draft.kind=sharded",)
-    assert changes[0].needed_bytes <= A10G.memory_bytes
+    (change,) = smallest_changes(job, A10G)
+    assert change.settings == ("placement.draft.kind=sharded",)
+    assert change.needed_bytes <= A10G.memory_bytes
 
 
 def test_where_one_change_is_too_little_two_are_named_and_both_run() -> None:
     (change,) = smallest_changes(make_job("65B", "7B", num_ranks=4), A10G)
     assert change.settings == ("placement.draft.kind=sharded", "model.quantization=int8")
-    assert not change.not_run_yet
 
 
 def test_a_job_without_any_way_out_says_so() -> None:
@@ -46,3 +47,11 @@ def test_the_sentence_names_the_rank_what_fills_it_and_the_change() -> None:
     assert "(target 30.4, draft 12.6" in sentence
     assert "of 22.2 GiB" in sentence
     assert "placement.draft.kind=sharded model.quantization=int8" in sentence
+
+
+def test_every_change_leaves_layers_in_a_row_on_one_rank_and_in_the_librarys_modules() -> None:
+    job = make_job("65B", "7B", num_ranks=4, target_kind=TargetKind.accelerate, cuda_graphs=False)
+    for step in changes._steps(job, hardware.load("p4d_24xlarge")):
+        changed, _ = step.apply(job, A10G)
+        assert changed.target_ranks == (0,), step.setting
+        assert changed.target.by_library, step.setting

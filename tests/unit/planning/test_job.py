@@ -9,8 +9,18 @@ from transformers import AutoConfig, LlamaConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from llama_ssp.config import catalogue, hardware
-from llama_ssp.config.plan import PlanConfig, PlanPlacement, PlanTarget
-from llama_ssp.config.schema import DrafterConfig, DrafterKind, DraftLayout, DraftPlacement, Dtype, ModelConfig
+from llama_ssp.config.hardware import HardwareConfig
+from llama_ssp.config.plan import PlanConfig
+from llama_ssp.config.schema import (
+    DrafterConfig,
+    DrafterKind,
+    DraftLayout,
+    DraftPlacement,
+    Dtype,
+    ModelConfig,
+    PlacementConfig,
+)
+from llama_ssp.config.target_placement import TargetKind, TargetPlacement
 from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
 from llama_ssp.models.checkpoint import shape_of
 from llama_ssp.planning.inventory import Matrix, inventory
@@ -19,32 +29,32 @@ from llama_ssp.planning.job import Job, make_job, model_bytes, planned_model, re
 A100 = hardware.load("p4d_24xlarge")
 
 
-def _job(target: PlanTarget, draft: DraftPlacement) -> Job:
+def _job(target: TargetPlacement, draft: DraftPlacement, machine: HardwareConfig = A100) -> Job:
     config = PlanConfig(
         model=catalogue.load("13B"),
         draft=DrafterConfig(kind=DrafterKind.model, model=catalogue.load("7B")),
         hardware={},
-        placement=PlanPlacement(target=target, draft=draft),
+        placement=PlacementConfig(target=target, draft=draft),
     )
-    return make_job(config, A100)
+    return make_job(config, machine)
 
 
 @pytest.mark.parametrize(
     ("target", "draft", "target_ranks", "draft_ranks"),
     [
-        (PlanTarget(), DraftPlacement(), range(8), [0]),
-        (PlanTarget(tp_size=4), DraftPlacement(), range(4), [0]),
-        (PlanTarget(ranks=[4, 5]), DraftPlacement(), [4, 5], [4]),
-        (PlanTarget(), DraftPlacement(ranks=[3]), range(8), [3]),
-        (PlanTarget(), DraftPlacement(kind=DraftLayout.sharded), range(8), range(8)),
-        (PlanTarget(), DraftPlacement(kind=DraftLayout.sharded, tp_size=2), range(8), [0, 1]),
-        (PlanTarget(), DraftPlacement(kind=DraftLayout.replicated), range(8), range(8)),
-        (PlanTarget(), DraftPlacement(kind=DraftLayout.own_gpu), range(7), [7]),
-        (PlanTarget(), DraftPlacement(kind=DraftLayout.own_gpu, ranks=[0, 1]), range(2, 8), [0, 1]),
+        (TargetPlacement(), DraftPlacement(), range(8), [0]),
+        (TargetPlacement(tp_size=4), DraftPlacement(), range(4), [0]),
+        (TargetPlacement(ranks=[4, 5]), DraftPlacement(), [4, 5], [4]),
+        (TargetPlacement(), DraftPlacement(ranks=[3]), range(8), [3]),
+        (TargetPlacement(), DraftPlacement(kind=DraftLayout.sharded), range(8), range(8)),
+        (TargetPlacement(), DraftPlacement(kind=DraftLayout.sharded, tp_size=2), range(8), [0, 1]),
+        (TargetPlacement(), DraftPlacement(kind=DraftLayout.replicated), range(8), range(8)),
+        (TargetPlacement(), DraftPlacement(kind=DraftLayout.own_gpu), range(7), [7]),
+        (TargetPlacement(), DraftPlacement(kind=DraftLayout.own_gpu, ranks=[0, 1]), range(2, 8), [0, 1]),
     ],
 )
 def test_ranks_follow_from_the_placement(
-    target: PlanTarget, draft: DraftPlacement, target_ranks: range | list[int], draft_ranks: range | list[int]
+    target: TargetPlacement, draft: DraftPlacement, target_ranks: range | list[int], draft_ranks: range | list[int]
 ) -> None:
     job = _job(target, draft)
     assert (job.target_ranks, job.draft_ranks) == (tuple(target_ranks), tuple(draft_ranks))
@@ -110,3 +120,34 @@ def test_a_cpu_keeps_the_linear_layers_of_16_bit_files_in_16_bits() -> None:
         assert model_bytes(held, model, device="cuda").total_bytes == 4 * (untied + embedding + vectors)
     assert replace(target, stored=Dtype.fp32).matrix_dtype("cpu") is Dtype.fp32
     assert replace(target, dtype=Dtype.bf16).matrix_dtype("cpu") is Dtype.bf16
+
+
+@pytest.mark.parametrize(
+    ("draft", "devices", "draft_ranks"),
+    [
+        (DraftPlacement(), range(8), [0]),
+        (DraftPlacement(kind=DraftLayout.own_gpu), range(7), [7]),
+        (DraftPlacement(kind=DraftLayout.own_gpu, ranks=[1, 2]), [0, 3, 4, 5, 6, 7], [1, 2]),
+    ],
+)
+def test_layers_in_a_row_have_one_rank_and_the_gpus_of_its_node_that_no_rank_has(
+    draft: DraftPlacement, devices: range | list[int], draft_ranks: list[int]
+) -> None:
+    job = _job(TargetPlacement(kind=TargetKind.accelerate), draft)
+    assert job.target_ranks == (0,)
+    assert job.target_devices == tuple(devices)
+    assert job.draft_ranks == tuple(draft_ranks)
+
+
+def test_layers_in_a_row_stay_on_one_node() -> None:
+    row = TargetPlacement(kind=TargetKind.accelerate, ranks=[9])
+    job = _job(row, DraftPlacement(), replace(A100, num_nodes=2))
+    assert job.target_devices == (9, 8, 10, 11, 12, 13, 14, 15)
+
+
+def test_a_target_that_a_library_places_runs_in_its_modules_and_without_graphs() -> None:
+    for kind in TargetKind:
+        job = _job(TargetPlacement(kind=kind), DraftPlacement())
+        assert job.target.is_lean == job.cuda_graphs == (kind is TargetKind.tensor)
+        assert job.draft
+        assert job.draft.is_lean

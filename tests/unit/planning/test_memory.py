@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from llama_ssp.config import catalogue, hardware
-from llama_ssp.config.plan import TargetLayout
 from llama_ssp.config.schema import DraftLayout, Quantization
+from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.errors import PlacementError
 from llama_ssp.planning.job import planned_model
 from llama_ssp.planning.memory import (
@@ -58,14 +58,14 @@ def test_a_draft_is_held_once_unless_it_is_replicated(kind: DraftLayout, copies:
 
 
 def test_layers_in_a_row_are_shared_out_whole_and_nothing_is_repeated() -> None:
-    ranks = memory(make_job("7B", num_ranks=3, target_kind=TargetLayout.accelerate), A100)
+    ranks = memory(make_job("7B", num_ranks=3, target_kind=TargetKind.accelerate), A100)
     assert sum(rank.target_weights_bytes for rank in ranks) == 13_476_831_232
     assert len({rank.target_weights_bytes for rank in ranks}) > 1
 
 
 def test_deepspeed_refuses_heads_that_do_not_divide_and_says_what_does_not() -> None:
     with pytest.raises(PlacementError, match=r"placement\.target\.kind=tensor"):
-        memory(make_job("30B", num_ranks=8, target_kind=TargetLayout.deepspeed), A100)
+        memory(make_job("30B", num_ranks=8, target_kind=TargetKind.deepspeed), A100)
 
 
 def test_the_total_is_the_sum_of_its_items() -> None:

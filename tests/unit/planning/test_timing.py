@@ -6,8 +6,8 @@ import pytest
 
 from llama_ssp.config import hardware
 from llama_ssp.config.hardware import HardwareConfig, LinearPoint, Profile, RowsPoint, SizePoint
-from llama_ssp.config.plan import TargetLayout
 from llama_ssp.config.schema import DraftLayout, Quantization
+from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.planning.job import PlannedModel
 from llama_ssp.planning.roofline import all_reduce_s, bandwidth
 from llama_ssp.planning.timing import Clock, timing
@@ -80,7 +80,7 @@ def test_long_prompts_are_bound_by_the_matrix_rate_and_single_tokens_by_bandwidt
 
 def test_layers_in_a_row_gain_no_speed_from_more_gpus() -> None:
     one = timing(make_job("13B", num_ranks=1), A100).plain_s
-    row = timing(make_job("13B", num_ranks=4, target_kind=TargetLayout.accelerate), A100).plain_s
+    row = timing(make_job("13B", num_ranks=4, target_kind=TargetKind.accelerate), A100).plain_s
     assert row == pytest.approx(one, rel=0.01)
     assert timing(make_job("13B", num_ranks=4), A100).plain_s < 0.5 * one
 

@@ -1,0 +1,126 @@
+"""What each rank holds of each model: its weights, its cache, and the widths that its activations have.
+
+Follows from a job alone; adding the rest up is the business of `memory`.
+"""
+
+from dataclasses import dataclass, replace
+
+from llama_ssp.config.schema import DraftLayout, Quantization
+from llama_ssp.config.target_placement import TargetKind
+from llama_ssp.planning.inventory import Inventory, inventory
+from llama_ssp.planning.job import Job, PlannedModel, model_bytes
+from llama_ssp.planning.row import row_of
+from llama_ssp.planning.sharding import RankShard, check_deepspeed, split_blocks, split_model
+from llama_ssp.planning.weights import DTYPE_BYTES, WeightBytes, shares
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What one rank, or one device of a target in a row, holds of one model.
+
+    `width` counts query and key-value heads' dims, `working_bytes` the largest matrix where it is unpacked, or read
+    from elsewhere, to be multiplied; both for activations. `beside_bytes` is held beside the weights while loading.
+    """
+
+    weights: WeightBytes
+    cache_bytes: int
+    num_heads: int
+    width: int
+    units: int
+    vocabulary: int
+    working_bytes: int
+    beside_bytes: int
+
+
+def rank_shares(model: PlannedModel, *, num_ranks: int, kind: TargetKind) -> tuple[Inventory, ...]:
+    """What each of a model's ranks holds, or each device of one in a row where nothing waits elsewhere.
+
+    Raises:
+        PlacementError: the model cannot be laid out so.
+    """
+    shape = model.shape
+    if kind is TargetKind.accelerate:
+        return _in_a_row(model, split_blocks(shape.num_hidden_layers, min(num_ranks, shape.num_hidden_layers)))
+    if kind is TargetKind.deepspeed:
+        check_deepspeed(shape, model.quantization, num_ranks=num_ranks)
+        whole = inventory(shape)
+        return tuple(
+            replace(share, embeddings=whole.embeddings, head=whole.head) for share in shares(shape, num_ranks=num_ranks)
+        )
+    return shares(shape, num_ranks=num_ranks)
+
+
+def _in_a_row(model: PlannedModel, held: tuple[range, ...]) -> tuple[Inventory, ...]:
+    whole, last = inventory(model.shape), len(held) - 1
+    return tuple(
+        whole.of_layers(len(layers), first=device == 0, last=device == last) for device, layers in enumerate(held)
+    )
+
+
+def _row_parts(job: Job) -> tuple[Part, ...]:
+    """The devices of a target in a row; the first also computes the layers that wait elsewhere."""
+    model, row = job.target, row_of(job)
+    (whole,) = _parts(job, model, num_ranks=1, kind=TargetKind.tensor, num_rows=job.batch_size)
+    layer = inventory(model.shape).layer
+    read_bytes = DTYPE_BYTES[model.dtype] * max(matrix.num_elements for matrix in layer) if row.waiting else 0
+    parts = []
+    for device, held in enumerate(_in_a_row(model, row.held)):
+        weights, is_first = model_bytes(held, model, device=job.device), device == 0
+        num_layers = len(row.held[device]) + (len(row.waiting) if is_first else 0)
+        parts.append(
+            replace(
+                whole,
+                weights=weights,
+                cache_bytes=whole.cache_bytes // model.shape.num_hidden_layers * num_layers,
+                working_bytes=max(whole.working_bytes, read_bytes if is_first else 0),
+                beside_bytes=weights.beside_bytes,
+            )
+        )
+    return tuple(parts)
+
+
+def _parts(job: Job, model: PlannedModel, *, num_ranks: int, kind: TargetKind, num_rows: int) -> tuple[Part, ...]:
+    shape, size = model.shape, DTYPE_BYTES[model.dtype]
+    shards: tuple[RankShard, ...] = split_model(shape, num_ranks=num_ranks)
+    # DeepSpeed cuts a whole model that each rank holds; on a CPU that is the same memory.
+    is_whole_first = kind is TargetKind.deepspeed and job.device == "cpu"
+    whole_bytes = model_bytes(inventory(shape), model, device=job.device).total_bytes if is_whole_first else 0
+    parts = []
+    for held, shard in zip(rank_shares(model, num_ranks=num_ranks, kind=kind), shards, strict=True):
+        weights = model_bytes(held, model, device=job.device)
+        num_kv_heads = len(shard.heads.kv_heads)
+        slot_bytes = 2 * num_kv_heads * shape.head_dim * size
+        parts.append(
+            Part(
+                weights=weights,
+                cache_bytes=held.num_layers * slot_bytes * num_rows * job.num_slots,
+                num_heads=len(shard.heads.query_heads),
+                width=(len(shard.heads.query_heads) + 2 * num_kv_heads) * shape.head_dim,
+                units=len(shard.mlp_units),
+                vocabulary=len(shard.vocabulary),
+                working_bytes=size * max(held.products) if model.quantization is Quantization.nf4 else 0,
+                beside_bytes=whole_bytes or weights.beside_bytes,
+            )
+        )
+    return tuple(parts)
+
+
+def target_parts(job: Job) -> dict[int, Part]:
+    """The target's part on each of its ranks, or on each of its devices in a row."""
+    if job.target_kind is TargetKind.accelerate:
+        return dict(zip(job.target_devices, _row_parts(job), strict=True))
+    parts = _parts(job, job.target, num_ranks=len(job.target_ranks), kind=job.target_kind, num_rows=job.batch_size)
+    return dict(zip(job.target_ranks, parts, strict=True))
+
+
+def draft_parts(job: Job) -> dict[int, Part]:
+    """The draft's part on each of its ranks: a slice, or all of it where it is replicated or alone."""
+    if job.draft is None:
+        return {}
+    num_ranks = len(job.draft_ranks)
+    if job.draft_kind is DraftLayout.replicated:
+        num_rows = -(-job.batch_size // num_ranks)
+        (part,) = _parts(job, job.draft, num_ranks=1, kind=TargetKind.tensor, num_rows=num_rows)
+        return dict.fromkeys(job.draft_ranks, part)
+    parts = _parts(job, job.draft, num_ranks=num_ranks, kind=TargetKind.tensor, num_rows=job.batch_size)
+    return dict(zip(job.draft_ranks, parts, strict=True))
