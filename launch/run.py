@@ -40,6 +40,7 @@ EXIT_CODE_FILE = "EXIT_CODE_FILE"
 def main() -> int:
     """Run what the command line says; returns the exit code of this rank."""
     ranks = read_ranks(os.environ)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # a lost rank is told in a sentence, not in C++ stacks
     signal.signal(signal.SIGTERM, _interrupt)
     signal.signal(signal.SIGUSR1, _interrupt)
     exit_code = _exit_code(ranks)
@@ -59,7 +60,7 @@ def _exit_code(ranks: Ranks) -> int:
     try:
         _launch(sys.argv[1:], ranks)
     except SspError as error:
-        return _fail(str(error), error.exit_code, ranks)
+        return _fail(str(error), error.exit_code, ranks, speaks=error.speaks)
     except (HydraException, OmegaConfBaseException) as error:
         return _fail(command_line.one_sentence(error), SspError.exit_code, ranks)
     except KeyboardInterrupt:
@@ -67,11 +68,12 @@ def _exit_code(ranks: Ranks) -> int:
     return 0
 
 
-def _fail(sentence: str, exit_code: int, ranks: Ranks) -> int:
-    """Tell the user once: rank 0 speaks, the others wait for their end."""
-    if ranks.rank == 0:
+def _fail(sentence: str, exit_code: int, ranks: Ranks, *, speaks: bool | None = None) -> int:
+    """Tell the user once: where ranks have not settled who does, rank 0 speaks, and the others wait for their end."""
+    if speaks or (speaks is None and ranks.rank == 0):
         sys.stderr.write(f"{sentence}\n")
-    else:
+        sys.stderr.flush()
+    elif speaks is None:
         with contextlib.suppress(KeyboardInterrupt):
             time.sleep(SILENCE_S)
     return exit_code
@@ -135,5 +137,14 @@ def _run(config: DictConfig, ranks: Ranks) -> None:
     start.run(run)
 
 
+def leave(exit_code: int) -> None:
+    """End this process; after a failure on several ranks at once, for its threads may wait for lost ranks."""
+    if exit_code and read_ranks(os.environ).size > 1:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+        os._exit(exit_code)
+    sys.exit(exit_code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

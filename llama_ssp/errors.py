@@ -9,9 +9,14 @@ from difflib import get_close_matches
 
 
 class SspError(Exception):
-    """A problem that the user can mend; its text is one sentence for the terminal."""
+    """A problem that the user can mend; its text is one sentence for the terminal.
+
+    Attributes:
+        speaks: whether this rank tells the user; None where all ranks meet the error alike, and rank 0 speaks.
+    """
 
     exit_code = 2
+    speaks: bool | None = None
 
 
 class ConfigError(SspError):
@@ -30,6 +35,12 @@ class CapacityError(SspError):
     """A plan that does not fit into memory."""
 
     exit_code = 3
+
+
+class LostRankError(SspError):
+    """Ranks that no longer answer, or one that failed in a way that nobody had foreseen; the run can be resumed."""
+
+    exit_code = 1
 
 
 class InterruptedRun(SspError):  # noqa: N818 - no error, but an end

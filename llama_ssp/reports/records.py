@@ -113,14 +113,6 @@ class RunFolder:
         """
         _write_whole(self.path / "status", status + "\n")
 
-    def write_failure(self, *, exit_code: int, sentence: str) -> None:
-        """Set `status` to the failing exit code and its sentence.
-
-        Raises:
-            SspError: the disk is full or gone.
-        """
-        self.write_status(f"{exit_code}: {sentence}")
-
     def add_line(self, file: str, line: str) -> None:
         """Append a line to a further file of the folder.
 
@@ -195,6 +187,15 @@ class RunFolder:
                 f"line {number} of {self.path / 'run.jsonl'} is damaged ({error}); "
                 "remove the line to have its completion made again, or name another run_dir"
             ) from None
+
+
+def write_failure(run_dir: Path, *, exit_code: int, sentence: str) -> None:
+    """Set `status` of a run folder to the failing exit code and its sentence; done by another rank when rank 0 is lost.
+
+    Raises:
+        SspError: the disk is full or gone.
+    """
+    _write_whole(run_dir / "status", f"{exit_code}: {sentence}\n")
 
 
 def _locked(file: Path) -> BinaryIO:

@@ -27,13 +27,14 @@ from llama_ssp.config.schema import (
     TargetPlacement,
 )
 from llama_ssp.distributed.agree import together
+from llama_ssp.distributed.faults import Phase, ending_alike
 from llama_ssp.distributed.ranklog import close_logs, open_logs
 from llama_ssp.distributed.world import World, start
-from llama_ssp.errors import ConfigError, InterruptedRun, SspError
+from llama_ssp.errors import ConfigError, InterruptedRun, LostRankError, SspError
 from llama_ssp.planning.plan import Plan, require_room
 from llama_ssp.reports.lines import LineKey
 from llama_ssp.reports.provenance import git_commit, versions
-from llama_ssp.reports.records import RunFolder
+from llama_ssp.reports.records import RunFolder, write_failure
 from llama_ssp.tasks.benchmark import benchmark
 from llama_ssp.tasks.calibrate import calibrate
 from llama_ssp.tasks.checkpoints import Source, find_sources
@@ -67,17 +68,19 @@ def run(config: RunConfig) -> None:
         terminal = Terminal.of_rank(world.comm.rank)
         if world.note:
             terminal.say(world.note)
-        if isinstance(config.task, CalibrateConfig):
-            if file := calibrate(world, output=config.task.output):
-                terminal.say(f"wrote {file}")
-            return
-        folder = _open_folder(config, world, stack)
+        phase = Phase(doing="loading", limit=f"timeouts.load_s={config.timeouts.load_s:g}")
+        folder = None
         try:
-            _run(config, world, terminal, folder)
+            with ending_alike(world.watch, phase):
+                if isinstance(config.task, CalibrateConfig):
+                    if file := calibrate(world, output=config.task.output):
+                        terminal.say(f"wrote {file}")
+                    return
+                folder = _open_folder(config, world, stack)
+                _run(config, world, terminal, folder, phase)
         except (SspError, KeyboardInterrupt) as error:
-            if folder:
-                with suppress(SspError):  # a full disk must not hide why the run ends
-                    _write_end(folder, error)
+            with suppress(SspError):  # a full disk must not hide why the run ends
+                _write_end(Path(str(config.run_dir)), folder, error)
             raise
 
 
@@ -96,14 +99,15 @@ def _open_folder(config: RunConfig, world: World, stack: ExitStack) -> RunFolder
     return folder
 
 
-def _write_end(folder: RunFolder, error: SspError | KeyboardInterrupt) -> None:
-    if isinstance(error, InterruptedRun | KeyboardInterrupt):
+def _write_end(run_dir: Path, folder: RunFolder | None, error: SspError | KeyboardInterrupt) -> None:
+    """Write the status; rank 0 does, and where it may be lost, the rank that speaks in its place."""
+    if folder and isinstance(error, InterruptedRun | KeyboardInterrupt):
         folder.write_status("interrupted")
-    else:
-        folder.write_failure(exit_code=error.exit_code, sentence=str(error))
+    elif isinstance(error, SspError) and (folder or (isinstance(error, LostRankError) and error.speaks)):
+        write_failure(run_dir, exit_code=error.exit_code, sentence=str(error))
 
 
-def _run(config: RunConfig, world: World, terminal: Terminal, folder: RunFolder | None) -> None:
+def _run(config: RunConfig, world: World, terminal: Terminal, folder: RunFolder | None, phase: Phase) -> None:
     if config.placement.auto:
         _settle_placement(config, world, terminal)
     sources = find_sources(config, world)
@@ -112,6 +116,7 @@ def _run(config: RunConfig, world: World, terminal: Terminal, folder: RunFolder 
     plan = _make_plan(config, world, terminal, jobs)
     with terminal.loading() as progress:
         models = load_models(config, world, sources, progress=progress)
+    phase.doing, phase.limit = "decoding", f"timeouts.decode_s={config.timeouts.decode_s:g}"
     session = Session(
         config,
         world=world,
@@ -124,7 +129,7 @@ def _run(config: RunConfig, world: World, terminal: Terminal, folder: RunFolder 
     )
     interruption = None
     try:
-        with heeding_signals(session.wish):
+        with heeding_signals(session.wish, tell=world.watch.ask_to_stop):
             if jobs is None:
                 converse(session, _do)
             elif isinstance(config.task, BenchmarkConfig):
