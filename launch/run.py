@@ -35,6 +35,8 @@ from llama_ssp.tasks import plan
 SILENCE_S = 5.0
 EXIT_CODE_FILE = "EXIT_CODE_FILE"
 """Variable that names a file for rank 0's exit code, which torchrun does not hand on; launch/slurm.sbatch reads it."""
+RUN_DIR_FILE = "RUN_DIR_FILE"
+"""Variable that names a file for the run folder, in which launch/slurm.sbatch looks whether a job gets on."""
 
 
 def main() -> int:
@@ -132,6 +134,8 @@ def _run(config: DictConfig, ranks: Ranks) -> None:
             plan.dry_run(run, world_size=ranks.size)
         return
 
+    if ranks.rank == 0 and (file := os.environ.get(RUN_DIR_FILE)):
+        Path(file).write_text(f"{run.run_dir}\n", encoding="utf-8")
     from llama_ssp.tasks import start  # noqa: PLC0415 - torch takes seconds, and the config is sound only now
 
     start.run(run)

@@ -4,8 +4,12 @@ A message says what was given, what is required, and what would work. This modul
 package; `launch` turns each class into its exit code.
 """
 
+import errno
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
+
+FULL_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""What the system says of a full disk, a full share of it, and a file as long as this process may make one."""
 
 
 class SspError(Exception):

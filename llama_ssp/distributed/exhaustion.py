@@ -4,13 +4,10 @@ import errno
 
 import torch
 
-from llama_ssp.errors import CapacityError, SspError
+from llama_ssp.errors import FULL_DISK, CapacityError, SspError
 
 # The CPU's allocator raises a plain RuntimeError, which only its text tells from others.
 _MEMORY_WORDS = ("can't allocate memory", "not enough memory", "out of memory", "cannot allocate memory")
-_MEMORY_ERRNOS = frozenset({errno.ENOMEM})
-DISK_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""A full disk, a full share of it, and a file as long as this process may make one."""
 
 
 def exhaustion(error: BaseException) -> SspError | None:
@@ -27,7 +24,7 @@ def exhaustion(error: BaseException) -> SspError | None:
             "out of memory: end other programs on this machine, or need less by model.quantization=int8_weight_only, "
             "a smaller batch_size or more ranks"
         )
-    if isinstance(error, OSError) and error.errno in DISK_ERRNOS:
+    if isinstance(error, OSError) and error.errno in FULL_DISK:
         file = f" {error.filename}" if error.filename else ""
         reason = (error.strerror or str(error)).lower()
         return SspError(f"cannot write{file}: {reason}; free some space and give the same command again to resume")
@@ -38,5 +35,5 @@ def _is_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     if isinstance(error, OSError):
-        return error.errno in _MEMORY_ERRNOS
+        return error.errno == errno.ENOMEM
     return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _MEMORY_WORDS)

@@ -1,6 +1,7 @@
 """Log files: one per rank, and `run.log` for rank 0. The terminal is the business of `tasks.terminal`."""
 
 import logging
+from contextlib import suppress
 from pathlib import Path
 
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -16,6 +17,7 @@ def open_logs(run_dir: Path, *, rank: int) -> None:
     paths = [run_dir / "ranks" / f"{rank:03d}.log"]
     if rank == 0:
         paths.append(run_dir / "run.log")
+    logging.raiseExceptions = False  # a full disk ends a run by the records that cannot be written, not by its logs
     root = logging.getLogger()
     root.setLevel(logging.INFO)
     for path in paths:
@@ -31,4 +33,5 @@ def close_logs() -> None:
     for handler in list(root.handlers):
         if isinstance(handler, logging.FileHandler):
             root.removeHandler(handler)
-            handler.close()
+            with suppress(OSError):
+                handler.close()

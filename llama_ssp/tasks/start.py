@@ -34,7 +34,7 @@ from llama_ssp.errors import ConfigError, InterruptedRun, LostRankError, SspErro
 from llama_ssp.planning.plan import Plan, require_room
 from llama_ssp.reports.lines import LineKey
 from llama_ssp.reports.provenance import git_commit, versions
-from llama_ssp.reports.records import RunFolder, write_failure
+from llama_ssp.reports.records import RunFolder, read_status, write_failure
 from llama_ssp.tasks.benchmark import benchmark
 from llama_ssp.tasks.calibrate import calibrate
 from llama_ssp.tasks.checkpoints import Source, find_sources
@@ -69,7 +69,7 @@ def run(config: RunConfig) -> None:
         if world.note:
             terminal.say(world.note)
         phase = Phase(doing="loading", limit=f"timeouts.load_s={config.timeouts.load_s:g}")
-        folder = None
+        folder, run_dir = None, None
         try:
             with ending_alike(world.watch, phase):
                 if isinstance(config.task, CalibrateConfig):
@@ -77,10 +77,12 @@ def run(config: RunConfig) -> None:
                         terminal.say(f"wrote {file}")
                     return
                 folder = _open_folder(config, world, stack)
+                run_dir = Path(str(config.run_dir))
                 _run(config, world, terminal, folder, phase)
         except (SspError, KeyboardInterrupt) as error:
-            with suppress(SspError):  # a full disk must not hide why the run ends
-                _write_end(Path(str(config.run_dir)), folder, error)
+            if run_dir:
+                with suppress(SspError):  # a full disk must not hide why the run ends
+                    _write_end(run_dir, folder, error)
             raise
 
 
@@ -101,10 +103,15 @@ def _open_folder(config: RunConfig, world: World, stack: ExitStack) -> RunFolder
 
 def _write_end(run_dir: Path, folder: RunFolder | None, error: SspError | KeyboardInterrupt) -> None:
     """Write the status; rank 0 does, and where it may be lost, the rank that speaks in its place."""
-    if folder and isinstance(error, InterruptedRun | KeyboardInterrupt):
-        folder.write_status("interrupted")
-    elif isinstance(error, SspError) and (folder or (isinstance(error, LostRankError) and error.speaks)):
+    if isinstance(error, LostRankError):
+        if read_status(run_dir) not in {"running", f"{error.exit_code}: {error}"}:
+            error.speaks = False  # this rank was stopped for a while, and the others have told of its loss
+        elif folder or error.speaks:
+            write_failure(run_dir, exit_code=error.exit_code, sentence=str(error))
+    elif folder and isinstance(error, SspError) and not isinstance(error, InterruptedRun):
         write_failure(run_dir, exit_code=error.exit_code, sentence=str(error))
+    elif folder:
+        folder.write_status("interrupted")
 
 
 def _run(config: RunConfig, world: World, terminal: Terminal, folder: RunFolder | None, phase: Phase) -> None:

@@ -46,13 +46,13 @@ def cells() -> list[object]:
     ]
 
 
-def started(launcher: str, cell: Cell, run_dir: Path) -> list[Popen]:
-    """The processes that somebody waits for: torchrun's, or the ranks themselves."""
+def started(launcher: str, cell: Cell, run_dir: Path, *, before: tuple[str, ...] = ()) -> list[Popen]:
+    """The processes that somebody waits for: torchrun's, or the ranks themselves; `before` stands before a command."""
     overrides = settings(cell, run_dir)
-    commands = [command(overrides, num_ranks=2)]
+    commands = [[*before, *command(overrides, num_ranks=2)]]
     environments: list[dict[str, str]] = [{}]
     if launcher == "srun":
-        commands = [command(overrides)] * 2
+        commands = [[*before, *command(overrides)]] * 2
         step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
         step["SLURM_JOB_ID"] = str(os.getpid() * 18 + CELLS.index(cell))  # the port follows from it
         environments = [step | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in (0, 1)]
@@ -90,11 +90,23 @@ def test_a_disturbed_rank_ends_the_job_in_a_sentence_and_nothing_is_lost(
     waited = [process for process in running if process is not stopped]
     errors = [process.communicate(timeout=AT_MOST_S[launcher])[1] for process in waited]
     assert all(process.returncode for process in waited)
-    if stopped:  # srun would
-        stopped.kill()
-        stopped.wait()
+    if stopped:  # SLURM wakes it up before it ends it
+        for number in (signal.SIGCONT, signal.SIGTERM):
+            stopped.send_signal(number)
+        errors.append(stopped.communicate(timeout=15)[1])
     assert not any(is_alive(pid) for pid in ranks)
     check_end(cell, run_dir, errors)
     own = "".join(errors).partition("torch/distributed/elastic")[0] if launcher == "torchrun" else "".join(errors)
     assert "Traceback" not in own
     check_resumption(cell, run_dir, lines(run_dir))
+
+
+def test_a_disk_that_is_full_for_rank_0_ends_all_ranks_in_its_sentence(tmp_path: Path) -> None:
+    cell = Cell(signal.SIGTERM, 0, "decoding")
+    short_files = ("bash", "-c", 'ulimit -f 4 && exec "$@"', "bash")
+    processes = started("srun", cell, tmp_path / "run", before=short_files)
+    errors = [process.communicate(timeout=120)[1] for process in processes]
+    assert [process.returncode for process in processes] == [2, 2], errors
+    assert errors[0].startswith(f"cannot use {tmp_path}/run/run.jsonl: file too large; free some space"), errors
+    assert (len(errors[0].splitlines()), errors[1]) == (1, "")
+    check_resumption(cell, tmp_path / "run", lines(tmp_path / "run")[:1])

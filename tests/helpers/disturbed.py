@@ -46,9 +46,10 @@ def settings(cell: Cell, run_dir: Path) -> list[str]:
 
 
 def lines(run_dir: Path) -> list[dict[str, Any]]:
-    """The completions on record."""
+    """The completions on record, without a last line that is not whole."""
     file = run_dir / "run.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    text = file.read_text().rpartition("\n")[0] if file.exists() else ""
+    return [json.loads(line) for line in text.splitlines()]
 
 
 def wait_for(condition: Callable[[], object], *, at_most_s: float) -> None:
