@@ -84,6 +84,8 @@ def _fail(sentence: str, exit_code: int, ranks: Ranks, *, speaks: bool | None = 
 def _launch(arguments: list[str], ranks: Ranks) -> None:
     """Check the names on the command line, and let Hydra compose one config per run."""
     options = command_line.read_options(arguments)
+    # Where a further setting may stand: Hydra wants all of them side by side.
+    place = arguments.index(options.overrides[0]) if options.overrides else len(arguments)
     if options.help or options.hydra_help or options.shell_completion or options.info:
         if ranks.rank > 0:
             return
@@ -104,7 +106,8 @@ def _launch(arguments: list[str], ranks: Ranks) -> None:
                 failures.append(error)
 
     with _scratch_folder(multirun=options.multirun) as for_sweeps:
-        sys.argv[1:] = [*arguments, *for_sweeps]
+        arguments[place:place] = for_sweeps
+        sys.argv[1:] = arguments
         hydra.main(config_path=str(catalogue.conf_dir()), config_name="config", version_base="1.3")(job)()
     if failures:
         raise failures[0]
