@@ -5,9 +5,9 @@ exists; checkpoints, tokenizers and the length of prompts are checked where they
 """
 
 import math
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from llama_ssp.config import benchmark, catalogue, layout
@@ -93,8 +93,9 @@ def _ranges(config: RunConfig) -> Iterator[str]:
 def _files(config: RunConfig) -> Iterator[str]:
     if config.prompt is not None and config.prompts is not None:
         yield "prompt= and prompts= exclude each other: give one text or one file"
-    file = Path(config.prompts or "-")
-    if file.name != "-" and (not file.exists() or file.is_dir()):
+    file = "-" if config.prompts is None else config.prompts
+    # Path would raise where no file can have such a name.
+    if file != "-" and (not os.path.exists(file) or os.path.isdir(file)):  # noqa: PTH110, PTH112
         yield (
             f"prompts={config.prompts} must be a file, .txt with a prompt per line or .jsonl with a `prompt` field, "
             "or - for standard input"
