@@ -62,8 +62,9 @@ class _Range:
     required: str
 
 
+_NUM_DRAFTED = range(1, 1025)  # the planner tries each up to K
 _RANGES = (
-    _Range("speculation.num_draft_tokens", lambda k: k >= 1, "at least 1 drafted token per round, for example 4"),
+    _Range("speculation.num_draft_tokens", lambda k: k in _NUM_DRAFTED, "at least 1 and at most 1024, for example 4"),
     _Range("speculation.acceptance", lambda a: 0 <= a <= 1, "a probability, between 0 and 1"),
     _Range("synthetic.agreement", lambda a: LEAST_AGREEMENT <= a <= 1, f"between {LEAST_AGREEMENT} and 1"),
     _Range("sampling.temperature", lambda t: 0 <= t < math.inf, "0 (greedy) or a positive number, for example 0.8"),
