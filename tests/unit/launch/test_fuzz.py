@@ -139,7 +139,7 @@ def test_report_and_manifest_answer_any_command_line(arguments: list[str]) -> No
         (run_dry, ["prompts="], "prompts= must be a file"),
         (run_dry, [f"prompts={'x' * 5000}"], "must be a file"),
         (run_dry, ["speculation=${oc.env:PATH}"], "must be settings: set them one by one as speculation.KEY=VALUE"),
-        (run_dry, [f"speculation.num_draft_tokens={1 << 31}"], "must be 1 to 1024 drafted tokens a round"),
+        (run_dry, [f"speculation.num_draft_tokens={1 << 31}"], "must be at least 1 and at most 1024"),
         (run_dry, ["--resolve"], "--resolve has an effect with --cfg alone"),
         (run_dry, ["seed=1", "-m", "speculation.num_draft_tokens=0"], "settings are written name=value"),
         (run_dry, ["--info", "-m"], "--multirun and --info exclude each other"),
