@@ -36,13 +36,26 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            return get_args_parser().parse_args(arguments)
+            options = get_args_parser().parse_args(arguments)
     except SystemExit as stop:
         if not stop.code:
             raise
         reason = said.getvalue().strip().rpartition("error: ")[2]
         message = f"{reason}: settings are written name=value, for example model=7B, and --help lists them"
         raise ConfigError(message) from None
+    if not options.help:
+        _check_options(options)
+    return options
+
+
+def _check_options(options: argparse.Namespace) -> None:
+    """Refuse options that Hydra would meet with an error of its own."""
+    wishes = ("run", "multirun", "cfg", "info", "shell_completion")
+    given = [f"--{name}" for name in wishes if getattr(options, name) not in {None, False}]
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(given)} exclude each other: give one of them")
+    if options.resolve and not options.cfg:
+        raise ConfigError("--resolve has an effect with --cfg alone: --cfg job --resolve")
 
 
 def take_literally(argument: str) -> str:

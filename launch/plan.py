@@ -37,6 +37,9 @@ def read_settings(settings: list[str]) -> plan.PlanConfig:
     Raises:
         ConfigError: a name, a key or a value is not possible.
     """
+    for setting in settings:
+        if setting.startswith(("=", "hydra")):
+            raise ConfigError(f"{setting!r} is no setting of a plan: conf/plan.yaml has them all, each name=value")
     given = dict(setting.split("=", 1) for setting in settings if "=" in setting)
     known = {"model": catalogue.names(), "hardware": hardware.names(), "draft": [*catalogue.names(), "none", "default"]}
     for group, names in known.items():
@@ -54,7 +57,7 @@ def read_settings(settings: list[str]) -> plan.PlanConfig:
         with initialize_config_dir(config_dir=str(catalogue.conf_dir()), version_base="1.3"):
             composed = compose(config_name="plan", overrides=settings)
         config = cast("plan.PlanConfig", OmegaConf.to_object(composed))
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, ValueError) as error:  # the last for a group that is a number
         raise ConfigError(f"{command_line.one_sentence(error)} (conf/plan.yaml has every setting)") from error
     if config.draft.kind is DrafterKind.none:
         config.draft.model = None

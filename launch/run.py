@@ -35,11 +35,14 @@ from llama_ssp.tasks import plan, startup
 SILENCE_S = 5.0
 EXIT_CODE_FILE = "EXIT_CODE_FILE"
 """Variable that names a file for rank 0's exit code, which torchrun does not hand on; launch/slurm.sbatch reads it."""
+RUN_DIR_FILE = "RUN_DIR_FILE"
+"""Variable that names a file for the run folder, in which launch/slurm.sbatch looks whether a job gets on."""
 
 
 def main() -> int:
     """Run what the command line says; returns the exit code of this rank."""
     ranks = read_ranks(os.environ)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # a lost rank is told in a sentence, not in C++ stacks
     signal.signal(signal.SIGTERM, _interrupt)
     signal.signal(signal.SIGUSR1, _interrupt)
     exit_code = _exit_code(ranks)
@@ -59,7 +62,7 @@ def _exit_code(ranks: Ranks) -> int:
     try:
         _launch(sys.argv[1:], ranks)
     except SspError as error:
-        return _fail(str(error), error.exit_code, ranks)
+        return _fail(str(error), error.exit_code, ranks, speaks=error.speaks)
     except (HydraException, OmegaConfBaseException) as error:
         return _fail(command_line.one_sentence(error), SspError.exit_code, ranks)
     except KeyboardInterrupt:
@@ -67,11 +70,12 @@ def _exit_code(ranks: Ranks) -> int:
     return 0
 
 
-def _fail(sentence: str, exit_code: int, ranks: Ranks) -> int:
-    """Tell the user once: rank 0 speaks, the others wait for their end."""
-    if ranks.rank == 0:
+def _fail(sentence: str, exit_code: int, ranks: Ranks, *, speaks: bool | None = None) -> int:
+    """Tell the user once: where ranks have not settled who does, rank 0 speaks, and the others wait for their end."""
+    if speaks or (speaks is None and ranks.rank == 0):
         sys.stderr.write(f"{sentence}\n")
-    else:
+        sys.stderr.flush()
+    elif speaks is None:
         with contextlib.suppress(KeyboardInterrupt):
             time.sleep(SILENCE_S)
     return exit_code
@@ -80,6 +84,8 @@ def _fail(sentence: str, exit_code: int, ranks: Ranks) -> int:
 def _launch(arguments: list[str], ranks: Ranks) -> None:
     """Check the names on the command line, and let Hydra compose one config per run."""
     options = command_line.read_options(arguments)
+    # Where a further setting may stand: Hydra wants all of them side by side.
+    place = arguments.index(options.overrides[0]) if options.overrides else len(arguments)
     if options.help or options.hydra_help or options.shell_completion or options.info:
         if ranks.rank > 0:
             return
@@ -100,7 +106,8 @@ def _launch(arguments: list[str], ranks: Ranks) -> None:
                 failures.append(error)
 
     with _scratch_folder(multirun=options.multirun) as for_sweeps:
-        sys.argv[1:] = [*arguments, *for_sweeps]
+        arguments[place:place] = for_sweeps
+        sys.argv[1:] = arguments
         hydra.main(config_path=str(catalogue.conf_dir()), config_name="config", version_base="1.3")(job)()
     if failures:
         raise failures[0]
@@ -132,11 +139,22 @@ def _run(config: DictConfig, ranks: Ranks) -> None:
             plan.dry_run(run, world_size=ranks.size)
         return
 
+    if ranks.rank == 0 and (file := os.environ.get(RUN_DIR_FILE)):
+        Path(file).write_text(f"{run.run_dir}\n", encoding="utf-8")
     clock.reach("composed_s")
     from llama_ssp.tasks import start  # noqa: PLC0415 - torch takes seconds, and the config is sound only now
 
     start.run(run, clock)
 
 
+def leave(exit_code: int) -> None:
+    """End this process; after a failure on several ranks at once, for its threads may wait for lost ranks."""
+    if exit_code and read_ranks(os.environ).size > 1:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+        os._exit(exit_code)
+    sys.exit(exit_code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

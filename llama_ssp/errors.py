@@ -4,14 +4,23 @@ A message says what was given, what is required, and what would work. This modul
 package; `launch` turns each class into its exit code.
 """
 
+import errno
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
+FULL_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""What the system says of a full disk, a full share of it, and a file as long as this process may make one."""
+
 
 class SspError(Exception):
-    """A problem that the user can mend; its text is one sentence for the terminal."""
+    """A problem that the user can mend; its text is one sentence for the terminal.
+
+    Attributes:
+        speaks: whether this rank tells the user; None where all ranks meet the error alike, and rank 0 speaks.
+    """
 
     exit_code = 2
+    speaks: bool | None = None
 
 
 class ConfigError(SspError):
@@ -30,6 +39,12 @@ class CapacityError(SspError):
     """A plan that does not fit into memory."""
 
     exit_code = 3
+
+
+class LostRankError(SspError):
+    """Ranks that no longer answer, or one that failed in a way that nobody had foreseen; the run can be resumed."""
+
+    exit_code = 1
 
 
 class InterruptedRun(SspError):  # noqa: N818 - no error, but an end

@@ -5,22 +5,20 @@ exists; checkpoints, tokenizers and the length of prompts are checked where they
 """
 
 import math
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from llama_ssp.config import benchmark, catalogue, layout
+from llama_ssp.config.effects import is_synthetic, without_effect
 from llama_ssp.config.schema import (
-    DeviceKind,
     DrafterKind,
     ModelConfig,
     ModelShape,
-    Quantization,
     RuleName,
     RunConfig,
     TaskName,
-    WeightsKind,
 )
 from llama_ssp.errors import ConfigError, one_message
 
@@ -47,7 +45,7 @@ def check(config: RunConfig, explicit: frozenset[str], *, world_size: int) -> No
         *_synthetic(config),
         *_placement(config, world_size),
         *benchmark.problems_of(config, explicit),
-        *_without_effect(config, explicit),
+        *without_effect(config, explicit),
     ]
     if problems:
         raise ConfigError(one_message(problems))
@@ -62,8 +60,9 @@ class _Range:
     required: str
 
 
+_NUM_DRAFTED = range(1, 1025)  # the planner tries each up to K
 _RANGES = (
-    _Range("speculation.num_draft_tokens", lambda k: k >= 1, "at least 1 drafted token per round, for example 4"),
+    _Range("speculation.num_draft_tokens", lambda k: k in _NUM_DRAFTED, "at least 1 and at most 1024, for example 4"),
     _Range("speculation.acceptance", lambda a: 0 <= a <= 1, "a probability, between 0 and 1"),
     _Range("synthetic.agreement", lambda a: LEAST_AGREEMENT <= a <= 1, f"between {LEAST_AGREEMENT} and 1"),
     _Range("sampling.temperature", lambda t: 0 <= t < math.inf, "0 (greedy) or a positive number, for example 0.8"),
@@ -93,8 +92,9 @@ def _ranges(config: RunConfig) -> Iterator[str]:
 def _files(config: RunConfig) -> Iterator[str]:
     if config.prompt is not None and config.prompts is not None:
         yield "prompt= and prompts= exclude each other: give one text or one file"
-    file = Path(config.prompts or "-")
-    if file.name != "-" and (not file.exists() or file.is_dir()):
+    file = "-" if config.prompts is None else config.prompts
+    # Path would raise where no file can have such a name.
+    if file != "-" and (not os.path.exists(file) or os.path.isdir(file)):  # noqa: PTH110, PTH112
         yield (
             f"prompts={config.prompts} must be a file, .txt with a prompt per line or .jsonl with a `prompt` field, "
             "or - for standard input"
@@ -134,10 +134,10 @@ def _may_share_vocabulary(target: ModelShape, draft: ModelShape) -> bool:
 def _models(config: RunConfig) -> Iterator[str]:
     chosen = _chosen_models(config)
     for group, key, model in chosen:
-        if not (_is_synthetic(config) or model.path or model.hub_id or model.shipped):
+        if not (is_synthetic(config) or model.path or model.hub_id or model.shipped):
             yield f"{group}={model.name} needs {key}.path=DIR, a folder with config.json, a tokenizer and safetensors"
     contexts = [(model.shape.max_position_embeddings, group) for group, _, model in chosen if model.shape]
-    if _is_synthetic(config) and (shipped := catalogue.load("tiny").shape):
+    if is_synthetic(config) and (shipped := catalogue.load("tiny").shape):
         contexts.append((shipped.max_position_embeddings, "shipped model, which synthetic weights compute,"))
     if contexts and config.max_new_tokens >= min(contexts)[0]:
         smallest, group = min(contexts)
@@ -145,7 +145,7 @@ def _models(config: RunConfig) -> Iterator[str]:
             f"max_new_tokens={config.max_new_tokens} leaves no room for a prompt: the context of the {group} is "
             f"{smallest} tokens"
         )
-    if config.chat and _is_synthetic(config):
+    if config.chat and is_synthetic(config):
         yield "chat=true needs a chat template, and synthetic weights have the shipped model's tokenizer, without one"
     elif config.chat and not config.model.chat and config.model.path is None and config.model.shape:
         chat_models = ", ".join(name for name in catalogue.names() if catalogue.load(name).chat)
@@ -160,12 +160,8 @@ def _chosen_models(config: RunConfig) -> list[tuple[str, str, ModelConfig]]:
     return chosen
 
 
-def _is_synthetic(config: RunConfig) -> bool:
-    return config.weights is WeightsKind.synthetic
-
-
 def _synthetic(config: RunConfig) -> Iterator[str]:
-    for group, _, model in _chosen_models(config) if _is_synthetic(config) else ():
+    for group, _, model in _chosen_models(config) if is_synthetic(config) else ():
         if model.shape is None:
             yield f"weights=synthetic needs a shape of the catalogue, and {group}={model.name} has none: use {group}=7B"
         elif model.shape.model_type != "llama":
@@ -201,100 +197,3 @@ def _heads(group: str, model: ModelConfig, ranks: tuple[int, ...], *, remedy: st
             f"{len(ranks)} ranks are more than the {model.shape.num_attention_heads} attention heads of "
             f"{group}={model.name}: {remedy}{model.shape.num_attention_heads}"
         )
-
-
-@dataclass(frozen=True)
-class _Pointless:
-    """Settings that do nothing while `holds`; a key stands for everything below it too."""
-
-    keys: tuple[str, ...]
-    holds: Callable[[RunConfig], bool]
-    reason: str
-
-
-_POINTLESS = (
-    _Pointless(
-        ("speculation", "verification", "placement.draft", "draft.model"),
-        lambda config: config.draft.kind is DrafterKind.none and config.task.name is not TaskName.compare,
-        "without a draft: give one with draft=NAME",
-    ),
-    _Pointless(
-        ("placement.target", "placement.draft"),
-        lambda config: config.placement.auto,
-        "beside placement=auto, which chooses it",
-    ),
-    _Pointless(
-        ("sampling.top_k", "sampling.top_p"),
-        lambda config: config.sampling.temperature == 0,
-        "at temperature 0, which always takes the most probable token",
-    ),
-    _Pointless(
-        ("num_samples",),
-        lambda config: config.sampling.temperature == 0 and config.num_samples > 1,
-        "at temperature 0, where all samples of a prompt are equal",
-    ),
-    _Pointless(
-        ("task.default_prompts",),
-        lambda config: config.prompt is not None or config.prompts is not None,
-        "beside prompt= or prompts=",
-    ),
-    _Pointless(
-        ("model.int8_threshold",),
-        lambda config: config.model.quantization is not Quantization.int8,
-        "without model.quantization=int8",
-    ),
-    _Pointless(
-        ("draft.model.int8_threshold",),
-        lambda config: config.draft.model is not None and config.draft.model.quantization is not Quantization.int8,
-        "without draft.model.quantization=int8",
-    ),
-    _Pointless(("model.manifest",), lambda config: not config.model.verify, "without model.verify=true"),
-    _Pointless(
-        ("draft.model.manifest",),
-        lambda config: config.draft.model is not None and not config.draft.model.verify,
-        "without draft.model.verify=true",
-    ),
-    _Pointless(("cuda_graphs",), lambda config: config.device is DeviceKind.cpu, "with device=cpu"),
-    _Pointless(
-        ("cuda_graphs",),
-        lambda config: not layout.may_capture(config.placement.target),
-        "beside a target that accelerate or deepspeed places: its operators are launched from Python",
-    ),
-    _Pointless(("synthetic",), lambda config: not _is_synthetic(config), "without weights=synthetic"),
-    _Pointless(
-        ("synthetic",),
-        lambda config: (
-            _is_synthetic(config) and config.draft.model is None and config.task.name is not TaskName.compare
-        ),
-        "without a draft: give one with draft=NAME",
-    ),
-    _Pointless(
-        ("model.path", "model.hub_id", "model.revision", "model.verify"),
-        lambda config: _is_synthetic(config) and config.model.shape is not None,
-        "beside weights=synthetic, which reads no files",
-    ),
-    _Pointless(
-        ("draft.model.path", "draft.model.hub_id", "draft.model.revision", "draft.model.verify"),
-        lambda config: _is_synthetic(config) and config.draft.model is not None and bool(config.draft.model.shape),
-        "beside weights=synthetic, which reads no files",
-    ),
-    _Pointless(
-        ("model.hub_id", "model.revision"),
-        lambda config: config.model.path is not None,
-        "beside model.path",
-    ),
-    _Pointless(
-        ("draft.model.hub_id", "draft.model.revision"),
-        lambda config: config.draft.model is not None and config.draft.model.path is not None,
-        "beside draft.model.path",
-    ),
-)
-
-
-def _without_effect(config: RunConfig, explicit: frozenset[str]) -> Iterator[str]:
-    for entry in _POINTLESS:
-        if not entry.holds(config):
-            continue
-        for key in sorted(explicit):
-            if any(key == top or key.startswith(f"{top}.") for top in entry.keys):
-                yield f"{key} has no effect {entry.reason}"

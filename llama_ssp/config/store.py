@@ -7,8 +7,9 @@ say: their types, one `draft` option per model, and names that depend on the pro
 import os
 import textwrap
 import time
+from dataclasses import is_dataclass
 from functools import cache
-from typing import cast
+from typing import cast, get_args, get_type_hints
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
@@ -27,6 +28,7 @@ from llama_ssp.config.schema import (
     TaskName,
 )
 from llama_ssp.config.slurm import SlurmConfig
+from llama_ssp.errors import ConfigError
 
 TASKS: dict[TaskName, type[TaskConfig]] = {
     TaskName.compare: CompareConfig,
@@ -82,13 +84,27 @@ def to_run_config(config: DictConfig, *, explicit: frozenset[str]) -> RunConfig:
         A config whose `draft.kind` is `none` (then `draft.model` is null) or `model`, never `default`.
 
     Raises:
-        ConfigError: the model's default draft is not in the catalogue.
+        ConfigError: the model's default draft is not in the catalogue, or a group of settings was given a value.
     """
     if config.draft.kind is DrafterKind.default:
         config.draft = _default_draft(config, explicit)
     if config.draft.kind is DrafterKind.none:
         config.draft.model = None
-    return cast("RunConfig", OmegaConf.to_object(config))
+    run = cast("RunConfig", OmegaConf.to_object(config))
+    _check_groups(run)
+    return run
+
+
+def _check_groups(part: object, prefix: str = "") -> None:
+    """Refuse a text or a number in place of settings: OmegaConf lets an interpolation put one there."""
+    for name, hint in get_type_hints(type(part)).items():
+        value = getattr(part, name)
+        if is_dataclass(value):
+            _check_groups(value, f"{prefix}{name}.")
+        elif isinstance(value, str | int | float) and any(is_dataclass(kind) for kind in (hint, *get_args(hint))):
+            raise ConfigError(
+                f"{prefix}{name}={value} must be settings: set them one by one as {prefix}{name}.KEY=VALUE"
+            )
 
 
 def _default_draft(config: DictConfig, explicit: frozenset[str]) -> DictConfig:

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 from llama_ssp import errors
 from llama_ssp.distributed.comms import Comm
+from llama_ssp.distributed.exhaustion import exhaustion
 from llama_ssp.errors import SspError
 
 _KINDS = {
@@ -20,16 +21,31 @@ def together(comm: Comm) -> Iterator[None]:
         comm: the ranks, all of which enter the block.
 
     Raises:
-        SspError: of the lowest rank that met one; a note names the rank when others did not.
+        SspError: of the lowest rank that met one, or that ran out of memory or disk; the message names the rank when
+            others did not.
     """
     mine: SspError | None = None
     try:
         yield
     except SspError as error:
         mine = error
-    words = comm.gather_text(f"{type(mine).__name__}\n{mine}" if mine else "")
+    except (MemoryError, OSError, RuntimeError) as error:
+        mine = exhaustion(error)
+        if mine is None:
+            raise
+    words = comm.gather_text(to_words(mine) if mine else "")
     failed = [rank for rank, word in enumerate(words) if word]
     if failed:
-        kind, _, message = words[failed[0]].partition("\n")
         where = "" if len(failed) == comm.size else f" (rank {failed[0]})"
-        raise _KINDS[kind](message + where) from mine
+        raise from_words(words[failed[0]] + where) from mine
+
+
+def to_words(error: SspError) -> str:
+    """Write an error as a text for other ranks."""
+    return f"{type(error).__name__}\n{error}"
+
+
+def from_words(words: str) -> SspError:
+    """Make the error again that another rank has written."""
+    kind, _, message = words.partition("\n")
+    return _KINDS[kind](message)

@@ -1,23 +1,23 @@
 """What the copies of a run tell rank 0 while they work, through the store in which all ranks have met.
 
 Copies are never at the same place: a collective would make each wait for the others, up to its timeout. So what one has
-finished is left in the store, rank 0 fetches it when it has a moment, and all ranks wait without limit for the end of a
-stage. Nothing is known here of what the texts say.
+finished is left in the store, rank 0 fetches it when it has a moment, and all ranks wait for the end of a stage while
+all are alive. Nothing is known here of what the texts say.
 """
 
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from itertools import count
 from typing import Self
 
-from torch.distributed import distributed_c10d
+from torch.distributed import DistStoreError, distributed_c10d
 from torch.distributed.distributed_c10d import Store
 
 from llama_ssp.distributed.mesh import Mesh
+from llama_ssp.distributed.watch import Watch
 
-_PATIENCE = timedelta(days=20)  # in milliseconds it has to fit into 32 bits
-_LOOK_EVERY_S = 0.02
+_LOOK_EVERY_S = 0.05
+_CALL_EVERY_S = 5.0
 _DONE, _STOPPED = _ENDS = ("done", "stopped")
 _stages = count()
 
@@ -31,9 +31,19 @@ class Exchange:
         number: which copy this rank belongs to.
         speaks: whether this rank speaks for its copy.
         num_copies: how many there are.
+        missing: says which ranks are gone (`Watch.missing`).
     """
 
-    def __init__(self, store: Store, *, rank: int, number: int, speaks: bool, num_copies: int) -> None:
+    def __init__(
+        self,
+        store: Store,
+        *,
+        rank: int,
+        number: int,
+        speaks: bool,
+        num_copies: int,
+        missing: Callable[[], tuple[int, ...]],
+    ) -> None:
         self._store = store
         self._prefix = f"llama_ssp/stage/{next(_stages)}"
         self._rank = rank
@@ -42,13 +52,22 @@ class Exchange:
         self._num_told = 0
         self._next = dict.fromkeys(range(1, num_copies), 0)
         self._any_stopped = False
+        self._missing = missing
+        self._called_s = time.monotonic()
 
     @classmethod
-    def begin(cls, mesh: Mesh, *, num_copies: int) -> Self:
+    def begin(cls, mesh: Mesh, *, num_copies: int, watch: Watch) -> Self:
         """Begin a stage on this rank."""
         store = distributed_c10d._get_default_store()  # there is no public name for it
         speaks = mesh.copy.rank == 0
-        return cls(store, rank=mesh.world.rank, number=mesh.number, speaks=speaks, num_copies=num_copies)
+        return cls(
+            store,
+            rank=mesh.world.rank,
+            number=mesh.number,
+            speaks=speaks,
+            num_copies=num_copies,
+            missing=watch.missing,
+        )
 
     def tell(self, text: str) -> None:
         """Leave a text for rank 0; what ranks that do not speak for their copy say is not heard."""
@@ -80,6 +99,9 @@ class Exchange:
 
         Returns:
             Whether any copy was stopped; the same on every rank.
+
+        Raises:
+            DistStoreError: a rank is gone.
         """
         over = f"{self._prefix}/over"
         if self._rank == 0:
@@ -87,13 +109,22 @@ class Exchange:
             while self._next:
                 for text in self.fetch():
                     take(text)
-                time.sleep(_LOOK_EVERY_S if self._next else 0)
+                self._wait()
             self._store.set(over, _STOPPED if self._any_stopped else _DONE)
         else:
             self.tell(_STOPPED if stopped else _DONE)
-        self._store.wait([over], _PATIENCE)
+        while not self._store.check([over]):
+            self._wait()
         outcome: bytes = self._store.get(over)
         return outcome.decode() == _STOPPED
+
+    def _wait(self) -> None:
+        """Let a moment pass; every few seconds see that all ranks are alive."""
+        time.sleep(_LOOK_EVERY_S)
+        if self._speaks and time.monotonic() - self._called_s > _CALL_EVERY_S:
+            if self._missing():
+                raise DistStoreError("a rank has ended before its copy")
+            self._called_s = time.monotonic()
 
     def _key(self, number: int) -> str:
         return f"{self._prefix}/{number}/{self._next[number]}"

@@ -6,6 +6,7 @@ The terminal is the business of `tasks.terminal`.
 import logging
 import os
 import platform
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -27,6 +28,7 @@ def open_logs(run_dir: Path, *, rank: int) -> None:
     paths = [run_dir / "ranks" / f"{rank:03d}.log"]
     if rank == 0:
         paths.append(run_dir / "run.log")
+    logging.raiseExceptions = False  # a full disk ends a run by the records that cannot be written, not by its logs
     root = logging.getLogger()
     root.setLevel(logging.INFO)
     for path in paths:
@@ -63,4 +65,5 @@ def close_logs() -> None:
     for handler in list(root.handlers):
         if isinstance(handler, logging.FileHandler):
             root.removeHandler(handler)
-            handler.close()
+            with suppress(OSError):
+                handler.close()

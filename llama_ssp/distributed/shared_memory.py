@@ -172,7 +172,7 @@ class Board:
         if self._is_gone(peer) and self._counters[peer * _LINE_BYTES // 8] < self._number:
             raise dist.DistBackendError(f"rank {peer} of the group has gone")
         if waited_s >= self.timeout_s:
-            raise dist.DistBackendError(f"rank {peer} of the group has not answered for {self.timeout_s:g} s")
+            raise dist.DistBackendError(f"rank {peer} of the group timed out after {self.timeout_s:g} s")
 
     def _is_gone(self, peer: int) -> bool:
         """Whether a peer has lost the lock that a living process holds."""

@@ -7,16 +7,21 @@ import atexit
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cache
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import Store
+from torch.distributed.rendezvous import rendezvous
 
 from llama_ssp.config.schema import DeviceKind
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.environment import Ranks, read_ranks
-from llama_ssp.errors import PlacementError
+from llama_ssp.distributed.watch import Watch
+from llama_ssp.errors import LostRankError, PlacementError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +34,7 @@ class World:
         device: where this rank computes.
         note: one sentence for the user about the choice of device, or None.
         cores: those of the node that the run may use, before ranks took their shares.
+        watch: how ranks reach each other when collectives no longer work.
     """
 
     comm: Comm
@@ -36,6 +42,7 @@ class World:
     device: torch.device
     note: str | None
     cores: frozenset[int]
+    watch: Watch = field(default_factory=Watch.alone)
 
     @property
     def free_devices(self) -> tuple[torch.device, ...]:
@@ -107,13 +114,13 @@ def on_all_cores(cores: frozenset[int]) -> Iterator[None]:
         os.sched_setaffinity(0, share)
 
 
-def _rendezvous_of_slurm(environ: Mapping[str, str], ranks: Ranks) -> str:
+def _address_of_slurm(environ: Mapping[str, str], ranks: Ranks) -> tuple[str, int]:
     """Address at which the tasks of a plain `srun python` meet: the first node, a port derived from the job."""
     host = environ.get("MASTER_ADDR") or environ.get("SLURM_LAUNCH_NODE_IPADDR", "localhost")
     if ranks.local_size == ranks.size:
         host = environ.get("MASTER_ADDR", "localhost")
-    port = environ.get("MASTER_PORT") or str(20000 + int(environ.get("SLURM_JOB_ID", "0")) % 20000)
-    return f"tcp://{host}:{port}"
+    port = environ.get("MASTER_PORT") or 20000 + int(environ.get("SLURM_JOB_ID", "0")) % 20000
+    return host, int(port)
 
 
 @contextmanager
@@ -138,17 +145,59 @@ def start(*, device: DeviceKind, timeout_s: float) -> Iterator[World]:
         yield World(comm=Comm.single(), ranks=ranks, device=chosen, note=note, cores=cores)
         return
     if not dist.is_initialized():  # a sweep's later jobs meet in the group of the first: making it anew would hang
-        dist.init_process_group(
-            "nccl" if chosen.type == "cuda" else "gloo",
-            init_method="env://" if "RANK" in os.environ else _rendezvous_of_slurm(os.environ, ranks),
-            rank=ranks.rank,
-            world_size=ranks.size,
-            timeout=timedelta(seconds=timeout_s),
-        )
+        _meet(ranks, backend="nccl" if chosen.type == "cuda" else "gloo", timeout_s=timeout_s)
         atexit.register(dist.destroy_process_group)
         if chosen.type == "cpu":
             share_cores(ranks)
     comm = Comm.of_world(rank=ranks.rank, size=ranks.size, device=chosen, crowded=ranks.local_size > len(cores))
     comm.set_timeout(timeout_s)
-    yield World(comm=comm, ranks=ranks, device=chosen, note=note, cores=cores)
+    yield World(comm=comm, ranks=ranks, device=chosen, note=note, cores=cores, watch=_watch(ranks))
     comm.barrier()
+
+
+def _meet(ranks: Ranks, *, backend: str, timeout_s: float) -> None:
+    """Form the group of all ranks; the lowest of those that came tells the user when some did not.
+
+    Raises:
+        LostRankError: not all have come in time.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    try:
+        store = _store(ranks, timeout)
+    except dist.DistError as error:
+        said = str(error).strip().partition("\n")[0].rstrip(".")
+        lost = LostRankError(
+            f"rank {ranks.rank} cannot meet the others, {said[:1].lower()}{said[1:]}; another MASTER_PORT may be free"
+        )
+        lost.speaks = ranks.rank == 1 or ranks.local_rank == 0
+        raise lost from error
+    here = [f"llama_ssp/here/{rank}" for rank in range(ranks.size)]
+    store.set(here[ranks.rank], "")
+    try:
+        store.wait(here, timeout)
+        dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.size, timeout=timeout)
+    except dist.DistError as error:
+        came = [rank for rank, key in enumerate(here) if store.check([key])]
+        late = [str(rank) for rank in range(ranks.size) if rank not in came]
+        names = f"rank{'s' if len(late) > 1 else ''} {', '.join(late)}"
+        lost = LostRankError(f"{names} did not come within timeouts.load_s={timeout_s:g}")
+        lost.speaks = ranks.rank == came[0]
+        raise lost from error
+
+
+def _store(ranks: Ranks, timeout: timedelta) -> Store:
+    """The store in which all ranks meet: torchrun's own, under srun one that rank 0 holds."""
+    if "RANK" in os.environ:
+        store: Store = next(rendezvous("env://", ranks.rank, ranks.size, timeout=timeout))[0]
+        return store
+    host, port = _address_of_slurm(os.environ, ranks)
+    return dist.TCPStore(  # type: ignore[attr-defined] # torch's types do not export it
+        host, port, ranks.size, is_master=ranks.rank == 0, timeout=timeout, wait_for_workers=False
+    )
+
+
+@cache
+def _watch(ranks: Ranks) -> Watch:
+    """This rank's watch, one for all jobs of a sweep."""
+    store = distributed_c10d._get_default_store()  # there is no public name for it
+    return Watch(store, rank=ranks.rank, size=ranks.size, is_first_here=ranks.local_rank == 0)

@@ -78,9 +78,13 @@ def _differences(wanted: Mapping[str, str], found: Mapping[str, str]) -> list[st
 
 def _hash_all(folder: Path, *, but: Path) -> dict[str, str]:
     """Name and hash every file below the folder, but for manifests and hidden files."""
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder} does not exist: the folder of a checkpoint is required")
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path not in (but, folder / MANIFEST_FILE)]
+    own = (but, folder / MANIFEST_FILE)
+    try:
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder} does not exist: the folder of a checkpoint is required")
+        files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path not in own]
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read ({error.strerror}): name another folder") from error
     names = [path.relative_to(folder) for path in files]
     shown = {str(name): file for name, file in zip(names, files, strict=True) if not _is_hidden(name)}
     with ThreadPoolExecutor(_NUM_THREADS) as threads:

@@ -12,7 +12,6 @@ said in `lines`.
     run_dir/report.html   the same with figures
 """
 
-import errno
 import fcntl
 import json
 import os
@@ -26,7 +25,7 @@ from typing import BinaryIO, Self
 
 import yaml
 
-from llama_ssp.errors import ConfigError, SspError
+from llama_ssp.errors import FULL_DISK, ConfigError, SspError
 from llama_ssp.reports.lines import CompletionLine, LineKey, Summary
 from llama_ssp.reports.runs import Run
 
@@ -112,14 +111,6 @@ class RunFolder:
         """
         _write_whole(self.path / "status", status + "\n")
 
-    def write_failure(self, *, exit_code: int, sentence: str) -> None:
-        """Set `status` to the failing exit code and its sentence.
-
-        Raises:
-            SspError: the disk is full or gone.
-        """
-        self.write_status(f"{exit_code}: {sentence}")
-
     def add_line(self, file: str, line: str) -> None:
         """Append a line to a further file of the folder.
 
@@ -198,6 +189,25 @@ class RunFolder:
             ) from None
 
 
+def read_status(run_dir: Path) -> str:
+    """What the `status` of a run folder says.
+
+    Raises:
+        SspError: it cannot be read.
+    """
+    with _explained(run_dir / "status"):
+        return (run_dir / "status").read_text(encoding="utf-8", errors="replace").strip()
+
+
+def write_failure(run_dir: Path, *, exit_code: int, sentence: str) -> None:
+    """Set `status` of a run folder to the failing exit code and its sentence; done by another rank when rank 0 is lost.
+
+    Raises:
+        SspError: the disk is full or gone.
+    """
+    _write_whole(run_dir / "status", f"{exit_code}: {sentence}\n")
+
+
 def _locked(file: Path) -> BinaryIO:
     """Take the lock, which the kernel gives back when this process ends, however it ends."""
     with _explained(file):
@@ -211,9 +221,12 @@ def _locked(file: Path) -> BinaryIO:
             raise ConfigError(
                 f"run_dir={file.parent} is in use by {owner}; wait for its end, or name another run_dir"
             ) from None
-        lock.truncate(0)
-        lock.write(f"process {os.getpid()} on {platform.node()}\n".encode())
-        lock.flush()
+        try:
+            lock.truncate(0)
+            os.write(lock.fileno(), f"process {os.getpid()} on {platform.node()}\n".encode())
+        except OSError:
+            lock.close()
+            raise
     return lock
 
 
@@ -221,10 +234,14 @@ def _write_whole(file: Path, text: str) -> None:
     """Replace a file so that a reader, or a crash, meets the old text or the new one and nothing between."""
     draft = file.with_name(file.name + ".tmp")
     with _explained(file):
-        with draft.open("w", encoding="utf-8", errors="replace") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
+        try:
+            with draft.open("w", encoding="utf-8", errors="replace") as stream:
+                stream.write(text)
+                stream.flush()
+                os.fsync(stream.fileno())
+        except OSError:
+            draft.unlink(missing_ok=True)  # a part of it would fill the disk for nothing
+            raise
         draft.replace(file)
         folder = os.open(file.parent, os.O_RDONLY)
         try:
@@ -240,7 +257,7 @@ def _explained(file: Path) -> Iterator[None]:
         yield
     except OSError as error:
         remedy = "name a run_dir that can be written"
-        if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+        if error.errno in FULL_DISK:
             remedy = "free some space and give the same command with this run_dir to resume"
         raise SspError(f"cannot use {file}: {(error.strerror or str(error)).lower()}; {remedy}") from error
 

@@ -68,7 +68,10 @@ def find_runs(folders: Iterable[Path]) -> tuple[list[Run], list[str]]:
     """
     runs, missing = [], []
     for folder in folders:
-        found = sorted((file.parent for file in folder.rglob("config.yaml")), key=_by_number)
+        try:
+            found = sorted((file.parent for file in folder.rglob("config.yaml")), key=_by_number)
+        except OSError as error:
+            raise ConfigError(f"{folder} cannot be read ({error.strerror}): name the folder of a run") from error
         if not found:
             raise ConfigError(f"{folder} holds no run: a run's folder, with its config.yaml, or a sweep's is required")
         for path in found:

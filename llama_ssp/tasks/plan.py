@@ -137,7 +137,10 @@ def _estimated_prompt_tokens(config: RunConfig) -> int:
         texts = [config.prompt]
     elif config.prompts is not None:
         is_typed = config.prompts == STANDARD_INPUT
-        texts = [] if is_typed else Path(config.prompts).read_text(encoding="utf-8").splitlines()
+        try:
+            texts = [] if is_typed else Path(config.prompts).read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError as error:
+            raise ConfigError(f"cannot read prompts={config.prompts}: {error}; it must be a text file") from None
     return max((len(text) // CHARACTERS_PER_TOKEN + 1 for text in texts), default=TYPED_TOKENS)
 
 

@@ -224,7 +224,10 @@ class _Ledger:
         self._session = session
         self._viewer = viewer
         num_copies = session.config.placement.num_replicas
-        self._exchange = Exchange.begin(session.models.mesh, num_copies=num_copies) if num_copies > 1 else None
+        self._exchange = None
+        if num_copies > 1:
+            mesh, watch = session.models.mesh, session.world.watch
+            self._exchange = Exchange.begin(mesh, num_copies=num_copies, watch=watch)
 
     def enter(self, job: Job, completion: Completion, mode: str) -> None:
         """Record a completion of this copy, or hand it over to rank 0, and record what others have handed over."""

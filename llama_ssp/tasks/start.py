@@ -27,13 +27,14 @@ from llama_ssp.config.schema import (
 )
 from llama_ssp.config.target_placement import TargetPlacement
 from llama_ssp.distributed.agree import together
+from llama_ssp.distributed.faults import Phase, ending_alike
 from llama_ssp.distributed.ranklog import close_logs, describe_rank, open_logs
 from llama_ssp.distributed.world import World, start
-from llama_ssp.errors import ConfigError, InterruptedRun, SspError
+from llama_ssp.errors import ConfigError, InterruptedRun, LostRankError, SspError
 from llama_ssp.planning.plan import Plan, require_room
 from llama_ssp.reports.lines import LineKey
 from llama_ssp.reports.provenance import git_commit, gpu_links, planned_link, versions
-from llama_ssp.reports.records import RunFolder
+from llama_ssp.reports.records import RunFolder, read_status, write_failure
 from llama_ssp.tasks.checkpoints import Source, find_sources, offload_folder
 from llama_ssp.tasks.compare import compare
 from llama_ssp.tasks.conclusion import conclude
@@ -69,20 +70,24 @@ def run(config: RunConfig, clock: StartClock) -> None:
         terminal = Terminal.of_rank(world.comm.rank)
         if world.note:
             terminal.say(world.note)
-        if isinstance(config.task, CalibrateConfig):
-            from llama_ssp.tasks.calibrate import calibrate  # noqa: PLC0415 - builds models of the library's
-
-            if file := calibrate(world, output=config.task.output):
-                terminal.say(f"wrote {file}")
-            return
-        folder = _open_folder(config, world, stack)
-        stack.callback(shutil.rmtree, offload_folder(config, world), ignore_errors=True)
+        phase = Phase(doing="loading", limit=f"timeouts.load_s={config.timeouts.load_s:g}")
+        folder, run_dir = None, None
         try:
-            _run(config, world, terminal, folder, clock)
+            with ending_alike(world.watch, phase):
+                if isinstance(config.task, CalibrateConfig):
+                    from llama_ssp.tasks.calibrate import calibrate  # noqa: PLC0415 - builds models of the library's
+
+                    if file := calibrate(world, output=config.task.output):
+                        terminal.say(f"wrote {file}")
+                    return
+                folder = _open_folder(config, world, stack)
+                stack.callback(shutil.rmtree, offload_folder(config, world), ignore_errors=True)
+                run_dir = Path(str(config.run_dir))
+                _run(config, world, terminal, folder, phase=phase, clock=clock)
         except (SspError, KeyboardInterrupt) as error:
-            if folder:
+            if run_dir:
                 with suppress(SspError):  # a full disk must not hide why the run ends
-                    _write_end(folder, error)
+                    _write_end(run_dir, folder, error)
             raise
 
 
@@ -105,14 +110,22 @@ def _open_folder(config: RunConfig, world: World, stack: ExitStack) -> RunFolder
     return folder
 
 
-def _write_end(folder: RunFolder, error: SspError | KeyboardInterrupt) -> None:
-    if isinstance(error, InterruptedRun | KeyboardInterrupt):
+def _write_end(run_dir: Path, folder: RunFolder | None, error: SspError | KeyboardInterrupt) -> None:
+    """Write the status; rank 0 does, and where it may be lost, the rank that speaks in its place."""
+    if isinstance(error, LostRankError):
+        if read_status(run_dir) not in {"running", f"{error.exit_code}: {error}"}:
+            error.speaks = False  # this rank was stopped for a while, and the others have told of its loss
+        elif folder or error.speaks:
+            write_failure(run_dir, exit_code=error.exit_code, sentence=str(error))
+    elif folder and isinstance(error, SspError) and not isinstance(error, InterruptedRun):
+        write_failure(run_dir, exit_code=error.exit_code, sentence=str(error))
+    elif folder:
         folder.write_status("interrupted")
-    else:
-        folder.write_failure(exit_code=error.exit_code, sentence=str(error))
 
 
-def _run(config: RunConfig, world: World, terminal: Terminal, folder: RunFolder | None, clock: StartClock) -> None:
+def _run(
+    config: RunConfig, world: World, terminal: Terminal, folder: RunFolder | None, *, phase: Phase, clock: StartClock
+) -> None:
     if config.placement.auto:
         _settle_placement(config, world, terminal)
     sources = find_sources(config, world)
@@ -123,6 +136,7 @@ def _run(config: RunConfig, world: World, terminal: Terminal, folder: RunFolder 
     with terminal.loading() as progress:
         models = load_models(config, world, sources, progress=progress)
     clock.reach("loaded_s")
+    phase.doing, phase.limit = "decoding", f"timeouts.decode_s={config.timeouts.decode_s:g}"
     session = Session(
         config,
         world=world,
@@ -136,7 +150,7 @@ def _run(config: RunConfig, world: World, terminal: Terminal, folder: RunFolder 
     )
     interruption = None
     try:
-        with heeding_signals(session.wish):
+        with heeding_signals(session.wish, tell=world.watch.ask_to_stop):
             if jobs is None:
                 converse(session, _do)
             elif isinstance(config.task, BenchmarkConfig):

@@ -1,7 +1,7 @@
 """Signals that ask a run to end: they set a wish, and the loop ends after the current round on every rank alike."""
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -11,15 +11,19 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 @contextmanager
-def heeding_signals(wish: StopWish) -> Iterator[None]:
+def heeding_signals(wish: StopWish, *, tell: Callable[[], None]) -> Iterator[None]:
     """Let Ctrl-C, SIGTERM and SIGUSR1 set `wish` while the block runs, however often they come.
+
+    The signal may have reached this rank alone, and not the one whose wish counts: `tell` passes it on to all.
 
     Once it is set they go on doing nothing else: SLURM and torchrun both pass a SIGTERM on, and the second one must not
     end a process that is writing its last records.
     """
 
     def note(_number: int, _frame: FrameType | None) -> None:
-        wish.requested = True
+        if not wish.requested:
+            wish.requested = True
+            tell()
 
     before = {number: signal.signal(number, note) for number in _SIGNALS}
     try:

@@ -4,32 +4,15 @@ import json
 import os
 import platform
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.commands import Popen, run, start
+from tests.helpers.disturbed import lines, pid_of_rank, wait_for
 
 LONG = ["task=generate", "task.format=jsonl", "max_new_tokens=32", "num_samples=60", "prompt=def f(x):"]
-
-
-def lines(run_dir: Path) -> list[dict[str, object]]:
-    file = run_dir / "run.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-
-
-def wait_for(condition: Callable[[], bool], *, at_most_s: float) -> None:
-    deadline = time.monotonic() + at_most_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
-
-
-def pid_of_rank(run_dir: Path, rank: int) -> int:
-    text = (run_dir / "ranks" / f"{rank:03d}.log").read_text()
-    return int(text.partition("process ")[2].split()[0])
 
 
 @pytest.fixture

@@ -4,19 +4,27 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
+import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined] # torch does not list it
 
 from llama_ssp.distributed import exchange
 from llama_ssp.distributed.exchange import Exchange
 
 
-def _stage(*, ranks_per_copy: int, num_copies: int, monkeypatch: pytest.MonkeyPatch) -> list[Exchange]:
+def _stage(
+    *, ranks_per_copy: int, num_copies: int, monkeypatch: pytest.MonkeyPatch, missing: tuple[int, ...] = ()
+) -> list[Exchange]:
     """One end for each rank, all of the same stage."""
     store = HashStore()
     monkeypatch.setattr(exchange, "_stages", iter([7] * ranks_per_copy * num_copies))
     return [
         Exchange(
-            store, rank=rank, number=rank // ranks_per_copy, speaks=rank % ranks_per_copy == 0, num_copies=num_copies
+            store,
+            rank=rank,
+            number=rank // ranks_per_copy,
+            speaks=rank % ranks_per_copy == 0,
+            num_copies=num_copies,
+            missing=lambda: missing,
         )
         for rank in range(ranks_per_copy * num_copies)
     ]
@@ -60,3 +68,11 @@ def test_no_copy_goes_on_before_all_have_ended(monkeypatch: pytest.MonkeyPatch) 
         assert not waiting.done()
         assert not second.end(stopped=False, take=lambda _text: None)
         assert not waiting.result(timeout=10)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_nobody_waits_for_a_copy_whose_rank_has_ended(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "_CALL_EVERY_S", 0.1)
+    ends = _stage(ranks_per_copy=1, num_copies=2, monkeypatch=monkeypatch, missing=(1 - rank,))
+    with pytest.raises(dist.DistStoreError):
+        ends[rank].end(stopped=False, take=lambda _text: None)

@@ -8,7 +8,7 @@ import pytest
 
 from llama_ssp.errors import ConfigError, SspError
 from llama_ssp.reports.lines import CompletionLine
-from llama_ssp.reports.records import RunFolder
+from llama_ssp.reports.records import RunFolder, write_failure
 
 CONFIG = "seed: 0\nrun_dir: null\ntask:\n  name: compare\n"
 
@@ -144,7 +144,7 @@ def test_a_refused_config_gives_the_lock_back(tmp_path: Path) -> None:
 def test_the_status_follows_the_run(tmp_path: Path) -> None:
     with RunFolder(tmp_path, CONFIG) as folder:
         assert (tmp_path / "status").read_text() == "running\n"
-        folder.write_failure(exit_code=2, sentence="no such model")
+        write_failure(tmp_path, exit_code=2, sentence="no such model")
         assert (tmp_path / "status").read_text() == "2: no such model\n"
         folder.write_status("done")
     assert (tmp_path / "status").read_text() == "done\n"

@@ -1,0 +1,113 @@
+"""Settings that were given and do nothing beside the others; a user who wrote them expects something."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from llama_ssp.config import layout
+from llama_ssp.config.schema import DeviceKind, DrafterKind, Quantization, RunConfig, TaskName, WeightsKind
+
+
+def is_synthetic(config: RunConfig) -> bool:
+    """Whether weights are made, not read."""
+    return config.weights is WeightsKind.synthetic
+
+
+@dataclass(frozen=True)
+class _Pointless:
+    """Settings that do nothing while `holds`; a key stands for everything below it too."""
+
+    keys: tuple[str, ...]
+    holds: Callable[[RunConfig], bool]
+    reason: str
+
+
+_POINTLESS = (
+    _Pointless(
+        ("speculation", "verification", "placement.draft", "draft.model"),
+        lambda config: config.draft.kind is DrafterKind.none and config.task.name is not TaskName.compare,
+        "without a draft: give one with draft=NAME",
+    ),
+    _Pointless(
+        ("placement.target", "placement.draft"),
+        lambda config: config.placement.auto,
+        "beside placement=auto, which chooses it",
+    ),
+    _Pointless(
+        ("sampling.top_k", "sampling.top_p"),
+        lambda config: config.sampling.temperature == 0,
+        "at temperature 0, which always takes the most probable token",
+    ),
+    _Pointless(
+        ("num_samples",),
+        lambda config: config.sampling.temperature == 0 and config.num_samples > 1,
+        "at temperature 0, where all samples of a prompt are equal",
+    ),
+    _Pointless(
+        ("task.default_prompts",),
+        lambda config: config.prompt is not None or config.prompts is not None,
+        "beside prompt= or prompts=",
+    ),
+    _Pointless(
+        ("model.int8_threshold",),
+        lambda config: config.model.quantization is not Quantization.int8,
+        "without model.quantization=int8",
+    ),
+    _Pointless(
+        ("draft.model.int8_threshold",),
+        lambda config: config.draft.model is not None and config.draft.model.quantization is not Quantization.int8,
+        "without draft.model.quantization=int8",
+    ),
+    _Pointless(("model.manifest",), lambda config: not config.model.verify, "without model.verify=true"),
+    _Pointless(
+        ("draft.model.manifest",),
+        lambda config: config.draft.model is not None and not config.draft.model.verify,
+        "without draft.model.verify=true",
+    ),
+    _Pointless(("cuda_graphs",), lambda config: config.device is DeviceKind.cpu, "with device=cpu"),
+    _Pointless(
+        ("cuda_graphs",),
+        lambda config: not layout.may_capture(config.placement.target),
+        "beside a target that accelerate or deepspeed places: its operators are launched from Python",
+    ),
+    _Pointless(("synthetic",), lambda config: not is_synthetic(config), "without weights=synthetic"),
+    _Pointless(
+        ("synthetic",),
+        lambda config: is_synthetic(config) and config.draft.model is None and config.task.name is not TaskName.compare,
+        "without a draft: give one with draft=NAME",
+    ),
+    _Pointless(
+        ("model.path", "model.hub_id", "model.revision", "model.verify"),
+        lambda config: is_synthetic(config) and config.model.shape is not None,
+        "beside weights=synthetic, which reads no files",
+    ),
+    _Pointless(
+        ("draft.model.path", "draft.model.hub_id", "draft.model.revision", "draft.model.verify"),
+        lambda config: is_synthetic(config) and config.draft.model is not None and bool(config.draft.model.shape),
+        "beside weights=synthetic, which reads no files",
+    ),
+    _Pointless(
+        ("model.hub_id", "model.revision"),
+        lambda config: config.model.path is not None,
+        "beside model.path",
+    ),
+    _Pointless(
+        ("draft.model.hub_id", "draft.model.revision"),
+        lambda config: config.draft.model is not None and config.draft.model.path is not None,
+        "beside draft.model.path",
+    ),
+)
+
+
+def without_effect(config: RunConfig, explicit: frozenset[str]) -> Iterator[str]:
+    """A sentence for each setting that does nothing.
+
+    Args:
+        config: of the run.
+        explicit: keys that the user wrote.
+    """
+    for entry in _POINTLESS:
+        if not entry.holds(config):
+            continue
+        for key in sorted(explicit):
+            if any(key == top or key.startswith(f"{top}.") for top in entry.keys):
+                yield f"{key} has no effect {entry.reason}"

@@ -1,0 +1,158 @@
+"""Whatever is typed: every command answers with exit code 0, 2 or 3, and never with a traceback.
+
+The command lines are drawn by hypothesis, always the same ones: settings that exist with odd values, names that do not
+exist, broken syntax, and everything that Hydra knows beside name=value.
+"""
+
+import contextlib
+import io
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from launch import manifest, plan, report
+from launch.command_line import _groups, _keys_of_tasks
+from llama_ssp.config.plan import PlanConfig
+from tests.helpers.in_process import Ended, launch
+
+NUM_EXAMPLES = 60  # of some milliseconds to a tenth of a second each
+FUZZ = settings(
+    derandomize=True, deadline=None, database=None, max_examples=NUM_EXAMPLES,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)  # fmt: skip
+NUMBERS = (
+    "0", "-1", "1", "2", "3.5", "1e3", "1e400", "-1e-400", "nan", "inf", "-inf", str(1 << 31), str(1 << 63), "9" * 40,
+    "0x10", "1_000", "007", "true", "null",
+)  # fmt: skip
+TEXTS = (
+    "", "''", '""', "é", "\u202e", "日本", "\x7f", "\udcff", "a b", "a,b", "[", "[]", "[[1],[2]]", "[1,,2]", "{}",
+    "{a:1}", "{a:{b:[c]}}", "(", "'", "\\", "${x}", "${oc.env:HOME}", "${run_id:}", "${", "$(id)",
+    "!!python/object:os.system", "range(1,3)", "choice(1,2)", "glob(*)", "interval(0,1)", "sort(3,1)", "int(x)", "none",
+    "7B", "tiny", "../tiny", ".", "/dev/null", "x" * 5000,
+)  # fmt: skip
+ANY_TEXT = st.text(st.characters(exclude_characters="\0", codec="utf-8"), max_size=8)
+VALUES = st.one_of(st.sampled_from(NUMBERS), st.sampled_from(TEXTS), ANY_TEXT)
+NESTED = st.recursive(
+    st.sampled_from((*NUMBERS, "a", "''", "tiny")),
+    lambda inner: st.lists(inner, max_size=3).map(lambda items: f"[{','.join(items)}]"),
+    max_leaves=5,
+)
+RUN_KEYS = sorted(
+    {*_keys_of_tasks([]), *_groups(), "task.format", "task.num_warmup", "hardware.num_gpus"} - {"dry_run"}
+)
+PLAN_KEYS = sorted(
+    {*(field.name for field in fields(PlanConfig)), "model.path", "model.shape.num_layers", "hardware.num_gpus"}
+)
+ODD_KEYS = (
+    "", ".", "model.", ".model", "a.b.c", "hydra", "hydra.run.dir", "hydra/launcher", "hydra.launcher.nodes",
+    "_target_", "model._target_", "é", "model@draft", "task.name",
+)  # fmt: skip
+OPTIONS = (
+    "-m", "--multirun", "--cfg", "job", "--info", "--resolve", "--package", "-cn", "--config-dir", "-h", "--run",
+    "--shell_completion", "--hydra-help", "--version",
+)  # fmt: skip
+REPORT_OPTIONS = ("--output=", "--output=x", "--output=/dev/null/x", "--help", "-")
+
+
+def overrides(keys: list[str]) -> st.SearchStrategy[str]:
+    """One word of a command line."""
+    known = st.sampled_from(keys)
+    setting = st.builds("{}={}".format, st.one_of(known, known, known, st.sampled_from(ODD_KEYS)), VALUES | NESTED)
+    prefix = st.sampled_from(["+", "++", "~", "-", "--", "=", "@", "'"])
+    return st.one_of(
+        setting, setting, setting,
+        st.builds("{}{}".format, prefix, setting),
+        st.builds("{}={}={}".format, known, VALUES, VALUES),
+        st.builds("{}._target_={}".format, known, VALUES),
+        known, VALUES, st.sampled_from(OPTIONS),
+    )  # fmt: skip
+
+
+def lines_of(keys: list[str]) -> st.SearchStrategy[list[str]]:
+    return st.lists(overrides(keys), min_size=1, max_size=4)
+
+
+def in_process(main: Callable[[list[str]], int], arguments: list[str]) -> Ended:
+    """Call a command's main function, as its file does."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
+            return Ended(code=main(arguments), err=said.getvalue())
+    except Exception:  # noqa: BLE001 - whatever gets out is what is looked for
+        return Ended(code=None, err=traceback.format_exc())
+    except SystemExit as stop:
+        code = 0 if stop.code is None else stop.code
+        return Ended(code=code if isinstance(code, int) else None, err=said.getvalue())
+
+
+def run_dry(arguments: list[str]) -> int:
+    """The main function of run.py, which then loads nothing."""
+    ended = launch("dry_run=true", *arguments)
+    sys.stderr.write(ended.err)
+    assert ended.code is not None, ended.err
+    return ended.code
+
+
+def check(ended: Ended, arguments: list[str]) -> None:
+    assert ended.code in {0, 2, 3}, f"{arguments}\n{ended.err}"
+    assert "Traceback" not in ended.err, f"{arguments}\n{ended.err}"
+    assert ended.code == 0 or ended.err.strip(), f"{arguments} ended with {ended.code} and without a word"
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty folder, without a terminal."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    for variable in ("RANK", "WORLD_SIZE", "SLURM_STEP_ID"):
+        monkeypatch.delenv(variable, raising=False)
+
+
+@FUZZ
+@given(lines_of(RUN_KEYS))
+def test_run_answers_any_command_line(arguments: list[str]) -> None:
+    check(in_process(run_dry, arguments), arguments)
+
+
+@FUZZ
+@given(lines_of(PLAN_KEYS))
+def test_plan_answers_any_command_line(arguments: list[str]) -> None:
+    check(in_process(plan.main, arguments), arguments)
+
+
+@FUZZ
+@given(st.lists(VALUES | st.sampled_from(REPORT_OPTIONS), max_size=3))
+def test_report_and_manifest_answer_any_command_line(arguments: list[str]) -> None:
+    for main in (report.main, manifest.main):
+        check(in_process(main, arguments), arguments)
+
+
+@pytest.mark.parametrize(
+    ("main", "arguments", "sentence"),
+    [
+        (run_dry, ["prompts="], "prompts= must be a file"),
+        (run_dry, [f"prompts={'x' * 5000}"], "must be a file"),
+        (run_dry, ["speculation=${oc.env:PATH}"], "must be settings: set them one by one as speculation.KEY=VALUE"),
+        (run_dry, [f"speculation.num_draft_tokens={1 << 31}"], "must be at least 1 and at most 1024"),
+        (run_dry, ["--resolve"], "--resolve has an effect with --cfg alone"),
+        (run_dry, ["seed=1", "-m", "speculation.num_draft_tokens=0"], "settings are written name=value"),
+        (run_dry, ["--info", "-m"], "--multirun and --info exclude each other"),
+        (plan.main, ["=0"], "'=0' is no setting of a plan"),
+        (plan.main, ["hydra/launcher=[[],1]"], "'hydra/launcher=[[],1]' is no setting of a plan"),
+        (report.main, ["x" * 5000], "cannot be read (File name too long): name the folder of a run"),
+        (manifest.main, ["x" * 5000], "cannot be read (File name too long): name another folder"),
+    ],
+)
+def test_what_was_found_once_is_a_sentence(
+    main: Callable[[list[str]], int], arguments: list[str], sentence: str
+) -> None:
+    ended = in_process(main, arguments)
+    assert ended.code == 2
+    assert sentence in ended.err
+    assert len(ended.err.splitlines()) == 1

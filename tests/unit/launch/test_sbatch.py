@@ -1,0 +1,115 @@
+"""The batch script with stand-ins for SLURM's commands: when it queues its job again, and when it gives up.
+
+Real jobs are the business of tests/slurm.
+"""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.repository import ROOT
+
+# srun is what the script starts torchrun with: here a run that ends at once, having recorded so many completions.
+SRUN = """#!/usr/bin/env bash
+printf '%s\\n' "$CODE" >"$EXIT_CODE_FILE"
+if [ -n "$RUN_DIR" ]; then
+    printf '%s\\n' "$RUN_DIR" >"$RUN_DIR_FILE"
+    mkdir -p "$RUN_DIR"
+    for ((i = 0; i < LINES_MADE; i++)); do echo '{}' >>"$RUN_DIR/run.jsonl"; done
+fi
+[ "$CODE" = 0 ]
+"""
+SCONTROL = """#!/usr/bin/env bash
+case "$1 $2" in
+"show job") echo "JobId=7 JobState=$STATE Reason=None" ;;
+"show hostnames") echo n1 ;;
+*) echo "$@" >>requeued ;;
+esac
+"""
+
+
+class Job:
+    """A job that is started again and again in its folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "bin").mkdir()
+        for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+            (folder / "bin" / name).write_text(text)
+            (folder / "bin" / name).chmod(0o755)
+
+    def start(
+        self,
+        *options: str,
+        code: int = 4,
+        made: int = 0,
+        state: str = "RUNNING",
+        run_dir: str | None = "a run",
+        restarts: int = 0,
+    ) -> subprocess.CompletedProcess[str]:
+        """Run the script once; the run ends with `code` after `made` new completions."""
+        environment = {
+            "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "7",
+            "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "n1", "CODE": str(code), "LINES_MADE": str(made),
+            "STATE": state, "RUN_DIR": run_dir or "", "SLURM_RESTART_COUNT": str(restarts),
+        }  # fmt: skip
+        return subprocess.run(
+            ["bash", str(ROOT / "launch" / "slurm.sbatch"), *options, "model=tiny"],
+            cwd=self.folder, env=environment, capture_output=True, text=True, check=False, timeout=60,
+        )  # fmt: skip
+
+    @property
+    def num_requeued(self) -> int:
+        """How often it has queued itself again."""
+        file = self.folder / "requeued"
+        return len(file.read_text().splitlines()) if file.exists() else 0
+
+    @property
+    def left_files(self) -> list[str]:
+        """What lies beside the log."""
+        return sorted(file.name for file in self.folder.glob(".slurm-*"))
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    return Job(tmp_path)
+
+
+@pytest.mark.parametrize("run_dir", ["a run", None], ids=["no completion", "ends before there is a run folder"])
+def test_a_job_that_gets_nowhere_gives_up_after_some_tries(run_dir: str | None, job: Job) -> None:
+    for number in range(1, 4):
+        assert job.start(run_dir=run_dir).returncode == 4
+        assert (job.num_requeued, job.left_files) == (number, [".slurm-7.idle"])
+    ended = job.start(run_dir=run_dir)
+    assert (ended.returncode, job.num_requeued, job.left_files) == (4, 3, [])
+    assert ended.stderr.startswith("interrupted 4 times in a row without a new completion: job 7 gives up; submit it")
+
+
+def test_a_job_that_gets_on_is_queued_again_as_often_as_it_takes(job: Job) -> None:
+    for number in range(1, 7):
+        assert job.start("--idle", "1", made=number % 2).returncode == 4
+        assert job.num_requeued == number
+    assert job.start(code=0).returncode == 0
+    assert job.left_files == []
+
+
+def test_the_number_of_tries_is_an_option(job: Job) -> None:
+    assert job.start("--idle", "0").returncode == 4
+    assert job.num_requeued == 0
+    wrong = job.start("--idle", "many")
+    assert (wrong.returncode, wrong.stderr) == (2, "--idle many: give a number of times, such as 3\n")
+
+
+def test_where_nothing_can_be_kept_every_restart_counts(job: Job) -> None:
+    for restarts, num_requeued in ((0, 1), (2, 2), (3, 2)):
+        (job.folder / ".slurm-7.idle").mkdir(exist_ok=True)
+        assert job.start(made=1, restarts=restarts).returncode == 4
+        assert job.num_requeued == num_requeued
+
+
+@pytest.mark.parametrize(("code", "state"), [(1, "RUNNING"), (2, "RUNNING"), (3, "RUNNING"), (4, "CANCELLED")])
+def test_a_failed_and_a_cancelled_job_are_not_queued_again(code: int, state: str, job: Job) -> None:
+    assert job.start(code=code, state=state).returncode == code
+    assert (job.num_requeued, job.left_files) == (0, [])
