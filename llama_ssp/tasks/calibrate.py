@@ -79,10 +79,13 @@ def _profiles(world: World) -> list[Profile]:
 
 
 def _profile(*, num_ranks: int, reduces: list[SizePoint]) -> Profile:
-    linear = measuring.linear_points(torch.float32, Dtype.fp32.name)
-    halves = measuring.linear_points(torch.float32, Dtype.fp16.name, from_16_bits=True) if can_halve() else []
-    layer, frame = measuring.operator_points(linear)
-    draw, verify = measuring_rounds.rule_points()
+    sets = (*measuring.WORKING_SETS, measuring.beyond_caches())
+    linear = measuring.linear_points(torch.float32, Dtype.fp32.name, working_sets=sets)
+    halves = []
+    if can_halve():
+        halves = measuring.linear_points(torch.float32, Dtype.fp16.name, working_sets=sets, from_16_bits=True)
+    layer, frame = measuring.operator_points(linear, measuring_rounds.some_draw())
+    draw, verify = measuring_rounds.rule_points(measuring.some_forward())
     return Profile(
         num_ranks=num_ranks,
         linear=linear + halves,
@@ -95,7 +98,7 @@ def _profile(*, num_ranks: int, reduces: list[SizePoint]) -> Profile:
         draw=draw,
         verify=verify,
         all_reduce=reduces,
-        round_s=measuring_rounds.round_s(draw),
+        round_s=measuring_rounds.round_s(),
     )
 
 

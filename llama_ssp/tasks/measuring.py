@@ -7,6 +7,7 @@ Shapes: B sequences, T positions, V vocabulary, E width.
 """
 
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -31,6 +32,7 @@ OPERATOR_ROWS = (1, 5, 64)
 WORKING_SETS = (4 * 2**20, 32 * 2**20, 192 * 2**20)
 BUDGET_S = 0.15
 """Time that one point may take."""
+_FEWEST, _MOST = 3, 200
 NARROW = 64
 MANY_LAYERS = 9
 MOST_MATRICES = 512
@@ -38,11 +40,20 @@ WIDTHS = (64, 256)
 MLP_SHARE, HEAD_DIM = 4, 32
 
 
-def seconds_per_call(call: Callable[[], object], *, budget_s: float = BUDGET_S) -> float:
+def seconds_per_call(
+    call: Callable[[], object], *, budget_s: float = BUDGET_S, between: Callable[[], object] | None = None
+) -> float:
     """The lower quartile of the times of a call, over as many calls as the budget has room for.
 
     Other processes only ever add time, and the quartile leaves most of what they add out.
+
+    Args:
+        call: what to time.
+        budget_s: time that all calls may take.
+        between: done before each call and not timed, where code and numbers would be warmer than they are in a run.
     """
+    if between:
+        return statistics.quantiles(_times_apart(call, between, budget_s), n=4, method="inclusive")[0]
     call()
     started = time.perf_counter()
     call()
@@ -50,12 +61,24 @@ def seconds_per_call(call: Callable[[], object], *, budget_s: float = BUDGET_S) 
     # Short calls are timed in bunches, since reading the clock costs as much as they do.
     bunch = max(1, int(2e-4 / once))
     times = []
-    for _ in range(max(3, min(200, int(budget_s / (once * bunch))))):
+    for _ in range(max(_FEWEST, min(_MOST, int(budget_s / (once * bunch))))):
         started = time.perf_counter()
         for _ in range(bunch):
             call()
         times.append((time.perf_counter() - started) / bunch)
     return statistics.quantiles(times, n=4, method="inclusive")[0]
+
+
+def _times_apart(call: Callable[[], object], between: Callable[[], object], budget_s: float) -> list[float]:
+    """The times of single calls, each behind other work."""
+    times: list[float] = []
+    call()
+    while len(times) < _FEWEST or (len(times) < _MOST and sum(times) < budget_s):
+        between()
+        started = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - started)
+    return times
 
 
 def _settled(call: Callable[[], object], device: torch.device) -> Callable[[], object]:
@@ -125,7 +148,8 @@ def linear_points(
     for working_set in working_sets:
         for elements in ELEMENTS:
             size = elements * (2 if from_16_bits else dtype.itemsize)
-            if size > working_set:
+            # Caches hold many sets of small matrices, and only large ones make up a set that none can hold.
+            if size > working_set or (working_set > WORKING_SETS[-1] and size * MOST_MATRICES < working_set):
                 continue
             number = min(max(2, working_set // size), MOST_MATRICES)
             make = partial(_linear, elements, dtype, keeps_weight=keeps_weight, from_16_bits=from_16_bits)
@@ -161,17 +185,23 @@ def _linear_s(layers: list[tuple[int, Linear]], rows: int, dtype: torch.dtype) -
     return seconds_per_call(some) / bunch
 
 
-def operator_points(linear: list[LinearPoint]) -> tuple[list[RowsPoint], list[RowsPoint]]:
+def operator_points(
+    linear: list[LinearPoint], between: Callable[[], object]
+) -> tuple[list[RowsPoint], list[RowsPoint]]:
     """What a layer, and what the frame around the layers, takes beside its matrices.
 
     Timed on stacks of one and of several layers, of widths at which operators weigh as much as matrices; what the
     matrices cost, as a plan would read it from `linear`, is taken off.
+
+    Args:
+        linear: from `linear_points`.
+        between: what a round does between two forwards.
     """
     layers, frames = [], []
     for width in WIDTHS:
         few, many = _stack(width, 1), _stack(width, MANY_LAYERS)
         for rows in OPERATOR_ROWS:
-            few_s, many_s = _forward_s(few, rows), _forward_s(many, rows)
+            few_s, many_s = _forward_s(few, rows, between), _forward_s(many, rows, between)
             layer_s = (many_s - few_s) / (MANY_LAYERS - 1)
             price = partial(measured_linear_s, linear, rows=rows, dtype=Dtype.fp32)
             sizes = [2 * width * width, width * width, 2 * MLP_SHARE * width * width, MLP_SHARE * width * width]
@@ -196,13 +226,27 @@ def _stack(width: int, num_layers: int) -> Runner:
     return runner
 
 
-def _forward_s(runner: Runner, rows: int) -> float:
+def _forward(runner: Runner, rows: int) -> Callable[[], object]:
     ids_BT = torch.zeros(1, rows, dtype=torch.int64)
-    positions_BT = torch.arange(rows)[None]
-    with torch.inference_mode():
-        return seconds_per_call(
-            lambda: runner.forward(ids_BT, positions_BT, bucket=MEASURED_SLOTS), budget_s=3 * BUDGET_S
-        )
+    return partial(runner.forward, ids_BT, torch.arange(rows)[None], bucket=MEASURED_SLOTS)
+
+
+@torch.inference_mode()
+def _forward_s(runner: Runner, rows: int, between: Callable[[], object]) -> float:
+    return seconds_per_call(_forward(runner, rows), budget_s=3 * BUDGET_S, between=between)
+
+
+def some_forward() -> Callable[[], object]:
+    """A forward of one row, as it comes before a rule."""
+    return _forward(_stack(WIDTHS[-1], MANY_LAYERS), 1)
+
+
+def beyond_caches() -> int:
+    """Bytes that no cache of this machine can hold."""
+    try:
+        return max(2 * os.sysconf("SC_LEVEL3_CACHE_SIZE"), 2 * WORKING_SETS[-1])
+    except (ValueError, OSError):  # only Linux tells
+        return 2 * WORKING_SETS[-1]
 
 
 def attention_points() -> list[SizePoint]:

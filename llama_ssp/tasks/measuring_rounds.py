@@ -4,6 +4,7 @@ Shapes: B sequences, T positions, V vocabulary.
 """
 
 import time
+from collections.abc import Callable
 from functools import partial
 from itertools import cycle
 
@@ -19,7 +20,7 @@ from llama_ssp.decoding.rounds import Rounds
 from llama_ssp.decoding.state import Request
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.drafting.placement import AgreedRule
-from llama_ssp.sampling.random import DrawTable
+from llama_ssp.sampling.random import Draws, DrawTable
 from llama_ssp.sampling.verification import Draft, make_rule
 from llama_ssp.tasks.measuring import seconds_per_call
 
@@ -30,11 +31,26 @@ FEW_IDS = 64
 _NUM_MATRICES = 32
 
 
-def rule_points() -> tuple[list[SizePoint], list[SizePoint]]:
-    """The rule, drawing one token and verifying K of them, by rows times vocabulary."""
-    rule = make_rule(SamplingConfig(), VerificationConfig())
+def some_draw() -> Callable[[], object]:
+    """A draw of one token, as it comes between two forwards."""
+    logits_BV, draws = torch.randn(1, VOCABULARIES[1]), _draws()
+    return partial(make_rule(SamplingConfig(), VerificationConfig()).draw, logits_BV, draws.plain_B1)
+
+
+def _draws() -> Draws:
     table = DrawTable(NUM_DRAFT_TOKENS, torch.device("cpu"))
-    draws = table.split(table.numbers(torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64)))
+    return table.split(table.numbers(torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64)))
+
+
+@torch.inference_mode()
+def rule_points(between: Callable[[], object]) -> tuple[list[SizePoint], list[SizePoint]]:
+    """The rule, drawing one token and verifying K of them, by rows times vocabulary.
+
+    Args:
+        between: a forward.
+    """
+    rule = make_rule(SamplingConfig(), VerificationConfig())
+    draws = _draws()
     drawing, verifying = [], []
     for vocab_size in VOCABULARIES:
         logits_BTV = torch.randn(1, NUM_DRAFT_TOKENS + 1, vocab_size)
@@ -47,8 +63,9 @@ def rule_points() -> tuple[list[SizePoint], list[SizePoint]]:
         def verify(draft: Draft = draft, logits_BTV: Tensor = logits_BTV) -> None:
             rule.verify(draft, rule.process(logits_BTV), draws=draws)
 
-        drawing.append(SizePoint(size=vocab_size, s=seconds_per_call(draw)))
-        verifying.append(SizePoint(size=(NUM_DRAFT_TOKENS + 1) * vocab_size, s=seconds_per_call(verify)))
+        num_numbers = (NUM_DRAFT_TOKENS + 1) * vocab_size
+        drawing.append(SizePoint(size=vocab_size, s=seconds_per_call(draw, between=between)))
+        verifying.append(SizePoint(size=num_numbers, s=seconds_per_call(verify, between=between)))
     return drawing, verifying
 
 
@@ -79,7 +96,7 @@ class _Mute:
         return self._logits_BTV
 
 
-def round_s(draw: list[SizePoint]) -> float:
+def round_s() -> float:
     """What the loop takes for a token beside forwards and the rule."""
     target = _Mute()
     rule = AgreedRule(
@@ -87,6 +104,7 @@ def round_s(draw: list[SizePoint]) -> float:
     )
     rounds = Rounds(target, None, rule=rule, clock=clock_for(target.device))
     num_tokens = 256
+    draw = partial(rule.draw, torch.zeros(1, FEW_IDS), _draws().plain_B1)
 
     @torch.inference_mode()
     def decode() -> None:
@@ -94,7 +112,9 @@ def round_s(draw: list[SizePoint]) -> float:
         for _ in decoder.run([Request(index=0, prompt_ids=(1, 2), max_new_tokens=num_tokens)]):
             pass
 
-    return max(seconds_per_call(decode) / num_tokens - draw[0].s, 0.0)
+    with torch.inference_mode():
+        draw_s = seconds_per_call(draw)
+    return max(seconds_per_call(decode) / num_tokens - draw_s, 0.0)
 
 
 def all_reduce_points(comm: Comm, device: torch.device) -> list[SizePoint]:

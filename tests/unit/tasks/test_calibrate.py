@@ -32,6 +32,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring, "ELEMENTS", (4096, 65536))
     monkeypatch.setattr(measuring, "ROWS", (1, 5, 64))
     monkeypatch.setattr(measuring, "WORKING_SETS", (2**20, 2**22))
+    monkeypatch.setattr(measuring, "beyond_caches", lambda: 2**23)
     monkeypatch.setattr(measuring_rounds, "VOCABULARIES", (64, 256))
     monkeypatch.setattr(measuring, "BUDGET_S", 0.0)
 
@@ -64,12 +65,26 @@ def test_a_call_is_timed_in_seconds() -> None:
     assert measuring.seconds_per_call(lambda: time.sleep(0.002), budget_s=0.02) == pytest.approx(0.002, rel=0.5)
 
 
+def test_what_comes_between_two_calls_is_done_each_time_and_not_timed() -> None:
+    import time
+
+    done: list[str] = []
+
+    def between() -> None:
+        done.append("between")
+        time.sleep(0.005)
+
+    seconds = measuring.seconds_per_call(lambda: done.append("call"), budget_s=1e-9, between=between)
+    assert done == ["call", "between", "call", "between", "call", "between", "call"]
+    assert seconds < 0.002
+
+
 def test_matrices_are_taken_off_a_layers_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = {1: 0.003, measuring.MANY_LAYERS: 0.003 + 0.001 * (measuring.MANY_LAYERS - 1)}
     monkeypatch.setattr(measuring, "_stack", lambda _width, num_layers: num_layers)
-    monkeypatch.setattr(measuring, "_forward_s", lambda stack, _rows: seconds[stack])
+    monkeypatch.setattr(measuring, "_forward_s", lambda stack, _rows, _between: seconds[stack])
     linear = [LinearPoint(dtype="fp32", rows=1, elements=4096, working_set_bytes=2**22, s=1e-5)]
-    layers, frames = measuring.operator_points(linear)
+    layers, frames = measuring.operator_points(linear, lambda: None)
     assert {point.width for point in layers} == set(measuring.WIDTHS)
     assert [point.s for point in layers] == pytest.approx([0.001 - 4e-5] * len(layers))
     assert [point.s for point in frames] == pytest.approx([0.002 - 1e-5] * len(frames))
