@@ -20,7 +20,7 @@ from llama_ssp.config.schema import (
     SpeculationConfig,
     VerificationConfig,
 )
-from llama_ssp.config.target_placement import TargetPlacement
+from llama_ssp.config.target_placement import TargetKind, TargetPlacement
 
 TARGET, DRAFT = "tiny", "tiny-draft"
 
@@ -97,11 +97,13 @@ SPLIT, SPLIT_ALONE = "target on 2 ranks", "target on 2 ranks, alone"
 _OVER_BOTH = PlacementConfig(
     target=TargetPlacement(ranks=[0]), draft=DraftPlacement(kind=DraftLayout.sharded, ranks=[0, 1])
 )
+_IN_A_ROW = PlacementConfig(target=TargetPlacement(kind=TargetKind.accelerate))
 _REPLICATED = _draft(DraftLayout.replicated)
 PLACES = (
     Place(name=ALONE, num_ranks=1, drafts=False),
     Place(name=ONE_RANK, num_ranks=1, plain=ALONE),
     Place(name=f"{ONE_RANK}, batch 8", num_ranks=1, batch_size=8),
+    Place(name="1 rank, target's layers in a row", num_ranks=1, plain=ALONE, placement=_IN_A_ROW),
     Place(name=SPLIT_ALONE, num_ranks=2, drafts=False),
     Place(name=f"{SPLIT}, draft one_rank", num_ranks=2, plain=SPLIT_ALONE),
     Place(name=f"{SPLIT}, draft sharded", num_ranks=2, plain=SPLIT_ALONE, placement=_draft(DraftLayout.sharded)),

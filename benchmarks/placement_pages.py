@@ -11,8 +11,8 @@ UNLIKE = 0.03
 """A ratio within this of 1 is called the same."""
 _REMARK = (
     "With a batch of 8 a round yields eight times the tokens. Replicas work on a text each, so that two rounds take "
-    "the time of one. Two gloo ranks share the cores that one process has alone: they are there to compare placements "
-    "with each other, not with one rank."
+    "the time of one. Two ranks share the cores that one process has alone: they are there to compare placements with "
+    "each other rather than with one rank."
 )
 
 
