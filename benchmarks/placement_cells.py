@@ -93,6 +93,7 @@ def _draft(kind: DraftLayout) -> PlacementConfig:
 
 
 ALONE, ONE_RANK = "1 rank, target alone", "1 rank, both models"
+IN_A_ROW = "1 rank, the target's layers in a row"
 SPLIT, SPLIT_ALONE = "target on 2 ranks", "target on 2 ranks, alone"
 _OVER_BOTH = PlacementConfig(
     target=TargetPlacement(ranks=[0]), draft=DraftPlacement(kind=DraftLayout.sharded, ranks=[0, 1])
@@ -103,7 +104,7 @@ PLACES = (
     Place(name=ALONE, num_ranks=1, drafts=False),
     Place(name=ONE_RANK, num_ranks=1, plain=ALONE),
     Place(name=f"{ONE_RANK}, batch 8", num_ranks=1, batch_size=8),
-    Place(name="1 rank, target's layers in a row", num_ranks=1, plain=ALONE, placement=_IN_A_ROW),
+    Place(name=IN_A_ROW, num_ranks=1, plain=ALONE, placement=_IN_A_ROW),
     Place(name=SPLIT_ALONE, num_ranks=2, drafts=False),
     Place(name=f"{SPLIT}, draft one_rank", num_ranks=2, plain=SPLIT_ALONE),
     Place(name=f"{SPLIT}, draft sharded", num_ranks=2, plain=SPLIT_ALONE, placement=_draft(DraftLayout.sharded)),

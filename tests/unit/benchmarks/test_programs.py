@@ -8,7 +8,7 @@ import torch
 from rich.console import Console
 
 from benchmarks import gpu, gpu_checks, gpu_engine, lengths, placements
-from benchmarks.placement_cells import ALONE, ONE_RANK
+from benchmarks.placement_cells import ALONE, IN_A_ROW, ONE_RANK
 from llama_ssp.config.schema import Dtype
 
 CPU = torch.device("cpu")
@@ -57,7 +57,8 @@ def test_placements_measure_a_line_of_the_target_alone_and_one_with_a_draft(
     found = {(each["place"], each["form"]): each for each in json.loads((tmp_path / "f.json").read_text())}
     batch = f"{ONE_RANK}, batch 8"
     assert list(found) == [
-        (ALONE, "bf16"), (ONE_RANK, "bf16"), (ONE_RANK, "draft int8"), (batch, "bf16"), (batch, "draft int8")
+        (ALONE, "bf16"), (ONE_RANK, "bf16"), (ONE_RANK, "draft int8"), (batch, "bf16"), (batch, "draft int8"),
+        (IN_A_ROW, "bf16"), (IN_A_ROW, "draft int8"),
     ]  # fmt: skip
     assert not [each["refused"] for each in found.values() if each["refused"]]
     assert found[ALONE, "bf16"]["tokens_per_round"] == 1
