@@ -49,6 +49,7 @@ class Watch:
         self._is_first_here = is_first_here
         self._verdict: str | None = None
         self._is_lost = False
+        self._num_late = 0
         self._store = _connected(store) if store else None
         if store:
             Thread(target=self._listen, args=(_connected(store),), daemon=True, name="watch").start()
@@ -138,7 +139,7 @@ class Watch:
         return answered
 
     def _in_time(self, ask: Callable[[], _T]) -> _T | None:
-        """Ask the store; None where it is gone or, with its process stopped, does not answer."""
+        """Ask the store; None where it does not answer: after two such times in a row it is not asked again."""
         answers: list[_T] = []
         if self._is_lost:
             return None
@@ -147,13 +148,17 @@ class Watch:
             try:
                 answers.append(ask())
             except DistError:
-                return
+                self._is_lost = True
 
         thread = Thread(target=keep, daemon=True)
         thread.start()
         thread.join(2 * ANSWER_S + 1)
-        self._is_lost = not answers
-        return answers[0] if answers else None
+        if answers:
+            self._num_late = 0
+            return answers[0]
+        self._num_late += 1
+        self._is_lost |= self._num_late > 1
+        return None
 
     def _listen(self, store: Store) -> None:
         number = 0

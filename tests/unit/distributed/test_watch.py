@@ -51,11 +51,31 @@ def test_a_store_that_does_not_answer_is_missed_with_its_rank_and_asked_no_more(
 
     monkeypatch.setattr(own, "_store", Silent())
     assert own.missing() == (0,)
+    assert own.missing() == (0,)
     started = time.monotonic()
     assert own.settle("SspError\nmine", without=(0,)) == "SspError\nmine"
     assert own.may_speak(without=(0,))
     assert time.monotonic() - started < 1.0
     over.set()
+
+
+def test_a_store_that_was_late_once_is_asked_again(signals: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    [own] = watches(0, size=1)
+    store, late = own._store, Event()
+
+    class Late:
+        def __getattr__(self, name: str) -> object:
+            late.wait(20)
+            return getattr(store, name)
+
+    for _ in range(2):
+        late.clear()
+        monkeypatch.setattr(own, "_store", Late())
+        assert own.missing() == (0,)
+        late.set()
+        monkeypatch.setattr(own, "_store", store)
+        assert own.missing() == ()
+    assert not signals
 
 
 def test_the_first_proposal_ends_the_run_on_every_rank(signals: list[int]) -> None:
