@@ -10,6 +10,7 @@ ends; that is `faults`.
     spoken            how many wanted to tell the user: the first one does
 """
 
+import math
 import os
 import signal
 import time
@@ -50,6 +51,8 @@ class Watch:
         self._verdict: str | None = None
         self._is_lost = False
         self._num_late = 0
+        self._num_stops = 0
+        self._told_s = -math.inf
         self._store = _connected(store) if store else None
         if store:
             Thread(target=self._listen, args=(_connected(store),), daemon=True, name="watch").start()
@@ -121,7 +124,9 @@ class Watch:
 
     def _pass_on_wish(self) -> None:
         assert self._store, "a rank alone tells nobody"
-        if self._store.add("llama_ssp/wishes", 1) == 1:
+        if time.monotonic() - self._told_s < ANSWER_S:  # what came is the call itself
+            return
+        if self._store.add(f"llama_ssp/wishes/{self._num_stops}", 1) == 1:
             self._call(_STOP)
 
     def _call(self, words: str, *, without: tuple[int, ...] = ()) -> set[int]:
@@ -168,6 +173,9 @@ class Watch:
                 kind, _, words = store.get(f"llama_ssp/call/{number}").decode().partition("\n")
                 self._verdict = words or self._verdict
                 store.set(f"llama_ssp/answer/{number}/{self.rank}", "")
+                if kind == _STOP:
+                    self._num_stops += 1
+                    self._told_s = time.monotonic()
                 if kind != _ROLL:
                     os.kill(os.getpid(), signal.SIGTERM)
                 if kind == _END:
