@@ -97,11 +97,17 @@ def _launch(arguments: list[str], ranks: Ranks) -> None:
     store.register()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it otherwise prints
     failures: list[Exception] = []
+    is_to_stop = False
 
     def job(config: DictConfig) -> None:
+        nonlocal is_to_stop
+        if is_to_stop and not failures:
+            number = HydraConfig.get().job.num
+            sentence = f"interrupted before point {number} of the sweep; the same command with the same run_dir goes on"
+            failures.append(InterruptedRun(f"{sentence} from here"))
         if not failures:  # the first point of a sweep that fails ends the sweep
             try:
-                _run(config, ranks)
+                is_to_stop = _run(config, ranks)
             except (SspError, HydraException, OmegaConfBaseException) as error:
                 failures.append(error)
 
@@ -123,8 +129,8 @@ def _scratch_folder(*, multirun: bool) -> Iterator[list[str]]:
         yield [f"hydra.sweep.dir={folder}"]
 
 
-def _run(config: DictConfig, ranks: Ranks) -> None:
-    """Check one config and run its task."""
+def _run(config: DictConfig, ranks: Ranks) -> bool:
+    """Check one config and run its task; returns whether a sweep is to end here."""
     hydra_config = HydraConfig.get()
     is_later_point = hydra_config.mode is RunMode.MULTIRUN and hydra_config.job.num > 0
     clock = startup.StartClock(age_s=0.0 if is_later_point else startup.process_age_s())
@@ -137,14 +143,14 @@ def _run(config: DictConfig, ranks: Ranks) -> None:
     if run.dry_run:
         if ranks.rank == 0:
             plan.dry_run(run, world_size=ranks.size)
-        return
+        return False
 
     if ranks.rank == 0 and (file := os.environ.get(RUN_DIR_FILE)):
         Path(file).write_text(f"{run.run_dir}\n", encoding="utf-8")
     clock.reach("composed_s")
     from llama_ssp.tasks import start  # noqa: PLC0415 - torch takes seconds, and the config is sound only now
 
-    start.run(run, clock)
+    return start.run(run, clock)
 
 
 def leave(exit_code: int) -> None:

@@ -80,11 +80,13 @@ class Comm:
     def _with_shared_memory(self, members: tuple[int, ...]) -> "Comm":
         """The same end with memory that the group shares, where it can; made once for all jobs of a sweep."""
         assert self.group
-        if members not in _boards and self.device.type == "cpu":
-            _boards[members] = Board.join(self.gather_text, rank=self.rank, size=self.size, crowded=self.crowded)
-        if members not in _one_shots and self.device.type == "cuda":
+        if self.device.type == "cpu":
+            if members not in _boards:
+                _boards[members] = Board.join(self.gather_text, rank=self.rank, size=self.size, crowded=self.crowded)
+            return replace(self, board=_boards[members])
+        if members not in _one_shots:
             _one_shots[members] = OneShot.join(self.group, self.gather_text, self.device)
-        return replace(self, board=_boards.get(members), one_shot=_one_shots.get(members))
+        return replace(self, one_shot=_one_shots[members])
 
     def all_reduce(self, values: Tensor) -> Tensor:
         """Add up `values` over the group, in place where it can; returns the sum, the same bits everywhere."""

@@ -31,7 +31,8 @@ class Exchange:
         number: which copy this rank belongs to.
         speaks: whether this rank speaks for its copy.
         num_copies: how many there are.
-        missing: says which ranks are gone (`Watch.missing`).
+        missing: says which ranks do not answer a call (`Watch.missing`).
+        patience_s: how long a rank may answer no call before it counts as gone.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Exchange:
         speaks: bool,
         num_copies: int,
         missing: Callable[[], tuple[int, ...]],
+        patience_s: float,
     ) -> None:
         self._store = store
         self._prefix = f"llama_ssp/stage/{next(_stages)}"
@@ -53,11 +55,13 @@ class Exchange:
         self._next = dict.fromkeys(range(1, num_copies), 0)
         self._any_stopped = False
         self._missing = missing
+        self._patience_s = patience_s
+        self._silent_since: dict[int, float] = {}
         self._called_s = time.monotonic()
 
     @classmethod
-    def begin(cls, mesh: Mesh, *, num_copies: int, watch: Watch) -> Self:
-        """Begin a stage on this rank."""
+    def begin(cls, mesh: Mesh, *, num_copies: int, watch: Watch, patience_s: float) -> Self:
+        """Begin a stage on this rank; see the class."""
         store = distributed_c10d._get_default_store()  # there is no public name for it
         speaks = mesh.copy.rank == 0
         return cls(
@@ -67,6 +71,7 @@ class Exchange:
             speaks=speaks,
             num_copies=num_copies,
             missing=watch.missing,
+            patience_s=patience_s,
         )
 
     def tell(self, text: str) -> None:
@@ -121,10 +126,12 @@ class Exchange:
     def _wait(self) -> None:
         """Let a moment pass; every few seconds see that all ranks are alive."""
         time.sleep(_LOOK_EVERY_S)
-        if self._speaks and time.monotonic() - self._called_s > _CALL_EVERY_S:
-            if self._missing():
-                raise DistStoreError("a rank has ended before its copy")
-            self._called_s = time.monotonic()
+        call_every_s = min(_CALL_EVERY_S, self._patience_s) if self._silent_since else _CALL_EVERY_S
+        if self._speaks and time.monotonic() - self._called_s > call_every_s:
+            missing, self._called_s = self._missing(), time.monotonic()
+            self._silent_since = {rank: self._silent_since.get(rank, self._called_s) for rank in missing}
+            if any(self._called_s - since >= self._patience_s for since in self._silent_since.values()):
+                raise DistStoreError("timed out: a rank answers no more, and its copy has not ended")
 
     def _key(self, number: int) -> str:
         return f"{self._prefix}/{number}/{self._next[number]}"

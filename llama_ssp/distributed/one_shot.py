@@ -8,7 +8,9 @@ to the largest message for which all ranks got NCCL's sum, and got it sooner.
 
 import json
 import socket
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Self
 
@@ -21,6 +23,9 @@ SIZES = (4096, 16384, 65536, 262144, 1048576)
 _DTYPES = (torch.float32, torch.bfloat16)
 _NUM_CALLS = 30
 _ALIGNMENT = 16
+_PATIENCE_S = 20.0  # for calls that take microseconds, and the first one of NCCL, which connects the ranks
+_LOOK_EVERY_S = 1e-5
+_CANNOT = (ImportError, AttributeError, RuntimeError)  # no such interface, or no way between the GPUs
 
 
 class OneShot:
@@ -53,10 +58,16 @@ class OneShot:
         """
         if len(set(gather_text(socket.gethostname()))) > 1:
             return None
-        try:
-            end = cls(_shared_buffers(group, device), group=group, most_bytes=SIZES[-1])
-        except (ImportError, AttributeError, RuntimeError):  # no such interface, or no way between the GPUs
-            end = None
+        # Ranks agree before each step that they can only take together: none waits for one that has failed before it.
+        buffers = None
+        with suppress(*_CANNOT):
+            buffers = _allocate(device)
+        if not all(gather_text("has room" if buffers else "")) or buffers is None:
+            return None
+        end = None
+        with suppress(*_CANNOT):
+            _open(buffers, group)
+            end = cls(buffers, group=group, most_bytes=SIZES[-1])
         if not all(gather_text("joined" if end else "")) or end is None:
             return None
         seconds = gather_text(json.dumps(_measure(end, group, device)))
@@ -65,7 +76,9 @@ class OneShot:
 
     def takes(self, values: Tensor) -> bool:
         """Whether a message goes this way; the same on every rank."""
-        return values.nbytes <= self.most_bytes and values.nbytes % _ALIGNMENT == 0 and values.is_floating_point()
+        start = values.storage_offset() * values.itemsize
+        is_aligned = values.nbytes % _ALIGNMENT == start % _ALIGNMENT == 0
+        return is_aligned and values.nbytes <= self.most_bytes and values.is_floating_point()
 
     def all_reduce(self, values: Tensor) -> Tensor:
         """The sum of contiguous values over the group; every rank gets the same bits."""
@@ -95,40 +108,65 @@ def largest_gain(seconds: Sequence[Sequence[tuple[float, float] | None]]) -> int
     return most_bytes
 
 
-def _shared_buffers(group: dist.ProcessGroup, device: torch.device) -> dict[torch.dtype, Tensor]:
+def _allocate(device: torch.device) -> dict[torch.dtype, Tensor]:
+    """Memory that others can be let into, on this rank."""
     from torch.distributed import _symmetric_memory as symmetric  # noqa: PLC0415 - not in every build of torch
 
-    buffers = {}
-    for dtype in _DTYPES:
-        # Room for the largest message, and for one in 16 bits that goes through 32.
-        buffers[dtype] = symmetric.empty(2 * SIZES[-1] // dtype.itemsize, dtype=dtype, device=device)
-        symmetric.rendezvous(buffers[dtype], group)
-    return buffers
+    # Room for the largest message, and for one in 16 bits that goes through 32.
+    return {dtype: symmetric.empty(2 * SIZES[-1] // dtype.itemsize, dtype=dtype, device=device) for dtype in _DTYPES}
+
+
+def _open(buffers: dict[torch.dtype, Tensor], group: dist.ProcessGroup) -> None:
+    """Let all ranks of a group, which call this together, into each other's memory."""
+    from torch.distributed import _symmetric_memory as symmetric  # noqa: PLC0415 - not in every build of torch
+
+    for buffer in buffers.values():
+        symmetric.rendezvous(buffer, group)
 
 
 def _measure(end: OneShot, group: dist.ProcessGroup, device: torch.device) -> list[tuple[float, float] | None]:
-    """Seconds for each size both ways, on fp16, which takes the longest way; None where the sums are not equal."""
-    seconds: list[tuple[float, float] | None] = []
+    """Seconds for each size both ways, on fp16, which takes the longest way; None where the sums are not equal.
+
+    A rank on which the one step fails has None for every size, and has made the same calls of NCCL as the others.
+    """
+    messages, sums, through_nccl = [], [], []
     for size in SIZES:
-        values = torch.arange(size // 2, device=device).remainder(64).to(torch.float16) + dist.get_rank(group)
-        expected = values.clone()
-        dist.all_reduce(expected, group=group)
-        is_right = torch.equal(end.all_reduce(values), expected)
-        one_step = _seconds(partial(end.all_reduce, values), device)
-        through_nccl = _seconds(partial(dist.all_reduce, values.clone().zero_(), group=group), device)
-        seconds.append((one_step, through_nccl) if is_right else None)
+        messages.append(torch.arange(size // 2, device=device).remainder(64).to(torch.float16) + dist.get_rank(group))
+        sums.append(messages[-1].clone())
+        dist.all_reduce(sums[-1], group=group)
+        through_nccl.append(_seconds(partial(dist.all_reduce, torch.zeros_like(sums[-1]), group=group)))
+    seconds: list[tuple[float, float] | None] = []
+    try:
+        for values, expected, nccl in zip(messages, sums, through_nccl, strict=True):
+            one_step = _seconds(partial(end.all_reduce, values))
+            seconds.append((one_step, nccl) if torch.equal(end.all_reduce(values), expected) else None)
+    except _CANNOT:
+        return [None] * len(SIZES)
     return seconds
 
 
-def _seconds(call: Callable[[], object], device: torch.device) -> float:
-    """The mean time of a call on the device."""
+def _seconds(call: Callable[[], object]) -> float:
+    """The mean time of a call on the device.
+
+    Raises:
+        RuntimeError: the device has not come to an end of the calls in time.
+    """
     call()
-    started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize(device)
+    warm, started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+    warm.record()
+    _await(warm)
     started.record()
     for _ in range(_NUM_CALLS):
         call()
     ended.record()
-    ended.synchronize()
+    _await(ended)
     milliseconds: float = started.elapsed_time(ended)
     return milliseconds / 1e3 / _NUM_CALLS
+
+
+def _await(event: torch.cuda.Event) -> None:
+    deadline = time.monotonic() + _PATIENCE_S
+    while not event.query():
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"the device has not come to an end within {_PATIENCE_S:g} s")
+        time.sleep(_LOOK_EVERY_S)

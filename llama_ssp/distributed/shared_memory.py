@@ -19,7 +19,7 @@ import fcntl
 import mmap
 import os
 import platform
-import tempfile
+import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -81,18 +81,25 @@ class Board:
         Returns:
             This rank's end; None on every rank where not all of them can share memory.
         """
-        file, path = _make(size) if rank == 0 else (None, "")
-        path = gather_text(path)[0]
-        board = None
+        # Named before it is made, so that it is removed whatever interrupts this.
+        path = str(_FOLDER / f"llama_ssp_{secrets.token_hex(8)}") if rank == 0 and _may_share() else ""
+        file, board, have_joined = None, None, False
         try:
             if path:
-                file = os.open(path, os.O_RDWR) if file is None else file
-                board = cls(file, rank=rank, size=size, crowded=crowded)
-        except OSError:
-            pass  # on another node, or in another container
-        have_joined = all(gather_text("joined" if board else ""))
-        if rank == 0 and path:
-            Path(path).unlink()
+                file = _make(path, size)
+            shown = gather_text(path if file is not None else "")[0]
+            try:
+                if shown:
+                    file = os.open(shown, os.O_RDWR) if file is None else file
+                    board = cls(file, rank=rank, size=size, crowded=crowded)
+            except OSError:
+                pass  # on another node, or in another container
+            have_joined = all(gather_text("joined" if board else ""))
+        finally:
+            if path:
+                Path(path).unlink(missing_ok=True)
+            if file is not None and not have_joined:
+                os.close(file)
         return board if have_joined else None
 
     def all_reduce(self, values: Tensor) -> None:
@@ -133,8 +140,8 @@ class Board:
         turn = self._number % 2
         key = (turn, values.shape, sizes, values.dtype)
         if key not in self._views:
-            widths = sizes or values.shape[-1:] * len(self._slots[turn])
-            shapes = [torch.Size((*values.shape[:-1], width)) for width in widths]
+            shapes = [torch.Size((*values.shape[:-1], width)) for width in sizes]
+            shapes = shapes or [values.shape] * len(self._slots[turn])
             with torch.inference_mode(mode=False):  # what is made inside of it could not be written outside of it
                 slots = self._slots[turn].view(values.dtype)
                 parts = [slot[: shape.numel()].view(shape) for slot, shape in zip(slots, shapes, strict=True)]
@@ -188,18 +195,18 @@ def _num_bytes(size: int) -> int:
     return size * (_LINE_BYTES + 2 * SLOT_BYTES)
 
 
-def _make(size: int) -> tuple[int | None, str]:
-    """Make a file in memory with room for a group; its descriptor and its path, or nothing where there is no room."""
-    if platform.machine() != "x86_64" or not _FOLDER.is_dir():
-        return None, ""
+def _may_share() -> bool:
+    return platform.machine() == "x86_64" and _FOLDER.is_dir()
+
+
+def _make(path: str, size: int) -> int | None:
+    """Make a file in memory with room for a group; its descriptor, or None where there is no room."""
+    file = None
     try:
-        file, path = tempfile.mkstemp(prefix="llama_ssp_", dir=_FOLDER)
-    except OSError:
-        return None, ""
-    try:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         os.posix_fallocate(file, 0, _num_bytes(size))
     except OSError:
-        os.close(file)
-        Path(path).unlink()
-        return None, ""
-    return file, path
+        if file is not None:
+            os.close(file)
+        return None
+    return file

@@ -10,6 +10,7 @@ ends; that is `faults`.
     spoken            how many wanted to tell the user: the first one does
 """
 
+import math
 import os
 import signal
 import time
@@ -49,6 +50,9 @@ class Watch:
         self._is_first_here = is_first_here
         self._verdict: str | None = None
         self._is_lost = False
+        self._num_late = 0
+        self._num_stops = 0
+        self._told_s = -math.inf
         self._store = _connected(store) if store else None
         if store:
             Thread(target=self._listen, args=(_connected(store),), daemon=True, name="watch").start()
@@ -120,7 +124,9 @@ class Watch:
 
     def _pass_on_wish(self) -> None:
         assert self._store, "a rank alone tells nobody"
-        if self._store.add("llama_ssp/wishes", 1) == 1:
+        if time.monotonic() - self._told_s < ANSWER_S:  # what came is the call itself
+            return
+        if self._store.add(f"llama_ssp/wishes/{self._num_stops}", 1) == 1:
             self._call(_STOP)
 
     def _call(self, words: str, *, without: tuple[int, ...] = ()) -> set[int]:
@@ -138,7 +144,7 @@ class Watch:
         return answered
 
     def _in_time(self, ask: Callable[[], _T]) -> _T | None:
-        """Ask the store; None where it is gone or, with its process stopped, does not answer."""
+        """Ask the store; None where it does not answer: after two such times in a row it is not asked again."""
         answers: list[_T] = []
         if self._is_lost:
             return None
@@ -147,13 +153,17 @@ class Watch:
             try:
                 answers.append(ask())
             except DistError:
-                return
+                self._is_lost = True
 
         thread = Thread(target=keep, daemon=True)
         thread.start()
         thread.join(2 * ANSWER_S + 1)
-        self._is_lost = not answers
-        return answers[0] if answers else None
+        if answers:
+            self._num_late = 0
+            return answers[0]
+        self._num_late += 1
+        self._is_lost |= self._num_late > 1
+        return None
 
     def _listen(self, store: Store) -> None:
         number = 0
@@ -163,6 +173,9 @@ class Watch:
                 kind, _, words = store.get(f"llama_ssp/call/{number}").decode().partition("\n")
                 self._verdict = words or self._verdict
                 store.set(f"llama_ssp/answer/{number}/{self.rank}", "")
+                if kind == _STOP:
+                    self._num_stops += 1
+                    self._told_s = time.monotonic()
                 if kind != _ROLL:
                     os.kill(os.getpid(), signal.SIGTERM)
                 if kind == _END:

@@ -20,6 +20,7 @@ from torch.distributed.rendezvous import rendezvous
 from llama_ssp.config.schema import DeviceKind
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.environment import Ranks, read_ranks
+from llama_ssp.distributed.faults import Phase, ending_alike
 from llama_ssp.distributed.watch import Watch
 from llama_ssp.errors import LostRankError, PlacementError
 
@@ -133,10 +134,11 @@ def start(*, device: DeviceKind, timeout_s: float) -> Iterator[World]:
 
     Raises:
         PlacementError: see `choose_device`.
+        SspError: ranks are lost while they meet or part; see `ending_alike`.
     """
     ranks = read_ranks(os.environ)
     chosen, note = choose_device(device, ranks)
-    cores = frozenset(os.sched_getaffinity(0))
+    cores = _first_cores()
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     if ranks.size == 1:
@@ -149,10 +151,20 @@ def start(*, device: DeviceKind, timeout_s: float) -> Iterator[World]:
         atexit.register(dist.destroy_process_group)
         if chosen.type == "cpu":
             share_cores(ranks)
-    comm = Comm.of_world(rank=ranks.rank, size=ranks.size, device=chosen, crowded=ranks.local_size > len(cores))
-    comm.set_timeout(timeout_s)
-    yield World(comm=comm, ranks=ranks, device=chosen, note=note, cores=cores, watch=_watch(ranks))
-    comm.barrier()
+    watch, limit = _watch(ranks), f"timeouts.load_s={timeout_s:g}"
+    with ending_alike(watch, Phase(doing="meeting", limit=limit)):
+        comm = Comm.of_world(rank=ranks.rank, size=ranks.size, device=chosen, crowded=ranks.local_size > len(cores))
+        comm.set_timeout(timeout_s)
+    yield World(comm=comm, ranks=ranks, device=chosen, note=note, cores=cores, watch=watch)
+    with ending_alike(watch, Phase(doing="ending", limit=limit)):
+        comm.set_timeout(timeout_s)
+        comm.barrier()
+
+
+@cache
+def _first_cores() -> frozenset[int]:
+    """The cores of this process before it took its share, which it keeps for all jobs of a sweep."""
+    return frozenset(os.sched_getaffinity(0))
 
 
 def _meet(ranks: Ranks, *, backend: str, timeout_s: float) -> None:

@@ -227,7 +227,8 @@ class _Ledger:
         self._exchange = None
         if num_copies > 1:
             mesh, watch = session.models.mesh, session.world.watch
-            self._exchange = Exchange.begin(mesh, num_copies=num_copies, watch=watch)
+            patience_s = session.config.timeouts.decode_s
+            self._exchange = Exchange.begin(mesh, num_copies=num_copies, watch=watch, patience_s=patience_s)
 
     def enter(self, job: Job, completion: Completion, mode: str) -> None:
         """Record a completion of this copy, or hand it over to rank 0, and record what others have handed over."""

@@ -52,12 +52,15 @@ from llama_ssp.tasks.terminal import Terminal
 _log = logging.getLogger(__name__)
 
 
-def run(config: RunConfig, clock: StartClock) -> None:
+def run(config: RunConfig, clock: StartClock) -> bool:
     """Do what a config says, on this rank.
 
     Args:
         config: checked by `config.checks`, the same on every rank.
         clock: of this run.
+
+    Returns:
+        Whether somebody wished to stop too late for this run, on every rank alike: a sweep is to end here.
 
     Raises:
         SspError: on every rank alike; on rank 0 the run folder's `status` tells it too.
@@ -79,11 +82,11 @@ def run(config: RunConfig, clock: StartClock) -> None:
 
                     if file := calibrate(world, output=config.task.output):
                         terminal.say(f"wrote {file}")
-                    return
+                    return False
                 folder = _open_folder(config, world, stack)
                 stack.callback(shutil.rmtree, offload_folder(config, world), ignore_errors=True)
                 run_dir = Path(str(config.run_dir))
-                _run(config, world, terminal, folder, phase=phase, clock=clock)
+                return _run(config, world, terminal, folder, phase=phase, clock=clock)
         except (SspError, KeyboardInterrupt) as error:
             if run_dir:
                 with suppress(SspError):  # a full disk must not hide why the run ends
@@ -125,7 +128,7 @@ def _write_end(run_dir: Path, folder: RunFolder | None, error: SspError | Keyboa
 
 def _run(
     config: RunConfig, world: World, terminal: Terminal, folder: RunFolder | None, *, phase: Phase, clock: StartClock
-) -> None:
+) -> bool:
     if config.placement.auto:
         _settle_placement(config, world, terminal)
     sources = find_sources(config, world)
@@ -148,9 +151,13 @@ def _run(
         plan=plan,
         start_clock=clock,
     )
+
+    def agree(wishes: bool) -> bool:
+        return any(world.comm.gather_text("stop" if wishes else ""))
+
     interruption = None
     try:
-        with heeding_signals(session.wish, tell=world.watch.ask_to_stop):
+        with heeding_signals(session.wish, tell=world.watch.ask_to_stop, agree=agree):
             if jobs is None:
                 converse(session, _do)
             elif isinstance(config.task, BenchmarkConfig):
@@ -167,6 +174,7 @@ def _run(
         raise interruption
     if folder:
         folder.write_status("done")
+    return session.wish.requested
 
 
 def _settle_placement(config: RunConfig, world: World, terminal: Terminal) -> None:

@@ -1,23 +1,28 @@
 """Signals that ask a run to end: they set a wish, and the loop ends after the current round on every rank alike."""
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 
 from llama_ssp.decoding.loop import StopWish
 
+_Handler = Callable[[int, FrameType | None], object] | int | None
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 @contextmanager
-def heeding_signals(wish: StopWish, *, tell: Callable[[], None]) -> Iterator[None]:
+def heeding_signals(wish: StopWish, *, tell: Callable[[], None], agree: Callable[[bool], bool]) -> Iterator[None]:
     """Let Ctrl-C, SIGTERM and SIGUSR1 set `wish` while the block runs, however often they come.
 
-    The signal may have reached this rank alone, and not the one whose wish counts: `tell` passes it on to all.
+    Once a wish has ended the block they go on doing nothing else: SLURM and torchrun both pass a SIGTERM on, and the
+    second one must not end a process that is writing its last records. A wish that came too late for the block leaves
+    them so only where all ranks know of it.
 
-    Once it is set they go on doing nothing else: SLURM and torchrun both pass a SIGTERM on, and the second one must not
-    end a process that is writing its last records.
+    Args:
+        wish: afterwards says whether the run is to end here, on every rank alike.
+        tell: the signal may have reached this rank alone, and not the one whose wish counts: passes it on to all.
+        agree: says whether any rank wished to stop, to all of them.
     """
 
     def note(_number: int, _frame: FrameType | None) -> None:
@@ -26,19 +31,32 @@ def heeding_signals(wish: StopWish, *, tell: Callable[[], None]) -> Iterator[Non
             tell()
 
     before = {number: signal.signal(number, note) for number in _SIGNALS}
+    is_agreed = False
     try:
         yield
+        is_agreed = agree(wish.requested)
+    except BaseException:
+        is_agreed = wish.requested
+        raise
     finally:
-        if not wish.requested:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        if not is_agreed:
+            _restore(before)
+    if wish.requested and not is_agreed:  # it came behind the agreement, and what follows is to know
+        wish.requested = False
+        signal.raise_signal(signal.SIGTERM)
+    wish.requested = is_agreed
 
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Let Ctrl-C raise KeyboardInterrupt again while the block waits for the user's input."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Let Ctrl-C, SIGTERM and SIGUSR1 raise KeyboardInterrupt while the block waits for the user's input."""
+    before = {number: signal.signal(number, signal.default_int_handler) for number in _SIGNALS}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        _restore(before)
+
+
+def _restore(handlers: Mapping[signal.Signals, _Handler]) -> None:
+    for number, handler in handlers.items():
+        signal.signal(number, handler)

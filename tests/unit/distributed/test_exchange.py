@@ -1,6 +1,7 @@
 """What copies finish reaches rank 0, and all of them end a stage together."""
 
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
@@ -12,7 +13,11 @@ from llama_ssp.distributed.exchange import Exchange
 
 
 def _stage(
-    *, ranks_per_copy: int, num_copies: int, monkeypatch: pytest.MonkeyPatch, missing: tuple[int, ...] = ()
+    *,
+    ranks_per_copy: int,
+    num_copies: int,
+    monkeypatch: pytest.MonkeyPatch,
+    missing: Callable[[], tuple[int, ...]] = tuple,
 ) -> list[Exchange]:
     """One end for each rank, all of the same stage."""
     store = HashStore()
@@ -24,7 +29,8 @@ def _stage(
             number=rank // ranks_per_copy,
             speaks=rank % ranks_per_copy == 0,
             num_copies=num_copies,
-            missing=lambda: missing,
+            missing=missing,
+            patience_s=0.3,
         )
         for rank in range(ranks_per_copy * num_copies)
     ]
@@ -73,6 +79,17 @@ def test_no_copy_goes_on_before_all_have_ended(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_nobody_waits_for_a_copy_whose_rank_has_ended(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange, "_CALL_EVERY_S", 0.1)
-    ends = _stage(ranks_per_copy=1, num_copies=2, monkeypatch=monkeypatch, missing=(1 - rank,))
+    ends = _stage(ranks_per_copy=1, num_copies=2, monkeypatch=monkeypatch, missing=lambda: (1 - rank,))
     with pytest.raises(dist.DistStoreError):
         ends[rank].end(stopped=False, take=lambda _text: None)
+
+
+def test_a_rank_that_answers_again_in_time_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "_CALL_EVERY_S", 0.1)
+    calls = iter([(), (1,), ()] * 5)
+    first, second = _stage(ranks_per_copy=1, num_copies=2, monkeypatch=monkeypatch, missing=lambda: next(calls, ()))
+    with ThreadPoolExecutor(1) as pool:
+        waiting: Future[bool] = pool.submit(first.end, stopped=False, take=lambda _text: None)
+        time.sleep(1.0)
+        assert not second.end(stopped=False, take=lambda _text: None)
+        assert not waiting.result(timeout=10)

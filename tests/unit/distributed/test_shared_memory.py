@@ -1,5 +1,7 @@
 """Ranks that share memory: the same sums to the last bit, no message lost, and peers that die or stall are named."""
 
+import contextlib
+import gc
 import json
 import subprocess
 import sys
@@ -8,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from llama_ssp.distributed import shared_memory
+from llama_ssp.distributed.shared_memory import Board
 from tests.helpers.repository import ROOT
 
 # Ranks are processes that part after the imports; what they tell each other while they join goes through files.
@@ -61,6 +65,9 @@ def messages(board, rank, size):
     words = torch.tensor([[rank, 7]])
     board.all_reduce(words)
     assert words.tolist() == [[size * (size - 1) // 2, 7 * size]]
+    single = torch.tensor(float(rank))
+    board.all_reduce(single)
+    assert single == size * (size - 1) / 2
     halves = torch.ones(5, dtype=torch.bfloat16)
     board.all_reduce(halves)
     assert halves.eq(size).all()
@@ -142,3 +149,28 @@ def test_a_peer_that_is_missing_is_named(scenario: str, words: str, tmp_path: Pa
 
 def test_ranks_that_share_no_memory_have_no_board(tmp_path: Path) -> None:
     assert run("cannot", 2, tmp_path) == {0: "without", 1: "without"}
+
+
+@pytest.mark.skipif(not shared_memory._may_share(), reason="no memory to share here")
+@pytest.mark.parametrize("step", ["made", "told", "joined", "alone"])
+def test_nothing_is_left_when_joining_ends_early(step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory, "_FOLDER", tmp_path)
+    steps = iter(["told", "joined"])
+
+    def gather_text(text: str) -> list[str]:
+        if next(steps) == step:
+            raise KeyboardInterrupt
+        return [text, "" if text == "joined" else text]
+
+    def make(path: str, _size: int) -> int | None:
+        Path(path).touch()
+        raise KeyboardInterrupt
+
+    if step == "made":
+        monkeypatch.setattr(shared_memory, "_make", make)
+    before = set(Path("/proc/self/fd").iterdir())
+    with contextlib.suppress(KeyboardInterrupt):
+        assert Board.join(gather_text, rank=0, size=2, crowded=False) is None
+    gc.collect()  # an end that is not kept takes its mapping, and the descriptor of that, with it
+    assert set(Path("/proc/self/fd").iterdir()) == before
+    assert not list(tmp_path.iterdir())

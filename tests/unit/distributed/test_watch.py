@@ -51,11 +51,31 @@ def test_a_store_that_does_not_answer_is_missed_with_its_rank_and_asked_no_more(
 
     monkeypatch.setattr(own, "_store", Silent())
     assert own.missing() == (0,)
+    assert own.missing() == (0,)
     started = time.monotonic()
     assert own.settle("SspError\nmine", without=(0,)) == "SspError\nmine"
     assert own.may_speak(without=(0,))
     assert time.monotonic() - started < 1.0
     over.set()
+
+
+def test_a_store_that_was_late_once_is_asked_again(signals: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    [own] = watches(0, size=1)
+    store, late = own._store, Event()
+
+    class Late:
+        def __getattr__(self, name: str) -> object:
+            late.wait(20)
+            return getattr(store, name)
+
+    for _ in range(2):
+        late.clear()
+        monkeypatch.setattr(own, "_store", Late())
+        assert own.missing() == (0,)
+        late.set()
+        monkeypatch.setattr(own, "_store", store)
+        assert own.missing() == ()
+    assert not signals
 
 
 def test_the_first_proposal_ends_the_run_on_every_rank(signals: list[int]) -> None:
@@ -90,6 +110,18 @@ def test_another_rank_speaks_when_rank_0_has_not_come_for_a_while() -> None:
     waiting.join()
     assert spoke == [True]
     assert not zero.may_speak()
+
+
+def test_a_later_wish_reaches_every_rank_too(signals: list[int]) -> None:
+    one, two = watches(0, 1, size=2)
+    for own, num_signals in ((one, 2), (two, 4)):
+        own.ask_to_stop()
+        deadline = time.monotonic() + 5
+        while len(signals) < num_signals and time.monotonic() < deadline:
+            time.sleep(0.01)
+        two.ask_to_stop()  # as its handler does for the signal that the call has brought
+        time.sleep(watch.ANSWER_S + 0.1)
+        assert signals == [signal.SIGTERM] * num_signals
 
 
 def test_a_wish_to_stop_reaches_every_rank_once(signals: list[int]) -> None:

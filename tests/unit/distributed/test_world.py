@@ -1,14 +1,20 @@
 """Who a process is, where it computes, and which cores are its own."""
 
 import os
+import signal
+from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from llama_ssp.config.schema import DeviceKind
+from llama_ssp.distributed import world
+from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.environment import Ranks, read_ranks
 from llama_ssp.distributed.world import choose_device, on_all_cores, share_cores
-from llama_ssp.errors import PlacementError
+from llama_ssp.errors import LostRankError, PlacementError
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 SLURM_STEP = {
@@ -72,3 +78,56 @@ def test_groups_are_made_on_all_cores_and_the_share_comes_back() -> None:
         assert os.sched_getaffinity(0) == share
     finally:
         os.sched_setaffinity(0, cores)
+
+
+class Meeting:
+    """A world of four that has met, without the three others."""
+
+    def __init__(self, *, fails_at: str = "never") -> None:
+        self.fails_at = fails_at
+        self.crowded: list[bool] = []
+
+    def of_world(self, *, crowded: bool, **_: object) -> SimpleNamespace:
+        self.crowded.append(crowded)
+        self._come_to("meeting")
+        return SimpleNamespace(set_timeout=lambda _: None, barrier=lambda: self._come_to("ending"))
+
+    def _come_to(self, place: str) -> None:
+        if place == self.fails_at:
+            raise RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer")
+
+
+@pytest.fixture
+def meeting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Meeting]:
+    found = Meeting()
+    others = SimpleNamespace(
+        size=4, verdict=None, missing=lambda: (2,), settle=lambda words, **_: words, may_speak=lambda **_: True
+    )
+    for key, value in {**TORCHRUN, "RANK": "1", "WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(world, "_watch", lambda _: others)
+    monkeypatch.setattr(Comm, "of_world", found.of_world)
+    world._first_cores.cache_clear()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    yield found
+    world._first_cores.cache_clear()
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("place", ["meeting", "ending"])
+def test_a_rank_lost_while_they_meet_or_part_is_named(place: str, meeting: Meeting) -> None:
+    meeting.fails_at = place
+    sentence = f"rank 2 is missing while {place} .connection closed.; "
+    with pytest.raises(LostRankError, match=sentence), world.start(device=DeviceKind.cpu, timeout_s=5.0):
+        assert place == "ending"
+
+
+def test_later_jobs_of_a_sweep_know_all_cores_of_the_node(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = [set(range(4)), {1}]
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: cores.pop(0) if len(cores) > 1 else cores[0])
+    for _ in range(2):
+        with world.start(device=DeviceKind.cpu, timeout_s=5.0) as job:
+            assert job.cores == set(range(4))
+    assert meeting.crowded == [False, False]

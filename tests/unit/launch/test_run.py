@@ -46,13 +46,16 @@ def launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.Captu
     for variable in ("RANK", "WORLD_SIZE", "SLURM_STEP_ID"):
         monkeypatch.delenv(variable, raising=False)
 
-    def launch_one(*arguments: str, fails: BaseException | None = None, **environment: str) -> Ended:
+    def launch_one(
+        *arguments: str, fails: BaseException | None = None, stops: bool = False, **environment: str
+    ) -> Ended:
         runs = []
 
-        def note(config: RunConfig, _clock: StartClock) -> None:
+        def note(config: RunConfig, _clock: StartClock) -> bool:
             runs.append(config)
             if fails is not None:
                 raise fails
+            return stops
 
         monkeypatch.setattr(llama_ssp.tasks, "start", SimpleNamespace(run=note), raising=False)
         monkeypatch.setattr(sys, "argv", ["run.py", *arguments])
@@ -180,6 +183,13 @@ def test_a_sweep_ends_with_its_first_failure(launch: Launch) -> None:
     ended = launch("-m", "speculation.num_draft_tokens=4,0,2")
     assert (ended.code, len(ended.runs)) == (2, 1)
     assert ended.err.startswith("speculation.num_draft_tokens=0 must be")
+
+
+def test_a_sweep_ends_before_its_next_point_when_somebody_wished_to_stop_in_a_last_round(launch: Launch) -> None:
+    ended = launch("-m", "model=7B,13B,30B", stops=True)
+    assert (ended.code, [config.model.name for config in ended.runs]) == (4, ["7B"])
+    assert ended.err.startswith("interrupted before point 1 of the sweep; the same command")
+    assert launch("-m", "model=7B", stops=True).code == launch(stops=True).code == 0
 
 
 @pytest.mark.parametrize("arguments", [[], ["-m", "model=7B,13B"]], ids=["run", "sweep"])

@@ -1,12 +1,14 @@
 """Signals during decoding set a wish and nothing else, from the first one until the process ends."""
 
+import contextlib
 import signal
 from collections.abc import Iterator
 
 import pytest
 
 from llama_ssp.decoding.loop import StopWish
-from llama_ssp.tasks.stopping import heeding_signals
+from llama_ssp.errors import InterruptedRun
+from llama_ssp.tasks.stopping import heeding_signals, interruptible
 
 NUMBERS = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
 
@@ -19,18 +21,56 @@ def _handlers() -> Iterator[None]:
         signal.signal(number, handler)
 
 
+def alone(wishes: bool) -> bool:
+    return wishes
+
+
 @pytest.mark.parametrize("number", NUMBERS)
 def test_a_second_signal_does_not_disturb_what_is_written_after_the_last_round(number: signal.Signals) -> None:
     wish = StopWish()
-    with heeding_signals(wish, tell=lambda: None):
+    with contextlib.suppress(InterruptedRun), heeding_signals(wish, tell=lambda: None, agree=alone):
         signal.raise_signal(number)
         signal.raise_signal(number)
+        raise InterruptedRun("after the round")
     assert wish.requested
     signal.raise_signal(number)
 
 
 def test_without_a_signal_the_old_handlers_come_back() -> None:
     before = [signal.getsignal(number) for number in NUMBERS]
-    with heeding_signals(StopWish(), tell=lambda: None):
+    with heeding_signals(StopWish(), tell=lambda: None, agree=alone):
         pass
     assert [signal.getsignal(number) for number in NUMBERS] == before
+
+
+@pytest.mark.parametrize("here", [True, False], ids=["here", "elsewhere"])
+def test_a_wish_that_came_in_the_last_round_is_known_to_all_afterwards(here: bool) -> None:
+    wish = StopWish()
+    with heeding_signals(wish, tell=lambda: None, agree=lambda _: True):
+        if here:
+            signal.raise_signal(signal.SIGTERM)
+    assert wish.requested
+    signal.raise_signal(signal.SIGTERM)
+
+
+def test_a_wish_that_comes_behind_the_agreement_ends_what_follows() -> None:
+    for number in NUMBERS:
+        signal.signal(number, signal.default_int_handler)
+    wish = StopWish()
+
+    def agree(wishes: bool) -> bool:
+        signal.raise_signal(signal.SIGUSR1)
+        return wishes
+
+    with pytest.raises(KeyboardInterrupt), heeding_signals(wish, tell=lambda: None, agree=agree):
+        pass
+    assert [signal.getsignal(number) for number in NUMBERS] == [signal.default_int_handler] * 3
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_every_signal_ends_the_wait_for_input(number: signal.Signals) -> None:
+    with heeding_signals(StopWish(), tell=lambda: None, agree=alone):
+        heeding = [signal.getsignal(number) for number in NUMBERS]
+        with pytest.raises(KeyboardInterrupt), interruptible():
+            signal.raise_signal(number)
+        assert [signal.getsignal(number) for number in NUMBERS] == heeding
