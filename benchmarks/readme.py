@@ -6,6 +6,7 @@ What has not been measured yet stays empty, and is not written.
 
 import json
 import re
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,8 @@ _REST = (
     "Speculation gains {speedup:.2f}x over our own plain decoding, at {tokens_per_round:.2f} tokens per round. Timed "
     "alone, a round's forwards (one verification {verify_ms:.2f} ms, a draft step {draft_step_ms:.2f} ms) bound it at "
     "{bound_ms_per_token:.2f} ms/token; measured is {speculative_to_bound:.2f} times that. What is neither drafting "
-    "nor verification takes {other_share:.1%} of a round. Behind 1500 tokens of context a token takes "
-    "{plain_1500_to_100:.2f} (plain) and {speculative_1500_to_100:.2f} times (speculative) what it takes behind 100."
+    "nor verification takes {other_share:.1%} of a round. With 1500 tokens of context instead of 100, a token takes "
+    "{plain_1500_to_100:.2f} times as long (plain) and {speculative_1500_to_100:.2f} times (speculative)."
 )
 
 
@@ -109,10 +110,16 @@ def filled(readme: str) -> str:
 
     def region(match: re.Match[str]) -> str:
         row = newest(match[1])
-        text = f"{TEXTS[match[1]](row)}\n" if row else ""
+        text = f"{_wrapped(TEXTS[match[1]](row))}\n" if row else ""
         return f"<!-- measured: {match[1]} -->\n{text}<!-- end -->"
 
     return re.sub(r"<!-- measured: (\w+) -->\n.*?<!-- end -->", region, readme, flags=re.DOTALL)
+
+
+def _wrapped(text: str) -> str:
+    """Prose at 120 columns; tables and pictures as they are."""
+    fill = textwrap.TextWrapper(120, break_long_words=False, break_on_hyphens=False).fill
+    return "\n".join(line if line.startswith(("|", "!")) else fill(line) for line in text.splitlines())
 
 
 def made_files() -> dict[str, str]:

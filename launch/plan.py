@@ -28,7 +28,7 @@ from llama_ssp.config import catalogue, hardware, plan, store
 from llama_ssp.config.schema import DrafterKind
 from llama_ssp.errors import ConfigError, unknown_name
 from llama_ssp.planning.job import make_job, settle_models
-from llama_ssp.tasks.plan import show_plan, show_search
+from llama_ssp.tasks.plan import plan_job, show_plan, show_search
 
 
 def read_settings(settings: list[str]) -> plan.PlanConfig:
@@ -80,7 +80,8 @@ def _show(given: argparse.Namespace) -> None:
     if config.search:
         show_search(job, machine, config.format)
     else:
-        show_plan(job, machine, config.format, figure=config.figure, auto=config.placement.auto)
+        auto_ranks = machine.num_ranks if config.placement.auto else None
+        show_plan(plan_job(job, machine, auto_ranks=auto_ranks), config.format, figure=config.figure)
 
 
 if __name__ == "__main__":

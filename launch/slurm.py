@@ -22,8 +22,8 @@ from llama_ssp.config.plan import PlanFormat
 from llama_ssp.config.schema import RunConfig
 from llama_ssp.config.slurm import KEY, SlurmConfig
 from llama_ssp.errors import CapacityError, ConfigError, SspError, one_message
-from llama_ssp.planning.plan import Plan, make_plan, require_room
-from llama_ssp.tasks.plan import STANDARD_INPUT, job_ahead, show_plan
+from llama_ssp.planning.plan import Plan, require_room
+from llama_ssp.tasks.plan import STANDARD_INPUT, job_ahead, plan_job, show_plan
 
 SCRIPT = Path(__file__).with_name("slurm.sbatch")
 # What describes the process that submits, and would be taken for a description of the job.
@@ -108,10 +108,10 @@ def _plan(point: Point, settings: SlurmConfig) -> Plan:
     checks.check(run, point.explicit, world_size=world_size)
     job, _ = job_ahead(run, world_size=world_size)
     machine = _nodes_of(machine, settings, ranks_per_node)
+    plan = plan_job(job, machine, auto_ranks=world_size if run.placement.auto else None)
     if run.dry_run:
         print(f"\n{point.name}:")
-        show_plan(job, machine, PlanFormat.table)
-    plan = make_plan(job, machine)
+        show_plan(plan, PlanFormat.table)
     require_room(plan)
     return plan
 
@@ -188,9 +188,9 @@ def sbatch_command(
 
 
 def _settings_of_job(point: Point, copies: Sequence[Copy]) -> list[str]:
-    """The point's settings as a user would type them: the prompt literally, the rest as Hydra reads it."""
+    """The point's settings as a user would type them, but dry_run: the prompt literally, the rest as Hydra reads it."""
     replaced = {"run_dir": str(point.run_dir)} | {copy.key: str(copy.target) for copy in copies}
-    kept = [setting for setting in point.settings if setting.partition("=")[0] not in {*replaced, "prompt"}]
+    kept = [setting for setting in point.settings if setting.partition("=")[0] not in {*replaced, "prompt", "dry_run"}]
     if point.run.prompt is not None:
         kept.append(f"prompt={point.run.prompt}")
     return kept + [

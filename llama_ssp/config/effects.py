@@ -69,6 +69,11 @@ _POINTLESS = (
         lambda config: not layout.may_capture(config.placement.target),
         "beside a target that accelerate or deepspeed places: its operators are launched from Python",
     ),
+    _Pointless(
+        ("dry_run",),
+        lambda config: config.dry_run and config.task.name is TaskName.calibrate,
+        "on task=calibrate, which runs no model and measures what plans rest on",
+    ),
     _Pointless(("synthetic",), lambda config: not is_synthetic(config), "without weights=synthetic"),
     _Pointless(
         ("synthetic",),

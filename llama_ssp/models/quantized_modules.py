@@ -19,6 +19,8 @@ from llama_ssp.models.tensor_parallel import ColumnLinear, GatheredLinear, RowLi
 from llama_ssp.planning.sharding import cut_of, split_model
 from llama_ssp.planning.weights import NF4_GROUP
 
+_INSTALL = ".venv/bin/python -m pip install -e '.[bitsandbytes]' -c .venv/constraints.txt"
+
 
 class QuantizedLinear(nn.Module):
     """Stands for one of the library's linear layers, or for this rank's slice of it.
@@ -71,7 +73,7 @@ def check_quantizable(model: PreTrainedModel, shape: ModelShape, quantization: Q
         return
     if quantization is not Quantization.int8_weight_only and find_spec("bitsandbytes") is None:
         message = (
-            f"quantization={quantization.name} needs the package bitsandbytes: pip install 'llama-ssp[bitsandbytes]', "
+            f"quantization={quantization.name} needs the package bitsandbytes: {_INSTALL} installs it, "
             "or use quantization=int8_weight_only, which needs none"
         )
         raise ConfigError(message)

@@ -28,12 +28,13 @@ class AutoPlacement:
     sentence: str
 
 
-def choose_placement(job: Job, hardware: HardwareConfig) -> AutoPlacement:
+def choose_placement(job: Job, hardware: HardwareConfig, *, num_ranks: int) -> AutoPlacement:
     """Choose by the forecast time of a completion, prompt included, among the placements that fit.
 
     Args:
         job: its ranks and the draft's kind do not count.
-        hardware: all ranks are used, an equal block of them by each copy.
+        hardware: where; it may have more GPUs than there are ranks.
+        num_ranks: all of them are used, an equal block by each copy.
 
     Returns:
         The fastest; where none fits the first that can be laid out, whose plan then says what is missing.
@@ -44,7 +45,7 @@ def choose_placement(job: Job, hardware: HardwareConfig) -> AutoPlacement:
     possible: list[Job] = []
     timed: list[tuple[float, Job]] = []
     error = None
-    for candidate in _candidates(job, hardware.num_ranks // job.num_replicas):
+    for candidate in _candidates(job, num_ranks // job.num_replicas):
         try:
             if fits(candidate, hardware):
                 timed.append((_run_s(candidate, hardware), candidate))

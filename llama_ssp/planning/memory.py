@@ -81,8 +81,9 @@ def memory(job: Job, hardware: HardwareConfig) -> tuple[RankMemory, ...]:
     one_copy = [
         _rank_memory(job, hardware, rank, targets.get(rank), drafts.get(rank), capacity_bytes=shared) for rank in ranks
     ]
-    stride = hardware.num_ranks // job.num_replicas
-    return tuple(replace(one, rank=one.rank + copy * stride) for copy in range(job.num_replicas) for one in one_copy)
+    return tuple(
+        replace(one, rank=one.rank + copy * len(ranks)) for copy in range(job.num_replicas) for one in one_copy
+    )
 
 
 def _rank_memory(

@@ -30,25 +30,35 @@ TYPED_TOKENS = 128
 STANDARD_INPUT = "-"
 
 
-def show_plan(
-    job: Job, machine: HardwareConfig, form: PlanFormat, *, figure: str | None = None, auto: bool = False
-) -> None:
-    """Print a plan, and draw it where a figure is wanted.
+def plan_job(job: Job, machine: HardwareConfig, *, auto_ranks: int | None) -> Plan:
+    """Plan a job as it is placed, or as the planner places it.
 
     Args:
         job: what is planned.
         machine: where.
+        auto_ranks: choose the fastest placement over so many ranks first, and note which and why; None keeps the job's.
+
+    Raises:
+        PlacementError: a model cannot be laid out as asked.
+    """
+    if auto_ranks is None:
+        return make_plan(job, machine)
+    chosen = choose_placement(job, machine, num_ranks=auto_ranks)
+    return make_plan(chosen.job, machine, remark=chosen.sentence)
+
+
+def show_plan(plan: Plan, form: PlanFormat, *, figure: str | None = None) -> None:
+    """Print a plan, and draw it where a figure is wanted.
+
+    Args:
+        plan: what is shown.
         form: table or JSON.
         figure: a file to draw it into.
-        auto: choose the fastest placement first; a note says which and why.
 
     Raises:
         CapacityError: it does not fit; it has been printed all the same.
         ConfigError: the table or the figure needs a package that is not installed.
-        PlacementError: a model cannot be laid out as asked.
     """
-    chosen = choose_placement(job, machine) if auto else None
-    plan = make_plan(chosen.job, machine, remark=chosen.sentence) if chosen else make_plan(job, machine)
     content = document(plan)
     if form is PlanFormat.json:
         print(json.dumps(content, indent=2))  # noqa: T201 - what was asked for
@@ -89,8 +99,10 @@ def dry_run(config: RunConfig, *, world_size: int) -> None:
     Raises:
         CapacityError: it does not fit.
         ConfigError: the hardware is not described, or its description is wrong.
+        PlacementError: a model cannot be laid out as asked.
     """
-    show_plan(*job_ahead(config, world_size=world_size), PlanFormat.table, auto=config.placement.auto)
+    job, machine = job_ahead(config, world_size=world_size)
+    show_plan(plan_job(job, machine, auto_ranks=world_size if config.placement.auto else None), PlanFormat.table)
 
 
 def job_ahead(config: RunConfig, *, world_size: int) -> tuple[Job, HardwareConfig]:
@@ -105,11 +117,7 @@ def job_ahead(config: RunConfig, *, world_size: int) -> tuple[Job, HardwareConfi
 
 def _job_on(machine: HardwareConfig, config: RunConfig, *, world_size: int, prompt_tokens: int) -> Job:
     return job_of_run(
-        config,
-        world_size=world_size,
-        prompt_tokens=prompt_tokens,
-        device=machine.device,
-        num_gpus=machine.num_gpus,
+        config, world_size=world_size, prompt_tokens=prompt_tokens, device=machine.device, num_gpus=machine.num_gpus
     )
 
 
@@ -127,7 +135,8 @@ def choose_for_run(config: RunConfig, *, world_size: int, on_cpu: bool) -> AutoP
     """
     machine = machine_of_run(hardware_of(config, on_cpu=on_cpu), world_size)
     tokens = _estimated_prompt_tokens(config)
-    return choose_placement(_job_on(machine, config, world_size=world_size, prompt_tokens=tokens), machine)
+    job = _job_on(machine, config, world_size=world_size, prompt_tokens=tokens)
+    return choose_placement(job, machine, num_ranks=world_size)
 
 
 def _estimated_prompt_tokens(config: RunConfig) -> int:

@@ -110,6 +110,7 @@ BAD = [
     ([GREEDY, "num_samples=2"], "num_samples has no effect at temperature 0"),
     (["prompt=a", "task.default_prompts=[b]"], "task.default_prompts has no effect beside prompt= or prompts="),
     (["model.path=DIR", "model.revision=main"], "model.revision has no effect beside model.path"),
+    (["task=calibrate", "dry_run=true"], "dry_run has no effect on task=calibrate, which"),
     (["synthetic.agreement=0.7"], "synthetic.agreement has no effect without weights=synthetic"),
     ([SYNTHETIC, "synthetic.agreement=0.2"], "synthetic.agreement=0.2 must be between 0.3 and 1"),
     ([SYNTHETIC, "synthetic.agreement=1.1"], "synthetic.agreement=1.1 must be between 0.3 and 1"),

@@ -196,7 +196,16 @@ def test_a_dry_run_shows_every_plan_and_command_and_queues_nothing(sweep: Sweep)
     assert ended.out.count("Memory per rank") == 2
     commands = [shlex.split(line) for line in ended.out.splitlines() if line.startswith("  sbatch ")]
     assert [composed(command).model.name for command in commands] == ["30B", "13B"]
+    assert not any("dry_run" in word for command in commands for word in command)
     assert list(Path().iterdir()) == []
+
+
+def test_what_the_planner_may_place_is_planned_as_it_would_place_it(sweep: Sweep) -> None:
+    ended = sweep(
+        "hardware=8xa100_80gb", "placement=auto", "model=30B", "hydra.launcher.ranks_per_node=4", "dry_run=true"
+    )
+    assert ended.code == 0, ended.err
+    assert "draft 7B fp16 sharded over 4 ranks" in " ".join(ended.out.split())
 
 
 def test_a_machine_without_slurm_says_what_would_work(sweep: Sweep) -> None:

@@ -234,7 +234,7 @@ def test_without_bitsandbytes_its_forms_are_refused_with_the_command(
     monkeypatch.setattr("llama_ssp.models.quantized_modules.find_spec", lambda _name: None)
     checkpoint = inspect(saved("llama"))
     with pytest.raises(
-        ConfigError, match=rf"{form.name} needs the package bitsandbytes: pip install .*int8_weight_only"
+        ConfigError, match=rf"{form.name} needs the package bitsandbytes: .* -m pip install -e '\.\[.*int8_weight_only"
     ):
         check_model(checkpoint, num_ranks=1, quantization=form)
     check_model(checkpoint, num_ranks=1, quantization=Quantization.int8_weight_only)

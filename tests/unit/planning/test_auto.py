@@ -19,7 +19,7 @@ A100, A10G = hardware.load("8xa100_80gb"), hardware.load("g5_12xlarge")
 @pytest.mark.parametrize("kind", DraftLayout)
 def test_no_other_placement_is_faster(kind: DraftLayout, batch_size: int) -> None:
     job = make_job("13B", "7B", num_ranks=8, batch_size=batch_size)
-    chosen = choose_placement(job, A100)
+    chosen = choose_placement(job, A100, num_ranks=8)
     targets = job.target_ranks[:-1] if kind is DraftLayout.own_gpu else job.target_ranks
     drafts = {DraftLayout.one_rank: (0,), DraftLayout.own_gpu: (7,)}.get(kind, targets)
     other = replace(job, draft_kind=kind, target_ranks=targets, draft_ranks=drafts)
@@ -33,19 +33,25 @@ def test_no_other_placement_is_faster(kind: DraftLayout, batch_size: int) -> Non
 def test_what_does_not_fit_is_not_chosen() -> None:
     job = make_job("30B", "7B", num_ranks=4)
     assert not fits(job, A10G)
-    chosen = choose_placement(job, A10G).job
+    chosen = choose_placement(job, A10G, num_ranks=4).job
     assert fits(chosen, A10G)
 
 
 def test_where_nothing_fits_the_plan_says_so() -> None:
-    assert "none fits" in choose_placement(make_job("65B", "7B", num_ranks=4), A10G).sentence
+    assert "none fits" in choose_placement(make_job("65B", "7B", num_ranks=4), A10G, num_ranks=4).sentence
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_no_rank_is_used_that_was_not_started(batch_size: int) -> None:
+    chosen = choose_placement(make_job("13B", "7B", num_ranks=2, batch_size=batch_size), A100, num_ranks=2)
+    assert chosen.job.layout.ranks == (0, 1)
 
 
 def test_copies_share_the_ranks() -> None:
     job = replace(make_job("7B", num_ranks=1), num_replicas=4)
-    assert choose_placement(job, A100).job.target_ranks == (0, 1)
+    assert choose_placement(job, A100, num_ranks=8).job.target_ranks == (0, 1)
 
 
 def test_what_cannot_be_laid_out_at_all_is_refused() -> None:
     with pytest.raises(PlacementError, match="attention heads"):
-        choose_placement(make_job(small_model(num_attention_heads=4)), A100)
+        choose_placement(make_job(small_model(num_attention_heads=4)), A100, num_ranks=8)

@@ -134,7 +134,7 @@ def test_logits_lie_where_the_target_is_and_probabilities_where_the_rule_runs_or
 def test_each_copy_has_ranks_of_its_own() -> None:
     job = replace(make_job("7B", num_ranks=2), num_replicas=2)
     ranks = memory(job, A100)
-    assert [rank.rank for rank in ranks] == [0, 1, 4, 5]
+    assert [rank.rank for rank in ranks] == [0, 1, 2, 3]
     assert replace(ranks[2], rank=0) == ranks[0]
 
 

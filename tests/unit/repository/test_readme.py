@@ -13,6 +13,7 @@ import re
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 from hydra import compose, initialize_config_dir
 
@@ -29,6 +30,9 @@ TESTED = {
     r"bash \.ci/run": "itself",
     r"\.venv/bin/python launch/report\.py outputs/by_k": "tests/unit/launch/test_report.py",
     r"\.venv/bin/python launch/manifest\.py DIR": "tests/unit/models/test_manifest.py",
+    r"\.venv/bin/python -m pip install -e '\.\[bitsandbytes\]' -c \.venv/constraints\.txt": "what the message says",
+    r"\.venv/bin/python -m benchmarks\.(peers --store|readme|startup)": "tests/unit/benchmarks",
+    r"printf '[^']*' > prompts\.txt": "test_the_file_of_prompts_is_made_as_the_readme_says",
     r"just( check| test| fix| compare)?": "its commands stand in .ci/run and in the README",
 }
 LAUNCH = re.compile(
@@ -130,6 +134,22 @@ def test_every_plan_in_the_readme_composes() -> None:
     assert commands != []
     for words in commands:
         assert plan.read_settings(shlex.split(words)).model.name
+
+
+def test_the_file_of_prompts_is_made_as_the_readme_says(tmp_path: Path) -> None:
+    (command,) = [command for line in lines() for command in line if command.startswith("printf")]
+    subprocess.run(["bash", "-c", command], cwd=tmp_path, check=True)
+    assert (tmp_path / "prompts.txt").read_text() == "def factorial(n):\nimport os\n"
+
+
+def test_bitsandbytes_is_installed_by_the_command_that_its_message_says() -> None:
+    (command,) = [command for line in lines() for command in line if "pip install" in command]
+    assert f'"{command}"' in (ROOT / "llama_ssp" / "models" / "quantized_modules.py").read_text()
+
+
+def test_no_line_of_prose_is_longer_than_120_characters() -> None:
+    prose = re.sub(r"^```.*?^```|^[|!].*?$", "", readme(), flags=re.DOTALL | re.MULTILINE)
+    assert [line for line in prose.splitlines() if len(line) > 120] == []
 
 
 def test_every_python_example_runs() -> None:

@@ -77,6 +77,25 @@ def test_the_longest_prompt_is_estimated_from_its_text(
     assert f"{tokens} + 64 tokens" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.parametrize("auto", [True, False])
+def test_ranks_that_were_not_started_hold_nothing(auto: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    config = _run("30B", "7B")
+    config.hardware = yaml.safe_load((catalogue.conf_dir() / "hardware" / "8xa100_80gb.yaml").read_text())
+    config.placement.auto = auto
+    task.dry_run(config, world_size=4)
+    shown = capsys.readouterr().out
+    assert ("ranks 1-3" in shown, "4-7" in shown) == (True, False)
+    chosen = task.choose_for_run(config, world_size=4, on_cpu=False).job
+    assert chosen.layout.ranks == (0, 1, 2, 3)
+
+
+def test_copies_stand_side_by_side_on_the_ranks_that_were_started() -> None:
+    config = _run("7B", "7B")
+    config.placement.num_replicas = 2
+    plan = task.plan_of_run(config, world_size=4, machine=hardware.load("8xa100_80gb"), prompt_tokens=40)
+    assert [rank.rank for rank in plan.ranks] == [0, 1, 2, 3]
+
+
 def test_a_dry_run_that_does_not_fit_is_shown_and_raises(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(CapacityError, match="rank 0 needs"):
         task.dry_run(_run("65B", "7B"), world_size=1)
