@@ -1,6 +1,6 @@
 """The plan of a job on a machine that is only described: memory per GPU, time per token, the best K. Needs no torch.
 
-    python launch/plan.py model=30B draft=7B hardware=p4d_24xlarge
+    python launch/plan.py model=30B draft=7B placement=sharded hardware=p4d_24xlarge
     python launch/plan.py model=65B_8bit hardware=g5_12xlarge format=json
     python launch/plan.py model=30B hardware=8xa100_80gb search=true
     python launch/plan.py model=local model.path=DIR draft=none hardware=laptop_cpu

@@ -174,4 +174,4 @@ def test_all_problems_of_machine_and_job_are_one_message(call: Call) -> None:
 def test_help_shows_how_it_is_called(call: Call) -> None:
     ended = call("--help")
     assert ended.code == 0
-    assert "python launch/plan.py model=30B draft=7B hardware=p4d_24xlarge" in ended.out
+    assert "python launch/plan.py model=30B draft=7B placement=sharded hardware=p4d_24xlarge" in ended.out

@@ -20,6 +20,7 @@ from hydra import compose, initialize_config_dir
 from benchmarks.readme import TEXTS, filled, made_files
 from launch import command_line, plan
 from llama_ssp.config import catalogue, store
+from llama_ssp.config.schema import TaskName
 from tests.helpers.repository import PYTHON_FOLDERS, ROOT, files
 
 TESTED = {
@@ -126,7 +127,8 @@ def test_every_run_in_the_readme_composes() -> None:
         command_line.check_overrides(overrides, multirun=options.multirun)
         with initialize_config_dir(str(catalogue.conf_dir()), version_base="1.3"):
             config = compose("config", [] if options.multirun else overrides)
-        assert store.to_run_config(config, explicit=command_line.explicit_keys(overrides)).model.name
+        run = store.to_run_config(config, explicit=command_line.explicit_keys(overrides))
+        assert run.task.name is not TaskName.generate or run.prompt or run.prompts, f"no prompt in {words}"
 
 
 def test_every_plan_in_the_readme_composes() -> None:
