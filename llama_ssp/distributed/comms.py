@@ -26,7 +26,7 @@ class Comm:
         size: number of ranks in the group.
         group: the process group; None for a group of one.
         device: where tensors must live to be sent.
-        crowded: whether the node has more ranks than cores.
+        crowded: whether this rank shares its cores with more ranks than there are of them.
         board: the memory that a group of CPUs shares; small messages of a round go through it.
         one_shot: the memory that a group of GPUs shares, where small sums are faster that way.
     """
@@ -47,7 +47,7 @@ class Comm:
             rank: of this process.
             size: number of all.
             device: where this rank computes.
-            crowded: whether there are more ranks than cores.
+            crowded: see the class.
         """
         comm = cls(rank=rank, size=size, group=dist.group.WORLD, device=device, crowded=crowded)
         return comm._with_shared_memory(tuple(range(size)))
