@@ -131,12 +131,13 @@ def _address_of_slurm(environ: Mapping[str, str], ranks: Ranks) -> tuple[str, in
 
 
 @contextmanager
-def start(*, device: DeviceKind, timeout_s: float) -> Iterator[World]:
+def start(*, device: DeviceKind, timeout_s: float, one_shot_all_reduce: bool = True) -> Iterator[World]:
     """Join the run, and leave it when the block ends.
 
     Args:
         device: where to compute.
         timeout_s: how long a collective waits for its peers until `Comm.set_timeout` says otherwise.
+        one_shot_all_reduce: whether groups of GPUs try `one_shot`.
 
     Raises:
         PlacementError: see `choose_device`.
@@ -161,7 +162,13 @@ def start(*, device: DeviceKind, timeout_s: float) -> Iterator[World]:
         sharers = _sharers(ranks, cores)
         if is_first and chosen.type == "cpu":
             share_cores(ranks, cores=cores, sharers=sharers)
-        comm = Comm.of_world(rank=ranks.rank, size=ranks.size, device=chosen, crowded=len(sharers) > len(cores))
+        comm = Comm.of_world(
+            rank=ranks.rank,
+            size=ranks.size,
+            device=chosen,
+            crowded=len(sharers) > len(cores),
+            tries_one_shot=one_shot_all_reduce,
+        )
         comm.set_timeout(timeout_s)
     yield World(comm=comm, ranks=ranks, device=chosen, note=note, cores=cores, watch=watch)
     with ending_alike(watch, Phase(doing="ending", limit=limit)):
