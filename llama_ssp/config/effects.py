@@ -64,6 +64,7 @@ _POINTLESS = (
         "without draft.model.verify=true",
     ),
     _Pointless(("cuda_graphs",), lambda config: config.device is DeviceKind.cpu, "with device=cpu"),
+    _Pointless(("one_shot_all_reduce",), lambda config: config.device is DeviceKind.cpu, "with device=cpu"),
     _Pointless(
         ("cuda_graphs",),
         lambda config: not layout.may_capture(config.placement.target),

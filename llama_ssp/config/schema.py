@@ -280,6 +280,7 @@ class RunConfig:
     ignore_eos: bool = False
     device: DeviceKind = DeviceKind.auto
     cuda_graphs: bool = True
+    one_shot_all_reduce: bool = True
     hardware: dict[str, Any] = field(default_factory=dict)
     dry_run: bool = False
     run_dir: str | None = None

@@ -26,8 +26,9 @@ class Comm:
         size: number of ranks in the group.
         group: the process group; None for a group of one.
         device: where tensors must live to be sent.
-        crowded: whether the node has more ranks than cores.
+        crowded: whether this rank shares its cores with more ranks than there are of them.
         board: the memory that a group of CPUs shares; small messages of a round go through it.
+        tries_one_shot: whether groups of GPUs look for such a memory.
         one_shot: the memory that a group of GPUs shares, where small sums are faster that way.
     """
 
@@ -37,19 +38,22 @@ class Comm:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     crowded: bool = False
     board: Board | None = None
+    tries_one_shot: bool = True
     one_shot: OneShot | None = None
 
     @classmethod
-    def of_world(cls, *, rank: int, size: int, device: torch.device, crowded: bool) -> "Comm":
+    def of_world(cls, *, rank: int, size: int, device: torch.device, crowded: bool, tries_one_shot: bool) -> "Comm":
         """The group of all ranks, which call this together.
 
         Args:
             rank: of this process.
             size: number of all.
             device: where this rank computes.
-            crowded: whether there are more ranks than cores.
+            crowded: see the class.
+            tries_one_shot: see the class.
         """
-        comm = cls(rank=rank, size=size, group=dist.group.WORLD, device=device, crowded=crowded)
+        group = dist.group.WORLD
+        comm = cls(rank=rank, size=size, group=group, device=device, crowded=crowded, tries_one_shot=tries_one_shot)
         return comm._with_shared_memory(tuple(range(size)))
 
     @classmethod
@@ -74,7 +78,7 @@ class Comm:
         if group is None:
             return Comm.single()
         rank, size = members.index(self.rank), len(members)
-        comm = Comm(rank=rank, size=size, group=group, device=self.device, crowded=self.crowded)
+        comm = replace(self, rank=rank, size=size, group=group, board=None, one_shot=None)
         return comm._with_shared_memory(members)
 
     def _with_shared_memory(self, members: tuple[int, ...]) -> "Comm":
@@ -84,6 +88,8 @@ class Comm:
             if members not in _boards:
                 _boards[members] = Board.join(self.gather_text, rank=self.rank, size=self.size, crowded=self.crowded)
             return replace(self, board=_boards[members])
+        if not self.tries_one_shot:
+            return self
         if members not in _one_shots:
             _one_shots[members] = OneShot.join(self.group, self.gather_text, self.device)
         return replace(self, one_shot=_one_shots[members])

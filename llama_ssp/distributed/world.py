@@ -4,7 +4,9 @@ Which rank this is stands in `environment`; groups of ranks are the business of 
 """
 
 import atexit
+import json
 import os
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,7 +36,7 @@ class World:
         ranks: position in the world and on this node.
         device: where this rank computes.
         note: one sentence for the user about the choice of device, or None.
-        cores: those of the node that the run may use, before ranks took their shares.
+        cores: those that this rank may use, before ranks that may use the same ones took their shares.
         watch: how ranks reach each other when collectives no longer work.
     """
 
@@ -82,21 +84,25 @@ def choose_device(kind: DeviceKind, ranks: Ranks) -> tuple[torch.device, str | N
     return torch.device("cpu"), note
 
 
-def share_cores(ranks: Ranks) -> int:
-    """Give this rank its share of the node's cores (ranks x threads = cores); returns the number of threads.
+def share_cores(ranks: Ranks, *, cores: frozenset[int], sharers: tuple[int, ...]) -> int:
+    """Give this rank its share of the cores that it may use; returns the number of threads, one for each core.
 
     The calling thread, and those that it starts later, stay on the share. The threads of gloo, which exist by then, do
     not: where they had to share a core with a thread that computes, a small all-reduce took milliseconds (docs/LOG.md).
     A lone process keeps what its user has set; torchrun sets OMP_NUM_THREADS=1 for lack of better knowledge.
+
+    Args:
+        ranks: this process's place.
+        cores: those that this process may use, of which srun may have given every rank its own.
+        sharers: the ranks that may use the same ones, this one among them.
     """
     if ranks.local_size == 1 and "OMP_NUM_THREADS" in os.environ:
         return torch.get_num_threads()
-    cores = sorted(os.sched_getaffinity(0))
-    num_threads = max(1, len(cores) // ranks.local_size)
+    num_threads = max(1, len(cores) // len(sharers))
     torch.set_num_threads(num_threads)
-    if 1 < ranks.local_size <= len(cores):
-        first = ranks.local_rank * num_threads
-        os.sched_setaffinity(0, cores[first : first + num_threads])
+    if 1 < len(sharers) <= len(cores):
+        first = sharers.index(ranks.rank) * num_threads
+        os.sched_setaffinity(0, sorted(cores)[first : first + num_threads])
     return num_threads
 
 
@@ -125,12 +131,13 @@ def _address_of_slurm(environ: Mapping[str, str], ranks: Ranks) -> tuple[str, in
 
 
 @contextmanager
-def start(*, device: DeviceKind, timeout_s: float) -> Iterator[World]:
+def start(*, device: DeviceKind, timeout_s: float, one_shot_all_reduce: bool = True) -> Iterator[World]:
     """Join the run, and leave it when the block ends.
 
     Args:
         device: where to compute.
         timeout_s: how long a collective waits for its peers until `Comm.set_timeout` says otherwise.
+        one_shot_all_reduce: whether groups of GPUs try `one_shot`.
 
     Raises:
         PlacementError: see `choose_device`.
@@ -143,17 +150,25 @@ def start(*, device: DeviceKind, timeout_s: float) -> Iterator[World]:
         torch.cuda.set_device(chosen)
     if ranks.size == 1:
         if chosen.type == "cpu":
-            share_cores(ranks)
+            share_cores(ranks, cores=cores, sharers=(0,))
         yield World(comm=Comm.single(), ranks=ranks, device=chosen, note=note, cores=cores)
         return
-    if not dist.is_initialized():  # a sweep's later jobs meet in the group of the first: making it anew would hang
+    is_first = not dist.is_initialized()  # a sweep's later jobs meet in the group of the first: anew would hang
+    if is_first:
         _meet(ranks, backend="nccl" if chosen.type == "cuda" else "gloo", timeout_s=timeout_s)
         atexit.register(dist.destroy_process_group)
-        if chosen.type == "cpu":
-            share_cores(ranks)
     watch, limit = _watch(ranks), f"timeouts.load_s={timeout_s:g}"
     with ending_alike(watch, Phase(doing="meeting", limit=limit)):
-        comm = Comm.of_world(rank=ranks.rank, size=ranks.size, device=chosen, crowded=ranks.local_size > len(cores))
+        sharers = _sharers(ranks, cores)
+        if is_first and chosen.type == "cpu":
+            share_cores(ranks, cores=cores, sharers=sharers)
+        comm = Comm.of_world(
+            rank=ranks.rank,
+            size=ranks.size,
+            device=chosen,
+            crowded=len(sharers) > len(cores),
+            tries_one_shot=one_shot_all_reduce,
+        )
         comm.set_timeout(timeout_s)
     yield World(comm=comm, ranks=ranks, device=chosen, note=note, cores=cores, watch=watch)
     with ending_alike(watch, Phase(doing="ending", limit=limit)):
@@ -165,6 +180,17 @@ def start(*, device: DeviceKind, timeout_s: float) -> Iterator[World]:
 def _first_cores() -> frozenset[int]:
     """The cores of this process before it took its share, which it keeps for all jobs of a sweep."""
     return frozenset(os.sched_getaffinity(0))
+
+
+@cache
+def _sharers(ranks: Ranks, cores: frozenset[int]) -> tuple[int, ...]:
+    """The ranks of this host that may use the same cores as this one, itself among them."""
+    store = distributed_c10d._get_default_store()  # there is no public name for it
+    keys = [f"llama_ssp/cores/{rank}" for rank in range(ranks.size)]
+    own = json.dumps([socket.gethostname(), sorted(cores)])
+    store.set(keys[ranks.rank], own)
+    store.wait(keys)
+    return tuple(rank for rank, key in enumerate(keys) if store.get(key).decode() == own)
 
 
 def _meet(ranks: Ranks, *, backend: str, timeout_s: float) -> None:

@@ -68,7 +68,10 @@ def run(config: RunConfig, clock: StartClock) -> bool:
     clock.reach("imported_s")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    with start(device=config.device, timeout_s=config.timeouts.load_s) as world, ExitStack() as stack:
+    joining = start(
+        device=config.device, timeout_s=config.timeouts.load_s, one_shot_all_reduce=config.one_shot_all_reduce
+    )
+    with joining as world, ExitStack() as stack:
         clock.reach("joined_s")
         terminal = Terminal.of_rank(world.comm.rank)
         if world.note:

@@ -16,6 +16,7 @@ import pytest
 from tests.helpers.commands import Popen, command
 from tests.helpers.disturbed import (
     CELLS,
+    NUM_SAMPLES,
     Cell,
     check_end,
     check_resumption,
@@ -107,6 +108,8 @@ def test_a_disk_that_is_full_for_rank_0_ends_all_ranks_in_its_sentence(tmp_path:
     processes = started("srun", cell, tmp_path / "run", before=short_files)
     errors = [process.communicate(timeout=120)[1] for process in processes]
     assert [process.returncode for process in processes] == [2, 2], errors
-    assert errors[0].startswith(f"cannot use {tmp_path}/run/run.jsonl: file too large; free some space"), errors
-    assert (len(errors[0].splitlines()), errors[1]) == (1, "")
+    *progress, sentence = errors[0].splitlines()
+    assert sentence.startswith(f"cannot use {tmp_path}/run/run.jsonl: file too large; free some space"), errors
+    assert all(f"of {NUM_SAMPLES} completions" in line for line in progress), errors
+    assert errors[1] == ""
     check_resumption(cell, tmp_path / "run", lines(tmp_path / "run")[:1])

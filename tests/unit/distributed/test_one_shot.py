@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from llama_ssp.distributed import one_shot
+from llama_ssp.distributed import comms, one_shot
+from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.one_shot import SIZES, OneShot, largest_gain
 
 FASTER, SLOWER = (1e-6, 2e-6), (3e-6, 2e-6)
@@ -114,3 +115,14 @@ def test_a_device_that_comes_to_no_end_is_given_up(device: Device) -> None:
     device.comes_to_an_end = False
     with pytest.raises(RuntimeError, match=r"within 0\.05 s"):
         one_shot._seconds(lambda: None)
+
+
+def test_groups_of_gpus_look_for_it_unless_they_are_told_not_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(OneShot, "join", lambda *_: asked.append("join"))
+    monkeypatch.setattr(comms, "_one_shots", {})
+    for tries in (False, True):
+        group = SimpleNamespace(WORLD=SimpleNamespace())
+        monkeypatch.setattr(dist, "group", group)
+        Comm.of_world(rank=0, size=2, device=torch.device("cuda"), crowded=False, tries_one_shot=tries)
+        assert asked == ["join"] * tries

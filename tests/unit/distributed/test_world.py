@@ -1,13 +1,16 @@
 """Who a process is, where it computes, and which cores are its own."""
 
+import json
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore, distributed_c10d  # type: ignore[attr-defined] # torch does not list it
 
 from llama_ssp.config.schema import DeviceKind
 from llama_ssp.distributed import world
@@ -48,24 +51,49 @@ def test_every_rank_has_a_gpu_or_none_has_and_a_sentence_says_so(monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    ("num_cores", "threads", "own"), [(8, 2, [{2, 3}]), (4, 1, [{1}]), (2, 1, [])], ids=["more", "as many", "fewer"]
+    ("num_cores", "sharers", "threads", "own"),
+    [
+        (8, (4, 5, 6, 7), 2, [{2, 3}]),
+        (4, (4, 5, 6, 7), 1, [{1}]),
+        (2, (4, 5, 6, 7), 1, []),
+        (2, (5,), 2, []),
+        (4, (5, 7), 2, [{0, 1}]),
+    ],
+    ids=["more", "as many", "fewer", "bound by srun", "bound to a socket by srun"],
 )
-def test_the_ranks_of_a_node_share_its_cores(
-    num_cores: int, threads: int, own: list[set[int]], monkeypatch: pytest.MonkeyPatch
+def test_ranks_that_may_use_the_same_cores_share_them(
+    num_cores: int, sharers: tuple[int, ...], threads: int, own: list[set[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept: list[set[int]] = []
     set_threads: list[int] = []
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(num_cores)))
     monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: kept.append(set(cores)))
     monkeypatch.setattr(torch, "set_num_threads", set_threads.append)
-    assert share_cores(FIFTH_OF_EIGHT) == threads
+    assert share_cores(FIFTH_OF_EIGHT, cores=frozenset(range(num_cores)), sharers=sharers) == threads
     assert (kept, set_threads) == (own, [threads])
+
+
+@pytest.mark.parametrize(
+    ("others", "sharers", "crowded"),
+    [
+        ([["here", [0, 1]]] * 3, (0, 1, 2, 3), True),
+        ([["here", [2, 3]], ["here", [0, 1]], ["there", [0, 1]]], (1, 2), False),
+    ],
+    ids=["one mask for all", "a mask for each socket, and another host"],
+)
+def test_ranks_of_a_host_with_the_same_mask_share_cores(
+    others: list[object], sharers: tuple[int, ...], crowded: bool, meeting: "Meeting", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meeting.say(others)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    with world.start(device=DeviceKind.cpu, timeout_s=5.0) as job:
+        assert world._sharers(job.ranks, job.cores) == sharers
+    assert meeting.crowded == [crowded]
 
 
 def test_a_lone_process_keeps_the_threads_that_its_user_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(torch, "set_num_threads", lambda _: pytest.fail("the number of threads was changed"))
-    assert share_cores(ALONE) == torch.get_num_threads()
+    assert share_cores(ALONE, cores=frozenset({0, 1}), sharers=(0,)) == torch.get_num_threads()
 
 
 def test_groups_are_made_on_all_cores_and_the_share_comes_back() -> None:
@@ -86,6 +114,13 @@ class Meeting:
     def __init__(self, *, fails_at: str = "never") -> None:
         self.fails_at = fails_at
         self.crowded: list[bool] = []
+        self.store = HashStore()
+        self.say([["there", [0]]] * 3)
+
+    def say(self, cores: list[object]) -> None:
+        """Let the others, ranks 0, 2 and 3, tell their host and cores."""
+        for rank, words in zip((0, 2, 3), cores, strict=True):
+            self.store.set(f"llama_ssp/cores/{rank}", json.dumps(words))
 
     def of_world(self, *, crowded: bool, **_: object) -> SimpleNamespace:
         self.crowded.append(crowded)
@@ -107,11 +142,15 @@ def meeting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Meeting]:
         monkeypatch.setenv(key, value)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(world, "_watch", lambda _: others)
+    monkeypatch.setattr(distributed_c10d, "_get_default_store", lambda: found.store)
+    monkeypatch.setattr(socket, "gethostname", lambda: "here")
     monkeypatch.setattr(Comm, "of_world", found.of_world)
-    world._first_cores.cache_clear()
+    for cached in (world._first_cores, world._sharers):
+        cached.cache_clear()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     yield found
-    world._first_cores.cache_clear()
+    for cached in (world._first_cores, world._sharers):
+        cached.cache_clear()
     for number, handler in handlers.items():
         signal.signal(number, handler)
 
