@@ -7,6 +7,7 @@ say: their types, one `draft` option per model, and names that depend on the pro
 import os
 import textwrap
 import time
+from collections.abc import Iterable
 from dataclasses import is_dataclass
 from functools import cache
 from typing import cast, get_args, get_type_hints
@@ -50,13 +51,14 @@ def register() -> None:
         option = {"defaults": [{"/model@model": name}, "_self_"], "kind": DrafterKind.model.name}
         store.store(group="draft", name=name, node=option)
     OmegaConf.register_new_resolver("run_id", run_id, replace=True)
-    OmegaConf.register_new_resolver("hardware_names", lambda: " ".join(hardware.names()), replace=True)
-    OmegaConf.register_new_resolver("model_names", _model_names, replace=True)
+    OmegaConf.register_new_resolver("hardware_names", lambda: _in_lines(hardware.names(), indent=35), replace=True)
+    OmegaConf.register_new_resolver("model_names", lambda: _in_lines(catalogue.names(), indent=2), replace=True)
 
 
-def _model_names() -> str:
-    """Return the catalogue as the help text shows it."""
-    return textwrap.fill(" ".join(catalogue.names()), width=116, subsequent_indent="  ", break_on_hyphens=False)
+def _in_lines(names: Iterable[str], *, indent: int) -> str:
+    """The entries of a catalogue as the help text shows them, from column `indent` on."""
+    lines = textwrap.wrap(" ".join(names), width=118 - indent, break_on_hyphens=False)
+    return ("\n" + " " * indent).join(lines)
 
 
 @cache
