@@ -89,6 +89,7 @@ def run(config: RunConfig, clock: StartClock) -> bool:
                 folder = _open_folder(config, world, stack)
                 stack.callback(shutil.rmtree, offload_folder(config, world), ignore_errors=True)
                 run_dir = Path(str(config.run_dir))
+                _log_ranks(world, folder)
                 return _run(config, world, terminal, folder, phase=phase, clock=clock)
         except (SspError, KeyboardInterrupt) as error:
             if run_dir:
@@ -106,6 +107,11 @@ def _open_folder(config: RunConfig, world: World, stack: ExitStack) -> RunFolder
     config.run_dir = world.comm.broadcast_text(str(config.run_dir), src=0)
     open_logs(Path(config.run_dir), rank=world.comm.rank)
     stack.callback(close_logs)
+    return folder
+
+
+def _log_ranks(world: World, folder: RunFolder | None) -> None:
+    """Write into the logs who and where ranks are, all of them into rank 0's."""
     ranks = world.comm.gather_text(describe_rank(world))
     for rank in ranks if folder else [ranks[world.comm.rank]]:
         _log.info("%s", rank)
@@ -113,7 +119,6 @@ def _open_folder(config: RunConfig, world: World, stack: ExitStack) -> RunFolder
         made_by = versions() | {"commit": git_commit()}
         _log.info(", ".join(f"{name} {version}" for name, version in made_by.items()))
         _log.info("links between GPUs: %s", gpu_links() if world.device.type == "cuda" else "none, ranks are on CPUs")
-    return folder
 
 
 def _write_end(run_dir: Path, folder: RunFolder | None, error: SspError | KeyboardInterrupt) -> None:
