@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llama_ssp.distributed.one_shot import OneShot
+from llama_ssp.distributed.operators import is_recording, record_all_gather_last, record_all_reduce
 from llama_ssp.distributed.shared_memory import SLOT_BYTES, Board
 
 
@@ -96,6 +97,8 @@ class Comm:
 
     def all_reduce(self, values: Tensor) -> Tensor:
         """Add up `values` over the group, in place where it can; returns the sum, the same bits everywhere."""
+        if self.size > 1 and is_recording():
+            return record_all_reduce(self, values)
         if self.board and values.nbytes <= SLOT_BYTES:
             self.board.all_reduce(values)
         elif self.one_shot and self.one_shot.takes(values):
@@ -116,6 +119,8 @@ class Comm:
         """
         if self.size == 1:
             return values
+        if is_recording():
+            return record_all_gather_last(self, values, sizes)
         widest = max(sizes)
         if self.board and widest * values.shape[:-1].numel() * values.itemsize <= SLOT_BYTES:
             return self.board.all_gather_last(values, sizes)

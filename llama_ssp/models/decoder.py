@@ -10,7 +10,8 @@ H query heads, N key-value heads, G = H / N, D head dim, U MLP units, all of thi
 """
 
 from collections.abc import Callable
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +21,17 @@ from transformers import PretrainedConfig, PreTrainedModel
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.models.attention import attend_by_position
 from llama_ssp.models.families import windows_of
-from llama_ssp.models.kv_cache import Masks, StaticCache
+from llama_ssp.models.kv_cache import Aim, LayerBuffer, Masks, StaticCache, mask_rows
 from llama_ssp.models.linear import Kernel, Linear, make_linear
 from llama_ssp.models.quantization import UNQUANTIZED, Precision
+from llama_ssp.models.recorded import Recorded
 from llama_ssp.models.tensor_parallel import GatheredLinear
 
 # Families that are the same function up to biases, norms of queries and keys, and rotary frequencies.
 _MODEL_TYPES = {"llama", "mistral", "qwen2", "qwen3"}
+
+Sizes = tuple[int, int, bool]
+"""B, T, and whether only some rows are wanted: what decides the operators of a forward."""
 
 
 def is_llama_kind(config: PretrainedConfig) -> bool:
@@ -70,6 +75,7 @@ class LeanRunner:
             )
         fill("")
         self.vocab_size: int = config.vocab_size
+        self._width: int = config.hidden_size
         self.max_position_embeddings: int = config.max_position_embeddings
         self.device: torch.device = head.weight.device
         self.dtype: torch.dtype = head.weight.dtype
@@ -84,6 +90,9 @@ class LeanRunner:
         self._head = make_linear(*_take(head), kernel=kernel, keeps_weight=is_tied)
         self.num_allocations = 0
         self._cache: StaticCache | None = None
+        self._recorded: Recorded[Sizes] | None = None
+        if self.device.type == "cpu" and not precision.rounds_inputs:
+            self._recorded = Recorded(self._forward_over, layers, self._norm, self._head, self._embed)
 
     def allocate(self, *, batch_size: int, capacity: int) -> None:
         """Make room in the cache; see `Runner.allocate`."""
@@ -107,19 +116,61 @@ class LeanRunner:
     ) -> Tensor:
         """Read tokens into the cache and score what follows them; see `Runner.forward`."""
         assert self._cache is not None, "allocate comes first"
-        batch_size, num_tokens = ids_BT.shape
-        self._cache.aim(positions_BT, bucket=bucket, batch_rows_B=batch_rows_B)
-        turns_M1P = self._turns_S1P.index_select(0, positions_BT.flatten())
+        cache, masks = self._cache, self._masks
+        sizes = ids_BT.shape[0], ids_BT.shape[1], rows_BR is not None
+        pieces = masks.shown(bucket)
+        if self._recorded and batch_rows_B is None and (layers := cache.shown(bucket)):
+            inputs = (ids_BT, positions_BT) if rows_BR is None else (ids_BT, positions_BT, rows_BR)
+            made = self._turns_S1P, cache.first_slot_B1, masks.last, *pieces.values(), *chain.from_iterable(layers)
+            return self._recorded(sizes, *inputs, *made)
+        aim = cache.aim(positions_BT, bucket=bucket, batch_rows_B=batch_rows_B)
+        tables = _Tables(self._turns_S1P, masks.last, pieces, aim)
+        return self._forward(sizes, ids_BT, positions_BT, rows_BR, tables)
+
+    def _forward(
+        self, sizes: Sizes, ids_BT: Tensor, positions_BT: Tensor, rows_BR: Tensor | None, tables: "_Tables"
+    ) -> Tensor:
+        """What is done with ids and positions, in terms of what `allocate` has made."""
+        batch_size, num_tokens, _ = sizes
+        turns_M1P = tables.turns_S1P.index_select(0, positions_BT.flatten())
         positions_BQ = positions_BT[..., None].repeat(1, 1, self._layers[0].group).flatten(1)
-        masks = self._masks.rows(positions_BQ, bucket=bucket)
+        masks = {
+            window: mask_rows(pieces_SU, tables.last, positions_BQ, batch_size=batch_size)
+            for window, pieces_SU in tables.pieces.items()
+        }
         x_ME = self._embed(ids_BT.flatten())
         for layer, window in zip(self._layers, self._windows, strict=True):
-            x_ME = layer.forward(x_ME, turns_M1P, masks[window], self._cache)
+            x_ME = layer.forward(x_ME, turns_M1P, masks[window], tables.aim, batch_size=batch_size)
         if rows_BR is not None:
             x_BTE = x_ME.view(batch_size, num_tokens, -1)
-            x_ME = x_BTE.gather(1, rows_BR[..., None].expand(-1, -1, x_BTE.shape[-1])).flatten(0, 1)
+            x_ME = x_BTE.gather(1, rows_BR[..., None].expand(-1, -1, self._width)).flatten(0, 1)
         logits_MV: Tensor = self._comm.all_gather_last(self._head(self._norm(x_ME)), self._head_sizes)
         return logits_MV.view(batch_size, -1, self.vocab_size).float()
+
+    def _forward_over(self, sizes: Sizes, ids_BT: Tensor, positions_BT: Tensor, *made: Tensor) -> Tensor:
+        """`_forward` as it is recorded: all that `allocate` makes anew is an argument."""
+        rows_BR, made = (made[0], made[1:]) if sizes[-1] else (None, made)
+        turns_S1P, first_slot_B1, last, *more = made
+        pieces = dict(zip(dict.fromkeys(self._windows), more, strict=False))
+        layers = [LayerBuffer(*more[start : start + 3]) for start in range(len(pieces), len(more), 3)]
+        aim = Aim(lambda number, _: layers[number], first_slot_B1, positions_BT, batch_rows_B=None)
+        return self._forward(sizes, ids_BT, positions_BT, rows_BR, _Tables(turns_S1P, last, pieces, aim))
+
+
+class _Tables(NamedTuple):
+    """What a forward looks up, and where it writes.
+
+    Attributes:
+        turns_S1P: the rotary factors of all positions.
+        last: the last of them; see `mask_rows`.
+        pieces: of the masks (S, U), by window.
+        aim: into the cache.
+    """
+
+    turns_S1P: Tensor
+    last: Tensor
+    pieces: dict[int | None, Tensor]
+    aim: Aim
 
 
 class _Layer:
@@ -163,29 +214,32 @@ class _Layer:
         self._gate_up = make_linear(*_take(mlp.gate_proj, mlp.up_proj), kernel=kernel)
         self._down = _Residual(mlp.down_proj, comm=comm, kernel=kernel)
 
-    def forward(self, x_ME: Tensor, turns_M1P: Tensor, mask_B1QS: Tensor, cache: StaticCache) -> Tensor:
+    def forward(self, x_ME: Tensor, turns_M1P: Tensor, mask_B1QS: Tensor, aim: Aim, *, batch_size: int) -> Tensor:
         """Add attention, then the MLP, to x.
 
         Args:
             x_ME: the residual stream.
             turns_M1P: each token's rotary factors, complex.
             mask_B1QS: what to add to the scores of the T * G queries of each key-value head.
-            cache: where keys and values go, and come from.
+            aim: where keys and values go, and come from.
+            batch_size: B.
         """
-        x_ME = self._output(self._attend(self._attention_norm(x_ME), turns_M1P, mask_B1QS, cache), x_ME)
+        attended_ME = self._attend(self._attention_norm(x_ME), turns_M1P, mask_B1QS, aim, batch_size=batch_size)
+        x_ME = self._output(attended_ME, x_ME)
         gate_MU, up_MU = self._gate_up(self._mlp_norm(x_ME)).chunk(2, dim=-1)
         return self._down(functional.silu(gate_MU).mul_(up_MU), x_ME)
 
-    def _attend(self, x_ME: Tensor, turns_M1P: Tensor, mask_B1QS: Tensor, cache: StaticCache) -> Tensor:
-        batch_size, num_heads = mask_B1QS.shape[0], self._num_heads
-        qkv_MXD = self._qkv(x_ME).view(x_ME.shape[0], -1, self._head_dim)
-        turned_MXD = qkv_MXD[:, : num_heads + self._num_kv_heads]
+    def _attend(self, x_ME: Tensor, turns_M1P: Tensor, mask_B1QS: Tensor, aim: Aim, *, batch_size: int) -> Tensor:
+        num_heads, num_turned = self._num_heads, self._num_heads + self._num_kv_heads
+        qkv_MXD = self._qkv(x_ME).view(-1, num_turned + self._num_kv_heads, self._head_dim)
+        turned_MXD = qkv_MXD.narrow(1, 0, num_turned)
         if self._head_norms:
             for norm, heads in zip(self._head_norms, turned_MXD.split([num_heads, self._num_kv_heads], 1), strict=True):
                 heads.copy_(norm(heads))
         _turn_(turned_MXD, turns_M1P)
-        keys_BNSD, values_BNSD = cache.update(qkv_MXD[:, num_heads:], self._number)
-        grouped_BTNGD = qkv_MXD[:, :num_heads].view(batch_size, -1, self._num_kv_heads, self.group, self._head_dim)
+        keys_BNSD, values_BNSD = aim.update(qkv_MXD.narrow(1, num_heads, 2 * self._num_kv_heads), self._number)
+        queries_MHD = qkv_MXD.narrow(1, 0, num_heads)
+        grouped_BTNGD = queries_MHD.view(batch_size, -1, self._num_kv_heads, self.group, self._head_dim)
         queries_BNQD = grouped_BTNGD.transpose(1, 2).flatten(2, 3)
 
         def attend(queries: Tensor, mask: Tensor) -> Tensor:
@@ -198,7 +252,7 @@ class _Layer:
         else:
             attended_BNQD = attend(queries_BNQD, mask_B1QS)
         attended_BNTGD = attended_BNQD.unflatten(2, (-1, self.group))
-        attended_ME: Tensor = attended_BNTGD.transpose(1, 2).reshape(x_ME.shape[0], -1)
+        attended_ME: Tensor = attended_BNTGD.transpose(1, 2).reshape(-1, num_heads * self._head_dim)
         return attended_ME
 
 

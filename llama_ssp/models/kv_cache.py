@@ -8,82 +8,118 @@ Position p of a sequence always lies in slot p of its row. What stands beyond a 
 mask shows a token only the slots up to its own position, and those have been written by then. How many
 slots are needed, and how many of them a forward reads, is decided elsewhere.
 
-Shapes: B sequences, T positions, M = B * T tokens, S slots, N key-value heads, D head dim, L layers.
+Shapes: B sequences, T positions, M = B * T tokens, S slots, U slots that are read, N key-value heads, D head dim.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
 
-class _Layer:
-    """The buffer of one layer, zeroed, because a masked value still takes part as 0 times itself.
-
-    Heads come first, so that attention reads the slots of a head in one run.
+class LayerBuffer(NamedTuple):
+    """One layer's part of the cache: the same memory as it is written, and as far as it is read.
 
     Attributes:
-        parts: (2 N, B * S, D): the keys of all heads, then their values.
-        bucket: slots of each row that the views show.
-        keys_BNSD, values_BNSD: views of the first `bucket` slots, as attention reads them.
+        parts: (2 N, B * S, D): the keys of all heads, then their values; heads come first, so that attention reads the
+            slots of a head in one run.
+        keys_BNUD: the keys of the slots that are read.
+        values_BNUD: the values there.
     """
 
-    def __init__(self, written_M2ND: Tensor, *, batch_size: int, capacity: int) -> None:
-        _, num_parts, head_dim = written_M2ND.shape
-        self._whole = written_M2ND.new_zeros(2, num_parts // 2, batch_size, capacity, head_dim)
-        self.parts = self._whole.view(num_parts, batch_size * capacity, head_dim)
-        self.show(capacity)
-
-    def show(self, bucket: int) -> None:
-        """Make the views; they are kept, because the bucket seldom changes and views cost as much as the copies."""
-        self.bucket = bucket
-        self.keys_BNSD, self.values_BNSD = self._whole[:, :, :, :bucket].transpose(1, 2).unbind()
+    parts: Tensor
+    keys_BNUD: Tensor
+    values_BNUD: Tensor
 
 
 class StaticCache:
     """Keys and values of all layers on this rank; each row has its own length.
 
-    A layer's buffer is made when its first keys arrive, with this rank's number of heads, on the layer's device.
+    A layer's buffer is made when its first keys arrive, with this rank's number of heads, on the layer's device. It
+    begins as zeros, because a masked value still takes part as 0 times itself.
 
     Args:
         num_layers: layers of the model.
         batch_size: rows.
         capacity: slots of each row.
         device: where the slot numbers are.
+
+    Attributes:
+        first_slot_B1: where each row begins when the slots of all rows are counted through.
     """
 
     def __init__(self, *, num_layers: int, batch_size: int, capacity: int, device: torch.device) -> None:
         self._num_rows = batch_size
         self._num_slots = capacity
-        self._layers: list[_Layer | None] = [None] * num_layers
-        self._first_slot_B1 = torch.arange(batch_size, device=device)[:, None] * capacity
-
-    @property
-    def num_layers(self) -> int:
-        """Layers of the model."""
-        return len(self._layers)
+        self._wholes: list[Tensor | None] = [None] * num_layers
+        self._shown: list[LayerBuffer] = []
+        self._bucket = 0
+        self.first_slot_B1 = torch.arange(batch_size, device=device)[:, None] * capacity
 
     @property
     def num_bytes(self) -> int:
         """Size of the buffers that have been made."""
-        return sum(layer.parts.nbytes for layer in self._layers if layer)
+        return sum(whole.nbytes for whole in self._wholes if whole is not None)
 
     def fits(self, *, batch_size: int, capacity: int) -> bool:
         """Whether it has just these rows, and slots enough."""
         return self._num_rows == batch_size and self._num_slots >= capacity
 
-    def aim(self, positions_BT: Tensor, *, bucket: int, batch_rows_B: Tensor | None) -> None:
-        """Say where the next forward writes and what it reads.
+    def aim(self, positions_BT: Tensor, *, bucket: int, batch_rows_B: Tensor | None) -> "Aim":
+        """Say where a forward writes and what it reads: the first `bucket` slots; see `Aim`."""
 
-        Args:
-            positions_BT: slot of each new token in its row.
-            bucket: only slots below it are read.
-            batch_rows_B: the row of the cache that each sequence is; None when they are all rows, in order.
-        """
-        first_slot_B1 = self._first_slot_B1 if batch_rows_B is None else self._first_slot_B1[batch_rows_B]
+        def buffer(number: int, written_M2ND: Tensor) -> LayerBuffer:
+            whole = self._wholes[number]
+            return self._show(self._make(number, written_M2ND) if whole is None else whole, bucket)
+
+        return Aim(buffer, self.first_slot_B1, positions_BT, batch_rows_B=batch_rows_B)
+
+    def shown(self, bucket: int) -> Sequence[LayerBuffer]:
+        """The buffers of all layers, their first `bucket` slots for reading; empty before all have been written."""
+        if self._bucket != bucket:
+            wholes = [whole for whole in self._wholes if whole is not None]
+            if len(wholes) < len(self._wholes):
+                return ()
+            # Kept, because the bucket seldom changes and views cost as much as the copies.
+            self._shown, self._bucket = [self._show(whole, bucket) for whole in wholes], bucket
+        return self._shown
+
+    def _show(self, whole: Tensor, bucket: int) -> LayerBuffer:
+        return LayerBuffer(whole.flatten(2, 3).flatten(0, 1), *whole[:, :, :, :bucket].transpose(1, 2).unbind())
+
+    def _make(self, number: int, written_M2ND: Tensor) -> Tensor:
+        _, num_parts, head_dim = written_M2ND.shape
+        # A tensor that was made in inference mode could not be written outside of it later on.
+        with torch.inference_mode(mode=False):
+            whole = written_M2ND.new_zeros(2, num_parts // 2, self._num_rows, self._num_slots, head_dim)
+        self._wholes[number] = whole
+        return whole
+
+
+class Aim:
+    """Where one forward writes in a cache, and what it reads.
+
+    Args:
+        buffer: gives that of a layer by its number, for the keys and values that will be written.
+        first_slot_B1: see `StaticCache`.
+        positions_BT: slot of each new token in its row.
+        batch_rows_B: the row of the cache that each sequence is; None when they are all rows, in order.
+    """
+
+    def __init__(
+        self,
+        buffer: Callable[[int, Tensor], LayerBuffer],
+        first_slot_B1: Tensor,
+        positions_BT: Tensor,
+        *,
+        batch_rows_B: Tensor | None,
+    ) -> None:
+        if batch_rows_B is not None:
+            first_slot_B1 = first_slot_B1[batch_rows_B]
+        self._buffer = buffer
         self._slots_M = (first_slot_B1 + positions_BT).flatten()
-        self._bucket = bucket
         self._batch_rows_B = batch_rows_B
 
     def update(self, written_M2ND: Tensor, number: int) -> tuple[Tensor, Tensor]:
@@ -94,49 +130,49 @@ class StaticCache:
             number: which layer it is.
 
         Returns:
-            Keys and values, each (B, N, bucket, D).
+            Keys and values, each (B, N, U, D).
         """
-        layer = self._layers[number] or self._make_layer(number, written_M2ND)
-        layer.parts.index_copy_(1, self._slots_M.to(written_M2ND.device), written_M2ND.transpose(0, 1))
-        if layer.bucket != self._bucket:
-            layer.show(self._bucket)
+        parts, keys_BNUD, values_BNUD = self._buffer(number, written_M2ND)
+        parts.index_copy_(1, self._slots_M.to(written_M2ND.device), written_M2ND.transpose(0, 1))
         if self._batch_rows_B is None:
-            return layer.keys_BNSD, layer.values_BNSD
+            return keys_BNUD, values_BNUD
         rows_B = self._batch_rows_B.to(written_M2ND.device)
-        return layer.keys_BNSD.index_select(0, rows_B), layer.values_BNSD.index_select(0, rows_B)
-
-    def _make_layer(self, number: int, written_M2ND: Tensor) -> _Layer:
-        # A tensor that was made in inference mode could not be written outside of it later on.
-        with torch.inference_mode(mode=False):
-            layer = _Layer(written_M2ND, batch_size=self._num_rows, capacity=self._num_slots)
-        self._layers[number] = layer
-        return layer
+        return keys_BNUD.index_select(0, rows_B), values_BNUD.index_select(0, rows_B)
 
 
 class LibraryCache(Cache):
-    """The library's cache interface over a `StaticCache`."""
+    """The library's cache interface over a `StaticCache`.
 
-    def __init__(self, static: StaticCache) -> None:
+    Args:
+        num_layers: layers of the model.
+
+    Attributes:
+        aim: where the forward at hand writes, and what it reads.
+    """
+
+    aim: Aim
+
+    def __init__(self, num_layers: int) -> None:
         super().__init__(layers=[])
-        self._static = static
+        self._num_layers = num_layers
 
     def __len__(self) -> int:
         """Number of layers."""
-        return self._static.num_layers
+        return self._num_layers
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_args: object, **_kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Write the new keys and values (B, N, T, D) of one layer; returns all that may be read, (B, N, bucket, D)."""
+        """Write the new keys and values (B, N, T, D) of one layer; returns all that may be read, (B, N, U, D)."""
         written_M2ND = torch.cat([key_states, value_states], dim=1).transpose(1, 2).flatten(0, 1)
-        return self._static.update(written_M2ND, layer_idx)
+        return self.aim.update(written_M2ND, layer_idx)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002 - the library's signature
         """Nothing, for the library: rows have lengths of their own, and positions are always given."""
         return 0
 
 
-class CausalMask:
+def causal_pieces(capacity: int, *, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
     """What attention adds to the scores: 0 for slots up to a token's own position, minus infinity beyond.
 
     The rows of all positions are pieces of one line of 2 S numbers, so that a row is looked up, and never computed.
@@ -149,19 +185,29 @@ class CausalMask:
         window: how many positions a token sees, its own included; None for all.
         dtype: that of the scores.
         device: where they are.
+
+    Returns:
+        The pieces (S, S), that of the last position first.
     """
+    line = torch.zeros(2 * capacity, dtype=dtype, device=device)
+    line[capacity:] = float("-inf")
+    if window is not None:
+        line[: max(capacity - window, 0)] = float("-inf")
+    return line.as_strided((capacity, capacity), (1, 1))
 
-    def __init__(self, capacity: int, *, window: int | None, dtype: torch.dtype, device: torch.device) -> None:
-        line = torch.zeros(2 * capacity, dtype=dtype, device=device)
-        line[capacity:] = float("-inf")
-        if window is not None:
-            line[: max(capacity - window, 0)] = float("-inf")
-        self._pieces_SS = line.as_strided((capacity, capacity), (1, 1))
-        self._last = capacity - 1
 
-    def rows(self, positions_M: Tensor, *, bucket: int) -> Tensor:
-        """The masks (M, bucket) of tokens at these positions."""
-        return self._pieces_SS[:, :bucket].index_select(0, self._last - positions_M)
+def mask_rows(pieces_SU: Tensor, last: Tensor, positions_BT: Tensor, *, batch_size: int) -> Tensor:
+    """The masks (B, 1, T, U) of tokens at these positions, from the first U columns of `causal_pieces`.
+
+    Args:
+        pieces_SU: those columns.
+        last: S - 1, of no dimension.
+        positions_BT: of the tokens.
+        batch_size: B.
+    """
+    mask_MU = pieces_SU.index_select(0, (last - positions_BT).flatten())
+    mask_B1TU: Tensor = mask_MU.unflatten(0, (batch_size, 1, -1))
+    return mask_B1TU
 
 
 class Masks:
@@ -172,14 +218,33 @@ class Masks:
         capacity: S.
         dtype: that of the scores.
         device: where they are.
+
+    Attributes:
+        last: S - 1, of no dimension.
     """
 
     def __init__(
         self, windows: Iterable[int | None], *, capacity: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self._of = {window: CausalMask(capacity, window=window, dtype=dtype, device=device) for window in windows}
+        self._of = {
+            window: causal_pieces(capacity, window=window, dtype=dtype, device=device)
+            for window in dict.fromkeys(windows)
+        }
+        self._shown: dict[int | None, Tensor] = {}
+        self._bucket = 0
+        self.last = torch.tensor(capacity - 1, device=device)
+
+    def shown(self, bucket: int) -> dict[int | None, Tensor]:
+        """The pieces of the first `bucket` slots, by window, in the order of the layers."""
+        if self._bucket != bucket:
+            self._shown = {window: pieces_SS[:, :bucket] for window, pieces_SS in self._of.items()}
+            self._bucket = bucket
+        return self._shown
 
     def rows(self, positions_BT: Tensor, *, bucket: int) -> dict[int | None, Tensor]:
         """The masks (B, 1, T, bucket) of tokens at these positions, by window, in the order of the layers."""
-        positions_M, sizes = positions_BT.flatten(), (positions_BT.shape[0], 1, -1, bucket)
-        return {window: mask.rows(positions_M, bucket=bucket).view(sizes) for window, mask in self._of.items()}
+        batch_size = positions_BT.shape[0]
+        return {
+            window: mask_rows(pieces_SU, self.last, positions_BT, batch_size=batch_size)
+            for window, pieces_SU in self.shown(bucket).items()
+        }

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from llama_ssp.distributed.operators import is_recording
+
 _TIMED_ROWS = (1, 5)
 _MIN_CALLS, _BUDGET_S = 4, 2e-3
 _HALF_TOP = 14
@@ -71,18 +73,30 @@ class ColumnsLinear(PlainLinear):
         return self(x_MI).add_(residual_MO)
 
 
+def packed_linear(x_MI: Tensor, packed: Tensor, bias_O: Tensor | None) -> Tensor:
+    """OneDNN's product on a weight in its own layout, without the list in its arguments that no recording can hold."""
+    y_MO: Tensor = torch.ops.mkldnn._linear_pointwise.default(x_MI, packed, bias_O, "none", [], "")
+    return y_MO
+
+
+_library = torch.library.Library("llama_ssp", "FRAGMENT")
+_library.define("packed_linear(Tensor x, Tensor packed, Tensor? bias) -> Tensor")
+for _kind_of_weight in ("CPU", "MkldnnCPU"):
+    _library.impl("packed_linear", packed_linear, _kind_of_weight)
+
+
 class PackedLinear:
     """oneDNN's product on a weight in its own layout. The operators are private to torch: ask `can_pack` first."""
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI, _TIMED_ROWS[-1])
         self._bias_O = bias_O
-        self._product = torch.ops.mkldnn._linear_pointwise.default
         self._sum = torch.ops.mkldnn._linear_pointwise.binary
 
     def __call__(self, x_MI: Tensor) -> Tensor:
         """See `Linear`."""
-        y_MO: Tensor = self._product(x_MI, self._packed, self._bias_O, "none", [], "")
+        product = torch.ops.llama_ssp.packed_linear if is_recording() else packed_linear
+        y_MO: Tensor = product(x_MI, self._packed, self._bias_O)
         return y_MO
 
     def add(self, x_MI: Tensor, residual_MO: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ class ModuleRunner:
             capacity=capacity,
             device=self.device,
         )
-        self._library_cache = LibraryCache(self._cache)
+        self._library_cache = LibraryCache(self._model.config.num_hidden_layers)
         windows = windows_of(self._model.config)
         self._masks = Masks(windows, capacity=capacity, dtype=self.dtype, device=self.device)
 
@@ -70,7 +70,7 @@ class ModuleRunner:
         """Read tokens into the cache and score what follows them; see `Runner.forward`."""
         assert self._cache is not None, "allocate comes first"
         self._rows_BR = rows_BR
-        self._cache.aim(positions_BT, bucket=bucket, batch_rows_B=batch_rows_B)
+        self._library_cache.aim = self._cache.aim(positions_BT, bucket=bucket, batch_rows_B=batch_rows_B)
         # A boolean mask would be turned into this one by every layer anew.
         masks = self._masks.rows(positions_BT, bucket=bucket)
         logits_BRV: Tensor = self._model(

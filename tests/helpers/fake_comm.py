@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.distributed.comms import Comm
+from llama_ssp.distributed.operators import is_recording, record_all_gather_last, record_all_reduce
 
 Result = TypeVar("Result")
 
@@ -26,10 +27,14 @@ class ThreadComm(Comm):
 
     def all_reduce(self, values: Tensor) -> Tensor:
         """Add up, in rank order."""
+        if is_recording():
+            return record_all_reduce(self, values)
         return values.copy_(torch.stack(self._swap(values)).sum(0))
 
     def all_gather_last(self, values: Tensor, sizes: tuple[int, ...]) -> Tensor:
         """Join along the last dimension."""
+        if is_recording():
+            return record_all_gather_last(self, values, sizes)
         slices = self._swap(values)
         assert tuple(part.shape[-1] for part in slices) == sizes
         return torch.cat(slices, dim=-1)

@@ -1,0 +1,113 @@
+"""Functions of tensors on the CPU without Python in between: recorded once for each shape, then replayed by torch.
+
+A small forward is some hundreds of operators, and a third of its time is Python's, which calls them. torch's tracer
+keeps the calls, and its interpreter repeats them: the same kernels on the same numbers, so the same bits.
+
+    calls of a shape    1st: from Python    2nd: recorded, then replayed    3rd, 4th, ...: replayed
+
+Recording runs the function once more, so that it may only write what it writes again. What it reads is either an
+argument or stays as it is; what it writes is an argument.
+"""
+
+import logging
+import warnings
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager
+from functools import partial
+from itertools import count
+from threading import Lock
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from llama_ssp.distributed.operators import keeping_type, recording
+
+_Key = TypeVar("_Key", bound=Hashable)
+
+_log = logging.getLogger(__name__)
+_one_at_a_time = Lock()
+
+
+class Recorded(Generic[_Key]):
+    """A function that is recorded.
+
+    Args:
+        function: maps a key and tensors to a tensor, with the same operators whenever the key is the same.
+        held: objects of this package, and modules, that hold what it reads beside its arguments.
+    """
+
+    def __init__(self, function: Callable[..., Tensor], *held: object) -> None:
+        self._function = function
+        self._held = held
+        self._replays: dict[_Key, Callable[..., Tensor] | None] = {}
+        self.failed = False
+
+    def __call__(self, key: _Key, *arguments: Tensor) -> Tensor:
+        """Do it.
+
+        Args:
+            key: all that decides which operators run; the function's first argument.
+            arguments: its others.
+        """
+        if self.failed or key not in self._replays:
+            self._replays[key] = None
+            return self._function(key, *arguments)
+        replay = self._replays[key]
+        if replay is None:
+            try:
+                replay = self._replays[key] = self._record(key, arguments)
+            except RuntimeError as error:
+                reason = str(error).strip().partition("\n")[0]
+                _log.warning("forwards go on without being recorded: %s", reason)
+                self.failed = True
+                return self._function(key, *arguments)
+        with _as_recorded(), keeping_type():
+            return replay(*arguments)
+
+    def _record(self, key: _Key, arguments: tuple[Tensor, ...]) -> Callable[..., Tensor]:
+        with _one_at_a_time, recording(), warnings.catch_warnings(), _as_recorded():
+            warnings.simplefilter("ignore")  # of sizes that become constants, which the key answers for
+            module = _Module(partial(self._function, key), self._held)
+            traced = torch.jit.trace(module, arguments, check_trace=False, _store_inputs=False)
+        replay: Callable[..., Tensor] = traced.forward
+        return replay
+
+
+class _Module(nn.Module):
+    """What the tracer asks for: constants of a recording would never be freed, attributes of a module are."""
+
+    def __init__(self, function: Callable[..., Tensor], held: object) -> None:
+        super().__init__()
+        self._function = function
+        for number, leaf in zip(count(), {id(leaf): leaf for leaf in _leaves(held)}.values(), strict=False):
+            if isinstance(leaf, nn.Parameter):
+                self.register_parameter(f"held_{number}", leaf)
+            elif isinstance(leaf, Tensor):
+                self.register_buffer(f"held_{number}", leaf)
+            else:
+                setattr(self, f"held_{number}", leaf)
+
+    def forward(self, *arguments: Tensor) -> Tensor:
+        """Call the function."""
+        return self._function(*arguments)
+
+
+def _as_recorded() -> AbstractContextManager[None]:
+    """What an optimizer could find is not worth the time that it looks for it: some ten forwards."""
+    context: AbstractContextManager[None] = torch.jit.optimized_execution(should_optimize=False)  # type: ignore[attr-defined]
+    return context
+
+
+def _leaves(value: object) -> Iterator[object]:
+    """Tensors and packed weights in objects of this package, and in modules."""
+    if isinstance(value, Tensor | torch.ScriptObject):
+        yield value
+    elif isinstance(value, nn.Module):
+        yield from value.parameters()
+        yield from value.buffers()
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _leaves(item)
+    elif type(value).__module__.startswith(__package__):
+        yield from _leaves(list(vars(value).values()))

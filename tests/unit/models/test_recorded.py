@@ -1,0 +1,164 @@
+"""Holds recorded forwards to the ones that Python calls: the same bits in the logits and in the cache."""
+
+import gc
+import logging
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from llama_ssp.distributed.comms import Comm
+from llama_ssp.distributed.operators import is_recording
+from llama_ssp.models.backends import load_modules
+from llama_ssp.models.checkpoint import inspect
+from llama_ssp.models.decoder import LeanRunner
+from llama_ssp.models.linear import ColumnsLinear, HalfLinear, Kernel, PackedLinear, PlainLinear, can_halve, can_pack
+from llama_ssp.models.recorded import Recorded
+from llama_ssp.models.weight_only import Int8WeightOnlyLinear
+from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
+from tests.helpers.models import VOCAB_SIZE, build_checkpoint, tiny_model
+
+CPU = torch.device("cpu")
+KERNELS: dict[str, tuple[Kernel, Callable[[], bool]]] = {
+    "plain": (PlainLinear, lambda: True),
+    "columns": (ColumnsLinear, lambda: True),
+    "packed": (PackedLinear, lambda: can_pack(torch.float32)),
+    "half": (HalfLinear, can_halve),
+    "int8_weight_only": (Int8WeightOnlyLinear, lambda: True),
+}
+
+
+def runner(family: str = "llama", kernel: Kernel = PlainLinear, **changes: Any) -> LeanRunner:  # noqa: ANN401
+    return LeanRunner(tiny_model(family, **changes), comm=Comm.single(), kernel=kernel)
+
+
+def without_recording(lean: LeanRunner) -> LeanRunner:
+    lean._recorded = None
+    return lean
+
+
+@torch.inference_mode()
+def texts(lean: LeanRunner) -> list[Tensor]:
+    """Logits of ragged rows, again and again: with other widths, with wanted rows, in a smaller and a larger cache."""
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for batch_size, capacity in ((3, 40), (1, 40), (3, 64)):
+        lean.allocate(batch_size=batch_size, capacity=capacity)
+        ids_BT = torch.randint(VOCAB_SIZE, (batch_size, 9), generator=generator)
+        lean.forward(ids_BT, torch.arange(9).expand(batch_size, -1), bucket=16, batch_rows_B=torch.arange(batch_size))
+        for start, num_tokens, bucket in ((9, 1, 16), (9, 3, 16), (7, 3, 24), (11, 3, 40), (10, 1, 40), (11, 1, 24)):
+            ids_BT = torch.randint(VOCAB_SIZE, (batch_size, num_tokens), generator=generator)
+            positions_BT = torch.arange(start, start + num_tokens) + torch.arange(batch_size)[:, None]
+            found.append(lean.forward(ids_BT, positions_BT, bucket=bucket))
+            last_B1 = torch.full((batch_size, 1), num_tokens - 1)
+            found.append(lean.forward(ids_BT, positions_BT, bucket=bucket, rows_BR=last_B1))
+        assert lean._cache
+        found += [buffer.parts.clone() for buffer in lean._cache.shown(40)]
+    return found
+
+
+def assert_same_bits(found: list[Tensor], wanted: list[Tensor]) -> None:
+    assert len(found) == len(wanted)
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_recording_gives_the_same_bits_in_every_form_of_the_weights(name: str) -> None:
+    kernel, is_there = KERNELS[name]
+    if not is_there():
+        pytest.skip("this build of torch has no such product")
+    lean = runner(kernel=kernel)
+    found = texts(lean)
+    assert lean._recorded
+    assert not lean._recorded.failed
+    assert sum(replay is not None for replay in lean._recorded._replays.values()) == 8
+    assert_same_bits(found, texts(without_recording(runner(kernel=kernel))))
+
+
+@pytest.mark.parametrize(("family", "changes"), [("qwen3, windows", {}), ("qwen2", {}), ("llama", {"head_dim": 16})])
+def test_a_recording_gives_the_same_bits_in_every_family(family: str, changes: dict[str, Any]) -> None:
+    assert_same_bits(texts(runner(family, **changes)), texts(without_recording(runner(family, **changes))))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_recording_gives_the_same_bits_in_narrow_formats(dtype: torch.dtype) -> None:
+    lean, plain = (LeanRunner(tiny_model("llama").to(dtype), comm=Comm.single(), kernel=PlainLinear) for _ in range(2))  # type: ignore[arg-type]
+    assert_same_bits(texts(lean), texts(without_recording(plain)))
+
+
+def cut(folder: Path, comms: list[ThreadComm]) -> list[LeanRunner]:
+    """A checkpoint over ranks; loading swaps functions of torch, so that threads must not load."""
+    build_checkpoint(folder, "llama")
+    loaded = [load_modules(inspect(folder), dtype=None, device=CPU, comm=comm) for comm in comms]
+    return [LeanRunner(model, comm=comm, kernel=PlainLinear) for model, comm in zip(loaded, comms, strict=True)]
+
+
+def test_ranks_meet_inside_of_a_recording(tmp_path: Path) -> None:
+    comms = thread_comms(3)
+    plain, recorded = cut(tmp_path, comms), cut(tmp_path, comms)
+    wanted = on_ranks(comms, lambda comm: texts(without_recording(plain[comm.rank])))
+    for found, alone in zip(on_ranks(comms, lambda comm: texts(recorded[comm.rank])), wanted, strict=True):
+        assert_same_bits(found, alone)
+    assert [each._recorded.failed for each in recorded if each._recorded] == [False] * 3
+
+
+def test_one_rank_may_record_while_the_others_do_not(tmp_path: Path) -> None:
+    comms = thread_comms(2)
+    runners = cut(tmp_path, comms)
+    without_recording(runners[0])
+    first, second = on_ranks(comms, lambda comm: texts(runners[comm.rank]))
+    assert_same_bits(first[:12], second[:12])
+
+
+class LostComm(ThreadComm):
+    """A group whose other rank goes away when there is mail for a third one."""
+
+    def all_reduce(self, values: Tensor) -> Tensor:
+        summed = super().all_reduce(values)
+        if (2, 2) in self.mail:
+            raise dist.DistBackendError("rank 1 of the group has gone")
+        return summed
+
+
+def test_what_a_collective_raises_keeps_its_type(tmp_path: Path) -> None:
+    comms: list[ThreadComm] = [LostComm(**vars(comm)) for comm in thread_comms(2)]
+    runners = cut(tmp_path, comms)
+
+    def rounds(comm: ThreadComm) -> None:
+        lean = runners[comm.rank]
+        texts(lean)
+        comm.meeting.wait(timeout=60)
+        comm.mail[2, 2] = SimpleQueue()
+        with pytest.raises(dist.DistBackendError, match="rank 1 of the group has gone"):
+            lean.forward(torch.ones(3, 1, dtype=torch.int64), torch.full((3, 1), 9), bucket=16)
+
+    on_ranks(comms, rounds)
+
+
+def test_weights_go_with_the_runner() -> None:
+    lean = runner()
+    texts(lean)
+    assert lean._recorded
+    assert any(lean._recorded._replays.values())
+    watched = [weakref.ref(lean._layers[0]._qkv._weight_OI), weakref.ref(lean._cache._wholes[0])]  # type: ignore[attr-defined, union-attr]
+    del lean
+    gc.collect()
+    assert [each() for each in watched] == [None, None]
+
+
+def test_what_cannot_be_recorded_goes_on_from_python(caplog: pytest.LogCaptureFixture) -> None:
+    def double(_key: int, values: Tensor) -> Tensor:
+        if is_recording():
+            raise RuntimeError("not this one\nTraceback")
+        return values * 2
+
+    recorded: Recorded[int] = Recorded(double)
+    with caplog.at_level(logging.WARNING):
+        assert [recorded(0, torch.tensor(float(number))).item() for number in range(4)] == [0, 2, 4, 6]
+    assert [record.message for record in caplog.records] == ["forwards go on without being recorded: not this one"]
