@@ -65,16 +65,10 @@ def record_all_gather_last(group: Collectives, values: Tensor, sizes: tuple[int,
     return joined
 
 
-@contextmanager
-def keeping_type() -> Iterator[None]:
-    """Run a replay; what a collective raises in it comes out as it went in."""
-    try:
-        yield
-    except RuntimeError:
-        error = _this_thread.__dict__.pop("error", None)
-        if error is None:
-            raise
-        raise error from None
+def take_error() -> BaseException | None:
+    """What a collective has raised inside of a replay, for the one who made the replay to raise again."""
+    error: BaseException | None = _this_thread.__dict__.pop("error", None)
+    return error
 
 
 def _number_of(group: Collectives) -> int:

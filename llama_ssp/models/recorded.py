@@ -21,7 +21,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from llama_ssp.distributed.operators import keeping_type, recording
+from llama_ssp.distributed.operators import recording, take_error
 
 _Key = TypeVar("_Key", bound=Hashable)
 
@@ -62,8 +62,11 @@ class Recorded(Generic[_Key]):
                 _log.warning("forwards go on without being recorded: %s", reason)
                 self.failed = True
                 return self._function(key, *arguments)
-        with _as_recorded(), keeping_type():
-            return replay(*arguments)
+        try:
+            with _as_recorded():
+                return replay(*arguments)
+        except RuntimeError as error:
+            raise take_error() or error from None
 
     def _record(self, key: _Key, arguments: tuple[Tensor, ...]) -> Callable[..., Tensor]:
         with _one_at_a_time, recording(), warnings.catch_warnings(), _as_recorded():

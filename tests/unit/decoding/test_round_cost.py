@@ -64,7 +64,7 @@ def decoder(*, num_draft_tokens: int, temperature: float, batch_size: int = 1) -
 def operators_of_a_round(
     *, num_draft_tokens: int, batch_size: int = 2, prompt_tokens: int = 9, bucket: int = SHORT, temperature: float = 0.8
 ) -> Counter[str]:
-    """What one round dispatches, after one that has made its buffers and views."""
+    """What one round dispatches, after some that have made buffers and views, and recorded the forwards."""
     rounds = decoder(num_draft_tokens=num_draft_tokens, temperature=temperature, batch_size=batch_size).rounds
     rounds.target.allocate(batch_size=batch_size, capacity=NUM_SLOTS)
     if rounds.drafter:
@@ -79,7 +79,8 @@ def operators_of_a_round(
     buckets = Buckets(step=SHORT, num_slots=NUM_SLOTS)
     rounds.prefill(prompts, range(batch_size), longest=prompt_tokens, buckets=buckets)
     state.put(torch.arange(batch_size), prompts, prompt_lengths_R=prompt_lengths_R)
-    rounds.advance(state, bucket=bucket)
+    for _ in range(3):
+        rounds.advance(state, bucket=bucket)
     counting = Counting()
     with counting:
         rounds.advance(state, bucket=bucket)
