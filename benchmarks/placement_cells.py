@@ -94,17 +94,22 @@ def _draft(kind: DraftLayout) -> PlacementConfig:
 
 ALONE, ONE_RANK = "1 rank, target alone", "1 rank, both models"
 IN_A_ROW = "1 rank, the target's layers in a row"
+DEEPSPEED, DEEPSPEED_ALONE = "1 rank, target by DeepSpeed", "1 rank, target by DeepSpeed, alone"
 SPLIT, SPLIT_ALONE = "target on 2 ranks", "target on 2 ranks, alone"
+CUT, CUT_ALONE = "target on 2 ranks by DeepSpeed", "target on 2 ranks by DeepSpeed, alone"
 _OVER_BOTH = PlacementConfig(
     target=TargetPlacement(ranks=[0]), draft=DraftPlacement(kind=DraftLayout.sharded, ranks=[0, 1])
 )
 _IN_A_ROW = PlacementConfig(target=TargetPlacement(kind=TargetKind.accelerate))
+_BY_DEEPSPEED = PlacementConfig(target=TargetPlacement(kind=TargetKind.deepspeed))
 _REPLICATED = _draft(DraftLayout.replicated)
 PLACES = (
     Place(name=ALONE, num_ranks=1, drafts=False),
     Place(name=ONE_RANK, num_ranks=1, plain=ALONE),
     Place(name=f"{ONE_RANK}, batch 8", num_ranks=1, batch_size=8),
     Place(name=IN_A_ROW, num_ranks=1, plain=ALONE, placement=_IN_A_ROW),
+    Place(name=DEEPSPEED_ALONE, num_ranks=1, drafts=False, placement=_BY_DEEPSPEED),
+    Place(name=DEEPSPEED, num_ranks=1, plain=DEEPSPEED_ALONE, placement=_BY_DEEPSPEED),
     Place(name=SPLIT_ALONE, num_ranks=2, drafts=False),
     Place(name=f"{SPLIT}, draft one_rank", num_ranks=2, plain=SPLIT_ALONE),
     Place(name=f"{SPLIT}, draft sharded", num_ranks=2, plain=SPLIT_ALONE, placement=_draft(DraftLayout.sharded)),
@@ -113,6 +118,8 @@ PLACES = (
     Place(name=f"{SPLIT}, draft replicated, batch 8", num_ranks=2, batch_size=8, placement=_REPLICATED),
     Place(name="target on rank 0, draft sharded over both", num_ranks=2, placement=_OVER_BOTH),
     Place(name="target on rank 0, draft own_gpu", num_ranks=2, placement=_draft(DraftLayout.own_gpu)),
+    Place(name=CUT_ALONE, num_ranks=2, drafts=False, placement=_BY_DEEPSPEED),
+    Place(name=f"{CUT}, draft one_rank", num_ranks=2, plain=CUT_ALONE, placement=_BY_DEEPSPEED),
     Place(name="2 replicas, a rank each", num_ranks=2, placement=PlacementConfig(num_replicas=2)),
 )
 FP32 = "fp32"
@@ -131,10 +138,17 @@ FORMS = (
 
 
 def cells(num_ranks: int, names: Collection[str]) -> list[Cell]:
-    """The cells of one group of ranks in some forms; a target alone is not measured for every precision of a draft."""
+    """The cells of one group of ranks in some forms."""
     return [
         Cell(place=place, form=form)
         for place in PLACES
         for form in FORMS
-        if form.name in names and place.num_ranks == num_ranks and (place.drafts or form.draft is Quantization.none)
+        if form.name in names and place.num_ranks == num_ranks and _is_taken(place, form)
     ]
+
+
+def _is_taken(place: Place, form: Form) -> bool:
+    """DeepSpeed's places are there to be compared in fp32; a target alone does not know the precisions of a draft."""
+    if place.placement.target.kind is TargetKind.deepspeed:
+        return form.name == FP32
+    return place.drafts or form.draft is Quantization.none

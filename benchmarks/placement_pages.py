@@ -1,6 +1,6 @@
 """Pages made of a stored row of `placements`: the whole table as a document, and what 8 bits cost, for the README."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks.placement_cells import ALONE, FORMS, ONE_RANK, PLACES
@@ -19,7 +19,7 @@ _REMARK = (
 def document(row: Row) -> str:
     """docs/PLACEMENTS.md."""
     names = [form.name for form in FORMS]
-    refused = [f"- {each['place']}, {each['form']}: {each['refused']}" for each in row["cells"] if each["refused"]]
+    refused = [f"- {line}" for line in refusals(row["cells"])]
     parts = [
         "# A round in every placement and precision",
         "Made by `python -m benchmarks.readme` out of the newest row of `python -m benchmarks.placements`.",
@@ -32,7 +32,19 @@ def document(row: Row) -> str:
         "## What a token gains by speculation over the same target alone",
         _table(row, names, "speedup", "{:.2f}x"),
     ]
-    return "\n\n".join([*parts, *(["## Refused", "\n".join(refused)] if refused else [])]) + "\n"
+    return "\n\n".join([*parts, *(["## Not measured", "\n".join(refused)] if refused else [])]) + "\n"
+
+
+def refusals(cells: Iterable[Row]) -> list[str]:
+    """Each reason for which nothing was measured, with the places and forms that it holds for."""
+    forms: dict[tuple[str, str], list[str]] = {}
+    for each in cells:
+        if each["refused"]:
+            forms.setdefault((each["refused"], each["place"]), []).append(each["form"])
+    places: dict[str, list[str]] = {}
+    for (reason, place), names in forms.items():
+        places.setdefault(reason, []).append(f"{place} ({', '.join(names)})")
+    return [f"{reason}: {'; '.join(each)}" for reason, each in places.items()]
 
 
 def _setting(row: Row) -> str:

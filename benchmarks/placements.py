@@ -2,7 +2,8 @@
 
 It starts one process for the cells of one rank and a pair of processes for those of two. All cells of a group are in
 memory at once and take turns, each decoding the same prompt; a time is that of a round, or of a plain step, between the
-prefill's result and the last one, on rank 0. Cells are the business of `placement_cells`, pages of `placement_pages`.
+prefill's result and the last one, on rank 0. DeepSpeed's places (fp32) are measured where it can be imported, and
+listed with what would install it elsewhere. Cells are the business of `placement_cells`, pages of `placement_pages`.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from rich.table import Table
 
 from benchmarks.gpu_engine import TEXT, decode_once, tokens_per_round
 from benchmarks.placement_cells import DRAFT, FORMS, FP32, PLACES, TARGET, Cell, cells
+from benchmarks.placement_pages import refusals
 from benchmarks.timing import store
 from llama_ssp.config import checks
 from llama_ssp.config.schema import DeviceKind
@@ -165,9 +167,8 @@ def show(figures: Sequence[Figures], console: Console) -> None:
         found = [ms.get((place.name, form.name)) for form in FORMS]
         table.add_row(place.name, *("-" if each is None else f"{each:.2f}" for each in found))
     console.print(table)
-    for each in figures:
-        if each.refused:
-            console.print(f"{each.place}, {each.form}: {each.refused}")
+    for line in refusals([asdict(each) for each in figures]):
+        console.print(line)
 
 
 def main() -> None:

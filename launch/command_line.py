@@ -8,7 +8,7 @@ import argparse
 import contextlib
 import io
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from typing import get_args, get_type_hints
@@ -153,27 +153,33 @@ def _keys_of_tasks(overrides: Iterable[Override]) -> frozenset[str]:
     """Return every dotted key, where those of `task` are the ones of the tasks named in the overrides."""
     named = [name for override in overrides if override.key_or_group == "task" for name in _names(override)]
     tasks = [TaskName[name] for name in named if name in TaskName.__members__] or [TaskName.compare]
-    keys = set(_keys(RunConfig, "")) - _DERIVED
-    return frozenset(keys.union(*(_keys(TASKS[task], "task.") for task in tasks)) - _DERIVED)
+    keys = set(keys_of(RunConfig, "")) - _DERIVED
+    return frozenset(keys.union(*(keys_of(TASKS[task], "task.") for task in tasks)) - _DERIVED)
 
 
-def _keys(schema: type, prefix: str) -> Iterator[str]:
+def keys_of(schema: type, prefix: str = "") -> Iterator[str]:
+    """Every dotted key of a tree of settings, behind a prefix."""
     for name, hint in get_type_hints(schema).items():
         yield prefix + name
         for kind in (hint, *get_args(hint)):
             if isinstance(kind, type) and is_dataclass(kind) and kind is not ModelShape:
-                yield from _keys(kind, f"{prefix}{name}.")
+                yield from keys_of(kind, f"{prefix}{name}.")
 
 
 def _unknown_key(key: str, keys: frozenset[str]) -> str:
     """Say that no setting has this name, which come near, and for a task's own setting whose it is."""
-    owners = [task.name for task, schema in TASKS.items() if key in _keys(schema, "task.") and key not in _DERIVED]
+    owners = [task.name for task, schema in TASKS.items() if key in keys_of(schema, "task.") and key not in _DERIVED]
     if owners:
         return f"{key} has no effect here: it is a setting of task={' and task='.join(owners)}"
+    return unknown_setting(key, keys, otherwise="--help lists all settings")
+
+
+def unknown_setting(key: str, keys: Collection[str], *, otherwise: str) -> str:
+    """Say that no setting has this name, and which of the keys come near; otherwise, where all of them are found."""
     last_words = {name.rpartition(".")[2]: name for name in sorted(keys, key=len, reverse=True)}
     close = get_close_matches(key, keys, n=1)
     close += [last_words[word] for word in get_close_matches(key.rpartition(".")[2], last_words, n=1)]
-    hint = f"did you mean {' or '.join(dict.fromkeys(close))}?" if close else "--help lists all settings"
+    hint = f"did you mean {' or '.join(dict.fromkeys(close))}?" if close else otherwise
     return f"unknown setting {key!r}: {hint}"
 
 

@@ -11,7 +11,9 @@ that would), 2 a setting is wrong.
 """
 
 import argparse
+import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import cast
 
@@ -26,7 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 from launch import command_line, options
 from llama_ssp.config import catalogue, hardware, plan, store
 from llama_ssp.config.schema import DrafterKind
-from llama_ssp.errors import ConfigError, unknown_name
+from llama_ssp.errors import ConfigError, one_message, unknown_name
 from llama_ssp.planning.job import make_job, settle_models
 from llama_ssp.tasks.plan import plan_job, show_plan, show_search
 
@@ -41,6 +43,7 @@ def read_settings(settings: list[str]) -> plan.PlanConfig:
         if setting.startswith(("=", "hydra")):
             raise ConfigError(f"{setting!r} is no setting of a plan: conf/plan.yaml has them all, each name=value")
     given = dict(setting.split("=", 1) for setting in settings if "=" in setting)
+    _check_keys(given)
     known = {"model": catalogue.names(), "hardware": hardware.names(), "draft": [*catalogue.names(), "none", "default"]}
     for group, names in known.items():
         if group in given and given[group] not in names:
@@ -62,6 +65,16 @@ def read_settings(settings: list[str]) -> plan.PlanConfig:
     if config.draft.kind is DrafterKind.none:
         config.draft.model = None
     return config
+
+
+def _check_keys(given: Iterable[str]) -> None:
+    """Refuse settings that do not exist; `hardware` and shapes are open, and Hydra knows its own signs."""
+    keys = frozenset(command_line.keys_of(plan.PlanConfig))
+    left_to_others = re.compile(r"hardware\.|.*\.shape\.|.*[+~@]")
+    unknown = [key for key in given if key not in keys and not left_to_others.match(key)]
+    if unknown:
+        said = [command_line.unknown_setting(key, keys, otherwise="conf/plan.yaml has them all") for key in unknown]
+        raise ConfigError(one_message(said))
 
 
 def main(arguments: list[str]) -> int:

@@ -31,4 +31,5 @@ def _skip_without_gpus(item: pytest.Item, *, needed: int) -> None:
     import torch
 
     if torch.cuda.device_count() < needed:
-        item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPUs, {torch.cuda.device_count()} found"))
+        wanted = "1 GPU" if needed == 1 else f"{needed} GPUs"
+        item.add_marker(pytest.mark.skip(reason=f"needs {wanted}, {torch.cuda.device_count()} found"))

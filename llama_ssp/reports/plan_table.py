@@ -171,7 +171,7 @@ def _basis(plan: Mapping[str, Any]) -> list[str]:
 
 
 def print_search(choices: Sequence[Mapping[str, Any]], *, machine: str, console: "Console | None" = None) -> None:
-    """Print the ranking: by target, the largest first, each with its fastest choices and what does not fit struck out.
+    """Print the ranking by target: the fastest choices of each, and what does not fit struck out.
 
     Raises:
         ConfigError: rich is not installed.
@@ -179,9 +179,8 @@ def print_search(choices: Sequence[Mapping[str, Any]], *, machine: str, console:
     console = console or _console()
     from rich.table import Table  # noqa: PLC0415 - see the module
 
-    table = Table(
-        title=f"Choices on {machine}, ranked by speed; memory of the fullest rank", title_justify="left", title_style=""
-    )
+    title = f"Choices on {machine}, the fastest {MOST_CHOICES} of each target; # ranks all, GiB are the fullest rank's"
+    table = Table(title=title, title_justify="left", title_style="")
     for name in ("#", "target", "draft", "K", "ms/token", "gain", "GiB"):
         table.add_column(name, justify="left" if name in {"target", "draft"} else "right", no_wrap=True)
     for target in dict.fromkeys(choice["target"] for choice in choices):

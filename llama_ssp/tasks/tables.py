@@ -68,13 +68,14 @@ def benchmark_table(rows: Sequence[BenchmarkRow]) -> RenderableType:
 
 
 def closing_line(summary: Summary) -> Text:
-    """Say in one line what was made and how fast; the mode is that of the run's only one, or speculative."""
+    """Say in one line what was made and how fast: in the run's only mode, or of two in the speculative one, named."""
     mode = summary.speculative or summary.plain
     if mode is None:
         return Text("nothing was completed")
+    name = "speculative " if summary.plain and summary.speculative else ""
     text = (
         f"{_count(summary.num_new_tokens, 'token')} for {_count(summary.num_prompts, 'prompt')}: "
-        f"{_number(mode.ms_per_token, 2)} ms/token, {_number(mode.tokens_per_s, 1)} tokens/s"
+        f"{name}{_number(mode.ms_per_token, 2)} ms/token, {_number(mode.tokens_per_s, 1)} tokens/s"
     )
     if summary.speculative:
         text += f", {_number(summary.speculative.tokens_per_round, 2)} tokens/round"

@@ -15,6 +15,7 @@ from benchmarks.curves import fit
 from benchmarks.placements import Figures
 from launch import command_line
 from llama_ssp.config import catalogue, checks, store
+from llama_ssp.config.target_placement import TargetKind
 
 MADE_BY: dict[str, Any] = {
     "versions": {"torch": "2"}, "git_commit": "c0ffee", "processor": "abacus", "num_threads": 2, "num_draft_tokens": 4,
@@ -69,7 +70,47 @@ def test_the_document_has_a_line_for_each_place_and_a_reason_for_each_refusal() 
     first_table = text.partition("## The same over fp32")[0]
     for place in placement_cells.PLACES:
         assert f"| {place.name} | 4.00 | 3.20 | - | 10.00 |" in first_table
-    assert text.count("no kernel") == len(placement_cells.PLACES) * (len(placement_cells.FORMS) - len(FACTORS))
+    assert text.count("no kernel") == 1
+    refused = ", ".join(form.name for form in placement_cells.FORMS if form.name not in FACTORS)
+    assert text.count(f"({refused})") == len(placement_cells.PLACES)
+
+
+def without(kind: TargetKind) -> dict[str, Any]:
+    """A row of a machine without what a kind of target needs."""
+    row = placements_row()
+    places = {place.name for place in placement_cells.PLACES if place.placement.target.kind is kind}
+    nothing = {"round_ms": None, "to_fp32": None, "speedup": None, "refused": "it is not installed"}
+    return row | {"cells": [each | nothing if each["place"] in places else each for each in row["cells"]]}
+
+
+def test_places_that_need_deepspeed_are_lines_where_it_is_installed_and_named_where_it_is_not() -> None:
+    names = [
+        placement_cells.DEEPSPEED_ALONE, placement_cells.DEEPSPEED,
+        placement_cells.CUT_ALONE, f"{placement_cells.CUT}, draft one_rank",
+    ]  # fmt: skip
+    tables, _, reasons = placement_pages.document(without(TargetKind.deepspeed)).partition("## Not measured")
+    for name in names:
+        assert f"| {name} | 4.00 |" in placement_pages.document(placements_row())
+        assert f"| {name} |" not in tables
+        assert reasons.count(f" {name} (fp32, ") == 1
+    assert reasons.count("it is not installed") == 1
+
+
+def test_deepspeed_is_measured_in_fp32_on_one_rank_and_on_two() -> None:
+    forms = [form.name for form in placement_cells.FORMS]
+    taken = {
+        num_ranks: [
+            (cell.place.name, cell.form.name)
+            for cell in placement_cells.cells(num_ranks, forms)
+            if cell.place.placement.target.kind is TargetKind.deepspeed
+        ]
+        for num_ranks in (1, 2)
+    }
+    fp32, cut = placement_cells.FP32, placement_cells.CUT
+    assert taken == {
+        1: [(placement_cells.DEEPSPEED_ALONE, fp32), (placement_cells.DEEPSPEED, fp32)],
+        2: [(placement_cells.CUT_ALONE, fp32), (f"{cut}, draft one_rank", fp32)],
+    }
 
 
 def test_the_readme_says_what_gains_and_what_costs() -> None:

@@ -8,8 +8,9 @@ import torch
 from rich.console import Console
 
 from benchmarks import gpu, gpu_checks, gpu_engine, lengths, placements
-from benchmarks.placement_cells import ALONE, IN_A_ROW, ONE_RANK
+from benchmarks.placement_cells import ALONE, DEEPSPEED, DEEPSPEED_ALONE, FP32, IN_A_ROW, ONE_RANK, cells
 from llama_ssp.config.schema import Dtype
+from llama_ssp.models import auto_tp
 
 CPU = torch.device("cpu")
 
@@ -65,6 +66,22 @@ def test_placements_measure_a_line_of_the_target_alone_and_one_with_a_draft(
     assert found[ONE_RANK, "bf16"]["tokens_per_round"] > 1
     assert found[ONE_RANK, "bf16"]["speedup"] > 0
     assert found[ONE_RANK, "draft int8"]["speedup"] is None, "the target alone was not measured in fp32"
+
+
+def test_placements_without_deepspeed_say_what_would_install_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    named = [cell for cell in cells(1, [FP32]) if cell.place.name in (DEEPSPEED, DEEPSPEED_ALONE)]
+    monkeypatch.setattr(placements, "cells", lambda _num_ranks, _names: named)
+    monkeypatch.setattr(auto_tp, "find_spec", lambda _name: None)
+    placements.measure_group(tmp_path / "f.json", [FP32], num_draft_tokens=2, num_repetitions=1)
+    found = [placements.Figures(**each) for each in json.loads((tmp_path / "f.json").read_text())]
+    assert [each.place for each in found] == [DEEPSPEED_ALONE, DEEPSPEED]
+    console = Console(width=1000)
+    with console.capture() as shown:
+        placements.show(found, console)
+    assert shown.get().count("./machine-install.sh --deepspeed") == 1
+    assert f"{DEEPSPEED_ALONE} ({FP32}); {DEEPSPEED} ({FP32})" in shown.get()
 
 
 def test_a_decoded_batch_counts_the_rounds_behind_its_prefill() -> None:

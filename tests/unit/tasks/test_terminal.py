@@ -139,13 +139,19 @@ def test_a_mode_that_did_not_run_has_no_line(plain: tuple[Terminal, Console, Con
     assert "a round" not in written(out)
 
 
+def test_the_closing_line_names_no_mode_where_there_was_one(plain: tuple[Terminal, Console, Console]) -> None:
+    terminal, _, err = plain
+    terminal.closing(summary(speculative=False), run_dir=Path("runs/1"))
+    assert re.search(r" for 1 prompt: [\d.]+ ms/token, [\d.]+ tokens/s; records in", written(err))
+
+
 def test_what_is_no_result_goes_to_standard_error(plain: tuple[Terminal, Console, Console]) -> None:
     terminal, out, err = plain
     terminal.closing(summary(), run_dir=Path("runs/[red]"))
     terminal.say("note [red] \x1b[2J")
     assert written(out) == ""
     assert written(err) == (
-        "384 tokens for 1 prompt: 112.93 ms/token, 8.9 tokens/s, 3.05 tokens/round; records in runs/[red]\n"
+        "384 tokens for 1 prompt: speculative 112.93 ms/token, 8.9 tokens/s, 3.05 tokens/round; records in runs/[red]\n"
         "note [red] \\x1b[2J\n"
     )
 
