@@ -20,9 +20,10 @@ from threading import Thread
 from typing import Self, TypeVar
 
 from torch.distributed import DistError
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from llama_ssp.distributed.agree import from_words
+from llama_ssp.distributed.lifeline import Lifeline
 from llama_ssp.errors import InterruptedRun, SspError
 
 _T = TypeVar("_T")
@@ -53,6 +54,8 @@ class Watch:
         self._num_late = 0
         self._num_stops = 0
         self._told_s = -math.inf
+        self._is_alarmed = False
+        self._lifeline: Lifeline | None = None
         self._store = _connected(store) if store else None
         if store:
             Thread(target=self._listen, args=(_connected(store),), daemon=True, name="watch").start()
@@ -66,6 +69,21 @@ class Watch:
         """Let every rank receive the SIGTERM that this one has received; may be called from a signal handler."""
         if self._store:
             Thread(target=lambda: self._in_time(self._pass_on_wish), daemon=True).start()
+
+    def be_alert(self) -> None:
+        """Learn from now on of a rank that is killed, while no collective would tell; for all ranks, and in any order.
+
+        The learner receives a SIGTERM, so that it ends its round, and `has_failed` from then on.
+        """
+        if self._store and self._lifeline is None:
+            own = _connected(self._store)
+            host = _host(own)
+            self._lifeline = Lifeline(own, host=host, rank=self.rank, size=self.size, alarm=self._raise_alarm)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the run is known to end: a rank has said so, or has ended without a word; asks nobody."""
+        return self._is_alarmed or self._verdict is not None
 
     def missing(self) -> tuple[int, ...]:
         """Return the ranks that do not answer: those that were killed or stopped, or cannot be reached."""
@@ -121,6 +139,11 @@ class Watch:
         while waits and time.monotonic() < deadline and not self._store.check(["llama_ssp/spoken"]):
             time.sleep(_LOOK_EVERY_S)
         return bool(self._store.add("llama_ssp/spoken", 1) == 1)
+
+    def _raise_alarm(self) -> None:
+        if self.verdict is None:  # who ends with a verdict owes no farewell
+            self._is_alarmed = True
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def _pass_on_wish(self) -> None:
         assert self._store, "a rank alone tells nobody"
@@ -189,6 +212,14 @@ def _connected(store: Store) -> Store:
     """Another connection to a store: a call waits until the one before it on the same connection has its answer."""
     copy: Store = store.clone()  # type: ignore[attr-defined] # torch's types do not know it
     return copy
+
+
+def _host(store: Store) -> str:
+    """Where the store is, and rank 0 with it, as this rank reaches both."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    host: str = getattr(store, "host", "localhost")
+    return host
 
 
 def _insist(ending: SspError) -> None:

@@ -18,6 +18,7 @@ def _stage(
     num_copies: int,
     monkeypatch: pytest.MonkeyPatch,
     missing: Callable[[], tuple[int, ...]] = tuple,
+    has_failed: Callable[[], bool] = bool,
 ) -> list[Exchange]:
     """One end for each rank, all of the same stage."""
     store = HashStore()
@@ -30,6 +31,7 @@ def _stage(
             speaks=rank % ranks_per_copy == 0,
             num_copies=num_copies,
             missing=missing,
+            has_failed=has_failed,
             patience_s=0.3,
         )
         for rank in range(ranks_per_copy * num_copies)
@@ -93,3 +95,27 @@ def test_a_rank_that_answers_again_in_time_is_waited_for(monkeypatch: pytest.Mon
         time.sleep(1.0)
         assert not second.end(stopped=False, take=lambda _text: None)
         assert not waiting.result(timeout=10)
+
+
+def test_a_killed_rank_ends_the_wait_at_once_and_what_its_copy_had_told_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    killed: list[bool] = []
+    first, second, third = _stage(
+        ranks_per_copy=1, num_copies=3, monkeypatch=monkeypatch, has_failed=lambda: bool(killed)
+    )
+    heard: list[str] = []
+    with ThreadPoolExecutor(2) as pool:
+        waiting: list[Future[bool]] = [
+            pool.submit(first.end, stopped=False, take=heard.append),
+            pool.submit(third.end, stopped=False, take=heard.append),
+        ]
+        time.sleep(0.2)
+        assert not any(one.done() for one in waiting), "a copy that has ended its share is no fault"
+        monkeypatch.setattr(exchange, "_LOOK_EVERY_S", 0.0)
+        second.tell("finished")
+        killed.append(True)
+        for one in waiting:
+            with pytest.raises(dist.DistStoreError):
+                one.result(timeout=10)
+    assert heard == ["finished"]
