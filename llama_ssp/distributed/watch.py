@@ -179,8 +179,11 @@ class Watch:
                 self._is_lost = True
 
         thread = Thread(target=keep, daemon=True)
-        thread.start()
-        thread.join(2 * ANSWER_S + 1)
+        try:
+            thread.start()
+            thread.join(2 * ANSWER_S + 1)
+        except RuntimeError:  # no memory for a thread, which may be what this rank has to tell
+            keep()
         if answers:
             self._num_late = 0
             return answers[0]

@@ -124,6 +124,19 @@ def test_a_later_wish_reaches_every_rank_too(signals: list[int]) -> None:
         assert signals == [signal.SIGTERM] * num_signals
 
 
+@pytest.mark.usefixtures("signals")
+def test_a_rank_without_memory_for_a_thread_still_tells_why_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    zero, one = watches(0, 1, size=2)
+
+    def refuse(_thread: Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Thread, "start", refuse)
+        assert one.settle("CapacityError\nfull") == "CapacityError\nfull"
+    assert zero.verdict == "CapacityError\nfull"
+
+
 def test_a_wish_to_stop_reaches_every_rank_once(signals: list[int]) -> None:
     one, two, three = watches(0, 1, 2, size=3)
     for own in (three, one, two):
