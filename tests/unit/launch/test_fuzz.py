@@ -207,7 +207,7 @@ def test_report_and_manifest_answer_any_command_line(arguments: list[str]) -> No
         (run_short, [f"model.path={'x' * 5000}"], "cannot be read (File name too long): name another path"),
         (
             run_short,
-            ["draft.model.path='~nobody/x'"],
+            ["draft.model.path='~no-such-user/x'"],
             "cannot be read (Could not determine home directory): name another",
         ),
         (
@@ -216,6 +216,7 @@ def test_report_and_manifest_answer_any_command_line(arguments: list[str]) -> No
             "cannot be read (File name too long): name another path",
         ),
         (run_short, ["num_samples=2147483648"], "must be at least 1 and at most 1000000 completions"),
+        (plan.main, ["placement=[0]"], "unknown placement '[0]': there are accelerate, auto, "),
         (plan.main, ["=0"], "'=0' is no setting of a plan"),
         (plan.main, ["hydra/launcher=[[],1]"], "'hydra/launcher=[[],1]' is no setting of a plan"),
         (report.main, ["x" * 5000], "cannot be read (File name too long): name the folder of a run"),
