@@ -45,6 +45,7 @@ def read_settings(settings: list[str]) -> plan.PlanConfig:
     given = dict(setting.split("=", 1) for setting in settings if "=" in setting)
     _check_keys(given)
     known = {"model": catalogue.names(), "hardware": hardware.names(), "draft": [*catalogue.names(), "none", "default"]}
+    known["placement"] = [file.stem for file in (catalogue.conf_dir() / "placement").glob("*.yaml")]
     for group, names in known.items():
         if group in given and given[group] not in names:
             raise ConfigError(unknown_name(group, given[group], names))
@@ -60,7 +61,7 @@ def read_settings(settings: list[str]) -> plan.PlanConfig:
         with initialize_config_dir(config_dir=str(catalogue.conf_dir()), version_base="1.3"):
             composed = compose(config_name="plan", overrides=settings)
         config = cast("plan.PlanConfig", OmegaConf.to_object(composed))
-    except (HydraException, OmegaConfBaseException, ValueError) as error:  # the last for a group that is a number
+    except (HydraException, OmegaConfBaseException, ValueError, TypeError) as error:  # for a group that is no name
         raise ConfigError(f"{command_line.one_sentence(error)} (conf/plan.yaml has every setting)") from error
     if config.draft.kind is DrafterKind.none:
         config.draft.model = None

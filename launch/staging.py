@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from llama_ssp.config.paths import read_path
 from llama_ssp.config.schema import ModelConfig, RunConfig
 from llama_ssp.errors import ConfigError
 
@@ -46,7 +47,7 @@ def _copies(run: RunConfig, folder: Path) -> Iterator[Copy]:
 def _found(model: ModelConfig) -> Path:
     """The model's folder, or its snapshot in the hub's cache; never downloads."""
     if model.path is not None:
-        source = Path(model.path).expanduser().resolve()
+        source = read_path(model.path).resolve()
         if not source.is_dir():
             raise ConfigError(f"{model.path} is no folder: the weights of model {model.name} cannot be staged from it")
         return source

@@ -61,6 +61,9 @@ class _Range:
 
 
 _NUM_DRAFTED = range(1, 1025)  # the planner tries each up to K
+_NUM_SAMPLES = range(1, 10**6 + 1)  # all are in memory before the first begins
+_MAX_TIMEOUT_S = 2 * 10**6  # in milliseconds it has to fit into 32 bits
+_TIMEOUT = f"a positive number of seconds, at most {_MAX_TIMEOUT_S}"
 _RANGES = (
     _Range("speculation.num_draft_tokens", lambda k: k in _NUM_DRAFTED, "at least 1 and at most 1024, for example 4"),
     _Range("speculation.acceptance", lambda a: 0 <= a <= 1, "a probability, between 0 and 1"),
@@ -72,10 +75,10 @@ _RANGES = (
     _Range("draft.model.int8_threshold", lambda t: 0 <= t < math.inf, "0 or a positive number, for example 6"),
     _Range("max_new_tokens", lambda n: n >= 1, "at least 1, for example 64"),
     _Range("batch_size", lambda n: n >= 1, "at least 1 sequence"),
-    _Range("num_samples", lambda n: n >= 1, "at least 1 completion per prompt"),
+    _Range("num_samples", lambda n: n in _NUM_SAMPLES, f"at least 1 and at most {_NUM_SAMPLES[-1]} completions"),
     _Range("seed", lambda s: 0 <= s < 2**63, "between 0 and 2^63 - 1"),
-    _Range("timeouts.load_s", lambda s: 0 < s < math.inf, "a positive number of seconds"),
-    _Range("timeouts.decode_s", lambda s: 0 < s < math.inf, "a positive number of seconds"),
+    _Range("timeouts.load_s", lambda s: 0 < s <= _MAX_TIMEOUT_S, _TIMEOUT),
+    _Range("timeouts.decode_s", lambda s: 0 < s <= _MAX_TIMEOUT_S, _TIMEOUT),
     _Range("task.num_warmup", lambda n: n >= 0, "0 or more prompts"),
 )
 

@@ -32,6 +32,7 @@ class Exchange:
         speaks: whether this rank speaks for its copy.
         num_copies: how many there are.
         missing: says which ranks do not answer a call (`Watch.missing`).
+        has_failed: says whether there is nothing to wait for any more (`Watch.has_failed`).
         patience_s: how long a rank may answer no call before it counts as gone.
     """
 
@@ -44,6 +45,7 @@ class Exchange:
         speaks: bool,
         num_copies: int,
         missing: Callable[[], tuple[int, ...]],
+        has_failed: Callable[[], bool],
         patience_s: float,
     ) -> None:
         self._store = store
@@ -55,6 +57,7 @@ class Exchange:
         self._next = dict.fromkeys(range(1, num_copies), 0)
         self._any_stopped = False
         self._missing = missing
+        self._has_failed = has_failed
         self._patience_s = patience_s
         self._silent_since: dict[int, float] = {}
         self._called_s = time.monotonic()
@@ -64,6 +67,7 @@ class Exchange:
         """Begin a stage on this rank; see the class."""
         store = distributed_c10d._get_default_store()  # there is no public name for it
         speaks = mesh.copy.rank == 0
+        watch.be_alert()
         return cls(
             store,
             rank=mesh.world.rank,
@@ -71,6 +75,7 @@ class Exchange:
             speaks=speaks,
             num_copies=num_copies,
             missing=watch.missing,
+            has_failed=lambda: watch.has_failed,
             patience_s=patience_s,
         )
 
@@ -106,25 +111,29 @@ class Exchange:
             Whether any copy was stopped; the same on every rank.
 
         Raises:
-            DistStoreError: a rank is gone.
+            DistStoreError: a rank is gone; what its copy had finished has been taken.
         """
         over = f"{self._prefix}/over"
         if self._rank == 0:
             self._any_stopped |= stopped
             while self._next:
+                has_failed = self._has_failed()  # before the last look: what was left until then is kept
                 for text in self.fetch():
                     take(text)
-                self._wait()
+                if self._next:
+                    self._wait(has_failed=has_failed)
             self._store.set(over, _STOPPED if self._any_stopped else _DONE)
         else:
             self.tell(_STOPPED if stopped else _DONE)
         while not self._store.check([over]):
-            self._wait()
+            self._wait(has_failed=self._has_failed())
         outcome: bytes = self._store.get(over)
         return outcome.decode() == _STOPPED
 
-    def _wait(self) -> None:
+    def _wait(self, *, has_failed: bool) -> None:
         """Let a moment pass; every few seconds see that all ranks are alive."""
+        if has_failed:
+            raise DistStoreError("a rank has ended, and its copy has not")
         time.sleep(_LOOK_EVERY_S)
         call_every_s = min(_CALL_EVERY_S, self._patience_s) if self._silent_since else _CALL_EVERY_S
         if self._speaks and time.monotonic() - self._called_s > call_every_s:

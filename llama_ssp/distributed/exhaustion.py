@@ -6,8 +6,10 @@ import torch
 
 from llama_ssp.errors import FULL_DISK, CapacityError, SspError
 
-# The CPU's allocator raises a plain RuntimeError, which only its text tells from others.
-_MEMORY_WORDS = ("can't allocate memory", "not enough memory", "out of memory", "cannot allocate memory")
+# The CPU's allocator and threads without room for a stack raise a plain RuntimeError, which only its text tells apart.
+_MEMORY_WORDS = (
+    "can't allocate memory", "not enough memory", "out of memory", "cannot allocate memory", "can't start new thread",
+)  # fmt: skip
 
 
 def exhaustion(error: BaseException) -> SspError | None:

@@ -65,7 +65,7 @@ def _ending(error: BaseException, watch: Watch, phase: Phase) -> SspError | None
     """What the run ends with; None where this rank alone met what nobody has foreseen, and shows its traceback."""
     words, missing, is_unforeseen = watch.verdict, tuple[int, ...](), False
     if words is None:
-        mine = error if isinstance(error, SspError) else exhaustion(error)
+        mine = error if isinstance(error, SspError) else _exhaustion(error, watch.rank, phase)
         if mine is None:
             missing = watch.missing() if isinstance(error, KeyboardInterrupt | RuntimeError) else ()
             mine = _told(error, missing, phase)
@@ -78,6 +78,12 @@ def _ending(error: BaseException, watch: Watch, phase: Phase) -> SspError | None
     ending = from_words(words)
     ending.speaks = watch.may_speak(without=missing)
     return None if is_unforeseen else ending
+
+
+def _exhaustion(error: BaseException, rank: int, phase: Phase) -> SspError | None:
+    """What `exhaustion` says, and on which rank: the others have met nothing of it."""
+    found = exhaustion(error)
+    return found and type(found)(f"rank {rank} failed while {phase.doing}: {found}")
 
 
 def _told(error: BaseException, missing: tuple[int, ...], phase: Phase) -> SspError | None:

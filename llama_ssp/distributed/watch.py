@@ -20,9 +20,10 @@ from threading import Thread
 from typing import Self, TypeVar
 
 from torch.distributed import DistError
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from llama_ssp.distributed.agree import from_words
+from llama_ssp.distributed.lifeline import Lifeline
 from llama_ssp.errors import InterruptedRun, SspError
 
 _T = TypeVar("_T")
@@ -53,6 +54,8 @@ class Watch:
         self._num_late = 0
         self._num_stops = 0
         self._told_s = -math.inf
+        self._is_alarmed = False
+        self._lifeline: Lifeline | None = None
         self._store = _connected(store) if store else None
         if store:
             Thread(target=self._listen, args=(_connected(store),), daemon=True, name="watch").start()
@@ -66,6 +69,21 @@ class Watch:
         """Let every rank receive the SIGTERM that this one has received; may be called from a signal handler."""
         if self._store:
             Thread(target=lambda: self._in_time(self._pass_on_wish), daemon=True).start()
+
+    def be_alert(self) -> None:
+        """Learn from now on of a rank that is killed, while no collective would tell; for all ranks, and in any order.
+
+        The learner receives a SIGTERM, so that it ends its round, and `has_failed` from then on.
+        """
+        if self._store and self._lifeline is None:
+            own = _connected(self._store)
+            host = _host(own)
+            self._lifeline = Lifeline(own, host=host, rank=self.rank, size=self.size, alarm=self._raise_alarm)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the run is known to end: a rank has said so, or has ended without a word; asks nobody."""
+        return self._is_alarmed or self._verdict is not None
 
     def missing(self) -> tuple[int, ...]:
         """Return the ranks that do not answer: those that were killed or stopped, or cannot be reached."""
@@ -122,6 +140,11 @@ class Watch:
             time.sleep(_LOOK_EVERY_S)
         return bool(self._store.add("llama_ssp/spoken", 1) == 1)
 
+    def _raise_alarm(self) -> None:
+        if self.verdict is None:  # who ends with a verdict owes no farewell
+            self._is_alarmed = True
+            os.kill(os.getpid(), signal.SIGTERM)
+
     def _pass_on_wish(self) -> None:
         assert self._store, "a rank alone tells nobody"
         if time.monotonic() - self._told_s < ANSWER_S:  # what came is the call itself
@@ -156,8 +179,11 @@ class Watch:
                 self._is_lost = True
 
         thread = Thread(target=keep, daemon=True)
-        thread.start()
-        thread.join(2 * ANSWER_S + 1)
+        try:
+            thread.start()
+            thread.join(2 * ANSWER_S + 1)
+        except RuntimeError:  # no memory for a thread, which may be what this rank has to tell
+            keep()
         if answers:
             self._num_late = 0
             return answers[0]
@@ -189,6 +215,14 @@ def _connected(store: Store) -> Store:
     """Another connection to a store: a call waits until the one before it on the same connection has its answer."""
     copy: Store = store.clone()  # type: ignore[attr-defined] # torch's types do not know it
     return copy
+
+
+def _host(store: Store) -> str:
+    """Where the store is, and rank 0 with it, as this rank reaches both."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    host: str = getattr(store, "host", "localhost")
+    return host
 
 
 def _insist(ending: SspError) -> None:

@@ -16,6 +16,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+from llama_ssp.config.paths import read_path
 from llama_ssp.config.schema import ModelConfig
 from llama_ssp.errors import CheckpointError
 
@@ -30,10 +31,11 @@ def resolve(model: ModelConfig) -> Path:
         model: says `path` (wins), `shipped` or `hub_id`.
 
     Raises:
+        ConfigError: `path` is none.
         CheckpointError: the hub does not have the model, or will not hand it out, or cannot be reached.
     """
     if model.path is not None:
-        return Path(model.path).expanduser()
+        return read_path(model.path)
     if model.shipped:
         return Path(str(files("llama_ssp"))) / "shipped" / model.name
     if model.hub_id is None:

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from llama_ssp.config.layout import lay_out_copy, max_device_bytes
+from llama_ssp.config.paths import read_path
 from llama_ssp.config.schema import Dtype, ModelConfig, RunConfig, WeightsKind
 from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.distributed.agree import together
@@ -65,7 +66,7 @@ def find_sources(config: RunConfig, world: World) -> tuple[Source, Source | None
             for entry in _entries(config):
                 folder = hub.resolve(entry)
                 if entry.verify:
-                    verify(folder, Path(entry.manifest).expanduser() if entry.manifest else None)
+                    verify(folder, read_path(entry.manifest) if entry.manifest else None)
     with together(world.comm):
         origins = _synthesize(config) if config.weights is WeightsKind.synthetic else _inspect(config)
         if kind is TargetKind.deepspeed:

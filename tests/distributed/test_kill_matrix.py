@@ -47,9 +47,11 @@ def cells() -> list[object]:
     ]
 
 
-def started(launcher: str, cell: Cell, run_dir: Path, *, before: tuple[str, ...] = ()) -> list[Popen]:
+def started(
+    launcher: str, cell: Cell, run_dir: Path, *, before: tuple[str, ...] = (), more: tuple[str, ...] = ()
+) -> list[Popen]:
     """The processes that somebody waits for: torchrun's, or the ranks themselves; `before` stands before a command."""
-    overrides = settings(cell, run_dir)
+    overrides = [*settings(cell, run_dir), *more]
     commands = [[*before, *command(overrides, num_ranks=2)]]
     environments: list[dict[str, str]] = [{}]
     if launcher == "srun":
@@ -100,6 +102,31 @@ def test_a_disturbed_rank_ends_the_job_in_a_sentence_and_nothing_is_lost(
     own = "".join(errors).partition("torch/distributed/elastic")[0] if launcher == "torchrun" else "".join(errors)
     assert "Traceback" not in own
     check_resumption(cell, run_dir, lines(run_dir))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("launcher", AT_MOST_S)
+def test_a_rank_killed_in_another_copy_ends_the_job_in_a_sentence_long_before_the_timeout(
+    launcher: str, rank: int, tmp_path: Path
+) -> None:
+    cell, run_dir = Cell(signal.SIGKILL, rank, "decoding"), tmp_path / "run"
+    copies = ("placement=replicas", "placement.num_replicas=2", "timeouts.decode_s=600")
+    running = started(launcher, cell, run_dir, more=copies)
+    try:
+        wait_for(lambda: has_begun(cell, run_dir) or any(one.poll() is not None for one in running), at_most_s=120)
+        ranks = [pid_of_rank(run_dir, rank) for rank in (0, 1)]
+        os.kill(ranks[rank], signal.SIGKILL)
+        errors = [process.communicate(timeout=AT_MOST_S["srun"])[1] for process in running]
+    finally:
+        for process in running:
+            process.kill()
+            process.communicate()
+    assert all(process.returncode for process in running)
+    assert not any(is_alive(pid) for pid in ranks)
+    check_end(cell, run_dir, errors)
+    assert "(connection closed); the same command" in (run_dir / "status").read_text()
+    check_resumption(cell, run_dir, lines(run_dir), more=copies, num_ranks=2)
 
 
 def test_a_disk_that_is_full_for_rank_0_ends_all_ranks_in_its_sentence(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ def _stage(
     num_copies: int,
     monkeypatch: pytest.MonkeyPatch,
     missing: Callable[[], tuple[int, ...]] = tuple,
+    has_failed: Callable[[], bool] = bool,
 ) -> list[Exchange]:
     """One end for each rank, all of the same stage."""
     store = HashStore()
@@ -30,6 +31,7 @@ def _stage(
             speaks=rank % ranks_per_copy == 0,
             num_copies=num_copies,
             missing=missing,
+            has_failed=has_failed,
             patience_s=0.3,
         )
         for rank in range(ranks_per_copy * num_copies)
@@ -93,3 +95,30 @@ def test_a_rank_that_answers_again_in_time_is_waited_for(monkeypatch: pytest.Mon
         time.sleep(1.0)
         assert not second.end(stopped=False, take=lambda _text: None)
         assert not waiting.result(timeout=10)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_ends_the_wait_at_once_and_what_its_copy_had_told_is_kept(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed: list[bool] = []
+
+    def has_failed() -> bool:
+        if killed == [True]:
+            ends[1 - rank].tell("finished just before")
+            killed.append(True)
+        return bool(killed)
+
+    ends = _stage(ranks_per_copy=1, num_copies=2, monkeypatch=monkeypatch, has_failed=has_failed)
+    heard: list[str] = []
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(ends[rank].end, stopped=False, take=heard.append)
+        time.sleep(0.2)
+        assert not waiting.done(), "a copy that has ended its share is no fault"
+        killed.append(True)
+        try:
+            with pytest.raises(dist.DistStoreError):
+                waiting.result(timeout=5)
+        finally:
+            ends[1 - rank].end(stopped=False, take=heard.append) if not waiting.done() else None
+    assert heard == ["finished just before"][rank:]

@@ -80,7 +80,7 @@ def ended(error: BaseException, watch: Watch) -> BaseException:
         (KeyboardInterrupt(), (2,), LostRankError, f"rank 2 is missing while decoding (no answer); {RESUME}"),
         (KeyboardInterrupt(), (), InterruptedRun, "interrupted"),
         (ConfigError("no"), (), ConfigError, "no"),
-        (MemoryError(), (), CapacityError, "out of memory: "),
+        (MemoryError(), (), CapacityError, "rank 1 failed while decoding: out of memory: end other programs"),
     ],
 )  # fmt: skip
 def test_an_end_is_a_sentence_that_names_ranks_phase_and_cause(

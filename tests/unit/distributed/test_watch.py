@@ -124,6 +124,19 @@ def test_a_later_wish_reaches_every_rank_too(signals: list[int]) -> None:
         assert signals == [signal.SIGTERM] * num_signals
 
 
+@pytest.mark.usefixtures("signals")
+def test_a_rank_without_memory_for_a_thread_still_tells_why_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    zero, one = watches(0, 1, size=2)
+
+    def refuse(_thread: Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Thread, "start", refuse)
+        assert one.settle("CapacityError\nfull") == "CapacityError\nfull"
+    assert zero.verdict == "CapacityError\nfull"
+
+
 def test_a_wish_to_stop_reaches_every_rank_once(signals: list[int]) -> None:
     one, two, three = watches(0, 1, 2, size=3)
     for own in (three, one, two):
@@ -133,6 +146,23 @@ def test_a_wish_to_stop_reaches_every_rank_once(signals: list[int]) -> None:
         time.sleep(0.01)
     time.sleep(0.1)
     assert signals == [signal.SIGTERM] * 3
+
+
+def test_an_alert_rank_hears_a_sigterm_when_another_is_killed_unless_the_run_has_ended(signals: list[int]) -> None:
+    zero, one = watches(0, 1, size=2)
+    for own in (zero, one):
+        own.be_alert()
+    assert one._lifeline
+    assert not zero.has_failed
+    one.settle("SspError\nfull disk")
+    del signals[:]
+    zero._raise_alarm()
+    assert not signals, "the other one has said why it ends"
+    zero, one = watches(0, 1, size=2)
+    zero._raise_alarm()
+    assert signals == [signal.SIGTERM]
+    assert zero.has_failed
+    assert not one.has_failed
 
 
 def test_a_rank_alone_misses_nobody_and_speaks() -> None:

@@ -1,12 +1,14 @@
 """Whatever is typed: every command answers with exit code 0, 2 or 3, and never with a traceback.
 
 The command lines are drawn by hypothesis, always the same ones: settings that exist with odd values, names that do not
-exist, broken syntax, and everything that Hydra knows beside name=value.
+exist, broken syntax, and everything that Hydra knows beside name=value. Most are planned only; some complete two tokens
+with the shipped pair.
 """
 
 import contextlib
 import io
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
 from dataclasses import fields
@@ -21,11 +23,14 @@ from launch.command_line import _groups, _keys_of_tasks
 from llama_ssp.config.plan import PlanConfig
 from tests.helpers.in_process import Ended, launch
 
-NUM_EXAMPLES = 60  # of some milliseconds to a tenth of a second each
-FUZZ = settings(
-    derandomize=True, deadline=None, database=None, max_examples=NUM_EXAMPLES,
+UNHURRIED = settings(
+    derandomize=True, deadline=None, database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )  # fmt: skip
+FEW, MANY = settings(UNHURRIED, max_examples=60), settings(UNHURRIED, max_examples=2000)
+"""Plans, of some milliseconds to a tenth of a second each."""
+FEW_RUNS, MANY_RUNS = settings(UNHURRIED, max_examples=12), settings(UNHURRIED, max_examples=400)
+"""Runs, of up to a second each."""
 NUMBERS = (
     "0", "-1", "1", "2", "3.5", "1e3", "1e400", "-1e-400", "nan", "inf", "-inf", str(1 << 31), str(1 << 63), "9" * 40,
     "0x10", "1_000", "007", "true", "null",
@@ -57,6 +62,17 @@ OPTIONS = (
     "-m", "--multirun", "--cfg", "job", "--info", "--resolve", "--package", "-cn", "--config-dir", "-h", "--run",
     "--shell_completion", "--hydra-help", "--version",
 )  # fmt: skip
+SHORT_RUN = ("max_new_tokens=2", "device=cpu")
+SOUND = (
+    "task=generate", "task=generate task.format=jsonl", "task=latency task.num_warmup=0", "task=generate draft=none",
+    "sampling=greedy", "sampling=greedy verification=greedy", "sampling=nucleus", "sampling.temperature=0",
+    "sampling.top_k=1", "placement=replicated", "placement=one_rank", "hardware=laptop_cpu", "model.dtype=bf16",
+    "model.quantization=int8", "draft.model.quantization=int8_weight_only", "speculation.num_draft_tokens=2",
+    "batch_size=3", "num_samples=2", "max_new_tokens=4", "ignore_eos=true", "seed=5", "prompt=é", "run_dir=x",
+    "task.picture=x.svg", "timeouts.decode_s=1e6",
+)  # fmt: skip
+LONG = {"max_new_tokens=1_000", "num_samples=1_000", "batch_size=1_000", "task=glob(*)"}
+"""Words that are right, and whose runs take long."""
 REPORT_OPTIONS = ("--output=", "--output=x", "--output=/dev/null/x", "--help", "-")
 
 
@@ -76,6 +92,13 @@ def overrides(keys: list[str]) -> st.SearchStrategy[str]:
 
 def lines_of(keys: list[str]) -> st.SearchStrategy[list[str]]:
     return st.lists(overrides(keys), min_size=1, max_size=4)
+
+
+def runs() -> st.SearchStrategy[list[str]]:
+    """Command lines of which some end well: settings that do so alone, and at most two of any kind."""
+    sound = st.lists(st.sampled_from(SOUND), max_size=3).map(lambda words: " ".join(words).split())
+    other = st.lists(overrides(RUN_KEYS).filter(lambda word: word not in LONG), max_size=2)
+    return st.builds(list.__add__, sound, other)
 
 
 def in_process(main: Callable[[list[str]], int], arguments: list[str]) -> Ended:
@@ -99,6 +122,16 @@ def run_dry(arguments: list[str]) -> int:
     return ended.code
 
 
+def run_short(arguments: list[str]) -> int:
+    """The main function of run.py, which then completes a prompt, in a folder of its own."""
+    prompt = [] if any(word.startswith("prompts=") for word in arguments) else ["prompt=a"]
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder, contextlib.chdir(folder):
+        ended = launch(*prompt, *SHORT_RUN, *arguments)
+    sys.stderr.write(ended.err)
+    assert ended.code is not None, ended.err
+    return ended.code
+
+
 def check(ended: Ended, arguments: list[str]) -> None:
     assert ended.code in {0, 2, 3}, f"{arguments}\n{ended.err}"
     assert "Traceback" not in ended.err, f"{arguments}\n{ended.err}"
@@ -110,23 +143,51 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An empty folder, without a terminal."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    monkeypatch.setenv("HOME", str(tmp_path))  # ${oc.env:HOME} names a folder that may be written to
     for variable in ("RANK", "WORLD_SIZE", "SLURM_STEP_ID"):
         monkeypatch.delenv(variable, raising=False)
 
 
-@FUZZ
+@FEW
 @given(lines_of(RUN_KEYS))
 def test_run_answers_any_command_line(arguments: list[str]) -> None:
     check(in_process(run_dry, arguments), arguments)
 
 
-@FUZZ
+@pytest.mark.slow
+@MANY
+@given(lines_of(RUN_KEYS))
+def test_run_answers_any_of_many_command_lines(arguments: list[str]) -> None:
+    check(in_process(run_dry, arguments), arguments)
+
+
+@FEW_RUNS
+@given(runs())
+def test_a_run_that_is_not_dry_answers_any_command_line(arguments: list[str]) -> None:
+    check(in_process(run_short, arguments), arguments)
+
+
+@pytest.mark.slow
+@MANY_RUNS
+@given(runs())
+def test_a_run_that_is_not_dry_answers_any_of_many_command_lines(arguments: list[str]) -> None:
+    check(in_process(run_short, arguments), arguments)
+
+
+@FEW
 @given(lines_of(PLAN_KEYS))
 def test_plan_answers_any_command_line(arguments: list[str]) -> None:
     check(in_process(plan.main, arguments), arguments)
 
 
-@FUZZ
+@pytest.mark.slow
+@MANY
+@given(lines_of(PLAN_KEYS))
+def test_plan_answers_any_of_many_command_lines(arguments: list[str]) -> None:
+    check(in_process(plan.main, arguments), arguments)
+
+
+@FEW
 @given(st.lists(VALUES | st.sampled_from(REPORT_OPTIONS), max_size=3))
 def test_report_and_manifest_answer_any_command_line(arguments: list[str]) -> None:
     for main in (report.main, manifest.main):
@@ -143,6 +204,19 @@ def test_report_and_manifest_answer_any_command_line(arguments: list[str]) -> No
         (run_dry, ["--resolve"], "--resolve has an effect with --cfg alone"),
         (run_dry, ["seed=1", "-m", "speculation.num_draft_tokens=0"], "settings are written name=value"),
         (run_dry, ["--info", "-m"], "--multirun and --info exclude each other"),
+        (run_short, [f"model.path={'x' * 5000}"], "cannot be read (File name too long): name another path"),
+        (
+            run_short,
+            ["draft.model.path='~no-such-user/x'"],
+            "cannot be read (Could not determine home directory): name another",
+        ),
+        (
+            run_short,
+            ["model.verify=true", f"model.manifest={'x' * 5000}"],
+            "cannot be read (File name too long): name another path",
+        ),
+        (run_short, ["num_samples=2147483648"], "must be at least 1 and at most 1000000 completions"),
+        (plan.main, ["placement=[0]"], "unknown placement '[0]': there are accelerate, auto, "),
         (plan.main, ["=0"], "'=0' is no setting of a plan"),
         (plan.main, ["hydra/launcher=[[],1]"], "'hydra/launcher=[[],1]' is no setting of a plan"),
         (report.main, ["x" * 5000], "cannot be read (File name too long): name the folder of a run"),
