@@ -9,6 +9,7 @@ import torch
 
 from llama_ssp.config import hardware
 from llama_ssp.config.hardware import CompositionPoint, HardwareConfig, LinearPoint, Profile, RowsPoint, SizePoint
+from llama_ssp.config.schema import Dtype
 from llama_ssp.decoding.loop import Completion
 from llama_ssp.decoding.state import Request
 from llama_ssp.distributed.comms import Comm
@@ -78,6 +79,7 @@ def test_forecasts_with_measured_wholes_give_back_what_was_measured(num_ranks: i
     assert clocks[0].draft
     true = [CompositionPoint(rows=1, working_set_bytes=working_set_bytes(clocks[0].draft, bare), ratio=2.0)]
     for clock in clocks:
+        assert clock.target.ranks == tuple(range(num_ranks))
         size = working_set_bytes(clock.target, bare)
         true += [CompositionPoint(rows=rows, working_set_bytes=size, ratio=ratio) for rows, ratio in RATIOS.items()]
     took = [_forecast(pair, _composed(bare, true), num_ranks) for pair in pairs]
@@ -164,6 +166,7 @@ def test_a_stack_is_what_the_planner_takes_it_for(stack: RandomStack) -> None:
     (qkv,) = {type(layer._qkv) for layer in stack.load(Comm.single())._layers}  # type: ignore[attr-defined]
     assert (qkv is HalfLinear) == (stack.from_16_bits and can_halve())
     assert stack.planned.shape == stack.shape
+    assert stack.planned.matrix_dtype("cpu") is (Dtype.fp16 if stack.from_16_bits else Dtype.fp32)
     assert {facts.dtype for facts in stack.tensors.values()} == {stack.dtype}
 
 
