@@ -89,7 +89,7 @@ def test_whole_numbers_written_with_an_exponent_are_whole_numbers() -> None:
 
 def test_all_faults_of_measured_wholes_are_told_at_once() -> None:
     parts = ("linear", "tied_head", "layer", "frame", "attention", "draw", "verify")
-    profile: dict[str, Any] = dict.fromkeys(parts, []) | {"num_ranks": 1}
+    profile: dict[str, Any] = {key: [] for key in parts} | {"num_ranks": 1}
     faulty = [{"rows": 1.5, "working_set_bytes": 0, "ratio": -1}, {"rows": 1, "ratio": "fast", "speed": 2}]
     figures = _figures() | {"profiles": [profile | {"composition": faulty}]}
     assert sorted(hardware.problems_of(figures)) == [
