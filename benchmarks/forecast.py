@@ -23,17 +23,12 @@ import torch
 import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from llama_ssp.config.schema import DeviceKind, DraftLayout, Dtype, Quantization, SamplingConfig, VerificationConfig
+from llama_ssp.config.schema import DeviceKind, DraftLayout, Dtype, Quantization
 from llama_ssp.config.target_placement import TargetKind
-from llama_ssp.decoding.clock import clock_for
 from llama_ssp.decoding.loop import Completion, Decoder
-from llama_ssp.decoding.rounds import Rounds
-from llama_ssp.decoding.state import Request
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.memory import anonymous_bytes
 from llama_ssp.distributed.world import World, start
-from llama_ssp.drafting.model import ModelDrafter
-from llama_ssp.drafting.placement import AgreedDrafter, AgreedRule
 from llama_ssp.models.backends import load_model
 from llama_ssp.models.checkpoint import inspect
 from llama_ssp.models.decoder import LeanRunner
@@ -42,10 +37,10 @@ from llama_ssp.planning.acceptance import implied_acceptance
 from llama_ssp.planning.job import Job, PlannedModel, read_config
 from llama_ssp.planning.memory import memory
 from llama_ssp.planning.timing import timing
-from llama_ssp.sampling.verification import make_rule
+from llama_ssp.tasks.measuring_pairs import NUM_DRAFT_TOKENS, PROMPT_TOKENS, VOCAB_SIZE, complete, decoder, requests
 from llama_ssp.tasks.plan import detect_hardware, machine_of_run
 
-NUM_DRAFT_TOKENS, PROMPT_TOKENS, NEW_TOKENS = 4, 32, 64
+NEW_TOKENS = 64
 SHIPPED = Path(__file__).resolve().parents[1] / "llama_ssp" / "shipped"
 MIB = 2**20
 WIDTH_AND_LAYERS = {"random 50 M": (512, 11), "random 300 M": (1024, 17)}
@@ -69,7 +64,7 @@ def cases(scratch: Path, world: World, shipped: Path) -> Iterator[Case]:
         if world.comm.rank == 0:
             torch.manual_seed(0)
             config = LlamaConfig(
-                vocab_size=4096, max_position_embeddings=2048, hidden_size=width, intermediate_size=4 * width,
+                vocab_size=VOCAB_SIZE, max_position_embeddings=2048, hidden_size=width, intermediate_size=4 * width,
                 num_hidden_layers=num_layers, num_attention_heads=width // HEAD_DIM,
             )  # fmt: skip
             LlamaForCausalLM(config).save_pretrained(folder)
@@ -95,33 +90,9 @@ def settled_bytes() -> int:
     return anonymous_bytes() or 0
 
 
-def decoder(target: Runner, draft: Runner | None, world: World, *, speculative: bool) -> Decoder:
-    """A decoder of this rank, plain or speculative."""
-    rule = make_rule(SamplingConfig(), VerificationConfig())
-    inner = None
-    if draft:
-        inner = ModelDrafter(draft, rule=rule, num_draft_tokens=NUM_DRAFT_TOKENS, vocab_size=target.vocab_size)
-    agreed = AgreedDrafter(inner, comm=world.comm, src=0, num_draft_tokens=NUM_DRAFT_TOKENS, device=target.device)
-    rounds = Rounds(
-        target,
-        agreed if speculative else None,
-        rule=AgreedRule(rule, comm=world.comm, src=0, device=target.device),
-        clock=clock_for(target.device),
-    )
-    return Decoder(rounds, batch_size=1, eos_ids=(), seed=0)
-
-
-def requests(number: int) -> list[Request]:
-    """Prompts of arbitrary tokens."""
-    ids = torch.randint(4096, (number, PROMPT_TOKENS), generator=torch.Generator().manual_seed(1)).tolist()
-    return [Request(index=i, prompt_ids=tuple(row), max_new_tokens=NEW_TOKENS) for i, row in enumerate(ids)]
-
-
-@torch.inference_mode()
-def complete(run: Decoder, number: int) -> list[Completion]:
+def measured(run: Decoder, number: int) -> list[Completion]:
     """Finished completions, the first one left out as a warm-up."""
-    ended = [u.completion for updates in run.run(requests(number + 1)) for u in updates if u.completion.finish_reason]
-    return ended[1:]
+    return complete(run, requests(number + 1, new_tokens=NEW_TOKENS))[1:]
 
 
 def ms_per_token(completions: list[Completion]) -> float:
@@ -157,8 +128,8 @@ def compare(case: Case, world: World, number: int) -> list[tuple[str, float, flo
     """Name, forecast and measured value of each figure of a case."""
     target, target_bytes = load(case.target, world.comm)
     draft, draft_bytes = load(case.draft, Comm.single()) if world.comm.rank == 0 else (None, 0)
-    plain_ms = ms_per_token(complete(decoder(target, draft, world, speculative=False), number))
-    completions = complete(decoder(target, draft, world, speculative=True), number)
+    plain_ms = ms_per_token(measured(decoder(target, None, world.comm, num_draft_tokens=0), number))
+    completions = measured(decoder(target, draft, world.comm, num_draft_tokens=NUM_DRAFT_TOKENS), number)
     rounds = sum(len(each.accepted_lengths) for each in completions)
     per_round = sum(len(each.token_ids) - 1 for each in completions) / rounds
     job = planned_job(case, world, implied_acceptance(per_round, NUM_DRAFT_TOKENS))

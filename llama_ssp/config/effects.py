@@ -73,7 +73,7 @@ _POINTLESS = (
     _Pointless(
         ("dry_run",),
         lambda config: config.dry_run and config.task.name is TaskName.calibrate,
-        "on task=calibrate, which runs no model and measures what plans rest on",
+        "on task=calibrate, which reads no model and measures what plans rest on",
     ),
     _Pointless(("synthetic",), lambda config: not is_synthetic(config), "without weights=synthetic"),
     _Pointless(

@@ -63,6 +63,18 @@ class SizePoint:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CompositionPoint:
+    """Measured time of a whole forward, as a share of what the parts of its profile add up to.
+
+    `rows` is what the forward reads at once, `working_set_bytes` the size of its matrices on one rank.
+    """
+
+    rows: int
+    working_set_bytes: int
+    ratio: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Profile:
     """What `task=calibrate` measured while `num_ranks` ranks of a node were at work.
 
@@ -76,6 +88,7 @@ class Profile:
         draw, verify: the rule on so many numbers (rows x vocabulary).
         all_reduce: by bytes; empty for one rank.
         round_s: what the loop takes in a round beside forwards and rule.
+        composition: how whole forwards compare with the parts above; empty takes the parts as they are.
     """
 
     num_ranks: int
@@ -88,6 +101,7 @@ class Profile:
     verify: list[SizePoint]
     all_reduce: list[SizePoint] = field(default_factory=list)
     round_s: float = 0.0
+    composition: list[CompositionPoint] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +161,7 @@ _NESTED: dict[str, type[Any]] = {
     "draw": SizePoint,
     "verify": SizePoint,
     "all_reduce": SizePoint,
+    "composition": CompositionPoint,
 }
 _MAY_BE_ZERO = {"context_bytes", "collective_bytes", "kernel_s", "launch_s", "latency_s", "round_s"}
 _TEXTS = {"name", "gpu", "dtype", "device"}

@@ -247,7 +247,7 @@ class LatencyConfig(TaskConfig):
 
 @dataclass(kw_only=True)
 class CalibrateConfig(TaskConfig):
-    """Measure this machine, without any model, and write a file of `conf/hardware`."""
+    """Measure this machine, without any checkpoint, and write a file of `conf/hardware`."""
 
     name: TaskName = TaskName.calibrate
     output: str | None = None

@@ -1,10 +1,10 @@
-"""How much memory this rank has used at most."""
+"""How much memory this rank has used at most, and how much its node still has."""
 
 from pathlib import Path
 
 import torch
 
-_STATUS = Path("/proc/self/status")
+_STATUS, _MEMINFO = Path("/proc/self/status"), Path("/proc/meminfo")
 
 
 class MemoryWatch:
@@ -33,9 +33,18 @@ class MemoryWatch:
 
 def anonymous_bytes() -> int | None:
     """This process's anonymous resident memory; None on a system without /proc."""
-    if not _STATUS.exists():
+    return _read(_STATUS, "RssAnon:")
+
+
+def available_bytes() -> int | None:
+    """What programs can still have of the node's memory; None on a system without /proc."""
+    return _read(_MEMINFO, "MemAvailable:")
+
+
+def _read(file: Path, entry: str) -> int | None:
+    if not file.exists():
         return None
-    for line in _STATUS.read_text().splitlines():
-        if line.startswith("RssAnon:"):
+    for line in file.read_text().splitlines():
+        if line.startswith(entry):
             return int(line.split()[1]) * 1024
     return None

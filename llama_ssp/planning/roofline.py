@@ -6,18 +6,22 @@ bandwidth, matrix rate, the time of a kernel, the latency and bandwidth of its l
 
     forward = layers x (matrices + keys and values read + operators + 2 all-reduces) + frame + head + gathered logits
 
+Parts that were timed one by one do not add up to a forward, in which each comes behind all others: a profile also says
+by how much whole forwards of some sizes missed the sum, and every part is scaled by that.
+
 Shapes: B sequences, T positions of each, E hidden size, V vocabulary, R ranks.
 """
 
 from dataclasses import dataclass, replace
 from functools import partial
 
-from llama_ssp.config.hardware import HardwareConfig, LinearPoint, Profile, RowsPoint
-from llama_ssp.config.schema import Dtype, Quantization
+from llama_ssp.config.hardware import HardwareConfig, Profile
+from llama_ssp.config.schema import Quantization
 from llama_ssp.config.target_placement import TargetKind
-from llama_ssp.planning.curves import between, line
+from llama_ssp.planning.curves import line
 from llama_ssp.planning.inventory import Inventory, Matrix
 from llama_ssp.planning.job import PlannedModel
+from llama_ssp.planning.measured import by_rows_and_width, composition_ratio, measured_linear_s
 from llama_ssp.planning.memory import KERNELS_PER_LAYER
 from llama_ssp.planning.parts import rank_shares
 from llama_ssp.planning.weights import DTYPE_BYTES, packed_bytes
@@ -97,6 +101,16 @@ class ForwardTime:
         """All of it; the parts do not overlap."""
         return self.matrices_s + self.attention_s + self.operators_s + self.collectives_s + self.offload_s
 
+    def scaled(self, ratio: float) -> "ForwardTime":
+        """The same forward where all that computes takes `ratio` times as long; layers are read as fast as before."""
+        return ForwardTime(
+            matrices_s=ratio * self.matrices_s,
+            attention_s=ratio * self.attention_s,
+            operators_s=ratio * self.operators_s,
+            collectives_s=ratio * self.collectives_s,
+            offload_s=self.offload_s,
+        )
+
 
 def bandwidth(hardware: HardwareConfig) -> float:
     """Bytes/s that a long read reaches."""
@@ -128,13 +142,26 @@ def forward_time(
         for held in seat.shares
     ]
     layers = seat.model.shape.num_hidden_layers
-    return ForwardTime(
+    parts = ForwardTime(
         matrices_s=sum(matrices) if in_a_row else max(matrices),
         attention_s=_attention_s(seat, hardware, batch_size=batch_size, num_positions=num_positions, num_slots=bucket),
         operators_s=layers * layer_s(seat, hardware, rows) + frame_s(seat, hardware, rows),
         collectives_s=_collectives_s(seat, hardware, rows=rows, scored=scored),
         offload_s=seat.waiting_s,
     )
+    profile = profile_of(hardware, seat.num_active)
+    points = profile.composition if profile else []
+    return parts.scaled(composition_ratio(points, rows=rows, working_set_bytes=working_set_bytes(seat, hardware)))
+
+
+def working_set_bytes(seat: Seat, hardware: HardwareConfig) -> int:
+    """Bytes of the matrices that a forward reads, on the rank with the most."""
+    return max(_read_bytes(held, seat.model, hardware) for held in seat.shares)
+
+
+def _read_bytes(held: Inventory, model: PlannedModel, hardware: HardwareConfig) -> int:
+    head = held.output.num_elements if held.head or held.embeddings else 0
+    return DTYPE_BYTES[model.matrix_dtype(hardware.device)] * (held.num_layers * sum(held.products) + head)
 
 
 def _matrices_s(
@@ -143,9 +170,8 @@ def _matrices_s(
     """All matrix products of one rank."""
     model = seat.model
     if profile := profile_of(hardware, seat.num_active):
-        elements = held.num_layers * sum(held.products) + held.output.num_elements
         dtype = model.matrix_dtype(hardware.device)
-        price = partial(measured_linear_s, dtype=dtype, working_set_bytes=DTYPE_BYTES[dtype] * elements)
+        price = partial(measured_linear_s, dtype=dtype, working_set_bytes=_read_bytes(held, model, hardware))
         layer = sum(price(profile.linear, elements, rows=rows) for elements in held.products)
         heads = profile.linear if held.head or dtype is not model.dtype else profile.tied_head
         head = price(heads, held.output.num_elements, rows=scored) if has_head else 0.0
@@ -171,25 +197,6 @@ def roofline_s(matrix: Matrix, model: PlannedModel, hardware: HardwareConfig, *,
     return max(read_bytes / bandwidth(hardware), 2 * rows * matrix.num_elements / flops)
 
 
-def measured_linear_s(
-    linear: list[LinearPoint], elements: int, *, rows: int, dtype: Dtype, working_set_bytes: int
-) -> float:
-    """Interpolate measured linear layers in the size of the matrix, the rows and the working set."""
-    points = [point for point in linear if point.dtype == dtype.name] or linear
-    sets = sorted({point.working_set_bytes for point in points})
-
-    def at(set_bytes: int) -> float:
-        chosen = [point for point in points if point.working_set_bytes == set_bytes]
-        by_rows = {point.rows: _by_elements(chosen, point.rows, elements) for point in chosen}
-        return line(sorted(by_rows.items()), rows)
-
-    return between([(set_bytes, at(set_bytes)) for set_bytes in sets], working_set_bytes)
-
-
-def _by_elements(points: list[LinearPoint], rows: int, elements: int) -> float:
-    return line(sorted((point.elements, point.s) for point in points if point.rows == rows), elements)
-
-
 def _attention_s(seat: Seat, hardware: HardwareConfig, *, batch_size: int, num_positions: int, num_slots: int) -> float:
     """Reading the keys and values of `num_slots` slots in all layers, on the rank with the most heads.
 
@@ -210,7 +217,7 @@ def layer_s(seat: Seat, hardware: HardwareConfig, rows: int) -> float:
     """What a layer takes beside matrices, cache and collectives: its other operators and their launches."""
     share = 1.0 if seat.model.is_lean else LIBRARY_SHARE
     if profile := profile_of(hardware, seat.num_active):
-        return share * _by_rows_and_width(profile.layer, rows, seat.model.shape.hidden_size)
+        return share * by_rows_and_width(profile.layer, rows, seat.model.shape.hidden_size)
     if seat.cuda_graphs:
         return KERNELS_PER_LAYER * hardware.kernel_s
     return share * OPERATORS_PER_LAYER * hardware.launch_s
@@ -219,16 +226,8 @@ def layer_s(seat: Seat, hardware: HardwareConfig, rows: int) -> float:
 def frame_s(seat: Seat, hardware: HardwareConfig, rows: int) -> float:
     """What a forward takes beside its layers and the head."""
     if profile := profile_of(hardware, seat.num_active):
-        return _by_rows_and_width(profile.frame, rows, seat.model.shape.hidden_size)
+        return by_rows_and_width(profile.frame, rows, seat.model.shape.hidden_size)
     return KERNELS_PER_FRAME * (hardware.kernel_s if seat.cuda_graphs else hardware.launch_s)
-
-
-def _by_rows_and_width(points: list[RowsPoint], rows: int, width: int) -> float:
-    """Interpolate measured operators in both."""
-    widths = sorted({point.width for point in points})
-    return line(
-        [(known, line(sorted((p.rows, p.s) for p in points if p.width == known), rows)) for known in widths], width
-    )
 
 
 def _collectives_s(seat: Seat, hardware: HardwareConfig, *, rows: int, scored: int) -> float:

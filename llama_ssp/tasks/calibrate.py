@@ -2,14 +2,14 @@
 
 On a CPU two situations are measured: rank 0 alone with all cores, while the others wait, and all ranks at the same time
 with their share of the cores. A GPU does the same work in both, so its data are bandwidth, rate, launches and links.
-How each thing is timed stands in `measuring` and `measuring_rounds`.
+How each thing is timed stands in `measuring`, `measuring_rounds` and `measuring_pairs`.
 """
 
 import os
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,15 @@ import torch
 import yaml
 
 from llama_ssp.config.catalogue import conf_dir
-from llama_ssp.config.hardware import Profile, SizePoint, problems_of
+from llama_ssp.config.hardware import Profile, SizePoint, build, problems_of
 from llama_ssp.config.schema import Dtype
+from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.memory import anonymous_bytes
 from llama_ssp.distributed.world import World
 from llama_ssp.errors import SspError
 from llama_ssp.models.linear import can_halve
-from llama_ssp.tasks import measuring, measuring_rounds
+from llama_ssp.tasks import measuring, measuring_pairs, measuring_rounds
+from llama_ssp.tasks.measuring_pairs import PairTime
 from llama_ssp.tasks.plan import THIS_MACHINE
 
 DTYPES = {Dtype.fp32: torch.float32, Dtype.bf16: torch.bfloat16, Dtype.fp16: torch.float16}
@@ -45,8 +47,8 @@ def calibrate(world: World, *, output: str | None = None) -> Path | None:
         SspError: the file cannot be written.
     """
     context_bytes = _context_bytes(world.device)
-    profiles = [] if world.device.type == "cuda" else _profiles(world)
     reduces = measuring_rounds.all_reduce_points(world.comm, world.device) if world.comm.size > 1 else []
+    measured = [] if world.device.type == "cuda" else _profiles(world, reduces)
     if world.comm.rank > 0:
         world.comm.barrier()
         return None
@@ -56,26 +58,35 @@ def calibrate(world: World, *, output: str | None = None) -> Path | None:
             "collective_bytes": max(_context_bytes(world.device) - context_bytes, 0)
             if world.device.type == "cuda"
             else 0,
-            "profiles": [asdict(profile) for profile in profiles],
         }
     world.comm.barrier()
+    figures["profiles"] = [asdict(profile) for profile in _composed(figures, measured)]
     file = Path(output) if output else conf_dir() / "hardware" / f"{THIS_MACHINE}.yaml"
     _write(file, _rounded(figures))
     return file
 
 
-def _profiles(world: World) -> list[Profile]:
-    """What rank 0 measures: alone with all cores, then beside the other ranks."""
-    profiles = []
+def _profiles(world: World, reduces: list[SizePoint]) -> list[tuple[Profile, list[PairTime]]]:
+    """What rank 0 measures, parts and wholes: alone with all cores, then beside the other ranks."""
+    measured = []
     if world.comm.rank == 0:
         with _all_cores(world):
-            profiles.append(_profile(num_ranks=1, reduces=[]))
+            measured.append((_profile(num_ranks=1, reduces=[]), measuring_pairs.pair_times(Comm.single())))
     world.comm.barrier()
     if world.comm.size > 1:
-        reduces = measuring_rounds.all_reduce_points(world.comm, world.device)
-        profiles.append(_profile(num_ranks=world.comm.size, reduces=reduces))
+        profile = _profile(num_ranks=world.comm.size, reduces=reduces)
+        measured.append((profile, measuring_pairs.pair_times(world.comm)))
         world.comm.barrier()
-    return profiles
+    return measured
+
+
+def _composed(figures: dict[str, Any], measured: list[tuple[Profile, list[PairTime]]]) -> list[Profile]:
+    """Profiles that also say how their parts make up a whole."""
+    machine = build(figures | {"profiles": [asdict(profile) for profile, _ in measured]})
+    return [
+        replace(profile, composition=measuring_pairs.composition(times, machine, num_ranks=profile.num_ranks))
+        for profile, times in measured
+    ]
 
 
 def _profile(*, num_ranks: int, reduces: list[SizePoint]) -> Profile:

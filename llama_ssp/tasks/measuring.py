@@ -12,19 +12,19 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import cycle, islice
+from itertools import cycle
 
 import torch
 from torch.nn import functional
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from llama_ssp.config.hardware import LinearPoint, RowsPoint, SizePoint
 from llama_ssp.config.schema import Dtype
 from llama_ssp.distributed.comms import Comm
-from llama_ssp.models.decoder import LeanRunner
 from llama_ssp.models.interface import Runner
 from llama_ssp.models.linear import Linear, make_linear
-from llama_ssp.planning.roofline import MEASURED_SLOTS, measured_linear_s
+from llama_ssp.planning.measured import measured_linear_s
+from llama_ssp.planning.roofline import MEASURED_SLOTS
+from llama_ssp.tasks.stacks import HEAD_DIM, MLP_SHARE, RandomStack
 
 ELEMENTS = tuple(4**power for power in range(6, 13))
 ROWS = (1, 2, 5, 9, 64, 512)
@@ -37,7 +37,6 @@ NARROW = 64
 MANY_LAYERS = 9
 MOST_MATRICES = 512
 WIDTHS = (64, 256)
-MLP_SHARE, HEAD_DIM = 4, 32
 
 
 def seconds_per_call(
@@ -176,13 +175,13 @@ def _linear_s(layers: list[tuple[int, Linear]], rows: int, dtype: torch.dtype) -
     """The time of one linear layer, over layers that are read in turn."""
     inputs = {width: torch.randn(rows, width).to(dtype) for width, _ in layers}
     in_turn = cycle(layers)
-    bunch = 2 * max(1, min(len(layers), 32) // 2)
 
-    def some() -> None:
-        for width, layer in islice(in_turn, bunch):
+    def two() -> None:
+        for _ in range(2):  # a tall one and a wide one
+            width, layer = next(in_turn)
             layer(inputs[width])
 
-    return seconds_per_call(some) / bunch
+    return seconds_per_call(two) / 2
 
 
 def operator_points(
@@ -214,14 +213,8 @@ def operator_points(
 
 
 def _stack(width: int, num_layers: int) -> Runner:
-    """A few layers in the lean decoder; half as many key-value heads as query heads."""
-    config = LlamaConfig(
-        hidden_size=width, intermediate_size=MLP_SHARE * width, num_hidden_layers=num_layers,
-        num_attention_heads=width // HEAD_DIM, num_key_value_heads=width // HEAD_DIM // 2, vocab_size=NARROW,
-        max_position_embeddings=1024,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config).eval().requires_grad_(requires_grad=False)
-    runner = LeanRunner(model, comm=Comm.single())
+    """A few layers in the lean decoder, with a head of next to no size."""
+    runner = RandomStack(width, num_layers, NARROW).load(Comm.single())
     runner.allocate(batch_size=1, capacity=128)
     return runner
 

@@ -85,3 +85,21 @@ def test_an_unknown_machine_is_told_with_those_that_exist() -> None:
 def test_whole_numbers_written_with_an_exponent_are_whole_numbers() -> None:
     machine = hardware.build(_figures() | {"memory_bytes": 4e10})
     assert isinstance(machine.memory_bytes, int)
+
+
+def test_all_faults_of_measured_wholes_are_told_at_once() -> None:
+    parts = ("linear", "tied_head", "layer", "frame", "attention", "draw", "verify")
+    profile: dict[str, Any] = {key: [] for key in parts} | {"num_ranks": 1}
+    faulty = [{"rows": 1.5, "working_set_bytes": 0, "ratio": -1}, {"rows": 1, "ratio": "fast", "speed": 2}]
+    figures = _figures() | {"profiles": [profile | {"composition": faulty}]}
+    assert sorted(hardware.problems_of(figures)) == [
+        "hardware.profiles[0].composition[0].ratio=-1 must be above 0",
+        "hardware.profiles[0].composition[0].rows=1.5 must be a whole number, above 0",
+        "hardware.profiles[0].composition[0].working_set_bytes=0 must be above 0",
+        "hardware.profiles[0].composition[1].ratio=fast must be a number, above 0",
+        "hardware.profiles[0].composition[1].working_set_bytes is missing",
+        "unknown figure of hardware.profiles[0].composition[1] 'speed': there are ratio, rows, working_set_bytes",
+    ]
+    del figures["profiles"][0]["composition"]
+    assert hardware.problems_of(figures) == []
+    assert hardware.build(figures).profiles[0].composition == []

@@ -5,11 +5,18 @@ from dataclasses import replace
 import pytest
 
 from llama_ssp.config import hardware
-from llama_ssp.config.hardware import HardwareConfig, LinearPoint, Profile, RowsPoint, SizePoint
-from llama_ssp.config.schema import DraftLayout, Quantization
+from llama_ssp.config.hardware import (
+    CompositionPoint,
+    HardwareConfig,
+    LinearPoint,
+    Profile,
+    RowsPoint,
+    SizePoint,
+)
+from llama_ssp.config.schema import DraftLayout, Dtype, Quantization
 from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.planning.job import PlannedModel
-from llama_ssp.planning.roofline import all_reduce_s, bandwidth
+from llama_ssp.planning.roofline import ForwardTime, all_reduce_s, bandwidth, working_set_bytes
 from llama_ssp.planning.timing import Clock, timing
 from tests.helpers.planning import make_job, small_model
 
@@ -163,3 +170,48 @@ def test_operators_are_read_between_measured_rows_and_widths() -> None:
     assert timed.target_forward.operators_s == pytest.approx(2 * 20.0 + 3.0)
     assert timed.verify_forward
     assert timed.verify_forward.operators_s == pytest.approx(2 * 24.0 + 3.0)
+
+
+def _composed(machine: HardwareConfig, *points: CompositionPoint) -> HardwareConfig:
+    (profile,) = machine.profiles
+    return replace(machine, profiles=[replace(profile, composition=list(points))])
+
+
+def test_every_part_of_a_forward_is_scaled_by_what_whole_forwards_took() -> None:
+    machine, job = _measured(A100), make_job(small_model(), "7B", cuda_graphs=False, num_ranks=2)
+    size = working_set_bytes(Clock(job, machine).target, machine)
+    one, five = (CompositionPoint(rows=rows, working_set_bytes=size, ratio=rows + 1.0) for rows in (1, 5))
+    bare, whole = timing(job, machine), timing(job, _composed(machine, one, five))
+    assert bare.verify_forward
+    assert bare.verify_forward.collectives_s > 0
+    assert whole.target_forward == bare.target_forward.scaled(2.0)
+    assert whole.verify_forward == bare.verify_forward.scaled(6.0)
+    assert whole.target_forward.total_s == pytest.approx(2.0 * bare.target_forward.total_s)
+    assert whole.plain_s - whole.target_forward.total_s == pytest.approx(bare.plain_s - bare.target_forward.total_s)
+
+
+def test_scaling_a_forward_leaves_out_what_it_reads_from_elsewhere() -> None:
+    parts = ForwardTime(matrices_s=1.0, attention_s=2.0, operators_s=4.0, collectives_s=8.0, offload_s=16.0)
+    doubled = ForwardTime(matrices_s=2.0, attention_s=4.0, operators_s=8.0, collectives_s=16.0, offload_s=16.0)
+    assert parts.scaled(2.0) == doubled
+
+
+def test_the_working_set_is_what_a_rank_reads_in_the_format_that_it_keeps() -> None:
+    model = replace(small_model(intermediate_size=256, vocab_size=512), dtype=Dtype.fp32)
+    elements = 2 * 64 * (64 + 32 + 32 + 64 + 3 * 256) + 512 * 64
+    machine = replace(A100, device="cpu")
+
+    def read_bytes(chosen: PlannedModel, num_ranks: int = 1) -> int:
+        job = make_job(chosen, num_ranks=num_ranks, device="cpu")
+        return working_set_bytes(Clock(job, machine).target, machine)
+
+    assert read_bytes(model) == 4 * elements
+    assert read_bytes(model, num_ranks=2) == 2 * elements
+    assert read_bytes(replace(model, stored=Dtype.bf16)) == 2 * elements
+
+
+def test_layers_in_a_row_are_forecast_on_a_measured_machine_too() -> None:
+    model, machine = small_model(num_hidden_layers=3), _measured(A100)
+    one = timing(make_job(model, cuda_graphs=False), machine).target_forward
+    row = make_job(model, num_ranks=3, target_kind=TargetKind.accelerate, cuda_graphs=False)
+    assert timing(row, machine).target_forward.matrices_s == pytest.approx(one.matrices_s)

@@ -13,8 +13,9 @@ from llama_ssp.distributed.environment import Ranks
 from llama_ssp.distributed.world import World
 from llama_ssp.errors import SspError
 from llama_ssp.planning.timing import timing
-from llama_ssp.tasks import measuring, measuring_rounds
+from llama_ssp.tasks import measuring, measuring_pairs, measuring_rounds
 from llama_ssp.tasks.calibrate import calibrate
+from llama_ssp.tasks.stacks import RandomStack
 from tests.helpers.planning import make_job
 
 WORLD = World(
@@ -35,6 +36,11 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring, "beyond_caches", lambda: 2**23)
     monkeypatch.setattr(measuring_rounds, "VOCABULARIES", (64, 256))
     monkeypatch.setattr(measuring, "BUDGET_S", 0.0)
+    monkeypatch.setattr(measuring_pairs, "TARGETS", (RandomStack(128, 3, 64), RandomStack(256, 3, 64)))
+    monkeypatch.setattr(measuring_pairs, "DRAFT", RandomStack(64, 1, 64))
+    monkeypatch.setattr(measuring_pairs, "VOCAB_SIZE", 64)
+    monkeypatch.setattr(measuring_pairs, "FEWEST", 1)
+    monkeypatch.setattr(measuring_pairs, "BUDGET_S", 0.0)
 
 
 @pytest.mark.usefixtures("hasty")
@@ -46,6 +52,9 @@ def test_the_file_is_a_sound_description_from_which_a_run_can_be_planned(tmp_pat
     machine = hardware.build(figures)
     (profile,) = machine.profiles
     assert profile.num_ranks == 1
+    sizes = [4 * (layers * 15 * width**2 + 64 * width) for width, layers in ((64, 1), (128, 3), (256, 3))]
+    wholes = [(point.working_set_bytes, point.rows) for point in profile.composition]
+    assert wholes == [(sizes[0], 1), *[(size, rows) for size in sizes[1:] for rows in (1, 5, 32)]]
     assert machine.device == "cpu"
     timed = timing(make_job("tiny", "tiny-draft", cuda_graphs=False), machine)
     assert timed.speculative_s

@@ -1,0 +1,45 @@
+"""Reading what a profile has measured, between its points.
+
+What is made of the readings says `roofline`.
+"""
+
+from llama_ssp.config.hardware import CompositionPoint, LinearPoint, RowsPoint
+from llama_ssp.config.schema import Dtype
+from llama_ssp.planning.curves import between, line
+
+
+def measured_linear_s(
+    linear: list[LinearPoint], elements: int, *, rows: int, dtype: Dtype, working_set_bytes: int
+) -> float:
+    """Interpolate measured linear layers in the size of the matrix, the rows and the working set."""
+    points = [point for point in linear if point.dtype == dtype.name] or linear
+    sets = sorted({point.working_set_bytes for point in points})
+
+    def at(set_bytes: int) -> float:
+        chosen = [point for point in points if point.working_set_bytes == set_bytes]
+        by_rows = {point.rows: _by_elements(chosen, point.rows, elements) for point in chosen}
+        return line(sorted(by_rows.items()), rows)
+
+    return between([(set_bytes, at(set_bytes)) for set_bytes in sets], working_set_bytes)
+
+
+def _by_elements(points: list[LinearPoint], rows: int, elements: int) -> float:
+    return line(sorted((point.elements, point.s) for point in points if point.rows == rows), elements)
+
+
+def by_rows_and_width(points: list[RowsPoint], rows: int, width: int) -> float:
+    """Interpolate measured operators in both."""
+    widths = sorted({point.width for point in points})
+    return line(
+        [(known, line(sorted((p.rows, p.s) for p in points if p.width == known), rows)) for known in widths], width
+    )
+
+
+def composition_ratio(points: list[CompositionPoint], *, rows: int, working_set_bytes: int) -> float:
+    """Interpolate measured forwards over the logarithms of both, level beyond their ends; 1 without any."""
+    sets = sorted({point.working_set_bytes for point in points})
+
+    def at(set_bytes: int) -> float:
+        return between(sorted((p.rows, p.ratio) for p in points if p.working_set_bytes == set_bytes), rows)
+
+    return between([(set_bytes, at(set_bytes)) for set_bytes in sets], working_set_bytes) if points else 1.0
