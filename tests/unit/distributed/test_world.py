@@ -136,7 +136,7 @@ class Meeting:
 def meeting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Meeting]:
     found = Meeting()
     others = SimpleNamespace(
-        size=4, verdict=None, missing=lambda: (2,), settle=lambda words, **_: words, may_speak=lambda **_: True
+        rank=0, size=4, verdict=None, missing=lambda: (2,), settle=lambda words, **_: words, may_speak=lambda **_: True
     )
     for key, value in {**TORCHRUN, "RANK": "1", "WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(key, value)

@@ -15,7 +15,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from launch import manifest, plan, report
@@ -27,10 +27,11 @@ UNHURRIED = settings(
     derandomize=True, deadline=None, database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )  # fmt: skip
-FEW, MANY = settings(UNHURRIED, max_examples=60), settings(UNHURRIED, max_examples=2000)
+FEW, MANY = settings(UNHURRIED, max_examples=60), settings(UNHURRIED, max_examples=500)
 """Plans, of some milliseconds to a tenth of a second each."""
-FEW_RUNS, MANY_RUNS = settings(UNHURRIED, max_examples=12), settings(UNHURRIED, max_examples=400)
+FEW_RUNS, MANY_RUNS = settings(UNHURRIED, max_examples=12), settings(UNHURRIED, max_examples=100)
 """Runs, of up to a second each."""
+in_four_parts = pytest.mark.parametrize("part", range(4))
 NUMBERS = (
     "0", "-1", "1", "2", "3.5", "1e3", "1e400", "-1e-400", "nan", "inf", "-inf", str(1 << 31), str(1 << 63), "9" * 40,
     "0x10", "1_000", "007", "true", "null",
@@ -138,6 +139,17 @@ def check(ended: Ended, arguments: list[str]) -> None:
     assert ended.code == 0 or ended.err.strip(), f"{arguments} ended with {ended.code} and without a word"
 
 
+def check_all(
+    main: Callable[[list[str]], int], how_many: settings, lines: st.SearchStrategy[list[str]], part: int
+) -> None:
+    """Check command lines that other parts do not have."""
+
+    def check_one(arguments: list[str]) -> None:
+        check(in_process(main, arguments), arguments)
+
+    seed(part)(how_many(given(lines)(check_one)))()
+
+
 @pytest.fixture(autouse=True)
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An empty folder, without a terminal."""
@@ -155,10 +167,9 @@ def test_run_answers_any_command_line(arguments: list[str]) -> None:
 
 
 @pytest.mark.slow
-@MANY
-@given(lines_of(RUN_KEYS))
-def test_run_answers_any_of_many_command_lines(arguments: list[str]) -> None:
-    check(in_process(run_dry, arguments), arguments)
+@in_four_parts
+def test_run_answers_any_of_many_command_lines(part: int) -> None:
+    check_all(run_dry, MANY, lines_of(RUN_KEYS), part)
 
 
 @FEW_RUNS
@@ -168,10 +179,9 @@ def test_a_run_that_is_not_dry_answers_any_command_line(arguments: list[str]) ->
 
 
 @pytest.mark.slow
-@MANY_RUNS
-@given(runs())
-def test_a_run_that_is_not_dry_answers_any_of_many_command_lines(arguments: list[str]) -> None:
-    check(in_process(run_short, arguments), arguments)
+@in_four_parts
+def test_a_run_that_is_not_dry_answers_any_of_many_command_lines(part: int) -> None:
+    check_all(run_short, MANY_RUNS, runs(), part)
 
 
 @FEW
@@ -181,10 +191,9 @@ def test_plan_answers_any_command_line(arguments: list[str]) -> None:
 
 
 @pytest.mark.slow
-@MANY
-@given(lines_of(PLAN_KEYS))
-def test_plan_answers_any_of_many_command_lines(arguments: list[str]) -> None:
-    check(in_process(plan.main, arguments), arguments)
+@in_four_parts
+def test_plan_answers_any_of_many_command_lines(part: int) -> None:
+    check_all(plan.main, MANY, lines_of(PLAN_KEYS), part)
 
 
 @FEW
