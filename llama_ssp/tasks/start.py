@@ -177,8 +177,7 @@ def _run(
                 _do(session, jobs)
     except InterruptedRun as error:
         interruption = error
-    if not isinstance(config.task, BenchmarkConfig):
-        conclude(session)
+    conclude(session)
     if interruption:
         raise interruption
     if folder:
