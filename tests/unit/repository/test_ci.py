@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.helpers.repository import ROOT
+from tests.helpers.repository import ROOT, files
 
 # What the step may use; none of what it is to install.
 TOOLS = ("bash", "dirname", "git")
@@ -46,3 +46,13 @@ def test_the_time_of_all_steps_stands_before_the_summary_of_the_tests(tmp_path: 
     ]
     assert ["all steps of .ci/run took" in text for text in said] == [False, True]
     assert "1 passed" in said[1].splitlines()[-1]
+
+
+def test_every_slow_proof_is_run_by_a_command() -> None:
+    commands = "".join((ROOT / name).read_text() for name in ("justfile", ".ci/run"))
+    marked = [str(path) for path in files() if path.match("test_*.py") and "mark.slow" in (ROOT / path).read_text()]
+    marked.remove("tests/unit/repository/test_ci.py")
+    assert len(marked) > 5
+    assert [path for path in marked if path not in commands] == []
+    named = set(re.findall(r"tests/\S+\.py", commands))
+    assert {path for path in named if not (ROOT / path).exists()} == set()
