@@ -111,7 +111,8 @@ def test_copies_on_two_nodes_share_the_prompts_of_one_run_and_leave_them_in_orde
     prompts.write_text("import os\ndef f(x):\nclass A:\nfrom re\nx = 1\n")
     words = ["task=generate", "max_new_tokens=8", "num_samples=2", "prompts=prompts.txt", "device=cpu", "run_dir=run"]
     options = ("--nodes=2", "--ntasks-per-node=2")
-    job = submit(cluster, tmp_path, *words, "placement.num_replicas=2", options=options)
+    # All rows of a copy end together, so that the order in which they end is not that of the prompts.
+    job = submit(cluster, tmp_path, *words, "placement.num_replicas=2", "batch_size=5", options=options)
     assert cluster.wait(job)["JobState"] == "COMPLETED", (tmp_path / f"slurm-{job}.log").read_text()
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["world_size"], summary["placement"]["num_replicas"]) == (4, 2)
