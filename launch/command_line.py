@@ -13,6 +13,7 @@ from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from typing import get_args, get_type_hints
 
+import yaml
 from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType, Quote, QuotedString
@@ -20,7 +21,7 @@ from hydra.errors import HydraException
 
 from llama_ssp.config import catalogue
 from llama_ssp.config.schema import ModelShape, RunConfig, TaskName
-from llama_ssp.config.store import TASKS
+from llama_ssp.config.store import BUNDLES, TASKS
 from llama_ssp.errors import ConfigError, one_message, unknown_name
 
 # Fields that follow from a group choice: task=, model= and draft= set them.
@@ -143,7 +144,7 @@ def _names(override: Override) -> list[str]:
 
 def _groups() -> dict[str, list[str]]:
     """Return the options of every group that is chosen on the command line."""
-    folders = [catalogue.conf_dir() / field.name for field in fields(RunConfig)]
+    folders = [catalogue.conf_dir() / name for name in (*(field.name for field in fields(RunConfig)), *BUNDLES)]
     groups = {folder.name: [file.stem for file in folder.glob("*.yaml")] for folder in folders if folder.is_dir()}
     groups["draft"] += groups["model"]
     return groups
@@ -151,10 +152,20 @@ def _groups() -> dict[str, list[str]]:
 
 def _keys_of_tasks(overrides: Iterable[Override]) -> frozenset[str]:
     """Return every dotted key, where those of `task` are the ones of the tasks named in the overrides."""
-    named = [name for override in overrides if override.key_or_group == "task" for name in _names(override)]
+    chosen = [(override.key_or_group, name) for override in overrides for name in _names(override)]
+    named = [name for group, name in chosen if group == "task"]
+    named = named or [_task_of(group, name) for group, name in chosen if group in BUNDLES]
     tasks = [TaskName[name] for name in named if name in TaskName.__members__] or [TaskName.compare]
     keys = set(keys_of(RunConfig, "")) - _DERIVED
     return frozenset(keys.union(*(keys_of(TASKS[task], "task.") for task in tasks)) - _DERIVED)
+
+
+def _task_of(group: str, name: str) -> str:
+    """Return the task that an experiment chooses; none for one that does not exist or leaves the task open."""
+    if name not in _groups()[group]:
+        return ""
+    entry = yaml.safe_load((catalogue.conf_dir() / group / f"{name}.yaml").read_text(encoding="utf-8"))
+    return next((part["override /task"] for part in entry.get("defaults", []) if "override /task" in part), "")
 
 
 def keys_of(schema: type, prefix: str = "") -> Iterator[str]:

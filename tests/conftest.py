@@ -1,6 +1,7 @@
 """What all tests share: no network, one thread for each process, and which markers run on which machine."""
 
 import os
+import time
 
 import pytest
 
@@ -25,6 +26,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=reason))
         if marker := item.get_closest_marker("gpu"):
             _skip_without_gpus(item, needed=marker.args[0])
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how long `.ci/run` took, all of its steps together."""
+    if started_s := os.environ.get("CI_STARTED_S"):
+        terminalreporter.write_line(f"all steps of .ci/run took {time.time() - float(started_s):.0f} s")
 
 
 def _skip_without_gpus(item: pytest.Item, *, needed: int) -> None:

@@ -75,11 +75,14 @@ def describe(shape: Shape, parameters: int) -> str:
 
 
 def speculation_table(measured: Record) -> str:
-    """Writes the rows of tokens per round by temperature."""
+    """Writes the rows of tokens per round and acceptance by temperature."""
     rows = []
     for temperature, values in measured["speculation"].items():
         error = values["standard_error_over_prompts"]
-        rows.append(f"| {temperature} | {values['tokens_per_round']:.2f} | {error:.2f} | {values['rounds']} |")
+        rate = 100 * values["acceptance_rate"]
+        rows.append(
+            f"| {temperature} | {rate:.1f} % | {values['tokens_per_round']:.2f} | {error:.2f} | {values['rounds']} |"
+        )
     return "\n".join(rows)
 
 

@@ -83,7 +83,10 @@ class Pair:
 
 @torch.no_grad()
 def tokens_per_round(pair: Pair, prompts: list[list[int]], temperature: float, length: int) -> dict[str, float]:
-    """Generates from each prompt and returns the mean tokens per round and its error."""
+    """Generates from each prompt and returns the mean tokens per round, its error, and the acceptance rate.
+
+    The rate is of drafted tokens up to the first rejection of each round, which are those that were examined.
+    """
     counts: list[int] = []
     means = []
     for prompt in prompts:
@@ -102,6 +105,7 @@ def tokens_per_round(pair: Pair, prompts: list[list[int]], temperature: float, l
         "tokens_per_round": statistics.fmean(counts),
         "standard_error_over_prompts": error,
         "rounds": len(counts),
+        "acceptance_rate": sum(count - 1 for count in counts) / sum(min(count, DRAFTED) for count in counts),
     }
 
 

@@ -31,6 +31,8 @@ from llama_ssp.config.schema import (
 from llama_ssp.config.slurm import SlurmConfig
 from llama_ssp.errors import ConfigError
 
+BUNDLES = ("experiment", "debug")
+"""Groups whose options are settings of several others at once."""
 TASKS: dict[TaskName, type[TaskConfig]] = {
     TaskName.compare: CompareConfig,
     TaskName.generate: GenerateConfig,

@@ -160,11 +160,11 @@ def _activation_bytes(job: Job, hardware: HardwareConfig, model: PlannedModel, p
 
 
 def _graph_bytes(job: Job, hardware: HardwareConfig, draft: Part | None) -> int:
-    """Captured graphs: for each width of the cache the target's plain and round forwards, and two draft steps."""
+    """Captured graphs: for each width of the cache the target's plain and round forwards, and all K draft steps."""
     num_buckets = -(-job.num_slots // BUCKET_STEP[hardware.device])
     layers = (2 if job.draft else 1) * job.target.shape.num_hidden_layers
     if job.draft and draft:
-        layers += 2 * job.draft.shape.num_hidden_layers
+        layers += job.num_draft_tokens * job.draft.shape.num_hidden_layers
     return num_buckets * layers * KERNELS_PER_LAYER * GRAPH_NODE_BYTES
 
 

@@ -5,7 +5,7 @@ How marks become SVG is in `svg`, what stands around the figures in `html`.
 
 from collections.abc import Sequence
 
-from llama_ssp.reports.lines import CompletionLine
+from llama_ssp.reports.lines import PLAIN, SPECULATIVE, CompletionLine
 from llama_ssp.reports.runs import Run
 from llama_ssp.reports.svg import COLOURS, GREY, Chart
 
@@ -96,12 +96,16 @@ def forecast_against_measured(runs: Sequence[Run]) -> str | None:
     points = []
     for run in runs:
         summary, forecast = run.summary, run.summary.forecast
-        for mode, part, expected, colour in (
-            ("plain", summary.plain, forecast.plain_ms_per_token, COLOURS[5]),
-            ("speculative", summary.speculative, forecast.speculative_ms_per_token, COLOURS[0]),
+        for mode, part, expected in (
+            (PLAIN, summary.plain, forecast.plain_ms_per_token),
+            (SPECULATIVE, summary.speculative, forecast.speculative_ms_per_token),
         ):
             if part and part.ms_per_token and expected:
-                points.append((part.ms_per_token, expected, mode, colour, run.name))
+                points.append((part.ms_per_token, expected, mode, run.name))
+        for cell in summary.cells:
+            for mode, expected in cell.forecast_ms_per_token.items():
+                if mode in cell.ms_per_token:
+                    points.append((cell.ms_per_token[mode], expected, mode, f"{run.name}, {cell.name}"))
     if not points:
         return None
     highest = 1.05 * max(max(measured, expected) for measured, expected, *_ in points)
@@ -114,7 +118,8 @@ def forecast_against_measured(runs: Sequence[Run]) -> str | None:
     chart.line([(0, 0), (highest, highest * (1 - FORECAST_BAND))], GREY, dashed=True)
     chart.line([(0, 0), (highest / (1 + FORECAST_BAND), highest)], GREY, dashed=True)
     chart.legend(f"{100 * FORECAST_BAND:.0f} % apart", GREY, dashed=True)
-    for measured, expected, mode, colour, name in points:
+    for measured, expected, mode, name in points:
+        colour = COLOURS[5 if mode == PLAIN else 0]
         chart.dot(measured, expected, colour, says=f"{name}, {mode}: {expected:.2f} forecast, {measured:.2f} measured")
         chart.legend(mode, colour)
     return chart.svg()

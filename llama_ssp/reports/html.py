@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from html import escape
 
 from llama_ssp.reports import figures, svg
+from llama_ssp.reports.lines import PLAIN, SPECULATIVE, BenchmarkRow
 from llama_ssp.reports.runs import Run
 
 STYLE = """
@@ -33,6 +34,9 @@ COLUMNS = (
     "tokens/round", "accepted", "status",
 )  # fmt: skip
 NUM_LEFT = 3
+CELL_COLUMNS = (
+    "cell", "plain", "forecast", "generate", "speculative", "forecast", "assisted", "tokens/round",
+)  # fmt: skip
 
 
 def report(runs: Sequence[Run], *, missing: Sequence[str] = ()) -> str:
@@ -68,13 +72,15 @@ def _one(run: Run) -> list[str]:
     ranks = "1 rank" if summary.world_size == 1 else f"{summary.world_size} ranks"
     versions = ", ".join(f"{name} {version}" for name, version in summary.versions.items() if version)
     commit = f", commit {summary.git_commit[:12]}" if summary.git_commit else ""
+    cells = f"{len(summary.cells)} cells, " if summary.cells else ""
     return [
         _paragraph(
-            f"task {summary.task}, {ranks}, {summary.num_prompts} prompts, {summary.num_new_tokens} new tokens, "
+            f"task {summary.task}, {ranks}, {cells}{summary.num_prompts} prompts, {summary.num_new_tokens} new tokens, "
             f"seed {summary.seed}{f', {run.status}' if run.status else ''}"
         ),
         _paragraph(versions + commit),
         _tiles(run),
+        *_cell_table(summary.cells),
         _figures([
             figures.round_timeline(run),
             figures.acceptance_by_position([run]),
@@ -117,10 +123,30 @@ def _tiles(run: Run) -> str:
 
 
 def _table(runs: Sequence[Run]) -> str:
-    names = [f"<th{_left(place)}>{name}</th>" for place, name in enumerate(COLUMNS)]
-    table = [f"<tr>{''.join(names)}</tr>"]
-    for number, run in enumerate(runs):
-        cells = [f"<td{_left(place)}>{escape(cell)}</td>" for place, cell in enumerate([str(number), *_cells(run)])]
+    rows = [[str(number), *_cells(run)] for number, run in enumerate(runs)]
+    return _rows(COLUMNS, rows, num_left=NUM_LEFT)
+
+
+def _cell_table(cells: Sequence[BenchmarkRow]) -> list[str]:
+    """What a benchmark measured, with the forecasts; nothing for other tasks."""
+    if not cells:
+        return []
+    rows = []
+    for cell in cells:
+        measured, forecast = cell.ms_per_token, cell.forecast_ms_per_token
+        ours = [(measured.get(mode), forecast.get(mode)) for mode in (PLAIN, SPECULATIVE)]
+        times = (*ours[0], measured.get("generate"), *ours[1], measured.get("assisted"), cell.tokens_per_round)
+        rows.append([cell.name, *map(_number, times)])
+    told = _paragraph("ms/token over the tokens of all rows; generate and assisted are transformers'")
+    return [told, _rows(CELL_COLUMNS, rows, num_left=1)]
+
+
+def _rows(names: Sequence[str], rows: Sequence[Sequence[str]], *, num_left: int) -> str:
+    sides = [' class="left"' if place < num_left else "" for place in range(len(names))]
+    head = [f"<th{side}>{name}</th>" for side, name in zip(sides, names, strict=True)]
+    table = [f"<tr>{''.join(head)}</tr>"]
+    for row in rows:
+        cells = [f"<td{side}>{escape(cell)}</td>" for side, cell in zip(sides, row, strict=True)]
         table.append(f"<tr>{''.join(cells)}</tr>")
     return f'<div class="wide"><table>{"".join(table)}</table></div>'
 
@@ -151,10 +177,6 @@ def _figures(drawn: Sequence[str | None]) -> str:
 
 def _paragraph(text: str) -> str:
     return f"<p>{escape(text)}</p>"
-
-
-def _left(place: int) -> str:
-    return ' class="left"' if place < NUM_LEFT else ""
 
 
 def _number(value: float | None, unit: str = "") -> str:

@@ -1,12 +1,13 @@
-"""The records that a run leaves on disk: a line of `run.jsonl` and `summary.json`, as typed dataclasses.
+"""The records that a run leaves on disk: lines of `run.jsonl` and `benchmark.jsonl`, and `summary.json`, typed.
 
 Reading, writing and locking are in `records`; the arithmetic from lines to a summary is in `summary`.
 Times are in seconds where a name ends in `_s`, in milliseconds where it says `ms`.
 """
 
 import json
-from dataclasses import asdict, dataclass, fields
-from typing import Any, TypeAlias
+from dataclasses import asdict, dataclass, field, fields
+from types import UnionType
+from typing import Any, TypeAlias, get_args, get_origin
 
 SCHEMA_VERSION = 1
 PLAIN = "plain"
@@ -14,6 +15,8 @@ SPECULATIVE = "speculative"
 
 LineKey: TypeAlias = tuple[int, str, int]
 """The (index, mode, sample) that a finished completion is known by when a run is resumed."""
+CellKey: TypeAlias = tuple[int, int, int | None]
+"""The (prompt_tokens, batch_size, num_draft_tokens) that a measured cell is known by when a benchmark is resumed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,14 +72,7 @@ class CompletionLine:
         Raises:
             ValueError: the line is not JSON, or its fields are not exactly those above.
         """
-        record = json.loads(line)
-        types = {field.name: field.type for field in fields(cls)}
-        if not isinstance(record, dict) or record.keys() != types.keys():
-            raise ValueError(f"its fields should be {', '.join(types)}")
-        for name, value in record.items():
-            if not _has_type(value, types[name]):
-                raise ValueError(f"{name} holds {value!r}")
-        restored = cls(**record)
+        restored = cls(**_checked(json.loads(line), cls))
         if restored.mode not in {PLAIN, SPECULATIVE}:
             raise ValueError(f"mode holds {restored.mode!r}")
         if not len(restored.accepted_lengths) == len(restored.examined_lengths) == restored.num_rounds:
@@ -140,7 +136,8 @@ class StartUp:
         joined_s: all ranks have met.
         checked_s: checkpoints and prompts are sound, and the job has been planned.
         loaded_s: the models are there.
-        first_token_s: the first token that is shown; behind a warm-up in tasks that have one. Null for typed prompts.
+        first_token_s: the first token that is shown; behind a warm-up in tasks that have one. Null for typed prompts
+            and for task=benchmark.
     """
 
     began_unix_s: float
@@ -173,9 +170,69 @@ class RunFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BenchmarkRow:
+    """One line of `benchmark.jsonl`: a cell of the table. What was not measured is None.
+
+    Attributes:
+        ms_per_token: by candidate (plain, speculative, generate, assisted), the median over repetitions.
+        forecast_ms_per_token: what the plan expected of ours; empty where nothing was planned.
+        tokens_per_round: of ours.
+        other_share: of our rounds, what is neither drafting nor verification.
+        copy_share: time to pass over the weights that a plain step reads on a rank, at the speed of a plain copy taken
+            in turns with the steps, over the time of a step; above 1 where a cache holds them.
+        text_sha256: of the token ids that prompts were cut from.
+        versions, git_commit: what measured it.
+    """
+
+    model: str
+    draft: str | None
+    dtype: str
+    quantization: str
+    world_size: int
+    temperature: float
+    max_new_tokens: int
+    num_draft_tokens: int | None
+    prompt_tokens: int
+    batch_size: int
+    ms_per_token: dict[str, float]
+    forecast_ms_per_token: dict[str, float]
+    tokens_per_round: float | None
+    other_share: float | None
+    copy_share: float | None
+    text_sha256: str
+    versions: dict[str, str | None]
+    git_commit: str | None
+
+    @property
+    def key(self) -> CellKey:
+        """What the cell is known by when a benchmark is resumed."""
+        return self.prompt_tokens, self.batch_size, self.num_draft_tokens
+
+    @property
+    def name(self) -> str:
+        """What a report calls the cell."""
+        drafting = f", K = {self.num_draft_tokens}" if self.num_draft_tokens else ""
+        return f"prompt {self.prompt_tokens}, batch {self.batch_size}{drafting}"
+
+    def to_json(self) -> bytes:
+        """Write the line with its line feed."""
+        return json.dumps(asdict(self)).encode() + b"\n"
+
+    @classmethod
+    def from_json(cls, line: bytes) -> "BenchmarkRow":
+        """Read a line back.
+
+        Raises:
+            ValueError: the line is not JSON, or its fields are not exactly those above.
+        """
+        return cls(**_checked(json.loads(line), cls))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Summary:
     """All of `summary.json`; `plain`, `speculative` and `speedup` are null for a mode that did not run.
 
+    What task=benchmark measured stands in `cells`; of it, prompts and new tokens are those of one completion of each.
     `startup` is that of the last part of a run that was resumed.
     """
 
@@ -197,34 +254,7 @@ class Summary:
     forecast: Forecast
     memory: list[RankMemory]
     startup: StartUp | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class BenchmarkRow:
-    """One line of `benchmark.jsonl`: a cell of the table. What was not measured is None.
-
-    Attributes:
-        ms_per_token: by candidate (plain, speculative, generate, assisted), the median over repetitions.
-        tokens_per_round: of ours.
-        other_share: of our rounds, what is neither drafting nor verification.
-        copy_share: time to pass over the weights that a plain step reads on a rank, at the speed of a plain copy taken
-            in turns with the steps, over the time of a step; above 1 where a cache holds them.
-    """
-
-    model: str
-    draft: str | None
-    dtype: str
-    quantization: str
-    world_size: int
-    temperature: float
-    max_new_tokens: int
-    num_draft_tokens: int | None
-    prompt_tokens: int
-    batch_size: int
-    ms_per_token: dict[str, float]
-    tokens_per_round: float | None
-    other_share: float | None
-    copy_share: float | None
+    cells: list[BenchmarkRow] = field(default_factory=list)
 
 
 def num_examined(*, num_accepted: int, num_draft_tokens: int, room: int, ended_in_draft: bool) -> int:
@@ -245,9 +275,24 @@ def num_examined(*, num_accepted: int, num_draft_tokens: int, room: int, ended_i
     return num_accepted if ended_in_draft else min(num_accepted + 1, num_draft_tokens)
 
 
+def _checked(record: object, cls: type[CompletionLine | BenchmarkRow]) -> dict[str, Any]:
+    types = {entry.name: entry.type for entry in fields(cls)}
+    if not isinstance(record, dict) or record.keys() != types.keys():
+        raise ValueError(f"its fields should be {', '.join(types)}")
+    for name, value in record.items():
+        if not _has_type(value, types[name]):
+            raise ValueError(f"{name} holds {value!r}")
+    return record
+
+
 def _has_type(value: object, expected: object) -> bool:
-    if expected == list[int]:
-        return isinstance(value, list) and all(type(item) is int for item in value)
+    kind, parts = get_origin(expected), get_args(expected)
+    if kind is UnionType:
+        return any(_has_type(value, part) for part in parts)
+    if kind is list:
+        return isinstance(value, list) and all(_has_type(item, parts[0]) for item in value)
+    if kind is dict:
+        return isinstance(value, dict) and all(_has_type(item, parts[1]) for item in value.values())
     if expected is float:
         return type(value) in (int, float)
     return type(value) is expected

@@ -13,22 +13,24 @@ said in `lines`.
 """
 
 import fcntl
+import io
 import json
 import os
 import platform
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Self
+from typing import BinaryIO, Self, TypeVar
 
 import yaml
 
 from llama_ssp.errors import FULL_DISK, ConfigError, SspError
-from llama_ssp.reports.lines import CompletionLine, LineKey, Summary
+from llama_ssp.reports.lines import BenchmarkRow, CompletionLine, LineKey, Summary
 from llama_ssp.reports.runs import Run
 
+_Line = TypeVar("_Line")
 CHANGEABLE = (
     "run_dir", "timeouts", "task.picture", "hardware", "dry_run", "speculation.acceptance",
     "model.verify", "model.manifest", "draft.model.verify", "draft.model.manifest",
@@ -42,6 +44,7 @@ class RunFolder:
     Attributes:
         path: the folder.
         lines: the finished completions, those found in the folder first.
+        rows: the measured cells of a benchmark, likewise.
     """
 
     def __init__(self, path: Path, config_yaml: str, *, changeable: Collection[str] = CHANGEABLE) -> None:
@@ -62,7 +65,8 @@ class RunFolder:
         self._lock = _locked(path / "lock")
         try:
             self._settle_config(config_yaml, changeable)
-            self.lines = self._recover()
+            self.lines = self._recover("run.jsonl", CompletionLine.from_json, made="completion")
+            self.rows = self._recover("benchmark.jsonl", BenchmarkRow.from_json, made="cell")
             self.write_status("running")
             with _explained(path / "run.jsonl"):
                 self._file = (path / "run.jsonl").open("ab", buffering=0)
@@ -82,11 +86,19 @@ class RunFolder:
             SspError: the disk is full or gone; the folder stays good to be resumed.
         """
         with _explained(self.path / "run.jsonl"):
-            unwritten = memoryview(line.to_json())
-            while unwritten:
-                unwritten = unwritten[self._file.write(unwritten) :]
-            os.fsync(self._file.fileno())
+            _write_through(self._file, line.to_json())
         self.lines.append(line)
+
+    def append_row(self, row: BenchmarkRow) -> None:
+        """Put a measured cell on disk before returning.
+
+        Raises:
+            SspError: the disk is full or gone; the folder stays good to be resumed.
+        """
+        file = self.path / "benchmark.jsonl"
+        with _explained(file), file.open("ab", buffering=0) as stream:
+            _write_through(stream, row.to_json())
+        self.rows.append(row)
 
     def put_in_order(self) -> None:
         """Sort `run.jsonl` by prompt and sample, for a run whose copies finished theirs as it came.
@@ -110,15 +122,6 @@ class RunFolder:
             SspError: the disk is full or gone.
         """
         _write_whole(self.path / "status", status + "\n")
-
-    def add_line(self, file: str, line: str) -> None:
-        """Append a line to a further file of the folder.
-
-        Raises:
-            SspError: the disk is full or gone.
-        """
-        with _explained(self.path / file), (self.path / file).open("a", encoding="utf-8") as stream:
-            stream.write(line + "\n")
 
     def write_summary(self, summary: Summary) -> None:
         """Write `summary.json`, and `report.html` with it.
@@ -169,24 +172,25 @@ class RunFolder:
                 "give the same settings to resume it, or name another run_dir"
             )
 
-    def _recover(self) -> list[CompletionLine]:
+    def _recover(self, name: str, parse: Callable[[bytes], _Line], *, made: str) -> list[_Line]:
         """Read the finished lines and cut off a last one that was only half written."""
-        file = self.path / "run.jsonl"
+        file = self.path / name
+        if not file.exists():
+            return []
         with _explained(file):
-            file.touch()
             whole, _, torn = file.read_bytes().rpartition(b"\n")
             if torn:
                 os.truncate(file, len(whole) + 1 if whole else 0)
-        return [self._read(number, line) for number, line in enumerate(whole.split(b"\n"), start=1) if line]
-
-    def _read(self, number: int, line: bytes) -> CompletionLine:
-        try:
-            return CompletionLine.from_json(line)
-        except ValueError as error:
-            raise ConfigError(
-                f"line {number} of {self.path / 'run.jsonl'} is damaged ({error}); "
-                "remove the line to have its completion made again, or name another run_dir"
-            ) from None
+        found = []
+        for number, line in enumerate(whole.split(b"\n"), start=1):
+            try:
+                found += [parse(line)] if line else []
+            except ValueError as error:
+                raise ConfigError(
+                    f"line {number} of {file} is damaged ({error}); "
+                    f"remove the line to have its {made} made again, or name another run_dir"
+                ) from None
+        return found
 
 
 def read_status(run_dir: Path) -> str:
@@ -228,6 +232,13 @@ def _locked(file: Path) -> BinaryIO:
             lock.close()
             raise
     return lock
+
+
+def _write_through(stream: io.FileIO, line: bytes) -> None:
+    unwritten = memoryview(line)
+    while unwritten:
+        unwritten = unwritten[stream.write(unwritten) :]
+    os.fsync(stream.fileno())
 
 
 def _write_whole(file: Path, text: str) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from llama_ssp.errors import ConfigError
 from llama_ssp.reports.lines import (
     SCHEMA_VERSION,
+    BenchmarkRow,
     CompletionLine,
     Forecast,
     PlainSummary,
@@ -122,7 +123,8 @@ def _summary(document: dict[str, Any]) -> Summary:
         raise ValueError(f"its schema_version is {document['schema_version']}, not {SCHEMA_VERSION}")
     nested = {name: kind(**document[name]) for name, kind in _NESTED.items() if document.get(name) is not None}
     memory = [RankMemory(**rank) for rank in document["memory"]]
-    return Summary(**{**document, **nested, "memory": memory})
+    cells = [BenchmarkRow(**cell) for cell in document.get("cells", [])]
+    return Summary(**{**document, **nested, "memory": memory, "cells": cells})
 
 
 def _status(folder: Path) -> str:

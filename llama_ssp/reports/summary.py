@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from llama_ssp.reports.lines import (
     PLAIN,
     SPECULATIVE,
+    BenchmarkRow,
     CompletionLine,
     PlainSummary,
     RunFacts,
@@ -18,7 +19,7 @@ from llama_ssp.reports.lines import (
 from llama_ssp.reports.provenance import git_commit, versions
 
 
-def summarise(facts: RunFacts, lines: Sequence[CompletionLine]) -> Summary:
+def summarise(facts: RunFacts, lines: Sequence[CompletionLine], cells: Sequence[BenchmarkRow] = ()) -> Summary:
     """Make the summary of a run out of its lines, those of earlier, resumed parts included.
 
     A number that nothing was measured for is None. The definitions are in the docstrings of this module's functions.
@@ -26,6 +27,7 @@ def summarise(facts: RunFacts, lines: Sequence[CompletionLine]) -> Summary:
     Args:
         facts: what the lines do not tell.
         lines: finished completions, in any order.
+        cells: of a benchmark, which has no lines.
     """
     plain_lines = [line for line in lines if line.mode == PLAIN]
     speculative_lines = [line for line in lines if line.mode == SPECULATIVE]
@@ -36,8 +38,8 @@ def summarise(facts: RunFacts, lines: Sequence[CompletionLine]) -> Summary:
         weights=facts.weights,
         placement=facts.placement,
         world_size=facts.world_size,
-        num_prompts=len({line.index for line in lines}),
-        num_new_tokens=_num_new_tokens(lines),
+        num_prompts=len({line.index for line in lines}) + sum(cell.batch_size for cell in cells),
+        num_new_tokens=_num_new_tokens(lines) + sum(cell.batch_size * cell.max_new_tokens for cell in cells),
         seed=facts.seed,
         versions=versions(),
         git_commit=git_commit(),
@@ -47,6 +49,7 @@ def summarise(facts: RunFacts, lines: Sequence[CompletionLine]) -> Summary:
         forecast=facts.forecast,
         memory=facts.memory,
         startup=facts.startup,
+        cells=[*cells],
     )
 
 

@@ -2,15 +2,17 @@
 
 All candidates of a cell decode the same prompts with the same sampling, in turns. Milliseconds per token are of whole
 completions, prefill included, over the tokens of all rows. Rows go into the run folder as `benchmark.jsonl`, each as
-soon as it is measured. How the peers are run is the business of `peers`, how the table looks that of `tables`.
+soon as it is measured; cells that have a row there already are left out. How the peers are run is the business of
+`peers`, how the table looks that of `tables`.
 """
 
+import hashlib
 import json
 import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 
@@ -20,20 +22,24 @@ from llama_ssp.config.benchmark import BenchmarkConfig
 from llama_ssp.config.schema import Quantization, RunConfig, SpeculationConfig, WeightsKind
 from llama_ssp.decoding.loop import Completion, Decoder
 from llama_ssp.decoding.state import Request
-from llama_ssp.errors import InterruptedRun
+from llama_ssp.distributed.agree import together
+from llama_ssp.errors import ConfigError, InterruptedRun
 from llama_ssp.planning.job import step_bytes
 from llama_ssp.planning.parts import rank_shares
-from llama_ssp.reports.lines import BenchmarkRow
+from llama_ssp.planning.plan import Plan
+from llama_ssp.planning.timing import timing
+from llama_ssp.reports.lines import PLAIN, SPECULATIVE, BenchmarkRow, CellKey
 from llama_ssp.reports.provenance import git_commit, versions
 from llama_ssp.tasks.checkpoints import Source
 from llama_ssp.tasks.loading import build_decoder
 from llama_ssp.tasks.measuring import copy_bytes_per_s
 from llama_ssp.tasks.peers import Peers, load_peer
+from llama_ssp.tasks.plan import forecast
 from llama_ssp.tasks.progress import Pace, RunProgress
 from llama_ssp.tasks.session import Job, Session
 from llama_ssp.tasks.turns import in_turns, median_ratio
 
-PLAIN, SPECULATIVE, GENERATE, ASSISTED = "plain", "speculative", "generate", "assisted"
+GENERATE, ASSISTED = "generate", "assisted"
 _PASS = "pass"
 _STRIDE = 17
 """Tokens by which the prompts of a batch begin later in the text."""
@@ -66,7 +72,7 @@ class Ours:
             completions |= {update.completion.request.index: update.completion for update in updates}
         seconds = time.perf_counter() - started
         if self.decoder.stopped:
-            raise InterruptedRun("interrupted; what was measured so far is in the run folder")
+            raise InterruptedRun("interrupted; the same command with this run_dir measures the cells that are left")
         if repetition >= 0:
             self.done.append(list(completions.values()))
         return 1e3 * seconds / sum(len(completion.token_ids) for completion in completions.values())
@@ -101,7 +107,7 @@ def _rounds_s(done: Sequence[Completion]) -> float:
 
 
 def benchmark(session: Session, jobs: list[Job], sources: tuple[Source, Source | None]) -> None:
-    """Measure every cell, write its row, and show the table.
+    """Measure every cell that is not on record yet, and write its row.
 
     Args:
         session: of the run.
@@ -109,14 +115,18 @@ def benchmark(session: Session, jobs: list[Job], sources: tuple[Source, Source |
         sources: the files that transformers reads.
 
     Raises:
+        ConfigError: on every rank; the rows on record were measured with another text.
         InterruptedRun: on every rank; the rows so far are kept.
     """
     task = session.config.task
     assert isinstance(task, BenchmarkConfig)
-    peers = _peers(session, sources)
     text = [token for job in jobs for token in job.request.prompt_ids]
+    measured = _tell_measured(session, text)
     drafted: list[int | None] = [*task.num_draft_tokens] if session.models.has_draft else [None]
-    cells = list(product(task.prompt_tokens, task.batch_sizes, drafted))
+    cells = [cell for cell in product(task.prompt_tokens, task.batch_sizes, drafted) if cell not in measured]
+    if not cells:
+        return
+    peers = _peers(session, sources)
     turns = Counter(
         name
         for _, batch_size, num_draft_tokens in cells
@@ -124,16 +134,33 @@ def benchmark(session: Session, jobs: list[Job], sources: tuple[Source, Source |
     )
     paces = {name: Pace(num_wanted=number * (1 + task.repetitions)) for name, number in turns.items()}
     longest = max(task.batch_sizes) * session.config.max_new_tokens
-    rows = []
     with session.terminal.decoding(paces, max_new_tokens=longest, unit="turns", shows_texts=False) as progress:
-        for prompt_tokens, batch_size, num_draft_tokens in cells:
-            prompts = cut(text, num_prompts=batch_size, num_tokens=prompt_tokens)
-            row = _measure(session, prompts, num_draft_tokens=num_draft_tokens, peers=peers, progress=progress)
-            rows.append(row)
+        for cell in cells:
+            row = _measure(session, text, cell, peers=peers, progress=progress)
             if session.folder:
-                made_by = {"versions": versions(), "git_commit": git_commit()}
-                session.folder.add_line("benchmark.jsonl", json.dumps(asdict(row) | made_by))
-    session.terminal.benchmark(rows)
+                session.folder.append_row(row)
+
+
+def _tell_measured(session: Session, text: Sequence[int]) -> frozenset[CellKey]:
+    """Tell all ranks which cells the run folder holds already.
+
+    Raises:
+        ConfigError: they were measured with another text.
+    """
+    comm, folder = session.world.comm, session.folder
+    with together(comm):
+        if folder and any(row.text_sha256 != _digest(text) for row in folder.rows):
+            raise ConfigError(
+                f"run_dir={folder.path} holds cells that were measured with another text: "
+                "give the old prompts to measure the cells that are left, or name another run_dir"
+            )
+    known = json.dumps([row.key for row in folder.rows]) if folder else ""
+    keys = json.loads(comm.broadcast_text(known, src=0))
+    return frozenset((prompt_tokens, batch_size, drafted) for prompt_tokens, batch_size, drafted in keys)
+
+
+def _digest(text: Sequence[int]) -> str:
+    return hashlib.sha256(json.dumps(list(text)).encode()).hexdigest()
 
 
 def cut(text: Sequence[int], *, num_prompts: int, num_tokens: int) -> list[tuple[int, ...]]:
@@ -186,22 +213,19 @@ def _told(
 
 
 def _measure(
-    session: Session,
-    prompts: Sequence[tuple[int, ...]],
-    *,
-    num_draft_tokens: int | None,
-    peers: Peers | None,
-    progress: RunProgress,
+    session: Session, text: Sequence[int], cell: CellKey, *, peers: Peers | None, progress: RunProgress
 ) -> BenchmarkRow:
     config, task = session.config, session.config.task
     assert isinstance(task, BenchmarkConfig)
+    prompt_tokens, batch_size, num_draft_tokens = cell
+    prompts = cut(text, num_prompts=batch_size, num_tokens=prompt_tokens)
     config = replace(
         config,
-        batch_size=len(prompts),
+        batch_size=batch_size,
         speculation=SpeculationConfig(num_draft_tokens=num_draft_tokens or 1),
         ignore_eos=True,
     )
-    names = _candidates(num_draft_tokens, batch_size=len(prompts), has_peers=peers is not None)
+    names = _candidates(num_draft_tokens, batch_size=batch_size, has_peers=peers is not None)
     ours = {
         mode: Ours(
             decoder=build_decoder(session.models, config, speculative=mode == SPECULATIVE, wish=session.wish),
@@ -216,12 +240,12 @@ def _measure(
         run = partial(peers.ms_per_token, prompts, num_new_tokens=config.max_new_tokens, sampling=config.sampling)
         candidates[GENERATE] = lambda _repetition: run(num_draft_tokens=None)
         candidates[ASSISTED] = lambda _repetition: run(num_draft_tokens=num_draft_tokens)
-    num_tokens = len(prompts) * config.max_new_tokens
+    num_tokens = batch_size * config.max_new_tokens
     told = {name: _told(candidates[name], name, num_tokens=num_tokens, progress=progress) for name in names}
     told[_PASS] = lambda _repetition: 1e3 * _pass_s(session)
     ms = in_turns(told, num_repetitions=task.repetitions)
     pass_ms, has_steps = ms.pop(_PASS), config.max_new_tokens > 1
-    steps_ms = [each * len(prompts) for each in ours[PLAIN].rounds_ms] if has_steps else []
+    steps_ms = [each * batch_size for each in ours[PLAIN].rounds_ms] if has_steps else []
     fast = ours.get(SPECULATIVE) if has_steps else None
     return BenchmarkRow(
         model=config.model.name,
@@ -232,13 +256,26 @@ def _measure(
         temperature=config.sampling.temperature,
         max_new_tokens=config.max_new_tokens,
         num_draft_tokens=num_draft_tokens,
-        prompt_tokens=len(prompts[0]),
-        batch_size=len(prompts),
+        prompt_tokens=prompt_tokens,
+        batch_size=batch_size,
         ms_per_token={name: statistics.median(values) for name, values in ms.items()},
+        forecast_ms_per_token=_forecast(session.plan, cell) if session.plan else {},
         tokens_per_round=fast.tokens_per_round if fast else None,
         other_share=statistics.median(fast.shares("other")) if fast else None,
         copy_share=median_ratio(pass_ms, steps_ms) if session.plan and has_steps else None,
+        text_sha256=_digest(text),
+        versions=versions(),
+        git_commit=git_commit(),
     )
+
+
+def _forecast(plan: Plan, cell: CellKey) -> dict[str, float]:
+    """What the planner expects of a cell, over the tokens of all rows."""
+    prompt_tokens, num_rows, num_draft_tokens = cell
+    job = replace(plan.job, batch_size=num_rows, prompt_tokens=prompt_tokens, num_draft_tokens=num_draft_tokens or 1)
+    expected = forecast(timing(job, plan.hardware))
+    by_mode = {PLAIN: expected.plain_ms_per_token, SPECULATIVE: expected.speculative_ms_per_token}
+    return {mode: ms / num_rows for mode, ms in by_mode.items() if ms is not None}
 
 
 def _pass_s(session: Session) -> float:

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from llama_ssp.config.benchmark import BenchmarkConfig
 from llama_ssp.config.schema import CompareConfig, GenerateConfig
 from llama_ssp.reports.lines import Forecast, RankMemory, RunFacts
 from llama_ssp.reports.summary import summarise
@@ -24,6 +25,7 @@ def conclude(session: Session) -> None:
         return
     if config.placement.num_replicas > 1:
         folder.put_in_order()
+    is_benchmark = isinstance(config.task, BenchmarkConfig)
     planned = planned_bytes(session.plan) if session.plan else [None] * comm.size
     facts = RunFacts(
         task=config.task.name.name,
@@ -38,12 +40,14 @@ def conclude(session: Session) -> None:
             RankMemory(rank=rank, planned_bytes=planned[rank], measured_peak_bytes=peak)
             for rank, peak in enumerate(peaks)
         ],
-        forecast=forecast(session.plan) if session.plan else Forecast(),
+        forecast=forecast(session.plan.timing) if session.plan and not is_benchmark else Forecast(),
         startup=session.start_clock.times,
     )
-    summary = summarise(facts, folder.lines)
+    summary = summarise(facts, folder.lines, folder.rows)
     folder.write_summary(summary)
     session.terminal.end_of_text()  # an interruption may come in the middle of one
+    if folder.rows:
+        session.terminal.benchmark(folder.rows)
     if folder.lines and not isinstance(config.task, GenerateConfig):
         session.terminal.table(summary)
     session.terminal.closing(summary, run_dir=folder.path)

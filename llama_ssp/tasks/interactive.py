@@ -13,11 +13,13 @@ _PATIENCE_S = 24 * 3600.0
 def converse(session: Session, complete: Callable[[Session, list[Job]], None]) -> None:
     """Ask for a prompt, complete it, and again, until Ctrl-D or Ctrl-C at the prompt.
 
+    Prompts that are typed for a run folder which has some already are counted on from there.
+
     Args:
         session: of the run.
         complete: does the task for the jobs of one prompt.
     """
-    comm, index = session.world.comm, 0
+    comm, index = session.world.comm, session.next_index
     typed = session.terminal.ask() if comm.rank == 0 else iter(())
     while True:
         comm.set_timeout(_PATIENCE_S)

@@ -21,6 +21,7 @@ from llama_ssp.planning.auto import AutoPlacement, choose_placement
 from llama_ssp.planning.job import Job, planned_model, target_fields
 from llama_ssp.planning.plan import PLAN_VERSION, Plan, document, make_plan, require_room
 from llama_ssp.planning.search import search, search_document
+from llama_ssp.planning.timing import Timing
 from llama_ssp.reports.lines import Forecast
 
 THIS_MACHINE = "this_machine"
@@ -173,9 +174,8 @@ def planned_bytes(plan: Plan) -> list[int]:
     return [rank.needed_bytes - (0 if on_cpu else apart) for rank, apart in zip(plan.ranks, beside, strict=True)]
 
 
-def forecast(plan: Plan) -> Forecast:
+def forecast(timed: Timing) -> Forecast:
     """What `summary.json` says beside the measured times: per token of whole completions, prompts included."""
-    timed = plan.timing
     speculative_s = timed.speculative_run_s
     return Forecast(
         plain_ms_per_token=1e3 * timed.plain_run_s,

@@ -3,6 +3,7 @@
 One text, a file, standard input, or the task's own list. Rank 0 alone reads them; the others are told.
 """
 
+import itertools
 import json
 import sys
 from collections.abc import Sequence
@@ -13,7 +14,10 @@ from transformers import PreTrainedTokenizerBase
 
 from llama_ssp.config.schema import RunConfig
 from llama_ssp.errors import ConfigError
+from llama_ssp.reports.lines import CompletionLine
 
+_EXCERPT = 40
+"""Characters that an error shows of a prompt."""
 STANDARD_INPUT = "-"
 
 
@@ -47,6 +51,31 @@ def read_prompts(config: RunConfig) -> list[str]:
     return lines
 
 
+def check_unchanged(prompts: Sequence[str], lines: Sequence[CompletionLine], config: RunConfig) -> None:
+    """Hold a resumed run to the prompts of its finished completions; further ones may follow them.
+
+    Args:
+        prompts: of this run.
+        lines: the finished completions.
+        config: names the source of the prompts.
+
+    Raises:
+        ConfigError: names the first prompt that is another one, or is gone.
+    """
+    for line in sorted(lines, key=lambda line: line.index):
+        new = prompts[line.index] if line.index < len(prompts) else None
+        if new == line.prompt:
+            continue
+        same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(new or "", line.prompt, strict=False))
+        begin = max(0, len(list(same)) - _EXCERPT // 2)
+        now = f"gone, {len(prompts)} are left" if new is None else repr(new[begin : begin + _EXCERPT])
+        raise ConfigError(
+            f"prompt {line.index + 1} of prompts={config.prompts} was {line.prompt[begin : begin + _EXCERPT]!r} when "
+            f"run_dir={config.run_dir} recorded its completion, and is now {now}; give the old prompts to resume that "
+            "run (more may follow them), or name another run_dir"
+        )
+
+
 def is_interactive(config: RunConfig) -> bool:
     """Whether prompts are typed one by one: `prompts=-` on a terminal."""
     return config.prompts == STANDARD_INPUT and sys.stdin.isatty()
@@ -71,8 +100,14 @@ def encode(prompt: str, tokenizer: PreTrainedTokenizerBase, *, chat: bool) -> tu
         chat: put the prompt into the tokenizer's chat template.
 
     Raises:
-        ConfigError: there is no chat template, or the prompt has no token.
+        ConfigError: there is no chat template, or the prompt has no token or is no Unicode text.
     """
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"prompt {prompt[:_EXCERPT]!r} holds {prompt[error.start]!r}, which is half a character: write it in UTF-8"
+        ) from None
     if chat:
         if not tokenizer.chat_template:
             raise ConfigError("chat=true needs a tokenizer with a chat template; leave chat out, or use a chat model")
@@ -99,6 +134,6 @@ def check_length(ids: Sequence[int], *, max_new_tokens: int, context: int, promp
         room = context - len(ids)
         remedy = f"max_new_tokens={room} would fit" if room > 0 else f"a prompt has room for {context - 1} at most"
         raise ConfigError(
-            f"prompt {prompt[:40]!r} has {len(ids)} tokens, and with max_new_tokens={max_new_tokens} that is more than "
-            f"the context of {context}; {remedy}"
+            f"prompt {prompt[:_EXCERPT]!r} has {len(ids)} tokens, and with max_new_tokens={max_new_tokens} that is "
+            f"more than the context of {context}; {remedy}"
         )

@@ -127,6 +127,11 @@ class Session:
         return self.config.batch_size == self.config.placement.num_replicas == 1
 
     @property
+    def next_index(self) -> int:
+        """The first behind those of all prompts on record."""
+        return 1 + max((index for index, _, _ in self._finished), default=-1)
+
+    @property
     def best_mode(self) -> str:
         """Speculative with a draft, else plain."""
         return SPECULATIVE if self.models.has_draft else PLAIN

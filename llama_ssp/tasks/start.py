@@ -43,7 +43,7 @@ from llama_ssp.tasks.interactive import converse
 from llama_ssp.tasks.latency import latency
 from llama_ssp.tasks.loading import load_models
 from llama_ssp.tasks.plan import TYPED_TOKENS, choose_for_run, hardware_of, plan_of_run
-from llama_ssp.tasks.prompts import is_interactive, read_prompts
+from llama_ssp.tasks.prompts import check_unchanged, is_interactive, read_prompts
 from llama_ssp.tasks.session import Job, Session, make_jobs
 from llama_ssp.tasks.startup import StartClock
 from llama_ssp.tasks.stopping import heeding_signals
@@ -141,7 +141,8 @@ def _run(
         _settle_placement(config, world, terminal)
     sources = find_sources(config, world)
     finished = _tell_finished(world, folder)
-    jobs = _read_jobs(config, world, sources[0], context=min(source.origin.context for source in sources if source))
+    context = min(source.origin.context for source in sources if source)
+    jobs = _read_jobs(config, world, folder, sources[0], context=context)
     plan = _make_plan(config, world, terminal, jobs)
     clock.reach("checked_s")
     with terminal.loading() as progress:
@@ -176,8 +177,7 @@ def _run(
                 _do(session, jobs)
     except InterruptedRun as error:
         interruption = error
-    if not isinstance(config.task, BenchmarkConfig):
-        conclude(session)
+    conclude(session)
     if interruption:
         raise interruption
     if folder:
@@ -209,12 +209,15 @@ def _tell_finished(world: World, folder: RunFolder | None) -> frozenset[LineKey]
     return frozenset((index, mode, sample) for index, mode, sample in keys)
 
 
-def _read_jobs(config: RunConfig, world: World, source: Source, context: int) -> list[Job] | None:
+def _read_jobs(
+    config: RunConfig, world: World, folder: RunFolder | None, source: Source, *, context: int
+) -> list[Job] | None:
     """Read and encode the prompts, the same on every rank; None when they will be typed one by one."""
     prompts: list[str] | None = None
     with together(world.comm):
-        if world.comm.rank == 0 and not is_interactive(config):
+        if folder and not is_interactive(config):
             prompts = read_prompts(config)
+            check_unchanged(prompts, folder.lines, config)
     prompts = json.loads(world.comm.broadcast_text(json.dumps(prompts), src=0))
     if prompts is None:
         return None

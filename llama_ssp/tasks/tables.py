@@ -10,7 +10,16 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from llama_ssp.reports.lines import BenchmarkRow, Forecast, PlainSummary, RankMemory, SpeculativeSummary, Summary
+from llama_ssp.reports.lines import (
+    PLAIN,
+    SPECULATIVE,
+    BenchmarkRow,
+    Forecast,
+    PlainSummary,
+    RankMemory,
+    SpeculativeSummary,
+    Summary,
+)
 
 ACCEPTED_STYLE = "green"
 OWN_STYLE = "magenta"
@@ -44,23 +53,29 @@ def summary_table(summary: Summary) -> RenderableType:
 
 def benchmark_table(rows: Sequence[BenchmarkRow]) -> RenderableType:
     """Lay out the cells of a benchmark, a line each."""
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 0, 0, 1), pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0, pad_edge=False)
     headings = (
         "K",
         "prompt",
         "batch",
         "plain",
+        "fore-\ncast",
         "generate",
         "specu-\nlative",
+        "fore-\ncast",
         "assisted",
         "tokens\n/round",
         "other",
         "copy",
     )
     for heading in headings:
-        table.add_column(heading, justify="right", vertical="bottom")
+        dim = "bright_black" if heading == "fore-\ncast" else None
+        table.add_column(heading, justify="right", vertical="bottom", style=dim, header_style=dim)
     for row in rows:
-        ms = [_number(row.ms_per_token.get(name), 2) for name in ("plain", "generate", "speculative", "assisted")]
+        measured, forecast = row.ms_per_token, row.forecast_ms_per_token
+        ours = [(measured.get(name), forecast.get(name)) for name in (PLAIN, SPECULATIVE)]
+        times = (*ours[0], measured.get("generate"), *ours[1], measured.get("assisted"))
+        ms = [_number(time, 2) for time in times]
         shares = [_share(row.other_share), _share(row.copy_share)]
         cell = ["-" if row.num_draft_tokens is None else str(row.num_draft_tokens), str(row.prompt_tokens)]
         table.add_row(*cell, str(row.batch_size), *ms, _number(row.tokens_per_round, 2), *shares)
@@ -69,6 +84,8 @@ def benchmark_table(rows: Sequence[BenchmarkRow]) -> RenderableType:
 
 def closing_line(summary: Summary) -> Text:
     """Say in one line what was made and how fast: in the run's only mode, or of two in the speculative one, named."""
+    if summary.cells:
+        return Text(f"{_count(len(summary.cells), 'cell')} measured")
     mode = summary.speculative or summary.plain
     if mode is None:
         return Text("nothing was completed")

@@ -50,6 +50,7 @@ CELLS = {
         Cell((0,), (0,), ONE_RANK, target_kind=ACCELERATE, max_memory_gb=0.04),
         Cell((0,), (0,), ONE_RANK, pair="llama", batch_size=3, target_kind=ACCELERATE, max_memory_gb=0.0003),
         Cell((0,), (0,), ONE_RANK, pair="gpt_neox", batch_size=3, target_kind=ACCELERATE, max_memory_gb=0.0003),
+        Cell((0,), (0,), ONE_RANK, pair="gpt_neo", batch_size=3, target_kind=ACCELERATE),
     ],
     2: [
         Cell((0, 1), (1,), ONE_RANK),
@@ -61,6 +62,12 @@ CELLS = {
         Cell((0, 1), (0, 1), REPLICATED, pair="gpt_neox"),
         Cell((0, 1), (0, 1), SHARDED, pair="gpt_neo", batch_size=3),
         Cell((1,), (0,), OWN_GPU, pair="gpt_neox", batch_size=3, target_kind=ACCELERATE),
+        Cell((0,), (0, 1), SHARDED, target_kind=ACCELERATE),
+        Cell((0, 1), (0, 1), SHARDED, pair="llama", batch_size=1),
+        Cell((0, 1), (0, 1), REPLICATED, pair="llama", batch_size=1),
+        Cell((0, 1), (0, 1), SHARDED, pair="gpt_neo", batch_size=1),
+        Cell((0, 1), (0, 1), REPLICATED, pair="gpt_neo", batch_size=3),
+        Cell((0,), (1,), OWN_GPU, pair="gpt_neo", batch_size=3),
     ],
     3: [
         Cell((0, 1, 2), (2,), ONE_RANK),
@@ -71,6 +78,7 @@ CELLS = {
         Cell((0, 2), (1, 2), SHARDED),
         Cell((1,), (0, 2), OWN_GPU),
         Cell((0, 1), (2,), OWN_GPU, pair="gpt_neox", batch_size=1),
+        Cell((1,), (0, 2), OWN_GPU, pair="gpt_neo", batch_size=1, target_kind=ACCELERATE),
     ],
     4: [
         Cell((0, 1, 2, 3), (3,), ONE_RANK),

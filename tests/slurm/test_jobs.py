@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.commands import run
 from tests.helpers.repository import ROOT
 from tests.helpers.slurm import Cluster
 
@@ -101,6 +102,26 @@ def test_a_job_over_two_nodes_is_one_run_with_weights_on_their_own_disks(cluster
     assert (summary["world_size"], summary["model"]) == (4, "local")
     assert {file.name for file in copy.iterdir()} == {file.name for file in (SHIPPED / "tiny").iterdir()}
     assert [file.name for file in copy.parent.iterdir()] == ["tiny"]
+
+
+def test_copies_on_two_nodes_share_the_prompts_of_one_run_and_leave_them_in_order(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("import os\ndef f(x):\nclass A:\nfrom re\nx = 1\n")
+    words = ["task=generate", "max_new_tokens=8", "num_samples=2", "prompts=prompts.txt", "device=cpu", "run_dir=run"]
+    options = ("--nodes=2", "--ntasks-per-node=2")
+    # All rows of a copy end together, so that the order in which they end is not that of the prompts.
+    job = submit(cluster, tmp_path, *words, "placement.num_replicas=2", "batch_size=5", options=options)
+    assert cluster.wait(job)["JobState"] == "COMPLETED", (tmp_path / f"slurm-{job}.log").read_text()
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["world_size"], summary["placement"]["num_replicas"]) == (4, 2)
+    assert summary["placement"]["target"]["ranks"] == [0, 1], "each copy has the ranks of one node"
+    found = lines(tmp_path / "run")
+    assert [(line["index"], line["sample"]) for line in found] == [(i, sample) for i in range(5) for sample in (0, 1)]
+    words[3:4], words[-1:] = [f"prompts={prompts}"], [f"run_dir={tmp_path}/alone"]
+    assert run(words).returncode == 0
+    assert [line["text"] for line in found] == [line["text"] for line in settled(lines(tmp_path / "alone"))]
 
 
 def test_a_mistake_ends_the_job_with_its_own_exit_code_and_is_not_tried_again(cluster: Cluster, tmp_path: Path) -> None:

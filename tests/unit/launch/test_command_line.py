@@ -67,6 +67,8 @@ def test_only_the_prompt_is_literal() -> None:
         (["model._target_=os.system"], r"_target_ is refused"),
         (["hydra.launcher._target_=os.system"], r"_target_ is refused"),
         (["+hydra.callbacks.a={_target_:os.system}"], r"_target_ is refused"),
+        (["experiment=../task/compare"], r"unknown experiment '../task/compare': there are llama_2023, picture"),
+        (["experiment=picture", "task.num_warmup=2"], r"it is a setting of task=latency"),
         (["no setting"], r"cannot read 'no setting': settings are written name=value"),
         (["prompts=a(b)"], r"cannot read 'prompts=a\(b\)'"),
     ],
@@ -82,6 +84,7 @@ def test_a_name_that_does_not_exist_gets_its_sentence(overrides: list[str], sent
     [
         (["model=30B", "draft=7B", "draft.model.dtype=fp16"], False),
         (["task=generate", "task.format=jsonl"], False),
+        (["experiment=llama_2023", "task.num_warmup=2", "debug=small"], False),
         (["task=compare,generate", "task.format=text", "model=7B,'13B'"], True),
         (["model=glob(llama2*)"], True),
         (["speculation.num_draft_tokens=range(1,5)"], True),

@@ -206,6 +206,9 @@ def test_a_benchmark_writes_a_row_per_cell_beside_transformers(launch: Launch) -
     assert list(rows[0]["ms_per_token"]) == ["plain", "speculative", "generate", "assisted"]
     assert list(rows[1]["ms_per_token"]) == ["plain", "speculative", "generate"]
     assert "assisted" in ended.out
+    summary = json.loads((ended.run_dir / "summary.json").read_text())
+    assert (summary["task"], summary["cells"], summary["plain"]) == ("benchmark", rows, None)
+    assert "2 cells measured; records in" in ended.err
     assert "plain: 1 of 4 turns at " in ended.err
     assert "; assisted: 1 of 2 turns at " in ended.err
 

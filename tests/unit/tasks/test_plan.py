@@ -105,11 +105,11 @@ def test_a_dry_run_that_does_not_fit_is_shown_and_raises(capsys: pytest.CaptureF
 def test_a_forecast_counts_whole_completions_as_the_summary_does() -> None:
     machine = hardware.load("laptop_cpu")
     plan = task.plan_of_run(_run(), world_size=1, machine=machine, prompt_tokens=40)
-    forecast = task.forecast(plan)
+    forecast = task.forecast(plan.timing)
     assert forecast.plain_ms_per_token == pytest.approx(1e3 * plan.timing.plain_run_s)
     assert plan.timing.speculative_run_s
     assert forecast.speedup == pytest.approx(plan.timing.plain_run_s / plan.timing.speculative_run_s)
-    alone = task.forecast(task.plan_of_run(_run(draft=None), world_size=1, machine=machine, prompt_tokens=40))
+    alone = task.forecast(task.plan_of_run(_run(draft=None), world_size=1, machine=machine, prompt_tokens=40).timing)
     assert (alone.speculative_ms_per_token, alone.speedup) == (None, None)
 
 

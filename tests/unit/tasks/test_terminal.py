@@ -12,7 +12,7 @@ from rich.console import Console
 
 from llama_ssp.decoding.stream import Piece
 from llama_ssp.errors import SspError
-from llama_ssp.reports.lines import Forecast, PlainSummary, SpeculativeSummary, Summary
+from llama_ssp.reports.lines import BenchmarkRow, Forecast, PlainSummary, SpeculativeSummary, Summary
 from llama_ssp.tasks.progress import Pace, RunProgress
 from llama_ssp.tasks.terminal import Terminal
 
@@ -47,6 +47,22 @@ def summary(*, forecast: Forecast | None = None, speculative: bool = True) -> Su
         speculative=fast if speculative else None, speedup=2.127 if speculative else None,
         forecast=forecast or Forecast(), memory=[],
     )  # fmt: skip
+
+
+def test_a_benchmarks_table_fits_the_terminal_and_has_forecasts_beside_what_was_measured() -> None:
+    names = ("plain", "speculative", "generate", "assisted")
+    row = BenchmarkRow(
+        model="tiny", draft="tiny-draft", dtype="fp32", quantization="none", world_size=1, temperature=0.8,
+        max_new_tokens=64, num_draft_tokens=16, prompt_tokens=2048, batch_size=64,
+        ms_per_token={name: 701.25 + place for place, name in enumerate(names)},
+        forecast_ms_per_token={"plain": 600.5, "speculative": 500.5}, tokens_per_round=12.25, other_share=0.04,
+        copy_share=0.99, text_sha256="", versions={}, git_commit=None,
+    )  # fmt: skip
+    out = console(terminal=False)
+    Terminal(out=out, err=console(terminal=False)).benchmark([row])
+    cells = written(out).splitlines()[-1].split()
+    wanted = "16 2048 64 701.25 600.50 703.25 702.25 500.50 704.25 12.25 4 % 99 %"
+    assert " ".join(cells) == wanted
 
 
 @pytest.fixture

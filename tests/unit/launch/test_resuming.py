@@ -1,0 +1,116 @@
+"""A run folder is resumed with the prompts that it was begun with, and never answers one with another's text."""
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch import report
+from tests.helpers.in_process import Ended, launch
+
+SMALL = ("task=generate", "model=tiny-draft", "draft=none", "max_new_tokens=2", "batch_size=4")
+
+
+def complete(folder: Path, *prompts: str) -> Ended:
+    (folder / "p.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    return launch(*SMALL, f"prompts={folder}/p.jsonl", f"run_dir={folder}/run")
+
+
+def recorded(folder: Path) -> dict[int, str]:
+    lines = [json.loads(line) for line in (folder / "run" / "run.jsonl").read_text().splitlines()]
+    return {line["index"]: line["prompt"] for line in lines}
+
+
+@pytest.mark.parametrize(
+    ("changed", "difference"),
+    [
+        (("import", "def", "class"), "prompt 2 of prompts={folder}/p.jsonl was 'from' when .*, and is now 'def'"),
+        (("import",), "was 'from' when .*, and is now gone, 1 are left"),
+        (("import", "from" + 50 * " a"), "was 'from' when .*, and is now 'from a a a"),
+    ],
+)
+def test_other_prompts_are_refused_by_the_first_that_differs(
+    changed: tuple[str, ...], difference: str, tmp_path: Path
+) -> None:
+    assert complete(tmp_path, "import", "from", "class").code == 0
+    ended = complete(tmp_path, *changed)
+    assert (ended.code, ended.err.count("\n")) == (2, 1)
+    with pytest.raises(ValueError, match=difference.format(folder=tmp_path)):
+        raise ValueError(ended.err)
+    assert "name another run_dir" in ended.err
+    assert recorded(tmp_path) == {0: "import", 1: "from", 2: "class"}
+
+
+def test_what_differs_far_behind_is_shown(tmp_path: Path) -> None:
+    assert complete(tmp_path, 60 * "x " + "one").code == 0
+    assert "x one' when" in complete(tmp_path, 60 * "x " + "two").err
+
+
+def test_prompts_that_follow_the_old_ones_are_completed(tmp_path: Path) -> None:
+    assert complete(tmp_path, "import", "一\x1b").code == 0
+    ended = complete(tmp_path, "import", "一\x1b", "class")
+    assert (ended.code, recorded(tmp_path)) == (0, {0: "import", 1: "一\x1b", 2: "class"})
+
+
+def test_half_a_character_is_refused(tmp_path: Path) -> None:
+    ended = complete(tmp_path, "import", "\ud800")
+    assert (ended.code, ended.err) == (
+        2, "prompt '\\ud800' holds '\\ud800', which is half a character: write it in UTF-8\n",
+    )  # fmt: skip
+
+
+class Typed(io.StringIO):
+    """Somebody at a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_typed_prompts_are_counted_on_from_those_of_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for typed in ("import\nfrom\n", "class\n"):
+        monkeypatch.setattr(sys, "stdin", Typed(typed))
+        ended = launch(*SMALL, "prompts=-", f"run_dir={tmp_path}/run")
+        assert ended.code == 0, ended.err
+    assert recorded(tmp_path) == {0: "import", 1: "from", 2: "class"}
+
+
+def measure(folder: Path, *settings: str, text: str = "import os") -> Ended:
+    (folder / "p.txt").write_text(f"{text}\n")
+    lists = ["num_draft_tokens=[2]", "prompt_tokens=[5]", "batch_sizes=[1,2]", "repetitions=1", "peers=false"]
+    words = [f"task.{words}" for words in lists]
+    return launch("task=benchmark", *words, "max_new_tokens=4", f"prompts={folder}/p.txt", *settings)
+
+
+def test_a_benchmark_measures_only_cells_that_are_left_and_ends_with_a_summary_of_all(tmp_path: Path) -> None:
+    here = f"run_dir={tmp_path}/run"
+    ended = measure(tmp_path, here)
+    assert ended.code == 0, ended.err
+    file = tmp_path / "run" / "benchmark.jsonl"
+    first, second = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(first + second[:-20])
+    assert measure(tmp_path, here).code == 0
+    kept, again = file.read_bytes().splitlines(keepends=True)
+    assert kept == first
+    assert json.loads(again)["batch_size"] == 2
+    assert again != second, "what was only half written is measured anew"
+    assert measure(tmp_path, here).code == 0
+    assert file.read_bytes() == first + again
+
+    cells = json.loads((tmp_path / "run" / "summary.json").read_text())["cells"]
+    assert cells == [json.loads(kept), json.loads(again)]
+    for cell in cells:
+        assert list(cell["forecast_ms_per_token"]) == list(cell["ms_per_token"]) == ["plain", "speculative"]
+    alone, both = (cell["forecast_ms_per_token"]["plain"] for cell in cells)
+    assert both < alone, "forecasts too are over the tokens of all rows"
+    assert report.main([str(tmp_path / "run")]) == 0
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert f"<td>{cells[1]['ms_per_token']['plain']:.2f}</td>" in page
+    assert page.count("<circle") >= 4, "forecast against measured, of two modes in two cells"
+
+    other = measure(tmp_path, here, text="class A:")
+    assert (other.code, "measured with another text" in other.err) == (2, True)
+    assert "max_new_tokens was 4 and is now 3" in measure(tmp_path, here, "max_new_tokens=3").err
+    file.write_bytes(first.replace(b'"batch_size": 1', b'"batch_size": "1"') + again)
+    assert "line 1 of" in measure(tmp_path, here).err
