@@ -1,4 +1,4 @@
-"""Collectives as operators of torch, so that a recorded forward can hold them (see `models.recorded`).
+"""Collectives as operators of torch, so that a recorded forward can hold them (see `recorded`).
 
     forward at work     Comm.all_reduce -> board or backend
     being recorded      Comm.all_reduce -> llama_ssp::all_reduce, which sends nothing

@@ -22,8 +22,8 @@ from llama_ssp.models.kv_cache import Aim, LayerBuffer, Masks, StaticCache, mask
 from llama_ssp.models.layer import Layer, RmsNorm, take
 from llama_ssp.models.linear import Kernel, make_linear
 from llama_ssp.models.quantization import UNQUANTIZED, Precision
-from llama_ssp.models.recorded import Recorded
 from llama_ssp.models.tensor_parallel import GatheredLinear
+from llama_ssp.recorded import Recorded
 
 # Families that are the same function up to biases, norms of queries and keys, and rotary frequencies.
 _MODEL_TYPES = {"llama", "mistral", "qwen2", "qwen3"}
@@ -88,7 +88,7 @@ class LeanRunner:
         self._head = make_linear(*take(head), kernel=kernel, keeps_weight=is_tied)
         self.num_allocations = 0
         self._cache: StaticCache | None = None
-        self._recorded: Recorded[Sizes] | None = None
+        self._recorded: Recorded[Sizes, Tensor] | None = None
         if self.device.type == "cpu" and not precision.rounds_inputs:
             self._recorded = Recorded(self._forward_over, layers, self._norm, self._head, self._embed)
 

@@ -119,6 +119,7 @@ class RmsNorm:
         self._least_length = weight_E.new_tensor((width * self._eps) ** 0.5)
 
     def __call__(self, x: Tensor) -> Tensor:
+        """Norm x (..., E)."""
         if not self._by_length:
             return functional.rms_norm(x, self._weight_E.shape, self._weight_E, self._eps)
         lengths: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot_(self._least_length)

@@ -11,8 +11,13 @@ from llama_ssp.planning.curves import between, line
 def measured_linear_s(
     linear: list[LinearPoint], elements: int, *, rows: int, dtype: Dtype, working_set_bytes: int
 ) -> float:
-    """Interpolate measured linear layers in the size of the matrix, the rows and the working set."""
-    points = [point for point in linear if point.dtype == dtype.name] or linear
+    """Interpolate measured linear layers in the size of the matrix, the rows and the working set.
+
+    A number format that was not measured takes the points of the first one that was.
+    """
+    measured = {point.dtype for point in linear}
+    name = dtype.name if dtype.name in measured else linear[0].dtype
+    points = [point for point in linear if point.dtype == name]
     sets = sorted({point.working_set_bytes for point in points})
 
     def at(set_bytes: int) -> float:

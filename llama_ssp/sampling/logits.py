@@ -81,11 +81,11 @@ def draw(weights_BV: Tensor, uniforms_B1: Tensor) -> Tensor:
     Returns:
         int64 (B, 1); the borders between tokens are exact to within V 2^-53 over the row's sum.
     """
-    return draw_units(weights_BV * DRAW_UNITS, uniforms_B1)
+    return draw_units(weights_BV * DRAW_UNITS, uniforms_B1, vocab_size=weights_BV.shape[-1])
 
 
-def draw_units(units_BV: Tensor, uniforms_B1: Tensor) -> Tensor:
-    """Draw by weights that have been multiplied by `DRAW_UNITS`; see `draw`."""
+def draw_units(units_BV: Tensor, uniforms_B1: Tensor, *, vocab_size: int) -> Tensor:
+    """Draw by weights that have been multiplied by `DRAW_UNITS`, `vocab_size` of them a row; see `draw`."""
     cumulative_BV = units_BV.long().cumsum(-1)
     points_B1 = (uniforms_B1 * cumulative_BV[:, -1:]).long()
-    return torch.searchsorted(cumulative_BV, points_B1, right=True).clamp_max_(units_BV.shape[-1] - 1)
+    return torch.searchsorted(cumulative_BV, points_B1, right=True).clamp_max_(vocab_size - 1)

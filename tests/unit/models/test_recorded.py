@@ -19,8 +19,8 @@ from llama_ssp.models.backends import load_modules
 from llama_ssp.models.checkpoint import inspect
 from llama_ssp.models.decoder import LeanRunner
 from llama_ssp.models.linear import ColumnsLinear, HalfLinear, Kernel, PackedLinear, PlainLinear, can_halve, can_pack
-from llama_ssp.models.recorded import Recorded
 from llama_ssp.models.weight_only import Int8WeightOnlyLinear
+from llama_ssp.recorded import Recorded
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint, tiny_model
 
@@ -158,7 +158,7 @@ def test_what_cannot_be_recorded_goes_on_from_python(caplog: pytest.LogCaptureFi
             raise RuntimeError("not this one\nTraceback")
         return values * 2
 
-    recorded: Recorded[int] = Recorded(double)
+    recorded: Recorded[int, Tensor] = Recorded(double)
     with caplog.at_level(logging.WARNING):
         assert [recorded(0, torch.tensor(float(number))).item() for number in range(4)] == [0, 2, 4, 6]
-    assert [record.message for record in caplog.records] == ["forwards go on without being recorded: not this one"]
+    assert [record.message for record in caplog.records] == ["going on without a recording: not this one"]

@@ -1,11 +1,13 @@
 """What is read between measured points."""
 
 import math
+from functools import partial
 
 import pytest
 
-from llama_ssp.config.hardware import CompositionPoint
-from llama_ssp.planning.measured import composition_ratio
+from llama_ssp.config.hardware import CompositionPoint, LinearPoint
+from llama_ssp.config.schema import Dtype
+from llama_ssp.planning.measured import composition_ratio, measured_linear_s
 
 
 def _points(*figures: tuple[int, int, float]) -> list[CompositionPoint]:
@@ -33,3 +35,12 @@ def test_forwards_beyond_the_measured_ones_are_like_the_nearest() -> None:
     assert composition_ratio(points, rows=1, working_set_bytes=10) == 1.2
     assert composition_ratio(points, rows=1, working_set_bytes=10**12) == 2.0
     assert math.isclose(composition_ratio(points, rows=512, working_set_bytes=10**12), 1.8)
+
+
+def test_a_number_format_that_was_not_measured_takes_the_points_of_one_that_was() -> None:
+    def points(dtype: str, s: float) -> list[LinearPoint]:
+        return [LinearPoint(dtype=dtype, rows=1, elements=n, working_set_bytes=8, s=s * n) for n in (1000, 2000)]
+
+    linear = points("fp32", 2.0) + points("fp16", 1.0)
+    price = partial(measured_linear_s, linear, 1500, rows=1, working_set_bytes=8)
+    assert [price(dtype=dtype) for dtype in (Dtype.bf16, Dtype.fp32, Dtype.fp16)] == [3000.0, 3000.0, 1500.0]

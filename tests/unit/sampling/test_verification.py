@@ -217,6 +217,21 @@ def test_no_value_is_read_between_the_keys_and_the_verdict(sampling: SamplingCon
     assert verdict.num_accepted_B1.shape == verdict.next_ids_B1.shape == (2, 1)
 
 
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_a_recorded_verdict_is_the_verdict(batch_size: int) -> None:
+    rule = make_rule(SamplingConfig(), VerificationConfig())
+    generator = torch.Generator().manual_seed(0)
+    table = DrawTable(3, torch.device("cpu"))
+    for start in range(6):
+        probs_BTV = torch.rand(2, batch_size, 4, 50, generator=generator).log_().softmax(-1)
+        draft_BTV, target_BTV = probs_BTV[0], probs_BTV[1]
+        draft_BTV[:, -1] = 0
+        draft = Draft(torch.randint(50, (batch_size, 3), generator=generator), draft_BTV)
+        draws = table.split(table.numbers(torch.arange(batch_size), torch.full((batch_size,), start)))
+        found, wanted = rule.verify(draft, target_BTV, draws=draws), verify_speculative(draft, target_BTV, draws=draws)
+        assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+
 def test_a_rule_that_would_change_the_law_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"temperature=0\.6 would not keep.*temperature 0.*verification=speculative"):
         make_rule(COLD, VerificationConfig(rule=RuleName.greedy))

@@ -24,26 +24,27 @@ from torch import Tensor, nn
 from llama_ssp.distributed.operators import recording, take_error
 
 _Key = TypeVar("_Key", bound=Hashable)
+_Result = TypeVar("_Result", bound=Tensor | tuple[Tensor, ...])
 
 _log = logging.getLogger(__name__)
 _one_at_a_time = Lock()
 
 
-class Recorded(Generic[_Key]):
+class Recorded(Generic[_Key, _Result]):
     """A function that is recorded.
 
     Args:
-        function: maps a key and tensors to a tensor, with the same operators whenever the key is the same.
-        held: objects of this package, and modules, that hold what it reads beside its arguments.
+        function: maps a key and tensors to one or more, with the same operators whenever the key is the same.
+        held: objects of `models`, and modules, that hold what it reads beside its arguments.
     """
 
-    def __init__(self, function: Callable[..., Tensor], *held: object) -> None:
+    def __init__(self, function: Callable[..., _Result], *held: object) -> None:
         self._function = function
         self._held = held
-        self._replays: dict[_Key, Callable[..., Tensor] | None] = {}
+        self._replays: dict[_Key, Callable[..., _Result] | None] = {}
         self.failed = False
 
-    def __call__(self, key: _Key, *arguments: Tensor) -> Tensor:
+    def __call__(self, key: _Key, *arguments: Tensor) -> _Result:
         """Do it.
 
         Args:
@@ -59,7 +60,7 @@ class Recorded(Generic[_Key]):
                 replay = self._replays[key] = self._record(key, arguments)
             except RuntimeError as error:
                 reason = str(error).strip().partition("\n")[0]
-                _log.warning("forwards go on without being recorded: %s", reason)
+                _log.warning("going on without a recording: %s", reason)
                 self.failed = True
                 return self._function(key, *arguments)
         try:
@@ -68,19 +69,19 @@ class Recorded(Generic[_Key]):
         except RuntimeError as error:
             raise take_error() or error from None
 
-    def _record(self, key: _Key, arguments: tuple[Tensor, ...]) -> Callable[..., Tensor]:
+    def _record(self, key: _Key, arguments: tuple[Tensor, ...]) -> Callable[..., _Result]:
         with _one_at_a_time, recording(), warnings.catch_warnings(), _as_recorded():
             warnings.simplefilter("ignore")  # of sizes that become constants, which the key answers for
             module = _Module(partial(self._function, key), self._held)
             traced = torch.jit.trace(module, arguments, check_trace=False, _store_inputs=False)
-        replay: Callable[..., Tensor] = traced.forward
+        replay: Callable[..., _Result] = traced.forward
         return replay
 
 
 class _Module(nn.Module):
     """What the tracer asks for: constants of a recording would never be freed, attributes of a module are."""
 
-    def __init__(self, function: Callable[..., Tensor], held: object) -> None:
+    def __init__(self, function: Callable[..., object], held: object) -> None:
         super().__init__()
         self._function = function
         for number, leaf in zip(count(), {id(leaf): leaf for leaf in _leaves(held)}.values(), strict=False):
@@ -91,7 +92,7 @@ class _Module(nn.Module):
             else:
                 setattr(self, f"held_{number}", leaf)
 
-    def forward(self, *arguments: Tensor) -> Tensor:
+    def forward(self, *arguments: Tensor) -> object:
         """Call the function."""
         return self._function(*arguments)
 
@@ -103,7 +104,7 @@ def _as_recorded() -> AbstractContextManager[None]:
 
 
 def _leaves(value: object) -> Iterator[object]:
-    """Tensors and packed weights in objects of this package, and in modules."""
+    """Tensors and packed weights in objects of `models`, and in modules."""
     if isinstance(value, Tensor | torch.ScriptObject):
         yield value
     elif isinstance(value, nn.Module):
@@ -112,5 +113,5 @@ def _leaves(value: object) -> Iterator[object]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _leaves(item)
-    elif type(value).__module__.startswith(__package__):
+    elif type(value).__module__.startswith("llama_ssp.models."):
         yield from _leaves(list(vars(value).values()))
