@@ -1,7 +1,8 @@
 """One rank of two that runs out of memory: both end soon, and say which rank it was and why.
 
 The system's own limit on a process's address space is lowered on the running rank, so that nothing is made up inside
-the program. Ranks start as plain `srun` starts them: nobody ends them but themselves.
+the program; blocks of some size are asked of the system each time, rather than taken from what was freed before. Ranks
+start as plain `srun` starts them: nobody ends them but themselves.
 """
 
 import resource
@@ -17,7 +18,10 @@ pytestmark = pytest.mark.distributed(2)
 
 
 @pytest.mark.parametrize("phase", [pytest.param("loading", marks=pytest.mark.slow), "prefill"])
-def test_a_rank_out_of_memory_ends_the_job_with_rank_and_cause_in_a_sentence(phase: str, tmp_path: Path) -> None:
+def test_a_rank_out_of_memory_ends_the_job_with_rank_and_cause_in_a_sentence(
+    phase: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
     cell, run_dir = Cell(signal.SIGTERM, 1, phase), tmp_path / "run"
     running = started("srun", cell, run_dir, more=("timeouts.load_s=600", "timeouts.decode_s=600"))
     try:
