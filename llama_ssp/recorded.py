@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
-from itertools import count
 from threading import Lock
 from typing import Generic, TypeVar
 
@@ -28,6 +27,7 @@ _Result = TypeVar("_Result", bound=Tensor | tuple[Tensor, ...])
 
 _log = logging.getLogger(__name__)
 _one_at_a_time = Lock()
+_CANNOT = (RuntimeError, AttributeError, TypeError)  # an operator, or another interface of torch's than is known
 
 
 class Recorded(Generic[_Key, _Result]):
@@ -58,7 +58,7 @@ class Recorded(Generic[_Key, _Result]):
         if replay is None:
             try:
                 replay = self._replays[key] = self._record(key, arguments)
-            except RuntimeError as error:
+            except _CANNOT as error:
                 reason = str(error).strip().partition("\n")[0]
                 _log.warning("going on without a recording: %s", reason)
                 self.failed = True
@@ -70,31 +70,24 @@ class Recorded(Generic[_Key, _Result]):
             raise take_error() or error from None
 
     def _record(self, key: _Key, arguments: tuple[Tensor, ...]) -> Callable[..., _Result]:
+        """What `torch.jit.trace` does, but for what it keeps: torch would never let go of its recordings."""
+        names = [f"argument_{number}" for number in range(len(arguments))]
         with _one_at_a_time, recording(), warnings.catch_warnings(), _as_recorded():
             warnings.simplefilter("ignore")  # of sizes that become constants, which the key answers for
-            module = _Module(partial(self._function, key), self._held)
-            traced = torch.jit.trace(module, arguments, check_trace=False, _store_inputs=False)
-        replay: Callable[..., _Result] = traced.forward
-        return replay
+            holder = _holder(self._held)
+            graph, _ = torch._C._create_graph_by_tracing(
+                partial(self._function, key), arguments, lambda _: "", True, False, holder, names
+            )  # fmt: skip
+            replay = torch._C._create_function_from_graph("replay", graph)
+        return partial(replay, holder)
 
 
-class _Module(nn.Module):
-    """What the tracer asks for: constants of a recording would never be freed, attributes of a module are."""
-
-    def __init__(self, function: Callable[..., object], held: object) -> None:
-        super().__init__()
-        self._function = function
-        for number, leaf in zip(count(), {id(leaf): leaf for leaf in _leaves(held)}.values(), strict=False):
-            if isinstance(leaf, nn.Parameter):
-                self.register_parameter(f"held_{number}", leaf)
-            elif isinstance(leaf, Tensor):
-                self.register_buffer(f"held_{number}", leaf)
-            else:
-                setattr(self, f"held_{number}", leaf)
-
-    def forward(self, *arguments: Tensor) -> object:
-        """Call the function."""
-        return self._function(*arguments)
+def _holder(held: object) -> object:
+    """What a recording reads beside its arguments, as torch's interpreter wants it."""
+    module = torch._C.ScriptModule("Holder", torch._C.CompilationUnit(), False)  # type: ignore[call-arg]
+    for number, leaf in enumerate({id(leaf): leaf for leaf in _leaves(held)}.values()):
+        module._register_attribute(f"held_{number}", torch._C._jit_try_infer_type(leaf).type(), leaf)  # type: ignore[attr-defined]
+    return module
 
 
 def _as_recorded() -> AbstractContextManager[None]:

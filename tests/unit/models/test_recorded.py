@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llama_ssp.distributed.comms import Comm
+from llama_ssp.distributed.memory import anonymous_bytes
 from llama_ssp.distributed.operators import is_recording
 from llama_ssp.models.backends import load_modules
 from llama_ssp.models.checkpoint import inspect
@@ -150,6 +151,30 @@ def test_weights_go_with_the_runner() -> None:
     del lean
     gc.collect()
     assert [each() for each in watched] == [None, None]
+
+
+def test_recordings_go_with_what_made_them() -> None:
+    """Torch keeps a page of text for each operator, and what `torch.jit.trace` makes for ever."""
+
+    def many(_key: int, values: Tensor) -> Tensor:
+        for _ in range(400):
+            values = values + 1
+        return values
+
+    def make() -> None:
+        recorded: Recorded[int, Tensor] = Recorded(many)
+        assert [recorded(0, torch.tensor(0.0)).item() for _ in range(3)] == [400] * 3
+        assert recorded._replays[0]
+        gc.collect()
+
+    make()
+    before = anonymous_bytes()
+    for _ in range(10):
+        make()
+    after = anonymous_bytes()
+    assert before
+    assert after
+    assert after - before < 4 * 2**20
 
 
 def test_what_cannot_be_recorded_goes_on_from_python(caplog: pytest.LogCaptureFixture) -> None:
