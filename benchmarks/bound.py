@@ -8,61 +8,68 @@ it, cold ones cannot.
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from llama_ssp.decoding.loop import Decoder
+from llama_ssp.decoding.state import BatchState
+from llama_ssp.recorded import Recorded
 from llama_ssp.tasks.measuring import copy_bytes_per_s, seconds_per_call
 
 CPU = torch.device("cpu")
 PASS_BYTES = 2**28
 """Of a buffer that is read or copied: more than the caches of most processors hold."""
+_TURNS_TO_RECORD = 2
 
 
 def forwards_alone_s(
-    decoder: Decoder, *, context: int, num_turns: int = 60, between: Callable[[], object] | None = None
+    decoder: Decoder, *, contexts: Sequence[int], between: Callable[[], object] | None = None
 ) -> tuple[float, float]:
-    """Seconds of one verification with its processors, and of one draft step with its draw, behind `context` tokens.
+    """Seconds of one verification with its processors, and of one draft step with its draw.
 
     They take turns as in a round, so that each finds the processor's caches as a round leaves them, and nothing else of
-    a round happens in between.
+    a round happens in between. Both are recorded where those of a round are.
 
     Args:
         decoder: a speculative one, of one row.
-        context: tokens before the round.
-        num_turns: how often; the medians count.
+        contexts: tokens before each turn. The means over all turns count, since rounds are compared by their means.
         between: called before each of the two, outside the times, such as `Passes.fill_caches`.
     """
-    models = decoder.rounds
-    drafter = models.drafter
+    rounds = decoder.rounds
+    drafter = rounds.drafter
     assert drafter
     num_draft_tokens = drafter.num_draft_tokens
-    num_slots = -(-(context + num_draft_tokens + 1) // 64) * 64
-    models.target.allocate(batch_size=1, capacity=num_slots)
-    drafter.allocate(batch_size=1, num_slots=num_slots)
-    tokens_1S = torch.ones(1, num_slots, dtype=torch.int64)
-    lengths_1 = torch.tensor([context])
-    uniforms_1K = torch.full((1, num_draft_tokens), 0.5, dtype=torch.float64)
-    positions_1W = torch.arange(context - 1, context + num_draft_tokens)[None]
+    buckets = [-(-(context + num_draft_tokens + 1) // 64) * 64 for context in contexts]
+    rounds.target.allocate(batch_size=1, capacity=max(buckets))
+    drafter.allocate(batch_size=1, num_slots=max(buckets))
+    state = BatchState.empty(batch_size=1, num_slots=max(buckets), num_rounds=1, draws=rounds.draws)
+    state.tokens_BS.fill_(1)
+    state.numbers_BMN.fill_(0.5)
+    score = Recorded(lambda *tensors: rounds.score(BatchState(*tensors), bucket=bucket))
+    tables = (rounds.last_and_drafted_W,)
 
     def draft() -> object:
-        return drafter.propose(tokens_1S, lengths_1, uniforms_BK=uniforms_1K, bucket=num_slots)
+        return rounds.open(state, bucket=bucket)
 
     def verify() -> object:
-        logits_BTV = models.target.forward(tokens_1S[:, : num_draft_tokens + 1], positions_1W, bucket=num_slots)
-        return models.rule.process(logits_BTV)
+        held = rounds.target.held(bucket=bucket)
+        return rounds.score(state, bucket=bucket) if held is None else score(0, *state, held=(*held, tables))
 
     seconds: dict[Callable[[], object], list[float]] = {draft: [], verify: []}
     with torch.inference_mode():
-        for _ in range(num_turns):
+        for turn in range(-_TURNS_TO_RECORD, len(contexts)):
+            context, bucket = contexts[max(turn, 0)], buckets[max(turn, 0)]
+            state.lengths_B.fill_(context)
+            state.first_round_B.fill_(-context)
             for part, times in seconds.items():
                 if between:
                     between()
                 began = time.perf_counter()
                 part()
-                times.append(time.perf_counter() - began)
-    return statistics.median(seconds[verify]), statistics.median(seconds[draft]) / num_draft_tokens
+                if turn >= 0:
+                    times.append(time.perf_counter() - began)
+    return statistics.fmean(seconds[verify]), statistics.fmean(seconds[draft]) / num_draft_tokens
 
 
 class Passes:

@@ -107,15 +107,15 @@ def measure(arguments: argparse.Namespace, console: Console) -> dict[str, object
     alone: list[tuple[float, float]] = []
     passes = Passes()
     target_bytes, draft_bytes = weights_bytes(arguments)
-    context = len(prompts[0]) + NUM_NEW_TOKENS // 2
+    contexts = [len(prompts[0]) + num_new for num_new in range(1, NUM_NEW_TOKENS)]
 
     def forwards_ms(_repetition: int) -> float:
-        alone.append(forwards_alone_s(fast, context=context))
+        alone.append(forwards_alone_s(fast, contexts=contexts))
         verify_s, draft_s = alone[-1]
         return 1e3 * float(verify_s + num_draft_tokens * draft_s)
 
     def cold_forwards_ms(_repetition: int) -> float:
-        verify_s, draft_s = forwards_alone_s(fast, context=context, num_turns=7, between=passes.fill_caches)
+        verify_s, draft_s = forwards_alone_s(fast, contexts=contexts[::9], between=passes.fill_caches)
         return 1e3 * float(verify_s + num_draft_tokens * draft_s)
 
     def weights_ms(_repetition: int) -> float:
@@ -124,9 +124,9 @@ def measure(arguments: argparse.Namespace, console: Console) -> dict[str, object
     with console.status("timing"):
         ms = in_turns(
             {
-                "forwards": forwards_ms,
                 "cold": cold_forwards_ms,
                 "weights": weights_ms,
+                "forwards": forwards_ms,
                 "ours, speculative": ours.ms_per_token,
                 "transformers, assisted": lambda _: peers(num_draft_tokens=num_draft_tokens),
                 "ours, plain": ours_plain.ms_per_token,

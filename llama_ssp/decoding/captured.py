@@ -25,8 +25,6 @@ from llama_ssp.decoding.state import BatchState
 from llama_ssp.drafting.drafter import Drafter
 from llama_ssp.drafting.placement import AgreedRule
 from llama_ssp.models.interface import Runner
-from llama_ssp.sampling.random import Draws
-from llama_ssp.sampling.verification import Draft
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
@@ -139,8 +137,6 @@ class Graphs:
 class CapturedRounds(Rounds):
     """Rounds that are replayed as graphs; see `Rounds` for the rest.
 
-    The rule and the commit count as verification in the clock's books.
-
     Args:
         target: see `Rounds`.
         drafter: see `Rounds`.
@@ -164,18 +160,8 @@ class CapturedRounds(Rounds):
         self.clock.start()
         opening = None
         if self.drafter:
-            opening = self.graphs.run("draft", partial(self._open, state, bucket=bucket))
+            opening = self.graphs.run("draft", partial(self.open, state, bucket=bucket))
             self.clock.lap("draft")
-        result = self.graphs.run("verify", partial(self._close, state, opening, bucket=bucket))
+        result = self.graphs.run("verify", partial(self.close, state, opening, bucket=bucket))
         self.clock.lap("verify")
         return result
-
-    def _open(self, state: BatchState, *, bucket: int) -> tuple[Draws, Draft | None]:
-        """The round's numbers, and what is drafted with them."""
-        draws = self.draws.split(state.numbers())
-        return draws, self._draft(state, draws, bucket=bucket)
-
-    def _close(self, state: BatchState, opening: tuple[Draws, Draft | None] | None, *, bucket: int) -> Tensor:
-        """All that follows the draft, or the whole of a plain step."""
-        draws, draft = opening or self._open(state, bucket=bucket)
-        return self._settle(state, draft, self._score(state, bucket=bucket), draws=draws)

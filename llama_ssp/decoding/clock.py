@@ -1,6 +1,8 @@
 """Where the time of a round goes: drafting, verification, and everything else.
 
-The processors count as part of the forward that they follow, the target's as the draft's; the rule is something else.
+Drafting is all that happens on the device up to the last drafted token. Verification is all that follows there: the
+target's forward, the processors, the rule and the commit. What is left is the host's: launching, reading the result,
+and its books.
 
 On the CPU operations are done when they return, so the host's clock tells. On a GPU the host runs ahead; there events
 are put between the pieces and read when they have passed, one round late or more.

@@ -9,10 +9,12 @@ host chooses only shapes: which rows, how wide a bucket of the cache.
       the target reads                             t     d1    d2    d3
       two accepted: the text gains                       d1    d2    x           x is the target's own
 
-Shapes: B sequences, R rows being prefilled, K drafted tokens, W = K + 1, V vocabulary; L is a row's length.
+Shapes: B sequences, R rows being prefilled, K drafted tokens, W = K + 1, V vocabulary, N random numbers of a round; L
+is a row's length.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,8 +25,16 @@ from llama_ssp.drafting.drafter import Drafter
 from llama_ssp.drafting.placement import AgreedRule
 from llama_ssp.models.interface import Runner
 from llama_ssp.models.prefill import Buckets, read_prompts
-from llama_ssp.sampling.random import Draws, DrawTable
+from llama_ssp.sampling.random import DrawTable
 from llama_ssp.sampling.verification import Draft
+
+
+class Opening(NamedTuple):
+    """What a round begins with: its random numbers, and the draft."""
+
+    numbers_BN: Tensor
+    ids_BK: Tensor
+    probs_BTV: Tensor | None = None
 
 
 class Rounds:
@@ -50,7 +60,7 @@ class Rounds:
         self.clock = clock
         num_draft_tokens = drafter.num_draft_tokens if drafter else 0
         self.growth = num_draft_tokens + 1
-        self._last_and_drafted_W = torch.arange(-1, num_draft_tokens, device=target.device)
+        self.last_and_drafted_W = torch.arange(-1, num_draft_tokens, device=target.device)
         self.draws = DrawTable(num_draft_tokens, target.device)
 
     def prefill(self, prompts: BatchState, rows: Sequence[int], *, longest: int, buckets: Buckets) -> Tensor:
@@ -83,28 +93,34 @@ class Rounds:
         Returns:
             The round's result, as `BatchState.commit` gives it.
         """
-        draws = self.draws.split(state.numbers())
         self.clock.start()
-        draft = self._draft(state, draws, bucket=bucket)
-        if draft:
+        opening = None
+        if self.drafter:
+            opening = self.open(state, bucket=bucket)
             self.clock.lap("draft")
-        target_BWV = self._score(state, bucket=bucket)
+        result = self.close(state, opening, bucket=bucket)
         self.clock.lap("verify")
-        return self._settle(state, draft, target_BWV, draws=draws)
+        return result
 
-    def _draft(self, state: BatchState, draws: Draws, *, bucket: int) -> Draft | None:
-        if self.drafter is None:
-            return None
-        return self.drafter.propose(state.tokens_BS, state.lengths_B, uniforms_BK=draws.draft_BK, bucket=bucket)
+    def open(self, state: BatchState, *, bucket: int) -> Opening:
+        """Look up the round's numbers, and draft with them."""
+        assert self.drafter
+        numbers_BN = state.numbers()
+        uniforms_BK = self.draws.split(numbers_BN).draft_BK
+        draft = self.drafter.propose(state.tokens_BS, state.lengths_B, uniforms_BK=uniforms_BK, bucket=bucket)
+        return Opening(numbers_BN, *draft)
 
-    def _score(self, state: BatchState, *, bucket: int) -> Tensor:
+    def close(self, state: BatchState, opening: Opening | None, *, bucket: int) -> Tensor:
+        """All that follows the draft, or the whole of a plain step; returns the result."""
+        target_BWV = self.score(state, bucket=bucket)
+        if opening is None:
+            return state.commit(self.rule.draw(target_BWV[:, 0], self.draws.split(state.numbers()).plain_B1))
+        draft, draws = Draft(opening.ids_BK, opening.probs_BTV), self.draws.split(opening.numbers_BN)
+        return state.commit(self.rule.verify(draft, target_BWV, draws=draws), drafted_ids_BK=draft.ids_BK)
+
+    def score(self, state: BatchState, *, bucket: int) -> Tensor:
         """The target's logits behind the last token and each drafted one, processed if the rule will judge a draft."""
-        positions_BW = state.lengths_B[:, None] + self._last_and_drafted_W
+        positions_BW = state.lengths_B[:, None] + self.last_and_drafted_W
         ids_BW = state.tokens_BS.gather(1, positions_BW)
         logits_BWV = self.target.forward(ids_BW, positions_BW, bucket=bucket)
         return self.rule.process(logits_BWV) if self.drafter else logits_BWV
-
-    def _settle(self, state: BatchState, draft: Draft | None, target_BWV: Tensor, *, draws: Draws) -> Tensor:
-        if draft:
-            return state.commit(self.rule.verify(draft, target_BWV, draws=draws), drafted_ids_BK=draft.ids_BK)
-        return state.commit(self.rule.draw(target_BWV[:, 0], draws.plain_B1))

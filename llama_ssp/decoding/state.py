@@ -11,6 +11,7 @@ Shapes: B sequences, S slots, K drafted tokens, M rounds that a row can have, N 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,8 +37,7 @@ class Request:
     sample: int = 0
 
 
-@dataclass(kw_only=True, slots=True)
-class BatchState:
+class BatchState(NamedTuple):
     """All that a batch is, as tensors on one device.
 
     Attributes:
@@ -138,7 +138,7 @@ class BatchState:
             The round's result (B, K + 3), int64: the drafted tokens, then the decision. Limits are not in it: the host
             knows them.
         """
-        lengths_B1 = self.lengths_B[:, None]
+        lengths_B1 = self.lengths_B.unsqueeze(1)
         lengths_B1.add_(decision.num_accepted_B1)
         self.tokens_BS.scatter_(1, lengths_B1, decision.next_ids_B1)
         self.lengths_B.add_(1).clamp_max_(self.limits_B)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llama_ssp.distributed.one_shot import OneShot
-from llama_ssp.distributed.operators import is_recording, record_all_gather_last, record_all_reduce
+from llama_ssp.distributed.operators import is_recording, record
 from llama_ssp.distributed.shared_memory import SLOT_BYTES, Board
 
 
@@ -98,7 +98,7 @@ class Comm:
     def all_reduce(self, values: Tensor) -> Tensor:
         """Add up `values` over the group, in place where it can; returns the sum, the same bits everywhere."""
         if self.size > 1 and is_recording():
-            return record_all_reduce(self, values)
+            return record("all_reduce", self, values)
         if self.board and values.nbytes <= SLOT_BYTES:
             self.board.all_reduce(values)
         elif self.one_shot and self.one_shot.takes(values):
@@ -120,7 +120,7 @@ class Comm:
         if self.size == 1:
             return values
         if is_recording():
-            return record_all_gather_last(self, values, sizes)
+            return record("all_gather_last", self, values, list(sizes))
         widest = max(sizes)
         if self.board and widest * values.shape[:-1].numel() * values.itemsize <= SLOT_BYTES:
             return self.board.all_gather_last(values, sizes)
@@ -133,18 +133,25 @@ class Comm:
 
     def broadcast(self, values: Tensor, *, src: int) -> Tensor:
         """Give every rank the values of group rank `src`, in place."""
+        if self.size > 1 and is_recording():
+            return record("broadcast", self, values, src)
         if self.board and values.nbytes <= SLOT_BYTES:
             self.board.broadcast(values, src=src)
         elif self.size > 1:
             dist.broadcast(values, group=self.group, group_src=src)
         return values
 
-    def send(self, values: Tensor, *, dst: int) -> None:
-        """Give values to group rank `dst` alone, which calls `receive` for them."""
+    def send(self, values: Tensor, *, dst: int) -> Tensor:
+        """Give values to group rank `dst` alone, which calls `receive` for them; they are returned."""
+        if is_recording():
+            return record("send", self, values, dst)
         dist.send(values.contiguous(), group=self.group, group_dst=dst)
+        return values
 
     def receive(self, values: Tensor, *, src: int) -> Tensor:
         """Take what group rank `src` sends, in place."""
+        if is_recording():
+            return record("receive", self, values, src)
         dist.recv(values, group=self.group, group_src=src)
         return values
 

@@ -1,15 +1,15 @@
-"""Collectives as operators of torch, so that a recorded forward can hold them (see `recorded`).
+"""Collectives as operators of torch, so that a recorded function can hold them (see `recorded`).
 
-    forward at work     Comm.all_reduce -> board or backend
+    function at work    Comm.all_reduce -> board or backend
     being recorded      Comm.all_reduce -> llama_ssp::all_reduce, which sends nothing
     replayed                               llama_ssp::all_reduce -> Comm.all_reduce -> board or backend
 
-While a rank records it sends nothing, so that others need not record at the same time, or at all. What a collective
-raises is kept: on its way through torch's interpreter it would lose its type.
+While a rank records it sends nothing, so that others need not record at the same time, or at all; what it would hear is
+zeros. What a collective raises is kept: on its way through torch's interpreter it would lose its type.
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 from weakref import WeakValueDictionary
@@ -18,8 +18,16 @@ import torch
 from torch import Tensor
 
 _library = torch.library.Library("llama_ssp", "DEF")
-_library.define("all_reduce(Tensor(a!) values, int group) -> Tensor(a!)")
-_library.define("all_gather_last(Tensor values, int[] sizes, int group) -> Tensor")
+_SCHEMAS = (
+    "all_reduce(Tensor values, int group) -> Tensor",
+    "all_gather_last(Tensor values, int[] sizes, int group) -> Tensor",
+    "broadcast(Tensor values, int src, int group) -> Tensor",
+    "send(Tensor values, int dst, int group) -> Tensor",
+    "receive(Tensor values, int src, int group) -> Tensor",
+)
+for _schema in _SCHEMAS:
+    # Conservative: it stays in a recording where nobody on this rank reads its result, for the sake of the others.
+    _library.define(_schema, "CONSERVATIVE")
 
 
 class Collectives(Protocol):
@@ -31,6 +39,18 @@ class Collectives(Protocol):
 
     def all_gather_last(self, values: Tensor, sizes: tuple[int, ...]) -> Tensor:
         """Join along the last dimension."""
+        ...
+
+    def broadcast(self, values: Tensor, *, src: int) -> Tensor:
+        """Take the values of one rank, in place."""
+        ...
+
+    def send(self, values: Tensor, *, dst: int) -> Tensor:
+        """Give values to one rank."""
+        ...
+
+    def receive(self, values: Tensor, *, src: int) -> Tensor:
+        """Take what one rank sends, in place."""
         ...
 
 
@@ -53,16 +73,18 @@ def recording() -> Iterator[None]:
         _this_thread.is_recording = False
 
 
-def record_all_reduce(group: Collectives, values: Tensor) -> Tensor:
-    """Put the operator into the recording at hand."""
-    summed: Tensor = torch.ops.llama_ssp.all_reduce(values, _number_of(group))
-    return summed
+def record(name: str, group: Collectives, values: Tensor, *more: int | list[int]) -> Tensor:
+    """Put one of the operators into the recording at hand.
 
-
-def record_all_gather_last(group: Collectives, values: Tensor, sizes: tuple[int, ...]) -> Tensor:
-    """Put the operator into the recording at hand."""
-    joined: Tensor = torch.ops.llama_ssp.all_gather_last(values, list(sizes), _number_of(group))
-    return joined
+    Args:
+        name: the operator's.
+        group: whose collective it is.
+        values: the collective's first argument.
+        more: its others.
+    """
+    _groups[id(group)] = group
+    result: Tensor = getattr(torch.ops.llama_ssp, name)(values, *more, id(group))
+    return result
 
 
 def take_error() -> BaseException | None:
@@ -71,30 +93,35 @@ def take_error() -> BaseException | None:
     return error
 
 
-def _number_of(group: Collectives) -> int:
-    _groups[id(group)] = group
-    return id(group)
-
-
-def _all_reduce(values: Tensor, group: int) -> Tensor:
-    if is_recording():
-        return values
+def _at_work(call: Callable[[], Tensor]) -> Tensor:
     try:
-        return _groups[group].all_reduce(values)
+        return call()
     except BaseException as error:
         _this_thread.error = error
         raise
+
+
+def _all_reduce(values: Tensor, group: int) -> Tensor:
+    return values if is_recording() else _at_work(lambda: _groups[group].all_reduce(values))
 
 
 def _all_gather_last(values: Tensor, sizes: list[int], group: int) -> Tensor:
     if is_recording():
         return values.new_zeros(*values.shape[:-1], sum(sizes))
-    try:
-        return _groups[group].all_gather_last(values, tuple(sizes))
-    except BaseException as error:
-        _this_thread.error = error
-        raise
+    return _at_work(lambda: _groups[group].all_gather_last(values, tuple(sizes)))
 
 
-_library.impl("all_reduce", _all_reduce, "CPU")
-_library.impl("all_gather_last", _all_gather_last, "CPU")
+def _broadcast(values: Tensor, src: int, group: int) -> Tensor:
+    return values.zero_() if is_recording() else _at_work(lambda: _groups[group].broadcast(values, src=src))
+
+
+def _send(values: Tensor, dst: int, group: int) -> Tensor:
+    return values if is_recording() else _at_work(lambda: _groups[group].send(values, dst=dst))
+
+
+def _receive(values: Tensor, src: int, group: int) -> Tensor:
+    return values.zero_() if is_recording() else _at_work(lambda: _groups[group].receive(values, src=src))
+
+
+for _operator in (_all_reduce, _all_gather_last, _broadcast, _send, _receive):
+    _library.impl(_operator.__name__.removeprefix("_"), _operator, "CPU")

@@ -11,6 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from llama_ssp.models.prefill import Buckets
+from llama_ssp.recorded import Held
 from llama_ssp.sampling.verification import Draft
 
 
@@ -46,4 +47,8 @@ class Drafter(Protocol):
         Returns:
             The drafted ids, the same on every rank, and the probabilities that they were drawn from.
         """
+        ...
+
+    def held(self, *, bucket: int) -> Held | None:
+        """What `propose` reads and writes beside its arguments; see `Runner.held`."""
         ...

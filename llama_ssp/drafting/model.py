@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.models.interface import Runner
 from llama_ssp.models.prefill import Buckets, read_prompts
+from llama_ssp.recorded import Held, sizes
 from llama_ssp.sampling.verification import Draft, Rule
 
 
@@ -64,6 +65,7 @@ class ModelDrafter:
         device = self.runner.device
         self._second_B1 = torch.ones(batch_size, 1, dtype=torch.int64, device=device)
         self._nothing_BV = torch.zeros(batch_size, self._vocab_size, device=device)
+        self._tables = self._last_two, self._offsets_K, self._second_B1, self._nothing_BV
 
     def prefill(
         self, tokens_RS: Tensor, lengths_R: Tensor, *, rows: Sequence[int], longest: int, buckets: Buckets
@@ -92,6 +94,11 @@ class ModelDrafter:
         tokens_BS.scatter_(1, lengths_B[:, None] + self._offsets_K, ids_BK)
         return Draft(ids_BK=ids_BK, probs_BTV=torch.stack([*probs, self._nothing_BV], dim=1) if probs else None)
 
+    def held(self, *, bucket: int) -> Held | None:
+        """The model's, and some small tables; see `Drafter.held`."""
+        of_model = self.runner.held(bucket=bucket)
+        return None if of_model is None else (*of_model, self._tables)
+
     def _at_target_width(self, logits_BV: Tensor) -> Tensor:
-        missing = self._vocab_size - logits_BV.shape[-1]
+        missing = self._vocab_size - sizes(logits_BV)[-1]
         return pad(logits_BV, (0, missing), value=float("-inf")) if missing else logits_BV

@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.drafting.drafter import Drafter
 from llama_ssp.models.prefill import Buckets
+from llama_ssp.recorded import Held, sizes
 from llama_ssp.sampling.random import Draws
 from llama_ssp.sampling.verification import Draft, Rule, Verdict
 
@@ -63,6 +64,7 @@ class AgreedDrafter:
         self._src = src
         self.num_draft_tokens = num_draft_tokens
         self._offsets_K = torch.arange(num_draft_tokens, device=device)
+        self._tables = (self._offsets_K,)
         self._all_draft = all_draft
         self._judge = judge
 
@@ -88,20 +90,25 @@ class AgreedDrafter:
         if self._inner:
             draft = self._inner.propose(tokens_BS, lengths_B, uniforms_BK=uniforms_BK, bucket=bucket)
             if not self._all_draft:
-                self._comm.broadcast(draft.ids_BK, src=self._src)
+                draft = draft._replace(ids_BK=self._comm.broadcast(draft.ids_BK, src=self._src))
             if self._judge and draft.probs_BTV is not None and self._comm.rank == self._src:
                 self._comm.send(draft.probs_BTV[:, :-1], dst=self._judge.rank)
             return draft
-        ids_BK = lengths_B.new_empty(lengths_B.shape[0], self.num_draft_tokens)
-        self._comm.broadcast(ids_BK, src=self._src)
+        ids_BK = lengths_B.new_empty(*sizes(lengths_B), self.num_draft_tokens)
+        ids_BK = self._comm.broadcast(ids_BK, src=self._src)
         tokens_BS.scatter_(1, lengths_B[:, None] + self._offsets_K, ids_BK)
         return Draft(ids_BK=ids_BK, probs_BTV=self._receive_probs(ids_BK))
+
+    def held(self, *, bucket: int) -> Held | None:
+        """The inner drafter's; see `Drafter.held`."""
+        of_inner = self._inner.held(bucket=bucket) if self._inner else ()
+        return None if of_inner is None else (*of_inner, self._tables)
 
     def _receive_probs(self, ids_BK: Tensor) -> Tensor | None:
         """On the judge: the probabilities that the ids were drawn from, and the row of zeros behind them."""
         if self._judge is None or self._comm.rank != self._judge.rank:
             return None
-        shape = (*ids_BK.shape, self._judge.vocab_size)
+        shape = (*sizes(ids_BK), self._judge.vocab_size)
         probs_BKV = self._comm.receive(torch.empty(shape, device=ids_BK.device), src=self._src)
         return pad(probs_BKV, (0, 0, 0, 1))
 
@@ -128,6 +135,9 @@ class AgreedRule:
         comm: the ranks that listen.
         src: the rank in `comm` that decides.
         device: where the decision lives.
+
+    Attributes:
+        held: what it reads beside its arguments; see `Recorded`.
     """
 
     def __init__(self, rule: Rule, *, comm: Comm, src: int, device: torch.device) -> None:
@@ -136,6 +146,7 @@ class AgreedRule:
         self._src = src
         self._decides = comm.rank == src
         self._wish_11 = torch.zeros(1, 1, dtype=torch.int64, device=device)
+        self.held: Held = ((self._wish_11,),)
 
     def wish_to_stop(self) -> None:
         """Let the next decision carry the wish to stop; counts on the deciding rank."""
@@ -147,7 +158,7 @@ class AgreedRule:
         if self._decides:
             ids_B1, _ = self._rule.draw(logits_BV, uniforms_B1)
             verdict = Verdict(num_accepted_B1=torch.zeros_like(ids_B1), next_ids_B1=ids_B1)
-        return self._agree(verdict, batch_size=uniforms_B1.shape[0])
+        return self._agree(verdict, batch_size=sizes(uniforms_B1)[0])
 
     def process(self, logits_BWV: Tensor) -> Tensor:
         """Make of the target's logits what `verify` looks at, where it is looked at."""
@@ -156,14 +167,14 @@ class AgreedRule:
     def verify(self, draft: Draft, target_BWV: Tensor, *, draws: Draws) -> Decision:
         """Accept a prefix of the draft and choose the token behind it."""
         verdict = self._rule.verify(draft, target_BWV, draws=draws) if self._decides else None
-        return self._agree(verdict, batch_size=draft.ids_BK.shape[0])
+        return self._agree(verdict, batch_size=sizes(draft.ids_BK)[0])
 
     def _agree(self, verdict: Verdict | None, *, batch_size: int) -> Decision:
         """Send the deciding rank's verdict and wish in one message of 3 numbers a row; a lone rank keeps its own."""
         if verdict and self._comm.size == 1:
             return Decision(*verdict, self._wish_11 if batch_size == 1 else self._wish_11.expand(batch_size, 1))
         word_B3 = self._word(verdict, num_rows=batch_size) if verdict else self._wish_11.new_empty(batch_size, 3)
-        self._comm.broadcast(word_B3, src=self._src)
+        word_B3 = self._comm.broadcast(word_B3, src=self._src)
         return Decision(*word_B3.split_with_sizes([1, 1, 1], dim=1))
 
     def _word(self, verdict: Verdict, *, num_rows: int) -> Tensor:

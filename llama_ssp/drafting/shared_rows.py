@@ -18,6 +18,7 @@ from llama_ssp.distributed.comms import Comm
 from llama_ssp.drafting.drafter import Drafter
 from llama_ssp.drafting.placement import AgreedRule, Decision
 from llama_ssp.models.prefill import Buckets
+from llama_ssp.recorded import Held, sizes
 from llama_ssp.sampling.random import Draws
 from llama_ssp.sampling.verification import Draft, Rule
 
@@ -40,9 +41,9 @@ class RowShares:
 
     def gather(self, own_RX: Tensor, *, batch_size: int) -> Tensor:
         """Give every rank the rows (B, X) of all, from what each says of its own."""
-        width = own_RX.shape[1]
-        sizes = tuple(len(self._of(rank, batch_size)) * width for rank in range(self._comm.size))
-        return self._comm.all_gather_last(own_RX.flatten(), sizes).view(batch_size, width)
+        width = sizes(own_RX)[1]
+        widths = tuple(len(self._of(rank, batch_size)) * width for rank in range(self._comm.size))
+        return self._comm.all_gather_last(own_RX.flatten(), widths).view(batch_size, width)
 
     def _of(self, rank: int, batch_size: int) -> range:
         if rank not in self._places:
@@ -68,6 +69,7 @@ class SharedRowsDrafter:
         self._shares = shares
         self.num_draft_tokens = num_draft_tokens
         self._offsets_K = torch.arange(num_draft_tokens, device=device)
+        self._tables = (self._offsets_K,)
 
     @property
     def num_allocations(self) -> int:
@@ -96,7 +98,7 @@ class SharedRowsDrafter:
 
     def propose(self, tokens_BS: Tensor, lengths_B: Tensor, *, uniforms_BK: Tensor, bucket: int) -> Draft:
         """Draft for this rank's rows, and take the ids of all; the probabilities returned are of its own rows alone."""
-        batch_size, own = lengths_B.shape[0], slice(self._own.start, self._own.stop)
+        (batch_size,), own = sizes(lengths_B), slice(self._own.start, self._own.stop)
         ids_RK, probs_RWV = lengths_B.new_empty(0, self.num_draft_tokens), None
         if self._inner and self._own:
             ids_RK, probs_RWV = self._inner.propose(
@@ -105,6 +107,11 @@ class SharedRowsDrafter:
         ids_BK = self._shares.gather(ids_RK, batch_size=batch_size)
         tokens_BS.scatter_(1, lengths_B[:, None] + self._offsets_K, ids_BK)
         return Draft(ids_BK, probs_RWV)
+
+    def held(self, *, bucket: int) -> Held | None:
+        """The inner drafter's, where it has rows; see `Drafter.held`."""
+        of_inner = self._inner.held(bucket=bucket) if self._inner and self._own else ()
+        return None if of_inner is None else (*of_inner, self._tables)
 
 
 class SharedRowsRule(AgreedRule):
@@ -124,12 +131,12 @@ class SharedRowsRule(AgreedRule):
 
     def process(self, logits_BWV: Tensor) -> Tensor:
         """Make of the target's logits what `verify` looks at, of this rank's rows alone."""
-        rows = self._shares.own(logits_BWV.shape[0])
+        rows = self._shares.own(sizes(logits_BWV)[0])
         return self._rule.process(logits_BWV[rows.start : rows.stop])
 
     def verify(self, draft: Draft, target_BWV: Tensor, *, draws: Draws) -> Decision:
         """Judge this rank's rows, and take the verdicts of all; a wish to stop of any of them counts."""
-        batch_size = draft.ids_BK.shape[0]
+        batch_size, _ = sizes(draft.ids_BK)
         rows = self._shares.own(batch_size)
         word_R3 = self._wish_11.new_empty(0, 3)
         if rows:

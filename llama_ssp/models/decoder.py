@@ -1,8 +1,7 @@
 """A lean decoder for the Llama kind, as an `interface.Runner`: the library's function in less than half its operators.
 
 It takes over the weights of the library's modules, cut by `tensor_parallel`, layer by layer as they are loaded, and
-leaves the modules empty. What depends on positions alone is looked up in tables. On the CPU a forward is recorded, and
-replayed without Python in between. What a layer does is in `layer`.
+leaves the modules empty. What depends on positions alone is looked up in tables. What a layer does is in `layer`.
 
 Shapes: B sequences, T positions, M = B * T tokens, R rows that get logits, V vocabulary, E embedding width, G queries
 of each key-value head, Q = T * G, S slots, U slots that are read.
@@ -10,7 +9,7 @@ of each key-value head, Q = T * G, S slots, U slots that are read.
 
 from collections.abc import Callable
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,18 +17,15 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.models.families import windows_of
-from llama_ssp.models.kv_cache import Aim, LayerBuffer, Masks, StaticCache, mask_rows
+from llama_ssp.models.kv_cache import Masks, StaticCache
 from llama_ssp.models.layer import Layer, RmsNorm, take
 from llama_ssp.models.linear import Kernel, make_linear
 from llama_ssp.models.quantization import UNQUANTIZED, Precision
 from llama_ssp.models.tensor_parallel import GatheredLinear
-from llama_ssp.recorded import Recorded
+from llama_ssp.recorded import Held, Leaf, leaves, sizes
 
 # Families that are the same function up to biases, norms of queries and keys, and rotary frequencies.
 _MODEL_TYPES = {"llama", "mistral", "qwen2", "qwen3"}
-
-Sizes = tuple[int, int, bool]
-"""B, T, and whether only some rows are wanted: what decides the operators of a forward."""
 
 
 def is_llama_kind(config: PretrainedConfig) -> bool:
@@ -88,15 +84,17 @@ class LeanRunner:
         self._head = make_linear(*take(head), kernel=kernel, keeps_weight=is_tied)
         self.num_allocations = 0
         self._cache: StaticCache | None = None
-        self._recorded: Recorded[Sizes, Tensor] | None = None
+        self._weights: list[Leaf] | None = None
         if self.device.type == "cpu" and not precision.rounds_inputs:
-            self._recorded = Recorded(self._forward_over, layers, self._norm, self._head, self._embed)
+            self._weights = list(leaves([layers, self._norm, self._head, self._embed]))
+        self._made: dict[int, list[Leaf]] = {}
 
     def allocate(self, *, batch_size: int, capacity: int) -> None:
         """Make room in the cache; see `Runner.allocate`."""
         if self._cache is not None and self._cache.fits(batch_size=batch_size, capacity=capacity):
             return
         self.num_allocations += 1
+        self._made = {}
         num_layers = len(self._layers)
         self._cache = StaticCache(num_layers=num_layers, batch_size=batch_size, capacity=capacity, device=self.device)
         self._masks = Masks(self._windows, capacity=capacity, dtype=self.dtype, device=self.device)
@@ -114,58 +112,27 @@ class LeanRunner:
     ) -> Tensor:
         """Read tokens into the cache and score what follows them; see `Runner.forward`."""
         assert self._cache is not None, "allocate comes first"
-        cache, masks = self._cache, self._masks
-        sizes = ids_BT.shape[0], ids_BT.shape[1], rows_BR is not None
-        pieces = masks.shown(bucket)
-        if self._recorded and batch_rows_B is None and (layers := cache.shown(bucket)):
-            inputs = (ids_BT, positions_BT) if rows_BR is None else (ids_BT, positions_BT, rows_BR)
-            made = self._turns_S1P, cache.first_slot_B1, masks.last, *pieces.values(), *chain.from_iterable(layers)
-            return self._recorded(sizes, *inputs, *made)
-        aim = cache.aim(positions_BT, bucket=bucket, batch_rows_B=batch_rows_B)
-        tables = _Tables(self._turns_S1P, masks.last, pieces, aim)
-        return self._forward(sizes, ids_BT, positions_BT, rows_BR, tables)
-
-    def _forward(
-        self, sizes: Sizes, ids_BT: Tensor, positions_BT: Tensor, rows_BR: Tensor | None, tables: "_Tables"
-    ) -> Tensor:
-        """What is done with ids and positions, in terms of what `allocate` has made."""
-        batch_size, num_tokens, _ = sizes
-        turns_M1P = tables.turns_S1P.index_select(0, positions_BT.flatten())
+        batch_size, num_tokens = sizes(ids_BT)
+        aim = self._cache.aim(positions_BT, bucket=bucket, batch_rows_B=batch_rows_B)
+        turns_M1P = self._turns_S1P.index_select(0, positions_BT.flatten())
         positions_BQ = positions_BT[..., None].repeat(1, 1, self._layers[0].group).flatten(1)
-        masks = {
-            window: mask_rows(pieces_SU, tables.last, positions_BQ, batch_size=batch_size)
-            for window, pieces_SU in tables.pieces.items()
-        }
+        masks = self._masks.rows(positions_BQ, bucket=bucket)
         x_ME = self._embed(ids_BT.flatten())
         for layer, window in zip(self._layers, self._windows, strict=True):
-            x_ME = layer.forward(x_ME, turns_M1P, masks[window], tables.aim, batch_size=batch_size)
+            x_ME = layer.forward(x_ME, turns_M1P, masks[window], aim, batch_size=batch_size)
         if rows_BR is not None:
             x_BTE = x_ME.view(batch_size, num_tokens, -1)
             x_ME = x_BTE.gather(1, rows_BR[..., None].expand(-1, -1, self._width)).flatten(0, 1)
         logits_MV: Tensor = self._comm.all_gather_last(self._head(self._norm(x_ME)), self._head_sizes)
         return logits_MV.view(batch_size, -1, self.vocab_size).float()
 
-    def _forward_over(self, sizes: Sizes, ids_BT: Tensor, positions_BT: Tensor, *made: Tensor) -> Tensor:
-        """`_forward` as it is recorded: all that `allocate` makes anew is an argument."""
-        rows_BR, made = (made[0], made[1:]) if sizes[-1] else (None, made)
-        turns_S1P, first_slot_B1, last, *more = made
-        pieces = dict(zip(dict.fromkeys(self._windows), more, strict=False))
-        layers = [LayerBuffer(*more[start : start + 3]) for start in range(len(pieces), len(more), 3)]
-        aim = Aim(lambda number, _: layers[number], first_slot_B1, positions_BT, batch_rows_B=None)
-        return self._forward(sizes, ids_BT, positions_BT, rows_BR, _Tables(turns_S1P, last, pieces, aim))
-
-
-class _Tables(NamedTuple):
-    """What a forward looks up, and where it writes.
-
-    Attributes:
-        turns_S1P: the rotary factors of all positions.
-        last: the last of them; see `mask_rows`.
-        pieces: of the masks (S, U), by window.
-        aim: into the cache.
-    """
-
-    turns_S1P: Tensor
-    last: Tensor
-    pieces: dict[int | None, Tensor]
-    aim: Aim
+    def held(self, *, bucket: int) -> Held | None:
+        """Weights, tables and the cache; see `Runner.held`."""
+        assert self._cache is not None, "allocate comes first"
+        layers = self._cache.shown(bucket)
+        if self._weights is None or not layers:
+            return None
+        if bucket not in self._made:
+            tables = self._turns_S1P, self._cache.first_slot_B1, self._masks.last
+            self._made[bucket] = [*tables, *self._masks.shown(bucket).values(), *chain.from_iterable(layers)]
+        return self._weights, self._made[bucket]

@@ -8,6 +8,8 @@ Shapes: B sequences, T positions of a forward, R rows of them that are wanted.
 import torch
 from torch import Tensor
 
+from llama_ssp.recorded import Held, sizes
+
 
 class Elsewhere:
     """Stands in for a model where there is nothing of it; see `interface.Runner`.
@@ -37,5 +39,9 @@ class Elsewhere:
         batch_rows_B: Tensor | None = None,  # noqa: ARG002
     ) -> Tensor:
         """Logits (B, R, 0): of no token."""
-        num_rows, num_wanted = (ids_BT if rows_BR is None else rows_BR).shape
+        num_rows, num_wanted = sizes(ids_BT if rows_BR is None else rows_BR)
         return torch.empty(num_rows, num_wanted, 0, device=self.device)
+
+    def held(self, *, bucket: int) -> Held:  # noqa: ARG002 - the protocol's
+        """Nothing; see `Runner.held`."""
+        return ()

@@ -8,6 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from llama_ssp.recorded import Held
+
 
 class Runner(Protocol):
     """A model on this rank, whole or in part, with its cache.
@@ -47,5 +49,12 @@ class Runner(Protocol):
 
         Returns:
             Logits (B, R, V) in fp32, over the full vocabulary, on every rank of the model.
+        """
+        ...
+
+    def held(self, *, bucket: int) -> Held | None:
+        """What a forward over all rows at this bucket reads and writes beside its arguments, for `Recorded`.
+
+        None where a forward cannot be recorded, or cannot yet: before the cache has been written.
         """
         ...

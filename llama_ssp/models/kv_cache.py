@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from llama_ssp.recorded import sizes
+
 
 class LayerBuffer(NamedTuple):
     """One layer's part of the cache: the same memory as it is written, and as far as it is read.
@@ -54,8 +56,7 @@ class StaticCache:
         self._num_rows = batch_size
         self._num_slots = capacity
         self._wholes: list[Tensor | None] = [None] * num_layers
-        self._shown: list[LayerBuffer] = []
-        self._bucket = 0
+        self._shown: dict[int, list[LayerBuffer]] = {}
         self.first_slot_B1 = torch.arange(batch_size, device=device)[:, None] * capacity
 
     @property
@@ -69,22 +70,27 @@ class StaticCache:
 
     def aim(self, positions_BT: Tensor, *, bucket: int, batch_rows_B: Tensor | None) -> "Aim":
         """Say where a forward writes and what it reads: the first `bucket` slots; see `Aim`."""
+        shown = self.shown(bucket)
 
         def buffer(number: int, written_M2ND: Tensor) -> LayerBuffer:
+            if shown:
+                return shown[number]
             whole = self._wholes[number]
             return self._show(self._make(number, written_M2ND) if whole is None else whole, bucket)
 
         return Aim(buffer, self.first_slot_B1, positions_BT, batch_rows_B=batch_rows_B)
 
     def shown(self, bucket: int) -> Sequence[LayerBuffer]:
-        """The buffers of all layers, their first `bucket` slots for reading; empty before all have been written."""
-        if self._bucket != bucket:
+        """The buffers of all layers, their first `bucket` slots for reading; empty before all have been written.
+
+        They are kept, because views cost as much as copies, and buckets are few.
+        """
+        if bucket not in self._shown:
             wholes = [whole for whole in self._wholes if whole is not None]
             if len(wholes) < len(self._wholes):
                 return ()
-            # Kept, because the bucket seldom changes and views cost as much as the copies.
-            self._shown, self._bucket = [self._show(whole, bucket) for whole in wholes], bucket
-        return self._shown
+            self._shown[bucket] = [self._show(whole, bucket) for whole in wholes]
+        return self._shown[bucket]
 
     def _show(self, whole: Tensor, bucket: int) -> LayerBuffer:
         return LayerBuffer(whole.flatten(2, 3).flatten(0, 1), *whole[:, :, :, :bucket].transpose(1, 2).unbind())
@@ -196,20 +202,6 @@ def causal_pieces(capacity: int, *, window: int | None, dtype: torch.dtype, devi
     return line.as_strided((capacity, capacity), (1, 1))
 
 
-def mask_rows(pieces_SU: Tensor, last: Tensor, positions_BT: Tensor, *, batch_size: int) -> Tensor:
-    """The masks (B, 1, T, U) of tokens at these positions, from the first U columns of `causal_pieces`.
-
-    Args:
-        pieces_SU: those columns.
-        last: S - 1, of no dimension.
-        positions_BT: of the tokens.
-        batch_size: B.
-    """
-    mask_MU = pieces_SU.index_select(0, (last - positions_BT).flatten())
-    mask_B1TU: Tensor = mask_MU.unflatten(0, (batch_size, 1, -1))
-    return mask_B1TU
-
-
 class Masks:
     """The masks of all layers of a model: one for each window that any of them has.
 
@@ -230,21 +222,20 @@ class Masks:
             window: causal_pieces(capacity, window=window, dtype=dtype, device=device)
             for window in dict.fromkeys(windows)
         }
-        self._shown: dict[int | None, Tensor] = {}
-        self._bucket = 0
+        self._shown: dict[int, dict[int | None, Tensor]] = {}
         self.last = torch.tensor(capacity - 1, device=device)
 
     def shown(self, bucket: int) -> dict[int | None, Tensor]:
-        """The pieces of the first `bucket` slots, by window, in the order of the layers."""
-        if self._bucket != bucket:
-            self._shown = {window: pieces_SS[:, :bucket] for window, pieces_SS in self._of.items()}
-            self._bucket = bucket
-        return self._shown
+        """The pieces of the first `bucket` slots, by window, in the order of the layers; kept as the cache's are."""
+        if bucket not in self._shown:
+            self._shown[bucket] = {window: pieces_SS[:, :bucket] for window, pieces_SS in self._of.items()}
+        return self._shown[bucket]
 
     def rows(self, positions_BT: Tensor, *, bucket: int) -> dict[int | None, Tensor]:
         """The masks (B, 1, T, bucket) of tokens at these positions, by window, in the order of the layers."""
-        batch_size = positions_BT.shape[0]
+        batch_size, _ = sizes(positions_BT)
+        rows_M = (self.last - positions_BT).flatten()
         return {
-            window: mask_rows(pieces_SU, self.last, positions_BT, batch_size=batch_size)
+            window: pieces_SU.index_select(0, rows_M).unflatten(0, (batch_size, 1, -1))
             for window, pieces_SU in self.shown(bucket).items()
         }

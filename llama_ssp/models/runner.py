@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.models.families import check_servable, mask_argument, windows_of
 from llama_ssp.models.kv_cache import LibraryCache, Masks, StaticCache
+from llama_ssp.recorded import Held
 
 
 class ModuleRunner:
@@ -81,6 +82,10 @@ class ModuleRunner:
             use_cache=True,
         ).logits
         return logits_BRV.float()
+
+    def held(self, *, bucket: int) -> Held | None:  # noqa: ARG002 - the protocol's
+        """Nothing that could be recorded: what the library's forwards read is the library's own matter."""
+        return None
 
     def _keep_wanted_rows(self, _head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Before the output head: keep the hidden states (B, R, E) of the wanted rows."""

@@ -212,6 +212,7 @@ def time_document(timed: Timing) -> dict[str, Any]:
         "prefill_ms": ms(timed.prefill_s),
         "round_ms": ms(timed.round_s),
         "draft_step_ms": ms(timed.draft_forward_s),
+        "verify_ms": ms(timed.verify_s),
         "other_ms": ms(timed.other_s),
         "target_forward": parts(timed.target_forward),
         "verify_forward": parts(timed.verify_forward),

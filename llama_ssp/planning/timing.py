@@ -47,7 +47,8 @@ class Timing:
         plain_s, speculative_s: per token, while decoding.
         plain_run_s, speculative_run_s: per token of a whole completion, prompt and unfinished last round included.
         round_s: a round.
-        other_s: its rule, messages and host work, drafting left out.
+        verify_s: its forward of the target, its rule and its messages.
+        other_s: its host work.
         acceptance: what is assumed of the pair.
         tokens_per_round: expected.
         speedup: plain over speculative, while decoding.
@@ -68,6 +69,7 @@ class Timing:
     acceptance: Acceptance | None
     tokens_per_round: float | None
     round_s: float | None
+    verify_s: float | None
     other_s: float | None
     speculative_s: float | None
     speculative_run_s: float | None
@@ -155,10 +157,14 @@ class Clock:
         agree_s = self.agree_s(round_messages(self.job, 1).steps)
         return self.forward(self.draft, num_positions).total_s + self.rule_s(1, verifies=False) + agree_s
 
-    def other_s(self, num_draft_tokens: int) -> float:
-        """A round without its forwards and the draft's draws."""
+    def verdict_s(self, num_draft_tokens: int) -> float:
+        """The rule of a round, and the messages before and after it."""
         told_s = self.agree_s(*round_messages(self.job, num_draft_tokens).after_drafting)
-        return told_s + self.rule_s(num_draft_tokens + 1, verifies=True) + self.host_s
+        return told_s + self.rule_s(num_draft_tokens + 1, verifies=True)
+
+    def verify_s(self, num_draft_tokens: int) -> float:
+        """All of a round that follows the draft on the device."""
+        return self.forward(self.target, num_draft_tokens + 1).total_s + self.verdict_s(num_draft_tokens)
 
 
 def timing(job: Job, hardware: HardwareConfig) -> Timing:
@@ -182,6 +188,7 @@ def timing(job: Job, hardware: HardwareConfig) -> Timing:
         acceptance=None,
         tokens_per_round=None,
         round_s=None,
+        verify_s=None,
         other_s=None,
         speculative_s=None,
         speculative_run_s=None,
@@ -205,8 +212,7 @@ def _speculative(clock: Clock, plain: Timing) -> Timing:
     first_s, step_s = clock.draft_step_s(2), clock.draft_step_s(1)
 
     def round_s(num_draft_tokens: int) -> float:
-        verify_s = clock.forward(clock.target, num_draft_tokens + 1).total_s
-        return first_s + (num_draft_tokens - 1) * step_s + verify_s + clock.other_s(num_draft_tokens)
+        return first_s + (num_draft_tokens - 1) * step_s + clock.verify_s(num_draft_tokens) + clock.host_s
 
     chosen = job.num_draft_tokens
     numbers = range(1, max(MOST_DRAFT_TOKENS, chosen) + 1)
@@ -223,7 +229,8 @@ def _speculative(clock: Clock, plain: Timing) -> Timing:
         acceptance=acceptance,
         tokens_per_round=expected,
         round_s=round_s(chosen),
-        other_s=clock.other_s(chosen),
+        verify_s=clock.verify_s(chosen),
+        other_s=clock.host_s,
         speculative_s=speculative_s,
         speculative_run_s=(prefill_s + num_rounds * round_s(chosen)) / job.max_new_tokens,
         speedup=plain.plain_s / speculative_s,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.config.schema import SamplingConfig
+from llama_ssp.recorded import sizes
 
 # Weights become whole multiples of 2^-62; their sums, below 2, fit into int64 and are exact in any order of adding.
 DRAW_UNITS = 2.0**62
@@ -40,8 +41,8 @@ def processor(sampling: SamplingConfig) -> Callable[[Tensor], Tensor]:
         probs = torch.softmax(logits, dim=-1)
         if top_k is None and top_p is None:
             return probs
-        size = logits.shape[-1]
-        largest_S, ids_S = logits.topk(min(top_k, size)) if top_k else logits.sort(descending=True)
+        vocab_size = sizes(logits)[-1]
+        largest_S, ids_S = logits.topk(min(top_k, vocab_size)) if top_k else logits.sort(descending=True)
         if top_k is not None:
             probs = _keep(probs, at_least=largest_S[..., -1:], logits=logits)
         if top_p is not None:
@@ -81,11 +82,11 @@ def draw(weights_BV: Tensor, uniforms_B1: Tensor) -> Tensor:
     Returns:
         int64 (B, 1); the borders between tokens are exact to within V 2^-53 over the row's sum.
     """
-    return draw_units(weights_BV * DRAW_UNITS, uniforms_B1, vocab_size=weights_BV.shape[-1])
+    return draw_units(weights_BV * DRAW_UNITS, uniforms_B1, vocab_size=sizes(weights_BV)[-1])
 
 
 def draw_units(units_BV: Tensor, uniforms_B1: Tensor, *, vocab_size: int) -> Tensor:
     """Draw by weights that have been multiplied by `DRAW_UNITS`, `vocab_size` of them a row; see `draw`."""
     cumulative_BV = units_BV.long().cumsum(-1)
-    points_B1 = (uniforms_B1 * cumulative_BV[:, -1:]).long()
+    points_B1 = (uniforms_B1 * cumulative_BV.narrow(1, vocab_size - 1, 1)).long()
     return torch.searchsorted(cumulative_BV, points_B1, right=True).clamp_max_(vocab_size - 1)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from llama_ssp.config.schema import RuleName, SamplingConfig, VerificationConfig
 from llama_ssp.errors import ConfigError
-from llama_ssp.recorded import Recorded
+from llama_ssp.recorded import sizes
 from llama_ssp.sampling.logits import DRAW_UNITS, draw, draw_units, processor
 from llama_ssp.sampling.random import Draws
 
@@ -56,38 +56,19 @@ def verify_speculative(draft: Draft, target_probs_BTV: Tensor, *, draws: Draws) 
 
     Source: Chen et al. 2023, arXiv:2302.01318, Algorithm 2; Leviathan et al. 2023, arXiv:2211.17192, Algorithm 1.
     """
-    return Verdict(*_verify(*_parts(draft, target_probs_BTV, draws)))
-
-
-_Sizes = tuple[int, int, int, torch.dtype]
-"""B, T and V, for which no recording shall ask the tensors, and the number format."""
-
-
-def _parts(
-    draft: Draft, target_probs_BTV: Tensor, draws: Draws
-) -> tuple[_Sizes, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """What `_verify` takes."""
     ids_BK, draft_probs_BTV = draft
     assert draft_probs_BTV is not None
-    batch_size, num_positions, target_size = target_probs_BTV.shape
-    draft_size = draft_probs_BTV.shape[-1]
-    if draft_size != target_size:
+    num_rows, num_positions, vocab_size = sizes(target_probs_BTV)
+    draft_size = sizes(draft_probs_BTV)[-1]
+    if draft_size != vocab_size:
         raise ConfigError(
-            f"the draft has {draft_size} tokens and the target {target_size}: verification needs one vocabulary; "
+            f"the draft has {draft_size} tokens and the target {vocab_size}: verification needs one vocabulary; "
             "choose a draft with the target's tokenizer"
         )
-    sizes = batch_size, num_positions, target_size, target_probs_BTV.dtype
-    return sizes, ids_BK, draft_probs_BTV, target_probs_BTV, draws.accept_BK, draws.residual_B1
-
-
-def _verify(sizes: _Sizes, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-    """See `verify_speculative`."""
-    num_rows, num_positions, vocab_size, _ = sizes
-    ids_BK, draft_probs_BTV, target_probs_BTV, accept_BK, residual_B1 = tensors
     ids_BK1 = ids_BK[..., None]
     target_at_BK1 = target_probs_BTV.gather(-1, ids_BK1)
     draft_at_BK1 = draft_probs_BTV.gather(-1, ids_BK1)
-    num_accepted_B1 = _length_of_prefix(accept_BK[..., None] < target_at_BK1.div_(draft_at_BK1))
+    num_accepted_B1 = _length_of_prefix(draws.accept_BK[..., None] < target_at_BK1.div_(draft_at_BK1))
 
     # Few operators, and no conditions: after a large forward each further kind has to be fetched into the processor's
     # caches again, which costs more than its work.
@@ -97,7 +78,7 @@ def _verify(sizes: _Sizes, *tensors: Tensor) -> tuple[Tensor, Tensor]:
     rest_BV = (target_row_BV - draft_row_BV).clamp_min_(0)
     # The hint of the target decides where rounding leaves no residual at all, and is lost in rounding elsewhere.
     units_BV = target_row_BV.mul_(_HINT_OF_TARGET * DRAW_UNITS).add_(rest_BV, alpha=DRAW_UNITS)
-    return num_accepted_B1, draw_units(units_BV, residual_B1, vocab_size=vocab_size)
+    return Verdict(num_accepted_B1, draw_units(units_BV, draws.residual_B1, vocab_size=vocab_size))
 
 
 def verify_greedy(draft: Draft, target_logits_BTV: Tensor) -> Verdict:
@@ -153,16 +134,13 @@ class _Speculative:
 
     def __init__(self, process: Callable[[Tensor], Tensor]) -> None:
         self.process = process
-        self._recorded: Recorded[_Sizes, tuple[Tensor, Tensor]] = Recorded(_verify)
 
     def draw(self, logits_BV: Tensor, uniforms_B1: Tensor) -> tuple[Tensor, Tensor]:
         probs_BV = self.process(logits_BV)
         return draw(probs_BV, uniforms_B1), probs_BV
 
     def verify(self, draft: Draft, target_BTV: Tensor, *, draws: Draws) -> Verdict:
-        if target_BTV.device.type != "cpu":
-            return verify_speculative(draft, target_BTV, draws=draws)
-        return Verdict(*self._recorded(*_parts(draft, target_BTV, draws)))
+        return verify_speculative(draft, target_BTV, draws=draws)
 
 
 class _Greedy:

@@ -14,6 +14,7 @@ from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.decoding.captured import CapturedRounds, CudaRecorder
 from llama_ssp.decoding.clock import clock_for
 from llama_ssp.decoding.loop import Decoder, StopWish
+from llama_ssp.decoding.replayed import ReplayedRounds
 from llama_ssp.decoding.rounds import Rounds
 from llama_ssp.distributed.agree import together
 from llama_ssp.distributed.comms import Comm
@@ -147,7 +148,8 @@ def build_decoder(models: Models, config: RunConfig, *, speculative: bool, wish:
         agreed = SharedRowsRule(rule, shares=shares, comm=mesh.copy, src=mesh.layout.decider, device=device)
     elif speculative:
         drafter = _agreed_drafter(models, config, rule)
-    rounds = Rounds(models.target, drafter, rule=agreed, clock=clock_for(device))
+    kind = ReplayedRounds if device.type == "cpu" else Rounds
+    rounds = kind(models.target, drafter, rule=agreed, clock=clock_for(device))
     if config.cuda_graphs and device.type == "cuda" and may_capture(config.placement.target):
         recorder = CudaRecorder()
         rounds = CapturedRounds(models.target, drafter, rule=agreed, clock=clock_for(device), recorder=recorder)

@@ -24,6 +24,7 @@ from llama_ssp.models.interface import Runner
 from llama_ssp.models.linear import Linear, make_linear
 from llama_ssp.planning.measured import measured_linear_s
 from llama_ssp.planning.roofline import MEASURED_SLOTS
+from llama_ssp.recorded import Recorded
 from llama_ssp.tasks.stacks import HEAD_DIM, MLP_SHARE, RandomStack
 
 ELEMENTS = tuple(4**power for power in range(6, 13))
@@ -220,8 +221,17 @@ def _stack(width: int, num_layers: int) -> Runner:
 
 
 def _forward(runner: Runner, rows: int) -> Callable[[], object]:
-    ids_BT = torch.zeros(1, rows, dtype=torch.int64)
-    return partial(runner.forward, ids_BT, torch.arange(rows)[None], bucket=MEASURED_SLOTS)
+    """A forward of one row of the batch, recorded as those of a round are."""
+    ids_BT, positions_BT = torch.zeros(1, rows, dtype=torch.int64), torch.arange(rows)[None]
+    recorded = Recorded(partial(runner.forward, bucket=MEASURED_SLOTS))
+
+    def forward() -> object:
+        held = runner.held(bucket=MEASURED_SLOTS)
+        if held is None:  # the first one fills the cache
+            return runner.forward(ids_BT, positions_BT, bucket=MEASURED_SLOTS)
+        return recorded(0, ids_BT, positions_BT, held=held)
+
+    return forward
 
 
 @torch.inference_mode()

@@ -19,7 +19,7 @@ from llama_ssp.config.schema import DraftLayout, SamplingConfig, VerificationCon
 from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.decoding.clock import clock_for
 from llama_ssp.decoding.loop import Completion, Decoder
-from llama_ssp.decoding.rounds import Rounds
+from llama_ssp.decoding.replayed import ReplayedRounds
 from llama_ssp.decoding.state import Request
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.memory import available_bytes
@@ -120,7 +120,7 @@ def decoder(target: Runner, draft: Runner | None, comm: Comm, *, num_draft_token
     if draft:
         inner = ModelDrafter(draft, rule=rule, num_draft_tokens=num_draft_tokens, vocab_size=target.vocab_size)
     agreed = AgreedDrafter(inner, comm=comm, src=0, num_draft_tokens=num_draft_tokens, device=target.device)
-    rounds = Rounds(
+    rounds = ReplayedRounds(
         target,
         agreed if num_draft_tokens else None,
         rule=AgreedRule(rule, comm=comm, src=0, device=target.device),
@@ -161,10 +161,11 @@ def composition(times: Sequence[PairTime], machine: HardwareConfig, *, num_ranks
             draws_s = NUM_DRAFT_TOKENS * (clock.draft_step_s(1) - draft_s[-1])
             points.append(_point(clock, clock.draft, 1, time.draft_s - draws_s, sum(draft_s)))
         plain_s, verify_s = (clock.forward(clock.target, rows).total_s for rows in (1, NUM_DRAFT_TOKENS + 1))
-        draw_s, other_s = clock.plain_s() - plain_s, clock.other_s(NUM_DRAFT_TOKENS)
+        draw_s = clock.plain_s() - plain_s
+        beside_s = clock.verdict_s(NUM_DRAFT_TOKENS) + clock.host_s
         points += [
             _point(clock, clock.target, 1, time.plain_s - draw_s, plain_s),
-            _point(clock, clock.target, NUM_DRAFT_TOKENS + 1, time.rest_s - other_s, verify_s),
+            _point(clock, clock.target, NUM_DRAFT_TOKENS + 1, time.rest_s - beside_s, verify_s),
             _point(clock, clock.target, PROMPT_TOKENS, time.prompt_s - draw_s, clock.prefill_s(clock.target)),
         ]
     return points

@@ -16,12 +16,13 @@ from llama_ssp.config.hardware import SizePoint
 from llama_ssp.config.schema import SamplingConfig, VerificationConfig
 from llama_ssp.decoding.clock import clock_for
 from llama_ssp.decoding.loop import Decoder
-from llama_ssp.decoding.rounds import Rounds
+from llama_ssp.decoding.replayed import ReplayedRounds
 from llama_ssp.decoding.state import Request
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.drafting.placement import AgreedRule
+from llama_ssp.recorded import Held, Recorded
 from llama_ssp.sampling.random import Draws, DrawTable
-from llama_ssp.sampling.verification import Draft, make_rule
+from llama_ssp.sampling.verification import Draft, Rule, make_rule
 from llama_ssp.tasks.measuring import seconds_per_call
 
 VOCABULARIES = (64, 4096, 32768)
@@ -33,8 +34,27 @@ _NUM_MATRICES = 32
 
 def some_draw() -> Callable[[], object]:
     """A draw of one token, as it comes between two forwards."""
-    logits_BV, draws = torch.randn(1, VOCABULARIES[1]), _draws()
-    return partial(make_rule(SamplingConfig(), VerificationConfig()).draw, logits_BV, draws.plain_B1)
+    return _drawing(make_rule(SamplingConfig(), VerificationConfig()), torch.randn(1, VOCABULARIES[1]))
+
+
+def _drawing(rule: Rule, logits_BV: Tensor) -> Callable[[], object]:
+    """A draw from these logits, recorded as those of a round are."""
+    recorded = Recorded(partial(_drawn, rule))
+    return partial(recorded, 0, logits_BV, _draws().plain_B1)
+
+
+def _drawn(rule: Rule, logits_BV: Tensor, uniforms_B1: Tensor) -> Tensor:
+    return rule.draw(logits_BV, uniforms_B1)[0]
+
+
+def _verifying(rule: Rule, logits_BTV: Tensor) -> Callable[[], object]:
+    """A verification by these logits of ids that were drawn from them, recorded likewise."""
+    ids_BK, probs_BTV = torch.zeros(1, NUM_DRAFT_TOKENS, dtype=torch.int64), torch.softmax(logits_BTV, dim=-1)
+
+    def verified(logits_BTV: Tensor, ids_BK: Tensor, probs_BTV: Tensor, *draws: Tensor) -> tuple[Tensor, ...]:
+        return tuple(rule.verify(Draft(ids_BK, probs_BTV), rule.process(logits_BTV), draws=Draws(*draws)))
+
+    return partial(Recorded(verified), 0, logits_BTV, ids_BK, probs_BTV, *_draws())
 
 
 def _draws() -> Draws:
@@ -50,22 +70,12 @@ def rule_points(between: Callable[[], object]) -> tuple[list[SizePoint], list[Si
         between: a forward.
     """
     rule = make_rule(SamplingConfig(), VerificationConfig())
-    draws = _draws()
     drawing, verifying = [], []
     for vocab_size in VOCABULARIES:
         logits_BTV = torch.randn(1, NUM_DRAFT_TOKENS + 1, vocab_size)
-        draft = Draft(
-            ids_BK=torch.zeros(1, NUM_DRAFT_TOKENS, dtype=torch.int64),
-            probs_BTV=torch.softmax(logits_BTV, dim=-1),
-        )
-        draw = partial(rule.draw, logits_BTV[:, 0], draws.plain_B1)
-
-        def verify(draft: Draft = draft, logits_BTV: Tensor = logits_BTV) -> None:
-            rule.verify(draft, rule.process(logits_BTV), draws=draws)
-
-        num_numbers = (NUM_DRAFT_TOKENS + 1) * vocab_size
+        draw, verify = _drawing(rule, logits_BTV[:, 0]), _verifying(rule, logits_BTV)
         drawing.append(SizePoint(size=vocab_size, s=seconds_per_call(draw, between=between)))
-        verifying.append(SizePoint(size=num_numbers, s=seconds_per_call(verify, between=between)))
+        verifying.append(SizePoint(size=logits_BTV.numel(), s=seconds_per_call(verify, between=between)))
     return drawing, verifying
 
 
@@ -79,6 +89,7 @@ class _Mute:
         self.max_position_embeddings = 4096
         self.num_allocations = 0
         self._logits_BTV = torch.zeros(1, 1, FEW_IDS)
+        self._tables: Held = ((self._logits_BTV,),)
 
     def allocate(self, *, batch_size: int, capacity: int) -> None:
         """Needs no room."""
@@ -95,16 +106,19 @@ class _Mute:
         """The same logits every time."""
         return self._logits_BTV
 
+    def held(self, *, bucket: int) -> Held:  # noqa: ARG002 - the protocol's
+        """Those logits."""
+        return self._tables
+
 
 def round_s() -> float:
     """What the loop takes for a token beside forwards and the rule."""
     target = _Mute()
-    rule = AgreedRule(
-        make_rule(SamplingConfig(), VerificationConfig()), comm=Comm.single(), src=0, device=target.device
-    )
-    rounds = Rounds(target, None, rule=rule, clock=clock_for(target.device))
+    rule = make_rule(SamplingConfig(), VerificationConfig())
+    agreed = AgreedRule(rule, comm=Comm.single(), src=0, device=target.device)
+    rounds = ReplayedRounds(target, None, rule=agreed, clock=clock_for(target.device))
     num_tokens = 256
-    draw = partial(rule.draw, torch.zeros(1, FEW_IDS), _draws().plain_B1)
+    draw = _drawing(rule, torch.zeros(1, FEW_IDS))
 
     @torch.inference_mode()
     def decode() -> None:

@@ -8,6 +8,7 @@ from llama_ssp.config.schema import SamplingConfig, VerificationConfig
 from llama_ssp.decoding.captured import CapturedRounds, Recorder
 from llama_ssp.decoding.clock import HostClock
 from llama_ssp.decoding.loop import Completion, Decoder, StopWish
+from llama_ssp.decoding.replayed import ReplayedRounds
 from llama_ssp.decoding.rounds import Rounds
 from llama_ssp.decoding.state import Request
 from llama_ssp.distributed.comms import Comm
@@ -27,9 +28,12 @@ def make_decoder(
     eos_ids: Sequence[int] = (),
     comm: Comm | None = None,
     wish: StopWish | None = None,
-    recorder: Recorder | None = None,
+    replay: Recorder | bool = True,
 ) -> Decoder:
-    """A decoder of one rank (or of `comm`) over two runners; its rounds are replayed where there is a recorder."""
+    """A decoder of one rank (or of `comm`) over two runners.
+
+    Its rounds are replayed by torch's interpreter or by a recorder, or launched from Python without `replay`.
+    """
     comm = comm or Comm.single()
     rule = make_rule(SamplingConfig(temperature=temperature), VerificationConfig())
     drafter = None
@@ -39,9 +43,11 @@ def make_decoder(
             inner, comm=comm, src=0, num_draft_tokens=num_draft_tokens, device=torch.device(target.device)
         )
     agreed = AgreedRule(rule, comm=comm, src=0, device=target.device)
-    rounds = Rounds(target, drafter, rule=agreed, clock=HostClock())
-    if recorder:
-        rounds = CapturedRounds(target, drafter, rule=agreed, clock=HostClock(), recorder=recorder)
+    if isinstance(replay, bool):
+        kind = ReplayedRounds if replay else Rounds
+        rounds = kind(target, drafter, rule=agreed, clock=HostClock())
+    else:
+        rounds = CapturedRounds(target, drafter, rule=agreed, clock=HostClock(), recorder=replay)
     return Decoder(rounds, batch_size=batch_size, eos_ids=eos_ids, seed=7, wish=wish)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.distributed.comms import Comm
-from llama_ssp.distributed.operators import is_recording, record_all_gather_last, record_all_reduce
+from llama_ssp.distributed.operators import is_recording, record
 
 Result = TypeVar("Result")
 
@@ -28,27 +28,34 @@ class ThreadComm(Comm):
     def all_reduce(self, values: Tensor) -> Tensor:
         """Add up, in rank order."""
         if is_recording():
-            return record_all_reduce(self, values)
+            return record("all_reduce", self, values)
         return values.copy_(torch.stack(self._swap(values)).sum(0))
 
     def all_gather_last(self, values: Tensor, sizes: tuple[int, ...]) -> Tensor:
         """Join along the last dimension."""
         if is_recording():
-            return record_all_gather_last(self, values, sizes)
+            return record("all_gather_last", self, values, list(sizes))
         slices = self._swap(values)
         assert tuple(part.shape[-1] for part in slices) == sizes
         return torch.cat(slices, dim=-1)
 
     def broadcast(self, values: Tensor, *, src: int) -> Tensor:
         """Take the values of one rank."""
+        if is_recording():
+            return record("broadcast", self, values, src)
         return values.copy_(self._swap(values)[src])
 
-    def send(self, values: Tensor, *, dst: int) -> None:
+    def send(self, values: Tensor, *, dst: int) -> Tensor:
         """Leave values for one rank."""
+        if is_recording():
+            return record("send", self, values, dst)
         self.mail[self.rank, dst].put(values.clone())
+        return values
 
     def receive(self, values: Tensor, *, src: int) -> Tensor:
         """Wait for the values of one rank."""
+        if is_recording():
+            return record("receive", self, values, src)
         return values.copy_(self.mail[src, self.rank].get(timeout=60))
 
     def _swap(self, values: Tensor) -> list[Tensor]:

@@ -39,22 +39,22 @@ def shipped() -> tuple[Runner, Runner]:
 @pytest.mark.parametrize("batch_size", [1, 3, 8])
 @pytest.mark.parametrize("num_draft_tokens", [0, 1, 4])
 def test_replayed_rounds_give_the_same_text(num_draft_tokens: int, batch_size: int, temperature: float) -> None:
-    def decoder(recorder: FakeRecorder | None) -> Decoder:
+    def decoder(*, replay: FakeRecorder | bool) -> Decoder:
         draft = PrefixRunner(seed=1, sharpness=1.0) if num_draft_tokens else None
         return make_decoder(
             PrefixRunner(sharpness=1.0), draft, num_draft_tokens=num_draft_tokens, batch_size=batch_size,
-            temperature=temperature, eos_ids=[4], recorder=recorder,
+            temperature=temperature, eos_ids=[4], replay=replay,
         )  # fmt: skip
 
     recorder = FakeRecorder()
-    captured = decoder(recorder)
-    assert _outcome(complete(captured, _requests())) == _outcome(complete(decoder(None), _requests()))
+    captured = decoder(replay=recorder)
+    assert _outcome(complete(captured, _requests())) == _outcome(complete(decoder(replay=False), _requests()))
     assert recorder.num_replayed > 4 * recorder.num_recorded > 0
 
 
 def test_each_width_of_the_cache_is_recorded_once_for_all_runs(shipped: tuple[Runner, Runner]) -> None:
     recorder = FakeRecorder()
-    captured = make_decoder(*shipped, batch_size=2, recorder=recorder)
+    captured = make_decoder(*shipped, batch_size=2, replay=recorder)
     eager = make_decoder(*shipped, batch_size=2)
     wanted = [Request(index=i, prompt_ids=(5, 6, 7 + i), max_new_tokens=100) for i in range(3)]
     outcome = _outcome(complete(captured, wanted))
@@ -68,7 +68,7 @@ def test_each_width_of_the_cache_is_recorded_once_for_all_runs(shipped: tuple[Ru
 
 def test_a_cache_that_was_made_anew_by_another_decoder_is_noticed(shipped: tuple[Runner, Runner]) -> None:
     recorder = FakeRecorder()
-    captured = make_decoder(*shipped, recorder=recorder)
+    captured = make_decoder(*shipped, replay=recorder)
     wanted = [Request(index=0, prompt_ids=(5, 6, 7), max_new_tokens=40)]
     first = _outcome(complete(captured, wanted))
     num_recorded = recorder.num_recorded
@@ -79,7 +79,7 @@ def test_a_cache_that_was_made_anew_by_another_decoder_is_noticed(shipped: tuple
 
 
 def test_longer_requests_than_ever_are_recorded_anew(shipped: tuple[Runner, Runner]) -> None:
-    captured = make_decoder(*shipped, recorder=FakeRecorder())
+    captured = make_decoder(*shipped, replay=FakeRecorder())
     for runner in shipped:
         runner.allocate(batch_size=1, capacity=300)
     for num_tokens in (70, 90, 30):
@@ -92,7 +92,7 @@ def test_what_cannot_be_recorded_is_one_warning_and_goes_on_without(
     unrecordable: str, shipped: tuple[Runner, Runner], caplog: pytest.LogCaptureFixture
 ) -> None:
     wanted = [Request(index=0, prompt_ids=(5, 6, 7), max_new_tokens=90)]
-    captured = make_decoder(*shipped, recorder=FakeRecorder(unrecordable))
+    captured = make_decoder(*shipped, replay=FakeRecorder(unrecordable))
     with caplog.at_level(logging.WARNING):
         outcomes = [_outcome(complete(captured, wanted)) for _ in range(2)]
     assert outcomes == [_outcome(complete(make_decoder(*shipped), wanted))] * 2
@@ -104,7 +104,7 @@ def test_what_cannot_be_recorded_is_one_warning_and_goes_on_without(
 def test_a_wish_to_stop_reaches_a_replayed_round(shipped: tuple[Runner, Runner]) -> None:
     wish = StopWish()
     recorder = FakeRecorder()
-    decoder = make_decoder(*shipped, wish=wish, recorder=recorder)
+    decoder = make_decoder(*shipped, wish=wish, replay=recorder)
     seen = []
     for wish.requested in (False, True):
         complete(decoder, [Request(index=0, prompt_ids=(5, 6), max_new_tokens=30)])

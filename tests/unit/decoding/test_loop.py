@@ -103,7 +103,7 @@ def test_a_long_prompt_is_read_in_chunks_with_the_same_result(monkeypatch: pytes
 
 def test_an_accepted_draft_costs_one_target_forward_for_k_plus_one_tokens() -> None:
     target = PrefixRunner()
-    decoder = make_decoder(target, PrefixRunner(), num_draft_tokens=4)
+    decoder = make_decoder(target, PrefixRunner(), num_draft_tokens=4, replay=False)
     (completion,) = complete(decoder, [Request(index=0, prompt_ids=(1, 2), max_new_tokens=51)])
     assert completion.accepted_lengths == [4] * 10
     assert completion.num_target_forwards == target.num_forwards == 11

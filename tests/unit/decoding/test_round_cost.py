@@ -20,7 +20,7 @@ from llama_ssp.distributed.comms import Comm
 from llama_ssp.models.decoder import LeanRunner
 from llama_ssp.models.linear import PlainLinear
 from llama_ssp.models.prefill import Buckets
-from tests.helpers.decoders import make_decoder
+from tests.helpers.decoders import complete, make_decoder
 from tests.helpers.models import tiny_model
 
 READS = {"aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::nonzero", "aten::equal"}
@@ -101,6 +101,9 @@ def test_the_loop_reads_values_only_out_of_the_results_copy(
 ) -> None:
     """One `tolist` per flight; none of the other ways to ask for a value, wherever they are called from."""
     reads: Counter[str] = Counter()
+    run = decoder(num_draft_tokens=num_draft_tokens, temperature=0.8, batch_size=2)
+    requests = [Request(index=row, prompt_ids=(2, 3, 4 + row), max_new_tokens=12) for row in range(2)]
+    complete(run, requests)  # rounds are recorded, which asks for sizes
 
     def counted(name: str) -> Callable[..., Any]:
         original = getattr(torch.Tensor, name)
@@ -113,8 +116,6 @@ def test_the_loop_reads_values_only_out_of_the_results_copy(
 
     for name in ("tolist", "item", "__bool__", "__int__", "__float__", "__index__", "numpy"):
         monkeypatch.setattr(torch.Tensor, name, counted(name))
-    run = decoder(num_draft_tokens=num_draft_tokens, temperature=0.8, batch_size=2)
-    requests = [Request(index=row, prompt_ids=(2, 3, 4 + row), max_new_tokens=12) for row in range(2)]
     counting = Counting()
     with torch.inference_mode(), counting:
         num_flights = sum(1 for _ in run.run(requests))
