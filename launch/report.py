@@ -4,7 +4,8 @@
     python launch/report.py outputs/SWEEP                    # one report of all runs below it
     python launch/report.py outputs/A outputs/B --output=DIR # one report of several folders
 
-Needs neither torch nor a GPU nor matplotlib. Exit code: 0, or 2 where a folder holds no run that can be read.
+The cells of benchmarks go into cells.csv beside them. Needs neither torch nor a GPU nor matplotlib. Exit code: 0, or 2
+where a folder holds no run that can be read.
 """
 
 import argparse
@@ -17,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from launch import options
 from llama_ssp.errors import ConfigError
 from llama_ssp.reports import html
-from llama_ssp.reports.runs import find_runs, to_csv
+from llama_ssp.reports.runs import cells_to_csv, find_runs, to_csv
 
 
 def main(arguments: list[str]) -> int:
@@ -52,11 +53,15 @@ def write_report(folders: Sequence[Path], output: Path | None) -> str:
         output.mkdir(parents=True, exist_ok=True)
         (output / "report.html").write_text(html.report(runs, missing=missing), encoding="utf-8")
         (output / "report.csv").write_text(to_csv(runs), encoding="utf-8")
+        cells = cells_to_csv(runs)
+        if cells:
+            (output / "cells.csv").write_text(cells, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{output} cannot be written: {(error.strerror or str(error)).lower()}") from error
     shown = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
     left_out = f"; left out: {'; '.join(missing)}" if missing else ""
-    return f"wrote {output / 'report.html'} and report.csv: {shown}{left_out}"
+    tables = "report.csv and cells.csv" if cells else "report.csv"
+    return f"wrote {output / 'report.html'} and {tables}: {shown}{left_out}"
 
 
 if __name__ == "__main__":

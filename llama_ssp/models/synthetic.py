@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from llama_ssp.config import catalogue
 from llama_ssp.config.schema import ModelShape
@@ -23,7 +23,7 @@ from llama_ssp.errors import ConfigError
 from llama_ssp.models import hub
 from llama_ssp.models.checkpoint import Checkpoint, inspect
 from llama_ssp.models.implant import Implant, obstacle
-from llama_ssp.models.origin import TensorFacts
+from llama_ssp.models.origin import TensorFacts, llama_config
 
 SMALL_MODELS = ("tiny", "tiny-draft")
 AGREEMENT_FILE = "agreement.json"
@@ -74,17 +74,9 @@ class Synthetic:
     @cached_property
     def config(self) -> PretrainedConfig:
         """The library's own configuration of the model."""
-        shape, small = self.shape, self.small.config
-        return LlamaConfig(
-            vocab_size=shape.vocab_size,
-            hidden_size=shape.hidden_size,
-            intermediate_size=shape.intermediate_size,
-            num_hidden_layers=shape.num_hidden_layers,
-            num_attention_heads=shape.num_attention_heads,
-            num_key_value_heads=shape.num_key_value_heads,
-            head_dim=shape.head_dim,
-            max_position_embeddings=shape.max_position_embeddings,
-            tie_word_embeddings=shape.tie_word_embeddings,
+        small = self.small.config
+        return llama_config(
+            self.shape,
             rms_norm_eps=self._implant.eps,
             rope_parameters={"rope_type": "default", "rope_theta": self._implant.theta},
             bos_token_id=small.bos_token_id,

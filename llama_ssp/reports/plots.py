@@ -36,7 +36,8 @@ def draw_plan(plan: Mapping[str, Any], file: Path) -> None:
     try:
         figure.savefig(file, dpi=150)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"figure={file} cannot be written: {error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"figure={file} cannot be written: {reason}") from error
 
 
 def _memory_bars(axes: "Axes", plan: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Finished runs, read back from their folders for a report, and their completions as one table.
+"""Finished runs, read back from their folders for a report, and their completions and cells as tables.
 
 Reads only: no lock is taken and nothing in a run folder changes. What a line and a summary hold is said in `lines`.
 """
@@ -8,6 +8,7 @@ import io
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,24 @@ def to_csv(runs: Sequence[Run]) -> str:
             row = {name: value for name, value in asdict(line).items() if name in measured}
             sums = {"num_accepted": sum(line.accepted_lengths), "num_examined": sum(line.examined_lengths)}
             writer.writerow(known | row | sums)
+    return text.getvalue()
+
+
+def cells_to_csv(runs: Sequence[Run]) -> str:
+    """The cells of all benchmarks as one table, a row each; empty where there is no benchmark."""
+    rows = []
+    for run in runs:
+        for cell in run.summary.cells:
+            row = {name: value for name, value in asdict(cell).items() if not isinstance(value, dict)}
+            row |= {f"{name}_ms_per_token": value for name, value in cell.ms_per_token.items()}
+            row |= {f"{name}_forecast_ms_per_token": value for name, value in cell.forecast_ms_per_token.items()}
+            rows.append({"run": run.name} | row | cell.versions)
+    if not rows:
+        return ""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(dict.fromkeys(chain.from_iterable(rows))), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
     return text.getvalue()
 
 

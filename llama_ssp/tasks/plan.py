@@ -58,8 +58,10 @@ def show_plan(plan: Plan, form: PlanFormat, *, figure: str | None = None) -> Non
 
     Raises:
         CapacityError: it does not fit; it has been printed all the same.
-        ConfigError: the table or the figure needs a package that is not installed.
+        ConfigError: the table or the figure needs a package that is not installed, or the figure a folder.
     """
+    if figure and not Path(figure).parent.is_dir():
+        raise ConfigError(f"figure={figure} has no folder to go to: make {Path(figure).parent} first, or name another")
     content = document(plan)
     if form is PlanFormat.json:
         print(json.dumps(content, indent=2))  # noqa: T201 - what was asked for

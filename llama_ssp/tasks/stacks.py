@@ -16,7 +16,7 @@ from llama_ssp.config.schema import Dtype, ModelShape, Quantization
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.models.backends import load_model
 from llama_ssp.models.interface import Runner
-from llama_ssp.models.origin import TensorFacts
+from llama_ssp.models.origin import TensorFacts, llama_config
 from llama_ssp.planning.inventory import inventory
 from llama_ssp.planning.job import PlannedModel, model_bytes
 
@@ -65,18 +65,7 @@ class RandomStack:
     @cached_property
     def config(self) -> LlamaConfig:
         """The library's own configuration of it."""
-        shape = self.shape
-        return LlamaConfig(
-            vocab_size=shape.vocab_size,
-            hidden_size=shape.hidden_size,
-            intermediate_size=shape.intermediate_size,
-            num_hidden_layers=shape.num_hidden_layers,
-            num_attention_heads=shape.num_attention_heads,
-            num_key_value_heads=shape.num_key_value_heads,
-            head_dim=shape.head_dim,
-            max_position_embeddings=shape.max_position_embeddings,
-            tie_word_embeddings=shape.tie_word_embeddings,
-        )
+        return llama_config(self.shape)
 
     @property
     def context(self) -> int:

@@ -88,6 +88,12 @@ def test_a_missing_package_is_named_with_what_installs_it(package: str, setting:
     assert f"needs {package}: pip install {package}" in finished.stderr
 
 
+def test_a_figure_without_a_folder_is_refused_before_anything_is_printed(call: Call) -> None:
+    ended = call("model=7B", "figure=/missing/plan.png")
+    assert (ended.code, ended.out) == (2, "")
+    assert "figure=/missing/plan.png has no folder to go to: make /missing first, or name another" in ended.err
+
+
 def test_it_runs_in_any_folder_within_a_second_of_processor_time(tmp_path: Path) -> None:
     before = os.times()
     started = time.perf_counter()

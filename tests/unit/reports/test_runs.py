@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from llama_ssp.errors import ConfigError
-from llama_ssp.reports.runs import find_runs, read_run, to_csv
-from tests.helpers.runs import FAST, PLAIN, summary, write_run
+from llama_ssp.reports.runs import cells_to_csv, find_runs, read_run, to_csv
+from tests.helpers.runs import CELL, FAST, PLAIN, summary, write_run
 
 
 def test_a_run_comes_back_as_it_was_written(tmp_path: Path) -> None:
@@ -54,6 +54,18 @@ def test_every_completion_is_a_row_of_the_table(tmp_path: Path) -> None:
         ("s/0", "big", "0", "plain"), ("s/0", "big", "0", "speculative"), ("s/1", 'other, "one"', "3", "speculative"),
     ]  # fmt: skip
     assert (rows[1]["num_accepted"], rows[1]["num_examined"], rows[1]["ms"]) == ("3", "5", "40.0")
+
+
+def test_every_cell_of_a_benchmark_is_a_row_of_another(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "run", PLAIN), name="table")
+    more = replace(CELL, prompt_tokens=512, ms_per_token={"plain": 3.0}, forecast_ms_per_token={})
+    cells = replace(run, summary=replace(run.summary, cells=[CELL, more]))
+    first, second = csv.DictReader(io.StringIO(cells_to_csv([run, cells])))
+    assert (first["run"], first["prompt_tokens"], first["speculative_ms_per_token"]) == ("table", "16", "2.5")
+    assert (first["plain_forecast_ms_per_token"], first["torch"]) == ("600.5", "2.13.0")
+    assert (second["prompt_tokens"], second["plain_ms_per_token"]) == ("512", "3.0")
+    assert second["speculative_ms_per_token"] == second["plain_forecast_ms_per_token"] == ""
+    assert cells_to_csv([run]) == ""
 
 
 def test_a_folder_without_runs_is_refused(tmp_path: Path) -> None:

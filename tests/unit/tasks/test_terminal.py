@@ -4,6 +4,7 @@ import re
 import sys
 import threading
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -12,9 +13,10 @@ from rich.console import Console
 
 from llama_ssp.decoding.stream import Piece
 from llama_ssp.errors import SspError
-from llama_ssp.reports.lines import BenchmarkRow, Forecast, PlainSummary, SpeculativeSummary, Summary
+from llama_ssp.reports.lines import Forecast, PlainSummary, SpeculativeSummary, Summary
 from llama_ssp.tasks.progress import Pace, RunProgress
 from llama_ssp.tasks.terminal import Terminal
+from tests.helpers.runs import CELL
 
 GREEN, MAGENTA = "\x1b[32m", "\x1b[35m"
 
@@ -51,12 +53,10 @@ def summary(*, forecast: Forecast | None = None, speculative: bool = True) -> Su
 
 def test_a_benchmarks_table_fits_the_terminal_and_has_forecasts_beside_what_was_measured() -> None:
     names = ("plain", "speculative", "generate", "assisted")
-    row = BenchmarkRow(
-        model="tiny", draft="tiny-draft", dtype="fp32", quantization="none", world_size=1, temperature=0.8,
-        max_new_tokens=64, num_draft_tokens=16, prompt_tokens=2048, batch_size=64,
+    row = replace(
+        CELL, num_draft_tokens=16, prompt_tokens=2048, batch_size=64,
         ms_per_token={name: 701.25 + place for place, name in enumerate(names)},
-        forecast_ms_per_token={"plain": 600.5, "speculative": 500.5}, tokens_per_round=12.25, other_share=0.04,
-        copy_share=0.99, text_sha256="", versions={}, git_commit=None,
+        forecast_ms_per_token={"plain": 600.5, "speculative": 500.5}, tokens_per_round=12.25,
     )  # fmt: skip
     out = console(terminal=False)
     Terminal(out=out, err=console(terminal=False)).benchmark([row])
