@@ -54,7 +54,7 @@ def forwards_alone_s(
 
     def verify() -> object:
         held = rounds.target.held(bucket=bucket)
-        return rounds.score(state, bucket=bucket) if held is None else score(0, *state, held=(*held, tables))
+        return rounds.score(state, bucket=bucket) if held is None else score(0, *state, held=held.beside(tables))
 
     seconds: dict[Callable[[], object], list[float]] = {draft: [], verify: []}
     with torch.inference_mode():

@@ -5,9 +5,9 @@ keeps the calls, and its interpreter repeats them: the same kernels on the same 
 
     calls of a shape    1st: from Python    2nd: recorded, then replayed    3rd, 4th, ...: replayed
 
-What a function reads and writes is an argument, or held: named beside the arguments, because it seldom changes and
-there is much of it, such as weights and caches. Recording runs the function once more, on copies of the arguments; what
-it holds it may only write as it will write it again.
+What a function reads and writes is an argument, or held: named beside the arguments, because there is much of it, such
+as weights and caches. Recording runs the function once more, on copies of the arguments; what it holds it may only
+write as it will write it again.
 """
 
 import logging
@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from threading import Lock
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +25,25 @@ from llama_ssp.distributed.operators import recording, take_error
 
 Leaf = Tensor | torch.ScriptObject
 """A tensor, or weights in a form of torch's own."""
-Held = tuple[Sequence[Leaf], ...]
-"""What is held, in parts: each stays the same object until something in it becomes another."""
 
+
+class Held(NamedTuple):
+    """What a function reads and writes beside its arguments.
+
+    Attributes:
+        weights: the same at every call.
+        made: always as many, in the same order, but others when caches are made anew or read to another width.
+    """
+
+    weights: Sequence[Leaf] = ()
+    made: Sequence[Tensor] = ()
+
+    def beside(self, tables: Sequence[Tensor]) -> "Held":
+        """This, and some more."""
+        return Held(self.weights, (*self.made, *tables))
+
+
+_NOTHING = Held()
 _Result = TypeVar("_Result", bound=Tensor | tuple[Tensor, ...])
 
 _log = logging.getLogger(__name__)
@@ -50,25 +66,23 @@ class Recorded(Generic[_Result]):
         self._function = function
         self._replays: dict[Hashable, Callable[..., _Result] | None] = {}
         self._holder: Any = None
-        self._held: list[Sequence[Leaf]] = []
         self.failed = False
 
-    def __call__(self, key: Hashable, *arguments: Tensor, held: Held = ()) -> _Result:
+    def __call__(self, key: Hashable, *arguments: Tensor, held: Held = _NOTHING) -> _Result:
         """Do it.
 
         Args:
             key: all that decides which operators run.
             arguments: the function's.
-            held: what else it reads or writes; always as many, and in the same order.
+            held: what else it reads or writes.
         """
         if self.failed or key not in self._replays:
             self._replays[key] = None
             return self._function(*arguments)
-        self._hold(held)
         replay = self._replays[key]
         if replay is None:
             try:
-                replay = self._replays[key] = self._record(arguments)
+                replay = self._replays[key] = self._record(arguments, held)
             except _CANNOT as error:
                 reason = str(error).strip().partition("\n")[0]
                 _log.warning("going on without a recording: %s", reason)
@@ -77,42 +91,35 @@ class Recorded(Generic[_Result]):
         before = _is_optimizing()
         _set_optimizing(False)  # what `_without_optimizer` does, in less time
         try:
-            return replay(*arguments)
+            return replay(*arguments, *held.made)
         except BaseException as error:  # noqa: BLE001 - it is raised again
             raise take_error() or error from None
         finally:
             _set_optimizing(before)
 
-    def _hold(self, held: Held) -> None:
-        """Give recordings what is held now."""
-        if self._holder is None:
-            self._holder = torch._C.ScriptModule("Holder", torch._C.CompilationUnit(), False)  # type: ignore[call-arg]
-        number = 0
-        for place, part in enumerate(held):
-            if place == len(self._held):
-                self._held.append(())
-            if part is not self._held[place]:
-                self._held[place] = part
-                for each, leaf in enumerate(part, start=number):
-                    name = f"held_{each}"
-                    if not self._holder.hasattr(name):
-                        self._holder._register_attribute(name, torch._C._jit_try_infer_type(leaf).type(), leaf)
-                    else:
-                        self._holder.setattr(name, leaf)
-            number += len(part)
-
-    def _record(self, arguments: tuple[Tensor, ...]) -> Callable[..., _Result]:
+    def _record(self, arguments: tuple[Tensor, ...], held: Held) -> Callable[..., _Result]:
         """What `torch.jit.trace` does, but for what it keeps: torch would never let go of its recordings."""
-        copies = tuple(argument.clone() for argument in arguments)
-        names = [f"argument_{number}" for number in range(len(copies))]
+        if self._holder is None:
+            self._holder = _holder(held.weights)
+        inputs = *(argument.clone() for argument in arguments), *held.made
+        names = [f"input_{number}" for number in range(len(inputs))]
         with _one_at_a_time, recording(), warnings.catch_warnings(), _without_optimizer():
             warnings.simplefilter("ignore")  # of sizes that become constants, which the key answers for
             graph, _ = torch._C._create_graph_by_tracing(
-                self._function, copies, lambda _: "", True, False, self._holder, names
+                lambda *tensors: self._function(*tensors[: len(arguments)]),
+                inputs, lambda _: "", True, False, self._holder, names,
             )  # fmt: skip
             _check_constants(graph)
             replay = torch._C._create_function_from_graph("replay", graph)
         return partial(replay, self._holder)
+
+
+def _holder(weights: Sequence[Leaf]) -> object:
+    """What all recordings of a function read, as torch's interpreter wants it."""
+    module = torch._C.ScriptModule("Holder", torch._C.CompilationUnit(), False)  # type: ignore[call-arg]
+    for number, leaf in enumerate(weights):
+        module._register_attribute(f"weight_{number}", torch._C._jit_try_infer_type(leaf).type(), leaf)  # type: ignore[attr-defined]
+    return module
 
 
 def leaves(value: object) -> Iterator[Leaf]:

@@ -29,7 +29,7 @@ class ReplayedRounds(Rounds):
         super().__init__(target, drafter, rule=rule, clock=clock)
         self._open = Recorded(self._open_over)
         self._close = Recorded(self._close_over)
-        self._tables = (self.last_and_drafted_W,)
+        self._tables = self.last_and_drafted_W, *rule.made
 
     def open(self, state: BatchState, *, bucket: int) -> Opening:
         """See `Rounds.open`."""
@@ -47,7 +47,7 @@ class ReplayedRounds(Rounds):
             return super().close(state, opening, bucket=bucket)
         self._bucket = bucket
         drafted = [part for part in opening or () if part is not None]
-        return self._close(state.lengths_B.shape, *state, *drafted, held=(*held, *self.rule.held, self._tables))
+        return self._close(state.lengths_B.shape, *state, *drafted, held=held.beside(self._tables))
 
     def _open_over(self, *state: Tensor) -> tuple[Tensor, ...]:
         opening = super().open(BatchState(*state), bucket=self._bucket)

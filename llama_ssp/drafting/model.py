@@ -97,7 +97,7 @@ class ModelDrafter:
     def held(self, *, bucket: int) -> Held | None:
         """The model's, and some small tables; see `Drafter.held`."""
         of_model = self.runner.held(bucket=bucket)
-        return None if of_model is None else (*of_model, self._tables)
+        return of_model and of_model.beside(self._tables)
 
     def _at_target_width(self, logits_BV: Tensor) -> Tensor:
         missing = self._vocab_size - sizes(logits_BV)[-1]

@@ -101,8 +101,8 @@ class AgreedDrafter:
 
     def held(self, *, bucket: int) -> Held | None:
         """The inner drafter's; see `Drafter.held`."""
-        of_inner = self._inner.held(bucket=bucket) if self._inner else ()
-        return None if of_inner is None else (*of_inner, self._tables)
+        of_inner = self._inner.held(bucket=bucket) if self._inner else Held()
+        return of_inner and of_inner.beside(self._tables)
 
     def _receive_probs(self, ids_BK: Tensor) -> Tensor | None:
         """On the judge: the probabilities that the ids were drawn from, and the row of zeros behind them."""
@@ -137,7 +137,7 @@ class AgreedRule:
         device: where the decision lives.
 
     Attributes:
-        held: what it reads beside its arguments; see `Recorded`.
+        made: what it reads beside its arguments; see `Held`.
     """
 
     def __init__(self, rule: Rule, *, comm: Comm, src: int, device: torch.device) -> None:
@@ -146,7 +146,7 @@ class AgreedRule:
         self._src = src
         self._decides = comm.rank == src
         self._wish_11 = torch.zeros(1, 1, dtype=torch.int64, device=device)
-        self.held: Held = ((self._wish_11,),)
+        self.made = (self._wish_11,)
 
     def wish_to_stop(self) -> None:
         """Let the next decision carry the wish to stop; counts on the deciding rank."""

@@ -110,8 +110,8 @@ class SharedRowsDrafter:
 
     def held(self, *, bucket: int) -> Held | None:
         """The inner drafter's, where it has rows; see `Drafter.held`."""
-        of_inner = self._inner.held(bucket=bucket) if self._inner and self._own else ()
-        return None if of_inner is None else (*of_inner, self._tables)
+        of_inner = self._inner.held(bucket=bucket) if self._inner and self._own else Held()
+        return of_inner and of_inner.beside(self._tables)
 
 
 class SharedRowsRule(AgreedRule):

@@ -87,7 +87,7 @@ class LeanRunner:
         self._weights: list[Leaf] | None = None
         if self.device.type == "cpu" and not precision.rounds_inputs:
             self._weights = list(leaves([layers, self._norm, self._head, self._embed]))
-        self._made: dict[int, list[Leaf]] = {}
+        self._made: dict[int, list[Tensor]] = {}
 
     def allocate(self, *, batch_size: int, capacity: int) -> None:
         """Make room in the cache; see `Runner.allocate`."""
@@ -135,4 +135,4 @@ class LeanRunner:
         if bucket not in self._made:
             tables = self._turns_S1P, self._cache.first_slot_B1, self._masks.last
             self._made[bucket] = [*tables, *self._masks.shown(bucket).values(), *chain.from_iterable(layers)]
-        return self._weights, self._made[bucket]
+        return Held(self._weights, self._made[bucket])

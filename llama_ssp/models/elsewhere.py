@@ -44,4 +44,4 @@ class Elsewhere:
 
     def held(self, *, bucket: int) -> Held:  # noqa: ARG002 - the protocol's
         """Nothing; see `Runner.held`."""
-        return ()
+        return Held()

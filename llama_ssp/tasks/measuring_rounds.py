@@ -89,7 +89,7 @@ class _Mute:
         self.max_position_embeddings = 4096
         self.num_allocations = 0
         self._logits_BTV = torch.zeros(1, 1, FEW_IDS)
-        self._tables: Held = ((self._logits_BTV,),)
+        self._held = Held(made=(self._logits_BTV,))
 
     def allocate(self, *, batch_size: int, capacity: int) -> None:
         """Needs no room."""
@@ -108,7 +108,7 @@ class _Mute:
 
     def held(self, *, bucket: int) -> Held:  # noqa: ARG002 - the protocol's
         """Those logits."""
-        return self._tables
+        return self._held
 
 
 def round_s() -> float:

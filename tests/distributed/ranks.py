@@ -33,6 +33,7 @@ from llama_ssp.config.schema import (
 from llama_ssp.decoding.state import BatchState, Request
 from llama_ssp.distributed.agree import together
 from llama_ssp.distributed.comms import Comm
+from llama_ssp.distributed.operators import is_recording
 from llama_ssp.distributed.world import World, start
 from llama_ssp.errors import CheckpointError, SspError
 from llama_ssp.tasks.checkpoints import find_sources
@@ -73,18 +74,22 @@ class CountingComm(Comm):
 
     def broadcast(self, values: Tensor, *, src: int) -> Tensor:
         """Counts on all ranks but the sender."""
-        self.arrived[0] += values.nbytes * (self.size > 1 and self.rank != src)
+        self._count(values.nbytes * (self.size > 1 and self.rank != src))
         return super().broadcast(values, src=src)
 
     def receive(self, values: Tensor, *, src: int) -> Tensor:
         """Counts what it fills."""
-        self.arrived[0] += values.nbytes
+        self._count(values.nbytes)
         return super().receive(values, src=src)
 
     def all_gather_last(self, values: Tensor, sizes: tuple[int, ...]) -> Tensor:
         """Counts the other ranks' slices, which travel at the width of the widest."""
-        self.arrived[0] += max(sizes) * values.itemsize * (self.size - 1)
+        self._count(max(sizes) * values.itemsize * (self.size - 1))
         return super().all_gather_last(values, sizes)
+
+    def _count(self, num_bytes: int) -> None:
+        if not is_recording():  # which sends nothing
+            self.arrived[0] += num_bytes
 
 
 def run_config(

@@ -66,7 +66,7 @@ class PrefixRunner:
 
     def held(self, *, bucket: int) -> Held:
         """See `models.interface.Runner.held`."""
-        return self._aim(bucket), self._tables
+        return Held(made=(*self._aim(bucket), *self._tables))
 
     def _aim(self, bucket: int) -> tuple[Tensor, Tensor]:
         """The slots of a bucket, and what is in them."""

@@ -21,7 +21,7 @@ from llama_ssp.models.checkpoint import inspect
 from llama_ssp.models.decoder import LeanRunner
 from llama_ssp.models.linear import ColumnsLinear, HalfLinear, Kernel, PackedLinear, PlainLinear, can_halve, can_pack
 from llama_ssp.models.weight_only import Int8WeightOnlyLinear
-from llama_ssp.recorded import Recorded
+from llama_ssp.recorded import Held, Recorded
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint, tiny_model
 
@@ -209,14 +209,14 @@ def test_a_tensor_that_nobody_named_is_not_taken_for_a_constant(caplog: pytest.L
     table = torch.arange(3.0)
     named, unnamed = Recorded(lambda: table * 2), Recorded(lambda: table * 2)
     for _ in range(3):
-        assert named(0, held=((table,),)).tolist() == [0, 2, 4]
+        assert named(0, held=Held(made=[table])).tolist() == [0, 2, 4]
     with caplog.at_level(logging.WARNING):
         assert [unnamed(0).tolist() for _ in range(3)] == [[0, 2, 4]] * 3
     assert [record.message for record in caplog.records] == [
         "going on without a recording: a tensor of shape (3,) is neither an argument nor held"
     ]
     table = torch.ones(3)
-    assert named(0, held=((table,),)).tolist() == [2, 2, 2]
+    assert named(0, held=Held(made=[table])).tolist() == [2, 2, 2]
 
 
 def test_what_is_recorded_is_done_once() -> None:
