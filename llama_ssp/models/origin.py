@@ -6,11 +6,11 @@ Two stand behind it: a folder of files (`checkpoint.Checkpoint`), and a recipe (
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from llama_ssp.config.schema import ModelShape
 
@@ -83,24 +83,3 @@ class Origin(Protocol):
             A contiguous tensor of its own.
         """
         ...
-
-
-def llama_config(shape: ModelShape, **more: Any) -> LlamaConfig:  # noqa: ANN401 - the library's settings
-    """The library's configuration of a Llama without a file of its own.
-
-    Args:
-        shape: its sizes.
-        more: settings that sizes do not decide.
-    """
-    return LlamaConfig(
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_hidden_layers=shape.num_hidden_layers,
-        num_attention_heads=shape.num_attention_heads,
-        num_key_value_heads=shape.num_key_value_heads,
-        head_dim=shape.head_dim,
-        max_position_embeddings=shape.max_position_embeddings,
-        tie_word_embeddings=shape.tie_word_embeddings,
-        **more,
-    )

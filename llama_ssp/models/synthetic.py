@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
+from transformers import LlamaConfig, PretrainedConfig
 
 from llama_ssp.config import catalogue
 from llama_ssp.config.schema import ModelShape
@@ -23,7 +24,7 @@ from llama_ssp.errors import ConfigError
 from llama_ssp.models import hub
 from llama_ssp.models.checkpoint import Checkpoint, inspect
 from llama_ssp.models.implant import Implant, obstacle
-from llama_ssp.models.origin import TensorFacts, llama_config
+from llama_ssp.models.origin import TensorFacts
 
 SMALL_MODELS = ("tiny", "tiny-draft")
 AGREEMENT_FILE = "agreement.json"
@@ -177,3 +178,24 @@ def noise_for(folder: Path, agreement: float) -> float:
         if low <= agreement <= high:
             return float(more_noise + (agreement - low) / (high - low) * (less_noise - more_noise))
     raise ConfigError(f"synthetic.agreement={agreement} must be between {curve[0][0]} and {curve[-1][0]}")
+
+
+def llama_config(shape: ModelShape, **more: Any) -> LlamaConfig:  # noqa: ANN401 - the library's settings
+    """The library's configuration of a Llama without a file of its own.
+
+    Args:
+        shape: its sizes.
+        more: settings that sizes do not decide.
+    """
+    return LlamaConfig(
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.num_hidden_layers,
+        num_attention_heads=shape.num_attention_heads,
+        num_key_value_heads=shape.num_key_value_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=shape.max_position_embeddings,
+        tie_word_embeddings=shape.tie_word_embeddings,
+        **more,
+    )

@@ -16,7 +16,8 @@ from llama_ssp.config.schema import Dtype, ModelShape, Quantization
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.models.backends import load_model
 from llama_ssp.models.interface import Runner
-from llama_ssp.models.origin import TensorFacts, llama_config
+from llama_ssp.models.origin import TensorFacts
+from llama_ssp.models.synthetic import llama_config
 from llama_ssp.planning.inventory import inventory
 from llama_ssp.planning.job import PlannedModel, model_bytes
 
