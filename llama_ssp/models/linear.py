@@ -21,7 +21,7 @@ from torch.nn import functional
 from llama_ssp.distributed.operators import is_recording
 
 _TIMED_ROWS = (1, 5)
-_MIN_CALLS, _BUDGET_S = 4, 2e-3
+_MIN_CALLS, _TURN, _BUDGET_S = 8, 4, 2e-3
 _HALF_TOP = 14
 """Exponent that a scaled weight's largest value gets; fp16 ends at 2^16."""
 _BLOCK_ROWS = 512
@@ -220,7 +220,11 @@ def _choose(weight_OI: Tensor, *, keeps_weight: bool) -> Kernel:
 
 @torch.inference_mode()
 def _find_fastest(kernels: Sequence[Kernel], weight_OI: Tensor) -> Kernel:
-    """The kernel with the least time for one row plus that for a few rows; kernels take turns."""
+    """The kernel with the least time for one row plus that for a few rows.
+
+    Kernels take turns of a few calls each, as layers of a model follow each other with the same one. Single calls in
+    turn would flatter those that share a weight, and find the code of all of them cold.
+    """
     linears = [kernel(weight_OI, None) for kernel in kernels]
     sums_s = [0.0] * len(kernels)
     for num_rows in _TIMED_ROWS:
@@ -230,9 +234,10 @@ def _find_fastest(kernels: Sequence[Kernel], weight_OI: Tensor) -> Kernel:
         num_calls = 0
         while num_calls < _MIN_CALLS or time.perf_counter() - began < _BUDGET_S * len(kernels):
             for number, linear in enumerate(linears):
-                started = time.perf_counter()
-                linear(x_MI)
-                best_s[number] = min(best_s[number], time.perf_counter() - started)
-            num_calls += 1
+                for _ in range(_TURN):
+                    started = time.perf_counter()
+                    linear(x_MI)
+                    best_s[number] = min(best_s[number], time.perf_counter() - started)
+            num_calls += _TURN
         sums_s = [total + best for total, best in zip(sums_s, best_s, strict=True)]
     return kernels[sums_s.index(min(sums_s))]
