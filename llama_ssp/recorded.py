@@ -132,7 +132,7 @@ def leaves(value: object) -> Iterator[Leaf]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from leaves(item)
-    elif type(value).__module__.startswith("llama_ssp.models."):
+    elif type(value).__module__.startswith(("llama_ssp.models.", "bitsandbytes.")):
         yield from leaves(list(vars(value).values()))
 
 

@@ -4,6 +4,7 @@ import gc
 import logging
 import weakref
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -20,6 +21,7 @@ from llama_ssp.models.backends import load_modules
 from llama_ssp.models.checkpoint import inspect
 from llama_ssp.models.decoder import LeanRunner
 from llama_ssp.models.linear import ColumnsLinear, HalfLinear, Kernel, PackedLinear, PlainLinear, can_halve, can_pack
+from llama_ssp.models.quantization import Nf4Linear
 from llama_ssp.models.weight_only import Int8WeightOnlyLinear
 from llama_ssp.recorded import Held, Recorded
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
@@ -32,6 +34,7 @@ KERNELS: dict[str, tuple[Kernel, Callable[[], bool]]] = {
     "packed": (PackedLinear, lambda: can_pack(torch.float32)),
     "half": (HalfLinear, can_halve),
     "int8_weight_only": (Int8WeightOnlyLinear, lambda: True),
+    "nf4": (Nf4Linear, lambda: find_spec("bitsandbytes") is not None),
 }
 
 
