@@ -65,7 +65,6 @@ class ModelDrafter:
         device = self.runner.device
         self._second_B1 = torch.ones(batch_size, 1, dtype=torch.int64, device=device)
         self._nothing_BV = torch.zeros(batch_size, self._vocab_size, device=device)
-        self._tables = self._last_two, self._offsets_K, self._second_B1, self._nothing_BV
 
     def prefill(
         self, tokens_RS: Tensor, lengths_R: Tensor, *, rows: Sequence[int], longest: int, buckets: Buckets
@@ -97,7 +96,8 @@ class ModelDrafter:
     def held(self, *, bucket: int) -> Held | None:
         """The model's, and some small tables; see `Drafter.held`."""
         of_model = self.runner.held(bucket=bucket)
-        return of_model and of_model.beside(self._tables)
+        tables = self._last_two, self._offsets_K, self._second_B1, self._nothing_BV
+        return of_model and of_model.beside(tables)
 
     def _at_target_width(self, logits_BV: Tensor) -> Tensor:
         missing = self._vocab_size - sizes(logits_BV)[-1]

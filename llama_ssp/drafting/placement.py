@@ -64,7 +64,6 @@ class AgreedDrafter:
         self._src = src
         self.num_draft_tokens = num_draft_tokens
         self._offsets_K = torch.arange(num_draft_tokens, device=device)
-        self._tables = (self._offsets_K,)
         self._all_draft = all_draft
         self._judge = judge
 
@@ -102,7 +101,7 @@ class AgreedDrafter:
     def held(self, *, bucket: int) -> Held | None:
         """The inner drafter's; see `Drafter.held`."""
         of_inner = self._inner.held(bucket=bucket) if self._inner else Held()
-        return of_inner and of_inner.beside(self._tables)
+        return of_inner and of_inner.beside([self._offsets_K])
 
     def _receive_probs(self, ids_BK: Tensor) -> Tensor | None:
         """On the judge: the probabilities that the ids were drawn from, and the row of zeros behind them."""

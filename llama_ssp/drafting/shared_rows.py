@@ -69,7 +69,6 @@ class SharedRowsDrafter:
         self._shares = shares
         self.num_draft_tokens = num_draft_tokens
         self._offsets_K = torch.arange(num_draft_tokens, device=device)
-        self._tables = (self._offsets_K,)
 
     @property
     def num_allocations(self) -> int:
@@ -111,7 +110,7 @@ class SharedRowsDrafter:
     def held(self, *, bucket: int) -> Held | None:
         """The inner drafter's, where it has rows; see `Drafter.held`."""
         of_inner = self._inner.held(bucket=bucket) if self._inner and self._own else Held()
-        return of_inner and of_inner.beside(self._tables)
+        return of_inner and of_inner.beside([self._offsets_K])
 
 
 class SharedRowsRule(AgreedRule):
