@@ -33,6 +33,11 @@ class Quadratic:
         return self.a + self.b * n + self.c * n * n
 
     @property
+    def growth(self) -> float:
+        """By what part of itself the value at 0 has grown at the largest n."""
+        return self.at(self.longest) / self.a - 1
+
+    @property
     def share(self) -> float:
         """What the quadratic term has of the value at the largest n."""
         return self.c * self.longest**2 / self.at(self.longest)

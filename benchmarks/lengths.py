@@ -2,8 +2,12 @@
 
 The shipped pair, fp32, one rank, plain and speculative in turns. Behind a context: a few tokens after prompts of many
 lengths, prefill left out. In a text: windows of one long completion of a short prompt. A round's time is taken as it
-is; ms/token is that time over the tokens of a round, of which the mean over all lengths is taken, so that a passage
+is; ms/token is that time over the tokens of a round, of which the mean over all places is taken, so that a passage
 that is easy to draft does not look like a cheap length. `readme` draws the stored row.
+
+Two controls tell what a curve is made of. The same text with all slots read in every round: what grows there is not
+the reading of keys and values. Rounds after pauses in which nothing runs: on a shared processor others push the models
+out of its cache meanwhile, and a round that takes longer because it reads more suffers from that as well.
 """
 
 import argparse
@@ -12,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -44,37 +49,59 @@ class Stack:
     def push(self, item):
         self.items.append(item)
 '''
+MODES = PLAIN, SPECULATIVE
 PROMPT_TOKENS = 16
 WINDOW = 64
-SERIES = {"context": "tokens of context", "text": "tokens of text"}
+CONTEXT, TEXT, ALL_READ, PAUSE = "context", "text", "text, all slots read", "pause"
+TITLES = {
+    CONTEXT: "Behind a context",
+    TEXT: "In the course of a text",
+    ALL_READ: "The same, all slots read in every round",
+    PAUSE: "After a pause before every round",
+}
+X_LABELS = {CONTEXT: "tokens of context", TEXT: "tokens of text", ALL_READ: "tokens of text", PAUSE: "pause, ms"}
 Measured = tuple[float, float]
 """Milliseconds of a round, and tokens that it yielded."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Lengths of the prompts, new tokens behind each, and windows of the long text."""
+    """What is measured.
+
+    Attributes:
+        contexts: lengths of the prompts.
+        num_new_tokens: tokens behind each of them, and with each pause.
+        num_windows: windows of the long text.
+        pauses_ms: milliseconds before each round.
+        paused_context: length of the prompt there.
+    """
 
     contexts: tuple[int, ...]
     num_new_tokens: int
     num_windows: int
+    pauses_ms: tuple[float, ...] = (0, 0.5, 1, 1.5, 2, 3, 4)
+    paused_context: int = 1024
 
 
 FULL = Sizes(contexts=(16, 128, 256, 384, 512, 768, 1024, 1280, 1536, 1900), num_new_tokens=48, num_windows=28)
-QUICK = Sizes(contexts=(16, 32, 64, 96, 128), num_new_tokens=12, num_windows=5)
+QUICK = Sizes(contexts=(16, 32, 64, 96, 128), num_new_tokens=12, num_windows=5, paused_context=16)
 
 
 @torch.inference_mode()
-def rounds_of(decoder: Decoder, prompt: tuple[int, ...], *, num_new_tokens: int, seed: int) -> list[Measured]:
-    """Milliseconds and new tokens of every round of a completion, its prefill left out."""
+def rounds_of(
+    decoder: Decoder, prompt: tuple[int, ...], *, num_new_tokens: int, seed: int, pause_ms: float = 0
+) -> list[Measured]:
+    """Milliseconds and new tokens of every round of a completion, its prefill and all pauses left out."""
     decoder.seed = seed
     rounds = []
-    last = None
+    started = None
     for updates in decoder.run([Request(index=0, prompt_ids=prompt, max_new_tokens=num_new_tokens)]):
-        now = time.perf_counter()
-        if last is not None:
-            rounds.append((1e3 * (now - last), float(len(updates[0].new_ids))))
-        last = now
+        ended = time.perf_counter()
+        if started is not None:
+            rounds.append((1e3 * (ended - started), float(len(updates[0].new_ids))))
+        while time.perf_counter() < ended + pause_ms / 1e3:
+            pass
+        started = time.perf_counter()
     return rounds
 
 
@@ -99,20 +126,32 @@ def measure(sizes: Sizes, *, num_draft_tokens: int, num_repetitions: int) -> dic
     text = encode(TEXT, pair.models.tokenizer, chat=False)
     seen: dict[str, list[list[Measured]]] = {}
 
-    def rounds(decoder: Decoder, prompt_tokens: int, num_new_tokens: int, *, seed: int) -> list[Measured]:
+    def rounds(
+        decoder: Decoder, repetition: int, *, prompt_tokens: int, num_new_tokens: int, pause_ms: float = 0
+    ) -> list[Measured]:
         """All but the last, whose tokens the length limit may have cut."""
         (prompt,) = cut(text, num_prompts=1, num_tokens=prompt_tokens)
-        return rounds_of(decoder, prompt, num_new_tokens=num_new_tokens, seed=seed)[:-1]
+        seed = repetition + 1
+        return rounds_of(decoder, prompt, num_new_tokens=num_new_tokens, seed=seed, pause_ms=pause_ms)[:-1]
 
-    def context(decoder: Decoder, repetition: int) -> list[Measured]:
+    def behind(decoder: Decoder, repetition: int) -> list[Measured]:
         """A point for every context in each repetition, so that they share the machine's mood."""
+        new = sizes.num_new_tokens
         return [
-            typical(rounds(decoder, length, sizes.num_new_tokens, seed=repetition + 1)) for length in sizes.contexts
+            typical(rounds(decoder, repetition, prompt_tokens=length, num_new_tokens=new)) for length in sizes.contexts
         ]
 
     def in_text(decoder: Decoder, repetition: int) -> list[Measured]:
-        found = rounds(decoder, PROMPT_TOKENS, sizes.num_windows * WINDOW, seed=repetition + 1)
-        return windows(found, sizes.num_windows)
+        new = sizes.num_windows * WINDOW
+        return windows(rounds(decoder, repetition, prompt_tokens=PROMPT_TOKENS, num_new_tokens=new), sizes.num_windows)
+
+    def after(decoder: Decoder, repetition: int) -> list[Measured]:
+        """A point for every pause."""
+        length, new = sizes.paused_context, sizes.num_new_tokens
+        return [
+            typical(rounds(decoder, repetition, prompt_tokens=length, num_new_tokens=new, pause_ms=pause))
+            for pause in sizes.pauses_ms
+        ]
 
     def kept(name: str, points: Callable[[int], list[Measured]], repetition: int) -> float:
         measured = points(repetition)
@@ -121,11 +160,14 @@ def measure(sizes: Sizes, *, num_draft_tokens: int, num_repetitions: int) -> dic
         return sum(ms for ms, _ in measured)
 
     candidates: dict[str, Callable[[int], float]] = {}
-    for mode in (PLAIN, SPECULATIVE):
-        decoder = _decoder(pair, mode, num_draft_tokens)
-        for kind, points in (("context", context), ("text", in_text)):
+    for mode in MODES:
+        decoder = decoder_of(pair, mode, num_draft_tokens)
+        reading_all = decoder_of(pair, mode, num_draft_tokens, all_read=True)
+        for kind, points, by in (
+            (CONTEXT, behind, decoder), (TEXT, in_text, decoder), (ALL_READ, in_text, reading_all), (PAUSE, after, decoder),
+        ):  # fmt: skip
             name = f"{kind}, {mode}"
-            candidates[name] = partial(kept, name, partial(points, decoder))
+            candidates[name] = partial(kept, name, partial(points, by))
     in_turns(candidates, num_repetitions=num_repetitions)
     return {
         "target": "tiny",
@@ -133,64 +175,67 @@ def measure(sizes: Sizes, *, num_draft_tokens: int, num_repetitions: int) -> dic
         "num_draft_tokens": num_draft_tokens,
         "num_threads": torch.get_num_threads(),
         "repetitions": num_repetitions,
-        "series": {name: _series(_lengths(name, sizes), repetitions) for name, repetitions in seen.items()},
+        "series": {name: _series(_places(name, sizes), repetitions) for name, repetitions in seen.items()},
     }
 
 
-def _lengths(name: str, sizes: Sizes) -> list[float]:
-    """The middle of what was decoded for each point."""
-    if name.startswith("context"):
+def _places(name: str, sizes: Sizes) -> list[float]:
+    """Where each point stands: the pause, or the middle of what was decoded for it."""
+    if name.startswith(PAUSE):
+        return list(sizes.pauses_ms)
+    if name.startswith(CONTEXT):
         return [length + sizes.num_new_tokens / 2 for length in sizes.contexts]
     return [PROMPT_TOKENS + WINDOW * (number + 0.5) for number in range(sizes.num_windows)]
 
 
-def _decoder(pair: Pair, mode: str, num_draft_tokens: int) -> Decoder:
+def decoder_of(pair: Pair, mode: str, num_draft_tokens: int, *, all_read: bool = False) -> Decoder:
+    """A decoder, plain or speculative, which reads as many slots as it needs, or in every round all that there are."""
     config = replace(
         pair.config,
         sampling=SamplingConfig(temperature=0.8),
         speculation=SpeculationConfig(num_draft_tokens=num_draft_tokens),
         ignore_eos=True,
     )
-    return build_decoder(pair.models, config, speculative=mode == SPECULATIVE)
+    decoder = build_decoder(pair.models, config, speculative=mode == SPECULATIVE)
+    if all_read:
+        decoder.bucket_step = pair.models.target.max_position_embeddings
+    return decoder
 
 
-def _series(lengths: list[float], repetitions: Sequence[Sequence[Measured]]) -> dict[str, object]:
-    """Medians over repetitions at every length, ms/token, and the curve through them."""
+def _series(places: list[float], repetitions: Sequence[Sequence[Measured]]) -> dict[str, object]:
+    """Medians over repetitions at every place, ms/token, and the curve through them."""
     points = list(zip(*repetitions, strict=True))
     round_ms = [statistics.median(ms for ms, _ in measured) for measured in points]
     yielded = [statistics.mean(tokens for _, tokens in measured) for measured in points]
     per_round = statistics.mean(yielded)
     ms_per_token = [ms / per_round for ms in round_ms]
     return {
-        "lengths": lengths,
+        "places": places,
         "round_ms": round_ms,
         "tokens_per_round": yielded,
         "ms_per_token": ms_per_token,
-        "fit": asdict(fit(list(zip(lengths, ms_per_token, strict=True)))),
+        "fit": asdict(fit(list(zip(places, ms_per_token, strict=True)))),
     }
 
 
 def draw(row: dict[str, object]) -> str:
-    """A stored row as a file: one chart over context, one over text; dots are medians, lines the fitted curves."""
-    return sheet([_chart(row, kind) for kind in SERIES])
-
-
-def _chart(row: dict[str, object], kind: str) -> Chart:
+    """A stored row as a file: a chart of each kind on one scale; dots are medians, lines the fitted curves."""
     series = row["series"]
     assert isinstance(series, dict)
-    named = {mode: series[f"{kind}, {mode}"] for mode in (PLAIN, SPECULATIVE)}
-    highest_y = max(max(each["ms_per_token"]) for each in named.values())
-    chart = Chart(
-        {"context": "Behind a context", "text": "In the course of a text"}[kind],
-        x_label=SERIES[kind], y_label="ms/token", highest_x=max(named[PLAIN]["lengths"]), highest_y=highest_y,
-    )  # fmt: skip
+    highest = max(max(each["ms_per_token"]) for each in series.values())
+    return sheet([_chart({mode: series[f"{kind}, {mode}"] for mode in MODES}, kind, highest) for kind in TITLES])
+
+
+def _chart(named: dict[str, Any], kind: str, highest_y: float) -> Chart:
+    highest_x = max(named[PLAIN]["places"])
+    chart = Chart(TITLES[kind], x_label=X_LABELS[kind], y_label="ms/token", highest_x=highest_x, highest_y=highest_y)
     for colour, (mode, each) in zip((COLOURS[5], COLOURS[0]), named.items(), strict=True):
         curve = Quadratic(**each["fit"])
-        first, last = each["lengths"][0], each["lengths"][-1]
+        first, last = each["places"][0], each["places"][-1]
         places = [first + (last - first) * step / 20 for step in range(21)]
         chart.line([(place, curve.at(place)) for place in places], colour)
-        for length, ms in zip(each["lengths"], each["ms_per_token"], strict=True):
-            chart.dot(length, ms, colour, says=f"{mode}, {length:.0f} {SERIES[kind]}: {ms:.3f} ms/token")
+        for place, ms in zip(each["places"], each["ms_per_token"], strict=True):
+            chart.dot(place, ms, colour, says=f"{mode}, {place:g} {X_LABELS[kind]}: {ms:.3f} ms/token")
         chart.legend(mode, colour)
     return chart
 
@@ -198,14 +243,14 @@ def _chart(row: dict[str, object], kind: str) -> Chart:
 def show(row: dict[str, object], console: Console) -> None:
     """Print the ends of every series and its curve."""
     table = Table(title="ms/token = a + b n + c n^2", title_justify="left", show_edge=False)
-    for column in ("series", "first", "last", "a", "b x 1000", "what c says"):
+    for column in ("series", "first", "last", "growth", "what c says"):
         table.add_column(column, justify="left" if column in {"series", "what c says"} else "right")
     series = row["series"]
     assert isinstance(series, dict)
     for name, each in series.items():
         curve, ms = Quadratic(**each["fit"]), each["ms_per_token"]
-        figures = [f"{value:.3f}" for value in (ms[0], ms[-1], curve.a, 1e3 * curve.b)]
-        table.add_row(name, *figures, curve.verdict)
+        verdict = "" if name.startswith(PAUSE) else curve.verdict
+        table.add_row(name, f"{ms[0]:.3f}", f"{ms[-1]:.3f}", f"{curve.growth:+.1%}", verdict)
     console.print(table)
 
 

@@ -106,6 +106,9 @@ class Decoder:
         eos_ids: tokens that end a row.
         seed: of all random numbers.
         wish: see `StopWish`.
+
+    Attributes:
+        bucket_step: slots between two widths at which the cache is read; see `Buckets`.
     """
 
     def __init__(
@@ -120,7 +123,7 @@ class Decoder:
         self._device = rounds.target.device
         self._is_cuda = self._device.type == "cuda"
         self._lag = 1 if self._is_cuda else 0
-        self._bucket_step = 256 if self._is_cuda else 64
+        self.bucket_step = 256 if self._is_cuda else 64
         self._kept: BatchState | None = None
 
     def run(self, requests: Sequence[Request]) -> Iterator[list[Update]]:
@@ -159,7 +162,7 @@ class Decoder:
         num_rounds = max(request.max_new_tokens for request in requests) + 1
         if self._kept:
             num_slots, num_rounds = max(num_slots, self._kept.num_slots), max(num_rounds, self._kept.num_rounds)
-        self._buckets = Buckets(step=self._bucket_step, num_slots=num_slots)
+        self._buckets = Buckets(step=self.bucket_step, num_slots=num_slots)
         self.rounds.target.allocate(batch_size=self.batch_size, capacity=num_slots)
         if self.rounds.drafter:
             self.rounds.drafter.allocate(batch_size=self.batch_size, num_slots=num_slots)

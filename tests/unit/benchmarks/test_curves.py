@@ -19,6 +19,7 @@ def test_the_coefficients_of_an_exact_curve_are_found() -> None:
     curve = fit(points(quadratic=1e-7))
     assert (curve.a, curve.b, curve.c) == pytest.approx((1, 5e-4, 1e-7))
     assert curve.at(1000) == pytest.approx(1.6)
+    assert curve.growth == pytest.approx(curve.at(PLACES[-1]) - 1)
     assert curve.c_within < 1e-12
 
 

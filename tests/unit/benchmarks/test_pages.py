@@ -40,12 +40,14 @@ def placements_row() -> dict[str, Any]:
 
 
 def lengths_row() -> dict[str, Any]:
-    points = [(100.0, 1.0), (200.0, 1.1), (300.0, 1.2), (400.0, 1.3)]
-    ns, ms = map(list, zip(*points, strict=True))
-    series = {"lengths": ns, "ms_per_token": ms, "fit": asdict(fit(points))}
-    return MADE_BY | {
-        "series": {f"{kind}, {mode}": series for kind in lengths.SERIES for mode in ("plain", "speculative")}
-    }
+    """Every kind of series grows in its own straight line, the speculative ones by twice as much."""
+    series = {}
+    for number, kind in enumerate(lengths.TITLES):
+        for mode, factor in (("plain", 1), ("speculative", 2)):
+            points = [(place, 1 + factor * (number + 1) * place / 100) for place in (1.0, 2.0, 3.0, 4.0)]
+            places, ms = map(list, zip(*points, strict=True))
+            series[f"{kind}, {mode}"] = {"places": places, "ms_per_token": ms, "fit": asdict(fit(points))}
+    return MADE_BY | {"series": series}
 
 
 def sweep_row() -> dict[str, Any]:
@@ -123,10 +125,17 @@ def test_the_readme_says_what_gains_and_what_costs() -> None:
 
 def test_the_figure_of_lengths_has_a_dot_for_each_point_and_a_line_for_each_fit() -> None:
     picture = lengths.draw(lengths_row())
-    assert len(said(picture, "circle")) == 4 * 4
-    assert "plain, 100 tokens of context: 1.000 ms/token" in said(picture, "circle")
-    assert picture.count("<polyline") == 4
-    assert len(set(re.findall(r'<circle cx="([\d.]+)"', picture))) == 4
+    assert len(said(picture, "circle")) == 4 * 2 * 4
+    assert "plain, 1 tokens of context: 1.010 ms/token" in said(picture, "circle")
+    assert "speculative, 4 pause, ms: 1.320 ms/token" in said(picture, "circle")
+    assert picture.count("<polyline") == 4 * 2
+
+
+def test_what_is_said_of_lengths_tells_the_terms_and_both_controls() -> None:
+    text = readme.lengths_text(lengths_row())
+    assert text.count("no quadratic term") == 4
+    assert "itself adds +12.0% (plain) and +24.0% (speculative)" in text
+    assert "pause of 4 ms, in which nothing runs, a round takes +16.0% (plain) and +32.0% (speculative)" in text
 
 
 def test_the_figure_of_a_sweep_has_a_bar_for_each_candidate_that_was_measured() -> None:

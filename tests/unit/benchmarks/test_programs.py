@@ -9,6 +9,7 @@ from rich.console import Console
 
 from benchmarks import gpu, gpu_checks, gpu_engine, lengths, placements
 from benchmarks.placement_cells import ALONE, DEEPSPEED, DEEPSPEED_ALONE, FP32, IN_A_ROW, ONE_RANK, cells
+from llama_ssp import load
 from llama_ssp.config.schema import Dtype
 from llama_ssp.models import auto_tp
 
@@ -38,16 +39,38 @@ def test_the_checks_of_the_gpu_suite_find_no_fault_on_a_cpu(monkeypatch: pytest.
     assert gpu_checks.waits_in_a_round(CPU, cuda_graphs=True) == []
 
 
-def test_lengths_have_a_point_for_each_context_and_each_window() -> None:
-    sizes = lengths.Sizes(contexts=(16, 24, 32, 40), num_new_tokens=9, num_windows=4)
+def test_lengths_have_a_point_for_each_context_each_window_and_each_pause() -> None:
+    sizes = lengths.Sizes(
+        contexts=(16, 24, 32, 40), num_new_tokens=9, num_windows=4, pauses_ms=(0, 1, 2, 9), paused_context=16
+    )
     row = lengths.measure(sizes, num_draft_tokens=2, num_repetitions=1)
     series = row["series"]
     assert isinstance(series, dict)
-    assert series["context, speculative"]["lengths"] == [20.5, 28.5, 36.5, 44.5]
-    assert series["text, plain"]["lengths"] == [48, 112, 176, 240]
+    assert series["context, speculative"]["places"] == [20.5, 28.5, 36.5, 44.5]
+    assert series["text, plain"]["places"] == series["text, all slots read, plain"]["places"] == [48, 112, 176, 240]
+    assert series["pause, plain"]["places"] == [0, 1, 2, 9]
+    assert max(series["pause, plain"]["round_ms"]) < 9  # a pause is not part of its round
     assert series["text, plain"]["tokens_per_round"] == [1] * 4
     assert all(1 <= tokens <= 3 for tokens in series["text, speculative"]["tokens_per_round"])
     assert all(len(each["ms_per_token"]) == 4 for each in series.values())
+
+
+@torch.inference_mode()
+def test_a_control_reads_all_slots_in_every_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = load("tiny", "tiny-draft")
+    widths: set[int] = set()
+    held = pair.models.target.held
+
+    def noted(*, bucket: int) -> object:
+        widths.add(bucket)
+        return held(bucket=bucket)
+
+    monkeypatch.setattr(pair.models.target, "held", noted)
+    lengths.rounds_of(lengths.decoder_of(pair, "plain", 2), (2, 3), num_new_tokens=200, seed=0)
+    assert widths == {64, 128, 192, 203}
+    widths.clear()
+    lengths.rounds_of(lengths.decoder_of(pair, "plain", 2, all_read=True), (2, 3), num_new_tokens=200, seed=0)
+    assert widths == {203}
 
 
 def test_placements_measure_a_line_of_the_target_alone_and_one_with_a_draft(

@@ -1,4 +1,4 @@
-"""What a round costs beside its forwards: no value is read from the device, and its operators are a + bK in number.
+"""What a round costs: no value is read from the device, its operators are a + bK in number, its bytes linear in slots.
 
 Counted where torch dispatches them, in the engine itself over lean decoders. A decoder has one form of linear layer
 here; a run chooses by timing, and one of the forms takes two operators more for a few rows.
@@ -8,11 +8,13 @@ Shapes: B sequences, K drafted tokens.
 
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from llama_ssp.decoding.loop import Decoder
 from llama_ssp.decoding.state import BatchState, Request
@@ -26,14 +28,18 @@ from tests.helpers.models import tiny_model
 READS = {"aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::nonzero", "aten::equal"}
 NUM_SLOTS, SHORT, LONG = 192, 64, 128
 """Slots of a row, and two buckets of the cache that a round may read; to read all slots is another view."""
+LOOK_UPS = {"aten::index_select", "aten::gather", "aten::embedding"}
+WRITES_AT = {"aten::index_copy_", "aten::scatter_"}
+"""Operators that touch as much of a tensor as they give, or take, and not all of it."""
 
 
 class Counting(TorchDispatchMode):
-    """Counts operators by name."""
+    """Counts operators by name, and the bytes that they read and write."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.operators: Counter[str] = Counter()
+        self.num_bytes = 0
 
     def __torch_dispatch__(
         self,
@@ -42,8 +48,21 @@ class Counting(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> object:
-        self.operators[func.name().partition(".")[0]] += 1
-        return func(*args, **(kwargs or {}))
+        name = func.name().partition(".")[0]
+        self.operators[name] += 1
+        result = func(*args, **(kwargs or {}))
+        if name in LOOK_UPS:
+            self.num_bytes += 2 * bytes_of(result)
+        elif name in WRITES_AT:
+            self.num_bytes += 2 * bytes_of(args[-1])
+        elif not func.is_view:
+            self.num_bytes += bytes_of((args, kwargs, result))
+        return result
+
+
+def bytes_of(values: object) -> int:
+    """Size of all tensors in a tree."""
+    return sum(value.nbytes for value in tree_leaves(values) if isinstance(value, torch.Tensor))
 
 
 def lean(num_layers: int) -> LeanRunner:
@@ -61,22 +80,28 @@ def decoder(*, num_draft_tokens: int, temperature: float, batch_size: int = 1) -
 
 
 @torch.inference_mode()
-def operators_of_a_round(
-    *, num_draft_tokens: int, batch_size: int = 2, prompt_tokens: int = 9, bucket: int = SHORT, temperature: float = 0.8
-) -> Counter[str]:
+def counted_round(
+    *,
+    num_draft_tokens: int,
+    batch_size: int = 2,
+    prompt_tokens: int = 9,
+    num_slots: int = NUM_SLOTS,
+    bucket: int = SHORT,
+    temperature: float = 0.8,
+) -> Counting:
     """What one round dispatches, after some that have made buffers and views, and recorded the forwards."""
     rounds = decoder(num_draft_tokens=num_draft_tokens, temperature=temperature, batch_size=batch_size).rounds
-    rounds.target.allocate(batch_size=batch_size, capacity=NUM_SLOTS)
+    rounds.target.allocate(batch_size=batch_size, capacity=num_slots)
     if rounds.drafter:
-        rounds.drafter.allocate(batch_size=batch_size, num_slots=NUM_SLOTS)
-    state = BatchState.empty(batch_size=batch_size, num_slots=NUM_SLOTS, num_rounds=21, draws=rounds.draws)
+        rounds.drafter.allocate(batch_size=batch_size, num_slots=num_slots)
+    state = BatchState.empty(batch_size=batch_size, num_slots=num_slots, num_rounds=21, draws=rounds.draws)
     requests = [
         Request(index=row, prompt_ids=tuple(range(2, 2 + prompt_tokens - row)), max_new_tokens=20)
         for row in range(batch_size)
     ]
     prompts = state.rows_of(requests, draws=rounds.draws, seed=0)
     prompt_lengths_R = prompts.lengths_B.clone()
-    buckets = Buckets(step=SHORT, num_slots=NUM_SLOTS)
+    buckets = Buckets(step=SHORT, num_slots=num_slots)
     rounds.prefill(prompts, range(batch_size), longest=prompt_tokens, buckets=buckets)
     state.put(torch.arange(batch_size), prompts, prompt_lengths_R=prompt_lengths_R)
     for _ in range(3):
@@ -84,13 +109,13 @@ def operators_of_a_round(
     counting = Counting()
     with counting:
         rounds.advance(state, bucket=bucket)
-    return counting.operators
+    return counting
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("num_draft_tokens", [0, 4])
 def test_a_round_of_the_lean_decoder_reads_no_value(num_draft_tokens: int, temperature: float) -> None:
-    operators = operators_of_a_round(num_draft_tokens=num_draft_tokens, temperature=temperature)
+    operators = counted_round(num_draft_tokens=num_draft_tokens, temperature=temperature).operators
     assert operators.total() > 50
     assert operators.keys() & READS == set()
 
@@ -126,7 +151,7 @@ def test_the_loop_reads_values_only_out_of_the_results_copy(
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_operators_of_a_round_are_a_plus_b_times_k(temperature: float) -> None:
-    totals = {k: operators_of_a_round(num_draft_tokens=k, temperature=temperature).total() for k in (1, 2, 3, 6)}
+    totals = {k: counted_round(num_draft_tokens=k, temperature=temperature).operators.total() for k in (1, 2, 3, 6)}
     per_token = totals[2] - totals[1]
     assert totals == {k: totals[1] + (k - 1) * per_token for k in totals}
 
@@ -134,8 +159,27 @@ def test_operators_of_a_round_are_a_plus_b_times_k(temperature: float) -> None:
 @pytest.mark.parametrize("num_draft_tokens", [0, 1, 6])
 def test_operators_of_a_round_depend_neither_on_batch_nor_on_length(num_draft_tokens: int) -> None:
     """From a batch of two on. One row needs fewer: `verification._rows_at`, and torch in attention, let it off some."""
-    pair = operators_of_a_round(num_draft_tokens=num_draft_tokens)
-    assert operators_of_a_round(num_draft_tokens=num_draft_tokens, batch_size=8) == pair
-    assert operators_of_a_round(num_draft_tokens=num_draft_tokens, prompt_tokens=90, bucket=LONG) == pair
-    alone = operators_of_a_round(num_draft_tokens=num_draft_tokens, batch_size=1)
-    assert alone.total() <= pair.total()
+
+    def operators(**shape: int) -> Counter[str]:
+        return counted_round(num_draft_tokens=num_draft_tokens, **shape).operators
+
+    pair = operators()
+    assert operators(batch_size=8) == pair
+    assert operators(prompt_tokens=90, bucket=LONG) == pair
+    assert operators(batch_size=1).total() <= pair.total()
+
+
+@pytest.mark.parametrize("num_draft_tokens", [0, 4])
+def test_bytes_of_a_round_are_a_straight_line_over_the_slots_that_it_reads(num_draft_tokens: int) -> None:
+    """Neither how long the text is within them, nor how many slots there are besides, makes a difference."""
+
+    def moved(bucket: int, *, prompt_tokens: int = 9, num_slots: int = 512) -> int:
+        return counted_round(
+            num_draft_tokens=num_draft_tokens, prompt_tokens=prompt_tokens, num_slots=num_slots, bucket=bucket
+        ).num_bytes
+
+    measured = [moved(bucket) for bucket in range(SHORT, 6 * SHORT, SHORT)]
+    steps = {more - less for less, more in pairwise(measured)}
+    assert len(steps) == 1
+    assert 0 < steps.pop() * 4 < measured[0]
+    assert moved(LONG, prompt_tokens=100) == moved(LONG, num_slots=1024) == measured[1]
