@@ -163,11 +163,13 @@ def measure(sizes: Sizes, *, num_draft_tokens: int, num_repetitions: int) -> dic
     for mode in MODES:
         decoder = decoder_of(pair, mode, num_draft_tokens)
         reading_all = decoder_of(pair, mode, num_draft_tokens, all_read=True)
-        for kind, points, by in (
-            (CONTEXT, behind, decoder), (TEXT, in_text, decoder), (ALL_READ, in_text, reading_all), (PAUSE, after, decoder),
-        ):  # fmt: skip
+        kinds = {
+            CONTEXT: partial(behind, decoder), TEXT: partial(in_text, decoder), ALL_READ: partial(in_text, reading_all),
+            PAUSE: partial(after, decoder),
+        }  # fmt: skip
+        for kind, points in kinds.items():
             name = f"{kind}, {mode}"
-            candidates[name] = partial(kept, name, partial(points, by))
+            candidates[name] = partial(kept, name, points)
     in_turns(candidates, num_repetitions=num_repetitions)
     return {
         "target": "tiny",

@@ -85,12 +85,11 @@ def lengths_text(row: Row) -> str:
     longest_pause = max(row["series"][f"{lengths.PAUSE}, {lengths.MODES[0]}"]["places"])
     return (
         "![Milliseconds per token behind longer contexts, late in a text, and after pauses](docs/lengths.svg)\n\n"
-        f"Fitted to a + b n + c n², with 95 % intervals: {said}. Counted by a test, a round's operators do not grow and "
-        "its bytes grow in a straight line. What grows is the reading of keys and values: where "
-        f"every round reads all slots, the text's length itself adds {growths(lengths.ALL_READ)} from its beginning to "
-        "its end. A bend is the machine's: others push the models out of the cache that its processors share, so that "
-        f"after a pause of {longest_pause:g} ms, in which nothing runs, a round takes {growths(lengths.PAUSE)} longer, "
-        "and rounds that read more leave more time for that."
+        f"Fitted to a + b n + c n², with 95 % intervals: {said}. Counted by a test, a round's operators do not grow, "
+        "and its bytes grow in a straight line: where every round reads all slots, the text's length itself adds "
+        f"{growths(lengths.ALL_READ)} from its beginning to its end. A bend is the machine's: others push the models "
+        f"out of the cache that its processors share, so that after a pause of {longest_pause:g} ms, in which nothing "
+        f"runs, a round takes {growths(lengths.PAUSE)} longer, and rounds that read more leave more time for that."
     )
 
 

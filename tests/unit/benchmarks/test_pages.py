@@ -1,7 +1,6 @@
 """What the repository says of measurements: every figure comes from the row, and nothing is said without one."""
 
 import json
-import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
