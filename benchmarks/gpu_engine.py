@@ -34,6 +34,7 @@ from llama_ssp.decoding.loop import Completion, Decoder
 from llama_ssp.decoding.state import Request
 from llama_ssp.distributed.world import start
 from llama_ssp.planning.acceptance import implied_acceptance
+from llama_ssp.sampling.random import PER_DRAW
 from llama_ssp.tasks.checkpoints import find_sources
 from llama_ssp.tasks.loading import build_decoder, load_models
 from llama_ssp.tasks.prompts import encode
@@ -215,11 +216,11 @@ def forwards_alone_ms(decoder: Decoder, *, context: int, num_turns: int = 20) ->
     drafter.allocate(batch_size=1, num_slots=num_slots)
     tokens_1S = torch.ones(1, num_slots, dtype=torch.int64, device=device)
     lengths_1 = torch.tensor([context], device=device)
-    uniforms_1K = torch.full((1, num_draft_tokens), 0.5, dtype=torch.float64, device=device)
+    uniforms_1KP = torch.full((1, num_draft_tokens, PER_DRAW), 0.5, dtype=torch.float64, device=device)
     positions_1W = torch.arange(context - 1, context + num_draft_tokens, device=device)[None]
 
     def draft() -> object:
-        return drafter.propose(tokens_1S, lengths_1, uniforms_BK=uniforms_1K, bucket=num_slots)
+        return drafter.propose(tokens_1S, lengths_1, uniforms_BKP=uniforms_1KP, bucket=num_slots)
 
     def verify() -> object:
         return models.target.forward(tokens_1S[:, : num_draft_tokens + 1], positions_1W, bucket=num_slots)

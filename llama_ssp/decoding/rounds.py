@@ -9,8 +9,8 @@ host chooses only shapes: which rows, how wide a bucket of the cache.
       the target reads                             t     d1    d2    d3
       two accepted: the text gains                       d1    d2    x           x is the target's own
 
-Shapes: B sequences, R rows being prefilled, K drafted tokens, W = K + 1, V vocabulary, N random numbers of a round; L
-is a row's length.
+Shapes: B sequences, R rows being prefilled, K drafted tokens, W = K + 1, V vocabulary, N random numbers of a round, P =
+2 of a draw; L is a row's length.
 """
 
 from collections.abc import Sequence
@@ -81,7 +81,7 @@ class Rounds:
         if self.drafter:
             self.drafter.prefill(tokens_RS, lengths_R, rows=rows, longest=longest, buckets=buckets)
         draws = self.draws.split(prompts.numbers())
-        return prompts.commit(self.rule.draw(logits_RV, draws.plain_B1))
+        return prompts.commit(self.rule.draw(logits_RV, draws.plain_BP))
 
     def advance(self, state: BatchState, *, bucket: int) -> Tensor:
         """One round: speculative where there is a drafter, else one plain token.
@@ -106,15 +106,15 @@ class Rounds:
         """Look up the round's numbers, and draft with them."""
         assert self.drafter
         numbers_BN = state.numbers()
-        uniforms_BK = self.draws.split(numbers_BN).draft_BK
-        draft = self.drafter.propose(state.tokens_BS, state.lengths_B, uniforms_BK=uniforms_BK, bucket=bucket)
+        uniforms_BKP = self.draws.split(numbers_BN).draft_BKP
+        draft = self.drafter.propose(state.tokens_BS, state.lengths_B, uniforms_BKP=uniforms_BKP, bucket=bucket)
         return Opening(numbers_BN, *draft)
 
     def close(self, state: BatchState, opening: Opening | None, *, bucket: int) -> Tensor:
         """All that follows the draft, or the whole of a plain step; returns the result."""
         target_BWV = self.score(state, bucket=bucket)
         if opening is None:
-            return state.commit(self.rule.draw(target_BWV[:, 0], self.draws.split(state.numbers()).plain_B1))
+            return state.commit(self.rule.draw(target_BWV[:, 0], self.draws.split(state.numbers()).plain_BP))
         draft, draws = Draft(opening.ids_BK, opening.probs_BTV), self.draws.split(opening.numbers_BN)
         return state.commit(self.rule.verify(draft, target_BWV, draws=draws), drafted_ids_BK=draft.ids_BK)
 

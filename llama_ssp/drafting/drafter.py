@@ -2,7 +2,7 @@
 
 Whether this rank drafts at all is not decided here but in `placement`.
 
-Shapes: B sequences, R rows being prefilled, S slots, K drafted tokens, V vocabulary.
+Shapes: B sequences, R rows being prefilled, S slots, K drafted tokens, P = 2 numbers of a draw, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -35,13 +35,13 @@ class Drafter(Protocol):
         """Take note of new prompts, as `models.prefill.read_prompts` does; the host knows which rows they become."""
         ...
 
-    def propose(self, tokens_BS: Tensor, lengths_B: Tensor, *, uniforms_BK: Tensor, bucket: int) -> Draft:
+    def propose(self, tokens_BS: Tensor, lengths_B: Tensor, *, uniforms_BKP: Tensor, bucket: int) -> Draft:
         """Extend every row by K tokens.
 
         Args:
             tokens_BS: token ids; the drafted ids are written behind each row's text.
             lengths_B: length of each row's text, at least 2.
-            uniforms_BK: random numbers in [0, 1), one for each drafted token.
+            uniforms_BKP: random numbers in [0, 1), two for each drafted token; see `logits.draw`.
             bucket: number of cache slots to read, at least length + K.
 
         Returns:

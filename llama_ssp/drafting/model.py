@@ -1,6 +1,6 @@
 """A smaller model as the drafter.
 
-Shapes: B sequences, S slots, K drafted tokens, V vocabulary.
+Shapes: B sequences, S slots, K drafted tokens, P = 2 numbers of a draw, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -73,19 +73,19 @@ class ModelDrafter:
         rows_R = torch.tensor(rows, device=self.runner.device)
         read_prompts(self.runner, tokens_RS, lengths_R, rows_R=rows_R, longest=longest, buckets=buckets)
 
-    def propose(self, tokens_BS: Tensor, lengths_B: Tensor, *, uniforms_BK: Tensor, bucket: int) -> Draft:
+    def propose(self, tokens_BS: Tensor, lengths_B: Tensor, *, uniforms_BKP: Tensor, bucket: int) -> Draft:
         """Draw K tokens one after the other; see `Drafter.propose`."""
         positions_BT = lengths_B[:, None] + self._last_two
         wanted_B1: Tensor | None = self._second_B1
         ids_BT = tokens_BS.gather(1, positions_BT)
         drafted: list[Tensor] = []
         probs: list[Tensor] = []
-        for uniforms_B1 in uniforms_BK.split_with_sizes([1] * self.num_draft_tokens, dim=1):
+        for uniforms_BP in uniforms_BKP.unbind(1):
             if drafted:
                 positions_BT, wanted_B1 = positions_BT[:, -1:] + 1, None
                 ids_BT = drafted[-1]
             logits_BV = self.runner.forward(ids_BT, positions_BT, bucket=bucket, rows_BR=wanted_B1)[:, 0]
-            ids_B1, probs_BV = self.rule.draw(self._at_target_width(logits_BV), uniforms_B1)
+            ids_B1, probs_BV = self.rule.draw(self._at_target_width(logits_BV), uniforms_BP)
             drafted.append(self._comm.broadcast(ids_B1, src=self._src))
             if probs_BV is not None:
                 probs.append(probs_BV)

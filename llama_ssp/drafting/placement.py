@@ -5,7 +5,8 @@ word, sent to the others in two small messages a round: drafted ids before the t
 So rounding can never make ranks part ways. The rule runs beside the draft where a rank holds both models; only where
 none does are the draft's probabilities sent, to the rank of the target that decides.
 
-Shapes: B sequences, R rows being prefilled, S slots, K drafted tokens, W = K + 1, V vocabulary.
+Shapes: B sequences, R rows being prefilled, S slots, K drafted tokens, P = 2 numbers of a draw, W = K + 1, V
+vocabulary.
 """
 
 from collections.abc import Sequence
@@ -84,10 +85,10 @@ class AgreedDrafter:
         if self._inner:
             self._inner.prefill(tokens_RS, lengths_R, rows=rows, longest=longest, buckets=buckets)
 
-    def propose(self, tokens_BS: Tensor, lengths_B: Tensor, *, uniforms_BK: Tensor, bucket: int) -> Draft:
+    def propose(self, tokens_BS: Tensor, lengths_B: Tensor, *, uniforms_BKP: Tensor, bucket: int) -> Draft:
         """Draft on some ranks, and take the ids of one of them on all; see `Drafter.propose`."""
         if self._inner:
-            draft = self._inner.propose(tokens_BS, lengths_B, uniforms_BK=uniforms_BK, bucket=bucket)
+            draft = self._inner.propose(tokens_BS, lengths_B, uniforms_BKP=uniforms_BKP, bucket=bucket)
             if not self._all_draft:
                 draft = draft._replace(ids_BK=self._comm.broadcast(draft.ids_BK, src=self._src))
             if self._judge and draft.probs_BTV is not None and self._comm.rank == self._src:
@@ -151,13 +152,13 @@ class AgreedRule:
         """Let the next decision carry the wish to stop; counts on the deciding rank."""
         self._wish_11.fill_(1)
 
-    def draw(self, logits_BV: Tensor, uniforms_B1: Tensor) -> Decision:
+    def draw(self, logits_BV: Tensor, uniforms_BP: Tensor) -> Decision:
         """Sample one token for every row from the target's logits."""
         verdict = None
         if self._decides:
-            ids_B1, _ = self._rule.draw(logits_BV, uniforms_B1)
+            ids_B1, _ = self._rule.draw(logits_BV, uniforms_BP)
             verdict = Verdict(num_accepted_B1=torch.zeros_like(ids_B1), next_ids_B1=ids_B1)
-        return self._agree(verdict, batch_size=sizes(uniforms_B1)[0])
+        return self._agree(verdict, batch_size=sizes(uniforms_BP)[0])
 
     def process(self, logits_BWV: Tensor) -> Tensor:
         """Make of the target's logits what `verify` looks at, where it is looked at."""

@@ -6,7 +6,8 @@ the ranks; with fewer rows than ranks some have none.
 
     7 rows on 3 ranks   | 0 1 | 2 3 | 4 5 6 |
 
-Shapes: B sequences, R rows being prefilled, S slots, K drafted tokens, W = K + 1, V vocabulary, X numbers of a row.
+Shapes: B sequences, R rows being prefilled, S slots, K drafted tokens, P = 2 numbers of a draw, W = K + 1, V
+vocabulary, X numbers of a row.
 """
 
 from collections.abc import Sequence
@@ -95,13 +96,13 @@ class SharedRowsDrafter:
                 buckets=buckets,
             )
 
-    def propose(self, tokens_BS: Tensor, lengths_B: Tensor, *, uniforms_BK: Tensor, bucket: int) -> Draft:
+    def propose(self, tokens_BS: Tensor, lengths_B: Tensor, *, uniforms_BKP: Tensor, bucket: int) -> Draft:
         """Draft for this rank's rows, and take the ids of all; the probabilities returned are of its own rows alone."""
         (batch_size,), own = sizes(lengths_B), slice(self._own.start, self._own.stop)
         ids_RK, probs_RWV = lengths_B.new_empty(0, self.num_draft_tokens), None
         if self._inner and self._own:
             ids_RK, probs_RWV = self._inner.propose(
-                tokens_BS[own], lengths_B[own], uniforms_BK=uniforms_BK[own], bucket=bucket
+                tokens_BS[own], lengths_B[own], uniforms_BKP=uniforms_BKP[own], bucket=bucket
             )
         ids_BK = self._shares.gather(ids_RK, batch_size=batch_size)
         tokens_BS.scatter_(1, lengths_B[:, None] + self._offsets_K, ids_BK)

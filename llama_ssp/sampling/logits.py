@@ -1,16 +1,19 @@
-"""From logits to probabilities to a token: the processors, and the draw of one token per row by one uniform number.
+"""From logits to probabilities to a token: the processors, and the draw of one token per row by two uniform numbers.
 
 The processors run in the order temperature, top-k, top-p, and keep the sets that transformers' warpers keep. Tie rule:
 logits equal to the smallest kept one are kept too (transformers' top-p keeps those of them that its sort puts last).
 Where the uniform numbers come from is `random`'s matter; what is done with drafted tokens is `verification`'s.
 
-Shapes: B sequences, V vocabulary; `...V` stands for any leading dimensions, S for logits sorted from the largest.
+Shapes: B sequences, V vocabulary, P = 2 numbers of a draw, C blocks of M tokens; `...V` stands for any leading
+dimensions, S for logits sorted from the largest.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from llama_ssp.config.schema import SamplingConfig
 from llama_ssp.recorded import sizes
@@ -65,28 +68,62 @@ def _keep(probs: Tensor, *, at_least: Tensor, logits: Tensor) -> Tensor:
     return probs.div_(probs.sum(-1, keepdim=True))
 
 
-def draw(weights_BV: Tensor, uniforms_B1: Tensor) -> Tensor:
-    """Draw one token per row, each with its weight's share of the row's sum, by inverting the cumulative distribution.
+def draw(weights_BV: Tensor, uniforms_BP: Tensor) -> Tensor:
+    """Draw one token per row, each with its weight's share of the row's sum: a block of tokens, then a token in it.
 
-    A token of weight 0 is never drawn: with c the cumulative sum in whole numbers, the first token with c[i] > x has
-    c[i - 1] <= x < c[i], so its own part is positive. There always is one, since x = floor(u c[V - 1]) is below
-    c[V - 1] for u <= 1 - 2^-53. Whole numbers make that true of parallel sums too, where fp64 would round c[i] and
-    c[i - 1] differently. The index is clamped for the sake of NaN alone, which must not become an invalid id before
-    the flag that reports it arrives.
+    Both are drawn by inverting the cumulative distribution, each with a number of its own. Where rounding differs, as
+    between placements, a border moves by what all weights before it moved together, and a draw that falls between the
+    old border and the new one changes: some hundred short borders are far steadier than one for each token.
+
+    What has weight 0 is never drawn: with c the cumulative sum in whole numbers, the first place with c[i] > x has
+    c[i - 1] <= x < c[i], so its own part is positive. There always is one, since x = floor(u c[-1]) is below c[-1]
+    for u <= 1 - 2^-53. Whole numbers make that true of parallel sums too, where fp64 would round c[i] and c[i - 1]
+    differently. Indices are clamped for the sake of NaN alone, which must not become an invalid id before the flag
+    that reports it arrives.
 
     Args:
         weights_BV: at least 0, with a sum below 2 and not 0: probabilities, or what is left of them. The smaller the
             sum, the coarser the shares, by just as much as such a row is rarer.
-        uniforms_B1: fp64 in [0, 1), from `random`.
+        uniforms_BP: fp64 in [0, 1), from `random`: that of the block, and that of the token in it.
 
     Returns:
         int64 (B, 1); the borders between tokens are exact to within V 2^-53 over the row's sum.
     """
-    return draw_units(weights_BV * DRAW_UNITS, uniforms_B1, vocab_size=sizes(weights_BV)[-1])
+    return draw_units(weights_BV * DRAW_UNITS, uniforms_BP, vocab_size=sizes(weights_BV)[-1])
 
 
-def draw_units(units_BV: Tensor, uniforms_B1: Tensor, *, vocab_size: int) -> Tensor:
+def draw_units(units_BV: Tensor, uniforms_BP: Tensor, *, vocab_size: int) -> Tensor:
     """Draw by weights that have been multiplied by `DRAW_UNITS`, `vocab_size` of them a row; see `draw`."""
-    cumulative_BV = units_BV.long().cumsum(-1)
-    points_B1 = (uniforms_B1 * cumulative_BV.narrow(1, vocab_size - 1, 1)).long()
-    return torch.searchsorted(cumulative_BV, points_B1, right=True).clamp_max_(vocab_size - 1)
+    block_size = tokens_of_a_block(vocab_size)
+    num_blocks = -(-vocab_size // block_size)
+    num_missing = num_blocks * block_size - vocab_size
+    whole_BV = units_BV.long()
+    if num_missing:
+        whole_BV = pad(whole_BV, (0, num_missing))
+    blocks_BCM = whole_BV.unflatten(1, (num_blocks, block_size))
+    of_blocks_B1, of_tokens_B1 = uniforms_BP.split(1, dim=1)
+    blocks_B1 = _pick(blocks_BCM.sum(-1), of_blocks_B1, num_places=num_blocks)
+    rows_B = rows_at(blocks_B1, num_rows=sizes(units_BV)[0], num_positions=num_blocks)
+    places_B1 = _pick(blocks_BCM.flatten(0, 1).index_select(0, rows_B), of_tokens_B1, num_places=block_size)
+    ids_B1 = places_B1.add_(blocks_B1, alpha=block_size)
+    return ids_B1.clamp_max_(vocab_size - 1) if num_missing else ids_B1
+
+
+def tokens_of_a_block(vocab_size: int) -> int:
+    """M: the power of two next to the vocabulary's square root, so that there are about as many blocks."""
+    return 1 << round(math.log2(vocab_size) / 2)
+
+
+def rows_at(positions_B1: Tensor, *, num_rows: int, num_positions: int) -> Tensor:
+    """Where one position of each row lies when rows and positions are one dimension."""
+    rows_B = positions_B1.flatten()
+    if num_rows == 1:
+        return rows_B
+    return rows_B + torch.arange(0, num_rows * num_positions, num_positions, device=rows_B.device)
+
+
+def _pick(units_BX: Tensor, uniforms_B1: Tensor, *, num_places: int) -> Tensor:
+    """The place in each row where its cumulative sum passes a share of the whole."""
+    cumulative_BX = units_BX.cumsum(-1)
+    points_B1 = (uniforms_B1 * cumulative_BX.narrow(1, num_places - 1, 1)).long()
+    return torch.searchsorted(cumulative_BX, points_B1, right=True).clamp_max_(num_places - 1)

@@ -7,7 +7,7 @@ so a round can run on the meta device and inside a CUDA graph. This module does 
 How it works: a row's key plus a two-dimensional Weyl lattice over (start, counter) is sent through the finaliser of
 SplitMix64. All arithmetic is int64 with wrap-around, alike on every device.
 
-Shapes: B sequences, K drafted tokens, N = 2 K + 2 numbers of one round.
+Shapes: B sequences, K drafted tokens, P = 2 numbers of a draw, N = 3 K + 4 numbers of one round.
 """
 
 from enum import IntEnum
@@ -30,6 +30,8 @@ _MIX_FACTORS = (_signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB))
 _MIX_SHIFTS = (30, 27, 31)
 _TOP_53_BITS = _signed(-1 << 11)
 _MAX_OFFSETS = 1 << 16
+PER_DRAW = 2
+"""P: uniform numbers that a draw of one token takes; see `logits.draw`."""
 
 
 class Purpose(IntEnum):
@@ -44,13 +46,13 @@ class Purpose(IntEnum):
 class Draws(NamedTuple):
     """The numbers of one round, fp64 in [0, 1): multiples of 2^-53.
 
-    `residual_B1` serves the token after the accepted ones, resampled or bonus; `plain_B1` rounds without a draft.
+    `residual_BP` serves the token after the accepted ones, resampled or bonus; `plain_BP` rounds without a draft.
     """
 
-    draft_BK: Tensor
+    draft_BKP: Tensor
     accept_BK: Tensor
-    residual_B1: Tensor
-    plain_B1: Tensor
+    residual_BP: Tensor
+    plain_BP: Tensor
 
 
 def _mix_(bits: Tensor) -> Tensor:
@@ -92,11 +94,15 @@ class DrawTable:
         """Lay out the counters.
 
         Args:
-            num_draft_tokens: K, at most 65536; 0 when nothing is drafted.
+            num_draft_tokens: K, at most 32768; 0 when nothing is drafted.
             device: where keys and starts will live.
         """
-        offsets = {Purpose.draft: num_draft_tokens, Purpose.accept: num_draft_tokens}
-        counters = [purpose * _MAX_OFFSETS + offset for purpose in Purpose for offset in range(offsets.get(purpose, 1))]
+        num_offsets = {Purpose.draft: PER_DRAW * num_draft_tokens, Purpose.accept: num_draft_tokens}
+        counters = [
+            purpose * _MAX_OFFSETS + offset
+            for purpose in Purpose
+            for offset in range(num_offsets.get(purpose, PER_DRAW))
+        ]
         self.device = device
         self._num_draft_tokens = num_draft_tokens
         self.num_numbers = len(counters)
@@ -121,4 +127,5 @@ class DrawTable:
     def split(self, numbers_BN: Tensor) -> Draws:
         """Name the numbers of one round by their purposes; views."""
         num = self._num_draft_tokens
-        return Draws(*numbers_BN.split_with_sizes([num, num, 1, 1], dim=1))
+        draft_BX, *others = numbers_BN.split_with_sizes([PER_DRAW * num, num, PER_DRAW, PER_DRAW], dim=1)
+        return Draws(draft_BX.unflatten(1, (num, PER_DRAW)), *others)

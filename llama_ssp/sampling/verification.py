@@ -4,19 +4,18 @@ The rules are pure functions on tensors, vectorised over rows; no value is read 
 the way its drafts are drawn, because a rule is lossless only for drafts drawn as it expects. What becomes of the
 verdict (end of sequence, length limit) is decoding's matter.
 
-Shapes: B sequences, K drafted tokens, T = K + 1 target positions, V vocabulary.
+Shapes: B sequences, K drafted tokens, T = K + 1 target positions, V vocabulary, P = 2 numbers of a draw.
 """
 
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
 from llama_ssp.config.schema import RuleName, SamplingConfig, VerificationConfig
 from llama_ssp.errors import ConfigError
 from llama_ssp.recorded import sizes
-from llama_ssp.sampling.logits import DRAW_UNITS, draw, draw_units, processor
+from llama_ssp.sampling.logits import DRAW_UNITS, draw, draw_units, processor, rows_at
 from llama_ssp.sampling.random import Draws
 
 _HINT_OF_TARGET = 2.0**-50
@@ -45,7 +44,7 @@ def verify_speculative(draft: Draft, target_probs_BTV: Tensor, *, draws: Draws) 
     Args:
         draft: ids and the probabilities they were drawn from.
         target_probs_BTV: the target's probabilities at K + 1 positions, after the same processors.
-        draws: the numbers of this round; `accept_BK` and `residual_B1` are used.
+        draws: the numbers of this round; `accept_BK` and `residual_BP` are used.
 
     Returns:
         The verdict. The next token comes from the residual, the positive part of target minus draft, at the first
@@ -72,13 +71,13 @@ def verify_speculative(draft: Draft, target_probs_BTV: Tensor, *, draws: Draws) 
 
     # Few operators, and no conditions: after a large forward each further kind has to be fetched into the processor's
     # caches again, which costs more than its work.
-    rows_B = _rows_at(num_accepted_B1, num_rows=num_rows, num_positions=num_positions)
+    rows_B = rows_at(num_accepted_B1, num_rows=num_rows, num_positions=num_positions)
     target_row_BV = target_probs_BTV.flatten(0, 1).index_select(0, rows_B)
     draft_row_BV = draft_probs_BTV.flatten(0, 1).index_select(0, rows_B)
     rest_BV = (target_row_BV - draft_row_BV).clamp_min_(0)
     # The hint of the target decides where rounding leaves no residual at all, and is lost in rounding elsewhere.
     units_BV = target_row_BV.mul_(_HINT_OF_TARGET * DRAW_UNITS).add_(rest_BV, alpha=DRAW_UNITS)
-    return Verdict(num_accepted_B1, draw_units(units_BV, draws.residual_B1, vocab_size=vocab_size))
+    return Verdict(num_accepted_B1, draw_units(units_BV, draws.residual_BP, vocab_size=vocab_size))
 
 
 def verify_greedy(draft: Draft, target_logits_BTV: Tensor) -> Verdict:
@@ -101,18 +100,10 @@ def _length_of_prefix(is_accepted_BK1: Tensor) -> Tensor:
     return is_accepted_BK1.cumprod(1).sum(1)
 
 
-def _rows_at(positions_B1: Tensor, *, num_rows: int, num_positions: int) -> Tensor:
-    """Where one position of each row lies when rows and positions are one dimension."""
-    rows_B = positions_B1.flatten()
-    if num_rows == 1:
-        return rows_B
-    return rows_B + torch.arange(0, num_rows * num_positions, num_positions, device=rows_B.device)
-
-
 class Rule(Protocol):
     """How tokens are drawn from logits, and how a draft that was drawn so is verified."""
 
-    def draw(self, logits_BV: Tensor, uniforms_B1: Tensor) -> tuple[Tensor, Tensor | None]:
+    def draw(self, logits_BV: Tensor, uniforms_BP: Tensor) -> tuple[Tensor, Tensor | None]:
         """Draw one token per row, from a draft's or from the target's own logits.
 
         Returns:
@@ -135,9 +126,9 @@ class _Speculative:
     def __init__(self, process: Callable[[Tensor], Tensor]) -> None:
         self.process = process
 
-    def draw(self, logits_BV: Tensor, uniforms_B1: Tensor) -> tuple[Tensor, Tensor]:
+    def draw(self, logits_BV: Tensor, uniforms_BP: Tensor) -> tuple[Tensor, Tensor]:
         probs_BV = self.process(logits_BV)
-        return draw(probs_BV, uniforms_B1), probs_BV
+        return draw(probs_BV, uniforms_BP), probs_BV
 
     def verify(self, draft: Draft, target_BTV: Tensor, *, draws: Draws) -> Verdict:
         return verify_speculative(draft, target_BTV, draws=draws)
@@ -146,7 +137,7 @@ class _Speculative:
 class _Greedy:
     """The best token everywhere; no number is used."""
 
-    def draw(self, logits_BV: Tensor, uniforms_B1: Tensor) -> tuple[Tensor, None]:  # noqa: ARG002
+    def draw(self, logits_BV: Tensor, uniforms_BP: Tensor) -> tuple[Tensor, None]:  # noqa: ARG002
         return logits_BV.argmax(-1, keepdim=True), None
 
     def process(self, logits: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """What `task=calibrate` times of a round beside its forwards: the rule, the loop itself, and collectives.
 
-Shapes: B sequences, T positions, V vocabulary.
+Shapes: B sequences, T positions, V vocabulary, P = 2 numbers of a draw.
 """
 
 import time
@@ -40,11 +40,11 @@ def some_draw() -> Callable[[], object]:
 def _drawing(rule: Rule, logits_BV: Tensor) -> Callable[[], object]:
     """A draw from these logits, recorded as those of a round are."""
     recorded = Recorded(partial(_drawn, rule))
-    return partial(recorded, 0, logits_BV, _draws().plain_B1)
+    return partial(recorded, 0, logits_BV, _draws().plain_BP)
 
 
-def _drawn(rule: Rule, logits_BV: Tensor, uniforms_B1: Tensor) -> Tensor:
-    return rule.draw(logits_BV, uniforms_B1)[0]
+def _drawn(rule: Rule, logits_BV: Tensor, uniforms_BP: Tensor) -> Tensor:
+    return rule.draw(logits_BV, uniforms_BP)[0]
 
 
 def _verifying(rule: Rule, logits_BTV: Tensor) -> Callable[[], object]:

@@ -5,7 +5,8 @@ the answers (it has no formula of its own that could agree with a wrong rule), a
 Every round starts from an empty prefix; the text after the round is drawn token by token by the rule's own `draw`.
 If that has the target's law for every table, then by induction so do all later rounds.
 
-Shapes: G tables, V vocabulary, K drafted tokens, B rows that are driven together, C coordinates (uniform numbers).
+Shapes: G tables, V vocabulary, K drafted tokens, B rows that are driven together, C coordinates (uniform numbers),
+P = 2 numbers of a draw.
 """
 
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from llama_ssp.sampling.random import Draws
+from llama_ssp.sampling.random import PER_DRAW, Draws
 from llama_ssp.sampling.verification import Draft, Rule
 from tests.helpers.table_models import TableModel
 
@@ -66,7 +67,9 @@ def draw_law(rule: Rule, logits: Tensor) -> Tensor:
     def choose(rows_B: Tensor, uniforms_BC: Tensor) -> Tensor:
         return rule.draw(rows_BV[rows_B], uniforms_BC)[0][:, 0]
 
-    return _law(choose, num_rows=rows_BV.shape[0], num_coordinates=1, num_answers=logits.shape[-1]).view(logits.shape)
+    return _law(choose, num_rows=rows_BV.shape[0], num_coordinates=PER_DRAW, num_answers=logits.shape[-1]).view(
+        logits.shape
+    )
 
 
 def _drafting(rule: Rule, draft: TableModel, paths_NK: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -77,7 +80,8 @@ def _drafting(rule: Rule, draft: TableModel, paths_NK: Tensor) -> tuple[Tensor, 
         logits = draft.logits[position]
         codes_N = _codes(paths_NK[:, :position], draft.vocab_size)
         path_law_GN = path_law_GN * draw_law(rule, logits)[:, codes_N, paths_NK[:, position]]
-        _, probs = rule.draw(logits.flatten(0, 1), logits.new_full((logits.shape[0] * logits.shape[1], 1), 0.5))
+        some_BP = logits.new_full((logits.shape[0] * logits.shape[1], PER_DRAW), 0.5)
+        _, probs = rule.draw(logits.flatten(0, 1), some_BP)
         kept_probs.append(None if probs is None else probs.view(logits.shape)[:, codes_N])
     probs_K = [probs for probs in kept_probs if probs is not None]
     return path_law_GN, torch.stack([*probs_K, torch.zeros_like(probs_K[0])], dim=2) if probs_K else None
@@ -92,8 +96,9 @@ def _verifying(rule: Rule, *, paths_NK: Tensor, draft_probs_GNTV: Tensor | None,
     target_logits_BTV = target_logits_GNTV.flatten(0, 1)
 
     def choose(rows_B: Tensor, uniforms_BC: Tensor) -> Tensor:
-        unused_BK = torch.full_like(uniforms_BC[:, 1:], 0.5)
-        draws = Draws(unused_BK, uniforms_BC[:, :-1], uniforms_BC[:, -1:], unused_BK[:, :1])
+        accept_BK, residual_BP = uniforms_BC.split([num_draft_tokens, PER_DRAW], dim=1)
+        unused_BP = torch.full_like(residual_BP, 0.5)
+        draws = Draws(unused_BP[:, None].expand(-1, num_draft_tokens, -1), accept_BK, residual_BP, unused_BP)
         draft = Draft(ids_BK[rows_B], None if draft_probs_BTV is None else draft_probs_BTV[rows_B])
         verdict = rule.verify(draft, rule.process(target_logits_BTV[rows_B]), draws=draws)
         return (verdict.num_accepted_B1 * vocab_size + verdict.next_ids_B1)[:, 0]
@@ -101,7 +106,7 @@ def _verifying(rule: Rule, *, paths_NK: Tensor, draft_probs_GNTV: Tensor | None,
     law_BA = _law(
         choose,
         num_rows=num_tables * num_paths,
-        num_coordinates=num_draft_tokens + 1,
+        num_coordinates=num_draft_tokens + PER_DRAW,
         num_answers=num_positions * vocab_size,
     )
     return law_BA.view(num_tables, num_paths, num_positions, vocab_size)
@@ -120,6 +125,8 @@ def _law(choose: Choice, *, num_rows: int, num_coordinates: int, num_answers: in
 
     The pieces are taken to be boxes whose sides are found along lines through the corners of the unit cube: right for
     rules that compare one number with one threshold at a time, and for others the law will not come out right by luck.
+    The four tokens of a table are two blocks, one at either end of the number that draws them, so that a corner lies in
+    each.
     """
     edges = _edges(choose, num_rows=num_rows, num_coordinates=num_coordinates)
     grids = torch.meshgrid(*(torch.arange(edges_BM.shape[1] - 1) for edges_BM in edges), indexing="ij")

@@ -1,4 +1,4 @@
-"""The processors keep what transformers' warpers keep, and a draw inverts the cumulative distribution exactly."""
+"""The processors keep what transformers' warpers keep, and a draw has exactly the law of its weights."""
 
 from typing import cast
 
@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from llama_ssp.config.schema import SamplingConfig
-from llama_ssp.sampling.logits import draw, processor
+from llama_ssp.sampling.logits import draw, processor, tokens_of_a_block
 from tests.helpers.exact_law import LARGEST_UNIFORM
 
 
@@ -75,27 +75,76 @@ def test_half_precision_logits_become_fp32_and_fp64_is_kept() -> None:
     assert dtypes == [torch.float32, torch.float32, torch.float64]
 
 
-def test_the_token_changes_just_at_the_cumulative_probabilities() -> None:
+def test_blocks_then_tokens_change_just_at_their_cumulative_shares() -> None:
+    assert tokens_of_a_block(7) == 2
     probs_V = torch.tensor([0.0, 0.1, 0.0, 0.0, 0.6, 0.3, 0.0], dtype=torch.float64)
-    uniforms_B = torch.tensor([0.1 - 1e-12, 0.1 + 1e-12, 0.7 - 1e-12, 0.7 + 1e-12], dtype=torch.float64)
-    assert draw(probs_V.expand(4, 7), uniforms_B[:, None])[:, 0].tolist() == [1, 4, 4, 5]
+    below, above = 0.1 - 1e-12, 0.1 + 1e-12
+    first_B = [0, below, below, above, above, LARGEST_UNIFORM]
+    second_B = [LARGEST_UNIFORM, 0, LARGEST_UNIFORM, 2 / 3 - 1e-12, 2 / 3 + 1e-12, LARGEST_UNIFORM]
+    uniforms_BP = torch.tensor([first_B, second_B], dtype=torch.float64).T
+    assert draw(probs_V.expand(6, 7), uniforms_BP)[:, 0].tolist() == [1, 1, 1, 4, 5, 5]
+
+
+@pytest.mark.parametrize("vocab_size", [1, 2, 4, 11, 50, 64, 300])
+def test_the_law_of_a_draw_is_that_of_its_weights(vocab_size: int) -> None:
+    """Measured at the borders of its answers: those of the block, then those of the token within each block."""
+    weights_V = torch.rand(vocab_size, generator=torch.Generator().manual_seed(3), dtype=torch.float64).pow_(6)
+    weights_V /= weights_V.sum()
+    block_size = tokens_of_a_block(vocab_size)
+
+    def border(of: Tensor, *, first: Tensor | None) -> Tensor:
+        """The least number with which an id of at least `of` is drawn: the first one, or the second in its block."""
+        low, high = torch.zeros(len(of), dtype=torch.float64), torch.ones(len(of), dtype=torch.float64)
+        for _ in range(60):
+            middle = ((low + high) / 2).clamp_max_(LARGEST_UNIFORM)
+            numbers = (middle, torch.full_like(middle, LARGEST_UNIFORM)) if first is None else (first, middle)
+            ids = draw(weights_V.expand(len(of), -1), torch.stack(numbers, 1))[:, 0]
+            low, high = torch.where(ids < of, middle, low), torch.where(ids < of, high, middle)
+        return high
+
+    ids_V = torch.arange(vocab_size)
+    blocks = torch.arange(0, vocab_size, block_size)
+    edges = torch.cat([border(blocks, first=None), torch.ones(1, dtype=torch.float64)])
+    middles, widths = (edges[1:] + edges[:-1]) / 2, edges.diff()
+    first_V = middles[ids_V // block_size]
+    ends = (ids_V + 1) % block_size == 0
+    above = torch.where(ends, torch.ones_like(first_V), border(ids_V + 1, first=first_V))
+    below = torch.where(ids_V % block_size == 0, torch.zeros_like(first_V), border(ids_V, first=first_V))
+    law_V = widths[ids_V // block_size] * (above - below)
+    torch.testing.assert_close(law_V, weights_V, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_token_of_probability_0_is_never_drawn(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(8)
     logits_BV = 8 * torch.randn(2000, 64, generator=generator, dtype=dtype)
-    logits_BV[torch.rand(2000, 64, generator=generator) < 0.5] = float("-inf")
+    logits_BV[torch.rand(2000, 64, generator=generator) < 0.7] = float("-inf")
     logits_BV[:, 32] = 0.0
     probs_BV = logits_BV.softmax(-1)
-    cumulative_BV = probs_BV.cumsum(-1, dtype=torch.float64)
-    borders = [cumulative_BV[:, column].clamp_max(LARGEST_UNIFORM) for column in range(64)]
+    blocks_BCM = probs_BV.double().unflatten(1, (-1, tokens_of_a_block(64)))
     ends = [torch.full((2000,), end, dtype=torch.float64) for end in (0.0, LARGEST_UNIFORM)]
-    for uniforms_B in (*ends, *borders):
-        ids_B = draw(probs_BV, uniforms_B[:, None])[:, 0]
-        assert bool((probs_BV.gather(1, ids_B[:, None]) > 0).all())
+    for first_B in (*ends, *blocks_BCM.sum(-1).cumsum(-1).clamp_max_(LARGEST_UNIFORM).unbind(1)):
+        drawn_B = draw(probs_BV, torch.stack([first_B, ends[0]], 1))[:, 0]
+        tokens_BM = blocks_BCM[torch.arange(2000), drawn_B // tokens_of_a_block(64)]
+        shares_BM = tokens_BM.cumsum(-1) / tokens_BM.sum(-1, keepdim=True)
+        for second_B in (*ends, *shares_BM.clamp_max_(LARGEST_UNIFORM).unbind(1)):
+            ids_B1 = draw(probs_BV, torch.stack([first_B, second_B], 1))
+            assert bool((probs_BV.gather(1, ids_B1) > 0).all())
+
+
+def test_fewer_draws_change_where_weights_round_differently_than_by_one_cumulative_sum() -> None:
+    generator = torch.Generator().manual_seed(9)
+    weights_V = (3 * torch.randn(4096, generator=generator, dtype=torch.float64)).softmax(-1)
+    rounded_V = weights_V * (1 + 1e-3 * torch.randn(4096, generator=generator, dtype=torch.float64))
+    uniforms_BP = torch.rand(2000, 2, generator=generator, dtype=torch.float64)
+
+    def by_one_sum(weights_V: Tensor) -> Tensor:
+        return torch.searchsorted(weights_V.cumsum(0) / weights_V.sum(), uniforms_BP[:, 0].contiguous())
+
+    changed = draw(weights_V.expand(2000, -1), uniforms_BP) != draw(rounded_V.expand(2000, -1), uniforms_BP)
+    assert 0 < 3 * changed.sum() < (by_one_sum(weights_V) != by_one_sum(rounded_V)).sum()
 
 
 def test_nan_gives_an_id_inside_the_vocabulary() -> None:
-    ids_B = draw(torch.full((2, 5), float("nan")), torch.tensor([[0.0], [0.9]], dtype=torch.float64))
+    ids_B = draw(torch.full((2, 5), float("nan")), torch.tensor([[0.0, 0.9], [0.9, 0.0]], dtype=torch.float64))
     assert bool(((ids_B >= 0) & (ids_B < 5)).all())

@@ -77,8 +77,8 @@ class Planted:
         self.process = processor(COLD)
         self.shipped = make_rule(COLD, SPECULATIVE)
 
-    def draw(self, logits_BV: Tensor, uniforms_B1: Tensor) -> tuple[Tensor, Tensor | None]:
-        return self.shipped.draw(logits_BV, uniforms_B1)
+    def draw(self, logits_BV: Tensor, uniforms_BP: Tensor) -> tuple[Tensor, Tensor | None]:
+        return self.shipped.draw(logits_BV, uniforms_BP)
 
     def verify(self, draft: Draft, target_BTV: Tensor, *, draws: Draws) -> Verdict:
         return self.shipped.verify(draft, target_BTV, draws=draws)
@@ -87,15 +87,17 @@ class Planted:
 class RawDraftProbabilities(Planted):
     """Keeps the draft's probabilities as they were before the processors."""
 
-    def draw(self, logits_BV: Tensor, uniforms_B1: Tensor) -> tuple[Tensor, Tensor | None]:
-        return self.shipped.draw(logits_BV, uniforms_B1)[0], logits_BV.softmax(-1)
+    def draw(self, logits_BV: Tensor, uniforms_BP: Tensor) -> tuple[Tensor, Tensor | None]:
+        return self.shipped.draw(logits_BV, uniforms_BP)[0], logits_BV.softmax(-1)
 
 
 class OneDrawForTwoPurposes(Planted):
     """Resamples with the number that accepted or rejected the first drafted token."""
 
     def verify(self, draft: Draft, target_BTV: Tensor, *, draws: Draws) -> Verdict:
-        return self.shipped.verify(draft, target_BTV, draws=draws._replace(residual_B1=draws.accept_BK[:, :1]))
+        return self.shipped.verify(
+            draft, target_BTV, draws=draws._replace(residual_BP=draws.accept_BK[:, :1].expand(-1, 2))
+        )
 
 
 class ResidualNotRenormalised(Planted):
@@ -106,7 +108,7 @@ class ResidualNotRenormalised(Planted):
         assert draft.probs_BTV is not None
         residual_BTV = (target_BTV - draft.probs_BTV).clamp_min(0)
         cumulative_BV = residual_BTV[torch.arange(residual_BTV.shape[0]), num_accepted_B1[:, 0]].cumsum(-1)
-        return Verdict(num_accepted_B1, (cumulative_BV <= draws.residual_B1).sum(-1, keepdim=True).clamp_max(3))
+        return Verdict(num_accepted_B1, (cumulative_BV <= draws.residual_BP[:, :1]).sum(-1, keepdim=True).clamp_max(3))
 
 
 @pytest.mark.parametrize("num_draft_tokens", [1, 2])
@@ -125,19 +127,19 @@ def one_draft() -> tuple[Draft, Tensor]:
     return Draft(ids_BK, draft_24.expand(4, 2, 4).contiguous()), target_T4.expand(4, 2, 4).contiguous()
 
 
-def numbers(*, accept_B: Tensor, residual_B: Tensor) -> Draws:
+def numbers(*, accept_B: Tensor, residual_BP: Tensor) -> Draws:
     """Draws of a round with K = 1."""
-    return Draws(accept_B[:, None], accept_B[:, None], residual_B[:, None], residual_B[:, None])
+    return Draws(residual_BP[:, None], accept_B[:, None], residual_BP, residual_BP)
 
 
 def test_a_token_is_accepted_just_below_the_ratio_of_its_probabilities_and_rejected_just_above() -> None:
     draft, target_probs = one_draft()
     assert draft.probs_BTV is not None
     ratio_B = (target_probs[0, 0] / draft.probs_BTV[0, 0]).clamp_max(1)
-    half_B = torch.full((4,), 0.5, dtype=torch.float64)
-    below = verify_speculative(draft, target_probs, draws=numbers(accept_B=ratio_B - 1e-12, residual_B=half_B))
+    half_BP = torch.full((4, 2), 0.5, dtype=torch.float64)
+    below = verify_speculative(draft, target_probs, draws=numbers(accept_B=ratio_B - 1e-12, residual_BP=half_BP))
     above_B = (ratio_B + 1e-12).clamp_max(LARGEST_UNIFORM)
-    above = verify_speculative(draft, target_probs, draws=numbers(accept_B=above_B, residual_B=half_B))
+    above = verify_speculative(draft, target_probs, draws=numbers(accept_B=above_B, residual_BP=half_BP))
     assert below.num_accepted_B1.tolist() == [[1]] * 4
     assert above.num_accepted_B1[:, 0].tolist() == (ratio_B == 1).long().tolist()
     assert 0 < int((ratio_B == 1).sum()) < 4
@@ -146,33 +148,40 @@ def test_a_token_is_accepted_just_below_the_ratio_of_its_probabilities_and_rejec
 def test_a_token_that_the_target_cannot_say_is_never_accepted() -> None:
     draft = Draft(torch.tensor([[0]]), torch.tensor([[[0.5, 0.5, 0.0, 0.0], [0.0] * 4]]))
     target_probs = torch.tensor([[[0.0, 0.0, 1.0, 0.0], [1.0, 0.0, 0.0, 0.0]]])
-    zero_B = torch.zeros(1, dtype=torch.float64)
-    verdict = verify_speculative(draft, target_probs, draws=numbers(accept_B=zero_B, residual_B=zero_B))
+    zero_BP = torch.zeros(1, 2, dtype=torch.float64)
+    verdict = verify_speculative(draft, target_probs, draws=numbers(accept_B=zero_BP[:, 0], residual_BP=zero_BP))
     assert (verdict.num_accepted_B1.item(), verdict.next_ids_B1.item()) == (0, 2)
 
 
-def test_the_next_token_changes_where_the_cumulative_residual_or_bonus_row_says() -> None:
+def test_the_next_token_changes_where_the_shares_of_residual_or_bonus_row_say() -> None:
     draft, target_probs = one_draft()
     assert draft.probs_BTV is not None
     residual = (target_probs[0, 0] - draft.probs_BTV[0, 0]).clamp_min(0)
     rejected = int((draft.probs_BTV[0, 0] - target_probs[0, 0]).argmax())
+    num_checked = 0
     for accept, law in ((LARGEST_UNIFORM, residual / residual.sum()), (0.0, target_probs[0, 1])):
-        possible = law.nonzero()[:, 0]
-        borders = law.cumsum(0)[possible][:-1]
-        row = Draft(draft.ids_BK[[rejected]].expand(len(borders), 1), draft.probs_BTV[: len(borders)])
-        accept_B = torch.full_like(borders, accept)
-        for shift, expected in ((-1e-12, possible[:-1]), (1e-12, possible[1:])):
-            draws = numbers(accept_B=accept_B, residual_B=borders + shift)
-            verdict = verify_speculative(row, target_probs[: len(borders)], draws=draws)
-            assert verdict.next_ids_B1[:, 0].tolist() == expected.tolist()
+        blocks_CM = law.view(2, 2)
+        border = float(blocks_CM[0].sum())
+        for block, first in ((0, border - 1e-12), (1, border + 1e-12)):
+            share = float(blocks_CM[block, 0] / blocks_CM[block].sum())  # NaN for a block that is never drawn
+            for place, second in ((0, share - 1e-12), (1, share + 1e-12)):
+                if 0 < second < 1:
+                    residual_BP = torch.tensor([[first, second]], dtype=torch.float64)
+                    draws = numbers(accept_B=torch.full((1,), accept, dtype=torch.float64), residual_BP=residual_BP)
+                    row = Draft(draft.ids_BK[[rejected]], draft.probs_BTV[:1])
+                    verdict = verify_speculative(row, target_probs[:1], draws=draws)
+                    assert verdict.next_ids_B1.item() == 2 * block + place
+                    num_checked += 1
+    assert num_checked >= 6
 
 
 def test_without_a_residual_the_next_token_comes_from_the_targets_row() -> None:
     # Rounding can leave a draft row at or above the target's everywhere, so that nothing is left to resample from.
     target_probs = torch.tensor([[[0.0, 0.5, 0.5, 0.0], [1.0, 0.0, 0.0, 0.0]]]).expand(2, 2, 4)
     draft = Draft(torch.tensor([[0], [0]]), torch.tensor([[[0.1, 0.5, 0.5, 0.0], [0.0] * 4]]).expand(2, 2, 4))
-    residual_B = torch.tensor([0.25, 0.75], dtype=torch.float64)
-    verdict = verify_speculative(draft, target_probs, draws=numbers(accept_B=residual_B, residual_B=residual_B))
+    residual_BP = torch.tensor([[0.25, 0.25], [0.75, 0.75]], dtype=torch.float64)
+    draws = numbers(accept_B=residual_BP[:, 0], residual_BP=residual_BP)
+    verdict = verify_speculative(draft, target_probs, draws=draws)
     assert verdict.num_accepted_B1.tolist() == [[0], [0]]
     assert verdict.next_ids_B1.tolist() == [[1], [2]]
 
@@ -190,7 +199,7 @@ def test_a_row_has_the_same_verdict_alone_and_in_a_batch() -> None:
     rule = make_rule(SAMPLINGS["top-k and top-p"], SPECULATIVE)
     target_logits_BTV = torch.randn(32, 4, 50, generator=generator)
     draws = draws_of(DrawTable(3, torch.device("cpu")), torch.arange(32), torch.arange(32))
-    drawn = [rule.draw(target_logits_BTV[:, k].roll(1, 0), draws.draft_BK[:, k, None]) for k in range(3)]
+    drawn = [rule.draw(target_logits_BTV[:, k].roll(1, 0), draws.draft_BKP[:, k]) for k in range(3)]
     ids_BK = torch.cat([ids_B1 for ids_B1, _ in drawn], 1)
     probs = [probs_BV for _, probs_BV in drawn if probs_BV is not None]
     probs_BTV = torch.stack([*probs, torch.zeros_like(probs[0])], 1)
@@ -210,7 +219,7 @@ def test_no_value_is_read_between_the_keys_and_the_verdict(sampling: SamplingCon
     index_B = torch.zeros(2, dtype=torch.long, device=device)
     rule = make_rule(sampling, SPECULATIVE)
     draws = draws_of(DrawTable(3, device), row_keys(seed=1, prompt_index_B=index_B, sample_index_B=index_B), index_B)
-    ids_B1, probs_BV = rule.draw(torch.empty(2, 50, device=device), draws.draft_BK[:, :1])
+    ids_B1, probs_BV = rule.draw(torch.empty(2, 50, device=device), draws.draft_BKP[:, 0])
     probs_BTV = None if probs_BV is None else probs_BV[:, None].expand(2, 4, 50)
     draft = Draft(ids_B1.expand(2, 3), probs_BTV)
     verdict = rule.verify(draft, rule.process(torch.empty(2, 4, 50, device=device)), draws=draws)
@@ -239,6 +248,6 @@ def test_a_rule_that_would_change_the_law_is_refused() -> None:
 
 def test_two_vocabularies_are_refused() -> None:
     draft, target_probs = one_draft()
-    half_B = torch.full((4,), 0.5, dtype=torch.float64)
+    half_BP = torch.full((4, 2), 0.5, dtype=torch.float64)
     with pytest.raises(ConfigError, match="draft has 4 tokens and the target 3"):
-        verify_speculative(draft, target_probs[..., :3], draws=numbers(accept_B=half_B, residual_B=half_B))
+        verify_speculative(draft, target_probs[..., :3], draws=numbers(accept_B=half_BP[:, 0], residual_BP=half_BP))
