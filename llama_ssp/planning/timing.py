@@ -28,8 +28,9 @@ from llama_ssp.planning.roofline import (
 )
 from llama_ssp.planning.row import waiting_s
 
-DRAW_KERNELS = 10
-VERIFY_KERNELS = 30
+DRAW_KERNELS = 17
+VERIFY_KERNELS = 38
+"""Kernels of a draw, and of a verification with commit: operators that are not views, counted at torch's dispatcher."""
 RULE_PASSES = 6
 """How often the rule reads or writes a row of probabilities: processors, softmax, comparison, cumulative sum."""
 MOST_DRAFT_TOKENS = 16

@@ -158,7 +158,7 @@ def test_operators_of_a_round_are_a_plus_b_times_k(temperature: float) -> None:
 
 @pytest.mark.parametrize("num_draft_tokens", [0, 1, 6])
 def test_operators_of_a_round_depend_neither_on_batch_nor_on_length(num_draft_tokens: int) -> None:
-    """From a batch of two on. One row needs fewer: `verification._rows_at`, and torch in attention, let it off some."""
+    """From a batch of two on. One row needs fewer: `logits.rows_at`, and torch in attention, let it off some."""
 
     def operators(**shape: int) -> Counter[str]:
         return counted_round(num_draft_tokens=num_draft_tokens, **shape).operators
