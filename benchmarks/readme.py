@@ -87,9 +87,10 @@ def lengths_text(row: Row) -> str:
         "![Milliseconds per token behind longer contexts, late in a text, and after pauses](docs/lengths.svg)\n\n"
         f"Fitted to a + b n + c n², with 95 % intervals: {said}. Counted by a test, a round's operators do not grow, "
         "and its bytes grow in a straight line: where every round reads all slots, the text's length itself adds "
-        f"{growths(lengths.ALL_READ)} from its beginning to its end. A bend is the machine's: others push the models "
-        f"out of the cache that its processors share, so that after a pause of {longest_pause:g} ms, in which nothing "
-        f"runs, a round takes {growths(lengths.PAUSE)} longer, and rounds that read more leave more time for that."
+        f"{growths(lengths.ALL_READ)} from its beginning to its end. A bend, which runs on a busy machine may show, is "
+        "the machine's: others push the models out of the cache that its processors share, so that after a pause of "
+        f"{longest_pause:g} ms, in which nothing runs, a round takes {growths(lengths.PAUSE)} longer, and rounds that "
+        "read more leave more time for that."
     )
 
 
