@@ -71,6 +71,7 @@ _RANGES = (
     _Range("sampling.temperature", lambda t: 0 <= t < math.inf, "0 (greedy) or a positive number, for example 0.8"),
     _Range("sampling.top_k", lambda k: k >= 1, "at least 1, or null for the whole vocabulary"),
     _Range("sampling.top_p", lambda p: 0 < p <= 1, "above 0 and at most 1, or null to switch it off"),
+    _Range("sampling.min_p", lambda p: 0 < p <= 1, "above 0 and at most 1, or null to switch it off"),
     _Range("model.int8_threshold", lambda t: 0 <= t < math.inf, "0 (rows stay independent) or positive, for example 6"),
     _Range("draft.model.int8_threshold", lambda t: 0 <= t < math.inf, "0 or a positive number, for example 6"),
     _Range("max_new_tokens", lambda n: n >= 1, "at least 1, for example 64"),
@@ -117,7 +118,7 @@ def _draft(config: RunConfig) -> Iterator[str]:
     if config.verification.rule is RuleName.greedy and config.sampling.temperature > 0:
         yield (
             f"verification=greedy keeps the target's distribution at temperature 0 only, and sampling.temperature is "
-            f"{config.sampling.temperature}: use sampling=greedy or verification=speculative"
+            f"{config.sampling.temperature}: use sampling=greedy, verification=speculative or verification=block"
         )
     target, draft = config.model.shape, config.draft.model.shape if config.draft.model else None
     if target and draft and not _may_share_vocabulary(target, draft):

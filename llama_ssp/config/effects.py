@@ -33,7 +33,7 @@ _POINTLESS = (
         "beside placement=auto, which chooses it",
     ),
     _Pointless(
-        ("sampling.top_k", "sampling.top_p"),
+        ("sampling.top_k", "sampling.top_p", "sampling.min_p"),
         lambda config: config.sampling.temperature == 0,
         "at temperature 0, which always takes the most probable token",
     ),

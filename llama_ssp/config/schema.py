@@ -72,6 +72,7 @@ class RuleName(Enum):
     """How drafted tokens are accepted."""
 
     speculative = "speculative"
+    block = "block"
     greedy = "greedy"
 
 
@@ -177,6 +178,7 @@ class SamplingConfig:
     temperature: float = 0.8
     top_k: int | None = None
     top_p: float | None = None
+    min_p: float | None = None
 
 
 @dataclass(kw_only=True)

@@ -11,7 +11,7 @@ from typing import Any
 from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.config.layout import Layout, lay_out, max_device_bytes, may_capture
 from llama_ssp.config.plan import PlanConfig
-from llama_ssp.config.schema import DraftLayout, Dtype, ModelConfig, ModelShape, Quantization
+from llama_ssp.config.schema import DraftLayout, Dtype, ModelConfig, ModelShape, Quantization, RuleName
 from llama_ssp.config.target_placement import Offload, TargetKind, TargetPlacement
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.planning.inventory import GEMMA_KIND, LLAMA_KIND, Inventory, check_family
@@ -62,7 +62,7 @@ class Job:
         cuda_graphs: whether forwards are captured; without, every operator is launched from Python.
         device: cpu or cuda.
         num_replicas: copies of target and draft, each on as many ranks of its own.
-        sampled: whether drafts are drawn from probabilities, which the rule then needs; not at temperature 0.
+        rule: what judges drafts; `greedy` at temperature 0, where it needs no probabilities.
     """
 
     target: PlannedModel
@@ -79,7 +79,7 @@ class Job:
     cuda_graphs: bool
     device: str
     num_replicas: int = 1
-    sampled: bool = True
+    rule: RuleName = RuleName.speculative
     spare_devices: tuple[int, ...] = ()
     offload: Offload = Offload.none
     max_device_bytes: int | None = None

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
 from llama_ssp.config.hardware import HardwareConfig
+from llama_ssp.config.schema import RuleName
 from llama_ssp.planning.inventory import attention_pair_bytes
 from llama_ssp.planning.job import Job, PlannedModel
 from llama_ssp.planning.parts import Part, draft_parts, target_parts
@@ -133,7 +134,8 @@ def _logits_bytes(job: Job, rank: int) -> int:
     """What a round keeps of the size of the vocabulary on this rank.
 
     Logits where the target is (gathered, then in fp32). Where the rule runs, the target's and the draft's
-    probabilities in fp32, and one fp64 cumulative sum per row to draw from; where only the draft is, its probabilities.
+    probabilities in fp32, what a rule that judges the draft as a whole leaves of them, and one fp64 cumulative sum per
+    row to draw from; where only the draft is, its probabilities.
     """
     layout, rows = job.layout, job.round_rows
     size, vocabulary, num_draft_tokens = DTYPE_BYTES[job.target.dtype], job.target.shape.vocab_size, rows - 1
@@ -143,7 +145,8 @@ def _logits_bytes(job: Job, rank: int) -> int:
     if layout.shares_rows:
         num_own = -(-job.batch_size // len(job.draft_ranks)) if drafts else 0
     decides = drafts if layout.shares_rows else rank == layout.decider
-    rule = 4 * rows + 4 * num_draft_tokens + 8 if decides else 4 * num_draft_tokens * drafts
+    whole = 4 * rows * (job.rule is RuleName.block)
+    rule = 4 * rows + 4 * num_draft_tokens + whole + 8 if decides else 4 * num_draft_tokens * drafts
     return vocabulary * (job.batch_size * logits + num_own * rule)
 
 

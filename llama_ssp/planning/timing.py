@@ -11,7 +11,7 @@ Shapes: B sequences, K drafted tokens, V vocabulary.
 from dataclasses import dataclass, replace
 
 from llama_ssp.config.hardware import HardwareConfig
-from llama_ssp.config.schema import DraftLayout
+from llama_ssp.config.schema import DraftLayout, RuleName
 from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.planning.acceptance import Acceptance, of_pair, tokens_per_round
 from llama_ssp.planning.curves import line
@@ -33,6 +33,8 @@ VERIFY_KERNELS = 38
 """Kernels of a draw, and of a verification with commit: operators that are not views, counted at torch's dispatcher."""
 RULE_PASSES = 6
 """How often the rule reads or writes a row of probabilities: processors, softmax, comparison, cumulative sum."""
+BLOCK_KERNELS, BLOCK_PASSES = 12, 8
+"""What `block` adds to them, which weighs all rows and not one alone."""
 MOST_DRAFT_TOKENS = 16
 
 
@@ -127,11 +129,20 @@ class Clock:
         if self.job.layout.shares_rows:
             num_own = -(-num_own // len(self.job.draft_ranks))
         numbers = num_own * num_rows * self.job.target.shape.vocab_size
+        more_s = (
+            self._kernels_s(BLOCK_KERNELS, BLOCK_PASSES, numbers)
+            if verifies and self.job.rule is RuleName.block
+            else 0.0
+        )
         if profile := profile_of(self.hardware, self.target.num_active):
-            return line([(point.size, point.s) for point in (profile.verify if verifies else profile.draw)], numbers)
-        kernels = VERIFY_KERNELS if verifies else DRAW_KERNELS
-        launch = self.hardware.kernel_s if self.job.cuda_graphs else self.hardware.launch_s
-        return kernels * launch + RULE_PASSES * 4 * numbers / bandwidth(self.hardware)
+            points = profile.verify if verifies else profile.draw
+            return line([(point.size, point.s) for point in points], numbers) + more_s
+        return self._kernels_s(VERIFY_KERNELS if verifies else DRAW_KERNELS, RULE_PASSES, numbers) + more_s
+
+    def _kernels_s(self, num_kernels: int, num_passes: int, numbers: int) -> float:
+        """Kernels that read or write so many fp32 numbers so often together."""
+        launch_s = self.hardware.kernel_s if self.job.cuda_graphs else self.hardware.launch_s
+        return num_kernels * launch_s + num_passes * 4 * numbers / bandwidth(self.hardware)
 
     def agree_s(self, *messages: Message | None) -> float:
         """Messages between the ranks of a copy, one after the other."""

@@ -1,7 +1,7 @@
 """From logits to probabilities to a token: the processors, and the draw of one token per row by two uniform numbers.
 
-The processors run in the order temperature, top-k, top-p, and keep the sets that transformers' warpers keep. Tie rule:
-logits equal to the smallest kept one are kept too (transformers' top-p keeps those of them that its sort puts last).
+The processors run in the order temperature, top-k, top-p, min-p, and keep the sets that transformers' warpers keep. Tie
+rule: logits equal to the smallest kept one are kept too (transformers' top-p keeps those that its sort puts last).
 Where the uniform numbers come from is `random`'s matter; what is done with drafted tokens is `verification`'s.
 
 Shapes: B sequences, V vocabulary, P = 2 numbers of a draw, C blocks of M tokens; `...V` stands for any leading
@@ -26,15 +26,17 @@ def processor(sampling: SamplingConfig) -> Callable[[Tensor], Tensor]:
     """Compose the processors of a sampling config.
 
     Args:
-        sampling: `temperature` > 0 (greedy has no probabilities), `top_k` >= 1 or null, `top_p` in (0, 1] or null.
+        sampling: `temperature` > 0 (greedy has no probabilities), `top_k` >= 1 or null, `top_p` in (0, 1] or null,
+            `min_p` in (0, 1] or null.
 
     Returns:
         A function from logits (..., V), which it leaves alone, to probabilities (..., V) in fp32, or in fp64 when the
         logits are fp64. A logit of minus infinity has probability 0.
 
-    Source: Fan et al. 2018, arXiv:1805.04833 (top-k); Holtzman et al. 2020, arXiv:1904.09751 (top-p).
+    Source: Fan et al. 2018, arXiv:1805.04833 (top-k); Holtzman et al. 2020, arXiv:1904.09751 (top-p);
+        Minh et al. 2024, arXiv:2407.01082 (min-p).
     """
-    temperature, top_k = sampling.temperature, sampling.top_k
+    temperature, top_k, min_p = sampling.temperature, sampling.top_k, sampling.min_p
     top_p = None if sampling.top_p == 1.0 else sampling.top_p
     assert temperature > 0
 
@@ -42,15 +44,16 @@ def processor(sampling: SamplingConfig) -> Callable[[Tensor], Tensor]:
         dtype = torch.promote_types(logits.dtype, torch.float32)
         logits = logits.to(dtype) * (1 / temperature)
         probs = torch.softmax(logits, dim=-1)
-        if top_k is None and top_p is None:
-            return probs
         vocab_size = sizes(logits)[-1]
-        largest_S, ids_S = logits.topk(min(top_k, vocab_size)) if top_k else logits.sort(descending=True)
+        if top_k is not None or top_p is not None:
+            largest_S, ids_S = logits.topk(min(top_k, vocab_size)) if top_k else logits.sort(descending=True)
         if top_k is not None:
-            probs = _keep(probs, at_least=largest_S[..., -1:], logits=logits)
+            probs = _keep(probs, logits >= largest_S[..., -1:])
         if top_p is not None:
             num_kept = _num_in_nucleus(probs.gather(-1, ids_S), top_p)
-            probs = _keep(probs, at_least=largest_S.gather(-1, num_kept - 1), logits=logits)
+            probs = _keep(probs, logits >= largest_S.gather(-1, num_kept - 1))
+        if min_p is not None:
+            probs = _keep(probs, probs >= min_p * probs.amax(-1, keepdim=True))
         return probs
 
     return process
@@ -62,9 +65,9 @@ def _num_in_nucleus(probs_S: Tensor, top_p: float) -> Tensor:
     return (mass_before_S < top_p).sum(-1, keepdim=True)
 
 
-def _keep(probs: Tensor, *, at_least: Tensor, logits: Tensor) -> Tensor:
-    """Renormalise, in place, the probabilities of the tokens whose logits reach the threshold (..., 1)."""
-    probs.mul_(logits >= at_least)
+def _keep(probs: Tensor, is_kept: Tensor) -> Tensor:
+    """Renormalise, in place, the probabilities of some tokens."""
+    probs.mul_(is_kept)
     return probs.div_(probs.sum(-1, keepdim=True))
 
 

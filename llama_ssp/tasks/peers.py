@@ -63,7 +63,8 @@ def _words(sampling: SamplingConfig) -> dict[str, object]:
     if sampling.temperature == 0:
         return {"do_sample": False}
     top_p = 1.0 if sampling.top_p is None else sampling.top_p
-    return {"do_sample": True, "temperature": sampling.temperature, "top_k": sampling.top_k or 0, "top_p": top_p}
+    words = {"temperature": sampling.temperature, "top_k": sampling.top_k or 0, "top_p": top_p, "min_p": sampling.min_p}
+    return {"do_sample": True, **words}
 
 
 def load_peer(folder: Path, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:

@@ -15,7 +15,7 @@ from llama_ssp.config.benchmark import BenchmarkConfig
 from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.config.layout import lay_out_copy, may_capture
 from llama_ssp.config.plan import PlanFormat
-from llama_ssp.config.schema import DeviceKind, RunConfig, WeightsKind
+from llama_ssp.config.schema import DeviceKind, RuleName, RunConfig, WeightsKind
 from llama_ssp.errors import ConfigError, one_message
 from llama_ssp.planning.auto import AutoPlacement, choose_placement
 from llama_ssp.planning.job import Job, planned_model, target_fields
@@ -211,7 +211,7 @@ def job_of_run(
         num_replicas=placement.num_replicas,
         num_draft_tokens=config.speculation.num_draft_tokens,
         acceptance=_assumed_acceptance(config),
-        sampled=config.sampling.temperature > 0,
+        rule=config.verification.rule if config.sampling.temperature > 0 else RuleName.greedy,
         batch_size=config.batch_size,
         prompt_tokens=prompt_tokens,
         max_new_tokens=config.max_new_tokens,

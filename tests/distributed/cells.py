@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from llama_ssp.config.schema import DraftLayout, DraftPlacement, PlacementConfig
+from llama_ssp.config.schema import DraftLayout, DraftPlacement, PlacementConfig, RuleName
 from llama_ssp.config.target_placement import Offload, TargetKind, TargetPlacement
 
 ACCELERATE, DEEPSPEED = TargetKind.accelerate, TargetKind.deepspeed
@@ -21,6 +21,7 @@ class Cell:
     target_kind: TargetKind = TargetKind.tensor
     max_memory_gb: float | None = None
     """Of weights on a device; the rest is on disk."""
+    rule: RuleName = RuleName.speculative
 
     @property
     def placement(self) -> PlacementConfig:
@@ -39,7 +40,8 @@ class Cell:
         target, draft = (",".join(map(str, ranks)) for ranks in (self.target, self.draft))
         kind = "" if self.target_kind is TargetKind.tensor else f"{self.target_kind.name} "
         disk = " and disk" if self.max_memory_gb else ""
-        return f"{self.pair} {kind}target {target}{disk} draft {self.kind.name} {draft} batch {self.batch_size}"
+        rule = "" if self.rule is RuleName.speculative else f" by {self.rule.name}"
+        return f"{self.pair} {kind}target {target}{disk} draft {self.kind.name} {draft} batch {self.batch_size}{rule}"
 
 
 CELLS = {
@@ -68,6 +70,8 @@ CELLS = {
         Cell((0, 1), (0, 1), SHARDED, pair="gpt_neo", batch_size=1),
         Cell((0, 1), (0, 1), REPLICATED, pair="gpt_neo", batch_size=3),
         Cell((0,), (1,), OWN_GPU, pair="gpt_neo", batch_size=3),
+        Cell((0,), (1,), OWN_GPU, rule=RuleName.block),
+        Cell((0, 1), (0, 1), REPLICATED, rule=RuleName.block),
     ],
     3: [
         Cell((0, 1, 2), (2,), ONE_RANK),
@@ -105,6 +109,6 @@ DEEPSPEED_CELLS = {
 """Started apart, where the package is installed, with what one rank makes of the same rows without it."""
 
 
-def without_deepspeed(cell: Cell) -> Cell:
-    """The same pair and rows on one rank of our own."""
+def on_one_rank(cell: Cell) -> Cell:
+    """The same pair, rows and rule on one rank of our own."""
     return replace(cell, target=(0,), draft=(0,), kind=ONE_RANK, target_kind=TargetKind.tensor)

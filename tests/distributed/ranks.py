@@ -6,7 +6,7 @@ OUT/RANK.json.
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
@@ -25,6 +25,7 @@ from llama_ssp.config.schema import (
     ModelConfig,
     PlacementConfig,
     Quantization,
+    RuleName,
     RunConfig,
     SamplingConfig,
     VerificationConfig,
@@ -39,7 +40,7 @@ from llama_ssp.errors import CheckpointError, SspError
 from llama_ssp.tasks.checkpoints import find_sources
 from llama_ssp.tasks.loading import build_decoder, load_models
 from llama_ssp.tasks.prompts import encode
-from tests.distributed.cells import CELLS, DEEPSPEED_CELLS, Cell, without_deepspeed
+from tests.distributed.cells import CELLS, DEEPSPEED_CELLS, Cell, on_one_rank
 from tests.helpers.prompts import PROMPTS
 from tests.helpers.shapes import llama_shape
 
@@ -130,6 +131,7 @@ def cell_config(cell: Cell, folder: Path, temperature: float) -> RunConfig:
     """The config of a cell of the table."""
     target, draft = pair_of(cell.pair, folder)
     config = run_config(target, draft, temperature=temperature, batch_size=cell.batch_size, placement=cell.placement)
+    config.verification.rule = cell.rule
     config.run_dir = str(folder / "run")  # layers on disk go there
     return config
 
@@ -196,7 +198,7 @@ def error_of_one_rank(world: World) -> str:
     return "nothing"
 
 
-def cases_of_cells(world: World, folder: Path, cells: Sequence[Cell]) -> dict[str, Callable[[], object]]:
+def cases_of_cells(world: World, folder: Path, cells: Collection[Cell]) -> dict[str, Callable[[], object]]:
     """What each cell generates, greedily and sampled."""
     return {
         f"{cell} at {temperature}": lambda cell=cell, temperature=temperature: complete(  # type: ignore[misc]
@@ -217,6 +219,9 @@ def cases(world: World, folder: Path) -> dict[str, Callable[[], object]]:
     if world.comm.size in SIZES:
         named[SYNTHETIC] = lambda: texts(world, folder, SYNTHETIC, 0.0)
     named |= cases_of_cells(world, folder, CELLS[world.comm.size])
+    if world.comm.size == 1:
+        other_rules = {on_one_rank(cell) for cell in CELLS[2] if cell.rule is not RuleName.speculative}
+        named |= cases_of_cells(world, folder, other_rules)
     for temperature in (0.0, 0.8):
         for name in PAIRS if world.comm.size in SIZES else ():
             named[f"{name} at {temperature}"] = lambda name=name, temperature=temperature: texts(  # type: ignore[misc]
@@ -236,7 +241,7 @@ def main() -> None:
     with start(device=DeviceKind.cpu, timeout_s=120) as world:
         named = cases(world, folder)
         if chosen == "deepspeed":
-            own = [without_deepspeed(cell) for row in DEEPSPEED_CELLS.values() for cell in row]
+            own = [on_one_rank(cell) for row in DEEPSPEED_CELLS.values() for cell in row]
             row = DEEPSPEED_CELLS[world.comm.size] + (own if world.comm.size == 1 else [])
             named = cases_of_cells(world, folder, row)
         seen = {name: case() for name, case in named.items()}

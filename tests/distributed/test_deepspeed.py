@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.cells import DEEPSPEED_CELLS, Cell, without_deepspeed
+from tests.distributed.cells import DEEPSPEED_CELLS, Cell, on_one_rank
 from tests.distributed.test_placement import library
 from tests.helpers.texts import few_part, part_at_a_near_tie
 
@@ -31,7 +31,7 @@ def texts_of(
 ) -> tuple[list[list[int]], list[list[list[int]]]]:
     """What one rank makes of a pair without DeepSpeed, and what every rank of the cell makes of it."""
     (own,) = launched(1, "deepspeed")
-    alone: list[list[int]] = own[f"{without_deepspeed(cell)} at {temperature}"]["texts"]
+    alone: list[list[int]] = own[f"{on_one_rank(cell)} at {temperature}"]["texts"]
     return alone, [seen[f"{cell} at {temperature}"]["texts"] for seen in launched(num_ranks, "deepspeed")]
 
 

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from llama_ssp.config.schema import RuleName
 from llama_ssp.models import hub
 from llama_ssp.planning.messages import round_messages
 from llama_ssp.tasks.plan import job_of_run
-from tests.distributed.cells import CELLS, Cell
+from tests.distributed.cells import CELLS, Cell, on_one_rank
 from tests.distributed.ranks import (
     CELL_TOKENS,
     NUM_NEW_TOKENS,
@@ -104,8 +105,12 @@ def texts_of(
     cell: Cell, num_ranks: int, temperature: float, launched: Callable[[int], Seen]
 ) -> tuple[list[list[int]], list[list[int]]]:
     """What one rank makes of a pair, as far as the cells go, and what a cell makes of it."""
-    alone = launched(1)[0][f"{cell.pair} at {temperature}"]
-    return [ids[:CELL_TOKENS] for ids in alone], launched(num_ranks)[0][f"{cell} at {temperature}"]["texts"]
+    alone = launched(1)[0]
+    if cell.rule is RuleName.speculative:
+        wanted = [ids[:CELL_TOKENS] for ids in alone[f"{cell.pair} at {temperature}"]]
+    else:
+        wanted = alone[f"{on_one_rank(cell)} at {temperature}"]["texts"]
+    return wanted, launched(num_ranks)[0][f"{cell} at {temperature}"]["texts"]
 
 
 @cells

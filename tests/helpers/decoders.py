@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from llama_ssp.config.schema import SamplingConfig, VerificationConfig
+from llama_ssp.config.schema import RuleName, SamplingConfig, VerificationConfig
 from llama_ssp.decoding.captured import CapturedRounds, Recorder
 from llama_ssp.decoding.clock import HostClock
 from llama_ssp.decoding.loop import Completion, Decoder, StopWish
@@ -18,7 +18,7 @@ from llama_ssp.models.interface import Runner
 from llama_ssp.sampling.verification import make_rule
 
 
-def make_decoder(
+def make_decoder(  # noqa: PLR0913
     target: Runner,
     draft: Runner | None,
     *,
@@ -29,13 +29,14 @@ def make_decoder(
     comm: Comm | None = None,
     wish: StopWish | None = None,
     replay: Recorder | bool = True,
+    rule_name: RuleName = RuleName.speculative,
 ) -> Decoder:
     """A decoder of one rank (or of `comm`) over two runners.
 
     Its rounds are replayed by torch's interpreter or by a recorder, or launched from Python without `replay`.
     """
     comm = comm or Comm.single()
-    rule = make_rule(SamplingConfig(temperature=temperature), VerificationConfig())
+    rule = make_rule(SamplingConfig(temperature=temperature), VerificationConfig(rule=rule_name))
     drafter = None
     if draft:
         inner = ModelDrafter(draft, rule=rule, num_draft_tokens=num_draft_tokens, vocab_size=target.vocab_size)

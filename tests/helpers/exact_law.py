@@ -41,14 +41,7 @@ def exact_law(rule: Rule, *, target: TableModel, draft: TableModel, num_draft_to
     num_tables, vocab_size = target.num_tables, target.vocab_size
     lengths = range(num_draft_tokens + 1)
     laws = [target.logits[0].new_zeros(num_tables, vocab_size**length) for length in (*lengths, num_draft_tokens + 1)]
-    paths_NK = torch.tensor(list(product(range(vocab_size), repeat=num_draft_tokens)))
-    path_law_GN, draft_probs_GNTV = _drafting(rule, draft, paths_NK)
-    target_logits_GNTV = torch.stack(
-        [target.logits[length][:, _codes(paths_NK[:, :length], vocab_size)] for length in lengths], dim=2
-    )
-    verdict_law_GNTV = _verifying(
-        rule, paths_NK=paths_NK, draft_probs_GNTV=draft_probs_GNTV, target_logits_GNTV=target_logits_GNTV
-    )
+    paths_NK, path_law_GN, verdict_law_GNTV = _round(rule, target, draft, num_draft_tokens)
     for num_accepted in lengths:
         text_law_GNV = path_law_GN[..., None] * verdict_law_GNTV[:, :, num_accepted]
         accepted_N = _codes(paths_NK[:, :num_accepted], vocab_size)
@@ -58,6 +51,28 @@ def exact_law(rule: Rule, *, target: TableModel, draft: TableModel, num_draft_to
         plain_law = draw_law(rule, target.logits[length])
         laws[length + 1] += (laws[length][..., None] * plain_law).flatten(1)
     return laws[-1]
+
+
+def mean_accepted(rule: Rule, *, target: TableModel, draft: TableModel, num_draft_tokens: int) -> Tensor:
+    """Measure how many drafted tokens a round accepts on average, fp64 (G,); see `exact_law`."""
+    _, path_law_GN, verdict_law_GNTV = _round(rule, target, draft, num_draft_tokens)
+    mean_GN = verdict_law_GNTV.sum(-1) @ torch.arange(num_draft_tokens + 1, dtype=torch.float64)
+    return (path_law_GN * mean_GN).sum(-1)
+
+
+def _round(rule: Rule, target: TableModel, draft: TableModel, num_draft_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """All drafts (N, K), the law (G, N) of each, and the law (G, N, K + 1, V) of the verdicts on it."""
+    vocab_size = target.vocab_size
+    paths_NK = torch.tensor(list(product(range(vocab_size), repeat=num_draft_tokens)))
+    path_law_GN, draft_probs_GNTV = _drafting(rule, draft, paths_NK)
+    target_logits_GNTV = torch.stack(
+        [target.logits[length][:, _codes(paths_NK[:, :length], vocab_size)] for length in range(num_draft_tokens + 1)],
+        dim=2,
+    )
+    verdict_law_GNTV = _verifying(
+        rule, paths_NK=paths_NK, draft_probs_GNTV=draft_probs_GNTV, target_logits_GNTV=target_logits_GNTV
+    )
+    return paths_NK, path_law_GN, verdict_law_GNTV
 
 
 def draw_law(rule: Rule, logits: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from llama_ssp.config.schema import RuleName
 from llama_ssp.decoding.loop import Decoder
 from llama_ssp.decoding.replayed import ReplayedRounds
 from llama_ssp.decoding.state import Request
@@ -50,14 +51,18 @@ def recordings(decoder: Decoder) -> tuple[Recorded[Any], Recorded[Any]]:
     return rounds._open, rounds._close
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize(
+    ("temperature", "rule_name"), [(0.0, RuleName.greedy), (0.9, RuleName.speculative), (0.9, RuleName.block)]
+)
 @pytest.mark.parametrize("batch_size", [1, 3])
 @pytest.mark.parametrize("num_draft_tokens", [0, 1, 4])
-def test_the_text_is_that_of_rounds_from_python(num_draft_tokens: int, batch_size: int, temperature: float) -> None:
+def test_the_text_is_that_of_rounds_from_python(
+    num_draft_tokens: int, batch_size: int, temperature: float, rule_name: RuleName
+) -> None:
     def decoder(*, replay: bool) -> Decoder:
         return make_decoder(
             lean(2), lean(1) if num_draft_tokens else None, num_draft_tokens=num_draft_tokens, batch_size=batch_size,
-            temperature=temperature, replay=replay,
+            temperature=temperature, replay=replay, rule_name=rule_name,
         )  # fmt: skip
 
     replayed = decoder(replay=True)

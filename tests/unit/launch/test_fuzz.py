@@ -70,7 +70,7 @@ SOUND = (
     "sampling.top_k=1", "placement=replicated", "placement=one_rank", "hardware=laptop_cpu", "model.dtype=bf16",
     "model.quantization=int8", "draft.model.quantization=int8_weight_only", "speculation.num_draft_tokens=2",
     "batch_size=3", "num_samples=2", "max_new_tokens=4", "ignore_eos=true", "seed=5", "prompt=é", "run_dir=x",
-    "task.picture=x.svg", "timeouts.decode_s=1e6",
+    "task.picture=x.svg", "timeouts.decode_s=1e6", "sampling.min_p=0.1 verification=block",
 )  # fmt: skip
 LONG = {"max_new_tokens=1_000", "num_samples=1_000", "batch_size=1_000", "task=glob(*)"}
 """Words that are right, and whose runs take long."""

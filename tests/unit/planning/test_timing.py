@@ -13,7 +13,7 @@ from llama_ssp.config.hardware import (
     RowsPoint,
     SizePoint,
 )
-from llama_ssp.config.schema import DraftLayout, Dtype, Quantization
+from llama_ssp.config.schema import DraftLayout, Dtype, Quantization, RuleName
 from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.planning.job import PlannedModel
 from llama_ssp.planning.roofline import ForwardTime, all_reduce_s, bandwidth, working_set_bytes
@@ -58,6 +58,17 @@ def test_a_round_is_k_draft_steps_a_verification_and_the_rest() -> None:
     assert timed.round_s == pytest.approx(drafting + timed.verify_s + timed.other_s)
     assert timed.verify_s == pytest.approx(timed.verify_forward.total_s + clock.verdict_s(4))
     assert timed.speculative_s == pytest.approx(timed.round_s / 3.3616)
+
+
+@pytest.mark.parametrize("machine", [A100, "measured"], ids=["described", "measured"])
+def test_judging_a_draft_as_a_whole_takes_kernels_and_passes_of_its_own(machine: HardwareConfig | str) -> None:
+    machine = machine if isinstance(machine, HardwareConfig) else _measured(A100)
+    job = make_job("7B", "tinyllama_1B") if machine is A100 else make_job(small_model(), "tiny-draft")
+    by_block = replace(job, rule=RuleName.block)
+    plain_s, block_s = (Clock(each, machine).rule_s(5, verifies=True) for each in (job, by_block))
+    passes_s = 8 * 4 * 5 * job.target.shape.vocab_size / bandwidth(machine)
+    assert block_s - plain_s == pytest.approx(12 * machine.kernel_s + passes_s)
+    assert Clock(by_block, machine).rule_s(1, verifies=False) == Clock(job, machine).rule_s(1, verifies=False)
 
 
 def test_the_best_k_is_where_the_time_per_token_is_least() -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from transformers import (
     LogitsProcessorList,
+    MinPLogitsWarper,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -24,19 +25,22 @@ def warped(logits: Tensor, sampling: SamplingConfig) -> Tensor:
         warpers.append(TopKLogitsWarper(sampling.top_k))
     if sampling.top_p is not None:
         warpers.append(TopPLogitsWarper(sampling.top_p))
+    if sampling.min_p is not None:
+        warpers.append(MinPLogitsWarper(sampling.min_p))
     no_ids = cast("torch.LongTensor", torch.zeros(1, 1, dtype=torch.long))
     scores = cast("torch.FloatTensor", logits.clone())
     return warpers(no_ids, scores).softmax(-1)
 
 
+@pytest.mark.parametrize("min_p", [None, 0.02, 0.5, 1.0])
 @pytest.mark.parametrize("top_p", [None, 0.05, 0.6, 0.95, 1.0])
 @pytest.mark.parametrize("top_k", [None, 1, 7, 1000])
 @pytest.mark.parametrize("temperature", [0.5, 1.7])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_processors_agree_with_transformers(
-    temperature: float, top_k: int | None, top_p: float | None, dtype: torch.dtype
+    temperature: float, top_k: int | None, top_p: float | None, min_p: float | None, dtype: torch.dtype
 ) -> None:
-    sampling = SamplingConfig(temperature=temperature, top_k=top_k, top_p=top_p)
+    sampling = SamplingConfig(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     logits_BV = 3 * torch.randn(40, 200, generator=torch.Generator().manual_seed(3), dtype=dtype)
     logits_BV[:, ::9] = float("-inf")
     probs_BV = processor(sampling)(logits_BV)
@@ -60,7 +64,7 @@ def test_top_p_keeps_tokens_that_tie_together() -> None:
     torch.testing.assert_close(probs_BV, torch.full((1, 4), 0.25))
 
 
-@pytest.mark.parametrize("sampling", [SamplingConfig(), SamplingConfig(top_k=5, top_p=0.9), SamplingConfig(top_p=0.9)])
+@pytest.mark.parametrize("sampling", [SamplingConfig(), SamplingConfig(top_k=5, top_p=0.9), SamplingConfig(min_p=0.1)])
 def test_leading_dimensions_and_the_callers_logits_do_not_matter(sampling: SamplingConfig) -> None:
     logits_BTV = torch.randn(2, 3, 20, generator=torch.Generator().manual_seed(4))
     before_BTV = logits_BTV.clone()

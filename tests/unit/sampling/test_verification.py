@@ -3,6 +3,8 @@
 Shapes: B sequences, K drafted tokens, T = K + 1 target positions, V = 4 tokens, G tables.
 """
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -16,11 +18,12 @@ from llama_ssp.sampling.verification import (
     Rule,
     Verdict,
     make_rule,
+    verify_block,
     verify_greedy,
     verify_speculative,
 )
 from tests.helpers.draws import draws_of
-from tests.helpers.exact_law import LARGEST_UNIFORM, exact_law
+from tests.helpers.exact_law import LARGEST_UNIFORM, exact_law, mean_accepted
 from tests.helpers.table_models import TableModel, joint_law, random_table
 
 SAMPLINGS = {
@@ -30,9 +33,14 @@ SAMPLINGS = {
     "temperature and top-k": SamplingConfig(temperature=1.6, top_k=3),
     "temperature and top-p": SamplingConfig(temperature=0.7, top_p=0.9),
     "top-k and top-p": SamplingConfig(temperature=1.0, top_k=3, top_p=0.7),
+    "min-p": SamplingConfig(temperature=1.3, min_p=0.25),
+    "all": SamplingConfig(temperature=1.6, top_k=3, top_p=0.95, min_p=0.3),
 }
 COLD = SamplingConfig(temperature=0.6)
-SPECULATIVE = VerificationConfig(rule=RuleName.speculative)
+SPECULATIVE, BLOCK = (VerificationConfig(rule=rule) for rule in (RuleName.speculative, RuleName.block))
+rules = pytest.mark.parametrize("verification", [SPECULATIVE, BLOCK], ids=lambda verification: verification.rule.name)
+verifiers = pytest.mark.parametrize("verify", [verify_speculative, verify_block])
+Verify = Callable[..., Verdict]
 
 
 def pair(num_draft_tokens: int) -> tuple[TableModel, TableModel]:
@@ -52,17 +60,18 @@ def law_error(rule: Rule, sampling: SamplingConfig, *, num_draft_tokens: int) ->
 
 @pytest.mark.parametrize("num_draft_tokens", [1, 2, 3])
 @pytest.mark.parametrize("name", SAMPLINGS)
-def test_speculative_has_exactly_the_targets_law(name: str, num_draft_tokens: int) -> None:
+@rules
+def test_the_text_has_exactly_the_targets_law(
+    verification: VerificationConfig, name: str, num_draft_tokens: int
+) -> None:
     sampling = SAMPLINGS[name]
-    rule = make_rule(sampling, SPECULATIVE)
+    rule = make_rule(sampling, verification)
     assert law_error(rule, sampling, num_draft_tokens=num_draft_tokens) < 1e-12
 
 
 @pytest.mark.parametrize("num_draft_tokens", [1, 2, 3])
 @pytest.mark.parametrize("rule_name", RuleName)
-def test_temperature_0_gives_the_targets_best_text_under_either_rule(
-    rule_name: RuleName, num_draft_tokens: int
-) -> None:
+def test_temperature_0_gives_the_targets_best_text_under_every_rule(rule_name: RuleName, num_draft_tokens: int) -> None:
     target, draft = pair(num_draft_tokens)
     rule = make_rule(SamplingConfig(temperature=0.0), VerificationConfig(rule=rule_name))
     measured = exact_law(rule, target=target, draft=draft, num_draft_tokens=num_draft_tokens)
@@ -118,6 +127,32 @@ def test_the_harness_catches_a_planted_fault(fault: type[Planted], num_draft_tok
     assert law_error(fault(), COLD, num_draft_tokens=num_draft_tokens) > 1e-3
 
 
+@pytest.mark.parametrize("num_draft_tokens", [1, 2, 3])
+def test_block_accepts_more_than_speculative_and_as_much_from_one_token(num_draft_tokens: int) -> None:
+    def accepted(verification: VerificationConfig) -> Tensor:
+        target, draft = pair(num_draft_tokens)
+        rule = make_rule(COLD, verification)
+        return mean_accepted(rule, target=target, draft=draft, num_draft_tokens=num_draft_tokens)
+
+    gained_G = accepted(BLOCK) - accepted(SPECULATIVE)
+    if num_draft_tokens == 1:
+        assert gained_G.abs().max() < 1e-12
+    else:
+        assert gained_G.min() > 1e-3
+
+
+def test_block_accepts_as_much_as_in_its_authors_example() -> None:
+    # Two tokens, whatever the text: the draft's law is (2/3, 1/3), the target's (1/3, 2/3). By Sun et al., section 2,
+    # of two drafted tokens 10/9 are accepted one by one, and 11/9 as a block.
+    def table(*probs: float) -> TableModel:
+        return TableModel(tuple(torch.tensor(probs).double().log().expand(1, 2**n, 2) for n in range(3)))
+
+    sampling, pair = SamplingConfig(temperature=1.0), {"target": table(1, 2), "draft": table(2, 1)}
+    for verification, wanted in ((SPECULATIVE, 10 / 9), (BLOCK, 11 / 9)):
+        accepted_G = mean_accepted(make_rule(sampling, verification), num_draft_tokens=2, **pair)
+        assert abs(float(accepted_G) - wanted) < 1e-12
+
+
 def one_draft() -> tuple[Draft, Tensor]:
     """K = 1 on all four drafted ids: B = 4 rows of one random draft and target."""
     generator = torch.Generator().manual_seed(5)
@@ -132,28 +167,33 @@ def numbers(*, accept_B: Tensor, residual_BP: Tensor) -> Draws:
     return Draws(residual_BP[:, None], accept_B[:, None], residual_BP, residual_BP)
 
 
-def test_a_token_is_accepted_just_below_the_ratio_of_its_probabilities_and_rejected_just_above() -> None:
+@verifiers
+def test_a_token_is_accepted_just_below_the_ratio_of_its_probabilities_and_rejected_just_above(
+    verify: Verify,
+) -> None:
     draft, target_probs = one_draft()
     assert draft.probs_BTV is not None
     ratio_B = (target_probs[0, 0] / draft.probs_BTV[0, 0]).clamp_max(1)
     half_BP = torch.full((4, 2), 0.5, dtype=torch.float64)
-    below = verify_speculative(draft, target_probs, draws=numbers(accept_B=ratio_B - 1e-12, residual_BP=half_BP))
+    below = verify(draft, target_probs, draws=numbers(accept_B=ratio_B - 1e-12, residual_BP=half_BP))
     above_B = (ratio_B + 1e-12).clamp_max(LARGEST_UNIFORM)
-    above = verify_speculative(draft, target_probs, draws=numbers(accept_B=above_B, residual_BP=half_BP))
+    above = verify(draft, target_probs, draws=numbers(accept_B=above_B, residual_BP=half_BP))
     assert below.num_accepted_B1.tolist() == [[1]] * 4
     assert above.num_accepted_B1[:, 0].tolist() == (ratio_B == 1).long().tolist()
     assert 0 < int((ratio_B == 1).sum()) < 4
 
 
-def test_a_token_that_the_target_cannot_say_is_never_accepted() -> None:
+@verifiers
+def test_a_token_that_the_target_cannot_say_is_never_accepted(verify: Verify) -> None:
     draft = Draft(torch.tensor([[0]]), torch.tensor([[[0.5, 0.5, 0.0, 0.0], [0.0] * 4]]))
     target_probs = torch.tensor([[[0.0, 0.0, 1.0, 0.0], [1.0, 0.0, 0.0, 0.0]]])
     zero_BP = torch.zeros(1, 2, dtype=torch.float64)
-    verdict = verify_speculative(draft, target_probs, draws=numbers(accept_B=zero_BP[:, 0], residual_BP=zero_BP))
+    verdict = verify(draft, target_probs, draws=numbers(accept_B=zero_BP[:, 0], residual_BP=zero_BP))
     assert (verdict.num_accepted_B1.item(), verdict.next_ids_B1.item()) == (0, 2)
 
 
-def test_the_next_token_changes_where_the_shares_of_residual_or_bonus_row_say() -> None:
+@verifiers
+def test_the_next_token_changes_where_the_shares_of_residual_or_bonus_row_say(verify: Verify) -> None:
     draft, target_probs = one_draft()
     assert draft.probs_BTV is not None
     residual = (target_probs[0, 0] - draft.probs_BTV[0, 0]).clamp_min(0)
@@ -169,19 +209,20 @@ def test_the_next_token_changes_where_the_shares_of_residual_or_bonus_row_say() 
                     residual_BP = torch.tensor([[first, second]], dtype=torch.float64)
                     draws = numbers(accept_B=torch.full((1,), accept, dtype=torch.float64), residual_BP=residual_BP)
                     row = Draft(draft.ids_BK[[rejected]], draft.probs_BTV[:1])
-                    verdict = verify_speculative(row, target_probs[:1], draws=draws)
+                    verdict = verify(row, target_probs[:1], draws=draws)
                     assert verdict.next_ids_B1.item() == 2 * block + place
                     num_checked += 1
     assert num_checked >= 6
 
 
-def test_without_a_residual_the_next_token_comes_from_the_targets_row() -> None:
+@verifiers
+def test_without_a_residual_the_next_token_comes_from_the_targets_row(verify: Verify) -> None:
     # Rounding can leave a draft row at or above the target's everywhere, so that nothing is left to resample from.
     target_probs = torch.tensor([[[0.0, 0.5, 0.5, 0.0], [1.0, 0.0, 0.0, 0.0]]]).expand(2, 2, 4)
     draft = Draft(torch.tensor([[0], [0]]), torch.tensor([[[0.1, 0.5, 0.5, 0.0], [0.0] * 4]]).expand(2, 2, 4))
     residual_BP = torch.tensor([[0.25, 0.25], [0.75, 0.75]], dtype=torch.float64)
     draws = numbers(accept_B=residual_BP[:, 0], residual_BP=residual_BP)
-    verdict = verify_speculative(draft, target_probs, draws=draws)
+    verdict = verify(draft, target_probs, draws=draws)
     assert verdict.num_accepted_B1.tolist() == [[0], [0]]
     assert verdict.next_ids_B1.tolist() == [[1], [2]]
 
@@ -194,9 +235,10 @@ def test_greedy_stops_at_the_first_token_that_is_not_the_best() -> None:
     assert verdict.next_ids_B1.tolist() == [[3], [2], [1]]
 
 
-def test_a_row_has_the_same_verdict_alone_and_in_a_batch() -> None:
+@rules
+def test_a_row_has_the_same_verdict_alone_and_in_a_batch(verification: VerificationConfig) -> None:
     generator = torch.Generator().manual_seed(6)
-    rule = make_rule(SAMPLINGS["top-k and top-p"], SPECULATIVE)
+    rule = make_rule(SAMPLINGS["top-k and top-p"], verification)
     target_logits_BTV = torch.randn(32, 4, 50, generator=generator)
     draws = draws_of(DrawTable(3, torch.device("cpu")), torch.arange(32), torch.arange(32))
     drawn = [rule.draw(target_logits_BTV[:, k].roll(1, 0), draws.draft_BKP[:, k]) for k in range(3)]
@@ -214,10 +256,13 @@ def test_a_row_has_the_same_verdict_alone_and_in_a_batch() -> None:
 
 
 @pytest.mark.parametrize("sampling", [*SAMPLINGS.values(), SamplingConfig(temperature=0.0)], ids=str)
-def test_no_value_is_read_between_the_keys_and_the_verdict(sampling: SamplingConfig) -> None:
+@rules
+def test_no_value_is_read_between_the_keys_and_the_verdict(
+    verification: VerificationConfig, sampling: SamplingConfig
+) -> None:
     device = torch.device("meta")
     index_B = torch.zeros(2, dtype=torch.long, device=device)
-    rule = make_rule(sampling, SPECULATIVE)
+    rule = make_rule(sampling, verification)
     draws = draws_of(DrawTable(3, device), row_keys(seed=1, prompt_index_B=index_B, sample_index_B=index_B), index_B)
     ids_B1, probs_BV = rule.draw(torch.empty(2, 50, device=device), draws.draft_BKP[:, 0])
     probs_BTV = None if probs_BV is None else probs_BV[:, None].expand(2, 4, 50)
@@ -226,28 +271,14 @@ def test_no_value_is_read_between_the_keys_and_the_verdict(sampling: SamplingCon
     assert verdict.num_accepted_B1.shape == verdict.next_ids_B1.shape == (2, 1)
 
 
-@pytest.mark.parametrize("batch_size", [1, 3])
-def test_a_recorded_verdict_is_the_verdict(batch_size: int) -> None:
-    rule = make_rule(SamplingConfig(), VerificationConfig())
-    generator = torch.Generator().manual_seed(0)
-    table = DrawTable(3, torch.device("cpu"))
-    for start in range(6):
-        probs_BTV = torch.rand(2, batch_size, 4, 50, generator=generator).log_().softmax(-1)
-        draft_BTV, target_BTV = probs_BTV[0], probs_BTV[1]
-        draft_BTV[:, -1] = 0
-        draft = Draft(torch.randint(50, (batch_size, 3), generator=generator), draft_BTV)
-        draws = table.split(table.numbers(torch.arange(batch_size), torch.full((batch_size,), start)))
-        found, wanted = rule.verify(draft, target_BTV, draws=draws), verify_speculative(draft, target_BTV, draws=draws)
-        assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
-
-
 def test_a_rule_that_would_change_the_law_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"temperature=0\.6 would not keep.*temperature 0.*verification=speculative"):
         make_rule(COLD, VerificationConfig(rule=RuleName.greedy))
 
 
-def test_two_vocabularies_are_refused() -> None:
+@verifiers
+def test_two_vocabularies_are_refused(verify: Verify) -> None:
     draft, target_probs = one_draft()
     half_BP = torch.full((4, 2), 0.5, dtype=torch.float64)
     with pytest.raises(ConfigError, match="draft has 4 tokens and the target 3"):
-        verify_speculative(draft, target_probs[..., :3], draws=numbers(accept_B=half_BP[:, 0], residual_BP=half_BP))
+        verify(draft, target_probs[..., :3], draws=numbers(accept_B=half_BP[:, 0], residual_BP=half_BP))
