@@ -15,8 +15,8 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-_QUANTIZED_ELEMENTS = 2**17
-"""Weights that are quantized at a time: what that takes beside them stays small."""
+_QUANTIZED_ELEMENTS = {"cpu": 2**17, "cuda": 2**24}
+"""Weights that are quantized at a time: what that takes beside them stays small, and a GPU is kept busy."""
 _UNPACKED_ELEMENTS = {"cpu": 2**20, "cuda": 2**24}
 """Weights that are unpacked at a time: they stay in a CPU's cache, and keep a GPU busy."""
 _FEW_ROWS = {"cpu": 8, "cuda": 16}
@@ -60,19 +60,24 @@ class Int8WeightOnlyLinear(QuantizedForm):
         return y_MO if self._bias_O is None else y_MO.add_(self._bias_O)
 
     def _unpacked(self, x_MI: Tensor) -> Tensor:
-        """Unpack the weights of some outputs, multiply them, go on with the next."""
+        """Unpack the weights of some outputs, multiply them, go on with the next.
+
+        They are scaled before they are multiplied: the sum of inputs times bytes would leave the range of fp16.
+        """
         num_outputs, num_inputs = self._weight_OI.shape
         num_rows = min(max(_UNPACKED_ELEMENTS[x_MI.device.type] // num_inputs, 1), num_outputs)
         unpacked_CI = x_MI.new_empty(num_rows, num_inputs)
         y_MO = x_MI.new_empty(x_MI.shape[0], num_outputs)
-        for weight_CI, y_MC in zip(self._weight_OI.split(num_rows), y_MO.split(num_rows, dim=1), strict=True):
-            y_MC.copy_(torch.mm(x_MI, unpacked_CI[: len(weight_CI)].copy_(weight_CI).t()))
-        return y_MO.mul_(self._scales_O)
+        blocks = (self._weight_OI.split(num_rows), self._scales_O.split(num_rows), y_MO.split(num_rows, dim=1))
+        for bytes_CI, scales_C, y_MC in zip(*blocks, strict=True):
+            weight_CI = unpacked_CI[: len(bytes_CI)].copy_(bytes_CI).mul_(scales_C[:, None])
+            y_MC.copy_(torch.mm(x_MI, weight_CI.t()))
+        return y_MO
 
 
 def quantize_by_blocks(weight_OI: Tensor, quantize: Callable[[Tensor], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Quantize some rows after the other, which gives what all at once would give."""
-    num_rows = max(_QUANTIZED_ELEMENTS // weight_OI.shape[1], 1)
+    num_rows = max(_QUANTIZED_ELEMENTS[weight_OI.device.type] // weight_OI.shape[1], 1)
     values, scales = zip(*map(quantize, weight_OI.split(num_rows)), strict=True)
     return torch.cat(values), torch.cat(scales)
 
