@@ -7,12 +7,16 @@ Shapes: M tokens, X heads, D head dim, P = D / 2 pairs of dimensions, U MLP unit
 
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 _log = logging.getLogger(__name__)
+
+_MOST_VARIANTS = 64
+"""Number formats, shapes of heads, one token or many: each is compiled once; torch by itself gives up at the ninth."""
 
 
 class Fused:
@@ -39,20 +43,27 @@ class Fused:
         self._compiled: Callable[..., Tensor] | None = None
         self._device = device
 
-    def __call__(self, *tensors: Tensor) -> Tensor:
+    @property
+    def is_compiled(self) -> bool:
+        """Whether it has been called on its device, and runs there compiled."""
+        return self._compiled not in {None, self._function}
+
+    def __call__(self, *arguments: Any) -> Tensor:  # noqa: ANN401 - those of the function
         """Call it."""
-        if tensors[0].device.type != self._device:
-            return self._function(*tensors)
-        from torch._dynamo.exc import TorchDynamoException  # noqa: PLC0415 - a second of imports, for GPUs alone
+        if arguments[0].device.type != self._device:
+            return self._function(*arguments)
+        from torch import _dynamo  # noqa: PLC0415 - a second of imports, for GPUs alone
+        from torch._dynamo.exc import TorchDynamoException  # noqa: PLC0415
 
         try:
+            _dynamo.config.recompile_limit = max(_dynamo.config.recompile_limit, _MOST_VARIANTS)
             self._compiled = self._compiled or self._compiler(self._function)
-            return self._compiled(*tensors)
+            return self._compiled(*arguments)
         except (TorchDynamoException, ImportError) as error:  # raised before anything has run
             reason = str(error).strip().partition("\n")[0]
             _log.warning("going on without compiled kernels: %s", reason)
             self._compiled = self._function
-            return self._function(*tensors)
+            return self._function(*arguments)
 
 
 def _gated(gate_up_M2U: Tensor) -> Tensor:
@@ -60,16 +71,20 @@ def _gated(gate_up_M2U: Tensor) -> Tensor:
     return functional.silu(gate_MU).mul_(up_MU)
 
 
-def _turn_pairs(heads_MXD: Tensor, turns_M1P2: Tensor) -> Tensor:
-    one_MXP, other_MXP = heads_MXD.float().unflatten(-1, (-1, 2)).unbind(-1)
-    cos_M1P, sin_M1P = turns_M1P2.unbind(-1)
-    turned_MXP2 = torch.stack(
-        [one_MXP * cos_M1P - other_MXP * sin_M1P, one_MXP * sin_M1P + other_MXP * cos_M1P], dim=-1
-    )
-    return heads_MXD.copy_(turned_MXP2.flatten(-2))
+def _turn_pairs(heads_MXD: Tensor, turns_M1P2: Tensor, num_turned: int) -> Tensor:
+    # Each number is read beside the other of its pair and written once, to another place: one kernel, which turning in
+    # place would not be.
+    num_heads, head_dim = heads_MXD.shape[1:]
+    in_fp32_MXD = heads_MXD.float()
+    others_MXD = in_fp32_MXD.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    cos_M1D, sin_M1D = (part_M1P.repeat_interleave(2, dim=-1) for part_M1P in turns_M1P2.unbind(-1))
+    is_first_D = torch.arange(head_dim, device=heads_MXD.device) % 2 == 0
+    turned_MXD = in_fp32_MXD * cos_M1D + others_MXD * torch.where(is_first_D, -sin_M1D, sin_M1D)
+    is_turned_X1 = (torch.arange(num_heads, device=heads_MXD.device) < num_turned)[:, None]
+    return torch.where(is_turned_X1, turned_MXD, in_fp32_MXD).to(heads_MXD.dtype)
 
 
 gated = Fused(_gated)
 """silu(gate) * up, of gate and up side by side (M, 2 U); returns (M, U)."""
-turn_pairs_ = Fused(_turn_pairs)
-"""Turn adjacent pairs of dimensions of heads (M, X, D) in place, in fp32, by cosines and sines (M, 1, P, 2)."""
+turn_pairs = Fused(_turn_pairs)
+"""Turn adjacent pairs of dimensions of the first heads of (M, X, D), in fp32, by cosines and sines (M, 1, P, 2)."""

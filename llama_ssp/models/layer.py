@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.models.attention import attend_by_position
-from llama_ssp.models.fused import gated, turn_pairs_
+from llama_ssp.models.fused import gated, turn_pairs
 from llama_ssp.models.kv_cache import Aim
 from llama_ssp.models.linear import Kernel, Linear, make_linear
 
@@ -83,7 +83,7 @@ class Layer:
         if self._head_norms:
             for norm, heads in zip(self._head_norms, turned_MXD.split([num_heads, self._num_kv_heads], 1), strict=True):
                 heads.copy_(norm(heads))
-        _turn_(turned_MXD, turns_M1P)
+        qkv_MXD = _turned(qkv_MXD, turns_M1P, num_turned)
         keys_BNSD, values_BNSD = aim.update(qkv_MXD.narrow(1, num_heads, 2 * self._num_kv_heads), self._number)
         queries_MHD = qkv_MXD.narrow(1, 0, num_heads)
         grouped_BTNGD = queries_MHD.view(batch_size, -1, self._num_kv_heads, self.group, self._head_dim)
@@ -143,15 +143,16 @@ class _Residual:
         return sum_ME if self._bias_E is None else sum_ME.add_(self._bias_E)
 
 
-def _turn_(heads_MXD: Tensor, turns_M1P: Tensor) -> None:
-    """Turn adjacent pairs of dimensions, in fp32 and in place; on the CPU that is one operator."""
+def _turned(heads_MXD: Tensor, turns_M1P: Tensor, num_turned: int) -> Tensor:
+    """Turn adjacent pairs of dimensions of the first heads, in fp32; on the CPU that is one operator, in place."""
     if heads_MXD.device.type == "cuda":
-        turn_pairs_(heads_MXD, torch.view_as_real(turns_M1P))
-        return
-    in_fp32 = heads_MXD.float()
+        return turn_pairs(heads_MXD, torch.view_as_real(turns_M1P), num_turned)
+    first_MXD = heads_MXD.narrow(1, 0, num_turned)
+    in_fp32 = first_MXD.float()
     torch.view_as_complex(in_fp32.unflatten(-1, (-1, 2))).mul_(turns_M1P)
-    if in_fp32 is not heads_MXD:
-        heads_MXD.copy_(in_fp32)
+    if in_fp32 is not first_MXD:
+        first_MXD.copy_(in_fp32)
+    return heads_MXD
 
 
 def _interleave(module: nn.Module, head_dim: int) -> None:
