@@ -35,7 +35,7 @@ class Linear(Protocol):
         ...
 
     def add(self, x_MI: Tensor, residual_MO: Tensor) -> Tensor:
-        """Map x and add the residual, which is left alone."""
+        """Map x and add the residual, which may be overwritten."""
         ...
 
 
@@ -54,7 +54,7 @@ class PlainLinear:
     def add(self, x_MI: Tensor, residual_MO: Tensor) -> Tensor:
         """See `Linear`."""
         if self._bias_O is None:
-            return torch.addmm(residual_MO, x_MI, self._weight_IO)
+            return residual_MO.addmm_(x_MI, self._weight_IO)
         return self(x_MI).add_(residual_MO)
 
 
