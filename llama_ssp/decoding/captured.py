@@ -57,10 +57,14 @@ class CudaRecorder:
 
     def record(self, piece: Callable[[], _T]) -> tuple[_T, Callable[[], None]]:
         """See `Recorder`."""
-        graph = torch.cuda.CUDAGraph()
-        # Threads of the communication library look at events of their own meanwhile: only this thread is watched.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            outputs = piece()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        try:
+            # Threads of the communication library look at events of their own meanwhile: only this thread is watched.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                outputs = piece()
+        except RuntimeError:
+            torch.cuda.set_stream(stream)  # ending a capture that failed raises before torch would do so
+            raise
         return outputs, graph.replay
 
     def forget(self) -> None:

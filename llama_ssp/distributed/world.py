@@ -148,6 +148,8 @@ def start(*, device: DeviceKind, timeout_s: float, one_shot_all_reduce: bool = T
     cores = _first_cores()
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
+        # It makes a plan for every new combination of shapes, as each length of a prompt is one.
+        torch.backends.cuda.enable_cudnn_sdp(enabled=False)
     if ranks.size == 1:
         if chosen.type == "cpu":
             share_cores(ranks, cores=cores, sharers=(0,))
