@@ -8,8 +8,12 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 from llama_ssp import Pair
 from llama_ssp.config import catalogue
@@ -33,6 +37,7 @@ from llama_ssp.decoding.captured import CudaRecorder
 from llama_ssp.decoding.loop import Completion, Decoder
 from llama_ssp.decoding.state import Request
 from llama_ssp.distributed.world import start
+from llama_ssp.models.prefill import whole_steps
 from llama_ssp.planning.acceptance import implied_acceptance
 from llama_ssp.sampling.random import PER_DRAW
 from llama_ssp.tasks.checkpoints import find_sources
@@ -40,6 +45,7 @@ from llama_ssp.tasks.loading import build_decoder, load_models
 from llama_ssp.tasks.prompts import encode
 
 AGREEMENT = 0.8
+HEAD_DIM = 128
 TEXT = '''\
 import os
 import sys
@@ -211,7 +217,7 @@ def forwards_alone_ms(decoder: Decoder, *, context: int, num_turns: int = 20) ->
     models, drafter = decoder.rounds, decoder.rounds.drafter
     assert drafter
     device, num_draft_tokens = models.target.device, drafter.num_draft_tokens
-    num_slots = context + num_draft_tokens + 1
+    num_slots = whole_steps(context + num_draft_tokens + 1)
     models.target.allocate(batch_size=1, capacity=num_slots)
     drafter.allocate(batch_size=1, num_slots=num_slots)
     tokens_1S = torch.ones(1, num_slots, dtype=torch.int64, device=device)
@@ -226,6 +232,27 @@ def forwards_alone_ms(decoder: Decoder, *, context: int, num_turns: int = 20) ->
         return models.target.forward(tokens_1S[:, : num_draft_tokens + 1], positions_1W, bucket=num_slots)
 
     return _replayed_ms(verify, device, num_turns), _replayed_ms(draft, device, num_turns)
+
+
+@torch.inference_mode()
+def attention_ms(device: torch.device, *, num_heads: int, dtype: torch.dtype, num_slots: int) -> dict[str, float | str]:
+    """Milliseconds of one layer's attention by each kernel of the library, or why it has none, for 1 and K + 1 queries.
+
+    Which of them serves best decides what `world.start` allows.
+    """
+    times: dict[str, float | str] = {}
+    for num_queries, backend in product((1, 5), (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION)):
+        keys, values = torch.randn(2, 1, num_heads, num_slots, HEAD_DIM, device=device, dtype=dtype).unbind()
+        queries = torch.randn(1, num_heads, num_queries, HEAD_DIM, device=device, dtype=dtype)
+        mask = torch.zeros(1, 1, num_queries, num_slots, device=device, dtype=dtype)
+        attend = partial(scaled_dot_product_attention, queries, keys, values, attn_mask=mask)
+        name = f"{backend.name.lower()}, {num_queries} queries"
+        try:
+            with sdpa_kernel(backend):
+                times[name] = _replayed_ms(attend, device, 20)
+        except RuntimeError as error:
+            times[name] = str(error).strip().partition("\n")[0]
+    return times
 
 
 def _replayed_ms(piece: Callable[[], object], device: torch.device, num_turns: int) -> float:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from llama_ssp.decoding.rounds import Rounds
 from llama_ssp.decoding.state import BatchState, Request
-from llama_ssp.models.prefill import CHUNK, Buckets
+from llama_ssp.models.prefill import CHUNK, Buckets, whole_steps
 from llama_ssp.reports.lines import num_examined
 
 FinishReason = Literal["length", "eos"]
@@ -158,7 +158,7 @@ class Decoder:
 
     def _make_room(self, requests: Sequence[Request]) -> None:
         longest = max(len(request.prompt_ids) + request.max_new_tokens for request in requests)
-        num_slots = longest + self.rounds.growth
+        num_slots = whole_steps(longest + self.rounds.growth)
         num_rounds = max(request.max_new_tokens for request in requests) + 1
         if self._kept:
             num_slots, num_rounds = max(num_slots, self._kept.num_slots), max(num_rounds, self._kept.num_rounds)

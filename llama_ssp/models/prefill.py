@@ -13,6 +13,8 @@ from torch import Tensor
 from llama_ssp.models.interface import Runner
 
 CHUNK = 512
+SLOT_STEP = 8
+"""Numbers of slots are multiples of it: kernels of attention read masks in such pieces, or have to copy them first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +32,11 @@ class Buckets:
     def covering(self, num_slots: int) -> int:
         """The smallest width that shows the first `num_slots` slots."""
         return min(-(-num_slots // self.step) * self.step, self.num_slots)
+
+
+def whole_steps(num_slots: int) -> int:
+    """The least number of slots that a cache of at least so many has."""
+    return -(-num_slots // SLOT_STEP) * SLOT_STEP
 
 
 def read_prompts(

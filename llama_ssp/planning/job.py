@@ -17,6 +17,9 @@ from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.planning.inventory import GEMMA_KIND, LLAMA_KIND, Inventory, check_family
 from llama_ssp.planning.weights import DTYPE_BYTES, WeightBytes, weight_bytes
 
+SLOT_STEP = 8
+"""See `models.prefill`."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedModel:
@@ -96,8 +99,8 @@ class Job:
 
     @property
     def num_slots(self) -> int:
-        """Cache slots of a row: its tokens, and K + 1 that a round may write beyond them."""
-        return self.prompt_tokens + self.max_new_tokens + self.round_rows
+        """Cache slots of a row: its tokens and K + 1 that a round may write beyond them, in whole steps."""
+        return -(-(self.prompt_tokens + self.max_new_tokens + self.round_rows) // SLOT_STEP) * SLOT_STEP
 
     @property
     def round_rows(self) -> int:

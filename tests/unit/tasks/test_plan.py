@@ -51,7 +51,7 @@ def test_a_run_is_planned_with_its_own_ranks() -> None:
     config.placement.draft.ranks = [1]
     job = task.job_of_run(config, world_size=2, prompt_tokens=50, device="cpu")
     assert (job.target_ranks, job.draft_ranks, job.draft_kind) == ((0, 1), (1,), DraftLayout.one_rank)
-    assert job.num_slots == 50 + 64 + 5
+    assert job.num_slots == 50 + 64 + 5 + 1, "a multiple of 8"
 
 
 @pytest.mark.parametrize(
