@@ -15,7 +15,17 @@ import transformers
 from rich.console import Console
 
 from benchmarks import gpu_checks
-from benchmarks.gpu_engine import Pace, forwards_alone_ms, load_pair, make_decoder, pace, prompt, release, requests
+from benchmarks.gpu_engine import (
+    Pace,
+    attention_ms,
+    forwards_alone_ms,
+    load_pair,
+    make_decoder,
+    pace,
+    prompt,
+    release,
+    requests,
+)
 from benchmarks.timing import Goal, print_goals, store
 from llama_ssp import Pair
 from llama_ssp.config import catalogue
@@ -101,6 +111,9 @@ class Bench:
         }
         self.copy_bytes_per_s = copy_bytes_per_s(device, 2**24 if quick else 2**30)
         self.keep("copy", {"bytes_per_s": self.copy_bytes_per_s})
+        for heads in (8, 52):  # of a draft with few key-value heads, and of 30B
+            times = attention_ms(device, num_heads=heads, dtype=getattr(torch, self.dtype.value), num_slots=640)
+            self.keep(f"attention of {heads} heads, ms", dict(times))
 
     def keep(self, name: str, figures: Row) -> None:
         """Print a row, and store it at once: what comes later may fail."""
@@ -259,9 +272,9 @@ def main() -> None:
             continue
         try:
             bench.run(stage)
-        except RuntimeError as error:
+        except Exception as error:  # noqa: BLE001 - compilers raise what they like; later stages still count
             failed = True
-            bench.keep(f"{stage.name}: failed", {"error": str(error)})
+            bench.keep(f"{stage.name}: failed", {"error": f"{type(error).__name__}: {error}"})
         release()
     print_goals(console, bench.goals)
     sys.exit(1 if failed else 0)

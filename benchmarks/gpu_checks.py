@@ -3,8 +3,10 @@
 The models are the shipped pair, made as synthetic weights; `tests/gpu` and `gpu` run the same checks.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,6 +16,7 @@ from llama_ssp import Pair
 from llama_ssp.config.schema import Dtype, Quantization
 from llama_ssp.decoding.captured import CapturedRounds
 from llama_ssp.decoding.loop import Decoder
+from llama_ssp.models.fused import gated, turn_pairs
 
 TARGET, DRAFT = "tiny", "tiny-draft"
 FORMATS = {
@@ -23,11 +26,18 @@ FORMATS = {
 }
 """Format, quantization, and the most total variation from fp32 on average over positions."""
 NUM_POSITIONS, NUM_TOKENS = 96, 80
+FEW = 8
+"""Positions of a forward: about as many as a round has, whose kernels are others than those of all at once."""
+MOST_FROM_CPU = 1e-3
+"""By which a probability in fp32 may differ from the CPU's: sums in other orders, and a GPU's faster functions."""
+BUCKET_STEP = 64
+"""Slots between two widths of the cache: small, so that graphs of several widths are recorded and replayed."""
 
 
 @torch.inference_mode()
 def texts(decoder: Decoder, pair: Pair, *, number: int) -> list[list[int]]:
     """New ids of some samples."""
+    decoder.bucket_step = BUCKET_STEP
     found: dict[int, list[int]] = {}
     wanted = requests(pair, number=number, prompt_tokens=40, new_tokens=NUM_TOKENS)
     for updates in decoder.run(wanted):
@@ -66,23 +76,51 @@ def greedy_text_is_plain_text(device: torch.device) -> list[str]:
     return [] if plain == fast else ["speculative greedy text is not the target's own"]
 
 
-@torch.inference_mode()
 def far_from_fp32(device: torch.device, name: str) -> list[str]:
-    """What is wrong with the probabilities of one of FORMATS."""
-
-    def probs(dtype: Dtype, quantization: Quantization) -> Tensor:
-        pair = load_pair(TARGET, None, dtype=dtype, device=device, quantization=quantization)
-        target = pair.models.target
-        target.allocate(batch_size=1, capacity=NUM_POSITIONS)
-        ids_1T = torch.tensor([prompt(pair, NUM_POSITIONS)], device=device)
-        positions_1T = torch.arange(NUM_POSITIONS, device=device)[None]
-        logits_1TV = target.forward(ids_1T, positions_1T, bucket=NUM_POSITIONS)
-        return torch.softmax(logits_1TV[0].double(), dim=-1)
-
+    """What is wrong with the probabilities of one of FORMATS, read a few positions at a time and all at once."""
     dtype, quantization, limit = FORMATS[name]
-    difference_TV = probs(dtype, quantization) - probs(Dtype.fp32, Quantization.none)
-    variation = float(0.5 * difference_TV.abs().sum(-1).mean())
-    return [] if variation <= limit else [f"{name}: total variation {variation:.4f} from fp32, at most {limit}"]
+    wanted_TV = _probs(device, Dtype.fp32, Quantization.none, at_a_time=NUM_POSITIONS)
+    faults = []
+    for at_a_time in (FEW, NUM_POSITIONS):
+        difference_TV = _probs(device, dtype, quantization, at_a_time=at_a_time) - wanted_TV
+        variation = float(0.5 * difference_TV.abs().sum(-1).mean())
+        if not variation <= limit:  # NaN is a fault too
+            faults.append(f"{name}, {at_a_time} positions: total variation {variation:.4f} from fp32, at most {limit}")
+    return faults
+
+
+def far_from_the_cpu(device: torch.device) -> list[str]:
+    """What is wrong with the probabilities in fp32, held to those of the CPU, whose kernels are all others."""
+    wanted_TV = _probs(torch.device("cpu"), Dtype.fp32, Quantization.none, at_a_time=NUM_POSITIONS)
+    faults = []
+    for at_a_time in (FEW, NUM_POSITIONS):
+        found_TV = _probs(device, Dtype.fp32, Quantization.none, at_a_time=at_a_time)
+        difference = float((found_TV - wanted_TV).abs().max())
+        if not difference <= MOST_FROM_CPU:
+            faults.append(f"fp32, {at_a_time} positions: probabilities differ by {difference:.2g} from the CPU's")
+    return faults
+
+
+@torch.inference_mode()
+def _probs(device: torch.device, dtype: Dtype, quantization: Quantization, *, at_a_time: int) -> Tensor:
+    """The target's probabilities (T, V) behind each position of a prompt, fp64 on the CPU."""
+    pair = load_pair(TARGET, None, dtype=dtype, device=device, quantization=quantization)
+    target = pair.models.target
+    target.allocate(batch_size=1, capacity=NUM_POSITIONS)
+    ids_1T = torch.tensor([prompt(pair, NUM_POSITIONS)], device=device)
+    positions_1T = torch.arange(NUM_POSITIONS, device=device)[None]
+    pieces = zip(ids_1T.split(at_a_time, 1), positions_1T.split(at_a_time, 1), strict=True)
+    logits = [target.forward(ids, positions, bucket=NUM_POSITIONS) for ids, positions in pieces]
+    return torch.softmax(torch.cat(logits, dim=1)[0].double().cpu(), dim=-1)
+
+
+def not_compiled(device: torch.device) -> list[str]:
+    """Elementwise parts that go on without a compiler on a GPU: what they compute is right, but slow."""
+    if device.type != "cuda":
+        return []
+    _probs(device, Dtype.fp16, Quantization.none, at_a_time=FEW)
+    parts = {"the MLP's gate": gated, "rotary": turn_pairs}
+    return [f"{name} could not be compiled" for name, part in parts.items() if not part.is_compiled]
 
 
 def waits_in_a_round(device: torch.device, *, cuda_graphs: bool) -> list[str]:
@@ -114,8 +152,10 @@ def _no_waits() -> Iterator[None]:
     if not torch.cuda.is_available():
         yield
         return
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch says at the first time that the mode is new
+            torch.cuda.set_sync_debug_mode("error")
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -123,16 +163,25 @@ def _no_waits() -> Iterator[None]:
 
 def all_faults(device: torch.device) -> dict[str, list[str]]:
     """Every check with what it found, in the order of their importance."""
-    found = {}
+    found: dict[str, Callable[[], list[str]]] = {}
     for dtype in (Dtype.fp32, Dtype.fp16):
         for batch_size, temperature in ((1, 0.0), (3, 0.8)):
             name = f"graphs against eager, {dtype.name}, batch {batch_size}, temperature {temperature:g}"
-            found[name] = same_with_graphs(device, dtype=dtype, batch_size=batch_size, temperature=temperature)
-    found["greedy text, speculative against plain"] = greedy_text_is_plain_text(device)
+            found[name] = partial(same_with_graphs, device, dtype=dtype, batch_size=batch_size, temperature=temperature)
+    found["greedy text, speculative against plain"] = partial(greedy_text_is_plain_text, device)
+    found["fp32 against the CPU"] = partial(far_from_the_cpu, device)
     for name in FORMATS:
-        found[f"{name} against fp32"] = far_from_fp32(device, name)
+        found[f"{name} against fp32"] = partial(far_from_fp32, device, name)
     for cuda_graphs in (False, True):
-        found[f"waits in a round, {'replayed' if cuda_graphs else 'eager'}"] = waits_in_a_round(
-            device, cuda_graphs=cuda_graphs
-        )
-    return found
+        name = f"waits in a round, {'replayed' if cuda_graphs else 'eager'}"
+        found[name] = partial(waits_in_a_round, device, cuda_graphs=cuda_graphs)
+    found["elementwise parts compiled"] = partial(not_compiled, device)
+    return {name: _faults_of(check) for name, check in found.items()}
+
+
+def _faults_of(check: Callable[[], list[str]]) -> list[str]:
+    """What a check finds; one that cannot be made is a fault, and the others are made all the same."""
+    try:
+        return check()
+    except Exception as error:  # noqa: BLE001 - whatever a compiler or a driver raises
+        return [f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"]

@@ -26,6 +26,14 @@ def test_number_formats_stay_near_fp32(name: str) -> None:
     assert not gpu_checks.far_from_fp32(CUDA, name)
 
 
+def test_fp32_is_that_of_the_cpu() -> None:
+    assert not gpu_checks.far_from_the_cpu(CUDA)
+
+
+def test_elementwise_parts_are_compiled() -> None:
+    assert not gpu_checks.not_compiled(CUDA)
+
+
 @pytest.mark.parametrize("cuda_graphs", [False, True], ids=["eager", "replayed"])
 def test_no_round_waits_for_the_device(cuda_graphs: bool) -> None:
     assert not gpu_checks.waits_in_a_round(CUDA, cuda_graphs=cuda_graphs)
