@@ -8,10 +8,13 @@ from llama_ssp.config import catalogue, hardware
 from llama_ssp.config.schema import DraftLayout, Quantization, RuleName
 from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.errors import PlacementError
+from llama_ssp.models.prefill import Buckets
 from llama_ssp.planning.job import planned_model
 from llama_ssp.planning.memory import (
+    BUCKET_STEP,
     GRAPH_NODE_BYTES,
     KERNELS_PER_LAYER,
+    bucket_of,
     fits,
     kv_bytes_per_token,
     largest_batch,
@@ -128,6 +131,11 @@ def test_the_largest_context_ends_where_the_models_context_ends() -> None:
     assert largest_context(make_job("7B", num_ranks=8), A100) == 2048
 
 
+def test_the_largest_context_is_that_of_the_model_with_the_smaller_one() -> None:
+    """131072 positions of the target, 32768 of the draft."""
+    assert largest_context(make_job("qwen2.5_7B", "qwen2.5_0.5B", num_ranks=4), A100) == 32768
+
+
 def test_logits_lie_where_the_target_is_and_probabilities_where_the_rule_runs_or_the_draft_is() -> None:
     job = replace(
         make_job("13B", "7B", num_draft_tokens=4, batch_size=3),
@@ -146,6 +154,20 @@ def test_each_copy_has_ranks_of_its_own() -> None:
     ranks = memory(job, A100)
     assert [rank.rank for rank in ranks] == [0, 1, 2, 3]
     assert replace(ranks[2], rank=0) == ranks[0]
+
+
+def test_ranks_that_talk_to_each_other_have_buffers_for_it_while_loading_and_while_running() -> None:
+    job = make_job("7B")
+    alone, copy = memory(job, A100)[0], memory(replace(job, num_replicas=2), A100)[0]
+    assert (alone.collectives_bytes, copy.collectives_bytes) == (0, A100.collective_bytes)
+    assert copy.total_bytes - alone.total_bytes == A100.collective_bytes > 0
+    assert copy.loading_peak_bytes - alone.loading_peak_bytes == A100.collective_bytes
+
+
+@pytest.mark.parametrize("num_tokens", [1, 255, 256, 257, 300, 310])
+def test_a_forward_reads_the_slots_that_the_loop_lets_it_read(num_tokens: int) -> None:
+    buckets = Buckets(step=BUCKET_STEP["cuda"], num_slots=310)
+    assert bucket_of(num_tokens, 310, A100) == buckets.covering(num_tokens)
 
 
 def test_scores_that_no_kernel_keeps_to_itself_are_planned() -> None:
