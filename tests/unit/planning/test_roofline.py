@@ -1,0 +1,135 @@
+"""A forward priced by hand: each part of the sum is there once, by the rows, slots and ranks that it is for."""
+
+from dataclasses import replace
+
+import pytest
+
+from llama_ssp.config import hardware
+from llama_ssp.config.hardware import HardwareConfig, LinearPoint, Link, Profile, RowsPoint, SizePoint
+from llama_ssp.config.schema import Quantization
+from llama_ssp.config.target_placement import TargetKind
+from llama_ssp.planning.inventory import Matrix
+from llama_ssp.planning.job import PlannedModel
+from llama_ssp.planning.memory import KERNELS_PER_LAYER
+from llama_ssp.planning.roofline import (
+    KERNELS_PER_FRAME,
+    LIBRARY_SHARE,
+    MEASURED_SLOTS,
+    OPERATORS_PER_LAYER,
+    ForwardTime,
+    Seat,
+    all_reduce_s,
+    forward_time,
+    message_s,
+    roofline_s,
+)
+from tests.helpers.planning import small_model
+
+MACHINE = replace(
+    hardware.load("8xa100_80gb"),
+    copy_bytes_per_s=1e6,
+    flops_per_s={"fp16": 1e15},
+    kernel_s=1.0,
+    launch_s=100.0,
+    link=Link(bandwidth_bytes_per_s=1000.0, latency_s=3.0),
+    network=Link(bandwidth_bytes_per_s=100.0, latency_s=70.0),
+)
+NODES_OF_TWO = replace(MACHINE, num_gpus=2, num_nodes=4)
+MODEL = small_model(intermediate_size=512, vocab_size=512)
+MEASURED = replace(
+    MACHINE,
+    profiles=[
+        Profile(
+            num_ranks=1,
+            linear=[
+                LinearPoint(dtype="fp16", rows=rows, elements=elements, working_set_bytes=1, s=rows * elements / 1e6)
+                for rows in (1, 5)
+                for elements in (1, 1000)
+            ],
+            tied_head=[],
+            layer=[RowsPoint(rows=1, width=64, s=0.0)],
+            frame=[RowsPoint(rows=1, width=64, s=0.0)],
+            attention=[SizePoint(size=5, s=1.0), SizePoint(size=10, s=2.0)],
+            draw=[],
+            verify=[],
+        )
+    ],
+)
+LAYER, HEAD = 64 * (64 + 32 + 32 + 64 + 3 * 512), 64 * 512
+
+
+def forward(
+    num_ranks: int,
+    machine: HardwareConfig = MACHINE,
+    *,
+    model: PlannedModel = MODEL,
+    cuda_graphs: bool = True,
+    num_slots: int = 100,
+) -> ForwardTime:
+    """Three rows of five positions, one of which is scored."""
+    ranks = tuple(range(num_ranks))
+    seat = Seat.of(model, TargetKind.tensor, ranks, cuda_graphs=cuda_graphs, num_active=num_ranks)
+    return forward_time(seat, machine, batch_size=3, num_positions=5, num_scored=1, bucket=num_slots)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
+def test_every_rank_reads_its_share_of_the_matrices(num_ranks: int) -> None:
+    key_value_copies = 2 * 64 * 32 * max(num_ranks // 4 - 1, 0)
+    elements = (2 * (LAYER + key_value_copies) + HEAD) / num_ranks
+    assert forward(num_ranks).matrices_s == pytest.approx(2 * elements / 1e6)
+
+
+def test_layers_multiply_all_rows_and_the_head_those_that_are_scored() -> None:
+    slow = replace(MACHINE, flops_per_s={"fp16": 1e3})
+    assert forward(1, slow).matrices_s == pytest.approx(2 * (15 * 2 * LAYER + 3 * HEAD) / 1e3)
+
+
+@pytest.mark.parametrize(("num_ranks", "num_heads"), [(1, 4), (2, 2), (3, 2), (4, 1), (8, 1)])
+def test_keys_and_values_of_all_rows_are_read_by_the_rank_with_the_most_heads(num_ranks: int, num_heads: int) -> None:
+    bytes_of_a_slot = 2 * num_heads * 8 * 2
+    assert forward(num_ranks).attention_s == pytest.approx(3 * 100 * 2 * bytes_of_a_slot / 1e6)
+
+
+@pytest.mark.parametrize(("num_slots", "num_more"), [(MEASURED_SLOTS - 1, 0), (MEASURED_SLOTS + 36, 36)])
+def test_measured_attention_adds_the_slots_that_its_layers_have_not_read(num_slots: int, num_more: int) -> None:
+    """Two queries of each key-value head at five positions are ten rows that read."""
+    found = forward(1, MEASURED, cuda_graphs=False, num_slots=num_slots)
+    assert found.attention_s == pytest.approx(2.0 * num_more * 3 * 2 * (2 * 4 * 8 * 2))
+
+
+def test_measured_layers_multiply_all_rows_and_a_measured_head_those_that_are_scored() -> None:
+    assert forward(1, MEASURED, cuda_graphs=False).matrices_s == pytest.approx((15 * 2 * LAYER + 3 * HEAD) / 1e6)
+
+
+def test_operators_are_kernels_in_a_graph_and_launches_without_one_and_the_librarys_are_twice_as_many() -> None:
+    assert forward(1).operators_s == 2 * KERNELS_PER_LAYER + KERNELS_PER_FRAME
+    assert forward(1, cuda_graphs=False).operators_s == 100 * (2 * OPERATORS_PER_LAYER + KERNELS_PER_FRAME)
+    library = forward(1, model=replace(MODEL, by_library=True), cuda_graphs=False)
+    assert library.operators_s == 100 * (2 * LIBRARY_SHARE * OPERATORS_PER_LAYER + KERNELS_PER_FRAME)
+
+
+def test_ranks_add_up_the_embedding_and_two_sums_a_layer_and_gather_the_logits_that_are_scored() -> None:
+    residual_bytes, logits_bytes = 15 * 64 * 2, 3 * 512 * 2
+    wanted = (2 * 2 + 1) * (3.0 + residual_bytes / 1000) + (3.0 + logits_bytes / 2 / 1000)
+    assert forward(2).collectives_s == pytest.approx(wanted)
+    assert forward(1).collectives_s == 0.0
+
+
+def test_a_ring_sends_nearly_twice_its_bytes_inside_a_node_and_a_share_of_them_between_nodes() -> None:
+    assert all_reduce_s(MACHINE, (0, 1, 2, 3), 8000) == pytest.approx(3.0 + 2 * 3 / 4 * 8000 / 1000)
+    between_s = 70.0 + 2 * 3 / 4 * (8000 / 2) / 100
+    assert all_reduce_s(NODES_OF_TWO, tuple(range(8)), 8000) == pytest.approx(3.0 + 8000 / 1000 + between_s)
+
+
+def test_a_message_takes_the_slower_way_where_its_ranks_are_on_two_nodes() -> None:
+    assert message_s(NODES_OF_TWO, (0, 1), 500) == pytest.approx(3.0 + 0.5)
+    assert message_s(NODES_OF_TWO, (1, 2), 500) == pytest.approx(70.0 + 5.0)
+    assert message_s(NODES_OF_TWO, (1,), 500) == 0.0
+
+
+def test_nf4_unpacks_its_matrix_for_more_rows_than_one() -> None:
+    model = replace(MODEL, quantization=Quantization.nf4)
+    matrix = Matrix(module="up_proj", num_rows=64, num_columns=128)
+    wide_s = 2 * 64 * 128 / 1e6
+    assert roofline_s(matrix, model, MACHINE, rows=1) == pytest.approx(wide_s)
+    assert roofline_s(matrix, model, MACHINE, rows=2) > 2 * wide_s
