@@ -16,6 +16,7 @@ from llama_ssp.config.hardware import (
 from llama_ssp.config.schema import DraftLayout, Dtype, Quantization, RuleName
 from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.planning.job import PlannedModel
+from llama_ssp.planning.memory import kv_bytes_per_token
 from llama_ssp.planning.roofline import ForwardTime, all_reduce_s, bandwidth, working_set_bytes
 from llama_ssp.planning.timing import Clock, timing
 from tests.helpers.planning import make_job, small_model
@@ -88,6 +89,35 @@ def test_a_completion_pays_for_its_prompt_too() -> None:
     assert timed.plain_run_s == pytest.approx((timed.prefill_s + 15 * timed.plain_s) / 16)
 
 
+def test_a_prompt_is_read_by_the_target_and_by_the_draft() -> None:
+    pair, target, draft = (timing(job, A100) for job in (make_job("13B", "7B"), make_job("13B"), make_job("7B")))
+    assert pair.prefill_s == pytest.approx(target.prefill_s + draft.prefill_s, rel=1e-3)
+
+
+def test_the_length_limit_cuts_last_rounds_so_that_whole_rounds_are_paid() -> None:
+    """All drafts accepted, four tokens a round: 61 to 64 tokens behind the prompt's own take 16 rounds each."""
+    rounds = []
+    for num_tokens in range(62, 66):
+        timed = timing(make_job("13B", "7B", num_draft_tokens=3, acceptance=1.0, max_new_tokens=num_tokens), A100)
+        assert timed.speculative_run_s
+        assert timed.round_s
+        rounds.append((timed.speculative_run_s * num_tokens - timed.prefill_s) / timed.round_s)
+    assert sum(rounds) / 4 == pytest.approx(16)
+
+
+def test_decoding_is_priced_in_the_middle_of_a_completion() -> None:
+    """128 tokens of the prompt and half of 2048 new ones are within 5 steps of 256 slots."""
+    job = make_job("7B", prompt_tokens=128, max_new_tokens=2048)
+    cache_bytes = 5 * 256 * kv_bytes_per_token(job.target)
+    assert timing(job, A100).target_forward.attention_s == pytest.approx(cache_bytes / bandwidth(A100))
+
+
+def test_ranks_with_a_draft_each_draft_and_judge_their_share_of_the_rows() -> None:
+    shared = make_job("13B", "7B", num_ranks=4, draft_kind=DraftLayout.replicated, batch_size=8)
+    alone = make_job("13B", "7B", batch_size=2)
+    assert timing(shared, A100).draft_forward_s == pytest.approx(timing(alone, A100).draft_forward_s)
+
+
 def test_long_prompts_are_bound_by_the_matrix_rate_and_single_tokens_by_bandwidth() -> None:
     job = make_job("7B", prompt_tokens=512)
     slow_memory = replace(A100, copy_bytes_per_s=bandwidth(A100) / 2)
@@ -103,6 +133,12 @@ def test_layers_in_a_row_gain_no_speed_from_more_gpus() -> None:
     row = timing(make_job("13B", num_ranks=4, target_kind=TargetKind.accelerate), A100).plain_s
     assert row == pytest.approx(one, rel=0.01)
     assert timing(make_job("13B", num_ranks=4), A100).plain_s < 0.5 * one
+
+
+def test_layers_in_a_row_have_the_physical_limit_of_one_gpu() -> None:
+    one = timing(make_job("13B", num_ranks=1), A100).limit_share
+    row = timing(make_job("13B", num_ranks=4, target_kind=TargetKind.accelerate), A100).limit_share
+    assert row == pytest.approx(one, rel=0.01)
 
 
 def test_int8_of_bitsandbytes_is_slower_than_fp16_and_weight_only_int8_is_faster() -> None:
