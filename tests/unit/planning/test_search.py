@@ -5,12 +5,20 @@ from dataclasses import replace
 import pytest
 
 from llama_ssp.config import hardware
+from llama_ssp.config.schema import DraftLayout
 from llama_ssp.errors import PlacementError
-from llama_ssp.planning.search import search
+from llama_ssp.planning.search import Choice, search
+from llama_ssp.planning.timing import timing
 from tests.helpers.planning import make_job, small_model
 
 A10G = hardware.load("g5_12xlarge")
 CHOICES = search(make_job("65B", "7B", num_ranks=4), A10G)
+
+
+def choice(choices: list[Choice], target: str, draft: str | None, kind: str | None) -> Choice:
+    """That of one unquantized pair and placement."""
+    wanted = (target, "fp16", draft, kind)
+    return next(one for one in choices if (one.target, one.quantization, one.draft, one.draft_kind) == wanted)
 
 
 def test_choices_are_ranked_by_speed_and_what_does_not_fit_comes_last_with_the_reason() -> None:
@@ -25,6 +33,34 @@ def test_every_size_precision_and_placement_is_tried() -> None:
     assert {choice.target for choice in CHOICES} == {"7B", "13B", "30B", "65B"}
     assert {choice.quantization for choice in CHOICES} == {"fp16", "int8", "nf4", "int8_weight_only"}
     assert {choice.draft_kind for choice in CHOICES} == {None, "sharded", "one_rank", "own_gpu"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "target_ranks", "draft_ranks"),
+    [
+        (DraftLayout.one_rank, (0, 1, 2, 3), (0,)),
+        (DraftLayout.sharded, (0, 1, 2, 3), (0, 1, 2, 3)),
+        (DraftLayout.own_gpu, (0, 1, 2), (3,)),
+    ],
+)
+def test_a_choice_has_the_time_of_its_placement_with_the_best_k(
+    kind: DraftLayout, target_ranks: tuple[int, ...], draft_ranks: tuple[int, ...]
+) -> None:
+    job = replace(make_job("13B", "7B"), target_ranks=target_ranks, draft_ranks=draft_ranks, draft_kind=kind)
+    timed, found = timing(job, A10G), choice(CHOICES, "13B", "7B", kind.name)
+    least_s = min(timed.by_num_draft_tokens)
+    assert found.ms_per_token == pytest.approx(1e3 * least_s)
+    assert found.speedup == pytest.approx(timed.plain_s / least_s)
+    assert found.num_draft_tokens == timed.best_num_draft_tokens
+    assert f"speculation.num_draft_tokens={timed.best_num_draft_tokens}" in found.settings
+
+
+@pytest.mark.parametrize("num_copies", [1, 2])
+def test_a_choice_without_a_draft_has_the_time_of_plain_decoding_on_the_ranks_of_a_copy(num_copies: int) -> None:
+    job = replace(make_job("13B", num_ranks=4 // num_copies), num_replicas=num_copies)
+    found = choice(search(job, A10G), "13B", None, None)
+    assert found.ms_per_token == pytest.approx(1e3 * timing(job, A10G).plain_s)
+    assert (found.speedup, found.num_draft_tokens) == (1.0, 0)
 
 
 def test_what_does_not_fit_says_how_much_is_missing() -> None:
