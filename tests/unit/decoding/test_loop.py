@@ -1,11 +1,15 @@
 """The loop writes the target's own text, whatever the draft, the batch, the lengths and the ends of its rows."""
 
+from itertools import count, groupby
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from llama_ssp.decoding.loop import StopWish
 from llama_ssp.decoding.state import BatchState, Request
 from llama_ssp.models.prefill import Buckets
+from llama_ssp.sampling.random import Draws, DrawTable, row_keys
 from tests.helpers.decoders import complete, make_decoder
 from tests.helpers.prefix_runner import PrefixRunner
 
@@ -37,6 +41,15 @@ def test_reading_results_a_round_late_changes_nothing() -> None:
     late = complete(decoder, requests())
     assert [c.token_ids for c in late] == [c.token_ids for c in prompt]
     assert [c.accepted_lengths for c in late] == [c.accepted_lengths for c in prompt]
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_round_reads_all_that_is_filled_however_finely_the_width_follows_the_text(lag: int) -> None:
+    target = PrefixRunner()
+    decoder = make_decoder(target, PrefixRunner())
+    decoder.bucket_step, decoder._lag = 1, lag
+    for completion in complete(decoder, requests()):
+        assert completion.token_ids == target.greedy(completion.request.prompt_ids, completion.request.max_new_tokens)
 
 
 def test_plain_decoding_is_the_same_loop_without_a_draft() -> None:
@@ -101,6 +114,58 @@ def test_a_long_prompt_is_read_in_chunks_with_the_same_result(monkeypatch: pytes
         assert completion.token_ids == target.greedy(completion.request.prompt_ids, completion.request.max_new_tokens)
 
 
+@pytest.mark.parametrize(("num_prompt_tokens", "num_chunks"), [(1, 1), (6, 2), (7, 3)])
+def test_every_chunk_of_a_prompt_is_a_forward_of_the_target(
+    num_prompt_tokens: int, num_chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llama_ssp.models.prefill.CHUNK", 3)
+    monkeypatch.setattr("llama_ssp.decoding.loop.CHUNK", 3)
+    target = PrefixRunner()
+    decoder = make_decoder(target, None, replay=False)
+    wanted = [Request(index=0, prompt_ids=(1,) * num_prompt_tokens, max_new_tokens=5)]
+    (completion,) = complete(decoder, wanted)
+    assert completion.num_target_forwards == target.num_forwards == num_chunks + 4
+
+
+@pytest.mark.parametrize("num_draft_tokens", [0, 3])
+def test_the_numbers_of_a_round_are_keyed_by_the_length_at_which_it_begins(
+    num_draft_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt of P tokens has its first token from the numbers at P, and the next round has those at P + 1."""
+    seen: list[list[float]] = []
+    split = DrawTable.split
+
+    def watched(table: DrawTable, numbers_BN: torch.Tensor) -> Draws:
+        seen.extend(numbers_BN.tolist())
+        return split(table, numbers_BN)
+
+    monkeypatch.setattr(DrawTable, "split", watched)
+    draft = PrefixRunner(seed=1, sharpness=1.0) if num_draft_tokens else None
+    decoder = make_decoder(PrefixRunner(sharpness=1.0), draft, temperature=0.9, replay=False)
+    table, wanted = DrawTable(num_draft_tokens, torch.device("cpu")), []
+    for completion in complete(decoder, requests(24)):
+        index, start = torch.tensor([completion.request.index]), len(completion.request.prompt_ids)
+        key = row_keys(seed=7, prompt_index_B=index, sample_index_B=torch.zeros_like(index))
+        rounds = completion.accepted_lengths if draft else [0] * (len(completion.token_ids) - 1)
+        starts = [start, *(start + 1 + sum(rounds[:number]) + number for number in range(len(rounds)))]
+        wanted += table.numbers(key, torch.tensor(starts)).tolist()
+    assert [numbers for numbers, _ in groupby(seen)] == wanted
+
+
+def test_the_time_of_a_pass_is_shared_by_the_rows_that_ran_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each pass takes a second; three requests in two rows make a prefill and three rounds, twice."""
+    seconds = count()
+    monkeypatch.setattr("llama_ssp.decoding.loop.time", SimpleNamespace(perf_counter=lambda: float(next(seconds))))
+    decoder = make_decoder(PrefixRunner(), None, batch_size=2)
+    monkeypatch.setattr(decoder.rounds.clock, "take", lambda: (0.5, 0.25))
+    wanted = [Request(index=index, prompt_ids=(1, 2), max_new_tokens=4) for index in range(3)]
+    *both, alone = complete(decoder, wanted)
+    assert [completion.busy_s for completion in (*both, alone)] == [4.0, 4.0, 4.0]
+    assert [completion.share_s for completion in (*both, alone)] == [2.0, 2.0, 4.0]
+    assert [done.part_s for done in both] == [{"draft": 0.75, "verify": 0.375, "other": 0.375}] * 2
+    assert alone.part_s == {"draft": 1.5, "verify": 0.75, "other": 0.75}
+
+
 def test_an_accepted_draft_costs_one_target_forward_for_k_plus_one_tokens() -> None:
     target = PrefixRunner()
     decoder = make_decoder(target, PrefixRunner(), num_draft_tokens=4, replay=False)
@@ -123,16 +188,17 @@ def test_a_round_reads_no_value_from_the_device() -> None:
     assert rounds.advance(state, bucket=64).is_meta
 
 
+@pytest.mark.parametrize("batch_size", [1, 3])
 @torch.inference_mode()
-def test_a_wish_to_stop_ends_the_loop_after_the_round() -> None:
+def test_a_wish_to_stop_ends_the_loop_after_the_round(batch_size: int) -> None:
     wish = StopWish()
-    decoder = make_decoder(PrefixRunner(), PrefixRunner(seed=1), wish=wish)
+    decoder = make_decoder(PrefixRunner(), PrefixRunner(seed=1), batch_size=batch_size, wish=wish)
     num_tokens = 0
-    for updates in decoder.run([Request(index=0, prompt_ids=(1,), max_new_tokens=100)]):
+    for updates in decoder.run([Request(index=i, prompt_ids=(1,), max_new_tokens=100) for i in range(batch_size)]):
         num_tokens += sum(len(update.new_ids) for update in updates)
-        wish.requested = num_tokens > 10
+        wish.requested = num_tokens > 10 * batch_size
     assert decoder.stopped
-    assert num_tokens < 20
+    assert num_tokens < 20 * batch_size
 
 
 def test_acceptance_counts_leave_out_rounds_that_the_limit_could_cut() -> None:
@@ -140,3 +206,16 @@ def test_acceptance_counts_leave_out_rounds_that_the_limit_could_cut() -> None:
     (completion,) = complete(decoder, [Request(index=0, prompt_ids=(1, 2), max_new_tokens=9)])
     assert completion.accepted_lengths == [4, 3]
     assert completion.examined_lengths == [4, 0]
+
+
+@torch.inference_mode()
+def test_acceptance_counts_leave_out_what_lies_behind_an_end_inside_a_draft() -> None:
+    decoder = make_decoder(
+        PrefixRunner(sharpness=1.0), PrefixRunner(sharpness=0.5), temperature=0.9, num_draft_tokens=4, eos_ids=[3]
+    )
+    wanted = [Request(index=0, sample=sample, prompt_ids=(1, 2), max_new_tokens=90) for sample in range(40)]
+    ends = [update for updates in decoder.run(wanted) for update in updates if update.completion.finish_reason == "eos"]
+    drafted = [end for end in ends if end.completion.accepted_lengths and end.num_drafted == len(end.new_ids)]
+    assert {end.num_drafted for end in drafted} >= {1, 2, 3}
+    for end in drafted:
+        assert end.completion.examined_lengths[-1] == end.completion.accepted_lengths[-1] == end.num_drafted
