@@ -66,14 +66,26 @@ def test_each_width_of_the_cache_is_recorded_once_for_all_runs(shipped: tuple[Ru
     assert outcome == expected + _outcome(complete(eager, shorter)) + expected
 
 
-def test_a_cache_that_was_made_anew_by_another_decoder_is_noticed(shipped: tuple[Runner, Runner]) -> None:
+def test_the_first_round_of_a_width_is_not_recorded(shipped: tuple[Runner, Runner]) -> None:
+    """It makes what recording cannot, such as communicators and workspaces."""
+    recorder = FakeRecorder()
+    captured = make_decoder(*shipped, replay=recorder)
+    num_recorded = []
+    for _ in range(3):
+        complete(captured, [Request(index=0, prompt_ids=(5, 6, 7), max_new_tokens=2)])
+        num_recorded.append(recorder.num_recorded)
+    assert num_recorded == [0, 2, 2]
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["the target's", "the draft's"])
+def test_a_cache_that_was_made_anew_by_another_decoder_is_noticed(number: int, shipped: tuple[Runner, Runner]) -> None:
     recorder = FakeRecorder()
     captured = make_decoder(*shipped, replay=recorder)
     wanted = [Request(index=0, prompt_ids=(5, 6, 7), max_new_tokens=40)]
     first = _outcome(complete(captured, wanted))
     num_recorded = recorder.num_recorded
     for batch_size in (2, 1):
-        shipped[0].allocate(batch_size=batch_size, capacity=200)
+        shipped[number].allocate(batch_size=batch_size, capacity=200)
     assert _outcome(complete(captured, wanted)) == first
     assert recorder.num_recorded == 2 * num_recorded
 
@@ -85,6 +97,15 @@ def test_longer_requests_than_ever_are_recorded_anew(shipped: tuple[Runner, Runn
     for num_tokens in (70, 90, 30):
         wanted = [Request(index=0, prompt_ids=(5, 6, 7), max_new_tokens=num_tokens)]
         assert _outcome(complete(captured, wanted)) == _outcome(complete(make_decoder(*shipped), wanted))
+
+
+def test_rows_that_are_idle_in_a_later_run_do_no_harm(shipped: tuple[Runner, Runner]) -> None:
+    """Their prompts were longer than what they had random numbers for."""
+    captured, eager = (make_decoder(*shipped, batch_size=3, replay=replay) for replay in (FakeRecorder(), False))
+    long = [Request(index=index, prompt_ids=tuple(range(5, 35)), max_new_tokens=5) for index in range(3)]
+    short = [Request(index=9, prompt_ids=(8, 9, 10), max_new_tokens=5)]
+    for wanted in (long, short, long):
+        assert _outcome(complete(captured, wanted)) == _outcome(complete(eager, wanted))
 
 
 @pytest.mark.parametrize("unrecordable", ["aten::argmax", "aten::cumprod"], ids=["in the draft", "in the verification"])
