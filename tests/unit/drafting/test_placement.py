@@ -19,8 +19,11 @@ from llama_ssp.config.schema import (
 from llama_ssp.decoding.state import Request
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.mesh import Mesh
-from llama_ssp.drafting.shared_rows import RowShares
+from llama_ssp.drafting.placement import AgreedRule
+from llama_ssp.drafting.shared_rows import RowShares, SharedRowsRule
 from llama_ssp.models.elsewhere import Elsewhere
+from llama_ssp.sampling.random import DrawTable
+from llama_ssp.sampling.verification import Draft, make_rule
 from llama_ssp.tasks.loading import Models, build_decoder
 from tests.helpers.decoders import complete
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
@@ -114,3 +117,26 @@ def test_every_row_belongs_to_one_rank_and_what_they_say_is_put_in_order(batch_s
     assert [row for own, _ in seen for row in own] == list(range(batch_size))
     assert max(len(own) for own, _ in seen) == -(-batch_size // 3), "shares are even"
     assert [gathered for _, gathered in seen] == [[[row, 10 * row] for row in range(batch_size)]] * 4
+
+
+@pytest.mark.parametrize("kind", [ONE_RANK, REPLICATED])
+def test_a_wish_to_stop_reaches_all_ranks_with_the_next_verdict(kind: DraftLayout) -> None:
+    device = torch.device("cpu")
+    table = DrawTable(2, device)
+
+    def one_rank(comm: ThreadComm) -> list[bool]:
+        rule = make_rule(SamplingConfig(temperature=0.0), VerificationConfig())
+        agreed = AgreedRule(rule, comm=comm, src=0, device=device)
+        if kind is REPLICATED:
+            agreed = SharedRowsRule(rule, shares=RowShares(comm, [0, 1]), comm=comm, src=0, device=device)
+        stops = []
+        for wisher in (None, 0):
+            if comm.rank == wisher:
+                agreed.wish_to_stop()
+            draft = Draft(torch.zeros(3, 2, dtype=torch.int64), None)
+            draws = table.split(torch.zeros(3, table.num_numbers, dtype=torch.float64))
+            decision = agreed.verify(draft, agreed.process(torch.zeros(3, 3, 4)), draws=draws)
+            stops.append(bool(decision.stop_B1.any()))
+        return stops
+
+    assert on_ranks(thread_comms(3), one_rank) == [[False, True]] * 3
