@@ -1,0 +1,52 @@
+"""A draft model proposes tokens that it knows itself, in the target's width, whoever asks for them."""
+
+import pytest
+import torch
+
+from llama_ssp.config.schema import SamplingConfig, VerificationConfig
+from llama_ssp.distributed.comms import Comm
+from llama_ssp.drafting.model import ModelDrafter
+from llama_ssp.drafting.placement import AgreedDrafter
+from llama_ssp.drafting.shared_rows import RowShares, SharedRowsDrafter
+from llama_ssp.sampling.verification import make_rule
+from tests.helpers.prefix_runner import PrefixRunner
+
+CPU = torch.device("cpu")
+
+
+def model_drafter(*, vocab_size: int, temperature: float = 0.9) -> ModelDrafter:
+    """For a target of 11 tokens."""
+    rule = make_rule(SamplingConfig(temperature=temperature), VerificationConfig())
+    return ModelDrafter(PrefixRunner(vocab_size, sharpness=1.0), rule=rule, num_draft_tokens=4, vocab_size=11)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("vocab_size", [5, 11, 14])
+def test_a_head_of_another_width_is_cut_or_filled_up_with_what_is_never_drafted(
+    vocab_size: int, temperature: float
+) -> None:
+    drafter = model_drafter(vocab_size=vocab_size, temperature=temperature)
+    tokens_BS = torch.arange(100).view(50, 2).remainder(5)
+    tokens_BS = torch.cat([tokens_BS, torch.zeros(50, 8, dtype=torch.int64)], dim=1)
+    drafter.allocate(batch_size=50, num_slots=10)
+    uniforms_BKP = torch.rand(50, 4, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    draft = drafter.propose(tokens_BS, torch.full((50,), 2), uniforms_BKP=uniforms_BKP, bucket=10)
+    assert int(draft.ids_BK.max()) < min(vocab_size, 11)
+    if draft.probs_BTV is not None:
+        assert draft.probs_BTV.shape == (50, 5, 11)
+        torch.testing.assert_close(draft.probs_BTV[:, :4].sum(-1), torch.ones(50, 4))
+        assert not draft.probs_BTV[..., vocab_size:].any()
+
+
+def test_a_cache_that_was_made_anew_is_known_through_all_that_stand_before_the_model() -> None:
+    comm = Comm.single()
+    drafters: list[AgreedDrafter | SharedRowsDrafter] = [
+        AgreedDrafter(model_drafter(vocab_size=11), comm=comm, src=0, num_draft_tokens=4, device=CPU),
+        SharedRowsDrafter(
+            model_drafter(vocab_size=11), shares=RowShares(comm, [0]), num_draft_tokens=4, device=CPU
+        ),
+    ]  # fmt: skip
+    for drafter in drafters:
+        before = drafter.num_allocations
+        drafter.allocate(batch_size=2, num_slots=10)
+        assert drafter.num_allocations == before + 1
