@@ -1,5 +1,6 @@
 """The processors keep what transformers' warpers keep, and a draw has exactly the law of its weights."""
 
+import math
 from typing import cast
 
 import pytest
@@ -57,6 +58,13 @@ def test_top_k_keeps_every_token_that_ties_with_the_last_kept_one_as_transformer
     assert (probs_BV[0] > 0).tolist() == [False, True, True, True, True, False]
     if top_p is None:
         torch.testing.assert_close(probs_BV, warped(logits_BV, sampling))
+
+
+def test_top_p_stops_where_it_is_reached_exactly_as_transformers_does() -> None:
+    sampling = SamplingConfig(temperature=1.0, top_p=0.5)
+    logits_BV = torch.tensor([[0.0, math.log(2), float("-inf"), 0.0]], dtype=torch.float64)
+    assert logits_BV.softmax(-1).tolist() == [[0.25, 0.5, 0.0, 0.25]]
+    assert processor(sampling)(logits_BV).tolist() == warped(logits_BV, sampling).tolist() == [[0.0, 1.0, 0.0, 0.0]]
 
 
 def test_top_p_keeps_tokens_that_tie_together() -> None:
