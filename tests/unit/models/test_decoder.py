@@ -228,6 +228,11 @@ def test_a_forward_takes_far_fewer_operators_than_the_library_s() -> None:
         ("llama", {}, True),
         ("qwen3", {}, True),
         ("llama", {"hidden_act": "gelu"}, False),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+            False,
+        ),
         ("gemma", {}, False),
         ("gpt_neox", {}, False),
         ("granite", {"num_key_value_heads": 4, "logits_scaling": 8.0}, False),
