@@ -1,0 +1,92 @@
+"""What a session asks of its decoder, and what it writes down of a completion."""
+
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from llama_ssp.decoding.loop import Completion, Update
+from llama_ssp.decoding.state import Request
+from llama_ssp.decoding.stream import Piece
+from llama_ssp.reports.lines import CompletionLine
+from llama_ssp.tasks.session import Job, Session, to_line
+
+BYTES: Any = SimpleNamespace(decode=lambda ids, **_: bytes(ids).decode(errors="replace"))
+LETTERS: Any = SimpleNamespace(decode=lambda ids, **_: "".join("abc"[token] for token in ids))
+
+
+def job(max_new_tokens: int = 20) -> Job:
+    return Job(request=Request(index=3, sample=1, prompt_ids=(0, 1), max_new_tokens=max_new_tokens), prompt="ab")
+
+
+@pytest.mark.parametrize(("num_copies", "share_s"), [(1, 6.0), (2, 3.0)])
+def test_a_line_has_milliseconds_of_its_own_and_seconds_of_its_share_of_all_copies(
+    num_copies: int, share_s: float
+) -> None:
+    completion = Completion(
+        request=job().request, token_ids=[0, 2], num_target_forwards=2, accepted_lengths=[1], num_draft_tokens=3,
+        finish_reason="length", busy_s=8.0, share_s=6.0, part_s={"draft": 1.0, "verify": 2.0, "other": 3.0},
+    )  # fmt: skip
+    line = to_line(job(), completion, "speculative", LETTERS, num_copies=num_copies)
+    assert (line.index, line.sample, line.prompt, line.text, line.num_new_tokens) == (3, 1, "ab", "ac", 2)
+    assert (line.ms, line.share_s) == (8000.0, share_s)
+    assert (line.draft_s, line.verify_s, line.other_s) == (1.0, 2.0, 3.0)
+    assert (line.num_rounds, line.num_target_forwards, line.accepted_lengths) == (1, 2, [1])
+
+
+@pytest.mark.parametrize(("wanted", "warm"), [(3, 3), (8, 8), (64, 8)])
+def test_a_warm_up_is_short_and_never_longer_than_the_run(wanted: int, warm: int) -> None:
+    """A longer one could run out of the context that the run keeps within."""
+    asked: list[Request] = []
+
+    def run(requests: Sequence[Request]) -> Iterator[list[Update]]:
+        asked.extend(requests)
+        yield []
+
+    session: Any = SimpleNamespace(decoder=lambda _mode: SimpleNamespace(run=run))
+    Session.warm_up(session, [job(wanted), job(wanted)], "plain")
+    assert [request.max_new_tokens for request in asked] == [warm, warm]
+
+
+class Viewer:
+    """Notes what it is shown."""
+
+    def __init__(self) -> None:
+        self.seen: list[object] = []
+
+    def begin(self, job: Job, mode: str) -> None:
+        self.seen.append((job.prompt, mode))
+
+    def show(self, pieces: list[Piece]) -> None:
+        self.seen.extend(pieces)
+
+    def end(self, line: CompletionLine) -> None:
+        self.seen.append(line.text)
+
+
+def test_what_is_streamed_knows_its_origin_and_holds_nothing_back_at_the_end() -> None:
+    """The second job is on record already, and is neither decoded nor shown again."""
+    viewer, wanted = Viewer(), job()
+    done = Job(request=Request(index=4, prompt_ids=(0,), max_new_tokens=2), prompt="done")
+
+    def run(requests: Sequence[Request]) -> Iterator[list[Update]]:
+        assert list(requests) == [wanted.request]
+        completion = Completion(request=wanted.request)
+        for new_ids, num_drafted in ((b"a", 0), (b"bc", 1), ("d🙂".encode()[:3], 3)):
+            completion.token_ids += new_ids
+            completion.finish_reason = "length" if num_drafted == 3 else None
+            yield [Update(completion, list(new_ids), num_drafted)]
+
+    nothing = SimpleNamespace(sample=lambda: None, reach=lambda _step: None, append=lambda _line: None)
+    session: Any = SimpleNamespace(
+        config=SimpleNamespace(placement=SimpleNamespace(num_replicas=1)),
+        models=SimpleNamespace(mesh=SimpleNamespace(number=0), tokenizer=BYTES),
+        decoder=lambda _mode: SimpleNamespace(run=run, stopped=False),
+        count=lambda *_counts, **_more: None,
+        memory=nothing, start_clock=nothing, folder=nothing, streams=True, num_prompts=2,
+        _finished={(4, "plain", 0)},
+    )  # fmt: skip
+    Session.complete(session, [wanted, done], "plain", viewer)
+    pieces = [Piece("a", False), Piece("b", True), Piece("c", False), Piece("d", True), Piece("\ufffd", True)]
+    assert viewer.seen == [("ab", "plain"), *pieces, "abcd\ufffd"]
