@@ -15,7 +15,7 @@ from llama_ssp.errors import SspError
 from llama_ssp.planning.timing import timing
 from llama_ssp.tasks import measuring, measuring_pairs, measuring_rounds
 from llama_ssp.tasks.calibrate import calibrate
-from llama_ssp.tasks.stacks import RandomStack
+from llama_ssp.tasks.stacks import HEAD_DIM, RandomStack
 from tests.helpers.planning import make_job
 
 WORLD = World(
@@ -86,6 +86,25 @@ def test_what_comes_between_two_calls_is_done_each_time_and_not_timed() -> None:
     seconds = measuring.seconds_per_call(lambda: done.append("call"), budget_s=1e-9, between=between)
     assert done == ["call", "between", "call", "between", "call", "between", "call"]
     assert seconds < 0.002
+
+
+def test_rates_are_bytes_operations_and_calls_over_the_time_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "seconds_per_call", lambda _call, **_options: 0.5)
+    device = torch.device("cpu")
+    assert measuring.copy_bytes_per_s(device, num_bytes=4096) == 2 * 4096 / 0.5, "read once and written once"
+    assert measuring.flops_per_s(torch.float32, device) == 2 * 1024**3 / 0.5, "a product and a sum"
+    assert measuring.operator_s(device, captured=False) == 0.5 / 200
+    monkeypatch.setattr(measuring, "ELEMENTS", (4096,))
+    points = measuring.linear_points(torch.float32, "fp32", working_sets=[2**17])
+    assert [(point.rows, point.s) for point in points] == [(rows, 0.25) for rows in measuring.ROWS], "two in a call"
+
+
+def test_attention_costs_by_the_bytes_of_keys_and_values_that_are_read_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "_attend_s", lambda rows, num_slots, num_heads: 7.0 + rows * num_slots * num_heads)
+    slot_bytes = 2 * HEAD_DIM * 4
+    points = measuring.attention_points()
+    assert [point.size for point in points] == list(measuring.OPERATOR_ROWS)
+    assert [point.s for point in points] == pytest.approx([rows / slot_bytes for rows in measuring.OPERATOR_ROWS])
 
 
 def test_matrices_are_taken_off_a_layers_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
