@@ -133,6 +133,13 @@ def test_the_default_draft_is_that_of_the_model_entry_and_none_is_none(plan: Pla
     assert plan("model=tinyllama_1B")["draft"] is None
 
 
+def test_the_planners_choice_is_planned_and_told(plan: Plan) -> None:
+    content = plan("model=13B", "draft=7B", "placement=auto", "hardware=8xa100_80gb", "hardware.num_gpus=2")
+    assert content["draft"]["kind"] == "sharded", "a draft on one rank takes longer"
+    (note,) = content["notes"]
+    assert note.startswith("placement=auto: the target on ranks 0 1 and the draft on ranks 0 1 (sharded), forecast at ")
+
+
 def test_figures_of_the_machine_can_be_changed(plan: Plan) -> None:
     content = plan("model=13B", "hardware.num_gpus=2", "hardware.num_nodes=2")
     assert len(content["memory"]) == 4
