@@ -165,6 +165,33 @@ def test_rank_zero_leaves_its_exit_code_where_a_launcher_can_read_it(
     assert (file.read_text() if file.exists() else None) == content
 
 
+@pytest.mark.parametrize(("rank", "content"), [("0", "some/run\n"), ("1", None)])
+def test_rank_zero_leaves_its_run_folder_where_a_launcher_can_read_it(
+    rank: str, content: str | None, launch: Launch, tmp_path: Path
+) -> None:
+    file = tmp_path / "folder"
+    assert launch("run_dir=some/run", RANK=rank, WORLD_SIZE="2", RUN_DIR_FILE=str(file)).code == 0
+    assert (file.read_text() if file.exists() else None) == content
+
+
+def test_the_plan_of_a_dry_run_is_printed_by_rank_zero_alone(launch: Launch) -> None:
+    for rank in ("0", "1"):
+        ended = launch("dry_run=true", "hardware=laptop_cpu", RANK=rank, WORLD_SIZE="2")
+        assert (ended.code, bool(ended.out), ended.runs) == (0, rank == "0", [])
+
+
+def test_later_points_of_a_sweep_start_when_they_begin(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    ages = []
+
+    def begin(*, age_s: float) -> StartClock:
+        ages.append(age_s)
+        return StartClock(age_s=age_s)
+
+    monkeypatch.setattr(run, "startup", SimpleNamespace(StartClock=begin, process_age_s=lambda: 7.0))
+    assert launch("-m", "model=7B,13B,30B").code == 0
+    assert ages == [7.0, 0.0, 0.0]
+
+
 def test_a_fault_of_ours_is_not_hidden(launch: Launch) -> None:
     with pytest.raises(ZeroDivisionError):
         launch(fails=ZeroDivisionError())
