@@ -43,12 +43,14 @@ def read_prompts(config: RunConfig) -> list[str]:
         text = source.read_text(encoding="utf-8") if isinstance(source, Path) else source.read()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read prompts={config.prompts}: {error}; it must be a text file in UTF-8") from None
-    lines = [line for line in text.splitlines() if line.strip()]
+    # Not `splitlines`: to it a form feed, or a character of a JSON string, is the end of a line too.
+    numbered = enumerate(text.removeprefix("\ufeff").split("\n"), start=1)
+    lines = {number: line for number, line in numbered if line.strip()}
     if not lines:
         raise ConfigError(f"prompts={config.prompts} holds no prompt: write one per line")
     if config.prompts.endswith(".jsonl"):
-        return [_prompt_of(line, number, config.prompts) for number, line in enumerate(lines, start=1)]
-    return lines
+        return [_prompt_of(line, number, config.prompts) for number, line in lines.items()]
+    return list(lines.values())
 
 
 def check_unchanged(prompts: Sequence[str], lines: Sequence[CompletionLine], config: RunConfig) -> None:

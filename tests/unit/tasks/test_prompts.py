@@ -38,7 +38,7 @@ def tokenizer(*, begins: bool = True, **options: str) -> PreTrainedTokenizerFast
 
 
 def prompts_of(file: Path, text: str) -> list[str]:
-    file.write_text(text)
+    file.write_text(text, encoding="utf-8")
     config: dict[str, Any] = {"draft": DrafterConfig(), "placement": PlacementConfig(), "sampling": SamplingConfig()}
     model, rule = ModelConfig(name="tiny"), VerificationConfig()
     return read_prompts(RunConfig(task=GenerateConfig(), model=model, verification=rule, prompts=str(file), **config))
@@ -49,10 +49,18 @@ def test_empty_lines_are_no_prompts_and_blanks_of_others_stay(tmp_path: Path) ->
     assert prompts_of(tmp_path / "p.jsonl", '{"prompt": "a\\nb"}\n\n{"prompt": "", "id": 1}\n') == ["a\nb", ""]
 
 
+@pytest.mark.parametrize("begin", ["", "\ufeff"])
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_a_line_ends_where_files_end_them_and_nowhere_else(end: str, begin: str, tmp_path: Path) -> None:
+    assert prompts_of(tmp_path / "p.txt", f"{begin}a\x0cb{end}c\u2028d{end}") == ["a\x0cb", "c\u2028d"]
+    lines = [f'{{"prompt": "{text}"}}' for text in ("a\u2028b", "c\u0085d")]
+    assert prompts_of(tmp_path / "p.jsonl", begin + end.join(lines)) == ["a\u2028b", "c\u0085d"]
+
+
 @pytest.mark.parametrize("line", ["no JSON", '"text"', '{"text": "a"}', '{"prompt": 1}'])
 def test_a_line_that_is_no_record_is_named_by_its_number(line: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"line 2 of prompts=.*p\.jsonl must be a JSON object"):
-        prompts_of(tmp_path / "p.jsonl", f'{{"prompt": "a"}}\n{line}\n')
+    with pytest.raises(ConfigError, match=r"line 4 of prompts=.*p\.jsonl must be a JSON object"):
+        prompts_of(tmp_path / "p.jsonl", f'\n{{"prompt": "a"}}\n\n{line}\n')
 
 
 def test_a_file_of_blanks_holds_no_prompt(tmp_path: Path) -> None:
