@@ -104,13 +104,16 @@ class Clock:
 
     def forward(self, seat: Seat, num_positions: int) -> ForwardTime:
         """A forward in the middle of decoding; the last position alone gets logits from a draft."""
-        rows = self.job.batch_size
-        if seat is self.draft and self.job.draft_kind is DraftLayout.replicated:
-            rows = -(-rows // len(self.job.draft_ranks))
         return forward_time(
-            seat, self.hardware, batch_size=rows, num_positions=num_positions, num_scored=num_positions,
-            bucket=self._bucket,
+            seat, self.hardware, batch_size=self._rows_of(seat), num_positions=num_positions,
+            num_scored=1 if seat is self.draft else num_positions, bucket=self._bucket,
         )  # fmt: skip
+
+    def _rows_of(self, seat: Seat) -> int:
+        """The rows that a rank reads at a time: of a draft that is whole on several, its share."""
+        if seat is self.draft and self.job.layout.shares_rows:
+            return -(-self.job.batch_size // len(self.job.draft_ranks))
+        return self.job.batch_size
 
     def prefill_s(self, seat: Seat) -> float:
         """The prompt, in chunks."""
@@ -118,26 +121,27 @@ class Clock:
         for start in range(0, prompt, PREFILL_CHUNK):
             stop = min(start + PREFILL_CHUNK, prompt)
             seconds += forward_time(
-                seat, self.hardware, batch_size=self.job.batch_size, num_positions=stop - start, num_scored=1,
+                seat, self.hardware, batch_size=self._rows_of(seat), num_positions=stop - start, num_scored=1,
                 bucket=bucket_of(stop, self.job.num_slots, self.hardware),
             ).total_s  # fmt: skip
         return seconds
 
-    def rule_s(self, num_rows: int, *, verifies: bool) -> float:
-        """The rule on `num_rows` rows of logits of each sequence that a rank judges."""
-        num_own = self.job.batch_size
-        if self.job.layout.shares_rows:
-            num_own = -(-num_own // len(self.job.draft_ranks))
-        numbers = num_own * num_rows * self.job.target.shape.vocab_size
-        more_s = (
-            self._kernels_s(BLOCK_KERNELS, BLOCK_PASSES, numbers)
-            if verifies and self.job.rule is RuleName.block
-            else 0.0
-        )
+    def draw_s(self, seat: Seat) -> float:
+        """A token for each row that a rank reads, from its logits."""
+        numbers = self._rows_of(seat) * self.job.target.shape.vocab_size
         if profile := profile_of(self.hardware, self.target.num_active):
-            points = profile.verify if verifies else profile.draw
-            return line([(point.size, point.s) for point in points], numbers) + more_s
-        return self._kernels_s(VERIFY_KERNELS if verifies else DRAW_KERNELS, RULE_PASSES, numbers) + more_s
+            return line([(point.size, point.s) for point in profile.draw], numbers)
+        return self._kernels_s(DRAW_KERNELS, RULE_PASSES, numbers)
+
+    def rule_s(self, num_positions: int) -> float:
+        """The rule on so many positions of each row that a rank judges: its share, where rows are shared."""
+        assert self.draft, "priced only where there is a draft"
+        numbers = self._rows_of(self.draft) * num_positions * self.job.target.shape.vocab_size
+        is_whole = self.job.rule is RuleName.block
+        more_s = self._kernels_s(BLOCK_KERNELS, BLOCK_PASSES, numbers) if is_whole else 0.0
+        if profile := profile_of(self.hardware, self.target.num_active):
+            return line([(point.size, point.s) for point in profile.verify], numbers) + more_s
+        return self._kernels_s(VERIFY_KERNELS, RULE_PASSES, numbers) + more_s
 
     def _kernels_s(self, num_kernels: int, num_passes: int, numbers: int) -> float:
         """Kernels that read or write so many fp32 numbers so often together."""
@@ -161,18 +165,18 @@ class Clock:
     def plain_s(self) -> float:
         """One plain token."""
         verdict_s = self.agree_s(round_messages(self.job, 0).verdict)
-        return self.forward(self.target, 1).total_s + self.rule_s(1, verifies=False) + verdict_s + self.host_s
+        return self.forward(self.target, 1).total_s + self.draw_s(self.target) + verdict_s + self.host_s
 
     def draft_step_s(self, num_positions: int) -> float:
         """One draft forward and its draw; ranks that share the draft agree on each id."""
         assert self.draft, "priced only where there is a draft"
         agree_s = self.agree_s(round_messages(self.job, 1).steps)
-        return self.forward(self.draft, num_positions).total_s + self.rule_s(1, verifies=False) + agree_s
+        return self.forward(self.draft, num_positions).total_s + self.draw_s(self.draft) + agree_s
 
     def verdict_s(self, num_draft_tokens: int) -> float:
         """The rule of a round, and the messages before and after it."""
         told_s = self.agree_s(*round_messages(self.job, num_draft_tokens).after_drafting)
-        return told_s + self.rule_s(num_draft_tokens + 1, verifies=True)
+        return told_s + self.rule_s(num_draft_tokens + 1)
 
     def verify_s(self, num_draft_tokens: int) -> float:
         """All of a round that follows the draft on the device."""

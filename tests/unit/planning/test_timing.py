@@ -66,10 +66,10 @@ def test_judging_a_draft_as_a_whole_takes_kernels_and_passes_of_its_own(machine:
     machine = machine if isinstance(machine, HardwareConfig) else _measured(A100)
     job = make_job("7B", "tinyllama_1B") if machine is A100 else make_job(small_model(), "tiny-draft")
     by_block = replace(job, rule=RuleName.block)
-    plain_s, block_s = (Clock(each, machine).rule_s(5, verifies=True) for each in (job, by_block))
+    plain_s, block_s = (Clock(each, machine).rule_s(5) for each in (job, by_block))
     passes_s = 8 * 4 * 5 * job.target.shape.vocab_size / bandwidth(machine)
     assert block_s - plain_s == pytest.approx(12 * machine.kernel_s + passes_s)
-    assert Clock(by_block, machine).rule_s(1, verifies=False) == Clock(job, machine).rule_s(1, verifies=False)
+    assert timing(by_block, machine).plain_s == timing(job, machine).plain_s
 
 
 def test_the_best_k_is_where_the_time_per_token_is_least() -> None:
@@ -116,6 +116,24 @@ def test_ranks_with_a_draft_each_draft_and_judge_their_share_of_the_rows() -> No
     shared = make_job("13B", "7B", num_ranks=4, draft_kind=DraftLayout.replicated, batch_size=8)
     alone = make_job("13B", "7B", batch_size=2)
     assert timing(shared, A100).draft_forward_s == pytest.approx(timing(alone, A100).draft_forward_s)
+    together, share = Clock(shared, A100), Clock(alone, A100)
+    assert together.draft
+    assert share.draft
+    assert together.prefill_s(together.draft) == pytest.approx(share.prefill_s(share.draft))
+    assert together.rule_s(5) == pytest.approx(share.rule_s(5))
+
+
+def test_without_a_draft_one_rank_draws_for_all_rows() -> None:
+    shared = make_job("13B", "7B", num_ranks=4, draft_kind=DraftLayout.replicated, batch_size=8)
+    clock, alone = Clock(shared, A100), Clock(make_job("13B", num_ranks=4, batch_size=8), A100)
+    assert clock.draw_s(clock.target) == pytest.approx(alone.draw_s(alone.target))
+
+
+def test_a_draft_scores_its_last_token_alone() -> None:
+    clock = Clock(make_job("13B", "7B"), replace(A100, flops_per_s={"fp16": 1e9}))
+    assert clock.draft
+    one_s, two_s = (clock.forward(clock.draft, num_positions).matrices_s for num_positions in (1, 2))
+    assert 2 * one_s - two_s == pytest.approx(2 * 32000 * 4096 / 1e9, rel=1e-6)
 
 
 def test_long_prompts_are_bound_by_the_matrix_rate_and_single_tokens_by_bandwidth() -> None:
