@@ -62,7 +62,7 @@ class Int8WeightOnlyLinear(QuantizedForm):
     def _unpacked(self, x_MI: Tensor) -> Tensor:
         """Unpack the weights of some outputs, multiply them, go on with the next.
 
-        They are scaled before they are multiplied: the sum of inputs times bytes would leave the range of fp16.
+        In fp16, whose range sums of inputs times bytes would leave, weights are scaled before, elsewhere outputs after.
         """
         num_outputs, num_inputs = self._weight_OI.shape
         num_rows = min(max(_UNPACKED_ELEMENTS[x_MI.device.type] // num_inputs, 1), num_outputs)
@@ -70,9 +70,11 @@ class Int8WeightOnlyLinear(QuantizedForm):
         y_MO = x_MI.new_empty(x_MI.shape[0], num_outputs)
         blocks = (self._weight_OI.split(num_rows), self._scales_O.split(num_rows), y_MO.split(num_rows, dim=1))
         for bytes_CI, scales_C, y_MC in zip(*blocks, strict=True):
-            weight_CI = unpacked_CI[: len(bytes_CI)].copy_(bytes_CI).mul_(scales_C[:, None])
+            weight_CI = unpacked_CI[: len(bytes_CI)].copy_(bytes_CI)
+            if x_MI.dtype is torch.float16:
+                weight_CI.mul_(scales_C[:, None])
             y_MC.copy_(torch.mm(x_MI, weight_CI.t()))
-        return y_MO
+        return y_MO if x_MI.dtype is torch.float16 else y_MO.mul_(self._scales_O)
 
 
 def quantize_by_blocks(weight_OI: Tensor, quantize: Callable[[Tensor], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
