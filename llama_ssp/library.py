@@ -45,7 +45,7 @@ class Completion:
     Attributes:
         text: the new text alone.
         token_ids: the new ids alone.
-        finish_reason: "length" or "eos".
+        finish_reason: "length", "eos" or "stop".
         accepted_lengths: for each round, how many drafted tokens became text.
         num_target_forwards: how often the target ran.
     """
@@ -104,6 +104,7 @@ def speculative_generate(
     sampling: SamplingConfig | None = None,
     seed: int = 0,
     chat: bool = False,
+    stop_strings: Sequence[str] = (),
     streamer: BaseStreamer | None = None,
 ) -> list[Completion]:
     """Complete prompts, with the distribution of the target alone.
@@ -116,6 +117,7 @@ def speculative_generate(
         sampling: None samples at temperature 0.8; `SamplingConfig(temperature=0)` is greedy.
         seed: the same seed gives the same text.
         chat: put each prompt into the tokenizer's chat template.
+        stop_strings: texts that end a completion, which it keeps.
         streamer: a streamer of transformers, such as TextStreamer; for one prompt.
 
     Returns:
@@ -129,6 +131,8 @@ def speculative_generate(
         raise ConfigError(f"a streamer shows one prompt, and {len(texts)} were given: leave it out")
     if max_new_tokens < 1 or num_draft_tokens < 1 or not texts:
         raise ConfigError("at least one prompt, one new token and one drafted token are required")
+    if "" in stop_strings:
+        raise ConfigError("stop_strings holds an empty text, which is everywhere")
     models = pair.models
     config = replace(
         pair.config,
@@ -136,6 +140,7 @@ def speculative_generate(
         speculation=SpeculationConfig(num_draft_tokens=num_draft_tokens),
         batch_size=len(texts),
         seed=seed,
+        stop_strings=list(stop_strings),
     )
     requests = [
         Request(index=index, prompt_ids=encode(text, models.tokenizer, chat=chat), max_new_tokens=max_new_tokens)

@@ -52,6 +52,6 @@ def _without_effect(config: RunConfig, explicit: frozenset[str]) -> Iterator[str
             yield f"{given} has no effect on task=benchmark: give task.{instead}=[...]"
     if "task.num_draft_tokens" in explicit and config.draft.kind is DrafterKind.none:
         yield "task.num_draft_tokens has no effect without a draft: give one with draft=NAME"
-    for given in ("num_samples", "ignore_eos", "chat"):
+    for given in ("num_samples", "ignore_eos", "stop_strings", "chat"):
         if given in explicit:
             yield f"{given} has no effect on task=benchmark"

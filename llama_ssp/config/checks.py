@@ -103,6 +103,8 @@ def _files(config: RunConfig) -> Iterator[str]:
             f"prompts={config.prompts} must be a file, .txt with a prompt per line or .jsonl with a `prompt` field, "
             "or - for standard input"
         )
+    if "" in config.stop_strings:
+        yield 'stop_strings holds an empty text, which is everywhere: give texts such as stop_strings=["\\n\\n"]'
     if config.run_dir is None:
         yield "run_dir=null must be a folder: every run keeps its records in one"
 

@@ -280,6 +280,7 @@ class RunConfig:
     prompts: str | None = None
     chat: bool = False
     ignore_eos: bool = False
+    stop_strings: list[str] = field(default_factory=list)
     device: DeviceKind = DeviceKind.auto
     cuda_graphs: bool = True
     one_shot_all_reduce: bool = True

@@ -5,6 +5,7 @@ say: their types, one `draft` option per model, and names that depend on the pro
 """
 
 import os
+import re
 import textwrap
 import time
 from collections.abc import Iterable
@@ -30,6 +31,9 @@ from llama_ssp.config.schema import (
 )
 from llama_ssp.config.slurm import SlurmConfig
 from llama_ssp.errors import ConfigError
+
+_ESCAPES, _ESCAPED = re.compile(r"\\([nt\\])"), {"n": "\n", "t": "\t", "\\": "\\"}
+"""What a shell makes hard to write."""
 
 BUNDLES = ("experiment", "debug")
 """Groups whose options are settings of several others at once."""
@@ -96,7 +100,12 @@ def to_run_config(config: DictConfig, *, explicit: frozenset[str]) -> RunConfig:
         config.draft.model = None
     run = cast("RunConfig", OmegaConf.to_object(config))
     _check_groups(run)
+    run.stop_strings = [_ESCAPES.sub(_unescaped, text) for text in run.stop_strings]
     return run
+
+
+def _unescaped(escape: re.Match[str]) -> str:
+    return _ESCAPED[escape[1]]
 
 
 def _check_groups(part: object, prefix: str = "") -> None:

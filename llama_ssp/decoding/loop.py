@@ -16,10 +16,11 @@ from torch import Tensor
 
 from llama_ssp.decoding.rounds import Rounds
 from llama_ssp.decoding.state import BatchState, Request
+from llama_ssp.decoding.stops import StopStrings, StopWatch
 from llama_ssp.models.prefill import CHUNK, Buckets, whole_steps
 from llama_ssp.reports.lines import num_examined
 
-FinishReason = Literal["length", "eos"]
+FinishReason = Literal["length", "eos", "stop"]
 PARTS = ("draft", "verify", "other")
 
 
@@ -45,6 +46,7 @@ class Completion:
         busy_s: time from the start of its prefill to its end, without what the consumer of the loop took.
         share_s: its equal share of its batch's time; the same as `busy_s` in a batch of one.
         part_s: its equal share of where the rounds spent their time: draft, verify, other.
+        stop_watch: looks for texts that end it; None where there are none.
     """
 
     request: Request
@@ -57,6 +59,7 @@ class Completion:
     busy_s: float = 0.0
     share_s: float = 0.0
     part_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+    stop_watch: StopWatch | None = None
 
     @property
     def examined_lengths(self) -> list[int]:
@@ -104,6 +107,7 @@ class Decoder:
         rounds: what a round does.
         batch_size: number of rows.
         eos_ids: tokens that end a row.
+        stops: texts that end a row, or None.
         seed: of all random numbers.
         wish: see `StopWish`.
 
@@ -112,11 +116,19 @@ class Decoder:
     """
 
     def __init__(
-        self, rounds: Rounds, *, batch_size: int, eos_ids: Sequence[int], seed: int, wish: StopWish | None = None
+        self,
+        rounds: Rounds,
+        *,
+        batch_size: int,
+        eos_ids: Sequence[int],
+        seed: int,
+        stops: StopStrings | None = None,
+        wish: StopWish | None = None,
     ) -> None:
         self.rounds = rounds
         self.batch_size = batch_size
         self._eos_ids = frozenset(eos_ids)
+        self._stops = stops
         self.seed = seed
         self.wish = wish or StopWish()
         self.stopped = False
@@ -191,6 +203,7 @@ class Decoder:
         ]
         for row, owner in zip(rows, owners, strict=True):
             self._rows[row] = owner
+            owner.stop_watch = self._stops.watch(owner.request.prompt_ids) if self._stops else None
         self._launch(result, list(owners), growth=1, is_prefill=True)
 
     def _advance(self) -> None:
@@ -220,10 +233,7 @@ class Decoder:
             self.stopped |= bool(stop)
             if owner and not owner.finish_reason:
                 num_before, limit = len(owner.token_ids), owner.request.max_new_tokens
-                new_ids = [*drafted[:num_accepted], next_id][: limit - num_before]
-                has_eos = not self._eos_ids.isdisjoint(new_ids)
-                if has_eos:
-                    new_ids = self._up_to_eos(new_ids)
+                new_ids, reason = self._up_to_end(owner, [*drafted[:num_accepted], next_id][: limit - num_before])
                 num_new = len(new_ids)
                 num_drafted = min(num_accepted, num_new)
                 if not flight.is_prefill:
@@ -231,22 +241,28 @@ class Decoder:
                     if drafted:
                         owner.accepted_lengths.append(num_drafted)
                 owner.token_ids += new_ids
-                if has_eos or num_before + num_new == limit:
+                if reason or num_before + num_new == limit:
                     owner.ended_in_draft = num_new <= num_accepted
-                    self._free(owner, "eos" if has_eos else "length")
+                    self._free(owner, reason or "length")
                 updates.append(Update(owner, new_ids, num_drafted))
         return updates
 
-    def _up_to_eos(self, ids: list[int]) -> list[int]:
-        """Cut what follows the first end-of-sequence token, also inside a draft."""
-        return ids[: next(place for place, token in enumerate(ids, start=1) if token in self._eos_ids)]
+    def _up_to_end(self, owner: Completion, ids: list[int]) -> tuple[list[int], FinishReason | None]:
+        """Cut what follows the first end-of-sequence token or completed stop, also inside a draft."""
+        reason: FinishReason | None = None
+        if not self._eos_ids.isdisjoint(ids):
+            ids = ids[: next(place for place, token in enumerate(ids, start=1) if token in self._eos_ids)]
+            reason = "eos"
+        if owner.stop_watch and (num_until_stop := owner.stop_watch.num_until_stop(ids)):
+            ids, reason = ids[:num_until_stop], "stop"
+        return ids, reason
 
     def _free(self, owner: Completion, reason: FinishReason) -> None:
         """End a completion, and keep its row still until another takes it."""
         owner.finish_reason = reason
         row = self._rows.index(owner)
         self._rows[row] = None
-        if reason == "eos":
+        if reason != "length":
             self._state.freeze(row)
 
     def _book(self, running: list[Completion], seconds: float, *, is_round: bool) -> None:

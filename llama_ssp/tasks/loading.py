@@ -16,6 +16,7 @@ from llama_ssp.decoding.clock import clock_for
 from llama_ssp.decoding.loop import Decoder, StopWish
 from llama_ssp.decoding.replayed import ReplayedRounds
 from llama_ssp.decoding.rounds import Rounds
+from llama_ssp.decoding.stops import StopStrings
 from llama_ssp.distributed.agree import together
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.mesh import Mesh, build_mesh
@@ -154,7 +155,8 @@ def build_decoder(models: Models, config: RunConfig, *, speculative: bool, wish:
         recorder = CudaRecorder()
         rounds = CapturedRounds(models.target, drafter, rule=agreed, clock=clock_for(device), recorder=recorder)
     eos_ids = () if config.ignore_eos else models.eos_ids
-    return Decoder(rounds, batch_size=config.batch_size, eos_ids=eos_ids, seed=config.seed, wish=wish)
+    stops = StopStrings(models.tokenizer, config.stop_strings) if config.stop_strings else None
+    return Decoder(rounds, batch_size=config.batch_size, eos_ids=eos_ids, seed=config.seed, stops=stops, wish=wish)
 
 
 def _agreed_drafter(models: Models, config: RunConfig, rule: Rule) -> AgreedDrafter:

@@ -20,6 +20,7 @@ BAD = [
     (["sampling.temperature=nan"], "sampling.temperature=nan must be"),
     (["sampling.temperature=inf"], "sampling.temperature=inf must be"),
     (["sampling.top_p=2"], "sampling.top_p=2.0 must be above 0 and at most 1"),
+    (["stop_strings=['']"], 'an empty text, which is everywhere: give texts such as stop_strings=["\\n\\n"]'),
     (["sampling.min_p=2"], "sampling.min_p=2.0 must be above 0 and at most 1"),
     (["sampling.min_p=0"], "sampling.min_p=0.0 must be above 0 and at most 1"),
     (["sampling.top_p=0"], "sampling.top_p=0.0 must be above 0 and at most 1"),

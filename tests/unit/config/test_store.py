@@ -58,6 +58,11 @@ def test_no_draft_means_no_draft_model(overrides: list[str], compose_run: Compos
     assert run.draft.model is None
 
 
+def test_escapes_in_stops_are_ends_of_lines_tabs_and_backslashes(compose_run: Compose) -> None:
+    run, _ = compose_run(r'stop_strings=["\n\n", "\\n", "a,b\t", def]')
+    assert run.stop_strings == ["\n\n", r"\n", "a,b\t", "def"]
+
+
 def test_two_folders_make_a_pair(compose_run: Compose) -> None:
     run, _ = compose_run("model=local", "model.path=A", "draft=local", "draft.model.path=B", "draft.model.dtype=fp32")
     assert run.draft.model is not None

@@ -4,41 +4,13 @@ import random
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast, TextStreamer
 from transformers.generation.streamers import BaseStreamer
 
 from llama_ssp.decoding.stream import IncrementalText, Piece, StreamerAdapter
+from tests.helpers.tokenizers import byte_level, sentencepiece_like
 
 TEXT = "def tête(n):\n\treturn '🙂🙂' + \"你好, wörld\"  # 👩‍👩‍👧 naïve\n"
-
-
-def byte_level() -> PreTrainedTokenizerFast:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = BpeTrainer(
-        vocab_size=300,
-        special_tokens=["<s>", "</s>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(["def return (n): the other world"] * 3, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
-
-
-def sentencepiece_like() -> PreTrainedTokenizerFast:
-    """Like Llama's first tokenizer: a space is a letter, unknown characters are bytes, the first space is dropped."""
-    words = ["▁Hello", "▁world", "▁", "re", "turn", "n", "\n", "▁▁"]
-    byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
-    vocabulary = {token: number for number, token in enumerate(["<unk>", "<s>", "</s>", *byte_tokens, *words])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True, unk_token="<unk>"))
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
 
 
 def ids_of(tokenizer: PreTrainedTokenizerFast, *tokens: str) -> list[int]:

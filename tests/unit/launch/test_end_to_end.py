@@ -88,6 +88,15 @@ def test_generate_prints_the_librarys_greedy_text(launch: Launch) -> None:
     assert ended.out.rstrip("\n") == str(tokenizer.decode(wanted, skip_special_tokens=True)).rstrip("\n")
 
 
+def test_both_modes_end_at_a_stop_and_say_so(launch: Launch) -> None:
+    ended = launch("sampling=greedy", "prompt=class Stack:", "max_new_tokens=40", r'stop_strings=["\n\n"]')
+    assert ended.code == 0, ended.err
+    plain, fast = ended.lines
+    assert plain["text"] == fast["text"]
+    assert [line["finish_reason"] for line in ended.lines] == ["stop", "stop"]
+    assert plain["text"].count("\n\n") == 1
+
+
 def test_synthetic_weights_give_a_larger_shape_the_shipped_models_text(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
