@@ -46,7 +46,7 @@ def test_only_the_prompt_is_literal() -> None:
         (["hardware=laptop"], r"unknown hardware 'laptop': there are .*; did you mean laptop_cpu\?"),
         (["placement=pipeline"], r"unknown placement 'pipeline': there are accelerate, auto, .*, tensor"),
         (["sampling=gredy"], r"unknown sampling 'gredy': there are default, greedy, nucleus; did you mean greedy\?"),
-        (["verification=block"], r"unknown verification 'block': there are greedy, speculative"),
+        (["verification=coupled"], r"unknown verification 'coupled': there are block, greedy, speculative"),
         (["modell=7B"], r"unknown setting 'modell': did you mean model\?"),
         (["temperature=0.5"], r"unknown setting 'temperature': did you mean sampling.temperature\?"),
         (["sampling.temprature=1"], r"unknown setting 'sampling.temprature': did you mean sampling.temperature\?"),

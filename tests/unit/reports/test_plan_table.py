@@ -38,7 +38,7 @@ def test_every_item_of_memory_has_a_row_and_the_verdict_stands_under_it() -> Non
     text = _printed(_plan("30B", "7B", num_ranks=8))
     assert [label for label in ITEMS if label not in text] == []
     assert text.index("capacity") < text.index("verdict")
-    assert "batch up to 117" in text
+    assert "batch up to 116" in text
 
 
 def test_a_rank_without_room_is_named_too_full() -> None:
