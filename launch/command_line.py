@@ -199,4 +199,5 @@ def one_sentence(error: Exception) -> str:
     said = str(error).splitlines()[0].rstrip(".").removeprefix("Error merging override ")
     if error.__cause__ is None:
         return said
-    return f"{said}: {str(error.__cause__).splitlines()[0]}"
+    cause = str(error.__cause__).splitlines()[0]
+    return f"{said}: a list is written [a,b]" if "is not a ListConfig" in cause else f"{said}: {cause}"

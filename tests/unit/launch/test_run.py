@@ -88,6 +88,7 @@ def test_a_run_hands_its_config_to_the_task(launch: Launch) -> None:
         ("draft=7B", "the draft must have the target's vocabulary"),
         ("nosuch=1", "unknown setting 'nosuch'"),
         ("seed=abc", "seed=abc: Value 'abc'"),
+        ("stop_strings=self", "stop_strings=self: a list is written [a,b]"),
         ("model.dtype=fp8", "model.dtype=fp8: Invalid value 'fp8', expected one of [auto, fp32, bf16, fp16]"),
         ("run_dir=${nosuch}", "Interpolation key 'nosuch' not found"),
         ("--nosuch", "unrecognized arguments: --nosuch"),
