@@ -51,7 +51,7 @@ def until_stop(tokenizer: PreTrainedTokenizerFast, stops: list[str], *, group: i
     ("stops", "wanted"),
     [
         (["(n"], "def tête(n"),
-        (["te("], "def tête("),
+        (["ête("], "def tête("),
         (["absent", "'\n"], "def tête(n):\n\treturn '🙂🙂'\n"),
         (["🙂🙂"], "def tête(n):\n\treturn '🙂🙂"),
         (["\n\n", "🙂"], "def tête(n):\n\treturn '🙂"),
