@@ -51,5 +51,5 @@ class StopWatch:
             self._tail += "".join(piece.text for piece in self._text.push([token_id]))
             if any(stop in self._tail for stop in self._stops):
                 return number
-            self._tail = self._tail[len(self._tail) - self._num_kept :] if self._num_kept else ""
+            self._tail = self._tail[-self._num_kept :] if self._num_kept else ""
         return None

@@ -1,6 +1,6 @@
 """A completion ends with the token that completes a stop, wherever its characters come from."""
 
-from itertools import islice, pairwise
+from itertools import combinations, islice, pairwise
 from typing import Any
 
 import pytest
@@ -56,6 +56,7 @@ def until_stop(tokenizer: PreTrainedTokenizerFast, stops: list[str], *, group: i
         (["🙂🙂"], "def tête(n):\n\treturn '🙂🙂"),
         (["\n\n", "🙂"], "def tête(n):\n\treturn '🙂"),
         (["ê"], "def tê"),
+        (["return '"], "def tête(n):\n\treturn '"),
         (["absent"], TEXT),
     ],
 )
@@ -63,6 +64,15 @@ def test_a_text_ends_where_a_stop_is_complete(
     stops: list[str], wanted: str, tokenizer: PreTrainedTokenizerFast, group: int
 ) -> None:
     assert until_stop(tokenizer, stops, group=group) == wanted
+
+
+@pytest.mark.parametrize("tokenizer", [byte_level(), sentencepiece_like()], ids=["bytes", "pieces"])
+def test_every_part_of_a_text_is_found_where_it_is_first_complete(tokenizer: PreTrainedTokenizerFast) -> None:
+    ids = tokenizer(TEXT, add_special_tokens=False).input_ids
+    beginnings = [str(tokenizer.decode(ids[:number], skip_special_tokens=True)) for number in range(len(ids) + 1)]
+    for stop in {TEXT[i:j] for i, j in combinations(range(len(TEXT) + 1), 2)}:
+        wanted = next(text for text in beginnings if stop in text)
+        assert until_stop(tokenizer, [stop], group=2) == wanted, stop
 
 
 def stopping(words: PreTrainedTokenizerFast, stops: list[str], **options: Any) -> Decoder:  # noqa: ANN401
