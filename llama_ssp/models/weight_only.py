@@ -22,6 +22,8 @@ _UNPACKED_ELEMENTS = {"cpu": 2**20, "cuda": 2**24}
 _FEW_ROWS = {"cpu": 8, "cuda": 16}
 """Up to here products with bytes are faster than unpacking them; on a GPU these are the rows of a tile."""
 _LARGEST_BYTE = 127
+_CPU_VECTOR = 16
+"""Weights that torch's operator for CPUs reads at a time, also behind the last one of a row."""
 
 ProductOfFewRows = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -49,7 +51,8 @@ class Int8WeightOnlyLinear(QuantizedForm):
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
         self._weight_OI, self._scales_O = quantize_by_blocks(weight_OI, _to_bytes)
         self._bias_O = bias_O
-        self._few_rows = _product_of_few_rows(weight_OI.device.type, weight_OI.dtype)
+        has_whole_vectors = weight_OI.shape[1] % _CPU_VECTOR == 0
+        self._few_rows = _product_of_few_rows(weight_OI.device.type, weight_OI.dtype, has_whole_vectors)
 
     def __call__(self, x_MI: Tensor) -> Tensor:
         """See `Linear`."""
@@ -93,7 +96,7 @@ def _to_bytes(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @cache
-def _product_of_few_rows(device: str, dtype: torch.dtype) -> ProductOfFewRows | None:
+def _product_of_few_rows(device: str, dtype: torch.dtype, has_whole_vectors: bool) -> ProductOfFewRows | None:
     """What multiplies a few rows by bytes and reads no more than those, where this build has it.
 
     torch's own operator is fast on a CPU in bf16 alone, where fp32 and fp16 are better unpacked; on a GPU each of its
@@ -103,8 +106,8 @@ def _product_of_few_rows(device: str, dtype: torch.dtype) -> ProductOfFewRows | 
         from llama_ssp.models.int8_kernel import product_of_few_rows  # noqa: PLC0415 - CPU builds come without Triton
 
         return product_of_few_rows
-    if device == "cpu" and dtype is torch.bfloat16:
-        ones = torch.ones(2, 16, dtype=dtype)
+    if device == "cpu" and dtype is torch.bfloat16 and has_whole_vectors:
+        ones = torch.ones(2, _CPU_VECTOR, dtype=dtype)
         with suppress(AttributeError, RuntimeError):
             product: ProductOfFewRows = torch.ops.aten._weight_int8pack_mm
             product(ones, ones.to(torch.int8), ones[:, 0])

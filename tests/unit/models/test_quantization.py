@@ -73,6 +73,16 @@ def test_products_are_those_of_the_weights_that_the_form_stands_for(
 
 
 @every_dtype
+@pytest.mark.parametrize("num_inputs", [1, 15, 33, 40])
+def test_rows_of_weights_may_end_anywhere(num_inputs: int, dtype: torch.dtype) -> None:
+    """The library's operator for bytes reads behind a row that is no multiple of 16, and ends the process or worse."""
+    weight, x = numbers(9, num_inputs, dtype=dtype), numbers(3, num_inputs, dtype=dtype)
+    linear = make(Quantization.int8_weight_only, weight)
+    wanted = x.double() @ weight.double().t()
+    assert (linear(x) - wanted).abs().max() < 0.02 * wanted.abs().max()
+
+
+@every_dtype
 @every_form
 def test_a_row_does_not_depend_on_the_rows_beside_it(form: Quantization, dtype: torch.dtype) -> None:
     """To the last bit, with large numbers in the other rows."""
