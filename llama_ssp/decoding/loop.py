@@ -136,21 +136,25 @@ class Decoder:
         self._is_cuda = self._device.type == "cuda"
         self._lag = 1 if self._is_cuda else 0
         self.bucket_step = 256 if self._is_cuda else 64
+        self._num_slots = self._num_rounds = 0
         self._kept: BatchState | None = None
 
-    def run(self, requests: Sequence[Request]) -> Iterator[list[Update]]:
+    def run(self, requests: Sequence[Request], *, to_length: bool = False) -> Iterator[list[Update]]:
         """Decode all requests, in order of the list as rows become free.
 
         Consume it under `torch.inference_mode()`: entering that anew in each round would cost as much as a draw.
 
         Args:
             requests: each with prompt and new tokens within the models' contexts.
+            to_length: whether rows go on behind what ends them otherwise.
 
         Yields:
             What one round has added to each completion, as soon as the host knows it.
         """
         assert torch.is_inference_mode_enabled()
-        self._make_room(requests)
+        self.make_room(requests)
+        self._to_length = to_length
+        self._state = self._empty_state()
         waiting = deque(requests)
         self._rows: list[Completion | None] = [None] * self.batch_size
         self._flights: deque[_Flight] = deque()
@@ -168,25 +172,27 @@ class Decoder:
             if updates:
                 yield updates
 
-    def _make_room(self, requests: Sequence[Request]) -> None:
+    def make_room(self, requests: Sequence[Request]) -> None:
+        """Fit the caches to these requests and all before; done ahead, no run of them makes a cache or a graph anew."""
         longest = max(len(request.prompt_ids) + request.max_new_tokens for request in requests)
-        num_slots = whole_steps(longest + self.rounds.growth)
-        num_rounds = max(request.max_new_tokens for request in requests) + 1
-        if self._kept:
-            num_slots, num_rounds = max(num_slots, self._kept.num_slots), max(num_rounds, self._kept.num_rounds)
-        self._buckets = Buckets(step=self.bucket_step, num_slots=num_slots)
-        self.rounds.target.allocate(batch_size=self.batch_size, capacity=num_slots)
+        self._num_slots = max(self._num_slots, whole_steps(longest + self.rounds.growth))
+        self._num_rounds = max(self._num_rounds, max(request.max_new_tokens for request in requests) + 1)
+        self._buckets = Buckets(step=self.bucket_step, num_slots=self._num_slots)
+        self.rounds.target.allocate(batch_size=self.batch_size, capacity=self._num_slots)
         if self.rounds.drafter:
-            self.rounds.drafter.allocate(batch_size=self.batch_size, num_slots=num_slots)
-        if self._kept and (num_slots, num_rounds) == (self._kept.num_slots, self._kept.num_rounds):
-            self._state = self._kept
-            self._state.reset()
-            return
-        self._state = BatchState.empty(
-            batch_size=self.batch_size, num_slots=num_slots, num_rounds=num_rounds, draws=self.rounds.draws
+            self.rounds.drafter.allocate(batch_size=self.batch_size, num_slots=self._num_slots)
+
+    def _empty_state(self) -> BatchState:
+        """The batch of the run before where rounds count on its place and it is large enough; else a new one."""
+        sizes = self._num_slots, self._num_rounds
+        if self._kept and sizes == (self._kept.num_slots, self._kept.num_rounds):
+            self._kept.reset()
+            return self._kept
+        state = BatchState.empty(
+            batch_size=self.batch_size, num_slots=sizes[0], num_rounds=sizes[1], draws=self.rounds.draws
         )
-        if self.rounds.keeps_state:
-            self._kept = self._state
+        self._kept = state if self.rounds.keeps_state else None
+        return state
 
     def _admit(self, requests: list[Request], rows: list[int]) -> None:
         prompts = self._state.rows_of(requests, draws=self.rounds.draws, seed=self.seed)
@@ -250,6 +256,8 @@ class Decoder:
     def _up_to_end(self, owner: Completion, ids: list[int]) -> tuple[list[int], FinishReason | None]:
         """Cut what follows the first end-of-sequence token or completed stop, also inside a draft."""
         reason: FinishReason | None = None
+        if self._to_length:
+            return ids, reason
         if not self._eos_ids.isdisjoint(ids):
             ids = ids[: next(place for place, token in enumerate(ids, start=1) if token in self._eos_ids)]
             reason = "eos"

@@ -46,8 +46,7 @@ def compare(session: Session, jobs: list[Job]) -> None:
     viewer = (_Streamed if session.streams else _Whole)(session.terminal, session.num_prompts)
     groups = [[job] for job in jobs] if session.streams else [jobs]
     modes = (PLAIN, SPECULATIVE)
-    for mode in modes:
-        session.warm_up(jobs[:1], mode)
+    session.warm_up(jobs, modes, num_jobs=1)
     with session.showing_progress(jobs, modes, shows_texts=True):
         for group, mode in product(groups, modes):
             session.complete(group, mode, viewer)

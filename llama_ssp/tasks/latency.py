@@ -26,6 +26,7 @@ def latency(session: Session, jobs: list[Job], *, num_warmup: int) -> None:
         jobs: what is measured.
         num_warmup: with so many prompts the models are warmed up before.
     """
-    session.warm_up(jobs[:num_warmup], session.best_mode)
-    with session.showing_progress(jobs, [session.best_mode], shows_texts=False):
+    modes = [session.best_mode]
+    session.warm_up(jobs, modes, num_jobs=num_warmup)
+    with session.showing_progress(jobs, modes, shows_texts=False):
         session.complete(jobs, session.best_mode, _Silent())

@@ -144,11 +144,19 @@ class Session:
         return self._decoders[mode]
 
     @torch.inference_mode()
-    def warm_up(self, jobs: Sequence[Job], mode: str) -> None:
-        """Complete a few tokens of some jobs, neither shown nor recorded, so that no first time is measured."""
-        for job in jobs:
+    def warm_up(self, jobs: Sequence[Job], modes: Sequence[str], *, num_jobs: int) -> None:
+        """Do what is done but once, so that none of it is measured.
+
+        Args:
+            jobs: of the run; caches are made for the longest.
+            modes: in which they will be completed.
+            num_jobs: so many of them are completed by a few tokens, neither shown nor recorded.
+        """
+        for mode in modes:
+            self.decoder(mode).make_room([job.request for job in jobs])
+        for mode, job in product(modes, jobs[:num_jobs]):
             short = replace(job.request, max_new_tokens=min(_WARMUP_TOKENS, job.request.max_new_tokens))
-            for _ in self.decoder(mode).run([short]):
+            for _ in self.decoder(mode).run([short], to_length=True):
                 pass
 
     @contextmanager

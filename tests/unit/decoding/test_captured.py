@@ -99,6 +99,17 @@ def test_longer_requests_than_ever_are_recorded_anew(shipped: tuple[Runner, Runn
         assert _outcome(complete(captured, wanted)) == _outcome(complete(make_decoder(*shipped), wanted))
 
 
+def test_where_room_was_made_ahead_nothing_is_recorded_again(shipped: tuple[Runner, Runner]) -> None:
+    recorder = FakeRecorder()
+    captured = make_decoder(*shipped, batch_size=4, replay=recorder)
+    short, long = ([Request(index=0, prompt_ids=(5, 6, 7), max_new_tokens=number)] for number in (8, 40))
+    captured.make_room(long)
+    complete(captured, short)
+    assert recorder.num_recorded == 2
+    assert _outcome(complete(captured, long)) == _outcome(complete(make_decoder(*shipped), long))
+    assert recorder.num_recorded == 2
+
+
 def test_rows_that_are_idle_in_a_later_run_do_no_harm(shipped: tuple[Runner, Runner]) -> None:
     """Their prompts were longer than what they had random numbers for."""
     captured, eager = (make_decoder(*shipped, batch_size=3, replay=replay) for replay in (FakeRecorder(), False))

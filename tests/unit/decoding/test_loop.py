@@ -76,6 +76,17 @@ def test_an_end_of_sequence_token_ends_the_row_at_once_also_inside_a_draft(draft
     assert draft_seed or ended_inside, "no row ended inside a draft: the test shows nothing"
 
 
+def test_a_run_to_its_length_goes_on_behind_an_end_of_sequence() -> None:
+    target, wanted = PrefixRunner(), Request(index=0, prompt_ids=(2, 3), max_new_tokens=20)
+    decoder = make_decoder(target, PrefixRunner(), eos_ids=target.greedy(wanted.prompt_ids, 1))
+    with torch.inference_mode():
+        *_, ((completion, *_),) = decoder.run([wanted], to_length=True)
+    assert completion.token_ids == target.greedy(wanted.prompt_ids, 20)
+    assert completion.finish_reason == "length"
+    (completion,) = complete(decoder, [wanted])
+    assert len(completion.token_ids) == 1
+
+
 def test_sampled_text_does_not_depend_on_the_batch() -> None:
     def texts(batch_size: int) -> list[list[int]]:
         draft = PrefixRunner(seed=1, sharpness=1.0)

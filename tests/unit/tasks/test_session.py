@@ -40,13 +40,30 @@ def test_a_warm_up_is_short_and_never_longer_than_the_run(wanted: int, warm: int
     """A longer one could run out of the context that the run keeps within."""
     asked: list[Request] = []
 
-    def run(requests: Sequence[Request]) -> Iterator[list[Update]]:
+    def run(requests: Sequence[Request], *, to_length: bool) -> Iterator[list[Update]]:
+        assert to_length, "one that ends at its first token has warmed nothing up"
         asked.extend(requests)
         yield []
 
-    session: Any = SimpleNamespace(decoder=lambda _mode: SimpleNamespace(run=run))
-    Session.warm_up(session, [job(wanted), job(wanted)], "plain")
+    session: Any = SimpleNamespace(decoder=lambda _mode: SimpleNamespace(run=run, make_room=lambda _requests: None))
+    Session.warm_up(session, [job(wanted)] * 3, ["plain"], num_jobs=2)
     assert [request.max_new_tokens for request in asked] == [warm, warm]
+
+
+def test_a_warm_up_makes_room_for_all_jobs_in_every_mode_before_anything_runs() -> None:
+    """What ran before caches were made anew would have to be recorded again."""
+    seen: list[object] = []
+
+    def decoder(mode: str) -> Any:  # noqa: ANN401 - stands for a Decoder
+        def run(_requests: Sequence[Request], *, to_length: bool) -> Iterator[list[Update]]:  # noqa: ARG001
+            seen.append(mode)
+            yield []
+
+        return SimpleNamespace(run=run, make_room=lambda requests: seen.append((mode, len(requests))))
+
+    session: Any = SimpleNamespace(decoder=decoder)
+    Session.warm_up(session, [job(5), job(70)], ["plain", "speculative"], num_jobs=1)
+    assert seen == [("plain", 2), ("speculative", 2), "plain", "speculative"]
 
 
 class Viewer:
