@@ -23,12 +23,12 @@ from llama_ssp.planning.plan import PLAN_VERSION, Plan, document, make_plan, req
 from llama_ssp.planning.search import search, search_document
 from llama_ssp.planning.timing import Timing
 from llama_ssp.reports.lines import Forecast
+from llama_ssp.tasks.prompts import STANDARD_INPUT, read_prompts
 
 THIS_MACHINE = "this_machine"
 """Name of the hardware file that `task=calibrate` writes."""
 CHARACTERS_PER_TOKEN = 3
 TYPED_TOKENS = 128
-STANDARD_INPUT = "-"
 
 
 def plan_job(job: Job, machine: HardwareConfig, *, auto_ranks: int | None) -> Plan:
@@ -144,15 +144,9 @@ def choose_for_run(config: RunConfig, *, world_size: int, on_cpu: bool) -> AutoP
 
 def _estimated_prompt_tokens(config: RunConfig) -> int:
     """The longest prompt of a run, at three characters a token; what is still to be typed counts as TYPED_TOKENS."""
-    texts = getattr(config.task, "default_prompts", [])
-    if config.prompt is not None:
-        texts = [config.prompt]
-    elif config.prompts is not None:
-        is_typed = config.prompts == STANDARD_INPUT
-        try:
-            texts = [] if is_typed else Path(config.prompts).read_text(encoding="utf-8", errors="replace").splitlines()
-        except OSError as error:
-            raise ConfigError(f"cannot read prompts={config.prompts}: {error}; it must be a text file") from None
+    has_prompts = config.prompt is not None or config.prompts or getattr(config.task, "default_prompts", [])
+    is_typed = config.prompt is None and config.prompts == STANDARD_INPUT
+    texts = read_prompts(config) if has_prompts and not is_typed else []
     return max((len(text) // CHARACTERS_PER_TOKEN + 1 for text in texts), default=TYPED_TOKENS)
 
 

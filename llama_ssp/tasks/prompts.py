@@ -8,13 +8,14 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from llama_ssp.config.schema import RunConfig
 from llama_ssp.errors import ConfigError
 from llama_ssp.reports.lines import CompletionLine
+
+if TYPE_CHECKING:  # a plan reads prompts too, and needs no library of models
+    from transformers import PreTrainedTokenizerBase
 
 _EXCERPT = 40
 """Characters that an error shows of a prompt."""
@@ -93,7 +94,7 @@ def _prompt_of(line: str, number: int, file: str) -> str:
     return str(record["prompt"])
 
 
-def encode(prompt: str, tokenizer: PreTrainedTokenizerBase, *, chat: bool) -> tuple[int, ...]:
+def encode(prompt: str, tokenizer: "PreTrainedTokenizerBase", *, chat: bool) -> tuple[int, ...]:
     """Turn a prompt into token ids as the model expects it; an empty one becomes the begin-of-sequence token.
 
     Args:

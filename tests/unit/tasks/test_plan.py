@@ -71,7 +71,7 @@ def test_the_longest_prompt_is_estimated_from_its_text(
 ) -> None:
     config = _run(prompt=prompt)
     if prompts == "file":
-        (tmp_path / "file").write_text("a\n" + "b" * 120)
+        (tmp_path / "file").write_text("a\n" + "b" * 60 + "\u2028" + "b" * 59)  # one line has 120 characters
     config.prompts = str(tmp_path / "file") if prompts == "file" else prompts
     task.dry_run(config, world_size=1)
     assert f"{tokens} + 64 tokens" in " ".join(capsys.readouterr().out.split())
