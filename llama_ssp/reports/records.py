@@ -161,6 +161,8 @@ class RunFolder:
         except yaml.YAMLError:
             raise ConfigError(f"{file} is damaged; name another run_dir, or restore it to resume this one") from None
         new = _flat(yaml.safe_load(config_yaml))
+        # A setting that is newer than the folder has been off in it.
+        old = {key: value for key, value in new.items() if value == []} | old
         changes = [
             f"{key} was {json.dumps(old.get(key))} and is now {json.dumps(new.get(key))}"
             for key in sorted(old.keys() | new.keys())

@@ -121,6 +121,14 @@ def test_keys_that_no_completion_depends_on_may_change(tmp_path: Path) -> None:
         RunFolder(tmp_path, CONFIG + "timeouts2: 5\n")
 
 
+def test_a_folder_from_before_a_setting_goes_on_with_the_setting_off(tmp_path: Path) -> None:
+    write(tmp_path)
+    with RunFolder(tmp_path, CONFIG + "stop_strings: []\nmin_p: null\n"):
+        pass
+    with pytest.raises(ConfigError, match=r'stop_strings was null and is now \["a"\]'):
+        RunFolder(tmp_path, CONFIG + "stop_strings: [a]\n")
+
+
 def test_a_damaged_config_is_one_sentence(tmp_path: Path) -> None:
     write(tmp_path)
     (tmp_path / "config.yaml").write_bytes(b"seed: [\xff")
