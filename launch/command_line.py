@@ -60,12 +60,25 @@ def _check_options(options: argparse.Namespace) -> None:
 
 
 def take_literally(argument: str) -> str:
-    """Quote `prompt=TEXT` such that Hydra hands TEXT on as it is, whatever commas, brackets and quotes it has."""
-    if not argument.startswith("prompt="):
-        return argument
-    # OmegaConf would fill in ${...}; a backslash protects it, once those before it are doubled.
-    text = re.sub(r"(\\*)\$\{", r"\1\1\\${", argument.removeprefix("prompt="))
-    return "prompt=" + QuotedString(text=text, quote=Quote.single).with_quotes()
+    """Quote texts such that Hydra hands them on as they are.
+
+    That of `prompt=TEXT` is all that follows, whatever commas, brackets and quotes it has; those of
+    `stop_strings=[...]` are what Hydra's grammar makes of the list.
+    """
+    if argument.startswith("prompt="):
+        return f"prompt={_quoted(argument.removeprefix('prompt='))}"
+    if argument.startswith("stop_strings="):
+        with contextlib.suppress(HydraException):
+            texts = OverridesParser.create().parse_override(argument).value()
+            if isinstance(texts, list) and all(isinstance(text, str) for text in texts):
+                return f"stop_strings=[{','.join(map(_quoted, texts))}]"
+    return argument
+
+
+def _quoted(text: str) -> str:
+    """OmegaConf would fill in ${...}; a backslash protects it, once those before it are doubled."""
+    text = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
+    return QuotedString(text=text, quote=Quote.single).with_quotes()
 
 
 def explicit_keys(overrides: Iterable[str]) -> frozenset[str]:
@@ -131,6 +144,14 @@ def _problems(
         yield from (unknown_name(key, name, groups[key]) for name in _names(override) if name not in groups[key])
     elif key not in keys:
         yield _unknown_key(key, keys)
+    elif key == "stop_strings" and any(not isinstance(item, str) for item in _items(override)):
+        yield f"""{text}: quote what is no word, as in stop_strings='["2.","true"]', or it is read as a value"""
+
+
+def _items(override: Override) -> list[object]:
+    """Return what is in a list; nothing for other values."""
+    value = override.value()
+    return value if isinstance(value, list) else []
 
 
 def _names(override: Override) -> list[str]:
@@ -200,4 +221,4 @@ def one_sentence(error: Exception) -> str:
     if error.__cause__ is None:
         return said
     cause = str(error.__cause__).splitlines()[0]
-    return f"{said}: a list is written [a,b]" if "is not a ListConfig" in cause else f"{said}: {cause}"
+    return f"{said}: a list is written [a,b]" if "ListConfig" in cause else f"{said}: {cause}"

@@ -104,7 +104,7 @@ def speculative_generate(
     sampling: SamplingConfig | None = None,
     seed: int = 0,
     chat: bool = False,
-    stop_strings: Sequence[str] = (),
+    stop_strings: str | Sequence[str] = (),
     streamer: BaseStreamer | None = None,
 ) -> list[Completion]:
     """Complete prompts, with the distribution of the target alone.
@@ -117,7 +117,7 @@ def speculative_generate(
         sampling: None samples at temperature 0.8; `SamplingConfig(temperature=0)` is greedy.
         seed: the same seed gives the same text.
         chat: put each prompt into the tokenizer's chat template.
-        stop_strings: texts that end a completion, which it keeps.
+        stop_strings: one or several texts that end a completion, which it keeps.
         streamer: a streamer of transformers, such as TextStreamer; for one prompt.
 
     Returns:
@@ -131,7 +131,8 @@ def speculative_generate(
         raise ConfigError(f"a streamer shows one prompt, and {len(texts)} were given: leave it out")
     if max_new_tokens < 1 or num_draft_tokens < 1 or not texts:
         raise ConfigError("at least one prompt, one new token and one drafted token are required")
-    if "" in stop_strings:
+    stops = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings)
+    if "" in stops:
         raise ConfigError("stop_strings holds an empty text, which is everywhere")
     models = pair.models
     config = replace(
@@ -140,7 +141,7 @@ def speculative_generate(
         speculation=SpeculationConfig(num_draft_tokens=num_draft_tokens),
         batch_size=len(texts),
         seed=seed,
-        stop_strings=list(stop_strings),
+        stop_strings=stops,
     )
     requests = [
         Request(index=index, prompt_ids=encode(text, models.tokenizer, chat=chat), max_new_tokens=max_new_tokens)

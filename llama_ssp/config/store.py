@@ -14,7 +14,7 @@ from functools import cache
 from typing import cast, get_args, get_type_hints
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf
 
 from llama_ssp.config import catalogue, hardware
 from llama_ssp.config.benchmark import BenchmarkConfig
@@ -92,13 +92,17 @@ def to_run_config(config: DictConfig, *, explicit: frozenset[str]) -> RunConfig:
         A config whose `draft.kind` is `none` (then `draft.model` is null) or `model`, never `default`.
 
     Raises:
-        ConfigError: the model's default draft is not in the catalogue, or a group of settings was given a value.
+        ConfigError: the model's default draft is not in the catalogue, a group of settings was given a value, or a
+            value is missing.
     """
     if config.draft.kind is DrafterKind.default:
         config.draft = _default_draft(config, explicit)
     if config.draft.kind is DrafterKind.none:
         config.draft.model = None
-    run = cast("RunConfig", OmegaConf.to_object(config))
+    try:
+        run = cast("RunConfig", OmegaConf.to_object(config))
+    except MissingMandatoryValue as error:
+        raise ConfigError(f"{error.full_key}=??? stands for a value that is still missing: give one") from None
     _check_groups(run)
     run.stop_strings = [_ESCAPES.sub(_unescaped, text) for text in run.stop_strings]
     return run

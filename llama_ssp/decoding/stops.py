@@ -15,16 +15,18 @@ class StopStrings:
 
     Args:
         tokenizer: of the target.
-        texts: none of them empty.
+        texts: none of them empty; that of a special token stands for the token.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> None:
         self._tokenizer = tokenizer
         self._texts = tuple(texts)
+        special = {token.content: number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self._special_ids = frozenset(special[text] for text in self._texts if text in special)
 
     def watch(self, prompt_ids: Sequence[int]) -> "StopWatch":
         """Begin to look at the completion of a prompt."""
-        return StopWatch(IncrementalText(self._tokenizer, prompt_ids), self._texts)
+        return StopWatch(IncrementalText(self._tokenizer, prompt_ids), self._texts, self._special_ids)
 
 
 class StopWatch:
@@ -33,11 +35,13 @@ class StopWatch:
     Args:
         text: that of the completion, empty yet.
         stops: what to look for.
+        special_ids: tokens to look for, which leave no trace in the text.
     """
 
-    def __init__(self, text: IncrementalText, stops: tuple[str, ...]) -> None:
+    def __init__(self, text: IncrementalText, stops: tuple[str, ...], special_ids: frozenset[int]) -> None:
         self._text = text
         self._stops = stops
+        self._special_ids = special_ids
         self._num_kept = max(map(len, stops)) - 1
         self._tail = ""
 
@@ -49,7 +53,8 @@ class StopWatch:
         """
         for number, token_id in enumerate(token_ids, start=1):
             self._tail += "".join(piece.text for piece in self._text.push([token_id]))
-            if any(stop in self._tail for stop in self._stops):
+            seen = self._tail + self._text.held_back
+            if token_id in self._special_ids or any(stop in seen for stop in self._stops):
                 return number
             self._tail = self._tail[-self._num_kept :] if self._num_kept else ""
         return None

@@ -78,6 +78,11 @@ class IncrementalText:
                 self._give_out(text, pieces)
         return pieces
 
+    @property
+    def held_back(self) -> str:
+        """What is complete of the text that is held back, as the last token ends within a character."""
+        return "" if len(self._window) == self._held_at else self._new_text().rstrip(_INCOMPLETE)
+
     def flush(self) -> list[Piece]:
         """End the text: give out what was held back, an incomplete character as U+FFFD."""
         pieces: list[Piece] = []

@@ -224,6 +224,7 @@ def _measure(
         batch_size=batch_size,
         speculation=SpeculationConfig(num_draft_tokens=num_draft_tokens or 1),
         ignore_eos=True,
+        stop_strings=[],
     )
     names = _candidates(num_draft_tokens, batch_size=batch_size, has_peers=peers is not None)
     ours = {

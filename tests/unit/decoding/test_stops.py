@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from llama_ssp import load, speculative_generate
@@ -73,6 +74,24 @@ def test_every_part_of_a_text_is_found_where_it_is_first_complete(tokenizer: Pre
     for stop in {TEXT[i:j] for i, j in combinations(range(len(TEXT) + 1), 2)}:
         wanted = next(text for text in beginnings if stop in text)
         assert until_stop(tokenizer, [stop], group=2) == wanted, stop
+
+
+def test_a_stop_is_complete_also_where_its_last_token_begins_another_character() -> None:
+    """As large vocabularies have them: a blank with the first bytes of an emoji."""
+    begins_emoji = "Ġ" + pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str("🙂")[0][0][0]
+    tokenizer = Tokenizer(models.BPE(vocab={"a": 0, ":": 1, begins_emoji: 2}, merges=[]))
+    tokenizer.decoder = decoders.ByteLevel()
+    watch = StopStrings(PreTrainedTokenizerFast(tokenizer_object=tokenizer), [": "]).watch([])
+    assert watch.num_until_stop([0, 1, 2]) == 3
+
+
+def test_a_special_token_is_a_stop_though_it_has_no_text() -> None:
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
+    ids = tokenizer("hi <|im_end|> there", add_special_tokens=False).input_ids
+    number = ids.index(tokenizer.convert_tokens_to_ids("<|im_end|>")) + 1
+    assert StopStrings(tokenizer, ["<|im_end|>"]).watch([]).num_until_stop(ids) == number < len(ids)
+    assert StopStrings(tokenizer, ["im_end"]).watch([]).num_until_stop(ids) is None
 
 
 def stopping(words: PreTrainedTokenizerFast, stops: list[str], **options: Any) -> Decoder:  # noqa: ANN401
@@ -153,6 +172,12 @@ def test_the_shipped_pair_stops_where_the_library_does() -> None:
         assert (found.finish_reason == "stop") == any(stop in found.text for stop in stops)
         reasons.add(found.finish_reason)
     assert "stop" in reasons
+
+
+def test_one_stop_needs_no_list() -> None:
+    (found,) = speculative_generate(load("tiny", "tiny-draft"), "import os", stop_strings="import")
+    assert found.finish_reason == "stop"
+    assert found.text.count("import") == 1
 
 
 def test_an_empty_stop_is_refused() -> None:

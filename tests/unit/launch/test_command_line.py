@@ -5,6 +5,7 @@ from itertools import product
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 
@@ -32,7 +33,21 @@ def test_a_prompt_reaches_the_run_as_it_was_typed(text: str) -> None:
     assert OmegaConf.create({"prompt": in_a_sweep.value()}).prompt == text
 
 
-def test_only_the_prompt_is_literal() -> None:
+@pytest.mark.parametrize("text", [text for text in TEXTS if text] + ["\\${x}", "${", "a,b", "[c]", "2."])
+def test_stops_reach_the_run_as_hydra_reads_them(text: str) -> None:
+    given = QuotedString(text=text, quote=Quote.double).with_quotes()
+    override = OverridesParser.create().parse_override(command_line.take_literally(f"stop_strings=[{given}, end]"))
+    assert OmegaConf.to_object(OmegaConf.create({"stops": override.value()})) == {"stops": [text, "end"]}
+
+
+@pytest.mark.parametrize("value", ["2.", "true", "null", "[a]", "{a:1}", "1e3"])
+def test_a_stop_that_would_become_a_value_is_to_be_quoted(value: str) -> None:
+    with pytest.raises(ConfigError, match=r"quote what is no word, as in stop_strings='\[\"2\.\",\"true\"\]'"):
+        command_line.check_overrides([command_line.take_literally(f"stop_strings=[a,{value}]")], multirun=False)
+    command_line.check_overrides([command_line.take_literally(f'stop_strings=[a,"{value}"]')], multirun=False)
+
+
+def test_only_prompt_and_stops_are_literal() -> None:
     assert command_line.take_literally("model=7B,13B") == "model=7B,13B"
     assert command_line.take_literally("prompts=a.txt") == "prompts=a.txt"
 
