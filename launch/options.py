@@ -4,8 +4,10 @@ What `launch/run.py` takes is Hydra's business and that of `command_line`.
 """
 
 import argparse
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NoReturn
 
 from llama_ssp.errors import ConfigError, SspError
@@ -36,6 +38,16 @@ class Options(argparse.ArgumentParser):
         raise ConfigError(f"{message}: it is called as {self.usage}, and --help says more")
 
 
+@contextmanager
+def until_unread() -> Iterator[None]:
+    """End the block, without a complaint, when nobody reads standard output any more, as behind `| head`."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def run(parser: Options, arguments: Sequence[str], act: Callable[[argparse.Namespace], str | None]) -> int:
     """Read the arguments and act on them.
 
@@ -47,13 +59,14 @@ def run(parser: Options, arguments: Sequence[str], act: Callable[[argparse.Names
     Returns:
         The exit code: 0, or that of the mistake, which standard error has as a sentence.
     """
-    try:
-        said = act(parser.parse_intermixed_args(arguments))
-    except SystemExit:  # help was asked for and given
-        return 0
-    except SspError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    if said:
-        print(said)
+    with until_unread():
+        try:
+            said = act(parser.parse_intermixed_args(arguments))
+        except SystemExit:  # help was asked for and given
+            return 0
+        except SspError as error:
+            print(error, file=sys.stderr)
+            return error.exit_code
+        if said:
+            print(said)
     return 0

@@ -26,6 +26,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from launch import command_line
+from launch.options import until_unread
 from llama_ssp.config import catalogue, checks, store
 from llama_ssp.distributed.environment import Ranks, read_ranks
 from llama_ssp.errors import InterruptedRun, SspError
@@ -45,7 +46,9 @@ def main() -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # a lost rank is told in a sentence, not in C++ stacks
     signal.signal(signal.SIGTERM, _interrupt)
     signal.signal(signal.SIGUSR1, _interrupt)
-    exit_code = _exit_code(ranks)
+    exit_code = 0
+    with until_unread():
+        exit_code = _exit_code(ranks)
     if ranks.rank == 0 and (file := os.environ.get(EXIT_CODE_FILE)):
         Path(file).write_text(f"{exit_code}\n", encoding="ascii")
     return exit_code

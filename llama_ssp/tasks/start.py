@@ -166,7 +166,8 @@ def _run(
 
     interruption = None
     try:
-        with heeding_signals(session.wish, tell=world.watch.ask_to_stop, agree=agree):
+        heeding = heeding_signals(session.wish, tell=world.watch.ask_to_stop, agree=agree)
+        with heeding as stop, terminal.while_read(stop):
             if jobs is None:
                 converse(session, _do)
             elif isinstance(config.task, BenchmarkConfig):

@@ -12,7 +12,9 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 @contextmanager
-def heeding_signals(wish: StopWish, *, tell: Callable[[], None], agree: Callable[[bool], bool]) -> Iterator[None]:
+def heeding_signals(
+    wish: StopWish, *, tell: Callable[[], None], agree: Callable[[bool], bool]
+) -> Iterator[Callable[[], None]]:
     """Let Ctrl-C, SIGTERM and SIGUSR1 set `wish` while the block runs, however often they come.
 
     Once a wish has ended the block they go on doing nothing else: SLURM and torchrun both pass a SIGTERM on, and the
@@ -23,17 +25,23 @@ def heeding_signals(wish: StopWish, *, tell: Callable[[], None], agree: Callable
         wish: afterwards says whether the run is to end here, on every rank alike.
         tell: the signal may have reached this rank alone, and not the one whose wish counts: passes it on to all.
         agree: says whether any rank wished to stop, to all of them.
+
+    Yields:
+        What does the same as a signal.
     """
 
-    def note(_number: int, _frame: FrameType | None) -> None:
+    def stop() -> None:
         if not wish.requested:
             wish.requested = True
             tell()
 
+    def note(_number: int, _frame: FrameType | None) -> None:
+        stop()
+
     before = {number: signal.signal(number, note) for number in _SIGNALS}
     is_agreed = False
     try:
-        yield
+        yield stop
         is_agreed = agree(wish.requested)
     except BaseException:
         is_agreed = wish.requested

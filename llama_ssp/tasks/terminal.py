@@ -5,6 +5,7 @@ drive the terminal. Where standard output is no terminal, texts are written to i
 line breaks of ours. Log files are the business of `distributed.ranklog`.
 """
 
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -54,6 +55,20 @@ def safe(text: str) -> str:
     return _UNSAFE.sub(lambda found: found.group().encode("unicode_escape").decode(), text)
 
 
+class Output(Console):
+    """A console that falls silent when nobody reads it any more, as behind `| head`."""
+
+    when_unread: Callable[[], None] | None = None
+
+    def on_broken_pipe(self) -> None:
+        """Called by rich, which would end the process."""
+        self.quiet = True
+        with suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
+        if self.when_unread:
+            self.when_unread()
+
+
 class Terminal:
     """The terminal of rank 0, or that of another rank, which is silent.
 
@@ -62,7 +77,7 @@ class Terminal:
         err: console of standard error.
     """
 
-    def __init__(self, *, out: Console, err: Console) -> None:
+    def __init__(self, *, out: Output, err: Output) -> None:
         self._out = out
         self._err = err
         self._shown: list[RenderableType] = []
@@ -76,7 +91,16 @@ class Terminal:
             if isinstance(stream, TextIOWrapper):
                 stream.reconfigure(errors="replace")
         silent = world_rank != 0
-        return cls(out=Console(quiet=silent, highlight=False), err=Console(quiet=silent, highlight=False, stderr=True))
+        return cls(out=Output(quiet=silent, highlight=False), err=Output(quiet=silent, highlight=False, stderr=True))
+
+    @contextmanager
+    def while_read(self, stop: Callable[[], None]) -> Iterator[None]:
+        """Call `stop` as soon as nobody reads standard output any more."""
+        self._out.when_unread = stop
+        try:
+            yield
+        finally:
+            self._out.when_unread = None
 
     def heading(self, mode: str, *, number: int, total: int | None = None) -> None:
         """Begin a completion with a line across the screen.
@@ -220,8 +244,11 @@ class Terminal:
 
     def _write_raw(self, text: str) -> None:
         if not self._out.quiet:
-            self._out.file.write(text)
-            self._out.file.flush()
+            try:
+                self._out.file.write(text)
+                self._out.file.flush()
+            except BrokenPipeError:
+                self._out.on_broken_pipe()
 
 
 def _legend() -> Text:

@@ -9,26 +9,25 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from llama_ssp.decoding.stream import Piece
 from llama_ssp.errors import SspError
 from llama_ssp.reports.lines import Forecast, PlainSummary, SpeculativeSummary, Summary
 from llama_ssp.tasks.progress import Pace, RunProgress
-from llama_ssp.tasks.terminal import Terminal
+from llama_ssp.tasks.terminal import Output, Terminal
 from tests.helpers.runs import CELL
 
 GREEN, MAGENTA = "\x1b[32m", "\x1b[35m"
 
 
-def console(*, terminal: bool, width: int = 80) -> Console:
-    return Console(
+def console(*, terminal: bool, width: int = 80) -> Output:
+    return Output(
         file=StringIO(), force_terminal=terminal, color_system="standard" if terminal else None, width=width,
         highlight=False, legacy_windows=False, _environ={},
     )  # fmt: skip
 
 
-def written(console: Console) -> str:
+def written(console: Output) -> str:
     assert isinstance(console.file, StringIO)
     return console.file.getvalue()
 
@@ -66,7 +65,7 @@ def test_a_benchmarks_table_fits_the_terminal_and_has_forecasts_beside_what_was_
 
 
 @pytest.fixture
-def plain() -> tuple[Terminal, Console, Console]:
+def plain() -> tuple[Terminal, Output, Output]:
     out, err = console(terminal=False), console(terminal=False)
     return Terminal(out=out, err=err), out, err
 
@@ -90,7 +89,7 @@ def test_a_text_is_not_read_as_markup_and_cannot_drive_the_terminal(terminal: bo
     assert plain_text == "[bold]p[/bold] :smile: \\x1b[2J\\r\\x07\\x9b1m\\u202e\\ud800\n"
 
 
-def test_text_for_a_pipe_keeps_tabs_long_lines_and_trailing_blanks(plain: tuple[Terminal, Console, Console]) -> None:
+def test_text_for_a_pipe_keeps_tabs_long_lines_and_trailing_blanks(plain: tuple[Terminal, Output, Output]) -> None:
     terminal, out, _ = plain
     text = "\tif x:  \n\n" + "long " * 60
     terminal.stream([Piece(text[:40], True), Piece(text[40:], False)])
@@ -98,7 +97,7 @@ def test_text_for_a_pipe_keeps_tabs_long_lines_and_trailing_blanks(plain: tuple[
     assert written(out) == text + "\n"
 
 
-def test_a_text_that_ends_its_line_is_not_followed_by_an_empty_one(plain: tuple[Terminal, Console, Console]) -> None:
+def test_a_text_that_ends_its_line_is_not_followed_by_an_empty_one(plain: tuple[Terminal, Output, Output]) -> None:
     terminal, out, _ = plain
     for text in ("a\n", "b", ""):
         terminal.stream([Piece(text, False)])
@@ -106,7 +105,7 @@ def test_a_text_that_ends_its_line_is_not_followed_by_an_empty_one(plain: tuple[
     assert written(out) == "a\nb\n"
 
 
-def test_the_legend_comes_once_and_only_with_colours(plain: tuple[Terminal, Console, Console]) -> None:
+def test_the_legend_comes_once_and_only_with_colours(plain: tuple[Terminal, Output, Output]) -> None:
     coloured = console(terminal=True)
     for terminal in (Terminal(out=coloured, err=coloured), plain[0]):
         terminal.heading("plain", number=1, total=2)
@@ -117,14 +116,14 @@ def test_the_legend_comes_once_and_only_with_colours(plain: tuple[Terminal, Cons
     assert "prompt 1, speculative" in written(plain[1])
 
 
-def test_a_line_for_programs_is_not_touched(plain: tuple[Terminal, Console, Console]) -> None:
+def test_a_line_for_programs_is_not_touched(plain: tuple[Terminal, Output, Output]) -> None:
     terminal, out, _ = plain
     record = '{"text": "[red]\\u001b' + "x" * 200 + '"}'
     terminal.line(record)
     assert written(out) == record + "\n"
 
 
-def test_the_table_is_aligned_within_80_columns(plain: tuple[Terminal, Console, Console]) -> None:
+def test_the_table_is_aligned_within_80_columns(plain: tuple[Terminal, Output, Output]) -> None:
     terminal, out, _ = plain
     terminal.table(summary(forecast=Forecast(plain_ms_per_token=251, speculative_ms_per_token=110.5, speedup=2.27)))
     assert [line.rstrip() for line in written(out).splitlines()] == [
@@ -141,13 +140,13 @@ def test_the_table_is_aligned_within_80_columns(plain: tuple[Terminal, Console, 
     ]
 
 
-def test_a_forecast_that_does_not_exist_is_a_dash(plain: tuple[Terminal, Console, Console]) -> None:
+def test_a_forecast_that_does_not_exist_is_a_dash(plain: tuple[Terminal, Output, Output]) -> None:
     terminal, out, _ = plain
     terminal.table(summary())
     assert re.search(r"speculative +112\.93 +- +8\.9 .* 2\.13x +-\n", written(out))
 
 
-def test_a_mode_that_did_not_run_has_no_line(plain: tuple[Terminal, Console, Console]) -> None:
+def test_a_mode_that_did_not_run_has_no_line(plain: tuple[Terminal, Output, Output]) -> None:
     terminal, out, _ = plain
     terminal.table(summary(speculative=False))
     assert "plain" in written(out)
@@ -155,13 +154,13 @@ def test_a_mode_that_did_not_run_has_no_line(plain: tuple[Terminal, Console, Con
     assert "a round" not in written(out)
 
 
-def test_the_closing_line_names_no_mode_where_there_was_one(plain: tuple[Terminal, Console, Console]) -> None:
+def test_the_closing_line_names_no_mode_where_there_was_one(plain: tuple[Terminal, Output, Output]) -> None:
     terminal, _, err = plain
     terminal.closing(summary(speculative=False), run_dir=Path("runs/1"))
     assert re.search(r" for 1 prompt: [\d.]+ ms/token, [\d.]+ tokens/s; records in", written(err))
 
 
-def test_what_is_no_result_goes_to_standard_error(plain: tuple[Terminal, Console, Console]) -> None:
+def test_what_is_no_result_goes_to_standard_error(plain: tuple[Terminal, Output, Output]) -> None:
     terminal, out, err = plain
     terminal.closing(summary(), run_dir=Path("runs/[red]"))
     terminal.say("note [red] \x1b[2J")
@@ -172,7 +171,7 @@ def test_what_is_no_result_goes_to_standard_error(plain: tuple[Terminal, Console
     )
 
 
-def test_ranks_above_0_are_silent(capfd: pytest.CaptureFixture[str], plain: tuple[Terminal, Console, Console]) -> None:
+def test_ranks_above_0_are_silent(capfd: pytest.CaptureFixture[str], plain: tuple[Terminal, Output, Output]) -> None:
     def speak(terminal: Terminal) -> None:
         terminal.heading("plain", number=1)
         terminal.stream([Piece("text", False)])
@@ -208,15 +207,13 @@ def test_the_picture_shows_what_was_shown_with_long_lines_wrapped(
     assert "2.13x" in drawn
 
 
-def test_a_picture_that_cannot_be_written_is_a_sentence(
-    tmp_path: Path, plain: tuple[Terminal, Console, Console]
-) -> None:
+def test_a_picture_that_cannot_be_written_is_a_sentence(tmp_path: Path, plain: tuple[Terminal, Output, Output]) -> None:
     with pytest.raises(SspError, match=r"cannot write the picture .*no/p\.svg: No such file"):
         plain[0].save_svg(tmp_path / "no" / "p.svg", title="t")
 
 
 def test_prompts_are_asked_for_until_the_input_ends(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], plain: tuple[Terminal, Console, Console]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], plain: tuple[Terminal, Output, Output]
 ) -> None:
     monkeypatch.setattr(sys, "stdin", StringIO("def f(x):\n\n  \n second\n"))
     assert list(plain[0].ask()) == ["def f(x):", " second"]
@@ -283,7 +280,7 @@ def test_bars_are_for_terminals_without_texts_and_lines_for_log_files(
     assert ("plain: 1 of 2 prompts at 2.00 ms/token; 3 tokens" in written(said)) == lines
 
 
-def test_a_text_that_was_interrupted_ends_its_line_once(plain: tuple[Terminal, Console, Console]) -> None:
+def test_a_text_that_was_interrupted_ends_its_line_once(plain: tuple[Terminal, Output, Output]) -> None:
     terminal, out, _ = plain
     terminal.stream([Piece("half a li", False)])
     terminal.end_of_text()

@@ -1,0 +1,46 @@
+"""Programs whose output nobody reads any more, as behind `| head`, end without a complaint."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.commands import start
+from tests.helpers.repository import ROOT
+
+
+@pytest.mark.parametrize("task", ["task=generate", "task=compare"])
+def test_a_run_is_interrupted_and_can_be_resumed(task: str, tmp_path: Path) -> None:
+    """One task writes texts as they are, the other has rich write headings first."""
+    run_dir = tmp_path / "run"
+    with start([task, "prompt=def f", "max_new_tokens=400", "ignore_eos=true", f"run_dir={run_dir}"]) as run:
+        assert run.stdout
+        assert run.stderr
+        run.stdout.read(1)
+        run.stdout.close()
+        complaint = run.stderr.read()
+    assert run.returncode == 4
+    assert complaint.endswith(f"interrupted; run_dir={run_dir} with the same settings goes on from here\n")
+    assert "Error" not in complaint
+    assert (run_dir / "status").read_text() == "interrupted\n"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("run.py", "--help"), ("run.py", "--cfg", "job"), ("run.py", "model=7B", "dry_run=true"), ("plan.py", "--help"),
+        ("plan.py", "model=7B"), ("plan.py", "model=7B", "format=json"), ("report.py", "--help"),
+    ],
+)  # fmt: skip
+def test_what_only_tells_something_ends_in_silence(command: tuple[str, ...]) -> None:
+    program, *arguments = command
+    telling = subprocess.Popen(
+        [sys.executable, f"launch/{program}", *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    with telling:
+        assert telling.stdout
+        assert telling.stderr
+        telling.stdout.close()
+        complaint = telling.stderr.read()
+    assert (telling.returncode, complaint) == (0, b"")
