@@ -71,13 +71,14 @@ class ModelDrafter:
     ) -> None:
         """Read new prompts into the draft's own cache."""
         rows_R = torch.tensor(rows, device=self.runner.device)
+        tokens_RS = self._known(tokens_RS)
         read_prompts(self.runner, tokens_RS, lengths_R, rows_R=rows_R, longest=longest, buckets=buckets)
 
     def propose(self, tokens_BS: Tensor, lengths_B: Tensor, *, uniforms_BKP: Tensor, bucket: int) -> Draft:
         """Draw K tokens one after the other; see `Drafter.propose`."""
         positions_BT = lengths_B[:, None] + self._last_two
         wanted_B1: Tensor | None = self._second_B1
-        ids_BT = tokens_BS.gather(1, positions_BT)
+        ids_BT = self._known(tokens_BS.gather(1, positions_BT))
         drafted: list[Tensor] = []
         probs: list[Tensor] = []
         for uniforms_BP in uniforms_BKP.unbind(1):
@@ -98,6 +99,11 @@ class ModelDrafter:
         of_model = self.runner.held(bucket=bucket)
         tables = self._last_two, self._offsets_K, self._second_B1, self._nothing_BV
         return of_model and of_model.beside(tables)
+
+    def _known(self, ids: Tensor) -> Tensor:
+        """Read what only a wider target has, its padding, as the last token: the draft may guess from any text."""
+        is_narrower = self.runner.vocab_size < self._vocab_size
+        return ids.clamp(max=self.runner.vocab_size - 1) if is_narrower else ids
 
     def _at_target_width(self, logits_BV: Tensor) -> Tensor:
         missing = self._vocab_size - sizes(logits_BV)[-1]
