@@ -89,7 +89,8 @@ def quantize_by_blocks(weight_OI: Tensor, quantize: Callable[[Tensor], tuple[Ten
 
 def _to_bytes(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
     """Bytes, and the scales (O,) that they are multiplied by, rounded to the weight's number format beforehand."""
-    tiny = torch.finfo(weight_OI.dtype).tiny
+    numbers = torch.finfo(weight_OI.dtype)
+    tiny = max(numbers.smallest_normal * numbers.eps, torch.finfo(torch.float32).smallest_normal)
     scales_O = (weight_OI.abs().amax(1).float() / _LARGEST_BYTE).to(weight_OI.dtype).clamp_(min=tiny)
     bytes_OI = (weight_OI / scales_O.float()[:, None]).round_().clamp_(-_LARGEST_BYTE, _LARGEST_BYTE)
     return bytes_OI.to(torch.int8), scales_O

@@ -83,6 +83,15 @@ def test_rows_of_weights_may_end_anywhere(num_inputs: int, dtype: torch.dtype) -
 
 
 @every_dtype
+def test_small_weights_keep_their_127_steps(dtype: torch.dtype) -> None:
+    """Scales down to 1e-6, where fp16 has subnormal numbers alone."""
+    weight = numbers(64, 128) * torch.logspace(0, -4, 64)[:, None]
+    found = unpacked(make(Quantization.int8_weight_only, weight.to(dtype)), 128)
+    errors = (found - weight.to(dtype)).abs().amax(1) / weight.abs().amax(1)
+    assert errors.max() < (0.03 if dtype is torch.float16 else 0.01)
+
+
+@every_dtype
 @every_form
 def test_a_row_does_not_depend_on_the_rows_beside_it(form: Quantization, dtype: torch.dtype) -> None:
     """To the last bit, with large numbers in the other rows."""
