@@ -15,7 +15,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 
 from llama_ssp.config.schema import Quantization
 from llama_ssp.distributed.comms import Comm
-from llama_ssp.errors import CheckpointError, ConfigError
+from llama_ssp.errors import CheckpointError
 from llama_ssp.models.attention import BY_POSITION
 from llama_ssp.models.decoder import LeanRunner, is_llama_kind
 from llama_ssp.models.families import adapt, attention_at_start, check_servable
@@ -26,6 +26,8 @@ from llama_ssp.models.quantization import UNQUANTIZED, Precision
 from llama_ssp.models.quantized_modules import check_quantizable, quantize_modules
 from llama_ssp.models.runner import ModuleRunner
 from llama_ssp.models.tensor_parallel import shard
+from llama_ssp.planning.inventory import check_family
+from llama_ssp.planning.sharding import split_model
 
 READ_AHEAD = 2
 """Tensors on their way from the files, each read by a thread."""
@@ -44,12 +46,8 @@ def build_empty(origin: Origin) -> PreTrainedModel:
 
     check_servable(origin.config)
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(origin.config)]
-    attention = attention_at_start(origin.config, model_class)
-    if attention is None:
-        message = f"{model_class.__name__} has no sdpa attention, which the static cache requires"
-        raise ConfigError(message)
     config = deepcopy(origin.config)
-    config._attn_implementation = attention
+    config._attn_implementation = attention_at_start(origin.config)
     try:
         with init_empty_weights():
             model: PreTrainedModel = model_class(config)
@@ -72,8 +70,10 @@ def check_model(origin: Origin, *, num_ranks: int, quantization: Quantization = 
     Raises:
         CheckpointError: tensors are missing or have another shape.
         ConfigError: the static cache cannot serve this model, or it cannot be quantized.
-        PlacementError: the model cannot be shared by so many ranks, or not in this precision.
+        PlacementError: its family is not supported, or it cannot be shared by so many ranks, or not in this precision.
     """
+    check_family(origin.shape.model_type)
+    split_model(origin.shape, num_ranks=num_ranks)
     model = build_empty(origin)
     find_sources(model, origin)
     check_quantizable(model, origin.shape, quantization, num_ranks=num_ranks)

@@ -7,7 +7,6 @@ Shapes: B sequences, T positions, S slots, L layers.
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,9 +61,9 @@ def check_servable(config: PretrainedConfig) -> None:
             "the static cache"
         )
         raise ConfigError(message)
-    if getattr(config, "use_bidirectional_attention", None):
-        message = f"this {model} attends in both directions: use_bidirectional_attention=false is required"
-        raise ConfigError(message)
+    if getattr(config, "use_bidirectional_attention", None) or not getattr(config, "is_causal", True):
+        wanted = "use_bidirectional_attention=false and is_causal=true are required"
+        raise ConfigError(f"this {model} attends in both directions: {wanted}")
     rope = getattr(config, "rope_parameters", None) or {}
     for found in (rope, *(values for values in rope.values() if isinstance(values, dict))):
         if found.get("rope_type") in _ROPE_TYPES_THAT_READ_POSITIONS:
@@ -75,11 +74,9 @@ def check_servable(config: PretrainedConfig) -> None:
             raise ConfigError(message)
 
 
-def attention_at_start(config: PretrainedConfig, model_class: Any) -> str | None:  # noqa: ANN401 - the library's class
-    """The attention that a model is built with, by the library's name; None when there is none that can be served."""
-    if config.model_type in {"gpt_neo", "gemma2"}:
-        return "eager"
-    return "sdpa" if model_class._supports_sdpa else None
+def attention_at_start(config: PretrainedConfig) -> str:
+    """The attention that a model is built with, by the library's name."""
+    return "eager" if config.model_type in {"gpt_neo", "gemma2"} else "sdpa"
 
 
 def adapt(model: PreTrainedModel) -> None:

@@ -19,6 +19,7 @@ from llama_ssp.models.attention import attend_by_position
 from llama_ssp.models.fused import gated, turn_pairs
 from llama_ssp.models.kv_cache import Aim
 from llama_ssp.models.linear import Kernel, Linear, make_linear
+from llama_ssp.models.tensor_parallel import RowLinear
 
 
 class Layer:
@@ -132,7 +133,7 @@ class _Residual:
     def __init__(self, module: nn.Module, *, comm: Comm, kernel: Kernel | None) -> None:
         weight, bias = take(module)
         self._comm = comm
-        self._is_shared = comm.size > 1
+        self._is_shared = isinstance(module, RowLinear)
         self._linear: Linear = make_linear(weight, None if self._is_shared else bias, kernel=kernel)
         self._bias_E = bias
 

@@ -66,7 +66,7 @@ def check_quantizable(model: PreTrainedModel, shape: ModelShape, quantization: Q
         num_ranks: how many ranks share it.
 
     Raises:
-        ConfigError: a package is missing, or the model has matrices that are no linear layers.
+        ConfigError: a package is missing.
         PlacementError: nf4 packs inputs in groups that a layer, or a rank's slice of it, does not fill.
     """
     if quantization is Quantization.none:
@@ -77,18 +77,8 @@ def check_quantizable(model: PreTrainedModel, shape: ModelShape, quantization: Q
             "or use quantization=int8_weight_only, which needs none"
         )
         raise ConfigError(message)
-    layers = dict(_linear_layers(model))
-    head = model.get_output_embeddings()
-    for name, module in model.named_modules():
-        matrices = [parameter for parameter in module.parameters(recurse=False) if parameter.ndim > 1]
-        if matrices and not (name in layers or module is head or isinstance(module, nn.Embedding)):
-            message = (
-                f"{shape.model_type} keeps {name} in a {type(module).__name__}, which is not quantized here: "
-                "use quantization=none"
-            )
-            raise ConfigError(message)
     if quantization is Quantization.nf4:
-        _check_groups(model, shape, layers, num_ranks=num_ranks)
+        _check_groups(model, shape, dict(_linear_layers(model)), num_ranks=num_ranks)
 
 
 def _check_groups(model: PreTrainedModel, shape: ModelShape, layers: dict[str, Any], *, num_ranks: int) -> None:

@@ -41,16 +41,23 @@ def test_missing_tensors_are_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "sizes", "reason"),
+    ("family", "sizes", "error", "reason"),
     [
-        ("starcoder2", {"sliding_window": 64, "num_key_value_heads": 4}, "supported for .*gpt_neo, mistral, qwen2"),
-        ("codegen", {"rotary_dim": 4}, "CodeGenForCausalLM has no sdpa"),
+        ("gpt_neox", {"sliding_window": 64}, ConfigError, "supported for .*gpt_neo, mistral, qwen2"),
+        ("llama", {"is_causal": False}, ConfigError, "attends in both directions"),
+        ("llama", {"num_key_value_heads": 3}, PlacementError, "8 query heads over 3"),
+        (
+            "codegen",
+            {"rotary_dim": 4},
+            PlacementError,
+            "codegen models are not supported: one of gemma, .* is required",
+        ),
+        ("gpt2", {}, PlacementError, "gpt2 models are not supported"),
     ],
 )
-def test_models_that_the_cache_cannot_serve_are_found(
-    tmp_path: Path, family: str, sizes: dict[str, Any], reason: str
+def test_models_that_cannot_be_served_are_found_for_one_rank_too(
+    tmp_path: Path, family: str, sizes: dict[str, Any], error: type[SspError], reason: str
 ) -> None:
     build_checkpoint(tmp_path, family, **sizes)
-    error: type[SspError] = ConfigError
     with pytest.raises(error, match=reason):
         check_model(inspect(tmp_path), num_ranks=1)

@@ -33,6 +33,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, wide heads": ("llama", {"head_dim": 16}),
     "llama, one kv head": ("llama", {"num_key_value_heads": 1}),
     "llama, no groups": ("llama", {"num_key_value_heads": 8}),
+    "llama, layers that no plan cuts": ("llama", {"base_model_tp_plan": {}}),
     "llama, linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}),
     "llama, llama3": (
         "llama",
@@ -111,7 +112,9 @@ def test_narrow_formats_come_as_close_as_their_rounding_allows(kind: str, dtype:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("kind", ["llama", "llama, biases", "qwen2", "qwen3, windows"])
+@pytest.mark.parametrize(
+    "kind", ["llama", "llama, biases", "llama, layers that no plan cuts", "qwen2", "qwen3, windows"]
+)
 @pytest.mark.parametrize("kernel", [PlainLinear, PackedLinear])
 def test_every_rank_gets_the_whole_model_s_logits(tmp_path: Path, kind: str, num_ranks: int, kernel: Kernel) -> None:
     """8 heads over 2 or 4 key-value heads: 3 ranks hold uneven heads, 8 ranks hold copies of key-value heads."""

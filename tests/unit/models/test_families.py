@@ -174,6 +174,7 @@ def test_windows_belong_to_layers(kind: str, windows: tuple[int | None, ...]) ->
             {"rope_parameters": {"full_attention": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}},
             "dynamic",
         ),
+        ("llama", {"is_causal": False}, "attends in both directions"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic"),
         ("lfm2", {"layer_types": ["conv", "full_attention"]}, "layers of kind conv"),
     ],

@@ -219,14 +219,6 @@ def test_a_whole_layer_that_fills_no_group_is_refused_too(tmp_path: Path) -> Non
         check_model(inspect(tmp_path), num_ranks=1, quantization=Quantization.nf4)
 
 
-@every_form
-def test_matrices_outside_of_linear_layers_are_refused_by_name(tmp_path: Path, form: Quantization) -> None:
-    build_checkpoint(tmp_path, "gpt2")
-    with pytest.raises(ConfigError, match=r"gpt2 keeps transformer.h.0.attn.c_attn in a Conv1D"):
-        check_model(inspect(tmp_path), num_ranks=1, quantization=form)
-    check_model(inspect(tmp_path), num_ranks=1)
-
-
 @pytest.mark.parametrize("form", [Quantization.int8, Quantization.nf4])
 def test_without_bitsandbytes_its_forms_are_refused_with_the_command(
     saved: Saved, form: Quantization, monkeypatch: pytest.MonkeyPatch
