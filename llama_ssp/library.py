@@ -27,7 +27,7 @@ from llama_ssp.distributed.world import start
 from llama_ssp.errors import ConfigError, unknown_name
 from llama_ssp.tasks.checkpoints import find_sources
 from llama_ssp.tasks.loading import Models, build_decoder, load_models
-from llama_ssp.tasks.prompts import check_length, encode
+from llama_ssp.tasks.prompts import check_ids, encode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +148,13 @@ def speculative_generate(
         for index, text in enumerate(texts)
     ]
     for text, request in zip(texts, requests, strict=True):
-        check_length(request.prompt_ids, max_new_tokens=max_new_tokens, context=models.context, prompt=text)
+        check_ids(
+            request.prompt_ids,
+            max_new_tokens=max_new_tokens,
+            context=models.context,
+            vocab_size=models.target.vocab_size,
+            prompt=text,
+        )
     decoder = build_decoder(models, config, speculative=models.has_draft)
     adapter = StreamerAdapter(streamer, requests[0].prompt_ids) if streamer else None
     done = {}

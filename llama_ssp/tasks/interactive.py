@@ -33,6 +33,7 @@ def converse(session: Session, complete: Callable[[Session, list[Job]], None]) -
                 session.config,
                 tokenizer=session.models.tokenizer,
                 context=session.models.context,
+                vocab_size=session.models.target.vocab_size,
                 first_index=index,
             )
         except ConfigError as error:

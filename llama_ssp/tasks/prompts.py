@@ -127,12 +127,17 @@ def encode(prompt: str, tokenizer: "PreTrainedTokenizerBase", *, chat: bool) -> 
     return tuple(ids)
 
 
-def check_length(ids: Sequence[int], *, max_new_tokens: int, context: int, prompt: str) -> None:
-    """Refuse a prompt that leaves no room for the new tokens.
+def check_ids(ids: Sequence[int], *, max_new_tokens: int, context: int, vocab_size: int, prompt: str) -> None:
+    """Refuse a prompt that leaves no room for the new tokens, or has tokens that the model lacks.
 
     Raises:
-        ConfigError: says by how much, and what would fit.
+        ConfigError: says by how much, and what would fit; or which token it is.
     """
+    if max(ids) >= vocab_size:
+        raise ConfigError(
+            f"prompt {prompt[:_EXCERPT]!r} has token {max(ids)} of the tokenizer, and the model knows {vocab_size} "
+            "tokens, from 0 on: leave out what stands for it"
+        )
     if len(ids) + max_new_tokens > context:
         room = context - len(ids)
         remedy = f"max_new_tokens={room} would fit" if room > 0 else f"a prompt has room for {context - 1} at most"

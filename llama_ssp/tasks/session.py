@@ -25,7 +25,7 @@ from llama_ssp.reports.lines import PLAIN, SPECULATIVE, CompletionLine, LineKey
 from llama_ssp.reports.records import RunFolder
 from llama_ssp.tasks.loading import Models, build_decoder
 from llama_ssp.tasks.progress import Pace, RunProgress
-from llama_ssp.tasks.prompts import check_length, encode
+from llama_ssp.tasks.prompts import check_ids, encode
 from llama_ssp.tasks.startup import StartClock
 from llama_ssp.tasks.terminal import Terminal
 
@@ -62,18 +62,20 @@ def make_jobs(
     *,
     tokenizer: PreTrainedTokenizerBase,
     context: int,
+    vocab_size: int,
     first_index: int = 0,
 ) -> list[Job]:
     """Encode prompts, once for each sample that is wanted of them.
 
     Raises:
-        ConfigError: a prompt is too long for the context, or cannot be encoded.
+        ConfigError: a prompt is too long for the context, cannot be encoded, or has tokens that the target lacks.
     """
     jobs = []
     for (index, prompt), sample in product(enumerate(prompts, start=first_index), range(config.num_samples)):
         ids = encode(prompt, tokenizer, chat=config.chat)
-        check_length(ids, max_new_tokens=config.max_new_tokens, context=context, prompt=prompt)
-        request = Request(index=index, sample=sample, prompt_ids=ids, max_new_tokens=config.max_new_tokens)
+        num_new = config.max_new_tokens
+        check_ids(ids, max_new_tokens=num_new, context=context, vocab_size=vocab_size, prompt=prompt)
+        request = Request(index=index, sample=sample, prompt_ids=ids, max_new_tokens=num_new)
         jobs.append(Job(request=request, prompt=prompt))
     return jobs
 
@@ -145,12 +147,9 @@ class Session:
 
     @torch.inference_mode()
     def warm_up(self, jobs: Sequence[Job], modes: Sequence[str], *, num_jobs: int) -> None:
-        """Do what is done but once, so that none of it is measured.
+        """Do what is done but once, so that none of it is measured: make caches for all jobs, in all modes.
 
-        Args:
-            jobs: of the run; caches are made for the longest.
-            modes: in which they will be completed.
-            num_jobs: so many of them are completed by a few tokens, neither shown nor recorded.
+        Some jobs, `num_jobs` of them, are completed by a few tokens, neither shown nor recorded.
         """
         for mode in modes:
             self.decoder(mode).make_room([job.request for job in jobs])

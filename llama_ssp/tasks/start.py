@@ -91,7 +91,7 @@ def run(config: RunConfig, clock: StartClock) -> bool:
                 run_dir = Path(str(config.run_dir))
                 _log_ranks(world, folder)
                 return _run(config, world, terminal, folder, phase=phase, clock=clock)
-        except (SspError, KeyboardInterrupt) as error:
+        except (Exception, KeyboardInterrupt) as error:
             if run_dir:
                 with suppress(SspError):  # a full disk must not hide why the run ends
                     _write_end(run_dir, folder, error)
@@ -121,17 +121,20 @@ def _log_ranks(world: World, folder: RunFolder | None) -> None:
         _log.info("links between GPUs: %s", gpu_links() if world.device.type == "cuda" else "none, ranks are on CPUs")
 
 
-def _write_end(run_dir: Path, folder: RunFolder | None, error: SspError | KeyboardInterrupt) -> None:
+def _write_end(run_dir: Path, folder: RunFolder | None, error: Exception | KeyboardInterrupt) -> None:
     """Write the status; rank 0 does, and where it may be lost, the rank that speaks in its place."""
     if isinstance(error, LostRankError):
         if read_status(run_dir) not in {"running", f"{error.exit_code}: {error}"}:
             error.speaks = False  # this rank was stopped for a while, and the others have told of its loss
         elif folder or error.speaks:
             write_failure(run_dir, exit_code=error.exit_code, sentence=str(error))
-    elif folder and isinstance(error, SspError) and not isinstance(error, InterruptedRun):
-        write_failure(run_dir, exit_code=error.exit_code, sentence=str(error))
-    elif folder:
+    elif folder and isinstance(error, InterruptedRun | KeyboardInterrupt):
         folder.write_status("interrupted")
+    elif folder and isinstance(error, SspError):
+        write_failure(run_dir, exit_code=error.exit_code, sentence=str(error))
+    elif folder:  # nobody has foreseen it: Python shows where it comes from, and ends with 1
+        said = str(error).strip().partition("\n")[0]
+        write_failure(run_dir, exit_code=1, sentence=f"{type(error).__name__}: {said}")
 
 
 def _run(
@@ -223,7 +226,8 @@ def _read_jobs(
     if prompts is None:
         return None
     with together(world.comm):
-        return make_jobs(prompts, config, tokenizer=source.tokenizer, context=context)
+        vocab_size = source.origin.shape.vocab_size
+        return make_jobs(prompts, config, tokenizer=source.tokenizer, context=context, vocab_size=vocab_size)
 
 
 def _make_plan(config: RunConfig, world: World, terminal: Terminal, jobs: list[Job] | None) -> Plan | None:

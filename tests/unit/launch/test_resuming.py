@@ -54,6 +54,17 @@ def test_prompts_that_follow_the_old_ones_are_completed(tmp_path: Path) -> None:
     assert (ended.code, recorded(tmp_path)) == (0, {0: "import", 1: "一\x1b", 2: "class"})
 
 
+def test_what_nobody_has_foreseen_is_in_the_status_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_models(*_args: object, **_options: object) -> None:
+        raise ValueError("no such thing\nand more")
+
+    monkeypatch.setattr("llama_ssp.tasks.start.load_models", load_models)
+    ended = complete(tmp_path, "import")
+    assert ended.code is None
+    assert "no such thing\nand more" in ended.err
+    assert (tmp_path / "run" / "status").read_text() == "1: ValueError: no such thing\n"
+
+
 def test_half_a_character_is_refused(tmp_path: Path) -> None:
     ended = complete(tmp_path, "import", "\ud800")
     assert (ended.code, ended.err) == (

@@ -20,7 +20,7 @@ from llama_ssp.config.schema import (
     VerificationConfig,
 )
 from llama_ssp.errors import ConfigError
-from llama_ssp.tasks.prompts import check_length, encode, read_prompts
+from llama_ssp.tasks.prompts import check_ids, encode, read_prompts
 
 WORDS = ["<s>", "</s>", "<user>", "<assistant>", "a", "b"]
 CHAT = (
@@ -84,10 +84,17 @@ def test_an_empty_prompt_is_the_begin_of_a_sequence_where_there_is_one() -> None
         encode("", tokenizer(begins=False), chat=False)
 
 
+def test_a_prompt_with_a_token_that_the_model_lacks_is_refused() -> None:
+    """As where a tokenizer was given a token for padding, and the model was not."""
+    check_ids([1, 19], max_new_tokens=4, context=10, vocab_size=20, prompt="a")
+    with pytest.raises(ConfigError, match="has token 20 of the tokenizer, and the model knows 20 tokens"):
+        check_ids([1, 20, 3], max_new_tokens=4, context=10, vocab_size=20, prompt="a")
+
+
 @pytest.mark.parametrize(
     ("num_tokens", "remedy"), [(7, "max_new_tokens=3 would fit"), (9, "=1 would fit"), (10, "has room for 9 at most")]
 )
 def test_a_prompt_that_leaves_no_room_is_told_with_what_would_fit(num_tokens: int, remedy: str) -> None:
-    check_length(range(6), max_new_tokens=4, context=10, prompt="a")
+    check_ids(range(6), max_new_tokens=4, context=10, vocab_size=20, prompt="a")
     with pytest.raises(ConfigError, match=f"has {num_tokens} tokens.*{remedy}"):
-        check_length(range(num_tokens), max_new_tokens=4, context=10, prompt="a")
+        check_ids(range(num_tokens), max_new_tokens=4, context=10, vocab_size=20, prompt="a")
