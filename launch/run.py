@@ -111,7 +111,7 @@ def _launch(arguments: list[str], ranks: Ranks) -> None:
         if not failures:  # the first point of a sweep that fails ends the sweep
             try:
                 is_to_stop = _run(config, ranks)
-            except (SspError, HydraException, OmegaConfBaseException) as error:
+            except (SspError, HydraException, OmegaConfBaseException, BrokenPipeError) as error:
                 failures.append(error)
 
     with _scratch_folder(multirun=options.multirun) as for_sweeps:

@@ -236,4 +236,11 @@ def _console() -> "Console":
         from rich.console import Console  # noqa: PLC0415 - see the module
     except ImportError as error:
         raise ConfigError("format=table needs rich: pip install rich, or use format=json") from error
-    return Console(highlight=False, soft_wrap=False)
+
+    class Output(Console):
+        """Leaves it to the program what it means that nobody reads any more; rich would end the process."""
+
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError
+
+    return Output(highlight=False, soft_wrap=False)
