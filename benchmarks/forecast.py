@@ -37,8 +37,9 @@ from llama_ssp.planning.acceptance import implied_acceptance
 from llama_ssp.planning.job import Job, PlannedModel, read_config
 from llama_ssp.planning.memory import memory
 from llama_ssp.planning.timing import timing
+from llama_ssp.tasks.machine import detect_hardware
 from llama_ssp.tasks.measuring_pairs import NUM_DRAFT_TOKENS, PROMPT_TOKENS, VOCAB_SIZE, complete, decoder, requests
-from llama_ssp.tasks.plan import detect_hardware, machine_of_run
+from llama_ssp.tasks.plan import machine_of_run
 
 NEW_TOKENS = 64
 SHIPPED = Path(__file__).resolve().parents[1] / "llama_ssp" / "shipped"

@@ -162,6 +162,8 @@ class Decoder:
             started = time.perf_counter()
             free = [row for row, owner in enumerate(self._rows) if owner is None] if waiting else []
             admitted = [waiting.popleft() for _ in range(min(len(waiting), len(free)))]
+            if self.wish.requested:
+                self.rounds.rule.wish_to_stop()
             if admitted:
                 self._admit(admitted, free[: len(admitted)])
             else:
@@ -213,8 +215,6 @@ class Decoder:
         self._launch(result, list(owners), growth=1, is_prefill=True)
 
     def _advance(self) -> None:
-        if self.wish.requested:
-            self.rounds.rule.wish_to_stop()
         growth = self.rounds.growth
         known = max([len(owner.request.prompt_ids) + len(owner.token_ids) for owner in self._rows if owner])
         unread = sum([flight.growth for flight in self._flights])
@@ -266,12 +266,11 @@ class Decoder:
         return ids, reason
 
     def _free(self, owner: Completion, reason: FinishReason) -> None:
-        """End a completion, and keep its row still until another takes it."""
+        """End a completion, whose row is vacant until another takes it."""
         owner.finish_reason = reason
         row = self._rows.index(owner)
         self._rows[row] = None
-        if reason != "length":
-            self._state.freeze(row)
+        self._state.vacate(row)
 
     def _book(self, running: list[Completion], seconds: float, *, is_round: bool) -> None:
         """Add the time of one pass of the loop to everything that ran in it; no part of a round claims a prefill's."""

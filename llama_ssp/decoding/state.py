@@ -56,7 +56,7 @@ class BatchState(NamedTuple):
 
     @classmethod
     def empty(cls, *, batch_size: int, num_slots: int, num_rounds: int, draws: DrawTable) -> "BatchState":
-        """A batch of rows that have all ended, with two tokens each: what a round reads even of frozen rows.
+        """A batch of rows that have all ended, with two tokens each: what a round reads even of vacant rows.
 
         Args:
             batch_size: B.
@@ -144,6 +144,8 @@ class BatchState(NamedTuple):
         self.lengths_B.add_(1).clamp_max_(self.limits_B)
         return torch.cat([*decision] if drafted_ids_BK is None else [drafted_ids_BK, *decision], dim=1)
 
-    def freeze(self, row: int) -> None:
-        """End a row where it stands, whatever its limit was."""
-        self.limits_B[row] = self.lengths_B[row]
+    def vacate(self, row: int) -> None:
+        """Make a row what it is in an empty batch: rounds for the others may read fewer slots than it has filled."""
+        self.lengths_B[row] = 2
+        self.limits_B[row] = 2
+        self.first_round_B[row] = -2

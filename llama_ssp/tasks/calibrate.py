@@ -26,8 +26,8 @@ from llama_ssp.distributed.world import World
 from llama_ssp.errors import SspError
 from llama_ssp.models.linear import can_halve
 from llama_ssp.tasks import measuring, measuring_pairs, measuring_rounds
+from llama_ssp.tasks.machine import THIS_MACHINE
 from llama_ssp.tasks.measuring_pairs import PairTime
-from llama_ssp.tasks.plan import THIS_MACHINE
 
 DTYPES = {Dtype.fp32: torch.float32, Dtype.bf16: torch.bfloat16, Dtype.fp16: torch.float16}
 LARGEST_MESSAGE, SMALLEST_MESSAGE = -1, 0

@@ -4,9 +4,6 @@ Never reaches torch. What a plan is worked out from is the business of `planning
 """
 
 import json
-import platform
-import shutil
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,10 +20,9 @@ from llama_ssp.planning.plan import PLAN_VERSION, Plan, document, make_plan, req
 from llama_ssp.planning.search import search, search_document
 from llama_ssp.planning.timing import Timing
 from llama_ssp.reports.lines import Forecast
+from llama_ssp.tasks.machine import detect_hardware
 from llama_ssp.tasks.prompts import STANDARD_INPUT, read_prompts
 
-THIS_MACHINE = "this_machine"
-"""Name of the hardware file that `task=calibrate` writes."""
 CHARACTERS_PER_TOKEN = 3
 TYPED_TOKENS = 128
 
@@ -245,50 +241,3 @@ def hardware_of(config: RunConfig, *, on_cpu: bool) -> HardwareConfig:
     if problems := hardware.problems_of(config.hardware):
         raise ConfigError(one_message(problems))
     return hardware.build(config.hardware)
-
-
-def detect_hardware(*, on_cpu: bool = False) -> HardwareConfig:
-    """Describe the machine at hand.
-
-    What `task=calibrate` wrote here counts first, then the entry of the GPUs that nvidia-smi names, then a CPU with
-    this machine's memory.
-
-    Args:
-        on_cpu: whether GPUs are to be left alone.
-
-    Raises:
-        ConfigError: no entry describes these GPUs.
-    """
-    gpus = [] if on_cpu else _gpu_names()
-    if THIS_MACHINE in hardware.names():
-        measured = hardware.load(THIS_MACHINE)
-        if (measured.device == "cuda") == bool(gpus):
-            return measured
-    if not gpus:
-        cpu = hardware.load("laptop_cpu")
-        return replace(cpu, name=platform.node(), gpu=platform.machine(), memory_bytes=_host_memory_bytes(cpu))
-    for entry in map(hardware.load, hardware.names()):
-        if entry.gpu.lower().split(" ")[0] in gpus[0].lower() and entry.num_gpus >= len(gpus):
-            return replace(entry, num_gpus=len(gpus))
-    message = (
-        f"no entry of conf/hardware describes {len(gpus)} x {gpus[0]}: run task=calibrate once, or give hardware=NAME"
-    )
-    raise ConfigError(message)
-
-
-def _gpu_names() -> list[str]:
-    command = shutil.which("nvidia-smi")
-    if command is None:
-        return []
-    query = [command, "--query-gpu=name", "--format=csv,noheader"]
-    listed = subprocess.run(query, capture_output=True, text=True, check=False)
-    return [line.strip() for line in listed.stdout.splitlines() if line.strip()] if listed.returncode == 0 else []
-
-
-def _host_memory_bytes(fallback: HardwareConfig) -> int:
-    """MemTotal of Linux; elsewhere the catalogue's."""
-    file = Path("/proc/meminfo")
-    if not file.exists():
-        return fallback.memory_bytes
-    lines = dict(line.split(":", 1) for line in file.read_text(encoding="ascii").splitlines())
-    return int(lines["MemTotal"].split()[0]) * 1024

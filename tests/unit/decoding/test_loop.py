@@ -1,5 +1,6 @@
 """The loop writes the target's own text, whatever the draft, the batch, the lengths and the ends of its rows."""
 
+from collections.abc import Sequence
 from itertools import count, groupby
 from types import SimpleNamespace
 
@@ -19,6 +20,20 @@ PROMPTS = [(1,), (2, 3, 4, 5, 6), (7, 7), (0, 9, 8, 1, 2, 3, 4), (5, 6, 5), (10,
 def requests(num_tokens: int = 40) -> list[Request]:
     """One request per prompt, of different lengths."""
     return [Request(index=i, prompt_ids=ids, max_new_tokens=num_tokens - 3 * i) for i, ids in enumerate(PROMPTS)]
+
+
+@pytest.mark.parametrize(("max_new_tokens", "eos_ids"), [(1, ()), (9, range(11))])
+def test_a_wish_to_stop_counts_where_every_row_ends_in_its_prefill(max_new_tokens: int, eos_ids: Sequence[int]) -> None:
+    wish = StopWish()
+    decoder = make_decoder(PrefixRunner(), PrefixRunner(), batch_size=2, eos_ids=eos_ids, wish=wish)
+    num_ended = 0
+    wanted = [Request(index=i, prompt_ids=(1,), max_new_tokens=max_new_tokens) for i in range(100)]
+    with torch.inference_mode():
+        for updates in decoder.run(wanted):
+            num_ended += len(updates)
+            wish.requested = True
+    assert decoder.stopped
+    assert num_ended <= 4
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 8])

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ from llama_ssp.config.schema import (
     SamplingConfig,
     VerificationConfig,
 )
-from llama_ssp.errors import CapacityError, ConfigError
+from llama_ssp.errors import CapacityError
 from llama_ssp.planning.plan import require_room
 from llama_ssp.tasks import plan as task
 
@@ -134,32 +133,3 @@ def test_ranks_on_a_cpu_share_it() -> None:
     plan = task.plan_of_run(_run(), world_size=2, machine=machine, prompt_tokens=40)
     require_room(plan)
     assert {rank.capacity_bytes for rank in plan.ranks} == {machine.memory_bytes // 2}
-
-
-def test_gpus_are_recognised_by_the_name_that_the_driver_gives_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware, "names", lambda: ["8xh100", "8xa100_80gb", "p4d_24xlarge"])
-    monkeypatch.setattr(task, "_gpu_names", lambda: ["NVIDIA A100-SXM4-40GB"] * 4)
-    found = task.detect_hardware()
-    assert (found.name, found.num_gpus) == ("p4d_24xlarge", 4)
-
-
-def test_gpus_that_no_entry_describes_are_named_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware, "names", lambda: ["8xh100"])
-    monkeypatch.setattr(task, "_gpu_names", lambda: ["Tesla T4"])
-    with pytest.raises(ConfigError, match="1 x Tesla T4: run task=calibrate once"):
-        task.detect_hardware()
-
-
-def test_what_calibrate_measured_here_comes_before_the_catalogue(monkeypatch: pytest.MonkeyPatch) -> None:
-    measured = replace(hardware.load("laptop_cpu"), name=task.THIS_MACHINE)
-    monkeypatch.setattr(hardware, "names", lambda: [task.THIS_MACHINE])
-    monkeypatch.setattr(hardware, "load", lambda _name: measured)
-    assert task.detect_hardware(on_cpu=True) is measured
-
-
-def test_a_machine_without_gpus_is_a_cpu_with_its_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware, "names", lambda: ["laptop_cpu"])
-    monkeypatch.setattr(task, "_gpu_names", list)
-    found = task.detect_hardware()
-    assert found.device == "cpu"
-    assert found.memory_bytes != hardware.load("laptop_cpu").memory_bytes
