@@ -47,6 +47,18 @@ class LostRankError(SspError):
     exit_code = 1
 
 
+LOGITS_ARE_NAN = (
+    "logits became NaN: the weights of the target or the draft hold NaN, or numbers grew too large for their format "
+    "(fp16 ends at 65504; bf16 and fp32 go on)"
+)
+
+
+class NumericError(SspError):
+    """Logits that are no numbers: what would follow is no text of the target."""
+
+    exit_code = 1
+
+
 class InterruptedRun(SspError):  # noqa: N818 - no error, but an end
     """A run that was asked to stop and can be resumed."""
 

@@ -17,6 +17,8 @@ from torch import Tensor
 from llama_ssp.decoding.rounds import Rounds
 from llama_ssp.decoding.state import BatchState, Request
 from llama_ssp.decoding.stops import StopStrings, StopWatch
+from llama_ssp.drafting.placement import NOT_A_NUMBER, WISH
+from llama_ssp.errors import LOGITS_ARE_NAN, NumericError
 from llama_ssp.models.prefill import CHUNK, Buckets, whole_steps
 from llama_ssp.reports.lines import num_examined
 
@@ -150,6 +152,9 @@ class Decoder:
 
         Yields:
             What one round has added to each completion, as soon as the host knows it.
+
+        Raises:
+            NumericError: a model's logits are no numbers, on every rank alike.
         """
         assert torch.is_inference_mode_enabled()
         self.make_room(requests)
@@ -236,9 +241,11 @@ class Decoder:
             flight.passed.synchronize()
         updates = []
         for owner, (*drafted, num_accepted, next_id, stop) in zip(flight.owners, flight.result.tolist(), strict=True):
-            self.stopped |= bool(stop)
+            self.stopped |= bool(stop & WISH)
             if owner and not owner.finish_reason:
                 num_before, limit = len(owner.token_ids), owner.request.max_new_tokens
+                if stop & NOT_A_NUMBER:
+                    raise NumericError(f"prompt {owner.request.index + 1}, token {num_before + 1}: {LOGITS_ARE_NAN}")
                 new_ids, reason = self._up_to_end(owner, [*drafted[:num_accepted], next_id][: limit - num_before])
                 num_new = len(new_ids)
                 num_drafted = min(num_accepted, num_new)

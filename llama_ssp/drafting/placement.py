@@ -119,12 +119,15 @@ class Decision(NamedTuple):
     Attributes:
         num_accepted_B1: how many drafted tokens become text.
         next_ids_B1: the token behind them.
-        stop_B1: not zero where the rank that decided wishes to stop.
+        stop_B1: WISH where the rank that decided wishes to stop, plus NOT_A_NUMBER where a row's logits are none.
     """
 
     num_accepted_B1: Tensor
     next_ids_B1: Tensor
     stop_B1: Tensor
+
+
+WISH, NOT_A_NUMBER = 1, 2
 
 
 class AgreedRule:
@@ -150,15 +153,16 @@ class AgreedRule:
 
     def wish_to_stop(self) -> None:
         """Let the next decision carry the wish to stop; counts on the deciding rank."""
-        self._wish_11.fill_(1)
+        self._wish_11.fill_(WISH)
 
     def draw(self, logits_BV: Tensor, uniforms_BP: Tensor) -> Decision:
         """Sample one token for every row from the target's logits."""
-        verdict = None
+        decision = None
         if self._decides:
-            ids_B1, _ = self._rule.draw(logits_BV, uniforms_BP)
-            verdict = Verdict(num_accepted_B1=torch.zeros_like(ids_B1), next_ids_B1=ids_B1)
-        return self._agree(verdict, batch_size=sizes(uniforms_BP)[0])
+            ids_B1, probs_BV = self._rule.draw(logits_BV, uniforms_BP)
+            chosen_B1 = (logits_BV if probs_BV is None else probs_BV).gather(1, ids_B1)
+            decision = self._decision(Verdict(torch.zeros_like(ids_B1), ids_B1), chosen_B1.isnan())
+        return self._agree(decision, batch_size=sizes(uniforms_BP)[0])
 
     def process(self, logits_BWV: Tensor) -> Tensor:
         """Make of the target's logits what `verify` looks at, where it is looked at."""
@@ -166,16 +170,25 @@ class AgreedRule:
 
     def verify(self, draft: Draft, target_BWV: Tensor, *, draws: Draws) -> Decision:
         """Accept a prefix of the draft and choose the token behind it."""
-        verdict = self._rule.verify(draft, target_BWV, draws=draws) if self._decides else None
-        return self._agree(verdict, batch_size=sizes(draft.ids_BK)[0])
+        decision = self._judge(draft, target_BWV, draws=draws) if self._decides else None
+        return self._agree(decision, batch_size=sizes(draft.ids_BK)[0])
 
-    def _agree(self, verdict: Verdict | None, *, batch_size: int) -> Decision:
-        """Send the deciding rank's verdict and wish in one message of 3 numbers a row; a lone rank keeps its own."""
-        if verdict and self._comm.size == 1:
-            return Decision(*verdict, self._wish_11 if batch_size == 1 else self._wish_11.expand(batch_size, 1))
-        word_B3 = self._word(verdict, num_rows=batch_size) if verdict else self._wish_11.new_empty(batch_size, 3)
+    def _judge(self, draft: Draft, target_BWV: Tensor, *, draws: Draws) -> Decision:
+        verdict = self._rule.verify(draft, target_BWV, draws=draws)
+        # One that is no number makes all of its row so, and a best logit that is none is the best.
+        at_W = verdict.next_ids_B1[:, None].expand(-1, sizes(target_BWV)[1], -1)
+        chosen_BW1 = target_BWV.gather(2, at_W)
+        if draft.probs_BTV is not None:
+            chosen_BW1.add_(draft.probs_BTV.gather(2, at_W))
+        return self._decision(verdict, chosen_BW1.isnan().any(1))
+
+    def _decision(self, verdict: Verdict, is_nan_B1: Tensor) -> Decision:
+        return Decision(*verdict, is_nan_B1.mul(NOT_A_NUMBER).add_(self._wish_11))
+
+    def _agree(self, decision: Decision | None, *, batch_size: int) -> Decision:
+        """Send the deciding rank's word to all in one message of 3 numbers a row; a lone rank keeps its own."""
+        if decision and self._comm.size == 1:
+            return decision
+        word_B3 = torch.cat([*decision], dim=1) if decision else self._wish_11.new_empty(batch_size, 3)
         word_B3 = self._comm.broadcast(word_B3, src=self._src)
         return Decision(*word_B3.split_with_sizes([1, 1, 1], dim=1))
-
-    def _word(self, verdict: Verdict, *, num_rows: int) -> Tensor:
-        return torch.cat([*verdict, self._wish_11.expand(num_rows, 1)], dim=1)

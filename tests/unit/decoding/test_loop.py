@@ -9,6 +9,7 @@ import torch
 
 from llama_ssp.decoding.loop import StopWish
 from llama_ssp.decoding.state import BatchState, Request
+from llama_ssp.errors import NumericError
 from llama_ssp.models.prefill import Buckets
 from llama_ssp.sampling.random import Draws, DrawTable, row_keys
 from tests.helpers.decoders import complete, make_decoder
@@ -89,6 +90,21 @@ def test_an_end_of_sequence_token_ends_the_row_at_once_also_inside_a_draft(draft
             assert completion.finish_reason == ("eos" if wanted[-1] == eos else "length")
             ended_inside += bool(completion.accepted_lengths) and completion.accepted_lengths[-1] not in (0, 4)
     assert draft_seed or ended_inside, "no row ended inside a draft: the test shows nothing"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("lag", [0, 1])
+def test_logits_that_are_no_numbers_end_the_run(lag: int, temperature: float) -> None:
+    target, draft = PrefixRunner(), PrefixRunner(seed=1)
+    decoder = make_decoder(target, draft, batch_size=2, temperature=temperature)
+    decoder._lag = lag
+    wanted = [Request(index=index, prompt_ids=(2, 3), max_new_tokens=30) for index in range(2)]
+    assert len(complete(decoder, wanted)) == 2
+    for model in (target, draft) if temperature else (target,):  # a greedy draft's ids are checked, not believed
+        model.head[3, 5] = torch.nan
+        with pytest.raises(NumericError, match=r"prompt 1, token [1-9].*: logits became NaN: the weights of"):
+            complete(decoder, wanted)
+        model.head[3, 5] = 0.5
 
 
 def test_a_run_to_its_length_goes_on_behind_an_end_of_sequence() -> None:

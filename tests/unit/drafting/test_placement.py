@@ -19,7 +19,7 @@ from llama_ssp.config.schema import (
 from llama_ssp.decoding.state import Request
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.mesh import Mesh
-from llama_ssp.drafting.placement import AgreedRule
+from llama_ssp.drafting.placement import NOT_A_NUMBER, AgreedRule
 from llama_ssp.drafting.shared_rows import RowShares, SharedRowsRule
 from llama_ssp.models.elsewhere import Elsewhere
 from llama_ssp.sampling.random import DrawTable
@@ -117,6 +117,35 @@ def test_every_row_belongs_to_one_rank_and_what_they_say_is_put_in_order(batch_s
     assert [row for own, _ in seen for row in own] == list(range(batch_size))
     assert max(len(own) for own, _ in seen) == -(-batch_size // 3), "shares are even"
     assert [gathered for _, gathered in seen] == [[[row, 10 * row] for row in range(batch_size)]] * 4
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("kind", [ONE_RANK, REPLICATED])
+def test_all_ranks_learn_of_rows_whose_logits_are_no_numbers(kind: DraftLayout, temperature: float) -> None:
+    device = torch.device("cpu")
+    table = DrawTable(2, device)
+
+    def one_rank(comm: ThreadComm) -> list[list[int]]:
+        rule = make_rule(SamplingConfig(temperature=temperature), VerificationConfig())
+        agreed = AgreedRule(rule, comm=comm, src=0, device=device)
+        own = slice(0, 3)
+        if kind is REPLICATED:
+            shares = RowShares(comm, [0, 1])
+            agreed = SharedRowsRule(rule, shares=shares, comm=comm, src=0, device=device)
+            own = slice(shares.own(3).start, shares.own(3).stop)
+        stops = []
+        for row in range(3):
+            logits_BWV, draws = torch.zeros(3, 3, 4), table.split(torch.zeros(3, table.num_numbers).double())
+            logits_BWV[row, 0, 2] = torch.nan
+            probs_BTV = torch.full((3, 3, 4), 0.25)[own] if temperature else None
+            draft = Draft(torch.zeros(3, 2, dtype=torch.int64), probs_BTV)
+            stops.append(agreed.verify(draft, agreed.process(logits_BWV), draws=draws).stop_B1[:, 0].tolist())
+            stops.append(agreed.draw(logits_BWV[:, 0], draws.plain_BP).stop_B1[:, 0].tolist())
+        return stops
+
+    found = on_ranks(thread_comms(2), one_rank)
+    expected = [[NOT_A_NUMBER * (row == bad) for row in range(3)] for bad in range(3) for _ in range(2)]
+    assert found == [expected, expected]
 
 
 @pytest.mark.parametrize("kind", [ONE_RANK, REPLICATED])
