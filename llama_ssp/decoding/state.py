@@ -106,12 +106,15 @@ class BatchState(NamedTuple):
             sample_index_B=torch.tensor([request.sample for request in requests], device=device),
         )
         num_rounds = max(request.max_new_tokens for request in requests) + 1
-        starts_BM = lengths_B[:, None] + torch.arange(num_rounds, device=device)
+        numbers_BMN = torch.empty(len(requests), num_rounds, draws.num_numbers, dtype=torch.float64, device=device)
+        for row, length in enumerate(lengths):  # each in turn, for the sake of memory
+            starts_M = torch.arange(length, length + num_rounds, device=device)
+            numbers_BMN[row] = draws.numbers(keys_B[row], starts_M)
         return BatchState(
             tokens_BS=tokens_BS.to(device),
             lengths_B=lengths_B,
             limits_B=torch.tensor(limits, device=device),
-            numbers_BMN=draws.numbers(keys_B[:, None], starts_BM),
+            numbers_BMN=numbers_BMN,
             first_round_B=torch.arange(len(requests), device=device) * num_rounds - lengths_B,
         )
 

@@ -102,7 +102,7 @@ def _rank_memory(
         "draft_weights_bytes": draft.weights.total_bytes if draft else 0,
         "target_cache_bytes": target.cache_bytes if target else 0,
         "draft_cache_bytes": draft.cache_bytes if draft else 0,
-        "logits_bytes": _logits_bytes(job, rank),
+        "logits_bytes": _logits_bytes(job, rank) + _numbers_bytes(job),
         "activations_bytes": max(
             _activation_bytes(job, hardware, job.target, target),
             _activation_bytes(job, hardware, job.draft, draft) if job.draft else 0,
@@ -148,6 +148,12 @@ def _logits_bytes(job: Job, rank: int) -> int:
     whole = 4 * rows * (job.rule is RuleName.block)
     rule = 4 * rows + 4 * num_draft_tokens + whole + 8 if decides else 4 * num_draft_tokens * drafts
     return vocabulary * (job.batch_size * logits + num_own * rule)
+
+
+def _numbers_bytes(job: Job) -> int:
+    """Every random number that the rows can need, in fp64, and once more while all rows are admitted at once."""
+    of_a_round = 3 * job.num_draft_tokens * bool(job.draft) + 4
+    return 2 * 8 * job.batch_size * (job.max_new_tokens + 1) * of_a_round
 
 
 def _activation_bytes(job: Job, hardware: HardwareConfig, model: PlannedModel, part: Part | None) -> int:

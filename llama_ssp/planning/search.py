@@ -131,16 +131,15 @@ def _judge(job: Job, hardware: HardwareConfig) -> Choice:
             reason=f"rank {full.rank} needs {full.needed_bytes / GIB:.1f} of {full.capacity_bytes / GIB:.1f} GiB",
         )
     timed = timing(job, hardware)
-    if timed.best_num_draft_tokens is None:
-        return _choice(job, hardware, ms_per_token=1e3 * timed.plain_s, speedup=1.0, needed_bytes=full.needed_bytes)
-    best_s = timed.by_num_draft_tokens[timed.best_num_draft_tokens - 1]
-    return _choice(
-        replace(job, num_draft_tokens=timed.best_num_draft_tokens),
-        hardware,
-        ms_per_token=1e3 * best_s,
-        speedup=timed.plain_s / best_s,
-        needed_bytes=full.needed_bytes,
-    )
+    by_speed = sorted((seconds, number) for number, seconds in enumerate(timed.by_num_draft_tokens, start=1))
+    for token_s, num_draft_tokens in by_speed:
+        drafting = replace(job, num_draft_tokens=num_draft_tokens)
+        full = min(memory(drafting, hardware), key=lambda rank: rank.free_bytes)
+        if full.fits:
+            speedup = timed.plain_s / token_s
+            ms, needed = 1e3 * token_s, full.needed_bytes
+            return _choice(drafting, hardware, ms_per_token=ms, speedup=speedup, needed_bytes=needed)
+    return _choice(job, hardware, ms_per_token=1e3 * timed.plain_s, speedup=1.0, needed_bytes=full.needed_bytes)
 
 
 def _choice(

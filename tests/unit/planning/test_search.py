@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from llama_ssp.config import hardware
+from llama_ssp.config import catalogue, hardware
 from llama_ssp.config.schema import DraftLayout
 from llama_ssp.errors import PlacementError
+from llama_ssp.planning.memory import memory
 from llama_ssp.planning.search import Choice, search
 from llama_ssp.planning.timing import timing
 from tests.helpers.planning import make_job, small_model
@@ -61,6 +62,17 @@ def test_a_choice_without_a_draft_has_the_time_of_plain_decoding_on_the_ranks_of
     found = choice(search(job, A10G), "13B", None, None)
     assert found.ms_per_token == pytest.approx(1e3 * timing(job, A10G).plain_s)
     assert (found.speedup, found.num_draft_tokens) == (1.0, 0)
+
+
+def test_a_choice_has_the_best_k_of_those_that_fit() -> None:
+    """Random numbers, logits and graphs grow with K."""
+    job = make_job("7B", "llama2_1B" if "llama2_1B" in catalogue.names() else "tinyllama_1B", num_draft_tokens=1)
+    needed = {k: memory(replace(job, num_draft_tokens=k), A10G)[0].needed_bytes for k in range(1, 17)}
+    best = timing(job, A10G).best_num_draft_tokens
+    assert best in range(3, 17)
+    machine = replace(A10G, num_gpus=1, memory_bytes=needed[2])
+    found = choice(search(job, machine), "7B", job.draft.name if job.draft else None, "one_rank")
+    assert (found.num_draft_tokens, found.needed_bytes) == (2, needed[2])
 
 
 def test_what_does_not_fit_says_how_much_is_missing() -> None:
