@@ -59,20 +59,38 @@ def _check_options(options: argparse.Namespace) -> None:
         raise ConfigError("--resolve has an effect with --cfg alone: --cfg job --resolve")
 
 
-def take_literally(argument: str) -> str:
-    """Quote texts such that Hydra hands them on as they are.
+_PATHS = {
+    "run_dir", "prompts", "model.path", "model.manifest", "draft.model.path", "draft.model.manifest", "task.output",
+    "task.picture", "figure",
+}  # fmt: skip
+
+
+def take_literally(argument: str, *, multirun: bool = False) -> str:
+    """Quote texts and paths such that Hydra hands them on as they are.
 
     That of `prompt=TEXT` is all that follows, whatever commas, brackets and quotes it has; those of
-    `stop_strings=[...]` are what Hydra's grammar makes of the list.
+    `stop_strings=[...]` are what Hydra's grammar makes of the list. A path may be in quotes already, be null or hold
+    ${...}; with `multirun`, one with commas is several.
     """
+    key, _, value = argument.partition("=")
+    if key in _PATHS and value not in {"", "null"} and not value.startswith(("'", '"')) and "${" not in value:
+        is_plain = (multirun and "," in value) or _value_of(argument) == value
+        return argument if is_plain else f"{key}={_quoted(value)}"
     if argument.startswith("prompt="):
         return f"prompt={_quoted(argument.removeprefix('prompt='))}"
     if argument.startswith("stop_strings="):
-        with contextlib.suppress(HydraException):
-            texts = OverridesParser.create().parse_override(argument).value()
-            if isinstance(texts, list) and all(isinstance(text, str) for text in texts):
-                return f"stop_strings=[{','.join(map(_quoted, texts))}]"
+        texts = _value_of(argument)
+        if isinstance(texts, list) and all(isinstance(text, str) for text in texts):
+            return f"stop_strings=[{','.join(map(_quoted, texts))}]"
     return argument
+
+
+def _value_of(argument: str) -> object:
+    """What Hydra makes of the value; None where it cannot read it."""
+    try:
+        return OverridesParser.create().parse_override(argument).value()
+    except HydraException:
+        return None
 
 
 def _quoted(text: str) -> str:

@@ -82,7 +82,7 @@ def main(arguments: list[str]) -> int:
     """Print the plan; returns the exit code."""
     parser = options.Options("python launch/plan.py [SETTING=VALUE ...]", __doc__)
     parser.add_argument("settings", metavar="SETTING=VALUE", nargs="*", help="of conf/plan.yaml, for example model=7B")
-    return options.run(parser, arguments, _show)
+    return options.run(parser, [*map(command_line.take_literally, arguments)], _show)
 
 
 def _show(given: argparse.Namespace) -> None:

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -93,8 +94,8 @@ def _launch(arguments: list[str], ranks: Ranks) -> None:
         if ranks.rank > 0:
             return
     else:
-        arguments = [command_line.take_literally(argument) for argument in arguments]
-        overrides = [command_line.take_literally(override) for override in options.overrides]
+        literal = partial(command_line.take_literally, multirun=options.multirun)
+        arguments, overrides = [*map(literal, arguments)], [*map(literal, options.overrides)]
         command_line.check_overrides(overrides, multirun=options.multirun)
         command_line.check_launcher(overrides, multirun=options.multirun)
     store.register()

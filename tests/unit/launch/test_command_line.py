@@ -47,9 +47,28 @@ def test_a_stop_that_would_become_a_value_is_to_be_quoted(value: str) -> None:
     command_line.check_overrides([command_line.take_literally(f'stop_strings=[a,"{value}"]')], multirun=False)
 
 
-def test_only_prompt_and_stops_are_literal() -> None:
+PATHS = [
+    "café.txt", "/tmp/ünï cödé", "a(1).txt", "a=b", "a#b", "a&b", "a!b", "a;b", "it's", "a[1]", "2026_11_21", "1_000",
+    "true", "a,b", "a b\\", "~/a",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("key", ["run_dir", "prompts", "draft.model.path", "task.output", "figure"])
+def test_a_path_reaches_the_run_as_it_was_typed(key: str, path: str) -> None:
+    override = OverridesParser.create().parse_override(command_line.take_literally(f"{key}={path}"))
+    assert OmegaConf.to_object(OmegaConf.create({"path": override.value()})) == {"path": path}
+
+
+@pytest.mark.parametrize("value", ["", "null", "'a b'", '"a b"', "${oc.env:HOME}/a"])
+def test_a_path_may_be_quoted_null_or_made_of_others(value: str) -> None:
+    assert command_line.take_literally(f"run_dir={value}") == f"run_dir={value}"
+
+
+def test_only_texts_and_paths_are_literal() -> None:
     assert command_line.take_literally("model=7B,13B") == "model=7B,13B"
-    assert command_line.take_literally("prompts=a.txt") == "prompts=a.txt"
+    assert command_line.take_literally("prompts=a.txt,b.txt", multirun=True) == "prompts=a.txt,b.txt"
+    assert command_line.take_literally("prompt=a,b", multirun=True) == "prompt='a,b'"
 
 
 @pytest.mark.parametrize(
