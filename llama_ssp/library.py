@@ -2,12 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from transformers.generation.streamers import BaseStreamer
 
 from llama_ssp.config import catalogue
+from llama_ssp.config.checks import check_values
 from llama_ssp.config.schema import (
     DeviceKind,
     DrafterConfig,
@@ -28,6 +31,8 @@ from llama_ssp.errors import ConfigError, unknown_name
 from llama_ssp.tasks.checkpoints import find_sources
 from llama_ssp.tasks.loading import Models, build_decoder, load_models
 from llama_ssp.tasks.prompts import check_ids, encode
+
+_Kind = TypeVar("_Kind", bound=Enum)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,21 +66,23 @@ def load(
     target: str | Path,
     draft: str | Path | None = None,
     *,
-    dtype: Dtype | None = None,
-    device: DeviceKind = DeviceKind.auto,
+    dtype: Dtype | str | None = None,
+    device: DeviceKind | str = DeviceKind.auto,
 ) -> Pair:
     """Load a pair of models into this process.
 
     Args:
         target: a name of the catalogue, or a folder with a checkpoint.
         draft: likewise; None decodes with the target alone.
-        dtype: number format of both; None takes the catalogue's, or the checkpoint's own.
-        device: where to compute.
+        dtype: number format of both, or its name; None takes the catalogue's, or the checkpoint's own.
+        device: where to compute, or the name of it.
 
     Raises:
         ConfigError: a name is unknown, or the vocabularies differ.
         CheckpointError: a checkpoint is missing or faulty.
     """
+    device = _member(DeviceKind, "device", device)
+    dtype = None if dtype is None else _member(Dtype, "dtype", dtype)
     drafter = DrafterConfig(kind=DrafterKind.none)
     if draft is not None:
         drafter = DrafterConfig(kind=DrafterKind.model, model=_entry(draft, dtype))
@@ -129,20 +136,19 @@ def speculative_generate(
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
     if streamer and len(texts) != 1:
         raise ConfigError(f"a streamer shows one prompt, and {len(texts)} were given: leave it out")
-    if max_new_tokens < 1 or num_draft_tokens < 1 or not texts:
-        raise ConfigError("at least one prompt, one new token and one drafted token are required")
-    stops = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings)
-    if "" in stops:
-        raise ConfigError("stop_strings holds an empty text, which is everywhere")
+    if not texts:
+        raise ConfigError("at least one prompt is required")
     models = pair.models
     config = replace(
         pair.config,
         sampling=sampling or SamplingConfig(),
         speculation=SpeculationConfig(num_draft_tokens=num_draft_tokens),
+        max_new_tokens=max_new_tokens,
         batch_size=len(texts),
         seed=seed,
-        stop_strings=stops,
+        stop_strings=[stop_strings] if isinstance(stop_strings, str) else list(stop_strings),
     )
+    check_values(config)
     requests = [
         Request(index=index, prompt_ids=encode(text, models.tokenizer, chat=chat), max_new_tokens=max_new_tokens)
         for index, text in enumerate(texts)
@@ -176,6 +182,15 @@ def speculative_generate(
         )
         for _, completion in sorted(done.items())
     ]
+
+
+def _member(kind: type[_Kind], what: str, given: _Kind | str) -> _Kind:
+    """A member of an enumeration, which may be given by its name."""
+    if isinstance(given, kind):
+        return given
+    if given not in kind.__members__:
+        raise ConfigError(unknown_name(what, str(given), kind.__members__))
+    return kind[str(given)]
 
 
 def _entry(model: str | Path, dtype: Dtype | None) -> ModelConfig:

@@ -51,6 +51,16 @@ def check(config: RunConfig, explicit: frozenset[str], *, world_size: int) -> No
         raise ConfigError(one_message(problems))
 
 
+def check_values(config: RunConfig) -> None:
+    """Refuse values that no run can have, whatever the other settings are.
+
+    Raises:
+        ConfigError: names every problem.
+    """
+    if problems := [*_ranges(config)]:
+        raise ConfigError(one_message(problems))
+
+
 @dataclass(frozen=True)
 class _Range:
     """What the number at `key` must satisfy; a key that this config lacks, or null, is fine."""
@@ -63,12 +73,17 @@ class _Range:
 _NUM_DRAFTED = range(1, 1025)  # the planner tries each up to K
 _NUM_SAMPLES = range(1, 10**6 + 1)  # all are in memory before the first begins
 _MAX_TIMEOUT_S = 2 * 10**6  # in milliseconds it has to fit into 32 bits
+_COLDEST = 1e-6  # below, a difference of logits may be more than fp32 holds
 _TIMEOUT = f"a positive number of seconds, at most {_MAX_TIMEOUT_S}"
 _RANGES = (
     _Range("speculation.num_draft_tokens", lambda k: k in _NUM_DRAFTED, "at least 1 and at most 1024, for example 4"),
     _Range("speculation.acceptance", lambda a: 0 <= a <= 1, "a probability, between 0 and 1"),
     _Range("synthetic.agreement", lambda a: LEAST_AGREEMENT <= a <= 1, f"between {LEAST_AGREEMENT} and 1"),
-    _Range("sampling.temperature", lambda t: 0 <= t < math.inf, "0 (greedy) or a positive number, for example 0.8"),
+    _Range(
+        "sampling.temperature",
+        lambda t: t == 0 or _COLDEST <= t < math.inf,
+        f"0 (greedy) or at least {_COLDEST}, for example 0.8",
+    ),
     _Range("sampling.top_k", lambda k: k >= 1, "at least 1, or null for the whole vocabulary"),
     _Range("sampling.top_p", lambda p: 0 < p <= 1, "above 0 and at most 1, or null to switch it off"),
     _Range("sampling.min_p", lambda p: 0 < p <= 1, "above 0 and at most 1, or null to switch it off"),
@@ -91,6 +106,8 @@ def _ranges(config: RunConfig) -> Iterator[str]:
             value = getattr(value, name, None)
         if value is not None and not entry.holds(value):
             yield f"{entry.key}={value} must be {entry.required}"
+    if "" in config.stop_strings:
+        yield 'stop_strings holds an empty text, which is everywhere: give texts such as stop_strings=["\\n\\n"]'
 
 
 def _files(config: RunConfig) -> Iterator[str]:
@@ -103,10 +120,9 @@ def _files(config: RunConfig) -> Iterator[str]:
             f"prompts={config.prompts} must be a file, .txt with a prompt per line or .jsonl with a `prompt` field, "
             "or - for standard input"
         )
-    if "" in config.stop_strings:
-        yield 'stop_strings holds an empty text, which is everywhere: give texts such as stop_strings=["\\n\\n"]'
-    if config.run_dir is None:
-        yield "run_dir=null must be a folder: every run keeps its records in one"
+    if not config.run_dir:
+        given = "null" if config.run_dir is None else ""
+        yield f"run_dir={given} must be a folder: every run keeps its records in one; left out, it is outputs/ID"
 
 
 def _draft(config: RunConfig) -> Iterator[str]:

@@ -111,7 +111,8 @@ def job_ahead(config: RunConfig, *, world_size: int) -> tuple[Job, HardwareConfi
         ConfigError: the hardware is not described, or its description is wrong.
     """
     machine = machine_of_run(hardware_of(config, on_cpu=config.device is DeviceKind.cpu), world_size)
-    return _job_on(machine, config, world_size=world_size, prompt_tokens=_estimated_prompt_tokens(config)), machine
+    config, tokens = _foreseen(config)
+    return _job_on(machine, config, world_size=world_size, prompt_tokens=tokens), machine
 
 
 def _job_on(machine: HardwareConfig, config: RunConfig, *, world_size: int, prompt_tokens: int) -> Job:
@@ -133,17 +134,26 @@ def choose_for_run(config: RunConfig, *, world_size: int, on_cpu: bool) -> AutoP
         PlacementError: the models cannot be laid out over these ranks at all.
     """
     machine = machine_of_run(hardware_of(config, on_cpu=on_cpu), world_size)
-    tokens = _estimated_prompt_tokens(config)
+    config, tokens = _foreseen(config)
     job = _job_on(machine, config, world_size=world_size, prompt_tokens=tokens)
     return choose_placement(job, machine, num_ranks=world_size)
 
 
-def _estimated_prompt_tokens(config: RunConfig) -> int:
-    """The longest prompt of a run, at three characters a token; what is still to be typed counts as TYPED_TOKENS."""
+def _foreseen(config: RunConfig) -> tuple[RunConfig, int]:
+    """The config with the rows that the prompts fill, and the tokens of the longest, at three characters a token.
+
+    What is still to be typed counts as one prompt of TYPED_TOKENS.
+    """
     has_prompts = config.prompt is not None or config.prompts or getattr(config.task, "default_prompts", [])
     is_typed = config.prompt is None and config.prompts == STANDARD_INPUT
     texts = read_prompts(config) if has_prompts and not is_typed else []
-    return max((len(text) // CHARACTERS_PER_TOKEN + 1 for text in texts), default=TYPED_TOKENS)
+    tokens = max((len(text) // CHARACTERS_PER_TOKEN + 1 for text in texts), default=TYPED_TOKENS)
+    return with_filled_rows(config, num_completions=max(len(texts), 1) * config.num_samples), tokens
+
+
+def with_filled_rows(config: RunConfig, *, num_completions: int) -> RunConfig:
+    """The config with a batch of no more rows than there are completions for each copy of the models."""
+    return replace(config, batch_size=min(config.batch_size, -(-num_completions // config.placement.num_replicas)))
 
 
 def plan_of_run(config: RunConfig, *, world_size: int, machine: HardwareConfig, prompt_tokens: int) -> Plan:

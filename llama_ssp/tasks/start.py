@@ -42,7 +42,7 @@ from llama_ssp.tasks.generate import generate
 from llama_ssp.tasks.interactive import converse
 from llama_ssp.tasks.latency import latency
 from llama_ssp.tasks.loading import load_models
-from llama_ssp.tasks.plan import TYPED_TOKENS, choose_for_run, hardware_of, plan_of_run
+from llama_ssp.tasks.plan import TYPED_TOKENS, choose_for_run, hardware_of, plan_of_run, with_filled_rows
 from llama_ssp.tasks.prompts import check_unchanged, is_interactive, read_prompts
 from llama_ssp.tasks.session import Job, Session, make_jobs
 from llama_ssp.tasks.startup import StartClock
@@ -146,6 +146,7 @@ def _run(
     finished = _tell_finished(world, folder)
     context = min(source.origin.context for source in sources if source)
     jobs = _read_jobs(config, world, folder, sources[0], context=context)
+    config = with_filled_rows(config, num_completions=len(jobs) if jobs else config.num_samples)
     plan = _make_plan(config, world, terminal, jobs)
     clock.reach("checked_s")
     with terminal.loading() as progress:

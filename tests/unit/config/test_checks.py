@@ -16,7 +16,8 @@ LIMIT = "placement.target.max_memory_gb=4"
 
 BAD = [
     (["speculation.num_draft_tokens=0"], "speculation.num_draft_tokens=0 must be at least 1"),
-    (["sampling.temperature=-1"], "sampling.temperature=-1.0 must be 0 (greedy) or a positive number"),
+    (["sampling.temperature=-1"], "sampling.temperature=-1.0 must be 0 (greedy) or at least 1e-06, for example 0.8"),
+    (["sampling.temperature=1e-7"], "sampling.temperature=1e-07 must be 0 (greedy) or at least 1e-06"),
     (["sampling.temperature=nan"], "sampling.temperature=nan must be"),
     (["sampling.temperature=inf"], "sampling.temperature=inf must be"),
     (["sampling.top_p=2"], "sampling.top_p=2.0 must be above 0 and at most 1"),
@@ -42,6 +43,7 @@ BAD = [
     (["prompts=nowhere.txt"], "prompts=nowhere.txt must be a file"),
     (["prompts=/"], "prompts=/ must be a file"),
     (["run_dir=null"], "run_dir=null must be a folder"),
+    (["run_dir="], "run_dir= must be a folder: every run keeps its records in one; left out, it is outputs/ID"),
     (["prompt=a", "prompts=/dev/null"], "prompt= and prompts= exclude each other"),
     (["draft=none"], "task=compare needs a draft, and model=tiny runs without one here: give draft=tiny-draft"),
     (["model=llama3_1B"], "give draft=local draft.model.path=DIR, or use task=generate"),

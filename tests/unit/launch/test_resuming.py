@@ -54,6 +54,15 @@ def test_prompts_that_follow_the_old_ones_are_completed(tmp_path: Path) -> None:
     assert (ended.code, recorded(tmp_path)) == (0, {0: "import", 1: "一\x1b", 2: "class"})
 
 
+def test_rows_that_no_prompt_fills_cost_nothing(tmp_path: Path) -> None:
+    """So many would not fit; the settings keep what was asked for."""
+    (tmp_path / "p.txt").write_text("import\nfrom\n")
+    ended = launch(*SMALL, f"prompts={tmp_path}/p.txt", f"run_dir={tmp_path}/run", "batch_size=10000000")
+    assert (ended.code, ended.err.count("does not fit")) == (0, 0), ended.err
+    assert recorded(tmp_path) == {0: "import", 1: "from"}
+    assert "batch_size: 10000000\n" in (tmp_path / "run" / "config.yaml").read_text()
+
+
 def test_what_nobody_has_foreseen_is_in_the_status_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def load_models(*_args: object, **_options: object) -> None:
         raise ValueError("no such thing\nand more")

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,17 @@ def test_the_longest_prompt_is_estimated_from_its_text(
     config.prompts = str(tmp_path / "file") if prompts == "file" else prompts
     task.dry_run(config, world_size=1)
     assert f"{tokens} + 64 tokens" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "num_completions", "num_replicas", "rows"), [(8, 3, 1, 3), (8, 9, 1, 8), (8, 9, 2, 5), (1, 9, 1, 1)]
+)
+def test_a_batch_has_no_more_rows_than_there_are_completions(
+    batch_size: int, num_completions: int, num_replicas: int, rows: int
+) -> None:
+    config = _run()
+    config.batch_size, config.placement = batch_size, replace(config.placement, num_replicas=num_replicas)
+    assert task.with_filled_rows(config, num_completions=num_completions).batch_size == rows
 
 
 @pytest.mark.parametrize("auto", [True, False])
