@@ -23,7 +23,7 @@ from llama_ssp.config.schema import RunConfig
 from llama_ssp.config.slurm import KEY, SlurmConfig
 from llama_ssp.errors import CapacityError, ConfigError, SspError, one_message
 from llama_ssp.planning.plan import Plan, require_room
-from llama_ssp.tasks.plan import job_ahead, plan_job, show_plan
+from llama_ssp.tasks.plan import job_ahead, plan_job, show_plan, words_of_run
 from llama_ssp.tasks.prompts import STANDARD_INPUT
 
 SCRIPT = Path(__file__).with_name("slurm.sbatch")
@@ -110,10 +110,11 @@ def _plan(point: Point, settings: SlurmConfig) -> Plan:
     job, _ = job_ahead(run, world_size=world_size)
     machine = _nodes_of(machine, settings, ranks_per_node)
     plan = plan_job(job, machine, auto_ranks=world_size if run.placement.auto else None)
+    words = words_of_run(run) | {"hardware.num_nodes": f"{KEY}.nodes={{}}"}
     if run.dry_run:
         print(f"\n{point.name}:")
-        show_plan(plan, PlanFormat.table)
-    require_room(plan)
+        show_plan(plan, PlanFormat.table, words=words)
+    require_room(plan, words=words)
     return plan
 
 

@@ -3,6 +3,7 @@
 The document's fields are described in docs/PLAN.md; `plan_version` changes when one of them is renamed or removed.
 """
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -86,18 +87,22 @@ def make_plan(job: Job, hardware: HardwareConfig, *, remark: str | None = None) 
     )
 
 
-def require_room(plan: Plan) -> None:
+def require_room(plan: Plan, *, words: Mapping[str, str] | None = None) -> None:
     """Refuse a plan that does not fit.
+
+    Args:
+        plan: of a job.
+        words: how a setting of `launch/plan.py` is said where it is none, by its name; {} stands for its value.
 
     Raises:
         CapacityError: names the fullest rank, what fills it, and the smallest change that fits.
     """
     if not plan.fits:
-        raise CapacityError(shortage(plan))
+        raise CapacityError(shortage(plan, words=words))
 
 
-def shortage(plan: Plan) -> str:
-    """One sentence: what is needed, of what, and what would fit."""
+def shortage(plan: Plan, *, words: Mapping[str, str] | None = None) -> str:
+    """One sentence: what is needed, of what, and what would fit; see `require_room`."""
     full = plan.fullest
     names = {
         "target": full.target_weights_bytes,
@@ -114,9 +119,9 @@ def shortage(plan: Plan) -> str:
     if not plan.changes:
         return f"{start}; none of the changes that were tried fits: name a bigger machine with hardware=NAME"
     (smallest,) = plan.changes
-    return (
-        f"{start}; the smallest change that fits: {' '.join(smallest.settings)} ({smallest.needed_bytes / GIB:.1f} GiB)"
-    )
+    named = [setting.split("=", 1) for setting in smallest.settings]
+    said = " ".join((words or {}).get(name, f"{name}={{}}").format(value) for name, value in named)
+    return f"{start}; the smallest change that fits: {said} ({smallest.needed_bytes / GIB:.1f} GiB)"
 
 
 def document(plan: Plan) -> dict[str, Any]:

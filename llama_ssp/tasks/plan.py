@@ -4,6 +4,7 @@ Never reaches torch. What a plan is worked out from is the business of `planning
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,13 +45,16 @@ def plan_job(job: Job, machine: HardwareConfig, *, auto_ranks: int | None) -> Pl
     return make_plan(chosen.job, machine, remark=chosen.sentence)
 
 
-def show_plan(plan: Plan, form: PlanFormat, *, figure: str | None = None) -> None:
+def show_plan(
+    plan: Plan, form: PlanFormat, *, figure: str | None = None, words: Mapping[str, str] | None = None
+) -> None:
     """Print a plan, and draw it where a figure is wanted.
 
     Args:
         plan: what is shown.
         form: table or JSON.
         figure: a file to draw it into.
+        words: see `require_room`.
 
     Raises:
         CapacityError: it does not fit; it has been printed all the same.
@@ -69,7 +73,13 @@ def show_plan(plan: Plan, form: PlanFormat, *, figure: str | None = None) -> Non
         from llama_ssp.reports.plots import draw_plan  # noqa: PLC0415 - only a figure needs matplotlib
 
         draw_plan(content, Path(figure))
-    require_room(plan)
+    require_room(plan, words=words)
+
+
+def words_of_run(config: RunConfig) -> dict[str, str]:
+    """How settings that a run does not have are said in it; see `require_room`."""
+    words = {"hardware.num_nodes": "{} nodes", "prompt_tokens": "prompts of at most {} tokens"}
+    return words | ({"batch_size": "task.batch_sizes=[{}]"} if isinstance(config.task, BenchmarkConfig) else {})
 
 
 def show_search(job: Job, machine: HardwareConfig, form: PlanFormat) -> None:
@@ -101,7 +111,8 @@ def dry_run(config: RunConfig, *, world_size: int) -> None:
         PlacementError: a model cannot be laid out as asked.
     """
     job, machine = job_ahead(config, world_size=world_size)
-    show_plan(plan_job(job, machine, auto_ranks=world_size if config.placement.auto else None), PlanFormat.table)
+    plan = plan_job(job, machine, auto_ranks=world_size if config.placement.auto else None)
+    show_plan(plan, PlanFormat.table, words=words_of_run(config))
 
 
 def job_ahead(config: RunConfig, *, world_size: int) -> tuple[Job, HardwareConfig]:

@@ -42,7 +42,7 @@ from llama_ssp.tasks.generate import generate
 from llama_ssp.tasks.interactive import converse
 from llama_ssp.tasks.latency import latency
 from llama_ssp.tasks.loading import load_models
-from llama_ssp.tasks.plan import TYPED_TOKENS, choose_for_run, hardware_of, plan_of_run, with_filled_rows
+from llama_ssp.tasks.plan import TYPED_TOKENS, choose_for_run, hardware_of, plan_of_run, with_filled_rows, words_of_run
 from llama_ssp.tasks.prompts import check_unchanged, is_interactive, read_prompts
 from llama_ssp.tasks.session import Job, Session, make_jobs
 from llama_ssp.tasks.startup import StartClock
@@ -249,7 +249,7 @@ def _make_plan(config: RunConfig, world: World, terminal: Terminal, jobs: list[J
         plan = plan_of_run(config, world_size=world.comm.size, machine=machine, prompt_tokens=longest)
         if world.comm.rank == 0:
             _log.info("forecast for hardware %s: %s", machine.name, planned_link(machine))
-        require_room(plan)
+        require_room(plan, words=words_of_run(config))
     return plan
 
 

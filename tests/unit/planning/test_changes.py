@@ -14,6 +14,14 @@ from tests.helpers.planning import make_job, small_model
 A10G = hardware.load("g5_12xlarge")
 
 
+def test_a_change_is_said_in_the_words_of_the_command() -> None:
+    plan = make_plan(make_job("65B", "7B", num_ranks=4), A10G)
+    (change,) = plan.changes
+    name, value = change.settings[0].split("=")
+    assert f"that fits: {name}={value}" in shortage(plan)
+    assert f"that fits: about {value} of it" in shortage(plan, words={name: "about {} of it"})
+
+
 def test_a_smaller_batch_is_tried_before_another_model() -> None:
     job = make_job("13B", "7B", num_ranks=4, draft_kind=DraftLayout.sharded, batch_size=1000)
     (setting,) = smallest_changes(job, A10G)[0].settings
