@@ -69,12 +69,12 @@ class EventClock:
         now = self._event()
         self._open.append((part, self._last, now))
         self._last = now
-        while self._open and self._open[0][2].query():
-            booked, begin, end = self._open.popleft()
-            self._seconds[booked] += begin.elapsed_time(end) / 1e3
 
     def take(self) -> tuple[float, float]:
         """Hand over what has become known."""
+        while self._open and self._open[0][2].query():
+            part, begin, end = self._open.popleft()
+            self._seconds[part] += begin.elapsed_time(end) / 1e3
         return _emptied(self._seconds)
 
     def _event(self) -> torch.cuda.Event:

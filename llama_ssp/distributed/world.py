@@ -73,11 +73,11 @@ def choose_device(kind: DeviceKind, ranks: Ranks) -> tuple[torch.device, str | N
     if num_gpus >= ranks.local_size:
         return torch.device("cuda", ranks.local_rank), None
     if kind is DeviceKind.cuda:
-        message = (
-            f"device=cuda needs one GPU per rank: {ranks.local_size} ranks on this node and {num_gpus} GPUs; "
-            f"start at most {num_gpus} ranks, or use device=cpu"
+        fewer = f"start at most {num_gpus} ranks, or " if num_gpus else ""
+        raise PlacementError(
+            f"device=cuda needs one GPU per rank, and this node has {num_gpus} for {ranks.local_size}: "
+            f"{fewer}use device=cpu"
         )
-        raise PlacementError(message)
     note = None
     if num_gpus:
         note = f"{ranks.local_size} ranks on a node with {num_gpus} GPUs: all ranks run on the CPU"
