@@ -160,8 +160,8 @@ class AgreedRule:
         decision = None
         if self._decides:
             ids_B1, probs_BV = self._rule.draw(logits_BV, uniforms_BP)
-            chosen_B1 = (logits_BV if probs_BV is None else probs_BV).gather(1, ids_B1)
-            decision = self._decision(Verdict(torch.zeros_like(ids_B1), ids_B1), chosen_B1.isnan())
+            weights_B1 = (logits_BV if probs_BV is None else probs_BV).gather(1, ids_B1)
+            decision = self._decision(Verdict(torch.zeros_like(ids_B1), ids_B1, weights_B1))
         return self._agree(decision, batch_size=sizes(uniforms_BP)[0])
 
     def process(self, logits_BWV: Tensor) -> Tensor:
@@ -170,20 +170,13 @@ class AgreedRule:
 
     def verify(self, draft: Draft, target_BWV: Tensor, *, draws: Draws) -> Decision:
         """Accept a prefix of the draft and choose the token behind it."""
-        decision = self._judge(draft, target_BWV, draws=draws) if self._decides else None
+        decision = self._decision(self._rule.verify(draft, target_BWV, draws=draws)) if self._decides else None
         return self._agree(decision, batch_size=sizes(draft.ids_BK)[0])
 
-    def _judge(self, draft: Draft, target_BWV: Tensor, *, draws: Draws) -> Decision:
-        verdict = self._rule.verify(draft, target_BWV, draws=draws)
-        # One that is no number makes all of its row so, and a best logit that is none is the best.
-        at_W = verdict.next_ids_B1[:, None].expand(-1, sizes(target_BWV)[1], -1)
-        chosen_BW1 = target_BWV.gather(2, at_W)
-        if draft.probs_BTV is not None:
-            chosen_BW1.add_(draft.probs_BTV.gather(2, at_W))
-        return self._decision(verdict, chosen_BW1.isnan().any(1))
-
-    def _decision(self, verdict: Verdict, is_nan_B1: Tensor) -> Decision:
-        return Decision(*verdict, is_nan_B1.mul(NOT_A_NUMBER).add_(self._wish_11))
+    def _decision(self, verdict: Verdict) -> Decision:
+        num_accepted_B1, next_ids_B1, weights_B1 = verdict
+        is_nan_B1 = weights_B1 != weights_B1  # noqa: PLR0124 - true of NaN alone
+        return Decision(num_accepted_B1, next_ids_B1, torch.add(self._wish_11, is_nan_B1, alpha=NOT_A_NUMBER))
 
     def _agree(self, decision: Decision | None, *, batch_size: int) -> Decision:
         """Send the deciding rank's word to all in one message of 3 numbers a row; a lone rank keeps its own."""

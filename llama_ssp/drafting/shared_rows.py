@@ -141,10 +141,10 @@ class SharedRowsRule(AgreedRule):
         word_R3 = self._wish_11.new_empty(0, 3)
         if rows:
             own = slice(rows.start, rows.stop)
-            decision = self._judge(
+            verdict = self._rule.verify(
                 Draft(draft.ids_BK[own], draft.probs_BTV),
                 target_BWV,
                 draws=Draws(*(numbers[own] for numbers in draws)),
             )
-            word_R3 = torch.cat([*decision], dim=1)
+            word_R3 = torch.cat([*self._decision(verdict)], dim=1)
         return Decision(*self._shares.gather(word_R3, batch_size=batch_size).split_with_sizes([1, 1, 1], dim=1))

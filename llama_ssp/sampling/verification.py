@@ -34,10 +34,14 @@ class Draft(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """How many drafted tokens are accepted, 0..K, and the token that follows them: resampled or bonus."""
+    """How many drafted tokens are accepted, 0..K, and the token that follows them: resampled or bonus.
+
+    `weights_B1` is what the next token was chosen by: NaN where logits behind the accepted tokens hold one.
+    """
 
     num_accepted_B1: Tensor
     next_ids_B1: Tensor
+    weights_B1: Tensor
 
 
 def verify_speculative(draft: Draft, target_probs_BTV: Tensor, *, draws: Draws) -> Verdict:
@@ -68,7 +72,7 @@ def verify_speculative(draft: Draft, target_probs_BTV: Tensor, *, draws: Draws) 
     draft_row_BV = _probs(draft).flatten(0, 1).index_select(0, rows_B)
     rest_BV = (target_row_BV - draft_row_BV).clamp_min_(0)
     next_ids_B1 = _draw_rest(rest_BV, target_row_BV, uniforms_BP=draws.residual_BP, vocab_size=vocab_size)
-    return Verdict(num_accepted_B1, next_ids_B1)
+    return Verdict(num_accepted_B1, next_ids_B1, rest_BV.gather(1, next_ids_B1))
 
 
 def verify_block(draft: Draft, target_probs_BTV: Tensor, *, draws: Draws) -> Verdict:
@@ -109,7 +113,7 @@ def verify_block(draft: Draft, target_probs_BTV: Tensor, *, draws: Draws) -> Ver
     rows_B = rows_at(num_accepted_B1, num_rows=num_rows, num_positions=num_positions)
     rest_BV, target_row_BV = (all_BTV.flatten(0, 1).index_select(0, rows_B) for all_BTV in (rest_BTV, target_probs_BTV))
     next_ids_B1 = _draw_rest(rest_BV, target_row_BV, uniforms_BP=draws.residual_BP, vocab_size=vocab_size)
-    return Verdict(num_accepted_B1, next_ids_B1)
+    return Verdict(num_accepted_B1, next_ids_B1, rest_BV.gather(1, next_ids_B1))
 
 
 def _probs(draft: Draft) -> Tensor:
@@ -147,9 +151,10 @@ def verify_greedy(draft: Draft, target_logits_BTV: Tensor) -> Verdict:
     Returns:
         The verdict; the next token is the best one after the accepted prefix.
     """
-    best_BT = target_logits_BTV.argmax(-1)
+    best_BT = target_logits_BTV.argmax(-1)  # a NaN is the largest
+    largest_BT = target_logits_BTV.gather(-1, best_BT[..., None])[..., 0]
     num_accepted_B1 = _length_of_prefix((best_BT[:, :-1] == draft.ids_BK)[..., None])
-    return Verdict(num_accepted_B1, best_BT.gather(-1, num_accepted_B1))
+    return Verdict(num_accepted_B1, best_BT.gather(-1, num_accepted_B1), largest_BT.gather(-1, num_accepted_B1))
 
 
 def _length_of_prefix(is_accepted_BK1: Tensor) -> Tensor:

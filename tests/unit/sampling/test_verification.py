@@ -113,11 +113,12 @@ class ResidualNotRenormalised(Planted):
     """Reads the residual as if it summed to 1; what is missing falls to the last token."""
 
     def verify(self, draft: Draft, target_BTV: Tensor, *, draws: Draws) -> Verdict:
-        num_accepted_B1, _ = self.shipped.verify(draft, target_BTV, draws=draws)
+        num_accepted_B1, _, weights_B1 = self.shipped.verify(draft, target_BTV, draws=draws)
         assert draft.probs_BTV is not None
         residual_BTV = (target_BTV - draft.probs_BTV).clamp_min(0)
         cumulative_BV = residual_BTV[torch.arange(residual_BTV.shape[0]), num_accepted_B1[:, 0]].cumsum(-1)
-        return Verdict(num_accepted_B1, (cumulative_BV <= draws.residual_BP[:, :1]).sum(-1, keepdim=True).clamp_max(3))
+        next_ids_B1 = (cumulative_BV <= draws.residual_BP[:, :1]).sum(-1, keepdim=True).clamp_max(3)
+        return Verdict(num_accepted_B1, next_ids_B1, weights_B1)
 
 
 @pytest.mark.parametrize("num_draft_tokens", [1, 2])
@@ -251,7 +252,7 @@ def test_a_row_has_the_same_verdict_alone_and_in_a_batch(verification: Verificat
         one = slice(row, row + 1)
         own = Draws(*(numbers_B[one] for numbers_B in draws))
         alone = rule.verify(Draft(ids_BK[one], probs_BTV[one]), target_BTV[one], draws=own)
-        assert alone == Verdict(together.num_accepted_B1[one], together.next_ids_B1[one])
+        assert alone == Verdict(*(each[one] for each in together))
     assert together.num_accepted_B1.unique().numel() > 1
 
 
