@@ -81,7 +81,9 @@ def take_literally(argument: str, *, multirun: bool = False) -> str:
     if argument.startswith("stop_strings="):
         texts = _value_of(argument)
         if isinstance(texts, list) and all(isinstance(text, str) for text in texts):
-            return f"stop_strings=[{','.join(map(_quoted, texts))}]"
+            # In a job that was submitted they are protected already.
+            raw = (text.replace("\\${", "${") for text in texts)
+            return f"stop_strings=[{','.join(map(_quoted, raw))}]"
     return argument
 
 

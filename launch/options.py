@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from llama_ssp.errors import ConfigError, SspError
 
@@ -43,9 +43,24 @@ def until_unread() -> Iterator[None]:
     """End the block, without a complaint, when nobody reads standard output any more, as behind `| head`."""
     try:
         yield
-        sys.stdout.flush()
+        if sys.stdout:  # it may have been closed before
+            sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _silence(sys.stdout)
+
+
+def complain(sentence: str) -> None:
+    """Write a line to standard error, if anybody reads it."""
+    try:
+        sys.stderr.write(f"{sentence}\n")
+        sys.stderr.flush()
+    except BrokenPipeError:
+        _silence(sys.stderr)
+
+
+def _silence(stream: TextIO) -> None:
+    """Let go nowhere what is still in its buffer, and all that follows."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def run(parser: Options, arguments: Sequence[str], act: Callable[[argparse.Namespace], str | None]) -> int:
@@ -65,7 +80,7 @@ def run(parser: Options, arguments: Sequence[str], act: Callable[[argparse.Names
         except SystemExit:  # help was asked for and given
             return 0
         except SspError as error:
-            print(error, file=sys.stderr)
+            complain(str(error))
             return error.exit_code
         if said:
             print(said)

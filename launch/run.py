@@ -27,7 +27,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from launch import command_line
-from launch.options import until_unread
+from launch.options import complain, until_unread
 from llama_ssp.config import catalogue, checks, store
 from llama_ssp.distributed.environment import Ranks, read_ranks
 from llama_ssp.errors import InterruptedRun, SspError
@@ -77,8 +77,7 @@ def _exit_code(ranks: Ranks) -> int:
 def _fail(sentence: str, exit_code: int, ranks: Ranks, *, speaks: bool | None = None) -> int:
     """Tell the user once: where ranks have not settled who does, rank 0 speaks, and the others wait for their end."""
     if speaks or (speaks is None and ranks.rank == 0):
-        sys.stderr.write(f"{sentence}\n")
-        sys.stderr.flush()
+        complain(sentence)
     elif speaks is None:
         with contextlib.suppress(KeyboardInterrupt):
             time.sleep(SILENCE_S)
@@ -112,7 +111,7 @@ def _launch(arguments: list[str], ranks: Ranks) -> None:
         if not failures:  # the first point of a sweep that fails ends the sweep
             try:
                 is_to_stop = _run(config, ranks)
-            except (SspError, HydraException, OmegaConfBaseException, BrokenPipeError) as error:
+            except (SspError, HydraException, OmegaConfBaseException) as error:
                 failures.append(error)
 
     with _scratch_folder(multirun=options.multirun) as for_sweeps:
@@ -146,7 +145,8 @@ def _run(config: DictConfig, ranks: Ranks) -> bool:
 
     if run.dry_run:
         if ranks.rank == 0:
-            plan.dry_run(run, world_size=ranks.size)
+            with until_unread():
+                plan.dry_run(run, world_size=ranks.size)
         return False
 
     if ranks.rank == 0 and (file := os.environ.get(RUN_DIR_FILE)):
@@ -154,7 +154,10 @@ def _run(config: DictConfig, ranks: Ranks) -> bool:
     clock.reach("composed_s")
     from llama_ssp.tasks import start  # noqa: PLC0415 - torch takes seconds, and the config is sound only now
 
-    return start.run(run, clock)
+    try:
+        return start.run(run, clock)
+    except BrokenPipeError as error:  # not that of standard output, which the run itself heeds
+        raise RuntimeError(f"a connection was lost: {error}") from error
 
 
 def leave(exit_code: int) -> None:

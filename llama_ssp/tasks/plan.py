@@ -153,13 +153,15 @@ def choose_for_run(config: RunConfig, *, world_size: int, on_cpu: bool) -> AutoP
 def _foreseen(config: RunConfig) -> tuple[RunConfig, int]:
     """The config with the rows that the prompts fill, and the tokens of the longest, at three characters a token.
 
-    What is still to be typed counts as one prompt of TYPED_TOKENS.
+    Prompts that nobody knows yet have TYPED_TOKENS each, and fill all rows.
     """
     has_prompts = config.prompt is not None or config.prompts or getattr(config.task, "default_prompts", [])
-    is_typed = config.prompt is None and config.prompts == STANDARD_INPUT
-    texts = read_prompts(config) if has_prompts and not is_typed else []
-    tokens = max((len(text) // CHARACTERS_PER_TOKEN + 1 for text in texts), default=TYPED_TOKENS)
-    return with_filled_rows(config, num_completions=max(len(texts), 1) * config.num_samples), tokens
+    is_read_later = config.prompt is None and config.prompts == STANDARD_INPUT
+    if is_read_later or not has_prompts:
+        return config, TYPED_TOKENS
+    texts = read_prompts(config)
+    tokens = max(len(text) // CHARACTERS_PER_TOKEN + 1 for text in texts)
+    return with_filled_rows(config, num_completions=len(texts) * config.num_samples), tokens
 
 
 def with_filled_rows(config: RunConfig, *, num_completions: int) -> RunConfig:

@@ -42,6 +42,18 @@ def test_a_head_of_another_width_is_cut_or_filled_up_with_what_is_never_drafted(
         assert not draft.probs_BTV[..., vocab_size:].any()
 
 
+def test_a_narrower_draft_whose_logits_are_no_numbers_is_survived() -> None:
+    """What is drawn of them is any id; the verdict tells all ranks."""
+    drafter = model_drafter(vocab_size=5)
+    assert isinstance(drafter.runner, PrefixRunner)
+    drafter.runner.head.fill_(torch.nan)
+    drafter.allocate(batch_size=1, num_slots=10)
+    uniforms_BKP = torch.full((1, 4, 2), 0.99, dtype=torch.float64)
+    draft = drafter.propose(torch.zeros(1, 10).long(), torch.tensor([2]), uniforms_BKP=uniforms_BKP, bucket=10)
+    assert draft.probs_BTV is not None
+    assert draft.probs_BTV[:, :4].isnan().all()
+
+
 def test_a_cache_that_was_made_anew_is_known_through_all_that_stand_before_the_model() -> None:
     comm = Comm.single()
     drafters: list[AgreedDrafter | SharedRowsDrafter] = [

@@ -26,6 +26,24 @@ def test_a_run_is_interrupted_and_can_be_resumed(task: str, tmp_path: Path) -> N
     assert (run_dir / "status").read_text() == "interrupted\n"
 
 
+@pytest.mark.parametrize("command", [("run.py", "model=nosuch"), ("plan.py", "model=nosuch")])
+def test_a_failure_keeps_its_code_where_nobody_reads_the_sentence(command: tuple[str, ...]) -> None:
+    program, *arguments = command
+    failing = subprocess.Popen(
+        [sys.executable, f"launch/{program}", *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    with failing:
+        assert failing.stdout
+        failing.stdout.close()
+    assert failing.returncode == 2
+
+
+def test_standard_output_may_be_closed_from_the_start() -> None:
+    command = f"exec {sys.executable} launch/plan.py --help >&-"
+    ended = subprocess.run(["bash", "-c", command], cwd=ROOT, stderr=subprocess.PIPE, text=True, check=False)
+    assert (ended.returncode, "Traceback" in ended.stderr) == (0, False)
+
+
 @pytest.mark.parametrize(
     "command",
     [
