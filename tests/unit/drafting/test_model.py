@@ -48,8 +48,9 @@ def test_a_narrower_draft_whose_logits_are_no_numbers_is_survived() -> None:
     assert isinstance(drafter.runner, PrefixRunner)
     drafter.runner.head.fill_(torch.nan)
     drafter.allocate(batch_size=1, num_slots=10)
-    uniforms_BKP = torch.full((1, 4, 2), 0.99, dtype=torch.float64)
+    uniforms_BKP = torch.zeros(1, 4, 2, dtype=torch.float64)
     draft = drafter.propose(torch.zeros(1, 10).long(), torch.tensor([2]), uniforms_BKP=uniforms_BKP, bucket=10)
+    assert draft.ids_BK.max() == 10, "the draft has read a token that it lacks"
     assert draft.probs_BTV is not None
     assert draft.probs_BTV[:, :4].isnan().all()
 
