@@ -26,7 +26,7 @@ from llama_ssp.distributed.world import World
 from llama_ssp.errors import SspError
 from llama_ssp.models.linear import can_halve
 from llama_ssp.tasks import measuring, measuring_pairs, measuring_rounds
-from llama_ssp.tasks.machine import THIS_MACHINE
+from llama_ssp.tasks.machine import THIS_MACHINE, host_memory_bytes
 from llama_ssp.tasks.measuring_pairs import PairTime
 
 DTYPES = {Dtype.fp32: torch.float32, Dtype.bf16: torch.bfloat16, Dtype.fp16: torch.float16}
@@ -142,7 +142,7 @@ def _figures(world: World, reduces: list[SizePoint]) -> dict[str, Any]:
         "device": device.type,
         "gpu": torch.cuda.get_device_name(device) if is_gpu else f"{os.cpu_count()} cores of {platform.machine()}",
         "num_gpus": world.ranks.local_size,
-        "memory_bytes": torch.cuda.get_device_properties(device).total_memory if is_gpu else _host_memory_bytes(),
+        "memory_bytes": torch.cuda.get_device_properties(device).total_memory if is_gpu else host_memory_bytes(),
         "bandwidth_bytes_per_s": copy_bytes_per_s,
         "copy_bytes_per_s": copy_bytes_per_s,
         "flops_per_s": {dtype.name: measuring.flops_per_s(kind, device) for dtype, kind in dtypes.items()},
@@ -163,10 +163,6 @@ def _context_bytes(device: torch.device) -> int:
     torch.zeros(1, device=device)
     free, total = torch.cuda.mem_get_info(device)
     return total - free - torch.cuda.memory_reserved(device)
-
-
-def _host_memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _rounded(figures: Any) -> Any:  # noqa: ANN401 - any tree of figures

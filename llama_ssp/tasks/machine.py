@@ -1,11 +1,11 @@
 """Which entry of conf/hardware describes the machine at hand."""
 
+import os
 import platform
 import re
 import shutil
 import subprocess
 from dataclasses import replace
-from pathlib import Path
 
 from llama_ssp.config import hardware
 from llama_ssp.config.hardware import HardwareConfig
@@ -35,8 +35,8 @@ def detect_hardware(*, on_cpu: bool = False) -> HardwareConfig:
         if not (on_cpu if measured.device == "cuda" else gpus):
             return measured
     if not gpus:
-        cpu = hardware.load("laptop_cpu")
-        return replace(cpu, name=platform.node(), gpu=platform.machine(), memory_bytes=_host_memory_bytes(cpu))
+        name, kind = platform.node(), platform.machine()
+        return replace(hardware.load("laptop_cpu"), name=name, gpu=kind, memory_bytes=host_memory_bytes())
     for entry in map(hardware.load, hardware.names()):
         if _describes(entry, gpus[0]) and entry.num_gpus >= len(gpus):
             return replace(entry, num_gpus=len(gpus))
@@ -64,10 +64,6 @@ def _gpu_names() -> list[str]:
     return [line.strip() for line in listed.stdout.splitlines() if line.strip()] if listed.returncode == 0 else []
 
 
-def _host_memory_bytes(fallback: HardwareConfig) -> int:
-    """MemTotal of Linux; elsewhere the catalogue's."""
-    file = Path("/proc/meminfo")
-    if not file.exists():
-        return fallback.memory_bytes
-    lines = dict(line.split(":", 1) for line in file.read_text(encoding="ascii").splitlines())
-    return int(lines["MemTotal"].split()[0]) * 1024
+def host_memory_bytes() -> int:
+    """All memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
