@@ -1,4 +1,4 @@
-"""Programs whose output nobody reads any more, as behind `| head`, end without a complaint."""
+"""Programs whose output nobody reads any more, as behind `| head`, end without a complaint, and with their own code."""
 
 import subprocess
 import sys
@@ -8,6 +8,16 @@ import pytest
 
 from tests.helpers.commands import start
 from tests.helpers.repository import ROOT
+
+
+def ended_unread(program: str, *arguments: str, stderr: int) -> tuple[int, bytes | None]:
+    """Exit code and standard error (None where it has gone the same way) of a program of which nobody reads a word."""
+    command = [sys.executable, f"launch/{program}", *arguments]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=stderr) as running:
+        assert running.stdout
+        running.stdout.close()
+        complaint = running.stderr.read() if running.stderr else None
+    return running.returncode, complaint
 
 
 @pytest.mark.parametrize("task", ["task=generate", "task=compare"])
@@ -28,20 +38,7 @@ def test_a_run_is_interrupted_and_can_be_resumed(task: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("command", [("run.py", "model=nosuch"), ("plan.py", "model=nosuch")])
 def test_a_failure_keeps_its_code_where_nobody_reads_the_sentence(command: tuple[str, ...]) -> None:
-    program, *arguments = command
-    failing = subprocess.Popen(
-        [sys.executable, f"launch/{program}", *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-    with failing:
-        assert failing.stdout
-        failing.stdout.close()
-    assert failing.returncode == 2
-
-
-def test_standard_output_may_be_closed_from_the_start() -> None:
-    command = f"exec {sys.executable} launch/plan.py --help >&-"
-    ended = subprocess.run(["bash", "-c", command], cwd=ROOT, stderr=subprocess.PIPE, text=True, check=False)
-    assert (ended.returncode, "Traceback" in ended.stderr) == (0, False)
+    assert ended_unread(*command, stderr=subprocess.STDOUT) == (2, None)
 
 
 @pytest.mark.parametrize(
@@ -52,13 +49,10 @@ def test_standard_output_may_be_closed_from_the_start() -> None:
     ],
 )  # fmt: skip
 def test_what_only_tells_something_ends_in_silence(command: tuple[str, ...]) -> None:
-    program, *arguments = command
-    telling = subprocess.Popen(
-        [sys.executable, f"launch/{program}", *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    with telling:
-        assert telling.stdout
-        assert telling.stderr
-        telling.stdout.close()
-        complaint = telling.stderr.read()
-    assert (telling.returncode, complaint) == (0, b"")
+    assert ended_unread(*command, stderr=subprocess.PIPE) == (0, b"")
+
+
+def test_standard_output_may_be_closed_from_the_start() -> None:
+    command = f"exec {sys.executable} launch/plan.py --help >&-"
+    ended = subprocess.run(["bash", "-c", command], cwd=ROOT, stderr=subprocess.PIPE, text=True, check=False)
+    assert (ended.returncode, "Traceback" in ended.stderr) == (0, False)
