@@ -22,7 +22,7 @@ test *arguments:
 slow *arguments:
     "{{bin}}/pytest" --slow tests/distributed/test_kill_matrix.py tests/distributed/test_exhaustion.py tests/slurm/test_kill_matrix.py \
         tests/unit/launch/test_faults.py tests/unit/launch/test_fuzz.py \
-        tests/unit/models/test_synthetic_1b.py tests/unit/decoding/test_synthetic_pair.py {{arguments}}
+        tests/unit/models/test_synthetic_1b.py tests/unit/engine/test_synthetic_pair.py {{arguments}}
 
 # everything that a commit must pass, the tests apart
 check:

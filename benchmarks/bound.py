@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from llama_ssp.decoding.loop import Decoder
-from llama_ssp.decoding.state import BatchState
+from llama_ssp.calibration.operators import copy_bytes_per_s, seconds_per_call
+from llama_ssp.engine.loop import Decoder
+from llama_ssp.engine.state import BatchState
 from llama_ssp.recorded import Recorded
-from llama_ssp.tasks.measuring import copy_bytes_per_s, seconds_per_call
 
 CPU = torch.device("cpu")
 PASS_BYTES = 2**28

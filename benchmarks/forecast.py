@@ -23,23 +23,22 @@ import torch
 import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from llama_ssp.calibration.model_pairs import NUM_DRAFT_TOKENS, PROMPT_TOKENS, VOCAB_SIZE, complete, decoder, requests
+from llama_ssp.config.machine import detect_hardware, machine_of_run
 from llama_ssp.config.schema import DeviceKind, DraftLayout, Dtype, Quantization
 from llama_ssp.config.target_placement import TargetKind
-from llama_ssp.decoding.loop import Completion, Decoder
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.memory import anonymous_bytes
 from llama_ssp.distributed.world import World, start
-from llama_ssp.models.backends import load_model
-from llama_ssp.models.checkpoint import inspect
-from llama_ssp.models.decoder import LeanRunner
-from llama_ssp.models.interface import Runner
+from llama_ssp.engine.loop import Completion, Decoder
+from llama_ssp.models.build import load_model
+from llama_ssp.models.llama.decoder import LeanRunner
+from llama_ssp.models.runner import Runner
 from llama_ssp.planning.acceptance import implied_acceptance
-from llama_ssp.planning.job import Job, PlannedModel, read_config
 from llama_ssp.planning.memory import memory
+from llama_ssp.planning.spec import Job, PlannedModel, read_config
 from llama_ssp.planning.timing import timing
-from llama_ssp.tasks.machine import detect_hardware
-from llama_ssp.tasks.measuring_pairs import NUM_DRAFT_TOKENS, PROMPT_TOKENS, VOCAB_SIZE, complete, decoder, requests
-from llama_ssp.tasks.plan import machine_of_run
+from llama_ssp.weights.checkpoint import inspect
 
 NEW_TOKENS = 64
 SHIPPED = Path(__file__).resolve().parents[1] / "llama_ssp" / "shipped"

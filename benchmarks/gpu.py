@@ -28,15 +28,15 @@ from benchmarks.gpu_engine import (
 )
 from benchmarks.timing import Goal, print_goals, store
 from llama_ssp import Pair
+from llama_ssp.architectures.inventory import inventory
+from llama_ssp.calibration.operators import copy_bytes_per_s
 from llama_ssp.config import catalogue
 from llama_ssp.config.schema import Dtype, Quantization
 from llama_ssp.distributed.comms import Comm
-from llama_ssp.models.backends import load_modules
-from llama_ssp.models.synthetic import synthesize
-from llama_ssp.planning.inventory import inventory
-from llama_ssp.planning.job import planned_model, step_bytes
+from llama_ssp.models.build import load_modules
+from llama_ssp.planning.spec import planned_model, step_bytes
 from llama_ssp.planning.weights import DTYPE_BYTES
-from llama_ssp.tasks.measuring import copy_bytes_per_s
+from llama_ssp.weights.synthetic import synthesize
 
 NUM_DRAFT_TOKENS = 4
 BATCH_SIZE = 16

@@ -14,9 +14,9 @@ from torch import Tensor
 from benchmarks.gpu_engine import load_pair, make_decoder, prompt, requests
 from llama_ssp import Pair
 from llama_ssp.config.schema import Dtype, Quantization
-from llama_ssp.decoding.captured import CapturedRounds
-from llama_ssp.decoding.loop import Decoder
-from llama_ssp.models.fused import gated, turn_pairs
+from llama_ssp.engine.executors.cuda_graph import CapturedRounds
+from llama_ssp.engine.loop import Decoder
+from llama_ssp.models.llama.fused import gated, turn_pairs
 
 TARGET, DRAFT = "tiny", "tiny-draft"
 FORMATS = {

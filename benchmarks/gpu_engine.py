@@ -33,13 +33,13 @@ from llama_ssp.config.schema import (
     VerificationConfig,
     WeightsKind,
 )
-from llama_ssp.decoding.captured import CudaRecorder
-from llama_ssp.decoding.loop import Completion, Decoder
-from llama_ssp.decoding.state import Request
 from llama_ssp.distributed.world import start
+from llama_ssp.engine.executors.cuda_graph import CudaRecorder
+from llama_ssp.engine.loop import Completion, Decoder
+from llama_ssp.engine.state import Request
 from llama_ssp.models.prefill import whole_steps
 from llama_ssp.planning.acceptance import implied_acceptance
-from llama_ssp.sampling.random import PER_DRAW
+from llama_ssp.sampling.uniforms import PER_DRAW
 from llama_ssp.tasks.checkpoints import find_sources
 from llama_ssp.tasks.loading import build_decoder, load_models
 from llama_ssp.tasks.prompts import encode

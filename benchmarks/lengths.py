@@ -25,15 +25,15 @@ from rich.table import Table
 from benchmarks.curves import Quadratic, fit
 from benchmarks.timing import store
 from llama_ssp import Pair, load
+from llama_ssp.calibration.interleave import in_turns
 from llama_ssp.config.schema import Dtype, SamplingConfig, SpeculationConfig
-from llama_ssp.decoding.loop import Decoder
-from llama_ssp.decoding.state import Request
+from llama_ssp.engine.loop import Decoder
+from llama_ssp.engine.state import Request
 from llama_ssp.reports.lines import PLAIN, SPECULATIVE
 from llama_ssp.reports.svg import COLOURS, Chart, sheet
 from llama_ssp.tasks.benchmark import cut
 from llama_ssp.tasks.loading import build_decoder
 from llama_ssp.tasks.prompts import encode
-from llama_ssp.tasks.turns import in_turns
 
 TEXT = '''\
 import os

@@ -22,22 +22,22 @@ from rich.table import Table
 from benchmarks.bound import CPU, Passes, forwards_alone_s
 from benchmarks.timing import Goal, print_goals, store
 from llama_ssp import Pair, load
+from llama_ssp.architectures.inventory import inventory
+from llama_ssp.calibration.interleave import in_turns, median_ratio
 from llama_ssp.config import catalogue
 from llama_ssp.config.schema import Dtype, SamplingConfig, SpeculationConfig
-from llama_ssp.decoding.loop import Decoder
-from llama_ssp.decoding.state import Request
 from llama_ssp.distributed.comms import Comm
-from llama_ssp.models import hub
-from llama_ssp.models.backends import load_modules
-from llama_ssp.models.checkpoint import inspect
-from llama_ssp.models.runner import ModuleRunner
-from llama_ssp.planning.inventory import inventory
-from llama_ssp.planning.job import planned_model, step_bytes
+from llama_ssp.engine.loop import Decoder
+from llama_ssp.engine.state import Request
+from llama_ssp.models.build import load_modules
+from llama_ssp.models.huggingface.runner import ModuleRunner
+from llama_ssp.planning.spec import planned_model, step_bytes
 from llama_ssp.tasks.benchmark import Ours
 from llama_ssp.tasks.loading import build_decoder
 from llama_ssp.tasks.peers import Peers, load_peer
 from llama_ssp.tasks.prompts import encode
-from llama_ssp.tasks.turns import in_turns, median_ratio
+from llama_ssp.weights import hub
+from llama_ssp.weights.checkpoint import inspect
 
 PROMPTS = (
     "def factorial(n):\n",

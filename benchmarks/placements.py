@@ -25,19 +25,19 @@ from benchmarks.gpu_engine import TEXT, decode_once, tokens_per_round
 from benchmarks.placement_cells import DRAFT, FORMS, FP32, PLACES, TARGET, Cell, cells
 from benchmarks.placement_pages import refusals
 from benchmarks.timing import store
+from llama_ssp.architectures.inventory import inventory
+from llama_ssp.calibration.interleave import in_turns, median_ratio
 from llama_ssp.config import checks
 from llama_ssp.config.schema import DeviceKind
-from llama_ssp.decoding.loop import Decoder
-from llama_ssp.decoding.state import Request
 from llama_ssp.distributed.world import World, start
+from llama_ssp.engine.loop import Decoder
+from llama_ssp.engine.state import Request
 from llama_ssp.errors import SspError
-from llama_ssp.planning.inventory import inventory
-from llama_ssp.planning.job import model_bytes, planned_model
+from llama_ssp.planning.spec import model_bytes, planned_model
 from llama_ssp.tasks.benchmark import cut
 from llama_ssp.tasks.checkpoints import find_sources
 from llama_ssp.tasks.loading import build_decoder, load_models
 from llama_ssp.tasks.prompts import encode
-from llama_ssp.tasks.turns import in_turns, median_ratio
 
 PROMPT_TOKENS, NEW_TOKENS = 32, 40
 ROOT = Path(__file__).resolve().parents[1]

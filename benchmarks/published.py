@@ -16,8 +16,8 @@ from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.config.schema import DraftLayout, Quantization
 from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.planning.acceptance import implied_acceptance, of_pair, tokens_per_round
-from llama_ssp.planning.job import Job, planned_model
 from llama_ssp.planning.roofline import LIBRARY_SHARE
+from llama_ssp.planning.spec import Job, planned_model
 from llama_ssp.planning.timing import timing
 
 ROOT = Path(__file__).resolve().parents[1]

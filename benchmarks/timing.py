@@ -1,6 +1,6 @@
 """What is made of measurements: goals held against them, and rows kept with what made them.
 
-How candidates take turns is the business of `llama_ssp.tasks.turns`.
+How candidates take turns is the business of `llama_ssp.calibration.interleave`.
 """
 
 import json

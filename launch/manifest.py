@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from launch import options
-from llama_ssp.models.manifest import MANIFEST_FILE, write_manifest
+from llama_ssp.weights.manifest import MANIFEST_FILE, write_manifest
 
 
 def main(arguments: list[str]) -> int:

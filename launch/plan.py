@@ -29,8 +29,8 @@ from launch import command_line, options
 from llama_ssp.config import catalogue, hardware, plan, store
 from llama_ssp.config.schema import DrafterKind
 from llama_ssp.errors import ConfigError, one_message, unknown_name
-from llama_ssp.planning.job import make_job, settle_models
-from llama_ssp.tasks.plan import plan_job, show_plan, show_search
+from llama_ssp.planning.spec import make_job, settle_models
+from llama_ssp.tasks.dry_run import plan_job, show_plan, show_search
 
 
 def read_settings(settings: list[str]) -> plan.PlanConfig:

@@ -31,7 +31,7 @@ from launch.options import complain, until_unread
 from llama_ssp.config import catalogue, checks, store
 from llama_ssp.distributed.environment import Ranks, read_ranks
 from llama_ssp.errors import InterruptedRun, SspError
-from llama_ssp.tasks import plan, startup
+from llama_ssp.tasks import dry_run, startup
 
 # How long ranks above 0 stay after an error. torchrun ends all ranks as soon as one has ended: rank 0 must speak first.
 SILENCE_S = 5.0
@@ -146,16 +146,16 @@ def _run(config: DictConfig, ranks: Ranks) -> bool:
     if run.dry_run:
         if ranks.rank == 0:
             with until_unread():
-                plan.dry_run(run, world_size=ranks.size)
+                dry_run.dry_run(run, world_size=ranks.size)
         return False
 
     if ranks.rank == 0 and (file := os.environ.get(RUN_DIR_FILE)):
         Path(file).write_text(f"{run.run_dir}\n", encoding="utf-8")
     clock.reach("composed_s")
-    from llama_ssp.tasks import start  # noqa: PLC0415 - torch takes seconds, and the config is sound only now
+    from llama_ssp.tasks import run as task  # noqa: PLC0415 - torch takes seconds, and the config is sound only now
 
     try:
-        return start.run(run, clock)
+        return task.run(run, clock)
     except BrokenPipeError as error:  # not that of standard output, which the run itself heeds
         raise RuntimeError(f"a connection was lost: {error}") from error
 

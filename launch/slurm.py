@@ -23,7 +23,7 @@ from llama_ssp.config.schema import RunConfig
 from llama_ssp.config.slurm import KEY, SlurmConfig
 from llama_ssp.errors import CapacityError, ConfigError, SspError, one_message
 from llama_ssp.planning.plan import Plan, require_room
-from llama_ssp.tasks.plan import job_ahead, plan_job, show_plan, words_of_run
+from llama_ssp.tasks.dry_run import job_ahead, plan_job, show_plan, words_of_run
 from llama_ssp.tasks.prompts import STANDARD_INPUT
 
 SCRIPT = Path(__file__).with_name("slurm.sbatch")

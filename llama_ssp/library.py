@@ -24,9 +24,9 @@ from llama_ssp.config.schema import (
     SpeculationConfig,
     VerificationConfig,
 )
-from llama_ssp.decoding.state import Request
-from llama_ssp.decoding.stream import StreamerAdapter
 from llama_ssp.distributed.world import start
+from llama_ssp.engine.state import Request
+from llama_ssp.engine.stream import StreamerAdapter
 from llama_ssp.errors import ConfigError, unknown_name
 from llama_ssp.tasks.checkpoints import find_sources
 from llama_ssp.tasks.loading import Models, build_decoder, load_models

@@ -1,7 +1,7 @@
 """Finds how much noise on a model's output head makes it agree with itself to a wanted degree.
 
 What it does: lets each model of the pair write text after the default prompts of `task=compare` and `task=latency`, and
-bisects the noise of `llama_ssp.models.synthetic` for each level of agreement: the chance that a drafted token is
+bisects the noise of `llama_ssp.weights.synthetic` for each level of agreement: the chance that a drafted token is
 accepted, which is the sum of the smaller of both probabilities, on average over the text. Both tasks count alike.
 What it does not do: draft and verify, or look at another temperature.
 """
@@ -20,9 +20,9 @@ from llama_ssp import load, speculative_generate
 from llama_ssp.config import catalogue
 from llama_ssp.config.schema import Dtype, SamplingConfig
 from llama_ssp.distributed.comms import Comm
-from llama_ssp.models.backends import load_modules
-from llama_ssp.models.checkpoint import inspect
-from llama_ssp.models.synthetic import AGREEMENT_FILE, SMALL_MODELS, Synthetic
+from llama_ssp.models.build import load_modules
+from llama_ssp.weights.checkpoint import inspect
+from llama_ssp.weights.synthetic import AGREEMENT_FILE, SMALL_MODELS, Synthetic
 
 TEMPERATURE = 0.8
 LEVELS = (0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from llama_ssp.distributed.agree import from_words, to_words
+from llama_ssp.distributed.control_channel import Watch
 from llama_ssp.distributed.exhaustion import exhaustion
-from llama_ssp.distributed.watch import Watch
 from llama_ssp.errors import InterruptedRun, LostRankError, SspError
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)

@@ -21,9 +21,9 @@ from torch.distributed.rendezvous import rendezvous
 
 from llama_ssp.config.schema import DeviceKind
 from llama_ssp.distributed.comms import Comm
+from llama_ssp.distributed.control_channel import Watch
 from llama_ssp.distributed.environment import Ranks, read_ranks
 from llama_ssp.distributed.faults import Phase, ending_alike
-from llama_ssp.distributed.watch import Watch
 from llama_ssp.errors import LostRankError, PlacementError
 
 

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from llama_ssp.distributed.comms import Comm
-from llama_ssp.models.interface import Runner
 from llama_ssp.models.prefill import Buckets, read_prompts
+from llama_ssp.models.runner import Runner
 from llama_ssp.recorded import Held, sizes
-from llama_ssp.sampling.verification import Draft, Rule
+from llama_ssp.sampling.rules import Draft, Rule
 
 
 class ModelDrafter:

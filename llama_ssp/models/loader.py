@@ -19,10 +19,10 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from llama_ssp.errors import CheckpointError
-from llama_ssp.models.checkpoint import summary
-from llama_ssp.models.origin import Origin
-from llama_ssp.models.read_ahead import ReadAhead
 from llama_ssp.models.tensor_parallel import LocalModule, Slice
+from llama_ssp.weights.checkpoint import summary
+from llama_ssp.weights.prefetch import ReadAhead
+from llama_ssp.weights.source import Origin
 
 Progress = Callable[[int, int], None]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from llama_ssp.models.interface import Runner
+from llama_ssp.models.runner import Runner
 
 CHUNK = 512
 SLOT_STEP = 8

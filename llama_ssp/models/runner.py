@@ -1,63 +1,31 @@
-"""The library's own modules as an `interface.Runner`: ids and positions in, logits out, the cache kept to itself.
+"""What the loop knows of a model. Every backend and both implementations of a model stand behind it.
 
-No forward reads a value back to the host. What is sampled from the logits, and which ids go in, is decided above.
-
-Shapes: B sequences, T positions, R rows that get logits, S slots, V vocabulary, E embedding width.
+Shapes: B sequences, T positions of a forward, R rows of them that are wanted, V vocabulary.
 """
 
-from typing import Any
+from typing import Protocol
 
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+import torch
+from torch import Tensor
 
-from llama_ssp.distributed.comms import Comm
-from llama_ssp.models.families import check_servable, mask_argument, windows_of
-from llama_ssp.models.kv_cache import LibraryCache, Masks, StaticCache
 from llama_ssp.recorded import Held
 
 
-class ModuleRunner:
-    """The library's own modules with the static cache; serves every family that `families` can.
+class Runner(Protocol):
+    """A model on this rank, whole or in part, with its cache.
 
-    Only the wanted rows reach the output head. The rest of the forward, such as a family's own scaling of the logits,
-    stays the library's.
-
-    Args:
-        model: in evaluation mode, its parameters without gradients.
-        comm: the ranks that share it.
-
-    Raises:
-        ConfigError: see `check_servable`.
+    Attributes:
+        num_allocations: how often `allocate` has made the cache anew, which is then at other addresses.
     """
 
-    def __init__(self, model: PreTrainedModel, *, comm: Comm) -> None:
-        check_servable(model.config)
-        parameter = next(model.parameters())  # of the embeddings: ids go in, and logits come out, where they are
-        self.comm = comm
-        self.device = parameter.device
-        self.dtype = parameter.dtype
-        self.vocab_size: int = model.config.vocab_size
-        self.max_position_embeddings: int = model.config.max_position_embeddings
-        self._model = model
-        self.num_allocations = 0
-        self._cache: StaticCache | None = None
-        self._rows_BR: Tensor | None = None
-        model.get_output_embeddings().register_forward_pre_hook(self._keep_wanted_rows)
+    device: torch.device
+    vocab_size: int
+    max_position_embeddings: int
+    num_allocations: int
 
     def allocate(self, *, batch_size: int, capacity: int) -> None:
-        """Make room in the cache; see `Runner.allocate`."""
-        if self._cache is not None and self._cache.fits(batch_size=batch_size, capacity=capacity):
-            return
-        self.num_allocations += 1
-        self._cache = StaticCache(
-            num_layers=self._model.config.num_hidden_layers,
-            batch_size=batch_size,
-            capacity=capacity,
-            device=self.device,
-        )
-        self._library_cache = LibraryCache(self._model.config.num_hidden_layers)
-        windows = windows_of(self._model.config)
-        self._masks = Masks(windows, capacity=capacity, dtype=self.dtype, device=self.device)
+        """Make room for `batch_size` rows of `capacity` tokens; what is there already is kept when it is enough."""
+        ...
 
     def forward(
         self,
@@ -68,29 +36,25 @@ class ModuleRunner:
         rows_BR: Tensor | None = None,
         batch_rows_B: Tensor | None = None,
     ) -> Tensor:
-        """Read tokens into the cache and score what follows them; see `Runner.forward`."""
-        assert self._cache is not None, "allocate comes first"
-        self._rows_BR = rows_BR
-        self._library_cache.aim = self._cache.aim(positions_BT, bucket=bucket, batch_rows_B=batch_rows_B)
-        # A boolean mask would be turned into this one by every layer anew.
-        masks = self._masks.rows(positions_BT, bucket=bucket)
-        logits_BRV: Tensor = self._model(
-            input_ids=ids_BT,
-            attention_mask=mask_argument(self._model.config, masks),
-            position_ids=positions_BT,
-            past_key_values=self._library_cache,
-            use_cache=True,
-        ).logits
-        return logits_BRV.float()
+        """Read tokens at given positions into the cache and score what follows each of them.
 
-    def held(self, *, bucket: int) -> Held | None:  # noqa: ARG002 - the protocol's
-        """Nothing that could be recorded: what the library's forwards read is the library's own matter."""
-        return None
+        A token sees the cache slots up to its own position. Writing at smaller positions than before rolls a row back.
 
-    def _keep_wanted_rows(self, _head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Before the output head: keep the hidden states (B, R, E) of the wanted rows."""
-        if self._rows_BR is None:
-            return None
-        (hidden_BTE,) = args
-        rows_BR1 = self._rows_BR[..., None].to(hidden_BTE.device)
-        return (hidden_BTE.gather(1, rows_BR1.expand(-1, -1, hidden_BTE.shape[-1])),)
+        Args:
+            ids_BT: token ids.
+            positions_BT: where they stand in their rows.
+            bucket: only the first `bucket` slots are read; all positions are below it.
+            rows_BR: which of the T tokens to score; None for all.
+            batch_rows_B: which rows of the cache the ids belong to; None for all of them, in order.
+
+        Returns:
+            Logits (B, R, V) in fp32, over the full vocabulary, on every rank of the model.
+        """
+        ...
+
+    def held(self, *, bucket: int) -> Held | None:
+        """What a forward over all rows at this bucket reads and writes beside its arguments, for `Recorded`.
+
+        None where a forward cannot be recorded, or cannot yet: before the cache has been written.
+        """
+        ...

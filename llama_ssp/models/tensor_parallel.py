@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from llama_ssp.architectures.inventory import GEMMA_KIND
+from llama_ssp.architectures.sharding import Cut, HeadShard, RankShard, cut_of, split_model, widths
 from llama_ssp.config.schema import ModelShape
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.errors import PlacementError
-from llama_ssp.models.families import tp_plan_of
-from llama_ssp.planning.inventory import GEMMA_KIND
-from llama_ssp.planning.sharding import Cut, HeadShard, RankShard, cut_of, split_model, widths
+from llama_ssp.models.huggingface.families import tp_plan_of
 
 _HEAD_CUTS = {Cut.query_heads, Cut.kv_heads, Cut.fused_qkv}
 

@@ -3,13 +3,13 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
+from llama_ssp.architectures.inventory import inventory
 from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.config.schema import DraftLayout, Quantization
 from llama_ssp.config.target_placement import Offload, TargetKind
 from llama_ssp.errors import PlacementError
-from llama_ssp.planning.inventory import inventory
-from llama_ssp.planning.job import Job, model_bytes
-from llama_ssp.planning.row import GB, READ_BYTES_PER_S, waiting_bytes
+from llama_ssp.planning.layerwise import GB, READ_BYTES_PER_S, waiting_bytes
+from llama_ssp.planning.spec import Job, model_bytes
 from llama_ssp.planning.timing import Timing, timing
 
 WORTHWHILE_GAIN, CLEAR_GAIN = 1.03, 1.1

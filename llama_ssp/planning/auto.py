@@ -10,8 +10,8 @@ from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.config.layout import named
 from llama_ssp.config.schema import DraftLayout
 from llama_ssp.errors import PlacementError
-from llama_ssp.planning.job import Job
 from llama_ssp.planning.memory import fits
+from llama_ssp.planning.spec import Job
 from llama_ssp.planning.timing import timing
 
 

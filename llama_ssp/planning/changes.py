@@ -15,8 +15,8 @@ from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.config.schema import DraftLayout, Quantization
 from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.errors import PlacementError
-from llama_ssp.planning.job import Job, planned_model
 from llama_ssp.planning.memory import fits, largest_batch, largest_context, memory
+from llama_ssp.planning.spec import Job, planned_model
 
 MOST_STEPS = 3
 MOST_NODES = 4

@@ -9,11 +9,11 @@ Shapes: B sequences, T positions, W = K + 1 positions of a round, V vocabulary, 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
+from llama_ssp.architectures.inventory import attention_pair_bytes
 from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.config.schema import RuleName
-from llama_ssp.planning.inventory import attention_pair_bytes
-from llama_ssp.planning.job import Job, PlannedModel
 from llama_ssp.planning.parts import Part, draft_parts, target_parts
+from llama_ssp.planning.spec import Job, PlannedModel
 from llama_ssp.planning.weights import DTYPE_BYTES
 
 PREFILL_CHUNK = 512

@@ -12,7 +12,7 @@ Shapes: B sequences, K drafted tokens, V vocabulary.
 from dataclasses import dataclass
 
 from llama_ssp.config.schema import DraftLayout, RuleName
-from llama_ssp.planning.job import Job
+from llama_ssp.planning.spec import Job
 
 ID_BYTES = 8
 VERDICT_BYTES = 3 * ID_BYTES

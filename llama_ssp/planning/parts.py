@@ -5,12 +5,12 @@ Follows from a job alone; adding the rest up is the business of `memory`.
 
 from dataclasses import dataclass, replace
 
+from llama_ssp.architectures.inventory import Inventory, inventory
+from llama_ssp.architectures.sharding import RankShard, check_deepspeed, split_blocks, split_model
 from llama_ssp.config.schema import DraftLayout, Quantization
 from llama_ssp.config.target_placement import TargetKind
-from llama_ssp.planning.inventory import Inventory, inventory
-from llama_ssp.planning.job import Job, PlannedModel, model_bytes
-from llama_ssp.planning.row import row_of
-from llama_ssp.planning.sharding import RankShard, check_deepspeed, split_blocks, split_model
+from llama_ssp.planning.layerwise import row_of
+from llama_ssp.planning.spec import Job, PlannedModel, model_bytes
 from llama_ssp.planning.weights import DTYPE_BYTES, WeightBytes, shares
 
 

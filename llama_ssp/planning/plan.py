@@ -7,16 +7,16 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from llama_ssp.architectures.inventory import inventory
 from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.errors import CapacityError
 from llama_ssp.planning import advice
 from llama_ssp.planning.changes import Change, smallest_changes
-from llama_ssp.planning.inventory import inventory
-from llama_ssp.planning.job import Job, PlannedModel, model_bytes
+from llama_ssp.planning.layerwise import waiting_bytes
 from llama_ssp.planning.memory import RankMemory, as_items, kv_bytes_per_token, largest_batch, largest_context, memory
 from llama_ssp.planning.messages import round_messages
 from llama_ssp.planning.roofline import ForwardTime
-from llama_ssp.planning.row import waiting_bytes
+from llama_ssp.planning.spec import Job, PlannedModel, model_bytes
 from llama_ssp.planning.timing import Timing, timing
 
 PLAN_VERSION = 2

@@ -15,15 +15,15 @@ Shapes: B sequences, T positions of each, E hidden size, V vocabulary, R ranks.
 from dataclasses import dataclass, replace
 from functools import partial
 
+from llama_ssp.architectures.inventory import Inventory, Matrix
 from llama_ssp.config.hardware import HardwareConfig, Profile
 from llama_ssp.config.schema import Quantization
 from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.planning.curves import line
-from llama_ssp.planning.inventory import Inventory, Matrix
-from llama_ssp.planning.job import PlannedModel
 from llama_ssp.planning.measured import by_rows_and_width, composition_ratio, measured_linear_s
 from llama_ssp.planning.memory import KERNELS_PER_LAYER
 from llama_ssp.planning.parts import rank_shares
+from llama_ssp.planning.spec import PlannedModel
 from llama_ssp.planning.weights import DTYPE_BYTES, packed_bytes
 
 COPY_SHARE = 0.83

@@ -11,8 +11,8 @@ from llama_ssp.config import catalogue
 from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.config.schema import DraftLayout, ModelConfig, Quantization
 from llama_ssp.errors import PlacementError
-from llama_ssp.planning.job import Job, planned_model
 from llama_ssp.planning.memory import memory
+from llama_ssp.planning.spec import Job, planned_model
 from llama_ssp.planning.timing import timing
 
 GIB = 2**30

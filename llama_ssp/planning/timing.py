@@ -15,7 +15,7 @@ from llama_ssp.config.schema import DraftLayout, RuleName
 from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.planning.acceptance import Acceptance, of_pair, tokens_per_round
 from llama_ssp.planning.curves import line
-from llama_ssp.planning.job import Job, PlannedModel, model_bytes
+from llama_ssp.planning.layerwise import waiting_s
 from llama_ssp.planning.memory import PREFILL_CHUNK, bucket_of
 from llama_ssp.planning.messages import Message, round_messages
 from llama_ssp.planning.roofline import (
@@ -26,7 +26,7 @@ from llama_ssp.planning.roofline import (
     message_s,
     profile_of,
 )
-from llama_ssp.planning.row import waiting_s
+from llama_ssp.planning.spec import Job, PlannedModel, model_bytes
 
 DRAW_KERNELS = 17
 VERIFY_KERNELS = 38

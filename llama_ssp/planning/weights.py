@@ -5,9 +5,9 @@ Which parameters there are says `inventory`. Nothing here knows time or hardware
 
 from dataclasses import dataclass, replace
 
+from llama_ssp.architectures.inventory import Inventory, Matrix, inventory
+from llama_ssp.architectures.sharding import split_model
 from llama_ssp.config.schema import Dtype, ModelShape, Quantization
-from llama_ssp.planning.inventory import Inventory, Matrix, inventory
-from llama_ssp.planning.sharding import split_model
 
 DTYPE_BYTES = {Dtype.fp32: 4, Dtype.bf16: 2, Dtype.fp16: 2}
 SCALE_BYTES = 4

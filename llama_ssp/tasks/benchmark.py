@@ -18,26 +18,26 @@ from itertools import product
 
 import torch
 
+from llama_ssp.calibration.interleave import in_turns, median_ratio
+from llama_ssp.calibration.operators import copy_bytes_per_s
 from llama_ssp.config.benchmark import BenchmarkConfig
 from llama_ssp.config.schema import Quantization, RunConfig, SpeculationConfig, WeightsKind
-from llama_ssp.decoding.loop import Completion, Decoder
-from llama_ssp.decoding.state import Request
+from llama_ssp.console.progress import Pace, RunProgress
 from llama_ssp.distributed.agree import together
+from llama_ssp.engine.loop import Completion, Decoder
+from llama_ssp.engine.state import Request
 from llama_ssp.errors import ConfigError, InterruptedRun
-from llama_ssp.planning.job import step_bytes
 from llama_ssp.planning.parts import rank_shares
 from llama_ssp.planning.plan import Plan
+from llama_ssp.planning.spec import step_bytes
 from llama_ssp.planning.timing import timing
 from llama_ssp.reports.lines import PLAIN, SPECULATIVE, BenchmarkRow, CellKey
 from llama_ssp.reports.provenance import git_commit, versions
 from llama_ssp.tasks.checkpoints import Source
+from llama_ssp.tasks.dry_run import forecast
 from llama_ssp.tasks.loading import build_decoder
-from llama_ssp.tasks.measuring import copy_bytes_per_s
 from llama_ssp.tasks.peers import Peers, load_peer
-from llama_ssp.tasks.plan import forecast
-from llama_ssp.tasks.progress import Pace, RunProgress
 from llama_ssp.tasks.session import Job, Session
-from llama_ssp.tasks.turns import in_turns, median_ratio
 
 GENERATE, ASSISTED = "generate", "assisted"
 _PASS = "pass"

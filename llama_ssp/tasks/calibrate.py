@@ -17,17 +17,17 @@ from typing import Any
 import torch
 import yaml
 
+from llama_ssp.calibration import model_pairs, operators, rounds
+from llama_ssp.calibration.model_pairs import PairTime
 from llama_ssp.config.catalogue import conf_dir
 from llama_ssp.config.hardware import Profile, SizePoint, build, problems_of
+from llama_ssp.config.machine import THIS_MACHINE, host_memory_bytes
 from llama_ssp.config.schema import Dtype
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.memory import anonymous_bytes
 from llama_ssp.distributed.world import World
 from llama_ssp.errors import SspError
 from llama_ssp.models.linear import can_halve
-from llama_ssp.tasks import measuring, measuring_pairs, measuring_rounds
-from llama_ssp.tasks.machine import THIS_MACHINE, host_memory_bytes
-from llama_ssp.tasks.measuring_pairs import PairTime
 
 DTYPES = {Dtype.fp32: torch.float32, Dtype.bf16: torch.bfloat16, Dtype.fp16: torch.float16}
 LARGEST_MESSAGE, SMALLEST_MESSAGE = -1, 0
@@ -47,7 +47,7 @@ def calibrate(world: World, *, output: str | None = None) -> Path | None:
         SspError: the file cannot be written.
     """
     context_bytes = _context_bytes(world.device)
-    reduces = measuring_rounds.all_reduce_points(world.comm, world.device) if world.comm.size > 1 else []
+    reduces = rounds.all_reduce_points(world.comm, world.device) if world.comm.size > 1 else []
     measured = [] if world.device.type == "cuda" else _profiles(world, reduces)
     if world.comm.rank > 0:
         world.comm.barrier()
@@ -71,11 +71,11 @@ def _profiles(world: World, reduces: list[SizePoint]) -> list[tuple[Profile, lis
     measured = []
     if world.comm.rank == 0:
         with _all_cores(world):
-            measured.append((_profile(num_ranks=1, reduces=[]), measuring_pairs.pair_times(Comm.single())))
+            measured.append((_profile(num_ranks=1, reduces=[]), model_pairs.pair_times(Comm.single())))
     world.comm.barrier()
     if world.comm.size > 1:
         profile = _profile(num_ranks=world.comm.size, reduces=reduces)
-        measured.append((profile, measuring_pairs.pair_times(world.comm)))
+        measured.append((profile, model_pairs.pair_times(world.comm)))
         world.comm.barrier()
     return measured
 
@@ -84,32 +84,32 @@ def _composed(figures: dict[str, Any], measured: list[tuple[Profile, list[PairTi
     """Profiles that also say how their parts make up a whole."""
     machine = build(figures | {"profiles": [asdict(profile) for profile, _ in measured]})
     return [
-        replace(profile, composition=measuring_pairs.composition(times, machine, num_ranks=profile.num_ranks))
+        replace(profile, composition=model_pairs.composition(times, machine, num_ranks=profile.num_ranks))
         for profile, times in measured
     ]
 
 
 def _profile(*, num_ranks: int, reduces: list[SizePoint]) -> Profile:
-    sets = (*measuring.WORKING_SETS, measuring.beyond_caches())
-    linear = measuring.linear_points(torch.float32, Dtype.fp32.name, working_sets=sets)
+    sets = (*operators.WORKING_SETS, operators.beyond_caches())
+    linear = operators.linear_points(torch.float32, Dtype.fp32.name, working_sets=sets)
     halves = []
     if can_halve():
-        halves = measuring.linear_points(torch.float32, Dtype.fp16.name, working_sets=sets, from_16_bits=True)
-    layer, frame = measuring.operator_points(linear, measuring_rounds.some_draw())
-    draw, verify = measuring_rounds.rule_points(measuring.some_forward())
+        halves = operators.linear_points(torch.float32, Dtype.fp16.name, working_sets=sets, from_16_bits=True)
+    layer, frame = operators.operator_points(linear, rounds.some_draw())
+    draw, verify = rounds.rule_points(operators.some_forward())
     return Profile(
         num_ranks=num_ranks,
         linear=linear + halves,
-        tied_head=measuring.linear_points(
-            torch.float32, Dtype.fp32.name, working_sets=measuring.WORKING_SETS[:1], keeps_weight=True
+        tied_head=operators.linear_points(
+            torch.float32, Dtype.fp32.name, working_sets=operators.WORKING_SETS[:1], keeps_weight=True
         ),
         layer=layer,
         frame=frame,
-        attention=measuring.attention_points(),
+        attention=operators.attention_points(),
         draw=draw,
         verify=verify,
         all_reduce=reduces,
-        round_s=measuring_rounds.round_s(),
+        round_s=rounds.round_s(),
     )
 
 
@@ -133,7 +133,7 @@ def _figures(world: World, reduces: list[SizePoint]) -> dict[str, Any]:
     """The figures that a data sheet would give."""
     device = world.device
     is_gpu = device.type == "cuda"
-    copy_bytes_per_s = measuring.copy_bytes_per_s(device)
+    copy_bytes_per_s = operators.copy_bytes_per_s(device)
     dtypes = DTYPES if is_gpu else {Dtype.fp32: torch.float32, Dtype.bf16: torch.bfloat16}
     latency_s = reduces[SMALLEST_MESSAGE].s if reduces else 1e-4
     bandwidth = reduces[LARGEST_MESSAGE].size / max(reduces[LARGEST_MESSAGE].s - latency_s, 1e-9) if reduces else 1e9
@@ -145,9 +145,9 @@ def _figures(world: World, reduces: list[SizePoint]) -> dict[str, Any]:
         "memory_bytes": torch.cuda.get_device_properties(device).total_memory if is_gpu else host_memory_bytes(),
         "bandwidth_bytes_per_s": copy_bytes_per_s,
         "copy_bytes_per_s": copy_bytes_per_s,
-        "flops_per_s": {dtype.name: measuring.flops_per_s(kind, device) for dtype, kind in dtypes.items()},
-        "kernel_s": measuring.operator_s(device, captured=True),
-        "launch_s": measuring.operator_s(device, captured=False),
+        "flops_per_s": {dtype.name: operators.flops_per_s(kind, device) for dtype, kind in dtypes.items()},
+        "kernel_s": operators.operator_s(device, captured=True),
+        "launch_s": operators.operator_s(device, captured=False),
         "link": {"bandwidth_bytes_per_s": bandwidth, "latency_s": latency_s},
         "sources": {
             "all": f"measured by task=calibrate on {platform.node()}, {date.today()}, torch {torch.__version__}",

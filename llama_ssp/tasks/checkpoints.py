@@ -14,14 +14,14 @@ from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.distributed.agree import together
 from llama_ssp.distributed.world import World
 from llama_ssp.errors import CheckpointError, ConfigError
-from llama_ssp.models import hub
-from llama_ssp.models.checkpoint import check_shape, inspect, read_json
-from llama_ssp.models.manifest import verify
-from llama_ssp.models.origin import Origin
-from llama_ssp.models.quantization import Precision
+from llama_ssp.models.quantization.precision import Precision
+from llama_ssp.weights import hub
+from llama_ssp.weights.checkpoint import check_shape, inspect, read_json
+from llama_ssp.weights.manifest import verify
+from llama_ssp.weights.source import Origin
 
 if TYPE_CHECKING:  # the library's models take seconds to import
-    from llama_ssp.models.in_a_row import Place
+    from llama_ssp.models.huggingface.device_map import Place
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ def find_sources(config: RunConfig, world: World) -> tuple[Source, Source | None
     with together(world.comm):
         origins = _synthesize(config) if config.weights is WeightsKind.synthetic else _inspect(config)
         if kind is TargetKind.deepspeed:
-            from llama_ssp.models.auto_tp import check_auto_tp, choose_accelerator  # noqa: PLC0415 - see below
+            from llama_ssp.models.huggingface.auto_tp import check_auto_tp, choose_accelerator  # noqa: PLC0415 - see below
 
             choose_accelerator(world.device)
             shape, quantization = origins[0].shape, config.model.quantization
@@ -80,7 +80,7 @@ def find_sources(config: RunConfig, world: World) -> tuple[Source, Source | None
             for entry, origin, number in zip(_entries(config), origins, num_ranks, strict=False)
         )
         if kind is TargetKind.accelerate and world.comm.rank in layout.target_ranks:
-            from llama_ssp.models.in_a_row import check_in_a_row  # noqa: PLC0415 - see below
+            from llama_ssp.models.huggingface.device_map import check_in_a_row  # noqa: PLC0415 - see below
 
             check_in_a_row(
                 target.origin, row_place(config, world), dtype=target.dtype, quantization=target.entry.quantization
@@ -93,7 +93,7 @@ def find_sources(config: RunConfig, world: World) -> tuple[Source, Source | None
 
 def row_place(config: RunConfig, world: World) -> "Place":
     """Where this rank's target in a row goes; what waits on disk goes into the run folder, under this rank's number."""
-    from llama_ssp.models.in_a_row import Place  # noqa: PLC0415 - see below
+    from llama_ssp.models.huggingface.device_map import Place  # noqa: PLC0415 - see below
 
     target = config.placement.target
     return Place(
@@ -126,14 +126,14 @@ def _inspect(config: RunConfig) -> list[Origin]:
 
 def _synthesize(config: RunConfig) -> list[Origin]:
     """The recipe of each model: its shape, and what is shipped."""
-    from llama_ssp.models.synthetic import synthesize  # noqa: PLC0415 - few runs need it
+    from llama_ssp.weights.synthetic import synthesize  # noqa: PLC0415 - few runs need it
 
     shapes = [entry.shape for entry in _entries(config) if entry.shape]
     return list(synthesize(shapes, agreement=config.synthetic.agreement))
 
 
 def _check(entry: ModelConfig, origin: Origin, *, num_ranks: int) -> Source:
-    from llama_ssp.models.backends import check_model  # noqa: PLC0415 - the library's models take seconds to import
+    from llama_ssp.models.build import check_model  # noqa: PLC0415 - the library's models take seconds to import
 
     check_model(origin, num_ranks=num_ranks, quantization=entry.quantization)
     dtype = None if entry.dtype is Dtype.auto else getattr(torch, entry.dtype.value)

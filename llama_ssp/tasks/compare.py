@@ -2,10 +2,10 @@
 
 from itertools import product
 
-from llama_ssp.decoding.stream import Piece
+from llama_ssp.console.terminal import Terminal
+from llama_ssp.engine.stream import Piece
 from llama_ssp.reports.lines import PLAIN, SPECULATIVE, CompletionLine
 from llama_ssp.tasks.session import Job, Session
-from llama_ssp.tasks.terminal import Terminal
 
 
 class _Streamed:

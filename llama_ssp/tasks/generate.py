@@ -5,10 +5,10 @@ from collections.abc import Callable
 from dataclasses import asdict
 
 from llama_ssp.config.schema import OutputFormat
-from llama_ssp.decoding.stream import Piece
+from llama_ssp.console.terminal import Terminal
+from llama_ssp.engine.stream import Piece
 from llama_ssp.reports.lines import CompletionLine
 from llama_ssp.tasks.session import Job, Session
-from llama_ssp.tasks.terminal import Terminal
 
 
 class _Text:

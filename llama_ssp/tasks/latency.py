@@ -1,6 +1,6 @@
 """`task=latency`: milliseconds per token over a fixed list of prompts, after a warm-up."""
 
-from llama_ssp.decoding.stream import Piece
+from llama_ssp.engine.stream import Piece
 from llama_ssp.reports.lines import CompletionLine
 from llama_ssp.tasks.session import Job, Session
 

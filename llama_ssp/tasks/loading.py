@@ -11,23 +11,23 @@ from transformers import PreTrainedTokenizerBase
 from llama_ssp.config.layout import lay_out_copy, may_capture
 from llama_ssp.config.schema import RunConfig
 from llama_ssp.config.target_placement import TargetKind
-from llama_ssp.decoding.captured import CapturedRounds, CudaRecorder
-from llama_ssp.decoding.clock import clock_for
-from llama_ssp.decoding.loop import Decoder, StopWish
-from llama_ssp.decoding.replayed import ReplayedRounds
-from llama_ssp.decoding.rounds import Rounds
-from llama_ssp.decoding.stops import StopStrings
 from llama_ssp.distributed.agree import together
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.mesh import Mesh, build_mesh
 from llama_ssp.distributed.ranklog import describe_part
 from llama_ssp.distributed.world import World, on_all_cores
+from llama_ssp.drafting.batch_split import RowShares, SharedRowsDrafter, SharedRowsRule
+from llama_ssp.drafting.broadcast import AgreedDrafter, AgreedRule, Judge
 from llama_ssp.drafting.model import ModelDrafter
-from llama_ssp.drafting.placement import AgreedDrafter, AgreedRule, Judge
-from llama_ssp.drafting.shared_rows import RowShares, SharedRowsDrafter, SharedRowsRule
-from llama_ssp.models.elsewhere import Elsewhere
-from llama_ssp.models.interface import Runner
-from llama_ssp.sampling.verification import Rule, make_rule
+from llama_ssp.engine.clock import clock_for
+from llama_ssp.engine.executors.cuda_graph import CapturedRounds, CudaRecorder
+from llama_ssp.engine.executors.traced_cpu import ReplayedRounds
+from llama_ssp.engine.loop import Decoder, StopWish
+from llama_ssp.engine.round import Rounds
+from llama_ssp.engine.stops import StopStrings
+from llama_ssp.models.null_runner import Elsewhere
+from llama_ssp.models.runner import Runner
+from llama_ssp.sampling.rules import Rule, make_rule
 from llama_ssp.tasks.checkpoints import Source, row_place
 
 Progress = Callable[[str, int, int], None]
@@ -80,7 +80,7 @@ def load_models(
     if world.comm.rank == 0:
         _log.info("placement: %s; copies of it: %d", layout, config.placement.num_replicas)
     _log.info("this rank %s", describe_part(mesh))
-    from llama_ssp.models.backends import load_model  # noqa: PLC0415 - the library's models take seconds to import
+    from llama_ssp.models.build import load_model  # noqa: PLC0415 - the library's models take seconds to import
 
     with together(world.comm):
         target: Runner = Elsewhere(
@@ -91,11 +91,11 @@ def load_models(
         if mesh.target:
             load: Callable[..., Runner] = partial(load_model, device=world.device, comm=mesh.target)
             if config.placement.target.kind is TargetKind.accelerate:
-                from llama_ssp.models.in_a_row import load_in_a_row  # noqa: PLC0415 - see above
+                from llama_ssp.models.huggingface.device_map import load_in_a_row  # noqa: PLC0415 - see above
 
                 load = partial(load_in_a_row, place=row_place(config, world))
             elif config.placement.target.kind is TargetKind.deepspeed:
-                from llama_ssp.models.auto_tp import load_auto_tp  # noqa: PLC0415 - see above
+                from llama_ssp.models.huggingface.auto_tp import load_auto_tp  # noqa: PLC0415 - see above
 
                 load = partial(load_auto_tp, device=world.device, comm=mesh.target)
             target = _load("target", target_source, load, comm=mesh.target, progress=progress)

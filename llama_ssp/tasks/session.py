@@ -13,21 +13,21 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from llama_ssp.config.schema import RunConfig
-from llama_ssp.decoding.loop import Completion, Decoder, StopWish
-from llama_ssp.decoding.state import Request
-from llama_ssp.decoding.stream import IncrementalText, Piece
-from llama_ssp.distributed.exchange import Exchange
+from llama_ssp.console.progress import Pace, RunProgress
+from llama_ssp.console.terminal import Terminal
 from llama_ssp.distributed.memory import MemoryWatch
+from llama_ssp.distributed.result_queue import Exchange
 from llama_ssp.distributed.world import World
+from llama_ssp.engine.loop import Completion, Decoder, StopWish
+from llama_ssp.engine.state import Request
+from llama_ssp.engine.stream import IncrementalText, Piece
 from llama_ssp.errors import InterruptedRun
 from llama_ssp.planning.plan import Plan
 from llama_ssp.reports.lines import PLAIN, SPECULATIVE, CompletionLine, LineKey
 from llama_ssp.reports.records import RunFolder
 from llama_ssp.tasks.loading import Models, build_decoder
-from llama_ssp.tasks.progress import Pace, RunProgress
 from llama_ssp.tasks.prompts import check_ids, encode
 from llama_ssp.tasks.startup import StartClock
-from llama_ssp.tasks.terminal import Terminal
 
 _WARMUP_TOKENS = 8
 

@@ -9,9 +9,9 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from llama_ssp.config.schema import RuleName
-from llama_ssp.models import hub
 from llama_ssp.planning.messages import round_messages
-from llama_ssp.tasks.plan import job_of_run
+from llama_ssp.tasks.dry_run import job_of_run
+from llama_ssp.weights import hub
 from tests.distributed.cells import CELLS, Cell, on_one_rank
 from tests.distributed.ranks import (
     CELL_TOKENS,

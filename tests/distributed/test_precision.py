@@ -10,9 +10,9 @@ from torch import Tensor
 
 from llama_ssp.config.schema import Quantization
 from llama_ssp.distributed.comms import Comm
-from llama_ssp.models.backends import load_model
-from llama_ssp.models.checkpoint import inspect
-from llama_ssp.models.quantization import Precision
+from llama_ssp.models.build import load_model
+from llama_ssp.models.quantization.precision import Precision
+from llama_ssp.weights.checkpoint import inspect
 from tests.distributed.ranks import QUANTIZED
 
 Seen = list[dict[str, Any]]

@@ -5,17 +5,17 @@ from collections.abc import Sequence
 import torch
 
 from llama_ssp.config.schema import RuleName, SamplingConfig, VerificationConfig
-from llama_ssp.decoding.captured import CapturedRounds, Recorder
-from llama_ssp.decoding.clock import HostClock
-from llama_ssp.decoding.loop import Completion, Decoder, StopWish
-from llama_ssp.decoding.replayed import ReplayedRounds
-from llama_ssp.decoding.rounds import Rounds
-from llama_ssp.decoding.state import Request
 from llama_ssp.distributed.comms import Comm
+from llama_ssp.drafting.broadcast import AgreedDrafter, AgreedRule
 from llama_ssp.drafting.model import ModelDrafter
-from llama_ssp.drafting.placement import AgreedDrafter, AgreedRule
-from llama_ssp.models.interface import Runner
-from llama_ssp.sampling.verification import make_rule
+from llama_ssp.engine.clock import HostClock
+from llama_ssp.engine.executors.cuda_graph import CapturedRounds, Recorder
+from llama_ssp.engine.executors.traced_cpu import ReplayedRounds
+from llama_ssp.engine.loop import Completion, Decoder, StopWish
+from llama_ssp.engine.round import Rounds
+from llama_ssp.engine.state import Request
+from llama_ssp.models.runner import Runner
+from llama_ssp.sampling.rules import make_rule
 
 
 def make_decoder(  # noqa: PLR0913

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from llama_ssp.sampling.random import Draws, DrawTable
+from llama_ssp.sampling.uniforms import Draws, DrawTable
 
 
 def draws_of(table: DrawTable, keys_B: Tensor, starts_B: Tensor) -> Draws:

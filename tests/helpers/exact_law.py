@@ -15,8 +15,8 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from llama_ssp.sampling.random import PER_DRAW, Draws
-from llama_ssp.sampling.verification import Draft, Rule
+from llama_ssp.sampling.rules import Draft, Rule
+from llama_ssp.sampling.uniforms import PER_DRAW, Draws
 from tests.helpers.table_models import TableModel
 
 LARGEST_UNIFORM = 1 - 2.0**-53

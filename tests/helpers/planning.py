@@ -6,7 +6,7 @@ from typing import Any
 from llama_ssp.config import catalogue
 from llama_ssp.config.schema import DraftLayout, Dtype, ModelShape, Quantization
 from llama_ssp.config.target_placement import TargetKind
-from llama_ssp.planning.job import Job, PlannedModel, planned_model
+from llama_ssp.planning.spec import Job, PlannedModel, planned_model
 
 
 def make_job(  # noqa: PLR0913 - every choice that tests make

@@ -11,7 +11,7 @@ from benchmarks import gpu, gpu_checks, gpu_engine, lengths, placements
 from benchmarks.placement_cells import ALONE, DEEPSPEED, DEEPSPEED_ALONE, FP32, IN_A_ROW, ONE_RANK, cells
 from llama_ssp import load
 from llama_ssp.config.schema import Dtype
-from llama_ssp.models import auto_tp
+from llama_ssp.models.huggingface import auto_tp
 
 CPU = torch.device("cpu")
 

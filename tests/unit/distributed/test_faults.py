@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from llama_ssp.distributed.agree import from_words
+from llama_ssp.distributed.control_channel import Watch
 from llama_ssp.distributed.faults import Phase, ending_alike
-from llama_ssp.distributed.watch import Watch
 from llama_ssp.errors import CapacityError, ConfigError, InterruptedRun, LostRankError, SspError
 
 PHASE = Phase(doing="decoding", limit="timeouts.decode_s=5")

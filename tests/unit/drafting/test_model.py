@@ -5,11 +5,11 @@ import torch
 
 from llama_ssp.config.schema import SamplingConfig, VerificationConfig
 from llama_ssp.distributed.comms import Comm
+from llama_ssp.drafting.batch_split import RowShares, SharedRowsDrafter
+from llama_ssp.drafting.broadcast import AgreedDrafter
 from llama_ssp.drafting.model import ModelDrafter
-from llama_ssp.drafting.placement import AgreedDrafter
-from llama_ssp.drafting.shared_rows import RowShares, SharedRowsDrafter
 from llama_ssp.models.prefill import Buckets
-from llama_ssp.sampling.verification import make_rule
+from llama_ssp.sampling.rules import make_rule
 from tests.helpers.prefix_runner import PrefixRunner
 
 CPU = torch.device("cpu")

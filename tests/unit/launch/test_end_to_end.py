@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from launch import run
 from llama_ssp.config import catalogue
-from llama_ssp.models import hub
+from llama_ssp.weights import hub
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint
 from tests.helpers.texts import library_greedy
 from tests.helpers.tokenizers import save_tokenizer

@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.errors import CheckpointError
-from llama_ssp.models.backends import load_modules
-from llama_ssp.models.checkpoint import SINGLE_FILE, Checkpoint, inspect
+from llama_ssp.models.build import load_modules
+from llama_ssp.weights.checkpoint import SINGLE_FILE, Checkpoint, inspect
 from tests.helpers.models import build_checkpoint
 from tests.unit.models.conftest import Saved
 
@@ -157,8 +157,8 @@ import json, os, sys, threading, time
 from pathlib import Path
 import torch
 from llama_ssp.distributed.comms import Comm
-from llama_ssp.models.backends import build_empty, load_model
-from llama_ssp.models.checkpoint import inspect
+from llama_ssp.models.build import build_empty, load_model
+from llama_ssp.weights.checkpoint import inspect
 from llama_ssp.models.linear import can_halve
 from llama_ssp.models.tensor_parallel import shard
 

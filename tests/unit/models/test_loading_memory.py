@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 from llama_ssp.config.schema import Quantization
-from llama_ssp.models.backends import build_empty
-from llama_ssp.models.checkpoint import INDEX_FILE, Checkpoint, shape_of
+from llama_ssp.models.build import build_empty
+from llama_ssp.weights.checkpoint import INDEX_FILE, Checkpoint, shape_of
 from tests.helpers.models import tiny_config
 from tests.helpers.repository import ROOT
 
@@ -31,9 +31,9 @@ import torch
 from llama_ssp.config.schema import Dtype, Quantization
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.memory import anonymous_bytes
-from llama_ssp.models.backends import check_model, load_model
-from llama_ssp.models.checkpoint import inspect
-from llama_ssp.models.quantization import Precision, bitsandbytes
+from llama_ssp.models.build import check_model, load_model
+from llama_ssp.weights.checkpoint import inspect
+from llama_ssp.models.quantization.precision import Precision, bitsandbytes
 from llama_ssp.planning.weights import shares, weight_bytes
 
 folder, num_ranks = Path(sys.argv[1]), int(sys.argv[2])

@@ -13,16 +13,16 @@ from llama_ssp.config import catalogue
 from llama_ssp.config.schema import Dtype, Quantization
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.errors import ConfigError, PlacementError
-from llama_ssp.models import hub
-from llama_ssp.models.backends import check_model, load_modules
-from llama_ssp.models.checkpoint import inspect
-from llama_ssp.models.decoder import LeanRunner
-from llama_ssp.models.interface import Runner
+from llama_ssp.models.build import check_model, load_modules
+from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.linear import PlainLinear
-from llama_ssp.models.quantization import Precision
-from llama_ssp.models.quantized_modules import QuantizedLinear
-from llama_ssp.models.runner import ModuleRunner
+from llama_ssp.models.llama.decoder import LeanRunner
+from llama_ssp.models.quantization.modules import QuantizedLinear
+from llama_ssp.models.quantization.precision import Precision
+from llama_ssp.models.runner import Runner
 from llama_ssp.planning.weights import shares, weight_bytes
+from llama_ssp.weights import hub
+from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.fake_comm import on_ranks, thread_comms
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint
 
@@ -223,7 +223,7 @@ def test_a_whole_layer_that_fills_no_group_is_refused_too(tmp_path: Path) -> Non
 def test_without_bitsandbytes_its_forms_are_refused_with_the_command(
     saved: Saved, form: Quantization, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llama_ssp.models.quantized_modules.find_spec", lambda _name: None)
+    monkeypatch.setattr("llama_ssp.models.quantization.modules.find_spec", lambda _name: None)
     checkpoint = inspect(saved("llama"))
     with pytest.raises(
         ConfigError, match=rf"{form.name} needs the package bitsandbytes: .* -m pip install -e '\.\[.*int8_weight_only"

@@ -17,13 +17,13 @@ from torch import Tensor
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.memory import anonymous_bytes
 from llama_ssp.distributed.operators import is_recording
-from llama_ssp.models.backends import load_modules
-from llama_ssp.models.checkpoint import inspect
-from llama_ssp.models.decoder import LeanRunner
+from llama_ssp.models.build import load_modules
 from llama_ssp.models.linear import ColumnsLinear, HalfLinear, Kernel, PackedLinear, PlainLinear, can_halve, can_pack
-from llama_ssp.models.quantization import Nf4Linear
-from llama_ssp.models.weight_only import Int8WeightOnlyLinear
+from llama_ssp.models.llama.decoder import LeanRunner
+from llama_ssp.models.quantization.precision import Nf4Linear
+from llama_ssp.models.quantization.weight_only import Int8WeightOnlyLinear
 from llama_ssp.recorded import Held, Recorded
+from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint, tiny_model
 

@@ -8,10 +8,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llama_ssp.config import catalogue
-from llama_ssp.models.backends import load_modules
-from llama_ssp.models.decoder import LeanRunner
+from llama_ssp.models.build import load_modules
 from llama_ssp.models.linear import PlainLinear
-from llama_ssp.models.synthetic import Synthetic, synthesize
+from llama_ssp.models.llama.decoder import LeanRunner
+from llama_ssp.weights.synthetic import Synthetic, synthesize
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 from tests.helpers.prompts import PROMPTS
 from tests.helpers.texts import library_greedy

@@ -10,10 +10,10 @@ from transformers import AutoModelForCausalLM
 
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.errors import PlacementError
-from llama_ssp.models.backends import load_modules
-from llama_ssp.models.checkpoint import inspect, shape_of
-from llama_ssp.models.runner import ModuleRunner
+from llama_ssp.models.build import load_modules
+from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.tensor_parallel import RowLinear, shard
+from llama_ssp.weights.checkpoint import inspect, shape_of
 from tests.helpers.fake_comm import on_ranks, thread_comms
 from tests.helpers.models import VOCAB_SIZE, library_logits, tiny_config
 from tests.unit.models.conftest import Saved

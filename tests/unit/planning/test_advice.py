@@ -7,8 +7,8 @@ from llama_ssp.config.hardware import Profile
 from llama_ssp.config.schema import DraftLayout, Quantization
 from llama_ssp.config.target_placement import Offload, TargetKind
 from llama_ssp.planning import advice
-from llama_ssp.planning.job import Job
 from llama_ssp.planning.plan import make_plan
+from llama_ssp.planning.spec import Job
 from tests.helpers.planning import make_job
 
 A100 = hardware.load("8xa100_80gb")

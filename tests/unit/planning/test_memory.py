@@ -9,7 +9,6 @@ from llama_ssp.config.schema import DraftLayout, Quantization, RuleName
 from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.errors import PlacementError
 from llama_ssp.models.prefill import Buckets
-from llama_ssp.planning.job import planned_model
 from llama_ssp.planning.memory import (
     BUCKET_STEP,
     GRAPH_NODE_BYTES,
@@ -21,6 +20,7 @@ from llama_ssp.planning.memory import (
     largest_context,
     memory,
 )
+from llama_ssp.planning.spec import planned_model
 from tests.helpers.planning import make_job
 
 A100 = hardware.load("p4d_24xlarge")

@@ -4,12 +4,11 @@ from dataclasses import replace
 
 import pytest
 
+from llama_ssp.architectures.inventory import Matrix
 from llama_ssp.config import hardware
 from llama_ssp.config.hardware import HardwareConfig, LinearPoint, Link, Profile, RowsPoint, SizePoint
 from llama_ssp.config.schema import Quantization
 from llama_ssp.config.target_placement import TargetKind
-from llama_ssp.planning.inventory import Matrix
-from llama_ssp.planning.job import PlannedModel
 from llama_ssp.planning.memory import KERNELS_PER_LAYER
 from llama_ssp.planning.roofline import (
     KERNELS_PER_FRAME,
@@ -23,6 +22,7 @@ from llama_ssp.planning.roofline import (
     message_s,
     roofline_s,
 )
+from llama_ssp.planning.spec import PlannedModel
 from tests.helpers.planning import small_model
 
 MACHINE = replace(

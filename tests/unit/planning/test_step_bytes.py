@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
+from llama_ssp.architectures.inventory import inventory
 from llama_ssp.config import catalogue
 from llama_ssp.config.schema import Dtype, ModelShape
-from llama_ssp.planning.inventory import inventory
-from llama_ssp.planning.job import planned_model, step_bytes
+from llama_ssp.planning.spec import planned_model, step_bytes
 
 SHAPE = ModelShape(
     model_type="llama", num_hidden_layers=3, hidden_size=512, num_attention_heads=8, num_key_value_heads=4, head_dim=64,

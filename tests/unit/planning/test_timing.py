@@ -15,9 +15,9 @@ from llama_ssp.config.hardware import (
 )
 from llama_ssp.config.schema import DraftLayout, Dtype, Quantization, RuleName
 from llama_ssp.config.target_placement import TargetKind
-from llama_ssp.planning.job import PlannedModel
 from llama_ssp.planning.memory import kv_bytes_per_token
 from llama_ssp.planning.roofline import ForwardTime, all_reduce_s, bandwidth, working_set_bytes
+from llama_ssp.planning.spec import PlannedModel
 from llama_ssp.planning.timing import Clock, timing
 from tests.helpers.planning import make_job, small_model
 

@@ -7,14 +7,14 @@ import pytest
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from llama_ssp.architectures.inventory import inventory
 from llama_ssp.config import catalogue
 from llama_ssp.config.schema import Dtype, Quantization
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.errors import PlacementError
-from llama_ssp.models.checkpoint import shape_of
 from llama_ssp.models.tensor_parallel import shard
-from llama_ssp.planning.inventory import inventory
 from llama_ssp.planning.weights import shares, weight_bytes
+from llama_ssp.weights.checkpoint import shape_of
 from tests.helpers.planning import small_model
 
 FP16_BYTES = {"7B": 13_476_831_232, "13B": 26_031_728_640, "30B": 65_057_887_232, "65B": 130_571_321_344}

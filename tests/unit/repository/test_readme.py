@@ -30,7 +30,7 @@ TESTED = {
     r"\.venv/bin/pytest": ".ci/run",
     r"bash \.ci/run": "itself",
     r"\.venv/bin/python launch/report\.py outputs/by_k": "tests/unit/launch/test_report.py",
-    r"\.venv/bin/python launch/manifest\.py DIR": "tests/unit/models/test_manifest.py",
+    r"\.venv/bin/python launch/manifest\.py DIR": "tests/unit/weights/test_manifest.py",
     r"\.venv/bin/python -m pip install -e '\.\[bitsandbytes\]' -c \.venv/constraints\.txt": "what the message says",
     r"\.venv/bin/python -m benchmarks\.(peers --store|readme|startup)": "tests/unit/benchmarks",
     r"printf '[^']*' > prompts\.txt": "test_the_file_of_prompts_is_made_as_the_readme_says",

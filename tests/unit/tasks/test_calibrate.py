@@ -6,6 +6,8 @@ import pytest
 import torch
 import yaml
 
+from llama_ssp.calibration import model_pairs, operators, rounds
+from llama_ssp.calibration.random_llama import HEAD_DIM, RandomStack
 from llama_ssp.config import hardware
 from llama_ssp.config.hardware import LinearPoint
 from llama_ssp.distributed.comms import Comm
@@ -13,9 +15,7 @@ from llama_ssp.distributed.environment import Ranks
 from llama_ssp.distributed.world import World
 from llama_ssp.errors import SspError
 from llama_ssp.planning.timing import timing
-from llama_ssp.tasks import measuring, measuring_pairs, measuring_rounds
 from llama_ssp.tasks.calibrate import calibrate
-from llama_ssp.tasks.stacks import HEAD_DIM, RandomStack
 from tests.helpers.planning import make_job
 
 WORLD = World(
@@ -30,17 +30,17 @@ WORLD = World(
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few sizes and no patience: what is measured is of no account."""
-    monkeypatch.setattr(measuring, "ELEMENTS", (4096, 65536))
-    monkeypatch.setattr(measuring, "ROWS", (1, 5, 64))
-    monkeypatch.setattr(measuring, "WORKING_SETS", (2**20, 2**22))
-    monkeypatch.setattr(measuring, "beyond_caches", lambda: 2**23)
-    monkeypatch.setattr(measuring_rounds, "VOCABULARIES", (64, 256))
-    monkeypatch.setattr(measuring, "BUDGET_S", 0.0)
-    monkeypatch.setattr(measuring_pairs, "TARGETS", (RandomStack(128, 3, 64), RandomStack(256, 3, 64)))
-    monkeypatch.setattr(measuring_pairs, "DRAFT", RandomStack(64, 1, 64))
-    monkeypatch.setattr(measuring_pairs, "VOCAB_SIZE", 64)
-    monkeypatch.setattr(measuring_pairs, "FEWEST", 1)
-    monkeypatch.setattr(measuring_pairs, "BUDGET_S", 0.0)
+    monkeypatch.setattr(operators, "ELEMENTS", (4096, 65536))
+    monkeypatch.setattr(operators, "ROWS", (1, 5, 64))
+    monkeypatch.setattr(operators, "WORKING_SETS", (2**20, 2**22))
+    monkeypatch.setattr(operators, "beyond_caches", lambda: 2**23)
+    monkeypatch.setattr(rounds, "VOCABULARIES", (64, 256))
+    monkeypatch.setattr(operators, "BUDGET_S", 0.0)
+    monkeypatch.setattr(model_pairs, "TARGETS", (RandomStack(128, 3, 64), RandomStack(256, 3, 64)))
+    monkeypatch.setattr(model_pairs, "DRAFT", RandomStack(64, 1, 64))
+    monkeypatch.setattr(model_pairs, "VOCAB_SIZE", 64)
+    monkeypatch.setattr(model_pairs, "FEWEST", 1)
+    monkeypatch.setattr(model_pairs, "BUDGET_S", 0.0)
 
 
 @pytest.mark.usefixtures("hasty")
@@ -71,7 +71,7 @@ def test_a_file_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
 def test_a_call_is_timed_in_seconds() -> None:
     import time
 
-    assert measuring.seconds_per_call(lambda: time.sleep(0.002), budget_s=0.02) == pytest.approx(0.002, rel=0.5)
+    assert operators.seconds_per_call(lambda: time.sleep(0.002), budget_s=0.02) == pytest.approx(0.002, rel=0.5)
 
 
 def test_what_comes_between_two_calls_is_done_each_time_and_not_timed() -> None:
@@ -83,36 +83,36 @@ def test_what_comes_between_two_calls_is_done_each_time_and_not_timed() -> None:
         done.append("between")
         time.sleep(0.005)
 
-    seconds = measuring.seconds_per_call(lambda: done.append("call"), budget_s=1e-9, between=between)
+    seconds = operators.seconds_per_call(lambda: done.append("call"), budget_s=1e-9, between=between)
     assert done == ["call", "between", "call", "between", "call", "between", "call"]
     assert seconds < 0.002
 
 
 def test_rates_are_bytes_operations_and_calls_over_the_time_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring, "seconds_per_call", lambda _call, **_options: 0.5)
+    monkeypatch.setattr(operators, "seconds_per_call", lambda _call, **_options: 0.5)
     device = torch.device("cpu")
-    assert measuring.copy_bytes_per_s(device, num_bytes=4096) == 2 * 4096 / 0.5, "read once and written once"
-    assert measuring.flops_per_s(torch.float32, device) == 2 * 1024**3 / 0.5, "a product and a sum"
-    assert measuring.operator_s(device, captured=False) == 0.5 / 200
-    monkeypatch.setattr(measuring, "ELEMENTS", (4096,))
-    points = measuring.linear_points(torch.float32, "fp32", working_sets=[2**17])
-    assert [(point.rows, point.s) for point in points] == [(rows, 0.25) for rows in measuring.ROWS], "two in a call"
+    assert operators.copy_bytes_per_s(device, num_bytes=4096) == 2 * 4096 / 0.5, "read once and written once"
+    assert operators.flops_per_s(torch.float32, device) == 2 * 1024**3 / 0.5, "a product and a sum"
+    assert operators.operator_s(device, captured=False) == 0.5 / 200
+    monkeypatch.setattr(operators, "ELEMENTS", (4096,))
+    points = operators.linear_points(torch.float32, "fp32", working_sets=[2**17])
+    assert [(point.rows, point.s) for point in points] == [(rows, 0.25) for rows in operators.ROWS], "two in a call"
 
 
 def test_attention_costs_by_the_bytes_of_keys_and_values_that_are_read_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring, "_attend_s", lambda rows, num_slots, num_heads: 7.0 + rows * num_slots * num_heads)
+    monkeypatch.setattr(operators, "_attend_s", lambda rows, num_slots, num_heads: 7.0 + rows * num_slots * num_heads)
     slot_bytes = 2 * HEAD_DIM * 4
-    points = measuring.attention_points()
-    assert [point.size for point in points] == list(measuring.OPERATOR_ROWS)
-    assert [point.s for point in points] == pytest.approx([rows / slot_bytes for rows in measuring.OPERATOR_ROWS])
+    points = operators.attention_points()
+    assert [point.size for point in points] == list(operators.OPERATOR_ROWS)
+    assert [point.s for point in points] == pytest.approx([rows / slot_bytes for rows in operators.OPERATOR_ROWS])
 
 
 def test_matrices_are_taken_off_a_layers_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = {1: 0.003, measuring.MANY_LAYERS: 0.003 + 0.001 * (measuring.MANY_LAYERS - 1)}
-    monkeypatch.setattr(measuring, "_stack", lambda _width, num_layers: num_layers)
-    monkeypatch.setattr(measuring, "_forward_s", lambda stack, _rows, _between: seconds[stack])
+    seconds = {1: 0.003, operators.MANY_LAYERS: 0.003 + 0.001 * (operators.MANY_LAYERS - 1)}
+    monkeypatch.setattr(operators, "_stack", lambda _width, num_layers: num_layers)
+    monkeypatch.setattr(operators, "_forward_s", lambda stack, _rows, _between: seconds[stack])
     linear = [LinearPoint(dtype="fp32", rows=1, elements=4096, working_set_bytes=2**22, s=1e-5)]
-    layers, frames = measuring.operator_points(linear, lambda: None)
-    assert {point.width for point in layers} == set(measuring.WIDTHS)
+    layers, frames = operators.operator_points(linear, lambda: None)
+    assert {point.width for point in layers} == set(operators.WIDTHS)
     assert [point.s for point in layers] == pytest.approx([0.001 - 4e-5] * len(layers))
     assert [point.s for point in frames] == pytest.approx([0.002 - 1e-5] * len(frames))

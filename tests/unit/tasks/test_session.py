@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from llama_ssp.decoding.loop import Completion, Update
-from llama_ssp.decoding.state import Request
-from llama_ssp.decoding.stream import Piece
+from llama_ssp.engine.loop import Completion, Update
+from llama_ssp.engine.state import Request
+from llama_ssp.engine.stream import Piece
 from llama_ssp.reports.lines import CompletionLine
 from llama_ssp.tasks.session import Job, Session, to_line
 

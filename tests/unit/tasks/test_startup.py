@@ -13,20 +13,20 @@ from tests.helpers.repository import ROOT
 # What a run does not need before it looks at checkpoints; the first seven take seconds.
 BEFORE_CHECKPOINTS = (
     "transformers.modeling_utils", "torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy", "scipy",
-    "accelerate", "llama_ssp.models.backends", "llama_ssp.models.decoder", "llama_ssp.reports.html",
+    "accelerate", "llama_ssp.models.build", "llama_ssp.models.llama.decoder", "llama_ssp.reports.html",
 )  # fmt: skip
 # What completions do not need at all.
 NEVER = (
     "bitsandbytes", "deepspeed", "matplotlib", "datasets", "pandas", "sklearn", "tensorboard",
-    "llama_ssp.models.synthetic", "llama_ssp.models.implant", "llama_ssp.tasks.benchmark", "llama_ssp.tasks.calibrate",
-    "llama_ssp.tasks.measuring", "llama_ssp.tasks.peers",
+    "llama_ssp.weights.synthetic", "llama_ssp.weights.expansion", "llama_ssp.tasks.benchmark",
+    "llama_ssp.tasks.calibrate", "llama_ssp.calibration.operators", "llama_ssp.tasks.peers",
 )  # fmt: skip
 
 
 def test_slow_packages_are_imported_only_where_they_are_used(tmp_path: Path) -> None:
     settings = ["task=generate", "prompt=import", "max_new_tokens=2", f"run_dir={tmp_path}/run"]
     program = (
-        "import json, sys; from launch import run; from llama_ssp.tasks import start; first = [*sys.modules]; "
+        "import json, sys; from launch import run; from llama_ssp.tasks import run as task; first = [*sys.modules]; "
         f"sys.argv = ['run.py', *{settings!r}]; code = run.main(); print(json.dumps([code, first, [*sys.modules]]))"
     )
     ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)

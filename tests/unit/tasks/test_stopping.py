@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from llama_ssp.decoding.loop import StopWish
+from llama_ssp.engine.loop import StopWish
 from llama_ssp.errors import InterruptedRun
 from llama_ssp.tasks.stopping import heeding_signals, interruptible
 

@@ -1,0 +1,1 @@
+"""What is known of model families without torch: shapes, parameters, slices."""

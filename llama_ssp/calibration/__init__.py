@@ -1,0 +1,1 @@
+"""Measurements of the machine at hand, for the planner."""

@@ -1,0 +1,195 @@
+"""What `task=calibrate` times of whole runs: pairs of random models that decode, plain and speculatively.
+
+Linear layers, operators and messages that are timed one by one do not add up to a forward, where each comes behind all
+others and finds colder caches, or ranks that wait already. So a few forwards are timed where they happen, in the loop
+itself, and how they compare with the planner's sum of parts becomes `Profile.composition`.
+
+Shapes: K drafted tokens.
+"""
+
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from llama_ssp.calibration.random_llama import RandomStack
+from llama_ssp.config.hardware import CompositionPoint, HardwareConfig
+from llama_ssp.config.machine import machine_of_run
+from llama_ssp.config.schema import DraftLayout, SamplingConfig, VerificationConfig
+from llama_ssp.config.target_placement import TargetKind
+from llama_ssp.distributed.comms import Comm
+from llama_ssp.distributed.memory import available_bytes
+from llama_ssp.drafting.broadcast import AgreedDrafter, AgreedRule
+from llama_ssp.drafting.model import ModelDrafter
+from llama_ssp.engine.clock import clock_for
+from llama_ssp.engine.executors.traced_cpu import ReplayedRounds
+from llama_ssp.engine.loop import Completion, Decoder
+from llama_ssp.engine.state import Request
+from llama_ssp.models.runner import Runner
+from llama_ssp.planning.roofline import Seat, working_set_bytes
+from llama_ssp.planning.spec import Job
+from llama_ssp.planning.timing import Clock
+from llama_ssp.sampling.rules import make_rule
+
+VOCAB_SIZE = 4096
+DRAFT = RandomStack(128, 2, VOCAB_SIZE, from_16_bits=True)
+"""Reads 2 MB."""
+TARGETS = (
+    RandomStack(256, 10, VOCAB_SIZE, from_16_bits=True),
+    RandomStack(512, 12, VOCAB_SIZE),
+    RandomStack(1024, 17, VOCAB_SIZE),
+)
+"""Read 22 MB, 200 MB and 1.1 GB."""
+BUDGET_S = 3.0
+"""Time that one way of decoding a pair may take."""
+FEWEST, MOST = 5, 50
+NUM_DRAFT_TOKENS, PROMPT_TOKENS, NEW_TOKENS = 4, 32, 24
+"""A round ends within the slots of the cache that a profile's layers were timed with."""
+MOST_OF_MEMORY = 0.5
+LEAST_RATIO = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairTime:
+    """Medians of what a pair took.
+
+    Attributes:
+        target, draft: the pair.
+        prompt_s: a prompt of `PROMPT_TOKENS` through the target, and the first token.
+        plain_s: a plain token.
+        draft_s: what drafting takes of a round.
+        rest_s: the rest of the round.
+    """
+
+    target: RandomStack
+    draft: RandomStack
+    prompt_s: float
+    plain_s: float
+    draft_s: float
+    rest_s: float
+
+
+def pair_times(comm: Comm) -> list[PairTime]:
+    """Decode with pairs of all sizes that fit into half of the free memory; all ranks must call this together."""
+    room = MOST_OF_MEMORY * _agreed(available_bytes() or sys.maxsize, comm)
+    draft = DRAFT.load(Comm.single()) if comm.rank == 0 else None
+    return [_pair_time(stack, draft, comm) for stack in TARGETS if stack.num_bytes <= room]
+
+
+def _pair_time(stack: RandomStack, draft: Runner | None, comm: Comm) -> PairTime:
+    target = stack.load(comm)
+    plain = _completions(decoder(target, None, comm, num_draft_tokens=0), comm)
+    speculative = _completions(decoder(target, draft, comm, num_draft_tokens=NUM_DRAFT_TOKENS), comm)
+    return PairTime(
+        target=stack,
+        draft=DRAFT,
+        prompt_s=statistics.median(each.busy_s - sum(each.part_s.values()) for each in plain),
+        plain_s=statistics.median(sum(each.part_s.values()) / (len(each.token_ids) - 1) for each in plain),
+        draft_s=statistics.median(each.part_s["draft"] / len(each.accepted_lengths) for each in speculative),
+        rest_s=statistics.median(
+            (each.part_s["verify"] + each.part_s["other"]) / len(each.accepted_lengths) for each in speculative
+        ),
+    )
+
+
+def _completions(run: Decoder, comm: Comm) -> list[Completion]:
+    """As many completions as the budget has room for, by the word of the first rank."""
+    (first,) = complete(run, requests(1, new_tokens=NEW_TOKENS))
+    number = _agreed(max(FEWEST, min(MOST, int(BUDGET_S / first.busy_s))), comm)
+    return complete(run, requests(number, new_tokens=NEW_TOKENS))
+
+
+def _agreed(number: int, comm: Comm) -> int:
+    """The first rank's."""
+    return int(comm.broadcast(torch.tensor([number]), src=0))
+
+
+def decoder(target: Runner, draft: Runner | None, comm: Comm, *, num_draft_tokens: int) -> Decoder:
+    """The loop of one rank at batch size 1: the first rank holds the draft and decides.
+
+    Args:
+        target: this rank's slice of it.
+        draft: on the first rank, where there is one.
+        comm: the ranks that share the target.
+        num_draft_tokens: K; 0 decodes plainly.
+    """
+    rule = make_rule(SamplingConfig(), VerificationConfig())
+    inner = None
+    if draft:
+        inner = ModelDrafter(draft, rule=rule, num_draft_tokens=num_draft_tokens, vocab_size=target.vocab_size)
+    agreed = AgreedDrafter(inner, comm=comm, src=0, num_draft_tokens=num_draft_tokens, device=target.device)
+    rounds = ReplayedRounds(
+        target,
+        agreed if num_draft_tokens else None,
+        rule=AgreedRule(rule, comm=comm, src=0, device=target.device),
+        clock=clock_for(target.device),
+    )
+    return Decoder(rounds, batch_size=1, eos_ids=(), seed=0)
+
+
+def requests(number: int, *, new_tokens: int) -> list[Request]:
+    """Prompts of arbitrary tokens."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(VOCAB_SIZE, (number, PROMPT_TOKENS), generator=generator).tolist()
+    return [Request(index=i, prompt_ids=tuple(row), max_new_tokens=new_tokens) for i, row in enumerate(ids)]
+
+
+@torch.inference_mode()
+def complete(run: Decoder, wanted: Sequence[Request]) -> list[Completion]:
+    """The finished completions of all requests."""
+    return [u.completion for updates in run.run(wanted) for u in updates if u.completion.finish_reason]
+
+
+def composition(times: Sequence[PairTime], machine: HardwareConfig, *, num_ranks: int) -> list[CompositionPoint]:
+    """Compare what pairs took with what a machine whose profiles have no such points would forecast.
+
+    What a plain token and a round take beside their forwards is believed; all that is left is the forwards'.
+
+    Args:
+        times: smallest target first, whose rounds also give the draft's point.
+        machine: the machine.
+        num_ranks: ranks that shared the targets.
+    """
+    points = []
+    for time in times:
+        clock = Clock(_job(time, num_ranks), machine_of_run(machine, num_ranks))
+        assert clock.draft, "a pair has a draft"
+        if time is times[0]:
+            draft_s = [clock.forward(clock.draft, rows).total_s for rows in (2, *[1] * (NUM_DRAFT_TOKENS - 1))]
+            draws_s = NUM_DRAFT_TOKENS * (clock.draft_step_s(1) - draft_s[-1])
+            points.append(_point(clock, clock.draft, 1, time.draft_s - draws_s, sum(draft_s)))
+        plain_s, verify_s = (clock.forward(clock.target, rows).total_s for rows in (1, NUM_DRAFT_TOKENS + 1))
+        draw_s = clock.plain_s() - plain_s
+        beside_s = clock.verdict_s(NUM_DRAFT_TOKENS) + clock.host_s
+        points += [
+            _point(clock, clock.target, 1, time.plain_s - draw_s, plain_s),
+            _point(clock, clock.target, NUM_DRAFT_TOKENS + 1, time.rest_s - beside_s, verify_s),
+            _point(clock, clock.target, PROMPT_TOKENS, time.prompt_s - draw_s, clock.prefill_s(clock.target)),
+        ]
+    return points
+
+
+def _point(clock: Clock, seat: Seat, rows: int, measured_s: float, parts_s: float) -> CompositionPoint:
+    ratio = max(measured_s / parts_s, LEAST_RATIO)
+    return CompositionPoint(rows=rows, working_set_bytes=working_set_bytes(seat, clock.hardware), ratio=ratio)
+
+
+def _job(time: PairTime, num_ranks: int) -> Job:
+    """What the pair did, as a plan sees it."""
+    return Job(
+        target=time.target.planned,
+        draft=time.draft.planned,
+        target_kind=TargetKind.tensor,
+        target_ranks=tuple(range(num_ranks)),
+        draft_kind=DraftLayout.one_rank,
+        draft_ranks=(0,),
+        num_draft_tokens=NUM_DRAFT_TOKENS,
+        acceptance=None,
+        batch_size=1,
+        prompt_tokens=PROMPT_TOKENS,
+        max_new_tokens=NEW_TOKENS,
+        cuda_graphs=False,
+        device="cpu",
+    )

@@ -1,0 +1,271 @@
+"""What `task=calibrate` times on one rank: the library calls that models are made of, at sizes that a plan needs.
+
+No checkpoint is read and no language model runs: matrices are random, layers have a width at which only the cost of
+launching their operators is left. Which of it is measured when, and what becomes of it, is said in `calibrate`.
+
+Shapes: B sequences, T positions, V vocabulary, E width.
+"""
+
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import cycle
+
+import torch
+from torch.nn import functional
+
+from llama_ssp.calibration.random_llama import HEAD_DIM, MLP_SHARE, RandomStack
+from llama_ssp.config.hardware import LinearPoint, RowsPoint, SizePoint
+from llama_ssp.config.schema import Dtype
+from llama_ssp.distributed.comms import Comm
+from llama_ssp.models.linear import Linear, make_linear
+from llama_ssp.models.runner import Runner
+from llama_ssp.planning.measured import measured_linear_s
+from llama_ssp.planning.roofline import MEASURED_SLOTS
+from llama_ssp.recorded import Recorded
+
+ELEMENTS = tuple(4**power for power in range(6, 13))
+ROWS = (1, 2, 5, 9, 64, 512)
+OPERATOR_ROWS = (1, 5, 64)
+WORKING_SETS = (4 * 2**20, 32 * 2**20, 192 * 2**20)
+BUDGET_S = 0.15
+"""Time that one point may take."""
+_FEWEST, _MOST = 3, 200
+NARROW = 64
+MANY_LAYERS = 9
+MOST_MATRICES = 512
+WIDTHS = (64, 256)
+
+
+def seconds_per_call(
+    call: Callable[[], object], *, budget_s: float = BUDGET_S, between: Callable[[], object] | None = None
+) -> float:
+    """The lower quartile of the times of a call, over as many calls as the budget has room for.
+
+    Other processes only ever add time, and the quartile leaves most of what they add out.
+
+    Args:
+        call: what to time.
+        budget_s: time that all calls may take.
+        between: done before each call and not timed, where code and numbers would be warmer than they are in a run.
+    """
+    if between:
+        return statistics.quantiles(_times_apart(call, between, budget_s), n=4, method="inclusive")[0]
+    call()
+    started = time.perf_counter()
+    call()
+    once = max(time.perf_counter() - started, 1e-6)
+    # Short calls are timed in bunches, since reading the clock costs as much as they do.
+    bunch = max(1, int(2e-4 / once))
+    times = []
+    for _ in range(max(_FEWEST, min(_MOST, int(budget_s / (once * bunch))))):
+        started = time.perf_counter()
+        for _ in range(bunch):
+            call()
+        times.append((time.perf_counter() - started) / bunch)
+    return statistics.quantiles(times, n=4, method="inclusive")[0]
+
+
+def _times_apart(call: Callable[[], object], between: Callable[[], object], budget_s: float) -> list[float]:
+    """The times of single calls, each behind other work."""
+    times: list[float] = []
+    call()
+    while len(times) < _FEWEST or (len(times) < _MOST and sum(times) < budget_s):
+        between()
+        started = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - started)
+    return times
+
+
+def _settled(call: Callable[[], object], device: torch.device) -> Callable[[], object]:
+    """A call that returns only when the device is done."""
+    if device.type != "cuda":
+        return call
+
+    def settle() -> None:
+        call()
+        torch.cuda.synchronize(device)
+
+    return settle
+
+
+def copy_bytes_per_s(device: torch.device, num_bytes: int = 2**28) -> float:
+    """Bytes read and written per second by a plain copy that no cache can hold."""
+    source = torch.ones(num_bytes // 4, device=device)
+    target = torch.empty_like(source)
+    return 2 * num_bytes / seconds_per_call(_settled(lambda: target.copy_(source), device))
+
+
+def flops_per_s(dtype: torch.dtype, device: torch.device) -> float:
+    """Rate of a square matrix product."""
+    side = 8192 if device.type == "cuda" else 1024
+    left = torch.randn(side, side, device=device).to(dtype)
+    return 2 * side**3 / seconds_per_call(_settled(lambda: left @ left, device))
+
+
+def operator_s(device: torch.device, *, captured: bool) -> float:
+    """One operator of a few bytes, launched from Python or, on a GPU, inside a captured graph."""
+    number = 200
+    x = torch.zeros(64, device=device)
+
+    def some() -> None:
+        for _ in range(number):
+            x.add_(1.0)
+
+    if not captured or device.type != "cuda":
+        return seconds_per_call(_settled(some, device)) / number
+    some()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        some()
+    return seconds_per_call(_settled(graph.replay, device)) / number
+
+
+def linear_points(
+    dtype: torch.dtype,
+    name: str,
+    *,
+    working_sets: Sequence[int] = WORKING_SETS,
+    keeps_weight: bool = False,
+    from_16_bits: bool = False,
+) -> list[LinearPoint]:
+    """Linear layers of all sizes, with matrices that stay in a cache and with ones that do not.
+
+    Half of the matrices are four times as tall as wide, half the other way round, as in an MLP.
+
+    Args:
+        dtype: number format.
+        name: what the points call it.
+        working_sets: bytes of all matrices that are read in turn.
+        keeps_weight: the matrices are embeddings too, so that they stay as they are.
+        from_16_bits: the matrices are those of a 16-bit checkpoint, and are kept in 16 bits.
+    """
+    points = []
+    for working_set in working_sets:
+        for elements in ELEMENTS:
+            size = elements * (2 if from_16_bits else dtype.itemsize)
+            # Caches hold many sets of small matrices, and only large ones make up a set that none can hold.
+            if size > working_set or (working_set > WORKING_SETS[-1] and size * MOST_MATRICES < working_set):
+                continue
+            number = min(max(2, working_set // size), MOST_MATRICES)
+            make = partial(_linear, elements, dtype, keeps_weight=keeps_weight, from_16_bits=from_16_bits)
+            layers = [make(tall=bool(index % 2)) for index in range(number)]
+            for rows in ROWS:
+                s = _linear_s(layers, rows, dtype)
+                points.append(LinearPoint(dtype=name, rows=rows, elements=elements, working_set_bytes=working_set, s=s))
+    return points
+
+
+def _linear(
+    elements: int, dtype: torch.dtype, *, tall: bool, keeps_weight: bool, from_16_bits: bool
+) -> tuple[int, Linear]:
+    """A linear layer in the form that a model's would have, with its number of inputs."""
+    side = math.isqrt(elements // 4)
+    sizes = (4 * side, side) if tall else (side, 4 * side)
+    weight = torch.randn(sizes)
+    weight = (weight.bfloat16() if from_16_bits else weight).to(dtype)
+    return sizes[1], make_linear(weight, None, keeps_weight=keeps_weight)
+
+
+@torch.inference_mode()
+def _linear_s(layers: list[tuple[int, Linear]], rows: int, dtype: torch.dtype) -> float:
+    """The time of one linear layer, over layers that are read in turn."""
+    inputs = {width: torch.randn(rows, width).to(dtype) for width, _ in layers}
+    in_turn = cycle(layers)
+
+    def two() -> None:
+        for _ in range(2):  # a tall one and a wide one
+            width, layer = next(in_turn)
+            layer(inputs[width])
+
+    return seconds_per_call(two) / 2
+
+
+def operator_points(
+    linear: list[LinearPoint], between: Callable[[], object]
+) -> tuple[list[RowsPoint], list[RowsPoint]]:
+    """What a layer, and what the frame around the layers, takes beside its matrices.
+
+    Timed on stacks of one and of several layers, of widths at which operators weigh as much as matrices; what the
+    matrices cost, as a plan would read it from `linear`, is taken off.
+
+    Args:
+        linear: from `linear_points`.
+        between: what a round does between two forwards.
+    """
+    layers, frames = [], []
+    for width in WIDTHS:
+        few, many = _stack(width, 1), _stack(width, MANY_LAYERS)
+        for rows in OPERATOR_ROWS:
+            few_s, many_s = _forward_s(few, rows, between), _forward_s(many, rows, between)
+            layer_s = (many_s - few_s) / (MANY_LAYERS - 1)
+            price = partial(measured_linear_s, linear, rows=rows, dtype=Dtype.fp32)
+            sizes = [2 * width * width, width * width, 2 * MLP_SHARE * width * width, MLP_SHARE * width * width]
+            set_bytes = 4 * MANY_LAYERS * sum(sizes)
+            matrices_s = sum(price(elements, working_set_bytes=set_bytes) for elements in sizes)
+            head_s = price(NARROW * width, working_set_bytes=set_bytes)
+            layers.append(RowsPoint(rows=rows, width=width, s=max(layer_s - matrices_s, 1e-6)))
+            frames.append(RowsPoint(rows=rows, width=width, s=max(few_s - layer_s - head_s, 1e-6)))
+    return layers, frames
+
+
+def _stack(width: int, num_layers: int) -> Runner:
+    """A few layers in the lean decoder, with a head of next to no size."""
+    runner = RandomStack(width, num_layers, NARROW).load(Comm.single())
+    runner.allocate(batch_size=1, capacity=128)
+    return runner
+
+
+def _forward(runner: Runner, rows: int) -> Callable[[], object]:
+    """A forward of one row of the batch, recorded as those of a round are."""
+    ids_BT, positions_BT = torch.zeros(1, rows, dtype=torch.int64), torch.arange(rows)[None]
+    recorded = Recorded(partial(runner.forward, bucket=MEASURED_SLOTS))
+
+    def forward() -> object:
+        held = runner.held(bucket=MEASURED_SLOTS)
+        if held is None:  # the first one fills the cache
+            return runner.forward(ids_BT, positions_BT, bucket=MEASURED_SLOTS)
+        return recorded(0, ids_BT, positions_BT, held=held)
+
+    return forward
+
+
+@torch.inference_mode()
+def _forward_s(runner: Runner, rows: int, between: Callable[[], object]) -> float:
+    return seconds_per_call(_forward(runner, rows), budget_s=3 * BUDGET_S, between=between)
+
+
+def some_forward() -> Callable[[], object]:
+    """A forward of one row, as it comes before a rule."""
+    return _forward(_stack(WIDTHS[-1], MANY_LAYERS), 1)
+
+
+def beyond_caches() -> int:
+    """Bytes that no cache of this machine can hold."""
+    try:
+        return max(2 * os.sysconf("SC_LEVEL3_CACHE_SIZE"), 2 * WORKING_SETS[-1])
+    except (ValueError, OSError):  # only Linux tells
+        return 2 * WORKING_SETS[-1]
+
+
+def attention_points() -> list[SizePoint]:
+    """Seconds for each byte of keys and values beyond the first few, by the rows that read it."""
+    num_heads = 4
+    few, many = MEASURED_SLOTS, 1024
+    more_bytes = 2 * (many - few) * num_heads * HEAD_DIM * 4
+    points = []
+    for rows in OPERATOR_ROWS:
+        more_s = _attend_s(rows, many, num_heads) - _attend_s(rows, few, num_heads)
+        points.append(SizePoint(size=rows, s=max(more_s / more_bytes, 1e-15)))
+    return points
+
+
+def _attend_s(rows: int, num_slots: int, num_heads: int) -> float:
+    keys, values = torch.randn(2, 1, num_heads, num_slots, HEAD_DIM).unbind()
+    queries, mask = torch.randn(1, num_heads, rows, HEAD_DIM), torch.zeros(1, 1, rows, num_slots)
+    with torch.inference_mode():
+        return seconds_per_call(partial(functional.scaled_dot_product_attention, queries, keys, values, attn_mask=mask))

@@ -1,0 +1,122 @@
+"""Llamas of random numbers in the lean decoder: what `task=calibrate` times where it takes a whole forward.
+
+Shapes are those of `runner`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from llama_ssp.architectures.inventory import inventory
+from llama_ssp.config.schema import Dtype, ModelShape, Quantization
+from llama_ssp.distributed.comms import Comm
+from llama_ssp.models.build import load_model
+from llama_ssp.models.runner import Runner
+from llama_ssp.planning.spec import PlannedModel, model_bytes
+from llama_ssp.weights.source import TensorFacts
+from llama_ssp.weights.synthetic import llama_config
+
+MLP_SHARE, HEAD_DIM = 4, 32
+CONTEXT = 1024
+_LARGEST = 0.05
+
+
+@dataclass(frozen=True)
+class RandomStack:
+    """A Llama of random numbers, with half as many key-value heads as query heads; an `origin.Origin`.
+
+    Attributes:
+        width: E, a multiple of twice `HEAD_DIM`.
+        num_layers: how many layers.
+        vocab_size: V.
+        from_16_bits: its numbers are those of a 16-bit checkpoint, which a CPU keeps in 16 bits.
+    """
+
+    width: int
+    num_layers: int
+    vocab_size: int
+    from_16_bits: bool = False
+
+    @property
+    def folder(self) -> Path:
+        """There is none: what messages call it."""
+        return Path(f"random-{self.width}x{self.num_layers}")
+
+    @property
+    def shape(self) -> ModelShape:
+        """Its sizes."""
+        num_heads = self.width // HEAD_DIM
+        return ModelShape(
+            model_type="llama",
+            num_hidden_layers=self.num_layers,
+            hidden_size=self.width,
+            num_attention_heads=num_heads,
+            num_key_value_heads=num_heads // 2,
+            head_dim=HEAD_DIM,
+            intermediate_size=MLP_SHARE * self.width,
+            vocab_size=self.vocab_size,
+            max_position_embeddings=CONTEXT,
+        )
+
+    @cached_property
+    def config(self) -> LlamaConfig:
+        """The library's own configuration of it."""
+        return llama_config(self.shape)
+
+    @property
+    def context(self) -> int:
+        """The most tokens that a sequence may have."""
+        return CONTEXT
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The number format that its numbers come from."""
+        return torch.bfloat16 if self.from_16_bits else torch.float32
+
+    @cached_property
+    def tensors(self) -> Mapping[str, TensorFacts]:
+        """Every tensor, by the name that the library gives it."""
+        with torch.device("meta"):
+            model = LlamaForCausalLM(self.config)
+        return {name: TensorFacts(dtype=self.dtype, shape=tuple(p.shape)) for name, p in model.named_parameters()}
+
+    def read(
+        self,
+        name: str,
+        *,
+        dim: int | None = None,
+        parts: Sequence[range] = (),
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ) -> Tensor:
+        """Make a tensor, or a slice of it; see `Origin.read`. A norm's are ones, the same on all ranks."""
+        sizes = list(self.tensors[name].shape)
+        if dim is not None:
+            sizes[dim] = sum(len(part) for part in parts)
+        values = torch.ones(sizes) if len(sizes) == 1 else torch.empty(sizes).uniform_(-_LARGEST, _LARGEST)
+        return values.to(self.dtype).to(device=device, dtype=dtype or self.dtype)
+
+    @property
+    def planned(self) -> PlannedModel:
+        """What the planner sees of it in fp32."""
+        return PlannedModel(
+            name=self.folder.name,
+            shape=self.shape,
+            dtype=Dtype.fp32,
+            quantization=Quantization.none,
+            stored=Dtype.bf16 if self.from_16_bits else Dtype.fp32,
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """What its weights take on a CPU, on all ranks together."""
+        return model_bytes(inventory(self.shape), self.planned, device="cpu").total_bytes
+
+    def load(self, comm: Comm) -> Runner:
+        """This rank's slice in fp32 on the CPU; all ranks of `comm` must call this together."""
+        return load_model(self, dtype=torch.float32, device=torch.device("cpu"), comm=comm)

@@ -1,0 +1,160 @@
+"""What `task=calibrate` times of a round beside its forwards: the rule, the loop itself, and collectives.
+
+Shapes: B sequences, T positions, V vocabulary, P = 2 numbers of a draw.
+"""
+
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import cycle
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from llama_ssp.calibration.operators import seconds_per_call
+from llama_ssp.config.hardware import SizePoint
+from llama_ssp.config.schema import SamplingConfig, VerificationConfig
+from llama_ssp.distributed.comms import Comm
+from llama_ssp.drafting.broadcast import AgreedRule
+from llama_ssp.engine.clock import clock_for
+from llama_ssp.engine.executors.traced_cpu import ReplayedRounds
+from llama_ssp.engine.loop import Decoder
+from llama_ssp.engine.state import Request
+from llama_ssp.recorded import Held, Recorded
+from llama_ssp.sampling.rules import Draft, Rule, make_rule
+from llama_ssp.sampling.uniforms import Draws, DrawTable
+
+VOCABULARIES = (64, 4096, 32768)
+MESSAGE_BYTES = (8, 1024, 8192, 65536, 524288)
+NUM_DRAFT_TOKENS = 4
+FEW_IDS = 64
+_NUM_MATRICES = 32
+
+
+def some_draw() -> Callable[[], object]:
+    """A draw of one token, as it comes between two forwards."""
+    return _drawing(make_rule(SamplingConfig(), VerificationConfig()), torch.randn(1, VOCABULARIES[1]))
+
+
+def _drawing(rule: Rule, logits_BV: Tensor) -> Callable[[], object]:
+    """A draw from these logits, recorded as those of a round are."""
+    recorded = Recorded(partial(_drawn, rule))
+    return partial(recorded, 0, logits_BV, _draws().plain_BP)
+
+
+def _drawn(rule: Rule, logits_BV: Tensor, uniforms_BP: Tensor) -> Tensor:
+    return rule.draw(logits_BV, uniforms_BP)[0]
+
+
+def _verifying(rule: Rule, logits_BTV: Tensor) -> Callable[[], object]:
+    """A verification by these logits of ids that were drawn from them, recorded likewise."""
+    ids_BK, probs_BTV = torch.zeros(1, NUM_DRAFT_TOKENS, dtype=torch.int64), torch.softmax(logits_BTV, dim=-1)
+
+    def verified(logits_BTV: Tensor, ids_BK: Tensor, probs_BTV: Tensor, *draws: Tensor) -> tuple[Tensor, ...]:
+        return tuple(rule.verify(Draft(ids_BK, probs_BTV), rule.process(logits_BTV), draws=Draws(*draws)))
+
+    return partial(Recorded(verified), 0, logits_BTV, ids_BK, probs_BTV, *_draws())
+
+
+def _draws() -> Draws:
+    table = DrawTable(NUM_DRAFT_TOKENS, torch.device("cpu"))
+    return table.split(table.numbers(torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64)))
+
+
+@torch.inference_mode()
+def rule_points(between: Callable[[], object]) -> tuple[list[SizePoint], list[SizePoint]]:
+    """The rule, drawing one token and verifying K of them, by rows times vocabulary.
+
+    Args:
+        between: a forward.
+    """
+    rule = make_rule(SamplingConfig(), VerificationConfig())
+    drawing, verifying = [], []
+    for vocab_size in VOCABULARIES:
+        logits_BTV = torch.randn(1, NUM_DRAFT_TOKENS + 1, vocab_size)
+        draw, verify = _drawing(rule, logits_BTV[:, 0]), _verifying(rule, logits_BTV)
+        drawing.append(SizePoint(size=vocab_size, s=seconds_per_call(draw, between=between)))
+        verifying.append(SizePoint(size=logits_BTV.numel(), s=seconds_per_call(verify, between=between)))
+    return drawing, verifying
+
+
+class _Mute:
+    """A runner that answers at once, so that what is left of a round is the loop's own."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self.dtype = torch.float32
+        self.vocab_size = FEW_IDS
+        self.max_position_embeddings = 4096
+        self.num_allocations = 0
+        self._logits_BTV = torch.zeros(1, 1, FEW_IDS)
+        self._held = Held(made=(self._logits_BTV,))
+
+    def allocate(self, *, batch_size: int, capacity: int) -> None:
+        """Needs no room."""
+
+    def forward(
+        self,
+        ids_BT: Tensor,  # noqa: ARG002 - the protocol's
+        positions_BT: Tensor,  # noqa: ARG002
+        *,
+        bucket: int,  # noqa: ARG002
+        rows_BR: Tensor | None = None,  # noqa: ARG002
+        batch_rows_B: Tensor | None = None,  # noqa: ARG002
+    ) -> Tensor:
+        """The same logits every time."""
+        return self._logits_BTV
+
+    def held(self, *, bucket: int) -> Held:  # noqa: ARG002 - the protocol's
+        """Those logits."""
+        return self._held
+
+
+def round_s() -> float:
+    """What the loop takes for a token beside forwards and the rule."""
+    target = _Mute()
+    rule = make_rule(SamplingConfig(), VerificationConfig())
+    agreed = AgreedRule(rule, comm=Comm.single(), src=0, device=target.device)
+    rounds = ReplayedRounds(target, None, rule=agreed, clock=clock_for(target.device))
+    num_tokens = 256
+    draw = _drawing(rule, torch.zeros(1, FEW_IDS))
+
+    @torch.inference_mode()
+    def decode() -> None:
+        decoder = Decoder(rounds, batch_size=1, eos_ids=(), seed=0)
+        for _ in decoder.run([Request(index=0, prompt_ids=(1, 2), max_new_tokens=num_tokens)]):
+            pass
+
+    with torch.inference_mode():
+        draw_s = seconds_per_call(draw)
+    return max(seconds_per_call(decode) / num_tokens - draw_s, 0.0)
+
+
+def all_reduce_points(comm: Comm, device: torch.device) -> list[SizePoint]:
+    """All-reduces by size, each behind a layer's worth of matrices; all ranks must call this together.
+
+    The matrices do not fit into the caches, as those of a model do not: a message that comes behind them takes longer
+    than one in a tight loop.
+    """
+    matrices = cycle([torch.randn(512, 1024, device=device) for _ in range(_NUM_MATRICES)])
+    x = torch.randn(1, 4, 1024, device=device)
+
+    def work() -> None:
+        functional.linear(x, next(matrices))
+
+    work_s = seconds_per_call(work)
+    points = []
+    for num_bytes in MESSAGE_BYTES:
+        values = torch.zeros(max(num_bytes // 4, 1), device=device)
+        for _ in range(20):
+            comm.all_reduce(values)
+        num_calls = 300 if num_bytes < 2**16 else 60
+        started = time.perf_counter()
+        for _ in range(num_calls):
+            work()
+            comm.all_reduce(values)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        points.append(SizePoint(size=num_bytes, s=max((time.perf_counter() - started) / num_calls - work_s, 1e-6)))
+    return points

@@ -1,0 +1,255 @@
+"""Everything that a run says on the terminal: texts and tables on standard output, the rest on standard error.
+
+Text of models and prompts is never read as markup, and its control characters are written out, so that a model cannot
+drive the terminal. Where standard output is no terminal, texts are written to it as they are, without colours and
+line breaks of ours. Log files are the business of `distributed.ranklog`.
+"""
+
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from io import StringIO, TextIOWrapper
+from pathlib import Path
+from typing import TypeAlias
+
+from rich._export_format import CONSOLE_SVG_FORMAT
+from rich.console import Console, RenderableType
+from rich.rule import Rule
+from rich.terminal_theme import TerminalTheme
+from rich.text import Text
+
+from llama_ssp.console.progress import (
+    Pace,
+    ProgressBars,
+    ProgressLines,
+    ProgressView,
+    RunProgress,
+    Unit,
+    count,
+    gigabytes,
+)
+from llama_ssp.console.tables import ACCEPTED_STYLE, OWN_STYLE, benchmark_table, closing_line, summary_table
+from llama_ssp.engine.stream import Piece
+from llama_ssp.errors import SspError
+from llama_ssp.reports.lines import BenchmarkRow, Summary
+
+# C0 but for tab and line feed, DEL, C1, the marks that turn the direction of writing, and lone surrogates.
+_UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_PICTURE_COLUMNS = 80
+# Without the fonts that a viewer would have to fetch: a picture is whole where there is no network.
+_PICTURE_FORMAT = re.sub(r"@font-face \{\{.*?\}\}\s*", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
+# Red, green, yellow, blue, magenta, cyan.
+_COLOURS = [(224, 108, 117), (152, 205, 121), (229, 192, 123), (97, 175, 239), (214, 145, 242), (86, 182, 194)]
+_WHITE, _GREY, _BLACK = (222, 225, 230), (138, 145, 160), (30, 32, 38)
+_PICTURE_THEME = TerminalTheme(_BLACK, _WHITE, [_BLACK, *_COLOURS, _WHITE], [_GREY, *_COLOURS, _WHITE])
+
+ShowProgress: TypeAlias = Callable[[str, int, int], None]
+"""Called with a label, the units that are done, and all units."""
+
+
+def safe(text: str) -> str:
+    r"""Write out the control characters of a text, but for tabs and line feeds, as Python would: `\x1b`."""
+    return _UNSAFE.sub(lambda found: found.group().encode("unicode_escape").decode(), text)
+
+
+class Output(Console):
+    """A console that falls silent when nobody reads it any more, as behind `| head`."""
+
+    when_unread: Callable[[], None] | None = None
+
+    def on_broken_pipe(self) -> None:
+        """Called by rich, which would end the process."""
+        self.quiet = True
+        with suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
+        if self.when_unread:
+            self.when_unread()
+
+
+class Terminal:
+    """The terminal of rank 0, or that of another rank, which is silent.
+
+    Args:
+        out: console of standard output.
+        err: console of standard error.
+    """
+
+    def __init__(self, *, out: Output, err: Output) -> None:
+        self._out = out
+        self._err = err
+        self._shown: list[RenderableType] = []
+        self._text = Text()
+        self._view: ProgressView | None = None
+
+    @classmethod
+    def of_rank(cls, world_rank: int) -> "Terminal":
+        """Take this process's own streams on rank 0; say nothing on any other rank."""
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, TextIOWrapper):
+                stream.reconfigure(errors="replace")
+        silent = world_rank != 0
+        return cls(out=Output(quiet=silent, highlight=False), err=Output(quiet=silent, highlight=False, stderr=True))
+
+    @contextmanager
+    def while_read(self, stop: Callable[[], None]) -> Iterator[None]:
+        """Call `stop` as soon as nobody reads standard output any more."""
+        self._out.when_unread = stop
+        try:
+            yield
+        finally:
+            self._out.when_unread = None
+
+    def heading(self, mode: str, *, number: int, total: int | None = None) -> None:
+        """Begin a completion with a line across the screen.
+
+        Args:
+            mode: "plain" or "speculative".
+            number: of the prompt, from 1.
+            total: how many prompts there are; None when nobody knows yet.
+        """
+        if self._shown:
+            self._show(Text())
+        elif self._out.color_system:
+            self._show(_legend())
+        of_total = f" of {total}" if total else ""
+        self._show(Rule(Text(f"prompt {number}{of_total}, {mode}", style="bold"), align="left", style="bright_black"))
+
+    def prompt(self, text: str) -> None:
+        """Show the prompt, where its completion goes on."""
+        self._write(text, "bright_black")
+
+    def stream(self, pieces: Iterable[Piece]) -> None:
+        """Show new pieces of the open completion at once."""
+        for piece in pieces:
+            self._write(piece.text, ACCEPTED_STYLE if piece.accepted else OWN_STYLE)
+
+    def end_of_text(self) -> None:
+        """End the open completion, if there is one, and its line if it has not ended itself."""
+        if not self._text:
+            return
+        if not self._text.plain.endswith("\n"):
+            self._write("\n", "")
+        self._text.right_crop(1)
+        self._shown.append(self._text)
+        self._text = Text()
+
+    def line(self, text: str) -> None:
+        """Write a line to standard output, for programs to read: nothing in it is changed or escaped.
+
+        Args:
+            text: one record without a line feed, for example JSON in ASCII, which has no control characters.
+        """
+        if self._view:
+            self._view.hide()
+        self._write_raw(text + "\n")
+
+    def table(self, summary: Summary) -> None:
+        """Show the closing table."""
+        self._show(summary_table(summary))
+
+    def benchmark(self, rows: Sequence[BenchmarkRow]) -> None:
+        """Show the table of a benchmark."""
+        self._show(benchmark_table(rows))
+
+    def closing(self, summary: Summary, *, run_dir: Path) -> None:
+        """Say on standard error how fast it went and where the records are."""
+        self._err.print(closing_line(summary).append(f"; records in {safe(str(run_dir))}"), soft_wrap=True)
+
+    def say(self, sentence: str) -> None:
+        """Tell the user something on standard error."""
+        self._err.print(Text(safe(sentence)), soft_wrap=True)
+
+    @contextmanager
+    def loading(self) -> Iterator[ShowProgress]:
+        """Show bytes being loaded: `with terminal.loading() as progress: progress("target", done, total)`."""
+        view = self._bars(gigabytes) or ProgressLines(self._err, gigabytes)
+        with self._showing(view):
+            yield view.update
+
+    @contextmanager
+    def decoding(
+        self, paces: Mapping[str, Pace], *, max_new_tokens: int, unit: str, shows_texts: bool
+    ) -> Iterator[RunProgress]:
+        """Show how far decoding has come: a bar on a terminal, elsewhere a line a minute.
+
+        Args:
+            paces: what is to be done in each mode.
+            max_new_tokens: of a completion.
+            unit: what a mode counts, in the plural.
+            shows_texts: texts come to standard output meanwhile, which share no screen with a bar.
+        """
+        bars = None if shows_texts and self._out.is_terminal else self._bars(count)
+        write = None if self._err.is_terminal else self.say
+        with self._showing(bars):
+            yield RunProgress(paces, max_new_tokens=max_new_tokens, unit=unit, write=write, bars=bars)
+
+    def ask(self) -> Iterator[str]:
+        """Read prompts behind `> ` until the user ends the input with Ctrl-D; empty lines are passed over."""
+        with suppress(ImportError):
+            import_module("readline")  # gives `input` line editing and a history
+        while True:
+            try:
+                text = input("> ")
+            except EOFError:
+                self._out.print()
+                return
+            if text.strip():
+                yield text
+
+    def save_svg(self, path: Path, *, title: str) -> None:
+        """Draw what standard output has shown so far, as a terminal of 80 columns would.
+
+        Raises:
+            SspError: the file cannot be written.
+        """
+        picture = Console(
+            record=True, file=StringIO(), width=_PICTURE_COLUMNS, force_terminal=True, color_system="truecolor",
+            highlight=False,
+        )  # fmt: skip
+        for shown in self._shown:
+            picture.print(shown)
+        try:
+            svg = picture.export_svg(title=title, theme=_PICTURE_THEME, code_format=_PICTURE_FORMAT)
+            path.write_text(svg, encoding="utf-8")
+        except OSError as error:
+            raise SspError(f"cannot write the picture {path}: {error.strerror}") from error
+
+    def _bars(self, unit: Unit) -> ProgressBars | None:
+        return ProgressBars(self._err, unit) if self._err.is_terminal else None
+
+    @contextmanager
+    def _showing(self, view: ProgressView | None) -> Iterator[None]:
+        self._view = view
+        try:
+            yield
+        finally:
+            if view:
+                view.hide()
+            self._view = None
+
+    def _show(self, renderable: RenderableType) -> None:
+        self._out.print(renderable)
+        self._shown.append(renderable)
+
+    def _write(self, text: str, style: str) -> None:
+        shown = safe(text)
+        self._text.append(shown, style)
+        if self._out.is_terminal:
+            self._out.out(shown, style=style, end="")
+        else:
+            self._write_raw(shown)
+
+    def _write_raw(self, text: str) -> None:
+        if not self._out.quiet:
+            try:
+                self._out.file.write(text)
+                self._out.file.flush()
+            except BrokenPipeError:
+                self._out.on_broken_pipe()
+
+
+def _legend() -> Text:
+    return Text.assemble(("accepted drafted tokens", ACCEPTED_STYLE), ", ", ("the target's own", OWN_STYLE), "\n")

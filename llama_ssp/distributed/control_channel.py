@@ -1,0 +1,232 @@
+"""How ranks still reach each other when collectives no longer work: through the store in which all of them have met.
+
+A thread on every rank waits for calls. It costs nothing until there is one, answers whatever the rank's main thread is
+doing, and falls silent with its process: who does not answer has been killed or stopped. Nothing here knows why a run
+ends; that is `faults`.
+
+    call N            what it is about, from any rank          -> every thread
+    answer N RANK     from each thread that has heard it       -> whoever called
+    verdict           what the run ends with: the first one counts
+    spoken            how many wanted to tell the user: the first one does
+"""
+
+import math
+import os
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from threading import Thread
+from typing import Self, TypeVar
+
+from torch.distributed import DistError
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from llama_ssp.distributed.agree import from_words
+from llama_ssp.distributed.heartbeat import Lifeline
+from llama_ssp.errors import InterruptedRun, SspError
+
+_T = TypeVar("_T")
+_PATIENCE = timedelta(days=20)  # in milliseconds it has to fit into 32 bits
+_LOOK_EVERY_S = 0.02
+ANSWER_S = 1.0
+"""How long a rank has to answer a call."""
+_END_S = 10.0  # so long a rank may take to end once it is known that the run has failed
+_STOP, _ROLL, _END = "stop", "roll", "end"
+
+
+class Watch:
+    """This rank's ear and voice.
+
+    Args:
+        store: in which all ranks have met; None for a rank that is alone.
+        rank: in the world.
+        size: of the world.
+        is_first_here: whether this is the lowest rank of its node.
+    """
+
+    def __init__(self, store: Store | None, *, rank: int, size: int, is_first_here: bool) -> None:
+        self.rank = rank
+        self.size = size
+        self._is_first_here = is_first_here
+        self._verdict: str | None = None
+        self._is_lost = False
+        self._num_late = 0
+        self._num_stops = 0
+        self._told_s = -math.inf
+        self._is_alarmed = False
+        self._lifeline: Lifeline | None = None
+        self._store = _connected(store) if store else None
+        if store:
+            Thread(target=self._listen, args=(_connected(store),), daemon=True, name="watch").start()
+
+    @classmethod
+    def alone(cls) -> Self:
+        """The watch of a rank without others."""
+        return cls(None, rank=0, size=1, is_first_here=True)
+
+    def ask_to_stop(self) -> None:
+        """Let every rank receive the SIGTERM that this one has received; may be called from a signal handler."""
+        if self._store:
+            Thread(target=lambda: self._in_time(self._pass_on_wish), daemon=True).start()
+
+    def be_alert(self) -> None:
+        """Learn from now on of a rank that is killed, while no collective would tell; for all ranks, and in any order.
+
+        The learner receives a SIGTERM, so that it ends its round, and `has_failed` from then on.
+        """
+        if self._store and self._lifeline is None:
+            own = _connected(self._store)
+            host = _host(own)
+            self._lifeline = Lifeline(own, host=host, rank=self.rank, size=self.size, alarm=self._raise_alarm)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the run is known to end: a rank has said so, or has ended without a word; asks nobody."""
+        return self._is_alarmed or self._verdict is not None
+
+    def missing(self) -> tuple[int, ...]:
+        """Return the ranks that do not answer: those that were killed or stopped, or cannot be reached."""
+        if self._store is None or self._verdict:
+            return ()
+        answered = self._in_time(lambda: self._call(_ROLL))
+        # Without an answer of the store itself, it is the rank with the store that is gone: under srun the first one.
+        return tuple(sorted(set(range(self.size)) - answered)) if answered else (0,)
+
+    def settle(self, words: str, *, without: tuple[int, ...] = ()) -> str:
+        """Propose what the run ends with.
+
+        Args:
+            words: the proposal.
+            without: ranks that are missing, whose answers are not waited for.
+
+        Returns:
+            The proposal that came first, on every rank that is still there.
+        """
+        if self._verdict or self._store is None:
+            return self._verdict or words
+        store = self._store
+        verdict = self._in_time(lambda: store.compare_set("llama_ssp/verdict", "", words).decode())
+        if verdict == words:
+            self._in_time(lambda: self._call(f"{_END}\n{words}", without=without))
+        return verdict or words
+
+    @property
+    def verdict(self) -> str | None:
+        """What the run ends with, once a rank has said so."""
+        if self._verdict or self._store is None:
+            return self._verdict
+        store = self._store
+        found = self._in_time(lambda: store.check(["llama_ssp/verdict"]) and store.get("llama_ssp/verdict").decode())
+        return found or self._verdict
+
+    def may_speak(self, *, without: tuple[int, ...] = ()) -> bool:
+        """Whether this rank is the one that tells the user: rank 0 where it can, else the first that asks.
+
+        Args:
+            without: ranks that are missing.
+        """
+        if self._store is None:
+            return self.rank == 0
+        first = self._in_time(lambda: self._claim(waits=self.rank > 0 and 0 not in without))
+        if first is None:  # the store went with rank 0: its end, if it had one, it has told by itself
+            return 0 in without and (self._is_first_here or self.rank == 1)
+        return first
+
+    def _claim(self, *, waits: bool) -> bool:
+        assert self._store, "a rank alone claims nothing"
+        deadline = time.monotonic() + ANSWER_S
+        while waits and time.monotonic() < deadline and not self._store.check(["llama_ssp/spoken"]):
+            time.sleep(_LOOK_EVERY_S)
+        return bool(self._store.add("llama_ssp/spoken", 1) == 1)
+
+    def _raise_alarm(self) -> None:
+        if self.verdict is None:  # who ends with a verdict owes no farewell
+            self._is_alarmed = True
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def _pass_on_wish(self) -> None:
+        assert self._store, "a rank alone tells nobody"
+        if time.monotonic() - self._told_s < ANSWER_S:  # what came is the call itself
+            return
+        if self._store.add(f"llama_ssp/wishes/{self._num_stops}", 1) == 1:
+            self._call(_STOP)
+
+    def _call(self, words: str, *, without: tuple[int, ...] = ()) -> set[int]:
+        """Call all ranks, and return those that answer in time."""
+        assert self._store, "a rank alone calls nobody"
+        number = self._store.add("llama_ssp/calls", 1) - 1
+        self._store.set(f"llama_ssp/call/{number}", words)
+        answered: set[int] = set()
+        deadline = time.monotonic() + ANSWER_S
+        awaited = set(range(self.size)) - set(without)
+        while awaited and time.monotonic() < deadline:
+            answered |= {rank for rank in awaited if self._store.check([f"llama_ssp/answer/{number}/{rank}"])}
+            awaited -= answered
+            time.sleep(_LOOK_EVERY_S)
+        return answered
+
+    def _in_time(self, ask: Callable[[], _T]) -> _T | None:
+        """Ask the store; None where it does not answer: after two such times in a row it is not asked again."""
+        answers: list[_T] = []
+        if self._is_lost:
+            return None
+
+        def keep() -> None:
+            try:
+                answers.append(ask())
+            except DistError:
+                self._is_lost = True
+
+        thread = Thread(target=keep, daemon=True)
+        try:
+            thread.start()
+            thread.join(2 * ANSWER_S + 1)
+        except RuntimeError:  # no memory for a thread, which may be what this rank has to tell
+            keep()
+        if answers:
+            self._num_late = 0
+            return answers[0]
+        self._num_late += 1
+        self._is_lost |= self._num_late > 1
+        return None
+
+    def _listen(self, store: Store) -> None:
+        number = 0
+        try:
+            while True:
+                store.wait([f"llama_ssp/call/{number}"], _PATIENCE)
+                kind, _, words = store.get(f"llama_ssp/call/{number}").decode().partition("\n")
+                self._verdict = words or self._verdict
+                store.set(f"llama_ssp/answer/{number}/{self.rank}", "")
+                if kind == _STOP:
+                    self._num_stops += 1
+                    self._told_s = time.monotonic()
+                if kind != _ROLL:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                if kind == _END:
+                    _insist(from_words(words))
+                number += 1
+        except DistError:  # the rank with the store has ended; who waits for it in a collective is told there
+            return
+
+
+def _connected(store: Store) -> Store:
+    """Another connection to a store: a call waits until the one before it on the same connection has its answer."""
+    copy: Store = store.clone()  # type: ignore[attr-defined] # torch's types do not know it
+    return copy
+
+
+def _host(store: Store) -> str:
+    """Where the store is, and rank 0 with it, as this rank reaches both."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    host: str = getattr(store, "host", "localhost")
+    return host
+
+
+def _insist(ending: SspError) -> None:
+    """End this process where it does not end by itself, since what it waits for may never come."""
+    if not isinstance(ending, InterruptedRun):
+        time.sleep(_END_S)
+        os._exit(ending.exit_code)

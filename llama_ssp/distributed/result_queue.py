@@ -1,0 +1,146 @@
+"""What the copies of a run tell rank 0 while they work, through the store in which all ranks have met.
+
+Copies are never at the same place: a collective would make each wait for the others, up to its timeout. So what one has
+finished is left in the store, rank 0 fetches it when it has a moment, and all ranks wait for the end of a stage while
+all are alive. Nothing is known here of what the texts say.
+"""
+
+import time
+from collections.abc import Callable
+from itertools import count
+from typing import Self
+
+from torch.distributed import DistStoreError, distributed_c10d
+from torch.distributed.distributed_c10d import Store
+
+from llama_ssp.distributed.control_channel import Watch
+from llama_ssp.distributed.mesh import Mesh
+
+_LOOK_EVERY_S = 0.05
+_CALL_EVERY_S = 5.0
+_DONE, _STOPPED = _ENDS = ("done", "stopped")
+_stages = count()
+
+
+class Exchange:
+    """One stage of a run in which each copy does its share; all ranks make one, in the same order.
+
+    Args:
+        store: in which all ranks have met.
+        rank: in the world.
+        number: which copy this rank belongs to.
+        speaks: whether this rank speaks for its copy.
+        num_copies: how many there are.
+        missing: says which ranks do not answer a call (`Watch.missing`).
+        has_failed: says whether there is nothing to wait for any more (`Watch.has_failed`).
+        patience_s: how long a rank may answer no call before it counts as gone.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        rank: int,
+        number: int,
+        speaks: bool,
+        num_copies: int,
+        missing: Callable[[], tuple[int, ...]],
+        has_failed: Callable[[], bool],
+        patience_s: float,
+    ) -> None:
+        self._store = store
+        self._prefix = f"llama_ssp/stage/{next(_stages)}"
+        self._rank = rank
+        self._number = number
+        self._speaks = speaks
+        self._num_told = 0
+        self._next = dict.fromkeys(range(1, num_copies), 0)
+        self._any_stopped = False
+        self._missing = missing
+        self._has_failed = has_failed
+        self._patience_s = patience_s
+        self._silent_since: dict[int, float] = {}
+        self._called_s = time.monotonic()
+
+    @classmethod
+    def begin(cls, mesh: Mesh, *, num_copies: int, watch: Watch, patience_s: float) -> Self:
+        """Begin a stage on this rank; see the class."""
+        store = distributed_c10d._get_default_store()  # there is no public name for it
+        speaks = mesh.copy.rank == 0
+        watch.be_alert()
+        return cls(
+            store,
+            rank=mesh.world.rank,
+            number=mesh.number,
+            speaks=speaks,
+            num_copies=num_copies,
+            missing=watch.missing,
+            has_failed=lambda: watch.has_failed,
+            patience_s=patience_s,
+        )
+
+    def tell(self, text: str) -> None:
+        """Leave a text for rank 0; what ranks that do not speak for their copy say is not heard."""
+        if self._speaks:
+            self._store.set(f"{self._prefix}/{self._number}/{self._num_told}", text)
+            self._num_told += 1
+
+    def fetch(self) -> list[str]:
+        """On rank 0: what the other copies have left since the last time, each one's in its order."""
+        texts = []
+        for number in list(self._next):
+            while number in self._next and self._store.check([key := self._key(number)]):
+                text = self._store.get(key).decode()
+                self._store.delete_key(key)
+                self._next[number] += 1
+                if text in _ENDS:
+                    del self._next[number]
+                    self._any_stopped |= text == _STOPPED
+                else:
+                    texts.append(text)
+        return texts
+
+    def end(self, *, stopped: bool, take: Callable[[str], None]) -> bool:
+        """Wait until every copy has done its share.
+
+        Args:
+            stopped: whether this copy was stopped before its end.
+            take: on rank 0, called with each text that comes.
+
+        Returns:
+            Whether any copy was stopped; the same on every rank.
+
+        Raises:
+            DistStoreError: a rank is gone; what its copy had finished has been taken.
+        """
+        over = f"{self._prefix}/over"
+        if self._rank == 0:
+            self._any_stopped |= stopped
+            while self._next:
+                has_failed = self._has_failed()  # before the last look: what was left until then is kept
+                for text in self.fetch():
+                    take(text)
+                if self._next:
+                    self._wait(has_failed=has_failed)
+            self._store.set(over, _STOPPED if self._any_stopped else _DONE)
+        else:
+            self.tell(_STOPPED if stopped else _DONE)
+        while not self._store.check([over]):
+            self._wait(has_failed=self._has_failed())
+        outcome: bytes = self._store.get(over)
+        return outcome.decode() == _STOPPED
+
+    def _wait(self, *, has_failed: bool) -> None:
+        """Let a moment pass; every few seconds see that all ranks are alive."""
+        if has_failed:
+            raise DistStoreError("a rank has ended, and its copy has not")
+        time.sleep(_LOOK_EVERY_S)
+        call_every_s = min(_CALL_EVERY_S, self._patience_s) if self._silent_since else _CALL_EVERY_S
+        if self._speaks and time.monotonic() - self._called_s > call_every_s:
+            missing, self._called_s = self._missing(), time.monotonic()
+            self._silent_since = {rank: self._silent_since.get(rank, self._called_s) for rank in missing}
+            if any(self._called_s - since >= self._patience_s for since in self._silent_since.values()):
+                raise DistStoreError("timed out: a rank answers no more, and its copy has not ended")
+
+    def _key(self, number: int) -> str:
+        return f"{self._prefix}/{number}/{self._next[number]}"

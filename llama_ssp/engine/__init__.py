@@ -1,0 +1,1 @@
+"""Decoding: the round, its executors, and the loop around it."""

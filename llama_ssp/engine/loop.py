@@ -1,0 +1,295 @@
+"""The host's side of decoding: fills free rows, launches rounds, and reads their results a fixed lag later.
+
+The lag is one round on a GPU, so that the device never waits for the host, and none on the CPU; it is the same on every
+rank, or ranks would leave the loop in different rounds. What is read here is only shown, recorded, and used to free
+rows: no round depends on it.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from llama_ssp.drafting.broadcast import NOT_A_NUMBER, WISH
+from llama_ssp.engine.round import Rounds
+from llama_ssp.engine.state import BatchState, Request
+from llama_ssp.engine.stops import StopStrings, StopWatch
+from llama_ssp.errors import LOGITS_ARE_NAN, NumericError
+from llama_ssp.models.prefill import CHUNK, Buckets, whole_steps
+from llama_ssp.reports.lines import num_examined
+
+FinishReason = Literal["length", "eos", "stop"]
+PARTS = ("draft", "verify", "other")
+
+
+@dataclass(kw_only=True)
+class StopWish:
+    """Set by a signal handler; the loop passes it on with the next decision."""
+
+    requested: bool = False
+
+
+@dataclass(kw_only=True, slots=True)
+class Completion:
+    """What has become of one request so far.
+
+    Attributes:
+        request: what was asked.
+        token_ids: new tokens.
+        num_target_forwards: forwards of the target that it took part in, its prefill included.
+        accepted_lengths: for each speculative round, how many drafted tokens became text.
+        num_draft_tokens: K; 0 without a draft.
+        ended_in_draft: the last accepted token ended the row, so that nothing behind it was looked at.
+        finish_reason: None while it is running.
+        busy_s: time from the start of its prefill to its end, without what the consumer of the loop took.
+        share_s: its equal share of its batch's time; the same as `busy_s` in a batch of one.
+        part_s: its equal share of where the rounds spent their time: draft, verify, other.
+        stop_watch: looks for texts that end it; None where there are none.
+    """
+
+    request: Request
+    token_ids: list[int] = field(default_factory=list)
+    num_target_forwards: int = 0
+    accepted_lengths: list[int] = field(default_factory=list)
+    num_draft_tokens: int = 0
+    ended_in_draft: bool = False
+    finish_reason: FinishReason | None = None
+    busy_s: float = 0.0
+    share_s: float = 0.0
+    part_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+    stop_watch: StopWatch | None = None
+
+    @property
+    def examined_lengths(self) -> list[int]:
+        """For each speculative round, what `reports.lines.num_examined` says of it."""
+        room, examined = self.request.max_new_tokens - 1, []
+        for number, num_accepted in enumerate(self.accepted_lengths, start=1):
+            is_cut = self.ended_in_draft and number == len(self.accepted_lengths)
+            examined.append(
+                num_examined(
+                    num_accepted=num_accepted,
+                    num_draft_tokens=self.num_draft_tokens,
+                    room=room,
+                    ended_in_draft=is_cut,
+                )
+            )
+            room -= num_accepted + 1
+        return examined
+
+
+class Update(NamedTuple):
+    """New tokens of one completion; the first `num_drafted` of them were drafted, the rest is the target's own."""
+
+    completion: Completion
+    new_ids: list[int]
+    num_drafted: int
+
+
+class _Flight(NamedTuple):
+    """A prefill or a round that was launched and not read yet.
+
+    `growth` is by how much a row may have grown; `passed` is an event behind the copy of the result to the host.
+    """
+
+    result: Tensor
+    owners: list[Completion | None]
+    growth: int
+    is_prefill: bool
+    passed: torch.cuda.Event | None
+
+
+class Decoder:
+    """Turns requests into completions, a batch of rows at a time.
+
+    Args:
+        rounds: what a round does.
+        batch_size: number of rows.
+        eos_ids: tokens that end a row.
+        stops: texts that end a row, or None.
+        seed: of all random numbers.
+        wish: see `StopWish`.
+
+    Attributes:
+        bucket_step: slots between two widths at which the cache is read; see `Buckets`.
+    """
+
+    def __init__(
+        self,
+        rounds: Rounds,
+        *,
+        batch_size: int,
+        eos_ids: Sequence[int],
+        seed: int,
+        stops: StopStrings | None = None,
+        wish: StopWish | None = None,
+    ) -> None:
+        self.rounds = rounds
+        self.batch_size = batch_size
+        self._eos_ids = frozenset(eos_ids)
+        self._stops = stops
+        self.seed = seed
+        self.wish = wish or StopWish()
+        self.stopped = False
+        self._device = rounds.target.device
+        self._is_cuda = self._device.type == "cuda"
+        self._lag = 1 if self._is_cuda else 0
+        self.bucket_step = 256 if self._is_cuda else 64
+        self._num_slots = self._num_rounds = 0
+        self._kept: BatchState | None = None
+
+    def run(self, requests: Sequence[Request], *, to_length: bool = False) -> Iterator[list[Update]]:
+        """Decode all requests, in order of the list as rows become free.
+
+        Consume it under `torch.inference_mode()`: entering that anew in each round would cost as much as a draw.
+
+        Args:
+            requests: each with prompt and new tokens within the models' contexts.
+            to_length: whether rows go on behind what ends them otherwise.
+
+        Yields:
+            What one round has added to each completion, as soon as the host knows it.
+
+        Raises:
+            NumericError: a model's logits are no numbers, on every rank alike.
+        """
+        assert torch.is_inference_mode_enabled()
+        self.make_room(requests)
+        self._to_length = to_length
+        self._state = self._empty_state()
+        waiting = deque(requests)
+        self._rows: list[Completion | None] = [None] * self.batch_size
+        self._flights: deque[_Flight] = deque()
+        while (waiting or any(self._rows)) and not self.stopped:
+            started = time.perf_counter()
+            free = [row for row, owner in enumerate(self._rows) if owner is None] if waiting else []
+            admitted = [waiting.popleft() for _ in range(min(len(waiting), len(free)))]
+            if self.wish.requested:
+                self.rounds.rule.wish_to_stop()
+            if admitted:
+                self._admit(admitted, free[: len(admitted)])
+            else:
+                self._advance()
+            running = [owner for owner in self._rows if owner]
+            updates = self._land() if len(self._flights) > self._lag else []
+            self._book(running, time.perf_counter() - started, is_round=not admitted)
+            if updates:
+                yield updates
+
+    def make_room(self, requests: Sequence[Request]) -> None:
+        """Fit the caches to these requests and all before; done ahead, no run of them makes a cache or a graph anew."""
+        longest = max(len(request.prompt_ids) + request.max_new_tokens for request in requests)
+        self._num_slots = max(self._num_slots, whole_steps(longest + self.rounds.growth))
+        self._num_rounds = max(self._num_rounds, max(request.max_new_tokens for request in requests) + 1)
+        self._buckets = Buckets(step=self.bucket_step, num_slots=self._num_slots)
+        self.rounds.target.allocate(batch_size=self.batch_size, capacity=self._num_slots)
+        if self.rounds.drafter:
+            self.rounds.drafter.allocate(batch_size=self.batch_size, num_slots=self._num_slots)
+
+    def _empty_state(self) -> BatchState:
+        """The batch of the run before where rounds count on its place and it is large enough; else a new one."""
+        sizes = self._num_slots, self._num_rounds
+        if self._kept and sizes == (self._kept.num_slots, self._kept.num_rounds):
+            self._kept.reset()
+            return self._kept
+        state = BatchState.empty(
+            batch_size=self.batch_size, num_slots=sizes[0], num_rounds=sizes[1], draws=self.rounds.draws
+        )
+        self._kept = state if self.rounds.keeps_state else None
+        return state
+
+    def _admit(self, requests: list[Request], rows: list[int]) -> None:
+        prompts = self._state.rows_of(requests, draws=self.rounds.draws, seed=self.seed)
+        prompt_lengths_R = prompts.lengths_B.clone()
+        rows_R = torch.tensor(rows, device=self._device)
+        longest = max(len(request.prompt_ids) for request in requests)
+        result = self.rounds.prefill(prompts, rows, longest=longest, buckets=self._buckets)
+        self._state.put(rows_R, prompts, prompt_lengths_R=prompt_lengths_R)
+        num_forwards = -(-longest // CHUNK)
+        num_draft_tokens = self.rounds.growth - 1
+        owners = [
+            Completion(request=request, num_target_forwards=num_forwards, num_draft_tokens=num_draft_tokens)
+            for request in requests
+        ]
+        for row, owner in zip(rows, owners, strict=True):
+            self._rows[row] = owner
+            owner.stop_watch = self._stops.watch(owner.request.prompt_ids) if self._stops else None
+        self._launch(result, list(owners), growth=1, is_prefill=True)
+
+    def _advance(self) -> None:
+        growth = self.rounds.growth
+        known = max([len(owner.request.prompt_ids) + len(owner.token_ids) for owner in self._rows if owner])
+        unread = sum([flight.growth for flight in self._flights])
+        result = self.rounds.advance(self._state, bucket=self._buckets.covering(known + unread + growth))
+        self._launch(result, list(self._rows), growth=growth, is_prefill=False)
+
+    def _launch(self, result: Tensor, owners: list[Completion | None], *, growth: int, is_prefill: bool) -> None:
+        passed = None
+        if self._is_cuda:
+            host = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
+            result = host.copy_(result, non_blocking=True)
+            passed = torch.cuda.Event()
+            passed.record()
+        self._flights.append(_Flight(result, owners, growth, is_prefill, passed))
+
+    def _land(self) -> list[Update]:
+        flight = self._flights.popleft()
+        if flight.passed:
+            flight.passed.synchronize()
+        updates = []
+        for owner, (*drafted, num_accepted, next_id, stop) in zip(flight.owners, flight.result.tolist(), strict=True):
+            self.stopped |= bool(stop & WISH)
+            if owner and not owner.finish_reason:
+                num_before, limit = len(owner.token_ids), owner.request.max_new_tokens
+                if stop & NOT_A_NUMBER:
+                    raise NumericError(f"prompt {owner.request.index + 1}, token {num_before + 1}: {LOGITS_ARE_NAN}")
+                new_ids, reason = self._up_to_end(owner, [*drafted[:num_accepted], next_id][: limit - num_before])
+                num_new = len(new_ids)
+                num_drafted = min(num_accepted, num_new)
+                if not flight.is_prefill:
+                    owner.num_target_forwards += 1
+                    if drafted:
+                        owner.accepted_lengths.append(num_drafted)
+                owner.token_ids += new_ids
+                if reason or num_before + num_new == limit:
+                    owner.ended_in_draft = num_new <= num_accepted
+                    self._free(owner, reason or "length")
+                updates.append(Update(owner, new_ids, num_drafted))
+        return updates
+
+    def _up_to_end(self, owner: Completion, ids: list[int]) -> tuple[list[int], FinishReason | None]:
+        """Cut what follows the first end-of-sequence token or completed stop, also inside a draft."""
+        reason: FinishReason | None = None
+        if self._to_length:
+            return ids, reason
+        if not self._eos_ids.isdisjoint(ids):
+            ids = ids[: next(place for place, token in enumerate(ids, start=1) if token in self._eos_ids)]
+            reason = "eos"
+        if owner.stop_watch and (num_until_stop := owner.stop_watch.num_until_stop(ids)):
+            ids, reason = ids[:num_until_stop], "stop"
+        return ids, reason
+
+    def _free(self, owner: Completion, reason: FinishReason) -> None:
+        """End a completion, whose row is vacant until another takes it."""
+        owner.finish_reason = reason
+        row = self._rows.index(owner)
+        self._rows[row] = None
+        self._state.vacate(row)
+
+    def _book(self, running: list[Completion], seconds: float, *, is_round: bool) -> None:
+        """Add the time of one pass of the loop to everything that ran in it; no part of a round claims a prefill's."""
+        share = 1 / len(running)
+        for completion in running:
+            completion.busy_s += seconds
+            completion.share_s += seconds * share
+        if is_round:
+            draft_s, verify_s = self.rounds.clock.take()
+            other_s = seconds - draft_s - verify_s
+            for completion in running:
+                part_s = completion.part_s
+                part_s["draft"] += draft_s * share
+                part_s["verify"] += verify_s * share
+                part_s["other"] += other_s * share

@@ -1,0 +1,154 @@
+"""A batch on the device: token ids, lengths and limits in fixed shapes, and how a verdict moves them on.
+
+Nothing here reads a value back to the host. Rows advance by different lengths because only `lengths_B` decides what of
+the token buffer is text; what lies beyond is free space that the next round overwrites.
+
+    tokens row | prompt ....... | generated ..... | drafted, undecided | free ....... |
+    position   0                P                 length               length + K     num_slots
+
+Shapes: B sequences, S slots, K drafted tokens, M rounds that a row can have, N random numbers of a round.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from llama_ssp.drafting.broadcast import Decision
+from llama_ssp.sampling.uniforms import DrawTable, row_keys
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """One completion that is wanted.
+
+    Attributes:
+        index: the prompt's index in its file; with `sample` it keys the random numbers.
+        sample: which of several samples of this prompt.
+        prompt_ids: token ids, at least one.
+        max_new_tokens: at most so many are generated.
+    """
+
+    index: int
+    prompt_ids: tuple[int, ...]
+    max_new_tokens: int
+    sample: int = 0
+
+
+class BatchState(NamedTuple):
+    """All that a batch is, as tensors on one device.
+
+    Attributes:
+        tokens_BS: token ids (B, S), int64.
+        lengths_B: how many of them are text.
+        limits_B: length at which a row ends; a row that has ended has its own length as its limit.
+        numbers_BMN: every random number that the rows can need, N for a round that begins M tokens behind the prompt.
+        first_round_B: row of the flattened `numbers_BMN` that a round at length 0 would have.
+    """
+
+    tokens_BS: Tensor
+    lengths_B: Tensor
+    limits_B: Tensor
+    numbers_BMN: Tensor
+    first_round_B: Tensor
+
+    @classmethod
+    def empty(cls, *, batch_size: int, num_slots: int, num_rounds: int, draws: DrawTable) -> "BatchState":
+        """A batch of rows that have all ended, with two tokens each: what a round reads even of vacant rows.
+
+        Args:
+            batch_size: B.
+            num_slots: S.
+            num_rounds: M.
+            draws: the random numbers.
+        """
+        device = draws.device
+        twos_B = torch.full((batch_size,), 2, dtype=torch.int64, device=device)
+        shape = (batch_size, num_rounds, draws.num_numbers)
+        return cls(
+            tokens_BS=torch.zeros(batch_size, num_slots, dtype=torch.int64, device=device),
+            lengths_B=twos_B,
+            limits_B=twos_B.clone(),
+            numbers_BMN=torch.zeros(shape, dtype=torch.float64, device=device),
+            first_round_B=-twos_B,
+        )
+
+    @property
+    def num_slots(self) -> int:
+        """Token ids that a row has room for."""
+        return self.tokens_BS.shape[1]
+
+    @property
+    def num_rounds(self) -> int:
+        """Rounds that a row has random numbers for."""
+        return self.numbers_BMN.shape[1]
+
+    def reset(self) -> None:
+        """End all rows, as in an empty batch; the tensors stay where they are."""
+        self.lengths_B.fill_(2)
+        self.limits_B.fill_(2)
+        self.first_round_B.fill_(-2)
+
+    def rows_of(self, requests: Sequence[Request], *, draws: DrawTable, seed: int) -> "BatchState":
+        """A small batch that holds these requests' prompts, one row each, with as many slots as this one."""
+        device = self.tokens_BS.device
+        tokens_BS = torch.zeros(len(requests), self.num_slots, dtype=torch.int64)
+        for row, request in enumerate(requests):
+            tokens_BS[row, : len(request.prompt_ids)] = torch.tensor(request.prompt_ids)
+        lengths = [len(request.prompt_ids) for request in requests]
+        limits = [length + request.max_new_tokens for length, request in zip(lengths, requests, strict=True)]
+        lengths_B = torch.tensor(lengths, device=device)
+        keys_B = row_keys(
+            seed=seed,
+            prompt_index_B=torch.tensor([request.index for request in requests], device=device),
+            sample_index_B=torch.tensor([request.sample for request in requests], device=device),
+        )
+        num_rounds = max(request.max_new_tokens for request in requests) + 1
+        numbers_BMN = torch.empty(len(requests), num_rounds, draws.num_numbers, dtype=torch.float64, device=device)
+        for row, length in enumerate(lengths):  # each in turn, for the sake of memory
+            starts_M = torch.arange(length, length + num_rounds, device=device)
+            numbers_BMN[row] = draws.numbers(keys_B[row], starts_M)
+        return BatchState(
+            tokens_BS=tokens_BS.to(device),
+            lengths_B=lengths_B,
+            limits_B=torch.tensor(limits, device=device),
+            numbers_BMN=numbers_BMN,
+            first_round_B=torch.arange(len(requests), device=device) * num_rounds - lengths_B,
+        )
+
+    def put(self, rows_R: Tensor, other: "BatchState", *, prompt_lengths_R: Tensor) -> None:
+        """Overwrite rows `rows_R` of this batch with all rows of `other`, whose prompts had the given lengths."""
+        self.tokens_BS.index_copy_(0, rows_R, other.tokens_BS)
+        self.lengths_B.index_copy_(0, rows_R, other.lengths_B)
+        self.limits_B.index_copy_(0, rows_R, other.limits_B)
+        self.numbers_BMN[rows_R, : other.numbers_BMN.shape[1]] = other.numbers_BMN
+        self.first_round_B.index_copy_(0, rows_R, rows_R * self.num_rounds - prompt_lengths_R)
+
+    def numbers(self) -> Tensor:
+        """The random numbers (B, N) of the round that begins now."""
+        return self.numbers_BMN.flatten(0, 1).index_select(0, self.first_round_B + self.lengths_B)
+
+    def commit(self, decision: Decision, *, drafted_ids_BK: Tensor | None = None) -> Tensor:
+        """Take decided tokens as text, as far as each row's limit.
+
+        Args:
+            decision: how many of the drafted tokens are text, and the token that comes after them.
+            drafted_ids_BK: the drafted tokens, which stand in `tokens_BS` already.
+
+        Returns:
+            The round's result (B, K + 3), int64: the drafted tokens, then the decision. Limits are not in it: the host
+            knows them.
+        """
+        lengths_B1 = self.lengths_B.unsqueeze(1)
+        lengths_B1.add_(decision.num_accepted_B1)
+        self.tokens_BS.scatter_(1, lengths_B1, decision.next_ids_B1)
+        self.lengths_B.add_(1).clamp_max_(self.limits_B)
+        return torch.cat([*decision] if drafted_ids_BK is None else [drafted_ids_BK, *decision], dim=1)
+
+    def vacate(self, row: int) -> None:
+        """Make a row what it is in an empty batch: rounds for the others may read fewer slots than it has filled."""
+        self.lengths_B[row] = 2
+        self.limits_B[row] = 2
+        self.first_round_B[row] = -2

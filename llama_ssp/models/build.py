@@ -1,0 +1,178 @@
+"""From files, or from a recipe, to a runner on this rank: how models are put together where we place them ourselves.
+
+Where a library places the target is the business of `in_a_row` and `auto_tp`.
+
+Shapes are those of `runner`.
+"""
+
+import logging
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import Any
+
+import torch
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
+
+from llama_ssp.architectures.inventory import check_family
+from llama_ssp.architectures.sharding import split_model
+from llama_ssp.config.schema import Quantization
+from llama_ssp.distributed.comms import Comm
+from llama_ssp.errors import CheckpointError
+from llama_ssp.models.attention import BY_POSITION
+from llama_ssp.models.huggingface.families import adapt, attention_at_start, check_servable
+from llama_ssp.models.huggingface.runner import ModuleRunner
+from llama_ssp.models.llama.decoder import LeanRunner, is_llama_kind
+from llama_ssp.models.loader import Progress, Weights, find_sources, returning_memory
+from llama_ssp.models.quantization.modules import check_quantizable, quantize_modules
+from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
+from llama_ssp.models.runner import Runner
+from llama_ssp.models.tensor_parallel import shard
+from llama_ssp.weights.source import Origin
+
+READ_AHEAD = 2
+"""Tensors on their way from the files, each read by a thread."""
+
+
+def build_empty(origin: Origin) -> PreTrainedModel:
+    """The whole model without memory for weights: parameters on the meta device, buffers real.
+
+    Raises:
+        CheckpointError: its config.json has values that no model can be built from.
+        ConfigError: the static cache cannot serve this model.
+    """
+    # accelerate imports DeepSpeed where that is installed, and standard output, to which it writes, is the texts'.
+    logging.getLogger("DeepSpeed").addFilter(_is_error)
+    from accelerate import init_empty_weights  # noqa: PLC0415 - slow to import, and needed only here
+
+    check_servable(origin.config)
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(origin.config)]
+    config = deepcopy(origin.config)
+    config._attn_implementation = attention_at_start(origin.config)
+    try:
+        with init_empty_weights():
+            model: PreTrainedModel = model_class(config)
+    except Exception as error:  # values that only the model's own code looks at: names of functions, kinds of rotary
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        message = f"{origin.folder}/config.json describes no model that can be built ({reason}): copy it again"
+        raise CheckpointError(message) from error
+    adapt(model)
+    model.eval().requires_grad_(requires_grad=False)
+    return model
+
+
+def _is_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
+
+
+def check_model(origin: Origin, *, num_ranks: int, quantization: Quantization = Quantization.none) -> None:
+    """Find every fault that `load_model` would meet, without loading a weight.
+
+    Raises:
+        CheckpointError: tensors are missing or have another shape.
+        ConfigError: the static cache cannot serve this model, or it cannot be quantized.
+        PlacementError: its family is not supported, or it cannot be shared by so many ranks, or not in this precision.
+    """
+    check_family(origin.shape.model_type)
+    split_model(origin.shape, num_ranks=num_ranks)
+    model = build_empty(origin)
+    find_sources(model, origin)
+    check_quantizable(model, origin.shape, quantization, num_ranks=num_ranks)
+    shard(model, origin.shape, Comm(rank=0, size=num_ranks, group=None))
+
+
+def load_modules(
+    origin: Origin,
+    *,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    comm: Comm,
+    progress: Progress | None = None,
+    precision: Precision = UNQUANTIZED,
+) -> PreTrainedModel:
+    """Load this rank's slices of a model into the library's own modules; see `load_model`."""
+    model, weights = _prepare(origin, dtype=dtype, device=device, comm=comm, progress=progress, precision=precision)
+    fill_modules(model, weights, precision)
+    return model
+
+
+def fill_modules(model: PreTrainedModel, weights: Weights, precision: Precision) -> None:
+    """Give the library's modules their weights, in the form of a precision."""
+    if quantize := precision.kernel:
+        with returning_memory():
+            quantize_modules(model, quantize, fill=weights.fill)
+    weights.fill()
+
+
+def load_model(
+    origin: Origin,
+    *,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    comm: Comm,
+    progress: Progress | None = None,
+    precision: Precision = UNQUANTIZED,
+) -> Runner:
+    """Load this rank's slices of a model, ready to run: in the lean decoder where it knows the family.
+
+    Args:
+        origin: where its numbers come from.
+        dtype: number format of weights and cache; None takes the origin's own.
+        device: where they go.
+        comm: the ranks that share the model.
+        progress: called after each parameter with the bytes that have been read by then, and those that will be.
+        precision: how the linear layers of the layers are stored; they are quantized as they are read.
+
+    Raises:
+        CheckpointError: tensors are missing or have another shape, or a file has changed.
+        ConfigError: the static cache cannot serve this model.
+        PlacementError: the model cannot be shared by these ranks.
+    """
+    model, weights = _prepare(origin, dtype=dtype, device=device, comm=comm, progress=progress, precision=precision)
+    if is_llama_kind(model.config):
+        with returning_memory():
+            return LeanRunner(model, comm=comm, fill=weights.fill, precision=precision)
+    fill_modules(model, weights, precision)
+    return ModuleRunner(model, comm=comm)
+
+
+def _prepare(
+    origin: Origin,
+    *,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    comm: Comm,
+    progress: Progress | None,
+    precision: Precision,
+) -> tuple[PreTrainedModel, Weights]:
+    """This rank's model without values, and what will fill it."""
+    model = build_empty(origin)
+    sources = find_sources(model, origin)
+    shard(model, origin.shape, comm)
+    return model, weights_for(model, origin, sources, dtype, device, progress=progress, precision=precision)
+
+
+def weights_for(
+    model: PreTrainedModel,
+    origin: Origin,
+    sources: Mapping[str, str],
+    dtype: torch.dtype | None,
+    device: torch.device,
+    *,
+    progress: Progress | None,
+    precision: Precision,
+    places: Mapping[str, torch.device] | None = None,
+) -> Weights:
+    """Find what will fill an empty model; see `loader.Weights`. Its attention is that of the precision from then on."""
+    if precision.rounds_inputs:
+        model.config._attn_implementation = BY_POSITION[model.config._attn_implementation]
+    # The kernels of layers that stay unquantized are timed on a CPU while it loads: nothing may run beside that.
+    return Weights(
+        model,
+        origin,
+        sources,
+        dtype=dtype or origin.dtype,
+        device=device,
+        progress=progress,
+        num_ahead=READ_AHEAD if precision.kernel or device.type != "cpu" else 0,
+        places=places,
+    )

@@ -1,0 +1,1 @@
+"""The library's own modules, and the backends that place them."""

@@ -1,0 +1,219 @@
+"""A target whose layers are in a row over the devices of one rank, dispatched by accelerate: `kind=accelerate`.
+
+Which layer is where says `planning.row`; our loader reads each to its place, so that no device, and not the host, ever
+holds more than its part. Hooks of accelerate hand hidden states from device to device, and fetch layers that wait in
+the host's memory or on disk, matrix by matrix, whenever they are computed.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from llama_ssp.config.schema import Quantization
+from llama_ssp.config.target_placement import Offload
+from llama_ssp.distributed.comms import Comm
+from llama_ssp.errors import PlacementError
+from llama_ssp.models.build import build_empty, fill_modules, weights_for
+from llama_ssp.models.huggingface.runner import ModuleRunner
+from llama_ssp.models.loader import Progress, Weights, find_sources
+from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
+from llama_ssp.planning.layerwise import Row, RowBytes, check_offload, split_row
+from llama_ssp.weights.source import Origin
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a target in a row goes.
+
+    Attributes:
+        devices: at least one; ids go in, and logits come out, on the first.
+        offload: where layers wait that no device has room for.
+        max_bytes: of weights on each device; None where nothing is offloaded.
+        folder: for layers that wait on disk; it is made, and removed by whoever named it.
+    """
+
+    devices: tuple[torch.device, ...]
+    offload: Offload = Offload.none
+    max_bytes: int | None = None
+    folder: Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Names:
+    """Modules of a model: what comes before the layers, the layers, and what follows them."""
+
+    before: list[str]
+    layers: list[str]
+    after: list[str]
+
+
+def check_in_a_row(origin: Origin, place: Place, *, dtype: torch.dtype | None, quantization: Quantization) -> None:
+    """Find every fault that `load_in_a_row` would meet, without loading a weight.
+
+    Raises:
+        CheckpointError, ConfigError: see `backends.check_model`, which is asked beside this.
+        PlacementError: what is to be offloaded cannot be, or a device has no room for what never is.
+    """
+    kind = place.devices[0].type
+    check_offload(place.offload, quantization=quantization, device=kind)
+    if quantization is Quantization.int8_weight_only and kind == "cuda" and len(place.devices) > 1:
+        message = (
+            f"quantization=int8_weight_only has a kernel for one GPU per rank, and layers in a row have "
+            f"{len(place.devices)}: use int8, nf4 or none, or placement.target.kind=tensor"
+        )
+        raise PlacementError(message)
+    model = build_empty(origin)
+    _lay_out(model, find_sources(model, origin), place, dtype=dtype or origin.dtype)
+
+
+def load_in_a_row(
+    origin: Origin,
+    place: Place,
+    *,
+    dtype: torch.dtype | None,
+    progress: Progress | None = None,
+    precision: Precision = UNQUANTIZED,
+) -> ModuleRunner:
+    """Load a whole model onto the devices of this rank.
+
+    Args:
+        origin: where its numbers come from.
+        place: where they go.
+        dtype: number format of weights and cache; None takes the origin's own.
+        progress: see `backends.load_model`.
+        precision: how the linear layers of the layers are stored.
+
+    Raises:
+        CheckpointError, ConfigError: see `backends.load_model`.
+        PlacementError: see `check_in_a_row`.
+    """
+    model = build_empty(origin)
+    sources = find_sources(model, origin)
+    names, row = _lay_out(model, sources, place, dtype=dtype or origin.dtype)
+    placed = _placed(names, row, place)
+    counts = [len(held) for held in row.held]
+    _log.info("layers in a row by device: %s; %d wait (offload=%s)", counts, len(row.waiting), place.offload.name)
+    host = torch.device("cpu")
+    weights = weights_for(
+        model,
+        origin,
+        sources,
+        dtype,
+        place.devices[0],
+        progress=progress,
+        precision=precision,
+        places={name: where if isinstance(where, torch.device) else host for name, where in placed.items()},
+    )
+    on_disk = [names.layers[number] for number in row.waiting] if place.offload is Offload.disk else []
+    index = _write_to_disk(model, weights, on_disk, place.folder)
+    fill_modules(model, weights, precision)
+    _dispatch(model, placed, place, index)
+    return ModuleRunner(model, comm=Comm.single())
+
+
+def _lay_out(
+    model: PreTrainedModel, sources: Mapping[str, str], place: Place, *, dtype: torch.dtype
+) -> tuple[_Names, Row]:
+    """Name the parts of a model, and share its layers out."""
+    names = _names(model)
+
+    def read(modules: Sequence[str]) -> dict[str, int]:
+        """Bytes by stored tensor of what these modules hold, tied ones once."""
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        return {
+            source: parameters[name].numel() * dtype.itemsize
+            for name, source in sources.items()
+            if name.startswith(tuple(f"{module}." for module in modules))
+        }
+
+    before, after = read(names.before), read(names.after)
+    if len(place.devices) == 1:
+        after = {source: size for source, size in after.items() if source not in before}
+    sizes = RowBytes(layer=sum(read(names.layers[:1]).values()), before=sum(before.values()), after=sum(after.values()))
+    return names, split_row(len(names.layers), sizes, num_devices=len(place.devices), max_bytes=place.max_bytes)
+
+
+def _names(model: PreTrainedModel) -> _Names:
+    num_layers = model.config.num_hidden_layers
+    stacks = [name for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers]
+    before: list[str] = []
+    after: list[str] = []
+    module: nn.Module = model
+    prefix = ""
+    for part in stacks[0].split("."):
+        side = before
+        for name, child in module.named_children():
+            if name == part:
+                side = after
+            else:
+                # What has no weights, such as rotary angles, is made once, for the first layer.
+                (side if next(child.parameters(), None) is not None else before).append(prefix + name)
+        module, prefix = module.get_submodule(part), f"{prefix}{part}."
+    return _Names(before=before, layers=[f"{stacks[0]}.{number}" for number in range(num_layers)], after=after)
+
+
+def _placed(names: _Names, row: Row, place: Place) -> dict[str, torch.device | str]:
+    """Where each module is: a device, or `cpu` or `disk` for those that wait there."""
+    placed: dict[str, torch.device | str] = dict.fromkeys(names.before, place.devices[0])
+    for device, held in zip(place.devices, row.held, strict=True):
+        placed |= {names.layers[number]: device for number in held}
+    placed |= {names.layers[number]: place.offload.value for number in row.waiting}
+    return placed | dict.fromkeys(names.after, place.devices[-1])
+
+
+def _write_to_disk(
+    model: PreTrainedModel, weights: Weights, names: Sequence[str], folder: Path | None
+) -> dict[str, Any]:
+    """Read layers one by one and write each into a folder; returns accelerate's index of them."""
+    from accelerate.utils import offload_weight  # noqa: PLC0415 - needed by this kind of target alone
+
+    index: dict[str, Any] = {}
+    for name in names:
+        assert folder is not None, "what waits on disk has a folder"
+        folder.mkdir(parents=True, exist_ok=True)
+        weights.fill(f"{name}.")
+        for path, leaf, parameter in list(_parameters(model, name)):
+            offload_weight(parameter.data, f"{path}.{leaf}", str(folder), index)
+            setattr(model.get_submodule(path), leaf, nn.Parameter(parameter.to("meta"), requires_grad=False))
+    return index
+
+
+def _parameters(model: PreTrainedModel, name: str) -> Iterator[tuple[str, str, nn.Parameter]]:
+    """The parameters of a module: path of their own module, name there, values."""
+    for path, module in model.get_submodule(name).named_modules(prefix=name):
+        for leaf, parameter in module.named_parameters(recurse=False):
+            yield path, leaf, parameter
+
+
+def _dispatch(
+    model: PreTrainedModel, placed: Mapping[str, torch.device | str], place: Place, index: dict[str, Any]
+) -> None:
+    """Hang accelerate's hooks into a model that has its weights; none are needed on a single device."""
+    if len(set(placed.values())) == 1:
+        return
+    from accelerate import dispatch_model  # noqa: PLC0415 - see above
+
+    logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)  # it warns of the offload that was asked for
+
+    def named(where: torch.device | str) -> int | str:
+        """A device in accelerate's words."""
+        if isinstance(where, str):
+            return where
+        return where.index if where.type == "cuda" else where.type
+
+    dispatch_model(
+        model,
+        {name: named(where) for name, where in placed.items()},
+        main_device=named(place.devices[0]),
+        offload_dir=str(place.folder) if index else None,
+        offload_index=index or None,
+        skip_keys=model._skip_keys_device_placement,
+    )

@@ -1,0 +1,1 @@
+"""The lean decoder of the Llama kind."""

@@ -1,0 +1,138 @@
+"""A lean decoder for the Llama kind, as an `interface.Runner`: the library's function in less than half its operators.
+
+It takes over the weights of the library's modules, cut by `tensor_parallel`, layer by layer as they are loaded, and
+leaves the modules empty. What depends on positions alone is looked up in tables. What a layer does is in `layer`.
+
+Shapes: B sequences, T positions, M = B * T tokens, R rows that get logits, V vocabulary, E embedding width, G queries
+of each key-value head, Q = T * G, S slots, U slots that are read.
+"""
+
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from llama_ssp.distributed.comms import Comm
+from llama_ssp.models.cache import Masks, StaticCache
+from llama_ssp.models.huggingface.families import windows_of
+from llama_ssp.models.linear import Kernel, make_linear
+from llama_ssp.models.llama.layer import Layer, RmsNorm, take
+from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
+from llama_ssp.models.tensor_parallel import GatheredLinear
+from llama_ssp.recorded import Held, Leaf, leaves, sizes
+
+# Families that are the same function up to biases, norms of queries and keys, and rotary frequencies.
+_MODEL_TYPES = {"llama", "mistral", "qwen2", "qwen3"}
+
+
+def is_llama_kind(config: PretrainedConfig) -> bool:
+    """Whether the lean decoder computes this model."""
+    if config.model_type not in _MODEL_TYPES or config.hidden_act != "silu":
+        return False
+    rope: dict[str, Any] = config.rope_parameters or {}
+    return bool(rope.get("partial_rotary_factor", 1.0) == 1.0)
+
+
+class LeanRunner:
+    """A model of the Llama kind, or this rank's slice of it, with its static cache.
+
+    Args:
+        model: the library's, cut by `tensor_parallel.shard`; it is of no use afterwards.
+        comm: the ranks that share it.
+        fill: gives values to the parameters whose names begin with a prefix; None when they have them.
+        kernel: the form of all linear layers; None takes the fastest for each shape.
+        precision: how those in the layers are stored; the head keeps its number format.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        comm: Comm,
+        fill: Callable[[str], None] | None = None,
+        kernel: Kernel | None = None,
+        precision: Precision = UNQUANTIZED,
+    ) -> None:
+        config: Any = model.config
+        body: Any = model.model
+        head: Any = model.lm_head
+        assert is_llama_kind(config)
+        fill = fill or (lambda _prefix: None)
+        layers = []
+        for number, layer in enumerate(body.layers):
+            fill(f"model.layers.{number}.")
+            layers.append(
+                Layer(layer, number, comm=comm, kernel=precision.kernel or kernel, by_position=precision.rounds_inputs)
+            )
+        fill("")
+        self.vocab_size: int = config.vocab_size
+        self._width: int = config.hidden_size
+        self.max_position_embeddings: int = config.max_position_embeddings
+        self.device: torch.device = head.weight.device
+        self.dtype: torch.dtype = head.weight.dtype
+        self._comm = comm
+        self._rotary = body.rotary_emb
+        self._embed: nn.Module = body.embed_tokens
+        self._layers = layers
+        self._windows = windows_of(config)
+        self._norm = RmsNorm(body.norm)
+        self._head_sizes = head.sizes if isinstance(head, GatheredLinear) else (self.vocab_size,)
+        is_tied = head.weight is body.embed_tokens.weight
+        self._head = make_linear(*take(head), kernel=kernel, keeps_weight=is_tied)
+        self.num_allocations = 0
+        self._cache: StaticCache | None = None
+        self._weights: list[Leaf] | None = None
+        if self.device.type == "cpu" and not precision.rounds_inputs:
+            self._weights = list(leaves([layers, self._norm, self._head, self._embed]))
+        self._made: dict[int, list[Tensor]] = {}
+
+    def allocate(self, *, batch_size: int, capacity: int) -> None:
+        """Make room in the cache; see `Runner.allocate`."""
+        if self._cache is not None and self._cache.fits(batch_size=batch_size, capacity=capacity):
+            return
+        self.num_allocations += 1
+        self._made = {}
+        num_layers = len(self._layers)
+        self._cache = StaticCache(num_layers=num_layers, batch_size=batch_size, capacity=capacity, device=self.device)
+        self._masks = Masks(self._windows, capacity=capacity, dtype=self.dtype, device=self.device)
+        angles_SP = torch.arange(capacity, device=self.device)[:, None] * self._rotary.inv_freq.float()
+        self._turns_S1P = torch.polar(torch.full_like(angles_SP, self._rotary.attention_scaling), angles_SP)[:, None]
+
+    def forward(
+        self,
+        ids_BT: Tensor,
+        positions_BT: Tensor,
+        *,
+        bucket: int,
+        rows_BR: Tensor | None = None,
+        batch_rows_B: Tensor | None = None,
+    ) -> Tensor:
+        """Read tokens into the cache and score what follows them; see `Runner.forward`."""
+        assert self._cache is not None, "allocate comes first"
+        batch_size, num_tokens = sizes(ids_BT)
+        aim = self._cache.aim(positions_BT, bucket=bucket, batch_rows_B=batch_rows_B)
+        turns_M1P = self._turns_S1P.index_select(0, positions_BT.flatten())
+        positions_BQ = positions_BT[..., None].repeat(1, 1, self._layers[0].group).flatten(1)
+        masks = self._masks.rows(positions_BQ, bucket=bucket)
+        x_ME = self._embed(ids_BT.flatten())
+        for layer, window in zip(self._layers, self._windows, strict=True):
+            x_ME = layer.forward(x_ME, turns_M1P, masks[window], aim, batch_size=batch_size)
+        if rows_BR is not None:
+            x_BTE = x_ME.view(batch_size, num_tokens, -1)
+            x_ME = x_BTE.gather(1, rows_BR[..., None].expand(-1, -1, self._width)).flatten(0, 1)
+        logits_MV: Tensor = self._comm.all_gather_last(self._head(self._norm(x_ME)), self._head_sizes)
+        return logits_MV.view(batch_size, -1, self.vocab_size).float()
+
+    def held(self, *, bucket: int) -> Held | None:
+        """Weights, tables and the cache; see `Runner.held`."""
+        assert self._cache is not None, "allocate comes first"
+        layers = self._cache.shown(bucket)
+        if self._weights is None or not layers:
+            return None
+        if bucket not in self._made:
+            tables = self._turns_S1P, self._cache.first_slot_B1, self._masks.last
+            self._made[bucket] = [*tables, *self._masks.shown(bucket).values(), *chain.from_iterable(layers)]
+        return Held(self._weights, self._made[bucket])

@@ -1,0 +1,177 @@
+"""One layer of the lean decoder, and the norm that it shares with the decoder's end; see `decoder`.
+
+Queries, keys and values come from one matrix, gate and up from another; one complex product turns queries and keys; the
+queries of a group are folded into rows, so that keys and values are never expanded; on one rank the residual is added
+inside the linear layer.
+
+Shapes: B sequences, T positions, M = B * T tokens, E embedding width, H query heads, N key-value heads, G = H / N, D
+head dim, U MLP units, all of this rank.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from llama_ssp.distributed.comms import Comm
+from llama_ssp.models.attention import attend_by_position
+from llama_ssp.models.cache import Aim
+from llama_ssp.models.linear import Kernel, Linear, make_linear
+from llama_ssp.models.llama.fused import gated, turn_pairs
+from llama_ssp.models.tensor_parallel import RowLinear
+
+
+class Layer:
+    """Attention and MLP of one layer.
+
+    Args:
+        layer: the library's module, which is emptied.
+        number: which layer it is.
+        comm: the ranks that share it.
+        kernel: see `make_linear`.
+        by_position: attend to a round's positions one after the other (see `attention`).
+    """
+
+    def __init__(
+        self,
+        layer: Any,  # noqa: ANN401
+        number: int,
+        *,
+        comm: Comm,
+        kernel: Kernel | None,
+        by_position: bool,
+    ) -> None:
+        self._by_position = by_position
+        attention, mlp = layer.self_attn, layer.mlp
+        self._number = number
+        self._head_dim: int = attention.head_dim
+        self._num_heads = attention.q_proj.weight.shape[0] // self._head_dim
+        self._num_kv_heads = attention.k_proj.weight.shape[0] // self._head_dim
+        self.group = self._num_heads // self._num_kv_heads
+        self._scale: float = attention.scaling
+        self._attention_norm = RmsNorm(layer.input_layernorm)
+        self._mlp_norm = RmsNorm(layer.post_attention_layernorm)
+        has_head_norms = hasattr(attention, "q_norm")
+        for module in (attention.q_proj, attention.k_proj):
+            _interleave(module, self._head_dim)
+        for module in (attention.q_norm, attention.k_norm) if has_head_norms else ():
+            _interleave(module, self._head_dim)
+        self._head_norms = (RmsNorm(attention.q_norm), RmsNorm(attention.k_norm)) if has_head_norms else None
+        self._qkv = make_linear(*take(attention.q_proj, attention.k_proj, attention.v_proj), kernel=kernel)
+        self._output = _Residual(attention.o_proj, comm=comm, kernel=kernel)
+        self._gate_up = make_linear(*take(mlp.gate_proj, mlp.up_proj), kernel=kernel)
+        self._down = _Residual(mlp.down_proj, comm=comm, kernel=kernel)
+
+    def forward(self, x_ME: Tensor, turns_M1P: Tensor, mask_B1QS: Tensor, aim: Aim, *, batch_size: int) -> Tensor:
+        """Add attention, then the MLP, to x.
+
+        Args:
+            x_ME: the residual stream.
+            turns_M1P: each token's rotary factors, complex.
+            mask_B1QS: what to add to the scores of the T * G queries of each key-value head.
+            aim: where keys and values go, and come from.
+            batch_size: B.
+        """
+        attended_ME = self._attend(self._attention_norm(x_ME), turns_M1P, mask_B1QS, aim, batch_size=batch_size)
+        x_ME = self._output(attended_ME, x_ME)
+        return self._down(gated(self._gate_up(self._mlp_norm(x_ME))), x_ME)
+
+    def _attend(self, x_ME: Tensor, turns_M1P: Tensor, mask_B1QS: Tensor, aim: Aim, *, batch_size: int) -> Tensor:
+        num_heads, num_turned = self._num_heads, self._num_heads + self._num_kv_heads
+        qkv_MXD = self._qkv(x_ME).view(-1, num_turned + self._num_kv_heads, self._head_dim)
+        turned_MXD = qkv_MXD.narrow(1, 0, num_turned)
+        if self._head_norms:
+            for norm, heads in zip(self._head_norms, turned_MXD.split([num_heads, self._num_kv_heads], 1), strict=True):
+                heads.copy_(norm(heads))
+        qkv_MXD = _turned(qkv_MXD, turns_M1P, num_turned)
+        keys_BNSD, values_BNSD = aim.update(qkv_MXD.narrow(1, num_heads, 2 * self._num_kv_heads), self._number)
+        queries_MHD = qkv_MXD.narrow(1, 0, num_heads)
+        grouped_BTNGD = queries_MHD.view(batch_size, -1, self._num_kv_heads, self.group, self._head_dim)
+        queries_BNQD = grouped_BTNGD.transpose(1, 2).flatten(2, 3)
+
+        def attend(queries: Tensor, mask: Tensor) -> Tensor:
+            return functional.scaled_dot_product_attention(
+                queries, keys_BNSD, values_BNSD, attn_mask=mask, scale=self._scale
+            )
+
+        if self._by_position:
+            attended_BNQD = attend_by_position(attend, queries_BNQD, mask_B1QS, group=self.group)
+        else:
+            attended_BNQD = attend(queries_BNQD, mask_B1QS)
+        attended_BNTGD = attended_BNQD.unflatten(2, (-1, self.group))
+        attended_ME: Tensor = attended_BNTGD.transpose(1, 2).reshape(-1, num_heads * self._head_dim)
+        return attended_ME
+
+
+class RmsNorm:
+    """The root-mean-square norm over the last dimension.
+
+    torch has it as one operator on a GPU only; for fp32 on the CPU, where each of its many small ones costs as much as
+    the arithmetic, the vector's length serves: x / sqrt(mean(x^2) + eps) = sqrt(E) x / hypot(|x|, sqrt(E eps)).
+    """
+
+    def __init__(self, module: Any) -> None:  # noqa: ANN401 - each family has a class of its own
+        weight_E: Tensor = module.weight.detach()
+        width = weight_E.shape[0]
+        self._eps: float = module.variance_epsilon
+        self._by_length = weight_E.device.type == "cpu" and weight_E.dtype == torch.float32
+        self._weight_E = weight_E * width**0.5 if self._by_length else weight_E
+        self._least_length = weight_E.new_tensor((width * self._eps) ** 0.5)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Norm x (..., E)."""
+        if not self._by_length:
+            return functional.rms_norm(x, self._weight_E.shape, self._weight_E, self._eps)
+        lengths: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot_(self._least_length)
+        return (x / lengths).mul_(self._weight_E)
+
+
+class _Residual:
+    """A row-parallel linear layer whose output, summed over the ranks, goes on top of the residual."""
+
+    def __init__(self, module: nn.Module, *, comm: Comm, kernel: Kernel | None) -> None:
+        weight, bias = take(module)
+        self._comm = comm
+        self._is_shared = isinstance(module, RowLinear)
+        self._linear: Linear = make_linear(weight, None if self._is_shared else bias, kernel=kernel)
+        self._bias_E = bias
+
+    def __call__(self, x_MI: Tensor, residual_ME: Tensor) -> Tensor:
+        if not self._is_shared:
+            return self._linear.add(x_MI, residual_ME)
+        sum_ME = self._comm.all_reduce(self._linear(x_MI)).add_(residual_ME)
+        return sum_ME if self._bias_E is None else sum_ME.add_(self._bias_E)
+
+
+def _turned(heads_MXD: Tensor, turns_M1P: Tensor, num_turned: int) -> Tensor:
+    """Turn adjacent pairs of dimensions of the first heads, in fp32; on the CPU that is one operator, in place."""
+    if heads_MXD.device.type == "cuda":
+        return turn_pairs(heads_MXD, torch.view_as_real(turns_M1P), num_turned)
+    first_MXD = heads_MXD.narrow(1, 0, num_turned)
+    in_fp32 = first_MXD.float()
+    torch.view_as_complex(in_fp32.unflatten(-1, (-1, 2))).mul_(turns_M1P)
+    if in_fp32 is not first_MXD:
+        first_MXD.copy_(in_fp32)
+    return heads_MXD
+
+
+def _interleave(module: nn.Module, head_dim: int) -> None:
+    """Reorder each head's outputs, so that the pairs that the library turns, i and i + D / 2, become neighbours."""
+    order_D = torch.arange(head_dim).view(2, -1).t().flatten()
+    for name, parameter in list(module.named_parameters()):
+        heads_XD = parameter.detach().unflatten(0, (-1, head_dim))
+        setattr(module, name, nn.Parameter(heads_XD[:, order_D].flatten(0, 1), requires_grad=False))
+
+
+def take(*modules: Any) -> tuple[Tensor, Tensor | None]:  # noqa: ANN401 - linear layers, whole or local
+    """Weight and bias of linear layers side by side; the modules are emptied."""
+    weights = [module.weight.detach() for module in modules]
+    biases = [module.bias.detach() for module in modules if module.bias is not None]
+    for module in modules:
+        module.weight = module.bias = None
+    return _joined(weights), _joined(biases) if biases else None
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -1,0 +1,104 @@
+"""Quantized layers inside the library's modules, and what can stop a model from being quantized.
+
+The forms themselves are those of `quantization`.
+
+Shapes: B sequences, T positions, I inputs, O outputs.
+"""
+
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from llama_ssp.architectures.sharding import cut_of, split_model
+from llama_ssp.config.schema import ModelShape, Quantization
+from llama_ssp.errors import ConfigError, PlacementError
+from llama_ssp.models.linear import Kernel, Linear
+from llama_ssp.models.tensor_parallel import ColumnLinear, GatheredLinear, RowLinear, is_row_parallel
+from llama_ssp.planning.weights import NF4_GROUP
+
+_INSTALL = ".venv/bin/python -m pip install -e '.[bitsandbytes]' -c .venv/constraints.txt"
+
+
+class QuantizedLinear(nn.Module):
+    """Stands for one of the library's linear layers, or for this rank's slice of it.
+
+    Args:
+        module: the layer; it is emptied.
+        quantize: a precision's kernel.
+    """
+
+    def __init__(self, module: nn.Linear | ColumnLinear | RowLinear, quantize: Kernel) -> None:
+        super().__init__()
+        weight_OI, bias_O = module.weight.detach(), module.bias
+        del module.weight
+        self._row = module if isinstance(module, RowLinear) else None
+        self._form: Linear = quantize(weight_OI, None if self._row else bias_O)
+
+    def forward(self, x_BTI: Tensor) -> Tensor:
+        """Map the input (B, T, I), or this rank's part of it, to (B, T, O)."""
+        y_BTO = self._form(x_BTI.flatten(0, -2)).unflatten(0, x_BTI.shape[:-1])
+        return self._row.summed(y_BTO) if self._row else y_BTO
+
+
+def quantize_modules(model: PreTrainedModel, quantize: Kernel, *, fill: Callable[[str], None]) -> None:
+    """Put the library's linear layers into their form, one after the other as they are read.
+
+    Args:
+        model: after `tensor_parallel.shard`, its parameters without values.
+        quantize: a precision's kernel.
+        fill: gives values to the parameters whose names begin with a prefix.
+    """
+    for name, module in list(_linear_layers(model)):
+        fill(f"{name}.")
+        model.set_submodule(name, QuantizedLinear(module, quantize))
+
+
+def check_quantizable(model: PreTrainedModel, shape: ModelShape, quantization: Quantization, *, num_ranks: int) -> None:
+    """Find what would stop a model from being quantized, before anything is read.
+
+    Args:
+        model: the whole model, before `tensor_parallel.shard`.
+        shape: its sizes.
+        quantization: as asked for.
+        num_ranks: how many ranks share it.
+
+    Raises:
+        ConfigError: a package is missing.
+        PlacementError: nf4 packs inputs in groups that a layer, or a rank's slice of it, does not fill.
+    """
+    if quantization is Quantization.none:
+        return
+    if quantization is not Quantization.int8_weight_only and find_spec("bitsandbytes") is None:
+        message = (
+            f"quantization={quantization.name} needs the package bitsandbytes: {_INSTALL} installs it, "
+            "or use quantization=int8_weight_only, which needs none"
+        )
+        raise ConfigError(message)
+    if quantization is Quantization.nf4:
+        _check_groups(model, shape, dict(_linear_layers(model)), num_ranks=num_ranks)
+
+
+def _check_groups(model: PreTrainedModel, shape: ModelShape, layers: dict[str, Any], *, num_ranks: int) -> None:
+    shards = split_model(shape, num_ranks=num_ranks)
+    for name, module in layers.items():
+        is_cut = num_ranks > 1 and is_row_parallel(model, name)
+        for width in {len(s.features(cut_of(name))) for s in shards} if is_cut else {module.in_features}:
+            if width % NF4_GROUP:
+                where = f" on one of {num_ranks} ranks" if is_cut else ""
+                message = (
+                    f"nf4 packs {NF4_GROUP} inputs at a time, and {name} has {width}{where}: "
+                    f"use {'another number of ranks, or ' if is_cut else ''}quantization=int8_weight_only"
+                )
+                raise PlacementError(message)
+
+
+def _linear_layers(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
+    """All linear layers but the output head, whole or local, by name."""
+    head = model.get_output_embeddings()
+    for name, module in model.named_modules():
+        is_linear = isinstance(module, nn.Linear | ColumnLinear | RowLinear)
+        if is_linear and module is not head and not isinstance(module, GatheredLinear):
+            yield name, module

@@ -1,0 +1,142 @@
+"""Linear layers of 8 or 4 bits a weight, as forms of `linear.Linear`.
+
+    int8               bitsandbytes: inputs and weights as bytes, a sum of integers, a scale per row of each
+    nf4                bitsandbytes: weights alone, half a byte each, a scale per 64 of them
+    int8_weight_only   `weight_only`: weights alone, a byte each, a scale per output
+
+Weights are quantized row by row, so that layers with one input may be joined before or after. A rank quantizes its own
+slice: columns of a row-parallel layer get scales of their own. Embeddings, head, norms and biases stay as they are.
+
+Shapes: M rows (tokens), I inputs, O outputs.
+"""
+
+import logging
+import sys
+from dataclasses import dataclass
+from functools import cache, partial
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from llama_ssp.config.schema import Quantization
+from llama_ssp.models.linear import Kernel
+from llama_ssp.models.quantization.weight_only import Int8WeightOnlyLinear, QuantizedForm, quantize_by_blocks
+from llama_ssp.planning.weights import NF4_GROUP
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """How the linear layers of a model's layers are stored.
+
+    Attributes:
+        quantization: which form.
+        int8_threshold: for `int8`, inputs of at least this size keep their format; 0 quantizes all. Columns with such
+            an input are chosen over all rows, which makes rows depend on each other.
+    """
+
+    quantization: Quantization = Quantization.none
+    int8_threshold: float = 0.0
+
+    @property
+    def kernel(self) -> Kernel | None:
+        """What puts a weight into its form; None where it keeps its number format."""
+        kernels: dict[Quantization, Kernel] = {
+            Quantization.int8: partial(Int8Linear, threshold=self.int8_threshold),
+            Quantization.nf4: Nf4Linear,
+            Quantization.int8_weight_only: Int8WeightOnlyLinear,
+        }
+        return kernels.get(self.quantization)
+
+    @property
+    def rounds_inputs(self) -> bool:
+        """Whether inputs are quantized too: what differs in the last bit may then end a whole step apart."""
+        return self.quantization is Quantization.int8
+
+
+UNQUANTIZED = Precision()
+
+
+class Int8Linear(QuantizedForm):
+    """LLM.int8() of bitsandbytes.
+
+    Args:
+        weight_OI: in its own number format.
+        bias_O: or None.
+        threshold: see `Precision`.
+
+    Source: Dettmers et al. 2022, arXiv:2208.07339.
+    """
+
+    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None, *, threshold: float = 0.0) -> None:
+        self._quantize = bitsandbytes().functional.int8_vectorwise_quant
+        self._weight_OI, self._scales_O = quantize_by_blocks(weight_OI, lambda block: self._quantize(block.half())[:2])
+        self._bias_O = bias_O
+        self._threshold = threshold
+
+    def __call__(self, x_MI: Tensor) -> Tensor:
+        """See `Linear`."""
+        x_int8_MI, x_scales_M, columns = self._quantize(x_MI.half(), threshold=self._threshold)
+        operands = x_int8_MI, self._weight_OI, x_scales_M, self._scales_O
+        if self._threshold > 0:
+            mixed = torch.ops.bitsandbytes.int8_mixed_scaled_mm
+            y_MO: Tensor = mixed(x_MI, *operands, columns, self._bias_O)[0]
+        else:
+            y_MO = torch.ops.bitsandbytes.int8_scaled_mm(*operands, bias=self._bias_O, dtype=x_MI.dtype)
+        return y_MO
+
+
+class Nf4Linear(QuantizedForm):
+    """The 4-bit normal float of bitsandbytes, its scales in fp32.
+
+    Source: Dettmers et al. 2023, arXiv:2305.14314.
+    """
+
+    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
+        library = bitsandbytes()
+        pack = partial(
+            library.functional.quantize_4bit, blocksize=NF4_GROUP, compress_statistics=False, quant_type="nf4"
+        )
+
+        def packed(block: Tensor) -> tuple[Tensor, Tensor]:
+            values, state = pack(block)
+            return values, state.absmax
+
+        self._weight, scales = quantize_by_blocks(weight_OI, packed)
+        self._state = library.functional.QuantState(
+            absmax=scales, shape=weight_OI.shape, code=_nf4_code(weight_OI.device), blocksize=NF4_GROUP,
+            quant_type="nf4", dtype=weight_OI.dtype,
+        )  # fmt: skip
+        self._product = library.matmul_4bit
+        self._bias_O = bias_O
+
+    def __call__(self, x_MI: Tensor) -> Tensor:
+        """See `Linear`."""
+        y_MO: Tensor = self._product(x_MI, self._weight, quant_state=self._state, bias=self._bias_O)
+        return y_MO
+
+
+@cache
+def _nf4_code(device: torch.device) -> Tensor:
+    """The sixteen values of the format, which all layers share."""
+    code: Tensor = bitsandbytes().functional.get_4bit_type("nf4", device=device)
+    return code
+
+
+@cache
+def bitsandbytes() -> ModuleType:
+    """The package. While it is imported it would fetch kernels from the hub and run them: that way is closed to it."""
+    log = logging.getLogger("bitsandbytes")
+    level, hub = log.level, sys.modules.get("kernels")
+    log.setLevel(logging.ERROR)
+    sys.modules["kernels"] = None  # type: ignore[assignment]  # so that importing it fails
+    try:
+        import bitsandbytes  # noqa: PLC0415 - slow to import, and an extra
+
+        return bitsandbytes
+    finally:
+        log.setLevel(level)
+        if hub is None:
+            del sys.modules["kernels"]
+        else:
+            sys.modules["kernels"] = hub

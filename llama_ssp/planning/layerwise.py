@@ -1,0 +1,128 @@
+"""Layers in a row: which device holds how many of them whole, and which wait elsewhere for their turn.
+
+Plain arithmetic, so that the loader, which places them, and the plan, which counts their bytes, cannot disagree.
+
+    device 0: embeddings, layers 0-9    device 1: layers 10-19    last device: layers 20-27, norm, head
+    waiting:  layers 28-31, each read into device 0 by every forward
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+from llama_ssp.architectures.inventory import inventory
+from llama_ssp.architectures.sharding import split_blocks
+from llama_ssp.config.schema import Quantization
+from llama_ssp.config.target_placement import Offload
+from llama_ssp.errors import PlacementError
+from llama_ssp.planning.spec import Job, model_bytes
+
+GB = 10**9
+READ_BYTES_PER_S = {Offload.cpu: 12e9, Offload.disk: 2e9}
+"""Estimates: pageable host memory over PCIe 4 x16, and an NVMe disk; not those of the machine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """Which layers are where.
+
+    Attributes:
+        held: those of each device, in order.
+        waiting: the rest, which the first device computes.
+    """
+
+    held: tuple[range, ...]
+    waiting: range
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowBytes:
+    """What is to be placed: bytes of each layer, of what comes before the first, and of what follows the last."""
+
+    layer: int
+    before: int
+    after: int
+
+
+def split_row(num_layers: int, sizes: RowBytes, *, num_devices: int, max_bytes: int | None) -> Row:
+    """Share layers out evenly; where that is too much for a device, fill each, and let the rest wait.
+
+    Args:
+        num_layers: of the model.
+        sizes: what they take.
+        num_devices: in a row.
+        max_bytes: of weights on each device; None sets no limit.
+
+    Raises:
+        PlacementError: what is no layer is too large for a device.
+    """
+    used = min(num_devices, num_layers)
+    held = split_blocks(num_layers, used) + (range(num_layers, num_layers),) * (num_devices - used)
+    if max_bytes is None:
+        return Row(held=held, waiting=range(num_layers, num_layers))
+    fixed = [0] * num_devices
+    fixed[0] += sizes.before
+    fixed[-1] += sizes.after
+    if max(fixed) > max_bytes:
+        message = (
+            f"placement.target.max_memory_gb={max_bytes / GB:g} has no room for the embeddings and the head, which are "
+            f"never offloaded: give at least {max(fixed) / GB:.4g}"
+        )
+        raise PlacementError(message)
+    room = [(max_bytes - part) // sizes.layer for part in fixed]
+    if any(len(part) > most for part, most in zip(held, room, strict=True)):
+        edges = [min(sum(room[:count]), num_layers) for count in range(num_devices + 1)]
+        held = tuple(range(start, stop) for start, stop in pairwise(edges))
+    return Row(held=held, waiting=range(held[-1].stop, num_layers))
+
+
+def check_offload(offload: Offload, *, quantization: Quantization, device: str) -> None:
+    """Refuse what cannot wait elsewhere, or has nowhere to.
+
+    Raises:
+        PlacementError: quantized layers, or a CPU's memory as a place beside itself.
+    """
+    if offload is Offload.none:
+        return
+    if quantization is not Quantization.none:
+        message = (
+            f"placement.target.offload={offload.name} moves layers as they are stored in the files, and "
+            f"model.quantization={quantization.name} was given: use model.quantization=none, or no offload"
+        )
+        raise PlacementError(message)
+    if offload is Offload.cpu and device == "cpu":
+        message = "placement.target.offload=cpu has no effect where the model is on the CPU: use offload=disk or none"
+        raise PlacementError(message)
+
+
+def row_of(job: Job) -> Row:
+    """Where a job's target is.
+
+    Raises:
+        PlacementError: its layers cannot be placed so.
+    """
+    check_offload(job.offload, quantization=job.target.quantization, device=job.device)
+    sizes, num_devices = row_bytes(job), len(job.target_devices)
+    return split_row(job.target.shape.num_hidden_layers, sizes, num_devices=num_devices, max_bytes=job.max_device_bytes)
+
+
+def row_bytes(job: Job) -> RowBytes:
+    """What a job's target takes, in its precision; on several devices the last has tied embeddings once more."""
+    whole, alone = inventory(job.target.shape), len(job.target_devices) == 1
+
+    def size(num_layers: int, *, first: bool, last: bool) -> int:
+        held = whole.of_layers(num_layers, first=first, last=last)
+        return model_bytes(held, job.target, device=job.device).total_bytes
+
+    before = size(0, first=True, last=False)
+    after = size(0, first=True, last=True) - before if alone else size(0, first=False, last=True)
+    return RowBytes(layer=size(1, first=False, last=False), before=before, after=after)
+
+
+def waiting_bytes(job: Job) -> int:
+    """Bytes of a job's target that every forward reads from elsewhere."""
+    return 0 if job.offload is Offload.none else len(row_of(job).waiting) * row_bytes(job).layer
+
+
+def waiting_s(job: Job) -> float:
+    """Seconds of each forward for reading them, beside which nothing is computed."""
+    return waiting_bytes(job) / READ_BYTES_PER_S[job.offload] if job.offload is not Offload.none else 0.0

@@ -1,0 +1,259 @@
+"""The plan as a task: shown for a described machine, or for the very job that a run is about to start.
+
+Never reaches torch. What a plan is worked out from is the business of `planning`, how it looks that of `reports`.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from llama_ssp.config import hardware
+from llama_ssp.config.benchmark import BenchmarkConfig
+from llama_ssp.config.hardware import HardwareConfig
+from llama_ssp.config.layout import lay_out_copy, may_capture
+from llama_ssp.config.machine import detect_hardware, machine_of_run
+from llama_ssp.config.plan import PlanFormat
+from llama_ssp.config.schema import DeviceKind, RuleName, RunConfig, WeightsKind
+from llama_ssp.errors import ConfigError, one_message
+from llama_ssp.planning.auto import AutoPlacement, choose_placement
+from llama_ssp.planning.plan import PLAN_VERSION, Plan, document, make_plan, require_room
+from llama_ssp.planning.search import search, search_document
+from llama_ssp.planning.spec import Job, planned_model, target_fields
+from llama_ssp.planning.timing import Timing
+from llama_ssp.reports.lines import Forecast
+from llama_ssp.tasks.prompts import STANDARD_INPUT, read_prompts
+
+CHARACTERS_PER_TOKEN = 3
+TYPED_TOKENS = 128
+
+
+def plan_job(job: Job, machine: HardwareConfig, *, auto_ranks: int | None) -> Plan:
+    """Plan a job as it is placed, or as the planner places it.
+
+    Args:
+        job: what is planned.
+        machine: where.
+        auto_ranks: choose the fastest placement over so many ranks first, and note which and why; None keeps the job's.
+
+    Raises:
+        PlacementError: a model cannot be laid out as asked.
+    """
+    if auto_ranks is None:
+        return make_plan(job, machine)
+    chosen = choose_placement(job, machine, num_ranks=auto_ranks)
+    return make_plan(chosen.job, machine, remark=chosen.sentence)
+
+
+def show_plan(
+    plan: Plan, form: PlanFormat, *, figure: str | None = None, words: Mapping[str, str] | None = None
+) -> None:
+    """Print a plan, and draw it where a figure is wanted.
+
+    Args:
+        plan: what is shown.
+        form: table or JSON.
+        figure: a file to draw it into.
+        words: see `require_room`.
+
+    Raises:
+        CapacityError: it does not fit; it has been printed all the same.
+        ConfigError: the table or the figure needs a package that is not installed, or the figure a folder.
+    """
+    if figure and not Path(figure).parent.is_dir():
+        raise ConfigError(f"figure={figure} has no folder to go to: make {Path(figure).parent} first, or name another")
+    content = document(plan)
+    if form is PlanFormat.json:
+        print(json.dumps(content, indent=2))  # noqa: T201 - what was asked for
+    else:
+        from llama_ssp.reports.plan_table import print_plan  # noqa: PLC0415 - JSON does without rich
+
+        print_plan(content)
+    if figure:
+        from llama_ssp.reports.plots import draw_plan  # noqa: PLC0415 - only a figure needs matplotlib
+
+        draw_plan(content, Path(figure))
+    require_room(plan, words=words)
+
+
+def words_of_run(config: RunConfig) -> dict[str, str]:
+    """How settings that a run does not have are said in it; see `require_room`."""
+    words = {"hardware.num_nodes": "{} nodes", "prompt_tokens": "prompts of at most {} tokens"}
+    return words | ({"batch_size": "task.batch_sizes=[{}]"} if isinstance(config.task, BenchmarkConfig) else {})
+
+
+def show_search(job: Job, machine: HardwareConfig, form: PlanFormat) -> None:
+    """Print every sensible way to use a machine, the fastest first.
+
+    Raises:
+        ConfigError: the table needs a package that is not installed.
+        PlacementError: the model is not in the catalogue.
+    """
+    choices = search_document(search(job, machine))
+    if form is PlanFormat.json:
+        print(json.dumps({"plan_version": PLAN_VERSION, "search": choices}, indent=2))  # noqa: T201 - what was asked for
+    else:
+        from llama_ssp.reports.plan_table import print_search  # noqa: PLC0415 - JSON does without rich
+
+        print_search(choices, machine=machine.name)
+
+
+def dry_run(config: RunConfig, *, world_size: int) -> None:
+    """Print the plan of exactly this run; nothing is loaded, and no tokenizer counts the prompts' tokens.
+
+    Args:
+        config: the checked config of the run.
+        world_size: its ranks.
+
+    Raises:
+        CapacityError: it does not fit.
+        ConfigError: the hardware is not described, or its description is wrong.
+        PlacementError: a model cannot be laid out as asked.
+    """
+    job, machine = job_ahead(config, world_size=world_size)
+    plan = plan_job(job, machine, auto_ranks=world_size if config.placement.auto else None)
+    show_plan(plan, PlanFormat.table, words=words_of_run(config))
+
+
+def job_ahead(config: RunConfig, *, world_size: int) -> tuple[Job, HardwareConfig]:
+    """What a run will be to the planner, and where, before anything of it is loaded.
+
+    Raises:
+        ConfigError: the hardware is not described, or its description is wrong.
+    """
+    machine = machine_of_run(hardware_of(config, on_cpu=config.device is DeviceKind.cpu), world_size)
+    config, tokens = _foreseen(config)
+    return _job_on(machine, config, world_size=world_size, prompt_tokens=tokens), machine
+
+
+def _job_on(machine: HardwareConfig, config: RunConfig, *, world_size: int, prompt_tokens: int) -> Job:
+    return job_of_run(
+        config, world_size=world_size, prompt_tokens=prompt_tokens, device=machine.device, num_gpus=machine.num_gpus
+    )
+
+
+def choose_for_run(config: RunConfig, *, world_size: int, on_cpu: bool) -> AutoPlacement:
+    """Choose what `placement=auto` leaves to the planner.
+
+    Args:
+        config: the checked config of the run.
+        world_size: its ranks.
+        on_cpu: whether they compute on CPUs.
+
+    Raises:
+        ConfigError: nobody has described the machine.
+        PlacementError: the models cannot be laid out over these ranks at all.
+    """
+    machine = machine_of_run(hardware_of(config, on_cpu=on_cpu), world_size)
+    config, tokens = _foreseen(config)
+    job = _job_on(machine, config, world_size=world_size, prompt_tokens=tokens)
+    return choose_placement(job, machine, num_ranks=world_size)
+
+
+def _foreseen(config: RunConfig) -> tuple[RunConfig, int]:
+    """The config with the rows that the prompts fill, and the tokens of the longest, at three characters a token.
+
+    Prompts that nobody knows yet have TYPED_TOKENS each, and fill all rows.
+    """
+    has_prompts = config.prompt is not None or config.prompts or getattr(config.task, "default_prompts", [])
+    is_read_later = config.prompt is None and config.prompts == STANDARD_INPUT
+    if is_read_later or not has_prompts:
+        return config, TYPED_TOKENS
+    texts = read_prompts(config)
+    tokens = max(len(text) // CHARACTERS_PER_TOKEN + 1 for text in texts)
+    return with_filled_rows(config, num_completions=len(texts) * config.num_samples), tokens
+
+
+def with_filled_rows(config: RunConfig, *, num_completions: int) -> RunConfig:
+    """The config with a batch of no more rows than there are completions for each copy of the models."""
+    return replace(config, batch_size=min(config.batch_size, -(-num_completions // config.placement.num_replicas)))
+
+
+def plan_of_run(config: RunConfig, *, world_size: int, machine: HardwareConfig, prompt_tokens: int) -> Plan:
+    """Plan the job that a run is about to start.
+
+    Args:
+        config: the checked config of the run.
+        world_size: its ranks.
+        machine: from `hardware_of`.
+        prompt_tokens: of the longest prompt.
+    """
+    machine = machine_of_run(machine, world_size)
+    return make_plan(_job_on(machine, config, world_size=world_size, prompt_tokens=prompt_tokens), machine)
+
+
+def planned_bytes(plan: Plan) -> list[int]:
+    """What each rank is expected to use, as a run measures it: without what no allocator reserves on a GPU."""
+    beside = [rank.context_bytes + rank.collectives_bytes + rank.graphs_bytes for rank in plan.ranks]
+    on_cpu = plan.hardware.device == "cpu"
+    return [rank.needed_bytes - (0 if on_cpu else apart) for rank, apart in zip(plan.ranks, beside, strict=True)]
+
+
+def forecast(timed: Timing) -> Forecast:
+    """What `summary.json` says beside the measured times: per token of whole completions, prompts included."""
+    speculative_s = timed.speculative_run_s
+    return Forecast(
+        plain_ms_per_token=1e3 * timed.plain_run_s,
+        speculative_ms_per_token=None if speculative_s is None else 1e3 * speculative_s,
+        speedup=None if speculative_s is None else timed.plain_run_s / speculative_s,
+    )
+
+
+def job_of_run(
+    config: RunConfig, *, world_size: int, prompt_tokens: int, device: str, num_gpus: int | None = None
+) -> Job:
+    """The planner's view of a run: its placement on all ranks that were started, graphs where they are used.
+
+    Args:
+        config: the checked config of the run.
+        world_size: its ranks.
+        prompt_tokens: of the longest prompt.
+        device: cpu or cuda.
+        num_gpus: of each node; None: as many as ranks.
+    """
+    if isinstance(config.task, BenchmarkConfig):
+        config, prompt_tokens = _largest_cell(config, config.task)
+    placement = config.placement
+    draft = planned_model(config.draft.model) if config.draft.model else None
+    layout = lay_out_copy(placement, world_size=world_size, has_draft=draft is not None)
+    return Job(
+        **target_fields(config.model, placement.target, layout, num_gpus=num_gpus or world_size),
+        draft=draft,
+        draft_kind=layout.draft_kind,
+        draft_ranks=layout.draft_ranks,
+        num_replicas=placement.num_replicas,
+        num_draft_tokens=config.speculation.num_draft_tokens,
+        acceptance=_assumed_acceptance(config),
+        rule=config.verification.rule if config.sampling.temperature > 0 else RuleName.greedy,
+        batch_size=config.batch_size,
+        prompt_tokens=prompt_tokens,
+        max_new_tokens=config.max_new_tokens,
+        cuda_graphs=config.cuda_graphs and device == "cuda" and may_capture(placement.target),
+        device=device,
+    )
+
+
+def _largest_cell(config: RunConfig, task: BenchmarkConfig) -> tuple[RunConfig, int]:
+    """The cell of a benchmark that needs the most memory, and the tokens of its prompts."""
+    speculation = replace(config.speculation, num_draft_tokens=max(task.num_draft_tokens))
+    return replace(config, batch_size=max(task.batch_sizes), speculation=speculation), max(task.prompt_tokens)
+
+
+def _assumed_acceptance(config: RunConfig) -> float | None:
+    """What the user says, else what synthetic weights are made to have, else None: what is known of the pair."""
+    if config.speculation.acceptance is None and config.weights is WeightsKind.synthetic:
+        return config.synthetic.agreement
+    return config.speculation.acceptance
+
+
+def hardware_of(config: RunConfig, *, on_cpu: bool) -> HardwareConfig:
+    """The description of the machine that a run is planned for: what the user named, else the one at hand.
+
+    Raises:
+        ConfigError: the description is wrong, or there is none of these GPUs.
+    """
+    if not config.hardware:
+        return detect_hardware(on_cpu=on_cpu)
+    if problems := hardware.problems_of(config.hardware):
+        raise ConfigError(one_message(problems))
+    return hardware.build(config.hardware)

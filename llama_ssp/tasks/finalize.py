@@ -1,0 +1,73 @@
+"""The end of a run, of an interrupted one too: what it measured beside what was forecast, written down and shown."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from llama_ssp.config.benchmark import BenchmarkConfig
+from llama_ssp.config.schema import CompareConfig, GenerateConfig
+from llama_ssp.reports.lines import Forecast, RankMemory, RunFacts
+from llama_ssp.reports.summary import summarise
+from llama_ssp.tasks.dry_run import forecast, planned_bytes
+from llama_ssp.tasks.session import Session
+
+
+def conclude(session: Session) -> None:
+    """Collect every rank's memory, and on rank 0 write the summary, print the table and draw the picture.
+
+    Raises:
+        SspError: the disk is full or gone.
+    """
+    comm, folder, config = session.world.comm, session.folder, session.config
+    session.memory.sample()
+    peaks = [json.loads(peak) for peak in comm.gather_text(json.dumps(session.memory.peak_bytes))]
+    if folder is None:
+        return
+    if config.placement.num_replicas > 1:
+        folder.put_in_order()
+    is_benchmark = isinstance(config.task, BenchmarkConfig)
+    planned = planned_bytes(session.plan) if session.plan else [None] * comm.size
+    facts = RunFacts(
+        task=config.task.name.name,
+        model=config.model.name,
+        draft=config.draft.model.name if config.draft.model else None,
+        weights=config.weights.name,
+        placement=_placement(session),
+        world_size=comm.size,
+        seed=config.seed,
+        num_draft_tokens=config.speculation.num_draft_tokens if config.draft.model else 0,
+        memory=[
+            RankMemory(rank=rank, planned_bytes=planned[rank], measured_peak_bytes=peak)
+            for rank, peak in enumerate(peaks)
+        ],
+        forecast=forecast(session.plan.timing) if session.plan and not is_benchmark else Forecast(),
+        startup=session.start_clock.times,
+    )
+    summary = summarise(facts, folder.lines, folder.rows)
+    folder.write_summary(summary)
+    session.terminal.end_of_text()  # an interruption may come in the middle of one
+    if folder.rows:
+        session.terminal.benchmark(folder.rows)
+    if folder.lines and not isinstance(config.task, GenerateConfig):
+        session.terminal.table(summary)
+    session.terminal.closing(summary, run_dir=folder.path)
+    if isinstance(config.task, CompareConfig) and config.task.picture:
+        start = f"torchrun --nproc-per-node {comm.size}" if comm.size > 1 else "python"
+        session.terminal.save_svg(Path(config.task.picture), title=f"{start} launch/run.py")
+
+
+def _placement(session: Session) -> dict[str, Any]:
+    """Name the ranks of each model, as they came out; those of one copy."""
+    placement, layout = session.config.placement, session.models.mesh.layout
+    kinds = {"target": (placement.target.kind.name, layout.target_ranks)}
+    if session.models.has_draft:
+        kinds["draft"] = (layout.draft_kind.name, layout.draft_ranks)
+    laid_out: dict[str, Any] = {
+        part: {
+            "kind": kind,
+            "ranks": list(ranks),
+            "tp_size": 1 if part == "draft" and layout.shares_rows else len(ranks),
+        }
+        for part, (kind, ranks) in kinds.items()
+    }
+    return laid_out | {"num_replicas": placement.num_replicas}

@@ -1,0 +1,271 @@
+"""A run from its checked config to its last record: the same program on every rank.
+
+    find and check the checkpoints -> read the prompts -> open the run folder -> load -> the task -> summary and table
+
+Ranks agree after each step that can fail, so that none waits for one that has given up.
+"""
+
+import json
+import logging
+import shutil
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import transformers
+
+from llama_ssp.config.benchmark import BenchmarkConfig
+from llama_ssp.config.document import to_yaml
+from llama_ssp.config.schema import (
+    CalibrateConfig,
+    CompareConfig,
+    DraftLayout,
+    DraftPlacement,
+    GenerateConfig,
+    LatencyConfig,
+    PlacementConfig,
+    RunConfig,
+)
+from llama_ssp.config.target_placement import TargetPlacement
+from llama_ssp.console.terminal import Terminal
+from llama_ssp.distributed.agree import together
+from llama_ssp.distributed.faults import Phase, ending_alike
+from llama_ssp.distributed.ranklog import close_logs, describe_rank, open_logs
+from llama_ssp.distributed.world import World, start
+from llama_ssp.errors import ConfigError, InterruptedRun, LostRankError, SspError
+from llama_ssp.planning.plan import Plan, require_room
+from llama_ssp.reports.lines import LineKey
+from llama_ssp.reports.provenance import git_commit, gpu_links, planned_link, versions
+from llama_ssp.reports.records import RunFolder, read_status, write_failure
+from llama_ssp.tasks.checkpoints import Source, find_sources, offload_folder
+from llama_ssp.tasks.compare import compare
+from llama_ssp.tasks.dry_run import (
+    TYPED_TOKENS,
+    choose_for_run,
+    hardware_of,
+    plan_of_run,
+    with_filled_rows,
+    words_of_run,
+)
+from llama_ssp.tasks.finalize import conclude
+from llama_ssp.tasks.generate import generate
+from llama_ssp.tasks.interactive import converse
+from llama_ssp.tasks.latency import latency
+from llama_ssp.tasks.loading import load_models
+from llama_ssp.tasks.prompts import check_unchanged, is_interactive, read_prompts
+from llama_ssp.tasks.session import Job, Session, make_jobs
+from llama_ssp.tasks.startup import StartClock
+from llama_ssp.tasks.stopping import heeding_signals
+
+_log = logging.getLogger(__name__)
+
+
+def run(config: RunConfig, clock: StartClock) -> bool:
+    """Do what a config says, on this rank.
+
+    Args:
+        config: checked by `config.checks`, the same on every rank.
+        clock: of this run.
+
+    Returns:
+        Whether somebody wished to stop too late for this run, on every rank alike: a sweep is to end here.
+
+    Raises:
+        SspError: on every rank alike; on rank 0 the run folder's `status` tells it too.
+    """
+    clock.reach("imported_s")
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    joining = start(
+        device=config.device, timeout_s=config.timeouts.load_s, one_shot_all_reduce=config.one_shot_all_reduce
+    )
+    with joining as world, ExitStack() as stack:
+        clock.reach("joined_s")
+        terminal = Terminal.of_rank(world.comm.rank)
+        if world.note:
+            terminal.say(world.note)
+        phase = Phase(doing="loading", limit=f"timeouts.load_s={config.timeouts.load_s:g}")
+        folder, run_dir = None, None
+        try:
+            with ending_alike(world.watch, phase):
+                if isinstance(config.task, CalibrateConfig):
+                    from llama_ssp.tasks.calibrate import calibrate  # noqa: PLC0415 - builds models of the library's
+
+                    if file := calibrate(world, output=config.task.output):
+                        terminal.say(f"wrote {file}")
+                    return False
+                folder = _open_folder(config, world, stack)
+                stack.callback(shutil.rmtree, offload_folder(config, world), ignore_errors=True)
+                run_dir = Path(str(config.run_dir))
+                _log_ranks(world, folder)
+                return _run(config, world, terminal, folder, phase=phase, clock=clock)
+        except (Exception, KeyboardInterrupt) as error:
+            if run_dir:
+                with suppress(SspError):  # a full disk must not hide why the run ends
+                    _write_end(run_dir, folder, error)
+            raise
+
+
+def _open_folder(config: RunConfig, world: World, stack: ExitStack) -> RunFolder | None:
+    """Open the run folder on rank 0, and every rank's log in it."""
+    folder = None
+    with together(world.comm):
+        if world.comm.rank == 0:
+            folder = stack.enter_context(RunFolder(Path(str(config.run_dir)), to_yaml(config)))
+    config.run_dir = world.comm.broadcast_text(str(config.run_dir), src=0)
+    open_logs(Path(config.run_dir), rank=world.comm.rank)
+    stack.callback(close_logs)
+    return folder
+
+
+def _log_ranks(world: World, folder: RunFolder | None) -> None:
+    """Write into the logs who and where ranks are, all of them into rank 0's."""
+    ranks = world.comm.gather_text(describe_rank(world))
+    for rank in ranks if folder else [ranks[world.comm.rank]]:
+        _log.info("%s", rank)
+    if folder:
+        made_by = versions() | {"commit": git_commit()}
+        _log.info(", ".join(f"{name} {version}" for name, version in made_by.items()))
+        _log.info("links between GPUs: %s", gpu_links() if world.device.type == "cuda" else "none, ranks are on CPUs")
+
+
+def _write_end(run_dir: Path, folder: RunFolder | None, error: Exception | KeyboardInterrupt) -> None:
+    """Write the status; rank 0 does, and where it may be lost, the rank that speaks in its place."""
+    if isinstance(error, LostRankError):
+        if read_status(run_dir) not in {"running", f"{error.exit_code}: {error}"}:
+            error.speaks = False  # this rank was stopped for a while, and the others have told of its loss
+        elif folder or error.speaks:
+            write_failure(run_dir, exit_code=error.exit_code, sentence=str(error))
+    elif folder and isinstance(error, InterruptedRun | KeyboardInterrupt):
+        folder.write_status("interrupted")
+    elif folder and isinstance(error, SspError):
+        write_failure(run_dir, exit_code=error.exit_code, sentence=str(error))
+    elif folder:  # nobody has foreseen it: Python shows where it comes from, and ends with 1
+        said = str(error).strip().partition("\n")[0]
+        write_failure(run_dir, exit_code=1, sentence=f"{type(error).__name__}: {said}")
+
+
+def _run(
+    config: RunConfig, world: World, terminal: Terminal, folder: RunFolder | None, *, phase: Phase, clock: StartClock
+) -> bool:
+    if config.placement.auto:
+        _settle_placement(config, world, terminal)
+    sources = find_sources(config, world)
+    finished = _tell_finished(world, folder)
+    context = min(source.origin.context for source in sources if source)
+    jobs = _read_jobs(config, world, folder, sources[0], context=context)
+    config = with_filled_rows(config, num_completions=len(jobs) if jobs else config.num_samples)
+    plan = _make_plan(config, world, terminal, jobs)
+    clock.reach("checked_s")
+    with terminal.loading() as progress:
+        models = load_models(config, world, sources, progress=progress)
+    clock.reach("loaded_s")
+    phase.doing, phase.limit = "decoding", f"timeouts.decode_s={config.timeouts.decode_s:g}"
+    session = Session(
+        config,
+        world=world,
+        models=models,
+        terminal=terminal,
+        folder=folder,
+        finished=finished,
+        num_prompts=None if jobs is None else len({job.request.index for job in jobs}),
+        plan=plan,
+        start_clock=clock,
+    )
+
+    def agree(wishes: bool) -> bool:
+        return any(world.comm.gather_text("stop" if wishes else ""))
+
+    interruption = None
+    try:
+        heeding = heeding_signals(session.wish, tell=world.watch.ask_to_stop, agree=agree)
+        with heeding as stop, terminal.while_read(stop):
+            if jobs is None:
+                converse(session, _do)
+            elif isinstance(config.task, BenchmarkConfig):
+                from llama_ssp.tasks.benchmark import benchmark  # noqa: PLC0415 - runs the library's own generation
+
+                benchmark(session, jobs, sources)
+            else:
+                _do(session, jobs)
+    except InterruptedRun as error:
+        interruption = error
+    conclude(session)
+    if interruption:
+        raise interruption
+    if folder:
+        folder.write_status("done")
+    return session.wish.requested
+
+
+def _settle_placement(config: RunConfig, world: World, terminal: Terminal) -> None:
+    """Let rank 0 choose for all: what one node knows of its machine, another might not."""
+    choice = ""
+    with together(world.comm):
+        if world.comm.rank == 0:
+            chosen = choose_for_run(config, world_size=world.comm.size, on_cpu=world.device.type == "cpu")
+            terminal.say(chosen.sentence)
+            layout = chosen.job.layout
+            choice = json.dumps([layout.target_ranks, layout.draft_ranks, layout.draft_kind.name])
+    target_ranks, draft_ranks, draft_kind = json.loads(world.comm.broadcast_text(choice, src=0))
+    config.placement = PlacementConfig(
+        target=TargetPlacement(ranks=target_ranks),
+        draft=DraftPlacement(kind=DraftLayout[draft_kind], ranks=draft_ranks or None),
+        num_replicas=config.placement.num_replicas,
+    )
+
+
+def _tell_finished(world: World, folder: RunFolder | None) -> frozenset[LineKey]:
+    """Tell all ranks which completions the run folder holds already."""
+    known = json.dumps(sorted(folder.finished)) if folder else ""
+    keys = json.loads(world.comm.broadcast_text(known, src=0))
+    return frozenset((index, mode, sample) for index, mode, sample in keys)
+
+
+def _read_jobs(
+    config: RunConfig, world: World, folder: RunFolder | None, source: Source, *, context: int
+) -> list[Job] | None:
+    """Read and encode the prompts, the same on every rank; None when they will be typed one by one."""
+    prompts: list[str] | None = None
+    with together(world.comm):
+        if folder and not is_interactive(config):
+            prompts = read_prompts(config)
+            check_unchanged(prompts, folder.lines, config)
+    prompts = json.loads(world.comm.broadcast_text(json.dumps(prompts), src=0))
+    if prompts is None:
+        return None
+    with together(world.comm):
+        vocab_size = source.origin.shape.vocab_size
+        return make_jobs(prompts, config, tokenizer=source.tokenizer, context=context, vocab_size=vocab_size)
+
+
+def _make_plan(config: RunConfig, world: World, terminal: Terminal, jobs: list[Job] | None) -> Plan | None:
+    """Plan this very run, and stop it here if it cannot fit; None where nobody has described the machine.
+
+    Raises:
+        CapacityError: it does not fit.
+    """
+    with together(world.comm):
+        try:
+            machine = hardware_of(config, on_cpu=world.device.type == "cpu")
+        except ConfigError as error:
+            if config.hardware:
+                raise
+            terminal.say(f"no forecast: {error}")
+            return None
+        longest = max((len(job.request.prompt_ids) for job in jobs), default=1) if jobs else TYPED_TOKENS
+        plan = plan_of_run(config, world_size=world.comm.size, machine=machine, prompt_tokens=longest)
+        if world.comm.rank == 0:
+            _log.info("forecast for hardware %s: %s", machine.name, planned_link(machine))
+        require_room(plan, words=words_of_run(config))
+    return plan
+
+
+def _do(session: Session, jobs: list[Job]) -> None:
+    """Hand over to the task."""
+    match session.config.task:
+        case CompareConfig():
+            compare(session, jobs)
+        case GenerateConfig(format=output):
+            generate(session, jobs, output=output)
+        case LatencyConfig(num_warmup=num_warmup):
+            latency(session, jobs, num_warmup=num_warmup)

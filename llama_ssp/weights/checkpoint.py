@@ -1,0 +1,264 @@
+"""A folder of safetensors weights: checked as a whole before anything is loaded, then read slice by slice.
+
+Every fault of a folder is one `CheckpointError` here: missing, truncated or corrupt files, pickle weights, unknown or
+self-coded models. Which tensors a model needs is asked in `loader`; where the folder comes from, in `hub`.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, __version__
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from llama_ssp.config.schema import ModelConfig, ModelShape
+from llama_ssp.errors import CheckpointError
+from llama_ssp.weights.source import TensorFacts
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+_PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".ckpt"}
+_FLOAT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredTensor(TensorFacts):
+    """What a tensor is, and the safetensors file where it lies."""
+
+    file: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A folder that `inspect` found sound; an `origin.Origin`.
+
+    Attributes:
+        folder: where the files are.
+        config: the library's own configuration of the model.
+        shape: its sizes.
+        tensors: what the files hold, by the names that they use.
+    """
+
+    folder: Path
+    config: PretrainedConfig
+    shape: ModelShape
+    tensors: Mapping[str, StoredTensor]
+
+    @property
+    def context(self) -> int:
+        """The most tokens that a sequence may have."""
+        return self.shape.max_position_embeddings
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The number format that most of the stored tensors have."""
+        dtypes = Counter(tensor.dtype for tensor in self.tensors.values() if tensor.dtype)
+        return dtypes.most_common(1)[0][0]
+
+    def read(
+        self,
+        name: str,
+        *,
+        dim: int | None = None,
+        parts: Sequence[range] = (),
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ) -> Tensor:
+        """Copy a tensor, or a slice of it, out of its file; no more than it is copied. See `Origin.read`.
+
+        Casting while copying needs no second copy on the CPU.
+
+        Raises:
+            CheckpointError: the file has changed since it was inspected.
+        """
+        file = self.tensors[name].file
+        try:
+            with safe_open(file, framework="pt") as stored:
+                source = stored.get_slice(name)
+                if dim is None:
+                    pieces = [source[:]]
+                else:
+                    pieces = [source[(*[slice(None)] * dim, slice(part.start, part.stop))] for part in parts]
+                values = _copy(pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=dim or 0), dtype)
+        except (SafetensorError, OSError) as error:
+            raise _unreadable(file, error) from error
+        return values.to(device)
+
+
+def _copy(view: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Leave the file behind: what safetensors returns is a view of the mapped file."""
+    return view.to(dtype or view.dtype, copy=True, memory_format=torch.contiguous_format)
+
+
+def inspect(folder: Path) -> Checkpoint:
+    """Check a folder as `save_pretrained` writes it, without loading any weight.
+
+    Raises:
+        CheckpointError: anything is missing, malformed or unsupported.
+    """
+    if not folder.is_dir():
+        message = f"{folder} does not exist: a folder with config.json and safetensors weights is required"
+        raise CheckpointError(message)
+    config = _read_config(folder)
+    try:
+        shape = shape_of(config)
+    except AttributeError as error:
+        message = f"{folder}/config.json describes no decoder with attention: {error}"
+        raise CheckpointError(message) from error
+    return Checkpoint(folder=folder, config=config, shape=shape, tensors=_list_tensors(folder))
+
+
+def shape_of(config: PretrainedConfig) -> ModelShape:
+    """The sizes of a model, where its family leaves some of them to be derived from others."""
+    num_heads = config.num_attention_heads
+    return ModelShape(
+        model_type=config.model_type,
+        num_hidden_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        num_attention_heads=num_heads,
+        num_key_value_heads=getattr(config, "num_key_value_heads", None) or num_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
+        intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        vocab_size=config.vocab_size,
+        max_position_embeddings=config.max_position_embeddings,
+        tie_word_embeddings=config.tie_word_embeddings,
+    )
+
+
+def check_shape(entry: ModelConfig, checkpoint: Checkpoint) -> None:
+    """Compare a catalogue entry with the files that were found for it.
+
+    Raises:
+        CheckpointError: the entry has a shape and the files have another one.
+    """
+    if entry.shape is None:
+        return
+    wanted, found = asdict(entry.shape), asdict(checkpoint.shape)
+    differences = [f"{name} is {found[name]}, not {value}" for name, value in wanted.items() if found[name] != value]
+    if differences:
+        message = (
+            f"{checkpoint.folder} is not {entry.name}: {', '.join(differences)}; "
+            f"model=local model.path={checkpoint.folder} takes it as it is"
+        )
+        raise CheckpointError(message)
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Read a file that must hold a JSON object.
+
+    Raises:
+        CheckpointError: it cannot be read, or holds anything else.
+    """
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        message = f"{file} cannot be read ({error.strerror}): a folder as save_pretrained writes it is required"
+        raise CheckpointError(message) from error
+    except ValueError as error:
+        message = f"{file} is not JSON ({error}): copy or download it again"
+        raise CheckpointError(message) from error
+    if not isinstance(content, dict):
+        message = f"{file} holds no JSON object: copy or download it again"
+        raise CheckpointError(message)
+    return content
+
+
+def _read_config(folder: Path) -> PretrainedConfig:
+    file = folder / "config.json"
+    content = read_json(file)
+    model_type = content.get("model_type")
+    problem = None
+    if "auto_map" in content or "trust_remote_code" in content:
+        problem = (
+            "asks for Python code from its folder, which is never run: a model that transformers knows is required"
+        )
+    elif not isinstance(model_type, str):
+        problem = "has no model_type: a config.json as save_pretrained writes it is required"
+    elif model_type not in CONFIG_MAPPING:
+        problem = f"has model_type {model_type!r}, unknown to transformers {__version__}: a newer one may know it"
+    elif model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        problem = f"has model_type {model_type!r}, which is no causal language model"
+    elif "quantization_config" in content:
+        problem = "describes quantized weights: float32, bfloat16 or float16 weights are required"
+    if problem:
+        message = f"{file} {problem}"
+        raise CheckpointError(message)
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError, OSError) as error:
+        message = f"{file} is no valid configuration of {model_type}: {' '.join(str(error).split())}"
+        raise CheckpointError(message) from error
+    return config
+
+
+def _list_tensors(folder: Path) -> dict[str, StoredTensor]:
+    if (folder / SINGLE_FILE).is_file():
+        return _read_header(folder / SINGLE_FILE)
+    index = folder / INDEX_FILE
+    if not index.is_file():
+        raise _no_weights(folder)
+    file_of = read_json(index).get("weight_map")
+    if not isinstance(file_of, dict) or not all(_is_file_name(name) for name in file_of.values()):
+        message = f"{index} has no weight_map from tensors to files beside it: copy or download it again"
+        raise CheckpointError(message)
+    files = sorted(set(file_of.values()))
+    absent = [name for name in files if not (folder / name).is_file()]
+    if absent:
+        message = f"{index} names {summary(absent)}, which is missing: copy or download the folder again"
+        raise CheckpointError(message)
+    headers = {name: _read_header(folder / name) for name in files}
+    strays = [name for name, file in file_of.items() if name not in headers[file]]
+    if strays:
+        message = f"{index} looks for {summary(strays)} in files without it: copy or download the folder again"
+        raise CheckpointError(message)
+    return {name: headers[file][name] for name, file in file_of.items()}
+
+
+def _is_file_name(name: object) -> bool:
+    return isinstance(name, str) and Path(name).name == name
+
+
+def _read_header(file: Path) -> dict[str, StoredTensor]:
+    """List a file's tensors; opening it makes safetensors check the header against the size of the file."""
+    try:
+        with safe_open(file, framework="pt") as stored:
+            slices = {name: stored.get_slice(name) for name in stored.keys()}  # noqa: SIM118 - not a mapping
+            return {
+                name: StoredTensor(
+                    file=file, dtype=_FLOAT_DTYPES.get(piece.get_dtype()), shape=tuple(piece.get_shape())
+                )
+                for name, piece in slices.items()
+            }
+    except (SafetensorError, OSError) as error:
+        raise _unreadable(file, error) from error
+
+
+def _unreadable(file: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"{file} is truncated or corrupt ({error}): copy or download it again")
+
+
+def _no_weights(folder: Path) -> CheckpointError:
+    pickles = sorted(file.name for file in folder.iterdir() if file.suffix in _PICKLE_SUFFIXES)
+    if pickles:
+        return CheckpointError(
+            f"{folder} holds pickle weights ({summary(pickles)}), which can run code when read: convert them with "
+            f'python -c "from transformers import AutoModelForCausalLM as M; '
+            f"M.from_pretrained('{folder}', dtype='auto').save_pretrained('{folder}')\""
+        )
+    shards = sorted(file.name for file in folder.glob("*.safetensors"))
+    if shards:
+        return CheckpointError(f"{folder} holds {summary(shards)} but no {INDEX_FILE}: copy or download the index too")
+    return CheckpointError(f"{folder} holds no weights: {SINGLE_FILE}, or shards and their {INDEX_FILE}, is required")
+
+
+def summary(names: Sequence[str], *, limit: int = 4) -> str:
+    """The first few names and how many more there are."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more

@@ -1,0 +1,239 @@
+"""Where each number of a small Llama goes in a larger Llama shape, so that the large model computes the same function.
+
+Every matrix of the large model is one `gather` of a small one; here are its indices and factors.
+
+    residual    copies of the small hidden state side by side; what reads it reads the first, what writes it writes all
+    heads, MLP  copies of the small ones; what they write is shared out over the copies, so that every rank has a part
+    layers      spread evenly; in the others all copies are one, and their writings cancel, but no rank's part is zero
+    vocabulary  a token that the small model lacks scores by the last residual dimension alone, a great negative number
+
+Factors are powers of two wherever the shapes allow it: the large matrices then hold the small one's numbers in any
+number format. Nothing here reads a weight; that does `synthetic`.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from llama_ssp.config.schema import ModelShape
+from llama_ssp.weights.gather import SPARE, Gather
+
+_LOWEST, _LIFT = -(2.0**14), 32.0
+
+
+def shares(count: int) -> list[float]:
+    """As many powers of two that add up to 1."""
+    power = 1 << (count.bit_length() - 1)
+    num_halved = count - power
+    return [1 / power] * (power - num_halved) + [0.5 / power] * (2 * num_halved)
+
+
+def cancelling(count: int) -> list[float]:
+    """As many powers of two, with signs, that add up to 0, while no proper run of them does; a lone one is 0."""
+    return [0.0] if count == 1 else [1.0, *(-share for share in shares(count - 1))]
+
+
+def obstacle(small: ModelShape, large: ModelShape) -> str | None:
+    """Why a shape cannot hold a small model, or None."""
+    least = {
+        "num_hidden_layers": small.num_hidden_layers,
+        "hidden_size": small.hidden_size + (large.vocab_size > small.vocab_size),
+        "head_dim": small.head_dim,
+        "intermediate_size": small.intermediate_size,
+        "vocab_size": small.vocab_size,
+        "num_key_value_heads": len(_head_groups(small, large)),
+    }
+    for name, value in least.items():
+        if getattr(large, name) < value:
+            return f"{name} is {getattr(large, name)}, and at least {value} is required"
+    if large.tie_word_embeddings and not small.tie_word_embeddings:
+        return "its embeddings are tied"
+    return None
+
+
+def _head_groups(small: ModelShape, large: ModelShape) -> list[range]:
+    """The small query heads, cut such that each part can share one large key-value head."""
+    small_group = small.num_attention_heads // small.num_key_value_heads
+    large_group = large.num_attention_heads // large.num_key_value_heads
+    return [
+        range(start, min(start + large_group, first + small_group))
+        for first in range(0, small.num_attention_heads, small_group)
+        for start in range(first, first + small_group, large_group)
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Copies:
+    """Which small unit each large one is a copy of, and its part in what all of them write."""
+
+    sources: Tensor
+    weights: Tensor
+
+    @classmethod
+    def of(cls, sources: Sequence[int], parts: Callable[[int], list[float]]) -> "_Copies":
+        places: dict[int, list[int]] = {}
+        for place, source in enumerate(sources):
+            places.setdefault(source, []).append(place)
+        weights = torch.zeros(len(sources))
+        for where in places.values():
+            weights[where] = torch.tensor(parts(len(where)))
+        return cls(sources=torch.tensor(sources), weights=weights)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _LayerMaps:
+    """What a layer's heads and units are copies of."""
+
+    query: _Copies
+    kv_sources: Tensor
+    units: _Copies
+
+
+class Implant:
+    """A small Llama in a large shape.
+
+    Args:
+        small, large: the two shapes, between which there is no `obstacle`.
+        small_eps: `rms_norm_eps` of the small model.
+        small_theta: its rotary base.
+
+    Attributes:
+        eps: `rms_norm_eps` of the large model.
+        theta: its rotary base.
+        layers: for each large layer the small one that it holds, and whether it counts.
+    """
+
+    def __init__(self, small: ModelShape, large: ModelShape, *, small_eps: float, small_theta: float) -> None:
+        assert obstacle(small, large) is None
+        self._small, self._large = small, large
+        self._reserved = large.vocab_size > small.vocab_size
+        self._num_copies = _num_copies(small.hidden_size, large.hidden_size - self._reserved, large.hidden_size)
+        self._spread = math.sqrt(self._num_copies * small.hidden_size / large.hidden_size)
+        self._gain = 2.0 ** round(-math.log2(self._spread))
+        budget = (self._gain * self._spread) ** 2 * small_eps
+        # The reserved dimension adds its mean square to that of every token: eps makes up the rest.
+        self._constant = 2.0 ** math.floor(math.log2(0.75 * budget * large.hidden_size) / 2) if self._reserved else 0.0
+        self.eps = budget - self._constant**2 / large.hidden_size
+        self._pairs, self.theta = _rotary(small.head_dim, large.head_dim, theta=small_theta)
+        num_small, num_large = small.num_hidden_layers, large.num_hidden_layers
+        starts = [layer * num_large // num_small for layer in range(num_small)]
+        self.layers = [
+            (max(place for place, start in enumerate(starts) if start <= layer), layer in starts)
+            for layer in range(num_large)
+        ]
+        self._maps = {counts: self._layer_maps(counts=counts) for counts in (True, False)}
+
+    def gather(self, name: str) -> Gather:
+        """Say how a tensor of the large model comes from one of the small model, by its name in both."""
+        if name.startswith("model.layers."):
+            return self._layer_gather(name)
+        is_tied = self._large.tie_word_embeddings
+        if name == "model.norm.weight":
+            return self._norm(name, scale=self._spread / (self._gain * self._num_copies if is_tied else 1), last=_LIFT)
+        vocabulary = torch.arange(self._large.vocab_size)
+        vocabulary[self._small.vocab_size :] = SPARE
+        if name == "model.embed_tokens.weight":
+            columns, scale, last = self._written(), self._gain, (self._constant, _LOWEST if is_tied else 0.0)
+        else:
+            columns, scale, last = self._read(), 1.0, (0.0, _LOWEST)
+        return Gather(
+            source="model.embed_tokens.weight" if self._small.tie_word_embeddings else name,
+            rows_O=vocabulary,
+            columns_I=columns,
+            scale=scale,
+            last_column=last if self._reserved else None,
+        )
+
+    def _layer_gather(self, name: str) -> Gather:
+        _, _, number, *rest = name.split(".")
+        small_layer, counts = self.layers[int(number)]
+        source = ".".join(["model.layers", str(small_layer), *rest])
+        maps, plain = self._maps[counts], torch.arange(self._small.head_dim)
+        query, units = maps.query, maps.units
+        rows_O, columns_I, weights_I, scale = self._written(), self._read(), None, 1.0
+        match rest[-2]:
+            case "q_proj":
+                rows_O = self._heads(query.sources, self._pairs)
+                scale = math.sqrt(self._large.head_dim / self._small.head_dim)
+            case "k_proj":
+                rows_O = self._heads(maps.kv_sources, self._pairs)
+            case "v_proj":
+                rows_O = self._heads(maps.kv_sources, plain)
+            case "o_proj":
+                columns_I, scale = self._heads(query.sources, plain), self._gain
+                weights_I = query.weights.repeat_interleave(self._large.head_dim)
+            case "gate_proj" | "up_proj":
+                rows_O = units.sources
+            case "down_proj":
+                columns_I, weights_I, scale = units.sources, units.weights, self._gain
+            case _:
+                return self._norm(source, scale=self._spread, last=0.0)
+        return Gather(source=source, rows_O=rows_O, columns_I=columns_I, weights_I=weights_I, scale=scale)
+
+    def _norm(self, source: str, *, scale: float, last: float) -> Gather:
+        row = torch.zeros(1, dtype=torch.long)
+        last_column = (last, last) if self._reserved else None
+        return Gather(source=source, rows_O=row, columns_I=self._written(), scale=scale, last_column=last_column)
+
+    def _heads(self, sources: Tensor, dims: Tensor) -> Tensor:
+        """The small feature behind each feature of large heads: small dimension i is a head's dimension dims[i]."""
+        head_dim = self._small.head_dim
+        features = torch.full((len(sources), self._large.head_dim), SPARE)
+        features[:, dims] = sources[:, None] * head_dim + torch.arange(head_dim)
+        return features.flatten()
+
+    def _read(self) -> Tensor:
+        """The columns of a matrix that reads the residual: the first copy alone."""
+        columns = torch.full((self._large.hidden_size,), SPARE)
+        columns[: self._small.hidden_size] = torch.arange(self._small.hidden_size)
+        return columns
+
+    def _written(self) -> Tensor:
+        """The small dimension behind each dimension of the residual, in all copies."""
+        features = torch.full((self._large.hidden_size,), SPARE)
+        width = self._num_copies * self._small.hidden_size
+        features[:width] = torch.arange(width) % self._small.hidden_size
+        return features
+
+    def _layer_maps(self, *, counts: bool) -> _LayerMaps:
+        """Copies of all heads and units; in a layer that does not count, of few, so that each is on many ranks."""
+        groups = _head_groups(self._small, self._large)
+        num_units, num_kv_heads = self._small.intermediate_size, self._large.num_key_value_heads
+        if not counts:
+            groups, num_units = groups[:1], min(num_units, self._large.intermediate_size // 2)
+        parts = shares if counts else cancelling
+        chosen = [groups[place % len(groups)] for place in range(num_kv_heads)]
+        large_group = self._large.num_attention_heads // num_kv_heads
+        query = [heads[place % len(heads)] for heads in chosen for place in range(large_group)]
+        small_group = self._small.num_attention_heads // self._small.num_key_value_heads
+        return _LayerMaps(
+            query=_Copies.of(query, parts),
+            kv_sources=torch.tensor([heads.start // small_group for heads in chosen]),
+            units=_Copies.of([unit % num_units for unit in range(self._large.intermediate_size)], parts),
+        )
+
+
+def _num_copies(small_size: int, room: int, large_size: int) -> int:
+    """How often the small hidden state fits; rather so often that the norms' factor is a power of two."""
+    most = room // small_size
+    exact = [count for count in range(1, most + 1) if _is_power_of_four(large_size, count * small_size)]
+    return max(exact, default=most)
+
+
+def _is_power_of_four(numerator: int, denominator: int) -> bool:
+    quotient, remainder = divmod(numerator, denominator)
+    return remainder == 0 and quotient.bit_count() == 1 and quotient.bit_length() % 2 == 1
+
+
+def _rotary(small_dim: int, large_dim: int, *, theta: float) -> tuple[Tensor, float]:
+    """Put each small rotary pair, i and i + d / 2, where the large head turns at its speed; also the large base."""
+    num_pairs, step = small_dim // 2, 1
+    if large_dim % small_dim == 0:
+        step = large_dim // small_dim
+    else:
+        theta **= large_dim / small_dim
+    first = torch.arange(num_pairs) * step
+    return torch.cat([first, first + large_dim // 2]), theta

@@ -1,0 +1,103 @@
+"""The hashes of a checkpoint's files: written once where the files are known to be good, compared before a run.
+
+A manifest is a JSON object from each file's path below the folder to its SHA-256, in `MANIFEST_FILE` beside the files
+or anywhere else. What the files mean is the business of `checkpoint`; hidden files are nobody's.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from llama_ssp.errors import CheckpointError
+from llama_ssp.weights.checkpoint import read_json, summary
+
+MANIFEST_FILE = "sha256.json"
+_NUM_THREADS = 4
+_SHA256 = re.compile("[0-9a-f]{64}")
+
+
+def write_manifest(folder: Path, file: Path | None = None) -> int:
+    """Write down the hash of every file of a checkpoint.
+
+    Args:
+        folder: the checkpoint.
+        file: the manifest; None stands for the one beside the files.
+
+    Returns:
+        How many files it names.
+
+    Raises:
+        CheckpointError: the folder holds no files, one of them cannot be read, or the manifest cannot be written.
+    """
+    manifest = file or folder / MANIFEST_FILE
+    hashes = _hash_all(folder, but=manifest)
+    if not hashes:
+        raise CheckpointError(f"{folder} holds no files: the folder of a checkpoint is required")
+    try:
+        manifest.write_text(json.dumps(hashes, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise CheckpointError(f"{manifest} cannot be written ({error.strerror}): name another one") from error
+    return len(hashes)
+
+
+def verify(folder: Path, file: Path | None = None) -> None:
+    """Compare every file of a checkpoint with its manifest.
+
+    Args:
+        folder: the checkpoint.
+        file: the manifest; None stands for the one beside the files.
+
+    Raises:
+        CheckpointError: the manifest is missing or damaged, or names other files or other hashes than the folder has.
+    """
+    manifest = file or folder / MANIFEST_FILE
+    if not manifest.is_file():
+        raise CheckpointError(
+            f"{manifest} does not exist: verify=true needs it, and where the files are known to be good "
+            f"python launch/manifest.py {folder} writes it"
+        )
+    wanted = read_json(manifest)
+    if not wanted or not all(isinstance(value, str) and _SHA256.fullmatch(value) for value in wanted.values()):
+        raise CheckpointError(f"{manifest} is no manifest from files to their SHA-256: write or copy it again")
+    if differences := _differences(wanted, _hash_all(folder, but=manifest)):
+        raise CheckpointError(
+            f"{folder} is not what {manifest} says: {summary(differences)}; copy or download these files again"
+        )
+
+
+def _differences(wanted: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
+    return [
+        f"{name} {'is missing' if name not in found else 'is not in the manifest' if name not in wanted else 'differs'}"
+        for name in sorted(wanted.keys() | found.keys())
+        if wanted.get(name) != found.get(name)
+    ]
+
+
+def _hash_all(folder: Path, *, but: Path) -> dict[str, str]:
+    """Name and hash every file below the folder, but for manifests and hidden files."""
+    own = (but, folder / MANIFEST_FILE)
+    try:
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder} does not exist: the folder of a checkpoint is required")
+        files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path not in own]
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read ({error.strerror}): name another folder") from error
+    names = [path.relative_to(folder) for path in files]
+    shown = {str(name): file for name, file in zip(names, files, strict=True) if not _is_hidden(name)}
+    with ThreadPoolExecutor(_NUM_THREADS) as threads:
+        return dict(zip(shown, threads.map(_hash, shown.values()), strict=True))
+
+
+def _is_hidden(name: Path) -> bool:
+    return any(part.startswith(".") for part in name.parts)
+
+
+def _hash(file: Path) -> str:
+    try:
+        with file.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read ({error.strerror}): copy or download it again") from error

@@ -1,0 +1,201 @@
+"""Weights without a download: models of any Llama shape that compute the shipped small model's function.
+
+Target and draft compute the same small model, `tiny`, or `tiny-draft` where one of the shapes is too narrow for it or
+has tied embeddings. Noise on the draft's output head sets how far the two agree: how much of it gives which agreement
+was found by `training.agreement`, and is read from a file here. Where each number goes says `implant`; a tensor is made
+on its device when it is read, and a slice without the rest.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, PretrainedConfig
+
+from llama_ssp.config import catalogue
+from llama_ssp.config.schema import ModelShape
+from llama_ssp.errors import ConfigError
+from llama_ssp.weights import hub
+from llama_ssp.weights.checkpoint import Checkpoint, inspect
+from llama_ssp.weights.expansion import Implant, obstacle
+from llama_ssp.weights.source import TensorFacts
+
+SMALL_MODELS = ("tiny", "tiny-draft")
+AGREEMENT_FILE = "agreement.json"
+_NOISE_SEED = 0
+_LAYER_TENSORS = (
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+    "input_layernorm",
+    "post_attention_layernorm",
+)
+
+
+@dataclass(frozen=True)
+class Synthetic:
+    """A Llama shape that computes a small model; an `origin.Origin`.
+
+    Attributes:
+        small: the files of the small model, whose tokenizer and end-of-sequence tokens it has.
+        shape: its sizes; `implant.obstacle` finds nothing between the two.
+        noise: standard deviation of what is added to the small output head, in units of the head's root mean square;
+            a tied embedding gets it too.
+    """
+
+    small: Checkpoint
+    shape: ModelShape
+    noise: float = 0.0
+
+    @property
+    def folder(self) -> Path:
+        """Where its tokenizer and its generation config are."""
+        return self.small.folder
+
+    @property
+    def context(self) -> int:
+        """The most tokens that a sequence may have: text beyond the small model's context would make no sense."""
+        return min(self.shape.max_position_embeddings, self.small.context)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The number format that it has by itself."""
+        return self.small.dtype
+
+    @cached_property
+    def config(self) -> PretrainedConfig:
+        """The library's own configuration of the model."""
+        small = self.small.config
+        return llama_config(
+            self.shape,
+            rms_norm_eps=self._implant.eps,
+            rope_parameters={"rope_type": "default", "rope_theta": self._implant.theta},
+            bos_token_id=small.bos_token_id,
+            eos_token_id=small.eos_token_id,
+            pad_token_id=small.pad_token_id,
+        )
+
+    @cached_property
+    def tensors(self) -> Mapping[str, TensorFacts]:
+        """Every tensor, by the name that the library gives it."""
+        layers = range(self.shape.num_hidden_layers)
+        names = [f"model.layers.{layer}.{tensor}.weight" for layer in layers for tensor in _LAYER_TENSORS]
+        names += ["model.embed_tokens.weight", "model.norm.weight"]
+        if not self.shape.tie_word_embeddings:
+            names.append("lm_head.weight")
+        facts = {}
+        for name in names:
+            gather = self._implant.gather(name)
+            sizes = (len(gather.rows_O), len(gather.columns_I))
+            facts[name] = TensorFacts(dtype=self.dtype, shape=sizes[1:] if name.endswith("norm.weight") else sizes)
+        return facts
+
+    def read(
+        self,
+        name: str,
+        *,
+        dim: int | None = None,
+        parts: Sequence[range] = (),
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ) -> Tensor:
+        """Make a tensor, or a slice of it, on its device; see `Origin.read`, and `Gather.make` for what it takes."""
+        gather = self._implant.gather(name)
+        if dim is not None:
+            gather = gather.cut(dim, parts)
+        small = self.small.read(gather.source, dtype=torch.float32)
+        if self.noise and gather.source == self._head_name:
+            generator = torch.Generator().manual_seed(_NOISE_SEED)
+            root_mean_square = float(small.square().mean().sqrt())
+            small += self.noise * root_mean_square * torch.randn(small.shape, generator=generator)
+        small = small.to(device)
+        values = gather.make(small.view(-1, small.shape[-1]), dtype=dtype or self.dtype)
+        return values[0] if small.ndim == 1 else values
+
+    @property
+    def _head_name(self) -> str:
+        """The small tensor that noise goes on."""
+        return "model.embed_tokens.weight" if self.small.shape.tie_word_embeddings else "lm_head.weight"
+
+    @cached_property
+    def _implant(self) -> Implant:
+        config = self.small.config
+        theta = config.rope_parameters["rope_theta"]
+        return Implant(self.small.shape, self.shape, small_eps=config.rms_norm_eps, small_theta=theta)
+
+
+def synthesize(shapes: Sequence[ModelShape], *, agreement: float) -> list[Synthetic]:
+    """Make a target, or a target and its draft; no number is made yet.
+
+    Args:
+        shapes: one or two, of the Llama kind.
+        agreement: how probable it is that a token of the draft is accepted, as `training.agreement` measures it.
+
+    Raises:
+        ConfigError: a shape is too small, or no noise is known for this agreement.
+    """
+    small = choose_small(shapes)
+    noises = (0.0, noise_for(small.folder, agreement) if len(shapes) > 1 else 0.0)
+    return [Synthetic(small=small, shape=shape, noise=noise) for shape, noise in zip(shapes, noises, strict=False)]
+
+
+def choose_small(shapes: Sequence[ModelShape]) -> Checkpoint:
+    """The best small model that all these shapes can hold.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    reasons = []
+    for name in SMALL_MODELS:
+        checkpoint = inspect(hub.resolve(catalogue.load(name)))
+        found = [reason for shape in shapes if (reason := obstacle(checkpoint.shape, shape))]
+        if not found:
+            return checkpoint
+        reasons.append(f"{name}: {found[0]}")
+    raise ConfigError(f"weights=synthetic needs shapes that can hold a shipped model ({'; '.join(reasons)})")
+
+
+def noise_for(folder: Path, agreement: float) -> float:
+    """The noise that gives an agreement, between the points that were found.
+
+    Args:
+        folder: of the small model; its file `agreement.json` has the points.
+        agreement: at most 1.
+    """
+    points = json.loads((folder / AGREEMENT_FILE).read_text(encoding="utf-8"))["points"]
+    curve = sorted((point["agreement"], point["noise"]) for point in points)
+    for (low, more_noise), (high, less_noise) in pairwise(curve):
+        if low <= agreement <= high:
+            return float(more_noise + (agreement - low) / (high - low) * (less_noise - more_noise))
+    raise ConfigError(f"synthetic.agreement={agreement} must be between {curve[0][0]} and {curve[-1][0]}")
+
+
+def llama_config(shape: ModelShape, **more: Any) -> LlamaConfig:  # noqa: ANN401 - the library's settings
+    """The library's configuration of a Llama without a file of its own.
+
+    Args:
+        shape: its sizes.
+        more: settings that sizes do not decide.
+    """
+    return LlamaConfig(
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.num_hidden_layers,
+        num_attention_heads=shape.num_attention_heads,
+        num_key_value_heads=shape.num_key_value_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=shape.max_position_embeddings,
+        tie_word_embeddings=shape.tie_word_embeddings,
+        **more,
+    )

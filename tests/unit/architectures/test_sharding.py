@@ -1,0 +1,132 @@
+"""Holds the slices of all ranks to being exactly the whole, for any sizes, and to the borders that were promised."""
+
+from itertools import chain, pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llama_ssp.architectures.sharding import BLOCK, Cut, cut_of, split_blocks, split_heads, split_model, widths
+from llama_ssp.config.schema import ModelShape
+from llama_ssp.errors import PlacementError
+
+
+def shape(**sizes: Any) -> ModelShape:  # noqa: ANN401 - the fields of ModelShape
+    defaults: dict[str, Any] = {
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "intermediate_size": 1024,
+        "vocab_size": 4096,
+        "max_position_embeddings": 128,
+    }
+    return ModelShape(model_type="llama", **{**defaults, **sizes})
+
+
+def heads_of(num_heads: int, num_kv_heads: int, num_ranks: int) -> tuple[list[int], list[list[int]]]:
+    shards = split_heads(num_heads=num_heads, num_kv_heads=num_kv_heads, num_ranks=num_ranks)
+    return [len(part.query_heads) for part in shards], [list(part.kv_heads) for part in shards]
+
+
+@given(num_parts=st.integers(1, 20), block=st.sampled_from([1, 7, 64]), extra=st.integers(0, 5000))
+def test_blocks_of_all_parts_are_the_whole_in_order(num_parts: int, block: int, extra: int) -> None:
+    size = (num_parts - 1) * block + 1 + extra
+    parts = split_blocks(size, num_parts, block=block)
+    assert list(chain(*parts)) == list(range(size))
+    assert all(part.start % block == 0 for part in parts)
+    assert all(0 <= len(left) - len(right) <= block for left, right in pairwise(parts[:-1]))
+    assert len(parts[-1]) <= len(parts[0])
+
+
+def test_fewer_blocks_than_parts_are_refused() -> None:
+    with pytest.raises(PlacementError, match="at most 2 ranks"):
+        split_blocks(100, 3, block=64)
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "num_ranks", "query_heads", "kv_heads"),
+    [
+        (8, 4, 3, [4, 2, 2], [[0, 1], [2], [3]]),
+        (52, 52, 8, [7, 7, 7, 7, 6, 6, 6, 6], None),
+        (64, 8, 16, [4] * 16, [[rank // 2] for rank in range(16)]),
+        (4, 2, 3, [1, 1, 2], [[0], [0], [1]]),
+    ],
+)
+def test_heads_are_shared_out_at_the_borders_of_groups(
+    num_heads: int, num_kv_heads: int, num_ranks: int, query_heads: list[int], kv_heads: list[list[int]] | None
+) -> None:
+    found_query_heads, found_kv_heads = heads_of(num_heads, num_kv_heads, num_ranks)
+    assert found_query_heads == query_heads
+    assert kv_heads is None or found_kv_heads == kv_heads
+
+
+@given(data=st.data(), num_kv_heads=st.integers(1, 16), group=st.integers(1, 8))
+def test_every_query_head_is_on_one_rank_beside_the_kv_head_that_it_reads(
+    data: st.DataObject, num_kv_heads: int, group: int
+) -> None:
+    num_heads = num_kv_heads * group
+    num_ranks = data.draw(st.integers(1, num_heads))
+    shards = split_heads(num_heads=num_heads, num_kv_heads=num_kv_heads, num_ranks=num_ranks)
+    assert list(chain(*(part.query_heads for part in shards))) == list(range(num_heads))
+    for part in shards:
+        assert part.query_heads
+        assert {head // group for head in part.query_heads} == set(part.kv_heads)
+        # The library repeats each key-value head for the same number of query heads.
+        assert len(part.query_heads) % len(part.kv_heads) == 0
+
+
+def test_more_ranks_than_heads_are_refused() -> None:
+    with pytest.raises(PlacementError, match="8 attention heads cannot be shared by 9 ranks: use at most 8"):
+        split_heads(num_heads=8, num_kv_heads=4, num_ranks=9)
+
+
+def test_groups_of_different_sizes_are_refused() -> None:
+    with pytest.raises(PlacementError, match="multiple"):
+        split_heads(num_heads=8, num_kv_heads=3, num_ranks=2)
+
+
+@given(
+    num_ranks=st.integers(1, 8),
+    intermediate_size=st.integers(8, 3000),
+    vocab_size=st.integers(8, 9000),
+    head_dim=st.sampled_from([8, 20, 128]),
+)
+def test_slices_of_all_ranks_are_every_feature_of_every_matrix(
+    num_ranks: int, intermediate_size: int, vocab_size: int, head_dim: int
+) -> None:
+    model = shape(num_key_value_heads=8, intermediate_size=intermediate_size, vocab_size=vocab_size, head_dim=head_dim)
+    shards = split_model(model, num_ranks=num_ranks)
+    totals = {
+        Cut.query_heads: 8 * head_dim,
+        Cut.kv_heads: 8 * head_dim,
+        Cut.fused_qkv: 3 * 8 * head_dim,
+        Cut.mlp_units: intermediate_size,
+        Cut.vocabulary: vocab_size,
+    }
+    for cut, total in totals.items():
+        assert list(chain(*(part.features(cut) for part in shards))) == list(range(total))
+        assert sum(widths(shards, cut)) == total
+
+
+def test_ranks_beyond_the_kv_heads_hold_copies_of_them() -> None:
+    shards = split_model(shape(num_key_value_heads=2), num_ranks=4)
+    assert [part.features(Cut.kv_heads) for part in shards] == [range(8), range(8), range(8, 16), range(8, 16)]
+
+
+@pytest.mark.parametrize(("units", "block"), [(BLOCK * 3, BLOCK), (BLOCK * 2 + 1, BLOCK), (BLOCK * 2, 1)])
+def test_units_are_cut_in_blocks_where_there_are_enough(units: int, block: int) -> None:
+    parts = [part.mlp_units for part in split_model(shape(intermediate_size=units), num_ranks=3)]
+    assert parts == list(split_blocks(units, 3, block=block))
+
+
+def test_a_module_is_cut_by_the_last_part_of_its_name() -> None:
+    assert cut_of("model.layers.3.self_attn.k_proj") is Cut.kv_heads
+    assert cut_of("lm_head") is Cut.vocabulary
+
+
+def test_a_module_without_a_rule_is_refused_by_name() -> None:
+    with pytest.raises(PlacementError, match=r"model\.layers\.0\.mlp\.router"):
+        cut_of("model.layers.0.mlp.router")

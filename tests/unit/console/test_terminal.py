@@ -1,0 +1,288 @@
+"""The terminal shows texts as they are, tells origins apart, and stays under the user's control."""
+
+import re
+import sys
+import threading
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+
+import pytest
+
+from llama_ssp.console.progress import Pace, RunProgress
+from llama_ssp.console.terminal import Output, Terminal
+from llama_ssp.engine.stream import Piece
+from llama_ssp.errors import SspError
+from llama_ssp.reports.lines import Forecast, PlainSummary, SpeculativeSummary, Summary
+from tests.helpers.runs import CELL
+
+GREEN, MAGENTA = "\x1b[32m", "\x1b[35m"
+
+
+def console(*, terminal: bool, width: int = 80) -> Output:
+    return Output(
+        file=StringIO(), force_terminal=terminal, color_system="standard" if terminal else None, width=width,
+        highlight=False, legacy_windows=False, _environ={},
+    )  # fmt: skip
+
+
+def written(console: Output) -> str:
+    assert isinstance(console.file, StringIO)
+    return console.file.getvalue()
+
+
+def decoding(terminal: Terminal, *, shows_texts: bool = False) -> AbstractContextManager[RunProgress]:
+    return terminal.decoding({"plain": Pace(num_wanted=2)}, max_new_tokens=9, unit="prompts", shows_texts=shows_texts)
+
+
+def summary(*, forecast: Forecast | None = None, speculative: bool = True) -> Summary:
+    fast = SpeculativeSummary(
+        ms_per_token=112.931, tokens_per_s=8.86, num_rounds=62, num_target_forwards=65, tokens_per_round=3.049,
+        acceptance_rate=0.714, accepted_histogram=[5, 6, 7, 8, 36], draft_s=0.18, verify_s=0.36, other_s=0.06,
+    )  # fmt: skip
+    return Summary(
+        task="compare", model="llama2_70B", draft="tinyllama_1B", weights="checkpoint", placement={}, world_size=8,
+        num_prompts=1, num_new_tokens=384, seed=0, versions={}, git_commit=None,
+        plain=PlainSummary(ms_per_token=240.2, tokens_per_s=4.163, num_target_forwards=192),
+        speculative=fast if speculative else None, speedup=2.127 if speculative else None,
+        forecast=forecast or Forecast(), memory=[],
+    )  # fmt: skip
+
+
+def test_a_benchmarks_table_fits_the_terminal_and_has_forecasts_beside_what_was_measured() -> None:
+    names = ("plain", "speculative", "generate", "assisted")
+    row = replace(
+        CELL, num_draft_tokens=16, prompt_tokens=2048, batch_size=64,
+        ms_per_token={name: 701.25 + place for place, name in enumerate(names)},
+        forecast_ms_per_token={"plain": 600.5, "speculative": 500.5}, tokens_per_round=12.25,
+    )  # fmt: skip
+    out = console(terminal=False)
+    Terminal(out=out, err=console(terminal=False)).benchmark([row])
+    cells = written(out).splitlines()[-1].split()
+    wanted = "16 2048 64 701.25 600.50 703.25 702.25 500.50 704.25 12.25 4 % 99 %"
+    assert " ".join(cells) == wanted
+
+
+@pytest.fixture
+def plain() -> tuple[Terminal, Output, Output]:
+    out, err = console(terminal=False), console(terminal=False)
+    return Terminal(out=out, err=err), out, err
+
+
+def test_accepted_and_own_tokens_have_two_colours_on_a_terminal() -> None:
+    out = console(terminal=True)
+    terminal = Terminal(out=out, err=console(terminal=True))
+    terminal.stream([Piece("ab", True), Piece("cd", False)])
+    terminal.end_of_text()
+    assert written(out) == f"{GREEN}ab\x1b[0m{MAGENTA}cd\x1b[0m\n"
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_text_is_not_read_as_markup_and_cannot_drive_the_terminal(terminal: bool) -> None:
+    out = console(terminal=terminal)
+    shown = Terminal(out=out, err=console(terminal=terminal))
+    shown.prompt("[bold]p[/bold] :smile: ")
+    shown.stream([Piece("\x1b", True), Piece("[2J\r\x07\x9b1m\u202e\ud800", False)])
+    shown.end_of_text()
+    plain_text = re.sub(r"\x1b\[\d+m", "", written(out))
+    assert plain_text == "[bold]p[/bold] :smile: \\x1b[2J\\r\\x07\\x9b1m\\u202e\\ud800\n"
+
+
+def test_text_for_a_pipe_keeps_tabs_long_lines_and_trailing_blanks(plain: tuple[Terminal, Output, Output]) -> None:
+    terminal, out, _ = plain
+    text = "\tif x:  \n\n" + "long " * 60
+    terminal.stream([Piece(text[:40], True), Piece(text[40:], False)])
+    terminal.end_of_text()
+    assert written(out) == text + "\n"
+
+
+def test_a_text_that_ends_its_line_is_not_followed_by_an_empty_one(plain: tuple[Terminal, Output, Output]) -> None:
+    terminal, out, _ = plain
+    for text in ("a\n", "b", ""):
+        terminal.stream([Piece(text, False)])
+        terminal.end_of_text()
+    assert written(out) == "a\nb\n"
+
+
+def test_the_legend_comes_once_and_only_with_colours(plain: tuple[Terminal, Output, Output]) -> None:
+    coloured = console(terminal=True)
+    for terminal in (Terminal(out=coloured, err=coloured), plain[0]):
+        terminal.heading("plain", number=1, total=2)
+        terminal.heading("speculative", number=1)
+    assert written(coloured).count("accepted drafted tokens") == 1
+    assert "accepted drafted" not in written(plain[1])
+    assert "prompt 1 of 2, plain" in written(plain[1])
+    assert "prompt 1, speculative" in written(plain[1])
+
+
+def test_a_line_for_programs_is_not_touched(plain: tuple[Terminal, Output, Output]) -> None:
+    terminal, out, _ = plain
+    record = '{"text": "[red]\\u001b' + "x" * 200 + '"}'
+    terminal.line(record)
+    assert written(out) == record + "\n"
+
+
+def test_the_table_is_aligned_within_80_columns(plain: tuple[Terminal, Output, Output]) -> None:
+    terminal, out, _ = plain
+    terminal.table(summary(forecast=Forecast(plain_ms_per_token=251, speculative_ms_per_token=110.5, speedup=2.27)))
+    assert [line.rstrip() for line in written(out).splitlines()] == [
+        "",
+        "llama2_70B with tinyllama_1B, K = 4: 1 prompt, 384 tokens, 8 ranks",
+        "",
+        "                                           tokens",
+        "             ms/token  forecast  tokens/s  /round  accepted  speed-up  forecast",
+        "───────────────────────────────────────────────────────────────────────────────",
+        "plain          240.20    251.00       4.2       -         -         -         -",
+        "speculative    112.93    110.50       8.9    3.05      71 %     2.13x     2.27x",
+        "",
+        "a round:  draft 30 %  verify 60 %  other 10 %  ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━",
+    ]
+
+
+def test_a_forecast_that_does_not_exist_is_a_dash(plain: tuple[Terminal, Output, Output]) -> None:
+    terminal, out, _ = plain
+    terminal.table(summary())
+    assert re.search(r"speculative +112\.93 +- +8\.9 .* 2\.13x +-\n", written(out))
+
+
+def test_a_mode_that_did_not_run_has_no_line(plain: tuple[Terminal, Output, Output]) -> None:
+    terminal, out, _ = plain
+    terminal.table(summary(speculative=False))
+    assert "plain" in written(out)
+    assert "speculative" not in written(out)
+    assert "a round" not in written(out)
+
+
+def test_the_closing_line_names_no_mode_where_there_was_one(plain: tuple[Terminal, Output, Output]) -> None:
+    terminal, _, err = plain
+    terminal.closing(summary(speculative=False), run_dir=Path("runs/1"))
+    assert re.search(r" for 1 prompt: [\d.]+ ms/token, [\d.]+ tokens/s; records in", written(err))
+
+
+def test_what_is_no_result_goes_to_standard_error(plain: tuple[Terminal, Output, Output]) -> None:
+    terminal, out, err = plain
+    terminal.closing(summary(), run_dir=Path("runs/[red]"))
+    terminal.say("note [red] \x1b[2J")
+    assert written(out) == ""
+    assert written(err) == (
+        "384 tokens for 1 prompt: speculative 112.93 ms/token, 8.9 tokens/s, 3.05 tokens/round; records in runs/[red]\n"
+        "note [red] \\x1b[2J\n"
+    )
+
+
+def test_ranks_above_0_are_silent(capfd: pytest.CaptureFixture[str], plain: tuple[Terminal, Output, Output]) -> None:
+    def speak(terminal: Terminal) -> None:
+        terminal.heading("plain", number=1)
+        terminal.stream([Piece("text", False)])
+        terminal.end_of_text()
+        terminal.line("line")
+        terminal.table(summary())
+        terminal.closing(summary(), run_dir=Path())
+        terminal.say("sentence")
+        with terminal.loading() as progress:
+            progress("target", 1, 2)
+
+    speak(Terminal.of_rank(3))
+    assert capfd.readouterr() == ("", "")
+    speak(plain[0])
+    assert written(plain[1])
+    assert written(plain[2])
+
+
+def test_the_picture_shows_what_was_shown_with_long_lines_wrapped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    terminal = Terminal(out=console(terminal=True, width=200), err=console(terminal=True))
+    terminal.heading("speculative", number=1)
+    terminal.stream([Piece("first " * 14, True), Piece("last", False)])
+    terminal.end_of_text()
+    terminal.table(summary())
+    terminal.save_svg(tmp_path / "picture.svg", title="launch/run.py")
+    drawn = (tmp_path / "picture.svg").read_text().replace("&#160;", " ")
+    assert re.search(r"<text [^>]*>first first[^<]*</text>", drawn)
+    assert re.search(r"<text [^>]*x=\"0\"[^>]*>first </text><text [^>]*>last</text>", drawn)
+    assert "launch/run.py" in drawn
+    assert "2.13x" in drawn
+
+
+def test_a_picture_that_cannot_be_written_is_a_sentence(tmp_path: Path, plain: tuple[Terminal, Output, Output]) -> None:
+    with pytest.raises(SspError, match=r"cannot write the picture .*no/p\.svg: No such file"):
+        plain[0].save_svg(tmp_path / "no" / "p.svg", title="t")
+
+
+def test_prompts_are_asked_for_until_the_input_ends(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], plain: tuple[Terminal, Output, Output]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", StringIO("def f(x):\n\n  \n second\n"))
+    assert list(plain[0].ask()) == ["def f(x):", " second"]
+    assert capsys.readouterr().out == "> " * 5
+    assert written(plain[1]) == "\n"
+
+
+def test_bars_leave_nothing_behind_but_showed_how_far_it_was() -> None:
+    out, err = console(terminal=True), console(terminal=True)
+    with Terminal(out=out, err=err).loading() as progress:
+        progress("target", 3 * 10**9, 75 * 10**9)
+        progress("target", 75 * 10**9, 75 * 10**9)
+    assert "75.00 of 75.00 GB" in written(err)
+    assert written(out) == ""
+
+
+def test_no_thread_draws_bars_while_models_compute() -> None:
+    num_threads = threading.active_count()
+    terminal = Terminal(out=console(terminal=True), err=console(terminal=True))
+    with decoding(terminal) as progress:
+        progress.end("plain", num_tokens=1, ms=1)
+        assert threading.active_count() == num_threads
+
+
+def test_a_bar_does_not_swallow_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
+    with decoding(Terminal(out=console(terminal=False), err=console(terminal=True))) as progress:
+        progress.end("plain", num_tokens=1, ms=1)
+        sys.stdout.write("result\n")
+    assert capsys.readouterr().out == "result\n"
+
+
+def test_a_line_and_a_bar_share_a_screen() -> None:
+    screen = console(terminal=True)
+    terminal = Terminal(out=screen, err=screen)
+    with decoding(terminal) as progress:
+        progress.end("plain", num_tokens=1, ms=1)
+        terminal.line("record")
+        progress.end("plain", num_tokens=1, ms=1)
+    before, _, after = written(screen).partition("record\n")
+    assert before.endswith("\x1b[2K")
+    assert "prompts" in before
+    assert "1 of 2" in before
+    assert "2 of 2" in after
+
+
+@pytest.mark.parametrize(
+    ("out", "err", "shows_texts", "bar", "lines"),
+    [
+        (True, True, False, True, False),
+        (True, True, True, False, False),
+        (False, True, True, True, False),
+        (True, False, True, False, True),
+        (False, False, False, False, True),
+    ],
+)
+def test_bars_are_for_terminals_without_texts_and_lines_for_log_files(
+    out: bool, err: bool, shows_texts: bool, bar: bool, lines: bool
+) -> None:
+    said = console(terminal=err)
+    with decoding(Terminal(out=console(terminal=out), err=said), shows_texts=shows_texts) as progress:
+        progress.advance("plain", 3)
+        progress.end("plain", num_tokens=3, ms=6)
+    assert ("━" in written(said)) == bar
+    assert ("plain: 1 of 2 prompts at 2.00 ms/token; 3 tokens" in written(said)) == lines
+
+
+def test_a_text_that_was_interrupted_ends_its_line_once(plain: tuple[Terminal, Output, Output]) -> None:
+    terminal, out, _ = plain
+    terminal.stream([Piece("half a li", False)])
+    terminal.end_of_text()
+    terminal.end_of_text()
+    assert written(out) == "half a li\n"

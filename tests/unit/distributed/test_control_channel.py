@@ -1,0 +1,174 @@
+"""Ranks reach each other through the store: who is gone, what the run ends with, and who tells it."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from threading import Event, Thread
+
+import pytest
+import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined] # torch does not list it
+
+from llama_ssp.distributed import control_channel
+from llama_ssp.distributed.control_channel import Watch
+
+Watches = Callable[..., list[Watch]]
+
+
+@pytest.fixture
+def signals(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The signals that the threads would send to their processes."""
+    sent: list[int] = []
+    monkeypatch.setattr(os, "kill", lambda _pid, number: sent.append(number))
+    monkeypatch.setattr(control_channel, "ANSWER_S", 0.3)
+    monkeypatch.setattr(control_channel, "_insist", lambda _ending: None)
+    return sent
+
+
+def watches(*ranks: int, size: int) -> list[Watch]:
+    store = HashStore()
+    return [Watch(store, rank=rank, size=size, is_first_here=rank == 0) for rank in ranks]
+
+
+def test_ranks_that_do_not_answer_are_missing(signals: list[int]) -> None:
+    assert watches(0, 2, size=4)[1].missing() == (1, 3)
+    assert watches(0, 1, 2, size=3)[0].missing() == ()
+    assert not signals
+
+
+@pytest.mark.usefixtures("signals")
+def test_a_store_that_does_not_answer_is_missed_with_its_rank_and_asked_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    [own] = watches(1, size=2)
+    over = Event()
+
+    class Silent:
+        def add(self, _key: str, _amount: int) -> int:
+            over.wait(20)
+            raise dist.DistNetworkError("gone")
+
+    monkeypatch.setattr(own, "_store", Silent())
+    assert own.missing() == (0,)
+    assert own.missing() == (0,)
+    started = time.monotonic()
+    assert own.settle("SspError\nmine", without=(0,)) == "SspError\nmine"
+    assert own.may_speak(without=(0,))
+    assert time.monotonic() - started < 1.0
+    over.set()
+
+
+def test_a_store_that_was_late_once_is_asked_again(signals: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    [own] = watches(0, size=1)
+    store, late = own._store, Event()
+
+    class Late:
+        def __getattr__(self, name: str) -> object:
+            late.wait(20)
+            return getattr(store, name)
+
+    for _ in range(2):
+        late.clear()
+        monkeypatch.setattr(own, "_store", Late())
+        assert own.missing() == (0,)
+        late.set()
+        monkeypatch.setattr(own, "_store", store)
+        assert own.missing() == ()
+    assert not signals
+
+
+def test_the_first_proposal_ends_the_run_on_every_rank(signals: list[int]) -> None:
+    first, second, third = watches(0, 1, 2, size=3)
+    assert first.verdict is None
+    assert second.settle("SspError\nsecond") == "SspError\nsecond"
+    assert first.settle("SspError\nfirst") == third.settle("SspError\nthird") == "SspError\nsecond"
+    assert [own.verdict for own in (first, second, third)] == ["SspError\nsecond"] * 3
+    assert first.missing() == ()
+    assert signals == [signal.SIGTERM] * 3
+
+
+@pytest.mark.usefixtures("signals")
+def test_one_rank_speaks_rank_0_where_it_can() -> None:
+    zero, one, two = watches(0, 1, 2, size=3)
+    assert zero.may_speak()
+    assert not one.may_speak()
+    assert not two.may_speak(without=(0,))
+    one, two = watches(1, 2, size=3)
+    assert two.may_speak(without=(0,))
+    assert not one.may_speak(without=(0,))
+
+
+@pytest.mark.usefixtures("signals")
+def test_another_rank_speaks_when_rank_0_has_not_come_for_a_while() -> None:
+    zero, one = watches(0, 1, size=2)
+    waiting = Thread(target=lambda: spoke.append(one.may_speak()))
+    spoke: list[bool] = []
+    waiting.start()
+    waiting.join(0.1)
+    assert not spoke
+    waiting.join()
+    assert spoke == [True]
+    assert not zero.may_speak()
+
+
+def test_a_later_wish_reaches_every_rank_too(signals: list[int]) -> None:
+    one, two = watches(0, 1, size=2)
+    for own, num_signals in ((one, 2), (two, 4)):
+        own.ask_to_stop()
+        deadline = time.monotonic() + 5
+        while len(signals) < num_signals and time.monotonic() < deadline:
+            time.sleep(0.01)
+        two.ask_to_stop()  # as its handler does for the signal that the call has brought
+        time.sleep(control_channel.ANSWER_S + 0.1)
+        assert signals == [signal.SIGTERM] * num_signals
+
+
+@pytest.mark.usefixtures("signals")
+def test_a_rank_without_memory_for_a_thread_still_tells_why_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    zero, one = watches(0, 1, size=2)
+
+    def refuse(_thread: Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Thread, "start", refuse)
+        assert one.settle("CapacityError\nfull") == "CapacityError\nfull"
+    assert zero.verdict == "CapacityError\nfull"
+
+
+def test_a_wish_to_stop_reaches_every_rank_once(signals: list[int]) -> None:
+    one, two, three = watches(0, 1, 2, size=3)
+    for own in (three, one, two):
+        own.ask_to_stop()
+    deadline = time.monotonic() + 5
+    while len(signals) < 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.1)
+    assert signals == [signal.SIGTERM] * 3
+
+
+def test_an_alert_rank_hears_a_sigterm_when_another_is_killed_unless_the_run_has_ended(signals: list[int]) -> None:
+    zero, one = watches(0, 1, size=2)
+    for own in (zero, one):
+        own.be_alert()
+    assert one._lifeline
+    assert not zero.has_failed
+    one.settle("SspError\nfull disk")
+    del signals[:]
+    zero._raise_alarm()
+    assert not signals, "the other one has said why it ends"
+    zero, one = watches(0, 1, size=2)
+    zero._raise_alarm()
+    assert signals == [signal.SIGTERM]
+    assert zero.has_failed
+    assert not one.has_failed
+
+
+def test_a_rank_alone_misses_nobody_and_speaks() -> None:
+    own = Watch.alone()
+    own.ask_to_stop()
+    assert own.missing() == ()
+    assert own.verdict is None
+    assert own.settle("SspError\nmine") == "SspError\nmine"
+    assert own.may_speak()

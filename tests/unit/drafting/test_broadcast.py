@@ -1,0 +1,171 @@
+"""Wherever target and draft sit, all ranks write the text of one rank, and take one rank's word for every id."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from llama_ssp.config.layout import Layout
+from llama_ssp.config.schema import (
+    DrafterConfig,
+    DraftLayout,
+    GenerateConfig,
+    ModelConfig,
+    PlacementConfig,
+    RunConfig,
+    SamplingConfig,
+    VerificationConfig,
+)
+from llama_ssp.distributed.comms import Comm
+from llama_ssp.distributed.mesh import Mesh
+from llama_ssp.drafting.batch_split import RowShares, SharedRowsRule
+from llama_ssp.drafting.broadcast import NOT_A_NUMBER, AgreedRule
+from llama_ssp.engine.state import Request
+from llama_ssp.models.null_runner import Elsewhere
+from llama_ssp.sampling.rules import Draft, make_rule
+from llama_ssp.sampling.uniforms import DrawTable
+from llama_ssp.tasks.loading import Models, build_decoder
+from tests.helpers.decoders import complete
+from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
+from tests.helpers.prefix_runner import PrefixRunner
+
+ONE_RANK, SHARDED, REPLICATED, OWN_GPU = DraftLayout
+REQUESTS = [Request(index=index, prompt_ids=(index + 1,) * (1 + index % 3), max_new_tokens=20) for index in range(7)]
+
+
+def _texts(layout: Layout, *, temperature: float, batch_size: int, speculative: bool = True) -> list[list[list[int]]]:
+    """What each rank writes; drafts of ranks whose word does not count are other models."""
+    num_ranks = len(layout.ranks)
+    drafting = thread_comms(len(layout.draft_ranks))
+    config = RunConfig(
+        task=GenerateConfig(),
+        model=ModelConfig(name="target"),
+        draft=DrafterConfig(),
+        placement=PlacementConfig(),
+        sampling=SamplingConfig(temperature=temperature),
+        verification=VerificationConfig(),
+        batch_size=batch_size,
+    )
+
+    def one_rank(comm: ThreadComm) -> list[list[int]]:
+        holds_target, drafts = comm.rank in layout.target_ranks, comm.rank in layout.draft_ranks
+        draft = None
+        if drafts and layout.draft_kind is REPLICATED:
+            draft = Comm.single()
+        elif drafts:
+            draft = drafting[layout.draft_ranks.index(comm.rank)]
+        counts = layout.draft_kind is REPLICATED or comm.rank == layout.speaker
+        target = PrefixRunner(sharpness=1.0)
+        nowhere = Elsewhere(device=target.device, vocab_size=target.vocab_size, max_position_embeddings=512)
+        tokenizer: Any = None
+        models = Models(
+            target=target if holds_target else nowhere,
+            draft=PrefixRunner(seed=1 if counts else 2, sharpness=1.0) if drafts else None,
+            has_draft=True,
+            mesh=Mesh(world=comm, copy=comm, number=0, layout=layout, target=Comm.single(), draft=draft),
+            tokenizer=tokenizer,
+            eos_ids=(3,),
+            context=512,
+        )
+        decoder = build_decoder(models, config, speculative=speculative)
+        return [completion.token_ids for completion in complete(decoder, REQUESTS)]
+
+    return on_ranks(thread_comms(num_ranks), one_rank)
+
+
+LAYOUTS = [
+    ((0, 1), (1,), ONE_RANK),
+    ((0, 1), (2,), ONE_RANK),
+    ((0, 1), (0, 1), SHARDED),
+    ((1, 2), (0, 1), SHARDED),
+    ((0,), (1, 2), OWN_GPU),
+    ((1,), (0,), OWN_GPU),
+    ((0, 1), (0, 1), REPLICATED),
+    ((0, 1, 2), (0, 2), REPLICATED),
+]
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 5])
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize(("target", "draft", "kind"), LAYOUTS)
+def test_all_ranks_write_what_one_rank_writes(
+    target: tuple[int, ...], draft: tuple[int, ...], kind: DraftLayout, temperature: float, batch_size: int
+) -> None:
+    alone = Layout(target_ranks=(0,), draft_ranks=(0,), draft_kind=ONE_RANK)
+    (wanted,) = _texts(alone, temperature=temperature, batch_size=1)
+    layout = Layout(target_ranks=target, draft_ranks=draft, draft_kind=kind)
+    found = _texts(layout, temperature=temperature, batch_size=batch_size)
+    assert found == [wanted] * len(layout.ranks)
+
+
+def test_ranks_of_the_draft_alone_follow_plain_decoding() -> None:
+    alone = Layout(target_ranks=(0,), draft_ranks=(0,), draft_kind=ONE_RANK)
+    apart = Layout(target_ranks=(1,), draft_ranks=(0,), draft_kind=OWN_GPU)
+    (wanted,) = _texts(alone, temperature=0.9, batch_size=2, speculative=False)
+    assert _texts(apart, temperature=0.9, batch_size=2, speculative=False) == [wanted, wanted]
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 7])
+def test_every_row_belongs_to_one_rank_and_what_they_say_is_put_in_order(batch_size: int) -> None:
+    def one_rank(comm: ThreadComm) -> tuple[range, list[list[int]]]:
+        shares = RowShares(comm, [0, 2, 3])
+        own = shares.own(batch_size)
+        said = torch.tensor([[row, 10 * row] for row in own], dtype=torch.int64).view(-1, 2)
+        return own, shares.gather(said, batch_size=batch_size).tolist()
+
+    seen = on_ranks(thread_comms(4), one_rank)
+    assert [row for own, _ in seen for row in own] == list(range(batch_size))
+    assert max(len(own) for own, _ in seen) == -(-batch_size // 3), "shares are even"
+    assert [gathered for _, gathered in seen] == [[[row, 10 * row] for row in range(batch_size)]] * 4
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("kind", [ONE_RANK, REPLICATED])
+def test_all_ranks_learn_of_rows_whose_logits_are_no_numbers(kind: DraftLayout, temperature: float) -> None:
+    device = torch.device("cpu")
+    table = DrawTable(2, device)
+
+    def one_rank(comm: ThreadComm) -> list[list[int]]:
+        rule = make_rule(SamplingConfig(temperature=temperature), VerificationConfig())
+        agreed = AgreedRule(rule, comm=comm, src=0, device=device)
+        own = slice(0, 3)
+        if kind is REPLICATED:
+            shares = RowShares(comm, [0, 1])
+            agreed = SharedRowsRule(rule, shares=shares, comm=comm, src=0, device=device)
+            own = slice(shares.own(3).start, shares.own(3).stop)
+        stops = []
+        for row in range(3):
+            logits_BWV, draws = torch.zeros(3, 3, 4), table.split(torch.zeros(3, table.num_numbers).double())
+            logits_BWV[row, 0, 2] = torch.nan
+            probs_BTV = torch.full((3, 3, 4), 0.25)[own] if temperature else None
+            draft = Draft(torch.zeros(3, 2, dtype=torch.int64), probs_BTV)
+            stops.append(agreed.verify(draft, agreed.process(logits_BWV), draws=draws).stop_B1[:, 0].tolist())
+            stops.append(agreed.draw(logits_BWV[:, 0], draws.plain_BP).stop_B1[:, 0].tolist())
+        return stops
+
+    found = on_ranks(thread_comms(2), one_rank)
+    expected = [[NOT_A_NUMBER * (row == bad) for row in range(3)] for bad in range(3) for _ in range(2)]
+    assert found == [expected, expected]
+
+
+@pytest.mark.parametrize("kind", [ONE_RANK, REPLICATED])
+def test_a_wish_to_stop_reaches_all_ranks_with_the_next_verdict(kind: DraftLayout) -> None:
+    device = torch.device("cpu")
+    table = DrawTable(2, device)
+
+    def one_rank(comm: ThreadComm) -> list[bool]:
+        rule = make_rule(SamplingConfig(temperature=0.0), VerificationConfig())
+        agreed = AgreedRule(rule, comm=comm, src=0, device=device)
+        if kind is REPLICATED:
+            agreed = SharedRowsRule(rule, shares=RowShares(comm, [0, 1]), comm=comm, src=0, device=device)
+        stops = []
+        for wisher in (None, 0):
+            if comm.rank == wisher:
+                agreed.wish_to_stop()
+            draft = Draft(torch.zeros(3, 2, dtype=torch.int64), None)
+            draws = table.split(torch.zeros(3, table.num_numbers, dtype=torch.float64))
+            decision = agreed.verify(draft, agreed.process(torch.zeros(3, 3, 4)), draws=draws)
+            stops.append(bool(decision.stop_B1.any()))
+        return stops
+
+    assert on_ranks(thread_comms(3), one_rank) == [[False, True]] * 3

@@ -1,0 +1,199 @@
+"""Families whose layers see windows, or that need something put in their place: texts, number formats, refusals."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from llama_ssp.architectures.inventory import attention_pair_bytes
+from llama_ssp.config.schema import Quantization
+from llama_ssp.distributed.comms import Comm
+from llama_ssp.engine.state import Request
+from llama_ssp.errors import ConfigError
+from llama_ssp.models import prefill
+from llama_ssp.models.attention import BY_POSITION, SOFTCAPPED
+from llama_ssp.models.build import load_model, load_modules
+from llama_ssp.models.cache import Masks
+from llama_ssp.models.huggingface.families import check_servable, mask_argument, windows_of
+from llama_ssp.models.huggingface.runner import ModuleRunner
+from llama_ssp.models.quantization.precision import Precision
+from llama_ssp.models.runner import Runner
+from llama_ssp.weights.checkpoint import inspect, shape_of
+from tests.helpers.decoders import complete, make_decoder
+from tests.helpers.fake_comm import on_ranks, thread_comms
+from tests.helpers.models import VOCAB_SIZE, WINDOW, build_checkpoint, library_logits, tiny_config
+from tests.helpers.texts import library_greedy, part_at_a_near_tie
+from tests.unit.models.conftest import Saved
+
+SavedModels = Callable[[str], Saved]
+CPU = torch.device("cpu")
+KINDS = ("mistral", "qwen2, windows", "qwen3, windows", "gemma", "gemma2", "gemma3_text", "gpt_neo", "phi")
+# Largest difference of narrow formats, in units of the logits' scale.
+TOLERANCES = {torch.bfloat16: 0.15, torch.float16: 0.02}
+LENGTHS = (3, 14, 21)
+NUM_NEW_TOKENS = 20
+
+
+def load(folder: Path, comm: Comm | None = None) -> Runner:
+    return load_model(inspect(folder), dtype=None, device=CPU, comm=comm or Comm.single())
+
+
+def random_ids(*shape: int) -> Tensor:
+    return torch.randint(2, VOCAB_SIZE, shape, generator=torch.Generator().manual_seed(4))
+
+
+def requests(lengths: tuple[int, ...], *, num_tokens: int = NUM_NEW_TOKENS) -> list[Request]:
+    ids = random_ids(len(lengths), max(lengths)).tolist()
+    prompts = [tuple(row[:length]) for row, length in zip(ids, lengths, strict=True)]
+    return [Request(index=index, prompt_ids=prompt, max_new_tokens=num_tokens) for index, prompt in enumerate(prompts)]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_text_beyond_the_windows_is_the_librarys_with_and_without_a_draft(
+    saved: SavedModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, num_ranks: int
+) -> None:
+    """Ragged prompts, read in chunks of 8; the draft is a layer of the same kind, and whole on every rank."""
+    monkeypatch.setattr(prefill, "CHUNK", 8)
+    folder, model = saved(kind)
+    build_checkpoint(tmp_path, kind, num_hidden_layers=1)
+    comms = thread_comms(num_ranks)
+    targets, drafts = [load(folder, comm) for comm in comms], [load(tmp_path) for _ in comms]
+
+    def texts(comm: Comm) -> list[list[int]]:
+        decoders = [
+            make_decoder(targets[comm.rank], draft, batch_size=2, comm=comm) for draft in (None, drafts[comm.rank])
+        ]
+        return [done.token_ids for decoder in decoders for done in complete(decoder, requests(LENGTHS))]
+
+    for found in on_ranks(comms, texts):
+        for request, ids in zip(2 * requests(LENGTHS), found, strict=True):
+            wanted = library_greedy(model, request.prompt_ids, num_tokens=NUM_NEW_TOKENS)
+            assert not part_at_a_near_tie(model, request.prompt_ids, wanted[: len(ids)], ids)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("kind", [*KINDS, "gpt_neox"])
+def test_narrow_formats_come_as_close_as_their_rounding_allows(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
+    model = build_checkpoint(tmp_path, kind, dtype=dtype)
+    runner = load(tmp_path)
+    runner.allocate(batch_size=1, capacity=24)
+    ids_BT, positions_BT = random_ids(1, 16), torch.arange(16)[None]
+    pieces = [
+        runner.forward(ids_BT[:, part], positions_BT[:, part], bucket=24) for part in (slice(0, 11), slice(11, 16))
+    ]
+    found, wanted = torch.cat(pieces, 1)[0], library_logits(model, ids_BT[0])
+    assert (found - wanted).abs().max() < TOLERANCES[dtype] * wanted.std()
+
+
+@pytest.mark.parametrize(("kind", "form"), [("gpt_neo", "sdpa"), ("gemma2", SOFTCAPPED)])
+def test_where_inputs_are_quantized_attention_takes_one_position_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, form: str
+) -> None:
+    build_checkpoint(tmp_path, kind)
+    precision = Precision(quantization=Quantization.int8)
+    model = load_modules(inspect(tmp_path), dtype=None, device=CPU, comm=Comm.single(), precision=precision)
+    runner = ModuleRunner(model, comm=Comm.single())
+    runner.allocate(batch_size=1, capacity=40)
+    spy = Mock(wraps=ALL_ATTENTION_FUNCTIONS[BY_POSITION[form]])
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, BY_POSITION[form], spy)
+    runner.forward(random_ids(1, 8), torch.arange(8)[None], bucket=8)
+    assert spy.call_count == 2
+
+
+@pytest.mark.parametrize("form", BY_POSITION)
+def test_attention_by_position_gives_each_position_what_it_gets_alone_to_the_last_bit(form: str) -> None:
+    module = SimpleNamespace(num_key_value_groups=2, training=False)
+    query_BHTD, key_BNSD, value_BNSD = torch.randn(1, 8, 5, 64), torch.randn(1, 4, 300, 64), torch.randn(1, 4, 300, 64)
+    mask_B1TS = torch.zeros(1, 1, 5, 300).masked_fill_(torch.arange(300) > torch.arange(290, 295)[:, None], -torch.inf)
+    options = {"scaling": 0.2} if form == "sdpa" else {"scaling": 0.2, "softcap": 3.0}
+    attend = ALL_ATTENTION_FUNCTIONS[BY_POSITION[form]]
+    together, _ = attend(module, query_BHTD, key_BNSD, value_BNSD, mask_B1TS, **options)
+    for place in range(5):
+        part = slice(place, place + 1)
+        alone, _ = attend(module, query_BHTD[:, :, part], key_BNSD, value_BNSD, mask_B1TS[:, :, part], **options)
+        assert torch.equal(together[:, part], alone)
+
+
+def test_a_round_may_look_behind_the_last_position_that_gpt_neo_has_learned(tmp_path: Path) -> None:
+    """Prompt and new tokens fill the context; the last rounds draft and verify behind it."""
+    target, draft = tmp_path / "target", tmp_path / "draft"
+    model = build_checkpoint(target, "gpt_neo", max_position_embeddings=32)
+    build_checkpoint(draft, "gpt_neo", max_position_embeddings=32, num_hidden_layers=1)
+    [request] = requests((20,), num_tokens=12)
+    [done] = complete(make_decoder(load(target), load(draft), num_draft_tokens=5), [request])
+    wanted = library_greedy(model, request.prompt_ids, num_tokens=12)
+    assert not part_at_a_near_tie(model, request.prompt_ids, wanted, done.token_ids)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2, windows", "gemma2", "gemma3_text", "gpt_neo"])
+def test_masks_take_the_bytes_that_are_planned(kind: str) -> None:
+    config = tiny_config(kind)
+    masks = Masks(windows_of(config), capacity=24, dtype=torch.float32, device=CPU)
+    rows = masks.rows(torch.arange(8)[None], bucket=16)
+    given = mask_argument(config, rows)
+    stacked = [given] if isinstance(given, Tensor) else []
+    tensors = {id(mask): mask for mask in (*rows.values(), *stacked)}
+    planned = attention_pair_bytes(shape_of(config), num_heads=0, value_bytes=4) - 1
+    most = {"qwen2, windows": 2}.get(kind, 1)  # plans do not know which layers of a Qwen have windows
+    assert sum(mask.nbytes for mask in tensors.values()) == 8 * 16 * planned * most
+
+
+@pytest.mark.parametrize(
+    ("kind", "windows"),
+    [
+        ("llama", (None, None)),
+        ("mistral", (WINDOW, WINDOW)),
+        ("qwen2", (None, None)),
+        ("qwen3, windows", (None, WINDOW)),
+        ("gemma2", (WINDOW, None)),
+        ("gpt_neo", (WINDOW, None)),
+    ],
+)
+def test_windows_belong_to_layers(kind: str, windows: tuple[int | None, ...]) -> None:
+    assert windows_of(tiny_config(kind)) == windows
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "reason"),
+    [
+        (
+            "phi3",
+            {"sliding_window": 64},
+            "of 64 tokens in a context of 128, which .* gemma2, .*mistral",
+        ),
+        ("olmo3", {"sliding_window": 64}, "sliding windows"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "attends in both directions"),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"full_attention": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}},
+            "dynamic",
+        ),
+        ("llama", {"is_causal": False}, "attends in both directions"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic"),
+        ("lfm2", {"layer_types": ["conv", "full_attention"]}, "layers of kind conv"),
+    ],
+)
+def test_models_that_the_static_cache_cannot_serve_are_refused(
+    family: str, changes: dict[str, object], reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        check_servable(tiny_config(family, **changes))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("mistral", {"sliding_window": None}),
+        ("phi3", {"sliding_window": 128}),
+        ("qwen2", {"sliding_window": 64, "use_sliding_window": False}),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}),
+    ],
+)
+def test_models_that_only_look_alike_are_served(family: str, changes: dict[str, object]) -> None:
+    check_servable(tiny_config(family, **changes))

@@ -1,0 +1,250 @@
+"""Holds the lean decoder to the library's modules, however rows, ranks and number formats are laid out."""
+
+from collections import Counter
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
+
+from llama_ssp.distributed.comms import Comm
+from llama_ssp.engine.state import BatchState, Request
+from llama_ssp.models.build import load_model, load_modules
+from llama_ssp.models.huggingface.runner import ModuleRunner
+from llama_ssp.models.linear import Kernel, PackedLinear, PlainLinear, can_pack
+from llama_ssp.models.llama.decoder import LeanRunner, is_llama_kind
+from llama_ssp.models.prefill import Buckets
+from llama_ssp.models.runner import Runner
+from llama_ssp.weights.checkpoint import inspect
+from tests.helpers.decoders import make_decoder
+from tests.helpers.fake_comm import on_ranks, thread_comms
+from tests.helpers.models import VOCAB_SIZE, build_checkpoint, tiny_config, tiny_model
+
+CPU = torch.device("cpu")
+ROPE = {"rope_theta": 1e4, "original_max_position_embeddings": 32}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama, tied": ("llama", {"tie_word_embeddings": True}),
+    "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama, wide heads": ("llama", {"head_dim": 16}),
+    "llama, one kv head": ("llama", {"num_key_value_heads": 1}),
+    "llama, no groups": ("llama", {"num_key_value_heads": 8}),
+    "llama, layers that no plan cuts": ("llama", {"base_model_tp_plan": {}}),
+    "llama, linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}),
+    "llama, llama3": (
+        "llama",
+        {"rope_parameters": ROPE | {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1, "high_freq_factor": 4}},
+    ),
+    "llama, yarn": ("llama", {"rope_parameters": ROPE | {"rope_type": "yarn", "factor": 4.0}}),
+    "mistral": ("mistral", {"num_key_value_heads": 2, "sliding_window": None}),
+    "mistral, window": ("mistral", {}),
+    "qwen2": ("qwen2", {}),
+    "qwen2, windows": ("qwen2, windows", {}),
+    "qwen3, windows": ("qwen3, windows", {}),
+    "qwen3": ("qwen3", {}),
+    "qwen3, biases": ("qwen3", {"attention_bias": True, "tie_word_embeddings": False}),
+}  # fmt: skip
+# Largest difference, in units of the logits' scale.
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 0.15, torch.float16: 0.02}
+
+
+def modules(kind: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    family, changes = KINDS[kind]
+    model = tiny_model(family, **changes)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    model.config._attn_implementation = "sdpa"
+    return model
+
+
+def pair(kind: str, *, batch_size: int, dtype: torch.dtype = torch.float32) -> tuple[LeanRunner, ModuleRunner]:
+    """The lean decoder and the library's modules over the same weights."""
+    model = modules(kind, dtype)
+    runners = LeanRunner(deepcopy(model), comm=Comm.single()), ModuleRunner(model, comm=Comm.single())
+    for runner in runners:
+        runner.allocate(batch_size=batch_size, capacity=40)
+    return runners
+
+
+def random_ids(*shape: int) -> Tensor:
+    return torch.randint(0, VOCAB_SIZE, shape, generator=torch.Generator().manual_seed(1))
+
+
+def ragged_rounds(runner: Runner) -> list[Tensor]:
+    """Logits of a prefill, of ragged rows, of rows rolled back, of new rows among old ones, and of what follows."""
+    ids_BT = random_ids(3, 16)
+    starts_B1 = torch.tensor([[4], [11], [7]])
+    back_B1 = torch.tensor([[5], [9], [10]])
+    offsets = torch.arange(3)
+    some_R = torch.tensor([2, 0])
+    return [
+        runner.forward(ids_BT[:, :11], torch.arange(11).expand(3, -1), bucket=16),
+        runner.forward(ids_BT.gather(1, starts_B1 + offsets), starts_B1 + offsets, bucket=24),
+        runner.forward(ids_BT.gather(1, back_B1 + offsets) ^ 1, back_B1 + offsets, bucket=16, rows_BR=starts_B1 % 3),
+        runner.forward(ids_BT[:2, 3:12], torch.arange(9).expand(2, -1), bucket=9, batch_rows_B=some_R),
+        runner.forward(ids_BT[:, 12:13], torch.tensor([[9], [13], [9]]), bucket=40),
+    ]
+
+
+def assert_close(found: Tensor, wanted: Tensor, dtype: torch.dtype = torch.float32) -> None:
+    assert found.dtype == torch.float32
+    assert found.shape == wanted.shape
+    assert (found - wanted).abs().max() < TOLERANCES[dtype] * wanted.std()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_logits_are_those_of_the_library_s_modules(kind: str) -> None:
+    lean, library = pair(kind, batch_size=3)
+    for found, wanted in zip(ragged_rounds(lean), ragged_rounds(library), strict=True):
+        assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_narrow_formats_come_as_close_as_their_rounding_allows(kind: str, dtype: torch.dtype) -> None:
+    lean, library = pair(kind, batch_size=3, dtype=dtype)
+    for found, wanted in zip(ragged_rounds(lean), ragged_rounds(library), strict=True):
+        assert_close(found, wanted, dtype)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize(
+    "kind", ["llama", "llama, biases", "llama, layers that no plan cuts", "qwen2", "qwen3, windows"]
+)
+@pytest.mark.parametrize("kernel", [PlainLinear, PackedLinear])
+def test_every_rank_gets_the_whole_model_s_logits(tmp_path: Path, kind: str, num_ranks: int, kernel: Kernel) -> None:
+    """8 heads over 2 or 4 key-value heads: 3 ranks hold uneven heads, 8 ranks hold copies of key-value heads."""
+    if kernel is PackedLinear and not can_pack(torch.float32):
+        pytest.skip("this build of torch has no packed product")
+    family, changes = KINDS[kind]
+    library = ModuleRunner(build_checkpoint(tmp_path, family, **changes), comm=Comm.single())
+    library.allocate(batch_size=3, capacity=40)
+    comms = thread_comms(num_ranks)
+    loaded = [load_modules(inspect(tmp_path), dtype=None, device=CPU, comm=comm) for comm in comms]
+    runners = [LeanRunner(model, comm=comm, kernel=kernel) for model, comm in zip(loaded, comms, strict=True)]
+
+    def rounds(comm: Comm) -> list[Tensor]:
+        runners[comm.rank].allocate(batch_size=3, capacity=40)
+        return ragged_rounds(runners[comm.rank])
+
+    wanted = ragged_rounds(library)
+    for found in on_ranks(comms, rounds):
+        for one, other in zip(found, wanted, strict=True):
+            assert_close(one, other)
+
+
+def test_no_weight_is_left_in_the_modules() -> None:
+    model = modules("llama")
+    LeanRunner(model, comm=Comm.single(), kernel=PlainLinear)
+    left = [name for name, parameter in model.named_parameters() if "norm" not in name]
+    assert left == ["model.embed_tokens.weight"]
+
+
+def test_a_cache_that_was_filled_in_inference_mode_can_be_used_outside() -> None:
+    lean, library = pair("llama", batch_size=1)
+    ids_BT = random_ids(1, 8)
+    with torch.inference_mode():
+        lean.allocate(batch_size=1, capacity=64)
+        lean.forward(ids_BT[:, :6], torch.arange(6)[None], bucket=16)
+    wanted = library.forward(ids_BT, torch.arange(8)[None], bucket=16)
+    assert_close(lean.forward(ids_BT[:, 6:], torch.arange(6, 8)[None], bucket=16), wanted[:, 6:])
+
+
+def test_a_cache_is_kept_when_it_is_large_enough() -> None:
+    lean, _ = pair("llama", batch_size=2)
+    cache = lean._cache
+    lean.allocate(batch_size=2, capacity=30)
+    assert lean._cache is cache
+    lean.allocate(batch_size=2, capacity=41)
+    assert lean._cache is not cache
+
+
+def on_meta(model: PreTrainedModel) -> PreTrainedModel:
+    torch.nn.Module.to(model, "meta")
+    return model
+
+
+def test_a_whole_round_reads_no_value() -> None:
+    """A meta tensor has no values: whatever reads one raises."""
+    target, draft = (LeanRunner(on_meta(modules("llama")), comm=Comm.single()) for _ in range(2))
+    decoder = make_decoder(target, draft, temperature=0.8, eos_ids=[3])
+    rounds = decoder.rounds
+    assert rounds.drafter
+    target.allocate(batch_size=2, capacity=64)
+    rounds.drafter.allocate(batch_size=2, num_slots=64)
+    state = BatchState.empty(batch_size=2, num_slots=64, num_rounds=10, draws=rounds.draws)
+    requests = [Request(index=row, prompt_ids=(5, 6, 7), max_new_tokens=9) for row in range(2)]
+    prompts = state.rows_of(requests, draws=rounds.draws, seed=0)
+    assert rounds.prefill(prompts, range(2), longest=3, buckets=Buckets(step=64, num_slots=64)).is_meta
+    assert rounds.advance(state, bucket=64).is_meta
+
+
+class OperatorCount(TorchDispatchMode):
+    """Counts what reaches the dispatcher."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, _types: object, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        self.counts[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operators(runner: Runner, *, length: int, batch_size: int, num_tokens: int) -> Counter[str]:
+    """What one forward calls behind a text of this length."""
+    runner.allocate(batch_size=batch_size, capacity=128)
+    ids_BT = random_ids(batch_size, num_tokens)
+    positions_BT = torch.arange(length, length + num_tokens).repeat(batch_size, 1)
+    bucket = -(-(length + num_tokens) // 32) * 32
+    for _ in range(3):  # what is made lazily, then the recording
+        runner.forward(ids_BT, positions_BT, bucket=bucket)
+    count = OperatorCount()
+    with count:
+        runner.forward(ids_BT, positions_BT, bucket=bucket)
+    return count.counts
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5])
+def test_the_number_of_operators_does_not_depend_on_batch_or_length(num_tokens: int) -> None:
+    lean = LeanRunner(modules("llama"), comm=Comm.single(), kernel=PlainLinear)
+    found = [
+        operators(lean, length=length, batch_size=batch_size, num_tokens=num_tokens)
+        for length, batch_size in ((3, 1), (90, 1), (3, 4), (90, 4))
+    ]
+    assert found[0] == found[1] == found[2] == found[3]
+
+
+def test_a_forward_takes_far_fewer_operators_than_the_library_s() -> None:
+    lean, library = pair("llama", batch_size=1)
+    mine, theirs = (operators(runner, length=9, batch_size=1, num_tokens=5).total() for runner in (lean, library))
+    assert mine < 0.6 * theirs
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "is_lean"),
+    [
+        ("llama", {}, True),
+        ("qwen3", {}, True),
+        ("llama", {"hidden_act": "gelu"}, False),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+            False,
+        ),
+        ("gemma", {}, False),
+        ("gpt_neox", {}, False),
+        ("granite", {"num_key_value_heads": 4, "logits_scaling": 8.0}, False),
+    ],
+)
+def test_only_models_that_it_computes_get_the_lean_decoder(
+    tmp_path: Path, family: str, changes: dict[str, Any], is_lean: bool
+) -> None:
+    assert is_llama_kind(tiny_config(family, **changes)) is is_lean
+    build_checkpoint(tmp_path, family, **changes)
+    runner = load_model(inspect(tmp_path), dtype=None, device=CPU, comm=Comm.single())
+    assert type(runner) is (LeanRunner if is_lean else ModuleRunner)

@@ -1,0 +1,249 @@
+"""Holds every quantized form to its definition, to rows that know nothing of each other, and to slices and joins."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from llama_ssp.config.schema import Quantization
+from llama_ssp.models.linear import Linear, make_linear
+from llama_ssp.models.quantization import precision, weight_only
+from llama_ssp.models.quantization.precision import Int8Linear, Nf4Linear, Precision
+from llama_ssp.models.quantization.weight_only import Int8WeightOnlyLinear, QuantizedForm, quantize_by_blocks
+
+FORMS = [Quantization.int8, Quantization.nf4, Quantization.int8_weight_only]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+every_form = pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+# Largest error of a weight in units of its row's (its group's) largest: half a step. A step of nf4 is 0.3 at most.
+WEIGHT_ERRORS = {Quantization.int8: 0.5 / 127, Quantization.nf4: 0.152, Quantization.int8_weight_only: 0.5 / 127}
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+def make(form: Quantization, weight: Tensor, bias: Tensor | None = None, *, threshold: float = 0.0) -> Linear:
+    return make_linear(weight, bias, kernel=Precision(quantization=form, int8_threshold=threshold).kernel)
+
+
+def unpacked(linear: Linear, num_inputs: int, *, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The weights that a form stands for: what it maps unit vectors to."""
+    return linear(torch.eye(num_inputs, dtype=dtype)).t()
+
+
+def test_a_form_without_a_product_of_its_own_cannot_be_made() -> None:
+    unfinished = type("Unfinished", (QuantizedForm,), {})
+    with pytest.raises(TypeError, match="__call__"):
+        unfinished()
+
+
+@every_form
+def test_no_weight_is_further_off_than_half_a_step(form: Quantization) -> None:
+    weight = numbers(48, 192)
+    found = unpacked(make(form, weight), 192)
+    largest = weight.unflatten(1, (-1, 64 if form is Quantization.nf4 else 192)).abs().amax(-1, keepdim=True)
+    errors = (found - weight).unflatten(1, (largest.shape[1], -1)).abs() / largest
+    # Products of bitsandbytes are made of fp16 scales and fp32 sums; unit vectors are exact in all formats.
+    assert 0.2 * WEIGHT_ERRORS[form] < errors.max() < 1.1 * WEIGHT_ERRORS[form]
+
+
+@every_dtype
+@every_form
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 2, 8, 9, 40])
+def test_products_are_those_of_the_weights_that_the_form_stands_for(
+    form: Quantization, dtype: torch.dtype, num_rows: int, has_bias: bool
+) -> None:
+    weight, bias = numbers(48, 192, dtype=dtype), numbers(48, dtype=dtype) if has_bias else None
+    x, residual = numbers(num_rows, 192, dtype=dtype), numbers(num_rows, 48, dtype=dtype)
+    linear = make(form, weight, bias)
+    wanted = x.double() @ unpacked(make(form, weight), 192, dtype=dtype).double().t()
+    if bias is not None:
+        wanted += bias
+    # Rounding of weights and sum to the number format; int8 rounds its inputs to 1/254 of the largest of a row too.
+    tolerance = max(0.03 if form is Quantization.int8 else 0.0, 2 * torch.finfo(dtype).eps, 1e-5)
+    for found, reference in ((linear(x), wanted), (linear.add(x, residual), wanted + residual)):
+        assert found.dtype is dtype
+        assert found.is_contiguous()
+        assert (found - reference).abs().max() < tolerance * reference.abs().max()
+
+
+@every_dtype
+@pytest.mark.parametrize("num_inputs", [1, 15, 33, 40])
+def test_rows_of_weights_may_end_anywhere(num_inputs: int, dtype: torch.dtype) -> None:
+    """The library's operator for bytes reads behind a row that is no multiple of 16, and ends the process or worse."""
+    weight, x = numbers(9, num_inputs, dtype=dtype), numbers(3, num_inputs, dtype=dtype)
+    linear = make(Quantization.int8_weight_only, weight)
+    wanted = x.double() @ weight.double().t()
+    assert (linear(x) - wanted).abs().max() < 0.02 * wanted.abs().max()
+
+
+@every_dtype
+def test_small_weights_keep_their_127_steps(dtype: torch.dtype) -> None:
+    """Scales down to 1e-6, where fp16 has subnormal numbers alone."""
+    weight = numbers(64, 128) * torch.logspace(0, -4, 64)[:, None]
+    found = unpacked(make(Quantization.int8_weight_only, weight.to(dtype)), 128)
+    errors = (found - weight.to(dtype)).abs().amax(1) / weight.abs().amax(1)
+    assert errors.max() < (0.03 if dtype is torch.float16 else 0.01)
+
+
+@every_dtype
+@every_form
+def test_a_row_does_not_depend_on_the_rows_beside_it(form: Quantization, dtype: torch.dtype) -> None:
+    """To the last bit, with large numbers in the other rows."""
+    linear = make(form, numbers(96, 128, dtype=dtype), numbers(96, dtype=dtype))
+    x = numbers(5, 128, dtype=dtype)
+    beside = x.clone()
+    beside[1:] *= 100
+    assert torch.equal(linear(beside)[0], linear(x)[0])
+
+
+@pytest.mark.parametrize("num_rows", [5, 40])
+@every_dtype
+def test_a_row_through_int8_is_the_same_alone(dtype: torch.dtype, num_rows: int) -> None:
+    linear = make(Quantization.int8, numbers(96, 128, dtype=dtype), numbers(96, dtype=dtype))
+    x = numbers(num_rows, 128, dtype=dtype)
+    assert torch.equal(linear(x), torch.cat([linear(row) for row in x.split(1)]))
+
+
+def test_a_row_through_packed_bytes_is_the_same_alone() -> None:
+    linear = make(Quantization.int8_weight_only, numbers(96, 128, dtype=torch.bfloat16))
+    x = numbers(5, 128, dtype=torch.bfloat16)
+    assert torch.equal(linear(x), torch.cat([linear(row) for row in x.split(1)]))
+
+
+@every_dtype
+def test_at_threshold_6_rows_depend_on_each_other(dtype: torch.dtype) -> None:
+    """An input of 20 in one row sends its column past the quantization in all of them."""
+    x = numbers(5, 128, dtype=dtype)
+    x[3, 7] = 20
+    calm = x.clone()
+    calm[3, 7] = 1
+    weight = numbers(96, 128, dtype=dtype)
+    mixed, plain = (make(Quantization.int8, weight, threshold=threshold) for threshold in (6.0, 0.0))
+    assert torch.equal(plain(x)[0], plain(calm)[0])
+    assert not torch.equal(mixed(x)[0], mixed(calm)[0])
+    assert not torch.equal(mixed(x), torch.cat([mixed(row) for row in x.split(1)]))
+
+
+@every_form
+def test_layers_with_one_input_may_be_joined_before_or_after(form: Quantization) -> None:
+    parts, x = [numbers(rows, 128) for rows in (64, 32, 31)], numbers(9, 128)
+    whole = make(form, torch.cat(parts))
+    found = torch.cat([unpacked(make(form, part), 128) for part in parts])
+    assert torch.equal(unpacked(whole, 128), found)
+    torch.testing.assert_close(whole(x), torch.cat([make(form, part)(x) for part in parts], 1))
+
+
+@pytest.mark.parametrize("elements", [128, 1000, 2**19])
+@every_form
+def test_how_many_rows_are_quantized_at_a_time_does_not_show(
+    form: Quantization, elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = numbers(33, 128)
+    wanted = unpacked(make(form, weight), 128)
+    monkeypatch.setattr(weight_only, "_QUANTIZED_ELEMENTS", {"cpu": elements})
+    monkeypatch.setattr(weight_only, "_UNPACKED_ELEMENTS", {"cpu": elements})
+    assert torch.equal(unpacked(make(form, weight), 128), wanted)
+
+
+def test_a_layer_is_quantized_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_only, "_QUANTIZED_ELEMENTS", {"cpu": 256})
+    seen: list[int] = []
+
+    def quantize(block: Tensor) -> tuple[Tensor, Tensor]:
+        seen.append(len(block))
+        return block, block[:, 0]
+
+    quantize_by_blocks(numbers(7, 128), quantize)
+    assert seen == [2, 2, 2, 1]
+
+
+@pytest.mark.parametrize(("form", "kind"), list(zip(FORMS, (Int8Linear, Nf4Linear, Int8WeightOnlyLinear), strict=True)))
+def test_each_name_has_its_form(form: Quantization, kind: type) -> None:
+    assert type(make(form, numbers(16, 64))) is kind
+
+
+@pytest.mark.parametrize("num_rows", [1, 5, 40])
+def test_large_outputs_stay_in_the_range_of_fp16(num_rows: int) -> None:
+    # Of 192 inputs of 4 and weights of 0.3, 230 each; inputs times bytes would sum up to 97536.
+    weight, x = torch.full((48, 192), 0.3, dtype=torch.float16), torch.full((num_rows, 192), 4.0, dtype=torch.float16)
+    y = make(Quantization.int8_weight_only, weight)(x)
+    torch.testing.assert_close(y, x @ weight.t(), rtol=2e-3, atol=0)
+
+
+def test_a_row_of_zeros_stays_zero() -> None:
+    weight = numbers(16, 64)
+    weight[3] = 0
+    for form in FORMS:
+        y = make(form, weight)(torch.cat([numbers(1, 64), torch.zeros(1, 64)]))
+        assert torch.equal(y[:, 3], torch.zeros(2))
+        assert torch.equal(y[1], torch.zeros(16))
+
+
+def test_without_the_private_operator_bytes_are_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(*_args: object) -> None:
+        raise RuntimeError("no kernel")
+
+    weight, x = numbers(48, 192, dtype=torch.bfloat16), numbers(5, 192, dtype=torch.bfloat16)
+    packed = make(Quantization.int8_weight_only, weight)(x)
+    find = weight_only._product_of_few_rows
+    monkeypatch.setattr(torch.ops.aten, "_weight_int8pack_mm", absent)
+    find.cache_clear()
+    try:
+        found = make(Quantization.int8_weight_only, weight)
+        assert isinstance(found, Int8WeightOnlyLinear)
+        assert found._few_rows is None
+        torch.testing.assert_close(found(x), packed, atol=0.2, rtol=0.02)
+    finally:
+        find.cache_clear()
+
+
+def test_bitsandbytes_is_imported_without_a_way_to_the_hub_and_in_silence() -> None:
+    program = (
+        "import sys, types, logging; sys.modules['huggingface_hub.fake'] = None\n"
+        "from llama_ssp.models.quantization.precision import bitsandbytes\n"
+        "import importlib.abc\n"
+        "class Watch(importlib.abc.MetaPathFinder):\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        assert name != 'kernels', 'the hub was asked for kernels'\n"
+        "sys.meta_path.insert(0, Watch())\n"
+        "bitsandbytes()\n"
+        "assert 'kernels' not in sys.modules\n"
+        "assert logging.getLogger('bitsandbytes').level == logging.NOTSET\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_an_unquantized_precision_has_no_kernel() -> None:
+    assert precision.UNQUANTIZED.kernel is None
+    assert not precision.UNQUANTIZED.rounds_inputs
+
+
+INTERPRETED = """
+import torch
+from llama_ssp.models.quantization.int8_kernel import ROWS, product_of_few_rows
+for dtype, tolerance in ((torch.float32, 1e-5), (torch.float16, 2e-3)):
+    for num_outputs, num_inputs in ((16, 256), (33, 80), (50, 700)):
+        weight = torch.randint(-127, 128, (num_outputs, num_inputs), dtype=torch.int8)
+        scales, x = torch.rand(num_outputs).to(dtype), torch.randn(ROWS, num_inputs).to(dtype)
+        wanted = (x.double() @ weight.double().t()) * scales.double()
+        found = {num_rows: product_of_few_rows(x[:num_rows], weight, scales) for num_rows in (1, 5, ROWS)}
+        for num_rows, y in found.items():
+            assert y.dtype is dtype
+            assert (y - wanted[:num_rows]).abs().max() < tolerance * wanted.abs().max()
+            assert torch.equal(y, found[ROWS][:num_rows])
+"""
+
+
+def test_the_kernel_for_gpus_computes_the_product_in_triton_s_interpreter() -> None:
+    """Its arithmetic and its borders, without a GPU; not seen are its speed and bf16, which the interpreter lacks."""
+    pytest.importorskip("triton", reason="torch for CPUs comes without Triton")
+    environ = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", INTERPRETED], capture_output=True, text=True, check=False, env=environ)
+    assert done.returncode == 0, done.stderr

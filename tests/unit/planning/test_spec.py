@@ -1,0 +1,153 @@
+"""What a plan's config leaves open is decided; a folder's config.json is read without its library."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig, LlamaConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from llama_ssp.architectures.inventory import Matrix, inventory
+from llama_ssp.config import catalogue, hardware
+from llama_ssp.config.hardware import HardwareConfig
+from llama_ssp.config.plan import PlanConfig
+from llama_ssp.config.schema import (
+    DrafterConfig,
+    DrafterKind,
+    DraftLayout,
+    DraftPlacement,
+    Dtype,
+    ModelConfig,
+    PlacementConfig,
+)
+from llama_ssp.config.target_placement import TargetKind, TargetPlacement
+from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
+from llama_ssp.planning.spec import Job, make_job, model_bytes, planned_model, read_config
+from llama_ssp.weights.checkpoint import shape_of
+
+A100 = hardware.load("p4d_24xlarge")
+
+
+def _job(target: TargetPlacement, draft: DraftPlacement, machine: HardwareConfig = A100) -> Job:
+    config = PlanConfig(
+        model=catalogue.load("13B"),
+        draft=DrafterConfig(kind=DrafterKind.model, model=catalogue.load("7B")),
+        hardware={},
+        placement=PlacementConfig(target=target, draft=draft),
+    )
+    return make_job(config, machine)
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "target_ranks", "draft_ranks"),
+    [
+        (TargetPlacement(), DraftPlacement(), range(8), [0]),
+        (TargetPlacement(tp_size=4), DraftPlacement(), range(4), [0]),
+        (TargetPlacement(ranks=[4, 5]), DraftPlacement(), [4, 5], [4]),
+        (TargetPlacement(), DraftPlacement(ranks=[3]), range(8), [3]),
+        (TargetPlacement(), DraftPlacement(kind=DraftLayout.sharded), range(8), range(8)),
+        (TargetPlacement(), DraftPlacement(kind=DraftLayout.sharded, tp_size=2), range(8), [0, 1]),
+        (TargetPlacement(), DraftPlacement(kind=DraftLayout.replicated), range(8), range(8)),
+        (TargetPlacement(), DraftPlacement(kind=DraftLayout.own_gpu), range(7), [7]),
+        (TargetPlacement(), DraftPlacement(kind=DraftLayout.own_gpu, ranks=[0, 1]), range(2, 8), [0, 1]),
+    ],
+)
+def test_ranks_follow_from_the_placement(
+    target: TargetPlacement, draft: DraftPlacement, target_ranks: range | list[int], draft_ranks: range | list[int]
+) -> None:
+    job = _job(target, draft)
+    assert (job.target_ranks, job.draft_ranks) == (tuple(target_ranks), tuple(draft_ranks))
+
+
+@pytest.mark.parametrize(
+    "model_type", ["llama", "mistral", "qwen2", "qwen3", "gpt_neox", "gpt_neo", "phi", "gemma", "gemma2", "gemma3_text"]
+)
+def test_a_config_file_is_read_as_the_library_reads_it(model_type: str, tmp_path: Path) -> None:
+    config = CONFIG_MAPPING[model_type](dtype="bfloat16")
+    config.save_pretrained(tmp_path)
+    assert read_config(tmp_path) == (shape_of(config), Dtype.bf16)
+    file = tmp_path / "config.json"
+    content = json.loads(file.read_text())
+    del content["tie_word_embeddings"]  # files on the hub need not say it
+    file.write_text(json.dumps(content))
+    assert read_config(tmp_path)[0] == shape_of(AutoConfig.from_pretrained(tmp_path))
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "mixtral", "starcoder2"])
+def test_a_family_that_is_not_known_is_refused_with_those_that_are(model_type: str, tmp_path: Path) -> None:
+    CONFIG_MAPPING[model_type]().save_pretrained(tmp_path)
+    with pytest.raises(PlacementError, match=rf"^{model_type} models .* gemma, .*gpt_neo, .* or qwen3 is required$"):
+        read_config(tmp_path)
+
+
+def test_a_local_model_has_its_shape_and_number_format_from_its_folder(tmp_path: Path) -> None:
+    LlamaConfig(hidden_size=96, num_attention_heads=6, dtype="float16").save_pretrained(tmp_path)
+    model = planned_model(ModelConfig(name="local", path=str(tmp_path)))
+    assert (model.shape.hidden_size, model.shape.head_dim, model.dtype) == (96, 16, Dtype.fp16)
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [("{", "cannot be read"), ("[]", "no JSON object"), (json.dumps({"model_type": "llama"}), "num_hidden_layers")],
+)
+def test_a_faulty_config_file_is_told_in_one_sentence(content: str, complaint: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(CheckpointError, match=complaint):
+        read_config(tmp_path)
+
+
+def test_a_model_without_shape_and_folder_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"model\.path=DIR"):
+        planned_model(ModelConfig(name="local"))
+
+
+def _in_blocks(matrix: Matrix) -> int:
+    """Numbers that are kept of a matrix: its inputs in blocks of 512."""
+    return matrix.num_rows * -(-matrix.num_columns // 512) * 512
+
+
+def test_a_cpu_keeps_the_linear_layers_of_16_bit_files_in_16_bits() -> None:
+    target, draft = (planned_model(catalogue.load(name)) for name in ("tiny", "tiny-draft"))
+    for model, has_head in ((target, True), (draft, False)):
+        held = inventory(model.shape)
+        linear = held.num_layers * sum(matrix.num_elements for matrix in held.layer) + held.output.num_elements
+        kept = held.num_layers * sum(map(_in_blocks, held.layer)) + _in_blocks(held.output)
+        embedding = held.embeddings[0].num_elements
+        vectors = held.num_layers * held.layer_vectors + held.final_vectors
+        assert model_bytes(held, model, device="cpu").total_bytes == 2 * kept + 4 * (embedding + vectors)
+        untied = linear if has_head else linear - embedding
+        assert model_bytes(held, model, device="cuda").total_bytes == 4 * (untied + embedding + vectors)
+    assert replace(target, stored=Dtype.fp32).matrix_dtype("cpu") is Dtype.fp32
+    assert replace(target, dtype=Dtype.bf16).matrix_dtype("cpu") is Dtype.bf16
+
+
+@pytest.mark.parametrize(
+    ("draft", "devices", "draft_ranks"),
+    [
+        (DraftPlacement(), range(8), [0]),
+        (DraftPlacement(kind=DraftLayout.own_gpu), range(7), [7]),
+        (DraftPlacement(kind=DraftLayout.own_gpu, ranks=[1, 2]), [0, 3, 4, 5, 6, 7], [1, 2]),
+    ],
+)
+def test_layers_in_a_row_have_one_rank_and_the_gpus_of_its_node_that_no_rank_has(
+    draft: DraftPlacement, devices: range | list[int], draft_ranks: list[int]
+) -> None:
+    job = _job(TargetPlacement(kind=TargetKind.accelerate), draft)
+    assert job.target_ranks == (0,)
+    assert job.target_devices == tuple(devices)
+    assert job.draft_ranks == tuple(draft_ranks)
+
+
+def test_layers_in_a_row_stay_on_one_node() -> None:
+    row = TargetPlacement(kind=TargetKind.accelerate, ranks=[9])
+    job = _job(row, DraftPlacement(), replace(A100, num_nodes=2))
+    assert job.target_devices == (9, 8, 10, 11, 12, 13, 14, 15)
+
+
+def test_a_target_that_a_library_places_runs_in_its_modules_and_without_graphs() -> None:
+    for kind in TargetKind:
+        job = _job(TargetPlacement(kind=kind), DraftPlacement())
+        assert job.target.is_lean == job.cuda_graphs == (kind is TargetKind.tensor)
+        assert job.draft
+        assert job.draft.is_lean

@@ -1,0 +1,187 @@
+"""Holds every way in which a folder can be faulty to one sentence that names it, and slices to being what was saved."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from llama_ssp.config.schema import ModelConfig
+from llama_ssp.errors import CheckpointError
+from llama_ssp.weights.checkpoint import INDEX_FILE, SINGLE_FILE, check_shape, inspect, shape_of
+from tests.helpers.models import build_checkpoint, tiny_config
+from tests.unit.models.conftest import Saved
+
+Fault = Callable[[Path], object]
+
+
+@pytest.fixture
+def folder(saved: Callable[[str], Saved], tmp_path: Path) -> Path:
+    """A checkpoint in one file, free to be damaged."""
+    return Path(shutil.copytree(saved("llama")[0], tmp_path / "checkpoint"))
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint in many files; read only."""
+    folder = tmp_path_factory.mktemp("shards")
+    build_checkpoint(folder, "llama", max_shard_size="40KB")
+    assert len(list(folder.glob("*.safetensors"))) > 3
+    return folder
+
+
+def edit_config(**changes: object) -> Fault:
+    def edit(folder: Path) -> None:
+        file = folder / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+    return edit
+
+
+def write_config(**content: object) -> Fault:
+    return lambda folder: (folder / "config.json").write_text(json.dumps(content))
+
+
+def edit_bytes(change: Callable[[bytes], bytes]) -> Fault:
+    def edit(folder: Path) -> None:
+        file = folder / SINGLE_FILE
+        file.write_bytes(change(file.read_bytes()))
+
+    return edit
+
+
+def break_header(content: bytes) -> bytes:
+    return content[:8] + b"#" * 20 + content[28:]
+
+
+def only_pickles(folder: Path) -> None:
+    (folder / SINGLE_FILE).rename(folder / "pytorch_model.bin")
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        (shutil.rmtree, "does not exist: a folder with config.json"),
+        (lambda folder: (folder / "config.json").unlink(), r"config.json cannot be read \(No such file"),
+        (lambda folder: (folder / "config.json").write_text('{"model_'), "config.json is not JSON"),
+        (lambda folder: (folder / "config.json").write_bytes(b"\xff\xfe"), "config.json is not JSON"),
+        (lambda folder: (folder / "config.json").write_text("[]"), "config.json holds no JSON object"),
+        (edit_config(model_type=None), "config.json has no model_type"),
+        (edit_config(model_type="lama"), "model_type 'lama', unknown to transformers"),
+        (edit_config(model_type="vit"), "model_type 'vit', which is no causal language model"),
+        (write_config(model_type="mamba"), "describes no decoder with attention"),
+        (edit_config(auto_map={"AutoConfig": "a.B"}), "Python code from its folder, which is never run"),
+        (edit_config(quantization_config={"bits": 4}), "describes quantized weights"),
+        (edit_config(hidden_size="wide"), "config.json is no valid configuration of llama"),
+        (edit_config(hidden_size=65), "config.json is no valid configuration of llama"),
+        (edit_bytes(lambda content: content[:-100]), "model.safetensors is truncated or corrupt"),
+        (edit_bytes(lambda content: content[:100]), "model.safetensors is truncated or corrupt"),
+        (edit_bytes(lambda _: b""), "model.safetensors is truncated or corrupt"),
+        (edit_bytes(lambda content: content + b"!"), "model.safetensors is truncated or corrupt"),
+        (edit_bytes(break_header), "model.safetensors is truncated or corrupt"),
+        (edit_bytes(lambda _: b"<html>not found</html>"), "model.safetensors is truncated or corrupt"),
+        (only_pickles, r"pickle weights \(pytorch_model.bin\).*convert them with python -c .*save_pretrained"),
+        (lambda folder: (folder / SINGLE_FILE).unlink(), "holds no weights: model.safetensors"),
+        (lambda folder: (folder / SINGLE_FILE).rename(folder / "a.safetensors"), "a.safetensors but no model.safe"),
+    ],
+)
+def test_a_faulty_folder_is_refused_in_one_sentence(folder: Path, fault: Fault, reason: str) -> None:
+    fault(folder)
+    with pytest.raises(CheckpointError, match=reason) as caught:
+        inspect(folder)
+    assert str(folder) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def edit_index(change: Callable[[dict[str, str]], object]) -> Fault:
+    def edit(folder: Path) -> None:
+        file = folder / INDEX_FILE
+        index = json.loads(file.read_text())
+        change(index["weight_map"])
+        file.write_text(json.dumps(index))
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        (lambda folder: sorted(folder.glob("*.safetensors"))[1].unlink(), "names model-00002-of-.*, which is missing"),
+        (lambda folder: (folder / INDEX_FILE).unlink(), "but no model.safetensors.index.json"),
+        (lambda folder: (folder / INDEX_FILE).write_text("{"), "index.json is not JSON"),
+        (lambda folder: (folder / INDEX_FILE).write_text("{}"), "has no weight_map"),
+        (edit_index(lambda file_of: file_of.update(other="../other.safetensors")), "has no weight_map from tensors"),
+        (edit_index(lambda file_of: file_of.update(other=min(file_of.values()))), "looks for other in files without"),
+    ],
+)
+def test_a_faulty_index_is_refused_in_one_sentence(shards: Path, tmp_path: Path, fault: Fault, reason: str) -> None:
+    folder = Path(shutil.copytree(shards, tmp_path / "checkpoint"))
+    fault(folder)
+    with pytest.raises(CheckpointError, match=reason):
+        inspect(folder)
+
+
+def test_a_file_that_breaks_after_its_inspection_is_one_sentence_too(folder: Path) -> None:
+    checkpoint = inspect(folder)
+    edit_bytes(lambda content: content[:-100])(folder)
+    with pytest.raises(CheckpointError, match="truncated or corrupt"):
+        checkpoint.read("lm_head.weight")
+
+
+def test_many_files_hold_what_one_file_holds(saved: Callable[[str], Saved], shards: Path) -> None:
+    whole, split = inspect(saved("llama")[0]), inspect(shards)
+    assert set(split.tensors) == set(whole.tensors)
+    assert len({tensor.file for tensor in split.tensors.values()}) > 3
+    for name in whole.tensors:
+        assert torch.equal(split.read(name), whole.read(name))
+
+
+def test_a_slice_is_what_was_saved_and_a_copy_of_its_own(folder: Path) -> None:
+    matrix = torch.arange(60, dtype=torch.bfloat16).reshape(6, 10)
+    save_file({"matrix": matrix}, folder / SINGLE_FILE)
+    checkpoint = inspect(folder)
+    assert checkpoint.dtype is torch.bfloat16
+    for dim, parts in ((0, [range(2, 5)]), (1, [range(3, 10)]), (0, [range(4, 6), range(0, 1)])):
+        piece = checkpoint.read("matrix", dim=dim, parts=parts)
+        wanted = torch.cat([matrix.narrow(dim, part.start, len(part)) for part in parts], dim=dim)
+        assert torch.equal(piece, wanted)
+        assert piece.is_contiguous()
+        assert piece.untyped_storage().nbytes() == wanted.numel() * 2
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "derived"),
+    [
+        ("llama", {"num_key_value_heads": 4}, (4, 8, 160)),
+        ("gpt_neox", {}, (8, 8, 160)),
+        ("qwen2", {"num_key_value_heads": 2}, (2, 8, 160)),
+        ("qwen3", {"num_key_value_heads": 4, "head_dim": 16}, (4, 16, 160)),
+        ("mistral", {"num_key_value_heads": 2}, (2, 8, 160)),
+        ("gemma", {"num_key_value_heads": 1, "head_dim": 32}, (1, 32, 160)),
+        (
+            "gpt_neo",
+            {"intermediate_size": None},
+            (8, 8, 256),
+        ),
+    ],
+)
+def test_every_family_s_sizes_are_read_from_its_own_words(
+    family: str, sizes: dict[str, object], derived: tuple[int, int, int]
+) -> None:
+    shape = shape_of(tiny_config(family, **sizes))
+    assert (shape.model_type, shape.num_hidden_layers, shape.num_attention_heads) == (family, 2, 8)
+    assert (shape.hidden_size, shape.vocab_size, shape.max_position_embeddings) == (64, 200, 128)
+    assert (shape.num_key_value_heads, shape.head_dim, shape.intermediate_size) == derived
+
+
+def test_files_of_another_shape_than_the_catalogue_says_are_refused_by_field(folder: Path) -> None:
+    checkpoint = inspect(folder)
+    entry = ModelConfig(name="7B", shape=shape_of(tiny_config("llama")))
+    check_shape(entry, checkpoint)
+    check_shape(ModelConfig(name="local"), checkpoint)
+    entry.shape = shape_of(tiny_config("llama", num_hidden_layers=3, vocab_size=300))
+    with pytest.raises(CheckpointError, match="is not 7B: num_hidden_layers is 2, not 3, vocab_size is 200, not 300;"):
+        check_shape(entry, checkpoint)

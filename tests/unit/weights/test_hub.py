@@ -1,0 +1,105 @@
+"""Holds each way of naming a model to its folder, and each refusal of the hub to one sentence with the way out."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from llama_ssp.config.schema import ModelConfig
+from llama_ssp.errors import CheckpointError
+from llama_ssp.weights import hub
+
+DOWNLOAD = "llama_ssp.weights.hub.snapshot_download"
+ENTRY = ModelConfig(name="7B", hub_id="owner/llama-7b", revision="v2")
+
+
+def refuse(error: Exception) -> Callable[..., NoReturn]:
+    def download(*_args: object, **_kwargs: object) -> NoReturn:
+        raise error
+
+    return download
+
+
+def http_error(kind: type[HfHubHTTPError]) -> HfHubHTTPError:
+    """Made without a response, whose class differs between versions of the hub's client."""
+    error = kind.__new__(kind)
+    Exception.__init__(error, "401 Client Error.\n\nCannot access")
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (
+            http_error(GatedRepoError),
+            "is gated: accept its terms on .*/owner/llama-7b and run: hf auth login",
+        ),
+        (http_error(RepositoryNotFoundError), "does not exist or is private: .*hf auth login"),
+        (http_error(RevisionNotFoundError), "has no revision 'v2'"),
+        (http_error(HfHubHTTPError), r"could not be downloaded \(.*\): try hf download owner/llama-7b --revision v2"),
+        (HFValidationError("bad"), "is no hub id: owner/name is required"),
+        (LocalEntryNotFoundError("no network"), "hf download owner/llama-7b --revision v2"),
+        (Exception("a proxy\n refused"), r"could not be downloaded \(a proxy refused\)"),
+    ],
+)
+def test_a_refusal_of_the_hub_is_one_sentence(monkeypatch: pytest.MonkeyPatch, error: Exception, reason: str) -> None:
+    monkeypatch.setattr(DOWNLOAD, refuse(error))
+    with pytest.raises(CheckpointError, match=reason) as caught:
+        hub.resolve(ENTRY)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_that_is_not_in_the_cache_names_the_offline_mode(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With the library's own download: HF_HUB_OFFLINE is set for all tests."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(CheckpointError, match="HF_HUB_OFFLINE is set: run hf download owner/llama-7b"):
+        hub.resolve(ENTRY)
+
+
+def test_only_files_that_a_run_needs_are_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: dict[str, object] = {}
+
+    def download(repo_id: str, **options: object) -> str:
+        seen.update(options, repo_id=repo_id)
+        return str(tmp_path)
+
+    monkeypatch.setattr(DOWNLOAD, download)
+    assert hub.resolve(ENTRY) == tmp_path
+    assert (seen["repo_id"], seen["revision"]) == ("owner/llama-7b", "v2")
+    patterns = seen["allow_patterns"]
+    assert isinstance(patterns, list)
+
+    def is_wanted(name: str) -> bool:
+        return any(Path(name).match(pattern) for pattern in patterns)
+
+    for name in ("model-00001-of-00002.safetensors", "model.safetensors.index.json", "config.json", "tokenizer.model"):
+        assert is_wanted(name), name
+    for name in ("pytorch_model.bin", "consolidated.safetensors", "model.onnx", "flax_model.msgpack"):
+        assert not is_wanted(name), name
+
+
+def test_a_folder_wins_over_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/somebody")
+    model = ModelConfig(name="7B", hub_id="owner/llama-7b", path="~/weights")
+    assert hub.resolve(model) == Path("/somebody/weights")
+
+
+def test_a_shipped_model_lies_in_the_package() -> None:
+    folder = hub.resolve(ModelConfig(name="tiny", shipped=True))
+    assert folder.parts[-3:] == ("llama_ssp", "shipped", "tiny")
+
+
+def test_a_model_without_files_asks_for_a_path() -> None:
+    with pytest.raises(CheckpointError, match=r"model.path=DIR is required"):
+        hub.resolve(ModelConfig(name="local"))

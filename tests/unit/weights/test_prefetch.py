@@ -1,0 +1,81 @@
+"""What is read when, by whom, and how much of it is on its way."""
+
+import threading
+
+import pytest
+import torch
+from torch import Tensor
+
+from llama_ssp.errors import CheckpointError
+from llama_ssp.weights.prefetch import ReadAhead
+
+KEYS = list(range(8))
+
+
+class Files:
+    """Tensors by number; remembers which were asked for, and waits for permission where it is told to."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+        self.threads: set[str] = set()
+        self.may_go_on = threading.Event()
+        self.may_go_on.set()
+        self.began = threading.Semaphore(0)
+
+    def read(self, key: int) -> Tensor:
+        self.asked.append(key)
+        self.threads.add(threading.current_thread().name)
+        self.began.release()
+        assert self.may_go_on.wait(timeout=20)
+        return torch.tensor(key)
+
+
+@pytest.mark.parametrize("num_ahead", [0, 1, 3, 20])
+@pytest.mark.parametrize("order", [KEYS, [1, 2, 3, 5, 6, 0, 4, 7]])
+def test_everything_is_read_once_whatever_the_order(num_ahead: int, order: list[int]) -> None:
+    files = Files()
+    ahead = ReadAhead(files.read, KEYS, num_ahead=num_ahead)
+    assert [int(ahead.take(key)) for key in order] == order
+    assert sorted(files.asked) == KEYS
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("read")]
+
+
+def test_the_next_ones_are_read_while_the_first_is_used() -> None:
+    files = Files()
+    ahead = ReadAhead(files.read, KEYS, num_ahead=2)
+    ahead.take(0)
+    for _ in range(3):
+        assert files.began.acquire(timeout=20)
+    assert sorted(files.asked) == [0, 1, 2]
+    assert len(files.threads) >= 2
+    for key in KEYS[1:]:
+        ahead.take(key)
+
+
+def test_no_more_are_on_their_way_than_was_said() -> None:
+    files = Files()
+    ahead = ReadAhead(files.read, KEYS, num_ahead=2)
+    for key in KEYS:
+        ahead.take(key)
+        assert len(ahead._coming) <= 2
+    assert not ahead._coming
+
+
+def test_without_reading_ahead_nothing_is_read_before_it_is_wanted() -> None:
+    files = Files()
+    ahead = ReadAhead(files.read, KEYS, num_ahead=0)
+    ahead.take(0)
+    assert files.asked == [0]
+    assert files.threads == {threading.current_thread().name}
+
+
+def test_a_fault_that_a_thread_meets_is_raised_where_the_tensor_is_wanted() -> None:
+    def read(key: int) -> Tensor:
+        if key == 1:
+            raise CheckpointError("the file has changed")
+        return torch.tensor(key)
+
+    ahead = ReadAhead(read, [0, 1], num_ahead=1)
+    ahead.take(0)
+    with pytest.raises(CheckpointError, match="the file has changed"):
+        ahead.take(1)

@@ -1,0 +1,225 @@
+"""Holds synthetic weights to the shipped model's function, on every rank and in every number format."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from llama_ssp.config import catalogue
+from llama_ssp.config.checks import LEAST_AGREEMENT
+from llama_ssp.config.schema import ModelShape
+from llama_ssp.distributed.comms import Comm
+from llama_ssp.errors import ConfigError
+from llama_ssp.models.build import load_modules
+from llama_ssp.models.linear import PlainLinear
+from llama_ssp.models.llama.decoder import LeanRunner
+from llama_ssp.models.runner import Runner
+from llama_ssp.weights.checkpoint import Checkpoint
+from llama_ssp.weights.synthetic import Synthetic, choose_small, noise_for, synthesize
+from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
+from tests.helpers.repository import ROOT
+from tests.helpers.shapes import SHAPES, llama_shape
+
+CPU = torch.device("cpu")
+NUM_TOKENS = 40
+TEXTS = torch.randint(3, 4096, (2, NUM_TOKENS), generator=torch.Generator().manual_seed(1))
+
+
+def make(shape: ModelShape) -> Synthetic:
+    [synthetic] = synthesize([shape], agreement=1.0)
+    return synthetic
+
+
+def small_logits(small: Checkpoint) -> Tensor:
+    """The library's own answer for the small model."""
+    model = AutoModelForCausalLM.from_pretrained(small.folder, dtype=torch.float32)
+    with torch.inference_mode():
+        logits: Tensor = model(TEXTS).logits
+    return logits
+
+
+def lean(synthetic: Synthetic, comm: Comm) -> LeanRunner:
+    """This rank's slices in the lean decoder, whose kernels are not worth choosing here."""
+    model = load_modules(synthetic, dtype=torch.float32, device=CPU, comm=comm)
+    return LeanRunner(model, comm=comm, kernel=PlainLinear)
+
+
+def logits(runner: Runner) -> Tensor:
+    """A prefill, and the rest in rounds of five tokens."""
+    runner.allocate(batch_size=len(TEXTS), capacity=NUM_TOKENS)
+    positions = torch.arange(NUM_TOKENS).expand_as(TEXTS)
+    cuts = [30, 5, 5]
+    pieces = zip(TEXTS.split(cuts, dim=1), positions.split(cuts, dim=1), strict=True)
+    return torch.cat([runner.forward(ids, places, bucket=NUM_TOKENS) for ids, places in pieces], dim=1)
+
+
+def assert_same_function(found: Tensor, synthetic: Synthetic, wanted: Tensor) -> None:
+    """Logits up to 1e-4; a tied head adds one number to all of a row, which no probability can tell."""
+    vocab_size = wanted.shape[-1]
+    lacking = found[..., vocab_size:]
+    assert found.shape[-1] == synthetic.shape.vocab_size
+    assert (lacking < wanted.min() - 100).all(), "a token that the tokenizer lacks could be drawn"
+    found = found[..., :vocab_size]
+    if synthetic.shape.tie_word_embeddings:
+        found, wanted = found.log_softmax(-1), wanted.log_softmax(-1)
+    assert (found - wanted).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_larger_shape_computes_the_small_models_logits(name: str) -> None:
+    synthetic = make(SHAPES[name])
+    assert_same_function(logits(lean(synthetic, Comm.single())), synthetic, small_logits(synthetic.small))
+
+
+def test_the_librarys_modules_compute_them_too() -> None:
+    synthetic = make(llama_shape())
+    model = load_modules(synthetic, dtype=torch.float32, device=CPU, comm=Comm.single())
+    with torch.inference_mode():
+        assert_same_function(model(TEXTS).logits, synthetic, small_logits(synthetic.small))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordingComm(ThreadComm):
+    """Notes how large this rank's part of every sum is."""
+
+    sizes: list[float] = field(default_factory=list)
+
+    def all_reduce(self, values: Tensor) -> Tensor:
+        self.sizes.append(float(values.float().square().mean().sqrt()))
+        return super().all_reduce(values)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks"), [("more of everything", 3), ("larger groups", 2), ("larger groups", 8), ("tied", 4)]
+)
+def test_every_rank_has_a_part_in_every_sum(name: str, num_ranks: int) -> None:
+    """3 ranks hold 3, 3 and 2 of 8 key-value heads; 8 ranks outnumber 4 of them and share them.
+
+    In a layer that does not count, the parts cancel. The embedding alone is left out: a token's row is on one rank.
+    """
+    synthetic = make(SHAPES[name])
+    comms = [RecordingComm(**vars(comm)) for comm in thread_comms(num_ranks)]
+    runners = [lean(synthetic, comm) for comm in comms]
+    wanted = small_logits(synthetic.small)
+    for found in on_ranks(comms, lambda comm: logits(runners[comm.rank])):
+        assert_same_function(found, synthetic, wanted)
+    parts_RS = torch.tensor([comm.sizes for comm in comms])
+    sums_per_forward = 1 + 2 * synthetic.shape.num_hidden_layers
+    counted_RFS = parts_RS.view(num_ranks, -1, sums_per_forward)[:, :, 1:]
+    share_RFS = counted_RFS / counted_RFS.amax(dim=0)
+    assert share_RFS.min() > 0.05
+
+
+@pytest.mark.parametrize("tensor", ["self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj"])
+def test_slices_are_slices_of_the_whole(tensor: str) -> None:
+    synthetic, name = make(llama_shape()), f"model.layers.4.{tensor}.weight"
+    whole = synthetic.read(name)
+    for dim, size in enumerate(whole.shape):
+        parts = [range(size // 2, size), range(10)]
+        kept = torch.cat([torch.arange(part.start, part.stop) for part in parts])
+        assert torch.equal(synthetic.read(name, dim=dim, parts=parts), whole.index_select(dim, kept))
+
+
+def test_bf16_loses_nothing_where_the_shape_lets_all_factors_be_powers_of_two() -> None:
+    synthetic = make(catalogue.load("7B").shape or llama_shape())
+    for tensor in ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj", "input_layernorm"):
+        name = f"model.layers.3.{tensor}.weight"
+        assert torch.equal(
+            synthetic.read(name, dtype=torch.bfloat16).float(), synthetic.read(name, dtype=torch.float32)
+        )
+
+
+def llama_entries() -> list[str]:
+    shapes = {name: catalogue.load(name).shape for name in catalogue.names()}
+    return [name for name, shape in shapes.items() if shape and shape.model_type == "llama"]
+
+
+@pytest.mark.parametrize("name", llama_entries())
+def test_every_llama_shape_of_the_catalogue_can_be_made(name: str) -> None:
+    synthetic = make(catalogue.load(name).shape or llama_shape())
+    assert synthetic.context == 2048
+    assert synthetic.config.rms_norm_eps > 0
+    assert synthetic.tensors["model.norm.weight"].shape == (synthetic.shape.hidden_size,)
+
+
+def test_a_pair_computes_one_small_model_that_both_shapes_can_hold() -> None:
+    wide, tied = llama_shape(), llama_shape(tie_word_embeddings=True)
+    assert choose_small([wide]).folder.name == "tiny"
+    assert {origin.folder.name for origin in synthesize([wide, tied], agreement=0.7)} == {"tiny-draft"}
+    with pytest.raises(ConfigError, match=r"tiny: hidden_size is 64, .* tiny-draft: hidden_size is 64"):
+        choose_small([replace(wide, hidden_size=64)])
+
+
+def test_noise_is_on_the_drafts_head_alone_and_the_same_each_time() -> None:
+    target, draft = synthesize([llama_shape(), llama_shape()], agreement=0.8)
+    different = [name for name in target.tensors if not torch.equal(target.read(name), draft.read(name))]
+    assert different == ["lm_head.weight"]
+    assert torch.equal(draft.read("lm_head.weight"), draft.read("lm_head.weight"))
+    assert target.noise == 0 < draft.noise
+
+
+@pytest.mark.parametrize("small", ["tiny", "tiny-draft"])
+def test_more_agreement_takes_less_noise_over_all_that_may_be_asked_for(small: str) -> None:
+    shape = catalogue.load(small).shape
+    assert shape
+    folder = choose_small([shape]).folder
+    levels = [LEAST_AGREEMENT + (1 - LEAST_AGREEMENT) * step / 20 for step in range(21)]
+    noises = [noise_for(folder, level) for level in levels]
+    assert noises == sorted(noises, reverse=True)
+    assert noises[-1] == 0
+    with pytest.raises(ConfigError, match=r"agreement=0.2 must be between 0.3 and 1"):
+        noise_for(folder, 0.2)
+
+
+MEASURE = """
+import json, os, threading, time
+import torch
+from llama_ssp.distributed.comms import Comm
+from llama_ssp.distributed.memory import anonymous_bytes
+from llama_ssp.models.build import build_empty, load_modules
+from llama_ssp.weights.synthetic import synthesize
+from tests.helpers.shapes import llama_shape
+
+def watch():
+    global peak
+    while not done:
+        peak = max(peak, anonymous_bytes())
+        time.sleep(0.0003)
+
+torch.set_num_threads(1)
+cpu = torch.device("cpu")
+[synthetic] = synthesize([llama_shape(num_hidden_layers=12, intermediate_size=6400)], agreement=1.0)
+build_empty(synthetic)  # what libraries import and keep when they are first used is not what is measured
+synthetic.read("lm_head.weight", device=cpu)
+for num_ranks in (1, 2):
+    if os.fork():
+        os.wait()
+        continue
+    done, peak, before = False, 0, anonymous_bytes()
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    comm = Comm(rank=0, size=num_ranks, group=None)
+    model = load_modules(synthetic, dtype=torch.bfloat16, device=cpu, comm=comm)
+    done = True
+    watcher.join()
+    sizes = [parameter.nbytes for parameter in model.parameters()]
+    print(json.dumps([peak - before, sum(sizes), max(sizes)]), flush=True)
+    os._exit(0)
+"""
+
+
+def test_a_rank_never_holds_more_than_its_shard_and_one_tensor() -> None:
+    """355 MB on one rank, so that no second copy can hide behind what the allocator keeps."""
+    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", MEASURE]
+    output = subprocess.run(command, check=True, capture_output=True, text=True, env=environ, cwd=ROOT).stdout
+    measured = [json.loads(line) for line in output.splitlines()]
+    assert len(measured) == 2
+    for peak_bytes, shard_bytes, largest_bytes in measured:
+        assert 0.8 * shard_bytes < peak_bytes <= shard_bytes + largest_bytes + 24 * 2**20
