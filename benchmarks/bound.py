@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from llama_ssp.calibration.operators import copy_bytes_per_s, seconds_per_call
+from llama_ssp.engine.executors.tracing import Traced
 from llama_ssp.engine.loop import Decoder
 from llama_ssp.engine.state import BatchState
-from llama_ssp.recorded import Recorded
 
 CPU = torch.device("cpu")
 PASS_BYTES = 2**28
@@ -36,25 +36,25 @@ def forwards_alone_s(
         contexts: tokens before each turn. The means over all turns count, since rounds are compared by their means.
         between: called before each of the two, outside the times, such as `Passes.fill_caches`.
     """
-    rounds = decoder.rounds
-    drafter = rounds.drafter
+    round_ = decoder.round
+    drafter = round_.drafter
     assert drafter
     num_draft_tokens = drafter.num_draft_tokens
     buckets = [-(-(context + num_draft_tokens + 1) // 64) * 64 for context in contexts]
-    rounds.target.allocate(batch_size=1, capacity=max(buckets))
-    drafter.allocate(batch_size=1, num_slots=max(buckets))
-    state = BatchState.empty(batch_size=1, num_slots=max(buckets), num_rounds=1, draws=rounds.draws)
+    round_.allocate(batch_size=1, num_slots=max(buckets))
+    state = BatchState.empty(batch_size=1, num_slots=max(buckets), num_rounds=1, table=round_.uniforms)
     state.tokens_BS.fill_(1)
-    state.numbers_BMN.fill_(0.5)
-    score = Recorded(lambda *tensors: rounds.score(BatchState(*tensors), bucket=bucket))
-    tables = (rounds.last_and_drafted_W,)
+    state.uniforms_BMN.fill_(0.5)
+    reads = (round_.target, round_.verifier, round_.last_and_drafted_W)
+    score = Traced(lambda *tensors: round_.score(BatchState(*tensors), bucket=bucket), reads=reads)
 
     def draft() -> object:
-        return rounds.open(state, bucket=bucket)
+        return decoder.executor.draft(state, bucket=bucket)
 
     def verify() -> object:
-        held = rounds.target.held(bucket=bucket)
-        return rounds.score(state, bucket=bucket) if held is None else score(0, *state, held=held.beside(tables))
+        if not round_.target.repeats_operators:
+            return round_.score(state, bucket=bucket)
+        return score(0, *state, bucket=bucket, version=round_.num_allocations)
 
     seconds: dict[Callable[[], object], list[float]] = {draft: [], verify: []}
     with torch.inference_mode():

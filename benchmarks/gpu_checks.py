@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -14,10 +15,11 @@ from torch import Tensor
 from benchmarks.gpu_engine import load_pair, make_decoder, prompt, requests
 from llama_ssp import Pair
 from llama_ssp.config.schema import Dtype, Quantization
-from llama_ssp.engine.executors.cuda_graph import CapturedRounds
+from llama_ssp.engine.executors.cuda_graph import CudaGraphExecutor
 from llama_ssp.engine.loop import Decoder
 from llama_ssp.models.llama.fused import gated, turn_pairs
 
+_T = TypeVar("_T")
 TARGET, DRAFT = "tiny", "tiny-draft"
 FORMATS = {
     "bf16": (Dtype.bf16, Quantization.none, 0.05),
@@ -60,8 +62,8 @@ def same_with_graphs(device: torch.device, *, dtype: Dtype, batch_size: int, tem
         expected = texts(decoder(cuda_graphs=False), pair, number=number)
         if any(texts(captured, pair, number=number) != expected for _ in range(2)):
             faults.append(f"{mode}: another text with graphs than without")
-        rounds = captured.rounds
-        if device.type == "cuda" and not (isinstance(rounds, CapturedRounds) and not rounds.graphs.failed):
+        executor = captured.executor
+        if device.type == "cuda" and not (isinstance(executor, CudaGraphExecutor) and not executor.graphs.failed):
             faults.append(f"{mode}: rounds could not be captured")
     return faults
 
@@ -130,8 +132,9 @@ def waits_in_a_round(device: torch.device, *, cuda_graphs: bool) -> list[str]:
     for speculative in (False, True):
         decoder = make_decoder(pair, speculative=speculative, batch_size=2, cuda_graphs=cuda_graphs)
         texts(decoder, pair, number=2)
-        advance = decoder.rounds.advance
-        decoder.rounds.advance = _watched(advance)  # type: ignore[method-assign]
+        executor = decoder.executor
+        executor.draft = _watched(executor.draft)  # type: ignore[method-assign]
+        executor.verify = _watched(executor.verify)  # type: ignore[method-assign]
         try:
             texts(decoder, pair, number=2)
         except RuntimeError as error:
@@ -139,10 +142,10 @@ def waits_in_a_round(device: torch.device, *, cuda_graphs: bool) -> list[str]:
     return faults
 
 
-def _watched(advance: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def watched(*args: object, **kwargs: object) -> Tensor:
+def _watched(piece: Callable[..., _T]) -> Callable[..., _T]:
+    def watched(*args: object, **kwargs: object) -> _T:
         with _no_waits():
-            return advance(*args, **kwargs)
+            return piece(*args, **kwargs)
 
     return watched
 

@@ -214,7 +214,7 @@ def tokens_per_round(completion: Completion) -> float:
 @torch.inference_mode()
 def forwards_alone_ms(decoder: Decoder, *, context: int, num_turns: int = 20) -> tuple[float, float]:
     """Milliseconds of one verification, and of all draft steps with their draws, alone behind `context` tokens."""
-    models, drafter = decoder.rounds, decoder.rounds.drafter
+    models, drafter = decoder.round, decoder.round.drafter
     assert drafter
     device, num_draft_tokens = models.target.device, drafter.num_draft_tokens
     num_slots = whole_steps(context + num_draft_tokens + 1)

@@ -21,12 +21,13 @@ from llama_ssp.config.schema import DraftLayout, SamplingConfig, VerificationCon
 from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.memory import available_bytes
-from llama_ssp.drafting.broadcast import AgreedDrafter, AgreedRule
+from llama_ssp.drafting.broadcast import BroadcastDrafter
 from llama_ssp.drafting.model import ModelDrafter
-from llama_ssp.engine.clock import clock_for
-from llama_ssp.engine.executors.traced_cpu import ReplayedRounds
+from llama_ssp.engine.executors.traced_cpu import TracedExecutor
 from llama_ssp.engine.loop import Completion, Decoder
+from llama_ssp.engine.round import Round
 from llama_ssp.engine.state import Request
+from llama_ssp.engine.verifier import Verifier
 from llama_ssp.models.runner import Runner
 from llama_ssp.planning.roofline import Seat, working_set_bytes
 from llama_ssp.planning.spec import Job
@@ -119,14 +120,11 @@ def decoder(target: Runner, draft: Runner | None, comm: Comm, *, num_draft_token
     inner = None
     if draft:
         inner = ModelDrafter(draft, rule=rule, num_draft_tokens=num_draft_tokens, vocab_size=target.vocab_size)
-    agreed = AgreedDrafter(inner, comm=comm, src=0, num_draft_tokens=num_draft_tokens, device=target.device)
-    rounds = ReplayedRounds(
-        target,
-        agreed if num_draft_tokens else None,
-        rule=AgreedRule(rule, comm=comm, src=0, device=target.device),
-        clock=clock_for(target.device),
-    )
-    return Decoder(rounds, batch_size=1, eos_ids=(), seed=0)
+    drafter = None
+    if num_draft_tokens:
+        drafter = BroadcastDrafter(inner, comm=comm, src=0, num_draft_tokens=num_draft_tokens, device=target.device)
+    round_ = Round(target, drafter, verifier=Verifier(rule, comm=comm, verify_rank=0, device=target.device))
+    return Decoder(round_, executor=TracedExecutor(round_), batch_size=1, eos_ids=(), seed=0)
 
 
 def requests(number: int, *, new_tokens: int) -> list[Request]:

@@ -21,11 +21,11 @@ from llama_ssp.calibration.random_llama import HEAD_DIM, MLP_SHARE, RandomStack
 from llama_ssp.config.hardware import LinearPoint, RowsPoint, SizePoint
 from llama_ssp.config.schema import Dtype
 from llama_ssp.distributed.comms import Comm
+from llama_ssp.engine.executors.tracing import Traced
 from llama_ssp.models.linear import Linear, make_linear
 from llama_ssp.models.runner import Runner
 from llama_ssp.planning.measured import measured_linear_s
 from llama_ssp.planning.roofline import MEASURED_SLOTS
-from llama_ssp.recorded import Recorded
 
 ELEMENTS = tuple(4**power for power in range(6, 13))
 ROWS = (1, 2, 5, 9, 64, 512)
@@ -223,15 +223,8 @@ def _stack(width: int, num_layers: int) -> Runner:
 def _forward(runner: Runner, rows: int) -> Callable[[], object]:
     """A forward of one row of the batch, recorded as those of a round are."""
     ids_BT, positions_BT = torch.zeros(1, rows, dtype=torch.int64), torch.arange(rows)[None]
-    recorded = Recorded(partial(runner.forward, bucket=MEASURED_SLOTS))
-
-    def forward() -> object:
-        held = runner.held(bucket=MEASURED_SLOTS)
-        if held is None:  # the first one fills the cache
-            return runner.forward(ids_BT, positions_BT, bucket=MEASURED_SLOTS)
-        return recorded(0, ids_BT, positions_BT, held=held)
-
-    return forward
+    traced = Traced(partial(runner.forward, bucket=MEASURED_SLOTS), reads=(runner,))
+    return partial(traced, 0, ids_BT, positions_BT, bucket=MEASURED_SLOTS, version=runner.num_allocations)
 
 
 @torch.inference_mode()

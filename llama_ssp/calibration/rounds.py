@@ -16,14 +16,14 @@ from llama_ssp.calibration.operators import seconds_per_call
 from llama_ssp.config.hardware import SizePoint
 from llama_ssp.config.schema import SamplingConfig, VerificationConfig
 from llama_ssp.distributed.comms import Comm
-from llama_ssp.drafting.broadcast import AgreedRule
-from llama_ssp.engine.clock import clock_for
-from llama_ssp.engine.executors.traced_cpu import ReplayedRounds
+from llama_ssp.engine.executors.traced_cpu import TracedExecutor
+from llama_ssp.engine.executors.tracing import Traced
 from llama_ssp.engine.loop import Decoder
+from llama_ssp.engine.round import Round
 from llama_ssp.engine.state import Request
-from llama_ssp.recorded import Held, Recorded
+from llama_ssp.engine.verifier import Verifier
 from llama_ssp.sampling.rules import Draft, Rule, make_rule
-from llama_ssp.sampling.uniforms import Draws, DrawTable
+from llama_ssp.sampling.uniforms import Draws, UniformTable
 
 VOCABULARIES = (64, 4096, 32768)
 MESSAGE_BYTES = (8, 1024, 8192, 65536, 524288)
@@ -39,8 +39,8 @@ def some_draw() -> Callable[[], object]:
 
 def _drawing(rule: Rule, logits_BV: Tensor) -> Callable[[], object]:
     """A draw from these logits, recorded as those of a round are."""
-    recorded = Recorded(partial(_drawn, rule))
-    return partial(recorded, 0, logits_BV, _draws().plain_BP)
+    traced = Traced(partial(_drawn, rule), reads=(rule,))
+    return partial(traced, 0, logits_BV, _draws().plain_BP)
 
 
 def _drawn(rule: Rule, logits_BV: Tensor, uniforms_BP: Tensor) -> Tensor:
@@ -54,12 +54,12 @@ def _verifying(rule: Rule, logits_BTV: Tensor) -> Callable[[], object]:
     def verified(logits_BTV: Tensor, ids_BK: Tensor, probs_BTV: Tensor, *draws: Tensor) -> tuple[Tensor, ...]:
         return tuple(rule.verify(Draft(ids_BK, probs_BTV), rule.process(logits_BTV), draws=Draws(*draws)))
 
-    return partial(Recorded(verified), 0, logits_BTV, ids_BK, probs_BTV, *_draws())
+    return partial(Traced(verified, reads=(rule,)), 0, logits_BTV, ids_BK, probs_BTV, *_draws())
 
 
 def _draws() -> Draws:
-    table = DrawTable(NUM_DRAFT_TOKENS, torch.device("cpu"))
-    return table.split(table.numbers(torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64)))
+    table = UniformTable(NUM_DRAFT_TOKENS, torch.device("cpu"))
+    return table.split(table.uniforms(torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64)))
 
 
 @torch.inference_mode()
@@ -82,6 +82,8 @@ def rule_points(between: Callable[[], object]) -> tuple[list[SizePoint], list[Si
 class _Mute:
     """A runner that answers at once, so that what is left of a round is the loop's own."""
 
+    repeats_operators = True
+
     def __init__(self) -> None:
         self.device = torch.device("cpu")
         self.dtype = torch.float32
@@ -89,7 +91,6 @@ class _Mute:
         self.max_position_embeddings = 4096
         self.num_allocations = 0
         self._logits_BTV = torch.zeros(1, 1, FEW_IDS)
-        self._held = Held(made=(self._logits_BTV,))
 
     def allocate(self, *, batch_size: int, capacity: int) -> None:
         """Needs no room."""
@@ -106,23 +107,19 @@ class _Mute:
         """The same logits every time."""
         return self._logits_BTV
 
-    def held(self, *, bucket: int) -> Held:  # noqa: ARG002 - the protocol's
-        """Those logits."""
-        return self._held
-
 
 def round_s() -> float:
     """What the loop takes for a token beside forwards and the rule."""
     target = _Mute()
     rule = make_rule(SamplingConfig(), VerificationConfig())
-    agreed = AgreedRule(rule, comm=Comm.single(), src=0, device=target.device)
-    rounds = ReplayedRounds(target, None, rule=agreed, clock=clock_for(target.device))
+    round_ = Round(target, None, verifier=Verifier(rule, comm=Comm.single(), verify_rank=0, device=target.device))
+    executor = TracedExecutor(round_)
     num_tokens = 256
     draw = _drawing(rule, torch.zeros(1, FEW_IDS))
 
     @torch.inference_mode()
     def decode() -> None:
-        decoder = Decoder(rounds, batch_size=1, eos_ids=(), seed=0)
+        decoder = Decoder(round_, executor=executor, batch_size=1, eos_ids=(), seed=0)
         for _ in decoder.run([Request(index=0, prompt_ids=(1, 2), max_new_tokens=num_tokens)]):
             pass
 

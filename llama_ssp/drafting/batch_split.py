@@ -1,12 +1,12 @@
-"""A draft that is whole on several ranks: each drafts for its share of the rows, and judges them too.
+"""A draft that is whole on several ranks: each drafts for its share of the batch's rows.
 
-A rank has the probabilities of its own rows, and the target's logits of all; so no probability crosses ranks. What all
-ranks act on is gathered: drafted ids before the target's forward, verdicts after it. Rows are cut into runs in order of
-the ranks; with fewer rows than ranks some have none.
+A rank has the probabilities of its own rows, and the target's logits of all, so it also verifies its own rows (see
+`engine.verifier`) and no probability crosses ranks. What all ranks act on is gathered: drafted ids before the target's
+forward, decisions after it. Rows are cut into runs in order of the ranks; with fewer rows than ranks some have none.
 
     7 rows on 3 ranks   | 0 1 | 2 3 | 4 5 6 |
 
-Shapes: B sequences, R rows being prefilled, S slots, K drafted tokens, P = 2 numbers of a draw, W = K + 1, V
+Shapes: B sequences, R rows being prefilled, S slots, K drafted tokens, P = 2 uniforms of a draw, W = K + 1, V
 vocabulary, X numbers of a row.
 """
 
@@ -16,16 +16,14 @@ import torch
 from torch import Tensor
 
 from llama_ssp.distributed.comms import Comm
-from llama_ssp.drafting.broadcast import AgreedRule, Decision
 from llama_ssp.drafting.protocol import Drafter
 from llama_ssp.models.prefill import Buckets
-from llama_ssp.recorded import Held, sizes
-from llama_ssp.sampling.rules import Draft, Rule
-from llama_ssp.sampling.uniforms import Draws
+from llama_ssp.sampling.rules import Draft
+from llama_ssp.shapes import static_shape
 
 
-class RowShares:
-    """Which rows each rank has, and how what the ranks say of theirs is put together.
+class BatchSplit:
+    """Which rows each rank has, and how the rows of all ranks are gathered.
 
     Args:
         comm: the ranks that listen.
@@ -36,13 +34,13 @@ class RowShares:
         self._comm = comm
         self._places = {rank: place for place, rank in enumerate(ranks)}
 
-    def own(self, batch_size: int) -> range:
+    def own_rows(self, batch_size: int) -> range:
         """The rows of this rank."""
         return self._of(self._comm.rank, batch_size)
 
     def gather(self, own_RX: Tensor, *, batch_size: int) -> Tensor:
-        """Give every rank the rows (B, X) of all, from what each says of its own."""
-        width = sizes(own_RX)[1]
+        """Give every rank the rows (B, X) of all, from its own rows on each."""
+        width = static_shape(own_RX)[1]
         widths = tuple(len(self._of(rank, batch_size)) * width for rank in range(self._comm.size))
         return self._comm.all_gather_last(own_RX.flatten(), widths).view(batch_size, width)
 
@@ -53,23 +51,30 @@ class RowShares:
         return range(batch_size * place // num_ranks, batch_size * (place + 1) // num_ranks)
 
 
-class SharedRowsDrafter:
+class BatchSplitDrafter:
     """The drafters of several ranks as one.
 
     Args:
         inner: the drafter of this rank, None where it holds none.
-        shares: who drafts what.
+        split: who drafts what.
         num_draft_tokens: K.
         device: where the ids live.
     """
 
     def __init__(
-        self, inner: Drafter | None, *, shares: RowShares, num_draft_tokens: int, device: torch.device
+        self, inner: Drafter | None, *, split: BatchSplit, num_draft_tokens: int, device: torch.device
     ) -> None:
         self._inner = inner
-        self._shares = shares
+        self._split = split
         self.num_draft_tokens = num_draft_tokens
+        self.on_host = inner.on_host if inner else False
+        self.is_point_mass = inner.is_point_mass if inner else False
         self._offsets_K = torch.arange(num_draft_tokens, device=device)
+
+    @property
+    def repeats_operators(self) -> bool:
+        """See `Drafter`."""
+        return self._inner.repeats_operators if self._inner else True
 
     @property
     def num_allocations(self) -> int:
@@ -78,7 +83,7 @@ class SharedRowsDrafter:
 
     def allocate(self, *, batch_size: int, num_slots: int) -> None:
         """Make room for this rank's rows."""
-        self._own = self._shares.own(batch_size)
+        self._own = self._split.own_rows(batch_size)
         if self._inner and self._own:
             self._inner.allocate(batch_size=len(self._own), num_slots=num_slots)
 
@@ -98,53 +103,12 @@ class SharedRowsDrafter:
 
     def propose(self, tokens_BS: Tensor, lengths_B: Tensor, *, uniforms_BKP: Tensor, bucket: int) -> Draft:
         """Draft for this rank's rows, and take the ids of all; the probabilities returned are of its own rows alone."""
-        (batch_size,), own = sizes(lengths_B), slice(self._own.start, self._own.stop)
+        (batch_size,), own = static_shape(lengths_B), slice(self._own.start, self._own.stop)
         ids_RK, probs_RWV = lengths_B.new_empty(0, self.num_draft_tokens), None
         if self._inner and self._own:
             ids_RK, probs_RWV = self._inner.propose(
                 tokens_BS[own], lengths_B[own], uniforms_BKP=uniforms_BKP[own], bucket=bucket
             )
-        ids_BK = self._shares.gather(ids_RK, batch_size=batch_size)
+        ids_BK = self._split.gather(ids_RK, batch_size=batch_size)
         tokens_BS.scatter_(1, lengths_B[:, None] + self._offsets_K, ids_BK)
         return Draft(ids_BK, probs_RWV)
-
-    def held(self, *, bucket: int) -> Held | None:
-        """The inner drafter's, where it has rows; see `Drafter.held`."""
-        of_inner = self._inner.held(bucket=bucket) if self._inner and self._own else Held()
-        return of_inner and of_inner.beside([self._offsets_K])
-
-
-class SharedRowsRule(AgreedRule):
-    """The rule as run by each rank on its own rows; a token without a draft is still one rank's word.
-
-    Args:
-        rule: the rule.
-        shares: who judges what.
-        comm: the ranks that listen.
-        src: the rank in `comm` that draws where nothing was drafted.
-        device: where the decision lives.
-    """
-
-    def __init__(self, rule: Rule, *, shares: RowShares, comm: Comm, src: int, device: torch.device) -> None:
-        super().__init__(rule, comm=comm, src=src, device=device)
-        self._shares = shares
-
-    def process(self, logits_BWV: Tensor) -> Tensor:
-        """Make of the target's logits what `verify` looks at, of this rank's rows alone."""
-        rows = self._shares.own(sizes(logits_BWV)[0])
-        return self._rule.process(logits_BWV[rows.start : rows.stop])
-
-    def verify(self, draft: Draft, target_BWV: Tensor, *, draws: Draws) -> Decision:
-        """Judge this rank's rows, and take the verdicts of all; a wish to stop of any of them counts."""
-        batch_size, _ = sizes(draft.ids_BK)
-        rows = self._shares.own(batch_size)
-        word_R3 = self._wish_11.new_empty(0, 3)
-        if rows:
-            own = slice(rows.start, rows.stop)
-            verdict = self._rule.verify(
-                Draft(draft.ids_BK[own], draft.probs_BTV),
-                target_BWV,
-                draws=Draws(*(numbers[own] for numbers in draws)),
-            )
-            word_R3 = torch.cat([*self._decision(verdict)], dim=1)
-        return Decision(*self._shares.gather(word_R3, batch_size=batch_size).split_with_sizes([1, 1, 1], dim=1))

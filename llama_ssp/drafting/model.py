@@ -1,6 +1,6 @@
 """A smaller model as the drafter.
 
-Shapes: B sequences, S slots, K drafted tokens, P = 2 numbers of a draw, V vocabulary.
+Shapes: B sequences, S slots, K drafted tokens, P = 2 uniforms of a draw, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -10,10 +10,20 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from llama_ssp.distributed.comms import Comm
+from llama_ssp.models.cache import Workspace
 from llama_ssp.models.prefill import Buckets, read_prompts
 from llama_ssp.models.runner import Runner
-from llama_ssp.recorded import Held, sizes
 from llama_ssp.sampling.rules import Draft, Rule
+from llama_ssp.shapes import static_shape
+
+
+class _Tables(Workspace):
+    """Small tensors that depend on the batch size: which of two tokens the first step scores, and no probability."""
+
+    def __init__(self, batch_size: int, vocab_size: int, device: torch.device) -> None:
+        self.batch_size = batch_size
+        self.second_B1 = torch.ones(batch_size, 1, dtype=torch.int64, device=device)
+        self.nothing_BV = torch.zeros(batch_size, vocab_size, device=device)
 
 
 class ModelDrafter:
@@ -30,6 +40,9 @@ class ModelDrafter:
         comm: the ranks that share the draft, which agree on each drawn id; None for one rank.
         src: the rank in `comm` whose ids count.
     """
+
+    on_host = False
+    is_point_mass = False
 
     def __init__(
         self,
@@ -49,7 +62,12 @@ class ModelDrafter:
         self._src = src
         self._last_two = torch.arange(-2, 0, device=runner.device)
         self._offsets_K = torch.arange(num_draft_tokens, device=runner.device)
-        self._batch_size = 0
+        self._tables: _Tables | None = None
+
+    @property
+    def repeats_operators(self) -> bool:
+        """Those of the model; see `Drafter`."""
+        return self.runner.repeats_operators
 
     @property
     def num_allocations(self) -> int:
@@ -59,12 +77,8 @@ class ModelDrafter:
     def allocate(self, *, batch_size: int, num_slots: int) -> None:
         """Make room in the cache."""
         self.runner.allocate(batch_size=batch_size, capacity=num_slots)
-        if batch_size == self._batch_size:
-            return
-        self._batch_size = batch_size
-        device = self.runner.device
-        self._second_B1 = torch.ones(batch_size, 1, dtype=torch.int64, device=device)
-        self._nothing_BV = torch.zeros(batch_size, self._vocab_size, device=device)
+        if self._tables is None or batch_size != self._tables.batch_size:
+            self._tables = _Tables(batch_size, self._vocab_size, self.runner.device)
 
     def prefill(
         self, tokens_RS: Tensor, lengths_R: Tensor, *, rows: Sequence[int], longest: int, buckets: Buckets
@@ -76,8 +90,9 @@ class ModelDrafter:
 
     def propose(self, tokens_BS: Tensor, lengths_B: Tensor, *, uniforms_BKP: Tensor, bucket: int) -> Draft:
         """Draw K tokens one after the other; see `Drafter.propose`."""
+        assert self._tables, "allocate comes first"
         positions_BT = lengths_B[:, None] + self._last_two
-        wanted_B1: Tensor | None = self._second_B1
+        wanted_B1: Tensor | None = self._tables.second_B1
         ids_BT = self._known(tokens_BS.gather(1, positions_BT))
         drafted: list[Tensor] = []
         probs: list[Tensor] = []
@@ -92,13 +107,8 @@ class ModelDrafter:
                 probs.append(probs_BV)
         ids_BK = torch.cat(drafted, dim=1)
         tokens_BS.scatter_(1, lengths_B[:, None] + self._offsets_K, ids_BK)
-        return Draft(ids_BK=ids_BK, probs_BTV=torch.stack([*probs, self._nothing_BV], dim=1) if probs else None)
-
-    def held(self, *, bucket: int) -> Held | None:
-        """The model's, and some small tables; see `Drafter.held`."""
-        of_model = self.runner.held(bucket=bucket)
-        tables = self._last_two, self._offsets_K, self._second_B1, self._nothing_BV
-        return of_model and of_model.beside(tables)
+        probs_BTV = torch.stack([*probs, self._tables.nothing_BV], dim=1) if probs else None
+        return Draft(ids_BK=ids_BK, probs_BTV=probs_BTV)
 
     def _known(self, ids: Tensor) -> Tensor:
         """Read what only a wider target has, its padding, as the last token: the draft may guess from any text."""
@@ -106,5 +116,5 @@ class ModelDrafter:
         return ids.clamp(max=self.runner.vocab_size - 1) if is_narrower else ids
 
     def _at_target_width(self, logits_BV: Tensor) -> Tensor:
-        missing = self._vocab_size - sizes(logits_BV)[-1]
+        missing = self._vocab_size - static_shape(logits_BV)[-1]
         return pad(logits_BV, (0, missing), value=float("-inf")) if missing else logits_BV

@@ -1,8 +1,9 @@
 """What a drafter is: something that extends every row of a batch by K tokens.
 
-Whether this rank drafts at all is not decided here but in `placement`.
+`broadcast` and `batch_split` decide which ranks draft. A drafter says what it is in three facts, which the verifier,
+the executors and the planner read.
 
-Shapes: B sequences, R rows being prefilled, S slots, K drafted tokens, P = 2 numbers of a draw, V vocabulary.
+Shapes: B sequences, R rows being prefilled, S slots, K drafted tokens, P = 2 uniforms of a draw, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -11,18 +12,31 @@ from typing import Protocol
 from torch import Tensor
 
 from llama_ssp.models.prefill import Buckets
-from llama_ssp.recorded import Held
 from llama_ssp.sampling.rules import Draft
 
 
 class Drafter(Protocol):
-    """Proposes tokens for the target to check."""
+    """Proposes tokens for the target to verify.
+
+    Attributes:
+        num_draft_tokens: K.
+        on_host: drafting reads values on the host, so a round waits for it and no executor replays it.
+        is_point_mass: each drafted token is certain: the draft has no probabilities, and rules take 1 for them.
+        repeats_operators: `propose` with the same shapes calls the same operators on tensors that this object holds.
+    """
 
     num_draft_tokens: int
+    on_host: bool
+    is_point_mass: bool
+
+    @property
+    def repeats_operators(self) -> bool:
+        """See the class."""
+        ...
 
     @property
     def num_allocations(self) -> int:
-        """How often `allocate` has made anew what `propose` reads, on this rank."""
+        """How often `allocate` has made again what `propose` reads, on this rank."""
         ...
 
     def allocate(self, *, batch_size: int, num_slots: int) -> None:
@@ -32,23 +46,20 @@ class Drafter(Protocol):
     def prefill(
         self, tokens_RS: Tensor, lengths_R: Tensor, *, rows: Sequence[int], longest: int, buckets: Buckets
     ) -> None:
-        """Take note of new prompts, as `models.prefill.read_prompts` does; the host knows which rows they become."""
+        """Read new prompts, as `models.prefill.read_prompts` does; the host knows which rows they become."""
         ...
 
     def propose(self, tokens_BS: Tensor, lengths_B: Tensor, *, uniforms_BKP: Tensor, bucket: int) -> Draft:
         """Extend every row by K tokens.
 
         Args:
-            tokens_BS: token ids; the drafted ids are written behind each row's text.
+            tokens_BS: token ids; the drafted ids are written after each row's text.
             lengths_B: length of each row's text, at least 2.
-            uniforms_BKP: random numbers in [0, 1), two for each drafted token; see `logits.draw`.
+            uniforms_BKP: uniforms in [0, 1), two for each drafted token; see `processors.draw`.
             bucket: number of cache slots to read, at least length + K.
 
         Returns:
-            The drafted ids, the same on every rank, and the probabilities that they were drawn from.
+            The drafted ids, the same on every rank, and the probabilities that they were drawn from; without
+            probabilities if the rule needs none, or the draft is a point mass.
         """
-        ...
-
-    def held(self, *, bucket: int) -> Held | None:
-        """What `propose` reads and writes beside its arguments; see `Runner.held`."""
         ...

@@ -14,10 +14,11 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from llama_ssp.drafting.broadcast import NOT_A_NUMBER, WISH
-from llama_ssp.engine.round import Rounds
+from llama_ssp.engine.clock import Clock, clock_for
+from llama_ssp.engine.round import Block, Executor, Round, step
 from llama_ssp.engine.state import BatchState, Request
 from llama_ssp.engine.stops import StopStrings, StopWatch
+from llama_ssp.engine.verifier import NOT_A_NUMBER, STOP_REQUESTED
 from llama_ssp.errors import LOGITS_ARE_NAN, NumericError
 from llama_ssp.models.prefill import CHUNK, Buckets, whole_steps
 from llama_ssp.reports.lines import num_examined
@@ -89,15 +90,15 @@ class Update(NamedTuple):
     num_drafted: int
 
 
-class _Flight(NamedTuple):
+class PendingRound(NamedTuple):
     """A prefill or a round that was launched and not read yet.
 
-    `growth` is by how much a row may have grown; `passed` is an event behind the copy of the result to the host.
+    `max_new` is by how much a row may have grown; `passed` is an event behind the copy of the result to the host.
     """
 
     result: Tensor
     owners: list[Completion | None]
-    growth: int
+    max_new: int
     is_prefill: bool
     passed: torch.cuda.Event | None
 
@@ -106,7 +107,9 @@ class Decoder:
     """Turns requests into completions, a batch of rows at a time.
 
     Args:
-        rounds: what a round does.
+        round_: what a round does.
+        executor: runs its pieces; None runs them from Python.
+        clock: times them; None takes the one for the device.
         batch_size: number of rows.
         eos_ids: tokens that end a row.
         stops: texts that end a row, or None.
@@ -119,27 +122,32 @@ class Decoder:
 
     def __init__(
         self,
-        rounds: Rounds,
+        round_: Round,
         *,
+        executor: Executor | None = None,
+        clock: Clock | None = None,
         batch_size: int,
         eos_ids: Sequence[int],
         seed: int,
         stops: StopStrings | None = None,
         wish: StopWish | None = None,
     ) -> None:
-        self.rounds = rounds
+        self.round = round_
+        self.executor = executor or round_
+        self.clock = clock or clock_for(round_.target.device)
         self.batch_size = batch_size
         self._eos_ids = frozenset(eos_ids)
         self._stops = stops
         self.seed = seed
         self.wish = wish or StopWish()
         self.stopped = False
-        self._device = rounds.target.device
+        self._device = round_.target.device
         self._is_cuda = self._device.type == "cuda"
         self._lag = 1 if self._is_cuda else 0
         self.bucket_step = 256 if self._is_cuda else 64
         self._num_slots = self._num_rounds = 0
         self._kept: BatchState | None = None
+        self._block: Block | None = None
 
     def run(self, requests: Sequence[Request], *, to_length: bool = False) -> Iterator[list[Update]]:
         """Decode all requests, in order of the list as rows become free.
@@ -162,32 +170,30 @@ class Decoder:
         self._state = self._empty_state()
         waiting = deque(requests)
         self._rows: list[Completion | None] = [None] * self.batch_size
-        self._flights: deque[_Flight] = deque()
+        self._pending: deque[PendingRound] = deque()
         while (waiting or any(self._rows)) and not self.stopped:
             started = time.perf_counter()
             free = [row for row, owner in enumerate(self._rows) if owner is None] if waiting else []
             admitted = [waiting.popleft() for _ in range(min(len(waiting), len(free)))]
             if self.wish.requested:
-                self.rounds.rule.wish_to_stop()
+                self.round.verifier.request_stop()
             if admitted:
                 self._admit(admitted, free[: len(admitted)])
             else:
                 self._advance()
             running = [owner for owner in self._rows if owner]
-            updates = self._land() if len(self._flights) > self._lag else []
-            self._book(running, time.perf_counter() - started, is_round=not admitted)
+            updates = self._collect() if len(self._pending) > self._lag else []
+            self._record_time(running, time.perf_counter() - started, is_round=not admitted)
             if updates:
                 yield updates
 
     def make_room(self, requests: Sequence[Request]) -> None:
         """Fit the caches to these requests and all before; done ahead, no run of them makes a cache or a graph anew."""
         longest = max(len(request.prompt_ids) + request.max_new_tokens for request in requests)
-        self._num_slots = max(self._num_slots, whole_steps(longest + self.rounds.growth))
+        self._num_slots = max(self._num_slots, whole_steps(longest + self.round.max_tokens_per_round))
         self._num_rounds = max(self._num_rounds, max(request.max_new_tokens for request in requests) + 1)
         self._buckets = Buckets(step=self.bucket_step, num_slots=self._num_slots)
-        self.rounds.target.allocate(batch_size=self.batch_size, capacity=self._num_slots)
-        if self.rounds.drafter:
-            self.rounds.drafter.allocate(batch_size=self.batch_size, num_slots=self._num_slots)
+        self.round.allocate(batch_size=self.batch_size, num_slots=self._num_slots)
 
     def _empty_state(self) -> BatchState:
         """The batch of the run before where rounds count on its place and it is large enough; else a new one."""
@@ -196,20 +202,20 @@ class Decoder:
             self._kept.reset()
             return self._kept
         state = BatchState.empty(
-            batch_size=self.batch_size, num_slots=sizes[0], num_rounds=sizes[1], draws=self.rounds.draws
+            batch_size=self.batch_size, num_slots=sizes[0], num_rounds=sizes[1], table=self.round.uniforms
         )
-        self._kept = state if self.rounds.keeps_state else None
+        self._kept = state if self.executor.keeps_state else None
         return state
 
     def _admit(self, requests: list[Request], rows: list[int]) -> None:
-        prompts = self._state.rows_of(requests, draws=self.rounds.draws, seed=self.seed)
+        prompts = self._state.rows_of(requests, table=self.round.uniforms, seed=self.seed)
         prompt_lengths_R = prompts.lengths_B.clone()
         rows_R = torch.tensor(rows, device=self._device)
         longest = max(len(request.prompt_ids) for request in requests)
-        result = self.rounds.prefill(prompts, rows, longest=longest, buckets=self._buckets)
+        result = self.round.prefill(prompts, rows, longest=longest, buckets=self._buckets)
         self._state.put(rows_R, prompts, prompt_lengths_R=prompt_lengths_R)
         num_forwards = -(-longest // CHUNK)
-        num_draft_tokens = self.rounds.growth - 1
+        num_draft_tokens = self.round.max_tokens_per_round - 1
         owners = [
             Completion(request=request, num_target_forwards=num_forwards, num_draft_tokens=num_draft_tokens)
             for request in requests
@@ -217,39 +223,44 @@ class Decoder:
         for row, owner in zip(rows, owners, strict=True):
             self._rows[row] = owner
             owner.stop_watch = self._stops.watch(owner.request.prompt_ids) if self._stops else None
-        self._launch(result, list(owners), growth=1, is_prefill=True)
+        self._launch(result, list(owners), max_new=1, is_prefill=True)
 
     def _advance(self) -> None:
-        growth = self.rounds.growth
+        max_new = self.round.max_tokens_per_round
         known = max([len(owner.request.prompt_ids) + len(owner.token_ids) for owner in self._rows if owner])
-        unread = sum([flight.growth for flight in self._flights])
-        result = self.rounds.advance(self._state, bucket=self._buckets.covering(known + unread + growth))
-        self._launch(result, list(self._rows), growth=growth, is_prefill=False)
+        unread = sum([pending.max_new for pending in self._pending])
+        bucket = self._buckets.covering(known + unread + max_new)
+        drafts = self.round.drafter is not None
+        result, self._block = step(
+            self.executor, self._state, self._block, drafts=drafts, bucket=bucket, clock=self.clock
+        )
+        self._launch(result, list(self._rows), max_new=max_new, is_prefill=False)
 
-    def _launch(self, result: Tensor, owners: list[Completion | None], *, growth: int, is_prefill: bool) -> None:
+    def _launch(self, result: Tensor, owners: list[Completion | None], *, max_new: int, is_prefill: bool) -> None:
         passed = None
         if self._is_cuda:
             host = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
             result = host.copy_(result, non_blocking=True)
             passed = torch.cuda.Event()
             passed.record()
-        self._flights.append(_Flight(result, owners, growth, is_prefill, passed))
+        self._pending.append(PendingRound(result, owners, max_new, is_prefill, passed))
 
-    def _land(self) -> list[Update]:
-        flight = self._flights.popleft()
-        if flight.passed:
-            flight.passed.synchronize()
+    def _collect(self) -> list[Update]:
+        pending = self._pending.popleft()
+        if pending.passed:
+            pending.passed.synchronize()
         updates = []
-        for owner, (*drafted, num_accepted, next_id, stop) in zip(flight.owners, flight.result.tolist(), strict=True):
-            self.stopped |= bool(stop & WISH)
+        results = pending.result.tolist()
+        for owner, (*drafted, num_accepted, next_id, flags) in zip(pending.owners, results, strict=True):
+            self.stopped |= bool(flags & STOP_REQUESTED)
             if owner and not owner.finish_reason:
                 num_before, limit = len(owner.token_ids), owner.request.max_new_tokens
-                if stop & NOT_A_NUMBER:
+                if flags & NOT_A_NUMBER:
                     raise NumericError(f"prompt {owner.request.index + 1}, token {num_before + 1}: {LOGITS_ARE_NAN}")
                 new_ids, reason = self._up_to_end(owner, [*drafted[:num_accepted], next_id][: limit - num_before])
                 num_new = len(new_ids)
                 num_drafted = min(num_accepted, num_new)
-                if not flight.is_prefill:
+                if not pending.is_prefill:
                     owner.num_target_forwards += 1
                     if drafted:
                         owner.accepted_lengths.append(num_drafted)
@@ -279,14 +290,14 @@ class Decoder:
         self._rows[row] = None
         self._state.vacate(row)
 
-    def _book(self, running: list[Completion], seconds: float, *, is_round: bool) -> None:
+    def _record_time(self, running: list[Completion], seconds: float, *, is_round: bool) -> None:
         """Add the time of one pass of the loop to everything that ran in it; no part of a round claims a prefill's."""
         share = 1 / len(running)
         for completion in running:
             completion.busy_s += seconds
             completion.share_s += seconds * share
         if is_round:
-            draft_s, verify_s = self.rounds.clock.take()
+            draft_s, verify_s = self.clock.take()
             other_s = seconds - draft_s - verify_s
             for completion in running:
                 part_s = completion.part_s

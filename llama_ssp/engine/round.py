@@ -1,7 +1,7 @@
-"""Prefill, one plain step and one speculative round, as fixed sequences of tensor operations.
+"""One round of decoding: draft -> score -> verify -> commit, as a fixed sequence of tensor operations.
 
-No step asks the device for a value, so a round costs its forwards and little else, and can be captured as a graph. The
-host chooses only shapes: which rows, how wide a bucket of the cache.
+No step asks the device for a value, so a round costs its forwards and little else. The host chooses only shapes: which
+rows, and how wide a bucket of the cache.
 
     speculative round, K = 3                L-2   L-1    L    L+1   L+2   L+3
       the draft's first step reads           t     t
@@ -9,59 +9,114 @@ host chooses only shapes: which rows, how wide a bucket of the cache.
       the target reads                             t     d1    d2    d3
       two accepted: the text gains                       d1    d2    x           x is the target's own
 
-Shapes: B sequences, R rows being prefilled, K drafted tokens, W = K + 1, V vocabulary, N random numbers of a round, P =
-2 of a draw; L is a row's length.
+This module knows nothing of how a round is executed: `executors` run the two pieces, `draft` and `verify`, from Python,
+as CUDA graphs, or as traces. A round without a drafter is plain decoding: `verify` then draws one token.
+
+Shapes: B sequences, R rows being prefilled, S slots, K drafted tokens, W = K + 1, V vocabulary, N uniforms of a round;
+L is a row's length.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from llama_ssp.drafting.broadcast import AgreedRule
 from llama_ssp.drafting.protocol import Drafter
 from llama_ssp.engine.clock import Clock
 from llama_ssp.engine.state import BatchState
+from llama_ssp.engine.verifier import Verifier
 from llama_ssp.models.prefill import Buckets, read_prompts
 from llama_ssp.models.runner import Runner
 from llama_ssp.sampling.rules import Draft
-from llama_ssp.sampling.uniforms import DrawTable
+from llama_ssp.sampling.uniforms import UniformTable
 
 
-class Opening(NamedTuple):
-    """What a round begins with: its random numbers, and the draft."""
+class Block(NamedTuple):
+    """A drafted block: the uniforms of its round, the drafted ids, and the probabilities they were drawn from."""
 
-    numbers_BN: Tensor
+    uniforms_BN: Tensor
     ids_BK: Tensor
-    probs_BTV: Tensor | None = None
+    probs_BWV: Tensor | None = None
 
 
-class Rounds:
-    """The target, the drafter and the rule, put to work on a batch.
+class Executor(Protocol):
+    """Runs the two pieces of a round; a `Round` is its own eager executor.
+
+    Attributes:
+        keeps_state: the executor relies on the addresses of the batch's tensors, so one batch should serve many runs.
+    """
+
+    keeps_state: bool
+
+    def draft(self, state: BatchState, *, bucket: int) -> Block:
+        """Extend every row by K drafted tokens."""
+        ...
+
+    def verify(self, state: BatchState, block: Block | None, *, bucket: int) -> Tensor:
+        """Score a block with the target, verify it and commit the verdict; without a block, decode one plain token."""
+        ...
+
+
+def step(
+    executor: Executor, state: BatchState, block: Block | None, *, drafts: bool, bucket: int, clock: Clock
+) -> tuple[Tensor, Block | None]:
+    """Run one round.
+
+    Args:
+        executor: runs its pieces.
+        state: the batch, every row with at least two tokens.
+        block: what the previous round drafted ahead; None drafts now.
+        drafts: whether the round is speculative.
+        bucket: number of cache slots to read, at least the longest row's length + K.
+        clock: times the pieces.
+
+    Returns:
+        The round's result, as `BatchState.commit` gives it, and the block drafted ahead for the next round: always
+        None, because no executor drafts while the target verifies.
+    """
+    clock.start()
+    if drafts and block is None:
+        block = executor.draft(state, bucket=bucket)
+        clock.lap("draft")
+    result = executor.verify(state, block, bucket=bucket)
+    clock.lap("verify")
+    return result, None
+
+
+class Round:
+    """The target, the drafter and the verifier, applied to a batch.
 
     Args:
         target: the model whose distribution the text has.
-        drafter: what proposes tokens; None for plain decoding.
-        rule: how tokens are drawn and accepted, the same on every rank.
-        clock: takes the time of the forwards.
+        drafter: proposes tokens; None for plain decoding.
+        verifier: draws and accepts tokens, the same on every rank.
 
     Attributes:
-        growth: the most tokens by which a row grows in one round.
-        keeps_state: a round counts on the addresses of the batch's tensors, so that one batch should serve many runs.
+        max_tokens_per_round: the most tokens by which a row grows in one round.
     """
 
     keeps_state = False
 
-    def __init__(self, target: Runner, drafter: Drafter | None, *, rule: AgreedRule, clock: Clock) -> None:
+    def __init__(self, target: Runner, drafter: Drafter | None, *, verifier: Verifier) -> None:
         self.target = target
         self.drafter = drafter
-        self.rule = rule
-        self.clock = clock
+        self.verifier = verifier
         num_draft_tokens = drafter.num_draft_tokens if drafter else 0
-        self.growth = num_draft_tokens + 1
+        self.max_tokens_per_round = num_draft_tokens + 1
         self.last_and_drafted_W = torch.arange(-1, num_draft_tokens, device=target.device)
-        self.draws = DrawTable(num_draft_tokens, target.device)
+        self.uniforms = UniformTable(num_draft_tokens, target.device)
+
+    @property
+    def num_allocations(self) -> tuple[int, ...]:
+        """How often each model's cache has been made again."""
+        return self.target.num_allocations, self.drafter.num_allocations if self.drafter else 0
+
+    def allocate(self, *, batch_size: int, num_slots: int) -> None:
+        """Make room for `batch_size` rows of `num_slots` tokens in the caches of both models."""
+        self.target.allocate(batch_size=batch_size, capacity=num_slots)
+        if self.drafter:
+            self.drafter.allocate(batch_size=batch_size, num_slots=num_slots)
 
     def prefill(self, prompts: BatchState, rows: Sequence[int], *, longest: int, buckets: Buckets) -> Tensor:
         """Read prompts into the caches and sample each row's first token.
@@ -80,47 +135,29 @@ class Rounds:
         logits_RV = read_prompts(self.target, tokens_RS, lengths_R, rows_R=rows_R, longest=longest, buckets=buckets)
         if self.drafter:
             self.drafter.prefill(tokens_RS, lengths_R, rows=rows, longest=longest, buckets=buckets)
-        draws = self.draws.split(prompts.numbers())
-        return prompts.commit(self.rule.draw(logits_RV, draws.plain_BP))
+        return prompts.commit(self.verifier.draw(logits_RV, self.uniforms.split(prompts.uniforms()).plain_BP))
 
-    def advance(self, state: BatchState, *, bucket: int) -> Tensor:
-        """One round: speculative where there is a drafter, else one plain token.
-
-        Args:
-            state: the batch, every row with at least two tokens.
-            bucket: number of cache slots to read, at least the longest row's length + K.
-
-        Returns:
-            The round's result, as `BatchState.commit` gives it.
-        """
-        self.clock.start()
-        opening = None
-        if self.drafter:
-            opening = self.open(state, bucket=bucket)
-            self.clock.lap("draft")
-        result = self.close(state, opening, bucket=bucket)
-        self.clock.lap("verify")
-        return result
-
-    def open(self, state: BatchState, *, bucket: int) -> Opening:
-        """Look up the round's numbers, and draft with them."""
+    def draft(self, state: BatchState, *, bucket: int) -> Block:
+        """See `Executor.draft`."""
         assert self.drafter
-        numbers_BN = state.numbers()
-        uniforms_BKP = self.draws.split(numbers_BN).draft_BKP
+        uniforms_BN = state.uniforms()
+        uniforms_BKP = self.uniforms.split(uniforms_BN).draft_BKP
         draft = self.drafter.propose(state.tokens_BS, state.lengths_B, uniforms_BKP=uniforms_BKP, bucket=bucket)
-        return Opening(numbers_BN, *draft)
+        return Block(uniforms_BN, *draft)
 
-    def close(self, state: BatchState, opening: Opening | None, *, bucket: int) -> Tensor:
-        """All that follows the draft, or the whole of a plain step; returns the result."""
+    def verify(self, state: BatchState, block: Block | None, *, bucket: int) -> Tensor:
+        """See `Executor.verify`."""
         target_BWV = self.score(state, bucket=bucket)
-        if opening is None:
-            return state.commit(self.rule.draw(target_BWV[:, 0], self.draws.split(state.numbers()).plain_BP))
-        draft, draws = Draft(opening.ids_BK, opening.probs_BTV), self.draws.split(opening.numbers_BN)
-        return state.commit(self.rule.verify(draft, target_BWV, draws=draws), drafted_ids_BK=draft.ids_BK)
+        if block is None:
+            plain_BP = self.uniforms.split(state.uniforms()).plain_BP
+            return state.commit(self.verifier.draw(target_BWV[:, 0], plain_BP))
+        draft, draws = Draft(block.ids_BK, block.probs_BWV), self.uniforms.split(block.uniforms_BN)
+        decision = self.verifier.verify(draft, target_BWV, draws=draws)
+        return state.commit(decision, drafted_ids_BK=draft.ids_BK)
 
     def score(self, state: BatchState, *, bucket: int) -> Tensor:
-        """The target's logits behind the last token and each drafted one, processed if the rule will judge a draft."""
+        """The target's logits after the last token and each drafted one, processed if a draft will be verified."""
         positions_BW = state.lengths_B[:, None] + self.last_and_drafted_W
         ids_BW = state.tokens_BS.gather(1, positions_BW)
         logits_BWV = self.target.forward(ids_BW, positions_BW, bucket=bucket)
-        return self.rule.process(logits_BWV) if self.drafter else logits_BWV
+        return self.verifier.process(logits_BWV) if self.drafter else logits_BWV

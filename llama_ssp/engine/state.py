@@ -6,7 +6,7 @@ the token buffer is text; what lies beyond is free space that the next round ove
     tokens row | prompt ....... | generated ..... | drafted, undecided | free ....... |
     position   0                P                 length               length + K     num_slots
 
-Shapes: B sequences, S slots, K drafted tokens, M rounds that a row can have, N random numbers of a round.
+Shapes: B sequences, S slots, K drafted tokens, M rounds that a row can have, N uniforms of a round.
 """
 
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from llama_ssp.drafting.broadcast import Decision
-from llama_ssp.sampling.uniforms import DrawTable, row_keys
+from llama_ssp.engine.verifier import Decision
+from llama_ssp.sampling.uniforms import UniformTable, row_keys
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,7 +25,7 @@ class Request:
     """One completion that is wanted.
 
     Attributes:
-        index: the prompt's index in its file; with `sample` it keys the random numbers.
+        index: the prompt's index in its file; with `sample` it keys the uniforms.
         sample: which of several samples of this prompt.
         prompt_ids: token ids, at least one.
         max_new_tokens: at most so many are generated.
@@ -44,34 +44,34 @@ class BatchState(NamedTuple):
         tokens_BS: token ids (B, S), int64.
         lengths_B: how many of them are text.
         limits_B: length at which a row ends; a row that has ended has its own length as its limit.
-        numbers_BMN: every random number that the rows can need, N for a round that begins M tokens behind the prompt.
-        first_round_B: row of the flattened `numbers_BMN` that a round at length 0 would have.
+        uniforms_BMN: every uniform that the rows can need, N for a round that begins M tokens after the prompt.
+        first_round_B: row of the flattened `uniforms_BMN` that a round at length 0 would have.
     """
 
     tokens_BS: Tensor
     lengths_B: Tensor
     limits_B: Tensor
-    numbers_BMN: Tensor
+    uniforms_BMN: Tensor
     first_round_B: Tensor
 
     @classmethod
-    def empty(cls, *, batch_size: int, num_slots: int, num_rounds: int, draws: DrawTable) -> "BatchState":
+    def empty(cls, *, batch_size: int, num_slots: int, num_rounds: int, table: UniformTable) -> "BatchState":
         """A batch of rows that have all ended, with two tokens each: what a round reads even of vacant rows.
 
         Args:
             batch_size: B.
             num_slots: S.
             num_rounds: M.
-            draws: the random numbers.
+            table: the uniforms.
         """
-        device = draws.device
+        device = table.device
         twos_B = torch.full((batch_size,), 2, dtype=torch.int64, device=device)
-        shape = (batch_size, num_rounds, draws.num_numbers)
+        shape = (batch_size, num_rounds, table.num_uniforms)
         return cls(
             tokens_BS=torch.zeros(batch_size, num_slots, dtype=torch.int64, device=device),
             lengths_B=twos_B,
             limits_B=twos_B.clone(),
-            numbers_BMN=torch.zeros(shape, dtype=torch.float64, device=device),
+            uniforms_BMN=torch.zeros(shape, dtype=torch.float64, device=device),
             first_round_B=-twos_B,
         )
 
@@ -82,8 +82,8 @@ class BatchState(NamedTuple):
 
     @property
     def num_rounds(self) -> int:
-        """Rounds that a row has random numbers for."""
-        return self.numbers_BMN.shape[1]
+        """Rounds that a row has uniforms for."""
+        return self.uniforms_BMN.shape[1]
 
     def reset(self) -> None:
         """End all rows, as in an empty batch; the tensors stay where they are."""
@@ -91,7 +91,7 @@ class BatchState(NamedTuple):
         self.limits_B.fill_(2)
         self.first_round_B.fill_(-2)
 
-    def rows_of(self, requests: Sequence[Request], *, draws: DrawTable, seed: int) -> "BatchState":
+    def rows_of(self, requests: Sequence[Request], *, table: UniformTable, seed: int) -> "BatchState":
         """A small batch that holds these requests' prompts, one row each, with as many slots as this one."""
         device = self.tokens_BS.device
         tokens_BS = torch.zeros(len(requests), self.num_slots, dtype=torch.int64)
@@ -106,15 +106,15 @@ class BatchState(NamedTuple):
             sample_index_B=torch.tensor([request.sample for request in requests], device=device),
         )
         num_rounds = max(request.max_new_tokens for request in requests) + 1
-        numbers_BMN = torch.empty(len(requests), num_rounds, draws.num_numbers, dtype=torch.float64, device=device)
+        uniforms_BMN = torch.empty(len(requests), num_rounds, table.num_uniforms, dtype=torch.float64, device=device)
         for row, length in enumerate(lengths):  # each in turn, for the sake of memory
             starts_M = torch.arange(length, length + num_rounds, device=device)
-            numbers_BMN[row] = draws.numbers(keys_B[row], starts_M)
+            uniforms_BMN[row] = table.uniforms(keys_B[row], starts_M)
         return BatchState(
             tokens_BS=tokens_BS.to(device),
             lengths_B=lengths_B,
             limits_B=torch.tensor(limits, device=device),
-            numbers_BMN=numbers_BMN,
+            uniforms_BMN=uniforms_BMN,
             first_round_B=torch.arange(len(requests), device=device) * num_rounds - lengths_B,
         )
 
@@ -123,12 +123,12 @@ class BatchState(NamedTuple):
         self.tokens_BS.index_copy_(0, rows_R, other.tokens_BS)
         self.lengths_B.index_copy_(0, rows_R, other.lengths_B)
         self.limits_B.index_copy_(0, rows_R, other.limits_B)
-        self.numbers_BMN[rows_R, : other.numbers_BMN.shape[1]] = other.numbers_BMN
+        self.uniforms_BMN[rows_R, : other.uniforms_BMN.shape[1]] = other.uniforms_BMN
         self.first_round_B.index_copy_(0, rows_R, rows_R * self.num_rounds - prompt_lengths_R)
 
-    def numbers(self) -> Tensor:
-        """The random numbers (B, N) of the round that begins now."""
-        return self.numbers_BMN.flatten(0, 1).index_select(0, self.first_round_B + self.lengths_B)
+    def uniforms(self) -> Tensor:
+        """The uniforms (B, N) of the round that begins now."""
+        return self.uniforms_BMN.flatten(0, 1).index_select(0, self.first_round_B + self.lengths_B)
 
     def commit(self, decision: Decision, *, drafted_ids_BK: Tensor | None = None) -> Tensor:
         """Take decided tokens as text, as far as each row's limit.

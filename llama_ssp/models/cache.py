@@ -12,13 +12,40 @@ Shapes: B sequences, T positions, M = B * T tokens, S slots, U slots that are re
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from llama_ssp.recorded import sizes
+from llama_ssp.shapes import static_shape
+
+_T = TypeVar("_T")
+
+
+class Workspace:
+    """Base of what `allocate` makes: its tensors are others after the next `allocate`, while weights stay."""
+
+
+class PerBucket(dict[int, _T], Generic[_T]):
+    """What is read at each width of the cache.
+
+    It is made once for each, because views cost as much as copies, and widths are few.
+
+    Args:
+        make: makes it for a width; None if that is not possible yet.
+    """
+
+    def __init__(self, make: Callable[[int], _T | None]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, bucket: int) -> _T | None:
+        """Make what is read at this width."""
+        made = self._make(bucket)
+        if made is not None:
+            self[bucket] = made
+        return made
 
 
 class LayerBuffer(NamedTuple):
@@ -36,7 +63,7 @@ class LayerBuffer(NamedTuple):
     values_BNUD: Tensor
 
 
-class StaticCache:
+class StaticCache(Workspace):
     """Keys and values of all layers on this rank; each row has its own length.
 
     A layer's buffer is made when its first keys arrive, with this rank's number of heads, on the layer's device. It
@@ -50,13 +77,14 @@ class StaticCache:
 
     Attributes:
         first_slot_B1: where each row begins when the slots of all rows are counted through.
+        shown: the buffers of all layers, by how many of their slots are read; None before all have been written.
     """
 
     def __init__(self, *, num_layers: int, batch_size: int, capacity: int, device: torch.device) -> None:
         self._num_rows = batch_size
         self._num_slots = capacity
         self._wholes: list[Tensor | None] = [None] * num_layers
-        self._shown: dict[int, list[LayerBuffer]] = {}
+        self.shown = PerBucket(self._show_all)
         self.first_slot_B1 = torch.arange(batch_size, device=device)[:, None] * capacity
 
     @property
@@ -70,7 +98,7 @@ class StaticCache:
 
     def aim(self, positions_BT: Tensor, *, bucket: int, batch_rows_B: Tensor | None) -> "Aim":
         """Say where a forward writes and what it reads: the first `bucket` slots; see `Aim`."""
-        shown = self.shown(bucket)
+        shown = self.shown[bucket]
 
         def buffer(number: int, written_M2ND: Tensor) -> LayerBuffer:
             if shown:
@@ -80,17 +108,9 @@ class StaticCache:
 
         return Aim(buffer, self.first_slot_B1, positions_BT, batch_rows_B=batch_rows_B)
 
-    def shown(self, bucket: int) -> Sequence[LayerBuffer]:
-        """The buffers of all layers, their first `bucket` slots for reading; empty before all have been written.
-
-        They are kept, because views cost as much as copies, and buckets are few.
-        """
-        if bucket not in self._shown:
-            wholes = [whole for whole in self._wholes if whole is not None]
-            if len(wholes) < len(self._wholes):
-                return ()
-            self._shown[bucket] = [self._show(whole, bucket) for whole in wholes]
-        return self._shown[bucket]
+    def _show_all(self, bucket: int) -> Sequence[LayerBuffer] | None:
+        wholes = [whole for whole in self._wholes if whole is not None]
+        return [self._show(whole, bucket) for whole in wholes] if len(wholes) == len(self._wholes) else None
 
     def _show(self, whole: Tensor, bucket: int) -> LayerBuffer:
         return LayerBuffer(whole.flatten(2, 3).flatten(0, 1), *whole[:, :, :, :bucket].transpose(1, 2).unbind())
@@ -202,7 +222,7 @@ def causal_pieces(capacity: int, *, window: int | None, dtype: torch.dtype, devi
     return line.as_strided((capacity, capacity), (1, 1))
 
 
-class Masks:
+class Masks(Workspace):
     """The masks of all layers of a model: one for each window that any of them has.
 
     Args:
@@ -213,6 +233,7 @@ class Masks:
 
     Attributes:
         last: S - 1, of no dimension.
+        shown: the pieces of the first slots, by their number, then by window in the order of the layers.
     """
 
     def __init__(
@@ -222,20 +243,17 @@ class Masks:
             window: causal_pieces(capacity, window=window, dtype=dtype, device=device)
             for window in dict.fromkeys(windows)
         }
-        self._shown: dict[int, dict[int | None, Tensor]] = {}
+        self.shown = PerBucket(self._show)
         self.last = torch.tensor(capacity - 1, device=device)
 
-    def shown(self, bucket: int) -> dict[int | None, Tensor]:
-        """The pieces of the first `bucket` slots, by window, in the order of the layers; kept as the cache's are."""
-        if bucket not in self._shown:
-            self._shown[bucket] = {window: pieces_SS[:, :bucket] for window, pieces_SS in self._of.items()}
-        return self._shown[bucket]
+    def _show(self, bucket: int) -> dict[int | None, Tensor]:
+        return {window: pieces_SS[:, :bucket] for window, pieces_SS in self._of.items()}
 
     def rows(self, positions_BT: Tensor, *, bucket: int) -> dict[int | None, Tensor]:
         """The masks (B, 1, T, bucket) of tokens at these positions, by window, in the order of the layers."""
-        batch_size, _ = sizes(positions_BT)
+        batch_size, _ = static_shape(positions_BT)
         rows_M = (self.last - positions_BT).flatten()
         return {
             window: pieces_SU.index_select(0, rows_M).unflatten(0, (batch_size, 1, -1))
-            for window, pieces_SU in self.shown(bucket).items()
+            for window, pieces_SU in self.shown[bucket].items()
         }

@@ -8,7 +8,7 @@ Shapes: B sequences, T positions of a forward, R rows of them that are wanted.
 import torch
 from torch import Tensor
 
-from llama_ssp.recorded import Held, sizes
+from llama_ssp.shapes import static_shape
 
 
 class Elsewhere:
@@ -19,6 +19,8 @@ class Elsewhere:
         vocab_size: of the model.
         max_position_embeddings: of the model.
     """
+
+    repeats_operators = True
 
     def __init__(self, *, device: torch.device, vocab_size: int, max_position_embeddings: int) -> None:
         self.device = device
@@ -39,9 +41,5 @@ class Elsewhere:
         batch_rows_B: Tensor | None = None,  # noqa: ARG002
     ) -> Tensor:
         """Logits (B, R, 0): of no token."""
-        num_rows, num_wanted = sizes(ids_BT if rows_BR is None else rows_BR)
+        num_rows, num_wanted = static_shape(ids_BT if rows_BR is None else rows_BR)
         return torch.empty(num_rows, num_wanted, 0, device=self.device)
-
-    def held(self, *, bucket: int) -> Held:  # noqa: ARG002 - the protocol's
-        """Nothing; see `Runner.held`."""
-        return Held()

@@ -8,13 +8,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from llama_ssp.recorded import Held
-
 
 class Runner(Protocol):
     """A model on this rank, whole or in part, with its cache.
 
     Attributes:
+        repeats_operators: a forward of the same shape calls the same operators on tensors that this object holds.
         num_allocations: how often `allocate` has made the cache anew, which is then at other addresses.
     """
 
@@ -22,6 +21,7 @@ class Runner(Protocol):
     vocab_size: int
     max_position_embeddings: int
     num_allocations: int
+    repeats_operators: bool
 
     def allocate(self, *, batch_size: int, capacity: int) -> None:
         """Make room for `batch_size` rows of `capacity` tokens; what is there already is kept when it is enough."""
@@ -49,12 +49,5 @@ class Runner(Protocol):
 
         Returns:
             Logits (B, R, V) in fp32, over the full vocabulary, on every rank of the model.
-        """
-        ...
-
-    def held(self, *, bucket: int) -> Held | None:
-        """What a forward over all rows at this bucket reads and writes beside its arguments, for `Recorded`.
-
-        None where a forward cannot be recorded, or cannot yet: before the cache has been written.
         """
         ...

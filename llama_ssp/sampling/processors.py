@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from llama_ssp.config.schema import SamplingConfig
-from llama_ssp.recorded import sizes
+from llama_ssp.shapes import static_shape
 
 # Weights become whole multiples of 2^-62; their sums, below 2, fit into int64 and are exact in any order of adding.
 DRAW_UNITS = 2.0**62
@@ -44,7 +44,7 @@ def processor(sampling: SamplingConfig) -> Callable[[Tensor], Tensor]:
         dtype = torch.promote_types(logits.dtype, torch.float32)
         logits = logits.to(dtype) * (1 / temperature)
         probs = torch.softmax(logits, dim=-1)
-        vocab_size = sizes(logits)[-1]
+        vocab_size = static_shape(logits)[-1]
         if top_k is not None or top_p is not None:
             largest_S, ids_S = logits.topk(min(top_k, vocab_size)) if top_k else logits.sort(descending=True)
         if top_k is not None:
@@ -92,7 +92,7 @@ def draw(weights_BV: Tensor, uniforms_BP: Tensor) -> Tensor:
     Returns:
         int64 (B, 1); the borders between tokens are exact to within V 2^-53 over the row's sum.
     """
-    return draw_units(weights_BV * DRAW_UNITS, uniforms_BP, vocab_size=sizes(weights_BV)[-1])
+    return draw_units(weights_BV * DRAW_UNITS, uniforms_BP, vocab_size=static_shape(weights_BV)[-1])
 
 
 def draw_units(units_BV: Tensor, uniforms_BP: Tensor, *, vocab_size: int) -> Tensor:
@@ -106,7 +106,7 @@ def draw_units(units_BV: Tensor, uniforms_BP: Tensor, *, vocab_size: int) -> Ten
     blocks_BCM = whole_BV.unflatten(1, (num_blocks, block_size))
     of_blocks_B1, of_tokens_B1 = uniforms_BP.split(1, dim=1)
     blocks_B1 = _pick(blocks_BCM.sum(-1), of_blocks_B1, num_places=num_blocks)
-    rows_B = rows_at(blocks_B1, num_rows=sizes(units_BV)[0], num_positions=num_blocks)
+    rows_B = rows_at(blocks_B1, num_rows=static_shape(units_BV)[0], num_positions=num_blocks)
     places_B1 = _pick(blocks_BCM.flatten(0, 1).index_select(0, rows_B), of_tokens_B1, num_places=block_size)
     ids_B1 = places_B1.add_(blocks_B1, alpha=block_size)
     return ids_B1.clamp_max_(vocab_size - 1) if num_missing else ids_B1

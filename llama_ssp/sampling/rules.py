@@ -16,9 +16,9 @@ from torch.nn.functional import pad
 
 from llama_ssp.config.schema import RuleName, SamplingConfig, VerificationConfig
 from llama_ssp.errors import ConfigError
-from llama_ssp.recorded import sizes
 from llama_ssp.sampling.processors import DRAW_UNITS, draw, draw_units, processor, rows_at
 from llama_ssp.sampling.uniforms import Draws
+from llama_ssp.shapes import static_shape
 
 _HINT_OF_TARGET = 2.0**-50
 
@@ -61,7 +61,7 @@ def verify_speculative(draft: Draft, target_probs_BTV: Tensor, *, draws: Draws) 
 
     Source: Chen et al. 2023, arXiv:2302.01318, Algorithm 2; Leviathan et al. 2023, arXiv:2211.17192, Algorithm 1.
     """
-    num_rows, num_positions, vocab_size = sizes(target_probs_BTV)
+    num_rows, num_positions, vocab_size = static_shape(target_probs_BTV)
     target_at_BK1, draft_at_BK1 = _at_drafted(draft, target_probs_BTV)
     num_accepted_B1 = _length_of_prefix(draws.accept_BK[..., None] < target_at_BK1.div_(draft_at_BK1))
 
@@ -96,7 +96,7 @@ def verify_block(draft: Draft, target_probs_BTV: Tensor, *, draws: Draws) -> Ver
 
     Source: Sun et al. 2024, arXiv:2403.10444, Algorithm 2.
     """
-    num_rows, num_positions, vocab_size = sizes(target_probs_BTV)
+    num_rows, num_positions, vocab_size = static_shape(target_probs_BTV)
     target_at_BK1, draft_at_BK1 = _at_drafted(draft, target_probs_BTV)
     # The product cut at 1 in every step is the product over its largest value so far. In fp64, for a drafted token can
     # be 2^62 times as probable for the target.
@@ -124,7 +124,7 @@ def _probs(draft: Draft) -> Tensor:
 
 def _at_drafted(draft: Draft, target_probs_BTV: Tensor) -> tuple[Tensor, Tensor]:
     """How probable target and draft find each drafted token: twice (B, K, 1)."""
-    draft_size, vocab_size = sizes(_probs(draft))[-1], sizes(target_probs_BTV)[-1]
+    draft_size, vocab_size = static_shape(_probs(draft))[-1], static_shape(target_probs_BTV)[-1]
     if draft_size != vocab_size:
         raise ConfigError(
             f"the draft has {draft_size} tokens and the target {vocab_size}: verification needs one vocabulary; "

@@ -84,7 +84,7 @@ def row_keys(*, seed: int, prompt_index_B: Tensor, sample_index_B: Tensor) -> Te
     return _mix_(torch.add(keys_B, sample_index_B, alpha=_START_STEP))
 
 
-class DrawTable:
+class UniformTable:
     """The numbers of rounds with `num_draft_tokens` drafted tokens.
 
     All numbers that a row can ever need are made at once when it is admitted: a round then only looks its own up.
@@ -105,11 +105,11 @@ class DrawTable:
         ]
         self.device = device
         self._num_draft_tokens = num_draft_tokens
-        self.num_numbers = len(counters)
+        self.num_uniforms = len(counters)
         self._steps_N = torch.tensor([_signed(counter * _COUNTER_STEP) for counter in counters], device=device)
         self._half = torch.tensor(0.5, dtype=torch.float64, device=device)
 
-    def numbers(self, keys: Tensor, starts: Tensor) -> Tensor:
+    def uniforms(self, keys: Tensor, starts: Tensor) -> Tensor:
         """Make all numbers of the rounds that begin at `starts`.
 
         Args:
@@ -124,8 +124,8 @@ class DrawTable:
         # Signed 53-bit fractions of 2^64 plus one half: exact in fp64, and 1 is never reached.
         return torch.add(self._half, bits, alpha=2.0**-64)
 
-    def split(self, numbers_BN: Tensor) -> Draws:
+    def split(self, uniforms_BN: Tensor) -> Draws:
         """Name the numbers of one round by their purposes; views."""
         num = self._num_draft_tokens
-        draft_BX, *others = numbers_BN.split_with_sizes([PER_DRAW * num, num, PER_DRAW, PER_DRAW], dim=1)
+        draft_BX, *others = uniforms_BN.split_with_sizes([PER_DRAW * num, num, PER_DRAW, PER_DRAW], dim=1)
         return Draws(draft_BX.unflatten(1, (num, PER_DRAW)), *others)

@@ -16,15 +16,15 @@ from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.mesh import Mesh, build_mesh
 from llama_ssp.distributed.ranklog import describe_part
 from llama_ssp.distributed.world import World, on_all_cores
-from llama_ssp.drafting.batch_split import RowShares, SharedRowsDrafter, SharedRowsRule
-from llama_ssp.drafting.broadcast import AgreedDrafter, AgreedRule, Judge
+from llama_ssp.drafting.batch_split import BatchSplit, BatchSplitDrafter
+from llama_ssp.drafting.broadcast import BroadcastDrafter, ProbsReceiver
 from llama_ssp.drafting.model import ModelDrafter
-from llama_ssp.engine.clock import clock_for
-from llama_ssp.engine.executors.cuda_graph import CapturedRounds, CudaRecorder
-from llama_ssp.engine.executors.traced_cpu import ReplayedRounds
+from llama_ssp.engine.executors.cuda_graph import CudaGraphExecutor, CudaRecorder
+from llama_ssp.engine.executors.traced_cpu import TracedExecutor
 from llama_ssp.engine.loop import Decoder, StopWish
-from llama_ssp.engine.round import Rounds
+from llama_ssp.engine.round import Executor, Round
 from llama_ssp.engine.stops import StopStrings
+from llama_ssp.engine.verifier import Verifier
 from llama_ssp.models.null_runner import Elsewhere
 from llama_ssp.models.runner import Runner
 from llama_ssp.sampling.rules import Rule, make_rule
@@ -139,38 +139,47 @@ def build_decoder(models: Models, config: RunConfig, *, speculative: bool, wish:
     """
     mesh, device = models.mesh, models.target.device
     rule = make_rule(config.sampling, config.verification)
-    drafter: AgreedDrafter | SharedRowsDrafter | None = None
-    agreed = AgreedRule(rule, comm=mesh.copy, src=mesh.layout.decider, device=device)
+    drafter: BroadcastDrafter | BatchSplitDrafter | None = None
+    split = None
     if speculative and mesh.layout.shares_rows:
-        shares = RowShares(mesh.copy, mesh.layout.draft_ranks)
+        split = BatchSplit(mesh.copy, mesh.layout.draft_ranks)
         num_draft_tokens = config.speculation.num_draft_tokens
         inner = _model_drafter(models, config, rule)
-        drafter = SharedRowsDrafter(inner, shares=shares, num_draft_tokens=num_draft_tokens, device=device)
-        agreed = SharedRowsRule(rule, shares=shares, comm=mesh.copy, src=mesh.layout.decider, device=device)
+        drafter = BatchSplitDrafter(inner, split=split, num_draft_tokens=num_draft_tokens, device=device)
     elif speculative:
-        drafter = _agreed_drafter(models, config, rule)
-    kind = ReplayedRounds if device.type == "cpu" else Rounds
-    rounds = kind(models.target, drafter, rule=agreed, clock=clock_for(device))
-    if config.cuda_graphs and device.type == "cuda" and may_capture(config.placement.target):
-        recorder = CudaRecorder()
-        rounds = CapturedRounds(models.target, drafter, rule=agreed, clock=clock_for(device), recorder=recorder)
+        drafter = _broadcast_drafter(models, config, rule)
+    verifier = Verifier(rule, comm=mesh.copy, verify_rank=mesh.layout.decider, device=device, split=split)
+    round_ = Round(models.target, drafter, verifier=verifier)
+    executor: Executor = round_
+    if device.type == "cpu":
+        executor = TracedExecutor(round_)
+    elif config.cuda_graphs and may_capture(config.placement.target):
+        executor = CudaGraphExecutor(round_, recorder=CudaRecorder())
     eos_ids = () if config.ignore_eos else models.eos_ids
     stops = StopStrings(models.tokenizer, config.stop_strings) if config.stop_strings else None
-    return Decoder(rounds, batch_size=config.batch_size, eos_ids=eos_ids, seed=config.seed, stops=stops, wish=wish)
+    return Decoder(
+        round_,
+        executor=executor,
+        batch_size=config.batch_size,
+        eos_ids=eos_ids,
+        seed=config.seed,
+        stops=stops,
+        wish=wish,
+    )
 
 
-def _agreed_drafter(models: Models, config: RunConfig, rule: Rule) -> AgreedDrafter:
+def _broadcast_drafter(models: Models, config: RunConfig, rule: Rule) -> BroadcastDrafter:
     """The draft on its ranks, its probabilities sent only where no rank holds both models and the rule needs them."""
     mesh, layout = models.mesh, models.mesh.layout
     apart = layout.speaker != layout.decider and config.sampling.temperature > 0
-    return AgreedDrafter(
+    return BroadcastDrafter(
         _model_drafter(models, config, rule),
         comm=mesh.copy,
         src=layout.speaker,
         num_draft_tokens=config.speculation.num_draft_tokens,
         device=models.target.device,
         all_draft=layout.draft_ranks == layout.ranks,
-        judge=Judge(layout.decider, models.target.vocab_size) if apart else None,
+        receiver=ProbsReceiver(layout.decider, models.target.vocab_size) if apart else None,
     )
 
 

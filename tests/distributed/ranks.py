@@ -35,6 +35,7 @@ from llama_ssp.distributed.agree import together
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.operators import is_recording
 from llama_ssp.distributed.world import World, start
+from llama_ssp.engine.round import Block
 from llama_ssp.engine.state import BatchState, Request
 from llama_ssp.errors import CheckpointError, SspError
 from llama_ssp.tasks.checkpoints import find_sources
@@ -144,15 +145,22 @@ def complete(world: World, config: RunConfig, prompts: list[str], *, num_tokens:
     draft = mesh.draft and replace(CountingComm.of(mesh.draft), arrived=counting.arrived)
     models = replace(models, mesh=replace(mesh, copy=counting, draft=draft))
     decoder = build_decoder(models, config, speculative=True)
-    advance, round_bytes = decoder.rounds.advance, set[int]()
+    executor, drafted_bytes, round_bytes = decoder.executor, [0], set[int]()
+    draft_piece, verify_piece = executor.draft, executor.verify
 
-    def counted(state: BatchState, *, bucket: int) -> Tensor:
+    def counted_draft(state: BatchState, *, bucket: int) -> Block:
         before = counting.arrived[0]
-        result = advance(state, bucket=bucket)
-        round_bytes.add(counting.arrived[0] - before)
+        block = draft_piece(state, bucket=bucket)
+        drafted_bytes[0] = counting.arrived[0] - before
+        return block
+
+    def counted_verify(state: BatchState, block: Block | None, *, bucket: int) -> Tensor:
+        before = counting.arrived[0]
+        result = verify_piece(state, block, bucket=bucket)
+        round_bytes.add(drafted_bytes[0] + counting.arrived[0] - before)
         return result
 
-    decoder.rounds.advance = counted  # type: ignore[method-assign]
+    executor.draft, executor.verify = counted_draft, counted_verify  # type: ignore[method-assign]
     requests = [
         Request(index=index, prompt_ids=encode(prompt, models.tokenizer, chat=False), max_new_tokens=num_tokens)
         for index, prompt in enumerate(prompts)

@@ -6,14 +6,15 @@ import torch
 
 from llama_ssp.config.schema import RuleName, SamplingConfig, VerificationConfig
 from llama_ssp.distributed.comms import Comm
-from llama_ssp.drafting.broadcast import AgreedDrafter, AgreedRule
+from llama_ssp.drafting.broadcast import BroadcastDrafter
 from llama_ssp.drafting.model import ModelDrafter
 from llama_ssp.engine.clock import HostClock
-from llama_ssp.engine.executors.cuda_graph import CapturedRounds, Recorder
-from llama_ssp.engine.executors.traced_cpu import ReplayedRounds
+from llama_ssp.engine.executors.cuda_graph import CudaGraphExecutor, Recorder
+from llama_ssp.engine.executors.traced_cpu import TracedExecutor
 from llama_ssp.engine.loop import Completion, Decoder, StopWish
-from llama_ssp.engine.round import Rounds
-from llama_ssp.engine.state import Request
+from llama_ssp.engine.round import Executor, Round, step
+from llama_ssp.engine.state import BatchState, Request
+from llama_ssp.engine.verifier import Verifier
 from llama_ssp.models.runner import Runner
 from llama_ssp.sampling.rules import make_rule
 
@@ -40,16 +41,26 @@ def make_decoder(  # noqa: PLR0913
     drafter = None
     if draft:
         inner = ModelDrafter(draft, rule=rule, num_draft_tokens=num_draft_tokens, vocab_size=target.vocab_size)
-        drafter = AgreedDrafter(
+        drafter = BroadcastDrafter(
             inner, comm=comm, src=0, num_draft_tokens=num_draft_tokens, device=torch.device(target.device)
         )
-    agreed = AgreedRule(rule, comm=comm, src=0, device=target.device)
-    if isinstance(replay, bool):
-        kind = ReplayedRounds if replay else Rounds
-        rounds = kind(target, drafter, rule=agreed, clock=HostClock())
-    else:
-        rounds = CapturedRounds(target, drafter, rule=agreed, clock=HostClock(), recorder=replay)
-    return Decoder(rounds, batch_size=batch_size, eos_ids=eos_ids, seed=7, wish=wish)
+    round_ = Round(target, drafter, verifier=Verifier(rule, comm=comm, verify_rank=0, device=target.device))
+    executor: Executor = round_
+    if not isinstance(replay, bool):
+        executor = CudaGraphExecutor(round_, recorder=replay)
+    elif replay:
+        executor = TracedExecutor(round_)
+    return Decoder(
+        round_, executor=executor, clock=HostClock(), batch_size=batch_size, eos_ids=eos_ids, seed=7, wish=wish
+    )
+
+
+def advance(decoder: Decoder, state: BatchState, *, bucket: int) -> torch.Tensor:
+    """One round of a decoder on a batch; the round's result."""
+    drafts = decoder.round.drafter is not None
+    result, ahead = step(decoder.executor, state, None, drafts=drafts, bucket=bucket, clock=decoder.clock)
+    assert ahead is None
+    return result
 
 
 @torch.inference_mode()

@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
-from llama_ssp.sampling.uniforms import Draws, DrawTable
+from llama_ssp.sampling.uniforms import Draws, UniformTable
 
 
-def draws_of(table: DrawTable, keys_B: Tensor, starts_B: Tensor) -> Draws:
+def draws_of(table: UniformTable, keys_B: Tensor, starts_B: Tensor) -> Draws:
     """Make and name the numbers of the rounds that begin at `starts_B`."""
-    return table.split(table.numbers(keys_B, starts_B))
+    return table.split(table.uniforms(keys_B, starts_B))

@@ -7,9 +7,17 @@ loop that reads a stale slot, forgets one or writes one at the wrong place there
 import torch
 from torch import Tensor
 
-from llama_ssp.recorded import Held
+from llama_ssp.models.cache import PerBucket, Workspace
 
 NUM_CLOCK_PHASES = 5
+
+
+class Slots(Workspace):
+    """The cache, and by width the numbers of its slots with what is in them."""
+
+    def __init__(self, cache: Tensor) -> None:
+        self.cache = cache
+        self.shown = PerBucket(lambda bucket: (torch.arange(bucket, device=cache.device), cache[:, :bucket]))
 
 
 class PrefixRunner:
@@ -21,6 +29,8 @@ class PrefixRunner:
         sharpness: scale of the logits; large values make the model nearly certain.
         device: "meta" for a runner that would raise if a value were read.
     """
+
+    repeats_operators = True
 
     def __init__(self, vocab_size: int = 11, *, seed: int = 0, sharpness: float = 3.0, device: str = "cpu") -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -36,9 +46,7 @@ class PrefixRunner:
     def allocate(self, *, batch_size: int, capacity: int) -> None:
         """Fill the cache with rubbish, as a reused one is."""
         self.num_allocations += 1
-        self.cache = torch.full((batch_size, capacity, 8), 1e6, dtype=torch.float64, device=self.device)
-        self._aims: dict[int, tuple[Tensor, Tensor]] = {}
-        self._tables = self.table, self.head, self.cache
+        self.slots = Slots(torch.full((batch_size, capacity, 8), 1e6, dtype=torch.float64, device=self.device))
 
     def forward(
         self,
@@ -51,28 +59,18 @@ class PrefixRunner:
     ) -> Tensor:
         """See `models.interface.Runner.forward`."""
         self.num_forwards += 1
-        slots_S, shown_BSD = self._aim(bucket)
-        cache = self.cache if batch_rows_B is None else self.cache[batch_rows_B]
+        slots_S, shown_BSD = self.slots.shown[bucket]
+        cache = self.slots.cache if batch_rows_B is None else self.slots.cache[batch_rows_B]
         vectors_BTD = self.table[ids_BT, positions_BT % NUM_CLOCK_PHASES]
         cache.scatter_(1, positions_BT[..., None].expand_as(vectors_BTD), vectors_BTD)
         if batch_rows_B is not None:
-            self.cache[batch_rows_B] = cache
+            self.slots.cache[batch_rows_B] = cache
             shown_BSD = cache[:, :bucket]
         seen_BTS1 = (slots_S <= positions_BT[..., None])[..., None]
         hidden_BTD = torch.sin(torch.where(seen_BTS1, shown_BSD[:, None], 0.0).sum(2))
         if rows_BR is not None:
             hidden_BTD = hidden_BTD.gather(1, rows_BR[..., None].expand(-1, -1, 8))
         return (hidden_BTD @ self.head).float()
-
-    def held(self, *, bucket: int) -> Held:
-        """See `models.interface.Runner.held`."""
-        return Held(made=(*self._aim(bucket), *self._tables))
-
-    def _aim(self, bucket: int) -> tuple[Tensor, Tensor]:
-        """The slots of a bucket, and what is in them."""
-        if bucket not in self._aims:
-            self._aims[bucket] = torch.arange(bucket, device=self.device), self.cache[:, :bucket]
-        return self._aims[bucket]
 
     def greedy(self, prompt_ids: tuple[int, ...], num_tokens: int) -> list[int]:
         """The greedy continuation, straight from the definition."""

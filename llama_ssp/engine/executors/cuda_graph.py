@@ -19,12 +19,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from llama_ssp.drafting.broadcast import AgreedRule
-from llama_ssp.drafting.protocol import Drafter
-from llama_ssp.engine.clock import Clock
-from llama_ssp.engine.round import Rounds
+from llama_ssp.engine.round import Block, Round
 from llama_ssp.engine.state import BatchState
-from llama_ssp.models.runner import Runner
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
@@ -90,32 +86,28 @@ class Graphs:
         self._allocations: tuple[int, ...] = ()
         self._forget()
 
-    def begin(self, state: BatchState, *, bucket: int, allocations: tuple[int, ...]) -> None:
-        """Say which round comes now; graphs of another batch or of other caches are dropped.
+    def run(
+        self, part: str, piece: Callable[[], _T], state: BatchState, *, bucket: int, allocations: tuple[int, ...]
+    ) -> _T:
+        """Run a piece of a round: from Python at first, then captured, then replayed.
+
+        Graphs of another batch or of other caches are dropped.
 
         Args:
+            part: its name.
+            piece: runs it, reading and writing tensors that stay where they are; earlier pieces of the same round may
+                be among them.
             state: the batch.
             bucket: width of the cache.
-            allocations: how often each cache has been made anew.
+            allocations: how often each cache has been made again.
         """
         if state is not self._state or allocations != self._allocations:
             self._forget()
             self._state, self._allocations = state, allocations
-        self._bucket = bucket
-        self._is_first = bucket not in self._met
-        self._met.add(bucket)
-
-    def run(self, part: str, piece: Callable[[], _T]) -> _T:
-        """Do a part of this round.
-
-        Args:
-            part: its name.
-            piece: does it, reading and writing tensors that stay where they are; parts before it in this round may be
-                among them.
-        """
-        if self._is_first or self.failed:
+        key = part, bucket
+        if self.failed or key not in self._met:
+            self._met.add(key)
             return piece()
-        key = part, self._bucket
         if key not in self._kept:
             try:
                 self._kept[key] = self._recorder.record(piece)
@@ -135,37 +127,35 @@ class Graphs:
     def _forget(self) -> None:
         self._recorder.forget()
         self._kept: dict[tuple[str, int], tuple[Any, Callable[[], None]]] = {}
-        self._met: set[int] = set()
+        self._met: set[tuple[str, int]] = set()
 
 
-class CapturedRounds(Rounds):
-    """Rounds that are replayed as graphs; see `Rounds` for the rest.
+class CudaGraphExecutor:
+    """Replays the pieces of a round as graphs; see `Executor`.
+
+    The result of a round is overwritten by the next round on the same stream.
 
     Args:
-        target: see `Rounds`.
-        drafter: see `Rounds`.
-        rule: see `Rounds`.
-        clock: see `Rounds`.
+        round_: the round whose pieces are captured.
         recorder: makes the graphs.
     """
 
     keeps_state = True
 
-    def __init__(
-        self, target: Runner, drafter: Drafter | None, *, rule: AgreedRule, clock: Clock, recorder: Recorder
-    ) -> None:
-        super().__init__(target, drafter, rule=rule, clock=clock)
+    def __init__(self, round_: Round, *, recorder: Recorder) -> None:
+        self._round = round_
         self.graphs = Graphs(recorder)
 
-    def advance(self, state: BatchState, *, bucket: int) -> Tensor:
-        """See `Rounds.advance`; the result is overwritten by the next round on the same stream."""
-        made = self.target.num_allocations, self.drafter.num_allocations if self.drafter else 0
-        self.graphs.begin(state, bucket=bucket, allocations=made)
-        self.clock.start()
-        opening = None
-        if self.drafter:
-            opening = self.graphs.run("draft", partial(self.open, state, bucket=bucket))
-            self.clock.lap("draft")
-        result = self.graphs.run("verify", partial(self.close, state, opening, bucket=bucket))
-        self.clock.lap("verify")
-        return result
+    def draft(self, state: BatchState, *, bucket: int) -> Block:
+        """See `Executor.draft`."""
+        piece = partial(self._round.draft, state, bucket=bucket)
+        if self._round.drafter and self._round.drafter.on_host:
+            return piece()
+        return self._run("draft", piece, state, bucket=bucket)
+
+    def verify(self, state: BatchState, block: Block | None, *, bucket: int) -> Tensor:
+        """See `Executor.verify`."""
+        return self._run("verify", partial(self._round.verify, state, block, bucket=bucket), state, bucket=bucket)
+
+    def _run(self, part: str, piece: Callable[[], _T], state: BatchState, *, bucket: int) -> _T:
+        return self.graphs.run(part, piece, state, bucket=bucket, allocations=self._round.num_allocations)

@@ -1,58 +1,59 @@
-"""Rounds on the CPU in two recorded pieces, so that torch runs each without Python in between (see `recorded`).
+"""Rounds on the CPU as two traces, so that torch runs each piece without Python in between (see `tracing`).
 
-    draft    the round's numbers, all steps of the draft with their draws
+    draft    the round's uniforms, all steps of the draft with their draws
     verify   the target's forward, the processors, the rule and the commit
 
-The pieces are those of `captured`. One whose model cannot be recorded is called from Python, as is the first round of
-each batch size.
+A piece whose model does not repeat the same operators is called from Python, as is the first round of each batch size.
 
-Shapes are those of `rounds`.
+Shapes are those of `round`.
 """
 
 from torch import Tensor
 
-from llama_ssp.drafting.broadcast import AgreedRule
-from llama_ssp.drafting.protocol import Drafter
-from llama_ssp.engine.clock import Clock
-from llama_ssp.engine.round import Opening, Rounds
+from llama_ssp.engine.executors.tracing import Traced
+from llama_ssp.engine.round import Block, Round
 from llama_ssp.engine.state import BatchState
-from llama_ssp.models.runner import Runner
-from llama_ssp.recorded import Recorded
 
 _STATE = len(BatchState._fields)
 
 
-class ReplayedRounds(Rounds):
-    """Rounds that are replayed by torch's interpreter; see `Rounds`."""
+class TracedExecutor:
+    """Runs the pieces of a round in torch's interpreter; see `Executor`.
 
-    def __init__(self, target: Runner, drafter: Drafter | None, *, rule: AgreedRule, clock: Clock) -> None:
-        super().__init__(target, drafter, rule=rule, clock=clock)
-        self._open = Recorded(self._open_over)
-        self._close = Recorded(self._close_over)
-        self._tables = self.last_and_drafted_W, *rule.made
+    Args:
+        round_: the round whose pieces are traced.
+    """
 
-    def open(self, state: BatchState, *, bucket: int) -> Opening:
-        """See `Rounds.open`."""
-        assert self.drafter
-        held = self.drafter.held(bucket=bucket)
-        if held is None:
-            return super().open(state, bucket=bucket)
+    keeps_state = False
+
+    def __init__(self, round_: Round) -> None:
+        self._round = round_
+        self.traced_draft = Traced(self._draft, reads=(round_.drafter,))
+        self.traced_verify = Traced(self._verify, reads=(round_.target, round_.verifier, round_.last_and_drafted_W))
+
+    def draft(self, state: BatchState, *, bucket: int) -> Block:
+        """See `Executor.draft`."""
+        drafter = self._round.drafter
+        assert drafter
+        if drafter.on_host or not drafter.repeats_operators:
+            return self._round.draft(state, bucket=bucket)
         self._bucket = bucket
-        return Opening(*self._open(state.lengths_B.shape, *state, held=held))
+        made = self._round.num_allocations
+        return Block(*self.traced_draft(state.lengths_B.shape, *state, bucket=bucket, version=made))
 
-    def close(self, state: BatchState, opening: Opening | None, *, bucket: int) -> Tensor:
-        """See `Rounds.close`."""
-        held = self.target.held(bucket=bucket)
-        if held is None:
-            return super().close(state, opening, bucket=bucket)
+    def verify(self, state: BatchState, block: Block | None, *, bucket: int) -> Tensor:
+        """See `Executor.verify`."""
+        if not self._round.target.repeats_operators:
+            return self._round.verify(state, block, bucket=bucket)
         self._bucket = bucket
-        drafted = [part for part in opening or () if part is not None]
-        return self._close(state.lengths_B.shape, *state, *drafted, held=held.beside(self._tables))
+        drafted = [part for part in block or () if part is not None]
+        key, made = (state.lengths_B.shape, len(drafted)), self._round.num_allocations
+        return self.traced_verify(key, *state, *drafted, bucket=bucket, version=made)
 
-    def _open_over(self, *state: Tensor) -> tuple[Tensor, ...]:
-        opening = super().open(BatchState(*state), bucket=self._bucket)
-        return tuple(part for part in opening if part is not None)
+    def _draft(self, *state: Tensor) -> tuple[Tensor, ...]:
+        block = self._round.draft(BatchState(*state), bucket=self._bucket)
+        return tuple(part for part in block if part is not None)
 
-    def _close_over(self, *tensors: Tensor) -> Tensor:
+    def _verify(self, *tensors: Tensor) -> Tensor:
         state, drafted = BatchState(*tensors[:_STATE]), tensors[_STATE:]
-        return super().close(state, Opening(*drafted) if drafted else None, bucket=self._bucket)
+        return self._round.verify(state, Block(*drafted) if drafted else None, bucket=self._bucket)

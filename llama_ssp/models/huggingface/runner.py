@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.models.cache import LibraryCache, Masks, StaticCache
 from llama_ssp.models.huggingface.families import check_servable, mask_argument, windows_of
-from llama_ssp.recorded import Held
 
 
 class ModuleRunner:
@@ -29,6 +28,9 @@ class ModuleRunner:
     Raises:
         ConfigError: see `check_servable`.
     """
+
+    # The library may choose its operators by the text.
+    repeats_operators = False
 
     def __init__(self, model: PreTrainedModel, *, comm: Comm) -> None:
         check_servable(model.config)
@@ -82,10 +84,6 @@ class ModuleRunner:
             use_cache=True,
         ).logits
         return logits_BRV.float()
-
-    def held(self, *, bucket: int) -> Held | None:  # noqa: ARG002 - the protocol's
-        """Nothing that could be recorded: what the library's forwards read is the library's own matter."""
-        return None
 
     def _keep_wanted_rows(self, _head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Before the output head: keep the hidden states (B, R, E) of the wanted rows."""

@@ -8,7 +8,6 @@ of each key-value head, Q = T * G, S slots, U slots that are read.
 """
 
 from collections.abc import Callable
-from itertools import chain
 from typing import Any
 
 import torch
@@ -16,13 +15,13 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from llama_ssp.distributed.comms import Comm
-from llama_ssp.models.cache import Masks, StaticCache
+from llama_ssp.models.cache import Masks, StaticCache, Workspace
 from llama_ssp.models.huggingface.families import windows_of
 from llama_ssp.models.linear import Kernel, make_linear
 from llama_ssp.models.llama.layer import Layer, RmsNorm, take
 from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
 from llama_ssp.models.tensor_parallel import GatheredLinear
-from llama_ssp.recorded import Held, Leaf, leaves, sizes
+from llama_ssp.shapes import static_shape
 
 # Families that are the same function up to biases, norms of queries and keys, and rotary frequencies.
 _MODEL_TYPES = {"llama", "mistral", "qwen2", "qwen3"}
@@ -34,6 +33,14 @@ def is_llama_kind(config: PretrainedConfig) -> bool:
         return False
     rope: dict[str, Any] = config.rope_parameters or {}
     return bool(rope.get("partial_rotary_factor", 1.0) == 1.0)
+
+
+class _Rotations(Workspace):
+    """The rotary factors of all positions, complex."""
+
+    def __init__(self, rotary: Any, *, capacity: int, device: torch.device) -> None:  # noqa: ANN401
+        angles_SP = torch.arange(capacity, device=device)[:, None] * rotary.inv_freq.float()
+        self.freqs_cis_S1P = torch.polar(torch.full_like(angles_SP, rotary.attention_scaling), angles_SP)[:, None]
 
 
 class LeanRunner:
@@ -84,22 +91,17 @@ class LeanRunner:
         self._head = make_linear(*take(head), kernel=kernel, keeps_weight=is_tied)
         self.num_allocations = 0
         self._cache: StaticCache | None = None
-        self._weights: list[Leaf] | None = None
-        if self.device.type == "cpu" and not precision.rounds_inputs:
-            self._weights = list(leaves([layers, self._norm, self._head, self._embed]))
-        self._made: dict[int, list[Tensor]] = {}
+        self.repeats_operators = not precision.rounds_inputs
 
     def allocate(self, *, batch_size: int, capacity: int) -> None:
         """Make room in the cache; see `Runner.allocate`."""
         if self._cache is not None and self._cache.fits(batch_size=batch_size, capacity=capacity):
             return
         self.num_allocations += 1
-        self._made = {}
         num_layers = len(self._layers)
         self._cache = StaticCache(num_layers=num_layers, batch_size=batch_size, capacity=capacity, device=self.device)
         self._masks = Masks(self._windows, capacity=capacity, dtype=self.dtype, device=self.device)
-        angles_SP = torch.arange(capacity, device=self.device)[:, None] * self._rotary.inv_freq.float()
-        self._turns_S1P = torch.polar(torch.full_like(angles_SP, self._rotary.attention_scaling), angles_SP)[:, None]
+        self._rotations = _Rotations(self._rotary, capacity=capacity, device=self.device)
 
     def forward(
         self,
@@ -112,9 +114,9 @@ class LeanRunner:
     ) -> Tensor:
         """Read tokens into the cache and score what follows them; see `Runner.forward`."""
         assert self._cache is not None, "allocate comes first"
-        batch_size, num_tokens = sizes(ids_BT)
+        batch_size, num_tokens = static_shape(ids_BT)
         aim = self._cache.aim(positions_BT, bucket=bucket, batch_rows_B=batch_rows_B)
-        turns_M1P = self._turns_S1P.index_select(0, positions_BT.flatten())
+        turns_M1P = self._rotations.freqs_cis_S1P.index_select(0, positions_BT.flatten())
         positions_BQ = positions_BT[..., None].repeat(1, 1, self._layers[0].group).flatten(1)
         masks = self._masks.rows(positions_BQ, bucket=bucket)
         x_ME = self._embed(ids_BT.flatten())
@@ -125,14 +127,3 @@ class LeanRunner:
             x_ME = x_BTE.gather(1, rows_BR[..., None].expand(-1, -1, self._width)).flatten(0, 1)
         logits_MV: Tensor = self._comm.all_gather_last(self._head(self._norm(x_ME)), self._head_sizes)
         return logits_MV.view(batch_size, -1, self.vocab_size).float()
-
-    def held(self, *, bucket: int) -> Held | None:
-        """Weights, tables and the cache; see `Runner.held`."""
-        assert self._cache is not None, "allocate comes first"
-        layers = self._cache.shown(bucket)
-        if self._weights is None or not layers:
-            return None
-        if bucket not in self._made:
-            tables = self._turns_S1P, self._cache.first_slot_B1, self._masks.last
-            self._made[bucket] = [*tables, *self._masks.shown(bucket).values(), *chain.from_iterable(layers)]
-        return Held(self._weights, self._made[bucket])

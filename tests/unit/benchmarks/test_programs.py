@@ -6,11 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from torch import Tensor
 
 from benchmarks import gpu, gpu_checks, gpu_engine, lengths, placements
 from benchmarks.placement_cells import ALONE, DEEPSPEED, DEEPSPEED_ALONE, FP32, IN_A_ROW, ONE_RANK, cells
 from llama_ssp import load
 from llama_ssp.config.schema import Dtype
+from llama_ssp.engine.executors.traced_cpu import TracedExecutor
+from llama_ssp.engine.round import Block
+from llama_ssp.engine.state import BatchState
 from llama_ssp.models.huggingface import auto_tp
 
 CPU = torch.device("cpu")
@@ -60,13 +64,13 @@ def test_lengths_have_a_point_for_each_context_each_window_and_each_pause() -> N
 def test_a_control_reads_all_slots_in_every_round(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = load("tiny", "tiny-draft")
     widths: set[int] = set()
-    held = pair.models.target.held
+    verify = TracedExecutor.verify
 
-    def noted(*, bucket: int) -> object:
+    def noted(executor: TracedExecutor, state: BatchState, block: Block | None, *, bucket: int) -> Tensor:
         widths.add(bucket)
-        return held(bucket=bucket)
+        return verify(executor, state, block, bucket=bucket)
 
-    monkeypatch.setattr(pair.models.target, "held", noted)
+    monkeypatch.setattr(TracedExecutor, "verify", noted)
     lengths.rounds_of(lengths.decoder_of(pair, "plain", 2), (2, 3), num_new_tokens=200, seed=0)
     assert widths == {64, 128, 192, 208}
     widths.clear()

@@ -18,12 +18,12 @@ from llama_ssp.config.schema import (
 )
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.mesh import Mesh
-from llama_ssp.drafting.batch_split import RowShares, SharedRowsRule
-from llama_ssp.drafting.broadcast import NOT_A_NUMBER, AgreedRule
+from llama_ssp.drafting.batch_split import BatchSplit
 from llama_ssp.engine.state import Request
+from llama_ssp.engine.verifier import NOT_A_NUMBER, Verifier
 from llama_ssp.models.null_runner import Elsewhere
 from llama_ssp.sampling.rules import Draft, make_rule
-from llama_ssp.sampling.uniforms import DrawTable
+from llama_ssp.sampling.uniforms import UniformTable
 from llama_ssp.tasks.loading import Models, build_decoder
 from tests.helpers.decoders import complete
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
@@ -108,10 +108,10 @@ def test_ranks_of_the_draft_alone_follow_plain_decoding() -> None:
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 7])
 def test_every_row_belongs_to_one_rank_and_what_they_say_is_put_in_order(batch_size: int) -> None:
     def one_rank(comm: ThreadComm) -> tuple[range, list[list[int]]]:
-        shares = RowShares(comm, [0, 2, 3])
-        own = shares.own(batch_size)
+        split = BatchSplit(comm, [0, 2, 3])
+        own = split.own_rows(batch_size)
         said = torch.tensor([[row, 10 * row] for row in own], dtype=torch.int64).view(-1, 2)
-        return own, shares.gather(said, batch_size=batch_size).tolist()
+        return own, split.gather(said, batch_size=batch_size).tolist()
 
     seen = on_ranks(thread_comms(4), one_rank)
     assert [row for own, _ in seen for row in own] == list(range(batch_size))
@@ -123,24 +123,23 @@ def test_every_row_belongs_to_one_rank_and_what_they_say_is_put_in_order(batch_s
 @pytest.mark.parametrize("kind", [ONE_RANK, REPLICATED])
 def test_all_ranks_learn_of_rows_whose_logits_are_no_numbers(kind: DraftLayout, temperature: float) -> None:
     device = torch.device("cpu")
-    table = DrawTable(2, device)
+    table = UniformTable(2, device)
 
     def one_rank(comm: ThreadComm) -> list[list[int]]:
         rule = make_rule(SamplingConfig(temperature=temperature), VerificationConfig())
-        agreed = AgreedRule(rule, comm=comm, src=0, device=device)
-        own = slice(0, 3)
+        split, own = None, slice(0, 3)
         if kind is REPLICATED:
-            shares = RowShares(comm, [0, 1])
-            agreed = SharedRowsRule(rule, shares=shares, comm=comm, src=0, device=device)
-            own = slice(shares.own(3).start, shares.own(3).stop)
+            split = BatchSplit(comm, [0, 1])
+            own = slice(split.own_rows(3).start, split.own_rows(3).stop)
+        verifier = Verifier(rule, comm=comm, verify_rank=0, device=device, split=split)
         stops = []
         for row in range(3):
-            logits_BWV, draws = torch.zeros(3, 3, 4), table.split(torch.zeros(3, table.num_numbers).double())
+            logits_BWV, draws = torch.zeros(3, 3, 4), table.split(torch.zeros(3, table.num_uniforms).double())
             logits_BWV[row, 0, 2] = torch.nan
             probs_BTV = torch.full((3, 3, 4), 0.25)[own] if temperature else None
             draft = Draft(torch.zeros(3, 2, dtype=torch.int64), probs_BTV)
-            stops.append(agreed.verify(draft, agreed.process(logits_BWV), draws=draws).stop_B1[:, 0].tolist())
-            stops.append(agreed.draw(logits_BWV[:, 0], draws.plain_BP).stop_B1[:, 0].tolist())
+            stops.append(verifier.verify(draft, verifier.process(logits_BWV), draws=draws).flags_B1[:, 0].tolist())
+            stops.append(verifier.draw(logits_BWV[:, 0], draws.plain_BP).flags_B1[:, 0].tolist())
         return stops
 
     found = on_ranks(thread_comms(2), one_rank)
@@ -149,23 +148,22 @@ def test_all_ranks_learn_of_rows_whose_logits_are_no_numbers(kind: DraftLayout, 
 
 
 @pytest.mark.parametrize("kind", [ONE_RANK, REPLICATED])
-def test_a_wish_to_stop_reaches_all_ranks_with_the_next_verdict(kind: DraftLayout) -> None:
+def test_a_request_stop_reaches_all_ranks_with_the_next_verdict(kind: DraftLayout) -> None:
     device = torch.device("cpu")
-    table = DrawTable(2, device)
+    table = UniformTable(2, device)
 
     def one_rank(comm: ThreadComm) -> list[bool]:
         rule = make_rule(SamplingConfig(temperature=0.0), VerificationConfig())
-        agreed = AgreedRule(rule, comm=comm, src=0, device=device)
-        if kind is REPLICATED:
-            agreed = SharedRowsRule(rule, shares=RowShares(comm, [0, 1]), comm=comm, src=0, device=device)
+        split = BatchSplit(comm, [0, 1]) if kind is REPLICATED else None
+        verifier = Verifier(rule, comm=comm, verify_rank=0, device=device, split=split)
         stops = []
         for wisher in (None, 0):
             if comm.rank == wisher:
-                agreed.wish_to_stop()
+                verifier.request_stop()
             draft = Draft(torch.zeros(3, 2, dtype=torch.int64), None)
-            draws = table.split(torch.zeros(3, table.num_numbers, dtype=torch.float64))
-            decision = agreed.verify(draft, agreed.process(torch.zeros(3, 3, 4)), draws=draws)
-            stops.append(bool(decision.stop_B1.any()))
+            draws = table.split(torch.zeros(3, table.num_uniforms, dtype=torch.float64))
+            decision = verifier.verify(draft, verifier.process(torch.zeros(3, 3, 4)), draws=draws)
+            stops.append(bool(decision.flags_B1.any()))
         return stops
 
     assert on_ranks(thread_comms(3), one_rank) == [[False, True]] * 3

@@ -5,8 +5,8 @@ import torch
 
 from llama_ssp.config.schema import SamplingConfig, VerificationConfig
 from llama_ssp.distributed.comms import Comm
-from llama_ssp.drafting.batch_split import RowShares, SharedRowsDrafter
-from llama_ssp.drafting.broadcast import AgreedDrafter
+from llama_ssp.drafting.batch_split import BatchSplit, BatchSplitDrafter
+from llama_ssp.drafting.broadcast import BroadcastDrafter
 from llama_ssp.drafting.model import ModelDrafter
 from llama_ssp.models.prefill import Buckets
 from llama_ssp.sampling.rules import make_rule
@@ -57,10 +57,10 @@ def test_a_narrower_draft_whose_logits_are_no_numbers_is_survived() -> None:
 
 def test_a_cache_that_was_made_anew_is_known_through_all_that_stand_before_the_model() -> None:
     comm = Comm.single()
-    drafters: list[AgreedDrafter | SharedRowsDrafter] = [
-        AgreedDrafter(model_drafter(vocab_size=11), comm=comm, src=0, num_draft_tokens=4, device=CPU),
-        SharedRowsDrafter(
-            model_drafter(vocab_size=11), shares=RowShares(comm, [0]), num_draft_tokens=4, device=CPU
+    drafters: list[BroadcastDrafter | BatchSplitDrafter] = [
+        BroadcastDrafter(model_drafter(vocab_size=11), comm=comm, src=0, num_draft_tokens=4, device=CPU),
+        BatchSplitDrafter(
+            model_drafter(vocab_size=11), split=BatchSplit(comm, [0]), num_draft_tokens=4, device=CPU
         ),
     ]  # fmt: skip
     for drafter in drafters:

@@ -11,8 +11,8 @@ from llama_ssp.engine.loop import StopWish
 from llama_ssp.engine.state import BatchState, Request
 from llama_ssp.errors import NumericError
 from llama_ssp.models.prefill import Buckets
-from llama_ssp.sampling.uniforms import Draws, DrawTable, row_keys
-from tests.helpers.decoders import complete, make_decoder
+from llama_ssp.sampling.uniforms import Draws, UniformTable, row_keys
+from tests.helpers.decoders import advance, complete, make_decoder
 from tests.helpers.prefix_runner import PrefixRunner
 
 PROMPTS = [(1,), (2, 3, 4, 5, 6), (7, 7), (0, 9, 8, 1, 2, 3, 4), (5, 6, 5), (10,), (3, 1, 4, 1, 5, 9, 2, 6)]
@@ -175,22 +175,22 @@ def test_the_numbers_of_a_round_are_keyed_by_the_length_at_which_it_begins(
 ) -> None:
     """A prompt of P tokens has its first token from the numbers at P, and the next round has those at P + 1."""
     seen: list[list[float]] = []
-    split = DrawTable.split
+    split = UniformTable.split
 
-    def watched(table: DrawTable, numbers_BN: torch.Tensor) -> Draws:
-        seen.extend(numbers_BN.tolist())
-        return split(table, numbers_BN)
+    def watched(table: UniformTable, uniforms_BN: torch.Tensor) -> Draws:
+        seen.extend(uniforms_BN.tolist())
+        return split(table, uniforms_BN)
 
-    monkeypatch.setattr(DrawTable, "split", watched)
+    monkeypatch.setattr(UniformTable, "split", watched)
     draft = PrefixRunner(seed=1, sharpness=1.0) if num_draft_tokens else None
     decoder = make_decoder(PrefixRunner(sharpness=1.0), draft, temperature=0.9, replay=False)
-    table, wanted = DrawTable(num_draft_tokens, torch.device("cpu")), []
+    table, wanted = UniformTable(num_draft_tokens, torch.device("cpu")), []
     for completion in complete(decoder, requests(24)):
         index, start = torch.tensor([completion.request.index]), len(completion.request.prompt_ids)
         key = row_keys(seed=7, prompt_index_B=index, sample_index_B=torch.zeros_like(index))
         rounds = completion.accepted_lengths if draft else [0] * (len(completion.token_ids) - 1)
         starts = [start, *(start + 1 + sum(rounds[:number]) + number for number in range(len(rounds)))]
-        wanted += table.numbers(key, torch.tensor(starts)).tolist()
+        wanted += table.uniforms(key, torch.tensor(starts)).tolist()
     assert [numbers for numbers, _ in groupby(seen)] == wanted
 
 
@@ -199,7 +199,7 @@ def test_the_time_of_a_pass_is_shared_by_the_rows_that_ran_in_it(monkeypatch: py
     seconds = count()
     monkeypatch.setattr("llama_ssp.engine.loop.time", SimpleNamespace(perf_counter=lambda: float(next(seconds))))
     decoder = make_decoder(PrefixRunner(), None, batch_size=2)
-    monkeypatch.setattr(decoder.rounds.clock, "take", lambda: (0.5, 0.25))
+    monkeypatch.setattr(decoder.clock, "take", lambda: (0.5, 0.25))
     wanted = [Request(index=index, prompt_ids=(1, 2), max_new_tokens=4) for index in range(3)]
     *both, alone = complete(decoder, wanted)
     assert [completion.busy_s for completion in (*both, alone)] == [4.0, 4.0, 4.0]
@@ -219,15 +219,15 @@ def test_an_accepted_draft_costs_one_target_forward_for_k_plus_one_tokens() -> N
 def test_a_round_reads_no_value_from_the_device() -> None:
     target, draft = PrefixRunner(device="meta"), PrefixRunner(device="meta")
     decoder = make_decoder(target, draft, temperature=0.8, eos_ids=[3])
-    rounds, buckets = decoder.rounds, Buckets(step=64, num_slots=64)
+    round_, buckets = decoder.round, Buckets(step=64, num_slots=64)
     for runner in (target, draft):
         runner.allocate(batch_size=2, capacity=64)
-    assert rounds.drafter
-    rounds.drafter.allocate(batch_size=2, num_slots=64)
-    state = BatchState.empty(batch_size=2, num_slots=64, num_rounds=41, draws=rounds.draws)
-    prompts = state.rows_of(requests()[:2], draws=rounds.draws, seed=0)
-    assert rounds.prefill(prompts, range(2), longest=5, buckets=buckets).is_meta
-    assert rounds.advance(state, bucket=64).is_meta
+    assert round_.drafter
+    round_.drafter.allocate(batch_size=2, num_slots=64)
+    state = BatchState.empty(batch_size=2, num_slots=64, num_rounds=41, table=round_.uniforms)
+    prompts = state.rows_of(requests()[:2], table=round_.uniforms, seed=0)
+    assert round_.prefill(prompts, range(2), longest=5, buckets=buckets).is_meta
+    assert advance(decoder, state, bucket=64).is_meta
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])

@@ -22,7 +22,7 @@ from llama_ssp.engine.state import BatchState, Request
 from llama_ssp.models.linear import PlainLinear
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.prefill import Buckets
-from tests.helpers.decoders import complete, make_decoder
+from tests.helpers.decoders import advance, complete, make_decoder
 from tests.helpers.models import tiny_model
 
 READS = {"aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::nonzero", "aten::equal"}
@@ -90,25 +90,24 @@ def counted_round(
     temperature: float = 0.8,
 ) -> Counting:
     """What one round dispatches, after some that have made buffers and views, and recorded the forwards."""
-    rounds = decoder(num_draft_tokens=num_draft_tokens, temperature=temperature, batch_size=batch_size).rounds
-    rounds.target.allocate(batch_size=batch_size, capacity=num_slots)
-    if rounds.drafter:
-        rounds.drafter.allocate(batch_size=batch_size, num_slots=num_slots)
-    state = BatchState.empty(batch_size=batch_size, num_slots=num_slots, num_rounds=21, draws=rounds.draws)
+    made = decoder(num_draft_tokens=num_draft_tokens, temperature=temperature, batch_size=batch_size)
+    round_ = made.round
+    round_.allocate(batch_size=batch_size, num_slots=num_slots)
+    state = BatchState.empty(batch_size=batch_size, num_slots=num_slots, num_rounds=21, table=round_.uniforms)
     requests = [
         Request(index=row, prompt_ids=tuple(range(2, 2 + prompt_tokens - row)), max_new_tokens=20)
         for row in range(batch_size)
     ]
-    prompts = state.rows_of(requests, draws=rounds.draws, seed=0)
+    prompts = state.rows_of(requests, table=round_.uniforms, seed=0)
     prompt_lengths_R = prompts.lengths_B.clone()
     buckets = Buckets(step=SHORT, num_slots=num_slots)
-    rounds.prefill(prompts, range(batch_size), longest=prompt_tokens, buckets=buckets)
+    round_.prefill(prompts, range(batch_size), longest=prompt_tokens, buckets=buckets)
     state.put(torch.arange(batch_size), prompts, prompt_lengths_R=prompt_lengths_R)
     for _ in range(3):
-        rounds.advance(state, bucket=bucket)
+        advance(made, state, bucket=bucket)
     counting = Counting()
     with counting:
-        rounds.advance(state, bucket=bucket)
+        advance(made, state, bucket=bucket)
     return counting
 
 

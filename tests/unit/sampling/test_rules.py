@@ -21,7 +21,7 @@ from llama_ssp.sampling.rules import (
     verify_greedy,
     verify_speculative,
 )
-from llama_ssp.sampling.uniforms import Draws, DrawTable, row_keys
+from llama_ssp.sampling.uniforms import Draws, UniformTable, row_keys
 from tests.helpers.draws import draws_of
 from tests.helpers.exact_law import LARGEST_UNIFORM, exact_law, mean_accepted
 from tests.helpers.table_models import TableModel, joint_law, random_table
@@ -241,7 +241,7 @@ def test_a_row_has_the_same_verdict_alone_and_in_a_batch(verification: Verificat
     generator = torch.Generator().manual_seed(6)
     rule = make_rule(SAMPLINGS["top-k and top-p"], verification)
     target_logits_BTV = torch.randn(32, 4, 50, generator=generator)
-    draws = draws_of(DrawTable(3, torch.device("cpu")), torch.arange(32), torch.arange(32))
+    draws = draws_of(UniformTable(3, torch.device("cpu")), torch.arange(32), torch.arange(32))
     drawn = [rule.draw(target_logits_BTV[:, k].roll(1, 0), draws.draft_BKP[:, k]) for k in range(3)]
     ids_BK = torch.cat([ids_B1 for ids_B1, _ in drawn], 1)
     probs = [probs_BV for _, probs_BV in drawn if probs_BV is not None]
@@ -264,7 +264,7 @@ def test_no_value_is_read_between_the_keys_and_the_verdict(
     device = torch.device("meta")
     index_B = torch.zeros(2, dtype=torch.long, device=device)
     rule = make_rule(sampling, verification)
-    draws = draws_of(DrawTable(3, device), row_keys(seed=1, prompt_index_B=index_B, sample_index_B=index_B), index_B)
+    draws = draws_of(UniformTable(3, device), row_keys(seed=1, prompt_index_B=index_B, sample_index_B=index_B), index_B)
     ids_B1, probs_BV = rule.draw(torch.empty(2, 50, device=device), draws.draft_BKP[:, 0])
     probs_BTV = None if probs_BV is None else probs_BV[:, None].expand(2, 4, 50)
     draft = Draft(ids_B1.expand(2, 3), probs_BTV)

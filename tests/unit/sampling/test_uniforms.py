@@ -8,7 +8,7 @@ import math
 
 import torch
 
-from llama_ssp.sampling.uniforms import Draws, DrawTable, row_keys
+from llama_ssp.sampling.uniforms import Draws, UniformTable, row_keys
 from tests.helpers.draws import draws_of
 
 CPU = torch.device("cpu")
@@ -23,7 +23,7 @@ def keys(num_rows: int, *, seed: int = 0, sample: int = 0) -> torch.Tensor:
 def table(num_prompts: int, num_starts: int, *, num_draft_tokens: int = 4) -> torch.Tensor:
     """All numbers (prompt, start, number of the round) of a grid of rounds."""
     keys_B = keys(num_prompts).repeat_interleave(num_starts)
-    draws = draws_of(DrawTable(num_draft_tokens, CPU), keys_B, torch.arange(num_starts).repeat(num_prompts))
+    draws = draws_of(UniformTable(num_draft_tokens, CPU), keys_B, torch.arange(num_starts).repeat(num_prompts))
     return flat(draws).view(num_prompts, num_starts, -1)
 
 
@@ -62,7 +62,7 @@ def test_any_two_numbers_of_neighbouring_keys_are_independent() -> None:
 
 def test_one_bit_of_any_part_of_the_key_changes_half_of_the_bits_of_the_number() -> None:
     # The mean over 512 rows x 10 numbers of the share of 53 bits has a deviation of 0.001: 0.01 is ten of them.
-    rounds = DrawTable(4, CPU)
+    rounds = UniformTable(4, CPU)
     index_B, zero_B = torch.arange(512), torch.zeros(512, dtype=torch.long)
 
     def bits(seed: int, prompts_B: torch.Tensor, samples_B: torch.Tensor, starts_B: torch.Tensor) -> torch.Tensor:
@@ -92,10 +92,10 @@ def test_no_two_keys_share_a_number() -> None:
 
 def test_a_rows_numbers_do_not_depend_on_its_batch_nor_on_how_many_tokens_are_drafted() -> None:
     keys_B, starts_B = keys(9), torch.arange(100, 109)
-    together = draws_of(DrawTable(4, CPU), keys_B, starts_B)
-    shuffled = draws_of(DrawTable(4, CPU), keys_B.flip(0), starts_B.flip(0))
+    together = draws_of(UniformTable(4, CPU), keys_B, starts_B)
+    shuffled = draws_of(UniformTable(4, CPU), keys_B.flip(0), starts_B.flip(0))
     assert torch.equal(flat(together), flat(shuffled).flip(0))
-    alone = draws_of(DrawTable(2, CPU), keys_B[5:6], starts_B[5:6])
+    alone = draws_of(UniformTable(2, CPU), keys_B[5:6], starts_B[5:6])
     assert torch.equal(alone.draft_BKP, together.draft_BKP[5:6, :2])
     assert torch.equal(alone.accept_BK, together.accept_BK[5:6, :2])
     assert torch.equal(alone.residual_BP, together.residual_BP[5:6])
@@ -110,14 +110,14 @@ def test_numbers_are_whole_multiples_of_two_to_the_minus_53_in_fp64() -> None:
 
 
 def test_plain_rounds_have_no_drafted_numbers() -> None:
-    draws = draws_of(DrawTable(0, CPU), keys(3), torch.arange(3))
+    draws = draws_of(UniformTable(0, CPU), keys(3), torch.arange(3))
     assert draws.draft_BKP.shape[:2] == draws.accept_BK.shape == (3, 0)
     assert draws.plain_BP.shape == (3, 2)
 
 
 def test_the_numbers_of_a_key_are_those_of_every_earlier_version() -> None:
     # A resumed run must go on with the text that it would have had.
-    draws = draws_of(DrawTable(2, CPU), keys(2, seed=42, sample=3), torch.tensor([17, 1000]))
+    draws = draws_of(UniformTable(2, CPU), keys(2, seed=42, sample=3), torch.tensor([17, 1000]))
     known = [
         [0.6730773130472724, 0.11218535136421715, 0.6719145530433501, 0.6879886234995839, 0.7384106726400098,
          0.9873937994359611, 0.2993675253122746, 0.8539168912832549, 0.04688417042600623, 0.9297388642484758],

@@ -148,8 +148,8 @@ def test_what_a_draft_reads_stays_where_it_is_while_the_batch_does(shipped: tupl
     rule = make_rule(SamplingConfig(), VerificationConfig())
     drafter = ModelDrafter(shipped[1], rule=rule, num_draft_tokens=2, vocab_size=shipped[0].vocab_size)
     drafter.allocate(batch_size=3, num_slots=20)
-    before, num_allocations = (drafter._second_B1, drafter._nothing_BV), drafter.num_allocations
+    before, num_allocations = drafter._tables, drafter.num_allocations
     drafter.allocate(batch_size=3, num_slots=20)
-    assert (drafter._second_B1 is before[0], drafter._nothing_BV is before[1]) == (True, True)
+    assert drafter._tables is before
     drafter.allocate(batch_size=1, num_slots=20)
     assert drafter.num_allocations > num_allocations

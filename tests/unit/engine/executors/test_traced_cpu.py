@@ -8,14 +8,14 @@ import torch
 
 from llama_ssp.config.schema import RuleName
 from llama_ssp.distributed.comms import Comm
-from llama_ssp.engine.executors.traced_cpu import ReplayedRounds
+from llama_ssp.engine.executors.traced_cpu import TracedExecutor
+from llama_ssp.engine.executors.tracing import Traced
 from llama_ssp.engine.loop import Decoder
 from llama_ssp.engine.state import Request
 from llama_ssp.models.build import load_modules
 from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.linear import PlainLinear
 from llama_ssp.models.llama.decoder import LeanRunner
-from llama_ssp.recorded import Recorded
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.decoders import complete, make_decoder
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
@@ -42,13 +42,13 @@ def texts(decoder: Decoder) -> list[list[int]]:
     return [completion.token_ids for part in parts for completion in complete(decoder, part)]
 
 
-def recordings(decoder: Decoder) -> tuple[Recorded[Any], Recorded[Any]]:
+def recordings(decoder: Decoder) -> tuple[Traced[Any], Traced[Any]]:
     """Those of the draft and of the verification; none of them has failed."""
-    rounds = decoder.rounds
-    assert isinstance(rounds, ReplayedRounds)
-    assert not rounds._open.failed
-    assert not rounds._close.failed
-    return rounds._open, rounds._close
+    executor = decoder.executor
+    assert isinstance(executor, TracedExecutor)
+    assert not executor.traced_draft.failed
+    assert not executor.traced_verify.failed
+    return executor.traced_draft, executor.traced_verify
 
 
 @pytest.mark.parametrize(
@@ -68,8 +68,8 @@ def test_the_text_is_that_of_rounds_from_python(
     replayed = decoder(replay=True)
     assert texts(replayed) == texts(decoder(replay=False))
     drafts, verifications = recordings(replayed)
-    assert [len(each._replays) for each in (drafts, verifications)] == [min(num_draft_tokens, 1), 1]
-    assert all(verifications._replays.values())
+    assert [len(each.replays) for each in (drafts, verifications)] == [min(num_draft_tokens, 1), 1]
+    assert all(verifications.replays.values())
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
@@ -82,7 +82,7 @@ def test_ranks_that_share_a_target_agree_inside_of_recordings(tmp_path: Path, te
     def one_rank(comm: ThreadComm) -> list[list[int]]:
         decoder = make_decoder(targets[comm.rank], lean(1), temperature=temperature, comm=comm)
         found = texts(decoder)
-        assert all(all(each._replays.values()) for each in recordings(decoder))
+        assert all(all(each.replays.values()) for each in recordings(decoder))
         return found
 
     whole = load_modules(inspect(tmp_path), dtype=None, device=CPU, comm=Comm.single())
@@ -97,5 +97,5 @@ def test_a_model_that_cannot_be_recorded_goes_on_from_python() -> None:
     wanted = make_decoder(modules, PrefixRunner(modules.vocab_size), temperature=0.9, replay=False)
     assert texts(decoder) == texts(wanted)
     drafts, verifications = recordings(decoder)
-    assert any(drafts._replays.values())
-    assert not verifications._replays
+    assert any(drafts.replays.values())
+    assert not verifications.replays

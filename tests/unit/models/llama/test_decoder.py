@@ -20,7 +20,7 @@ from llama_ssp.models.llama.decoder import LeanRunner, is_llama_kind
 from llama_ssp.models.prefill import Buckets
 from llama_ssp.models.runner import Runner
 from llama_ssp.weights.checkpoint import inspect
-from tests.helpers.decoders import make_decoder
+from tests.helpers.decoders import advance, make_decoder
 from tests.helpers.fake_comm import on_ranks, thread_comms
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint, tiny_config, tiny_model
 
@@ -172,15 +172,13 @@ def test_a_whole_round_reads_no_value() -> None:
     """A meta tensor has no values: whatever reads one raises."""
     target, draft = (LeanRunner(on_meta(modules("llama")), comm=Comm.single()) for _ in range(2))
     decoder = make_decoder(target, draft, temperature=0.8, eos_ids=[3])
-    rounds = decoder.rounds
-    assert rounds.drafter
-    target.allocate(batch_size=2, capacity=64)
-    rounds.drafter.allocate(batch_size=2, num_slots=64)
-    state = BatchState.empty(batch_size=2, num_slots=64, num_rounds=10, draws=rounds.draws)
+    round_ = decoder.round
+    round_.allocate(batch_size=2, num_slots=64)
+    state = BatchState.empty(batch_size=2, num_slots=64, num_rounds=10, table=round_.uniforms)
     requests = [Request(index=row, prompt_ids=(5, 6, 7), max_new_tokens=9) for row in range(2)]
-    prompts = state.rows_of(requests, draws=rounds.draws, seed=0)
-    assert rounds.prefill(prompts, range(2), longest=3, buckets=Buckets(step=64, num_slots=64)).is_meta
-    assert rounds.advance(state, bucket=64).is_meta
+    prompts = state.rows_of(requests, table=round_.uniforms, seed=0)
+    assert round_.prefill(prompts, range(2), longest=3, buckets=Buckets(step=64, num_slots=64)).is_meta
+    assert advance(decoder, state, bucket=64).is_meta
 
 
 class OperatorCount(TorchDispatchMode):

@@ -17,12 +17,13 @@ from torch import Tensor
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.memory import anonymous_bytes
 from llama_ssp.distributed.operators import is_recording
+from llama_ssp.engine.executors.tracing import Traced, find_tensors
 from llama_ssp.models.build import load_modules
+from llama_ssp.models.cache import Workspace
 from llama_ssp.models.linear import ColumnsLinear, HalfLinear, Kernel, PackedLinear, PlainLinear, can_halve, can_pack
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.quantization.precision import Nf4Linear
 from llama_ssp.models.quantization.weight_only import Int8WeightOnlyLinear
-from llama_ssp.recorded import Held, Recorded
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint, tiny_model
@@ -47,14 +48,13 @@ class Replayed:
 
     def __init__(self, lean: LeanRunner) -> None:
         self.lean = lean
-        self.recorded = Recorded(self._over)
+        self.recorded = Traced(self._over, reads=(lean,))
 
     def forward(self, ids_BT: Tensor, positions_BT: Tensor, *, bucket: int, rows_BR: Tensor | None = None) -> Tensor:
-        held = self.lean.held(bucket=bucket)
-        assert held
         self._bucket = bucket
         rows = () if rows_BR is None else (rows_BR,)
-        return self.recorded((ids_BT.shape, len(rows)), ids_BT, positions_BT, *rows, held=held)
+        made = self.lean.num_allocations
+        return self.recorded((ids_BT.shape, len(rows)), ids_BT, positions_BT, *rows, bucket=bucket, version=made)
 
     def _over(self, ids_BT: Tensor, positions_BT: Tensor, *rows: Tensor) -> Tensor:
         return self.lean.forward(ids_BT, positions_BT, bucket=self._bucket, rows_BR=rows[0] if rows else None)
@@ -77,7 +77,7 @@ def texts(lean: LeanRunner, replayed: Replayed | None = None) -> list[Tensor]:
             last_B1 = torch.full((batch_size, 1), num_tokens - 1)
             found.append(forward(ids_BT, positions_BT, bucket=bucket, rows_BR=last_B1))
         assert lean._cache
-        found += [buffer.parts.clone() for buffer in lean._cache.shown(40)]
+        found += [buffer.parts.clone() for buffer in lean._cache.shown[40]]
     return found
 
 
@@ -86,7 +86,7 @@ def replayed_texts(lean: LeanRunner) -> list[Tensor]:
     replayed = Replayed(lean)
     found = texts(lean, replayed)
     assert not replayed.recorded.failed
-    assert sum(replay is not None for replay in replayed.recorded._replays.values()) == 8
+    assert sum(replay is not None for replay in replayed.recorded.replays.values()) == 8
     return found
 
 
@@ -180,9 +180,9 @@ def test_recordings_go_with_what_made_them() -> None:
         return values
 
     def make() -> None:
-        recorded = Recorded(many)
+        recorded = Traced(many)
         assert [recorded(0, torch.tensor(0.0)).item() for _ in range(3)] == [400] * 3
-        assert recorded._replays[0]
+        assert recorded.replays[0]
         gc.collect()
 
     make()
@@ -201,28 +201,70 @@ def test_what_cannot_be_recorded_goes_on_from_python(caplog: pytest.LogCaptureFi
             raise RuntimeError("not this one\nTraceback")
         return values * 2
 
-    recorded = Recorded(double)
+    recorded = Traced(double)
     with caplog.at_level(logging.WARNING):
         assert [recorded(0, torch.tensor(float(number))).item() for number in range(4)] == [0, 2, 4, 6]
-    assert [record.message for record in caplog.records] == ["going on without a recording: not this one"]
+    assert [record.message for record in caplog.records] == ["going on without tracing: not this one"]
 
 
-def test_a_tensor_that_nobody_named_is_not_taken_for_a_constant(caplog: pytest.LogCaptureFixture) -> None:
-    """As a cache would be that is made anew, while its recording still reads the old one."""
-    table = torch.arange(3.0)
-    named, unnamed = Recorded(lambda: table * 2), Recorded(lambda: table * 2)
+class Table(Workspace):
+    """What `allocate` would make."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+
+
+class Holder:
+    """Something that a traced function reads."""
+
+    def __init__(self) -> None:
+        self.table = Table(torch.arange(3.0))
+
+
+def test_a_tensor_that_cannot_be_found_is_not_taken_for_a_constant(caplog: pytest.LogCaptureFixture) -> None:
+    """Such as a cache that is made again, while its trace still reads the old one."""
+    holder = Holder()
+    found = Traced(lambda: holder.table.values * 2, reads=(holder,))
+    hidden = Traced(lambda: holder.table.values * 2)
     for _ in range(3):
-        assert named(0, held=Held(made=[table])).tolist() == [0, 2, 4]
+        assert found(0).tolist() == [0, 2, 4]
     with caplog.at_level(logging.WARNING):
-        assert [unnamed(0).tolist() for _ in range(3)] == [[0, 2, 4]] * 3
+        assert [hidden(0).tolist() for _ in range(3)] == [[0, 2, 4]] * 3
     assert [record.message for record in caplog.records] == [
-        "going on without a recording: a tensor of shape (3,) is neither an argument nor held"
+        "going on without tracing: tracing would freeze a tensor of shape (3,) as a constant: pass it as an input"
     ]
-    table = torch.ones(3)
-    assert named(0, held=Held(made=[table])).tolist() == [2, 2, 2]
+    holder.table = Table(torch.ones(3))
+    assert found(0, version=1).tolist() == [2, 2, 2]
+    assert not found.failed
+
+
+def test_a_workspace_that_was_made_again_is_not_kept_alive() -> None:
+    holder = Holder()
+    found = Traced(lambda: holder.table.values * 2, reads=(holder,))
+    for _ in range(3):
+        found(0)
+    watched = weakref.ref(holder.table.values)
+    holder.table = Table(torch.ones(3))
+    gc.collect()
+    assert watched() is None
+    assert found(0, version=1).tolist() == [2, 2, 2]
+
+
+def test_all_that_a_model_reads_is_found_by_walking_it() -> None:
+    lean = runner()
+    lean.allocate(batch_size=1, capacity=40)
+    ids_BT = torch.ones(1, 2, dtype=torch.int64)
+    lean.forward(ids_BT, torch.arange(2)[None], bucket=16)
+    weights, moving = find_tensors((lean,), bucket=16)
+    assert lean._cache
+    wholes = [whole for whole in lean._cache._wholes if whole is not None]
+    assert wholes
+    assert {id(whole) for whole in wholes} <= {id(tensor) for tensor in moving}
+    assert not {id(tensor) for tensor in moving} & {id(weight) for weight in weights}
+    assert len(weights) > 5 * len(wholes)
 
 
 def test_what_is_recorded_is_done_once() -> None:
     count = torch.zeros(1)
-    recorded = Recorded(lambda count: count.add_(1))
+    recorded = Traced(lambda count: count.add_(1))
     assert [recorded(0, count).item() for _ in range(4)] == [1, 2, 3, 4]

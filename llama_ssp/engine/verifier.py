@@ -1,0 +1,118 @@
+"""Which rank runs the verification rule, and how all ranks come to act on its verdict.
+
+Ranks are equal programs: the loop calls the same methods everywhere, and every token id that ranks act on is the word
+of one rank. So rounding can never make ranks part ways. By default one rank decides for all rows and broadcasts the
+decision. With a `BatchSplit` each rank decides for its own rows, whose drafts it holds, and the decisions are gathered.
+
+Shapes: B sequences, W = K + 1 positions, V vocabulary, P = 2 uniforms of a draw, R rows of this rank.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from llama_ssp.distributed.comms import Comm
+from llama_ssp.drafting.batch_split import BatchSplit
+from llama_ssp.sampling.rules import Draft, Rule, Verdict
+from llama_ssp.sampling.uniforms import Draws
+from llama_ssp.shapes import static_shape
+
+STOP_REQUESTED, NOT_A_NUMBER = 1, 2
+"""Flags of `Decision.flags_B1`."""
+
+
+class Decision(NamedTuple):
+    """What all ranks do after a forward of the target.
+
+    Attributes:
+        num_accepted_B1: how many drafted tokens become text.
+        next_ids_B1: the token that follows them.
+        flags_B1: STOP_REQUESTED if the deciding rank wants to stop, plus NOT_A_NUMBER in rows whose logits are NaN.
+    """
+
+    num_accepted_B1: Tensor
+    next_ids_B1: Tensor
+    flags_B1: Tensor
+
+
+class Verifier:
+    """Draws and verifies tokens with a rule, and makes all ranks agree on the outcome.
+
+    Args:
+        rule: how tokens are drawn and accepted.
+        comm: the ranks that must agree.
+        verify_rank: the rank in `comm` that decides; with a split, only for tokens without a draft.
+        device: where decisions live.
+        split: shares out the rows of a batch over ranks that each hold the draft; None lets `verify_rank` decide all.
+    """
+
+    def __init__(
+        self, rule: Rule, *, comm: Comm, verify_rank: int, device: torch.device, split: BatchSplit | None = None
+    ) -> None:
+        self._rule = rule
+        self._comm = comm
+        self._verify_rank = verify_rank
+        self._split = split
+        self._stop_11 = torch.zeros(1, 1, dtype=torch.int64, device=device)
+
+    def request_stop(self) -> None:
+        """Attach a stop request to the next decision; counts on the deciding rank."""
+        self._stop_11.fill_(STOP_REQUESTED)
+
+    def draw(self, logits_BV: Tensor, uniforms_BP: Tensor) -> Decision:
+        """Sample one token for every row from the target's logits."""
+        decision = None
+        if self._decides:
+            ids_B1, probs_BV = self._rule.draw(logits_BV, uniforms_BP)
+            weights_B1 = (logits_BV if probs_BV is None else probs_BV).gather(1, ids_B1)
+            decision = self._decision(Verdict(torch.zeros_like(ids_B1), ids_B1, weights_B1))
+        return self._broadcast(decision, batch_size=static_shape(uniforms_BP)[0])
+
+    def process(self, logits_BWV: Tensor) -> Tensor:
+        """Turn the target's logits into what `verify` reads, of the rows that this rank decides."""
+        if self._split:
+            own = self._split.own_rows(static_shape(logits_BWV)[0])
+            return self._rule.process(logits_BWV[own.start : own.stop])
+        return self._rule.process(logits_BWV) if self._decides else logits_BWV
+
+    def verify(self, draft: Draft, target_BWV: Tensor, *, draws: Draws) -> Decision:
+        """Accept a prefix of the draft and choose the token that follows it."""
+        batch_size, _ = static_shape(draft.ids_BK)
+        if self._split:
+            return self._verify_own_rows(draft, target_BWV, draws, self._split, batch_size=batch_size)
+        verdict = self._rule.verify(draft, target_BWV, draws=draws) if self._decides else None
+        return self._broadcast(verdict and self._decision(verdict), batch_size=batch_size)
+
+    @property
+    def _decides(self) -> bool:
+        return self._comm.rank == self._verify_rank
+
+    def _verify_own_rows(
+        self, draft: Draft, target_RWV: Tensor, draws: Draws, split: BatchSplit, *, batch_size: int
+    ) -> Decision:
+        """Decide this rank's rows, and gather all; a stop request of any rank counts."""
+        rows = split.own_rows(batch_size)
+        packed_R3 = self._stop_11.new_empty(0, 3)
+        if rows:
+            own = slice(rows.start, rows.stop)
+            own_draws = Draws(*(uniforms[own] for uniforms in draws))
+            verdict = self._rule.verify(Draft(draft.ids_BK[own], draft.probs_BTV), target_RWV, draws=own_draws)
+            packed_R3 = torch.cat([*self._decision(verdict)], dim=1)
+        return _unpacked(split.gather(packed_R3, batch_size=batch_size))
+
+    def _decision(self, verdict: Verdict) -> Decision:
+        num_accepted_B1, next_ids_B1, weights_B1 = verdict
+        is_nan_B1 = weights_B1 != weights_B1  # noqa: PLR0124 - true of NaN alone
+        return Decision(num_accepted_B1, next_ids_B1, torch.add(self._stop_11, is_nan_B1, alpha=NOT_A_NUMBER))
+
+    def _broadcast(self, decision: Decision | None, *, batch_size: int) -> Decision:
+        """Send the decision to all ranks in one message of 3 numbers a row; a single rank keeps its own."""
+        if decision and self._comm.size == 1:
+            return decision
+        packed_B3 = torch.cat([*decision], dim=1) if decision else self._stop_11.new_empty(batch_size, 3)
+        return _unpacked(self._comm.broadcast(packed_B3, src=self._verify_rank))
+
+
+def _unpacked(packed_B3: Tensor) -> Decision:
+    return Decision(*packed_B3.split_with_sizes([1, 1, 1], dim=1))
