@@ -28,7 +28,7 @@ from benchmarks.gpu_engine import (
 )
 from benchmarks.timing import Goal, print_goals, store
 from llama_ssp import Pair
-from llama_ssp.architectures.inventory import inventory
+from llama_ssp.architectures.family import inventory
 from llama_ssp.calibration.operators import copy_bytes_per_s
 from llama_ssp.config import catalogue
 from llama_ssp.config.schema import Dtype, Quantization

@@ -22,7 +22,7 @@ from rich.table import Table
 from benchmarks.bound import CPU, Passes, forwards_alone_s
 from benchmarks.timing import Goal, print_goals, store
 from llama_ssp import Pair, load
-from llama_ssp.architectures.inventory import inventory
+from llama_ssp.architectures.family import inventory
 from llama_ssp.calibration.interleave import in_turns, median_ratio
 from llama_ssp.config import catalogue
 from llama_ssp.config.schema import Dtype, SamplingConfig, SpeculationConfig

@@ -25,7 +25,7 @@ from benchmarks.gpu_engine import TEXT, decode_once, tokens_per_round
 from benchmarks.placement_cells import DRAFT, FORMS, FP32, PLACES, TARGET, Cell, cells
 from benchmarks.placement_pages import refusals
 from benchmarks.timing import store
-from llama_ssp.architectures.inventory import inventory
+from llama_ssp.architectures.family import inventory
 from llama_ssp.calibration.interleave import in_turns, median_ratio
 from llama_ssp.config import checks
 from llama_ssp.config.schema import DeviceKind

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from llama_ssp.architectures.inventory import inventory
+from llama_ssp.architectures.family import inventory
 from llama_ssp.config.schema import Dtype, ModelShape, Quantization
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.models.build import load_model

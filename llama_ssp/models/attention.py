@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -97,3 +97,8 @@ _FORMS: dict[str, Form] = {
 for _name, _form in _FORMS.items():
     AttentionInterface.register(_name, _form)
     AttentionMaskInterface.register(_name, sdpa_mask)
+
+
+def use_softcapped(model: PreTrainedModel) -> None:
+    """Let a model attend with softcapped scores."""
+    model.config._attn_implementation = SOFTCAPPED

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 
-from llama_ssp.architectures.inventory import check_family
+from llama_ssp.architectures.family import family_of
 from llama_ssp.architectures.sharding import split_model
 from llama_ssp.config.schema import Quantization
 from llama_ssp.distributed.comms import Comm
@@ -72,7 +72,7 @@ def check_model(origin: Origin, *, num_ranks: int, quantization: Quantization = 
         ConfigError: the static cache cannot serve this model, or it cannot be quantized.
         PlacementError: its family is not supported, or it cannot be shared by so many ranks, or not in this precision.
     """
-    check_family(origin.shape.model_type)
+    family_of(origin.shape.model_type)
     split_model(origin.shape, num_ranks=num_ranks)
     model = build_empty(origin)
     find_sources(model, origin)

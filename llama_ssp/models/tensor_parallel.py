@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from llama_ssp.architectures.inventory import GEMMA_KIND
+from llama_ssp.architectures.family import family_of
 from llama_ssp.architectures.sharding import Cut, HeadShard, RankShard, cut_of, split_model, widths
 from llama_ssp.config.schema import ModelShape
 from llama_ssp.distributed.comms import Comm
@@ -168,7 +168,7 @@ def shard(model: PreTrainedModel, shape: ModelShape, comm: Comm) -> None:
         style = _style(plan, name)
         # An embedding class of a family's own does more than look up; where that is not known, it stays whole.
         is_own_embedding = isinstance(module, nn.Embedding) and type(module) is not nn.Embedding
-        if style.startswith("replicated") or (is_own_embedding and shape.model_type not in GEMMA_KIND):
+        if style.startswith("replicated") or (is_own_embedding and not family_of(shape.model_type).cuts_own_embedding):
             continue
         model.set_submodule(name, _local(name, module, style, shards=shards, comm=comm))
         if cut_of(name) in _HEAD_CUTS:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from llama_ssp.architectures.inventory import inventory
+from llama_ssp.architectures.family import inventory
 from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.config.schema import DraftLayout, Quantization
 from llama_ssp.config.target_placement import Offload, TargetKind

@@ -9,7 +9,7 @@ Plain arithmetic, so that the loader, which places them, and the plan, which cou
 from dataclasses import dataclass
 from itertools import pairwise
 
-from llama_ssp.architectures.inventory import inventory
+from llama_ssp.architectures.family import inventory
 from llama_ssp.architectures.sharding import split_blocks
 from llama_ssp.config.schema import Quantization
 from llama_ssp.config.target_placement import Offload

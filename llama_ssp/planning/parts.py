@@ -5,7 +5,8 @@ Follows from a job alone; adding the rest up is the business of `memory`.
 
 from dataclasses import dataclass, replace
 
-from llama_ssp.architectures.inventory import Inventory, inventory
+from llama_ssp.architectures.family import inventory
+from llama_ssp.architectures.inventory import Inventory
 from llama_ssp.architectures.sharding import RankShard, check_deepspeed, split_blocks, split_model
 from llama_ssp.config.schema import DraftLayout, Quantization
 from llama_ssp.config.target_placement import TargetKind

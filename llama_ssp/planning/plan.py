@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from llama_ssp.architectures.inventory import inventory
+from llama_ssp.architectures.family import inventory
 from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.errors import CapacityError
 from llama_ssp.planning import advice

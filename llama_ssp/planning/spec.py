@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from llama_ssp.architectures.inventory import GEMMA_KIND, LLAMA_KIND, Inventory, check_family
+from llama_ssp.architectures.family import family_of
+from llama_ssp.architectures.inventory import Inventory
 from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.config.layout import Layout, lay_out, max_device_bytes, may_capture
 from llama_ssp.config.plan import PlanConfig
@@ -38,7 +39,7 @@ class PlannedModel:
     @property
     def is_lean(self) -> bool:
         """Whether the lean decoder runs it."""
-        return self.shape.model_type in LLAMA_KIND and not self.by_library
+        return family_of(self.shape.model_type).is_llama_kind and not self.by_library
 
     def matrix_dtype(self, device: str) -> Dtype:
         """The number format of the linear layers: a CPU keeps those of 16-bit files in 16 bits, also in fp32."""
@@ -211,7 +212,6 @@ def planned_model(model: ModelConfig) -> PlannedModel:
     )
 
 
-_TIED_UNLESS_SAID = GEMMA_KIND | {"gpt_neo"}
 _ALIASES = {
     "num_hidden_layers": ("num_layers", "n_layer"),
     "num_attention_heads": ("num_heads", "n_head"),
@@ -234,7 +234,7 @@ def read_config(folder: Path) -> tuple[ModelShape, Dtype]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{file} holds no JSON object: copy or download it again")
     if isinstance(model_type := content.get("model_type"), str):
-        check_family(model_type)
+        family = family_of(model_type)
     sizes: dict[str, Any] = {}
     for key in ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size", "max_position_embeddings"):
         found = [content[name] for name in (key, *_ALIASES.get(key, ())) if isinstance(content.get(name), int)]
@@ -249,7 +249,7 @@ def read_config(folder: Path) -> tuple[ModelShape, Dtype]:
         num_key_value_heads=content.get("num_key_value_heads") or num_heads,
         head_dim=content.get("head_dim") or sizes["hidden_size"] // num_heads,
         intermediate_size=content.get("intermediate_size") or 4 * sizes["hidden_size"],
-        tie_word_embeddings=bool(content.get("tie_word_embeddings", model_type in _TIED_UNLESS_SAID)),
+        tie_word_embeddings=bool(content.get("tie_word_embeddings", family.ties_unless_said)),
         **sizes,
     )
     stored = str(content.get("dtype") or content.get("torch_dtype") or Dtype.fp32.value)

@@ -5,7 +5,8 @@ Which parameters there are says `inventory`. Nothing here knows time or hardware
 
 from dataclasses import dataclass, replace
 
-from llama_ssp.architectures.inventory import Inventory, Matrix, inventory
+from llama_ssp.architectures.family import inventory
+from llama_ssp.architectures.inventory import Inventory, Matrix
 from llama_ssp.architectures.sharding import split_model
 from llama_ssp.config.schema import Dtype, ModelShape, Quantization
 

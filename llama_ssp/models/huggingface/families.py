@@ -1,4 +1,4 @@
-"""Where families of the library differ: what their layers see, how masks reach them, and what is put in their place.
+"""The library's models by the records of their families: windows, masks, attention, plans, and what is replaced.
 
 The library's own modules compute everything else. A sliding window is part of the mask: the cache keeps every slot, and
 slots that are too old for a layer are masked.
@@ -6,36 +6,23 @@ slots that are too old for a layer are masked.
 Shapes: B sequences, T positions, S slots, L layers.
 """
 
+import importlib
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from llama_ssp.architectures.inventory import GEMMA_KIND, LLAMA_KIND
+from llama_ssp.architectures.family import families, record_of
 from llama_ssp.errors import ConfigError
-from llama_ssp.models.attention import SOFTCAPPED
-from llama_ssp.models.huggingface import gpt_neo
 
-_BY_KIND_OF_LAYER = {"qwen2", "qwen3", "gemma2", "gemma3_text"}
-"""Families that take a mask for each kind of layer; a window is that of their `sliding_attention` layers."""
-_WINDOWED = _BY_KIND_OF_LAYER | {"mistral", "gpt_neo"}
 # These recompute their frequencies from the largest position of a batch: a read, and rows would influence each other.
 _ROPE_TYPES_THAT_READ_POSITIONS = {"dynamic", "longrope"}
-_VOCABULARY_IS_CUT = LLAMA_KIND | GEMMA_KIND | {"phi"}
 
 
 def windows_of(config: PretrainedConfig) -> tuple[int | None, ...]:
     """How many positions each layer sees, its own included; None for all of them."""
-    num_layers: int = config.num_hidden_layers
-    if config.model_type == "mistral":
-        return (config.sliding_window,) * num_layers
-    if config.model_type in _BY_KIND_OF_LAYER:
-        window = config.sliding_window
-        return tuple(window if kind == "sliding_attention" else None for kind in config.layer_types)
-    if config.model_type == "gpt_neo":
-        return gpt_neo.windows_of(config)
-    return (None,) * num_layers
+    return record_of(config.model_type).windows_of(config)
 
 
 def check_servable(config: PretrainedConfig) -> None:
@@ -48,10 +35,12 @@ def check_servable(config: PretrainedConfig) -> None:
     model, context = f"{config.model_type} model", config.max_position_embeddings
     kinds = set(getattr(config, "layer_types", None) or ["sliding_attention"])
     window = getattr(config, "sliding_window", None)
-    if config.model_type not in _WINDOWED and "sliding_attention" in kinds and window and window < context:
+    has_windows = record_of(config.model_type).windows is not None
+    if not has_windows and "sliding_attention" in kinds and window and window < context:
+        windowed = [name for name, family in families().items() if family.windows]
         message = (
             f"this {model} has sliding windows of {window} tokens in a context of {context}, which are supported for "
-            f"{', '.join(sorted(_WINDOWED))} (max_position_embeddings={window} in its config.json would do)"
+            f"{', '.join(sorted(windowed))} (max_position_embeddings={window} in its config.json would do)"
         )
         raise ConfigError(message)
     other = sorted(kinds - {"sliding_attention", "full_attention"})
@@ -76,15 +65,14 @@ def check_servable(config: PretrainedConfig) -> None:
 
 def attention_at_start(config: PretrainedConfig) -> str:
     """The attention that a model is built with, by the library's name."""
-    return "eager" if config.model_type in {"gpt_neo", "gemma2"} else "sdpa"
+    return record_of(config.model_type).attention
 
 
 def adapt(model: PreTrainedModel) -> None:
     """Put in place what the library's modules lack, before weights are looked for."""
-    if model.config.model_type == "gpt_neo":
-        gpt_neo.adapt(model)
-    elif model.config.model_type == "gemma2":
-        model.config._attn_implementation = SOFTCAPPED
+    if path := record_of(model.config.model_type).adapt:
+        module, function = path.split(":")
+        getattr(importlib.import_module(module), function)(model)
 
 
 def mask_argument(config: PretrainedConfig, masks: Mapping[int | None, Tensor]) -> Tensor | dict[str, Tensor | None]:
@@ -94,17 +82,16 @@ def mask_argument(config: PretrainedConfig, masks: Mapping[int | None, Tensor]) 
         config: of the model.
         masks: what is added to the scores, (B, 1, T, S), for each window of its layers.
     """
-    if config.model_type in _BY_KIND_OF_LAYER:
+    if record_of(config.model_type).mask_by_layer_type:
         return {"full_attention": masks.get(None), "sliding_attention": masks.get(config.sliding_window)}
     return next(iter(masks.values())) if len(masks) == 1 else torch.cat([*masks.values()], 1)
 
 
 def tp_plan_of(model: PreTrainedModel) -> dict[str, str]:
     """How the modules of a model are shared by ranks: style by name, empty where nobody knows."""
-    if model.config.model_type == "gpt_neo":
-        return dict(gpt_neo.TP_PLAN)
-    plan: dict[str, str] = dict(model.tp_plan)
-    if plan and model.config.model_type in _VOCABULARY_IS_CUT:
+    family = record_of(model.config.model_type)
+    plan: dict[str, str] = dict(family.tp_plan or model.tp_plan)
+    if plan and family.cuts_vocabulary:
         # Some versions of the library leave it whole, which a plan of memory could not know.
         plan.setdefault("model.embed_tokens", "embedding_rowwise")
     return plan

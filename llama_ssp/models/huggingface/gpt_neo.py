@@ -1,7 +1,6 @@
 """GPT-Neo on a static cache: the library's attention slices a mask of its own by length, so another takes its place.
 
-Every other layer sees the latest positions only. Scores are not divided by sqrt(D). Its plan of tensor parallelism is
-given here, since the library has none.
+Every other layer sees the latest positions only. Scores are not divided by sqrt(D).
 
 Shapes: B sequences, T positions, H query heads, D head dim, E hidden size, S slots, W windows.
 """
@@ -9,24 +8,10 @@ Shapes: B sequences, T positions, H query heads, D head dim, E hidden size, S sl
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-TP_PLAN = {
-    "transformer.wte": "embedding_rowwise",
-    "transformer.h.*.attn.attention.q_proj": "colwise",
-    "transformer.h.*.attn.attention.k_proj": "colwise",
-    "transformer.h.*.attn.attention.v_proj": "colwise",
-    "transformer.h.*.attn.attention.out_proj": "rowwise",
-    "transformer.h.*.mlp.c_fc": "colwise",
-    "transformer.h.*.mlp.c_proj": "rowwise",
-    "lm_head": "colwise_gather_output",
-}
-
-
-def windows_of(config: PretrainedConfig) -> tuple[int | None, ...]:
-    """How many positions each layer sees; None for all of them."""
-    return tuple(config.window_size if kind == "local" else None for kind in config.attention_layers)
+from llama_ssp.architectures.gpt_neo import FAMILY
 
 
 def adapt(model: PreTrainedModel) -> None:
@@ -34,7 +19,7 @@ def adapt(model: PreTrainedModel) -> None:
 
     A round looks at some positions more than it may keep; what stands behind the context is never kept.
     """
-    windows = windows_of(model.config)
+    windows = FAMILY.windows_of(model.config)
     distinct = list(dict.fromkeys(windows))
     body: Any = model.transformer
     for block, window in zip(body.h, windows, strict=True):

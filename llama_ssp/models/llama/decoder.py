@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from llama_ssp.architectures.family import record_of
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.models.cache import Masks, StaticCache, Workspace
 from llama_ssp.models.huggingface.families import windows_of
@@ -23,13 +24,10 @@ from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
 from llama_ssp.models.tensor_parallel import GatheredLinear
 from llama_ssp.shapes import static_shape
 
-# Families that are the same function up to biases, norms of queries and keys, and rotary frequencies.
-_MODEL_TYPES = {"llama", "mistral", "qwen2", "qwen3"}
-
 
 def is_llama_kind(config: PretrainedConfig) -> bool:
     """Whether the lean decoder computes this model."""
-    if config.model_type not in _MODEL_TYPES or config.hidden_act != "silu":
+    if not record_of(config.model_type).is_llama_kind or config.hidden_act != "silu":
         return False
     rope: dict[str, Any] = config.rope_parameters or {}
     return bool(rope.get("partial_rotary_factor", 1.0) == 1.0)

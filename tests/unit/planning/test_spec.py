@@ -8,7 +8,8 @@ import pytest
 from transformers import AutoConfig, LlamaConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from llama_ssp.architectures.inventory import Matrix, inventory
+from llama_ssp.architectures.family import inventory
+from llama_ssp.architectures.inventory import Matrix
 from llama_ssp.config import catalogue, hardware
 from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.config.plan import PlanConfig

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from llama_ssp.architectures.inventory import inventory
+from llama_ssp.architectures.family import inventory
 from llama_ssp.config import catalogue
 from llama_ssp.config.schema import Dtype, ModelShape
 from llama_ssp.planning.spec import planned_model, step_bytes

@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from llama_ssp.architectures.inventory import inventory
+from llama_ssp.architectures.family import inventory
 from llama_ssp.config import catalogue
 from llama_ssp.config.schema import Dtype, Quantization
 from llama_ssp.distributed.comms import Comm

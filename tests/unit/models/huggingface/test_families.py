@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from llama_ssp.architectures.inventory import attention_pair_bytes
+from llama_ssp.architectures.family import family_of
 from llama_ssp.config.schema import Quantization
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.engine.state import Request
@@ -23,7 +23,7 @@ from llama_ssp.models.huggingface.families import check_servable, mask_argument,
 from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.runner import Runner
-from llama_ssp.weights.checkpoint import inspect, shape_of
+from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.decoders import complete, make_decoder
 from tests.helpers.fake_comm import on_ranks, thread_comms
 from tests.helpers.models import VOCAB_SIZE, WINDOW, build_checkpoint, library_logits, tiny_config
@@ -139,7 +139,7 @@ def test_masks_take_the_bytes_that_are_planned(kind: str) -> None:
     given = mask_argument(config, rows)
     stacked = [given] if isinstance(given, Tensor) else []
     tensors = {id(mask): mask for mask in (*rows.values(), *stacked)}
-    planned = attention_pair_bytes(shape_of(config), num_heads=0, value_bytes=4) - 1
+    planned = family_of(config.model_type).attention_pair_bytes(num_heads=0, value_bytes=4) - 1
     most = {"qwen2, windows": 2}.get(kind, 1)  # plans do not know which layers of a Qwen have windows
     assert sum(mask.nbytes for mask in tensors.values()) == 8 * 16 * planned * most
 

@@ -1,0 +1,58 @@
+"""GPT-Neo: learned positions, which stay whole, layer norms, plain MLP.
+
+Every other layer sees a window. The library has no plan of tensor parallelism for it, so its record has one.
+"""
+
+from typing import Any
+
+from llama_ssp.architectures.family import Family
+from llama_ssp.architectures.gated import head_of
+from llama_ssp.architectures.inventory import Inventory, Matrix
+from llama_ssp.config.schema import ModelShape
+
+_TP_PLAN = {
+    "transformer.wte": "embedding_rowwise",
+    "transformer.h.*.attn.attention.q_proj": "colwise",
+    "transformer.h.*.attn.attention.k_proj": "colwise",
+    "transformer.h.*.attn.attention.v_proj": "colwise",
+    "transformer.h.*.attn.attention.out_proj": "rowwise",
+    "transformer.h.*.mlp.c_fc": "colwise",
+    "transformer.h.*.mlp.c_proj": "rowwise",
+    "lm_head": "colwise_gather_output",
+}
+
+
+def _parameters(shape: ModelShape) -> Inventory:
+    width, units = shape.hidden_size, shape.intermediate_size
+    return Inventory(
+        layer=(
+            *(Matrix(module=name, num_rows=width, num_columns=width, cut=0) for name in ("q_proj", "k_proj", "v_proj")),
+            Matrix(module="out_proj", num_rows=width, num_columns=width, cut=1, has_bias=True),
+            Matrix(module="c_fc", num_rows=units, num_columns=width, cut=0, has_bias=True),
+            Matrix(module="c_proj", num_rows=width, num_columns=units, cut=1, has_bias=True),
+        ),
+        layer_vectors=4 * width,
+        embeddings=(
+            Matrix(module="wte", num_rows=shape.vocab_size, num_columns=width, cut=0),
+            Matrix(module="wpe", num_rows=shape.max_position_embeddings, num_columns=width),
+        ),
+        head=head_of(shape),
+        final_vectors=2 * width,
+        num_layers=shape.num_hidden_layers,
+    )
+
+
+def _windows(config: Any) -> tuple[int | None, ...]:  # noqa: ANN401 - the library's config
+    return tuple(config.window_size if kind == "local" else None for kind in config.attention_layers)
+
+
+FAMILY = Family(
+    model_type="gpt_neo",
+    parameters=_parameters,
+    windows=_windows,
+    num_masks=4,
+    attention="eager",
+    ties_unless_said=True,
+    tp_plan=_TP_PLAN,
+    adapt="llama_ssp.models.huggingface.gpt_neo:adapt",
+)
