@@ -168,7 +168,8 @@ class Bench:
 
     def _bytes_of_a_step(self, stage: Stage) -> float:
         """Weights without the embedding, of which one row is read, and keys and values in the middle of the text."""
-        model = planned_model(replace(catalogue.load(stage.target), dtype=self.dtype, quantization=stage.quantization))
+        entry = replace(catalogue.load(stage.target), dtype=self.dtype, quantization=stage.quantization)
+        model = planned_model(entry, device="cuda")
         shape, size = model.shape, DTYPE_BYTES[self.dtype]
         weights = step_bytes(inventory(shape), model, device=self.device.type)
         width = 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim * size

@@ -75,7 +75,8 @@ def weights_bytes(arguments: argparse.Namespace) -> tuple[int, int]:
     entries = [replace(catalogue.load(name), dtype=Dtype.fp32) for name in (arguments.target, arguments.draft)]
     if arguments.modules:  # which keep the weights of 16-bit files in 32
         entries = [replace(entry, stored_dtype=Dtype.fp32) for entry in entries]
-    target, draft = (step_bytes(inventory(model.shape), model, device="cpu") for model in map(planned_model, entries))
+    models = [planned_model(entry, device="cpu") for entry in entries]
+    target, draft = (step_bytes(inventory(model.shape), model, device="cpu") for model in models)
     return target, draft
 
 

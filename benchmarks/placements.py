@@ -150,7 +150,7 @@ def launch(num_ranks: int, arguments: argparse.Namespace) -> list[Figures]:
 
 def target_bytes() -> dict[str, int]:
     """Bytes of the whole target in each form, as the planner counts them."""
-    planned = {form.name: planned_model(form.entry(TARGET)) for form in FORMS}
+    planned = {form.name: planned_model(form.entry(TARGET), device="cpu") for form in FORMS}
     return {
         name: model_bytes(inventory(model.shape), model, device="cpu").total_bytes for name, model in planned.items()
     }

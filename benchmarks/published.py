@@ -78,9 +78,9 @@ PAIRS = (
 def job(target: str, num_gpus: int, *, draft: str | None = None, kind: str = "one_rank", eager: bool = False) -> Job:
     """A job at batch 1 with a prompt of five tokens, as gpt-fast measures."""
     ranks = tuple(range(num_gpus))
-    drafting = planned_model(catalogue.load(draft)) if draft else None
+    drafting = planned_model(catalogue.load(draft), device="cuda") if draft else None
     return Job(
-        target=planned_model(catalogue.load(target)),
+        target=planned_model(catalogue.load(target), device="cuda"),
         draft=drafting,
         target_kind=TargetKind.tensor,
         target_ranks=ranks,

@@ -29,6 +29,7 @@ from llama_ssp.planning.roofline import MEASURED_SLOTS
 
 ELEMENTS = tuple(4**power for power in range(6, 13))
 ROWS = (1, 2, 5, 9, 64, 512)
+FEW_ELEMENTS, FEW_ROWS = ELEMENTS[2::2], (1, 2, 5, 64)
 OPERATOR_ROWS = (1, 5, 64)
 WORKING_SETS = (4 * 2**20, 32 * 2**20, 192 * 2**20)
 BUDGET_S = 0.15
@@ -132,6 +133,8 @@ def linear_points(
     working_sets: Sequence[int] = WORKING_SETS,
     keeps_weight: bool = False,
     from_16_bits: bool = False,
+    all_elements: Sequence[int] | None = None,
+    all_rows: Sequence[int] = ROWS,
 ) -> list[LinearPoint]:
     """Linear layers of all sizes, with matrices that stay in a cache and with ones that do not.
 
@@ -143,20 +146,26 @@ def linear_points(
         working_sets: bytes of all matrices that are read in turn.
         keeps_weight: the matrices are embeddings too, so that they stay as they are.
         from_16_bits: the matrices are those of a 16-bit checkpoint, and are kept in 16 bits.
+        all_elements: sizes of matrices; None takes all.
+        all_rows: numbers of inputs.
     """
+    arithmetic = Dtype(str(dtype).removeprefix("torch.")).name
     points = []
     for working_set in working_sets:
-        for elements in ELEMENTS:
+        for elements in all_elements or ELEMENTS:
             size = elements * (2 if from_16_bits else dtype.itemsize)
             # Caches hold many sets of small matrices, and only large ones make up a set that none can hold.
             if size > working_set or (working_set > WORKING_SETS[-1] and size * MOST_MATRICES < working_set):
                 continue
-            number = min(max(2, working_set // size), MOST_MATRICES)
             make = partial(_linear, elements, dtype, keeps_weight=keeps_weight, from_16_bits=from_16_bits)
+            number = min(max(2, working_set // size), MOST_MATRICES)
             layers = [make(tall=bool(index % 2)) for index in range(number)]
-            for rows in ROWS:
-                s = _linear_s(layers, rows, dtype)
-                points.append(LinearPoint(dtype=name, rows=rows, elements=elements, working_set_bytes=working_set, s=s))
+            for rows in all_rows:
+                point = LinearPoint(
+                    dtype=name, rows=rows, elements=elements, working_set_bytes=working_set,
+                    s=_linear_s(layers, rows, dtype), arithmetic=arithmetic,
+                )  # fmt: skip
+                points.append(point)
     return points
 
 

@@ -48,6 +48,7 @@ def load(name: str) -> ModelConfig:
         return ModelConfig(
             dtype=Dtype[fields.pop("dtype", "auto")],
             stored_dtype=Dtype[fields.pop("stored_dtype", "auto")],
+            gpu_dtype=Dtype[fields.pop("gpu_dtype", "auto")],
             quantization=Quantization[fields.pop("quantization", "none")],
             shape=ModelShape(**shape) if shape else None,
             **fields,

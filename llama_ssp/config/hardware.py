@@ -35,6 +35,7 @@ class Link:
 class LinearPoint:
     """Measured time of one linear layer: `rows` inputs through a matrix of `elements` numbers.
 
+    `dtype` is the number format of the matrix, `arithmetic` that of inputs and sums.
     `working_set_bytes` is the size of all matrices that were read in turn, which decides whether they stay in a cache.
     """
 
@@ -43,6 +44,7 @@ class LinearPoint:
     elements: int
     working_set_bytes: int
     s: float
+    arithmetic: str = Dtype.fp32.name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +119,8 @@ class HardwareConfig:
         bandwidth_bytes_per_s: memory bandwidth of the data sheet.
         copy_bytes_per_s: memory bandwidth that a plain copy was measured to reach.
         flops_per_s: dense matrix rate by number format.
+        slowdown: for some number formats, how many times as long as in fp32 arithmetic a matrix of as many bytes
+            takes.
         kernel_s: time of a kernel beside its bytes, inside a CUDA graph.
         launch_s: time of an operator beside its bytes when it is launched from Python.
         link, network: links inside a node and between nodes.
@@ -135,6 +139,7 @@ class HardwareConfig:
     bandwidth_bytes_per_s: float
     copy_bytes_per_s: float | None = None
     flops_per_s: dict[str, float]
+    slowdown: dict[str, float] = field(default_factory=dict)
     kernel_s: float
     launch_s: float
     link: Link
@@ -164,7 +169,8 @@ _NESTED: dict[str, type[Any]] = {
     "composition": CompositionPoint,
 }
 _MAY_BE_ZERO = {"context_bytes", "collective_bytes", "kernel_s", "launch_s", "latency_s", "round_s"}
-_TEXTS = {"name", "gpu", "dtype", "device"}
+_TEXTS = {"name", "gpu", "dtype", "arithmetic", "device"}
+_BY_NUMBER_FORMAT = ("flops_per_s", "slowdown")
 
 
 def names() -> list[str]:
@@ -194,14 +200,15 @@ def problems_of(figures: object) -> list[str]:
     """
     problems = list(_problems(HardwareConfig, figures, "hardware"))
     if isinstance(figures, Mapping):
-        device, flops = figures.get("device"), figures.get("flops_per_s")
+        device = figures.get("device")
         if "device" in figures and device not in DEVICES:
             problems.append(f"hardware.device={device} must be one of {', '.join(DEVICES)}")
-        if isinstance(flops, Mapping):
-            known = {dtype.name for dtype in Dtype} - {Dtype.auto.name}
+        known = {dtype.name for dtype in Dtype} - {Dtype.auto.name}
+        for figure in _BY_NUMBER_FORMAT:
+            by_format = figures.get(figure)
             problems += [
-                unknown_name("number format in hardware.flops_per_s", str(key), known)
-                for key in flops
+                unknown_name(f"number format in hardware.{figure}", str(key), known)
+                for key in (by_format if isinstance(by_format, Mapping) else ())
                 if key not in known
             ]
         nodes = figures.get("num_nodes", 1)
@@ -247,8 +254,8 @@ def _problems(kind: type[Any], figures: object, path: str) -> Iterator[str]:
 def _value_problems(key: str, value: object, path: str, kind: object) -> Iterator[str]:
     if key == "sources" and not isinstance(value, Mapping):
         yield f"{path} must say where each figure is from, by its name, not {value!r}"
-    elif key == "flops_per_s":
-        yield from _rate_problems(value, path)
+    elif key in _BY_NUMBER_FORMAT:
+        yield from _rate_problems(value, path, may_be_empty=key != "flops_per_s")
     elif key in {"link", "network"}:
         yield from _problems(Link, value, path)
     elif key in _NESTED and not isinstance(value, list):
@@ -262,9 +269,9 @@ def _value_problems(key: str, value: object, path: str, kind: object) -> Iterato
         yield from _number_problems(key, value, path, whole=kind is int)
 
 
-def _rate_problems(value: object, path: str) -> Iterator[str]:
-    if not isinstance(value, Mapping) or not value:
-        yield f"{path} must give a rate for at least one number format, for example {{fp16: 3.12e+14}}"
+def _rate_problems(value: object, path: str, *, may_be_empty: bool) -> Iterator[str]:
+    if not isinstance(value, Mapping) or not (value or may_be_empty):
+        yield f"{path} must give a figure for at least one number format, for example {{fp16: 3.12e+14}}"
         return
     for name, rate in value.items():
         yield from _number_problems(str(name), rate, f"{path}.{name}", whole=False)

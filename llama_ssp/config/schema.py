@@ -13,7 +13,7 @@ from llama_ssp.config.target_placement import TargetPlacement
 
 
 class Dtype(Enum):
-    """Number format of weights, activations and cache; `auto` takes the checkpoint's own (configs of `local`)."""
+    """Number format of weights, activations and cache; `planning.job.number_format` says what `auto` stands for."""
 
     auto = "auto"
     fp32 = "float32"
@@ -115,7 +115,9 @@ class ModelConfig:
     """One entry of the catalogue `conf/model`: a checkpoint, its precision and its shape.
 
     Exactly one of `path`, `shipped` and `hub_id` says where the weights are; `path` wins when it is given.
+    `dtype` is the number format to compute in; `auto` leaves it to the device (`planning.job.number_format`).
     `stored_dtype` is the files' own number format, where it is known.
+    `gpu_dtype` is what `dtype=auto` means on a GPU; `auto` takes that of the files.
     `int8_threshold` is for `quantization=int8`: inputs of at least this size are not quantized; 0 quantizes all.
     `verify` compares every file with a manifest of hashes; null is the one beside the files.
     """
@@ -127,6 +129,7 @@ class ModelConfig:
     shipped: bool = False
     dtype: Dtype = Dtype.auto
     stored_dtype: Dtype = Dtype.auto
+    gpu_dtype: Dtype = Dtype.auto
     quantization: Quantization = Quantization.none
     int8_threshold: float = 0.0
     verify: bool = False

@@ -12,7 +12,7 @@ from typing import Any
 
 from llama_ssp.config import catalogue
 from llama_ssp.config.hardware import HardwareConfig
-from llama_ssp.config.schema import DraftLayout, Quantization
+from llama_ssp.config.schema import DraftLayout, Dtype, Quantization
 from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.errors import PlacementError
 from llama_ssp.planning.memory import fits, largest_batch, largest_context, memory
@@ -83,9 +83,13 @@ def _applied(steps: tuple[_Step, ...], job: Job, hardware: HardwareConfig) -> tu
 def _steps(job: Job, hardware: HardwareConfig) -> Iterator[_Step]:
     yield from _sizes(job, hardware)
     yield from _draft(job)
+    short = job.target.stored
+    if job.device == "cpu" and job.target.dtype is Dtype.fp32 and short in {Dtype.bf16, Dtype.fp16}:
+        # Slower, but whatever a CPU keeps in fp32 of 16-bit files then takes half.
+        yield _step("precision", 2, f"model.dtype={short.name}", target=replace(job.target, dtype=short))
     for quantization in (Quantization.int8, Quantization.nf4):
         if job.target.quantization is Quantization.none:
-            target = replace(job.target, quantization=quantization)
+            target = job.target.quantized(quantization)
             weight = 3 if quantization is Quantization.int8 else 5
             yield _step("precision", weight, f"model.quantization={quantization.name}", target=target)
     if hardware.network and job.target_kind is not TargetKind.accelerate:  # one rank has the GPUs of one node
@@ -93,7 +97,8 @@ def _steps(job: Job, hardware: HardwareConfig) -> Iterator[_Step]:
             spread = partial(_on_nodes, num_nodes=num_nodes)
             yield _Step(kind="nodes", weight=4 + num_nodes, setting=f"hardware.num_nodes={num_nodes}", apply=spread)
     for index, name in enumerate(reversed(_smaller(job.target.name))):
-        target = replace(planned_model(catalogue.load(name)), by_library=job.target.by_library)
+        target = planned_model(catalogue.load(name), device=job.device)
+        target = replace(target, by_library=job.target.by_library)
         yield _step("target", 8 + index, f"model={name}", target=target)
 
 
@@ -114,7 +119,7 @@ def _draft(job: Job) -> Iterator[_Step]:
         setting = f"placement.draft.kind={sharded.name}"
         yield _step("placement", 1, setting, draft_kind=sharded, draft_ranks=job.target_ranks)
     for index, name in enumerate(reversed(_smaller(job.draft.name))):
-        yield _step("draft", 2 + index, f"draft={name}", draft=planned_model(catalogue.load(name)))
+        yield _step("draft", 2 + index, f"draft={name}", draft=planned_model(catalogue.load(name), device=job.device))
     yield _step("draft", 6, "draft=none", draft=None, draft_ranks=())
 
 

@@ -9,15 +9,37 @@ from llama_ssp.planning.curves import between, line
 
 
 def measured_linear_s(
-    linear: list[LinearPoint], elements: int, *, rows: int, dtype: Dtype, working_set_bytes: int
+    linear: list[LinearPoint],
+    elements: int,
+    *,
+    rows: int,
+    dtype: Dtype,
+    working_set_bytes: int,
+    arithmetic: Dtype = Dtype.fp32,
+    slowdown: float = 1.0,
 ) -> float:
     """Interpolate measured linear layers in the size of the matrix, the rows and the working set.
 
-    A number format that was not measured takes the points of the first one that was.
+    A matrix in a number format that was not measured takes the points of the first one that was.
+
+    Args:
+        linear: the points.
+        elements: of the matrix.
+        rows: inputs.
+        dtype: number format of the matrix.
+        working_set_bytes: all that is read in turn.
+        arithmetic: number format of inputs and sums.
+        slowdown: where this arithmetic was not measured, how many times as long as fp32 on 16-bit weights it takes.
     """
-    measured = {point.dtype for point in linear}
-    name = dtype.name if dtype.name in measured else linear[0].dtype
-    points = [point for point in linear if point.dtype == name]
+    points = [point for point in linear if point.arithmetic == arithmetic.name]
+    if not points and arithmetic is not Dtype.fp32:
+        return slowdown * measured_linear_s(
+            linear, elements, rows=rows, dtype=Dtype.fp16, working_set_bytes=working_set_bytes
+        )
+    points = points or linear
+    measured = {point.dtype for point in points}
+    name = dtype.name if dtype.name in measured else points[0].dtype
+    points = [point for point in points if point.dtype == name]
     sets = sorted({point.working_set_bytes for point in points})
 
     def at(set_bytes: int) -> float:

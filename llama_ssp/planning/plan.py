@@ -188,6 +188,7 @@ def _model(model: PlannedModel, plan: Plan, *, prefix: str) -> dict[str, Any]:
     return {
         "name": model.name,
         "dtype": model.dtype.name,
+        "matrix_dtype": model.matrix_dtype(plan.job.device).name,
         "quantization": model.quantization.name,
         "num_parameters": whole.num_layers * layer + sum(m.num_elements for m in tables) + whole.final_vectors,
         "weights_bytes": once.total_bytes,

@@ -17,7 +17,7 @@ from functools import partial
 
 from llama_ssp.architectures.inventory import Inventory, Matrix
 from llama_ssp.config.hardware import HardwareConfig, Profile
-from llama_ssp.config.schema import Quantization
+from llama_ssp.config.schema import Dtype, Quantization
 from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.planning.curves import line
 from llama_ssp.planning.measured import by_rows_and_width, composition_ratio, measured_linear_s
@@ -37,6 +37,9 @@ KERNELS_PER_FRAME = 8
 """Embedding, mask, rotary angles, last norm, head and its conversion to fp32."""
 BNB_INT8_SLOWDOWN = 4.0
 """bitsandbytes int8 against fp16 on GPUs, published as 3-5x; nearly flat from 1 to K + 1 rows."""
+
+CPU_SLOWDOWN_16_BITS = 3.0
+"""Products in bf16 against fp32 ones of 16-bit weights, on a CPU without instructions for them: 2.5 to 3.7 measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,16 +173,29 @@ def _matrices_s(
     """All matrix products of one rank."""
     model = seat.model
     if profile := profile_of(hardware, seat.num_active):
-        dtype = model.matrix_dtype(hardware.device)
-        price = partial(measured_linear_s, dtype=dtype, working_set_bytes=_read_bytes(held, model, hardware))
-        layer = sum(price(profile.linear, elements, rows=rows) for elements in held.products)
-        heads = profile.linear if held.head or dtype is not model.dtype else profile.tied_head
-        head = price(heads, held.output.num_elements, rows=scored) if has_head else 0.0
+        arithmetic = model.dtype if model.quantization is Quantization.none else Dtype.fp32
+        price = partial(
+            measured_linear_s,
+            dtype=model.matrix_dtype(hardware.device),
+            working_set_bytes=_read_bytes(held, model, hardware),
+            slowdown=slowdown(hardware, model.dtype),
+        )
+        layer = sum(price(profile.linear, elements, rows=rows, arithmetic=arithmetic) for elements in held.products)
+        is_tied = held.head is None and model.matrix_dtype(hardware.device) is model.dtype
+        has_tied = any(point.arithmetic == model.dtype.name for point in profile.tied_head)
+        heads = profile.tied_head if is_tied and has_tied else profile.linear
+        head = price(heads, held.output.num_elements, rows=scored, arithmetic=model.dtype) if has_head else 0.0
     else:
         layer = sum(roofline_s(matrix, model, hardware, rows=rows) for matrix in held.layer)
         unquantized = replace(model, quantization=Quantization.none)
         head = roofline_s(held.output, unquantized, hardware, rows=scored) if has_head else 0.0
     return held.num_layers * layer + head
+
+
+def slowdown(hardware: HardwareConfig, arithmetic: Dtype) -> float:
+    """How many times as long a matrix product takes in a number format as one of as many bytes in fp32."""
+    is_slow = hardware.device == "cpu" and arithmetic in {Dtype.bf16, Dtype.fp16}
+    return hardware.slowdown.get(arithmetic.name, CPU_SLOWDOWN_16_BITS if is_slow else 1.0)
 
 
 def roofline_s(matrix: Matrix, model: PlannedModel, hardware: HardwareConfig, *, rows: int) -> float:
@@ -194,7 +210,8 @@ def roofline_s(matrix: Matrix, model: PlannedModel, hardware: HardwareConfig, *,
         # Its kernel for one row is no faster than fp16; more rows are unpacked first, written and read again.
         read_bytes = wide if rows == 1 else read_bytes + 2 * wide
     flops = hardware.flops_per_s.get(model.dtype.name) or max(hardware.flops_per_s.values())
-    return max(read_bytes / bandwidth(hardware), 2 * rows * matrix.num_elements / flops)
+    times = slowdown(hardware, model.dtype) if quantization is Quantization.none else 1.0
+    return times * max(read_bytes / bandwidth(hardware), 2 * rows * matrix.num_elements / flops)
 
 
 def _attention_s(seat: Seat, hardware: HardwareConfig, *, batch_size: int, num_positions: int, num_slots: int) -> float:

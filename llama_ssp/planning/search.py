@@ -57,7 +57,7 @@ def _candidates(job: Job, hardware: HardwareConfig) -> Iterator[Job]:
     for model in series:
         # What the catalogue holds by a quantized name is the same model, and is tried below.
         for quantization in Quantization:
-            target = replace(planned_model(model), quantization=quantization)
+            target = planned_model(replace(model, quantization=quantization), device=hardware.device)
             base = replace(job, target=target, draft=None, draft_ranks=(), target_ranks=_all_ranks(job, hardware))
             yield base
             for draft in _drafts(model, series):
@@ -112,9 +112,8 @@ def _with_draft(base: Job, hardware: HardwareConfig, draft: ModelConfig, kind: D
     apart = kind is DraftLayout.own_gpu
     target_ranks = ranks[:-1] if apart else ranks
     draft_ranks = {DraftLayout.one_rank: ranks[:1], DraftLayout.own_gpu: ranks[-1:]}.get(kind, target_ranks)
-    return replace(
-        base, target_ranks=target_ranks, draft=planned_model(draft), draft_kind=kind, draft_ranks=draft_ranks
-    )
+    planned = planned_model(draft, device=hardware.device)
+    return replace(base, target_ranks=target_ranks, draft=planned, draft_kind=kind, draft_ranks=draft_ranks)
 
 
 def _judge(job: Job, hardware: HardwareConfig) -> Choice:

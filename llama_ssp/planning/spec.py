@@ -26,6 +26,7 @@ SLOT_STEP = 8
 class PlannedModel:
     """A model in the precision it will have; `dtype` is never `auto`, and `stored` is where the files' is unknown.
 
+    `quantized_dtype` is the number format it would have if it were quantized; `auto` stands for the same one.
     `by_library` says that it runs in the library's modules although the lean decoder knows its family.
     """
 
@@ -34,12 +35,18 @@ class PlannedModel:
     dtype: Dtype
     quantization: Quantization
     stored: Dtype = Dtype.auto
+    quantized_dtype: Dtype = Dtype.auto
     by_library: bool = False
 
     @property
     def is_lean(self) -> bool:
         """Whether the lean decoder runs it."""
         return family_of(self.shape.model_type).is_llama_kind and not self.by_library
+
+    def quantized(self, quantization: Quantization) -> "PlannedModel":
+        """The same model with its linear layers in another form than their number format."""
+        dtype = self.dtype if self.quantized_dtype is Dtype.auto else self.quantized_dtype
+        return replace(self, quantization=quantization, dtype=dtype)
 
     def matrix_dtype(self, device: str) -> Dtype:
         """The number format of the linear layers: a CPU keeps those of 16-bit files in 16 bits, also in fp32."""
@@ -127,7 +134,7 @@ def step_bytes(held: Inventory, model: PlannedModel, *, device: str) -> int:
 
 
 def settle_models(config: PlanConfig) -> None:
-    """Fill in the shape and the number format of models that are known by their folder alone.
+    """Fill in the shape and the files' number format of models that are known by their folder alone.
 
     Raises:
         ConfigError: there is neither a shape nor a folder.
@@ -135,8 +142,8 @@ def settle_models(config: PlanConfig) -> None:
     """
     for model in (config.model, config.draft.model):
         if model is not None:
-            settled = planned_model(model)
-            model.shape, model.dtype, model.stored_dtype = settled.shape, settled.dtype, settled.stored
+            settled = planned_model(model, device="cpu")
+            model.shape, model.stored_dtype = settled.shape, settled.stored
 
 
 def make_job(config: PlanConfig, hardware: HardwareConfig) -> Job:
@@ -146,11 +153,12 @@ def make_job(config: PlanConfig, hardware: HardwareConfig) -> Job:
         ConfigError: a model has neither a shape nor a folder to read it from.
         CheckpointError: a folder's config.json does not describe a model.
     """
-    draft, placement = planned_model(config.draft.model) if config.draft.model else None, config.placement
+    draft = planned_model(config.draft.model, device=hardware.device) if config.draft.model else None
+    placement = config.placement
     num_ranks = hardware.num_ranks // placement.num_replicas
     layout = lay_out(placement.target, placement.draft, num_ranks=num_ranks, has_draft=draft is not None)
     return Job(
-        **target_fields(config.model, placement.target, layout, num_gpus=hardware.num_gpus),
+        **target_fields(config.model, placement.target, layout, num_gpus=hardware.num_gpus, device=hardware.device),
         draft=draft,
         draft_kind=layout.draft_kind,
         draft_ranks=layout.draft_ranks,
@@ -165,7 +173,9 @@ def make_job(config: PlanConfig, hardware: HardwareConfig) -> Job:
     )
 
 
-def target_fields(model: ModelConfig, target: TargetPlacement, layout: Layout, *, num_gpus: int) -> dict[str, Any]:
+def target_fields(
+    model: ModelConfig, target: TargetPlacement, layout: Layout, *, num_gpus: int, device: str
+) -> dict[str, Any]:
     """The fields of a `Job` that say what the target is and where.
 
     Args:
@@ -173,6 +183,7 @@ def target_fields(model: ModelConfig, target: TargetPlacement, layout: Layout, *
         target: its placement.
         layout: which ranks of a copy hold what.
         num_gpus: of each node; layers in a row are spread over those of the target's node that no rank has.
+        device: cpu or cuda.
 
     Raises:
         ConfigError, CheckpointError: see `planned_model`.
@@ -181,7 +192,7 @@ def target_fields(model: ModelConfig, target: TargetPlacement, layout: Layout, *
     first = layout.target_ranks[0] // num_gpus * num_gpus
     spare = [gpu for gpu in range(first, first + num_gpus) if in_a_row and gpu not in layout.ranks]
     return {
-        "target": replace(planned_model(model), by_library=target.kind is not TargetKind.tensor),
+        "target": replace(planned_model(model, device=device), by_library=target.kind is not TargetKind.tensor),
         "target_kind": target.kind,
         "target_ranks": layout.target_ranks,
         "spare_devices": tuple(spare),
@@ -190,25 +201,50 @@ def target_fields(model: ModelConfig, target: TargetPlacement, layout: Layout, *
     }
 
 
-def planned_model(model: ModelConfig) -> PlannedModel:
+def number_format(model: ModelConfig, *, device: str) -> Dtype:
+    """The number format that a model computes in; `auto` where only its files say.
+
+    CPUs have no fast 16-bit arithmetic as a rule. There fp32 is the default, which holds the values of every
+    checkpoint, while linear layers of 16-bit files stay in 16 bits (`PlannedModel.matrix_dtype`). Quantized layers are
+    the exception: their kernels are faster with 16-bit inputs.
+
+    Args:
+        model: its entry; a number format that the user gives is taken as it is.
+        device: cpu or cuda.
+    """
+    if model.dtype is not Dtype.auto:
+        return model.dtype
+    if device == "cpu" and model.quantization is Quantization.none:
+        return Dtype.fp32
+    return model.stored_dtype if model.gpu_dtype is Dtype.auto else model.gpu_dtype
+
+
+def planned_model(model: ModelConfig, *, device: str) -> PlannedModel:
     """Settle a model's shape and number format; a folder's config.json is their only source where the entry has none.
+
+    Args:
+        model: its entry.
+        device: cpu or cuda.
 
     Raises:
         ConfigError: there is neither a shape nor a folder.
         CheckpointError: the folder's config.json does not describe a model.
     """
-    shape, dtype, stored = model.shape, model.dtype, model.stored_dtype
+    shape = model.shape
     if shape is None:
         if model.path is None:
             raise ConfigError(f"model={model.name} needs model.path=DIR, a folder with config.json")
         shape, stored = read_config(Path(model.path))
-        dtype = stored if dtype is Dtype.auto else dtype
+        model = replace(model, stored_dtype=stored)
+    dtype = number_format(model, device=device)
+    quantized = number_format(replace(model, quantization=Quantization.int8), device=device)
     return PlannedModel(
         name=model.name,
         shape=shape,
         dtype=Dtype.fp32 if dtype is Dtype.auto else dtype,
         quantization=model.quantization,
-        stored=stored,
+        stored=model.stored_dtype,
+        quantized_dtype=quantized,
     )
 
 

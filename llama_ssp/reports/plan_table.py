@@ -67,7 +67,10 @@ def headline(plan: Mapping[str, Any]) -> str:
 
 
 def _named(model: Mapping[str, Any]) -> str:
-    return f"{model['name']} {model['dtype'] if model['quantization'] == 'none' else model['quantization']}"
+    if model["quantization"] != "none":
+        return f"{model['name']} {model['quantization']}"
+    is_mixed = model["matrix_dtype"] != model["dtype"]
+    return f"{model['name']} {model['dtype']}{' with 16-bit weights' if is_mixed else ''}"
 
 
 def _seated(draft: Mapping[str, Any]) -> str:

@@ -95,6 +95,14 @@ def _profile(*, num_ranks: int, reduces: list[SizePoint]) -> Profile:
     halves = []
     if can_halve():
         halves = operators.linear_points(torch.float32, Dtype.fp16.name, working_sets=sets, from_16_bits=True)
+    for dtype in (Dtype.bf16, Dtype.fp16):  # a run has 16-bit arithmetic only if it asks for it: few points
+        halves += operators.linear_points(
+            DTYPES[dtype],
+            dtype.name,
+            working_sets=operators.WORKING_SETS[1:],
+            all_elements=operators.FEW_ELEMENTS,
+            all_rows=operators.FEW_ROWS,
+        )
     layer, frame = operators.operator_points(linear, rounds.some_draw())
     draw, verify = rounds.rule_points(operators.some_forward())
     return Profile(

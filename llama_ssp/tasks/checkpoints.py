@@ -1,6 +1,6 @@
 """What a run's checkpoints are, found and checked on every rank before any weight is loaded."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ from llama_ssp.distributed.agree import together
 from llama_ssp.distributed.world import World
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.models.quantization.precision import Precision
+from llama_ssp.planning.spec import number_format
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import check_shape, inspect, read_json
 from llama_ssp.weights.manifest import verify
@@ -68,7 +69,8 @@ def find_sources(config: RunConfig, world: World) -> tuple[Source, Source | None
                 if entry.verify:
                     verify(folder, read_path(entry.manifest) if entry.manifest else None)
     with together(world.comm):
-        origins = _synthesize(config) if config.weights is WeightsKind.synthetic else _inspect(config)
+        is_synthetic = config.weights is WeightsKind.synthetic
+        origins = _synthesize(config, world.device.type) if is_synthetic else _inspect(config)
         if kind is TargetKind.deepspeed:
             from llama_ssp.models.huggingface.auto_tp import check_auto_tp, choose_accelerator  # noqa: PLC0415 - see below
 
@@ -76,7 +78,7 @@ def find_sources(config: RunConfig, world: World) -> tuple[Source, Source | None
             shape, quantization = origins[0].shape, config.model.quantization
             check_auto_tp(shape, quantization=quantization, num_ranks=len(layout.target_ranks))
         target, *drafts = (
-            _check(entry, origin, num_ranks=number)
+            _check(entry, origin, num_ranks=number, device=world.device.type)
             for entry, origin, number in zip(_entries(config), origins, num_ranks, strict=False)
         )
         if kind is TargetKind.accelerate and world.comm.rank in layout.target_ranks:
@@ -89,6 +91,23 @@ def find_sources(config: RunConfig, world: World) -> tuple[Source, Source | None
         if draft:
             _check_vocabularies(target, draft)
     return target, draft
+
+
+def with_number_formats(config: RunConfig, sources: tuple[Source, Source | None]) -> RunConfig:
+    """The config with the number formats of both models: what they are loaded in, and what their files have."""
+
+    def settled(source: Source) -> ModelConfig:
+        dtype, stored = source.dtype or source.origin.dtype, source.origin.dtype
+        return replace(source.entry, dtype=_member(dtype), stored_dtype=_member(stored))
+
+    target, draft = sources
+    config = replace(config, model=settled(target))
+    return replace(config, draft=replace(config.draft, model=settled(draft))) if draft else config
+
+
+def _member(dtype: torch.dtype) -> Dtype:
+    """What the config calls a number format; files of any other one are planned for as fp32."""
+    return next((member for member in Dtype if f"torch.{member.value}" == str(dtype)), Dtype.fp32)
 
 
 def row_place(config: RunConfig, world: World) -> "Place":
@@ -124,26 +143,26 @@ def _inspect(config: RunConfig) -> list[Origin]:
     return origins
 
 
-def _synthesize(config: RunConfig) -> list[Origin]:
-    """The recipe of each model: its shape, and what is shipped."""
+def _synthesize(config: RunConfig, device: str) -> list[Origin]:
+    """The recipe of each model: its shape, and what is shipped; on a CPU of numbers that 16 bits hold, as planned."""
     from llama_ssp.weights.synthetic import synthesize  # noqa: PLC0415 - few runs need it
 
     shapes = [entry.shape for entry in _entries(config) if entry.shape]
-    return list(synthesize(shapes, agreement=config.synthetic.agreement))
+    return list(synthesize(shapes, agreement=config.synthetic.agreement, in_16_bits=device == "cpu"))
 
 
-def _check(entry: ModelConfig, origin: Origin, *, num_ranks: int) -> Source:
+def _check(entry: ModelConfig, origin: Origin, *, num_ranks: int, device: str) -> Source:
     from llama_ssp.models.build import check_model  # noqa: PLC0415 - the library's models take seconds to import
 
     check_model(origin, num_ranks=num_ranks, quantization=entry.quantization)
-    dtype = None if entry.dtype is Dtype.auto else getattr(torch, entry.dtype.value)
+    dtype = number_format(entry, device=device)
     tokenizer = _read_tokenizer(origin.folder)
     return Source(
         entry=entry,
         origin=origin,
         tokenizer=tokenizer,
         eos_ids=_read_eos_ids(origin.folder, tokenizer),
-        dtype=dtype,
+        dtype=None if dtype is Dtype.auto else getattr(torch, dtype.value),
         precision=Precision(quantization=entry.quantization, int8_threshold=entry.int8_threshold),
     )
 

@@ -14,12 +14,12 @@ from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.config.layout import lay_out_copy, may_capture
 from llama_ssp.config.machine import detect_hardware, machine_of_run
 from llama_ssp.config.plan import PlanFormat
-from llama_ssp.config.schema import DeviceKind, RuleName, RunConfig, WeightsKind
+from llama_ssp.config.schema import DeviceKind, Dtype, ModelConfig, RuleName, RunConfig, WeightsKind
 from llama_ssp.errors import ConfigError, one_message
 from llama_ssp.planning.auto import AutoPlacement, choose_placement
 from llama_ssp.planning.plan import PLAN_VERSION, Plan, document, make_plan, require_room
 from llama_ssp.planning.search import search, search_document
-from llama_ssp.planning.spec import Job, planned_model, target_fields
+from llama_ssp.planning.spec import Job, number_format, planned_model, target_fields
 from llama_ssp.planning.timing import Timing
 from llama_ssp.reports.lines import Forecast
 from llama_ssp.tasks.prompts import STANDARD_INPUT, read_prompts
@@ -214,10 +214,16 @@ def job_of_run(
     if isinstance(config.task, BenchmarkConfig):
         config, prompt_tokens = _largest_cell(config, config.task)
     placement = config.placement
-    draft = planned_model(config.draft.model) if config.draft.model else None
+    is_synthetic = config.weights is WeightsKind.synthetic
+    target, drafting = (
+        _synthesized(entry, device=device) if entry and is_synthetic else entry
+        for entry in (config.model, config.draft.model)
+    )
+    assert target, "a run has a target"
+    draft = planned_model(drafting, device=device) if drafting else None
     layout = lay_out_copy(placement, world_size=world_size, has_draft=draft is not None)
     return Job(
-        **target_fields(config.model, placement.target, layout, num_gpus=num_gpus or world_size),
+        **target_fields(target, placement.target, layout, num_gpus=num_gpus or world_size, device=device),
         draft=draft,
         draft_kind=layout.draft_kind,
         draft_ranks=layout.draft_ranks,
@@ -231,6 +237,11 @@ def job_of_run(
         cuda_graphs=config.cuda_graphs and device == "cuda" and may_capture(placement.target),
         device=device,
     )
+
+
+def _synthesized(entry: ModelConfig, *, device: str) -> ModelConfig:
+    """The entry of a synthetic model: in its own number format, of numbers that 16 bits hold."""
+    return replace(entry, dtype=number_format(entry, device=device), stored_dtype=Dtype.bf16)
 
 
 def _largest_cell(config: RunConfig, task: BenchmarkConfig) -> tuple[RunConfig, int]:

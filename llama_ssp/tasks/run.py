@@ -36,7 +36,7 @@ from llama_ssp.planning.plan import Plan, require_room
 from llama_ssp.reports.lines import LineKey
 from llama_ssp.reports.provenance import git_commit, gpu_links, planned_link, versions
 from llama_ssp.reports.records import RunFolder, read_status, write_failure
-from llama_ssp.tasks.checkpoints import Source, find_sources, offload_folder
+from llama_ssp.tasks.checkpoints import Source, find_sources, offload_folder, with_number_formats
 from llama_ssp.tasks.compare import compare
 from llama_ssp.tasks.dry_run import (
     TYPED_TOKENS,
@@ -150,6 +150,7 @@ def _run(
     if config.placement.auto:
         _settle_placement(config, world, terminal)
     sources = find_sources(config, world)
+    config = with_number_formats(config, sources)
     finished = _tell_finished(world, folder)
     context = min(source.origin.context for source in sources if source)
     jobs = _read_jobs(config, world, folder, sources[0], context=context)

@@ -51,11 +51,14 @@ class Synthetic:
         shape: its sizes; `implant.obstacle` finds nothing between the two.
         noise: standard deviation of what is added to the small output head, in units of the head's root mean square;
             a tied embedding gets it too.
+        in_16_bits: whether matrices in fp32 have values that fp16 holds, as those of a 16-bit checkpoint: a CPU then
+            keeps all of them in 16 bits.
     """
 
     small: Checkpoint
     shape: ModelShape
     noise: float = 0.0
+    in_16_bits: bool = False
 
     @property
     def folder(self) -> Path:
@@ -119,7 +122,9 @@ class Synthetic:
             root_mean_square = float(small.square().mean().sqrt())
             small += self.noise * root_mean_square * torch.randn(small.shape, generator=generator)
         small = small.to(device)
-        values = gather.make(small.view(-1, small.shape[-1]), dtype=dtype or self.dtype)
+        wanted = dtype or self.dtype
+        is_rounded = self.in_16_bits and wanted is torch.float32 and small.ndim > 1
+        values = gather.make(small.view(-1, small.shape[-1]), dtype=torch.float16 if is_rounded else wanted).to(wanted)
         return values[0] if small.ndim == 1 else values
 
     @property
@@ -134,19 +139,23 @@ class Synthetic:
         return Implant(self.small.shape, self.shape, small_eps=config.rms_norm_eps, small_theta=theta)
 
 
-def synthesize(shapes: Sequence[ModelShape], *, agreement: float) -> list[Synthetic]:
+def synthesize(shapes: Sequence[ModelShape], *, agreement: float, in_16_bits: bool = False) -> list[Synthetic]:
     """Make a target, or a target and its draft; no number is made yet.
 
     Args:
         shapes: one or two, of the Llama kind.
         agreement: how probable it is that a token of the draft is accepted, as `training.agreement` measures it.
+        in_16_bits: see `Synthetic`.
 
     Raises:
         ConfigError: a shape is too small, or no noise is known for this agreement.
     """
     small = choose_small(shapes)
     noises = (0.0, noise_for(small.folder, agreement) if len(shapes) > 1 else 0.0)
-    return [Synthetic(small=small, shape=shape, noise=noise) for shape, noise in zip(shapes, noises, strict=False)]
+    return [
+        Synthetic(small=small, shape=shape, noise=noise, in_16_bits=in_16_bits)
+        for shape, noise in zip(shapes, noises, strict=False)
+    ]
 
 
 def choose_small(shapes: Sequence[ModelShape]) -> Checkpoint:

@@ -31,10 +31,10 @@ def make_job(  # noqa: PLR0913 - every choice that tests make
     ranks = tuple(range(num_ranks))
     alone = draft_kind is DraftLayout.one_rank
     in_a_row = target_kind is TargetKind.accelerate
-    model = planned_model(catalogue.load(target)) if isinstance(target, str) else target
+    model = planned_model(catalogue.load(target), device=device) if isinstance(target, str) else target
     return Job(
         target=replace(model, by_library=target_kind is not TargetKind.tensor),
-        draft=planned_model(catalogue.load(draft)) if draft else None,
+        draft=planned_model(catalogue.load(draft), device=device) if draft else None,
         target_kind=target_kind,
         target_ranks=ranks[:1] if in_a_row else ranks,
         spare_devices=ranks[1:] if in_a_row else (),

@@ -155,7 +155,11 @@ def test_a_local_folder_is_planned_from_its_config_file_alone(plan: Plan, tmp_pa
     content = plan("model=local", f"model.path={tmp_path}", "draft=none", "hardware=laptop_cpu")
     layer = 4 * 128 * 128 + 3 * 128 * 256 + 2 * 128
     assert content["target"]["num_parameters"] == 3 * layer + 2 * 512 * 128 + 128
-    assert content["target"]["dtype"] == "fp16"
+    assert (content["target"]["dtype"], content["target"]["matrix_dtype"]) == ("fp32", "fp16")
+    asked = plan("model=local", f"model.path={tmp_path}", "draft=none", "hardware=laptop_cpu", "model.dtype=bf16")
+    assert (asked["target"]["dtype"], asked["target"]["matrix_dtype"]) == ("bf16", "bf16")
+    on_gpu = plan("model=local", f"model.path={tmp_path}", "draft=none", "hardware=p4d_24xlarge")
+    assert (on_gpu["target"]["dtype"], on_gpu["target"]["matrix_dtype"]) == ("fp16", "fp16")
 
 
 @pytest.mark.parametrize(

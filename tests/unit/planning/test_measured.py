@@ -44,3 +44,16 @@ def test_a_number_format_that_was_not_measured_takes_the_points_of_one_that_was(
     linear = points("fp32", 2.0) + points("fp16", 1.0)
     price = partial(measured_linear_s, linear, 1500, rows=1, working_set_bytes=8)
     assert [price(dtype=dtype) for dtype in (Dtype.bf16, Dtype.fp32, Dtype.fp16)] == [3000.0, 3000.0, 1500.0]
+
+
+def test_arithmetic_that_was_not_measured_takes_so_many_times_fp32_on_16_bit_weights() -> None:
+    def point(dtype: Dtype, arithmetic: Dtype, s: float) -> LinearPoint:
+        return LinearPoint(dtype=dtype.name, arithmetic=arithmetic.name, rows=1, elements=9, working_set_bytes=8, s=s)
+
+    linear = [point(Dtype.fp32, Dtype.fp32, 4.0), point(Dtype.fp16, Dtype.fp32, 2.0)]
+    price = partial(measured_linear_s, elements=9, rows=1, working_set_bytes=8, slowdown=3.0)
+    assert price(linear, dtype=Dtype.fp16) == 2.0
+    assert [price(linear, dtype=dtype, arithmetic=dtype) for dtype in (Dtype.bf16, Dtype.fp16)] == [6.0, 6.0]
+    measured = [*linear, point(Dtype.bf16, Dtype.bf16, 7.0), point(Dtype.fp16, Dtype.fp16, 9.0)]
+    assert [price(measured, dtype=dtype, arithmetic=dtype) for dtype in (Dtype.bf16, Dtype.fp16)] == [7.0, 9.0]
+    assert [price(measured, dtype=dtype) for dtype in (Dtype.fp32, Dtype.fp16)] == [4.0, 2.0]

@@ -34,7 +34,7 @@ def test_a_captured_round_holds_the_kernels_of_all_k_draft_steps() -> None:
 
 @pytest.mark.parametrize(("name", "kib"), [("7B", 512), ("13B", 800), ("30B", 1560), ("65B", 2560)])
 def test_keys_and_values_of_a_token_have_the_published_size(name: str, kib: int) -> None:
-    assert kv_bytes_per_token(planned_model(catalogue.load(name))) == kib * 1024
+    assert kv_bytes_per_token(planned_model(catalogue.load(name), device="cuda")) == kib * 1024
 
 
 def test_caches_of_all_ranks_hold_every_slot_once() -> None:

@@ -42,7 +42,14 @@ MEASURED = replace(
         Profile(
             num_ranks=1,
             linear=[
-                LinearPoint(dtype="fp16", rows=rows, elements=elements, working_set_bytes=1, s=rows * elements / 1e6)
+                LinearPoint(
+                    dtype="fp16",
+                    arithmetic="fp16",
+                    rows=rows,
+                    elements=elements,
+                    working_set_bytes=1,
+                    s=rows * elements / 1e6,
+                )
                 for rows in (1, 5)
                 for elements in (1, 1000)
             ],

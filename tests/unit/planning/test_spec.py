@@ -21,6 +21,7 @@ from llama_ssp.config.schema import (
     Dtype,
     ModelConfig,
     PlacementConfig,
+    Quantization,
 )
 from llama_ssp.config.target_placement import TargetKind, TargetPlacement
 from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
@@ -84,7 +85,7 @@ def test_a_family_that_is_not_known_is_refused_with_those_that_are(model_type: s
 
 def test_a_local_model_has_its_shape_and_number_format_from_its_folder(tmp_path: Path) -> None:
     LlamaConfig(hidden_size=96, num_attention_heads=6, dtype="float16").save_pretrained(tmp_path)
-    model = planned_model(ModelConfig(name="local", path=str(tmp_path)))
+    model = planned_model(ModelConfig(name="local", path=str(tmp_path)), device="cuda")
     assert (model.shape.hidden_size, model.shape.head_dim, model.dtype) == (96, 16, Dtype.fp16)
 
 
@@ -100,7 +101,33 @@ def test_a_faulty_config_file_is_told_in_one_sentence(content: str, complaint: s
 
 def test_a_model_without_shape_and_folder_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"model\.path=DIR"):
-        planned_model(ModelConfig(name="local"))
+        planned_model(ModelConfig(name="local"), device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("name", "stored", "on_gpu"),
+    [
+        ("7B", Dtype.fp16, Dtype.fp16), ("gpt_neox_20B", Dtype.fp16, Dtype.fp16), ("llama3_8B", Dtype.bf16, Dtype.bf16),
+        ("tinyllama_1B", Dtype.fp32, Dtype.bf16), ("gemma2_2B", Dtype.fp32, Dtype.bf16),
+        ("gpt_neo_1.3B", Dtype.fp32, Dtype.fp16), ("tiny", Dtype.bf16, Dtype.fp32),
+    ],
+)  # fmt: skip
+def test_a_cpu_computes_in_fp32_unless_told_otherwise_and_a_gpu_in_what_the_entry_says(
+    name: str, stored: Dtype, on_gpu: Dtype
+) -> None:
+    entry = catalogue.load(name)
+    on_cpu = planned_model(entry, device="cpu")
+    assert (on_cpu.dtype, on_cpu.stored, planned_model(entry, device="cuda").dtype) == (Dtype.fp32, stored, on_gpu)
+    for device in ("cpu", "cuda"):
+        assert planned_model(replace(entry, dtype=Dtype.bf16), device=device).dtype is Dtype.bf16
+
+
+def test_a_quantized_model_computes_in_16_bits_on_a_cpu_too() -> None:
+    entry = replace(catalogue.load("llama3_8B"), quantization=Quantization.int8_weight_only)
+    planned = planned_model(entry, device="cpu")
+    assert planned.dtype is Dtype.bf16
+    unquantized = planned_model(replace(entry, quantization=Quantization.none), device="cpu")
+    assert unquantized.quantized(Quantization.int8_weight_only) == planned
 
 
 def _in_blocks(matrix: Matrix) -> int:
@@ -109,7 +136,7 @@ def _in_blocks(matrix: Matrix) -> int:
 
 
 def test_a_cpu_keeps_the_linear_layers_of_16_bit_files_in_16_bits() -> None:
-    target, draft = (planned_model(catalogue.load(name)) for name in ("tiny", "tiny-draft"))
+    target, draft = (planned_model(catalogue.load(name), device="cpu") for name in ("tiny", "tiny-draft"))
     for model, has_head in ((target, True), (draft, False)):
         held = inventory(model.shape)
         linear = held.num_layers * sum(matrix.num_elements for matrix in held.layer) + held.output.num_elements

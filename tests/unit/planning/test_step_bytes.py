@@ -17,7 +17,8 @@ NORMS = 3 * 2 * 512 + 512
 
 
 def of(shape: ModelShape, **fields: Dtype) -> int:
-    model = planned_model(replace(catalogue.load("tiny"), shape=shape, **fields))  # type: ignore[arg-type]
+    entry = replace(catalogue.load("tiny"), shape=shape, **fields)  # type: ignore[arg-type]
+    model = planned_model(entry, device="cpu")
     return step_bytes(inventory(shape), model, device="cpu")
 
 

@@ -185,7 +185,14 @@ def test_launching_every_operator_from_python_is_slower_than_graphs() -> None:
 def _measured(machine: HardwareConfig) -> HardwareConfig:
     """A machine whose linear layers take a second for each row and a million elements; the rest are round figures."""
     linear = [
-        LinearPoint(dtype="fp16", rows=rows, elements=elements, working_set_bytes=size, s=rows * elements / 1e6)
+        LinearPoint(
+            dtype="fp16",
+            arithmetic="fp16",
+            rows=rows,
+            elements=elements,
+            working_set_bytes=size,
+            s=rows * elements / 1e6,
+        )
         for rows in (1, 5)
         for elements in (1000, 100_000)
         for size in (1, 10**9)

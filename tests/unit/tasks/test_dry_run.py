@@ -15,10 +15,12 @@ from llama_ssp.config.schema import (
     DrafterConfig,
     DrafterKind,
     DraftLayout,
+    Dtype,
     PlacementConfig,
     RunConfig,
     SamplingConfig,
     VerificationConfig,
+    WeightsKind,
 )
 from llama_ssp.errors import CapacityError
 from llama_ssp.planning.plan import require_room
@@ -53,6 +55,18 @@ def test_a_run_is_planned_with_its_own_ranks() -> None:
     job = task.job_of_run(config, world_size=2, prompt_tokens=50, device="cpu")
     assert (job.target_ranks, job.draft_ranks, job.draft_kind) == ((0, 1), (1,), DraftLayout.one_rank)
     assert job.num_slots == 50 + 64 + 5 + 1, "a multiple of 8"
+
+
+@pytest.mark.parametrize("name", ["tinyllama_1B", "7B", "llama3_1B"])
+def test_synthetic_weights_are_planned_in_16_bits_on_a_cpu_and_in_the_entrys_format_on_a_gpu(name: str) -> None:
+    config = replace(_run(name, name), weights=WeightsKind.synthetic)
+    on_cpu, on_gpu = (
+        task.job_of_run(config, world_size=1, prompt_tokens=50, device=device) for device in ("cpu", "cuda")
+    )
+    assert on_cpu.draft
+    for model in (on_cpu.target, on_cpu.draft):
+        assert (model.dtype, model.matrix_dtype("cpu")) == (Dtype.fp32, Dtype.fp16)
+    assert on_gpu.target.dtype is (Dtype.fp16 if name == "7B" else Dtype.bf16)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from llama_ssp.config.schema import ModelShape
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.errors import ConfigError
 from llama_ssp.models.build import load_modules
-from llama_ssp.models.linear import PlainLinear
+from llama_ssp.models.linear import PlainLinear, half_scale
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.runner import Runner
 from llama_ssp.weights.checkpoint import Checkpoint
@@ -34,6 +34,18 @@ TEXTS = torch.randint(3, 4096, (2, NUM_TOKENS), generator=torch.Generator().manu
 def make(shape: ModelShape) -> Synthetic:
     [synthetic] = synthesize([shape], agreement=1.0)
     return synthetic
+
+
+def test_numbers_in_16_bits_are_held_by_fp16_and_others_are_not() -> None:
+    for in_16_bits in (True, False):
+        target, draft = synthesize([llama_shape(), llama_shape()], agreement=0.8, in_16_bits=in_16_bits)
+        scales = [
+            half_scale(origin.read(name, dtype=torch.float32).contiguous())
+            for origin in (target, draft)
+            for name, facts in origin.tensors.items()
+            if len(facts.shape) > 1
+        ]
+        assert all(scales) is in_16_bits
 
 
 def small_logits(small: Checkpoint) -> Tensor:
