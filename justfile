@@ -32,6 +32,14 @@ check:
     "{{bin}}/lint-imports"
     "{{bin}}/codespell"
 
+# build the documentation into site/; warnings are errors
+docs:
+    NO_MKDOCS_2_WARNING=1 "{{bin}}/python" -m mkdocs build --strict
+
+# show the documentation while you write it
+docs-serve:
+    NO_MKDOCS_2_WARNING=1 "{{bin}}/python" -m mkdocs serve
+
 # mend what can be mended without thought
 fix:
     "{{bin}}/ruff" check --fix

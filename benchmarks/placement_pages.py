@@ -1,4 +1,4 @@
-"""Pages made of a stored row of `placements`: the whole table as a document, and what 8 bits cost, for the README."""
+"""Pages made of a stored row of `placements`: the whole table as a document, and what 8 bits cost, for its guide."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -10,26 +10,26 @@ MIB = 2**20
 UNLIKE = 0.03
 """A ratio within this of 1 is called the same."""
 _REMARK = (
-    "With a batch of 8 a round yields eight times the tokens. Replicas work on a text each, so that two rounds take "
-    "the time of one. Two ranks share the cores that one process has alone: they are there to compare placements with "
-    "each other rather than with one rank."
+    "With a batch of 8, a round yields eight times the tokens. Each replica works on its own text, so two rounds take "
+    "the time of one. Two ranks share the cores that one process has alone: compare placements on two ranks with each "
+    "other, not with one rank."
 )
 
 
 def document(row: Row) -> str:
-    """docs/PLACEMENTS.md."""
+    """docs/benchmarks/placements.md."""
     names = [form.name for form in FORMS]
     refused = [f"- {line}" for line in refusals(row["cells"])]
     parts = [
         "# A round in every placement and precision",
-        "Made by `python -m benchmarks.readme` out of the newest row of `python -m benchmarks.placements`.",
+        "`python -m benchmarks.readme` makes this page from the newest row of `python -m benchmarks.placements`.",
         _setting(row),
-        "## Milliseconds of a round, or of a plain step where the target is alone",
+        "## Milliseconds per round, or per plain step where the target is alone",
         _table(row, names, "round_ms", "{:.2f}"),
         _REMARK,
-        "## The same over fp32 in the same line",
+        "## Ratio to fp32 in the same line",
         _table(row, names, "to_fp32", "{:.2f}"),
-        "## What a token gains by speculation over the same target alone",
+        "## Speed-up by speculation over the same target alone",
         _table(row, names, "speedup", "{:.2f}x"),
     ]
     return "\n\n".join([*parts, *(["## Not measured", "\n".join(refused)] if refused else [])]) + "\n"
@@ -50,10 +50,10 @@ def refusals(cells: Iterable[Row]) -> list[str]:
 def _setting(row: Row) -> str:
     versions = row["versions"]
     return (
-        f"`{row['target']}` with `{row['draft']}`, K = {row['num_draft_tokens']}, temperature 0.8, medians of cells in "
-        f"turns, {row['num_threads']} threads of an {row['processor']} shared out over the ranks; torch "
-        f"{versions['torch']}, commit {str(row['git_commit'])[:12]}. Precisions are the target's where no draft is "
-        "named; what is not quantized is fp32, or in the bf16 and fp16 columns that, in both models."
+        f"`{row['target']}` with `{row['draft']}`, K = {row['num_draft_tokens']}, temperature 0.8. The cells "
+        f"are medians, measured in turns. The ranks share {row['num_threads']} threads of an {row['processor']}; torch "
+        f"{versions['torch']}, commit {str(row['git_commit'])[:12]}. A precision is the target's, unless the column "
+        "names the draft. Everything else is fp32; in the bf16 and fp16 columns both models have that format."
     )
 
 
@@ -85,23 +85,23 @@ def precision(row: Row) -> str:
 
 
 def _words(row: Row, cells: Mapping[tuple[str, str], Mapping[str, Any]]) -> Iterator[str]:
-    """What is cheaper and what is dearer than fp32, as it was measured."""
+    """What takes less and what takes more time than fp32, as it was measured."""
     in_place = {form: each for (place, form), each in cells.items() if place == ONE_RANK and each["to_fp32"]}
     kinds = {
         "8 or 4 bits in the target": [name for name in row["target_bytes"] if name.startswith(("int8", "nf4"))],
-        "An 8-bit draft": [name for name in in_place if name.startswith("draft")],
-        "16 bits in all": ["bf16", "fp16"],
+        "8 bits in the draft": [name for name in in_place if name.startswith("draft")],
+        "16 bits in both models": ["bf16", "fp16"],
     }
     for kind, names in kinds.items():
         ratios = {name: in_place[name]["to_fp32"] for name in names if name in in_place}
         gained = [f"{name} {1 - ratio:.0%}" for name, ratio in ratios.items() if ratio < 1 - UNLIKE]
         lost = [f"{name} {ratio - 1:.0%}" for name, ratio in ratios.items() if ratio > 1 + UNLIKE]
-        said = [f"shortens a round: {', '.join(gained)}"] if gained else []
-        said += [f"lengthens it: {', '.join(lost)}"] if lost else []
+        said = [f"shorten a round: {', '.join(gained)}"] if gained else []
+        said += [f"lengthen a round: {', '.join(lost)}"] if lost else []
         if ratios:
-            yield f"{kind} {'; '.join(said) if said else 'changes nothing'}."
+            yield f"{kind} {'; '.join(said) if said else 'change nothing'}."
     threads, processor = row["num_threads"], row["processor"]
     yield (
-        f"Measured on the shipped pair with {threads} threads of an {processor}; weights of the fp32 line are kept in "
-        f"16 bits (K = {row['num_draft_tokens']}); every placement stands in [docs/PLACEMENTS.md](docs/PLACEMENTS.md)."
+        f"Measured on the shipped pair with {threads} threads of an {processor}, K = {row['num_draft_tokens']}. The "
+        "fp32 line keeps its weights in 16 bits."
     )

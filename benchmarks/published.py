@@ -1,4 +1,4 @@
-"""The planner against published speeds: writes docs/PUBLISHED.md.
+"""The planner against published speeds: writes docs/benchmarks/published.md.
 
     python -m benchmarks.published
 
@@ -198,7 +198,7 @@ def page() -> str:
     stored = (machine.kernel_s, machine.link.latency_s, machine.launch_s)
     found = (fit.kernel_s, fit.link.latency_s, fit.launch_s)
     names = (
-        "time of a kernel beside its bytes",
+        "time of a kernel in addition to its bytes",
         "latency of an all-reduce over NVLink",
         "time of an operator launched from Python",
     )
@@ -216,14 +216,15 @@ def page() -> str:
 
 TEXT = """# The planner against published speeds
 
-Made by `python -m benchmarks.published`; nothing here was measured by this project.
+`python -m benchmarks.published` makes this page. It compares forecasts with published figures; this project measured
+none of them.
 
 ## Constants
 
-The machine is `conf/hardware/8xa100_80gb.yaml`: data sheet figures, and the 1.7 TB/s that gpt-fast measured with a
-plain copy. Three constants no data sheet has. The first two are fitted to the four Llama-2-7B bf16 rows of gpt-fast,
-the third to the plain 13B row of transformers. A layer counts as 12 kernels, or launched one by
-one as 25 operators, in transformers 50.
+The machine is `conf/hardware/8xa100_80gb.yaml`: figures of the data sheet, and the 1.7 TB/s that gpt-fast measured with
+a plain copy. Three constants are on no data sheet. The first two are fitted to gpt-fast's four Llama-2-7B bf16 rows,
+the third to the plain 13B row of transformers. A layer counts as 12 kernels, as 25 operators when they are launched
+one by one, and as 50 operators in transformers.
 
 | constant | fitted | in the catalogue |
 |---|---|---|
@@ -233,39 +234,40 @@ one as 25 operators, in transformers 50.
 
 {plain}
 
-## What a 7B draft costs beside a 70B target
+## Cost of a 7B draft with a 70B target
 
 {costs}
 
 ## Speculative pairs
 
-A round costs K draft steps and one target step, so published times imply
+A round costs K draft steps and one target step. Published times therefore imply
 `tokens per round = plain / speculative x (1 + K c)`.
-c is the draft's own published time per token over the target's where both are published, else the planner's forecast.
-The forecast takes the acceptance that a plan takes (`conf/pairs.yaml`: 0.79-0.80 for Llama pairs), not the implied
-one. That catalogue has its Llama figures from the llama-ssp rows of 30B and 65B on A100s and of 13B on A10Gs, which
-are thus no forecasts.
+c is the draft's published time per token over the target's where both are published, otherwise the planner's forecast.
+The forecast uses the acceptance that a plan uses (`conf/pairs.yaml`: 0.79-0.80 for Llama pairs), not the implied one.
+The Llama figures of that catalogue come from the llama-ssp rows of 30B and 65B on A100s and of 13B on A10Gs, so these
+rows are not forecasts.
 
 {pairs}
 
-[^k]: K is not stated with these figures and taken as 4.
-[^c]: 1.8 ms a draft step on 16 TPUv4 (Chen et al., arXiv:2302.01318). No catalogue entry: acceptance as for any pair.
+[^k]: K is not published with these figures; this page takes 4.
+[^c]: 1.8 ms per draft step on 16 TPUv4 (Chen et al., arXiv:2302.01318). The pair has no catalogue entry and takes the
+    acceptance of any pair.
 
-**70B with 13B does not add up.** Both plain times are published beside it: at K=4 a round costs 4 x 31.9 + 113.3 =
-240.9 ms, so 46.3 ms/token need 5.2 tokens from rounds that yield at most 5. Either K was larger or the three figures
-are not of one set-up. 70B with 7B of the same table stays just below its bound, with an acceptance of nearly 1.
+**70B with 13B does not add up.** Both plain times are published. At K = 4 a round costs 4 x 31.9 + 113.3 = 240.9 ms, so
+46.3 ms/token need 5.2 tokens from rounds that yield at most 5. Either K was larger, or the three figures come from
+different set-ups. 70B with 7B of the same table stays just below its bound, with an acceptance of nearly 1.
 
-**13B with 7B**: the forecast is the planner's default for one A100-80GB, forwards in CUDA graphs (c near the ratio of
-the weights). Launched operator by operator, as transformers does, the draft has 32 of the target's 40 layers and c
-rises to 0.67; a forecast with that c and an acceptance of 0.80 is 25 % above the published figure, one with the
-acceptance that 70B with 7B implies 15 % below it.
+**13B with 7B**: the forecast is the planner's default for one A100-80GB, with forward passes in CUDA graphs, so c is
+close to the ratio of the weights. transformers launches operator by operator. The draft has 32 layers, the target 40,
+and c rises to 0.67. A forecast with that c and an acceptance of 0.80 is 25 % above the published figure; with the
+acceptance that 70B with 7B implies it is 15 % below.
 
-T5-XXL (1.4x-3.4x at an acceptance of 0.53-0.82) is published as ranges over tasks and drafts, from which no pair can
-be told.
+T5-XXL (1.4x-3.4x at an acceptance of 0.53-0.82) is published as ranges over tasks and drafts. No pair follows from
+them.
 """
 
 if __name__ == "__main__":
-    file = ROOT / "docs" / "PUBLISHED.md"
+    file = ROOT / "docs" / "benchmarks" / "published.md"
     file.parent.mkdir(exist_ok=True)
     file.write_text(page(), encoding="utf-8")
     print(file.read_text(encoding="utf-8"))

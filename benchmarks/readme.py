@@ -1,7 +1,7 @@
-"""What the repository says of measurements, out of the newest stored rows: `python -m benchmarks.readme` writes it.
+"""Writes what was measured into README and pages, from the newest stored rows: `python -m benchmarks.readme`.
 
-In README.md the regions between `<!-- measured: NAME -->` and `<!-- end -->`; in docs the figures and the long table.
-What has not been measured yet stays empty, and is not written.
+It fills the regions between `<!-- measured: NAME -->` and `<!-- end -->` in README.md and docs, and makes the figures
+and the long table in docs/benchmarks. A region stays empty until its program has stored a row.
 """
 
 import json
@@ -20,27 +20,30 @@ ROOT = Path(__file__).resolve().parents[1]
 Row = dict[str, Any]
 
 _SETTING = (
-    "`{target}` with `{draft}`, fp32, one rank with {num_threads} threads of an {processor}, K = {num_draft_tokens}, "
-    "temperature {temperature:g}, 64 new tokens, medians; torch {torch}, transformers {transformers}. On such a shared "
-    "machine only the ratios mean something."
+    "The shipped pair, `{target}` with `{draft}`, and transformers' `generate` and assisted generation: fp32, one rank "
+    "with {num_threads} threads of an {processor}, K = {num_draft_tokens}, temperature {temperature:g}, 64 new tokens, "
+    "medians; torch {torch}, transformers {transformers}. The machine was shared: compare ratios, not milliseconds."
 )
 _TABLE = """\
-| | ours, ms/token | transformers, ms/token | ratio |
+| | llama-ssp, ms/token | transformers, ms/token | ratio |
 |---|---|---|---|
 | plain | {ours_plain:.2f} | {generate:.2f} | **{plain_to_generate:.2f}** |
 | speculative | {ours_speculative:.2f} | {assisted:.2f} | **{speculative_to_assisted:.2f}** |"""
+_GAIN = (
+    "Speculation gains {speedup:.2f}x over llama-ssp's own plain decoding, at {tokens_per_round:.2f} tokens per round."
+)
 _REST = (
-    "Speculation gains {speedup:.2f}x over our own plain decoding, at {tokens_per_round:.2f} tokens per round. Timed "
-    "alone, a round's forwards (one verification {verify_ms:.2f} ms, a draft step {draft_step_ms:.2f} ms) bound it at "
-    "{bound_ms_per_token:.2f} ms/token; measured is {speculative_to_bound:.2f} times that. What is neither drafting "
-    "nor verification takes {other_share:.1%} of a round. With 1500 tokens of context instead of 100, a token takes "
-    "{plain_1500_to_100:.2f} times as long (plain) and {speculative_1500_to_100:.2f} times (speculative)."
+    "The forward passes of a round, timed alone, take {verify_ms:.2f} ms (verification) and {draft_step_ms:.2f} ms "
+    "(each draft step). They bound a token at {bound_ms_per_token:.2f} ms; measured is {speculative_to_bound:.2f} "
+    "times that. Everything that is neither drafting nor verification takes {other_share:.1%} of a round. With 1500 "
+    "tokens of context instead of 100, a token takes {plain_1500_to_100:.2f} times as long (plain) and "
+    "{speculative_1500_to_100:.2f} times as long (speculative)."
 )
 
 
 _WEIGHTS = (
-    " Those forwards take {forwards_to_weights:.2f} times what reading their weights once takes at the "
-    "{gb_per_s:.1f} GB/s of a long read or copy, {cold_forwards_to_weights:.2f} times out of cold caches."
+    " Reading the weights once, at the {gb_per_s:.1f} GB/s of a long read or copy, is the limit of a forward pass. The "
+    "forward passes take {forwards_to_weights:.2f} times that, {cold_forwards_to_weights:.2f} times with cold caches."
 )
 
 
@@ -52,22 +55,30 @@ def newest(name: str) -> Row | None:
     return row
 
 
-def peers_text(row: Row) -> str:
-    """What `peers` measured."""
+def _figures(row: Row) -> Row:
+    """What the texts of `peers` name."""
     ms = row["ms_per_token"]
-    figures = (
-        row
-        | row["versions"]
-        | {
-            "ours_plain": ms["ours, plain"],
-            "ours_speculative": ms["ours, speculative"],
-            "generate": ms["transformers, generate"],
-            "assisted": ms["transformers, assisted"],
-            "gb_per_s": row.get("memory_bytes_per_s", 0.0) / 1e9,
-        }
-    )
+    versions: Row = row["versions"]
+    return {
+        **row,
+        **versions,
+        "ours_plain": ms["ours, plain"],
+        "ours_speculative": ms["ours, speculative"],
+        "generate": ms["transformers, generate"],
+        "assisted": ms["transformers, assisted"],
+        "gb_per_s": row.get("memory_bytes_per_s", 0.0) / 1e9,
+    }
+
+
+def peers_text(row: Row) -> str:
+    """The table of `peers`, for the front page."""
+    return "\n\n".join(text.format(**_figures(row)) for text in (_SETTING, _TABLE, _GAIN))
+
+
+def round_text(row: Row) -> str:
+    """What `peers` measured of a round."""
     rest = _REST + (_WEIGHTS if "forwards_to_weights" in row else "")
-    return "\n\n".join(text.format(**figures) for text in (_SETTING, _TABLE, rest))
+    return rest.format(**_figures(row))
 
 
 def lengths_text(row: Row) -> str:
@@ -84,13 +95,14 @@ def lengths_text(row: Row) -> str:
     )
     longest_pause = max(row["series"][f"{lengths.PAUSE}, {lengths.MODES[0]}"]["places"])
     return (
-        "![Milliseconds per token behind longer contexts, late in a text, and after pauses](docs/lengths.svg)\n\n"
-        f"Fitted to a + b n + c n², with 95 % intervals: {said}. Counted by a test, a round's operators do not grow, "
-        "and its bytes grow in a straight line: where every round reads all slots, the text's length itself adds "
-        f"{growths(lengths.ALL_READ)} from its beginning to its end. A bend, which runs on a busy machine may show, is "
-        "the machine's: others push the models out of the cache that its processors share, so that after a pause of "
-        f"{longest_pause:g} ms, in which nothing runs, a round takes {growths(lengths.PAUSE)} longer, and rounds that "
-        "read more leave more time for that."
+        "![Milliseconds per token with longer contexts, late in a text, and after pauses](lengths.svg)\n\n"
+        f"Fits of a + b n + c n², with 95 % intervals: {said}.\n\n"
+        "A test counts operators and bytes: the operators of a round do not grow with the text, and its bytes grow "
+        "linearly. Two controls separate the text from the machine. Where every round reads all slots, the length of "
+        f"the text adds {growths(lengths.ALL_READ)} from its beginning to its end. After a pause of {longest_pause:g} "
+        f"ms in which nothing runs, a round takes {growths(lengths.PAUSE)} longer, because other programs push the "
+        "models out of the shared cache. A quadratic term on a busy machine comes from there: rounds that read more "
+        "leave more time for it."
     )
 
 
@@ -98,36 +110,43 @@ def sweep_text(row: Row) -> str:
     """What `sweep` measured."""
     setting = f"{row['num_threads']} threads of an {row['processor']}, K = {sweep.BASE['num_draft_tokens'][0]}"
     return (
-        "![Ours beside transformers over K, prompt length, batch and precision](docs/sweep.svg)\n\n"
-        f"`task=benchmark` on the shipped pair ({setting}, {sweep.BASE['prompt_tokens'][0]} tokens of prompt and one "
-        "row where nothing else is said). transformers assists one row at a time."
+        "![llama-ssp and transformers over K, prompt length, batch and precision](sweep.svg)\n\n"
+        f"`task=benchmark` on the shipped pair: {setting}, {sweep.BASE['prompt_tokens'][0]} tokens of prompt and one "
+        "row, unless a chart varies them. transformers' assisted generation takes one row at a time."
     )
 
 
-TEXTS: dict[str, Callable[[Row], str]] = {
-    "peers": peers_text,
-    "lengths": lengths_text,
-    "sweep": sweep_text,
-    "placements": precision,
+TEXTS: dict[str, tuple[str, Callable[[Row], str]]] = {
+    "peers": ("peers", peers_text),
+    "round": ("peers", round_text),
+    "lengths": ("lengths", lengths_text),
+    "sweep": ("sweep", sweep_text),
+    "placements": ("placements", precision),
 }
-"""What goes into README.md, by the name of the rows and of the region."""
+"""The text of each region, and the rows that it is made of."""
 FILES: dict[str, tuple[str, Callable[[Row], str]]] = {
-    "docs/lengths.svg": ("lengths", lengths.draw),
-    "docs/sweep.svg": ("sweep", sweep.draw),
-    "docs/PLACEMENTS.md": ("placements", document),
+    "docs/benchmarks/lengths.svg": ("lengths", lengths.draw),
+    "docs/benchmarks/sweep.svg": ("sweep", sweep.draw),
+    "docs/benchmarks/placements.md": ("placements", document),
 }
 """Files of their own, and the rows that they are made of."""
 
 
-def filled(readme: str) -> str:
-    """README.md with every region as the newest rows have it; a region without a row is empty."""
+def pages() -> list[Path]:
+    """README.md and every page that is written by hand or filled here."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def filled(page: str) -> str:
+    """A page with every region as the newest rows have it; a region without a row is empty."""
 
     def region(match: re.Match[str]) -> str:
-        row = newest(match[1])
-        text = f"{_wrapped(TEXTS[match[1]](row))}\n" if row else ""
+        rows, make = TEXTS[match[1]]
+        row = newest(rows)
+        text = f"{_wrapped(make(row))}\n" if row else ""
         return f"<!-- measured: {match[1]} -->\n{text}<!-- end -->"
 
-    return re.sub(r"<!-- measured: (\w+) -->\n.*?<!-- end -->", region, readme, flags=re.DOTALL)
+    return re.sub(r"<!-- measured: (\w+) -->\n.*?<!-- end -->", region, page, flags=re.DOTALL)
 
 
 def _wrapped(text: str) -> str:
@@ -142,12 +161,15 @@ def made_files() -> dict[str, str]:
 
 
 def main() -> None:
-    """Write README.md and the files in docs."""
-    readme = ROOT / "README.md"
-    contents = {"README.md": filled(readme.read_text(encoding="utf-8"))} | made_files()
-    for name, content in contents.items():
+    """Write the figures and the long table, then fill the regions of all pages."""
+    for name, content in made_files().items():
         (ROOT / name).write_text(content, encoding="utf-8")
         print(f"wrote {name}")
+    for page in pages():
+        text = page.read_text(encoding="utf-8")
+        if filled(text) != text:
+            page.write_text(filled(text), encoding="utf-8")
+            print(f"filled {page.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":

@@ -145,7 +145,7 @@ class RankShard:
     def features(self, cut: Cut) -> range:
         """The rows (column-parallel) or columns (row-parallel) of a matrix that this rank holds.
 
-        A fused query-key-value matrix of GPT-NeoX is laid out [head][q, k, v][dim], so its slice is contiguous too.
+        A fused query-key-value matrix of GPT-NeoX is laid out `[head][q, k, v][dim]`, so its slice is contiguous too.
         """
         match cut:
             case Cut.query_heads:

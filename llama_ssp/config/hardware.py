@@ -111,8 +111,9 @@ class HardwareConfig:
     """One entry of `conf/hardware`: a node, and how many of them there are.
 
     Attributes:
+        name, gpu: names of the entry and of its GPUs.
         device: `cuda` (NVIDIA and AMD alike) or `cpu`; a "GPU" of a CPU is one rank.
-        num_gpus: ranks of a node.
+        num_gpus, num_nodes: ranks per node, and nodes.
         memory_bytes: what a program can have of one GPU's memory; on a CPU, of the node's.
         context_bytes: what a process holds of it before its first tensor.
         collective_bytes: buffers of the communication library on each of several ranks.
@@ -123,7 +124,7 @@ class HardwareConfig:
             takes.
         kernel_s: time of a kernel beside its bytes, inside a CUDA graph.
         launch_s: time of an operator beside its bytes when it is launched from Python.
-        link, network: links inside a node and between nodes.
+        link, network: links inside a node, and between nodes.
         sources: where each figure is from.
         profiles: what was measured; used instead of the figures above where it says more.
     """

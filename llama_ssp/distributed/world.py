@@ -88,7 +88,7 @@ def share_cores(ranks: Ranks, *, cores: frozenset[int], sharers: tuple[int, ...]
     """Give this rank its share of the cores that it may use; returns the number of threads, one for each core.
 
     The calling thread, and those that it starts later, stay on the share. The threads of gloo, which exist by then, do
-    not: where they had to share a core with a thread that computes, a small all-reduce took milliseconds (docs/LOG.md).
+    not: where they had to share a core with a thread that computes, a small all-reduce took milliseconds.
     A lone process keeps what its user has set; torchrun sets OMP_NUM_THREADS=1 for lack of better knowledge.
 
     Args:

@@ -1,6 +1,6 @@
 """A whole plan: memory, time and advice of one job on one machine, and the document that JSON, table and figure show.
 
-The document's fields are described in docs/PLAN.md; `plan_version` changes when one of them is renamed or removed.
+docs/reference/plan-document.md describes the fields; `plan_version` changes when one of them is renamed or removed.
 """
 
 from collections.abc import Mapping

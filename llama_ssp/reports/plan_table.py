@@ -1,4 +1,4 @@
-"""A plan in the terminal, drawn from its document (docs/PLAN.md) with rich, which JSON output does without.
+"""A plan in the terminal, drawn with rich from its document (docs/reference/plan-document.md); JSON needs no rich.
 
 Ranks that need the same are one column. Bytes are shown in GiB (in MiB where all is small), times in ms.
 """

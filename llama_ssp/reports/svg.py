@@ -36,8 +36,10 @@ class Chart:
 
     Args:
         title: also read out where the picture cannot be seen.
-        x_label, y_label: names of the axes with their units; without a name the y axis is not drawn.
-        highest_x, highest_y: what the axes must reach; they begin at 0.
+        x_label: name of the x axis with its unit.
+        y_label: name of the y axis with its unit; without a name the axis is not drawn.
+        highest_x: what the x axis must reach; it begins at 0.
+        highest_y: what the y axis must reach; it begins at 0.
         x_names: names for places on the x axis, instead of numbers.
     """
 

@@ -96,7 +96,8 @@ class Implant:
     """A small Llama in a large shape.
 
     Args:
-        small, large: the two shapes, between which there is no `obstacle`.
+        small: the shape that is implanted.
+        large: the shape that holds it; there is no `obstacle` between the two.
         small_eps: `rms_norm_eps` of the small model.
         small_theta: its rotary base.
 

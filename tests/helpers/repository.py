@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PYTHON_FOLDERS = ("llama_ssp", "launch", "training", "benchmarks", "tests")
+PYTHON_FOLDERS = ("llama_ssp", "launch", "training", "benchmarks", "tests", "docs")
 
 
 @cache

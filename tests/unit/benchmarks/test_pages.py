@@ -68,7 +68,7 @@ def said(picture: str, element: str) -> list[str]:
 
 def test_the_document_has_a_line_for_each_place_and_a_reason_for_each_refusal() -> None:
     text = placement_pages.document(placements_row())
-    first_table = text.partition("## The same over fp32")[0]
+    first_table = text.partition("## Ratio to fp32")[0]
     for place in placement_cells.PLACES:
         assert f"| {place.name} | 4.00 | 3.20 | - | 10.00 |" in first_table
     assert text.count("no kernel") == 1
@@ -114,12 +114,12 @@ def test_deepspeed_is_measured_in_fp32_on_one_rank_and_on_two() -> None:
     }
 
 
-def test_the_readme_says_what_gains_and_what_costs() -> None:
+def test_the_guide_says_what_gains_and_what_costs() -> None:
     text = placement_pages.precision(placements_row())
     assert "| bf16 | 3 | 0.80 | 0.80 | 1.25x |" in text
-    assert "8 or 4 bits in the target lengthens it: int8 150%." in text
-    assert "An 8-bit draft lengthens it: draft int8 50%." in text
-    assert "16 bits in all shortens a round: bf16 20%." in text
+    assert "8 or 4 bits in the target lengthen a round: int8 150%." in text
+    assert "8 bits in the draft lengthen a round: draft int8 50%." in text
+    assert "16 bits in both models shorten a round: bf16 20%." in text
 
 
 def test_the_figure_of_lengths_has_a_dot_for_each_point_and_a_line_for_each_fit() -> None:
@@ -133,8 +133,8 @@ def test_the_figure_of_lengths_has_a_dot_for_each_point_and_a_line_for_each_fit(
 def test_what_is_said_of_lengths_tells_the_terms_and_both_controls() -> None:
     text = readme.lengths_text(lengths_row())
     assert text.count("no quadratic term") == 4
-    assert "itself adds +12.0% (plain) and +24.0% (speculative)" in text
-    assert "pause of 4 ms, in which nothing runs, a round takes +16.0% (plain) and +32.0% (speculative)" in text
+    assert "of the text adds +12.0% (plain) and +24.0% (speculative)" in text
+    assert "pause of 4 ms in which nothing runs, a round takes +16.0% (plain) and +32.0% (speculative)" in text
 
 
 def test_the_figure_of_a_sweep_has_a_bar_for_each_candidate_that_was_measured() -> None:

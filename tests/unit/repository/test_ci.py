@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.helpers.repository import ROOT, files
 
 # What the step may use; none of what it is to install.
@@ -47,6 +49,12 @@ def test_the_time_of_all_steps_stands_before_the_summary_of_the_tests(tmp_path: 
     ]
     assert ["all steps of .ci/run took" in text for text in said] == [False, True]
     assert "1 passed" in said[1].splitlines()[-1]
+
+
+@pytest.mark.parametrize("name", [".ci/run", "justfile"])
+def test_the_site_is_built_and_its_warnings_are_errors(name: str) -> None:
+    (command,) = [line for line in (ROOT / name).read_text().splitlines() if "mkdocs build" in line]
+    assert command.endswith(" -m mkdocs build --strict"), "--quiet would hide warnings from --strict"
 
 
 def test_every_slow_proof_is_run_by_a_command() -> None:

@@ -1,0 +1,78 @@
+"""The pages that are made from the code: every module, setting and finding is on one, with words of its own."""
+
+import re
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+from docs.hooks import findings, repository, settings
+from tests.helpers.repository import ROOT, files, modules
+
+SECTIONS = ["Question", "Method", "Result", "Decision"]
+
+
+def test_the_map_names_every_module_and_every_file_of_settings_with_its_first_sentence() -> None:
+    shown = {folder.path / name: sentence for folder in repository.folders() for name, sentence in folder.files.items()}
+    python = [path for path in modules(*repository.FOLDERS) if path.name != "__init__.py"]
+    yaml = [path for path in files() if path.parts[0] == "conf"]
+    wanted = {PurePosixPath(path.as_posix()) for path in [*python, *yaml]}
+    assert {str(path) for path in wanted if not shown.get(path)} == set()
+    text = repository.map_page()
+    assert {str(path) for path in wanted if f"`{path.name}`" not in text} == set()
+
+
+def test_every_package_says_what_it_is_for() -> None:
+    packages = [folder for folder in repository.folders() if folder.path.parts[0] == repository.PACKAGE]
+    assert [str(folder.path) for folder in packages if not folder.sentence] == []
+
+
+def test_every_public_module_has_a_page_of_the_api() -> None:
+    pages = repository.api_pages()
+    for path in modules(repository.PACKAGE):
+        name = ".".join(path.with_suffix("").parts).removesuffix(".__init__")
+        below = PurePosixPath(*path.parts[1:]).with_suffix(".md")
+        assert path.name == "__init__.py" or pages[f"api/{below}"] == f"::: {name}\n"
+
+
+def test_every_setting_has_a_meaning() -> None:
+    assert [each.key for each in settings.described() if not each.meaning] == []
+
+
+@pytest.mark.parametrize("text", ["key: 1\n", "key: 1 # of it\n"])
+def test_a_setting_is_described_by_the_comment_behind_its_default(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text(f"# A heading\n{text}group:\n  inner: 2 # first\n           # second\n  other: 3\n")
+    wanted = {"group.inner": "first second"} | ({"key": "of it"} if "#" in text else {})
+    assert settings.comments(file) == wanted
+    assert settings.headings(file) == {"key": "A heading", "group": "A heading"}
+
+
+def test_every_finding_has_a_question_a_method_a_result_and_a_decision() -> None:
+    assert len(findings.findings()) > 50
+    for finding in findings.findings():
+        text = (findings.FOLDER / finding.file).read_text()
+        assert re.findall(r"^## (.*)", text, re.MULTILINE) == SECTIONS, finding.file
+        assert not re.search(r"^## .*\n+(##|\Z)", text, re.MULTILINE), f"{finding.file} has an empty section"
+
+
+def test_findings_are_listed_newest_first() -> None:
+    days = [finding.day for finding in findings.findings()]
+    assert days == sorted(days, reverse=True)
+    assert all(f"]({finding.file})" in findings.index_page() for finding in findings.findings())
+
+
+@pytest.mark.parametrize("front", ["README.md", "docs/index.md"])
+@pytest.mark.parametrize(
+    ("wanted", "page", "anchor"),
+    [
+        ("own GPU", "guides/placement.md", "Put the draft on its own GPU"),
+        ("exit code 3", "reference/runs.md", "Exit codes"),
+        ("add a drafter", "extending.md", "A drafter"),
+    ],
+)
+def test_what_readers_ask_first_is_one_click_from_the_front_page(
+    front: str, wanted: str, page: str, anchor: str
+) -> None:
+    rows = [line for line in (ROOT / front).read_text().splitlines() if line.startswith("|") and wanted in line]
+    assert any(page in row for row in rows)
+    assert f"# {anchor}\n" in (ROOT / "docs" / page).read_text()
