@@ -29,8 +29,9 @@ from llama_ssp.calibration.interleave import in_turns
 from llama_ssp.config.schema import Dtype, SamplingConfig, SpeculationConfig
 from llama_ssp.engine.loop import Decoder
 from llama_ssp.engine.state import Request
+from llama_ssp.reports.charts import COLOURS, Chart
 from llama_ssp.reports.lines import PLAIN, SPECULATIVE
-from llama_ssp.reports.svg import COLOURS, Chart, sheet
+from llama_ssp.reports.plots import sheet
 from llama_ssp.tasks.benchmark import cut
 from llama_ssp.tasks.loading import build_decoder
 from llama_ssp.tasks.prompts import encode
@@ -221,24 +222,30 @@ def _series(places: list[float], repetitions: Sequence[Sequence[Measured]]) -> d
 
 
 def draw(row: dict[str, object]) -> str:
-    """A stored row as a file: a chart of each kind on one scale; dots are medians, lines the fitted curves."""
+    """A stored row as a file."""
+    return sheet(charts(row))
+
+
+def charts(row: dict[str, object]) -> list[Chart]:
+    """A chart of each kind on one scale; dots are medians, lines the fitted curves."""
     series = row["series"]
     assert isinstance(series, dict)
     highest = max(max(each["ms_per_token"]) for each in series.values())
-    return sheet([_chart({mode: series[f"{kind}, {mode}"] for mode in MODES}, kind, highest) for kind in TITLES])
+    return [_chart({mode: series[f"{kind}, {mode}"] for mode in MODES}, kind, highest) for kind in TITLES]
 
 
 def _chart(named: dict[str, Any], kind: str, highest_y: float) -> Chart:
     highest_x = max(named[PLAIN]["places"])
-    chart = Chart(TITLES[kind], x_label=X_LABELS[kind], y_label="ms/token", highest_x=highest_x, highest_y=highest_y)
+    chart = Chart(
+        title=TITLES[kind], x_label=X_LABELS[kind], y_label="ms/token", highest_x=highest_x, highest_y=highest_y
+    )
     for colour, (mode, each) in zip((COLOURS[5], COLOURS[0]), named.items(), strict=True):
         curve = Quadratic(**each["fit"])
         first, last = each["places"][0], each["places"][-1]
         places = [first + (last - first) * step / 20 for step in range(21)]
-        chart.line([(place, curve.at(place)) for place in places], colour)
+        chart.line([(place, curve.at(place)) for place in places], colour, name=mode)
         for place, ms in zip(each["places"], each["ms_per_token"], strict=True):
             chart.dot(place, ms, colour, says=f"{mode}, {place:g} {X_LABELS[kind]}: {ms:.3f} ms/token")
-        chart.legend(mode, colour)
     return chart
 
 

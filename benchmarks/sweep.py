@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from benchmarks.timing import store
-from llama_ssp.reports.svg import COLOURS, Chart, sheet
+from llama_ssp.reports.charts import COLOURS, Chart
+from llama_ssp.reports.plots import sheet
 
 ROOT = Path(__file__).resolve().parents[1]
 CONTEXT, NEW_TOKENS = 2048, 64
@@ -85,7 +86,7 @@ def _chart(title: str, x_label: str, cells: Cells, name: Callable[[dict[str, Any
     """A group of bars for each cell."""
     highest = max(ms for cell in cells for ms in cell["ms_per_token"].values())
     chart = Chart(
-        f"{title}, ms/token", x_label=x_label, y_label="ms/token", highest_x=len(cells), highest_y=highest,
+        title=f"{title}, ms/token", x_label=x_label, y_label="ms/token", highest_x=len(cells), highest_y=highest,
         x_names={place + 0.5: name(cell) for place, cell in enumerate(cells)},
     )  # fmt: skip
     width = 0.8 / len(CANDIDATES)
@@ -94,8 +95,8 @@ def _chart(title: str, x_label: str, cells: Cells, name: Callable[[dict[str, Any
         for number, (candidate, says) in enumerate(CANDIDATES.items()):
             if ms := cell["ms_per_token"].get(candidate):
                 left = place + 0.1 + number * width
-                chart.bar(left, left + 0.94 * width, ms, colours[candidate], says=f"{says}, {name(cell)}: {ms:.2f} ms")
-                chart.legend(says, colours[candidate])
+                value = f"{says}, {name(cell)}: {ms:.2f} ms"
+                chart.bar(left, left + 0.94 * width, ms, colours[candidate], says=value, name=says)
     return chart
 
 

@@ -4,8 +4,8 @@
     python launch/report.py outputs/SWEEP                    # one report of all runs below it
     python launch/report.py outputs/A outputs/B --output=DIR # one report of several folders
 
-The cells of benchmarks go into cells.csv beside them. Needs neither torch nor a GPU nor matplotlib. Exit code: 0, or 2
-where a folder holds no run that can be read.
+The cells of benchmarks go into cells.csv in the same folder. Needs neither torch nor a GPU. Exit code: 0, or 2 where a
+folder holds no run that can be read.
 """
 
 import argparse
@@ -17,7 +17,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from launch import options
 from llama_ssp.errors import ConfigError
-from llama_ssp.reports import html
 from llama_ssp.reports.runs import cells_to_csv, find_runs, to_csv
 
 
@@ -41,7 +40,8 @@ def write_report(folders: Sequence[Path], output: Path | None) -> str:
         output: a folder; None for the only one of `folders`.
 
     Raises:
-        ConfigError: a folder holds no run, it is not said where the report of several goes, or it cannot be written.
+        ConfigError: a folder holds no run, it is not said where the report of several goes, it cannot be written, or a
+            package that draws is missing.
     """
     if output is None and len(folders) > 1:
         raise ConfigError(f"{len(folders)} folders need --output=DIR, into which their one report is written")
@@ -49,9 +49,11 @@ def write_report(folders: Sequence[Path], output: Path | None) -> str:
     runs, missing = find_runs(folders)
     if not runs:
         raise ConfigError("; ".join(missing))
+    from llama_ssp.reports.html import report  # noqa: PLC0415 - takes a second, which --help and mistakes do without
+
     try:
         output.mkdir(parents=True, exist_ok=True)
-        (output / "report.html").write_text(html.report(runs, missing=missing), encoding="utf-8")
+        (output / "report.html").write_text(report(runs, missing=missing), encoding="utf-8")
         (output / "report.csv").write_text(to_csv(runs), encoding="utf-8")
         cells = cells_to_csv(runs)
         if cells:

@@ -11,13 +11,10 @@ import platform
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
+from matplotlib.figure import Figure
 
 from training import corpus
 from training.model import DRAFT, TARGET, Shape
-
-mpl.use("Agg")
-from matplotlib import pyplot as plt
 
 CURVES = Path(__file__).with_name("curves.jsonl")
 TEMPLATE = Path(__file__).with_name("card.md")
@@ -45,7 +42,8 @@ def series(records: list[Record], phase: str, kind: str, name: str) -> tuple[lis
 
 def draw(records: list[Record], file: Path) -> None:
     """Draws losses, acceptance and multiplication rates over the minutes of each phase."""
-    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(12, 3.6), dpi=90)
+    figure = Figure(figsize=(12, 3.6), dpi=90)
+    left, middle, right = figure.subplots(1, 3)
     left.plot(*series(records, "train", "train", "loss"), linewidth=0.6, label="target, training (weighted)")
     for name, label in (("heldout_target", "target, held out"), ("heldout_draft", "draft, held out")):
         left.plot(*series(records, "train", "heldout", name), marker=".", label=label)

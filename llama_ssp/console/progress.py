@@ -1,114 +1,73 @@
 """How far a long step has come: bars on a terminal, a plain line at most once a minute elsewhere.
 
-Both write to standard error. Of loading, the caller says with each update what is being waited for and how much of it
-there is; of decoding (`RunProgress`), what a round has added and which completions have ended.
+Both write to standard error. rich's columns say how much of a step is done, how fast it goes, and how long it will
+take. The time that decoding takes is estimated here (`Pace`): completions end seldom and rows of a batch together, and
+a comparison has two speeds, of which rich's one average over the last seconds knows nothing.
 """
 
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, TaskID, TextColumn
 from rich.progress import TimeRemainingColumn as RemainingColumn
-from rich.text import Text
 
 _LINE_EVERY_S = 60.0
 _FIRST_LINE_OF_LOADING_S = 10.0
 _DRAW_EVERY_S = 0.2
+_SPEED_OVER_S = 300.0
+"""A large file is minutes apart from the next on slow disks."""
 
 
-class Unit(Protocol):
-    """Says how far a step has come, and how fast where that is known."""
+class ProgressView:
+    """A live bar for each label, which disappears at the end; where there is no terminal, lines with the same columns.
 
-    def __call__(self, done: float, total: float, per_s: float | None) -> str:
-        """Write `done` of `total`, which grew by `per_s` a second."""
-        ...
+    Updates alone draw, a few times a second, and no thread does: it would run into what is being timed. The first line
+    comes after ten seconds and each other one a minute later.
 
+    Args:
+        console: of a terminal, or of a file.
+        amount: columns that say how much is done, and how fast.
+        clock: seconds.
+    """
 
-def count(done: float, total: float, per_s: float | None) -> str:  # noqa: ARG001 - the protocol's
-    """Things that are few: their rate is the business of the tables."""
-    return f"{done:.0f} of {total:.0f}"
-
-
-def gigabytes(done: float, total: float, per_s: float | None) -> str:
-    """Bytes, in GB and GB/s."""
-    rate = "" if per_s is None else f", {per_s / 1e9:.2f} GB/s"
-    return f"{done / 1e9:.2f} of {total / 1e9:.2f} GB{rate}"
-
-
-class ProgressView(Protocol):
-    """Shows progress until it is hidden; the next update brings it back."""
+    def __init__(self, console: Console, *amount: ProgressColumn, clock: Callable[[], float] = time.monotonic) -> None:
+        label = TextColumn("{task.description}", markup=False)
+        self._columns = [label, *amount, RemainingColumn(compact=True), TextColumn("left")]
+        # Standard output stays what it is: a file that it leads to must not end up on this console.
+        self._progress = Progress(
+            label, BarColumn(bar_width=None), *self._columns[1:], console=console, transient=True, expand=True,
+            auto_refresh=False, redirect_stdout=False, redirect_stderr=False, get_time=clock,
+            speed_estimate_period=_SPEED_OVER_S,
+        )  # fmt: skip
+        self._is_live = console.is_terminal
+        self._clock = clock
+        self._next_s = clock() + (0 if self._is_live else _FIRST_LINE_OF_LOADING_S)
+        self._tasks: dict[str, TaskID] = {}
 
     def update(self, label: str, done: int, total: int) -> None:
         """Say that `done` of `total` units of `label` are behind us."""
-        ...
-
-    def hide(self) -> None:
-        """Take it off the screen."""
-        ...
-
-
-class ProgressBars:
-    """A live bar for each label, which disappears at the end.
-
-    Bars are drawn by updates alone, a few times a second, and by no thread: it would run into what is being timed.
-    """
-
-    def __init__(self, console: Console, unit: Unit) -> None:
-        columns: list[ProgressColumn] = [
-            TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=None),
-            _AmountColumn(unit),
-            RemainingColumn(compact=True),
-        ]
-        # Standard output stays what it is: a file that it leads to must not end up on this console.
-        self._progress = Progress(
-            *columns, console=console, transient=True, expand=True, auto_refresh=False,
-            redirect_stdout=False, redirect_stderr=False,
-        )  # fmt: skip
-        self._tasks: dict[str, TaskID] = {}
-        self._drawn_s = 0.0
-
-    def update(self, label: str, done: int, total: int) -> None:
-        """Move the label's bar, which appears with its first update."""
         if label not in self._tasks:
-            self._tasks[label] = self._progress.add_task(label, total=total)
-        now_s = time.monotonic()
-        is_due = done == total or now_s - self._drawn_s > _DRAW_EVERY_S
-        self._drawn_s = now_s if is_due else self._drawn_s
-        self._progress.update(self._tasks[label], completed=done, total=total, refresh=is_due)
-        self._progress.start()
-
-    def hide(self) -> None:
-        """Take the bars off the screen."""
-        self._progress.stop()
-
-
-class ProgressLines:
-    """A plain line after ten seconds and then at most once a minute, with the time that is left."""
-
-    def __init__(self, console: Console, unit: Unit, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._console = console
-        self._unit = unit
-        self._clock = clock
-        self._next_line_s = clock() + _FIRST_LINE_OF_LOADING_S
-        self._begins: dict[str, tuple[float, int]] = {}
-
-    def update(self, label: str, done: int, total: int) -> None:
-        """Write a line if one is due."""
+            self._tasks[label] = self._progress.add_task(label, total=total, completed=done)
+        task = self._tasks[label]
+        self._progress.update(task, completed=done, total=total)
         now_s = self._clock()
-        begin_s, first = self._begins.setdefault(label, (now_s, done))
-        if now_s < self._next_line_s:
-            return
-        self._next_line_s = now_s + _LINE_EVERY_S
-        per_s = (done - first) / (now_s - begin_s) if done > first else None
-        left = f", {_duration((total - done) / per_s)} left" if per_s else ""
-        self._console.print(Text(f"{label}: {self._unit(done, total, per_s)}{left}"), soft_wrap=True)
+        is_due = now_s >= self._next_s or (self._is_live and done == total)
+        if is_due:
+            self._next_s = now_s + (_DRAW_EVERY_S if self._is_live else _LINE_EVERY_S)
+        if self._is_live:
+            self._progress.start()
+            if is_due:
+                self._progress.refresh()
+        elif is_due:
+            shown = self._progress.tasks[task]
+            self._progress.console.print(*(column(shown) for column in self._columns), soft_wrap=True)
 
     def hide(self) -> None:
-        """Nothing stays on the screen."""
+        """Take the bars off the screen; the next update brings them back."""
+        if self._is_live:
+            self._progress.stop()
 
 
 @dataclass(kw_only=True)
@@ -238,15 +197,6 @@ class RunProgress:
             token_s = pace.busy_s / pace.num_tokens if pace.num_tokens else mean_s
             seconds += token_s * pace.num_tokens_left(self._max_new_tokens)
         return f", {_duration(seconds)} left"
-
-
-class _AmountColumn(ProgressColumn):
-    def __init__(self, unit: Unit) -> None:
-        super().__init__()
-        self._unit = unit
-
-    def render(self, task: Task) -> Text:
-        return Text(self._unit(task.completed, task.total or 0, task.speed))
 
 
 def _duration(seconds: float) -> str:

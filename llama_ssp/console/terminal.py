@@ -15,22 +15,13 @@ from io import StringIO, TextIOWrapper
 from pathlib import Path
 from typing import TypeAlias
 
-from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console, RenderableType
+from rich.progress import DownloadColumn, MofNCompleteColumn, TransferSpeedColumn
 from rich.rule import Rule
 from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
-from llama_ssp.console.progress import (
-    Pace,
-    ProgressBars,
-    ProgressLines,
-    ProgressView,
-    RunProgress,
-    Unit,
-    count,
-    gigabytes,
-)
+from llama_ssp.console.progress import Pace, ProgressView, RunProgress
 from llama_ssp.console.tables import ACCEPTED_STYLE, OWN_STYLE, benchmark_table, closing_line, summary_table
 from llama_ssp.engine.stream import Piece
 from llama_ssp.errors import SspError
@@ -39,8 +30,8 @@ from llama_ssp.reports.lines import BenchmarkRow, Summary
 # C0 but for tab and line feed, DEL, C1, the marks that turn the direction of writing, and lone surrogates.
 _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _PICTURE_COLUMNS = 80
-# Without the fonts that a viewer would have to fetch: a picture is whole where there is no network.
-_PICTURE_FORMAT = re.sub(r"@font-face \{\{.*?\}\}\s*", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
+# What a viewer would have to fetch: a picture is whole where there is no network.
+_FONTS = re.compile(r"@font-face \{.*?\}\s*", flags=re.DOTALL)
 # Red, green, yellow, blue, magenta, cyan.
 _COLOURS = [(224, 108, 117), (152, 205, 121), (229, 192, 123), (97, 175, 239), (214, 145, 242), (86, 182, 194)]
 _WHITE, _GREY, _BLACK = (222, 225, 230), (138, 145, 160), (30, 32, 38)
@@ -165,7 +156,7 @@ class Terminal:
     @contextmanager
     def loading(self) -> Iterator[ShowProgress]:
         """Show bytes being loaded: `with terminal.loading() as progress: progress("target", done, total)`."""
-        view = self._bars(gigabytes) or ProgressLines(self._err, gigabytes)
+        view = ProgressView(self._err, DownloadColumn(), TransferSpeedColumn())
         with self._showing(view):
             yield view.update
 
@@ -181,7 +172,8 @@ class Terminal:
             unit: what a mode counts, in the plural.
             shows_texts: texts come to standard output meanwhile, which share no screen with a bar.
         """
-        bars = None if shows_texts and self._out.is_terminal else self._bars(count)
+        has_bar = self._err.is_terminal and not (shows_texts and self._out.is_terminal)
+        bars = ProgressView(self._err, MofNCompleteColumn()) if has_bar else None
         write = None if self._err.is_terminal else self.say
         with self._showing(bars):
             yield RunProgress(paces, max_new_tokens=max_new_tokens, unit=unit, write=write, bars=bars)
@@ -212,13 +204,10 @@ class Terminal:
         for shown in self._shown:
             picture.print(shown)
         try:
-            svg = picture.export_svg(title=title, theme=_PICTURE_THEME, code_format=_PICTURE_FORMAT)
-            path.write_text(svg, encoding="utf-8")
+            svg = picture.export_svg(title=title, theme=_PICTURE_THEME)
+            path.write_text(_FONTS.sub("", svg), encoding="utf-8")
         except OSError as error:
             raise SspError(f"cannot write the picture {path}: {error.strerror}") from error
-
-    def _bars(self, unit: Unit) -> ProgressBars | None:
-        return ProgressBars(self._err, unit) if self._err.is_terminal else None
 
     @contextmanager
     def _showing(self, view: ProgressView | None) -> Iterator[None]:

@@ -1,13 +1,13 @@
-"""The figures of a report, drawn from finished runs; each is None where nothing was measured for it.
+"""The charts of a report, made of finished runs; each is None where nothing was measured for it.
 
-How marks become SVG is in `svg`, what stands around the figures in `html`.
+`plots` draws them, `html` makes the page around them.
 """
 
 from collections.abc import Sequence
 
+from llama_ssp.reports.charts import COLOURS, GREY, INK, Chart
 from llama_ssp.reports.lines import PLAIN, SPECULATIVE, CompletionLine
 from llama_ssp.reports.runs import Run
-from llama_ssp.reports.svg import COLOURS, GREY, Chart
 
 GIB, MIB = 2**30, 2**20
 GAP = 0.2
@@ -17,7 +17,7 @@ FORECAST_BAND = 0.2
 """The planner's aim: a forecast within 20 % of what is measured."""
 
 
-def speedup_by_k(runs: Sequence[Run]) -> str | None:
+def speedup_by_k(runs: Sequence[Run]) -> Chart | None:
     """Bars: measured speed-up by K, one colour for each pair; dashes: what was forecast."""
     measured = [(run, run.summary.speedup) for run in runs if run.summary.speedup]
     if not measured:
@@ -26,7 +26,7 @@ def speedup_by_k(runs: Sequence[Run]) -> str | None:
     ks = sorted({run.num_draft_tokens for run, _ in measured})
     highest = max(max(speedup, run.summary.forecast.speedup or 0) for run, speedup in measured)
     chart = Chart(
-        "Speed-up over plain decoding",
+        title="Speed-up over plain decoding",
         x_label="K, drafted tokens per round", y_label="speed-up", highest_x=len(ks), highest_y=max(highest, 1.0),
         x_names={place + 0.5: str(k) for place, k in enumerate(ks)},
     )  # fmt: skip
@@ -39,17 +39,16 @@ def speedup_by_k(runs: Sequence[Run]) -> str | None:
             left, colour = place + 0.5 + (number - len(pairs) / 2) * width, _colour(number)
             mean = _mean([speedup for _, speedup in same])
             repeats = f", mean of {len(same)} runs" if len(same) > 1 else ""
-            chart.bar(left, left + 0.94 * width, mean, colour, says=f"{pair}, K={k}: {mean:.2f}x{repeats}")
-            chart.legend(pair, colour)
+            says = f"{pair}, K={k}: {mean:.2f}x{repeats}"
+            chart.bar(left, left + 0.94 * width, mean, colour, says=says, name=pair)
             if forecasts := [run.summary.forecast.speedup for run, _ in same if run.summary.forecast.speedup]:
                 level = _mean(forecasts)
-                chart.line([(left, level), (left + 0.94 * width, level)], "#1b1f23", dashed=True)
-                chart.legend("forecast", "#1b1f23", dashed=True)
+                chart.line([(left, level), (left + 0.94 * width, level)], INK, name="forecast", dashed=True)
     chart.line([(0, 1), (len(ks), 1)], GREY)
-    return chart.svg()
+    return chart
 
 
-def acceptance_by_position(runs: Sequence[Run]) -> str | None:
+def acceptance_by_position(runs: Sequence[Run]) -> Chart | None:
     """For each place in a draft, how many of the tokens that were examined there were accepted."""
     series: dict[str, list[CompletionLine]] = {}
     for run in runs:
@@ -61,18 +60,17 @@ def acceptance_by_position(runs: Sequence[Run]) -> str | None:
         return None
     longest = max(map(len, rates.values()))
     chart = Chart(
-        "Acceptance by position in the draft",
+        title="Acceptance by position in the draft",
         x_label="position", y_label="accepted of examined", highest_x=longest + 0.5, highest_y=1.0,
         x_names={position: str(position) for position in range(1, longest + 1)},
     )  # fmt: skip
     for number, (name, found) in enumerate(rates.items()):
         points = [(float(position), rate) for position, (rate, _) in enumerate(found, start=1)]
-        chart.line(points, _colour(number))
-        chart.legend(name, _colour(number))
+        chart.line(points, _colour(number), name=name)
         for (position, rate), (_, examined) in zip(points, found, strict=True):
             says = f"{name}, position {position:.0f}: {100 * rate:.1f} % of {examined}"
             chart.dot(position, rate, _colour(number), says=says)
-    return chart.svg()
+    return chart
 
 
 def position_rates(lines: Sequence[CompletionLine]) -> list[tuple[float, int]]:
@@ -91,7 +89,7 @@ def position_rates(lines: Sequence[CompletionLine]) -> list[tuple[float, int]]:
     return rates
 
 
-def forecast_against_measured(runs: Sequence[Run]) -> str | None:
+def forecast_against_measured(runs: Sequence[Run]) -> Chart | None:
     """ms/token as forecast over ms/token as measured, with the band within which forecasts should be."""
     points = []
     for run in runs:
@@ -110,22 +108,21 @@ def forecast_against_measured(runs: Sequence[Run]) -> str | None:
         return None
     highest = 1.05 * max(max(measured, expected) for measured, expected, *_ in points)
     chart = Chart(
-        "Forecast against measured", x_label="measured, ms/token", y_label="forecast, ms/token",
+        title="Forecast against measured", x_label="measured, ms/token", y_label="forecast, ms/token",
         highest_x=highest, highest_y=highest,
     )  # fmt: skip
-    chart.line([(0, 0), (highest, highest)], GREY)
-    chart.legend("equal", GREY)
-    chart.line([(0, 0), (highest, highest * (1 - FORECAST_BAND))], GREY, dashed=True)
+    chart.line([(0, 0), (highest, highest)], GREY, name="equal")
+    apart = f"{100 * FORECAST_BAND:.0f} % apart"
+    chart.line([(0, 0), (highest, highest * (1 - FORECAST_BAND))], GREY, name=apart, dashed=True)
     chart.line([(0, 0), (highest / (1 + FORECAST_BAND), highest)], GREY, dashed=True)
-    chart.legend(f"{100 * FORECAST_BAND:.0f} % apart", GREY, dashed=True)
     for measured, expected, mode, name in points:
         colour = COLOURS[5 if mode == PLAIN else 0]
-        chart.dot(measured, expected, colour, says=f"{name}, {mode}: {expected:.2f} forecast, {measured:.2f} measured")
-        chart.legend(mode, colour)
-    return chart.svg()
+        says = f"{name}, {mode}: {expected:.2f} forecast, {measured:.2f} measured"
+        chart.dot(measured, expected, colour, says=says, name=mode)
+    return chart
 
 
-def memory_by_rank(runs: Sequence[Run]) -> str | None:
+def memory_by_rank(runs: Sequence[Run]) -> Chart | None:
     """Planned and measured memory of every rank of one run, or of the fullest rank of each of several."""
     bars = []
     for place, run in enumerate(runs):
@@ -139,7 +136,7 @@ def memory_by_rank(runs: Sequence[Run]) -> str | None:
     unit, unit_name = (MIB, "MiB") if highest < GIB else (GIB, "GiB")
     of_what, x_label = ("Memory", "rank") if len(runs) == 1 else ("Memory of the fullest rank", "run")
     chart = Chart(
-        f"{of_what}, planned and measured",
+        title=f"{of_what}, planned and measured",
         x_label=x_label, y_label=unit_name, highest_x=len(bars), highest_y=highest / unit,
         x_names={place + 0.5: name for place, (name, _) in enumerate(bars)},
     )  # fmt: skip
@@ -149,12 +146,11 @@ def memory_by_rank(runs: Sequence[Run]) -> str | None:
             if size:
                 left = place + 0.5 + (number - 1) * WIDEST_BAR
                 says = f"{x_label} {name}: {size / unit:.2f} {unit_name} {kind}"
-                chart.bar(left, left + 0.94 * WIDEST_BAR, size / unit, colour, says=says)
-                chart.legend(kind, colour)
-    return chart.svg()
+                chart.bar(left, left + 0.94 * WIDEST_BAR, size / unit, colour, says=says, name=kind)
+    return chart
 
 
-def round_timeline(run: Run) -> str | None:
+def round_timeline(run: Run) -> Chart | None:
     """A round as it passes, on average: K draft steps, the verification, and what is neither."""
     measured = run.summary.speculative
     if measured is None or not measured.num_rounds or not measured.draft_s + measured.verify_s:
@@ -167,15 +163,15 @@ def round_timeline(run: Run) -> str | None:
     pieces += [("verification and rule", verify, COLOURS[0]), ("other", max(other, 0.0), GREY)]
     total = sum(length for _, length, _ in pieces)
     chart = Chart(
-        "A round of speculative decoding, mean over all rounds",
+        title="A round of speculative decoding, mean over all rounds",
         x_label="ms", y_label="", highest_x=total, highest_y=1.0,
     )  # fmt: skip
     passed = 0.0
     for place, (name, length, colour) in enumerate(pieces):
-        chart.bar(passed + 0.003 * total * (place > 0), passed + length, 0.75, colour, says=f"{name}: {length:.3f} ms")
-        chart.legend("draft steps" if colour == COLOURS[1] else name, colour)
+        kind, says = "draft steps" if colour == COLOURS[1] else name, f"{name}: {length:.3f} ms"
+        chart.bar(passed + 0.003 * total * (place > 0), passed + length, 0.75, colour, says=says, name=kind)
         passed += length
-    return chart.svg()
+    return chart
 
 
 def _colour(number: int) -> str:

@@ -1,84 +1,190 @@
-"""Figures of plans, drawn with matplotlib, which nothing else needs.
+"""Draws charts with matplotlib, for pages, for files of figures and for plans: one look for all.
 
-Left: what fills each GPU, stacked, under the line of its capacity. Right: ms/token by K, beside plain decoding.
+What is drawn is in `charts`. matplotlib takes a second to import: import this module only where something is drawn.
+Sizes are in points, of which a page shows each as a CSS pixel. The same charts give the same bytes.
 """
 
-from collections.abc import Mapping
+import io
+import logging
+import math
+import re
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from llama_ssp.errors import ConfigError
-from llama_ssp.reports.plan_table import GIB, ITEMS, headline
+from llama_ssp.reports.charts import GRID, INK, SOFT, Chart, Kind, Mark
 
-if TYPE_CHECKING:
+try:
+    import matplotlib.style as mpl_style
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Rectangle
+except ImportError as error:
+    raise ConfigError(f"drawing needs matplotlib: pip install matplotlib ({error})") from error
 
-COLOURS = (
-    "#1f4e79", "#2e86c1", "#b9770e", "#f0b27a", "#7d3c98", "#c39bd3", "#7f8c8d", "#95a5a6", "#bdc3c7", "#d5d8dc",
-)  # fmt: skip
+STYLE = {
+    "svg.fonttype": "none", "svg.hashsalt": "llama-ssp", "text.parse_math": False, "font.size": 11,
+    "font.sans-serif": ["DejaVu Sans"],
+    "text.color": INK, "axes.labelcolor": SOFT, "axes.edgecolor": SOFT, "axes.linewidth": 1,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.spines.left": False, "axes.axisbelow": True,
+    "grid.color": GRID, "grid.linewidth": 1, "xtick.color": INK, "ytick.color": INK,
+    "xtick.major.size": 0, "ytick.major.size": 0, "savefig.dpi": 150,
+    "legend.frameon": False, "legend.borderpad": 0, "legend.borderaxespad": 0, "legend.handlelength": 1.6,
+}  # fmt: skip
+"""Of matplotlib's settings; the others are its defaults, whatever a user's own file of settings says."""
+WIDTH, HEIGHT = 440, 250
+LEFT, RIGHT, TOP, BOTTOM = 56, 12, 10, 40
+INNER_WIDTH, INNER_HEIGHT = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
+EDGE = (12 - LEFT) / INNER_WIDTH
+"""Where titles and legends begin, in widths of the axes."""
+TITLE, HEADLINE, LEGEND_ROW = 22, 26, 17
+POINTS_PER_INCH = 72
+HALF_WIDTH_NAME = 28
+"""Characters that a name in a legend of two columns may have."""
+LONGEST_NAME = 60
+DASHES = (0, (2.5, 2))
+"""A line of five points and a gap of four, in widths of a line."""
+MOST_NAMES = 20
+"""Names under the x axis; of more, only every second or third is shown."""
+LEAST, MOST = 1e-100, 1e100
+"""What an axis may reach: matplotlib's arithmetic of ticks fails far beyond."""
+_GENERATED_ID = re.compile(r' id="[a-z0-9.]+_\d+"')
+_MARK = re.compile(r'<g id="mark-(\d+)">')
+logging.getLogger("matplotlib").setLevel(logging.ERROR)  # fonts and cache folders are of no use to a user of figures
 
 
-def draw_plan(plan: Mapping[str, Any], file: Path) -> None:
-    """Draw a plan into a file; its suffix chooses the format.
+def picture(chart: Chart) -> str:
+    """Draw one chart as an element of a page, which has the title; the marks say their values under the pointer."""
+    with _styled():
+        return _svg(*_drawn([chart], num_columns=1, has_titles=False), alt=chart.alt)
+
+
+def sheet(charts: Sequence[Chart], *, num_columns: int = 2) -> str:
+    """Draw charts with their titles side by side as an SVG file on white ground."""
+    with _styled():
+        return _svg(*_drawn(charts, num_columns=num_columns), alt="; ".join(chart.title for chart in charts)) + "\n"
+
+
+def save(charts: Sequence[Chart], file: Path, *, headline: str) -> None:
+    """Draw charts side by side under a headline into a file; its suffix chooses the format.
 
     Raises:
-        ConfigError: matplotlib is not installed, or the file cannot be written.
+        OSError: the file cannot be written.
+        ValueError: no such format.
     """
-    try:
-        from matplotlib.figure import Figure  # noqa: PLC0415 - see the module
-    except ImportError as error:
-        raise ConfigError("figure= needs matplotlib: pip install matplotlib") from error
-    figure = Figure(figsize=(11, 4.6), layout="constrained")
-    memory, time = figure.subplots(1, 2, width_ratios=(3, 2))
-    _memory_bars(memory, plan)
-    _time_by_k(time, plan)
-    figure.suptitle(headline(plan), fontsize=10)
-    try:
-        figure.savefig(file, dpi=150)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"figure={file} cannot be written: {reason}") from error
+    with _styled():
+        figure, _ = _drawn(charts, num_columns=len(charts), headline=headline)
+        figure.savefig(file)
 
 
-def _memory_bars(axes: "Axes", plan: Mapping[str, Any]) -> None:
-    ranks = plan["memory"]
-    names = [str(rank["rank"]) for rank in ranks]
-    below = [0.0] * len(ranks)
-    for (label, item), colour in zip(ITEMS.items(), COLOURS, strict=True):
-        sizes = [rank[item] / GIB for rank in ranks]
-        if any(sizes):
-            axes.bar(names, sizes, bottom=below, label=label, color=colour, width=0.75)
-            below = [start + size for start, size in zip(below, sizes, strict=True)]
-    capacity = ranks[0]["capacity_bytes"] / GIB
-    axes.axhline(capacity, color="#c0392b", linewidth=1.5)
-    axes.annotate(f"capacity {capacity:.1f} GiB", (0, capacity), xycoords=("axes fraction", "data"), xytext=(4, 3),
-                  textcoords="offset points", color="#c0392b", fontsize=8)  # fmt: skip
-    axes.set(xlabel="rank", ylabel="GiB", title="Memory per GPU", ylim=(0, 1.1 * max(capacity, *below)))
-    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, reverse=True)
-    axes.spines[["top", "right"]].set_visible(False)
+@contextmanager
+def _styled() -> Iterator[None]:
+    """Our settings; without warnings about characters that matplotlib's font lacks, since viewers have others."""
+    with mpl_style.context(STYLE, after_reset=True), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph")
+        yield
 
 
-def _time_by_k(axes: "Axes", plan: Mapping[str, Any]) -> None:
-    time = plan["time"]
-    plain, by_k = time["plain_ms_per_token"], time["speculative_ms_per_token_by_k"]
-    axes.axhline(plain, color="#7f8c8d", linestyle="--", label=f"plain, {plain:.1f} ms")
-    if by_k:
-        best = time["best_num_draft_tokens"]
-        axes.plot(range(1, len(by_k) + 1), by_k, color="#1f4e79", marker="o", markersize=4, label="speculative")
-        axes.plot(
-            [best],
-            [by_k[best - 1]],
-            "o",
-            color="#1e8449",
-            markersize=9,
-            label=f"best: K={best}, {by_k[best - 1]:.1f} ms",
-        )
-        axes.set_xticks(range(1, len(by_k) + 1))
-    axes.set(
-        xlabel="K, drafted tokens per round",
-        ylabel="ms/token",
-        title="Time per token",
-        ylim=(0, 1.15 * max(plain, *by_k, 0)),
-    )
-    axes.legend(fontsize=8, frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
+def _drawn(
+    charts: Sequence[Chart], *, num_columns: int, headline: str = "", has_titles: bool = True
+) -> tuple[Figure, list[str]]:
+    """The figure, and what its marks say, in the order of their ids."""
+    rows = [charts[first : first + num_columns] for first in range(0, len(charts), num_columns)]
+    title = TITLE if has_titles else 0
+    top, says = HEADLINE if headline else 0, list[str]()
+    width, height = WIDTH * min(num_columns, len(charts)), top + sum(title + max(map(_height, row)) for row in rows)
+    figure = Figure(figsize=(width / POINTS_PER_INCH, height / POINTS_PER_INCH), dpi=POINTS_PER_INCH)
+    if headline:
+        figure.suptitle(_printable(headline), fontsize=11, y=1 - 8 / height, va="top")
+    for row in rows:
+        for place, chart in enumerate(row):
+            bottom = height - (top + title + HEIGHT - BOTTOM)
+            corner = ((WIDTH * place + LEFT) / width, bottom / height)
+            axes = figure.add_axes((*corner, INNER_WIDTH / width, INNER_HEIGHT / height))
+            if title:
+                axes.set_title(chart.title, loc="left", x=EDGE, fontsize=12, weight="bold")
+            says += _draw(axes, chart, first=len(says))
+        top += title + max(map(_height, row))
+    return figure, says
+
+
+def _height(chart: Chart) -> int:
+    return HEIGHT + LEGEND_ROW * math.ceil(len(chart.legend) / _legend_columns(chart))
+
+
+def _legend_columns(chart: Chart) -> int:
+    return 1 if any(len(name) > HALF_WIDTH_NAME for name in chart.legend) else 2
+
+
+def _draw(axes: Axes, chart: Chart, *, first: int) -> list[str]:
+    """Draw a chart, and return what its marks say, whose ids count from `first`."""
+    axes.set_xlim(0, _reach(chart.highest_x))
+    axes.set_ylim(0, 1.05 * _reach(chart.highest_y))
+    _label(axes, chart)
+    says: list[str] = []
+    for mark in chart.marks:
+        if all(abs(place) < MOST for point in mark.points for place in point):  # false for what is no number
+            artist = axes.add_artist(_artist(mark))
+            if mark.says:
+                artist.set_gid(f"mark-{first + len(says)}")
+                says.append(mark.says)
+    return says
+
+
+def _label(axes: Axes, chart: Chart) -> None:
+    axes.set_xlabel(chart.x_label)
+    if chart.y_label:
+        axes.set_ylabel(chart.y_label)
+        axes.grid(axis="y")
+    else:
+        axes.yaxis.set_visible(False)
+    if chart.x_names is not None:
+        names = list(chart.x_names.items())[:: math.ceil(len(chart.x_names) / MOST_NAMES) or 1]
+        axes.set_xticks([x for x, _ in names], [_shortened(name) for _, name in names])
+    if chart.legend:
+        axes.legend(
+            [_artist(mark) for mark in chart.legend.values()], [_shortened(name) for name in chart.legend],
+            loc="upper left", bbox_to_anchor=(EDGE, -BOTTOM / INNER_HEIGHT), ncols=_legend_columns(chart),
+            fontsize=10.5,
+        )  # fmt: skip
+
+
+def _artist(mark: Mark) -> Artist:
+    xs, ys = zip(*mark.points, strict=True)
+    if mark.kind is Kind.bar:
+        return Rectangle((xs[0], ys[0]), xs[1] - xs[0], ys[1] - ys[0], color=mark.colour, linewidth=0, clip_on=False)
+    if mark.kind is Kind.dot:
+        return Line2D(xs, ys, color=mark.colour, marker="o", markersize=8, markeredgewidth=0, linestyle="none",
+                      clip_on=False)  # fmt: skip
+    return Line2D(xs, ys, color=mark.colour, linewidth=2, linestyle=DASHES if mark.dashed else "-")
+
+
+def _reach(highest: float) -> float:
+    """Where an axis ends, for whatever stands in the records."""
+    return highest if LEAST < highest < MOST else 1.0
+
+
+def _shortened(name: str) -> str:
+    shown = _printable(name)
+    return shown if len(shown) <= LONGEST_NAME else shown[: LONGEST_NAME - 1] + "…"
+
+
+def _printable(text: str) -> str:
+    """The text with control characters, which no SVG may have, written out."""
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+
+
+def _svg(figure: Figure, says: Sequence[str], *, alt: str) -> str:
+    """The figure as an `svg` element without what would differ from run to run or meet its like on a page."""
+    file = io.StringIO()
+    figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    drawn = file.getvalue()
+    drawn = _GENERATED_ID.sub("", drawn[drawn.index("<svg") :])
+    drawn = re.sub(r"\n(?=[^ <])", " ", drawn)  # a path is a line
+    drawn = _MARK.sub(lambda found: f"<g><title>{escape(_printable(says[int(found[1])]))}</title>", drawn)
+    return drawn.replace("<svg ", f'<svg role="img" aria-label="{escape(_printable(alt))}" ', 1).rstrip()

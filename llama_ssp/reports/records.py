@@ -124,15 +124,23 @@ class RunFolder:
         _write_whole(self.path / "status", status + "\n")
 
     def write_summary(self, summary: Summary) -> None:
-        """Write `summary.json`, and `report.html` with it.
+        """Write `summary.json`.
 
         Raises:
             SspError: the disk is full or gone.
         """
         _write_whole(self.path / "summary.json", json.dumps(asdict(summary), indent=2) + "\n")
-        run = Run(name=self.path.name, status="", summary=summary, lines=tuple(self.lines))
-        from llama_ssp.reports.html import report  # noqa: PLC0415 - of use at the end of a run only
 
+    def write_report(self, summary: Summary) -> None:
+        """Write `report.html`, which takes a second or two.
+
+        Raises:
+            ConfigError: a package that draws is missing.
+            SspError: the disk is full or gone.
+        """
+        from llama_ssp.reports.html import report  # noqa: PLC0415 - takes a second, at the end of a run only
+
+        run = Run(name=self.path.name, status="", summary=summary, lines=tuple(self.lines))
         _write_whole(self.path / "report.html", report([run]))
 
     def close(self) -> None:

@@ -70,7 +70,7 @@ def show_plan(
 
         print_plan(content)
     if figure:
-        from llama_ssp.reports.plots import draw_plan  # noqa: PLC0415 - only a figure needs matplotlib
+        from llama_ssp.reports.plan_figure import draw_plan  # noqa: PLC0415 - of use to a figure alone
 
         draw_plan(content, Path(figure))
     require_room(plan, words=words)

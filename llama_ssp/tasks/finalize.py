@@ -6,6 +6,7 @@ from typing import Any
 
 from llama_ssp.config.benchmark import BenchmarkConfig
 from llama_ssp.config.schema import CompareConfig, GenerateConfig
+from llama_ssp.errors import ConfigError
 from llama_ssp.reports.lines import Forecast, RankMemory, RunFacts
 from llama_ssp.reports.summary import summarise
 from llama_ssp.tasks.dry_run import forecast, planned_bytes
@@ -13,7 +14,9 @@ from llama_ssp.tasks.session import Session
 
 
 def conclude(session: Session) -> None:
-    """Collect every rank's memory, and on rank 0 write the summary, print the table and draw the picture.
+    """Collect every rank's memory, and on rank 0 write the summary, print the table and draw picture and report.
+
+    The report comes last, because matplotlib takes a second to import: the user has read the results by then.
 
     Raises:
         SspError: the disk is full or gone.
@@ -54,6 +57,10 @@ def conclude(session: Session) -> None:
     if isinstance(config.task, CompareConfig) and config.task.picture:
         start = f"torchrun --nproc-per-node {comm.size}" if comm.size > 1 else "python"
         session.terminal.save_svg(Path(config.task.picture), title=f"{start} launch/run.py")
+    try:
+        folder.write_report(summary)
+    except ConfigError as error:  # the run is whole without its figures
+        session.terminal.say(f"{error}; launch/report.py writes report.html later")
 
 
 def _placement(session: Session) -> dict[str, Any]:

@@ -4,7 +4,6 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -15,6 +14,8 @@ from benchmarks.placements import Figures
 from launch import command_line
 from llama_ssp.config import catalogue, checks, store
 from llama_ssp.config.target_placement import TargetKind
+from llama_ssp.reports.charts import Kind
+from tests.helpers.pictures import said
 
 MADE_BY: dict[str, Any] = {
     "versions": {"torch": "2"}, "git_commit": "c0ffee", "processor": "abacus", "num_threads": 2, "num_draft_tokens": 4,
@@ -58,12 +59,6 @@ def sweep_row() -> dict[str, Any]:
 
 
 ROWS = {"placements": placements_row, "lengths": lengths_row, "sweep": sweep_row}
-
-
-def said(picture: str, element: str) -> list[str]:
-    """What each mark of a file says under the pointer."""
-    names = {"svg": "http://www.w3.org/2000/svg"}
-    return [title.text or "" for title in ElementTree.fromstring(picture).findall(f".//svg:{element}/svg:title", names)]
 
 
 def test_the_document_has_a_line_for_each_place_and_a_reason_for_each_refusal() -> None:
@@ -123,11 +118,12 @@ def test_the_guide_says_what_gains_and_what_costs() -> None:
 
 
 def test_the_figure_of_lengths_has_a_dot_for_each_point_and_a_line_for_each_fit() -> None:
-    picture = lengths.draw(lengths_row())
-    assert len(said(picture, "circle")) == 4 * 2 * 4
-    assert "plain, 1 tokens of context: 1.010 ms/token" in said(picture, "circle")
-    assert "speculative, 4 pause, ms: 1.320 ms/token" in said(picture, "circle")
-    assert picture.count("<polyline") == 4 * 2
+    dots = said(lengths.draw(lengths_row()))
+    assert len(dots) == 4 * 2 * 4
+    assert "plain, 1 tokens of context: 1.010 ms/token" in dots
+    assert "speculative, 4 pause, ms: 1.320 ms/token" in dots
+    lines = [[mark for mark in chart.marks if mark.kind is Kind.line] for chart in lengths.charts(lengths_row())]
+    assert list(map(len, lines)) == [2] * 4
 
 
 def test_what_is_said_of_lengths_tells_the_terms_and_both_controls() -> None:
@@ -138,7 +134,7 @@ def test_what_is_said_of_lengths_tells_the_terms_and_both_controls() -> None:
 
 
 def test_the_figure_of_a_sweep_has_a_bar_for_each_candidate_that_was_measured() -> None:
-    bars = said(sweep.draw(sweep_row()), "rect")
+    bars = said(sweep.draw(sweep_row()))
     assert len(bars) == 3 * 4 + 4 + 4 + 2
     assert "ours, speculative, int8_weight_only: 1.00 ms" in bars
 

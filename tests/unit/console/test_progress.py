@@ -3,8 +3,9 @@
 from io import StringIO
 
 from rich.console import Console
+from rich.progress import DownloadColumn, TransferSpeedColumn
 
-from llama_ssp.console.progress import Pace, ProgressLines, RunProgress, gigabytes
+from llama_ssp.console.progress import Pace, ProgressView, RunProgress
 
 
 class Clock:
@@ -89,11 +90,13 @@ def test_when_all_is_done_the_table_says_more() -> None:
 def test_a_long_load_is_told_in_bytes_after_ten_seconds_and_every_minute() -> None:
     err = Console(file=StringIO(), width=80)
     clock = Clock()
-    lines = ProgressLines(err, gigabytes, clock=clock)
-    for done_bytes in range(0, 10**11, 10**10):
-        lines.update("target", done_bytes, 13 * 10**10)
+    view = ProgressView(err, DownloadColumn(), TransferSpeedColumn(), clock=clock)
+    for done_bytes in range(0, 11 * 10**10, 10**10):
+        view.update("target", done_bytes, 13 * 10**10)
         clock.now_s += 8
+    view.hide()
     assert isinstance(err.file, StringIO)
     assert err.file.getvalue().splitlines() == [
-        "target: 20.00 of 130.00 GB, 1.25 GB/s, 88 s left",
+        "target 20.0/130.0 GB 1.2 GB/s 01:28 left",
+        "target 100.0/130.0 GB 1.2 GB/s 00:24 left",
     ]

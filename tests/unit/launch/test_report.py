@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from tests.helpers.repository import ROOT
 from tests.helpers.runs import FAST, PLAIN, write_run
 
 # Packages that somebody who only looks at results need not have; None makes their import fail.
-BLOCKED = ("torch", "transformers", "matplotlib", "rich", "numpy", "hydra", "omegaconf")
+BLOCKED = ("torch", "transformers", "rich", "hydra", "omegaconf")
 
 
 def test_a_sweep_becomes_one_page_and_one_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,14 +72,26 @@ def test_a_mistake_is_one_sentence_with_code_2(
     assert (len(said.err.splitlines()), said.out) == (1, "")
 
 
-def test_it_needs_nothing_but_yaml(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", PLAIN, FAST)
+def ended_without(packages: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """The script in a process of its own that cannot import these packages."""
     program = (
-        f"import runpy, sys; sys.modules.update(dict.fromkeys({BLOCKED!r})); sys.argv[1:] = [{str(folder)!r}]; "
+        f"import runpy, sys; sys.modules.update(dict.fromkeys({packages!r})); sys.argv[1:] = [{str(folder)!r}]; "
         f"runpy.run_path({str(ROOT / 'launch' / 'report.py')!r}, run_name='__main__')"
     )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=tmp_path)
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=folder)
+
+
+def test_it_needs_what_reads_and_draws_and_nothing_that_computes(tmp_path: Path) -> None:
+    ended = ended_without(BLOCKED, write_run(tmp_path / "run", PLAIN, FAST))
     assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.parametrize("package", ["matplotlib", "jinja2"])
+def test_a_missing_package_is_named_with_what_installs_it(package: str, tmp_path: Path) -> None:
+    ended = ended_without([package], write_run(tmp_path / "run", PLAIN, FAST))
+    assert ended.returncode == 2
+    assert f"needs {package}: pip install {package}" in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1
 
 
 def test_help_shows_how_it_is_called(capsys: pytest.CaptureFixture[str]) -> None:

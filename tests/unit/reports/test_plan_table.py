@@ -12,8 +12,10 @@ from llama_ssp.config.schema import DraftLayout
 from llama_ssp.errors import ConfigError
 from llama_ssp.planning.plan import document, make_plan
 from llama_ssp.planning.search import search, search_document
-from llama_ssp.reports.plan_table import ITEMS, print_plan, print_search
-from llama_ssp.reports.plots import draw_plan
+from llama_ssp.reports import plan_figure
+from llama_ssp.reports.charts import Kind
+from llama_ssp.reports.plan_figure import draw_plan
+from llama_ssp.reports.plan_table import GIB, ITEMS, print_plan, print_search
 from tests.helpers.planning import make_job
 
 
@@ -70,13 +72,24 @@ def test_the_ranking_shows_all_sizes_and_what_is_missing() -> None:
 
 @pytest.mark.parametrize("draft", ["7B", None])
 def test_a_figure_is_drawn_with_and_without_a_draft(draft: str | None, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    file = tmp_path / "plan.svg"
-    draw_plan(_plan("30B", draft, num_ranks=8), file)
+    plan, file = _plan("30B", draft, num_ranks=8), tmp_path / "plan.svg"
+    draw_plan(plan, file)
     assert "<svg" in file.read_text()
+    bars = [mark.points for mark in plan_figure.memory_by_rank(plan).marks if mark.kind is Kind.bar]
+    for place, rank in enumerate(plan["memory"]):
+        tops = [top for (left, _), (_, top) in bars if int(left) == place]
+        assert tops[-1] * GIB == pytest.approx(rank["needed_bytes"])
+    dots = [mark for mark in plan_figure.time_by_k(plan).marks if mark.kind is Kind.dot]
+    assert len(dots) == len(plan["time"]["speculative_ms_per_token_by_k"])
+
+
+@pytest.mark.parametrize("suffix", ["png", "pdf"])
+def test_the_suffix_chooses_the_format(suffix: str, tmp_path: Path) -> None:
+    draw_plan(_plan("7B", None, num_ranks=1), tmp_path / f"plan.{suffix}")
+    assert suffix.upper() in (tmp_path / f"plan.{suffix}").read_bytes()[:8].decode("latin1")
 
 
 def test_a_figure_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    with pytest.raises(ConfigError, match="cannot be written"):
-        draw_plan(_plan("7B", None, num_ranks=1), tmp_path / "missing" / "plan.png")
+    for file in (tmp_path / "missing" / "plan.png", tmp_path / "plan.docx"):
+        with pytest.raises(ConfigError, match="cannot be written"):
+            draw_plan(_plan("7B", None, num_ranks=1), file)

@@ -13,11 +13,13 @@ from tests.helpers.repository import ROOT
 # What a run does not need before it looks at checkpoints; the first seven take seconds.
 BEFORE_CHECKPOINTS = (
     "transformers.modeling_utils", "torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy", "scipy",
-    "accelerate", "llama_ssp.models.build", "llama_ssp.models.llama.decoder", "llama_ssp.reports.html",
+    "accelerate", "llama_ssp.models.build", "llama_ssp.models.llama.decoder",
 )  # fmt: skip
+# What the report at the end needs, after everything else has been shown.
+AFTER_RESULTS = ("matplotlib", "llama_ssp.reports.html")
 # What completions do not need at all.
 NEVER = (
-    "bitsandbytes", "deepspeed", "matplotlib", "datasets", "pandas", "sklearn", "tensorboard",
+    "bitsandbytes", "deepspeed", "matplotlib.pyplot", "datasets", "pandas", "sklearn", "tensorboard",
     "llama_ssp.weights.synthetic", "llama_ssp.weights.expansion", "llama_ssp.tasks.benchmark",
     "llama_ssp.tasks.calibrate", "llama_ssp.calibration.operators", "llama_ssp.tasks.peers",
 )  # fmt: skip
@@ -26,14 +28,20 @@ NEVER = (
 def test_slow_packages_are_imported_only_where_they_are_used(tmp_path: Path) -> None:
     settings = ["task=generate", "prompt=import", "max_new_tokens=2", f"run_dir={tmp_path}/run"]
     program = (
-        "import json, sys; from launch import run; from llama_ssp.tasks import run as task; first = [*sys.modules]; "
-        f"sys.argv = ['run.py', *{settings!r}]; code = run.main(); print(json.dumps([code, first, [*sys.modules]]))"
+        "import json, sys; from launch import run; from llama_ssp.tasks import run as task; "
+        "from llama_ssp.console import terminal; "
+        "first = [*sys.modules]; closing = terminal.Terminal.closing; shown = []; "
+        "terminal.Terminal.closing = lambda *a, **k: (closing(*a, **k), shown.extend(sys.modules)); "
+        f"sys.argv = ['run.py', *{settings!r}]; code = run.main(); "
+        "print(json.dumps([code, first, shown, [*sys.modules]]))"
     )
     ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    code, first, last = json.loads(ended.stdout.splitlines()[-1])
+    code, first, shown, last = json.loads(ended.stdout.splitlines()[-1])
     assert code == 0
     assert {"torch", "transformers"} <= set(first)
-    assert {*BEFORE_CHECKPOINTS, *NEVER} & set(first) == set()
+    assert {*BEFORE_CHECKPOINTS, *AFTER_RESULTS, *NEVER} & set(first) == set()
+    assert set(AFTER_RESULTS) & set(shown) == set()
+    assert set(AFTER_RESULTS) <= set(last)
     assert set(NEVER) & set(last) == set()
     assert "transformers.modeling_utils" in last, "or else it need not be named above"
 

@@ -1,0 +1,72 @@
+"""What a chart shows, as data: bars, lines and dots over two linear axes. `plots` draws it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+INK, SOFT, GRID, GREY = "#1b1f23", "#5f6b76", "#dfe3e6", "#8a939b"
+COLOURS = ("#2563a8", "#c2571a", "#2e7d4f", "#7b4ba0", "#a3303c", "#5f6b76", "#0f8b8d", "#9a7b0a")
+MOST_SAID = 12
+"""Marks whose values the text in place of a chart names."""
+Point = tuple[float, float]
+Kind = Enum("Kind", ["bar", "line", "dot"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mark:
+    """A bar between its lower left and its upper right corner, a line through points, or a dot at one."""
+
+    kind: Kind
+    points: Sequence[Point]
+    colour: str
+    says: str = ""
+    dashed: bool = False
+
+
+@dataclass(kw_only=True)
+class Chart:
+    """One chart.
+
+    Attributes:
+        title: stands above it.
+        x_label, y_label: names of the axes with their units; without a name the y axis is not drawn.
+        highest_x, highest_y: what the axes must reach; they begin at 0.
+        x_names: names for places on the x axis, instead of numbers.
+        marks: what is drawn, the last above all others.
+        legend: the mark that stands for each name.
+    """
+
+    title: str
+    x_label: str
+    y_label: str
+    highest_x: float
+    highest_y: float
+    x_names: Mapping[float, str] | None = None
+    marks: list[Mark] = field(default_factory=list)
+    legend: dict[str, Mark] = field(default_factory=dict)
+
+    def bar(
+        self, left: float, right: float, top: float, colour: str, *, says: str, name: str = "", bottom: float = 0.0
+    ) -> None:
+        """Add a bar, which shows `says` under the pointer; `name` goes into the legend, as that of all marks."""
+        self._add(name, Mark(kind=Kind.bar, points=[(left, bottom), (right, top)], colour=colour, says=says))
+
+    def line(self, points: Sequence[Point], colour: str, *, name: str = "", dashed: bool = False) -> None:
+        """Add straight lines through all points."""
+        self._add(name, Mark(kind=Kind.line, points=points, colour=colour, dashed=dashed))
+
+    def dot(self, x: float, y: float, colour: str, *, says: str, name: str = "") -> None:
+        """Add a dot, which shows `says` under the pointer."""
+        self._add(name, Mark(kind=Kind.dot, points=[(x, y)], colour=colour, says=says))
+
+    @property
+    def alt(self) -> str:
+        """Text in place of the picture: the title and the values."""
+        said = [mark.says for mark in self.marks if mark.says]
+        more = [f"and {len(said) - MOST_SAID} more"] if len(said) > MOST_SAID else []
+        return f"{self.title}: {'; '.join([*said[:MOST_SAID], *more])}"
+
+    def _add(self, name: str, mark: Mark) -> None:
+        self.marks.append(mark)
+        if name:
+            self.legend.setdefault(name, mark)
