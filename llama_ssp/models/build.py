@@ -19,7 +19,7 @@ from llama_ssp.config.schema import Quantization
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.errors import CheckpointError
 from llama_ssp.models.attention import BY_POSITION
-from llama_ssp.models.huggingface.families import adapt, attention_at_start, check_servable
+from llama_ssp.models.huggingface.families import adapt, attention_at_start, check_files, check_servable
 from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.llama.decoder import LeanRunner, is_llama_kind
 from llama_ssp.models.loader import Progress, Weights, find_sources, returning_memory
@@ -45,6 +45,7 @@ def build_empty(origin: Origin) -> PreTrainedModel:
     from accelerate import init_empty_weights  # noqa: PLC0415 - slow to import, and needed only here
 
     check_servable(origin.config)
+    check_files(origin)
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(origin.config)]
     config = deepcopy(origin.config)
     config._attn_implementation = attention_at_start(origin.config)

@@ -21,7 +21,7 @@ import torch
 from llama_ssp.calibration.interleave import in_turns, median_ratio
 from llama_ssp.calibration.operators import copy_bytes_per_s
 from llama_ssp.config.benchmark import BenchmarkConfig
-from llama_ssp.config.schema import Quantization, RunConfig, SpeculationConfig, WeightsKind
+from llama_ssp.config.schema import SpeculationConfig
 from llama_ssp.console.progress import Pace, RunProgress
 from llama_ssp.distributed.agree import together
 from llama_ssp.engine.loop import Completion, Decoder
@@ -36,7 +36,7 @@ from llama_ssp.reports.provenance import git_commit, versions
 from llama_ssp.tasks.checkpoints import Source
 from llama_ssp.tasks.dry_run import forecast
 from llama_ssp.tasks.loading import build_decoder
-from llama_ssp.tasks.peers import Peers, load_peer
+from llama_ssp.tasks.peers import Peers, has_peers, load_peer
 from llama_ssp.tasks.session import Job, Session
 
 GENERATE, ASSISTED = "generate", "assisted"
@@ -169,17 +169,8 @@ def cut(text: Sequence[int], *, num_prompts: int, num_tokens: int) -> list[tuple
     return [tuple(text[(place + offset) % len(text)] for offset in range(num_tokens)) for place in places]
 
 
-def can_compare(config: RunConfig, *, world_size: int) -> bool:
-    """Whether transformers' own generation can stand beside a run: one rank, from files, nothing quantized by us."""
-    entries = [config.model, *([config.draft.model] if config.draft.model else [])]
-    is_whole = all(entry.quantization is Quantization.none for entry in entries)
-    return world_size == 1 and config.weights is WeightsKind.checkpoint and is_whole
-
-
 def _peers(session: Session, sources: tuple[Source, Source | None]) -> Peers | None:
-    task = session.config.task
-    assert isinstance(task, BenchmarkConfig)
-    if not (task.peers and can_compare(session.config, world_size=session.world.comm.size)):
+    if not has_peers(session.config, world_size=session.world.comm.size):
         return None
     target, *drafts = (
         load_peer(source.origin.folder, dtype=source.dtype or source.origin.dtype, device=session.world.device)

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from llama_ssp.config.layout import lay_out_copy, max_device_bytes
+from llama_ssp.config.model_files import GENERATION_CONFIG_FILE, TOKENIZER_FILES, read_json
 from llama_ssp.config.paths import read_path
 from llama_ssp.config.schema import Dtype, ModelConfig, RunConfig, WeightsKind
 from llama_ssp.config.target_placement import TargetKind
@@ -17,7 +18,7 @@ from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.planning.spec import number_format
 from llama_ssp.weights import hub
-from llama_ssp.weights.checkpoint import check_shape, inspect, read_json
+from llama_ssp.weights.checkpoint import check_shape, inspect
 from llama_ssp.weights.manifest import verify
 from llama_ssp.weights.source import Origin
 
@@ -168,10 +169,15 @@ def _check(entry: ModelConfig, origin: Origin, *, num_ranks: int, device: str) -
 
 
 def _read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """Read a tokenizer, and try what a run will ask it for."""
+    for name in TOKENIZER_FILES:
+        if (folder / name).is_file():
+            read_json(folder / name)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
+        tokenizer.decode(tokenizer("a b").input_ids, skip_special_tokens=True)
     except Exception as error:  # tokenizer files fail in as many ways as there are parsers
         reason = " ".join(str(error).split())[:200]
         raise CheckpointError(
@@ -182,13 +188,11 @@ def _read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def _read_eos_ids(folder: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    file = folder / "generation_config.json"
+    file = folder / GENERATION_CONFIG_FILE
     given = read_json(file).get("eos_token_id") if file.is_file() else None
     if given is None:
         given = tokenizer.eos_token_id
     ids = given if isinstance(given, list) else [] if given is None else [given]
-    if not all(type(token) is int for token in ids):
-        raise CheckpointError(f"{file} has eos_token_id {given!r}, which is no token id: copy or download it again")
     return tuple(ids)
 
 

@@ -10,9 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from llama_ssp.config.schema import SamplingConfig
+from llama_ssp.config.benchmark import BenchmarkConfig
+from llama_ssp.config.model_files import GENERATION_CONFIG_FILE
+from llama_ssp.config.schema import Quantization, RunConfig, SamplingConfig, WeightsKind
+from llama_ssp.errors import CheckpointError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +68,33 @@ def _words(sampling: SamplingConfig) -> dict[str, object]:
     top_p = 1.0 if sampling.top_p is None else sampling.top_p
     words = {"temperature": sampling.temperature, "top_k": sampling.top_k or 0, "top_p": top_p, "min_p": sampling.min_p}
     return {"do_sample": True, **words}
+
+
+def has_peers(config: RunConfig, *, world_size: int) -> bool:
+    """Whether transformers' own generation stands beside a benchmark: one rank, from files, nothing quantized by us."""
+    entries = [config.model, *([config.draft.model] if config.draft.model else [])]
+    is_whole = all(entry.quantization is Quantization.none for entry in entries)
+    is_asked = isinstance(config.task, BenchmarkConfig) and config.task.peers
+    return is_asked and world_size == 1 and config.weights is WeightsKind.checkpoint and is_whole
+
+
+def check_peers(folders: Sequence[Path]) -> None:
+    """Read what the library will generate by, before any weight is loaded.
+
+    Raises:
+        CheckpointError: it refuses what it finds in a folder.
+    """
+    for file in (folder / GENERATION_CONFIG_FILE for folder in folders):
+        if not file.is_file():
+            continue
+        try:
+            GenerationConfig.from_pretrained(file.parent, local_files_only=True)
+        except Exception as error:  # it checks some values, and fails at others
+            reason = " ".join(str(error).split())[:200] or type(error).__name__
+            raise CheckpointError(
+                f"transformers, which is to be measured too, refuses {file} ({reason}): copy or download it again, or "
+                "set task.peers=false"
+            ) from error
 
 
 def load_peer(folder: Path, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:

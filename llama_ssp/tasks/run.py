@@ -51,6 +51,7 @@ from llama_ssp.tasks.generate import generate
 from llama_ssp.tasks.interactive import converse
 from llama_ssp.tasks.latency import latency
 from llama_ssp.tasks.loading import load_models
+from llama_ssp.tasks.peers import check_peers, has_peers
 from llama_ssp.tasks.prompts import check_unchanged, is_interactive, read_prompts
 from llama_ssp.tasks.session import Job, Session, make_jobs
 from llama_ssp.tasks.startup import StartClock
@@ -151,6 +152,8 @@ def _run(
         _settle_placement(config, world, terminal)
     sources = find_sources(config, world)
     config = with_number_formats(config, sources)
+    if has_peers(config, world_size=world.comm.size):
+        check_peers([source.origin.folder for source in sources if source])
     finished = _tell_finished(world, folder)
     context = min(source.origin.context for source in sources if source)
     jobs = _read_jobs(config, world, folder, sources[0], context=context)

@@ -6,7 +6,6 @@ was found by `training.agreement`, and is read from a file here. Where each numb
 on its device when it is read, and a slice without the rest.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,6 +18,7 @@ from torch import Tensor
 from transformers import LlamaConfig, PretrainedConfig
 
 from llama_ssp.config import catalogue
+from llama_ssp.config.model_files import read_json
 from llama_ssp.config.schema import ModelShape
 from llama_ssp.errors import ConfigError
 from llama_ssp.weights import hub
@@ -181,7 +181,7 @@ def noise_for(folder: Path, agreement: float) -> float:
         folder: of the small model; its file `agreement.json` has the points.
         agreement: at most 1.
     """
-    points = json.loads((folder / AGREEMENT_FILE).read_text(encoding="utf-8"))["points"]
+    points = read_json(folder / AGREEMENT_FILE)["points"]
     curve = sorted((point["agreement"], point["noise"]) for point in points)
     for (low, more_noise), (high, less_noise) in pairwise(curve):
         if low <= agreement <= high:

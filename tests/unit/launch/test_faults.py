@@ -91,7 +91,7 @@ def test_with_verify_every_fault_of_a_checkpoint_is_caught(seed: int, folder: Pa
     ("name", "old", "new", "sentence"),
     [
         ("config.json", '"silu"', '"sIlu"', "target/config.json describes no model that can be built (KeyError"),
-        ("generation_config.json", '"eos_token_id": 1', '"eos_token_id": "1"', "has eos_token_id '1'"),
+        ("generation_config.json", '"eos_token_id": 1', '"eos_token_id": "1"', 'has eos_token_id "1"'),
         ("generation_config.json", "{", "", "target/generation_config.json is not JSON"),
     ],
 )

@@ -91,7 +91,7 @@ def test_a_local_model_has_its_shape_and_number_format_from_its_folder(tmp_path:
 
 @pytest.mark.parametrize(
     ("content", "complaint"),
-    [("{", "cannot be read"), ("[]", "no JSON object"), (json.dumps({"model_type": "llama"}), "num_hidden_layers")],
+    [("{", "is not JSON"), ("[]", "no JSON object"), (json.dumps({"model_type": "llama"}), "num_hidden_layers")],
 )
 def test_a_faulty_config_file_is_told_in_one_sentence(content: str, complaint: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(content)

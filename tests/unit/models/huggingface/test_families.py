@@ -14,10 +14,10 @@ from llama_ssp.architectures.family import family_of
 from llama_ssp.config.schema import Quantization
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.engine.state import Request
-from llama_ssp.errors import ConfigError
+from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.models import prefill
 from llama_ssp.models.attention import BY_POSITION, SOFTCAPPED
-from llama_ssp.models.build import load_model, load_modules
+from llama_ssp.models.build import build_empty, load_model, load_modules
 from llama_ssp.models.cache import Masks
 from llama_ssp.models.huggingface.families import check_servable, mask_argument, windows_of
 from llama_ssp.models.huggingface.runner import ModuleRunner
@@ -197,3 +197,10 @@ def test_models_that_the_static_cache_cannot_serve_are_refused(
 )
 def test_models_that_only_look_alike_are_served(family: str, changes: dict[str, object]) -> None:
     check_servable(tiny_config(family, **changes))
+
+
+def test_a_table_of_positions_of_another_length_is_refused_before_masks_of_its_square_are_made(tmp_path: Path) -> None:
+    build_checkpoint(tmp_path, "gpt_neo")
+    tiny_config("gpt_neo", max_position_embeddings=2**22).save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"wpe.weight has 128 rows, and .*max_position_embeddings=4194304"):
+        build_empty(inspect(tmp_path))
