@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import NoReturn, TextIO
 
 from llama_ssp.errors import ConfigError, SspError
+from llama_ssp.visible import visible
 
 
 class Options(argparse.ArgumentParser):
@@ -50,9 +51,9 @@ def until_unread() -> Iterator[None]:
 
 
 def complain(sentence: str) -> None:
-    """Write a line to standard error, if anybody reads it."""
+    """Write a line to standard error, if anybody reads it; control characters of what it quotes become visible."""
     try:
-        sys.stderr.write(f"{sentence}\n")
+        sys.stderr.write(f"{visible(sentence)}\n")
         sys.stderr.flush()
     except BrokenPipeError:
         _silence(sys.stderr)
@@ -83,5 +84,5 @@ def run(parser: Options, arguments: Sequence[str], act: Callable[[argparse.Names
             complain(str(error))
             return error.exit_code
         if said:
-            print(said)
+            print(visible(said))
     return 0

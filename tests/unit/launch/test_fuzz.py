@@ -40,6 +40,9 @@ TEXTS = (
     "", "''", '""', "é", "\u202e", "日本", "\x7f", "\udcff", "a b", "a,b", "[", "[]", "[[1],[2]]", "[1,,2]", "{}",
     "{a:1}", "{a:{b:[c]}}", "(", "'", "\\", "${x}", "${oc.env:HOME}", "${run_id:}", "${", "$(id)",
     "!!python/object:os.system", "range(1,3)", "choice(1,2)", "glob(*)", "interval(0,1)", "sort(3,1)", "int(x)", "none",
+    "${model_names:}", "${hydra:}", "${hydra:runtime}", "${oc.env:HOME,}", "${oc.create:{a:1}}",
+    "${oc.dict.keys:model}", "${model}", "${draft}", "${seed}", "${.x}", "${..}",
+    "\x1b[2J", "\x9b", "'\x1b]0;x\x07'", "[/x]", "'[/x]'",
     "7B", "tiny", "../tiny", ".", "/dev/null", "x" * 5000,
 )  # fmt: skip
 ANY_TEXT = st.text(st.characters(exclude_characters="\0", codec="utf-8"), max_size=8)
@@ -225,9 +228,16 @@ def test_report_and_manifest_answer_any_command_line(arguments: list[str]) -> No
             "cannot be read (File name too long): name another path",
         ),
         (run_short, ["num_samples=2147483648"], "must be at least 1 and at most 1000000 completions"),
+        (run_dry, ["speculation=${model_names:}"], "speculation=13B 13B_8bit"),
+        (run_dry, ["seed=${model_names:}"], "could not be converted to Integer"),
+        (run_dry, ["model=\x1b[2J"], r"cannot read 'model=\x1b[2J': settings are written name=value"),
+        (run_short, ["model.path=\x1b[2J\x9b\u202e\x7f\r"], r"\x1b[2J\x9b\u202e\x7f\r does not exist"),
+        (plan.main, ["format=\x1b"], r"cannot read 'format=\x1b': settings are written name=value"),
+        (plan.main, ["hardware.name=\x1b"], r"cannot read 'hardware.name=\x1b': settings are written name=value"),
         (plan.main, ["placement=[0]"], "unknown placement '[0]': there are accelerate, auto, "),
         (plan.main, ["=0"], "'=0' is no setting of a plan"),
         (plan.main, ["hydra/launcher=[[],1]"], "'hydra/launcher=[[],1]' is no setting of a plan"),
+        (report.main, ["\x1b[2J\x9b"], r"\x1b[2J\x9b holds no run"),
         (report.main, ["x" * 5000], "cannot be read (File name too long): name the folder of a run"),
         (manifest.main, ["x" * 5000], "cannot be read (File name too long): name another folder"),
     ],
@@ -239,3 +249,4 @@ def test_what_was_found_once_is_a_sentence(
     assert ended.code == 2
     assert sentence in ended.err
     assert len(ended.err.splitlines()) == 1
+    assert ended.err.removesuffix("\n").isprintable()
