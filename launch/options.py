@@ -4,12 +4,12 @@ What `launch/run.py` takes is Hydra's business and that of `command_line`.
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NoReturn, TextIO
+from typing import NoReturn
 
+from llama_ssp.console.unread import is_unread, silence
 from llama_ssp.errors import ConfigError, SspError
 from llama_ssp.visible import visible
 
@@ -41,13 +41,18 @@ class Options(argparse.ArgumentParser):
 
 @contextmanager
 def until_unread() -> Iterator[None]:
-    """End the block, without a complaint, when nobody reads standard output any more, as behind `| head`."""
+    """End the block, without a complaint, when nobody reads standard output any more, as behind `| head`.
+
+    The same holds for a terminal that has hung up.
+    """
     try:
         yield
         if sys.stdout:  # it may have been closed before
             sys.stdout.flush()
-    except BrokenPipeError:
-        _silence(sys.stdout)
+    except OSError as error:
+        if not is_unread(sys.stdout, error):
+            raise
+        silence(sys.stdout)
 
 
 def complain(sentence: str) -> None:
@@ -55,13 +60,10 @@ def complain(sentence: str) -> None:
     try:
         sys.stderr.write(f"{visible(sentence)}\n")
         sys.stderr.flush()
-    except BrokenPipeError:
-        _silence(sys.stderr)
-
-
-def _silence(stream: TextIO) -> None:
-    """Let go nowhere what is still in its buffer, and all that follows."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    except OSError as error:
+        if not is_unread(sys.stderr, error):
+            raise
+        silence(sys.stderr)
 
 
 def run(parser: Options, arguments: Sequence[str], act: Callable[[argparse.Namespace], str | None]) -> int:

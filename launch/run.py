@@ -12,7 +12,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -33,6 +33,7 @@ from launch import command_line, completion
 from launch.options import complain, until_unread
 from llama_ssp.config import catalogue, checks, store
 from llama_ssp.distributed.environment import Ranks, read_ranks
+from llama_ssp.distributed.signals import find_agent, heeded_signals
 from llama_ssp.errors import InterruptedRun, SspError
 from llama_ssp.tasks import dry_run, startup
 from llama_ssp.visible import VisibleStream
@@ -49,8 +50,9 @@ def main() -> int:
     """Run what the command line says; returns the exit code of this rank."""
     ranks = read_ranks(os.environ)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # a lost rank is told in a sentence, not in C++ stacks
-    signal.signal(signal.SIGTERM, _interrupt)
-    signal.signal(signal.SIGUSR1, _interrupt)
+    _set_handlers(_interrupt)
+    if agent := find_agent():
+        agent.heed_end()
     exit_code = 0
     with until_unread():
         exit_code = _exit_code(ranks)
@@ -61,9 +63,15 @@ def main() -> int:
 
 def _interrupt(_number: int, _frame: FrameType | None) -> None:
     """End as Ctrl-C does, while `tasks.stopping` does not listen; a second signal changes nothing."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    _set_handlers(signal.SIG_IGN)
     raise KeyboardInterrupt
+
+
+def _set_handlers(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> None:
+    """Handle all signals that ask a run to stop, but for SIGINT, which Python handles as `_interrupt` does."""
+    for number in heeded_signals():
+        if number is not signal.SIGINT:
+            signal.signal(number, handler)
 
 
 def _exit_code(ranks: Ranks) -> int:

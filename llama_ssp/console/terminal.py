@@ -5,7 +5,6 @@ drive the terminal. Where standard output is no terminal, texts are written to i
 line breaks of ours. Log files are the business of `distributed.ranklog`.
 """
 
-import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from rich.text import Text
 
 from llama_ssp.console.progress import Pace, ProgressView, RunProgress
 from llama_ssp.console.tables import ACCEPTED_STYLE, OWN_STYLE, benchmark_table, closing_line, summary_table
+from llama_ssp.console.unread import has_hung_up, silence
 from llama_ssp.engine.stream import Piece
 from llama_ssp.errors import SspError
 from llama_ssp.reports.lines import BenchmarkRow, Summary
@@ -41,17 +41,30 @@ ShowProgress: TypeAlias = Callable[[str, int, int], None]
 
 
 class Output(Console):
-    """A console that falls silent when nobody reads it any more, as behind `| head`."""
+    """A console that falls silent when nobody reads it any more: behind `| head`, or after its terminal has hung up."""
 
     when_unread: Callable[[], None] | None = None
+    """Called when a pipe is closed."""
 
     def on_broken_pipe(self) -> None:
         """Called by rich, which would end the process."""
-        self.quiet = True
-        with suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
+        self.fall_silent()
         if self.when_unread:
             self.when_unread()
+
+    def fall_silent(self) -> None:
+        """Write nothing any more."""
+        self.quiet = True
+        silence(self.file)
+
+    def _check_buffer(self) -> None:
+        """Write what is due, for all methods of rich, which knows of closed pipes and not of terminals."""
+        try:
+            super()._check_buffer()
+        except OSError:
+            if not has_hung_up(self.file):
+                raise
+            self.fall_silent()
 
 
 class Terminal:
@@ -182,6 +195,10 @@ class Terminal:
             except EOFError:
                 self._out.print()
                 return
+            except OSError:
+                if not has_hung_up(sys.stdout):
+                    raise
+                return
             if text.strip():
                 yield text
 
@@ -232,6 +249,10 @@ class Terminal:
                 self._out.file.flush()
             except BrokenPipeError:
                 self._out.on_broken_pipe()
+            except OSError:
+                if not has_hung_up(self._out.file):
+                    raise
+                self._out.fall_silent()
 
 
 def _legend() -> Text:

@@ -24,6 +24,7 @@ from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.control_channel import Watch
 from llama_ssp.distributed.environment import Ranks, read_ranks
 from llama_ssp.distributed.faults import Phase, ending_alike
+from llama_ssp.distributed.signals import find_agent
 from llama_ssp.errors import LostRankError, PlacementError
 
 
@@ -240,4 +241,4 @@ def _store(ranks: Ranks, timeout: timedelta) -> Store:
 def _watch(ranks: Ranks) -> Watch:
     """This rank's watch, one for all jobs of a sweep."""
     store = distributed_c10d._get_default_store()  # there is no public name for it
-    return Watch(store, rank=ranks.rank, size=ranks.size, is_first_here=ranks.local_rank == 0)
+    return Watch(store, rank=ranks.rank, size=ranks.size, is_first_here=ranks.local_rank == 0, agent=find_agent())

@@ -5,17 +5,17 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 
+from llama_ssp.distributed.signals import heeded_signals
 from llama_ssp.engine.loop import StopWish
 
 _Handler = Callable[[int, FrameType | None], object] | int | None
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 @contextmanager
 def heeding_signals(
     wish: StopWish, *, tell: Callable[[], None], agree: Callable[[bool], bool]
 ) -> Iterator[Callable[[], None]]:
-    """Let Ctrl-C, SIGTERM and SIGUSR1 set `wish` while the block runs, however often they come.
+    """Let Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP set `wish` while the block runs, however often they come.
 
     Once a wish has ended the block they go on doing nothing else: SLURM and torchrun both pass a SIGTERM on, and the
     second one must not end a process that is writing its last records. A wish that came too late for the block leaves
@@ -38,7 +38,7 @@ def heeding_signals(
     def note(_number: int, _frame: FrameType | None) -> None:
         stop()
 
-    before = {number: signal.signal(number, note) for number in _SIGNALS}
+    before = {number: signal.signal(number, note) for number in heeded_signals()}
     is_agreed = False
     try:
         yield stop
@@ -57,8 +57,8 @@ def heeding_signals(
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Let Ctrl-C, SIGTERM and SIGUSR1 raise KeyboardInterrupt while the block waits for the user's input."""
-    before = {number: signal.signal(number, signal.default_int_handler) for number in _SIGNALS}
+    """Let Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP raise KeyboardInterrupt while the block waits for the user's input."""
+    before = {number: signal.signal(number, signal.default_int_handler) for number in heeded_signals()}
     try:
         yield
     finally:

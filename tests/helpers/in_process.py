@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from unittest import mock
 
 from launch import run
+from llama_ssp.distributed.signals import STOP_SIGNALS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +31,7 @@ class Ended:
 def launch(*arguments: str) -> Ended:
     """Run `launch/run.py` with these arguments, on one rank, as python would start it."""
     said, written = io.StringIO(), io.StringIO()
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     try:
         with (
             mock.patch.object(sys, "argv", ["run.py", *arguments]),

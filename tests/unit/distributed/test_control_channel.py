@@ -12,6 +12,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined] # torch do
 
 from llama_ssp.distributed import control_channel
 from llama_ssp.distributed.control_channel import Watch
+from llama_ssp.distributed.signals import Agent
 
 Watches = Callable[..., list[Watch]]
 
@@ -57,6 +58,47 @@ def test_a_store_that_does_not_answer_is_missed_with_its_rank_and_asked_no_more(
     assert own.may_speak(without=(0,))
     assert time.monotonic() - started < 1.0
     over.set()
+
+
+class Lost:
+    """A store whose process was killed."""
+
+    def __getattr__(self, _name: str) -> object:
+        raise dist.DistNetworkError("gone")
+
+
+@pytest.mark.usefixtures("signals")
+def test_a_store_that_went_with_the_agent_leaves_nobody_missing_and_rank_0_speaks() -> None:
+    gone = Agent(pid=-1, holds_store=True)
+    for rank in (0, 1):
+        own = Watch(HashStore(), rank=rank, size=2, is_first_here=rank == 0, agent=gone)
+        own._store = Lost()  # type: ignore[assignment]
+        assert own.is_orphan
+        assert own.missing() == ()
+        assert own.may_speak() is (rank == 0)
+
+
+@pytest.mark.usefixtures("signals")
+@pytest.mark.parametrize(("parents", "missing"), [([4, 4, 5], ()), ([4], (0,))], ids=["slowly", "elsewhere"])
+def test_an_agent_is_given_a_moment_to_leave_its_ranks(
+    parents: list[int], missing: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = Watch(HashStore(), rank=1, size=2, is_first_here=True, agent=Agent(pid=4, holds_store=True))
+    own._store = Lost()  # type: ignore[assignment]
+    monkeypatch.setattr(os, "getppid", lambda: parents.pop(0) if len(parents) > 1 else parents[0])
+    assert own.missing() == missing
+
+
+@pytest.mark.parametrize(
+    ("agent", "sent"),
+    [(Agent(pid=4, holds_store=True), [signal.SIGTERM]), (Agent(pid=4, holds_store=False), []), (None, [])],
+)
+def test_a_store_lost_with_an_agent_on_any_node_is_a_wish_to_stop(
+    agent: Agent | None, sent: list[int], signals: list[int]
+) -> None:
+    own = Watch(HashStore(), rank=1, size=2, is_first_here=True, agent=agent)
+    own._listen(Lost())  # type: ignore[arg-type]
+    assert signals == sent
 
 
 def test_a_store_that_was_late_once_is_asked_again(signals: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

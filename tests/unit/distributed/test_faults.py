@@ -12,6 +12,7 @@ import torch.distributed as dist
 from llama_ssp.distributed.agree import from_words
 from llama_ssp.distributed.control_channel import Watch
 from llama_ssp.distributed.faults import Phase, ending_alike
+from llama_ssp.distributed.signals import STOP_SIGNALS
 from llama_ssp.errors import CapacityError, ConfigError, InterruptedRun, LostRankError, SspError
 
 PHASE = Phase(doing="decoding", limit="timeouts.decode_s=5")
@@ -27,12 +28,17 @@ class Others(Watch):
     size: int = 3
     rank: int = 1
     gone: tuple[int, ...] = ()
+    orphan: bool = False
     first: str | None = None
     settled: list[str] = field(default_factory=list)
 
     @property
     def verdict(self) -> str | None:
         return self.first
+
+    @property
+    def is_orphan(self) -> bool:
+        return self.orphan
 
     def missing(self) -> tuple[int, ...]:
         return self.gone
@@ -49,7 +55,7 @@ class Others(Watch):
 @pytest.fixture(autouse=True)
 def _handlers() -> Iterator[None]:
     """The handlers of signals, which an end sets aside."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -93,7 +99,7 @@ def test_an_end_is_a_sentence_that_names_ranks_phase_and_cause(
     assert isinstance(found, SspError)
     assert found.speaks is (0 in gone)
     assert "\n" not in str(found)
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    assert {signal.getsignal(number) for number in STOP_SIGNALS} == {signal.SIG_IGN}
     assert type(from_words(watch.settled[0])) is kind
 
 
@@ -102,6 +108,12 @@ def test_what_another_rank_has_met_first_is_the_end_here_too() -> None:
     assert (type(found), str(found)) == (CapacityError, "rank 0 needs more")
     assert isinstance(found, SspError)
     assert found.speaks is False
+
+
+def test_ranks_without_their_agent_are_interrupted_also_where_the_others_have_ended_before() -> None:
+    for error in (KeyboardInterrupt(), CLOSED, LATE):
+        assert str(ended(error, Others(orphan=True))) == "interrupted"
+    assert "rank 2 is missing" in str(ended(CLOSED, Others(orphan=True, gone=(2,))))
 
 
 def test_what_nobody_has_foreseen_keeps_its_traceback_and_is_named_to_the_others() -> None:

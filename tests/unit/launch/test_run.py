@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +18,7 @@ from launch import command_line, run
 from llama_ssp.config import catalogue
 from llama_ssp.config.schema import RunConfig
 from llama_ssp.config.slurm import KEY, SlurmConfig
+from llama_ssp.distributed.signals import STOP_SIGNALS
 from llama_ssp.errors import CapacityError, CheckpointError, InterruptedRun
 from llama_ssp.tasks.startup import StartClock
 
@@ -35,6 +36,15 @@ class Ended:
 
 
 Launch = Callable[..., Ended]
+
+
+@pytest.fixture(autouse=True)
+def _handlers() -> Iterator[None]:
+    """The handlers of signals, which each run sets."""
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture
@@ -137,7 +147,7 @@ def test_ctrl_c_ends_with_code_4_and_no_traceback(launch: Launch) -> None:
     assert (ended.code, ended.err) == (4, "interrupted\n")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 def test_a_stop_signal_while_nothing_is_decoded_ends_with_code_4_however_often_it_comes(
     number: signal.Signals, launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,14 +159,15 @@ def test_a_stop_signal_while_nothing_is_decoded_ends_with_code_4_however_often_i
             ends.append("written")
 
     ends: list[str] = []
-    before = {other: signal.getsignal(other) for other in (signal.SIGTERM, signal.SIGUSR1)}
     monkeypatch.setattr(run, "_run", lambda config, _ranks: twice(config))
-    try:
-        ended = launch()
-    finally:
-        for other, handler in before.items():
-            signal.signal(other, handler)
+    ended = launch()
     assert (ended.code, ended.err, ends) == (4, "interrupted\n", ["written"])
+
+
+def test_a_hangup_that_is_ignored_on_purpose_stays_ignored(launch: Launch) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    assert launch().code == 0
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
 @pytest.mark.parametrize(("rank", "content"), [("0", "3\n"), ("1", None)])

@@ -10,7 +10,7 @@ from llama_ssp.engine.loop import StopWish
 from llama_ssp.errors import InterruptedRun
 from llama_ssp.tasks.stopping import heeding_signals, interruptible
 
-NUMBERS = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
+NUMBERS = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP]
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +64,7 @@ def test_a_wish_that_comes_behind_the_agreement_ends_what_follows() -> None:
 
     with pytest.raises(KeyboardInterrupt), heeding_signals(wish, tell=lambda: None, agree=agree):
         pass
-    assert [signal.getsignal(number) for number in NUMBERS] == [signal.default_int_handler] * 3
+    assert [signal.getsignal(number) for number in NUMBERS] == [signal.default_int_handler] * 4
 
 
 @pytest.mark.parametrize("number", NUMBERS)
@@ -74,3 +74,14 @@ def test_every_signal_ends_the_wait_for_input(number: signal.Signals) -> None:
         with pytest.raises(KeyboardInterrupt), interruptible():
             signal.raise_signal(number)
         assert [signal.getsignal(number) for number in NUMBERS] == heeding
+
+
+def test_a_hangup_that_is_ignored_on_purpose_stays_ignored() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    wish = StopWish()
+    with heeding_signals(wish, tell=lambda: None, agree=alone):
+        signal.raise_signal(signal.SIGHUP)
+        with interruptible():
+            signal.raise_signal(signal.SIGHUP)
+    assert not wish.requested
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
