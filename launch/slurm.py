@@ -23,7 +23,7 @@ from llama_ssp.config.schema import RunConfig
 from llama_ssp.config.slurm import KEY, SlurmConfig
 from llama_ssp.errors import CapacityError, ConfigError, SspError, one_message
 from llama_ssp.planning.plan import Plan, require_room
-from llama_ssp.tasks.dry_run import job_ahead, plan_job, show_plan, words_of_run
+from llama_ssp.tasks.dry_run import job_ahead, plan_job, settings_of_run, show_plan
 from llama_ssp.tasks.prompts import STANDARD_INPUT
 from llama_ssp.visible import visible
 
@@ -111,7 +111,7 @@ def _plan(point: Point, settings: SlurmConfig) -> Plan:
     job, _ = job_ahead(run, world_size=world_size)
     machine = _nodes_of(machine, settings, ranks_per_node)
     plan = plan_job(job, machine, auto_ranks=world_size if run.placement.auto else None)
-    words = words_of_run(run) | {"hardware.num_nodes": f"{KEY}.nodes={{}}"}
+    words = settings_of_run(run) | {"hardware.num_nodes": f"{KEY}.nodes={{}}"}
     if run.dry_run:
         print(visible(f"\n{point.name}:"))
         show_plan(plan, PlanFormat.table, words=words)

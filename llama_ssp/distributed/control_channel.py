@@ -22,8 +22,8 @@ from typing import Self, TypeVar
 from torch.distributed import DistError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from llama_ssp.distributed.agree import from_words
-from llama_ssp.distributed.heartbeat import Lifeline
+from llama_ssp.distributed.agree import from_message
+from llama_ssp.distributed.heartbeat import Heartbeat
 from llama_ssp.distributed.signals import Agent
 from llama_ssp.errors import InterruptedRun, SspError
 
@@ -36,7 +36,7 @@ _END_S = 10.0  # so long a rank may take to end once it is known that the run ha
 _STOP, _ROLL, _END = "stop", "roll", "end"
 
 
-class Watch:
+class ControlChannel:
     """This rank's ear and voice.
 
     Args:
@@ -60,7 +60,7 @@ class Watch:
         self._num_stops = 0
         self._told_s = -math.inf
         self._is_alarmed = False
-        self._lifeline: Lifeline | None = None
+        self._lifeline: Heartbeat | None = None
         self._store = _connected(store) if store else None
         if store:
             Thread(target=self._listen, args=(_connected(store),), daemon=True, name="watch").start()
@@ -83,7 +83,7 @@ class Watch:
         if self._store and self._lifeline is None:
             own = _connected(self._store)
             host = _host(own)
-            self._lifeline = Lifeline(own, host=host, rank=self.rank, size=self.size, alarm=self._raise_alarm)
+            self._lifeline = Heartbeat(own, host=host, rank=self.rank, size=self.size, alarm=self._raise_alarm)
 
     @property
     def has_failed(self) -> bool:
@@ -132,7 +132,7 @@ class Watch:
         found = self._in_time(lambda: store.check(["llama_ssp/verdict"]) and store.get("llama_ssp/verdict").decode())
         return found or self._verdict
 
-    def may_speak(self, *, without: tuple[int, ...] = ()) -> bool:
+    def is_error_reporter(self, *, without: tuple[int, ...] = ()) -> bool:
         """Whether this rank is the one that tells the user: rank 0 where it can, else the first that asks.
 
         Args:
@@ -224,7 +224,7 @@ class Watch:
                 if kind != _ROLL:
                     os.kill(os.getpid(), signal.SIGTERM)
                 if kind == _END:
-                    _insist(from_words(words))
+                    _insist(from_message(words))
                 number += 1
         except DistError:  # a rank that held the store has ended; who waits for it in a collective is told there
             if self._agent and self._agent.holds_store:  # an agent was killed, perhaps on another node

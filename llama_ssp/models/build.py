@@ -27,13 +27,13 @@ from llama_ssp.models.quantization.modules import check_quantizable, quantize_mo
 from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
 from llama_ssp.models.runner import Runner
 from llama_ssp.models.tensor_parallel import shard
-from llama_ssp.weights.source import Origin
+from llama_ssp.weights.source import WeightSource
 
 READ_AHEAD = 2
 """Tensors on their way from the files, each read by a thread."""
 
 
-def build_empty(origin: Origin) -> PreTrainedModel:
+def build_empty(origin: WeightSource) -> PreTrainedModel:
     """The whole model without memory for weights: parameters on the meta device, buffers real.
 
     Raises:
@@ -65,7 +65,7 @@ def _is_error(record: logging.LogRecord) -> bool:
     return record.levelno >= logging.ERROR
 
 
-def check_model(origin: Origin, *, num_ranks: int, quantization: Quantization = Quantization.none) -> None:
+def check_model(origin: WeightSource, *, num_ranks: int, quantization: Quantization = Quantization.none) -> None:
     """Find every fault that `load_model` would meet, without loading a weight.
 
     Raises:
@@ -82,7 +82,7 @@ def check_model(origin: Origin, *, num_ranks: int, quantization: Quantization = 
 
 
 def load_modules(
-    origin: Origin,
+    origin: WeightSource,
     *,
     dtype: torch.dtype | None,
     device: torch.device,
@@ -105,7 +105,7 @@ def fill_modules(model: PreTrainedModel, weights: Weights, precision: Precision)
 
 
 def load_model(
-    origin: Origin,
+    origin: WeightSource,
     *,
     dtype: torch.dtype | None,
     device: torch.device,
@@ -137,7 +137,7 @@ def load_model(
 
 
 def _prepare(
-    origin: Origin,
+    origin: WeightSource,
     *,
     dtype: torch.dtype | None,
     device: torch.device,
@@ -154,7 +154,7 @@ def _prepare(
 
 def weights_for(
     model: PreTrainedModel,
-    origin: Origin,
+    origin: WeightSource,
     sources: Mapping[str, str],
     dtype: torch.dtype | None,
     device: torch.device,

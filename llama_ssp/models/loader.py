@@ -23,13 +23,13 @@ from llama_ssp.errors import CheckpointError
 from llama_ssp.models.tensor_parallel import LocalModule, Slice
 from llama_ssp.weights.checkpoint import summary
 from llama_ssp.weights.prefetch import ReadAhead
-from llama_ssp.weights.source import Origin
+from llama_ssp.weights.source import WeightSource
 
 Progress = Callable[[int, int], None]
 _LAYER = re.compile(r"\.([0-9]{1,9})\.")
 
 
-def find_sources(model: PreTrainedModel, origin: Origin) -> dict[str, str]:
+def find_sources(model: PreTrainedModel, origin: WeightSource) -> dict[str, str]:
     """Say under which name each parameter is to be read.
 
     Args:
@@ -71,7 +71,7 @@ def find_sources(model: PreTrainedModel, origin: Origin) -> dict[str, str]:
     return found
 
 
-def _check_layers(origin: Origin, parameters: Mapping[str, nn.Parameter], stored: Mapping[str, str]) -> None:
+def _check_layers(origin: WeightSource, parameters: Mapping[str, nn.Parameter], stored: Mapping[str, str]) -> None:
     """Refuse tensors of layers that config.json lacks: those named like a parameter but for the layer's number.
 
     Args:
@@ -96,7 +96,9 @@ def _check_layers(origin: Origin, parameters: Mapping[str, nn.Parameter], stored
         raise CheckpointError(message)
 
 
-def _model_names(model: PreTrainedModel, origin: Origin, parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:
+def _model_names(
+    model: PreTrainedModel, origin: WeightSource, parameters: Mapping[str, nn.Parameter]
+) -> dict[str, str]:
     """Name to read by the name that the library gives it in the model."""
     transforms = get_model_conversion_mapping(model)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
@@ -157,7 +159,7 @@ class Weights:
     def __init__(
         self,
         model: PreTrainedModel,
-        origin: Origin,
+        origin: WeightSource,
         sources: Mapping[str, str],
         *,
         dtype: torch.dtype,

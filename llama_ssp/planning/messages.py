@@ -12,7 +12,7 @@ Shapes: B sequences, K drafted tokens, V vocabulary.
 from dataclasses import dataclass
 
 from llama_ssp.config.schema import DraftLayout, RuleName
-from llama_ssp.planning.spec import Job
+from llama_ssp.planning.spec import PlanSpec
 
 ID_BYTES = 8
 VERDICT_BYTES = 3 * ID_BYTES
@@ -57,7 +57,7 @@ class RoundMessages:
         return tuple(message for message in (self.ids, self.probabilities, self.verdict) if message)
 
 
-def round_messages(job: Job, num_draft_tokens: int) -> RoundMessages:
+def round_messages(job: PlanSpec, num_draft_tokens: int) -> RoundMessages:
     """The messages of a round, by the job's placement; a plain token has the verdict alone.
 
     Args:
@@ -67,13 +67,13 @@ def round_messages(job: Job, num_draft_tokens: int) -> RoundMessages:
     layout, rows = job.layout, job.batch_size
     everyone, drafting = layout.ranks, layout.draft_ranks
     drafts = bool(job.draft) and num_draft_tokens > 0
-    shares_rows = drafts and layout.shares_rows
-    if shares_rows:
+    splits_batch = drafts and layout.splits_batch
+    if splits_batch:
         rows = -(-rows // len(drafting))
     is_sharded = drafts and layout.draft_kind is not DraftLayout.replicated and len(drafting) > 1
-    num_senders = len(everyone) if shares_rows else 1
+    num_senders = len(everyone) if splits_batch else 1
     told = drafts and not (is_sharded and drafting == everyone)
-    apart = drafts and layout.speaker not in layout.target_ranks and job.rule is not RuleName.greedy
+    apart = drafts and layout.draft_source_rank not in layout.target_ranks and job.rule is not RuleName.greedy
     steps = Message(payload_bytes=ID_BYTES * rows, ranks=drafting, num_times=num_draft_tokens)
     ids = Message(payload_bytes=ID_BYTES * rows * num_draft_tokens, ranks=everyone, num_senders=num_senders)
     verdict = Message(payload_bytes=VERDICT_BYTES * rows, ranks=everyone, num_senders=num_senders)
@@ -82,7 +82,7 @@ def round_messages(job: Job, num_draft_tokens: int) -> RoundMessages:
         ids=ids if told and len(everyone) > 1 else None,
         probabilities=Message(
             payload_bytes=PROBABILITY_BYTES * rows * num_draft_tokens * job.target.shape.vocab_size,
-            ranks=(layout.speaker, layout.decider),
+            ranks=(layout.draft_source_rank, layout.verify_rank),
         )
         if apart
         else None,

@@ -56,7 +56,7 @@ class PlannedModel:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class PlanSpec:
     """Everything that memory and time follow from.
 
     Attributes:
@@ -146,7 +146,7 @@ def settle_models(config: PlanConfig) -> None:
             model.shape, model.stored_dtype = settled.shape, settled.stored
 
 
-def make_job(config: PlanConfig, hardware: HardwareConfig) -> Job:
+def make_job(config: PlanConfig, hardware: HardwareConfig) -> PlanSpec:
     """Decide what a checked config leaves open.
 
     Raises:
@@ -157,7 +157,7 @@ def make_job(config: PlanConfig, hardware: HardwareConfig) -> Job:
     placement = config.placement
     num_ranks = hardware.num_ranks // placement.num_replicas
     layout = lay_out(placement.target, placement.draft, num_ranks=num_ranks, has_draft=draft is not None)
-    return Job(
+    return PlanSpec(
         **target_fields(config.model, placement.target, layout, num_gpus=hardware.num_gpus, device=hardware.device),
         draft=draft,
         draft_kind=layout.draft_kind,
@@ -176,7 +176,7 @@ def make_job(config: PlanConfig, hardware: HardwareConfig) -> Job:
 def target_fields(
     model: ModelConfig, target: TargetPlacement, layout: Layout, *, num_gpus: int, device: str
 ) -> dict[str, Any]:
-    """The fields of a `Job` that say what the target is and where.
+    """The fields of a `PlanSpec` that say what the target is and where.
 
     Args:
         model: its entry.

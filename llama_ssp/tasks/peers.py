@@ -42,8 +42,8 @@ class Peers:
             sampling: as ours.
             num_draft_tokens: K; None for `generate` without an assistant.
         """
-        together = num_draft_tokens is None and len({len(ids) for ids in prompts}) == 1
-        batches = [list(prompts)] if together else [[ids] for ids in prompts]
+        raise_on_all_ranks = num_draft_tokens is None and len({len(ids) for ids in prompts}) == 1
+        batches = [list(prompts)] if raise_on_all_ranks else [[ids] for ids in prompts]
         assistant = None if num_draft_tokens is None else self.draft
         if assistant:
             assistant.generation_config.num_assistant_tokens = num_draft_tokens
@@ -55,13 +55,13 @@ class Peers:
                 attention_mask=torch.ones_like(ids_BT),
                 max_new_tokens=num_new_tokens,
                 assistant_model=assistant,
-                **_words(sampling),
+                **_generation_options(sampling),
             )
             num_tokens += out_BT[:, ids_BT.shape[1] :].numel()
         return 1e3 * (time.perf_counter() - started) / num_tokens
 
 
-def _words(sampling: SamplingConfig) -> dict[str, object]:
+def _generation_options(sampling: SamplingConfig) -> dict[str, object]:
     """Our settings in the library's words."""
     if sampling.temperature == 0:
         return {"do_sample": False}

@@ -36,7 +36,7 @@ class StoredTensor(TensorFacts):
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A folder that `inspect` found sound; an `origin.Origin`.
+    """A folder that `inspect` found sound; an `origin.WeightSource`.
 
     Attributes:
         folder: where the files are.
@@ -70,7 +70,7 @@ class Checkpoint:
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
     ) -> Tensor:
-        """Copy a tensor, or a slice of it, out of its file; no more than it is copied. See `Origin.read`.
+        """Copy a tensor, or a slice of it, out of its file; no more than it is copied. See `WeightSource.read`.
 
         Casting while copying needs no second copy on the CPU.
 

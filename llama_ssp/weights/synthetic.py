@@ -44,7 +44,7 @@ _LAYER_TENSORS = (
 
 @dataclass(frozen=True)
 class Synthetic:
-    """A Llama shape that computes a small model; an `origin.Origin`.
+    """A Llama shape that computes a small model; an `origin.WeightSource`.
 
     Attributes:
         small: the files of the small model, whose tokenizer and end-of-sequence tokens it has.
@@ -112,7 +112,7 @@ class Synthetic:
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
     ) -> Tensor:
-        """Make a tensor, or a slice of it, on its device; see `Origin.read`, and `Gather.make` for what it takes."""
+        """Make a tensor, or a slice of it, on its device; see `WeightSource.read` and `Gather.make`."""
         gather = self._implant.gather(name)
         if dim is not None:
             gather = gather.cut(dim, parts)

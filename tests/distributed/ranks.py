@@ -31,7 +31,7 @@ from llama_ssp.config.schema import (
     VerificationConfig,
     WeightsKind,
 )
-from llama_ssp.distributed.agree import together
+from llama_ssp.distributed.agree import raise_on_all_ranks
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.operators import is_recording
 from llama_ssp.distributed.world import World, start
@@ -141,9 +141,9 @@ def complete(world: World, config: RunConfig, prompts: list[str], *, num_tokens:
     """What a run of this config generates on these ranks, and the bytes that arrive on this one in each round."""
     models = load_models(config, world, find_sources(config, world))
     mesh = models.mesh
-    counting = CountingComm.of(mesh.copy)
+    counting = CountingComm.of(mesh.replica)
     draft = mesh.draft and replace(CountingComm.of(mesh.draft), arrived=counting.arrived)
-    models = replace(models, mesh=replace(mesh, copy=counting, draft=draft))
+    models = replace(models, mesh=replace(mesh, replica=counting, draft=draft))
     decoder = build_decoder(models, config, speculative=True)
     executor, drafted_bytes, round_bytes = decoder.executor, [0], set[int]()
     draft_piece, verify_piece = executor.draft, executor.verify
@@ -198,7 +198,7 @@ def quantized_logits(world: World, folder: Path, family: str, form: Quantization
 def error_of_one_rank(world: World) -> str:
     """What this rank hears when the last rank alone fails."""
     try:
-        with together(world.comm):
+        with raise_on_all_ranks(world.comm):
             if world.comm.rank == world.comm.size - 1:
                 raise CheckpointError("the last shard is missing")
     except SspError as error:

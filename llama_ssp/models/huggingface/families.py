@@ -15,7 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from llama_ssp.architectures.family import families, record_of
 from llama_ssp.errors import ConfigError
-from llama_ssp.weights.source import Origin
+from llama_ssp.weights.source import WeightSource
 
 # These recompute their frequencies from the largest position of a batch: a read, and rows would influence each other.
 _ROPE_TYPES_THAT_READ_POSITIONS = {"dynamic", "longrope"}
@@ -69,7 +69,7 @@ def attention_at_start(config: PretrainedConfig) -> str:
     return record_of(config.model_type).attention
 
 
-def check_files(origin: Origin) -> None:
+def check_files(origin: WeightSource) -> None:
     """Compare a checkpoint with its config, as far as its family needs that before a model is built.
 
     Raises:

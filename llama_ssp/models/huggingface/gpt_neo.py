@@ -13,10 +13,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from llama_ssp.architectures.gpt_neo import FAMILY
 from llama_ssp.errors import CheckpointError
-from llama_ssp.weights.source import Origin
+from llama_ssp.weights.source import WeightSource
 
 
-def check_positions(origin: Origin) -> None:
+def check_positions(origin: WeightSource) -> None:
     """Compare the stored table of positions with the config before a model is built, which takes the square of them.
 
     Raises:

@@ -143,7 +143,7 @@ def meeting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Meeting]:
         is_orphan=False,
         missing=lambda: (2,),
         settle=lambda words, **_: words,
-        may_speak=lambda **_: True,
+        is_error_reporter=lambda **_: True,
     )
     for key, value in {**TORCHRUN, "RANK": "1", "WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(key, value)

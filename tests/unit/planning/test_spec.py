@@ -25,13 +25,13 @@ from llama_ssp.config.schema import (
 )
 from llama_ssp.config.target_placement import TargetKind, TargetPlacement
 from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
-from llama_ssp.planning.spec import Job, make_job, model_bytes, planned_model, read_config
+from llama_ssp.planning.spec import PlanSpec, make_job, model_bytes, planned_model, read_config
 from llama_ssp.weights.checkpoint import shape_of
 
 A100 = hardware.load("p4d_24xlarge")
 
 
-def _job(target: TargetPlacement, draft: DraftPlacement, machine: HardwareConfig = A100) -> Job:
+def _job(target: TargetPlacement, draft: DraftPlacement, machine: HardwareConfig = A100) -> PlanSpec:
     config = PlanConfig(
         model=catalogue.load("13B"),
         draft=DrafterConfig(kind=DrafterKind.model, model=catalogue.load("7B")),

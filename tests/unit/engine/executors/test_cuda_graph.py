@@ -8,7 +8,7 @@ import pytest
 from llama_ssp import load
 from llama_ssp.config.schema import SamplingConfig, VerificationConfig
 from llama_ssp.drafting.model import ModelDrafter
-from llama_ssp.engine.loop import Completion, Decoder, StopWish
+from llama_ssp.engine.loop import Decoder, RowCompletion, StopRequest
 from llama_ssp.engine.state import Request
 from llama_ssp.models.runner import Runner
 from llama_ssp.sampling.rules import make_rule
@@ -23,7 +23,7 @@ def _requests(num_tokens: int = 40) -> list[Request]:
     return [Request(index=i, prompt_ids=ids, max_new_tokens=num_tokens - 3 * i) for i, ids in enumerate(PROMPTS)]
 
 
-def _outcome(completions: Sequence[Completion]) -> list[object]:
+def _outcome(completions: Sequence[RowCompletion]) -> list[object]:
     return [(c.token_ids, c.accepted_lengths, c.finish_reason, c.num_target_forwards) for c in completions]
 
 
@@ -134,11 +134,11 @@ def test_what_cannot_be_recorded_is_one_warning_and_goes_on_without(
 
 
 def test_a_wish_to_stop_reaches_a_replayed_round(shipped: tuple[Runner, Runner]) -> None:
-    wish = StopWish()
+    stop_request = StopRequest()
     recorder = FakeRecorder()
-    decoder = make_decoder(*shipped, wish=wish, replay=recorder)
+    decoder = make_decoder(*shipped, stop_request=stop_request, replay=recorder)
     seen = []
-    for wish.requested in (False, True):
+    for stop_request.requested in (False, True):
         complete(decoder, [Request(index=0, prompt_ids=(5, 6), max_new_tokens=30)])
         seen.append((decoder.stopped, recorder.num_recorded))
     assert seen == [(False, 2), (True, 2)]

@@ -84,8 +84,10 @@ def ragged_rounds(runner: Runner) -> list[Tensor]:
     return [
         runner.forward(ids_BT[:, :11], torch.arange(11).expand(3, -1), bucket=16),
         runner.forward(ids_BT.gather(1, starts_B1 + offsets), starts_B1 + offsets, bucket=24),
-        runner.forward(ids_BT.gather(1, back_B1 + offsets) ^ 1, back_B1 + offsets, bucket=16, rows_BR=starts_B1 % 3),
-        runner.forward(ids_BT[:2, 3:12], torch.arange(9).expand(2, -1), bucket=9, batch_rows_B=some_R),
+        runner.forward(
+            ids_BT.gather(1, back_B1 + offsets) ^ 1, back_B1 + offsets, bucket=16, score_positions_BR=starts_B1 % 3
+        ),
+        runner.forward(ids_BT[:2, 3:12], torch.arange(9).expand(2, -1), bucket=9, cache_rows_B=some_R),
         runner.forward(ids_BT[:, 12:13], torch.tensor([[9], [13], [9]]), bucket=40),
     ]
 

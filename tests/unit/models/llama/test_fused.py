@@ -28,10 +28,10 @@ def test_the_gate_is_one_graph() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_pairs_are_turned_as_complex_numbers_are(dtype: torch.dtype) -> None:
     whole_MXD = torch.randn(5, 4, 8, dtype=dtype)
-    turns_M1P = torch.polar(torch.full((5, 1, 4), 1.5), torch.randn(5, 1, 4))
-    turned = torch.view_as_complex(whole_MXD[:, :3].float().unflatten(-1, (-1, 2))) * turns_M1P
+    freqs_cis_M1P = torch.polar(torch.full((5, 1, 4), 1.5), torch.randn(5, 1, 4))
+    turned = torch.view_as_complex(whole_MXD[:, :3].float().unflatten(-1, (-1, 2))) * freqs_cis_M1P
     wanted = torch.cat([torch.view_as_real(turned).flatten(-2).to(dtype), whole_MXD[:, 3:]], dim=1)
-    found = Fused(fused._turn_pairs, compiler=graph_of, device="cpu")(whole_MXD, torch.view_as_real(turns_M1P), 3)
+    found = Fused(fused._turn_pairs, compiler=graph_of, device="cpu")(whole_MXD, torch.view_as_real(freqs_cis_M1P), 3)
     torch.testing.assert_close(found, wanted)
 
 
