@@ -1,6 +1,6 @@
 """What every rank of a test group does: all cases of one world size in one launch, since each start costs seconds.
 
-Started by `conftest.launched` through torchrun, as FOLDER OUT all|deepspeed; each rank writes what it saw to
+Started by `conftest.launched` through torchrun, as FOLDER OUT default|heavy|deepspeed; each rank writes what it saw to
 OUT/RANK.json.
 """
 
@@ -217,8 +217,8 @@ def cases_of_cells(world: World, folder: Path, cells: Collection[Cell]) -> dict[
     }
 
 
-def cases(world: World, folder: Path) -> dict[str, Callable[[], object]]:
-    """Everything that the tests ask of a group of this size."""
+def cases(world: World, folder: Path, *, heavy: bool) -> dict[str, Callable[[], object]]:
+    """Everything that the tests ask of a group of this size, with or without the heavy cells."""
     named: dict[str, Callable[[], object]] = {
         "error": lambda: error_of_one_rank(world),
         "gathered": lambda: world.comm.gather_text("é" * world.comm.rank),
@@ -226,7 +226,7 @@ def cases(world: World, folder: Path) -> dict[str, Callable[[], object]]:
     }
     if world.comm.size in SIZES:
         named[SYNTHETIC] = lambda: texts(world, folder, SYNTHETIC, 0.0)
-    named |= cases_of_cells(world, folder, CELLS[world.comm.size])
+    named |= cases_of_cells(world, folder, [cell for cell in CELLS[world.comm.size] if heavy or not cell.heavy])
     if world.comm.size == 1:
         other_rules = {on_one_rank(cell) for cell in CELLS[2] if cell.rule is not RuleName.speculative}
         named |= cases_of_cells(world, folder, other_rules)
@@ -247,7 +247,7 @@ def main() -> None:
     """Run all cases, or those of DeepSpeed, and write what they returned."""
     folder, out, chosen = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     with start(device=DeviceKind.cpu, timeout_s=120) as world:
-        named = cases(world, folder)
+        named = cases(world, folder, heavy=chosen == "heavy")
         if chosen == "deepspeed":
             own = [on_one_rank(cell) for row in DEEPSPEED_CELLS.values() for cell in row]
             row = DEEPSPEED_CELLS[world.comm.size] + (own if world.comm.size == 1 else [])

@@ -35,12 +35,9 @@ from tests.helpers.terminals import HEEDING_HANGUPS, OnTerminal
 
 pytestmark = pytest.mark.distributed(2)
 
-# Each signal, rank and phase occurs once among those that always run; a stopped rank costs torchrun half a minute.
-ALWAYS = {
-    ("torchrun", Cell(signal.SIGTERM, 1, "loading")),
-    ("srun", Cell(signal.SIGSTOP, 1, "prefill")),
-    ("srun", Cell(signal.SIGKILL, 0, "decoding")),
-}
+# Each signal, rank and phase occurs once in the first two lanes; a stopped rank costs torchrun half a minute.
+ALWAYS = {("srun", Cell(signal.SIGKILL, 0, "decoding"))}
+HEAVY = {("torchrun", Cell(signal.SIGTERM, 1, "loading")), ("srun", Cell(signal.SIGSTOP, 1, "prefill"))}
 AT_MOST_S = {"torchrun": 40, "srun": 15}
 LONG = Cell(signal.SIGHUP, 0, "decoding")
 """A run that cannot end before it is met."""
@@ -74,8 +71,9 @@ RARE_LOSSES = [
 
 
 def cells() -> list[object]:
+    lanes = dict.fromkeys(ALWAYS, ()) | dict.fromkeys(HEAVY, pytest.mark.heavy)
     return [
-        pytest.param(*pair, marks=() if pair in ALWAYS else pytest.mark.slow, id=f"{pair[0]}, {pair[1]}")
+        pytest.param(*pair, marks=lanes.get(pair, pytest.mark.slow), id=f"{pair[0]}, {pair[1]}")
         for pair in product(AT_MOST_S, CELLS)
     ]
 
@@ -197,6 +195,7 @@ def check_loss(loss: Loss, tmp_path: Path) -> None:
     check_resumption(LONG, run_dir, lines(run_dir))
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("loss", USUAL_LOSSES, ids=str)
 def test_a_job_that_loses_its_terminal_or_its_agent_is_interrupted(loss: Loss, tmp_path: Path) -> None:
     check_loss(loss, tmp_path)
@@ -208,6 +207,7 @@ def test_a_job_that_loses_something_at_any_time_is_interrupted(loss: Loss, tmp_p
     check_loss(loss, tmp_path)
 
 
+@pytest.mark.heavy
 def test_a_disk_that_is_full_for_rank_0_ends_all_ranks_in_its_sentence(tmp_path: Path) -> None:
     cell = Cell(signal.SIGTERM, 0, "decoding")
     short_files = ("bash", "-c", 'ulimit -f 4 && exec "$@"', "bash")

@@ -17,6 +17,8 @@ from llama_ssp.engine.round import Block
 from llama_ssp.engine.state import BatchState
 from llama_ssp.models.huggingface import auto_tp
 
+pytestmark = pytest.mark.seconds
+
 CPU = torch.device("cpu")
 
 

@@ -23,6 +23,8 @@ from llama_ssp.planning.roofline import working_set_bytes
 from llama_ssp.planning.timing import CostModel, timing
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 
+pytestmark = pytest.mark.seconds
+
 SMALL, LARGE = RandomLlama(128, 2, 64, from_16_bits=True), RandomLlama(128, 4, 64)
 RATIOS = {1: 1.25, 5: 1.5, 32: 0.75}
 

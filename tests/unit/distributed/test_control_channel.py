@@ -14,6 +14,8 @@ from llama_ssp.distributed import control_channel
 from llama_ssp.distributed.control_channel import ControlChannel
 from llama_ssp.distributed.signals import Agent
 
+pytestmark = pytest.mark.seconds
+
 Watches = Callable[..., list[ControlChannel]]
 
 

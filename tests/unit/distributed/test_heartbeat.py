@@ -13,6 +13,8 @@ from torch.distributed import HashStore  # type: ignore[attr-defined] # torch do
 from llama_ssp.distributed import heartbeat
 from llama_ssp.distributed.heartbeat import Heartbeat
 
+pytestmark = pytest.mark.seconds
+
 
 @dataclass
 class Ranks:

@@ -14,6 +14,8 @@ from llama_ssp.distributed import shared_memory
 from llama_ssp.distributed.shared_memory import SharedMemoryGroup
 from tests.helpers.repository import ROOT
 
+pytestmark = pytest.mark.seconds
+
 # Ranks are processes that part after the imports; what they tell each other while they join goes through files.
 RANKS = """
 import json, os, random, signal, sys, time

@@ -17,6 +17,8 @@ from tests.helpers.repository import ROOT
 RANK = """
 import pathlib, signal, sys, time
 from llama_ssp.distributed.signals import find_agent
+
+pytestmark = pytest.mark.seconds
 file = pathlib.Path(sys.argv[1])
 def note(*_):
     file.write_text("asked to stop")

@@ -4,6 +4,8 @@ import pytest
 
 from tests.helpers.in_process import launch
 
+pytestmark = pytest.mark.seconds
+
 INSTALL = "of the shell bash, zsh or fish: -sc install=bash"
 
 

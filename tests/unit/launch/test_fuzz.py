@@ -23,15 +23,23 @@ from launch.command_line import _groups, _keys_of_tasks
 from llama_ssp.config.plan import PlanConfig
 from tests.helpers.in_process import Ended, launch
 
+pytestmark = pytest.mark.seconds
+
 UNHURRIED = settings(
     derandomize=True, deadline=None, database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )  # fmt: skip
-FEW, MANY = settings(UNHURRIED, max_examples=60), settings(UNHURRIED, max_examples=500)
-"""Plans, of some milliseconds to a tenth of a second each."""
-FEW_RUNS, MANY_RUNS = settings(UNHURRIED, max_examples=12), settings(UNHURRIED, max_examples=100)
-"""Runs, of up to a second each."""
-in_four_parts = pytest.mark.parametrize("part", range(4))
+NUM_PLANS, NUM_RUNS = (15, 60, 500), (4, 12, 100)
+"""Examples of each lane: plans take up to a tenth of a second each, runs up to a second."""
+
+
+def amounts(default: int, heavy: int, slow: int) -> pytest.MarkDecorator:
+    """How many command lines are drawn, by lane; the slow ones in four parts that differ."""
+    slow_parts = [pytest.param(slow, part, marks=pytest.mark.slow) for part in range(1, 5)]
+    cases = [(default, 0), pytest.param(heavy, 0, marks=pytest.mark.heavy), *slow_parts]
+    return pytest.mark.parametrize(("num_lines", "part"), cases)
+
+
 NUMBERS = (
     "0", "-1", "1", "2", "3.5", "1e3", "1e400", "-1e-400", "nan", "inf", "-inf", str(1 << 31), str(1 << 63), "9" * 40,
     "0x10", "1_000", "007", "true", "null",
@@ -142,15 +150,13 @@ def check(ended: Ended, arguments: list[str]) -> None:
     assert ended.code == 0 or ended.err.strip(), f"{arguments} ended with {ended.code} and without a word"
 
 
-def check_all(
-    main: Callable[[list[str]], int], how_many: settings, lines: st.SearchStrategy[list[str]], part: int
-) -> None:
-    """Check command lines that other parts do not have."""
+def check_all(main: Callable[[list[str]], int], num_lines: int, lines: st.SearchStrategy[list[str]], part: int) -> None:
+    """Check so many command lines, other ones in each part."""
 
     def check_one(arguments: list[str]) -> None:
         check(in_process(main, arguments), arguments)
 
-    seed(part)(how_many(given(lines)(check_one)))()
+    seed(part)(settings(UNHURRIED, max_examples=num_lines)(given(lines)(check_one)))()
 
 
 @pytest.fixture(autouse=True)
@@ -163,43 +169,22 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(variable, raising=False)
 
 
-@FEW
-@given(lines_of(RUN_KEYS))
-def test_run_answers_any_command_line(arguments: list[str]) -> None:
-    check(in_process(run_dry, arguments), arguments)
+@amounts(*NUM_PLANS)
+def test_run_answers_any_command_line(num_lines: int, part: int) -> None:
+    check_all(run_dry, num_lines, lines_of(RUN_KEYS), part)
 
 
-@pytest.mark.slow
-@in_four_parts
-def test_run_answers_any_of_many_command_lines(part: int) -> None:
-    check_all(run_dry, MANY, lines_of(RUN_KEYS), part)
+@amounts(*NUM_RUNS)
+def test_a_run_that_is_not_dry_answers_any_command_line(num_lines: int, part: int) -> None:
+    check_all(run_short, num_lines, runs(), part)
 
 
-@FEW_RUNS
-@given(runs())
-def test_a_run_that_is_not_dry_answers_any_command_line(arguments: list[str]) -> None:
-    check(in_process(run_short, arguments), arguments)
+@amounts(*NUM_PLANS)
+def test_plan_answers_any_command_line(num_lines: int, part: int) -> None:
+    check_all(plan.main, num_lines, lines_of(PLAN_KEYS), part)
 
 
-@pytest.mark.slow
-@in_four_parts
-def test_a_run_that_is_not_dry_answers_any_of_many_command_lines(part: int) -> None:
-    check_all(run_short, MANY_RUNS, runs(), part)
-
-
-@FEW
-@given(lines_of(PLAN_KEYS))
-def test_plan_answers_any_command_line(arguments: list[str]) -> None:
-    check(in_process(plan.main, arguments), arguments)
-
-
-@pytest.mark.slow
-@in_four_parts
-def test_plan_answers_any_of_many_command_lines(part: int) -> None:
-    check_all(plan.main, MANY, lines_of(PLAN_KEYS), part)
-
-
-@FEW
+@settings(UNHURRIED, max_examples=60)
 @given(st.lists(VALUES | st.sampled_from(REPORT_OPTIONS), max_size=3))
 def test_report_and_manifest_answer_any_command_line(arguments: list[str]) -> None:
     for main in (report.main, manifest.main):

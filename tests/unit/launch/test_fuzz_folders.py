@@ -30,6 +30,8 @@ from llama_ssp.tasks.prompts import check_unchanged
 from tests.helpers.runs import CELL, FAST, PLAIN, summary, write_run
 from tests.unit.launch.test_fuzz import UNHURRIED, in_process
 
+pytestmark = pytest.mark.seconds
+
 if TYPE_CHECKING:
     from llama_ssp.config.schema import RunConfig
 

@@ -32,6 +32,8 @@ from tests.helpers.models import VOCAB_SIZE, build_checkpoint
 from tests.helpers.mutations import Mutation, mutations, to_text
 from tests.helpers.tokenizers import save_tokenizer
 
+pytestmark = pytest.mark.seconds
+
 FAMILIES = ("llama", "gpt_neo", "gemma2", "gpt_neox")
 UNHURRIED = settings(
     derandomize=True, deadline=None, database=None,

@@ -21,6 +21,9 @@ from llama_ssp.config.slurm import KEY, SlurmConfig
 from llama_ssp.distributed.signals import STOP_SIGNALS
 from llama_ssp.errors import CapacityError, CheckpointError, InterruptedRun
 from llama_ssp.tasks.startup import StartClock
+from tests.helpers.lanes import heavy
+
+pytestmark = pytest.mark.seconds
 
 ENTRY = catalogue.conf_dir().parent / "launch" / "run.py"
 
@@ -91,18 +94,18 @@ def test_a_run_hands_its_config_to_the_task(launch: Launch) -> None:
     [
         ("model=nosuch", "unknown model 'nosuch'"),
         ("speculation.num_draft_tokens=0", "speculation.num_draft_tokens=0 must be at least 1"),
-        ("sampling.temperature=-1", "sampling.temperature=-1.0 must be 0"),
-        ("sampling.top_p=2", "sampling.top_p=2.0 must be above 0"),
-        ("sampling.top_k=-3", "sampling.top_k=-3 must be at least 1"),
-        ("prompts=missing.txt", "prompts=missing.txt must be a file"),
-        ("draft=7B", "the draft must have the target's vocabulary"),
+        heavy("sampling.temperature=-1", "sampling.temperature=-1.0 must be 0"),
+        heavy("sampling.top_p=2", "sampling.top_p=2.0 must be above 0"),
+        heavy("sampling.top_k=-3", "sampling.top_k=-3 must be at least 1"),
+        heavy("prompts=missing.txt", "prompts=missing.txt must be a file"),
+        heavy("draft=7B", "the draft must have the target's vocabulary"),
         ("nosuch=1", "unknown setting 'nosuch'"),
         ("seed=abc", "seed=abc: Value 'abc'"),
         ("stop_strings=self", "stop_strings=self: a list is written [a,b]"),
-        ("stop_strings={a:1}", "stop_strings={a:1}: a list is written [a,b]"),
+        heavy("stop_strings={a:1}", "stop_strings={a:1}: a list is written [a,b]"),
         ('stop_strings=["???"]', "stop_strings[0]=??? stands for a value that is still missing: give one"),
-        ("prompt=???", "prompt=??? stands for a value that is still missing: give one"),
-        ("model.dtype=fp8", "model.dtype=fp8: Invalid value 'fp8', expected one of [auto, fp32, bf16, fp16]"),
+        heavy("prompt=???", "prompt=??? stands for a value that is still missing: give one"),
+        heavy("model.dtype=fp8", "model.dtype=fp8: Invalid value 'fp8', expected one of [auto, fp32, bf16, fp16]"),
         ("run_dir=${nosuch}", "Interpolation key 'nosuch' not found"),
         ("--nosuch", "unrecognized arguments: --nosuch"),
     ],
@@ -135,7 +138,7 @@ def test_the_number_of_ranks_is_checked_against_the_placement(launch: Launch) ->
 
 @pytest.mark.parametrize(
     ("error", "code"),
-    [(CheckpointError("no file"), 2), (CapacityError("no file"), 3), (InterruptedRun("no file"), 4)],
+    [(CheckpointError("no file"), 2), heavy(CapacityError("no file"), 3), heavy(InterruptedRun("no file"), 4)],
 )
 def test_errors_of_a_task_keep_their_exit_code(error: Exception, code: int, launch: Launch) -> None:
     ended = launch(fails=error)
@@ -147,7 +150,7 @@ def test_ctrl_c_ends_with_code_4_and_no_traceback(launch: Launch) -> None:
     assert (ended.code, ended.err) == (4, "interrupted\n")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, heavy(signal.SIGUSR1), heavy(signal.SIGHUP)])
 def test_a_stop_signal_while_nothing_is_decoded_ends_with_code_4_however_often_it_comes(
     number: signal.Signals, launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,6 +230,7 @@ def test_a_sweep_ends_with_its_first_failure(launch: Launch) -> None:
     assert ended.err.startswith("speculation.num_draft_tokens=0 must be")
 
 
+@pytest.mark.heavy
 def test_a_sweep_ends_before_its_next_point_when_somebody_wished_to_stop_in_a_last_round(launch: Launch) -> None:
     ended = launch("-m", "model=7B,13B,30B", stops=True)
     assert (ended.code, [config.model.name for config in ended.runs]) == (4, ["7B"])

@@ -9,8 +9,11 @@ import pytest
 
 from tests.helpers.commands import command, start
 from tests.helpers.disturbed import wait_for
+from tests.helpers.lanes import heavy
 from tests.helpers.repository import ROOT
 from tests.helpers.terminals import OnTerminal
+
+pytestmark = pytest.mark.seconds
 
 
 def ended_unread(program: str, *arguments: str, stderr: int) -> tuple[int, bytes | None]:
@@ -23,7 +26,7 @@ def ended_unread(program: str, *arguments: str, stderr: int) -> tuple[int, bytes
     return running.returncode, complaint
 
 
-@pytest.mark.parametrize("task", ["task=generate", "task=compare"])
+@pytest.mark.parametrize("task", ["task=compare", heavy("task=generate")])
 def test_a_run_is_interrupted_and_can_be_resumed(task: str, tmp_path: Path) -> None:
     """One task writes texts as they are, the other has rich write headings first."""
     run_dir = tmp_path / "run"
@@ -47,8 +50,9 @@ def test_a_failure_keeps_its_code_where_nobody_reads_the_sentence(command: tuple
 @pytest.mark.parametrize(
     "command",
     [
-        ("run.py", "--help"), ("run.py", "--cfg", "job"), ("run.py", "model=7B", "dry_run=true"), ("plan.py", "--help"),
-        ("plan.py", "model=7B"), ("plan.py", "model=7B", "format=json"), ("report.py", "--help"),
+        heavy(("run.py", "--help")), ("run.py", "--cfg", "job"), ("run.py", "model=7B", "dry_run=true"),
+        heavy(("plan.py", "--help")), ("plan.py", "model=7B"), heavy(("plan.py", "model=7B", "format=json")),
+        ("report.py", "--help"),
     ],
 )  # fmt: skip
 def test_what_only_tells_something_ends_in_silence(command: tuple[str, ...]) -> None:

@@ -9,6 +9,8 @@ import pytest
 
 from tests.helpers.repository import ROOT, modules
 
+pytestmark = pytest.mark.seconds
+
 LINTER = Path(sys.executable).parent / "lint-imports"
 
 

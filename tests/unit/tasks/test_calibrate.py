@@ -18,6 +18,8 @@ from llama_ssp.planning.timing import timing
 from llama_ssp.tasks.calibrate import calibrate
 from tests.helpers.planning import make_job
 
+pytestmark = pytest.mark.seconds
+
 WORLD = World(
     cores=frozenset({0}),
     comm=Comm.single(),

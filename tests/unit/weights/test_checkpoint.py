@@ -15,6 +15,8 @@ from llama_ssp.weights.checkpoint import INDEX_FILE, SINGLE_FILE, check_shape, i
 from tests.helpers.models import build_checkpoint, tiny_config
 from tests.unit.models.conftest import Saved
 
+pytestmark = pytest.mark.seconds
+
 Fault = Callable[[Path], object]
 
 

@@ -13,8 +13,11 @@ from llama_ssp.engine.state import Request
 from llama_ssp.models.runner import Runner
 from llama_ssp.sampling.rules import make_rule
 from tests.helpers.decoders import complete, make_decoder
+from tests.helpers.lanes import grid
 from tests.helpers.prefix_runner import PrefixRunner
 from tests.helpers.recorded import FakeRecorder
+
+pytestmark = pytest.mark.seconds
 
 PROMPTS = [(1,), (2, 3, 4, 5, 6), (7, 7), (0, 9, 8, 1, 2, 3, 4), (5, 6, 5), (10,), (3, 1, 4, 1, 5, 9, 2, 6)]
 
@@ -35,9 +38,7 @@ def shipped() -> tuple[Runner, Runner]:
     return models.target, models.draft
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize("batch_size", [1, 3, 8])
-@pytest.mark.parametrize("num_draft_tokens", [0, 1, 4])
+@grid(num_draft_tokens=[0, 1, 4], batch_size=[1, 3, 8], temperature=[0.0, 0.9])
 def test_replayed_rounds_give_the_same_text(num_draft_tokens: int, batch_size: int, temperature: float) -> None:
     def decoder(*, replay: FakeRecorder | bool) -> Decoder:
         draft = PrefixRunner(seed=1, sharpness=1.0) if num_draft_tokens else None

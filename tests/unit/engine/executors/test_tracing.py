@@ -28,6 +28,8 @@ from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint, tiny_model
 
+pytestmark = pytest.mark.seconds
+
 CPU = torch.device("cpu")
 KERNELS: dict[str, tuple[Kernel, Callable[[], bool]]] = {
     "plain": (PlainLinear, lambda: True),

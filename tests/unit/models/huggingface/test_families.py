@@ -26,9 +26,12 @@ from llama_ssp.models.runner import Runner
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.decoders import complete, make_decoder
 from tests.helpers.fake_comm import on_ranks, thread_comms
+from tests.helpers.lanes import heavy
 from tests.helpers.models import VOCAB_SIZE, WINDOW, build_checkpoint, library_logits, tiny_config
 from tests.helpers.texts import library_greedy, part_at_a_near_tie
 from tests.unit.models.conftest import Saved
+
+pytestmark = pytest.mark.seconds
 
 SavedModels = Callable[[str], Saved]
 CPU = torch.device("cpu")
@@ -53,7 +56,7 @@ def requests(lengths: tuple[int, ...], *, num_tokens: int = NUM_NEW_TOKENS) -> l
     return [Request(index=index, prompt_ids=prompt, max_new_tokens=num_tokens) for index, prompt in enumerate(prompts)]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [heavy(1), 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_text_beyond_the_windows_is_the_librarys_with_and_without_a_draft(
     saved: SavedModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, num_ranks: int

@@ -22,7 +22,10 @@ from llama_ssp.models.runner import Runner
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.decoders import advance, make_decoder
 from tests.helpers.fake_comm import on_ranks, thread_comms
+from tests.helpers.lanes import grid
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint, tiny_config, tiny_model
+
+pytestmark = pytest.mark.seconds
 
 CPU = torch.device("cpu")
 ROPE = {"rope_theta": 1e4, "original_max_position_embeddings": 32}
@@ -113,11 +116,11 @@ def test_narrow_formats_come_as_close_as_their_rounding_allows(kind: str, dtype:
         assert_close(found, wanted, dtype)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize(
-    "kind", ["llama", "llama, biases", "llama, layers that no plan cuts", "qwen2", "qwen3, windows"]
+@grid(
+    kernel=[PlainLinear, PackedLinear],
+    num_ranks=[1, 2, 3, 4, 8],
+    kind=["llama", "llama, biases", "llama, layers that no plan cuts", "qwen2", "qwen3, windows"],
 )
-@pytest.mark.parametrize("kernel", [PlainLinear, PackedLinear])
 def test_every_rank_gets_the_whole_model_s_logits(tmp_path: Path, kind: str, num_ranks: int, kernel: Kernel) -> None:
     """8 heads over 2 or 4 key-value heads: 3 ranks hold uneven heads, 8 ranks hold copies of key-value heads."""
     if kernel is PackedLinear and not can_pack(torch.float32):

@@ -15,6 +15,8 @@ from torch.nn import functional
 from llama_ssp.models.llama import fused
 from llama_ssp.models.llama.fused import Fused
 
+pytestmark = pytest.mark.seconds
+
 graph_of = partial(torch.compile, backend="eager", fullgraph=True)
 """What a compiler makes of a function before it generates code: it must be one graph."""
 
@@ -56,6 +58,7 @@ def test_every_variant_of_shapes_and_formats_is_compiled() -> None:
     assert calls == len(variants)
 
 
+@pytest.mark.heavy
 @pytest.mark.skipif(not shutil.which("g++"), reason="nothing is compiled here without g++")
 def test_rotary_and_gate_are_one_kernel_each() -> None:
     heads_MXD, turns_M1P2 = torch.randn(5, 6, 16, dtype=torch.float16), torch.randn(5, 1, 8, 2)
