@@ -22,7 +22,6 @@ from llama_ssp.config.schema import (
     DrafterConfig,
     DrafterKind,
     Dtype,
-    GenerateConfig,
     ModelConfig,
     PlacementConfig,
     Quantization,
@@ -33,6 +32,7 @@ from llama_ssp.config.schema import (
     VerificationConfig,
     WeightsKind,
 )
+from llama_ssp.config.tasks.generate import GenerateConfig
 from llama_ssp.distributed.world import start
 from llama_ssp.engine.executors.cuda_graph import CudaRecorder
 from llama_ssp.engine.loop import Decoder, RowCompletion

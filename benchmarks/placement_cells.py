@@ -11,7 +11,6 @@ from llama_ssp.config.schema import (
     DraftLayout,
     DraftPlacement,
     Dtype,
-    GenerateConfig,
     ModelConfig,
     PlacementConfig,
     Quantization,
@@ -21,6 +20,7 @@ from llama_ssp.config.schema import (
     VerificationConfig,
 )
 from llama_ssp.config.target_placement import TargetKind, TargetPlacement
+from llama_ssp.config.tasks.generate import GenerateConfig
 
 TARGET, DRAFT = "tiny", "tiny-draft"
 

@@ -20,8 +20,9 @@ from hydra.core.override_parser.types import Override, OverrideType, Quote, Quot
 from hydra.errors import HydraException, OverrideParseException
 
 from llama_ssp.config import catalogue
-from llama_ssp.config.schema import ModelShape, RunConfig, TaskName
-from llama_ssp.config.store import BUNDLES, TASKS
+from llama_ssp.config.schema import ModelShape, RunConfig
+from llama_ssp.config.store import BUNDLES
+from llama_ssp.config.tasks.spec import task_specs
 from llama_ssp.errors import ConfigError, one_message, unknown_name
 
 # Fields that follow from a group choice: task=, model= and draft= set them.
@@ -60,8 +61,7 @@ def _check_options(options: argparse.Namespace) -> None:
 
 
 _PATHS = {
-    "run_dir", "prompts", "model.path", "model.manifest", "draft.model.path", "draft.model.manifest", "task.output",
-    "task.picture", "figure",
+    "run_dir", "prompts", "model.path", "model.manifest", "draft.model.path", "draft.model.manifest", "figure",
 }  # fmt: skip
 
 
@@ -73,7 +73,7 @@ def take_literally(argument: str, *, multirun: bool = False) -> str:
     ${...}; with `multirun`, one with commas is several.
     """
     key, _, value = argument.partition("=")
-    if key in _PATHS and value not in {"", "null"} and not value.startswith(("'", '"')) and "${" not in value:
+    if _is_path(key) and value not in {"", "null"} and not value.startswith(("'", '"')) and "${" not in value:
         is_plain = (multirun and "," in value) or _value_of(argument) == value
         return argument if is_plain else f"{key}={_quoted(value)}"
     if argument.startswith("prompt="):
@@ -85,6 +85,10 @@ def take_literally(argument: str, *, multirun: bool = False) -> str:
             raw = (text.replace("\\${", "${") for text in texts)
             return f"stop_strings=[{','.join(map(_quoted, raw))}]"
     return argument
+
+
+def _is_path(key: str) -> bool:
+    return key in _PATHS or any(key == f"task.{name}" for task in task_specs().values() for name in task.paths)
 
 
 def _value_of(argument: str) -> object:
@@ -193,6 +197,7 @@ def _groups() -> dict[str, list[str]]:
     folders = [catalogue.conf_dir() / name for name in (*(field.name for field in fields(RunConfig)), *BUNDLES)]
     groups = {folder.name: [file.stem for file in folder.glob("*.yaml")] for folder in folders if folder.is_dir()}
     groups["draft"] += groups["model"]
+    groups["task"] = [*task_specs()]  # those of plugins too
     return groups
 
 
@@ -201,9 +206,16 @@ def _keys_of_tasks(overrides: Iterable[Override]) -> frozenset[str]:
     chosen = [(override.key_or_group, name) for override in overrides for name in _names(override)]
     named = [name for group, name in chosen if group == "task"]
     named = named or [_task_of(group, name) for group, name in chosen if group in BUNDLES]
-    tasks = [TaskName[name] for name in named if name in TaskName.__members__] or [TaskName.compare]
+    known = task_specs()
+    tasks = [known[name] for name in named if name in known] or [known[_default_task()]]
     keys = set(keys_of(RunConfig, "")) - _DERIVED
-    return frozenset(keys.union(*(keys_of(TASKS[task], "task.") for task in tasks)) - _DERIVED)
+    return frozenset(keys.union(*(keys_of(task.config, "task.") for task in tasks)) - _DERIVED)
+
+
+def _default_task() -> str:
+    """Return the task of a command line that names none."""
+    entry = yaml.safe_load((catalogue.conf_dir() / "config.yaml").read_text(encoding="utf-8"))
+    return next(str(part["task"]) for part in entry["defaults"] if "task" in part)
 
 
 def _task_of(group: str, name: str) -> str:
@@ -225,7 +237,8 @@ def keys_of(schema: type, prefix: str = "") -> Iterator[str]:
 
 def _unknown_key(key: str, keys: frozenset[str]) -> str:
     """Say that no setting has this name, which come near, and for a task's own setting whose it is."""
-    owners = [task.name for task, schema in TASKS.items() if key in keys_of(schema, "task.") and key not in _DERIVED]
+    tasks = sorted(task_specs().items())
+    owners = [name for name, task in tasks if key in keys_of(task.config, "task.") and key not in _DERIVED]
     if owners:
         return f"{key} has no effect here: it is a setting of task={' and task='.join(owners)}"
     return unknown_setting(key, keys, otherwise="--help lists all settings")

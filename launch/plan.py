@@ -27,6 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from launch import command_line, options
 from llama_ssp.config import catalogue, hardware, plan, store
+from llama_ssp.config.plugins import load_plugins
 from llama_ssp.config.schema import DrafterKind
 from llama_ssp.errors import ConfigError, one_message, unknown_name
 from llama_ssp.planning.spec import make_job, settle_models
@@ -86,6 +87,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _show(given: argparse.Namespace) -> None:
+    load_plugins()
     config = read_settings(given.settings)
     settle_models(config)
     plan.check(config)

@@ -32,6 +32,7 @@ from omegaconf.errors import OmegaConfBaseException
 from launch import command_line, completion
 from launch.options import complain, until_unread
 from llama_ssp.config import catalogue, checks, store
+from llama_ssp.config.plugins import load_plugins
 from llama_ssp.distributed.environment import Ranks, read_ranks
 from llama_ssp.distributed.signals import find_agent, heeded_signals
 from llama_ssp.errors import InterruptedRun, SspError
@@ -98,6 +99,7 @@ def _fail(sentence: str, exit_code: int, ranks: Ranks, *, speaks: bool | None = 
 
 def _launch(arguments: list[str], ranks: Ranks) -> None:
     """Check the names on the command line, and let Hydra compose one config per run."""
+    load_plugins()
     options = command_line.read_options(arguments)
     # Where a further setting may stand: Hydra wants all of them side by side.
     place = arguments.index(options.overrides[0]) if options.overrides else len(arguments)

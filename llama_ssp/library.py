@@ -11,12 +11,12 @@ from transformers.generation.streamers import BaseStreamer
 
 from llama_ssp.config import catalogue
 from llama_ssp.config.checks import check_values
+from llama_ssp.config.plugins import load_plugins
 from llama_ssp.config.schema import (
     DeviceKind,
     DrafterConfig,
     DrafterKind,
     Dtype,
-    GenerateConfig,
     ModelConfig,
     PlacementConfig,
     RunConfig,
@@ -24,6 +24,7 @@ from llama_ssp.config.schema import (
     SpeculationConfig,
     VerificationConfig,
 )
+from llama_ssp.config.tasks.generate import GenerateConfig
 from llama_ssp.distributed.world import start
 from llama_ssp.engine.state import Request
 from llama_ssp.engine.stream import StreamerAdapter
@@ -78,9 +79,10 @@ def load(
         device: where to compute, or the name of it.
 
     Raises:
-        ConfigError: a name is unknown, or the vocabularies differ.
+        ConfigError: a name is unknown, a plugin cannot be imported, or the vocabularies differ.
         CheckpointError: a checkpoint is missing or faulty.
     """
+    load_plugins()
     device = _member(DeviceKind, "device", device)
     dtype = None if dtype is None else _member(Dtype, "dtype", dtype)
     drafter = DrafterConfig(kind=DrafterKind.none)

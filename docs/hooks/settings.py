@@ -23,6 +23,7 @@ from llama_ssp.config.plan import PlanConfig
 from llama_ssp.config.schema import RunConfig
 from llama_ssp.config.slurm import KEY as LAUNCHER
 from llama_ssp.config.slurm import SlurmConfig
+from llama_ssp.config.tasks.spec import task_specs
 
 CONF = ROOT / "conf"
 _INTRODUCTION = (
@@ -210,15 +211,11 @@ def hardware_settings() -> Iterator[Setting]:
 def described() -> list[Setting]:
     """Return every setting that must have a meaning."""
     found = [each for group in groups() if group != "task" for each in group_settings(group)]
-    found += [each for task, schema in store.TASKS.items() for each in task_settings(_name(task), schema)]
+    found += [each for name, task in task_specs().items() for each in task_settings(name, task.config)]
     for schema, file in ((RunConfig, "config.yaml"), (PlanConfig, "plan.yaml")):
         found += [each for settings in top_settings(schema, file).values() for each in settings]
     found += schema_settings(SlurmConfig, comments(CONF / "hydra/launcher/slurm.yaml"), prefix=f"{LAUNCHER}.")
     return [*found, *hardware_settings()]
-
-
-def _name(task: object) -> str:
-    return task.name if isinstance(task, Enum) else str(task)
 
 
 def page() -> str:
@@ -233,9 +230,9 @@ def page() -> str:
     for group in groups():
         parts += [f"## `{group}=`", options(group)]
         if group == "task":
-            for task, schema in store.TASKS.items():
-                if own := list(task_settings(_name(task), schema)):
-                    parts += [f"### `task={_name(task)}`", table(own)]
+            for name, task in task_specs().items():
+                if own := list(task_settings(name, task.config)):
+                    parts += [f"### `task={name}`", table(own)]
         else:
             parts.append(table(group_settings(group)))
         if group == "draft":

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from llama_ssp.config import benchmark, catalogue, layout
+from llama_ssp.config import catalogue, layout
 from llama_ssp.config.effects import is_synthetic, without_effect
 from llama_ssp.config.schema import (
     DrafterKind,
@@ -18,8 +18,8 @@ from llama_ssp.config.schema import (
     ModelShape,
     RuleName,
     RunConfig,
-    TaskName,
 )
+from llama_ssp.config.tasks.spec import task_of
 from llama_ssp.errors import ConfigError, one_message
 
 LEAST_AGREEMENT = 0.3
@@ -44,7 +44,7 @@ def check(config: RunConfig, explicit: frozenset[str], *, world_size: int) -> No
         *_models(config),
         *_synthetic(config),
         *_placement(config, world_size),
-        *benchmark.problems_of(config, explicit),
+        *task_of(config).problems(config, explicit),
         *without_effect(config, explicit),
     ]
     if problems:
@@ -95,7 +95,6 @@ _RANGES = (
     _Range("seed", lambda s: 0 <= s < 2**63, "between 0 and 2^63 - 1"),
     _Range("timeouts.load_s", lambda s: 0 < s <= _MAX_TIMEOUT_S, _TIMEOUT),
     _Range("timeouts.decode_s", lambda s: 0 < s <= _MAX_TIMEOUT_S, _TIMEOUT),
-    _Range("task.num_warmup", lambda n: n >= 0, "0 or more prompts"),
 )
 
 
@@ -126,11 +125,11 @@ def _files(config: RunConfig) -> Iterator[str]:
 
 
 def _draft(config: RunConfig) -> Iterator[str]:
-    if config.draft.kind is DrafterKind.none and config.task.name is TaskName.compare:
+    if config.draft.kind is DrafterKind.none and task_of(config).needs_draft:
         candidates = ", ".join(f"draft={name}" for name in catalogue.smaller_relatives(config.model))
         ways = candidates or "draft=local draft.model.path=DIR"
         yield (
-            f"task=compare needs a draft, and model={config.model.name} runs without one here: "
+            f"task={config.task.name} needs a draft, and model={config.model.name} runs without one here: "
             f"give {ways}, or use task=generate"
         )
     if config.verification.rule is RuleName.greedy and config.sampling.temperature > 0:

@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from llama_ssp.config import layout
-from llama_ssp.config.schema import DeviceKind, DrafterKind, Quantization, RunConfig, TaskName, WeightsKind
+from llama_ssp.config.schema import DeviceKind, DrafterKind, Quantization, RunConfig, WeightsKind
+from llama_ssp.config.tasks.spec import task_of
 
 
 def is_synthetic(config: RunConfig) -> bool:
@@ -14,7 +15,10 @@ def is_synthetic(config: RunConfig) -> bool:
 
 @dataclass(frozen=True)
 class _Pointless:
-    """Settings that do nothing while `holds`; a key stands for everything below it too."""
+    """Settings that do nothing while `holds`; a key stands for everything below it too.
+
+    `{task}` in the reason stands for the record of the task.
+    """
 
     keys: tuple[str, ...]
     holds: Callable[[RunConfig], bool]
@@ -24,7 +28,7 @@ class _Pointless:
 _POINTLESS = (
     _Pointless(
         ("speculation", "verification", "placement.draft", "draft.model"),
-        lambda config: config.draft.kind is DrafterKind.none and config.task.name is not TaskName.compare,
+        lambda config: config.draft.kind is DrafterKind.none and not task_of(config).needs_draft,
         "without a draft: give one with draft=NAME",
     ),
     _Pointless(
@@ -72,13 +76,13 @@ _POINTLESS = (
     ),
     _Pointless(
         ("dry_run",),
-        lambda config: config.dry_run and config.task.name is TaskName.calibrate,
-        "on task=calibrate, which reads no model and measures what plans rest on",
+        lambda config: config.dry_run and not task_of(config).needs_models,
+        "on task={task.name}, {task.why_no_plan}",
     ),
     _Pointless(("synthetic",), lambda config: not is_synthetic(config), "without weights=synthetic"),
     _Pointless(
         ("synthetic",),
-        lambda config: is_synthetic(config) and config.draft.model is None and config.task.name is not TaskName.compare,
+        lambda config: is_synthetic(config) and config.draft.model is None and not task_of(config).needs_draft,
         "without a draft: give one with draft=NAME",
     ),
     _Pointless(
@@ -116,4 +120,4 @@ def without_effect(config: RunConfig, explicit: frozenset[str]) -> Iterator[str]
             continue
         for key in sorted(explicit):
             if any(key == top or key.startswith(f"{top}.") for top in entry.keys):
-                yield f"{key} has no effect {entry.reason}"
+                yield f"{key} has no effect {entry.reason.format(task=task_of(config))}"

@@ -37,16 +37,6 @@ class WeightsKind(Enum):
     synthetic = "synthetic"
 
 
-class TaskName(Enum):
-    """What a run does."""
-
-    compare = "compare"
-    generate = "generate"
-    latency = "latency"
-    benchmark = "benchmark"
-    calibrate = "calibrate"
-
-
 class DraftLayout(Enum):
     """Where the draft model sits.
 
@@ -74,13 +64,6 @@ class RuleName(Enum):
     speculative = "speculative"
     block = "block"
     greedy = "greedy"
-
-
-class OutputFormat(Enum):
-    """What `task=generate` writes to standard output."""
-
-    text = "text"
-    jsonl = "jsonl"
 
 
 class DeviceKind(Enum):
@@ -219,43 +202,9 @@ class TimeoutConfig:
 
 @dataclass(kw_only=True)
 class TaskConfig:
-    """What a run does; each task adds its own fields."""
+    """What a run does; each task adds its own fields, and a default to `name` (`config.tasks`)."""
 
-    name: TaskName
-
-
-@dataclass(kw_only=True)
-class CompareConfig(TaskConfig):
-    """Plain and speculative decoding of the same prompts, side by side."""
-
-    name: TaskName = TaskName.compare
-    default_prompts: list[str] = field(default_factory=list)
-    picture: str | None = None
-
-
-@dataclass(kw_only=True)
-class GenerateConfig(TaskConfig):
-    """Completions only."""
-
-    name: TaskName = TaskName.generate
-    format: OutputFormat = OutputFormat.text
-
-
-@dataclass(kw_only=True)
-class LatencyConfig(TaskConfig):
-    """Milliseconds per token over a fixed list of one-sentence prompts."""
-
-    name: TaskName = TaskName.latency
-    default_prompts: list[str] = field(default_factory=list)
-    num_warmup: int = 1
-
-
-@dataclass(kw_only=True)
-class CalibrateConfig(TaskConfig):
-    """Measure this machine, without any checkpoint, and write a file of `conf/hardware`."""
-
-    name: TaskName = TaskName.calibrate
-    output: str | None = None
+    name: str
 
 
 @dataclass(kw_only=True)

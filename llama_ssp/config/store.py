@@ -17,19 +17,9 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf
 
 from llama_ssp.config import catalogue, hardware
-from llama_ssp.config.benchmark import BenchmarkConfig
-from llama_ssp.config.schema import (
-    CalibrateConfig,
-    CompareConfig,
-    DrafterConfig,
-    DrafterKind,
-    GenerateConfig,
-    LatencyConfig,
-    RunConfig,
-    TaskConfig,
-    TaskName,
-)
+from llama_ssp.config.schema import DrafterConfig, DrafterKind, RunConfig
 from llama_ssp.config.slurm import SlurmConfig
+from llama_ssp.config.tasks.spec import task_specs
 from llama_ssp.errors import ConfigError
 
 _ESCAPES, _ESCAPED = re.compile(r"\\([nt\\])"), {"n": "\n", "t": "\t", "\\": "\\"}
@@ -37,13 +27,6 @@ _ESCAPES, _ESCAPED = re.compile(r"\\([nt\\])"), {"n": "\n", "t": "\t", "\\": "\\
 
 BUNDLES = ("experiment", "debug")
 """Groups whose options are settings of several others at once."""
-TASKS: dict[TaskName, type[TaskConfig]] = {
-    TaskName.compare: CompareConfig,
-    TaskName.generate: GenerateConfig,
-    TaskName.latency: LatencyConfig,
-    TaskName.benchmark: BenchmarkConfig,
-    TaskName.calibrate: CalibrateConfig,
-}
 
 
 def register() -> None:
@@ -51,8 +34,8 @@ def register() -> None:
     store = ConfigStore.instance()
     store.store(group="schema", name="run", node=RunConfig)
     store.store(group="schema", name="slurm", node=SlurmConfig)
-    for task, schema in TASKS.items():
-        store.store(group="schema", name=task.name, node=schema)
+    for name, task in task_specs().items():
+        store.store(group="schema", name=name, node=task.config)
     for name in catalogue.names():
         option = {"defaults": [{"/model@model": name}, "_self_"], "kind": DrafterKind.model.name}
         store.store(group="draft", name=name, node=option)

@@ -20,8 +20,8 @@ import torch
 
 from llama_ssp.calibration.interleave import interleave, median_ratio
 from llama_ssp.calibration.operators import copy_bytes_per_s
-from llama_ssp.config.benchmark import BenchmarkConfig
 from llama_ssp.config.schema import SpeculationConfig
+from llama_ssp.config.tasks.benchmark import BenchmarkConfig
 from llama_ssp.console.progress import Pace, RunProgress
 from llama_ssp.distributed.agree import raise_on_all_ranks
 from llama_ssp.engine.loop import Decoder, RowCompletion
@@ -33,7 +33,6 @@ from llama_ssp.planning.spec import step_bytes
 from llama_ssp.planning.timing import timing
 from llama_ssp.reports.lines import PLAIN, SPECULATIVE, BenchmarkRow, CellKey
 from llama_ssp.reports.provenance import git_commit, versions
-from llama_ssp.tasks.checkpoints import Source
 from llama_ssp.tasks.dry_run import forecast
 from llama_ssp.tasks.loading import build_decoder
 from llama_ssp.tasks.peers import Peers, has_peers, load_peer
@@ -106,13 +105,12 @@ def _rounds_s(done: Sequence[RowCompletion]) -> float:
     return sum(sum(each.part_s.values()) for each in done)
 
 
-def benchmark(session: Session, jobs: list[PromptTask], sources: tuple[Source, Source | None]) -> None:
+def benchmark(session: Session, jobs: list[PromptTask]) -> None:
     """Measure every cell that is not on record yet, and write its row.
 
     Args:
         session: of the run.
         jobs: their prompts, one behind the other and repeated, are the text that prompts are cut from.
-        sources: the files that transformers reads.
 
     Raises:
         ConfigError: on every rank; the rows on record were measured with another text.
@@ -126,7 +124,7 @@ def benchmark(session: Session, jobs: list[PromptTask], sources: tuple[Source, S
     cells = [cell for cell in product(task.prompt_tokens, task.batch_sizes, drafted) if cell not in measured]
     if not cells:
         return
-    peers = _peers(session, sources)
+    peers = _peers(session)
     turns = Counter(
         name
         for _, batch_size, num_draft_tokens in cells
@@ -169,13 +167,12 @@ def cut(text: Sequence[int], *, num_prompts: int, num_tokens: int) -> list[tuple
     return [tuple(text[(place + offset) % len(text)] for offset in range(num_tokens)) for place in places]
 
 
-def _peers(session: Session, sources: tuple[Source, Source | None]) -> Peers | None:
+def _peers(session: Session) -> Peers | None:
     if not has_peers(session.config, world_size=session.world.comm.size):
         return None
     target, *drafts = (
         load_peer(source.origin.folder, dtype=source.dtype or source.origin.dtype, device=session.world.device)
-        for source in sources
-        if source
+        for source in session.models.sources
     )
     return Peers(target=target, draft=drafts[0] if drafts else None)
 

@@ -22,7 +22,8 @@ from llama_ssp.calibration.model_pairs import PairTime
 from llama_ssp.config.catalogue import conf_dir
 from llama_ssp.config.hardware import Profile, SizePoint, build, problems_of
 from llama_ssp.config.machine import THIS_MACHINE, host_memory_bytes
-from llama_ssp.config.schema import Dtype
+from llama_ssp.config.schema import Dtype, RunConfig
+from llama_ssp.config.tasks.calibrate import CalibrateConfig
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.memory import anonymous_bytes
 from llama_ssp.distributed.world import World
@@ -31,6 +32,13 @@ from llama_ssp.models.linear import can_halve
 
 DTYPES = {Dtype.fp32: torch.float32, Dtype.bf16: torch.bfloat16, Dtype.fp16: torch.float16}
 LARGEST_MESSAGE, SMALLEST_MESSAGE = -1, 0
+
+
+def run(config: RunConfig, world: World) -> str | None:
+    """Do `task=calibrate`; returns what rank 0 says at the end."""
+    assert isinstance(config.task, CalibrateConfig)
+    file = calibrate(world, output=config.task.output)
+    return f"wrote {file}" if file else None
 
 
 def calibrate(world: World, *, output: str | None = None) -> Path | None:

@@ -1,7 +1,9 @@
 """`task=compare`: each prompt by the target alone, then speculatively, streamed live, and a table at the end."""
 
 from itertools import product
+from pathlib import Path
 
+from llama_ssp.config.tasks.compare import CompareConfig
 from llama_ssp.console.terminal import Terminal
 from llama_ssp.engine.stream import Piece
 from llama_ssp.reports.lines import PLAIN, SPECULATIVE, CompletionLine
@@ -50,3 +52,12 @@ def compare(session: Session, jobs: list[PromptTask]) -> None:
     with session.showing_progress(jobs, modes, shows_texts=True):
         for group, mode in product(groups, modes):
             session.complete(group, mode, viewer)
+
+
+def draw(session: Session) -> None:
+    """Draw what the terminal showed, where a picture is wanted."""
+    task, num_ranks = session.config.task, session.world.comm.size
+    assert isinstance(task, CompareConfig)
+    if task.picture:
+        start = f"torchrun --nproc-per-node {num_ranks}" if num_ranks > 1 else "python"
+        session.terminal.save_svg(Path(task.picture), title=f"{start} launch/run.py")

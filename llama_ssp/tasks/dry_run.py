@@ -9,12 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from llama_ssp.config import hardware
-from llama_ssp.config.benchmark import BenchmarkConfig
 from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.config.layout import lay_out_replica, may_capture
 from llama_ssp.config.machine import detect_hardware, machine_of_run
 from llama_ssp.config.plan import PlanFormat
 from llama_ssp.config.schema import DeviceKind, Dtype, ModelConfig, RuleName, RunConfig, WeightsKind
+from llama_ssp.config.tasks.spec import task_of
 from llama_ssp.errors import ConfigError, one_message
 from llama_ssp.planning.auto import AutoPlacement, choose_placement
 from llama_ssp.planning.plan import PLAN_VERSION, Plan, document, make_plan, require_room
@@ -79,7 +79,8 @@ def show_plan(
 def settings_of_run(config: RunConfig) -> dict[str, str]:
     """How settings that a run does not have are said in it; see `require_room`."""
     words = {"hardware.num_nodes": "{} nodes", "prompt_tokens": "prompts of at most {} tokens"}
-    return words | ({"batch_size": "task.batch_sizes=[{}]"} if isinstance(config.task, BenchmarkConfig) else {})
+    setting = task_of(config).batch_size_setting
+    return words | ({"batch_size": setting} if setting else {})
 
 
 def show_search(job: PlanSpec, machine: HardwareConfig, form: PlanFormat) -> None:
@@ -211,8 +212,8 @@ def job_of_run(
         device: cpu or cuda.
         num_gpus: of each node; None: as many as ranks.
     """
-    if isinstance(config.task, BenchmarkConfig):
-        config, prompt_tokens = _largest_cell(config, config.task)
+    if largest_cell := task_of(config).largest_cell:
+        config, prompt_tokens = largest_cell(config)
     placement = config.placement
     is_synthetic = config.weights is WeightsKind.synthetic
     target, drafting = (
@@ -242,12 +243,6 @@ def job_of_run(
 def _synthesized(entry: ModelConfig, *, device: str) -> ModelConfig:
     """The entry of a synthetic model: in its own number format, of numbers that 16 bits hold."""
     return replace(entry, dtype=number_format(entry, device=device), stored_dtype=Dtype.bf16)
-
-
-def _largest_cell(config: RunConfig, task: BenchmarkConfig) -> tuple[RunConfig, int]:
-    """The cell of a benchmark that needs the most memory, and the tokens of its prompts."""
-    speculation = replace(config.speculation, num_draft_tokens=max(task.num_draft_tokens))
-    return replace(config, batch_size=max(task.batch_sizes), speculation=speculation), max(task.prompt_tokens)
 
 
 def _assumed_acceptance(config: RunConfig) -> float | None:

@@ -1,14 +1,13 @@
 """The end of a run, of an interrupted one too: what it measured beside what was forecast, written down and shown."""
 
 import json
-from pathlib import Path
 from typing import Any
 
-from llama_ssp.config.benchmark import BenchmarkConfig
-from llama_ssp.config.schema import CompareConfig, GenerateConfig
+from llama_ssp.config.tasks.spec import task_of
 from llama_ssp.errors import ConfigError
 from llama_ssp.reports.lines import Forecast, RankMemory, RunFacts
 from llama_ssp.reports.summary import summarise
+from llama_ssp.tasks.dispatch import conclude_task
 from llama_ssp.tasks.dry_run import forecast, planned_bytes
 from llama_ssp.tasks.session import Session
 
@@ -28,10 +27,10 @@ def finalize(session: Session) -> None:
         return
     if config.placement.num_replicas > 1:
         folder.put_in_order()
-    is_benchmark = isinstance(config.task, BenchmarkConfig)
+    task = task_of(config)
     planned = planned_bytes(session.plan) if session.plan else [None] * comm.size
     facts = RunFacts(
-        task=config.task.name.name,
+        task=task.name,
         model=config.model.name,
         draft=config.draft.model.name if config.draft.model else None,
         weights=config.weights.name,
@@ -43,7 +42,7 @@ def finalize(session: Session) -> None:
             RankMemory(rank=rank, planned_bytes=planned[rank], measured_peak_bytes=peak)
             for rank, peak in enumerate(peaks)
         ],
-        forecast=forecast(session.plan.timing) if session.plan and not is_benchmark else Forecast(),
+        forecast=forecast(session.plan.timing) if session.plan and not task.largest_cell else Forecast(),
         startup=session.start_clock.times,
     )
     summary = summarise(facts, folder.lines, folder.rows)
@@ -51,12 +50,10 @@ def finalize(session: Session) -> None:
     session.terminal.end_of_text()  # an interruption may come in the middle of one
     if folder.rows:
         session.terminal.benchmark(folder.rows)
-    if folder.lines and not isinstance(config.task, GenerateConfig):
+    if folder.lines and task.shows_table:
         session.terminal.table(summary)
     session.terminal.closing(summary, run_dir=folder.path)
-    if isinstance(config.task, CompareConfig) and config.task.picture:
-        start = f"torchrun --nproc-per-node {comm.size}" if comm.size > 1 else "python"
-        session.terminal.save_svg(Path(config.task.picture), title=f"{start} launch/run.py")
+    conclude_task(session)
     try:
         folder.write_report(summary)
     except ConfigError as error:  # the run is whole without its figures

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict
 
-from llama_ssp.config.schema import OutputFormat
+from llama_ssp.config.tasks.generate import GenerateConfig, OutputFormat
 from llama_ssp.console.terminal import Terminal
 from llama_ssp.engine.stream import Piece
 from llama_ssp.reports.lines import CompletionLine
@@ -46,10 +46,11 @@ class _Lines:
         self._write(json.dumps(asdict(line)))
 
 
-def generate(session: Session, jobs: list[PromptTask], *, output: OutputFormat) -> None:
+def generate(session: Session, jobs: list[PromptTask]) -> None:
     """Complete all jobs, speculatively when there is a draft."""
-    terminal = session.terminal
-    shows_texts = output is OutputFormat.text
+    terminal, task = session.terminal, session.config.task
+    assert isinstance(task, GenerateConfig)
+    shows_texts = task.format is OutputFormat.text
     viewer = _Text(terminal, streams=session.streams) if shows_texts else _Lines(terminal.line)
     with session.showing_progress(jobs, [session.best_mode], shows_texts=shows_texts):
         session.complete(jobs, session.best_mode, viewer)

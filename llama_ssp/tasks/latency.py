@@ -1,5 +1,6 @@
 """`task=latency`: milliseconds per token over a fixed list of prompts, after a warm-up."""
 
+from llama_ssp.config.tasks.latency import LatencyConfig
 from llama_ssp.engine.stream import Piece
 from llama_ssp.reports.lines import CompletionLine
 from llama_ssp.tasks.session import PromptTask, Session
@@ -18,15 +19,15 @@ class _Silent:
         """A table comes at the end."""
 
 
-def latency(session: Session, jobs: list[PromptTask], *, num_warmup: int) -> None:
+def latency(session: Session, jobs: list[PromptTask]) -> None:
     """Complete all jobs, speculatively when there is a draft.
 
     Args:
         session: of the run.
         jobs: what is measured.
-        num_warmup: with so many prompts the models are warmed up before.
     """
-    modes = [session.best_mode]
-    session.warm_up(jobs, modes, num_jobs=num_warmup)
+    task, modes = session.config.task, [session.best_mode]
+    assert isinstance(task, LatencyConfig)
+    session.warm_up(jobs, modes, num_jobs=task.num_warmup)
     with session.showing_progress(jobs, modes, shows_texts=False):
         session.complete(jobs, session.best_mode, _Silent())

@@ -48,6 +48,7 @@ class Models:
         tokenizer: the target's.
         eos_ids: tokens that end a text.
         context: the most tokens that prompt and completion may have together.
+        sources: the files of the target, and of the draft if there is one.
     """
 
     target: Runner
@@ -57,6 +58,7 @@ class Models:
     tokenizer: PreTrainedTokenizerBase
     eos_ids: tuple[int, ...]
     context: int
+    sources: tuple[Source, ...] = ()
 
 
 def load_models(
@@ -112,6 +114,7 @@ def load_models(
         tokenizer=target_source.tokenizer,
         eos_ids=target_source.eos_ids,
         context=min(source.origin.context for source in sources if source),
+        sources=tuple(source for source in sources if source),
     )
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from llama_ssp.config.benchmark import BenchmarkConfig
 from llama_ssp.config.model_files import GENERATION_CONFIG_FILE
 from llama_ssp.config.schema import Quantization, RunConfig, SamplingConfig, WeightsKind
+from llama_ssp.config.tasks.benchmark import BenchmarkConfig
 from llama_ssp.errors import CheckpointError
 
 
@@ -42,8 +42,8 @@ class Peers:
             sampling: as ours.
             num_draft_tokens: K; None for `generate` without an assistant.
         """
-        raise_on_all_ranks = num_draft_tokens is None and len({len(ids) for ids in prompts}) == 1
-        batches = [list(prompts)] if raise_on_all_ranks else [[ids] for ids in prompts]
+        is_one_batch = num_draft_tokens is None and len({len(ids) for ids in prompts}) == 1
+        batches = [list(prompts)] if is_one_batch else [[ids] for ids in prompts]
         assistant = None if num_draft_tokens is None else self.draft
         if assistant:
             assistant.generation_config.num_assistant_tokens = num_draft_tokens
@@ -78,12 +78,14 @@ def has_peers(config: RunConfig, *, world_size: int) -> bool:
     return is_asked and world_size == 1 and config.weights is WeightsKind.checkpoint and is_whole
 
 
-def check_peers(folders: Sequence[Path]) -> None:
-    """Read what the library will generate by, before any weight is loaded.
+def check_peers(config: RunConfig, folders: Sequence[Path], *, world_size: int) -> None:
+    """Read what the library will generate by, where it takes part, before any weight is loaded.
 
     Raises:
         CheckpointError: it refuses what it finds in a folder.
     """
+    if not has_peers(config, world_size=world_size):
+        return
     for file in (folder / GENERATION_CONFIG_FILE for folder in folders):
         if not file.is_file():
             continue

@@ -35,8 +35,7 @@ def read_prompts(config: RunConfig) -> list[str]:
         return [config.prompt]
     default_prompts = getattr(config.task, "default_prompts", [])
     if config.prompts is None and not default_prompts:
-        task = config.task.name.name
-        raise ConfigError(f"task={task} needs prompt=TEXT, prompts=FILE, or prompts=- for standard input")
+        raise ConfigError(f"task={config.task.name} needs prompt=TEXT, prompts=FILE, or prompts=- for standard input")
     if config.prompts is None:
         return list(default_prompts)
     source = sys.stdin if config.prompts == STANDARD_INPUT else Path(config.prompts)

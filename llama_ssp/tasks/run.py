@@ -13,19 +13,10 @@ from pathlib import Path
 
 import transformers
 
-from llama_ssp.config.benchmark import BenchmarkConfig
 from llama_ssp.config.document import to_yaml
-from llama_ssp.config.schema import (
-    CalibrateConfig,
-    CompareConfig,
-    DraftLayout,
-    DraftPlacement,
-    GenerateConfig,
-    LatencyConfig,
-    PlacementConfig,
-    RunConfig,
-)
+from llama_ssp.config.schema import DraftLayout, DraftPlacement, PlacementConfig, RunConfig
 from llama_ssp.config.target_placement import TargetPlacement
+from llama_ssp.config.tasks.spec import task_of
 from llama_ssp.console.terminal import Terminal
 from llama_ssp.distributed.agree import raise_on_all_ranks
 from llama_ssp.distributed.faults import Phase, unify_failure
@@ -37,7 +28,7 @@ from llama_ssp.reports.lines import LineKey
 from llama_ssp.reports.provenance import git_commit, gpu_links, planned_link, versions
 from llama_ssp.reports.records import RunFolder, read_status, write_failure
 from llama_ssp.tasks.checkpoints import Source, find_sources, offload_folder, with_number_formats
-from llama_ssp.tasks.compare import compare
+from llama_ssp.tasks.dispatch import check_task, machine_task_code, task_code
 from llama_ssp.tasks.dry_run import (
     TYPED_TOKENS,
     choose_for_run,
@@ -47,11 +38,8 @@ from llama_ssp.tasks.dry_run import (
     with_filled_rows,
 )
 from llama_ssp.tasks.finalize import finalize
-from llama_ssp.tasks.generate import generate
 from llama_ssp.tasks.interactive import converse
-from llama_ssp.tasks.latency import latency
 from llama_ssp.tasks.loading import load_models
-from llama_ssp.tasks.peers import check_peers, has_peers
 from llama_ssp.tasks.prompts import check_unchanged, is_interactive, read_prompts
 from llama_ssp.tasks.session import PromptTask, Session, make_prompt_tasks
 from llama_ssp.tasks.startup import StartClock
@@ -88,11 +76,9 @@ def run(config: RunConfig, clock: StartClock) -> bool:
         folder, run_dir = None, None
         try:
             with unify_failure(world.watch, phase):
-                if isinstance(config.task, CalibrateConfig):
-                    from llama_ssp.tasks.calibrate import calibrate  # noqa: PLC0415 - builds models of the library's
-
-                    if file := calibrate(world, output=config.task.output):
-                        terminal.say(f"wrote {file}")
+                if not task_of(config).needs_models:
+                    if said := machine_task_code(config)(config, world):
+                        terminal.say(said)
                     return False
                 folder = _open_folder(config, world, stack)
                 stack.callback(shutil.rmtree, offload_folder(config, world), ignore_errors=True)
@@ -148,12 +134,12 @@ def _write_end(run_dir: Path, folder: RunFolder | None, error: Exception | Keybo
 def _run(
     config: RunConfig, world: World, terminal: Terminal, folder: RunFolder | None, *, phase: Phase, clock: StartClock
 ) -> bool:
+    do_task = task_code(config)
     if config.placement.auto:
         _settle_placement(config, world, terminal)
     sources = find_sources(config, world)
     config = with_number_formats(config, sources)
-    if has_peers(config, world_size=world.comm.size):
-        check_peers([source.origin.folder for source in sources if source])
+    check_task(config, [source.origin.folder for source in sources if source], world_size=world.comm.size)
     finished = _broadcast_finished(world, folder)
     context = min(source.origin.context for source in sources if source)
     jobs = _read_jobs(config, world, folder, sources[0], context=context)
@@ -184,13 +170,9 @@ def _run(
         heeding = stopping_on_signals(session.stop_request, tell=world.watch.ask_to_stop, agree=agree)
         with heeding as stop, terminal.while_read(stop):
             if jobs is None:
-                converse(session, _do)
-            elif isinstance(config.task, BenchmarkConfig):
-                from llama_ssp.tasks.benchmark import benchmark  # noqa: PLC0415 - runs the library's own generation
-
-                benchmark(session, jobs, sources)
+                converse(session, do_task)
             else:
-                _do(session, jobs)
+                do_task(session, jobs)
     except InterruptedRun as error:
         interruption = error
     finalize(session)
@@ -262,14 +244,3 @@ def _make_plan(config: RunConfig, world: World, terminal: Terminal, jobs: list[P
             _log.info("forecast for hardware %s: %s", machine.name, planned_link(machine))
         require_room(plan, words=settings_of_run(config))
     return plan
-
-
-def _do(session: Session, jobs: list[PromptTask]) -> None:
-    """Hand over to the task."""
-    match session.config.task:
-        case CompareConfig():
-            compare(session, jobs)
-        case GenerateConfig(format=output):
-            generate(session, jobs, output=output)
-        case LatencyConfig(num_warmup=num_warmup):
-            latency(session, jobs, num_warmup=num_warmup)

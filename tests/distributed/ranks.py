@@ -21,7 +21,6 @@ from llama_ssp.config.schema import (
     DrafterConfig,
     DrafterKind,
     Dtype,
-    GenerateConfig,
     ModelConfig,
     PlacementConfig,
     Quantization,
@@ -31,6 +30,7 @@ from llama_ssp.config.schema import (
     VerificationConfig,
     WeightsKind,
 )
+from llama_ssp.config.tasks.generate import GenerateConfig
 from llama_ssp.distributed.agree import raise_on_all_ranks
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.operators import is_recording

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from llama_ssp.config import catalogue, store
-from llama_ssp.config.schema import DrafterKind, Dtype, ModelConfig, RunConfig, TaskName
+from llama_ssp.config.schema import DrafterKind, Dtype, ModelConfig, RunConfig
 from tests.helpers.lanes import heavy
 from tests.unit.config.conftest import Compose
 
@@ -44,7 +44,7 @@ def test_every_option_composes(option: str, compose_run: Compose) -> None:
 
 def test_an_experiment_sets_what_was_published_and_the_user_has_the_last_word(compose_run: Compose) -> None:
     run, _ = compose_run("experiment=llama_2023")
-    assert (run.task.name, run.sampling.temperature, run.speculation.num_draft_tokens) == (TaskName.latency, 0.5, 4)
+    assert (run.task.name, run.sampling.temperature, run.speculation.num_draft_tokens) == ("latency", 0.5, 4)
     given = ("model=30B", "sampling.temperature=0", "timeouts.load_s=9")
     run, _ = compose_run("experiment=llama_2023", "debug=small", *given)
     assert (run.model.name, run.sampling.temperature, run.max_new_tokens) == ("30B", 0, 8)

@@ -9,13 +9,13 @@ from llama_ssp.config.layout import Layout
 from llama_ssp.config.schema import (
     DrafterConfig,
     DraftLayout,
-    GenerateConfig,
     ModelConfig,
     PlacementConfig,
     RunConfig,
     SamplingConfig,
     VerificationConfig,
 )
+from llama_ssp.config.tasks.generate import GenerateConfig
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.mesh import Mesh
 from llama_ssp.drafting.batch_split import BatchSplit

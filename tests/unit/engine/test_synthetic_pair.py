@@ -11,7 +11,6 @@ from llama_ssp.config.schema import (
     DeviceKind,
     DrafterConfig,
     DrafterKind,
-    GenerateConfig,
     PlacementConfig,
     RunConfig,
     SamplingConfig,
@@ -19,6 +18,7 @@ from llama_ssp.config.schema import (
     VerificationConfig,
     WeightsKind,
 )
+from llama_ssp.config.tasks.generate import GenerateConfig
 from llama_ssp.distributed.world import start
 from llama_ssp.engine.state import Request
 from llama_ssp.tasks.checkpoints import find_sources

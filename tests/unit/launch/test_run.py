@@ -70,7 +70,7 @@ def launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.Captu
                 raise fails
             return stops
 
-        monkeypatch.setattr(llama_ssp.tasks, "start", SimpleNamespace(run=note), raising=False)
+        monkeypatch.setattr(llama_ssp.tasks, "run", SimpleNamespace(run=note), raising=False)
         monkeypatch.setattr(sys, "argv", ["run.py", *arguments])
         for variable, value in environment.items():
             monkeypatch.setenv(variable, value)

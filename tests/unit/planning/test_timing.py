@@ -116,11 +116,11 @@ def test_ranks_with_a_draft_each_draft_and_judge_their_share_of_the_rows() -> No
     shared = make_job("13B", "7B", num_ranks=4, draft_kind=DraftLayout.replicated, batch_size=8)
     alone = make_job("13B", "7B", batch_size=2)
     assert timing(shared, A100).draft_forward_s == pytest.approx(timing(alone, A100).draft_forward_s)
-    raise_on_all_ranks, share = CostModel(shared, A100), CostModel(alone, A100)
-    assert raise_on_all_ranks.draft
+    joint, share = CostModel(shared, A100), CostModel(alone, A100)
+    assert joint.draft
     assert share.draft
-    assert raise_on_all_ranks.prefill_s(raise_on_all_ranks.draft) == pytest.approx(share.prefill_s(share.draft))
-    assert raise_on_all_ranks.rule_s(5) == pytest.approx(share.rule_s(5))
+    assert joint.prefill_s(joint.draft) == pytest.approx(share.prefill_s(share.draft))
+    assert joint.rule_s(5) == pytest.approx(share.rule_s(5))
 
 
 def test_without_a_draft_one_rank_draws_for_all_rows() -> None:

@@ -11,7 +11,6 @@ import yaml
 from llama_ssp.config import catalogue, hardware
 from llama_ssp.config.machine import machine_of_run
 from llama_ssp.config.schema import (
-    CompareConfig,
     DrafterConfig,
     DrafterKind,
     DraftLayout,
@@ -22,6 +21,7 @@ from llama_ssp.config.schema import (
     VerificationConfig,
     WeightsKind,
 )
+from llama_ssp.config.tasks.compare import CompareConfig
 from llama_ssp.errors import CapacityError
 from llama_ssp.planning.plan import require_room
 from llama_ssp.tasks import dry_run as task

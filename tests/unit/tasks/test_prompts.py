@@ -12,13 +12,13 @@ from transformers import PreTrainedTokenizerFast
 
 from llama_ssp.config.schema import (
     DrafterConfig,
-    GenerateConfig,
     ModelConfig,
     PlacementConfig,
     RunConfig,
     SamplingConfig,
     VerificationConfig,
 )
+from llama_ssp.config.tasks.generate import GenerateConfig
 from llama_ssp.errors import ConfigError
 from llama_ssp.tasks.prompts import check_ids, encode, read_prompts
 

@@ -116,11 +116,11 @@ def test_attention_by_position_gives_each_position_what_it_gets_alone_to_the_las
     mask_B1TS = torch.zeros(1, 1, 5, 300).masked_fill_(torch.arange(300) > torch.arange(290, 295)[:, None], -torch.inf)
     options = {"scaling": 0.2} if form == "sdpa" else {"scaling": 0.2, "softcap": 3.0}
     attend = ALL_ATTENTION_FUNCTIONS[BY_POSITION[form]]
-    raise_on_all_ranks, _ = attend(module, query_BHTD, key_BNSD, value_BNSD, mask_B1TS, **options)
+    joint, _ = attend(module, query_BHTD, key_BNSD, value_BNSD, mask_B1TS, **options)
     for place in range(5):
         part = slice(place, place + 1)
         alone, _ = attend(module, query_BHTD[:, :, part], key_BNSD, value_BNSD, mask_B1TS[:, :, part], **options)
-        assert torch.equal(raise_on_all_ranks[:, part], alone)
+        assert torch.equal(joint[:, part], alone)
 
 
 def test_a_round_may_look_behind_the_last_position_that_gpt_neo_has_learned(tmp_path: Path) -> None:

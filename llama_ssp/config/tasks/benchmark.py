@@ -1,9 +1,10 @@
-"""The settings of `task=benchmark`, and what they must satisfy; what is measured is said in `tasks.benchmark`."""
+"""The settings of `task=benchmark`, what they must satisfy, and its record; `tasks.benchmark` measures."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from llama_ssp.config.schema import DrafterKind, RunConfig, TaskConfig, TaskName
+from llama_ssp.config.schema import DrafterKind, RunConfig, TaskConfig
+from llama_ssp.config.tasks.spec import TaskSpec
 
 
 @dataclass(kw_only=True)
@@ -13,7 +14,7 @@ class BenchmarkConfig(TaskConfig):
     Prompts of each length are cut from `default_prompts`, or from what `prompt=` or `prompts=` give.
     """
 
-    name: TaskName = TaskName.benchmark
+    name: str = "benchmark"
     num_draft_tokens: list[int] = field(default_factory=list)
     prompt_tokens: list[int] = field(default_factory=list)
     batch_sizes: list[int] = field(default_factory=list)
@@ -22,11 +23,9 @@ class BenchmarkConfig(TaskConfig):
     default_prompts: list[str] = field(default_factory=list)
 
 
-def problems_of(config: RunConfig, explicit: frozenset[str]) -> Iterator[str]:
-    """Say what is wrong with a benchmark; nothing for other tasks."""
+def _problems(config: RunConfig, explicit: frozenset[str]) -> Iterator[str]:
     task = config.task
-    if not isinstance(task, BenchmarkConfig):
-        return
+    assert isinstance(task, BenchmarkConfig)
     for name in ("num_draft_tokens", "prompt_tokens", "batch_sizes"):
         values = getattr(task, name)
         if not values or min(values) < 1:
@@ -55,3 +54,21 @@ def _without_effect(config: RunConfig, explicit: frozenset[str]) -> Iterator[str
     for given in ("num_samples", "ignore_eos", "stop_strings", "chat"):
         if given in explicit:
             yield f"{given} has no effect on task=benchmark"
+
+
+def _largest_cell(config: RunConfig) -> tuple[RunConfig, int]:
+    """The cell that needs the most memory, and the tokens of its prompts."""
+    task = config.task
+    assert isinstance(task, BenchmarkConfig)
+    speculation = replace(config.speculation, num_draft_tokens=max(task.num_draft_tokens))
+    return replace(config, batch_size=max(task.batch_sizes), speculation=speculation), max(task.prompt_tokens)
+
+
+TASK = TaskSpec(
+    config=BenchmarkConfig,
+    run="llama_ssp.tasks.benchmark:benchmark",
+    check_files="llama_ssp.tasks.peers:check_peers",
+    problems=_problems,
+    largest_cell=_largest_cell,
+    batch_size_setting="task.batch_sizes=[{}]",
+)

@@ -1,0 +1,1 @@
+"""The tasks without torch: the settings of each, and its record, which says what others must know of it."""

@@ -1,0 +1,25 @@
+"""The settings of `task=generate`, and its record."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from llama_ssp.config.schema import TaskConfig
+from llama_ssp.config.tasks.spec import TaskSpec
+
+
+class OutputFormat(Enum):
+    """What `task=generate` writes to standard output."""
+
+    text = "text"
+    jsonl = "jsonl"
+
+
+@dataclass(kw_only=True)
+class GenerateConfig(TaskConfig):
+    """Completions only."""
+
+    name: str = "generate"
+    format: OutputFormat = OutputFormat.text
+
+
+TASK = TaskSpec(config=GenerateConfig, run="llama_ssp.tasks.generate:generate", shows_table=False)
