@@ -12,6 +12,7 @@ from typing import Any
 
 from llama_ssp.config import benchmark, catalogue, layout
 from llama_ssp.config.effects import is_synthetic, without_effect
+from llama_ssp.config.formats.format import problem_of
 from llama_ssp.config.schema import (
     DrafterKind,
     ModelConfig,
@@ -156,6 +157,8 @@ def _may_share_vocabulary(target: ModelShape, draft: ModelShape) -> bool:
 def _models(config: RunConfig) -> Iterator[str]:
     chosen = _chosen_models(config)
     for group, key, model in chosen:
+        if problem := problem_of(model.quantization, key=f"{key}.quantization"):
+            yield problem
         if not (is_synthetic(config) or model.path or model.hub_id or model.shipped):
             yield f"{group}={model.name} needs {key}.path=DIR, a folder with config.json, a tokenizer and safetensors"
     contexts = [(model.shape.max_position_embeddings, group) for group, _, model in chosen if model.shape]

@@ -21,7 +21,8 @@ import torch
 from llama_ssp.calibration.interleave import in_turns, median_ratio
 from llama_ssp.calibration.operators import copy_bytes_per_s
 from llama_ssp.config.benchmark import BenchmarkConfig
-from llama_ssp.config.schema import Quantization, RunConfig, SpeculationConfig, WeightsKind
+from llama_ssp.config.formats.format import format_of
+from llama_ssp.config.schema import RunConfig, SpeculationConfig, WeightsKind
 from llama_ssp.console.progress import Pace, RunProgress
 from llama_ssp.distributed.agree import together
 from llama_ssp.engine.loop import Completion, Decoder
@@ -172,7 +173,7 @@ def cut(text: Sequence[int], *, num_prompts: int, num_tokens: int) -> list[tuple
 def can_compare(config: RunConfig, *, world_size: int) -> bool:
     """Whether transformers' own generation can stand beside a run: one rank, from files, nothing quantized by us."""
     entries = [config.model, *([config.draft.model] if config.draft.model else [])]
-    is_whole = all(entry.quantization is Quantization.none for entry in entries)
+    is_whole = not any(format_of(entry.quantization).is_quantized for entry in entries)
     return world_size == 1 and config.weights is WeightsKind.checkpoint and is_whole
 
 
@@ -252,7 +253,7 @@ def _measure(
         model=config.model.name,
         draft=config.draft.model.name if config.draft.model else None,
         dtype=config.model.dtype.name,
-        quantization=config.model.quantization.name,
+        quantization=config.model.quantization,
         world_size=session.world.comm.size,
         temperature=config.sampling.temperature,
         max_new_tokens=config.max_new_tokens,

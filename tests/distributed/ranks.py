@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.config import catalogue
+from llama_ssp.config.formats.format import formats
 from llama_ssp.config.schema import (
     DeviceKind,
     DrafterConfig,
@@ -24,7 +25,6 @@ from llama_ssp.config.schema import (
     GenerateConfig,
     ModelConfig,
     PlacementConfig,
-    Quantization,
     RuleName,
     RunConfig,
     SamplingConfig,
@@ -181,10 +181,10 @@ def texts(world: World, folder: Path, name: str, temperature: float) -> list[lis
     return complete(world, config, prompts_of(name), num_tokens=NUM_NEW_TOKENS)["texts"]
 
 
-def quantized_logits(world: World, folder: Path, family: str, form: Quantization) -> list[list[float]]:
+def quantized_logits(world: World, folder: Path, family: str, form: str) -> list[list[float]]:
     """Logits (T, V) of a target in some precision; the draft has another one."""
     target = ModelConfig(name="target", path=str(folder / "wide" / family), dtype=Dtype.fp32, quantization=form)
-    draft = replace(pair_of(family, folder)[1], quantization=Quantization.int8_weight_only)
+    draft = replace(pair_of(family, folder)[1], quantization="int8_weight_only")
     config = run_config(target, draft, temperature=0.0, batch_size=1, placement=PlacementConfig())
     runner = load_models(config, world, find_sources(config, world)).target
     runner.allocate(batch_size=1, capacity=16)
@@ -236,8 +236,8 @@ def cases(world: World, folder: Path) -> dict[str, Callable[[], object]]:
                 world, folder, name, temperature
             )
     if world.comm.size <= MOST_QUANTIZED_RANKS:
-        for family, form in product(QUANTIZED, Quantization):
-            named[f"{family} in {form.name}"] = lambda family=family, form=form: quantized_logits(  # type: ignore[misc]
+        for family, form in product(QUANTIZED, formats()):
+            named[f"{family} in {form}"] = lambda family=family, form=form: quantized_logits(  # type: ignore[misc]
                 world, folder, family, form
             )
     return named

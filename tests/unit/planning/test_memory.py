@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from llama_ssp.config import catalogue, hardware
-from llama_ssp.config.schema import DraftLayout, Quantization, RuleName
+from llama_ssp.config.schema import DraftLayout, RuleName
 from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.errors import PlacementError
 from llama_ssp.models.prefill import Buckets
@@ -92,7 +92,7 @@ def test_the_total_is_the_sum_of_its_items() -> None:
 
 def test_quantizing_while_loading_needs_room_for_an_unquantized_layer() -> None:
     job = make_job("7B")
-    job = replace(job, target=replace(job.target, quantization=Quantization.nf4))
+    job = replace(job, target=replace(job.target, quantization="nf4"))
     (rank,) = memory(job, A100)
     assert rank.loading_peak_bytes == rank.target_weights_bytes + 2 * (4 * 4096 + 3 * 11008) * 4096 + A100.context_bytes
 
@@ -100,8 +100,7 @@ def test_quantizing_while_loading_needs_room_for_an_unquantized_layer() -> None:
 def test_nf4_needs_room_for_its_largest_product_unpacked() -> None:
     job = make_job("7B")
     (eight, four) = (
-        memory(replace(job, target=replace(job.target, quantization=form)), A100)[0]
-        for form in (Quantization.int8, Quantization.nf4)
+        memory(replace(job, target=replace(job.target, quantization=form)), A100)[0] for form in ("int8", "nf4")
     )
     assert four.activations_bytes - eight.activations_bytes == 2 * 2 * 11008 * 4096
 
