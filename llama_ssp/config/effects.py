@@ -55,7 +55,7 @@ _POINTLESS = (
     ),
     _Pointless(
         ("draft.model.int8_threshold",),
-        lambda config: bool(config.draft.model) and not takes(config.draft.model.quantization, "int8_threshold"),
+        lambda config: config.draft.model is not None and not takes(config.draft.model.quantization, "int8_threshold"),
         "without draft.model.quantization=int8",
     ),
     _Pointless(("model.manifest",), lambda config: not config.model.verify, "without model.verify=true"),
