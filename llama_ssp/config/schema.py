@@ -10,6 +10,7 @@ from enum import Enum
 from typing import Any
 
 from llama_ssp.config.formats.format import NO_QUANTIZATION
+from llama_ssp.config.rules.rule import DEFAULT
 from llama_ssp.config.target_placement import TargetPlacement
 
 
@@ -58,14 +59,6 @@ class DrafterKind(Enum):
     default = "default"
     none = "none"
     model = "model"
-
-
-class RuleName(Enum):
-    """How drafted tokens are accepted."""
-
-    speculative = "speculative"
-    block = "block"
-    greedy = "greedy"
 
 
 class OutputFormat(Enum):
@@ -179,9 +172,9 @@ class SamplingConfig:
 
 @dataclass(kw_only=True)
 class VerificationConfig:
-    """How drafted tokens are accepted."""
+    """How drafted tokens are accepted: the name of a rule (`config.rules`)."""
 
-    rule: RuleName = RuleName.speculative
+    rule: str = DEFAULT
 
 
 @dataclass(kw_only=True)

@@ -14,7 +14,8 @@ from llama_ssp.config.formats.format import format_of
 from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.config.layout import Layout, lay_out, max_device_bytes, may_capture
 from llama_ssp.config.plan import PlanConfig
-from llama_ssp.config.schema import DraftLayout, Dtype, ModelConfig, ModelShape, RuleName
+from llama_ssp.config.rules.rule import DEFAULT
+from llama_ssp.config.schema import DraftLayout, Dtype, ModelConfig, ModelShape
 from llama_ssp.config.target_placement import Offload, TargetKind, TargetPlacement
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.planning.weights import DTYPE_BYTES, WeightBytes, weight_bytes
@@ -91,7 +92,7 @@ class Job:
     cuda_graphs: bool
     device: str
     num_replicas: int = 1
-    rule: RuleName = RuleName.speculative
+    rule: str = DEFAULT
     spare_devices: tuple[int, ...] = ()
     offload: Offload = Offload.none
     max_device_bytes: int | None = None

@@ -14,7 +14,8 @@ from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.config.layout import lay_out_copy, may_capture
 from llama_ssp.config.machine import detect_hardware, machine_of_run
 from llama_ssp.config.plan import PlanFormat
-from llama_ssp.config.schema import DeviceKind, Dtype, ModelConfig, RuleName, RunConfig, WeightsKind
+from llama_ssp.config.rules.rule import AT_ZERO
+from llama_ssp.config.schema import DeviceKind, Dtype, ModelConfig, RunConfig, WeightsKind
 from llama_ssp.errors import ConfigError, one_message
 from llama_ssp.planning.auto import AutoPlacement, choose_placement
 from llama_ssp.planning.plan import PLAN_VERSION, Plan, document, make_plan, require_room
@@ -230,7 +231,7 @@ def job_of_run(
         num_replicas=placement.num_replicas,
         num_draft_tokens=config.speculation.num_draft_tokens,
         acceptance=_assumed_acceptance(config),
-        rule=config.verification.rule if config.sampling.temperature > 0 else RuleName.greedy,
+        rule=config.verification.rule if config.sampling.temperature > 0 else AT_ZERO,
         batch_size=config.batch_size,
         prompt_tokens=prompt_tokens,
         max_new_tokens=config.max_new_tokens,

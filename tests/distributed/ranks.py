@@ -25,7 +25,6 @@ from llama_ssp.config.schema import (
     GenerateConfig,
     ModelConfig,
     PlacementConfig,
-    RuleName,
     RunConfig,
     SamplingConfig,
     VerificationConfig,
@@ -228,7 +227,7 @@ def cases(world: World, folder: Path) -> dict[str, Callable[[], object]]:
         named[SYNTHETIC] = lambda: texts(world, folder, SYNTHETIC, 0.0)
     named |= cases_of_cells(world, folder, CELLS[world.comm.size])
     if world.comm.size == 1:
-        other_rules = {on_one_rank(cell) for cell in CELLS[2] if cell.rule is not RuleName.speculative}
+        other_rules = {on_one_rank(cell) for cell in CELLS[2] if cell.rule != "speculative"}
         named |= cases_of_cells(world, folder, other_rules)
     for temperature in (0.0, 0.8):
         for name in PAIRS if world.comm.size in SIZES else ():

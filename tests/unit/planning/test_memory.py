@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from llama_ssp.config import catalogue, hardware
-from llama_ssp.config.schema import DraftLayout, RuleName
+from llama_ssp.config.schema import DraftLayout
 from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.errors import PlacementError
 from llama_ssp.models.prefill import Buckets
@@ -145,7 +145,7 @@ def test_logits_lie_where_the_target_is_and_probabilities_where_the_rule_runs_or
     drawn = 2 * 8 * 3 * (job.max_new_tokens + 1) * (3 * 4 + 4)
     decider, other, draft = (rank.logits_bytes - drawn for rank in memory(job, A100))
     assert (decider, other, draft) == (numbers * (logits + 4 * 5 + 4 * 4 + 8), numbers * logits, numbers * 4 * 4)
-    by_block, *others = (rank.logits_bytes - drawn for rank in memory(replace(job, rule=RuleName.block), A100))
+    by_block, *others = (rank.logits_bytes - drawn for rank in memory(replace(job, rule="block"), A100))
     assert (by_block, *others) == (decider + numbers * 4 * 5, other, draft)
 
 
