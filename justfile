@@ -18,6 +18,14 @@ compare *overrides:
 test *arguments:
     "{{bin}}/pytest" {{arguments}}
 
+# run the tests that take less than a minute together: no whole runs, no groups of ranks, no heavy ones
+quick *arguments:
+    "{{bin}}/pytest" -m "not (seconds or heavy or slow or distributed or slurm)" {{arguments}}
+
+# run what .ci/run adds to the default tests
+heavy *arguments:
+    "{{bin}}/pytest" --heavy -m heavy {{arguments}}
+
 # the proofs that take long: every signal in every phase, many faults, any command line, models of 1.1 B parameters
 slow *arguments:
     "{{bin}}/pytest" --slow tests/distributed/test_kill_matrix.py tests/distributed/test_exhaustion.py tests/slurm/test_kill_matrix.py \

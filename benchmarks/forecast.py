@@ -30,13 +30,13 @@ from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.memory import anonymous_bytes
 from llama_ssp.distributed.world import World, start
-from llama_ssp.engine.loop import Completion, Decoder
+from llama_ssp.engine.loop import Decoder, RowCompletion
 from llama_ssp.models.build import load_model
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.runner import Runner
 from llama_ssp.planning.acceptance import implied_acceptance
 from llama_ssp.planning.memory import memory
-from llama_ssp.planning.spec import Job, PlannedModel, read_config
+from llama_ssp.planning.spec import PlannedModel, PlanSpec, read_config
 from llama_ssp.planning.timing import timing
 from llama_ssp.weights.checkpoint import inspect
 
@@ -90,12 +90,12 @@ def settled_bytes() -> int:
     return anonymous_bytes() or 0
 
 
-def measured(run: Decoder, number: int) -> list[Completion]:
+def measured(run: Decoder, number: int) -> list[RowCompletion]:
     """Finished completions, the first one left out as a warm-up."""
     return complete(run, requests(number + 1, new_tokens=NEW_TOKENS))[1:]
 
 
-def ms_per_token(completions: list[Completion]) -> float:
+def ms_per_token(completions: list[RowCompletion]) -> float:
     """The median over completions, prompts included."""
     return statistics.median(1e3 * each.busy_s / len(each.token_ids) for each in completions)
 
@@ -113,10 +113,10 @@ def planned(folder: Path) -> PlannedModel:
     return PlannedModel(name=folder.name, shape=shape, dtype=Dtype.fp32, quantization="none", stored=stored)
 
 
-def planned_job(case: Case, world: World, acceptance: float) -> Job:
+def planned_job(case: Case, world: World, acceptance: float) -> PlanSpec:
     """The planner's view."""
     target, draft = (planned(folder) for folder in (case.target, case.draft))
-    return Job(
+    return PlanSpec(
         target=target, draft=draft, target_kind=TargetKind.tensor, target_ranks=tuple(range(world.comm.size)),
         draft_kind=DraftLayout.one_rank, draft_ranks=(0,), num_draft_tokens=NUM_DRAFT_TOKENS, acceptance=acceptance,
         batch_size=1, prompt_tokens=PROMPT_TOKENS, max_new_tokens=NEW_TOKENS, cuda_graphs=False,

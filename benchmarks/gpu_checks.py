@@ -17,7 +17,7 @@ from llama_ssp import Pair
 from llama_ssp.config.schema import Dtype
 from llama_ssp.engine.executors.cuda_graph import CudaGraphExecutor
 from llama_ssp.engine.loop import Decoder
-from llama_ssp.models.llama.fused import gated, turn_pairs
+from llama_ssp.models.llama.fused import apply_rotary, gated
 
 _T = TypeVar("_T")
 TARGET, DRAFT = "tiny", "tiny-draft"
@@ -121,7 +121,7 @@ def not_compiled(device: torch.device) -> list[str]:
     if device.type != "cuda":
         return []
     _probs(device, Dtype.fp16, "none", at_a_time=FEW)
-    parts = {"the MLP's gate": gated, "rotary": turn_pairs}
+    parts = {"the MLP's gate": gated, "rotary": apply_rotary}
     return [f"{name} could not be compiled" for name, part in parts.items() if not part.is_compiled]
 
 

@@ -34,7 +34,7 @@ from llama_ssp.config.schema import (
 )
 from llama_ssp.distributed.world import start
 from llama_ssp.engine.executors.cuda_graph import CudaRecorder
-from llama_ssp.engine.loop import Completion, Decoder
+from llama_ssp.engine.loop import Decoder, RowCompletion
 from llama_ssp.engine.state import Request
 from llama_ssp.models.prefill import whole_steps
 from llama_ssp.planning.acceptance import implied_acceptance
@@ -189,10 +189,10 @@ def pace(decoder: Decoder, wanted: list[Request], *, num_repetitions: int = 3) -
 
 
 @torch.inference_mode()
-def decode_once(decoder: Decoder, wanted: list[Request], *, seed: int) -> tuple[float, int, list[Completion]]:
+def decode_once(decoder: Decoder, wanted: list[Request], *, seed: int) -> tuple[float, int, list[RowCompletion]]:
     """Seconds between the prefill's result and the last one, the rounds in between, and the completions."""
     decoder.seed = seed
-    completions: dict[int, Completion] = {}
+    completions: dict[int, RowCompletion] = {}
     arrivals = []
     for updates in decoder.run(wanted):
         arrivals.append(time.perf_counter())
@@ -200,7 +200,7 @@ def decode_once(decoder: Decoder, wanted: list[Request], *, seed: int) -> tuple[
     return arrivals[-1] - arrivals[0], len(arrivals) - 1, list(completions.values())
 
 
-def tokens_per_round(completion: Completion) -> float:
+def tokens_per_round(completion: RowCompletion) -> float:
     """Of the rounds that no limit could cut."""
     counted = [
         length + 1

@@ -25,7 +25,7 @@ from rich.table import Table
 from benchmarks.curves import Quadratic, fit
 from benchmarks.timing import store
 from llama_ssp import Pair, load
-from llama_ssp.calibration.interleave import in_turns
+from llama_ssp.calibration.interleave import interleave
 from llama_ssp.config.schema import Dtype, SamplingConfig, SpeculationConfig
 from llama_ssp.engine.loop import Decoder
 from llama_ssp.engine.state import Request
@@ -171,7 +171,7 @@ def measure(sizes: Sizes, *, num_draft_tokens: int, num_repetitions: int) -> dic
         for kind, points in kinds.items():
             name = f"{kind}, {mode}"
             candidates[name] = partial(kept, name, points)
-    in_turns(candidates, num_repetitions=num_repetitions)
+    interleave(candidates, num_repetitions=num_repetitions)
     return {
         "target": "tiny",
         "draft": "tiny-draft",

@@ -23,7 +23,7 @@ from benchmarks.bound import CPU, Passes, forwards_alone_s
 from benchmarks.timing import Goal, print_goals, store
 from llama_ssp import Pair, load
 from llama_ssp.architectures.family import inventory
-from llama_ssp.calibration.interleave import in_turns, median_ratio
+from llama_ssp.calibration.interleave import interleave, median_ratio
 from llama_ssp.config import catalogue
 from llama_ssp.config.schema import Dtype, SamplingConfig, SpeculationConfig
 from llama_ssp.distributed.comms import Comm
@@ -123,7 +123,7 @@ def measure(arguments: argparse.Namespace, console: Console) -> dict[str, object
         return 1e3 * float(target_bytes + num_draft_tokens * draft_bytes) / passes.bytes_per_s()
 
     with console.status("timing"):
-        ms = in_turns(
+        ms = interleave(
             {
                 "cold": cold_forwards_ms,
                 "weights": weights_ms,
@@ -135,7 +135,7 @@ def measure(arguments: argparse.Namespace, console: Console) -> dict[str, object
             },
             num_repetitions=arguments.repetitions,
         )
-        at_context = in_turns(
+        at_context = interleave(
             {
                 f"{mode}, {length}": partial(ms_at_context, decoder, length)
                 for mode, decoder in (("plain", plain), ("speculative", fast))

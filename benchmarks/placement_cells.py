@@ -92,7 +92,7 @@ def _draft(kind: DraftLayout) -> PlacementConfig:
 
 
 ALONE, ONE_RANK = "1 rank, target alone", "1 rank, both models"
-IN_A_ROW = "1 rank, the target's layers in a row"
+LAYERWISE = "1 rank, the target's layers in a row"
 DEEPSPEED, DEEPSPEED_ALONE = "1 rank, target by DeepSpeed", "1 rank, target by DeepSpeed, alone"
 SPLIT, SPLIT_ALONE = "target on 2 ranks", "target on 2 ranks, alone"
 CUT, CUT_ALONE = "target on 2 ranks by DeepSpeed", "target on 2 ranks by DeepSpeed, alone"
@@ -106,7 +106,7 @@ PLACES = (
     Place(name=ALONE, num_ranks=1, drafts=False),
     Place(name=ONE_RANK, num_ranks=1, plain=ALONE),
     Place(name=f"{ONE_RANK}, batch 8", num_ranks=1, batch_size=8),
-    Place(name=IN_A_ROW, num_ranks=1, plain=ALONE, placement=_IN_A_ROW),
+    Place(name=LAYERWISE, num_ranks=1, plain=ALONE, placement=_IN_A_ROW),
     Place(name=DEEPSPEED_ALONE, num_ranks=1, drafts=False, placement=_BY_DEEPSPEED),
     Place(name=DEEPSPEED, num_ranks=1, plain=DEEPSPEED_ALONE, placement=_BY_DEEPSPEED),
     Place(name=SPLIT_ALONE, num_ranks=2, drafts=False),

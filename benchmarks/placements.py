@@ -26,7 +26,7 @@ from benchmarks.placement_cells import DRAFT, FORMS, FP32, PLACES, TARGET, Cell,
 from benchmarks.placement_pages import refusals
 from benchmarks.timing import store
 from llama_ssp.architectures.family import inventory
-from llama_ssp.calibration.interleave import in_turns, median_ratio
+from llama_ssp.calibration.interleave import interleave, median_ratio
 from llama_ssp.config import checks
 from llama_ssp.config.schema import DeviceKind
 from llama_ssp.distributed.world import World, start
@@ -109,7 +109,7 @@ def measure_group(file: Path, names: Collection[str], *, num_draft_tokens: int, 
         callables: dict[str, Callable[[int], float]] = {
             _key(cell): each.round_ms for cell, each in found if isinstance(each, Candidate)
         }
-        ms = in_turns(callables, num_repetitions=num_repetitions, num_warmup=0)  # `prepare` has warmed up
+        ms = interleave(callables, num_repetitions=num_repetitions, num_warmup=0)  # `prepare` has warmed up
         if world.comm.rank == 0:
             file.write_text(json.dumps([asdict(_figures(cell, each, ms)) for cell, each in found]))
 

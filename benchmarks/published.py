@@ -17,7 +17,7 @@ from llama_ssp.config.schema import DraftLayout
 from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.planning.acceptance import implied_acceptance, of_pair, tokens_per_round
 from llama_ssp.planning.roofline import LIBRARY_SHARE
-from llama_ssp.planning.spec import Job, planned_model
+from llama_ssp.planning.spec import PlanSpec, planned_model
 from llama_ssp.planning.timing import timing
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -75,11 +75,13 @@ PAIRS = (
 )
 
 
-def job(target: str, num_gpus: int, *, draft: str | None = None, kind: str = "one_rank", eager: bool = False) -> Job:
+def job(
+    target: str, num_gpus: int, *, draft: str | None = None, kind: str = "one_rank", eager: bool = False
+) -> PlanSpec:
     """A job at batch 1 with a prompt of five tokens, as gpt-fast measures."""
     ranks = tuple(range(num_gpus))
     drafting = planned_model(catalogue.load(draft), device="cuda") if draft else None
-    return Job(
+    return PlanSpec(
         target=planned_model(catalogue.load(target), device="cuda"),
         draft=drafting,
         target_kind=TargetKind.tensor,

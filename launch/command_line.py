@@ -17,7 +17,7 @@ import yaml
 from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType, Quote, QuotedString
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 
 from llama_ssp.config import catalogue
 from llama_ssp.config.schema import ModelShape, RunConfig, TaskName
@@ -123,10 +123,7 @@ def check_overrides(overrides: Sequence[str], *, multirun: bool) -> None:
         try:
             parsed.append(OverridesParser.create().parse_override(text))
         except HydraException:
-            problems.append(
-                f"cannot read {text!r}: settings are written name=value, and a value with brackets, quotes or commas "
-                "needs quotes of its own inside those of the shell"
-            )
+            problems.append(unreadable(text))
     groups = _groups()
     keys = _keys_of_tasks(parsed)
     for override in parsed:
@@ -134,6 +131,14 @@ def check_overrides(overrides: Sequence[str], *, multirun: bool) -> None:
             problems.extend(_problems(override, groups, keys, multirun=multirun))
     if problems:
         raise ConfigError(one_message(problems))
+
+
+def unreadable(text: str) -> str:
+    """Say that a word of the command line is no setting, and how one is written."""
+    return (
+        f"cannot read {text!r}: settings are written name=value, and a value with brackets, quotes or commas "
+        "needs quotes of its own inside those of the shell"
+    )
 
 
 def check_launcher(overrides: Sequence[str], *, multirun: bool) -> None:
@@ -237,7 +242,12 @@ def unknown_setting(key: str, keys: Collection[str], *, otherwise: str) -> str:
 
 def one_sentence(error: Exception) -> str:
     """Put the error of Hydra or OmegaConf, and its cause, on one line."""
-    said = str(error).splitlines()[0].rstrip(".").removeprefix("Error merging override ")
+    if isinstance(error, OverrideParseException):
+        return unreadable(error.override.removeprefix("++"))
+    # OmegaConf quotes values, which may have several lines, in front of its `full_key`.
+    whole, found, _ = str(error).partition("\n    full_key: ")
+    said = " ".join(whole.split()) if found else whole.splitlines()[0].rstrip(".")
+    said = said.removeprefix("Error merging override ")
     if error.__cause__ is None:
         return said
     cause = str(error.__cause__).splitlines()[0]

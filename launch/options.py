@@ -4,13 +4,14 @@ What `launch/run.py` takes is Hydra's business and that of `command_line`.
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NoReturn, TextIO
+from typing import NoReturn
 
+from llama_ssp.console.unread import is_unread, silence
 from llama_ssp.errors import ConfigError, SspError
+from llama_ssp.visible import visible
 
 
 class Options(argparse.ArgumentParser):
@@ -40,27 +41,29 @@ class Options(argparse.ArgumentParser):
 
 @contextmanager
 def until_unread() -> Iterator[None]:
-    """End the block, without a complaint, when nobody reads standard output any more, as behind `| head`."""
+    """End the block, without a complaint, when nobody reads standard output any more, as behind `| head`.
+
+    The same holds for a terminal that has hung up.
+    """
     try:
         yield
         if sys.stdout:  # it may have been closed before
             sys.stdout.flush()
-    except BrokenPipeError:
-        _silence(sys.stdout)
+    except OSError as error:
+        if not is_unread(sys.stdout, error):
+            raise
+        silence(sys.stdout)
 
 
 def complain(sentence: str) -> None:
-    """Write a line to standard error, if anybody reads it."""
+    """Write a line to standard error, if anybody reads it; control characters of what it quotes become visible."""
     try:
-        sys.stderr.write(f"{sentence}\n")
+        sys.stderr.write(f"{visible(sentence)}\n")
         sys.stderr.flush()
-    except BrokenPipeError:
-        _silence(sys.stderr)
-
-
-def _silence(stream: TextIO) -> None:
-    """Let go nowhere what is still in its buffer, and all that follows."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    except OSError as error:
+        if not is_unread(sys.stderr, error):
+            raise
+        silence(sys.stderr)
 
 
 def run(parser: Options, arguments: Sequence[str], act: Callable[[argparse.Namespace], str | None]) -> int:
@@ -83,5 +86,5 @@ def run(parser: Options, arguments: Sequence[str], act: Callable[[argparse.Names
             complain(str(error))
             return error.exit_code
         if said:
-            print(said)
+            print(visible(said))
     return 0

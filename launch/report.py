@@ -53,17 +53,21 @@ def write_report(folders: Sequence[Path], output: Path | None) -> str:
 
     try:
         output.mkdir(parents=True, exist_ok=True)
-        (output / "report.html").write_text(report(runs, missing=missing), encoding="utf-8")
-        (output / "report.csv").write_text(to_csv(runs), encoding="utf-8")
+        _write(output / "report.html", report(runs, missing=missing))
+        _write(output / "report.csv", to_csv(runs))
         cells = cells_to_csv(runs)
         if cells:
-            (output / "cells.csv").write_text(cells, encoding="utf-8")
+            _write(output / "cells.csv", cells)
     except OSError as error:
         raise ConfigError(f"{output} cannot be written: {(error.strerror or str(error)).lower()}") from error
     shown = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
     left_out = f"; left out: {'; '.join(missing)}" if missing else ""
     tables = "report.csv and cells.csv" if cells else "report.csv"
     return f"wrote {output / 'report.html'} and {tables}: {shown}{left_out}"
+
+
+def _write(file: Path, text: str) -> None:
+    file.write_text(text, encoding="utf-8", errors="replace")  # a text of a model can hold half a character
 
 
 if __name__ == "__main__":

@@ -5,16 +5,19 @@ Reads and checks the whole config before anything is loaded and before the ranks
 so that a mistake is told at once.
 """
 
+import argparse
 import contextlib
 import os
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # where Hydra looks for the package hydra_plugins
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -23,15 +26,17 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from launch import command_line
+from launch import command_line, completion
 from launch.options import complain, until_unread
 from llama_ssp.config import catalogue, checks, store
 from llama_ssp.distributed.environment import Ranks, read_ranks
+from llama_ssp.distributed.signals import find_agent, heeded_signals
 from llama_ssp.errors import InterruptedRun, SspError
 from llama_ssp.tasks import dry_run, startup
+from llama_ssp.visible import VisibleStream
 
 # How long ranks above 0 stay after an error. torchrun ends all ranks as soon as one has ended: rank 0 must speak first.
 SILENCE_S = 5.0
@@ -45,8 +50,9 @@ def main() -> int:
     """Run what the command line says; returns the exit code of this rank."""
     ranks = read_ranks(os.environ)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # a lost rank is told in a sentence, not in C++ stacks
-    signal.signal(signal.SIGTERM, _interrupt)
-    signal.signal(signal.SIGUSR1, _interrupt)
+    _set_handlers(_interrupt)
+    if agent := find_agent():
+        agent.heed_end()
     exit_code = 0
     with until_unread():
         exit_code = _exit_code(ranks)
@@ -57,9 +63,15 @@ def main() -> int:
 
 def _interrupt(_number: int, _frame: FrameType | None) -> None:
     """End as Ctrl-C does, while `tasks.stopping` does not listen; a second signal changes nothing."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    _set_handlers(signal.SIG_IGN)
     raise KeyboardInterrupt
+
+
+def _set_handlers(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> None:
+    """Handle all signals that ask a run to stop, but for SIGINT, which Python handles as `_interrupt` does."""
+    for number in heeded_signals():
+        if number is not signal.SIGINT:
+            signal.signal(number, handler)
 
 
 def _exit_code(ranks: Ranks) -> int:
@@ -89,9 +101,12 @@ def _launch(arguments: list[str], ranks: Ranks) -> None:
     options = command_line.read_options(arguments)
     # Where a further setting may stand: Hydra wants all of them side by side.
     place = arguments.index(options.overrides[0]) if options.overrides else len(arguments)
-    if options.help or options.hydra_help or options.shell_completion or options.info:
+    is_help = options.help or options.hydra_help
+    if is_help or options.shell_completion or options.info:
         if ranks.rank > 0:
             return
+        if options.shell_completion and not is_help:
+            completion.check(options.overrides)
     else:
         literal = partial(command_line.take_literally, multirun=options.multirun)
         arguments, overrides = [*map(literal, arguments)], [*map(literal, options.overrides)]
@@ -114,12 +129,22 @@ def _launch(arguments: list[str], ranks: Ranks) -> None:
             except (SspError, HydraException, OmegaConfBaseException) as error:
                 failures.append(error)
 
-    with _scratch_folder(multirun=options.multirun) as for_sweeps:
+    with _scratch_folder(multirun=options.multirun) as for_sweeps, _printing(options):
         arguments[place:place] = for_sweeps
         sys.argv[1:] = arguments
         hydra.main(config_path=str(catalogue.conf_dir()), config_name="config", version_base="1.3")(job)()
     if failures:
         raise failures[0]
+
+
+def _printing(options: argparse.Namespace) -> AbstractContextManager[object]:
+    """Keep what Hydra itself prints from driving the terminal."""
+    is_help = options.help or options.hydra_help
+    if options.shell_completion and not is_help and completion.is_query(options.overrides):
+        return completion.answering()
+    if is_help or options.shell_completion or options.info or options.cfg:
+        return contextlib.redirect_stdout(VisibleStream(sys.stdout))
+    return contextlib.nullcontext()
 
 
 @contextlib.contextmanager
@@ -137,7 +162,9 @@ def _run(config: DictConfig, ranks: Ranks) -> bool:
     hydra_config = HydraConfig.get()
     is_later_point = hydra_config.mode is RunMode.MULTIRUN and hydra_config.job.num > 0
     clock = startup.StartClock(age_s=0.0 if is_later_point else startup.process_age_s())
-    explicit = command_line.explicit_keys(hydra_config.overrides.task)
+    # Without filling in ${...}: its text would be read as a part of the setting.
+    overrides = OmegaConf.to_container(hydra_config.overrides.task, resolve=False)
+    explicit = command_line.explicit_keys(cast("list[str]", overrides))
     run = store.to_run_config(config, explicit=explicit)
     checks.check(run, explicit, world_size=ranks.size)
     if hydra_config.mode is RunMode.MULTIRUN:

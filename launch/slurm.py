@@ -23,8 +23,9 @@ from llama_ssp.config.schema import RunConfig
 from llama_ssp.config.slurm import KEY, SlurmConfig
 from llama_ssp.errors import CapacityError, ConfigError, SspError, one_message
 from llama_ssp.planning.plan import Plan, require_room
-from llama_ssp.tasks.dry_run import job_ahead, plan_job, show_plan, words_of_run
+from llama_ssp.tasks.dry_run import job_ahead, plan_job, settings_of_run, show_plan
 from llama_ssp.tasks.prompts import STANDARD_INPUT
+from llama_ssp.visible import visible
 
 SCRIPT = Path(__file__).with_name("slurm.sbatch")
 # What describes the process that submits, and would be taken for a description of the job.
@@ -110,9 +111,9 @@ def _plan(point: Point, settings: SlurmConfig) -> Plan:
     job, _ = job_ahead(run, world_size=world_size)
     machine = _nodes_of(machine, settings, ranks_per_node)
     plan = plan_job(job, machine, auto_ranks=world_size if run.placement.auto else None)
-    words = words_of_run(run) | {"hardware.num_nodes": f"{KEY}.nodes={{}}"}
+    words = settings_of_run(run) | {"hardware.num_nodes": f"{KEY}.nodes={{}}"}
     if run.dry_run:
-        print(f"\n{point.name}:")
+        print(visible(f"\n{point.name}:"))
         show_plan(plan, PlanFormat.table, words=words)
     require_room(plan, words=words)
     return plan
@@ -139,12 +140,13 @@ def _submit(planned: Sequence[tuple[Point, Plan, list[Copy]]], settings: SlurmCo
         command = sbatch_command(point, settings, plan=plan, copies=copies, after=after)
         if queue:
             ids.append(_queue(command, point, ids))
-            print(f"{ids[-1]} is {point.name}: {_expected(plan)}", flush=True)
+            print(visible(f"{ids[-1]} is {point.name}: {_expected(plan)}"), flush=True)
         else:
-            print(f"\n{point.name} would be queued by\n  {shlex.join(command)}")
+            print(visible(f"\n{point.name} would be queued by\n  {shlex.join(command)}"))
     if queue:
         folder = planned[0][0].run_dir.parent
-        print(f"{len(ids)} jobs are queued; when they have ended: python launch/report.py {shlex.quote(str(folder))}")
+        report = f"python launch/report.py {shlex.quote(str(folder))}"
+        print(visible(f"{len(ids)} jobs are queued; when they have ended: {report}"))
 
 
 def sbatch_command(

@@ -1,9 +1,15 @@
-"""What all tests share: no network, one thread for each process, and which markers run on which machine."""
+"""What all tests share: no network, one thread per process, how many workers, and which markers run on which machine.
+
+Three lanes, by cost: unmarked tests run always, `heavy` ones with --heavy (as .ci/run does), `slow` ones with --slow.
+"""
 
 import os
 import time
+from pathlib import Path
 
 import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 from tests.helpers import slurm
 
@@ -12,16 +18,49 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+MOST_WORKERS = 8
+"""Each of them imports torch, which takes about 0.6 GB."""
+JOBS = ("tests/distributed/", "tests/slurm/")
+"""Tests that start several ranks: one worker runs them one after the other, so that their time limits hold."""
+
+
+class JobsOnOneWorker(LoadScopeScheduling):  # type: ignore[misc] # xdist is untyped
+    """Hands out tests one by one, and those of JOBS all to the worker that gets the first of them."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return JOBS[0] if nodeid.startswith(JOBS) else nodeid
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--slow", action="store_true", help="also run the tests that take minutes")
+    parser.addoption("--heavy", action="store_true", help="also run the tests that .ci/run adds to the default ones")
+    parser.addoption("--slow", action="store_true", help="also run the tests that take minutes, and the heavy ones")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """Share folders out over the cores; run files that were named one by one in this process."""
+    if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
+        return None
+    named = [Path(argument.partition("::")[0]) for argument in config.option.file_or_dir]
+    if named and all(path.is_file() for path in named):
+        return 0
+    return min(len(os.sched_getaffinity(0)), MOST_WORKERS)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> JobsOnOneWorker:
+    """How tests are shared out; `--dist loadgroup` has no effect with pytest 9.2, where node ids cannot be changed."""
+    return JobsOnOneWorker(config, log)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what this machine lacks, and slow tests unless they were asked for."""
+    """Skip what this machine lacks, and lanes that were not asked for."""
+    slow = config.getoption("--slow")
+    heavy = slow or config.getoption("--heavy")
     for item in items:
-        if item.get_closest_marker("slow") and not config.getoption("--slow"):
+        if item.get_closest_marker("slow") and not slow:
             item.add_marker(pytest.mark.skip(reason="takes minutes: --slow runs it"))
+        if item.get_closest_marker("heavy") and not heavy:
+            item.add_marker(pytest.mark.skip(reason="heavy: --heavy runs it, as .ci/run does"))
         if item.get_closest_marker("slurm") and (reason := slurm.why_not()):
             item.add_marker(pytest.mark.skip(reason=reason))
         if marker := item.get_closest_marker("gpu"):

@@ -51,6 +51,8 @@ class Family:
         cuts_vocabulary: ranks share the embedding out, whether or not the library's plan says so.
         cuts_own_embedding: also where the embedding is a class of the family's own.
         tp_plan: the plan of tensor parallelism, where the library has none: style by module.
+        check_files: `module:function` that compares a checkpoint with its config before a model is built; None for
+            nothing.
         adapt: `module:function` that replaces what the library's modules lack; None for nothing.
     """
 
@@ -66,6 +68,7 @@ class Family:
     cuts_vocabulary: bool = False
     cuts_own_embedding: bool = False
     tp_plan: Mapping[str, str] = field(default_factory=dict)
+    check_files: str | None = None
     adapt: str | None = None
 
     def windows_of(self, config: Any) -> tuple[int | None, ...]:  # noqa: ANN401 - the library's config

@@ -54,5 +54,6 @@ FAMILY = Family(
     attention="eager",
     ties_unless_said=True,
     tp_plan=_TP_PLAN,
+    check_files="llama_ssp.models.huggingface.gpt_neo:check_positions",
     adapt="llama_ssp.models.huggingface.gpt_neo:adapt",
 )

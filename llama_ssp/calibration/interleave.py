@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 
 
-def in_turns(
+def interleave(
     candidates: Mapping[str, Callable[[int], float]], *, num_repetitions: int, num_warmup: int = 1
 ) -> dict[str, list[float]]:
     """Run all candidates in every repetition.

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from llama_ssp.calibration.random_llama import RandomStack
+from llama_ssp.calibration.random_llama import RandomLlama
 from llama_ssp.config.hardware import CompositionPoint, HardwareConfig
 from llama_ssp.config.machine import machine_of_run
 from llama_ssp.config.schema import DraftLayout, SamplingConfig, VerificationConfig
@@ -24,23 +24,23 @@ from llama_ssp.distributed.memory import available_bytes
 from llama_ssp.drafting.broadcast import BroadcastDrafter
 from llama_ssp.drafting.model import ModelDrafter
 from llama_ssp.engine.executors.traced_cpu import TracedExecutor
-from llama_ssp.engine.loop import Completion, Decoder
+from llama_ssp.engine.loop import Decoder, RowCompletion
 from llama_ssp.engine.round import Round
 from llama_ssp.engine.state import Request
 from llama_ssp.engine.verifier import Verifier
 from llama_ssp.models.runner import Runner
-from llama_ssp.planning.roofline import Seat, working_set_bytes
-from llama_ssp.planning.spec import Job
-from llama_ssp.planning.timing import Clock
+from llama_ssp.planning.roofline import ModelPlacement, working_set_bytes
+from llama_ssp.planning.spec import PlanSpec
+from llama_ssp.planning.timing import CostModel
 from llama_ssp.sampling.rules import make_rule
 
 VOCAB_SIZE = 4096
-DRAFT = RandomStack(128, 2, VOCAB_SIZE, from_16_bits=True)
+DRAFT = RandomLlama(128, 2, VOCAB_SIZE, from_16_bits=True)
 """Reads 2 MB."""
 TARGETS = (
-    RandomStack(256, 10, VOCAB_SIZE, from_16_bits=True),
-    RandomStack(512, 12, VOCAB_SIZE),
-    RandomStack(1024, 17, VOCAB_SIZE),
+    RandomLlama(256, 10, VOCAB_SIZE, from_16_bits=True),
+    RandomLlama(512, 12, VOCAB_SIZE),
+    RandomLlama(1024, 17, VOCAB_SIZE),
 )
 """Read 22 MB, 200 MB and 1.1 GB."""
 BUDGET_S = 3.0
@@ -64,8 +64,8 @@ class PairTime:
         rest_s: the rest of the round.
     """
 
-    target: RandomStack
-    draft: RandomStack
+    target: RandomLlama
+    draft: RandomLlama
     prompt_s: float
     plain_s: float
     draft_s: float
@@ -79,7 +79,7 @@ def pair_times(comm: Comm) -> list[PairTime]:
     return [_pair_time(stack, draft, comm) for stack in TARGETS if stack.num_bytes <= room]
 
 
-def _pair_time(stack: RandomStack, draft: Runner | None, comm: Comm) -> PairTime:
+def _pair_time(stack: RandomLlama, draft: Runner | None, comm: Comm) -> PairTime:
     target = stack.load(comm)
     plain = _completions(decoder(target, None, comm, num_draft_tokens=0), comm)
     speculative = _completions(decoder(target, draft, comm, num_draft_tokens=NUM_DRAFT_TOKENS), comm)
@@ -95,7 +95,7 @@ def _pair_time(stack: RandomStack, draft: Runner | None, comm: Comm) -> PairTime
     )
 
 
-def _completions(run: Decoder, comm: Comm) -> list[Completion]:
+def _completions(run: Decoder, comm: Comm) -> list[RowCompletion]:
     """As many completions as the budget has room for, by the word of the first rank."""
     (first,) = complete(run, requests(1, new_tokens=NEW_TOKENS))
     number = _agreed(max(FEWEST, min(MOST, int(BUDGET_S / first.busy_s))), comm)
@@ -135,7 +135,7 @@ def requests(number: int, *, new_tokens: int) -> list[Request]:
 
 
 @torch.inference_mode()
-def complete(run: Decoder, wanted: Sequence[Request]) -> list[Completion]:
+def complete(run: Decoder, wanted: Sequence[Request]) -> list[RowCompletion]:
     """The finished completions of all requests."""
     return [u.completion for updates in run.run(wanted) for u in updates if u.completion.finish_reason]
 
@@ -152,7 +152,7 @@ def composition(times: Sequence[PairTime], machine: HardwareConfig, *, num_ranks
     """
     points = []
     for time in times:
-        clock = Clock(_job(time, num_ranks), machine_of_run(machine, num_ranks))
+        clock = CostModel(_job(time, num_ranks), machine_of_run(machine, num_ranks))
         assert clock.draft, "a pair has a draft"
         if time is times[0]:
             draft_s = [clock.forward(clock.draft, rows).total_s for rows in (2, *[1] * (NUM_DRAFT_TOKENS - 1))]
@@ -169,14 +169,14 @@ def composition(times: Sequence[PairTime], machine: HardwareConfig, *, num_ranks
     return points
 
 
-def _point(clock: Clock, seat: Seat, rows: int, measured_s: float, parts_s: float) -> CompositionPoint:
+def _point(clock: CostModel, seat: ModelPlacement, rows: int, measured_s: float, parts_s: float) -> CompositionPoint:
     ratio = max(measured_s / parts_s, LEAST_RATIO)
     return CompositionPoint(rows=rows, working_set_bytes=working_set_bytes(seat, clock.hardware), ratio=ratio)
 
 
-def _job(time: PairTime, num_ranks: int) -> Job:
+def _job(time: PairTime, num_ranks: int) -> PlanSpec:
     """What the pair did, as a plan sees it."""
-    return Job(
+    return PlanSpec(
         target=time.target.planned,
         draft=time.draft.planned,
         target_kind=TargetKind.tensor,

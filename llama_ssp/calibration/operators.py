@@ -17,7 +17,7 @@ from itertools import cycle
 import torch
 from torch.nn import functional
 
-from llama_ssp.calibration.random_llama import HEAD_DIM, MLP_SHARE, RandomStack
+from llama_ssp.calibration.random_llama import HEAD_DIM, MLP_SHARE, RandomLlama
 from llama_ssp.config.hardware import LinearPoint, RowsPoint, SizePoint
 from llama_ssp.config.schema import Dtype
 from llama_ssp.distributed.comms import Comm
@@ -224,7 +224,7 @@ def operator_points(
 
 def _stack(width: int, num_layers: int) -> Runner:
     """A few layers in the lean decoder, with a head of next to no size."""
-    runner = RandomStack(width, num_layers, NARROW).load(Comm.single())
+    runner = RandomLlama(width, num_layers, NARROW).load(Comm.single())
     runner.allocate(batch_size=1, capacity=128)
     return runner
 

@@ -28,8 +28,8 @@ _LARGEST = 0.05
 
 
 @dataclass(frozen=True)
-class RandomStack:
-    """A Llama of random numbers, with half as many key-value heads as query heads; an `origin.Origin`.
+class RandomLlama:
+    """A Llama of random numbers, with half as many key-value heads as query heads; an `origin.WeightSource`.
 
     Attributes:
         width: E, a multiple of twice `HEAD_DIM`.
@@ -95,7 +95,7 @@ class RandomStack:
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
     ) -> Tensor:
-        """Make a tensor, or a slice of it; see `Origin.read`. A norm's are ones, the same on all ranks."""
+        """Make a tensor, or a slice of it; see `WeightSource.read`. A norm's are ones, the same on all ranks."""
         sizes = list(self.tensors[name].shape)
         if dim is not None:
             sizes[dim] = sum(len(part) for part in parts)

@@ -101,8 +101,8 @@ class _Mute:
         positions_BT: Tensor,  # noqa: ARG002
         *,
         bucket: int,  # noqa: ARG002
-        rows_BR: Tensor | None = None,  # noqa: ARG002
-        batch_rows_B: Tensor | None = None,  # noqa: ARG002
+        score_positions_BR: Tensor | None = None,  # noqa: ARG002
+        cache_rows_B: Tensor | None = None,  # noqa: ARG002
     ) -> Tensor:
         """The same logits every time."""
         return self._logits_BTV

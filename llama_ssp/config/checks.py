@@ -215,11 +215,11 @@ def _placement(config: RunConfig, world_size: int) -> Iterator[str]:
     yield from found
     if found or placement.auto:
         return
-    laid_out = layout.lay_out_copy(placement, world_size=world_size, has_draft=has_draft)
+    laid_out = layout.lay_out_replica(placement, world_size=world_size, has_draft=has_draft)
     if sentence := layout.idle(laid_out, num_ranks=world_size // placement.num_replicas):
         yield sentence
     yield from _heads("model", config.model, laid_out.target_ranks, remedy="start at most ")
-    if config.draft.model and not laid_out.shares_rows:
+    if config.draft.model and not laid_out.splits_batch:
         yield from _heads("draft", config.draft.model, laid_out.draft_ranks, remedy="at most placement.draft.tp_size=")
 
 

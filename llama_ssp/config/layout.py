@@ -40,19 +40,19 @@ class Layout:
         return tuple(sorted({*self.target_ranks, *self.draft_ranks}))
 
     @property
-    def speaker(self) -> int:
+    def draft_source_rank(self) -> int:
         """The rank whose drafted ids all take: the first that holds both models, else the draft's first."""
         return next((rank for rank in self.draft_ranks if rank in self.target_ranks), self.draft_ranks[0])
 
     @property
-    def decider(self) -> int:
+    def verify_rank(self) -> int:
         """The rank that runs the rule: it sees the target's logits, and where it can the draft's probabilities too."""
-        if self.draft_ranks and self.speaker in self.target_ranks:
-            return self.speaker
+        if self.draft_ranks and self.draft_source_rank in self.target_ranks:
+            return self.draft_source_rank
         return self.target_ranks[0]
 
     @property
-    def shares_rows(self) -> bool:
+    def splits_batch(self) -> bool:
         """Whether each rank of the draft drafts for some of the rows, and judges them too."""
         return self.draft_kind is DraftLayout.replicated and len(self.draft_ranks) > 1
 
@@ -86,7 +86,7 @@ def lay_out(target: TargetPlacement, draft: DraftPlacement, *, num_ranks: int, h
     )
 
 
-def lay_out_copy(placement: PlacementConfig, *, world_size: int, has_draft: bool) -> Layout:
+def lay_out_replica(placement: PlacementConfig, *, world_size: int, has_draft: bool) -> Layout:
     """The layout of each copy of a run on `world_size` ranks."""
     num_ranks = world_size // placement.num_replicas
     return lay_out(placement.target, placement.draft, num_ranks=num_ranks, has_draft=has_draft)

@@ -120,7 +120,8 @@ def _check_groups(part: object, prefix: str = "") -> None:
             _check_groups(value, f"{prefix}{name}.")
         elif isinstance(value, str | int | float) and any(is_dataclass(kind) for kind in (hint, *get_args(hint))):
             raise ConfigError(
-                f"{prefix}{name}={value} must be settings: set them one by one as {prefix}{name}.KEY=VALUE"
+                f"{prefix}{name}={textwrap.shorten(str(value), 60)} must be settings: "
+                f"set them one by one as {prefix}{name}.KEY=VALUE"
             )
 
 

@@ -20,6 +20,7 @@ from llama_ssp.reports.lines import (
     SpeculativeSummary,
     Summary,
 )
+from llama_ssp.visible import visible
 
 ACCEPTED_STYLE = "green"
 OWN_STYLE = "magenta"
@@ -106,7 +107,7 @@ def _title(summary: Summary) -> Text:
     if summary.weights != "checkpoint":
         models += f", {summary.weights} weights"
     return Text(
-        f"{models}: {_count(summary.num_prompts, 'prompt')}, {_count(summary.num_new_tokens, 'token')}, "
+        f"{visible(models)}: {_count(summary.num_prompts, 'prompt')}, {_count(summary.num_new_tokens, 'token')}, "
         f"{_count(summary.world_size, 'rank')}",
         style="bold",
     )
@@ -132,7 +133,7 @@ def _speculative_cells(fast: SpeculativeSummary, forecast: Forecast, speedup: fl
 
 def _round_line(fast: SpeculativeSummary) -> Text:
     """Where the mean round spends its time, as numbers and as one bar."""
-    parts_s = {"draft": fast.draft_s, "verify": fast.verify_s, "other": fast.other_s}
+    parts_s = {"draft": fast.draft_s, "verify": fast.verify_s, "other": max(fast.other_s, 0.0)}
     total_s = sum(parts_s.values())
     line, bar = Text("a round:  "), Text()
     behind_s = 0.0

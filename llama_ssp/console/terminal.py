@@ -1,11 +1,10 @@
 """Everything that a run says on the terminal: texts and tables on standard output, the rest on standard error.
 
-Text of models and prompts is never read as markup, and its control characters are written out, so that a model cannot
+Text of models and prompts is never read as markup, and its control characters are made visible, so that a model cannot
 drive the terminal. Where standard output is no terminal, texts are written to it as they are, without colours and
 line breaks of ours. Log files are the business of `distributed.ranklog`.
 """
 
-import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,12 +22,12 @@ from rich.text import Text
 
 from llama_ssp.console.progress import Pace, ProgressView, RunProgress
 from llama_ssp.console.tables import ACCEPTED_STYLE, OWN_STYLE, benchmark_table, closing_line, summary_table
+from llama_ssp.console.unread import has_hung_up, silence
 from llama_ssp.engine.stream import Piece
 from llama_ssp.errors import SspError
 from llama_ssp.reports.lines import BenchmarkRow, Summary
+from llama_ssp.visible import visible
 
-# C0 but for tab and line feed, DEL, C1, the marks that turn the direction of writing, and lone surrogates.
-_UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _PICTURE_COLUMNS = 80
 # What a viewer would have to fetch: a picture is whole where there is no network.
 _FONTS = re.compile(r"@font-face \{.*?\}\s*", flags=re.DOTALL)
@@ -41,23 +40,31 @@ ShowProgress: TypeAlias = Callable[[str, int, int], None]
 """Called with a label, the units that are done, and all units."""
 
 
-def safe(text: str) -> str:
-    r"""Write out the control characters of a text, but for tabs and line feeds, as Python would: `\x1b`."""
-    return _UNSAFE.sub(lambda found: found.group().encode("unicode_escape").decode(), text)
-
-
 class Output(Console):
-    """A console that falls silent when nobody reads it any more, as behind `| head`."""
+    """A console that falls silent when nobody reads it any more: behind `| head`, or after its terminal has hung up."""
 
     when_unread: Callable[[], None] | None = None
+    """Called when a pipe is closed."""
 
     def on_broken_pipe(self) -> None:
         """Called by rich, which would end the process."""
-        self.quiet = True
-        with suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
+        self.fall_silent()
         if self.when_unread:
             self.when_unread()
+
+    def fall_silent(self) -> None:
+        """Write nothing any more."""
+        self.quiet = True
+        silence(self.file)
+
+    def _check_buffer(self) -> None:
+        """Write what is due, for all methods of rich, which knows of closed pipes and not of terminals."""
+        try:
+            super()._check_buffer()
+        except OSError:
+            if not has_hung_up(self.file):
+                raise
+            self.fall_silent()
 
 
 class Terminal:
@@ -147,11 +154,11 @@ class Terminal:
 
     def closing(self, summary: Summary, *, run_dir: Path) -> None:
         """Say on standard error how fast it went and where the records are."""
-        self._err.print(closing_line(summary).append(f"; records in {safe(str(run_dir))}"), soft_wrap=True)
+        self._err.print(closing_line(summary).append(f"; records in {visible(str(run_dir))}"), soft_wrap=True)
 
     def say(self, sentence: str) -> None:
         """Tell the user something on standard error."""
-        self._err.print(Text(safe(sentence)), soft_wrap=True)
+        self._err.print(Text(visible(sentence)), soft_wrap=True)
 
     @contextmanager
     def loading(self) -> Iterator[ShowProgress]:
@@ -187,6 +194,10 @@ class Terminal:
                 text = input("> ")
             except EOFError:
                 self._out.print()
+                return
+            except OSError:
+                if not has_hung_up(sys.stdout):
+                    raise
                 return
             if text.strip():
                 yield text
@@ -224,7 +235,7 @@ class Terminal:
         self._shown.append(renderable)
 
     def _write(self, text: str, style: str) -> None:
-        shown = safe(text)
+        shown = visible(text)
         self._text.append(shown, style)
         if self._out.is_terminal:
             self._out.out(shown, style=style, end="")
@@ -238,6 +249,10 @@ class Terminal:
                 self._out.file.flush()
             except BrokenPipeError:
                 self._out.on_broken_pipe()
+            except OSError:
+                if not has_hung_up(self._out.file):
+                    raise
+                self._out.fall_silent()
 
 
 def _legend() -> Text:

@@ -14,7 +14,7 @@ _KINDS = {
 
 
 @contextmanager
-def together(comm: Comm) -> Iterator[None]:
+def raise_on_all_ranks(comm: Comm) -> Iterator[None]:
     """Run a block on every rank, then raise everywhere the first user error that any rank met.
 
     Args:
@@ -33,19 +33,19 @@ def together(comm: Comm) -> Iterator[None]:
         mine = exhaustion(error)
         if mine is None:
             raise
-    words = comm.gather_text(to_words(mine) if mine else "")
+    words = comm.gather_text(to_message(mine) if mine else "")
     failed = [rank for rank, word in enumerate(words) if word]
     if failed:
         where = "" if len(failed) == comm.size else f" (rank {failed[0]})"
-        raise from_words(words[failed[0]] + where) from mine
+        raise from_message(words[failed[0]] + where) from mine
 
 
-def to_words(error: SspError) -> str:
+def to_message(error: SspError) -> str:
     """Write an error as a text for other ranks."""
     return f"{type(error).__name__}\n{error}"
 
 
-def from_words(words: str) -> SspError:
+def from_message(words: str) -> SspError:
     """Make the error again that another rank has written."""
     kind, _, message = words.partition("\n")
     return _KINDS[kind](message)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from llama_ssp.distributed.one_shot import OneShot
 from llama_ssp.distributed.operators import is_recording, record
-from llama_ssp.distributed.shared_memory import SLOT_BYTES, Board
+from llama_ssp.distributed.shared_memory import SLOT_BYTES, SharedMemoryGroup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class Comm:
     group: dist.ProcessGroup | None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     crowded: bool = False
-    board: Board | None = None
+    board: SharedMemoryGroup | None = None
     tries_one_shot: bool = True
     one_shot: OneShot | None = None
 
@@ -87,7 +87,9 @@ class Comm:
         assert self.group
         if self.device.type == "cpu":
             if members not in _boards:
-                _boards[members] = Board.join(self.gather_text, rank=self.rank, size=self.size, crowded=self.crowded)
+                _boards[members] = SharedMemoryGroup.join(
+                    self.gather_text, rank=self.rank, size=self.size, crowded=self.crowded
+                )
             return replace(self, board=_boards[members])
         if not self.tries_one_shot:
             return self
@@ -183,7 +185,7 @@ class Comm:
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), self.group)  # there is no public setter
 
 
-_boards: dict[tuple[int, ...], Board | None] = {}
+_boards: dict[tuple[int, ...], SharedMemoryGroup | None] = {}
 _one_shots: dict[tuple[int, ...], OneShot | None] = {}
 
 

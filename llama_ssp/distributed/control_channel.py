@@ -22,8 +22,9 @@ from typing import Self, TypeVar
 from torch.distributed import DistError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from llama_ssp.distributed.agree import from_words
-from llama_ssp.distributed.heartbeat import Lifeline
+from llama_ssp.distributed.agree import from_message
+from llama_ssp.distributed.heartbeat import Heartbeat
+from llama_ssp.distributed.signals import Agent
 from llama_ssp.errors import InterruptedRun, SspError
 
 _T = TypeVar("_T")
@@ -35,7 +36,7 @@ _END_S = 10.0  # so long a rank may take to end once it is known that the run ha
 _STOP, _ROLL, _END = "stop", "roll", "end"
 
 
-class Watch:
+class ControlChannel:
     """This rank's ear and voice.
 
     Args:
@@ -43,19 +44,23 @@ class Watch:
         rank: in the world.
         size: of the world.
         is_first_here: whether this is the lowest rank of its node.
+        agent: that started this rank, if one did.
     """
 
-    def __init__(self, store: Store | None, *, rank: int, size: int, is_first_here: bool) -> None:
+    def __init__(
+        self, store: Store | None, *, rank: int, size: int, is_first_here: bool, agent: Agent | None = None
+    ) -> None:
         self.rank = rank
         self.size = size
         self._is_first_here = is_first_here
+        self._agent = agent
         self._verdict: str | None = None
         self._is_lost = False
         self._num_late = 0
         self._num_stops = 0
         self._told_s = -math.inf
         self._is_alarmed = False
-        self._lifeline: Lifeline | None = None
+        self._lifeline: Heartbeat | None = None
         self._store = _connected(store) if store else None
         if store:
             Thread(target=self._listen, args=(_connected(store),), daemon=True, name="watch").start()
@@ -78,20 +83,27 @@ class Watch:
         if self._store and self._lifeline is None:
             own = _connected(self._store)
             host = _host(own)
-            self._lifeline = Lifeline(own, host=host, rank=self.rank, size=self.size, alarm=self._raise_alarm)
+            self._lifeline = Heartbeat(own, host=host, rank=self.rank, size=self.size, alarm=self._raise_alarm)
 
     @property
     def has_failed(self) -> bool:
         """Whether the run is known to end: a rank has said so, or has ended without a word; asks nobody."""
         return self._is_alarmed or self._verdict is not None
 
+    @property
+    def is_orphan(self) -> bool:
+        """Whether the torchrun agent that started this rank has ended."""
+        return self._agent is not None and self._agent.is_gone
+
     def missing(self) -> tuple[int, ...]:
         """Return the ranks that do not answer: those that were killed or stopped, or cannot be reached."""
         if self._store is None or self._verdict:
             return ()
         answered = self._in_time(lambda: self._call(_ROLL))
-        # Without an answer of the store itself, it is the rank with the store that is gone: under srun the first one.
-        return tuple(sorted(set(range(self.size)) - answered)) if answered else (0,)
+        if answered:
+            return tuple(sorted(set(range(self.size)) - answered))
+        # The store is gone, and with it the process that held it: under srun the first rank, under torchrun an agent.
+        return () if self._agent and self._is_orphan_soon() else (0,)
 
     def settle(self, words: str, *, without: tuple[int, ...] = ()) -> str:
         """Propose what the run ends with.
@@ -120,7 +132,7 @@ class Watch:
         found = self._in_time(lambda: store.check(["llama_ssp/verdict"]) and store.get("llama_ssp/verdict").decode())
         return found or self._verdict
 
-    def may_speak(self, *, without: tuple[int, ...] = ()) -> bool:
+    def is_error_reporter(self, *, without: tuple[int, ...] = ()) -> bool:
         """Whether this rank is the one that tells the user: rank 0 where it can, else the first that asks.
 
         Args:
@@ -129,9 +141,16 @@ class Watch:
         if self._store is None:
             return self.rank == 0
         first = self._in_time(lambda: self._claim(waits=self.rank > 0 and 0 not in without))
-        if first is None:  # the store went with rank 0: its end, if it had one, it has told by itself
-            return 0 in without and (self._is_first_here or self.rank == 1)
+        if first is None:  # the store is gone, with rank 0 or with an agent
+            return self.rank == 0 or (0 in without and (self._is_first_here or self.rank == 1))
         return first
+
+    def _is_orphan_soon(self) -> bool:
+        """Look for a moment: a process that is killed closes its connections first, and leaves its children later."""
+        deadline = time.monotonic() + ANSWER_S
+        while not self.is_orphan and time.monotonic() < deadline:
+            time.sleep(_LOOK_EVERY_S)
+        return self.is_orphan
 
     def _claim(self, *, waits: bool) -> bool:
         assert self._store, "a rank alone claims nothing"
@@ -205,10 +224,11 @@ class Watch:
                 if kind != _ROLL:
                     os.kill(os.getpid(), signal.SIGTERM)
                 if kind == _END:
-                    _insist(from_words(words))
+                    _insist(from_message(words))
                 number += 1
-        except DistError:  # the rank with the store has ended; who waits for it in a collective is told there
-            return
+        except DistError:  # a rank that held the store has ended; who waits for it in a collective is told there
+            if self._agent and self._agent.holds_store:  # an agent was killed, perhaps on another node
+                os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _connected(store: Store) -> Store:

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from llama_ssp.distributed.agree import from_words, to_words
-from llama_ssp.distributed.control_channel import Watch
+from llama_ssp.distributed.agree import from_message, to_message
+from llama_ssp.distributed.control_channel import ControlChannel
 from llama_ssp.distributed.exhaustion import exhaustion
+from llama_ssp.distributed.signals import STOP_SIGNALS
 from llama_ssp.errors import InterruptedRun, LostRankError, SspError
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _TIMEOUT_WORDS = ("timed out", "timeout")
 _REMEDY = "the same command with the same run_dir goes on from here"
 
@@ -35,7 +35,7 @@ class Phase:
 
 
 @contextmanager
-def ending_alike(watch: Watch, phase: Phase) -> Iterator[None]:
+def unify_failure(watch: ControlChannel, phase: Phase) -> Iterator[None]:
     """Turn what ends a block into the error that ends the run on every rank; a rank alone keeps its own.
 
     Args:
@@ -53,7 +53,8 @@ def ending_alike(watch: Watch, phase: Phase) -> Iterator[None]:
             if found is None:
                 raise
             raise found from error
-        for number in _SIGNALS:  # launchers send one as soon as any rank has ended, and status and sentence come first
+        # Launchers send one as soon as any rank has ended, and the status and the sentence come first.
+        for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         ending = _ending(error, watch, phase)
         if ending is None:
@@ -61,22 +62,22 @@ def ending_alike(watch: Watch, phase: Phase) -> Iterator[None]:
         raise ending from error
 
 
-def _ending(error: BaseException, watch: Watch, phase: Phase) -> SspError | None:
+def _ending(error: BaseException, watch: ControlChannel, phase: Phase) -> SspError | None:
     """What the run ends with; None where this rank alone met what nobody has foreseen, and shows its traceback."""
     words, missing, is_unforeseen = watch.verdict, tuple[int, ...](), False
     if words is None:
         mine = error if isinstance(error, SspError) else _exhaustion(error, watch.rank, phase)
         if mine is None:
             missing = watch.missing() if isinstance(error, KeyboardInterrupt | RuntimeError) else ()
-            mine = _told(error, missing, phase)
+            mine = _message(error, missing, phase, is_orphan=watch.is_orphan)
         if mine is None:
             is_unforeseen = True
             said = str(error).strip().partition("\n")[0]
             mine = LostRankError(f"rank {watch.rank} failed while {phase.doing}: {type(error).__name__}: {said}")
-        words = watch.settle(to_words(mine), without=missing)
-        is_unforeseen &= words == to_words(mine)
-    ending = from_words(words)
-    ending.speaks = watch.may_speak(without=missing)
+        words = watch.settle(to_message(mine), without=missing)
+        is_unforeseen &= words == to_message(mine)
+    ending = from_message(words)
+    ending.speaks = watch.is_error_reporter(without=missing)
     return None if is_unforeseen else ending
 
 
@@ -86,7 +87,7 @@ def _exhaustion(error: BaseException, rank: int, phase: Phase) -> SspError | Non
     return found and type(found)(f"rank {rank} failed while {phase.doing}: {found}")
 
 
-def _told(error: BaseException, missing: tuple[int, ...], phase: Phase) -> SspError | None:
+def _message(error: BaseException, missing: tuple[int, ...], phase: Phase, *, is_orphan: bool) -> SspError | None:
     """Put what a collective or a signal says into a sentence; None for an error that is neither."""
     said = str(error).lower()
     is_late = any(words in said for words in _TIMEOUT_WORDS)
@@ -99,6 +100,8 @@ def _told(error: BaseException, missing: tuple[int, ...], phase: Phase) -> SspEr
     if isinstance(error, KeyboardInterrupt):
         return InterruptedRun("interrupted")
     if isinstance(error, dist.DistError) or "gloo" in said:
+        if is_orphan:  # the others are too, and have noticed it first
+            return InterruptedRun("interrupted")
         cause = f"no answer within {phase.limit}" if is_late else "connection closed"
         return LostRankError(f"ranks lost each other while {phase.doing} ({cause}), though all are alive; {_REMEDY}")
     return None

@@ -29,7 +29,7 @@ _CONNECT_S = 10.0
 _MAX_WORDS = 64
 
 
-class Lifeline:
+class Heartbeat:
     """This rank's end; all ranks make one, once in a run.
 
     Args:

@@ -17,7 +17,7 @@ class Mesh:
 
     Attributes:
         world: all ranks.
-        copy: the ranks that work on the same text as this one.
+        replica: the ranks that work on the same text as this one.
         number: which copy that is.
         layout: which rank of a copy holds what.
         target: the ranks that share the target; None where this rank holds nothing of it.
@@ -25,7 +25,7 @@ class Mesh:
     """
 
     world: Comm
-    copy: Comm
+    replica: Comm
     number: int
     layout: Layout
     target: Comm | None
@@ -33,7 +33,7 @@ class Mesh:
 
     def set_timeout(self, seconds: float) -> None:
         """Let later collectives of all groups give up after `seconds`."""
-        for comm in (self.world, self.copy, self.target, self.draft):
+        for comm in (self.world, self.replica, self.target, self.draft):
             if comm:
                 comm.set_timeout(seconds)
 
@@ -55,8 +55,8 @@ def build_mesh(layout: Layout, world: Comm, *, num_replicas: int = 1) -> Mesh:
         ends = [world.subgroup(tuple(copy * size + rank for rank in inside)) for copy in range(num_replicas)]
         return ends[number]
 
-    copy, target = mine(range(size)), mine(layout.target_ranks)
-    assert copy, "a copy has all ranks of its block"
+    replica, target = mine(range(size)), mine(layout.target_ranks)
+    assert replica, "a replica has all ranks of its block"
     alone = Comm.single() if rank in layout.draft_ranks else None
-    draft = alone if layout.shares_rows else mine(layout.draft_ranks)
-    return Mesh(world=world, copy=copy, number=number, layout=layout, target=target, draft=draft)
+    draft = alone if layout.splits_batch else mine(layout.draft_ranks)
+    return Mesh(world=world, replica=replica, number=number, layout=layout, target=target, draft=draft)

@@ -14,8 +14,16 @@ import torch
 from llama_ssp.distributed.mesh import Mesh
 from llama_ssp.distributed.world import World
 from llama_ssp.reports.provenance import processor
+from llama_ssp.visible import visible
 
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+class _VisibleFormatter(logging.Formatter):
+    """Makes control characters visible, so that a log can be shown on a terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record))
 
 
 def open_logs(run_dir: Path, *, rank: int) -> None:
@@ -34,7 +42,7 @@ def open_logs(run_dir: Path, *, rank: int) -> None:
     for path in paths:
         path.parent.mkdir(parents=True, exist_ok=True)
         handler = logging.FileHandler(path)
-        handler.setFormatter(logging.Formatter(_FORMAT))
+        handler.setFormatter(_VisibleFormatter(_FORMAT))
         root.addHandler(handler)
 
 

@@ -13,7 +13,7 @@ from typing import Self
 from torch.distributed import DistStoreError, distributed_c10d
 from torch.distributed.distributed_c10d import Store
 
-from llama_ssp.distributed.control_channel import Watch
+from llama_ssp.distributed.control_channel import ControlChannel
 from llama_ssp.distributed.mesh import Mesh
 
 _LOOK_EVERY_S = 0.05
@@ -22,7 +22,7 @@ _DONE, _STOPPED = _ENDS = ("done", "stopped")
 _stages = count()
 
 
-class Exchange:
+class ResultQueue:
     """One stage of a run in which each copy does its share; all ranks make one, in the same order.
 
     Args:
@@ -31,8 +31,8 @@ class Exchange:
         number: which copy this rank belongs to.
         speaks: whether this rank speaks for its copy.
         num_copies: how many there are.
-        missing: says which ranks do not answer a call (`Watch.missing`).
-        has_failed: says whether there is nothing to wait for any more (`Watch.has_failed`).
+        missing: says which ranks do not answer a call (`ControlChannel.missing`).
+        has_failed: says whether there is nothing to wait for any more (`ControlChannel.has_failed`).
         patience_s: how long a rank may answer no call before it counts as gone.
     """
 
@@ -63,10 +63,10 @@ class Exchange:
         self._called_s = time.monotonic()
 
     @classmethod
-    def begin(cls, mesh: Mesh, *, num_copies: int, watch: Watch, patience_s: float) -> Self:
+    def begin(cls, mesh: Mesh, *, num_copies: int, watch: ControlChannel, patience_s: float) -> Self:
         """Begin a stage on this rank; see the class."""
         store = distributed_c10d._get_default_store()  # there is no public name for it
-        speaks = mesh.copy.rank == 0
+        speaks = mesh.replica.rank == 0
         watch.be_alert()
         return cls(
             store,

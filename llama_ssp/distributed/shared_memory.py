@@ -38,7 +38,7 @@ _POLITE_S, _NAP_S = 5e-4, 5e-5
 _LOOK_EVERY_S = 0.1
 
 
-class Board:
+class SharedMemoryGroup:
     """This rank's end of the memory that a group shares.
 
     Args:

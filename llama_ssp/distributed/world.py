@@ -21,9 +21,10 @@ from torch.distributed.rendezvous import rendezvous
 
 from llama_ssp.config.schema import DeviceKind
 from llama_ssp.distributed.comms import Comm
-from llama_ssp.distributed.control_channel import Watch
+from llama_ssp.distributed.control_channel import ControlChannel
 from llama_ssp.distributed.environment import Ranks, read_ranks
-from llama_ssp.distributed.faults import Phase, ending_alike
+from llama_ssp.distributed.faults import Phase, unify_failure
+from llama_ssp.distributed.signals import find_agent
 from llama_ssp.errors import LostRankError, PlacementError
 
 
@@ -45,7 +46,7 @@ class World:
     device: torch.device
     note: str | None
     cores: frozenset[int]
-    watch: Watch = field(default_factory=Watch.alone)
+    watch: ControlChannel = field(default_factory=ControlChannel.alone)
 
     @property
     def free_devices(self) -> tuple[torch.device, ...]:
@@ -141,7 +142,7 @@ def start(*, device: DeviceKind, timeout_s: float, one_shot_all_reduce: bool = T
 
     Raises:
         PlacementError: see `choose_device`.
-        SspError: ranks are lost while they meet or part; see `ending_alike`.
+        SspError: ranks are lost while they meet or part; see `unify_failure`.
     """
     ranks = read_ranks(os.environ)
     chosen, note = choose_device(device, ranks)
@@ -160,7 +161,7 @@ def start(*, device: DeviceKind, timeout_s: float, one_shot_all_reduce: bool = T
         _meet(ranks, backend="nccl" if chosen.type == "cuda" else "gloo", timeout_s=timeout_s)
         atexit.register(dist.destroy_process_group)
     watch, limit = _watch(ranks), f"timeouts.load_s={timeout_s:g}"
-    with ending_alike(watch, Phase(doing="meeting", limit=limit)):
+    with unify_failure(watch, Phase(doing="meeting", limit=limit)):
         sharers = _sharers(ranks, cores)
         if is_first and chosen.type == "cpu":
             share_cores(ranks, cores=cores, sharers=sharers)
@@ -173,7 +174,7 @@ def start(*, device: DeviceKind, timeout_s: float, one_shot_all_reduce: bool = T
         )
         comm.set_timeout(timeout_s)
     yield World(comm=comm, ranks=ranks, device=chosen, note=note, cores=cores, watch=watch)
-    with ending_alike(watch, Phase(doing="ending", limit=limit)):
+    with unify_failure(watch, Phase(doing="ending", limit=limit)):
         comm.set_timeout(timeout_s)
         comm.barrier()
 
@@ -237,7 +238,9 @@ def _store(ranks: Ranks, timeout: timedelta) -> Store:
 
 
 @cache
-def _watch(ranks: Ranks) -> Watch:
+def _watch(ranks: Ranks) -> ControlChannel:
     """This rank's watch, one for all jobs of a sweep."""
     store = distributed_c10d._get_default_store()  # there is no public name for it
-    return Watch(store, rank=ranks.rank, size=ranks.size, is_first_here=ranks.local_rank == 0)
+    return ControlChannel(
+        store, rank=ranks.rank, size=ranks.size, is_first_here=ranks.local_rank == 0, agent=find_agent()
+    )

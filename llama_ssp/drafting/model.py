@@ -100,7 +100,7 @@ class ModelDrafter:
             if drafted:
                 positions_BT, wanted_B1 = positions_BT[:, -1:] + 1, None
                 ids_BT = self._known(drafted[-1])
-            logits_BV = self.runner.forward(ids_BT, positions_BT, bucket=bucket, rows_BR=wanted_B1)[:, 0]
+            logits_BV = self.runner.forward(ids_BT, positions_BT, bucket=bucket, score_positions_BR=wanted_B1)[:, 0]
             ids_B1, probs_BV = self.rule.draw(self._at_target_width(logits_BV), uniforms_BP)
             drafted.append(self._comm.broadcast(ids_B1, src=self._src))
             if probs_BV is not None:

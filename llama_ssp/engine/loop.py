@@ -28,14 +28,14 @@ PARTS = ("draft", "verify", "other")
 
 
 @dataclass(kw_only=True)
-class StopWish:
+class StopRequest:
     """Set by a signal handler; the loop passes it on with the next decision."""
 
     requested: bool = False
 
 
 @dataclass(kw_only=True, slots=True)
-class Completion:
+class RowCompletion:
     """What has become of one request so far.
 
     Attributes:
@@ -85,7 +85,7 @@ class Completion:
 class Update(NamedTuple):
     """New tokens of one completion; the first `num_drafted` of them were drafted, the rest is the target's own."""
 
-    completion: Completion
+    completion: RowCompletion
     new_ids: list[int]
     num_drafted: int
 
@@ -97,7 +97,7 @@ class PendingRound(NamedTuple):
     """
 
     result: Tensor
-    owners: list[Completion | None]
+    owners: list[RowCompletion | None]
     max_new: int
     is_prefill: bool
     passed: torch.cuda.Event | None
@@ -114,7 +114,7 @@ class Decoder:
         eos_ids: tokens that end a row.
         stops: texts that end a row, or None.
         seed: of all random numbers.
-        wish: see `StopWish`.
+        stop_request: see `StopRequest`.
 
     Attributes:
         bucket_step: slots between two widths at which the cache is read; see `Buckets`.
@@ -130,7 +130,7 @@ class Decoder:
         eos_ids: Sequence[int],
         seed: int,
         stops: StopStrings | None = None,
-        wish: StopWish | None = None,
+        stop_request: StopRequest | None = None,
     ) -> None:
         self.round = round_
         self.executor = executor or round_
@@ -139,7 +139,7 @@ class Decoder:
         self._eos_ids = frozenset(eos_ids)
         self._stops = stops
         self.seed = seed
-        self.wish = wish or StopWish()
+        self.stop_request = stop_request or StopRequest()
         self.stopped = False
         self._device = round_.target.device
         self._is_cuda = self._device.type == "cuda"
@@ -169,13 +169,13 @@ class Decoder:
         self._to_length = to_length
         self._state = self._empty_state()
         waiting = deque(requests)
-        self._rows: list[Completion | None] = [None] * self.batch_size
+        self._rows: list[RowCompletion | None] = [None] * self.batch_size
         self._pending: deque[PendingRound] = deque()
         while (waiting or any(self._rows)) and not self.stopped:
             started = time.perf_counter()
             free = [row for row, owner in enumerate(self._rows) if owner is None] if waiting else []
             admitted = [waiting.popleft() for _ in range(min(len(waiting), len(free)))]
-            if self.wish.requested:
+            if self.stop_request.requested:
                 self.round.verifier.request_stop()
             if admitted:
                 self._admit(admitted, free[: len(admitted)])
@@ -217,7 +217,7 @@ class Decoder:
         num_forwards = -(-longest // CHUNK)
         num_draft_tokens = self.round.max_tokens_per_round - 1
         owners = [
-            Completion(request=request, num_target_forwards=num_forwards, num_draft_tokens=num_draft_tokens)
+            RowCompletion(request=request, num_target_forwards=num_forwards, num_draft_tokens=num_draft_tokens)
             for request in requests
         ]
         for row, owner in zip(rows, owners, strict=True):
@@ -236,7 +236,7 @@ class Decoder:
         )
         self._launch(result, list(self._rows), max_new=max_new, is_prefill=False)
 
-    def _launch(self, result: Tensor, owners: list[Completion | None], *, max_new: int, is_prefill: bool) -> None:
+    def _launch(self, result: Tensor, owners: list[RowCompletion | None], *, max_new: int, is_prefill: bool) -> None:
         passed = None
         if self._is_cuda:
             host = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
@@ -271,7 +271,7 @@ class Decoder:
                 updates.append(Update(owner, new_ids, num_drafted))
         return updates
 
-    def _up_to_end(self, owner: Completion, ids: list[int]) -> tuple[list[int], FinishReason | None]:
+    def _up_to_end(self, owner: RowCompletion, ids: list[int]) -> tuple[list[int], FinishReason | None]:
         """Cut what follows the first end-of-sequence token or completed stop, also inside a draft."""
         reason: FinishReason | None = None
         if self._to_length:
@@ -283,14 +283,14 @@ class Decoder:
             ids, reason = ids[:num_until_stop], "stop"
         return ids, reason
 
-    def _free(self, owner: Completion, reason: FinishReason) -> None:
+    def _free(self, owner: RowCompletion, reason: FinishReason) -> None:
         """End a completion, whose row is vacant until another takes it."""
         owner.finish_reason = reason
         row = self._rows.index(owner)
         self._rows[row] = None
         self._state.vacate(row)
 
-    def _record_time(self, running: list[Completion], seconds: float, *, is_round: bool) -> None:
+    def _record_time(self, running: list[RowCompletion], seconds: float, *, is_round: bool) -> None:
         """Add the time of one pass of the loop to everything that ran in it; no part of a round claims a prefill's."""
         share = 1 / len(running)
         for completion in running:

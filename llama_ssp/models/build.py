@@ -19,7 +19,7 @@ from llama_ssp.config.formats.format import NO_QUANTIZATION
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.errors import CheckpointError
 from llama_ssp.models.attention import BY_POSITION
-from llama_ssp.models.huggingface.families import adapt, attention_at_start, check_servable
+from llama_ssp.models.huggingface.families import adapt, attention_at_start, check_files, check_servable
 from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.llama.decoder import LeanRunner, is_llama_kind
 from llama_ssp.models.loader import Progress, Weights, find_sources, returning_memory
@@ -27,13 +27,13 @@ from llama_ssp.models.quantization.modules import check_quantizable, quantize_mo
 from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
 from llama_ssp.models.runner import Runner
 from llama_ssp.models.tensor_parallel import shard
-from llama_ssp.weights.source import Origin
+from llama_ssp.weights.source import WeightSource
 
 READ_AHEAD = 2
 """Tensors on their way from the files, each read by a thread."""
 
 
-def build_empty(origin: Origin) -> PreTrainedModel:
+def build_empty(origin: WeightSource) -> PreTrainedModel:
     """The whole model without memory for weights: parameters on the meta device, buffers real.
 
     Raises:
@@ -45,6 +45,7 @@ def build_empty(origin: Origin) -> PreTrainedModel:
     from accelerate import init_empty_weights  # noqa: PLC0415 - slow to import, and needed only here
 
     check_servable(origin.config)
+    check_files(origin)
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(origin.config)]
     config = deepcopy(origin.config)
     config._attn_implementation = attention_at_start(origin.config)
@@ -64,7 +65,7 @@ def _is_error(record: logging.LogRecord) -> bool:
     return record.levelno >= logging.ERROR
 
 
-def check_model(origin: Origin, *, num_ranks: int, quantization: str = NO_QUANTIZATION) -> None:
+def check_model(origin: WeightSource, *, num_ranks: int, quantization: str = NO_QUANTIZATION) -> None:
     """Find every fault that `load_model` would meet, without loading a weight.
 
     Raises:
@@ -81,7 +82,7 @@ def check_model(origin: Origin, *, num_ranks: int, quantization: str = NO_QUANTI
 
 
 def load_modules(
-    origin: Origin,
+    origin: WeightSource,
     *,
     dtype: torch.dtype | None,
     device: torch.device,
@@ -104,7 +105,7 @@ def fill_modules(model: PreTrainedModel, weights: Weights, precision: Precision)
 
 
 def load_model(
-    origin: Origin,
+    origin: WeightSource,
     *,
     dtype: torch.dtype | None,
     device: torch.device,
@@ -136,7 +137,7 @@ def load_model(
 
 
 def _prepare(
-    origin: Origin,
+    origin: WeightSource,
     *,
     dtype: torch.dtype | None,
     device: torch.device,
@@ -153,7 +154,7 @@ def _prepare(
 
 def weights_for(
     model: PreTrainedModel,
-    origin: Origin,
+    origin: WeightSource,
     sources: Mapping[str, str],
     dtype: torch.dtype | None,
     device: torch.device,

@@ -96,8 +96,8 @@ class StaticCache(Workspace):
         """Whether it has just these rows, and slots enough."""
         return self._num_rows == batch_size and self._num_slots >= capacity
 
-    def aim(self, positions_BT: Tensor, *, bucket: int, batch_rows_B: Tensor | None) -> "Aim":
-        """Say where a forward writes and what it reads: the first `bucket` slots; see `Aim`."""
+    def aim(self, positions_BT: Tensor, *, bucket: int, cache_rows_B: Tensor | None) -> "CacheView":
+        """Say where a forward writes and what it reads: the first `bucket` slots; see `CacheView`."""
         shown = self.shown[bucket]
 
         def buffer(number: int, written_M2ND: Tensor) -> LayerBuffer:
@@ -106,7 +106,7 @@ class StaticCache(Workspace):
             whole = self._wholes[number]
             return self._show(self._make(number, written_M2ND) if whole is None else whole, bucket)
 
-        return Aim(buffer, self.first_slot_B1, positions_BT, batch_rows_B=batch_rows_B)
+        return CacheView(buffer, self.first_slot_B1, positions_BT, cache_rows_B=cache_rows_B)
 
     def _show_all(self, bucket: int) -> Sequence[LayerBuffer] | None:
         wholes = [whole for whole in self._wholes if whole is not None]
@@ -124,14 +124,14 @@ class StaticCache(Workspace):
         return whole
 
 
-class Aim:
+class CacheView:
     """Where one forward writes in a cache, and what it reads.
 
     Args:
         buffer: gives that of a layer by its number, for the keys and values that will be written.
         first_slot_B1: see `StaticCache`.
         positions_BT: slot of each new token in its row.
-        batch_rows_B: the row of the cache that each sequence is; None when they are all rows, in order.
+        cache_rows_B: the row of the cache that each sequence is; None when they are all rows, in order.
     """
 
     def __init__(
@@ -140,13 +140,13 @@ class Aim:
         first_slot_B1: Tensor,
         positions_BT: Tensor,
         *,
-        batch_rows_B: Tensor | None,
+        cache_rows_B: Tensor | None,
     ) -> None:
-        if batch_rows_B is not None:
-            first_slot_B1 = first_slot_B1[batch_rows_B]
+        if cache_rows_B is not None:
+            first_slot_B1 = first_slot_B1[cache_rows_B]
         self._buffer = buffer
         self._slots_M = (first_slot_B1 + positions_BT).flatten()
-        self._batch_rows_B = batch_rows_B
+        self._batch_rows_B = cache_rows_B
 
     def update(self, written_M2ND: Tensor, number: int) -> tuple[Tensor, Tensor]:
         """Write what a layer made of the new tokens, and show all that they may read.
@@ -176,7 +176,7 @@ class LibraryCache(Cache):
         aim: where the forward at hand writes, and what it reads.
     """
 
-    aim: Aim
+    aim: CacheView
 
     def __init__(self, num_layers: int) -> None:
         super().__init__(layers=[])

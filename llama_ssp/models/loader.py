@@ -6,6 +6,7 @@ own slices and one tensor. Swapping modules for local ones is the business of `t
 """
 
 import ctypes
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -22,12 +23,13 @@ from llama_ssp.errors import CheckpointError
 from llama_ssp.models.tensor_parallel import LocalModule, Slice
 from llama_ssp.weights.checkpoint import summary
 from llama_ssp.weights.prefetch import ReadAhead
-from llama_ssp.weights.source import Origin
+from llama_ssp.weights.source import WeightSource
 
 Progress = Callable[[int, int], None]
+_LAYER = re.compile(r"\.([0-9]{1,9})\.")
 
 
-def find_sources(model: PreTrainedModel, origin: Origin) -> dict[str, str]:
+def find_sources(model: PreTrainedModel, origin: WeightSource) -> dict[str, str]:
     """Say under which name each parameter is to be read.
 
     Args:
@@ -39,10 +41,12 @@ def find_sources(model: PreTrainedModel, origin: Origin) -> dict[str, str]:
         is stored.
 
     Raises:
-        CheckpointError: parameters are missing, have another shape, or are not floating-point numbers.
+        CheckpointError: parameters are missing, have another shape, or are not floating-point numbers; or there are
+            some of a layer that the model does not have.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     stored = _model_names(model, origin, parameters)
+    _check_layers(origin, parameters, stored)
     ties: dict[str, str] = model.all_tied_weights_keys
     partners = ties | {source: target for target, source in ties.items()}
     sources = {name: stored.get(name) or stored.get(partners.get(name, "")) for name in parameters}
@@ -67,7 +71,34 @@ def find_sources(model: PreTrainedModel, origin: Origin) -> dict[str, str]:
     return found
 
 
-def _model_names(model: PreTrainedModel, origin: Origin, parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:
+def _check_layers(origin: WeightSource, parameters: Mapping[str, nn.Parameter], stored: Mapping[str, str]) -> None:
+    """Refuse tensors of layers that config.json lacks: those named like a parameter but for the layer's number.
+
+    Args:
+        origin: where the numbers come from.
+        parameters: of the model, by name.
+        stored: name to read by name in the model.
+
+    Raises:
+        CheckpointError: there are such tensors.
+    """
+    known = {source for name, source in stored.items() if name in parameters}
+    kinds = {_LAYER.sub(".0.", source, count=1) for source in known}
+    numbers = {name: int(found[1]) for name in {*stored.values()} - known if (found := _LAYER.search(name))}
+    strays = {name: number for name, number in numbers.items() if _LAYER.sub(".0.", name, count=1) in kinds}
+    if strays:
+        num_stored = 1 + max(strays.values())
+        field = origin.config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+        message = (
+            f"{origin.folder} holds tensors of {num_stored} layers ({summary(sorted(strays))}), and its config.json "
+            f"has {field}={origin.shape.num_hidden_layers}: copy or download the config.json of these weights again"
+        )
+        raise CheckpointError(message)
+
+
+def _model_names(
+    model: PreTrainedModel, origin: WeightSource, parameters: Mapping[str, nn.Parameter]
+) -> dict[str, str]:
     """Name to read by the name that the library gives it in the model."""
     transforms = get_model_conversion_mapping(model)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
@@ -128,7 +159,7 @@ class Weights:
     def __init__(
         self,
         model: PreTrainedModel,
-        origin: Origin,
+        origin: WeightSource,
         sources: Mapping[str, str],
         *,
         dtype: torch.dtype,

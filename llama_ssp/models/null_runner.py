@@ -11,7 +11,7 @@ from torch import Tensor
 from llama_ssp.shapes import static_shape
 
 
-class Elsewhere:
+class NullRunner:
     """Stands in for a model where there is nothing of it; see `interface.Runner`.
 
     Args:
@@ -37,9 +37,9 @@ class Elsewhere:
         positions_BT: Tensor,  # noqa: ARG002 - the protocol's
         *,
         bucket: int,  # noqa: ARG002
-        rows_BR: Tensor | None = None,
-        batch_rows_B: Tensor | None = None,  # noqa: ARG002
+        score_positions_BR: Tensor | None = None,
+        cache_rows_B: Tensor | None = None,  # noqa: ARG002
     ) -> Tensor:
         """Logits (B, R, 0): of no token."""
-        num_rows, num_wanted = static_shape(ids_BT if rows_BR is None else rows_BR)
+        num_rows, num_wanted = static_shape(ids_BT if score_positions_BR is None else score_positions_BR)
         return torch.empty(num_rows, num_wanted, 0, device=self.device)

@@ -64,8 +64,8 @@ def read_prompts(
             tokens_RS[:, start:stop],
             positions_RT,
             bucket=buckets.covering(stop),
-            rows_BR=(last_R1 - start).clamp(0, stop - start - 1),
-            batch_rows_B=rows_R,
+            score_positions_BR=(last_R1 - start).clamp(0, stop - start - 1),
+            cache_rows_B=rows_R,
         )
         ends_here_R1 = (last_R1 >= start) & (last_R1 < stop)
         logits_RV = chunk_R1V[:, 0] if logits_RV is None else torch.where(ends_here_R1, chunk_R1V[:, 0], logits_RV)

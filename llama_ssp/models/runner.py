@@ -33,8 +33,8 @@ class Runner(Protocol):
         positions_BT: Tensor,
         *,
         bucket: int,
-        rows_BR: Tensor | None = None,
-        batch_rows_B: Tensor | None = None,
+        score_positions_BR: Tensor | None = None,
+        cache_rows_B: Tensor | None = None,
     ) -> Tensor:
         """Read tokens at given positions into the cache and score what follows each of them.
 
@@ -44,8 +44,8 @@ class Runner(Protocol):
             ids_BT: token ids.
             positions_BT: where they stand in their rows.
             bucket: only the first `bucket` slots are read; all positions are below it.
-            rows_BR: which of the T tokens to score; None for all.
-            batch_rows_B: which rows of the cache the ids belong to; None for all of them, in order.
+            score_positions_BR: which of the T tokens to score; None for all.
+            cache_rows_B: which rows of the cache the ids belong to; None for all of them, in order.
 
         Returns:
             Logits (B, R, V) in fp32, over the full vocabulary, on every rank of the model.

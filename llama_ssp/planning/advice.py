@@ -10,13 +10,13 @@ from llama_ssp.config.schema import DraftLayout
 from llama_ssp.config.target_placement import Offload, TargetKind
 from llama_ssp.errors import PlacementError
 from llama_ssp.planning.layerwise import GB, READ_BYTES_PER_S, waiting_bytes
-from llama_ssp.planning.spec import Job, model_bytes
+from llama_ssp.planning.spec import PlanSpec, model_bytes
 from llama_ssp.planning.timing import Timing, timing
 
 WORTHWHILE_GAIN, CLEAR_GAIN = 1.03, 1.1
 
 
-def notes(job: Job, heads: tuple[int, ...], largest_rank: int) -> list[str]:
+def notes(job: PlanSpec, heads: tuple[int, ...], largest_rank: int) -> list[str]:
     """Facts of a plan that its figures do not show."""
     found = [*_kind(job)]
     if len(set(heads)) > 1:
@@ -26,7 +26,7 @@ def notes(job: Job, heads: tuple[int, ...], largest_rank: int) -> list[str]:
     return found
 
 
-def _kind(job: Job) -> Iterator[str]:
+def _kind(job: PlanSpec) -> Iterator[str]:
     """What the forecast of a target that a library places leaves out."""
     if job.target_kind is TargetKind.accelerate:
         num_devices = len(job.target_devices)
@@ -47,12 +47,12 @@ def _kind(job: Job) -> Iterator[str]:
         )
 
 
-def warnings(job: Job, hardware: HardwareConfig, timed: Timing) -> list[str]:
+def warnings(job: PlanSpec, hardware: HardwareConfig, timed: Timing) -> list[str]:
     """Choices that cost more than they bring, each with what would be better."""
     return [*_quantization(job, hardware), *_draft(job, hardware, timed)]
 
 
-def _quantization(job: Job, hardware: HardwareConfig) -> Iterator[str]:
+def _quantization(job: PlanSpec, hardware: HardwareConfig) -> Iterator[str]:
     if hardware.device != "cuda":
         models = [model for model in (job.target, job.draft) if model]
         if hardware.profiles and any(format_of(model.quantization).is_quantized for model in models):
@@ -64,7 +64,7 @@ def _quantization(job: Job, hardware: HardwareConfig) -> Iterator[str]:
         yield advice.format(dtype=job.target.dtype.name)
 
 
-def _draft(job: Job, hardware: HardwareConfig, timed: Timing) -> Iterator[str]:
+def _draft(job: PlanSpec, hardware: HardwareConfig, timed: Timing) -> Iterator[str]:
     if job.draft is None or timed.speedup is None or timed.best_num_draft_tokens is None:
         return
     asked, number = timed.speedup, timed.best_num_draft_tokens
@@ -83,7 +83,7 @@ def _draft(job: Job, hardware: HardwareConfig, timed: Timing) -> Iterator[str]:
         yield f"K={job.num_draft_tokens} gives {asked:.2f}x; speculation.num_draft_tokens={number} gives {best:.2f}x"
 
 
-def _better_place(job: Job, hardware: HardwareConfig, best: float) -> str:
+def _better_place(job: PlanSpec, hardware: HardwareConfig, best: float) -> str:
     """What sharding the draft like the target would bring, where that is clearly more than the best K brings here."""
     if job.draft_kind is DraftLayout.sharded or len(job.target_ranks) == 1:
         return ""

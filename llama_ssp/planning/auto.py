@@ -11,7 +11,7 @@ from llama_ssp.config.layout import named
 from llama_ssp.config.schema import DraftLayout
 from llama_ssp.errors import PlacementError
 from llama_ssp.planning.memory import fits
-from llama_ssp.planning.spec import Job
+from llama_ssp.planning.spec import PlanSpec
 from llama_ssp.planning.timing import timing
 
 
@@ -24,11 +24,11 @@ class AutoPlacement:
         sentence: what it is, and why.
     """
 
-    job: Job
+    job: PlanSpec
     sentence: str
 
 
-def choose_placement(job: Job, hardware: HardwareConfig, *, num_ranks: int) -> AutoPlacement:
+def choose_placement(job: PlanSpec, hardware: HardwareConfig, *, num_ranks: int) -> AutoPlacement:
     """Choose by the forecast time of a completion, prompt included, among the placements that fit.
 
     Args:
@@ -42,8 +42,8 @@ def choose_placement(job: Job, hardware: HardwareConfig, *, num_ranks: int) -> A
     Raises:
         PlacementError: none can be laid out.
     """
-    possible: list[Job] = []
-    timed: list[tuple[float, Job]] = []
+    possible: list[PlanSpec] = []
+    timed: list[tuple[float, PlanSpec]] = []
     error = None
     for candidate in _candidates(job, num_ranks // job.num_replicas):
         try:
@@ -56,17 +56,19 @@ def choose_placement(job: Job, hardware: HardwareConfig, *, num_ranks: int) -> A
         if not possible:
             assert error, "there is always one candidate"
             raise error
-        return AutoPlacement(job=possible[0], sentence=f"placement=auto: none fits, planned is {_told(possible[0])}")
+        return AutoPlacement(
+            job=possible[0], sentence=f"placement=auto: none fits, planned is {_described(possible[0])}"
+        )
     timed.sort(key=lambda pair: pair[0])
-    sentence = f"placement=auto: {_told(timed[0][1])}, forecast at {1e3 * timed[0][0]:.3g} ms per token"
+    sentence = f"placement=auto: {_described(timed[0][1])}, forecast at {1e3 * timed[0][0]:.3g} ms per token"
     if len(timed) > 1:
-        sentence += f"; of {len(timed)} that fit the next is {_told(timed[1][1])} at {1e3 * timed[1][0]:.3g}"
+        sentence += f"; of {len(timed)} that fit the next is {_described(timed[1][1])} at {1e3 * timed[1][0]:.3g}"
     else:
         sentence += ", the only one that fits"
     return AutoPlacement(job=timed[0][1], sentence=sentence)
 
 
-def _candidates(job: Job, num_ranks: int) -> Iterator[Job]:
+def _candidates(job: PlanSpec, num_ranks: int) -> Iterator[PlanSpec]:
     ranks = tuple(range(num_ranks))
     if job.draft is None:
         yield replace(job, target_ranks=ranks, draft_ranks=())
@@ -80,13 +82,13 @@ def _candidates(job: Job, num_ranks: int) -> Iterator[Job]:
         yield replace(job, target_ranks=ranks[:-size], draft_kind=DraftLayout.own_gpu, draft_ranks=ranks[-size:])
 
 
-def _run_s(job: Job, hardware: HardwareConfig) -> float:
+def _run_s(job: PlanSpec, hardware: HardwareConfig) -> float:
     """Forecast seconds per token of a completion, speculative where there is a draft."""
     forecast = timing(job, hardware)
     return forecast.plain_run_s if forecast.speculative_run_s is None else forecast.speculative_run_s
 
 
-def _told(job: Job) -> str:
+def _described(job: PlanSpec) -> str:
     target = f"the target on {named(job.target_ranks)}"
     if not job.draft:
         return target

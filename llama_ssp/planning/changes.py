@@ -17,7 +17,7 @@ from llama_ssp.config.schema import DraftLayout, Dtype
 from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.errors import PlacementError
 from llama_ssp.planning.memory import fits, largest_batch, largest_context, memory
-from llama_ssp.planning.spec import Job, planned_model
+from llama_ssp.planning.spec import PlanSpec, planned_model
 
 MOST_STEPS = 3
 MOST_NODES = 4
@@ -43,10 +43,10 @@ class _Step:
     kind: str
     weight: int
     setting: str
-    apply: Callable[[Job, HardwareConfig], tuple[Job, HardwareConfig]]
+    apply: Callable[[PlanSpec, HardwareConfig], tuple[PlanSpec, HardwareConfig]]
 
 
-def smallest_changes(job: Job, hardware: HardwareConfig) -> list[Change]:
+def smallest_changes(job: PlanSpec, hardware: HardwareConfig) -> list[Change]:
     """Find what would make a plan fit.
 
     Returns:
@@ -59,7 +59,7 @@ def smallest_changes(job: Job, hardware: HardwareConfig) -> list[Change]:
     return []
 
 
-def _combinations(job: Job, hardware: HardwareConfig) -> list[tuple[_Step, ...]]:
+def _combinations(job: PlanSpec, hardware: HardwareConfig) -> list[tuple[_Step, ...]]:
     """Every combination of steps of different kinds, the lightest first; of equal weight those with fewer settings."""
     steps = list(_steps(job, hardware))
     tried = [
@@ -71,7 +71,9 @@ def _combinations(job: Job, hardware: HardwareConfig) -> list[tuple[_Step, ...]]
     return sorted(tried, key=lambda chosen: (sum(step.weight for step in chosen), len(chosen)))
 
 
-def _applied(steps: tuple[_Step, ...], job: Job, hardware: HardwareConfig) -> tuple[Job, HardwareConfig] | None:
+def _applied(
+    steps: tuple[_Step, ...], job: PlanSpec, hardware: HardwareConfig
+) -> tuple[PlanSpec, HardwareConfig] | None:
     """The job with these steps taken, or None where it does not fit or cannot be laid out."""
     try:
         for step in steps:
@@ -81,7 +83,7 @@ def _applied(steps: tuple[_Step, ...], job: Job, hardware: HardwareConfig) -> tu
         return None
 
 
-def _steps(job: Job, hardware: HardwareConfig) -> Iterator[_Step]:
+def _steps(job: PlanSpec, hardware: HardwareConfig) -> Iterator[_Step]:
     yield from _sizes(job, hardware)
     yield from _draft(job)
     short = job.target.stored
@@ -102,7 +104,7 @@ def _steps(job: Job, hardware: HardwareConfig) -> Iterator[_Step]:
         yield _step("target", 8 + index, f"model={name}", target=target)
 
 
-def _sizes(job: Job, hardware: HardwareConfig) -> Iterator[_Step]:
+def _sizes(job: PlanSpec, hardware: HardwareConfig) -> Iterator[_Step]:
     rows = max(largest_batch(job, hardware, limit=job.batch_size), 1)
     if rows < job.batch_size:
         yield _step("batch", 1, f"batch_size={rows}", batch_size=rows)
@@ -111,7 +113,7 @@ def _sizes(job: Job, hardware: HardwareConfig) -> Iterator[_Step]:
         yield _step("context", 1, f"prompt_tokens={prompt}", prompt_tokens=prompt)
 
 
-def _draft(job: Job) -> Iterator[_Step]:
+def _draft(job: PlanSpec) -> Iterator[_Step]:
     if job.draft is None:
         return
     if job.draft_kind is not DraftLayout.sharded and len(job.target_ranks) > 1:
@@ -128,7 +130,7 @@ def _step(kind: str, weight: int, setting: str, **fields: Any) -> _Step:  # noqa
     return _Step(kind=kind, weight=weight, setting=setting, apply=partial(_with_fields, fields=fields))
 
 
-def _with_fields(job: Job, hardware: HardwareConfig, *, fields: dict[str, Any]) -> tuple[Job, HardwareConfig]:
+def _with_fields(job: PlanSpec, hardware: HardwareConfig, *, fields: dict[str, Any]) -> tuple[PlanSpec, HardwareConfig]:
     return replace(job, **fields), hardware
 
 
@@ -137,7 +139,7 @@ def _smaller(name: str) -> list[str]:
     return catalogue.smaller_relatives(catalogue.load(name)) if name in catalogue.names() else []
 
 
-def _on_nodes(job: Job, hardware: HardwareConfig, num_nodes: int) -> tuple[Job, HardwareConfig]:
+def _on_nodes(job: PlanSpec, hardware: HardwareConfig, num_nodes: int) -> tuple[PlanSpec, HardwareConfig]:
     """The same job over all ranks that a copy has on more nodes; a draft on the target's ranks goes with it."""
     ranks = tuple(range(hardware.num_gpus * num_nodes // job.num_replicas))
     followed = bool(job.draft) and job.draft_ranks == job.target_ranks

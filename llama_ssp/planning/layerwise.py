@@ -14,7 +14,7 @@ from llama_ssp.architectures.sharding import split_blocks
 from llama_ssp.config.formats.format import format_of
 from llama_ssp.config.target_placement import Offload
 from llama_ssp.errors import PlacementError
-from llama_ssp.planning.spec import Job, model_bytes
+from llama_ssp.planning.spec import PlanSpec, model_bytes
 
 GB = 10**9
 READ_BYTES_PER_S = {Offload.cpu: 12e9, Offload.disk: 2e9}
@@ -22,7 +22,7 @@ READ_BYTES_PER_S = {Offload.cpu: 12e9, Offload.disk: 2e9}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class LayerPlacement:
     """Which layers are where.
 
     Attributes:
@@ -43,7 +43,7 @@ class RowBytes:
     after: int
 
 
-def split_row(num_layers: int, sizes: RowBytes, *, num_devices: int, max_bytes: int | None) -> Row:
+def split_row(num_layers: int, sizes: RowBytes, *, num_devices: int, max_bytes: int | None) -> LayerPlacement:
     """Share layers out evenly; where that is too much for a device, fill each, and let the rest wait.
 
     Args:
@@ -58,7 +58,7 @@ def split_row(num_layers: int, sizes: RowBytes, *, num_devices: int, max_bytes: 
     used = min(num_devices, num_layers)
     held = split_blocks(num_layers, used) + (range(num_layers, num_layers),) * (num_devices - used)
     if max_bytes is None:
-        return Row(held=held, waiting=range(num_layers, num_layers))
+        return LayerPlacement(held=held, waiting=range(num_layers, num_layers))
     fixed = [0] * num_devices
     fixed[0] += sizes.before
     fixed[-1] += sizes.after
@@ -72,7 +72,7 @@ def split_row(num_layers: int, sizes: RowBytes, *, num_devices: int, max_bytes: 
     if any(len(part) > most for part, most in zip(held, room, strict=True)):
         edges = [min(sum(room[:count]), num_layers) for count in range(num_devices + 1)]
         held = tuple(range(start, stop) for start, stop in pairwise(edges))
-    return Row(held=held, waiting=range(held[-1].stop, num_layers))
+    return LayerPlacement(held=held, waiting=range(held[-1].stop, num_layers))
 
 
 def check_offload(offload: Offload, *, quantization: str, device: str) -> None:
@@ -94,7 +94,7 @@ def check_offload(offload: Offload, *, quantization: str, device: str) -> None:
         raise PlacementError(message)
 
 
-def row_of(job: Job) -> Row:
+def layer_placement_of(job: PlanSpec) -> LayerPlacement:
     """Where a job's target is.
 
     Raises:
@@ -105,7 +105,7 @@ def row_of(job: Job) -> Row:
     return split_row(job.target.shape.num_hidden_layers, sizes, num_devices=num_devices, max_bytes=job.max_device_bytes)
 
 
-def row_bytes(job: Job) -> RowBytes:
+def row_bytes(job: PlanSpec) -> RowBytes:
     """What a job's target takes, in its precision; on several devices the last has tied embeddings once more."""
     whole, alone = inventory(job.target.shape), len(job.target_devices) == 1
 
@@ -118,11 +118,11 @@ def row_bytes(job: Job) -> RowBytes:
     return RowBytes(layer=size(1, first=False, last=False), before=before, after=after)
 
 
-def waiting_bytes(job: Job) -> int:
+def waiting_bytes(job: PlanSpec) -> int:
     """Bytes of a job's target that every forward reads from elsewhere."""
-    return 0 if job.offload is Offload.none else len(row_of(job).waiting) * row_bytes(job).layer
+    return 0 if job.offload is Offload.none else len(layer_placement_of(job).waiting) * row_bytes(job).layer
 
 
-def waiting_s(job: Job) -> float:
+def waiting_s(job: PlanSpec) -> float:
     """Seconds of each forward for reading them, beside which nothing is computed."""
     return waiting_bytes(job) / READ_BYTES_PER_S[job.offload] if job.offload is not Offload.none else 0.0

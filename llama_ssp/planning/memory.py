@@ -13,7 +13,7 @@ from llama_ssp.architectures.family import family_of
 from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.config.rules.rule import rule_of
 from llama_ssp.planning.parts import Part, draft_parts, target_parts
-from llama_ssp.planning.spec import Job, PlannedModel
+from llama_ssp.planning.spec import PlannedModel, PlanSpec
 from llama_ssp.planning.weights import DTYPE_BYTES
 
 PREFILL_CHUNK = 512
@@ -26,7 +26,7 @@ SLACK_SHARE = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankMemory:
+class RankMemoryPlan:
     """Bytes on one rank, all at the same time, and what it has.
 
     `target_repeated_bytes` and `draft_repeated_bytes` are those weights that every rank of the model holds whole:
@@ -70,7 +70,7 @@ class RankMemory:
         return self.free_bytes >= 0
 
 
-def memory(job: Job, hardware: HardwareConfig) -> tuple[RankMemory, ...]:
+def memory(job: PlanSpec, hardware: HardwareConfig) -> tuple[RankMemoryPlan, ...]:
     """Every rank's bytes, by rank; copies follow each other. GPUs without a rank count as ranks where they hold layers.
 
     Raises:
@@ -88,14 +88,14 @@ def memory(job: Job, hardware: HardwareConfig) -> tuple[RankMemory, ...]:
 
 
 def _rank_memory(
-    job: Job,
+    job: PlanSpec,
     hardware: HardwareConfig,
     rank: int,
     target: Part | None,
     draft: Part | None,
     *,
     capacity_bytes: int,
-) -> RankMemory:
+) -> RankMemoryPlan:
     parts = [part for part in (target, draft) if part]
     served = {
         "target_weights_bytes": target.weights.total_bytes if target else 0,
@@ -115,7 +115,7 @@ def _rank_memory(
         "slack_bytes": int(SLACK_SHARE * sum(served.values())) if hardware.device == "cuda" else 0,
     }
     loading = sum(part.weights.total_bytes for part in parts) + max(part.beside_bytes for part in parts)
-    return RankMemory(
+    return RankMemoryPlan(
         rank=rank,
         **served,
         **fixed,
@@ -130,7 +130,7 @@ def _rank_memory(
     )
 
 
-def _logits_bytes(job: Job, rank: int) -> int:
+def _logits_bytes(job: PlanSpec, rank: int) -> int:
     """What a round keeps of the size of the vocabulary on this rank.
 
     Logits where the target is (gathered, then in fp32). Where the rule runs, the target's and the draft's
@@ -142,21 +142,21 @@ def _logits_bytes(job: Job, rank: int) -> int:
     logits = rows * (2 * size * (len(job.target_ranks) > 1) + 4) if rank in job.target_ranks else 0
     logits += rows * size * (rank == job.target_devices[-1] and rank not in job.target_ranks)
     drafts, num_own = rank in job.draft_ranks, job.batch_size
-    if layout.shares_rows:
+    if layout.splits_batch:
         num_own = -(-job.batch_size // len(job.draft_ranks)) if drafts else 0
-    decides = drafts if layout.shares_rows else rank == layout.decider
+    decides = drafts if layout.splits_batch else rank == layout.verify_rank
     whole = 4 * rows * rule_of(job.rule).keeps_all_rows
     rule = 4 * rows + 4 * num_draft_tokens + whole + 8 if decides else 4 * num_draft_tokens * drafts
     return vocabulary * (job.batch_size * logits + num_own * rule)
 
 
-def _numbers_bytes(job: Job) -> int:
+def _numbers_bytes(job: PlanSpec) -> int:
     """Every random number that the rows can need, in fp64, and once more while all rows are admitted at once."""
     of_a_round = 3 * job.num_draft_tokens * bool(job.draft) + 4
     return 2 * 8 * job.batch_size * (job.max_new_tokens + 1) * of_a_round
 
 
-def _activation_bytes(job: Job, hardware: HardwareConfig, model: PlannedModel, part: Part | None) -> int:
+def _activation_bytes(job: PlanSpec, hardware: HardwareConfig, model: PlannedModel, part: Part | None) -> int:
     """The widest moment of a chunk of prefill: the residual and its norm, then attention or the MLP, and the masks."""
     if part is None:
         return 0
@@ -168,7 +168,7 @@ def _activation_bytes(job: Job, hardware: HardwareConfig, model: PlannedModel, p
     return job.batch_size * (rows * (3 * shape.hidden_size + wide) * size + pairs) + part.working_bytes
 
 
-def _graph_bytes(job: Job, hardware: HardwareConfig, draft: Part | None) -> int:
+def _graph_bytes(job: PlanSpec, hardware: HardwareConfig, draft: Part | None) -> int:
     """Captured graphs: for each width of the cache the target's plain and round forwards, and all K draft steps."""
     num_buckets = -(-job.num_slots // BUCKET_STEP[hardware.device])
     layers = (2 if job.draft else 1) * job.target.shape.num_hidden_layers
@@ -189,17 +189,17 @@ def kv_bytes_per_token(model: PlannedModel) -> int:
     return 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim * DTYPE_BYTES[model.dtype]
 
 
-def fits(job: Job, hardware: HardwareConfig) -> bool:
+def fits(job: PlanSpec, hardware: HardwareConfig) -> bool:
     """Whether every rank has room for its part."""
     return all(rank.fits for rank in memory(job, hardware))
 
 
-def largest_batch(job: Job, hardware: HardwareConfig, *, limit: int = 4096) -> int:
+def largest_batch(job: PlanSpec, hardware: HardwareConfig, *, limit: int = 4096) -> int:
     """The most rows that fit at this context; 0 when not even one does."""
     return _largest(lambda rows: fits(replace(job, batch_size=rows), hardware), limit)
 
 
-def largest_context(job: Job, hardware: HardwareConfig) -> int:
+def largest_context(job: PlanSpec, hardware: HardwareConfig) -> int:
     """The longest row, prompt and new tokens together, that fits at this batch size and within the models' contexts."""
     models = [job.target, *([job.draft] if job.draft else [])]
     limit = min(model.shape.max_position_embeddings for model in models) - job.max_new_tokens
@@ -216,6 +216,6 @@ def _largest(holds: Callable[[int], bool], limit: int) -> int:
     return low
 
 
-def as_items(rank: RankMemory) -> dict[str, int | bool]:
+def as_items(rank: RankMemoryPlan) -> dict[str, int | bool]:
     """All figures of a rank, the derived ones included."""
     return asdict(rank) | {"needed_bytes": rank.needed_bytes, "free_bytes": rank.free_bytes, "fits": rank.fits}

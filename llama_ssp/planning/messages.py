@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from llama_ssp.config.rules.rule import rule_of
 from llama_ssp.config.schema import DraftLayout
-from llama_ssp.planning.spec import Job
+from llama_ssp.planning.spec import PlanSpec
 
 ID_BYTES = 8
 VERDICT_BYTES = 3 * ID_BYTES
@@ -58,7 +58,7 @@ class RoundMessages:
         return tuple(message for message in (self.ids, self.probabilities, self.verdict) if message)
 
 
-def round_messages(job: Job, num_draft_tokens: int) -> RoundMessages:
+def round_messages(job: PlanSpec, num_draft_tokens: int) -> RoundMessages:
     """The messages of a round, by the job's placement; a plain token has the verdict alone.
 
     Args:
@@ -68,13 +68,13 @@ def round_messages(job: Job, num_draft_tokens: int) -> RoundMessages:
     layout, rows = job.layout, job.batch_size
     everyone, drafting = layout.ranks, layout.draft_ranks
     drafts = bool(job.draft) and num_draft_tokens > 0
-    shares_rows = drafts and layout.shares_rows
-    if shares_rows:
+    splits_batch = drafts and layout.splits_batch
+    if splits_batch:
         rows = -(-rows // len(drafting))
     is_sharded = drafts and layout.draft_kind is not DraftLayout.replicated and len(drafting) > 1
-    num_senders = len(everyone) if shares_rows else 1
+    num_senders = len(everyone) if splits_batch else 1
     told = drafts and not (is_sharded and drafting == everyone)
-    apart = drafts and layout.speaker not in layout.target_ranks and rule_of(job.rule).needs_probs
+    apart = drafts and layout.draft_source_rank not in layout.target_ranks and rule_of(job.rule).needs_probs
     steps = Message(payload_bytes=ID_BYTES * rows, ranks=drafting, num_times=num_draft_tokens)
     ids = Message(payload_bytes=ID_BYTES * rows * num_draft_tokens, ranks=everyone, num_senders=num_senders)
     verdict = Message(payload_bytes=VERDICT_BYTES * rows, ranks=everyone, num_senders=num_senders)
@@ -83,7 +83,7 @@ def round_messages(job: Job, num_draft_tokens: int) -> RoundMessages:
         ids=ids if told and len(everyone) > 1 else None,
         probabilities=Message(
             payload_bytes=PROBABILITY_BYTES * rows * num_draft_tokens * job.target.shape.vocab_size,
-            ranks=(layout.speaker, layout.decider),
+            ranks=(layout.draft_source_rank, layout.verify_rank),
         )
         if apart
         else None,

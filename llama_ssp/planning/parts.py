@@ -11,8 +11,8 @@ from llama_ssp.architectures.sharding import RankShard, check_deepspeed, split_b
 from llama_ssp.config.formats.format import format_of
 from llama_ssp.config.schema import DraftLayout
 from llama_ssp.config.target_placement import TargetKind
-from llama_ssp.planning.layerwise import row_of
-from llama_ssp.planning.spec import Job, PlannedModel, model_bytes
+from llama_ssp.planning.layerwise import layer_placement_of
+from llama_ssp.planning.spec import PlannedModel, PlanSpec, model_bytes
 from llama_ssp.planning.weights import DTYPE_BYTES, WeightBytes, shares
 
 
@@ -59,9 +59,9 @@ def _in_a_row(model: PlannedModel, held: tuple[range, ...]) -> tuple[Inventory, 
     )
 
 
-def _row_parts(job: Job) -> tuple[Part, ...]:
+def _row_parts(job: PlanSpec) -> tuple[Part, ...]:
     """The devices of a target in a row; the first also computes the layers that wait elsewhere."""
-    model, row = job.target, row_of(job)
+    model, row = job.target, layer_placement_of(job)
     (whole,) = _parts(job, model, num_ranks=1, kind=TargetKind.tensor, num_rows=job.batch_size)
     layer = inventory(model.shape).layer
     read_bytes = DTYPE_BYTES[model.dtype] * max(matrix.num_elements for matrix in layer) if row.waiting else 0
@@ -81,7 +81,7 @@ def _row_parts(job: Job) -> tuple[Part, ...]:
     return tuple(parts)
 
 
-def _parts(job: Job, model: PlannedModel, *, num_ranks: int, kind: TargetKind, num_rows: int) -> tuple[Part, ...]:
+def _parts(job: PlanSpec, model: PlannedModel, *, num_ranks: int, kind: TargetKind, num_rows: int) -> tuple[Part, ...]:
     shape, size = model.shape, DTYPE_BYTES[model.dtype]
     shards: tuple[RankShard, ...] = split_model(shape, num_ranks=num_ranks)
     # DeepSpeed cuts a whole model that each rank holds; on a CPU that is the same memory.
@@ -107,7 +107,7 @@ def _parts(job: Job, model: PlannedModel, *, num_ranks: int, kind: TargetKind, n
     return tuple(parts)
 
 
-def target_parts(job: Job) -> dict[int, Part]:
+def target_parts(job: PlanSpec) -> dict[int, Part]:
     """The target's part on each of its ranks, or on each of its devices in a row."""
     if job.target_kind is TargetKind.accelerate:
         return dict(zip(job.target_devices, _row_parts(job), strict=True))
@@ -115,7 +115,7 @@ def target_parts(job: Job) -> dict[int, Part]:
     return dict(zip(job.target_ranks, parts, strict=True))
 
 
-def draft_parts(job: Job) -> dict[int, Part]:
+def draft_parts(job: PlanSpec) -> dict[int, Part]:
     """The draft's part on each of its ranks: a slice, or all of it where it is replicated or alone."""
     if job.draft is None:
         return {}

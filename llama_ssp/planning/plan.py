@@ -13,10 +13,17 @@ from llama_ssp.errors import CapacityError
 from llama_ssp.planning import advice
 from llama_ssp.planning.changes import Change, smallest_changes
 from llama_ssp.planning.layerwise import waiting_bytes
-from llama_ssp.planning.memory import RankMemory, as_items, kv_bytes_per_token, largest_batch, largest_context, memory
+from llama_ssp.planning.memory import (
+    RankMemoryPlan,
+    as_items,
+    kv_bytes_per_token,
+    largest_batch,
+    largest_context,
+    memory,
+)
 from llama_ssp.planning.messages import round_messages
 from llama_ssp.planning.roofline import ForwardTime
-from llama_ssp.planning.spec import Job, PlannedModel, model_bytes
+from llama_ssp.planning.spec import PlannedModel, PlanSpec, model_bytes
 from llama_ssp.planning.timing import Timing, timing
 
 PLAN_VERSION = 2
@@ -38,9 +45,9 @@ class Plan:
         changes: what would make it fit, the smallest first; empty when it fits.
     """
 
-    job: Job
+    job: PlanSpec
     hardware: HardwareConfig
-    ranks: tuple[RankMemory, ...]
+    ranks: tuple[RankMemoryPlan, ...]
     timing: Timing
     largest_batch: int
     largest_context: int
@@ -54,12 +61,12 @@ class Plan:
         return all(rank.fits for rank in self.ranks)
 
     @property
-    def fullest(self) -> RankMemory:
+    def fullest(self) -> RankMemoryPlan:
         """The rank with the least room."""
         return min(self.ranks, key=lambda rank: rank.free_bytes)
 
 
-def make_plan(job: Job, hardware: HardwareConfig, *, remark: str | None = None) -> Plan:
+def make_plan(job: PlanSpec, hardware: HardwareConfig, *, remark: str | None = None) -> Plan:
     """Work everything out.
 
     Args:
@@ -164,7 +171,7 @@ def document(plan: Plan) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _messages(job: Job) -> dict[str, int]:
+def _messages(job: PlanSpec) -> dict[str, int]:
     """Bytes that arrive in a round on all ranks of a copy together, by kind."""
     kinds = vars(round_messages(job, job.num_draft_tokens if job.draft else 0))
     arriving = {f"{name}_bytes": message.received_bytes if message else 0 for name, message in kinds.items()}

@@ -42,7 +42,7 @@ CPU_SLOWDOWN_16_BITS = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seat:
+class ModelPlacement:
     """A model on its ranks.
 
     Attributes:
@@ -73,7 +73,7 @@ class Seat:
         cuda_graphs: bool,
         num_active: int,
         waiting_s: float = 0.0,
-    ) -> "Seat":
+    ) -> "ModelPlacement":
         """Lay a model out over its ranks.
 
         Raises:
@@ -125,7 +125,7 @@ def profile_of(hardware: HardwareConfig, num_active: int) -> Profile | None:
 
 
 def forward_time(
-    seat: Seat, hardware: HardwareConfig, *, batch_size: int, num_positions: int, num_scored: int, bucket: int
+    seat: ModelPlacement, hardware: HardwareConfig, *, batch_size: int, num_positions: int, num_scored: int, bucket: int
 ) -> ForwardTime:
     """Time a forward.
 
@@ -156,7 +156,7 @@ def forward_time(
     return parts.scaled(composition_ratio(points, rows=rows, working_set_bytes=working_set_bytes(seat, hardware)))
 
 
-def working_set_bytes(seat: Seat, hardware: HardwareConfig) -> int:
+def working_set_bytes(seat: ModelPlacement, hardware: HardwareConfig) -> int:
     """Bytes of the matrices that a forward reads, on the rank with the most."""
     return max(_read_bytes(held, seat.model, hardware) for held in seat.shares)
 
@@ -167,7 +167,7 @@ def _read_bytes(held: Inventory, model: PlannedModel, hardware: HardwareConfig) 
 
 
 def _matrices_s(
-    seat: Seat, hardware: HardwareConfig, held: Inventory, *, rows: int, scored: int, has_head: bool
+    seat: ModelPlacement, hardware: HardwareConfig, held: Inventory, *, rows: int, scored: int, has_head: bool
 ) -> float:
     """All matrix products of one rank."""
     model = seat.model
@@ -208,7 +208,9 @@ def roofline_s(matrix: Matrix, model: PlannedModel, hardware: HardwareConfig, *,
     return times * max(read_bytes / bandwidth(hardware), 2 * rows * matrix.num_elements / flops)
 
 
-def _attention_s(seat: Seat, hardware: HardwareConfig, *, batch_size: int, num_positions: int, num_slots: int) -> float:
+def _attention_s(
+    seat: ModelPlacement, hardware: HardwareConfig, *, batch_size: int, num_positions: int, num_slots: int
+) -> float:
     """Reading the keys and values of `num_slots` slots in all layers, on the rank with the most heads.
 
     A profile's layers have read MEASURED_SLOTS of them already; what more there are costs by the rows that read.
@@ -224,7 +226,7 @@ def _attention_s(seat: Seat, hardware: HardwareConfig, *, batch_size: int, num_p
     return num_slots * slot_bytes / bandwidth(hardware)
 
 
-def layer_s(seat: Seat, hardware: HardwareConfig, rows: int) -> float:
+def layer_s(seat: ModelPlacement, hardware: HardwareConfig, rows: int) -> float:
     """What a layer takes beside matrices, cache and collectives: its other operators and their launches."""
     share = 1.0 if seat.model.is_lean else LIBRARY_SHARE
     if profile := profile_of(hardware, seat.num_active):
@@ -234,14 +236,14 @@ def layer_s(seat: Seat, hardware: HardwareConfig, rows: int) -> float:
     return share * OPERATORS_PER_LAYER * hardware.launch_s
 
 
-def frame_s(seat: Seat, hardware: HardwareConfig, rows: int) -> float:
+def frame_s(seat: ModelPlacement, hardware: HardwareConfig, rows: int) -> float:
     """What a forward takes beside its layers and the head."""
     if profile := profile_of(hardware, seat.num_active):
         return by_rows_and_width(profile.frame, rows, seat.model.shape.hidden_size)
     return KERNELS_PER_FRAME * (hardware.kernel_s if seat.cuda_graphs else hardware.launch_s)
 
 
-def _collectives_s(seat: Seat, hardware: HardwareConfig, *, rows: int, scored: int) -> float:
+def _collectives_s(seat: ModelPlacement, hardware: HardwareConfig, *, rows: int, scored: int) -> float:
     """The embedding's and two all-reduces a layer, and the gathering of logits; or the hops between layers in a row."""
     if len(seat.ranks) == 1:
         return 0.0

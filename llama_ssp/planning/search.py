@@ -13,7 +13,7 @@ from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.config.schema import DraftLayout, ModelConfig
 from llama_ssp.errors import PlacementError
 from llama_ssp.planning.memory import memory
-from llama_ssp.planning.spec import Job, planned_model
+from llama_ssp.planning.spec import PlanSpec, planned_model
 from llama_ssp.planning.timing import timing
 
 GIB = 2**30
@@ -42,7 +42,7 @@ class Choice:
     settings: tuple[str, ...]
 
 
-def search(job: Job, hardware: HardwareConfig) -> list[Choice]:
+def search(job: PlanSpec, hardware: HardwareConfig) -> list[Choice]:
     """Try everything; the fastest first, behind them what does not fit."""
     choices = [_judge(candidate, hardware) for candidate in _candidates(job, hardware)]
     return sorted(choices, key=lambda choice: (choice.ms_per_token is None, choice.ms_per_token or 0.0))
@@ -53,7 +53,7 @@ def search_document(choices: list[Choice]) -> list[dict[str, Any]]:
     return [{"rank": rank} | asdict(choice) for rank, choice in enumerate(choices, start=1)]
 
 
-def _candidates(job: Job, hardware: HardwareConfig) -> Iterator[Job]:
+def _candidates(job: PlanSpec, hardware: HardwareConfig) -> Iterator[PlanSpec]:
     series = _series(job.target.name)
     for model in series:
         # What the catalogue holds by a quantized name is the same model, and is tried below.
@@ -96,19 +96,19 @@ def _drafts(model: ModelConfig, series: list[ModelConfig]) -> list[ModelConfig]:
     return [catalogue.load(name) for name in names]
 
 
-def _layouts(job: Job, hardware: HardwareConfig) -> list[DraftLayout]:
+def _layouts(job: PlanSpec, hardware: HardwareConfig) -> list[DraftLayout]:
     if len(_all_ranks(job, hardware)) == 1:
         return [DraftLayout.one_rank]
     several = [DraftLayout.replicated] if job.batch_size > 1 else []
     return [DraftLayout.sharded, DraftLayout.one_rank, DraftLayout.own_gpu, *several]
 
 
-def _all_ranks(job: Job, hardware: HardwareConfig) -> tuple[int, ...]:
+def _all_ranks(job: PlanSpec, hardware: HardwareConfig) -> tuple[int, ...]:
     """The ranks of one copy."""
     return tuple(range(hardware.num_ranks // job.num_replicas))
 
 
-def _with_draft(base: Job, hardware: HardwareConfig, draft: ModelConfig, kind: DraftLayout) -> Job:
+def _with_draft(base: PlanSpec, hardware: HardwareConfig, draft: ModelConfig, kind: DraftLayout) -> PlanSpec:
     ranks = _all_ranks(base, hardware)
     apart = kind is DraftLayout.own_gpu
     target_ranks = ranks[:-1] if apart else ranks
@@ -117,7 +117,7 @@ def _with_draft(base: Job, hardware: HardwareConfig, draft: ModelConfig, kind: D
     return replace(base, target_ranks=target_ranks, draft=planned, draft_kind=kind, draft_ranks=draft_ranks)
 
 
-def _judge(job: Job, hardware: HardwareConfig) -> Choice:
+def _judge(job: PlanSpec, hardware: HardwareConfig) -> Choice:
     try:
         ranks = memory(job, hardware)
     except PlacementError as error:
@@ -143,7 +143,7 @@ def _judge(job: Job, hardware: HardwareConfig) -> Choice:
 
 
 def _choice(
-    job: Job,
+    job: PlanSpec,
     hardware: HardwareConfig,
     *,
     ms_per_token: float | None = None,

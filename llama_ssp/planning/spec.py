@@ -3,7 +3,6 @@
 Made from a plan's config, or from a run's (`tasks.plan`). Nothing is worked out here but which rank does what.
 """
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from llama_ssp.architectures.inventory import Inventory
 from llama_ssp.config.formats.format import format_of
 from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.config.layout import Layout, lay_out, max_device_bytes, may_capture
+from llama_ssp.config.model_files import CONFIG_FILE, read_json
 from llama_ssp.config.plan import PlanConfig
 from llama_ssp.config.rules.rule import DEFAULT
 from llama_ssp.config.schema import DraftLayout, Dtype, ModelConfig, ModelShape
@@ -58,7 +58,7 @@ class PlannedModel:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class PlanSpec:
     """Everything that memory and time follow from.
 
     Attributes:
@@ -148,7 +148,7 @@ def settle_models(config: PlanConfig) -> None:
             model.shape, model.stored_dtype = settled.shape, settled.stored
 
 
-def make_job(config: PlanConfig, hardware: HardwareConfig) -> Job:
+def make_job(config: PlanConfig, hardware: HardwareConfig) -> PlanSpec:
     """Decide what a checked config leaves open.
 
     Raises:
@@ -159,7 +159,7 @@ def make_job(config: PlanConfig, hardware: HardwareConfig) -> Job:
     placement = config.placement
     num_ranks = hardware.num_ranks // placement.num_replicas
     layout = lay_out(placement.target, placement.draft, num_ranks=num_ranks, has_draft=draft is not None)
-    return Job(
+    return PlanSpec(
         **target_fields(config.model, placement.target, layout, num_gpus=hardware.num_gpus, device=hardware.device),
         draft=draft,
         draft_kind=layout.draft_kind,
@@ -178,7 +178,7 @@ def make_job(config: PlanConfig, hardware: HardwareConfig) -> Job:
 def target_fields(
     model: ModelConfig, target: TargetPlacement, layout: Layout, *, num_gpus: int, device: str
 ) -> dict[str, Any]:
-    """The fields of a `Job` that say what the target is and where.
+    """The fields of a `PlanSpec` that say what the target is and where.
 
     Args:
         model: its entry.
@@ -270,13 +270,8 @@ def read_config(folder: Path) -> tuple[ModelShape, Dtype]:
         CheckpointError: the file is missing, is not JSON, or lacks a size.
         PlacementError: the family is not known.
     """
-    file = folder / "config.json"
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} cannot be read ({error}): a folder with config.json is required") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{file} holds no JSON object: copy or download it again")
+    file = folder / CONFIG_FILE
+    content = read_json(file)
     if isinstance(model_type := content.get("model_type"), str):
         family = family_of(model_type)
     sizes: dict[str, Any] = {}
@@ -296,5 +291,8 @@ def read_config(folder: Path) -> tuple[ModelShape, Dtype]:
         tie_word_embeddings=bool(content.get("tie_word_embeddings", family.ties_unless_said)),
         **sizes,
     )
+    if shape.head_dim < 1:
+        wanted = f"at least the {num_heads} of num_attention_heads is required"
+        raise CheckpointError(f"{file} has hidden_size {shape.hidden_size}, and {wanted}: copy or download it again")
     stored = str(content.get("dtype") or content.get("torch_dtype") or Dtype.fp32.value)
     return shape, next((dtype for dtype in Dtype if dtype.value == stored), Dtype.fp32)

@@ -21,13 +21,13 @@ from llama_ssp.planning.memory import PREFILL_CHUNK, bucket_of
 from llama_ssp.planning.messages import Message, round_messages
 from llama_ssp.planning.roofline import (
     ForwardTime,
-    Seat,
+    ModelPlacement,
     bandwidth,
     forward_time,
     message_s,
     profile_of,
 )
-from llama_ssp.planning.spec import Job, PlannedModel, model_bytes
+from llama_ssp.planning.spec import PlannedModel, PlanSpec, model_bytes
 
 DRAW_KERNELS = 17
 VERIFY_KERNELS = 38
@@ -81,14 +81,14 @@ class Timing:
     best_num_draft_tokens: int | None
 
 
-class Clock:
+class CostModel:
     """Prices the pieces of one job on one machine."""
 
-    def __init__(self, job: Job, hardware: HardwareConfig) -> None:
+    def __init__(self, job: PlanSpec, hardware: HardwareConfig) -> None:
         self.job = job
         self.hardware = hardware
         num_active = min(job.num_replicas * len(job.layout.ranks), hardware.num_gpus)
-        self.target = Seat.of(
+        self.target = ModelPlacement.of(
             job.target, job.target_kind, job.target_devices, cuda_graphs=job.cuda_graphs, num_active=num_active,
             waiting_s=waiting_s(job),
         )  # fmt: skip
@@ -96,25 +96,27 @@ class Clock:
         middle = job.prompt_tokens + job.max_new_tokens // 2
         self._bucket = bucket_of(middle + job.round_rows, job.num_slots, hardware)
 
-    def _draft_seat(self, draft: PlannedModel, num_active: int) -> Seat:
+    def _draft_seat(self, draft: PlannedModel, num_active: int) -> ModelPlacement:
         alone = self.job.draft_kind is DraftLayout.replicated
         ranks = self.job.draft_ranks[:1] if alone else self.job.draft_ranks
-        return Seat.of(draft, TargetKind.tensor, ranks, cuda_graphs=self.job.cuda_graphs, num_active=num_active)
+        return ModelPlacement.of(
+            draft, TargetKind.tensor, ranks, cuda_graphs=self.job.cuda_graphs, num_active=num_active
+        )
 
-    def forward(self, seat: Seat, num_positions: int) -> ForwardTime:
+    def forward(self, seat: ModelPlacement, num_positions: int) -> ForwardTime:
         """A forward in the middle of decoding; the last position alone gets logits from a draft."""
         return forward_time(
             seat, self.hardware, batch_size=self._rows_of(seat), num_positions=num_positions,
             num_scored=1 if seat is self.draft else num_positions, bucket=self._bucket,
         )  # fmt: skip
 
-    def _rows_of(self, seat: Seat) -> int:
+    def _rows_of(self, seat: ModelPlacement) -> int:
         """The rows that a rank reads at a time: of a draft that is whole on several, its share."""
-        if seat is self.draft and self.job.layout.shares_rows:
+        if seat is self.draft and self.job.layout.splits_batch:
             return -(-self.job.batch_size // len(self.job.draft_ranks))
         return self.job.batch_size
 
-    def prefill_s(self, seat: Seat) -> float:
+    def prefill_s(self, seat: ModelPlacement) -> float:
         """The prompt, in chunks."""
         seconds, prompt = 0.0, self.job.prompt_tokens
         for start in range(0, prompt, PREFILL_CHUNK):
@@ -125,7 +127,7 @@ class Clock:
             ).total_s  # fmt: skip
         return seconds
 
-    def draw_s(self, seat: Seat) -> float:
+    def draw_s(self, seat: ModelPlacement) -> float:
         """A token for each row that a rank reads, from its logits."""
         numbers = self._rows_of(seat) * self.job.target.shape.vocab_size
         if profile := profile_of(self.hardware, self.target.num_active):
@@ -182,13 +184,13 @@ class Clock:
         return self.forward(self.target, num_draft_tokens + 1).total_s + self.verdict_s(num_draft_tokens)
 
 
-def timing(job: Job, hardware: HardwareConfig) -> Timing:
+def timing(job: PlanSpec, hardware: HardwareConfig) -> Timing:
     """Price a job.
 
     Raises:
         PlacementError: a model cannot be laid out as asked.
     """
-    clock = Clock(job, hardware)
+    clock = CostModel(job, hardware)
     plain_s = clock.plain_s()
     prefill_s = clock.prefill_s(clock.target)
     tokens = job.max_new_tokens
@@ -215,7 +217,7 @@ def timing(job: Job, hardware: HardwareConfig) -> Timing:
     return _speculative(clock, plain) if job.draft else plain
 
 
-def _speculative(clock: Clock, plain: Timing) -> Timing:
+def _speculative(clock: CostModel, plain: Timing) -> Timing:
     job = clock.job
     assert job.draft, "called only where there is a draft"
     assert clock.draft, "a draft has a seat"
@@ -255,7 +257,7 @@ def _speculative(clock: Clock, plain: Timing) -> Timing:
     )
 
 
-def _limit_s(clock: Clock) -> float:
+def _limit_s(clock: CostModel) -> float:
     """Reading every weight of the fullest rank once at the data sheet's bandwidth."""
     model, seat = clock.job.target, clock.target
     held = [model_bytes(share, model, device=clock.job.device).total_bytes for share in seat.shares]

@@ -5,11 +5,15 @@ Times are in seconds where a name ends in `_s`, in milliseconds where it says `m
 """
 
 import json
-from dataclasses import asdict, dataclass, field, fields
-from types import UnionType
-from typing import Any, TypeAlias, get_args, get_origin
+import reprlib
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeAlias
+
+from llama_ssp.reports.reading import read_json, restore
 
 SCHEMA_VERSION = 1
+MOST_DRAFTED = 1024
+"""K of any run is at most this."""
 PLAIN = "plain"
 SPECULATIVE = "speculative"
 
@@ -70,13 +74,16 @@ class CompletionLine:
         """Read a line back.
 
         Raises:
-            ValueError: the line is not JSON, or its fields are not exactly those above.
+            ValueError: the line is not JSON, its fields are not exactly those above, or it has a number that cannot be.
         """
-        restored = cls(**_checked(json.loads(line), cls))
+        restored = restore(cls, read_json(line), exact=True)
         if restored.mode not in {PLAIN, SPECULATIVE}:
             raise ValueError(f"mode holds {restored.mode!r}")
         if not len(restored.accepted_lengths) == len(restored.examined_lengths) == restored.num_rounds:
             raise ValueError("its rounds do not add up")
+        rounds = zip(restored.accepted_lengths, restored.examined_lengths, strict=True)
+        if any(max(accepted, examined) > MOST_DRAFTED or 0 < examined < accepted for accepted, examined in rounds):
+            raise ValueError("it has a round that cannot be")
         return restored
 
 
@@ -225,7 +232,7 @@ class BenchmarkRow:
         Raises:
             ValueError: the line is not JSON, or its fields are not exactly those above.
         """
-        return cls(**_checked(json.loads(line), cls))
+        return restore(cls, read_json(line), exact=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,6 +263,23 @@ class Summary:
     startup: StartUp | None = None
     cells: list[BenchmarkRow] = field(default_factory=list)
 
+    @classmethod
+    def from_json(cls, text: str) -> "Summary":
+        """Read `summary.json` back.
+
+        Raises:
+            ValueError: the text is not JSON, is of another version, or holds what no run can write.
+        """
+        content = read_json(text)
+        version = content.get("schema_version") if isinstance(content, dict) else None
+        if version != SCHEMA_VERSION:
+            raise ValueError(f"its schema_version is {reprlib.repr(version)}, not {SCHEMA_VERSION}")
+        summary = restore(cls, content)
+        fast = summary.speculative
+        if fast and not 1 <= len(fast.accepted_histogram) - 1 <= MOST_DRAFTED:
+            raise ValueError("speculative.accepted_histogram should hold a count for each of 0..K accepted tokens")
+        return summary
+
 
 def num_examined(*, num_accepted: int, num_draft_tokens: int, room: int, ended_in_draft: bool) -> int:
     """Count the drafted tokens of one round that the acceptance rate may count.
@@ -273,26 +297,3 @@ def num_examined(*, num_accepted: int, num_draft_tokens: int, room: int, ended_i
     if room <= num_draft_tokens:
         return 0
     return num_accepted if ended_in_draft else min(num_accepted + 1, num_draft_tokens)
-
-
-def _checked(record: object, cls: type[CompletionLine | BenchmarkRow]) -> dict[str, Any]:
-    types = {entry.name: entry.type for entry in fields(cls)}
-    if not isinstance(record, dict) or record.keys() != types.keys():
-        raise ValueError(f"its fields should be {', '.join(types)}")
-    for name, value in record.items():
-        if not _has_type(value, types[name]):
-            raise ValueError(f"{name} holds {value!r}")
-    return record
-
-
-def _has_type(value: object, expected: object) -> bool:
-    kind, parts = get_origin(expected), get_args(expected)
-    if kind is UnionType:
-        return any(_has_type(value, part) for part in parts)
-    if kind is list:
-        return isinstance(value, list) and all(_has_type(item, parts[0]) for item in value)
-    if kind is dict:
-        return isinstance(value, dict) and all(_has_type(item, parts[1]) for item in value.values())
-    if expected is float:
-        return type(value) in (int, float)
-    return type(value) is expected

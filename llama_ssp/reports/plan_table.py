@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from llama_ssp.config.formats.format import formats
 from llama_ssp.errors import ConfigError
+from llama_ssp.visible import visible
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -45,16 +46,16 @@ def print_plan(plan: Mapping[str, Any], console: "Console | None" = None) -> Non
         ConfigError: rich is not installed.
     """
     console = console or _console()
-    console.print(f"\n[bold]{headline(plan)}[/bold]")
+    console.print(f"\n[bold]{_literal(headline(plan))}[/bold]")
     console.print(_memory_table(plan))
     console.print(_room(plan))
     console.print(_time_table(plan))
     for line in _basis(plan):
-        console.print(line)
+        console.print(_literal(line))
     for warning in plan["warnings"]:
-        console.print(f"[yellow]warning:[/yellow] {warning}")
+        console.print(f"[yellow]warning:[/yellow] {_literal(warning)}")
     for note in plan["notes"]:
-        console.print(f"[cyan]note:[/cyan] {note}")
+        console.print(f"[cyan]note:[/cyan] {_literal(note)}")
 
 
 def headline(plan: Mapping[str, Any]) -> str:
@@ -182,6 +183,7 @@ def print_search(choices: Sequence[Mapping[str, Any]], *, machine: str, console:
     console = console or _console()
     from rich.table import Table  # noqa: PLC0415 - see the module
 
+    machine = _literal(machine)
     title = f"Choices on {machine}, the fastest {MOST_CHOICES} of each target; # ranks all, GiB are the fullest rank's"
     table = Table(title=title, title_justify="left", title_style="")
     for name in ("#", "target", "draft", "K", "ms/token", "gain", "GiB"):
@@ -211,8 +213,8 @@ def _short(quantization: str) -> str:
 
 
 def _search_row(choice: Mapping[str, Any]) -> list[str]:
-    target = f"{choice['target']} {_short(choice['quantization'])}"
-    draft = f"{choice['draft']} {choice['draft_kind']}" if choice["draft"] else "none"
+    target = f"{_literal(choice['target'])} {_short(choice['quantization'])}"
+    draft = f"{_literal(choice['draft'])} {choice['draft_kind']}" if choice["draft"] else "none"
     if choice["reason"]:
         return [
             "",
@@ -240,6 +242,13 @@ def _shortage(choice: Mapping[str, Any]) -> str:
     return f"{choice['needed_bytes'] / GIB:.1f} of {choice['capacity_bytes'] / GIB:.1f}"
 
 
+def _literal(text: str) -> str:
+    """Text of settings and of catalogue entries, which is neither markup nor may it drive the terminal."""
+    from rich.markup import escape  # noqa: PLC0415 - see the module
+
+    return escape(visible(text))
+
+
 def _console() -> "Console":
     try:
         from rich.console import Console  # noqa: PLC0415 - see the module
@@ -252,4 +261,4 @@ def _console() -> "Console":
         def on_broken_pipe(self) -> None:
             raise BrokenPipeError
 
-    return Output(highlight=False, soft_wrap=False)
+    return Output(highlight=False, soft_wrap=False, emoji=False)

@@ -24,11 +24,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self, TypeVar
 
-import yaml
-
 from llama_ssp.errors import FULL_DISK, ConfigError, SspError
 from llama_ssp.reports.lines import BenchmarkRow, CompletionLine, LineKey, Summary
 from llama_ssp.reports.runs import Run
+from llama_ssp.reports.settings import changed_settings
+from llama_ssp.visible import visible
 
 _Line = TypeVar("_Line")
 CHANGEABLE = (
@@ -163,19 +163,11 @@ class RunFolder:
             _write_whole(file, config_yaml)
             return
         with _explained(file):
-            old_yaml = file.read_text(encoding="utf-8", errors="replace")
+            old_yaml = _read(file).decode("utf-8", errors="replace")
         try:
-            old = _flat(yaml.safe_load(old_yaml))
-        except yaml.YAMLError:
+            changes = changed_settings(old_yaml, config_yaml, changeable=changeable)
+        except ValueError:
             raise ConfigError(f"{file} is damaged; name another run_dir, or restore it to resume this one") from None
-        new = _flat(yaml.safe_load(config_yaml))
-        # A setting that is newer than the folder has been off in it.
-        old = {key: value for key, value in new.items() if value == []} | old
-        changes = [
-            f"{key} was {json.dumps(old.get(key))} and is now {json.dumps(new.get(key))}"
-            for key in sorted(old.keys() | new.keys())
-            if old.get(key) != new.get(key) and not _is_below(key, changeable)
-        ]
         if changes:
             raise ConfigError(
                 f"run_dir={self.path} belongs to another config ({'; '.join(changes)}); "
@@ -188,7 +180,7 @@ class RunFolder:
         if not file.exists():
             return []
         with _explained(file):
-            whole, _, torn = file.read_bytes().rpartition(b"\n")
+            whole, _, torn = _read(file).rpartition(b"\n")
             if torn:
                 os.truncate(file, len(whole) + 1 if whole else 0)
         found = []
@@ -219,7 +211,7 @@ def write_failure(run_dir: Path, *, exit_code: int, sentence: str) -> None:
     Raises:
         SspError: the disk is full or gone.
     """
-    _write_whole(run_dir / "status", f"{exit_code}: {sentence}\n")
+    _write_whole(run_dir / "status", f"{exit_code}: {visible(sentence)}\n")
 
 
 def _locked(file: Path) -> BinaryIO:
@@ -230,7 +222,7 @@ def _locked(file: Path) -> BinaryIO:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             lock.seek(0)
-            owner = lock.read().decode(errors="replace").strip() or "another job"
+            owner = lock.read(200).decode(errors="replace").strip() or "another job"
             lock.close()
             raise ConfigError(
                 f"run_dir={file.parent} is in use by {owner}; wait for its end, or name another run_dir"
@@ -283,15 +275,12 @@ def _explained(file: Path) -> Iterator[None]:
         raise SspError(f"cannot use {file}: {(error.strerror or str(error)).lower()}; {remedy}") from error
 
 
-def _flat(tree: object, prefix: str = "") -> dict[str, object]:
-    """Name every leaf of nested mappings by its dotted key; a list is a leaf."""
-    if not isinstance(tree, dict):
-        return {prefix: tree}
-    leaves: dict[str, object] = {}
-    for key, value in tree.items():
-        leaves |= _flat(value, f"{prefix}.{key}" if prefix else str(key))
-    return leaves
+def _read(file: Path) -> bytes:
+    """Read a regular file; anything else might never end.
 
-
-def _is_below(key: str, parents: Collection[str]) -> bool:
-    return any(key == parent or key.startswith(parent + ".") for parent in parents)
+    Raises:
+        OSError: it is no regular file, or cannot be read.
+    """
+    if not file.is_file():
+        raise OSError(None, "not a regular file")
+    return file.read_bytes()

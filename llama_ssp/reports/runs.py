@@ -5,27 +5,18 @@ Reads only: no lock is taken and nothing in a run folder changes. What a line an
 
 import csv
 import io
-import json
+import stat
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from llama_ssp.errors import ConfigError
-from llama_ssp.reports.lines import (
-    SCHEMA_VERSION,
-    BenchmarkRow,
-    CompletionLine,
-    Forecast,
-    PlainSummary,
-    RankMemory,
-    SpeculativeSummary,
-    StartUp,
-    Summary,
-)
+from llama_ssp.reports.lines import CompletionLine, Summary
+from llama_ssp.reports.reading import MOST_BYTES
+from llama_ssp.visible import visible
 
-_NESTED = {"plain": PlainSummary, "speculative": SpeculativeSummary, "forecast": Forecast, "startup": StartUp}
+_MOST_STATUS_BYTES = 4096
 _TEXTS = ("prompt", "text", "token_ids", "accepted_lengths", "examined_lengths")
 
 
@@ -63,10 +54,11 @@ def find_runs(folders: Iterable[Path]) -> tuple[list[Run], list[str]]:
         folders: of runs or of sweeps.
 
     Returns:
-        The runs that have a summary, in order of their paths, and a sentence for each that has none.
+        The runs that can be read, in order of their paths, and a sentence for each other one: it has no summary yet,
+        or one of its files is damaged.
 
     Raises:
-        ConfigError: a folder holds no run, or a file of one is damaged.
+        ConfigError: a folder holds no run, or cannot be read.
     """
     runs, missing = [], []
     for folder in folders:
@@ -77,11 +69,16 @@ def find_runs(folders: Iterable[Path]) -> tuple[list[Run], list[str]]:
         if not found:
             raise ConfigError(f"{folder} holds no run: a run's folder, with its config.yaml, or a sweep's is required")
         for path in found:
-            name = folder.name if path == folder else f"{folder.name}/{path.relative_to(folder)}"
-            if (path / "summary.json").exists():
-                runs.append(read_run(path, name=name))
-            else:
-                missing.append(f"{name} has no summary yet: {_status(path)}")
+            name = visible(folder.name if path == folder else f"{folder.name}/{path.relative_to(folder)}")
+            try:
+                if (path / "summary.json").exists():
+                    runs.append(read_run(path, name=name))
+                else:
+                    missing.append(f"{name} has no summary yet: {_status(path)}")
+            except OSError as error:
+                missing.append(f"{name} cannot be read: {error.strerror}")
+            except ConfigError as error:
+                missing.append(str(error))
     return runs, missing
 
 
@@ -93,13 +90,34 @@ def read_run(folder: Path, *, name: str) -> Run:
     """
     file = folder / "summary.json"
     try:
-        summary = _summary(json.loads(file.read_text(encoding="utf-8")))
+        _check_file(file, most_bytes=MOST_BYTES)
+        summary = Summary.from_json(file.read_text(encoding="utf-8"))
         file = folder / "run.jsonl"
+        _check_file(file)
         whole = file.read_bytes().rpartition(b"\n")[0]  # what follows the last line feed was only half written
         lines = tuple(CompletionLine.from_json(line) for line in whole.split(b"\n") if line)
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        file = folder / "status"
+        status = _status(folder)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigError(f"{file} cannot be read ({reason}): a run of this version is required") from error
+    except ValueError as error:
         raise ConfigError(f"{file} cannot be read ({error}): a run of this version is required") from error
-    return Run(name=name, status=_status(folder), summary=summary, lines=lines)
+    return Run(name=name, status=status, summary=summary, lines=lines)
+
+
+def _check_file(file: Path, *, most_bytes: int | None = None) -> None:
+    """Refuse what would never end, such as a pipe, or fill the memory.
+
+    Raises:
+        OSError: there is no such file.
+        ValueError: it is no regular file, or too large.
+    """
+    about = file.stat()
+    if not stat.S_ISREG(about.st_mode):
+        raise ValueError("it is no regular file")
+    if most_bytes is not None and about.st_size > most_bytes:
+        raise ValueError(f"it has {about.st_size} bytes, and at most {most_bytes} are possible")
 
 
 def to_csv(runs: Sequence[Run]) -> str:
@@ -137,20 +155,20 @@ def cells_to_csv(runs: Sequence[Run]) -> str:
     return text.getvalue()
 
 
-def _summary(document: dict[str, Any]) -> Summary:
-    if document["schema_version"] != SCHEMA_VERSION:
-        raise ValueError(f"its schema_version is {document['schema_version']}, not {SCHEMA_VERSION}")
-    nested = {name: kind(**document[name]) for name, kind in _NESTED.items() if document.get(name) is not None}
-    memory = [RankMemory(**rank) for rank in document["memory"]]
-    cells = [BenchmarkRow(**cell) for cell in document.get("cells", [])]
-    return Summary(**{**document, **nested, "memory": memory, "cells": cells})
-
-
 def _status(folder: Path) -> str:
+    """Its sentence, visible and on one line.
+
+    Raises:
+        OSError: it cannot be read.
+    """
     file = folder / "status"
-    return file.read_text(encoding="utf-8", errors="replace").strip() if file.exists() else "not started"
+    if not file.is_file():
+        return "not started"
+    with file.open("rb") as stream:
+        said = stream.read(_MOST_STATUS_BYTES).decode("utf-8", errors="replace")
+    return visible(" ".join(said.split()))
 
 
 def _by_number(folder: Path) -> list[tuple[int, str]]:
     """Order points of a sweep as they were numbered: 2 before 10."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in folder.parts]
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in folder.parts]

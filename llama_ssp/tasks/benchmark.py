@@ -18,14 +18,13 @@ from itertools import product
 
 import torch
 
-from llama_ssp.calibration.interleave import in_turns, median_ratio
+from llama_ssp.calibration.interleave import interleave, median_ratio
 from llama_ssp.calibration.operators import copy_bytes_per_s
 from llama_ssp.config.benchmark import BenchmarkConfig
-from llama_ssp.config.formats.format import format_of
-from llama_ssp.config.schema import RunConfig, SpeculationConfig, WeightsKind
+from llama_ssp.config.schema import SpeculationConfig
 from llama_ssp.console.progress import Pace, RunProgress
-from llama_ssp.distributed.agree import together
-from llama_ssp.engine.loop import Completion, Decoder
+from llama_ssp.distributed.agree import raise_on_all_ranks
+from llama_ssp.engine.loop import Decoder, RowCompletion
 from llama_ssp.engine.state import Request
 from llama_ssp.errors import ConfigError, InterruptedRun
 from llama_ssp.planning.parts import rank_shares
@@ -37,8 +36,8 @@ from llama_ssp.reports.provenance import git_commit, versions
 from llama_ssp.tasks.checkpoints import Source
 from llama_ssp.tasks.dry_run import forecast
 from llama_ssp.tasks.loading import build_decoder
-from llama_ssp.tasks.peers import Peers, load_peer
-from llama_ssp.tasks.session import Job, Session
+from llama_ssp.tasks.peers import Peers, has_peers, load_peer
+from llama_ssp.tasks.session import PromptTask, Session
 
 GENERATE, ASSISTED = "generate", "assisted"
 _PASS = "pass"
@@ -53,7 +52,7 @@ class Ours:
     decoder: Decoder
     prompts: Sequence[tuple[int, ...]]
     num_new_tokens: int
-    done: list[list[Completion]] = field(default_factory=list)
+    done: list[list[RowCompletion]] = field(default_factory=list)
 
     @torch.inference_mode()
     def ms_per_token(self, repetition: int) -> float:
@@ -63,7 +62,7 @@ class Ours:
             InterruptedRun: after the round in which somebody wished to stop.
         """
         self.decoder.seed = repetition + 1
-        completions: dict[int, Completion] = {}
+        completions: dict[int, RowCompletion] = {}
         requests = [
             Request(index=index, prompt_ids=ids, max_new_tokens=self.num_new_tokens)
             for index, ids in enumerate(self.prompts)
@@ -103,11 +102,11 @@ class Ours:
         return [sum(each.part_s[part] for each in done) / _rounds_s(done) for done in self.done]
 
 
-def _rounds_s(done: Sequence[Completion]) -> float:
+def _rounds_s(done: Sequence[RowCompletion]) -> float:
     return sum(sum(each.part_s.values()) for each in done)
 
 
-def benchmark(session: Session, jobs: list[Job], sources: tuple[Source, Source | None]) -> None:
+def benchmark(session: Session, jobs: list[PromptTask], sources: tuple[Source, Source | None]) -> None:
     """Measure every cell that is not on record yet, and write its row.
 
     Args:
@@ -122,7 +121,7 @@ def benchmark(session: Session, jobs: list[Job], sources: tuple[Source, Source |
     task = session.config.task
     assert isinstance(task, BenchmarkConfig)
     text = [token for job in jobs for token in job.request.prompt_ids]
-    measured = _tell_measured(session, text)
+    measured = _broadcast_measured(session, text)
     drafted: list[int | None] = [*task.num_draft_tokens] if session.models.has_draft else [None]
     cells = [cell for cell in product(task.prompt_tokens, task.batch_sizes, drafted) if cell not in measured]
     if not cells:
@@ -142,14 +141,14 @@ def benchmark(session: Session, jobs: list[Job], sources: tuple[Source, Source |
                 session.folder.append_row(row)
 
 
-def _tell_measured(session: Session, text: Sequence[int]) -> frozenset[CellKey]:
+def _broadcast_measured(session: Session, text: Sequence[int]) -> frozenset[CellKey]:
     """Tell all ranks which cells the run folder holds already.
 
     Raises:
         ConfigError: they were measured with another text.
     """
     comm, folder = session.world.comm, session.folder
-    with together(comm):
+    with raise_on_all_ranks(comm):
         if folder and any(row.text_sha256 != _digest(text) for row in folder.rows):
             raise ConfigError(
                 f"run_dir={folder.path} holds cells that were measured with another text: "
@@ -170,17 +169,8 @@ def cut(text: Sequence[int], *, num_prompts: int, num_tokens: int) -> list[tuple
     return [tuple(text[(place + offset) % len(text)] for offset in range(num_tokens)) for place in places]
 
 
-def can_compare(config: RunConfig, *, world_size: int) -> bool:
-    """Whether transformers' own generation can stand beside a run: one rank, from files, nothing quantized by us."""
-    entries = [config.model, *([config.draft.model] if config.draft.model else [])]
-    is_whole = not any(format_of(entry.quantization).is_quantized for entry in entries)
-    return world_size == 1 and config.weights is WeightsKind.checkpoint and is_whole
-
-
 def _peers(session: Session, sources: tuple[Source, Source | None]) -> Peers | None:
-    task = session.config.task
-    assert isinstance(task, BenchmarkConfig)
-    if not (task.peers and can_compare(session.config, world_size=session.world.comm.size)):
+    if not has_peers(session.config, world_size=session.world.comm.size):
         return None
     target, *drafts = (
         load_peer(source.origin.folder, dtype=source.dtype or source.origin.dtype, device=session.world.device)
@@ -199,7 +189,7 @@ def _candidates(num_draft_tokens: int | None, *, batch_size: int, has_peers: boo
     return names
 
 
-def _told(
+def _reported(
     measure: Callable[[int], float], name: str, *, num_tokens: int, progress: RunProgress
 ) -> Callable[[int], float]:
     """The same measurement, which tells when it is done."""
@@ -230,7 +220,9 @@ def _measure(
     names = _candidates(num_draft_tokens, batch_size=batch_size, has_peers=peers is not None)
     ours = {
         mode: Ours(
-            decoder=build_decoder(session.models, config, speculative=mode == SPECULATIVE, wish=session.wish),
+            decoder=build_decoder(
+                session.models, config, speculative=mode == SPECULATIVE, stop_request=session.stop_request
+            ),
             prompts=prompts,
             num_new_tokens=config.max_new_tokens,
         )
@@ -243,9 +235,9 @@ def _measure(
         candidates[GENERATE] = lambda _repetition: run(num_draft_tokens=None)
         candidates[ASSISTED] = lambda _repetition: run(num_draft_tokens=num_draft_tokens)
     num_tokens = batch_size * config.max_new_tokens
-    told = {name: _told(candidates[name], name, num_tokens=num_tokens, progress=progress) for name in names}
+    told = {name: _reported(candidates[name], name, num_tokens=num_tokens, progress=progress) for name in names}
     told[_PASS] = lambda _repetition: 1e3 * _pass_s(session)
-    ms = in_turns(told, num_repetitions=task.repetitions)
+    ms = interleave(told, num_repetitions=task.repetitions)
     pass_ms, has_steps = ms.pop(_PASS), config.max_new_tokens > 1
     steps_ms = [each * batch_size for each in ours[PLAIN].rounds_ms] if has_steps else []
     fast = ours.get(SPECULATIVE) if has_steps else None

@@ -7,19 +7,20 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from llama_ssp.config.layout import lay_out_copy, max_device_bytes
+from llama_ssp.config.layout import lay_out_replica, max_device_bytes
+from llama_ssp.config.model_files import GENERATION_CONFIG_FILE, TOKENIZER_FILES, read_json
 from llama_ssp.config.paths import read_path
 from llama_ssp.config.schema import Dtype, ModelConfig, RunConfig, WeightsKind
 from llama_ssp.config.target_placement import TargetKind
-from llama_ssp.distributed.agree import together
+from llama_ssp.distributed.agree import raise_on_all_ranks
 from llama_ssp.distributed.world import World
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.planning.spec import number_format
 from llama_ssp.weights import hub
-from llama_ssp.weights.checkpoint import check_shape, inspect, read_json
+from llama_ssp.weights.checkpoint import check_shape, inspect
 from llama_ssp.weights.manifest import verify
-from llama_ssp.weights.source import Origin
+from llama_ssp.weights.source import WeightSource
 
 if TYPE_CHECKING:  # the library's models take seconds to import
     from llama_ssp.models.huggingface.device_map import Place
@@ -39,7 +40,7 @@ class Source:
     """
 
     entry: ModelConfig
-    origin: Origin
+    origin: WeightSource
     tokenizer: PreTrainedTokenizerBase
     eos_ids: tuple[int, ...]
     dtype: torch.dtype | None
@@ -58,17 +59,17 @@ def find_sources(config: RunConfig, world: World) -> tuple[Source, Source | None
         ConfigError: the vocabularies differ, or a model cannot be served or quantized.
         PlacementError: a model cannot be shared by so many ranks, or not in its precision.
     """
-    layout = lay_out_copy(config.placement, world_size=world.comm.size, has_draft=config.draft.model is not None)
+    layout = lay_out_replica(config.placement, world_size=world.comm.size, has_draft=config.draft.model is not None)
     kind = config.placement.target.kind
     cut_by_us = len(layout.target_ranks) if kind is TargetKind.tensor else 1
-    num_ranks = (cut_by_us, 1 if layout.shares_rows else len(layout.draft_ranks))
-    with together(world.comm):
+    num_ranks = (cut_by_us, 1 if layout.splits_batch else len(layout.draft_ranks))
+    with raise_on_all_ranks(world.comm):
         if config.weights is WeightsKind.checkpoint and world.ranks.local_rank == 0:
             for entry in _entries(config):
                 folder = hub.resolve(entry)
                 if entry.verify:
                     verify(folder, read_path(entry.manifest) if entry.manifest else None)
-    with together(world.comm):
+    with raise_on_all_ranks(world.comm):
         is_synthetic = config.weights is WeightsKind.synthetic
         origins = _synthesize(config, world.device.type) if is_synthetic else _inspect(config)
         if kind is TargetKind.deepspeed:
@@ -82,10 +83,13 @@ def find_sources(config: RunConfig, world: World) -> tuple[Source, Source | None
             for entry, origin, number in zip(_entries(config), origins, num_ranks, strict=False)
         )
         if kind is TargetKind.accelerate and world.comm.rank in layout.target_ranks:
-            from llama_ssp.models.huggingface.device_map import check_in_a_row  # noqa: PLC0415 - see below
+            from llama_ssp.models.huggingface.device_map import check_device_map  # noqa: PLC0415 - see below
 
-            check_in_a_row(
-                target.origin, row_place(config, world), dtype=target.dtype, quantization=target.entry.quantization
+            check_device_map(
+                target.origin,
+                device_map_place(config, world),
+                dtype=target.dtype,
+                quantization=target.entry.quantization,
             )
         draft = drafts[0] if drafts else None
         if draft:
@@ -110,7 +114,7 @@ def _member(dtype: torch.dtype) -> Dtype:
     return next((member for member in Dtype if f"torch.{member.value}" == str(dtype)), Dtype.fp32)
 
 
-def row_place(config: RunConfig, world: World) -> "Place":
+def device_map_place(config: RunConfig, world: World) -> "Place":
     """Where this rank's target in a row goes; what waits on disk goes into the run folder, under this rank's number."""
     from llama_ssp.models.huggingface.device_map import Place  # noqa: PLC0415 - see below
 
@@ -133,9 +137,9 @@ def _entries(config: RunConfig) -> list[ModelConfig]:
     return [config.model] + ([config.draft.model] if config.draft.model else [])
 
 
-def _inspect(config: RunConfig) -> list[Origin]:
+def _inspect(config: RunConfig) -> list[WeightSource]:
     """The files of each model, held to the shape that the catalogue has for it."""
-    origins: list[Origin] = []
+    origins: list[WeightSource] = []
     for entry in _entries(config):
         checkpoint = inspect(hub.resolve(entry))
         check_shape(entry, checkpoint)
@@ -143,7 +147,7 @@ def _inspect(config: RunConfig) -> list[Origin]:
     return origins
 
 
-def _synthesize(config: RunConfig, device: str) -> list[Origin]:
+def _synthesize(config: RunConfig, device: str) -> list[WeightSource]:
     """The recipe of each model: its shape, and what is shipped; on a CPU of numbers that 16 bits hold, as planned."""
     from llama_ssp.weights.synthetic import synthesize  # noqa: PLC0415 - few runs need it
 
@@ -151,7 +155,7 @@ def _synthesize(config: RunConfig, device: str) -> list[Origin]:
     return list(synthesize(shapes, agreement=config.synthetic.agreement, in_16_bits=device == "cpu"))
 
 
-def _check(entry: ModelConfig, origin: Origin, *, num_ranks: int, device: str) -> Source:
+def _check(entry: ModelConfig, origin: WeightSource, *, num_ranks: int, device: str) -> Source:
     from llama_ssp.models.build import check_model  # noqa: PLC0415 - the library's models take seconds to import
 
     check_model(origin, num_ranks=num_ranks, quantization=entry.quantization)
@@ -168,10 +172,15 @@ def _check(entry: ModelConfig, origin: Origin, *, num_ranks: int, device: str) -
 
 
 def _read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """Read a tokenizer, and try what a run will ask it for."""
+    for name in TOKENIZER_FILES:
+        if (folder / name).is_file():
+            read_json(folder / name)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
+        tokenizer.decode(tokenizer("a b").input_ids, skip_special_tokens=True)
     except Exception as error:  # tokenizer files fail in as many ways as there are parsers
         reason = " ".join(str(error).split())[:200]
         raise CheckpointError(
@@ -182,13 +191,11 @@ def _read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def _read_eos_ids(folder: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    file = folder / "generation_config.json"
+    file = folder / GENERATION_CONFIG_FILE
     given = read_json(file).get("eos_token_id") if file.is_file() else None
     if given is None:
         given = tokenizer.eos_token_id
     ids = given if isinstance(given, list) else [] if given is None else [given]
-    if not all(type(token) is int for token in ids):
-        raise CheckpointError(f"{file} has eos_token_id {given!r}, which is no token id: copy or download it again")
     return tuple(ids)
 
 

@@ -5,7 +5,7 @@ from itertools import product
 from llama_ssp.console.terminal import Terminal
 from llama_ssp.engine.stream import Piece
 from llama_ssp.reports.lines import PLAIN, SPECULATIVE, CompletionLine
-from llama_ssp.tasks.session import Job, Session
+from llama_ssp.tasks.session import PromptTask, Session
 
 
 class _Streamed:
@@ -15,7 +15,7 @@ class _Streamed:
         self._terminal = terminal
         self._num_prompts = num_prompts
 
-    def begin(self, job: Job, mode: str) -> None:
+    def begin(self, job: PromptTask, mode: str) -> None:
         self._terminal.heading(mode, number=job.request.index + 1, total=self._num_prompts)
         self._terminal.prompt(job.prompt)
 
@@ -36,7 +36,7 @@ class _Whole(_Streamed):
         super().end(line)
 
 
-def compare(session: Session, jobs: list[Job]) -> None:
+def compare(session: Session, jobs: list[PromptTask]) -> None:
     """Complete all jobs in both modes, one mode after the other so that neither disturbs the other.
 
     Args:

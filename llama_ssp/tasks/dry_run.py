@@ -11,7 +11,7 @@ from pathlib import Path
 from llama_ssp.config import hardware
 from llama_ssp.config.benchmark import BenchmarkConfig
 from llama_ssp.config.hardware import HardwareConfig
-from llama_ssp.config.layout import lay_out_copy, may_capture
+from llama_ssp.config.layout import lay_out_replica, may_capture
 from llama_ssp.config.machine import detect_hardware, machine_of_run
 from llama_ssp.config.plan import PlanFormat
 from llama_ssp.config.rules.rule import AT_ZERO
@@ -20,7 +20,7 @@ from llama_ssp.errors import ConfigError, one_message
 from llama_ssp.planning.auto import AutoPlacement, choose_placement
 from llama_ssp.planning.plan import PLAN_VERSION, Plan, document, make_plan, require_room
 from llama_ssp.planning.search import search, search_document
-from llama_ssp.planning.spec import Job, number_format, planned_model, target_fields
+from llama_ssp.planning.spec import PlanSpec, number_format, planned_model, target_fields
 from llama_ssp.planning.timing import Timing
 from llama_ssp.reports.lines import Forecast
 from llama_ssp.tasks.prompts import STANDARD_INPUT, read_prompts
@@ -29,7 +29,7 @@ CHARACTERS_PER_TOKEN = 3
 TYPED_TOKENS = 128
 
 
-def plan_job(job: Job, machine: HardwareConfig, *, auto_ranks: int | None) -> Plan:
+def plan_job(job: PlanSpec, machine: HardwareConfig, *, auto_ranks: int | None) -> Plan:
     """Plan a job as it is placed, or as the planner places it.
 
     Args:
@@ -77,13 +77,13 @@ def show_plan(
     require_room(plan, words=words)
 
 
-def words_of_run(config: RunConfig) -> dict[str, str]:
+def settings_of_run(config: RunConfig) -> dict[str, str]:
     """How settings that a run does not have are said in it; see `require_room`."""
     words = {"hardware.num_nodes": "{} nodes", "prompt_tokens": "prompts of at most {} tokens"}
     return words | ({"batch_size": "task.batch_sizes=[{}]"} if isinstance(config.task, BenchmarkConfig) else {})
 
 
-def show_search(job: Job, machine: HardwareConfig, form: PlanFormat) -> None:
+def show_search(job: PlanSpec, machine: HardwareConfig, form: PlanFormat) -> None:
     """Print every sensible way to use a machine, the fastest first.
 
     Raises:
@@ -113,10 +113,10 @@ def dry_run(config: RunConfig, *, world_size: int) -> None:
     """
     job, machine = job_ahead(config, world_size=world_size)
     plan = plan_job(job, machine, auto_ranks=world_size if config.placement.auto else None)
-    show_plan(plan, PlanFormat.table, words=words_of_run(config))
+    show_plan(plan, PlanFormat.table, words=settings_of_run(config))
 
 
-def job_ahead(config: RunConfig, *, world_size: int) -> tuple[Job, HardwareConfig]:
+def job_ahead(config: RunConfig, *, world_size: int) -> tuple[PlanSpec, HardwareConfig]:
     """What a run will be to the planner, and where, before anything of it is loaded.
 
     Raises:
@@ -127,7 +127,7 @@ def job_ahead(config: RunConfig, *, world_size: int) -> tuple[Job, HardwareConfi
     return _job_on(machine, config, world_size=world_size, prompt_tokens=tokens), machine
 
 
-def _job_on(machine: HardwareConfig, config: RunConfig, *, world_size: int, prompt_tokens: int) -> Job:
+def _job_on(machine: HardwareConfig, config: RunConfig, *, world_size: int, prompt_tokens: int) -> PlanSpec:
     return job_of_run(
         config, world_size=world_size, prompt_tokens=prompt_tokens, device=machine.device, num_gpus=machine.num_gpus
     )
@@ -202,7 +202,7 @@ def forecast(timed: Timing) -> Forecast:
 
 def job_of_run(
     config: RunConfig, *, world_size: int, prompt_tokens: int, device: str, num_gpus: int | None = None
-) -> Job:
+) -> PlanSpec:
     """The planner's view of a run: its placement on all ranks that were started, graphs where they are used.
 
     Args:
@@ -222,8 +222,8 @@ def job_of_run(
     )
     assert target, "a run has a target"
     draft = planned_model(drafting, device=device) if drafting else None
-    layout = lay_out_copy(placement, world_size=world_size, has_draft=draft is not None)
-    return Job(
+    layout = lay_out_replica(placement, world_size=world_size, has_draft=draft is not None)
+    return PlanSpec(
         **target_fields(target, placement.target, layout, num_gpus=num_gpus or world_size, device=device),
         draft=draft,
         draft_kind=layout.draft_kind,

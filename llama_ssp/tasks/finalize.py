@@ -13,7 +13,7 @@ from llama_ssp.tasks.dry_run import forecast, planned_bytes
 from llama_ssp.tasks.session import Session
 
 
-def conclude(session: Session) -> None:
+def finalize(session: Session) -> None:
     """Collect every rank's memory, and on rank 0 write the summary, print the table and draw picture and report.
 
     The report comes last, because matplotlib takes a second to import: the user has read the results by then.
@@ -73,7 +73,7 @@ def _placement(session: Session) -> dict[str, Any]:
         part: {
             "kind": kind,
             "ranks": list(ranks),
-            "tp_size": 1 if part == "draft" and layout.shares_rows else len(ranks),
+            "tp_size": 1 if part == "draft" and layout.splits_batch else len(ranks),
         }
         for part, (kind, ranks) in kinds.items()
     }

@@ -8,7 +8,7 @@ from llama_ssp.config.schema import OutputFormat
 from llama_ssp.console.terminal import Terminal
 from llama_ssp.engine.stream import Piece
 from llama_ssp.reports.lines import CompletionLine
-from llama_ssp.tasks.session import Job, Session
+from llama_ssp.tasks.session import PromptTask, Session
 
 
 class _Text:
@@ -18,7 +18,7 @@ class _Text:
         self._terminal = terminal
         self._streams = streams
 
-    def begin(self, job: Job, mode: str) -> None:
+    def begin(self, job: PromptTask, mode: str) -> None:
         """Nothing stands before a completion."""
 
     def show(self, pieces: list[Piece]) -> None:
@@ -36,7 +36,7 @@ class _Lines:
     def __init__(self, write: Callable[[str], None]) -> None:
         self._write = write
 
-    def begin(self, job: Job, mode: str) -> None:
+    def begin(self, job: PromptTask, mode: str) -> None:
         """Nothing stands before a line."""
 
     def show(self, pieces: list[Piece]) -> None:
@@ -46,7 +46,7 @@ class _Lines:
         self._write(json.dumps(asdict(line)))
 
 
-def generate(session: Session, jobs: list[Job], *, output: OutputFormat) -> None:
+def generate(session: Session, jobs: list[PromptTask], *, output: OutputFormat) -> None:
     """Complete all jobs, speculatively when there is a draft."""
     terminal = session.terminal
     shows_texts = output is OutputFormat.text

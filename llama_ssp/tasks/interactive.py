@@ -4,13 +4,13 @@ import json
 from collections.abc import Callable, Iterator
 
 from llama_ssp.errors import ConfigError
-from llama_ssp.tasks.session import Job, Session, make_jobs
+from llama_ssp.tasks.session import PromptTask, Session, make_prompt_tasks
 from llama_ssp.tasks.stopping import interruptible
 
 _PATIENCE_S = 24 * 3600.0
 
 
-def converse(session: Session, complete: Callable[[Session, list[Job]], None]) -> None:
+def converse(session: Session, complete: Callable[[Session, list[PromptTask]], None]) -> None:
     """Ask for a prompt, complete it, and again, until Ctrl-D or Ctrl-C at the prompt.
 
     Prompts that are typed for a run folder which has some already are counted on from there.
@@ -28,7 +28,7 @@ def converse(session: Session, complete: Callable[[Session, list[Job]], None]) -
         if prompt is None:
             return
         try:
-            jobs = make_jobs(
+            jobs = make_prompt_tasks(
                 [prompt],
                 session.config,
                 tokenizer=session.models.tokenizer,

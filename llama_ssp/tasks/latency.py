@@ -2,13 +2,13 @@
 
 from llama_ssp.engine.stream import Piece
 from llama_ssp.reports.lines import CompletionLine
-from llama_ssp.tasks.session import Job, Session
+from llama_ssp.tasks.session import PromptTask, Session
 
 
 class _Silent:
     """Shows no text."""
 
-    def begin(self, job: Job, mode: str) -> None:
+    def begin(self, job: PromptTask, mode: str) -> None:
         """No text is shown."""
 
     def show(self, pieces: list[Piece]) -> None:
@@ -18,7 +18,7 @@ class _Silent:
         """A table comes at the end."""
 
 
-def latency(session: Session, jobs: list[Job], *, num_warmup: int) -> None:
+def latency(session: Session, jobs: list[PromptTask], *, num_warmup: int) -> None:
     """Complete all jobs, speculatively when there is a draft.
 
     Args:

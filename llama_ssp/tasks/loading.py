@@ -8,10 +8,10 @@ from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
-from llama_ssp.config.layout import lay_out_copy, may_capture
+from llama_ssp.config.layout import lay_out_replica, may_capture
 from llama_ssp.config.schema import RunConfig
 from llama_ssp.config.target_placement import TargetKind
-from llama_ssp.distributed.agree import together
+from llama_ssp.distributed.agree import raise_on_all_ranks
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.mesh import Mesh, build_mesh
 from llama_ssp.distributed.ranklog import describe_part
@@ -21,16 +21,16 @@ from llama_ssp.drafting.broadcast import BroadcastDrafter, ProbsReceiver
 from llama_ssp.drafting.model import ModelDrafter
 from llama_ssp.engine.executors.cuda_graph import CudaGraphExecutor, CudaRecorder
 from llama_ssp.engine.executors.traced_cpu import TracedExecutor
-from llama_ssp.engine.loop import Decoder, StopWish
+from llama_ssp.engine.loop import Decoder, StopRequest
 from llama_ssp.engine.round import Executor, Round
 from llama_ssp.engine.stops import StopStrings
 from llama_ssp.engine.verifier import Verifier
-from llama_ssp.models.null_runner import Elsewhere
+from llama_ssp.models.null_runner import NullRunner
 from llama_ssp.models.runner import Runner
 from llama_ssp.sampling.rules import Rule, make_rule
-from llama_ssp.tasks.checkpoints import Source, row_place
+from llama_ssp.tasks.checkpoints import Source, device_map_place
 
-Progress = Callable[[str, int, int], None]
+LoadProgress = Callable[[str, int, int], None]
 """Called while a model loads with its part (target or draft), the bytes that are there, and those that will be."""
 
 _log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class Models:
 
 
 def load_models(
-    config: RunConfig, world: World, sources: tuple[Source, Source | None], *, progress: Progress | None = None
+    config: RunConfig, world: World, sources: tuple[Source, Source | None], *, progress: LoadProgress | None = None
 ) -> Models:
     """Load what this rank holds.
 
@@ -68,13 +68,13 @@ def load_models(
         config: of the run.
         world: all ranks; afterwards all collectives wait for `timeouts.decode_s` only.
         sources: target and draft, from `checkpoints.find_sources`.
-        progress: see `Progress`.
+        progress: see `LoadProgress`.
 
     Raises:
         SspError: on every rank, when loading fails on one.
     """
     target_source, draft_source = sources
-    layout = lay_out_copy(config.placement, world_size=world.comm.size, has_draft=draft_source is not None)
+    layout = lay_out_replica(config.placement, world_size=world.comm.size, has_draft=draft_source is not None)
     with on_all_cores(world.cores):
         mesh = build_mesh(layout, world.comm, num_replicas=config.placement.num_replicas)
     if world.comm.rank == 0:
@@ -82,8 +82,8 @@ def load_models(
     _log.info("this rank %s", describe_part(mesh))
     from llama_ssp.models.build import load_model  # noqa: PLC0415 - the library's models take seconds to import
 
-    with together(world.comm):
-        target: Runner = Elsewhere(
+    with raise_on_all_ranks(world.comm):
+        target: Runner = NullRunner(
             device=world.device,
             vocab_size=target_source.origin.shape.vocab_size,
             max_position_embeddings=target_source.origin.context,
@@ -91,9 +91,9 @@ def load_models(
         if mesh.target:
             load: Callable[..., Runner] = partial(load_model, device=world.device, comm=mesh.target)
             if config.placement.target.kind is TargetKind.accelerate:
-                from llama_ssp.models.huggingface.device_map import load_in_a_row  # noqa: PLC0415 - see above
+                from llama_ssp.models.huggingface.device_map import load_device_map  # noqa: PLC0415 - see above
 
-                load = partial(load_in_a_row, place=row_place(config, world))
+                load = partial(load_device_map, place=device_map_place(config, world))
             elif config.placement.target.kind is TargetKind.deepspeed:
                 from llama_ssp.models.huggingface.auto_tp import load_auto_tp  # noqa: PLC0415 - see above
 
@@ -115,7 +115,9 @@ def load_models(
     )
 
 
-def _load(part: str, source: Source, load: Callable[..., Runner], *, comm: Comm, progress: Progress | None) -> Runner:
+def _load(
+    part: str, source: Source, load: Callable[..., Runner], *, comm: Comm, progress: LoadProgress | None
+) -> Runner:
     started = time.perf_counter()
     runner = load(
         source.origin,
@@ -128,27 +130,29 @@ def _load(part: str, source: Source, load: Callable[..., Runner], *, comm: Comm,
     return runner
 
 
-def build_decoder(models: Models, config: RunConfig, *, speculative: bool, wish: StopWish | None = None) -> Decoder:
+def build_decoder(
+    models: Models, config: RunConfig, *, speculative: bool, stop_request: StopRequest | None = None
+) -> Decoder:
     """Put models, rule and random numbers together.
 
     Args:
         models: from `load_models`.
         config: says how to sample and how far to draft.
         speculative: decode with the draft; otherwise with the target alone.
-        wish: see `StopWish`.
+        stop_request: see `StopRequest`.
     """
     mesh, device = models.mesh, models.target.device
     rule = make_rule(config.sampling, config.verification)
     drafter: BroadcastDrafter | BatchSplitDrafter | None = None
     split = None
-    if speculative and mesh.layout.shares_rows:
-        split = BatchSplit(mesh.copy, mesh.layout.draft_ranks)
+    if speculative and mesh.layout.splits_batch:
+        split = BatchSplit(mesh.replica, mesh.layout.draft_ranks)
         num_draft_tokens = config.speculation.num_draft_tokens
         inner = _model_drafter(models, config, rule)
         drafter = BatchSplitDrafter(inner, split=split, num_draft_tokens=num_draft_tokens, device=device)
     elif speculative:
         drafter = _broadcast_drafter(models, config, rule)
-    verifier = Verifier(rule, comm=mesh.copy, verify_rank=mesh.layout.decider, device=device, split=split)
+    verifier = Verifier(rule, comm=mesh.replica, verify_rank=mesh.layout.verify_rank, device=device, split=split)
     round_ = Round(models.target, drafter, verifier=verifier)
     executor: Executor = round_
     if device.type == "cpu":
@@ -164,22 +168,22 @@ def build_decoder(models: Models, config: RunConfig, *, speculative: bool, wish:
         eos_ids=eos_ids,
         seed=config.seed,
         stops=stops,
-        wish=wish,
+        stop_request=stop_request,
     )
 
 
 def _broadcast_drafter(models: Models, config: RunConfig, rule: Rule) -> BroadcastDrafter:
     """The draft on its ranks, its probabilities sent only where no rank holds both models and the rule needs them."""
     mesh, layout = models.mesh, models.mesh.layout
-    apart = layout.speaker != layout.decider and config.sampling.temperature > 0
+    apart = layout.draft_source_rank != layout.verify_rank and config.sampling.temperature > 0
     return BroadcastDrafter(
         _model_drafter(models, config, rule),
-        comm=mesh.copy,
-        src=layout.speaker,
+        comm=mesh.replica,
+        src=layout.draft_source_rank,
         num_draft_tokens=config.speculation.num_draft_tokens,
         device=models.target.device,
         all_draft=layout.draft_ranks == layout.ranks,
-        receiver=ProbsReceiver(layout.decider, models.target.vocab_size) if apart else None,
+        receiver=ProbsReceiver(layout.verify_rank, models.target.vocab_size) if apart else None,
     )
 
 
@@ -194,5 +198,5 @@ def _model_drafter(models: Models, config: RunConfig, rule: Rule) -> ModelDrafte
         num_draft_tokens=config.speculation.num_draft_tokens,
         vocab_size=models.target.vocab_size,
         comm=mesh.draft,
-        src=0 if layout.shares_rows else layout.draft_ranks.index(layout.speaker),
+        src=0 if layout.splits_batch else layout.draft_ranks.index(layout.draft_source_rank),
     )

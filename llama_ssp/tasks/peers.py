@@ -10,9 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from llama_ssp.config.schema import SamplingConfig
+from llama_ssp.config.benchmark import BenchmarkConfig
+from llama_ssp.config.formats.format import format_of
+from llama_ssp.config.model_files import GENERATION_CONFIG_FILE
+from llama_ssp.config.schema import RunConfig, SamplingConfig, WeightsKind
+from llama_ssp.errors import CheckpointError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +43,8 @@ class Peers:
             sampling: as ours.
             num_draft_tokens: K; None for `generate` without an assistant.
         """
-        together = num_draft_tokens is None and len({len(ids) for ids in prompts}) == 1
-        batches = [list(prompts)] if together else [[ids] for ids in prompts]
+        raise_on_all_ranks = num_draft_tokens is None and len({len(ids) for ids in prompts}) == 1
+        batches = [list(prompts)] if raise_on_all_ranks else [[ids] for ids in prompts]
         assistant = None if num_draft_tokens is None else self.draft
         if assistant:
             assistant.generation_config.num_assistant_tokens = num_draft_tokens
@@ -52,19 +56,46 @@ class Peers:
                 attention_mask=torch.ones_like(ids_BT),
                 max_new_tokens=num_new_tokens,
                 assistant_model=assistant,
-                **_words(sampling),
+                **_generation_options(sampling),
             )
             num_tokens += out_BT[:, ids_BT.shape[1] :].numel()
         return 1e3 * (time.perf_counter() - started) / num_tokens
 
 
-def _words(sampling: SamplingConfig) -> dict[str, object]:
+def _generation_options(sampling: SamplingConfig) -> dict[str, object]:
     """Our settings in the library's words."""
     if sampling.temperature == 0:
         return {"do_sample": False}
     top_p = 1.0 if sampling.top_p is None else sampling.top_p
     words = {"temperature": sampling.temperature, "top_k": sampling.top_k or 0, "top_p": top_p, "min_p": sampling.min_p}
     return {"do_sample": True, **words}
+
+
+def has_peers(config: RunConfig, *, world_size: int) -> bool:
+    """Whether transformers' own generation stands beside a benchmark: one rank, from files, nothing quantized by us."""
+    entries = [config.model, *([config.draft.model] if config.draft.model else [])]
+    is_whole = not any(format_of(entry.quantization).is_quantized for entry in entries)
+    is_asked = isinstance(config.task, BenchmarkConfig) and config.task.peers
+    return is_asked and world_size == 1 and config.weights is WeightsKind.checkpoint and is_whole
+
+
+def check_peers(folders: Sequence[Path]) -> None:
+    """Read what the library will generate by, before any weight is loaded.
+
+    Raises:
+        CheckpointError: it refuses what it finds in a folder.
+    """
+    for file in (folder / GENERATION_CONFIG_FILE for folder in folders):
+        if not file.is_file():
+            continue
+        try:
+            GenerationConfig.from_pretrained(file.parent, local_files_only=True)
+        except Exception as error:  # it checks some values, and fails at others
+            reason = " ".join(str(error).split())[:200] or type(error).__name__
+            raise CheckpointError(
+                f"transformers, which is to be measured too, refuses {file} ({reason}): copy or download it again, or "
+                "set task.peers=false"
+            ) from error
 
 
 def load_peer(folder: Path, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:

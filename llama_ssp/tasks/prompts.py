@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llama_ssp.config.schema import RunConfig
-from llama_ssp.errors import ConfigError
+from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.reports.lines import CompletionLine
 
 if TYPE_CHECKING:  # a plan reads prompts too, and needs no library of models
@@ -103,6 +103,7 @@ def encode(prompt: str, tokenizer: "PreTrainedTokenizerBase", *, chat: bool) -> 
         chat: put the prompt into the tokenizer's chat template.
 
     Raises:
+        CheckpointError: the chat template is damaged.
         ConfigError: there is no chat template, or the prompt has no token or is no Unicode text.
     """
     try:
@@ -114,10 +115,8 @@ def encode(prompt: str, tokenizer: "PreTrainedTokenizerBase", *, chat: bool) -> 
     if chat:
         if not tokenizer.chat_template:
             raise ConfigError("chat=true needs a tokenizer with a chat template; leave chat out, or use a chat model")
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False
-        )
-        ids = tokenizer(str(text), add_special_tokens=False).input_ids
+        text = _in_template(prompt, tokenizer)
+        ids = tokenizer(text, add_special_tokens=False).input_ids
     else:
         ids = tokenizer(prompt).input_ids
     if not ids and tokenizer.bos_token_id is not None:
@@ -125,6 +124,23 @@ def encode(prompt: str, tokenizer: "PreTrainedTokenizerBase", *, chat: bool) -> 
     if not ids:
         raise ConfigError("an empty prompt needs a begin-of-sequence token, which this tokenizer lacks: write a prompt")
     return tuple(ids)
+
+
+def _in_template(prompt: str, tokenizer: "PreTrainedTokenizerBase") -> str:
+    """Put what a user says into the chat template of a tokenizer.
+
+    Raises:
+        CheckpointError: the template is damaged.
+    """
+    messages = [{"role": "user", "content": prompt}]
+    try:
+        return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+    except Exception as error:  # a template is a program
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise CheckpointError(
+            f"the chat template in {tokenizer.name_or_path} fails ({reason}): copy tokenizer_config.json or "
+            "chat_template.jinja again, or leave chat out"
+        ) from error
 
 
 def check_ids(ids: Sequence[int], *, max_new_tokens: int, context: int, vocab_size: int, prompt: str) -> None:

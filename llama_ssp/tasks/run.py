@@ -27,8 +27,8 @@ from llama_ssp.config.schema import (
 )
 from llama_ssp.config.target_placement import TargetPlacement
 from llama_ssp.console.terminal import Terminal
-from llama_ssp.distributed.agree import together
-from llama_ssp.distributed.faults import Phase, ending_alike
+from llama_ssp.distributed.agree import raise_on_all_ranks
+from llama_ssp.distributed.faults import Phase, unify_failure
 from llama_ssp.distributed.ranklog import close_logs, describe_rank, open_logs
 from llama_ssp.distributed.world import World, start
 from llama_ssp.errors import ConfigError, InterruptedRun, LostRankError, SspError
@@ -43,18 +43,19 @@ from llama_ssp.tasks.dry_run import (
     choose_for_run,
     hardware_of,
     plan_of_run,
+    settings_of_run,
     with_filled_rows,
-    words_of_run,
 )
-from llama_ssp.tasks.finalize import conclude
+from llama_ssp.tasks.finalize import finalize
 from llama_ssp.tasks.generate import generate
 from llama_ssp.tasks.interactive import converse
 from llama_ssp.tasks.latency import latency
 from llama_ssp.tasks.loading import load_models
+from llama_ssp.tasks.peers import check_peers, has_peers
 from llama_ssp.tasks.prompts import check_unchanged, is_interactive, read_prompts
-from llama_ssp.tasks.session import Job, Session, make_jobs
+from llama_ssp.tasks.session import PromptTask, Session, make_prompt_tasks
 from llama_ssp.tasks.startup import StartClock
-from llama_ssp.tasks.stopping import heeding_signals
+from llama_ssp.tasks.stopping import stopping_on_signals
 
 _log = logging.getLogger(__name__)
 
@@ -86,7 +87,7 @@ def run(config: RunConfig, clock: StartClock) -> bool:
         phase = Phase(doing="loading", limit=f"timeouts.load_s={config.timeouts.load_s:g}")
         folder, run_dir = None, None
         try:
-            with ending_alike(world.watch, phase):
+            with unify_failure(world.watch, phase):
                 if isinstance(config.task, CalibrateConfig):
                     from llama_ssp.tasks.calibrate import calibrate  # noqa: PLC0415 - builds models of the library's
 
@@ -108,7 +109,7 @@ def run(config: RunConfig, clock: StartClock) -> bool:
 def _open_folder(config: RunConfig, world: World, stack: ExitStack) -> RunFolder | None:
     """Open the run folder on rank 0, and every rank's log in it."""
     folder = None
-    with together(world.comm):
+    with raise_on_all_ranks(world.comm):
         if world.comm.rank == 0:
             folder = stack.enter_context(RunFolder(Path(str(config.run_dir)), to_yaml(config)))
     config.run_dir = world.comm.broadcast_text(str(config.run_dir), src=0)
@@ -151,7 +152,9 @@ def _run(
         _settle_placement(config, world, terminal)
     sources = find_sources(config, world)
     config = with_number_formats(config, sources)
-    finished = _tell_finished(world, folder)
+    if has_peers(config, world_size=world.comm.size):
+        check_peers([source.origin.folder for source in sources if source])
+    finished = _broadcast_finished(world, folder)
     context = min(source.origin.context for source in sources if source)
     jobs = _read_jobs(config, world, folder, sources[0], context=context)
     config = with_filled_rows(config, num_completions=len(jobs) if jobs else config.num_samples)
@@ -178,7 +181,7 @@ def _run(
 
     interruption = None
     try:
-        heeding = heeding_signals(session.wish, tell=world.watch.ask_to_stop, agree=agree)
+        heeding = stopping_on_signals(session.stop_request, tell=world.watch.ask_to_stop, agree=agree)
         with heeding as stop, terminal.while_read(stop):
             if jobs is None:
                 converse(session, _do)
@@ -190,18 +193,18 @@ def _run(
                 _do(session, jobs)
     except InterruptedRun as error:
         interruption = error
-    conclude(session)
+    finalize(session)
     if interruption:
         raise interruption
     if folder:
         folder.write_status("done")
-    return session.wish.requested
+    return session.stop_request.requested
 
 
 def _settle_placement(config: RunConfig, world: World, terminal: Terminal) -> None:
     """Let rank 0 choose for all: what one node knows of its machine, another might not."""
     choice = ""
-    with together(world.comm):
+    with raise_on_all_ranks(world.comm):
         if world.comm.rank == 0:
             chosen = choose_for_run(config, world_size=world.comm.size, on_cpu=world.device.type == "cpu")
             terminal.say(chosen.sentence)
@@ -215,7 +218,7 @@ def _settle_placement(config: RunConfig, world: World, terminal: Terminal) -> No
     )
 
 
-def _tell_finished(world: World, folder: RunFolder | None) -> frozenset[LineKey]:
+def _broadcast_finished(world: World, folder: RunFolder | None) -> frozenset[LineKey]:
     """Tell all ranks which completions the run folder holds already."""
     known = json.dumps(sorted(folder.finished)) if folder else ""
     keys = json.loads(world.comm.broadcast_text(known, src=0))
@@ -224,28 +227,28 @@ def _tell_finished(world: World, folder: RunFolder | None) -> frozenset[LineKey]
 
 def _read_jobs(
     config: RunConfig, world: World, folder: RunFolder | None, source: Source, *, context: int
-) -> list[Job] | None:
+) -> list[PromptTask] | None:
     """Read and encode the prompts, the same on every rank; None when they will be typed one by one."""
     prompts: list[str] | None = None
-    with together(world.comm):
+    with raise_on_all_ranks(world.comm):
         if folder and not is_interactive(config):
             prompts = read_prompts(config)
             check_unchanged(prompts, folder.lines, config)
     prompts = json.loads(world.comm.broadcast_text(json.dumps(prompts), src=0))
     if prompts is None:
         return None
-    with together(world.comm):
+    with raise_on_all_ranks(world.comm):
         vocab_size = source.origin.shape.vocab_size
-        return make_jobs(prompts, config, tokenizer=source.tokenizer, context=context, vocab_size=vocab_size)
+        return make_prompt_tasks(prompts, config, tokenizer=source.tokenizer, context=context, vocab_size=vocab_size)
 
 
-def _make_plan(config: RunConfig, world: World, terminal: Terminal, jobs: list[Job] | None) -> Plan | None:
+def _make_plan(config: RunConfig, world: World, terminal: Terminal, jobs: list[PromptTask] | None) -> Plan | None:
     """Plan this very run, and stop it here if it cannot fit; None where nobody has described the machine.
 
     Raises:
         CapacityError: it does not fit.
     """
-    with together(world.comm):
+    with raise_on_all_ranks(world.comm):
         try:
             machine = hardware_of(config, on_cpu=world.device.type == "cpu")
         except ConfigError as error:
@@ -257,11 +260,11 @@ def _make_plan(config: RunConfig, world: World, terminal: Terminal, jobs: list[J
         plan = plan_of_run(config, world_size=world.comm.size, machine=machine, prompt_tokens=longest)
         if world.comm.rank == 0:
             _log.info("forecast for hardware %s: %s", machine.name, planned_link(machine))
-        require_room(plan, words=words_of_run(config))
+        require_room(plan, words=settings_of_run(config))
     return plan
 
 
-def _do(session: Session, jobs: list[Job]) -> None:
+def _do(session: Session, jobs: list[PromptTask]) -> None:
     """Hand over to the task."""
     match session.config.task:
         case CompareConfig():

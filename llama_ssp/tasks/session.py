@@ -16,9 +16,9 @@ from llama_ssp.config.schema import RunConfig
 from llama_ssp.console.progress import Pace, RunProgress
 from llama_ssp.console.terminal import Terminal
 from llama_ssp.distributed.memory import MemoryWatch
-from llama_ssp.distributed.result_queue import Exchange
+from llama_ssp.distributed.result_queue import ResultQueue
 from llama_ssp.distributed.world import World
-from llama_ssp.engine.loop import Completion, Decoder, StopWish
+from llama_ssp.engine.loop import Decoder, RowCompletion, StopRequest
 from llama_ssp.engine.state import Request
 from llama_ssp.engine.stream import IncrementalText, Piece
 from llama_ssp.errors import InterruptedRun
@@ -33,7 +33,7 @@ _WARMUP_TOKENS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class PromptTask:
     """A completion that is wanted, and its prompt as the user wrote it."""
 
     request: Request
@@ -43,7 +43,7 @@ class Job:
 class Viewer(Protocol):
     """Shows completions as they come; the tasks differ in it."""
 
-    def begin(self, job: Job, mode: str) -> None:
+    def begin(self, job: PromptTask, mode: str) -> None:
         """A completion begins; called in streaming only."""
         ...
 
@@ -56,7 +56,7 @@ class Viewer(Protocol):
         ...
 
 
-def make_jobs(
+def make_prompt_tasks(
     prompts: Sequence[str],
     config: RunConfig,
     *,
@@ -64,7 +64,7 @@ def make_jobs(
     context: int,
     vocab_size: int,
     first_index: int = 0,
-) -> list[Job]:
+) -> list[PromptTask]:
     """Encode prompts, once for each sample that is wanted of them.
 
     Raises:
@@ -76,7 +76,7 @@ def make_jobs(
         num_new = config.max_new_tokens
         check_ids(ids, max_new_tokens=num_new, context=context, vocab_size=vocab_size, prompt=prompt)
         request = Request(index=index, sample=sample, prompt_ids=ids, max_new_tokens=num_new)
-        jobs.append(Job(request=request, prompt=prompt))
+        jobs.append(PromptTask(request=request, prompt=prompt))
     return jobs
 
 
@@ -116,7 +116,7 @@ class Session:
         self.num_prompts = num_prompts
         self.plan = plan
         self.start_clock = start_clock
-        self.wish = StopWish()
+        self.stop_request = StopRequest()
         self.memory = MemoryWatch(world.device)
         self.memory.sample()
         self._finished = finished
@@ -142,11 +142,13 @@ class Session:
         """The decoder of a mode, built when it is first needed."""
         if mode not in self._decoders:
             is_speculative = mode == SPECULATIVE
-            self._decoders[mode] = build_decoder(self.models, self.config, speculative=is_speculative, wish=self.wish)
+            self._decoders[mode] = build_decoder(
+                self.models, self.config, speculative=is_speculative, stop_request=self.stop_request
+            )
         return self._decoders[mode]
 
     @torch.inference_mode()
-    def warm_up(self, jobs: Sequence[Job], modes: Sequence[str], *, num_jobs: int) -> None:
+    def warm_up(self, jobs: Sequence[PromptTask], modes: Sequence[str], *, num_jobs: int) -> None:
         """Do what is done but once, so that none of it is measured: make caches for all jobs, in all modes.
 
         Some jobs, `num_jobs` of them, are completed by a few tokens, neither shown nor recorded.
@@ -159,7 +161,9 @@ class Session:
                 pass
 
     @contextmanager
-    def showing_progress(self, jobs: Sequence[Job], modes: Sequence[str], *, shows_texts: bool) -> Iterator[None]:
+    def showing_progress(
+        self, jobs: Sequence[PromptTask], modes: Sequence[str], *, shows_texts: bool
+    ) -> Iterator[None]:
         """Tell the user how far the block has come with the jobs.
 
         Args:
@@ -185,7 +189,7 @@ class Session:
                 self._progress.end(mode, num_tokens=ended.num_new_tokens, ms=ended.ms)
 
     @torch.inference_mode()
-    def complete(self, jobs: Sequence[Job], mode: str, viewer: Viewer) -> None:
+    def complete(self, jobs: Sequence[PromptTask], mode: str, viewer: Viewer) -> None:
         """Decode the jobs that are not on record yet, show them and record them.
 
         Args:
@@ -240,9 +244,9 @@ class _Ledger:
         if num_copies > 1:
             mesh, watch = session.models.mesh, session.world.watch
             patience_s = session.config.timeouts.decode_s
-            self._exchange = Exchange.begin(mesh, num_copies=num_copies, watch=watch, patience_s=patience_s)
+            self._exchange = ResultQueue.begin(mesh, num_copies=num_copies, watch=watch, patience_s=patience_s)
 
-    def enter(self, job: Job, completion: Completion, mode: str) -> None:
+    def enter(self, job: PromptTask, completion: RowCompletion, mode: str) -> None:
         """Record a completion of this copy, or hand it over to rank 0, and record what others have handed over."""
         session, exchange = self._session, self._exchange
         session.memory.sample()
@@ -275,7 +279,7 @@ class _Ledger:
 
 
 def to_line(
-    job: Job, completion: Completion, mode: str, tokenizer: PreTrainedTokenizerBase, *, num_copies: int
+    job: PromptTask, completion: RowCompletion, mode: str, tokenizer: PreTrainedTokenizerBase, *, num_copies: int
 ) -> CompletionLine:
     """Write a finished completion as a line of `run.jsonl`; `num_copies` share the wall time."""
     return CompletionLine(

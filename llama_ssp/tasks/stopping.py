@@ -5,24 +5,24 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 
-from llama_ssp.engine.loop import StopWish
+from llama_ssp.distributed.signals import heeded_signals
+from llama_ssp.engine.loop import StopRequest
 
 _Handler = Callable[[int, FrameType | None], object] | int | None
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 @contextmanager
-def heeding_signals(
-    wish: StopWish, *, tell: Callable[[], None], agree: Callable[[bool], bool]
+def stopping_on_signals(
+    stop_request: StopRequest, *, tell: Callable[[], None], agree: Callable[[bool], bool]
 ) -> Iterator[Callable[[], None]]:
-    """Let Ctrl-C, SIGTERM and SIGUSR1 set `wish` while the block runs, however often they come.
+    """Let Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP set `stop_request` while the block runs, however often they come.
 
     Once a wish has ended the block they go on doing nothing else: SLURM and torchrun both pass a SIGTERM on, and the
     second one must not end a process that is writing its last records. A wish that came too late for the block leaves
     them so only where all ranks know of it.
 
     Args:
-        wish: afterwards says whether the run is to end here, on every rank alike.
+        stop_request: afterwards says whether the run is to end here, on every rank alike.
         tell: the signal may have reached this rank alone, and not the one whose wish counts: passes it on to all.
         agree: says whether any rank wished to stop, to all of them.
 
@@ -31,34 +31,34 @@ def heeding_signals(
     """
 
     def stop() -> None:
-        if not wish.requested:
-            wish.requested = True
+        if not stop_request.requested:
+            stop_request.requested = True
             tell()
 
     def note(_number: int, _frame: FrameType | None) -> None:
         stop()
 
-    before = {number: signal.signal(number, note) for number in _SIGNALS}
+    before = {number: signal.signal(number, note) for number in heeded_signals()}
     is_agreed = False
     try:
         yield stop
-        is_agreed = agree(wish.requested)
+        is_agreed = agree(stop_request.requested)
     except BaseException:
-        is_agreed = wish.requested
+        is_agreed = stop_request.requested
         raise
     finally:
         if not is_agreed:
             _restore(before)
-    if wish.requested and not is_agreed:  # it came behind the agreement, and what follows is to know
-        wish.requested = False
+    if stop_request.requested and not is_agreed:  # it came behind the agreement, and what follows is to know
+        stop_request.requested = False
         signal.raise_signal(signal.SIGTERM)
-    wish.requested = is_agreed
+    stop_request.requested = is_agreed
 
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Let Ctrl-C, SIGTERM and SIGUSR1 raise KeyboardInterrupt while the block waits for the user's input."""
-    before = {number: signal.signal(number, signal.default_int_handler) for number in _SIGNALS}
+    """Let Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP raise KeyboardInterrupt while the block waits for the user's input."""
+    before = {number: signal.signal(number, signal.default_int_handler) for number in heeded_signals()}
     try:
         yield
     finally:

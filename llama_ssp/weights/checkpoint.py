@@ -4,26 +4,25 @@ Every fault of a folder is one `CheckpointError` here: missing, truncated or cor
 self-coded models. Which tensors a model needs is asked in `loader`; where the folder comes from, in `hub`.
 """
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, __version__
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from llama_ssp.config.model_files import CONFIG_FILE, read_json, shown
 from llama_ssp.config.schema import ModelConfig, ModelShape
 from llama_ssp.errors import CheckpointError
 from llama_ssp.weights.source import TensorFacts
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+_MAX_NAME_BYTES, _MAX_NAME_SHOWN = 255, 200
 _PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".ckpt"}
 _FLOAT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 
@@ -37,7 +36,7 @@ class StoredTensor(TensorFacts):
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A folder that `inspect` found sound; an `origin.Origin`.
+    """A folder that `inspect` found sound; an `origin.WeightSource`.
 
     Attributes:
         folder: where the files are.
@@ -71,7 +70,7 @@ class Checkpoint:
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
     ) -> Tensor:
-        """Copy a tensor, or a slice of it, out of its file; no more than it is copied. See `Origin.read`.
+        """Copy a tensor, or a slice of it, out of its file; no more than it is copied. See `WeightSource.read`.
 
         Casting while copying needs no second copy on the CPU.
 
@@ -109,9 +108,13 @@ def inspect(folder: Path) -> Checkpoint:
     config = _read_config(folder)
     try:
         shape = shape_of(config)
-    except AttributeError as error:
+    except (AttributeError, TypeError, ZeroDivisionError) as error:
         message = f"{folder}/config.json describes no decoder with attention: {error}"
         raise CheckpointError(message) from error
+    small = [f"{name} {size}" for name, size in asdict(shape).items() if type(size) is int and size < 1]
+    if small:
+        message = f"{folder}/config.json means {', '.join(small)}, and at least 1 is required: copy it again"
+        raise CheckpointError(message)
     return Checkpoint(folder=folder, config=config, shape=shape, tensors=_list_tensors(folder))
 
 
@@ -150,28 +153,8 @@ def check_shape(entry: ModelConfig, checkpoint: Checkpoint) -> None:
         raise CheckpointError(message)
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """Read a file that must hold a JSON object.
-
-    Raises:
-        CheckpointError: it cannot be read, or holds anything else.
-    """
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        message = f"{file} cannot be read ({error.strerror}): a folder as save_pretrained writes it is required"
-        raise CheckpointError(message) from error
-    except ValueError as error:
-        message = f"{file} is not JSON ({error}): copy or download it again"
-        raise CheckpointError(message) from error
-    if not isinstance(content, dict):
-        message = f"{file} holds no JSON object: copy or download it again"
-        raise CheckpointError(message)
-    return content
-
-
 def _read_config(folder: Path) -> PretrainedConfig:
-    file = folder / "config.json"
+    file = folder / CONFIG_FILE
     content = read_json(file)
     model_type = content.get("model_type")
     problem = None
@@ -182,9 +165,9 @@ def _read_config(folder: Path) -> PretrainedConfig:
     elif not isinstance(model_type, str):
         problem = "has no model_type: a config.json as save_pretrained writes it is required"
     elif model_type not in CONFIG_MAPPING:
-        problem = f"has model_type {model_type!r}, unknown to transformers {__version__}: a newer one may know it"
+        problem = f"has model_type {shown(model_type)}, unknown to transformers {__version__}: a newer one may know it"
     elif model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        problem = f"has model_type {model_type!r}, which is no causal language model"
+        problem = f"has model_type {shown(model_type)}, which is no causal language model"
     elif "quantization_config" in content:
         problem = "describes quantized weights: float32, bfloat16 or float16 weights are required"
     if problem:
@@ -192,8 +175,8 @@ def _read_config(folder: Path) -> PretrainedConfig:
         raise CheckpointError(message)
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError, OSError) as error:
-        message = f"{file} is no valid configuration of {model_type}: {' '.join(str(error).split())}"
+    except Exception as error:  # values fail in as many ways as there are families
+        message = f"{file} is no valid configuration of {model_type}: {_reason(error)}"
         raise CheckpointError(message) from error
     return config
 
@@ -222,7 +205,10 @@ def _list_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def _is_file_name(name: object) -> bool:
-    return isinstance(name, str) and Path(name).name == name
+    """Whether this can be the name of a file in the folder itself."""
+    if not isinstance(name, str) or "\0" in name or Path(name).name != name:
+        return False
+    return len(name.encode(errors="surrogatepass")) <= _MAX_NAME_BYTES
 
 
 def _read_header(file: Path) -> dict[str, StoredTensor]:
@@ -261,4 +247,15 @@ def _no_weights(folder: Path) -> CheckpointError:
 def summary(names: Sequence[str], *, limit: int = 4) -> str:
     """The first few names and how many more there are."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
+    return ", ".join(map(_shortened, names[:limit])) + more
+
+
+def _shortened(name: str) -> str:
+    """A name that a damaged file may have made long, or no text at all."""
+    name = name if name.isprintable() else shown(name)
+    return name if len(name) <= _MAX_NAME_SHOWN else f"{name[:_MAX_NAME_SHOWN]}..."
+
+
+def _reason(error: Exception) -> str:
+    """What a library says, in one line that is not too long."""
+    return " ".join(str(error).split())[:_MAX_NAME_SHOWN] or type(error).__name__

@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from llama_ssp.config.model_files import read_json
 from llama_ssp.errors import CheckpointError
-from llama_ssp.weights.checkpoint import read_json, summary
+from llama_ssp.weights.checkpoint import summary
 
 MANIFEST_FILE = "sha256.json"
 _NUM_THREADS = 4

@@ -28,7 +28,7 @@ class TensorFacts:
     shape: tuple[int, ...]
 
 
-class Origin(Protocol):
+class WeightSource(Protocol):
     """A model that can be read tensor by tensor, and slice by slice."""
 
     @property

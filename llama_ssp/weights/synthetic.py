@@ -6,7 +6,6 @@ was found by `training.agreement`, and is read from a file here. Where each numb
 on its device when it is read, and a slice without the rest.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,6 +18,7 @@ from torch import Tensor
 from transformers import LlamaConfig, PretrainedConfig
 
 from llama_ssp.config import catalogue
+from llama_ssp.config.model_files import read_json
 from llama_ssp.config.schema import ModelShape
 from llama_ssp.errors import ConfigError
 from llama_ssp.weights import hub
@@ -44,7 +44,7 @@ _LAYER_TENSORS = (
 
 @dataclass(frozen=True)
 class Synthetic:
-    """A Llama shape that computes a small model; an `origin.Origin`.
+    """A Llama shape that computes a small model; an `origin.WeightSource`.
 
     Attributes:
         small: the files of the small model, whose tokenizer and end-of-sequence tokens it has.
@@ -112,7 +112,7 @@ class Synthetic:
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
     ) -> Tensor:
-        """Make a tensor, or a slice of it, on its device; see `Origin.read`, and `Gather.make` for what it takes."""
+        """Make a tensor, or a slice of it, on its device; see `WeightSource.read` and `Gather.make`."""
         gather = self._implant.gather(name)
         if dim is not None:
             gather = gather.cut(dim, parts)
@@ -181,7 +181,7 @@ def noise_for(folder: Path, agreement: float) -> float:
         folder: of the small model; its file `agreement.json` has the points.
         agreement: at most 1.
     """
-    points = json.loads((folder / AGREEMENT_FILE).read_text(encoding="utf-8"))["points"]
+    points = read_json(folder / AGREEMENT_FILE)["points"]
     curve = sorted((point["agreement"], point["noise"]) for point in points)
     for (low, more_noise), (high, less_noise) in pairwise(curve):
         if low <= agreement <= high:

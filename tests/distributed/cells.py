@@ -22,6 +22,8 @@ class Cell:
     max_memory_gb: float | None = None
     """Of weights on a device; the rest is on disk."""
     rule: str = "speculative"
+    heavy: bool = False
+    """Its tests run with --heavy alone; those of more than two ranks do so anyway."""
 
     @property
     def placement(self) -> PlacementConfig:
@@ -50,26 +52,28 @@ CELLS = {
         Cell((0,), (0,), REPLICATED),
         Cell((0,), (0,), ONE_RANK, pair="llama", batch_size=1, target_kind=ACCELERATE),
         Cell((0,), (0,), ONE_RANK, target_kind=ACCELERATE, max_memory_gb=0.04),
-        Cell((0,), (0,), ONE_RANK, pair="llama", batch_size=3, target_kind=ACCELERATE, max_memory_gb=0.0003),
+        Cell(
+            (0,), (0,), ONE_RANK, pair="llama", batch_size=3, target_kind=ACCELERATE, max_memory_gb=0.0003, heavy=True
+        ),
         Cell((0,), (0,), ONE_RANK, pair="gpt_neox", batch_size=3, target_kind=ACCELERATE, max_memory_gb=0.0003),
-        Cell((0,), (0,), ONE_RANK, pair="gpt_neo", batch_size=3, target_kind=ACCELERATE),
+        Cell((0,), (0,), ONE_RANK, pair="gpt_neo", batch_size=3, target_kind=ACCELERATE, heavy=True),
     ],
     2: [
-        Cell((0, 1), (1,), ONE_RANK),
+        Cell((0, 1), (1,), ONE_RANK, heavy=True),
         Cell((0, 1), (0,), SHARDED),
         Cell((0, 1), (0, 1), SHARDED),
         Cell((0, 1), (0, 1), REPLICATED),
         Cell((0,), (1,), OWN_GPU),
-        Cell((1,), (0, 1), SHARDED),
+        Cell((1,), (0, 1), SHARDED, heavy=True),
         Cell((0, 1), (0, 1), REPLICATED, pair="gpt_neox"),
         Cell((0, 1), (0, 1), SHARDED, pair="gpt_neo", batch_size=3),
         Cell((1,), (0,), OWN_GPU, pair="gpt_neox", batch_size=3, target_kind=ACCELERATE),
-        Cell((0,), (0, 1), SHARDED, target_kind=ACCELERATE),
-        Cell((0, 1), (0, 1), SHARDED, pair="llama", batch_size=1),
-        Cell((0, 1), (0, 1), REPLICATED, pair="llama", batch_size=1),
-        Cell((0, 1), (0, 1), SHARDED, pair="gpt_neo", batch_size=1),
-        Cell((0, 1), (0, 1), REPLICATED, pair="gpt_neo", batch_size=3),
-        Cell((0,), (1,), OWN_GPU, pair="gpt_neo", batch_size=3),
+        Cell((0,), (0, 1), SHARDED, target_kind=ACCELERATE, heavy=True),
+        Cell((0, 1), (0, 1), SHARDED, pair="llama", batch_size=1, heavy=True),
+        Cell((0, 1), (0, 1), REPLICATED, pair="llama", batch_size=1, heavy=True),
+        Cell((0, 1), (0, 1), SHARDED, pair="gpt_neo", batch_size=1, heavy=True),
+        Cell((0, 1), (0, 1), REPLICATED, pair="gpt_neo", batch_size=3, heavy=True),
+        Cell((0,), (1,), OWN_GPU, pair="gpt_neo", batch_size=3, heavy=True),
         Cell((0,), (1,), OWN_GPU, rule="block"),
         Cell((0, 1), (0, 1), REPLICATED, rule="block"),
     ],
@@ -98,6 +102,9 @@ CELLS = {
     5: [Cell((0, 1, 2, 3), (4,), OWN_GPU)],
 }
 
+MOST_DEFAULT_RANKS = 2
+"""Larger groups are started with --heavy alone."""
+
 DEEPSPEED_CELLS = {
     1: [Cell((0,), (0,), ONE_RANK, target_kind=DEEPSPEED, batch_size=9)],
     2: [
@@ -111,4 +118,4 @@ DEEPSPEED_CELLS = {
 
 def on_one_rank(cell: Cell) -> Cell:
     """The same pair, rows and rule on one rank of our own."""
-    return replace(cell, target=(0,), draft=(0,), kind=ONE_RANK, target_kind=TargetKind.tensor)
+    return replace(cell, target=(0,), draft=(0,), kind=ONE_RANK, target_kind=TargetKind.tensor, heavy=False)

@@ -32,11 +32,12 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def launched(pairs: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Seen]:
+def launched(pairs: Path, tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Callable[..., Seen]:
     """What each rank of a group has seen; a group of one size is started once."""
     known: dict[tuple[int, str], Seen] = {}
+    lane = "heavy" if pytestconfig.getoption("--heavy") or pytestconfig.getoption("--slow") else "default"
 
-    def launch(num_ranks: int, chosen: str = "all") -> Seen:
+    def launch(num_ranks: int, chosen: str = lane) -> Seen:
         if (num_ranks, chosen) not in known:
             out = tmp_path_factory.mktemp(f"ranks{num_ranks}")
             command = [

@@ -1,6 +1,6 @@
 """What every rank of a test group does: all cases of one world size in one launch, since each start costs seconds.
 
-Started by `conftest.launched` through torchrun, as FOLDER OUT all|deepspeed; each rank writes what it saw to
+Started by `conftest.launched` through torchrun, as FOLDER OUT default|heavy|deepspeed; each rank writes what it saw to
 OUT/RANK.json.
 """
 
@@ -30,7 +30,7 @@ from llama_ssp.config.schema import (
     VerificationConfig,
     WeightsKind,
 )
-from llama_ssp.distributed.agree import together
+from llama_ssp.distributed.agree import raise_on_all_ranks
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.operators import is_recording
 from llama_ssp.distributed.world import World, start
@@ -140,9 +140,9 @@ def complete(world: World, config: RunConfig, prompts: list[str], *, num_tokens:
     """What a run of this config generates on these ranks, and the bytes that arrive on this one in each round."""
     models = load_models(config, world, find_sources(config, world))
     mesh = models.mesh
-    counting = CountingComm.of(mesh.copy)
+    counting = CountingComm.of(mesh.replica)
     draft = mesh.draft and replace(CountingComm.of(mesh.draft), arrived=counting.arrived)
-    models = replace(models, mesh=replace(mesh, copy=counting, draft=draft))
+    models = replace(models, mesh=replace(mesh, replica=counting, draft=draft))
     decoder = build_decoder(models, config, speculative=True)
     executor, drafted_bytes, round_bytes = decoder.executor, [0], set[int]()
     draft_piece, verify_piece = executor.draft, executor.verify
@@ -197,7 +197,7 @@ def quantized_logits(world: World, folder: Path, family: str, form: str) -> list
 def error_of_one_rank(world: World) -> str:
     """What this rank hears when the last rank alone fails."""
     try:
-        with together(world.comm):
+        with raise_on_all_ranks(world.comm):
             if world.comm.rank == world.comm.size - 1:
                 raise CheckpointError("the last shard is missing")
     except SspError as error:
@@ -216,8 +216,8 @@ def cases_of_cells(world: World, folder: Path, cells: Collection[Cell]) -> dict[
     }
 
 
-def cases(world: World, folder: Path) -> dict[str, Callable[[], object]]:
-    """Everything that the tests ask of a group of this size."""
+def cases(world: World, folder: Path, *, heavy: bool) -> dict[str, Callable[[], object]]:
+    """Everything that the tests ask of a group of this size, with or without the heavy cells."""
     named: dict[str, Callable[[], object]] = {
         "error": lambda: error_of_one_rank(world),
         "gathered": lambda: world.comm.gather_text("é" * world.comm.rank),
@@ -225,7 +225,7 @@ def cases(world: World, folder: Path) -> dict[str, Callable[[], object]]:
     }
     if world.comm.size in SIZES:
         named[SYNTHETIC] = lambda: texts(world, folder, SYNTHETIC, 0.0)
-    named |= cases_of_cells(world, folder, CELLS[world.comm.size])
+    named |= cases_of_cells(world, folder, [cell for cell in CELLS[world.comm.size] if heavy or not cell.heavy])
     if world.comm.size == 1:
         other_rules = {on_one_rank(cell) for cell in CELLS[2] if cell.rule != "speculative"}
         named |= cases_of_cells(world, folder, other_rules)
@@ -246,7 +246,7 @@ def main() -> None:
     """Run all cases, or those of DeepSpeed, and write what they returned."""
     folder, out, chosen = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     with start(device=DeviceKind.cpu, timeout_s=120) as world:
-        named = cases(world, folder)
+        named = cases(world, folder, heavy=chosen == "heavy")
         if chosen == "deepspeed":
             own = [on_one_rank(cell) for row in DEEPSPEED_CELLS.values() for cell in row]
             row = DEEPSPEED_CELLS[world.comm.size] + (own if world.comm.size == 1 else [])

@@ -1,18 +1,21 @@
 """Every signal, to every rank, in every phase: the job ends soon, in one sentence, and can be resumed.
 
 Under torchrun, and as plain `srun` starts ranks, without SLURM: nobody ends the ranks there but themselves. The cells
-on a real SLURM are in tests/slurm.
+on a real SLURM are in tests/slurm. Jobs that lose their terminal or their torchrun agent are interrupted.
 """
 
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
+from llama_ssp.errors import InterruptedRun
 from tests.helpers.commands import Popen, command
 from tests.helpers.disturbed import (
     CELLS,
@@ -28,21 +31,49 @@ from tests.helpers.disturbed import (
     wait_for,
 )
 from tests.helpers.repository import ROOT
+from tests.helpers.terminals import HEEDING_HANGUPS, OnTerminal
 
 pytestmark = pytest.mark.distributed(2)
 
-# Each signal, rank and phase occurs once among those that always run; a stopped rank costs torchrun half a minute.
-ALWAYS = {
-    ("torchrun", Cell(signal.SIGTERM, 1, "loading")),
-    ("srun", Cell(signal.SIGSTOP, 1, "prefill")),
-    ("srun", Cell(signal.SIGKILL, 0, "decoding")),
-}
+# Each signal, rank and phase occurs once in the first two lanes; a stopped rank costs torchrun half a minute.
+ALWAYS = {("srun", Cell(signal.SIGKILL, 0, "decoding"))}
+HEAVY = {("torchrun", Cell(signal.SIGTERM, 1, "loading")), ("srun", Cell(signal.SIGSTOP, 1, "prefill"))}
 AT_MOST_S = {"torchrun": 40, "srun": 15}
+LONG = Cell(signal.SIGHUP, 0, "decoding")
+"""A run that cannot end before it is met."""
+
+
+class Loss(NamedTuple):
+    """What a job loses, on how many ranks, and how long after the begin of a phase."""
+
+    what: str
+    num_ranks: int
+    phase: str
+    delay_s: float
+
+    def __str__(self) -> str:
+        return f"{self.what} of {self.num_ranks} ranks {self.delay_s} s after {self.phase}"
+
+
+SIGNAL, TERMINAL, AGENT = "SIGHUP", "closed terminal", "killed agent"
+USUAL_LOSSES = [
+    Loss(TERMINAL, 1, "loading", 0.0),
+    Loss(TERMINAL, 2, "decoding", 0.0),
+    Loss(AGENT, 2, "loading", 0.0),
+    Loss(AGENT, 1, "decoding", 0.0),
+]
+RARE_LOSSES = [
+    Loss(what, num_ranks, phase, delay_s)
+    for what, num_ranks in ((SIGNAL, 1), (SIGNAL, 2), (TERMINAL, 1), (TERMINAL, 2), (AGENT, 2))
+    for phase in ("loading", "decoding")
+    for delay_s in (0.05, 0.3, 0.8, 1.5)
+]
 
 
 def cells() -> list[object]:
+    lanes = dict.fromkeys(ALWAYS, ()) | dict.fromkeys(HEAVY, pytest.mark.heavy)
     return [
-        pytest.param(*pair, marks=() if pair in ALWAYS else pytest.mark.slow, id=f"{pair[0]}, {pair[1]}")
+        pytest.param(*pair, marks=lanes.get(pair, pytest.mark.slow), id=f"{pair[0]}, {pair[1]}")
         for pair in product(AT_MOST_S, CELLS)
     ]
 
@@ -52,10 +83,10 @@ def started(
 ) -> list[Popen]:
     """The processes that somebody waits for: torchrun's, or the ranks themselves; `before` stands before a command."""
     overrides = [*settings(cell, run_dir), *more]
-    commands = [[*before, *command(overrides, num_ranks=2)]]
+    commands = [[*HEEDING_HANGUPS, *before, *command(overrides, num_ranks=2)]]
     environments: list[dict[str, str]] = [{}]
     if launcher == "srun":
-        commands = [[*before, *command(overrides)]] * 2
+        commands = [[*HEEDING_HANGUPS, *before, *command(overrides)]] * 2
         step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
         step["SLURM_JOB_ID"] = str(os.getpid() * 18 + CELLS.index(cell))  # the port follows from it
         environments = [step | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in (0, 1)]
@@ -129,6 +160,54 @@ def test_a_rank_killed_in_another_copy_ends_the_job_in_a_sentence_long_before_th
     check_resumption(cell, run_dir, lines(run_dir), more=copies, num_ranks=2)
 
 
+def check_loss(loss: Loss, tmp_path: Path) -> None:
+    """Assert that a job which loses something is interrupted soon, without a traceback, and that it can be resumed."""
+    run_dir = tmp_path / "run"
+    words = command(settings(LONG, run_dir), num_ranks=2)
+    words[words.index("2")] = str(loss.num_ranks)
+    if loss.num_ranks == 1 and loss.what != AGENT:
+        words = command(settings(LONG, run_dir))
+    phase = Cell(signal.SIGHUP, 0, loss.phase)
+    with OnTerminal(words) as job:
+        job.wait_for(lambda: has_begun(phase, run_dir, num_ranks=loss.num_ranks), at_most_s=300)
+        begin_s = time.monotonic()
+        job.wait_for(lambda: time.monotonic() - begin_s > loss.delay_s, at_most_s=60)
+        ranks = [pid_of_rank(run_dir, rank) for rank in range(loss.num_ranks)]
+        if loss.what == TERMINAL:
+            job.hang_up()
+        elif loss.what == AGENT:
+            job.process.kill()
+        else:
+            for pid in {job.process.pid, *ranks}:
+                os.kill(pid, signal.SIGHUP)
+        try:
+            job.wait_for(lambda: not any(map(is_alive, [job.process.pid, *ranks])), at_most_s=15)
+        finally:
+            for pid in filter(is_alive, ranks):
+                os.kill(pid, signal.SIGKILL)
+        job.read()
+    assert (run_dir / "status").read_text() == "interrupted\n", job.shown
+    assert 'launch/run.py", line' not in job.shown, "a rank showed a traceback"
+    if loss.what != TERMINAL:
+        assert len([line for line in job.shown.splitlines() if line.startswith("interrupted")]) == 1, job.shown
+    if job.process.pid in ranks:
+        assert job.process.returncode == InterruptedRun.exit_code
+    check_resumption(LONG, run_dir, lines(run_dir))
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("loss", USUAL_LOSSES, ids=str)
+def test_a_job_that_loses_its_terminal_or_its_agent_is_interrupted(loss: Loss, tmp_path: Path) -> None:
+    check_loss(loss, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", RARE_LOSSES, ids=str)
+def test_a_job_that_loses_something_at_any_time_is_interrupted(loss: Loss, tmp_path: Path) -> None:
+    check_loss(loss, tmp_path)
+
+
+@pytest.mark.heavy
 def test_a_disk_that_is_full_for_rank_0_ends_all_ranks_in_its_sentence(tmp_path: Path) -> None:
     cell = Cell(signal.SIGTERM, 0, "decoding")
     short_files = ("bash", "-c", 'ulimit -f 4 && exec "$@"', "bash")

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from llama_ssp.planning.messages import round_messages
 from llama_ssp.tasks.dry_run import job_of_run
 from llama_ssp.weights import hub
-from tests.distributed.cells import CELLS, Cell, on_one_rank
+from tests.distributed.cells import CELLS, MOST_DEFAULT_RANKS, Cell, on_one_rank
 from tests.distributed.ranks import (
     CELL_TOKENS,
     NUM_NEW_TOKENS,
@@ -26,11 +26,19 @@ from tests.helpers.models import library_attention
 from tests.helpers.texts import few_part, library_greedy, part_at_a_near_tie
 
 Seen = list[dict[str, Any]]
-sizes = pytest.mark.parametrize("num_ranks", [pytest.param(n, marks=pytest.mark.distributed(n)) for n in SIZES])
+
+
+def marks(num_ranks: int, cell: Cell | None = None) -> list[pytest.MarkDecorator]:
+    """What starts the ranks of a test, and its lane."""
+    heavy = num_ranks > MOST_DEFAULT_RANKS or (cell is not None and cell.heavy)
+    return [pytest.mark.distributed(num_ranks), *[pytest.mark.heavy] * heavy]
+
+
+sizes = pytest.mark.parametrize("num_ranks", [pytest.param(n, marks=marks(n)) for n in SIZES])
 cells = pytest.mark.parametrize(
     ("cell", "num_ranks"),
     [
-        pytest.param(cell, num_ranks, marks=pytest.mark.distributed(num_ranks), id=str(cell))
+        pytest.param(cell, num_ranks, marks=marks(num_ranks, cell), id=str(cell))
         for num_ranks, row in CELLS.items()
         for cell in row
     ],
@@ -85,8 +93,8 @@ def test_synthetic_weights_have_the_shipped_models_text_on_every_number_of_ranks
 def test_sampled_text_is_the_same_on_every_number_of_ranks(
     name: str, num_ranks: int, launched: Callable[[int], Seen]
 ) -> None:
-    alone, together = (launched(n)[0][f"{name} at 0.8"] for n in (1, num_ranks))
-    assert few_part(alone, together)
+    alone, raise_on_all_ranks = (launched(n)[0][f"{name} at 0.8"] for n in (1, num_ranks))
+    assert few_part(alone, raise_on_all_ranks)
 
 
 @cells
@@ -131,7 +139,7 @@ def test_as_many_bytes_arrive_in_a_round_as_the_planner_says(
     assert sum(size for (size,) in arriving) == sum(message.received_bytes for message in messages if message)
 
 
-@pytest.mark.parametrize("num_ranks", [pytest.param(n, marks=pytest.mark.distributed(n)) for n in CELLS])
+@pytest.mark.parametrize("num_ranks", [pytest.param(n, marks=marks(n)) for n in CELLS])
 def test_every_rank_has_the_same_text(num_ranks: int, launched: Callable[[int], Seen]) -> None:
     def texts(seen: dict[str, Any]) -> dict[str, Any]:
         return {key: value["texts"] if isinstance(value, dict) else value for key, value in seen.items() if " " in key}

@@ -11,7 +11,7 @@ from llama_ssp.drafting.model import ModelDrafter
 from llama_ssp.engine.clock import HostClock
 from llama_ssp.engine.executors.cuda_graph import CudaGraphExecutor, Recorder
 from llama_ssp.engine.executors.traced_cpu import TracedExecutor
-from llama_ssp.engine.loop import Completion, Decoder, StopWish
+from llama_ssp.engine.loop import Decoder, RowCompletion, StopRequest
 from llama_ssp.engine.round import Executor, Round, step
 from llama_ssp.engine.state import BatchState, Request
 from llama_ssp.engine.verifier import Verifier
@@ -28,7 +28,7 @@ def make_decoder(  # noqa: PLR0913
     batch_size: int = 1,
     eos_ids: Sequence[int] = (),
     comm: Comm | None = None,
-    wish: StopWish | None = None,
+    stop_request: StopRequest | None = None,
     replay: Recorder | bool = True,
     rule_name: str = "speculative",
 ) -> Decoder:
@@ -51,7 +51,13 @@ def make_decoder(  # noqa: PLR0913
     elif replay:
         executor = TracedExecutor(round_)
     return Decoder(
-        round_, executor=executor, clock=HostClock(), batch_size=batch_size, eos_ids=eos_ids, seed=7, wish=wish
+        round_,
+        executor=executor,
+        clock=HostClock(),
+        batch_size=batch_size,
+        eos_ids=eos_ids,
+        seed=7,
+        stop_request=stop_request,
     )
 
 
@@ -64,7 +70,7 @@ def advance(decoder: Decoder, state: BatchState, *, bucket: int) -> torch.Tensor
 
 
 @torch.inference_mode()
-def complete(decoder: Decoder, requests: Sequence[Request]) -> list[Completion]:
+def complete(decoder: Decoder, requests: Sequence[Request]) -> list[RowCompletion]:
     """Run the decoder to its end; completions in order of the requests."""
     completions = [update.completion for updates in decoder.run(requests) for update in updates]
     found = {(done.request.index, done.request.sample): done for done in completions}

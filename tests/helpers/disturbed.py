@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from tests.helpers.commands import run
 
 PHASES = ("loading", "prefill", "decoding")
-SIGNALS = (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM)
+SIGNALS = (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM, signal.SIGHUP)
 NUM_SAMPLES = 24
 LIMIT_S = 5
 
@@ -66,11 +66,11 @@ def pid_of_rank(run_dir: Path, rank: int) -> int:
     return int(text.partition("process ")[2].split()[0])
 
 
-def has_begun(cell: Cell, run_dir: Path) -> bool:
-    """Whether the phase has begun on the rank that is to be disturbed, and on the other one."""
+def has_begun(cell: Cell, run_dir: Path, *, num_ranks: int = 2) -> bool:
+    """Whether the phase has begun on the rank that is to be disturbed, and on the other one if there is one."""
     if cell.phase != "loading":
         return len(lines(run_dir)) > 1
-    logs = [run_dir / "ranks" / f"{rank:03d}.log" for rank in (0, 1)]
+    logs = [run_dir / "ranks" / f"{rank:03d}.log" for rank in range(num_ranks)]
     return all(log.exists() and "process " in log.read_text() for log in logs)
 
 
@@ -87,7 +87,7 @@ def check_end(cell: Cell, run_dir: Path, errors: Sequence[str]) -> None:
     """Assert what must hold once the job has ended: one sentence, and the same in the status."""
     status = (run_dir / "status").read_text()
     said = [line for text in errors for line in text.splitlines()]
-    if cell.number is signal.SIGTERM:
+    if cell.number in {signal.SIGTERM, signal.SIGHUP}:
         assert status == "interrupted\n", errors
         assert len([line for line in said if line.startswith("interrupted")]) == 1, errors
         return

@@ -6,7 +6,7 @@ from typing import Any
 from llama_ssp.config import catalogue
 from llama_ssp.config.schema import DraftLayout, Dtype, ModelShape
 from llama_ssp.config.target_placement import TargetKind
-from llama_ssp.planning.spec import Job, PlannedModel, planned_model
+from llama_ssp.planning.spec import PlannedModel, PlanSpec, planned_model
 
 
 def make_job(  # noqa: PLR0913 - every choice that tests make
@@ -23,7 +23,7 @@ def make_job(  # noqa: PLR0913 - every choice that tests make
     max_new_tokens: int = 64,
     cuda_graphs: bool = True,
     device: str = "cuda",
-) -> Job:
+) -> PlanSpec:
     """A job whose target is on the first `num_ranks` ranks, and its draft on the first or on all of them.
 
     Layers in a row have the first rank, and the GPUs of the others.
@@ -32,7 +32,7 @@ def make_job(  # noqa: PLR0913 - every choice that tests make
     alone = draft_kind is DraftLayout.one_rank
     in_a_row = target_kind is TargetKind.accelerate
     model = planned_model(catalogue.load(target), device=device) if isinstance(target, str) else target
-    return Job(
+    return PlanSpec(
         target=replace(model, by_library=target_kind is not TargetKind.tensor),
         draft=planned_model(catalogue.load(draft), device=device) if draft else None,
         target_kind=target_kind,

@@ -54,22 +54,22 @@ class PrefixRunner:
         positions_BT: Tensor,
         *,
         bucket: int,
-        rows_BR: Tensor | None = None,
-        batch_rows_B: Tensor | None = None,
+        score_positions_BR: Tensor | None = None,
+        cache_rows_B: Tensor | None = None,
     ) -> Tensor:
         """See `models.interface.Runner.forward`."""
         self.num_forwards += 1
         slots_S, shown_BSD = self.slots.shown[bucket]
-        cache = self.slots.cache if batch_rows_B is None else self.slots.cache[batch_rows_B]
+        cache = self.slots.cache if cache_rows_B is None else self.slots.cache[cache_rows_B]
         vectors_BTD = self.table[ids_BT, positions_BT % NUM_CLOCK_PHASES]
         cache.scatter_(1, positions_BT[..., None].expand_as(vectors_BTD), vectors_BTD)
-        if batch_rows_B is not None:
-            self.slots.cache[batch_rows_B] = cache
+        if cache_rows_B is not None:
+            self.slots.cache[cache_rows_B] = cache
             shown_BSD = cache[:, :bucket]
         seen_BTS1 = (slots_S <= positions_BT[..., None])[..., None]
         hidden_BTD = torch.sin(torch.where(seen_BTS1, shown_BSD[:, None], 0.0).sum(2))
-        if rows_BR is not None:
-            hidden_BTD = hidden_BTD.gather(1, rows_BR[..., None].expand(-1, -1, 8))
+        if score_positions_BR is not None:
+            hidden_BTD = hidden_BTD.gather(1, score_positions_BR[..., None].expand(-1, -1, 8))
         return (hidden_BTD @ self.head).float()
 
     def greedy(self, prompt_ids: tuple[int, ...], num_tokens: int) -> list[int]:

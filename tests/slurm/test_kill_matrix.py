@@ -26,12 +26,16 @@ from tests.helpers.slurm import Cluster
 pytestmark = pytest.mark.slurm
 
 # What SLURM alone does to ranks: it wakes a stopped one up before it ends it. All cells run with --slow.
-ALWAYS = {Cell(signal.SIGSTOP, 0, "decoding")}
+HEAVY = {Cell(signal.SIGSTOP, 0, "decoding")}
 AT_MOST_S = 15
 
 
 @pytest.mark.parametrize(
-    "cell", [pytest.param(cell, marks=() if cell in ALWAYS else pytest.mark.slow, id=str(cell)) for cell in CELLS]
+    "cell",
+    [
+        pytest.param(cell, marks=pytest.mark.heavy if cell in HEAVY else pytest.mark.slow, id=str(cell))
+        for cell in CELLS
+    ],
 )
 def test_a_disturbed_rank_ends_its_step_and_nothing_is_lost(cluster: Cluster, cell: Cell, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"

@@ -22,7 +22,7 @@ from llama_ssp.models.build import load_modules
 from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.loader import Progress
 from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
-from llama_ssp.weights.source import Origin
+from llama_ssp.weights.source import WeightSource
 
 
 def check_auto_tp(shape: ModelShape, *, quantization: str, num_ranks: int) -> None:
@@ -48,7 +48,7 @@ def choose_accelerator(device: torch.device) -> None:
 
 
 def load_auto_tp(
-    origin: Origin,
+    origin: WeightSource,
     *,
     dtype: torch.dtype | None,
     device: torch.device,

@@ -23,8 +23,8 @@ from llama_ssp.models.build import build_empty, fill_modules, weights_for
 from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.loader import Progress, Weights, find_sources
 from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
-from llama_ssp.planning.layerwise import Row, RowBytes, check_offload, split_row
-from llama_ssp.weights.source import Origin
+from llama_ssp.planning.layerwise import LayerPlacement, RowBytes, check_offload, split_row
+from llama_ssp.weights.source import WeightSource
 
 _log = logging.getLogger(__name__)
 
@@ -55,8 +55,8 @@ class _Names:
     after: list[str]
 
 
-def check_in_a_row(origin: Origin, place: Place, *, dtype: torch.dtype | None, quantization: str) -> None:
-    """Find every fault that `load_in_a_row` would meet, without loading a weight.
+def check_device_map(origin: WeightSource, place: Place, *, dtype: torch.dtype | None, quantization: str) -> None:
+    """Find every fault that `load_device_map` would meet, without loading a weight.
 
     Raises:
         CheckpointError, ConfigError: see `backends.check_model`, which is asked beside this.
@@ -75,8 +75,8 @@ def check_in_a_row(origin: Origin, place: Place, *, dtype: torch.dtype | None, q
     _lay_out(model, find_sources(model, origin), place, dtype=dtype or origin.dtype)
 
 
-def load_in_a_row(
-    origin: Origin,
+def load_device_map(
+    origin: WeightSource,
     place: Place,
     *,
     dtype: torch.dtype | None,
@@ -94,7 +94,7 @@ def load_in_a_row(
 
     Raises:
         CheckpointError, ConfigError: see `backends.load_model`.
-        PlacementError: see `check_in_a_row`.
+        PlacementError: see `check_device_map`.
     """
     model = build_empty(origin)
     sources = find_sources(model, origin)
@@ -122,7 +122,7 @@ def load_in_a_row(
 
 def _lay_out(
     model: PreTrainedModel, sources: Mapping[str, str], place: Place, *, dtype: torch.dtype
-) -> tuple[_Names, Row]:
+) -> tuple[_Names, LayerPlacement]:
     """Name the parts of a model, and share its layers out."""
     names = _names(model)
 
@@ -161,7 +161,7 @@ def _names(model: PreTrainedModel) -> _Names:
     return _Names(before=before, layers=[f"{stacks[0]}.{number}" for number in range(num_layers)], after=after)
 
 
-def _placed(names: _Names, row: Row, place: Place) -> dict[str, torch.device | str]:
+def _placed(names: _Names, row: LayerPlacement, place: Place) -> dict[str, torch.device | str]:
     """Where each module is: a device, or `cpu` or `disk` for those that wait there."""
     placed: dict[str, torch.device | str] = dict.fromkeys(names.before, place.devices[0])
     for device, held in zip(place.devices, row.held, strict=True):

@@ -7,7 +7,7 @@ Shapes: B sequences, T positions, S slots, L layers.
 """
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from llama_ssp.architectures.family import families, record_of
 from llama_ssp.errors import ConfigError
+from llama_ssp.weights.source import WeightSource
 
 # These recompute their frequencies from the largest position of a batch: a read, and rows would influence each other.
 _ROPE_TYPES_THAT_READ_POSITIONS = {"dynamic", "longrope"}
@@ -68,11 +69,26 @@ def attention_at_start(config: PretrainedConfig) -> str:
     return record_of(config.model_type).attention
 
 
+def check_files(origin: WeightSource) -> None:
+    """Compare a checkpoint with its config, as far as its family needs that before a model is built.
+
+    Raises:
+        CheckpointError: they do not fit.
+    """
+    if path := record_of(origin.config.model_type).check_files:
+        _imported(path)(origin)
+
+
+def _imported(path: str) -> Callable[..., None]:
+    module, function = path.split(":")
+    found: Callable[..., None] = getattr(importlib.import_module(module), function)
+    return found
+
+
 def adapt(model: PreTrainedModel) -> None:
     """Put in place what the library's modules lack, before weights are looked for."""
     if path := record_of(model.config.model_type).adapt:
-        module, function = path.split(":")
-        getattr(importlib.import_module(module), function)(model)
+        _imported(path)(model)
 
 
 def mask_argument(config: PretrainedConfig, masks: Mapping[int | None, Tensor]) -> Tensor | dict[str, Tensor | None]:

@@ -12,6 +12,24 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from llama_ssp.architectures.gpt_neo import FAMILY
+from llama_ssp.errors import CheckpointError
+from llama_ssp.weights.source import WeightSource
+
+
+def check_positions(origin: WeightSource) -> None:
+    """Compare the stored table of positions with the config before a model is built, which takes the square of them.
+
+    Raises:
+        CheckpointError: the table has another length.
+    """
+    wanted: int = origin.config.max_position_embeddings
+    for name, tensor in origin.tensors.items():
+        if name.endswith("wpe.weight") and tensor.shape[:1] != (wanted,):
+            message = (
+                f"{origin.folder} does not fit its config.json: {name} has {tensor.shape[0] if tensor.shape else 0} "
+                f"rows, and config.json has max_position_embeddings={wanted}: copy or download it again"
+            )
+            raise CheckpointError(message)
 
 
 def adapt(model: PreTrainedModel) -> None:

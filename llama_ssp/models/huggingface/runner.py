@@ -67,13 +67,13 @@ class ModuleRunner:
         positions_BT: Tensor,
         *,
         bucket: int,
-        rows_BR: Tensor | None = None,
-        batch_rows_B: Tensor | None = None,
+        score_positions_BR: Tensor | None = None,
+        cache_rows_B: Tensor | None = None,
     ) -> Tensor:
         """Read tokens into the cache and score what follows them; see `Runner.forward`."""
         assert self._cache is not None, "allocate comes first"
-        self._rows_BR = rows_BR
-        self._library_cache.aim = self._cache.aim(positions_BT, bucket=bucket, batch_rows_B=batch_rows_B)
+        self._rows_BR = score_positions_BR
+        self._library_cache.aim = self._cache.aim(positions_BT, bucket=bucket, cache_rows_B=cache_rows_B)
         # A boolean mask would be turned into this one by every layer anew.
         masks = self._masks.rows(positions_BT, bucket=bucket)
         logits_BRV: Tensor = self._model(

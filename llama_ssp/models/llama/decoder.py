@@ -107,21 +107,21 @@ class LeanRunner:
         positions_BT: Tensor,
         *,
         bucket: int,
-        rows_BR: Tensor | None = None,
-        batch_rows_B: Tensor | None = None,
+        score_positions_BR: Tensor | None = None,
+        cache_rows_B: Tensor | None = None,
     ) -> Tensor:
         """Read tokens into the cache and score what follows them; see `Runner.forward`."""
         assert self._cache is not None, "allocate comes first"
         batch_size, num_tokens = static_shape(ids_BT)
-        aim = self._cache.aim(positions_BT, bucket=bucket, batch_rows_B=batch_rows_B)
-        turns_M1P = self._rotations.freqs_cis_S1P.index_select(0, positions_BT.flatten())
+        aim = self._cache.aim(positions_BT, bucket=bucket, cache_rows_B=cache_rows_B)
+        freqs_cis_M1P = self._rotations.freqs_cis_S1P.index_select(0, positions_BT.flatten())
         positions_BQ = positions_BT[..., None].repeat(1, 1, self._layers[0].group).flatten(1)
         masks = self._masks.rows(positions_BQ, bucket=bucket)
         x_ME = self._embed(ids_BT.flatten())
         for layer, window in zip(self._layers, self._windows, strict=True):
-            x_ME = layer.forward(x_ME, turns_M1P, masks[window], aim, batch_size=batch_size)
-        if rows_BR is not None:
+            x_ME = layer.forward(x_ME, freqs_cis_M1P, masks[window], aim, batch_size=batch_size)
+        if score_positions_BR is not None:
             x_BTE = x_ME.view(batch_size, num_tokens, -1)
-            x_ME = x_BTE.gather(1, rows_BR[..., None].expand(-1, -1, self._width)).flatten(0, 1)
+            x_ME = x_BTE.gather(1, score_positions_BR[..., None].expand(-1, -1, self._width)).flatten(0, 1)
         logits_MV: Tensor = self._comm.all_gather_last(self._head(self._norm(x_ME)), self._head_sizes)
         return logits_MV.view(batch_size, -1, self.vocab_size).float()

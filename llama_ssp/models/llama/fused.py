@@ -86,5 +86,5 @@ def _turn_pairs(heads_MXD: Tensor, turns_M1P2: Tensor, num_turned: int) -> Tenso
 
 gated = Fused(_gated)
 """silu(gate) * up, of gate and up side by side (M, 2 U); returns (M, U)."""
-turn_pairs = Fused(_turn_pairs)
+apply_rotary = Fused(_turn_pairs)
 """Turn adjacent pairs of dimensions of the first heads of (M, X, D), in fp32, by cosines and sines (M, 1, P, 2)."""

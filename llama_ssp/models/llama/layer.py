@@ -16,9 +16,9 @@ from torch.nn import functional
 
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.models.attention import attend_by_position
-from llama_ssp.models.cache import Aim
+from llama_ssp.models.cache import CacheView
 from llama_ssp.models.linear import Kernel, Linear, make_linear
-from llama_ssp.models.llama.fused import gated, turn_pairs
+from llama_ssp.models.llama.fused import apply_rotary, gated
 from llama_ssp.models.tensor_parallel import RowLinear
 
 
@@ -63,28 +63,32 @@ class Layer:
         self._gate_up = make_linear(*take(mlp.gate_proj, mlp.up_proj), kernel=kernel)
         self._down = _Residual(mlp.down_proj, comm=comm, kernel=kernel)
 
-    def forward(self, x_ME: Tensor, turns_M1P: Tensor, mask_B1QS: Tensor, aim: Aim, *, batch_size: int) -> Tensor:
+    def forward(
+        self, x_ME: Tensor, freqs_cis_M1P: Tensor, mask_B1QS: Tensor, aim: CacheView, *, batch_size: int
+    ) -> Tensor:
         """Add attention, then the MLP, to x.
 
         Args:
             x_ME: the residual stream.
-            turns_M1P: each token's rotary factors, complex.
+            freqs_cis_M1P: each token's rotary factors, complex.
             mask_B1QS: what to add to the scores of the T * G queries of each key-value head.
             aim: where keys and values go, and come from.
             batch_size: B.
         """
-        attended_ME = self._attend(self._attention_norm(x_ME), turns_M1P, mask_B1QS, aim, batch_size=batch_size)
+        attended_ME = self._attend(self._attention_norm(x_ME), freqs_cis_M1P, mask_B1QS, aim, batch_size=batch_size)
         x_ME = self._output(attended_ME, x_ME)
         return self._down(gated(self._gate_up(self._mlp_norm(x_ME))), x_ME)
 
-    def _attend(self, x_ME: Tensor, turns_M1P: Tensor, mask_B1QS: Tensor, aim: Aim, *, batch_size: int) -> Tensor:
+    def _attend(
+        self, x_ME: Tensor, freqs_cis_M1P: Tensor, mask_B1QS: Tensor, aim: CacheView, *, batch_size: int
+    ) -> Tensor:
         num_heads, num_turned = self._num_heads, self._num_heads + self._num_kv_heads
         qkv_MXD = self._qkv(x_ME).view(-1, num_turned + self._num_kv_heads, self._head_dim)
         turned_MXD = qkv_MXD.narrow(1, 0, num_turned)
         if self._head_norms:
             for norm, heads in zip(self._head_norms, turned_MXD.split([num_heads, self._num_kv_heads], 1), strict=True):
                 heads.copy_(norm(heads))
-        qkv_MXD = _turned(qkv_MXD, turns_M1P, num_turned)
+        qkv_MXD = _turned(qkv_MXD, freqs_cis_M1P, num_turned)
         keys_BNSD, values_BNSD = aim.update(qkv_MXD.narrow(1, num_heads, 2 * self._num_kv_heads), self._number)
         queries_MHD = qkv_MXD.narrow(1, 0, num_heads)
         grouped_BTNGD = queries_MHD.view(batch_size, -1, self._num_kv_heads, self.group, self._head_dim)
@@ -144,13 +148,13 @@ class _Residual:
         return sum_ME if self._bias_E is None else sum_ME.add_(self._bias_E)
 
 
-def _turned(heads_MXD: Tensor, turns_M1P: Tensor, num_turned: int) -> Tensor:
+def _turned(heads_MXD: Tensor, freqs_cis_M1P: Tensor, num_turned: int) -> Tensor:
     """Turn adjacent pairs of dimensions of the first heads, in fp32; on the CPU that is one operator, in place."""
     if heads_MXD.device.type == "cuda":
-        return turn_pairs(heads_MXD, torch.view_as_real(turns_M1P), num_turned)
+        return apply_rotary(heads_MXD, torch.view_as_real(freqs_cis_M1P), num_turned)
     first_MXD = heads_MXD.narrow(1, 0, num_turned)
     in_fp32 = first_MXD.float()
-    torch.view_as_complex(in_fp32.unflatten(-1, (-1, 2))).mul_(turns_M1P)
+    torch.view_as_complex(in_fp32.unflatten(-1, (-1, 2))).mul_(freqs_cis_M1P)
     if in_fp32 is not first_MXD:
         first_MXD.copy_(in_fp32)
     return heads_MXD

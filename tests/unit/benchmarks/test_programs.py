@@ -9,13 +9,15 @@ from rich.console import Console
 from torch import Tensor
 
 from benchmarks import gpu, gpu_checks, gpu_engine, lengths, placements
-from benchmarks.placement_cells import ALONE, DEEPSPEED, DEEPSPEED_ALONE, FP32, IN_A_ROW, ONE_RANK, cells
+from benchmarks.placement_cells import ALONE, DEEPSPEED, DEEPSPEED_ALONE, FP32, LAYERWISE, ONE_RANK, cells
 from llama_ssp import load
 from llama_ssp.config.schema import Dtype
 from llama_ssp.engine.executors.traced_cpu import TracedExecutor
 from llama_ssp.engine.round import Block
 from llama_ssp.engine.state import BatchState
 from llama_ssp.models.huggingface import auto_tp
+
+pytestmark = pytest.mark.seconds
 
 CPU = torch.device("cpu")
 
@@ -87,7 +89,7 @@ def test_placements_measure_a_line_of_the_target_alone_and_one_with_a_draft(
     batch = f"{ONE_RANK}, batch 8"
     assert list(found) == [
         (ALONE, "bf16"), (ONE_RANK, "bf16"), (ONE_RANK, "draft int8"), (batch, "bf16"), (batch, "draft int8"),
-        (IN_A_ROW, "bf16"), (IN_A_ROW, "draft int8"),
+        (LAYERWISE, "bf16"), (LAYERWISE, "draft int8"),
     ]  # fmt: skip
     assert not [each["refused"] for each in found.values() if each["refused"]]
     assert found[ALONE, "bf16"]["tokens_per_round"] == 1

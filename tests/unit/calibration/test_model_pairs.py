@@ -9,21 +9,23 @@ import torch
 
 from llama_ssp.calibration import model_pairs
 from llama_ssp.calibration.model_pairs import PairTime, composition, pair_times
-from llama_ssp.calibration.random_llama import RandomStack
+from llama_ssp.calibration.random_llama import RandomLlama
 from llama_ssp.config import hardware
 from llama_ssp.config.hardware import CompositionPoint, HardwareConfig, LinearPoint, Profile, RowsPoint, SizePoint
 from llama_ssp.config.machine import machine_of_run
 from llama_ssp.config.schema import Dtype
 from llama_ssp.distributed.comms import Comm
-from llama_ssp.engine.loop import Completion
+from llama_ssp.engine.loop import RowCompletion
 from llama_ssp.engine.state import Request
 from llama_ssp.models.linear import HalfLinear, can_halve
 from llama_ssp.models.runner import Runner
 from llama_ssp.planning.roofline import working_set_bytes
-from llama_ssp.planning.timing import Clock, timing
+from llama_ssp.planning.timing import CostModel, timing
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 
-SMALL, LARGE = RandomStack(128, 2, 64, from_16_bits=True), RandomStack(128, 4, 64)
+pytestmark = pytest.mark.seconds
+
+SMALL, LARGE = RandomLlama(128, 2, 64, from_16_bits=True), RandomLlama(128, 4, 64)
 RATIOS = {1: 1.25, 5: 1.5, 32: 0.75}
 
 
@@ -50,14 +52,14 @@ def _composed(machine: HardwareConfig, points: list[CompositionPoint]) -> Hardwa
     return replace(machine, profiles=[replace(profile, composition=points)])
 
 
-def _blank(target: RandomStack) -> PairTime:
+def _blank(target: RandomLlama) -> PairTime:
     return PairTime(target=target, draft=model_pairs.DRAFT, prompt_s=1.0, plain_s=1.0, draft_s=1.0, rest_s=1.0)
 
 
 def _forecast(pair: PairTime, machine: HardwareConfig, num_ranks: int) -> PairTime:
     """What a machine would take for a pair."""
     job = model_pairs._job(pair, num_ranks)
-    clock = Clock(job, machine_of_run(machine, num_ranks))
+    clock = CostModel(job, machine_of_run(machine, num_ranks))
     timed = timing(job, clock.hardware)
     draft_s = clock.draft_step_s(2) + 3 * clock.draft_step_s(1)
     assert timed.round_s
@@ -75,7 +77,7 @@ def _seconds(pair: PairTime) -> tuple[float, ...]:
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_forecasts_with_measured_wholes_give_back_what_was_measured(num_ranks: int) -> None:
     bare, pairs = _machine(num_ranks), [_blank(target) for target in model_pairs.TARGETS]
-    clocks = [Clock(model_pairs._job(pair, num_ranks), machine_of_run(bare, num_ranks)) for pair in pairs]
+    clocks = [CostModel(model_pairs._job(pair, num_ranks), machine_of_run(bare, num_ranks)) for pair in pairs]
     assert clocks[0].draft
     true = [CompositionPoint(rows=1, working_set_bytes=working_set_bytes(clocks[0].draft, bare), ratio=2.0)]
     for clock in clocks:
@@ -97,7 +99,7 @@ def test_a_whole_that_took_less_than_what_is_beside_its_forwards_is_no_problem_o
 
 
 def test_the_sizes_that_are_timed_lie_apart_and_end_within_the_measured_slots() -> None:
-    clocks = [Clock(model_pairs._job(_blank(target), 1), _machine(1)) for target in model_pairs.TARGETS]
+    clocks = [CostModel(model_pairs._job(_blank(target), 1), _machine(1)) for target in model_pairs.TARGETS]
     assert clocks[0].draft
     sizes = [working_set_bytes(seat, clocks[0].hardware) for seat in (clocks[0].draft, *[c.target for c in clocks])]
     assert all(later > 4 * earlier for earlier, later in pairwise(sizes))
@@ -107,15 +109,15 @@ def test_the_sizes_that_are_timed_lie_apart_and_end_within_the_measured_slots() 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two small targets, one completion of each, and ranks that are threads load one after the other."""
-    turn, load = Lock(), RandomStack.load
+    turn, load = Lock(), RandomLlama.load
 
-    def in_turn(stack: RandomStack, comm: Comm) -> Runner:
+    def in_turn(stack: RandomLlama, comm: Comm) -> Runner:
         with turn:
             return load(stack, comm)
 
-    monkeypatch.setattr(RandomStack, "load", in_turn)
+    monkeypatch.setattr(RandomLlama, "load", in_turn)
     monkeypatch.setattr(model_pairs, "TARGETS", (SMALL, LARGE))
-    monkeypatch.setattr(model_pairs, "DRAFT", RandomStack(64, 1, 64))
+    monkeypatch.setattr(model_pairs, "DRAFT", RandomLlama(64, 1, 64))
     monkeypatch.setattr(model_pairs, "VOCAB_SIZE", 64)
     monkeypatch.setattr(model_pairs, "FEWEST", 1)
     monkeypatch.setattr(model_pairs, "BUDGET_S", 0.0)
@@ -133,15 +135,15 @@ def test_ranks_decode_all_pairs_together(num_ranks: int) -> None:
 def test_a_pair_beyond_half_of_the_free_memory_is_left_out_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_pairs, "available_bytes", lambda: 2 * LARGE.num_bytes - 1)
 
-    def taken(comm: ThreadComm) -> list[RandomStack]:
+    def taken(comm: ThreadComm) -> list[RandomLlama]:
         return [time.target for time in pair_times(comm)]
 
     assert on_ranks(thread_comms(2), taken) == [[SMALL], [SMALL]]
 
 
-def _completion(*, busy_s: float, part_s: dict[str, float], num_tokens: int, num_rounds: int) -> Completion:
+def _completion(*, busy_s: float, part_s: dict[str, float], num_tokens: int, num_rounds: int) -> RowCompletion:
     request = Request(index=0, prompt_ids=(1,), max_new_tokens=num_tokens)
-    return Completion(
+    return RowCompletion(
         request=request, token_ids=[0] * num_tokens, accepted_lengths=[0] * num_rounds, busy_s=busy_s, part_s=part_s
     )
 
@@ -162,7 +164,7 @@ def test_medians_are_taken_of_prompts_plain_tokens_and_both_sides_of_a_round(mon
 
 
 @pytest.mark.parametrize("stack", [SMALL, LARGE])
-def test_a_stack_is_what_the_planner_takes_it_for(stack: RandomStack) -> None:
+def test_a_stack_is_what_the_planner_takes_it_for(stack: RandomLlama) -> None:
     (qkv,) = {type(layer._qkv) for layer in stack.load(Comm.single())._layers}  # type: ignore[attr-defined]
     assert (qkv is HalfLinear) == (stack.from_16_bits and can_halve())
     assert stack.planned.shape == stack.shape

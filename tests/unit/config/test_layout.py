@@ -14,7 +14,7 @@ def _layout(target: list[int], draft: list[int], kind: DraftLayout) -> Layout:
 
 
 @pytest.mark.parametrize(
-    ("target", "draft", "kind", "speaker", "decider"),
+    ("target", "draft", "kind", "draft_source_rank", "verify_rank"),
     [
         ([0, 1], [0], ONE_RANK, 0, 0),
         ([0, 1], [1], ONE_RANK, 1, 1),
@@ -25,12 +25,12 @@ def _layout(target: list[int], draft: list[int], kind: DraftLayout) -> Layout:
     ],
 )
 def test_the_rule_runs_where_both_models_are_else_where_the_target_is(
-    target: list[int], draft: list[int], kind: DraftLayout, speaker: int | None, decider: int
+    target: list[int], draft: list[int], kind: DraftLayout, draft_source_rank: int | None, verify_rank: int
 ) -> None:
     layout = _layout(target, draft, kind)
-    assert layout.decider == decider
-    if speaker is not None:
-        assert layout.speaker == speaker
+    assert layout.verify_rank == verify_rank
+    if draft_source_rank is not None:
+        assert layout.draft_source_rank == draft_source_rank
 
 
 @pytest.mark.parametrize(
@@ -68,6 +68,6 @@ def test_ranks_that_hold_nothing_are_named_with_what_would_help() -> None:
 
 
 def test_only_a_draft_on_several_ranks_shares_rows() -> None:
-    assert _layout([0, 1], [0, 1], REPLICATED).shares_rows
-    assert not _layout([0, 1], [0], REPLICATED).shares_rows
-    assert not _layout([0, 1], [0, 1], SHARDED).shares_rows
+    assert _layout([0, 1], [0, 1], REPLICATED).splits_batch
+    assert not _layout([0, 1], [0], REPLICATED).splits_batch
+    assert not _layout([0, 1], [0, 1], SHARDED).splits_batch

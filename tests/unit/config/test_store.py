@@ -8,7 +8,10 @@ import pytest
 
 from llama_ssp.config import catalogue, store
 from llama_ssp.config.schema import DrafterKind, Dtype, ModelConfig, RunConfig, TaskName
+from tests.helpers.lanes import heavy
 from tests.unit.config.conftest import Compose
+
+pytestmark = pytest.mark.seconds
 
 OPTIONS = sorted(
     f"{file.parent.name}={file.stem}"
@@ -17,7 +20,22 @@ OPTIONS = sorted(
 )
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("placement=own_gpu", "placement.draft.tp_size=2", "seed=3", r'stop_strings=["\n", "a,b"]'),
+        ("draft=none", "draft.model.dtype=bf16", "task=latency", "task.num_warmup=0", "run_dir=null"),
+        ("draft.model.dtype=bf16", "sampling=nucleus", "sampling.temperature=0", "timeouts.load_s=1e3", "prompt=a"),
+    ],
+)
+def test_values_set_in_a_copy_are_those_that_hydra_composes(
+    overrides: tuple[str, ...], compose_once: Compose, compose_run: Compose
+) -> None:
+    assert compose_once(*overrides) == compose_run(*overrides)
+
+
+# Models are composed below too, as targets and as drafts.
+@pytest.mark.parametrize("option", [heavy(each) if each.startswith("model=") else each for each in OPTIONS])
 def test_every_option_composes(option: str, compose_run: Compose) -> None:
     run, _ = compose_run(option)
     assert isinstance(run, RunConfig)

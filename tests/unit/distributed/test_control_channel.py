@@ -11,9 +11,12 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined] # torch does not list it
 
 from llama_ssp.distributed import control_channel
-from llama_ssp.distributed.control_channel import Watch
+from llama_ssp.distributed.control_channel import ControlChannel
+from llama_ssp.distributed.signals import Agent
 
-Watches = Callable[..., list[Watch]]
+pytestmark = pytest.mark.seconds
+
+Watches = Callable[..., list[ControlChannel]]
 
 
 @pytest.fixture
@@ -26,9 +29,9 @@ def signals(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sent
 
 
-def watches(*ranks: int, size: int) -> list[Watch]:
+def watches(*ranks: int, size: int) -> list[ControlChannel]:
     store = HashStore()
-    return [Watch(store, rank=rank, size=size, is_first_here=rank == 0) for rank in ranks]
+    return [ControlChannel(store, rank=rank, size=size, is_first_here=rank == 0) for rank in ranks]
 
 
 def test_ranks_that_do_not_answer_are_missing(signals: list[int]) -> None:
@@ -54,9 +57,50 @@ def test_a_store_that_does_not_answer_is_missed_with_its_rank_and_asked_no_more(
     assert own.missing() == (0,)
     started = time.monotonic()
     assert own.settle("SspError\nmine", without=(0,)) == "SspError\nmine"
-    assert own.may_speak(without=(0,))
+    assert own.is_error_reporter(without=(0,))
     assert time.monotonic() - started < 1.0
     over.set()
+
+
+class Lost:
+    """A store whose process was killed."""
+
+    def __getattr__(self, _name: str) -> object:
+        raise dist.DistNetworkError("gone")
+
+
+@pytest.mark.usefixtures("signals")
+def test_a_store_that_went_with_the_agent_leaves_nobody_missing_and_rank_0_speaks() -> None:
+    gone = Agent(pid=-1, holds_store=True)
+    for rank in (0, 1):
+        own = ControlChannel(HashStore(), rank=rank, size=2, is_first_here=rank == 0, agent=gone)
+        own._store = Lost()  # type: ignore[assignment]
+        assert own.is_orphan
+        assert own.missing() == ()
+        assert own.is_error_reporter() is (rank == 0)
+
+
+@pytest.mark.usefixtures("signals")
+@pytest.mark.parametrize(("parents", "missing"), [([4, 4, 5], ()), ([4], (0,))], ids=["slowly", "elsewhere"])
+def test_an_agent_is_given_a_moment_to_leave_its_ranks(
+    parents: list[int], missing: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = ControlChannel(HashStore(), rank=1, size=2, is_first_here=True, agent=Agent(pid=4, holds_store=True))
+    own._store = Lost()  # type: ignore[assignment]
+    monkeypatch.setattr(os, "getppid", lambda: parents.pop(0) if len(parents) > 1 else parents[0])
+    assert own.missing() == missing
+
+
+@pytest.mark.parametrize(
+    ("agent", "sent"),
+    [(Agent(pid=4, holds_store=True), [signal.SIGTERM]), (Agent(pid=4, holds_store=False), []), (None, [])],
+)
+def test_a_store_lost_with_an_agent_on_any_node_is_a_wish_to_stop(
+    agent: Agent | None, sent: list[int], signals: list[int]
+) -> None:
+    own = ControlChannel(HashStore(), rank=1, size=2, is_first_here=True, agent=agent)
+    own._listen(Lost())  # type: ignore[arg-type]
+    assert signals == sent
 
 
 def test_a_store_that_was_late_once_is_asked_again(signals: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,25 +135,25 @@ def test_the_first_proposal_ends_the_run_on_every_rank(signals: list[int]) -> No
 @pytest.mark.usefixtures("signals")
 def test_one_rank_speaks_rank_0_where_it_can() -> None:
     zero, one, two = watches(0, 1, 2, size=3)
-    assert zero.may_speak()
-    assert not one.may_speak()
-    assert not two.may_speak(without=(0,))
+    assert zero.is_error_reporter()
+    assert not one.is_error_reporter()
+    assert not two.is_error_reporter(without=(0,))
     one, two = watches(1, 2, size=3)
-    assert two.may_speak(without=(0,))
-    assert not one.may_speak(without=(0,))
+    assert two.is_error_reporter(without=(0,))
+    assert not one.is_error_reporter(without=(0,))
 
 
 @pytest.mark.usefixtures("signals")
 def test_another_rank_speaks_when_rank_0_has_not_come_for_a_while() -> None:
     zero, one = watches(0, 1, size=2)
-    waiting = Thread(target=lambda: spoke.append(one.may_speak()))
+    waiting = Thread(target=lambda: spoke.append(one.is_error_reporter()))
     spoke: list[bool] = []
     waiting.start()
     waiting.join(0.1)
     assert not spoke
     waiting.join()
     assert spoke == [True]
-    assert not zero.may_speak()
+    assert not zero.is_error_reporter()
 
 
 def test_a_later_wish_reaches_every_rank_too(signals: list[int]) -> None:
@@ -166,9 +210,9 @@ def test_an_alert_rank_hears_a_sigterm_when_another_is_killed_unless_the_run_has
 
 
 def test_a_rank_alone_misses_nobody_and_speaks() -> None:
-    own = Watch.alone()
+    own = ControlChannel.alone()
     own.ask_to_stop()
     assert own.missing() == ()
     assert own.verdict is None
     assert own.settle("SspError\nmine") == "SspError\nmine"
-    assert own.may_speak()
+    assert own.is_error_reporter()

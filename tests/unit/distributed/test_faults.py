@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from llama_ssp.distributed.agree import from_words
-from llama_ssp.distributed.control_channel import Watch
-from llama_ssp.distributed.faults import Phase, ending_alike
+from llama_ssp.distributed.agree import from_message
+from llama_ssp.distributed.control_channel import ControlChannel
+from llama_ssp.distributed.faults import Phase, unify_failure
+from llama_ssp.distributed.signals import STOP_SIGNALS
 from llama_ssp.errors import CapacityError, ConfigError, InterruptedRun, LostRankError, SspError
 
 PHASE = Phase(doing="decoding", limit="timeouts.decode_s=5")
@@ -21,18 +22,23 @@ RESUME = "the same command with the same run_dir goes on from here"
 
 
 @dataclass(kw_only=True)
-class Others(Watch):
+class Others(ControlChannel):
     """What the other ranks would say."""
 
     size: int = 3
     rank: int = 1
     gone: tuple[int, ...] = ()
+    orphan: bool = False
     first: str | None = None
     settled: list[str] = field(default_factory=list)
 
     @property
     def verdict(self) -> str | None:
         return self.first
+
+    @property
+    def is_orphan(self) -> bool:
+        return self.orphan
 
     def missing(self) -> tuple[int, ...]:
         return self.gone
@@ -42,21 +48,21 @@ class Others(Watch):
         self.settled.append(words)
         return words
 
-    def may_speak(self, *, without: tuple[int, ...] = ()) -> bool:
+    def is_error_reporter(self, *, without: tuple[int, ...] = ()) -> bool:
         return self.first is None and 0 in without
 
 
 @pytest.fixture(autouse=True)
 def _handlers() -> Iterator[None]:
     """The handlers of signals, which an end sets aside."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
 
 
-def ended(error: BaseException, watch: Watch) -> BaseException:
-    with pytest.raises((Exception, KeyboardInterrupt)) as caught, ending_alike(watch, PHASE):
+def ended(error: BaseException, watch: ControlChannel) -> BaseException:
+    with pytest.raises((Exception, KeyboardInterrupt)) as caught, unify_failure(watch, PHASE):
         raise error
     return caught.value
 
@@ -93,8 +99,8 @@ def test_an_end_is_a_sentence_that_names_ranks_phase_and_cause(
     assert isinstance(found, SspError)
     assert found.speaks is (0 in gone)
     assert "\n" not in str(found)
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
-    assert type(from_words(watch.settled[0])) is kind
+    assert {signal.getsignal(number) for number in STOP_SIGNALS} == {signal.SIG_IGN}
+    assert type(from_message(watch.settled[0])) is kind
 
 
 def test_what_another_rank_has_met_first_is_the_end_here_too() -> None:
@@ -102,6 +108,12 @@ def test_what_another_rank_has_met_first_is_the_end_here_too() -> None:
     assert (type(found), str(found)) == (CapacityError, "rank 0 needs more")
     assert isinstance(found, SspError)
     assert found.speaks is False
+
+
+def test_ranks_without_their_agent_are_interrupted_also_where_the_others_have_ended_before() -> None:
+    for error in (KeyboardInterrupt(), CLOSED, LATE):
+        assert str(ended(error, Others(orphan=True))) == "interrupted"
+    assert "rank 2 is missing" in str(ended(CLOSED, Others(orphan=True, gone=(2,))))
 
 
 def test_what_nobody_has_foreseen_keeps_its_traceback_and_is_named_to_the_others() -> None:
@@ -112,12 +124,12 @@ def test_what_nobody_has_foreseen_keeps_its_traceback_and_is_named_to_the_others
 
 def test_a_rank_alone_keeps_its_errors_but_for_memory_and_disk() -> None:
     for error in (KeyboardInterrupt(), ConfigError("no"), CLOSED, PermissionError(errno.EACCES, "Permission denied")):
-        assert ended(error, Watch.alone()) is error
-    full = ended(OSError(errno.ENOSPC, "No space left on device", "a.log"), Watch.alone())
+        assert ended(error, ControlChannel.alone()) is error
+    full = ended(OSError(errno.ENOSPC, "No space left on device", "a.log"), ControlChannel.alone())
     assert str(full).startswith("cannot write a.log: no space left on device; free some space")
     assert type(full) is SspError
 
 
 def test_the_allocator_of_the_cpu_runs_out_of_memory_in_a_sentence() -> None:
-    with pytest.raises(CapacityError, match="out of memory"), ending_alike(Watch.alone(), PHASE):
+    with pytest.raises(CapacityError, match="out of memory"), unify_failure(ControlChannel.alone(), PHASE):
         torch.empty(1 << 58)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined] # torch does not list it
 
 from llama_ssp.distributed import result_queue
-from llama_ssp.distributed.result_queue import Exchange
+from llama_ssp.distributed.result_queue import ResultQueue
 
 
 def _stage(
@@ -19,12 +19,12 @@ def _stage(
     monkeypatch: pytest.MonkeyPatch,
     missing: Callable[[], tuple[int, ...]] = tuple,
     has_failed: Callable[[], bool] = bool,
-) -> list[Exchange]:
+) -> list[ResultQueue]:
     """One end for each rank, all of the same stage."""
     store = HashStore()
     monkeypatch.setattr(result_queue, "_stages", iter([7] * ranks_per_copy * num_copies))
     return [
-        Exchange(
+        ResultQueue(
             store,
             rank=rank,
             number=rank // ranks_per_copy,

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from llama_ssp.distributed import shared_memory
-from llama_ssp.distributed.shared_memory import Board
+from llama_ssp.distributed.shared_memory import SharedMemoryGroup
 from tests.helpers.repository import ROOT
+
+pytestmark = pytest.mark.seconds
 
 # Ranks are processes that part after the imports; what they tell each other while they join goes through files.
 RANKS = """
@@ -170,7 +172,7 @@ def test_nothing_is_left_when_joining_ends_early(step: str, tmp_path: Path, monk
         monkeypatch.setattr(shared_memory, "_make", make)
     before = set(Path("/proc/self/fd").iterdir())
     with contextlib.suppress(KeyboardInterrupt):
-        assert Board.join(gather_text, rank=0, size=2, crowded=False) is None
+        assert SharedMemoryGroup.join(gather_text, rank=0, size=2, crowded=False) is None
     gc.collect()  # an end that is not kept takes its mapping, and the descriptor of that, with it
     assert set(Path("/proc/self/fd").iterdir()) == before
     assert not list(tmp_path.iterdir())

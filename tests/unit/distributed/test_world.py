@@ -16,6 +16,7 @@ from llama_ssp.config.schema import DeviceKind
 from llama_ssp.distributed import world
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.environment import Ranks, read_ranks
+from llama_ssp.distributed.signals import STOP_SIGNALS
 from llama_ssp.distributed.world import choose_device, on_all_cores, share_cores
 from llama_ssp.errors import LostRankError, PlacementError
 
@@ -136,7 +137,13 @@ class Meeting:
 def meeting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Meeting]:
     found = Meeting()
     others = SimpleNamespace(
-        rank=0, size=4, verdict=None, missing=lambda: (2,), settle=lambda words, **_: words, may_speak=lambda **_: True
+        rank=0,
+        size=4,
+        verdict=None,
+        is_orphan=False,
+        missing=lambda: (2,),
+        settle=lambda words, **_: words,
+        is_error_reporter=lambda **_: True,
     )
     for key, value in {**TORCHRUN, "RANK": "1", "WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(key, value)
@@ -147,7 +154,7 @@ def meeting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Meeting]:
     monkeypatch.setattr(Comm, "of_world", found.of_world)
     for cached in (world._first_cores, world._sharers):
         cached.cache_clear()
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     yield found
     for cached in (world._first_cores, world._sharers):
         cached.cache_clear()

@@ -21,7 +21,7 @@ from llama_ssp.distributed.mesh import Mesh
 from llama_ssp.drafting.batch_split import BatchSplit
 from llama_ssp.engine.state import Request
 from llama_ssp.engine.verifier import NOT_A_NUMBER, Verifier
-from llama_ssp.models.null_runner import Elsewhere
+from llama_ssp.models.null_runner import NullRunner
 from llama_ssp.sampling.rules import Draft, make_rule
 from llama_ssp.sampling.uniforms import UniformTable
 from llama_ssp.tasks.loading import Models, build_decoder
@@ -54,15 +54,15 @@ def _texts(layout: Layout, *, temperature: float, batch_size: int, speculative: 
             draft = Comm.single()
         elif drafts:
             draft = drafting[layout.draft_ranks.index(comm.rank)]
-        counts = layout.draft_kind is REPLICATED or comm.rank == layout.speaker
+        counts = layout.draft_kind is REPLICATED or comm.rank == layout.draft_source_rank
         target = PrefixRunner(sharpness=1.0)
-        nowhere = Elsewhere(device=target.device, vocab_size=target.vocab_size, max_position_embeddings=512)
+        nowhere = NullRunner(device=target.device, vocab_size=target.vocab_size, max_position_embeddings=512)
         tokenizer: Any = None
         models = Models(
             target=target if holds_target else nowhere,
             draft=PrefixRunner(seed=1 if counts else 2, sharpness=1.0) if drafts else None,
             has_draft=True,
-            mesh=Mesh(world=comm, copy=comm, number=0, layout=layout, target=Comm.single(), draft=draft),
+            mesh=Mesh(world=comm, replica=comm, number=0, layout=layout, target=Comm.single(), draft=draft),
             tokenizer=tokenizer,
             eos_ids=(3,),
             context=512,

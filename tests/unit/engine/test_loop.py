@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from llama_ssp.engine.loop import StopWish
+from llama_ssp.engine.loop import StopRequest
 from llama_ssp.engine.state import BatchState, Request
 from llama_ssp.errors import NumericError
 from llama_ssp.models.prefill import Buckets
@@ -25,14 +25,14 @@ def requests(num_tokens: int = 40) -> list[Request]:
 
 @pytest.mark.parametrize(("max_new_tokens", "eos_ids"), [(1, ()), (9, range(11))])
 def test_a_wish_to_stop_counts_where_every_row_ends_in_its_prefill(max_new_tokens: int, eos_ids: Sequence[int]) -> None:
-    wish = StopWish()
-    decoder = make_decoder(PrefixRunner(), PrefixRunner(), batch_size=2, eos_ids=eos_ids, wish=wish)
+    stop_request = StopRequest()
+    decoder = make_decoder(PrefixRunner(), PrefixRunner(), batch_size=2, eos_ids=eos_ids, stop_request=stop_request)
     num_ended = 0
     wanted = [Request(index=i, prompt_ids=(1,), max_new_tokens=max_new_tokens) for i in range(100)]
     with torch.inference_mode():
         for updates in decoder.run(wanted):
             num_ended += len(updates)
-            wish.requested = True
+            stop_request.requested = True
     assert decoder.stopped
     assert num_ended <= 4
 
@@ -233,12 +233,12 @@ def test_a_round_reads_no_value_from_the_device() -> None:
 @pytest.mark.parametrize("batch_size", [1, 3])
 @torch.inference_mode()
 def test_a_wish_to_stop_ends_the_loop_after_the_round(batch_size: int) -> None:
-    wish = StopWish()
-    decoder = make_decoder(PrefixRunner(), PrefixRunner(seed=1), batch_size=batch_size, wish=wish)
+    stop_request = StopRequest()
+    decoder = make_decoder(PrefixRunner(), PrefixRunner(seed=1), batch_size=batch_size, stop_request=stop_request)
     num_tokens = 0
     for updates in decoder.run([Request(index=i, prompt_ids=(1,), max_new_tokens=100) for i in range(batch_size)]):
         num_tokens += sum(len(update.new_ids) for update in updates)
-        wish.requested = num_tokens > 10 * batch_size
+        stop_request.requested = num_tokens > 10 * batch_size
     assert decoder.stopped
     assert num_tokens < 20 * batch_size
 

@@ -19,6 +19,8 @@ from llama_ssp.weights import hub
 from tests.helpers.prompts import PROMPTS
 from tests.helpers.texts import few_part
 
+pytestmark = pytest.mark.seconds
+
 
 @pytest.fixture(scope="module")
 def pair() -> Pair:
@@ -68,6 +70,7 @@ def law_of_two_tokens(prompt_ids: tuple[int, ...], temperature: float) -> np.nda
     return law
 
 
+@pytest.mark.heavy
 def test_two_sampled_tokens_have_the_law_of_the_librarys_logits(pair: Pair) -> None:
     """A chi-square test with a fixed seed.
 

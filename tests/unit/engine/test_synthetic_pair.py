@@ -24,10 +24,12 @@ from llama_ssp.engine.state import Request
 from llama_ssp.tasks.checkpoints import find_sources
 from llama_ssp.tasks.loading import build_decoder, load_models
 from llama_ssp.tasks.prompts import encode
+from tests.helpers.lanes import heavy
 from training.agreement import TASKS, prompts_of
 
+pytestmark = pytest.mark.seconds
+
 NUM_TEXTS, NUM_TOKENS = 60, 64
-LEVELS = (0.6, 0.7, 0.8, 0.9)
 
 
 @torch.inference_mode()
@@ -71,8 +73,12 @@ def acceptance(model: str, agreement: float) -> float:
 
 @pytest.mark.parametrize(
     ("model", "agreement"),
-    [pytest.param("tiny", level, marks=[] if level == 0.8 else pytest.mark.slow) for level in LEVELS]
-    + [("tiny-draft", level) for level in LEVELS],
+    [
+        ("tiny-draft", 0.8),
+        *(heavy("tiny-draft", level) for level in (0.6, 0.7, 0.9)),
+        heavy("tiny", 0.8),
+        *(pytest.param("tiny", level, marks=pytest.mark.slow) for level in (0.6, 0.7, 0.9)),
+    ],
 )
 def test_the_acceptance_is_what_the_dial_says(model: str, agreement: float) -> None:
     """Within 0.03; some 5000 examined tokens, so that chance alone moves the mean by 0.007 (one sigma).

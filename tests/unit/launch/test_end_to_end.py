@@ -17,9 +17,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from launch import run
 from llama_ssp.config import catalogue
 from llama_ssp.weights import hub
+from tests.helpers.lanes import heavy
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint
 from tests.helpers.texts import library_greedy
 from tests.helpers.tokenizers import save_tokenizer
+
+pytestmark = pytest.mark.seconds
 
 
 @dataclass
@@ -97,6 +100,7 @@ def test_both_modes_end_at_a_stop_and_say_so(launch: Launch) -> None:
     assert plain["text"].count("\n\n") == 1
 
 
+@pytest.mark.heavy
 def test_synthetic_weights_give_a_larger_shape_the_shipped_models_text(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,6 +207,7 @@ def test_a_comparison_without_a_terminal_tells_how_far_it_is_and_a_resumed_one_c
     assert re.search(r"plain: 3 of 3 prompts at .*; speculative: 2 of 3 prompts at .*; 6 tokens, ", launch(*small).err)
 
 
+@pytest.mark.heavy
 def test_a_benchmark_writes_a_row_per_cell_beside_transformers(launch: Launch) -> None:
     lists = ["task.num_draft_tokens=[2]", "task.prompt_tokens=[5]", "task.batch_sizes=[1,2]", "task.repetitions=1"]
     ended = launch("task=benchmark", *lists, "max_new_tokens=4")
@@ -257,7 +262,8 @@ def spoil_tokenizer(folder: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    "spoil", [spoil_truncate, spoil_shard, spoil_pickle, spoil_missing, spoil_vocabulary, spoil_tokenizer]
+    "spoil",
+    [spoil_truncate, spoil_vocabulary, *map(heavy, (spoil_shard, spoil_pickle, spoil_missing, spoil_tokenizer))],
 )
 def test_a_faulty_checkpoint_is_one_sentence_and_code_2(
     spoil: Callable[[Path], str], launch: Launch, tmp_path: Path

@@ -1,4 +1,4 @@
-"""Two hundred seeded faults of checkpoints and run folders: each ends with a sentence or is survived.
+"""Three hundred and fifty seeded faults of checkpoints and run folders: each ends with a sentence or is survived.
 
 The program runs in this process, on a random pair: the target in several files with their index, the draft in one.
 """
@@ -15,13 +15,17 @@ from tests.helpers.in_process import Ended, launch
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint
 from tests.helpers.tokenizers import save_tokenizer
 
+pytestmark = pytest.mark.seconds
+
 NUM_CHECKPOINT_FAULTS = 150
 NUM_RUN_FAULTS = 50
 
 
 def seeds(number: int) -> list[object]:
-    """All seeds, of which a fifth runs always and the rest with --slow."""
-    return [pytest.param(seed, marks=pytest.mark.slow if seed >= number // 5 else ()) for seed in range(number)]
+    """All seeds, of which one in 25 runs always, a fifth with --heavy, and the rest with --slow."""
+    marks = [()] * (number // 25) + [pytest.mark.heavy] * (number // 5 - number // 25)
+    marks += [pytest.mark.slow] * (number - len(marks))
+    return [pytest.param(seed, marks=mark) for seed, mark in enumerate(marks)]
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +95,7 @@ def test_with_verify_every_fault_of_a_checkpoint_is_caught(seed: int, folder: Pa
     ("name", "old", "new", "sentence"),
     [
         ("config.json", '"silu"', '"sIlu"', "target/config.json describes no model that can be built (KeyError"),
-        ("generation_config.json", '"eos_token_id": 1', '"eos_token_id": "1"', "has eos_token_id '1'"),
+        ("generation_config.json", '"eos_token_id": 1', '"eos_token_id": "1"', 'has eos_token_id "1"'),
         ("generation_config.json", "{", "", "target/generation_config.json is not JSON"),
     ],
 )

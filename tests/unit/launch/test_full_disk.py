@@ -11,13 +11,18 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.in_process import Ended, launch
+from tests.helpers.lanes import heavy
+
+pytestmark = pytest.mark.seconds
 
 Room = Callable[[int], AbstractContextManager[None]]
 NUM_SAMPLES = 12
 PLENTY = 1 << 24
 # What there is room for: on a small disk for the lock alone, or for some completions; where files must be short, for
 # not even that, or for some completions.
-CASES = [("a small disk", 4096), ("a small disk", 5 * 4096), ("short files", 1), ("short files", 3000)]
+CASES = [
+    heavy("a small disk", 4096), heavy("a small disk", 5 * 4096), heavy("short files", 1), ("short files", 3000),
+]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

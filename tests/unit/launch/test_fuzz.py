@@ -23,15 +23,23 @@ from launch.command_line import _groups, _keys_of_tasks
 from llama_ssp.config.plan import PlanConfig
 from tests.helpers.in_process import Ended, launch
 
+pytestmark = pytest.mark.seconds
+
 UNHURRIED = settings(
     derandomize=True, deadline=None, database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )  # fmt: skip
-FEW, MANY = settings(UNHURRIED, max_examples=60), settings(UNHURRIED, max_examples=500)
-"""Plans, of some milliseconds to a tenth of a second each."""
-FEW_RUNS, MANY_RUNS = settings(UNHURRIED, max_examples=12), settings(UNHURRIED, max_examples=100)
-"""Runs, of up to a second each."""
-in_four_parts = pytest.mark.parametrize("part", range(4))
+NUM_PLANS, NUM_RUNS = (15, 60, 500), (4, 12, 100)
+"""Examples of each lane: plans take up to a tenth of a second each, runs up to a second."""
+
+
+def amounts(default: int, heavy: int, slow: int) -> pytest.MarkDecorator:
+    """How many command lines are drawn, by lane; the slow ones in four parts that differ."""
+    slow_parts = [pytest.param(slow, part, marks=pytest.mark.slow) for part in range(1, 5)]
+    cases = [(default, 0), pytest.param(heavy, 0, marks=pytest.mark.heavy), *slow_parts]
+    return pytest.mark.parametrize(("num_lines", "part"), cases)
+
+
 NUMBERS = (
     "0", "-1", "1", "2", "3.5", "1e3", "1e400", "-1e-400", "nan", "inf", "-inf", str(1 << 31), str(1 << 63), "9" * 40,
     "0x10", "1_000", "007", "true", "null",
@@ -40,6 +48,9 @@ TEXTS = (
     "", "''", '""', "é", "\u202e", "日本", "\x7f", "\udcff", "a b", "a,b", "[", "[]", "[[1],[2]]", "[1,,2]", "{}",
     "{a:1}", "{a:{b:[c]}}", "(", "'", "\\", "${x}", "${oc.env:HOME}", "${run_id:}", "${", "$(id)",
     "!!python/object:os.system", "range(1,3)", "choice(1,2)", "glob(*)", "interval(0,1)", "sort(3,1)", "int(x)", "none",
+    "${model_names:}", "${hydra:}", "${hydra:runtime}", "${oc.env:HOME,}", "${oc.create:{a:1}}",
+    "${oc.dict.keys:model}", "${model}", "${draft}", "${seed}", "${.x}", "${..}",
+    "\x1b[2J", "\x9b", "'\x1b]0;x\x07'", "[/x]", "'[/x]'",
     "7B", "tiny", "../tiny", ".", "/dev/null", "x" * 5000,
 )  # fmt: skip
 ANY_TEXT = st.text(st.characters(exclude_characters="\0", codec="utf-8"), max_size=8)
@@ -139,15 +150,13 @@ def check(ended: Ended, arguments: list[str]) -> None:
     assert ended.code == 0 or ended.err.strip(), f"{arguments} ended with {ended.code} and without a word"
 
 
-def check_all(
-    main: Callable[[list[str]], int], how_many: settings, lines: st.SearchStrategy[list[str]], part: int
-) -> None:
-    """Check command lines that other parts do not have."""
+def check_all(main: Callable[[list[str]], int], num_lines: int, lines: st.SearchStrategy[list[str]], part: int) -> None:
+    """Check so many command lines, other ones in each part."""
 
     def check_one(arguments: list[str]) -> None:
         check(in_process(main, arguments), arguments)
 
-    seed(part)(how_many(given(lines)(check_one)))()
+    seed(part)(settings(UNHURRIED, max_examples=num_lines)(given(lines)(check_one)))()
 
 
 @pytest.fixture(autouse=True)
@@ -160,43 +169,22 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(variable, raising=False)
 
 
-@FEW
-@given(lines_of(RUN_KEYS))
-def test_run_answers_any_command_line(arguments: list[str]) -> None:
-    check(in_process(run_dry, arguments), arguments)
+@amounts(*NUM_PLANS)
+def test_run_answers_any_command_line(num_lines: int, part: int) -> None:
+    check_all(run_dry, num_lines, lines_of(RUN_KEYS), part)
 
 
-@pytest.mark.slow
-@in_four_parts
-def test_run_answers_any_of_many_command_lines(part: int) -> None:
-    check_all(run_dry, MANY, lines_of(RUN_KEYS), part)
+@amounts(*NUM_RUNS)
+def test_a_run_that_is_not_dry_answers_any_command_line(num_lines: int, part: int) -> None:
+    check_all(run_short, num_lines, runs(), part)
 
 
-@FEW_RUNS
-@given(runs())
-def test_a_run_that_is_not_dry_answers_any_command_line(arguments: list[str]) -> None:
-    check(in_process(run_short, arguments), arguments)
+@amounts(*NUM_PLANS)
+def test_plan_answers_any_command_line(num_lines: int, part: int) -> None:
+    check_all(plan.main, num_lines, lines_of(PLAN_KEYS), part)
 
 
-@pytest.mark.slow
-@in_four_parts
-def test_a_run_that_is_not_dry_answers_any_of_many_command_lines(part: int) -> None:
-    check_all(run_short, MANY_RUNS, runs(), part)
-
-
-@FEW
-@given(lines_of(PLAN_KEYS))
-def test_plan_answers_any_command_line(arguments: list[str]) -> None:
-    check(in_process(plan.main, arguments), arguments)
-
-
-@pytest.mark.slow
-@in_four_parts
-def test_plan_answers_any_of_many_command_lines(part: int) -> None:
-    check_all(plan.main, MANY, lines_of(PLAN_KEYS), part)
-
-
-@FEW
+@settings(UNHURRIED, max_examples=60)
 @given(st.lists(VALUES | st.sampled_from(REPORT_OPTIONS), max_size=3))
 def test_report_and_manifest_answer_any_command_line(arguments: list[str]) -> None:
     for main in (report.main, manifest.main):
@@ -225,9 +213,16 @@ def test_report_and_manifest_answer_any_command_line(arguments: list[str]) -> No
             "cannot be read (File name too long): name another path",
         ),
         (run_short, ["num_samples=2147483648"], "must be at least 1 and at most 1000000 completions"),
+        (run_dry, ["speculation=${model_names:}"], "speculation=13B 13B_8bit"),
+        (run_dry, ["seed=${model_names:}"], "could not be converted to Integer"),
+        (run_dry, ["model=\x1b[2J"], r"cannot read 'model=\x1b[2J': settings are written name=value"),
+        (run_short, ["model.path=\x1b[2J\x9b\u202e\x7f\r"], r"\x1b[2J\x9b\u202e\x7f\r does not exist"),
+        (plan.main, ["format=\x1b"], r"cannot read 'format=\x1b': settings are written name=value"),
+        (plan.main, ["hardware.name=\x1b"], r"cannot read 'hardware.name=\x1b': settings are written name=value"),
         (plan.main, ["placement=[0]"], "unknown placement '[0]': there are accelerate, auto, "),
         (plan.main, ["=0"], "'=0' is no setting of a plan"),
         (plan.main, ["hydra/launcher=[[],1]"], "'hydra/launcher=[[],1]' is no setting of a plan"),
+        (report.main, ["\x1b[2J\x9b"], r"\x1b[2J\x9b holds no run"),
         (report.main, ["x" * 5000], "cannot be read (File name too long): name the folder of a run"),
         (manifest.main, ["x" * 5000], "cannot be read (File name too long): name another folder"),
     ],
@@ -239,3 +234,4 @@ def test_what_was_found_once_is_a_sentence(
     assert ended.code == 2
     assert sentence in ended.err
     assert len(ended.err.splitlines()) == 1
+    assert ended.err.removesuffix("\n").isprintable()

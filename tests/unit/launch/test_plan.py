@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 
 from launch import plan as entry
+from tests.helpers.lanes import heavy
+
+pytestmark = pytest.mark.seconds
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = ROOT / "launch" / "plan.py"
@@ -79,7 +82,7 @@ def test_json_needs_nothing_beyond_hydra_and_imports_no_torch_transformers_or_nu
 
 
 @pytest.mark.parametrize(
-    ("package", "setting"), [("rich", "format=table"), ("rich", "search=true"), ("matplotlib", "figure=plan.png")]
+    ("package", "setting"), [("rich", "format=table"), heavy("rich", "search=true"), ("matplotlib", "figure=plan.png")]
 )
 def test_a_missing_package_is_named_with_what_installs_it(package: str, setting: str, tmp_path: Path) -> None:
     other = ["format=json"] if package == "matplotlib" else []

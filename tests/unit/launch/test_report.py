@@ -48,6 +48,20 @@ def test_what_is_left_out_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "left out: s/1 has no summary yet: done" in capsys.readouterr().out
 
 
+def test_a_damaged_run_is_left_out_and_others_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("0", "1", "\udcff"):
+        write_run(tmp_path / "s" / name, PLAIN, FAST, model="\ud800")
+    file = tmp_path / "s" / "1" / "summary.json"
+    file.write_text(file.read_text().replace('"world_size": 2', '"world_size": {}'))
+    assert report.main([str(tmp_path / "s")]) == 0
+    said = capsys.readouterr().out
+    assert (
+        f"2 runs; left out: {file} cannot be read (world_size holds {{}}): a run of this version is required\n" in said
+    )
+    assert report.main([str(file.parent)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [

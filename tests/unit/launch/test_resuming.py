@@ -9,6 +9,9 @@ import pytest
 
 from launch import report
 from tests.helpers.in_process import Ended, launch
+from tests.helpers.lanes import heavy
+
+pytestmark = pytest.mark.seconds
 
 SMALL = ("task=generate", "model=tiny-draft", "draft=none", "max_new_tokens=2", "batch_size=4")
 
@@ -27,8 +30,8 @@ def recorded(folder: Path) -> dict[int, str]:
     ("changed", "difference"),
     [
         (("import", "def", "class"), "prompt 2 of prompts={folder}/p.jsonl was 'from' when .*, and is now 'def'"),
-        (("import",), "was 'from' when .*, and is now gone, 1 are left"),
-        (("import", "from" + 50 * " a"), "was 'from' when .*, and is now 'from a a a"),
+        heavy(("import",), "was 'from' when .*, and is now gone, 1 are left"),
+        heavy(("import", "from" + 50 * " a"), "was 'from' when .*, and is now 'from a a a"),
     ],
 )
 def test_other_prompts_are_refused_by_the_first_that_differs(
@@ -43,6 +46,7 @@ def test_other_prompts_are_refused_by_the_first_that_differs(
     assert recorded(tmp_path) == {0: "import", 1: "from", 2: "class"}
 
 
+@pytest.mark.heavy
 def test_what_differs_far_behind_is_shown(tmp_path: Path) -> None:
     assert complete(tmp_path, 60 * "x " + "one").code == 0
     assert "x one' when" in complete(tmp_path, 60 * "x " + "two").err
@@ -103,6 +107,7 @@ def measure(folder: Path, *settings: str, text: str = "import os") -> Ended:
     return launch("task=benchmark", *words, "max_new_tokens=4", f"prompts={folder}/p.txt", *settings)
 
 
+@pytest.mark.heavy
 def test_a_benchmark_measures_only_cells_that_are_left_and_ends_with_a_summary_of_all(tmp_path: Path) -> None:
     here = f"run_dir={tmp_path}/run"
     ended = measure(tmp_path, here)

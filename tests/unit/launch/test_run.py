@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,8 +18,12 @@ from launch import command_line, run
 from llama_ssp.config import catalogue
 from llama_ssp.config.schema import RunConfig
 from llama_ssp.config.slurm import KEY, SlurmConfig
+from llama_ssp.distributed.signals import STOP_SIGNALS
 from llama_ssp.errors import CapacityError, CheckpointError, InterruptedRun
 from llama_ssp.tasks.startup import StartClock
+from tests.helpers.lanes import heavy
+
+pytestmark = pytest.mark.seconds
 
 ENTRY = catalogue.conf_dir().parent / "launch" / "run.py"
 
@@ -35,6 +39,15 @@ class Ended:
 
 
 Launch = Callable[..., Ended]
+
+
+@pytest.fixture(autouse=True)
+def _handlers() -> Iterator[None]:
+    """The handlers of signals, which each run sets."""
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture
@@ -81,18 +94,18 @@ def test_a_run_hands_its_config_to_the_task(launch: Launch) -> None:
     [
         ("model=nosuch", "unknown model 'nosuch'"),
         ("speculation.num_draft_tokens=0", "speculation.num_draft_tokens=0 must be at least 1"),
-        ("sampling.temperature=-1", "sampling.temperature=-1.0 must be 0"),
-        ("sampling.top_p=2", "sampling.top_p=2.0 must be above 0"),
-        ("sampling.top_k=-3", "sampling.top_k=-3 must be at least 1"),
-        ("prompts=missing.txt", "prompts=missing.txt must be a file"),
-        ("draft=7B", "the draft must have the target's vocabulary"),
+        heavy("sampling.temperature=-1", "sampling.temperature=-1.0 must be 0"),
+        heavy("sampling.top_p=2", "sampling.top_p=2.0 must be above 0"),
+        heavy("sampling.top_k=-3", "sampling.top_k=-3 must be at least 1"),
+        heavy("prompts=missing.txt", "prompts=missing.txt must be a file"),
+        heavy("draft=7B", "the draft must have the target's vocabulary"),
         ("nosuch=1", "unknown setting 'nosuch'"),
         ("seed=abc", "seed=abc: Value 'abc'"),
         ("stop_strings=self", "stop_strings=self: a list is written [a,b]"),
-        ("stop_strings={a:1}", "stop_strings={a:1}: a list is written [a,b]"),
+        heavy("stop_strings={a:1}", "stop_strings={a:1}: a list is written [a,b]"),
         ('stop_strings=["???"]', "stop_strings[0]=??? stands for a value that is still missing: give one"),
-        ("prompt=???", "prompt=??? stands for a value that is still missing: give one"),
-        ("model.dtype=fp8", "model.dtype=fp8: Invalid value 'fp8', expected one of [auto, fp32, bf16, fp16]"),
+        heavy("prompt=???", "prompt=??? stands for a value that is still missing: give one"),
+        heavy("model.dtype=fp8", "model.dtype=fp8: Invalid value 'fp8', expected one of [auto, fp32, bf16, fp16]"),
         ("run_dir=${nosuch}", "Interpolation key 'nosuch' not found"),
         ("--nosuch", "unrecognized arguments: --nosuch"),
     ],
@@ -125,7 +138,7 @@ def test_the_number_of_ranks_is_checked_against_the_placement(launch: Launch) ->
 
 @pytest.mark.parametrize(
     ("error", "code"),
-    [(CheckpointError("no file"), 2), (CapacityError("no file"), 3), (InterruptedRun("no file"), 4)],
+    [(CheckpointError("no file"), 2), heavy(CapacityError("no file"), 3), heavy(InterruptedRun("no file"), 4)],
 )
 def test_errors_of_a_task_keep_their_exit_code(error: Exception, code: int, launch: Launch) -> None:
     ended = launch(fails=error)
@@ -137,7 +150,7 @@ def test_ctrl_c_ends_with_code_4_and_no_traceback(launch: Launch) -> None:
     assert (ended.code, ended.err) == (4, "interrupted\n")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, heavy(signal.SIGUSR1), heavy(signal.SIGHUP)])
 def test_a_stop_signal_while_nothing_is_decoded_ends_with_code_4_however_often_it_comes(
     number: signal.Signals, launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,14 +162,15 @@ def test_a_stop_signal_while_nothing_is_decoded_ends_with_code_4_however_often_i
             ends.append("written")
 
     ends: list[str] = []
-    before = {other: signal.getsignal(other) for other in (signal.SIGTERM, signal.SIGUSR1)}
     monkeypatch.setattr(run, "_run", lambda config, _ranks: twice(config))
-    try:
-        ended = launch()
-    finally:
-        for other, handler in before.items():
-            signal.signal(other, handler)
+    ended = launch()
     assert (ended.code, ended.err, ends) == (4, "interrupted\n", ["written"])
+
+
+def test_a_hangup_that_is_ignored_on_purpose_stays_ignored(launch: Launch) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    assert launch().code == 0
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
 @pytest.mark.parametrize(("rank", "content"), [("0", "3\n"), ("1", None)])
@@ -216,6 +230,7 @@ def test_a_sweep_ends_with_its_first_failure(launch: Launch) -> None:
     assert ended.err.startswith("speculation.num_draft_tokens=0 must be")
 
 
+@pytest.mark.heavy
 def test_a_sweep_ends_before_its_next_point_when_somebody_wished_to_stop_in_a_last_round(launch: Launch) -> None:
     ended = launch("-m", "model=7B,13B,30B", stops=True)
     assert (ended.code, [config.model.name for config in ended.runs]) == (4, ["7B"])

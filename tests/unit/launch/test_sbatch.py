@@ -30,7 +30,7 @@ esac
 """
 
 
-class Job:
+class PlanSpec:
     """A job that is started again and again in its folder."""
 
     def __init__(self, folder: Path) -> None:
@@ -73,12 +73,12 @@ class Job:
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Job:
-    return Job(tmp_path)
+def job(tmp_path: Path) -> PlanSpec:
+    return PlanSpec(tmp_path)
 
 
 @pytest.mark.parametrize("run_dir", ["a run", None], ids=["no completion", "ends before there is a run folder"])
-def test_a_job_that_gets_nowhere_gives_up_after_some_tries(run_dir: str | None, job: Job) -> None:
+def test_a_job_that_gets_nowhere_gives_up_after_some_tries(run_dir: str | None, job: PlanSpec) -> None:
     for number in range(1, 4):
         assert job.start(run_dir=run_dir).returncode == 4
         assert (job.num_requeued, job.left_files) == (number, [".slurm-7.idle"])
@@ -87,7 +87,7 @@ def test_a_job_that_gets_nowhere_gives_up_after_some_tries(run_dir: str | None, 
     assert ended.stderr.startswith("interrupted 4 times in a row without a new completion: job 7 gives up; submit it")
 
 
-def test_a_job_that_gets_on_is_queued_again_as_often_as_it_takes(job: Job) -> None:
+def test_a_job_that_gets_on_is_queued_again_as_often_as_it_takes(job: PlanSpec) -> None:
     for number in range(1, 7):
         assert job.start("--idle", "1", made=number % 2).returncode == 4
         assert job.num_requeued == number
@@ -95,14 +95,14 @@ def test_a_job_that_gets_on_is_queued_again_as_often_as_it_takes(job: Job) -> No
     assert job.left_files == []
 
 
-def test_the_number_of_tries_is_an_option(job: Job) -> None:
+def test_the_number_of_tries_is_an_option(job: PlanSpec) -> None:
     assert job.start("--idle", "0").returncode == 4
     assert job.num_requeued == 0
     wrong = job.start("--idle", "many")
     assert (wrong.returncode, wrong.stderr) == (2, "--idle many: give a number of times, such as 3\n")
 
 
-def test_where_nothing_can_be_kept_every_restart_counts(job: Job) -> None:
+def test_where_nothing_can_be_kept_every_restart_counts(job: PlanSpec) -> None:
     for restarts, num_requeued in ((0, 1), (2, 2), (3, 2)):
         (job.folder / ".slurm-7.idle").mkdir(exist_ok=True)
         assert job.start(made=1, restarts=restarts).returncode == 4
@@ -110,6 +110,6 @@ def test_where_nothing_can_be_kept_every_restart_counts(job: Job) -> None:
 
 
 @pytest.mark.parametrize(("code", "state"), [(1, "RUNNING"), (2, "RUNNING"), (3, "RUNNING"), (4, "CANCELLED")])
-def test_a_failed_and_a_cancelled_job_are_not_queued_again(code: int, state: str, job: Job) -> None:
+def test_a_failed_and_a_cancelled_job_are_not_queued_again(code: int, state: str, job: PlanSpec) -> None:
     assert job.start(code=code, state=state).returncode == code
     assert (job.num_requeued, job.left_files) == (0, [])

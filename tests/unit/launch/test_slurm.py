@@ -16,6 +16,9 @@ from hydra import compose, initialize_config_dir
 from launch import command_line, run, staging
 from llama_ssp.config import catalogue, store
 from llama_ssp.config.schema import RunConfig
+from tests.helpers.lanes import heavy
+
+pytestmark = pytest.mark.seconds
 
 SBATCH = """#!{python}
 import json, os, sys
@@ -134,6 +137,7 @@ def test_a_prompt_reaches_the_job_as_it_was_typed(sweep: Sweep) -> None:
     assert composed(job).prompt == prompt
 
 
+@pytest.mark.heavy
 def test_only_so_many_jobs_run_at_a_time(sweep: Sweep) -> None:
     jobs = sweep("hardware=laptop_cpu", "seed=0,1,2,3,4", "hydra.launcher.max_running=2").jobs
     assert [options(job).get("dependency") for job in jobs] == [
@@ -154,13 +158,13 @@ def test_a_point_that_does_not_fit_keeps_all_from_being_queued(sweep: Sweep) -> 
     [
         (["model=7B"], "name it with hardware=NAME, one of "),
         (["hardware=laptop_cpu", "seed=0,-1"], "seed=-1 must be between 0"),
-        (["hardware=laptop_cpu", "seed=0,x"], "seed=x: Value 'x'"),
-        (["hardware=laptop_cpu", "prompts=-"], "prompts=- asks at a terminal"),
+        heavy(["hardware=laptop_cpu", "seed=0,x"], "seed=x: Value 'x'"),
+        heavy(["hardware=laptop_cpu", "prompts=-"], "prompts=- asks at a terminal"),
         (["hardware=p4d_24xlarge", "hydra.launcher.ranks_per_node=9"], "more than the 8 GPUs of a node"),
-        (["hardware=laptop_cpu", "hydra.launcher.nodes=2"], "does not say how nodes are connected"),
-        (["hardware=laptop_cpu", "hydra.launcher.nodes=0"], "hydra.launcher.nodes=0 must be at least 1"),
-        (["hardware=laptop_cpu", "hydra.launcher.sbatch=[evil.sh]"], "would take it for a script"),
-        (["hardware=laptop_cpu", "hydra.launcher.stage_to=here"], "must be an absolute path"),
+        heavy(["hardware=laptop_cpu", "hydra.launcher.nodes=2"], "does not say how nodes are connected"),
+        heavy(["hardware=laptop_cpu", "hydra.launcher.nodes=0"], "hydra.launcher.nodes=0 must be at least 1"),
+        heavy(["hardware=laptop_cpu", "hydra.launcher.sbatch=[evil.sh]"], "would take it for a script"),
+        heavy(["hardware=laptop_cpu", "hydra.launcher.stage_to=here"], "must be an absolute path"),
         (["hardware=laptop_cpu", "hydra.launcher.queue=x"], "hydra.launcher.queue"),
         (["hardware=laptop_cpu", "hydra.launcher._target_=os.system"], "_target_ is refused"),
         (["hardware=laptop_cpu", "hydra.sweeper.max_batch_size=1"], "use hydra.launcher.max_running"),
@@ -190,6 +194,7 @@ def test_several_ranks_do_not_submit_a_sweep_several_times(sweep: Sweep, monkeyp
     assert "with plain python, on one rank" in ended.err
 
 
+@pytest.mark.heavy
 def test_a_dry_run_shows_every_plan_and_command_and_queues_nothing(sweep: Sweep) -> None:
     ended = sweep("hardware=p4d_24xlarge", "model=30B,13B", "dry_run=true", installed=False)
     assert (ended.code, ended.jobs) == (0, []), ended.err
@@ -215,6 +220,7 @@ def test_a_machine_without_slurm_says_what_would_work(sweep: Sweep) -> None:
     assert "dry_run=true" in ended.err
 
 
+@pytest.mark.heavy
 def test_a_refusal_of_sbatch_is_told_with_what_is_queued_already(sweep: Sweep) -> None:
     ended = sweep("hardware=laptop_cpu", "seed=0,1,2", "run_dir=x", refusal="run_dir='x/2'")
     assert ended.code == 2
@@ -258,6 +264,7 @@ def test_weights_are_staged_under_a_name_that_changes_with_them(sweep: Sweep, tm
     assert copy not in sweep(*asked).jobs[-1]
 
 
+@pytest.mark.heavy
 def test_a_hub_model_that_is_not_here_cannot_be_staged(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_args, **_options: None)
     ended = sweep(

@@ -13,6 +13,8 @@ from llama_ssp.weights.checkpoint import SINGLE_FILE, Checkpoint, inspect
 from tests.helpers.models import build_checkpoint
 from tests.unit.models.conftest import Saved
 
+pytestmark = pytest.mark.seconds
+
 
 def test_a_sound_checkpoint_passes_without_a_read(
     saved: Callable[[str], Saved], monkeypatch: pytest.MonkeyPatch

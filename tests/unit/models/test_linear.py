@@ -17,6 +17,7 @@ from llama_ssp.models.linear import (
     half_scale,
     make_linear,
 )
+from tests.helpers.lanes import grid
 
 KERNELS: list[Kernel] = [PlainLinear, ColumnsLinear, PackedLinear]
 # Largest difference of two orders of one sum of 96 products of size 1, in units of the result's size.
@@ -32,10 +33,12 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("num_rows", [1, 2, 8, 9, 40])
+@grid(
+    num_rows=[1, 2, 8, 9, 40],
+    kernel=KERNELS,
+    has_bias=[False, True],
+    dtype=[torch.float32, torch.bfloat16, torch.float16],
+)
 def test_every_form_computes_what_the_library_computes(
     kernel: Kernel, num_rows: int, has_bias: bool, dtype: torch.dtype
 ) -> None:

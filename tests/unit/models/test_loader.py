@@ -18,8 +18,11 @@ from llama_ssp.distributed.comms import Comm
 from llama_ssp.errors import CheckpointError
 from llama_ssp.models.build import load_modules
 from llama_ssp.weights.checkpoint import SINGLE_FILE, Checkpoint, inspect
-from tests.helpers.models import build_checkpoint
+from tests.helpers.lanes import heavy
+from tests.helpers.models import FAMILIES, build_checkpoint, tiny_config
 from tests.unit.models.conftest import Saved
+
+pytestmark = pytest.mark.seconds
 
 CPU = torch.device("cpu")
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -49,6 +52,33 @@ def test_every_parameter_has_the_value_that_was_saved(tmp_path: Path, family: st
     assert {parameter.dtype for parameter in loaded.parameters()} == {dtype}
     assert not any(parameter.requires_grad for parameter in loaded.parameters())
     assert not loaded.training
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_more_layers_than_the_config_has_are_refused_with_both_numbers(tmp_path: Path, family: str) -> None:
+    build_checkpoint(tmp_path, family, num_hidden_layers=4)
+    fewer = tmp_path / "fewer"
+    tiny_config(family, num_hidden_layers=3).save_pretrained(fewer)
+    (fewer / "config.json").replace(tmp_path / "config.json")
+    with pytest.raises(CheckpointError, match=r"holds tensors of 4 layers \(.*\.3\..*num_(hidden_)?layers=3: copy"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neo"])
+def test_more_layers_are_found_without_the_prefix_of_the_base_model_too(tmp_path: Path, family: str) -> None:
+    model = build_checkpoint(tmp_path, family, num_hidden_layers=3)
+    prefix = f"{model.base_model_prefix}."
+    edit_tensors(tmp_path, lambda tensors: {name.removeprefix(prefix): t for name, t in tensors.items()})
+    tiny_config(family, num_hidden_layers=2).save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match="holds tensors of 3 layers"):
+        load(tmp_path)
+
+
+def test_tensors_that_no_layer_has_are_ignored(tmp_path: Path) -> None:
+    model = build_checkpoint(tmp_path, "llama")
+    extra = {"model.layers.5.self_attn.rotary_emb.inv_freq": torch.ones(4), "other.7.weight": torch.ones(2)}
+    edit_tensors(tmp_path, lambda tensors: tensors | extra)
+    assert_same_values(load(tmp_path), model)
 
 
 def test_rotary_frequencies_stay_fp32(tmp_path: Path) -> None:
@@ -201,7 +231,7 @@ for num_ranks, dtype in ((1, torch.bfloat16), (2, torch.bfloat16), (2, torch.flo
 """
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+@pytest.mark.parametrize("family", ["llama", heavy("gpt_neox")])
 def test_anonymous_memory_peaks_at_the_shard_and_one_tensor(tmp_path: Path, family: str) -> None:
     """Alone, as one of two ranks, and as one of two ranks that cast; 71 MB, so that a second copy cannot hide.
 

@@ -25,7 +25,10 @@ from llama_ssp.planning.weights import shares, weight_bytes
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.fake_comm import on_ranks, thread_comms
+from tests.helpers.lanes import grid
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint
+
+pytestmark = pytest.mark.seconds
 
 CPU = torch.device("cpu")
 # Wide enough for groups of 64 inputs on two ranks.
@@ -36,7 +39,6 @@ IMPLEMENTATIONS = [
     ("gemma2", "modules"),
 ]  # fmt: skip
 every_form = pytest.mark.parametrize("form", FORMS)
-every_implementation = pytest.mark.parametrize(("family", "implementation"), IMPLEMENTATIONS)
 Saved = Callable[[str], Path]
 
 
@@ -85,13 +87,12 @@ def rms(values: Tensor) -> float:
     return float(values.square().mean().sqrt())
 
 
-@every_implementation
-@every_form
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@grid(num_ranks=[1, 2], form=FORMS, implemented=IMPLEMENTATIONS)
 def test_ranks_come_within_the_error_of_the_precision_itself(
-    saved: Saved, family: str, implementation: str, num_ranks: int, form: str
+    saved: Saved, implemented: tuple[str, str], num_ranks: int, form: str
 ) -> None:
     """And that error is seen: a layer that was left as it is would show none."""
+    family, implementation = implemented
     folder, precision = saved(family), Precision(quantization=form)
     exact = logits_of(load(folder, implementation, Precision()))
     alone = logits_of(load(folder, implementation, precision))
@@ -124,13 +125,14 @@ def round_difference(runner: Runner) -> float:
     read(0, 64)
     differences = []
     for start in range(64, 164, 5):
-        together = read(start, start + 5)
+        raise_on_all_ranks = read(start, start + 5)
         alone = torch.cat([read(position, position + 1) for position in range(start, start + 5)], dim=1)
-        differences.append(float((together - alone).abs().max()))
+        differences.append(float((raise_on_all_ranks - alone).abs().max()))
     return max(differences)
 
 
 @pytest.mark.parametrize("implementation", ["lean", "modules"])
+@pytest.mark.heavy
 def test_a_round_is_decoding_one_by_one_as_closely_as_in_fp32(implementation: str) -> None:
     """At most ten times as far; and int8 at threshold 6, whose rows depend on each other, is far beyond that."""
     folder = hub.resolve(catalogue.load("tiny"))
@@ -159,13 +161,11 @@ def tensors_of(holder: object, seen: dict[int, object]) -> Iterator[Tensor]:
         yield from tensors_of(vars(holder), seen)
 
 
-@pytest.mark.parametrize("dtype", [Dtype.fp32, Dtype.bf16])
-@pytest.mark.parametrize("form", formats())
-@every_implementation
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@grid(num_ranks=[1, 2], implemented=IMPLEMENTATIONS, form=list(formats()), dtype=[Dtype.fp32, Dtype.bf16])
 def test_the_planned_bytes_are_those_of_the_tensors(
-    saved: Saved, family: str, implementation: str, *, num_ranks: int, form: str, dtype: Dtype
+    saved: Saved, implemented: tuple[str, str], *, num_ranks: int, form: str, dtype: Dtype
 ) -> None:
+    family, implementation = implemented
     folder = saved(family)
     planned = shares(inspect(folder).shape, num_ranks=num_ranks)
     for rank, share in enumerate(planned):

@@ -15,8 +15,11 @@ from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.tensor_parallel import RowLinear, shard
 from llama_ssp.weights.checkpoint import inspect, shape_of
 from tests.helpers.fake_comm import on_ranks, thread_comms
+from tests.helpers.lanes import heavy
 from tests.helpers.models import VOCAB_SIZE, library_logits, tiny_config
 from tests.unit.models.conftest import Saved
+
+pytestmark = pytest.mark.seconds
 
 SavedModels = Callable[[str], Saved]
 CPU = torch.device("cpu")
@@ -32,7 +35,7 @@ def load_ranks(folder: Path, comms: list[Comm]) -> list[ModuleRunner]:
     return [ModuleRunner(model, comm=comm) for model, comm in zip(models, comms, strict=True)]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("num_ranks", [heavy(1), heavy(2), 3, heavy(4), 8])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_rank_gets_the_whole_model_s_logits(saved: SavedModels, family: str, num_ranks: int) -> None:
     """8 heads over 2 or 4 key-value heads: 3 ranks hold uneven heads, 8 ranks hold copies of key-value heads."""

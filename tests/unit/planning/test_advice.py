@@ -8,13 +8,13 @@ from llama_ssp.config.schema import DraftLayout
 from llama_ssp.config.target_placement import Offload, TargetKind
 from llama_ssp.planning import advice
 from llama_ssp.planning.plan import make_plan
-from llama_ssp.planning.spec import Job
+from llama_ssp.planning.spec import PlanSpec
 from tests.helpers.planning import make_job
 
 A100 = hardware.load("8xa100_80gb")
 
 
-def _warnings(job: Job) -> str:
+def _warnings(job: PlanSpec) -> str:
     return "\n".join(make_plan(job, A100).warnings)
 
 

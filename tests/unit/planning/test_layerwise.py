@@ -11,13 +11,13 @@ from llama_ssp.planning.layerwise import (
     READ_BYTES_PER_S,
     RowBytes,
     check_offload,
+    layer_placement_of,
     row_bytes,
-    row_of,
     split_row,
     waiting_bytes,
 )
 from llama_ssp.planning.memory import memory
-from llama_ssp.planning.spec import Job
+from llama_ssp.planning.spec import PlanSpec
 from llama_ssp.planning.timing import timing
 from tests.helpers.planning import make_job
 
@@ -25,7 +25,7 @@ A100 = hardware.load("p4d_24xlarge")
 SIZES = RowBytes(layer=10, before=3, after=5)
 
 
-def job(num_devices: int, max_gb: float | None = None, *, offload: Offload = Offload.cpu) -> Job:
+def job(num_devices: int, max_gb: float | None = None, *, offload: Offload = Offload.cpu) -> PlanSpec:
     row = make_job("13B", num_ranks=num_devices, target_kind=TargetKind.accelerate, cuda_graphs=False)
     if max_gb is None:
         return row
@@ -54,8 +54,8 @@ def test_layers_are_even_where_that_fits() -> None:
 
 def test_a_limit_below_what_is_never_offloaded_names_the_least_that_works() -> None:
     with pytest.raises(PlacementError, match=r"max_memory_gb=0\.1 .* give at least 0\.3277"):
-        row_of(job(2, 0.1))
-    assert len(row_of(job(2, 0.3278)).waiting) == 40
+        layer_placement_of(job(2, 0.1))
+    assert len(layer_placement_of(job(2, 0.3278)).waiting) == 40
 
 
 def test_quantized_layers_cannot_wait_and_a_cpu_is_no_place_beside_itself() -> None:
@@ -72,7 +72,7 @@ def test_what_devices_hold_and_what_waits_is_the_whole_model(num_devices: int) -
     held = [rank.target_weights_bytes for rank in memory(limited, A100)]
     assert sum(held) + waiting_bytes(limited) == 26_031_728_640
     assert max(held) <= 5e9
-    assert waiting_bytes(limited) == len(row_of(limited).waiting) * row_bytes(limited).layer > 0
+    assert waiting_bytes(limited) == len(layer_placement_of(limited).waiting) * row_bytes(limited).layer > 0
 
 
 def test_an_embedding_that_is_the_head_too_is_held_once_more_by_a_last_device_alone() -> None:

@@ -143,10 +143,10 @@ def test_logits_lie_where_the_target_is_and_probabilities_where_the_rule_runs_or
     numbers = 3 * job.target.shape.vocab_size
     logits = 5 * (2 * 2 + 4)
     drawn = 2 * 8 * 3 * (job.max_new_tokens + 1) * (3 * 4 + 4)
-    decider, other, draft = (rank.logits_bytes - drawn for rank in memory(job, A100))
-    assert (decider, other, draft) == (numbers * (logits + 4 * 5 + 4 * 4 + 8), numbers * logits, numbers * 4 * 4)
+    verify_rank, other, draft = (rank.logits_bytes - drawn for rank in memory(job, A100))
+    assert (verify_rank, other, draft) == (numbers * (logits + 4 * 5 + 4 * 4 + 8), numbers * logits, numbers * 4 * 4)
     by_block, *others = (rank.logits_bytes - drawn for rank in memory(replace(job, rule="block"), A100))
-    assert (by_block, *others) == (decider + numbers * 4 * 5, other, draft)
+    assert (by_block, *others) == (verify_rank + numbers * 4 * 5, other, draft)
 
 
 def test_each_copy_has_ranks_of_its_own() -> None:

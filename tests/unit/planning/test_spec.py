@@ -24,13 +24,13 @@ from llama_ssp.config.schema import (
 )
 from llama_ssp.config.target_placement import TargetKind, TargetPlacement
 from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
-from llama_ssp.planning.spec import Job, make_job, model_bytes, planned_model, read_config
+from llama_ssp.planning.spec import PlanSpec, make_job, model_bytes, planned_model, read_config
 from llama_ssp.weights.checkpoint import shape_of
 
 A100 = hardware.load("p4d_24xlarge")
 
 
-def _job(target: TargetPlacement, draft: DraftPlacement, machine: HardwareConfig = A100) -> Job:
+def _job(target: TargetPlacement, draft: DraftPlacement, machine: HardwareConfig = A100) -> PlanSpec:
     config = PlanConfig(
         model=catalogue.load("13B"),
         draft=DrafterConfig(kind=DrafterKind.model, model=catalogue.load("7B")),
@@ -90,7 +90,7 @@ def test_a_local_model_has_its_shape_and_number_format_from_its_folder(tmp_path:
 
 @pytest.mark.parametrize(
     ("content", "complaint"),
-    [("{", "cannot be read"), ("[]", "no JSON object"), (json.dumps({"model_type": "llama"}), "num_hidden_layers")],
+    [("{", "is not JSON"), ("[]", "no JSON object"), (json.dumps({"model_type": "llama"}), "num_hidden_layers")],
 )
 def test_a_faulty_config_file_is_told_in_one_sentence(content: str, complaint: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(content)

@@ -18,7 +18,7 @@ from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.planning.memory import kv_bytes_per_token
 from llama_ssp.planning.roofline import ForwardTime, all_reduce_s, bandwidth, working_set_bytes
 from llama_ssp.planning.spec import PlannedModel
-from llama_ssp.planning.timing import Clock, timing
+from llama_ssp.planning.timing import CostModel, timing
 from tests.helpers.planning import make_job, small_model
 
 A100 = hardware.load("8xa100_80gb")
@@ -50,7 +50,7 @@ def test_13b_with_7b_is_forecast_within_15_percent_of_what_was_published() -> No
 
 def test_a_round_is_k_draft_steps_a_verification_and_the_rest() -> None:
     job = make_job("13B", "7B", num_ranks=2)
-    timed, clock = timing(job, A100), Clock(job, A100)
+    timed, clock = timing(job, A100), CostModel(job, A100)
     assert timed.verify_forward
     assert timed.verify_s
     assert timed.other_s is not None
@@ -66,7 +66,7 @@ def test_judging_a_draft_as_a_whole_takes_kernels_and_passes_of_its_own(machine:
     machine = machine if isinstance(machine, HardwareConfig) else _measured(A100)
     job = make_job("7B", "tinyllama_1B") if machine is A100 else make_job(small_model(), "tiny-draft")
     by_block = replace(job, rule="block")
-    plain_s, block_s = (Clock(each, machine).rule_s(5) for each in (job, by_block))
+    plain_s, block_s = (CostModel(each, machine).rule_s(5) for each in (job, by_block))
     passes_s = 8 * 4 * 5 * job.target.shape.vocab_size / bandwidth(machine)
     assert block_s - plain_s == pytest.approx(12 * machine.kernel_s + passes_s)
     assert timing(by_block, machine).plain_s == timing(job, machine).plain_s
@@ -116,21 +116,21 @@ def test_ranks_with_a_draft_each_draft_and_judge_their_share_of_the_rows() -> No
     shared = make_job("13B", "7B", num_ranks=4, draft_kind=DraftLayout.replicated, batch_size=8)
     alone = make_job("13B", "7B", batch_size=2)
     assert timing(shared, A100).draft_forward_s == pytest.approx(timing(alone, A100).draft_forward_s)
-    together, share = Clock(shared, A100), Clock(alone, A100)
-    assert together.draft
+    raise_on_all_ranks, share = CostModel(shared, A100), CostModel(alone, A100)
+    assert raise_on_all_ranks.draft
     assert share.draft
-    assert together.prefill_s(together.draft) == pytest.approx(share.prefill_s(share.draft))
-    assert together.rule_s(5) == pytest.approx(share.rule_s(5))
+    assert raise_on_all_ranks.prefill_s(raise_on_all_ranks.draft) == pytest.approx(share.prefill_s(share.draft))
+    assert raise_on_all_ranks.rule_s(5) == pytest.approx(share.rule_s(5))
 
 
 def test_without_a_draft_one_rank_draws_for_all_rows() -> None:
     shared = make_job("13B", "7B", num_ranks=4, draft_kind=DraftLayout.replicated, batch_size=8)
-    clock, alone = Clock(shared, A100), Clock(make_job("13B", num_ranks=4, batch_size=8), A100)
+    clock, alone = CostModel(shared, A100), CostModel(make_job("13B", num_ranks=4, batch_size=8), A100)
     assert clock.draw_s(clock.target) == pytest.approx(alone.draw_s(alone.target))
 
 
 def test_a_draft_scores_its_last_token_alone() -> None:
-    clock = Clock(make_job("13B", "7B"), replace(A100, flops_per_s={"fp16": 1e9}))
+    clock = CostModel(make_job("13B", "7B"), replace(A100, flops_per_s={"fp16": 1e9}))
     assert clock.draft
     one_s, two_s = (clock.forward(clock.draft, num_positions).matrices_s for num_positions in (1, 2))
     assert 2 * one_s - two_s == pytest.approx(2 * 32000 * 4096 / 1e9, rel=1e-6)
@@ -253,7 +253,7 @@ def _composed(machine: HardwareConfig, *points: CompositionPoint) -> HardwareCon
 
 def test_every_part_of_a_forward_is_scaled_by_what_whole_forwards_took() -> None:
     machine, job = _measured(A100), make_job(small_model(), "7B", cuda_graphs=False, num_ranks=2)
-    size = working_set_bytes(Clock(job, machine).target, machine)
+    size = working_set_bytes(CostModel(job, machine).target, machine)
     one, five = (CompositionPoint(rows=rows, working_set_bytes=size, ratio=rows + 1.0) for rows in (1, 5))
     bare, whole = timing(job, machine), timing(job, _composed(machine, one, five))
     assert bare.verify_forward
@@ -277,7 +277,7 @@ def test_the_working_set_is_what_a_rank_reads_in_the_format_that_it_keeps() -> N
 
     def read_bytes(chosen: PlannedModel, num_ranks: int = 1) -> int:
         job = make_job(chosen, num_ranks=num_ranks, device="cpu")
-        return working_set_bytes(Clock(job, machine).target, machine)
+        return working_set_bytes(CostModel(job, machine).target, machine)
 
     assert read_bytes(model) == 4 * elements
     assert read_bytes(model, num_ranks=2) == 2 * elements

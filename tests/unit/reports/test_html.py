@@ -21,6 +21,8 @@ from llama_ssp.reports.runs import Run
 from tests.helpers.pictures import said
 from tests.helpers.runs import CELL, FAST, PLAIN, summary
 
+pytestmark = pytest.mark.seconds
+
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "google-chrome"))), None)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,11 @@ def test_text_that_is_not_unicode_does_not_stop_the_run(tmp_path: Path) -> None:
         (b'"accepted_lengths": [0]', b'"accepted_lengths": []'),
         (b'{"index"', b'["index"'),
         (b'"x"', b'"\xff"'),
+        (b'"x"', b"[" * 5000 + b"]" * 5000),
+        (b'"ms": 2.5', b'"ms": NaN'),
+        (b'"ms": 2.5', b'"ms": ' + b"9" * 400),
+        (b'"ms": 2.5', b'"ms": ' + b"9" * 5000),
+        (b'"examined_lengths": [1]', b'"examined_lengths": [1000000000]'),
     ],
 )
 def test_a_damaged_line_is_named(tmp_path: Path, old: bytes, new: bytes) -> None:
@@ -134,6 +140,53 @@ def test_a_damaged_config_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_bytes(b"seed: [\xff")
     with pytest.raises(ConfigError, match=r"config\.yaml is damaged"):
         RunFolder(tmp_path, CONFIG)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 5000, "seed: 2026-99-99", "seed: !!bool maybe", "seed: !!int x", "&a {seed: *a}", "seed: 0b_",
+        "a: &a [x, x]\n" + "".join(f"{b}: &{b} {{1: *{a}, 2: *{a}}}\n" for a, b in pairwise("abcdefghijklmnopqrstu")),
+        "x" * 2_000_000,
+    ],
+)  # fmt: skip
+def test_a_config_that_no_run_has_written_is_one_sentence(text: str, tmp_path: Path) -> None:
+    write(tmp_path)
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"config\.yaml is damaged; name another run_dir, or restore it"):
+        RunFolder(tmp_path, CONFIG)
+
+
+def test_a_config_of_other_types_is_compared(tmp_path: Path) -> None:
+    write(tmp_path)
+    (tmp_path / "config.yaml").write_text("seed: 2026-11-21\nrun_dir: !!binary aaaa\ntask: [!!set {a}]\n")
+    with pytest.raises(ConfigError, match='seed was "2026-11-21" and is now 0; task was '):
+        RunFolder(tmp_path, CONFIG)
+
+
+def test_a_config_with_many_or_long_differences_is_one_short_sentence(tmp_path: Path) -> None:
+    write(tmp_path)
+    (tmp_path / "config.yaml").write_text(CONFIG + "".join(f"k{number:03d}: 1\n" for number in range(100)))
+    with pytest.raises(ConfigError, match=r"k009 was 1 and is now null; 90 more\)"):
+        RunFolder(tmp_path, CONFIG)
+    (tmp_path / "config.yaml").write_text(f"seed: {'x' * 9999}\n")
+    with pytest.raises(ConfigError, match=r'seed was "x{199}\.\.\. and is now 0'):
+        RunFolder(tmp_path, CONFIG)
+
+
+@pytest.mark.parametrize("file", ["config.yaml", "run.jsonl", "benchmark.jsonl"])
+def test_what_is_no_file_is_one_sentence(file: str, tmp_path: Path) -> None:
+    write(tmp_path)
+    (tmp_path / file).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / file)
+    with pytest.raises(SspError, match="not a regular file"):
+        RunFolder(tmp_path, CONFIG)
+
+
+def test_the_status_drives_no_terminal(tmp_path: Path) -> None:
+    write(tmp_path)
+    write_failure(tmp_path, exit_code=2, sentence="no \x1b[2J")
+    assert (tmp_path / "status").read_text() == "2: no \\x1b[2J\n"
 
 
 def test_a_second_job_is_kept_out_and_let_in_afterwards(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -66,6 +67,70 @@ def test_every_cell_of_a_benchmark_is_a_row_of_another(tmp_path: Path) -> None:
     assert (second["prompt_tokens"], second["plain_ms_per_token"]) == ("512", "3.0")
     assert second["speculative_ms_per_token"] == second["plain_forecast_ms_per_token"] == ""
     assert cells_to_csv([run]) == ""
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new"),
+    [
+        ("summary.json", '"world_size": 2', '"world_size": "2"'),
+        ("summary.json", '"speedup": 2.5', '"speedup": [2.5]'),
+        ("summary.json", '"speedup": 2.5', '"speedup": NaN'),
+        ("summary.json", '"speedup": 2.5', '"speedup": 1e400'),
+        ("summary.json", '"speedup": 2.5', '"speedup": 5e-324'),
+        ("summary.json", '"speedup": 2.5', f'"speedup": {"9" * 400}'),
+        ("summary.json", '"seed": 7', f'"seed": {"9" * 5000}'),
+        ("summary.json", '"placement": {}', f'"placement": {"[" * 5000}{"]" * 5000}'),
+        ("summary.json", '"placement": {}', f'"placement": {{"a": {"[" * 500}{"]" * 500}}}'),
+        ("summary.json", '"versions": {', '"versions": {"a": 1, '),
+        ("summary.json", '"accepted_histogram": [', '"accepted_histogram": [], "x": ['),
+        ("summary.json", '"memory": [', '"memory": [null, '),
+        ("summary.json", '"cells": []', '"cells": [{}]'),
+        ("summary.json", '"forecast": {', '"forecast": [], "x": {'),
+        ("run.jsonl", '"ms": 40.0', '"ms": Infinity'),
+        ("run.jsonl", '"prompt": "<b>p</b>"', f'"prompt": {"[" * 5000}{"]" * 5000}'),
+        ("run.jsonl", '"examined_lengths": [2, 1, 2]', '"examined_lengths": [2, 1, 2000000000]'),
+        ("run.jsonl", '"accepted_lengths": [2, 0, 1]', '"accepted_lengths": [2, 0, -1]'),
+        ("run.jsonl", '"index": 0', f'"index": {1 << 63}'),
+    ],
+)
+def test_a_damaged_run_is_left_out_with_a_sentence_and_others_are_read(
+    file: str, old: str, new: str, tmp_path: Path
+) -> None:
+    for name in ("0", "1"):
+        write_run(tmp_path / "s" / name, PLAIN, FAST)
+    damaged = tmp_path / "s" / "0" / file
+    text = damaged.read_text()
+    assert old in text
+    damaged.write_text(text.replace(old, new))
+    runs, missing = find_runs([tmp_path / "s"])
+    assert [run.name for run in runs] == ["s/1"]
+    (sentence,) = missing
+    assert sentence.startswith(f"{damaged} cannot be read (")
+    assert sentence.endswith("): a run of this version is required")
+    assert len(sentence) < 1000
+
+
+@pytest.mark.parametrize("file", ["summary.json", "run.jsonl", "status"])
+def test_what_is_no_file_is_not_waited_for(file: str, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "s" / "0", PLAIN)
+    (folder / file).unlink()
+    os.mkfifo(folder / file)
+    runs, missing = find_runs([tmp_path / "s"])
+    assert ([run.status for run in runs], missing) in (
+        ([], [f"{folder / file} cannot be read (it is no regular file): a run of this version is required"]),
+        (["not started"], []),
+    )
+
+
+def test_folders_and_statuses_of_any_name_are_shown_harmlessly(tmp_path: Path) -> None:
+    for name in ("²", "\x1b[2J", "\udcff"):
+        folder = write_run(tmp_path / "s" / name, PLAIN)
+    (folder / "summary.json").unlink()
+    (folder / "status").write_bytes(b"2: a\x1b[2J\nb" + b"\xff" * 9999)
+    runs, (missing,) = find_runs([tmp_path / "s"])
+    assert {run.name for run in runs} == {"s/²", "s/\\x1b[2J"}
+    assert missing.startswith("s/\\udcff has no summary yet: 2: a\\x1b[2J b\ufffd")
+    assert len(missing) < 5000
 
 
 def test_a_folder_without_runs_is_refused(tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ import pytest
 
 from tests.helpers.repository import ROOT, modules
 
+pytestmark = pytest.mark.seconds
+
 LINTER = Path(sys.executable).parent / "lint-imports"
 
 
@@ -46,7 +48,7 @@ def test_a_forbidden_import_is_found(tmp_path: Path, module: str, fault: str, co
 
 
 def test_planning_reports_config_and_errors_load_without_torch() -> None:
-    light = ["llama_ssp/planning", "llama_ssp/reports", "llama_ssp/config", "llama_ssp/errors.py"]
+    light = [f"llama_ssp/{name}" for name in ("planning", "reports", "config", "errors.py", "visible.py")]
     paths = [path for path in modules("llama_ssp") if str(path).startswith(tuple(light))]
     names = [".".join(path.with_suffix("").parts).removesuffix(".__init__") for path in paths]
     program = f"import importlib, sys; [importlib.import_module(name) for name in {names}]; print(*sys.modules)"

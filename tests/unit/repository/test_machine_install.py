@@ -33,7 +33,10 @@ esac"""
 ROCMINFO = "printf '  Marketing Name:   AMD Instinct MI300X   \\n  Device Type:   GPU  \\n'"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
-pytestmark = pytest.mark.skipif(Path("/dev/kfd").exists(), reason="an AMD driver is loaded, which cannot be hidden")
+pytestmark = [
+    pytest.mark.seconds,
+    pytest.mark.skipif(Path("/dev/kfd").exists(), reason="an AMD driver is loaded, which cannot be hidden"),
+]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,8 @@ from llama_ssp.config import catalogue, store
 from llama_ssp.config.schema import TaskName
 from tests.helpers.repository import ROOT, files
 
+pytestmark = pytest.mark.seconds
+
 TESTED = {
     r"git clone \S+": "a newcomer",
     r"cd llama-ssp": "a newcomer",

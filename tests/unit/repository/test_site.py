@@ -8,6 +8,8 @@ import pytest
 from docs.hooks import findings, repository, settings
 from tests.helpers.repository import ROOT, files, modules
 
+pytestmark = pytest.mark.seconds
+
 SECTIONS = ["Question", "Method", "Result", "Decision"]
 
 

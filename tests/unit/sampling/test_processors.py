@@ -17,6 +17,7 @@ from transformers import (
 from llama_ssp.config.schema import SamplingConfig
 from llama_ssp.sampling.processors import draw, processor, tokens_of_a_block
 from tests.helpers.exact_law import LARGEST_UNIFORM
+from tests.helpers.lanes import grid
 
 
 def warped(logits: Tensor, sampling: SamplingConfig) -> Tensor:
@@ -33,11 +34,13 @@ def warped(logits: Tensor, sampling: SamplingConfig) -> Tensor:
     return warpers(no_ids, scores).softmax(-1)
 
 
-@pytest.mark.parametrize("min_p", [None, 0.02, 0.5, 1.0])
-@pytest.mark.parametrize("top_p", [None, 0.05, 0.6, 0.95, 1.0])
-@pytest.mark.parametrize("top_k", [None, 1, 7, 1000])
-@pytest.mark.parametrize("temperature", [0.5, 1.7])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@grid(
+    dtype=[torch.float32, torch.float64],
+    temperature=[0.5, 1.7],
+    top_k=[None, 1, 7, 1000],
+    top_p=[None, 0.05, 0.6, 0.95, 1.0],
+    min_p=[None, 0.02, 0.5, 1.0],
+)
 def test_processors_agree_with_transformers(
     temperature: float, top_k: int | None, top_p: float | None, min_p: float | None, dtype: torch.dtype
 ) -> None:

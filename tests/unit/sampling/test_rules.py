@@ -248,13 +248,13 @@ def test_a_row_has_the_same_verdict_alone_and_in_a_batch(verification: Verificat
     probs = [probs_BV for _, probs_BV in drawn if probs_BV is not None]
     probs_BTV = torch.stack([*probs, torch.zeros_like(probs[0])], 1)
     target_BTV = rule.process(target_logits_BTV)
-    together = rule.verify(Draft(ids_BK, probs_BTV), target_BTV, draws=draws)
+    raise_on_all_ranks = rule.verify(Draft(ids_BK, probs_BTV), target_BTV, draws=draws)
     for row in range(32):
         one = slice(row, row + 1)
         own = Draws(*(numbers_B[one] for numbers_B in draws))
         alone = rule.verify(Draft(ids_BK[one], probs_BTV[one]), target_BTV[one], draws=own)
-        assert alone == Verdict(*(each[one] for each in together))
-    assert together.num_accepted_B1.unique().numel() > 1
+        assert alone == Verdict(*(each[one] for each in raise_on_all_ranks))
+    assert raise_on_all_ranks.num_accepted_B1.unique().numel() > 1
 
 
 @pytest.mark.parametrize("sampling", [*SAMPLINGS.values(), SamplingConfig(temperature=0.0)], ids=str)

@@ -92,14 +92,14 @@ def test_no_two_keys_share_a_number() -> None:
 
 def test_a_rows_numbers_do_not_depend_on_its_batch_nor_on_how_many_tokens_are_drafted() -> None:
     keys_B, starts_B = keys(9), torch.arange(100, 109)
-    together = draws_of(UniformTable(4, CPU), keys_B, starts_B)
+    raise_on_all_ranks = draws_of(UniformTable(4, CPU), keys_B, starts_B)
     shuffled = draws_of(UniformTable(4, CPU), keys_B.flip(0), starts_B.flip(0))
-    assert torch.equal(flat(together), flat(shuffled).flip(0))
+    assert torch.equal(flat(raise_on_all_ranks), flat(shuffled).flip(0))
     alone = draws_of(UniformTable(2, CPU), keys_B[5:6], starts_B[5:6])
-    assert torch.equal(alone.draft_BKP, together.draft_BKP[5:6, :2])
-    assert torch.equal(alone.accept_BK, together.accept_BK[5:6, :2])
-    assert torch.equal(alone.residual_BP, together.residual_BP[5:6])
-    assert torch.equal(alone.plain_BP, together.plain_BP[5:6])
+    assert torch.equal(alone.draft_BKP, raise_on_all_ranks.draft_BKP[5:6, :2])
+    assert torch.equal(alone.accept_BK, raise_on_all_ranks.accept_BK[5:6, :2])
+    assert torch.equal(alone.residual_BP, raise_on_all_ranks.residual_BP[5:6])
+    assert torch.equal(alone.plain_BP, raise_on_all_ranks.plain_BP[5:6])
 
 
 def test_numbers_are_whole_multiples_of_two_to_the_minus_53_in_fp64() -> None:

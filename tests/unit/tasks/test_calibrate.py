@@ -7,7 +7,7 @@ import torch
 import yaml
 
 from llama_ssp.calibration import model_pairs, operators, rounds
-from llama_ssp.calibration.random_llama import HEAD_DIM, RandomStack
+from llama_ssp.calibration.random_llama import HEAD_DIM, RandomLlama
 from llama_ssp.config import hardware
 from llama_ssp.config.hardware import LinearPoint
 from llama_ssp.distributed.comms import Comm
@@ -17,6 +17,8 @@ from llama_ssp.errors import SspError
 from llama_ssp.planning.timing import timing
 from llama_ssp.tasks.calibrate import calibrate
 from tests.helpers.planning import make_job
+
+pytestmark = pytest.mark.seconds
 
 WORLD = World(
     cores=frozenset({0}),
@@ -36,8 +38,8 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operators, "beyond_caches", lambda: 2**23)
     monkeypatch.setattr(rounds, "VOCABULARIES", (64, 256))
     monkeypatch.setattr(operators, "BUDGET_S", 0.0)
-    monkeypatch.setattr(model_pairs, "TARGETS", (RandomStack(128, 3, 64), RandomStack(256, 3, 64)))
-    monkeypatch.setattr(model_pairs, "DRAFT", RandomStack(64, 1, 64))
+    monkeypatch.setattr(model_pairs, "TARGETS", (RandomLlama(128, 3, 64), RandomLlama(256, 3, 64)))
+    monkeypatch.setattr(model_pairs, "DRAFT", RandomLlama(64, 1, 64))
     monkeypatch.setattr(model_pairs, "VOCAB_SIZE", 64)
     monkeypatch.setattr(model_pairs, "FEWEST", 1)
     monkeypatch.setattr(model_pairs, "BUDGET_S", 0.0)

@@ -9,6 +9,8 @@ from launch import run
 from llama_ssp.errors import ConfigError
 from llama_ssp.reports.records import RunFolder
 
+pytestmark = pytest.mark.seconds
+
 
 def test_a_run_that_cannot_draw_its_report_is_done_and_says_how_to_get_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -18,6 +18,8 @@ from llama_ssp.tasks.dry_run import plan_of_run
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint
 from tests.helpers.tokenizers import save_tokenizer
 
+pytestmark = pytest.mark.seconds
+
 BLOCK = 512
 
 

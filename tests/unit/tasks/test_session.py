@@ -6,25 +6,25 @@ from typing import Any
 
 import pytest
 
-from llama_ssp.engine.loop import Completion, Update
+from llama_ssp.engine.loop import RowCompletion, Update
 from llama_ssp.engine.state import Request
 from llama_ssp.engine.stream import Piece
 from llama_ssp.reports.lines import CompletionLine
-from llama_ssp.tasks.session import Job, Session, to_line
+from llama_ssp.tasks.session import PromptTask, Session, to_line
 
 BYTES: Any = SimpleNamespace(decode=lambda ids, **_: bytes(ids).decode(errors="replace"))
 LETTERS: Any = SimpleNamespace(decode=lambda ids, **_: "".join("abc"[token] for token in ids))
 
 
-def job(max_new_tokens: int = 20) -> Job:
-    return Job(request=Request(index=3, sample=1, prompt_ids=(0, 1), max_new_tokens=max_new_tokens), prompt="ab")
+def job(max_new_tokens: int = 20) -> PromptTask:
+    return PromptTask(request=Request(index=3, sample=1, prompt_ids=(0, 1), max_new_tokens=max_new_tokens), prompt="ab")
 
 
 @pytest.mark.parametrize(("num_copies", "share_s"), [(1, 6.0), (2, 3.0)])
 def test_a_line_has_milliseconds_of_its_own_and_seconds_of_its_share_of_all_copies(
     num_copies: int, share_s: float
 ) -> None:
-    completion = Completion(
+    completion = RowCompletion(
         request=job().request, token_ids=[0, 2], num_target_forwards=2, accepted_lengths=[1], num_draft_tokens=3,
         finish_reason="length", busy_s=8.0, share_s=6.0, part_s={"draft": 1.0, "verify": 2.0, "other": 3.0},
     )  # fmt: skip
@@ -72,7 +72,7 @@ class Viewer:
     def __init__(self) -> None:
         self.seen: list[object] = []
 
-    def begin(self, job: Job, mode: str) -> None:
+    def begin(self, job: PromptTask, mode: str) -> None:
         self.seen.append((job.prompt, mode))
 
     def show(self, pieces: list[Piece]) -> None:
@@ -85,11 +85,11 @@ class Viewer:
 def test_what_is_streamed_knows_its_origin_and_holds_nothing_back_at_the_end() -> None:
     """The second job is on record already, and is neither decoded nor shown again."""
     viewer, wanted = Viewer(), job()
-    done = Job(request=Request(index=4, prompt_ids=(0,), max_new_tokens=2), prompt="done")
+    done = PromptTask(request=Request(index=4, prompt_ids=(0,), max_new_tokens=2), prompt="done")
 
     def run(requests: Sequence[Request]) -> Iterator[list[Update]]:
         assert list(requests) == [wanted.request]
-        completion = Completion(request=wanted.request)
+        completion = RowCompletion(request=wanted.request)
         for new_ids, num_drafted in ((b"a", 0), (b"bc", 1), ("d🙂".encode()[:3], 3)):
             completion.token_ids += new_ids
             completion.finish_reason = "length" if num_drafted == 3 else None

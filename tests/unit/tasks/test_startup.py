@@ -7,8 +7,12 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+import pytest
+
 from llama_ssp.tasks.startup import StartClock
 from tests.helpers.repository import ROOT
+
+pytestmark = pytest.mark.seconds
 
 # What a run does not need before it looks at checkpoints; the first seven take seconds.
 BEFORE_CHECKPOINTS = (

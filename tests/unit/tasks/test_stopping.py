@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from llama_ssp.engine.loop import StopWish
+from llama_ssp.engine.loop import StopRequest
 from llama_ssp.errors import InterruptedRun
-from llama_ssp.tasks.stopping import heeding_signals, interruptible
+from llama_ssp.tasks.stopping import interruptible, stopping_on_signals
 
-NUMBERS = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
+NUMBERS = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP]
 
 
 @pytest.fixture(autouse=True)
@@ -27,50 +27,61 @@ def alone(wishes: bool) -> bool:
 
 @pytest.mark.parametrize("number", NUMBERS)
 def test_a_second_signal_does_not_disturb_what_is_written_after_the_last_round(number: signal.Signals) -> None:
-    wish = StopWish()
-    with contextlib.suppress(InterruptedRun), heeding_signals(wish, tell=lambda: None, agree=alone):
+    stop_request = StopRequest()
+    with contextlib.suppress(InterruptedRun), stopping_on_signals(stop_request, tell=lambda: None, agree=alone):
         signal.raise_signal(number)
         signal.raise_signal(number)
         raise InterruptedRun("after the round")
-    assert wish.requested
+    assert stop_request.requested
     signal.raise_signal(number)
 
 
 def test_without_a_signal_the_old_handlers_come_back() -> None:
     before = [signal.getsignal(number) for number in NUMBERS]
-    with heeding_signals(StopWish(), tell=lambda: None, agree=alone):
+    with stopping_on_signals(StopRequest(), tell=lambda: None, agree=alone):
         pass
     assert [signal.getsignal(number) for number in NUMBERS] == before
 
 
 @pytest.mark.parametrize("here", [True, False], ids=["here", "elsewhere"])
 def test_a_wish_that_came_in_the_last_round_is_known_to_all_afterwards(here: bool) -> None:
-    wish = StopWish()
-    with heeding_signals(wish, tell=lambda: None, agree=lambda _: True):
+    stop_request = StopRequest()
+    with stopping_on_signals(stop_request, tell=lambda: None, agree=lambda _: True):
         if here:
             signal.raise_signal(signal.SIGTERM)
-    assert wish.requested
+    assert stop_request.requested
     signal.raise_signal(signal.SIGTERM)
 
 
 def test_a_wish_that_comes_behind_the_agreement_ends_what_follows() -> None:
     for number in NUMBERS:
         signal.signal(number, signal.default_int_handler)
-    wish = StopWish()
+    stop_request = StopRequest()
 
     def agree(wishes: bool) -> bool:
         signal.raise_signal(signal.SIGUSR1)
         return wishes
 
-    with pytest.raises(KeyboardInterrupt), heeding_signals(wish, tell=lambda: None, agree=agree):
+    with pytest.raises(KeyboardInterrupt), stopping_on_signals(stop_request, tell=lambda: None, agree=agree):
         pass
-    assert [signal.getsignal(number) for number in NUMBERS] == [signal.default_int_handler] * 3
+    assert [signal.getsignal(number) for number in NUMBERS] == [signal.default_int_handler] * 4
 
 
 @pytest.mark.parametrize("number", NUMBERS)
 def test_every_signal_ends_the_wait_for_input(number: signal.Signals) -> None:
-    with heeding_signals(StopWish(), tell=lambda: None, agree=alone):
+    with stopping_on_signals(StopRequest(), tell=lambda: None, agree=alone):
         heeding = [signal.getsignal(number) for number in NUMBERS]
         with pytest.raises(KeyboardInterrupt), interruptible():
             signal.raise_signal(number)
         assert [signal.getsignal(number) for number in NUMBERS] == heeding
+
+
+def test_a_hangup_that_is_ignored_on_purpose_stays_ignored() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    stop_request = StopRequest()
+    with stopping_on_signals(stop_request, tell=lambda: None, agree=alone):
+        signal.raise_signal(signal.SIGHUP)
+        with interruptible():
+            signal.raise_signal(signal.SIGHUP)
+    assert not stop_request.requested
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN

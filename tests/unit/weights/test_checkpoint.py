@@ -15,6 +15,8 @@ from llama_ssp.weights.checkpoint import INDEX_FILE, SINGLE_FILE, check_shape, i
 from tests.helpers.models import build_checkpoint, tiny_config
 from tests.unit.models.conftest import Saved
 
+pytestmark = pytest.mark.seconds
+
 Fault = Callable[[Path], object]
 
 
@@ -70,12 +72,12 @@ def only_pickles(folder: Path) -> None:
         (lambda folder: (folder / "config.json").write_bytes(b"\xff\xfe"), "config.json is not JSON"),
         (lambda folder: (folder / "config.json").write_text("[]"), "config.json holds no JSON object"),
         (edit_config(model_type=None), "config.json has no model_type"),
-        (edit_config(model_type="lama"), "model_type 'lama', unknown to transformers"),
-        (edit_config(model_type="vit"), "model_type 'vit', which is no causal language model"),
+        (edit_config(model_type="lama"), 'model_type "lama", unknown to transformers'),
+        (edit_config(model_type="vit"), 'model_type "vit", which is no causal language model'),
         (write_config(model_type="mamba"), "describes no decoder with attention"),
         (edit_config(auto_map={"AutoConfig": "a.B"}), "Python code from its folder, which is never run"),
         (edit_config(quantization_config={"bits": 4}), "describes quantized weights"),
-        (edit_config(hidden_size="wide"), "config.json is no valid configuration of llama"),
+        (edit_config(hidden_size="wide"), 'has hidden_size "wide", and a whole number'),
         (edit_config(hidden_size=65), "config.json is no valid configuration of llama"),
         (edit_bytes(lambda content: content[:-100]), "model.safetensors is truncated or corrupt"),
         (edit_bytes(lambda content: content[:100]), "model.safetensors is truncated or corrupt"),

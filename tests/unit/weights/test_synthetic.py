@@ -23,8 +23,11 @@ from llama_ssp.models.runner import Runner
 from llama_ssp.weights.checkpoint import Checkpoint
 from llama_ssp.weights.synthetic import Synthetic, choose_small, noise_for, synthesize
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
+from tests.helpers.lanes import heavy
 from tests.helpers.repository import ROOT
 from tests.helpers.shapes import SHAPES, llama_shape
+
+pytestmark = pytest.mark.seconds
 
 CPU = torch.device("cpu")
 NUM_TOKENS = 40
@@ -108,7 +111,8 @@ class RecordingComm(ThreadComm):
 
 
 @pytest.mark.parametrize(
-    ("name", "num_ranks"), [("more of everything", 3), ("larger groups", 2), ("larger groups", 8), ("tied", 4)]
+    ("name", "num_ranks"),
+    [("more of everything", 3), heavy("larger groups", 2), heavy("larger groups", 8), heavy("tied", 4)],
 )
 def test_every_rank_has_a_part_in_every_sum(name: str, num_ranks: int) -> None:
     """3 ranks hold 3, 3 and 2 of 8 key-value heads; 8 ranks outnumber 4 of them and share them.
@@ -226,6 +230,7 @@ for num_ranks in (1, 2):
 """
 
 
+@pytest.mark.heavy
 def test_a_rank_never_holds_more_than_its_shard_and_one_tensor() -> None:
     """355 MB on one rank, so that no second copy can hide behind what the allocator keeps."""
     environ = os.environ | {"PYTHONPATH": str(ROOT)}

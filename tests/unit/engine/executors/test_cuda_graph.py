@@ -8,13 +8,16 @@ import pytest
 from llama_ssp import load
 from llama_ssp.config.schema import SamplingConfig, VerificationConfig
 from llama_ssp.drafting.model import ModelDrafter
-from llama_ssp.engine.loop import Completion, Decoder, StopWish
+from llama_ssp.engine.loop import Decoder, RowCompletion, StopRequest
 from llama_ssp.engine.state import Request
 from llama_ssp.models.runner import Runner
 from llama_ssp.sampling.rules import make_rule
 from tests.helpers.decoders import complete, make_decoder
+from tests.helpers.lanes import grid
 from tests.helpers.prefix_runner import PrefixRunner
 from tests.helpers.recorded import FakeRecorder
+
+pytestmark = pytest.mark.seconds
 
 PROMPTS = [(1,), (2, 3, 4, 5, 6), (7, 7), (0, 9, 8, 1, 2, 3, 4), (5, 6, 5), (10,), (3, 1, 4, 1, 5, 9, 2, 6)]
 
@@ -23,7 +26,7 @@ def _requests(num_tokens: int = 40) -> list[Request]:
     return [Request(index=i, prompt_ids=ids, max_new_tokens=num_tokens - 3 * i) for i, ids in enumerate(PROMPTS)]
 
 
-def _outcome(completions: Sequence[Completion]) -> list[object]:
+def _outcome(completions: Sequence[RowCompletion]) -> list[object]:
     return [(c.token_ids, c.accepted_lengths, c.finish_reason, c.num_target_forwards) for c in completions]
 
 
@@ -35,9 +38,7 @@ def shipped() -> tuple[Runner, Runner]:
     return models.target, models.draft
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize("batch_size", [1, 3, 8])
-@pytest.mark.parametrize("num_draft_tokens", [0, 1, 4])
+@grid(num_draft_tokens=[0, 1, 4], batch_size=[1, 3, 8], temperature=[0.0, 0.9])
 def test_replayed_rounds_give_the_same_text(num_draft_tokens: int, batch_size: int, temperature: float) -> None:
     def decoder(*, replay: FakeRecorder | bool) -> Decoder:
         draft = PrefixRunner(seed=1, sharpness=1.0) if num_draft_tokens else None
@@ -134,11 +135,11 @@ def test_what_cannot_be_recorded_is_one_warning_and_goes_on_without(
 
 
 def test_a_wish_to_stop_reaches_a_replayed_round(shipped: tuple[Runner, Runner]) -> None:
-    wish = StopWish()
+    stop_request = StopRequest()
     recorder = FakeRecorder()
-    decoder = make_decoder(*shipped, wish=wish, replay=recorder)
+    decoder = make_decoder(*shipped, stop_request=stop_request, replay=recorder)
     seen = []
-    for wish.requested in (False, True):
+    for stop_request.requested in (False, True):
         complete(decoder, [Request(index=0, prompt_ids=(5, 6), max_new_tokens=30)])
         seen.append((decoder.stopped, recorder.num_recorded))
     assert seen == [(False, 2), (True, 2)]

@@ -18,10 +18,14 @@ from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.decoders import complete, make_decoder
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
+from tests.helpers.lanes import grid
 from tests.helpers.models import build_checkpoint, tiny_model
 from tests.helpers.prefix_runner import PrefixRunner
 
+pytestmark = pytest.mark.seconds
+
 CPU = torch.device("cpu")
+RULES = ["greedy", "speculative", "block"]
 
 
 def lean(num_layers: int) -> LeanRunner:
@@ -50,12 +54,10 @@ def recordings(decoder: Decoder) -> tuple[Traced[Any], Traced[Any]]:
     return executor.traced_draft, executor.traced_verify
 
 
-@pytest.mark.parametrize(("temperature", "rule_name"), [(0.0, "greedy"), (0.9, "speculative"), (0.9, "block")])
-@pytest.mark.parametrize("batch_size", [1, 3])
-@pytest.mark.parametrize("num_draft_tokens", [0, 1, 4])
-def test_the_text_is_that_of_rounds_from_python(
-    num_draft_tokens: int, batch_size: int, temperature: float, rule_name: str
-) -> None:
+@grid(num_draft_tokens=[0, 1, 4], batch_size=[1, 3], rule_name=RULES)
+def test_the_text_is_that_of_rounds_from_python(num_draft_tokens: int, batch_size: int, rule_name: str) -> None:
+    temperature = 0.0 if rule_name == "greedy" else 0.9
+
     def decoder(*, replay: bool) -> Decoder:
         return make_decoder(
             lean(2), lean(1) if num_draft_tokens else None, num_draft_tokens=num_draft_tokens, batch_size=batch_size,

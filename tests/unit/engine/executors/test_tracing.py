@@ -28,6 +28,8 @@ from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint, tiny_model
 
+pytestmark = pytest.mark.seconds
+
 CPU = torch.device("cpu")
 KERNELS: dict[str, tuple[Kernel, Callable[[], bool]]] = {
     "plain": (PlainLinear, lambda: True),
@@ -50,14 +52,18 @@ class Replayed:
         self.lean = lean
         self.recorded = Traced(self._over, reads=(lean,))
 
-    def forward(self, ids_BT: Tensor, positions_BT: Tensor, *, bucket: int, rows_BR: Tensor | None = None) -> Tensor:
+    def forward(
+        self, ids_BT: Tensor, positions_BT: Tensor, *, bucket: int, score_positions_BR: Tensor | None = None
+    ) -> Tensor:
         self._bucket = bucket
-        rows = () if rows_BR is None else (rows_BR,)
+        rows = () if score_positions_BR is None else (score_positions_BR,)
         made = self.lean.num_allocations
         return self.recorded((ids_BT.shape, len(rows)), ids_BT, positions_BT, *rows, bucket=bucket, version=made)
 
     def _over(self, ids_BT: Tensor, positions_BT: Tensor, *rows: Tensor) -> Tensor:
-        return self.lean.forward(ids_BT, positions_BT, bucket=self._bucket, rows_BR=rows[0] if rows else None)
+        return self.lean.forward(
+            ids_BT, positions_BT, bucket=self._bucket, score_positions_BR=rows[0] if rows else None
+        )
 
 
 @torch.inference_mode()
@@ -69,13 +75,13 @@ def texts(lean: LeanRunner, replayed: Replayed | None = None) -> list[Tensor]:
     for batch_size, capacity in ((3, 40), (1, 40), (3, 64)):
         lean.allocate(batch_size=batch_size, capacity=capacity)
         ids_BT = torch.randint(VOCAB_SIZE, (batch_size, 9), generator=generator)
-        lean.forward(ids_BT, torch.arange(9).expand(batch_size, -1), bucket=16, batch_rows_B=torch.arange(batch_size))
+        lean.forward(ids_BT, torch.arange(9).expand(batch_size, -1), bucket=16, cache_rows_B=torch.arange(batch_size))
         for start, num_tokens, bucket in ((9, 1, 16), (9, 3, 16), (7, 3, 24), (11, 3, 40), (10, 1, 40), (11, 1, 24)):
             ids_BT = torch.randint(VOCAB_SIZE, (batch_size, num_tokens), generator=generator)
             positions_BT = torch.arange(start, start + num_tokens) + torch.arange(batch_size)[:, None]
             found.append(forward(ids_BT, positions_BT, bucket=bucket))
             last_B1 = torch.full((batch_size, 1), num_tokens - 1)
-            found.append(forward(ids_BT, positions_BT, bucket=bucket, rows_BR=last_B1))
+            found.append(forward(ids_BT, positions_BT, bucket=bucket, score_positions_BR=last_B1))
         assert lean._cache
         found += [buffer.parts.clone() for buffer in lean._cache.shown[40]]
     return found

@@ -12,7 +12,7 @@ from llama_ssp.config.target_placement import Offload, TargetKind
 from llama_ssp.errors import PlacementError
 from llama_ssp.models.build import build_empty
 from llama_ssp.models.huggingface import device_map
-from llama_ssp.models.huggingface.device_map import Place, check_in_a_row, load_in_a_row
+from llama_ssp.models.huggingface.device_map import Place, check_device_map, load_device_map
 from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.loader import find_sources
 from llama_ssp.models.quantization.precision import Precision
@@ -22,6 +22,8 @@ from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint, library_logits
 from tests.helpers.planning import make_job
 from tests.unit.models.conftest import Saved
+
+pytestmark = pytest.mark.seconds
 
 CPU = torch.device("cpu")
 GPUS = tuple(torch.device("cuda", index) for index in range(3))
@@ -57,7 +59,7 @@ def test_ragged_rows_get_the_librarys_logits_wherever_layers_wait(
     if num_held is not None:
         sizes = _sizes(folder)
         place = on_disk(tmp_path, sizes.before + sizes.after + num_held * sizes.layer)
-    runner = load_in_a_row(origin, place, dtype=None)
+    runner = load_device_map(origin, place, dtype=None)
     assert absent(runner) == ({"0", "1"} if num_held == 0 else {"1"} if num_held else set())
     runner.allocate(batch_size=2, capacity=24)
     ids_BT = torch.randint(0, VOCAB_SIZE, (2, 14), generator=torch.Generator().manual_seed(1))
@@ -66,7 +68,7 @@ def test_ragged_rows_get_the_librarys_logits_wherever_layers_wait(
         runner.forward(ids_BT[:, :9], torch.arange(9).expand(2, -1), bucket=16)
         steps_B5 = lengths_B1 + torch.arange(5)
         wanted_B2 = torch.tensor([[4, 0], [2, 4]])
-        logits_B2V = runner.forward(ids_BT.gather(1, steps_B5), steps_B5, bucket=16, rows_BR=wanted_B2)
+        logits_B2V = runner.forward(ids_BT.gather(1, steps_B5), steps_B5, bucket=16, score_positions_BR=wanted_B2)
     for row, length in enumerate(lengths_B1[:, 0].tolist()):
         expected_TV = library_logits(model, ids_BT[row, : length + 5])
         torch.testing.assert_close(logits_B2V[row], expected_TV[length + wanted_B2[row]], atol=2e-5, rtol=0)
@@ -78,7 +80,7 @@ def test_layers_on_disk_are_the_ones_that_wait_and_are_read_anew_by_every_forwar
     folder, _ = saved("llama")
     sizes = _sizes(folder)
     place = on_disk(tmp_path, sizes.before + sizes.after + sizes.layer)
-    runner = load_in_a_row(inspect(folder), place, dtype=None)
+    runner = load_device_map(inspect(folder), place, dtype=None)
     assert place.folder
     files = sorted(place.folder.iterdir())
     assert {file.name.split(".")[2] for file in files} == {"1"}
@@ -99,7 +101,7 @@ def test_short_formats_survive_the_disk_bit_by_bit(saved: SavedModels, dtype: to
     places = (Place(devices=(CPU,)), on_disk(tmp_path, (half.before + half.after) // 2))
     logits = []
     for place in places:
-        runner = load_in_a_row(origin, place, dtype=dtype)
+        runner = load_device_map(origin, place, dtype=dtype)
         runner.allocate(batch_size=1, capacity=16)
         logits.append(runner.forward(ids_BT, torch.arange(12)[None], bucket=16))
     assert absent(runner) == {"0", "1"}
@@ -109,7 +111,9 @@ def test_short_formats_survive_the_disk_bit_by_bit(saved: SavedModels, dtype: to
 @pytest.mark.parametrize("form", ["int8", "nf4", "int8_weight_only"])
 def test_quantized_layers_run_in_a_row(form: str, tmp_path: Path) -> None:
     build_checkpoint(tmp_path, "llama", hidden_size=128, intermediate_size=256)
-    runner = load_in_a_row(inspect(tmp_path), Place(devices=(CPU,)), dtype=None, precision=Precision(quantization=form))
+    runner = load_device_map(
+        inspect(tmp_path), Place(devices=(CPU,)), dtype=None, precision=Precision(quantization=form)
+    )
     names = {type(module).__name__ for module in runner._model.modules()}
     assert "QuantizedLinear" in names
 
@@ -139,13 +143,13 @@ def test_loader_and_plan_count_the_same_bytes(saved: SavedModels, family: str, n
     sizes = _sizes(saved(family)[0], num_devices=num_devices)
     least = max(sizes.before, sizes.after) if num_devices > 1 else sizes.before + sizes.after
     place = Place(devices=GPUS[:num_devices], offload=Offload.cpu, max_bytes=least)
-    check_in_a_row(origin, place, dtype=None, quantization="none")
+    check_device_map(origin, place, dtype=None, quantization="none")
     with pytest.raises(PlacementError, match="never offloaded"):
-        check_in_a_row(origin, replace(place, max_bytes=least - 1), dtype=None, quantization="none")
+        check_device_map(origin, replace(place, max_bytes=least - 1), dtype=None, quantization="none")
 
 
 def test_the_kernel_for_one_gpu_per_rank_is_refused_over_several(saved: SavedModels) -> None:
     origin = inspect(saved("llama")[0])
     with pytest.raises(PlacementError, match="use int8, nf4 or none"):
-        check_in_a_row(origin, Place(devices=GPUS), dtype=None, quantization="int8_weight_only")
-    check_in_a_row(origin, Place(devices=GPUS[:1]), dtype=None, quantization="int8_weight_only")
+        check_device_map(origin, Place(devices=GPUS), dtype=None, quantization="int8_weight_only")
+    check_device_map(origin, Place(devices=GPUS[:1]), dtype=None, quantization="int8_weight_only")

@@ -13,10 +13,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from llama_ssp.architectures.family import family_of
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.engine.state import Request
-from llama_ssp.errors import ConfigError
+from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.models import prefill
 from llama_ssp.models.attention import BY_POSITION, SOFTCAPPED
-from llama_ssp.models.build import load_model, load_modules
+from llama_ssp.models.build import build_empty, load_model, load_modules
 from llama_ssp.models.cache import Masks
 from llama_ssp.models.huggingface.families import check_servable, mask_argument, windows_of
 from llama_ssp.models.huggingface.runner import ModuleRunner
@@ -25,9 +25,12 @@ from llama_ssp.models.runner import Runner
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.decoders import complete, make_decoder
 from tests.helpers.fake_comm import on_ranks, thread_comms
+from tests.helpers.lanes import heavy
 from tests.helpers.models import VOCAB_SIZE, WINDOW, build_checkpoint, library_logits, tiny_config
 from tests.helpers.texts import library_greedy, part_at_a_near_tie
 from tests.unit.models.conftest import Saved
+
+pytestmark = pytest.mark.seconds
 
 SavedModels = Callable[[str], Saved]
 CPU = torch.device("cpu")
@@ -52,7 +55,7 @@ def requests(lengths: tuple[int, ...], *, num_tokens: int = NUM_NEW_TOKENS) -> l
     return [Request(index=index, prompt_ids=prompt, max_new_tokens=num_tokens) for index, prompt in enumerate(prompts)]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [heavy(1), 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_text_beyond_the_windows_is_the_librarys_with_and_without_a_draft(
     saved: SavedModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, num_ranks: int
@@ -112,11 +115,11 @@ def test_attention_by_position_gives_each_position_what_it_gets_alone_to_the_las
     mask_B1TS = torch.zeros(1, 1, 5, 300).masked_fill_(torch.arange(300) > torch.arange(290, 295)[:, None], -torch.inf)
     options = {"scaling": 0.2} if form == "sdpa" else {"scaling": 0.2, "softcap": 3.0}
     attend = ALL_ATTENTION_FUNCTIONS[BY_POSITION[form]]
-    together, _ = attend(module, query_BHTD, key_BNSD, value_BNSD, mask_B1TS, **options)
+    raise_on_all_ranks, _ = attend(module, query_BHTD, key_BNSD, value_BNSD, mask_B1TS, **options)
     for place in range(5):
         part = slice(place, place + 1)
         alone, _ = attend(module, query_BHTD[:, :, part], key_BNSD, value_BNSD, mask_B1TS[:, :, part], **options)
-        assert torch.equal(together[:, part], alone)
+        assert torch.equal(raise_on_all_ranks[:, part], alone)
 
 
 def test_a_round_may_look_behind_the_last_position_that_gpt_neo_has_learned(tmp_path: Path) -> None:
@@ -196,3 +199,10 @@ def test_models_that_the_static_cache_cannot_serve_are_refused(
 )
 def test_models_that_only_look_alike_are_served(family: str, changes: dict[str, object]) -> None:
     check_servable(tiny_config(family, **changes))
+
+
+def test_a_table_of_positions_of_another_length_is_refused_before_masks_of_its_square_are_made(tmp_path: Path) -> None:
+    build_checkpoint(tmp_path, "gpt_neo")
+    tiny_config("gpt_neo", max_position_embeddings=2**22).save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"wpe.weight has 128 rows, and .*max_position_embeddings=4194304"):
+        build_empty(inspect(tmp_path))

@@ -73,7 +73,7 @@ def test_a_prefill_of_some_rows_leaves_the_others_alone(saved: SavedModels) -> N
     runner.forward(ids_BT[:, :6], torch.arange(6).expand(4, -1), bucket=16)
     new_RT = (ids_BT[:2] + 3) % VOCAB_SIZE
     logits_RTV = runner.forward(
-        new_RT[:, :8], torch.arange(8).expand(2, -1), bucket=8, batch_rows_B=torch.tensor([3, 1])
+        new_RT[:, :8], torch.arange(8).expand(2, -1), bucket=8, cache_rows_B=torch.tensor([3, 1])
     )
     assert_close(logits_RTV[0], library_logits(saved("llama")[1], new_RT[0, :8]))
     replaced = {1: new_RT[1, :8], 3: new_RT[0, :8]}
@@ -86,15 +86,15 @@ def test_a_prefill_of_some_rows_leaves_the_others_alone(saved: SavedModels) -> N
 
 def test_only_the_wanted_rows_reach_the_output_head(saved: SavedModels) -> None:
     runner = runner_of(saved, "llama", batch_size=2)
-    ids_BT, rows_BR = random_ids(2, 9), torch.tensor([[8, 0], [3, 3]])
+    ids_BT, score_positions_BR = random_ids(2, 9), torch.tensor([[8, 0], [3, 3]])
     positions_BT = torch.arange(9).expand(2, -1)
     widths: list[int] = []
     head = saved_head(runner)
     head.register_forward_pre_hook(lambda _module, args: widths.append(args[0].shape[1]))
     all_BTV = runner.forward(ids_BT, positions_BT, bucket=16)
-    some_BRV = runner.forward(ids_BT, positions_BT, bucket=16, rows_BR=rows_BR)
+    some_BRV = runner.forward(ids_BT, positions_BT, bucket=16, score_positions_BR=score_positions_BR)
     assert widths == [9, 2]
-    assert_close(some_BRV, all_BTV.gather(1, rows_BR[..., None].expand(-1, -1, VOCAB_SIZE)))
+    assert_close(some_BRV, all_BTV.gather(1, score_positions_BR[..., None].expand(-1, -1, VOCAB_SIZE)))
 
 
 def saved_head(runner: ModuleRunner) -> torch.nn.Module:
@@ -119,7 +119,7 @@ def test_a_forward_reads_no_value(family: str) -> None:
     runner.allocate(batch_size=2, capacity=32)
     ids_BT = torch.zeros(2, 5, dtype=torch.int64, device="meta")
     rows_B = torch.zeros(2, dtype=torch.int64, device="meta")
-    logits = runner.forward(ids_BT, ids_BT, bucket=16, rows_BR=ids_BT[:, :2], batch_rows_B=rows_B)
+    logits = runner.forward(ids_BT, ids_BT, bucket=16, score_positions_BR=ids_BT[:, :2], cache_rows_B=rows_B)
     assert logits.shape == (2, 2, VOCAB_SIZE)
     assert logits.device.type == "meta"
 

@@ -22,7 +22,10 @@ from llama_ssp.models.runner import Runner
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.decoders import advance, make_decoder
 from tests.helpers.fake_comm import on_ranks, thread_comms
+from tests.helpers.lanes import grid
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint, tiny_config, tiny_model
+
+pytestmark = pytest.mark.seconds
 
 CPU = torch.device("cpu")
 ROPE = {"rope_theta": 1e4, "original_max_position_embeddings": 32}
@@ -84,8 +87,10 @@ def ragged_rounds(runner: Runner) -> list[Tensor]:
     return [
         runner.forward(ids_BT[:, :11], torch.arange(11).expand(3, -1), bucket=16),
         runner.forward(ids_BT.gather(1, starts_B1 + offsets), starts_B1 + offsets, bucket=24),
-        runner.forward(ids_BT.gather(1, back_B1 + offsets) ^ 1, back_B1 + offsets, bucket=16, rows_BR=starts_B1 % 3),
-        runner.forward(ids_BT[:2, 3:12], torch.arange(9).expand(2, -1), bucket=9, batch_rows_B=some_R),
+        runner.forward(
+            ids_BT.gather(1, back_B1 + offsets) ^ 1, back_B1 + offsets, bucket=16, score_positions_BR=starts_B1 % 3
+        ),
+        runner.forward(ids_BT[:2, 3:12], torch.arange(9).expand(2, -1), bucket=9, cache_rows_B=some_R),
         runner.forward(ids_BT[:, 12:13], torch.tensor([[9], [13], [9]]), bucket=40),
     ]
 
@@ -111,11 +116,11 @@ def test_narrow_formats_come_as_close_as_their_rounding_allows(kind: str, dtype:
         assert_close(found, wanted, dtype)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize(
-    "kind", ["llama", "llama, biases", "llama, layers that no plan cuts", "qwen2", "qwen3, windows"]
+@grid(
+    kernel=[PlainLinear, PackedLinear],
+    num_ranks=[1, 2, 3, 4, 8],
+    kind=["llama", "llama, biases", "llama, layers that no plan cuts", "qwen2", "qwen3, windows"],
 )
-@pytest.mark.parametrize("kernel", [PlainLinear, PackedLinear])
 def test_every_rank_gets_the_whole_model_s_logits(tmp_path: Path, kind: str, num_ranks: int, kernel: Kernel) -> None:
     """8 heads over 2 or 4 key-value heads: 3 ranks hold uneven heads, 8 ranks hold copies of key-value heads."""
     if kernel is PackedLinear and not can_pack(torch.float32):

@@ -15,6 +15,8 @@ from torch.nn import functional
 from llama_ssp.models.llama import fused
 from llama_ssp.models.llama.fused import Fused
 
+pytestmark = pytest.mark.seconds
+
 graph_of = partial(torch.compile, backend="eager", fullgraph=True)
 """What a compiler makes of a function before it generates code: it must be one graph."""
 
@@ -28,10 +30,10 @@ def test_the_gate_is_one_graph() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_pairs_are_turned_as_complex_numbers_are(dtype: torch.dtype) -> None:
     whole_MXD = torch.randn(5, 4, 8, dtype=dtype)
-    turns_M1P = torch.polar(torch.full((5, 1, 4), 1.5), torch.randn(5, 1, 4))
-    turned = torch.view_as_complex(whole_MXD[:, :3].float().unflatten(-1, (-1, 2))) * turns_M1P
+    freqs_cis_M1P = torch.polar(torch.full((5, 1, 4), 1.5), torch.randn(5, 1, 4))
+    turned = torch.view_as_complex(whole_MXD[:, :3].float().unflatten(-1, (-1, 2))) * freqs_cis_M1P
     wanted = torch.cat([torch.view_as_real(turned).flatten(-2).to(dtype), whole_MXD[:, 3:]], dim=1)
-    found = Fused(fused._turn_pairs, compiler=graph_of, device="cpu")(whole_MXD, torch.view_as_real(turns_M1P), 3)
+    found = Fused(fused._turn_pairs, compiler=graph_of, device="cpu")(whole_MXD, torch.view_as_real(freqs_cis_M1P), 3)
     torch.testing.assert_close(found, wanted)
 
 
@@ -56,6 +58,7 @@ def test_every_variant_of_shapes_and_formats_is_compiled() -> None:
     assert calls == len(variants)
 
 
+@pytest.mark.heavy
 @pytest.mark.skipif(not shutil.which("g++"), reason="nothing is compiled here without g++")
 def test_rotary_and_gate_are_one_kernel_each() -> None:
     heads_MXD, turns_M1P2 = torch.randn(5, 6, 16, dtype=torch.float16), torch.randn(5, 1, 8, 2)

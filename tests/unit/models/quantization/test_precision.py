@@ -12,6 +12,7 @@ from llama_ssp.models.linear import Linear, make_linear
 from llama_ssp.models.quantization import precision, weight_only
 from llama_ssp.models.quantization.precision import Int8Linear, Nf4Linear, Precision
 from llama_ssp.models.quantization.weight_only import Int8WeightOnlyLinear, QuantizedForm, quantize_by_blocks
+from tests.helpers.lanes import grid
 
 FORMS = ["int8", "nf4", "int8_weight_only"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -50,10 +51,7 @@ def test_no_weight_is_further_off_than_half_a_step(form: str) -> None:
     assert 0.2 * WEIGHT_ERRORS[form] < errors.max() < 1.1 * WEIGHT_ERRORS[form]
 
 
-@every_dtype
-@every_form
-@pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("num_rows", [1, 2, 8, 9, 40])
+@grid(form=FORMS, dtype=DTYPES, num_rows=[1, 2, 8, 9, 40], has_bias=[False, True])
 def test_products_are_those_of_the_weights_that_the_form_stands_for(
     form: str, dtype: torch.dtype, num_rows: int, has_bias: bool
 ) -> None:
@@ -202,6 +200,7 @@ def test_without_the_private_operator_bytes_are_unpacked(monkeypatch: pytest.Mon
         find.cache_clear()
 
 
+@pytest.mark.seconds
 def test_bitsandbytes_is_imported_without_a_way_to_the_hub_and_in_silence() -> None:
     program = (
         "import sys, types, logging; sys.modules['huggingface_hub.fake'] = None\n"

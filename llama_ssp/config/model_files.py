@@ -1,0 +1,214 @@
+"""The one way to read a JSON file of a model's folder: its size, its depth and the types of known fields are checked.
+
+Files that a library reads by itself are read here first, so that a fault is one sentence and no traceback. Nothing here
+needs torch. What a field means for a model, and whether it must be there, is checked where it is used.
+"""
+
+import json
+import math
+import stat
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llama_ssp.errors import CheckpointError
+
+CONFIG_FILE = "config.json"
+GENERATION_CONFIG_FILE = "generation_config.json"
+TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+TOKENIZER_FILES = (
+    TOKENIZER_FILE,
+    TOKENIZER_CONFIG_FILE,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "chat_template.json",
+)
+"""What the library's tokenizers read of a folder; none of these must be there."""
+MAX_DEPTH = 64
+"""Objects and lists inside each other; files of published models have fewer than 10."""
+MAX_BYTES, MAX_TOKENIZER_BYTES = 2**26, 2**28
+"""The largest published files of either kind have about a tenth of this."""
+_SHOWN = 60
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Kind:
+    """What a field may hold.
+
+    Attributes:
+        wanted: the same in words, for an error.
+        fits: whether a value is of this kind.
+    """
+
+    wanted: str
+    fits: Callable[[Any], bool]
+
+
+def _whole(low: int, high: int) -> _Kind:
+    return _Kind(wanted=f"a whole number from {low} to {high}", fits=lambda value: _is_whole(value, low, high))
+
+
+def _is_whole(value: object, low: int, high: int) -> bool:
+    return type(value) is int and low <= value <= high
+
+
+def _number(low: float, high: float) -> _Kind:
+    return _Kind(wanted=f"a number from {low:g} to {high:g}", fits=lambda value: _is_number(value, low, high))
+
+
+def _is_number(value: object, low: float, high: float) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
+
+
+def _is_texts(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+def _is_token_ids(value: object) -> bool:
+    return all(_is_whole(item, -1, 2**31 - 1) for item in (value if isinstance(value, list) else [value]))
+
+
+def _is_counted_kinds(value: object) -> bool:
+    """Whether this is a list of pairs: kinds of attention, and how often they are repeated."""
+    return isinstance(value, list) and all(
+        isinstance(pair, list) and len(pair) == 2 and _is_texts(pair[0]) and _is_whole(pair[1], 0, _MAX_LAYERS)  # noqa: PLR2004 - a pair
+        for pair in value
+    )
+
+
+_MAX_LAYERS = 1024
+_LAYERS, _HEADS = _whole(1, _MAX_LAYERS), _whole(1, 2**16)
+_WIDTH, _TOKENS, _POSITIONS = _whole(1, 2**20), _whole(1, 2**24), _whole(1, 2**30)
+_WINDOW = _whole(0, 2**30)
+_FLAG = _Kind(wanted="true or false", fits=lambda value: isinstance(value, bool))
+_TEXT = _Kind(wanted="a text", fits=lambda value: isinstance(value, str))
+_TEXTS = _Kind(wanted="a list of texts", fits=_is_texts)
+_OBJECT = _Kind(wanted="an object", fits=lambda value: isinstance(value, dict))
+_TOKEN_IDS = _Kind(wanted="a token id or a list of them", fits=_is_token_ids)
+_SMALL, _SHARE, _LARGE = _number(0, 1), _number(0, 1), _number(0, 1e12)
+_SPECIAL_IDS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"), _TOKEN_IDS)
+
+_CONFIG = (
+    dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer"), _LAYERS)
+    | dict.fromkeys(("num_attention_heads", "num_heads", "n_head", "num_key_value_heads"), _HEADS)
+    | dict.fromkeys(("hidden_size", "n_embd", "intermediate_size", "head_dim"), _WIDTH)
+    | {"vocab_size": _TOKENS, "max_position_embeddings": _POSITIONS}
+    | dict.fromkeys(("sliding_window", "window_size", "max_window_layers"), _WINDOW)
+    | dict.fromkeys(("tie_word_embeddings", "use_cache", "use_sliding_window", "attention_bias", "mlp_bias"), _FLAG)
+    | dict.fromkeys(("is_causal", "use_bidirectional_attention", "use_parallel_residual", "qk_layernorm"), _FLAG)
+    | dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"), _SMALL)
+    | dict.fromkeys(("rotary_pct", "partial_rotary_factor"), _SHARE)
+    | dict.fromkeys(("rope_theta", "rotary_emb_base", "rope_local_base_freq", "query_pre_attn_scalar"), _LARGE)
+    | dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), _LARGE)
+    | dict.fromkeys(("hidden_act", "hidden_activation", "activation_function"), _TEXT)
+    | dict.fromkeys(("dtype", "torch_dtype"), _TEXT)
+    | dict.fromkeys(("layer_types", "attention_layers", "architectures"), _TEXTS)
+    | dict.fromkeys(("rope_parameters", "rope_scaling"), _OBJECT)
+    | {"attention_types": _Kind(wanted="a list of pairs of kinds and a count", fits=_is_counted_kinds)}
+    | _SPECIAL_IDS
+)
+_GENERATION = (
+    dict.fromkeys(("temperature", "repetition_penalty", "encoder_repetition_penalty", "guidance_scale"), _LARGE)
+    | dict.fromkeys(("top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"), _SHARE)
+    | dict.fromkeys(("top_k", "no_repeat_ngram_size", "min_length", "min_new_tokens"), _WINDOW)
+    | dict.fromkeys(("max_length", "max_new_tokens", "num_beams", "num_return_sequences"), _POSITIONS)
+    | dict.fromkeys(("do_sample", "use_cache", "renormalize_logits", "remove_invalid_values"), _FLAG)
+    | {"cache_implementation": _TEXT}
+    | _SPECIAL_IDS
+)
+_TOKENIZER = {
+    "model": _OBJECT,
+    "added_tokens": _Kind(
+        wanted="a list of objects",
+        fits=lambda value: isinstance(value, list) and all(isinstance(item, dict) for item in value),
+    ),
+}
+_TOKENIZER_CONFIG = {
+    # Libraries write 10^30 for no limit, some as a float.
+    "model_max_length": _Kind(wanted="a number of at least 1", fits=lambda value: _is_number(value, 1, math.inf)),
+    "padding_side": _TEXT,
+    "truncation_side": _TEXT,
+    "tokenizer_class": _TEXT,
+    "model_input_names": _TEXTS,
+    "added_tokens_decoder": _OBJECT,
+    "clean_up_tokenization_spaces": _FLAG,
+}
+_FIELDS: Mapping[str, Mapping[str, _Kind]] = {
+    CONFIG_FILE: _CONFIG,
+    GENERATION_CONFIG_FILE: _GENERATION,
+    TOKENIZER_FILE: _TOKENIZER,
+    TOKENIZER_CONFIG_FILE: _TOKENIZER_CONFIG,
+}
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Read a JSON file of a model's folder, which must hold an object.
+
+    Fields whose types are known by the file's name may be missing or null, and no field is added.
+
+    Raises:
+        CheckpointError: it cannot be read, is too large or too deep, holds no object, or a field of another type.
+    """
+    try:
+        content = json.loads(_read_bytes(file).decode("utf-8"))
+    except OSError as error:
+        message = f"{file} cannot be read ({error.strerror}): a folder as save_pretrained writes it is required"
+        raise CheckpointError(message) from error
+    except RecursionError as error:
+        raise _too_deep(file) from error
+    except ValueError as error:
+        raise CheckpointError(f"{file} is not JSON ({error}): copy or download it again") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file} holds no JSON object: copy or download it again")
+    if _is_deep(content):
+        raise _too_deep(file)
+    problems = [
+        f"{name} {shown(content[name])}, and {kind.wanted} is required"
+        for name, kind in _FIELDS.get(file.name, {}).items()
+        if content.get(name) is not None and not kind.fits(content[name])
+    ]
+    if problems:
+        raise CheckpointError(f"{file} has {'; '.join(problems)}: copy or download it again")
+    return content
+
+
+def shown(value: object) -> str:
+    """A value out of a file as an error shows it: as JSON writes it, in ASCII, and not at length."""
+    text = json.dumps(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def _read_bytes(file: Path) -> bytes:
+    """Read a file that is not too large.
+
+    Raises:
+        OSError: it cannot be read.
+        CheckpointError: it is no file, or too large.
+    """
+    found = file.stat()
+    limit = MAX_TOKENIZER_BYTES if file.name == TOKENIZER_FILE else MAX_BYTES
+    if not stat.S_ISREG(found.st_mode):
+        raise CheckpointError(f"{file} is no file: a folder as save_pretrained writes it is required")
+    if found.st_size > limit:
+        message = f"{file} has {found.st_size} bytes, and at most {limit} are read: copy or download it again"
+        raise CheckpointError(message)
+    return file.read_bytes()
+
+
+def _is_deep(content: object) -> bool:
+    level = [content]
+    for _ in range(MAX_DEPTH):
+        inner: list[object] = []
+        for item in level:
+            inner += item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
+        level = [item for item in inner if isinstance(item, dict | list)]
+        if not level:
+            return False
+    return True
+
+
+def _too_deep(file: Path) -> CheckpointError:
+    return CheckpointError(f"{file} is nested more than {MAX_DEPTH} deep: copy or download it again")

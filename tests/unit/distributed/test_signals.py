@@ -1,0 +1,86 @@
+"""Which signals a process heeds, and how a rank notices the end of the agent that started it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from llama_ssp.distributed.signals import STOP_SIGNALS, Agent, find_agent, heeded_signals
+from tests.helpers.disturbed import is_alive, wait_for
+from tests.helpers.repository import ROOT
+
+RANK = """
+import pathlib, signal, sys, time
+from llama_ssp.distributed.signals import find_agent
+
+pytestmark = pytest.mark.seconds
+file = pathlib.Path(sys.argv[1])
+def note(*_):
+    file.write_text("asked to stop")
+    sys.exit()
+signal.signal(signal.SIGTERM, note)
+if agent := find_agent():
+    agent.heed_end()
+file.write_text("heeds" if agent else "goes on")
+time.sleep(60)
+"""
+PARENT = "import subprocess, sys; child = subprocess.Popen(sys.argv[1:]); print(child.pid, flush=True); child.wait()"
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGHUP)
+    find_agent.cache_clear()
+    yield
+    find_agent.cache_clear()
+    signal.signal(signal.SIGHUP, before)
+
+
+def test_every_stop_signal_is_heeded_but_a_hangup_that_is_ignored() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    assert heeded_signals() == STOP_SIGNALS
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    assert set(STOP_SIGNALS) - set(heeded_signals()) == {signal.SIGHUP}
+
+
+def test_only_torchrun_is_an_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    assert find_agent() is None
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    find_agent.cache_clear()
+    assert find_agent() == Agent(pid=os.getppid(), holds_store=False)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    find_agent.cache_clear()
+    agent = find_agent()
+    assert agent
+    assert agent.holds_store
+    assert not agent.is_gone
+
+
+@pytest.mark.parametrize(("variables", "before", "after"), [
+    ({"TORCHELASTIC_RUN_ID": "none"}, "heeds", "asked to stop"), ({}, "goes on", "goes on"),
+])  # fmt: skip
+def test_a_rank_stops_when_its_agent_is_killed_and_a_plain_process_goes_on_without_its_parent(
+    variables: dict[str, str], before: str, after: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "seen"
+    environment = {name: value for name, value in os.environ.items() if name != "TORCHELASTIC_RUN_ID"} | variables
+    command = [sys.executable, "-c", PARENT, sys.executable, "-c", RANK, str(file)]
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout
+        child = int(parent.stdout.readline())
+        wait_for(lambda: file.exists() and file.read_text() == before, at_most_s=30)
+        parent.kill()
+        parent.wait()
+        time.sleep(1.0)
+        wait_for(lambda: file.read_text() == after, at_most_s=10)
+        if variables:
+            wait_for(lambda: not is_alive(child), at_most_s=10)
+        else:
+            os.kill(child, signal.SIGKILL)

@@ -1,0 +1,66 @@
+"""Hydra's completion of names in a shell works, and what it cannot do is one sentence."""
+
+import pytest
+
+from tests.helpers.in_process import launch
+
+pytestmark = pytest.mark.seconds
+
+INSTALL = "of the shell bash, zsh or fish: -sc install=bash"
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_gets_a_script_and_takes_it_back(shell: str) -> None:
+    for command in ("install", "uninstall"):
+        ended = launch("--shell-completion", f"{command}={shell}")
+        assert (ended.code, ended.err) == (0, "")
+        assert "hydra" in ended.out
+
+
+@pytest.mark.parametrize(
+    ("words", "candidates"),
+    [
+        ("sampling=gr", "sampling=greedy"),
+        ("task=generate task.for", "task.format="),
+        ("model=7B draft=tiny-", "draft=tiny-draft"),
+        ("speculation=${model_names:} sampling=gr", "sampling=greedy"),
+        ("a[ sampling=gr", ""),
+        ('"prompt=a b" sam', ""),
+        ("--no-such-option sam", ""),
+        ("seed.x", ""),
+        ("run_dir=/no/such", ""),
+    ],
+)
+def test_a_shell_asks_for_candidates(words: str, candidates: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COMP_LINE", f"python launch/run.py {words}")
+    ended = launch("-sc", "query=bash")
+    assert (ended.code, ended.err, ended.out.strip()) == (0, "", candidates)
+
+
+@pytest.mark.parametrize("line", ["", "((", ".venv/bin/python launch/run.py sam"])
+def test_a_line_that_is_not_understood_has_no_candidates(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COMP_LINE", line)
+    ended = launch("-sc", "query=bash")
+    assert (ended.code, ended.err, ended.out.strip()) == (0, "", "")
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ([], INSTALL),
+        (["install=tcsh"], INSTALL),
+        (["install="], INSTALL),
+        (["install=[bash]"], INSTALL),
+        (["install={"], INSTALL),
+        (["bash"], INSTALL),
+        (["install=bash", "query=bash"], INSTALL),
+        (["install=bash", "seed=1"], INSTALL),
+        (["query=bash"], "-sc query=bash is for the shell itself, which sets COMP_LINE; "),
+    ],
+)
+def test_a_mistake_is_one_sentence(words: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COMP_LINE", raising=False)
+    ended = launch("-sc", *words)
+    assert ended.code == 2, ended.err
+    assert sentence in ended.err
+    assert (ended.err.count("\n"), ended.out) == (1, "")
