@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from llama_ssp.calibration.model_pairs import NUM_DRAFT_TOKENS, PROMPT_TOKENS, VOCAB_SIZE, complete, decoder, requests
 from llama_ssp.config.machine import detect_hardware, machine_of_run
-from llama_ssp.config.schema import DeviceKind, DraftLayout, Dtype, Quantization
+from llama_ssp.config.schema import DeviceKind, DraftLayout, Dtype
 from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.memory import anonymous_bytes
@@ -110,7 +110,7 @@ def cache_bytes(runner: Runner) -> int:
 def planned(folder: Path) -> PlannedModel:
     """A checkpoint in fp32, as the planner sees it."""
     shape, stored = read_config(folder)
-    return PlannedModel(name=folder.name, shape=shape, dtype=Dtype.fp32, quantization=Quantization.none, stored=stored)
+    return PlannedModel(name=folder.name, shape=shape, dtype=Dtype.fp32, quantization="none", stored=stored)
 
 
 def planned_job(case: Case, world: World, acceptance: float) -> PlanSpec:

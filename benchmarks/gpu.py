@@ -31,7 +31,7 @@ from llama_ssp import Pair
 from llama_ssp.architectures.family import inventory
 from llama_ssp.calibration.operators import copy_bytes_per_s
 from llama_ssp.config import catalogue
-from llama_ssp.config.schema import Dtype, Quantization
+from llama_ssp.config.schema import Dtype
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.models.build import load_modules
 from llama_ssp.planning.spec import planned_model, step_bytes
@@ -57,7 +57,7 @@ class Stage:
 
     target: str
     draft: str | None = None
-    quantization: Quantization = Quantization.none
+    quantization: str = "none"
     plain: bool = True
     peers: bool = False
     batch: bool = False
@@ -65,7 +65,7 @@ class Stage:
     @property
     def name(self) -> str:
         """What it is called in rows and goals."""
-        quantized = "" if self.quantization is Quantization.none else f" {self.quantization.name}"
+        quantized = "" if self.quantization == "none" else f" {self.quantization}"
         return f"{self.target}{quantized}" + (f" with {self.draft}" if self.draft else "")
 
 
@@ -73,13 +73,13 @@ STAGES = (
     Stage(target="7B", draft="tinyllama_1B", peers=True),
     Stage(target="30B", draft="7B", batch=True),
     Stage(target="30B", draft="tinyllama_1B", plain=False),
-    Stage(target="30B", quantization=Quantization.int8_weight_only),
+    Stage(target="30B", quantization="int8_weight_only"),
     Stage(target="13B", draft="7B"),
-    Stage(target="65B", quantization=Quantization.int8_weight_only),
+    Stage(target="65B", quantization="int8_weight_only"),
 )
 QUICK_STAGES = (
     Stage(target="tiny", draft="tiny-draft", peers=True, batch=True),
-    Stage(target="tiny", quantization=Quantization.int8_weight_only),
+    Stage(target="tiny", quantization="int8_weight_only"),
 )
 
 
@@ -158,11 +158,11 @@ class Bench:
         share = bound_ms / measured.round_ms
         self._plain_ms[stage.name.partition(" with ")[0]] = measured.round_ms
         self.keep(f"{stage.name}: plain", asdict(measured) | {"bound_ms": bound_ms, "share_of_bandwidth": share})
-        if stage.quantization is Quantization.none:
+        if stage.quantization == "none":
             self._goal(f"{stage.target}, plain: time / time of a copy of its bytes", 1 / share, 1 / LEAST_SHARE)
         elif full_ms := self._plain_ms.get(stage.target):
             self._goal(
-                f"{stage.target}, plain: {stage.quantization.name} / {self.dtype.name}",
+                f"{stage.target}, plain: {stage.quantization} / {self.dtype.name}",
                 measured.round_ms / full_ms, 1 / LEAST_INT8,
             )  # fmt: skip
 

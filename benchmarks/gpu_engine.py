@@ -24,7 +24,6 @@ from llama_ssp.config.schema import (
     Dtype,
     ModelConfig,
     PlacementConfig,
-    Quantization,
     RunConfig,
     SamplingConfig,
     SpeculationConfig,
@@ -77,12 +76,12 @@ def load_pair(
     *,
     dtype: Dtype,
     device: torch.device,
-    quantization: Quantization = Quantization.none,
+    quantization: str = "none",
 ) -> Pair:
     """Make a synthetic target, and its draft, on a device; `quantization` is the target's."""
 
     def entry(name: str) -> ModelConfig:
-        return replace(catalogue.load(name), dtype=dtype, quantization=Quantization.none)
+        return replace(catalogue.load(name), dtype=dtype, quantization="none")
 
     drafter = DrafterConfig(kind=DrafterKind.none)
     if draft:

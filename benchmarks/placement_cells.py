@@ -13,7 +13,6 @@ from llama_ssp.config.schema import (
     Dtype,
     ModelConfig,
     PlacementConfig,
-    Quantization,
     RunConfig,
     SamplingConfig,
     SpeculationConfig,
@@ -52,8 +51,8 @@ class Form:
 
     name: str
     dtype: Dtype = Dtype.fp32
-    target: Quantization = Quantization.none
-    draft: Quantization = Quantization.none
+    target: str = "none"
+    draft: str = "none"
 
     def entry(self, name: str) -> ModelConfig:
         """The catalogue's entry in this form."""
@@ -127,12 +126,12 @@ FORMS = (
     Form(name=FP32),
     Form(name="bf16", dtype=Dtype.bf16),
     Form(name="fp16", dtype=Dtype.fp16),
-    Form(name="int8", target=Quantization.int8),
-    Form(name="nf4", target=Quantization.nf4),
-    Form(name="int8_weight_only", target=Quantization.int8_weight_only),
-    Form(name="int8_weight_only, bf16", dtype=Dtype.bf16, target=Quantization.int8_weight_only),
-    Form(name="draft int8", draft=Quantization.int8),
-    Form(name="draft int8_weight_only", draft=Quantization.int8_weight_only),
+    Form(name="int8", target="int8"),
+    Form(name="nf4", target="nf4"),
+    Form(name="int8_weight_only", target="int8_weight_only"),
+    Form(name="int8_weight_only, bf16", dtype=Dtype.bf16, target="int8_weight_only"),
+    Form(name="draft int8", draft="int8"),
+    Form(name="draft int8_weight_only", draft="int8_weight_only"),
 )
 """All but bf16 and fp16 keep fp32 where nothing else is said."""
 
@@ -151,4 +150,4 @@ def _is_taken(place: Place, form: Form) -> bool:
     """DeepSpeed's places are there to be compared in fp32; a target alone does not know the precisions of a draft."""
     if place.placement.target.kind is TargetKind.deepspeed:
         return form.name == FP32
-    return place.drafts or form.draft is Quantization.none
+    return place.drafts or form.draft == "none"

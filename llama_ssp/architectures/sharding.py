@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate, pairwise
 
-from llama_ssp.config.schema import ModelShape, Quantization
+from llama_ssp.config.formats.format import format_of
+from llama_ssp.config.schema import ModelShape
 from llama_ssp.errors import PlacementError
 
 # Widths that stay multiples of 64 suit matrix units, and nf4 packs its weights in groups of 64.
@@ -190,15 +191,15 @@ def widths(shards: Sequence[RankShard], cut: Cut) -> tuple[int, ...]:
     return tuple(len(shard.features(cut)) for shard in shards)
 
 
-def check_deepspeed(shape: ModelShape, quantization: Quantization, *, num_ranks: int) -> None:
+def check_deepspeed(shape: ModelShape, quantization: str, *, num_ranks: int) -> None:
     """Refuse what DeepSpeed does not share: it gives every rank the same heads, whole key-value groups of them.
 
     Raises:
         PlacementError: the heads do not divide, with the numbers of ranks that would work; or layers are quantized.
     """
-    if quantization is not Quantization.none:
+    if format_of(quantization).is_quantized:
         message = (
-            f"placement.target.kind=deepspeed cuts unquantized layers, and model.quantization={quantization.name} was "
+            f"placement.target.kind=deepspeed cuts unquantized layers, and model.quantization={quantization} was "
             "given: use model.quantization=none, or placement.target.kind=tensor"
         )
         raise PlacementError(message)

@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from llama_ssp.architectures.family import inventory
-from llama_ssp.config.schema import Dtype, ModelShape, Quantization
+from llama_ssp.config.formats.format import NO_QUANTIZATION
+from llama_ssp.config.schema import Dtype, ModelShape
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.models.build import load_model
 from llama_ssp.models.runner import Runner
@@ -108,7 +109,7 @@ class RandomLlama:
             name=self.folder.name,
             shape=self.shape,
             dtype=Dtype.fp32,
-            quantization=Quantization.none,
+            quantization=NO_QUANTIZATION,
             stored=Dtype.bf16 if self.from_16_bits else Dtype.fp32,
         )
 

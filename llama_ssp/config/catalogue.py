@@ -11,7 +11,8 @@ from typing import Any
 
 import yaml
 
-from llama_ssp.config.schema import Dtype, ModelConfig, ModelShape, Quantization
+from llama_ssp.config.formats.format import format_of, problem_of
+from llama_ssp.config.schema import Dtype, ModelConfig, ModelShape
 from llama_ssp.errors import ConfigError, unknown_name
 
 
@@ -45,16 +46,18 @@ def load(name: str) -> ModelConfig:
     fields = _fields(name)
     shape = fields.pop("shape", None)
     try:
-        return ModelConfig(
+        model = ModelConfig(
             dtype=Dtype[fields.pop("dtype", "auto")],
             stored_dtype=Dtype[fields.pop("stored_dtype", "auto")],
             gpu_dtype=Dtype[fields.pop("gpu_dtype", "auto")],
-            quantization=Quantization[fields.pop("quantization", "none")],
             shape=ModelShape(**shape) if shape else None,
             **fields,
         )
     except (KeyError, TypeError) as error:
         raise ConfigError(f"conf/model/{name}.yaml does not describe a model: {error}") from error
+    if problem := problem_of(model.quantization):
+        raise ConfigError(f"conf/model/{name}.yaml does not describe a model: {problem}")
+    return model
 
 
 def smaller_relatives(model: ModelConfig) -> list[str]:
@@ -71,7 +74,7 @@ def smaller_relatives(model: ModelConfig) -> list[str]:
         return []
     sizes = {}
     for other in map(load, names()):
-        if other.shape is None or other.quantization is not Quantization.none:
+        if other.shape is None or format_of(other.quantization).is_quantized:
             continue
         if (other.shape.model_type, other.shape.vocab_size) == (shape.model_type, shape.vocab_size):
             sizes[other.name] = _relative_size(other.shape)

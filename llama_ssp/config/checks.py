@@ -12,15 +12,16 @@ from typing import Any
 
 from llama_ssp.config import catalogue, layout
 from llama_ssp.config.effects import is_synthetic, without_effect
+from llama_ssp.config.formats.format import problem_of
+from llama_ssp.config.rules.rule import at_every_temperature, rule_of, rules
 from llama_ssp.config.schema import (
     DrafterKind,
     ModelConfig,
     ModelShape,
-    RuleName,
     RunConfig,
 )
 from llama_ssp.config.tasks.spec import task_of
-from llama_ssp.errors import ConfigError, one_message
+from llama_ssp.errors import ConfigError, one_message, unknown_name
 
 LEAST_AGREEMENT = 0.3
 """Of synthetic weights: a target and a draft that agree less have never been asked for."""
@@ -132,17 +133,24 @@ def _draft(config: RunConfig) -> Iterator[str]:
             f"task={config.task.name} needs a draft, and model={config.model.name} runs without one here: "
             f"give {ways}, or use task=generate"
         )
-    if config.verification.rule is RuleName.greedy and config.sampling.temperature > 0:
-        yield (
-            f"verification=greedy keeps the target's distribution at temperature 0 only, and sampling.temperature is "
-            f"{config.sampling.temperature}: use sampling=greedy, verification=speculative or verification=block"
-        )
+    yield from _rule(config.verification.rule, config.sampling.temperature)
     target, draft = config.model.shape, config.draft.model.shape if config.draft.model else None
     if target and draft and not _may_share_vocabulary(target, draft):
         names = ", ".join(catalogue.smaller_relatives(config.model)) or "none in the catalogue"
         yield (
             f"the draft must have the target's vocabulary: model={config.model.name} has {target.vocab_size} tokens, "
             f"draft={config.draft.model and config.draft.model.name} {draft.vocab_size}; drafts that fit: {names}"
+        )
+
+
+def _rule(name: str, temperature: float) -> Iterator[str]:
+    if name not in rules():
+        yield unknown_name("verification.rule", name, rules())
+    elif not rule_of(name).needs_probs and temperature > 0:
+        *others, last = "sampling=greedy", *at_every_temperature()
+        yield (
+            f"verification={name} keeps the target's distribution at temperature 0 only, and sampling.temperature is "
+            f"{temperature}: use {', '.join(others)} or {last}"
         )
 
 
@@ -155,6 +163,8 @@ def _may_share_vocabulary(target: ModelShape, draft: ModelShape) -> bool:
 def _models(config: RunConfig) -> Iterator[str]:
     chosen = _chosen_models(config)
     for group, key, model in chosen:
+        if problem := problem_of(model.quantization, key=f"{key}.quantization"):
+            yield problem
         if not (is_synthetic(config) or model.path or model.hub_id or model.shipped):
             yield f"{group}={model.name} needs {key}.path=DIR, a folder with config.json, a tokenizer and safetensors"
     contexts = [(model.shape.max_position_embeddings, group) for group, _, model in chosen if model.shape]

@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from llama_ssp.config import layout
-from llama_ssp.config.schema import DeviceKind, DrafterKind, Quantization, RunConfig, WeightsKind
+from llama_ssp.config.formats.format import takes
+from llama_ssp.config.schema import DeviceKind, DrafterKind, RunConfig, WeightsKind
 from llama_ssp.config.tasks.spec import task_of
 
 
@@ -53,12 +54,12 @@ _POINTLESS = (
     ),
     _Pointless(
         ("model.int8_threshold",),
-        lambda config: config.model.quantization is not Quantization.int8,
+        lambda config: not takes(config.model.quantization, "int8_threshold"),
         "without model.quantization=int8",
     ),
     _Pointless(
         ("draft.model.int8_threshold",),
-        lambda config: config.draft.model is not None and config.draft.model.quantization is not Quantization.int8,
+        lambda config: config.draft.model is not None and not takes(config.draft.model.quantization, "int8_threshold"),
         "without draft.model.quantization=int8",
     ),
     _Pointless(("model.manifest",), lambda config: not config.model.verify, "without model.verify=true"),

@@ -7,6 +7,7 @@ from enum import Enum
 from typing import Any
 
 from llama_ssp.config import catalogue, layout
+from llama_ssp.config.formats.format import problem_of
 from llama_ssp.config.hardware import problems_of
 from llama_ssp.config.schema import DrafterConfig, ModelConfig, ModelShape, PlacementConfig
 from llama_ssp.errors import ConfigError, one_message
@@ -86,7 +87,12 @@ def _ranges(config: PlanConfig) -> Iterator[str]:
 def _models(config: PlanConfig) -> Iterator[str]:
     target, draft = config.model, config.draft.model
     for group, model in (("model", target), ("draft", draft)):
-        if model is None or model.shape is None:
+        if model is None:
+            continue
+        key = "model" if model is target else "draft.model"
+        if problem := problem_of(model.quantization, key=f"{key}.quantization"):
+            yield problem
+        if model.shape is None:
             continue
         sizes = {key: value for key, value in vars(model.shape).items() if isinstance(value, int)}
         for key, value in sizes.items():

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from llama_ssp.config.formats.format import NO_QUANTIZATION
+from llama_ssp.config.rules.rule import DEFAULT
 from llama_ssp.config.target_placement import TargetPlacement
 
 
@@ -19,15 +21,6 @@ class Dtype(Enum):
     fp32 = "float32"
     bf16 = "bfloat16"
     fp16 = "float16"
-
-
-class Quantization(Enum):
-    """How linear layers are stored."""
-
-    none = "none"
-    int8 = "int8"
-    nf4 = "nf4"
-    int8_weight_only = "int8_weight_only"
 
 
 class WeightsKind(Enum):
@@ -56,14 +49,6 @@ class DrafterKind(Enum):
     default = "default"
     none = "none"
     model = "model"
-
-
-class RuleName(Enum):
-    """How drafted tokens are accepted."""
-
-    speculative = "speculative"
-    block = "block"
-    greedy = "greedy"
 
 
 class DeviceKind(Enum):
@@ -101,6 +86,7 @@ class ModelConfig:
     `dtype` is the number format to compute in; `auto` leaves it to the device (`planning.job.number_format`).
     `stored_dtype` is the files' own number format, where it is known.
     `gpu_dtype` is what `dtype=auto` means on a GPU; `auto` takes that of the files.
+    `quantization` names a storage format of linear layers (`config.formats`).
     `int8_threshold` is for `quantization=int8`: inputs of at least this size are not quantized; 0 quantizes all.
     `verify` compares every file with a manifest of hashes; null is the one beside the files.
     """
@@ -113,7 +99,7 @@ class ModelConfig:
     dtype: Dtype = Dtype.auto
     stored_dtype: Dtype = Dtype.auto
     gpu_dtype: Dtype = Dtype.auto
-    quantization: Quantization = Quantization.none
+    quantization: str = NO_QUANTIZATION
     int8_threshold: float = 0.0
     verify: bool = False
     manifest: str | None = None
@@ -169,9 +155,9 @@ class SamplingConfig:
 
 @dataclass(kw_only=True)
 class VerificationConfig:
-    """How drafted tokens are accepted."""
+    """How drafted tokens are accepted: the name of a rule (`config.rules`)."""
 
-    rule: RuleName = RuleName.speculative
+    rule: str = DEFAULT
 
 
 @dataclass(kw_only=True)

@@ -15,7 +15,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 
 from llama_ssp.architectures.family import family_of
 from llama_ssp.architectures.sharding import split_model
-from llama_ssp.config.schema import Quantization
+from llama_ssp.config.formats.format import NO_QUANTIZATION
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.errors import CheckpointError
 from llama_ssp.models.attention import BY_POSITION
@@ -65,7 +65,7 @@ def _is_error(record: logging.LogRecord) -> bool:
     return record.levelno >= logging.ERROR
 
 
-def check_model(origin: WeightSource, *, num_ranks: int, quantization: Quantization = Quantization.none) -> None:
+def check_model(origin: WeightSource, *, num_ranks: int, quantization: str = NO_QUANTIZATION) -> None:
     """Find every fault that `load_model` would meet, without loading a weight.
 
     Raises:

@@ -4,8 +4,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from llama_ssp.architectures.family import inventory
+from llama_ssp.config.formats.format import format_of
 from llama_ssp.config.hardware import HardwareConfig
-from llama_ssp.config.schema import DraftLayout, Quantization
+from llama_ssp.config.schema import DraftLayout
 from llama_ssp.config.target_placement import Offload, TargetKind
 from llama_ssp.errors import PlacementError
 from llama_ssp.planning.layerwise import GB, READ_BYTES_PER_S, waiting_bytes
@@ -54,19 +55,13 @@ def warnings(job: PlanSpec, hardware: HardwareConfig, timed: Timing) -> list[str
 def _quantization(job: PlanSpec, hardware: HardwareConfig) -> Iterator[str]:
     if hardware.device != "cuda":
         models = [model for model in (job.target, job.draft) if model]
-        if hardware.profiles and any(model.quantization is not Quantization.none for model in models):
+        if hardware.profiles and any(format_of(model.quantization).is_quantized for model in models):
             yield "the times are those of unquantized layers: quantized ones have not been measured on this machine"
         return
-    if job.draft and job.draft.quantization is Quantization.int8:
-        yield (
-            f"an int8 draft through bitsandbytes cannot gain: it decodes 3-5x slower than {job.draft.dtype.name} "
-            "(published); use draft.model.quantization=none or int8_weight_only"
-        )
-    if job.target.quantization is Quantization.int8:
-        yield (
-            f"an int8 target through bitsandbytes saves memory, not time: it decodes 3-5x slower than "
-            f"{job.target.dtype.name} (published)"
-        )
+    if job.draft and (advice := format_of(job.draft.quantization).draft_advice):
+        yield advice.format(dtype=job.draft.dtype.name)
+    if advice := format_of(job.target.quantization).target_advice:
+        yield advice.format(dtype=job.target.dtype.name)
 
 
 def _draft(job: PlanSpec, hardware: HardwareConfig, timed: Timing) -> Iterator[str]:

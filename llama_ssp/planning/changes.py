@@ -11,8 +11,9 @@ from itertools import combinations
 from typing import Any
 
 from llama_ssp.config import catalogue
+from llama_ssp.config.formats.format import format_of, formats
 from llama_ssp.config.hardware import HardwareConfig
-from llama_ssp.config.schema import DraftLayout, Dtype, Quantization
+from llama_ssp.config.schema import DraftLayout, Dtype
 from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.errors import PlacementError
 from llama_ssp.planning.memory import fits, largest_batch, largest_context, memory
@@ -89,11 +90,10 @@ def _steps(job: PlanSpec, hardware: HardwareConfig) -> Iterator[_Step]:
     if job.device == "cpu" and job.target.dtype is Dtype.fp32 and short in {Dtype.bf16, Dtype.fp16}:
         # Slower, but whatever a CPU keeps in fp32 of 16-bit files then takes half.
         yield _step("precision", 2, f"model.dtype={short.name}", target=replace(job.target, dtype=short))
-    for quantization in (Quantization.int8, Quantization.nf4):
-        if job.target.quantization is Quantization.none:
-            target = job.target.quantized(quantization)
-            weight = 3 if quantization is Quantization.int8 else 5
-            yield _step("precision", weight, f"model.quantization={quantization.name}", target=target)
+    for storage in () if format_of(job.target.quantization).is_quantized else formats().values():
+        if storage.change_weight is not None:
+            target = job.target.quantized(storage.name)
+            yield _step("precision", storage.change_weight, f"model.quantization={storage.name}", target=target)
     if hardware.network and job.target_kind is not TargetKind.accelerate:  # one rank has the GPUs of one node
         for num_nodes in range(hardware.num_nodes + 1, MOST_NODES + 1):
             spread = partial(_on_nodes, num_nodes=num_nodes)

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from llama_ssp.architectures.family import inventory
 from llama_ssp.architectures.sharding import split_blocks
-from llama_ssp.config.schema import Quantization
+from llama_ssp.config.formats.format import format_of
 from llama_ssp.config.target_placement import Offload
 from llama_ssp.errors import PlacementError
 from llama_ssp.planning.spec import PlanSpec, model_bytes
@@ -75,7 +75,7 @@ def split_row(num_layers: int, sizes: RowBytes, *, num_devices: int, max_bytes: 
     return LayerPlacement(held=held, waiting=range(held[-1].stop, num_layers))
 
 
-def check_offload(offload: Offload, *, quantization: Quantization, device: str) -> None:
+def check_offload(offload: Offload, *, quantization: str, device: str) -> None:
     """Refuse what cannot wait elsewhere, or has nowhere to.
 
     Raises:
@@ -83,10 +83,10 @@ def check_offload(offload: Offload, *, quantization: Quantization, device: str) 
     """
     if offload is Offload.none:
         return
-    if quantization is not Quantization.none:
+    if format_of(quantization).is_quantized:
         message = (
             f"placement.target.offload={offload.name} moves layers as they are stored in the files, and "
-            f"model.quantization={quantization.name} was given: use model.quantization=none, or no offload"
+            f"model.quantization={quantization} was given: use model.quantization=none, or no offload"
         )
         raise PlacementError(message)
     if offload is Offload.cpu and device == "cpu":

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 
 from llama_ssp.architectures.family import family_of
 from llama_ssp.config.hardware import HardwareConfig
-from llama_ssp.config.schema import RuleName
+from llama_ssp.config.rules.rule import rule_of
 from llama_ssp.planning.parts import Part, draft_parts, target_parts
 from llama_ssp.planning.spec import PlannedModel, PlanSpec
 from llama_ssp.planning.weights import DTYPE_BYTES
@@ -145,7 +145,7 @@ def _logits_bytes(job: PlanSpec, rank: int) -> int:
     if layout.splits_batch:
         num_own = -(-job.batch_size // len(job.draft_ranks)) if drafts else 0
     decides = drafts if layout.splits_batch else rank == layout.verify_rank
-    whole = 4 * rows * (job.rule is RuleName.block)
+    whole = 4 * rows * rule_of(job.rule).keeps_all_rows
     rule = 4 * rows + 4 * num_draft_tokens + whole + 8 if decides else 4 * num_draft_tokens * drafts
     return vocabulary * (job.batch_size * logits + num_own * rule)
 

@@ -11,7 +11,8 @@ Shapes: B sequences, K drafted tokens, V vocabulary.
 
 from dataclasses import dataclass
 
-from llama_ssp.config.schema import DraftLayout, RuleName
+from llama_ssp.config.rules.rule import rule_of
+from llama_ssp.config.schema import DraftLayout
 from llama_ssp.planning.spec import PlanSpec
 
 ID_BYTES = 8
@@ -73,7 +74,7 @@ def round_messages(job: PlanSpec, num_draft_tokens: int) -> RoundMessages:
     is_sharded = drafts and layout.draft_kind is not DraftLayout.replicated and len(drafting) > 1
     num_senders = len(everyone) if splits_batch else 1
     told = drafts and not (is_sharded and drafting == everyone)
-    apart = drafts and layout.draft_source_rank not in layout.target_ranks and job.rule is not RuleName.greedy
+    apart = drafts and layout.draft_source_rank not in layout.target_ranks and rule_of(job.rule).needs_probs
     steps = Message(payload_bytes=ID_BYTES * rows, ranks=drafting, num_times=num_draft_tokens)
     ids = Message(payload_bytes=ID_BYTES * rows * num_draft_tokens, ranks=everyone, num_senders=num_senders)
     verdict = Message(payload_bytes=VERDICT_BYTES * rows, ranks=everyone, num_senders=num_senders)

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from llama_ssp.architectures.family import inventory
 from llama_ssp.architectures.inventory import Inventory
 from llama_ssp.architectures.sharding import RankShard, check_deepspeed, split_blocks, split_model
-from llama_ssp.config.schema import DraftLayout, Quantization
+from llama_ssp.config.formats.format import format_of
+from llama_ssp.config.schema import DraftLayout
 from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.planning.layerwise import layer_placement_of
 from llama_ssp.planning.spec import PlannedModel, PlanSpec, model_bytes
@@ -99,7 +100,7 @@ def _parts(job: PlanSpec, model: PlannedModel, *, num_ranks: int, kind: TargetKi
                 width=(len(shard.heads.query_heads) + 2 * num_kv_heads) * shape.head_dim,
                 units=len(shard.mlp_units),
                 vocabulary=len(shard.vocabulary),
-                working_bytes=size * max(held.products) if model.quantization is Quantization.nf4 else 0,
+                working_bytes=size * max(held.products) if format_of(model.quantization).unpacks_matrix else 0,
                 beside_bytes=whole_bytes or weights.beside_bytes,
             )
         )

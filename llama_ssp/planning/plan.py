@@ -196,7 +196,7 @@ def _model(model: PlannedModel, plan: Plan, *, prefix: str) -> dict[str, Any]:
         "name": model.name,
         "dtype": model.dtype.name,
         "matrix_dtype": model.matrix_dtype(plan.job.device).name,
-        "quantization": model.quantization.name,
+        "quantization": model.quantization,
         "num_parameters": whole.num_layers * layer + sum(m.num_elements for m in tables) + whole.final_vectors,
         "weights_bytes": once.total_bytes,
         "repeated_bytes": held - once.total_bytes,

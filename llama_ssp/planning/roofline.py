@@ -16,15 +16,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from llama_ssp.architectures.inventory import Inventory, Matrix
+from llama_ssp.config.formats.format import NO_QUANTIZATION, format_of
 from llama_ssp.config.hardware import HardwareConfig, Profile
-from llama_ssp.config.schema import Dtype, Quantization
+from llama_ssp.config.schema import Dtype
 from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.planning.curves import line
 from llama_ssp.planning.measured import by_rows_and_width, composition_ratio, measured_linear_s
 from llama_ssp.planning.memory import KERNELS_PER_LAYER
 from llama_ssp.planning.parts import rank_shares
 from llama_ssp.planning.spec import PlannedModel
-from llama_ssp.planning.weights import DTYPE_BYTES, packed_bytes
+from llama_ssp.planning.weights import DTYPE_BYTES
 
 COPY_SHARE = 0.83
 """What a plain copy reaches of the data sheet's bandwidth, where not measured: 1.7 of 2.039 TB/s on an A100-80GB."""
@@ -35,8 +36,6 @@ MEASURED_SLOTS = 64
 """Slots of the cache that are read while a profile's layers are timed."""
 KERNELS_PER_FRAME = 8
 """Embedding, mask, rotary angles, last norm, head and its conversion to fp32."""
-BNB_INT8_SLOWDOWN = 4.0
-"""bitsandbytes int8 against fp16 on GPUs, published as 3-5x; nearly flat from 1 to K + 1 rows."""
 
 CPU_SLOWDOWN_16_BITS = 3.0
 """Products in bf16 against fp32 ones of 16-bit weights, on a CPU without instructions for them: 2.5 to 3.7 measured."""
@@ -173,7 +172,7 @@ def _matrices_s(
     """All matrix products of one rank."""
     model = seat.model
     if profile := profile_of(hardware, seat.num_active):
-        arithmetic = model.dtype if model.quantization is Quantization.none else Dtype.fp32
+        arithmetic = Dtype.fp32 if format_of(model.quantization).is_quantized else model.dtype
         price = partial(
             measured_linear_s,
             dtype=model.matrix_dtype(hardware.device),
@@ -187,7 +186,7 @@ def _matrices_s(
         head = price(heads, held.output.num_elements, rows=scored, arithmetic=model.dtype) if has_head else 0.0
     else:
         layer = sum(roofline_s(matrix, model, hardware, rows=rows) for matrix in held.layer)
-        unquantized = replace(model, quantization=Quantization.none)
+        unquantized = replace(model, quantization=NO_QUANTIZATION)
         head = roofline_s(held.output, unquantized, hardware, rows=scored) if has_head else 0.0
     return held.num_layers * layer + head
 
@@ -200,17 +199,12 @@ def slowdown(hardware: HardwareConfig, arithmetic: Dtype) -> float:
 
 def roofline_s(matrix: Matrix, model: PlannedModel, hardware: HardwareConfig, *, rows: int) -> float:
     """One matrix product with `rows` inputs: reading the matrix, or multiplying, whichever takes longer."""
-    quantization = model.quantization
+    storage = format_of(model.quantization)
     value_bytes = DTYPE_BYTES[model.matrix_dtype(hardware.device)]
     wide = value_bytes * matrix.num_elements
-    read_bytes: float = packed_bytes(matrix, value_bytes, quantization)
-    if quantization is Quantization.int8:
-        read_bytes = BNB_INT8_SLOWDOWN * wide
-    elif quantization is Quantization.nf4:
-        # Its kernel for one row is no faster than fp16; more rows are unpacked first, written and read again.
-        read_bytes = wide if rows == 1 else read_bytes + 2 * wide
+    read_bytes = storage.gpu_read_bytes(rows, storage.matrix_bytes(matrix.num_elements, value_bytes), wide)
     flops = hardware.flops_per_s.get(model.dtype.name) or max(hardware.flops_per_s.values())
-    times = slowdown(hardware, model.dtype) if quantization is Quantization.none else 1.0
+    times = 1.0 if storage.is_quantized else slowdown(hardware, model.dtype)
     return times * max(read_bytes / bandwidth(hardware), 2 * rows * matrix.num_elements / flops)
 
 

@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from llama_ssp.config import catalogue
+from llama_ssp.config.formats.format import format_of, formats
 from llama_ssp.config.hardware import HardwareConfig
-from llama_ssp.config.schema import DraftLayout, ModelConfig, Quantization
+from llama_ssp.config.schema import DraftLayout, ModelConfig
 from llama_ssp.errors import PlacementError
 from llama_ssp.planning.memory import memory
 from llama_ssp.planning.spec import PlanSpec, planned_model
@@ -56,7 +57,7 @@ def _candidates(job: PlanSpec, hardware: HardwareConfig) -> Iterator[PlanSpec]:
     series = _series(job.target.name)
     for model in series:
         # What the catalogue holds by a quantized name is the same model, and is tried below.
-        for quantization in Quantization:
+        for quantization in formats():
             target = planned_model(replace(model, quantization=quantization), device=hardware.device)
             base = replace(job, target=target, draft=None, draft_ranks=(), target_ranks=_all_ranks(job, hardware))
             yield base
@@ -78,7 +79,7 @@ def _series(name: str) -> list[ModelConfig]:
         if other.shape
         and chosen.shape
         and (other.shape.model_type, other.shape.vocab_size) == (chosen.shape.model_type, chosen.shape.vocab_size)
-        and other.quantization is Quantization.none
+        and not format_of(other.quantization).is_quantized
     ]
 
 
@@ -150,17 +151,17 @@ def _choice(
     needed_bytes: int | None = None,
     reason: str | None = None,
 ) -> Choice:
-    quantization, draft = job.target.quantization, job.draft
+    storage, draft = format_of(job.target.quantization), job.draft
     settings = [f"model={job.target.name}", f"draft={draft.name if draft else 'none'}"]
-    if quantization is not Quantization.none:
-        settings.append(f"model.quantization={quantization.name}")
+    if storage.is_quantized:
+        settings.append(f"model.quantization={storage.name}")
     if draft:
         settings += [
             f"placement.draft.kind={job.draft_kind.name}", f"speculation.num_draft_tokens={job.num_draft_tokens}",
         ]  # fmt: skip
     return Choice(
         target=job.target.name,
-        quantization=job.target.dtype.name if quantization is Quantization.none else quantization.name,
+        quantization=storage.name if storage.is_quantized else job.target.dtype.name,
         draft=draft.name if draft else None,
         draft_kind=job.draft_kind.name if draft else None,
         num_draft_tokens=job.num_draft_tokens if draft else 0,

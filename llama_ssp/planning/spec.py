@@ -9,11 +9,13 @@ from typing import Any
 
 from llama_ssp.architectures.family import family_of
 from llama_ssp.architectures.inventory import Inventory
+from llama_ssp.config.formats.format import format_of
 from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.config.layout import Layout, lay_out, max_device_bytes, may_capture
 from llama_ssp.config.model_files import CONFIG_FILE, read_json
 from llama_ssp.config.plan import PlanConfig
-from llama_ssp.config.schema import DraftLayout, Dtype, ModelConfig, ModelShape, Quantization, RuleName
+from llama_ssp.config.rules.rule import DEFAULT
+from llama_ssp.config.schema import DraftLayout, Dtype, ModelConfig, ModelShape
 from llama_ssp.config.target_placement import Offload, TargetKind, TargetPlacement
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.planning.weights import DTYPE_BYTES, WeightBytes, weight_bytes
@@ -33,7 +35,7 @@ class PlannedModel:
     name: str
     shape: ModelShape
     dtype: Dtype
-    quantization: Quantization
+    quantization: str
     stored: Dtype = Dtype.auto
     quantized_dtype: Dtype = Dtype.auto
     by_library: bool = False
@@ -43,7 +45,7 @@ class PlannedModel:
         """Whether the lean decoder runs it."""
         return family_of(self.shape.model_type).is_llama_kind and not self.by_library
 
-    def quantized(self, quantization: Quantization) -> "PlannedModel":
+    def quantized(self, quantization: str) -> "PlannedModel":
         """The same model with its linear layers in another form than their number format."""
         dtype = self.dtype if self.quantized_dtype is Dtype.auto else self.quantized_dtype
         return replace(self, quantization=quantization, dtype=dtype)
@@ -90,7 +92,7 @@ class PlanSpec:
     cuda_graphs: bool
     device: str
     num_replicas: int = 1
-    rule: RuleName = RuleName.speculative
+    rule: str = DEFAULT
     spare_devices: tuple[int, ...] = ()
     offload: Offload = Offload.none
     max_device_bytes: int | None = None
@@ -214,8 +216,15 @@ def number_format(model: ModelConfig, *, device: str) -> Dtype:
     """
     if model.dtype is not Dtype.auto:
         return model.dtype
-    if device == "cpu" and model.quantization is Quantization.none:
+    if device == "cpu" and not format_of(model.quantization).is_quantized:
         return Dtype.fp32
+    return _quantized_number_format(model)
+
+
+def _quantized_number_format(model: ModelConfig) -> Dtype:
+    """The number format of a quantized model, on any device; `auto` where only its files say."""
+    if model.dtype is not Dtype.auto:
+        return model.dtype
     return model.stored_dtype if model.gpu_dtype is Dtype.auto else model.gpu_dtype
 
 
@@ -237,14 +246,13 @@ def planned_model(model: ModelConfig, *, device: str) -> PlannedModel:
         shape, stored = read_config(Path(model.path))
         model = replace(model, stored_dtype=stored)
     dtype = number_format(model, device=device)
-    quantized = number_format(replace(model, quantization=Quantization.int8), device=device)
     return PlannedModel(
         name=model.name,
         shape=shape,
         dtype=Dtype.fp32 if dtype is Dtype.auto else dtype,
         quantization=model.quantization,
         stored=model.stored_dtype,
-        quantized_dtype=quantized,
+        quantized_dtype=_quantized_number_format(model),
     )
 
 

@@ -11,7 +11,8 @@ Shapes: B sequences, K drafted tokens, V vocabulary.
 from dataclasses import dataclass, replace
 
 from llama_ssp.config.hardware import HardwareConfig
-from llama_ssp.config.schema import DraftLayout, RuleName
+from llama_ssp.config.rules.rule import rule_of
+from llama_ssp.config.schema import DraftLayout
 from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.planning.acceptance import Acceptance, of_pair, tokens_per_round
 from llama_ssp.planning.curves import line
@@ -33,8 +34,6 @@ VERIFY_KERNELS = 38
 """Kernels of a draw, and of a verification with commit: operators that are not views, counted at torch's dispatcher."""
 RULE_PASSES = 6
 """How often the rule reads or writes a row of probabilities: processors, softmax, comparison, cumulative sum."""
-BLOCK_KERNELS, BLOCK_PASSES = 12, 8
-"""What `block` adds to them, which weighs all rows and not one alone."""
 MOST_DRAFT_TOKENS = 16
 
 
@@ -139,8 +138,8 @@ class CostModel:
         """The rule on so many positions of each row that a rank judges: its share, where rows are shared."""
         assert self.draft, "priced only where there is a draft"
         numbers = self._rows_of(self.draft) * num_positions * self.job.target.shape.vocab_size
-        is_whole = self.job.rule is RuleName.block
-        more_s = self._kernels_s(BLOCK_KERNELS, BLOCK_PASSES, numbers) if is_whole else 0.0
+        rule = rule_of(self.job.rule)
+        more_s = self._kernels_s(rule.more_kernels, rule.more_passes, numbers)
         if profile := profile_of(self.hardware, self.target.num_active):
             return line([(point.size, point.s) for point in profile.verify], numbers) + more_s
         return self._kernels_s(VERIFY_KERNELS, RULE_PASSES, numbers) + more_s

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from llama_ssp.architectures.family import inventory
 from llama_ssp.architectures.inventory import Inventory, Matrix
 from llama_ssp.architectures.sharding import split_model
-from llama_ssp.config.schema import Dtype, ModelShape, Quantization
+from llama_ssp.config.formats.format import format_of
+from llama_ssp.config.schema import Dtype, ModelShape
 
 DTYPE_BYTES = {Dtype.fp32: 4, Dtype.bf16: 2, Dtype.fp16: 2}
-SCALE_BYTES = 4
-NF4_GROUP, HALF_BLOCK = 64, 512
+HALF_BLOCK = 512
 
 
 def shares(shape: ModelShape, *, num_ranks: int) -> tuple[Inventory, ...]:
@@ -54,23 +54,20 @@ class WeightBytes:
         return self.sharded_bytes + self.on_every_rank_bytes
 
 
-def weight_bytes(
-    held: Inventory, *, dtype: Dtype, quantization: Quantization, matrix_dtype: Dtype | None = None
-) -> WeightBytes:
+def weight_bytes(held: Inventory, *, dtype: Dtype, quantization: str, matrix_dtype: Dtype | None = None) -> WeightBytes:
     """Count the bytes of what a rank holds.
 
     `matrix_dtype` is the linear layers' own format, if they have one; a head that is the embedding too is then a copy.
-    Quantized layouts: int8 of bitsandbytes keeps a byte per weight and an fp32 scale per output row; nf4 half a byte
-    and an fp32 scale per 64 weights; int8_weight_only a byte and a scale per output row in the model's number format,
-    in which embeddings, head, norms and biases stay.
+    The storage format (`config.formats`) says what a matrix of a layer takes, and what is kept for each of its outputs.
+    Embeddings, head, norms and biases stay in the model's number format.
     """
-    size = DTYPE_BYTES[dtype]
+    storage, size = format_of(quantization), DTYPE_BYTES[dtype]
     matrix_size = DTYPE_BYTES[matrix_dtype or dtype]
     kept = _in_blocks if matrix_size != size else lambda matrix: matrix
     sharded = repeated = scales = 0
     for matrix in held.layer:
-        stored = packed_bytes(kept(matrix), matrix_size, quantization)
-        row_scales = _row_scale_bytes(size, quantization) * matrix.num_rows
+        stored = storage.matrix_bytes(kept(matrix).num_elements, matrix_size)
+        row_scales = storage.row_bytes(size) * matrix.num_rows
         bias = size * matrix.num_rows if matrix.has_bias else 0
         if matrix.cut is None:
             repeated += stored + row_scales + bias
@@ -85,7 +82,7 @@ def weight_bytes(
         num_values = matrix.num_elements + (matrix.num_rows if matrix.has_bias else 0)
         table_bytes[matrix.cut is None] += value_bytes * num_values
     beside = max((matrix.num_elements for matrix in (*held.layer, *(table for table, _ in tables))), default=0)
-    if quantization is not Quantization.none:
+    if storage.is_quantized:
         beside = max(beside, sum(matrix.num_elements for matrix in held.layer))
     return WeightBytes(
         sharded_bytes=held.num_layers * sharded + table_bytes[False],
@@ -100,18 +97,3 @@ def weight_bytes(
 def _in_blocks(matrix: Matrix) -> Matrix:
     """A matrix as FBGEMM's product keeps it: the last block of inputs is as long as the others."""
     return replace(matrix, num_columns=HALF_BLOCK * -(-matrix.num_columns // HALF_BLOCK))
-
-
-def packed_bytes(matrix: Matrix, dtype_bytes: int, quantization: Quantization) -> int:
-    """Bytes of a matrix of a layer, scales per row left out."""
-    match quantization:
-        case Quantization.none:
-            return dtype_bytes * matrix.num_elements
-        case Quantization.nf4:
-            return -(-matrix.num_elements // 2) + SCALE_BYTES * -(-matrix.num_elements // NF4_GROUP)
-        case _:
-            return matrix.num_elements
-
-
-def _row_scale_bytes(dtype_bytes: int, quantization: Quantization) -> int:
-    return {Quantization.int8: SCALE_BYTES, Quantization.int8_weight_only: dtype_bytes}.get(quantization, 0)

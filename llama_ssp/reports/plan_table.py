@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from llama_ssp.config.formats.format import formats
 from llama_ssp.errors import ConfigError
 from llama_ssp.visible import visible
 
@@ -30,7 +31,6 @@ ITEMS = {
     "allocator slack": "slack_bytes",
 }
 LEAST_SHOWN_MS = 0.005
-SHORT = {"int8_weight_only": "int8wo"}
 MOST_CHOICES = 8
 """Choices of one target size that the search shows; JSON has all of them."""
 
@@ -206,8 +206,14 @@ def _one_per_precision(choices: Sequence[Mapping[str, Any]]) -> list[Mapping[str
     return list(nearest.values())
 
 
+def _short(quantization: str) -> str:
+    """A storage format, or a number format, in few letters."""
+    storage = formats().get(quantization)
+    return (storage and storage.short_name) or quantization
+
+
 def _search_row(choice: Mapping[str, Any]) -> list[str]:
-    target = f"{_literal(choice['target'])} {SHORT.get(choice['quantization'], choice['quantization'])}"
+    target = f"{_literal(choice['target'])} {_short(choice['quantization'])}"
     draft = f"{_literal(choice['draft'])} {choice['draft_kind']}" if choice["draft"] else "none"
     if choice["reason"]:
         return [

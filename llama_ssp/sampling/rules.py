@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from llama_ssp.config.schema import RuleName, SamplingConfig, VerificationConfig
+from llama_ssp.config.rules.rule import at_every_temperature, rule_of
+from llama_ssp.config.schema import SamplingConfig, VerificationConfig
 from llama_ssp.errors import ConfigError
 from llama_ssp.sampling.processors import DRAW_UNITS, draw, draw_units, processor, rows_at
 from llama_ssp.sampling.uniforms import Draws
@@ -220,11 +221,12 @@ def make_rule(sampling: SamplingConfig, verification: VerificationConfig) -> Rul
     """
     if sampling.temperature == 0:
         return _Greedy()
-    if verification.rule is RuleName.greedy:
+    rule = rule_of(verification.rule)
+    if not rule.needs_probs:
+        *others, last = at_every_temperature()
         raise ConfigError(
-            f"verification=greedy with sampling.temperature={sampling.temperature:g} would not keep the target's "
-            "distribution: greedy verification needs temperature 0 (sampling=greedy); "
-            "verification=speculative and verification=block keep it at every temperature"
+            f"verification={rule.name} with sampling.temperature={sampling.temperature:g} would not keep the target's "
+            f"distribution: {rule.name} verification needs temperature 0 (sampling=greedy); "
+            f"{', '.join(others)} and {last} keep it at every temperature"
         )
-    verify = verify_block if verification.rule is RuleName.block else verify_speculative
-    return _OnProbabilities(processor(sampling), verify)
+    return _OnProbabilities(processor(sampling), rule.load_verify())

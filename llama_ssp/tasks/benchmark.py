@@ -242,7 +242,7 @@ def _measure(
         model=config.model.name,
         draft=config.draft.model.name if config.draft.model else None,
         dtype=config.model.dtype.name,
-        quantization=config.model.quantization.name,
+        quantization=config.model.quantization,
         world_size=session.world.comm.size,
         temperature=config.sampling.temperature,
         max_new_tokens=config.max_new_tokens,

@@ -13,7 +13,8 @@ from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.config.layout import lay_out_replica, may_capture
 from llama_ssp.config.machine import detect_hardware, machine_of_run
 from llama_ssp.config.plan import PlanFormat
-from llama_ssp.config.schema import DeviceKind, Dtype, ModelConfig, RuleName, RunConfig, WeightsKind
+from llama_ssp.config.rules.rule import AT_ZERO
+from llama_ssp.config.schema import DeviceKind, Dtype, ModelConfig, RunConfig, WeightsKind
 from llama_ssp.config.tasks.spec import task_of
 from llama_ssp.errors import ConfigError, one_message
 from llama_ssp.planning.auto import AutoPlacement, choose_placement
@@ -231,7 +232,7 @@ def job_of_run(
         num_replicas=placement.num_replicas,
         num_draft_tokens=config.speculation.num_draft_tokens,
         acceptance=_assumed_acceptance(config),
-        rule=config.verification.rule if config.sampling.temperature > 0 else RuleName.greedy,
+        rule=config.verification.rule if config.sampling.temperature > 0 else AT_ZERO,
         batch_size=config.batch_size,
         prompt_tokens=prompt_tokens,
         max_new_tokens=config.max_new_tokens,

@@ -12,8 +12,9 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
+from llama_ssp.config.formats.format import format_of
 from llama_ssp.config.model_files import GENERATION_CONFIG_FILE
-from llama_ssp.config.schema import Quantization, RunConfig, SamplingConfig, WeightsKind
+from llama_ssp.config.schema import RunConfig, SamplingConfig, WeightsKind
 from llama_ssp.config.tasks.benchmark import BenchmarkConfig
 from llama_ssp.errors import CheckpointError
 
@@ -73,7 +74,7 @@ def _generation_options(sampling: SamplingConfig) -> dict[str, object]:
 def has_peers(config: RunConfig, *, world_size: int) -> bool:
     """Whether transformers' own generation stands beside a benchmark: one rank, from files, nothing quantized by us."""
     entries = [config.model, *([config.draft.model] if config.draft.model else [])]
-    is_whole = all(entry.quantization is Quantization.none for entry in entries)
+    is_whole = not any(format_of(entry.quantization).is_quantized for entry in entries)
     is_asked = isinstance(config.task, BenchmarkConfig) and config.task.peers
     return is_asked and world_size == 1 and config.weights is WeightsKind.checkpoint and is_whole
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.config import catalogue
+from llama_ssp.config.formats.format import formats
 from llama_ssp.config.schema import (
     DeviceKind,
     DrafterConfig,
@@ -23,8 +24,6 @@ from llama_ssp.config.schema import (
     Dtype,
     ModelConfig,
     PlacementConfig,
-    Quantization,
-    RuleName,
     RunConfig,
     SamplingConfig,
     VerificationConfig,
@@ -181,10 +180,10 @@ def texts(world: World, folder: Path, name: str, temperature: float) -> list[lis
     return complete(world, config, prompts_of(name), num_tokens=NUM_NEW_TOKENS)["texts"]
 
 
-def quantized_logits(world: World, folder: Path, family: str, form: Quantization) -> list[list[float]]:
+def quantized_logits(world: World, folder: Path, family: str, form: str) -> list[list[float]]:
     """Logits (T, V) of a target in some precision; the draft has another one."""
     target = ModelConfig(name="target", path=str(folder / "wide" / family), dtype=Dtype.fp32, quantization=form)
-    draft = replace(pair_of(family, folder)[1], quantization=Quantization.int8_weight_only)
+    draft = replace(pair_of(family, folder)[1], quantization="int8_weight_only")
     config = run_config(target, draft, temperature=0.0, batch_size=1, placement=PlacementConfig())
     runner = load_models(config, world, find_sources(config, world)).target
     runner.allocate(batch_size=1, capacity=16)
@@ -228,7 +227,7 @@ def cases(world: World, folder: Path, *, heavy: bool) -> dict[str, Callable[[], 
         named[SYNTHETIC] = lambda: texts(world, folder, SYNTHETIC, 0.0)
     named |= cases_of_cells(world, folder, [cell for cell in CELLS[world.comm.size] if heavy or not cell.heavy])
     if world.comm.size == 1:
-        other_rules = {on_one_rank(cell) for cell in CELLS[2] if cell.rule is not RuleName.speculative}
+        other_rules = {on_one_rank(cell) for cell in CELLS[2] if cell.rule != "speculative"}
         named |= cases_of_cells(world, folder, other_rules)
     for temperature in (0.0, 0.8):
         for name in PAIRS if world.comm.size in SIZES else ():
@@ -236,8 +235,8 @@ def cases(world: World, folder: Path, *, heavy: bool) -> dict[str, Callable[[], 
                 world, folder, name, temperature
             )
     if world.comm.size <= MOST_QUANTIZED_RANKS:
-        for family, form in product(QUANTIZED, Quantization):
-            named[f"{family} in {form.name}"] = lambda family=family, form=form: quantized_logits(  # type: ignore[misc]
+        for family, form in product(QUANTIZED, formats()):
+            named[f"{family} in {form}"] = lambda family=family, form=form: quantized_logits(  # type: ignore[misc]
                 world, folder, family, form
             )
     return named

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from llama_ssp.config.schema import RuleName
 from llama_ssp.planning.messages import round_messages
 from llama_ssp.tasks.dry_run import job_of_run
 from llama_ssp.weights import hub
@@ -121,7 +120,7 @@ def texts_of(
 ) -> tuple[list[list[int]], list[list[int]]]:
     """What one rank makes of a pair, as far as the cells go, and what a cell makes of it."""
     alone = launched(1)[0]
-    if cell.rule is RuleName.speculative:
+    if cell.rule == "speculative":
         wanted = [ids[:CELL_TOKENS] for ids in alone[f"{cell.pair} at {temperature}"]]
     else:
         wanted = alone[f"{on_one_rank(cell)} at {temperature}"]["texts"]

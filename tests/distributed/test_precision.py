@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llama_ssp.config.schema import Quantization
+from llama_ssp.config.formats.format import formats
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.models.build import load_model
 from llama_ssp.models.quantization.precision import Precision
@@ -18,7 +18,7 @@ from tests.distributed.ranks import QUANTIZED
 Seen = list[dict[str, Any]]
 
 
-def alone(folder: Path, form: Quantization) -> Tensor:
+def alone(folder: Path, form: str) -> Tensor:
     """Logits (T, V) of the same model in this process."""
     runner = load_model(
         inspect(folder), dtype=torch.float32, device=torch.device("cpu"), comm=Comm.single(),
@@ -33,12 +33,12 @@ def rms(values: Tensor) -> float:
 
 
 @pytest.mark.parametrize("num_ranks", [pytest.param(n, marks=pytest.mark.distributed(n)) for n in (1, 2)])
-@pytest.mark.parametrize("form", Quantization, ids=lambda form: form.name)
+@pytest.mark.parametrize("form", formats())
 @pytest.mark.parametrize("family", QUANTIZED)
 def test_logits_come_within_the_error_of_the_same_precision_on_one_process(
-    family: str, form: Quantization, num_ranks: int, pairs: Path, launched: Callable[[int], Seen]
+    family: str, form: str, num_ranks: int, pairs: Path, launched: Callable[[int], Seen]
 ) -> None:
-    exact, quantized = (alone(pairs / "wide" / family, precision) for precision in (Quantization.none, form))
-    error = rms(quantized - exact) if form is not Quantization.none else 1e-5
+    exact, quantized = (alone(pairs / "wide" / family, precision) for precision in ("none", form))
+    error = rms(quantized - exact) if form != "none" else 1e-5
     for seen in launched(num_ranks):
-        assert rms(torch.tensor(seen[f"{family} in {form.name}"]) - quantized) <= error
+        assert rms(torch.tensor(seen[f"{family} in {form}"]) - quantized) <= error

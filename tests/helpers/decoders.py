@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from llama_ssp.config.schema import RuleName, SamplingConfig, VerificationConfig
+from llama_ssp.config.schema import SamplingConfig, VerificationConfig
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.drafting.broadcast import BroadcastDrafter
 from llama_ssp.drafting.model import ModelDrafter
@@ -30,7 +30,7 @@ def make_decoder(  # noqa: PLR0913
     comm: Comm | None = None,
     stop_request: StopRequest | None = None,
     replay: Recorder | bool = True,
-    rule_name: RuleName = RuleName.speculative,
+    rule_name: str = "speculative",
 ) -> Decoder:
     """A decoder of one rank (or of `comm`) over two runners.
 

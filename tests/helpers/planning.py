@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from llama_ssp.config import catalogue
-from llama_ssp.config.schema import DraftLayout, Dtype, ModelShape, Quantization
+from llama_ssp.config.schema import DraftLayout, Dtype, ModelShape
 from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.planning.spec import PlannedModel, PlanSpec, planned_model
 
@@ -50,7 +50,7 @@ def make_job(  # noqa: PLR0913 - every choice that tests make
     )
 
 
-def small_model(*, quantization: Quantization = Quantization.none, **sizes: int) -> PlannedModel:
+def small_model(*, quantization: str = "none", **sizes: int) -> PlannedModel:
     """A Llama of a few layers; `sizes` override its shape."""
     shape: dict[str, Any] = {
         "num_hidden_layers": 2,

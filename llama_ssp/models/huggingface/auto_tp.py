@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from llama_ssp.architectures.sharding import check_deepspeed
-from llama_ssp.config.schema import ModelShape, Quantization
+from llama_ssp.config.schema import ModelShape
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.errors import ConfigError, PlacementError
 from llama_ssp.models.build import load_modules
@@ -25,7 +25,7 @@ from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
 from llama_ssp.weights.source import WeightSource
 
 
-def check_auto_tp(shape: ModelShape, *, quantization: Quantization, num_ranks: int) -> None:
+def check_auto_tp(shape: ModelShape, *, quantization: str, num_ranks: int) -> None:
     """Find what would stop DeepSpeed from sharing a model, without loading a weight.
 
     Raises:

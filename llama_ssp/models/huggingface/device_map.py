@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from llama_ssp.config.schema import Quantization
+from llama_ssp.config.formats.format import NO_QUANTIZATION, format_of, formats
 from llama_ssp.config.target_placement import Offload
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.errors import PlacementError
@@ -55,9 +55,7 @@ class _Names:
     after: list[str]
 
 
-def check_device_map(
-    origin: WeightSource, place: Place, *, dtype: torch.dtype | None, quantization: Quantization
-) -> None:
+def check_device_map(origin: WeightSource, place: Place, *, dtype: torch.dtype | None, quantization: str) -> None:
     """Find every fault that `load_device_map` would meet, without loading a weight.
 
     Raises:
@@ -66,10 +64,11 @@ def check_device_map(
     """
     kind = place.devices[0].type
     check_offload(place.offload, quantization=quantization, device=kind)
-    if quantization is Quantization.int8_weight_only and kind == "cuda" and len(place.devices) > 1:
+    if format_of(quantization).one_gpu_per_rank and kind == "cuda" and len(place.devices) > 1:
+        others = [each.name for each in formats().values() if each.is_quantized and not each.one_gpu_per_rank]
         message = (
-            f"quantization=int8_weight_only has a kernel for one GPU per rank, and layers in a row have "
-            f"{len(place.devices)}: use int8, nf4 or none, or placement.target.kind=tensor"
+            f"quantization={quantization} has a kernel for one GPU per rank, and layers in a row have "
+            f"{len(place.devices)}: use {', '.join(others)} or {NO_QUANTIZATION}, or placement.target.kind=tensor"
         )
         raise PlacementError(message)
     model = build_empty(origin)

@@ -13,13 +13,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from llama_ssp.architectures.sharding import cut_of, split_model
-from llama_ssp.config.schema import ModelShape, Quantization
+from llama_ssp.config.formats.format import StorageFormat, format_of
+from llama_ssp.config.schema import ModelShape
 from llama_ssp.errors import ConfigError, PlacementError
 from llama_ssp.models.linear import Kernel, Linear
 from llama_ssp.models.tensor_parallel import ColumnLinear, GatheredLinear, RowLinear, is_row_parallel
-from llama_ssp.planning.weights import NF4_GROUP
-
-_INSTALL = ".venv/bin/python -m pip install -e '.[bitsandbytes]' -c .venv/constraints.txt"
 
 
 class QuantizedLinear(nn.Module):
@@ -56,7 +54,7 @@ def quantize_modules(model: PreTrainedModel, quantize: Kernel, *, fill: Callable
         model.set_submodule(name, QuantizedLinear(module, quantize))
 
 
-def check_quantizable(model: PreTrainedModel, shape: ModelShape, quantization: Quantization, *, num_ranks: int) -> None:
+def check_quantizable(model: PreTrainedModel, shape: ModelShape, quantization: str, *, num_ranks: int) -> None:
     """Find what would stop a model from being quantized, before anything is read.
 
     Args:
@@ -67,29 +65,28 @@ def check_quantizable(model: PreTrainedModel, shape: ModelShape, quantization: Q
 
     Raises:
         ConfigError: a package is missing.
-        PlacementError: nf4 packs inputs in groups that a layer, or a rank's slice of it, does not fill.
+        PlacementError: the format packs inputs in groups that a layer, or a rank's slice of it, does not fill.
     """
-    if quantization is Quantization.none:
-        return
-    if quantization is not Quantization.int8_weight_only and find_spec("bitsandbytes") is None:
+    storage = format_of(quantization)
+    if (package := storage.package) and find_spec(package.name) is None:
         message = (
-            f"quantization={quantization.name} needs the package bitsandbytes: {_INSTALL} installs it, "
+            f"quantization={quantization} needs the package {package.name}: {package.install} installs it, "
             "or use quantization=int8_weight_only, which needs none"
         )
         raise ConfigError(message)
-    if quantization is Quantization.nf4:
-        _check_groups(model, shape, dict(_linear_layers(model)), num_ranks=num_ranks)
+    if storage.group > 1:
+        _check_groups(storage, model, shape, num_ranks=num_ranks)
 
 
-def _check_groups(model: PreTrainedModel, shape: ModelShape, layers: dict[str, Any], *, num_ranks: int) -> None:
+def _check_groups(storage: StorageFormat, model: PreTrainedModel, shape: ModelShape, *, num_ranks: int) -> None:
     shards = split_model(shape, num_ranks=num_ranks)
-    for name, module in layers.items():
+    for name, module in _linear_layers(model):
         is_cut = num_ranks > 1 and is_row_parallel(model, name)
         for width in {len(s.features(cut_of(name))) for s in shards} if is_cut else {module.in_features}:
-            if width % NF4_GROUP:
+            if width % storage.group:
                 where = f" on one of {num_ranks} ranks" if is_cut else ""
                 message = (
-                    f"nf4 packs {NF4_GROUP} inputs at a time, and {name} has {width}{where}: "
+                    f"{storage.name} packs {storage.group} inputs at a time, and {name} has {width}{where}: "
                     f"use {'another number of ranks, or ' if is_cut else ''}quantization=int8_weight_only"
                 )
                 raise PlacementError(message)

@@ -19,10 +19,10 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from llama_ssp.config.schema import Quantization
+from llama_ssp.config.formats.format import NO_QUANTIZATION, format_of
+from llama_ssp.config.formats.nf4 import GROUP
 from llama_ssp.models.linear import Kernel
-from llama_ssp.models.quantization.weight_only import Int8WeightOnlyLinear, QuantizedForm, quantize_by_blocks
-from llama_ssp.planning.weights import NF4_GROUP
+from llama_ssp.models.quantization.weight_only import QuantizedForm, quantize_by_blocks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,23 +35,21 @@ class Precision:
             an input are chosen over all rows, which makes rows depend on each other.
     """
 
-    quantization: Quantization = Quantization.none
+    quantization: str = NO_QUANTIZATION
     int8_threshold: float = 0.0
 
     @property
     def kernel(self) -> Kernel | None:
         """What puts a weight into its form; None where it keeps its number format."""
-        kernels: dict[Quantization, Kernel] = {
-            Quantization.int8: partial(Int8Linear, threshold=self.int8_threshold),
-            Quantization.nf4: Nf4Linear,
-            Quantization.int8_weight_only: Int8WeightOnlyLinear,
-        }
-        return kernels.get(self.quantization)
+        storage = format_of(self.quantization)
+        kernel: Kernel | None = storage.load_kernel()
+        settings = {keyword: getattr(self, setting) for setting, keyword in storage.settings.items()}
+        return partial(kernel, **settings) if kernel and settings else kernel
 
     @property
     def rounds_inputs(self) -> bool:
         """Whether inputs are quantized too: what differs in the last bit may then end a whole step apart."""
-        return self.quantization is Quantization.int8
+        return format_of(self.quantization).rounds_inputs
 
 
 UNQUANTIZED = Precision()
@@ -94,9 +92,7 @@ class Nf4Linear(QuantizedForm):
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
         library = bitsandbytes()
-        pack = partial(
-            library.functional.quantize_4bit, blocksize=NF4_GROUP, compress_statistics=False, quant_type="nf4"
-        )
+        pack = partial(library.functional.quantize_4bit, blocksize=GROUP, compress_statistics=False, quant_type="nf4")
 
         def packed(block: Tensor) -> tuple[Tensor, Tensor]:
             values, state = pack(block)
@@ -104,7 +100,7 @@ class Nf4Linear(QuantizedForm):
 
         self._weight, scales = quantize_by_blocks(weight_OI, packed)
         self._state = library.functional.QuantState(
-            absmax=scales, shape=weight_OI.shape, code=_nf4_code(weight_OI.device), blocksize=NF4_GROUP,
+            absmax=scales, shape=weight_OI.shape, code=_nf4_code(weight_OI.device), blocksize=GROUP,
             quant_type="nf4", dtype=weight_OI.dtype,
         )  # fmt: skip
         self._product = library.matmul_4bit

@@ -56,6 +56,12 @@ BAD = [
     (["device=cpu", "cuda_graphs=true"], "cuda_graphs has no effect with device=cpu"),
     (["device=cpu", "one_shot_all_reduce=false"], "one_shot_all_reduce has no effect with device=cpu"),
     (["model.int8_threshold=6"], "model.int8_threshold has no effect without model.quantization=int8"),
+    (
+        ["verification.rule=blocks"],
+        "unknown verification.rule 'blocks': there are block, greedy, speculative; did you mean",
+    ),
+    (["model.quantization=int9"], "unknown model.quantization 'int9': there are int8, int8_weight_only, nf4, none"),
+    (["draft.model.quantization=nf5"], "unknown draft.model.quantization 'nf5': "),
     (["model.quantization=nf4", "model.int8_threshold=6"], "model.int8_threshold has no effect without"),
     (
         ["draft.model.int8_threshold=6"],

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from llama_ssp.config.schema import Quantization
+from llama_ssp.config.formats.format import formats
 from llama_ssp.models.build import build_empty
 from llama_ssp.weights.checkpoint import INDEX_FILE, Checkpoint, shape_of
 from tests.helpers.models import tiny_config
@@ -18,7 +18,7 @@ from tests.helpers.repository import ROOT
 
 NUM_RANKS = 4
 # What is read, and not yet quantized, is a layer in 16 bits; beside a shard in 4 bits that counts for more.
-LIMITS = dict.fromkeys(Quantization, 1.15) | {Quantization.nf4: 1.25}
+LIMITS = dict.fromkeys(formats(), 1.15) | {"nf4": 1.25}
 SIZES = {
     "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 38, "num_attention_heads": 16,
     "num_key_value_heads": 16, "vocab_size": 8192,
@@ -28,7 +28,8 @@ MEASURE = """
 import json, os, sys, threading, traceback
 from pathlib import Path
 import torch
-from llama_ssp.config.schema import Dtype, Quantization
+from llama_ssp.config.formats.format import formats
+from llama_ssp.config.schema import Dtype
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.memory import anonymous_bytes
 from llama_ssp.models.build import check_model, load_model
@@ -55,10 +56,10 @@ def measure(rank, form):
     watcher.join()
     share = shares(inspect(folder).shape, num_ranks=num_ranks)[rank]
     planned = weight_bytes(share, dtype=Dtype.bf16, quantization=form).total_bytes
-    line = json.dumps([form.name, rank, max(peaks) - before, planned])
+    line = json.dumps([form, rank, max(peaks) - before, planned])
     os.write(1, f"{line}\\n".encode())  # at once, since four ranks share the pipe
 
-for form in Quantization:
+for form in formats():
     children = []
     for rank in range(num_ranks):
         if child := os.fork():
@@ -103,6 +104,6 @@ def test_no_rank_takes_15_percent_more_than_its_shard_while_it_loads(tmp_path: P
         cwd=ROOT, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     measured = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(measured) == NUM_RANKS * len(Quantization), done.stderr
+    assert len(measured) == NUM_RANKS * len(formats()), done.stderr
     for form, rank, peak_bytes, planned_bytes in measured:
-        assert 0.9 < peak_bytes / planned_bytes <= LIMITS[Quantization[form]], (form, rank)
+        assert 0.9 < peak_bytes / planned_bytes <= LIMITS[form], (form, rank)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from llama_ssp.config import catalogue
-from llama_ssp.config.schema import Dtype, Quantization
+from llama_ssp.config.formats.format import formats
+from llama_ssp.config.schema import Dtype
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.errors import ConfigError, PlacementError
 from llama_ssp.models.build import check_model, load_modules
@@ -32,12 +33,12 @@ pytestmark = pytest.mark.seconds
 CPU = torch.device("cpu")
 # Wide enough for groups of 64 inputs on two ranks.
 WIDE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256}
-FORMS = [form for form in Quantization if form is not Quantization.none]
+FORMS = [form.name for form in formats().values() if form.is_quantized]
 IMPLEMENTATIONS = [
     ("llama", "lean"), ("llama", "modules"), ("qwen2", "lean"), ("gpt_neox", "modules"), ("gpt_neo", "modules"),
     ("gemma2", "modules"),
 ]  # fmt: skip
-every_form = pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+every_form = pytest.mark.parametrize("form", FORMS)
 Saved = Callable[[str], Path]
 
 
@@ -88,7 +89,7 @@ def rms(values: Tensor) -> float:
 
 @grid(num_ranks=[1, 2], form=FORMS, implemented=IMPLEMENTATIONS)
 def test_ranks_come_within_the_error_of_the_precision_itself(
-    saved: Saved, implemented: tuple[str, str], num_ranks: int, form: Quantization
+    saved: Saved, implemented: tuple[str, str], num_ranks: int, form: str
 ) -> None:
     """And that error is seen: a layer that was left as it is would show none."""
     family, implementation = implemented
@@ -96,7 +97,7 @@ def test_ranks_come_within_the_error_of_the_precision_itself(
     exact = logits_of(load(folder, implementation, Precision()))
     alone = logits_of(load(folder, implementation, precision))
     error = rms(alone - exact)
-    assert 1e-3 * rms(exact) < error < (0.5 if form is Quantization.nf4 else 0.1) * rms(exact)
+    assert 1e-3 * rms(exact) < error < (0.5 if form == "nf4" else 0.1) * rms(exact)
     comms = thread_comms(num_ranks)
     runners = [load(folder, implementation, precision, comm=comm) for comm in comms]
     for found in on_ranks(comms, lambda comm: logits_of(runners[comm.rank])):
@@ -104,11 +105,11 @@ def test_ranks_come_within_the_error_of_the_precision_itself(
 
 
 @every_form
-def test_both_implementations_quantize_alike(saved: Saved, form: Quantization) -> None:
+def test_both_implementations_quantize_alike(saved: Saved, form: str) -> None:
     """What is left is rounding, which int8 takes to another step of an input now and then."""
     folder, precision = saved("llama"), Precision(quantization=form)
     lean, modules = (logits_of(load(folder, name, precision)) for name in ("lean", "modules"))
-    assert (lean - modules).abs().max() < (2e-2 if form is Quantization.int8 else 1e-4) * lean.abs().max()
+    assert (lean - modules).abs().max() < (2e-2 if form == "int8" else 1e-4) * lean.abs().max()
 
 
 @torch.inference_mode()
@@ -138,7 +139,7 @@ def test_a_round_is_decoding_one_by_one_as_closely_as_in_fp32(implementation: st
     exact = round_difference(load(folder, implementation, Precision()))
     for form in FORMS:
         assert round_difference(load(folder, implementation, Precision(quantization=form))) <= 10 * exact, form
-    mixed = Precision(quantization=Quantization.int8, int8_threshold=6.0)
+    mixed = Precision(quantization="int8", int8_threshold=6.0)
     assert round_difference(load(folder, implementation, mixed)) > 100 * exact
 
 
@@ -160,9 +161,9 @@ def tensors_of(holder: object, seen: dict[int, object]) -> Iterator[Tensor]:
         yield from tensors_of(vars(holder), seen)
 
 
-@grid(num_ranks=[1, 2], implemented=IMPLEMENTATIONS, form=list(Quantization), dtype=[Dtype.fp32, Dtype.bf16])
+@grid(num_ranks=[1, 2], implemented=IMPLEMENTATIONS, form=list(formats()), dtype=[Dtype.fp32, Dtype.bf16])
 def test_the_planned_bytes_are_those_of_the_tensors(
-    saved: Saved, implemented: tuple[str, str], *, num_ranks: int, form: Quantization, dtype: Dtype
+    saved: Saved, implemented: tuple[str, str], *, num_ranks: int, form: str, dtype: Dtype
 ) -> None:
     family, implementation = implemented
     folder = saved(family)
@@ -184,7 +185,7 @@ def test_the_planned_bytes_are_those_of_the_tensors(
 
 
 def test_embeddings_head_and_norms_keep_their_format(saved: Saved) -> None:
-    model = load(saved("gpt_neox"), "modules", Precision(quantization=Quantization.int8))._model
+    model = load(saved("gpt_neox"), "modules", Precision(quantization="int8"))._model
     quantized = {name.rpartition(".")[2] for name, module in model.named_modules() if type(module) is QuantizedLinear}
     assert quantized == {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"}
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
@@ -197,18 +198,18 @@ def test_embeddings_head_and_norms_keep_their_format(saved: Saved) -> None:
         (
             "llama",
             4,
-            Quantization.nf4,
+            "nf4",
             "nf4 packs 64 inputs at a time, and model.layers.0.self_attn.o_proj has 32 on one",
         ),
-        ("gpt_neox", 4, Quantization.nf4, "attention.dense has 32 on one of 4 ranks: use another number of ranks, or"),
+        ("gpt_neox", 4, "nf4", "attention.dense has 32 on one of 4 ranks: use another number of ranks, or"),
     ],
 )
 def test_a_slice_that_fills_no_group_is_refused_with_what_would_work(
-    saved: Saved, family: str, num_ranks: int, form: Quantization, sentence: str
+    saved: Saved, family: str, num_ranks: int, form: str, sentence: str
 ) -> None:
     checkpoint = inspect(saved(family))
     check_model(checkpoint, num_ranks=2, quantization=form)
-    check_model(checkpoint, num_ranks=num_ranks, quantization=Quantization.int8_weight_only)
+    check_model(checkpoint, num_ranks=num_ranks, quantization="int8_weight_only")
     with pytest.raises(PlacementError, match=sentence):
         check_model(checkpoint, num_ranks=num_ranks, quantization=form)
 
@@ -216,17 +217,17 @@ def test_a_slice_that_fills_no_group_is_refused_with_what_would_work(
 def test_a_whole_layer_that_fills_no_group_is_refused_too(tmp_path: Path) -> None:
     build_checkpoint(tmp_path, "llama")
     with pytest.raises(PlacementError, match=r"mlp.down_proj has 160: use quantization=int8_weight_only"):
-        check_model(inspect(tmp_path), num_ranks=1, quantization=Quantization.nf4)
+        check_model(inspect(tmp_path), num_ranks=1, quantization="nf4")
 
 
-@pytest.mark.parametrize("form", [Quantization.int8, Quantization.nf4])
+@pytest.mark.parametrize("form", ["int8", "nf4"])
 def test_without_bitsandbytes_its_forms_are_refused_with_the_command(
-    saved: Saved, form: Quantization, monkeypatch: pytest.MonkeyPatch
+    saved: Saved, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("llama_ssp.models.quantization.modules.find_spec", lambda _name: None)
     checkpoint = inspect(saved("llama"))
     with pytest.raises(
-        ConfigError, match=rf"{form.name} needs the package bitsandbytes: .* -m pip install -e '\.\[.*int8_weight_only"
+        ConfigError, match=rf"{form} needs the package bitsandbytes: .* -m pip install -e '\.\[.*int8_weight_only"
     ):
         check_model(checkpoint, num_ranks=1, quantization=form)
-    check_model(checkpoint, num_ranks=1, quantization=Quantization.int8_weight_only)
+    check_model(checkpoint, num_ranks=1, quantization="int8_weight_only")

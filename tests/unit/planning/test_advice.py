@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from llama_ssp.config import hardware
 from llama_ssp.config.hardware import Profile
-from llama_ssp.config.schema import DraftLayout, Quantization
+from llama_ssp.config.schema import DraftLayout
 from llama_ssp.config.target_placement import Offload, TargetKind
 from llama_ssp.planning import advice
 from llama_ssp.planning.plan import make_plan
@@ -33,7 +33,7 @@ def test_the_same_draft_sharded_is_not_warned_of() -> None:
 def test_an_int8_draft_through_bitsandbytes_cannot_gain() -> None:
     job = make_job("65B", "7B", num_ranks=8)
     assert job.draft
-    eight_bit = replace(job, draft=replace(job.draft, quantization=Quantization.int8))
+    eight_bit = replace(job, draft=replace(job.draft, quantization="int8"))
     assert "an int8 draft through bitsandbytes cannot gain" in _warnings(eight_bit)
     assert "bitsandbytes" not in _warnings(job)
 
@@ -44,7 +44,7 @@ def test_a_cpu_that_was_measured_unquantized_says_so() -> None:
     )
     machine = replace(hardware.load("laptop_cpu"), profiles=[profile])
     job = make_job("tiny")
-    quantized = replace(job, target=replace(job.target, quantization=Quantization.int8_weight_only))
+    quantized = replace(job, target=replace(job.target, quantization="int8_weight_only"))
     assert list(advice._quantization(job, machine)) == []
     assert "times are those of unquantized layers" in next(advice._quantization(quantized, machine))
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 from llama_ssp.config import hardware
-from llama_ssp.config.schema import Quantization
 from llama_ssp.config.target_placement import Offload, TargetKind
 from llama_ssp.errors import PlacementError
 from llama_ssp.planning.layerwise import (
@@ -61,10 +60,10 @@ def test_a_limit_below_what_is_never_offloaded_names_the_least_that_works() -> N
 
 def test_quantized_layers_cannot_wait_and_a_cpu_is_no_place_beside_itself() -> None:
     with pytest.raises(PlacementError, match=r"use model\.quantization=none"):
-        check_offload(Offload.disk, quantization=Quantization.nf4, device="cuda")
+        check_offload(Offload.disk, quantization="nf4", device="cuda")
     with pytest.raises(PlacementError, match="use offload=disk or none"):
-        check_offload(Offload.cpu, quantization=Quantization.none, device="cpu")
-    check_offload(Offload.disk, quantization=Quantization.none, device="cpu")
+        check_offload(Offload.cpu, quantization="none", device="cpu")
+    check_offload(Offload.disk, quantization="none", device="cpu")
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 4])

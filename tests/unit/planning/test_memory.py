@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from llama_ssp.config import catalogue, hardware
-from llama_ssp.config.schema import DraftLayout, Quantization, RuleName
+from llama_ssp.config.schema import DraftLayout
 from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.errors import PlacementError
 from llama_ssp.models.prefill import Buckets
@@ -92,7 +92,7 @@ def test_the_total_is_the_sum_of_its_items() -> None:
 
 def test_quantizing_while_loading_needs_room_for_an_unquantized_layer() -> None:
     job = make_job("7B")
-    job = replace(job, target=replace(job.target, quantization=Quantization.nf4))
+    job = replace(job, target=replace(job.target, quantization="nf4"))
     (rank,) = memory(job, A100)
     assert rank.loading_peak_bytes == rank.target_weights_bytes + 2 * (4 * 4096 + 3 * 11008) * 4096 + A100.context_bytes
 
@@ -100,8 +100,7 @@ def test_quantizing_while_loading_needs_room_for_an_unquantized_layer() -> None:
 def test_nf4_needs_room_for_its_largest_product_unpacked() -> None:
     job = make_job("7B")
     (eight, four) = (
-        memory(replace(job, target=replace(job.target, quantization=form)), A100)[0]
-        for form in (Quantization.int8, Quantization.nf4)
+        memory(replace(job, target=replace(job.target, quantization=form)), A100)[0] for form in ("int8", "nf4")
     )
     assert four.activations_bytes - eight.activations_bytes == 2 * 2 * 11008 * 4096
 
@@ -146,7 +145,7 @@ def test_logits_lie_where_the_target_is_and_probabilities_where_the_rule_runs_or
     drawn = 2 * 8 * 3 * (job.max_new_tokens + 1) * (3 * 4 + 4)
     verify_rank, other, draft = (rank.logits_bytes - drawn for rank in memory(job, A100))
     assert (verify_rank, other, draft) == (numbers * (logits + 4 * 5 + 4 * 4 + 8), numbers * logits, numbers * 4 * 4)
-    by_block, *others = (rank.logits_bytes - drawn for rank in memory(replace(job, rule=RuleName.block), A100))
+    by_block, *others = (rank.logits_bytes - drawn for rank in memory(replace(job, rule="block"), A100))
     assert (by_block, *others) == (verify_rank + numbers * 4 * 5, other, draft)
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from llama_ssp.config.schema import DraftLayout, RuleName
+from llama_ssp.config.schema import DraftLayout
 from llama_ssp.planning.messages import round_messages
 from tests.helpers.planning import make_job
 
@@ -38,7 +38,7 @@ def test_the_bytes_of_a_round_follow_from_the_placement(
 
 
 def test_greedy_drafts_need_no_probabilities_elsewhere() -> None:
-    job = replace(make_job("13B", "7B"), draft_kind=OWN_GPU, draft_ranks=(1,), rule=RuleName.greedy)
+    job = replace(make_job("13B", "7B"), draft_kind=OWN_GPU, draft_ranks=(1,), rule="greedy")
     assert round_messages(job, K).probabilities is None
 
 

@@ -7,7 +7,6 @@ import pytest
 from llama_ssp.architectures.inventory import Matrix
 from llama_ssp.config import hardware
 from llama_ssp.config.hardware import HardwareConfig, LinearPoint, Link, Profile, RowsPoint, SizePoint
-from llama_ssp.config.schema import Quantization
 from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.planning.memory import KERNELS_PER_LAYER
 from llama_ssp.planning.roofline import (
@@ -135,7 +134,7 @@ def test_a_message_takes_the_slower_way_where_its_ranks_are_on_two_nodes() -> No
 
 
 def test_nf4_unpacks_its_matrix_for_more_rows_than_one() -> None:
-    model = replace(MODEL, quantization=Quantization.nf4)
+    model = replace(MODEL, quantization="nf4")
     matrix = Matrix(module="up_proj", num_rows=64, num_columns=128)
     wide_s = 2 * 64 * 128 / 1e6
     assert roofline_s(matrix, model, MACHINE, rows=1) == pytest.approx(wide_s)

@@ -21,7 +21,6 @@ from llama_ssp.config.schema import (
     Dtype,
     ModelConfig,
     PlacementConfig,
-    Quantization,
 )
 from llama_ssp.config.target_placement import TargetKind, TargetPlacement
 from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
@@ -123,11 +122,11 @@ def test_a_cpu_computes_in_fp32_unless_told_otherwise_and_a_gpu_in_what_the_entr
 
 
 def test_a_quantized_model_computes_in_16_bits_on_a_cpu_too() -> None:
-    entry = replace(catalogue.load("llama3_8B"), quantization=Quantization.int8_weight_only)
+    entry = replace(catalogue.load("llama3_8B"), quantization="int8_weight_only")
     planned = planned_model(entry, device="cpu")
     assert planned.dtype is Dtype.bf16
-    unquantized = planned_model(replace(entry, quantization=Quantization.none), device="cpu")
-    assert unquantized.quantized(Quantization.int8_weight_only) == planned
+    unquantized = planned_model(replace(entry, quantization="none"), device="cpu")
+    assert unquantized.quantized("int8_weight_only") == planned
 
 
 def _in_blocks(matrix: Matrix) -> int:

@@ -117,7 +117,7 @@ def test_the_file_of_prompts_is_made_as_the_pages_say(tmp_path: Path) -> None:
 
 def test_bitsandbytes_is_installed_by_the_command_that_its_message_says() -> None:
     (command,) = [command for line in lines() for command in line if "pip install" in command]
-    assert f'"{command}"' in (ROOT / "llama_ssp" / "models" / "quantized_modules.py").read_text()
+    assert f'"{command}"' in (ROOT / "llama_ssp" / "config" / "formats" / "bitsandbytes_package.py").read_text()
 
 
 def test_no_line_of_prose_is_longer_than_120_characters() -> None:

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from llama_ssp.config.schema import RuleName, SamplingConfig, VerificationConfig
+from llama_ssp.config.rules import rule as rule_module
+from llama_ssp.config.schema import SamplingConfig, VerificationConfig
 from llama_ssp.errors import ConfigError
 from llama_ssp.sampling.processors import processor
 from llama_ssp.sampling.rules import (
@@ -37,8 +38,8 @@ SAMPLINGS = {
     "all": SamplingConfig(temperature=1.6, top_k=3, top_p=0.95, min_p=0.3),
 }
 COLD = SamplingConfig(temperature=0.6)
-SPECULATIVE, BLOCK = (VerificationConfig(rule=rule) for rule in (RuleName.speculative, RuleName.block))
-rules = pytest.mark.parametrize("verification", [SPECULATIVE, BLOCK], ids=lambda verification: verification.rule.name)
+SPECULATIVE, BLOCK = (VerificationConfig(rule=rule) for rule in ("speculative", "block"))
+rules = pytest.mark.parametrize("verification", [SPECULATIVE, BLOCK], ids=lambda verification: verification.rule)
 verifiers = pytest.mark.parametrize("verify", [verify_speculative, verify_block])
 Verify = Callable[..., Verdict]
 
@@ -70,8 +71,8 @@ def test_the_text_has_exactly_the_targets_law(
 
 
 @pytest.mark.parametrize("num_draft_tokens", [1, 2, 3])
-@pytest.mark.parametrize("rule_name", RuleName)
-def test_temperature_0_gives_the_targets_best_text_under_every_rule(rule_name: RuleName, num_draft_tokens: int) -> None:
+@pytest.mark.parametrize("rule_name", rule_module.rules())
+def test_temperature_0_gives_the_targets_best_text_under_every_rule(rule_name: str, num_draft_tokens: int) -> None:
     target, draft = pair(num_draft_tokens)
     rule = make_rule(SamplingConfig(temperature=0.0), VerificationConfig(rule=rule_name))
     measured = exact_law(rule, target=target, draft=draft, num_draft_tokens=num_draft_tokens)
@@ -274,7 +275,7 @@ def test_no_value_is_read_between_the_keys_and_the_verdict(
 
 def test_a_rule_that_would_change_the_law_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"temperature=0\.6 would not keep.*temperature 0.*verification=speculative"):
-        make_rule(COLD, VerificationConfig(rule=RuleName.greedy))
+        make_rule(COLD, VerificationConfig(rule="greedy"))
 
 
 @verifiers
@@ -283,3 +284,13 @@ def test_two_vocabularies_are_refused(verify: Verify) -> None:
     half_BP = torch.full((4, 2), 0.5, dtype=torch.float64)
     with pytest.raises(ConfigError, match="draft has 4 tokens and the target 3"):
         verify(draft, target_probs[..., :3], draws=numbers(accept_B=half_BP[:, 0], residual_BP=half_BP))
+
+
+def test_a_rule_from_outside_is_known_by_its_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rule_module, "_registered", {})
+    with pytest.raises(ConfigError, match=r"unknown verification.rule 'mine': there are block, greedy, speculative"):
+        make_rule(COLD, VerificationConfig(rule="mine"))
+    record = rule_module.RuleRecord(name="mine", verify="llama_ssp.sampling.rules:verify_block")
+    rule_module.register(record)
+    assert list(rule_module.rules()) == ["speculative", "block", "greedy", "mine"]
+    assert make_rule(COLD, VerificationConfig(rule="mine"))._verify is verify_block  # type: ignore[attr-defined]

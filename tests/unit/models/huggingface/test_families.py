@@ -11,7 +11,6 @@ from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from llama_ssp.architectures.family import family_of
-from llama_ssp.config.schema import Quantization
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.engine.state import Request
 from llama_ssp.errors import CheckpointError, ConfigError
@@ -99,7 +98,7 @@ def test_where_inputs_are_quantized_attention_takes_one_position_after_the_other
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, form: str
 ) -> None:
     build_checkpoint(tmp_path, kind)
-    precision = Precision(quantization=Quantization.int8)
+    precision = Precision(quantization="int8")
     model = load_modules(inspect(tmp_path), dtype=None, device=CPU, comm=Comm.single(), precision=precision)
     runner = ModuleRunner(model, comm=Comm.single())
     runner.allocate(batch_size=1, capacity=40)

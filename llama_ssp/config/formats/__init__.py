@@ -1,0 +1,1 @@
+"""Storage formats of linear layers: one record and one file for each."""

@@ -1,0 +1,13 @@
+"""Our own format: a byte per weight, and a scale per output in the model's number format, in which inputs stay."""
+
+from llama_ssp.config.formats.format import StorageFormat
+
+FORMAT = StorageFormat(
+    name="int8_weight_only",
+    order=3,
+    short_name="int8wo",
+    kernel="llama_ssp.models.quantization.weight_only:Int8WeightOnlyLinear",
+    matrix_bytes=lambda num_weights, value_bytes: num_weights,  # noqa: ARG005
+    row_bytes=lambda value_bytes: value_bytes,
+    one_gpu_per_rank=True,
+)

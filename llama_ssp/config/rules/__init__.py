@@ -1,0 +1,1 @@
+"""Rules that judge drafted tokens: one record and one file for each."""

@@ -1,0 +1,5 @@
+"""The target's best token everywhere."""
+
+from llama_ssp.config.rules.rule import AT_ZERO, RuleRecord
+
+RULE = RuleRecord(name=AT_ZERO, order=2, verify=None)
