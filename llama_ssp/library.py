@@ -75,7 +75,7 @@ def load(
     Args:
         target: a name of the catalogue, or a folder with a checkpoint.
         draft: likewise; None decodes with the target alone.
-        dtype: number format of both, or its name; None takes the catalogue's, or the checkpoint's own.
+        dtype: number format of both, or its name; None takes the device's default (`planning.job`).
         device: where to compute, or the name of it.
 
     Raises:

@@ -38,7 +38,7 @@ KERNELS_PER_FRAME = 8
 """Embedding, mask, rotary angles, last norm, head and its conversion to fp32."""
 
 CPU_SLOWDOWN_16_BITS = 3.0
-"""Products in bf16 against fp32 ones of 16-bit weights, on a CPU without instructions for them: 2.5 to 3.7 measured."""
+"""Products in bf16 against fp32 ones of 16-bit weights; estimate from whole models on one CPU, 2.5 to 3.7."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from launch import plan, run
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.seconds
 
 FAMILIES = ("llama", "gpt_neo", "gemma2", "gpt_neox")
 UNHURRIED = settings(
-    derandomize=True, deadline=None, database=None,
+    derandomize=True, deadline=None, database=None, phases=[Phase.generate],  # to shrink a case would take minutes
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )  # fmt: skip
 FEW, MANY = settings(UNHURRIED, max_examples=40), settings(UNHURRIED, max_examples=50)
