@@ -161,7 +161,7 @@ def test_a_local_folder_is_planned_from_its_config_file_alone(plan: Plan, tmp_pa
     assert (content["target"]["dtype"], content["target"]["matrix_dtype"]) == ("fp32", "fp16")
     asked = plan("model=local", f"model.path={tmp_path}", "draft=none", "hardware=laptop_cpu", "model.dtype=bf16")
     assert (asked["target"]["dtype"], asked["target"]["matrix_dtype"]) == ("bf16", "bf16")
-    on_gpu = plan("model=local", f"model.path={tmp_path}", "draft=none", "hardware=p4d_24xlarge")
+    on_gpu = plan("model=local", f"model.path={tmp_path}", "draft=none", "hardware=1xh200")
     assert (on_gpu["target"]["dtype"], on_gpu["target"]["matrix_dtype"]) == ("fp16", "fp16")
 
 
