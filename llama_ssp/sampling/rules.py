@@ -25,7 +25,7 @@ _HINT_OF_TARGET = 2.0**-50
 
 
 class Draft(NamedTuple):
-    """Drafted ids, and the probabilities they were drawn from, after the processors; null if greedy.
+    """Drafted ids, and the probabilities they were drawn from, after the processors; null if greedy or a point mass.
 
     The last row of probabilities is zero: nothing was drafted there, and the residual is all of the target's.
     """
@@ -63,6 +63,7 @@ def verify_speculative(draft: Draft, target_probs_BTV: Tensor, *, draws: Draws) 
     Source: Chen et al. 2023, arXiv:2302.01318, Algorithm 2; Leviathan et al. 2023, arXiv:2211.17192, Algorithm 1.
     """
     num_rows, num_positions, vocab_size = static_shape(target_probs_BTV)
+    draft = _with_probs(draft, target_probs_BTV)
     target_at_BK1, draft_at_BK1 = _at_drafted(draft, target_probs_BTV)
     num_accepted_B1 = _length_of_prefix(draws.accept_BK[..., None] < target_at_BK1.div_(draft_at_BK1))
 
@@ -98,6 +99,7 @@ def verify_block(draft: Draft, target_probs_BTV: Tensor, *, draws: Draws) -> Ver
     Source: Sun et al. 2024, arXiv:2403.10444, Algorithm 2.
     """
     num_rows, num_positions, vocab_size = static_shape(target_probs_BTV)
+    draft = _with_probs(draft, target_probs_BTV)
     target_at_BK1, draft_at_BK1 = _at_drafted(draft, target_probs_BTV)
     # The product cut at 1 in every step is the product over its largest value so far. In fp64, for a drafted token can
     # be 2^62 times as probable for the target.
@@ -117,8 +119,17 @@ def verify_block(draft: Draft, target_probs_BTV: Tensor, *, draws: Draws) -> Ver
     return Verdict(num_accepted_B1, next_ids_B1, rest_BV.gather(1, next_ids_B1))
 
 
+def _with_probs(draft: Draft, target_probs_BTV: Tensor) -> Draft:
+    """The draft with its probabilities; without any, it is a point mass: each drafted token has all of them."""
+    if draft.probs_BTV is not None:
+        return draft
+    probs_BTV = torch.zeros_like(target_probs_BTV)
+    probs_BTV[:, :-1].scatter_(-1, draft.ids_BK[..., None], 1.0)
+    return Draft(draft.ids_BK, probs_BTV)
+
+
 def _probs(draft: Draft) -> Tensor:
-    """The probabilities that a draft was drawn from, which both rules of probabilities need."""
+    """The probabilities of a draft that has them."""
     assert draft.probs_BTV is not None
     return draft.probs_BTV
 

@@ -26,7 +26,9 @@ Choice = Callable[[Tensor, Tensor], Tensor]
 """From rows (B,) and their uniform numbers (B, C) to the answers (B,), as non-negative integers."""
 
 
-def exact_law(rule: Rule, *, target: TableModel, draft: TableModel, num_draft_tokens: int) -> Tensor:
+def exact_law(
+    rule: Rule, *, target: TableModel, draft: TableModel, num_draft_tokens: int, is_point_mass: bool = False
+) -> Tensor:
     """Measure the law of the first K + 1 tokens of a text.
 
     Args:
@@ -34,6 +36,7 @@ def exact_law(rule: Rule, *, target: TableModel, draft: TableModel, num_draft_to
         target: tables for prefixes of at least K tokens.
         draft: tables for prefixes of at least K - 1 tokens.
         num_draft_tokens: K.
+        is_point_mass: the draft takes its best token, and says no probabilities.
 
     Returns:
         fp64 (G, V^(K + 1)), exact to about 1e-14.
@@ -41,7 +44,7 @@ def exact_law(rule: Rule, *, target: TableModel, draft: TableModel, num_draft_to
     num_tables, vocab_size = target.num_tables, target.vocab_size
     lengths = range(num_draft_tokens + 1)
     laws = [target.logits[0].new_zeros(num_tables, vocab_size**length) for length in (*lengths, num_draft_tokens + 1)]
-    paths_NK, path_law_GN, verdict_law_GNTV = _round(rule, target, draft, num_draft_tokens)
+    paths_NK, path_law_GN, verdict_law_GNTV = _round(rule, target, draft, num_draft_tokens, is_point_mass=is_point_mass)
     for num_accepted in lengths:
         text_law_GNV = path_law_GN[..., None] * verdict_law_GNTV[:, :, num_accepted]
         accepted_N = _codes(paths_NK[:, :num_accepted], vocab_size)
@@ -60,11 +63,13 @@ def mean_accepted(rule: Rule, *, target: TableModel, draft: TableModel, num_draf
     return (path_law_GN * mean_GN).sum(-1)
 
 
-def _round(rule: Rule, target: TableModel, draft: TableModel, num_draft_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+def _round(
+    rule: Rule, target: TableModel, draft: TableModel, num_draft_tokens: int, *, is_point_mass: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     """All drafts (N, K), the law (G, N) of each, and the law (G, N, K + 1, V) of the verdicts on it."""
     vocab_size = target.vocab_size
     paths_NK = torch.tensor(list(product(range(vocab_size), repeat=num_draft_tokens)))
-    path_law_GN, draft_probs_GNTV = _drafting(rule, draft, paths_NK)
+    path_law_GN, draft_probs_GNTV = _best_path(draft, paths_NK) if is_point_mass else _drafting(rule, draft, paths_NK)
     target_logits_GNTV = torch.stack(
         [target.logits[length][:, _codes(paths_NK[:, :length], vocab_size)] for length in range(num_draft_tokens + 1)],
         dim=2,
@@ -85,6 +90,16 @@ def draw_law(rule: Rule, logits: Tensor) -> Tensor:
     return _law(choose, num_rows=rows_BV.shape[0], num_coordinates=PER_DRAW, num_answers=logits.shape[-1]).view(
         logits.shape
     )
+
+
+def _best_path(draft: TableModel, paths_NK: Tensor) -> tuple[Tensor, None]:
+    """The law (G, N) of the drafted paths when every drafted token is the draft's best one."""
+    path_law_GN = draft.logits[0].new_ones(draft.num_tables, paths_NK.shape[0])
+    for position in range(paths_NK.shape[1]):
+        codes_N = _codes(paths_NK[:, :position], draft.vocab_size)
+        best_GN = draft.logits[position].argmax(-1)[:, codes_N]
+        path_law_GN = path_law_GN * (best_GN == paths_NK[:, position])
+    return path_law_GN, None
 
 
 def _drafting(rule: Rule, draft: TableModel, paths_NK: Tensor) -> tuple[Tensor, Tensor | None]:

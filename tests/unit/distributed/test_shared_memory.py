@@ -106,7 +106,7 @@ for rank in range(size):
     if scenario == "cannot" and rank == size - 1:
         os.open = lambda *_: (_ for _ in ()).throw(FileNotFoundError())
     gather_text = exchange(rank, size, folder, count())
-    board = shared_memory.Board.join(gather_text, rank=rank, size=size, crowded=size > 2)
+    board = shared_memory.SharedMemoryGroup.join(gather_text, rank=rank, size=size, crowded=size > 2)
     said = globals()[scenario](board, rank, size)
     (folder / f"said-{rank}").write_text(json.dumps(said))
     os._exit(0)

@@ -14,11 +14,11 @@ from llama_ssp.distributed.signals import STOP_SIGNALS, Agent, find_agent, heede
 from tests.helpers.disturbed import is_alive, wait_for
 from tests.helpers.repository import ROOT
 
+pytestmark = pytest.mark.seconds
+
 RANK = """
 import pathlib, signal, sys, time
 from llama_ssp.distributed.signals import find_agent
-
-pytestmark = pytest.mark.seconds
 file = pathlib.Path(sys.argv[1])
 def note(*_):
     file.write_text("asked to stop")
