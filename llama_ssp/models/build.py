@@ -49,6 +49,7 @@ def build_empty(origin: WeightSource) -> PreTrainedModel:
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(origin.config)]
     config = deepcopy(origin.config)
     config._attn_implementation = attention_at_start(origin.config)
+    config.return_dict, config.output_attentions, config.output_hidden_states = True, False, False
     try:
         with init_empty_weights():
             model: PreTrainedModel = model_class(config)

@@ -172,6 +172,14 @@ def test_a_plan_says_the_same(fault: Callable[[Path], None], sentence: str, soun
     assert sentence in ended.err
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_how_the_library_returns_its_logits_is_not_up_to_the_config(family: str, sound: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(sound / family, tmp_path / "changed"))
+    with_fields("config.json", return_dict=False, output_attentions=True, output_hidden_states=True)(folder)
+    ended = complete(folder)
+    assert ended.code == 0, ended.err
+
+
 def test_a_chat_template_that_fails_is_a_sentence(sound: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(sound / "llama", tmp_path / "damaged"))
     with_fields("tokenizer_config.json", chat_template="{% for %}")(folder)
