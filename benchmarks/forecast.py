@@ -30,7 +30,8 @@ from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.memory import anonymous_bytes
 from llama_ssp.distributed.world import World, start
-from llama_ssp.engine.loop import Decoder, RowCompletion
+from llama_ssp.engine.completion import RowCompletion
+from llama_ssp.engine.loop import Decoder
 from llama_ssp.models.build import load_model
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.runner import Runner

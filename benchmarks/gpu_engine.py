@@ -33,8 +33,9 @@ from llama_ssp.config.schema import (
 )
 from llama_ssp.config.tasks.generate import GenerateConfig
 from llama_ssp.distributed.world import start
+from llama_ssp.engine.completion import RowCompletion
 from llama_ssp.engine.executors.cuda_graph import CudaRecorder
-from llama_ssp.engine.loop import Decoder, RowCompletion
+from llama_ssp.engine.loop import Decoder
 from llama_ssp.engine.state import Request
 from llama_ssp.models.prefill import whole_steps
 from llama_ssp.planning.acceptance import implied_acceptance

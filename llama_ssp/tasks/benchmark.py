@@ -24,7 +24,8 @@ from llama_ssp.config.schema import SpeculationConfig
 from llama_ssp.config.tasks.benchmark import BenchmarkConfig
 from llama_ssp.console.progress import Pace, RunProgress
 from llama_ssp.distributed.agree import raise_on_all_ranks
-from llama_ssp.engine.loop import Decoder, RowCompletion
+from llama_ssp.engine.completion import RowCompletion
+from llama_ssp.engine.loop import Decoder
 from llama_ssp.engine.state import Request
 from llama_ssp.errors import ConfigError, InterruptedRun
 from llama_ssp.planning.parts import rank_shares

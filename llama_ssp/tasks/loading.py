@@ -19,9 +19,10 @@ from llama_ssp.distributed.world import World, on_all_cores
 from llama_ssp.drafting.batch_split import BatchSplit, BatchSplitDrafter
 from llama_ssp.drafting.broadcast import BroadcastDrafter, ProbsReceiver
 from llama_ssp.drafting.model import ModelDrafter
+from llama_ssp.engine.completion import StopRequest
 from llama_ssp.engine.executors.cuda_graph import CudaGraphExecutor, CudaRecorder
 from llama_ssp.engine.executors.traced_cpu import TracedExecutor
-from llama_ssp.engine.loop import Decoder, StopRequest
+from llama_ssp.engine.loop import Decoder
 from llama_ssp.engine.round import Executor, Round
 from llama_ssp.engine.stops import StopStrings
 from llama_ssp.engine.verifier import Verifier

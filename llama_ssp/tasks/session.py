@@ -18,13 +18,15 @@ from llama_ssp.console.terminal import Terminal
 from llama_ssp.distributed.memory import MemoryWatch
 from llama_ssp.distributed.result_queue import ResultQueue
 from llama_ssp.distributed.world import World
-from llama_ssp.engine.loop import Decoder, RowCompletion, StopRequest
+from llama_ssp.engine.completion import RowCompletion, StopRequest
+from llama_ssp.engine.loop import Decoder
 from llama_ssp.engine.state import Request
 from llama_ssp.engine.stream import IncrementalText, Piece
 from llama_ssp.errors import InterruptedRun
 from llama_ssp.planning.plan import Plan
 from llama_ssp.reports.lines import PLAIN, SPECULATIVE, CompletionLine, LineKey
 from llama_ssp.reports.records import RunFolder
+from llama_ssp.tasks.lines import to_line
 from llama_ssp.tasks.loading import Models, build_decoder
 from llama_ssp.tasks.prompts import check_ids, encode
 from llama_ssp.tasks.startup import StartClock
@@ -242,9 +244,10 @@ class _Ledger:
         num_copies = session.config.placement.num_replicas
         self._exchange = None
         if num_copies > 1:
-            mesh, watch = session.models.mesh, session.world.watch
-            patience_s = session.config.timeouts.decode_s
-            self._exchange = ResultQueue.begin(mesh, num_copies=num_copies, watch=watch, patience_s=patience_s)
+            watch, patience_s = session.world.watch, session.config.timeouts.decode_s
+            self._exchange = ResultQueue.begin(
+                session.models.mesh, num_copies=num_copies, watch=watch, patience_s=patience_s
+            )
 
     def enter(self, job: PromptTask, completion: RowCompletion, mode: str) -> None:
         """Record a completion of this copy, or hand it over to rank 0, and record what others have handed over."""
@@ -252,7 +255,7 @@ class _Ledger:
         session.memory.sample()
         if session.folder or exchange:
             num_copies = session.config.placement.num_replicas
-            line = to_line(job, completion, mode, session.models.tokenizer, num_copies=num_copies)
+            line = to_line(job.prompt, completion, mode, session.models.tokenizer, num_copies=num_copies)
             if session.folder:
                 self._keep(line, num_uncounted=0)
             elif exchange:
@@ -263,9 +266,7 @@ class _Ledger:
 
     def close(self, *, stopped: bool) -> bool:
         """Wait for all copies; returns whether this one, or any, was stopped."""
-        if self._exchange is None:
-            return stopped
-        return self._exchange.end(stopped=stopped, take=self._keep_text)
+        return self._exchange.end(stopped=stopped, take=self._keep_text) if self._exchange else stopped
 
     def _keep_text(self, text: str) -> None:
         line = CompletionLine.from_json(text.encode())
@@ -276,28 +277,3 @@ class _Ledger:
         self._session.folder.append(line)
         self._viewer.end(line)
         self._session.count(line.mode, num_tokens=num_uncounted, ended=line)
-
-
-def to_line(
-    job: PromptTask, completion: RowCompletion, mode: str, tokenizer: PreTrainedTokenizerBase, *, num_copies: int
-) -> CompletionLine:
-    """Write a finished completion as a line of `run.jsonl`; `num_copies` share the wall time."""
-    return CompletionLine(
-        index=completion.request.index,
-        sample=completion.request.sample,
-        mode=mode,
-        prompt=job.prompt,
-        text=str(tokenizer.decode(completion.token_ids, skip_special_tokens=True)),
-        token_ids=completion.token_ids,
-        num_new_tokens=len(completion.token_ids),
-        finish_reason=str(completion.finish_reason),
-        num_rounds=len(completion.accepted_lengths),
-        num_target_forwards=completion.num_target_forwards,
-        accepted_lengths=completion.accepted_lengths,
-        examined_lengths=completion.examined_lengths,
-        ms=completion.busy_s * 1e3,
-        share_s=completion.share_s / num_copies,
-        draft_s=completion.part_s["draft"],
-        verify_s=completion.part_s["verify"],
-        other_s=completion.part_s["other"],
-    )

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from llama_ssp.distributed.signals import heeded_signals
-from llama_ssp.engine.loop import StopRequest
+from llama_ssp.engine.completion import StopRequest
 
 _Handler = Callable[[int, FrameType | None], object] | int | None
 

@@ -9,9 +9,10 @@ from llama_ssp.distributed.comms import Comm
 from llama_ssp.drafting.broadcast import BroadcastDrafter
 from llama_ssp.drafting.model import ModelDrafter
 from llama_ssp.engine.clock import HostClock
+from llama_ssp.engine.completion import RowCompletion, StopRequest
 from llama_ssp.engine.executors.cuda_graph import CudaGraphExecutor, Recorder
 from llama_ssp.engine.executors.traced_cpu import TracedExecutor
-from llama_ssp.engine.loop import Decoder, RowCompletion, StopRequest
+from llama_ssp.engine.loop import Decoder
 from llama_ssp.engine.round import Executor, Round, step
 from llama_ssp.engine.state import BatchState, Request
 from llama_ssp.engine.verifier import Verifier

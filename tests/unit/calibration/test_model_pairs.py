@@ -15,7 +15,7 @@ from llama_ssp.config.hardware import CompositionPoint, HardwareConfig, LinearPo
 from llama_ssp.config.machine import machine_of_run
 from llama_ssp.config.schema import Dtype
 from llama_ssp.distributed.comms import Comm
-from llama_ssp.engine.loop import RowCompletion
+from llama_ssp.engine.completion import RowCompletion
 from llama_ssp.engine.state import Request
 from llama_ssp.models.linear import HalfLinear, can_halve
 from llama_ssp.models.runner import Runner

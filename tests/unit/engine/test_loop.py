@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from llama_ssp.engine.loop import StopRequest
+from llama_ssp.engine.completion import StopRequest
 from llama_ssp.engine.state import BatchState, Request
 from llama_ssp.errors import NumericError
 from llama_ssp.models.prefill import Buckets

@@ -224,7 +224,7 @@ def config(sound: Path) -> RunConfig:
 def composed(sound: Path) -> RunConfig:
     """The config of `complete` for any folder: Hydra takes longer for it than all that reads the files."""
     configs: list[RunConfig] = []
-    with mock.patch.object(run, "run", lambda config, _clock: configs.append(config)):
+    with mock.patch.object(task, "run", lambda config, _clock: configs.append(config)):
         ended = complete(sound / FAMILIES[0])
     assert configs, ended.err
     return configs[0]

@@ -164,20 +164,6 @@ def one_draft() -> tuple[Draft, Tensor]:
     return Draft(ids_BK, draft_24.expand(4, 2, 4).contiguous()), target_T4.expand(4, 2, 4).contiguous()
 
 
-@pytest.mark.parametrize("sampling", ["temperature", "all"])
-@pytest.mark.parametrize("num_draft_tokens", [1, 2])
-@rules
-def test_a_point_mass_keeps_the_targets_law(
-    verification: VerificationConfig, num_draft_tokens: int, sampling: str
-) -> None:
-    """Such as tokens looked up in the prompt: no probabilities, each drafted token certain."""
-    target, draft = pair(num_draft_tokens)
-    rule = make_rule(SAMPLINGS[sampling], verification)
-    law = exact_law(rule, target=target, draft=draft, num_draft_tokens=num_draft_tokens, is_point_mass=True)
-    process = processor(SAMPLINGS[sampling])
-    assert float((law - joint_law(tuple(process(logits) for logits in target.logits))).abs().max()) < 1e-12
-
-
 def numbers(*, accept_B: Tensor, residual_BP: Tensor) -> Draws:
     """Draws of a round with K = 1."""
     return Draws(residual_BP[:, None], accept_B[:, None], residual_BP, residual_BP)

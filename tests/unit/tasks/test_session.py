@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 
-from llama_ssp.engine.loop import RowCompletion, Update
+from llama_ssp.engine.completion import RowCompletion
+from llama_ssp.engine.loop import Update
 from llama_ssp.engine.state import Request
 from llama_ssp.engine.stream import Piece
 from llama_ssp.reports.lines import CompletionLine
-from llama_ssp.tasks.session import PromptTask, Session, to_line
+from llama_ssp.tasks.lines import to_line
+from llama_ssp.tasks.session import PromptTask, Session
 
 BYTES: Any = SimpleNamespace(decode=lambda ids, **_: bytes(ids).decode(errors="replace"))
 LETTERS: Any = SimpleNamespace(decode=lambda ids, **_: "".join("abc"[token] for token in ids))
@@ -28,7 +30,7 @@ def test_a_line_has_milliseconds_of_its_own_and_seconds_of_its_share_of_all_copi
         request=job().request, token_ids=[0, 2], num_target_forwards=2, accepted_lengths=[1], num_draft_tokens=3,
         finish_reason="length", busy_s=8.0, share_s=6.0, part_s={"draft": 1.0, "verify": 2.0, "other": 3.0},
     )  # fmt: skip
-    line = to_line(job(), completion, "speculative", LETTERS, num_copies=num_copies)
+    line = to_line(job().prompt, completion, "speculative", LETTERS, num_copies=num_copies)
     assert (line.index, line.sample, line.prompt, line.text, line.num_new_tokens) == (3, 1, "ab", "ac", 2)
     assert (line.ms, line.share_s) == (8000.0, share_s)
     assert (line.draft_s, line.verify_s, line.other_s) == (1.0, 2.0, 3.0)

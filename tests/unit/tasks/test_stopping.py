@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from llama_ssp.engine.loop import StopRequest
+from llama_ssp.engine.completion import StopRequest
 from llama_ssp.errors import InterruptedRun
 from llama_ssp.tasks.stopping import interruptible, stopping_on_signals
 

@@ -8,7 +8,8 @@ import pytest
 from llama_ssp import load
 from llama_ssp.config.schema import SamplingConfig, VerificationConfig
 from llama_ssp.drafting.model import ModelDrafter
-from llama_ssp.engine.loop import Decoder, RowCompletion, StopRequest
+from llama_ssp.engine.completion import RowCompletion, StopRequest
+from llama_ssp.engine.loop import Decoder
 from llama_ssp.engine.state import Request
 from llama_ssp.models.runner import Runner
 from llama_ssp.sampling.rules import make_rule
