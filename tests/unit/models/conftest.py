@@ -1,4 +1,4 @@
-"""Checkpoints that the tests of this folder share; they are read only."""
+"""Checkpoints that the tests of models and weights share; they are read only."""
 
 from collections.abc import Callable
 from functools import cache
