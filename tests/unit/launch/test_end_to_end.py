@@ -258,7 +258,7 @@ def spoil_vocabulary(folder: Path) -> str:
 
 def spoil_tokenizer(folder: Path) -> str:
     (folder / "draft" / "tokenizer.json").write_text("{")
-    return "cannot be read"
+    return "tokenizer.json is not JSON"
 
 
 @pytest.mark.parametrize(
