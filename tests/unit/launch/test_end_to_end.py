@@ -52,6 +52,7 @@ def launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.Captu
 
     def launch_one(*arguments: str, run_dir: str = "run") -> Ended:
         sys.argv = ["run.py", *arguments, f"run_dir={tmp_path / run_dir}"]
+        capsys.readouterr()  # what was written before the run, as the bars of saved checkpoints
         code = run.main()
         said = capsys.readouterr()
         return Ended(code=code, out=said.out, err=said.err, run_dir=tmp_path / run_dir)
