@@ -40,9 +40,9 @@ from llama_ssp.engine.state import Request
 from llama_ssp.models.prefill import whole_steps
 from llama_ssp.planning.acceptance import implied_acceptance
 from llama_ssp.sampling.uniforms import PER_DRAW
-from llama_ssp.tasks.checkpoints import find_sources
-from llama_ssp.tasks.loading import build_decoder, load_models
-from llama_ssp.tasks.prompts import encode
+from llama_ssp.session.checkpoints import find_sources
+from llama_ssp.session.loading import build_decoder, load_models
+from llama_ssp.session.prompts import encode
 
 AGREEMENT = 0.8
 HEAD_DIM = 128

@@ -32,9 +32,9 @@ from llama_ssp.engine.state import Request
 from llama_ssp.reports.charts import COLOURS, Chart
 from llama_ssp.reports.lines import PLAIN, SPECULATIVE
 from llama_ssp.reports.plots import sheet
+from llama_ssp.session.loading import build_decoder
+from llama_ssp.session.prompts import encode
 from llama_ssp.tasks.benchmark import cut
-from llama_ssp.tasks.loading import build_decoder
-from llama_ssp.tasks.prompts import encode
 
 TEXT = '''\
 import os

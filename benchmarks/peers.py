@@ -32,10 +32,10 @@ from llama_ssp.engine.state import Request
 from llama_ssp.models.build import load_modules
 from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.planning.spec import planned_model, step_bytes
+from llama_ssp.session.loading import build_decoder
+from llama_ssp.session.peers import Peers, load_peer
+from llama_ssp.session.prompts import encode
 from llama_ssp.tasks.benchmark import Ours
-from llama_ssp.tasks.loading import build_decoder
-from llama_ssp.tasks.peers import Peers, load_peer
-from llama_ssp.tasks.prompts import encode
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import inspect
 

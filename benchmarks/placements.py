@@ -34,10 +34,10 @@ from llama_ssp.engine.loop import Decoder
 from llama_ssp.engine.state import Request
 from llama_ssp.errors import SspError
 from llama_ssp.planning.spec import model_bytes, planned_model
+from llama_ssp.session.checkpoints import find_sources
+from llama_ssp.session.loading import build_decoder, load_models
+from llama_ssp.session.prompts import encode
 from llama_ssp.tasks.benchmark import cut
-from llama_ssp.tasks.checkpoints import find_sources
-from llama_ssp.tasks.loading import build_decoder, load_models
-from llama_ssp.tasks.prompts import encode
 
 PROMPT_TOKENS, NEW_TOKENS = 32, 40
 ROOT = Path(__file__).resolve().parents[1]

@@ -36,7 +36,8 @@ from llama_ssp.config.plugins import load_plugins
 from llama_ssp.distributed.environment import Ranks, read_ranks
 from llama_ssp.distributed.signals import find_agent, heeded_signals
 from llama_ssp.errors import InterruptedRun, SspError
-from llama_ssp.tasks import dry_run, startup
+from llama_ssp.session import startup
+from llama_ssp.tasks import dry_run
 from llama_ssp.visible import VisibleStream
 
 # How long ranks above 0 stay after an error. torchrun ends all ranks as soon as one has ended: rank 0 must speak first.
@@ -63,7 +64,7 @@ def main() -> int:
 
 
 def _interrupt(_number: int, _frame: FrameType | None) -> None:
-    """End as Ctrl-C does, while `tasks.stopping` does not listen; a second signal changes nothing."""
+    """End as Ctrl-C does, while `session.stopping` does not listen; a second signal changes nothing."""
     _set_handlers(signal.SIG_IGN)
     raise KeyboardInterrupt
 

@@ -23,8 +23,8 @@ from llama_ssp.config.schema import RunConfig
 from llama_ssp.config.slurm import KEY, SlurmConfig
 from llama_ssp.errors import CapacityError, ConfigError, SspError, one_message
 from llama_ssp.planning.plan import Plan, require_room
+from llama_ssp.session.prompts import STANDARD_INPUT
 from llama_ssp.tasks.dry_run import job_ahead, plan_job, settings_of_run, show_plan
-from llama_ssp.tasks.prompts import STANDARD_INPUT
 from llama_ssp.visible import visible
 
 SCRIPT = Path(__file__).with_name("slurm.sbatch")

@@ -29,9 +29,9 @@ from llama_ssp.distributed.world import start
 from llama_ssp.engine.state import Request
 from llama_ssp.engine.stream import StreamerAdapter
 from llama_ssp.errors import ConfigError, unknown_name
-from llama_ssp.tasks.checkpoints import find_sources
-from llama_ssp.tasks.loading import Models, build_decoder, load_models
-from llama_ssp.tasks.prompts import check_ids, encode
+from llama_ssp.session.checkpoints import find_sources
+from llama_ssp.session.loading import Models, build_decoder, load_models
+from llama_ssp.session.prompts import check_ids, encode
 
 _Kind = TypeVar("_Kind", bound=Enum)
 

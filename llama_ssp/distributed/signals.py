@@ -1,6 +1,6 @@
 """The signals that ask a run to stop, and the end of a torchrun agent, which asks for the same.
 
-Apart from `tasks.stopping` and `faults`, which say what a signal does, so that a launcher can use it without torch.
+Apart from `session.stopping` and `faults`, which say what a signal does, so that a launcher can use it without torch.
 """
 
 import os

@@ -20,8 +20,7 @@ from llama_ssp.config.formats.format import NO_QUANTIZATION, format_of
 from llama_ssp.config.hardware import HardwareConfig, Profile
 from llama_ssp.config.schema import Dtype
 from llama_ssp.config.target_placement import TargetKind
-from llama_ssp.planning.curves import line
-from llama_ssp.planning.measured import by_rows_and_width, composition_ratio, measured_linear_s
+from llama_ssp.planning.measured import by_rows_and_width, composition_ratio, line, measured_linear_s
 from llama_ssp.planning.memory import KERNELS_PER_LAYER
 from llama_ssp.planning.parts import rank_shares
 from llama_ssp.planning.spec import PlannedModel

@@ -15,8 +15,8 @@ from llama_ssp.config.rules.rule import rule_of
 from llama_ssp.config.schema import DraftLayout
 from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.planning.acceptance import Acceptance, of_pair, tokens_per_round
-from llama_ssp.planning.curves import line
 from llama_ssp.planning.layerwise import waiting_s
+from llama_ssp.planning.measured import line
 from llama_ssp.planning.memory import PREFILL_CHUNK, bucket_of
 from llama_ssp.planning.messages import Message, round_messages
 from llama_ssp.planning.roofline import (

@@ -9,7 +9,7 @@ from llama_ssp.config.schema import RunConfig
 from llama_ssp.config.tasks.spec import task_of
 from llama_ssp.distributed.world import World
 from llama_ssp.errors import ConfigError
-from llama_ssp.tasks.session import PromptTask, Session
+from llama_ssp.session.session import PromptTask, Session
 
 
 class Task(Protocol):

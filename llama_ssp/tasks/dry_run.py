@@ -23,7 +23,7 @@ from llama_ssp.planning.search import search, search_document
 from llama_ssp.planning.spec import PlanSpec, number_format, planned_model, target_fields
 from llama_ssp.planning.timing import Timing
 from llama_ssp.reports.lines import Forecast
-from llama_ssp.tasks.prompts import STANDARD_INPUT, read_prompts
+from llama_ssp.session.prompts import STANDARD_INPUT, read_prompts
 
 CHARACTERS_PER_TOKEN = 3
 TYPED_TOKENS = 128

@@ -7,9 +7,9 @@ from llama_ssp.config.tasks.spec import task_of
 from llama_ssp.errors import ConfigError
 from llama_ssp.reports.lines import Forecast, RankMemory, RunFacts
 from llama_ssp.reports.summary import summarise
+from llama_ssp.session.session import Session
 from llama_ssp.tasks.dispatch import conclude_task
 from llama_ssp.tasks.dry_run import forecast, planned_bytes
-from llama_ssp.tasks.session import Session
 
 
 def finalize(session: Session) -> None:

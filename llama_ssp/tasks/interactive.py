@@ -4,8 +4,8 @@ import json
 from collections.abc import Callable, Iterator
 
 from llama_ssp.errors import ConfigError
-from llama_ssp.tasks.session import PromptTask, Session, make_prompt_tasks
-from llama_ssp.tasks.stopping import interruptible
+from llama_ssp.session.session import PromptTask, Session, make_prompt_tasks
+from llama_ssp.session.stopping import interruptible
 
 _PATIENCE_S = 24 * 3600.0
 

@@ -3,7 +3,7 @@
 from llama_ssp.config.tasks.latency import LatencyConfig
 from llama_ssp.engine.stream import Piece
 from llama_ssp.reports.lines import CompletionLine
-from llama_ssp.tasks.session import PromptTask, Session
+from llama_ssp.session.session import PromptTask, Session
 
 
 class _Silent:

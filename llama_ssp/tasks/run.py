@@ -27,7 +27,12 @@ from llama_ssp.planning.plan import Plan, require_room
 from llama_ssp.reports.lines import LineKey
 from llama_ssp.reports.provenance import git_commit, gpu_links, planned_link, versions
 from llama_ssp.reports.records import RunFolder, read_status, write_failure
-from llama_ssp.tasks.checkpoints import Source, find_sources, offload_folder, with_number_formats
+from llama_ssp.session.checkpoints import Source, find_sources, offload_folder, with_number_formats
+from llama_ssp.session.loading import load_models
+from llama_ssp.session.prompts import check_unchanged, is_interactive, read_prompts
+from llama_ssp.session.session import PromptTask, Session, make_prompt_tasks
+from llama_ssp.session.startup import StartClock
+from llama_ssp.session.stopping import stopping_on_signals
 from llama_ssp.tasks.dispatch import check_task, machine_task_code, task_code
 from llama_ssp.tasks.dry_run import (
     TYPED_TOKENS,
@@ -39,11 +44,6 @@ from llama_ssp.tasks.dry_run import (
 )
 from llama_ssp.tasks.finalize import finalize
 from llama_ssp.tasks.interactive import converse
-from llama_ssp.tasks.loading import load_models
-from llama_ssp.tasks.prompts import check_unchanged, is_interactive, read_prompts
-from llama_ssp.tasks.session import PromptTask, Session, make_prompt_tasks
-from llama_ssp.tasks.startup import StartClock
-from llama_ssp.tasks.stopping import stopping_on_signals
 
 _log = logging.getLogger(__name__)
 

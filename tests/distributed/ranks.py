@@ -37,9 +37,9 @@ from llama_ssp.distributed.world import World, start
 from llama_ssp.engine.round import Block
 from llama_ssp.engine.state import BatchState, Request
 from llama_ssp.errors import CheckpointError, SspError
-from llama_ssp.tasks.checkpoints import find_sources
-from llama_ssp.tasks.loading import build_decoder, load_models
-from llama_ssp.tasks.prompts import encode
+from llama_ssp.session.checkpoints import find_sources
+from llama_ssp.session.loading import build_decoder, load_models
+from llama_ssp.session.prompts import encode
 from tests.distributed.cells import CELLS, DEEPSPEED_CELLS, Cell, on_one_rank
 from tests.helpers.prompts import PROMPTS
 from tests.helpers.shapes import llama_shape

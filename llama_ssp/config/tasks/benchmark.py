@@ -67,7 +67,7 @@ def _largest_cell(config: RunConfig) -> tuple[RunConfig, int]:
 TASK = TaskSpec(
     config=BenchmarkConfig,
     run="llama_ssp.tasks.benchmark:benchmark",
-    check_files="llama_ssp.tasks.peers:check_peers",
+    check_files="llama_ssp.session.peers:check_peers",
     problems=_problems,
     largest_cell=_largest_cell,
     batch_size_setting="task.batch_sizes=[{}]",

@@ -24,7 +24,7 @@ from llama_ssp.engine.verifier import NOT_A_NUMBER, Verifier
 from llama_ssp.models.null_runner import NullRunner
 from llama_ssp.sampling.rules import Draft, make_rule
 from llama_ssp.sampling.uniforms import UniformTable
-from llama_ssp.tasks.loading import Models, build_decoder
+from llama_ssp.session.loading import Models, build_decoder
 from tests.helpers.decoders import complete
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 from tests.helpers.prefix_runner import PrefixRunner

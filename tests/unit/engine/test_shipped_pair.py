@@ -13,8 +13,8 @@ from llama_ssp import Pair, load
 from llama_ssp.config import catalogue
 from llama_ssp.config.schema import SamplingConfig
 from llama_ssp.engine.state import Request
-from llama_ssp.tasks.loading import build_decoder
-from llama_ssp.tasks.prompts import encode
+from llama_ssp.session.loading import build_decoder
+from llama_ssp.session.prompts import encode
 from llama_ssp.weights import hub
 from tests.helpers.prompts import PROMPTS
 from tests.helpers.texts import few_part

@@ -21,9 +21,9 @@ from llama_ssp.config.schema import (
 from llama_ssp.config.tasks.generate import GenerateConfig
 from llama_ssp.distributed.world import start
 from llama_ssp.engine.state import Request
-from llama_ssp.tasks.checkpoints import find_sources
-from llama_ssp.tasks.loading import build_decoder, load_models
-from llama_ssp.tasks.prompts import encode
+from llama_ssp.session.checkpoints import find_sources
+from llama_ssp.session.loading import build_decoder, load_models
+from llama_ssp.session.prompts import encode
 from tests.helpers.lanes import heavy
 from training.agreement import TASKS, prompts_of
 

@@ -22,9 +22,9 @@ from hypothesis import strategies as st
 from launch import plan, run
 from llama_ssp.config.model_files import TOKENIZER_CONFIG_FILE
 from llama_ssp.config.schema import RunConfig
+from llama_ssp.session.startup import StartClock
 from llama_ssp.tasks import run as task
 from llama_ssp.tasks.dry_run import dry_run
-from llama_ssp.tasks.startup import StartClock
 from llama_ssp.weights.checkpoint import INDEX_FILE
 from llama_ssp.weights.manifest import MANIFEST_FILE, write_manifest
 from tests.helpers.in_process import Ended, launch

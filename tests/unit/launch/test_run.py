@@ -20,7 +20,7 @@ from llama_ssp.config.schema import RunConfig
 from llama_ssp.config.slurm import KEY, SlurmConfig
 from llama_ssp.distributed.signals import STOP_SIGNALS
 from llama_ssp.errors import CapacityError, CheckpointError, InterruptedRun
-from llama_ssp.tasks.startup import StartClock
+from llama_ssp.session.startup import StartClock
 from tests.helpers.lanes import heavy
 
 pytestmark = pytest.mark.seconds

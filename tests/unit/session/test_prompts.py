@@ -20,7 +20,7 @@ from llama_ssp.config.schema import (
 )
 from llama_ssp.config.tasks.generate import GenerateConfig
 from llama_ssp.errors import ConfigError
-from llama_ssp.tasks.prompts import check_ids, encode, read_prompts
+from llama_ssp.session.prompts import check_ids, encode, read_prompts
 
 WORDS = ["<s>", "</s>", "<user>", "<assistant>", "a", "b"]
 CHAT = (

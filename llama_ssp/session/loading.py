@@ -29,7 +29,7 @@ from llama_ssp.engine.verifier import Verifier
 from llama_ssp.models.null_runner import NullRunner
 from llama_ssp.models.runner import Runner
 from llama_ssp.sampling.rules import Rule, make_rule
-from llama_ssp.tasks.checkpoints import Source, device_map_place
+from llama_ssp.session.checkpoints import Source, device_map_place
 
 LoadProgress = Callable[[str, int, int], None]
 """Called while a model loads with its part (target or draft), the bytes that are there, and those that will be."""

@@ -26,10 +26,10 @@ from llama_ssp.errors import InterruptedRun
 from llama_ssp.planning.plan import Plan
 from llama_ssp.reports.lines import PLAIN, SPECULATIVE, CompletionLine, LineKey
 from llama_ssp.reports.records import RunFolder
-from llama_ssp.tasks.lines import to_line
-from llama_ssp.tasks.loading import Models, build_decoder
-from llama_ssp.tasks.prompts import check_ids, encode
-from llama_ssp.tasks.startup import StartClock
+from llama_ssp.session.lines import to_line
+from llama_ssp.session.loading import Models, build_decoder
+from llama_ssp.session.prompts import check_ids, encode
+from llama_ssp.session.startup import StartClock
 
 _WARMUP_TOKENS = 8
 

@@ -11,8 +11,8 @@ from llama_ssp.engine.loop import Update
 from llama_ssp.engine.state import Request
 from llama_ssp.engine.stream import Piece
 from llama_ssp.reports.lines import CompletionLine
-from llama_ssp.tasks.lines import to_line
-from llama_ssp.tasks.session import PromptTask, Session
+from llama_ssp.session.lines import to_line
+from llama_ssp.session.session import PromptTask, Session
 
 BYTES: Any = SimpleNamespace(decode=lambda ids, **_: bytes(ids).decode(errors="replace"))
 LETTERS: Any = SimpleNamespace(decode=lambda ids, **_: "".join("abc"[token] for token in ids))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from llama_ssp.tasks.startup import StartClock
+from llama_ssp.session.startup import StartClock
 from tests.helpers.repository import ROOT
 
 pytestmark = pytest.mark.seconds
@@ -25,7 +25,7 @@ AFTER_RESULTS = ("matplotlib", "llama_ssp.reports.html")
 NEVER = (
     "bitsandbytes", "deepspeed", "matplotlib.pyplot", "datasets", "pandas", "sklearn", "tensorboard",
     "llama_ssp.weights.synthetic", "llama_ssp.weights.expansion", "llama_ssp.tasks.benchmark",
-    "llama_ssp.tasks.calibrate", "llama_ssp.calibration.operators", "llama_ssp.tasks.peers",
+    "llama_ssp.tasks.calibrate", "llama_ssp.calibration.operators", "llama_ssp.session.peers",
 )  # fmt: skip
 
 
@@ -66,7 +66,9 @@ def test_a_step_has_the_time_when_it_was_first_reached_counted_from_the_beginnin
 
 
 def test_the_age_of_a_process_counts_its_interpreter_and_its_imports() -> None:
-    program = "import time; time.sleep(0.2); from llama_ssp.tasks.startup import process_age_s; print(process_age_s())"
+    program = (
+        "import time; time.sleep(0.2); from llama_ssp.session.startup import process_age_s; print(process_age_s())"
+    )
     began_s = time.monotonic()
     said = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert 0.2 < float(said.stdout) < time.monotonic() - began_s + 0.05
