@@ -18,9 +18,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from llama_ssp import Pair
 from llama_ssp.config import catalogue
 from llama_ssp.config.schema import (
+    MODEL_DRAFT,
+    NO_DRAFT,
     DeviceKind,
     DrafterConfig,
-    DrafterKind,
     Dtype,
     ModelConfig,
     PlacementConfig,
@@ -84,9 +85,9 @@ def load_pair(
     def entry(name: str) -> ModelConfig:
         return replace(catalogue.load(name), dtype=dtype, quantization="none")
 
-    drafter = DrafterConfig(kind=DrafterKind.none)
+    drafter = DrafterConfig(kind=NO_DRAFT)
     if draft:
-        drafter = DrafterConfig(kind=DrafterKind.model, model=entry(draft))
+        drafter = DrafterConfig(kind=MODEL_DRAFT, model=entry(draft))
     config = RunConfig(
         task=GenerateConfig(),
         model=replace(entry(target), quantization=quantization),

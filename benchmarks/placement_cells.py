@@ -5,9 +5,10 @@ from dataclasses import dataclass, field, replace
 
 from llama_ssp.config import catalogue
 from llama_ssp.config.schema import (
+    MODEL_DRAFT,
+    NO_DRAFT,
     DeviceKind,
     DrafterConfig,
-    DrafterKind,
     DraftLayout,
     DraftPlacement,
     Dtype,
@@ -69,9 +70,9 @@ class Cell:
 
     def config(self, num_draft_tokens: int) -> RunConfig:
         """The run that it stands for; nothing is written into its folder."""
-        draft = DrafterConfig(kind=DrafterKind.none)
+        draft = DrafterConfig(kind=NO_DRAFT)
         if self.place.drafts:
-            draft = DrafterConfig(kind=DrafterKind.model, model=self.form.entry(DRAFT))
+            draft = DrafterConfig(kind=MODEL_DRAFT, model=self.form.entry(DRAFT))
         return RunConfig(
             task=GenerateConfig(),
             model=self.form.entry(TARGET),

@@ -11,6 +11,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
+from pathlib import Path
 from typing import get_args, get_type_hints
 
 import yaml
@@ -20,6 +21,7 @@ from hydra.core.override_parser.types import Override, OverrideType, Quote, Quot
 from hydra.errors import HydraException, OverrideParseException
 
 from llama_ssp.config import catalogue
+from llama_ssp.config.drafts.drafter import drafters
 from llama_ssp.config.schema import ModelShape, RunConfig
 from llama_ssp.config.store import BUNDLES
 from llama_ssp.config.tasks.spec import task_specs
@@ -111,12 +113,13 @@ def explicit_keys(overrides: Iterable[str]) -> frozenset[str]:
     return frozenset(override.key_or_group for override in parser.parse_overrides(list(overrides)))
 
 
-def check_overrides(overrides: Sequence[str], *, multirun: bool) -> None:
+def check_overrides(overrides: Sequence[str], *, multirun: bool, config_dir: str | None = None) -> None:
     """Refuse names that do not exist, and text that is no override.
 
     Args:
         overrides: as given to Hydra.
         multirun: whether `a,b` stands for two runs.
+        config_dir: a folder of the user's own options.
 
     Raises:
         ConfigError: names every problem.
@@ -128,8 +131,8 @@ def check_overrides(overrides: Sequence[str], *, multirun: bool) -> None:
             parsed.append(OverridesParser.create().parse_override(text))
         except HydraException:
             problems.append(unreadable(text))
-    groups = _groups()
-    keys = _keys_of_tasks(parsed)
+    groups = _groups(config_dir)
+    keys = _keys(parsed, groups)
     for override in parsed:
         if not override.is_hydra_override() or "_target_" in (override.input_line or ""):
             problems.extend(_problems(override, groups, keys, multirun=multirun))
@@ -192,24 +195,32 @@ def _names(override: Override) -> list[str]:
     return []
 
 
-def _groups() -> dict[str, list[str]]:
+def _groups(config_dir: str | None) -> dict[str, list[str]]:
     """Return the options of every group that is chosen on the command line."""
-    folders = [catalogue.conf_dir() / name for name in (*(field.name for field in fields(RunConfig)), *BUNDLES)]
-    groups = {folder.name: [file.stem for file in folder.glob("*.yaml")] for folder in folders if folder.is_dir()}
-    groups["draft"] += groups["model"]
+    roots = [catalogue.conf_dir(), *([Path(config_dir)] if config_dir else [])]
+    names = [field.name for field in fields(RunConfig)] + [*BUNDLES]
+    folders = [root / name for name in names for root in roots]
+    groups: dict[str, list[str]] = {folder.name: [] for folder in folders if folder.is_dir()}
+    for folder in folders:
+        groups.get(folder.name, []).extend(file.stem for file in folder.glob("*.yaml"))
+    groups["draft"] += catalogue.names()
     groups["task"] = [*task_specs()]  # those of plugins too
     return groups
 
 
-def _keys_of_tasks(overrides: Iterable[Override]) -> frozenset[str]:
-    """Return every dotted key, where those of `task` are the ones of the tasks named in the overrides."""
+def _keys(overrides: Iterable[Override], groups: dict[str, list[str]]) -> frozenset[str]:
+    """Return every dotted key; `task` and `draft` have those of the options that the overrides name."""
     chosen = [(override.key_or_group, name) for override in overrides for name in _names(override)]
     named = [name for group, name in chosen if group == "task"]
-    named = named or [_task_of(group, name) for group, name in chosen if group in BUNDLES]
+    named = named or [_task_of(group, name) for group, name in chosen if group in BUNDLES and name in groups[group]]
     known = task_specs()
     tasks = [known[name] for name in named if name in known] or [known[_default_task()]]
-    keys = set(keys_of(RunConfig, "")) - _DERIVED
-    return frozenset(keys.union(*(keys_of(task.config, "task.") for task in tasks)) - _DERIVED)
+    drafts = [drafters()[name] for group, name in chosen if group == "draft" and name in drafters()]
+    schemas = [(RunConfig, ""), *((task.config, "task.") for task in tasks)]
+    schemas += [(draft.config, "draft.") for draft in drafts]
+    keys = frozenset(key for schema, prefix in schemas for key in keys_of(schema, prefix)) - _DERIVED
+    without_model = drafts and all(draft.make and not draft.has_model for draft in drafts)
+    return frozenset(key for key in keys if not key.startswith("draft.model.")) if without_model else keys
 
 
 def _default_task() -> str:
@@ -219,9 +230,7 @@ def _default_task() -> str:
 
 
 def _task_of(group: str, name: str) -> str:
-    """Return the task that an experiment chooses; none for one that does not exist or leaves the task open."""
-    if name not in _groups()[group]:
-        return ""
+    """Return the task that an experiment chooses; none for one that leaves the task open."""
     entry = yaml.safe_load((catalogue.conf_dir() / group / f"{name}.yaml").read_text(encoding="utf-8"))
     return next((part["override /task"] for part in entry.get("defaults", []) if "override /task" in part), "")
 
@@ -241,6 +250,8 @@ def _unknown_key(key: str, keys: frozenset[str]) -> str:
     owners = [name for name, task in tasks if key in keys_of(task.config, "task.") and key not in _DERIVED]
     if owners:
         return f"{key} has no effect here: it is a setting of task={' and task='.join(owners)}"
+    if key.startswith("draft.model.") and key in keys_of(RunConfig, ""):
+        return f"{key} has no effect without a draft model: give one with draft=NAME"
     return unknown_setting(key, keys, otherwise="--help lists all settings")
 
 

@@ -27,8 +27,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from launch import command_line, options
 from llama_ssp.config import catalogue, hardware, plan, store
+from llama_ssp.config.drafts.drafter import drafter_of
 from llama_ssp.config.plugins import load_plugins
-from llama_ssp.config.schema import DrafterKind
 from llama_ssp.errors import ConfigError, one_message, unknown_name
 from llama_ssp.planning.spec import make_job, settle_models
 from llama_ssp.tasks.dry_run import plan_job, show_plan, show_search
@@ -64,7 +64,7 @@ def read_settings(settings: list[str]) -> plan.PlanConfig:
         config = cast("plan.PlanConfig", OmegaConf.to_object(composed))
     except (HydraException, OmegaConfBaseException, ValueError, TypeError) as error:  # for a group that is no name
         raise ConfigError(f"{command_line.one_sentence(error)} (conf/plan.yaml has every setting)") from error
-    if config.draft.kind is DrafterKind.none:
+    if not drafter_of(config.draft).has_model:
         config.draft.model = None
     return config
 

@@ -113,7 +113,7 @@ def _launch(arguments: list[str], ranks: Ranks) -> None:
     else:
         literal = partial(command_line.take_literally, multirun=options.multirun)
         arguments, overrides = [*map(literal, arguments)], [*map(literal, options.overrides)]
-        command_line.check_overrides(overrides, multirun=options.multirun)
+        command_line.check_overrides(overrides, multirun=options.multirun, config_dir=options.config_dir)
         command_line.check_launcher(overrides, multirun=options.multirun)
     store.register()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it otherwise prints

@@ -13,9 +13,10 @@ from llama_ssp.config import catalogue
 from llama_ssp.config.checks import check_values
 from llama_ssp.config.plugins import load_plugins
 from llama_ssp.config.schema import (
+    MODEL_DRAFT,
+    NO_DRAFT,
     DeviceKind,
     DrafterConfig,
-    DrafterKind,
     Dtype,
     ModelConfig,
     PlacementConfig,
@@ -85,9 +86,9 @@ def load(
     load_plugins()
     device = _member(DeviceKind, "device", device)
     dtype = None if dtype is None else _member(Dtype, "dtype", dtype)
-    drafter = DrafterConfig(kind=DrafterKind.none)
+    drafter = DrafterConfig(kind=NO_DRAFT)
     if draft is not None:
-        drafter = DrafterConfig(kind=DrafterKind.model, model=_entry(draft, dtype))
+        drafter = DrafterConfig(kind=MODEL_DRAFT, model=_entry(draft, dtype))
     config = RunConfig(
         task=GenerateConfig(),
         model=_entry(target, dtype),
@@ -163,7 +164,7 @@ def speculative_generate(
             vocab_size=models.target.vocab_size,
             prompt=text,
         )
-    decoder = build_decoder(models, config, speculative=models.has_draft)
+    decoder = build_decoder(models, config, speculative=models.drafts)
     adapter = StreamerAdapter(streamer, requests[0].prompt_ids) if streamer else None
     done = {}
     with torch.inference_mode():

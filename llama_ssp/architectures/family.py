@@ -6,16 +6,14 @@ A family lives in one module of this package, whose `FAMILY` is its record. Code
 Shapes: L layers.
 """
 
-import importlib
-import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 from llama_ssp import architectures
 from llama_ssp.architectures.gated import gated
 from llama_ssp.architectures.inventory import Inventory
+from llama_ssp.config.registry import Registry
 from llama_ssp.config.schema import ModelShape
 from llama_ssp.errors import PlacementError
 
@@ -71,6 +69,11 @@ class Family:
     check_files: str | None = None
     adapt: str | None = None
 
+    @property
+    def name(self) -> str:
+        """What the registry calls it."""
+        return self.model_type
+
     def windows_of(self, config: Any) -> tuple[int | None, ...]:  # noqa: ANN401 - the library's config
         """How many positions each layer of a model sees; see `Windows`."""
         return (self.windows or no_windows)(config)
@@ -85,17 +88,8 @@ class Family:
         return 1 + self.num_masks * value_bytes + scores
 
 
-_registered: dict[str, Family] = {}
-
-
-def register(family: Family) -> None:
-    """Add a family, or replace the one of the same `model_type`."""
-    _registered[family.model_type] = family
-
-
-def families() -> dict[str, Family]:
-    """All families by their `model_type`."""
-    return {**_built_in(), **_registered}
+FAMILIES: Registry[Family] = Registry(architectures.__name__, "FAMILY", setting="model_type")
+register, families = FAMILIES.register, FAMILIES.all
 
 
 def family_of(model_type: str) -> Family:
@@ -124,10 +118,3 @@ def inventory(shape: ModelShape) -> Inventory:
         PlacementError: its family is not known.
     """
     return family_of(shape.model_type).parameters(shape)
-
-
-@cache
-def _built_in() -> dict[str, Family]:
-    names = [f"{architectures.__name__}.{module.name}" for module in pkgutil.iter_modules(architectures.__path__)]
-    found = [getattr(importlib.import_module(name), "FAMILY", None) for name in names]
-    return {family.model_type: family for family in found if isinstance(family, Family)}

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from llama_ssp.config import catalogue, layout
+from llama_ssp.config.drafts.drafter import drafter_of, drafts
+from llama_ssp.config.drafts.drafter import problem_of as problem_of_draft
 from llama_ssp.config.effects import is_synthetic, without_effect
 from llama_ssp.config.formats.format import problem_of
 from llama_ssp.config.rules.rule import at_every_temperature, rule_of, rules
 from llama_ssp.config.schema import (
-    DrafterKind,
     ModelConfig,
     ModelShape,
     RunConfig,
@@ -126,7 +127,15 @@ def _files(config: RunConfig) -> Iterator[str]:
 
 
 def _draft(config: RunConfig) -> Iterator[str]:
-    if config.draft.kind is DrafterKind.none and task_of(config).needs_draft:
+    if problem := problem_of_draft(config.draft.kind):
+        yield problem
+        return
+    if drafter_of(config.draft).needs_hidden_states:
+        yield (
+            f"draft.kind={config.draft.kind} reads the target's hidden states, which no backend returns: "
+            "use another draft, for example draft=default"
+        )
+    if not drafts(config.draft) and task_of(config).needs_draft:
         candidates = ", ".join(f"draft={name}" for name in catalogue.smaller_relatives(config.model))
         ways = candidates or "draft=local draft.model.path=DIR"
         yield (
@@ -203,7 +212,7 @@ def _synthetic(config: RunConfig) -> Iterator[str]:
 
 
 def _placement(config: RunConfig, world_size: int) -> Iterator[str]:
-    placement, has_draft = config.placement, config.draft.kind is not DrafterKind.none
+    placement, has_draft = config.placement, config.draft.model is not None
     found = [
         *layout.problems_of_choice(placement),
         *layout.problems_of(

@@ -4,8 +4,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from llama_ssp.config import layout
+from llama_ssp.config.drafts.drafter import drafts
 from llama_ssp.config.formats.format import takes
-from llama_ssp.config.schema import DeviceKind, DrafterKind, RunConfig, WeightsKind
+from llama_ssp.config.schema import DeviceKind, RunConfig, WeightsKind
 from llama_ssp.config.tasks.spec import task_of
 
 
@@ -28,9 +29,14 @@ class _Pointless:
 
 _POINTLESS = (
     _Pointless(
-        ("speculation", "verification", "placement.draft", "draft.model"),
-        lambda config: config.draft.kind is DrafterKind.none and not task_of(config).needs_draft,
+        ("speculation", "verification"),
+        lambda config: not drafts(config.draft) and not task_of(config).needs_draft,
         "without a draft: give one with draft=NAME",
+    ),
+    _Pointless(
+        ("placement.draft", "draft.model"),
+        lambda config: config.draft.model is None and not task_of(config).needs_draft,
+        "without a draft model: give one with draft=NAME",
     ),
     _Pointless(
         ("placement.target", "placement.draft"),

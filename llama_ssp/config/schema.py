@@ -13,6 +13,9 @@ from llama_ssp.config.formats.format import NO_QUANTIZATION
 from llama_ssp.config.rules.rule import DEFAULT
 from llama_ssp.config.target_placement import TargetPlacement
 
+DEFAULT_DRAFT, NO_DRAFT, MODEL_DRAFT = "default", "none", "model"
+"""Kinds of draft: the default of the model entry, plain decoding, and a smaller model."""
+
 
 class Dtype(Enum):
     """Number format of weights, activations and cache; `planning.job.number_format` says what `auto` stands for."""
@@ -41,14 +44,6 @@ class DraftLayout(Enum):
     sharded = "sharded"
     replicated = "replicated"
     own_gpu = "own_gpu"
-
-
-class DrafterKind(Enum):
-    """What proposes tokens; `default` stands for the model entry's own default draft."""
-
-    default = "default"
-    none = "none"
-    model = "model"
 
 
 class DeviceKind(Enum):
@@ -111,9 +106,9 @@ class ModelConfig:
 
 @dataclass(kw_only=True)
 class DrafterConfig:
-    """What proposes tokens, and for `kind=model` which catalogue entry."""
+    """What proposes tokens: a kind of `config.drafts`, and its model if it has one."""
 
-    kind: DrafterKind = DrafterKind.default
+    kind: str = DEFAULT_DRAFT
     model: ModelConfig | None = None
 
 

@@ -17,7 +17,8 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf
 
 from llama_ssp.config import catalogue, hardware
-from llama_ssp.config.schema import DrafterConfig, DrafterKind, RunConfig
+from llama_ssp.config.drafts.drafter import drafter_of, drafters, problem_of
+from llama_ssp.config.schema import DEFAULT_DRAFT, MODEL_DRAFT, NO_DRAFT, DrafterConfig, RunConfig
 from llama_ssp.config.slurm import SlurmConfig
 from llama_ssp.config.tasks.spec import task_specs
 from llama_ssp.errors import ConfigError
@@ -36,8 +37,10 @@ def register() -> None:
     store.store(group="schema", name="slurm", node=SlurmConfig)
     for name, task in task_specs().items():
         store.store(group="schema", name=name, node=task.config)
+    for name, draft in drafters().items():
+        store.store(group="schema", name=f"draft_{name}", node=draft.config)
     for name in catalogue.names():
-        option = {"defaults": [{"/model@model": name}, "_self_"], "kind": DrafterKind.model.name}
+        option = {"defaults": [{"/model@model": name}, "_self_"], "kind": MODEL_DRAFT}
         store.store(group="draft", name=name, node=option)
     OmegaConf.register_new_resolver("run_id", run_id, replace=True)
     OmegaConf.register_new_resolver("hardware_names", lambda: _in_lines(hardware.names(), indent=35), replace=True)
@@ -72,15 +75,16 @@ def to_run_config(config: DictConfig, *, explicit: frozenset[str]) -> RunConfig:
         explicit: dotted keys that the user gave; those below `draft.model` hold for the default draft too.
 
     Returns:
-        A config whose `draft.kind` is `none` (then `draft.model` is null) or `model`, never `default`.
+        A config whose `draft.kind` is a kind of `config.drafts`, never `default`; `draft.model` is null for kinds
+        without a model.
 
     Raises:
         ConfigError: the model's default draft is not in the catalogue, a group of settings was given a value, or a
             value is missing.
     """
-    if config.draft.kind is DrafterKind.default:
+    if config.draft.kind == DEFAULT_DRAFT:
         config.draft = _default_draft(config, explicit)
-    if config.draft.kind is DrafterKind.none:
+    if not problem_of(config.draft.kind) and not drafter_of(config.draft).has_model:
         config.draft.model = None
     try:
         run = cast("RunConfig", OmegaConf.to_object(config))
@@ -112,8 +116,8 @@ def _default_draft(config: DictConfig, explicit: frozenset[str]) -> DictConfig:
     """Return the draft that the target's entry names, with what the user said of it."""
     name = config.model.default_draft
     if name is None:
-        return cast("DictConfig", OmegaConf.structured(DrafterConfig(kind=DrafterKind.none)))
-    draft: DictConfig = OmegaConf.structured(DrafterConfig(kind=DrafterKind.model, model=catalogue.load(name)))
+        return cast("DictConfig", OmegaConf.structured(DrafterConfig(kind=NO_DRAFT)))
+    draft: DictConfig = OmegaConf.structured(DrafterConfig(kind=MODEL_DRAFT, model=catalogue.load(name)))
     for key in explicit:
         if key.startswith("draft.model."):
             OmegaConf.update(draft, key.removeprefix("draft."), OmegaConf.select(config, key))

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from llama_ssp.distributed.comms import Comm
+from llama_ssp.drafting.protocol import DrafterParts
 from llama_ssp.models.cache import Workspace
 from llama_ssp.models.prefill import Buckets, read_prompts
 from llama_ssp.models.runner import Runner
@@ -118,3 +119,16 @@ class ModelDrafter:
     def _at_target_width(self, logits_BV: Tensor) -> Tensor:
         missing = self._vocab_size - static_shape(logits_BV)[-1]
         return pad(logits_BV, (0, missing), value=float("-inf")) if missing else logits_BV
+
+
+def make(parts: DrafterParts) -> ModelDrafter:
+    """Make the drafter on a rank that holds the draft model; see `drafting.maker`."""
+    assert parts.runner
+    return ModelDrafter(
+        parts.runner,
+        rule=parts.rule,
+        num_draft_tokens=parts.num_draft_tokens,
+        vocab_size=parts.vocab_size,
+        comm=parts.comm,
+        src=parts.src,
+    )

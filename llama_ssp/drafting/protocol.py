@@ -7,12 +7,42 @@ Shapes: B sequences, R rows being prefilled, S slots, K drafted tokens, P = 2 un
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
+from llama_ssp.config.schema import DrafterConfig
+from llama_ssp.distributed.comms import Comm
 from llama_ssp.models.prefill import Buckets
-from llama_ssp.sampling.rules import Draft
+from llama_ssp.models.runner import Runner
+from llama_ssp.sampling.rules import Draft, Rule
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterParts:
+    """What the drafter of a rank may be made of.
+
+    Attributes:
+        config: its settings.
+        rule: verifies the drafts, and draws ids from logits.
+        num_draft_tokens: K.
+        vocab_size: V of the target.
+        device: where the ids live.
+        runner: the draft model or this rank's slice of it, for kinds of draft that have a model.
+        comm: the ranks that share the draft model; None where it is whole.
+        src: the rank in `comm` whose ids count.
+    """
+
+    config: DrafterConfig
+    rule: Rule
+    num_draft_tokens: int
+    vocab_size: int
+    device: torch.device
+    runner: Runner | None = None
+    comm: Comm | None = None
+    src: int = 0
 
 
 class Drafter(Protocol):

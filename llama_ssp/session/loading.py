@@ -8,6 +8,7 @@ from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
+from llama_ssp.config.drafts.drafter import drafts
 from llama_ssp.config.layout import lay_out_replica, may_capture
 from llama_ssp.config.schema import RunConfig
 from llama_ssp.config.target_placement import TargetKind
@@ -16,9 +17,8 @@ from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.mesh import Mesh, build_mesh
 from llama_ssp.distributed.ranklog import describe_part
 from llama_ssp.distributed.world import World, on_all_cores
-from llama_ssp.drafting.batch_split import BatchSplit, BatchSplitDrafter
-from llama_ssp.drafting.broadcast import BroadcastDrafter, ProbsReceiver
-from llama_ssp.drafting.model import ModelDrafter
+from llama_ssp.drafting.batch_split import BatchSplit
+from llama_ssp.drafting.maker import make_drafter
 from llama_ssp.engine.completion import StopRequest
 from llama_ssp.engine.executors.cuda_graph import CudaGraphExecutor, CudaRecorder
 from llama_ssp.engine.executors.traced_cpu import TracedExecutor
@@ -28,7 +28,7 @@ from llama_ssp.engine.stops import StopStrings
 from llama_ssp.engine.verifier import Verifier
 from llama_ssp.models.null_runner import NullRunner
 from llama_ssp.models.runner import Runner
-from llama_ssp.sampling.rules import Rule, make_rule
+from llama_ssp.sampling.rules import make_rule
 from llama_ssp.session.checkpoints import Source, device_map_place
 
 LoadProgress = Callable[[str, int, int], None]
@@ -44,7 +44,7 @@ class Models:
     Attributes:
         target: this rank's slice of the target; where it has none, a stand-in that computes nothing.
         draft: the draft or this rank's slice of it, on ranks that hold some.
-        has_draft: whether any rank holds one.
+        drafts: whether the run can decode speculatively.
         mesh: which rank does what.
         tokenizer: the target's.
         eos_ids: tokens that end a text.
@@ -54,7 +54,7 @@ class Models:
 
     target: Runner
     draft: Runner | None
-    has_draft: bool
+    drafts: bool
     mesh: Mesh
     tokenizer: PreTrainedTokenizerBase
     eos_ids: tuple[int, ...]
@@ -110,7 +110,7 @@ def load_models(
     return Models(
         target=target,
         draft=draft,
-        has_draft=draft_source is not None,
+        drafts=drafts(config.draft),
         mesh=mesh,
         tokenizer=target_source.tokenizer,
         eos_ids=target_source.eos_ids,
@@ -147,15 +147,18 @@ def build_decoder(
     """
     mesh, device = models.mesh, models.target.device
     rule = make_rule(config.sampling, config.verification)
-    drafter: BroadcastDrafter | BatchSplitDrafter | None = None
-    split = None
-    if speculative and mesh.layout.splits_batch:
-        split = BatchSplit(mesh.replica, mesh.layout.draft_ranks)
-        num_draft_tokens = config.speculation.num_draft_tokens
-        inner = _model_drafter(models, config, rule)
-        drafter = BatchSplitDrafter(inner, split=split, num_draft_tokens=num_draft_tokens, device=device)
-    elif speculative:
-        drafter = _broadcast_drafter(models, config, rule)
+    split = BatchSplit(mesh.replica, mesh.layout.draft_ranks) if speculative and mesh.layout.splits_batch else None
+    drafter = None
+    if speculative:
+        drafter = make_drafter(
+            config,
+            rule=rule,
+            mesh=mesh,
+            runner=models.draft,
+            vocab_size=models.target.vocab_size,
+            device=device,
+            split=split,
+        )
     verifier = Verifier(rule, comm=mesh.replica, verify_rank=mesh.layout.verify_rank, device=device, split=split)
     round_ = Round(models.target, drafter, verifier=verifier)
     executor: Executor = round_
@@ -173,34 +176,4 @@ def build_decoder(
         seed=config.seed,
         stops=stops,
         stop_request=stop_request,
-    )
-
-
-def _broadcast_drafter(models: Models, config: RunConfig, rule: Rule) -> BroadcastDrafter:
-    """The draft on its ranks, its probabilities sent only where no rank holds both models and the rule needs them."""
-    mesh, layout = models.mesh, models.mesh.layout
-    apart = layout.draft_source_rank != layout.verify_rank and config.sampling.temperature > 0
-    return BroadcastDrafter(
-        _model_drafter(models, config, rule),
-        comm=mesh.replica,
-        src=layout.draft_source_rank,
-        num_draft_tokens=config.speculation.num_draft_tokens,
-        device=models.target.device,
-        all_draft=layout.draft_ranks == layout.ranks,
-        receiver=ProbsReceiver(layout.verify_rank, models.target.vocab_size) if apart else None,
-    )
-
-
-def _model_drafter(models: Models, config: RunConfig, rule: Rule) -> ModelDrafter | None:
-    """The draft model on the ranks that hold it."""
-    mesh, layout = models.mesh, models.mesh.layout
-    if models.draft is None or mesh.draft is None:
-        return None
-    return ModelDrafter(
-        models.draft,
-        rule=rule,
-        num_draft_tokens=config.speculation.num_draft_tokens,
-        vocab_size=models.target.vocab_size,
-        comm=mesh.draft,
-        src=0 if layout.splits_batch else layout.draft_ranks.index(layout.draft_source_rank),
     )

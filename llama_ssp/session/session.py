@@ -138,7 +138,7 @@ class Session:
     @property
     def best_mode(self) -> str:
         """Speculative with a draft, else plain."""
-        return SPECULATIVE if self.models.has_draft else PLAIN
+        return SPECULATIVE if self.models.drafts else PLAIN
 
     def decoder(self, mode: str) -> Decoder:
         """The decoder of a mode, built when it is first needed."""

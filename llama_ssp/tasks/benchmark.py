@@ -20,6 +20,7 @@ import torch
 
 from llama_ssp.calibration.interleave import interleave, median_ratio
 from llama_ssp.calibration.operators import copy_bytes_per_s
+from llama_ssp.config.drafts.drafter import draft_name
 from llama_ssp.config.schema import SpeculationConfig
 from llama_ssp.config.tasks.benchmark import BenchmarkConfig
 from llama_ssp.console.progress import Pace, RunProgress
@@ -121,7 +122,7 @@ def benchmark(session: Session, jobs: list[PromptTask]) -> None:
     assert isinstance(task, BenchmarkConfig)
     text = [token for job in jobs for token in job.request.prompt_ids]
     measured = _broadcast_measured(session, text)
-    drafted: list[int | None] = [*task.num_draft_tokens] if session.models.has_draft else [None]
+    drafted: list[int | None] = [*task.num_draft_tokens] if session.models.drafts else [None]
     cells = [cell for cell in product(task.prompt_tokens, task.batch_sizes, drafted) if cell not in measured]
     if not cells:
         return
@@ -241,7 +242,7 @@ def _measure(
     fast = ours.get(SPECULATIVE) if has_steps else None
     return BenchmarkRow(
         model=config.model.name,
-        draft=config.draft.model.name if config.draft.model else None,
+        draft=draft_name(config.draft),
         dtype=config.model.dtype.name,
         quantization=config.model.quantization,
         world_size=session.world.comm.size,

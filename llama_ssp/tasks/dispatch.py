@@ -1,14 +1,13 @@
 """From the record of a task to its code: the one place that imports and calls it."""
 
-import importlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from llama_ssp.config.registry import imported
 from llama_ssp.config.schema import RunConfig
 from llama_ssp.config.tasks.spec import task_of
 from llama_ssp.distributed.world import World
-from llama_ssp.errors import ConfigError
 from llama_ssp.session.session import PromptTask, Session
 
 
@@ -68,12 +67,5 @@ def conclude_task(session: Session) -> None:
         _imported(named, session.config)(session)
 
 
-def _imported(named: str, config: RunConfig) -> Any:  # noqa: ANN401 - a function of the kind that the record says
-    module, _, function = named.partition(":")
-    try:
-        code = getattr(importlib.import_module(module), function, None)
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"task={config.task.name} needs {named}, which cannot be imported: {error}") from error
-    if code is None:
-        raise ConfigError(f"task={config.task.name} needs {named}, and {module} has no {function!r}")
-    return code
+def _imported(reference: str, config: RunConfig) -> Any:  # noqa: ANN401 - a function of the kind that the record says
+    return imported(reference, setting=f"task={config.task.name}")

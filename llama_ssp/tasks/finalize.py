@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+from llama_ssp.config.drafts.drafter import draft_name
 from llama_ssp.config.tasks.spec import task_of
 from llama_ssp.errors import ConfigError
 from llama_ssp.reports.lines import Forecast, RankMemory, RunFacts
@@ -32,12 +33,12 @@ def finalize(session: Session) -> None:
     facts = RunFacts(
         task=task.name,
         model=config.model.name,
-        draft=config.draft.model.name if config.draft.model else None,
+        draft=draft_name(config.draft),
         weights=config.weights.name,
         placement=_placement(session),
         world_size=comm.size,
         seed=config.seed,
-        num_draft_tokens=config.speculation.num_draft_tokens if config.draft.model else 0,
+        num_draft_tokens=config.speculation.num_draft_tokens if session.models.drafts else 0,
         memory=[
             RankMemory(rank=rank, planned_bytes=planned[rank], measured_peak_bytes=peak)
             for rank, peak in enumerate(peaks)
@@ -64,7 +65,7 @@ def _placement(session: Session) -> dict[str, Any]:
     """Name the ranks of each model, as they came out; those of one copy."""
     placement, layout = session.config.placement, session.models.mesh.layout
     kinds = {"target": (placement.target.kind.name, layout.target_ranks)}
-    if session.models.has_draft:
+    if layout.draft_ranks:
         kinds["draft"] = (layout.draft_kind.name, layout.draft_ranks)
     laid_out: dict[str, Any] = {
         part: {

@@ -18,9 +18,9 @@ from torch import Tensor
 from llama_ssp.config import catalogue
 from llama_ssp.config.formats.format import formats
 from llama_ssp.config.schema import (
+    MODEL_DRAFT,
     DeviceKind,
     DrafterConfig,
-    DrafterKind,
     Dtype,
     ModelConfig,
     PlacementConfig,
@@ -100,7 +100,7 @@ def run_config(
     return RunConfig(
         task=GenerateConfig(),
         model=target,
-        draft=DrafterConfig(kind=DrafterKind.model, model=draft),
+        draft=DrafterConfig(kind=MODEL_DRAFT, model=draft),
         placement=placement,
         sampling=SamplingConfig(temperature=temperature),
         verification=VerificationConfig(),

@@ -5,15 +5,12 @@ A format lives in one module of this package, whose `FORMAT` is its record. Code
 its kernel as `module:Class`.
 """
 
-import importlib
-import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 from llama_ssp.config import formats as package
-from llama_ssp.errors import ConfigError, unknown_name
+from llama_ssp.config.registry import Registry, imported
 
 NO_QUANTIZATION = "none"
 """The format that `model.quantization` has by default."""
@@ -94,52 +91,14 @@ class StorageFormat:
 
     def load_kernel(self) -> Any:  # noqa: ANN401 - a class of a module that may import torch
         """Import the kernel's class; None where there is none."""
-        if self.kernel is None:
-            return None
-        module, _, name = self.kernel.partition(":")
-        return getattr(importlib.import_module(module), name)
+        return None if self.kernel is None else imported(self.kernel, setting=f"model.quantization={self.name}")
 
 
-_registered: dict[str, StorageFormat] = {}
-
-
-def register(storage_format: StorageFormat) -> None:
-    """Add a format, or replace the one of the same name."""
-    _registered[storage_format.name] = storage_format
-
-
-def formats() -> dict[str, StorageFormat]:
-    """All formats by their name, in their order."""
-    known = {**_built_in(), **_registered}
-    return dict(sorted(known.items(), key=lambda entry: (entry[1].order, entry[0])))
-
-
-def format_of(name: str) -> StorageFormat:
-    """The format of a name.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    found = _registered.get(name) or _built_in().get(name)
-    if found is None:
-        raise ConfigError(problem_of(name) or "")
-    return found
-
-
-def problem_of(name: str, *, key: str = "model.quantization") -> str | None:
-    """A sentence if there is no format of this name; it begins with the setting."""
-    known = formats()
-    return None if name in known else unknown_name(key, name, known)
+FORMATS: Registry[StorageFormat] = Registry(package.__name__, "FORMAT", setting="model.quantization")
+register, formats, format_of, problem_of = FORMATS.register, FORMATS.all, FORMATS.of, FORMATS.problem_of
 
 
 def takes(name: str, setting: str) -> bool:
     """Whether a format has a setting; one that does not exist has none."""
     found = formats().get(name)
     return found is not None and setting in found.settings
-
-
-@cache
-def _built_in() -> dict[str, StorageFormat]:
-    names = [f"{package.__name__}.{module.name}" for module in pkgutil.iter_modules(package.__path__)]
-    found = [getattr(importlib.import_module(name), "FORMAT", None) for name in names]
-    return {each.name: each for each in found if isinstance(each, StorageFormat)}

@@ -5,15 +5,12 @@ A rule lives in one module of this package, whose `RULE` is its record. Code out
 function as `module:function`.
 """
 
-import importlib
-import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 from llama_ssp.config import rules as package
-from llama_ssp.errors import ConfigError, unknown_name
+from llama_ssp.config.registry import Registry, imported
 
 DEFAULT, AT_ZERO = "speculative", "greedy"
 """The rule of a run that names none, and the rule at temperature 0, where all rules coincide."""
@@ -48,44 +45,14 @@ class RuleRecord:
     def load_verify(self) -> Callable[..., Any]:
         """Import the function of a rule that has one."""
         assert self.verify is not None
-        module, _, function = self.verify.partition(":")
-        found: Callable[..., Any] = getattr(importlib.import_module(module), function)
+        found: Callable[..., Any] = imported(self.verify, setting=f"verification.rule={self.name}")
         return found
 
 
-_registered: dict[str, RuleRecord] = {}
-
-
-def register(rule: RuleRecord) -> None:
-    """Add a rule, or replace the one of the same name."""
-    _registered[rule.name] = rule
-
-
-def rules() -> dict[str, RuleRecord]:
-    """All rules by their name, in their order."""
-    known = {**_built_in(), **_registered}
-    return dict(sorted(known.items(), key=lambda entry: (entry[1].order, entry[0])))
-
-
-def rule_of(name: str) -> RuleRecord:
-    """The rule of a name.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    known = rules()
-    if name not in known:
-        raise ConfigError(unknown_name("verification.rule", name, known))
-    return known[name]
+RULES: Registry[RuleRecord] = Registry(package.__name__, "RULE", setting="verification.rule")
+register, rules, rule_of, problem_of = RULES.register, RULES.all, RULES.of, RULES.problem_of
 
 
 def at_every_temperature() -> list[str]:
     """The rules that keep the target's distribution at every temperature, as settings."""
     return [f"verification={name}" for name, rule in rules().items() if rule.needs_probs]
-
-
-@cache
-def _built_in() -> dict[str, RuleRecord]:
-    names = [f"{package.__name__}.{module.name}" for module in pkgutil.iter_modules(package.__path__)]
-    found = [getattr(importlib.import_module(name), "RULE", None) for name in names]
-    return {each.name: each for each in found if isinstance(each, RuleRecord)}

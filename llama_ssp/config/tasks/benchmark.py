@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from llama_ssp.config.schema import DrafterKind, RunConfig, TaskConfig
+from llama_ssp.config.drafts.drafter import drafts
+from llama_ssp.config.schema import RunConfig, TaskConfig
 from llama_ssp.config.tasks.spec import TaskSpec
 
 
@@ -49,7 +50,7 @@ def _without_effect(config: RunConfig, explicit: frozenset[str]) -> Iterator[str
     for given, instead in (("batch_size", "batch_sizes"), ("speculation.num_draft_tokens", "num_draft_tokens")):
         if given in explicit:
             yield f"{given} has no effect on task=benchmark: give task.{instead}=[...]"
-    if "task.num_draft_tokens" in explicit and config.draft.kind is DrafterKind.none:
+    if "task.num_draft_tokens" in explicit and not drafts(config.draft):
         yield "task.num_draft_tokens has no effect without a draft: give one with draft=NAME"
     for given in ("num_samples", "ignore_eos", "stop_strings", "chat"):
         if given in explicit:

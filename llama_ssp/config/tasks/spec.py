@@ -5,15 +5,12 @@ A task lives in one module of this package, whose `TASK` is its record. Code out
 `module:function`, and `tasks.dispatch` imports it.
 """
 
-import importlib
-import pkgutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
-from functools import cache
 
 from llama_ssp.config import tasks
+from llama_ssp.config.registry import Registry
 from llama_ssp.config.schema import RunConfig, TaskConfig
-from llama_ssp.errors import ConfigError, unknown_name
 
 
 def no_problems(_config: RunConfig, _explicit: frozenset[str]) -> Iterable[str]:
@@ -65,17 +62,8 @@ class TaskSpec:
         return name
 
 
-_registered: dict[str, TaskSpec] = {}
-
-
-def register(task: TaskSpec) -> None:
-    """Add a task, or replace the one of the same name."""
-    _registered[task.name] = task
-
-
-def task_specs() -> dict[str, TaskSpec]:
-    """All tasks by their names."""
-    return {**_built_in(), **_registered}
+TASKS: Registry[TaskSpec] = Registry(tasks.__name__, "TASK", setting="task")
+register, task_specs = TASKS.register, TASKS.all
 
 
 def task_of(config: RunConfig) -> TaskSpec:
@@ -84,14 +72,4 @@ def task_of(config: RunConfig) -> TaskSpec:
     Raises:
         ConfigError: there is no task of this name.
     """
-    known = task_specs()
-    if config.task.name not in known:
-        raise ConfigError(unknown_name("task", config.task.name, known))
-    return known[config.task.name]
-
-
-@cache
-def _built_in() -> dict[str, TaskSpec]:
-    names = [f"{tasks.__name__}.{module.name}" for module in pkgutil.iter_modules(tasks.__path__)]
-    found = [getattr(importlib.import_module(name), "TASK", None) for name in names]
-    return {task.name: task for task in found if isinstance(task, TaskSpec)}
+    return TASKS.of(config.task.name)

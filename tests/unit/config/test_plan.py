@@ -7,7 +7,7 @@ import yaml
 
 from llama_ssp.config import catalogue
 from llama_ssp.config.plan import PlanConfig, PlanSpeculation, check
-from llama_ssp.config.schema import DrafterConfig, DrafterKind, DraftLayout, DraftPlacement, PlacementConfig
+from llama_ssp.config.schema import MODEL_DRAFT, DrafterConfig, DraftLayout, DraftPlacement, PlacementConfig
 from llama_ssp.config.target_placement import TargetKind, TargetPlacement
 from llama_ssp.errors import ConfigError
 
@@ -16,7 +16,7 @@ def _config(draft: str = "7B", **fields: Any) -> PlanConfig:  # noqa: ANN401 - t
     text = (catalogue.conf_dir() / "hardware" / "p4d_24xlarge.yaml").read_text()
     fields.setdefault("hardware", yaml.safe_load(text))
     return PlanConfig(
-        model=catalogue.load("30B"), draft=DrafterConfig(kind=DrafterKind.model, model=catalogue.load(draft)), **fields
+        model=catalogue.load("30B"), draft=DrafterConfig(kind=MODEL_DRAFT, model=catalogue.load(draft)), **fields
     )
 
 

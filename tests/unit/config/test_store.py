@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from llama_ssp.config import catalogue, store
-from llama_ssp.config.schema import DrafterKind, Dtype, ModelConfig, RunConfig
+from llama_ssp.config.schema import MODEL_DRAFT, NO_DRAFT, Dtype, ModelConfig, RunConfig
 from tests.helpers.lanes import heavy
 from tests.unit.config.conftest import Compose
 
@@ -60,7 +60,7 @@ def test_hydra_and_the_catalogue_read_the_same_model(name: str, compose_run: Com
 
 def test_the_default_draft_is_that_of_the_model(compose_run: Compose) -> None:
     run, _ = compose_run("model=30B")
-    assert run.draft.kind is DrafterKind.model
+    assert run.draft.kind == MODEL_DRAFT
     assert run.draft.model == catalogue.load("7B")
 
 
@@ -72,7 +72,7 @@ def test_settings_of_the_draft_hold_for_a_default_draft(compose_run: Compose) ->
 @pytest.mark.parametrize("overrides", [["draft=none"], ["model=llama3_1B"], ["draft=none", "draft.model.dtype=bf16"]])
 def test_no_draft_means_no_draft_model(overrides: list[str], compose_run: Compose) -> None:
     run, _ = compose_run(*overrides)
-    assert run.draft.kind is DrafterKind.none
+    assert run.draft.kind == NO_DRAFT
     assert run.draft.model is None
 
 

@@ -61,7 +61,7 @@ def _texts(layout: Layout, *, temperature: float, batch_size: int, speculative: 
         models = Models(
             target=target if holds_target else nowhere,
             draft=PrefixRunner(seed=1 if counts else 2, sharpness=1.0) if drafts else None,
-            has_draft=True,
+            drafts=True,
             mesh=Mesh(world=comm, replica=comm, number=0, layout=layout, target=Comm.single(), draft=draft),
             tokenizer=tokenizer,
             eos_ids=(3,),

@@ -8,9 +8,9 @@ import torch
 
 from llama_ssp.config import catalogue
 from llama_ssp.config.schema import (
+    MODEL_DRAFT,
     DeviceKind,
     DrafterConfig,
-    DrafterKind,
     PlacementConfig,
     RunConfig,
     SamplingConfig,
@@ -39,7 +39,7 @@ def acceptance(model: str, agreement: float) -> float:
     config = RunConfig(
         task=GenerateConfig(),
         model=entry,
-        draft=DrafterConfig(kind=DrafterKind.model, model=entry),
+        draft=DrafterConfig(kind=MODEL_DRAFT, model=entry),
         placement=PlacementConfig(),
         sampling=SamplingConfig(),
         verification=VerificationConfig(),

@@ -14,8 +14,8 @@ from llama_ssp.config import catalogue, hardware
 from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.config.plan import PlanConfig
 from llama_ssp.config.schema import (
+    MODEL_DRAFT,
     DrafterConfig,
-    DrafterKind,
     DraftLayout,
     DraftPlacement,
     Dtype,
@@ -33,7 +33,7 @@ A100 = hardware.load("p4d_24xlarge")
 def _job(target: TargetPlacement, draft: DraftPlacement, machine: HardwareConfig = A100) -> PlanSpec:
     config = PlanConfig(
         model=catalogue.load("13B"),
-        draft=DrafterConfig(kind=DrafterKind.model, model=catalogue.load("7B")),
+        draft=DrafterConfig(kind=MODEL_DRAFT, model=catalogue.load("7B")),
         hardware={},
         placement=PlacementConfig(target=target, draft=draft),
     )

@@ -287,7 +287,7 @@ def test_two_vocabularies_are_refused(verify: Verify) -> None:
 
 
 def test_a_rule_from_outside_is_known_by_its_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rule_module, "_registered", {})
+    monkeypatch.setattr(rule_module.RULES, "added", {})
     with pytest.raises(ConfigError, match=r"unknown verification.rule 'mine': there are block, greedy, speculative"):
         make_rule(COLD, VerificationConfig(rule="mine"))
     record = rule_module.RuleRecord(name="mine", verify="llama_ssp.sampling.rules:verify_block")

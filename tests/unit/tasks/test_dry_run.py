@@ -11,8 +11,9 @@ import yaml
 from llama_ssp.config import catalogue, hardware
 from llama_ssp.config.machine import machine_of_run
 from llama_ssp.config.schema import (
+    MODEL_DRAFT,
+    NO_DRAFT,
     DrafterConfig,
-    DrafterKind,
     DraftLayout,
     Dtype,
     PlacementConfig,
@@ -28,9 +29,9 @@ from llama_ssp.tasks import dry_run as task
 
 
 def _run(model: str = "tiny", draft: str | None = "tiny-draft", prompt: str | None = None) -> RunConfig:
-    drafter = DrafterConfig(kind=DrafterKind.none)
+    drafter = DrafterConfig(kind=NO_DRAFT)
     if draft:
-        drafter = DrafterConfig(kind=DrafterKind.model, model=catalogue.load(draft))
+        drafter = DrafterConfig(kind=MODEL_DRAFT, model=catalogue.load(draft))
     return RunConfig(
         hardware=yaml.safe_load((catalogue.conf_dir() / "hardware" / "laptop_cpu.yaml").read_text()),
         task=CompareConfig(default_prompts=["x" * 30, "y" * 299]),

@@ -1,15 +1,14 @@
 """A task from outside the package: one Python file and one YAML file, and nothing else."""
 
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from llama_ssp.config.plugins import PLUGINS, load_plugins
 from llama_ssp.errors import ConfigError
+from tests.helpers.plugins import launch as launch_with_plugins
 from tests.helpers.repository import ROOT
 
 MODULE = '''
@@ -62,12 +61,7 @@ def launch(
     folder: Path, *arguments: str, task: str = "count", plugins: str = "toy_count"
 ) -> subprocess.CompletedProcess[str]:
     """Run a task to its end."""
-    environment = {**os.environ, PLUGINS: plugins, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
-    words = ["--config-dir", str(folder / "conf"), f"task={task}", f"run_dir={folder / 'run'}", *arguments]
-    return subprocess.run(
-        [sys.executable, str(ROOT / "launch" / "run.py"), *words],
-        cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    return launch_with_plugins(folder, f"task={task}", *arguments, plugins=plugins)
 
 
 def test_a_task_from_outside_runs(folder: Path) -> None:

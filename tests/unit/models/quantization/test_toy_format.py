@@ -57,7 +57,7 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Import the toy from a file, and forget it afterwards."""
     (tmp_path / "toy_format.py").write_text(TOY)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(format_module, "_registered", {})
+    monkeypatch.setattr(format_module.FORMATS, "added", {})
     __import__("toy_format")
     yield
     del sys.modules["toy_format"]

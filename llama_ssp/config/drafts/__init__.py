@@ -1,0 +1,1 @@
+"""What can draft: one record and one file for each kind."""

@@ -1,0 +1,88 @@
+"""Records found by name: one per module of a package, and those that code outside the package registers."""
+
+import importlib
+import pkgutil
+from typing import Any, Generic, Protocol, TypeVar
+
+from llama_ssp.errors import ConfigError, SspError, unknown_name
+
+
+class Named(Protocol):
+    """What every record has."""
+
+    @property
+    def name(self) -> str:
+        """What a setting calls the record."""
+        ...
+
+
+Record = TypeVar("Record", bound=Named)
+
+
+class Registry(Generic[Record]):
+    """The records of one kind.
+
+    Args:
+        package: the package whose modules hold one record each.
+        attribute: the name of the record in its module.
+        setting: the setting that names a record; errors begin with it.
+        error: raised for an unknown name.
+
+    Attributes:
+        added: what code outside the package registered.
+    """
+
+    def __init__(self, package: str, attribute: str, *, setting: str, error: type[SspError] = ConfigError) -> None:
+        self._package, self._attribute = package, attribute
+        self._setting, self._error = setting, error
+        self.added: dict[str, Record] = {}
+        self._own: dict[str, Record] | None = None
+
+    def register(self, record: Record) -> None:
+        """Add a record, or replace the one of the same name."""
+        self.added[record.name] = record
+
+    def all(self) -> dict[str, Record]:
+        """All records by name, ordered by their `order` where they have one, then by name."""
+        if self._own is None:
+            path = importlib.import_module(self._package).__path__
+            modules = [importlib.import_module(f"{self._package}.{each.name}") for each in pkgutil.iter_modules(path)]
+            records = [getattr(module, self._attribute) for module in modules if hasattr(module, self._attribute)]
+            self._own = {record.name: record for record in records}
+        known = {**self._own, **self.added}
+        return dict(sorted(known.items(), key=lambda entry: (getattr(entry[1], "order", 0), entry[0])))
+
+    def of(self, name: str) -> Record:
+        """The record of a name.
+
+        Raises:
+            SspError: there is none.
+        """
+        if problem := self.problem_of(name):
+            raise self._error(problem)
+        return self.all()[name]
+
+    def problem_of(self, name: str, *, key: str | None = None) -> str | None:
+        """A sentence that begins with the setting, or with `key`, if no record has this name."""
+        known = self.all()
+        return None if name in known else unknown_name(key or self._setting, name, known)
+
+
+def imported(reference: str, *, setting: str) -> Any:  # noqa: ANN401 - whatever the record names
+    """Import the code that a record names.
+
+    Args:
+        reference: `module:attribute`.
+        setting: what asks for the code; the error begins with it.
+
+    Raises:
+        ConfigError: there is no such code.
+    """
+    module, _, attribute = reference.partition(":")
+    try:
+        code = getattr(importlib.import_module(module), attribute, None)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{setting} needs {reference}, which cannot be imported: {error}") from error
+    if code is None:
+        raise ConfigError(f"{setting} needs {reference}, and {module} has no {attribute!r}")
+    return code

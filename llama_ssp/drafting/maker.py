@@ -1,0 +1,69 @@
+"""Makes the drafter of a run: of the kind that the settings name, on the ranks that the placement names."""
+
+import torch
+
+from llama_ssp.config.drafts.drafter import drafter_of
+from llama_ssp.config.registry import imported
+from llama_ssp.config.schema import RunConfig
+from llama_ssp.distributed.mesh import Mesh
+from llama_ssp.drafting.batch_split import BatchSplit, BatchSplitDrafter
+from llama_ssp.drafting.broadcast import BroadcastDrafter, ProbsReceiver
+from llama_ssp.drafting.protocol import Drafter, DrafterParts
+from llama_ssp.models.runner import Runner
+from llama_ssp.sampling.rules import Rule
+
+
+def make_drafter(
+    config: RunConfig,
+    *,
+    rule: Rule,
+    mesh: Mesh,
+    runner: Runner | None,
+    vocab_size: int,
+    device: torch.device,
+    split: BatchSplit | None = None,
+) -> Drafter:
+    """Make the drafter of a rank.
+
+    Args:
+        config: of a run that drafts.
+        rule: verifies the drafts.
+        mesh: which rank does what.
+        runner: the draft model or this rank's slice of it; None on ranks without one.
+        vocab_size: V of the target.
+        device: where the drafted ids live.
+        split: shares the rows out over ranks that each hold the whole draft model.
+
+    Raises:
+        ConfigError: the code of this kind of draft cannot be imported.
+    """
+    record, layout, num_draft_tokens = drafter_of(config.draft), mesh.layout, config.speculation.num_draft_tokens
+    assert record.make, "a run without a draft needs no drafter"
+    make = imported(record.make, setting=f"draft.kind={record.name}")
+    parts = DrafterParts(
+        config=config.draft,
+        rule=rule,
+        num_draft_tokens=num_draft_tokens,
+        vocab_size=vocab_size,
+        device=device,
+        runner=runner,
+        comm=mesh.draft,
+        src=layout.draft_ranks.index(layout.draft_source_rank) if record.has_model and not split else 0,
+    )
+    if not record.has_model:
+        drafter: Drafter = make(parts)
+        return drafter
+    inner: Drafter | None = make(parts) if runner else None
+    if split:
+        return BatchSplitDrafter(inner, split=split, num_draft_tokens=num_draft_tokens, device=device)
+    # Probabilities travel only where no rank holds both models and the rule reads them.
+    is_apart = layout.draft_source_rank != layout.verify_rank and config.sampling.temperature > 0
+    return BroadcastDrafter(
+        inner,
+        comm=mesh.replica,
+        src=layout.draft_source_rank,
+        num_draft_tokens=num_draft_tokens,
+        device=device,
+        all_draft=layout.draft_ranks == layout.ranks,
+        receiver=ProbsReceiver(layout.verify_rank, vocab_size) if is_apart else None,
+    )
