@@ -1,6 +1,7 @@
 """Groups of gloo ranks, one launch for each world size and session."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.ranks import PAIRS, QUANTIZED
+from tests.distributed.ranks import LANE, PAIRS, QUANTIZED
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint
 from tests.helpers.repository import ROOT
 from tests.helpers.tokenizers import save_tokenizer
@@ -36,6 +37,7 @@ def launched(pairs: Path, tmp_path_factory: pytest.TempPathFactory, pytestconfig
     """What each rank of a group has seen; a group of one size is started once."""
     known: dict[tuple[int, str], Seen] = {}
     lane = "heavy" if pytestconfig.getoption("--heavy") or pytestconfig.getoption("--slow") else "default"
+    os.environ[LANE] = lane
 
     def launch(num_ranks: int, chosen: str = lane) -> Seen:
         if (num_ranks, chosen) not in known:

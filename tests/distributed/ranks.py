@@ -5,6 +5,7 @@ OUT/RANK.json.
 """
 
 import json
+import os
 import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
@@ -45,6 +46,8 @@ from tests.helpers.prompts import PROMPTS
 from tests.helpers.shapes import llama_shape
 
 SYNTHETIC = "synthetic"
+LANE = "LLAMA_SSP_TEST_LANE"
+"""The variable by which the ranks of a group know the lane of the tests."""
 PAIRS = ("tiny", "llama", "gpt_neox", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "gpt_neo")
 NUM_NEW_TOKENS = 24
 # Families whose targets are quantized too: one for the lean decoder, one for the library's modules.
@@ -121,10 +124,11 @@ def pair_of(name: str, folder: Path) -> tuple[ModelConfig, ModelConfig]:
 
 
 def prompts_of(name: str) -> list[str]:
-    """Fifty texts and an empty one for the shipped pair; words that their tokenizer knows for the random pairs."""
+    """Texts and an empty one for the shipped pair, 51 in the heavy lane; words of their tokenizer for random pairs."""
     if name == SYNTHETIC:
         return list(PROMPTS[::5])
-    return [*PROMPTS, ""] if name == "tiny" else ["t5 t9 t3", "t7", "t11 t12 t13 t14 t15 t16 t17", "t8 t8"]
+    texts = PROMPTS if os.environ.get(LANE) == "heavy" else PROMPTS[::3]
+    return [*texts, ""] if name == "tiny" else ["t5 t9 t3", "t7", "t11 t12 t13 t14 t15 t16 t17", "t8 t8"]
 
 
 def cell_config(cell: Cell, folder: Path, temperature: float) -> RunConfig:

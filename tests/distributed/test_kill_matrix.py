@@ -35,9 +35,12 @@ from tests.helpers.terminals import HEEDING_HANGUPS, OnTerminal
 
 pytestmark = pytest.mark.distributed(2)
 
-# Each signal, rank and phase occurs once in the first two lanes; a stopped rank costs torchrun half a minute.
-ALWAYS = {("srun", Cell(signal.SIGKILL, 0, "decoding"))}
-HEAVY = {("torchrun", Cell(signal.SIGTERM, 1, "loading")), ("srun", Cell(signal.SIGSTOP, 1, "prefill"))}
+# Each signal, rank and phase occurs once in the heavy lane; a stopped rank costs torchrun half a minute.
+HEAVY = {
+    ("srun", Cell(signal.SIGKILL, 0, "decoding")),
+    ("torchrun", Cell(signal.SIGTERM, 1, "loading")),
+    ("srun", Cell(signal.SIGSTOP, 1, "prefill")),
+}
 AT_MOST_S = {"torchrun": 40, "srun": 15}
 LONG = Cell(signal.SIGHUP, 0, "decoding")
 """A run that cannot end before it is met."""
@@ -71,9 +74,8 @@ RARE_LOSSES = [
 
 
 def cells() -> list[object]:
-    lanes = dict.fromkeys(ALWAYS, ()) | dict.fromkeys(HEAVY, pytest.mark.heavy)
     return [
-        pytest.param(*pair, marks=lanes.get(pair, pytest.mark.slow), id=f"{pair[0]}, {pair[1]}")
+        pytest.param(*pair, marks=pytest.mark.heavy if pair in HEAVY else pytest.mark.slow, id=f"{pair[0]}, {pair[1]}")
         for pair in product(AT_MOST_S, CELLS)
     ]
 

@@ -72,7 +72,7 @@ def test_greedy_text_is_the_librarys_on_every_number_of_ranks(
     texts = launched(num_ranks)[0][f"{name} at 0.0"]
     for prompt_ids, wanted, ids in zip(prompts, library_texts(name, pairs), texts, strict=True):
         num_near_ties += part_at_a_near_tie(model, prompt_ids, wanted, ids)
-    assert num_near_ties <= len(prompts) / 50
+    assert num_near_ties <= max(1, len(prompts) / 50)
 
 
 @sizes
@@ -105,7 +105,7 @@ def test_greedy_text_is_that_of_one_rank_wherever_target_and_draft_sit(
     alone, placed = texts_of(cell, num_ranks, 0.0, launched)
     triples = zip(prompts, alone, placed, strict=True)
     num_near_ties = sum(part_at_a_near_tie(model, prompt_ids, wanted, ids) for prompt_ids, wanted, ids in triples)
-    assert num_near_ties <= len(prompts) / 50
+    assert num_near_ties <= max(1, len(prompts) / 50)
 
 
 @cells

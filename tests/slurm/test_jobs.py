@@ -95,6 +95,7 @@ def test_a_run_that_is_stopped_and_requeued_ends_like_an_undisturbed_one(cluster
     assert log().count("queues itself again") == 1
 
 
+@pytest.mark.heavy
 def test_a_job_over_two_nodes_is_one_run_with_weights_on_their_own_disks(cluster: Cluster, tmp_path: Path) -> None:
     copy = tmp_path / "own disk" / "tiny"
     words = ["--stage", str(SHIPPED / "tiny"), str(copy), "model=local", f"model.path='{copy}'", "draft=tiny-draft"]

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.seconds
 CPU = torch.device("cpu")
 
 
+@pytest.mark.heavy
 def test_the_gpu_suite_runs_all_its_stages_on_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("benchmarks.timing.RESULTS", tmp_path)
     bench = gpu.Bench(CPU, quick=True, stored=True, console=Console(quiet=True))
@@ -36,6 +37,7 @@ def test_the_gpu_suite_runs_all_its_stages_on_a_cpu(monkeypatch: pytest.MonkeyPa
     assert len(bench.goals) == 7
 
 
+@pytest.mark.heavy
 def test_the_checks_of_the_gpu_suite_find_no_fault_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_checks, "NUM_TOKENS", 8)
     monkeypatch.setattr(gpu_checks, "NUM_POSITIONS", 24)
@@ -46,6 +48,7 @@ def test_the_checks_of_the_gpu_suite_find_no_fault_on_a_cpu(monkeypatch: pytest.
     assert gpu_checks.waits_in_a_round(CPU, cuda_graphs=True) == []
 
 
+@pytest.mark.heavy
 def test_lengths_have_a_point_for_each_context_each_window_and_each_pause() -> None:
     sizes = lengths.Sizes(
         contexts=(16, 24, 32, 40), num_new_tokens=9, num_windows=4, pauses_ms=(0, 1, 2, 9), paused_context=16
@@ -62,6 +65,7 @@ def test_lengths_have_a_point_for_each_context_each_window_and_each_pause() -> N
     assert all(len(each["ms_per_token"]) == 4 for each in series.values())
 
 
+@pytest.mark.heavy
 @torch.inference_mode()
 def test_a_control_reads_all_slots_in_every_round(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = load("tiny", "tiny-draft")
@@ -80,6 +84,7 @@ def test_a_control_reads_all_slots_in_every_round(monkeypatch: pytest.MonkeyPatc
     assert widths == {208}
 
 
+@pytest.mark.heavy
 def test_placements_measure_a_line_of_the_target_alone_and_one_with_a_draft(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

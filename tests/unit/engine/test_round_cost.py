@@ -23,6 +23,7 @@ from llama_ssp.models.linear import PlainLinear
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.prefill import Buckets
 from tests.helpers.decoders import advance, complete, make_decoder
+from tests.helpers.lanes import heavy
 from tests.helpers.models import tiny_model
 
 pytestmark = pytest.mark.seconds
@@ -157,7 +158,7 @@ def test_operators_of_a_round_are_a_plus_b_times_k(temperature: float) -> None:
     assert totals == {k: totals[1] + (k - 1) * per_token for k in totals}
 
 
-@pytest.mark.parametrize("num_draft_tokens", [0, 1, 6])
+@pytest.mark.parametrize("num_draft_tokens", [0, 1, heavy(6)])
 def test_operators_of_a_round_depend_neither_on_batch_nor_on_length(num_draft_tokens: int) -> None:
     """From a batch of two on. One row needs fewer: `logits.rows_at`, and torch in attention, let it off some."""
 
@@ -170,7 +171,7 @@ def test_operators_of_a_round_depend_neither_on_batch_nor_on_length(num_draft_to
     assert operators(batch_size=1).total() <= pair.total()
 
 
-@pytest.mark.parametrize("num_draft_tokens", [0, 4])
+@pytest.mark.parametrize("num_draft_tokens", [0, heavy(4)])
 def test_bytes_of_a_round_are_a_straight_line_over_the_slots_that_it_reads(num_draft_tokens: int) -> None:
     """Neither how long the text is within them, nor how many slots there are besides, makes a difference."""
 

@@ -18,6 +18,7 @@ from llama_ssp.errors import ConfigError
 from llama_ssp.weights import hub
 from tests.helpers.decoders import complete, make_decoder
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
+from tests.helpers.lanes import grid
 from tests.helpers.prefix_runner import PrefixRunner
 from tests.helpers.tokenizers import byte_level, save_tokenizer, sentencepiece_like
 
@@ -101,9 +102,7 @@ def stopping(words: PreTrainedTokenizerFast, stops: list[str], **options: Any) -
     return decoder
 
 
-@pytest.mark.parametrize("lag", [0, 1])
-@pytest.mark.parametrize("batch_size", [1, 3])
-@pytest.mark.parametrize("draft_seed", [0, 1], ids=["always accepted", "mostly rejected"])
+@grid(lag=[0, 1], batch_size=[1, 3], draft_seed=[0, 1])  # drafts that are always, and mostly not, accepted
 def test_a_row_ends_at_its_stop_also_inside_a_draft(
     words: PreTrainedTokenizerFast, draft_seed: int, batch_size: int, lag: int
 ) -> None:
@@ -155,6 +154,7 @@ def test_ranks_leave_the_loop_together(words: PreTrainedTokenizerFast) -> None:
     assert any(len(ids) < 30 for ids in first)
 
 
+@pytest.mark.heavy
 @torch.inference_mode()
 def test_the_shipped_pair_stops_where_the_library_does() -> None:
     folder = hub.resolve(catalogue.load("tiny"))

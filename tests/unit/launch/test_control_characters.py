@@ -8,6 +8,7 @@ import pytest
 
 from launch import manifest, plan
 from tests.helpers.in_process import launch
+from tests.helpers.lanes import heavy
 
 pytestmark = pytest.mark.seconds
 
@@ -27,7 +28,9 @@ def of_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llama_ssp.engine.stream.IncrementalText._new_text", lambda _self: next(halves))
 
 
-@pytest.mark.parametrize("settings", [("task=generate",), ("task=generate", "batch_size=2"), ("task=latency",)])
+@pytest.mark.parametrize(
+    "settings", [("task=generate",), heavy(("task=generate", "batch_size=2")), heavy(("task=latency",))]
+)
 def test_a_run_prints_none(settings: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     of_model(monkeypatch)
     ended = launch(*SMALL, *settings, f"run_dir={tmp_path}/\x1b[2Jrun")
@@ -37,6 +40,7 @@ def test_a_run_prints_none(settings: tuple[str, ...], tmp_path: Path, monkeypatc
         assert "\\x1b[2J" in ended.out
 
 
+@pytest.mark.heavy
 def test_compare_prints_none(tmp_path: Path) -> None:
     ended = launch("max_new_tokens=2", "device=cpu", f"prompt={HOSTILE}", f"run_dir={tmp_path}/run")
     assert ended.code == 0, ended.err
@@ -59,11 +63,11 @@ def test_json_lines_hold_none_and_are_exact_and_so_are_records(tmp_path: Path) -
     [
         ["--cfg", "job", "prompt=\u202e"],
         ["--info", "defaults", f"seed='{HOSTILE}'"],
-        ["-m", "hydra/launcher=slurm", "hardware=p4d_24xlarge", "dry_run=true", f"prompt={HOSTILE}"],
+        heavy(["-m", "hydra/launcher=slurm", "hardware=p4d_24xlarge", "dry_run=true", f"prompt={HOSTILE}"]),
         [f"--{HOSTILE}"],
         [f"model={HOSTILE}"],
-        [f"prompts={HOSTILE}"],
-        [f"model.path={HOSTILE}", "task=generate"],
+        heavy([f"prompts={HOSTILE}"]),
+        heavy([f"model.path={HOSTILE}", "task=generate"]),
         [f"seed='{HOSTILE}'"],
         [f"stop_strings=['{HOSTILE}']", "max_new_tokens=0"],
         [f"hardware={HOSTILE}"],

@@ -92,6 +92,7 @@ def test_generate_prints_the_librarys_greedy_text(launch: Launch) -> None:
     assert ended.out.rstrip("\n") == str(tokenizer.decode(wanted, skip_special_tokens=True)).rstrip("\n")
 
 
+@pytest.mark.heavy
 def test_both_modes_end_at_a_stop_and_say_so(launch: Launch) -> None:
     ended = launch("sampling=greedy", "prompt=class Stack:", "max_new_tokens=40", r'stop_strings=["\n\n"]')
     assert ended.code == 0, ended.err
@@ -114,6 +115,7 @@ def test_synthetic_weights_give_a_larger_shape_the_shipped_models_text(
     assert json.loads((ended.run_dir / "summary.json").read_text())["weights"] == "synthetic"
 
 
+@pytest.mark.heavy
 def test_layers_on_disk_write_the_same_text_and_are_gone_afterwards(launch: Launch) -> None:
     greedy = ["task=generate", "task.format=jsonl", "sampling=greedy", "prompt=def factorial(n):", "max_new_tokens=24"]
     alone = launch(*greedy)
@@ -196,6 +198,7 @@ def test_compare_shows_both_modes_and_a_picture(launch: Launch, tmp_path: Path) 
     assert "<svg" in (tmp_path / "compare.svg").read_text()
 
 
+@pytest.mark.heavy
 def test_a_comparison_without_a_terminal_tells_how_far_it_is_and_a_resumed_one_counts_on(
     launch: Launch, tmp_path: Path
 ) -> None:

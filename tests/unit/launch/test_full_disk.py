@@ -21,7 +21,7 @@ PLENTY = 1 << 24
 # What there is room for: on a small disk for the lock alone, or for some completions; where files must be short, for
 # not even that, or for some completions.
 CASES = [
-    heavy("a small disk", 4096), heavy("a small disk", 5 * 4096), heavy("short files", 1), ("short files", 3000),
+    heavy("a small disk", 4096), heavy("a small disk", 5 * 4096), heavy("short files", 1), heavy("short files", 3000),
 ]  # fmt: skip
 
 

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.seconds
 if TYPE_CHECKING:
     from llama_ssp.config.schema import RunConfig
 
-FEW, MANY = settings(UNHURRIED, max_examples=30), settings(UNHURRIED, max_examples=350)
+FEW, MANY = settings(UNHURRIED, max_examples=6), settings(UNHURRIED, max_examples=350)
 CONFIG = "seed: 7\nrun_dir: null\nstop_strings: []\nmodel:\n  name: big\n  shape: {num_layers: 2}\n"
 RAW = {
     "@digits": "9" * 5000, "@nines": "9" * 400, "@deep": "[" * 5000 + "]" * 5000,

@@ -39,7 +39,7 @@ UNHURRIED = settings(
     derandomize=True, deadline=None, database=None, phases=[Phase.generate],  # to shrink a case would take minutes
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )  # fmt: skip
-FEW, MANY = settings(UNHURRIED, max_examples=40), settings(UNHURRIED, max_examples=50)
+FEW, MANY = settings(UNHURRIED, max_examples=20), settings(UNHURRIED, max_examples=50)
 KEYS = (
     "model_type", "architectures", "num_hidden_layers", "num_layers", "n_layer", "num_attention_heads", "num_heads",
     "num_key_value_heads", "hidden_size", "head_dim", "intermediate_size", "vocab_size", "max_position_embeddings",

@@ -79,6 +79,7 @@ def lines_of(folder: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in (folder / "run" / "run.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.heavy
 @pytest.mark.seconds
 def test_a_rule_from_outside_judges_and_a_format_from_outside_stores(folder: Path) -> None:
     words = ("prompt=import os", "max_new_tokens=8", "task=generate", "model.quantization=toy16")
@@ -89,6 +90,7 @@ def test_a_rule_from_outside_judges_and_a_format_from_outside_stores(folder: Pat
     assert "quantization: toy16" in (folder / "run" / "config.yaml").read_text()
 
 
+@pytest.mark.heavy
 @pytest.mark.seconds
 def test_a_family_from_outside_is_loaded_planned_and_decoded(folder: Path) -> None:
     model = folder / "model"

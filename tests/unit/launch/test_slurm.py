@@ -243,6 +243,7 @@ def test_a_job_inherits_nothing_that_describes_the_process_that_submits(
     assert "SLURM_CONF" in environment
 
 
+@pytest.mark.heavy
 def test_weights_are_staged_under_a_name_that_changes_with_them(sweep: Sweep, tmp_path: Path) -> None:
     shipped = catalogue.conf_dir().parent / "llama_ssp" / "shipped"
     weights = tmp_path / "weights"

@@ -43,6 +43,7 @@ def test_the_browser_that_the_distribution_has_is_installed_and_nothing_keeps_ot
     assert done.stdout == "apt-get could not install munge\n"
 
 
+@pytest.mark.heavy
 def test_the_time_of_all_steps_stands_before_the_summary_of_the_tests(tmp_path: Path) -> None:
     (tmp_path / "test_one.py").write_text("def test_one(): pass\n")
     command = [sys.executable, "-m", "pytest", "-n0", "-p", "tests.conftest", "-p", "no:cacheprovider", str(tmp_path)]
@@ -79,6 +80,7 @@ def test_job(number, record_property): record_property("worker", __import__("os"
 """
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("options", "ended"),
     [
@@ -92,6 +94,7 @@ def test_each_lane_adds_its_tests(options: list[str], ended: str, tmp_path: Path
     assert ended in lanes(tmp_path, tmp_path, *options)
 
 
+@pytest.mark.heavy
 def test_folders_are_shared_out_with_jobs_on_one_worker_and_files_that_were_named_are_not(tmp_path: Path) -> None:
     assert "created: " not in lanes(tmp_path, tmp_path / JOB, "-n", "auto")
     assert "created: 2/2 workers" in lanes(tmp_path, tmp_path, "-n", "2", f"--junit-xml={tmp_path}/report.xml")

@@ -129,6 +129,7 @@ def test_no_line_of_prose_is_longer_than_120_characters() -> None:
     assert [(path, line) for path in prose.keys() - made for line in prose[path].splitlines() if len(line) > 120] == []
 
 
+@pytest.mark.heavy
 def test_every_python_example_runs() -> None:
     examples = sorted({*blocks("python")})
     assert examples != []

@@ -29,6 +29,7 @@ NEVER = (
 )  # fmt: skip
 
 
+@pytest.mark.heavy
 def test_slow_packages_are_imported_only_where_they_are_used(tmp_path: Path) -> None:
     settings = ["task=generate", "prompt=import", "max_new_tokens=2", f"run_dir={tmp_path}/run"]
     program = (

@@ -16,6 +16,7 @@ NUMBERS = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP]
 @pytest.fixture(autouse=True)
 def _handlers() -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in NUMBERS}
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored
     yield
     for number, handler in before.items():
         signal.signal(number, handler)

@@ -45,6 +45,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_pairs, "BUDGET_S", 0.0)
 
 
+@pytest.mark.heavy
 @pytest.mark.usefixtures("hasty")
 def test_the_file_is_a_sound_description_from_which_a_run_can_be_planned(tmp_path: Path) -> None:
     file = calibrate(WORLD, output=str(tmp_path / "machine.yaml"))

@@ -177,6 +177,7 @@ def test_weights_go_with_the_runner() -> None:
     assert [each() for each in watched] == [None, None]
 
 
+@pytest.mark.heavy
 def test_recordings_go_with_what_made_them() -> None:
     """Torch keeps a page of text for each operator, and what `torch.jit.trace` makes for ever."""
 
