@@ -18,9 +18,10 @@ import yaml
 
 from docs.hooks.repository import ROOT, comment
 from llama_ssp.config import store
+from llama_ssp.config.drafts.drafter import drafters
 from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.config.plan import PlanConfig
-from llama_ssp.config.schema import RunConfig
+from llama_ssp.config.schema import DrafterConfig, RunConfig
 from llama_ssp.config.slurm import KEY as LAUNCHER
 from llama_ssp.config.slurm import SlurmConfig
 from llama_ssp.config.tasks.spec import task_specs
@@ -187,6 +188,14 @@ def task_settings(task: str, schema: type[Any]) -> Iterator[Setting]:
             yield each
 
 
+def draft_settings(name: str, schema: type[Any]) -> Iterator[Setting]:
+    """Describe the settings that a kind of draft has of its own."""
+    shared = {each.name for each in dataclasses.fields(DrafterConfig)}
+    if own := {each.name for each in dataclasses.fields(schema)} - shared:
+        listed = schema_settings(schema, comments(CONF / "draft" / f"{name}.yaml"), prefix="draft.")
+        yield from (each for each in listed if each.key.removeprefix("draft.") in own)
+
+
 def top_settings(schema: type[Any], file: str) -> dict[str, list[Setting]]:
     """Describe the settings that belong to no group, by the headings of their file."""
     said, over = comments(CONF / file), headings(CONF / file)
@@ -211,6 +220,7 @@ def hardware_settings() -> Iterator[Setting]:
 def described() -> list[Setting]:
     """Return every setting that must have a meaning."""
     found = [each for group in groups() if group != "task" for each in group_settings(group)]
+    found += [each for name, record in drafters().items() for each in draft_settings(name, record.config)]
     found += [each for name, task in task_specs().items() for each in task_settings(name, task.config)]
     for schema, file in ((RunConfig, "config.yaml"), (PlanConfig, "plan.yaml")):
         found += [each for settings in top_settings(schema, file).values() for each in settings]
@@ -237,6 +247,9 @@ def page() -> str:
             parts.append(table(group_settings(group)))
         if group == "draft":
             parts.append("`draft.model.FIELD` has the fields of [`model`](#model).")
+            for name, record in drafters().items():
+                if own := list(draft_settings(name, record.config)):
+                    parts += [f"### `draft={name}`", table(own)]
     for bundle in store.BUNDLES:
         parts += [
             f"## `{bundle}=`",
