@@ -196,6 +196,16 @@ def draft_settings(name: str, schema: type[Any]) -> Iterator[Setting]:
         yield from (each for each in listed if each.key.removeprefix("draft.") in own)
 
 
+def option_settings(group: str) -> Iterator[tuple[str, list[Setting]]]:
+    """List the options of a group that have settings of their own."""
+    listed: dict[str, Iterator[Setting]] = {}
+    if group == "task":
+        listed = {name: task_settings(name, task.config) for name, task in task_specs().items()}
+    elif group == "draft":
+        listed = {name: draft_settings(name, record.config) for name, record in drafters().items()}
+    yield from ((name, own) for name, settings in listed.items() if (own := list(settings)))
+
+
 def top_settings(schema: type[Any], file: str) -> dict[str, list[Setting]]:
     """Describe the settings that belong to no group, by the headings of their file."""
     said, over = comments(CONF / file), headings(CONF / file)
@@ -220,8 +230,7 @@ def hardware_settings() -> Iterator[Setting]:
 def described() -> list[Setting]:
     """Return every setting that must have a meaning."""
     found = [each for group in groups() if group != "task" for each in group_settings(group)]
-    found += [each for name, record in drafters().items() for each in draft_settings(name, record.config)]
-    found += [each for name, task in task_specs().items() for each in task_settings(name, task.config)]
+    found += [each for group in ("draft", "task") for _, own in option_settings(group) for each in own]
     for schema, file in ((RunConfig, "config.yaml"), (PlanConfig, "plan.yaml")):
         found += [each for settings in top_settings(schema, file).values() for each in settings]
     found += schema_settings(SlurmConfig, comments(CONF / "hydra/launcher/slurm.yaml"), prefix=f"{LAUNCHER}.")
@@ -239,17 +248,11 @@ def page() -> str:
         parts += [f"### {heading}", table(settings)]
     for group in groups():
         parts += [f"## `{group}=`", options(group)]
-        if group == "task":
-            for name, task in task_specs().items():
-                if own := list(task_settings(name, task.config)):
-                    parts += [f"### `task={name}`", table(own)]
-        else:
+        if group != "task":
             parts.append(table(group_settings(group)))
         if group == "draft":
             parts.append("`draft.model.FIELD` has the fields of [`model`](#model).")
-            for name, record in drafters().items():
-                if own := list(draft_settings(name, record.config)):
-                    parts += [f"### `draft={name}`", table(own)]
+        parts += [text for name, own in option_settings(group) for text in (f"### `{group}={name}`", table(own))]
     for bundle in store.BUNDLES:
         parts += [
             f"## `{bundle}=`",
