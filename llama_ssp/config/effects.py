@@ -1,4 +1,4 @@
-"""Settings that were given and do nothing beside the others; a user who wrote them expects something."""
+"""Finds settings that were given explicitly and have no effect in combination with the others."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,16 +11,13 @@ from llama_ssp.config.tasks.spec import task_of
 
 
 def is_synthetic(config: RunConfig) -> bool:
-    """Whether weights are made, not read."""
+    """Whether weights are generated instead of read from files."""
     return config.weights is WeightsKind.synthetic
 
 
 @dataclass(frozen=True)
 class _Pointless:
-    """Settings that do nothing while `holds`; a key stands for everything below it too.
-
-    `{task}` in the reason stands for the record of the task.
-    """
+    """Settings that have no effect while `holds`. A key includes all keys below it; `{task}` is the task's record."""
 
     keys: tuple[str, ...]
     holds: Callable[[RunConfig], bool]
@@ -41,7 +38,7 @@ _POINTLESS = (
     _Pointless(
         ("placement.target", "placement.draft"),
         lambda config: config.placement.auto,
-        "beside placement=auto, which chooses it",
+        "with placement=auto, which chooses it",
     ),
     _Pointless(
         ("sampling.top_k", "sampling.top_p", "sampling.min_p"),
@@ -56,7 +53,7 @@ _POINTLESS = (
     _Pointless(
         ("task.default_prompts",),
         lambda config: config.prompt is not None or config.prompts is not None,
-        "beside prompt= or prompts=",
+        "with prompt= or prompts=",
     ),
     _Pointless(
         ("model.int8_threshold",),
@@ -79,7 +76,7 @@ _POINTLESS = (
     _Pointless(
         ("cuda_graphs",),
         lambda config: not layout.may_capture(config.placement.target),
-        "beside a target that accelerate or deepspeed places: its operators are launched from Python",
+        "with a target that accelerate or deepspeed places: its operators are launched from Python",
     ),
     _Pointless(
         ("dry_run",),
@@ -95,36 +92,25 @@ _POINTLESS = (
     _Pointless(
         ("model.path", "model.hub_id", "model.revision", "model.verify"),
         lambda config: is_synthetic(config) and config.model.shape is not None,
-        "beside weights=synthetic, which reads no files",
+        "with weights=synthetic, which reads no files",
     ),
     _Pointless(
         ("draft.model.path", "draft.model.hub_id", "draft.model.revision", "draft.model.verify"),
         lambda config: is_synthetic(config) and config.draft.model is not None and bool(config.draft.model.shape),
-        "beside weights=synthetic, which reads no files",
+        "with weights=synthetic, which reads no files",
     ),
-    _Pointless(
-        ("model.hub_id", "model.revision"),
-        lambda config: config.model.path is not None,
-        "beside model.path",
-    ),
+    _Pointless(("model.hub_id", "model.revision"), lambda config: config.model.path is not None, "with model.path"),
     _Pointless(
         ("draft.model.hub_id", "draft.model.revision"),
         lambda config: config.draft.model is not None and config.draft.model.path is not None,
-        "beside draft.model.path",
+        "with draft.model.path",
     ),
 )
 
 
 def without_effect(config: RunConfig, explicit: frozenset[str]) -> Iterator[str]:
-    """A sentence for each setting that does nothing.
-
-    Args:
-        config: of the run.
-        explicit: keys that the user wrote.
-    """
+    """Yield a sentence for each key in `explicit` that has no effect."""
     for entry in _POINTLESS:
-        if not entry.holds(config):
-            continue
-        for key in sorted(explicit):
+        for key in sorted(explicit) if entry.holds(config) else ():
             if any(key == top or key.startswith(f"{top}.") for top in entry.keys):
                 yield f"{key} has no effect {entry.reason.format(task=task_of(config))}"

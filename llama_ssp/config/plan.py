@@ -1,4 +1,4 @@
-"""Every setting of `launch/plan.py`, as typed dataclasses, and what they must satisfy."""
+"""Every setting of `launch/plan.py` as typed dataclasses, and their checks."""
 
 import math
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ class PlanFormat(Enum):
 
 @dataclass(kw_only=True)
 class PlanSpeculation:
-    """K, and how probable it is that a drafted token is accepted; null takes the catalogue's figure for the pair."""
+    """K, and the probability that a drafted token is accepted; null looks the pair up in conf/pairs.yaml."""
 
     num_draft_tokens: int = 4
     acceptance: float | None = None
@@ -30,7 +30,7 @@ class PlanSpeculation:
 
 @dataclass(kw_only=True)
 class PlanConfig:
-    """All of one plan. `hardware` is checked by `config.hardware`, which finds all of its problems at once."""
+    """All settings of one plan. `config.hardware` checks `hardware`."""
 
     model: ModelConfig
     draft: DrafterConfig
@@ -47,13 +47,10 @@ class PlanConfig:
 
 
 def check(config: PlanConfig) -> None:
-    """Refuse a plan of impossible figures.
-
-    Args:
-        config: with the draft decided and the shapes of local models filled in.
+    """Refuse impossible settings. The draft must be resolved, and the shapes of local models filled in.
 
     Raises:
-        ConfigError: names every problem, those of the hardware file included.
+        ConfigError: lists every problem, including those of the hardware file.
     """
     hardware = problems_of(config.hardware)
     problems = [*hardware, *_ranges(config), *_models(config)]

@@ -88,13 +88,7 @@ def memory(job: PlanSpec, hardware: HardwareConfig) -> tuple[RankMemoryPlan, ...
 
 
 def _rank_memory(
-    job: PlanSpec,
-    hardware: HardwareConfig,
-    rank: int,
-    target: Part | None,
-    draft: Part | None,
-    *,
-    capacity_bytes: int,
+    job: PlanSpec, hardware: HardwareConfig, rank: int, target: Part | None, draft: Part | None, *, capacity_bytes: int
 ) -> RankMemoryPlan:
     parts = [part for part in (target, draft) if part]
     served = {

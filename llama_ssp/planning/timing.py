@@ -19,14 +19,7 @@ from llama_ssp.planning.layerwise import waiting_s
 from llama_ssp.planning.measured import line
 from llama_ssp.planning.memory import PREFILL_CHUNK, bucket_of
 from llama_ssp.planning.messages import Message, round_messages
-from llama_ssp.planning.roofline import (
-    ForwardTime,
-    ModelPlacement,
-    bandwidth,
-    forward_time,
-    message_s,
-    profile_of,
-)
+from llama_ssp.planning.roofline import ForwardTime, ModelPlacement, bandwidth, forward_time, message_s, profile_of
 from llama_ssp.planning.spec import PlannedModel, PlanSpec, model_bytes
 
 DRAW_KERNELS = 17
