@@ -115,7 +115,7 @@ BAD = [
     ([*ROW, "placement=own_gpu", "cuda_graphs=true"], "cuda_graphs has no effect with a target that accelerate"),
     (
         ["placement=deepspeed", "placement.num_replicas=2"],
-        "takes all ranks for one replica: use placement.num_replicas=1",
+        "takes all ranks for one replica: use placement.num_replicas",
     ),
     (["placement=deepspeed", "placement.draft.kind=own_gpu"], "the draft is on rank 1, the target on rank 0: use a"),
     (["placement=deepspeed", "placement.auto=true"], "placement.auto=true chooses among targets of placement.target.k"),
