@@ -113,10 +113,7 @@ BAD = [
     ([*ROW, "placement.target.offload=cpu", f"{LIMIT}e-400"], "max_memory_gb=0.0 must be a positive number of GB"),
     (["placement.target.offload=cpu", LIMIT], "placement.target.offload=cpu needs placement.target.kind=accelerate"),
     ([*ROW, "placement=own_gpu", "cuda_graphs=true"], "cuda_graphs has no effect with a target that accelerate"),
-    (
-        ["placement=deepspeed", "placement.num_replicas=2"],
-        "takes all ranks for one replica: use placement.num_replicas",
-    ),
+    (["placement=deepspeed", "placement.num_replicas=2"], "takes all ranks for one replica: use placement.num_repl"),
     (["placement=deepspeed", "placement.draft.kind=own_gpu"], "the draft is on rank 1, the target on rank 0: use a"),
     (["placement=deepspeed", "placement.auto=true"], "placement.auto=true chooses among targets of placement.target.k"),
     ([*PLAIN, "speculation.num_draft_tokens=2"], "speculation.num_draft_tokens has no effect without a draft"),
