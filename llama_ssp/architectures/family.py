@@ -89,11 +89,7 @@ register, families = FAMILIES.register, FAMILIES.all
 
 
 def family_of(model_type: str) -> Family:
-    """The family of a `model_type`.
-
-    Raises:
-        PlacementError: unknown `model_type`.
-    """
+    """The family of a `model_type`; an unknown one raises PlacementError."""
     known = families()
     if model_type not in known:
         *others, last = sorted(known)
@@ -108,9 +104,5 @@ def record_of(model_type: str) -> Family:
 
 
 def inventory(shape: ModelShape) -> Inventory:
-    """List the parameters of a model.
-
-    Raises:
-        PlacementError: unknown family.
-    """
+    """List the parameters of a model; an unknown family raises PlacementError."""
     return family_of(shape.model_type).parameters(shape)

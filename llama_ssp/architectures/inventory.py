@@ -11,13 +11,10 @@ from llama_ssp.architectures.sharding import RankShard, cut_of
 
 @dataclass(frozen=True, kw_only=True)
 class Matrix:
-    """One weight matrix as the library stores it, or a slice of it.
+    """One weight matrix (outputs x inputs, or token ids x width) as the library stores it, or a slice of it.
 
-    Attributes:
-        module: last part of the module's name.
-        num_rows, num_columns: outputs and inputs; for an embedding, token ids and width.
-        cut: the dimension along which it is sharded; None if every rank holds it whole.
-        has_bias: whether it has a bias of `num_rows`.
+    `module` is the last part of the module's name, `cut` the dimension along which the matrix is sharded, or None if
+    every rank holds it whole.
     """
 
     module: str
@@ -53,7 +50,6 @@ class Inventory:
         embeddings: lookup tables.
         head: the output matrix; None if it is tied to the embedding.
         final_vectors: elements of the last norm.
-        num_layers: number of layers.
     """
 
     layer: tuple[Matrix, ...]

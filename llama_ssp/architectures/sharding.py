@@ -18,12 +18,9 @@ BLOCK = 64
 
 
 def split_blocks(size: int, num_parts: int, *, block: int = 1) -> tuple[range, ...]:
-    """Split `size` units into consecutive, nearly equal parts, the largest first.
+    """Split `size` units into consecutive, nearly equal parts, the largest first; fewer blocks than parts are refused.
 
     Parts begin at multiples of `block`; only the last one may end between two.
-
-    Raises:
-        PlacementError: there are fewer blocks than parts.
     """
     num_blocks = -(-size // block)
     if num_blocks < num_parts:
@@ -97,11 +94,7 @@ _CUTS = {
 
 
 def cut_of(module: str) -> Cut:
-    """What a module's weight is split along, by the last component of its name.
-
-    Raises:
-        PlacementError: unknown module.
-    """
+    """What a module's weight is split along, by the last component of its name; others raise PlacementError."""
     try:
         return _CUTS[module.rpartition(".")[2]]
     except KeyError:
@@ -167,11 +160,7 @@ def widths(shards: Sequence[RankShard], cut: Cut) -> tuple[int, ...]:
 
 
 def check_deepspeed(shape: ModelShape, quantization: str, *, num_ranks: int) -> None:
-    """Refuse what DeepSpeed cannot split: every rank must have the same number of whole key-value groups.
-
-    Raises:
-        PlacementError: the heads do not divide evenly, or layers are quantized.
-    """
+    """Raise PlacementError for quantized layers, or if ranks would not have equal numbers of key-value groups."""
     if format_of(quantization).is_quantized:
         message = (
             f"placement.target.kind=deepspeed splits only unquantized layers, and model.quantization={quantization} "

@@ -30,11 +30,7 @@ def names() -> list[str]:
 
 
 def load(name: str) -> ModelConfig:
-    """Read one entry into a new config, equal to what `model=NAME` gives a run.
-
-    Raises:
-        ConfigError: unknown name, or the file has a field that models do not have.
-    """
+    """Read one entry into a new config, as `model=NAME` does; an unknown name or field raises ConfigError."""
     if name not in names():
         raise ConfigError(unknown_name("model", name, names()))
     fields = _fields(name)

@@ -50,11 +50,7 @@ def check(config: RunConfig, explicit: frozenset[str], *, world_size: int) -> No
 
 
 def check_values(config: RunConfig) -> None:
-    """Refuse values that are invalid whatever the other settings are.
-
-    Raises:
-        ConfigError: lists every problem.
-    """
+    """Raise ConfigError for values that are invalid whatever the other settings are."""
     if problems := [*_ranges(config)]:
         raise ConfigError(one_message(problems))
 

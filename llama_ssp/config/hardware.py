@@ -76,7 +76,6 @@ class Profile:
     """Measurements of `task=calibrate` with `num_ranks` ranks of a node active at the same time.
 
     Attributes:
-        num_ranks: number of active ranks.
         linear: linear layers as the models call them.
         tied_head: linear layers whose matrix is also an embedding.
         layer: a decoder layer without its matrices, with few cache slots filled.
@@ -106,7 +105,6 @@ class HardwareConfig:
     """One entry of `conf/hardware`: a node, and the number of nodes.
 
     Attributes:
-        name, gpu: names of the entry and of its GPUs.
         device: `cuda` (NVIDIA and AMD) or `cpu`; a "GPU" of a CPU is one rank.
         num_gpus, num_nodes: ranks per node, and nodes.
         memory_bytes: usable memory of one GPU; on a CPU, of the node.
@@ -116,10 +114,8 @@ class HardwareConfig:
         copy_bytes_per_s: measured memory bandwidth of a plain copy.
         flops_per_s: dense matrix rate by number format.
         slowdown: by number format, the time of a matrix product relative to fp32 arithmetic on as many bytes.
-        kernel_s: fixed time of a kernel inside a CUDA graph.
-        launch_s: fixed time of an operator that is launched from Python.
+        kernel_s, launch_s: fixed time of a kernel inside a CUDA graph, and of an operator launched from Python.
         link, network: links inside a node, and between nodes.
-        sources: source of each figure.
         profiles: measurements, which replace the figures above.
     """
 
@@ -168,11 +164,7 @@ def names() -> list[str]:
 
 
 def load(name: str) -> HardwareConfig:
-    """Read one entry.
-
-    Raises:
-        ConfigError: unknown name, or the file has problems, all of which are listed.
-    """
+    """Read one entry; an unknown name raises ConfigError, and so does a file with problems, listing them all."""
     if name not in names():
         raise ConfigError(unknown_name("hardware", name, names()))
     figures = yaml.safe_load((conf_dir() / "hardware" / f"{name}.yaml").read_text(encoding="utf-8"))

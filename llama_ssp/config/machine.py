@@ -18,16 +18,10 @@ _SLOWER_BOARDS = {"PCIE", "NVL", "MIG"}
 
 
 def detect_hardware(*, on_cpu: bool = False) -> HardwareConfig:
-    """Describe the current machine.
+    """Describe the current machine, without its GPUs if `on_cpu`.
 
-    In order of precedence: what `task=calibrate` wrote, the entry for the GPUs that nvidia-smi lists, and a CPU with
-    this machine's memory.
-
-    Args:
-        on_cpu: ignore GPUs.
-
-    Raises:
-        ConfigError: no entry describes these GPUs.
+    In order of precedence: what `task=calibrate` wrote, the entry for the GPUs that nvidia-smi lists (ConfigError if
+    there is none), and a CPU with this machine's memory.
     """
     gpus = [] if on_cpu else _gpu_names()
     if THIS_MACHINE in hardware.names():

@@ -6,11 +6,7 @@ from llama_ssp.errors import ConfigError
 
 
 def read_path(text: str) -> Path:
-    """Return the path with `~` expanded; it need not exist.
-
-    Raises:
-        ConfigError: the name is impossible, or the user has no permission to look there.
-    """
+    """Return the path with `~` expanded, which need not exist; raise ConfigError if it cannot be looked up."""
     try:
         path = Path(text).expanduser()
         path.exists()

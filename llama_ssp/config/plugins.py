@@ -14,11 +14,7 @@ PLUGINS = "LLAMA_SSP_PLUGINS"
 
 
 def load_plugins() -> None:
-    """Import the plugins. Call before `store.register`; repeated calls are harmless.
-
-    Raises:
-        ConfigError: a plugin cannot be imported.
-    """
+    """Import the plugins, or raise ConfigError. Call before `store.register`; repeated calls are harmless."""
     for name in filter(None, map(str.strip, os.environ.get(PLUGINS, "").split(","))):
         try:
             importlib.import_module(name)

@@ -27,9 +27,6 @@ class Registry(Generic[Record]):
         attribute: the variable that holds the record in its module.
         setting: the setting that selects a record; error messages begin with it.
         error: raised for an unknown name.
-
-    Attributes:
-        added: records that plugins registered.
     """
 
     def __init__(self, package: str, attribute: str, *, setting: str, error: type[SspError] = ConfigError) -> None:
@@ -53,11 +50,7 @@ class Registry(Generic[Record]):
         return dict(sorted(known.items(), key=lambda entry: (getattr(entry[1], "order", 0), entry[0])))
 
     def of(self, name: str) -> Record:
-        """The record of a name.
-
-        Raises:
-            SspError: unknown name.
-        """
+        """The record of a name; an unknown one raises the registry's error."""
         if problem := self.problem_of(name):
             raise self._error(problem)
         return self.all()[name]
@@ -69,11 +62,7 @@ class Registry(Generic[Record]):
 
 
 def imported(reference: str, *, setting: str) -> Any:  # noqa: ANN401 - whatever the record names
-    """Import the code that a record names as `module:attribute`; error messages begin with `setting`.
-
-    Raises:
-        ConfigError: the module or the attribute does not exist.
-    """
+    """Import the code that a record names as `module:attribute`; `setting` begins the ConfigError if there is none."""
     module, _, attribute = reference.partition(":")
     try:
         code = getattr(importlib.import_module(module), attribute, None)

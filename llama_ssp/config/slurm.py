@@ -17,11 +17,9 @@ class SlurmConfig:
     """Resources of every job of a sweep.
 
     Attributes:
-        nodes: nodes per job.
         ranks_per_node: processes per node; null uses the number of GPUs per node of the hardware entry.
         partition, account, time, memory, gres, constraint: passed to sbatch; null uses the cluster's default, and for
             `gres` the number of ranks.
-        cpus_per_rank: cores per rank.
         max_running: number of jobs of the sweep that may run at the same time.
         container: words in front of python, such as a container command.
         python: the interpreter on the nodes; null uses the submitting one, or `python` in a container.
@@ -47,11 +45,7 @@ class SlurmConfig:
 
 
 def check(settings: SlurmConfig) -> None:
-    """Refuse settings that are invalid on any cluster; sbatch checks the limits of this one.
-
-    Raises:
-        ConfigError: lists every problem.
-    """
+    """Raise ConfigError for settings that are invalid on any cluster; sbatch checks the limits of this one."""
     if problems := list(_problems(settings)):
         raise ConfigError(one_message(problems))
 

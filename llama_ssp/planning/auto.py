@@ -26,13 +26,8 @@ class AutoPlacement:
 def choose_placement(job: PlanSpec, hardware: HardwareConfig, *, num_ranks: int) -> AutoPlacement:
     """Choose by the forecast time of a completion, prompt included, among the placements that fit.
 
-    Args:
-        job: its ranks and the draft's kind are ignored.
-        hardware: may have more GPUs than there are ranks.
-        num_ranks: each replica uses an equal block of them.
-
-    Returns:
-        The fastest placement. If none fits, the first that can be laid out; its plan says what is missing.
+    The ranks and draft kind of `job` are ignored. Each replica uses an equal block of `num_ranks`, of which `hardware`
+    may have more. If nothing fits, the first placement that can be laid out is returned; its plan says what is missing.
 
     Raises:
         PlacementError: none can be laid out.

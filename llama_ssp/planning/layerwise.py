@@ -71,11 +71,7 @@ def split_row(num_layers: int, sizes: RowBytes, *, num_devices: int, max_bytes: 
 
 
 def check_offload(offload: Offload, *, quantization: str, device: str) -> None:
-    """Refuse impossible offloads.
-
-    Raises:
-        PlacementError: the layers are quantized, or a CPU would offload to its own memory.
-    """
+    """Raise PlacementError for quantized layers, and for a CPU that would offload to its own memory."""
     if offload is Offload.none:
         return
     if format_of(quantization).is_quantized:
@@ -90,11 +86,7 @@ def check_offload(offload: Offload, *, quantization: str, device: str) -> None:
 
 
 def layer_placement_of(job: PlanSpec) -> LayerPlacement:
-    """The layer-wise placement of a job's target.
-
-    Raises:
-        PlacementError: the layers cannot be placed.
-    """
+    """The layer-wise placement of a job's target; raises as `split_row` and `check_offload`."""
     check_offload(job.offload, quantization=job.target.quantization, device=job.device)
     sizes, num_devices = row_bytes(job), len(job.target_devices)
     return split_row(job.target.shape.num_hidden_layers, sizes, num_devices=num_devices, max_bytes=job.max_device_bytes)

@@ -23,14 +23,7 @@ PROBABILITY_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Message:
-    """One kind of message of a round.
-
-    Attributes:
-        payload_bytes: bytes from one sender to each of the other ranks.
-        ranks: the ranks that take part.
-        num_senders: number of senders; all of `ranks` in a gather.
-        num_times: number of repetitions in a round.
-    """
+    """One kind of message of a round: each sender sends `payload_bytes` to every other rank, `num_times` per round."""
 
     payload_bytes: int
     ranks: tuple[int, ...]

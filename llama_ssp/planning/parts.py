@@ -18,10 +18,10 @@ from llama_ssp.planning.weights import DTYPE_BYTES, WeightBytes, shares
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What one rank, or one device of a layer-wise target, holds of one model.
+    """One model's part on one rank, or on one device of a layer-wise target.
 
-    For activations, `width` is the size of queries, keys and values of one position, and `working_bytes` the largest
-    matrix that is unpacked or offloaded. `beside_bytes` are needed in addition to the weights while loading.
+    `width` is the size of queries, keys and values of a position, `working_bytes` that of the largest unpacked or
+    offloaded matrix. `beside_bytes` are needed in addition to the weights while loading.
     """
 
     weights: WeightBytes
@@ -35,11 +35,7 @@ class Part:
 
 
 def rank_shares(model: PlannedModel, *, num_ranks: int, kind: TargetKind) -> tuple[Inventory, ...]:
-    """The parameters on each rank of a model, or on each device of a layer-wise one without offload.
-
-    Raises:
-        PlacementError: the model cannot be laid out in this way.
-    """
+    """The parameters on each rank, or layer-wise on each device without offload; PlacementError if impossible."""
     shape = model.shape
     if kind is TargetKind.accelerate:
         return _layer_wise(model, split_blocks(shape.num_hidden_layers, min(num_ranks, shape.num_hidden_layers)))

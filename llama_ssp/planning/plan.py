@@ -35,9 +35,6 @@ class Plan:
     """Forecast of one job on one machine.
 
     Attributes:
-        job, hardware: the input.
-        ranks: memory of each rank.
-        timing: seconds.
         largest_batch: the largest batch that fits at this context; 0 if none does.
         largest_context: the longest row that fits at this batch size.
         warnings: choices that cannot gain.
@@ -67,11 +64,7 @@ class Plan:
 
 
 def make_plan(job: PlanSpec, hardware: HardwareConfig, *, remark: str | None = None) -> Plan:
-    """Make the plan of a job, with `remark` as its first note.
-
-    Raises:
-        PlacementError: a model cannot be laid out as requested.
-    """
+    """Make the plan of a job, with `remark` as its first note. Raises as `memory`."""
     ranks, timed = memory(job, hardware), timing(job, hardware)
     fitting = all(rank.fits for rank in ranks)
     fullest = min(ranks, key=lambda rank: rank.free_bytes)

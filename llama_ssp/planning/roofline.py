@@ -42,16 +42,10 @@ CPU_SLOWDOWN_16_BITS = 3.0
 
 @dataclass(frozen=True, kw_only=True)
 class ModelPlacement:
-    """A model on its ranks.
+    """A model on its ranks (GPUs if layer-wise).
 
-    Attributes:
-        model: the model.
-        kind: tensor-parallel or layer-wise.
-        ranks: world ranks; GPUs if layer-wise.
-        cuda_graphs: whether forwards are captured.
-        num_active: number of ranks of a node that work at the same time, which selects the profile.
-        shares: parameters of its ranks; without duplicates if the ranks work at the same time.
-        waiting_s: time of each forward to read offloaded layers.
+    `num_active` ranks of a node work at the same time, which selects the profile. `shares` are the parameters of the
+    ranks, without duplicates if the ranks work at the same time. Each forward reads offloaded layers for `waiting_s`.
     """
 
     model: PlannedModel
@@ -73,11 +67,7 @@ class ModelPlacement:
         num_active: int,
         waiting_s: float = 0.0,
     ) -> "ModelPlacement":
-        """Lay a model out over its ranks.
-
-        Raises:
-            PlacementError: the model cannot be laid out.
-        """
+        """Lay a model out over its ranks; raises as `rank_shares`."""
         shares = rank_shares(model, num_ranks=len(ranks), kind=kind)
         if kind is not TargetKind.accelerate:
             shares = tuple(dict.fromkeys(shares))

@@ -23,8 +23,7 @@ GIB = 2**30
 class Choice:
     """One way to use the machine.
 
-    `ms_per_token` is for the best K, or plain without a draft. `reason` says why the choice does not fit. Add `settings`
-    to the command line to use it.
+    `ms_per_token` is for the best K, or plain without a draft. `reason` says why the choice does not fit.
     """
 
     target: str

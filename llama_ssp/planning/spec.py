@@ -62,20 +62,15 @@ class PlanSpec:
     """Input of the forecasts of memory and time.
 
     Attributes:
-        target, draft: the models; None as draft means plain decoding.
-        target_kind, draft_kind: layouts of the models.
+        draft: None for plain decoding.
         target_ranks, draft_ranks: ranks of each replica, increasing.
-        spare_devices: GPUs without a rank that hold layers of a layer-wise target.
-        offload: where layers are offloaded that fit on no device.
-        max_device_bytes: limit of the target's weights on each device; None without offload.
-        num_draft_tokens: K.
         acceptance: probability that a drafted token is accepted; None looks the pair up.
-        batch_size: rows decoded together.
         prompt_tokens, max_new_tokens: tokens of the longest row.
         cuda_graphs: whether forwards are captured; otherwise every operator is launched from Python.
         device: cpu or cuda.
-        num_replicas: replicas of target and draft, each with the same number of ranks.
         rule: the verification rule; `greedy` at temperature 0, where no probabilities are needed.
+        spare_devices: GPUs without a rank that hold layers of a layer-wise target.
+        max_device_bytes: limit of the target's weights on each device; None without offload.
     """
 
     target: PlannedModel
@@ -99,7 +94,7 @@ class PlanSpec:
 
     @property
     def target_devices(self) -> tuple[int, ...]:
-        """The devices that hold weights of the target, including those without a rank."""
+        """All devices that hold weights of the target."""
         return (*self.target_ranks, *self.spare_devices)
 
     @property
@@ -133,11 +128,7 @@ def step_bytes(held: Inventory, model: PlannedModel, *, device: str) -> int:
 
 
 def settle_models(config: PlanConfig) -> None:
-    """Fill in the shape and the stored number format of models that have only a folder.
-
-    Raises:
-        ConfigError, CheckpointError: see `planned_model`.
-    """
+    """Fill in the shape and the stored number format of models that have only a folder; see `planned_model`."""
     for model in (config.model, config.draft.model):
         if model is not None:
             settled = planned_model(model, device="cpu")
@@ -145,11 +136,7 @@ def settle_models(config: PlanConfig) -> None:
 
 
 def make_job(config: PlanConfig, hardware: HardwareConfig) -> PlanSpec:
-    """Resolve a checked config.
-
-    Raises:
-        ConfigError, CheckpointError: see `planned_model`.
-    """
+    """Resolve a checked config; raises as `planned_model`."""
     draft = planned_model(config.draft.model, device=hardware.device) if config.draft.model else None
     placement = config.placement
     num_ranks = hardware.num_ranks // placement.num_replicas
@@ -175,10 +162,7 @@ def target_fields(
 ) -> dict[str, Any]:
     """The fields of a `PlanSpec` that describe the target.
 
-    A layer-wise target also uses the GPUs of its node (`num_gpus` per node) that no rank has.
-
-    Raises:
-        ConfigError, CheckpointError: see `planned_model`.
+    A layer-wise target also uses GPUs of its node (`num_gpus` per node) that no rank has. Raises as `planned_model`.
     """
     is_layer_wise = target.kind is TargetKind.accelerate
     first = layout.target_ranks[0] // num_gpus * num_gpus

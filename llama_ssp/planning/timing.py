@@ -9,6 +9,7 @@ Shapes: K drafted tokens.
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.config.rules.rule import rule_of
@@ -20,7 +21,7 @@ from llama_ssp.planning.measured import line
 from llama_ssp.planning.memory import PREFILL_CHUNK, bucket_of
 from llama_ssp.planning.messages import Message, round_messages
 from llama_ssp.planning.roofline import ForwardTime, ModelPlacement, bandwidth, forward_time, message_s, profile_of
-from llama_ssp.planning.spec import PlannedModel, PlanSpec, model_bytes
+from llama_ssp.planning.spec import PlanSpec, model_bytes
 
 DRAW_KERNELS = 17
 VERIFY_KERNELS = 38
@@ -35,17 +36,12 @@ class Timing:
     """Seconds and ratios; those of the draft are None without one.
 
     Attributes:
-        target_forward: a forward of one token per row.
-        verify_forward: a forward of K + 1 tokens per row.
+        target_forward, verify_forward: the target's forward of one token per row, and of K + 1.
         draft_forward_s: a draft forward of one token, including its draw.
         prefill_s: the prompt through the target and the draft.
         plain_s, speculative_s: per token, while decoding.
         plain_run_s, speculative_run_s: per token of a completion, including the prompt and an unfinished last round.
-        round_s: a round.
-        verify_s: the target's forward, rule and messages of a round.
-        other_s: host work of a round.
-        acceptance: assumed acceptance of the pair.
-        tokens_per_round: expected number of tokens per round.
+        verify_s, other_s: the target's forward, rule and messages of a round; its host work.
         speedup: plain over speculative, while decoding.
         cost_ratio: c, a draft step over a plain target step.
         by_num_draft_tokens: speculative seconds per token for K = 1, 2, ...
@@ -80,20 +76,12 @@ class CostModel:
         self.job = job
         self.hardware = hardware
         num_active = min(job.num_replicas * len(job.layout.ranks), hardware.num_gpus)
-        self.target = ModelPlacement.of(
-            job.target, job.target_kind, job.target_devices, cuda_graphs=job.cuda_graphs, num_active=num_active,
-            waiting_s=waiting_s(job),
-        )  # fmt: skip
-        self.draft = self._place_draft(job.draft, num_active) if job.draft else None
+        place = partial(ModelPlacement.of, cuda_graphs=job.cuda_graphs, num_active=num_active)
+        self.target = place(job.target, job.target_kind, job.target_devices, waiting_s=waiting_s(job))
+        ranks = job.draft_ranks[:1] if job.draft_kind is DraftLayout.replicated else job.draft_ranks
+        self.draft = place(job.draft, TargetKind.tensor, ranks) if job.draft else None
         middle = job.prompt_tokens + job.max_new_tokens // 2
         self._bucket = bucket_of(middle + job.round_rows, job.num_slots, hardware)
-
-    def _place_draft(self, draft: PlannedModel, num_active: int) -> ModelPlacement:
-        alone = self.job.draft_kind is DraftLayout.replicated
-        ranks = self.job.draft_ranks[:1] if alone else self.job.draft_ranks
-        return ModelPlacement.of(
-            draft, TargetKind.tensor, ranks, cuda_graphs=self.job.cuda_graphs, num_active=num_active
-        )
 
     def forward(self, placement: ModelPlacement, num_positions: int) -> ForwardTime:
         """A forward in the middle of decoding; a draft computes logits only for the last position."""
@@ -177,11 +165,7 @@ class CostModel:
 
 
 def timing(job: PlanSpec, hardware: HardwareConfig) -> Timing:
-    """Forecast the times of a job.
-
-    Raises:
-        PlacementError: a model cannot be laid out as requested.
-    """
+    """Forecast the times of a job. Raises as `memory`."""
     costs = CostModel(job, hardware)
     plain_s = costs.plain_s()
     prefill_s = costs.prefill_s(costs.target)

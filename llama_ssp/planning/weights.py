@@ -13,11 +13,7 @@ HALF_BLOCK = 512
 
 
 def shares(shape: ModelShape, *, num_ranks: int) -> tuple[Inventory, ...]:
-    """The parameters of each rank of a tensor-parallel group.
-
-    Raises:
-        PlacementError: the family is unknown, or the sizes cannot be split.
-    """
+    """The parameters of each rank of a tensor-parallel group; an unknown family or impossible split is refused."""
     whole = inventory(shape)
     if num_ranks == 1:
         return (whole,)

@@ -37,11 +37,7 @@ register, drafters, problem_of = DRAFTERS.register, DRAFTERS.all, DRAFTERS.probl
 
 
 def drafter_of(draft: DrafterConfig) -> DrafterRecord:
-    """The record of a draft.
-
-    Raises:
-        ConfigError: unknown kind.
-    """
+    """The record of a draft; an unknown kind raises ConfigError."""
     return DRAFTERS.of(draft.kind)
 
 

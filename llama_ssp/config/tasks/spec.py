@@ -66,9 +66,5 @@ register, task_specs = TASKS.register, TASKS.all
 
 
 def task_of(config: RunConfig) -> TaskSpec:
-    """The task of a run.
-
-    Raises:
-        ConfigError: unknown task.
-    """
+    """The task of a run; an unknown one raises ConfigError."""
     return TASKS.of(config.task.name)
