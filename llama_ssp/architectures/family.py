@@ -93,8 +93,7 @@ def family_of(model_type: str) -> Family:
     known = families()
     if model_type not in known:
         *others, last = sorted(known)
-        message = f"{model_type} models are not supported: one of {', '.join(others)} or {last} is required"
-        raise PlacementError(message)
+        raise PlacementError(f"{model_type} models are not supported: one of {', '.join(others)} or {last} is required")
     return known[model_type]
 
 

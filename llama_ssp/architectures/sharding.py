@@ -56,8 +56,7 @@ def split_heads(*, num_heads: int, num_kv_heads: int, num_ranks: int) -> tuple[H
         raise PlacementError(message)
     group, remainder = divmod(num_heads, num_kv_heads)
     if remainder:
-        message = f"{num_heads} query heads over {num_kv_heads} key-value heads: a multiple is required"
-        raise PlacementError(message)
+        raise PlacementError(f"{num_heads} query heads over {num_kv_heads} key-value heads: a multiple is required")
     if num_ranks <= num_kv_heads:
         return tuple(
             HeadShard(query_heads=range(part.start * group, part.stop * group), kv_heads=part)
@@ -98,8 +97,7 @@ def cut_of(module: str) -> Cut:
     try:
         return _CUTS[module.rpartition(".")[2]]
     except KeyError:
-        message = f"no rule says how to cut {module} over ranks: run this model on one rank"
-        raise PlacementError(message) from None
+        raise PlacementError(f"no rule says how to cut {module} over ranks: run this model on one rank") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,16 +160,14 @@ def widths(shards: Sequence[RankShard], cut: Cut) -> tuple[int, ...]:
 def check_deepspeed(shape: ModelShape, quantization: str, *, num_ranks: int) -> None:
     """Raise PlacementError for quantized layers, or if ranks would not have equal numbers of key-value groups."""
     if format_of(quantization).is_quantized:
-        message = (
+        raise PlacementError(
             f"placement.target.kind=deepspeed splits only unquantized layers, and model.quantization={quantization} "
             "was given: use model.quantization=none, or placement.target.kind=tensor"
         )
-        raise PlacementError(message)
     num_kv_heads = shape.num_key_value_heads
     if num_kv_heads % num_ranks:
         sizes = [size for size in range(1, num_kv_heads + 1) if num_kv_heads % size == 0]
-        message = (
+        raise PlacementError(
             f"placement.target.kind=deepspeed splits {num_kv_heads} key-value heads evenly, and {num_ranks} ranks were "
             f"given: use {', '.join(map(str, sizes))} ranks, or placement.target.kind=tensor"
         )
-        raise PlacementError(message)

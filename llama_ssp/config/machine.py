@@ -34,10 +34,9 @@ def detect_hardware(*, on_cpu: bool = False) -> HardwareConfig:
     for entry in map(hardware.load, hardware.names()):
         if _describes(entry, gpus[0]) and entry.num_gpus >= len(gpus):
             return replace(entry, num_gpus=len(gpus))
-    message = (
+    raise ConfigError(
         f"no entry of conf/hardware describes {len(gpus)} x {gpus[0]}: run task=calibrate once, or give hardware=NAME"
     )
-    raise ConfigError(message)
 
 
 def machine_of_run(machine: HardwareConfig, world_size: int) -> HardwareConfig:

@@ -20,9 +20,8 @@ def notes(job: PlanSpec, heads: tuple[int, ...], largest_rank: int) -> list[str]
     """Facts that the figures of a plan do not show."""
     found = [*_kind(job)]
     if len(set(heads)) > 1:
-        shared = " ".join(map(str, heads))
-        num_heads = job.target.shape.num_attention_heads
-        found.append(f"{num_heads} heads over {len(heads)} ranks: {shared}; rank {largest_rank} needs most")
+        num_heads, shares = job.target.shape.num_attention_heads, " ".join(map(str, heads))
+        found.append(f"{num_heads} heads over {len(heads)} ranks: {shares}; rank {largest_rank} needs most")
     return found
 
 

@@ -21,6 +21,7 @@ from llama_ssp.planning.spec import PlanSpec, planned_model
 
 MOST_STEPS = 3
 MOST_NODES = 4
+_Planned = tuple[PlanSpec, HardwareConfig]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +39,7 @@ class _Step:
     kind: str
     weight: int
     setting: str
-    apply: Callable[[PlanSpec, HardwareConfig], tuple[PlanSpec, HardwareConfig]]
+    apply: Callable[[PlanSpec, HardwareConfig], _Planned]
 
 
 def smallest_changes(job: PlanSpec, hardware: HardwareConfig) -> list[Change]:
@@ -53,18 +54,12 @@ def smallest_changes(job: PlanSpec, hardware: HardwareConfig) -> list[Change]:
 def _combinations(job: PlanSpec, hardware: HardwareConfig) -> list[tuple[_Step, ...]]:
     """All combinations of steps of different kinds, by weight, then by number of settings."""
     steps = list(_steps(job, hardware))
-    tried = [
-        chosen
-        for number in range(1, MOST_STEPS + 1)
-        for chosen in combinations(steps, number)
-        if len({step.kind for step in chosen}) == number
-    ]
-    return sorted(tried, key=lambda chosen: (sum(step.weight for step in chosen), len(chosen)))
+    tried = [chosen for number in range(1, MOST_STEPS + 1) for chosen in combinations(steps, number)]
+    allowed = [chosen for chosen in tried if len({step.kind for step in chosen}) == len(chosen)]
+    return sorted(allowed, key=lambda chosen: (sum(step.weight for step in chosen), len(chosen)))
 
 
-def _applied(
-    steps: tuple[_Step, ...], job: PlanSpec, hardware: HardwareConfig
-) -> tuple[PlanSpec, HardwareConfig] | None:
+def _applied(steps: tuple[_Step, ...], job: PlanSpec, hardware: HardwareConfig) -> _Planned | None:
     """The job with these steps applied; None if it does not fit or cannot be laid out."""
     try:
         for step in steps:
@@ -121,7 +116,7 @@ def _step(kind: str, weight: int, setting: str, **fields: Any) -> _Step:  # noqa
     return _Step(kind=kind, weight=weight, setting=setting, apply=partial(_with_fields, fields=fields))
 
 
-def _with_fields(job: PlanSpec, hardware: HardwareConfig, *, fields: dict[str, Any]) -> tuple[PlanSpec, HardwareConfig]:
+def _with_fields(job: PlanSpec, hardware: HardwareConfig, *, fields: dict[str, Any]) -> _Planned:
     return replace(job, **fields), hardware
 
 
@@ -130,7 +125,7 @@ def _smaller(name: str) -> list[str]:
     return catalogue.smaller_relatives(catalogue.load(name)) if name in catalogue.names() else []
 
 
-def _on_nodes(job: PlanSpec, hardware: HardwareConfig, num_nodes: int) -> tuple[PlanSpec, HardwareConfig]:
+def _on_nodes(job: PlanSpec, hardware: HardwareConfig, num_nodes: int) -> _Planned:
     """The job over all ranks of a replica on more nodes; a draft on the target's ranks stays on them."""
     ranks = tuple(range(hardware.num_gpus * num_nodes // job.num_replicas))
     followed = bool(job.draft) and job.draft_ranks == job.target_ranks

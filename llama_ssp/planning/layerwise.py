@@ -58,11 +58,10 @@ def split_row(num_layers: int, sizes: RowBytes, *, num_devices: int, max_bytes: 
     fixed[0] += sizes.before
     fixed[-1] += sizes.after
     if max(fixed) > max_bytes:
-        message = (
+        raise PlacementError(
             f"placement.target.max_memory_gb={max_bytes / GB:g} has no room for the embeddings and the head, which are "
             f"never offloaded: give at least {max(fixed) / GB:.4g}"
         )
-        raise PlacementError(message)
     room = [(max_bytes - part) // sizes.layer for part in fixed]
     if any(len(part) > most for part, most in zip(held, room, strict=True)):
         edges = [min(sum(room[:count]), num_layers) for count in range(num_devices + 1)]
@@ -75,11 +74,10 @@ def check_offload(offload: Offload, *, quantization: str, device: str) -> None:
     if offload is Offload.none:
         return
     if format_of(quantization).is_quantized:
-        message = (
+        raise PlacementError(
             f"placement.target.offload={offload.name} supports only unquantized layers, and model.quantization="
             f"{quantization} was given: use model.quantization=none, or no offload"
         )
-        raise PlacementError(message)
     if offload is Offload.cpu and device == "cpu":
         message = "placement.target.offload=cpu has no effect where the model is on the CPU: use offload=disk or none"
         raise PlacementError(message)

@@ -78,12 +78,10 @@ def memory(job: PlanSpec, hardware: HardwareConfig) -> tuple[RankMemoryPlan, ...
     targets, drafts = target_parts(job), draft_parts(job)
     ranks = sorted({*targets, *drafts})
     shared = hardware.memory_bytes // hardware.num_gpus if hardware.device == "cpu" else hardware.memory_bytes
-    one_copy = [
+    replica = [
         _rank_memory(job, hardware, rank, targets.get(rank), drafts.get(rank), capacity_bytes=shared) for rank in ranks
     ]
-    return tuple(
-        replace(one, rank=one.rank + copy * len(ranks)) for copy in range(job.num_replicas) for one in one_copy
-    )
+    return tuple(replace(one, rank=one.rank + n * len(ranks)) for n in range(job.num_replicas) for one in replica)
 
 
 def _rank_memory(

@@ -29,7 +29,6 @@ class Part:
     num_heads: int
     width: int
     units: int
-    vocabulary: int
     working_bytes: int
     beside_bytes: int
 
@@ -95,7 +94,6 @@ def _parts(job: PlanSpec, model: PlannedModel, *, num_ranks: int, kind: TargetKi
                 num_heads=len(shard.heads.query_heads),
                 width=(len(shard.heads.query_heads) + 2 * num_kv_heads) * shape.head_dim,
                 units=len(shard.mlp_units),
-                vocabulary=len(shard.vocabulary),
                 working_bytes=size * max(held.products) if format_of(model.quantization).unpacks_matrix else 0,
                 beside_bytes=whole_bytes or weights.beside_bytes,
             )

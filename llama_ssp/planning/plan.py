@@ -66,9 +66,8 @@ class Plan:
 def make_plan(job: PlanSpec, hardware: HardwareConfig, *, remark: str | None = None) -> Plan:
     """Make the plan of a job, with `remark` as its first note. Raises as `memory`."""
     ranks, timed = memory(job, hardware), timing(job, hardware)
-    fitting = all(rank.fits for rank in ranks)
     fullest = min(ranks, key=lambda rank: rank.free_bytes)
-    heads = tuple(rank.target_heads for rank in ranks if rank.rank in job.target_devices)  # of the first copy
+    heads = tuple(rank.target_heads for rank in ranks if rank.rank in job.target_devices)  # of the first replica
     return Plan(
         job=job,
         hardware=hardware,
@@ -78,7 +77,7 @@ def make_plan(job: PlanSpec, hardware: HardwareConfig, *, remark: str | None = N
         largest_context=largest_context(job, hardware),
         warnings=tuple(advice.warnings(job, hardware, timed)),
         notes=(*([remark] if remark else []), *advice.notes(job, heads, fullest.rank)),
-        changes=() if fitting else tuple(smallest_changes(job, hardware)),
+        changes=() if fullest.fits else tuple(smallest_changes(job, hardware)),
     )
 
 
