@@ -1,1 +1,1 @@
-"""What is known of model families without torch: shapes, parameters, slices."""
+"""Model families without torch: parameters, shapes and their slices per rank."""

@@ -1,9 +1,7 @@
-"""What a model family is: one record of facts, which the planner, the loader, the checks and the models read.
+"""Records of the model families, which the planner, the loader, the checks and the models read.
 
-A family lives in one module of this package, whose `FAMILY` is its record. Code outside the package adds one with
-`register`. Nothing here imports torch: where a family needs code that does, its record names it as `module:function`.
-
-Shapes: L layers.
+Each module of this package defines one family as `FAMILY`. A plugin adds one with `register`. A record names code that
+needs torch as `module:function`, so that nothing here imports torch.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,40 +16,39 @@ from llama_ssp.config.schema import ModelShape
 from llama_ssp.errors import PlacementError
 
 Windows = Callable[[Any], tuple[int | None, ...]]
-"""Maps a config of the library to how many positions each layer sees, its own included; None for all of them."""
+"""Maps a config of the library to the window of each layer in positions, its own included; None for no window."""
 
 
 def no_windows(config: Any) -> tuple[int | None, ...]:  # noqa: ANN401 - the library's config
-    """Every layer sees all positions."""
+    """No layer has a window."""
     return (None,) * int(config.num_hidden_layers)
 
 
 def windows_by_layer_type(config: Any) -> tuple[int | None, ...]:  # noqa: ANN401 - the library's config
-    """Layers of the kind `sliding_attention` see the config's window."""
+    """Layers of type `sliding_attention` have the config's window."""
     return tuple(config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """Facts about the models of one `model_type`.
+    """The models of one `model_type`.
 
     Attributes:
         model_type: the family's name in config.json.
-        parameters: lists the parameters of a model of these sizes.
-        is_llama_kind: the lean decoder computes it: the Llama function up to biases, norms of queries and keys, and
+        parameters: lists the parameters of a model of given sizes.
+        is_llama_kind: the lean decoder runs it: the Llama architecture, up to biases, norms of queries and keys, and
             rotary frequencies.
-        windows: see `Windows`; None for a family whose layers have no sliding windows.
-        mask_by_layer_type: the library's model takes one mask for each kind of layer, not one for all.
-        num_masks: masks of a forward that exist at once.
-        attention: the library's name of the attention that a model is built with.
+        windows: see `Windows`; None if no layer has a sliding window.
+        mask_by_layer_type: the library's model takes one mask per type of layer.
+        num_masks: masks of a forward that exist at the same time.
+        attention: the library's `attn_implementation`.
         keeps_scores: no fused kernel computes its attention, so a forward keeps the scores of all heads.
-        ties_unless_said: config.json without `tie_word_embeddings` means that head and embedding are one matrix.
-        cuts_vocabulary: ranks share the embedding out, whether or not the library's plan says so.
-        cuts_own_embedding: also where the embedding is a class of the family's own.
-        tp_plan: the plan of tensor parallelism, where the library has none: style by module.
-        check_files: `module:function` that compares a checkpoint with its config before a model is built; None for
-            nothing.
-        adapt: `module:function` that replaces what the library's modules lack; None for nothing.
+        ties_unless_said: default of `tie_word_embeddings` in config.json.
+        cuts_vocabulary: the embedding is sharded, whether or not the library's plan says so.
+        cuts_own_embedding: also if the embedding is a class of the family itself.
+        tp_plan: tensor-parallel plan, style by module, if the library has none.
+        check_files: `module:function` that compares a checkpoint with its config before the model is built.
+        adapt: `module:function` that adds what the library's modules lack.
     """
 
     model_type: str
@@ -71,18 +68,17 @@ class Family:
 
     @property
     def name(self) -> str:
-        """What the registry calls it."""
+        """Key in the registry."""
         return self.model_type
 
     def windows_of(self, config: Any) -> tuple[int | None, ...]:  # noqa: ANN401 - the library's config
-        """How many positions each layer of a model sees; see `Windows`."""
+        """The window of each layer; see `Windows`."""
         return (self.windows or no_windows)(config)
 
     def attention_pair_bytes(self, *, num_heads: int, value_bytes: int) -> int:
-        """What a forward keeps for each pair of a position and a slot that it may see.
+        """Bytes that a forward keeps per pair of position and cache slot.
 
-        The masks; and, where no fused kernel computes attention, the scores of all heads and what becomes of them in
-        fp32.
+        The masks and, without a fused kernel, the scores of all heads, also in fp32.
         """
         scores = num_heads * (value_bytes + 4) if self.keeps_scores else 0
         return 1 + self.num_masks * value_bytes + scores
@@ -93,28 +89,19 @@ register, families = FAMILIES.register, FAMILIES.all
 
 
 def family_of(model_type: str) -> Family:
-    """The family of a `model_type`.
-
-    Raises:
-        PlacementError: there is none.
-    """
+    """The family of a `model_type`; an unknown one raises PlacementError."""
     known = families()
     if model_type not in known:
         *others, last = sorted(known)
-        message = f"{model_type} models are not supported: one of {', '.join(others)} or {last} is required"
-        raise PlacementError(message)
+        raise PlacementError(f"{model_type} models are not supported: one of {', '.join(others)} or {last} is required")
     return known[model_type]
 
 
 def record_of(model_type: str) -> Family:
-    """The facts about a family; one without a record has no quirks, and is refused where its parameters matter."""
+    """The record of a family, with defaults for an unknown one; `family_of` refuses those."""
     return families().get(model_type) or Family(model_type=model_type, parameters=gated)
 
 
 def inventory(shape: ModelShape) -> Inventory:
-    """List the parameters of a model.
-
-    Raises:
-        PlacementError: its family is not known.
-    """
+    """List the parameters of a model; an unknown family raises PlacementError."""
     return family_of(shape.model_type).parameters(shape)

@@ -1,4 +1,4 @@
-"""The parameters that Llama, Gemma and their kin share: grouped-query attention, gated MLP, root-mean-square norms."""
+"""Parameters of Llama, Gemma and similar models: grouped-query attention, gated MLP, RMS norms."""
 
 from llama_ssp.architectures.inventory import Inventory, Matrix
 from llama_ssp.config.schema import ModelShape
@@ -7,14 +7,7 @@ from llama_ssp.config.schema import ModelShape
 def gated(
     shape: ModelShape, *, has_qkv_bias: bool = False, norms_per_layer: int = 2, has_head_norms: bool = False
 ) -> Inventory:
-    """List the parameters of a model.
-
-    Args:
-        shape: its sizes.
-        has_qkv_bias: queries, keys and values have biases.
-        norms_per_layer: norms of the hidden size in each layer.
-        has_head_norms: queries and keys have norms of the head dim.
-    """
+    """List the parameters of a model; `has_head_norms` means norms of queries and keys over the head dim."""
     width, units, dim = shape.hidden_size, shape.intermediate_size, shape.head_dim
     queries, keys = shape.num_attention_heads * dim, shape.num_key_value_heads * dim
     projections = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
@@ -38,7 +31,7 @@ def gated(
 
 
 def head_of(shape: ModelShape, *, has_bias: bool = False) -> Matrix | None:
-    """The output matrix; None where it is the embedding's."""
+    """The output matrix; None if it is tied to the embedding."""
     if shape.tie_word_embeddings:
         return None
     rows, columns = shape.vocab_size, shape.hidden_size

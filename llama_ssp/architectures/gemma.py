@@ -1,4 +1,4 @@
-"""Gemma 1: its embedding scales what it looks up."""
+"""Gemma 1: the embedding scales its output."""
 
 from llama_ssp.architectures.family import Family
 from llama_ssp.architectures.gated import gated

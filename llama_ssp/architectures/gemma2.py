@@ -1,4 +1,4 @@
-"""Gemma 2: four norms a layer, softcapped scores, windows in every other layer."""
+"""Gemma 2: four norms per layer, softcapped scores, sliding windows in every other layer."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Gemma 3, its text model: four norms a layer, norms of queries and keys, windows in most layers."""
+"""Text model of Gemma 3: four norms per layer, norms of queries and keys, sliding windows in most layers."""
 
 from functools import partial
 

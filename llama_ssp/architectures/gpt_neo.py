@@ -1,6 +1,6 @@
-"""GPT-Neo: learned positions, which stay whole, layer norms, plain MLP.
+"""GPT-Neo: learned positions (not sharded), layer norms, plain MLP, sliding windows in every other layer.
 
-Every other layer sees a window. The library has no plan of tensor parallelism for it, so its record has one.
+The library has no tensor-parallel plan for it, so the record has one.
 """
 
 from typing import Any

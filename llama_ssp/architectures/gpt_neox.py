@@ -1,4 +1,4 @@
-"""GPT-NeoX: fused attention, plain MLP, layer norms; every rank holds the whole embedding."""
+"""GPT-NeoX: fused query-key-value matrix, plain MLP, layer norms; every rank holds the whole embedding."""
 
 from llama_ssp.architectures.family import Family
 from llama_ssp.architectures.gated import head_of

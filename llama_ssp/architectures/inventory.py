@@ -1,7 +1,7 @@
-"""The parameters of a model as a list of matrices, and which of them a rank holds.
+"""The parameters of a model as a list of matrices, and the slices that a rank holds.
 
-Each family lists its own (`family.Family.parameters`). The slices are those of `sharding`, which the loader reads too;
-`planning.weights` counts their bytes.
+`family.Family.parameters` makes the list. The slices come from `sharding`, as in the loader; `planning.weights` counts
+their bytes.
 """
 
 from dataclasses import dataclass, replace
@@ -11,13 +11,10 @@ from llama_ssp.architectures.sharding import RankShard, cut_of
 
 @dataclass(frozen=True, kw_only=True)
 class Matrix:
-    """One weight matrix as the library stores it, or a slice of it.
+    """One weight matrix (outputs x inputs, or token ids x width) as the library stores it, or a slice of it.
 
-    Attributes:
-        module: last part of its module's name.
-        num_rows, num_columns: outputs and inputs; of an embedding, token ids and width.
-        cut: the dimension along which ranks share it; None when every rank holds it whole.
-        has_bias: whether a bias of `num_rows` goes with it.
+    `module` is the last part of the module's name, `cut` the dimension along which the matrix is sharded, or None if
+    every rank holds it whole.
     """
 
     module: str
@@ -28,7 +25,7 @@ class Matrix:
 
     @property
     def num_elements(self) -> int:
-        """Numbers in the matrix."""
+        """Number of elements, without the bias."""
         return self.num_rows * self.num_columns
 
     def of_rank(self, shard: RankShard) -> "Matrix":
@@ -45,15 +42,14 @@ _FUSED = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv") | dict.fromkeys(("
 
 @dataclass(frozen=True, kw_only=True)
 class Inventory:
-    """All parameters of a model, or those that one rank holds.
+    """All parameters of a model, or those of one rank.
 
     Attributes:
-        layer: matrices of each layer; these are what quantization changes.
-        layer_vectors: numbers in the norms of each layer, whole on every rank.
-        embeddings: tables that are looked up.
-        head: the output matrix; None where it is the embedding's.
-        final_vectors: numbers in the last norm.
-        num_layers: how many layers.
+        layer: matrices of each layer, which quantization applies to.
+        layer_vectors: elements of the norms of each layer, whole on every rank.
+        embeddings: lookup tables.
+        head: the output matrix; None if it is tied to the embedding.
+        final_vectors: elements of the last norm.
     """
 
     layer: tuple[Matrix, ...]
@@ -65,7 +61,7 @@ class Inventory:
 
     @property
     def products(self) -> tuple[int, ...]:
-        """Elements of the matrices of a layer as they are multiplied: those with the same input are one product."""
+        """Elements of each matrix product of a layer; matrices with the same input are fused into one."""
         sizes: dict[str, int] = {}
         for matrix in self.layer:
             name = _FUSED.get(matrix.module, matrix.module)
@@ -78,25 +74,17 @@ class Inventory:
         return self.head or self.embeddings[0]
 
     def of_rank(self, shard: RankShard) -> "Inventory":
-        """What one rank holds."""
-        return Inventory(
+        """The parameters of one rank."""
+        return replace(
+            self,
             layer=tuple(matrix.of_rank(shard) for matrix in self.layer),
-            layer_vectors=self.layer_vectors,
             embeddings=tuple(matrix.of_rank(shard) for matrix in self.embeddings),
             head=self.head and self.head.of_rank(shard),
-            final_vectors=self.final_vectors,
-            num_layers=self.num_layers,
         )
 
     def of_layers(self, num_layers: int, *, first: bool, last: bool) -> "Inventory":
-        """A run of whole layers: the first with the embeddings, the last with the last norm and the head."""
+        """Consecutive layers: the first ones with the embeddings, the last ones with the final norm and the head."""
         head = self.head if last else None
         embeddings = self.embeddings if first or (last and head is None) else ()
-        return Inventory(
-            layer=self.layer,
-            layer_vectors=self.layer_vectors,
-            embeddings=embeddings,
-            head=head,
-            final_vectors=self.final_vectors if last else 0,
-            num_layers=num_layers,
-        )
+        final_vectors = self.final_vectors if last else 0
+        return replace(self, embeddings=embeddings, head=head, final_vectors=final_vectors, num_layers=num_layers)

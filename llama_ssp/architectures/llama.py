@@ -1,4 +1,4 @@
-"""Llama, and what is stored as one: TinyLlama, SmolLM2."""
+"""Llama, and models stored as Llama: TinyLlama, SmolLM2."""
 
 from llama_ssp.architectures.family import Family
 from llama_ssp.architectures.gated import gated

@@ -1,4 +1,4 @@
-"""Mistral: Llama whose layers may all see a window."""
+"""Mistral: Llama with an optional sliding window in all layers."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Phi 1, 1.5 and 2: one layer norm for attention and MLP together, biases everywhere."""
+"""Phi 1, 1.5 and 2: attention and MLP share one layer norm, biases everywhere."""
 
 from llama_ssp.architectures.family import Family
 from llama_ssp.architectures.gated import head_of

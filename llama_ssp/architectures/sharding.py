@@ -1,9 +1,7 @@
-"""Who holds what: the slice of every matrix that one rank of a tensor-parallel group keeps.
+"""Computes the slice of every matrix that a rank of a tensor-parallel group holds.
 
-Pure integers, so that the loader, which reads the slices, and a planner, which counts their bytes, cannot disagree. It
-knows no tensors, and it does not say which matrices are cut at all: that is the model's own `tp_plan`.
-
-Shapes: H query heads, N key-value heads, D head dim, R ranks.
+Pure integer arithmetic, without tensors: the loader reads the slices, and the planner counts their bytes. The model's
+`tp_plan` decides which matrices are sharded.
 """
 
 from collections.abc import Sequence
@@ -15,20 +13,14 @@ from llama_ssp.config.formats.format import format_of
 from llama_ssp.config.schema import ModelShape
 from llama_ssp.errors import PlacementError
 
-# Widths that stay multiples of 64 suit matrix units, and nf4 packs its weights in groups of 64.
+# Matrix units prefer multiples of 64, and nf4 packs weights in groups of 64.
 BLOCK = 64
 
 
 def split_blocks(size: int, num_parts: int, *, block: int = 1) -> tuple[range, ...]:
-    """Cut `size` units into consecutive, nearly even parts, the biggest first.
+    """Split `size` units into consecutive, nearly equal parts, the largest first; fewer blocks than parts are refused.
 
-    Args:
-        size: how many units there are.
-        num_parts: how many parts are wanted.
-        block: parts begin at multiples of it; only the last one may end elsewhere.
-
-    Raises:
-        PlacementError: there are fewer blocks than parts.
+    Parts begin at multiples of `block`; only the last one may end between two.
     """
     num_blocks = -(-size // block)
     if num_blocks < num_parts:
@@ -49,23 +41,22 @@ class HeadShard:
 
 
 def split_heads(*, num_heads: int, num_kv_heads: int, num_ranks: int) -> tuple[HeadShard, ...]:
-    """Share attention heads out at the borders of key-value groups.
+    """Split attention heads at the boundaries of key-value groups.
 
-    Only when ranks outnumber key-value heads is a group cut; each of its ranks then holds a copy of its key-value head.
+    If there are more ranks than key-value heads, groups are split, and each of their ranks has the key-value head.
 
         8 heads, 4 kv heads, 3 ranks:  | 0 1 2 3 | 4 5 | 6 7 |     kv  | 0 1 | 2 | 3 |
         4 heads, 2 kv heads, 3 ranks:  | 0 | 1 | 2 3 |             kv  | 0 | 0 | 1 |
 
     Raises:
-        PlacementError: there are more ranks than heads, or groups of different sizes.
+        PlacementError: there are more ranks than heads, or groups differ in size.
     """
     if num_ranks > num_heads:
         message = f"{num_heads} attention heads cannot be shared by {num_ranks} ranks: use at most {num_heads} ranks"
         raise PlacementError(message)
     group, remainder = divmod(num_heads, num_kv_heads)
     if remainder:
-        message = f"{num_heads} query heads over {num_kv_heads} key-value heads: a multiple is required"
-        raise PlacementError(message)
+        raise PlacementError(f"{num_heads} query heads over {num_kv_heads} key-value heads: a multiple is required")
     if num_ranks <= num_kv_heads:
         return tuple(
             HeadShard(query_heads=range(part.start * group, part.stop * group), kv_heads=part)
@@ -82,7 +73,7 @@ def split_heads(*, num_heads: int, num_kv_heads: int, num_ranks: int) -> tuple[H
 
 
 class Cut(Enum):
-    """What a matrix is cut along."""
+    """What a matrix is split along."""
 
     query_heads = "query heads"
     kv_heads = "key-value heads"
@@ -92,51 +83,26 @@ class Cut(Enum):
 
 
 _CUTS = {
-    "q_proj": Cut.query_heads,
-    "k_proj": Cut.kv_heads,
-    "v_proj": Cut.kv_heads,
-    "o_proj": Cut.query_heads,
-    "out_proj": Cut.query_heads,
+    **dict.fromkeys(("q_proj", "o_proj", "out_proj", "dense"), Cut.query_heads),
+    **dict.fromkeys(("k_proj", "v_proj"), Cut.kv_heads),
     "query_key_value": Cut.fused_qkv,
-    "dense": Cut.query_heads,
-    "gate_proj": Cut.mlp_units,
-    "up_proj": Cut.mlp_units,
-    "down_proj": Cut.mlp_units,
-    "dense_h_to_4h": Cut.mlp_units,
-    "dense_4h_to_h": Cut.mlp_units,
-    "fc1": Cut.mlp_units,
-    "fc2": Cut.mlp_units,
-    "c_fc": Cut.mlp_units,
-    "c_proj": Cut.mlp_units,
-    "embed_tokens": Cut.vocabulary,
-    "wte": Cut.vocabulary,
-    "lm_head": Cut.vocabulary,
+    **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), Cut.mlp_units),
+    **dict.fromkeys(("dense_h_to_4h", "dense_4h_to_h", "fc1", "fc2", "c_fc", "c_proj"), Cut.mlp_units),
+    **dict.fromkeys(("embed_tokens", "wte", "lm_head"), Cut.vocabulary),
 }
 
 
 def cut_of(module: str) -> Cut:
-    """What a module's weight is cut along, by the last component of its name.
-
-    Raises:
-        PlacementError: there is no rule for this name.
-    """
+    """What a module's weight is split along, by the last component of its name; others raise PlacementError."""
     try:
         return _CUTS[module.rpartition(".")[2]]
     except KeyError:
-        message = f"no rule says how to cut {module} over ranks: run this model on one rank"
-        raise PlacementError(message) from None
+        raise PlacementError(f"no rule says how to cut {module} over ranks: run this model on one rank") from None
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankShard:
-    """What one rank holds of a whole model.
-
-    Attributes:
-        heads: its attention heads.
-        head_dim: size of each head.
-        mlp_units: its units of every MLP.
-        vocabulary: its token ids, in the embedding and in the output head.
-    """
+    """One rank's part of a model: attention heads, MLP units, and token ids of embedding and output head."""
 
     heads: HeadShard
     head_dim: int
@@ -146,7 +112,7 @@ class RankShard:
     def features(self, cut: Cut) -> range:
         """The rows (column-parallel) or columns (row-parallel) of a matrix that this rank holds.
 
-        A fused query-key-value matrix of GPT-NeoX is laid out `[head][q, k, v][dim]`, so its slice is contiguous too.
+        The layout of GPT-NeoX's fused matrix is `[head][q, k, v][dim]`, so its slice is contiguous too.
         """
         match cut:
             case Cut.query_heads:
@@ -166,9 +132,9 @@ def _scaled(units: range, width: int) -> range:
 
 
 def split_model(shape: ModelShape, *, num_ranks: int) -> tuple[RankShard, ...]:
-    """What each rank of a tensor-parallel group holds.
+    """Split a model over the ranks of a tensor-parallel group.
 
-    MLP units and vocabulary are cut in blocks of 64 where there are enough of them.
+    MLP units and vocabulary are split in blocks of 64 if there are enough of them.
 
     Raises:
         PlacementError: there are more ranks than heads, MLP units or token ids.
@@ -187,27 +153,21 @@ def split_model(shape: ModelShape, *, num_ranks: int) -> tuple[RankShard, ...]:
 
 
 def widths(shards: Sequence[RankShard], cut: Cut) -> tuple[int, ...]:
-    """How many features each rank holds."""
+    """The number of features on each rank."""
     return tuple(len(shard.features(cut)) for shard in shards)
 
 
 def check_deepspeed(shape: ModelShape, quantization: str, *, num_ranks: int) -> None:
-    """Refuse what DeepSpeed does not share: it gives every rank the same heads, whole key-value groups of them.
-
-    Raises:
-        PlacementError: the heads do not divide, with the numbers of ranks that would work; or layers are quantized.
-    """
+    """Raise PlacementError for quantized layers, or if ranks would not have equal numbers of key-value groups."""
     if format_of(quantization).is_quantized:
-        message = (
-            f"placement.target.kind=deepspeed cuts unquantized layers, and model.quantization={quantization} was "
-            "given: use model.quantization=none, or placement.target.kind=tensor"
+        raise PlacementError(
+            f"placement.target.kind=deepspeed splits only unquantized layers, and model.quantization={quantization} "
+            "was given: use model.quantization=none, or placement.target.kind=tensor"
         )
-        raise PlacementError(message)
     num_kv_heads = shape.num_key_value_heads
     if num_kv_heads % num_ranks:
         sizes = [size for size in range(1, num_kv_heads + 1) if num_kv_heads % size == 0]
-        message = (
-            f"placement.target.kind=deepspeed shares {num_kv_heads} key-value heads out evenly, and {num_ranks} ranks "
-            f"were given: use {', '.join(map(str, sizes))} ranks, or placement.target.kind=tensor"
+        raise PlacementError(
+            f"placement.target.kind=deepspeed splits {num_kv_heads} key-value heads evenly, and {num_ranks} ranks were "
+            f"given: use {', '.join(map(str, sizes))} ranks, or placement.target.kind=tensor"
         )
-        raise PlacementError(message)

@@ -1,8 +1,8 @@
-"""The catalogue of models: reads `conf/model/*.yaml` into dataclasses with PyYAML alone.
+"""The model catalogue: reads `conf/model/*.yaml` into dataclasses with PyYAML alone.
 
-The planner, the checks and a notebook know models through this module; a run composes the same files with Hydra. The
-two readings agree because an entry may use just one device of Hydra's, the defaults list `[BASE, _self_]`, which
-inherits every field of another entry.
+The planner, the checks and notebooks use this module; a run composes the same files with Hydra. Both give the same
+result because the only Hydra feature an entry may use is the defaults list `[BASE, _self_]`, which inherits all fields
+of another entry.
 """
 
 from functools import cache
@@ -18,29 +18,19 @@ from llama_ssp.errors import ConfigError, unknown_name
 
 @cache
 def conf_dir() -> Path:
-    """Return the folder `conf`: beside the package in a checkout, inside it in an installed wheel."""
+    """Return the folder `conf`: next to the package in a checkout, inside it in an installed wheel."""
     package = Path(__file__).resolve().parents[1]
-    beside = package.parent / "conf"
-    return beside if beside.is_dir() else package / "conf"
+    in_checkout = package.parent / "conf"
+    return in_checkout if in_checkout.is_dir() else package / "conf"
 
 
 def names() -> list[str]:
-    """Return the name of every model, sorted: one per file in `conf/model`."""
+    """Return the sorted names of all models, one per file in `conf/model`."""
     return sorted(file.stem for file in (conf_dir() / "model").glob("*.yaml"))
 
 
 def load(name: str) -> ModelConfig:
-    """Read one entry.
-
-    Args:
-        name: a name from `names()`.
-
-    Returns:
-        A fresh config, equal to what `model=NAME` gives a run.
-
-    Raises:
-        ConfigError: there is no such model, or its file has a field that a model does not have.
-    """
+    """Read one entry into a new config, as `model=NAME` does; an unknown name or field raises ConfigError."""
     if name not in names():
         raise ConfigError(unknown_name("model", name, names()))
     fields = _fields(name)
@@ -61,14 +51,7 @@ def load(name: str) -> ModelConfig:
 
 
 def smaller_relatives(model: ModelConfig) -> list[str]:
-    """Name the models that could draft for `model`: same family and vocabulary size, unquantized, smaller.
-
-    Args:
-        model: the target; without a shape it has no known relatives.
-
-    Returns:
-        Names from the catalogue, the smallest first.
-    """
+    """Name the possible draft models: same family and vocabulary size, unquantized, smaller; smallest first."""
     shape = model.shape
     if shape is None:
         return []
@@ -82,15 +65,15 @@ def smaller_relatives(model: ModelConfig) -> list[str]:
 
 
 def _relative_size(shape: ModelShape) -> int:
-    """Order models of one family by size; not a count of parameters."""
+    """Sort key for models of one family; not a parameter count."""
     return shape.num_hidden_layers * shape.hidden_size * (shape.hidden_size + shape.intermediate_size)
 
 
 def _fields(name: str) -> dict[str, Any]:
-    """Return the fields of a file on top of those of its base."""
+    """Return the fields of a file, merged over those of its base."""
     text = (conf_dir() / "model" / f"{name}.yaml").read_text(encoding="utf-8")
     fields: dict[str, Any] = yaml.safe_load(text)
-    bases = [base for base in fields.pop("defaults", []) if base != "_self_"]
-    for base in bases:
-        fields = _fields(base) | fields
+    for base in fields.pop("defaults", []):
+        if base != "_self_":
+            fields = _fields(base) | fields
     return fields

@@ -1,7 +1,7 @@
-"""What a config must satisfy before any rank does anything: all problems at once, and no imports that cost time.
+"""Validates a run config before any rank starts work. Reports all problems at once and imports nothing slow.
 
-Each check is a pure function from the config to sentences. It knows nothing of files except whether the prompt file
-exists; checkpoints, tokenizers and the length of prompts are checked where they are read.
+Each check is a pure function from the config to error sentences. The only file access is whether the prompt file
+exists; checkpoints, tokenizers and prompt lengths are checked where they are read.
 """
 
 import math
@@ -16,28 +16,24 @@ from llama_ssp.config.drafts.drafter import problem_of as problem_of_draft
 from llama_ssp.config.effects import is_synthetic, without_effect
 from llama_ssp.config.formats.format import problem_of
 from llama_ssp.config.rules.rule import at_every_temperature, rule_of, rules
-from llama_ssp.config.schema import (
-    ModelConfig,
-    ModelShape,
-    RunConfig,
-)
+from llama_ssp.config.schema import ModelConfig, ModelShape, RunConfig
 from llama_ssp.config.tasks.spec import task_of
 from llama_ssp.errors import ConfigError, one_message, unknown_name
 
 LEAST_AGREEMENT = 0.3
-"""Of synthetic weights: a target and a draft that agree less have never been asked for."""
+"""Lowest `synthetic.agreement` accepted."""
 
 
 def check(config: RunConfig, explicit: frozenset[str], *, world_size: int) -> None:
-    """Refuse a config that cannot run, on every rank alike.
+    """Refuse a config that cannot run; every rank gets the same result.
 
     Args:
-        config: with the draft decided (`store.to_run_config`).
-        explicit: dotted keys that the user gave; a group choice counts under the group's name.
-        world_size: how many ranks there are.
+        config: the draft must be resolved (`store.to_run_config`).
+        explicit: dotted keys that the user gave; a group choice counts as a key named after the group.
+        world_size: number of ranks.
 
     Raises:
-        ConfigError: names every problem: what was given, what is required, what would work.
+        ConfigError: lists every problem: what was given, what is required, what would work.
     """
     problems = [
         *_ranges(config),
@@ -54,28 +50,24 @@ def check(config: RunConfig, explicit: frozenset[str], *, world_size: int) -> No
 
 
 def check_values(config: RunConfig) -> None:
-    """Refuse values that no run can have, whatever the other settings are.
-
-    Raises:
-        ConfigError: names every problem.
-    """
+    """Raise ConfigError for values that are invalid whatever the other settings are."""
     if problems := [*_ranges(config)]:
         raise ConfigError(one_message(problems))
 
 
 @dataclass(frozen=True)
 class _Range:
-    """What the number at `key` must satisfy; a key that this config lacks, or null, is fine."""
+    """Condition on the number at `key`; a missing or null value passes."""
 
     key: str
     holds: Callable[[Any], bool]
     required: str
 
 
-_NUM_DRAFTED = range(1, 1025)  # the planner tries each up to K
-_NUM_SAMPLES = range(1, 10**6 + 1)  # all are in memory before the first begins
-_MAX_TIMEOUT_S = 2 * 10**6  # in milliseconds it has to fit into 32 bits
-_COLDEST = 1e-6  # below, a difference of logits may be more than fp32 holds
+_NUM_DRAFTED = range(1, 1025)  # the planner tries every value up to K
+_NUM_SAMPLES = range(1, 10**6 + 1)  # all prompts are in memory before the first one starts
+_MAX_TIMEOUT_S = 2 * 10**6  # must fit into 32 bits as milliseconds
+_COLDEST = 1e-6  # below this, logits / temperature can overflow fp32
 _TIMEOUT = f"a positive number of seconds, at most {_MAX_TIMEOUT_S}"
 _RANGES = (
     _Range("speculation.num_draft_tokens", lambda k: k in _NUM_DRAFTED, "at least 1 and at most 1024, for example 4"),
@@ -108,14 +100,14 @@ def _ranges(config: RunConfig) -> Iterator[str]:
         if value is not None and not entry.holds(value):
             yield f"{entry.key}={value} must be {entry.required}"
     if "" in config.stop_strings:
-        yield 'stop_strings holds an empty text, which is everywhere: give texts such as stop_strings=["\\n\\n"]'
+        yield 'stop_strings has an empty string, which matches everywhere: give texts such as stop_strings=["\\n\\n"]'
 
 
 def _files(config: RunConfig) -> Iterator[str]:
     if config.prompt is not None and config.prompts is not None:
         yield "prompt= and prompts= exclude each other: give one text or one file"
     file = "-" if config.prompts is None else config.prompts
-    # Path would raise where no file can have such a name.
+    # Path raises for names that no file can have.
     if file != "-" and (not os.path.exists(file) or os.path.isdir(file)):  # noqa: PTH110, PTH112
         yield (
             f"prompts={config.prompts} must be a file, .txt with a prompt per line or .jsonl with a `prompt` field, "
@@ -164,7 +156,7 @@ def _rule(name: str, temperature: float) -> Iterator[str]:
 
 
 def _may_share_vocabulary(target: ModelShape, draft: ModelShape) -> bool:
-    """Tell whether the tokenizers, which are compared later, can be equal: families pad their heads differently."""
+    """Allow 1 % within a family, whose models pad the vocabulary differently; tokenizers are compared later."""
     difference = abs(target.vocab_size - draft.vocab_size)
     return difference == 0 or (target.model_type == draft.model_type and difference <= 0.01 * target.vocab_size)
 
@@ -178,7 +170,7 @@ def _models(config: RunConfig) -> Iterator[str]:
             yield f"{group}={model.name} needs {key}.path=DIR, a folder with config.json, a tokenizer and safetensors"
     contexts = [(model.shape.max_position_embeddings, group) for group, _, model in chosen if model.shape]
     if is_synthetic(config) and (shipped := catalogue.load("tiny").shape):
-        contexts.append((shipped.max_position_embeddings, "shipped model, which synthetic weights compute,"))
+        contexts.append((shipped.max_position_embeddings, "shipped model, which synthetic weights run,"))
     if contexts and config.max_new_tokens >= min(contexts)[0]:
         smallest, group = min(contexts)
         yield (
@@ -186,7 +178,7 @@ def _models(config: RunConfig) -> Iterator[str]:
             f"{smallest} tokens"
         )
     if config.chat and is_synthetic(config):
-        yield "chat=true needs a chat template, and synthetic weights have the shipped model's tokenizer, without one"
+        yield "chat=true needs a chat template, and synthetic weights use the shipped model's tokenizer, which has none"
     elif config.chat and not config.model.chat and config.model.path is None and config.model.shape:
         chat_models = ", ".join(name for name in catalogue.names() if catalogue.load(name).chat)
         yield f"chat=true needs a model with a chat template, and model={config.model.name} has none: use {chat_models}"
@@ -194,10 +186,8 @@ def _models(config: RunConfig) -> Iterator[str]:
 
 def _chosen_models(config: RunConfig) -> list[tuple[str, str, ModelConfig]]:
     """Group, key and entry of the target, and of the draft if there is one."""
-    chosen = [("model", "model", config.model)]
-    if config.draft.model is not None:
-        chosen.append(("draft", "draft.model", config.draft.model))
-    return chosen
+    draft = config.draft.model
+    return [("model", "model", config.model), *([("draft", "draft.model", draft)] if draft else [])]
 
 
 def _synthetic(config: RunConfig) -> Iterator[str]:
@@ -206,7 +196,7 @@ def _synthetic(config: RunConfig) -> Iterator[str]:
             yield f"weights=synthetic needs a shape of the catalogue, and {group}={model.name} has none: use {group}=7B"
         elif model.shape.model_type != "llama":
             yield (
-                f"weights=synthetic makes models of the Llama kind only, and {group}={model.name} is a "
+                f"weights=synthetic supports models of the Llama kind only, and {group}={model.name} is a "
                 f"{model.shape.model_type} model: use {group}=7B, or leave weights=synthetic out"
             )
 

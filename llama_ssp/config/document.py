@@ -1,4 +1,4 @@
-"""A config as the text of `config.yaml`: what a run folder keeps, and what a resumed run is compared with."""
+"""A config as the text of `config.yaml`, which a run folder keeps and a resumed run is compared with."""
 
 from dataclasses import asdict
 from enum import Enum
@@ -9,7 +9,7 @@ from llama_ssp.config.schema import RunConfig
 
 
 def to_yaml(config: RunConfig) -> str:
-    """Write all settings of a run as YAML; members of enums by the names they have on the command line."""
+    """Write all settings of a run as YAML, with enum members by their command-line names."""
     return yaml.safe_dump(_plain(asdict(config)), sort_keys=False, allow_unicode=True)
 
 

@@ -1,4 +1,4 @@
-"""Settings that were given and do nothing beside the others; a user who wrote them expects something."""
+"""Finds settings that were given explicitly and have no effect in combination with the others."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,16 +11,13 @@ from llama_ssp.config.tasks.spec import task_of
 
 
 def is_synthetic(config: RunConfig) -> bool:
-    """Whether weights are made, not read."""
+    """Whether weights are generated instead of read from files."""
     return config.weights is WeightsKind.synthetic
 
 
 @dataclass(frozen=True)
 class _Pointless:
-    """Settings that do nothing while `holds`; a key stands for everything below it too.
-
-    `{task}` in the reason stands for the record of the task.
-    """
+    """Settings that have no effect while `holds`. A key includes all keys below it; `{task}` is the task's record."""
 
     keys: tuple[str, ...]
     holds: Callable[[RunConfig], bool]
@@ -30,101 +27,83 @@ class _Pointless:
 _POINTLESS = (
     _Pointless(
         ("speculation", "verification"),
-        lambda config: not drafts(config.draft) and not task_of(config).needs_draft,
+        lambda c: not drafts(c.draft) and not task_of(c).needs_draft,
         "without a draft: give one with draft=NAME",
     ),
     _Pointless(
         ("placement.draft", "draft.model"),
-        lambda config: config.draft.model is None and not task_of(config).needs_draft,
+        lambda c: c.draft.model is None and not task_of(c).needs_draft,
         "without a draft model: give one with draft=NAME",
     ),
     _Pointless(
-        ("placement.target", "placement.draft"),
-        lambda config: config.placement.auto,
-        "beside placement=auto, which chooses it",
+        ("placement.target", "placement.draft"), lambda c: c.placement.auto, "with placement=auto, which chooses it"
     ),
     _Pointless(
         ("sampling.top_k", "sampling.top_p", "sampling.min_p"),
-        lambda config: config.sampling.temperature == 0,
+        lambda c: c.sampling.temperature == 0,
         "at temperature 0, which always takes the most probable token",
     ),
     _Pointless(
         ("num_samples",),
-        lambda config: config.sampling.temperature == 0 and config.num_samples > 1,
+        lambda c: c.sampling.temperature == 0 and c.num_samples > 1,
         "at temperature 0, where all samples of a prompt are equal",
     ),
     _Pointless(
-        ("task.default_prompts",),
-        lambda config: config.prompt is not None or config.prompts is not None,
-        "beside prompt= or prompts=",
+        ("task.default_prompts",), lambda c: c.prompt is not None or c.prompts is not None, "with prompt= or prompts="
     ),
     _Pointless(
         ("model.int8_threshold",),
-        lambda config: not takes(config.model.quantization, "int8_threshold"),
+        lambda c: not takes(c.model.quantization, "int8_threshold"),
         "without model.quantization=int8",
     ),
     _Pointless(
         ("draft.model.int8_threshold",),
-        lambda config: config.draft.model is not None and not takes(config.draft.model.quantization, "int8_threshold"),
+        lambda c: c.draft.model is not None and not takes(c.draft.model.quantization, "int8_threshold"),
         "without draft.model.quantization=int8",
     ),
-    _Pointless(("model.manifest",), lambda config: not config.model.verify, "without model.verify=true"),
+    _Pointless(("model.manifest",), lambda c: not c.model.verify, "without model.verify=true"),
     _Pointless(
         ("draft.model.manifest",),
-        lambda config: config.draft.model is not None and not config.draft.model.verify,
+        lambda c: c.draft.model is not None and not c.draft.model.verify,
         "without draft.model.verify=true",
     ),
-    _Pointless(("cuda_graphs",), lambda config: config.device is DeviceKind.cpu, "with device=cpu"),
-    _Pointless(("one_shot_all_reduce",), lambda config: config.device is DeviceKind.cpu, "with device=cpu"),
+    _Pointless(("cuda_graphs", "one_shot_all_reduce"), lambda c: c.device is DeviceKind.cpu, "with device=cpu"),
     _Pointless(
         ("cuda_graphs",),
-        lambda config: not layout.may_capture(config.placement.target),
-        "beside a target that accelerate or deepspeed places: its operators are launched from Python",
+        lambda c: not layout.may_capture(c.placement.target),
+        "with a target that accelerate or deepspeed places: its operators are launched from Python",
     ),
     _Pointless(
-        ("dry_run",),
-        lambda config: config.dry_run and not task_of(config).needs_models,
-        "on task={task.name}, {task.why_no_plan}",
+        ("dry_run",), lambda c: c.dry_run and not task_of(c).needs_models, "on task={task.name}, {task.why_no_plan}"
     ),
-    _Pointless(("synthetic",), lambda config: not is_synthetic(config), "without weights=synthetic"),
+    _Pointless(("synthetic",), lambda c: not is_synthetic(c), "without weights=synthetic"),
     _Pointless(
         ("synthetic",),
-        lambda config: is_synthetic(config) and config.draft.model is None and not task_of(config).needs_draft,
+        lambda c: is_synthetic(c) and c.draft.model is None and not task_of(c).needs_draft,
         "without a draft: give one with draft=NAME",
     ),
     _Pointless(
         ("model.path", "model.hub_id", "model.revision", "model.verify"),
-        lambda config: is_synthetic(config) and config.model.shape is not None,
-        "beside weights=synthetic, which reads no files",
+        lambda c: is_synthetic(c) and c.model.shape is not None,
+        "with weights=synthetic, which reads no files",
     ),
     _Pointless(
         ("draft.model.path", "draft.model.hub_id", "draft.model.revision", "draft.model.verify"),
-        lambda config: is_synthetic(config) and config.draft.model is not None and bool(config.draft.model.shape),
-        "beside weights=synthetic, which reads no files",
+        lambda c: is_synthetic(c) and c.draft.model is not None and bool(c.draft.model.shape),
+        "with weights=synthetic, which reads no files",
     ),
-    _Pointless(
-        ("model.hub_id", "model.revision"),
-        lambda config: config.model.path is not None,
-        "beside model.path",
-    ),
+    _Pointless(("model.hub_id", "model.revision"), lambda c: c.model.path is not None, "with model.path"),
     _Pointless(
         ("draft.model.hub_id", "draft.model.revision"),
-        lambda config: config.draft.model is not None and config.draft.model.path is not None,
-        "beside draft.model.path",
+        lambda c: c.draft.model is not None and c.draft.model.path is not None,
+        "with draft.model.path",
     ),
 )
 
 
 def without_effect(config: RunConfig, explicit: frozenset[str]) -> Iterator[str]:
-    """A sentence for each setting that does nothing.
-
-    Args:
-        config: of the run.
-        explicit: keys that the user wrote.
-    """
+    """Yield a sentence for each key in `explicit` that has no effect."""
     for entry in _POINTLESS:
-        if not entry.holds(config):
-            continue
-        for key in sorted(explicit):
+        for key in sorted(explicit) if entry.holds(config) else ():
             if any(key == top or key.startswith(f"{top}.") for top in entry.keys):
                 yield f"{key} has no effect {entry.reason.format(task=task_of(config))}"

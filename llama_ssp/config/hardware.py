@@ -1,7 +1,7 @@
-"""What a machine has: the catalogue `conf/hardware` as typed dataclasses, read with PyYAML alone.
+"""Describes machines: the catalogue `conf/hardware` as typed dataclasses, read with PyYAML alone.
 
-A file holds figures of data sheets, each with its source, and may hold what `task=calibrate` measured. Every problem of
-a file is found before any is reported. What follows from the figures is worked out in `planning`.
+A file has figures from data sheets with their sources, and optionally the measurements of `task=calibrate`. All of its
+problems are reported together. `planning` computes with the figures.
 
 Units: bytes, bytes/s, FLOP/s and seconds.
 """
@@ -20,12 +20,7 @@ from llama_ssp.errors import ConfigError, one_message, unknown_name
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """How GPUs reach each other.
-
-    Attributes:
-        bandwidth_bytes_per_s: what one GPU sends, in one direction.
-        latency_s: what a collective of a few bytes takes.
-    """
+    """Interconnect of GPUs: bandwidth per GPU in one direction, and the time of a collective of a few bytes."""
 
     bandwidth_bytes_per_s: float
     latency_s: float
@@ -35,8 +30,8 @@ class Link:
 class LinearPoint:
     """Measured time of one linear layer: `rows` inputs through a matrix of `elements` numbers.
 
-    `dtype` is the number format of the matrix, `arithmetic` that of inputs and sums.
-    `working_set_bytes` is the size of all matrices that were read in turn, which decides whether they stay in a cache.
+    `dtype` is the number format of the matrix, `arithmetic` that of inputs and sums. `working_set_bytes` is the size of
+    all matrices that were cycled through, which decides whether they stay in a cache.
     """
 
     dtype: str
@@ -49,7 +44,7 @@ class LinearPoint:
 
 @dataclass(frozen=True, kw_only=True)
 class RowsPoint:
-    """Measured time of something that depends on the rows of a forward and on the width of the model."""
+    """Measured time by the rows of a forward and the width of the model."""
 
     rows: int
     width: int
@@ -58,7 +53,7 @@ class RowsPoint:
 
 @dataclass(frozen=True, kw_only=True)
 class SizePoint:
-    """Measured time of something that depends on one number: of bytes, of rows, or of numbers to draw from."""
+    """Measured time by one size: bytes, rows, or numbers to draw from."""
 
     size: int
     s: float
@@ -66,9 +61,9 @@ class SizePoint:
 
 @dataclass(frozen=True, kw_only=True)
 class CompositionPoint:
-    """Measured time of a whole forward, as a share of what the parts of its profile add up to.
+    """Measured time of a whole forward, divided by the sum of the profile's parts.
 
-    `rows` is what the forward reads at once, `working_set_bytes` the size of its matrices on one rank.
+    `rows` is the number of inputs of the forward, `working_set_bytes` the size of its matrices on one rank.
     """
 
     rows: int
@@ -78,19 +73,18 @@ class CompositionPoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """What `task=calibrate` measured while `num_ranks` ranks of a node were at work.
+    """Measurements of `task=calibrate` with `num_ranks` ranks of a node active at the same time.
 
     Attributes:
-        num_ranks: ranks that worked at the same time.
         linear: linear layers as the models call them.
-        tied_head: linear layers whose matrix is an embedding too.
-        layer: what a decoder layer takes beside its matrices, with few slots of the cache filled.
-        frame: what a forward takes beside its layers and the output head.
-        attention: seconds for each further byte of keys and values, by the rows that read it.
-        draw, verify: the rule on so many numbers (rows x vocabulary).
+        tied_head: linear layers whose matrix is also an embedding.
+        layer: a decoder layer without its matrices, with few cache slots filled.
+        frame: a forward without its layers and the output head.
+        attention: seconds per further byte of keys and values, by the rows that read it.
+        draw, verify: a draw and the rule, by numbers processed (rows x vocabulary).
         all_reduce: by bytes; empty for one rank.
-        round_s: what the loop takes in a round beside forwards and rule.
-        composition: how whole forwards compare with the parts above; empty takes the parts as they are.
+        round_s: host time of the loop per round.
+        composition: whole forwards compared with the sum of the parts; empty applies no correction.
     """
 
     num_ranks: int
@@ -108,25 +102,21 @@ class Profile:
 
 @dataclass(frozen=True, kw_only=True)
 class HardwareConfig:
-    """One entry of `conf/hardware`: a node, and how many of them there are.
+    """One entry of `conf/hardware`: a node, and the number of nodes.
 
     Attributes:
-        name, gpu: names of the entry and of its GPUs.
-        device: `cuda` (NVIDIA and AMD alike) or `cpu`; a "GPU" of a CPU is one rank.
+        device: `cuda` (NVIDIA and AMD) or `cpu`; a "GPU" of a CPU is one rank.
         num_gpus, num_nodes: ranks per node, and nodes.
-        memory_bytes: what a program can have of one GPU's memory; on a CPU, of the node's.
-        context_bytes: what a process holds of it before its first tensor.
-        collective_bytes: buffers of the communication library on each of several ranks.
-        bandwidth_bytes_per_s: memory bandwidth of the data sheet.
-        copy_bytes_per_s: memory bandwidth that a plain copy was measured to reach.
+        memory_bytes: usable memory of one GPU; on a CPU, of the node.
+        context_bytes: memory of a process before its first tensor.
+        collective_bytes: communication buffers per rank, if there are several ranks.
+        bandwidth_bytes_per_s: memory bandwidth from the data sheet.
+        copy_bytes_per_s: measured memory bandwidth of a plain copy.
         flops_per_s: dense matrix rate by number format.
-        slowdown: for some number formats, how many times as long as in fp32 arithmetic a matrix of as many bytes
-            takes.
-        kernel_s: time of a kernel beside its bytes, inside a CUDA graph.
-        launch_s: time of an operator beside its bytes when it is launched from Python.
+        slowdown: by number format, the time of a matrix product relative to fp32 arithmetic on as many bytes.
+        kernel_s, launch_s: fixed time of a kernel inside a CUDA graph, and of an operator launched from Python.
         link, network: links inside a node, and between nodes.
-        sources: where each figure is from.
-        profiles: what was measured; used instead of the figures above where it says more.
+        profiles: measurements, which replace the figures above.
     """
 
     name: str
@@ -156,18 +146,12 @@ class HardwareConfig:
 
 DEVICES = ("cuda", "cpu")
 _NESTED: dict[str, type[Any]] = {
-    "link": Link,
-    "network": Link,
-    "profiles": Profile,
-    "linear": LinearPoint,
-    "tied_head": LinearPoint,
-    "layer": RowsPoint,
-    "frame": RowsPoint,
-    "attention": SizePoint,
-    "draw": SizePoint,
-    "verify": SizePoint,
-    "all_reduce": SizePoint,
+    **dict.fromkeys(("link", "network"), Link),
+    **dict.fromkeys(("linear", "tied_head"), LinearPoint),
+    **dict.fromkeys(("layer", "frame"), RowsPoint),
+    **dict.fromkeys(("attention", "draw", "verify", "all_reduce"), SizePoint),
     "composition": CompositionPoint,
+    "profiles": Profile,
 }
 _MAY_BE_ZERO = {"context_bytes", "collective_bytes", "kernel_s", "launch_s", "latency_s", "round_s"}
 _TEXTS = {"name", "gpu", "dtype", "arithmetic", "device"}
@@ -175,16 +159,12 @@ _BY_NUMBER_FORMAT = ("flops_per_s", "slowdown")
 
 
 def names() -> list[str]:
-    """Return the name of every machine, sorted: one per file in `conf/hardware`."""
+    """Return the sorted names of all machines, one per file in `conf/hardware`."""
     return sorted(file.stem for file in (conf_dir() / "hardware").glob("*.yaml"))
 
 
 def load(name: str) -> HardwareConfig:
-    """Read one entry.
-
-    Raises:
-        ConfigError: there is no such machine, or its file has problems; all of them are named.
-    """
+    """Read one entry; an unknown name raises ConfigError, and so does a file with problems, listing them all."""
     if name not in names():
         raise ConfigError(unknown_name("hardware", name, names()))
     figures = yaml.safe_load((conf_dir() / "hardware" / f"{name}.yaml").read_text(encoding="utf-8"))
@@ -194,11 +174,7 @@ def load(name: str) -> HardwareConfig:
 
 
 def problems_of(figures: object) -> list[str]:
-    """Say everything that is wrong with a hardware description, one clause each.
-
-    Args:
-        figures: what YAML made of the file, with the user's own settings on top.
-    """
+    """List all problems of a hardware description, one clause each."""
     problems = list(_problems(HardwareConfig, figures, "hardware"))
     if isinstance(figures, Mapping):
         device = figures.get("device")
@@ -219,7 +195,7 @@ def problems_of(figures: object) -> list[str]:
 
 
 def build(figures: Mapping[str, Any]) -> HardwareConfig:
-    """Make the dataclass of a description that has no problems."""
+    """Make the dataclass from a description without problems."""
     return _build(HardwareConfig, figures)  # type: ignore[no-any-return]
 
 

@@ -1,7 +1,7 @@
-"""Which ranks hold the target, which the draft, and whose word counts: what a placement leaves open, decided once.
+"""Resolves a placement: which ranks hold the target, which hold the draft, and which rank verifies.
 
-The planner, the checks and the ranks themselves all ask here, so that they cannot disagree. Ranks count from 0 inside
-one copy of target and draft; where several copies sit in the world is the business of `distributed.mesh`.
+The planner, the checks and the ranks all use this module, so that they agree. Ranks are numbered from 0 within one
+replica of target and draft; `distributed.mesh` maps replicas to world ranks.
 """
 
 import math
@@ -14,7 +14,7 @@ from llama_ssp.config.target_placement import Offload, TargetKind, TargetPlaceme
 
 
 class _Ranks(Protocol):
-    """What the placements of target and draft have in common."""
+    """Common fields of the placements of target and draft."""
 
     ranks: list[int] | None
     tp_size: int | None
@@ -22,12 +22,9 @@ class _Ranks(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The ranks of one copy.
+    """The ranks of one replica that hold target and draft, or a slice of them, in increasing order.
 
-    Attributes:
-        target_ranks: those that hold a slice of the target, increasing.
-        draft_ranks: those that hold the draft or a slice of it, increasing; none without a draft.
-        draft_kind: how the draft is laid out over them.
+    `draft_ranks` is empty without a draft.
     """
 
     target_ranks: tuple[int, ...]
@@ -41,35 +38,35 @@ class Layout:
 
     @property
     def draft_source_rank(self) -> int:
-        """The rank whose drafted ids all take: the first that holds both models, else the draft's first."""
+        """The rank that sends the drafted ids: the first that holds both models, else the draft's first."""
         return next((rank for rank in self.draft_ranks if rank in self.target_ranks), self.draft_ranks[0])
 
     @property
     def verify_rank(self) -> int:
-        """The rank that runs the rule: it sees the target's logits, and where it can the draft's probabilities too."""
+        """The rank that runs the rule. It has the target's logits, and if possible the draft's probabilities too."""
         if self.draft_ranks and self.draft_source_rank in self.target_ranks:
             return self.draft_source_rank
         return self.target_ranks[0]
 
     @property
     def splits_batch(self) -> bool:
-        """Whether each rank of the draft drafts for some of the rows, and judges them too."""
+        """Whether each rank of the draft drafts and verifies its own share of the rows."""
         return self.draft_kind is DraftLayout.replicated and len(self.draft_ranks) > 1
 
     def __str__(self) -> str:
-        """Which ranks hold what, for log files."""
+        """Summary for log files."""
         draft = f"draft on {named(self.draft_ranks)} ({self.draft_kind.name})" if self.draft_ranks else "no draft"
         return f"target on {named(self.target_ranks)}, {draft}"
 
 
 def lay_out(target: TargetPlacement, draft: DraftPlacement, *, num_ranks: int, has_draft: bool) -> Layout:
-    """Decide what a placement leaves open.
+    """Resolve the ranks of one replica.
 
     Args:
-        target: its ranks, or how many; layers in a row have one.
-        draft: likewise.
-        num_ranks: of one copy.
-        has_draft: whether there is a draft at all; otherwise nothing of its placement counts.
+        target: layer-wise placement has one rank.
+        draft: ignored without a draft.
+        num_ranks: ranks per replica.
+        has_draft: whether there is a draft model.
     """
     apart = has_draft and draft.kind is DraftLayout.own_gpu
     everyone = range(num_ranks)
@@ -87,25 +84,25 @@ def lay_out(target: TargetPlacement, draft: DraftPlacement, *, num_ranks: int, h
 
 
 def lay_out_replica(placement: PlacementConfig, *, world_size: int, has_draft: bool) -> Layout:
-    """The layout of each copy of a run on `world_size` ranks."""
+    """The layout of each replica of a run on `world_size` ranks."""
     num_ranks = world_size // placement.num_replicas
     return lay_out(placement.target, placement.draft, num_ranks=num_ranks, has_draft=has_draft)
 
 
 def may_capture(target: TargetPlacement) -> bool:
-    """Whether rounds can be captured as CUDA graphs: libraries that place the target launch from Python."""
+    """Whether rounds can be captured as CUDA graphs; accelerate and DeepSpeed launch operators from Python."""
     return target.kind is TargetKind.tensor
 
 
 def max_device_bytes(target: TargetPlacement) -> int | None:
-    """Bytes of weights that each device of a target in a row may hold; None where nothing waits elsewhere."""
+    """Limit of weight bytes on each device of a layer-wise target; None without offload."""
     return None if target.max_memory_gb is None else int(target.max_memory_gb * 1e9)
 
 
 def problems_of(
     target: TargetPlacement, draft: DraftPlacement, *, num_replicas: int, world_size: int, has_draft: bool
 ) -> Iterator[str]:
-    """Say what is impossible in a placement on `world_size` ranks."""
+    """List what is impossible in a placement on `world_size` ranks."""
     if num_replicas < 1 or world_size % num_replicas:
         divisors = " or ".join(str(number) for number in range(1, world_size + 1) if world_size % number == 0)
         yield f"placement.num_replicas={num_replicas} must share {world_size} ranks out evenly: use {divisors}"
@@ -121,14 +118,14 @@ def problems_of(
         yield from _clashes(laid_out)
         if target.kind is TargetKind.deepspeed and not set(laid_out.draft_ranks) <= set(laid_out.target_ranks):
             yield (
-                "placement.target.kind=deepspeed has all ranks, since DeepSpeed talks to all of them, and the draft is "
-                f"on {named(laid_out.draft_ranks)}, the target on {named(laid_out.target_ranks)}: use a draft on the "
-                "target's ranks, or placement.target.kind=tensor"
+                "placement.target.kind=deepspeed needs all ranks, since DeepSpeed communicates over all of them, and "
+                f"the draft is on {named(laid_out.draft_ranks)}, the target on {named(laid_out.target_ranks)}: use a "
+                "draft on the target's ranks, or placement.target.kind=tensor"
             )
 
 
 def _faults(part: str, given: _Ranks, num_ranks: int) -> Iterator[str]:
-    """What is wrong with the ranks of one model by themselves."""
+    """Problems with the ranks of one model."""
     ranks, size = given.ranks, given.tp_size
     if ranks is not None and (not ranks or len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(num_ranks))):
         yield f"placement.{part}.ranks={ranks} must name different ranks between 0 and {num_ranks - 1}"
@@ -139,21 +136,21 @@ def _faults(part: str, given: _Ranks, num_ranks: int) -> Iterator[str]:
 
 
 def _faults_of_library(target: TargetPlacement, num_replicas: int) -> Iterator[str]:
-    """What is wrong with a target that a library places, or with settings of one elsewhere."""
+    """Problems with a target that a library places, or with its settings on another target."""
     ranks, size, limit = target.ranks, target.tp_size, target.max_memory_gb
-    is_row, offloads = target.kind is TargetKind.accelerate, target.offload is not Offload.none
-    if is_row and (len(ranks or [0]) > 1 or (size or 1) > 1):
+    is_layer_wise, offloads = target.kind is TargetKind.accelerate, target.offload is not Offload.none
+    if is_layer_wise and (len(ranks or [0]) > 1 or (size or 1) > 1):
         yield (
             f"placement.target.kind=accelerate has one rank, which spreads the layers over all GPUs that no other rank "
             f"has, and {f'ranks={ranks}' if ranks else f'tp_size={size}'} was given: leave it out, or use kind=tensor"
         )
     if target.kind is not TargetKind.tensor and num_replicas > 1:
-        taken = "all free GPUs of a node" if is_row else "all ranks"
+        taken = "all free GPUs of a node" if is_layer_wise else "all ranks"
         yield (
-            f"placement.target.kind={target.kind.name} takes {taken} for one copy: use placement.num_replicas=1, or "
+            f"placement.target.kind={target.kind.name} takes {taken} for one replica: use placement.num_replicas=1, or "
             "placement.target.kind=tensor"
         )
-    if offloads and not is_row:
+    if offloads and not is_layer_wise:
         yield f"placement.target.offload={target.offload.name} needs placement.target.kind=accelerate"
     if offloads and limit is None:
         yield (
@@ -165,7 +162,7 @@ def _faults_of_library(target: TargetPlacement, num_replicas: int) -> Iterator[s
     if limit is not None and not offloads:
         yield (
             f"placement.target.max_memory_gb={limit} has no effect without placement.target.offload=cpu or disk, which "
-            "says where the rest goes"
+            "takes the remaining layers"
         )
 
 
@@ -184,11 +181,11 @@ def _faults_of_kind(draft: DraftPlacement, num_ranks: int) -> Iterator[str]:
             "leave it out"
         )
     if kind is DraftLayout.own_gpu and num_ranks == 1:
-        yield "placement.draft.kind=own_gpu needs a GPU beside the target's, and each copy has one rank"
+        yield "placement.draft.kind=own_gpu needs a GPU in addition to the target's, and each replica has one rank"
 
 
 def _clashes(layout: Layout) -> Iterator[str]:
-    """What is wrong with where the two models sit to each other."""
+    """Conflicts between the ranks of the two models."""
     both = sorted({*layout.target_ranks} & {*layout.draft_ranks})
     if layout.draft_kind is DraftLayout.own_gpu and (both or not layout.target_ranks or not layout.draft_ranks):
         yield (
@@ -197,24 +194,24 @@ def _clashes(layout: Layout) -> Iterator[str]:
         )
     if layout.draft_kind is DraftLayout.replicated and len(both) < len(layout.draft_ranks):
         yield (
-            f"a replicated draft drafts and judges rows where the target is, and placement.draft.ranks="
+            f"a replicated draft drafts and verifies rows on ranks of the target, and placement.draft.ranks="
             f"{list(layout.draft_ranks)} are not all among {named(layout.target_ranks)}"
         )
 
 
 def problems_of_choice(placement: PlacementConfig, *, searched: bool = False) -> Iterator[str]:
-    """Say what is wrong with leaving the placement to the planner, or with searching for it."""
+    """Problems with leaving the placement to the planner, or with searching for it."""
     kind = placement.target.kind
     if kind is not TargetKind.tensor and (placement.auto or searched):
         asked = "search=true" if searched else "placement.auto=true"
         yield (
-            f"{asked} chooses among targets of placement.target.kind=tensor, and {kind.name} was given: leave one of "
-            "the two out"
+            f"{asked} chooses among targets of placement.target.kind=tensor, and {kind.name} was given: remove one of "
+            "the two"
         )
 
 
 def idle(layout: Layout, *, num_ranks: int) -> str | None:
-    """A sentence about ranks that would hold nothing, with what would help; None where all hold something."""
+    """An error sentence if some ranks would hold nothing, else None."""
     ranks = [rank for rank in range(num_ranks) if rank not in layout.ranks]
     if not ranks:
         return None
@@ -226,5 +223,5 @@ def idle(layout: Layout, *, num_ranks: int) -> str | None:
 
 
 def named(ranks: tuple[int, ...] | list[int]) -> str:
-    """Ranks as a sentence names them."""
+    """Ranks in words, for a sentence."""
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {' '.join(map(str, ranks)) or '(none)'}"

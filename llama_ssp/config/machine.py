@@ -1,4 +1,4 @@
-"""Which entry of conf/hardware describes the machine at hand."""
+"""Finds the entry of conf/hardware that describes the current machine."""
 
 import os
 import platform
@@ -14,20 +14,14 @@ from llama_ssp.errors import ConfigError
 THIS_MACHINE = "this_machine"
 """Name of the hardware file that `task=calibrate` writes."""
 _SLOWER_BOARDS = {"PCIE", "NVL", "MIG"}
-"""Forms of a GPU that have less than its full bandwidth, or another memory."""
+"""Variants of a GPU with a lower bandwidth or a different memory."""
 
 
 def detect_hardware(*, on_cpu: bool = False) -> HardwareConfig:
-    """Describe the machine at hand.
+    """Describe the current machine, without its GPUs if `on_cpu`.
 
-    What `task=calibrate` wrote here counts first, then the entry of the GPUs that nvidia-smi names, then a CPU with
-    this machine's memory.
-
-    Args:
-        on_cpu: whether GPUs are to be left alone.
-
-    Raises:
-        ConfigError: no entry describes these GPUs.
+    In order of precedence: what `task=calibrate` wrote, the entry for the GPUs that nvidia-smi lists (ConfigError if
+    there is none), and a CPU with this machine's memory.
     """
     gpus = [] if on_cpu else _gpu_names()
     if THIS_MACHINE in hardware.names():
@@ -40,21 +34,20 @@ def detect_hardware(*, on_cpu: bool = False) -> HardwareConfig:
     for entry in map(hardware.load, hardware.names()):
         if _describes(entry, gpus[0]) and entry.num_gpus >= len(gpus):
             return replace(entry, num_gpus=len(gpus))
-    message = (
+    raise ConfigError(
         f"no entry of conf/hardware describes {len(gpus)} x {gpus[0]}: run task=calibrate once, or give hardware=NAME"
     )
-    raise ConfigError(message)
 
 
 def machine_of_run(machine: HardwareConfig, world_size: int) -> HardwareConfig:
-    """The part of a machine that a run uses: as many ranks as were started, on as few nodes as hold them."""
+    """The part of a machine that a run uses: one GPU per rank, on as few nodes as possible."""
     if machine.device == "cpu":
         return replace(machine, num_gpus=world_size, num_nodes=1)
     return replace(machine, num_nodes=-(-world_size // machine.num_gpus))
 
 
 def _describes(entry: HardwareConfig, driver_name: str) -> bool:
-    """Whether it is the chip that the driver names, with its memory, on the board that has its full bandwidth."""
+    """Whether an entry matches the driver's name: the same chip and memory size, on the board with full bandwidth."""
     chip, *others = entry.gpu.upper().split("-")
     words = set(re.split(r"[\s-]+", driver_name.upper()))
     sizes = {word for word in words if re.fullmatch(r"\d+GB", word)}
@@ -72,5 +65,5 @@ def _gpu_names() -> list[str]:
 
 
 def host_memory_bytes() -> int:
-    """All memory of this machine."""
+    """Total memory of this machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,7 +1,7 @@
-"""The one way to read a JSON file of a model's folder: its size, its depth and the types of known fields are checked.
+"""Reads the JSON files of a model folder, and checks their size, their depth and the types of known fields.
 
-Files that a library reads by itself are read here first, so that a fault is one sentence and no traceback. Nothing here
-needs torch. What a field means for a model, and whether it must be there, is checked where it is used.
+Files that a library reads itself are read here first, so that a fault gives one sentence instead of a traceback.
+Required fields and their meaning are checked where they are used. Does not import torch.
 """
 
 import json
@@ -26,22 +26,17 @@ TOKENIZER_FILES = (
     "vocab.json",
     "chat_template.json",
 )
-"""What the library's tokenizers read of a folder; none of these must be there."""
+"""Files that the library's tokenizers read; all are optional."""
 MAX_DEPTH = 64
-"""Objects and lists inside each other; files of published models have fewer than 10."""
+"""Nesting of objects and lists; files of published models have fewer than 10 levels."""
 MAX_BYTES, MAX_TOKENIZER_BYTES = 2**26, 2**28
-"""The largest published files of either kind have about a tenth of this."""
+"""About ten times the largest published files."""
 _SHOWN = 60
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Kind:
-    """What a field may hold.
-
-    Attributes:
-        wanted: the same in words, for an error.
-        fits: whether a value is of this kind.
-    """
+    """Type and range of a field; errors quote `wanted`."""
 
     wanted: str
     fits: Callable[[Any], bool]
@@ -72,7 +67,7 @@ def _is_token_ids(value: object) -> bool:
 
 
 def _is_counted_kinds(value: object) -> bool:
-    """Whether this is a list of pairs: kinds of attention, and how often they are repeated."""
+    """Whether this is a list of pairs: kinds of attention, and the number of repetitions."""
     return isinstance(value, list) and all(
         isinstance(pair, list) and len(pair) == 2 and _is_texts(pair[0]) and _is_whole(pair[1], 0, _MAX_LAYERS)  # noqa: PLR2004 - a pair
         for pair in value
@@ -127,7 +122,7 @@ _TOKENIZER = {
     ),
 }
 _TOKENIZER_CONFIG = {
-    # Libraries write 10^30 for no limit, some as a float.
+    # Libraries write 10^30 for "no limit", some as a float.
     "model_max_length": _Kind(wanted="a number of at least 1", fits=lambda value: _is_number(value, 1, math.inf)),
     "padding_side": _TEXT,
     "truncation_side": _TEXT,
@@ -145,12 +140,11 @@ _FIELDS: Mapping[str, Mapping[str, _Kind]] = {
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Read a JSON file of a model's folder, which must hold an object.
-
-    Fields whose types are known by the file's name may be missing or null, and no field is added.
+    """Read a JSON object from a file of a model folder. Fields with a known type may be missing or null.
 
     Raises:
-        CheckpointError: it cannot be read, is too large or too deep, holds no object, or a field of another type.
+        CheckpointError: the file cannot be read, is too large or too deep, holds no object, or has a field of another
+            type.
     """
     try:
         content = json.loads(_read_bytes(file).decode("utf-8"))
@@ -176,22 +170,16 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def shown(value: object) -> str:
-    """A value out of a file as an error shows it: as JSON writes it, in ASCII, and not at length."""
+    """A value of a file for an error message: as ASCII JSON, shortened."""
     text = json.dumps(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def _read_bytes(file: Path) -> bytes:
-    """Read a file that is not too large.
-
-    Raises:
-        OSError: it cannot be read.
-        CheckpointError: it is no file, or too large.
-    """
     found = file.stat()
     limit = MAX_TOKENIZER_BYTES if file.name == TOKENIZER_FILE else MAX_BYTES
     if not stat.S_ISREG(found.st_mode):
-        raise CheckpointError(f"{file} is no file: a folder as save_pretrained writes it is required")
+        raise CheckpointError(f"{file} is not a regular file: a folder as save_pretrained writes it is required")
     if found.st_size > limit:
         message = f"{file} has {found.st_size} bytes, and at most {limit} are read: copy or download it again"
         raise CheckpointError(message)

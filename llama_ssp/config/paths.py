@@ -1,4 +1,4 @@
-"""Paths as users write them. What lies there is the business of who reads it."""
+"""Parses paths as users write them. The caller checks what is there."""
 
 from pathlib import Path
 
@@ -6,11 +6,7 @@ from llama_ssp.errors import ConfigError
 
 
 def read_path(text: str) -> Path:
-    """Return the path that a text means, with `~` for a home; nothing need exist there.
-
-    Raises:
-        ConfigError: nothing can have such a name, or this user may not look there.
-    """
+    """Return the path with `~` expanded, which need not exist; raise ConfigError if it cannot be looked up."""
     try:
         path = Path(text).expanduser()
         path.exists()

@@ -1,4 +1,4 @@
-"""Every setting of `launch/plan.py`, as typed dataclasses, and what they must satisfy."""
+"""Every setting of `launch/plan.py` as typed dataclasses, and their checks."""
 
 import math
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ class PlanFormat(Enum):
 
 @dataclass(kw_only=True)
 class PlanSpeculation:
-    """K, and how probable it is that a drafted token is accepted; null takes the catalogue's figure for the pair."""
+    """K, and the probability that a drafted token is accepted; null looks the pair up in conf/pairs.yaml."""
 
     num_draft_tokens: int = 4
     acceptance: float | None = None
@@ -30,7 +30,7 @@ class PlanSpeculation:
 
 @dataclass(kw_only=True)
 class PlanConfig:
-    """All of one plan. `hardware` is checked by `config.hardware`, which finds all of its problems at once."""
+    """All settings of one plan. `config.hardware` checks `hardware`."""
 
     model: ModelConfig
     draft: DrafterConfig
@@ -47,14 +47,7 @@ class PlanConfig:
 
 
 def check(config: PlanConfig) -> None:
-    """Refuse a plan of impossible figures.
-
-    Args:
-        config: with the draft decided and the shapes of local models filled in.
-
-    Raises:
-        ConfigError: names every problem, those of the hardware file included.
-    """
+    """Raise ConfigError with all problems, including those of the hardware; the models must be resolved."""
     hardware = problems_of(config.hardware)
     problems = [*hardware, *_ranges(config), *_models(config)]
     if not hardware:
@@ -86,18 +79,14 @@ def _ranges(config: PlanConfig) -> Iterator[str]:
 
 def _models(config: PlanConfig) -> Iterator[str]:
     target, draft = config.model, config.draft.model
-    for group, model in (("model", target), ("draft", draft)):
-        if model is None:
-            continue
-        key = "model" if model is target else "draft.model"
-        if problem := problem_of(model.quantization, key=f"{key}.quantization"):
+    for group, key, model in (("model", "model", target), ("draft", "draft.model", draft)):
+        if model and (problem := problem_of(model.quantization, key=f"{key}.quantization")):
             yield problem
-        if model.shape is None:
+        if model is None or model.shape is None:
             continue
-        sizes = {key: value for key, value in vars(model.shape).items() if isinstance(value, int)}
-        for key, value in sizes.items():
-            if value < 1 and not isinstance(value, bool):
-                yield f"{group}={model.name}: shape.{key}={value} must be at least 1"
+        for name, value in vars(model.shape).items():
+            if isinstance(value, int) and value < 1 and not isinstance(value, bool):
+                yield f"{group}={model.name}: shape.{name}={value} must be at least 1"
         context = config.prompt_tokens + config.max_new_tokens
         if context > model.shape.max_position_embeddings:
             yield (

@@ -1,7 +1,7 @@
-"""Code from outside the package that adds to it: modules that the user names in the environment.
+"""Loads plugins: modules outside the package that the user names in an environment variable.
 
 A plugin is a module on PYTHONPATH that calls `config.tasks.spec.register` or `architectures.family.register`. It is
-imported before torch is, so it imports torch only in the functions that need it.
+imported before torch, so it must import torch only inside the functions that need it.
 """
 
 import importlib
@@ -10,15 +10,11 @@ import os
 from llama_ssp.errors import ConfigError, SspError
 
 PLUGINS = "LLAMA_SSP_PLUGINS"
-"""Variable that names the modules, separated by commas."""
+"""Environment variable with the module names, separated by commas."""
 
 
 def load_plugins() -> None:
-    """Import the plugins; must precede `store.register`, and may be repeated.
-
-    Raises:
-        ConfigError: one of them cannot be imported.
-    """
+    """Import the plugins, or raise ConfigError. Call before `store.register`; repeated calls are harmless."""
     for name in filter(None, map(str.strip, os.environ.get(PLUGINS, "").split(","))):
         try:
             importlib.import_module(name)

@@ -1,4 +1,4 @@
-"""Records found by name: one per module of a package, and those that code outside the package registers."""
+"""Registries of records by name: one per module of a package, plus those that plugins register."""
 
 import importlib
 import pkgutil
@@ -12,7 +12,7 @@ class Named(Protocol):
 
     @property
     def name(self) -> str:
-        """What a setting calls the record."""
+        """The record's name in settings."""
         ...
 
 
@@ -24,12 +24,9 @@ class Registry(Generic[Record]):
 
     Args:
         package: the package whose modules hold one record each.
-        attribute: the name of the record in its module.
-        setting: the setting that names a record; errors begin with it.
+        attribute: the variable that holds the record in its module.
+        setting: the setting that selects a record; error messages begin with it.
         error: raised for an unknown name.
-
-    Attributes:
-        added: what code outside the package registered.
     """
 
     def __init__(self, package: str, attribute: str, *, setting: str, error: type[SspError] = ConfigError) -> None:
@@ -39,11 +36,11 @@ class Registry(Generic[Record]):
         self._own: dict[str, Record] | None = None
 
     def register(self, record: Record) -> None:
-        """Add a record, or replace the one of the same name."""
+        """Add a record, or replace the one with the same name."""
         self.added[record.name] = record
 
     def all(self) -> dict[str, Record]:
-        """All records by name, ordered by their `order` where they have one, then by name."""
+        """All records by name, sorted by `order` if they have one, then by name."""
         if self._own is None:
             path = importlib.import_module(self._package).__path__
             modules = [importlib.import_module(f"{self._package}.{each.name}") for each in pkgutil.iter_modules(path)]
@@ -53,31 +50,19 @@ class Registry(Generic[Record]):
         return dict(sorted(known.items(), key=lambda entry: (getattr(entry[1], "order", 0), entry[0])))
 
     def of(self, name: str) -> Record:
-        """The record of a name.
-
-        Raises:
-            SspError: there is none.
-        """
+        """The record of a name; an unknown one raises the registry's error."""
         if problem := self.problem_of(name):
             raise self._error(problem)
         return self.all()[name]
 
     def problem_of(self, name: str, *, key: str | None = None) -> str | None:
-        """A sentence that begins with the setting, or with `key`, if no record has this name."""
+        """An error sentence if no record has this name; it begins with `key`, by default the setting."""
         known = self.all()
         return None if name in known else unknown_name(key or self._setting, name, known)
 
 
 def imported(reference: str, *, setting: str) -> Any:  # noqa: ANN401 - whatever the record names
-    """Import the code that a record names.
-
-    Args:
-        reference: `module:attribute`.
-        setting: what asks for the code; the error begins with it.
-
-    Raises:
-        ConfigError: there is no such code.
-    """
+    """Import the code that a record names as `module:attribute`; `setting` begins the ConfigError if there is none."""
     module, _, attribute = reference.partition(":")
     try:
         code = getattr(importlib.import_module(module), attribute, None)

@@ -1,8 +1,7 @@
-"""Every setting that a run can have, as typed dataclasses.
+"""Every setting of a run, as typed dataclasses without logic.
 
-The dataclasses are registered with Hydra by `config.store` and checked by `config.checks`; below `launch` nothing else
-is ever passed around. They hold no logic. Members of the enums are lower case, because that is how they are written on
-the command line.
+`config.store` registers them with Hydra, and `config.checks` checks them. Below `launch` a config has only this form.
+Enum members are lower case because they are written that way on the command line.
 """
 
 from dataclasses import dataclass, field
@@ -14,11 +13,11 @@ from llama_ssp.config.rules.rule import DEFAULT
 from llama_ssp.config.target_placement import TargetPlacement
 
 DEFAULT_DRAFT, NO_DRAFT, MODEL_DRAFT = "default", "none", "model"
-"""Kinds of draft: the default of the model entry, plain decoding, and a smaller model."""
+"""Kinds of draft: the model entry's default, plain decoding, and a smaller model."""
 
 
 class Dtype(Enum):
-    """Number format of weights, activations and cache; `planning.job.number_format` says what `auto` stands for."""
+    """Number format of weights, activations and cache; `planning.spec.number_format` resolves `auto`."""
 
     auto = "auto"
     fp32 = "float32"
@@ -27,17 +26,17 @@ class Dtype(Enum):
 
 
 class WeightsKind(Enum):
-    """Where the weights of target and draft come from: files, or a recipe that needs none (`models.synthetic`)."""
+    """Source of the weights of target and draft: files, or generated ones (`weights.synthetic`)."""
 
     checkpoint = "checkpoint"
     synthetic = "synthetic"
 
 
 class DraftLayout(Enum):
-    """Where the draft model sits.
+    """Placement of the draft model.
 
-    Whole on one rank; cut over several (sharded); whole on each of several that draft for their share of the rows
-    (replicated); or on ranks that hold nothing of the target (own_gpu).
+    Whole on one rank; sharded over several; replicated on several, each of which drafts for its share of the batch; or
+    on ranks that hold nothing of the target (own_gpu).
     """
 
     one_rank = "one_rank"
@@ -47,7 +46,7 @@ class DraftLayout(Enum):
 
 
 class DeviceKind(Enum):
-    """Where the ranks compute; `auto` takes GPUs when every rank has one."""
+    """Device of the ranks; `auto` uses GPUs if every rank has one."""
 
     auto = "auto"
     cpu = "cpu"
@@ -56,9 +55,9 @@ class DeviceKind(Enum):
 
 @dataclass(kw_only=True)
 class ModelShape:
-    """Sizes of a causal language model, in the words of its config.json.
+    """Sizes of a causal language model, named as in its config.json.
 
-    `model_type` decides which parameters exist besides the matrices: biases, norms, learned positions.
+    `model_type` decides which further parameters exist: biases, norms, learned positions.
     """
 
     model_type: str
@@ -77,13 +76,13 @@ class ModelShape:
 class ModelConfig:
     """One entry of the catalogue `conf/model`: a checkpoint, its precision and its shape.
 
-    Exactly one of `path`, `shipped` and `hub_id` says where the weights are; `path` wins when it is given.
-    `dtype` is the number format to compute in; `auto` leaves it to the device (`planning.job.number_format`).
-    `stored_dtype` is the files' own number format, where it is known.
-    `gpu_dtype` is what `dtype=auto` means on a GPU; `auto` takes that of the files.
+    The weights come from exactly one of `path`, `shipped` and `hub_id`; `path` has precedence.
+    `dtype` is the compute number format; `auto` depends on the device (`planning.spec.number_format`).
+    `stored_dtype` is the number format of the files, if known.
+    `gpu_dtype` is the meaning of `dtype=auto` on a GPU; `auto` uses the files' format.
     `quantization` names a storage format of linear layers (`config.formats`).
-    `int8_threshold` is for `quantization=int8`: inputs of at least this size are not quantized; 0 quantizes all.
-    `verify` compares every file with a manifest of hashes; null is the one beside the files.
+    `int8_threshold` applies to `quantization=int8`: inputs of at least this size are not quantized; 0 quantizes all.
+    `verify` compares every file with a manifest of hashes; `manifest=null` uses the one next to the files.
     """
 
     name: str
@@ -106,7 +105,7 @@ class ModelConfig:
 
 @dataclass(kw_only=True)
 class DrafterConfig:
-    """What proposes tokens: a kind of `config.drafts`, and its model if it has one."""
+    """The drafter: a kind of `config.drafts`, and its model if it has one."""
 
     kind: str = DEFAULT_DRAFT
     model: ModelConfig | None = None
@@ -114,7 +113,7 @@ class DrafterConfig:
 
 @dataclass(kw_only=True)
 class DraftPlacement:
-    """Ranks of the draft; null means: the target's first (one_rank), the target's (sharded, replicated), the last."""
+    """Ranks of the draft; null: the target's first (one_rank), the target's (sharded, replicated), or the last."""
 
     kind: DraftLayout = DraftLayout.one_rank
     ranks: list[int] | None = None
@@ -123,10 +122,10 @@ class DraftPlacement:
 
 @dataclass(kw_only=True)
 class PlacementConfig:
-    """Where target and draft sit, and in how many copies.
+    """Placement of target and draft, and the number of replicas of both.
 
-    `num_replicas` copies share out the prompts; each has an equal block of the ranks, and its ranks count from 0. With
-    `auto` the planner chooses the rest.
+    Replicas share the prompts. Each has an equal block of ranks, numbered from 0. With `auto` the planner chooses
+    everything else.
     """
 
     target: TargetPlacement = field(default_factory=TargetPlacement)
@@ -137,10 +136,7 @@ class PlacementConfig:
 
 @dataclass(kw_only=True)
 class SamplingConfig:
-    """How the next token is drawn from the logits, alike for target and draft.
-
-    Null switches a processor off; temperature 0 is greedy.
-    """
+    """Sampling from the logits of target and draft. Null disables a processor; temperature 0 is greedy."""
 
     temperature: float = 0.8
     top_k: int | None = None
@@ -150,16 +146,16 @@ class SamplingConfig:
 
 @dataclass(kw_only=True)
 class VerificationConfig:
-    """How drafted tokens are accepted: the name of a rule (`config.rules`)."""
+    """Acceptance of drafted tokens: the name of a rule (`config.rules`)."""
 
     rule: str = DEFAULT
 
 
 @dataclass(kw_only=True)
 class SpeculationConfig:
-    """How far the draft runs ahead (K in Chen et al. 2023), and what the forecast assumes of it.
+    """Number of drafted tokens per round (K in Chen et al. 2023), and the acceptance that the forecast assumes.
 
-    `acceptance` is how probable it is that a drafted token is accepted; null takes the figure of conf/pairs.yaml.
+    `acceptance` is the probability that a drafted token is accepted; null looks the pair up in conf/pairs.yaml.
     """
 
     num_draft_tokens: int = 4
@@ -168,14 +164,14 @@ class SpeculationConfig:
 
 @dataclass(kw_only=True)
 class SyntheticConfig:
-    """Synthetic weights: how probable it is, at temperature 0.8, that a drafted token is accepted."""
+    """Synthetic weights: the probability, at temperature 0.8, that a drafted token is accepted."""
 
     agreement: float = 0.8
 
 
 @dataclass(kw_only=True)
 class TimeoutConfig:
-    """How long a rank waits for its peers before it gives up, in seconds."""
+    """Seconds that a rank waits for its peers before it gives up."""
 
     load_s: float = 1800.0
     decode_s: float = 60.0
@@ -183,16 +179,16 @@ class TimeoutConfig:
 
 @dataclass(kw_only=True)
 class TaskConfig:
-    """What a run does; each task adds its own fields, and a default to `name` (`config.tasks`)."""
+    """The task of a run; each task adds its own fields and a default for `name` (`config.tasks`)."""
 
     name: str
 
 
 @dataclass(kw_only=True)
 class RunConfig:
-    """All of one run.
+    """All settings of one run.
 
-    `hardware` holds the figures of an entry of conf/hardware for the forecast; empty describes the machine at hand.
+    `hardware` is an entry of conf/hardware for the forecast; if empty, the current machine is described.
     """
 
     task: TaskConfig

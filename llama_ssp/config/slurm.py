@@ -1,6 +1,6 @@
-"""Settings of `hydra/launcher=slurm`, as a typed dataclass, and what they must satisfy.
+"""Settings of `hydra/launcher=slurm` as a typed dataclass, and their checks.
 
-The values stand in conf/hydra/launcher/slurm.yaml, what is done with them in `launch/slurm.py`.
+conf/hydra/launcher/slurm.yaml has the values; `launch/slurm.py` uses them.
 """
 
 from collections.abc import Iterator
@@ -14,18 +14,16 @@ KEY = "hydra.launcher"
 
 @dataclass(kw_only=True)
 class SlurmConfig:
-    """What every job of a sweep asks of the cluster.
+    """Resources of every job of a sweep.
 
     Attributes:
-        nodes: of one job.
-        ranks_per_node: processes on each node; null takes the GPUs of a node of the hardware entry.
-        partition, account, time, memory, gres, constraint: as sbatch takes them; null leaves them to the cluster, and
-            `gres` to the number of ranks.
-        cpus_per_rank: cores of each rank.
-        max_running: how many jobs of the sweep may run at a time.
-        container: words in front of python, such as a container's command.
-        python: the interpreter on the nodes; null takes the one that submits, in a container `python`.
-        stage_to: a folder on every node's own disk, to which weights are copied before the run.
+        ranks_per_node: processes per node; null uses the number of GPUs per node of the hardware entry.
+        partition, account, time, memory, gres, constraint: passed to sbatch; null uses the cluster's default, and for
+            `gres` the number of ranks.
+        max_running: number of jobs of the sweep that may run at the same time.
+        container: words in front of python, such as a container command.
+        python: the interpreter on the nodes; null uses the submitting one, or `python` in a container.
+        stage_to: a folder on each node's local disk; weights are copied there before the run.
         sbatch: further arguments, each `--name=value` or `--name`.
     """
 
@@ -47,11 +45,7 @@ class SlurmConfig:
 
 
 def check(settings: SlurmConfig) -> None:
-    """Refuse settings that no cluster could follow; what this cluster allows, sbatch knows.
-
-    Raises:
-        ConfigError: names every problem.
-    """
+    """Raise ConfigError for settings that are invalid on any cluster; sbatch checks the limits of this one."""
     if problems := list(_problems(settings)):
         raise ConfigError(one_message(problems))
 

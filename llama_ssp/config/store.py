@@ -1,7 +1,7 @@
-"""Hydra's view of the config: registers schemas, drafts and resolvers, and turns what it composed into dataclasses.
+"""Connects the config to Hydra: registers schemas, drafts and resolvers, and turns a DictConfig into dataclasses.
 
-Nothing below `launch` sees a DictConfig. The files in `conf` hold the values; this module only adds what files cannot
-say: their types, one `draft` option per model, and names that depend on the process.
+The files in `conf` hold the values. This module adds what files cannot express: types, one `draft` option per model,
+and names that depend on the process. Nothing below `launch` sees a DictConfig.
 """
 
 import os
@@ -24,14 +24,13 @@ from llama_ssp.config.tasks.spec import task_specs
 from llama_ssp.errors import ConfigError
 
 _ESCAPES, _ESCAPED = re.compile(r"\\([nt\\])"), {"n": "\n", "t": "\t", "\\": "\\"}
-"""What a shell makes hard to write."""
 
 BUNDLES = ("experiment", "debug")
-"""Groups whose options are settings of several others at once."""
+"""Groups whose options set values in several other groups."""
 
 
 def register() -> None:
-    """Tell Hydra what the files in `conf` refer to; must precede every composition, and may be repeated."""
+    """Register with Hydra what the files in `conf` refer to. Call before composing; repeated calls are harmless."""
     store = ConfigStore.instance()
     store.store(group="schema", name="run", node=RunConfig)
     store.store(group="schema", name="slurm", node=SlurmConfig)
@@ -48,16 +47,15 @@ def register() -> None:
 
 
 def _in_lines(names: Iterable[str], *, indent: int) -> str:
-    """The entries of a catalogue as the help text shows them, from column `indent` on."""
-    lines = textwrap.wrap(" ".join(names), width=118 - indent, break_on_hyphens=False)
-    return ("\n" + " " * indent).join(lines)
+    """Wrap the names of a catalogue for the help text, from column `indent` on."""
+    return ("\n" + " " * indent).join(textwrap.wrap(" ".join(names), width=118 - indent, break_on_hyphens=False))
 
 
 @cache
 def run_id() -> str:
-    """Name this run: $RUN_ID, else the SLURM job, else torchrun's run id, else the time of day.
+    """Name this run: $RUN_ID, else the SLURM job, else torchrun's run id, else the current time.
 
-    Ranks that read a clock can differ by a second, so the folder that rank 0 makes of it counts for all.
+    The clocks of ranks can differ by a second, so all ranks use the folder that rank 0 creates.
     """
     if name := os.environ.get("RUN_ID"):
         return name
@@ -68,19 +66,18 @@ def run_id() -> str:
 
 
 def to_run_config(config: DictConfig, *, explicit: frozenset[str]) -> RunConfig:
-    """Turn what Hydra composed into dataclasses, with the draft decided.
+    """Turn a composed config into dataclasses and resolve the draft.
 
     Args:
         config: composed from `conf/config.yaml`.
-        explicit: dotted keys that the user gave; those below `draft.model` hold for the default draft too.
+        explicit: dotted keys that the user gave; those below `draft.model` apply to the default draft too.
 
     Returns:
-        A config whose `draft.kind` is a kind of `config.drafts`, never `default`; `draft.model` is null for kinds
-        without a model.
+        A config whose `draft.kind` is never `default`, and whose `draft.model` is null for kinds without a model.
 
     Raises:
-        ConfigError: the model's default draft is not in the catalogue, a group of settings was given a value, or a
-            value is missing.
+        ConfigError: the default draft is not in the catalogue, a group of settings is a plain value, or a value is
+            missing.
     """
     if config.draft.kind == DEFAULT_DRAFT:
         config.draft = _default_draft(config, explicit)
@@ -91,16 +88,13 @@ def to_run_config(config: DictConfig, *, explicit: frozenset[str]) -> RunConfig:
     except MissingMandatoryValue as error:
         raise ConfigError(f"{error.full_key}=??? stands for a value that is still missing: give one") from None
     _check_groups(run)
-    run.stop_strings = [_ESCAPES.sub(_unescaped, text) for text in run.stop_strings]
+    # A shell makes line ends and tabs hard to write.
+    run.stop_strings = [_ESCAPES.sub(lambda escape: _ESCAPED[escape[1]], text) for text in run.stop_strings]
     return run
 
 
-def _unescaped(escape: re.Match[str]) -> str:
-    return _ESCAPED[escape[1]]
-
-
 def _check_groups(part: object, prefix: str = "") -> None:
-    """Refuse a text or a number in place of settings: OmegaConf lets an interpolation put one there."""
+    """Refuse a text or a number where a group is required; an interpolation can put one there."""
     for name, hint in get_type_hints(type(part)).items():
         value = getattr(part, name)
         if is_dataclass(value):
@@ -113,7 +107,7 @@ def _check_groups(part: object, prefix: str = "") -> None:
 
 
 def _default_draft(config: DictConfig, explicit: frozenset[str]) -> DictConfig:
-    """Return the draft that the target's entry names, with what the user said of it."""
+    """Return the default draft of the target's entry, with the user's settings applied."""
     name = config.model.default_draft
     if name is None:
         return cast("DictConfig", OmegaConf.structured(DrafterConfig(kind=NO_DRAFT)))

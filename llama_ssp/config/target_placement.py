@@ -1,14 +1,14 @@
-"""Where the target sits, as typed settings; those of the draft and of copies are in `schema`."""
+"""Placement of the target as typed settings; `schema` has those of the draft and of replicas."""
 
 from dataclasses import dataclass
 from enum import Enum
 
 
 class TargetKind(Enum):
-    """How the target is laid out.
+    """How the target is split.
 
-    Cut over its ranks, by our own tensor parallelism or by DeepSpeed's; or its layers in a row over the devices that
-    one rank has to itself, with hooks of accelerate between them.
+    Tensor parallelism over its ranks, our own or DeepSpeed's; or layer-wise over the devices of one rank, with
+    accelerate's hooks.
     """
 
     tensor = "tensor"
@@ -17,7 +17,7 @@ class TargetKind(Enum):
 
 
 class Offload(Enum):
-    """Where layers in a row wait that no device has room for: in the host's memory, or in the run folder."""
+    """Where layer-wise placement keeps layers that fit on no device: in host memory, or in the run folder."""
 
     none = "none"
     cpu = "cpu"
@@ -28,8 +28,8 @@ class Offload(Enum):
 class TargetPlacement:
     """Ranks of the target; null means all that an `own_gpu` draft leaves, or the first `tp_size` of them.
 
-    Layers in a row (`kind=accelerate`) have one rank. `offload` says where those go that do not fit into
-    `max_memory_gb` (1e9 bytes) of weights on each device.
+    Layer-wise placement (`kind=accelerate`) has one rank. `offload` is for layers beyond `max_memory_gb` (1e9 bytes) of
+    weights on each device.
     """
 
     kind: TargetKind = TargetKind.tensor

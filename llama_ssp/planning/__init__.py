@@ -1,1 +1,1 @@
-"""What can be known before a run: pure arithmetic."""
+"""Forecasts memory and time of a run: pure arithmetic."""

@@ -1,6 +1,6 @@
-"""How many tokens a round yields, and what is known of pairs of models.
+"""Expected number of tokens per round, and known acceptance rates of pairs of models.
 
-Source of the formulae: Leviathan et al. 2023, arXiv:2211.17192, equation 1 and theorem 3.8.
+Source: Leviathan et al. 2023, arXiv:2211.17192, equation 1 and theorem 3.8.
 """
 
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ from llama_ssp.config.catalogue import conf_dir
 
 @dataclass(frozen=True, kw_only=True)
 class Acceptance:
-    """The probability that a drafted token is accepted, and where the figure is from."""
+    """The probability that a drafted token is accepted, and the source of the figure."""
 
     probability: float
     source: str
 
 
 def of_pair(target: str, draft: str) -> Acceptance:
-    """Look a pair up in `conf/pairs.yaml`; quantized entries count as their base."""
+    """Look a pair up in `conf/pairs.yaml`; quantized models have the figure of their base."""
     table = _table()
     names = target.removesuffix("_8bit"), draft.removesuffix("_8bit")
     entry = next((pair for pair in table["pairs"] if (pair["target"], pair["draft"]) == names), table["default"])
@@ -35,12 +35,12 @@ def _table() -> dict[str, Any]:
 
 
 def tokens_per_round(acceptance: float, num_draft_tokens: int) -> float:
-    """Expected tokens of a round: the accepted prefix and one of the target's own, between 1 and K + 1."""
+    """Expected tokens per round, 1 to K + 1: the accepted prefix and one token of the target."""
     return sum(acceptance**power for power in range(num_draft_tokens + 1))
 
 
 def implied_acceptance(num_tokens: float, num_draft_tokens: int) -> float:
-    """The acceptance at which a round yields so many tokens: the inverse of `tokens_per_round`, 1 beyond K + 1."""
+    """Inverse of `tokens_per_round` by the acceptance; 1 beyond K + 1."""
     low, high = 0.0, 1.0
     for _ in range(60):
         middle = (low + high) / 2

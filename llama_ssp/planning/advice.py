@@ -1,4 +1,4 @@
-"""What a plan should tell its reader beyond figures: choices that cannot gain, and what the figures do not show."""
+"""Warnings and notes of a plan: choices that cannot gain, and facts that the figures do not show."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,38 +17,36 @@ WORTHWHILE_GAIN, CLEAR_GAIN = 1.03, 1.1
 
 
 def notes(job: PlanSpec, heads: tuple[int, ...], largest_rank: int) -> list[str]:
-    """Facts of a plan that its figures do not show."""
+    """Facts that the figures of a plan do not show."""
     found = [*_kind(job)]
     if len(set(heads)) > 1:
-        shared = " ".join(map(str, heads))
-        num_heads = job.target.shape.num_attention_heads
-        found.append(f"{num_heads} heads over {len(heads)} ranks: {shared}; rank {largest_rank} needs most")
+        num_heads, shares = job.target.shape.num_attention_heads, " ".join(map(str, heads))
+        found.append(f"{num_heads} heads over {len(heads)} ranks: {shares}; rank {largest_rank} needs most")
     return found
 
 
 def _kind(job: PlanSpec) -> Iterator[str]:
-    """What the forecast of a target that a library places leaves out."""
+    """What the forecast leaves out if a library places the target."""
     if job.target_kind is TargetKind.accelerate:
         num_devices = len(job.target_devices)
-        where = "whole on one device" if num_devices == 1 else f"over {num_devices} GPUs of rank {job.target_ranks[0]}"
-        order = "" if num_devices == 1 else ", one after the other"
-        yield f"the target's layers are in a row {where}{order}; the host's work in accelerate's hooks is not forecast"
+        where = "on one device" if num_devices == 1 else f"over {num_devices} GPUs of rank {job.target_ranks[0]}"
+        yield f"the target is placed layer-wise {where}; host time in accelerate's hooks is not forecast"
     if num_bytes := waiting_bytes(job):
-        place = "in the host's memory" if job.offload is Offload.cpu else "on disk"
+        place = "host memory" if job.offload is Offload.cpu else "disk"
         yield (
-            f"{num_bytes / GB:.4g} GB of the target wait {place}, whose room is not checked, and every forward "
-            f"reads them at an estimated {READ_BYTES_PER_S[job.offload] / GB:g} GB/s"
+            f"{num_bytes / GB:.4g} GB of the target are offloaded to {place}, whose capacity is not checked; every "
+            f"forward reads them at an estimated {READ_BYTES_PER_S[job.offload] / GB:g} GB/s"
         )
     if job.target_kind is TargetKind.deepspeed:
         whole = model_bytes(inventory(job.target.shape), job.target, device=job.device).total_bytes
         yield (
-            f"while loading, DeepSpeed has every rank hold the whole target in the host's memory, {whole / GB:.4g} GB "
-            "each, whose room is checked on a CPU alone; the host's work in its modules is not forecast"
+            f"while loading, DeepSpeed keeps the whole target in host memory on every rank, {whole / GB:.4g} GB each, "
+            "whose capacity is checked on a CPU only; host time in its modules is not forecast"
         )
 
 
 def warnings(job: PlanSpec, hardware: HardwareConfig, timed: Timing) -> list[str]:
-    """Choices that cost more than they bring, each with what would be better."""
+    """Choices that cost more than they gain, each with a better one."""
     return [*_quantization(job, hardware), *_draft(job, hardware, timed)]
 
 
@@ -56,7 +54,7 @@ def _quantization(job: PlanSpec, hardware: HardwareConfig) -> Iterator[str]:
     if hardware.device != "cuda":
         models = [model for model in (job.target, job.draft) if model]
         if hardware.profiles and any(format_of(model.quantization).is_quantized for model in models):
-            yield "the times are those of unquantized layers: quantized ones have not been measured on this machine"
+            yield "the times are those of unquantized layers: quantized layers were not measured on this machine"
         return
     if job.draft and (advice := format_of(job.draft.quantization).draft_advice):
         yield advice.format(dtype=job.draft.dtype.name)
@@ -84,7 +82,7 @@ def _draft(job: PlanSpec, hardware: HardwareConfig, timed: Timing) -> Iterator[s
 
 
 def _better_place(job: PlanSpec, hardware: HardwareConfig, best: float) -> str:
-    """What sharding the draft like the target would bring, where that is clearly more than the best K brings here."""
+    """A clause about sharding the draft like the target, if that gains clearly more than the best K does here."""
     if job.draft_kind is DraftLayout.sharded or len(job.target_ranks) == 1:
         return ""
     try:

@@ -1,6 +1,6 @@
-"""The fastest placement of one job on one machine: every layout of target and draft that uses all ranks of a copy.
+"""Chooses the fastest placement of one job on one machine, among those that use all ranks of a replica.
 
-Models, precision, K and the number of copies stay as they were asked; `search` varies those.
+Models, precision, K and the number of replicas stay as requested; `search` varies those.
 """
 
 from collections.abc import Iterator
@@ -17,12 +17,7 @@ from llama_ssp.planning.timing import timing
 
 @dataclass(frozen=True, kw_only=True)
 class AutoPlacement:
-    """What was chosen.
-
-    Attributes:
-        job: with the chosen ranks.
-        sentence: what it is, and why.
-    """
+    """The job with the chosen ranks, and a sentence that gives the reason."""
 
     job: PlanSpec
     sentence: str
@@ -31,13 +26,8 @@ class AutoPlacement:
 def choose_placement(job: PlanSpec, hardware: HardwareConfig, *, num_ranks: int) -> AutoPlacement:
     """Choose by the forecast time of a completion, prompt included, among the placements that fit.
 
-    Args:
-        job: its ranks and the draft's kind do not count.
-        hardware: where; it may have more GPUs than there are ranks.
-        num_ranks: all of them are used, an equal block by each copy.
-
-    Returns:
-        The fastest; where none fits the first that can be laid out, whose plan then says what is missing.
+    The ranks and draft kind of `job` are ignored. Each replica uses an equal block of `num_ranks`, of which `hardware`
+    may have more. If nothing fits, the first placement that can be laid out is returned; its plan says what is missing.
 
     Raises:
         PlacementError: none can be laid out.
@@ -56,13 +46,12 @@ def choose_placement(job: PlanSpec, hardware: HardwareConfig, *, num_ranks: int)
         if not possible:
             assert error, "there is always one candidate"
             raise error
-        return AutoPlacement(
-            job=possible[0], sentence=f"placement=auto: none fits, planned is {_described(possible[0])}"
-        )
+        sentence = f"placement=auto: none fits, this plan has {_described(possible[0])}"
+        return AutoPlacement(job=possible[0], sentence=sentence)
     timed.sort(key=lambda pair: pair[0])
     sentence = f"placement=auto: {_described(timed[0][1])}, forecast at {1e3 * timed[0][0]:.3g} ms per token"
     if len(timed) > 1:
-        sentence += f"; of {len(timed)} that fit the next is {_described(timed[1][1])} at {1e3 * timed[1][0]:.3g}"
+        sentence += f"; the second of {len(timed)} that fit is {_described(timed[1][1])} at {1e3 * timed[1][0]:.3g}"
     else:
         sentence += ", the only one that fits"
     return AutoPlacement(job=timed[0][1], sentence=sentence)
@@ -83,7 +72,7 @@ def _candidates(job: PlanSpec, num_ranks: int) -> Iterator[PlanSpec]:
 
 
 def _run_s(job: PlanSpec, hardware: HardwareConfig) -> float:
-    """Forecast seconds per token of a completion, speculative where there is a draft."""
+    """Forecast seconds per token of a completion, speculative if there is a draft."""
     forecast = timing(job, hardware)
     return forecast.plain_run_s if forecast.speculative_run_s is None else forecast.speculative_run_s
 

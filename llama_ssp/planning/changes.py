@@ -1,7 +1,7 @@
-"""The smallest change that makes a plan fit: settings to add to the command line, found by trying them.
+"""Finds the smallest change of settings that makes a plan fit.
 
-Each step has a weight, by how much of what was asked it takes away. Combinations of up to three steps are tried in
-order of their weight; the first that fits is the answer. A step names a setting, and does to the job what it would do.
+Each step is one setting, with a weight that says how much it deviates from the request. Combinations of up to three
+steps are tried in order of weight; the first that fits is the answer.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,16 +21,12 @@ from llama_ssp.planning.spec import PlanSpec, planned_model
 
 MOST_STEPS = 3
 MOST_NODES = 4
+_Planned = tuple[PlanSpec, HardwareConfig]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """Settings that make a plan fit.
-
-    Attributes:
-        settings: to be added to the command line.
-        needed_bytes: what the fullest rank then needs.
-    """
+    """Settings to add to the command line, and the bytes that the fullest rank then needs."""
 
     settings: tuple[str, ...]
     needed_bytes: int
@@ -38,20 +34,16 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class _Step:
-    """One setting; steps of the same `kind` exclude each other."""
+    """One setting and its effect on the job; steps of the same `kind` exclude each other."""
 
     kind: str
     weight: int
     setting: str
-    apply: Callable[[PlanSpec, HardwareConfig], tuple[PlanSpec, HardwareConfig]]
+    apply: Callable[[PlanSpec, HardwareConfig], _Planned]
 
 
 def smallest_changes(job: PlanSpec, hardware: HardwareConfig) -> list[Change]:
-    """Find what would make a plan fit.
-
-    Returns:
-        The smallest change alone; empty when nothing that was tried fits.
-    """
+    """Return the smallest change that makes a plan fit; empty if nothing that was tried fits."""
     for steps in _combinations(job, hardware):
         if changed := _applied(steps, job, hardware):
             settings = tuple(step.setting for step in steps)
@@ -60,21 +52,15 @@ def smallest_changes(job: PlanSpec, hardware: HardwareConfig) -> list[Change]:
 
 
 def _combinations(job: PlanSpec, hardware: HardwareConfig) -> list[tuple[_Step, ...]]:
-    """Every combination of steps of different kinds, the lightest first; of equal weight those with fewer settings."""
+    """All combinations of steps of different kinds, by weight, then by number of settings."""
     steps = list(_steps(job, hardware))
-    tried = [
-        chosen
-        for number in range(1, MOST_STEPS + 1)
-        for chosen in combinations(steps, number)
-        if len({step.kind for step in chosen}) == number
-    ]
-    return sorted(tried, key=lambda chosen: (sum(step.weight for step in chosen), len(chosen)))
+    tried = [chosen for number in range(1, MOST_STEPS + 1) for chosen in combinations(steps, number)]
+    allowed = [chosen for chosen in tried if len({step.kind for step in chosen}) == len(chosen)]
+    return sorted(allowed, key=lambda chosen: (sum(step.weight for step in chosen), len(chosen)))
 
 
-def _applied(
-    steps: tuple[_Step, ...], job: PlanSpec, hardware: HardwareConfig
-) -> tuple[PlanSpec, HardwareConfig] | None:
-    """The job with these steps taken, or None where it does not fit or cannot be laid out."""
+def _applied(steps: tuple[_Step, ...], job: PlanSpec, hardware: HardwareConfig) -> _Planned | None:
+    """The job with these steps applied; None if it does not fit or cannot be laid out."""
     try:
         for step in steps:
             job, hardware = step.apply(job, hardware)
@@ -88,7 +74,7 @@ def _steps(job: PlanSpec, hardware: HardwareConfig) -> Iterator[_Step]:
     yield from _draft(job)
     short = job.target.stored
     if job.device == "cpu" and job.target.dtype is Dtype.fp32 and short in {Dtype.bf16, Dtype.fp16}:
-        # Slower, but whatever a CPU keeps in fp32 of 16-bit files then takes half.
+        # Slower, but halves everything that a CPU keeps in fp32 for 16-bit files.
         yield _step("precision", 2, f"model.dtype={short.name}", target=replace(job.target, dtype=short))
     for storage in () if format_of(job.target.quantization).is_quantized else formats().values():
         if storage.change_weight is not None:
@@ -126,11 +112,11 @@ def _draft(job: PlanSpec) -> Iterator[_Step]:
 
 
 def _step(kind: str, weight: int, setting: str, **fields: Any) -> _Step:  # noqa: ANN401 - fields of a job
-    """A setting that changes fields of the job and nothing else."""
+    """A setting that changes only fields of the job."""
     return _Step(kind=kind, weight=weight, setting=setting, apply=partial(_with_fields, fields=fields))
 
 
-def _with_fields(job: PlanSpec, hardware: HardwareConfig, *, fields: dict[str, Any]) -> tuple[PlanSpec, HardwareConfig]:
+def _with_fields(job: PlanSpec, hardware: HardwareConfig, *, fields: dict[str, Any]) -> _Planned:
     return replace(job, **fields), hardware
 
 
@@ -139,8 +125,8 @@ def _smaller(name: str) -> list[str]:
     return catalogue.smaller_relatives(catalogue.load(name)) if name in catalogue.names() else []
 
 
-def _on_nodes(job: PlanSpec, hardware: HardwareConfig, num_nodes: int) -> tuple[PlanSpec, HardwareConfig]:
-    """The same job over all ranks that a copy has on more nodes; a draft on the target's ranks goes with it."""
+def _on_nodes(job: PlanSpec, hardware: HardwareConfig, num_nodes: int) -> _Planned:
+    """The job over all ranks of a replica on more nodes; a draft on the target's ranks stays on them."""
     ranks = tuple(range(hardware.num_gpus * num_nodes // job.num_replicas))
     followed = bool(job.draft) and job.draft_ranks == job.target_ranks
     changed = replace(job, target_ranks=ranks, draft_ranks=ranks if followed else job.draft_ranks)

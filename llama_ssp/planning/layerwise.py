@@ -1,9 +1,9 @@
-"""Layers in a row: which device holds how many of them whole, and which wait elsewhere for their turn.
+"""Layer-wise placement: which device holds which layers, and which layers are offloaded.
 
-Plain arithmetic, so that the loader, which places them, and the plan, which counts their bytes, cannot disagree.
+Plain arithmetic: the loader places the layers, and the plan counts their bytes.
 
     device 0: embeddings, layers 0-9    device 1: layers 10-19    last device: layers 20-27, norm, head
-    waiting:  layers 28-31, each read into device 0 by every forward
+    waiting:  layers 28-31, offloaded; every forward reads them into device 0
 """
 
 from dataclasses import dataclass
@@ -18,17 +18,12 @@ from llama_ssp.planning.spec import PlanSpec, model_bytes
 
 GB = 10**9
 READ_BYTES_PER_S = {Offload.cpu: 12e9, Offload.disk: 2e9}
-"""Estimates: pageable host memory over PCIe 4 x16, and an NVMe disk; not those of the machine."""
+"""Estimates for pageable host memory over PCIe 4 x16 and for an NVMe disk, not of the planned machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerPlacement:
-    """Which layers are where.
-
-    Attributes:
-        held: those of each device, in order.
-        waiting: the rest, which the first device computes.
-    """
+    """Layers held by each device, and the waiting (offloaded) layers, which the first device computes."""
 
     held: tuple[range, ...]
     waiting: range
@@ -36,7 +31,7 @@ class LayerPlacement:
 
 @dataclass(frozen=True, kw_only=True)
 class RowBytes:
-    """What is to be placed: bytes of each layer, of what comes before the first, and of what follows the last."""
+    """Bytes of each layer, of what comes before the first, and of what follows the last."""
 
     layer: int
     before: int
@@ -44,16 +39,16 @@ class RowBytes:
 
 
 def split_row(num_layers: int, sizes: RowBytes, *, num_devices: int, max_bytes: int | None) -> LayerPlacement:
-    """Share layers out evenly; where that is too much for a device, fill each, and let the rest wait.
+    """Split layers evenly; if a device lacks room, fill each device and offload the rest.
 
     Args:
-        num_layers: of the model.
-        sizes: what they take.
-        num_devices: in a row.
-        max_bytes: of weights on each device; None sets no limit.
+        num_layers: number of layers.
+        sizes: bytes of the parts.
+        num_devices: number of devices.
+        max_bytes: limit of weights on each device; None for no limit.
 
     Raises:
-        PlacementError: what is no layer is too large for a device.
+        PlacementError: embeddings or head do not fit on a device.
     """
     used = min(num_devices, num_layers)
     held = split_blocks(num_layers, used) + (range(num_layers, num_layers),) * (num_devices - used)
@@ -63,11 +58,10 @@ def split_row(num_layers: int, sizes: RowBytes, *, num_devices: int, max_bytes: 
     fixed[0] += sizes.before
     fixed[-1] += sizes.after
     if max(fixed) > max_bytes:
-        message = (
+        raise PlacementError(
             f"placement.target.max_memory_gb={max_bytes / GB:g} has no room for the embeddings and the head, which are "
             f"never offloaded: give at least {max(fixed) / GB:.4g}"
         )
-        raise PlacementError(message)
     room = [(max_bytes - part) // sizes.layer for part in fixed]
     if any(len(part) > most for part, most in zip(held, room, strict=True)):
         edges = [min(sum(room[:count]), num_layers) for count in range(num_devices + 1)]
@@ -76,37 +70,28 @@ def split_row(num_layers: int, sizes: RowBytes, *, num_devices: int, max_bytes: 
 
 
 def check_offload(offload: Offload, *, quantization: str, device: str) -> None:
-    """Refuse what cannot wait elsewhere, or has nowhere to.
-
-    Raises:
-        PlacementError: quantized layers, or a CPU's memory as a place beside itself.
-    """
+    """Raise PlacementError for quantized layers, and for a CPU that would offload to its own memory."""
     if offload is Offload.none:
         return
     if format_of(quantization).is_quantized:
-        message = (
-            f"placement.target.offload={offload.name} moves layers as they are stored in the files, and "
-            f"model.quantization={quantization} was given: use model.quantization=none, or no offload"
+        raise PlacementError(
+            f"placement.target.offload={offload.name} supports only unquantized layers, and model.quantization="
+            f"{quantization} was given: use model.quantization=none, or no offload"
         )
-        raise PlacementError(message)
     if offload is Offload.cpu and device == "cpu":
         message = "placement.target.offload=cpu has no effect where the model is on the CPU: use offload=disk or none"
         raise PlacementError(message)
 
 
 def layer_placement_of(job: PlanSpec) -> LayerPlacement:
-    """Where a job's target is.
-
-    Raises:
-        PlacementError: its layers cannot be placed so.
-    """
+    """The layer-wise placement of a job's target; raises as `split_row` and `check_offload`."""
     check_offload(job.offload, quantization=job.target.quantization, device=job.device)
     sizes, num_devices = row_bytes(job), len(job.target_devices)
     return split_row(job.target.shape.num_hidden_layers, sizes, num_devices=num_devices, max_bytes=job.max_device_bytes)
 
 
 def row_bytes(job: PlanSpec) -> RowBytes:
-    """What a job's target takes, in its precision; on several devices the last has tied embeddings once more."""
+    """Bytes of a job's target in its precision; on several devices the last one has its own tied embedding."""
     whole, alone = inventory(job.target.shape), len(job.target_devices) == 1
 
     def size(num_layers: int, *, first: bool, last: bool) -> int:
@@ -119,10 +104,10 @@ def row_bytes(job: PlanSpec) -> RowBytes:
 
 
 def waiting_bytes(job: PlanSpec) -> int:
-    """Bytes of a job's target that every forward reads from elsewhere."""
+    """Bytes of offloaded layers, which every forward reads."""
     return 0 if job.offload is Offload.none else len(layer_placement_of(job).waiting) * row_bytes(job).layer
 
 
 def waiting_s(job: PlanSpec) -> float:
-    """Seconds of each forward for reading them, beside which nothing is computed."""
+    """Seconds that each forward takes to read offloaded layers, without overlap with compute."""
     return waiting_bytes(job) / READ_BYTES_PER_S[job.offload] if job.offload is not Offload.none else 0.0

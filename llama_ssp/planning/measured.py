@@ -1,7 +1,4 @@
-"""Reading what a profile has measured, between its points.
-
-What is made of the readings says `roofline`.
-"""
+"""Interpolates the measurements of a profile; `roofline` uses the results."""
 
 import math
 from collections.abc import Sequence
@@ -11,11 +8,9 @@ from llama_ssp.config.schema import Dtype
 
 
 def line(points: Sequence[tuple[float, float]], x: float) -> float:
-    """Read a piecewise straight line; beyond its ends the nearest piece goes on, but never below the nearest end.
+    """Interpolate linearly between (x, y) points with increasing x.
 
-    Args:
-        points: (x, y) with increasing x, at least one.
-        x: where to read.
+    Beyond the ends the nearest segment is extrapolated: above, not below the last y; below, not below 0.
     """
     if len(points) == 1:
         return points[0][1]
@@ -26,7 +21,7 @@ def line(points: Sequence[tuple[float, float]], x: float) -> float:
 
 
 def between(points: Sequence[tuple[float, float]], x: float) -> float:
-    """Read a line over the logarithm of x, level beyond its ends."""
+    """Interpolate over the logarithm of x, constant beyond the ends."""
     logs = [(math.log(known), y) for known, y in points]
     return line(logs, min(max(math.log(x), logs[0][0]), logs[-1][0]))
 
@@ -41,18 +36,18 @@ def measured_linear_s(
     arithmetic: Dtype = Dtype.fp32,
     slowdown: float = 1.0,
 ) -> float:
-    """Interpolate measured linear layers in the size of the matrix, the rows and the working set.
+    """Interpolate measured linear layers by the size of the matrix, the rows and the working set.
 
-    A matrix in a number format that was not measured takes the points of the first one that was.
+    A number format that was not measured uses the points of the first measured one.
 
     Args:
         linear: the points.
-        elements: of the matrix.
-        rows: inputs.
+        elements: size of the matrix.
+        rows: number of inputs.
         dtype: number format of the matrix.
-        working_set_bytes: all that is read in turn.
+        working_set_bytes: size of all matrices that are cycled through.
         arithmetic: number format of inputs and sums.
-        slowdown: where this arithmetic was not measured, how many times as long as fp32 on 16-bit weights it takes.
+        slowdown: time relative to fp32 on 16-bit weights, for an arithmetic that was not measured.
     """
     points = [point for point in linear if point.arithmetic == arithmetic.name]
     if not points and arithmetic is not Dtype.fp32:
@@ -78,7 +73,7 @@ def _by_elements(points: list[LinearPoint], rows: int, elements: int) -> float:
 
 
 def by_rows_and_width(points: list[RowsPoint], rows: int, width: int) -> float:
-    """Interpolate measured operators in both."""
+    """Interpolate measured operators by rows and width."""
     widths = sorted({point.width for point in points})
     return line(
         [(known, line(sorted((p.rows, p.s) for p in points if p.width == known), rows)) for known in widths], width
@@ -86,7 +81,7 @@ def by_rows_and_width(points: list[RowsPoint], rows: int, width: int) -> float:
 
 
 def composition_ratio(points: list[CompositionPoint], *, rows: int, working_set_bytes: int) -> float:
-    """Interpolate measured forwards over the logarithms of both, level beyond their ends; 1 without any."""
+    """Interpolate measured forwards over the logarithms of both, constant beyond the ends; 1 without points."""
     sets = sorted({point.working_set_bytes for point in points})
 
     def at(set_bytes: int) -> float:

@@ -1,7 +1,7 @@
-"""How many bytes each rank needs, item by item: arithmetic on a job and a machine, before anything is loaded.
+"""Computes the bytes that each rank needs, item by item, from a job and a machine.
 
-Weights and caches are exact. Activations, logits and graphs follow what the loop keeps alive at its widest moments.
-Device context, communication buffers and graph nodes are figures of the machine, or named estimates below.
+Weights and caches are exact. Activations, logits and graphs follow the peak of what the loop keeps alive. Device
+context, communication buffers and graph nodes are figures of the machine, or the estimates below.
 
 Shapes: B sequences, T positions, W = K + 1 positions of a round, V vocabulary, E hidden size, I MLP units, D head dim.
 """
@@ -19,19 +19,18 @@ from llama_ssp.planning.weights import DTYPE_BYTES
 PREFILL_CHUNK = 512
 BUCKET_STEP = {"cuda": 256, "cpu": 64}
 GRAPH_NODE_BYTES = 32 * 1024
-"""Memory of one kernel in a captured graph; estimate from logs of serving engines (0.3-1 GiB for 67 graphs)."""
+"""Memory of one kernel in a captured graph, estimated from logs of serving engines (0.3-1 GiB for 67 graphs)."""
 KERNELS_PER_LAYER = 12
 SLACK_SHARE = 0.02
-"""What a caching allocator reserves and cannot use, as a share of what it serves; estimate."""
+"""Estimated fragmentation of the caching allocator, as a share of what it serves."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemoryPlan:
-    """Bytes on one rank, all at the same time, and what it has.
+    """Bytes needed on one rank at the same time, and its capacity.
 
-    `target_repeated_bytes` and `draft_repeated_bytes` are those weights that every rank of the model holds whole:
-    norms, row scales, uncut tables. They are part of the weights, and `target_row_scale_bytes` and
-    `draft_row_scale_bytes` are the part of them that quantized row-parallel matrices need.
+    The `repeated_bytes` are the part of the weights that every rank of the model holds whole: norms, row scales,
+    unsharded tables. The `row_scale_bytes` are the part of those that quantized row-parallel matrices need.
     """
 
     rank: int
@@ -56,45 +55,37 @@ class RankMemoryPlan:
 
     @property
     def needed_bytes(self) -> int:
-        """The larger of the two peaks: while loading and while running."""
+        """The larger of the peaks while loading and while running."""
         return max(self.total_bytes, self.loading_peak_bytes)
 
     @property
     def free_bytes(self) -> int:
-        """What is left; negative where the plan does not fit."""
+        """Remaining bytes; negative if the plan does not fit."""
         return self.capacity_bytes - self.needed_bytes
 
     @property
     def fits(self) -> bool:
-        """Whether this rank can hold its part."""
+        """Whether this rank has enough memory."""
         return self.free_bytes >= 0
 
 
 def memory(job: PlanSpec, hardware: HardwareConfig) -> tuple[RankMemoryPlan, ...]:
-    """Every rank's bytes, by rank; copies follow each other. GPUs without a rank count as ranks where they hold layers.
+    """The bytes of every rank, replica after replica. GPUs that hold layers but have no rank count as ranks.
 
     Raises:
-        PlacementError: a model cannot be laid out as asked.
+        PlacementError: a model cannot be laid out as requested.
     """
     targets, drafts = target_parts(job), draft_parts(job)
     ranks = sorted({*targets, *drafts})
     shared = hardware.memory_bytes // hardware.num_gpus if hardware.device == "cpu" else hardware.memory_bytes
-    one_copy = [
+    replica = [
         _rank_memory(job, hardware, rank, targets.get(rank), drafts.get(rank), capacity_bytes=shared) for rank in ranks
     ]
-    return tuple(
-        replace(one, rank=one.rank + copy * len(ranks)) for copy in range(job.num_replicas) for one in one_copy
-    )
+    return tuple(replace(one, rank=one.rank + n * len(ranks)) for n in range(job.num_replicas) for one in replica)
 
 
 def _rank_memory(
-    job: PlanSpec,
-    hardware: HardwareConfig,
-    rank: int,
-    target: Part | None,
-    draft: Part | None,
-    *,
-    capacity_bytes: int,
+    job: PlanSpec, hardware: HardwareConfig, rank: int, target: Part | None, draft: Part | None, *, capacity_bytes: int
 ) -> RankMemoryPlan:
     parts = [part for part in (target, draft) if part]
     served = {
@@ -131,11 +122,11 @@ def _rank_memory(
 
 
 def _logits_bytes(job: PlanSpec, rank: int) -> int:
-    """What a round keeps of the size of the vocabulary on this rank.
+    """Bytes of vocabulary-sized tensors of a round on this rank.
 
-    Logits where the target is (gathered, then in fp32). Where the rule runs, the target's and the draft's
-    probabilities in fp32, what a rule that judges the draft as a whole leaves of them, and one fp64 cumulative sum per
-    row to draw from; where only the draft is, its probabilities.
+    Ranks of the target have logits (gathered, then in fp32). The rank that runs the rule has the target's and the
+    draft's probabilities in fp32, one more copy if the rule keeps all rows, and one fp64 cumulative sum per row to draw
+    from. Other ranks of the draft have its probabilities.
     """
     layout, rows = job.layout, job.round_rows
     size, vocabulary, num_draft_tokens = DTYPE_BYTES[job.target.dtype], job.target.shape.vocab_size, rows - 1
@@ -151,13 +142,13 @@ def _logits_bytes(job: PlanSpec, rank: int) -> int:
 
 
 def _numbers_bytes(job: PlanSpec) -> int:
-    """Every random number that the rows can need, in fp64, and once more while all rows are admitted at once."""
+    """All uniforms that the rows can need, in fp64, twice while all rows are admitted at once."""
     of_a_round = 3 * job.num_draft_tokens * bool(job.draft) + 4
     return 2 * 8 * job.batch_size * (job.max_new_tokens + 1) * of_a_round
 
 
 def _activation_bytes(job: PlanSpec, hardware: HardwareConfig, model: PlannedModel, part: Part | None) -> int:
-    """The widest moment of a chunk of prefill: the residual and its norm, then attention or the MLP, and the masks."""
+    """Peak of a prefill chunk: the residual and its norm, attention or the MLP, and the masks."""
     if part is None:
         return 0
     shape, size = model.shape, DTYPE_BYTES[model.dtype]
@@ -169,7 +160,7 @@ def _activation_bytes(job: PlanSpec, hardware: HardwareConfig, model: PlannedMod
 
 
 def _graph_bytes(job: PlanSpec, hardware: HardwareConfig, draft: Part | None) -> int:
-    """Captured graphs: for each width of the cache the target's plain and round forwards, and all K draft steps."""
+    """Captured graphs: per bucket of the cache, the target's plain and round forwards and all K draft steps."""
     num_buckets = -(-job.num_slots // BUCKET_STEP[hardware.device])
     layers = (2 if job.draft else 1) * job.target.shape.num_hidden_layers
     if job.draft and draft:
@@ -178,7 +169,7 @@ def _graph_bytes(job: PlanSpec, hardware: HardwareConfig, draft: Part | None) ->
 
 
 def bucket_of(num_tokens: int, num_slots: int, hardware: HardwareConfig) -> int:
-    """Cache slots that a forward reads when `num_tokens` of a row are filled."""
+    """Cache slots that a forward reads if `num_tokens` of a row are filled."""
     step = BUCKET_STEP[hardware.device]
     return min(-(-num_tokens // step) * step, num_slots)
 
@@ -190,17 +181,17 @@ def kv_bytes_per_token(model: PlannedModel) -> int:
 
 
 def fits(job: PlanSpec, hardware: HardwareConfig) -> bool:
-    """Whether every rank has room for its part."""
+    """Whether every rank has enough memory."""
     return all(rank.fits for rank in memory(job, hardware))
 
 
 def largest_batch(job: PlanSpec, hardware: HardwareConfig, *, limit: int = 4096) -> int:
-    """The most rows that fit at this context; 0 when not even one does."""
+    """The largest batch that fits at this context; 0 if none does."""
     return _largest(lambda rows: fits(replace(job, batch_size=rows), hardware), limit)
 
 
 def largest_context(job: PlanSpec, hardware: HardwareConfig) -> int:
-    """The longest row, prompt and new tokens together, that fits at this batch size and within the models' contexts."""
+    """The longest row (prompt and new tokens) that fits at this batch size and in the models' contexts."""
     models = [job.target, *([job.draft] if job.draft else [])]
     limit = min(model.shape.max_position_embeddings for model in models) - job.max_new_tokens
     prompt = _largest(lambda tokens: fits(replace(job, prompt_tokens=tokens), hardware), limit)
@@ -208,7 +199,7 @@ def largest_context(job: PlanSpec, hardware: HardwareConfig) -> int:
 
 
 def _largest(holds: Callable[[int], bool], limit: int) -> int:
-    """The largest number up to `limit` for which a property of all smaller ones still holds; 0 when it never does."""
+    """The largest number up to `limit` for which a monotone property holds, by bisection; 0 if none."""
     low, high = 0, limit
     while low < high:
         middle = (low + high + 1) // 2
@@ -217,5 +208,5 @@ def _largest(holds: Callable[[int], bool], limit: int) -> int:
 
 
 def as_items(rank: RankMemoryPlan) -> dict[str, int | bool]:
-    """All figures of a rank, the derived ones included."""
+    """All figures of a rank, including the derived ones."""
     return asdict(rank) | {"needed_bytes": rank.needed_bytes, "free_bytes": rank.free_bytes, "fits": rank.fits}

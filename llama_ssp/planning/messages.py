@@ -1,10 +1,10 @@
-"""What the ranks of one copy tell each other in a round, beside the collectives inside the models.
+"""Messages between the ranks of one replica in a round, in addition to the collectives inside the models.
 
-    sharded draft    each drawn token's ids inside the draft's own group, K times
-    ids              the drafted ids to all ranks, before the target's forward; a draft that is sharded over all ranks
-                     has told them already, and a replicated one gathers each rank's rows
-    probabilities    from the draft to the rank that runs the rule, only where no rank holds both models
-    verdict          how many tokens are accepted, the token behind them, and the wish to stop
+    sharded draft    the ids of each drafted token within the draft's group, K times
+    ids              the drafted ids to all ranks, before the target's forward; not needed if the draft is sharded over
+                     all ranks; a replicated draft gathers the rows of each rank
+    probabilities    from the draft to the rank that runs the rule, only if no rank holds both models
+    verdict          number of accepted tokens, the next token, and the stop request
 
 Shapes: B sequences, K drafted tokens, V vocabulary.
 """
@@ -17,20 +17,13 @@ from llama_ssp.planning.spec import PlanSpec
 
 ID_BYTES = 8
 VERDICT_BYTES = 3 * ID_BYTES
-"""Of a row: how many tokens are accepted, the token behind them, and the wish to stop."""
+"""Per row: number of accepted tokens, the next token, and the stop request."""
 PROBABILITY_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Message:
-    """One kind of message of a round.
-
-    Attributes:
-        payload_bytes: what one sender tells each of the other ranks.
-        ranks: who takes part.
-        num_senders: how many of them have something to tell; a gathering has them all.
-        num_times: how often in a round.
-    """
+    """One kind of message of a round: each sender sends `payload_bytes` to every other rank, `num_times` per round."""
 
     payload_bytes: int
     ranks: tuple[int, ...]
@@ -39,13 +32,13 @@ class Message:
 
     @property
     def received_bytes(self) -> int:
-        """What arrives in a round, on all ranks together."""
+        """Bytes received in a round, over all ranks."""
         return self.payload_bytes * self.num_times * self.num_senders * (len(self.ranks) - 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoundMessages:
-    """All kinds; None for those that the placement does without."""
+    """All kinds of messages; None for those that the placement does not need."""
 
     steps: Message | None
     ids: Message | None
@@ -54,17 +47,12 @@ class RoundMessages:
 
     @property
     def after_drafting(self) -> tuple[Message, ...]:
-        """Those that come once in a round."""
+        """The messages that occur once in a round."""
         return tuple(message for message in (self.ids, self.probabilities, self.verdict) if message)
 
 
 def round_messages(job: PlanSpec, num_draft_tokens: int) -> RoundMessages:
-    """The messages of a round, by the job's placement; a plain token has the verdict alone.
-
-    Args:
-        job: says who holds what.
-        num_draft_tokens: K; 0 for plain decoding.
-    """
+    """The messages of a round with K = `num_draft_tokens`; plain decoding (K = 0) has only the verdict."""
     layout, rows = job.layout, job.batch_size
     everyone, drafting = layout.ranks, layout.draft_ranks
     drafts = bool(job.draft) and num_draft_tokens > 0
@@ -73,14 +61,14 @@ def round_messages(job: PlanSpec, num_draft_tokens: int) -> RoundMessages:
         rows = -(-rows // len(drafting))
     is_sharded = drafts and layout.draft_kind is not DraftLayout.replicated and len(drafting) > 1
     num_senders = len(everyone) if splits_batch else 1
-    told = drafts and not (is_sharded and drafting == everyone)
+    sends_ids = drafts and not (is_sharded and drafting == everyone)
     apart = drafts and layout.draft_source_rank not in layout.target_ranks and rule_of(job.rule).needs_probs
     steps = Message(payload_bytes=ID_BYTES * rows, ranks=drafting, num_times=num_draft_tokens)
     ids = Message(payload_bytes=ID_BYTES * rows * num_draft_tokens, ranks=everyone, num_senders=num_senders)
     verdict = Message(payload_bytes=VERDICT_BYTES * rows, ranks=everyone, num_senders=num_senders)
     return RoundMessages(
         steps=steps if is_sharded else None,
-        ids=ids if told and len(everyone) > 1 else None,
+        ids=ids if sends_ids and len(everyone) > 1 else None,
         probabilities=Message(
             payload_bytes=PROBABILITY_BYTES * rows * num_draft_tokens * job.target.shape.vocab_size,
             ranks=(layout.draft_source_rank, layout.verify_rank),

@@ -1,6 +1,6 @@
-"""What each rank holds of each model: its weights, its cache, and the widths that its activations have.
+"""Computes what each rank holds of each model: weights, cache, and the widths of its activations.
 
-Follows from a job alone; adding the rest up is the business of `memory`.
+Needs only the job; `memory` adds the other items.
 """
 
 from dataclasses import dataclass, replace
@@ -18,10 +18,10 @@ from llama_ssp.planning.weights import DTYPE_BYTES, WeightBytes, shares
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What one rank, or one device of a target in a row, holds of one model.
+    """One model's part on one rank, or on one device of a layer-wise target.
 
-    `width` counts query and key-value heads' dims, `working_bytes` the largest matrix where it is unpacked, or read
-    from elsewhere, to be multiplied; both for activations. `beside_bytes` is held beside the weights while loading.
+    `width` is the size of queries, keys and values of a position, `working_bytes` that of the largest unpacked or
+    offloaded matrix. `beside_bytes` are needed in addition to the weights while loading.
     """
 
     weights: WeightBytes
@@ -29,20 +29,15 @@ class Part:
     num_heads: int
     width: int
     units: int
-    vocabulary: int
     working_bytes: int
     beside_bytes: int
 
 
 def rank_shares(model: PlannedModel, *, num_ranks: int, kind: TargetKind) -> tuple[Inventory, ...]:
-    """What each of a model's ranks holds, or each device of one in a row where nothing waits elsewhere.
-
-    Raises:
-        PlacementError: the model cannot be laid out so.
-    """
+    """The parameters on each rank, or layer-wise on each device without offload; PlacementError if impossible."""
     shape = model.shape
     if kind is TargetKind.accelerate:
-        return _in_a_row(model, split_blocks(shape.num_hidden_layers, min(num_ranks, shape.num_hidden_layers)))
+        return _layer_wise(model, split_blocks(shape.num_hidden_layers, min(num_ranks, shape.num_hidden_layers)))
     if kind is TargetKind.deepspeed:
         check_deepspeed(shape, model.quantization, num_ranks=num_ranks)
         whole = inventory(shape)
@@ -52,21 +47,21 @@ def rank_shares(model: PlannedModel, *, num_ranks: int, kind: TargetKind) -> tup
     return shares(shape, num_ranks=num_ranks)
 
 
-def _in_a_row(model: PlannedModel, held: tuple[range, ...]) -> tuple[Inventory, ...]:
+def _layer_wise(model: PlannedModel, held: tuple[range, ...]) -> tuple[Inventory, ...]:
     whole, last = inventory(model.shape), len(held) - 1
     return tuple(
         whole.of_layers(len(layers), first=device == 0, last=device == last) for device, layers in enumerate(held)
     )
 
 
-def _row_parts(job: PlanSpec) -> tuple[Part, ...]:
-    """The devices of a target in a row; the first also computes the layers that wait elsewhere."""
+def _layer_wise_parts(job: PlanSpec) -> tuple[Part, ...]:
+    """The parts of a layer-wise target by device; the first also computes the offloaded layers."""
     model, row = job.target, layer_placement_of(job)
     (whole,) = _parts(job, model, num_ranks=1, kind=TargetKind.tensor, num_rows=job.batch_size)
     layer = inventory(model.shape).layer
     read_bytes = DTYPE_BYTES[model.dtype] * max(matrix.num_elements for matrix in layer) if row.waiting else 0
     parts = []
-    for device, held in enumerate(_in_a_row(model, row.held)):
+    for device, held in enumerate(_layer_wise(model, row.held)):
         weights, is_first = model_bytes(held, model, device=job.device), device == 0
         num_layers = len(row.held[device]) + (len(row.waiting) if is_first else 0)
         parts.append(
@@ -84,7 +79,7 @@ def _row_parts(job: PlanSpec) -> tuple[Part, ...]:
 def _parts(job: PlanSpec, model: PlannedModel, *, num_ranks: int, kind: TargetKind, num_rows: int) -> tuple[Part, ...]:
     shape, size = model.shape, DTYPE_BYTES[model.dtype]
     shards: tuple[RankShard, ...] = split_model(shape, num_ranks=num_ranks)
-    # DeepSpeed cuts a whole model that each rank holds; on a CPU that is the same memory.
+    # DeepSpeed splits a whole model in each rank's host memory, which on a CPU is the planned memory.
     is_whole_first = kind is TargetKind.deepspeed and job.device == "cpu"
     whole_bytes = model_bytes(inventory(shape), model, device=job.device).total_bytes if is_whole_first else 0
     parts = []
@@ -99,7 +94,6 @@ def _parts(job: PlanSpec, model: PlannedModel, *, num_ranks: int, kind: TargetKi
                 num_heads=len(shard.heads.query_heads),
                 width=(len(shard.heads.query_heads) + 2 * num_kv_heads) * shape.head_dim,
                 units=len(shard.mlp_units),
-                vocabulary=len(shard.vocabulary),
                 working_bytes=size * max(held.products) if format_of(model.quantization).unpacks_matrix else 0,
                 beside_bytes=whole_bytes or weights.beside_bytes,
             )
@@ -108,15 +102,15 @@ def _parts(job: PlanSpec, model: PlannedModel, *, num_ranks: int, kind: TargetKi
 
 
 def target_parts(job: PlanSpec) -> dict[int, Part]:
-    """The target's part on each of its ranks, or on each of its devices in a row."""
+    """The target's part on each of its ranks, or devices if layer-wise."""
     if job.target_kind is TargetKind.accelerate:
-        return dict(zip(job.target_devices, _row_parts(job), strict=True))
+        return dict(zip(job.target_devices, _layer_wise_parts(job), strict=True))
     parts = _parts(job, job.target, num_ranks=len(job.target_ranks), kind=job.target_kind, num_rows=job.batch_size)
     return dict(zip(job.target_ranks, parts, strict=True))
 
 
 def draft_parts(job: PlanSpec) -> dict[int, Part]:
-    """The draft's part on each of its ranks: a slice, or all of it where it is replicated or alone."""
+    """The draft's part on each of its ranks: a slice, or the whole draft if replicated or on one rank."""
     if job.draft is None:
         return {}
     num_ranks = len(job.draft_ranks)

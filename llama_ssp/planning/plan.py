@@ -1,6 +1,6 @@
-"""A whole plan: memory, time and advice of one job on one machine, and the document that JSON, table and figure show.
+"""Makes a plan (memory, time and advice for one job on one machine), and the document for JSON, table and figure.
 
-docs/reference/plan-document.md describes the fields; `plan_version` changes when one of them is renamed or removed.
+docs/reference/plan-document.md describes its fields; `plan_version` changes when a field is renamed or removed.
 """
 
 from collections.abc import Mapping
@@ -32,17 +32,14 @@ GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What can be known of a job before it runs.
+    """Forecast of one job on one machine.
 
     Attributes:
-        job, hardware: what was planned.
-        ranks: memory of each rank.
-        timing: seconds.
-        largest_batch: the most rows that fit at this context; 0 when none does.
+        largest_batch: the largest batch that fits at this context; 0 if none does.
         largest_context: the longest row that fits at this batch size.
         warnings: choices that cannot gain.
         notes: facts that the figures do not show.
-        changes: what would make it fit, the smallest first; empty when it fits.
+        changes: the change that would make it fit; empty if it fits.
     """
 
     job: PlanSpec
@@ -57,30 +54,20 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether every rank has room."""
+        """Whether every rank has enough memory."""
         return all(rank.fits for rank in self.ranks)
 
     @property
     def fullest(self) -> RankMemoryPlan:
-        """The rank with the least room."""
+        """The rank with the least free memory."""
         return min(self.ranks, key=lambda rank: rank.free_bytes)
 
 
 def make_plan(job: PlanSpec, hardware: HardwareConfig, *, remark: str | None = None) -> Plan:
-    """Work everything out.
-
-    Args:
-        job: what is planned.
-        hardware: on which machine.
-        remark: a note to put before the others.
-
-    Raises:
-        PlacementError: a model cannot be laid out as asked.
-    """
+    """Make the plan of a job, with `remark` as its first note. Raises as `memory`."""
     ranks, timed = memory(job, hardware), timing(job, hardware)
-    fitting = all(rank.fits for rank in ranks)
     fullest = min(ranks, key=lambda rank: rank.free_bytes)
-    heads = tuple(rank.target_heads for rank in ranks if rank.rank in job.target_devices)  # of the first copy
+    heads = tuple(rank.target_heads for rank in ranks if rank.rank in job.target_devices)  # of the first replica
     return Plan(
         job=job,
         hardware=hardware,
@@ -90,7 +77,7 @@ def make_plan(job: PlanSpec, hardware: HardwareConfig, *, remark: str | None = N
         largest_context=largest_context(job, hardware),
         warnings=tuple(advice.warnings(job, hardware, timed)),
         notes=(*([remark] if remark else []), *advice.notes(job, heads, fullest.rank)),
-        changes=() if fitting else tuple(smallest_changes(job, hardware)),
+        changes=() if fullest.fits else tuple(smallest_changes(job, hardware)),
     )
 
 
@@ -98,18 +85,18 @@ def require_room(plan: Plan, *, words: Mapping[str, str] | None = None) -> None:
     """Refuse a plan that does not fit.
 
     Args:
-        plan: of a job.
-        words: how a setting of `launch/plan.py` is said where it is none, by its name; {} stands for its value.
+        plan: the plan.
+        words: by setting of `launch/plan.py`, what to print instead if the caller has another; {} is the value.
 
     Raises:
-        CapacityError: names the fullest rank, what fills it, and the smallest change that fits.
+        CapacityError: names the fullest rank, its items, and the smallest change that fits.
     """
     if not plan.fits:
         raise CapacityError(shortage(plan, words=words))
 
 
 def shortage(plan: Plan, *, words: Mapping[str, str] | None = None) -> str:
-    """One sentence: what is needed, of what, and what would fit; see `require_room`."""
+    """The error message of `require_room`: bytes needed and available, and what would fit."""
     full = plan.fullest
     names = {
         "target": full.target_weights_bytes,
@@ -124,15 +111,15 @@ def shortage(plan: Plan, *, words: Mapping[str, str] | None = None) -> str:
     needed, capacity = full.needed_bytes / GIB, full.capacity_bytes / GIB
     start = f"rank {full.rank} needs {needed:.1f} GiB{loading} ({items}) of {capacity:.1f} GiB"
     if not plan.changes:
-        return f"{start}; none of the changes that were tried fits: name a bigger machine with hardware=NAME"
+        return f"{start}; none of the changes that were tried fits: use a larger machine, hardware=NAME"
     (smallest,) = plan.changes
     named = [setting.split("=", 1) for setting in smallest.settings]
-    said = " ".join((words or {}).get(name, f"{name}={{}}").format(value) for name, value in named)
-    return f"{start}; the smallest change that fits: {said} ({smallest.needed_bytes / GIB:.1f} GiB)"
+    settings = " ".join((words or {}).get(name, f"{name}={{}}").format(value) for name, value in named)
+    return f"{start}; the smallest change that fits: {settings} ({smallest.needed_bytes / GIB:.1f} GiB)"
 
 
 def document(plan: Plan) -> dict[str, Any]:
-    """Everything in a plan, ready for JSON."""
+    """The plan as a JSON document."""
     job, hardware = plan.job, plan.hardware
     return {
         "plan_version": PLAN_VERSION,
@@ -172,7 +159,7 @@ def document(plan: Plan) -> dict[str, Any]:
 
 
 def _messages(job: PlanSpec) -> dict[str, int]:
-    """Bytes that arrive in a round on all ranks of a copy together, by kind."""
+    """Bytes received in a round over all ranks of a replica, by kind of message."""
     kinds = vars(round_messages(job, job.num_draft_tokens if job.draft else 0))
     arriving = {f"{name}_bytes": message.received_bytes if message else 0 for name, message in kinds.items()}
     return arriving | {"total_bytes": sum(arriving.values())}
@@ -185,7 +172,7 @@ def _hardware(hardware: HardwareConfig) -> dict[str, Any]:
 
 
 def _model(model: PlannedModel, plan: Plan, *, prefix: str) -> dict[str, Any]:
-    """A model's exact sizes: once, and what its ranks hold more than once."""
+    """A model's exact sizes, and the bytes that its ranks repeat."""
     whole = inventory(model.shape)
     once = model_bytes(whole, model, device=plan.job.device)
     held = sum(getattr(rank, f"{prefix}_weights_bytes") for rank in plan.ranks)
@@ -205,7 +192,7 @@ def _model(model: PlannedModel, plan: Plan, *, prefix: str) -> dict[str, Any]:
 
 
 def time_document(timed: Timing) -> dict[str, Any]:
-    """Times in milliseconds, ratios, and what they rest on."""
+    """Times in milliseconds, ratios, and their assumptions."""
 
     def ms(seconds: float | None) -> float | None:
         return None if seconds is None else 1e3 * seconds

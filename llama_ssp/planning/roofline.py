@@ -1,15 +1,15 @@
-"""How long one forward of a model takes: bytes over bandwidth, FLOPs over rate, and what is neither.
-
-Two sources of figures, one shape of sum. A machine that `task=calibrate` has measured brings a profile: times of linear
-layers by size and rows, of a layer's other operators, of collectives by size. Any other machine has data sheets:
-bandwidth, matrix rate, the time of a kernel, the latency and bandwidth of its links.
+"""Forecasts the time of one forward: bytes over bandwidth, FLOPs over rate, and fixed costs.
 
     forward = layers x (matrices + keys and values read + operators + 2 all-reduces) + frame + head + gathered logits
 
-Parts that were timed one by one do not add up to a forward, in which each comes behind all others: a profile also says
-by how much whole forwards of some sizes missed the sum, and every part is scaled by that.
+The figures have two sources. A machine measured by `task=calibrate` has a profile: times of linear layers by size and
+rows, of the other operators of a layer, and of collectives by size. Any other machine has data sheets: bandwidth,
+matrix rate, time per kernel, and latency and bandwidth of links.
 
-Shapes: B sequences, T positions of each, E hidden size, V vocabulary, R ranks.
+Parts that were timed separately do not add up to a whole forward. A profile therefore also has the ratio of measured
+forwards to their sums, and every part is scaled by it.
+
+Shapes: B sequences, T positions.
 """
 
 from dataclasses import dataclass, replace
@@ -27,31 +27,25 @@ from llama_ssp.planning.spec import PlannedModel
 from llama_ssp.planning.weights import DTYPE_BYTES
 
 COPY_SHARE = 0.83
-"""What a plain copy reaches of the data sheet's bandwidth, where not measured: 1.7 of 2.039 TB/s on an A100-80GB."""
+"""Default share of the data sheet's bandwidth that a plain copy reaches: 1.7 of 2.039 TB/s on an A100-80GB."""
 OPERATORS_PER_LAYER = 25
-"""Operators that the lean decoder launches for a layer, views included; the library's modules launch about 50."""
+"""Operators that the lean decoder launches per layer, including views; the library's modules launch about 50."""
 LIBRARY_SHARE = 2.0
 MEASURED_SLOTS = 64
-"""Slots of the cache that are read while a profile's layers are timed."""
+"""Cache slots that were read while the layers of a profile were timed."""
 KERNELS_PER_FRAME = 8
 """Embedding, mask, rotary angles, last norm, head and its conversion to fp32."""
 
 CPU_SLOWDOWN_16_BITS = 3.0
-"""Products in bf16 against fp32 ones of 16-bit weights; estimate from whole models on one CPU, 2.5 to 3.7."""
+"""Products in bf16 relative to fp32 with 16-bit weights; estimated from whole models on one CPU, 2.5 to 3.7."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelPlacement:
-    """A model on its ranks.
+    """A model on its ranks (GPUs if layer-wise).
 
-    Attributes:
-        model: the model.
-        kind: cut across its ranks, or its layers in a row over them.
-        ranks: world ranks; of layers in a row, GPUs.
-        cuda_graphs: whether forwards are captured.
-        num_active: ranks of a node that work at the same time, which decides the profile.
-        shares: what its ranks hold; of equal ones only one where they work at the same time.
-        waiting_s: what each forward takes to read layers that wait elsewhere.
+    `num_active` ranks of a node work at the same time, which selects the profile. `shares` are the parameters of the
+    ranks, without duplicates if the ranks work at the same time. Each forward reads offloaded layers for `waiting_s`.
     """
 
     model: PlannedModel
@@ -73,11 +67,7 @@ class ModelPlacement:
         num_active: int,
         waiting_s: float = 0.0,
     ) -> "ModelPlacement":
-        """Lay a model out over its ranks.
-
-        Raises:
-            PlacementError: that is not possible.
-        """
+        """Lay a model out over its ranks; raises as `rank_shares`."""
         shares = rank_shares(model, num_ranks=len(ranks), kind=kind)
         if kind is not TargetKind.accelerate:
             shares = tuple(dict.fromkeys(shares))
@@ -89,7 +79,7 @@ class ModelPlacement:
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardTime:
-    """Seconds of one forward, by cause; the slowest rank counts."""
+    """Seconds of one forward on the slowest rank, by cause."""
 
     matrices_s: float
     attention_s: float
@@ -99,11 +89,11 @@ class ForwardTime:
 
     @property
     def total_s(self) -> float:
-        """All of it; the parts do not overlap."""
+        """Sum of the parts, which do not overlap."""
         return self.matrices_s + self.attention_s + self.operators_s + self.collectives_s + self.offload_s
 
     def scaled(self, ratio: float) -> "ForwardTime":
-        """The same forward where all that computes takes `ratio` times as long; layers are read as fast as before."""
+        """The same forward with all parts except the offload scaled by `ratio`."""
         return ForwardTime(
             matrices_s=ratio * self.matrices_s,
             attention_s=ratio * self.attention_s,
@@ -114,50 +104,48 @@ class ForwardTime:
 
 
 def bandwidth(hardware: HardwareConfig) -> float:
-    """Bytes/s that a long read reaches."""
+    """Achievable bytes/s of a long read."""
     return hardware.copy_bytes_per_s or COPY_SHARE * hardware.bandwidth_bytes_per_s
 
 
 def profile_of(hardware: HardwareConfig, num_active: int) -> Profile | None:
-    """The measured profile whose number of working ranks is nearest, or None for a machine known by data sheets."""
+    """The measured profile with the nearest number of active ranks; None for a machine without profiles."""
     return min(hardware.profiles, key=lambda profile: abs(profile.num_ranks - num_active), default=None)
 
 
 def forward_time(
-    seat: ModelPlacement, hardware: HardwareConfig, *, batch_size: int, num_positions: int, num_scored: int, bucket: int
-) -> ForwardTime:
-    """Time a forward.
+    placement: ModelPlacement, hardware: HardwareConfig,
+    *,
+    batch_size: int, num_positions: int, num_scored: int, bucket: int,
+) -> ForwardTime:  # fmt: skip
+    """Forecast the time of a forward of T = `num_positions`.
 
-    Args:
-        seat: the model and its ranks.
-        hardware: where.
-        batch_size: B.
-        num_positions: T of each row.
-        num_scored: positions of each row that get logits.
-        bucket: cache slots that attention reads.
+    `num_scored` positions per row get logits, and attention reads `bucket` cache slots.
     """
     rows, scored = batch_size * num_positions, batch_size * num_scored
-    in_a_row = seat.kind is TargetKind.accelerate
+    layer_wise, last = placement.kind is TargetKind.accelerate, placement.shares[-1]
     matrices = [
-        _matrices_s(seat, hardware, held, rows=rows, scored=scored, has_head=not in_a_row or held is seat.shares[-1])
-        for held in seat.shares
+        _matrices_s(placement, hardware, held, rows=rows, scored=scored, has_head=not layer_wise or held is last)
+        for held in placement.shares
     ]
-    layers = seat.model.shape.num_hidden_layers
+    layers = placement.model.shape.num_hidden_layers
     parts = ForwardTime(
-        matrices_s=sum(matrices) if in_a_row else max(matrices),
-        attention_s=_attention_s(seat, hardware, batch_size=batch_size, num_positions=num_positions, num_slots=bucket),
-        operators_s=layers * layer_s(seat, hardware, rows) + frame_s(seat, hardware, rows),
-        collectives_s=_collectives_s(seat, hardware, rows=rows, scored=scored),
-        offload_s=seat.waiting_s,
+        matrices_s=sum(matrices) if layer_wise else max(matrices),
+        attention_s=_attention_s(
+            placement, hardware, batch_size=batch_size, num_positions=num_positions, num_slots=bucket
+        ),
+        operators_s=layers * layer_s(placement, hardware, rows) + frame_s(placement, hardware, rows),
+        collectives_s=_collectives_s(placement, hardware, rows=rows, scored=scored),
+        offload_s=placement.waiting_s,
     )
-    profile = profile_of(hardware, seat.num_active)
+    profile = profile_of(hardware, placement.num_active)
     points = profile.composition if profile else []
-    return parts.scaled(composition_ratio(points, rows=rows, working_set_bytes=working_set_bytes(seat, hardware)))
+    return parts.scaled(composition_ratio(points, rows=rows, working_set_bytes=working_set_bytes(placement, hardware)))
 
 
-def working_set_bytes(seat: ModelPlacement, hardware: HardwareConfig) -> int:
-    """Bytes of the matrices that a forward reads, on the rank with the most."""
-    return max(_read_bytes(held, seat.model, hardware) for held in seat.shares)
+def working_set_bytes(placement: ModelPlacement, hardware: HardwareConfig) -> int:
+    """Bytes of the matrices that a forward reads, maximum over the ranks."""
+    return max(_read_bytes(held, placement.model, hardware) for held in placement.shares)
 
 
 def _read_bytes(held: Inventory, model: PlannedModel, hardware: HardwareConfig) -> int:
@@ -166,11 +154,11 @@ def _read_bytes(held: Inventory, model: PlannedModel, hardware: HardwareConfig) 
 
 
 def _matrices_s(
-    seat: ModelPlacement, hardware: HardwareConfig, held: Inventory, *, rows: int, scored: int, has_head: bool
+    placement: ModelPlacement, hardware: HardwareConfig, held: Inventory, *, rows: int, scored: int, has_head: bool
 ) -> float:
     """All matrix products of one rank."""
-    model = seat.model
-    if profile := profile_of(hardware, seat.num_active):
+    model = placement.model
+    if profile := profile_of(hardware, placement.num_active):
         arithmetic = Dtype.fp32 if format_of(model.quantization).is_quantized else model.dtype
         price = partial(
             measured_linear_s,
@@ -191,13 +179,13 @@ def _matrices_s(
 
 
 def slowdown(hardware: HardwareConfig, arithmetic: Dtype) -> float:
-    """How many times as long a matrix product takes in a number format as one of as many bytes in fp32."""
+    """Time of a matrix product in a number format, relative to fp32 arithmetic on as many bytes."""
     is_slow = hardware.device == "cpu" and arithmetic in {Dtype.bf16, Dtype.fp16}
     return hardware.slowdown.get(arithmetic.name, CPU_SLOWDOWN_16_BITS if is_slow else 1.0)
 
 
 def roofline_s(matrix: Matrix, model: PlannedModel, hardware: HardwareConfig, *, rows: int) -> float:
-    """One matrix product with `rows` inputs: reading the matrix, or multiplying, whichever takes longer."""
+    """One matrix product with `rows` inputs: the longer of reading the matrix and multiplying."""
     storage = format_of(model.quantization)
     value_bytes = DTYPE_BYTES[model.matrix_dtype(hardware.device)]
     wide = value_bytes * matrix.num_elements
@@ -208,60 +196,60 @@ def roofline_s(matrix: Matrix, model: PlannedModel, hardware: HardwareConfig, *,
 
 
 def _attention_s(
-    seat: ModelPlacement, hardware: HardwareConfig, *, batch_size: int, num_positions: int, num_slots: int
+    placement: ModelPlacement, hardware: HardwareConfig, *, batch_size: int, num_positions: int, num_slots: int
 ) -> float:
-    """Reading the keys and values of `num_slots` slots in all layers, on the rank with the most heads.
+    """Reading keys and values of `num_slots` slots in all layers, on the rank with the most heads.
 
-    A profile's layers have read MEASURED_SLOTS of them already; what more there are costs by the rows that read.
+    The layers of a profile include MEASURED_SLOTS of them; the others are priced by the number of rows.
     """
-    shape, size = seat.model.shape, DTYPE_BYTES[seat.model.dtype]
-    num_ranks = 1 if seat.kind is TargetKind.accelerate else len(seat.ranks)
+    shape, size = placement.model.shape, DTYPE_BYTES[placement.model.dtype]
+    num_ranks = 1 if placement.kind is TargetKind.accelerate else len(placement.ranks)
     num_heads = -(-shape.num_key_value_heads // num_ranks)
     slot_bytes = 2 * num_heads * shape.head_dim * size * shape.num_hidden_layers * batch_size
-    if profile := profile_of(hardware, seat.num_active):
+    if profile := profile_of(hardware, placement.num_active):
         rows = num_positions * shape.num_attention_heads // shape.num_key_value_heads
         byte_s = line([(point.size, point.s) for point in profile.attention], rows)
         return max(num_slots - MEASURED_SLOTS, 0) * slot_bytes * byte_s
     return num_slots * slot_bytes / bandwidth(hardware)
 
 
-def layer_s(seat: ModelPlacement, hardware: HardwareConfig, rows: int) -> float:
-    """What a layer takes beside matrices, cache and collectives: its other operators and their launches."""
-    share = 1.0 if seat.model.is_lean else LIBRARY_SHARE
-    if profile := profile_of(hardware, seat.num_active):
-        return share * by_rows_and_width(profile.layer, rows, seat.model.shape.hidden_size)
-    if seat.cuda_graphs:
+def layer_s(placement: ModelPlacement, hardware: HardwareConfig, rows: int) -> float:
+    """The operators of a layer and their launches, without matrices, cache and collectives."""
+    share = 1.0 if placement.model.is_lean else LIBRARY_SHARE
+    if profile := profile_of(hardware, placement.num_active):
+        return share * by_rows_and_width(profile.layer, rows, placement.model.shape.hidden_size)
+    if placement.cuda_graphs:
         return KERNELS_PER_LAYER * hardware.kernel_s
     return share * OPERATORS_PER_LAYER * hardware.launch_s
 
 
-def frame_s(seat: ModelPlacement, hardware: HardwareConfig, rows: int) -> float:
-    """What a forward takes beside its layers and the head."""
-    if profile := profile_of(hardware, seat.num_active):
-        return by_rows_and_width(profile.frame, rows, seat.model.shape.hidden_size)
-    return KERNELS_PER_FRAME * (hardware.kernel_s if seat.cuda_graphs else hardware.launch_s)
+def frame_s(placement: ModelPlacement, hardware: HardwareConfig, rows: int) -> float:
+    """A forward without its layers and the head."""
+    if profile := profile_of(hardware, placement.num_active):
+        return by_rows_and_width(profile.frame, rows, placement.model.shape.hidden_size)
+    return KERNELS_PER_FRAME * (hardware.kernel_s if placement.cuda_graphs else hardware.launch_s)
 
 
-def _collectives_s(seat: ModelPlacement, hardware: HardwareConfig, *, rows: int, scored: int) -> float:
-    """The embedding's and two all-reduces a layer, and the gathering of logits; or the hops between layers in a row."""
-    if len(seat.ranks) == 1:
+def _collectives_s(placement: ModelPlacement, hardware: HardwareConfig, *, rows: int, scored: int) -> float:
+    """All-reduces (two per layer, one of the embedding) and the gather of logits; layer-wise, the hops of devices."""
+    if len(placement.ranks) == 1:
         return 0.0
-    shape, size = seat.model.shape, DTYPE_BYTES[seat.model.dtype]
+    shape, size = placement.model.shape, DTYPE_BYTES[placement.model.dtype]
     residual_bytes = rows * shape.hidden_size * size
-    if seat.kind is TargetKind.accelerate:
+    if placement.kind is TargetKind.accelerate:
         return sum(
             message_s(hardware, (earlier, later), residual_bytes)
-            for earlier, later in zip(seat.ranks, seat.ranks[1:], strict=False)
+            for earlier, later in zip(placement.ranks, placement.ranks[1:], strict=False)
         )
-    reduce_s = all_reduce_s(hardware, seat.ranks, residual_bytes)
-    gather_s = all_reduce_s(hardware, seat.ranks, scored * shape.vocab_size * size / 2)
+    reduce_s = all_reduce_s(hardware, placement.ranks, residual_bytes)
+    gather_s = all_reduce_s(hardware, placement.ranks, scored * shape.vocab_size * size / 2)
     return (2 * shape.num_hidden_layers + 1) * reduce_s + gather_s
 
 
 def all_reduce_s(hardware: HardwareConfig, ranks: tuple[int, ...], num_bytes: float) -> float:
-    """One all-reduce: inside each node, then between nodes; an all-gather moves half of the bytes.
+    """One all-reduce: within each node, then between nodes. An all-gather moves half of the bytes.
 
-    A ring of n ranks sends 2 (n - 1) / n times the bytes through every link.
+    A ring of n ranks sends 2 (n - 1) / n times the bytes over every link.
     """
     profile = profile_of(hardware, len(ranks))
     if profile and profile.all_reduce:
@@ -279,7 +267,7 @@ def all_reduce_s(hardware: HardwareConfig, ranks: tuple[int, ...], num_bytes: fl
 
 
 def message_s(hardware: HardwareConfig, ranks: tuple[int, ...], num_bytes: float) -> float:
-    """One message from a rank to others: a broadcast of ids, or a residual handed on."""
+    """One message from a rank to others: a broadcast of ids, or a residual for the next device."""
     if len(ranks) == 1:
         return 0.0
     profile = profile_of(hardware, len(ranks))

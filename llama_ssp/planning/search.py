@@ -1,6 +1,6 @@
-"""Every sensible way to use a machine for a family of models, ranked by speed; what does not fit is kept, with why.
+"""Ranks all sensible ways to use a machine for a series of models by speed, including those that do not fit.
 
-The rest of the job (batch, context, acceptance) stays as it was asked.
+The rest of the job (batch, context, acceptance) stays as requested.
 """
 
 from collections.abc import Iterator
@@ -23,10 +23,7 @@ GIB = 2**30
 class Choice:
     """One way to use the machine.
 
-    Attributes:
-        settings: what to add to the command line.
-        ms_per_token: with the best K, or plain without a draft; None where it does not fit.
-        reason: why it does not fit; None where it does.
+    `ms_per_token` is for the best K, or plain without a draft. `reason` says why the choice does not fit.
     """
 
     target: str
@@ -34,29 +31,29 @@ class Choice:
     draft: str | None
     draft_kind: str | None
     num_draft_tokens: int
-    ms_per_token: float | None
-    speedup: float | None
-    needed_bytes: int | None
+    ms_per_token: float | None = None
+    speedup: float | None = None
+    needed_bytes: int | None = None
     capacity_bytes: int
-    reason: str | None
+    reason: str | None = None
     settings: tuple[str, ...]
 
 
 def search(job: PlanSpec, hardware: HardwareConfig) -> list[Choice]:
-    """Try everything; the fastest first, behind them what does not fit."""
-    choices = [_judge(candidate, hardware) for candidate in _candidates(job, hardware)]
+    """Price all candidates; the fastest first, those that do not fit last."""
+    choices = [_priced(candidate, hardware) for candidate in _candidates(job, hardware)]
     return sorted(choices, key=lambda choice: (choice.ms_per_token is None, choice.ms_per_token or 0.0))
 
 
 def search_document(choices: list[Choice]) -> list[dict[str, Any]]:
-    """The choices, ready for JSON, numbered by rank."""
+    """The choices for JSON, numbered by rank."""
     return [{"rank": rank} | asdict(choice) for rank, choice in enumerate(choices, start=1)]
 
 
 def _candidates(job: PlanSpec, hardware: HardwareConfig) -> Iterator[PlanSpec]:
     series = _series(job.target.name)
     for model in series:
-        # What the catalogue holds by a quantized name is the same model, and is tried below.
+        # Entries that are quantized by name are left out: they are the same models with a quantization.
         for quantization in formats():
             target = planned_model(replace(model, quantization=quantization), device=hardware.device)
             base = replace(job, target=target, draft=None, draft_ranks=(), target_ranks=_all_ranks(job, hardware))
@@ -67,7 +64,7 @@ def _candidates(job: PlanSpec, hardware: HardwareConfig) -> Iterator[PlanSpec]:
 
 
 def _series(name: str) -> list[ModelConfig]:
-    """The models that share a name's prefix (`llama2_`), family and vocabulary; the model alone where it has no kin."""
+    """The unquantized models with the same name prefix (`llama2_`), family and vocabulary."""
     if name not in catalogue.names():
         raise PlacementError(f"search=true ranks models of the catalogue, and model={name} is not one of them")
     chosen = catalogue.load(name)
@@ -88,7 +85,7 @@ def _prefix(name: str) -> str:
 
 
 def _drafts(model: ModelConfig, series: list[ModelConfig]) -> list[ModelConfig]:
-    """Smaller models of the series, and what the entry names as its default draft."""
+    """Smaller models of the series, and the entry's default draft."""
     smaller = set(catalogue.smaller_relatives(model))
     names = [other.name for other in series if other.name in smaller]
     if model.default_draft and model.default_draft not in names:
@@ -104,7 +101,7 @@ def _layouts(job: PlanSpec, hardware: HardwareConfig) -> list[DraftLayout]:
 
 
 def _all_ranks(job: PlanSpec, hardware: HardwareConfig) -> tuple[int, ...]:
-    """The ranks of one copy."""
+    """The ranks of one replica."""
     return tuple(range(hardware.num_ranks // job.num_replicas))
 
 
@@ -117,40 +114,29 @@ def _with_draft(base: PlanSpec, hardware: HardwareConfig, draft: ModelConfig, ki
     return replace(base, target_ranks=target_ranks, draft=planned, draft_kind=kind, draft_ranks=draft_ranks)
 
 
-def _judge(job: PlanSpec, hardware: HardwareConfig) -> Choice:
+def _priced(job: PlanSpec, hardware: HardwareConfig) -> Choice:
     try:
         ranks = memory(job, hardware)
     except PlacementError as error:
-        return _choice(job, hardware, reason=str(error))
+        return replace(_choice(job, hardware), reason=str(error))
     full = min(ranks, key=lambda rank: rank.free_bytes)
     if not full.fits:
-        return _choice(
-            job,
-            hardware,
-            needed_bytes=full.needed_bytes,
-            reason=f"rank {full.rank} needs {full.needed_bytes / GIB:.1f} of {full.capacity_bytes / GIB:.1f} GiB",
-        )
+        reason = f"rank {full.rank} needs {full.needed_bytes / GIB:.1f} of {full.capacity_bytes / GIB:.1f} GiB"
+        return replace(_choice(job, hardware), needed_bytes=full.needed_bytes, reason=reason)
     timed = timing(job, hardware)
     by_speed = sorted((seconds, number) for number, seconds in enumerate(timed.by_num_draft_tokens, start=1))
     for token_s, num_draft_tokens in by_speed:
         drafting = replace(job, num_draft_tokens=num_draft_tokens)
         full = min(memory(drafting, hardware), key=lambda rank: rank.free_bytes)
         if full.fits:
+            choice, needed_bytes = _choice(drafting, hardware), full.needed_bytes
             speedup = timed.plain_s / token_s
-            ms, needed = 1e3 * token_s, full.needed_bytes
-            return _choice(drafting, hardware, ms_per_token=ms, speedup=speedup, needed_bytes=needed)
-    return _choice(job, hardware, ms_per_token=1e3 * timed.plain_s, speedup=1.0, needed_bytes=full.needed_bytes)
+            return replace(choice, ms_per_token=1e3 * token_s, speedup=speedup, needed_bytes=needed_bytes)
+    choice = _choice(job, hardware)
+    return replace(choice, ms_per_token=1e3 * timed.plain_s, speedup=1.0, needed_bytes=full.needed_bytes)
 
 
-def _choice(
-    job: PlanSpec,
-    hardware: HardwareConfig,
-    *,
-    ms_per_token: float | None = None,
-    speedup: float | None = None,
-    needed_bytes: int | None = None,
-    reason: str | None = None,
-) -> Choice:
+def _choice(job: PlanSpec, hardware: HardwareConfig) -> Choice:
     storage, draft = format_of(job.target.quantization), job.draft
     settings = [f"model={job.target.name}", f"draft={draft.name if draft else 'none'}"]
     if storage.is_quantized:
@@ -165,10 +151,6 @@ def _choice(
         draft=draft.name if draft else None,
         draft_kind=job.draft_kind.name if draft else None,
         num_draft_tokens=job.num_draft_tokens if draft else 0,
-        ms_per_token=ms_per_token,
-        speedup=speedup,
-        needed_bytes=needed_bytes,
         capacity_bytes=hardware.memory_bytes,
-        reason=reason,
         settings=tuple(settings),
     )

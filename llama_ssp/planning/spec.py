@@ -1,6 +1,6 @@
-"""What is to be planned, with every choice made: models, ranks, sizes.
+"""The input of the planner with every choice resolved: models, ranks, sizes.
 
-Made from a plan's config, or from a run's (`tasks.plan`). Nothing is worked out here but which rank does what.
+Made from the config of a plan, or of a run (`tasks.dry_run`).
 """
 
 from dataclasses import dataclass, replace
@@ -26,10 +26,10 @@ SLOT_STEP = 8
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedModel:
-    """A model in the precision it will have; `dtype` is never `auto`, and `stored` is where the files' is unknown.
+    """A model in its final precision; `dtype` is never `auto`, `stored` is `auto` if the files' format is unknown.
 
-    `quantized_dtype` is the number format it would have if it were quantized; `auto` stands for the same one.
-    `by_library` says that it runs in the library's modules although the lean decoder knows its family.
+    `quantized_dtype` is its number format if it is quantized; `auto` means `dtype`. With `by_library` it runs in the
+    library's modules even if the lean decoder supports its family.
     """
 
     name: str
@@ -42,16 +42,16 @@ class PlannedModel:
 
     @property
     def is_lean(self) -> bool:
-        """Whether the lean decoder runs it."""
+        """Whether the lean decoder runs the model."""
         return family_of(self.shape.model_type).is_llama_kind and not self.by_library
 
     def quantized(self, quantization: str) -> "PlannedModel":
-        """The same model with its linear layers in another form than their number format."""
+        """The same model with quantized linear layers."""
         dtype = self.dtype if self.quantized_dtype is Dtype.auto else self.quantized_dtype
         return replace(self, quantization=quantization, dtype=dtype)
 
     def matrix_dtype(self, device: str) -> Dtype:
-        """The number format of the linear layers: a CPU keeps those of 16-bit files in 16 bits, also in fp32."""
+        """The number format of the linear layers; a CPU keeps those of 16-bit files in 16 bits even in fp32."""
         is_kept = device == "cpu" and self.dtype is Dtype.fp32
         is_short = self.stored in {Dtype.bf16, Dtype.fp16}
         return Dtype.fp16 if is_kept and is_short and self.is_lean else self.dtype
@@ -59,23 +59,18 @@ class PlannedModel:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSpec:
-    """Everything that memory and time follow from.
+    """Input of the forecasts of memory and time.
 
     Attributes:
-        target, draft: the models; no draft means plain decoding.
-        target_kind, draft_kind: how each is laid out.
-        target_ranks, draft_ranks: on which ranks of each copy, increasing.
-        spare_devices: GPUs that have no rank, and hold layers of a target in a row beside its rank's own.
-        offload: where layers wait that no device has room for.
-        max_device_bytes: of the target's weights on each device; None where nothing waits elsewhere.
-        num_draft_tokens: K.
-        acceptance: probability that a drafted token is accepted; None takes the catalogue's.
-        batch_size: rows decoded together.
-        prompt_tokens, max_new_tokens: of the longest row.
-        cuda_graphs: whether forwards are captured; without, every operator is launched from Python.
+        draft: None for plain decoding.
+        target_ranks, draft_ranks: ranks of each replica, increasing.
+        acceptance: probability that a drafted token is accepted; None looks the pair up.
+        prompt_tokens, max_new_tokens: tokens of the longest row.
+        cuda_graphs: whether forwards are captured; otherwise every operator is launched from Python.
         device: cpu or cuda.
-        num_replicas: copies of target and draft, each on as many ranks of its own.
-        rule: what judges drafts; `greedy` at temperature 0, where it needs no probabilities.
+        rule: the verification rule; `greedy` at temperature 0, where no probabilities are needed.
+        spare_devices: GPUs without a rank that hold layers of a layer-wise target.
+        max_device_bytes: limit of the target's weights on each device; None without offload.
     """
 
     target: PlannedModel
@@ -99,49 +94,41 @@ class PlanSpec:
 
     @property
     def target_devices(self) -> tuple[int, ...]:
-        """What holds weights of the target: its ranks' own devices, and for layers in a row those without a rank."""
+        """All devices that hold weights of the target."""
         return (*self.target_ranks, *self.spare_devices)
 
     @property
     def layout(self) -> Layout:
-        """Who holds what in each copy."""
+        """The layout of each replica."""
         return Layout(target_ranks=self.target_ranks, draft_ranks=self.draft_ranks, draft_kind=self.draft_kind)
 
     @property
     def num_slots(self) -> int:
-        """Cache slots of a row: its tokens and K + 1 that a round may write beyond them, in whole steps."""
+        """Cache slots per row: its tokens and the K + 1 that a round may write beyond them, rounded up."""
         return -(-(self.prompt_tokens + self.max_new_tokens + self.round_rows) // SLOT_STEP) * SLOT_STEP
 
     @property
     def round_rows(self) -> int:
-        """Positions per row that the target's forward of a round has: K + 1, or 1 without a draft."""
+        """Positions per row in the target's forward of a round: K + 1, or 1 without a draft."""
         return self.num_draft_tokens + 1 if self.draft else 1
 
 
 def model_bytes(held: Inventory, model: PlannedModel, *, device: str) -> WeightBytes:
-    """Bytes of what a rank holds of a model, as that device keeps it."""
+    """Bytes of a rank's parameters of a model, as stored on `device`."""
     return weight_bytes(
         held, dtype=model.dtype, quantization=model.quantization, matrix_dtype=model.matrix_dtype(device)
     )
 
 
 def step_bytes(held: Inventory, model: PlannedModel, *, device: str) -> int:
-    """Bytes of weights that one forward reads of what a rank holds.
-
-    Of an embedding a forward takes some rows: the table counts only where it is the head as well.
-    """
+    """Bytes of a rank's weights that one forward reads; an embedding counts only if it is also the head."""
     is_head = held.head is None and model.matrix_dtype(device) is model.dtype
     tables = 0 if is_head else sum(table.num_elements for table in held.embeddings)
     return model_bytes(held, model, device=device).total_bytes - DTYPE_BYTES[model.dtype] * tables
 
 
 def settle_models(config: PlanConfig) -> None:
-    """Fill in the shape and the files' number format of models that are known by their folder alone.
-
-    Raises:
-        ConfigError: there is neither a shape nor a folder.
-        CheckpointError: a folder's config.json does not describe a model.
-    """
+    """Fill in the shape and the stored number format of models that have only a folder; see `planned_model`."""
     for model in (config.model, config.draft.model):
         if model is not None:
             settled = planned_model(model, device="cpu")
@@ -149,12 +136,7 @@ def settle_models(config: PlanConfig) -> None:
 
 
 def make_job(config: PlanConfig, hardware: HardwareConfig) -> PlanSpec:
-    """Decide what a checked config leaves open.
-
-    Raises:
-        ConfigError: a model has neither a shape nor a folder to read it from.
-        CheckpointError: a folder's config.json does not describe a model.
-    """
+    """Resolve a checked config; raises as `planned_model`."""
     draft = planned_model(config.draft.model, device=hardware.device) if config.draft.model else None
     placement = config.placement
     num_ranks = hardware.num_ranks // placement.num_replicas
@@ -178,21 +160,13 @@ def make_job(config: PlanConfig, hardware: HardwareConfig) -> PlanSpec:
 def target_fields(
     model: ModelConfig, target: TargetPlacement, layout: Layout, *, num_gpus: int, device: str
 ) -> dict[str, Any]:
-    """The fields of a `PlanSpec` that say what the target is and where.
+    """The fields of a `PlanSpec` that describe the target.
 
-    Args:
-        model: its entry.
-        target: its placement.
-        layout: which ranks of a copy hold what.
-        num_gpus: of each node; layers in a row are spread over those of the target's node that no rank has.
-        device: cpu or cuda.
-
-    Raises:
-        ConfigError, CheckpointError: see `planned_model`.
+    A layer-wise target also uses GPUs of its node (`num_gpus` per node) that no rank has. Raises as `planned_model`.
     """
-    in_a_row = target.kind is TargetKind.accelerate
+    is_layer_wise = target.kind is TargetKind.accelerate
     first = layout.target_ranks[0] // num_gpus * num_gpus
-    spare = [gpu for gpu in range(first, first + num_gpus) if in_a_row and gpu not in layout.ranks]
+    spare = [gpu for gpu in range(first, first + num_gpus) if is_layer_wise and gpu not in layout.ranks]
     return {
         "target": replace(planned_model(model, device=device), by_library=target.kind is not TargetKind.tensor),
         "target_kind": target.kind,
@@ -204,15 +178,11 @@ def target_fields(
 
 
 def number_format(model: ModelConfig, *, device: str) -> Dtype:
-    """The number format that a model computes in; `auto` where only its files say.
+    """The compute number format of a model; `auto` if only its files define it.
 
-    CPUs have no fast 16-bit arithmetic as a rule. There fp32 is the default, which holds the values of every
-    checkpoint, while linear layers of 16-bit files stay in 16 bits (`PlannedModel.matrix_dtype`). Quantized layers are
-    the exception: their kernels are faster with 16-bit inputs.
-
-    Args:
-        model: its entry; a number format that the user gives is taken as it is.
-        device: cpu or cuda.
+    Most CPUs have no fast 16-bit arithmetic. Their default is fp32, which represents all values of a checkpoint, while
+    linear layers of 16-bit files stay in 16 bits (`PlannedModel.matrix_dtype`). Quantized layers are an exception,
+    because their kernels are faster with 16-bit inputs.
     """
     if model.dtype is not Dtype.auto:
         return model.dtype
@@ -222,18 +192,14 @@ def number_format(model: ModelConfig, *, device: str) -> Dtype:
 
 
 def _quantized_number_format(model: ModelConfig) -> Dtype:
-    """The number format of a quantized model, on any device; `auto` where only its files say."""
+    """The number format of a quantized model on any device; `auto` if only its files define it."""
     if model.dtype is not Dtype.auto:
         return model.dtype
     return model.stored_dtype if model.gpu_dtype is Dtype.auto else model.gpu_dtype
 
 
 def planned_model(model: ModelConfig, *, device: str) -> PlannedModel:
-    """Settle a model's shape and number format; a folder's config.json is their only source where the entry has none.
-
-    Args:
-        model: its entry.
-        device: cpu or cuda.
+    """Resolve a model's shape and number format; an entry without a shape is read from the folder's config.json.
 
     Raises:
         ConfigError: there is neither a shape nor a folder.
@@ -268,7 +234,7 @@ def read_config(folder: Path) -> tuple[ModelShape, Dtype]:
 
     Raises:
         CheckpointError: the file is missing, is not JSON, or lacks a size.
-        PlacementError: the family is not known.
+        PlacementError: unknown family.
     """
     file = folder / CONFIG_FILE
     content = read_json(file)

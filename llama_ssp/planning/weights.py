@@ -1,7 +1,4 @@
-"""How many bytes of a model's parameters a rank holds: exact, in every precision.
-
-Which parameters there are says `inventory`. Nothing here knows time or hardware.
-"""
+"""Computes the exact bytes of a rank's parameters in every precision, from the list in `architectures.inventory`."""
 
 from dataclasses import dataclass, replace
 
@@ -16,11 +13,7 @@ HALF_BLOCK = 512
 
 
 def shares(shape: ModelShape, *, num_ranks: int) -> tuple[Inventory, ...]:
-    """What each rank of a tensor-parallel group holds.
-
-    Raises:
-        PlacementError: the family is unknown, or the sizes cannot be shared so.
-    """
+    """The parameters of each rank of a tensor-parallel group; an unknown family or impossible split is refused."""
     whole = inventory(shape)
     if num_ranks == 1:
         return (whole,)
@@ -32,10 +25,10 @@ class WeightBytes:
     """Bytes of an inventory.
 
     Attributes:
-        sharded_bytes: matrices, biases and scales of which every rank holds another part.
-        repeated_bytes: norms, and whatever else every rank holds whole: row-parallel biases, uncut tables.
-        repeated_scale_bytes: row scales of quantized row-parallel matrices, which every rank keeps for its columns.
-        beside_bytes: what a loader holds beside the weights: the biggest tensor, or a layer that is to be quantized.
+        sharded_bytes: matrices, biases and scales of which every rank holds a different part.
+        repeated_bytes: norms, row-parallel biases and unsharded tables, which every rank holds whole.
+        repeated_scale_bytes: row scales of quantized row-parallel matrices, which every rank has for its columns.
+        beside_bytes: temporary bytes while loading: the largest tensor, or a layer before quantization.
     """
 
     sharded_bytes: int
@@ -45,21 +38,20 @@ class WeightBytes:
 
     @property
     def on_every_rank_bytes(self) -> int:
-        """What each rank of the model holds alike."""
+        """Bytes that every rank repeats."""
         return self.repeated_bytes + self.repeated_scale_bytes
 
     @property
     def total_bytes(self) -> int:
-        """All of it."""
+        """Sum of the parts that stay."""
         return self.sharded_bytes + self.on_every_rank_bytes
 
 
 def weight_bytes(held: Inventory, *, dtype: Dtype, quantization: str, matrix_dtype: Dtype | None = None) -> WeightBytes:
-    """Count the bytes of what a rank holds.
+    """Count the bytes of a rank's parameters.
 
-    `matrix_dtype` is the linear layers' own format, if they have one; a head that is the embedding too is then a copy.
-    The storage format (`config.formats`) says what a matrix of a layer takes, and what is kept for each of its outputs.
-    Embeddings, head, norms and biases stay in the model's number format.
+    `matrix_dtype` is the number format of the linear layers, if different; a tied head is then a copy. `quantization`
+    applies to the matrices of layers. Embeddings, head, norms and biases stay in the model's number format.
     """
     storage, size = format_of(quantization), DTYPE_BYTES[dtype]
     matrix_size = DTYPE_BYTES[matrix_dtype or dtype]
@@ -95,5 +87,5 @@ def weight_bytes(held: Inventory, *, dtype: Dtype, quantization: str, matrix_dty
 
 
 def _in_blocks(matrix: Matrix) -> Matrix:
-    """A matrix as FBGEMM's product keeps it: the last block of inputs is as long as the others."""
+    """A matrix as FBGEMM stores it, with the inputs padded to whole blocks."""
     return replace(matrix, num_columns=HALF_BLOCK * -(-matrix.num_columns // HALF_BLOCK))

@@ -1,1 +1,1 @@
-"""What can draft: one record and one file for each kind."""
+"""Kinds of draft: one file with one record per kind."""

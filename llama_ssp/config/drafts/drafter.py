@@ -1,8 +1,8 @@
-"""What a kind of draft is: one record of facts, which the checks, the planner and `drafting.maker` read.
+"""Records of the kinds of draft, which the checks, the planner and `drafting.maker` read.
 
-A kind lives in one module of this package, whose `DRAFTER` is its record. Code outside the package adds one with
-`register`; an option `draft/NAME.yaml` with `kind: NAME` then chooses it. Nothing here imports torch: a record names
-its code as `module:function`.
+Each module of this package defines one kind as `DRAFTER`. A plugin adds one with `register`; an option
+`draft/NAME.yaml` with `kind: NAME` selects it. A record names its code as `module:function`, so that nothing here
+imports torch.
 """
 
 from dataclasses import dataclass
@@ -14,15 +14,14 @@ from llama_ssp.config.schema import DrafterConfig
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterRecord:
-    """Facts about one kind of draft.
+    """One kind of draft.
 
     Attributes:
-        name: what `draft.kind` is set to.
-        make: `module:function` that makes the drafter of a rank from `drafting.protocol.DrafterParts`; None drafts
-            nothing.
-        config: its settings, which `conf/draft/NAME.yaml` fills on top of `/schema/draft_NAME@_here_`.
-        has_model: `draft.model` is loaded, and `placement.draft` says on which ranks. Without a model every rank
-            drafts by itself, and all must draft the same ids.
+        name: value of `draft.kind`.
+        make: `module:function` that makes a rank's drafter from `drafting.protocol.DrafterParts`; None drafts nothing.
+        config: its settings; `conf/draft/NAME.yaml` has the values, on top of `/schema/draft_NAME@_here_`.
+        has_model: `draft.model` is loaded on the ranks of `placement.draft`. Without a model every rank drafts by
+            itself, and all must draft the same ids.
         needs_hidden_states: it reads the target's hidden states.
     """
 
@@ -38,11 +37,7 @@ register, drafters, problem_of = DRAFTERS.register, DRAFTERS.all, DRAFTERS.probl
 
 
 def drafter_of(draft: DrafterConfig) -> DrafterRecord:
-    """The record of a draft.
-
-    Raises:
-        ConfigError: there is no such kind.
-    """
+    """The record of a draft; an unknown kind raises ConfigError."""
     return DRAFTERS.of(draft.kind)
 
 
@@ -52,7 +47,7 @@ def drafts(draft: DrafterConfig) -> bool:
 
 
 def draft_name(draft: DrafterConfig) -> str | None:
-    """What reports call the draft: its model, else its kind; None for plain decoding."""
+    """The draft's name in reports: its model, else its kind; None for plain decoding."""
     if not drafts(draft):
         return None
     return draft.model.name if draft.model else draft.kind

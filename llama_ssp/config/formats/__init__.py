@@ -1,1 +1,1 @@
-"""Storage formats of linear layers: one record and one file for each."""
+"""Storage formats of linear layers: one file with one record per format."""

@@ -1,8 +1,7 @@
-"""What a storage format is: one record of facts, which the planner, the checks and the loader read.
+"""Records of the storage formats, which the planner, the checks and the loader read.
 
-A format lives in one module of this package, whose `FORMAT` is its record. Code outside the package adds one with
-`register`; `model.quantization=NAME` then works as with the formats here. Nothing here imports torch: a record names
-its kernel as `module:Class`.
+Each module of this package defines one format as `FORMAT`. A plugin adds one with `register`, and
+`model.quantization=NAME` selects it. A record names its kernel as `module:Class`, so that nothing here imports torch.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,20 +12,15 @@ from llama_ssp.config import formats as package
 from llama_ssp.config.registry import Registry, imported
 
 NO_QUANTIZATION = "none"
-"""The format that `model.quantization` has by default."""
+"""Default of `model.quantization`."""
 
 MatrixBytes = Callable[[int, int], int]
-"""Maps a matrix's number of weights, and the bytes of each unquantized one, to the bytes it takes."""
+"""Maps the number of weights of a matrix, and the bytes of an unquantized weight, to the bytes of the matrix."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Package:
-    """A package that a kernel needs.
-
-    Attributes:
-        name: as it is imported.
-        install: the command that installs it.
-    """
+    """A package that a kernel imports, and the command that installs it."""
 
     name: str
     install: str
@@ -38,33 +32,33 @@ def all_values(num_weights: int, value_bytes: int) -> int:
 
 
 def no_row_bytes(value_bytes: int) -> int:  # noqa: ARG001 - the number format does not matter
-    """Nothing is kept for each output."""
+    """No bytes per output."""
     return 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class StorageFormat:
-    """Facts about one way to store linear layers.
+    """One way to store linear layers.
 
     Attributes:
-        name: what `model.quantization` is set to.
-        order: where lists of formats show it, the smallest first.
-        short_name: what narrow tables show; None for the name itself.
-        kernel: `module:Class` of the form that holds a weight and multiplies by it, a `models.linear.Kernel`; None for
-            a format that keeps the weights as they are.
-        settings: fields of the model's entry that the kernel takes: the kernel's keyword by the field's name.
-        matrix_bytes: bytes of a matrix, what is kept for each output left out; see `MatrixBytes`.
-        row_bytes: bytes for each output; it takes the bytes of one value in the model's number format.
-        unpacks_matrix: a product unpacks the whole matrix, so that a forward needs room for the largest one.
-        gpu_read_bytes: what a product on a GPU costs, in bytes read; it takes the number of rows, and the bytes of the
-            matrix in this format and unquantized.
-        rounds_inputs: the kernel quantizes inputs too: what differs in the last bit may then end a whole step apart.
-        group: how many inputs of an output share a scale; a layer's inputs are a multiple of it.
-        package: what the kernel needs besides torch.
-        one_gpu_per_rank: the kernel works on one GPU of a process alone.
-        change_weight: how much of what was asked it takes away, for the planner's smallest change that makes a plan
-            fit; None where the planner does not suggest the format.
-        draft_advice, target_advice: what a plan for GPUs warns of; `{dtype}` stands for the number format.
+        name: value of `model.quantization`.
+        order: position in lists of formats.
+        short_name: name in narrow tables; None uses `name`.
+        kernel: `module:Class` of a `models.linear.Kernel`, which holds a weight and multiplies by it; None for
+            unquantized weights.
+        settings: the kernel's keyword arguments, by the field of the model entry that sets them.
+        matrix_bytes: bytes of a matrix without what is kept per output; see `MatrixBytes`.
+        row_bytes: bytes per output, from the bytes of one value in the model's number format.
+        unpacks_matrix: a product unpacks the whole matrix, so a forward needs room for the largest one.
+        gpu_read_bytes: cost of a product on a GPU as bytes read, from the number of rows and the bytes of the matrix in
+            this format and unquantized.
+        rounds_inputs: the kernel quantizes inputs too, so a difference in the last bit can become a whole step.
+        group: number of inputs that share a scale; the inputs of a layer are a multiple of it.
+        package: what the kernel needs in addition to torch.
+        one_gpu_per_rank: the kernel works with one GPU per process only.
+        change_weight: cost of switching to this format, for the planner's smallest change that makes a plan fit; None
+            if the planner does not suggest it.
+        draft_advice, target_advice: warnings of a plan for GPUs; `{dtype}` stands for the number format.
     """
 
     name: str
@@ -86,11 +80,11 @@ class StorageFormat:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether weights are stored in another form than their number format."""
+        """Whether weights are not stored in the model's number format."""
         return self.kernel is not None
 
     def load_kernel(self) -> Any:  # noqa: ANN401 - a class of a module that may import torch
-        """Import the kernel's class; None where there is none."""
+        """Import the kernel's class, if there is one."""
         return None if self.kernel is None else imported(self.kernel, setting=f"model.quantization={self.name}")
 
 
@@ -99,6 +93,6 @@ register, formats, format_of, problem_of = FORMATS.register, FORMATS.all, FORMAT
 
 
 def takes(name: str, setting: str) -> bool:
-    """Whether a format has a setting; one that does not exist has none."""
+    """Whether a format has a setting; False for an unknown format."""
     found = formats().get(name)
     return found is not None and setting in found.settings

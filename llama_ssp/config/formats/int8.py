@@ -1,4 +1,4 @@
-"""LLM.int8() of bitsandbytes: a byte per weight, an fp32 scale per output, and inputs that are rounded too.
+"""LLM.int8() of bitsandbytes: one byte per weight, an fp32 scale per output; inputs are quantized too.
 
 Source: Dettmers et al. 2022, arXiv:2208.07339.
 """
@@ -7,7 +7,7 @@ from llama_ssp.config.formats.bitsandbytes_package import BITSANDBYTES, SCALE_BY
 from llama_ssp.config.formats.format import StorageFormat
 
 SLOWDOWN = 4.0
-"""Against fp16 on GPUs, published as 3-5x; nearly flat from 1 to K + 1 rows."""
+"""Relative to fp16 on GPUs: 3-5x as published, nearly constant from 1 to K + 1 rows."""
 
 FORMAT = StorageFormat(
     name="int8",

@@ -1,4 +1,4 @@
-"""Our own format: a byte per weight, and a scale per output in the model's number format, in which inputs stay."""
+"""Our own weight-only format: one byte per weight, and a scale per output in the model's number format."""
 
 from llama_ssp.config.formats.format import StorageFormat
 

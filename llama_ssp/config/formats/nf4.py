@@ -1,4 +1,4 @@
-"""The 4-bit normal float of bitsandbytes: half a byte per weight, and an fp32 scale per 64 of them.
+"""The 4-bit NormalFloat of bitsandbytes: half a byte per weight, and an fp32 scale per 64 weights.
 
 Source: Dettmers et al. 2023, arXiv:2305.14314.
 """
@@ -14,7 +14,7 @@ def _matrix_bytes(num_weights: int, value_bytes: int) -> int:  # noqa: ARG001 - 
 
 
 def _gpu_read_bytes(rows: int, packed: int, unquantized: int) -> float:
-    """Its kernel for one row is no faster than fp16; more rows are unpacked first, written and read again."""
+    """The kernel for one row is no faster than fp16; for more rows the matrix is unpacked, written and read again."""
     return unquantized if rows == 1 else packed + 2 * unquantized
 
 

@@ -1,1 +1,1 @@
-"""Rules that judge drafted tokens: one record and one file for each."""
+"""Verification rules for drafted tokens: one file with one record per rule."""

@@ -1,4 +1,4 @@
-"""The draft as a whole. Source: arXiv:2403.10444, Algorithm 2."""
+"""Block verification: accepts or rejects the draft as a whole. Source: arXiv:2403.10444, Algorithm 2."""
 
 from llama_ssp.config.rules.rule import RuleRecord
 

@@ -1,4 +1,4 @@
-"""The target's best token everywhere."""
+"""Accepts drafted tokens that equal the target's most probable token."""
 
 from llama_ssp.config.rules.rule import AT_ZERO, RuleRecord
 

@@ -1,4 +1,4 @@
-"""Token by token. Source: arXiv:2302.01318, Algorithm 2; arXiv:2211.17192, Algorithm 1."""
+"""Verification token by token. Source: arXiv:2302.01318, Algorithm 2; arXiv:2211.17192, Algorithm 1."""
 
 from llama_ssp.config.rules.rule import DEFAULT, RuleRecord
 

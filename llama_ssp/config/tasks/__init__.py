@@ -1,1 +1,1 @@
-"""The tasks without torch: the settings of each, and its record, which says what others must know of it."""
+"""Settings and records of the tasks, without torch."""

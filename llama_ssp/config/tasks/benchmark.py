@@ -1,4 +1,4 @@
-"""The settings of `task=benchmark`, what they must satisfy, and its record; `tasks.benchmark` measures."""
+"""Settings of `task=benchmark`, their checks, and its record; `tasks.benchmark` measures."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -10,9 +10,9 @@ from llama_ssp.config.tasks.spec import TaskSpec
 
 @dataclass(kw_only=True)
 class BenchmarkConfig(TaskConfig):
-    """One table over all combinations of the three lists, ours and transformers' own generation in turns.
+    """One table over all combinations of the three lists, measured alternately with transformers' own generation.
 
-    Prompts of each length are cut from `default_prompts`, or from what `prompt=` or `prompts=` give.
+    Prompts of each length are cut from `default_prompts`, or from `prompt=` or `prompts=`.
     """
 
     name: str = "benchmark"
@@ -36,7 +36,7 @@ def _problems(config: RunConfig, explicit: frozenset[str]) -> Iterator[str]:
     if config.prompts == "-":
         yield "prompts=- has no effect on task=benchmark, whose prompts are cut from a text: give prompts=FILE"
     if config.placement.num_replicas > 1:
-        yield "task=benchmark measures one copy of the models: leave placement.num_replicas out"
+        yield "task=benchmark measures one replica of the models: leave placement.num_replicas out"
     yield from _without_effect(config, explicit)
     contexts = [m.shape.max_position_embeddings for m in (config.model, config.draft.model) if m and m.shape]
     if contexts and task.prompt_tokens and max(task.prompt_tokens) + config.max_new_tokens > min(contexts):
@@ -58,7 +58,7 @@ def _without_effect(config: RunConfig, explicit: frozenset[str]) -> Iterator[str
 
 
 def _largest_cell(config: RunConfig) -> tuple[RunConfig, int]:
-    """The cell that needs the most memory, and the tokens of its prompts."""
+    """The combination that needs the most memory, and its prompt tokens."""
     task = config.task
     assert isinstance(task, BenchmarkConfig)
     speculation = replace(config.speculation, num_draft_tokens=max(task.num_draft_tokens))

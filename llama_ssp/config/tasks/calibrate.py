@@ -1,4 +1,4 @@
-"""The settings of `task=calibrate`, and its record."""
+"""Settings and record of `task=calibrate`."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from llama_ssp.config.tasks.spec import TaskSpec
 
 @dataclass(kw_only=True)
 class CalibrateConfig(TaskConfig):
-    """Measure this machine, without any checkpoint, and write a file of `conf/hardware`."""
+    """Measure this machine without a checkpoint, and write a file of `conf/hardware`."""
 
     name: str = "calibrate"
     output: str | None = None
@@ -18,6 +18,6 @@ TASK = TaskSpec(
     config=CalibrateConfig,
     run="llama_ssp.tasks.calibrate:run",
     needs_models=False,
-    why_no_plan="which reads no model and measures what plans rest on",
+    why_no_plan="which reads no model and measures what plans are based on",
     paths=("output",),
 )

@@ -1,4 +1,4 @@
-"""The settings of `task=compare`, and its record."""
+"""Settings and record of `task=compare`."""
 
 from dataclasses import dataclass, field
 

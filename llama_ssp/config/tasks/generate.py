@@ -1,4 +1,4 @@
-"""The settings of `task=generate`, and its record."""
+"""Settings and record of `task=generate`."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -8,7 +8,7 @@ from llama_ssp.config.tasks.spec import TaskSpec
 
 
 class OutputFormat(Enum):
-    """What `task=generate` writes to standard output."""
+    """Output format of `task=generate` on standard output."""
 
     text = "text"
     jsonl = "jsonl"

@@ -1,4 +1,4 @@
-"""The settings of `task=latency`, and its record."""
+"""Settings and record of `task=latency`."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field

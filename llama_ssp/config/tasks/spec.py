@@ -1,8 +1,7 @@
-"""What a task is: one record of facts, which the checks, the planner, the command line and the run read.
+"""Records of the tasks, which the checks, the planner, the command line and the run read.
 
-A task lives in one module of this package, whose `TASK` is its record. Code outside the package adds one with
-`register`; `config.plugins` imports it. Nothing here imports torch: the record names the task's code as
-`module:function`, and `tasks.dispatch` imports it.
+Each module of this package defines one task as `TASK`. A plugin (`config.plugins`) adds one with `register`. A record
+names its code as `module:function`, which `tasks.dispatch` imports, so that nothing here imports torch.
 """
 
 from collections.abc import Callable, Iterable
@@ -20,25 +19,25 @@ def no_problems(_config: RunConfig, _explicit: frozenset[str]) -> Iterable[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskSpec:
-    """Facts about one task.
+    """One task.
 
     Attributes:
-        config: its settings. The default of their field `name` is what `task=` calls it; `conf/task/NAME.yaml` has the
-            values, on top of `/schema/NAME@_here_`.
-        run: `module:function` that does the task on every rank, a `Task` or without models a `MachineTask` of
+        config: its settings. The default of their field `name` is the task's name in `task=`; `conf/task/NAME.yaml` has
+            the values, on top of `/schema/NAME@_here_`.
+        run: `module:function` that runs the task on every rank: a `Task`, or without models a `MachineTask`, of
             `tasks.dispatch`.
-        needs_models: False for a task of the machine alone. It loads no models and writes no run folder.
+        needs_models: False for a task that loads no models and writes no run folder.
         why_no_plan: without models, why `dry_run` has no effect; a relative clause.
         needs_draft: a run without a draft is refused.
-        paths: settings that are paths; the command line takes them as they are typed.
-        problems: says what is wrong with a config; its second argument are the keys that the user gave.
-        largest_cell: for a task that measures several sizes, returns the config of the one that needs the most memory,
-            and the tokens of its prompts. The summary of such a task has no forecast; its rows have.
-        batch_size_setting: how advice says a smaller batch; None where `batch_size` itself has an effect.
+        paths: settings that are paths, which the command line does not parse.
+        problems: yields the problems of a config; its second argument are the keys that the user gave.
+        largest_cell: for a task that measures several sizes, the config of the one that needs the most memory, and its
+            prompt tokens. The forecast of such a task is in its rows instead of its summary.
+        batch_size_setting: setting that advice suggests for a smaller batch; None for `batch_size`.
         shows_table: whether the table of completions is shown at the end.
-        check_files: `module:function` that looks at the folders of the checkpoints before any weight is loaded; it is
-            given the config, the folders and `world_size`; None for nothing.
-        finalize: `module:function` that rank 0 calls with the session after the last line; None for nothing.
+        check_files: `module:function` that checks the checkpoint folders before any weight is loaded; called with the
+            config, the folders and `world_size`.
+        finalize: `module:function` that rank 0 calls with the session at the end.
     """
 
     config: type[TaskConfig]
@@ -56,9 +55,9 @@ class TaskSpec:
 
     @property
     def name(self) -> str:
-        """What `task=` calls it."""
+        """The task's name in `task=`."""
         name = next(each.default for each in fields(self.config) if each.name == "name")
-        assert isinstance(name, str), f"`name` of {self.config.__name__} needs a default: what `task=` calls the task"
+        assert isinstance(name, str), f"`name` of {self.config.__name__} needs a default: the task's name in `task=`"
         return name
 
 
@@ -67,9 +66,5 @@ register, task_specs = TASKS.register, TASKS.all
 
 
 def task_of(config: RunConfig) -> TaskSpec:
-    """The task of a run.
-
-    Raises:
-        ConfigError: there is no task of this name.
-    """
+    """The task of a run; an unknown one raises ConfigError."""
     return TASKS.of(config.task.name)

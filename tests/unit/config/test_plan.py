@@ -56,7 +56,7 @@ def test_ranks_that_do_not_exist_are_refused(target: TargetPlacement, draft: Dra
 def test_a_draft_cannot_have_a_gpu_of_its_own_where_there_is_one() -> None:
     config = _config(placement=PlacementConfig(draft=DraftPlacement(kind=DraftLayout.own_gpu)))
     config.hardware["num_gpus"] = 1
-    assert "own_gpu needs a GPU beside the target's" in _complaint(config)
+    assert "own_gpu needs a GPU in addition to the target's" in _complaint(config)
 
 
 def test_a_context_beyond_the_models_is_refused() -> None:

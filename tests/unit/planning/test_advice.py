@@ -55,19 +55,17 @@ def test_a_k_far_from_the_best_is_told_with_the_best() -> None:
 
 
 def test_a_target_that_a_library_places_says_what_its_forecast_leaves_out() -> None:
-    in_a_row = make_job("65B", num_ranks=8, target_kind=TargetKind.accelerate, cuda_graphs=False)
-    (note,) = make_plan(in_a_row, A100).notes
-    assert note.startswith(
-        "the target's layers are in a row over 8 GPUs of rank 0, one after the other; the host's work"
-    )
+    layer_wise = make_job("65B", num_ranks=8, target_kind=TargetKind.accelerate, cuda_graphs=False)
+    (note,) = make_plan(layer_wise, A100).notes
+    assert note.startswith("the target is placed layer-wise over 8 GPUs of rank 0; host time in accelerate's hooks")
     (note,) = make_plan(make_job("65B", num_ranks=8, target_kind=TargetKind.deepspeed), A100).notes
-    assert "every rank hold the whole target in the host's memory, 130.6 GB each" in note
+    assert "keeps the whole target in host memory on every rank, 130.6 GB each" in note
 
 
 def test_layers_that_wait_elsewhere_are_told_with_their_bytes_and_the_rate_that_is_assumed() -> None:
     job = make_job("65B", num_ranks=2, target_kind=TargetKind.accelerate, cuda_graphs=False)
     _, note = make_plan(replace(job, offload=Offload.cpu, max_device_bytes=50 * 10**9), A100).notes
-    assert note.startswith("32.38 GB of the target wait in the host's memory")
+    assert note.startswith("32.38 GB of the target are offloaded to host memory")
     assert "at an estimated 12 GB/s" in note
 
 
