@@ -131,8 +131,8 @@ def check_overrides(overrides: Sequence[str], *, multirun: bool, config_dir: str
             parsed.append(OverridesParser.create().parse_override(text))
         except HydraException:
             problems.append(unreadable(text))
-    groups = _groups(config_dir)
-    keys = _keys(parsed, groups)
+    groups = groups_of(config_dir)
+    keys = keys_of_run(parsed, groups)
     for override in parsed:
         if not override.is_hydra_override() or "_target_" in (override.input_line or ""):
             problems.extend(_problems(override, groups, keys, multirun=multirun))
@@ -195,7 +195,7 @@ def _names(override: Override) -> list[str]:
     return []
 
 
-def _groups(config_dir: str | None) -> dict[str, list[str]]:
+def groups_of(config_dir: str | None = None) -> dict[str, list[str]]:
     """Return the options of every group that is chosen on the command line."""
     roots = [catalogue.conf_dir(), *([Path(config_dir)] if config_dir else [])]
     names = [field.name for field in fields(RunConfig)] + [*BUNDLES]
@@ -208,7 +208,7 @@ def _groups(config_dir: str | None) -> dict[str, list[str]]:
     return groups
 
 
-def _keys(overrides: Iterable[Override], groups: dict[str, list[str]]) -> frozenset[str]:
+def keys_of_run(overrides: Iterable[Override], groups: dict[str, list[str]]) -> frozenset[str]:
     """Return every dotted key; `task` and `draft` have those of the options that the overrides name."""
     chosen = [(override.key_or_group, name) for override in overrides for name in _names(override)]
     named = [name for group, name in chosen if group == "task"]

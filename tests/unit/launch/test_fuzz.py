@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from launch import manifest, plan, report
-from launch.command_line import _groups, _keys_of_tasks
+from launch.command_line import groups_of, keys_of_run
 from llama_ssp.config.plan import PlanConfig
 from tests.helpers.in_process import Ended, launch
 
@@ -61,7 +61,7 @@ NESTED = st.recursive(
     max_leaves=5,
 )
 RUN_KEYS = sorted(
-    {*_keys_of_tasks([]), *_groups(), "task.format", "task.num_warmup", "hardware.num_gpus"} - {"dry_run"}
+    {*keys_of_run([], groups_of()), *groups_of(), "task.format", "task.num_warmup", "hardware.num_gpus"} - {"dry_run"}
 )
 PLAN_KEYS = sorted(
     {*(field.name for field in fields(PlanConfig)), "model.path", "model.shape.num_layers", "hardware.num_gpus"}

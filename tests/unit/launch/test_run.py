@@ -266,12 +266,12 @@ def test_help_tells_every_setting_and_every_option() -> None:
     ended = subprocess.run(
         [sys.executable, str(ENTRY), "--help"], cwd="/", capture_output=True, text=True, check=True, env=environment
     )
-    keys = {key for key in command_line._keys_of_tasks([]) if not key.startswith("draft.model")}
+    keys = {key for key in command_line.keys_of_run([], command_line.groups_of()) if not key.startswith("draft.model")}
     leaves = {key for key in keys if not any(other.startswith(f"{key}.") for other in keys)}
     leaves |= {"task.format", "task.num_warmup"}
     leaves |= {f"{KEY}.{field.name}" for field in fields(SlurmConfig)} - {f"{KEY}._target_"}
     assert {key for key in leaves if not re.search(rf"(?<![\w.]){re.escape(key)}\b", ended.stdout)} == set()
-    for group, options in command_line._groups().items():
+    for group, options in command_line.groups_of().items():
         assert {option for option in options if option not in ended.stdout} == set(), group
     assert max(map(len, ended.stdout.splitlines())) <= 120
 
