@@ -1,4 +1,4 @@
-"""Llamas of random numbers in the lean decoder: what `task=calibrate` times where it takes a whole forward.
+"""Llamas with random weights in the lean decoder, for the whole forwards that `task=calibrate` times.
 
 Shapes are those of `runner`.
 """
@@ -29,13 +29,13 @@ _LARGEST = 0.05
 
 @dataclass(frozen=True)
 class RandomLlama:
-    """A Llama of random numbers, with half as many key-value heads as query heads; an `origin.WeightSource`.
+    """A Llama with random weights and half as many key-value heads as query heads; an `origin.WeightSource`.
 
     Attributes:
         width: E, a multiple of twice `HEAD_DIM`.
-        num_layers: how many layers.
+        num_layers: L.
         vocab_size: V.
-        from_16_bits: its numbers are those of a 16-bit checkpoint, which a CPU keeps in 16 bits.
+        from_16_bits: its weights come from a 16-bit checkpoint; a CPU stores them in 16 bits.
     """
 
     width: int
@@ -45,7 +45,7 @@ class RandomLlama:
 
     @property
     def folder(self) -> Path:
-        """There is none: what messages call it."""
+        """A name for messages; no such folder exists."""
         return Path(f"random-{self.width}x{self.num_layers}")
 
     @property
@@ -66,22 +66,22 @@ class RandomLlama:
 
     @cached_property
     def config(self) -> LlamaConfig:
-        """The library's own configuration of it."""
+        """The transformers configuration."""
         return llama_config(self.shape)
 
     @property
     def context(self) -> int:
-        """The most tokens that a sequence may have."""
+        """Most tokens in a sequence."""
         return CONTEXT
 
     @property
     def dtype(self) -> torch.dtype:
-        """The number format that its numbers come from."""
+        """Number format of the weights."""
         return torch.bfloat16 if self.from_16_bits else torch.float32
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorFacts]:
-        """Every tensor, by the name that the library gives it."""
+        """Every tensor, by its name in transformers."""
         with torch.device("meta"):
             model = LlamaForCausalLM(self.config)
         return {name: TensorFacts(dtype=self.dtype, shape=tuple(p.shape)) for name, p in model.named_parameters()}
@@ -95,7 +95,7 @@ class RandomLlama:
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
     ) -> Tensor:
-        """Make a tensor, or a slice of it; see `WeightSource.read`. A norm's are ones, the same on all ranks."""
+        """Make a tensor, or a slice of it (see `WeightSource.read`): uniform numbers, the ones of a norm."""
         sizes = list(self.tensors[name].shape)
         if dim is not None:
             sizes[dim] = sum(len(part) for part in parts)
@@ -104,7 +104,7 @@ class RandomLlama:
 
     @property
     def planned(self) -> PlannedModel:
-        """What the planner sees of it in fp32."""
+        """How the planner sees it in fp32."""
         return PlannedModel(
             name=self.folder.name,
             shape=self.shape,
@@ -115,9 +115,9 @@ class RandomLlama:
 
     @property
     def num_bytes(self) -> int:
-        """What its weights take on a CPU, on all ranks together."""
+        """Size of its weights on a CPU, all ranks together."""
         return model_bytes(inventory(self.shape), self.planned, device="cpu").total_bytes
 
     def load(self, comm: Comm) -> Runner:
-        """This rank's slice in fp32 on the CPU; all ranks of `comm` must call this together."""
+        """Load this rank's slice in fp32 on the CPU; all ranks of `comm` must call this together."""
         return load_model(self, dtype=torch.float32, device=torch.device("cpu"), comm=comm)
