@@ -1,7 +1,4 @@
-"""The arithmetic from the lines of a run to its summary; pure functions.
-
-What runs and what is written is decided elsewhere: `records` holds the files, `provenance` the versions.
-"""
+"""Computes the summary of a run from its lines; pure functions."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -20,12 +17,12 @@ from llama_ssp.reports.provenance import git_commit, versions
 
 
 def summarise(facts: RunFacts, lines: Sequence[CompletionLine], cells: Sequence[BenchmarkRow] = ()) -> Summary:
-    """Make the summary of a run out of its lines, those of earlier, resumed parts included.
+    """Make the summary of a run from its lines, including those of earlier parts of a resumed run.
 
-    A number that nothing was measured for is None. The definitions are in the docstrings of this module's functions.
+    A number without measurements is None. The functions of this module define the numbers.
 
     Args:
-        facts: what the lines do not tell.
+        facts: everything else about the run.
         lines: finished completions, in any order.
         cells: of a benchmark, which has no lines.
     """
@@ -54,28 +51,28 @@ def summarise(facts: RunFacts, lines: Sequence[CompletionLine], cells: Sequence[
 
 
 def ms_per_token(lines: Sequence[CompletionLine]) -> float | None:
-    """How long a row waits for a token: the sum of `ms`, prefill included, over the sum of new tokens."""
+    """Latency of a row: the sum of `ms`, including prefill, over the sum of new tokens."""
     return _ratio(sum(line.ms for line in lines), _num_new_tokens(lines))
 
 
 def tokens_per_s(lines: Sequence[CompletionLine]) -> float | None:
-    """Throughput of all rows together: new tokens over wall time, so above `1000 / ms_per_token` in a batch."""
+    """Throughput of all rows together: new tokens over wall time, above `1000 / ms_per_token` in a batch."""
     return _ratio(_num_new_tokens(lines), sum(line.share_s for line in lines))
 
 
 def tokens_per_round(lines: Sequence[CompletionLine]) -> float | None:
-    """New tokens that came out of rounds over rounds; a row's first token comes out of its prefill."""
+    """New tokens from rounds, over rounds; a row's first token comes from its prefill."""
     return _ratio(_num_new_tokens(lines) - len(lines), sum(line.num_rounds for line in lines))
 
 
 def acceptance_rate(lines: Sequence[CompletionLine]) -> float | None:
-    """Accepted over examined drafted tokens, in the rounds that `lines.num_examined` counts."""
+    """Accepted over examined drafted tokens, in rounds that `lines.num_examined` counts."""
     counted = _counted_rounds(lines)
     return _ratio(sum(accepted for accepted, _ in counted), sum(examined for _, examined in counted))
 
 
 def accepted_histogram(lines: Sequence[CompletionLine], num_draft_tokens: int) -> list[int]:
-    """For each number of accepted tokens 0..K, in how many of the counted rounds it occurred."""
+    """For each number of accepted tokens 0..K, how many of the counted rounds had it."""
     counts = Counter(accepted for accepted, _ in _counted_rounds(lines))
     return [counts[length] for length in range(num_draft_tokens + 1)]
 
