@@ -1,4 +1,4 @@
-"""A finished completion as a line of `run.jsonl`."""
+"""Converts a finished completion to a line of `run.jsonl`."""
 
 from transformers import PreTrainedTokenizerBase
 
@@ -9,7 +9,7 @@ from llama_ssp.reports.lines import CompletionLine
 def to_line(
     prompt: str, completion: RowCompletion, mode: str, tokenizer: PreTrainedTokenizerBase, *, num_copies: int
 ) -> CompletionLine:
-    """Write a finished completion as a line of `run.jsonl`; `num_copies` share the wall time."""
+    """Convert a finished completion to a line of `run.jsonl`; `num_copies` replicas share the wall time."""
     return CompletionLine(
         index=completion.request.index,
         sample=completion.request.sample,

@@ -94,7 +94,7 @@ def test_a_missing_package_is_named_with_what_installs_it(package: str, setting:
 def test_a_figure_without_a_folder_is_refused_before_anything_is_printed(call: Call) -> None:
     ended = call("model=7B", "figure=/missing/plan.png")
     assert (ended.code, ended.out) == (2, "")
-    assert "figure=/missing/plan.png has no folder to go to: make /missing first, or name another" in ended.err
+    assert "figure=/missing/plan.png: create the folder /missing first, or name another file" in ended.err
 
 
 def test_it_runs_in_any_folder_within_a_second_of_processor_time(tmp_path: Path) -> None:
