@@ -32,11 +32,7 @@ _DERIVED = {"task.name", "model.name", "model.shape", "draft.kind", "draft.model
 
 
 def read_options(arguments: Sequence[str]) -> argparse.Namespace:
-    """Read Hydra's own options (`-m`, `--help`, `--cfg`, ...) and the overrides, without acting on them.
-
-    Raises:
-        ConfigError: an option is unknown, or options exclude each other.
-    """
+    """Read Hydra's own options (`-m`, `--help`, `--cfg`, ...) and the overrides; raises ConfigError for bad options."""
     output = io.StringIO()
     try:
         with contextlib.redirect_stderr(output):
@@ -115,15 +111,12 @@ def explicit_keys(overrides: Iterable[str]) -> frozenset[str]:
 
 
 def check_overrides(overrides: Sequence[str], *, multirun: bool, config_dir: str | None = None) -> None:
-    """Refuse names that do not exist, and text that is no override.
+    """Raise ConfigError with every name that does not exist, and every text that is no override.
 
     Args:
         overrides: as given to Hydra.
         multirun: whether `a,b` means two runs.
         config_dir: folder of the user's own options.
-
-    Raises:
-        ConfigError: lists every problem.
     """
     problems: list[str] = []
     parsed = []

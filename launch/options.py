@@ -12,12 +12,7 @@ from llama_ssp.visible import visible
 
 
 class Options(argparse.ArgumentParser):
-    """A parser whose help is the program's docstring, and whose errors are one sentence.
-
-    Args:
-        usage: how the program is called.
-        text: what it does, with examples.
-    """
+    """A parser called as `usage`, whose help is `text`, and whose errors are one sentence."""
 
     def __init__(self, usage: str, text: str | None) -> None:
         super().__init__(
@@ -54,13 +49,7 @@ def complain(sentence: str) -> None:
 
 
 def run(parser: Options, arguments: Sequence[str], act: Callable[[argparse.Namespace], str | None]) -> int:
-    """Read the arguments, act on them, and return the exit code.
-
-    Args:
-        parser: of this program.
-        arguments: without the name of the program.
-        act: does the work; returns a closing message for standard output, if any.
-    """
+    """Read the arguments, act on them, print the closing message that `act` returns, and return the exit code."""
     with until_unread():
         try:
             message = act(parser.parse_intermixed_args(arguments))

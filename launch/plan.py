@@ -35,11 +35,7 @@ from llama_ssp.tasks.dry_run import plan_job, show_plan, show_search
 
 
 def read_settings(settings: list[str]) -> plan.PlanConfig:
-    """Compose conf/plan.yaml with the settings of the command line, and choose the draft.
-
-    Raises:
-        ConfigError: a name, key or value is invalid.
-    """
+    """Compose conf/plan.yaml with the settings, and choose the draft; raises ConfigError for an invalid one."""
     for setting in settings:
         if setting.startswith(("=", "hydra")):
             raise ConfigError(f"{setting!r} is not a setting of a plan: conf/plan.yaml lists them all, as name=value")

@@ -33,11 +33,7 @@ def _report(given: argparse.Namespace) -> str:
 
 
 def write_report(folders: Sequence[Path], output: Path | None) -> str:
-    """Write the page and the tables; returns a sentence that names them.
-
-    Args:
-        folders: of runs, or with runs below them.
-        output: a folder; None for the only one of `folders`.
+    """Write the page and the tables into `output`, or into the only folder; returns a sentence that names them.
 
     Raises:
         ConfigError: a folder holds no run, several folders lack an `output`, the output cannot be written, or a package

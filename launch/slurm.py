@@ -34,10 +34,7 @@ _OF_THIS_PROCESS = ("SLURM_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_",
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One job of a sweep: its number from 0, its overrides as Hydra reads them, and what they compose to.
-
-    `explicit` holds the keys that the overrides set.
-    """
+    """One job of a sweep: its number from 0, its overrides, the config they compose to, and the keys that they set."""
 
     number: int
     settings: tuple[str, ...]
@@ -144,15 +141,7 @@ def _submit(planned: Sequence[tuple[Point, Plan, list[Copy]]], settings: SlurmCo
 def sbatch_command(
     point: Point, settings: SlurmConfig, *, plan: Plan, copies: Sequence[Copy], after: str | None
 ) -> list[str]:
-    """Return the command that queues a point, one argument each.
-
-    Args:
-        point: of the sweep.
-        settings: of the launcher.
-        plan: of this point on the requested hardware.
-        copies: folders that every node copies first.
-        after: id of a job that must end before this one starts.
-    """
+    """Return the command that queues a point after the job `after`; nodes first make the `copies`."""
     ranks_per_node = plan.hardware.num_gpus
     gpus = f"gpu:{ranks_per_node}" if plan.hardware.device == "cuda" else None
     options: Mapping[str, object] = {

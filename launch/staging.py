@@ -20,11 +20,7 @@ class Copy:
 
 
 def stage(run: RunConfig, folder: str | None) -> list[Copy]:
-    """Name the copies of target and draft below `folder` on the nodes (None: no copies); shipped weights stay in place.
-
-    Raises:
-        ConfigError: a model is not on this machine.
-    """
+    """Name the copies of target and draft below `folder`, except shipped ones; raises ConfigError without weights."""
     if folder is None:
         return []
     return list(_copies(run, Path(folder)))

@@ -10,15 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 def interleave(
     candidates: Mapping[str, Callable[[int], float]], *, num_repetitions: int, num_warmup: int = 1
 ) -> dict[str, list[float]]:
-    """Run all candidates in every repetition.
+    """Run all candidates in every repetition; returns the measurements of each candidate, in order.
 
     Args:
         candidates: each takes the number of the repetition and returns a measurement.
         num_repetitions: measured repetitions.
         num_warmup: earlier repetitions that are discarded; their numbers are negative.
-
-    Returns:
-        Measurements of each candidate, in order.
     """
     measured: dict[str, list[float]] = {name: [] for name in candidates}
     for repetition in range(-num_warmup, num_repetitions):

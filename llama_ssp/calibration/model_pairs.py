@@ -58,11 +58,9 @@ class PairTime:
     """Median times of a pair.
 
     Attributes:
-        target, draft: the pair.
         prompt_s: a prompt of `PROMPT_TOKENS` through the target, and the first token.
         plain_s: a plain token.
-        draft_s: the drafting in a round.
-        rest_s: the rest of a round.
+        draft_s, rest_s: the drafting in a round, and the rest of the round.
     """
 
     target: RandomLlama
@@ -109,14 +107,7 @@ def _agreed(number: int, comm: Comm) -> int:
 
 
 def decoder(target: Runner, draft: Runner | None, comm: Comm, *, num_draft_tokens: int) -> Decoder:
-    """Build the loop of one rank at batch size 1; the first rank holds the draft and decides.
-
-    Args:
-        target: this rank's slice of the target.
-        draft: on the first rank, if any.
-        comm: the ranks that share the target.
-        num_draft_tokens: K; 0 for plain decoding.
-    """
+    """Build one rank's loop at batch size 1; the first rank of `comm` holds the draft and decides; K = 0 is plain."""
     rule = make_rule(SamplingConfig(), VerificationConfig())
     inner = None
     if draft:
@@ -145,11 +136,7 @@ def composition(times: Sequence[PairTime], machine: HardwareConfig, *, num_ranks
     """Compare measured pairs with the forecast for a machine whose profiles have no composition points.
 
     The forecast of everything except forwards is taken as exact; the rest of the measured time belongs to forwards.
-
-    Args:
-        times: the smallest target first; its rounds also give the draft's point.
-        machine: with these profiles.
-        num_ranks: ranks that shared the targets.
+    `num_ranks` shared the targets. The smallest target comes first: its rounds also give the draft's point.
     """
     points = []
     for time in times:

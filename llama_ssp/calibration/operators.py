@@ -46,12 +46,8 @@ def seconds_per_call(
 ) -> float:
     """Return the lower quartile of the times of a call, over as many calls as the budget allows.
 
-    Other processes only ever add time; the quartile excludes most of it.
-
-    Args:
-        call: what to time.
-        budget_s: time for all calls.
-        between: untimed work before each call, if code and data would otherwise be warmer than in a run.
+    Other processes only ever add time; the quartile excludes most of it. `between` is untimed work before each call,
+    for code and data that would otherwise be warmer than in a run.
     """
     if between:
         return statistics.quantiles(_times_apart(call, between, budget_s), n=4, method="inclusive")[0]
@@ -200,11 +196,7 @@ def operator_points(
     """Time everything in a layer except its matrices, and everything in a forward except its layers and head.
 
     Measures stacks of one and of several layers, so narrow that operators cost as much as matrices, and subtracts the
-    cost of the matrices as a plan would read it from `linear`.
-
-    Args:
-        linear: from `linear_points`.
-        between: what a round does between two forwards.
+    cost of the matrices as a plan would read it from `linear`. `between` is what a round does between two forwards.
     """
     layers, frames = [], []
     for width in WIDTHS:

@@ -31,11 +31,7 @@ _LARGEST = 0.05
 class RandomLlama:
     """A Llama with random weights and half as many key-value heads as query heads; an `origin.WeightSource`.
 
-    Attributes:
-        width: E, a multiple of twice `HEAD_DIM`.
-        num_layers: L.
-        vocab_size: V.
-        from_16_bits: its weights come from a 16-bit checkpoint; a CPU stores them in 16 bits.
+    `width` is a multiple of twice `HEAD_DIM`. With `from_16_bits` a CPU stores the weights in 16 bits.
     """
 
     width: int

@@ -24,12 +24,7 @@ class ProgressView:
     """A live bar per label, which disappears at the end; without a terminal, lines with the same columns.
 
     Only updates draw, a few times a second; a drawing thread would disturb what is being timed. The first line comes
-    after ten seconds, the others a minute apart.
-
-    Args:
-        console: of a terminal, or of a file.
-        amount: columns for how much is done, and how fast.
-        clock: returns seconds.
+    after ten seconds, the others a minute apart. `amount` are columns for how much is done, and how fast.
     """
 
     def __init__(self, console: Console, *amount: ProgressColumn, clock: Callable[[], float] = time.monotonic) -> None:
@@ -102,15 +97,8 @@ class Pace:
 class RunProgress:
     """Progress of decoding: a bar, or a line once every mode has ended a completion, and then one every minute.
 
-    The first line comes after a minute at the latest; no line comes when all is done.
-
-    Args:
-        paces: the work of each mode.
-        max_new_tokens: of a completion.
-        unit: what a mode counts, in the plural.
-        write: prints a line; None prints none.
-        bars: updated if given.
-        clock: returns seconds.
+    The first line comes after a minute at the latest; no line comes when all is done. `write` prints a line, `bars` are
+    updated, each if given. `unit` names what a mode counts, in the plural; `clock` returns seconds.
     """
 
     def __init__(

@@ -68,12 +68,7 @@ class Output(Console):
 
 
 class Terminal:
-    """The terminal of rank 0; on other ranks it is silent.
-
-    Args:
-        out: console of standard output.
-        err: console of standard error.
-    """
+    """The terminal of rank 0, as consoles of standard output and standard error; on other ranks it is silent."""
 
     def __init__(self, *, out: Output, err: Output) -> None:
         self._out = out
@@ -101,13 +96,7 @@ class Terminal:
             self._out.when_unread = None
 
     def heading(self, mode: str, *, number: int, total: int | None = None) -> None:
-        """Begin a completion with a line across the screen.
-
-        Args:
-            mode: "plain" or "speculative".
-            number: of the prompt, from 1.
-            total: number of prompts; None if unknown.
-        """
+        """Begin a completion with a line across the screen; prompts count from 1, `total` is None if unknown."""
         if self._shown:
             self._show(Text())
         elif self._out.color_system:
@@ -169,11 +158,7 @@ class Terminal:
     ) -> Iterator[RunProgress]:
         """Show the progress of decoding: a bar on a terminal, elsewhere a line a minute.
 
-        Args:
-            paces: see `RunProgress`, as the others.
-            max_new_tokens: of a completion.
-            unit: what a mode counts, in the plural.
-            shows_texts: texts go to standard output meanwhile; they cannot share a screen with a bar.
+        With `shows_texts`, texts go to standard output meanwhile; they cannot share a screen with a bar.
         """
         has_bar = self._err.is_terminal and not (shows_texts and self._out.is_terminal)
         bars = ProgressView(self._err, MofNCompleteColumn()) if has_bar else None

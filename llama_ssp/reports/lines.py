@@ -71,11 +71,7 @@ class CompletionLine:
 
     @classmethod
     def from_json(cls, line: bytes) -> "CompletionLine":
-        """Read a line back.
-
-        Raises:
-            ValueError: the line is not JSON, its fields are not exactly those above, or a number is impossible.
-        """
+        """Read a line back; raises ValueError unless it is JSON with exactly the fields above and possible numbers."""
         restored = restore(cls, read_json(line), exact=True)
         if restored.mode not in {PLAIN, SPECULATIVE}:
             raise ValueError(f"mode holds {restored.mode!r}")

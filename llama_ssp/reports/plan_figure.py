@@ -16,11 +16,7 @@ HALF_BAR = 0.375
 
 
 def draw_plan(plan: Mapping[str, Any], file: Path) -> None:
-    """Draw a plan into a file whose suffix selects the format.
-
-    Raises:
-        ConfigError: matplotlib is not installed, or the file cannot be written.
-    """
+    """Draw a plan into a file; raises ConfigError without matplotlib, or if the file or its suffix is unusable."""
     from llama_ssp.reports.plots import save  # noqa: PLC0415 - slow to import
 
     try:

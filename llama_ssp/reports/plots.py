@@ -71,12 +71,7 @@ def sheet(charts: Sequence[Chart], *, num_columns: int = 2) -> str:
 
 
 def save(charts: Sequence[Chart], file: Path, *, headline: str) -> None:
-    """Draw charts in a row under a headline into a file whose suffix selects the format.
-
-    Raises:
-        OSError: the file cannot be written.
-        ValueError: there is no such format.
-    """
+    """Draw charts in a row under a headline; raises OSError or ValueError if the file or its suffix is unusable."""
     with _styled():
         figure, _ = _drawn(charts, num_columns=len(charts), headline=headline)
         figure.savefig(file)

@@ -34,16 +34,13 @@ def read_json(text: str | bytes) -> object:
 
 
 def restore(kind: type[_Record], content: object, *, where: str = "", exact: bool = False) -> _Record:
-    """Build a record.
+    """Build a dataclass record from parsed JSON; raises ValueError that names the first wrong field.
 
     Args:
-        kind: a dataclass of fields with simple types; fields with a default may be missing.
+        kind: its fields have simple types; those with a default may be missing unless `exact`.
         content: parsed JSON.
         where: prefix of field names in messages.
         exact: no field may be missing.
-
-    Raises:
-        ValueError: names the first field with a wrong type or an impossible number.
     """
     hints, needed = _fields_of(cast("Hashable", kind))
     needed = set(hints) if exact else needed

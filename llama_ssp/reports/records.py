@@ -38,13 +38,7 @@ CHANGEABLE = (
 
 
 class RunFolder:
-    """An open run folder; a context manager that releases the lock.
-
-    Attributes:
-        path: the folder.
-        lines: the finished completions, beginning with those found in the folder.
-        rows: the measured cells of a benchmark, also with those found.
-    """
+    """An open run folder: its path, finished completions and cells; a context manager that releases the lock."""
 
     def __init__(self, path: Path, config_yaml: str, *, changeable: Collection[str] = CHANGEABLE) -> None:
         """Create the folder, or reopen it to resume its run, and mark it as running.
@@ -111,12 +105,7 @@ class RunFolder:
         _write_whole(self.path / "summary.json", json.dumps(asdict(summary), indent=2) + "\n")
 
     def write_report(self, summary: Summary) -> None:
-        """Write `report.html`, in a second or two.
-
-        Raises:
-            ConfigError: a package that draws is missing.
-            SspError: the disk fails.
-        """
+        """Write `report.html`; raises ConfigError if a drawing package is missing, and SspError if the disk fails."""
         from llama_ssp.reports.html import report  # noqa: PLC0415 - slow to import, needed at the end of a run only
 
         run = Run(name=self.path.name, status="", summary=summary, lines=tuple(self.lines))
@@ -181,11 +170,7 @@ def read_status(run_dir: Path) -> str:
 
 
 def write_failure(run_dir: Path, *, exit_code: int, sentence: str) -> None:
-    """Set `status` to the failing exit code and its sentence; another rank calls this if rank 0 is lost.
-
-    Raises:
-        SspError: the disk fails.
-    """
+    """Set `status` to the failing exit code and sentence, on any rank if rank 0 is lost; SspError if the disk fails."""
     _write_whole(run_dir / "status", f"{exit_code}: {visible(sentence)}\n")
 
 

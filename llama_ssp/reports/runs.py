@@ -22,13 +22,9 @@ _TEXTS = ("prompt", "text", "token_ids", "accepted_lengths", "examined_lengths")
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run with a summary.
+    """A run with a summary, which covers only the finished part of an interrupted run.
 
-    Attributes:
-        name: its name in a report.
-        status: from its folder; empty while the run writes its own report.
-        summary: of the whole run, or of the finished part of an interrupted one.
-        lines: its completions.
+    `status` comes from its folder; it is empty while the run writes its own report.
     """
 
     name: str
@@ -48,14 +44,10 @@ class Run:
 
 
 def find_runs(folders: Iterable[Path]) -> tuple[list[Run], list[str]]:
-    """Read every run in the folders of runs or sweeps, and below them.
+    """Read every run in the folders of runs or sweeps, and below them; raises ConfigError for a folder without a run.
 
     Returns:
-        The readable runs in order of their paths, and a sentence for each other one: it has no summary yet, or a file
-        is damaged.
-
-    Raises:
-        ConfigError: a folder holds no run, or cannot be read.
+        The readable runs in order of their paths, and a sentence for each run without a summary or with a damaged file.
     """
     runs, missing = [], []
     for folder in folders:

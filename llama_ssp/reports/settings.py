@@ -18,15 +18,9 @@ _MOST_SHOWN, _MOST_SHOWN_CHARS = 10, 200
 
 
 def changed_settings(old_yaml: str, new_yaml: str, *, changeable: Collection[str]) -> list[str]:
-    """Describe each setting that differs in a clause.
+    """Describe each changed setting in a clause; raises ValueError if the old text cannot be read.
 
-    Args:
-        old_yaml: of the folder; a list that it lacks was empty.
-        new_yaml: of this run.
-        changeable: dotted keys that may differ, with all below them.
-
-    Raises:
-        ValueError: the old text cannot be read.
+    A list that the old text lacks was empty. Keys in `changeable`, and all below them, may differ.
     """
     old, new = _flat(read_settings(old_yaml)), _flat(yaml.safe_load(new_yaml))
     old = {key: value for key, value in new.items() if value == []} | old

@@ -19,12 +19,8 @@ from llama_ssp.reports.provenance import git_commit, versions
 def summarise(facts: RunFacts, lines: Sequence[CompletionLine], cells: Sequence[BenchmarkRow] = ()) -> Summary:
     """Make the summary of a run from its lines, including those of earlier parts of a resumed run.
 
-    A number without measurements is None. The functions of this module define the numbers.
-
-    Args:
-        facts: everything else about the run.
-        lines: finished completions, in any order.
-        cells: of a benchmark, which has no lines.
+    A number without measurements is None. The functions of this module define the numbers. `cells` are those of a
+    benchmark, which has no lines.
     """
     plain_lines = [line for line in lines if line.mode == PLAIN]
     speculative_lines = [line for line in lines if line.mode == SPECULATIVE]

@@ -31,9 +31,7 @@ class Source:
     """One model of the run, checked but not loaded.
 
     Attributes:
-        entry: its catalogue entry.
         origin: where its weights come from.
-        tokenizer: from the same folder.
         eos_ids: tokens that end a text, from the generation config, or else from the tokenizer.
         dtype: number format to load it in; None for that of the files.
         precision: storage format of its linear layers.

@@ -45,8 +45,6 @@ class Models:
         target: this rank's slice of the target; on ranks without one, a stand-in that computes nothing.
         draft: the draft or this rank's slice of it, on ranks that hold some.
         drafts: whether the run can decode speculatively.
-        mesh: the roles of the ranks.
-        tokenizer: the target's.
         eos_ids: tokens that end a text.
         context: most tokens of prompt and completion together.
         sources: the target's, and the draft's if there is one.
@@ -65,16 +63,9 @@ class Models:
 def load_models(
     config: RunConfig, world: World, sources: tuple[Source, Source | None], *, progress: LoadProgress | None = None
 ) -> Models:
-    """Load this rank's share of the models.
+    """Load this rank's share of the models; raises SspError on every rank if loading fails on one.
 
-    Args:
-        config: of the run.
-        world: all ranks; afterwards collectives time out after `timeouts.decode_s`.
-        sources: target and draft, from `checkpoints.find_sources`.
-        progress: see `LoadProgress`.
-
-    Raises:
-        SspError: on every rank, if loading fails on one.
+    Afterwards the collectives of `world` time out after `timeouts.decode_s`.
     """
     target_source, draft_source = sources
     layout = lay_out_replica(config.placement, world_size=world.comm.size, has_draft=draft_source is not None)
@@ -133,14 +124,7 @@ def _load(
 def build_decoder(
     models: Models, config: RunConfig, *, speculative: bool, stop_request: StopRequest | None = None
 ) -> Decoder:
-    """Build a decoder from the models and the settings of the config.
-
-    Args:
-        models: from `load_models`.
-        config: sampling, drafting and stops.
-        speculative: decode with the draft; otherwise with the target alone.
-        stop_request: ends the loop; see `StopRequest`.
-    """
+    """Build a decoder from the models and the config; plain decoding uses the target alone."""
     mesh, device = models.mesh, models.target.device
     rule = make_rule(config.sampling, config.verification)
     split = BatchSplit(mesh.replica, mesh.layout.draft_ranks) if speculative and mesh.layout.splits_batch else None

@@ -36,11 +36,8 @@ class Peers:
     ) -> float:
         """Complete the prompts; returns milliseconds per new token, including prefill.
 
-        Args:
-            prompts: completed together if plain and of one length, else one by one: the library assists one row only.
-            num_new_tokens: for each prompt.
-            sampling: the same as ours.
-            num_draft_tokens: K; None for `generate` without an assistant.
+        Plain prompts of one length are completed together, others one by one: the library assists one row only.
+        `num_draft_tokens` is None for `generate` without an assistant.
         """
         is_one_batch = num_draft_tokens is None and len({len(ids) for ids in prompts}) == 1
         batches = [list(prompts)] if is_one_batch else [[ids] for ids in prompts]
@@ -79,11 +76,7 @@ def has_peers(config: RunConfig, *, world_size: int) -> bool:
 
 
 def check_peers(config: RunConfig, folders: Sequence[Path], *, world_size: int) -> None:
-    """Before loading, check the generation configs that a measured transformers will read.
-
-    Raises:
-        CheckpointError: transformers refuses a file.
-    """
+    """Before loading, raise CheckpointError if transformers is measured and refuses a generation config."""
     if not has_peers(config, world_size=world_size):
         return
     for file in (folder / GENERATION_CONFIG_FILE for folder in folders):

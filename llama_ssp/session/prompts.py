@@ -23,11 +23,7 @@ STANDARD_INPUT = "-"
 
 
 def read_prompts(config: RunConfig) -> list[str]:
-    """Read the prompts of a run that is not interactive.
-
-    Raises:
-        ConfigError: the file cannot be read, is empty, or a line of a .jsonl file has no `prompt`.
-    """
+    """Read the prompts of a run; raises ConfigError if the file is unusable, or a .jsonl line lacks `prompt`."""
     if config.prompt is not None:
         return [config.prompt]
     default_prompts = getattr(config.task, "default_prompts", [])
@@ -51,11 +47,7 @@ def read_prompts(config: RunConfig) -> list[str]:
 
 
 def check_unchanged(prompts: Sequence[str], lines: Sequence[CompletionLine], config: RunConfig) -> None:
-    """Compare the prompts of a resumed run with those of its finished completions; new ones may follow.
-
-    Raises:
-        ConfigError: names the first prompt that has changed or is missing.
-    """
+    """Raise ConfigError if a finished completion's prompt has changed or is missing; new prompts may follow."""
     for line in sorted(lines, key=lambda line: line.index):
         new = prompts[line.index] if line.index < len(prompts) else None
         if new == line.prompt:
@@ -88,10 +80,7 @@ def _prompt_of(line: str, number: int, file: str) -> str:
 def encode(prompt: str, tokenizer: "PreTrainedTokenizerBase", *, chat: bool) -> tuple[int, ...]:
     """Encode a prompt as the model expects it; an empty one becomes the begin-of-sequence token.
 
-    Args:
-        prompt: plain text, or with `chat` the user's message.
-        tokenizer: the target's.
-        chat: apply the tokenizer's chat template.
+    With `chat`, the prompt is a user's message for the chat template.
 
     Raises:
         CheckpointError: the chat template is damaged.
@@ -131,11 +120,7 @@ def _in_template(prompt: str, tokenizer: "PreTrainedTokenizerBase") -> str:
 
 
 def check_ids(ids: Sequence[int], *, max_new_tokens: int, context: int, vocab_size: int, prompt: str) -> None:
-    """Refuse a prompt that leaves no room for the new tokens, or has token ids that the model lacks.
-
-    Raises:
-        ConfigError: names the token, or the excess and what would fit.
-    """
+    """Raise ConfigError for a prompt that leaves no room for the new tokens, or has token ids that the model lacks."""
     if max(ids) >= vocab_size:
         raise ConfigError(
             f"prompt {prompt[:_EXCERPT]!r} has token id {max(ids)}, and the model knows {vocab_size} ids, from 0 on: "

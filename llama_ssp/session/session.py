@@ -67,11 +67,7 @@ def make_prompt_tasks(
     vocab_size: int,
     first_index: int = 0,
 ) -> list[PromptTask]:
-    """Encode prompts, once per requested sample.
-
-    Raises:
-        ConfigError: a prompt is too long for the context, cannot be encoded, or has tokens that the target lacks.
-    """
+    """Encode prompts, once per requested sample; raises ConfigError as `encode` and `check_ids` do."""
     jobs = []
     for (index, prompt), sample in product(enumerate(prompts, start=first_index), range(config.num_samples)):
         ids, num_new = encode(prompt, tokenizer, chat=config.chat), config.max_new_tokens
@@ -85,9 +81,7 @@ class Session:
     """The models of a run, its decoders, its records and its terminal.
 
     Args:
-        config: of the run.
-        world: all ranks.
-        models: in memory on this rank.
+        config, world, models: of the run, all ranks, and in memory on this rank.
         terminal: silent on ranks above 0.
         folder: the run folder, on rank 0.
         finished: completions recorded by earlier parts of this run.
@@ -150,10 +144,7 @@ class Session:
 
     @torch.inference_mode()
     def warm_up(self, jobs: Sequence[PromptTask], modes: Sequence[str], *, num_jobs: int) -> None:
-        """Do all one-time work before measuring: make caches for all jobs in all modes.
-
-        Completes `num_jobs` jobs by a few tokens, neither shown nor recorded.
-        """
+        """Make caches for all jobs and modes, and complete `num_jobs` jobs by a few tokens, not shown or recorded."""
         for mode in modes:
             self.decoder(mode).make_room([job.request for job in jobs])
         for mode, job in product(modes, jobs[:num_jobs]):
@@ -185,12 +176,7 @@ class Session:
 
     @torch.inference_mode()
     def complete(self, jobs: Sequence[PromptTask], mode: str, viewer: Viewer) -> None:
-        """Decode the jobs that are not recorded yet, show them and record them.
-
-        Args:
-            jobs: decoded one after the other and streamed if the batch size is one.
-            mode: "plain" or "speculative".
-            viewer: shows them.
+        """Decode, show and record the jobs that are not recorded yet; one by one and streamed if the batch size is one.
 
         Raises:
             InterruptedRun: on every rank, after the round in which the deciding rank stopped.

@@ -56,11 +56,7 @@ class Ours:
 
     @torch.inference_mode()
     def ms_per_token(self, repetition: int) -> float:
-        """Complete all prompts; returns milliseconds per new token, including prefill.
-
-        Raises:
-            InterruptedRun: after the round in which somebody stopped the run.
-        """
+        """Complete all prompts; returns milliseconds per new token, with prefill; raises InterruptedRun if stopped."""
         self.decoder.seed = repetition + 1
         completions: dict[int, RowCompletion] = {}
         requests = [
@@ -109,9 +105,7 @@ def _rounds_s(done: Sequence[RowCompletion]) -> float:
 def benchmark(session: Session, jobs: list[PromptTask]) -> None:
     """Measure and record every cell that is not recorded yet.
 
-    Args:
-        session: of the run.
-        jobs: their prompts, concatenated and repeated, are the text that a cell's prompts are cut from.
+    The prompts of the jobs, concatenated and repeated, are the text that a cell's prompts are cut from.
 
     Raises:
         ConfigError: on every rank; the recorded rows were measured with another text.

@@ -42,14 +42,9 @@ def run(config: RunConfig, world: World) -> str | None:
 
 
 def calibrate(world: World, *, output: str | None = None) -> Path | None:
-    """Measure, write the file on rank 0, and return its path there.
+    """Measure, write the file on rank 0, and return its path there; raises SspError if it cannot be written.
 
-    Args:
-        world: all ranks; several ranks on one node measure the links between them.
-        output: the file; None for the entry `this_machine` of the catalogue.
-
-    Raises:
-        SspError: the file cannot be written.
+    Several ranks on one node measure the links between them. `output` None is the catalogue's entry `this_machine`.
     """
     context_bytes = _context_bytes(world.device)
     reduces = rounds.all_reduce_points(world.comm, world.device) if world.comm.size > 1 else []

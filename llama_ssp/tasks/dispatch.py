@@ -15,11 +15,7 @@ class Task(Protocol):
     """A task with loaded models, the same on every rank."""
 
     def __call__(self, session: Session, jobs: list[PromptTask]) -> None:
-        """Do the task for all jobs, or for those of one typed prompt.
-
-        Raises:
-            InterruptedRun: on every rank; somebody stopped the run.
-        """
+        """Do the task for all jobs, or for those of one typed prompt; raise InterruptedRun on every rank if stopped."""
         ...
 
 

@@ -30,12 +30,7 @@ TYPED_TOKENS = 128
 
 
 def plan_job(job: PlanSpec, machine: HardwareConfig, *, auto_ranks: int | None) -> Plan:
-    """Plan a job.
-
-    Args:
-        job: with its placement.
-        machine: described or detected.
-        auto_ranks: first choose the fastest placement over this many ranks, and note it; None keeps the job's own.
+    """Plan a job with its own placement, or with the fastest one over `auto_ranks` ranks, which the plan then notes.
 
     Raises:
         PlacementError: a model cannot be placed as requested.
@@ -121,12 +116,7 @@ def _job_on(machine: HardwareConfig, config: RunConfig, *, world_size: int, prom
 
 
 def choose_for_run(config: RunConfig, *, world_size: int, on_cpu: bool) -> AutoPlacement:
-    """Choose the placement of a run with `placement=auto`.
-
-    Raises:
-        ConfigError: the machine has no description.
-        PlacementError: the models cannot be placed on these ranks at all.
-    """
+    """Choose the placement of a run with `placement=auto`; raises ConfigError or PlacementError as `dry_run`."""
     machine = machine_of_run(hardware_of(config, on_cpu=on_cpu), world_size)
     config, tokens = _foreseen(config)
     job = _job_on(machine, config, world_size=world_size, prompt_tokens=tokens)
@@ -134,7 +124,7 @@ def choose_for_run(config: RunConfig, *, world_size: int, on_cpu: bool) -> AutoP
 
 
 def _foreseen(config: RunConfig) -> tuple[RunConfig, int]:
-    """Estimate the rows that the prompts fill, and the tokens of the longest one at three characters per token.
+    """Limit the batch to the rows that the prompts fill, and estimate the longest prompt at three characters per token.
 
     Prompts that are unknown yet count TYPED_TOKENS each, and fill all rows.
     """
@@ -178,15 +168,7 @@ def forecast(timed: Timing) -> Forecast:
 def job_of_run(
     config: RunConfig, *, world_size: int, prompt_tokens: int, device: str, num_gpus: int | None = None
 ) -> PlanSpec:
-    """Describe a run to the planner.
-
-    Args:
-        config: checked.
-        world_size: ranks of the run.
-        prompt_tokens: of the longest prompt.
-        device: cpu or cuda.
-        num_gpus: GPUs per node; None for one per rank.
-    """
+    """Describe a run to the planner, with the longest prompt's tokens and a node's GPUs (None: one per rank)."""
     if largest_cell := task_of(config).largest_cell:
         config, prompt_tokens = largest_cell(config)
     placement = config.placement
@@ -228,11 +210,7 @@ def _assumed_acceptance(config: RunConfig) -> float | None:
 
 
 def hardware_of(config: RunConfig, *, on_cpu: bool) -> HardwareConfig:
-    """Return the machine that the config names, else this machine's description.
-
-    Raises:
-        ConfigError: the description is wrong, or these GPUs have none.
-    """
+    """Return the machine that the config names, else this one; raises ConfigError without a correct description."""
     if not config.hardware:
         return detect_hardware(on_cpu=on_cpu)
     if problems := hardware.problems_of(config.hardware):

@@ -16,10 +16,8 @@ from llama_ssp.tasks.dry_run import forecast, planned_bytes
 def finalize(session: Session) -> None:
     """Collect every rank's memory; on rank 0 write the summary, print the table, and draw picture and report.
 
-    The report comes last, since matplotlib takes a second to import: the user can read the results meanwhile.
-
-    Raises:
-        SspError: the disk fails.
+    The report comes last, since matplotlib takes a second to import: the user can read the results meanwhile. Raises
+    SspError if the disk fails.
     """
     comm, folder, config = session.world.comm, session.folder, session.config
     session.memory.sample()

@@ -11,10 +11,7 @@ _PATIENCE_S = 24 * 3600.0
 
 
 def converse(session: Session, complete: Callable[[Session, list[PromptTask]], None]) -> None:
-    """Ask for a prompt and complete it with `complete`, until Ctrl-D or Ctrl-C at the prompt.
-
-    A resumed run folder numbers new prompts after those that it holds.
-    """
+    """Ask for a prompt and `complete` it until Ctrl-D or Ctrl-C; a resumed folder continues its numbering."""
     comm, index = session.world.comm, session.next_index
     typed = session.terminal.ask() if comm.rank == 0 else iter(())
     while True:

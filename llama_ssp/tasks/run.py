@@ -49,11 +49,7 @@ _log = logging.getLogger(__name__)
 
 
 def run(config: RunConfig, clock: StartClock) -> bool:
-    """Run a config on this rank.
-
-    Args:
-        config: checked by `config.checks`, the same on every rank.
-        clock: of this run.
+    """Run a checked config, the same on every rank.
 
     Returns:
         Whether somebody stopped the run too late for its task, the same on every rank: a sweep must end here.
