@@ -88,14 +88,9 @@ def load(
     if draft is not None:
         drafter = DrafterConfig(kind=MODEL_DRAFT, model=_entry(draft, dtype))
     config = RunConfig(
-        task=GenerateConfig(),
-        model=_entry(target, dtype),
-        draft=drafter,
-        placement=PlacementConfig(),
-        sampling=SamplingConfig(),
-        verification=VerificationConfig(),
-        device=device,
-    )
+        task=GenerateConfig(), model=_entry(target, dtype), draft=drafter, placement=PlacementConfig(),
+        sampling=SamplingConfig(), verification=VerificationConfig(), device=device,
+    )  # fmt: skip
     with start(device=device, timeout_s=config.timeouts.load_s) as world:
         if world.comm.size > 1:
             raise ConfigError("the library works in one process: use launch/run.py under torchrun for several ranks")
@@ -152,13 +147,8 @@ def speculative_generate(
         for index, text in enumerate(texts)
     ]
     for text, request in zip(texts, requests, strict=True):
-        check_ids(
-            request.prompt_ids,
-            max_new_tokens=max_new_tokens,
-            context=models.context,
-            vocab_size=models.target.vocab_size,
-            prompt=text,
-        )
+        ids, vocab_size = request.prompt_ids, models.target.vocab_size
+        check_ids(ids, max_new_tokens=max_new_tokens, context=models.context, vocab_size=vocab_size, prompt=text)
     decoder = build_decoder(models, config, speculative=models.drafts)
     adapter = StreamerAdapter(streamer, requests[0].prompt_ids) if streamer else None
     done = {}

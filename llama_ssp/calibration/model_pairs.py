@@ -167,17 +167,8 @@ def _point(
 def _job(time: PairTime, num_ranks: int) -> PlanSpec:
     """Describe the pair's run to the planner."""
     return PlanSpec(
-        target=time.target.planned,
-        draft=time.draft.planned,
-        target_kind=TargetKind.tensor,
-        target_ranks=tuple(range(num_ranks)),
-        draft_kind=DraftLayout.one_rank,
-        draft_ranks=(0,),
-        num_draft_tokens=NUM_DRAFT_TOKENS,
-        acceptance=None,
-        batch_size=1,
-        prompt_tokens=PROMPT_TOKENS,
-        max_new_tokens=NEW_TOKENS,
-        cuda_graphs=False,
-        device="cpu",
-    )
+        target=time.target.planned, target_kind=TargetKind.tensor, target_ranks=tuple(range(num_ranks)),
+        draft=time.draft.planned, draft_kind=DraftLayout.one_rank, draft_ranks=(0,),
+        num_draft_tokens=NUM_DRAFT_TOKENS, acceptance=None, batch_size=1, prompt_tokens=PROMPT_TOKENS,
+        max_new_tokens=NEW_TOKENS, cuda_graphs=False, device="cpu",
+    )  # fmt: skip

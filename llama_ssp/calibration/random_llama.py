@@ -49,16 +49,10 @@ class RandomLlama:
         """Its sizes."""
         num_heads = self.width // HEAD_DIM
         return ModelShape(
-            model_type="llama",
-            num_hidden_layers=self.num_layers,
-            hidden_size=self.width,
-            num_attention_heads=num_heads,
-            num_key_value_heads=num_heads // 2,
-            head_dim=HEAD_DIM,
-            intermediate_size=MLP_SHARE * self.width,
-            vocab_size=self.vocab_size,
-            max_position_embeddings=CONTEXT,
-        )
+            model_type="llama", num_hidden_layers=self.num_layers, hidden_size=self.width,
+            num_attention_heads=num_heads, num_key_value_heads=num_heads // 2, head_dim=HEAD_DIM,
+            intermediate_size=MLP_SHARE * self.width, vocab_size=self.vocab_size, max_position_embeddings=CONTEXT,
+        )  # fmt: skip
 
     @cached_property
     def config(self) -> LlamaConfig:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from llama_ssp.reports.charts import COLOURS, GREY, INK, Chart
 from llama_ssp.reports.lines import PLAIN, SPECULATIVE, CompletionLine
 from llama_ssp.reports.runs import Run
+from llama_ssp.reports.summary import counted_rounds
 
 GIB, MIB = 2**30, 2**20
 GAP = 0.2
@@ -72,12 +73,7 @@ def acceptance_by_position(runs: Sequence[Run]) -> Chart | None:
 
 def position_rates(lines: Sequence[CompletionLine]) -> list[tuple[float, int]]:
     """Acceptance rate and number of examined tokens at positions 1, 2, ... of the counted rounds."""
-    rounds = [
-        (accepted, examined)
-        for line in lines
-        for accepted, examined in zip(line.accepted_lengths, line.examined_lengths, strict=True)
-        if examined
-    ]
+    rounds = counted_rounds(lines)
     longest = max((examined for _, examined in rounds), default=0)
     rates = []
     for position in range(1, longest + 1):

@@ -104,20 +104,12 @@ def _cell(cell: BenchmarkRow) -> list[str]:
 def _cells(run: Run) -> list[str]:
     summary, fast = run.summary, run.summary.speculative
     return [
-        run.name,
-        run.pair,
-        str(run.num_draft_tokens or ""),
-        str(summary.world_size),
-        str(summary.num_prompts),
-        str(summary.num_new_tokens),
-        _number(summary.plain.ms_per_token if summary.plain else None),
-        _number(fast.ms_per_token if fast else None),
-        _number(summary.speedup, "x"),
-        _number(summary.forecast.speedup, "x"),
-        _number(fast.tokens_per_round if fast else None),
-        _percent(fast.acceptance_rate if fast else None),
-        run.status,
-    ]
+        run.name, run.pair, str(run.num_draft_tokens or ""),
+        str(summary.world_size), str(summary.num_prompts), str(summary.num_new_tokens),
+        _number(summary.plain.ms_per_token if summary.plain else None), _number(fast.ms_per_token if fast else None),
+        _number(summary.speedup, "x"), _number(summary.forecast.speedup, "x"),
+        _number(fast.tokens_per_round if fast else None), _percent(fast.acceptance_rate if fast else None), run.status,
+    ]  # fmt: skip
 
 
 def _number(value: float | None, unit: str = "") -> str:

@@ -194,14 +194,9 @@ def _one_per_precision(choices: Sequence[Mapping[str, Any]]) -> list[Mapping[str
     return list(nearest.values())
 
 
-def _short(quantization: str) -> str:
-    """A short name of a storage format or number format."""
-    storage = formats().get(quantization)
-    return (storage and storage.short_name) or quantization
-
-
 def _search_row(choice: Mapping[str, Any]) -> list[str]:
-    target = f"{_literal(choice['target'])} {_short(choice['quantization'])}"
+    storage = formats().get(choice["quantization"])
+    target = f"{_literal(choice['target'])} {(storage and storage.short_name) or choice['quantization']}"
     draft = f"{_literal(choice['draft'])} {choice['draft_kind']}" if choice["draft"] else "none"
     if choice["reason"]:
         return [
@@ -211,15 +206,8 @@ def _search_row(choice: Mapping[str, Any]) -> list[str]:
             *[""] * 3,
             f"[red]{_shortage(choice)}[/red]",
         ]
-    return [
-        str(choice["rank"]),
-        target,
-        draft,
-        str(choice["num_draft_tokens"] or ""),
-        f"{choice['ms_per_token']:.2f}",
-        f"{choice['speedup']:.2f}x",
-        _amount(choice["needed_bytes"], GIB),
-    ]
+    k, room = str(choice["num_draft_tokens"] or ""), _amount(choice["needed_bytes"], GIB)
+    return [str(choice["rank"]), target, draft, k, f"{choice['ms_per_token']:.2f}", f"{choice['speedup']:.2f}x", room]
 
 
 def _shortage(choice: Mapping[str, Any]) -> str:

@@ -6,7 +6,7 @@ Read-only: takes no lock and changes nothing in a run folder. `lines` defines li
 import csv
 import io
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import chain
 from pathlib import Path
@@ -102,17 +102,15 @@ def to_csv(runs: Sequence[Run]) -> str:
     """Return all completions of all runs as one table, a row each, without texts."""
     facts = ["run", "task", "model", "draft", "num_draft_tokens", "world_size", "seed"]
     measured = [entry.name for entry in fields(CompletionLine) if entry.name not in _TEXTS]
-    text = io.StringIO()
-    writer = csv.DictWriter(text, [*facts, *measured, "num_accepted", "num_examined"], lineterminator="\n")
-    writer.writeheader()
+    rows = []
     for run in runs:
         known = {name: getattr(run.summary, name, None) for name in facts}
         known |= {"run": run.name, "num_draft_tokens": run.num_draft_tokens}
         for line in run.lines:
             row = {name: value for name, value in asdict(line).items() if name in measured}
             sums = {"num_accepted": sum(line.accepted_lengths), "num_examined": sum(line.examined_lengths)}
-            writer.writerow(known | row | sums)
-    return text.getvalue()
+            rows.append(known | row | sums)
+    return _csv([*facts, *measured, "num_accepted", "num_examined"], rows)
 
 
 def cells_to_csv(runs: Sequence[Run]) -> str:
@@ -124,10 +122,12 @@ def cells_to_csv(runs: Sequence[Run]) -> str:
             row |= {f"{name}_ms_per_token": value for name, value in cell.ms_per_token.items()}
             row |= {f"{name}_forecast_ms_per_token": value for name, value in cell.forecast_ms_per_token.items()}
             rows.append({"run": run.name} | row | cell.versions)
-    if not rows:
-        return ""
+    return _csv(dict.fromkeys(chain.from_iterable(rows)), rows) if rows else ""
+
+
+def _csv(columns: Iterable[str], rows: Iterable[Mapping[str, object]]) -> str:
     text = io.StringIO()
-    writer = csv.DictWriter(text, list(dict.fromkeys(chain.from_iterable(rows))), lineterminator="\n")
+    writer = csv.DictWriter(text, list(columns), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()

@@ -99,15 +99,11 @@ def load_models(
             draft = _load("draft", draft_source, load, comm=mesh.draft, progress=progress)
     mesh.set_timeout(config.timeouts.decode_s)
     return Models(
-        target=target,
-        draft=draft,
-        drafts=drafts(config.draft),
-        mesh=mesh,
-        tokenizer=target_source.tokenizer,
-        eos_ids=target_source.eos_ids,
+        target=target, draft=draft, drafts=drafts(config.draft), mesh=mesh,
+        tokenizer=target_source.tokenizer, eos_ids=target_source.eos_ids,
         context=min(source.origin.context for source in sources if source),
         sources=tuple(source for source in sources if source),
-    )
+    )  # fmt: skip
 
 
 def _load(

@@ -5,7 +5,7 @@ Every rank decodes; only rank 0 has a run folder and a terminal that prints.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, InitVar, dataclass, replace
 from itertools import product
 from typing import Protocol
 
@@ -47,15 +47,12 @@ class Viewer(Protocol):
 
     def begin(self, job: PromptTask, mode: str) -> None:
         """Begin a completion; only called when streaming."""
-        ...
 
     def show(self, pieces: list[Piece]) -> None:
         """Show new text of the open completion; only called when streaming."""
-        ...
 
     def end(self, line: CompletionLine) -> None:
         """End a completion."""
-        ...
 
 
 def make_prompt_tasks(
@@ -77,44 +74,34 @@ def make_prompt_tasks(
     return jobs
 
 
+@dataclass(eq=False, repr=False)
 class Session:
     """The models of a run, its decoders, its records and its terminal.
 
-    Args:
-        config, world, models: of the run, all ranks, and in memory on this rank.
+    Attributes:
         terminal: silent on ranks above 0.
         folder: the run folder, on rank 0.
         finished: completions recorded by earlier parts of this run.
         num_prompts: None if they are typed one by one.
         plan: the forecast; None for an unknown machine.
-        start_clock: records the time of the first token.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        *,
-        world: World,
-        models: Models,
-        terminal: Terminal,
-        folder: RunFolder | None,
-        finished: frozenset[LineKey],
-        num_prompts: int | None,
-        plan: Plan | None,
-        start_clock: StartClock,
-    ) -> None:
-        self.config = config
-        self.world = world
-        self.models = models
-        self.terminal = terminal
-        self.folder = folder
-        self.num_prompts = num_prompts
-        self.plan = plan
-        self.start_clock = start_clock
-        self.stop_request = StopRequest()
-        self.memory = MemoryWatch(world.device)
-        self.memory.sample()
+    config: RunConfig
+    _: KW_ONLY
+    world: World
+    models: Models
+    terminal: Terminal
+    folder: RunFolder | None
+    finished: InitVar[frozenset[LineKey]]
+    num_prompts: int | None
+    plan: Plan | None
+    start_clock: StartClock
+
+    def __post_init__(self, finished: frozenset[LineKey]) -> None:
         self._finished = finished
+        self.stop_request = StopRequest()
+        self.memory = MemoryWatch(self.world.device)
+        self.memory.sample()
         self._decoders: dict[str, Decoder] = {}
         self._progress: RunProgress | None = None
 
@@ -126,7 +113,7 @@ class Session:
     @property
     def next_index(self) -> int:
         """The index after those of all recorded prompts."""
-        return 1 + max((index for index, _, _ in self._finished), default=-1)
+        return 1 + max((index for index, _, _ in self.finished), default=-1)
 
     @property
     def best_mode(self) -> str:
@@ -136,9 +123,8 @@ class Session:
     def decoder(self, mode: str) -> Decoder:
         """The decoder of a mode, built on first use."""
         if mode not in self._decoders:
-            is_speculative = mode == SPECULATIVE
             self._decoders[mode] = build_decoder(
-                self.models, self.config, speculative=is_speculative, stop_request=self.stop_request
+                self.models, self.config, speculative=mode == SPECULATIVE, stop_request=self.stop_request
             )
         return self._decoders[mode]
 
@@ -159,7 +145,7 @@ class Session:
         """Show the progress of jobs during the block, which completes them in each mode; `shows_texts` if it prints."""
         paces = {}
         for mode in modes:
-            num_done = sum((job.request.index, mode, job.request.sample) in self._finished for job in jobs)
+            num_done = sum((job.request.index, mode, job.request.sample) in self.finished for job in jobs)
             paces[mode] = Pace(num_wanted=len(jobs), num_done=num_done)
         unit = "prompts" if self.config.num_samples == 1 else "completions"
         with self.terminal.decoding(
@@ -185,7 +171,7 @@ class Session:
         open_jobs = {
             (job.request.index, job.request.sample): job
             for job in jobs
-            if (job.request.index, mode, job.request.sample) not in self._finished
+            if (job.request.index, mode, job.request.sample) not in self.finished
         }
         if not open_jobs:
             return

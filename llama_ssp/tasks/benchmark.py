@@ -230,25 +230,17 @@ def _measure(
     steps_ms = [each * batch_size for each in ours[PLAIN].rounds_ms] if has_steps else []
     fast = ours.get(SPECULATIVE) if has_steps else None
     return BenchmarkRow(
-        model=config.model.name,
-        draft=draft_name(config.draft),
-        dtype=config.model.dtype.name,
-        quantization=config.model.quantization,
-        world_size=session.world.comm.size,
-        temperature=config.sampling.temperature,
-        max_new_tokens=config.max_new_tokens,
-        num_draft_tokens=num_draft_tokens,
-        prompt_tokens=prompt_tokens,
-        batch_size=batch_size,
+        model=config.model.name, draft=draft_name(config.draft), dtype=config.model.dtype.name,
+        quantization=config.model.quantization, world_size=session.world.comm.size,
+        temperature=config.sampling.temperature, max_new_tokens=config.max_new_tokens,
+        num_draft_tokens=num_draft_tokens, prompt_tokens=prompt_tokens, batch_size=batch_size,
         ms_per_token={name: statistics.median(values) for name, values in ms.items()},
         forecast_ms_per_token=_forecast(session.plan, cell) if session.plan else {},
         tokens_per_round=fast.tokens_per_round if fast else None,
         other_share=statistics.median(fast.shares("other")) if fast else None,
         copy_share=median_ratio(pass_ms, steps_ms) if session.plan and has_steps else None,
-        text_sha256=_digest(text),
-        versions=versions(),
-        git_commit=git_commit(),
-    )
+        text_sha256=_digest(text), versions=versions(), git_commit=git_commit(),
+    )  # fmt: skip
 
 
 def _forecast(plan: Plan, cell: CellKey) -> dict[str, float]:

@@ -16,7 +16,6 @@ class Task(Protocol):
 
     def __call__(self, session: Session, jobs: list[PromptTask]) -> None:
         """Do the task for all jobs, or for those of one typed prompt; raise InterruptedRun on every rank if stopped."""
-        ...
 
 
 class MachineTask(Protocol):
@@ -24,7 +23,6 @@ class MachineTask(Protocol):
 
     def __call__(self, config: RunConfig, world: World) -> str | None:
         """Do the task; returns the closing message for the user."""
-        ...
 
 
 def task_code(config: RunConfig) -> Task:

@@ -182,19 +182,13 @@ def job_of_run(
     layout = lay_out_replica(placement, world_size=world_size, has_draft=draft is not None)
     return PlanSpec(
         **target_fields(target, placement.target, layout, num_gpus=num_gpus or world_size, device=device),
-        draft=draft,
-        draft_kind=layout.draft_kind,
-        draft_ranks=layout.draft_ranks,
-        num_replicas=placement.num_replicas,
-        num_draft_tokens=config.speculation.num_draft_tokens,
+        draft=draft, draft_kind=layout.draft_kind, draft_ranks=layout.draft_ranks,
+        num_replicas=placement.num_replicas, num_draft_tokens=config.speculation.num_draft_tokens,
         acceptance=_assumed_acceptance(config),
         rule=config.verification.rule if config.sampling.temperature > 0 else AT_ZERO,
-        batch_size=config.batch_size,
-        prompt_tokens=prompt_tokens,
-        max_new_tokens=config.max_new_tokens,
-        cuda_graphs=config.cuda_graphs and device == "cuda" and may_capture(placement.target),
-        device=device,
-    )
+        batch_size=config.batch_size, prompt_tokens=prompt_tokens, max_new_tokens=config.max_new_tokens,
+        cuda_graphs=config.cuda_graphs and device == "cuda" and may_capture(placement.target), device=device,
+    )  # fmt: skip
 
 
 def _synthesized(entry: ModelConfig, *, device: str) -> ModelConfig:

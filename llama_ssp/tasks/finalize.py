@@ -29,13 +29,8 @@ def finalize(session: Session) -> None:
     task = task_of(config)
     planned = planned_bytes(session.plan) if session.plan else [None] * comm.size
     facts = RunFacts(
-        task=task.name,
-        model=config.model.name,
-        draft=draft_name(config.draft),
-        weights=config.weights.name,
-        placement=_placement(session),
-        world_size=comm.size,
-        seed=config.seed,
+        task=task.name, model=config.model.name, draft=draft_name(config.draft), weights=config.weights.name,
+        placement=_placement(session), world_size=comm.size, seed=config.seed,
         num_draft_tokens=config.speculation.num_draft_tokens if session.models.drafts else 0,
         memory=[
             RankMemory(rank=rank, planned_bytes=planned[rank], measured_peak_bytes=peak)
@@ -43,7 +38,7 @@ def finalize(session: Session) -> None:
         ],
         forecast=forecast(session.plan.timing) if session.plan and not task.largest_cell else Forecast(),
         startup=session.start_clock.times,
-    )
+    )  # fmt: skip
     summary = summarise(facts, folder.lines, folder.rows)
     folder.write_summary(summary)
     session.terminal.end_of_text()  # an interruption may leave one open

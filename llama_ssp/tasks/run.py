@@ -33,15 +33,8 @@ from llama_ssp.session.prompts import check_unchanged, is_interactive, read_prom
 from llama_ssp.session.session import PromptTask, Session, make_prompt_tasks
 from llama_ssp.session.startup import StartClock
 from llama_ssp.session.stopping import stopping_on_signals
+from llama_ssp.tasks import dry_run
 from llama_ssp.tasks.dispatch import check_task, machine_task_code, task_code
-from llama_ssp.tasks.dry_run import (
-    TYPED_TOKENS,
-    choose_for_run,
-    hardware_of,
-    plan_of_run,
-    settings_of_run,
-    with_filled_rows,
-)
 from llama_ssp.tasks.finalize import finalize
 from llama_ssp.tasks.interactive import converse
 
@@ -139,24 +132,18 @@ def _run(
     finished = _broadcast_finished(world, folder)
     context = min(source.origin.context for source in sources if source)
     jobs = _read_jobs(config, world, folder, sources[0], context=context)
-    config = with_filled_rows(config, num_completions=len(jobs) if jobs else config.num_samples)
+    config = dry_run.with_filled_rows(config, num_completions=len(jobs) if jobs else config.num_samples)
     plan = _make_plan(config, world, terminal, jobs)
     clock.reach("checked_s")
     with terminal.loading() as progress:
         models = load_models(config, world, sources, progress=progress)
     clock.reach("loaded_s")
     phase.doing, phase.limit = "decoding", f"timeouts.decode_s={config.timeouts.decode_s:g}"
+    num_prompts = None if jobs is None else len({job.request.index for job in jobs})
     session = Session(
-        config,
-        world=world,
-        models=models,
-        terminal=terminal,
-        folder=folder,
-        finished=finished,
-        num_prompts=None if jobs is None else len({job.request.index for job in jobs}),
-        plan=plan,
-        start_clock=clock,
-    )
+        config, world=world, models=models, terminal=terminal, folder=folder, finished=finished,
+        num_prompts=num_prompts, plan=plan, start_clock=clock,
+    )  # fmt: skip
 
     def agree(stops: bool) -> bool:
         return any(world.comm.gather_text("stop" if stops else ""))
@@ -184,7 +171,7 @@ def _settle_placement(config: RunConfig, world: World, terminal: Terminal) -> No
     choice = ""
     with raise_on_all_ranks(world.comm):
         if world.comm.rank == 0:
-            chosen = choose_for_run(config, world_size=world.comm.size, on_cpu=world.device.type == "cpu")
+            chosen = dry_run.choose_for_run(config, world_size=world.comm.size, on_cpu=world.device.type == "cpu")
             terminal.say(chosen.sentence)
             layout = chosen.job.layout
             choice = json.dumps([layout.target_ranks, layout.draft_ranks, layout.draft_kind.name])
@@ -224,15 +211,15 @@ def _make_plan(config: RunConfig, world: World, terminal: Terminal, jobs: list[P
     """Plan this run; None for an unknown machine. Raises CapacityError if it cannot fit."""
     with raise_on_all_ranks(world.comm):
         try:
-            machine = hardware_of(config, on_cpu=world.device.type == "cpu")
+            machine = dry_run.hardware_of(config, on_cpu=world.device.type == "cpu")
         except ConfigError as error:
             if config.hardware:
                 raise
             terminal.say(f"no forecast: {error}")
             return None
-        longest = max((len(job.request.prompt_ids) for job in jobs), default=1) if jobs else TYPED_TOKENS
-        plan = plan_of_run(config, world_size=world.comm.size, machine=machine, prompt_tokens=longest)
+        longest = max((len(job.request.prompt_ids) for job in jobs), default=1) if jobs else dry_run.TYPED_TOKENS
+        plan = dry_run.plan_of_run(config, world_size=world.comm.size, machine=machine, prompt_tokens=longest)
         if world.comm.rank == 0:
             _log.info("forecast for hardware %s: %s", machine.name, planned_link(machine))
-        require_room(plan, words=settings_of_run(config))
+        require_room(plan, words=dry_run.settings_of_run(config))
     return plan
