@@ -212,7 +212,6 @@ def _keys(overrides: Iterable[Override], groups: dict[str, list[str]]) -> frozen
 
 
 def _default_task() -> str:
-    """Return the task of a command line that names no task."""
     entry = yaml.safe_load((catalogue.conf_dir() / "config.yaml").read_text(encoding="utf-8"))
     return next(str(part["task"]) for part in entry["defaults"] if "task" in part)
 

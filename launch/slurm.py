@@ -82,7 +82,6 @@ def submit_sweep(points: Sequence[Point], settings: SlurmConfig) -> None:
 
 
 def _plan(point: Point, settings: SlurmConfig) -> Plan:
-    """Check and plan one point; in a dry run also print its plan."""
     run = point.run
     if problems := hardware.problems_of(run.hardware):
         raise ConfigError(one_message(problems))
@@ -109,7 +108,6 @@ def _plan(point: Point, settings: SlurmConfig) -> Plan:
 
 
 def _nodes_of(machine: HardwareConfig, settings: SlurmConfig, ranks_per_node: int) -> HardwareConfig:
-    """Return the part of the hardware that a job requests."""
     if settings.nodes > 1 and machine.network is None:
         raise ConfigError(f"{KEY}.nodes={settings.nodes}: hardware={machine.name} does not say how nodes are connected")
     return replace(machine, num_gpus=ranks_per_node, num_nodes=settings.nodes)
@@ -184,7 +182,6 @@ def _settings_of_job(point: Point, copies: Sequence[Copy]) -> list[str]:
 
 
 def _queue(command: Sequence[str], point: Point, queued: Sequence[str]) -> str:
-    """Call sbatch; returns the id of the job."""
     try:
         point.run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -203,7 +200,6 @@ def _queue(command: Sequence[str], point: Point, queued: Sequence[str]) -> str:
 
 
 def _expected(plan: Plan) -> str:
-    """Summarise the forecast of a job in a line."""
     full, timed = plan.fullest, plan.timing
     room = f"{full.needed_bytes / 2**30:.1f} of {full.capacity_bytes / 2**30:.1f} GiB on the fullest rank"
     plain = f"{1e3 * timed.plain_s:.2f} ms/token plain"

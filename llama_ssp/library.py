@@ -173,7 +173,6 @@ def speculative_generate(
 
 
 def _member(kind: type[_Kind], what: str, given: _Kind | str) -> _Kind:
-    """Return a member of an enumeration, which may be given by name."""
     if isinstance(given, kind):
         return given
     if given not in kind.__members__:
@@ -182,7 +181,6 @@ def _member(kind: type[_Kind], what: str, given: _Kind | str) -> _Kind:
 
 
 def _entry(model: str | Path, dtype: Dtype | None) -> ModelConfig:
-    """Return a catalogue entry by name, or a new one for a folder."""
     if isinstance(model, str) and model in catalogue.names() and model != "local":
         entry = catalogue.load(model)
     elif Path(model).is_dir():

@@ -165,7 +165,6 @@ def _point(
 
 
 def _job(time: PairTime, num_ranks: int) -> PlanSpec:
-    """Describe the pair's run to the planner."""
     return PlanSpec(
         target=time.target.planned, target_kind=TargetKind.tensor, target_ranks=tuple(range(num_ranks)),
         draft=time.draft.planned, draft_kind=DraftLayout.one_rank, draft_ranks=(0,),

@@ -67,7 +67,6 @@ def seconds_per_call(
 
 
 def _times_apart(call: Callable[[], object], between: Callable[[], object], budget_s: float) -> list[float]:
-    """Time single calls, each after other work."""
     times: list[float] = []
     call()
     while len(times) < _FEWEST or (len(times) < _MOST and sum(times) < budget_s):
@@ -215,7 +214,6 @@ def operator_points(
 
 
 def _stack(width: int, num_layers: int) -> Runner:
-    """Build a few layers in the lean decoder, with a very small head."""
     runner = RandomLlama(width, num_layers, NARROW).load(Comm.single())
     runner.allocate(batch_size=1, capacity=128)
     return runner

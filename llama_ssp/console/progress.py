@@ -70,9 +70,8 @@ class Pace:
     """Progress of one mode of a run.
 
     Attributes:
-        num_wanted: completions, including those of earlier parts of a resumed run.
-        num_done: how many of them are done; the other counts are of this part alone.
-        num_ended: completions.
+        num_wanted, num_done: completions, including those of earlier parts of a resumed run.
+        num_ended: completions of this part alone, as the other counts.
         num_tokens: new tokens, including those of open completions.
         num_ended_tokens: new tokens of the ended completions.
         ended_ms: sum over the ended completions of the time from first prefill to last token.

@@ -114,7 +114,6 @@ def _speculative_cells(fast: SpeculativeSummary, forecast: Forecast, speedup: fl
 
 
 def _round_line(fast: SpeculativeSummary) -> Text:
-    """Show where the mean round spends its time, as numbers and as one bar."""
     parts_s = {"draft": fast.draft_s, "verify": fast.verify_s, "other": max(fast.other_s, 0.0)}
     total_s = sum(parts_s.values())
     line, bar = Text("a round:  "), Text()
@@ -127,7 +126,6 @@ def _round_line(fast: SpeculativeSummary) -> Text:
 
 
 def _memory_line(memory: Sequence[RankMemory]) -> Text | None:
-    """Show what the fullest rank has used, and its forecast."""
     measured = [rank for rank in memory if rank.measured_peak_bytes]
     if not measured:
         return None

@@ -25,12 +25,10 @@ class Mark:
 
 @dataclass(kw_only=True)
 class Chart:
-    """One chart.
+    """One chart; its axes run from 0 to at least `highest_x` and `highest_y`.
 
     Attributes:
-        title: text above it.
         x_label, y_label: names of the axes with units; without a name the y axis is hidden.
-        highest_x, highest_y: the axes run from 0 at least to here.
         x_names: names for places on the x axis, instead of numbers.
         marks: in drawing order; later ones cover earlier ones.
         legend: the mark shown for each name.

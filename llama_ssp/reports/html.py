@@ -54,7 +54,6 @@ def _title(runs: Sequence[Run]) -> str:
 
 
 def _section(run: Run) -> dict[str, Any]:
-    """The template's values for one run."""
     summary = run.summary
     ranks = "1 rank" if summary.world_size == 1 else f"{summary.world_size} ranks"
     cells = f"{len(summary.cells)} cells, " if summary.cells else ""
@@ -94,7 +93,6 @@ def _tiles(run: Run) -> list[tuple[str, str]]:
 
 
 def _cell(cell: BenchmarkRow) -> list[str]:
-    """The measurements of one cell, with the forecasts."""
     measured, forecast = cell.ms_per_token, cell.forecast_ms_per_token
     ours = [(measured.get(mode), forecast.get(mode)) for mode in (PLAIN, SPECULATIVE)]
     times = (*ours[0], measured.get("generate"), *ours[1], measured.get("assisted"), cell.tokens_per_round)

@@ -117,7 +117,6 @@ def _legend_columns(chart: Chart) -> int:
 
 
 def _draw(axes: Axes, chart: Chart, *, first: int) -> list[str]:
-    """Draw a chart; returns the texts of its marks, whose ids count from `first`."""
     axes.set_xlim(0, _reach(chart.highest_x))
     axes.set_ylim(0, 1.05 * _reach(chart.highest_y))
     _label(axes, chart)

@@ -222,7 +222,6 @@ def _write_whole(file: Path, text: str) -> None:
 
 @contextmanager
 def _explained(file: Path) -> Iterator[None]:
-    """Turn an OSError into a sentence for the user."""
     try:
         yield
     except OSError as error:

@@ -121,7 +121,6 @@ def offload_folder(config: RunConfig, world: World) -> Path:
 
 
 def _entries(config: RunConfig) -> list[ModelConfig]:
-    """Catalogue entries of the target, and of the draft if there is one."""
     return [config.model] + ([config.draft.model] if config.draft.model else [])
 
 

@@ -59,7 +59,6 @@ class Peers:
 
 
 def _generation_options(sampling: SamplingConfig) -> dict[str, object]:
-    """Translate our settings to the library's."""
     if sampling.temperature == 0:
         return {"do_sample": False}
     top_p = 1.0 if sampling.top_p is None else sampling.top_p

@@ -107,7 +107,6 @@ def encode(prompt: str, tokenizer: "PreTrainedTokenizerBase", *, chat: bool) -> 
 
 
 def _in_template(prompt: str, tokenizer: "PreTrainedTokenizerBase") -> str:
-    """Apply the tokenizer's chat template to a user's message; raises CheckpointError if it is damaged."""
     messages = [{"role": "user", "content": prompt}]
     try:
         return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))

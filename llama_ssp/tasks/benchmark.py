@@ -120,12 +120,12 @@ def benchmark(session: Session, jobs: list[PromptTask]) -> None:
     if not cells:
         return
     peers = _peers(session)
-    turns = Counter(
+    num_runs = Counter(
         name
         for _, batch_size, num_draft_tokens in cells
         for name in _candidates(num_draft_tokens, batch_size=batch_size, has_peers=peers is not None)
     )
-    paces = {name: Pace(num_wanted=number * (1 + task.repetitions)) for name, number in turns.items()}
+    paces = {name: Pace(num_wanted=number * (1 + task.repetitions)) for name, number in num_runs.items()}
     longest = max(task.batch_sizes) * session.config.max_new_tokens
     with session.terminal.decoding(paces, max_new_tokens=longest, unit="runs", shows_texts=False) as progress:
         for cell in cells:
@@ -169,7 +169,6 @@ def _peers(session: Session) -> Peers | None:
 
 
 def _candidates(num_draft_tokens: int | None, *, batch_size: int, has_peers: bool) -> list[str]:
-    """The candidates of a cell, in order."""
     names = [PLAIN, SPECULATIVE] if num_draft_tokens else [PLAIN]
     if has_peers:
         # The library assists one row at a time.
@@ -180,7 +179,6 @@ def _candidates(num_draft_tokens: int | None, *, batch_size: int, has_peers: boo
 def _reported(
     measure: Callable[[int], float], name: str, *, num_tokens: int, progress: RunProgress
 ) -> Callable[[int], float]:
-    """The same measurement, which also reports its progress."""
 
     def measure_and_report(repetition: int) -> float:
         ms = measure(repetition)
@@ -244,7 +242,6 @@ def _measure(
 
 
 def _forecast(plan: Plan, cell: CellKey) -> dict[str, float]:
-    """The planner's forecast of a cell, over the tokens of all rows."""
     prompt_tokens, num_rows, num_draft_tokens = cell
     job = replace(plan.job, batch_size=num_rows, prompt_tokens=prompt_tokens, num_draft_tokens=num_draft_tokens or 1)
     expected = forecast(timing(job, plan.hardware))

@@ -78,7 +78,6 @@ def _profiles(world: World, reduces: list[SizePoint]) -> list[tuple[Profile, lis
 
 
 def _composed(figures: dict[str, Any], measured: list[tuple[Profile, list[PairTime]]]) -> list[Profile]:
-    """Add to the profiles how their parts make up a whole."""
     machine = build(figures | {"profiles": [asdict(profile) for profile, _ in measured]})
     return [
         replace(profile, composition=model_pairs.composition(times, machine, num_ranks=profile.num_ranks))
@@ -135,7 +134,6 @@ def _all_cores(world: World) -> Iterator[None]:
 
 
 def _figures(world: World, reduces: list[SizePoint]) -> dict[str, Any]:
-    """Measure the figures that a data sheet would give."""
     device = world.device
     is_gpu = device.type == "cuda"
     copy_bytes_per_s = operators.copy_bytes_per_s(device)
@@ -162,7 +160,6 @@ def _figures(world: World, reduces: list[SizePoint]) -> dict[str, Any]:
 
 
 def _context_bytes(device: torch.device) -> int:
-    """Bytes that this process holds in addition to tensors."""
     if device.type == "cpu":
         return anonymous_bytes() or 0
     torch.zeros(1, device=device)

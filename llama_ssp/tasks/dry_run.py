@@ -30,11 +30,7 @@ TYPED_TOKENS = 128
 
 
 def plan_job(job: PlanSpec, machine: HardwareConfig, *, auto_ranks: int | None) -> Plan:
-    """Plan a job with its own placement, or with the fastest one over `auto_ranks` ranks, which the plan then notes.
-
-    Raises:
-        PlacementError: a model cannot be placed as requested.
-    """
+    """Plan a job with its own placement, or with the fastest one over `auto_ranks` ranks, which the plan then notes."""
     if auto_ranks is None:
         return make_plan(job, machine)
     chosen = choose_placement(job, machine, num_ranks=auto_ranks)
@@ -74,12 +70,7 @@ def settings_of_run(config: RunConfig) -> dict[str, str]:
 
 
 def show_search(job: PlanSpec, machine: HardwareConfig, form: PlanFormat) -> None:
-    """Print every sensible use of a machine, the fastest first.
-
-    Raises:
-        ConfigError: the table needs a package that is not installed.
-        PlacementError: the model is not in the catalogue.
-    """
+    """Print every sensible use of a machine, the fastest first; raises PlacementError for a model without an entry."""
     choices = search_document(search(job, machine))
     if form is PlanFormat.json:
         print(json.dumps({"plan_version": PLAN_VERSION, "search": choices}, indent=2))  # noqa: T201 - requested output

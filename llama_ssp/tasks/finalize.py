@@ -16,8 +16,7 @@ from llama_ssp.tasks.dry_run import forecast, planned_bytes
 def finalize(session: Session) -> None:
     """Collect every rank's memory; on rank 0 write the summary, print the table, and draw picture and report.
 
-    The report comes last, since matplotlib takes a second to import: the user can read the results meanwhile. Raises
-    SspError if the disk fails.
+    The report comes last, since matplotlib takes a second to import: the user can read the results meanwhile.
     """
     comm, folder, config = session.world.comm, session.folder, session.config
     session.memory.sample()
@@ -55,7 +54,6 @@ def finalize(session: Session) -> None:
 
 
 def _placement(session: Session) -> dict[str, Any]:
-    """The ranks of each model, in one replica."""
     placement, layout = session.config.placement, session.models.mesh.layout
     kinds = {"target": (placement.target.kind.name, layout.target_ranks)}
     if layout.draft_ranks:

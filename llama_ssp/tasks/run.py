@@ -94,7 +94,6 @@ def _open_folder(config: RunConfig, world: World, stack: ExitStack) -> RunFolder
 
 
 def _log_ranks(world: World, folder: RunFolder | None) -> None:
-    """Log who and where the ranks are: rank 0 logs all of them, the others themselves."""
     ranks = world.comm.gather_text(describe_rank(world))
     for rank in ranks if folder else [ranks[world.comm.rank]]:
         _log.info("%s", rank)
@@ -184,7 +183,6 @@ def _settle_placement(config: RunConfig, world: World, terminal: Terminal) -> No
 
 
 def _broadcast_finished(world: World, folder: RunFolder | None) -> frozenset[LineKey]:
-    """Broadcast the completions that the run folder holds already."""
     known = json.dumps(sorted(folder.finished)) if folder else ""
     keys = json.loads(world.comm.broadcast_text(known, src=0))
     return frozenset((index, mode, sample) for index, mode, sample in keys)
