@@ -1,7 +1,7 @@
-"""What the user typed: read before Hydra reads it, so that every mistake in it is told at once and in our words.
+"""Checks the command line before Hydra reads it, so that every mistake is reported at once and in our words.
 
-Knows the names that exist (groups, their options, the keys of the schema) and the syntax of overrides. Knows no values:
-types are Hydra's business, ranges and combinations that of `config.checks`.
+Knows the names that exist (groups, options, keys of the schema) and the syntax of overrides, but no values: Hydra
+checks types, `config.checks` ranges and combinations.
 """
 
 import argparse
@@ -32,34 +32,31 @@ _DERIVED = {"task.name", "model.name", "model.shape", "draft.kind", "draft.model
 
 
 def read_options(arguments: Sequence[str]) -> argparse.Namespace:
-    """Read Hydra's own options (`-m`, `--help`, `--cfg`, ...) and the overrides, without acting on them.
-
-    Raises:
-        ConfigError: there is no such option.
-    """
-    said = io.StringIO()
+    """Read Hydra's own options (`-m`, `--help`, `--cfg`, ...) and the overrides; raises ConfigError for bad options."""
+    output = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(output):
             options = get_args_parser().parse_args(arguments)
     except SystemExit as stop:
         if not stop.code:
             raise
-        reason = said.getvalue().strip().rpartition("error: ")[2]
-        message = f"{reason}: settings are written name=value, for example model=7B, and --help lists them"
-        raise ConfigError(message) from None
+        reason = output.getvalue().strip().rpartition("error: ")[2]
+        raise ConfigError(
+            f"{reason}: settings are written name=value, for example model=7B, and --help lists them"
+        ) from None
     if not options.help:
         _check_options(options)
     return options
 
 
 def _check_options(options: argparse.Namespace) -> None:
-    """Refuse options that Hydra would meet with an error of its own."""
-    wishes = ("run", "multirun", "cfg", "info", "shell_completion")
-    given = [f"--{name}" for name in wishes if getattr(options, name) not in {None, False}]
+    """Refuse options that Hydra would answer with a message of its own."""
+    names = ("run", "multirun", "cfg", "info", "shell_completion")
+    given = [f"--{name}" for name in names if getattr(options, name) not in {None, False}]
     if len(given) > 1:
         raise ConfigError(f"{' and '.join(given)} exclude each other: give one of them")
     if options.resolve and not options.cfg:
-        raise ConfigError("--resolve has an effect with --cfg alone: --cfg job --resolve")
+        raise ConfigError("--resolve needs --cfg: --cfg job --resolve")
 
 
 _PATHS = {
@@ -68,11 +65,11 @@ _PATHS = {
 
 
 def take_literally(argument: str, *, multirun: bool = False) -> str:
-    """Quote texts and paths such that Hydra hands them on as they are.
+    """Quote texts and paths so that Hydra passes them on unchanged.
 
-    That of `prompt=TEXT` is all that follows, whatever commas, brackets and quotes it has; those of
-    `stop_strings=[...]` are what Hydra's grammar makes of the list. A path may be in quotes already, be null or hold
-    ${...}; with `multirun`, one with commas is several.
+    The text of `prompt=TEXT` is everything after the sign, with its commas, brackets and quotes. The items of
+    `stop_strings=[...]` are those of Hydra's grammar. A path that is quoted, null or holds ${...} stays as it is; with
+    `multirun`, a path with commas is several paths.
     """
     key, _, value = argument.partition("=")
     if _is_path(key) and value not in {"", "null"} and not value.startswith(("'", '"')) and "${" not in value:
@@ -83,7 +80,7 @@ def take_literally(argument: str, *, multirun: bool = False) -> str:
     if argument.startswith("stop_strings="):
         texts = _value_of(argument)
         if isinstance(texts, list) and all(isinstance(text, str) for text in texts):
-            # In a job that was submitted they are protected already.
+            # The settings of a submitted job are already protected.
             raw = (text.replace("\\${", "${") for text in texts)
             return f"stop_strings=[{','.join(map(_quoted, raw))}]"
     return argument
@@ -94,7 +91,7 @@ def _is_path(key: str) -> bool:
 
 
 def _value_of(argument: str) -> object:
-    """What Hydra makes of the value; None where it cannot read it."""
+    """Return what Hydra makes of the value; None if it cannot read it."""
     try:
         return OverridesParser.create().parse_override(argument).value()
     except HydraException:
@@ -102,27 +99,24 @@ def _value_of(argument: str) -> object:
 
 
 def _quoted(text: str) -> str:
-    """OmegaConf would fill in ${...}; a backslash protects it, once those before it are doubled."""
+    """Quote for Hydra; a backslash keeps OmegaConf from filling in ${...}, after doubling those already there."""
     text = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
     return QuotedString(text=text, quote=Quote.single).with_quotes()
 
 
 def explicit_keys(overrides: Iterable[str]) -> frozenset[str]:
-    """Return the dotted keys and the groups that the overrides set."""
+    """Return the dotted keys and groups that the overrides set."""
     parser = OverridesParser.create()
     return frozenset(override.key_or_group for override in parser.parse_overrides(list(overrides)))
 
 
 def check_overrides(overrides: Sequence[str], *, multirun: bool, config_dir: str | None = None) -> None:
-    """Refuse names that do not exist, and text that is no override.
+    """Raise ConfigError with every name that does not exist, and every text that is no override.
 
     Args:
         overrides: as given to Hydra.
-        multirun: whether `a,b` stands for two runs.
-        config_dir: a folder of the user's own options.
-
-    Raises:
-        ConfigError: names every problem.
+        multirun: whether `a,b` means two runs.
+        config_dir: folder of the user's own options.
     """
     problems: list[str] = []
     parsed = []
@@ -141,7 +135,7 @@ def check_overrides(overrides: Sequence[str], *, multirun: bool, config_dir: str
 
 
 def unreadable(text: str) -> str:
-    """Say that a word of the command line is no setting, and how one is written."""
+    """Report that a word of the command line is no setting, and how one is written."""
     return (
         f"cannot read {text!r}: settings are written name=value, and a value with brackets, quotes or commas "
         "needs quotes of its own inside those of the shell"
@@ -149,11 +143,7 @@ def unreadable(text: str) -> str:
 
 
 def check_launcher(overrides: Sequence[str], *, multirun: bool) -> None:
-    """Refuse settings of a launcher without a sweep: Hydra would run the job here instead.
-
-    Raises:
-        ConfigError: says how a sweep and how a single job is submitted.
-    """
+    """Raise ConfigError for launcher settings without a sweep: Hydra would run the job here instead."""
     chosen = [key for key in explicit_keys(overrides) if key.startswith(("hydra/launcher", "hydra.launcher"))]
     if chosen and not multirun:
         raise ConfigError(
@@ -176,18 +166,16 @@ def _problems(
         yield from (unknown_name(key, name, groups[key]) for name in _names(override) if name not in groups[key])
     elif key not in keys:
         yield _unknown_key(key, keys)
-    elif key == "stop_strings" and any(not isinstance(item, str) for item in _items(override)):
-        yield f"""{text}: quote what is no word, as in stop_strings='["2.","true"]', or it is read as a value"""
+    elif key == "stop_strings" and _has_other_than_text(override.value()):
+        yield f"""{text}: quote items that are not plain words, as in stop_strings='["2.","true"]'"""
 
 
-def _items(override: Override) -> list[object]:
-    """Return what is in a list; nothing for other values."""
-    value = override.value()
-    return value if isinstance(value, list) else []
+def _has_other_than_text(value: object) -> bool:
+    return isinstance(value, list) and not all(isinstance(item, str) for item in value)
 
 
 def _names(override: Override) -> list[str]:
-    """Return the options of a group that the override names; those of a pattern always exist."""
+    """Return the options of a group that the override names; none for a pattern, whose options always exist."""
     if not override.is_sweep_override():
         return [override.get_value_element_as_str().strip("'\"")]
     if override.is_choice_sweep() and "glob(" not in (override.input_line or ""):
@@ -196,7 +184,7 @@ def _names(override: Override) -> list[str]:
 
 
 def groups_of(config_dir: str | None = None) -> dict[str, list[str]]:
-    """Return the options of every group that is chosen on the command line."""
+    """Return the options of every group that can be chosen on the command line."""
     roots = [catalogue.conf_dir(), *([Path(config_dir)] if config_dir else [])]
     names = [field.name for field in fields(RunConfig)] + [*BUNDLES]
     folders = [root / name for name in names for root in roots]
@@ -209,7 +197,7 @@ def groups_of(config_dir: str | None = None) -> dict[str, list[str]]:
 
 
 def keys_of_run(overrides: Iterable[Override], groups: dict[str, list[str]]) -> frozenset[str]:
-    """Return every dotted key; `task` and `draft` have those of the options that the overrides name."""
+    """Return every dotted key; `task` and `draft` have the keys of the options that the overrides name."""
     chosen = [(override.key_or_group, name) for override in overrides for name in _names(override)]
     named = [name for group, name in chosen if group == "task"]
     named = named or [_task_of(group, name) for group, name in chosen if group in BUNDLES and name in groups[group]]
@@ -224,19 +212,18 @@ def keys_of_run(overrides: Iterable[Override], groups: dict[str, list[str]]) -> 
 
 
 def _default_task() -> str:
-    """Return the task of a command line that names none."""
     entry = yaml.safe_load((catalogue.conf_dir() / "config.yaml").read_text(encoding="utf-8"))
     return next(str(part["task"]) for part in entry["defaults"] if "task" in part)
 
 
 def _task_of(group: str, name: str) -> str:
-    """Return the task that an experiment chooses; none for one that leaves the task open."""
+    """Return the task that an experiment chooses; empty if it leaves the task open."""
     entry = yaml.safe_load((catalogue.conf_dir() / group / f"{name}.yaml").read_text(encoding="utf-8"))
     return next((part["override /task"] for part in entry.get("defaults", []) if "override /task" in part), "")
 
 
 def keys_of(schema: type, prefix: str = "") -> Iterator[str]:
-    """Every dotted key of a tree of settings, behind a prefix."""
+    """Yield every dotted key of a tree of settings, with a prefix."""
     for name, hint in get_type_hints(schema).items():
         yield prefix + name
         for kind in (hint, *get_args(hint)):
@@ -245,7 +232,7 @@ def keys_of(schema: type, prefix: str = "") -> Iterator[str]:
 
 
 def _unknown_key(key: str, keys: frozenset[str]) -> str:
-    """Say that no setting has this name, which come near, and for a task's own setting whose it is."""
+    """Report an unknown key: similar keys, or the tasks that have this setting."""
     tasks = sorted(task_specs().items())
     owners = [name for name, task in tasks if key in keys_of(task.config, "task.") and key not in _DERIVED]
     if owners:
@@ -256,7 +243,7 @@ def _unknown_key(key: str, keys: frozenset[str]) -> str:
 
 
 def unknown_setting(key: str, keys: Collection[str], *, otherwise: str) -> str:
-    """Say that no setting has this name, and which of the keys come near; otherwise, where all of them are found."""
+    """Report an unknown setting with similar keys; without any, `otherwise` says where all keys are listed."""
     last_words = {name.rpartition(".")[2]: name for name in sorted(keys, key=len, reverse=True)}
     close = get_close_matches(key, keys, n=1)
     close += [last_words[word] for word in get_close_matches(key.rpartition(".")[2], last_words, n=1)]
@@ -265,14 +252,14 @@ def unknown_setting(key: str, keys: Collection[str], *, otherwise: str) -> str:
 
 
 def one_sentence(error: Exception) -> str:
-    """Put the error of Hydra or OmegaConf, and its cause, on one line."""
+    """Put the error of Hydra or OmegaConf and its cause on one line."""
     if isinstance(error, OverrideParseException):
         return unreadable(error.override.removeprefix("++"))
-    # OmegaConf quotes values, which may have several lines, in front of its `full_key`.
+    # OmegaConf quotes values, which may span lines, before its `full_key`.
     whole, found, _ = str(error).partition("\n    full_key: ")
-    said = " ".join(whole.split()) if found else whole.splitlines()[0].rstrip(".")
-    said = said.removeprefix("Error merging override ")
+    message = " ".join(whole.split()) if found else whole.splitlines()[0].rstrip(".")
+    message = message.removeprefix("Error merging override ")
     if error.__cause__ is None:
-        return said
+        return message
     cause = str(error.__cause__).splitlines()[0]
-    return f"{said}: a list is written [a,b]" if "ListConfig" in cause else f"{said}: {cause}"
+    return f"{message}: a list is written [a,b]" if "ListConfig" in cause else f"{message}: {cause}"

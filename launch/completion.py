@@ -1,7 +1,7 @@
-"""Hydra's completion of names with Tab, behind checks of ours: `eval "$(python launch/run.py -sc install=bash)"`.
+"""Completion of names with Tab, by Hydra and with checks of ours: `eval "$(python launch/run.py -sc install=bash)"`.
 
-The shell's script calls `-sc query=bash` at every Tab. A line that Hydra cannot read has no candidates, since whatever
-else is printed would land in the middle of what the user is typing.
+The shell's script calls `-sc query=bash` at every Tab. A line that Hydra cannot read yields no candidates: any other
+output would land in the middle of what the user is typing.
 """
 
 import contextlib
@@ -14,37 +14,30 @@ from llama_ssp.visible import visible
 
 COMMANDS, SHELLS = ("install", "uninstall", "query"), ("bash", "zsh", "fish")
 LINE = "COMP_LINE"
-"""Variable in which the shell gives the line that is being typed."""
+"""Environment variable in which the shell passes the line being typed."""
 _REMEDY = 'eval "$(python launch/run.py -sc install=bash)" completes names with Tab'
 
 
 def is_query(words: Sequence[str]) -> bool:
-    """Whether the shell asks for candidates, rather than the user for a script."""
+    """Whether the shell asks for candidates, rather than the user for the shell's script."""
     return words[0].startswith("query=")
 
 
 def check(words: Sequence[str]) -> None:
-    """Refuse what Hydra's completion would answer with a traceback.
-
-    Args:
-        words: the command line without its options.
-
-    Raises:
-        ConfigError: says what would work.
-    """
+    """Raise ConfigError for words (the command line without options) that Hydra would answer with a traceback."""
     if len(words) != 1 or words[0] not in {f"{command}={shell}" for command in COMMANDS for shell in SHELLS}:
         given = " ".join(words) or "nothing"
         raise ConfigError(
-            f"--shell-completion (-sc) needs one of {', '.join(COMMANDS)} of the shell bash, zsh or fish: "
+            f"--shell-completion (-sc) needs one of {', '.join(COMMANDS)} for the shell bash, zsh or fish, such as "
             f"-sc install=bash; {given!r} was given; {_REMEDY}"
         )
     if is_query(words) and LINE not in os.environ:
-        raise ConfigError(f"-sc {words[0]} is for the shell itself, which sets {LINE}; {_REMEDY}")
+        raise ConfigError(f"-sc {words[0]} is called by the shell itself, which sets {LINE}; {_REMEDY}")
 
 
 @contextlib.contextmanager
 def answering() -> Iterator[None]:
-    """Print what the block prints; nothing where it fails, whatever the reason."""
+    """Print what the block prints; nothing if it fails for any reason."""
     written = io.StringIO()
     try:
         with contextlib.redirect_stdout(written), contextlib.redirect_stderr(io.StringIO()):

@@ -1,10 +1,10 @@
-"""Writes the hashes of a checkpoint's files, against which `model.verify=true` checks them before a run.
+"""Writes the hashes of a checkpoint's files, which `model.verify=true` compares with the files before a run.
 
     python launch/manifest.py DIR                  # writes DIR/sha256.json
-    python launch/manifest.py DIR --output=FILE    # elsewhere, which model.manifest=FILE then names
+    python launch/manifest.py DIR --output=FILE    # elsewhere; model.manifest=FILE then names it
 
-Call it where the files are known to be good. Every file below DIR is hashed with SHA-256, but for hidden ones. Exit
-code: 0, or 2 where the folder cannot be read or the manifest not written.
+Run it while the files are known to be good. It hashes every file below DIR except hidden ones, with SHA-256. Exit code:
+0, or 2 if the folder cannot be read or the manifest cannot be written.
 """
 
 import argparse
@@ -20,8 +20,8 @@ from llama_ssp.weights.manifest import MANIFEST_FILE, write_manifest
 def main(arguments: list[str]) -> int:
     """Write the manifest; returns the exit code."""
     parser = options.Options("python launch/manifest.py DIR [--output=FILE]", __doc__)
-    parser.add_argument("folder", metavar="DIR", type=Path, help="of one checkpoint")
-    parser.add_argument("--output", metavar="FILE", type=Path, help=f"for the hashes (default: DIR/{MANIFEST_FILE})")
+    parser.add_argument("folder", metavar="DIR", type=Path, help="folder of one checkpoint")
+    parser.add_argument("--output", metavar="FILE", type=Path, help=f"the manifest (default: DIR/{MANIFEST_FILE})")
     return options.run(parser, arguments, _write)
 
 

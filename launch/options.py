@@ -1,7 +1,4 @@
-"""Command lines of programs that take folders, settings and options, read by argparse and answered in our words.
-
-What `launch/run.py` takes is Hydra's business and that of `command_line`.
-"""
+"""Command lines of the programs other than `launch/run.py`: argparse reads them, errors are one sentence of ours."""
 
 import argparse
 import sys
@@ -15,36 +12,21 @@ from llama_ssp.visible import visible
 
 
 class Options(argparse.ArgumentParser):
-    """A parser whose help is the text of the program, and whose complaints are one sentence.
-
-    Args:
-        usage: how the program is called.
-        text: what it does, with examples.
-    """
+    """A parser called as `usage`, whose help is `text`, and whose errors are one sentence."""
 
     def __init__(self, usage: str, text: str | None) -> None:
         super().__init__(
-            usage=usage,
-            description=text,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
+            usage=usage, description=text, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
         )
 
     def error(self, message: str) -> NoReturn:
-        """Complain.
-
-        Raises:
-            ConfigError: always.
-        """
-        raise ConfigError(f"{message}: it is called as {self.usage}, and --help says more")
+        """Raise ConfigError with the message and the usage."""
+        raise ConfigError(f"{message}; usage: {self.usage}; --help explains it")
 
 
 @contextmanager
 def until_unread() -> Iterator[None]:
-    """End the block, without a complaint, when nobody reads standard output any more, as behind `| head`.
-
-    The same holds for a terminal that has hung up.
-    """
+    """End the block silently when nobody reads standard output any more: after `| head`, or a terminal that hung up."""
     try:
         yield
         if sys.stdout:  # it may have been closed before
@@ -56,7 +38,7 @@ def until_unread() -> Iterator[None]:
 
 
 def complain(sentence: str) -> None:
-    """Write a line to standard error, if anybody reads it; control characters of what it quotes become visible."""
+    """Write a line to standard error, if anybody reads it, with its control characters made visible."""
     try:
         sys.stderr.write(f"{visible(sentence)}\n")
         sys.stderr.flush()
@@ -67,24 +49,15 @@ def complain(sentence: str) -> None:
 
 
 def run(parser: Options, arguments: Sequence[str], act: Callable[[argparse.Namespace], str | None]) -> int:
-    """Read the arguments and act on them.
-
-    Args:
-        parser: knows them.
-        arguments: without the name of the program.
-        act: what the program does; returns what it has to say at the end.
-
-    Returns:
-        The exit code: 0, or that of the mistake, which standard error has as a sentence.
-    """
+    """Read the arguments, act on them, print the closing message that `act` returns, and return the exit code."""
     with until_unread():
         try:
-            said = act(parser.parse_intermixed_args(arguments))
-        except SystemExit:  # help was asked for and given
+            message = act(parser.parse_intermixed_args(arguments))
+        except SystemExit:  # help was requested and printed
             return 0
         except SspError as error:
             complain(str(error))
             return error.exit_code
-        if said:
-            print(visible(said))
+        if message:
+            print(visible(message))
     return 0

@@ -1,13 +1,13 @@
-"""The plan of a job on a machine that is only described: memory per GPU, time per token, the best K. Needs no torch.
+"""Plans a job on a described machine: memory per GPU, time per token, the best K. Needs no torch.
 
     python launch/plan.py model=30B draft=7B placement=sharded hardware=p4d_24xlarge
     python launch/plan.py model=65B_8bit hardware=g5_12xlarge format=json
     python launch/plan.py model=30B hardware=8xa100_80gb search=true
     python launch/plan.py model=local model.path=DIR draft=none hardware=laptop_cpu
 
-Settings are those of conf/plan.yaml, each KEY=VALUE. hardware.KEY=VALUE changes a figure of the machine, for example
+Takes the settings of conf/plan.yaml as KEY=VALUE. hardware.KEY=VALUE changes a figure of the machine, for example
 hardware.num_gpus=4 or hardware.num_nodes=2. Exit code: 0 fits, 3 does not fit (the message names the smallest change
-that would), 2 a setting is wrong.
+that would fit), 2 a setting is wrong.
 """
 
 import argparse
@@ -35,14 +35,10 @@ from llama_ssp.tasks.dry_run import plan_job, show_plan, show_search
 
 
 def read_settings(settings: list[str]) -> plan.PlanConfig:
-    """Compose conf/plan.yaml with the settings of the command line, the draft decided.
-
-    Raises:
-        ConfigError: a name, a key or a value is not possible.
-    """
+    """Compose conf/plan.yaml with the settings, and choose the draft; raises ConfigError for an invalid one."""
     for setting in settings:
         if setting.startswith(("=", "hydra")):
-            raise ConfigError(f"{setting!r} is no setting of a plan: conf/plan.yaml has them all, each name=value")
+            raise ConfigError(f"{setting!r} is not a setting of a plan: conf/plan.yaml lists them all, as name=value")
     given = dict(setting.split("=", 1) for setting in settings if "=" in setting)
     _check_keys(given)
     known = {"model": catalogue.names(), "hardware": hardware.names(), "draft": [*catalogue.names(), "none", "default"]}
@@ -54,7 +50,7 @@ def read_settings(settings: list[str]) -> plan.PlanConfig:
         target = catalogue.load(given.get("model", "30B"))
         others = [setting for setting in settings if not setting.startswith("draft=")]
         settings = [*others, f"draft={target.default_draft or 'none'}"]
-    # A figure of the machine that does not exist is reported together with all others that are wrong.
+    # `++` lets unknown figures of the machine through: `hardware` reports them with all others that are wrong.
     settings = [f"++{setting}" if setting.startswith("hardware.") else setting for setting in settings]
     store.register()
     ConfigStore.instance().store(group="schema", name="plan", node=plan.PlanConfig)
@@ -62,7 +58,7 @@ def read_settings(settings: list[str]) -> plan.PlanConfig:
         with initialize_config_dir(config_dir=str(catalogue.conf_dir()), version_base="1.3"):
             composed = compose(config_name="plan", overrides=settings)
         config = cast("plan.PlanConfig", OmegaConf.to_object(composed))
-    except (HydraException, OmegaConfBaseException, ValueError, TypeError) as error:  # for a group that is no name
+    except (HydraException, OmegaConfBaseException, ValueError, TypeError) as error:  # TypeError: a group is no name
         raise ConfigError(f"{command_line.one_sentence(error)} (conf/plan.yaml has every setting)") from error
     if not drafter_of(config.draft).has_model:
         config.draft.model = None
@@ -70,13 +66,15 @@ def read_settings(settings: list[str]) -> plan.PlanConfig:
 
 
 def _check_keys(given: Iterable[str]) -> None:
-    """Refuse settings that do not exist; `hardware` and shapes are open, and Hydra knows its own signs."""
+    """Refuse unknown settings; `hardware` and shapes are open, and Hydra knows the signs +, ~ and @."""
     keys = frozenset(command_line.keys_of(plan.PlanConfig))
     left_to_others = re.compile(r"hardware\.|.*\.shape\.|.*[+~@]")
     unknown = [key for key in given if key not in keys and not left_to_others.match(key)]
     if unknown:
-        said = [command_line.unknown_setting(key, keys, otherwise="conf/plan.yaml has them all") for key in unknown]
-        raise ConfigError(one_message(said))
+        otherwise = "conf/plan.yaml lists them all"
+        raise ConfigError(
+            one_message([command_line.unknown_setting(key, keys, otherwise=otherwise) for key in unknown])
+        )
 
 
 def main(arguments: list[str]) -> int:

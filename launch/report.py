@@ -1,11 +1,11 @@
-"""Reports of finished runs, and of sweeps as one: a page of figures that opens offline, and all rows as a table.
+"""Reports of finished runs, or one report of a sweep: an offline HTML page of figures, and all rows as a table.
 
     python launch/report.py outputs/RUN                      # writes report.html and report.csv into the folder
     python launch/report.py outputs/SWEEP                    # one report of all runs below it
     python launch/report.py outputs/A outputs/B --output=DIR # one report of several folders
 
-The cells of benchmarks go into cells.csv in the same folder. Needs neither torch nor a GPU. Exit code: 0, or 2 where a
-folder holds no run that can be read.
+Benchmark cells go into cells.csv in the same folder. Needs neither torch nor a GPU. Exit code: 0, or 2 if a folder
+holds no run that can be read.
 """
 
 import argparse
@@ -23,8 +23,8 @@ from llama_ssp.reports.runs import cells_to_csv, find_runs, to_csv
 def main(arguments: list[str]) -> int:
     """Write the report; returns the exit code."""
     parser = options.Options("python launch/report.py FOLDER... [--output=DIR]", __doc__)
-    parser.add_argument("folders", metavar="FOLDER", nargs="+", type=Path, help="of a run, or of a sweep")
-    parser.add_argument("--output", metavar="DIR", type=Path, help="where the report goes (default: the only FOLDER)")
+    parser.add_argument("folders", metavar="FOLDER", nargs="+", type=Path, help="folder of a run, or of a sweep")
+    parser.add_argument("--output", metavar="DIR", type=Path, help="folder of the report (default: the only FOLDER)")
     return options.run(parser, arguments, _report)
 
 
@@ -33,23 +33,19 @@ def _report(given: argparse.Namespace) -> str:
 
 
 def write_report(folders: Sequence[Path], output: Path | None) -> str:
-    """Write both files; returns a sentence about them.
-
-    Args:
-        folders: of runs, or with runs below them.
-        output: a folder; None for the only one of `folders`.
+    """Write the page and the tables into `output`, or into the only folder; returns a sentence that names them.
 
     Raises:
-        ConfigError: a folder holds no run, it is not said where the report of several goes, it cannot be written, or a
-            package that draws is missing.
+        ConfigError: a folder holds no run, several folders lack an `output`, the output cannot be written, or a package
+            that draws is missing.
     """
     if output is None and len(folders) > 1:
-        raise ConfigError(f"{len(folders)} folders need --output=DIR, into which their one report is written")
+        raise ConfigError(f"{len(folders)} folders need --output=DIR, the folder of their common report")
     output = output or folders[0]
     runs, missing = find_runs(folders)
     if not runs:
         raise ConfigError("; ".join(missing))
-    from llama_ssp.reports.html import report  # noqa: PLC0415 - takes a second, which --help and mistakes do without
+    from llama_ssp.reports.html import report  # noqa: PLC0415 - slow to import; --help and errors do not need it
 
     try:
         output.mkdir(parents=True, exist_ok=True)
@@ -67,7 +63,7 @@ def write_report(folders: Sequence[Path], output: Path | None) -> str:
 
 
 def _write(file: Path, text: str) -> None:
-    file.write_text(text, encoding="utf-8", errors="replace")  # a text of a model can hold half a character
+    file.write_text(text, encoding="utf-8", errors="replace")  # a model's text can end in half a surrogate pair
 
 
 if __name__ == "__main__":

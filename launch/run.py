@@ -1,8 +1,7 @@
-"""Every rank's entry: under torchrun, under srun, and in plain python for one rank.
+"""Entry point of every rank: under torchrun, under srun, and in plain python for one rank.
 
-Reads and checks the whole config before anything is loaded and before the ranks meet, then hands over to
-`llama_ssp.tasks`. Only here do errors become sentences and exit codes. It loads no torch before the config is sound,
-so that a mistake is told at once.
+Reads and checks the whole config before anything is loaded and before the ranks meet, then calls `llama_ssp.tasks`.
+Errors become sentences and exit codes only here. torch is imported after the checks, so that mistakes show at once.
 """
 
 import argparse
@@ -40,18 +39,18 @@ from llama_ssp.session import startup
 from llama_ssp.tasks import dry_run
 from llama_ssp.visible import VisibleStream
 
-# How long ranks above 0 stay after an error. torchrun ends all ranks as soon as one has ended: rank 0 must speak first.
+# How long ranks above 0 wait after an error: torchrun ends all ranks when one has ended, and rank 0 must report first.
 SILENCE_S = 5.0
 EXIT_CODE_FILE = "EXIT_CODE_FILE"
-"""Variable that names a file for rank 0's exit code, which torchrun does not hand on; launch/slurm.sbatch reads it."""
+"""Environment variable: a file for rank 0's exit code, which torchrun does not pass on to launch/slurm.sbatch."""
 RUN_DIR_FILE = "RUN_DIR_FILE"
-"""Variable that names a file for the run folder, in which launch/slurm.sbatch looks whether a job gets on."""
+"""Environment variable: a file for the run folder, where launch/slurm.sbatch checks whether a job makes progress."""
 
 
 def main() -> int:
-    """Run what the command line says; returns the exit code of this rank."""
+    """Run the command line; returns the exit code of this rank."""
     ranks = read_ranks(os.environ)
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # a lost rank is told in a sentence, not in C++ stacks
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # a lost rank is reported in a sentence, not in C++ stacks
     _set_handlers(_interrupt)
     if agent := find_agent():
         agent.heed_end()
@@ -64,13 +63,13 @@ def main() -> int:
 
 
 def _interrupt(_number: int, _frame: FrameType | None) -> None:
-    """End as Ctrl-C does, while `session.stopping` does not listen; a second signal changes nothing."""
+    """End as Ctrl-C does, outside of `session.stopping`; a second signal changes nothing."""
     _set_handlers(signal.SIG_IGN)
     raise KeyboardInterrupt
 
 
 def _set_handlers(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> None:
-    """Handle all signals that ask a run to stop, but for SIGINT, which Python handles as `_interrupt` does."""
+    """Handle all signals that ask a run to stop, except SIGINT, which Python handles as `_interrupt` does."""
     for number in heeded_signals():
         if number is not signal.SIGINT:
             signal.signal(number, handler)
@@ -89,7 +88,7 @@ def _exit_code(ranks: Ranks) -> int:
 
 
 def _fail(sentence: str, exit_code: int, ranks: Ranks, *, speaks: bool | None = None) -> int:
-    """Tell the user once: where ranks have not settled who does, rank 0 speaks, and the others wait for their end."""
+    """Report an error once: rank 0 does, unless the error says which rank; the other ranks wait to be ended."""
     if speaks or (speaks is None and ranks.rank == 0):
         complain(sentence)
     elif speaks is None:
@@ -99,10 +98,10 @@ def _fail(sentence: str, exit_code: int, ranks: Ranks, *, speaks: bool | None = 
 
 
 def _launch(arguments: list[str], ranks: Ranks) -> None:
-    """Check the names on the command line, and let Hydra compose one config per run."""
+    """Check the names on the command line, and let Hydra compose a config per run."""
     load_plugins()
     options = command_line.read_options(arguments)
-    # Where a further setting may stand: Hydra wants all of them side by side.
+    # Where a further setting may be inserted: Hydra wants all of them next to each other.
     place = arguments.index(options.overrides[0]) if options.overrides else len(arguments)
     is_help = options.help or options.hydra_help
     if is_help or options.shell_completion or options.info:
@@ -116,7 +115,7 @@ def _launch(arguments: list[str], ranks: Ranks) -> None:
         command_line.check_overrides(overrides, multirun=options.multirun, config_dir=options.config_dir)
         command_line.check_launcher(overrides, multirun=options.multirun)
     store.register()
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it otherwise prints
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises errors instead of printing them
     failures: list[Exception] = []
     is_to_stop = False
 
@@ -141,7 +140,7 @@ def _launch(arguments: list[str], ranks: Ranks) -> None:
 
 
 def _printing(options: argparse.Namespace) -> AbstractContextManager[object]:
-    """Keep what Hydra itself prints from driving the terminal."""
+    """Make control characters visible in what Hydra itself prints."""
     is_help = options.help or options.hydra_help
     if options.shell_completion and not is_help and completion.is_query(options.overrides):
         return completion.answering()
@@ -152,7 +151,7 @@ def _printing(options: argparse.Namespace) -> AbstractContextManager[object]:
 
 @contextlib.contextmanager
 def _scratch_folder(*, multirun: bool) -> Iterator[list[str]]:
-    """Give Hydra a passing folder for its own record of a sweep, which all ranks would write to one place."""
+    """Give Hydra a temporary folder for its own record of a sweep, which all ranks would write to one place."""
     if not multirun:
         yield []
         return
@@ -161,11 +160,11 @@ def _scratch_folder(*, multirun: bool) -> Iterator[list[str]]:
 
 
 def _run(config: DictConfig, ranks: Ranks) -> bool:
-    """Check one config and run its task; returns whether a sweep is to end here."""
+    """Check one config and run its task; returns whether a sweep must end here."""
     hydra_config = HydraConfig.get()
     is_later_point = hydra_config.mode is RunMode.MULTIRUN and hydra_config.job.num > 0
     clock = startup.StartClock(age_s=0.0 if is_later_point else startup.process_age_s())
-    # Without filling in ${...}: its text would be read as a part of the setting.
+    # Without filling in ${...}: the result would be parsed as a part of the setting.
     overrides = OmegaConf.to_container(hydra_config.overrides.task, resolve=False)
     explicit = command_line.explicit_keys(cast("list[str]", overrides))
     run = store.to_run_config(config, explicit=explicit)
@@ -182,16 +181,16 @@ def _run(config: DictConfig, ranks: Ranks) -> bool:
     if ranks.rank == 0 and (file := os.environ.get(RUN_DIR_FILE)):
         Path(file).write_text(f"{run.run_dir}\n", encoding="utf-8")
     clock.reach("composed_s")
-    from llama_ssp.tasks import run as task  # noqa: PLC0415 - torch takes seconds, and the config is sound only now
+    from llama_ssp.tasks import run as task  # noqa: PLC0415 - torch takes seconds, and the config is checked now
 
     try:
         return task.run(run, clock)
-    except BrokenPipeError as error:  # not that of standard output, which the run itself heeds
+    except BrokenPipeError as error:  # not of standard output: the run handles that itself
         raise RuntimeError(f"a connection was lost: {error}") from error
 
 
 def leave(exit_code: int) -> None:
-    """End this process; after a failure on several ranks at once, for its threads may wait for lost ranks."""
+    """End this process; a failed one of several ranks at once, since its threads may wait for lost ranks."""
     if exit_code and read_ranks(os.environ).size > 1:
         with contextlib.suppress(OSError):
             sys.stdout.flush()

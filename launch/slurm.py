@@ -1,7 +1,7 @@
-"""A sweep on a SLURM cluster: every point is checked and planned, and only then is the first job queued.
+"""Submits a sweep to a SLURM cluster: checks and plans every point before it queues the first job.
 
 Hydra composes the points (`hydra_plugins.slurm_launcher`). A job is launch/slurm.sbatch with the settings of its point
-as arguments; no text is ever read by a shell.
+as arguments; no shell ever parses them.
 """
 
 import os
@@ -28,20 +28,13 @@ from llama_ssp.tasks.dry_run import job_ahead, plan_job, settings_of_run, show_p
 from llama_ssp.visible import visible
 
 SCRIPT = Path(__file__).with_name("slurm.sbatch")
-# What describes the process that submits, and would be taken for a description of the job.
+# Variables of the submitting process that the job would take for its own.
 _OF_THIS_PROCESS = ("SLURM_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "RUN_ID")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One job of a sweep.
-
-    Attributes:
-        number: its place in the sweep, from 0.
-        settings: its overrides, as Hydra reads them.
-        run: what they compose to.
-        explicit: the keys that they set.
-    """
+    """One job of a sweep: its number from 0, its overrides, the config they compose to, and the keys that they set."""
 
     number: int
     settings: tuple[str, ...]
@@ -50,31 +43,27 @@ class Point:
 
     @property
     def run_dir(self) -> Path:
-        """Its run folder, inside that of the sweep."""
+        """Its run folder, inside the folder of the sweep."""
         return Path(str(self.run.run_dir)) / str(self.number)
 
     @property
     def name(self) -> str:
-        """How it is called in messages."""
+        """Its name in messages."""
         return f"job {self.number} ({' '.join(self.settings)})"
 
 
 def submit_sweep(points: Sequence[Point], settings: SlurmConfig) -> None:
-    """Plan all points; submit all of them when every one fits, none otherwise, and none in a dry run.
-
-    Args:
-        points: in the order of the sweep.
-        settings: of the launcher.
+    """Plan all points; submit them if every one fits, and none otherwise or in a dry run.
 
     Raises:
         CapacityError: points do not fit, and nothing else is wrong.
-        ConfigError: names every point that is wrong, or what sbatch said.
+        ConfigError: names every point that is wrong, or quotes sbatch.
     """
     slurm.check(settings)
     if any(not point.run.hardware for point in points):
         names = ", ".join(hardware.names())
         raise ConfigError(
-            "hydra/launcher=slurm plans every job before it is queued, and this is not the machine that will run them: "
+            "hydra/launcher=slurm plans every job before it is queued, and cannot detect the machine that will run it: "
             f"name it with hardware=NAME, one of {names}"
         )
     problems, misfits, planned = [], [], []
@@ -93,7 +82,6 @@ def submit_sweep(points: Sequence[Point], settings: SlurmConfig) -> None:
 
 
 def _plan(point: Point, settings: SlurmConfig) -> Plan:
-    """Check and plan one point; in a dry run also show its plan."""
     run = point.run
     if problems := hardware.problems_of(run.hardware):
         raise ConfigError(one_message(problems))
@@ -120,14 +108,13 @@ def _plan(point: Point, settings: SlurmConfig) -> Plan:
 
 
 def _nodes_of(machine: HardwareConfig, settings: SlurmConfig, ranks_per_node: int) -> HardwareConfig:
-    """The part of the hardware that a job asks for."""
     if settings.nodes > 1 and machine.network is None:
         raise ConfigError(f"{KEY}.nodes={settings.nodes}: hardware={machine.name} does not say how nodes are connected")
     return replace(machine, num_gpus=ranks_per_node, num_nodes=settings.nodes)
 
 
 def _submit(planned: Sequence[tuple[Point, Plan, list[Copy]]], settings: SlurmConfig) -> None:
-    """Queue all points, or in a dry run show how they would be."""
+    """Queue all points, or in a dry run print how they would be queued."""
     queue = not any(point.run.dry_run for point, _, _ in planned)
     if queue and shutil.which("sbatch") is None:
         raise ConfigError(
@@ -152,15 +139,7 @@ def _submit(planned: Sequence[tuple[Point, Plan, list[Copy]]], settings: SlurmCo
 def sbatch_command(
     point: Point, settings: SlurmConfig, *, plan: Plan, copies: Sequence[Copy], after: str | None
 ) -> list[str]:
-    """The command that queues a point, one argument each.
-
-    Args:
-        point: what the job does.
-        settings: what it asks for.
-        plan: of this point on this hardware.
-        copies: folders to be copied to every node first.
-        after: id of a job whose end it waits for.
-    """
+    """Return the command that queues a point after the job `after`; nodes first make the `copies`."""
     ranks_per_node = plan.hardware.num_gpus
     gpus = f"gpu:{ranks_per_node}" if plan.hardware.device == "cuda" else None
     options: Mapping[str, object] = {
@@ -192,7 +171,7 @@ def sbatch_command(
 
 
 def _settings_of_job(point: Point, copies: Sequence[Copy]) -> list[str]:
-    """The point's settings as a user would type them, but dry_run: the prompt literally, the rest as Hydra reads it."""
+    """The point's settings as a user would type them, without dry_run; the prompt literally, the rest quoted."""
     replaced = {"run_dir": str(point.run_dir)} | {copy.key: str(copy.target) for copy in copies}
     kept = [setting for setting in point.settings if setting.partition("=")[0] not in {*replaced, "prompt", "dry_run"}]
     if point.run.prompt is not None:
@@ -203,7 +182,6 @@ def _settings_of_job(point: Point, copies: Sequence[Copy]) -> list[str]:
 
 
 def _queue(command: Sequence[str], point: Point, queued: Sequence[str]) -> str:
-    """Call sbatch; returns the job's id."""
     try:
         point.run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -222,7 +200,6 @@ def _queue(command: Sequence[str], point: Point, queued: Sequence[str]) -> str:
 
 
 def _expected(plan: Plan) -> str:
-    """The forecast of a job in a line."""
     full, timed = plan.fullest, plan.timing
     room = f"{full.needed_bytes / 2**30:.1f} of {full.capacity_bytes / 2**30:.1f} GiB on the fullest rank"
     plain = f"{1e3 * timed.plain_s:.2f} ms/token plain"

@@ -1,7 +1,4 @@
-"""Which weights a job copies to its nodes' own disks, and under which names they lie there.
-
-Only names are worked out here, on the machine that submits; launch/slurm.sbatch copies.
-"""
+"""Names the copies of weights on the nodes' own disks; launch/slurm.sbatch makes them."""
 
 import hashlib
 from collections.abc import Iterator
@@ -15,7 +12,7 @@ from llama_ssp.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Copy:
-    """A folder, its copy on every node, and the setting that names the copy."""
+    """A folder, its copy on every node, and the setting that takes the path of the copy."""
 
     key: str
     source: Path
@@ -23,15 +20,7 @@ class Copy:
 
 
 def stage(run: RunConfig, folder: str | None) -> list[Copy]:
-    """Name the copies of target and draft; shipped weights stay where they are.
-
-    Args:
-        run: of the job.
-        folder: on the nodes' own disks; None copies nothing.
-
-    Raises:
-        ConfigError: a model is not on this machine.
-    """
+    """Name the copies of target and draft below `folder`, except shipped ones; raises ConfigError without weights."""
     if folder is None:
         return []
     return list(_copies(run, Path(folder)))
@@ -45,25 +34,26 @@ def _copies(run: RunConfig, folder: Path) -> Iterator[Copy]:
 
 
 def _found(model: ModelConfig) -> Path:
-    """The model's folder, or its snapshot in the hub's cache; never downloads."""
+    """Return the model's folder, or its snapshot in the hub's cache; never downloads."""
     if model.path is not None:
         source = read_path(model.path).resolve()
         if not source.is_dir():
-            raise ConfigError(f"{model.path} is no folder: the weights of model {model.name} cannot be staged from it")
+            raise ConfigError(
+                f"{model.path} is not a folder: the weights of model {model.name} cannot be copied from it"
+            )
         return source
     from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415 - only staged hub models need it
 
     found = try_to_load_from_cache(str(model.hub_id), "config.json", revision=model.revision)
     if not isinstance(found, str):
         raise ConfigError(
-            f"staging copies weights that are here, and {model.hub_id} is not in the hub's cache: "
-            f"hf download {model.hub_id}"
+            f"staging copies local weights, and {model.hub_id} is not in the hub's cache: hf download {model.hub_id}"
         )
     return Path(found).parent
 
 
 def _fingerprint(source: Path) -> str:
-    """Tell apart folders whose files differ in place, name, size or time: a copy is made once and then trusted."""
+    """Hash paths, sizes and times of all files: a copy is made once and then trusted."""
     files = sorted(file for file in source.rglob("*") if file.is_file())
     facts = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:12]

@@ -1,7 +1,7 @@
 """Speculative sampling on models that are too large for one GPU.
 
-`load` and `speculative_generate` serve a notebook without any configuration file; `launch/run.py` is the command.
-The two names are imported on first use, so that `llama_ssp.planning` and its kin work where torch is not installed.
+`load` and `speculative_generate` serve a notebook without a configuration file; `launch/run.py` is the command. They
+are imported on first use, so that `llama_ssp.planning` works without torch.
 """
 
 from typing import TYPE_CHECKING

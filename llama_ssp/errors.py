@@ -1,7 +1,6 @@
-"""The exceptions that a user can meet, and how their messages are built.
+"""The exceptions that a user can meet, and their messages: what was given, what is required, what would work.
 
-A message says what was given, what is required, and what would work. This module knows nothing of the rest of the
-package; `launch` turns each class into its exit code.
+Imports nothing else of the package; `launch` turns each class into its exit code.
 """
 
 import errno
@@ -9,14 +8,14 @@ from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
 FULL_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""What the system says of a full disk, a full share of it, and a file as long as this process may make one."""
+"""Error numbers of a full disk, an exhausted quota, and a file at the size limit of this process."""
 
 
 class SspError(Exception):
-    """A problem that the user can mend; its text is one sentence for the terminal.
+    """A problem that the user can fix; its text is one sentence for the terminal.
 
     Attributes:
-        speaks: whether this rank tells the user; None where all ranks meet the error alike, and rank 0 speaks.
+        speaks: whether this rank reports it; None if all ranks raise the same error, which rank 0 then reports.
     """
 
     exit_code = 2
@@ -24,7 +23,7 @@ class SspError(Exception):
 
 
 class ConfigError(SspError):
-    """A setting that is unknown, out of range, without effect, or at odds with another one."""
+    """A setting that is unknown, out of range, without effect, or in conflict with another one."""
 
 
 class CheckpointError(SspError):
@@ -32,7 +31,7 @@ class CheckpointError(SspError):
 
 
 class PlacementError(SspError):
-    """A model that cannot be laid out over the ranks as asked."""
+    """A model that cannot be placed on the ranks as requested."""
 
 
 class CapacityError(SspError):
@@ -42,38 +41,31 @@ class CapacityError(SspError):
 
 
 class LostRankError(SspError):
-    """Ranks that no longer answer, or one that failed in a way that nobody had foreseen; the run can be resumed."""
+    """Ranks that no longer answer, or one that failed unexpectedly; the run can be resumed."""
 
     exit_code = 1
 
 
 LOGITS_ARE_NAN = (
     "logits became NaN: the weights of the target or the draft hold NaN, or numbers grew too large for their format "
-    "(fp16 ends at 65504; bf16 and fp32 go on)"
+    "(fp16 ends at 65504; bf16 and fp32 have a larger range)"
 )
 
 
 class NumericError(SspError):
-    """Logits that are no numbers: what would follow is no text of the target."""
+    """NaN in the logits: any further text would not be the target's."""
 
     exit_code = 1
 
 
 class InterruptedRun(SspError):  # noqa: N818 - no error, but an end
-    """A run that was asked to stop and can be resumed."""
+    """A run that was stopped on request, and can be resumed."""
 
     exit_code = 4
 
 
 def one_message(problems: Sequence[str]) -> str:
-    """Join all problems of a config into one message.
-
-    Args:
-        problems: at least one complete clause each, without a final full stop.
-
-    Returns:
-        The only problem as it is, or a numbered list behind their count.
-    """
+    """Join all problems of a config, clauses without a full stop, into one message; several become a numbered list."""
     if len(problems) == 1:
         return problems[0]
     lines = [f"  {number}. {problem}" for number, problem in enumerate(problems, start=1)]
@@ -81,16 +73,7 @@ def one_message(problems: Sequence[str]) -> str:
 
 
 def unknown_name(kind: str, given: str, known: Iterable[str]) -> str:
-    """Say that a name does not exist, what does, and what was probably meant.
-
-    Args:
-        kind: what the name should have named, for example "model".
-        given: the name as the user wrote it.
-        known: every name that exists.
-
-    Returns:
-        One sentence without a full stop.
-    """
+    """Report an unknown name of a kind such as "model", the known names, and a similar one; without a full stop."""
     names = sorted(known)
     close = get_close_matches(given, names, n=1)
     hint = f"; did you mean {close[0]}?" if close else ""

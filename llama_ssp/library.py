@@ -39,7 +39,7 @@ _Kind = TypeVar("_Kind", bound=Enum)
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """A target and its draft in memory; `load` makes one."""
+    """A target and its draft in memory, made by `load`."""
 
     models: Models
     config: RunConfig
@@ -47,14 +47,12 @@ class Pair:
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """What `speculative_generate` returns for one prompt.
+    """A completion by `speculative_generate`, without its prompt.
 
     Attributes:
-        text: the new text alone.
-        token_ids: the new ids alone.
         finish_reason: "length", "eos" or "stop".
-        accepted_lengths: for each round, how many drafted tokens became text.
-        num_target_forwards: how often the target ran.
+        accepted_lengths: for each round, the accepted drafted tokens.
+        num_target_forwards: forwards of the target, including the prefill.
     """
 
     text: str
@@ -75,9 +73,9 @@ def load(
 
     Args:
         target: a name of the catalogue, or a folder with a checkpoint.
-        draft: likewise; None decodes with the target alone.
-        dtype: number format of both, or its name; None takes the device's default (`planning.job`).
-        device: where to compute, or the name of it.
+        draft: the same for the draft; None decodes with the target alone.
+        dtype: number format of both, or its name; None for the device's default (`planning.job`).
+        device: to compute on, or its name.
 
     Raises:
         ConfigError: a name is unknown, a plugin cannot be imported, or the vocabularies differ.
@@ -90,14 +88,9 @@ def load(
     if draft is not None:
         drafter = DrafterConfig(kind=MODEL_DRAFT, model=_entry(draft, dtype))
     config = RunConfig(
-        task=GenerateConfig(),
-        model=_entry(target, dtype),
-        draft=drafter,
-        placement=PlacementConfig(),
-        sampling=SamplingConfig(),
-        verification=VerificationConfig(),
-        device=device,
-    )
+        task=GenerateConfig(), model=_entry(target, dtype), draft=drafter, placement=PlacementConfig(),
+        sampling=SamplingConfig(), verification=VerificationConfig(), device=device,
+    )  # fmt: skip
     with start(device=device, timeout_s=config.timeouts.load_s) as world:
         if world.comm.size > 1:
             raise ConfigError("the library works in one process: use launch/run.py under torchrun for several ranks")
@@ -117,28 +110,25 @@ def speculative_generate(
     stop_strings: str | Sequence[str] = (),
     streamer: BaseStreamer | None = None,
 ) -> list[Completion]:
-    """Complete prompts, with the distribution of the target alone.
+    """Complete prompts, with the distribution of the target alone; returns the completions in order.
 
     Args:
         pair: from `load`.
         prompts: one or several; several are decoded together.
-        max_new_tokens: for each prompt.
-        num_draft_tokens: K, how far the draft runs ahead.
+        max_new_tokens: per prompt.
+        num_draft_tokens: K, tokens drafted per round.
         sampling: None samples at temperature 0.8; `SamplingConfig(temperature=0)` is greedy.
         seed: the same seed gives the same text.
-        chat: put each prompt into the tokenizer's chat template.
-        stop_strings: one or several texts that end a completion, which it keeps.
-        streamer: a streamer of transformers, such as TextStreamer; for one prompt.
-
-    Returns:
-        One completion per prompt, in order.
+        chat: apply the tokenizer's chat template to each prompt.
+        stop_strings: texts that end a completion, which keeps them.
+        streamer: of transformers, such as TextStreamer; for one prompt only.
 
     Raises:
         ConfigError: a setting is out of range, or a prompt does not fit into the context.
     """
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
     if streamer and len(texts) != 1:
-        raise ConfigError(f"a streamer shows one prompt, and {len(texts)} were given: leave it out")
+        raise ConfigError(f"a streamer shows one prompt, and {len(texts)} were given: leave the streamer out")
     if not texts:
         raise ConfigError("at least one prompt is required")
     models = pair.models
@@ -157,13 +147,8 @@ def speculative_generate(
         for index, text in enumerate(texts)
     ]
     for text, request in zip(texts, requests, strict=True):
-        check_ids(
-            request.prompt_ids,
-            max_new_tokens=max_new_tokens,
-            context=models.context,
-            vocab_size=models.target.vocab_size,
-            prompt=text,
-        )
+        ids, vocab_size = request.prompt_ids, models.target.vocab_size
+        check_ids(ids, max_new_tokens=max_new_tokens, context=models.context, vocab_size=vocab_size, prompt=text)
     decoder = build_decoder(models, config, speculative=models.drafts)
     adapter = StreamerAdapter(streamer, requests[0].prompt_ids) if streamer else None
     done = {}
@@ -188,7 +173,6 @@ def speculative_generate(
 
 
 def _member(kind: type[_Kind], what: str, given: _Kind | str) -> _Kind:
-    """A member of an enumeration, which may be given by its name."""
     if isinstance(given, kind):
         return given
     if given not in kind.__members__:
@@ -197,7 +181,6 @@ def _member(kind: type[_Kind], what: str, given: _Kind | str) -> _Kind:
 
 
 def _entry(model: str | Path, dtype: Dtype | None) -> ModelConfig:
-    """A catalogue entry by its name, or a made-up one for a folder."""
     if isinstance(model, str) and model in catalogue.names() and model != "local":
         entry = catalogue.load(model)
     elif Path(model).is_dir():

@@ -1,6 +1,6 @@
-"""What Hydra loads for `hydra/launcher=slurm`: composes every point of a sweep and hands all of them to `launch.slurm`.
+"""Hydra's plugin for `hydra/launcher=slurm`: composes every point of a sweep and passes all of them to `launch.slurm`.
 
-Hydra finds launchers in the namespace package `hydra_plugins` on sys.path, and imports them at each start.
+Hydra imports launchers from the namespace package `hydra_plugins` on sys.path at each start.
 """
 
 import os
@@ -20,28 +20,20 @@ from llama_ssp.errors import ConfigError
 
 
 class SlurmLauncher(Launcher):
-    """Makes a batch job of every point of a sweep.
-
-    Args:
-        settings: the fields of `SlurmConfig`.
-    """
+    """Submits every point of a sweep as a batch job; `settings` are the fields of `SlurmConfig`."""
 
     def __init__(self, **settings: Any) -> None:  # noqa: ANN401 - Hydra checks them against the dataclass
         lists = {name: list(value) for name, value in settings.items() if isinstance(value, ListConfig)}
         self._settings = SlurmConfig(**{**settings, **lists})
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Take what Hydra has; `task_function` would run here, and the jobs run elsewhere."""
+        """Keep what Hydra passes; `task_function` is not needed, since jobs run elsewhere."""
         del task_function
         self._context = hydra_context
         self._config = config
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Compose all points and submit them together, or none.
-
-        Raises:
-            SspError: a point is wrong or does not fit, or sbatch refuses; see `launch.slurm.submit_sweep`.
-        """
+        """Compose all points and submit them together, or none; raises as `launch.slurm.submit_sweep` does."""
         if read_ranks(os.environ).size > 1:
             raise ConfigError("hydra/launcher=slurm submits each job once: start it with plain python, on one rank")
         if initial_job_idx or self._config.hydra.sweeper.max_batch_size is not None:

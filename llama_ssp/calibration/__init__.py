@@ -1,1 +1,1 @@
-"""Measurements of the machine at hand, for the planner."""
+"""Measurements of this machine, for the planner."""

@@ -1,7 +1,6 @@
-"""How things are compared on a machine that is not quiet: taken in turns, within one run.
+"""Comparison on a noisy machine: all candidates run in every repetition, in turns.
 
-On a shared machine a single time says little. All candidates run in every repetition, one after the other, and what is
-reported is a median over repetitions, or the median of the ratios within one.
+On a shared machine a single time means little. Report a median over repetitions, or the median of ratios within them.
 """
 
 import statistics
@@ -11,15 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 def interleave(
     candidates: Mapping[str, Callable[[int], float]], *, num_repetitions: int, num_warmup: int = 1
 ) -> dict[str, list[float]]:
-    """Run all candidates in every repetition.
+    """Run all candidates in every repetition; returns the measurements of each candidate, in order.
 
     Args:
-        candidates: each is called with the number of the repetition, and returns what it measured.
-        num_repetitions: counted repetitions.
-        num_warmup: repetitions before them that are not counted; their numbers are negative.
-
-    Returns:
-        The measurements of each candidate, in order of the repetitions.
+        candidates: each takes the number of the repetition and returns a measurement.
+        num_repetitions: measured repetitions.
+        num_warmup: earlier repetitions that are discarded; their numbers are negative.
     """
     measured: dict[str, list[float]] = {name: [] for name in candidates}
     for repetition in range(-num_warmup, num_repetitions):
@@ -31,5 +27,5 @@ def interleave(
 
 
 def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
-    """The median of the ratios of what was measured side by side."""
+    """The median of the ratios of measurements taken in the same repetition."""
     return statistics.median(a / b for a, b in zip(numerators, denominators, strict=True))

@@ -1,8 +1,8 @@
-"""What `task=calibrate` times of whole runs: pairs of random models that decode, plain and speculatively.
+"""Times whole runs for `task=calibrate`: pairs of random models that decode, plain and speculatively.
 
-Linear layers, operators and messages that are timed one by one do not add up to a forward, where each comes behind all
-others and finds colder caches, or ranks that wait already. So a few forwards are timed where they happen, in the loop
-itself, and how they compare with the planner's sum of parts becomes `Profile.composition`.
+Operators, linear layers and messages timed one by one do not add up to a forward: there each one finds colder caches,
+or ranks that are already waiting. `Profile.composition` holds the ratio of forwards timed in the decoding loop to the
+planner's sum of parts.
 
 Shapes: K drafted tokens.
 """
@@ -37,32 +37,30 @@ from llama_ssp.sampling.rules import make_rule
 
 VOCAB_SIZE = 4096
 DRAFT = RandomLlama(128, 2, VOCAB_SIZE, from_16_bits=True)
-"""Reads 2 MB."""
+"""Its weights are 2 MB."""
 TARGETS = (
     RandomLlama(256, 10, VOCAB_SIZE, from_16_bits=True),
     RandomLlama(512, 12, VOCAB_SIZE),
     RandomLlama(1024, 17, VOCAB_SIZE),
 )
-"""Read 22 MB, 200 MB and 1.1 GB."""
+"""Their weights are 22 MB, 200 MB and 1.1 GB."""
 BUDGET_S = 3.0
-"""Time that one way of decoding a pair may take."""
+"""Time limit of one mode of one pair."""
 FEWEST, MOST = 5, 50
 NUM_DRAFT_TOKENS, PROMPT_TOKENS, NEW_TOKENS = 4, 32, 24
-"""A round ends within the slots of the cache that a profile's layers were timed with."""
+"""A round must end within the cache slots that a profile's layers were timed with."""
 MOST_OF_MEMORY = 0.5
 LEAST_RATIO = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairTime:
-    """Medians of what a pair took.
+    """Median times of a pair.
 
     Attributes:
-        target, draft: the pair.
         prompt_s: a prompt of `PROMPT_TOKENS` through the target, and the first token.
         plain_s: a plain token.
-        draft_s: what drafting takes of a round.
-        rest_s: the rest of the round.
+        draft_s, rest_s: the drafting in a round, and the rest of the round.
     """
 
     target: RandomLlama
@@ -74,7 +72,7 @@ class PairTime:
 
 
 def pair_times(comm: Comm) -> list[PairTime]:
-    """Decode with pairs of all sizes that fit into half of the free memory; all ranks must call this together."""
+    """Decode with all pairs that fit into half of the free memory; all ranks must call this together."""
     room = MOST_OF_MEMORY * _agreed(available_bytes() or sys.maxsize, comm)
     draft = DRAFT.load(Comm.single()) if comm.rank == 0 else None
     return [_pair_time(stack, draft, comm) for stack in TARGETS if stack.num_bytes <= room]
@@ -97,26 +95,19 @@ def _pair_time(stack: RandomLlama, draft: Runner | None, comm: Comm) -> PairTime
 
 
 def _completions(run: Decoder, comm: Comm) -> list[RowCompletion]:
-    """As many completions as the budget has room for, by the word of the first rank."""
+    """Decode as many completions as the budget allows, by the first rank's clock."""
     (first,) = complete(run, requests(1, new_tokens=NEW_TOKENS))
     number = _agreed(max(FEWEST, min(MOST, int(BUDGET_S / first.busy_s))), comm)
     return complete(run, requests(number, new_tokens=NEW_TOKENS))
 
 
 def _agreed(number: int, comm: Comm) -> int:
-    """The first rank's."""
+    """Return the first rank's number."""
     return int(comm.broadcast(torch.tensor([number]), src=0))
 
 
 def decoder(target: Runner, draft: Runner | None, comm: Comm, *, num_draft_tokens: int) -> Decoder:
-    """The loop of one rank at batch size 1: the first rank holds the draft and decides.
-
-    Args:
-        target: this rank's slice of it.
-        draft: on the first rank, where there is one.
-        comm: the ranks that share the target.
-        num_draft_tokens: K; 0 decodes plainly.
-    """
+    """Build one rank's loop at batch size 1; the first rank of `comm` holds the draft and decides; K = 0 is plain."""
     rule = make_rule(SamplingConfig(), VerificationConfig())
     inner = None
     if draft:
@@ -129,7 +120,7 @@ def decoder(target: Runner, draft: Runner | None, comm: Comm, *, num_draft_token
 
 
 def requests(number: int, *, new_tokens: int) -> list[Request]:
-    """Prompts of arbitrary tokens."""
+    """Make prompts of random tokens."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(VOCAB_SIZE, (number, PROMPT_TOKENS), generator=generator).tolist()
     return [Request(index=i, prompt_ids=tuple(row), max_new_tokens=new_tokens) for i, row in enumerate(ids)]
@@ -137,58 +128,46 @@ def requests(number: int, *, new_tokens: int) -> list[Request]:
 
 @torch.inference_mode()
 def complete(run: Decoder, wanted: Sequence[Request]) -> list[RowCompletion]:
-    """The finished completions of all requests."""
+    """Return the finished completions of all requests."""
     return [u.completion for updates in run.run(wanted) for u in updates if u.completion.finish_reason]
 
 
 def composition(times: Sequence[PairTime], machine: HardwareConfig, *, num_ranks: int) -> list[CompositionPoint]:
-    """Compare what pairs took with what a machine whose profiles have no such points would forecast.
+    """Compare measured pairs with the forecast for a machine whose profiles have no composition points.
 
-    What a plain token and a round take beside their forwards is believed; all that is left is the forwards'.
-
-    Args:
-        times: smallest target first, whose rounds also give the draft's point.
-        machine: the machine.
-        num_ranks: ranks that shared the targets.
+    The forecast of everything except forwards is taken as exact; the rest of the measured time belongs to forwards.
+    `num_ranks` shared the targets. The smallest target comes first: its rounds also give the draft's point.
     """
     points = []
     for time in times:
-        clock = CostModel(_job(time, num_ranks), machine_of_run(machine, num_ranks))
-        assert clock.draft, "a pair has a draft"
+        costs = CostModel(_job(time, num_ranks), machine_of_run(machine, num_ranks))
+        assert costs.draft, "a pair has a draft"
         if time is times[0]:
-            draft_s = [clock.forward(clock.draft, rows).total_s for rows in (2, *[1] * (NUM_DRAFT_TOKENS - 1))]
-            draws_s = NUM_DRAFT_TOKENS * (clock.draft_step_s(1) - draft_s[-1])
-            points.append(_point(clock, clock.draft, 1, time.draft_s - draws_s, sum(draft_s)))
-        plain_s, verify_s = (clock.forward(clock.target, rows).total_s for rows in (1, NUM_DRAFT_TOKENS + 1))
-        draw_s = clock.plain_s() - plain_s
-        beside_s = clock.verdict_s(NUM_DRAFT_TOKENS) + clock.host_s
+            draft_s = [costs.forward(costs.draft, rows).total_s for rows in (2, *[1] * (NUM_DRAFT_TOKENS - 1))]
+            draws_s = NUM_DRAFT_TOKENS * (costs.draft_step_s(1) - draft_s[-1])
+            points.append(_point(costs, costs.draft, 1, time.draft_s - draws_s, sum(draft_s)))
+        plain_s, verify_s = (costs.forward(costs.target, rows).total_s for rows in (1, NUM_DRAFT_TOKENS + 1))
+        draw_s = costs.plain_s() - plain_s
+        other_s = costs.verdict_s(NUM_DRAFT_TOKENS) + costs.host_s
         points += [
-            _point(clock, clock.target, 1, time.plain_s - draw_s, plain_s),
-            _point(clock, clock.target, NUM_DRAFT_TOKENS + 1, time.rest_s - beside_s, verify_s),
-            _point(clock, clock.target, PROMPT_TOKENS, time.prompt_s - draw_s, clock.prefill_s(clock.target)),
+            _point(costs, costs.target, 1, time.plain_s - draw_s, plain_s),
+            _point(costs, costs.target, NUM_DRAFT_TOKENS + 1, time.rest_s - other_s, verify_s),
+            _point(costs, costs.target, PROMPT_TOKENS, time.prompt_s - draw_s, costs.prefill_s(costs.target)),
         ]
     return points
 
 
-def _point(clock: CostModel, seat: ModelPlacement, rows: int, measured_s: float, parts_s: float) -> CompositionPoint:
+def _point(
+    costs: CostModel, placement: ModelPlacement, rows: int, measured_s: float, parts_s: float
+) -> CompositionPoint:
     ratio = max(measured_s / parts_s, LEAST_RATIO)
-    return CompositionPoint(rows=rows, working_set_bytes=working_set_bytes(seat, clock.hardware), ratio=ratio)
+    return CompositionPoint(rows=rows, working_set_bytes=working_set_bytes(placement, costs.hardware), ratio=ratio)
 
 
 def _job(time: PairTime, num_ranks: int) -> PlanSpec:
-    """What the pair did, as a plan sees it."""
     return PlanSpec(
-        target=time.target.planned,
-        draft=time.draft.planned,
-        target_kind=TargetKind.tensor,
-        target_ranks=tuple(range(num_ranks)),
-        draft_kind=DraftLayout.one_rank,
-        draft_ranks=(0,),
-        num_draft_tokens=NUM_DRAFT_TOKENS,
-        acceptance=None,
-        batch_size=1,
-        prompt_tokens=PROMPT_TOKENS,
-        max_new_tokens=NEW_TOKENS,
-        cuda_graphs=False,
-        device="cpu",
-    )
+        target=time.target.planned, target_kind=TargetKind.tensor, target_ranks=tuple(range(num_ranks)),
+        draft=time.draft.planned, draft_kind=DraftLayout.one_rank, draft_ranks=(0,),
+        num_draft_tokens=NUM_DRAFT_TOKENS, acceptance=None, batch_size=1, prompt_tokens=PROMPT_TOKENS,
+        max_new_tokens=NEW_TOKENS, cuda_graphs=False, device="cpu",
+    )  # fmt: skip

@@ -1,7 +1,7 @@
-"""What `task=calibrate` times on one rank: the library calls that models are made of, at sizes that a plan needs.
+"""Times the library calls that models consist of, on one rank and at the sizes that a plan needs.
 
-No checkpoint is read and no language model runs: matrices are random, layers have a width at which only the cost of
-launching their operators is left. Which of it is measured when, and what becomes of it, is said in `calibrate`.
+Reads no checkpoint and runs no language model: matrices are random, and layers are so narrow that mainly the cost of
+launching their operators is left. `tasks.calibrate` says what is measured when, and what it is used for.
 
 Shapes: B sequences, T positions, V vocabulary, E width.
 """
@@ -33,7 +33,7 @@ FEW_ELEMENTS, FEW_ROWS = ELEMENTS[2::2], (1, 2, 5, 64)
 OPERATOR_ROWS = (1, 5, 64)
 WORKING_SETS = (4 * 2**20, 32 * 2**20, 192 * 2**20)
 BUDGET_S = 0.15
-"""Time that one point may take."""
+"""Time limit of one point."""
 _FEWEST, _MOST = 3, 200
 NARROW = 64
 MANY_LAYERS = 9
@@ -44,14 +44,10 @@ WIDTHS = (64, 256)
 def seconds_per_call(
     call: Callable[[], object], *, budget_s: float = BUDGET_S, between: Callable[[], object] | None = None
 ) -> float:
-    """The lower quartile of the times of a call, over as many calls as the budget has room for.
+    """Return the lower quartile of the times of a call, over as many calls as the budget allows.
 
-    Other processes only ever add time, and the quartile leaves most of what they add out.
-
-    Args:
-        call: what to time.
-        budget_s: time that all calls may take.
-        between: done before each call and not timed, where code and numbers would be warmer than they are in a run.
+    Other processes only ever add time; the quartile excludes most of it. `between` is untimed work before each call,
+    for code and data that would otherwise be warmer than in a run.
     """
     if between:
         return statistics.quantiles(_times_apart(call, between, budget_s), n=4, method="inclusive")[0]
@@ -59,7 +55,7 @@ def seconds_per_call(
     started = time.perf_counter()
     call()
     once = max(time.perf_counter() - started, 1e-6)
-    # Short calls are timed in bunches, since reading the clock costs as much as they do.
+    # Short calls are timed in batches, since reading the clock costs as much as one call.
     bunch = max(1, int(2e-4 / once))
     times = []
     for _ in range(max(_FEWEST, min(_MOST, int(budget_s / (once * bunch))))):
@@ -71,7 +67,6 @@ def seconds_per_call(
 
 
 def _times_apart(call: Callable[[], object], between: Callable[[], object], budget_s: float) -> list[float]:
-    """The times of single calls, each behind other work."""
     times: list[float] = []
     call()
     while len(times) < _FEWEST or (len(times) < _MOST and sum(times) < budget_s):
@@ -83,7 +78,7 @@ def _times_apart(call: Callable[[], object], between: Callable[[], object], budg
 
 
 def _settled(call: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    """A call that returns only when the device is done."""
+    """Return a call that waits for the device."""
     if device.type != "cuda":
         return call
 
@@ -95,21 +90,21 @@ def _settled(call: Callable[[], object], device: torch.device) -> Callable[[], o
 
 
 def copy_bytes_per_s(device: torch.device, num_bytes: int = 2**28) -> float:
-    """Bytes read and written per second by a plain copy that no cache can hold."""
+    """Bytes read and written per second by a copy too large for any cache."""
     source = torch.ones(num_bytes // 4, device=device)
     target = torch.empty_like(source)
     return 2 * num_bytes / seconds_per_call(_settled(lambda: target.copy_(source), device))
 
 
 def flops_per_s(dtype: torch.dtype, device: torch.device) -> float:
-    """Rate of a square matrix product."""
+    """Rate of a square matrix product, in FLOP/s."""
     side = 8192 if device.type == "cuda" else 1024
     left = torch.randn(side, side, device=device).to(dtype)
     return 2 * side**3 / seconds_per_call(_settled(lambda: left @ left, device))
 
 
 def operator_s(device: torch.device, *, captured: bool) -> float:
-    """One operator of a few bytes, launched from Python or, on a GPU, inside a captured graph."""
+    """Time of one operator on a few bytes, launched from Python or, on a GPU, inside a CUDA graph."""
     number = 200
     x = torch.zeros(64, device=device)
 
@@ -136,17 +131,17 @@ def linear_points(
     all_elements: Sequence[int] | None = None,
     all_rows: Sequence[int] = ROWS,
 ) -> list[LinearPoint]:
-    """Linear layers of all sizes, with matrices that stay in a cache and with ones that do not.
+    """Time linear layers of all sizes, with matrices that stay in a cache and with ones that do not.
 
-    Half of the matrices are four times as tall as wide, half the other way round, as in an MLP.
+    Half of the matrices are four times as tall as wide, the others four times as wide as tall, as in an MLP.
 
     Args:
-        dtype: number format.
+        dtype: number format of the arithmetic.
         name: what the points call it.
         working_sets: bytes of all matrices that are read in turn.
-        keeps_weight: the matrices are embeddings too, so that they stay as they are.
-        from_16_bits: the matrices are those of a 16-bit checkpoint, and are kept in 16 bits.
-        all_elements: sizes of matrices; None takes all.
+        keeps_weight: the matrices are embeddings too, so they keep their layout.
+        from_16_bits: the matrices come from a 16-bit checkpoint, and are stored in 16 bits.
+        all_elements: sizes of matrices; None for all.
         all_rows: numbers of inputs.
     """
     arithmetic = Dtype(str(dtype).removeprefix("torch.")).name
@@ -154,7 +149,7 @@ def linear_points(
     for working_set in working_sets:
         for elements in all_elements or ELEMENTS:
             size = elements * (2 if from_16_bits else dtype.itemsize)
-            # Caches hold many sets of small matrices, and only large ones make up a set that none can hold.
+            # Only large matrices make up a set that no cache can hold: small ones would be too many.
             if size > working_set or (working_set > WORKING_SETS[-1] and size * MOST_MATRICES < working_set):
                 continue
             make = partial(_linear, elements, dtype, keeps_weight=keeps_weight, from_16_bits=from_16_bits)
@@ -172,7 +167,7 @@ def linear_points(
 def _linear(
     elements: int, dtype: torch.dtype, *, tall: bool, keeps_weight: bool, from_16_bits: bool
 ) -> tuple[int, Linear]:
-    """A linear layer in the form that a model's would have, with its number of inputs."""
+    """Make a linear layer as a model would have it; returns its number of inputs with it."""
     side = math.isqrt(elements // 4)
     sizes = (4 * side, side) if tall else (side, 4 * side)
     weight = torch.randn(sizes)
@@ -182,7 +177,7 @@ def _linear(
 
 @torch.inference_mode()
 def _linear_s(layers: list[tuple[int, Linear]], rows: int, dtype: torch.dtype) -> float:
-    """The time of one linear layer, over layers that are read in turn."""
+    """Time one linear layer, averaged over layers that are read in turn."""
     inputs = {width: torch.randn(rows, width).to(dtype) for width, _ in layers}
     in_turn = cycle(layers)
 
@@ -197,14 +192,10 @@ def _linear_s(layers: list[tuple[int, Linear]], rows: int, dtype: torch.dtype) -
 def operator_points(
     linear: list[LinearPoint], between: Callable[[], object]
 ) -> tuple[list[RowsPoint], list[RowsPoint]]:
-    """What a layer, and what the frame around the layers, takes beside its matrices.
+    """Time everything in a layer except its matrices, and everything in a forward except its layers and head.
 
-    Timed on stacks of one and of several layers, of widths at which operators weigh as much as matrices; what the
-    matrices cost, as a plan would read it from `linear`, is taken off.
-
-    Args:
-        linear: from `linear_points`.
-        between: what a round does between two forwards.
+    Measures stacks of one and of several layers, so narrow that operators cost as much as matrices, and subtracts the
+    cost of the matrices as a plan would read it from `linear`. `between` is what a round does between two forwards.
     """
     layers, frames = [], []
     for width in WIDTHS:
@@ -223,14 +214,13 @@ def operator_points(
 
 
 def _stack(width: int, num_layers: int) -> Runner:
-    """A few layers in the lean decoder, with a head of next to no size."""
     runner = RandomLlama(width, num_layers, NARROW).load(Comm.single())
     runner.allocate(batch_size=1, capacity=128)
     return runner
 
 
 def _forward(runner: Runner, rows: int) -> Callable[[], object]:
-    """A forward of one row of the batch, recorded as those of a round are."""
+    """Return a forward of `rows` positions of one sequence, traced as those of a round are."""
     ids_BT, positions_BT = torch.zeros(1, rows, dtype=torch.int64), torch.arange(rows)[None]
     traced = Traced(partial(runner.forward, bucket=MEASURED_SLOTS), reads=(runner,))
     return partial(traced, 0, ids_BT, positions_BT, bucket=MEASURED_SLOTS, version=runner.num_allocations)
@@ -242,20 +232,20 @@ def _forward_s(runner: Runner, rows: int, between: Callable[[], object]) -> floa
 
 
 def some_forward() -> Callable[[], object]:
-    """A forward of one row, as it comes before a rule."""
+    """Return a forward of one position, as it precedes a rule."""
     return _forward(_stack(WIDTHS[-1], MANY_LAYERS), 1)
 
 
 def beyond_caches() -> int:
-    """Bytes that no cache of this machine can hold."""
+    """Bytes that exceed every cache of this machine."""
     try:
         return max(2 * os.sysconf("SC_LEVEL3_CACHE_SIZE"), 2 * WORKING_SETS[-1])
-    except (ValueError, OSError):  # only Linux tells
+    except (ValueError, OSError):  # only Linux reports cache sizes
         return 2 * WORKING_SETS[-1]
 
 
 def attention_points() -> list[SizePoint]:
-    """Seconds for each byte of keys and values beyond the first few, by the rows that read it."""
+    """Seconds per byte of keys and values beyond the first few, by the number of rows that read it."""
     num_heads = 4
     few, many = MEASURED_SLOTS, 1024
     more_bytes = 2 * (many - few) * num_heads * HEAD_DIM * 4

@@ -1,4 +1,4 @@
-"""Llamas of random numbers in the lean decoder: what `task=calibrate` times where it takes a whole forward.
+"""Llamas with random weights in the lean decoder, for the whole forwards that `task=calibrate` times.
 
 Shapes are those of `runner`.
 """
@@ -29,13 +29,9 @@ _LARGEST = 0.05
 
 @dataclass(frozen=True)
 class RandomLlama:
-    """A Llama of random numbers, with half as many key-value heads as query heads; an `origin.WeightSource`.
+    """A Llama with random weights and half as many key-value heads as query heads; an `origin.WeightSource`.
 
-    Attributes:
-        width: E, a multiple of twice `HEAD_DIM`.
-        num_layers: how many layers.
-        vocab_size: V.
-        from_16_bits: its numbers are those of a 16-bit checkpoint, which a CPU keeps in 16 bits.
+    `width` is a multiple of twice `HEAD_DIM`. With `from_16_bits` a CPU stores the weights in 16 bits.
     """
 
     width: int
@@ -45,7 +41,7 @@ class RandomLlama:
 
     @property
     def folder(self) -> Path:
-        """There is none: what messages call it."""
+        """A name for messages; no such folder exists."""
         return Path(f"random-{self.width}x{self.num_layers}")
 
     @property
@@ -53,35 +49,29 @@ class RandomLlama:
         """Its sizes."""
         num_heads = self.width // HEAD_DIM
         return ModelShape(
-            model_type="llama",
-            num_hidden_layers=self.num_layers,
-            hidden_size=self.width,
-            num_attention_heads=num_heads,
-            num_key_value_heads=num_heads // 2,
-            head_dim=HEAD_DIM,
-            intermediate_size=MLP_SHARE * self.width,
-            vocab_size=self.vocab_size,
-            max_position_embeddings=CONTEXT,
-        )
+            model_type="llama", num_hidden_layers=self.num_layers, hidden_size=self.width,
+            num_attention_heads=num_heads, num_key_value_heads=num_heads // 2, head_dim=HEAD_DIM,
+            intermediate_size=MLP_SHARE * self.width, vocab_size=self.vocab_size, max_position_embeddings=CONTEXT,
+        )  # fmt: skip
 
     @cached_property
     def config(self) -> LlamaConfig:
-        """The library's own configuration of it."""
+        """The transformers configuration."""
         return llama_config(self.shape)
 
     @property
     def context(self) -> int:
-        """The most tokens that a sequence may have."""
+        """Most tokens in a sequence."""
         return CONTEXT
 
     @property
     def dtype(self) -> torch.dtype:
-        """The number format that its numbers come from."""
+        """Number format of the weights."""
         return torch.bfloat16 if self.from_16_bits else torch.float32
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorFacts]:
-        """Every tensor, by the name that the library gives it."""
+        """Every tensor, by its name in transformers."""
         with torch.device("meta"):
             model = LlamaForCausalLM(self.config)
         return {name: TensorFacts(dtype=self.dtype, shape=tuple(p.shape)) for name, p in model.named_parameters()}
@@ -95,7 +85,7 @@ class RandomLlama:
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
     ) -> Tensor:
-        """Make a tensor, or a slice of it; see `WeightSource.read`. A norm's are ones, the same on all ranks."""
+        """Make a tensor, or a slice of it (see `WeightSource.read`): uniform numbers, the ones of a norm."""
         sizes = list(self.tensors[name].shape)
         if dim is not None:
             sizes[dim] = sum(len(part) for part in parts)
@@ -104,7 +94,7 @@ class RandomLlama:
 
     @property
     def planned(self) -> PlannedModel:
-        """What the planner sees of it in fp32."""
+        """How the planner sees it in fp32."""
         return PlannedModel(
             name=self.folder.name,
             shape=self.shape,
@@ -115,9 +105,9 @@ class RandomLlama:
 
     @property
     def num_bytes(self) -> int:
-        """What its weights take on a CPU, on all ranks together."""
+        """Size of its weights on a CPU, all ranks together."""
         return model_bytes(inventory(self.shape), self.planned, device="cpu").total_bytes
 
     def load(self, comm: Comm) -> Runner:
-        """This rank's slice in fp32 on the CPU; all ranks of `comm` must call this together."""
+        """Load this rank's slice in fp32 on the CPU; all ranks of `comm` must call this together."""
         return load_model(self, dtype=torch.float32, device=torch.device("cpu"), comm=comm)

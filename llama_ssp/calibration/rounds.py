@@ -1,6 +1,6 @@
-"""What `task=calibrate` times of a round beside its forwards: the rule, the loop itself, and collectives.
+"""Times the parts of a round other than forwards, for `task=calibrate`: the rule, the loop itself, and collectives.
 
-Shapes: B sequences, T positions, V vocabulary, P = 2 numbers of a draw.
+Shapes: B sequences, T positions, V vocabulary, P = 2 uniforms of a draw.
 """
 
 import time
@@ -33,12 +33,12 @@ _NUM_MATRICES = 32
 
 
 def some_draw() -> Callable[[], object]:
-    """A draw of one token, as it comes between two forwards."""
+    """Return a draw of one token, as between two forwards."""
     return _drawing(make_rule(SamplingConfig(), VerificationConfig()), torch.randn(1, VOCABULARIES[1]))
 
 
 def _drawing(rule: Rule, logits_BV: Tensor) -> Callable[[], object]:
-    """A draw from these logits, recorded as those of a round are."""
+    """Return a draw from these logits, traced as those of a round are."""
     traced = Traced(partial(_drawn, rule), reads=(rule,))
     return partial(traced, 0, logits_BV, _draws().plain_BP)
 
@@ -48,7 +48,7 @@ def _drawn(rule: Rule, logits_BV: Tensor, uniforms_BP: Tensor) -> Tensor:
 
 
 def _verifying(rule: Rule, logits_BTV: Tensor) -> Callable[[], object]:
-    """A verification by these logits of ids that were drawn from them, recorded likewise."""
+    """Return a traced verification, by these logits, of ids drawn from them."""
     ids_BK, probs_BTV = torch.zeros(1, NUM_DRAFT_TOKENS, dtype=torch.int64), torch.softmax(logits_BTV, dim=-1)
 
     def verified(logits_BTV: Tensor, ids_BK: Tensor, probs_BTV: Tensor, *draws: Tensor) -> tuple[Tensor, ...]:
@@ -64,11 +64,7 @@ def _draws() -> Draws:
 
 @torch.inference_mode()
 def rule_points(between: Callable[[], object]) -> tuple[list[SizePoint], list[SizePoint]]:
-    """The rule, drawing one token and verifying K of them, by rows times vocabulary.
-
-    Args:
-        between: a forward.
-    """
+    """Time the rule, drawing one token and verifying K of them, by rows times vocabulary; `between` is a forward."""
     rule = make_rule(SamplingConfig(), VerificationConfig())
     drawing, verifying = [], []
     for vocab_size in VOCABULARIES:
@@ -80,7 +76,7 @@ def rule_points(between: Callable[[], object]) -> tuple[list[SizePoint], list[Si
 
 
 class _Mute:
-    """A runner that answers at once, so that what is left of a round is the loop's own."""
+    """A runner that answers immediately, so that only the loop's own time is left of a round."""
 
     repeats_operators = True
 
@@ -93,23 +89,23 @@ class _Mute:
         self._logits_BTV = torch.zeros(1, 1, FEW_IDS)
 
     def allocate(self, *, batch_size: int, capacity: int) -> None:
-        """Needs no room."""
+        """Needs no memory."""
 
     def forward(
         self,
-        ids_BT: Tensor,  # noqa: ARG002 - the protocol's
+        ids_BT: Tensor,  # noqa: ARG002 - required by the protocol
         positions_BT: Tensor,  # noqa: ARG002
         *,
         bucket: int,  # noqa: ARG002
         score_positions_BR: Tensor | None = None,  # noqa: ARG002
         cache_rows_B: Tensor | None = None,  # noqa: ARG002
     ) -> Tensor:
-        """The same logits every time."""
+        """Return the same logits every time."""
         return self._logits_BTV
 
 
 def round_s() -> float:
-    """What the loop takes for a token beside forwards and the rule."""
+    """Time of the loop per token, without forwards and rule."""
     target = _Mute()
     rule = make_rule(SamplingConfig(), VerificationConfig())
     round_ = Round(target, None, verifier=Verifier(rule, comm=Comm.single(), verify_rank=0, device=target.device))
@@ -129,10 +125,9 @@ def round_s() -> float:
 
 
 def all_reduce_points(comm: Comm, device: torch.device) -> list[SizePoint]:
-    """All-reduces by size, each behind a layer's worth of matrices; all ranks must call this together.
+    """Time all-reduces by size, each after a layer's worth of matrices; all ranks must call this together.
 
-    The matrices do not fit into the caches, as those of a model do not: a message that comes behind them takes longer
-    than one in a tight loop.
+    The matrices exceed the caches, as those of a model do: a message after them takes longer than one in a tight loop.
     """
     matrices = cycle([torch.randn(512, 1024, device=device) for _ in range(_NUM_MATRICES)])
     x = torch.randn(1, 4, 1024, device=device)

@@ -1,1 +1,1 @@
-"""What a person sees in a terminal."""
+"""What a person sees on the terminal."""

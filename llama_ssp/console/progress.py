@@ -1,8 +1,8 @@
-"""How far a long step has come: bars on a terminal, a plain line at most once a minute elsewhere.
+"""Progress of a long step: bars on a terminal, elsewhere a plain line at most once a minute, both to standard error.
 
-Both write to standard error. rich's columns say how much of a step is done, how fast it goes, and how long it will
-take. The time that decoding takes is estimated here (`Pace`): completions end seldom and rows of a batch together, and
-a comparison has two speeds, of which rich's one average over the last seconds knows nothing.
+rich's columns show how much of a step is done, its speed and the remaining time. Decoding estimates its own remaining
+time (`Pace`): completions end seldom, the rows of a batch end together, and a comparison has two speeds, while rich
+averages over the last seconds.
 """
 
 import time
@@ -17,25 +17,20 @@ _LINE_EVERY_S = 60.0
 _FIRST_LINE_OF_LOADING_S = 10.0
 _DRAW_EVERY_S = 0.2
 _SPEED_OVER_S = 300.0
-"""A large file is minutes apart from the next on slow disks."""
+"""Long, because two updates of a large file on a slow disk are minutes apart."""
 
 
 class ProgressView:
-    """A live bar for each label, which disappears at the end; where there is no terminal, lines with the same columns.
+    """A live bar per label, which disappears at the end; without a terminal, lines with the same columns.
 
-    Updates alone draw, a few times a second, and no thread does: it would run into what is being timed. The first line
-    comes after ten seconds and each other one a minute later.
-
-    Args:
-        console: of a terminal, or of a file.
-        amount: columns that say how much is done, and how fast.
-        clock: seconds.
+    Only updates draw, a few times a second; a drawing thread would disturb what is being timed. The first line comes
+    after ten seconds, the others a minute apart. `amount` are columns for how much is done, and how fast.
     """
 
     def __init__(self, console: Console, *amount: ProgressColumn, clock: Callable[[], float] = time.monotonic) -> None:
         label = TextColumn("{task.description}", markup=False)
         self._columns = [label, *amount, RemainingColumn(compact=True), TextColumn("left")]
-        # Standard output stays what it is: a file that it leads to must not end up on this console.
+        # Standard output is not redirected: it may lead to a file, which must not end up on this console.
         self._progress = Progress(
             label, BarColumn(bar_width=None), *self._columns[1:], console=console, transient=True, expand=True,
             auto_refresh=False, redirect_stdout=False, redirect_stderr=False, get_time=clock,
@@ -47,7 +42,7 @@ class ProgressView:
         self._tasks: dict[str, TaskID] = {}
 
     def update(self, label: str, done: int, total: int) -> None:
-        """Say that `done` of `total` units of `label` are behind us."""
+        """Report that `done` of `total` units of `label` are done."""
         if label not in self._tasks:
             self._tasks[label] = self._progress.add_task(label, total=total, completed=done)
         task = self._tasks[label]
@@ -72,15 +67,14 @@ class ProgressView:
 
 @dataclass(kw_only=True)
 class Pace:
-    """How far one mode of a run has come.
+    """Progress of one mode of a run.
 
     Attributes:
-        num_wanted: completions, those of earlier parts of a resumed run included.
-        num_done: of those; the other counts are of this part alone.
-        num_ended: completions.
-        num_tokens: new ones, those of completions that are still open included.
-        num_ended_tokens: those of the others.
-        ended_ms: between the first prefill and the last token of each completion that has ended, summed up.
+        num_wanted, num_done: completions, including those of earlier parts of a resumed run.
+        num_ended: completions of this part alone, as the other counts.
+        num_tokens: new tokens, including those of open completions.
+        num_ended_tokens: new tokens of the ended completions.
+        ended_ms: sum over the ended completions of the time from first prefill to last token.
         busy_s: wall time.
     """
 
@@ -93,28 +87,17 @@ class Pace:
     busy_s: float = 0.0
 
     def num_tokens_left(self, max_new_tokens: int) -> float:
-        """How many are to come, if the others become as long as those that have ended; none ended: as long as they may.
-
-        Args:
-            max_new_tokens: of a completion.
-        """
+        """Estimate the tokens to come, at the mean length of the ended completions, or at most before one has ended."""
         length = self.num_ended_tokens / self.num_ended if self.num_ended else max_new_tokens
         num_open = self.num_tokens - self.num_ended_tokens
         return max(length * (self.num_wanted - self.num_done) - num_open, 0.0)
 
 
 class RunProgress:
-    """How far decoding has come: a bar, or a line as soon as every mode has ended a completion and then every minute.
+    """Progress of decoding: a bar, or a line once every mode has ended a completion, and then one every minute.
 
-    The first line comes after a minute at the latest, and no line when all is done.
-
-    Args:
-        paces: what is to be done in each mode.
-        max_new_tokens: of a completion.
-        unit: what a mode counts, in the plural.
-        write: takes a line; None writes none.
-        bars: are moved; None where there are none.
-        clock: seconds.
+    The first line comes after a minute at the latest; no line comes when all is done. `write` prints a line, `bars` are
+    updated, each if given. `unit` names what a mode counts, in the plural; `clock` returns seconds.
     """
 
     def __init__(
@@ -135,45 +118,38 @@ class RunProgress:
         self._clock = clock
         self._last_s = clock()
         self._next_line_s = self._last_s + _LINE_EVERY_S
-        self._has_told = False
+        self._has_reported = False
 
     def advance(self, mode: str, num_tokens: int) -> None:
-        """Count new tokens of a mode; the time since the last call is this mode's."""
+        """Count new tokens of a mode, and the time since the last call as this mode's."""
         now_s, pace = self._clock(), self._paces[mode]
         pace.busy_s += now_s - self._last_s
         pace.num_tokens += num_tokens
         self._last_s = now_s
         if now_s >= self._next_line_s:
-            self._tell()
+            self._report()
 
     def end(self, mode: str, *, num_tokens: int, ms: float) -> None:
-        """Count a completion that has ended, whose tokens have all been counted.
-
-        Args:
-            mode: its mode.
-            num_tokens: its new tokens.
-            ms: between the start of its prefill and its last token.
-        """
+        """Count an ended completion, whose tokens have been counted; `ms` is from its prefill to its last token."""
         pace = self._paces[mode]
         pace.num_done += 1
         pace.num_ended += 1
         pace.num_ended_tokens += num_tokens
         pace.ended_ms += ms
         if self._bars:
-            num_done, num_wanted = self._num_done()
-            self._bars.update(self._unit, num_done, num_wanted)
+            self._bars.update(self._unit, *self._num_done())
         unknown = [each for each in self._paces.values() if each.num_done < each.num_wanted and not each.num_ended]
-        if not self._has_told and not unknown:
-            self._tell()
+        if not self._has_reported and not unknown:
+            self._report()
 
     def _num_done(self) -> tuple[int, int]:
         paces = self._paces.values()
         return sum(pace.num_done for pace in paces), sum(pace.num_wanted for pace in paces)
 
-    def _tell(self) -> None:
-        """Write a line, unless all is done: then the results say more."""
+    def _report(self) -> None:
+        """Write a line, unless all is done: then the results follow."""
         self._next_line_s = self._last_s + _LINE_EVERY_S
-        self._has_told = True
+        self._has_reported = True
         num_done, num_wanted = self._num_done()
         if self._write and num_done < num_wanted:
             self._write(self._line())
@@ -187,7 +163,7 @@ class RunProgress:
         return f"{'; '.join(modes)}; {num_tokens} tokens{self._left()}"
 
     def _left(self) -> str:
-        """The time that is left, each mode at its own speed where it has one."""
+        """Estimate the time left, each mode at its own speed once it has one."""
         num_tokens = sum(pace.num_tokens for pace in self._paces.values())
         if not num_tokens:
             return ""
@@ -200,7 +176,7 @@ class RunProgress:
 
 
 def _duration(seconds: float) -> str:
-    if seconds < 90:  # noqa: PLR2004 - from here on minutes say it better
+    if seconds < 90:  # noqa: PLR2004 - from here on minutes are precise enough
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
     return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min"  # noqa: PLR2004

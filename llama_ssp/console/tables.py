@@ -1,7 +1,4 @@
-"""The closing table of a run and its closing line, laid out for 80 columns; what they hold is a `Summary`.
-
-Pure functions: where and when they are printed is the business of `terminal`.
-"""
+"""The closing table and the closing line of a run, laid out for 80 columns; pure functions of a `Summary`."""
 
 from collections.abc import Sequence
 
@@ -29,13 +26,8 @@ _BAR_WIDTH = 32
 
 
 def summary_table(summary: Summary) -> RenderableType:
-    """Lay out plain and speculative decoding, a line for each that ran, with the forecast beside the measured value.
-
-    A number that does not exist is "-".
-    """
-    table = Table(
-        box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 0, 0, 1), pad_edge=False,
-    )  # fmt: skip
+    """Lay out plain and speculative decoding, a line per mode that ran, with forecasts; a missing number is "-"."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 0, 0, 1), pad_edge=False)
     table.add_column("")
     for heading in ("ms/token", "forecast", "tokens/s", "tokens\n/round", "accepted", "speed-up", "forecast"):
         dim = "bright_black" if heading == "forecast" else None
@@ -53,22 +45,12 @@ def summary_table(summary: Summary) -> RenderableType:
 
 
 def benchmark_table(rows: Sequence[BenchmarkRow]) -> RenderableType:
-    """Lay out the cells of a benchmark, a line each."""
+    """Lay out the cells of a benchmark, one per line."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0, pad_edge=False)
     headings = (
-        "K",
-        "prompt",
-        "batch",
-        "plain",
-        "fore-\ncast",
-        "generate",
-        "specu-\nlative",
-        "fore-\ncast",
-        "assisted",
-        "tokens\n/round",
-        "other",
-        "copy",
-    )
+        "K", "prompt", "batch", "plain", "fore-\ncast", "generate", "specu-\nlative", "fore-\ncast", "assisted",
+        "tokens\n/round", "other", "copy",
+    )  # fmt: skip
     for heading in headings:
         dim = "bright_black" if heading == "fore-\ncast" else None
         table.add_column(heading, justify="right", vertical="bottom", style=dim, header_style=dim)
@@ -84,7 +66,7 @@ def benchmark_table(rows: Sequence[BenchmarkRow]) -> RenderableType:
 
 
 def closing_line(summary: Summary) -> Text:
-    """Say in one line what was made and how fast: in the run's only mode, or of two in the speculative one, named."""
+    """Sum up in one line what was generated and how fast; of two modes the speculative one."""
     if summary.cells:
         return Text(f"{_count(len(summary.cells), 'cell')} measured")
     mode = summary.speculative or summary.plain
@@ -132,20 +114,18 @@ def _speculative_cells(fast: SpeculativeSummary, forecast: Forecast, speedup: fl
 
 
 def _round_line(fast: SpeculativeSummary) -> Text:
-    """Where the mean round spends its time, as numbers and as one bar."""
     parts_s = {"draft": fast.draft_s, "verify": fast.verify_s, "other": max(fast.other_s, 0.0)}
     total_s = sum(parts_s.values())
     line, bar = Text("a round:  "), Text()
-    behind_s = 0.0
+    done_s = 0.0
     for part, part_s in parts_s.items():
-        behind_s += part_s
-        bar.append("━" * (round(_BAR_WIDTH * behind_s / total_s) - len(bar)), style=_PART_STYLES[part])
+        done_s += part_s
+        bar.append("━" * (round(_BAR_WIDTH * done_s / total_s) - len(bar)), style=_PART_STYLES[part])
         line.append(part, style=_PART_STYLES[part]).append(f" {_share(part_s / total_s)}  ")
     return line.append_text(bar)
 
 
 def _memory_line(memory: Sequence[RankMemory]) -> Text | None:
-    """What the fullest rank has used, beside what was planned for it."""
     measured = [rank for rank in memory if rank.measured_peak_bytes]
     if not measured:
         return None

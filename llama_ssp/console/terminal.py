@@ -1,8 +1,8 @@
-"""Everything that a run says on the terminal: texts and tables on standard output, the rest on standard error.
+"""Everything that a run prints: texts and tables on standard output, the rest on standard error.
 
-Text of models and prompts is never read as markup, and its control characters are made visible, so that a model cannot
-drive the terminal. Where standard output is no terminal, texts are written to it as they are, without colours and
-line breaks of ours. Log files are the business of `distributed.ranklog`.
+Text of models and prompts is never parsed as markup, and its control characters are made visible, so that it cannot
+control the terminal. If standard output is no terminal, texts are written without colours or added line breaks.
+`distributed.ranklog` writes log files.
 """
 
 import re
@@ -29,7 +29,7 @@ from llama_ssp.reports.lines import BenchmarkRow, Summary
 from llama_ssp.visible import visible
 
 _PICTURE_COLUMNS = 80
-# What a viewer would have to fetch: a picture is whole where there is no network.
+# A viewer would have to download the fonts; a picture must be complete offline.
 _FONTS = re.compile(r"@font-face \{.*?\}\s*", flags=re.DOTALL)
 # Red, green, yellow, blue, magenta, cyan.
 _COLOURS = [(224, 108, 117), (152, 205, 121), (229, 192, 123), (97, 175, 239), (214, 145, 242), (86, 182, 194)]
@@ -37,28 +37,28 @@ _WHITE, _GREY, _BLACK = (222, 225, 230), (138, 145, 160), (30, 32, 38)
 _PICTURE_THEME = TerminalTheme(_BLACK, _WHITE, [_BLACK, *_COLOURS, _WHITE], [_GREY, *_COLOURS, _WHITE])
 
 ShowProgress: TypeAlias = Callable[[str, int, int], None]
-"""Called with a label, the units that are done, and all units."""
+"""Called with a label, the finished units, and all units."""
 
 
 class Output(Console):
-    """A console that falls silent when nobody reads it any more: behind `| head`, or after its terminal has hung up."""
+    """A console that becomes silent when nobody reads it any more: after `| head`, or when its terminal has hung up."""
 
     when_unread: Callable[[], None] | None = None
-    """Called when a pipe is closed."""
+    """Called when the reader of a pipe closes it."""
 
     def on_broken_pipe(self) -> None:
-        """Called by rich, which would end the process."""
+        """Replaces rich's own handler, which would end the process."""
         self.fall_silent()
         if self.when_unread:
             self.when_unread()
 
     def fall_silent(self) -> None:
-        """Write nothing any more."""
+        """Write nothing from now on."""
         self.quiet = True
         silence(self.file)
 
     def _check_buffer(self) -> None:
-        """Write what is due, for all methods of rich, which knows of closed pipes and not of terminals."""
+        """Write the buffer, for all methods of rich, which handles closed pipes but not lost terminals."""
         try:
             super()._check_buffer()
         except OSError:
@@ -68,12 +68,7 @@ class Output(Console):
 
 
 class Terminal:
-    """The terminal of rank 0, or that of another rank, which is silent.
-
-    Args:
-        out: console of standard output.
-        err: console of standard error.
-    """
+    """The terminal of rank 0, as consoles of standard output and standard error; on other ranks it is silent."""
 
     def __init__(self, *, out: Output, err: Output) -> None:
         self._out = out
@@ -84,7 +79,7 @@ class Terminal:
 
     @classmethod
     def of_rank(cls, world_rank: int) -> "Terminal":
-        """Take this process's own streams on rank 0; say nothing on any other rank."""
+        """Use this process's own streams on rank 0, and none on any other rank."""
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, TextIOWrapper):
                 stream.reconfigure(errors="replace")
@@ -93,7 +88,7 @@ class Terminal:
 
     @contextmanager
     def while_read(self, stop: Callable[[], None]) -> Iterator[None]:
-        """Call `stop` as soon as nobody reads standard output any more."""
+        """Call `stop` when nobody reads standard output any more."""
         self._out.when_unread = stop
         try:
             yield
@@ -101,13 +96,7 @@ class Terminal:
             self._out.when_unread = None
 
     def heading(self, mode: str, *, number: int, total: int | None = None) -> None:
-        """Begin a completion with a line across the screen.
-
-        Args:
-            mode: "plain" or "speculative".
-            number: of the prompt, from 1.
-            total: how many prompts there are; None when nobody knows yet.
-        """
+        """Begin a completion with a line across the screen; prompts count from 1, `total` is None if unknown."""
         if self._shown:
             self._show(Text())
         elif self._out.color_system:
@@ -116,16 +105,16 @@ class Terminal:
         self._show(Rule(Text(f"prompt {number}{of_total}, {mode}", style="bold"), align="left", style="bright_black"))
 
     def prompt(self, text: str) -> None:
-        """Show the prompt, where its completion goes on."""
+        """Show the prompt, which its completion continues."""
         self._write(text, "bright_black")
 
     def stream(self, pieces: Iterable[Piece]) -> None:
-        """Show new pieces of the open completion at once."""
+        """Show new pieces of the open completion immediately."""
         for piece in pieces:
             self._write(piece.text, ACCEPTED_STYLE if piece.accepted else OWN_STYLE)
 
     def end_of_text(self) -> None:
-        """End the open completion, if there is one, and its line if it has not ended itself."""
+        """End the open completion, if any, with a line feed if it has none."""
         if not self._text:
             return
         if not self._text.plain.endswith("\n"):
@@ -135,11 +124,7 @@ class Terminal:
         self._text = Text()
 
     def line(self, text: str) -> None:
-        """Write a line to standard output, for programs to read: nothing in it is changed or escaped.
-
-        Args:
-            text: one record without a line feed, for example JSON in ASCII, which has no control characters.
-        """
+        """Write a record such as ASCII JSON to standard output, for programs to read: unchanged, with a line feed."""
         if self._view:
             self._view.hide()
         self._write_raw(text + "\n")
@@ -153,16 +138,16 @@ class Terminal:
         self._show(benchmark_table(rows))
 
     def closing(self, summary: Summary, *, run_dir: Path) -> None:
-        """Say on standard error how fast it went and where the records are."""
+        """Report on standard error how fast it went and where the records are."""
         self._err.print(closing_line(summary).append(f"; records in {visible(str(run_dir))}"), soft_wrap=True)
 
     def say(self, sentence: str) -> None:
-        """Tell the user something on standard error."""
+        """Write a sentence to standard error."""
         self._err.print(Text(visible(sentence)), soft_wrap=True)
 
     @contextmanager
     def loading(self) -> Iterator[ShowProgress]:
-        """Show bytes being loaded: `with terminal.loading() as progress: progress("target", done, total)`."""
+        """Show bytes as they load: `with terminal.loading() as progress: progress("target", done, total)`."""
         view = ProgressView(self._err, DownloadColumn(), TransferSpeedColumn())
         with self._showing(view):
             yield view.update
@@ -171,13 +156,9 @@ class Terminal:
     def decoding(
         self, paces: Mapping[str, Pace], *, max_new_tokens: int, unit: str, shows_texts: bool
     ) -> Iterator[RunProgress]:
-        """Show how far decoding has come: a bar on a terminal, elsewhere a line a minute.
+        """Show the progress of decoding: a bar on a terminal, elsewhere a line a minute.
 
-        Args:
-            paces: what is to be done in each mode.
-            max_new_tokens: of a completion.
-            unit: what a mode counts, in the plural.
-            shows_texts: texts come to standard output meanwhile, which share no screen with a bar.
+        With `shows_texts`, texts go to standard output meanwhile; they cannot share a screen with a bar.
         """
         has_bar = self._err.is_terminal and not (shows_texts and self._out.is_terminal)
         bars = ProgressView(self._err, MofNCompleteColumn()) if has_bar else None
@@ -186,9 +167,9 @@ class Terminal:
             yield RunProgress(paces, max_new_tokens=max_new_tokens, unit=unit, write=write, bars=bars)
 
     def ask(self) -> Iterator[str]:
-        """Read prompts behind `> ` until the user ends the input with Ctrl-D; empty lines are passed over."""
+        """Read prompts at `> ` until Ctrl-D ends the input; empty lines are skipped."""
         with suppress(ImportError):
-            import_module("readline")  # gives `input` line editing and a history
+            import_module("readline")  # adds line editing and a history to `input`
         while True:
             try:
                 text = input("> ")
@@ -203,11 +184,7 @@ class Terminal:
                 yield text
 
     def save_svg(self, path: Path, *, title: str) -> None:
-        """Draw what standard output has shown so far, as a terminal of 80 columns would.
-
-        Raises:
-            SspError: the file cannot be written.
-        """
+        """Draw what standard output has shown so far, 80 columns wide; raises SspError if the file is not writable."""
         picture = Console(
             record=True, file=StringIO(), width=_PICTURE_COLUMNS, force_terminal=True, color_system="truecolor",
             highlight=False,

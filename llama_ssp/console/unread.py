@@ -1,6 +1,6 @@
-"""Whether anybody can still read a stream: the other end of a pipe may be closed, and a terminal may hang up.
+"""Detects that nobody can read a stream any more: the reader closed the pipe, or the terminal hung up.
 
-A closed pipe ends a run (`terminal`). A terminal that hangs up does not: SIGHUP ends the runs that are to end with it.
+A closed pipe ends a run (`terminal`). A terminal that hangs up does not; SIGHUP ends the runs that must end with it.
 """
 
 import errno
@@ -11,28 +11,23 @@ from typing import IO
 
 
 def is_unread(stream: IO[str], error: OSError) -> bool:
-    """Say whether a write failed because nobody can read the stream any more.
-
-    Args:
-        stream: that was written.
-        error: what the write raised.
-    """
+    """Whether a write to `stream` raised `error` because nobody can read the stream any more."""
     return isinstance(error, BrokenPipeError) or (error.errno == errno.EIO and has_hung_up(stream))
 
 
 def has_hung_up(stream: IO[str]) -> bool:
-    """Say whether a stream leads to a terminal that has hung up."""
+    """Whether a stream leads to a terminal that has hung up."""
     try:
         termios.tcgetattr(stream.fileno())
     except termios.error as error:
         return bool(error.args[0] == errno.EIO)  # a file or a pipe gives ENOTTY
-    except (OSError, ValueError):  # a stream of Python's own, or closed
+    except (OSError, ValueError):  # a stream without a descriptor, or a closed one
         return False
     return False
 
 
 def silence(stream: IO[str]) -> None:
-    """Discard what is still in the buffer of a stream, and all that follows."""
+    """Discard the buffer of a stream, and everything written to it from now on."""
     with suppress(OSError):
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, stream.fileno())

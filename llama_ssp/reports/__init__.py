@@ -1,1 +1,1 @@
-"""What a run leaves behind."""
+"""Records, tables, figures and reports of runs and plans."""

@@ -1,4 +1,4 @@
-"""What a chart shows, as data: bars, lines and dots over two linear axes. `plots` draws it."""
+"""Charts as data: bars, lines and dots over two linear axes. `plots` draws them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,14 +7,14 @@ from enum import Enum
 INK, SOFT, GRID, GREY = "#1b1f23", "#5f6b76", "#dfe3e6", "#8a939b"
 COLOURS = ("#2563a8", "#c2571a", "#2e7d4f", "#7b4ba0", "#a3303c", "#5f6b76", "#0f8b8d", "#9a7b0a")
 MOST_SAID = 12
-"""Marks whose values the text in place of a chart names."""
+"""Most marks whose values the alternative text names."""
 Point = tuple[float, float]
 Kind = Enum("Kind", ["bar", "line", "dot"])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """A bar between its lower left and its upper right corner, a line through points, or a dot at one."""
+    """A bar given by its lower left and upper right corners, a line through points, or a dot at one point."""
 
     kind: Kind
     points: Sequence[Point]
@@ -25,15 +25,13 @@ class Mark:
 
 @dataclass(kw_only=True)
 class Chart:
-    """One chart.
+    """One chart; its axes run from 0 to at least `highest_x` and `highest_y`.
 
     Attributes:
-        title: stands above it.
-        x_label, y_label: names of the axes with their units; without a name the y axis is not drawn.
-        highest_x, highest_y: what the axes must reach; they begin at 0.
+        x_label, y_label: names of the axes with units; without a name the y axis is hidden.
         x_names: names for places on the x axis, instead of numbers.
-        marks: what is drawn, the last above all others.
-        legend: the mark that stands for each name.
+        marks: in drawing order; later ones cover earlier ones.
+        legend: the mark shown for each name.
     """
 
     title: str
@@ -48,7 +46,7 @@ class Chart:
     def bar(
         self, left: float, right: float, top: float, colour: str, *, says: str, name: str = "", bottom: float = 0.0
     ) -> None:
-        """Add a bar, which shows `says` under the pointer; `name` goes into the legend, as that of all marks."""
+        """Add a bar, which shows `says` under the pointer; a `name` goes into the legend."""
         self._add(name, Mark(kind=Kind.bar, points=[(left, bottom), (right, top)], colour=colour, says=says))
 
     def line(self, points: Sequence[Point], colour: str, *, name: str = "", dashed: bool = False) -> None:
@@ -61,10 +59,10 @@ class Chart:
 
     @property
     def alt(self) -> str:
-        """Text in place of the picture: the title and the values."""
-        said = [mark.says for mark in self.marks if mark.says]
-        more = [f"and {len(said) - MOST_SAID} more"] if len(said) > MOST_SAID else []
-        return f"{self.title}: {'; '.join([*said[:MOST_SAID], *more])}"
+        """Alternative text: the title and the values."""
+        texts = [mark.says for mark in self.marks if mark.says]
+        more = [f"and {len(texts) - MOST_SAID} more"] if len(texts) > MOST_SAID else []
+        return f"{self.title}: {'; '.join([*texts[:MOST_SAID], *more])}"
 
     def _add(self, name: str, mark: Mark) -> None:
         self.marks.append(mark)

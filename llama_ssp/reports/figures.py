@@ -1,24 +1,22 @@
-"""The charts of a report, made of finished runs; each is None where nothing was measured for it.
-
-`plots` draws them, `html` makes the page around them.
-"""
+"""The charts of a report, made from finished runs; each is None if nothing was measured for it. `plots` draws them."""
 
 from collections.abc import Sequence
 
 from llama_ssp.reports.charts import COLOURS, GREY, INK, Chart
 from llama_ssp.reports.lines import PLAIN, SPECULATIVE, CompletionLine
 from llama_ssp.reports.runs import Run
+from llama_ssp.reports.summary import counted_rounds
 
 GIB, MIB = 2**30, 2**20
 GAP = 0.2
-"""Part of a group's width that stays empty beside its bars."""
+"""Share of a group's width that stays empty around its bars."""
 WIDEST_BAR = 0.3
 FORECAST_BAND = 0.2
-"""The planner's aim: a forecast within 20 % of what is measured."""
+"""The planner's goal: forecasts within 20 % of measurements."""
 
 
 def speedup_by_k(runs: Sequence[Run]) -> Chart | None:
-    """Bars: measured speed-up by K, one colour for each pair; dashes: what was forecast."""
+    """Measured speed-up by K as bars, one colour per pair of models; forecasts as dashes."""
     measured = [(run, run.summary.speedup) for run in runs if run.summary.speedup]
     if not measured:
         return None
@@ -49,7 +47,7 @@ def speedup_by_k(runs: Sequence[Run]) -> Chart | None:
 
 
 def acceptance_by_position(runs: Sequence[Run]) -> Chart | None:
-    """For each place in a draft, how many of the tokens that were examined there were accepted."""
+    """For each position in a draft, the share of examined tokens that was accepted."""
     series: dict[str, list[CompletionLine]] = {}
     for run in runs:
         if run.num_draft_tokens:
@@ -74,13 +72,8 @@ def acceptance_by_position(runs: Sequence[Run]) -> Chart | None:
 
 
 def position_rates(lines: Sequence[CompletionLine]) -> list[tuple[float, int]]:
-    """Accepted over examined, and how many were examined, for positions 1, 2, ... of the rounds that count."""
-    rounds = [
-        (accepted, examined)
-        for line in lines
-        for accepted, examined in zip(line.accepted_lengths, line.examined_lengths, strict=True)
-        if examined
-    ]
+    """Acceptance rate and number of examined tokens at positions 1, 2, ... of the counted rounds."""
+    rounds = counted_rounds(lines)
     longest = max((examined for _, examined in rounds), default=0)
     rates = []
     for position in range(1, longest + 1):
@@ -90,7 +83,7 @@ def position_rates(lines: Sequence[CompletionLine]) -> list[tuple[float, int]]:
 
 
 def forecast_against_measured(runs: Sequence[Run]) -> Chart | None:
-    """ms/token as forecast over ms/token as measured, with the band within which forecasts should be."""
+    """Forecast over measured ms/token, with the band that forecasts should stay in."""
     points = []
     for run in runs:
         summary, forecast = run.summary, run.summary.forecast
@@ -151,7 +144,7 @@ def memory_by_rank(runs: Sequence[Run]) -> Chart | None:
 
 
 def round_timeline(run: Run) -> Chart | None:
-    """A round as it passes, on average: K draft steps, the verification, and what is neither."""
+    """The mean round in time: K draft steps, the verification, and the rest."""
     measured = run.summary.speculative
     if measured is None or not measured.num_rounds or not measured.draft_s + measured.verify_s:
         return None

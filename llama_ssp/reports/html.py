@@ -1,7 +1,7 @@
-"""`report.html`: one page of finished runs that opens anywhere, offline; no script, no font, no other file.
+"""`report.html`: one self-contained page of finished runs; no script, no font, no other file.
 
-`figures` makes the charts, `plots` draws them, numbers come from the summaries, the page is `templates/report.html`.
-Import this module only where a report is written: matplotlib and jinja2 take a second.
+`figures` makes the charts, `plots` draws them, `templates/report.html` is the page.
+Import this module only to write a report: matplotlib and jinja2 take a second.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,18 +24,11 @@ RUN_COLUMNS = (
     "", "run", "models", "K", "ranks", "prompts", "tokens", "plain", "speculative", "speed-up", "forecast",
     "tokens/round", "accepted", "status",
 )  # fmt: skip
-CELL_COLUMNS = (
-    "cell", "plain", "forecast", "generate", "speculative", "forecast", "assisted", "tokens/round",
-)  # fmt: skip
+CELL_COLUMNS = ("cell", "plain", "forecast", "generate", "speculative", "forecast", "assisted", "tokens/round")
 
 
 def report(runs: Sequence[Run], *, missing: Sequence[str] = ()) -> str:
-    """The page.
-
-    Args:
-        runs: at least one.
-        missing: sentences about runs that could not be shown.
-    """
+    """Render the page of at least one run; `missing` holds sentences about runs that could not be read."""
     templates = Environment(
         loader=FileSystemLoader(Path(__file__).parent / "templates"), autoescape=True, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
@@ -61,7 +54,6 @@ def _title(runs: Sequence[Run]) -> str:
 
 
 def _section(run: Run) -> dict[str, Any]:
-    """What the template says of one run."""
     summary = run.summary
     ranks = "1 rank" if summary.world_size == 1 else f"{summary.world_size} ranks"
     cells = f"{len(summary.cells)} cells, " if summary.cells else ""
@@ -85,7 +77,7 @@ def _figures(runs: Sequence[Run]) -> list[Chart | None]:
 
 
 def _drawn(charts: Iterable[Chart | None]) -> list[dict[str, str]]:
-    """The pictures of those that there are; `plots` has escaped what they say."""
+    """The pictures of the charts that exist; `plots` has escaped their texts."""
     return [{"title": chart.title, "svg": Markup(plots.picture(chart))} for chart in charts if chart]
 
 
@@ -101,7 +93,6 @@ def _tiles(run: Run) -> list[tuple[str, str]]:
 
 
 def _cell(cell: BenchmarkRow) -> list[str]:
-    """What a benchmark measured for one cell, with the forecasts."""
     measured, forecast = cell.ms_per_token, cell.forecast_ms_per_token
     ours = [(measured.get(mode), forecast.get(mode)) for mode in (PLAIN, SPECULATIVE)]
     times = (*ours[0], measured.get("generate"), *ours[1], measured.get("assisted"), cell.tokens_per_round)
@@ -111,20 +102,12 @@ def _cell(cell: BenchmarkRow) -> list[str]:
 def _cells(run: Run) -> list[str]:
     summary, fast = run.summary, run.summary.speculative
     return [
-        run.name,
-        run.pair,
-        str(run.num_draft_tokens or ""),
-        str(summary.world_size),
-        str(summary.num_prompts),
-        str(summary.num_new_tokens),
-        _number(summary.plain.ms_per_token if summary.plain else None),
-        _number(fast.ms_per_token if fast else None),
-        _number(summary.speedup, "x"),
-        _number(summary.forecast.speedup, "x"),
-        _number(fast.tokens_per_round if fast else None),
-        _percent(fast.acceptance_rate if fast else None),
-        run.status,
-    ]
+        run.name, run.pair, str(run.num_draft_tokens or ""),
+        str(summary.world_size), str(summary.num_prompts), str(summary.num_new_tokens),
+        _number(summary.plain.ms_per_token if summary.plain else None), _number(fast.ms_per_token if fast else None),
+        _number(summary.speedup, "x"), _number(summary.forecast.speedup, "x"),
+        _number(fast.tokens_per_round if fast else None), _percent(fast.acceptance_rate if fast else None), run.status,
+    ]  # fmt: skip
 
 
 def _number(value: float | None, unit: str = "") -> str:

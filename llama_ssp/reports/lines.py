@@ -1,7 +1,7 @@
-"""The records that a run leaves on disk: lines of `run.jsonl` and `benchmark.jsonl`, and `summary.json`, typed.
+"""The records of a run, typed: lines of `run.jsonl` and `benchmark.jsonl`, and `summary.json`.
 
-Reading, writing and locking are in `records`; the arithmetic from lines to a summary is in `summary`.
-Times are in seconds where a name ends in `_s`, in milliseconds where it says `ms`.
+`records` reads, writes and locks them; `summary` computes a summary from lines. Names end in `_s` for seconds and
+contain `ms` for milliseconds.
 """
 
 import json
@@ -13,14 +13,14 @@ from llama_ssp.reports.reading import read_json, restore
 
 SCHEMA_VERSION = 1
 MOST_DRAFTED = 1024
-"""K of any run is at most this."""
+"""Largest K of any run."""
 PLAIN = "plain"
 SPECULATIVE = "speculative"
 
 LineKey: TypeAlias = tuple[int, str, int]
-"""The (index, mode, sample) that a finished completion is known by when a run is resumed."""
+"""The (index, mode, sample) that identifies a finished completion when a run is resumed."""
 CellKey: TypeAlias = tuple[int, int, int | None]
-"""The (prompt_tokens, batch_size, num_draft_tokens) that a measured cell is known by when a benchmark is resumed."""
+"""The (prompt_tokens, batch_size, num_draft_tokens) that identifies a measured cell when a benchmark is resumed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,17 +29,17 @@ class CompletionLine:
 
     Attributes:
         index: the prompt's place in its file, from 0.
-        sample: which of the prompt's samples, from 0.
+        sample: number of the prompt's sample, from 0.
         mode: "plain" or "speculative".
-        text: the new text alone; `token_ids` are the new ids alone.
+        text, token_ids: the new text and ids, without the prompt's.
         finish_reason: "length", "eos" or "stop".
-        num_target_forwards: forwards of the target that this row took part in, its prefill included.
-        accepted_lengths: for each round, how many drafted tokens were kept.
-        examined_lengths: for each round, what `num_examined` says of it.
-        ms: from the start of the row's prefill until its last token.
-        share_s: the row's equal share of the wall time of its batch and of all copies; `ms / 1000` for a batch of one
-            in one copy.
-        draft_s, verify_s, other_s: the row's equal share of where the rounds of its batch spent their time.
+        num_target_forwards: forwards of the target with this row, including its prefill.
+        accepted_lengths: for each round, the accepted drafted tokens.
+        examined_lengths: for each round, `num_examined`.
+        ms: from the start of the row's prefill to its last token.
+        share_s: wall time divided equally among the rows of the batch and among replicas; `ms / 1000` for a batch of
+            one without replicas.
+        draft_s, verify_s, other_s: the row's equal share of the time of its batch's rounds, by part.
     """
 
     index: int
@@ -62,20 +62,16 @@ class CompletionLine:
 
     @property
     def key(self) -> LineKey:
-        """What the completion is known by when a run is resumed."""
+        """Identifies the completion when a run is resumed."""
         return self.index, self.mode, self.sample
 
     def to_json(self) -> bytes:
-        """Write the line as UTF-8 with its line feed; lone surrogates become question marks."""
+        """Return the line as UTF-8 with its line feed; lone surrogates become question marks."""
         return json.dumps(asdict(self), ensure_ascii=False).encode("utf-8", errors="replace") + b"\n"
 
     @classmethod
     def from_json(cls, line: bytes) -> "CompletionLine":
-        """Read a line back.
-
-        Raises:
-            ValueError: the line is not JSON, its fields are not exactly those above, or it has a number that cannot be.
-        """
+        """Read a line back; raises ValueError unless it is JSON with exactly the fields above and possible numbers."""
         restored = restore(cls, read_json(line), exact=True)
         if restored.mode not in {PLAIN, SPECULATIVE}:
             raise ValueError(f"mode holds {restored.mode!r}")
@@ -83,13 +79,13 @@ class CompletionLine:
             raise ValueError("its rounds do not add up")
         rounds = zip(restored.accepted_lengths, restored.examined_lengths, strict=True)
         if any(max(accepted, examined) > MOST_DRAFTED or 0 < examined < accepted for accepted, examined in rounds):
-            raise ValueError("it has a round that cannot be")
+            raise ValueError("it has an impossible round")
         return restored
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlainSummary:
-    """What plain decoding did; `summary.summarise` defines each number."""
+    """Results of plain decoding; `summary.summarise` defines each number."""
 
     ms_per_token: float | None
     tokens_per_s: float | None
@@ -98,7 +94,7 @@ class PlainSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculativeSummary:
-    """What speculative decoding did; `summary.summarise` defines each number."""
+    """Results of speculative decoding; `summary.summarise` defines each number."""
 
     ms_per_token: float | None
     tokens_per_s: float | None
@@ -114,7 +110,7 @@ class SpeculativeSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """What the plan expected of the run; null where nothing was planned."""
+    """The plan's forecast of the run; null without a plan."""
 
     plain_ms_per_token: float | None = None
     speculative_ms_per_token: float | None = None
@@ -123,7 +119,7 @@ class Forecast:
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """One rank's memory: anonymous resident bytes on a CPU, the allocator's reserve on a GPU."""
+    """One rank's memory: anonymous resident bytes on a CPU, bytes reserved by the allocator on a GPU."""
 
     rank: int
     planned_bytes: int | None = None
@@ -132,19 +128,19 @@ class RankMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class StartUp:
-    """How long rank 0 took from its beginning to each step of its start; null for a step that did not come.
+    """Seconds from the start of rank 0 to each step; null for a step that was not reached.
 
-    A run begins with its process, or where it is a later point of a sweep, with itself.
+    A run starts with its process; a later point of a sweep starts after the point before it.
 
     Attributes:
-        began_unix_s: when that was.
-        composed_s: the config is sound; nothing slow has been imported.
-        imported_s: what every run needs has been imported; the library's models come with the checkpoints.
+        began_unix_s: when the run started.
+        composed_s: the config is checked; nothing slow has been imported.
+        imported_s: the common imports are done; transformers' models are imported with the checkpoints.
         joined_s: all ranks have met.
-        checked_s: checkpoints and prompts are sound, and the job has been planned.
-        loaded_s: the models are there.
-        first_token_s: the first token that is shown; behind a warm-up in tasks that have one. Null for typed prompts
-            and for task=benchmark.
+        checked_s: checkpoints and prompts are checked, and the job is planned.
+        loaded_s: the models are loaded.
+        first_token_s: the first token is shown, in some tasks after a warm-up. Null for typed prompts and for
+            task=benchmark.
     """
 
     began_unix_s: float
@@ -158,7 +154,7 @@ class StartUp:
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """What the lines do not tell about a run; `num_draft_tokens` is 0 without a draft.
+    """The facts of a run that its lines lack. `num_draft_tokens` is 0 without a draft.
 
     `weights` is "checkpoint" or "synthetic".
     """
@@ -178,17 +174,17 @@ class RunFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchmarkRow:
-    """One line of `benchmark.jsonl`: a cell of the table. What was not measured is None.
+    """One line of `benchmark.jsonl`: a cell of the table. None means not measured.
 
     Attributes:
-        ms_per_token: by candidate (plain, speculative, generate, assisted), the median over repetitions.
-        forecast_ms_per_token: what the plan expected of ours; empty where nothing was planned.
-        tokens_per_round: of ours.
-        other_share: of our rounds, what is neither drafting nor verification.
-        copy_share: time to pass over the weights that a plain step reads on a rank, at the speed of a plain copy taken
-            in turns with the steps, over the time of a step; above 1 where a cache holds them.
-        text_sha256: of the token ids that prompts were cut from.
-        versions, git_commit: what measured it.
+        ms_per_token: median over repetitions, by candidate (plain, speculative, generate, assisted).
+        forecast_ms_per_token: the plan's forecast for our own candidates; empty without a plan.
+        tokens_per_round: of our speculative decoding.
+        other_share: share of our rounds' time that is neither drafting nor verification.
+        copy_share: time to copy the weights that a plain step reads on a rank, over the time of a step; copies and
+            steps are timed in turns. Above 1 if a cache holds the weights.
+        text_sha256: hash of the token ids that prompts were cut from.
+        versions, git_commit: the software that measured the row.
     """
 
     model: str
@@ -212,26 +208,22 @@ class BenchmarkRow:
 
     @property
     def key(self) -> CellKey:
-        """What the cell is known by when a benchmark is resumed."""
+        """Identifies the cell when a benchmark is resumed."""
         return self.prompt_tokens, self.batch_size, self.num_draft_tokens
 
     @property
     def name(self) -> str:
-        """What a report calls the cell."""
+        """Its name in a report."""
         drafting = f", K = {self.num_draft_tokens}" if self.num_draft_tokens else ""
         return f"prompt {self.prompt_tokens}, batch {self.batch_size}{drafting}"
 
     def to_json(self) -> bytes:
-        """Write the line with its line feed."""
+        """Return the line with its line feed."""
         return json.dumps(asdict(self)).encode() + b"\n"
 
     @classmethod
     def from_json(cls, line: bytes) -> "BenchmarkRow":
-        """Read a line back.
-
-        Raises:
-            ValueError: the line is not JSON, or its fields are not exactly those above.
-        """
+        """Read a line back; raises ValueError unless it is JSON with exactly the fields above."""
         return restore(cls, read_json(line), exact=True)
 
 
@@ -239,8 +231,8 @@ class BenchmarkRow:
 class Summary:
     """All of `summary.json`; `plain`, `speculative` and `speedup` are null for a mode that did not run.
 
-    What task=benchmark measured stands in `cells`; of it, prompts and new tokens are those of one completion of each.
-    `startup` is that of the last part of a run that was resumed.
+    `cells` holds the rows of task=benchmark, whose prompts and new tokens count one completion of each cell's prompts.
+    `startup` describes the last part of a resumed run.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -265,11 +257,7 @@ class Summary:
 
     @classmethod
     def from_json(cls, text: str) -> "Summary":
-        """Read `summary.json` back.
-
-        Raises:
-            ValueError: the text is not JSON, is of another version, or holds what no run can write.
-        """
+        """Read `summary.json` back; raises ValueError if it is not JSON, of another version, or impossible."""
         content = read_json(text)
         version = content.get("schema_version") if isinstance(content, dict) else None
         if version != SCHEMA_VERSION:
@@ -282,17 +270,17 @@ class Summary:
 
 
 def num_examined(*, num_accepted: int, num_draft_tokens: int, room: int, ended_in_draft: bool) -> int:
-    """Count the drafted tokens of one round that the acceptance rate may count.
+    """Count the drafted tokens of one round that enter the acceptance rate.
 
     Args:
-        num_accepted: drafted tokens that the round kept.
+        num_accepted: drafted tokens that the round accepted.
         num_draft_tokens: K.
         room: tokens that the row could still take when the round began.
-        ended_in_draft: the last kept drafted token ended the row, so that nothing behind it was looked at.
+        ended_in_draft: the last accepted drafted token ended the row, so that no later one was examined.
 
     Returns:
-        The kept tokens and the first rejected one. 0 where the room was less than K + 1: the length limit cuts long
-        acceptances of such a round but no short ones, so that counting it would bias the rate.
+        The accepted tokens and the first rejected one. 0 if the room was less than K + 1: the length limit shortens
+        long acceptances of such a round but not short ones, so that counting it would bias the rate.
     """
     if room <= num_draft_tokens:
         return 0

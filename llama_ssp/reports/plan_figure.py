@@ -1,4 +1,4 @@
-"""The figure of a plan: what fills each GPU under the line of its capacity, and ms/token by K with plain decoding."""
+"""The figure of a plan: memory of each GPU under the line of its capacity, and ms/token by K with plain decoding."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,12 +16,8 @@ HALF_BAR = 0.375
 
 
 def draw_plan(plan: Mapping[str, Any], file: Path) -> None:
-    """Draw a plan into a file; its suffix chooses the format.
-
-    Raises:
-        ConfigError: matplotlib is not installed, or the file cannot be written.
-    """
-    from llama_ssp.reports.plots import save  # noqa: PLC0415 - takes a second
+    """Draw a plan into a file; raises ConfigError without matplotlib, or if the file or its suffix is unusable."""
+    from llama_ssp.reports.plots import save  # noqa: PLC0415 - slow to import
 
     try:
         save([memory_by_rank(plan), time_by_k(plan)], file, headline=headline(plan))
@@ -31,7 +27,7 @@ def draw_plan(plan: Mapping[str, Any], file: Path) -> None:
 
 
 def memory_by_rank(plan: Mapping[str, Any]) -> Chart:
-    """What fills each GPU, stacked, under its capacity."""
+    """Stack the memory items of each GPU, under its capacity."""
     ranks = plan["memory"]
     capacity = ranks[0]["capacity_bytes"] / GIB
     fullest = max(sum(rank[item] for item in ITEMS.values()) for rank in ranks) / GIB
@@ -53,7 +49,7 @@ def memory_by_rank(plan: Mapping[str, Any]) -> Chart:
 
 
 def time_by_k(plan: Mapping[str, Any]) -> Chart:
-    """ms/token by K, the best marked, and that of plain decoding."""
+    """Show ms/token by K, marking the best, and plain decoding."""
     time = plan["time"]
     plain, by_k = time["plain_ms_per_token"], time["speculative_ms_per_token_by_k"]
     ks = range(1, len(by_k) + 1)

@@ -1,6 +1,6 @@
-"""A plan in the terminal, drawn with rich from its document (docs/reference/plan-document.md); JSON needs no rich.
+"""Prints a plan with rich from its document (docs/reference/plan-document.md); JSON needs no rich.
 
-Ranks that need the same are one column. Bytes are shown in GiB (in MiB where all is small), times in ms.
+Ranks with equal figures share a column. Bytes are shown in GiB (in MiB if all are small), times in ms.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 GIB, MIB = 2**30, 2**20
 SMALL_BYTES = 4 * GIB
-"""Tables of less than this are in MiB."""
+"""Tables below this are in MiB."""
 ITEMS = {
     "weights, target": "target_weights_bytes",
     "weights, draft": "draft_weights_bytes",
@@ -30,21 +30,14 @@ ITEMS = {
     "device context": "context_bytes",
     "allocator slack": "slack_bytes",
 }
+SUMS = {"peak while loading": "loading_peak_bytes", "capacity": "capacity_bytes", "free": "free_bytes"}
 LEAST_SHOWN_MS = 0.005
 MOST_CHOICES = 8
-"""Choices of one target size that the search shows; JSON has all of them."""
+"""Choices per target that the search prints; JSON has all of them."""
 
 
 def print_plan(plan: Mapping[str, Any], console: "Console | None" = None) -> None:
-    """Print one plan.
-
-    Args:
-        plan: the document.
-        console: where to; standard output by default.
-
-    Raises:
-        ConfigError: rich is not installed.
-    """
+    """Print one plan document on a console, or on standard output; raises ConfigError if rich is not installed."""
     console = console or _console()
     console.print(f"\n[bold]{_literal(headline(plan))}[/bold]")
     console.print(_memory_table(plan))
@@ -62,7 +55,7 @@ def headline(plan: Mapping[str, Any]) -> str:
     """Name models, machine and sizes in one line."""
     target, draft, job, machine = plan["target"], plan["draft"], plan["job"], plan["hardware"]
     num_ranks = len({rank["rank"] for rank in plan["memory"]})
-    drafting = f", draft {_named(draft)} {_seated(draft)}, K={job['num_draft_tokens']}" if draft else ""
+    drafting = f", draft {_named(draft)} {_placed(draft)}, K={job['num_draft_tokens']}" if draft else ""
     sizes = f"batch {job['batch_size']}, {job['prompt_tokens']} + {job['max_new_tokens']} tokens"
     return f"{_named(target)} on {num_ranks} x {machine['gpu']} ({machine['name']}){drafting}; {sizes}"
 
@@ -74,7 +67,7 @@ def _named(model: Mapping[str, Any]) -> str:
     return f"{model['name']} {model['dtype']}{' with 16-bit weights' if is_mixed else ''}"
 
 
-def _seated(draft: Mapping[str, Any]) -> str:
+def _placed(draft: Mapping[str, Any]) -> str:
     ranks = draft["ranks"]
     return f"on rank {ranks[0]}" if len(ranks) == 1 else f"{draft['kind']} over {len(ranks)} ranks"
 
@@ -82,12 +75,12 @@ def _seated(draft: Mapping[str, Any]) -> str:
 def _memory_table(plan: Mapping[str, Any]) -> "Table":
     from rich.table import Table  # noqa: PLC0415 - see the module
 
-    num_copies = plan["job"]["num_replicas"]
-    groups = _groups(plan["memory"][: len(plan["memory"]) // num_copies])
+    num_replicas = plan["job"]["num_replicas"]
+    groups = _groups(plan["memory"][: len(plan["memory"]) // num_replicas])
     small = max(rank["needed_bytes"] for _, rank in groups) < SMALL_BYTES
     unit, name = (MIB, "MiB") if small else (GIB, "GiB")
-    copies = f", alike in each of {num_copies} copies" if num_copies > 1 else ""
-    table = Table(title=f"Memory per rank, {name}{copies}", title_justify="left", title_style="")
+    replicas = f", the same in each of {num_replicas} replicas" if num_replicas > 1 else ""
+    table = Table(title=f"Memory per rank, {name}{replicas}", title_justify="left", title_style="")
     table.add_column("", no_wrap=True, min_width=max(map(len, ITEMS)))
     for group, rank in groups:
         heads = f"\n{rank['target_heads']} heads" if rank["target_heads"] else ""
@@ -97,9 +90,8 @@ def _memory_table(plan: Mapping[str, Any]) -> "Table":
             table.add_row(label, *(_amount(rank[item], unit) for _, rank in groups))
     table.add_section()
     table.add_row("total", *(f"[bold]{_amount(rank['total_bytes'], unit)}[/bold]" for _, rank in groups))
-    table.add_row("peak while loading", *(_amount(rank["loading_peak_bytes"], unit) for _, rank in groups))
-    table.add_row("capacity", *(_amount(rank["capacity_bytes"], unit) for _, rank in groups))
-    table.add_row("free", *(_amount(rank["free_bytes"], unit) for _, rank in groups))
+    for label, item in SUMS.items():
+        table.add_row(label, *(_amount(rank[item], unit) for _, rank in groups))
     table.add_row("verdict", *("[green]fits[/green]" if rank["fits"] else "[red]too full[/red]" for _, rank in groups))
     return table
 
@@ -111,7 +103,7 @@ def _amount(num_bytes: int, unit: int) -> str:
 
 
 def _groups(ranks: Sequence[Mapping[str, Any]]) -> list[tuple[str, Mapping[str, Any]]]:
-    """Runs of neighbouring ranks with equal figures, under names such as "rank 0" and "ranks 1-7"."""
+    """Group neighbouring ranks with equal figures, under names such as "rank 0" and "ranks 1-7"."""
 
     def figures(rank: Mapping[str, Any]) -> list[tuple[str, Any]]:
         return [(key, value) for key, value in rank.items() if key != "rank"]
@@ -175,11 +167,7 @@ def _basis(plan: Mapping[str, Any]) -> list[str]:
 
 
 def print_search(choices: Sequence[Mapping[str, Any]], *, machine: str, console: "Console | None" = None) -> None:
-    """Print the ranking by target: the fastest choices of each, and what does not fit struck out.
-
-    Raises:
-        ConfigError: rich is not installed.
-    """
+    """Print the ranking by target, with what does not fit struck out; raises ConfigError if rich is not installed."""
     console = console or _console()
     from rich.table import Table  # noqa: PLC0415 - see the module
 
@@ -199,41 +187,27 @@ def print_search(choices: Sequence[Mapping[str, Any]], *, machine: str, console:
 
 
 def _one_per_precision(choices: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The choice that comes nearest to fitting, for each precision."""
+    """For each precision, the choice that comes closest to fitting."""
     nearest: dict[str, Mapping[str, Any]] = {}
     for choice in sorted(choices, key=lambda choice: choice["needed_bytes"] or 0):
         nearest.setdefault(choice["quantization"], choice)
     return list(nearest.values())
 
 
-def _short(quantization: str) -> str:
-    """A storage format, or a number format, in few letters."""
-    storage = formats().get(quantization)
-    return (storage and storage.short_name) or quantization
-
-
 def _search_row(choice: Mapping[str, Any]) -> list[str]:
-    target = f"{_literal(choice['target'])} {_short(choice['quantization'])}"
+    storage = formats().get(choice["quantization"])
+    target = f"{_literal(choice['target'])} {(storage and storage.short_name) or choice['quantization']}"
     draft = f"{_literal(choice['draft'])} {choice['draft_kind']}" if choice["draft"] else "none"
     if choice["reason"]:
         return [
             "",
             f"[strike]{target}[/strike]",
             f"[strike]{draft}[/strike]",
-            "",
-            "",
-            "",
+            *[""] * 3,
             f"[red]{_shortage(choice)}[/red]",
         ]
-    return [
-        str(choice["rank"]),
-        target,
-        draft,
-        str(choice["num_draft_tokens"] or ""),
-        f"{choice['ms_per_token']:.2f}",
-        f"{choice['speedup']:.2f}x",
-        _amount(choice["needed_bytes"], GIB),
-    ]
+    k, room = str(choice["num_draft_tokens"] or ""), _amount(choice["needed_bytes"], GIB)
+    return [str(choice["rank"]), target, draft, k, f"{choice['ms_per_token']:.2f}", f"{choice['speedup']:.2f}x", room]
 
 
 def _shortage(choice: Mapping[str, Any]) -> str:
@@ -243,7 +217,7 @@ def _shortage(choice: Mapping[str, Any]) -> str:
 
 
 def _literal(text: str) -> str:
-    """Text of settings and of catalogue entries, which is neither markup nor may it drive the terminal."""
+    """Escape text of settings and of catalogue entries: it must be neither markup nor control characters."""
     from rich.markup import escape  # noqa: PLC0415 - see the module
 
     return escape(visible(text))
@@ -256,7 +230,7 @@ def _console() -> "Console":
         raise ConfigError("format=table needs rich: pip install rich, or use format=json") from error
 
     class Output(Console):
-        """Leaves it to the program what it means that nobody reads any more; rich would end the process."""
+        """Raises BrokenPipeError when nobody reads any more; rich would end the process."""
 
         def on_broken_pipe(self) -> None:
             raise BrokenPipeError

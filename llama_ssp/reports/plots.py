@@ -1,7 +1,7 @@
-"""Draws charts with matplotlib, for pages, for files of figures and for plans: one look for all.
+"""Draws charts with matplotlib, for pages, figure files and plans, in one style.
 
-What is drawn is in `charts`. matplotlib takes a second to import: import this module only where something is drawn.
-Sizes are in points, of which a page shows each as a CSS pixel. The same charts give the same bytes.
+Import this module only to draw: matplotlib takes a second. Sizes are in points; a page shows a point as a CSS pixel.
+The same charts give the same bytes.
 """
 
 import io
@@ -36,7 +36,7 @@ STYLE = {
     "xtick.major.size": 0, "ytick.major.size": 0, "savefig.dpi": 150,
     "legend.frameon": False, "legend.borderpad": 0, "legend.borderaxespad": 0, "legend.handlelength": 1.6,
 }  # fmt: skip
-"""Of matplotlib's settings; the others are its defaults, whatever a user's own file of settings says."""
+"""Changes to matplotlib's defaults; the user's own matplotlibrc is ignored."""
 WIDTH, HEIGHT = 440, 250
 LEFT, RIGHT, TOP, BOTTOM = 56, 12, 10, 40
 INNER_WIDTH, INNER_HEIGHT = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
@@ -45,38 +45,33 @@ EDGE = (12 - LEFT) / INNER_WIDTH
 TITLE, HEADLINE, LEGEND_ROW = 22, 26, 17
 POINTS_PER_INCH = 72
 HALF_WIDTH_NAME = 28
-"""Characters that a name in a legend of two columns may have."""
+"""Longest name in a legend of two columns."""
 LONGEST_NAME = 60
 DASHES = (0, (2.5, 2))
-"""A line of five points and a gap of four, in widths of a line."""
+"""A dash of five points and a gap of four, in line widths."""
 MOST_NAMES = 20
-"""Names under the x axis; of more, only every second or third is shown."""
+"""Most names under the x axis; of more, only every second or third is shown."""
 LEAST, MOST = 1e-100, 1e100
-"""What an axis may reach: matplotlib's arithmetic of ticks fails far beyond."""
+"""Range of an axis: matplotlib's tick arithmetic fails far outside it."""
 _GENERATED_ID = re.compile(r' id="[a-z0-9.]+_\d+"')
 _MARK = re.compile(r'<g id="mark-(\d+)">')
-logging.getLogger("matplotlib").setLevel(logging.ERROR)  # fonts and cache folders are of no use to a user of figures
+logging.getLogger("matplotlib").setLevel(logging.ERROR)  # its notes on fonts and cache folders do not help our users
 
 
 def picture(chart: Chart) -> str:
-    """Draw one chart as an element of a page, which has the title; the marks say their values under the pointer."""
+    """Draw one chart as an SVG element of a page, which shows the title; marks show their values under the pointer."""
     with _styled():
         return _svg(*_drawn([chart], num_columns=1, has_titles=False), alt=chart.alt)
 
 
 def sheet(charts: Sequence[Chart], *, num_columns: int = 2) -> str:
-    """Draw charts with their titles side by side as an SVG file on white ground."""
+    """Draw charts with their titles in columns, as an SVG file on white."""
     with _styled():
         return _svg(*_drawn(charts, num_columns=num_columns), alt="; ".join(chart.title for chart in charts)) + "\n"
 
 
 def save(charts: Sequence[Chart], file: Path, *, headline: str) -> None:
-    """Draw charts side by side under a headline into a file; its suffix chooses the format.
-
-    Raises:
-        OSError: the file cannot be written.
-        ValueError: no such format.
-    """
+    """Draw charts in a row under a headline; raises OSError or ValueError if the file or its suffix is unusable."""
     with _styled():
         figure, _ = _drawn(charts, num_columns=len(charts), headline=headline)
         figure.savefig(file)
@@ -84,7 +79,7 @@ def save(charts: Sequence[Chart], file: Path, *, headline: str) -> None:
 
 @contextmanager
 def _styled() -> Iterator[None]:
-    """Our settings; without warnings about characters that matplotlib's font lacks, since viewers have others."""
+    """Apply STYLE, without warnings about characters that matplotlib's font lacks, since viewers have others."""
     with mpl_style.context(STYLE, after_reset=True), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph")
         yield
@@ -93,7 +88,7 @@ def _styled() -> Iterator[None]:
 def _drawn(
     charts: Sequence[Chart], *, num_columns: int, headline: str = "", has_titles: bool = True
 ) -> tuple[Figure, list[str]]:
-    """The figure, and what its marks say, in the order of their ids."""
+    """Return the figure and the texts of its marks, in the order of their ids."""
     rows = [charts[first : first + num_columns] for first in range(0, len(charts), num_columns)]
     title = TITLE if has_titles else 0
     top, says = HEADLINE if headline else 0, list[str]()
@@ -122,13 +117,12 @@ def _legend_columns(chart: Chart) -> int:
 
 
 def _draw(axes: Axes, chart: Chart, *, first: int) -> list[str]:
-    """Draw a chart, and return what its marks say, whose ids count from `first`."""
     axes.set_xlim(0, _reach(chart.highest_x))
     axes.set_ylim(0, 1.05 * _reach(chart.highest_y))
     _label(axes, chart)
     says: list[str] = []
     for mark in chart.marks:
-        if all(abs(place) < MOST for point in mark.points for place in point):  # false for what is no number
+        if all(abs(place) < MOST for point in mark.points for place in point):  # false for NaN
             artist = axes.add_artist(_artist(mark))
             if mark.says:
                 artist.set_gid(f"mark-{first + len(says)}")
@@ -165,7 +159,7 @@ def _artist(mark: Mark) -> Artist:
 
 
 def _reach(highest: float) -> float:
-    """Where an axis ends, for whatever stands in the records."""
+    """Where an axis ends, whatever number a record holds."""
     return highest if LEAST < highest < MOST else 1.0
 
 
@@ -175,12 +169,12 @@ def _shortened(name: str) -> str:
 
 
 def _printable(text: str) -> str:
-    """The text with control characters, which no SVG may have, written out."""
+    """Write out control characters, which SVG forbids."""
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 def _svg(figure: Figure, says: Sequence[str], *, alt: str) -> str:
-    """The figure as an `svg` element without what would differ from run to run or meet its like on a page."""
+    """The figure as an `svg` element, without ids and metadata that differ between runs or clash on a page."""
     file = io.StringIO()
     figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     drawn = file.getvalue()

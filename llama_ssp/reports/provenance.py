@@ -1,6 +1,6 @@
-"""What made a run: versions of packages, the commit of the source tree, the processor, and what connects the GPUs.
+"""The origin of a run: package versions, the commit, the processor, and the links between GPUs.
 
-Imports none of the packages, and reaches no GPU but through `nvidia-smi`.
+Imports none of the packages, and queries GPUs only through `nvidia-smi`.
 """
 
 import platform
@@ -21,12 +21,12 @@ _CPUINFO = Path("/proc/cpuinfo")
 
 
 def versions() -> dict[str, str | None]:
-    """Name the versions of Python, torch, transformers and this package; None for one that is not installed."""
+    """Return the versions of Python, torch, transformers and this package; None for one that is not installed."""
     return {"python": platform.python_version()} | {package: _version(package) for package in _PACKAGES}
 
 
 def git_commit(source_tree: Path = _SOURCE_TREE) -> str | None:
-    """Name the commit (40 hex digits) that a source tree stands at; None outside a git checkout."""
+    """Return the commit (40 hex digits) of a source tree; None outside a git checkout."""
     git = shutil.which("git")
     if git is None or not (source_tree / ".git").exists():
         return None
@@ -36,7 +36,7 @@ def git_commit(source_tree: Path = _SOURCE_TREE) -> str | None:
 
 
 def processor() -> str:
-    """Name this machine's processor as Linux does; elsewhere as Python does."""
+    """Return the name of this machine's processor, from /proc/cpuinfo if it exists."""
     if _CPUINFO.exists():
         for line in _CPUINFO.read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
@@ -45,18 +45,18 @@ def processor() -> str:
 
 
 def gpu_links() -> str:
-    """Name what connects the GPUs of this node, pair by pair, as `nvidia-smi topo -m` does."""
+    """Return the link between each pair of this node's GPUs, from `nvidia-smi topo -m`."""
     command = shutil.which("nvidia-smi")
     if command is None:
-        return "not told: there is no nvidia-smi here"
+        return "unknown: nvidia-smi is not installed"
     try:
-        told = subprocess.run(
+        done = subprocess.run(
             [command, "topo", "-m"], capture_output=True, text=True, check=True, timeout=_TOPOLOGY_TIMEOUT_S
         )
     except subprocess.SubprocessError as error:
-        return f"not told: {error}"
+        return f"unknown: {error}"
     pairs = defaultdict(list)
-    for link, pair in _links(told.stdout):
+    for link, pair in _links(done.stdout):
         pairs[link].append(pair)
     if len(pairs) == 1:
         return f"{next(iter(pairs))} between all GPUs"
@@ -64,14 +64,14 @@ def gpu_links() -> str:
 
 
 def planned_link(machine: HardwareConfig) -> str:
-    """Say what a forecast takes the links inside a node for, and who says so."""
+    """Return the forecast's figures for the links inside a node, and their source."""
     link, sources = machine.link, machine.sources
-    source = sources.get("link") or sources.get("link.bandwidth_bytes_per_s") or "nobody says why"
+    source = sources.get("link") or sources.get("link.bandwidth_bytes_per_s") or "no source given"
     return f"links of {link.bandwidth_bytes_per_s / 1e9:.4g} GB/s and {1e6 * link.latency_s:.3g} us ({source})"
 
 
 def _links(matrix: str) -> Iterator[tuple[str, str]]:
-    """Read the kind of link and the two GPUs of each pair, such as NV18 and 0-1, out of the matrix."""
+    """Yield the kind of link and the two GPUs of each pair, such as NV18 and 0-1, from the matrix."""
     rows = [re.split(r"[\t ]+", line.strip()) for line in matrix.splitlines()]
     links = {row[0]: row[1:] for row in rows if re.fullmatch(r"GPU\d+", row[0]) and "X" in row}
     for number, row in enumerate(links.values()):

@@ -1,7 +1,7 @@
-"""JSON that a run has written, read back into records: every field must have its type, and every number a sane size.
+"""Reads JSON of a run back into records, checking every field's type and every number's size.
 
-A run folder can be damaged, edited or made by somebody else. What passes here can be summed, printed and drawn without
-another check: no NaN, no number at the limit of its format, no list in place of a number, no nesting without end.
+A run folder may be damaged, edited or made by somebody else. What passes here can be summed, printed and drawn without
+further checks: no NaN or infinity, no list in place of a number, no endless nesting.
 """
 
 import json
@@ -14,24 +14,19 @@ from types import UnionType
 from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 MOST_BYTES = 64 << 20
-"""A larger file is no summary."""
+"""Largest `summary.json`."""
 MOST, LEAST = 2.0**63, 1e-30
-"""Sizes of numbers that a run can measure or be given: seeds, bytes and seconds are below, and nothing but 0 is nearer
-to 0."""
+"""Bounds of numbers in a record, larger than any seed, size or time; 0 is allowed."""
 MOST_DEPTH = 32
-"""Nested lists and objects where a record says nothing of what they hold."""
+"""Deepest nesting where a record does not specify types."""
 _SIGNED = {"other_s", "other_share"}
-"""What is left when parts are taken from a whole, a little below 0 where the parts were rounded up."""
+"""Differences of a whole and its parts, slightly negative if the parts were rounded up."""
 
 _Record = TypeVar("_Record")
 
 
 def read_json(text: str | bytes) -> object:
-    """Read JSON.
-
-    Raises:
-        ValueError: it is no JSON, has NaN or infinity, or is nested too deep.
-    """
+    """Read JSON; raises ValueError if it is malformed, has NaN or infinity, or is nested too deep."""
     try:
         return json.loads(text, parse_constant=_refuse)
     except RecursionError:
@@ -39,16 +34,13 @@ def read_json(text: str | bytes) -> object:
 
 
 def restore(kind: type[_Record], content: object, *, where: str = "", exact: bool = False) -> _Record:
-    """Build a record.
+    """Build a dataclass record from parsed JSON; raises ValueError that names the first wrong field.
 
     Args:
-        kind: a dataclass of fields with simple types; those with a default may be missing.
-        content: what JSON held.
-        where: what stands in front of a field's name in messages.
+        kind: its fields have simple types; those with a default may be missing unless `exact`.
+        content: parsed JSON.
+        where: prefix of field names in messages.
         exact: no field may be missing.
-
-    Raises:
-        ValueError: names the first field with another type or a number that cannot be.
     """
     hints, needed = _fields_of(cast("Hashable", kind))
     needed = set(hints) if exact else needed
@@ -65,7 +57,7 @@ def _refuse(constant: str) -> None:
 
 @cache
 def _fields_of(kind: Hashable) -> tuple[dict[str, Any], set[str]]:
-    """The types of all fields, and the names of those without a default."""
+    """Return the types of all fields, and the names of those without a default."""
     assert isinstance(kind, type)
     assert is_dataclass(kind)
     has_none = [field.name for field in fields(kind) if field.default is field.default_factory is MISSING]

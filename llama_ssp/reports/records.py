@@ -1,10 +1,9 @@
-"""The folder of a run: who may write into it, what is in it already, and how each file gets there whole.
+"""The folder of a run: who may write to it, what it holds already, and how each file is written atomically.
 
-Rank 0 alone opens a run folder. The log files are written by `distributed.ranklog`; what a line and a summary hold is
-said in `lines`.
+Only rank 0 opens a run folder. `distributed.ranklog` writes the log files; `lines` defines lines and summary.
 
     run_dir/lock          held (flock) while the run lives
-    run_dir/config.yaml   the config that the folder belongs to
+    run_dir/config.yaml   the config of the run
     run_dir/run.jsonl     a line per completion, appended as soon as it ends
     run_dir/status        running, done, interrupted, or the failing exit code and its sentence
     run_dir/benchmark.jsonl   a line per cell of task=benchmark
@@ -21,7 +20,6 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO, Self, TypeVar
 
 from llama_ssp.errors import FULL_DISK, ConfigError, SspError
@@ -35,28 +33,22 @@ CHANGEABLE = (
     "run_dir", "timeouts", "task.picture", "hardware", "dry_run", "speculation.acceptance",
     "model.verify", "model.manifest", "draft.model.verify", "draft.model.manifest",
 )  # fmt: skip
-"""Keys of a config (with all below them) that may differ when a run is resumed, since no completion depends on them."""
+"""Keys of a config, with all below them, that may change when a run is resumed: no completion depends on them."""
 
 
 class RunFolder:
-    """An open run folder; a context manager that gives the lock back.
-
-    Attributes:
-        path: the folder.
-        lines: the finished completions, those found in the folder first.
-        rows: the measured cells of a benchmark, likewise.
-    """
+    """An open run folder: its path, finished completions and cells; a context manager that releases the lock."""
 
     def __init__(self, path: Path, config_yaml: str, *, changeable: Collection[str] = CHANGEABLE) -> None:
-        """Create the folder, or reopen it to go on where it ended, and mark it as running.
+        """Create the folder, or reopen it to resume its run, and mark it as running.
 
         Args:
             path: the folder, which need not exist.
             config_yaml: the whole config of this run.
-            changeable: dotted keys that may differ from those of the folder's own config.
+            changeable: dotted keys that may differ from the folder's own config.
 
         Raises:
-            ConfigError: another job holds the folder, it belongs to another config, or its files are damaged.
+            ConfigError: another job uses the folder, it belongs to another config, or its files are damaged.
             SspError: the folder cannot be written.
         """
         self.path = path
@@ -76,36 +68,24 @@ class RunFolder:
 
     @property
     def finished(self) -> frozenset[LineKey]:
-        """The (index, mode, sample) of every completion in the folder: what a resumed run leaves out."""
+        """Keys of the completions in the folder, which a resumed run skips."""
         return frozenset(line.key for line in self.lines)
 
     def append(self, line: CompletionLine) -> None:
-        """Put a finished completion on disk before returning.
-
-        Raises:
-            SspError: the disk is full or gone; the folder stays good to be resumed.
-        """
+        """Write a finished completion to disk; raises SspError if the disk fails, and the run can be resumed."""
         with _explained(self.path / "run.jsonl"):
             _write_through(self._file, line.to_json())
         self.lines.append(line)
 
     def append_row(self, row: BenchmarkRow) -> None:
-        """Put a measured cell on disk before returning.
-
-        Raises:
-            SspError: the disk is full or gone; the folder stays good to be resumed.
-        """
+        """Write a measured cell to disk; raises SspError as `append` does."""
         file = self.path / "benchmark.jsonl"
         with _explained(file), file.open("ab", buffering=0) as stream:
             _write_through(stream, row.to_json())
         self.rows.append(row)
 
     def put_in_order(self) -> None:
-        """Sort `run.jsonl` by prompt and sample, for a run whose copies finished theirs as it came.
-
-        Raises:
-            SspError: the disk is full or gone; the file then stays as it was.
-        """
+        """Sort `run.jsonl` by prompt and sample after a run with replicas; on SspError the file is unchanged."""
         self.lines.sort(key=lambda line: (line.index, line.sample))
         file = self.path / "run.jsonl"
         self._file.close()
@@ -116,48 +96,33 @@ class RunFolder:
                 self._file = file.open("ab", buffering=0)
 
     def write_status(self, status: str) -> None:
-        """Set `status` to "running", "done" or "interrupted".
-
-        Raises:
-            SspError: the disk is full or gone.
-        """
+        """Set `status` to "running", "done" or "interrupted"; raises SspError if the disk fails."""
         _write_whole(self.path / "status", status + "\n")
 
     def write_summary(self, summary: Summary) -> None:
-        """Write `summary.json`.
-
-        Raises:
-            SspError: the disk is full or gone.
-        """
+        """Write `summary.json`; raises SspError if the disk fails."""
         _write_whole(self.path / "summary.json", json.dumps(asdict(summary), indent=2) + "\n")
 
     def write_report(self, summary: Summary) -> None:
-        """Write `report.html`, which takes a second or two.
-
-        Raises:
-            ConfigError: a package that draws is missing.
-            SspError: the disk is full or gone.
-        """
-        from llama_ssp.reports.html import report  # noqa: PLC0415 - takes a second, at the end of a run only
+        """Write `report.html`; raises ConfigError if a drawing package is missing, and SspError if the disk fails."""
+        from llama_ssp.reports.html import report  # noqa: PLC0415 - slow to import, needed at the end of a run only
 
         run = Run(name=self.path.name, status="", summary=summary, lines=tuple(self.lines))
         _write_whole(self.path / "report.html", report([run]))
 
     def close(self) -> None:
-        """Let another job have the folder."""
+        """Release the folder for other jobs."""
         self._file.close()
         self._lock.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
 
     def _settle_config(self, config_yaml: str, changeable: Collection[str]) -> None:
-        """Write the config of a new folder; hold this run to that of an old one."""
+        """Write the config of a new folder, or compare it with that of an old one."""
         file = self.path / "config.yaml"
         if not file.exists():
             _write_whole(file, config_yaml)
@@ -175,7 +140,7 @@ class RunFolder:
             )
 
     def _recover(self, name: str, parse: Callable[[bytes], _Line], *, made: str) -> list[_Line]:
-        """Read the finished lines and cut off a last one that was only half written."""
+        """Read the finished lines, and cut off a half-written last one."""
         file = self.path / name
         if not file.exists():
             return []
@@ -196,26 +161,18 @@ class RunFolder:
 
 
 def read_status(run_dir: Path) -> str:
-    """What the `status` of a run folder says.
-
-    Raises:
-        SspError: it cannot be read.
-    """
+    """Return the `status` of a run folder; raises SspError if it cannot be read."""
     with _explained(run_dir / "status"):
         return (run_dir / "status").read_text(encoding="utf-8", errors="replace").strip()
 
 
 def write_failure(run_dir: Path, *, exit_code: int, sentence: str) -> None:
-    """Set `status` of a run folder to the failing exit code and its sentence; done by another rank when rank 0 is lost.
-
-    Raises:
-        SspError: the disk is full or gone.
-    """
+    """Set `status` to the failing exit code and sentence, on any rank if rank 0 is lost; SspError if the disk fails."""
     _write_whole(run_dir / "status", f"{exit_code}: {visible(sentence)}\n")
 
 
 def _locked(file: Path) -> BinaryIO:
-    """Take the lock, which the kernel gives back when this process ends, however it ends."""
+    """Take the lock; the kernel releases it when this process ends, however it ends."""
     with _explained(file):
         lock = file.open("a+b")
         try:
@@ -244,7 +201,7 @@ def _write_through(stream: io.FileIO, line: bytes) -> None:
 
 
 def _write_whole(file: Path, text: str) -> None:
-    """Replace a file so that a reader, or a crash, meets the old text or the new one and nothing between."""
+    """Replace a file atomically: a reader, or a crash, sees the old text or the new one."""
     draft = file.with_name(file.name + ".tmp")
     with _explained(file):
         try:
@@ -253,7 +210,7 @@ def _write_whole(file: Path, text: str) -> None:
                 stream.flush()
                 os.fsync(stream.fileno())
         except OSError:
-            draft.unlink(missing_ok=True)  # a part of it would fill the disk for nothing
+            draft.unlink(missing_ok=True)  # a part of it would waste space on a full disk
             raise
         draft.replace(file)
         folder = os.open(file.parent, os.O_RDONLY)
@@ -265,7 +222,6 @@ def _write_whole(file: Path, text: str) -> None:
 
 @contextmanager
 def _explained(file: Path) -> Iterator[None]:
-    """Turn an error of the operating system into a sentence for the user."""
     try:
         yield
     except OSError as error:
@@ -276,11 +232,7 @@ def _explained(file: Path) -> Iterator[None]:
 
 
 def _read(file: Path) -> bytes:
-    """Read a regular file; anything else might never end.
-
-    Raises:
-        OSError: it is no regular file, or cannot be read.
-    """
+    """Read a regular file; raises OSError for anything else, which might never end."""
     if not file.is_file():
         raise OSError(None, "not a regular file")
     return file.read_bytes()

@@ -1,12 +1,12 @@
-"""Finished runs, read back from their folders for a report, and their completions and cells as tables.
+"""Finished runs, read back from their folders for a report, and their completions and cells as CSV.
 
-Reads only: no lock is taken and nothing in a run folder changes. What a line and a summary hold is said in `lines`.
+Read-only: takes no lock and changes nothing in a run folder. `lines` defines lines and summary.
 """
 
 import csv
 import io
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import chain
 from pathlib import Path
@@ -22,13 +22,9 @@ _TEXTS = ("prompt", "text", "token_ids", "accepted_lengths", "examined_lengths")
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run with a summary.
+    """A run with a summary, which covers only the finished part of an interrupted run.
 
-    Attributes:
-        name: what a report calls it.
-        status: what its folder said of it; empty while it writes its own report.
-        summary: of the whole run, or of what an interrupted one has done.
-        lines: its completions.
+    `status` comes from its folder; it is empty while the run writes its own report.
     """
 
     name: str
@@ -38,7 +34,7 @@ class Run:
 
     @property
     def num_draft_tokens(self) -> int:
-        """K; 0 where nothing was drafted."""
+        """K; 0 without a draft."""
         return len(self.summary.speculative.accepted_histogram) - 1 if self.summary.speculative else 0
 
     @property
@@ -48,17 +44,10 @@ class Run:
 
 
 def find_runs(folders: Iterable[Path]) -> tuple[list[Run], list[str]]:
-    """Read every run in these folders and below them.
-
-    Args:
-        folders: of runs or of sweeps.
+    """Read every run in the folders of runs or sweeps, and below them; raises ConfigError for a folder without a run.
 
     Returns:
-        The runs that can be read, in order of their paths, and a sentence for each other one: it has no summary yet,
-        or one of its files is damaged.
-
-    Raises:
-        ConfigError: a folder holds no run, or cannot be read.
+        The readable runs in order of their paths, and a sentence for each run without a summary or with a damaged file.
     """
     runs, missing = [], []
     for folder in folders:
@@ -83,62 +72,49 @@ def find_runs(folders: Iterable[Path]) -> tuple[list[Run], list[str]]:
 
 
 def read_run(folder: Path, *, name: str) -> Run:
-    """Read one run that has a summary.
-
-    Raises:
-        ConfigError: a file is damaged, or of another version.
-    """
+    """Read one run with a summary; raises ConfigError if a file is damaged, or of another version."""
     file = folder / "summary.json"
     try:
         _check_file(file, most_bytes=MOST_BYTES)
         summary = Summary.from_json(file.read_text(encoding="utf-8"))
         file = folder / "run.jsonl"
         _check_file(file)
-        whole = file.read_bytes().rpartition(b"\n")[0]  # what follows the last line feed was only half written
+        whole = file.read_bytes().rpartition(b"\n")[0]  # the rest after the last line feed was only half written
         lines = tuple(CompletionLine.from_json(line) for line in whole.split(b"\n") if line)
         file = folder / "status"
         status = _status(folder)
-    except OSError as error:
-        reason = error.strerror or str(error)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"{file} cannot be read ({reason}): a run of this version is required") from error
-    except ValueError as error:
-        raise ConfigError(f"{file} cannot be read ({error}): a run of this version is required") from error
     return Run(name=name, status=status, summary=summary, lines=lines)
 
 
 def _check_file(file: Path, *, most_bytes: int | None = None) -> None:
-    """Refuse what would never end, such as a pipe, or fill the memory.
-
-    Raises:
-        OSError: there is no such file.
-        ValueError: it is no regular file, or too large.
-    """
+    """Refuse files that never end, such as pipes, or that would fill the memory; raises OSError or ValueError."""
     about = file.stat()
     if not stat.S_ISREG(about.st_mode):
-        raise ValueError("it is no regular file")
+        raise ValueError("it is not a regular file")
     if most_bytes is not None and about.st_size > most_bytes:
-        raise ValueError(f"it has {about.st_size} bytes, and at most {most_bytes} are possible")
+        raise ValueError(f"it has {about.st_size} bytes, and at most {most_bytes} are allowed")
 
 
 def to_csv(runs: Sequence[Run]) -> str:
-    """All completions of all runs as one table, a row each, without texts."""
+    """Return all completions of all runs as one table, a row each, without texts."""
     facts = ["run", "task", "model", "draft", "num_draft_tokens", "world_size", "seed"]
     measured = [entry.name for entry in fields(CompletionLine) if entry.name not in _TEXTS]
-    text = io.StringIO()
-    writer = csv.DictWriter(text, [*facts, *measured, "num_accepted", "num_examined"], lineterminator="\n")
-    writer.writeheader()
+    rows = []
     for run in runs:
         known = {name: getattr(run.summary, name, None) for name in facts}
         known |= {"run": run.name, "num_draft_tokens": run.num_draft_tokens}
         for line in run.lines:
             row = {name: value for name, value in asdict(line).items() if name in measured}
             sums = {"num_accepted": sum(line.accepted_lengths), "num_examined": sum(line.examined_lengths)}
-            writer.writerow(known | row | sums)
-    return text.getvalue()
+            rows.append(known | row | sums)
+    return _csv([*facts, *measured, "num_accepted", "num_examined"], rows)
 
 
 def cells_to_csv(runs: Sequence[Run]) -> str:
-    """The cells of all benchmarks as one table, a row each; empty where there is no benchmark."""
+    """Return the cells of all benchmarks as one table, a row each; empty without a benchmark."""
     rows = []
     for run in runs:
         for cell in run.summary.cells:
@@ -146,29 +122,27 @@ def cells_to_csv(runs: Sequence[Run]) -> str:
             row |= {f"{name}_ms_per_token": value for name, value in cell.ms_per_token.items()}
             row |= {f"{name}_forecast_ms_per_token": value for name, value in cell.forecast_ms_per_token.items()}
             rows.append({"run": run.name} | row | cell.versions)
-    if not rows:
-        return ""
+    return _csv(dict.fromkeys(chain.from_iterable(rows)), rows) if rows else ""
+
+
+def _csv(columns: Iterable[str], rows: Iterable[Mapping[str, object]]) -> str:
     text = io.StringIO()
-    writer = csv.DictWriter(text, list(dict.fromkeys(chain.from_iterable(rows))), lineterminator="\n")
+    writer = csv.DictWriter(text, list(columns), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
 
 
 def _status(folder: Path) -> str:
-    """Its sentence, visible and on one line.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Return the status on one line, with control characters visible; raises OSError if it cannot be read."""
     file = folder / "status"
     if not file.is_file():
         return "not started"
     with file.open("rb") as stream:
-        said = stream.read(_MOST_STATUS_BYTES).decode("utf-8", errors="replace")
-    return visible(" ".join(said.split()))
+        status = stream.read(_MOST_STATUS_BYTES).decode("utf-8", errors="replace")
+    return visible(" ".join(status.split()))
 
 
 def _by_number(folder: Path) -> list[tuple[int, str]]:
-    """Order points of a sweep as they were numbered: 2 before 10."""
+    """Sort key that puts point 2 of a sweep before point 10."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in folder.parts]

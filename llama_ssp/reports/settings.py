@@ -1,7 +1,7 @@
-"""The settings of a run folder compared with those of a run that resumes it, key by key.
+"""Compares the settings of a run folder with those of a run that resumes it, key by key.
 
-What is read here may be damaged or made by somebody else: YAML that would unfold without end is refused, and what a
-message quotes is cut off.
+The folder may be damaged or made by somebody else: YAML that could expand without end is refused, and messages
+truncate what they quote.
 """
 
 import json
@@ -10,23 +10,17 @@ from collections.abc import Collection
 import yaml
 
 MOST_CHARS = 1 << 20
-"""A longer text is no `config.yaml`."""
+"""Longest `config.yaml`."""
 MOST_DEPTH = 32
-"""Nested settings of a run stay far below."""
+"""Deepest nesting, far above that of any config."""
 _MOST_SHOWN, _MOST_SHOWN_CHARS = 10, 200
-"""Changed settings that are named, and characters that are shown of each value."""
+"""Most changed settings that are named, and most characters shown of each value."""
 
 
 def changed_settings(old_yaml: str, new_yaml: str, *, changeable: Collection[str]) -> list[str]:
-    """Say which settings differ, a clause each.
+    """Describe each changed setting in a clause; raises ValueError if the old text cannot be read.
 
-    Args:
-        old_yaml: of the folder; a setting that is newer than the folder has been off in it.
-        new_yaml: of this run.
-        changeable: dotted keys that may differ, with all below them.
-
-    Raises:
-        ValueError: the old text cannot be read.
+    A list that the old text lacks was empty. Keys in `changeable`, and all below them, may differ.
     """
     old, new = _flat(read_settings(old_yaml)), _flat(yaml.safe_load(new_yaml))
     old = {key: value for key, value in new.items() if value == []} | old
@@ -41,11 +35,7 @@ def changed_settings(old_yaml: str, new_yaml: str, *, changeable: Collection[str
 
 
 def read_settings(text: str) -> object:
-    """Read the YAML of a `config.yaml`.
-
-    Raises:
-        ValueError: it is no YAML, too large or nested too deep, or has aliases, which can unfold without end.
-    """
+    """Read a `config.yaml`; raises ValueError for invalid YAML, and if it is too large, too deep or has aliases."""
     if len(text) > MOST_CHARS:
         raise ValueError(f"it has {len(text)} characters")
     depth = 0
@@ -56,7 +46,7 @@ def read_settings(text: str) -> object:
                 raise ValueError("it is nested too deep, or has aliases")
         return yaml.safe_load(text)
     except (yaml.YAMLError, ArithmeticError, AttributeError, LookupError, TypeError) as error:
-        raise ValueError("it is no YAML") from error  # the library lets other errors of odd tags and numbers through
+        raise ValueError("it is not YAML") from error  # odd tags and numbers raise these other errors in the library
 
 
 def _shown(value: object) -> str:
@@ -68,7 +58,7 @@ def _cut(text: str) -> str:
 
 
 def _flat(tree: object, prefix: str = "") -> dict[str, object]:
-    """Name every leaf of nested mappings by its dotted key; a list is a leaf."""
+    """Map the dotted key of every leaf of nested mappings to its value; a list is a leaf."""
     if not isinstance(tree, dict):
         return {prefix: tree}
     leaves: dict[str, object] = {}

@@ -1,7 +1,4 @@
-"""The arithmetic from the lines of a run to its summary; pure functions.
-
-What runs and what is written is decided elsewhere: `records` holds the files, `provenance` the versions.
-"""
+"""Computes the summary of a run from its lines; pure functions."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -20,63 +17,48 @@ from llama_ssp.reports.provenance import git_commit, versions
 
 
 def summarise(facts: RunFacts, lines: Sequence[CompletionLine], cells: Sequence[BenchmarkRow] = ()) -> Summary:
-    """Make the summary of a run out of its lines, those of earlier, resumed parts included.
+    """Make the summary of a run from its lines, including those of earlier parts of a resumed run.
 
-    A number that nothing was measured for is None. The definitions are in the docstrings of this module's functions.
-
-    Args:
-        facts: what the lines do not tell.
-        lines: finished completions, in any order.
-        cells: of a benchmark, which has no lines.
+    A number without measurements is None. The functions of this module define the numbers. `cells` are those of a
+    benchmark, which has no lines.
     """
     plain_lines = [line for line in lines if line.mode == PLAIN]
     speculative_lines = [line for line in lines if line.mode == SPECULATIVE]
     return Summary(
-        task=facts.task,
-        model=facts.model,
-        draft=facts.draft,
-        weights=facts.weights,
-        placement=facts.placement,
-        world_size=facts.world_size,
+        task=facts.task, model=facts.model, draft=facts.draft, weights=facts.weights, placement=facts.placement,
+        world_size=facts.world_size, seed=facts.seed, versions=versions(), git_commit=git_commit(),
         num_prompts=len({line.index for line in lines}) + sum(cell.batch_size for cell in cells),
         num_new_tokens=_num_new_tokens(lines) + sum(cell.batch_size * cell.max_new_tokens for cell in cells),
-        seed=facts.seed,
-        versions=versions(),
-        git_commit=git_commit(),
         plain=_plain(plain_lines) if plain_lines else None,
         speculative=_speculative(speculative_lines, facts.num_draft_tokens) if speculative_lines else None,
-        speedup=speedup(lines),
-        forecast=facts.forecast,
-        memory=facts.memory,
-        startup=facts.startup,
-        cells=[*cells],
-    )
+        speedup=speedup(lines), forecast=facts.forecast, memory=facts.memory, startup=facts.startup, cells=[*cells],
+    )  # fmt: skip
 
 
 def ms_per_token(lines: Sequence[CompletionLine]) -> float | None:
-    """How long a row waits for a token: the sum of `ms`, prefill included, over the sum of new tokens."""
+    """Latency of a row: the sum of `ms`, including prefill, over the sum of new tokens."""
     return _ratio(sum(line.ms for line in lines), _num_new_tokens(lines))
 
 
 def tokens_per_s(lines: Sequence[CompletionLine]) -> float | None:
-    """Throughput of all rows together: new tokens over wall time, so above `1000 / ms_per_token` in a batch."""
+    """Throughput of all rows together: new tokens over wall time, above `1000 / ms_per_token` in a batch."""
     return _ratio(_num_new_tokens(lines), sum(line.share_s for line in lines))
 
 
 def tokens_per_round(lines: Sequence[CompletionLine]) -> float | None:
-    """New tokens that came out of rounds over rounds; a row's first token comes out of its prefill."""
+    """New tokens from rounds, over rounds; a row's first token comes from its prefill."""
     return _ratio(_num_new_tokens(lines) - len(lines), sum(line.num_rounds for line in lines))
 
 
 def acceptance_rate(lines: Sequence[CompletionLine]) -> float | None:
-    """Accepted over examined drafted tokens, in the rounds that `lines.num_examined` counts."""
-    counted = _counted_rounds(lines)
+    """Accepted over examined drafted tokens, in rounds that `lines.num_examined` counts."""
+    counted = counted_rounds(lines)
     return _ratio(sum(accepted for accepted, _ in counted), sum(examined for _, examined in counted))
 
 
 def accepted_histogram(lines: Sequence[CompletionLine], num_draft_tokens: int) -> list[int]:
-    """For each number of accepted tokens 0..K, in how many of the counted rounds it occurred."""
-    counts = Counter(accepted for accepted, _ in _counted_rounds(lines))
+    """For each number of accepted tokens 0..K, how many of the counted rounds had it."""
+    counts = Counter(accepted for accepted, _ in counted_rounds(lines))
     return [counts[length] for length in range(num_draft_tokens + 1)]
 
 
@@ -101,24 +83,21 @@ def _plain(lines: Sequence[CompletionLine]) -> PlainSummary:
 
 def _speculative(lines: Sequence[CompletionLine], num_draft_tokens: int) -> SpeculativeSummary:
     return SpeculativeSummary(
-        ms_per_token=ms_per_token(lines),
-        tokens_per_s=tokens_per_s(lines),
+        ms_per_token=ms_per_token(lines), tokens_per_s=tokens_per_s(lines), tokens_per_round=tokens_per_round(lines),
         num_rounds=sum(line.num_rounds for line in lines),
         num_target_forwards=sum(line.num_target_forwards for line in lines),
-        tokens_per_round=tokens_per_round(lines),
-        acceptance_rate=acceptance_rate(lines),
-        accepted_histogram=accepted_histogram(lines, num_draft_tokens),
-        draft_s=sum(line.draft_s for line in lines),
-        verify_s=sum(line.verify_s for line in lines),
+        acceptance_rate=acceptance_rate(lines), accepted_histogram=accepted_histogram(lines, num_draft_tokens),
+        draft_s=sum(line.draft_s for line in lines), verify_s=sum(line.verify_s for line in lines),
         other_s=sum(line.other_s for line in lines),
-    )
+    )  # fmt: skip
 
 
 def _num_new_tokens(lines: Sequence[CompletionLine]) -> int:
     return sum(line.num_new_tokens for line in lines)
 
 
-def _counted_rounds(lines: Sequence[CompletionLine]) -> list[tuple[int, int]]:
+def counted_rounds(lines: Sequence[CompletionLine]) -> list[tuple[int, int]]:
+    """Accepted and examined drafted tokens of each round that `lines.num_examined` counts."""
     return [
         (accepted, examined)
         for line in lines

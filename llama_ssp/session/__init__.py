@@ -1,1 +1,1 @@
-"""What all tasks share: models in memory, prompts read, decoders built, completions made and stored."""
+"""What all tasks share: models in memory, prompts, decoders, and completions with their records."""

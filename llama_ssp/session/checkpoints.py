@@ -1,4 +1,4 @@
-"""What a run's checkpoints are, found and checked on every rank before any weight is loaded."""
+"""Finds and checks a run's checkpoints on every rank before any weight is loaded."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,15 +28,13 @@ if TYPE_CHECKING:  # the library's models take seconds to import
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """One model of the run, checked and not loaded.
+    """One model of the run, checked but not loaded.
 
     Attributes:
-        entry: what the catalogue says of it.
-        origin: where its numbers come from.
-        tokenizer: from the same folder.
-        eos_ids: tokens that end a text, as the checkpoint's generation config says, else its tokenizer.
-        dtype: number format to load it in; None takes that of the files.
-        precision: how its linear layers are stored.
+        origin: where its weights come from.
+        eos_ids: tokens that end a text, from the generation config, or else from the tokenizer.
+        dtype: number format to load it in; None for that of the files.
+        precision: storage format of its linear layers.
     """
 
     entry: ModelConfig
@@ -50,19 +48,17 @@ class Source:
 def find_sources(config: RunConfig, world: World) -> tuple[Source, Source | None]:
     """Find and check the target's and the draft's checkpoints, with the same outcome on every rank.
 
-    Args:
-        config: names them.
-        world: its first rank on each node downloads what has to be downloaded, and compares it with its manifest.
+    The first rank of each node downloads missing files, and compares them with their manifest.
 
     Raises:
         CheckpointError: a checkpoint is missing or faulty.
         ConfigError: the vocabularies differ, or a model cannot be served or quantized.
-        PlacementError: a model cannot be shared by so many ranks, or not in its precision.
+        PlacementError: a model cannot be split over this many ranks, or not in its precision.
     """
     layout = lay_out_replica(config.placement, world_size=world.comm.size, has_draft=config.draft.model is not None)
     kind = config.placement.target.kind
-    cut_by_us = len(layout.target_ranks) if kind is TargetKind.tensor else 1
-    num_ranks = (cut_by_us, 1 if layout.splits_batch else len(layout.draft_ranks))
+    tensor_parallel_size = len(layout.target_ranks) if kind is TargetKind.tensor else 1
+    num_ranks = (tensor_parallel_size, 1 if layout.splits_batch else len(layout.draft_ranks))
     with raise_on_all_ranks(world.comm):
         if config.weights is WeightsKind.checkpoint and world.ranks.local_rank == 0:
             for entry in _entries(config):
@@ -73,7 +69,7 @@ def find_sources(config: RunConfig, world: World) -> tuple[Source, Source | None
         is_synthetic = config.weights is WeightsKind.synthetic
         origins = _synthesize(config, world.device.type) if is_synthetic else _inspect(config)
         if kind is TargetKind.deepspeed:
-            from llama_ssp.models.huggingface.auto_tp import check_auto_tp, choose_accelerator  # noqa: PLC0415 - see below
+            from llama_ssp.models.huggingface.auto_tp import check_auto_tp, choose_accelerator  # noqa: PLC0415 - slow import
 
             choose_accelerator(world.device)
             shape, quantization = origins[0].shape, config.model.quantization
@@ -83,14 +79,10 @@ def find_sources(config: RunConfig, world: World) -> tuple[Source, Source | None
             for entry, origin, number in zip(_entries(config), origins, num_ranks, strict=False)
         )
         if kind is TargetKind.accelerate and world.comm.rank in layout.target_ranks:
-            from llama_ssp.models.huggingface.device_map import check_device_map  # noqa: PLC0415 - see below
+            from llama_ssp.models.huggingface.device_map import check_device_map  # noqa: PLC0415 - slow import
 
-            check_device_map(
-                target.origin,
-                device_map_place(config, world),
-                dtype=target.dtype,
-                quantization=target.entry.quantization,
-            )
+            place, quantization = device_map_place(config, world), target.entry.quantization
+            check_device_map(target.origin, place, dtype=target.dtype, quantization=quantization)
         draft = drafts[0] if drafts else None
         if draft:
             _check_vocabularies(target, draft)
@@ -98,7 +90,7 @@ def find_sources(config: RunConfig, world: World) -> tuple[Source, Source | None
 
 
 def with_number_formats(config: RunConfig, sources: tuple[Source, Source | None]) -> RunConfig:
-    """The config with the number formats of both models: what they are loaded in, and what their files have."""
+    """Fill in the number formats that both models are loaded in, and those of their files."""
 
     def settled(source: Source) -> ModelConfig:
         dtype, stored = source.dtype or source.origin.dtype, source.origin.dtype
@@ -110,35 +102,30 @@ def with_number_formats(config: RunConfig, sources: tuple[Source, Source | None]
 
 
 def _member(dtype: torch.dtype) -> Dtype:
-    """What the config calls a number format; files of any other one are planned for as fp32."""
+    """The config's name of a number format; fp32 for a format it lacks, as planning assumes."""
     return next((member for member in Dtype if f"torch.{member.value}" == str(dtype)), Dtype.fp32)
 
 
 def device_map_place(config: RunConfig, world: World) -> "Place":
-    """Where this rank's target in a row goes; what waits on disk goes into the run folder, under this rank's number."""
-    from llama_ssp.models.huggingface.device_map import Place  # noqa: PLC0415 - see below
+    """Where this rank's layer-wise target goes; layers on disk go into this rank's folder in the run folder."""
+    from llama_ssp.models.huggingface.device_map import Place  # noqa: PLC0415 - slow import
 
-    target = config.placement.target
-    return Place(
-        devices=world.free_devices,
-        offload=target.offload,
-        max_bytes=max_device_bytes(target),
-        folder=offload_folder(config, world),
-    )
+    target, folder = config.placement.target, offload_folder(config, world)
+    max_bytes = max_device_bytes(target)
+    return Place(devices=world.free_devices, offload=target.offload, max_bytes=max_bytes, folder=folder)
 
 
 def offload_folder(config: RunConfig, world: World) -> Path:
-    """A folder for this rank's layers on disk, for as long as the run lasts."""
+    """Folder of this rank's layers on disk during the run."""
     return Path(str(config.run_dir)) / f"offload-{world.comm.rank:03d}"
 
 
 def _entries(config: RunConfig) -> list[ModelConfig]:
-    """What the catalogue says of the target, and of the draft if there is one."""
     return [config.model] + ([config.draft.model] if config.draft.model else [])
 
 
 def _inspect(config: RunConfig) -> list[WeightSource]:
-    """The files of each model, held to the shape that the catalogue has for it."""
+    """Inspect the files of each model, and compare them with the shape in its catalogue entry."""
     origins: list[WeightSource] = []
     for entry in _entries(config):
         checkpoint = inspect(hub.resolve(entry))
@@ -148,7 +135,7 @@ def _inspect(config: RunConfig) -> list[WeightSource]:
 
 
 def _synthesize(config: RunConfig, device: str) -> list[WeightSource]:
-    """The recipe of each model: its shape, and what is shipped; on a CPU of numbers that 16 bits hold, as planned."""
+    """Make the synthetic weights of each model; on a CPU 16 bits hold their numbers, as planned."""
     from llama_ssp.weights.synthetic import synthesize  # noqa: PLC0415 - few runs need it
 
     shapes = [entry.shape for entry in _entries(config) if entry.shape]
@@ -156,7 +143,7 @@ def _synthesize(config: RunConfig, device: str) -> list[WeightSource]:
 
 
 def _check(entry: ModelConfig, origin: WeightSource, *, num_ranks: int, device: str) -> Source:
-    from llama_ssp.models.build import check_model  # noqa: PLC0415 - the library's models take seconds to import
+    from llama_ssp.models.build import check_model  # noqa: PLC0415 - slow import
 
     check_model(origin, num_ranks=num_ranks, quantization=entry.quantization)
     dtype = number_format(entry, device=device)
@@ -172,7 +159,7 @@ def _check(entry: ModelConfig, origin: WeightSource, *, num_ranks: int, device: 
 
 
 def _read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Read a tokenizer, and try what a run will ask it for."""
+    """Read a tokenizer, and try it as a run will use it."""
     for name in TOKENIZER_FILES:
         if (folder / name).is_file():
             read_json(folder / name)
@@ -181,7 +168,7 @@ def _read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
             folder, local_files_only=True, trust_remote_code=False
         )
         tokenizer.decode(tokenizer("a b").input_ids, skip_special_tokens=True)
-    except Exception as error:  # tokenizer files fail in as many ways as there are parsers
+    except Exception as error:  # tokenizer files fail in many ways
         reason = " ".join(str(error).split())[:200]
         raise CheckpointError(
             f"the tokenizer in {folder} cannot be read ({reason}); tokenizer.json and tokenizer_config.json, as "
@@ -200,7 +187,7 @@ def _read_eos_ids(folder: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int
 
 
 def _check_vocabularies(target: Source, draft: Source) -> None:
-    """Compare the tokenizers themselves; output heads that are padded to different widths do no harm."""
+    """Compare the tokenizers; output heads may be padded to different widths."""
     target_ids, draft_ids = target.tokenizer.get_vocab(), draft.tokenizer.get_vocab()
     if target_ids == draft_ids:
         return

@@ -1,4 +1,4 @@
-"""A finished completion as a line of `run.jsonl`."""
+"""Converts a finished completion to a line of `run.jsonl`."""
 
 from transformers import PreTrainedTokenizerBase
 
@@ -9,23 +9,15 @@ from llama_ssp.reports.lines import CompletionLine
 def to_line(
     prompt: str, completion: RowCompletion, mode: str, tokenizer: PreTrainedTokenizerBase, *, num_copies: int
 ) -> CompletionLine:
-    """Write a finished completion as a line of `run.jsonl`; `num_copies` share the wall time."""
+    """Convert a finished completion to a line of `run.jsonl`; `num_copies` replicas share the wall time."""
+    parts_s = completion.part_s
     return CompletionLine(
-        index=completion.request.index,
-        sample=completion.request.sample,
-        mode=mode,
-        prompt=prompt,
+        index=completion.request.index, sample=completion.request.sample, mode=mode, prompt=prompt,
         text=str(tokenizer.decode(completion.token_ids, skip_special_tokens=True)),
-        token_ids=completion.token_ids,
-        num_new_tokens=len(completion.token_ids),
+        token_ids=completion.token_ids, num_new_tokens=len(completion.token_ids),
         finish_reason=str(completion.finish_reason),
-        num_rounds=len(completion.accepted_lengths),
-        num_target_forwards=completion.num_target_forwards,
-        accepted_lengths=completion.accepted_lengths,
-        examined_lengths=completion.examined_lengths,
-        ms=completion.busy_s * 1e3,
-        share_s=completion.share_s / num_copies,
-        draft_s=completion.part_s["draft"],
-        verify_s=completion.part_s["verify"],
-        other_s=completion.part_s["other"],
-    )
+        num_rounds=len(completion.accepted_lengths), num_target_forwards=completion.num_target_forwards,
+        accepted_lengths=completion.accepted_lengths, examined_lengths=completion.examined_lengths,
+        ms=completion.busy_s * 1e3, share_s=completion.share_s / num_copies,
+        draft_s=parts_s["draft"], verify_s=parts_s["verify"], other_s=parts_s["other"],
+    )  # fmt: skip

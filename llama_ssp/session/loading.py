@@ -1,4 +1,4 @@
-"""Models, loaded onto this rank and put together into decoders. What is decoded is the business of `session`."""
+"""Loads models onto this rank and builds decoders from them; `session` runs the decoders."""
 
 import logging
 import time
@@ -32,24 +32,22 @@ from llama_ssp.sampling.rules import make_rule
 from llama_ssp.session.checkpoints import Source, device_map_place
 
 LoadProgress = Callable[[str, int, int], None]
-"""Called while a model loads with its part (target or draft), the bytes that are there, and those that will be."""
+"""Called while a model loads with "target" or "draft", the bytes loaded so far, and all bytes."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Models:
-    """What is in memory on this rank.
+    """The models in memory on this rank.
 
     Attributes:
-        target: this rank's slice of the target; where it has none, a stand-in that computes nothing.
+        target: this rank's slice of the target; on ranks without one, a stand-in that computes nothing.
         draft: the draft or this rank's slice of it, on ranks that hold some.
         drafts: whether the run can decode speculatively.
-        mesh: which rank does what.
-        tokenizer: the target's.
         eos_ids: tokens that end a text.
-        context: the most tokens that prompt and completion may have together.
-        sources: the files of the target, and of the draft if there is one.
+        context: most tokens of prompt and completion together.
+        sources: the target's, and the draft's if there is one.
     """
 
     target: Runner
@@ -65,25 +63,18 @@ class Models:
 def load_models(
     config: RunConfig, world: World, sources: tuple[Source, Source | None], *, progress: LoadProgress | None = None
 ) -> Models:
-    """Load what this rank holds.
+    """Load this rank's share of the models; raises SspError on every rank if loading fails on one.
 
-    Args:
-        config: of the run.
-        world: all ranks; afterwards all collectives wait for `timeouts.decode_s` only.
-        sources: target and draft, from `checkpoints.find_sources`.
-        progress: see `LoadProgress`.
-
-    Raises:
-        SspError: on every rank, when loading fails on one.
+    Afterwards the collectives of `world` time out after `timeouts.decode_s`.
     """
     target_source, draft_source = sources
     layout = lay_out_replica(config.placement, world_size=world.comm.size, has_draft=draft_source is not None)
     with on_all_cores(world.cores):
         mesh = build_mesh(layout, world.comm, num_replicas=config.placement.num_replicas)
     if world.comm.rank == 0:
-        _log.info("placement: %s; copies of it: %d", layout, config.placement.num_replicas)
+        _log.info("placement: %s; replicas: %d", layout, config.placement.num_replicas)
     _log.info("this rank %s", describe_part(mesh))
-    from llama_ssp.models.build import load_model  # noqa: PLC0415 - the library's models take seconds to import
+    from llama_ssp.models.build import load_model  # noqa: PLC0415 - transformers' models take seconds to import
 
     with raise_on_all_ranks(world.comm):
         target: Runner = NullRunner(
@@ -108,27 +99,19 @@ def load_models(
             draft = _load("draft", draft_source, load, comm=mesh.draft, progress=progress)
     mesh.set_timeout(config.timeouts.decode_s)
     return Models(
-        target=target,
-        draft=draft,
-        drafts=drafts(config.draft),
-        mesh=mesh,
-        tokenizer=target_source.tokenizer,
-        eos_ids=target_source.eos_ids,
+        target=target, draft=draft, drafts=drafts(config.draft), mesh=mesh,
+        tokenizer=target_source.tokenizer, eos_ids=target_source.eos_ids,
         context=min(source.origin.context for source in sources if source),
         sources=tuple(source for source in sources if source),
-    )
+    )  # fmt: skip
 
 
 def _load(
     part: str, source: Source, load: Callable[..., Runner], *, comm: Comm, progress: LoadProgress | None
 ) -> Runner:
     started = time.perf_counter()
-    runner = load(
-        source.origin,
-        dtype=source.dtype,
-        progress=partial(progress, part) if progress else None,
-        precision=source.precision,
-    )
+    report = partial(progress, part) if progress else None
+    runner = load(source.origin, dtype=source.dtype, progress=report, precision=source.precision)
     seconds = time.perf_counter() - started
     _log.info("loaded %s %s as rank %d of %d in %.1f s", part, source.entry.name, comm.rank, comm.size, seconds)
     return runner
@@ -137,28 +120,16 @@ def _load(
 def build_decoder(
     models: Models, config: RunConfig, *, speculative: bool, stop_request: StopRequest | None = None
 ) -> Decoder:
-    """Put models, rule and random numbers together.
-
-    Args:
-        models: from `load_models`.
-        config: says how to sample and how far to draft.
-        speculative: decode with the draft; otherwise with the target alone.
-        stop_request: see `StopRequest`.
-    """
+    """Build a decoder from the models and the config; plain decoding uses the target alone."""
     mesh, device = models.mesh, models.target.device
     rule = make_rule(config.sampling, config.verification)
     split = BatchSplit(mesh.replica, mesh.layout.draft_ranks) if speculative and mesh.layout.splits_batch else None
     drafter = None
     if speculative:
         drafter = make_drafter(
-            config,
-            rule=rule,
-            mesh=mesh,
-            runner=models.draft,
-            vocab_size=models.target.vocab_size,
-            device=device,
+            config, rule=rule, mesh=mesh, runner=models.draft, vocab_size=models.target.vocab_size, device=device,
             split=split,
-        )
+        )  # fmt: skip
     verifier = Verifier(rule, comm=mesh.replica, verify_rank=mesh.layout.verify_rank, device=device, split=split)
     round_ = Round(models.target, drafter, verifier=verifier)
     executor: Executor = round_
@@ -166,14 +137,12 @@ def build_decoder(
         executor = TracedExecutor(round_)
     elif config.cuda_graphs and may_capture(config.placement.target):
         executor = CudaGraphExecutor(round_, recorder=CudaRecorder())
-    eos_ids = () if config.ignore_eos else models.eos_ids
-    stops = StopStrings(models.tokenizer, config.stop_strings) if config.stop_strings else None
     return Decoder(
         round_,
         executor=executor,
         batch_size=config.batch_size,
-        eos_ids=eos_ids,
+        eos_ids=() if config.ignore_eos else models.eos_ids,
         seed=config.seed,
-        stops=stops,
+        stops=StopStrings(models.tokenizer, config.stop_strings) if config.stop_strings else None,
         stop_request=stop_request,
     )

@@ -1,7 +1,7 @@
-"""transformers' own generation, plain and assisted, as the peer that ours is measured against.
+"""transformers' own generation, plain and assisted, as the peer that a benchmark compares ours with.
 
-It gets the same prompts, the same sampling and the same number of drafted tokens, with a constant schedule and no early
-stop, and no end-of-sequence token. It reads files, and works in one process.
+It gets the same prompts, sampling and number of drafted tokens, in a constant schedule without early stops and without
+end-of-sequence tokens. It reads checkpoints, and runs in one process.
 """
 
 import time
@@ -34,14 +34,10 @@ class Peers:
         sampling: SamplingConfig,
         num_draft_tokens: int | None,
     ) -> float:
-        """Milliseconds per new token, prefill included.
+        """Complete the prompts; returns milliseconds per new token, including prefill.
 
-        Args:
-            prompts: completed together if they are plain and of one length, else one after the other: the library
-                assists one row at a time.
-            num_new_tokens: for each.
-            sampling: as ours.
-            num_draft_tokens: K; None for `generate` without an assistant.
+        Plain prompts of one length are completed together, others one by one: the library assists one row only.
+        `num_draft_tokens` is None for `generate` without an assistant.
         """
         is_one_batch = num_draft_tokens is None and len({len(ids) for ids in prompts}) == 1
         batches = [list(prompts)] if is_one_batch else [[ids] for ids in prompts]
@@ -63,28 +59,23 @@ class Peers:
 
 
 def _generation_options(sampling: SamplingConfig) -> dict[str, object]:
-    """Our settings in the library's words."""
     if sampling.temperature == 0:
         return {"do_sample": False}
     top_p = 1.0 if sampling.top_p is None else sampling.top_p
-    words = {"temperature": sampling.temperature, "top_k": sampling.top_k or 0, "top_p": top_p, "min_p": sampling.min_p}
-    return {"do_sample": True, **words}
+    filters = {"top_k": sampling.top_k or 0, "top_p": top_p, "min_p": sampling.min_p}
+    return {"do_sample": True, "temperature": sampling.temperature, **filters}
 
 
 def has_peers(config: RunConfig, *, world_size: int) -> bool:
-    """Whether transformers' own generation stands beside a benchmark: one rank, from files, nothing quantized by us."""
+    """Whether a benchmark also measures transformers: on one rank, from checkpoints, without our quantization."""
     entries = [config.model, *([config.draft.model] if config.draft.model else [])]
     is_whole = not any(format_of(entry.quantization).is_quantized for entry in entries)
-    is_asked = isinstance(config.task, BenchmarkConfig) and config.task.peers
-    return is_asked and world_size == 1 and config.weights is WeightsKind.checkpoint and is_whole
+    is_requested = isinstance(config.task, BenchmarkConfig) and config.task.peers
+    return is_requested and world_size == 1 and config.weights is WeightsKind.checkpoint and is_whole
 
 
 def check_peers(config: RunConfig, folders: Sequence[Path], *, world_size: int) -> None:
-    """Read what the library will generate by, where it takes part, before any weight is loaded.
-
-    Raises:
-        CheckpointError: it refuses what it finds in a folder.
-    """
+    """Before loading, raise CheckpointError if transformers is measured and refuses a generation config."""
     if not has_peers(config, world_size=world_size):
         return
     for file in (folder / GENERATION_CONFIG_FILE for folder in folders):
@@ -92,16 +83,16 @@ def check_peers(config: RunConfig, folders: Sequence[Path], *, world_size: int) 
             continue
         try:
             GenerationConfig.from_pretrained(file.parent, local_files_only=True)
-        except Exception as error:  # it checks some values, and fails at others
+        except Exception as error:  # it checks some values and crashes on others
             reason = " ".join(str(error).split())[:200] or type(error).__name__
             raise CheckpointError(
-                f"transformers, which is to be measured too, refuses {file} ({reason}): copy or download it again, or "
-                "set task.peers=false"
+                f"transformers, which this benchmark measures too, refuses {file} ({reason}): copy or download it "
+                "again, or set task.peers=false"
             ) from error
 
 
 def load_peer(folder: Path, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """Load a checkpoint with transformers alone, set up for a constant schedule without early stops."""
+    """Load a checkpoint with transformers alone, for a constant schedule without early stops."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
     model.eval().to(device)
     model.generation_config.eos_token_id = None

@@ -1,6 +1,6 @@
-"""Where prompts come from, and how they become token ids.
+"""Reads prompts (one text, a file, standard input, or the task's own list) and encodes them as token ids.
 
-One text, a file, standard input, or the task's own list. Rank 0 alone reads them; the others are told.
+Only rank 0 reads them, and broadcasts them to the others.
 """
 
 import itertools
@@ -14,23 +14,16 @@ from llama_ssp.config.schema import RunConfig
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.reports.lines import CompletionLine
 
-if TYPE_CHECKING:  # a plan reads prompts too, and needs no library of models
+if TYPE_CHECKING:  # plans read prompts too, without transformers
     from transformers import PreTrainedTokenizerBase
 
 _EXCERPT = 40
-"""Characters that an error shows of a prompt."""
+"""Longest excerpt of a prompt in an error."""
 STANDARD_INPUT = "-"
 
 
 def read_prompts(config: RunConfig) -> list[str]:
-    """Read the prompts of a run that is not interactive.
-
-    Args:
-        config: names the text or the file; its task may have prompts of its own.
-
-    Raises:
-        ConfigError: the file cannot be read, is empty, or a line of a .jsonl file has no `prompt`.
-    """
+    """Read the prompts of a run; raises ConfigError if the file is unusable, or a .jsonl line lacks `prompt`."""
     if config.prompt is not None:
         return [config.prompt]
     default_prompts = getattr(config.task, "default_prompts", [])
@@ -43,7 +36,7 @@ def read_prompts(config: RunConfig) -> list[str]:
         text = source.read_text(encoding="utf-8") if isinstance(source, Path) else source.read()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read prompts={config.prompts}: {error}; it must be a text file in UTF-8") from None
-    # Not `splitlines`: to it a form feed, or a character of a JSON string, is the end of a line too.
+    # Not `splitlines`, which also splits at form feeds and at characters that JSON strings may contain.
     numbered = enumerate(text.removeprefix("\ufeff").split("\n"), start=1)
     lines = {number: line for number, line in numbered if line.strip()}
     if not lines:
@@ -54,23 +47,14 @@ def read_prompts(config: RunConfig) -> list[str]:
 
 
 def check_unchanged(prompts: Sequence[str], lines: Sequence[CompletionLine], config: RunConfig) -> None:
-    """Hold a resumed run to the prompts of its finished completions; further ones may follow them.
-
-    Args:
-        prompts: of this run.
-        lines: the finished completions.
-        config: names the source of the prompts.
-
-    Raises:
-        ConfigError: names the first prompt that is another one, or is gone.
-    """
+    """Raise ConfigError if a finished completion's prompt has changed or is missing; new prompts may follow."""
     for line in sorted(lines, key=lambda line: line.index):
         new = prompts[line.index] if line.index < len(prompts) else None
         if new == line.prompt:
             continue
         same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(new or "", line.prompt, strict=False))
         begin = max(0, len(list(same)) - _EXCERPT // 2)
-        now = f"gone, {len(prompts)} are left" if new is None else repr(new[begin : begin + _EXCERPT])
+        now = f"missing, with {len(prompts)} left" if new is None else repr(new[begin : begin + _EXCERPT])
         raise ConfigError(
             f"prompt {line.index + 1} of prompts={config.prompts} was {line.prompt[begin : begin + _EXCERPT]!r} when "
             f"run_dir={config.run_dir} recorded its completion, and is now {now}; give the old prompts to resume that "
@@ -94,22 +78,19 @@ def _prompt_of(line: str, number: int, file: str) -> str:
 
 
 def encode(prompt: str, tokenizer: "PreTrainedTokenizerBase", *, chat: bool) -> tuple[int, ...]:
-    """Turn a prompt into token ids as the model expects it; an empty one becomes the begin-of-sequence token.
+    """Encode a prompt as the model expects it; an empty one becomes the begin-of-sequence token.
 
-    Args:
-        prompt: plain text, or with `chat` what the user says.
-        tokenizer: the target's.
-        chat: put the prompt into the tokenizer's chat template.
+    With `chat`, the prompt is a user's message for the chat template.
 
     Raises:
         CheckpointError: the chat template is damaged.
-        ConfigError: there is no chat template, or the prompt has no token or is no Unicode text.
+        ConfigError: there is no chat template, or the prompt has no token or is not valid Unicode.
     """
     try:
         prompt.encode()
     except UnicodeEncodeError as error:
         raise ConfigError(
-            f"prompt {prompt[:_EXCERPT]!r} holds {prompt[error.start]!r}, which is half a character: write it in UTF-8"
+            f"prompt {prompt[:_EXCERPT]!r} holds {prompt[error.start]!r}, a lone surrogate: write it in UTF-8"
         ) from None
     if chat:
         if not tokenizer.chat_template:
@@ -126,15 +107,10 @@ def encode(prompt: str, tokenizer: "PreTrainedTokenizerBase", *, chat: bool) -> 
 
 
 def _in_template(prompt: str, tokenizer: "PreTrainedTokenizerBase") -> str:
-    """Put what a user says into the chat template of a tokenizer.
-
-    Raises:
-        CheckpointError: the template is damaged.
-    """
     messages = [{"role": "user", "content": prompt}]
     try:
         return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
-    except Exception as error:  # a template is a program
+    except Exception as error:  # a template can raise anything
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise CheckpointError(
             f"the chat template in {tokenizer.name_or_path} fails ({reason}): copy tokenizer_config.json or "
@@ -143,15 +119,11 @@ def _in_template(prompt: str, tokenizer: "PreTrainedTokenizerBase") -> str:
 
 
 def check_ids(ids: Sequence[int], *, max_new_tokens: int, context: int, vocab_size: int, prompt: str) -> None:
-    """Refuse a prompt that leaves no room for the new tokens, or has tokens that the model lacks.
-
-    Raises:
-        ConfigError: says by how much, and what would fit; or which token it is.
-    """
+    """Raise ConfigError for a prompt that leaves no room for the new tokens, or has token ids that the model lacks."""
     if max(ids) >= vocab_size:
         raise ConfigError(
-            f"prompt {prompt[:_EXCERPT]!r} has token {max(ids)} of the tokenizer, and the model knows {vocab_size} "
-            "tokens, from 0 on: leave out what stands for it"
+            f"prompt {prompt[:_EXCERPT]!r} has token id {max(ids)}, and the model knows {vocab_size} ids, from 0 on: "
+            "remove the text of that token"
         )
     if len(ids) + max_new_tokens > context:
         room = context - len(ids)

@@ -1,11 +1,11 @@
-"""One run from its prompts to its records: decode, show, write down. What all tasks have in common.
+"""One run from its prompts to its records: decode, show, record. All tasks use it.
 
-Every rank decodes; rank 0 alone has a run folder, and a terminal that speaks.
+Every rank decodes; only rank 0 has a run folder and a terminal that prints.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from itertools import product
 from typing import Protocol
 
@@ -36,26 +36,23 @@ _WARMUP_TOKENS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class PromptTask:
-    """A completion that is wanted, and its prompt as the user wrote it."""
+    """A requested completion, and its prompt as the user wrote it."""
 
     request: Request
     prompt: str
 
 
 class Viewer(Protocol):
-    """Shows completions as they come; the tasks differ in it."""
+    """Shows completions as they come; each task has its own."""
 
     def begin(self, job: PromptTask, mode: str) -> None:
-        """A completion begins; called in streaming only."""
-        ...
+        """Begin a completion; only called when streaming."""
 
     def show(self, pieces: list[Piece]) -> None:
-        """New text of the completion that has begun; called in streaming only."""
-        ...
+        """Show new text of the open completion; only called when streaming."""
 
     def end(self, line: CompletionLine) -> None:
-        """A completion has ended."""
-        ...
+        """End a completion."""
 
 
 def make_prompt_tasks(
@@ -67,73 +64,55 @@ def make_prompt_tasks(
     vocab_size: int,
     first_index: int = 0,
 ) -> list[PromptTask]:
-    """Encode prompts, once for each sample that is wanted of them.
-
-    Raises:
-        ConfigError: a prompt is too long for the context, cannot be encoded, or has tokens that the target lacks.
-    """
+    """Encode prompts, once per requested sample; raises ConfigError as `encode` and `check_ids` do."""
     jobs = []
     for (index, prompt), sample in product(enumerate(prompts, start=first_index), range(config.num_samples)):
-        ids = encode(prompt, tokenizer, chat=config.chat)
-        num_new = config.max_new_tokens
+        ids, num_new = encode(prompt, tokenizer, chat=config.chat), config.max_new_tokens
         check_ids(ids, max_new_tokens=num_new, context=context, vocab_size=vocab_size, prompt=prompt)
         request = Request(index=index, sample=sample, prompt_ids=ids, max_new_tokens=num_new)
         jobs.append(PromptTask(request=request, prompt=prompt))
     return jobs
 
 
+@dataclass(eq=False, repr=False)
 class Session:
     """The models of a run, its decoders, its records and its terminal.
 
-    Args:
-        config: of the run.
-        world: all ranks.
-        models: what is in memory here.
+    Attributes:
         terminal: silent on ranks above 0.
         folder: the run folder, on rank 0.
-        finished: completions that an earlier part of this run has recorded.
-        num_prompts: how many there are; None when they are typed one by one.
-        plan: what was forecast; None where nothing is known of the machine.
-        start_clock: notes when the first token comes.
+        finished: completions recorded by earlier parts of this run.
+        num_prompts: None if they are typed one by one.
+        plan: the forecast; None for an unknown machine.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        *,
-        world: World,
-        models: Models,
-        terminal: Terminal,
-        folder: RunFolder | None,
-        finished: frozenset[LineKey],
-        num_prompts: int | None,
-        plan: Plan | None,
-        start_clock: StartClock,
-    ) -> None:
-        self.config = config
-        self.world = world
-        self.models = models
-        self.terminal = terminal
-        self.folder = folder
-        self.num_prompts = num_prompts
-        self.plan = plan
-        self.start_clock = start_clock
+    config: RunConfig
+    _: KW_ONLY
+    world: World
+    models: Models
+    terminal: Terminal
+    folder: RunFolder | None
+    finished: frozenset[LineKey]
+    num_prompts: int | None
+    plan: Plan | None
+    start_clock: StartClock
+
+    def __post_init__(self) -> None:
         self.stop_request = StopRequest()
-        self.memory = MemoryWatch(world.device)
+        self.memory = MemoryWatch(self.world.device)
         self.memory.sample()
-        self._finished = finished
         self._decoders: dict[str, Decoder] = {}
         self._progress: RunProgress | None = None
 
     @property
     def streams(self) -> bool:
-        """Whether text is shown while it is being made: with one row at a time, in one copy of the models."""
+        """Whether text is shown while it is generated: with one row at a time, and one replica."""
         return self.config.batch_size == self.config.placement.num_replicas == 1
 
     @property
     def next_index(self) -> int:
-        """The first behind those of all prompts on record."""
-        return 1 + max((index for index, _, _ in self._finished), default=-1)
+        """The index after those of all recorded prompts."""
+        return 1 + max((index for index, _, _ in self.finished), default=-1)
 
     @property
     def best_mode(self) -> str:
@@ -141,20 +120,16 @@ class Session:
         return SPECULATIVE if self.models.drafts else PLAIN
 
     def decoder(self, mode: str) -> Decoder:
-        """The decoder of a mode, built when it is first needed."""
+        """The decoder of a mode, built on first use."""
         if mode not in self._decoders:
-            is_speculative = mode == SPECULATIVE
             self._decoders[mode] = build_decoder(
-                self.models, self.config, speculative=is_speculative, stop_request=self.stop_request
+                self.models, self.config, speculative=mode == SPECULATIVE, stop_request=self.stop_request
             )
         return self._decoders[mode]
 
     @torch.inference_mode()
     def warm_up(self, jobs: Sequence[PromptTask], modes: Sequence[str], *, num_jobs: int) -> None:
-        """Do what is done but once, so that none of it is measured: make caches for all jobs, in all modes.
-
-        Some jobs, `num_jobs` of them, are completed by a few tokens, neither shown nor recorded.
-        """
+        """Make caches for all jobs and modes, and complete `num_jobs` jobs by a few tokens, not shown or recorded."""
         for mode in modes:
             self.decoder(mode).make_room([job.request for job in jobs])
         for mode, job in product(modes, jobs[:num_jobs]):
@@ -166,16 +141,10 @@ class Session:
     def showing_progress(
         self, jobs: Sequence[PromptTask], modes: Sequence[str], *, shows_texts: bool
     ) -> Iterator[None]:
-        """Tell the user how far the block has come with the jobs.
-
-        Args:
-            jobs: of the block.
-            modes: all jobs are completed in each of them.
-            shows_texts: whether texts are shown meanwhile.
-        """
+        """Show the progress of jobs during the block, which completes them in each mode; `shows_texts` if it prints."""
         paces = {}
         for mode in modes:
-            num_done = sum((job.request.index, mode, job.request.sample) in self._finished for job in jobs)
+            num_done = sum((job.request.index, mode, job.request.sample) in self.finished for job in jobs)
             paces[mode] = Pace(num_wanted=len(jobs), num_done=num_done)
         unit = "prompts" if self.config.num_samples == 1 else "completions"
         with self.terminal.decoding(
@@ -184,7 +153,7 @@ class Session:
             yield
 
     def count(self, mode: str, *, num_tokens: int, ended: CompletionLine | None = None) -> None:
-        """Pass on to the progress shown what has been added, and the completion that has ended with it."""
+        """Add new tokens, and the completion that ended with them, to the progress display."""
         if self._progress:
             self._progress.advance(mode, num_tokens)
             if ended:
@@ -192,29 +161,24 @@ class Session:
 
     @torch.inference_mode()
     def complete(self, jobs: Sequence[PromptTask], mode: str, viewer: Viewer) -> None:
-        """Decode the jobs that are not on record yet, show them and record them.
-
-        Args:
-            jobs: with a batch of one they are decoded one after the other, and streamed.
-            mode: "plain" or "speculative".
-            viewer: shows them.
+        """Decode, show and record the jobs that are not recorded yet; one by one and streamed if the batch size is one.
 
         Raises:
-            InterruptedRun: on every rank, after the round in which the deciding rank wished to stop.
-            SspError: on rank 0, when the records cannot be written.
+            InterruptedRun: on every rank, after the round in which the deciding rank stopped.
+            SspError: on rank 0, if the records cannot be written.
         """
         open_jobs = {
             (job.request.index, job.request.sample): job
             for job in jobs
-            if (job.request.index, mode, job.request.sample) not in self._finished
+            if (job.request.index, mode, job.request.sample) not in self.finished
         }
         if not open_jobs:
             return
-        mesh, num_copies = self.models.mesh, self.config.placement.num_replicas
+        mesh, num_replicas = self.models.mesh, self.config.placement.num_replicas
         ledger = _Ledger(self, viewer)
         texts: dict[tuple[int, int], IncrementalText] = {}
         decoder = self.decoder(mode)
-        share = [job.request for job in open_jobs.values()][mesh.number :: num_copies]
+        share = [job.request for job in open_jobs.values()][mesh.number :: num_replicas]
         for updates in decoder.run(share) if share else ():
             for update in updates:
                 completion = update.completion
@@ -236,26 +200,26 @@ class Session:
 
 
 class _Ledger:
-    """Finished completions on their way to disk and screen: those of this copy, and on rank 0 those of all copies."""
+    """Records and shows finished completions: those of this replica, and on rank 0 those of all replicas."""
 
     def __init__(self, session: Session, viewer: Viewer) -> None:
         self._session = session
         self._viewer = viewer
-        num_copies = session.config.placement.num_replicas
+        num_replicas = session.config.placement.num_replicas
         self._exchange = None
-        if num_copies > 1:
+        if num_replicas > 1:
             watch, patience_s = session.world.watch, session.config.timeouts.decode_s
             self._exchange = ResultQueue.begin(
-                session.models.mesh, num_copies=num_copies, watch=watch, patience_s=patience_s
+                session.models.mesh, num_copies=num_replicas, watch=watch, patience_s=patience_s
             )
 
     def enter(self, job: PromptTask, completion: RowCompletion, mode: str) -> None:
-        """Record a completion of this copy, or hand it over to rank 0, and record what others have handed over."""
+        """Record a completion of this replica, or send it to rank 0, and record what others have sent."""
         session, exchange = self._session, self._exchange
         session.memory.sample()
         if session.folder or exchange:
-            num_copies = session.config.placement.num_replicas
-            line = to_line(job.prompt, completion, mode, session.models.tokenizer, num_copies=num_copies)
+            num_replicas = session.config.placement.num_replicas
+            line = to_line(job.prompt, completion, mode, session.models.tokenizer, num_copies=num_replicas)
             if session.folder:
                 self._keep(line, num_uncounted=0)
             elif exchange:
@@ -265,7 +229,7 @@ class _Ledger:
                 self._keep_text(text)
 
     def close(self, *, stopped: bool) -> bool:
-        """Wait for all copies; returns whether this one, or any, was stopped."""
+        """Wait for all replicas; returns whether this one, or any, was stopped."""
         return self._exchange.end(stopped=stopped, take=self._keep_text) if self._exchange else stopped
 
     def _keep_text(self, text: str) -> None:
@@ -273,7 +237,7 @@ class _Ledger:
         self._keep(line, num_uncounted=line.num_new_tokens)
 
     def _keep(self, line: CompletionLine, *, num_uncounted: int) -> None:
-        assert self._session.folder, "rank 0 alone keeps lines"
+        assert self._session.folder, "only rank 0 keeps lines"
         self._session.folder.append(line)
         self._viewer.end(line)
         self._session.count(line.mode, num_tokens=num_uncounted, ended=line)

@@ -1,4 +1,4 @@
-"""How long a run takes until its first token, and what that consists of, on the clock of its own process."""
+"""Time from the start of a run to its first token, step by step, on the clock of its own process."""
 
 import os
 import time
@@ -9,16 +9,12 @@ from llama_ssp.reports.lines import StartUp
 
 _STATISTICS = Path("/proc/self/stat")
 _PLACE_OF_START = 19
-"""Of the clock tick at which the process began, among the fields behind its name."""
+"""Index of the process's start time in clock ticks, among the fields after its name."""
 _STEPS = {field.name for field in fields(StartUp)} - {"began_unix_s"}
 
 
 class StartClock:
-    """Notes when each step of a start was reached.
-
-    Args:
-        age_s: how long ago the start began.
-    """
+    """Records when each step of a start was reached; the start began `age_s` ago."""
 
     def __init__(self, *, age_s: float = 0.0) -> None:
         self._zero_s = time.monotonic() - age_s
@@ -26,22 +22,18 @@ class StartClock:
         self._reached_s: dict[str, float | None] = dict.fromkeys(_STEPS)
 
     def reach(self, step: str) -> None:
-        """Note the time of a step; only its first time counts.
-
-        Args:
-            step: a field of `StartUp`.
-        """
+        """Record the time of a step, a field of `StartUp`; only the first call counts."""
         if self._reached_s[step] is None:
             self._reached_s[step] = time.monotonic() - self._zero_s
 
     @property
     def times(self) -> StartUp:
-        """All steps so far."""
+        """The times of all steps so far."""
         return StartUp(began_unix_s=self._began_unix_s, **self._reached_s)
 
 
 def process_age_s() -> float:
-    """Seconds since this process began, its interpreter included, to a clock tick; 0 on a system without /proc."""
+    """Seconds since this process began, including its interpreter's start; 0 on a system without /proc."""
     if not _STATISTICS.exists():
         return 0.0
     ticks = int(_STATISTICS.read_text(encoding="utf-8").rpartition(")")[2].split()[_PLACE_OF_START])

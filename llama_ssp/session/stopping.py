@@ -1,4 +1,4 @@
-"""Signals that ask a run to end: they set a wish, and the loop ends after the current round on every rank alike."""
+"""Signals that ask a run to stop: they set a flag, and the loop ends after the current round on every rank alike."""
 
 import signal
 from collections.abc import Callable, Iterator, Mapping
@@ -17,17 +17,17 @@ def stopping_on_signals(
 ) -> Iterator[Callable[[], None]]:
     """Let Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP set `stop_request` while the block runs, however often they come.
 
-    Once a wish has ended the block they go on doing nothing else: SLURM and torchrun both pass a SIGTERM on, and the
-    second one must not end a process that is writing its last records. A wish that came too late for the block leaves
-    them so only where all ranks know of it.
+    After a request has ended the block, further signals still do nothing: SLURM and torchrun both forward a SIGTERM,
+    and the second one must not end a process that is writing its last records. After a request that came too late for
+    the block, signals do nothing only if all ranks know of the request.
 
     Args:
-        stop_request: afterwards says whether the run is to end here, on every rank alike.
-        tell: the signal may have reached this rank alone, and not the one whose wish counts: passes it on to all.
-        agree: says whether any rank wished to stop, to all of them.
+        stop_request: afterwards says whether the run must end here, the same on every rank.
+        tell: called on the first signal; it notifies the other ranks, which may not have received the signal.
+        agree: returns on all ranks whether any rank has a request.
 
     Yields:
-        What does the same as a signal.
+        A function that does the same as a signal.
     """
 
     def stop() -> None:
@@ -49,7 +49,7 @@ def stopping_on_signals(
     finally:
         if not is_agreed:
             _restore(before)
-    if stop_request.requested and not is_agreed:  # it came behind the agreement, and what follows is to know
+    if stop_request.requested and not is_agreed:  # it came after the agreement: raise it again for later code
         stop_request.requested = False
         signal.raise_signal(signal.SIGTERM)
     stop_request.requested = is_agreed

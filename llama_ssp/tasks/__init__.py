@@ -1,1 +1,1 @@
-"""What a run does for its user."""
+"""The tasks, a file each, and the frame of a run around them."""

@@ -1,9 +1,8 @@
-"""`task=benchmark`: one table over K, prompt lengths and batches, ours beside transformers' own generation.
+"""`task=benchmark`: one table over K, prompt lengths and batch sizes, with transformers' own generation as a peer.
 
-All candidates of a cell decode the same prompts with the same sampling, in turns. Milliseconds per token are of whole
-completions, prefill included, over the tokens of all rows. Rows go into the run folder as `benchmark.jsonl`, each as
-soon as it is measured; cells that have a row there already are left out. How the peers are run is the business of
-`peers`, how the table looks that of `tables`.
+All candidates of a cell decode the same prompts with the same sampling, in turns. Milliseconds per token are those of
+whole completions, including prefill, over the tokens of all rows. Each row is appended to `benchmark.jsonl` in the run
+folder once it is measured; a resumed run skips its cells. `peers` runs transformers, `tables` lays out the table.
 """
 
 import hashlib
@@ -43,12 +42,12 @@ from llama_ssp.tasks.dry_run import forecast
 GENERATE, ASSISTED = "generate", "assisted"
 _PASS = "pass"
 _STRIDE = 17
-"""Tokens by which the prompts of a batch begin later in the text."""
+"""Tokens between the beginnings of a batch's prompts in the text."""
 
 
 @dataclass(kw_only=True)
 class Ours:
-    """A decoder of ours over some prompts, and what it has done in counted repetitions."""
+    """One of our decoders with its prompts, and its completions in counted repetitions."""
 
     decoder: Decoder
     prompts: Sequence[tuple[int, ...]]
@@ -57,11 +56,7 @@ class Ours:
 
     @torch.inference_mode()
     def ms_per_token(self, repetition: int) -> float:
-        """Complete all prompts; milliseconds per new token, prefill included.
-
-        Raises:
-            InterruptedRun: after the round in which somebody wished to stop.
-        """
+        """Complete all prompts; returns milliseconds per new token, with prefill; raises InterruptedRun if stopped."""
         self.decoder.seed = repetition + 1
         completions: dict[int, RowCompletion] = {}
         requests = [
@@ -80,7 +75,7 @@ class Ours:
 
     @property
     def tokens_per_round(self) -> float | None:
-        """Mean over all speculative rounds that no length limit could cut; None when there is none."""
+        """Mean over all speculative rounds that the length limit did not shorten; None without any."""
         counted = [
             length + 1
             for completions in self.done
@@ -99,7 +94,7 @@ class Ours:
         ]
 
     def shares(self, part: str) -> list[float]:
-        """How much of the rounds' time went into a part, in each repetition."""
+        """Share of the rounds' time that a part took, in each repetition."""
         return [sum(each.part_s[part] for each in done) / _rounds_s(done) for done in self.done]
 
 
@@ -108,14 +103,12 @@ def _rounds_s(done: Sequence[RowCompletion]) -> float:
 
 
 def benchmark(session: Session, jobs: list[PromptTask]) -> None:
-    """Measure every cell that is not on record yet, and write its row.
+    """Measure and record every cell that is not recorded yet.
 
-    Args:
-        session: of the run.
-        jobs: their prompts, one behind the other and repeated, are the text that prompts are cut from.
+    The prompts of the jobs, concatenated and repeated, are the text that a cell's prompts are cut from.
 
     Raises:
-        ConfigError: on every rank; the rows on record were measured with another text.
+        ConfigError: on every rank; the recorded rows were measured with another text.
         InterruptedRun: on every rank; the rows so far are kept.
     """
     task = session.config.task
@@ -127,14 +120,14 @@ def benchmark(session: Session, jobs: list[PromptTask]) -> None:
     if not cells:
         return
     peers = _peers(session)
-    turns = Counter(
+    num_runs = Counter(
         name
         for _, batch_size, num_draft_tokens in cells
         for name in _candidates(num_draft_tokens, batch_size=batch_size, has_peers=peers is not None)
     )
-    paces = {name: Pace(num_wanted=number * (1 + task.repetitions)) for name, number in turns.items()}
+    paces = {name: Pace(num_wanted=number * (1 + task.repetitions)) for name, number in num_runs.items()}
     longest = max(task.batch_sizes) * session.config.max_new_tokens
-    with session.terminal.decoding(paces, max_new_tokens=longest, unit="turns", shows_texts=False) as progress:
+    with session.terminal.decoding(paces, max_new_tokens=longest, unit="runs", shows_texts=False) as progress:
         for cell in cells:
             row = _measure(session, text, cell, peers=peers, progress=progress)
             if session.folder:
@@ -142,11 +135,7 @@ def benchmark(session: Session, jobs: list[PromptTask]) -> None:
 
 
 def _broadcast_measured(session: Session, text: Sequence[int]) -> frozenset[CellKey]:
-    """Tell all ranks which cells the run folder holds already.
-
-    Raises:
-        ConfigError: they were measured with another text.
-    """
+    """Broadcast which cells the run folder holds; raises ConfigError if another text was used for them."""
     comm, folder = session.world.comm, session.folder
     with raise_on_all_ranks(comm):
         if folder and any(row.text_sha256 != _digest(text) for row in folder.rows):
@@ -164,7 +153,7 @@ def _digest(text: Sequence[int]) -> str:
 
 
 def cut(text: Sequence[int], *, num_prompts: int, num_tokens: int) -> list[tuple[int, ...]]:
-    """Cut prompts of one length out of an endlessly repeated text, each beginning a little further on."""
+    """Cut prompts of one length out of an endlessly repeated text, each beginning a little later."""
     places = range(0, _STRIDE * num_prompts, _STRIDE)
     return [tuple(text[(place + offset) % len(text)] for offset in range(num_tokens)) for place in places]
 
@@ -180,7 +169,6 @@ def _peers(session: Session) -> Peers | None:
 
 
 def _candidates(num_draft_tokens: int | None, *, batch_size: int, has_peers: bool) -> list[str]:
-    """What takes turns in a cell."""
     names = [PLAIN, SPECULATIVE] if num_draft_tokens else [PLAIN]
     if has_peers:
         # The library assists one row at a time.
@@ -191,15 +179,14 @@ def _candidates(num_draft_tokens: int | None, *, batch_size: int, has_peers: boo
 def _reported(
     measure: Callable[[int], float], name: str, *, num_tokens: int, progress: RunProgress
 ) -> Callable[[int], float]:
-    """The same measurement, which tells when it is done."""
 
-    def measure_and_tell(repetition: int) -> float:
+    def measure_and_report(repetition: int) -> float:
         ms = measure(repetition)
         progress.advance(name, num_tokens)
         progress.end(name, num_tokens=num_tokens, ms=ms * num_tokens)
         return ms
 
-    return measure_and_tell
+    return measure_and_report
 
 
 def _measure(
@@ -234,36 +221,27 @@ def _measure(
         candidates[GENERATE] = lambda _repetition: run(num_draft_tokens=None)
         candidates[ASSISTED] = lambda _repetition: run(num_draft_tokens=num_draft_tokens)
     num_tokens = batch_size * config.max_new_tokens
-    told = {name: _reported(candidates[name], name, num_tokens=num_tokens, progress=progress) for name in names}
-    told[_PASS] = lambda _repetition: 1e3 * _pass_s(session)
-    ms = interleave(told, num_repetitions=task.repetitions)
+    timed = {name: _reported(candidates[name], name, num_tokens=num_tokens, progress=progress) for name in names}
+    timed[_PASS] = lambda _repetition: 1e3 * _pass_s(session)
+    ms = interleave(timed, num_repetitions=task.repetitions)
     pass_ms, has_steps = ms.pop(_PASS), config.max_new_tokens > 1
     steps_ms = [each * batch_size for each in ours[PLAIN].rounds_ms] if has_steps else []
     fast = ours.get(SPECULATIVE) if has_steps else None
     return BenchmarkRow(
-        model=config.model.name,
-        draft=draft_name(config.draft),
-        dtype=config.model.dtype.name,
-        quantization=config.model.quantization,
-        world_size=session.world.comm.size,
-        temperature=config.sampling.temperature,
-        max_new_tokens=config.max_new_tokens,
-        num_draft_tokens=num_draft_tokens,
-        prompt_tokens=prompt_tokens,
-        batch_size=batch_size,
+        model=config.model.name, draft=draft_name(config.draft), dtype=config.model.dtype.name,
+        quantization=config.model.quantization, world_size=session.world.comm.size,
+        temperature=config.sampling.temperature, max_new_tokens=config.max_new_tokens,
+        num_draft_tokens=num_draft_tokens, prompt_tokens=prompt_tokens, batch_size=batch_size,
         ms_per_token={name: statistics.median(values) for name, values in ms.items()},
         forecast_ms_per_token=_forecast(session.plan, cell) if session.plan else {},
         tokens_per_round=fast.tokens_per_round if fast else None,
         other_share=statistics.median(fast.shares("other")) if fast else None,
         copy_share=median_ratio(pass_ms, steps_ms) if session.plan and has_steps else None,
-        text_sha256=_digest(text),
-        versions=versions(),
-        git_commit=git_commit(),
-    )
+        text_sha256=_digest(text), versions=versions(), git_commit=git_commit(),
+    )  # fmt: skip
 
 
 def _forecast(plan: Plan, cell: CellKey) -> dict[str, float]:
-    """What the planner expects of a cell, over the tokens of all rows."""
     prompt_tokens, num_rows, num_draft_tokens = cell
     job = replace(plan.job, batch_size=num_rows, prompt_tokens=prompt_tokens, num_draft_tokens=num_draft_tokens or 1)
     expected = forecast(timing(job, plan.hardware))
@@ -272,7 +250,7 @@ def _forecast(plan: Plan, cell: CellKey) -> dict[str, float]:
 
 
 def _pass_s(session: Session) -> float:
-    """Seconds of one pass over the weights that a forward of the target reads on a rank, as fast as a copy."""
+    """Seconds to read the weights of one target forward on a rank, at the speed of a copy."""
     if session.plan is None:
         return 0.0
     job = session.plan.job

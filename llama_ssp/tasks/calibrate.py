@@ -1,8 +1,8 @@
-"""Measure the machine at hand and write a file of `conf/hardware`: what a plan needs to know of it.
+"""`task=calibrate`: measures this machine and writes a file of `conf/hardware`, which plans use.
 
-On a CPU two situations are measured: rank 0 alone with all cores, while the others wait, and all ranks at the same time
-with their share of the cores. A GPU does the same work in both, so its data are bandwidth, rate, launches and links.
-How each thing is timed stands in `measuring`, `measuring_rounds` and `measuring_pairs`.
+A CPU is measured twice: rank 0 alone with all cores while the others wait, and all ranks together with their share of
+the cores. A GPU behaves the same in both, so it gets bandwidth, FLOP/s, launches and links only. `calibration` holds
+the measurements.
 """
 
 import os
@@ -35,24 +35,16 @@ LARGEST_MESSAGE, SMALLEST_MESSAGE = -1, 0
 
 
 def run(config: RunConfig, world: World) -> str | None:
-    """Do `task=calibrate`; returns what rank 0 says at the end."""
+    """Do `task=calibrate`; returns the closing message of rank 0."""
     assert isinstance(config.task, CalibrateConfig)
     file = calibrate(world, output=config.task.output)
     return f"wrote {file}" if file else None
 
 
 def calibrate(world: World, *, output: str | None = None) -> Path | None:
-    """Measure, and write the file on rank 0.
+    """Measure, write the file on rank 0, and return its path there; raises SspError if it cannot be written.
 
-    Args:
-        world: all ranks; several of them on one node measure the links between them.
-        output: the file; by default the entry `this_machine` of the catalogue.
-
-    Returns:
-        The file, on rank 0.
-
-    Raises:
-        SspError: the file cannot be written.
+    Several ranks on one node measure the links between them. `output` None is the catalogue's entry `this_machine`.
     """
     context_bytes = _context_bytes(world.device)
     reduces = rounds.all_reduce_points(world.comm, world.device) if world.comm.size > 1 else []
@@ -60,13 +52,10 @@ def calibrate(world: World, *, output: str | None = None) -> Path | None:
     if world.comm.rank > 0:
         world.comm.barrier()
         return None
+    is_gpu = world.device.type == "cuda"
     with _all_cores(world):
-        figures = _figures(world, reduces) | {
-            "context_bytes": context_bytes,
-            "collective_bytes": max(_context_bytes(world.device) - context_bytes, 0)
-            if world.device.type == "cuda"
-            else 0,
-        }
+        figures = _figures(world, reduces) | {"context_bytes": context_bytes}
+        figures["collective_bytes"] = max(_context_bytes(world.device) - context_bytes, 0) if is_gpu else 0
     world.comm.barrier()
     figures["profiles"] = [asdict(profile) for profile in _composed(figures, measured)]
     file = Path(output) if output else conf_dir() / "hardware" / f"{THIS_MACHINE}.yaml"
@@ -75,7 +64,7 @@ def calibrate(world: World, *, output: str | None = None) -> Path | None:
 
 
 def _profiles(world: World, reduces: list[SizePoint]) -> list[tuple[Profile, list[PairTime]]]:
-    """What rank 0 measures, parts and wholes: alone with all cores, then beside the other ranks."""
+    """Measure rank 0 alone with all cores, then all ranks together: operators and whole pairs."""
     measured = []
     if world.comm.rank == 0:
         with _all_cores(world):
@@ -89,7 +78,6 @@ def _profiles(world: World, reduces: list[SizePoint]) -> list[tuple[Profile, lis
 
 
 def _composed(figures: dict[str, Any], measured: list[tuple[Profile, list[PairTime]]]) -> list[Profile]:
-    """Profiles that also say how their parts make up a whole."""
     machine = build(figures | {"profiles": [asdict(profile) for profile, _ in measured]})
     return [
         replace(profile, composition=model_pairs.composition(times, machine, num_ranks=profile.num_ranks))
@@ -103,7 +91,7 @@ def _profile(*, num_ranks: int, reduces: list[SizePoint]) -> Profile:
     halves = []
     if can_halve():
         halves = operators.linear_points(torch.float32, Dtype.fp16.name, working_sets=sets, from_16_bits=True)
-    for dtype in (Dtype.bf16, Dtype.fp16):  # a run has 16-bit arithmetic only if it asks for it: few points
+    for dtype in (Dtype.bf16, Dtype.fp16):  # few points, since runs use 16-bit arithmetic only on request
         halves += operators.linear_points(
             DTYPES[dtype],
             dtype.name,
@@ -131,7 +119,7 @@ def _profile(*, num_ranks: int, reduces: list[SizePoint]) -> Profile:
 
 @contextmanager
 def _all_cores(world: World) -> Iterator[None]:
-    """The cores and threads that a run of one rank would have."""
+    """Give rank 0 the cores and threads of a run of one rank."""
     if world.device.type != "cpu" or world.comm.size == 1:
         yield
         return
@@ -146,7 +134,6 @@ def _all_cores(world: World) -> Iterator[None]:
 
 
 def _figures(world: World, reduces: list[SizePoint]) -> dict[str, Any]:
-    """The figures that a data sheet would give."""
     device = world.device
     is_gpu = device.type == "cuda"
     copy_bytes_per_s = operators.copy_bytes_per_s(device)
@@ -173,7 +160,6 @@ def _figures(world: World, reduces: list[SizePoint]) -> dict[str, Any]:
 
 
 def _context_bytes(device: torch.device) -> int:
-    """What this process holds beside tensors."""
     if device.type == "cpu":
         return anonymous_bytes() or 0
     torch.zeros(1, device=device)
@@ -182,7 +168,7 @@ def _context_bytes(device: torch.device) -> int:
 
 
 def _rounded(figures: Any) -> Any:  # noqa: ANN401 - any tree of figures
-    """Four digits are more than a measurement holds."""
+    """Round to four digits, more than a measurement is good for."""
     if isinstance(figures, dict):
         return {key: _rounded(value) for key, value in figures.items() if value is not None}
     if isinstance(figures, list):

@@ -1,4 +1,4 @@
-"""`task=compare`: each prompt by the target alone, then speculatively, streamed live, and a table at the end."""
+"""`task=compare`: completes each prompt plainly and speculatively, streams both, and prints a table at the end."""
 
 from itertools import product
 from pathlib import Path
@@ -11,7 +11,7 @@ from llama_ssp.session.session import PromptTask, Session
 
 
 class _Streamed:
-    """A heading, the prompt and its completion, for a batch of one."""
+    """Streams a heading, the prompt and its completion, for a batch of one."""
 
     def __init__(self, terminal: Terminal, num_prompts: int | None) -> None:
         self._terminal = terminal
@@ -29,7 +29,7 @@ class _Streamed:
 
 
 class _Whole(_Streamed):
-    """The same of whole completions, in the order in which they end: the rows of a batch share no screen."""
+    """Prints whole completions in the order in which they end, since the rows of a batch cannot share a screen."""
 
     def end(self, line: CompletionLine) -> None:
         self._terminal.heading(line.mode, number=line.index + 1, total=self._num_prompts)
@@ -39,12 +39,7 @@ class _Whole(_Streamed):
 
 
 def compare(session: Session, jobs: list[PromptTask]) -> None:
-    """Complete all jobs in both modes, one mode after the other so that neither disturbs the other.
-
-    Args:
-        session: with a draft.
-        jobs: with a batch of one both modes follow each other prompt by prompt; else batch by batch.
-    """
+    """Complete all jobs in both modes, one mode after the other: for each prompt if streaming, else for all jobs."""
     viewer = (_Streamed if session.streams else _Whole)(session.terminal, session.num_prompts)
     groups = [[job] for job in jobs] if session.streams else [jobs]
     modes = (PLAIN, SPECULATIVE)
@@ -55,7 +50,7 @@ def compare(session: Session, jobs: list[PromptTask]) -> None:
 
 
 def draw(session: Session) -> None:
-    """Draw what the terminal showed, where a picture is wanted."""
+    """Save a picture of the terminal's output, if the task asks for one."""
     task, num_ranks = session.config.task, session.world.comm.size
     assert isinstance(task, CompareConfig)
     if task.picture:

@@ -1,4 +1,4 @@
-"""From the record of a task to its code: the one place that imports and calls it."""
+"""Imports and calls the code that a task's record names."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,60 +12,42 @@ from llama_ssp.session.session import PromptTask, Session
 
 
 class Task(Protocol):
-    """Does a task with the loaded models, on every rank alike."""
+    """A task with loaded models, the same on every rank."""
 
     def __call__(self, session: Session, jobs: list[PromptTask]) -> None:
-        """Do it for some jobs: all of them, or those of one prompt that was typed.
-
-        Raises:
-            InterruptedRun: on every rank; somebody wished to stop.
-        """
-        ...
+        """Do the task for all jobs, or for those of one typed prompt; raise InterruptedRun on every rank if stopped."""
 
 
 class MachineTask(Protocol):
-    """Does a task that needs no models, on every rank alike."""
+    """A task without models, the same on every rank."""
 
     def __call__(self, config: RunConfig, world: World) -> str | None:
-        """Do it; returns what the user is told at the end."""
-        ...
+        """Do the task; returns the closing message for the user."""
 
 
 def task_code(config: RunConfig) -> Task:
-    """Import the code of a task with models.
-
-    Raises:
-        ConfigError: there is no such code.
-    """
+    """Import the code of a task with models; raises ConfigError if there is none."""
     code: Task = _imported(task_of(config).run, config)
     return code
 
 
 def machine_task_code(config: RunConfig) -> MachineTask:
-    """Import the code of a task without models.
-
-    Raises:
-        ConfigError: there is no such code.
-    """
+    """Import the code of a task without models; raises ConfigError if there is none."""
     code: MachineTask = _imported(task_of(config).run, config)
     return code
 
 
 def check_task(config: RunConfig, folders: Sequence[Path], *, world_size: int) -> None:
-    """Let the task look at the checkpoints, before any weight is loaded.
-
-    Raises:
-        SspError: it cannot be done with them.
-    """
+    """Let the task check the checkpoints before loading; raises SspError if it cannot use them."""
     if named := task_of(config).check_files:
         _imported(named, config)(config, folders, world_size=world_size)
 
 
 def conclude_task(session: Session) -> None:
-    """Let the task have the last word, on rank 0."""
+    """Run the task's final step, on rank 0."""
     if named := task_of(session.config).finalize:
         _imported(named, session.config)(session)
 
 
-def _imported(reference: str, config: RunConfig) -> Any:  # noqa: ANN401 - a function of the kind that the record says
+def _imported(reference: str, config: RunConfig) -> Any:  # noqa: ANN401 - a function, typed by the record's field
     return imported(reference, setting=f"task={config.task.name}")

@@ -1,6 +1,6 @@
-"""The plan as a task: shown for a described machine, or for the very job that a run is about to start.
+"""Plans as a task: for a described machine, or for the job that a run is about to start. Never imports torch.
 
-Never reaches torch. What a plan is worked out from is the business of `planning`, how it looks that of `reports`.
+`planning` computes plans; `reports` prints and draws them.
 """
 
 import json
@@ -30,16 +30,7 @@ TYPED_TOKENS = 128
 
 
 def plan_job(job: PlanSpec, machine: HardwareConfig, *, auto_ranks: int | None) -> Plan:
-    """Plan a job as it is placed, or as the planner places it.
-
-    Args:
-        job: what is planned.
-        machine: where.
-        auto_ranks: choose the fastest placement over so many ranks first, and note which and why; None keeps the job's.
-
-    Raises:
-        PlacementError: a model cannot be laid out as asked.
-    """
+    """Plan a job with its own placement, or with the fastest one over `auto_ranks` ranks, which the plan then notes."""
     if auto_ranks is None:
         return make_plan(job, machine)
     chosen = choose_placement(job, machine, num_ranks=auto_ranks)
@@ -49,68 +40,53 @@ def plan_job(job: PlanSpec, machine: HardwareConfig, *, auto_ranks: int | None) 
 def show_plan(
     plan: Plan, form: PlanFormat, *, figure: str | None = None, words: Mapping[str, str] | None = None
 ) -> None:
-    """Print a plan, and draw it where a figure is wanted.
-
-    Args:
-        plan: what is shown.
-        form: table or JSON.
-        figure: a file to draw it into.
-        words: see `require_room`.
+    """Print a plan, and draw it into a file if `figure` is given.
 
     Raises:
-        CapacityError: it does not fit; it has been printed all the same.
-        ConfigError: the table or the figure needs a package that is not installed, or the figure a folder.
+        CapacityError: it does not fit; it is printed all the same.
+        ConfigError: table or figure need a package that is not installed, or the figure's folder does not exist.
     """
     if figure and not Path(figure).parent.is_dir():
-        raise ConfigError(f"figure={figure} has no folder to go to: make {Path(figure).parent} first, or name another")
+        raise ConfigError(f"figure={figure}: create the folder {Path(figure).parent} first, or name another file")
     content = document(plan)
     if form is PlanFormat.json:
-        print(json.dumps(content, indent=2))  # noqa: T201 - what was asked for
+        print(json.dumps(content, indent=2))  # noqa: T201 - the requested output
     else:
-        from llama_ssp.reports.plan_table import print_plan  # noqa: PLC0415 - JSON does without rich
+        from llama_ssp.reports.plan_table import print_plan  # noqa: PLC0415 - JSON needs no rich
 
         print_plan(content)
     if figure:
-        from llama_ssp.reports.plan_figure import draw_plan  # noqa: PLC0415 - of use to a figure alone
+        from llama_ssp.reports.plan_figure import draw_plan  # noqa: PLC0415 - only figures need matplotlib
 
         draw_plan(content, Path(figure))
     require_room(plan, words=words)
 
 
 def settings_of_run(config: RunConfig) -> dict[str, str]:
-    """How settings that a run does not have are said in it; see `require_room`."""
+    """How messages express settings that a run does not have; see `require_room`."""
     words = {"hardware.num_nodes": "{} nodes", "prompt_tokens": "prompts of at most {} tokens"}
     setting = task_of(config).batch_size_setting
     return words | ({"batch_size": setting} if setting else {})
 
 
 def show_search(job: PlanSpec, machine: HardwareConfig, form: PlanFormat) -> None:
-    """Print every sensible way to use a machine, the fastest first.
-
-    Raises:
-        ConfigError: the table needs a package that is not installed.
-        PlacementError: the model is not in the catalogue.
-    """
+    """Print every sensible use of a machine, the fastest first; raises PlacementError for a model without an entry."""
     choices = search_document(search(job, machine))
     if form is PlanFormat.json:
-        print(json.dumps({"plan_version": PLAN_VERSION, "search": choices}, indent=2))  # noqa: T201 - what was asked for
+        print(json.dumps({"plan_version": PLAN_VERSION, "search": choices}, indent=2))  # noqa: T201 - requested output
     else:
-        from llama_ssp.reports.plan_table import print_search  # noqa: PLC0415 - JSON does without rich
+        from llama_ssp.reports.plan_table import print_search  # noqa: PLC0415 - JSON needs no rich
 
         print_search(choices, machine=machine.name)
 
 
 def dry_run(config: RunConfig, *, world_size: int) -> None:
-    """Print the plan of exactly this run; nothing is loaded, and no tokenizer counts the prompts' tokens.
-
-    Args:
-        config: the checked config of the run.
-        world_size: its ranks.
+    """Print the plan of exactly this run; loads nothing, and estimates prompt tokens without a tokenizer.
 
     Raises:
         CapacityError: it does not fit.
-        ConfigError: the hardware is not described, or its description is wrong.
-        PlacementError: a model cannot be laid out as asked.
+        ConfigError: the machine has no description, or a faulty one.
+        PlacementError: a model cannot be placed as requested.
     """
     job, machine = job_ahead(config, world_size=world_size)
     plan = plan_job(job, machine, auto_ranks=world_size if config.placement.auto else None)
@@ -118,11 +94,7 @@ def dry_run(config: RunConfig, *, world_size: int) -> None:
 
 
 def job_ahead(config: RunConfig, *, world_size: int) -> tuple[PlanSpec, HardwareConfig]:
-    """What a run will be to the planner, and where, before anything of it is loaded.
-
-    Raises:
-        ConfigError: the hardware is not described, or its description is wrong.
-    """
+    """Return the planner's job and machine for a run, before anything is loaded; raises ConfigError as `dry_run`."""
     machine = machine_of_run(hardware_of(config, on_cpu=config.device is DeviceKind.cpu), world_size)
     config, tokens = _foreseen(config)
     return _job_on(machine, config, world_size=world_size, prompt_tokens=tokens), machine
@@ -135,17 +107,7 @@ def _job_on(machine: HardwareConfig, config: RunConfig, *, world_size: int, prom
 
 
 def choose_for_run(config: RunConfig, *, world_size: int, on_cpu: bool) -> AutoPlacement:
-    """Choose what `placement=auto` leaves to the planner.
-
-    Args:
-        config: the checked config of the run.
-        world_size: its ranks.
-        on_cpu: whether they compute on CPUs.
-
-    Raises:
-        ConfigError: nobody has described the machine.
-        PlacementError: the models cannot be laid out over these ranks at all.
-    """
+    """Choose the placement of a run with `placement=auto`; raises ConfigError or PlacementError as `dry_run`."""
     machine = machine_of_run(hardware_of(config, on_cpu=on_cpu), world_size)
     config, tokens = _foreseen(config)
     job = _job_on(machine, config, world_size=world_size, prompt_tokens=tokens)
@@ -153,9 +115,9 @@ def choose_for_run(config: RunConfig, *, world_size: int, on_cpu: bool) -> AutoP
 
 
 def _foreseen(config: RunConfig) -> tuple[RunConfig, int]:
-    """The config with the rows that the prompts fill, and the tokens of the longest, at three characters a token.
+    """Limit the batch to the rows that the prompts fill, and estimate the longest prompt at three characters per token.
 
-    Prompts that nobody knows yet have TYPED_TOKENS each, and fill all rows.
+    Prompts that are unknown yet count TYPED_TOKENS each, and fill all rows.
     """
     has_prompts = config.prompt is not None or config.prompts or getattr(config.task, "default_prompts", [])
     is_read_later = config.prompt is None and config.prompts == STANDARD_INPUT
@@ -167,32 +129,25 @@ def _foreseen(config: RunConfig) -> tuple[RunConfig, int]:
 
 
 def with_filled_rows(config: RunConfig, *, num_completions: int) -> RunConfig:
-    """The config with a batch of no more rows than there are completions for each copy of the models."""
+    """Limit the batch size to the completions of each replica."""
     return replace(config, batch_size=min(config.batch_size, -(-num_completions // config.placement.num_replicas)))
 
 
 def plan_of_run(config: RunConfig, *, world_size: int, machine: HardwareConfig, prompt_tokens: int) -> Plan:
-    """Plan the job that a run is about to start.
-
-    Args:
-        config: the checked config of the run.
-        world_size: its ranks.
-        machine: from `hardware_of`.
-        prompt_tokens: of the longest prompt.
-    """
+    """Plan the job that a run is about to start; `prompt_tokens` are those of the longest prompt."""
     machine = machine_of_run(machine, world_size)
     return make_plan(_job_on(machine, config, world_size=world_size, prompt_tokens=prompt_tokens), machine)
 
 
 def planned_bytes(plan: Plan) -> list[int]:
-    """What each rank is expected to use, as a run measures it: without what no allocator reserves on a GPU."""
-    beside = [rank.context_bytes + rank.collectives_bytes + rank.graphs_bytes for rank in plan.ranks]
+    """Expected memory of each rank as a run measures it: on a GPU only what the allocator reserves."""
     on_cpu = plan.hardware.device == "cpu"
-    return [rank.needed_bytes - (0 if on_cpu else apart) for rank, apart in zip(plan.ranks, beside, strict=True)]
+    outside = [0 if on_cpu else rank.context_bytes + rank.collectives_bytes + rank.graphs_bytes for rank in plan.ranks]
+    return [rank.needed_bytes - unreserved for rank, unreserved in zip(plan.ranks, outside, strict=True)]
 
 
 def forecast(timed: Timing) -> Forecast:
-    """What `summary.json` says beside the measured times: per token of whole completions, prompts included."""
+    """The forecasts in `summary.json`: per token of whole completions, including prompts."""
     speculative_s = timed.speculative_run_s
     return Forecast(
         plain_ms_per_token=1e3 * timed.plain_run_s,
@@ -204,15 +159,7 @@ def forecast(timed: Timing) -> Forecast:
 def job_of_run(
     config: RunConfig, *, world_size: int, prompt_tokens: int, device: str, num_gpus: int | None = None
 ) -> PlanSpec:
-    """The planner's view of a run: its placement on all ranks that were started, graphs where they are used.
-
-    Args:
-        config: the checked config of the run.
-        world_size: its ranks.
-        prompt_tokens: of the longest prompt.
-        device: cpu or cuda.
-        num_gpus: of each node; None: as many as ranks.
-    """
+    """Describe a run to the planner, with the longest prompt's tokens and a node's GPUs (None: one per rank)."""
     if largest_cell := task_of(config).largest_cell:
         config, prompt_tokens = largest_cell(config)
     placement = config.placement
@@ -226,39 +173,29 @@ def job_of_run(
     layout = lay_out_replica(placement, world_size=world_size, has_draft=draft is not None)
     return PlanSpec(
         **target_fields(target, placement.target, layout, num_gpus=num_gpus or world_size, device=device),
-        draft=draft,
-        draft_kind=layout.draft_kind,
-        draft_ranks=layout.draft_ranks,
-        num_replicas=placement.num_replicas,
-        num_draft_tokens=config.speculation.num_draft_tokens,
+        draft=draft, draft_kind=layout.draft_kind, draft_ranks=layout.draft_ranks,
+        num_replicas=placement.num_replicas, num_draft_tokens=config.speculation.num_draft_tokens,
         acceptance=_assumed_acceptance(config),
         rule=config.verification.rule if config.sampling.temperature > 0 else AT_ZERO,
-        batch_size=config.batch_size,
-        prompt_tokens=prompt_tokens,
-        max_new_tokens=config.max_new_tokens,
-        cuda_graphs=config.cuda_graphs and device == "cuda" and may_capture(placement.target),
-        device=device,
-    )
+        batch_size=config.batch_size, prompt_tokens=prompt_tokens, max_new_tokens=config.max_new_tokens,
+        cuda_graphs=config.cuda_graphs and device == "cuda" and may_capture(placement.target), device=device,
+    )  # fmt: skip
 
 
 def _synthesized(entry: ModelConfig, *, device: str) -> ModelConfig:
-    """The entry of a synthetic model: in its own number format, of numbers that 16 bits hold."""
+    """The entry of a synthetic model: its own number format for arithmetic, 16 bits for storage."""
     return replace(entry, dtype=number_format(entry, device=device), stored_dtype=Dtype.bf16)
 
 
 def _assumed_acceptance(config: RunConfig) -> float | None:
-    """What the user says, else what synthetic weights are made to have, else None: what is known of the pair."""
+    """The acceptance from the settings, else that of synthetic weights; None leaves it to the catalogue of pairs."""
     if config.speculation.acceptance is None and config.weights is WeightsKind.synthetic:
         return config.synthetic.agreement
     return config.speculation.acceptance
 
 
 def hardware_of(config: RunConfig, *, on_cpu: bool) -> HardwareConfig:
-    """The description of the machine that a run is planned for: what the user named, else the one at hand.
-
-    Raises:
-        ConfigError: the description is wrong, or there is none of these GPUs.
-    """
+    """Return the machine that the config names, else this one; raises ConfigError without a correct description."""
     if not config.hardware:
         return detect_hardware(on_cpu=on_cpu)
     if problems := hardware.problems_of(config.hardware):

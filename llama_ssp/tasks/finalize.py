@@ -1,4 +1,4 @@
-"""The end of a run, of an interrupted one too: what it measured beside what was forecast, written down and shown."""
+"""The end of a run, even an interrupted one: records and shows its measurements with the forecasts."""
 
 import json
 from typing import Any
@@ -14,12 +14,9 @@ from llama_ssp.tasks.dry_run import forecast, planned_bytes
 
 
 def finalize(session: Session) -> None:
-    """Collect every rank's memory, and on rank 0 write the summary, print the table and draw picture and report.
+    """Collect every rank's memory; on rank 0 write the summary, print the table, and draw picture and report.
 
-    The report comes last, because matplotlib takes a second to import: the user has read the results by then.
-
-    Raises:
-        SspError: the disk is full or gone.
+    The report comes last, since matplotlib takes a second to import: the user can read the results meanwhile.
     """
     comm, folder, config = session.world.comm, session.folder, session.config
     session.memory.sample()
@@ -31,13 +28,8 @@ def finalize(session: Session) -> None:
     task = task_of(config)
     planned = planned_bytes(session.plan) if session.plan else [None] * comm.size
     facts = RunFacts(
-        task=task.name,
-        model=config.model.name,
-        draft=draft_name(config.draft),
-        weights=config.weights.name,
-        placement=_placement(session),
-        world_size=comm.size,
-        seed=config.seed,
+        task=task.name, model=config.model.name, draft=draft_name(config.draft), weights=config.weights.name,
+        placement=_placement(session), world_size=comm.size, seed=config.seed,
         num_draft_tokens=config.speculation.num_draft_tokens if session.models.drafts else 0,
         memory=[
             RankMemory(rank=rank, planned_bytes=planned[rank], measured_peak_bytes=peak)
@@ -45,10 +37,10 @@ def finalize(session: Session) -> None:
         ],
         forecast=forecast(session.plan.timing) if session.plan and not task.largest_cell else Forecast(),
         startup=session.start_clock.times,
-    )
+    )  # fmt: skip
     summary = summarise(facts, folder.lines, folder.rows)
     folder.write_summary(summary)
-    session.terminal.end_of_text()  # an interruption may come in the middle of one
+    session.terminal.end_of_text()  # an interruption may leave one open
     if folder.rows:
         session.terminal.benchmark(folder.rows)
     if folder.lines and task.shows_table:
@@ -57,12 +49,11 @@ def finalize(session: Session) -> None:
     conclude_task(session)
     try:
         folder.write_report(summary)
-    except ConfigError as error:  # the run is whole without its figures
+    except ConfigError as error:  # the run is complete without its figures
         session.terminal.say(f"{error}; launch/report.py writes report.html later")
 
 
 def _placement(session: Session) -> dict[str, Any]:
-    """Name the ranks of each model, as they came out; those of one copy."""
     placement, layout = session.config.placement, session.models.mesh.layout
     kinds = {"target": (placement.target.kind.name, layout.target_ranks)}
     if layout.draft_ranks:

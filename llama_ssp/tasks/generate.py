@@ -1,4 +1,4 @@
-"""`task=generate`: completions only, as text or as JSON lines."""
+"""`task=generate`: prints completions only, as text or as JSON lines."""
 
 import json
 from collections.abc import Callable
@@ -12,14 +12,14 @@ from llama_ssp.session.session import PromptTask, Session
 
 
 class _Text:
-    """Completions as text, streamed with a batch of one, else whole."""
+    """Prints completions as text, streamed if the batch size is one, else whole."""
 
     def __init__(self, terminal: Terminal, *, streams: bool) -> None:
         self._terminal = terminal
         self._streams = streams
 
     def begin(self, job: PromptTask, mode: str) -> None:
-        """Nothing stands before a completion."""
+        """Print nothing before a completion."""
 
     def show(self, pieces: list[Piece]) -> None:
         self._terminal.stream(pieces)
@@ -31,23 +31,23 @@ class _Text:
 
 
 class _Lines:
-    """Completions as JSON lines."""
+    """Prints completions as JSON lines."""
 
     def __init__(self, write: Callable[[str], None]) -> None:
         self._write = write
 
     def begin(self, job: PromptTask, mode: str) -> None:
-        """Nothing stands before a line."""
+        """Print nothing before a line."""
 
     def show(self, pieces: list[Piece]) -> None:
-        """A line is written whole."""
+        """Print nothing: a line is written whole."""
 
     def end(self, line: CompletionLine) -> None:
         self._write(json.dumps(asdict(line)))
 
 
 def generate(session: Session, jobs: list[PromptTask]) -> None:
-    """Complete all jobs, speculatively when there is a draft."""
+    """Complete all jobs, speculatively if there is a draft."""
     terminal, task = session.terminal, session.config.task
     assert isinstance(task, GenerateConfig)
     shows_texts = task.format is OutputFormat.text

@@ -1,4 +1,4 @@
-"""Prompts that a person types one by one: rank 0 asks, all ranks complete."""
+"""Prompts that a user types one by one: rank 0 asks, all ranks complete."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -11,14 +11,7 @@ _PATIENCE_S = 24 * 3600.0
 
 
 def converse(session: Session, complete: Callable[[Session, list[PromptTask]], None]) -> None:
-    """Ask for a prompt, complete it, and again, until Ctrl-D or Ctrl-C at the prompt.
-
-    Prompts that are typed for a run folder which has some already are counted on from there.
-
-    Args:
-        session: of the run.
-        complete: does the task for the jobs of one prompt.
-    """
+    """Ask for a prompt and `complete` it until Ctrl-D or Ctrl-C; a resumed folder continues its numbering."""
     comm, index = session.world.comm, session.next_index
     typed = session.terminal.ask() if comm.rank == 0 else iter(())
     while True:

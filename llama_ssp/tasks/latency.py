@@ -10,22 +10,17 @@ class _Silent:
     """Shows no text."""
 
     def begin(self, job: PromptTask, mode: str) -> None:
-        """No text is shown."""
+        """Show nothing."""
 
     def show(self, pieces: list[Piece]) -> None:
-        """No text is shown."""
+        """Show nothing."""
 
     def end(self, line: CompletionLine) -> None:
-        """A table comes at the end."""
+        """Show nothing: a table comes at the end."""
 
 
 def latency(session: Session, jobs: list[PromptTask]) -> None:
-    """Complete all jobs, speculatively when there is a draft.
-
-    Args:
-        session: of the run.
-        jobs: what is measured.
-    """
+    """Complete all jobs, speculatively if there is a draft."""
     task, modes = session.config.task, [session.best_mode]
     assert isinstance(task, LatencyConfig)
     session.warm_up(jobs, modes, num_jobs=task.num_warmup)

@@ -1,8 +1,8 @@
 """A run from its checked config to its last record: the same program on every rank.
 
-    find and check the checkpoints -> read the prompts -> open the run folder -> load -> the task -> summary and table
+    check checkpoints -> read prompts -> open the run folder -> load -> do the task -> summary and table
 
-Ranks agree after each step that can fail, so that none waits for one that has given up.
+Ranks agree after each step that can fail, so that no rank waits for one that has failed.
 """
 
 import json
@@ -33,15 +33,8 @@ from llama_ssp.session.prompts import check_unchanged, is_interactive, read_prom
 from llama_ssp.session.session import PromptTask, Session, make_prompt_tasks
 from llama_ssp.session.startup import StartClock
 from llama_ssp.session.stopping import stopping_on_signals
+from llama_ssp.tasks import dry_run
 from llama_ssp.tasks.dispatch import check_task, machine_task_code, task_code
-from llama_ssp.tasks.dry_run import (
-    TYPED_TOKENS,
-    choose_for_run,
-    hardware_of,
-    plan_of_run,
-    settings_of_run,
-    with_filled_rows,
-)
 from llama_ssp.tasks.finalize import finalize
 from llama_ssp.tasks.interactive import converse
 
@@ -49,17 +42,13 @@ _log = logging.getLogger(__name__)
 
 
 def run(config: RunConfig, clock: StartClock) -> bool:
-    """Do what a config says, on this rank.
-
-    Args:
-        config: checked by `config.checks`, the same on every rank.
-        clock: of this run.
+    """Run a checked config, the same on every rank.
 
     Returns:
-        Whether somebody wished to stop too late for this run, on every rank alike: a sweep is to end here.
+        Whether somebody stopped the run too late for its task, the same on every rank: a sweep must end here.
 
     Raises:
-        SspError: on every rank alike; on rank 0 the run folder's `status` tells it too.
+        SspError: on every rank alike; rank 0 also writes it to the run folder's `status`.
     """
     clock.reach("imported_s")
     transformers.utils.logging.set_verbosity_error()
@@ -77,8 +66,8 @@ def run(config: RunConfig, clock: StartClock) -> bool:
         try:
             with unify_failure(world.watch, phase):
                 if not task_of(config).needs_models:
-                    if said := machine_task_code(config)(config, world):
-                        terminal.say(said)
+                    if message := machine_task_code(config)(config, world):
+                        terminal.say(message)
                     return False
                 folder = _open_folder(config, world, stack)
                 stack.callback(shutil.rmtree, offload_folder(config, world), ignore_errors=True)
@@ -87,13 +76,13 @@ def run(config: RunConfig, clock: StartClock) -> bool:
                 return _run(config, world, terminal, folder, phase=phase, clock=clock)
         except (Exception, KeyboardInterrupt) as error:
             if run_dir:
-                with suppress(SspError):  # a full disk must not hide why the run ends
+                with suppress(SspError):  # a full disk must not hide the reason
                     _write_end(run_dir, folder, error)
             raise
 
 
 def _open_folder(config: RunConfig, world: World, stack: ExitStack) -> RunFolder | None:
-    """Open the run folder on rank 0, and every rank's log in it."""
+    """Open the run folder on rank 0, and a log in it on every rank."""
     folder = None
     with raise_on_all_ranks(world.comm):
         if world.comm.rank == 0:
@@ -105,7 +94,6 @@ def _open_folder(config: RunConfig, world: World, stack: ExitStack) -> RunFolder
 
 
 def _log_ranks(world: World, folder: RunFolder | None) -> None:
-    """Write into the logs who and where ranks are, all of them into rank 0's."""
     ranks = world.comm.gather_text(describe_rank(world))
     for rank in ranks if folder else [ranks[world.comm.rank]]:
         _log.info("%s", rank)
@@ -116,19 +104,19 @@ def _log_ranks(world: World, folder: RunFolder | None) -> None:
 
 
 def _write_end(run_dir: Path, folder: RunFolder | None, error: Exception | KeyboardInterrupt) -> None:
-    """Write the status; rank 0 does, and where it may be lost, the rank that speaks in its place."""
+    """Write the status: rank 0 does, or if it may be lost, the rank that reports the error."""
     if isinstance(error, LostRankError):
         if read_status(run_dir) not in {"running", f"{error.exit_code}: {error}"}:
-            error.speaks = False  # this rank was stopped for a while, and the others have told of its loss
+            error.speaks = False  # this rank was paused, and the others have already reported its loss
         elif folder or error.speaks:
             write_failure(run_dir, exit_code=error.exit_code, sentence=str(error))
     elif folder and isinstance(error, InterruptedRun | KeyboardInterrupt):
         folder.write_status("interrupted")
     elif folder and isinstance(error, SspError):
         write_failure(run_dir, exit_code=error.exit_code, sentence=str(error))
-    elif folder:  # nobody has foreseen it: Python shows where it comes from, and ends with 1
-        said = str(error).strip().partition("\n")[0]
-        write_failure(run_dir, exit_code=1, sentence=f"{type(error).__name__}: {said}")
+    elif folder:  # an unexpected error: Python prints its traceback and exits with 1
+        message = str(error).strip().partition("\n")[0]
+        write_failure(run_dir, exit_code=1, sentence=f"{type(error).__name__}: {message}")
 
 
 def _run(
@@ -143,27 +131,21 @@ def _run(
     finished = _broadcast_finished(world, folder)
     context = min(source.origin.context for source in sources if source)
     jobs = _read_jobs(config, world, folder, sources[0], context=context)
-    config = with_filled_rows(config, num_completions=len(jobs) if jobs else config.num_samples)
+    config = dry_run.with_filled_rows(config, num_completions=len(jobs) if jobs else config.num_samples)
     plan = _make_plan(config, world, terminal, jobs)
     clock.reach("checked_s")
     with terminal.loading() as progress:
         models = load_models(config, world, sources, progress=progress)
     clock.reach("loaded_s")
     phase.doing, phase.limit = "decoding", f"timeouts.decode_s={config.timeouts.decode_s:g}"
+    num_prompts = None if jobs is None else len({job.request.index for job in jobs})
     session = Session(
-        config,
-        world=world,
-        models=models,
-        terminal=terminal,
-        folder=folder,
-        finished=finished,
-        num_prompts=None if jobs is None else len({job.request.index for job in jobs}),
-        plan=plan,
-        start_clock=clock,
-    )
+        config, world=world, models=models, terminal=terminal, folder=folder, finished=finished,
+        num_prompts=num_prompts, plan=plan, start_clock=clock,
+    )  # fmt: skip
 
-    def agree(wishes: bool) -> bool:
-        return any(world.comm.gather_text("stop" if wishes else ""))
+    def agree(stops: bool) -> bool:
+        return any(world.comm.gather_text("stop" if stops else ""))
 
     interruption = None
     try:
@@ -184,11 +166,11 @@ def _run(
 
 
 def _settle_placement(config: RunConfig, world: World, terminal: Terminal) -> None:
-    """Let rank 0 choose for all: what one node knows of its machine, another might not."""
+    """Let rank 0 choose for all ranks: nodes may differ in what they know of the machine."""
     choice = ""
     with raise_on_all_ranks(world.comm):
         if world.comm.rank == 0:
-            chosen = choose_for_run(config, world_size=world.comm.size, on_cpu=world.device.type == "cpu")
+            chosen = dry_run.choose_for_run(config, world_size=world.comm.size, on_cpu=world.device.type == "cpu")
             terminal.say(chosen.sentence)
             layout = chosen.job.layout
             choice = json.dumps([layout.target_ranks, layout.draft_ranks, layout.draft_kind.name])
@@ -201,7 +183,6 @@ def _settle_placement(config: RunConfig, world: World, terminal: Terminal) -> No
 
 
 def _broadcast_finished(world: World, folder: RunFolder | None) -> frozenset[LineKey]:
-    """Tell all ranks which completions the run folder holds already."""
     known = json.dumps(sorted(folder.finished)) if folder else ""
     keys = json.loads(world.comm.broadcast_text(known, src=0))
     return frozenset((index, mode, sample) for index, mode, sample in keys)
@@ -210,7 +191,7 @@ def _broadcast_finished(world: World, folder: RunFolder | None) -> frozenset[Lin
 def _read_jobs(
     config: RunConfig, world: World, folder: RunFolder | None, source: Source, *, context: int
 ) -> list[PromptTask] | None:
-    """Read and encode the prompts, the same on every rank; None when they will be typed one by one."""
+    """Read and encode the prompts, the same on every rank; None if they will be typed one by one."""
     prompts: list[str] | None = None
     with raise_on_all_ranks(world.comm):
         if folder and not is_interactive(config):
@@ -225,22 +206,18 @@ def _read_jobs(
 
 
 def _make_plan(config: RunConfig, world: World, terminal: Terminal, jobs: list[PromptTask] | None) -> Plan | None:
-    """Plan this very run, and stop it here if it cannot fit; None where nobody has described the machine.
-
-    Raises:
-        CapacityError: it does not fit.
-    """
+    """Plan this run; None for an unknown machine. Raises CapacityError if it cannot fit."""
     with raise_on_all_ranks(world.comm):
         try:
-            machine = hardware_of(config, on_cpu=world.device.type == "cpu")
+            machine = dry_run.hardware_of(config, on_cpu=world.device.type == "cpu")
         except ConfigError as error:
             if config.hardware:
                 raise
             terminal.say(f"no forecast: {error}")
             return None
-        longest = max((len(job.request.prompt_ids) for job in jobs), default=1) if jobs else TYPED_TOKENS
-        plan = plan_of_run(config, world_size=world.comm.size, machine=machine, prompt_tokens=longest)
+        longest = max((len(job.request.prompt_ids) for job in jobs), default=1) if jobs else dry_run.TYPED_TOKENS
+        plan = dry_run.plan_of_run(config, world_size=world.comm.size, machine=machine, prompt_tokens=longest)
         if world.comm.rank == 0:
             _log.info("forecast for hardware %s: %s", machine.name, planned_link(machine))
-        require_room(plan, words=settings_of_run(config))
+        require_room(plan, words=dry_run.settings_of_run(config))
     return plan

@@ -34,7 +34,7 @@ def check_logs(run_dir: Path) -> None:
     assert "this rank holds slice 2 of 2 of the target, in copy 0\n" in logs[1]
     assert f"rank 1 of 2 on {platform.node()}, cpu (" in logs[1]
     assert "rank 0 of 2 on" not in logs[1]
-    layout = "placement: target on ranks 0 1, draft on rank 0 (one_rank); copies of it: 1\n"
+    layout = "placement: target on ranks 0 1, draft on rank 0 (one_rank); replicas: 1\n"
     made_by = [
         "rank 0 of 2 on ",
         "rank 1 of 2 on ",

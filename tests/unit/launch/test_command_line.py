@@ -45,7 +45,7 @@ def test_stops_reach_the_run_as_hydra_reads_them(text: str) -> None:
 
 @pytest.mark.parametrize("value", ["2.", "true", "null", "[a]", "{a:1}", "1e3"])
 def test_a_stop_that_would_become_a_value_is_to_be_quoted(value: str) -> None:
-    with pytest.raises(ConfigError, match=r"quote what is no word, as in stop_strings='\[\"2\.\",\"true\"\]'"):
+    with pytest.raises(ConfigError, match=r"items that are not plain words, as in stop_strings='\[\"2\.\",\"true\"\]'"):
         command_line.check_overrides([command_line.take_literally(f"stop_strings=[a,{value}]")], multirun=False)
     command_line.check_overrides([command_line.take_literally(f'stop_strings=[a,"{value}"]')], multirun=False)
 

@@ -6,7 +6,7 @@ from tests.helpers.in_process import launch
 
 pytestmark = pytest.mark.seconds
 
-INSTALL = "of the shell bash, zsh or fish: -sc install=bash"
+INSTALL = "for the shell bash, zsh or fish, such as -sc install=bash"
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
@@ -55,7 +55,7 @@ def test_a_line_that_is_not_understood_has_no_candidates(line: str, monkeypatch:
         (["bash"], INSTALL),
         (["install=bash", "query=bash"], INSTALL),
         (["install=bash", "seed=1"], INSTALL),
-        (["query=bash"], "-sc query=bash is for the shell itself, which sets COMP_LINE; "),
+        (["query=bash"], "-sc query=bash is called by the shell itself, which sets COMP_LINE; "),
     ],
 )
 def test_a_mistake_is_one_sentence(words: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,7 +94,7 @@ def test_a_missing_package_is_named_with_what_installs_it(package: str, setting:
 def test_a_figure_without_a_folder_is_refused_before_anything_is_printed(call: Call) -> None:
     ended = call("model=7B", "figure=/missing/plan.png")
     assert (ended.code, ended.out) == (2, "")
-    assert "figure=/missing/plan.png has no folder to go to: make /missing first, or name another" in ended.err
+    assert "figure=/missing/plan.png: create the folder /missing first, or name another file" in ended.err
 
 
 def test_it_runs_in_any_folder_within_a_second_of_processor_time(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_a_local_folder_is_planned_from_its_config_file_alone(plan: Plan, tmp_pa
         (["modl=7B"], "unknown setting 'modl': did you mean model?"),
         (["model.quantisation=int8"], "did you mean model.quantization"),
         (["model.quantization=nf5"], "unknown model.quantization 'nf5'"),
-        (["zzz=1"], "unknown setting 'zzz': conf/plan.yaml has them all"),
+        (["zzz=1"], "unknown setting 'zzz': conf/plan.yaml lists them all"),
         (["batch_size=many"], "could not be converted to Integer"),
         (["placement.target.tp_size=16"], "tp_size=16 must be between 1 and the number of ranks, here 8"),
         (["model=local", "draft=none"], "model.path=DIR"),

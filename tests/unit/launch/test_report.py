@@ -69,7 +69,7 @@ def test_a_damaged_run_is_left_out_and_others_are_reported(tmp_path: Path, capsy
         (["{empty}/nothing"], "holds no run"),
         (["{run}", "{run}"], "2 folders need --output=DIR"),
         (["{run}", "--output"], "argument --output: expected one argument"),
-        (["{run}", "--csv"], "unrecognized arguments: --csv: it is called as python launch/report.py FOLDER... "),
+        (["{run}", "--csv"], "unrecognized arguments: --csv; usage: python launch/report.py FOLDER... "),
         (["{run}", "--output={run}/status"], "cannot be written"),
         (["--output={empty}"], "the following arguments are required: FOLDER"),
         ([], "the following arguments are required: FOLDER"),

@@ -31,7 +31,7 @@ def recorded(folder: Path) -> dict[int, str]:
     ("changed", "difference"),
     [
         (("import", "def", "class"), "prompt 2 of prompts={folder}/p.jsonl was 'from' when .*, and is now 'def'"),
-        heavy(("import",), "was 'from' when .*, and is now gone, 1 are left"),
+        heavy(("import",), "was 'from' when .*, and is now missing, with 1 left"),
         heavy(("import", "from" + 50 * " a"), "was 'from' when .*, and is now 'from a a a"),
     ],
 )
@@ -82,7 +82,7 @@ def test_what_nobody_has_foreseen_is_in_the_status_too(tmp_path: Path, monkeypat
 def test_half_a_character_is_refused(tmp_path: Path) -> None:
     ended = complete(tmp_path, "import", "\ud800")
     assert (ended.code, ended.err) == (
-        2, "prompt '\\ud800' holds '\\ud800', which is half a character: write it in UTF-8\n",
+        2, "prompt '\\ud800' holds '\\ud800', a lone surrogate: write it in UTF-8\n",
     )  # fmt: skip
 
 

@@ -48,7 +48,7 @@ def test_links_between_gpus_are_those_of_nvidia_smi(
 
 def test_a_driver_that_is_away_or_fails_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert gpu_links() == "not told: there is no nvidia-smi here"
+    assert gpu_links() == "unknown: nvidia-smi is not installed"
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     assert "exit status 9" in gpu_links()

@@ -117,7 +117,7 @@ def test_what_is_no_file_is_not_waited_for(file: str, tmp_path: Path) -> None:
     os.mkfifo(folder / file)
     runs, missing = find_runs([tmp_path / "s"])
     assert ([run.status for run in runs], missing) in (
-        ([], [f"{folder / file} cannot be read (it is no regular file): a run of this version is required"]),
+        ([], [f"{folder / file} cannot be read (it is not a regular file): a run of this version is required"]),
         (["not started"], []),
     )
 

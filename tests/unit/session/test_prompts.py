@@ -87,7 +87,7 @@ def test_an_empty_prompt_is_the_begin_of_a_sequence_where_there_is_one() -> None
 def test_a_prompt_with_a_token_that_the_model_lacks_is_refused() -> None:
     """As where a tokenizer was given a token for padding, and the model was not."""
     check_ids([1, 19], max_new_tokens=4, context=10, vocab_size=20, prompt="a")
-    with pytest.raises(ConfigError, match="has token 20 of the tokenizer, and the model knows 20 tokens"):
+    with pytest.raises(ConfigError, match="has token id 20, and the model knows 20 ids"):
         check_ids([1, 20, 3], max_new_tokens=4, context=10, vocab_size=20, prompt="a")
 
 

@@ -104,7 +104,7 @@ def test_what_is_streamed_knows_its_origin_and_holds_nothing_back_at_the_end() -
         decoder=lambda _mode: SimpleNamespace(run=run, stopped=False),
         count=lambda *_counts, **_more: None,
         memory=nothing, start_clock=nothing, folder=nothing, streams=True, num_prompts=2,
-        _finished={(4, "plain", 0)},
+        finished={(4, "plain", 0)},
     )  # fmt: skip
     Session.complete(session, [wanted, done], "plain", viewer)
     pieces = [Piece("a", False), Piece("b", True), Piece("c", False), Piece("d", True), Piece("\ufffd", True)]
