@@ -27,7 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from launch import command_line, options
 from llama_ssp.config import catalogue, hardware, plan, store
-from llama_ssp.config.drafts.drafter import drafter_of
+from llama_ssp.config.drafts.drafter import drafter_of, drafters
 from llama_ssp.config.plugins import load_plugins
 from llama_ssp.errors import ConfigError, one_message, unknown_name
 from llama_ssp.planning.spec import make_job, settle_models
@@ -41,7 +41,11 @@ def read_settings(settings: list[str]) -> plan.PlanConfig:
             raise ConfigError(f"{setting!r} is not a setting of a plan: conf/plan.yaml lists them all, as name=value")
     given = dict(setting.split("=", 1) for setting in settings if "=" in setting)
     _check_keys(given)
-    known = {"model": catalogue.names(), "hardware": hardware.names(), "draft": [*catalogue.names(), "none", "default"]}
+    known = {
+        "model": catalogue.names(),
+        "hardware": hardware.names(),
+        "draft": [*catalogue.names(), *drafters(), "default"],
+    }
     known["placement"] = [file.stem for file in (catalogue.conf_dir() / "placement").glob("*.yaml")]
     for group, names in known.items():
         if group in given and given[group] not in names:

@@ -24,7 +24,8 @@ def of_pair(target: str, draft: str) -> Acceptance:
     """Look a pair up in `conf/pairs.yaml`; quantized models have the figure of their base."""
     table = _table()
     names = target.removesuffix("_8bit"), draft.removesuffix("_8bit")
-    entry = next((pair for pair in table["pairs"] if (pair["target"], pair["draft"]) == names), table["default"])
+    of_draft = table["drafts"].get(draft, table["default"])
+    entry = next((pair for pair in table["pairs"] if (pair["target"], pair["draft"]) == names), of_draft)
     return Acceptance(probability=entry["acceptance"], source=entry["source"])
 
 

@@ -143,7 +143,7 @@ def _logits_bytes(job: PlanSpec, rank: int) -> int:
 
 def _numbers_bytes(job: PlanSpec) -> int:
     """All uniforms that the rows can need, in fp64, twice while all rows are admitted at once."""
-    of_a_round = 3 * job.num_draft_tokens * bool(job.draft) + 4
+    of_a_round = 3 * job.num_draft_tokens * job.drafts + 4
     return 2 * 8 * job.batch_size * (job.max_new_tokens + 1) * of_a_round
 
 
@@ -162,7 +162,7 @@ def _activation_bytes(job: PlanSpec, hardware: HardwareConfig, model: PlannedMod
 def _graph_bytes(job: PlanSpec, hardware: HardwareConfig, draft: Part | None) -> int:
     """Captured graphs: per bucket of the cache, the target's plain and round forwards and all K draft steps."""
     num_buckets = -(-job.num_slots // BUCKET_STEP[hardware.device])
-    layers = (2 if job.draft else 1) * job.target.shape.num_hidden_layers
+    layers = (2 if job.drafts else 1) * job.target.shape.num_hidden_layers
     if job.draft and draft:
         layers += job.num_draft_tokens * job.draft.shape.num_hidden_layers
     return num_buckets * layers * KERNELS_PER_LAYER * GRAPH_NODE_BYTES

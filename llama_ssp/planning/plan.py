@@ -140,7 +140,8 @@ def document(plan: Plan) -> dict[str, Any]:
             "batch_size": job.batch_size,
             "prompt_tokens": job.prompt_tokens,
             "max_new_tokens": job.max_new_tokens,
-            "num_draft_tokens": job.num_draft_tokens if job.draft else 0,
+            "num_draft_tokens": job.num_draft_tokens if job.drafts else 0,
+            "free_draft": job.free_draft,
             "num_slots": job.num_slots,
             "cuda_graphs": job.cuda_graphs,
             "num_replicas": job.num_replicas,
@@ -160,7 +161,7 @@ def document(plan: Plan) -> dict[str, Any]:
 
 def _messages(job: PlanSpec) -> dict[str, int]:
     """Bytes received in a round over all ranks of a replica, by kind of message."""
-    kinds = vars(round_messages(job, job.num_draft_tokens if job.draft else 0))
+    kinds = vars(round_messages(job, job.num_draft_tokens if job.drafts else 0))
     arriving = {f"{name}_bytes": message.received_bytes if message else 0 for name, message in kinds.items()}
     return arriving | {"total_bytes": sum(arriving.values())}
 

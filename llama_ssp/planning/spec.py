@@ -9,6 +9,7 @@ from typing import Any
 
 from llama_ssp.architectures.family import family_of
 from llama_ssp.architectures.inventory import Inventory
+from llama_ssp.config.drafts.drafter import draft_name
 from llama_ssp.config.formats.format import format_of
 from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.config.layout import Layout, lay_out, max_device_bytes, may_capture
@@ -62,7 +63,8 @@ class PlanSpec:
     """Input of the forecasts of memory and time.
 
     Attributes:
-        draft: None for plain decoding.
+        draft: the draft model; None without one.
+        free_draft: the kind of a draft without a model, whose cost is not counted; None without one.
         target_ranks, draft_ranks: ranks of each replica, increasing.
         acceptance: probability that a drafted token is accepted; None looks the pair up.
         prompt_tokens, max_new_tokens: tokens of the longest row.
@@ -88,9 +90,15 @@ class PlanSpec:
     device: str
     num_replicas: int = 1
     rule: str = DEFAULT
+    free_draft: str | None = None
     spare_devices: tuple[int, ...] = ()
     offload: Offload = Offload.none
     max_device_bytes: int | None = None
+
+    @property
+    def drafts(self) -> bool:
+        """Whether rounds are speculative."""
+        return bool(self.draft or self.free_draft)
 
     @property
     def target_devices(self) -> tuple[int, ...]:
@@ -110,7 +118,7 @@ class PlanSpec:
     @property
     def round_rows(self) -> int:
         """Positions per row in the target's forward of a round: K + 1, or 1 without a draft."""
-        return self.num_draft_tokens + 1 if self.draft else 1
+        return self.num_draft_tokens + 1 if self.drafts else 1
 
 
 def model_bytes(held: Inventory, model: PlannedModel, *, device: str) -> WeightBytes:
@@ -144,6 +152,7 @@ def make_job(config: PlanConfig, hardware: HardwareConfig) -> PlanSpec:
     return PlanSpec(
         **target_fields(config.model, placement.target, layout, num_gpus=hardware.num_gpus, device=hardware.device),
         draft=draft,
+        free_draft=None if draft else draft_name(config.draft),
         draft_kind=layout.draft_kind,
         draft_ranks=layout.draft_ranks,
         num_replicas=placement.num_replicas,

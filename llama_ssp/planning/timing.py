@@ -116,8 +116,7 @@ class CostModel:
 
     def rule_s(self, num_positions: int) -> float:
         """The rule on `num_positions` of each row that a rank verifies."""
-        assert self.draft, "priced only where there is a draft"
-        numbers = self._rows_of(self.draft) * num_positions * self.job.target.shape.vocab_size
+        numbers = self._rows_of(self.draft or self.target) * num_positions * self.job.target.shape.vocab_size
         rule = rule_of(self.job.rule)
         more_s = self._kernels_s(rule.more_kernels, rule.more_passes, numbers)
         if profile := profile_of(self.hardware, self.target.num_active):
@@ -177,19 +176,17 @@ def timing(job: PlanSpec, hardware: HardwareConfig) -> Timing:
         plain_run_s=(prefill_s + (tokens - 1) * plain_s) / tokens,
         limit_share=_limit_s(costs) / plain_s,
     )
-    return _speculative(costs, plain) if job.draft else plain
+    return _speculative(costs, plain) if job.drafts else plain
 
 
 def _speculative(costs: CostModel, plain: Timing) -> Timing:
     job = costs.job
-    assert job.draft, "called only where there is a draft"
-    assert costs.draft, "a draft has a placement"
     acceptance = (
-        of_pair(job.target.name, job.draft.name)
+        of_pair(job.target.name, job.draft.name if job.draft else str(job.free_draft))
         if job.acceptance is None
         else Acceptance(probability=job.acceptance, source="given as speculation.acceptance")
     )
-    first_s, step_s = costs.draft_step_s(2), costs.draft_step_s(1)
+    first_s, step_s = (costs.draft_step_s(2), costs.draft_step_s(1)) if costs.draft else (0.0, 0.0)
 
     def round_s(num_draft_tokens: int) -> float:
         return first_s + (num_draft_tokens - 1) * step_s + costs.verify_s(num_draft_tokens) + costs.host_s
@@ -198,7 +195,9 @@ def _speculative(costs: CostModel, plain: Timing) -> Timing:
     numbers = range(1, max(MOST_DRAFT_TOKENS, chosen) + 1)
     by_number = tuple(round_s(number) / tokens_per_round(acceptance.probability, number) for number in numbers)
     expected = tokens_per_round(acceptance.probability, chosen)
-    speculative_s, prefill_s = by_number[chosen - 1], plain.prefill_s + costs.prefill_s(costs.draft)
+    speculative_s, prefill_s = by_number[chosen - 1], plain.prefill_s
+    if costs.draft:
+        prefill_s += costs.prefill_s(costs.draft)
     # Prefill yields the first token; on average the length limit ends the last round halfway.
     num_rounds = max(job.max_new_tokens - 1 + (expected - 1) / 2, 0) / expected
     return replace(

@@ -55,7 +55,8 @@ def headline(plan: Mapping[str, Any]) -> str:
     """Name models, machine and sizes in one line."""
     target, draft, job, machine = plan["target"], plan["draft"], plan["job"], plan["hardware"]
     num_ranks = len({rank["rank"] for rank in plan["memory"]})
-    drafting = f", draft {_named(draft)} {_placed(draft)}, K={job['num_draft_tokens']}" if draft else ""
+    drafter = f"{_named(draft)} {_placed(draft)}" if draft else job["free_draft"]
+    drafting = f", draft {drafter}, K={job['num_draft_tokens']}" if drafter else ""
     sizes = f"batch {job['batch_size']}, {job['prompt_tokens']} + {job['max_new_tokens']} tokens"
     return f"{_named(target)} on {num_ranks} x {machine['gpu']} ({machine['name']}){drafting}; {sizes}"
 
@@ -135,7 +136,7 @@ def _time_table(plan: Mapping[str, Any]) -> "Table":
         table.add_column(name, justify="left" if name in {"", "of which"} else "right")
     plain = time["plain_ms_per_token"]
     table.add_row("plain", f"{plain:.2f}", f"{1e3 * rows / plain:.1f}", "", _parts(time["target_forward"]))
-    if plan["draft"]:
+    if time["speculative_ms_per_token"] is not None:
         speculative, speedup = time["speculative_ms_per_token"], time["speedup"]
         colour = "green" if speedup > 1 else "red"
         table.add_row(
@@ -158,7 +159,7 @@ def _basis(plan: Mapping[str, Any]) -> list[str]:
     time = plan["time"]
     share, prefill_ms = 100 * time["limit_share"], time["prefill_ms"]
     lines = [f"plain decoding reaches {share:.0f} % of the memory's limit; prompt {prefill_ms:.0f} ms"]
-    if plan["draft"]:
+    if time["tokens_per_round"] is not None:
         lines.append(
             f"{time['tokens_per_round']:.2f} tokens per round at an acceptance of {time['acceptance']:.2f} "
             f"({time['acceptance_source']}); c = {time['cost_ratio']:.3f}; best K = {time['best_num_draft_tokens']}"
