@@ -1,16 +1,16 @@
 """One round of decoding: draft -> score -> verify -> commit, as a fixed sequence of tensor operations.
 
-No step asks the device for a value, so a round costs its forwards and little else. The host chooses only shapes: which
-rows, and how wide a bucket of the cache.
+No step reads a value from the device, so a round costs little more than its forwards. The host chooses only shapes:
+which rows, and which bucket of the cache.
 
     speculative round, K = 3                L-2   L-1    L    L+1   L+2   L+3
       the draft's first step reads           t     t
       its later steps read                               d1    d2
       the target reads                             t     d1    d2    d3
-      two accepted: the text gains                       d1    d2    x           x is the target's own
+      two accepted: the text gains                       d1    d2    x           x: chosen by the target
 
-This module knows nothing of how a round is executed: `executors` run the two pieces, `draft` and `verify`, from Python,
-as CUDA graphs, or as traces. A round without a drafter is plain decoding: `verify` then draws one token.
+The `executors` run the two pieces of a round, `draft` and `verify`, from Python, as CUDA graphs, or as traces. A round
+without a drafter is plain decoding: `verify` then draws one token.
 
 Shapes: B sequences, R rows being prefilled, S slots, K drafted tokens, W = K + 1, V vocabulary, N uniforms of a round;
 L is a row's length.
@@ -44,7 +44,7 @@ class Executor(Protocol):
     """Runs the two pieces of a round; a `Round` is its own eager executor.
 
     Attributes:
-        keeps_state: the executor relies on the addresses of the batch's tensors, so one batch should serve many runs.
+        keeps_state: the executor depends on the addresses of the batch's tensors, so runs should share one batch.
     """
 
     keeps_state: bool
@@ -54,7 +54,7 @@ class Executor(Protocol):
         ...
 
     def verify(self, state: BatchState, block: Block | None, *, bucket: int) -> Tensor:
-        """Score a block with the target, verify it and commit the verdict; without a block, decode one plain token."""
+        """Score a block with the target, verify it and commit the decision; without a block, decode one token."""
         ...
 
 
@@ -66,14 +66,14 @@ def step(
     Args:
         executor: runs its pieces.
         state: the batch, every row with at least two tokens.
-        block: what the previous round drafted ahead; None drafts now.
+        block: drafted ahead by the previous round; None drafts now.
         drafts: whether the round is speculative.
         bucket: number of cache slots to read, at least the longest row's length + K.
         clock: times the pieces.
 
     Returns:
-        The round's result, as `BatchState.commit` gives it, and the block drafted ahead for the next round: always
-        None, because no executor drafts while the target verifies.
+        The round's result (see `BatchState.commit`) and the block drafted ahead for the next round: always None,
+        because no executor drafts while the target verifies.
     """
     clock.start()
     if drafts and block is None:
@@ -88,12 +88,12 @@ class Round:
     """The target, the drafter and the verifier, applied to a batch.
 
     Args:
-        target: the model whose distribution the text has.
+        target: the model whose distribution the text follows.
         drafter: proposes tokens; None for plain decoding.
         verifier: draws and accepts tokens, the same on every rank.
 
     Attributes:
-        max_tokens_per_round: the most tokens by which a row grows in one round.
+        max_tokens_per_round: the most tokens that a round adds to a row.
     """
 
     keeps_state = False
@@ -109,7 +109,7 @@ class Round:
 
     @property
     def num_allocations(self) -> tuple[int, ...]:
-        """How often each model's cache has been made again."""
+        """How often each model's cache has been allocated."""
         return self.target.num_allocations, self.drafter.num_allocations if self.drafter else 0
 
     def allocate(self, *, batch_size: int, num_slots: int) -> None:
@@ -122,13 +122,13 @@ class Round:
         """Read prompts into the caches and sample each row's first token.
 
         Args:
-            prompts: the rows to be prefilled and no others (R rows).
+            prompts: the R rows to be prefilled.
             rows: which rows of the caches they become.
             longest: length of the longest prompt.
-            buckets: widths of the cache.
+            buckets: of the cache.
 
         Returns:
-            The result of these rows, as `BatchState.commit` gives it.
+            The result of these rows; see `BatchState.commit`.
         """
         tokens_RS, lengths_R = prompts.tokens_BS, prompts.lengths_B
         rows_R = torch.tensor(rows, device=self.target.device)

@@ -1,6 +1,4 @@
-"""Quantized layers inside the library's modules, and what can stop a model from being quantized.
-
-The forms themselves are those of `quantization`.
+"""Quantized layers inside the modules of transformers, and the checks before quantizing a model.
 
 Shapes: B sequences, T positions, I inputs, O outputs.
 """
@@ -21,10 +19,10 @@ from llama_ssp.models.tensor_parallel import ColumnLinear, GatheredLinear, RowLi
 
 
 class QuantizedLinear(nn.Module):
-    """Stands for one of the library's linear layers, or for this rank's slice of it.
+    """Replaces a linear layer of transformers, or this rank's slice of it.
 
     Args:
-        module: the layer; it is emptied.
+        module: the layer, which is emptied.
         quantize: a precision's kernel.
     """
 
@@ -42,12 +40,12 @@ class QuantizedLinear(nn.Module):
 
 
 def quantize_modules(model: PreTrainedModel, quantize: Kernel, *, fill: Callable[[str], None]) -> None:
-    """Put the library's linear layers into their form, one after the other as they are read.
+    """Quantize the linear layers of transformers, one by one as they are read.
 
     Args:
-        model: after `tensor_parallel.shard`, its parameters without values.
+        model: after `tensor_parallel.shard`, with empty parameters.
         quantize: a precision's kernel.
-        fill: gives values to the parameters whose names begin with a prefix.
+        fill: loads the parameters whose names begin with a prefix.
     """
     for name, module in list(_linear_layers(model)):
         fill(f"{name}.")
@@ -55,17 +53,11 @@ def quantize_modules(model: PreTrainedModel, quantize: Kernel, *, fill: Callable
 
 
 def check_quantizable(model: PreTrainedModel, shape: ModelShape, quantization: str, *, num_ranks: int) -> None:
-    """Find what would stop a model from being quantized, before anything is read.
-
-    Args:
-        model: the whole model, before `tensor_parallel.shard`.
-        shape: its sizes.
-        quantization: as asked for.
-        num_ranks: how many ranks share it.
+    """Check that a whole model, before `tensor_parallel.shard`, can be quantized; reads no weights.
 
     Raises:
         ConfigError: a package is missing.
-        PlacementError: the format packs inputs in groups that a layer, or a rank's slice of it, does not fill.
+        PlacementError: the inputs of a layer, or of a rank's slice of it, are no multiple of the format's group size.
     """
     storage = format_of(quantization)
     if (package := storage.package) and find_spec(package.name) is None:
@@ -93,7 +85,7 @@ def _check_groups(storage: StorageFormat, model: PreTrainedModel, shape: ModelSh
 
 
 def _linear_layers(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
-    """All linear layers but the output head, whole or local, by name."""
+    """All linear layers except the output head, whole or sharded, by name."""
     head = model.get_output_embeddings()
     for name, module in model.named_modules():
         is_linear = isinstance(module, nn.Linear | ColumnLinear | RowLinear)
