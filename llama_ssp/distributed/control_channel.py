@@ -36,14 +36,9 @@ _STOP, _ROLL, _END = "stop", "roll", "end"
 
 
 class ControlChannel:
-    """The control channel of this rank.
+    """The control channel of a world rank; the store is None for a single rank.
 
-    Args:
-        store: the rendezvous store; None for a single rank.
-        rank: in the world.
-        size: of the world.
-        is_first_here: whether this is the lowest rank of its node.
-        agent: the torchrun agent that started this rank, if any.
+    `is_first_here` is true on the lowest rank of a node. `agent` is the torchrun agent that started this rank, if any.
     """
 
     def __init__(

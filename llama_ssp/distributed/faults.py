@@ -24,12 +24,7 @@ _REMEDY = "run the same command with the same run_dir to resume"
 
 @dataclass(kw_only=True)
 class Phase:
-    """What a run is doing, for messages.
-
-    Attributes:
-        doing: a verb, for example "loading".
-        limit: the setting of the timeout, with its value.
-    """
+    """What a run is doing, for messages: a verb such as "loading", and the setting of its timeout with the value."""
 
     doing: str
     limit: str
@@ -39,9 +34,7 @@ class Phase:
 def unify_failure(watch: ControlChannel, phase: Phase) -> Iterator[None]:
     """Turn an error of the block into the error that ends the run on every rank; a single rank keeps its own.
 
-    Args:
-        watch: of this rank.
-        phase: the run's current phase; the caller updates it.
+    The caller keeps `phase` up to date.
 
     Raises:
         SspError: the first error of any rank, or the ranks that do not answer. `speaks` is set if this rank reports it.

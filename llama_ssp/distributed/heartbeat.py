@@ -36,8 +36,6 @@ class Heartbeat:
     Args:
         store: a connection to the rendezvous store, used only here.
         host: of rank 0, as other ranks reach it.
-        rank: in the world.
-        size: of the world.
         alarm: called once, from a thread, when a rank has ended without a farewell.
     """
 

@@ -39,13 +39,7 @@ class Mesh:
 
 
 def build_mesh(layout: Layout, world: Comm, *, num_replicas: int = 1) -> Mesh:
-    """Make the groups of a placement; all ranks of the world must call this together.
-
-    Args:
-        layout: of one replica, checked by `config.checks`.
-        world: all ranks.
-        num_replicas: how many replicas share them.
-    """
+    """Make the groups of a placement, checked by `config.checks`; all ranks of the world must call this together."""
     size = world.size // num_replicas
     number, rank = divmod(world.rank, size)
 

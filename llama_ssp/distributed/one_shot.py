@@ -48,13 +48,8 @@ class OneShot:
     ) -> Self | None:
         """Share memory with the other ranks of a group, which must call this together.
 
-        Args:
-            group: the ranks.
-            gather_text: gathers a text from each of them, in order.
-            device: this rank's GPU.
-
-        Returns:
-            None on every rank if it does not work on all of them, or is never faster.
+        Returns None on every rank if it does not work on all of them, or is never faster. `gather_text` gathers a text
+        from every rank, in order.
         """
         if len(set(gather_text(socket.gethostname()))) > 1:
             return None

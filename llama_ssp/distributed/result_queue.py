@@ -26,13 +26,10 @@ class ResultQueue:
     """One stage of a run in which each replica does its share; all ranks make one, in the same order.
 
     Args:
-        store: the rendezvous store.
-        rank: in the world.
         number: of this rank's replica.
         speaks: whether this rank sends the results of its replica.
         num_copies: number of replicas.
-        missing: `ControlChannel.missing`.
-        has_failed: `ControlChannel.has_failed`.
+        missing, has_failed: those of `ControlChannel`.
         patience_s: how long a rank may leave calls unanswered before it counts as lost.
     """
 

@@ -43,8 +43,6 @@ class SharedMemoryGroup:
 
     Args:
         file: descriptor of the mapped file, which stays open.
-        rank: in the group.
-        size: number of ranks in the group.
         crowded: ranks share cores, so do not spin.
 
     Attributes:

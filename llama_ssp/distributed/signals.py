@@ -29,7 +29,6 @@ class Agent:
     """The torchrun process that started this rank.
 
     Attributes:
-        pid: its process id.
         holds_store: it, or the first node's agent, holds the rendezvous store; otherwise rank 0 does.
     """
 

@@ -55,11 +55,7 @@ class World:
 
 
 def choose_device(kind: DeviceKind, ranks: Ranks) -> tuple[torch.device, str | None]:
-    """Choose this rank's device.
-
-    Args:
-        kind: the setting; `auto` takes GPUs if there is one for every rank of the node.
-        ranks: of this process.
+    """Choose this rank's device; `auto` takes GPUs if there is one for every rank of the node.
 
     Returns:
         The device, and a sentence for the user if GPUs are left unused.
@@ -87,12 +83,8 @@ def share_cores(ranks: Ranks, *, cores: frozenset[int], sharers: tuple[int, ...]
 
     The calling thread, and those that it starts later, stay on the share. The threads of gloo, which exist by then, do
     not: if they shared a core with a computing thread, a small all-reduce would take milliseconds. A single process
-    keeps the user's OMP_NUM_THREADS; that of torchrun, 1, is ignored.
-
-    Args:
-        ranks: of this process.
-        cores: available to this process.
-        sharers: the ranks with the same available cores, including this one.
+    keeps the user's OMP_NUM_THREADS; that of torchrun, 1, is ignored. `sharers` are the ranks with the same available
+    cores, including this one.
     """
     if ranks.local_size == 1 and "OMP_NUM_THREADS" in os.environ:
         return torch.get_num_threads()
@@ -126,12 +118,7 @@ def _address_of_slurm(environ: Mapping[str, str], ranks: Ranks) -> tuple[str, in
 
 @contextmanager
 def start(*, device: DeviceKind, timeout_s: float, one_shot_all_reduce: bool = True) -> Iterator[World]:
-    """Join the run, and leave it when the block ends.
-
-    Args:
-        device: the setting.
-        timeout_s: of collectives, until `Comm.set_timeout` changes it.
-        one_shot_all_reduce: whether groups of GPUs try `one_shot`.
+    """Join the run, and leave it when the block ends; `Comm.set_timeout` can change the timeout.
 
     Raises:
         PlacementError: see `choose_device`.

@@ -52,14 +52,7 @@ class BatchSplit:
 
 
 class BatchSplitDrafter:
-    """Combines the drafters of several ranks.
-
-    Args:
-        inner: the drafter of this rank; None on ranks without one.
-        split: which rank drafts which rows.
-        num_draft_tokens: K.
-        device: of the ids.
-    """
+    """Combines the drafters of several ranks; `inner` is that of this rank, None on ranks without one."""
 
     def __init__(
         self, inner: Drafter | None, *, split: BatchSplit, num_draft_tokens: int, device: torch.device

@@ -21,12 +21,7 @@ from llama_ssp.shapes import static_shape
 
 
 class ProbsReceiver(NamedTuple):
-    """The rank that verifies without holding the draft, to which the draft's probabilities are sent.
-
-    Attributes:
-        rank: in the group that receives the ids.
-        vocab_size: V of the target.
-    """
+    """A rank that verifies without holding the draft, to which the draft's probabilities are sent; V of the target."""
 
     rank: int
     vocab_size: int
@@ -39,8 +34,6 @@ class BroadcastDrafter:
         inner: the drafter on ranks that hold it; None elsewhere.
         comm: the ranks that receive the ids.
         src: the rank in `comm` whose drafted ids count.
-        num_draft_tokens: K.
-        device: of the ids.
         all_draft: all ranks hold a slice of the draft, so they have agreed on every id already.
         receiver: None if the rule runs on a rank with the draft, or needs no probabilities.
     """

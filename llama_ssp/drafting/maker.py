@@ -23,16 +23,10 @@ def make_drafter(
     device: torch.device,
     split: BatchSplit | None = None,
 ) -> Drafter:
-    """Make the drafter of a rank.
+    """Make the drafter of a rank, in a run with a draft.
 
-    Args:
-        config: of a run that drafts.
-        rule: verifies the drafts.
-        mesh: the groups of ranks.
-        runner: the draft model or this rank's slice of it; None on ranks without one.
-        vocab_size: V of the target.
-        device: of the drafted ids.
-        split: divides the rows among ranks that each hold the whole draft model.
+    `runner` is the draft model or this rank's slice of it, None on ranks without one. `split` divides the rows among
+    ranks that each hold the whole draft model.
 
     Raises:
         ConfigError: the code of this kind of draft cannot be imported.

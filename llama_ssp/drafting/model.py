@@ -34,9 +34,6 @@ class ModelDrafter:
     the cache lacks the last drafted token, and reading two keeps the shape the same whatever was accepted.
 
     Args:
-        runner: the draft model.
-        rule: draws its tokens.
-        num_draft_tokens: K.
         vocab_size: V of the target; the draft's logits are cut or padded to it.
         comm: the ranks that share the draft and agree on each id; None for one rank.
         src: the rank in `comm` whose ids count.

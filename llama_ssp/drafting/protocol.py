@@ -24,9 +24,6 @@ class DrafterParts:
     """The arguments of a drafter's maker.
 
     Attributes:
-        config: the settings of the draft.
-        rule: verifies the drafts, and draws ids from logits.
-        num_draft_tokens: K.
         vocab_size: V of the target.
         device: of the ids.
         runner: the draft model or this rank's slice of it, for kinds of draft that have a model.
@@ -48,7 +45,6 @@ class Drafter(Protocol):
     """Proposes tokens for the target to verify.
 
     Attributes:
-        num_draft_tokens: K.
         on_host: drafting reads values on the host, so a round waits for it and no executor replays it.
         is_point_mass: each drafted token is certain; the draft has no probabilities, and rules use 1.
         repeats_operators: with the same shapes, `propose` calls the same operators on tensors that this object holds.

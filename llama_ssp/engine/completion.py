@@ -23,8 +23,6 @@ class RowCompletion:
     """One request and its result so far.
 
     Attributes:
-        request: the request.
-        token_ids: new tokens.
         num_target_forwards: forwards of the target for this row, prefill included.
         accepted_lengths: number of drafted tokens that became text, per speculative round.
         num_draft_tokens: K; 0 without a draft.

@@ -47,18 +47,7 @@ class PendingRound(NamedTuple):
 class Decoder:
     """Turns requests into completions, a batch of rows at a time.
 
-    Args:
-        round_: the round.
-        executor: runs its pieces; None runs them from Python.
-        clock: times them; None takes the one for the device.
-        batch_size: number of rows.
-        eos_ids: tokens that end a row.
-        stops: strings that end a row, or None.
-        seed: of all random numbers.
-        stop_request: set to stop the loop.
-
-    Attributes:
-        bucket_step: see `Buckets.step`.
+    By default the round runs from Python, and the device decides the clock.
     """
 
     def __init__(

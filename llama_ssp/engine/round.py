@@ -61,11 +61,11 @@ class Executor(Protocol):
 def step(
     executor: Executor, state: BatchState, block: Block | None, *, drafts: bool, bucket: int, clock: Clock
 ) -> tuple[Tensor, Block | None]:
-    """Run one round.
+    """Run one round on a batch whose rows have at least two tokens.
 
     Args:
         executor: runs its pieces.
-        state: the batch, every row with at least two tokens.
+        state: the batch.
         block: drafted ahead by the previous round; None drafts now.
         drafts: whether the round is speculative.
         bucket: number of cache slots to read, at least the longest row's length + K.
@@ -85,12 +85,7 @@ def step(
 
 
 class Round:
-    """The target, the drafter and the verifier, applied to a batch.
-
-    Args:
-        target: the model whose distribution the text follows.
-        drafter: proposes tokens; None for plain decoding.
-        verifier: draws and accepts tokens, the same on every rank.
+    """The target, the drafter (None for plain decoding) and the verifier, applied to a batch.
 
     Attributes:
         max_tokens_per_round: the most tokens that a round adds to a row.
@@ -119,13 +114,7 @@ class Round:
             self.drafter.allocate(batch_size=batch_size, num_slots=num_slots)
 
     def prefill(self, prompts: BatchState, rows: Sequence[int], *, longest: int, buckets: Buckets) -> Tensor:
-        """Read prompts into the caches and sample each row's first token.
-
-        Args:
-            prompts: the R rows to be prefilled.
-            rows: which rows of the caches they become.
-            longest: length of the longest prompt.
-            buckets: of the cache.
+        """Read R prompts into the given rows of the caches and sample each one's first token; see `read_prompts`.
 
         Returns:
             The result of these rows; see `BatchState.commit`.

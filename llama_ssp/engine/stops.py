@@ -11,12 +11,7 @@ from llama_ssp.engine.stream import IncrementalText
 
 
 class StopStrings:
-    """The stop strings of a run.
-
-    Args:
-        tokenizer: of the target.
-        texts: not empty; the text of a special token means the token.
-    """
+    """The stop strings of a run, which are not empty; the text of a special token means the token."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> None:
         self._tokenizer = tokenizer
@@ -30,13 +25,7 @@ class StopStrings:
 
 
 class StopWatch:
-    """Searches one completion as it grows.
-
-    Args:
-        text: of the completion, still empty.
-        stops: the strings to find.
-        special_ids: the tokens to find, which do not appear in the text.
-    """
+    """Searches one completion as it grows, for strings and for special tokens, which do not appear in its text."""
 
     def __init__(self, text: IncrementalText, stops: tuple[str, ...], special_ids: frozenset[int]) -> None:
         self._text = text

@@ -21,12 +21,7 @@ _MAX_HELD = 8
 
 @dataclass(frozen=True)
 class Piece:
-    """New text of one origin.
-
-    Attributes:
-        text: one or more complete characters.
-        accepted: the tokens were drafted and accepted; otherwise the target chose them.
-    """
+    """One or more complete characters, whose tokens were drafted and `accepted`, or chosen by the target."""
 
     text: str
     accepted: bool

@@ -40,7 +40,6 @@ class Verifier:
     """Draws and verifies tokens with a rule, and makes all ranks agree on the outcome.
 
     Args:
-        rule: draws and accepts tokens.
         comm: the ranks that must agree.
         verify_rank: the rank in `comm` that decides; with a split, only for tokens without a draft.
         device: of the decisions.

@@ -116,7 +116,7 @@ def load_model(
 
     Args:
         origin: the weight source.
-        dtype: of weights and cache; None takes that of the origin.
+        dtype: of weights and cache; None for that of the origin.
         device: of weights and cache.
         comm: the ranks that share the model.
         progress: called after each parameter with the bytes read so far and the total bytes.

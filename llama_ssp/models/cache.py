@@ -28,11 +28,7 @@ class Workspace:
 
 
 class PerBucket(dict[int, _T], Generic[_T]):
-    """Caches views by bucket, because making a view costs as much as a copy, and buckets are few.
-
-    Args:
-        make: makes the value of a bucket; None if that is not possible yet.
-    """
+    """Caches values of `make` by bucket, None excepted: making a view costs as much as a copy, and buckets are few."""
 
     def __init__(self, make: Callable[[int], _T | None]) -> None:
         super().__init__()
@@ -66,12 +62,6 @@ class StaticCache(Workspace):
 
     A layer's buffer is made when its first keys arrive, with this rank's number of heads, on the layer's device. It
     starts as zeros, because a masked value is still multiplied by 0.
-
-    Args:
-        num_layers: layers of the model.
-        batch_size: B.
-        capacity: S.
-        device: of the slot numbers.
 
     Attributes:
         first_slot_B1: index of each row's first slot among the slots of all rows.
@@ -127,7 +117,6 @@ class CacheView:
 
     Args:
         buffer: maps a layer's number and its new keys and values to the layer's buffer.
-        first_slot_B1: see `StaticCache`.
         positions_BT: slot of each new token in its row.
         cache_rows_B: each sequence's row in the cache; None for all rows, in order.
     """
@@ -147,15 +136,7 @@ class CacheView:
         self._batch_rows_B = cache_rows_B
 
     def update(self, written_M2ND: Tensor, number: int) -> tuple[Tensor, Tensor]:
-        """Write a layer's new keys and values, and return all that the tokens may read.
-
-        Args:
-            written_M2ND: keys of all heads, then their values.
-            number: of the layer.
-
-        Returns:
-            Keys and values, each (B, N, U, D).
-        """
+        """Write new keys and values of all heads to layer `number`; return all that may be read, (B, N, U, D) each."""
         parts, keys_BNUD, values_BNUD = self._buffer(number, written_M2ND)
         parts.index_copy_(1, self._slots_M.to(written_M2ND.device), written_M2ND.transpose(0, 1))
         if self._batch_rows_B is None:
@@ -165,11 +146,7 @@ class CacheView:
 
 
 class LibraryCache(Cache):
-    """The cache interface of transformers over a `StaticCache`.
-
-    Attributes:
-        view: of the current forward.
-    """
+    """The cache interface of transformers over a `StaticCache`; `view` is that of the current forward."""
 
     view: CacheView
 
@@ -201,14 +178,8 @@ def causal_pieces(capacity: int, *, window: int | None, dtype: torch.dtype, devi
         line              | 0 0 0 0 - - - - |      position 3 reads from 0, position 0 from 3: | 0 - - - |
         a window of two   | - - 0 0 - - - - |      position 3: | - - 0 0 |
 
-    Args:
-        capacity: S.
-        window: how many positions a token sees, including its own; None for all.
-        dtype: of the scores.
-        device: of the scores.
-
-    Returns:
-        The mask rows (S, S), that of the last position first.
+    Returns the mask rows (S, S) for S = `capacity`, that of the last position first. `window` is how many positions a
+    token sees, including its own.
     """
     line = torch.zeros(2 * capacity, dtype=dtype, device=device)
     line[capacity:] = float("-inf")

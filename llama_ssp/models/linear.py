@@ -189,11 +189,8 @@ def make_linear(
     In fp32 on the CPU a weight from a 16-bit checkpoint is kept in 16 bits, without timing: half the bytes are fastest,
     and the memory plan relies on it.
 
-    Args:
-        weight_OI: contiguous; the caller should drop it, because a packed kernel holds a copy.
-        bias_O: or None.
-        kernel: to use without timing.
-        keeps_weight: the weight stays in memory anyway, as a tied embedding does, so avoid a full copy.
+    The caller should drop the contiguous weight, because a packed kernel holds a copy. With `keeps_weight` the weight
+    stays in memory anyway, as a tied embedding does, and no packed kernel is chosen. A given `kernel` is not timed.
     """
     if kernel is None:
         kernel = _choose(weight_OI, keeps_weight=keeps_weight)

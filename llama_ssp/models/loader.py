@@ -51,11 +51,10 @@ def find_sources(model: PreTrainedModel, origin: WeightSource) -> dict[str, str]
     sources = {name: stored.get(name) or stored.get(partners.get(name, "")) for name in parameters}
     missing = [name for name, source in sources.items() if source is None]
     if missing:
-        message = (
+        raise CheckpointError(
             f"{origin.folder} lacks {len(missing)} of the {len(parameters)} tensors that its config.json calls for "
             f"({summary(missing)}): copy or download it again"
         )
-        raise CheckpointError(message)
     found = {name: source for name, source in sources.items() if source is not None}
     unfit = [
         f"{source} is {list(tensor.shape)}, not {list(parameters[name].shape)}"
@@ -79,11 +78,10 @@ def _check_layers(origin: WeightSource, parameters: Mapping[str, nn.Parameter], 
     if strays:
         num_stored = 1 + max(strays.values())
         field = origin.config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
-        message = (
+        raise CheckpointError(
             f"{origin.folder} holds tensors of {num_stored} layers ({summary(sorted(strays))}), and its config.json "
             f"has {field}={origin.shape.num_hidden_layers}: copy or download the config.json of these weights again"
         )
-        raise CheckpointError(message)
 
 
 def _model_names(
@@ -136,7 +134,6 @@ class Weights:
 
     Args:
         model: with its sharded modules, parameters on the meta device.
-        origin: the weight source.
         sources: from `find_sources` for the whole model.
         dtype: of the parameters.
         device: of parameters and buffers.

@@ -72,14 +72,7 @@ class ColumnLinear(LocalModule):
 
 
 class GatheredLinear(ColumnLinear):
-    """A column-parallel layer whose outputs are gathered on all ranks, such as the logits.
-
-    Args:
-        whole: the replaced layer.
-        part: this rank's outputs.
-        comm: the ranks that share the layer.
-        sizes: number of outputs of each rank.
-    """
+    """A column-parallel layer whose outputs, `sizes` by rank, are gathered on all ranks, such as the logits."""
 
     def __init__(self, whole: nn.Linear, part: range, *, comm: Comm, sizes: tuple[int, ...]) -> None:
         super().__init__(whole, part)
@@ -156,8 +149,7 @@ def shard(model: PreTrainedModel, shape: ModelShape, comm: Comm) -> None:
         return
     plan = tp_plan_of(model)
     if not plan:
-        message = f"{shape.model_type} has no tensor-parallel plan: run it on one rank, not on {comm.size}"
-        raise PlacementError(message)
+        raise PlacementError(f"{shape.model_type} has no tensor-parallel plan: run it on one rank, not on {comm.size}")
     shards = split_model(shape, num_ranks=comm.size)
     for name, module in list(model.named_modules()):
         style = _style(plan, name)

@@ -23,11 +23,7 @@ DRAW_UNITS = 2.0**62
 
 
 def processor(sampling: SamplingConfig) -> Callable[[Tensor], Tensor]:
-    """Compose the processors of a sampling config.
-
-    Args:
-        sampling: `temperature` > 0 (greedy has no probabilities), `top_k` >= 1 or null, `top_p` in (0, 1] or null,
-            `min_p` in (0, 1] or null.
+    """Compose the processors of a sampling config with a temperature above 0 (greedy has no probabilities).
 
     Returns:
         A function from logits (..., V), left unchanged, to probabilities (..., V) in fp32, or fp64 for logits in fp64.

@@ -146,12 +146,7 @@ def _draw_rest(rest_BV: Tensor, target_row_BV: Tensor, *, uniforms_BP: Tensor, v
 
 
 def verify_greedy(draft: Draft, target_logits_BTV: Tensor) -> Verdict:
-    """Accept the longest prefix of drafted tokens that have the target's largest logit; the next token has it too.
-
-    Args:
-        draft: ids; probabilities are not used.
-        target_logits_BTV: the target's logits at K + 1 positions.
-    """
+    """Accept the longest prefix of drafted tokens that have the target's largest logit; the next token has it too."""
     best_BT = target_logits_BTV.argmax(-1)  # NaN counts as the largest
     largest_BT = target_logits_BTV.gather(-1, best_BT[..., None])[..., 0]
     num_accepted_B1 = _length_of_prefix((best_BT[:, :-1] == draft.ids_BK)[..., None])

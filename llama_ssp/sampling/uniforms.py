@@ -69,13 +69,7 @@ def _mix_(bits: Tensor) -> Tensor:
 
 
 def row_keys(*, seed: int, prompt_index_B: Tensor, sample_index_B: Tensor) -> Tensor:
-    """Make the keys of rows, int64 (B,) on the device of the indices.
-
-    Args:
-        seed: any integer; its low 64 bits are used.
-        prompt_index_B: int64, the prompts' indices in their file.
-        sample_index_B: int64, which sample of its prompt each row is.
-    """
+    """Make the keys of rows, int64 (B,), from the low 64 bits of the seed and int64 indices (see `Request`)."""
     keys_B = _mix_(torch.full_like(prompt_index_B, _signed(seed)))
     keys_B = _mix_(torch.add(keys_B, prompt_index_B, alpha=_START_STEP))
     return _mix_(torch.add(keys_B, sample_index_B, alpha=_START_STEP))

@@ -94,14 +94,12 @@ def inspect(folder: Path) -> Checkpoint:
         CheckpointError: anything is missing, malformed or unsupported.
     """
     if not folder.is_dir():
-        message = f"{folder} does not exist: a folder with config.json and safetensors weights is required"
-        raise CheckpointError(message)
+        raise CheckpointError(f"{folder} does not exist: a folder with config.json and safetensors weights is required")
     config = _read_config(folder)
     try:
         shape = shape_of(config)
     except (AttributeError, TypeError, ZeroDivisionError) as error:
-        message = f"{folder}/config.json describes no decoder with attention: {error}"
-        raise CheckpointError(message) from error
+        raise CheckpointError(f"{folder}/config.json describes no decoder with attention: {error}") from error
     small = [f"{name} {size}" for name, size in asdict(shape).items() if type(size) is int and size < 1]
     if small:
         message = f"{folder}/config.json gives {', '.join(small)}, but at least 1 is required: copy it again"
@@ -137,11 +135,10 @@ def check_shape(entry: ModelConfig, checkpoint: Checkpoint) -> None:
     wanted, found = asdict(entry.shape), asdict(checkpoint.shape)
     differences = [f"{name} is {found[name]}, not {value}" for name, value in wanted.items() if found[name] != value]
     if differences:
-        message = (
+        raise CheckpointError(
             f"{checkpoint.folder} is not {entry.name}: {', '.join(differences)}; "
             f"model=local model.path={checkpoint.folder} accepts it"
         )
-        raise CheckpointError(message)
 
 
 def _read_config(folder: Path) -> PretrainedConfig:
@@ -162,13 +159,11 @@ def _read_config(folder: Path) -> PretrainedConfig:
     elif "quantization_config" in content:
         problem = "describes quantized weights: float32, bfloat16 or float16 weights are required"
     if problem:
-        message = f"{file} {problem}"
-        raise CheckpointError(message)
+        raise CheckpointError(f"{file} {problem}")
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # each family raises its own errors
-        message = f"{file} is no valid configuration of {model_type}: {_reason(error)}"
-        raise CheckpointError(message) from error
+        raise CheckpointError(f"{file} is no valid configuration of {model_type}: {_reason(error)}") from error
     return config
 
 
@@ -185,8 +180,7 @@ def _list_tensors(folder: Path) -> dict[str, StoredTensor]:
     files = sorted(set(file_of.values()))
     absent = [name for name in files if not (folder / name).is_file()]
     if absent:
-        message = f"{index} names {summary(absent)}, which is missing: copy or download the folder again"
-        raise CheckpointError(message)
+        raise CheckpointError(f"{index} names {summary(absent)}, which is missing: copy or download the folder again")
     headers = {name: _read_header(folder / name) for name in files}
     strays = [name for name, file in file_of.items() if name not in headers[file]]
     if strays:

@@ -93,13 +93,7 @@ class _LayerMaps:
 
 
 class Implant:
-    """A small Llama in a large shape, without `obstacle`.
-
-    Args:
-        small: the small shape.
-        large: the large shape.
-        small_eps: `rms_norm_eps` of the small model.
-        small_theta: rotary base of the small model.
+    """A small Llama, with its `rms_norm_eps` and rotary base, in a large shape without `obstacle`.
 
     Attributes:
         eps: `rms_norm_eps` of the large model.

@@ -36,8 +36,7 @@ def resolve(model: ModelConfig) -> Path:
     if model.shipped:
         return Path(str(files("llama_ssp"))) / "shipped" / model.name
     if model.hub_id is None:
-        message = f"model {model.name} names no files: model.path=DIR is required"
-        raise CheckpointError(message)
+        raise CheckpointError(f"model {model.name} names no files: model.path=DIR is required")
     try:
         return Path(snapshot_download(model.hub_id, revision=model.revision, allow_patterns=_FILES))
     except Exception as error:  # the client's network error classes differ between its versions

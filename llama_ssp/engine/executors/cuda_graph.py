@@ -88,14 +88,7 @@ class Graphs:
     ) -> _T:
         """Run a piece of a round: the first time from Python, the second time captured, then replayed.
 
-        Graphs of another batch or of other caches are dropped.
-
-        Args:
-            part: the piece's name.
-            piece: runs it on tensors that stay in place, which may be outputs of the round's earlier piece.
-            state: the batch.
-            bucket: number of cache slots to read.
-            allocations: how often each cache has been allocated.
+        Its tensors must stay in place. Graphs of another batch or of other allocations of the caches are dropped.
         """
         if state is not self._state or allocations != self._allocations:
             self._forget()

@@ -66,7 +66,7 @@ class Traced(Generic[_Result]):
 
         Args:
             key: everything that decides which operators run.
-            arguments: of the function.
+            *arguments: of the function.
             bucket: number of cache slots to read.
             version: differs whenever one of the objects has replaced its tensors.
         """
@@ -125,10 +125,6 @@ class Traced(Generic[_Result]):
 
 def find_tensors(roots: Sequence[object], *, bucket: int) -> tuple[list[Leaf], list[Tensor]]:
     """Find all tensors that objects hold, each once, in an order that depends only on the objects' structure.
-
-    Args:
-        roots: models, drafters, verifiers, tensors.
-        bucket: number of cache slots to read.
 
     Returns:
         Weights, which stay in place, and tensors of each `Workspace`, which `allocate` may replace.

@@ -33,11 +33,10 @@ def check_auto_tp(shape: ModelShape, *, quantization: str, num_ranks: int) -> No
         PlacementError: the model's heads do not divide evenly, or quantization was requested.
     """
     if find_spec("deepspeed") is None:
-        message = (
+        raise ConfigError(
             "placement.target.kind=deepspeed needs the package deepspeed: ./machine-install.sh --deepspeed installs "
             "it, and placement.target.kind=tensor needs none"
         )
-        raise ConfigError(message)
     check_deepspeed(shape, quantization, num_ranks=num_ranks)
 
 

@@ -38,29 +38,26 @@ def check_servable(config: PretrainedConfig) -> None:
     has_windows = record_of(config.model_type).windows is not None
     if not has_windows and "sliding_attention" in kinds and window and window < context:
         windowed = [name for name, family in families().items() if family.windows]
-        message = (
+        raise ConfigError(
             f"this {model} has sliding windows of {window} tokens in a context of {context}, which are supported for "
             f"{', '.join(sorted(windowed))} (max_position_embeddings={window} in its config.json would do)"
         )
-        raise ConfigError(message)
     other = sorted(kinds - {"sliding_attention", "full_attention"})
     if other:
-        message = (
+        raise ConfigError(
             f"this {model} has layers of kind {', '.join(other)}: sliding_attention or full_attention is required by "
             "the static cache"
         )
-        raise ConfigError(message)
     if getattr(config, "use_bidirectional_attention", None) or not getattr(config, "is_causal", True):
         wanted = "use_bidirectional_attention=false and is_causal=true are required"
         raise ConfigError(f"this {model} attends in both directions: {wanted}")
     rope = getattr(config, "rope_parameters", None) or {}
     for found in (rope, *(values for values in rope.values() if isinstance(values, dict))):
         if found.get("rope_type") in _ROPE_TYPES_THAT_READ_POSITIONS:
-            message = (
+            raise ConfigError(
                 f"this {model} has rope_type {found['rope_type']}, which depends on the longest row of a batch: "
                 "default, linear, llama3 or yarn is required"
             )
-            raise ConfigError(message)
 
 
 def attention_at_start(config: PretrainedConfig) -> str:
@@ -91,12 +88,7 @@ def adapt(model: PreTrainedModel) -> None:
 
 
 def mask_argument(config: PretrainedConfig, masks: Mapping[int | None, Tensor]) -> Tensor | dict[str, Tensor | None]:
-    """The attention mask argument of a model of transformers.
-
-    Args:
-        config: of the model.
-        masks: added to the scores, (B, 1, T, S), for each window of its layers.
-    """
+    """The attention mask argument of a model of transformers, from the masks (B, 1, T, S) of its layers' windows."""
     if record_of(config.model_type).mask_by_layer_type:
         return {"full_attention": masks.get(None), "sliding_attention": masks.get(config.sliding_window)}
     return next(iter(masks.values())) if len(masks) == 1 else torch.cat([*masks.values()], 1)

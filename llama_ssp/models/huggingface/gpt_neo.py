@@ -25,11 +25,10 @@ def check_positions(origin: WeightSource) -> None:
     wanted: int = origin.config.max_position_embeddings
     for name, tensor in origin.tensors.items():
         if name.endswith("wpe.weight") and tensor.shape[:1] != (wanted,):
-            message = (
+            raise CheckpointError(
                 f"{origin.folder} does not fit its config.json: {name} has {tensor.shape[0] if tensor.shape else 0} "
                 f"rows, and config.json has max_position_embeddings={wanted}: copy or download it again"
             )
-            raise CheckpointError(message)
 
 
 def adapt(model: PreTrainedModel) -> None:

@@ -23,14 +23,9 @@ from llama_ssp.models.tensor_parallel import RowLinear
 
 
 class Layer:
-    """Attention and MLP of one layer.
+    """Attention and MLP of one layer, taken from a module of transformers, which is emptied.
 
-    Args:
-        layer: the module of transformers, which is emptied.
-        number: index of the layer.
-        comm: the ranks that share it.
-        kernel: see `make_linear`.
-        by_position: compute a round's positions one by one (see `attention`).
+    With `by_position` the positions of a round are computed one by one (see `attention`).
     """
 
     def __init__(self, layer: Any, number: int, *, comm: Comm, kernel: Kernel | None, by_position: bool) -> None:  # noqa: ANN401

@@ -43,13 +43,7 @@ def _kernel(  # type: ignore[no-untyped-def]  # noqa: ANN202, PLR0913, PLR0917 -
 
 
 def product_of_few_rows(x_MI: Tensor, weight_OI: Tensor, scales_O: Tensor) -> Tensor:
-    """Compute x (W s)^T for at most ROWS rows.
-
-    Args:
-        x_MI: fp32, bf16 or fp16.
-        weight_OI: int8, contiguous.
-        scales_O: in the dtype of x.
-    """
+    """Compute x (W s)^T for at most ROWS rows; x and s in fp32, bf16 or fp16, W in int8 and contiguous."""
     num_outputs, num_inputs = weight_OI.shape
     x_MI = x_MI.contiguous()
     y_MO = torch.empty(x_MI.shape[0], num_outputs, dtype=x_MI.dtype, device=x_MI.device)

@@ -19,12 +19,7 @@ from llama_ssp.models.tensor_parallel import ColumnLinear, GatheredLinear, RowLi
 
 
 class QuantizedLinear(nn.Module):
-    """Replaces a linear layer of transformers, or this rank's slice of it.
-
-    Args:
-        module: the layer, which is emptied.
-        quantize: a precision's kernel.
-    """
+    """Replaces a linear layer of transformers, or this rank's slice of it, and empties it."""
 
     def __init__(self, module: nn.Linear | ColumnLinear | RowLinear, quantize: Kernel) -> None:
         super().__init__()
@@ -40,13 +35,7 @@ class QuantizedLinear(nn.Module):
 
 
 def quantize_modules(model: PreTrainedModel, quantize: Kernel, *, fill: Callable[[str], None]) -> None:
-    """Quantize the linear layers of transformers, one by one as they are read.
-
-    Args:
-        model: after `tensor_parallel.shard`, with empty parameters.
-        quantize: a precision's kernel.
-        fill: loads the parameters whose names begin with a prefix.
-    """
+    """Quantize the linear layers of a sharded, empty model, one by one as `fill` loads them."""
     for name, module in list(_linear_layers(model)):
         fill(f"{name}.")
         model.set_submodule(name, QuantizedLinear(module, quantize))
@@ -61,11 +50,10 @@ def check_quantizable(model: PreTrainedModel, shape: ModelShape, quantization: s
     """
     storage = format_of(quantization)
     if (package := storage.package) and find_spec(package.name) is None:
-        message = (
+        raise ConfigError(
             f"quantization={quantization} needs the package {package.name}: {package.install} installs it, "
             "or use quantization=int8_weight_only, which needs none"
         )
-        raise ConfigError(message)
     if storage.group > 1:
         _check_groups(storage, model, shape, num_ranks=num_ranks)
 
@@ -77,11 +65,10 @@ def _check_groups(storage: StorageFormat, model: PreTrainedModel, shape: ModelSh
         for width in {len(s.features(cut_of(name))) for s in shards} if is_cut else {module.in_features}:
             if width % storage.group:
                 where = f" on one of {num_ranks} ranks" if is_cut else ""
-                message = (
+                raise PlacementError(
                     f"{storage.name} packs {storage.group} inputs at a time, and {name} has {width}{where}: "
                     f"use {'another number of ranks, or ' if is_cut else ''}quantization=int8_weight_only"
                 )
-                raise PlacementError(message)
 
 
 def _linear_layers(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
