@@ -57,7 +57,7 @@ class ControlChannel:
         self._heartbeat: Heartbeat | None = None
         self._store = _connected(store) if store else None
         if store:
-            Thread(target=self._listen, args=(_connected(store),), daemon=True, name="watch").start()
+            Thread(target=self._listen, args=(_connected(store),), daemon=True, name="control-channel").start()
 
     @classmethod
     def alone(cls) -> Self:
@@ -158,7 +158,7 @@ class ControlChannel:
         assert self._store, "a single rank has no store"
         if time.monotonic() - self._stop_received_s < ANSWER_S:  # the signal came from a call
             return
-        if self._store.add(f"llama_ssp/wishes/{self._num_stops}", 1) == 1:
+        if self._store.add(f"llama_ssp/stops/{self._num_stops}", 1) == 1:
             self._call(_STOP)
 
     def _call(self, words: str, *, without: tuple[int, ...] = ()) -> set[int]:
@@ -223,8 +223,8 @@ class ControlChannel:
 
 def _connected(store: Store) -> Store:
     """Open another connection to a store, because calls on one connection block each other."""
-    copy: Store = store.clone()  # type: ignore[attr-defined] # torch's types do not know it
-    return copy
+    connection: Store = store.clone()  # type: ignore[attr-defined] # torch's types do not know it
+    return connection
 
 
 def _host(store: Store) -> str:

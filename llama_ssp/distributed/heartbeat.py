@@ -24,7 +24,7 @@ from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 
 _log = logging.getLogger(__name__)
-_KEY = "llama_ssp/lifeline"
+_KEY = "llama_ssp/heartbeat"
 _FAREWELL = b"."
 _CONNECT_S = 10.0
 _MAX_BYTES = 64

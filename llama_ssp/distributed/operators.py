@@ -35,23 +35,18 @@ class Collectives(Protocol):
 
     def all_reduce(self, values: Tensor) -> Tensor:
         """See `Comm`."""
-        ...
 
     def all_gather_last(self, values: Tensor, sizes: tuple[int, ...]) -> Tensor:
         """See `Comm`."""
-        ...
 
     def broadcast(self, values: Tensor, *, src: int) -> Tensor:
         """See `Comm`."""
-        ...
 
     def send(self, values: Tensor, *, dst: int) -> Tensor:
         """See `Comm`."""
-        ...
 
     def receive(self, values: Tensor, *, src: int) -> Tensor:
         """See `Comm`."""
-        ...
 
 
 _groups: WeakValueDictionary[int, Collectives] = WeakValueDictionary()

@@ -57,22 +57,18 @@ class Drafter(Protocol):
     @property
     def repeats_operators(self) -> bool:
         """See the class."""
-        ...
 
     @property
     def num_allocations(self) -> int:
         """How often `allocate` has replaced tensors that `propose` reads on this rank."""
-        ...
 
     def allocate(self, *, batch_size: int, num_slots: int) -> None:
         """Allocate caches for `batch_size` rows of `num_slots` tokens."""
-        ...
 
     def prefill(
         self, tokens_RS: Tensor, lengths_R: Tensor, *, rows: Sequence[int], longest: int, buckets: Buckets
     ) -> None:
         """Read new prompts into the given rows; see `models.prefill.read_prompts`."""
-        ...
 
     def propose(self, tokens_BS: Tensor, lengths_B: Tensor, *, uniforms_BKP: Tensor, bucket: int) -> Draft:
         """Extend every row by K tokens.
@@ -87,4 +83,3 @@ class Drafter(Protocol):
             The drafted ids, the same on every rank, and the probabilities they were drawn from, unless the rule needs
             none or the draft is a point mass.
         """
-        ...

@@ -19,15 +19,12 @@ class Clock(Protocol):
 
     def start(self) -> None:
         """Begin a round."""
-        ...
 
     def lap(self, part: str) -> None:
         """Add the time since the last call to `part`."""
-        ...
 
     def take(self) -> tuple[float, float]:
         """Return and reset the seconds of drafting and of verification that are known by now."""
-        ...
 
 
 class HostClock:

@@ -51,11 +51,9 @@ class Executor(Protocol):
 
     def draft(self, state: BatchState, *, bucket: int) -> Block:
         """Extend every row by K drafted tokens."""
-        ...
 
     def verify(self, state: BatchState, block: Block | None, *, bucket: int) -> Tensor:
         """Score a block with the target, verify it and commit the decision; without a block, decode one token."""
-        ...
 
 
 def step(

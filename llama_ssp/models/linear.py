@@ -32,11 +32,9 @@ class Linear(Protocol):
 
     def __call__(self, x_MI: Tensor) -> Tensor:
         """Map x to (M, O), contiguous."""
-        ...
 
     def add(self, x_MI: Tensor, residual_MO: Tensor) -> Tensor:
         """Map x and add the residual, which may be overwritten."""
-        ...
 
 
 class PlainLinear:

@@ -25,7 +25,6 @@ class Runner(Protocol):
 
     def allocate(self, *, batch_size: int, capacity: int) -> None:
         """Allocate a cache for `batch_size` rows of `capacity` tokens, unless the current one suffices."""
-        ...
 
     def forward(
         self,
@@ -50,4 +49,3 @@ class Runner(Protocol):
         Returns:
             Logits (B, R, V) in fp32, over the full vocabulary, on every rank of the model.
         """
-        ...

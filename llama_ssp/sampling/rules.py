@@ -167,15 +167,12 @@ class Rule(Protocol):
         Returns:
             ids (B, 1), and the probabilities (B, V) they were drawn from, if the rule's verification needs them.
         """
-        ...
 
     def process(self, logits: Tensor) -> Tensor:
         """Process the target's logits for `verify`."""
-        ...
 
     def verify(self, draft: Draft, target_BTV: Tensor, *, draws: Draws) -> Verdict:
         """Verify a draft against the output of `process` for the target's logits at K + 1 positions."""
-        ...
 
 
 class _OnProbabilities:

@@ -26,32 +26,26 @@ class WeightSource(Protocol):
     @property
     def folder(self) -> Path:
         """The folder of its tokenizer and generation config, for messages too."""
-        ...
 
     @property
     def config(self) -> PretrainedConfig:
         """The configuration of transformers."""
-        ...
 
     @property
     def shape(self) -> ModelShape:
         """The sizes of the model."""
-        ...
 
     @property
     def context(self) -> int:
         """The maximum sequence length."""
-        ...
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of its weights."""
-        ...
 
     @property
     def tensors(self) -> Mapping[str, TensorFacts]:
         """All tensors by name."""
-        ...
 
     def read(
         self,
@@ -71,4 +65,3 @@ class WeightSource(Protocol):
             dtype: None for that of the tensor.
             device: None for the CPU.
         """
-        ...

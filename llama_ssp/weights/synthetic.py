@@ -7,7 +7,7 @@ on its device when it is read.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -186,15 +186,6 @@ def noise_for(folder: Path, agreement: float) -> float:
 
 def llama_config(shape: ModelShape, **more: Any) -> LlamaConfig:  # noqa: ANN401 - settings of transformers
     """The configuration of a Llama with this shape and further settings of transformers."""
-    return LlamaConfig(
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_hidden_layers=shape.num_hidden_layers,
-        num_attention_heads=shape.num_attention_heads,
-        num_key_value_heads=shape.num_key_value_heads,
-        head_dim=shape.head_dim,
-        max_position_embeddings=shape.max_position_embeddings,
-        tie_word_embeddings=shape.tie_word_embeddings,
-        **more,
-    )
+    sizes = asdict(shape)
+    del sizes["model_type"]
+    return LlamaConfig(**sizes, **more)

@@ -38,11 +38,9 @@ class Recorder(Protocol):
         Raises:
             RuntimeError: an operator cannot be recorded.
         """
-        ...
 
     def forget(self) -> None:
         """Prepare for the end of all replays."""
-        ...
 
 
 class CudaRecorder:
