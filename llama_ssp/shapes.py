@@ -4,5 +4,5 @@ from torch import Tensor
 
 
 def static_shape(values: Tensor) -> tuple[int, ...]:
-    """The shape as Python integers, which no operator asks the tensor for again."""
+    """Return the shape as Python integers, which a trace keeps as constants."""
     return tuple(int(size) for size in values.shape)

@@ -1,4 +1,4 @@
-"""Ranks fail together: what one of them raises, all of them raise, before any waits for a peer that has given up."""
+"""Raises an error of one rank on all ranks, so that no rank waits for a peer that has failed."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,14 +15,11 @@ _KINDS = {
 
 @contextmanager
 def raise_on_all_ranks(comm: Comm) -> Iterator[None]:
-    """Run a block on every rank, then raise everywhere the first user error that any rank met.
-
-    Args:
-        comm: the ranks, all of which enter the block.
+    """Run a block on every rank of `comm`, then raise the first user error of any rank on all of them.
 
     Raises:
-        SspError: of the lowest rank that met one, or that ran out of memory or disk; the message names the rank when
-            others did not.
+        SspError: of the lowest rank that raised one, or ran out of memory or disk; the message names the rank if others
+            succeeded.
     """
     mine: SspError | None = None
     try:
@@ -33,19 +30,19 @@ def raise_on_all_ranks(comm: Comm) -> Iterator[None]:
         mine = exhaustion(error)
         if mine is None:
             raise
-    words = comm.gather_text(to_message(mine) if mine else "")
-    failed = [rank for rank, word in enumerate(words) if word]
+    messages = comm.gather_text(to_message(mine) if mine else "")
+    failed = [rank for rank, message in enumerate(messages) if message]
     if failed:
         where = "" if len(failed) == comm.size else f" (rank {failed[0]})"
-        raise from_message(words[failed[0]] + where) from mine
+        raise from_message(messages[failed[0]] + where) from mine
 
 
 def to_message(error: SspError) -> str:
-    """Write an error as a text for other ranks."""
+    """Serialize an error for other ranks."""
     return f"{type(error).__name__}\n{error}"
 
 
-def from_message(words: str) -> SspError:
-    """Make the error again that another rank has written."""
-    kind, _, message = words.partition("\n")
+def from_message(text: str) -> SspError:
+    """Deserialize an error; see `to_message`."""
+    kind, _, message = text.partition("\n")
     return _KINDS[kind](message)

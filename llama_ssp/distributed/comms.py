@@ -1,7 +1,7 @@
-"""The few collectives that a run needs, over one group of ranks.
+"""The collectives of a run, over one group of ranks.
 
-A group of one rank does nothing at all, so that the code above never asks how many ranks there are. Which ranks form a
-group is decided in `mesh`, never here.
+In a group of one rank they do nothing, so callers need not check the number of ranks. Module `mesh` decides which ranks
+form a group.
 """
 
 from dataclasses import dataclass, field, replace
@@ -20,17 +20,17 @@ from llama_ssp.distributed.shared_memory import SLOT_BYTES, SharedMemoryGroup
 
 @dataclass(frozen=True, kw_only=True)
 class Comm:
-    """This rank's end of one group.
+    """One group of ranks, as seen by this rank.
 
     Attributes:
-        rank: position inside the group, 0 to size - 1.
+        rank: in the group.
         size: number of ranks in the group.
         group: the process group; None for a group of one.
-        device: where tensors must live to be sent.
-        crowded: whether this rank shares its cores with more ranks than there are of them.
-        board: the memory that a group of CPUs shares; small messages of a round go through it.
-        tries_one_shot: whether groups of GPUs look for such a memory.
-        one_shot: the memory that a group of GPUs shares, where small sums are faster that way.
+        device: of tensors to be sent.
+        crowded: more ranks than cores share this rank's cores.
+        board: memory shared by a group on CPUs, for small messages.
+        tries_one_shot: whether groups of GPUs try `one_shot`.
+        one_shot: memory shared by a group of GPUs, if it is faster for small messages.
     """
 
     rank: int
@@ -44,32 +44,24 @@ class Comm:
 
     @classmethod
     def of_world(cls, *, rank: int, size: int, device: torch.device, crowded: bool, tries_one_shot: bool) -> "Comm":
-        """The group of all ranks, which call this together.
-
-        Args:
-            rank: of this process.
-            size: number of all.
-            device: where this rank computes.
-            crowded: see the class.
-            tries_one_shot: see the class.
-        """
+        """Form the group of all ranks, which must call this together; for arguments see the class."""
         group = dist.group.WORLD
         comm = cls(rank=rank, size=size, group=group, device=device, crowded=crowded, tries_one_shot=tries_one_shot)
         return comm._with_shared_memory(tuple(range(size)))
 
     @classmethod
     def single(cls) -> Self:
-        """The group that holds this rank alone."""
+        """Form a group of this rank only."""
         return cls(rank=0, size=1, group=None)
 
     def subgroup(self, members: tuple[int, ...]) -> "Comm | None":
-        """Form a group of some of the ranks; all ranks of this group, which is the world's, call it together.
+        """Form a group of some ranks of the world; all ranks of the world must call this together.
 
         Args:
-            members: their ranks, increasing.
+            members: world ranks, increasing.
 
         Returns:
-            This rank's end of it; None where this rank is not a member.
+            The group, or None if this rank is not a member.
         """
         if len(members) == self.size:
             return self
@@ -83,7 +75,7 @@ class Comm:
         return comm._with_shared_memory(members)
 
     def _with_shared_memory(self, members: tuple[int, ...]) -> "Comm":
-        """The same end with memory that the group shares, where it can; made once for all jobs of a sweep."""
+        """Add shared memory to the group, if possible; it is made once for all jobs of a sweep."""
         assert self.group
         if self.device.type == "cpu":
             if members not in _boards:
@@ -98,7 +90,7 @@ class Comm:
         return replace(self, one_shot=_one_shots[members])
 
     def all_reduce(self, values: Tensor) -> Tensor:
-        """Add up `values` over the group, in place where it can; returns the sum, the same bits everywhere."""
+        """Sum `values` over the group, in place if possible; returns the sum, bit-identical on all ranks."""
         if self.size > 1 and is_recording():
             return record("all_reduce", self, values)
         if self.board and values.nbytes <= SLOT_BYTES:
@@ -110,15 +102,7 @@ class Comm:
         return values
 
     def all_gather_last(self, values: Tensor, sizes: tuple[int, ...]) -> Tensor:
-        """Join the slices of all ranks along the last dimension.
-
-        Args:
-            values: this rank's slice (..., sizes[rank]).
-            sizes: width of each rank's slice; they may differ.
-
-        Returns:
-            A tensor (..., sum(sizes)), the same on every rank.
-        """
+        """Concatenate the slices (..., sizes[rank]) of all ranks along the last dimension; sizes may differ."""
         if self.size == 1:
             return values
         if is_recording():
@@ -134,7 +118,7 @@ class Comm:
         return torch.cat([part[..., :width] for part, width in zip(slices, sizes, strict=True)], dim=-1)
 
     def broadcast(self, values: Tensor, *, src: int) -> Tensor:
-        """Give every rank the values of group rank `src`, in place."""
+        """Broadcast the values of group rank `src`, in place."""
         if self.size > 1 and is_recording():
             return record("broadcast", self, values, src)
         if self.board and values.nbytes <= SLOT_BYTES:
@@ -144,21 +128,21 @@ class Comm:
         return values
 
     def send(self, values: Tensor, *, dst: int) -> Tensor:
-        """Give values to group rank `dst` alone, which calls `receive` for them; they are returned."""
+        """Send values to group rank `dst`, which must call `receive`; returns them."""
         if is_recording():
             return record("send", self, values, dst)
         dist.send(values.contiguous(), group=self.group, group_dst=dst)
         return values
 
     def receive(self, values: Tensor, *, src: int) -> Tensor:
-        """Take what group rank `src` sends, in place."""
+        """Receive the values that group rank `src` sends, in place."""
         if is_recording():
             return record("receive", self, values, src)
         dist.recv(values, group=self.group, group_src=src)
         return values
 
     def gather_text(self, text: str) -> list[str]:
-        """Collect a text from every rank, in order of rank. For set-up only: it reads from the device."""
+        """Gather a text from every rank, in order of rank. For set-up only: it reads from the device."""
         if self.size == 1:
             return [text]
         data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=self.device)
@@ -169,16 +153,16 @@ class Comm:
         return [bytes(part.tolist()).decode() for part in joined.split(sizes)]
 
     def broadcast_text(self, text: str, *, src: int) -> str:
-        """Give every rank the text of group rank `src`. For set-up only: it reads from the device."""
+        """Broadcast the text of group rank `src`. For set-up only: it reads from the device."""
         return self.gather_text(text if self.rank == src else "")[src]
 
     def barrier(self) -> None:
-        """Wait until every rank of the group has come here."""
+        """Wait for every rank of the group."""
         if self.size > 1:
             dist.barrier(group=self.group)
 
     def set_timeout(self, seconds: float) -> None:
-        """Let later collectives of this group give up after `seconds`."""
+        """Set the timeout of later collectives of this group."""
         if self.board:
             self.board.timeout_s = seconds
         if self.size > 1:
@@ -191,6 +175,6 @@ _one_shots: dict[tuple[int, ...], OneShot | None] = {}
 
 @cache
 def _group_of(members: tuple[int, ...]) -> dist.ProcessGroup:
-    """A process group of some of the world's ranks, made once for all jobs of a sweep."""
+    """The process group of some world ranks, made once for all jobs of a sweep."""
     group: dist.ProcessGroup = dist.new_group(list(members))
     return group

@@ -1,13 +1,12 @@
-"""How ranks still reach each other when collectives no longer work: through the store in which all of them have met.
+"""How ranks communicate when collectives no longer work: through the rendezvous store.
 
-A thread on every rank waits for calls. It costs nothing until there is one, answers whatever the rank's main thread is
-doing, and falls silent with its process: who does not answer has been killed or stopped. Nothing here knows why a run
-ends; that is `faults`.
+A thread on every rank waits for calls. It answers whatever the main thread is doing, until its process ends: a rank
+that does not answer was killed or stopped. Module `faults` decides how a run ends.
 
-    call N            what it is about, from any rank          -> every thread
-    answer N RANK     from each thread that has heard it       -> whoever called
-    verdict           what the run ends with: the first one counts
-    spoken            how many wanted to tell the user: the first one does
+    call N            a request of any rank                      -> every thread
+    answer N RANK     from each thread that received the call    -> the caller
+    verdict           the error that ends the run: the first one counts
+    spoken            how many ranks asked to report the error: the first one does
 """
 
 import math
@@ -32,19 +31,14 @@ _PATIENCE = timedelta(days=20)  # in milliseconds it has to fit into 32 bits
 _LOOK_EVERY_S = 0.02
 ANSWER_S = 1.0
 """How long a rank has to answer a call."""
-_END_S = 10.0  # so long a rank may take to end once it is known that the run has failed
+_END_S = 10.0  # how long a rank may take to end after the run has failed
 _STOP, _ROLL, _END = "stop", "roll", "end"
 
 
 class ControlChannel:
-    """This rank's ear and voice.
+    """The control channel of a world rank; the store is None for a single rank.
 
-    Args:
-        store: in which all ranks have met; None for a rank that is alone.
-        rank: in the world.
-        size: of the world.
-        is_first_here: whether this is the lowest rank of its node.
-        agent: that started this rank, if one did.
+    `is_first_here` is true on the lowest rank of a node. `agent` is the torchrun agent that started this rank, if any.
     """
 
     def __init__(
@@ -58,36 +52,36 @@ class ControlChannel:
         self._is_lost = False
         self._num_late = 0
         self._num_stops = 0
-        self._told_s = -math.inf
+        self._stop_received_s = -math.inf
         self._is_alarmed = False
-        self._lifeline: Heartbeat | None = None
+        self._heartbeat: Heartbeat | None = None
         self._store = _connected(store) if store else None
         if store:
-            Thread(target=self._listen, args=(_connected(store),), daemon=True, name="watch").start()
+            Thread(target=self._listen, args=(_connected(store),), daemon=True, name="control-channel").start()
 
     @classmethod
     def alone(cls) -> Self:
-        """The watch of a rank without others."""
+        """Make the channel of a single rank."""
         return cls(None, rank=0, size=1, is_first_here=True)
 
     def ask_to_stop(self) -> None:
-        """Let every rank receive the SIGTERM that this one has received; may be called from a signal handler."""
+        """Forward the SIGTERM of this rank to all ranks; may be called from a signal handler."""
         if self._store:
-            Thread(target=lambda: self._in_time(self._pass_on_wish), daemon=True).start()
+            Thread(target=lambda: self._in_time(self._forward_stop), daemon=True).start()
 
     def be_alert(self) -> None:
-        """Learn from now on of a rank that is killed, while no collective would tell; for all ranks, and in any order.
+        """Start the heartbeat, which detects a killed rank without a collective; all ranks call this, in any order.
 
-        The learner receives a SIGTERM, so that it ends its round, and `has_failed` from then on.
+        When a rank is killed, this rank receives a SIGTERM, so that it ends its round, and `has_failed` becomes true.
         """
-        if self._store and self._lifeline is None:
+        if self._store and self._heartbeat is None:
             own = _connected(self._store)
             host = _host(own)
-            self._lifeline = Heartbeat(own, host=host, rank=self.rank, size=self.size, alarm=self._raise_alarm)
+            self._heartbeat = Heartbeat(own, host=host, rank=self.rank, size=self.size, alarm=self._raise_alarm)
 
     @property
     def has_failed(self) -> bool:
-        """Whether the run is known to end: a rank has said so, or has ended without a word; asks nobody."""
+        """Whether this rank knows that the run has failed, by a verdict or a killed rank; does not use the store."""
         return self._is_alarmed or self._verdict is not None
 
     @property
@@ -96,24 +90,24 @@ class ControlChannel:
         return self._agent is not None and self._agent.is_gone
 
     def missing(self) -> tuple[int, ...]:
-        """Return the ranks that do not answer: those that were killed or stopped, or cannot be reached."""
+        """Return the ranks that do not answer: killed, stopped, or unreachable."""
         if self._store is None or self._verdict:
             return ()
         answered = self._in_time(lambda: self._call(_ROLL))
         if answered:
             return tuple(sorted(set(range(self.size)) - answered))
-        # The store is gone, and with it the process that held it: under srun the first rank, under torchrun an agent.
+        # The store has ended with the process that held it: under srun rank 0, under torchrun an agent.
         return () if self._agent and self._is_orphan_soon() else (0,)
 
     def settle(self, words: str, *, without: tuple[int, ...] = ()) -> str:
-        """Propose what the run ends with.
+        """Propose the error that ends the run.
 
         Args:
-            words: the proposal.
-            without: ranks that are missing, whose answers are not waited for.
+            words: the error, from `agree.to_message`.
+            without: missing ranks, whose answers are not awaited.
 
         Returns:
-            The proposal that came first, on every rank that is still there.
+            The first proposal of any rank, the same on every rank that is still alive.
         """
         if self._verdict or self._store is None:
             return self._verdict or words
@@ -125,7 +119,7 @@ class ControlChannel:
 
     @property
     def verdict(self) -> str | None:
-        """What the run ends with, once a rank has said so."""
+        """The error that ends the run, once a rank has proposed one."""
         if self._verdict or self._store is None:
             return self._verdict
         store = self._store
@@ -133,47 +127,43 @@ class ControlChannel:
         return found or self._verdict
 
     def is_error_reporter(self, *, without: tuple[int, ...] = ()) -> bool:
-        """Whether this rank is the one that tells the user: rank 0 where it can, else the first that asks.
-
-        Args:
-            without: ranks that are missing.
-        """
+        """Whether this rank reports the error: rank 0 if it can, else the first that asks; `without` missing ranks."""
         if self._store is None:
             return self.rank == 0
         first = self._in_time(lambda: self._claim(waits=self.rank > 0 and 0 not in without))
-        if first is None:  # the store is gone, with rank 0 or with an agent
+        if first is None:  # the store has ended, with rank 0 or with an agent
             return self.rank == 0 or (0 in without and (self._is_first_here or self.rank == 1))
         return first
 
     def _is_orphan_soon(self) -> bool:
-        """Look for a moment: a process that is killed closes its connections first, and leaves its children later."""
+        """Wait a moment: a killed process closes its connections before its children become orphans."""
         deadline = time.monotonic() + ANSWER_S
         while not self.is_orphan and time.monotonic() < deadline:
             time.sleep(_LOOK_EVERY_S)
         return self.is_orphan
 
     def _claim(self, *, waits: bool) -> bool:
-        assert self._store, "a rank alone claims nothing"
+        assert self._store, "a single rank has no store"
         deadline = time.monotonic() + ANSWER_S
         while waits and time.monotonic() < deadline and not self._store.check(["llama_ssp/spoken"]):
             time.sleep(_LOOK_EVERY_S)
         return bool(self._store.add("llama_ssp/spoken", 1) == 1)
 
     def _raise_alarm(self) -> None:
-        if self.verdict is None:  # who ends with a verdict owes no farewell
+        if self.verdict is None:  # a rank that ends with a verdict need not send a farewell
             self._is_alarmed = True
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def _pass_on_wish(self) -> None:
-        assert self._store, "a rank alone tells nobody"
-        if time.monotonic() - self._told_s < ANSWER_S:  # what came is the call itself
+    def _forward_stop(self) -> None:
+        assert self._store, "a single rank has no store"
+        if time.monotonic() - self._stop_received_s < ANSWER_S:  # the signal came from a call
             return
-        if self._store.add(f"llama_ssp/wishes/{self._num_stops}", 1) == 1:
+        if self._store.add(f"llama_ssp/stops/{self._num_stops}", 1) == 1:
             self._call(_STOP)
 
     def _call(self, words: str, *, without: tuple[int, ...] = ()) -> set[int]:
         """Call all ranks, and return those that answer in time."""
-        assert self._store, "a rank alone calls nobody"
+        assert self._store, "a single rank has no store"
         number = self._store.add("llama_ssp/calls", 1) - 1
         self._store.set(f"llama_ssp/call/{number}", words)
         answered: set[int] = set()
@@ -186,7 +176,7 @@ class ControlChannel:
         return answered
 
     def _in_time(self, ask: Callable[[], _T]) -> _T | None:
-        """Ask the store; None where it does not answer: after two such times in a row it is not asked again."""
+        """Ask the store; None if it does not answer in time. After two consecutive timeouts it is not asked again."""
         answers: list[_T] = []
         if self._is_lost:
             return None
@@ -201,7 +191,7 @@ class ControlChannel:
         try:
             thread.start()
             thread.join(2 * ANSWER_S + 1)
-        except RuntimeError:  # no memory for a thread, which may be what this rank has to tell
+        except RuntimeError:  # no memory for a thread, which may be the error to report
             keep()
         if answers:
             self._num_late = 0
@@ -220,25 +210,25 @@ class ControlChannel:
                 store.set(f"llama_ssp/answer/{number}/{self.rank}", "")
                 if kind == _STOP:
                     self._num_stops += 1
-                    self._told_s = time.monotonic()
+                    self._stop_received_s = time.monotonic()
                 if kind != _ROLL:
                     os.kill(os.getpid(), signal.SIGTERM)
                 if kind == _END:
                     _insist(from_message(words))
                 number += 1
-        except DistError:  # a rank that held the store has ended; who waits for it in a collective is told there
+        except DistError:  # the rank that held the store has ended; collectives raise an error of their own
             if self._agent and self._agent.holds_store:  # an agent was killed, perhaps on another node
                 os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _connected(store: Store) -> Store:
-    """Another connection to a store: a call waits until the one before it on the same connection has its answer."""
-    copy: Store = store.clone()  # type: ignore[attr-defined] # torch's types do not know it
-    return copy
+    """Open another connection to a store, because calls on one connection block each other."""
+    connection: Store = store.clone()  # type: ignore[attr-defined] # torch's types do not know it
+    return connection
 
 
 def _host(store: Store) -> str:
-    """Where the store is, and rank 0 with it, as this rank reaches both."""
+    """The host of the store and of rank 0, as this rank reaches it."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     host: str = getattr(store, "host", "localhost")
@@ -246,7 +236,7 @@ def _host(store: Store) -> str:
 
 
 def _insist(ending: SspError) -> None:
-    """End this process where it does not end by itself, since what it waits for may never come."""
+    """End this process if it does not end by itself, because it may wait for ever."""
     if not isinstance(ending, InterruptedRun):
         time.sleep(_END_S)
         os._exit(ending.exit_code)

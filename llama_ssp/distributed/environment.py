@@ -1,7 +1,4 @@
-"""This process's place among the ranks, as torchrun or SLURM state it in the environment.
-
-Apart from `world`, so that a launcher can know its rank without importing torch.
-"""
+"""Reads this process's rank from the environment of torchrun or SLURM, without importing torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """What the launcher said: position in the world and on this node."""
+    """Rank and size, in the world and on this node."""
 
     rank: int
     size: int
@@ -18,9 +15,9 @@ class Ranks:
 
 
 def read_ranks(environ: Mapping[str, str]) -> Ranks:
-    """Read this process's place from torchrun's variables, else from a SLURM step's, else: alone.
+    """Read the ranks from torchrun's variables, else from those of a SLURM step; by default a single rank.
 
-    A batch script outside of any step also sees SLURM_PROCID; only a step has SLURM_STEP_ID.
+    A batch script outside a step also has SLURM_PROCID; only a step has SLURM_STEP_ID.
     """
     if "RANK" in environ and "WORLD_SIZE" in environ:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")

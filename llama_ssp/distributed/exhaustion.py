@@ -1,4 +1,4 @@
-"""Memory and disks that run out, told as a sentence instead of a library's traceback."""
+"""Converts out-of-memory and full-disk errors of libraries into user errors."""
 
 import errno
 
@@ -6,21 +6,14 @@ import torch
 
 from llama_ssp.errors import FULL_DISK, CapacityError, SspError
 
-# The CPU's allocator and threads without room for a stack raise a plain RuntimeError, which only its text tells apart.
+# The CPU allocator and failed thread starts raise a plain RuntimeError, which only its text identifies.
 _MEMORY_WORDS = (
     "can't allocate memory", "not enough memory", "out of memory", "cannot allocate memory", "can't start new thread",
 )  # fmt: skip
 
 
 def exhaustion(error: BaseException) -> SspError | None:
-    """Put an error into a sentence where it says that memory or disk is used up.
-
-    Args:
-        error: any error of Python, torch or the operating system.
-
-    Returns:
-        CapacityError for memory, SspError for a disk, else None.
-    """
+    """Return a CapacityError if memory ran out, an SspError if a disk is full, else None."""
     if _is_memory(error):
         return CapacityError(
             "out of memory: end other programs on this machine, or need less by model.quantization=int8_weight_only, "

@@ -1,7 +1,8 @@
-"""Whatever ends a run becomes one error, the same on every rank that is still there, which one of them tells.
+"""Turns any failure into one error, the same on every rank that is still alive, which one of them reports.
 
-What a collective raises says little: a connection was closed, or nothing came in time, often from a rank that itself
-only gave up waiting. So the ranks call each other (`watch`), and those that do not answer are named.
+The error of a collective says little: a connection was closed, or a timeout passed, often because of a rank that only
+stopped waiting itself. So the ranks call each other over the control channel, and the error names those that do not
+answer.
 """
 
 import signal
@@ -18,17 +19,12 @@ from llama_ssp.distributed.signals import STOP_SIGNALS
 from llama_ssp.errors import InterruptedRun, LostRankError, SspError
 
 _TIMEOUT_WORDS = ("timed out", "timeout")
-_REMEDY = "the same command with the same run_dir goes on from here"
+_REMEDY = "run the same command with the same run_dir to resume"
 
 
 @dataclass(kw_only=True)
 class Phase:
-    """What a run is doing, for messages.
-
-    Attributes:
-        doing: as a verb, for example "loading".
-        limit: the setting that says how long a rank waits for another one, with its value.
-    """
+    """What a run is doing, for messages: a verb such as "loading", and the setting of its timeout with the value."""
 
     doing: str
     limit: str
@@ -36,14 +32,12 @@ class Phase:
 
 @contextmanager
 def unify_failure(watch: ControlChannel, phase: Phase) -> Iterator[None]:
-    """Turn what ends a block into the error that ends the run on every rank; a rank alone keeps its own.
+    """Turn an error of the block into the error that ends the run on every rank; a single rank keeps its own.
 
-    Args:
-        watch: of this rank.
-        phase: where the run is when the block ends; its owner changes it.
+    The caller keeps `phase` up to date.
 
     Raises:
-        SspError: what a rank has met first, or the ranks that do not answer. `speaks` says whether this rank tells it.
+        SspError: the first error of any rank, or the ranks that do not answer. `speaks` is set if this rank reports it.
     """
     try:
         yield
@@ -53,7 +47,7 @@ def unify_failure(watch: ControlChannel, phase: Phase) -> Iterator[None]:
             if found is None:
                 raise
             raise found from error
-        # Launchers send one as soon as any rank has ended, and the status and the sentence come first.
+        # Launchers send one as soon as any rank has ended, before this rank has written the status and the message.
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         ending = _ending(error, watch, phase)
@@ -63,7 +57,7 @@ def unify_failure(watch: ControlChannel, phase: Phase) -> Iterator[None]:
 
 
 def _ending(error: BaseException, watch: ControlChannel, phase: Phase) -> SspError | None:
-    """What the run ends with; None where this rank alone met what nobody has foreseen, and shows its traceback."""
+    """The error that ends the run; None if it is an unforeseen error of this rank, which shows its traceback."""
     words, missing, is_unforeseen = watch.verdict, tuple[int, ...](), False
     if words is None:
         mine = error if isinstance(error, SspError) else _exhaustion(error, watch.rank, phase)
@@ -72,8 +66,8 @@ def _ending(error: BaseException, watch: ControlChannel, phase: Phase) -> SspErr
             mine = _message(error, missing, phase, is_orphan=watch.is_orphan)
         if mine is None:
             is_unforeseen = True
-            said = str(error).strip().partition("\n")[0]
-            mine = LostRankError(f"rank {watch.rank} failed while {phase.doing}: {type(error).__name__}: {said}")
+            reason = str(error).strip().partition("\n")[0]
+            mine = LostRankError(f"rank {watch.rank} failed while {phase.doing}: {type(error).__name__}: {reason}")
         words = watch.settle(to_message(mine), without=missing)
         is_unforeseen &= words == to_message(mine)
     ending = from_message(words)
@@ -82,15 +76,15 @@ def _ending(error: BaseException, watch: ControlChannel, phase: Phase) -> SspErr
 
 
 def _exhaustion(error: BaseException, rank: int, phase: Phase) -> SspError | None:
-    """What `exhaustion` says, and on which rank: the others have met nothing of it."""
+    """`exhaustion` with the rank, which the other ranks do not know."""
     found = exhaustion(error)
     return found and type(found)(f"rank {rank} failed while {phase.doing}: {found}")
 
 
 def _message(error: BaseException, missing: tuple[int, ...], phase: Phase, *, is_orphan: bool) -> SspError | None:
-    """Put what a collective or a signal says into a sentence; None for an error that is neither."""
-    said = str(error).lower()
-    is_late = any(words in said for words in _TIMEOUT_WORDS)
+    """Describe the error of a collective or a signal; None for other errors."""
+    reason = str(error).lower()
+    is_late = any(words in reason for words in _TIMEOUT_WORDS)
     if missing:
         cause = f"no answer within {phase.limit}" if is_late else "connection closed"
         if isinstance(error, KeyboardInterrupt):
@@ -99,8 +93,8 @@ def _message(error: BaseException, missing: tuple[int, ...], phase: Phase, *, is
         return LostRankError(f"{names} missing while {phase.doing} ({cause}); {_REMEDY}")
     if isinstance(error, KeyboardInterrupt):
         return InterruptedRun("interrupted")
-    if isinstance(error, dist.DistError) or "gloo" in said:
-        if is_orphan:  # the others are too, and have noticed it first
+    if isinstance(error, dist.DistError) or "gloo" in reason:
+        if is_orphan:  # all ranks are, and others noticed it first
             return InterruptedRun("interrupted")
         cause = f"no answer within {phase.limit}" if is_late else "connection closed"
         return LostRankError(f"ranks lost each other while {phase.doing} ({cause}), though all are alive; {_REMEDY}")

@@ -1,4 +1,4 @@
-"""How much memory this rank has used at most, and how much its node still has."""
+"""Measures the peak memory of this rank and the available memory of its node."""
 
 from pathlib import Path
 
@@ -10,8 +10,7 @@ _STATUS, _MEMINFO = Path("/proc/self/status"), Path("/proc/meminfo")
 class MemoryWatch:
     """Keeps the largest value seen by `sample`.
 
-    On a CPU that is anonymous resident memory, without the pages of mapped files; on a GPU the allocator keeps the
-    peak of its reserve by itself.
+    On a CPU that is anonymous resident memory, without pages of mapped files; on a GPU the allocator's reserved peak.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -19,7 +18,7 @@ class MemoryWatch:
         self._peak_bytes = 0
 
     def sample(self) -> None:
-        """Look at the memory in use now; call it after each step that may have used more."""
+        """Read the memory in use; call it after each step that may have used more."""
         if self._device.type == "cuda":
             self._peak_bytes = torch.cuda.max_memory_reserved(self._device)
         else:
@@ -27,7 +26,7 @@ class MemoryWatch:
 
     @property
     def peak_bytes(self) -> int | None:
-        """The largest value seen; None where the system does not tell."""
+        """The largest value seen; None if the system does not report it."""
         return self._peak_bytes or None
 
 
@@ -37,7 +36,7 @@ def anonymous_bytes() -> int | None:
 
 
 def available_bytes() -> int | None:
-    """What programs can still have of the node's memory; None on a system without /proc."""
+    """The node's available memory; None on a system without /proc."""
     return _read(_MEMINFO, "MemAvailable:")
 
 

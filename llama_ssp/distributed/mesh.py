@@ -1,7 +1,7 @@
-"""Which of the world's ranks work on the same text, and this rank's part among them.
+"""Divides the world into replicas, and each replica into the groups that share the target and the draft.
 
-Follows from the placement alone: `config.layout` says who holds what inside one copy of target and draft, and copies
-sit on equal blocks of the world's ranks. A group is made once and kept, since making one costs every rank a meeting.
+`config.layout` decides which rank of a replica holds what; replicas occupy equal blocks of the world's ranks. Groups
+are made once and kept, because all ranks must take part in making one.
 """
 
 from collections.abc import Iterable
@@ -13,15 +13,15 @@ from llama_ssp.distributed.comms import Comm
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """This rank's part in the run.
+    """The groups of this rank.
 
     Attributes:
         world: all ranks.
         replica: the ranks that work on the same text as this one.
-        number: which copy that is.
-        layout: which rank of a copy holds what.
-        target: the ranks that share the target; None where this rank holds nothing of it.
-        draft: the ranks that share the draft, this one alone where it is replicated; None where it holds nothing of it.
+        number: of the replica.
+        layout: which rank of a replica holds what.
+        target: the ranks that share the target; None if this rank has no part of it.
+        draft: the ranks that share the draft, only this one if it is replicated; None if this rank has no part of it.
     """
 
     world: Comm
@@ -32,28 +32,22 @@ class Mesh:
     draft: Comm | None
 
     def set_timeout(self, seconds: float) -> None:
-        """Let later collectives of all groups give up after `seconds`."""
+        """Set the timeout of later collectives of all groups."""
         for comm in (self.world, self.replica, self.target, self.draft):
             if comm:
                 comm.set_timeout(seconds)
 
 
 def build_mesh(layout: Layout, world: Comm, *, num_replicas: int = 1) -> Mesh:
-    """Lay a placement out over the ranks of the world; all of them must call this together.
-
-    Args:
-        layout: of one copy; `config.checks` has seen to it that it is possible.
-        world: all ranks.
-        num_replicas: how many copies share them.
-    """
+    """Make the groups of a placement, checked by `config.checks`; all ranks of the world must call this together."""
     size = world.size // num_replicas
     number, rank = divmod(world.rank, size)
 
     def mine(ranks: Iterable[int]) -> Comm | None:
-        """This rank's end of such a group; every rank takes part in making every copy's, in the same order."""
+        """This replica's group; every rank takes part in making the groups of all replicas, in the same order."""
         inside = tuple(ranks)
-        ends = [world.subgroup(tuple(copy * size + rank for rank in inside)) for copy in range(num_replicas)]
-        return ends[number]
+        groups = [world.subgroup(tuple(replica * size + rank for rank in inside)) for replica in range(num_replicas)]
+        return groups[number]
 
     replica, target = mine(range(size)), mine(layout.target_ranks)
     assert replica, "a replica has all ranks of its block"

@@ -1,9 +1,9 @@
-"""All-reduces of small messages between the GPUs of one node in one step, where that is faster than NCCL.
+"""One-shot all-reduce of small messages between the GPUs of one node, if that is faster than NCCL.
 
-Each rank lays its part into memory that all of them can read, and adds up by itself what the others have laid there:
-one kernel and no ring (torch.ops.symm_mem.one_shot_all_reduce_copy, which a captured graph can hold). torch calls the
-interface alpha, and it needs GPUs that reach each other's memory. So a group tries it when it is formed, and uses it up
-to the largest message for which all ranks got NCCL's sum, and got it sooner.
+Each rank writes its part into symmetric memory and sums the parts of all ranks itself: one kernel without a ring
+(torch.ops.symm_mem.one_shot_all_reduce_copy, which a CUDA graph can capture). The interface is alpha in torch and needs
+GPUs with peer access. So a group tries it when it is formed, and uses it up to the largest message size for which all
+ranks got the same sum as from NCCL in less time.
 """
 
 import json
@@ -23,18 +23,18 @@ SIZES = (4096, 16384, 65536, 262144, 1048576)
 _DTYPES = (torch.float32, torch.bfloat16)
 _NUM_CALLS = 30
 _ALIGNMENT = 16
-_PATIENCE_S = 20.0  # for calls that take microseconds, and the first one of NCCL, which connects the ranks
+_PATIENCE_S = 20.0  # calls take microseconds, except NCCL's first one, which connects the ranks
 _LOOK_EVERY_S = 1e-5
-_CANNOT = (ImportError, AttributeError, RuntimeError)  # no such interface, or no way between the GPUs
+_CANNOT = (ImportError, AttributeError, RuntimeError)  # no such interface, or no peer access
 
 
 class OneShot:
-    """This rank's end of the memory that a group of GPUs shares.
+    """Symmetric memory of a group of GPUs.
 
     Args:
-        buffers: one for each number format that the kernel knows; fp16 goes through fp32.
+        buffers: one for each dtype that the kernel supports; fp16 is converted to fp32.
         group: the ranks.
-        most_bytes: the largest message, in its own number format.
+        most_bytes: size of the largest message, in its own dtype.
     """
 
     def __init__(self, buffers: dict[torch.dtype, Tensor], *, group: dist.ProcessGroup, most_bytes: int) -> None:
@@ -46,19 +46,14 @@ class OneShot:
     def join(
         cls, group: dist.ProcessGroup, gather_text: Callable[[str], list[str]], device: torch.device
     ) -> Self | None:
-        """Share memory with the other ranks of a group, which all call this together.
+        """Share memory with the other ranks of a group, which must call this together.
 
-        Args:
-            group: the ranks.
-            gather_text: collects a text from each of them, in order.
-            device: this rank's GPU.
-
-        Returns:
-            This rank's end; None on every rank where it does not work for all of them, or is never faster.
+        Returns None on every rank if it does not work on all of them, or is never faster. `gather_text` gathers a text
+        from every rank, in order.
         """
         if len(set(gather_text(socket.gethostname()))) > 1:
             return None
-        # Ranks agree before each step that they can only take together: none waits for one that has failed before it.
+        # Ranks agree before each collective step, so that none waits for a rank that has failed before it.
         buffers = None
         with suppress(*_CANNOT):
             buffers = _allocate(device)
@@ -75,13 +70,13 @@ class OneShot:
         return end if end.most_bytes else None
 
     def takes(self, values: Tensor) -> bool:
-        """Whether a message goes this way; the same on every rank."""
+        """Whether a message is sent this way; the same on every rank."""
         start = values.storage_offset() * values.itemsize
         is_aligned = values.nbytes % _ALIGNMENT == start % _ALIGNMENT == 0
         return is_aligned and values.nbytes <= self.most_bytes and values.is_floating_point()
 
     def all_reduce(self, values: Tensor) -> Tensor:
-        """The sum of contiguous values over the group; every rank gets the same bits."""
+        """Sum contiguous values over the group, bit-identical on all ranks."""
         known = values if values.dtype in self._buffers else values.float()
         buffer = self._buffers[known.dtype]
         total: Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(
@@ -91,13 +86,10 @@ class OneShot:
 
 
 def largest_gain(seconds: Sequence[Sequence[tuple[float, float] | None]]) -> int:
-    """Up to which message the one step pays.
+    """The largest message size for which one-shot is faster, in bytes; 0 for none.
 
     Args:
-        seconds: of every rank, for each of `SIZES`, in one step and through NCCL; None where the sums differed.
-
-    Returns:
-        Bytes; 0 where it does not pay from the smallest message on.
+        seconds: of every rank, for each of `SIZES`: one-shot and NCCL; None if the sums differed.
     """
     most_bytes = 0
     for size, of_ranks in zip(SIZES, zip(*seconds, strict=True), strict=True):
@@ -109,15 +101,15 @@ def largest_gain(seconds: Sequence[Sequence[tuple[float, float] | None]]) -> int
 
 
 def _allocate(device: torch.device) -> dict[torch.dtype, Tensor]:
-    """Memory that others can be let into, on this rank."""
+    """Allocate this rank's symmetric memory."""
     from torch.distributed import _symmetric_memory as symmetric  # noqa: PLC0415 - not in every build of torch
 
-    # Room for the largest message, and for one in 16 bits that goes through 32.
+    # Twice the largest message, for fp16 converted to fp32.
     return {dtype: symmetric.empty(2 * SIZES[-1] // dtype.itemsize, dtype=dtype, device=device) for dtype in _DTYPES}
 
 
 def _open(buffers: dict[torch.dtype, Tensor], group: dist.ProcessGroup) -> None:
-    """Let all ranks of a group, which call this together, into each other's memory."""
+    """Map the memory of all ranks of a group, which must call this together."""
     from torch.distributed import _symmetric_memory as symmetric  # noqa: PLC0415 - not in every build of torch
 
     for buffer in buffers.values():
@@ -125,9 +117,9 @@ def _open(buffers: dict[torch.dtype, Tensor], group: dist.ProcessGroup) -> None:
 
 
 def _measure(end: OneShot, group: dist.ProcessGroup, device: torch.device) -> list[tuple[float, float] | None]:
-    """Seconds for each size both ways, on fp16, which takes the longest way; None where the sums are not equal.
+    """Time each size with one-shot and NCCL, in fp16, which one-shot must convert; None if the sums are not equal.
 
-    A rank on which the one step fails has None for every size, and has made the same calls of NCCL as the others.
+    A rank on which one-shot fails returns None for every size, and has made the same NCCL calls as the others.
     """
     messages, sums, through_nccl = [], [], []
     for size in SIZES:
@@ -149,7 +141,7 @@ def _seconds(call: Callable[[], object]) -> float:
     """The mean time of a call on the device.
 
     Raises:
-        RuntimeError: the device has not come to an end of the calls in time.
+        RuntimeError: the device has not finished the calls in time.
     """
     call()
     warm, started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(3))
@@ -168,5 +160,5 @@ def _await(event: torch.cuda.Event) -> None:
     deadline = time.monotonic() + _PATIENCE_S
     while not event.query():
         if time.monotonic() > deadline:
-            raise RuntimeError(f"the device has not come to an end within {_PATIENCE_S:g} s")
+            raise RuntimeError(f"the device has not finished within {_PATIENCE_S:g} s")
         time.sleep(_LOOK_EVERY_S)

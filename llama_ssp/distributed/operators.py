@@ -1,11 +1,11 @@
-"""Collectives as operators of torch, so that a recorded function can hold them (see `recorded`).
+"""Collectives as torch operators, so that a trace can hold them (see `engine.executors.tracing`).
 
-    function at work    Comm.all_reduce -> board or backend
-    being recorded      Comm.all_reduce -> llama_ssp::all_reduce, which sends nothing
-    replayed                               llama_ssp::all_reduce -> Comm.all_reduce -> board or backend
+    not traced     Comm.all_reduce -> shared memory or backend
+    tracing        Comm.all_reduce -> llama_ssp::all_reduce, which sends nothing
+    replay                            llama_ssp::all_reduce -> Comm.all_reduce -> shared memory or backend
 
-While a rank records it sends nothing, so that others need not record at the same time, or at all; what it would hear is
-zeros. What a collective raises is kept: on its way through torch's interpreter it would lose its type.
+A tracing rank sends nothing and receives zeros, so ranks can trace at different times. Errors of a collective are kept
+here, because torch's interpreter would lose their type.
 """
 
 import threading
@@ -26,32 +26,27 @@ _SCHEMAS = (
     "receive(Tensor values, int src, int group) -> Tensor",
 )
 for _schema in _SCHEMAS:
-    # Conservative: it stays in a recording where nobody on this rank reads its result, for the sake of the others.
+    # Conservative: it stays in the trace even if this rank does not read its result, because other ranks wait for it.
     _library.define(_schema, "CONSERVATIVE")
 
 
 class Collectives(Protocol):
-    """What the operators call; see `comms.Comm`."""
+    """The collectives that the operators call; see `comms.Comm`."""
 
     def all_reduce(self, values: Tensor) -> Tensor:
-        """Add up, in place."""
-        ...
+        """See `Comm`."""
 
     def all_gather_last(self, values: Tensor, sizes: tuple[int, ...]) -> Tensor:
-        """Join along the last dimension."""
-        ...
+        """See `Comm`."""
 
     def broadcast(self, values: Tensor, *, src: int) -> Tensor:
-        """Take the values of one rank, in place."""
-        ...
+        """See `Comm`."""
 
     def send(self, values: Tensor, *, dst: int) -> Tensor:
-        """Give values to one rank."""
-        ...
+        """See `Comm`."""
 
     def receive(self, values: Tensor, *, src: int) -> Tensor:
-        """Take what one rank sends, in place."""
-        ...
+        """See `Comm`."""
 
 
 _groups: WeakValueDictionary[int, Collectives] = WeakValueDictionary()
@@ -59,13 +54,13 @@ _this_thread = threading.local()
 
 
 def is_recording() -> bool:
-    """Whether what this thread calls is being recorded."""
+    """Whether this thread is tracing."""
     return getattr(_this_thread, "is_recording", False)
 
 
 @contextmanager
 def recording() -> Iterator[None]:
-    """Record what this thread calls; torch itself says so everywhere but inside of an operator."""
+    """Mark this thread as tracing; torch's own flag is not set inside an operator."""
     _this_thread.is_recording = True
     try:
         yield
@@ -74,26 +69,19 @@ def recording() -> Iterator[None]:
 
 
 def record(name: str, group: Collectives, values: Tensor, *more: int | list[int]) -> Tensor:
-    """Put one of the operators into the recording at hand.
-
-    Args:
-        name: the operator's.
-        group: whose collective it is.
-        values: the collective's first argument.
-        more: its others.
-    """
+    """Add operator `name` to the current trace, with the arguments of the group's collective."""
     _groups[id(group)] = group
     result: Tensor = getattr(torch.ops.llama_ssp, name)(values, *more, id(group))
     return result
 
 
 def take_error() -> BaseException | None:
-    """What a collective has raised inside of a replay, for the one who made the replay to raise again."""
+    """Return and clear the error that a collective raised during a replay, to raise it again."""
     error: BaseException | None = _this_thread.__dict__.pop("error", None)
     return error
 
 
-def _at_work(call: Callable[[], Tensor]) -> Tensor:
+def _keeping_error(call: Callable[[], Tensor]) -> Tensor:
     try:
         return call()
     except BaseException as error:
@@ -102,25 +90,25 @@ def _at_work(call: Callable[[], Tensor]) -> Tensor:
 
 
 def _all_reduce(values: Tensor, group: int) -> Tensor:
-    return values if is_recording() else _at_work(lambda: _groups[group].all_reduce(values))
+    return values if is_recording() else _keeping_error(lambda: _groups[group].all_reduce(values))
 
 
 def _all_gather_last(values: Tensor, sizes: list[int], group: int) -> Tensor:
     if is_recording():
         return values.new_zeros(*values.shape[:-1], sum(sizes))
-    return _at_work(lambda: _groups[group].all_gather_last(values, tuple(sizes)))
+    return _keeping_error(lambda: _groups[group].all_gather_last(values, tuple(sizes)))
 
 
 def _broadcast(values: Tensor, src: int, group: int) -> Tensor:
-    return values.zero_() if is_recording() else _at_work(lambda: _groups[group].broadcast(values, src=src))
+    return values.zero_() if is_recording() else _keeping_error(lambda: _groups[group].broadcast(values, src=src))
 
 
 def _send(values: Tensor, dst: int, group: int) -> Tensor:
-    return values if is_recording() else _at_work(lambda: _groups[group].send(values, dst=dst))
+    return values if is_recording() else _keeping_error(lambda: _groups[group].send(values, dst=dst))
 
 
 def _receive(values: Tensor, src: int, group: int) -> Tensor:
-    return values.zero_() if is_recording() else _at_work(lambda: _groups[group].receive(values, src=src))
+    return values.zero_() if is_recording() else _keeping_error(lambda: _groups[group].receive(values, src=src))
 
 
 for _operator in (_all_reduce, _all_gather_last, _broadcast, _send, _receive):

@@ -1,7 +1,4 @@
-"""Log files: one per rank, and `run.log` for rank 0, and how ranks are named in them.
-
-The terminal is the business of `tasks.terminal`.
-"""
+"""Log files: one per rank, and `run.log` for rank 0. Module `tasks.terminal` writes to the terminal."""
 
 import logging
 import os
@@ -27,16 +24,11 @@ class _VisibleFormatter(logging.Formatter):
 
 
 def open_logs(run_dir: Path, *, rank: int) -> None:
-    """Send this process's log records to `ranks/NNN.log`, and on rank 0 also to `run.log`.
-
-    Args:
-        run_dir: the run folder, which exists.
-        rank: world rank.
-    """
+    """Log to `ranks/NNN.log`, and on rank 0 also to `run.log`, in an existing run folder."""
     paths = [run_dir / "ranks" / f"{rank:03d}.log"]
     if rank == 0:
         paths.append(run_dir / "run.log")
-    logging.raiseExceptions = False  # a full disk ends a run by the records that cannot be written, not by its logs
+    logging.raiseExceptions = False  # on a full disk, the run fails when it writes records, not logs
     root = logging.getLogger()
     root.setLevel(logging.INFO)
     for path in paths:
@@ -47,7 +39,7 @@ def open_logs(run_dir: Path, *, rank: int) -> None:
 
 
 def describe_rank(world: World) -> str:
-    """Say which rank this is, on which host and device, and in which process."""
+    """Describe this rank: host, device and process."""
     device = world.device
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -58,13 +50,13 @@ def describe_rank(world: World) -> str:
 
 
 def describe_part(mesh: Mesh) -> str:
-    """Say what this rank holds of target and draft."""
+    """Describe this rank's parts of target and draft."""
     parts = [
         f"the {part}" if comm.size == 1 else f"slice {comm.rank + 1} of {comm.size} of the {part}"
         for part, comm in (("target", mesh.target), ("draft", mesh.draft))
         if comm
     ]
-    return f"holds {' and '.join(parts) or 'nothing'}, in copy {mesh.number}"
+    return f"holds {' and '.join(parts) or 'nothing'}, in replica {mesh.number}"
 
 
 def close_logs() -> None:

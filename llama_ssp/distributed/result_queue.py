@@ -1,8 +1,8 @@
-"""What the copies of a run tell rank 0 while they work, through the store in which all ranks have met.
+"""Sends results from the replicas of a run to rank 0, through the rendezvous store.
 
-Copies are never at the same place: a collective would make each wait for the others, up to its timeout. So what one has
-finished is left in the store, rank 0 fetches it when it has a moment, and all ranks wait for the end of a stage while
-all are alive. Nothing is known here of what the texts say.
+Replicas are never at the same point of a run: a collective would make each wait for the others, up to its timeout. So
+replicas put results into the store, rank 0 fetches them between rounds, and all ranks wait for the end of a stage while
+all are alive. The results are opaque texts.
 """
 
 import time
@@ -23,17 +23,14 @@ _stages = count()
 
 
 class ResultQueue:
-    """One stage of a run in which each copy does its share; all ranks make one, in the same order.
+    """One stage of a run in which each replica does its share; all ranks make one, in the same order.
 
     Args:
-        store: in which all ranks have met.
-        rank: in the world.
-        number: which copy this rank belongs to.
-        speaks: whether this rank speaks for its copy.
-        num_copies: how many there are.
-        missing: says which ranks do not answer a call (`ControlChannel.missing`).
-        has_failed: says whether there is nothing to wait for any more (`ControlChannel.has_failed`).
-        patience_s: how long a rank may answer no call before it counts as gone.
+        number: of this rank's replica.
+        speaks: whether this rank sends the results of its replica.
+        num_copies: number of replicas.
+        missing, has_failed: those of `ControlChannel`.
+        patience_s: how long a rank may leave calls unanswered before it counts as lost.
     """
 
     def __init__(
@@ -53,7 +50,7 @@ class ResultQueue:
         self._rank = rank
         self._number = number
         self._speaks = speaks
-        self._num_told = 0
+        self._num_sent = 0
         self._next = dict.fromkeys(range(1, num_copies), 0)
         self._any_stopped = False
         self._missing = missing
@@ -65,14 +62,12 @@ class ResultQueue:
     @classmethod
     def begin(cls, mesh: Mesh, *, num_copies: int, watch: ControlChannel, patience_s: float) -> Self:
         """Begin a stage on this rank; see the class."""
-        store = distributed_c10d._get_default_store()  # there is no public name for it
-        speaks = mesh.replica.rank == 0
         watch.be_alert()
         return cls(
-            store,
+            distributed_c10d._get_default_store(),  # has no public name
             rank=mesh.world.rank,
             number=mesh.number,
-            speaks=speaks,
+            speaks=mesh.replica.rank == 0,
             num_copies=num_copies,
             missing=watch.missing,
             has_failed=lambda: watch.has_failed,
@@ -80,13 +75,13 @@ class ResultQueue:
         )
 
     def tell(self, text: str) -> None:
-        """Leave a text for rank 0; what ranks that do not speak for their copy say is not heard."""
+        """Send a text to rank 0; does nothing on ranks that do not speak for their replica."""
         if self._speaks:
-            self._store.set(f"{self._prefix}/{self._number}/{self._num_told}", text)
-            self._num_told += 1
+            self._store.set(f"{self._prefix}/{self._number}/{self._num_sent}", text)
+            self._num_sent += 1
 
     def fetch(self) -> list[str]:
-        """On rank 0: what the other copies have left since the last time, each one's in its order."""
+        """On rank 0: return the new texts of the other replicas, in order for each replica."""
         texts = []
         for number in list(self._next):
             while number in self._next and self._store.check([key := self._key(number)]):
@@ -101,23 +96,23 @@ class ResultQueue:
         return texts
 
     def end(self, *, stopped: bool, take: Callable[[str], None]) -> bool:
-        """Wait until every copy has done its share.
+        """Wait until every replica has done its share.
 
         Args:
-            stopped: whether this copy was stopped before its end.
-            take: on rank 0, called with each text that comes.
+            stopped: whether this replica was stopped before its end.
+            take: on rank 0, called with each text that arrives.
 
         Returns:
-            Whether any copy was stopped; the same on every rank.
+            Whether any replica was stopped; the same on every rank.
 
         Raises:
-            DistStoreError: a rank is gone; what its copy had finished has been taken.
+            DistStoreError: a rank was lost; the texts of its replica have been taken.
         """
         over = f"{self._prefix}/over"
         if self._rank == 0:
             self._any_stopped |= stopped
             while self._next:
-                has_failed = self._has_failed()  # before the last look: what was left until then is kept
+                has_failed = self._has_failed()  # before the last fetch, which then takes all texts of the lost rank
                 for text in self.fetch():
                     take(text)
                 if self._next:
@@ -131,16 +126,16 @@ class ResultQueue:
         return outcome.decode() == _STOPPED
 
     def _wait(self, *, has_failed: bool) -> None:
-        """Let a moment pass; every few seconds see that all ranks are alive."""
+        """Wait a moment; every few seconds check that all ranks are alive."""
         if has_failed:
-            raise DistStoreError("a rank has ended, and its copy has not")
+            raise DistStoreError("a rank ended before its replica")
         time.sleep(_LOOK_EVERY_S)
         call_every_s = min(_CALL_EVERY_S, self._patience_s) if self._silent_since else _CALL_EVERY_S
         if self._speaks and time.monotonic() - self._called_s > call_every_s:
             missing, self._called_s = self._missing(), time.monotonic()
             self._silent_since = {rank: self._silent_since.get(rank, self._called_s) for rank in missing}
             if any(self._called_s - since >= self._patience_s for since in self._silent_since.values()):
-                raise DistStoreError("timed out: a rank answers no more, and its copy has not ended")
+                raise DistStoreError("timed out: a rank does not answer, and its replica has not ended")
 
     def _key(self, number: int) -> str:
         return f"{self._prefix}/{number}/{self._next[number]}"

@@ -1,18 +1,18 @@
-"""Collectives of ranks on one node through memory that they share: a small message costs microseconds.
+"""Collectives through shared memory for ranks on one node: a small message takes microseconds.
 
-Every rank has a counter, which says what message it has come to, and two slots, written in turn:
+Every rank has a counter, which holds the number of its current message, and two slots, which it writes alternately:
 
     counters    | rank 0 | rank 1 | ...      one cache line each
     even slots  | rank 0 | rank 1 | ...      messages 2, 4, 6, ...
     odd slots   | rank 0 | rank 1 | ...      messages 1, 3, 5, ...
 
-A rank that has come to message n has done with n - 1. So who writes n, where n - 2 stood, first waits until all have
-come to n - 1; who reads n waits until its writer has come to it, which a writer says after it has written. All ranks
-add up the slots in the same order: sums are equal to the last bit.
+A rank whose counter is n has finished message n - 1. So a writer of n, which overwrites n - 2, first waits until all
+counters are n - 1; a reader of n waits until the writer's counter is n, which is set after the slot is written. All
+ranks sum the slots in the same order, so sums are bit-identical.
 
-Who waits spins for a moment, then lets others go first, then sleeps. A peer that died is known by the lock that it
-held, one that is stuck by the time-out. Counters are plain stores, and only on x86 do others see them in their order:
-elsewhere, and where ranks share no memory, there is no board, and messages go through the backend.
+A waiting rank first spins, then yields, then sleeps. A dead peer is detected by the lock that it held, a stopped one by
+the timeout. Counters are plain stores, which other cores see in order only on x86. On other machines, and if ranks
+share no memory, messages go through the backend.
 """
 
 import fcntl
@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 SLOT_BYTES = 2**20
-"""Larger messages are left to the backend."""
+"""Larger messages go through the backend."""
 _FOLDER = Path("/dev/shm")
 _LINE_BYTES = 64
 _NUM_SPINS = 2000
@@ -39,13 +39,11 @@ _LOOK_EVERY_S = 0.1
 
 
 class SharedMemoryGroup:
-    """This rank's end of the memory that a group shares.
+    """Memory shared by a group.
 
     Args:
-        file: descriptor of the file behind it, which stays open.
-        rank: position inside the group.
-        size: number of ranks in the group.
-        crowded: whether ranks share cores, so that who spins keeps another one from work.
+        file: descriptor of the mapped file, which stays open.
+        crowded: ranks share cores, so do not spin.
 
     Attributes:
         timeout_s: how long to wait for a peer.
@@ -70,18 +68,11 @@ class SharedMemoryGroup:
 
     @classmethod
     def join(cls, gather_text: Callable[[str], list[str]], *, rank: int, size: int, crowded: bool) -> Self | None:
-        """Share memory with the other ranks of a group, which all call this together.
+        """Share memory with the other ranks of a group, which must call this together.
 
-        Args:
-            gather_text: collects a text from every rank of the group, in order.
-            rank: see the class.
-            size: see the class.
-            crowded: see the class.
-
-        Returns:
-            This rank's end; None on every rank where not all of them can share memory.
+        Returns None on every rank unless all of them can. `gather_text` gathers a text from every rank, in order.
         """
-        # Named before it is made, so that it is removed whatever interrupts this.
+        # The name is chosen before the file is made, so that it is removed whatever interrupts this.
         path = str(_FOLDER / f"llama_ssp_{secrets.token_hex(8)}") if rank == 0 and _may_share() else ""
         file, board, have_joined = None, None, False
         try:
@@ -103,7 +94,7 @@ class SharedMemoryGroup:
         return board if have_joined else None
 
     def all_reduce(self, values: Tensor) -> None:
-        """Add up contiguous values over the group, in place."""
+        """Sum contiguous values over the group, in place."""
         first, second, *others = self._post(values, ())
         self._await(self._peers)
         torch.add(first, second, out=values)
@@ -111,13 +102,13 @@ class SharedMemoryGroup:
             values.add_(part)
 
     def all_gather_last(self, values: Tensor, sizes: tuple[int, ...]) -> Tensor:
-        """Join the slices (..., sizes[rank]) of all ranks along the last dimension."""
+        """See `Comm.all_gather_last`."""
         parts = self._post(values, sizes)
         self._await(self._peers)
         return torch.cat(parts, dim=-1)
 
     def broadcast(self, values: Tensor, *, src: int) -> None:
-        """Give every rank the contiguous values of rank `src`, in place."""
+        """Broadcast the contiguous values of rank `src`, in place."""
         if self._rank == src:
             self._post(values, ())
             return
@@ -127,7 +118,7 @@ class SharedMemoryGroup:
         values.copy_(self._shown(values, ())[src])
 
     def _post(self, values: Tensor, sizes: tuple[int, ...]) -> list[Tensor]:
-        """Write this rank's part of the next message; returns where all parts of it stand."""
+        """Write this rank's part of the next message; returns views of all parts."""
         self._await(self._peers)
         self._number += 1
         parts = self._shown(values, sizes)
@@ -137,22 +128,22 @@ class SharedMemoryGroup:
 
     def _shown(self, values: Tensor, sizes: tuple[int, ...]) -> list[Tensor]:
         """The slots of this message, as tensors like `values`; `sizes`, unless empty, are their last dimensions."""
-        turn = self._number % 2
-        key = (turn, values.shape, sizes, values.dtype)
+        parity = self._number % 2
+        key = (parity, values.shape, sizes, values.dtype)
         if key not in self._views:
             shapes = [torch.Size((*values.shape[:-1], width)) for width in sizes]
-            shapes = shapes or [values.shape] * len(self._slots[turn])
-            with torch.inference_mode(mode=False):  # what is made inside of it could not be written outside of it
-                slots = self._slots[turn].view(values.dtype)
+            shapes = shapes or [values.shape] * len(self._slots[parity])
+            with torch.inference_mode(mode=False):  # a tensor made in that mode could not be written outside of it
+                slots = self._slots[parity].view(values.dtype)
                 parts = [slot[: shape.numel()].view(shape) for slot, shape in zip(slots, shapes, strict=True)]
             self._views[key] = parts
         return self._views[key]
 
     def _await(self, peers: list[int]) -> None:
-        """Return when these ranks have come to the message that this one has come to.
+        """Wait until these ranks have reached this rank's message.
 
         Raises:
-            dist.DistBackendError: one of them has died, or has not come within `timeout_s`.
+            dist.DistBackendError: one of them has died, or has not reached it within `timeout_s`.
         """
         for peer in peers:
             if self._counters[peer * _LINE_BYTES // 8] < self._number:
@@ -173,16 +164,16 @@ class SharedMemoryGroup:
                 time.sleep(_NAP_S)
             if waited_s >= look_s:
                 look_s += _LOOK_EVERY_S
-                self._look_after(peer, waited_s)
+                self._check(peer, waited_s)
 
-    def _look_after(self, peer: int, waited_s: float) -> None:
-        if self._is_gone(peer) and self._counters[peer * _LINE_BYTES // 8] < self._number:
-            raise dist.DistBackendError(f"rank {peer} of the group has gone")
+    def _check(self, peer: int, waited_s: float) -> None:
+        if self._has_ended(peer) and self._counters[peer * _LINE_BYTES // 8] < self._number:
+            raise dist.DistBackendError(f"rank {peer} of the group has ended")
         if waited_s >= self.timeout_s:
             raise dist.DistBackendError(f"rank {peer} of the group timed out after {self.timeout_s:g} s")
 
-    def _is_gone(self, peer: int) -> bool:
-        """Whether a peer has lost the lock that a living process holds."""
+    def _has_ended(self, peer: int) -> bool:
+        """Whether a peer's lock, which a living process holds, is free."""
         try:
             fcntl.lockf(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB, 1, peer)
         except OSError:
@@ -200,7 +191,7 @@ def _may_share() -> bool:
 
 
 def _make(path: str, size: int) -> int | None:
-    """Make a file in memory with room for a group; its descriptor, or None where there is no room."""
+    """Make a file in memory for a group; returns its descriptor, or None if there is no room."""
     file = None
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)

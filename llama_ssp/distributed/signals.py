@@ -1,6 +1,6 @@
-"""The signals that ask a run to stop, and the end of a torchrun agent, which asks for the same.
+"""The signals that stop a run, and the end of the torchrun agent, which also stops it.
 
-Apart from `session.stopping` and `faults`, which say what a signal does, so that a launcher can use it without torch.
+Does not import torch, so that a launcher can use it. Modules `session.stopping` and `faults` handle the signals.
 """
 
 import os
@@ -15,13 +15,13 @@ _LOOK_EVERY_S = 0.2
 
 
 def heeded_signals() -> tuple[signal.Signals, ...]:
-    """Return the signals that this process heeds: `STOP_SIGNALS`, without a SIGHUP that is ignored.
+    """Return the signals that this process handles: `STOP_SIGNALS`, without SIGHUP if that is ignored.
 
-    A process that `nohup` has started ignores SIGHUP, since it is to outlive its terminal. The other signals are
-    heeded even if they were ignored at the start: torchrun has to ignore SIGUSR1, and its ranks inherit that.
+    A process started by `nohup` ignores SIGHUP, to outlive its terminal. Other signals are handled even if they were
+    ignored at the start: torchrun has to ignore SIGUSR1, and its ranks inherit that.
     """
-    is_for_life = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    return tuple(number for number in STOP_SIGNALS if not (is_for_life and number is signal.SIGHUP))
+    ignores_hangup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return tuple(number for number in STOP_SIGNALS if not (ignores_hangup and number is signal.SIGHUP))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +29,7 @@ class Agent:
     """The torchrun process that started this rank.
 
     Attributes:
-        pid: its process id.
-        holds_store: whether it, or the first node's agent, holds the store in which ranks meet; else rank 0 does.
+        holds_store: it, or the first node's agent, holds the rendezvous store; otherwise rank 0 does.
     """
 
     pid: int
@@ -38,13 +37,13 @@ class Agent:
 
     @property
     def is_gone(self) -> bool:
-        """Whether it has ended, which it never does before its ranks unless it is killed."""
+        """Whether it has ended; it ends before its ranks only if it is killed."""
         return os.getppid() != self.pid
 
     def heed_end(self) -> None:
         """Send this process a SIGTERM when the agent has ended.
 
-        A thread asks for the parent's id, because PR_SET_PDEATHSIG would follow the agent's thread, not the agent.
+        A thread polls the parent's id, because PR_SET_PDEATHSIG would follow the agent's thread, not its process.
         """
         Thread(target=self._wait, daemon=True, name="agent").start()
 
@@ -56,9 +55,9 @@ class Agent:
 
 @cache
 def find_agent() -> Agent | None:
-    """Return the agent that started this process; None in plain python and under srun, where parents may go.
+    """Return the agent that started this process; None in plain python and under srun, where a parent may end.
 
-    The first call notes the parent, and so has to come early.
+    Call it early: the first call stores the parent's id.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None

@@ -1,7 +1,4 @@
-"""The processes of a run: who am I, on which device, and how they start and stop.
-
-Which rank this is stands in `environment`; groups of ranks are the business of `mesh`, messages that of `comms`.
-"""
+"""Starts and ends this process as a rank of a run: device, cores, rendezvous and the group of all ranks."""
 
 import atexit
 import json
@@ -35,10 +32,10 @@ class World:
     Attributes:
         comm: the group of all ranks.
         ranks: position in the world and on this node.
-        device: where this rank computes.
-        note: one sentence for the user about the choice of device, or None.
-        cores: those that this rank may use, before ranks that may use the same ones took their shares.
-        watch: how ranks reach each other when collectives no longer work.
+        device: of this rank.
+        note: a sentence for the user about the choice of device, or None.
+        cores: available to this process, before they were divided among the ranks that share them.
+        watch: the control channel.
     """
 
     comm: Comm
@@ -50,7 +47,7 @@ class World:
 
     @property
     def free_devices(self) -> tuple[torch.device, ...]:
-        """This rank's device, and the GPUs of its node that no rank has."""
+        """This rank's device, and the GPUs of its node that no rank uses."""
         if self.device.type == "cpu":
             return (self.device,)
         others = range(self.ranks.local_size, torch.cuda.device_count())
@@ -58,17 +55,13 @@ class World:
 
 
 def choose_device(kind: DeviceKind, ranks: Ranks) -> tuple[torch.device, str | None]:
-    """Pick this rank's device.
-
-    Args:
-        kind: the user's wish; `auto` takes GPUs when every rank of the node has its own.
-        ranks: this process's place.
+    """Choose this rank's device; `auto` takes GPUs if there is one for every rank of the node.
 
     Returns:
-        The device and a sentence for the user when GPUs are left unused.
+        The device, and a sentence for the user if GPUs are left unused.
 
     Raises:
-        PlacementError: GPUs were asked for and there are fewer than ranks.
+        PlacementError: GPUs were requested and there are fewer than ranks.
     """
     num_gpus = torch.cuda.device_count() if kind is not DeviceKind.cpu else 0
     if num_gpus >= ranks.local_size:
@@ -86,16 +79,12 @@ def choose_device(kind: DeviceKind, ranks: Ranks) -> tuple[torch.device, str | N
 
 
 def share_cores(ranks: Ranks, *, cores: frozenset[int], sharers: tuple[int, ...]) -> int:
-    """Give this rank its share of the cores that it may use; returns the number of threads, one for each core.
+    """Bind this rank to its share of the cores; returns the number of threads, one per core.
 
     The calling thread, and those that it starts later, stay on the share. The threads of gloo, which exist by then, do
-    not: where they had to share a core with a thread that computes, a small all-reduce took milliseconds.
-    A lone process keeps what its user has set; torchrun sets OMP_NUM_THREADS=1 for lack of better knowledge.
-
-    Args:
-        ranks: this process's place.
-        cores: those that this process may use, of which srun may have given every rank its own.
-        sharers: the ranks that may use the same ones, this one among them.
+    not: if they shared a core with a computing thread, a small all-reduce would take milliseconds. A single process
+    keeps the user's OMP_NUM_THREADS; that of torchrun, 1, is ignored. `sharers` are the ranks with the same available
+    cores, including this one.
     """
     if ranks.local_size == 1 and "OMP_NUM_THREADS" in os.environ:
         return torch.get_num_threads()
@@ -109,11 +98,7 @@ def share_cores(ranks: Ranks, *, cores: frozenset[int], sharers: tuple[int, ...]
 
 @contextmanager
 def on_all_cores(cores: frozenset[int]) -> Iterator[None]:
-    """Leave this rank's share of the cores for a block that makes groups, whose threads must not keep to it.
-
-    Args:
-        cores: `World.cores`.
-    """
+    """Use all of `World.cores` in a block that makes groups, whose threads must not be bound to the share."""
     share = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)
     try:
@@ -123,7 +108,7 @@ def on_all_cores(cores: frozenset[int]) -> Iterator[None]:
 
 
 def _address_of_slurm(environ: Mapping[str, str], ranks: Ranks) -> tuple[str, int]:
-    """Address at which the tasks of a plain `srun python` meet: the first node, a port derived from the job."""
+    """The rendezvous address of a plain `srun python`: the first node, and a port derived from the job id."""
     host = environ.get("MASTER_ADDR") or environ.get("SLURM_LAUNCH_NODE_IPADDR", "localhost")
     if ranks.local_size == ranks.size:
         host = environ.get("MASTER_ADDR", "localhost")
@@ -133,35 +118,30 @@ def _address_of_slurm(environ: Mapping[str, str], ranks: Ranks) -> tuple[str, in
 
 @contextmanager
 def start(*, device: DeviceKind, timeout_s: float, one_shot_all_reduce: bool = True) -> Iterator[World]:
-    """Join the run, and leave it when the block ends.
-
-    Args:
-        device: where to compute.
-        timeout_s: how long a collective waits for its peers until `Comm.set_timeout` says otherwise.
-        one_shot_all_reduce: whether groups of GPUs try `one_shot`.
+    """Join the run, and leave it when the block ends; `Comm.set_timeout` can change the timeout.
 
     Raises:
         PlacementError: see `choose_device`.
-        SspError: ranks are lost while they meet or part; see `unify_failure`.
+        SspError: ranks were lost while starting or ending; see `unify_failure`.
     """
     ranks = read_ranks(os.environ)
     chosen, note = choose_device(device, ranks)
     cores = _first_cores()
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
-        # It makes a plan for every new combination of shapes, as each length of a prompt is one.
+        # cuDNN attention makes a plan for every new shape, that is, for every prompt length.
         torch.backends.cuda.enable_cudnn_sdp(enabled=False)
     if ranks.size == 1:
         if chosen.type == "cpu":
             share_cores(ranks, cores=cores, sharers=(0,))
         yield World(comm=Comm.single(), ranks=ranks, device=chosen, note=note, cores=cores)
         return
-    is_first = not dist.is_initialized()  # a sweep's later jobs meet in the group of the first: anew would hang
+    is_first = not dist.is_initialized()  # later jobs of a sweep use the first one's group: a new one would hang
     if is_first:
         _meet(ranks, backend="nccl" if chosen.type == "cuda" else "gloo", timeout_s=timeout_s)
         atexit.register(dist.destroy_process_group)
     watch, limit = _watch(ranks), f"timeouts.load_s={timeout_s:g}"
-    with unify_failure(watch, Phase(doing="meeting", limit=limit)):
+    with unify_failure(watch, Phase(doing="connecting", limit=limit)):
         sharers = _sharers(ranks, cores)
         if is_first and chosen.type == "cpu":
             share_cores(ranks, cores=cores, sharers=sharers)
@@ -181,14 +161,14 @@ def start(*, device: DeviceKind, timeout_s: float, one_shot_all_reduce: bool = T
 
 @cache
 def _first_cores() -> frozenset[int]:
-    """The cores of this process before it took its share, which it keeps for all jobs of a sweep."""
+    """The cores available before the first job of a sweep took its share."""
     return frozenset(os.sched_getaffinity(0))
 
 
 @cache
 def _sharers(ranks: Ranks, cores: frozenset[int]) -> tuple[int, ...]:
-    """The ranks of this host that may use the same cores as this one, itself among them."""
-    store = distributed_c10d._get_default_store()  # there is no public name for it
+    """The ranks of this host with the same available cores as this one, including it."""
+    store = distributed_c10d._get_default_store()  # has no public name
     keys = [f"llama_ssp/cores/{rank}" for rank in range(ranks.size)]
     own = json.dumps([socket.gethostname(), sorted(cores)])
     store.set(keys[ranks.rank], own)
@@ -197,19 +177,18 @@ def _sharers(ranks: Ranks, cores: frozenset[int]) -> tuple[int, ...]:
 
 
 def _meet(ranks: Ranks, *, backend: str, timeout_s: float) -> None:
-    """Form the group of all ranks; the lowest of those that came tells the user when some did not.
+    """Form the group of all ranks; if some do not connect, the lowest rank that did reports it.
 
     Raises:
-        LostRankError: not all have come in time.
+        LostRankError: not all have connected in time.
     """
     timeout = timedelta(seconds=timeout_s)
     try:
         store = _store(ranks, timeout)
     except dist.DistError as error:
-        said = str(error).strip().partition("\n")[0].rstrip(".")
-        lost = LostRankError(
-            f"rank {ranks.rank} cannot meet the others, {said[:1].lower()}{said[1:]}; another MASTER_PORT may be free"
-        )
+        reason = str(error).strip().partition("\n")[0].rstrip(".")
+        reason = f"{reason[:1].lower()}{reason[1:]}"
+        lost = LostRankError(f"rank {ranks.rank} cannot reach the others, {reason}; another MASTER_PORT may be free")
         lost.speaks = ranks.rank == 1 or ranks.local_rank == 0
         raise lost from error
     here = [f"llama_ssp/here/{rank}" for rank in range(ranks.size)]
@@ -221,13 +200,13 @@ def _meet(ranks: Ranks, *, backend: str, timeout_s: float) -> None:
         came = [rank for rank, key in enumerate(here) if store.check([key])]
         late = [str(rank) for rank in range(ranks.size) if rank not in came]
         names = f"rank{'s' if len(late) > 1 else ''} {', '.join(late)}"
-        lost = LostRankError(f"{names} did not come within timeouts.load_s={timeout_s:g}")
+        lost = LostRankError(f"{names} did not connect within timeouts.load_s={timeout_s:g}")
         lost.speaks = ranks.rank == came[0]
         raise lost from error
 
 
 def _store(ranks: Ranks, timeout: timedelta) -> Store:
-    """The store in which all ranks meet: torchrun's own, under srun one that rank 0 holds."""
+    """The rendezvous store: torchrun's own, or under srun one that rank 0 holds."""
     if "RANK" in os.environ:
         store: Store = next(rendezvous("env://", ranks.rank, ranks.size, timeout=timeout))[0]
         return store
@@ -239,8 +218,8 @@ def _store(ranks: Ranks, timeout: timedelta) -> Store:
 
 @cache
 def _watch(ranks: Ranks) -> ControlChannel:
-    """This rank's watch, one for all jobs of a sweep."""
-    store = distributed_c10d._get_default_store()  # there is no public name for it
+    """This rank's control channel, one for all jobs of a sweep."""
+    store = distributed_c10d._get_default_store()  # has no public name
     return ControlChannel(
         store, rank=ranks.rank, size=ranks.size, is_first_here=ranks.local_rank == 0, agent=find_agent()
     )

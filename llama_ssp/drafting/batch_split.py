@@ -1,12 +1,12 @@
-"""A draft that is whole on several ranks: each drafts for its share of the batch's rows.
+"""A draft model replicated on several ranks: each rank drafts for its share of the batch's rows.
 
-A rank has the probabilities of its own rows, and the target's logits of all, so it also verifies its own rows (see
-`engine.verifier`) and no probability crosses ranks. What all ranks act on is gathered: drafted ids before the target's
-forward, decisions after it. Rows are cut into runs in order of the ranks; with fewer rows than ranks some have none.
+A rank has the draft's probabilities of its own rows and the target's logits of all rows, so it also verifies its own
+rows (see `engine.verifier`), and no probabilities are sent between ranks. Drafted ids are gathered before the target's
+forward, decisions after it. Each rank has a contiguous range of rows, which is empty on some ranks of a small batch.
 
     7 rows on 3 ranks   | 0 1 | 2 3 | 4 5 6 |
 
-Shapes: B sequences, R rows being prefilled, S slots, K drafted tokens, P = 2 uniforms of a draw, W = K + 1, V
+Shapes: B sequences, R rows being prefilled, S slots, K drafted tokens, P = 2 uniforms per draw, W = K + 1, V
 vocabulary, X numbers of a row.
 """
 
@@ -23,11 +23,11 @@ from llama_ssp.shapes import static_shape
 
 
 class BatchSplit:
-    """Which rows each rank has, and how the rows of all ranks are gathered.
+    """Assigns rows to ranks and gathers the rows of all ranks.
 
     Args:
-        comm: the ranks that listen.
-        ranks: those in `comm` that have rows, increasing.
+        comm: the ranks that receive all rows.
+        ranks: the ranks in `comm` that have rows, increasing.
     """
 
     def __init__(self, comm: Comm, ranks: Sequence[int]) -> None:
@@ -35,11 +35,11 @@ class BatchSplit:
         self._places = {rank: place for place, rank in enumerate(ranks)}
 
     def own_rows(self, batch_size: int) -> range:
-        """The rows of this rank."""
+        """Return the rows of this rank."""
         return self._of(self._comm.rank, batch_size)
 
     def gather(self, own_RX: Tensor, *, batch_size: int) -> Tensor:
-        """Give every rank the rows (B, X) of all, from its own rows on each."""
+        """Gather the rows (B, X) of all ranks on every rank."""
         width = static_shape(own_RX)[1]
         widths = tuple(len(self._of(rank, batch_size)) * width for rank in range(self._comm.size))
         return self._comm.all_gather_last(own_RX.flatten(), widths).view(batch_size, width)
@@ -52,14 +52,7 @@ class BatchSplit:
 
 
 class BatchSplitDrafter:
-    """The drafters of several ranks as one.
-
-    Args:
-        inner: the drafter of this rank, None where it holds none.
-        split: who drafts what.
-        num_draft_tokens: K.
-        device: where the ids live.
-    """
+    """Combines the drafters of several ranks; `inner` is that of this rank, None on ranks without one."""
 
     def __init__(
         self, inner: Drafter | None, *, split: BatchSplit, num_draft_tokens: int, device: torch.device
@@ -82,7 +75,7 @@ class BatchSplitDrafter:
         return self._inner.num_allocations if self._inner else 0
 
     def allocate(self, *, batch_size: int, num_slots: int) -> None:
-        """Make room for this rank's rows."""
+        """Allocate caches for this rank's rows."""
         self._own = self._split.own_rows(batch_size)
         if self._inner and self._own:
             self._inner.allocate(batch_size=len(self._own), num_slots=num_slots)
@@ -90,7 +83,7 @@ class BatchSplitDrafter:
     def prefill(
         self, tokens_RS: Tensor, lengths_R: Tensor, *, rows: Sequence[int], longest: int, buckets: Buckets
     ) -> None:
-        """Read those of the new prompts that become rows of this rank."""
+        """Read the new prompts that become rows of this rank."""
         mine = [place for place, row in enumerate(rows) if row in self._own]
         if self._inner and mine:
             self._inner.prefill(
@@ -102,7 +95,7 @@ class BatchSplitDrafter:
             )
 
     def propose(self, tokens_BS: Tensor, lengths_B: Tensor, *, uniforms_BKP: Tensor, bucket: int) -> Draft:
-        """Draft for this rank's rows, and take the ids of all; the probabilities returned are of its own rows alone."""
+        """Draft this rank's rows and gather the ids of all; the probabilities are those of its own rows only."""
         (batch_size,), own = static_shape(lengths_B), slice(self._own.start, self._own.stop)
         ids_RK, probs_RWV = lengths_B.new_empty(0, self.num_draft_tokens), None
         if self._inner and self._own:

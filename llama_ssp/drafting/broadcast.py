@@ -1,9 +1,9 @@
-"""The draft of some ranks, broadcast to all.
+"""A draft model on some of the ranks, whose drafted ids are broadcast to all.
 
-The drafted ids of one rank count on all of them. The rule runs where the draft is, if a rank holds both models; only
-where none does are the draft's probabilities sent, to the rank of the target that verifies.
+One rank's ids count. The rule runs on a rank that holds both models, if there is one. Otherwise the draft's
+probabilities are sent to the rank of the target that verifies.
 
-Shapes: B sequences, R rows being prefilled, S slots, K drafted tokens, P = 2 uniforms of a draw, V vocabulary.
+Shapes: B sequences, R rows being prefilled, S slots, K drafted tokens, P = 2 uniforms per draw, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -21,28 +21,21 @@ from llama_ssp.shapes import static_shape
 
 
 class ProbsReceiver(NamedTuple):
-    """The rank that verifies without holding the draft, so that the draft's probabilities are sent to it.
-
-    Attributes:
-        rank: in the group that listens.
-        vocab_size: V of the target.
-    """
+    """A rank that verifies without holding the draft, to which the draft's probabilities are sent; V of the target."""
 
     rank: int
     vocab_size: int
 
 
 class BroadcastDrafter:
-    """The drafter of some ranks, heard by all.
+    """Broadcasts the ids of a drafter.
 
     Args:
-        inner: the drafter on ranks that hold it, None elsewhere.
-        comm: the ranks that listen.
+        inner: the drafter on ranks that hold it; None elsewhere.
+        comm: the ranks that receive the ids.
         src: the rank in `comm` whose drafted ids count.
-        num_draft_tokens: K.
-        device: where the ids live.
-        all_draft: whether all ranks hold a slice of the draft: they have agreed on every id already.
-        receiver: see `ProbsReceiver`; None where the rule runs on a rank with the draft, or needs no probabilities.
+        all_draft: all ranks hold a slice of the draft, so they have agreed on every id already.
+        receiver: None if the rule runs on a rank with the draft, or needs no probabilities.
     """
 
     def __init__(
@@ -77,7 +70,7 @@ class BroadcastDrafter:
         return self._inner.num_allocations if self._inner else 0
 
     def allocate(self, *, batch_size: int, num_slots: int) -> None:
-        """Make room on the ranks that draft."""
+        """Allocate caches on the ranks that draft."""
         if self._inner:
             self._inner.allocate(batch_size=batch_size, num_slots=num_slots)
 
@@ -89,7 +82,7 @@ class BroadcastDrafter:
             self._inner.prefill(tokens_RS, lengths_R, rows=rows, longest=longest, buckets=buckets)
 
     def propose(self, tokens_BS: Tensor, lengths_B: Tensor, *, uniforms_BKP: Tensor, bucket: int) -> Draft:
-        """Draft on some ranks, and take the ids of one of them on all; see `Drafter.propose`."""
+        """Draft on the ranks that hold the draft, and broadcast the ids of one; see `Drafter.propose`."""
         if self._inner:
             draft = self._inner.propose(tokens_BS, lengths_B, uniforms_BKP=uniforms_BKP, bucket=bucket)
             if not self._all_draft:
@@ -103,7 +96,7 @@ class BroadcastDrafter:
         return Draft(ids_BK=ids_BK, probs_BTV=self._receive_probs(ids_BK))
 
     def _receive_probs(self, ids_BK: Tensor) -> Tensor | None:
-        """On the receiver: the probabilities that the ids were drawn from, and the row of zeros after them."""
+        """On the receiver: the probabilities that the ids were drawn from, followed by a row of zeros."""
         if self._receiver is None or self._comm.rank != self._receiver.rank:
             return None
         shape = (*static_shape(ids_BK), self._receiver.vocab_size)

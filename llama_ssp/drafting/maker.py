@@ -1,4 +1,4 @@
-"""Makes the drafter of a run: of the kind that the settings name, on the ranks that the placement names."""
+"""Makes the drafter of a rank from the run's settings and placement."""
 
 import torch
 
@@ -23,16 +23,10 @@ def make_drafter(
     device: torch.device,
     split: BatchSplit | None = None,
 ) -> Drafter:
-    """Make the drafter of a rank.
+    """Make the drafter of a rank, in a run with a draft.
 
-    Args:
-        config: of a run that drafts.
-        rule: verifies the drafts.
-        mesh: which rank does what.
-        runner: the draft model or this rank's slice of it; None on ranks without one.
-        vocab_size: V of the target.
-        device: where the drafted ids live.
-        split: shares the rows out over ranks that each hold the whole draft model.
+    `runner` is the draft model or this rank's slice of it, None on ranks without one. `split` divides the rows among
+    ranks that each hold the whole draft model.
 
     Raises:
         ConfigError: the code of this kind of draft cannot be imported.
@@ -56,7 +50,7 @@ def make_drafter(
     inner: Drafter | None = make(parts) if runner else None
     if split:
         return BatchSplitDrafter(inner, split=split, num_draft_tokens=num_draft_tokens, device=device)
-    # Probabilities travel only where no rank holds both models and the rule reads them.
+    # Probabilities are sent only if no rank holds both models and the rule reads them.
     is_apart = layout.draft_source_rank != layout.verify_rank and config.sampling.temperature > 0
     return BroadcastDrafter(
         inner,

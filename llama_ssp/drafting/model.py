@@ -1,6 +1,6 @@
 """A smaller model as the drafter.
 
-Shapes: B sequences, S slots, K drafted tokens, P = 2 uniforms of a draw, V vocabulary.
+Shapes: B sequences, S slots, K drafted tokens, P = 2 uniforms per draw, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from llama_ssp.shapes import static_shape
 
 
 class _Tables(Workspace):
-    """Small tensors that depend on the batch size: which of two tokens the first step scores, and no probability."""
+    """Constants of a batch size: the index of the token that the first step scores, and zero probabilities."""
 
     def __init__(self, batch_size: int, vocab_size: int, device: torch.device) -> None:
         self.batch_size = batch_size
@@ -34,11 +34,8 @@ class ModelDrafter:
     the cache lacks the last drafted token, and reading two keeps the shape the same whatever was accepted.
 
     Args:
-        runner: the draft model.
-        rule: how its tokens are drawn.
-        num_draft_tokens: K.
-        vocab_size: V of the target; a draft whose output head is padded to another width is cut or filled up to it.
-        comm: the ranks that share the draft, which agree on each drawn id; None for one rank.
+        vocab_size: V of the target; the draft's logits are cut or padded to it.
+        comm: the ranks that share the draft and agree on each id; None for one rank.
         src: the rank in `comm` whose ids count.
     """
 
@@ -67,16 +64,16 @@ class ModelDrafter:
 
     @property
     def repeats_operators(self) -> bool:
-        """Those of the model; see `Drafter`."""
+        """See `Drafter`."""
         return self.runner.repeats_operators
 
     @property
     def num_allocations(self) -> int:
-        """Those of the model: what else is made depends on the batch size alone, as the cache does."""
+        """Allocations of the model; the drafter's own tensors are replaced only together with the model's cache."""
         return self.runner.num_allocations
 
     def allocate(self, *, batch_size: int, num_slots: int) -> None:
-        """Make room in the cache."""
+        """Allocate the cache."""
         self.runner.allocate(batch_size=batch_size, capacity=num_slots)
         if self._tables is None or batch_size != self._tables.batch_size:
             self._tables = _Tables(batch_size, self._vocab_size, self.runner.device)
@@ -90,7 +87,7 @@ class ModelDrafter:
         read_prompts(self.runner, tokens_RS, lengths_R, rows_R=rows_R, longest=longest, buckets=buckets)
 
     def propose(self, tokens_BS: Tensor, lengths_B: Tensor, *, uniforms_BKP: Tensor, bucket: int) -> Draft:
-        """Draw K tokens one after the other; see `Drafter.propose`."""
+        """Draw K tokens one after another; see `Drafter.propose`."""
         assert self._tables, "allocate comes first"
         positions_BT = lengths_B[:, None] + self._last_two
         wanted_B1: Tensor | None = self._tables.second_B1
@@ -112,7 +109,7 @@ class ModelDrafter:
         return Draft(ids_BK=ids_BK, probs_BTV=probs_BTV)
 
     def _known(self, ids: Tensor) -> Tensor:
-        """Read what only a wider target has, its padding, as the last token: the draft may guess from any text."""
+        """Replace ids that only the target's larger vocabulary has by the draft's last id; any draft is valid."""
         is_narrower = self.runner.vocab_size < self._vocab_size
         return ids.clamp(max=self.runner.vocab_size - 1) if is_narrower else ids
 

@@ -1,9 +1,8 @@
-"""What a drafter is: something that extends every row of a batch by K tokens.
+"""The interface of a drafter, which extends every row of a batch by K tokens.
 
-`broadcast` and `batch_split` decide which ranks draft. A drafter says what it is in three facts, which the verifier,
-the executors and the planner read.
+Modules `broadcast` and `batch_split` decide which ranks draft.
 
-Shapes: B sequences, R rows being prefilled, S slots, K drafted tokens, P = 2 uniforms of a draw, V vocabulary.
+Shapes: B sequences, R rows being prefilled, S slots, K drafted tokens, P = 2 uniforms per draw, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -22,16 +21,13 @@ from llama_ssp.sampling.rules import Draft, Rule
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterParts:
-    """What the drafter of a rank may be made of.
+    """The arguments of a drafter's maker.
 
     Attributes:
-        config: its settings.
-        rule: verifies the drafts, and draws ids from logits.
-        num_draft_tokens: K.
         vocab_size: V of the target.
-        device: where the ids live.
+        device: of the ids.
         runner: the draft model or this rank's slice of it, for kinds of draft that have a model.
-        comm: the ranks that share the draft model; None where it is whole.
+        comm: the ranks that share the draft model; None if it is not split.
         src: the rank in `comm` whose ids count.
     """
 
@@ -49,10 +45,9 @@ class Drafter(Protocol):
     """Proposes tokens for the target to verify.
 
     Attributes:
-        num_draft_tokens: K.
         on_host: drafting reads values on the host, so a round waits for it and no executor replays it.
-        is_point_mass: each drafted token is certain: the draft has no probabilities, and rules take 1 for them.
-        repeats_operators: `propose` with the same shapes calls the same operators on tensors that this object holds.
+        is_point_mass: each drafted token is certain; the draft has no probabilities, and rules use 1.
+        repeats_operators: with the same shapes, `propose` calls the same operators on tensors that this object holds.
     """
 
     num_draft_tokens: int
@@ -62,22 +57,18 @@ class Drafter(Protocol):
     @property
     def repeats_operators(self) -> bool:
         """See the class."""
-        ...
 
     @property
     def num_allocations(self) -> int:
-        """How often `allocate` has made again what `propose` reads, on this rank."""
-        ...
+        """How often `allocate` has replaced tensors that `propose` reads on this rank."""
 
     def allocate(self, *, batch_size: int, num_slots: int) -> None:
-        """Make room for `batch_size` rows of `num_slots` tokens."""
-        ...
+        """Allocate caches for `batch_size` rows of `num_slots` tokens."""
 
     def prefill(
         self, tokens_RS: Tensor, lengths_R: Tensor, *, rows: Sequence[int], longest: int, buckets: Buckets
     ) -> None:
-        """Read new prompts, as `models.prefill.read_prompts` does; the host knows which rows they become."""
-        ...
+        """Read new prompts into the given rows; see `models.prefill.read_prompts`."""
 
     def propose(self, tokens_BS: Tensor, lengths_B: Tensor, *, uniforms_BKP: Tensor, bucket: int) -> Draft:
         """Extend every row by K tokens.
@@ -85,11 +76,10 @@ class Drafter(Protocol):
         Args:
             tokens_BS: token ids; the drafted ids are written after each row's text.
             lengths_B: length of each row's text, at least 2.
-            uniforms_BKP: uniforms in [0, 1), two for each drafted token; see `processors.draw`.
+            uniforms_BKP: in [0, 1), two for each drafted token; see `processors.draw`.
             bucket: number of cache slots to read, at least length + K.
 
         Returns:
-            The drafted ids, the same on every rank, and the probabilities that they were drawn from; without
-            probabilities if the rule needs none, or the draft is a point mass.
+            The drafted ids, the same on every rank, and the probabilities they were drawn from, unless the rule needs
+            none or the draft is a point mass.
         """
-        ...

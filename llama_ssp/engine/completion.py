@@ -1,4 +1,4 @@
-"""What has become of a request, and the request to stop that a signal makes."""
+"""The state of one request, and the stop request of a signal handler."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -13,27 +13,25 @@ PARTS = ("draft", "verify", "other")
 
 @dataclass(kw_only=True)
 class StopRequest:
-    """Set by a signal handler; the loop passes it on with the next decision."""
+    """Set by a signal handler; the loop sends it with the next decision."""
 
     requested: bool = False
 
 
 @dataclass(kw_only=True, slots=True)
 class RowCompletion:
-    """What has become of one request so far.
+    """One request and its result so far.
 
     Attributes:
-        request: what was asked.
-        token_ids: new tokens.
-        num_target_forwards: forwards of the target that it took part in, its prefill included.
-        accepted_lengths: for each speculative round, how many drafted tokens became text.
+        num_target_forwards: forwards of the target for this row, prefill included.
+        accepted_lengths: number of drafted tokens that became text, per speculative round.
         num_draft_tokens: K; 0 without a draft.
-        ended_in_draft: the last accepted token ended the row, so that nothing behind it was looked at.
+        ended_in_draft: the last accepted token ended the row, so the tokens after it were not verified.
         finish_reason: None while it is running.
-        busy_s: time from the start of its prefill to its end, without what the consumer of the loop took.
-        share_s: its equal share of its batch's time; the same as `busy_s` in a batch of one.
-        part_s: its equal share of where the rounds spent their time: draft, verify, other.
-        stop_watch: looks for texts that end it; None where there are none.
+        busy_s: time from the start of its prefill to its end, without the time of the loop's consumer.
+        share_s: its equal share of its batch's time; equal to `busy_s` in a batch of one.
+        part_s: its equal share of the rounds' time, by part: draft, verify, other.
+        stop_watch: finds stop strings; None without any.
     """
 
     request: Request
@@ -50,17 +48,12 @@ class RowCompletion:
 
     @property
     def examined_lengths(self) -> list[int]:
-        """For each speculative round, what `reports.lines.num_examined` says of it."""
-        room, examined = self.request.max_new_tokens - 1, []
+        """`reports.lines.num_examined` of each speculative round."""
+        room, examined, num_draft = self.request.max_new_tokens - 1, [], self.num_draft_tokens
         for number, num_accepted in enumerate(self.accepted_lengths, start=1):
             is_cut = self.ended_in_draft and number == len(self.accepted_lengths)
             examined.append(
-                num_examined(
-                    num_accepted=num_accepted,
-                    num_draft_tokens=self.num_draft_tokens,
-                    room=room,
-                    ended_in_draft=is_cut,
-                )
+                num_examined(num_accepted=num_accepted, num_draft_tokens=num_draft, room=room, ended_in_draft=is_cut)
             )
             room -= num_accepted + 1
         return examined

@@ -1,8 +1,8 @@
-"""The host's side of decoding: fills free rows, launches rounds, and reads their results a fixed lag later.
+"""The host side of decoding: fills free rows, launches rounds, and reads their results a fixed lag later.
 
-The lag is one round on a GPU, so that the device never waits for the host, and none on the CPU; it is the same on every
-rank, or ranks would leave the loop in different rounds. What is read here is only shown, recorded, and used to free
-rows: no round depends on it.
+The lag is one round on a GPU, so that the device never waits for the host, and zero on the CPU. Every rank has the same
+lag; otherwise ranks would leave the loop in different rounds. Results are only displayed, recorded, and used to free
+rows: no round depends on them.
 """
 
 import time
@@ -24,7 +24,7 @@ from llama_ssp.models.prefill import CHUNK, Buckets, whole_steps
 
 
 class Update(NamedTuple):
-    """New tokens of one completion; the first `num_drafted` of them were drafted, the rest is the target's own."""
+    """New tokens of one completion; the first `num_drafted` were drafted, the target chose the rest."""
 
     completion: RowCompletion
     new_ids: list[int]
@@ -32,9 +32,9 @@ class Update(NamedTuple):
 
 
 class PendingRound(NamedTuple):
-    """A prefill or a round that was launched and not read yet.
+    """A prefill or a round that was launched but not read yet.
 
-    `max_new` is by how much a row may have grown; `passed` is an event behind the copy of the result to the host.
+    A row has grown by at most `max_new`; the event `passed` follows the copy of the result to the host.
     """
 
     result: Tensor
@@ -47,18 +47,7 @@ class PendingRound(NamedTuple):
 class Decoder:
     """Turns requests into completions, a batch of rows at a time.
 
-    Args:
-        round_: what a round does.
-        executor: runs its pieces; None runs them from Python.
-        clock: times them; None takes the one for the device.
-        batch_size: number of rows.
-        eos_ids: tokens that end a row.
-        stops: texts that end a row, or None.
-        seed: of all random numbers.
-        stop_request: see `StopRequest`.
-
-    Attributes:
-        bucket_step: slots between two widths at which the cache is read; see `Buckets`.
+    By default the round runs from Python, and the device decides the clock.
     """
 
     def __init__(
@@ -91,19 +80,19 @@ class Decoder:
         self._block: Block | None = None
 
     def run(self, requests: Sequence[Request], *, to_length: bool = False) -> Iterator[list[Update]]:
-        """Decode all requests, in order of the list as rows become free.
+        """Decode all requests, in list order as rows become free.
 
-        Consume it under `torch.inference_mode()`: entering that anew in each round would cost as much as a draw.
+        Call it under `torch.inference_mode()`: entering that mode in each round would cost as much as a draw.
 
         Args:
             requests: each with prompt and new tokens within the models' contexts.
-            to_length: whether rows go on behind what ends them otherwise.
+            to_length: ignore end-of-sequence tokens and stop strings.
 
         Yields:
-            What one round has added to each completion, as soon as the host knows it.
+            The new tokens of each completion, one round at a time.
 
         Raises:
-            NumericError: a model's logits are no numbers, on every rank alike.
+            NumericError: a model's logits are NaN; raised on every rank.
         """
         assert torch.is_inference_mode_enabled()
         self.make_room(requests)
@@ -129,7 +118,7 @@ class Decoder:
                 yield updates
 
     def make_room(self, requests: Sequence[Request]) -> None:
-        """Fit the caches to these requests and all before; done ahead, no run of them makes a cache or a graph anew."""
+        """Allocate caches for these requests and all earlier ones; call it first to avoid later reallocation."""
         longest = max(len(request.prompt_ids) + request.max_new_tokens for request in requests)
         self._num_slots = max(self._num_slots, whole_steps(longest + self.round.max_tokens_per_round))
         self._num_rounds = max(self._num_rounds, max(request.max_new_tokens for request in requests) + 1)
@@ -137,7 +126,7 @@ class Decoder:
         self.round.allocate(batch_size=self.batch_size, num_slots=self._num_slots)
 
     def _empty_state(self) -> BatchState:
-        """The batch of the run before where rounds count on its place and it is large enough; else a new one."""
+        """The previous run's batch if the executor keeps it and its sizes fit; else a new one."""
         sizes = self._num_slots, self._num_rounds
         if self._kept and sizes == (self._kept.num_slots, self._kept.num_rounds):
             self._kept.reset()
@@ -225,14 +214,14 @@ class Decoder:
         return ids, reason
 
     def _free(self, owner: RowCompletion, reason: FinishReason) -> None:
-        """End a completion, whose row is vacant until another takes it."""
+        """End a completion and vacate its row."""
         owner.finish_reason = reason
         row = self._rows.index(owner)
         self._rows[row] = None
         self._state.vacate(row)
 
     def _record_time(self, running: list[RowCompletion], seconds: float, *, is_round: bool) -> None:
-        """Add the time of one pass of the loop to everything that ran in it; no part of a round claims a prefill's."""
+        """Add the time of one pass of the loop to all rows that ran in it; only rounds have parts, prefills do not."""
         share = 1 / len(running)
         for completion in running:
             completion.busy_s += seconds

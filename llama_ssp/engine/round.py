@@ -1,16 +1,16 @@
 """One round of decoding: draft -> score -> verify -> commit, as a fixed sequence of tensor operations.
 
-No step asks the device for a value, so a round costs its forwards and little else. The host chooses only shapes: which
-rows, and how wide a bucket of the cache.
+No step reads a value from the device, so a round costs little more than its forwards. The host chooses only shapes:
+which rows, and which bucket of the cache.
 
     speculative round, K = 3                L-2   L-1    L    L+1   L+2   L+3
       the draft's first step reads           t     t
       its later steps read                               d1    d2
       the target reads                             t     d1    d2    d3
-      two accepted: the text gains                       d1    d2    x           x is the target's own
+      two accepted: the text gains                       d1    d2    x           x: chosen by the target
 
-This module knows nothing of how a round is executed: `executors` run the two pieces, `draft` and `verify`, from Python,
-as CUDA graphs, or as traces. A round without a drafter is plain decoding: `verify` then draws one token.
+The `executors` run the two pieces of a round, `draft` and `verify`, from Python, as CUDA graphs, or as traces. A round
+without a drafter is plain decoding: `verify` then draws one token.
 
 Shapes: B sequences, R rows being prefilled, S slots, K drafted tokens, W = K + 1, V vocabulary, N uniforms of a round;
 L is a row's length.
@@ -44,36 +44,34 @@ class Executor(Protocol):
     """Runs the two pieces of a round; a `Round` is its own eager executor.
 
     Attributes:
-        keeps_state: the executor relies on the addresses of the batch's tensors, so one batch should serve many runs.
+        keeps_state: the executor depends on the addresses of the batch's tensors, so runs should share one batch.
     """
 
     keeps_state: bool
 
     def draft(self, state: BatchState, *, bucket: int) -> Block:
         """Extend every row by K drafted tokens."""
-        ...
 
     def verify(self, state: BatchState, block: Block | None, *, bucket: int) -> Tensor:
-        """Score a block with the target, verify it and commit the verdict; without a block, decode one plain token."""
-        ...
+        """Score a block with the target, verify it and commit the decision; without a block, decode one token."""
 
 
 def step(
     executor: Executor, state: BatchState, block: Block | None, *, drafts: bool, bucket: int, clock: Clock
 ) -> tuple[Tensor, Block | None]:
-    """Run one round.
+    """Run one round on a batch whose rows have at least two tokens.
 
     Args:
         executor: runs its pieces.
-        state: the batch, every row with at least two tokens.
-        block: what the previous round drafted ahead; None drafts now.
+        state: the batch.
+        block: drafted ahead by the previous round; None drafts now.
         drafts: whether the round is speculative.
         bucket: number of cache slots to read, at least the longest row's length + K.
         clock: times the pieces.
 
     Returns:
-        The round's result, as `BatchState.commit` gives it, and the block drafted ahead for the next round: always
-        None, because no executor drafts while the target verifies.
+        The round's result (see `BatchState.commit`) and the block drafted ahead for the next round: always None,
+        because no executor drafts while the target verifies.
     """
     clock.start()
     if drafts and block is None:
@@ -85,15 +83,10 @@ def step(
 
 
 class Round:
-    """The target, the drafter and the verifier, applied to a batch.
-
-    Args:
-        target: the model whose distribution the text has.
-        drafter: proposes tokens; None for plain decoding.
-        verifier: draws and accepts tokens, the same on every rank.
+    """The target, the drafter (None for plain decoding) and the verifier, applied to a batch.
 
     Attributes:
-        max_tokens_per_round: the most tokens by which a row grows in one round.
+        max_tokens_per_round: the most tokens that a round adds to a row.
     """
 
     keeps_state = False
@@ -109,7 +102,7 @@ class Round:
 
     @property
     def num_allocations(self) -> tuple[int, ...]:
-        """How often each model's cache has been made again."""
+        """How often each model's cache has been allocated."""
         return self.target.num_allocations, self.drafter.num_allocations if self.drafter else 0
 
     def allocate(self, *, batch_size: int, num_slots: int) -> None:
@@ -119,16 +112,10 @@ class Round:
             self.drafter.allocate(batch_size=batch_size, num_slots=num_slots)
 
     def prefill(self, prompts: BatchState, rows: Sequence[int], *, longest: int, buckets: Buckets) -> Tensor:
-        """Read prompts into the caches and sample each row's first token.
-
-        Args:
-            prompts: the rows to be prefilled and no others (R rows).
-            rows: which rows of the caches they become.
-            longest: length of the longest prompt.
-            buckets: widths of the cache.
+        """Read R prompts into the given rows of the caches and sample each one's first token; see `read_prompts`.
 
         Returns:
-            The result of these rows, as `BatchState.commit` gives it.
+            The result of these rows; see `BatchState.commit`.
         """
         tokens_RS, lengths_R = prompts.tokens_BS, prompts.lengths_B
         rows_R = torch.tensor(rows, device=self.target.device)

@@ -1,7 +1,7 @@
-"""A batch on the device: token ids, lengths and limits in fixed shapes, and how a verdict moves them on.
+"""A batch on the device: token ids, lengths and limits in fixed shapes, and how a decision advances them.
 
-Nothing here reads a value back to the host. Rows advance by different lengths because only `lengths_B` decides what of
-the token buffer is text; what lies beyond is free space that the next round overwrites.
+No value is read back to the host. Rows can advance by different lengths: `lengths_B` alone decides how much of
+the token buffer is text, and the next round overwrites the rest.
 
     tokens row | prompt ....... | generated ..... | drafted, undecided | free ....... |
     position   0                P                 length               length + K     num_slots
@@ -22,13 +22,13 @@ from llama_ssp.sampling.uniforms import UniformTable, row_keys
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """One completion that is wanted.
+    """A request for one completion.
 
     Attributes:
         index: the prompt's index in its file; with `sample` it keys the uniforms.
-        sample: which of several samples of this prompt.
         prompt_ids: token ids, at least one.
-        max_new_tokens: at most so many are generated.
+        max_new_tokens: the most tokens to generate.
+        sample: which of several samples of this prompt.
     """
 
     index: int
@@ -38,14 +38,14 @@ class Request:
 
 
 class BatchState(NamedTuple):
-    """All that a batch is, as tensors on one device.
+    """The state of a batch, as tensors on one device.
 
     Attributes:
-        tokens_BS: token ids (B, S), int64.
+        tokens_BS: token ids, int64.
         lengths_B: how many of them are text.
-        limits_B: length at which a row ends; a row that has ended has its own length as its limit.
-        uniforms_BMN: every uniform that the rows can need, N for a round that begins M tokens after the prompt.
-        first_round_B: row of the flattened `uniforms_BMN` that a round at length 0 would have.
+        limits_B: length at which a row ends; equal to the row's length once it has ended.
+        uniforms_BMN: all uniforms the rows can need; index M is for the round that begins M tokens after the prompt.
+        first_round_B: the row of the flattened `uniforms_BMN` for a round at length 0.
     """
 
     tokens_BS: Tensor
@@ -56,14 +56,7 @@ class BatchState(NamedTuple):
 
     @classmethod
     def empty(cls, *, batch_size: int, num_slots: int, num_rounds: int, table: UniformTable) -> "BatchState":
-        """A batch of rows that have all ended, with two tokens each: what a round reads even of vacant rows.
-
-        Args:
-            batch_size: B.
-            num_slots: S.
-            num_rounds: M.
-            table: the uniforms.
-        """
+        """A batch whose rows have all ended, with two tokens each, because a round reads two even of vacant rows."""
         device = table.device
         twos_B = torch.full((batch_size,), 2, dtype=torch.int64, device=device)
         shape = (batch_size, num_rounds, table.num_uniforms)
@@ -77,22 +70,22 @@ class BatchState(NamedTuple):
 
     @property
     def num_slots(self) -> int:
-        """Token ids that a row has room for."""
+        """S."""
         return self.tokens_BS.shape[1]
 
     @property
     def num_rounds(self) -> int:
-        """Rounds that a row has uniforms for."""
+        """M."""
         return self.uniforms_BMN.shape[1]
 
     def reset(self) -> None:
-        """End all rows, as in an empty batch; the tensors stay where they are."""
+        """End all rows, as in an empty batch; the tensors stay in place."""
         self.lengths_B.fill_(2)
         self.limits_B.fill_(2)
         self.first_round_B.fill_(-2)
 
     def rows_of(self, requests: Sequence[Request], *, table: UniformTable, seed: int) -> "BatchState":
-        """A small batch that holds these requests' prompts, one row each, with as many slots as this one."""
+        """A batch of these requests' prompts, one row each, with as many slots as this one."""
         device = self.tokens_BS.device
         tokens_BS = torch.zeros(len(requests), self.num_slots, dtype=torch.int64)
         for row, request in enumerate(requests):
@@ -107,7 +100,7 @@ class BatchState(NamedTuple):
         )
         num_rounds = max(request.max_new_tokens for request in requests) + 1
         uniforms_BMN = torch.empty(len(requests), num_rounds, table.num_uniforms, dtype=torch.float64, device=device)
-        for row, length in enumerate(lengths):  # each in turn, for the sake of memory
+        for row, length in enumerate(lengths):  # one at a time, to save memory
             starts_M = torch.arange(length, length + num_rounds, device=device)
             uniforms_BMN[row] = table.uniforms(keys_B[row], starts_M)
         return BatchState(
@@ -119,7 +112,7 @@ class BatchState(NamedTuple):
         )
 
     def put(self, rows_R: Tensor, other: "BatchState", *, prompt_lengths_R: Tensor) -> None:
-        """Overwrite rows `rows_R` of this batch with all rows of `other`, whose prompts had the given lengths."""
+        """Overwrite rows `rows_R` with the rows of `other`, whose prompts had the given lengths."""
         self.tokens_BS.index_copy_(0, rows_R, other.tokens_BS)
         self.lengths_B.index_copy_(0, rows_R, other.lengths_B)
         self.limits_B.index_copy_(0, rows_R, other.limits_B)
@@ -131,15 +124,14 @@ class BatchState(NamedTuple):
         return self.uniforms_BMN.flatten(0, 1).index_select(0, self.first_round_B + self.lengths_B)
 
     def commit(self, decision: Decision, *, drafted_ids_BK: Tensor | None = None) -> Tensor:
-        """Take decided tokens as text, as far as each row's limit.
+        """Append the decided tokens to the text, up to each row's limit.
 
         Args:
-            decision: how many of the drafted tokens are text, and the token that comes after them.
-            drafted_ids_BK: the drafted tokens, which stand in `tokens_BS` already.
+            decision: how many drafted tokens are accepted, and the token after them.
+            drafted_ids_BK: the drafted tokens, which are in `tokens_BS` already.
 
         Returns:
-            The round's result (B, K + 3), int64: the drafted tokens, then the decision. Limits are not in it: the host
-            knows them.
+            The round's result (B, K + 3), int64: the drafted tokens, then the decision, not cut at the limits.
         """
         lengths_B1 = self.lengths_B.unsqueeze(1)
         lengths_B1.add_(decision.num_accepted_B1)
@@ -148,7 +140,7 @@ class BatchState(NamedTuple):
         return torch.cat([*decision] if drafted_ids_BK is None else [drafted_ids_BK, *decision], dim=1)
 
     def vacate(self, row: int) -> None:
-        """Make a row what it is in an empty batch: rounds for the others may read fewer slots than it has filled."""
+        """Reset a row to that of an empty batch, because later rounds may read fewer slots than it has filled."""
         self.lengths_B[row] = 2
         self.limits_B[row] = 2
         self.first_round_B[row] = -2

@@ -1,6 +1,6 @@
-"""Texts that end a completion, wherever their characters come up in what it adds to its prompt.
+"""Stop strings: texts that end a completion, wherever they occur in its new text.
 
-Looked for by the host as results arrive, and alike on every rank, since all have the same ids and the same tokenizer.
+The host looks for them as results arrive. Every rank finds the same, because all have the same ids and tokenizer.
 """
 
 from collections.abc import Sequence
@@ -11,12 +11,7 @@ from llama_ssp.engine.stream import IncrementalText
 
 
 class StopStrings:
-    """What to look for.
-
-    Args:
-        tokenizer: of the target.
-        texts: none of them empty; that of a special token stands for the token.
-    """
+    """The stop strings of a run, which are not empty; the text of a special token means the token."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> None:
         self._tokenizer = tokenizer
@@ -25,18 +20,12 @@ class StopStrings:
         self._special_ids = frozenset(special[text] for text in self._texts if text in special)
 
     def watch(self, prompt_ids: Sequence[int]) -> "StopWatch":
-        """Begin to look at the completion of a prompt."""
+        """Begin to search the completion of a prompt."""
         return StopWatch(IncrementalText(self._tokenizer, prompt_ids), self._texts, self._special_ids)
 
 
 class StopWatch:
-    """Looks at one completion as it grows.
-
-    Args:
-        text: that of the completion, empty yet.
-        stops: what to look for.
-        special_ids: tokens to look for, which leave no trace in the text.
-    """
+    """Searches one completion as it grows, for strings and for special tokens, which do not appear in its text."""
 
     def __init__(self, text: IncrementalText, stops: tuple[str, ...], special_ids: frozenset[int]) -> None:
         self._text = text
@@ -46,11 +35,7 @@ class StopWatch:
         self._tail = ""
 
     def num_until_stop(self, token_ids: Sequence[int]) -> int | None:
-        """Take new ids.
-
-        Returns:
-            How many of them there are up to the one that completes a stop, itself included; None without a stop.
-        """
+        """Add new ids; return how many there are up to and including the first that completes a stop, or None."""
         for number, token_id in enumerate(token_ids, start=1):
             self._tail += "".join(piece.text for piece in self._text.push([token_id]))
             seen = self._tail + self._text.held_back

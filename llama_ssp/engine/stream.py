@@ -1,7 +1,7 @@
-"""Token ids that arrive in groups become pieces of text as soon as their characters are complete.
+"""Decodes token ids that arrive in groups into pieces of text, as soon as their characters are complete.
 
-A piece knows whether its tokens were drafted and accepted or are the target's own. How pieces look is the business of
-`tasks.terminal`; the text that a run records is decoded once from all ids of a completion.
+A piece records whether its tokens were drafted and accepted, or chosen by the target. Module `tasks.terminal` displays
+the pieces. A run records another text, decoded once from all ids of a completion.
 """
 
 from collections.abc import Sequence
@@ -11,22 +11,17 @@ import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-# What tokenizers decode an incomplete UTF-8 character to.
+# Tokenizers decode an incomplete UTF-8 character to this.
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-# Tokens of context that tell a tokenizer that its text goes on, rather than begins.
+# Tokens of context decoded before new ones, because a tokenizer treats the beginning of a text differently.
 _NUM_CONTEXT = 8
-# A character has at most 4 bytes, so that more tokens without a complete one are not going to become one.
+# A character has at most 4 bytes, so more tokens than these without a complete one never become one.
 _MAX_HELD = 8
 
 
 @dataclass(frozen=True)
 class Piece:
-    """New text of one origin.
-
-    Attributes:
-        text: one or more complete characters.
-        accepted: the tokens were drafted and accepted; otherwise they are the target's own.
-    """
+    """One or more complete characters, whose tokens were drafted and `accepted`, or chosen by the target."""
 
     text: str
     accepted: bool
@@ -35,19 +30,15 @@ class Piece:
 class IncrementalText:
     """The text of one completion, as the continuation of its prompt.
 
-    Only a window of ids is decoded for each token: those of the last text that was given out, which serve as context,
-    and those that are still held back. A SentencePiece tokenizer drops the space before the first word that it
-    decodes, and the context keeps that from happening anywhere but at the very start of a text.
+    For each token only a window of ids is decoded: the ids of the last emitted text, as context, and the ids that are
+    still held back. A SentencePiece tokenizer drops the space before the first word that it decodes; the context
+    prevents that everywhere except at the start of a text.
 
-        ids   ... given out | context | held back | next id
-                            start     held_at
+        ids   ... emitted | context | held back | next id
+                          start     held_at
 
-    All pieces together are what `decode` makes of the new ids behind their prompt. The exception is bytes that are not
-    UTF-8: a tokenizer may revise the characters around them, and a piece is not taken back.
-
-    Args:
-        tokenizer: of the target.
-        prompt_ids: ids of the prompt, whose last few are the first context.
+    All pieces together equal what `decode` makes of the new ids after their prompt. The exception is bytes that are not
+    UTF-8: a tokenizer may revise the characters around them, and an emitted piece stays.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int]) -> None:
@@ -59,14 +50,14 @@ class IncrementalText:
         self._accepted = False
 
     def push(self, token_ids: Sequence[int], *, num_accepted: int = 0) -> list[Piece]:
-        """Take the tokens of a round, or of a prefill or plain step.
+        """Add the tokens of a round, or of a prefill or plain step.
 
         Args:
-            token_ids: the row's new ids, those that end the text included.
-            num_accepted: how many of them, from the first, were drafted and accepted.
+            token_ids: the row's new ids, including those that end the text.
+            num_accepted: how many of the first ids were drafted and accepted.
 
         Returns:
-            What can be shown by now. A character counts to the token that completes it.
+            The complete characters. Each belongs to the token that completes it.
         """
         pieces: list[Piece] = []
         for offset, token_id in enumerate(token_ids):
@@ -75,24 +66,24 @@ class IncrementalText:
             text = self._new_text()
             is_hopeless = len(self._window) - self._held_at > _MAX_HELD
             if is_hopeless or (text and not text.endswith(_INCOMPLETE)):
-                self._give_out(text, pieces)
+                self._emit(text, pieces)
         return pieces
 
     @property
     def held_back(self) -> str:
-        """What is complete of the text that is held back, as the last token ends within a character."""
+        """The complete characters of the text that is held back because the last token ends within a character."""
         return "" if len(self._window) == self._held_at else self._new_text().rstrip(_INCOMPLETE)
 
     def flush(self) -> list[Piece]:
-        """End the text: give out what was held back, an incomplete character as U+FFFD."""
+        """End the text: emit what was held back, an incomplete character as U+FFFD."""
         pieces: list[Piece] = []
-        self._give_out(self._new_text(), pieces)
+        self._emit(self._new_text(), pieces)
         return pieces
 
     def _new_text(self) -> str:
         return self._decode(self._window)[self._num_context_chars :]
 
-    def _give_out(self, text: str, pieces: list[Piece]) -> None:
+    def _emit(self, text: str, pieces: list[Piece]) -> None:
         if text and pieces and pieces[-1].accepted == self._accepted:
             pieces[-1] = Piece(pieces[-1].text + text, self._accepted)
         elif text:
@@ -111,22 +102,17 @@ class IncrementalText:
 
 
 class StreamerAdapter:
-    """Feeds a streamer of transformers (TextStreamer and its kin) as `generate` does.
-
-    Args:
-        streamer: gets the prompt at once, then each group of new ids, then `end`.
-        prompt_ids: ids of the prompt.
-    """
+    """Feeds a streamer of transformers, such as TextStreamer, as `generate` does: first the prompt, then new ids."""
 
     def __init__(self, streamer: BaseStreamer, prompt_ids: Sequence[int]) -> None:
         self._streamer = streamer
         streamer.put(torch.tensor([list(prompt_ids)]))
 
     def put(self, token_ids: Sequence[int]) -> None:
-        """Pass on a group of new ids; an empty one is left out."""
+        """Pass on a group of new ids, unless it is empty."""
         if token_ids:
             self._streamer.put(torch.tensor(list(token_ids)))
 
     def end(self) -> None:
-        """Say that the text is complete."""
+        """End the text."""
         self._streamer.end()

@@ -1,8 +1,8 @@
-"""Which rank runs the verification rule, and how all ranks come to act on its verdict.
+"""Runs the verification rule on one rank and gives all ranks its decision.
 
-Ranks are equal programs: the loop calls the same methods everywhere, and every token id that ranks act on is the word
-of one rank. So rounding can never make ranks part ways. By default one rank decides for all rows and broadcasts the
-decision. With a `BatchSplit` each rank decides for its own rows, whose drafts it holds, and the decisions are gathered.
+Every rank runs the same loop and the same calls, and each token id comes from exactly one rank. So ranks cannot diverge
+by rounding. By default one rank decides for all rows and broadcasts the decision. With a `BatchSplit` each rank decides
+for its own rows, whose drafts it holds, and the decisions are gathered.
 
 Shapes: B sequences, W = K + 1 positions, V vocabulary, P = 2 uniforms of a draw, R rows of this rank.
 """
@@ -23,12 +23,12 @@ STOP_REQUESTED, NOT_A_NUMBER = 1, 2
 
 
 class Decision(NamedTuple):
-    """What all ranks do after a forward of the target.
+    """The outcome of a forward of the target, the same on all ranks.
 
     Attributes:
         num_accepted_B1: how many drafted tokens become text.
         next_ids_B1: the token that follows them.
-        flags_B1: STOP_REQUESTED if the deciding rank wants to stop, plus NOT_A_NUMBER in rows whose logits are NaN.
+        flags_B1: STOP_REQUESTED if the deciding rank is to stop, plus NOT_A_NUMBER in rows whose logits are NaN.
     """
 
     num_accepted_B1: Tensor
@@ -40,11 +40,10 @@ class Verifier:
     """Draws and verifies tokens with a rule, and makes all ranks agree on the outcome.
 
     Args:
-        rule: how tokens are drawn and accepted.
         comm: the ranks that must agree.
         verify_rank: the rank in `comm` that decides; with a split, only for tokens without a draft.
-        device: where decisions live.
-        split: shares out the rows of a batch over ranks that each hold the draft; None lets `verify_rank` decide all.
+        device: of the decisions.
+        split: divides the rows among ranks that each hold the draft; None lets `verify_rank` decide all.
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class Verifier:
         self._stop_11 = torch.zeros(1, 1, dtype=torch.int64, device=device)
 
     def request_stop(self) -> None:
-        """Attach a stop request to the next decision; counts on the deciding rank."""
+        """Attach a stop request to the next decision; it takes effect on the deciding rank only."""
         self._stop_11.fill_(STOP_REQUESTED)
 
     def draw(self, logits_BV: Tensor, uniforms_BP: Tensor) -> Decision:
@@ -70,7 +69,7 @@ class Verifier:
         return self._broadcast(decision, batch_size=static_shape(uniforms_BP)[0])
 
     def process(self, logits_BWV: Tensor) -> Tensor:
-        """Turn the target's logits into what `verify` reads, of the rows that this rank decides."""
+        """Process the target's logits for `verify`, for the rows that this rank decides."""
         if self._split:
             own = self._split.own_rows(static_shape(logits_BWV)[0])
             return self._rule.process(logits_BWV[own.start : own.stop])
@@ -91,7 +90,7 @@ class Verifier:
     def _verify_own_rows(
         self, draft: Draft, target_RWV: Tensor, draws: Draws, split: BatchSplit, *, batch_size: int
     ) -> Decision:
-        """Decide this rank's rows, and gather all; a stop request of any rank counts."""
+        """Decide this rank's rows and gather all decisions; here any rank can request a stop."""
         rows = split.own_rows(batch_size)
         packed_R3 = self._stop_11.new_empty(0, 3)
         if rows:
@@ -103,11 +102,11 @@ class Verifier:
 
     def _decision(self, verdict: Verdict) -> Decision:
         num_accepted_B1, next_ids_B1, weights_B1 = verdict
-        is_nan_B1 = weights_B1 != weights_B1  # noqa: PLR0124 - true of NaN alone
+        is_nan_B1 = weights_B1 != weights_B1  # noqa: PLR0124 - true only for NaN
         return Decision(num_accepted_B1, next_ids_B1, torch.add(self._stop_11, is_nan_B1, alpha=NOT_A_NUMBER))
 
     def _broadcast(self, decision: Decision | None, *, batch_size: int) -> Decision:
-        """Send the decision to all ranks in one message of 3 numbers a row; a single rank keeps its own."""
+        """Send the decision to all ranks in one message of 3 numbers per row."""
         if decision and self._comm.size == 1:
             return decision
         packed_B3 = torch.cat([*decision], dim=1) if decision else self._stop_11.new_empty(batch_size, 3)

@@ -1,8 +1,8 @@
-"""Attention that gives every position of a round what it would get alone, to the last bit.
+"""Attention that computes the positions of a round one by one, bit-identical to single steps; and softcapped attention.
 
-A kernel adds up in another order when it has other numbers of queries. Where inputs are quantized afterwards, that last
-bit can decide between two steps, and K + 1 positions would no longer be K + 1 single ones. So they are attended to one
-after the other, in the shape that a single one has. Prefill, which is longer, is not cut: it is the same for everyone.
+A kernel adds in another order for another number of queries. If inputs are quantized afterwards, the last bit can move
+them to another quantization step, and a round of K + 1 positions would differ from K + 1 single steps. So each position
+is computed in the shape of a single step. Prefill, which is longer, is not split: all modes compute it the same way.
 
 Shapes: B sequences, T positions, N key-value heads, G query heads of each, Q = T * G queries, S slots, D head dim.
 """
@@ -20,20 +20,20 @@ Form = Callable[..., tuple[Tensor, None]]
 
 FEW_POSITIONS = 32
 SOFTCAPPED = "softcapped"
-"""Name of `_softcapped` among the library's forms of attention."""
+"""The name under which transformers knows `_softcapped`."""
 BY_POSITION = {"sdpa": "sdpa_by_position", SOFTCAPPED: "softcapped_by_position"}
-"""Name of a form of attention that takes one position after the other, by the name of the form."""
+"""Name of the position-by-position variant, by the name of the attention."""
 
 
 def attend_by_position(
     attend: Callable[[Tensor, Tensor], Tensor], queries_BNQD: Tensor, mask_B1QS: Tensor, *, group: int = 1
 ) -> Tensor:
-    """Call `attend` with the queries and the mask of one position after the other.
+    """Call `attend` for the queries and the mask of each position in turn.
 
     Args:
-        attend: maps queries (B, N, Q, D) and their mask to what they attend to, alike in shape.
+        attend: maps queries (B, N, Q, D) and their mask to outputs of the same shape.
         queries_BNQD: sorted by position.
-        mask_B1QS: what to add to their scores.
+        mask_B1QS: added to their scores.
         group: G, the queries of one position.
     """
     if queries_BNQD.shape[2] > FEW_POSITIONS * group:
@@ -43,7 +43,7 @@ def attend_by_position(
 
 
 def _softcapped(
-    module: Any,  # noqa: ANN401 - the library's
+    module: Any,  # noqa: ANN401 - of transformers
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -53,7 +53,7 @@ def _softcapped(
     softcap: float | None = None,
     **_options: object,
 ) -> tuple[Tensor, None]:
-    """Attention whose scores are bent to stay below a bound, as the library's eager form has it; returns (B, T, H, D).
+    """Attention with softcapped scores, as the eager attention of transformers; returns (B, T, H, D).
 
     The queries of a group are folded into rows, so that keys and values are never expanded.
 
@@ -71,7 +71,7 @@ def _softcapped(
 
 
 def _one_by_one(form: Form) -> Form:
-    """A form of the library's attention, position by position; it returns (B, T, H, D)."""
+    """The position-by-position variant of an attention of transformers; it returns (B, T, H, D)."""
 
     def forward(
         module: nn.Module,
@@ -79,7 +79,7 @@ def _one_by_one(form: Form) -> Form:
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor,
-        **options: Any,  # noqa: ANN401 - the library's
+        **options: Any,  # noqa: ANN401 - of transformers
     ) -> tuple[Tensor, None]:
         def attend(queries: Tensor, mask: Tensor) -> Tensor:
             return form(module, queries, key, value, mask, **options)[0].transpose(1, 2)
@@ -100,5 +100,5 @@ for _name, _form in _FORMS.items():
 
 
 def use_softcapped(model: PreTrainedModel) -> None:
-    """Let a model attend with softcapped scores."""
+    """Make a model use softcapped attention."""
     model.config._attn_implementation = SOFTCAPPED

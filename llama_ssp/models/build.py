@@ -1,8 +1,6 @@
-"""From files, or from a recipe, to a runner on this rank: how models are put together where we place them ourselves.
+"""Builds the runner of this rank from a weight source, for tensor-parallel and whole models.
 
-Where a library places the target is the business of `in_a_row` and `auto_tp`.
-
-Shapes are those of `runner`.
+Modules `device_map` and `auto_tp` build targets that accelerate or DeepSpeed places.
 """
 
 import logging
@@ -30,17 +28,17 @@ from llama_ssp.models.tensor_parallel import shard
 from llama_ssp.weights.source import WeightSource
 
 READ_AHEAD = 2
-"""Tensors on their way from the files, each read by a thread."""
+"""Tensors that are read ahead, each by a thread."""
 
 
 def build_empty(origin: WeightSource) -> PreTrainedModel:
-    """The whole model without memory for weights: parameters on the meta device, buffers real.
+    """Build the whole model with parameters on the meta device and real buffers.
 
     Raises:
-        CheckpointError: its config.json has values that no model can be built from.
+        CheckpointError: no model can be built from its config.json.
         ConfigError: the static cache cannot serve this model.
     """
-    # accelerate imports DeepSpeed where that is installed, and standard output, to which it writes, is the texts'.
+    # accelerate imports DeepSpeed if it is installed, which logs to standard output; that is reserved for texts.
     logging.getLogger("DeepSpeed").addFilter(_is_error)
     from accelerate import init_empty_weights  # noqa: PLC0415 - slow to import, and needed only here
 
@@ -53,7 +51,7 @@ def build_empty(origin: WeightSource) -> PreTrainedModel:
     try:
         with init_empty_weights():
             model: PreTrainedModel = model_class(config)
-    except Exception as error:  # values that only the model's own code looks at: names of functions, kinds of rotary
+    except Exception as error:  # values that only the model's code checks, such as names of functions
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         message = f"{origin.folder}/config.json describes no model that can be built ({reason}): copy it again"
         raise CheckpointError(message) from error
@@ -67,12 +65,12 @@ def _is_error(record: logging.LogRecord) -> bool:
 
 
 def check_model(origin: WeightSource, *, num_ranks: int, quantization: str = NO_QUANTIZATION) -> None:
-    """Find every fault that `load_model` would meet, without loading a weight.
+    """Raise every error that `load_model` would raise, without loading weights.
 
     Raises:
         CheckpointError: tensors are missing or have another shape.
         ConfigError: the static cache cannot serve this model, or it cannot be quantized.
-        PlacementError: its family is not supported, or it cannot be shared by so many ranks, or not in this precision.
+        PlacementError: the family is not supported, or cannot be split over these ranks in this precision.
     """
     family_of(origin.shape.model_type)
     split_model(origin.shape, num_ranks=num_ranks)
@@ -91,14 +89,14 @@ def load_modules(
     progress: Progress | None = None,
     precision: Precision = UNQUANTIZED,
 ) -> PreTrainedModel:
-    """Load this rank's slices of a model into the library's own modules; see `load_model`."""
+    """Load this rank's slices of a model into the modules of transformers; see `load_model`."""
     model, weights = _prepare(origin, dtype=dtype, device=device, comm=comm, progress=progress, precision=precision)
     fill_modules(model, weights, precision)
     return model
 
 
 def fill_modules(model: PreTrainedModel, weights: Weights, precision: Precision) -> None:
-    """Give the library's modules their weights, in the form of a precision."""
+    """Fill the modules of transformers with weights in the given precision."""
     if quantize := precision.kernel:
         with returning_memory():
             quantize_modules(model, quantize, fill=weights.fill)
@@ -114,20 +112,20 @@ def load_model(
     progress: Progress | None = None,
     precision: Precision = UNQUANTIZED,
 ) -> Runner:
-    """Load this rank's slices of a model, ready to run: in the lean decoder where it knows the family.
+    """Load this rank's slices of a model, in the lean decoder if that supports the family.
 
     Args:
-        origin: where its numbers come from.
-        dtype: number format of weights and cache; None takes the origin's own.
-        device: where they go.
+        origin: the weight source.
+        dtype: of weights and cache; None for that of the origin.
+        device: of weights and cache.
         comm: the ranks that share the model.
-        progress: called after each parameter with the bytes that have been read by then, and those that will be.
-        precision: how the linear layers of the layers are stored; they are quantized as they are read.
+        progress: called after each parameter with the bytes read so far and the total bytes.
+        precision: of the linear layers; they are quantized as they are read.
 
     Raises:
         CheckpointError: tensors are missing or have another shape, or a file has changed.
         ConfigError: the static cache cannot serve this model.
-        PlacementError: the model cannot be shared by these ranks.
+        PlacementError: the model cannot be split over these ranks.
     """
     model, weights = _prepare(origin, dtype=dtype, device=device, comm=comm, progress=progress, precision=precision)
     if is_llama_kind(model.config):
@@ -146,7 +144,7 @@ def _prepare(
     progress: Progress | None,
     precision: Precision,
 ) -> tuple[PreTrainedModel, Weights]:
-    """This rank's model without values, and what will fill it."""
+    """Return this rank's empty model and its weights."""
     model = build_empty(origin)
     sources = find_sources(model, origin)
     shard(model, origin.shape, comm)
@@ -164,10 +162,10 @@ def weights_for(
     precision: Precision,
     places: Mapping[str, torch.device] | None = None,
 ) -> Weights:
-    """Find what will fill an empty model; see `loader.Weights`. Its attention is that of the precision from then on."""
+    """Make the `Weights` of an empty model, and set the attention that the precision needs."""
     if precision.rounds_inputs:
         model.config._attn_implementation = BY_POSITION[model.config._attn_implementation]
-    # The kernels of layers that stay unquantized are timed on a CPU while it loads: nothing may run beside that.
+    # On a CPU the kernels of unquantized layers are timed while loading, so no thread may read ahead meanwhile.
     return Weights(
         model,
         origin,

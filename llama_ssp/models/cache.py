@@ -1,12 +1,12 @@
-"""The static cache: one row of slots per sequence, written at per-row positions, read as far as the context reaches.
+"""The static cache: one row of slots per sequence, written at per-row positions, read up to a bucket.
 
     cache row   | prompt ............ | accepted ... | drafted, not yet accepted | free ......... |
     positions   0                     P              L                           L+K              bucket
-    rollback    = the next round simply writes at L again; nothing is copied, nothing is cropped
+    rollback    = the next round writes at L again; nothing is copied or cropped
 
-Position p of a sequence always lies in slot p of its row. What stands beyond a row's length is never read, because the
-mask shows a token only the slots up to its own position, and those have been written by then. How many
-slots are needed, and how many of them a forward reads, is decided elsewhere.
+Position p of a sequence is always in slot p of its row. Slots beyond a row's length are never read, because the mask
+shows a token only the slots up to its own position, which have been written by then. Module `prefill` chooses the
+buckets.
 
 Shapes: B sequences, T positions, M = B * T tokens, S slots, U slots that are read, N key-value heads, D head dim.
 """
@@ -24,24 +24,18 @@ _T = TypeVar("_T")
 
 
 class Workspace:
-    """Base of what `allocate` makes: its tensors are others after the next `allocate`, while weights stay."""
+    """Base class of what `allocate` makes; unlike weights, its tensors are replaced by the next `allocate`."""
 
 
 class PerBucket(dict[int, _T], Generic[_T]):
-    """What is read at each width of the cache.
-
-    It is made once for each, because views cost as much as copies, and widths are few.
-
-    Args:
-        make: makes it for a width; None if that is not possible yet.
-    """
+    """Caches values of `make` by bucket, None excepted: making a view costs as much as a copy, and buckets are few."""
 
     def __init__(self, make: Callable[[int], _T | None]) -> None:
         super().__init__()
         self._make = make
 
     def __missing__(self, bucket: int) -> _T | None:
-        """Make what is read at this width."""
+        """Make the value of a bucket."""
         made = self._make(bucket)
         if made is not None:
             self[bucket] = made
@@ -49,13 +43,13 @@ class PerBucket(dict[int, _T], Generic[_T]):
 
 
 class LayerBuffer(NamedTuple):
-    """One layer's part of the cache: the same memory as it is written, and as far as it is read.
+    """One layer's part of the cache: views of one memory for writing and for reading.
 
     Attributes:
-        parts: (2 N, B * S, D): the keys of all heads, then their values; heads come first, so that attention reads the
-            slots of a head in one run.
-        keys_BNUD: the keys of the slots that are read.
-        values_BNUD: the values there.
+        parts: (2 N, B * S, D) for writing: the keys of all heads, then their values. Heads come first, so that the
+            slots of a head are contiguous.
+        keys_BNUD: keys of the slots that are read.
+        values_BNUD: values of the slots that are read.
     """
 
     parts: Tensor
@@ -67,17 +61,11 @@ class StaticCache(Workspace):
     """Keys and values of all layers on this rank; each row has its own length.
 
     A layer's buffer is made when its first keys arrive, with this rank's number of heads, on the layer's device. It
-    begins as zeros, because a masked value still takes part as 0 times itself.
-
-    Args:
-        num_layers: layers of the model.
-        batch_size: rows.
-        capacity: slots of each row.
-        device: where the slot numbers are.
+    starts as zeros, because a masked value is still multiplied by 0.
 
     Attributes:
-        first_slot_B1: where each row begins when the slots of all rows are counted through.
-        shown: the buffers of all layers, by how many of their slots are read; None before all have been written.
+        first_slot_B1: index of each row's first slot among the slots of all rows.
+        shown: the buffers of all layers, by bucket; None before all have been written.
     """
 
     def __init__(self, *, num_layers: int, batch_size: int, capacity: int, device: torch.device) -> None:
@@ -89,15 +77,15 @@ class StaticCache(Workspace):
 
     @property
     def num_bytes(self) -> int:
-        """Size of the buffers that have been made."""
+        """Size of the buffers made so far."""
         return sum(whole.nbytes for whole in self._wholes if whole is not None)
 
     def fits(self, *, batch_size: int, capacity: int) -> bool:
-        """Whether it has just these rows, and slots enough."""
+        """Whether it has exactly these rows, and enough slots."""
         return self._num_rows == batch_size and self._num_slots >= capacity
 
-    def aim(self, positions_BT: Tensor, *, bucket: int, cache_rows_B: Tensor | None) -> "CacheView":
-        """Say where a forward writes and what it reads: the first `bucket` slots; see `CacheView`."""
+    def view(self, positions_BT: Tensor, *, bucket: int, cache_rows_B: Tensor | None) -> "CacheView":
+        """Make the view of one forward, which reads the first `bucket` slots; see `CacheView`."""
         shown = self.shown[bucket]
 
         def buffer(number: int, written_M2ND: Tensor) -> LayerBuffer:
@@ -117,7 +105,7 @@ class StaticCache(Workspace):
 
     def _make(self, number: int, written_M2ND: Tensor) -> Tensor:
         _, num_parts, head_dim = written_M2ND.shape
-        # A tensor that was made in inference mode could not be written outside of it later on.
+        # A tensor made in inference mode could not be written outside of it.
         with torch.inference_mode(mode=False):
             whole = written_M2ND.new_zeros(2, num_parts // 2, self._num_rows, self._num_slots, head_dim)
         self._wholes[number] = whole
@@ -125,13 +113,12 @@ class StaticCache(Workspace):
 
 
 class CacheView:
-    """Where one forward writes in a cache, and what it reads.
+    """The slots of a cache that one forward writes and reads.
 
     Args:
-        buffer: gives that of a layer by its number, for the keys and values that will be written.
-        first_slot_B1: see `StaticCache`.
+        buffer: maps a layer's number and its new keys and values to the layer's buffer.
         positions_BT: slot of each new token in its row.
-        cache_rows_B: the row of the cache that each sequence is; None when they are all rows, in order.
+        cache_rows_B: each sequence's row in the cache; None for all rows, in order.
     """
 
     def __init__(
@@ -149,15 +136,7 @@ class CacheView:
         self._batch_rows_B = cache_rows_B
 
     def update(self, written_M2ND: Tensor, number: int) -> tuple[Tensor, Tensor]:
-        """Write what a layer made of the new tokens, and show all that they may read.
-
-        Args:
-            written_M2ND: keys of all heads, then their values.
-            number: which layer it is.
-
-        Returns:
-            Keys and values, each (B, N, U, D).
-        """
+        """Write new keys and values of all heads to layer `number`; return all that may be read, (B, N, U, D) each."""
         parts, keys_BNUD, values_BNUD = self._buffer(number, written_M2ND)
         parts.index_copy_(1, self._slots_M.to(written_M2ND.device), written_M2ND.transpose(0, 1))
         if self._batch_rows_B is None:
@@ -167,16 +146,9 @@ class CacheView:
 
 
 class LibraryCache(Cache):
-    """The library's cache interface over a `StaticCache`.
+    """The cache interface of transformers over a `StaticCache`; `view` is that of the current forward."""
 
-    Args:
-        num_layers: layers of the model.
-
-    Attributes:
-        aim: where the forward at hand writes, and what it reads.
-    """
-
-    aim: CacheView
+    view: CacheView
 
     def __init__(self, num_layers: int) -> None:
         super().__init__(layers=[])
@@ -191,29 +163,23 @@ class LibraryCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         """Write the new keys and values (B, N, T, D) of one layer; returns all that may be read, (B, N, U, D)."""
         written_M2ND = torch.cat([key_states, value_states], dim=1).transpose(1, 2).flatten(0, 1)
-        return self.aim.update(written_M2ND, layer_idx)
+        return self.view.update(written_M2ND, layer_idx)
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002 - the library's signature
-        """Nothing, for the library: rows have lengths of their own, and positions are always given."""
+    def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002 - the signature of transformers
+        """Always 0: rows have different lengths, and positions are always given."""
         return 0
 
 
 def causal_pieces(capacity: int, *, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What attention adds to the scores: 0 for slots up to a token's own position, minus infinity beyond.
+    """The causal mask that attention adds to the scores: 0 up to a token's own position, minus infinity beyond.
 
-    The rows of all positions are pieces of one line of 2 S numbers, so that a row is looked up, and never computed.
+    The mask rows of all positions are windows into one line of 2 S numbers, so a row is looked up, never computed.
 
         line              | 0 0 0 0 - - - - |      position 3 reads from 0, position 0 from 3: | 0 - - - |
         a window of two   | - - 0 0 - - - - |      position 3: | - - 0 0 |
 
-    Args:
-        capacity: S.
-        window: how many positions a token sees, its own included; None for all.
-        dtype: that of the scores.
-        device: where they are.
-
-    Returns:
-        The pieces (S, S), that of the last position first.
+    Returns the mask rows (S, S) for S = `capacity`, that of the last position first. `window` is how many positions a
+    token sees, including its own.
     """
     line = torch.zeros(2 * capacity, dtype=dtype, device=device)
     line[capacity:] = float("-inf")
@@ -223,17 +189,11 @@ def causal_pieces(capacity: int, *, window: int | None, dtype: torch.dtype, devi
 
 
 class Masks(Workspace):
-    """The masks of all layers of a model: one for each window that any of them has.
-
-    Args:
-        windows: those of the layers.
-        capacity: S.
-        dtype: that of the scores.
-        device: where they are.
+    """The masks of all layers of a model, one for each distinct window; see `causal_pieces`.
 
     Attributes:
-        last: S - 1, of no dimension.
-        shown: the pieces of the first slots, by their number, then by window in the order of the layers.
+        last: S - 1, a scalar tensor.
+        shown: the mask rows by bucket, then by window in the order of the layers.
     """
 
     def __init__(
@@ -250,7 +210,7 @@ class Masks(Workspace):
         return {window: pieces_SS[:, :bucket] for window, pieces_SS in self._of.items()}
 
     def rows(self, positions_BT: Tensor, *, bucket: int) -> dict[int | None, Tensor]:
-        """The masks (B, 1, T, bucket) of tokens at these positions, by window, in the order of the layers."""
+        """The masks (B, 1, T, bucket) of tokens at these positions, by window in the order of the layers."""
         batch_size, _ = static_shape(positions_BT)
         rows_M = (self.last - positions_BT).flatten()
         return {

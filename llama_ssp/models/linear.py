@@ -1,9 +1,9 @@
-"""Linear layers in the form that is fastest on this machine, found by timing at load.
+"""Linear layers with the kernel that is fastest on this machine, chosen by timing at load.
 
-All forms compute y = x W^T + b and agree up to rounding. On the CPU the usual matrix product of fp32 is far from the
-memory's speed for the few rows of a decoding step; oneDNN's packed layout is not, but loses for small matrices. So
-every shape of weight is timed once, at one row and at a few. Weights that fp16 holds are the exception: half the bytes
-always win. Ranks may choose differently: their sums differ by rounding only.
+All kernels compute y = x W^T + b and agree up to rounding. For the few rows of a decoding step, the usual fp32 matrix
+product of a CPU stays far below memory bandwidth; oneDNN's packed layout reaches it, but is slower for small matrices.
+So each weight shape is timed once, with one row and with a few. Weights that fit into fp16 are not timed: half the
+bytes are always faster. Ranks may choose different kernels, and then differ only by rounding.
 
 Shapes: M rows (tokens), I inputs, O outputs.
 """
@@ -23,24 +23,22 @@ from llama_ssp.distributed.operators import is_recording
 _TIMED_ROWS = (1, 5)
 _MIN_CALLS, _TURN, _BUDGET_S = 8, 4, 2e-3
 _HALF_TOP = 14
-"""Exponent that a scaled weight's largest value gets; fp16 ends at 2^16."""
+"""Exponent of a scaled weight's largest value; fp16 ends at 2^16."""
 _BLOCK_ROWS = 512
 
 
 class Linear(Protocol):
-    """A linear layer with its weights inside."""
+    """A linear layer with its weights."""
 
     def __call__(self, x_MI: Tensor) -> Tensor:
         """Map x to (M, O), contiguous."""
-        ...
 
     def add(self, x_MI: Tensor, residual_MO: Tensor) -> Tensor:
         """Map x and add the residual, which may be overwritten."""
-        ...
 
 
 class PlainLinear:
-    """The library's own product, on the weight as it is."""
+    """torch's product, on the weight as it is."""
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
         self._weight_OI = weight_OI
@@ -59,7 +57,7 @@ class PlainLinear:
 
 
 class ColumnsLinear(PlainLinear):
-    """For a few rows the transposed product W x^T, which MKL does better; else the plain one."""
+    """For a few rows the transposed product W x^T, which is faster in MKL; otherwise the plain one."""
 
     def __call__(self, x_MI: Tensor) -> Tensor:
         """See `Linear`."""
@@ -74,7 +72,7 @@ class ColumnsLinear(PlainLinear):
 
 
 def packed_linear(x_MI: Tensor, packed: Tensor, bias_O: Tensor | None) -> Tensor:
-    """OneDNN's product on a weight in its own layout, without the list in its arguments that no recording can hold."""
+    """OneDNN's product on a packed weight, as an operator without a list argument, which a trace cannot hold."""
     y_MO: Tensor = torch.ops.mkldnn._linear_pointwise.default(x_MI, packed, bias_O, "none", [], "")
     return y_MO
 
@@ -86,7 +84,7 @@ for _kind_of_weight in ("CPU", "MkldnnCPU"):
 
 
 class PackedLinear:
-    """oneDNN's product on a weight in its own layout. The operators are private to torch: ask `can_pack` first."""
+    """oneDNN's product on a packed weight. The operators are private to torch: check `can_pack` first."""
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI, _TIMED_ROWS[-1])
@@ -108,12 +106,8 @@ class PackedLinear:
 class HalfLinear:
     """FBGEMM's product of fp32 rows with a weight in fp16, which is widened in registers: half the bytes to read.
 
-    Sums are in fp32, so that the result is that of the weight in fp32 as far as fp16 holds it: ask `half_scale` first.
-
-    Args:
-        weight_OI: fp32.
-        bias_O: or None.
-        scale: a power of two, by which the weight is multiplied before it is stored.
+    Sums are in fp32, so the result equals that of the fp32 weight if fp16 holds it: check `half_scale` first. The fp32
+    weight is multiplied by `scale`, a power of two, before it is stored.
     """
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None, *, scale: float = 1.0) -> None:
@@ -141,7 +135,7 @@ Kernel = Callable[[Tensor, Tensor | None], Linear]
 
 @cache
 def can_pack(dtype: torch.dtype) -> bool:
-    """Whether this build and this processor have the packed product for a number format."""
+    """Whether torch and the CPU support the packed product for a dtype."""
     try:
         PackedLinear(torch.ones(16, 16, dtype=dtype), None).add(*torch.ones(2, 2, 16, dtype=dtype))
     except (AttributeError, RuntimeError):
@@ -151,7 +145,7 @@ def can_pack(dtype: torch.dtype) -> bool:
 
 @cache
 def can_halve() -> bool:
-    """Whether this build and this processor have the product with a weight in fp16."""
+    """Whether torch and the CPU support the product with a weight in fp16."""
     try:
         HalfLinear(torch.ones(16, 16), None)(torch.ones(2, 16))
     except (AttributeError, RuntimeError):
@@ -160,10 +154,10 @@ def can_halve() -> bool:
 
 
 def half_scale(weight_OI: Tensor) -> float | None:
-    """The power of two by which a weight is multiplied so that fp16 holds it; None when fp16 does not.
+    """The power of two to multiply a weight by so that fp16 holds it; None if there is none.
 
-    Held means that no value moves by more than fp32 rounds the largest one. So it is for all weights that come from
-    bf16 or fp16, and for no others of any size: values of 24 bits move by 2^-12.
+    fp16 holds a weight if no value changes by more than fp32 rounds the largest one. That is true of weights from bf16
+    or fp16 checkpoints and practically no others: values with 24 significant bits change by 2^-12.
     """
     smallest, greatest = torch.aminmax(weight_OI)
     largest = max(-float(smallest), float(greatest))
@@ -174,7 +168,7 @@ def half_scale(weight_OI: Tensor) -> float | None:
 
 
 def _is_held(weight_OI: Tensor, scale: float, largest: float) -> bool:
-    """Compare in blocks of rows, so that no second copy of a large weight comes to be."""
+    """Compare in blocks of rows, to avoid a second copy of a large weight."""
     most = torch.finfo(torch.float32).eps * largest
     return all(
         bool(((rows * scale).half().float().mul_(1 / scale) - rows).abs_().max() <= most)
@@ -188,16 +182,13 @@ _fastest: dict[tuple[torch.Size, torch.dtype, bool], Kernel] = {}
 def make_linear(
     weight_OI: Tensor, bias_O: Tensor | None, *, kernel: Kernel | None = None, keeps_weight: bool = False
 ) -> Linear:
-    """Put a weight into the form that is fastest for it; once timed, a choice stays for its shape in this process.
+    """Make a linear layer with the fastest kernel; timed once per shape and process.
 
-    In fp32 on the CPU a weight that comes from a 16-bit checkpoint is kept in 16 bits: nothing is as fast as half the
-    bytes, and what a plan counts on is not left to timing.
+    In fp32 on the CPU a weight from a 16-bit checkpoint is kept in 16 bits, without timing: half the bytes are fastest,
+    and the memory plan relies on it.
 
-    Args:
-        weight_OI: contiguous; the caller should let go of it, since a packed form holds a copy.
-        bias_O: or None.
-        kernel: the form to take without timing.
-        keeps_weight: the weight stays in memory anyhow (an embedding uses it too), so no full copy shall be made.
+    The caller should drop the contiguous weight, because a packed kernel holds a copy. With `keeps_weight` the weight
+    stays in memory anyway, as a tied embedding does, and no packed kernel is chosen. A given `kernel` is not timed.
     """
     if kernel is None:
         kernel = _choose(weight_OI, keeps_weight=keeps_weight)
@@ -220,10 +211,10 @@ def _choose(weight_OI: Tensor, *, keeps_weight: bool) -> Kernel:
 
 @torch.inference_mode()
 def _find_fastest(kernels: Sequence[Kernel], weight_OI: Tensor) -> Kernel:
-    """The kernel with the least time for one row plus that for a few rows.
+    """The kernel with the least total time for one row and for a few rows.
 
-    Kernels take turns of a few calls each, as layers of a model follow each other with the same one. Single calls in
-    turn would flatter those that share a weight, and find the code of all of them cold.
+    Kernels alternate after a few calls each, because the layers of a model use the same kernel in sequence.
+    Alternating single calls would favour kernels that share a weight, and would find every kernel's code cold.
     """
     linears = [kernel(weight_OI, None) for kernel in kernels]
     sums_s = [0.0] * len(kernels)

@@ -1,8 +1,8 @@
-"""Fill an empty model with this rank's slices of its weights, from files or from a recipe.
+"""Fills an empty model with this rank's slices of its weights.
 
-First every parameter's source is found by name and its shape compared, so that a faulty checkpoint is named before a
-byte is loaded; then one tensor at a time is read, cast and placed, so that host memory never holds more than the rank's
-own slices and one tensor. Swapping modules for local ones is the business of `tensor_parallel`.
+First every parameter is matched with a stored tensor by name and shape, so that a faulty checkpoint is reported before
+a byte is loaded. Then one tensor at a time is read, cast and placed, so that host memory never holds more than the
+rank's own slices and one tensor. Module `tensor_parallel` replaces modules by sharded ones.
 """
 
 import ctypes
@@ -30,19 +30,18 @@ _LAYER = re.compile(r"\.([0-9]{1,9})\.")
 
 
 def find_sources(model: PreTrainedModel, origin: WeightSource) -> dict[str, str]:
-    """Say under which name each parameter is to be read.
+    """Find the stored name of each parameter.
 
     Args:
         model: the whole model, before `tensor_parallel.shard`.
-        origin: where its numbers come from.
+        origin: the weight source.
 
     Returns:
-        Name to read by name in the model, in the model's order. Tied parameters share a source where only one of them
-        is stored.
+        Stored name by name in the model, in the model's order. Tied parameters share a source if only one is stored.
 
     Raises:
-        CheckpointError: parameters are missing, have another shape, or are not floating-point numbers; or there are
-            some of a layer that the model does not have.
+        CheckpointError: parameters are missing, have another shape, or are not floating-point numbers, or tensors of
+            additional layers are stored.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     stored = _model_names(model, origin, parameters)
@@ -52,11 +51,10 @@ def find_sources(model: PreTrainedModel, origin: WeightSource) -> dict[str, str]
     sources = {name: stored.get(name) or stored.get(partners.get(name, "")) for name in parameters}
     missing = [name for name, source in sources.items() if source is None]
     if missing:
-        message = (
+        raise CheckpointError(
             f"{origin.folder} lacks {len(missing)} of the {len(parameters)} tensors that its config.json calls for "
             f"({summary(missing)}): copy or download it again"
         )
-        raise CheckpointError(message)
     found = {name: source for name, source in sources.items() if source is not None}
     unfit = [
         f"{source} is {list(tensor.shape)}, not {list(parameters[name].shape)}"
@@ -72,16 +70,7 @@ def find_sources(model: PreTrainedModel, origin: WeightSource) -> dict[str, str]
 
 
 def _check_layers(origin: WeightSource, parameters: Mapping[str, nn.Parameter], stored: Mapping[str, str]) -> None:
-    """Refuse tensors of layers that config.json lacks: those named like a parameter but for the layer's number.
-
-    Args:
-        origin: where the numbers come from.
-        parameters: of the model, by name.
-        stored: name to read by name in the model.
-
-    Raises:
-        CheckpointError: there are such tensors.
-    """
+    """Reject stored tensors of layers that config.json lacks: named like a parameter, with another layer number."""
     known = {source for name, source in stored.items() if name in parameters}
     kinds = {_LAYER.sub(".0.", source, count=1) for source in known}
     numbers = {name: int(found[1]) for name in {*stored.values()} - known if (found := _LAYER.search(name))}
@@ -89,17 +78,16 @@ def _check_layers(origin: WeightSource, parameters: Mapping[str, nn.Parameter], 
     if strays:
         num_stored = 1 + max(strays.values())
         field = origin.config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
-        message = (
+        raise CheckpointError(
             f"{origin.folder} holds tensors of {num_stored} layers ({summary(sorted(strays))}), and its config.json "
             f"has {field}={origin.shape.num_hidden_layers}: copy or download the config.json of these weights again"
         )
-        raise CheckpointError(message)
 
 
 def _model_names(
     model: PreTrainedModel, origin: WeightSource, parameters: Mapping[str, nn.Parameter]
 ) -> dict[str, str]:
-    """Name to read by the name that the library gives it in the model."""
+    """Stored name by the name that transformers gives the tensor in the model."""
     transforms = get_model_conversion_mapping(model)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
@@ -119,10 +107,10 @@ _WHILE_LOADING_BYTES, _AFTERWARDS_BYTES = 2**16, 2**25
 
 @contextmanager
 def returning_memory() -> Iterator[None]:
-    """While weights change their form, give freed host memory back to the system; with glibc only.
+    """While weights are converted, return freed host memory to the system; with glibc only.
 
-    Else the holes that freed tensors leave in its heap, which later ones do not fit into, would add up to another copy
-    of the model. Afterwards freed memory is kept, as glibc comes to do by itself: activations reuse it.
+    Otherwise freed tensors leave holes in the heap that later tensors do not fit into, which add up to another copy of
+    the model. Afterwards freed memory is kept, as glibc does by default, because activations reuse it.
     """
     _call_malloc("mallopt", _M_MMAP_THRESHOLD, _WHILE_LOADING_BYTES)
     try:
@@ -134,26 +122,24 @@ def returning_memory() -> Iterator[None]:
 
 
 def _call_malloc(function: str, *arguments: int) -> None:
-    """Call a function of glibc's allocator, if that is the one in use."""
+    """Call a function of glibc's allocator, if it is in use."""
     if sys.platform == "linux" and hasattr(library := ctypes.CDLL(None), function):
         getattr(library, function)(*arguments)
 
 
 class Weights:
-    """Gives the parameters of a model their values, all at once or part by part, and moves the buffers.
+    """Loads the parameters of a model, all at once or module by module, and moves the buffers.
 
-    Whoever gives the values another form, part by part, never holds much more than the slices themselves. Buffers keep
-    their number format.
+    Loading module by module bounds memory for callers that convert the values. Buffers keep their dtype.
 
     Args:
-        model: the model with its local modules, parameters on the meta device.
-        origin: where the numbers come from.
-        sources: what `find_sources` returned for the whole model.
-        dtype: number format of the parameters.
-        device: where they go, and the buffers.
-        progress: called after each parameter with the bytes that have been read by then, and those that will be.
+        model: with its sharded modules, parameters on the meta device.
+        sources: from `find_sources` for the whole model.
+        dtype: of the parameters.
+        device: of parameters and buffers.
+        progress: called after each parameter with the bytes read so far and the total bytes.
         num_ahead: how many tensors are read ahead, by as many threads.
-        places: the devices of those modules that go elsewhere, by name.
+        places: the devices of modules that go elsewhere, by name.
     """
 
     def __init__(
@@ -186,7 +172,7 @@ class Weights:
                 setattr(module, name, buffer.to(device))
 
     def fill(self, prefix: str = "") -> None:
-        """Fill the parameters whose names begin with `prefix`, in the model's order.
+        """Load the parameters whose names begin with `prefix`, in the model's order.
 
         Raises:
             CheckpointError: a file has changed since it was inspected.
@@ -199,19 +185,17 @@ class Weights:
                 self._progress(self._done_bytes, self._total_bytes)
 
     def _find(self, name: str) -> tuple[nn.Module, str]:
-        """Find the module that holds a parameter, and its name there."""
         path, _, leaf = name.rpartition(".")
         return self._model.get_submodule(path), leaf
 
     def _piece(self, name: str, source: str) -> "_Piece":
-        """What is to be read for a parameter."""
         module, leaf = self._find(name)
         cut = module.slices.get(leaf) if isinstance(module, LocalModule) else None
         device = next((place for path, place in self._places.items() if name.startswith(f"{path}.")), self._device)
         return _Piece(source=source, cut=cut, device=device)
 
     def _read(self, piece: "_Piece") -> nn.Parameter:
-        """A slice of a stored tensor; tied parameters on one device get the same one."""
+        """Read a parameter; tied parameters on one device share it."""
         if piece in self._tied:
             return self._tied[piece]
         values = self._stored.take(piece)
@@ -222,7 +206,7 @@ class Weights:
         return parameter
 
     def _copy(self, piece: "_Piece") -> Tensor:
-        """Make a slice of a tensor of its own, where it will be used."""
+        """Copy a slice of a stored tensor to its device."""
         dim, parts = (piece.cut.dim, [piece.cut.part]) if piece.cut else (None, [])
         return self._origin.read(piece.source, dim=dim, parts=parts, dtype=self._dtype, device=piece.device)
 
@@ -237,7 +221,7 @@ class Weights:
 
 @dataclass(frozen=True, kw_only=True)
 class _Piece:
-    """What is read at once: a stored tensor or a slice of it, and where it goes."""
+    """A stored tensor or a slice of it, and its device."""
 
     source: str
     cut: Slice | None

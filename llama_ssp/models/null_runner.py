@@ -1,8 +1,8 @@
-"""A model that other ranks hold, so that a rank without a slice of it runs the same loop as they do.
+"""A placeholder for a model that other ranks hold, so that a rank without a slice of it can run the same loop.
 
-It keeps no cache and computes nothing; the decision about its logits comes from the rank that has them.
+It keeps no cache and computes nothing; a rank with the logits sends its decision.
 
-Shapes: B sequences, T positions of a forward, R rows of them that are wanted.
+Shapes: B sequences, T positions of a forward, R positions to score.
 """
 
 import torch
@@ -12,13 +12,7 @@ from llama_ssp.shapes import static_shape
 
 
 class NullRunner:
-    """Stands in for a model where there is nothing of it; see `interface.Runner`.
-
-    Args:
-        device: of this rank.
-        vocab_size: of the model.
-        max_position_embeddings: of the model.
-    """
+    """A `Runner` on ranks that hold nothing of the model."""
 
     repeats_operators = True
 
@@ -29,17 +23,17 @@ class NullRunner:
         self.num_allocations = 0
 
     def allocate(self, *, batch_size: int, capacity: int) -> None:
-        """Needs no room."""
+        """Do nothing."""
 
     def forward(
         self,
         ids_BT: Tensor,
-        positions_BT: Tensor,  # noqa: ARG002 - the protocol's
+        positions_BT: Tensor,  # noqa: ARG002 - of the protocol
         *,
         bucket: int,  # noqa: ARG002
         score_positions_BR: Tensor | None = None,
         cache_rows_B: Tensor | None = None,  # noqa: ARG002
     ) -> Tensor:
-        """Logits (B, R, 0): of no token."""
+        """Return empty logits (B, R, 0)."""
         num_rows, num_wanted = static_shape(ids_BT if score_positions_BR is None else score_positions_BR)
         return torch.empty(num_rows, num_wanted, 0, device=self.device)

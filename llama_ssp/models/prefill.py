@@ -1,6 +1,6 @@
-"""Read whole prompts into a model's cache, and choose how much of the cache a forward reads.
+"""Reads whole prompts into a model's cache, and chooses how much of the cache a forward reads.
 
-Long prompts go through in chunks, so that memory and the attention's mask stay bounded. Samples nothing.
+Long prompts are read in chunks, to bound memory and the size of the mask. Nothing is sampled here.
 
 Shapes: R rows being prefilled, S slots, T positions of a chunk, V vocabulary.
 """
@@ -14,28 +14,30 @@ from llama_ssp.models.runner import Runner
 
 CHUNK = 512
 SLOT_STEP = 8
-"""Numbers of slots are multiples of it: kernels of attention read masks in such pieces, or have to copy them first."""
+"""Numbers of slots are multiples of this; otherwise attention kernels have to copy the mask first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Buckets:
-    """Widths at which the cache is read: few enough to capture one graph each, fine enough to cost what is filled.
+    """Buckets, the numbers of cache slots that a forward may read.
+
+    There are few enough to capture one graph each, and enough to read little more than the filled slots.
 
     Attributes:
-        step: every width is a multiple of it, except the last one.
-        num_slots: slots that the cache has.
+        step: every bucket is a multiple of it, except the last one.
+        num_slots: slots of the cache.
     """
 
     step: int
     num_slots: int
 
     def covering(self, num_slots: int) -> int:
-        """The smallest width that shows the first `num_slots` slots."""
+        """The smallest bucket with at least `num_slots` slots."""
         return min(-(-num_slots // self.step) * self.step, self.num_slots)
 
 
 def whole_steps(num_slots: int) -> int:
-    """The least number of slots that a cache of at least so many has."""
+    """Round a number of slots up to a multiple of `SLOT_STEP`."""
     return -(-num_slots // SLOT_STEP) * SLOT_STEP
 
 
@@ -46,14 +48,14 @@ def read_prompts(
 
     Args:
         runner: the model.
-        tokens_RS: token ids (R, S); row r holds a prompt in its first lengths_R[r] slots.
+        tokens_RS: token ids; row r holds a prompt in its first lengths_R[r] slots.
         lengths_R: lengths of the prompts, on the device.
         rows_R: which rows of the cache they become.
         longest: the largest of `lengths_R`, known to the host.
-        buckets: widths of the cache.
+        buckets: of the cache.
 
     Returns:
-        The logits (R, V) behind each row's last prompt token.
+        The logits (R, V) after each row's last prompt token.
     """
     last_R1 = lengths_R[:, None] - 1
     logits_RV: Tensor | None = None

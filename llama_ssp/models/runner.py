@@ -1,6 +1,6 @@
-"""What the loop knows of a model. Every backend and both implementations of a model stand behind it.
+"""The interface of a model, which every implementation and backend provides.
 
-Shapes: B sequences, T positions of a forward, R rows of them that are wanted, V vocabulary.
+Shapes: B sequences, T positions of a forward, R positions to score, V vocabulary.
 """
 
 from typing import Protocol
@@ -14,7 +14,7 @@ class Runner(Protocol):
 
     Attributes:
         repeats_operators: a forward of the same shape calls the same operators on tensors that this object holds.
-        num_allocations: how often `allocate` has made the cache anew, which is then at other addresses.
+        num_allocations: how often `allocate` has replaced the cache, which changes its addresses.
     """
 
     device: torch.device
@@ -24,8 +24,7 @@ class Runner(Protocol):
     repeats_operators: bool
 
     def allocate(self, *, batch_size: int, capacity: int) -> None:
-        """Make room for `batch_size` rows of `capacity` tokens; what is there already is kept when it is enough."""
-        ...
+        """Allocate a cache for `batch_size` rows of `capacity` tokens, unless the current one suffices."""
 
     def forward(
         self,
@@ -36,18 +35,17 @@ class Runner(Protocol):
         score_positions_BR: Tensor | None = None,
         cache_rows_B: Tensor | None = None,
     ) -> Tensor:
-        """Read tokens at given positions into the cache and score what follows each of them.
+        """Read tokens at given positions into the cache, and return the logits after them.
 
         A token sees the cache slots up to its own position. Writing at smaller positions than before rolls a row back.
 
         Args:
             ids_BT: token ids.
-            positions_BT: where they stand in their rows.
-            bucket: only the first `bucket` slots are read; all positions are below it.
+            positions_BT: their positions in their rows.
+            bucket: number of cache slots to read; all positions are below it.
             score_positions_BR: which of the T tokens to score; None for all.
-            cache_rows_B: which rows of the cache the ids belong to; None for all of them, in order.
+            cache_rows_B: each sequence's row in the cache; None for all rows, in order.
 
         Returns:
             Logits (B, R, V) in fp32, over the full vocabulary, on every rank of the model.
         """
-        ...

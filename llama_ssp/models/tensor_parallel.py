@@ -1,9 +1,9 @@
-"""Tensor parallelism with plain tensors: each module that the model's own `tp_plan` names is swapped for a local one.
+"""Tensor parallelism with plain tensors: replaces each module in the model's `tp_plan` by a sharded one.
 
-A local module holds this rank's slice and meets the other ranks in one plain collective. Which slice that is says
-`planning.sharding`; filling it says `loader`, from the `slices` that each local module states.
+A sharded module holds this rank's slice and calls one collective. `architectures.sharding` decides which slice that is;
+`loader` fills it, using the module's `slices`.
 
-    column:  every rank computes some of the outputs, from the whole input, and keeps them (or gathers them all)
+    column:  every rank computes some of the outputs from the whole input, and keeps them or gathers all
     row:     every rank computes all outputs from some of the inputs; the sum over the ranks is the result
 
 Shapes: B sequences, T positions, I inputs, O outputs (of the whole or of the slice), E embedding width.
@@ -28,7 +28,7 @@ _HEAD_CUTS = {Cut.query_heads, Cut.kv_heads, Cut.fused_qkv}
 
 @dataclass(frozen=True, kw_only=True)
 class Slice:
-    """The part of a parameter along one dimension that this rank holds."""
+    """This rank's part of a parameter along one dimension."""
 
     dim: int
     part: range
@@ -38,13 +38,13 @@ class LocalModule(nn.Module):
     """Holds slices of another module's parameters.
 
     Attributes:
-        slices: which slice of the whole each parameter is; parameters that are not named are whole.
+        slices: the slice of each parameter by name; the others are whole.
     """
 
     slices: dict[str, Slice]
 
     def _take(self, whole: nn.Module, slices: dict[str, Slice]) -> None:
-        """Make empty parameters of the slices' sizes, on the whole module's device."""
+        """Make empty parameters of the slices' sizes, on the module's device."""
         self.slices = slices
         for name in ("weight", "bias"):
             parameter = getattr(whole, name, None)
@@ -57,7 +57,7 @@ class LocalModule(nn.Module):
 
 
 class ColumnLinear(LocalModule):
-    """Some of the outputs of a linear layer; their biases with them."""
+    """Some of the outputs of a linear layer, with their biases."""
 
     weight: Tensor
     bias: Tensor | None
@@ -72,14 +72,7 @@ class ColumnLinear(LocalModule):
 
 
 class GatheredLinear(ColumnLinear):
-    """A column-parallel layer whose outputs all ranks need in full, such as the logits.
-
-    Args:
-        whole: the layer that it stands for.
-        part: this rank's outputs.
-        comm: the ranks that share the layer.
-        sizes: number of outputs of each rank.
-    """
+    """A column-parallel layer whose outputs, `sizes` by rank, are gathered on all ranks, such as the logits."""
 
     def __init__(self, whole: nn.Linear, part: range, *, comm: Comm, sizes: tuple[int, ...]) -> None:
         super().__init__(whole, part)
@@ -92,7 +85,7 @@ class GatheredLinear(ColumnLinear):
 
 
 class RowLinear(LocalModule):
-    """Some of the inputs of a linear layer; the bias is whole and is added once, to the sum."""
+    """Some of the inputs of a linear layer; the bias is whole and is added to the sum."""
 
     weight: Tensor
     bias: Tensor | None
@@ -107,13 +100,13 @@ class RowLinear(LocalModule):
         return self.summed(functional.linear(x_BTI, self.weight))
 
     def summed(self, y_BTO: Tensor) -> Tensor:
-        """Add up what the ranks have computed from their inputs, and the bias."""
+        """Sum the outputs of all ranks, and add the bias."""
         y_BTO = self._comm.all_reduce(y_BTO)
         return y_BTO if self.bias is None else y_BTO.add_(self.bias)
 
 
 class VocabularyEmbedding(LocalModule):
-    """Some of the rows of an embedding; the rank that holds a token's row supplies it, the others zeros."""
+    """Some of the rows of an embedding; ranks without a token's row contribute zeros."""
 
     weight: Tensor
 
@@ -132,7 +125,7 @@ class VocabularyEmbedding(LocalModule):
 
 
 class ScaledVocabularyEmbedding(VocabularyEmbedding):
-    """Gemma's: what is looked up is multiplied by a constant."""
+    """The embedding of Gemma, whose output is multiplied by a constant."""
 
     embed_scale: Tensor
 
@@ -146,27 +139,21 @@ class ScaledVocabularyEmbedding(VocabularyEmbedding):
 
 
 def shard(model: PreTrainedModel, shape: ModelShape, comm: Comm) -> None:
-    """Swap the modules of a model for this rank's local ones; does nothing for a group of one rank.
-
-    Args:
-        model: the whole model, its parameters still on the meta device.
-        shape: its sizes.
-        comm: the ranks that share it.
+    """Replace the modules of a model, on the meta device, by this rank's sharded ones; no-op for one rank.
 
     Raises:
-        PlacementError: the model has no plan, or one with a style or a module that is not understood, or there are
-            more ranks than heads.
+        PlacementError: the model has no plan, or one with an unknown style or module, or there are more ranks than
+            heads.
     """
     if comm.size == 1:
         return
     plan = tp_plan_of(model)
     if not plan:
-        message = f"{shape.model_type} has no tensor-parallel plan: run it on one rank, not on {comm.size}"
-        raise PlacementError(message)
+        raise PlacementError(f"{shape.model_type} has no tensor-parallel plan: run it on one rank, not on {comm.size}")
     shards = split_model(shape, num_ranks=comm.size)
     for name, module in list(model.named_modules()):
         style = _style(plan, name)
-        # An embedding class of a family's own does more than look up; where that is not known, it stays whole.
+        # A family's own embedding class does more than look up; it stays whole unless the family's record allows it.
         is_own_embedding = isinstance(module, nn.Embedding) and type(module) is not nn.Embedding
         if style.startswith("replicated") or (is_own_embedding and not family_of(shape.model_type).cuts_own_embedding):
             continue
@@ -176,7 +163,7 @@ def shard(model: PreTrainedModel, shape: ModelShape, comm: Comm) -> None:
 
 
 def is_row_parallel(model: PreTrainedModel, name: str) -> bool:
-    """Whether the model's plan cuts a module along its inputs."""
+    """Whether the model's plan splits a module along its inputs."""
     return _style(tp_plan_of(model), name) == "rowwise"
 
 
@@ -185,7 +172,7 @@ def _style(plan: dict[str, str], name: str) -> str:
 
 
 def _local(name: str, module: nn.Module, style: str, *, shards: tuple[RankShard, ...], comm: Comm) -> LocalModule:
-    """This rank's local stand-in for one module."""
+    """Make this rank's sharded module."""
     cut = cut_of(name)
     part, size = shards[comm.rank].features(cut), shards[-1].features(cut).stop
     local: LocalModule
@@ -213,7 +200,7 @@ def _local(name: str, module: nn.Module, style: str, *, shards: tuple[RankShard,
 
 
 def _set_local_heads(attention: nn.Module, heads: HeadShard) -> None:
-    """Tell an attention module how many heads it has now, in the words that it uses."""
+    """Set an attention module's numbers of heads to those of this rank."""
     num_heads, num_kv_heads = len(heads.query_heads), len(heads.kv_heads)
     counts = {
         "num_heads": num_heads,

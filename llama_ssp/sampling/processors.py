@@ -1,11 +1,11 @@
-"""From logits to probabilities to a token: the processors, and the draw of one token per row by two uniform numbers.
+"""Turns logits into probabilities and draws one token per row from two uniforms.
 
-The processors run in the order temperature, top-k, top-p, min-p, and keep the sets that transformers' warpers keep. Tie
-rule: logits equal to the smallest kept one are kept too (transformers' top-p keeps those that its sort puts last).
-Where the uniform numbers come from is `random`'s matter; what is done with drafted tokens is `verification`'s.
+The processors run in the order temperature, top-k, top-p, min-p, and keep the same tokens as the warpers of
+transformers. Ties: logits equal to the smallest kept one are kept too (transformers' top-p keeps those that its sort
+puts last). Uniforms come from `uniforms`; drafted tokens are verified in `rules`.
 
-Shapes: B sequences, V vocabulary, P = 2 numbers of a draw, C blocks of M tokens; `...V` stands for any leading
-dimensions, S for logits sorted from the largest.
+Shapes: B sequences, V vocabulary, P = 2 uniforms per draw, C blocks of M tokens, S logits sorted in descending order;
+`...` stands for any leading dimensions.
 """
 
 import math
@@ -18,20 +18,16 @@ from torch.nn.functional import pad
 from llama_ssp.config.schema import SamplingConfig
 from llama_ssp.shapes import static_shape
 
-# Weights become whole multiples of 2^-62; their sums, below 2, fit into int64 and are exact in any order of adding.
+# Weights become multiples of 2^-62; their sums are below 2, so they fit into int64 and are exact in any order.
 DRAW_UNITS = 2.0**62
 
 
 def processor(sampling: SamplingConfig) -> Callable[[Tensor], Tensor]:
-    """Compose the processors of a sampling config.
-
-    Args:
-        sampling: `temperature` > 0 (greedy has no probabilities), `top_k` >= 1 or null, `top_p` in (0, 1] or null,
-            `min_p` in (0, 1] or null.
+    """Compose the processors of a sampling config with a temperature above 0 (greedy has no probabilities).
 
     Returns:
-        A function from logits (..., V), which it leaves alone, to probabilities (..., V) in fp32, or in fp64 when the
-        logits are fp64. A logit of minus infinity has probability 0.
+        A function from logits (..., V), left unchanged, to probabilities (..., V) in fp32, or fp64 for logits in fp64.
+        A logit of minus infinity has probability 0.
 
     Source: Fan et al. 2018, arXiv:1805.04833 (top-k); Holtzman et al. 2020, arXiv:1904.09751 (top-p);
         Minh et al. 2024, arXiv:2407.01082 (min-p).
@@ -66,37 +62,37 @@ def _num_in_nucleus(probs_S: Tensor, top_p: float) -> Tensor:
 
 
 def _keep(probs: Tensor, is_kept: Tensor) -> Tensor:
-    """Renormalise, in place, the probabilities of some tokens."""
+    """Zero the probabilities of all other tokens and renormalise, in place."""
     probs.mul_(is_kept)
     return probs.div_(probs.sum(-1, keepdim=True))
 
 
 def draw(weights_BV: Tensor, uniforms_BP: Tensor) -> Tensor:
-    """Draw one token per row, each with its weight's share of the row's sum: a block of tokens, then a token in it.
+    """Draw one token per row, in proportion to the weights: first a block of tokens, then a token in the block.
 
-    Both are drawn by inverting the cumulative distribution, each with a number of its own. Where rounding differs, as
-    between placements, a border moves by what all weights before it moved together, and a draw that falls between the
-    old border and the new one changes: some hundred short borders are far steadier than one for each token.
+    Each token uses two uniforms: one picks the block, one the token within it, both by inverting the cumulative
+    distribution. Rounding differs between placements and shifts each boundary of that distribution by the summed error
+    of all weights before it; a draw between the old and the new boundary changes. Sums over about a hundred blocks, and
+    then over the tokens of one, shift far less than one sum over the whole vocabulary.
 
-    What has weight 0 is never drawn: with c the cumulative sum in whole numbers, the first place with c[i] > x has
-    c[i - 1] <= x < c[i], so its own part is positive. There always is one, since x = floor(u c[-1]) is below c[-1]
-    for u <= 1 - 2^-53. Whole numbers make that true of parallel sums too, where fp64 would round c[i] and c[i - 1]
-    differently. Indices are clamped for the sake of NaN alone, which must not become an invalid id before the flag
-    that reports it arrives.
+    A token of weight 0 is never drawn: with c the cumulative sum in integers, the first i with c[i] > x has
+    c[i - 1] <= x < c[i], so its weight is positive. Such an i exists, because x = floor(u c[-1]) is below c[-1] for
+    u <= 1 - 2^-53. Integers make this hold for parallel sums too, where fp64 would round c[i] and c[i - 1] differently.
+    Indices are clamped only because of NaN, which must not become an invalid id before its flag is reported.
 
     Args:
-        weights_BV: at least 0, with a sum below 2 and not 0: probabilities, or what is left of them. The smaller the
-            sum, the coarser the shares, by just as much as such a row is rarer.
-        uniforms_BP: fp64 in [0, 1), from `random`: that of the block, and that of the token in it.
+        weights_BV: at least 0, with a sum above 0 and below 2: probabilities, or a residual of them. A row with a
+            small sum has coarser shares, but is rarer in the same proportion.
+        uniforms_BP: fp64 in [0, 1): for the block, and for the token in it.
 
     Returns:
-        int64 (B, 1); the borders between tokens are exact to within V 2^-53 over the row's sum.
+        int64 (B, 1); the boundaries between tokens are exact to within V 2^-53 over the row's sum.
     """
     return draw_units(weights_BV * DRAW_UNITS, uniforms_BP, vocab_size=static_shape(weights_BV)[-1])
 
 
 def draw_units(units_BV: Tensor, uniforms_BP: Tensor, *, vocab_size: int) -> Tensor:
-    """Draw by weights that have been multiplied by `DRAW_UNITS`, `vocab_size` of them a row; see `draw`."""
+    """Draw by weights that have been multiplied by `DRAW_UNITS`; see `draw`."""
     block_size = tokens_of_a_block(vocab_size)
     num_blocks = -(-vocab_size // block_size)
     num_missing = num_blocks * block_size - vocab_size
@@ -113,12 +109,12 @@ def draw_units(units_BV: Tensor, uniforms_BP: Tensor, *, vocab_size: int) -> Ten
 
 
 def tokens_of_a_block(vocab_size: int) -> int:
-    """M: the power of two next to the vocabulary's square root, so that there are about as many blocks."""
+    """M: the power of two nearest to the square root of the vocabulary, so that C is about as large."""
     return 1 << round(math.log2(vocab_size) / 2)
 
 
 def rows_at(positions_B1: Tensor, *, num_rows: int, num_positions: int) -> Tensor:
-    """Where one position of each row lies when rows and positions are one dimension."""
+    """The index (B,) of one position of each row when rows and positions are flattened into one dimension."""
     rows_B = positions_B1.flatten()
     if num_rows == 1:
         return rows_B
@@ -126,7 +122,7 @@ def rows_at(positions_B1: Tensor, *, num_rows: int, num_positions: int) -> Tenso
 
 
 def _pick(units_BX: Tensor, uniforms_B1: Tensor, *, num_places: int) -> Tensor:
-    """The place in each row where its cumulative sum passes a share of the whole."""
+    """The index in each row where the cumulative sum passes the given share of the total."""
     cumulative_BX = units_BX.cumsum(-1)
     points_B1 = (uniforms_B1 * cumulative_BX.narrow(1, num_places - 1, 1)).long()
     return torch.searchsorted(cumulative_BX, points_B1, right=True).clamp_max_(num_places - 1)

@@ -1,13 +1,13 @@
-"""Uniform numbers that are a pure function of their key, computed by tensor operations where the batch lives.
+"""Uniforms that are a pure function of their key, computed by tensor operations on the batch's device.
 
-A number depends on (seed, prompt index, sample index, start of the round, offset in it, purpose) and on nothing else:
-not on the batch, the placement, a refill or a resumption. There is no generator state and nothing is read by the host,
-so a round can run on the meta device and inside a CUDA graph. This module does not turn numbers into tokens (`logits`).
+A uniform depends only on (seed, prompt index, sample index, start of the round, offset in the round, purpose), not on
+the batch, the placement, a refill or a resumption. There is no generator state and the host reads nothing, so a round
+can run on the meta device and inside a CUDA graph. Module `processors` turns uniforms into tokens.
 
-How it works: a row's key plus a two-dimensional Weyl lattice over (start, counter) is sent through the finaliser of
-SplitMix64. All arithmetic is int64 with wrap-around, alike on every device.
+Method: a row's key plus a two-dimensional Weyl lattice over (start, counter) passes through the finaliser of
+SplitMix64. All arithmetic is int64 with wrap-around, the same on every device.
 
-Shapes: B sequences, K drafted tokens, P = 2 numbers of a draw, N = 3 K + 4 numbers of one round.
+Shapes: B sequences, K drafted tokens, P = 2 uniforms per draw, N = 3 K + 4 uniforms per round, M rounds.
 """
 
 from enum import IntEnum
@@ -18,12 +18,12 @@ from torch import Tensor
 
 
 def _signed(bits: int) -> int:
-    """The int64 that has the low 64 bits of `bits`."""
+    """The low 64 bits of `bits` as int64."""
     return (bits + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
-# Steps of the R2 sequence (2^64 / g and 2^64 / g^2, g the plastic number): their multiples are spread evenly. No two
-# (start, counter) of one row meet while starts are below 2^24.
+# Steps of the R2 sequence (2^64 / g and 2^64 / g^2, g the plastic number), whose multiples are spread evenly. No two
+# (start, counter) of one row collide while starts are below 2^24.
 _START_STEP = _signed(0xC13FA9A902A6328F)
 _COUNTER_STEP = _signed(0x91E10DA5C79E7B1D)
 _MIX_FACTORS = (_signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB))
@@ -31,11 +31,11 @@ _MIX_SHIFTS = (30, 27, 31)
 _TOP_53_BITS = _signed(-1 << 11)
 _MAX_OFFSETS = 1 << 16
 PER_DRAW = 2
-"""P: uniform numbers that a draw of one token takes; see `logits.draw`."""
+"""P: uniforms per drawn token; see `processors.draw`."""
 
 
 class Purpose(IntEnum):
-    """What a number decides; each purpose has counters of its own."""
+    """What a uniform is used for; each purpose has its own counters."""
 
     draft = 0
     accept = 1
@@ -44,9 +44,9 @@ class Purpose(IntEnum):
 
 
 class Draws(NamedTuple):
-    """The numbers of one round, fp64 in [0, 1): multiples of 2^-53.
+    """The uniforms of one round, fp64 in [0, 1), multiples of 2^-53.
 
-    `residual_BP` serves the token after the accepted ones, resampled or bonus; `plain_BP` rounds without a draft.
+    `residual_BP` draws the token after the accepted ones, resampled or bonus; `plain_BP` is for rounds without a draft.
     """
 
     draft_BKP: Tensor
@@ -56,7 +56,7 @@ class Draws(NamedTuple):
 
 
 def _mix_(bits: Tensor) -> Tensor:
-    """Scramble int64 in place, one to one.
+    """Scramble int64 bijectively, in place.
 
     Source: Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators", with Stafford's variant 13.
     """
@@ -69,34 +69,19 @@ def _mix_(bits: Tensor) -> Tensor:
 
 
 def row_keys(*, seed: int, prompt_index_B: Tensor, sample_index_B: Tensor) -> Tensor:
-    """Make the keys of rows, once per row.
-
-    Args:
-        seed: any integer; its low 64 bits count.
-        prompt_index_B: int64, the prompts' indices in their file.
-        sample_index_B: int64, which sample of its prompt each row is.
-
-    Returns:
-        int64 (B,), on the device of the indices.
-    """
+    """Make the keys of rows, int64 (B,), from the low 64 bits of the seed and int64 indices (see `Request`)."""
     keys_B = _mix_(torch.full_like(prompt_index_B, _signed(seed)))
     keys_B = _mix_(torch.add(keys_B, prompt_index_B, alpha=_START_STEP))
     return _mix_(torch.add(keys_B, sample_index_B, alpha=_START_STEP))
 
 
 class UniformTable:
-    """The numbers of rounds with `num_draft_tokens` drafted tokens.
+    """The uniforms of rounds with K = `num_draft_tokens` <= 32768 drafted tokens; K is 0 without a draft.
 
-    All numbers that a row can ever need are made at once when it is admitted: a round then only looks its own up.
+    All uniforms of a row are computed when it is admitted; a round only looks its own up.
     """
 
     def __init__(self, num_draft_tokens: int, device: torch.device) -> None:
-        """Lay out the counters.
-
-        Args:
-            num_draft_tokens: K, at most 32768; 0 when nothing is drafted.
-            device: where keys and starts will live.
-        """
         num_offsets = {Purpose.draft: PER_DRAW * num_draft_tokens, Purpose.accept: num_draft_tokens}
         counters = [
             purpose * _MAX_OFFSETS + offset
@@ -110,22 +95,19 @@ class UniformTable:
         self._half = torch.tensor(0.5, dtype=torch.float64, device=device)
 
     def uniforms(self, keys: Tensor, starts: Tensor) -> Tensor:
-        """Make all numbers of the rounds that begin at `starts`.
+        """Compute all uniforms (..., N), fp64, of the rounds that begin at `starts`.
 
         Args:
             keys: from `row_keys`, any shape that broadcasts with `starts`.
             starts: int64, the length of each row when the round begins.
-
-        Returns:
-            fp64 (..., N). A row's do not depend on the other rows, nor on K where the offset is the same.
         """
         bits = torch.add(keys, starts, alpha=_START_STEP)[..., None] + self._steps_N
         _mix_(bits).bitwise_and_(_TOP_53_BITS)
-        # Signed 53-bit fractions of 2^64 plus one half: exact in fp64, and 1 is never reached.
+        # Signed 53-bit fractions of 2^64 plus one half: exact in fp64, and always below 1.
         return torch.add(self._half, bits, alpha=2.0**-64)
 
     def split(self, uniforms_BN: Tensor) -> Draws:
-        """Name the numbers of one round by their purposes; views."""
+        """Split the uniforms of one round by purpose, as views."""
         num = self._num_draft_tokens
         draft_BX, *others = uniforms_BN.split_with_sizes([PER_DRAW * num, num, PER_DRAW, PER_DRAW], dim=1)
         return Draws(draft_BX.unflatten(1, (num, PER_DRAW)), *others)

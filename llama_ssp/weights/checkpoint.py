@@ -1,7 +1,7 @@
-"""A folder of safetensors weights: checked as a whole before anything is loaded, then read slice by slice.
+"""A folder of safetensors weights: checked as a whole before loading, then read slice by slice.
 
-Every fault of a folder is one `CheckpointError` here: missing, truncated or corrupt files, pickle weights, unknown or
-self-coded models. Which tensors a model needs is asked in `loader`; where the folder comes from, in `hub`.
+Every fault of a folder raises `CheckpointError`: missing, truncated or corrupt files, pickle weights, unknown models or
+models with custom code. Module `loader` matches tensors with a model; `hub` finds the folder.
 """
 
 from collections import Counter
@@ -29,21 +29,14 @@ _FLOAT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.floa
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor(TensorFacts):
-    """What a tensor is, and the safetensors file where it lies."""
+    """A tensor and its safetensors file."""
 
     file: Path
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A folder that `inspect` found sound; an `origin.WeightSource`.
-
-    Attributes:
-        folder: where the files are.
-        config: the library's own configuration of the model.
-        shape: its sizes.
-        tensors: what the files hold, by the names that they use.
-    """
+    """A folder checked by `inspect`; a `WeightSource`."""
 
     folder: Path
     config: PretrainedConfig
@@ -52,12 +45,12 @@ class Checkpoint:
 
     @property
     def context(self) -> int:
-        """The most tokens that a sequence may have."""
+        """The maximum sequence length."""
         return self.shape.max_position_embeddings
 
     @property
     def dtype(self) -> torch.dtype:
-        """The number format that most of the stored tensors have."""
+        """The dtype of most of the stored tensors."""
         dtypes = Counter(tensor.dtype for tensor in self.tensors.values() if tensor.dtype)
         return dtypes.most_common(1)[0][0]
 
@@ -70,9 +63,7 @@ class Checkpoint:
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
     ) -> Tensor:
-        """Copy a tensor, or a slice of it, out of its file; no more than it is copied. See `WeightSource.read`.
-
-        Casting while copying needs no second copy on the CPU.
+        """Copy a tensor or a slice of it out of its file, casting in the same copy; see `WeightSource.read`.
 
         Raises:
             CheckpointError: the file has changed since it was inspected.
@@ -92,34 +83,32 @@ class Checkpoint:
 
 
 def _copy(view: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Leave the file behind: what safetensors returns is a view of the mapped file."""
+    """Copy a tensor of safetensors, which is a view of the mapped file."""
     return view.to(dtype or view.dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 def inspect(folder: Path) -> Checkpoint:
-    """Check a folder as `save_pretrained` writes it, without loading any weight.
+    """Check a folder written by `save_pretrained`, without loading weights.
 
     Raises:
         CheckpointError: anything is missing, malformed or unsupported.
     """
     if not folder.is_dir():
-        message = f"{folder} does not exist: a folder with config.json and safetensors weights is required"
-        raise CheckpointError(message)
+        raise CheckpointError(f"{folder} does not exist: a folder with config.json and safetensors weights is required")
     config = _read_config(folder)
     try:
         shape = shape_of(config)
     except (AttributeError, TypeError, ZeroDivisionError) as error:
-        message = f"{folder}/config.json describes no decoder with attention: {error}"
-        raise CheckpointError(message) from error
+        raise CheckpointError(f"{folder}/config.json describes no decoder with attention: {error}") from error
     small = [f"{name} {size}" for name, size in asdict(shape).items() if type(size) is int and size < 1]
     if small:
-        message = f"{folder}/config.json means {', '.join(small)}, and at least 1 is required: copy it again"
+        message = f"{folder}/config.json gives {', '.join(small)}, but at least 1 is required: copy it again"
         raise CheckpointError(message)
     return Checkpoint(folder=folder, config=config, shape=shape, tensors=_list_tensors(folder))
 
 
 def shape_of(config: PretrainedConfig) -> ModelShape:
-    """The sizes of a model, where its family leaves some of them to be derived from others."""
+    """The sizes of a model; sizes that its family does not store are derived from others."""
     num_heads = config.num_attention_heads
     return ModelShape(
         model_type=config.model_type,
@@ -136,21 +125,20 @@ def shape_of(config: PretrainedConfig) -> ModelShape:
 
 
 def check_shape(entry: ModelConfig, checkpoint: Checkpoint) -> None:
-    """Compare a catalogue entry with the files that were found for it.
+    """Compare a catalogue entry with its checkpoint.
 
     Raises:
-        CheckpointError: the entry has a shape and the files have another one.
+        CheckpointError: the entry has a shape and that of the files differs.
     """
     if entry.shape is None:
         return
     wanted, found = asdict(entry.shape), asdict(checkpoint.shape)
     differences = [f"{name} is {found[name]}, not {value}" for name, value in wanted.items() if found[name] != value]
     if differences:
-        message = (
+        raise CheckpointError(
             f"{checkpoint.folder} is not {entry.name}: {', '.join(differences)}; "
-            f"model=local model.path={checkpoint.folder} takes it as it is"
+            f"model=local model.path={checkpoint.folder} accepts it"
         )
-        raise CheckpointError(message)
 
 
 def _read_config(folder: Path) -> PretrainedConfig:
@@ -171,13 +159,11 @@ def _read_config(folder: Path) -> PretrainedConfig:
     elif "quantization_config" in content:
         problem = "describes quantized weights: float32, bfloat16 or float16 weights are required"
     if problem:
-        message = f"{file} {problem}"
-        raise CheckpointError(message)
+        raise CheckpointError(f"{file} {problem}")
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # values fail in as many ways as there are families
-        message = f"{file} is no valid configuration of {model_type}: {_reason(error)}"
-        raise CheckpointError(message) from error
+    except Exception as error:  # each family raises its own errors
+        raise CheckpointError(f"{file} is no valid configuration of {model_type}: {_reason(error)}") from error
     return config
 
 
@@ -189,13 +175,12 @@ def _list_tensors(folder: Path) -> dict[str, StoredTensor]:
         raise _no_weights(folder)
     file_of = read_json(index).get("weight_map")
     if not isinstance(file_of, dict) or not all(_is_file_name(name) for name in file_of.values()):
-        message = f"{index} has no weight_map from tensors to files beside it: copy or download it again"
+        message = f"{index} has no weight_map from tensors to files in the folder: copy or download it again"
         raise CheckpointError(message)
     files = sorted(set(file_of.values()))
     absent = [name for name in files if not (folder / name).is_file()]
     if absent:
-        message = f"{index} names {summary(absent)}, which is missing: copy or download the folder again"
-        raise CheckpointError(message)
+        raise CheckpointError(f"{index} names {summary(absent)}, which is missing: copy or download the folder again")
     headers = {name: _read_header(folder / name) for name in files}
     strays = [name for name, file in file_of.items() if name not in headers[file]]
     if strays:
@@ -205,14 +190,14 @@ def _list_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def _is_file_name(name: object) -> bool:
-    """Whether this can be the name of a file in the folder itself."""
+    """Whether this can be the name of a file directly in the folder."""
     if not isinstance(name, str) or "\0" in name or Path(name).name != name:
         return False
     return len(name.encode(errors="surrogatepass")) <= _MAX_NAME_BYTES
 
 
 def _read_header(file: Path) -> dict[str, StoredTensor]:
-    """List a file's tensors; opening it makes safetensors check the header against the size of the file."""
+    """List a file's tensors; on opening, safetensors checks the header against the size of the file."""
     try:
         with safe_open(file, framework="pt") as stored:
             slices = {name: stored.get_slice(name) for name in stored.keys()}  # noqa: SIM118 - not a mapping
@@ -245,17 +230,17 @@ def _no_weights(folder: Path) -> CheckpointError:
 
 
 def summary(names: Sequence[str], *, limit: int = 4) -> str:
-    """The first few names and how many more there are."""
+    """The first few names and the number of others."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(map(_shortened, names[:limit])) + more
 
 
 def _shortened(name: str) -> str:
-    """A name that a damaged file may have made long, or no text at all."""
+    """A printable, short form of a name, which a damaged file may have garbled."""
     name = name if name.isprintable() else shown(name)
     return name if len(name) <= _MAX_NAME_SHOWN else f"{name[:_MAX_NAME_SHOWN]}..."
 
 
 def _reason(error: Exception) -> str:
-    """What a library says, in one line that is not too long."""
+    """A library's message as one short line."""
     return " ".join(str(error).split())[:_MAX_NAME_SHOWN] or type(error).__name__

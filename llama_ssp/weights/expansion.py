@@ -1,14 +1,14 @@
-"""Where each number of a small Llama goes in a larger Llama shape, so that the large model computes the same function.
+"""Embeds a small Llama in a larger Llama shape, so that the large model computes the same function.
 
-Every matrix of the large model is one `gather` of a small one; here are its indices and factors.
+Every matrix of the large model is a `gather` of a small one. This module computes the indices and factors:
 
-    residual    copies of the small hidden state side by side; what reads it reads the first, what writes it writes all
-    heads, MLP  copies of the small ones; what they write is shared out over the copies, so that every rank has a part
-    layers      spread evenly; in the others all copies are one, and their writings cancel, but no rank's part is zero
-    vocabulary  a token that the small model lacks scores by the last residual dimension alone, a great negative number
+    residual    concatenated copies of the small hidden state; readers use the first copy, writers write all copies
+    heads, MLP  copies of the small ones, each of which contributes a part of the output, so that every rank has a part
+    layers      the small ones, spread evenly; in between, layers whose contributions cancel, but not within a rank
+    vocabulary  a token that the small model lacks gets a large negative logit from the last residual dimension alone
 
-Factors are powers of two wherever the shapes allow it: the large matrices then hold the small one's numbers in any
-number format. Nothing here reads a weight; that does `synthetic`.
+Factors are powers of two if the shapes allow it, so that the large matrices hold the small numbers exactly in any
+dtype. Weights are read in `synthetic`.
 """
 
 import math
@@ -25,19 +25,19 @@ _LOWEST, _LIFT = -(2.0**14), 32.0
 
 
 def shares(count: int) -> list[float]:
-    """As many powers of two that add up to 1."""
+    """`count` powers of two with the sum 1."""
     power = 1 << (count.bit_length() - 1)
     num_halved = count - power
     return [1 / power] * (power - num_halved) + [0.5 / power] * (2 * num_halved)
 
 
 def cancelling(count: int) -> list[float]:
-    """As many powers of two, with signs, that add up to 0, while no proper run of them does; a lone one is 0."""
+    """`count` signed powers of two with the sum 0, but no partial run with the sum 0; a single one is 0."""
     return [0.0] if count == 1 else [1.0, *(-share for share in shares(count - 1))]
 
 
 def obstacle(small: ModelShape, large: ModelShape) -> str | None:
-    """Why a shape cannot hold a small model, or None."""
+    """The reason why a shape cannot hold a small model, or None."""
     least = {
         "num_hidden_layers": small.num_hidden_layers,
         "hidden_size": small.hidden_size + (large.vocab_size > small.vocab_size),
@@ -55,7 +55,7 @@ def obstacle(small: ModelShape, large: ModelShape) -> str | None:
 
 
 def _head_groups(small: ModelShape, large: ModelShape) -> list[range]:
-    """The small query heads, cut such that each part can share one large key-value head."""
+    """The small query heads, in groups that can share one large key-value head."""
     small_group = small.num_attention_heads // small.num_key_value_heads
     large_group = large.num_attention_heads // large.num_key_value_heads
     return [
@@ -67,7 +67,7 @@ def _head_groups(small: ModelShape, large: ModelShape) -> list[range]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Copies:
-    """Which small unit each large one is a copy of, and its part in what all of them write."""
+    """The small unit that each large one copies, and its weight in the output."""
 
     sources: Tensor
     weights: Tensor
@@ -85,7 +85,7 @@ class _Copies:
 
 @dataclass(frozen=True, kw_only=True)
 class _LayerMaps:
-    """What a layer's heads and units are copies of."""
+    """The copies of a layer's heads and MLP units."""
 
     query: _Copies
     kv_sources: Tensor
@@ -93,18 +93,12 @@ class _LayerMaps:
 
 
 class Implant:
-    """A small Llama in a large shape.
-
-    Args:
-        small: the shape that is implanted.
-        large: the shape that holds it; there is no `obstacle` between the two.
-        small_eps: `rms_norm_eps` of the small model.
-        small_theta: its rotary base.
+    """A small Llama, with its `rms_norm_eps` and rotary base, in a large shape without `obstacle`.
 
     Attributes:
         eps: `rms_norm_eps` of the large model.
-        theta: its rotary base.
-        layers: for each large layer the small one that it holds, and whether it counts.
+        theta: rotary base of the large model.
+        layers: for each large layer the index of the small one that it copies, and whether it contributes.
     """
 
     def __init__(self, small: ModelShape, large: ModelShape, *, small_eps: float, small_theta: float) -> None:
@@ -115,7 +109,7 @@ class Implant:
         self._spread = math.sqrt(self._num_copies * small.hidden_size / large.hidden_size)
         self._gain = 2.0 ** round(-math.log2(self._spread))
         budget = (self._gain * self._spread) ** 2 * small_eps
-        # The reserved dimension adds its mean square to that of every token: eps makes up the rest.
+        # The reserved dimension adds its mean square to that of every token; eps supplies the rest of the budget.
         self._constant = 2.0 ** math.floor(math.log2(0.75 * budget * large.hidden_size) / 2) if self._reserved else 0.0
         self.eps = budget - self._constant**2 / large.hidden_size
         self._pairs, self.theta = _rotary(small.head_dim, large.head_dim, theta=small_theta)
@@ -128,7 +122,7 @@ class Implant:
         self._maps = {counts: self._layer_maps(counts=counts) for counts in (True, False)}
 
     def gather(self, name: str) -> Gather:
-        """Say how a tensor of the large model comes from one of the small model, by its name in both."""
+        """Return how the large tensor of this name is made from a small one."""
         if name.startswith("model.layers."):
             return self._layer_gather(name)
         is_tied = self._large.tie_word_embeddings
@@ -180,27 +174,27 @@ class Implant:
         return Gather(source=source, rows_O=row, columns_I=self._written(), scale=scale, last_column=last_column)
 
     def _heads(self, sources: Tensor, dims: Tensor) -> Tensor:
-        """The small feature behind each feature of large heads: small dimension i is a head's dimension dims[i]."""
+        """The small feature of each feature of large heads: small dimension i is a head's dimension dims[i]."""
         head_dim = self._small.head_dim
         features = torch.full((len(sources), self._large.head_dim), SPARE)
         features[:, dims] = sources[:, None] * head_dim + torch.arange(head_dim)
         return features.flatten()
 
     def _read(self) -> Tensor:
-        """The columns of a matrix that reads the residual: the first copy alone."""
+        """The columns of a matrix that reads the residual: the first copy only."""
         columns = torch.full((self._large.hidden_size,), SPARE)
         columns[: self._small.hidden_size] = torch.arange(self._small.hidden_size)
         return columns
 
     def _written(self) -> Tensor:
-        """The small dimension behind each dimension of the residual, in all copies."""
+        """The small dimension of each dimension of the residual, in all copies."""
         features = torch.full((self._large.hidden_size,), SPARE)
         width = self._num_copies * self._small.hidden_size
         features[:width] = torch.arange(width) % self._small.hidden_size
         return features
 
     def _layer_maps(self, *, counts: bool) -> _LayerMaps:
-        """Copies of all heads and units; in a layer that does not count, of few, so that each is on many ranks."""
+        """Copies of all heads and units; in a layer that cancels, of only a few, so that each is on many ranks."""
         groups = _head_groups(self._small, self._large)
         num_units, num_kv_heads = self._small.intermediate_size, self._large.num_key_value_heads
         if not counts:
@@ -218,7 +212,7 @@ class Implant:
 
 
 def _num_copies(small_size: int, room: int, large_size: int) -> int:
-    """How often the small hidden state fits; rather so often that the norms' factor is a power of two."""
+    """The number of copies of the hidden state that fit, preferably such that the norms' factor is a power of two."""
     most = room // small_size
     exact = [count for count in range(1, most + 1) if _is_power_of_four(large_size, count * small_size)]
     return max(exact, default=most)
@@ -230,7 +224,7 @@ def _is_power_of_four(numerator: int, denominator: int) -> bool:
 
 
 def _rotary(small_dim: int, large_dim: int, *, theta: float) -> tuple[Tensor, float]:
-    """Put each small rotary pair, i and i + d / 2, where the large head turns at its speed; also the large base."""
+    """The large dimension of each small one, such that rotary frequencies match, and the large rotary base."""
     num_pairs, step = small_dim // 2, 1
     if large_dim % small_dim == 0:
         step = large_dim // small_dim

@@ -1,8 +1,8 @@
-"""A large matrix as one gather of a small one, of which any slice can be made without the rest.
+"""A large matrix as one gather of a small one; any slice can be made without the rest.
 
-    large[r, c] = scale * small[rows[r], columns[c]] * weights[c]        0 where an index is SPARE
+    large[r, c] = scale * small[rows[r], columns[c]] * weights[c]        0 if an index is SPARE
 
-Which indices these are says `implant`. Shapes: O rows and I columns of the large matrix; a norm is a single row.
+Module `expansion` computes the indices. Shapes: O rows and I columns of the large matrix; a norm is a single row.
 """
 
 from collections.abc import Sequence
@@ -17,14 +17,14 @@ SPARE = -1
 
 @dataclass(frozen=True, kw_only=True)
 class Gather:
-    """How a large matrix comes from a small one.
+    """How a large matrix is made from a small one.
 
     Attributes:
         source: name of the small tensor.
-        rows_O, columns_I: which small row and column; SPARE for none.
-        weights_I: factor of each column, a power of two with a sign, or 0; None takes all columns as they are.
-        scale: factor of all.
-        last_column: its value in rows that are taken, and in spare ones; None leaves it as it comes.
+        rows_O, columns_I: indices of the small row and column; SPARE for none.
+        weights_I: factor of each column, a signed power of two, or 0; None for 1.
+        scale: factor of all numbers.
+        last_column: its value in rows with an index, and in spare rows; None does not set it.
     """
 
     source: str
@@ -38,19 +38,19 @@ class Gather:
         """Keep some of the rows (dim 0) or of the columns (dim 1), in the order of `parts`."""
         if dim == 0:
             return replace(self, rows_O=_kept(self.rows_O, parts))
-        assert self.last_column is None, "what has a value of its own for the last column is cut by rows"
+        assert self.last_column is None, "matrices with a last column are cut by rows"
         weights_I = None if self.weights_I is None else _kept(self.weights_I, parts)
         return replace(self, columns_I=_kept(self.columns_I, parts), weights_I=weights_I)
 
     def make(self, small: Tensor, *, dtype: torch.dtype) -> Tensor:
         """Make the matrix, on the device of the small one.
 
-        Beside the result there are only its distinct rows, each once. The small numbers are rounded to `dtype` before
-        they are spread, so that all copies of one are equal.
+        Memory: the result, and its distinct rows once. The small numbers are rounded to `dtype` before they are copied,
+        so that all copies of a number are equal.
         """
         device = small.device
         distinct, rows_O = self.rows_O.unique(return_inverse=True)
-        padded = functional.pad(small * self.scale, (0, 1, 0, 1)).to(dtype)  # zeros for SPARE, the last of each
+        padded = functional.pad(small * self.scale, (0, 1, 0, 1)).to(dtype)  # zeros at index SPARE
         spread = padded[distinct.to(device)].index_select(1, self.columns_I.remainder(padded.shape[1]).to(device))
         if self.weights_I is not None:
             spread.mul_(self.weights_I.to(device, dtype))

@@ -1,7 +1,7 @@
-"""Where a model's files are: a folder of the user's, the pair that is shipped, or a copy from the Hugging Face hub.
+"""Finds a model's files: in the user's folder, the shipped pair, or the Hugging Face hub.
 
-Only one rank per node should call this for a hub model; the others then find the files in the cache (HF_HOME). What the
-files hold is checked in `checkpoint`.
+For a hub model one rank per node should call this first; the others then find the files in the cache (HF_HOME). Module
+`checkpoint` checks the files.
 """
 
 from importlib.resources import files
@@ -20,36 +20,31 @@ from llama_ssp.config.paths import read_path
 from llama_ssp.config.schema import ModelConfig
 from llama_ssp.errors import CheckpointError
 
-# Weights under the names that save_pretrained gives them: some repositories hold a second copy under another name.
+# Only weights named as by save_pretrained: some repositories hold a second copy under another name.
 _FILES = ["model*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "merges.txt", "vocab.txt"]
 
 
 def resolve(model: ModelConfig) -> Path:
-    """Find the folder of a model, downloading it into the hub's cache where needed.
-
-    Args:
-        model: says `path` (wins), `shipped` or `hub_id`.
+    """Find the folder of a model by `path`, `shipped` or `hub_id`, in this order; download it if necessary.
 
     Raises:
-        ConfigError: `path` is none.
-        CheckpointError: the hub does not have the model, or will not hand it out, or cannot be reached.
+        ConfigError: `path` is invalid.
+        CheckpointError: the hub does not have the model, denies access to it, or cannot be reached.
     """
     if model.path is not None:
         return read_path(model.path)
     if model.shipped:
         return Path(str(files("llama_ssp"))) / "shipped" / model.name
     if model.hub_id is None:
-        message = f"model {model.name} names no files: model.path=DIR is required"
-        raise CheckpointError(message)
+        raise CheckpointError(f"model {model.name} names no files: model.path=DIR is required")
     try:
         return Path(snapshot_download(model.hub_id, revision=model.revision, allow_patterns=_FILES))
-    # The client raises network errors of classes that differ between its versions.
-    except Exception as error:
+    except Exception as error:  # the client's network error classes differ between its versions
         raise CheckpointError(_sentence(model, error)) from error
 
 
 def _sentence(model: ModelConfig, error: Exception) -> str:
-    """What went wrong and which command would help; the order matters, since some errors are kinds of others."""
+    """The cause and a remedy. The order matters, because some error classes are subclasses of others."""
     where = f"{model.hub_id} on the hub"
     revision = f" --revision {model.revision}" if model.revision else ""
     download = f"hf download {model.hub_id}{revision}"

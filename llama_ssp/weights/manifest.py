@@ -1,7 +1,7 @@
-"""The hashes of a checkpoint's files: written once where the files are known to be good, compared before a run.
+"""The hashes of a checkpoint's files: written once from files known to be good, compared before a run.
 
-A manifest is a JSON object from each file's path below the folder to its SHA-256, in `MANIFEST_FILE` beside the files
-or anywhere else. What the files mean is the business of `checkpoint`; hidden files are nobody's.
+A manifest is a JSON object from each file's path below the folder to its SHA-256, in `MANIFEST_FILE` in the same folder
+or anywhere else. Hidden files are ignored.
 """
 
 import hashlib
@@ -21,14 +21,7 @@ _SHA256 = re.compile("[0-9a-f]{64}")
 
 
 def write_manifest(folder: Path, file: Path | None = None) -> int:
-    """Write down the hash of every file of a checkpoint.
-
-    Args:
-        folder: the checkpoint.
-        file: the manifest; None stands for the one beside the files.
-
-    Returns:
-        How many files it names.
+    """Write the hash of every file of a checkpoint into `file`, or `MANIFEST_FILE` in the folder; return their number.
 
     Raises:
         CheckpointError: the folder holds no files, one of them cannot be read, or the manifest cannot be written.
@@ -45,11 +38,7 @@ def write_manifest(folder: Path, file: Path | None = None) -> int:
 
 
 def verify(folder: Path, file: Path | None = None) -> None:
-    """Compare every file of a checkpoint with its manifest.
-
-    Args:
-        folder: the checkpoint.
-        file: the manifest; None stands for the one beside the files.
+    """Compare every file of a checkpoint with its manifest; see `write_manifest`.
 
     Raises:
         CheckpointError: the manifest is missing or damaged, or names other files or other hashes than the folder has.
@@ -78,7 +67,7 @@ def _differences(wanted: Mapping[str, str], found: Mapping[str, str]) -> list[st
 
 
 def _hash_all(folder: Path, *, but: Path) -> dict[str, str]:
-    """Name and hash every file below the folder, but for manifests and hidden files."""
+    """The hash of every file below the folder by name, without manifests and hidden files."""
     own = (but, folder / MANIFEST_FILE)
     try:
         if not folder.is_dir():

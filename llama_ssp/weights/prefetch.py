@@ -1,6 +1,6 @@
-"""Reads in threads what will be wanted next, while what was read before is quantized or on its way to the device.
+"""Reads the next tensors in threads, while earlier ones are quantized or copied to the device.
 
-What is on its way is a handful of tensors, so that a loader still holds little more than its own slices.
+Only a few tensors are read ahead, so that a loader still holds little more than its own slices.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -14,12 +14,12 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class ReadAhead(Generic[Key]):
-    """Hands out tensors, mostly in the order in which they are wanted.
+    """Reads tensors ahead, for callers that take them mostly in the expected order.
 
     Args:
-        read: reads one; called from threads, too.
-        keys: all of them, in the expected order.
-        num_ahead: how many are read beside the one that was asked for, each by a thread of its own; 0 reads on demand.
+        read: reads a tensor; also called from threads.
+        keys: of all tensors, in the expected order.
+        num_ahead: how many are read ahead, each by its own thread; 0 reads on demand.
     """
 
     def __init__(self, read: Callable[[Key], Tensor], keys: Sequence[Key], *, num_ahead: int) -> None:
@@ -31,10 +31,10 @@ class ReadAhead(Generic[Key]):
         self._coming: dict[Key, Future[Tensor]] = {}
 
     def take(self, key: Key) -> Tensor:
-        """Get a tensor, which is then forgotten here; the next ones are on their way from now on.
+        """Return a tensor, drop the reference to it, and start to read the next ones.
 
         Raises:
-            CheckpointError: from `read`, whichever thread met it.
+            CheckpointError: from `read`, in any thread.
         """
         self._wanted.discard(key)
         coming = self._coming.pop(key, None)

@@ -1,7 +1,4 @@
-"""Where the numbers of a model come from, as far as building and loading it need to know.
-
-Two stand behind it: a folder of files (`checkpoint.Checkpoint`), and a recipe (`synthetic.Synthetic`).
-"""
+"""The interface of a weight source: files (`checkpoint.Checkpoint`) or a recipe (`synthetic.Synthetic`)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,49 +14,38 @@ from llama_ssp.config.schema import ModelShape
 
 @dataclass(frozen=True, kw_only=True)
 class TensorFacts:
-    """What is known of a tensor before it is read.
-
-    Attributes:
-        dtype: its number format; None for one that no weight of a model can have.
-        shape: its whole shape.
-    """
+    """A tensor's full shape and its dtype, which is None if weights cannot have it; known before it is read."""
 
     dtype: torch.dtype | None
     shape: tuple[int, ...]
 
 
 class WeightSource(Protocol):
-    """A model that can be read tensor by tensor, and slice by slice."""
+    """A model whose tensors can be read one by one, whole or in slices."""
 
     @property
     def folder(self) -> Path:
-        """Where its tokenizer and its generation config are; messages name it."""
-        ...
+        """The folder of its tokenizer and generation config, for messages too."""
 
     @property
     def config(self) -> PretrainedConfig:
-        """The library's own configuration of the model."""
-        ...
+        """The configuration of transformers."""
 
     @property
     def shape(self) -> ModelShape:
-        """Its sizes."""
-        ...
+        """The sizes of the model."""
 
     @property
     def context(self) -> int:
-        """The most tokens that a sequence may have."""
-        ...
+        """The maximum sequence length."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """The number format that it has by itself."""
-        ...
+        """The dtype of its weights."""
 
     @property
     def tensors(self) -> Mapping[str, TensorFacts]:
-        """Every tensor, by the name that `read` knows."""
-        ...
+        """All tensors by name."""
 
     def read(
         self,
@@ -70,16 +56,12 @@ class WeightSource(Protocol):
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
     ) -> Tensor:
-        """Make a tensor, or a slice of it.
+        """Return a tensor or a slice of it, contiguous and not shared.
 
         Args:
             name: one of `tensors`.
-            dim: the dimension that is cut; None makes the whole tensor.
+            dim: the dimension that is cut; None for the whole tensor.
             parts: what to keep of that dimension, in this order.
-            dtype: number format; None keeps the tensor's own.
-            device: where it goes; None is the CPU.
-
-        Returns:
-            A contiguous tensor of its own.
+            dtype: None for that of the tensor.
+            device: None for the CPU.
         """
-        ...

@@ -1,13 +1,13 @@
-"""Weights without a download: models of any Llama shape that compute the shipped small model's function.
+"""Synthetic weights: models of any Llama shape that compute the function of a shipped small model.
 
-Target and draft compute the same small model, `tiny`, or `tiny-draft` where one of the shapes is too narrow for it or
-has tied embeddings. Noise on the draft's output head sets how far the two agree: how much of it gives which agreement
-was found by `training.agreement`, and is read from a file here. Where each number goes says `implant`; a tensor is made
-on its device when it is read, and a slice without the rest.
+Target and draft compute the same small model, `tiny`, or `tiny-draft` if one of the shapes is too narrow for `tiny` or
+has tied embeddings. Noise on the draft's output head sets the agreement of the two; `training.agreement` measured which
+noise gives which agreement, and stored it in a file. Module `expansion` places the numbers. A tensor or slice is made
+on its device when it is read.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -44,15 +44,15 @@ _LAYER_TENSORS = (
 
 @dataclass(frozen=True)
 class Synthetic:
-    """A Llama shape that computes a small model; an `origin.WeightSource`.
+    """A Llama shape that computes a small model; a `WeightSource`.
 
     Attributes:
-        small: the files of the small model, whose tokenizer and end-of-sequence tokens it has.
-        shape: its sizes; `implant.obstacle` finds nothing between the two.
-        noise: standard deviation of what is added to the small output head, in units of the head's root mean square;
-            a tied embedding gets it too.
-        in_16_bits: whether matrices in fp32 have values that fp16 holds, as those of a 16-bit checkpoint: a CPU then
-            keeps all of them in 16 bits.
+        small: the files of the small model, whose tokenizer and end-of-sequence tokens are used.
+        shape: the large shape, without `expansion.obstacle`.
+        noise: standard deviation of the noise on the small output head, or its tied embedding, in units of the head's
+            root mean square.
+        in_16_bits: whether fp32 matrices have values that fp16 holds, like those of a 16-bit checkpoint, so that a CPU
+            keeps them in 16 bits.
     """
 
     small: Checkpoint
@@ -62,22 +62,22 @@ class Synthetic:
 
     @property
     def folder(self) -> Path:
-        """Where its tokenizer and its generation config are."""
+        """See `WeightSource`."""
         return self.small.folder
 
     @property
     def context(self) -> int:
-        """The most tokens that a sequence may have: text beyond the small model's context would make no sense."""
+        """The maximum sequence length, at most that of the small model."""
         return min(self.shape.max_position_embeddings, self.small.context)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The number format that it has by itself."""
+        """See `WeightSource`."""
         return self.small.dtype
 
     @cached_property
     def config(self) -> PretrainedConfig:
-        """The library's own configuration of the model."""
+        """See `WeightSource`."""
         small = self.small.config
         return llama_config(
             self.shape,
@@ -90,7 +90,7 @@ class Synthetic:
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorFacts]:
-        """Every tensor, by the name that the library gives it."""
+        """All tensors by their names in transformers."""
         layers = range(self.shape.num_hidden_layers)
         names = [f"model.layers.{layer}.{tensor}.weight" for layer in layers for tensor in _LAYER_TENSORS]
         names += ["model.embed_tokens.weight", "model.norm.weight"]
@@ -112,7 +112,7 @@ class Synthetic:
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
     ) -> Tensor:
-        """Make a tensor, or a slice of it, on its device; see `WeightSource.read` and `Gather.make`."""
+        """Make a tensor or a slice of it, on its device; see `WeightSource.read`."""
         gather = self._implant.gather(name)
         if dim is not None:
             gather = gather.cut(dim, parts)
@@ -129,7 +129,7 @@ class Synthetic:
 
     @property
     def _head_name(self) -> str:
-        """The small tensor that noise goes on."""
+        """The small tensor that gets the noise."""
         return "model.embed_tokens.weight" if self.small.shape.tie_word_embeddings else "lm_head.weight"
 
     @cached_property
@@ -140,11 +140,11 @@ class Synthetic:
 
 
 def synthesize(shapes: Sequence[ModelShape], *, agreement: float, in_16_bits: bool = False) -> list[Synthetic]:
-    """Make a target, or a target and its draft; no number is made yet.
+    """Make the sources of a target, or of a target and its draft; no tensor is made yet.
 
     Args:
-        shapes: one or two, of the Llama kind.
-        agreement: how probable it is that a token of the draft is accepted, as `training.agreement` measures it.
+        shapes: one or two, of Llama-like models.
+        agreement: probability that a drafted token is accepted, as measured by `training.agreement`.
         in_16_bits: see `Synthetic`.
 
     Raises:
@@ -159,7 +159,7 @@ def synthesize(shapes: Sequence[ModelShape], *, agreement: float, in_16_bits: bo
 
 
 def choose_small(shapes: Sequence[ModelShape]) -> Checkpoint:
-    """The best small model that all these shapes can hold.
+    """Choose the best small model that all these shapes can hold.
 
     Raises:
         ConfigError: there is none.
@@ -175,12 +175,7 @@ def choose_small(shapes: Sequence[ModelShape]) -> Checkpoint:
 
 
 def noise_for(folder: Path, agreement: float) -> float:
-    """The noise that gives an agreement, between the points that were found.
-
-    Args:
-        folder: of the small model; its file `agreement.json` has the points.
-        agreement: at most 1.
-    """
+    """Interpolate the noise that gives an agreement between the measured points in the small model's folder."""
     points = read_json(folder / AGREEMENT_FILE)["points"]
     curve = sorted((point["agreement"], point["noise"]) for point in points)
     for (low, more_noise), (high, less_noise) in pairwise(curve):
@@ -189,22 +184,8 @@ def noise_for(folder: Path, agreement: float) -> float:
     raise ConfigError(f"synthetic.agreement={agreement} must be between {curve[0][0]} and {curve[-1][0]}")
 
 
-def llama_config(shape: ModelShape, **more: Any) -> LlamaConfig:  # noqa: ANN401 - the library's settings
-    """The library's configuration of a Llama without a file of its own.
-
-    Args:
-        shape: its sizes.
-        more: settings that sizes do not decide.
-    """
-    return LlamaConfig(
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_hidden_layers=shape.num_hidden_layers,
-        num_attention_heads=shape.num_attention_heads,
-        num_key_value_heads=shape.num_key_value_heads,
-        head_dim=shape.head_dim,
-        max_position_embeddings=shape.max_position_embeddings,
-        tie_word_embeddings=shape.tie_word_embeddings,
-        **more,
-    )
+def llama_config(shape: ModelShape, **more: Any) -> LlamaConfig:  # noqa: ANN401 - settings of transformers
+    """The configuration of a Llama with this shape and further settings of transformers."""
+    sizes = asdict(shape)
+    del sizes["model_type"]
+    return LlamaConfig(**sizes, **more)

@@ -30,8 +30,8 @@ def check_logs(run_dir: Path) -> None:
     """Each rank says where it is and what it holds; rank 0 also what made the run."""
     logs = [(run_dir / "ranks" / f"00{rank}.log").read_text() for rank in range(2)]
     assert (run_dir / "run.log").read_text() == logs[0]
-    assert "this rank holds slice 1 of 2 of the target and the draft, in copy 0\n" in logs[0]
-    assert "this rank holds slice 2 of 2 of the target, in copy 0\n" in logs[1]
+    assert "this rank holds slice 1 of 2 of the target and the draft, in replica 0\n" in logs[0]
+    assert "this rank holds slice 2 of 2 of the target, in replica 0\n" in logs[1]
     assert f"rank 1 of 2 on {platform.node()}, cpu (" in logs[1]
     assert "rank 0 of 2 on" not in logs[1]
     layout = "placement: target on ranks 0 1, draft on rank 0 (one_rank); replicas: 1\n"

@@ -1,14 +1,14 @@
-"""Rounds as captured graphs: the sequences of `rounds` recorded once, then replayed without the host in between.
+"""Runs rounds as CUDA graphs: captures the tensor operations of `round` once, then replays them without Python.
 
-A round is at most two graphs, so that events between them can take the time: all steps of the draft with their draws,
-then the target's forward with the rule, the commit and the collectives. There is one of each for every width of the
-cache. Prefill is not captured.
+A round is at most two graphs, so that events between them can time the parts: one for all steps of the draft with their
+draws, one for the target's forward with the rule, the commit and the collectives. Each bucket of the cache has its own
+pair of graphs. Prefill is not captured.
 
-    rounds at a width   1st: operators from Python   2nd: recorded, then replayed   3rd, 4th, ...: replayed
+    rounds at a bucket   1st: run from Python   2nd: captured, then replayed   3rd, 4th, ...: replayed
 
-The first round is the warm-up: it makes what is made lazily (communicators, compiled kernels, workspaces). Recording
-computes nothing, so that a round takes place once, however it is run. A graph reads and writes the addresses that were
-there when it was recorded: all that a round reads keeps its place, and where something was made anew, all graphs go.
+The first round is the warm-up: it creates what is created lazily (communicators, compiled kernels, workspaces). Capture
+computes nothing, so every round runs exactly once. A graph reads and writes the addresses of its capture: whatever a
+round reads must stay in place. When a tensor is allocated again, all graphs are dropped.
 """
 
 import logging
@@ -30,23 +30,21 @@ class Recorder(Protocol):
     """Records operators without running them."""
 
     def record(self, piece: Callable[[], _T]) -> tuple[_T, Callable[[], None]]:
-        """Record all that `piece` launches.
+        """Record everything that `piece` launches.
 
         Returns:
-            What `piece` returned, in tensors that every replay overwrites, and the replay.
+            The outputs of `piece`, in tensors that every replay overwrites, and the replay.
 
         Raises:
-            RuntimeError: something in it cannot be recorded.
+            RuntimeError: an operator cannot be recorded.
         """
-        ...
 
     def forget(self) -> None:
-        """All replays are about to be dropped."""
-        ...
+        """Prepare for the end of all replays."""
 
 
 class CudaRecorder:
-    """CUDA graphs that share one pool of memory, which holds because they never run at the same time."""
+    """Captures CUDA graphs that share one memory pool, which is safe because they never run concurrently."""
 
     def __init__(self) -> None:
         self.forget()
@@ -55,16 +53,16 @@ class CudaRecorder:
         """See `Recorder`."""
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
-            # Threads of the communication library look at events of their own meanwhile: only this thread is watched.
+            # Threads of NCCL query their own events meanwhile, so only this thread's calls may invalidate the capture.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 outputs = piece()
         except RuntimeError:
-            torch.cuda.set_stream(stream)  # ending a capture that failed raises before torch would do so
+            torch.cuda.set_stream(stream)  # torch skips this when ending a failed capture raises
             raise
         return outputs, graph.replay
 
     def forget(self) -> None:
-        """Wait for those that are under way, and begin a new pool; see `Recorder`."""
+        """Wait for running replays, and begin a new pool; see `Recorder`."""
         torch.cuda.synchronize()
         self._pool = torch.cuda.graph_pool_handle()
 
@@ -72,11 +70,8 @@ class CudaRecorder:
 class Graphs:
     """The graphs of one batch's rounds.
 
-    Args:
-        recorder: makes them.
-
     Attributes:
-        failed: recording has failed once; since then everything is launched from Python.
+        failed: recording has failed once; since then everything runs from Python.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -89,17 +84,9 @@ class Graphs:
     def run(
         self, part: str, piece: Callable[[], _T], state: BatchState, *, bucket: int, allocations: tuple[int, ...]
     ) -> _T:
-        """Run a piece of a round: from Python at first, then captured, then replayed.
+        """Run a piece of a round: the first time from Python, the second time captured, then replayed.
 
-        Graphs of another batch or of other caches are dropped.
-
-        Args:
-            part: its name.
-            piece: runs it, reading and writing tensors that stay where they are; earlier pieces of the same round may
-                be among them.
-            state: the batch.
-            bucket: width of the cache.
-            allocations: how often each cache has been made again.
+        Its tensors must stay in place. Graphs of another batch or of other allocations of the caches are dropped.
         """
         if state is not self._state or allocations != self._allocations:
             self._forget()
@@ -116,11 +103,11 @@ class Graphs:
                 return piece()
         outputs, replay = self._kept[key]
         replay()
-        return outputs  # type: ignore[no-any-return]  # what this very part returned
+        return outputs  # type: ignore[no-any-return]  # what this part returned when captured
 
     def _give_up(self, part: str, error: RuntimeError) -> None:
         reason = str(error).strip().partition("\n")[0]
-        _log.warning("rounds go on without CUDA graphs: %s could not be captured: %s", part, reason)
+        _log.warning("continuing without CUDA graphs: %s could not be captured: %s", part, reason)
         self.failed = True
         self._forget()
 
@@ -133,11 +120,7 @@ class Graphs:
 class CudaGraphExecutor:
     """Replays the pieces of a round as graphs; see `Executor`.
 
-    The result of a round is overwritten by the next round on the same stream.
-
-    Args:
-        round_: the round whose pieces are captured.
-        recorder: makes the graphs.
+    The next round overwrites the result of a round, on the same stream.
     """
 
     keeps_state = True

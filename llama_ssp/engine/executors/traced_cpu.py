@@ -1,11 +1,9 @@
-"""Rounds on the CPU as two traces, so that torch runs each piece without Python in between (see `tracing`).
+"""Runs rounds on the CPU as two traces, so that torch executes each piece without Python (see `tracing`).
 
     draft    the round's uniforms, all steps of the draft with their draws
     verify   the target's forward, the processors, the rule and the commit
 
-A piece whose model does not repeat the same operators is called from Python, as is the first round of each batch size.
-
-Shapes are those of `round`.
+The first round of each batch size runs from Python, as does every piece whose model may change its operators.
 """
 
 from torch import Tensor
@@ -18,11 +16,7 @@ _STATE = len(BatchState._fields)
 
 
 class TracedExecutor:
-    """Runs the pieces of a round in torch's interpreter; see `Executor`.
-
-    Args:
-        round_: the round whose pieces are traced.
-    """
+    """Runs the pieces of a round in torch's interpreter; see `Executor`."""
 
     keeps_state = False
 
@@ -38,8 +32,8 @@ class TracedExecutor:
         if drafter.on_host or not drafter.repeats_operators:
             return self._round.draft(state, bucket=bucket)
         self._bucket = bucket
-        made = self._round.num_allocations
-        return Block(*self.traced_draft(state.lengths_B.shape, *state, bucket=bucket, version=made))
+        version = self._round.num_allocations
+        return Block(*self.traced_draft(state.lengths_B.shape, *state, bucket=bucket, version=version))
 
     def verify(self, state: BatchState, block: Block | None, *, bucket: int) -> Tensor:
         """See `Executor.verify`."""
@@ -47,8 +41,8 @@ class TracedExecutor:
             return self._round.verify(state, block, bucket=bucket)
         self._bucket = bucket
         drafted = [part for part in block or () if part is not None]
-        key, made = (state.lengths_B.shape, len(drafted)), self._round.num_allocations
-        return self.traced_verify(key, *state, *drafted, bucket=bucket, version=made)
+        key, version = (state.lengths_B.shape, len(drafted)), self._round.num_allocations
+        return self.traced_verify(key, *state, *drafted, bucket=bucket, version=version)
 
     def _draft(self, *state: Tensor) -> tuple[Tensor, ...]:
         block = self._round.draft(BatchState(*state), bucket=self._bucket)

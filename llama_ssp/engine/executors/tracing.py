@@ -1,14 +1,14 @@
-"""Functions of tensors on the CPU without Python in between: traced once for each shape, then replayed by torch.
+"""Traces functions of tensors on the CPU once per shape, so that torch replays them without Python.
 
-A small forward is some hundreds of operators, and a third of its time is Python's, which calls them. torch's tracer
-keeps the calls, and its interpreter repeats them: the same kernels on the same numbers, so the same bits.
+A small forward is a few hundred operators, and Python takes a third of its time to call them. torch's tracer records
+the calls and its interpreter repeats them: the same kernels on the same numbers, so the same bits.
 
     calls of a shape    1st: from Python    2nd: traced, then replayed    3rd, 4th, ...: replayed
 
-What a function reads and writes is either an argument, or reachable from the objects named when it is wrapped: their
-weights, which stay where they are, and what their `allocate` makes, which may move. The tensors are found by walking
-those objects. Tracing runs the function once more, on copies of the arguments; a tensor that is found and not an
-argument may only be written as it will be written again.
+Every tensor that a function reads or writes must be an argument, or reachable from the objects passed to `Traced`:
+their weights, which stay in place, and the tensors of their `allocate`, which may be replaced. Those tensors are found
+by walking the objects. Tracing runs the function once more, on copies of the arguments; a tensor of the objects may
+only be written in a way that the replay repeats.
 """
 
 import logging
@@ -28,27 +28,27 @@ from llama_ssp.distributed.operators import recording, take_error
 from llama_ssp.models.cache import PerBucket, Workspace
 
 Leaf = Tensor | torch.ScriptObject
-"""A tensor, or weights in a form of torch's own."""
+"""A tensor, or weights in a packed format of torch."""
 
 _Result = TypeVar("_Result", bound=Tensor | tuple[Tensor, ...])
 
 _log = logging.getLogger(__name__)
 _one_at_a_time = Lock()
 _is_optimizing, _set_optimizing = torch._C._get_graph_executor_optimize, torch._C._set_graph_executor_optimize
-_CANNOT = (RuntimeError, AttributeError, TypeError)  # an operator, or another interface of torch's than is known
+_CANNOT = (RuntimeError, AttributeError, TypeError)  # an operator cannot be traced, or torch's private API has changed
 _NOT_WALKED = ("builtins", "torch", "transformers", "llama_ssp.config", "llama_ssp.distributed")
 
 
 class Traced(Generic[_Result]):
-    """A function that is traced.
+    """A traced function.
 
     Args:
-        function: maps tensors to one or more, with the same operators whenever the key is the same.
-        reads: objects whose tensors it reads and writes apart from its arguments.
+        function: maps tensors to one or more tensors; a key always means the same operators.
+        reads: objects whose tensors it reads and writes in addition to its arguments.
 
     Attributes:
         failed: tracing has failed once; since then the function is called from Python.
-        replays: by key, the replay; None while there was only the first call.
+        replays: the replay by key; None after the first call.
     """
 
     def __init__(self, function: Callable[..., _Result], *, reads: Sequence[object] = ()) -> None:
@@ -65,10 +65,10 @@ class Traced(Generic[_Result]):
         """Call the function.
 
         Args:
-            key: all that decides which operators run.
-            arguments: the function's.
-            bucket: the width at which caches are read.
-            version: differs whenever one of the objects has made its tensors again.
+            key: everything that decides which operators run.
+            *arguments: of the function.
+            bucket: number of cache slots to read.
+            version: differs whenever one of the objects has replaced its tensors.
         """
         if self.failed or key not in self.replays:
             self.replays[key] = None
@@ -80,11 +80,11 @@ class Traced(Generic[_Result]):
                 replay = self.replays[key] = self._trace(arguments, moving)
             except _CANNOT as error:
                 reason = str(error).strip().partition("\n")[0]
-                _log.warning("going on without tracing: %s", reason)
+                _log.warning("continuing without tracing: %s", reason)
                 self.failed = True
                 return self._function(*arguments)
         before = _is_optimizing()
-        _set_optimizing(False)  # what `_without_optimizer` does, in less time
+        _set_optimizing(False)  # as `_without_optimizer` does, but faster
         try:
             return replay(*arguments, *moving)
         except BaseException as error:  # noqa: BLE001 - it is raised again
@@ -93,17 +93,14 @@ class Traced(Generic[_Result]):
             _set_optimizing(before)
 
     def _moving_tensors(self, bucket: int, version: Hashable) -> list[Tensor]:
-        """What `allocate` has made, as it is read at this width.
-
-        Only weak references are kept, so that a cache that is made again goes at once.
-        """
+        """The tensors of `allocate` for this bucket, cached as weak references so that a replaced cache is freed."""
         if version != self._version:
             self._moving.clear()
             self._version = version
         if bucket in self._moving:
             tensors = [reference() for reference in self._moving[bucket]]
             if not any([tensor is None for tensor in tensors]):  # noqa: C419 - a list is faster
-                return tensors  # type: ignore[return-value]  # none of them is None
+                return tensors  # type: ignore[return-value]  # none is None
         weights, moving = find_tensors(self._reads, bucket=bucket)
         if self._weights is None or len(moving) != self._num_moving:
             self.replays = dict.fromkeys(self.replays)
@@ -112,11 +109,11 @@ class Traced(Generic[_Result]):
         return moving
 
     def _trace(self, arguments: tuple[Tensor, ...], moving: Sequence[Tensor]) -> Callable[..., _Result]:
-        """What `torch.jit.trace` does, but for what it keeps: torch would never let go of its traces."""
+        """Trace as `torch.jit.trace` does, except that the trace can be freed: torch keeps its own for ever."""
         inputs = *(argument.clone() for argument in arguments), *moving
         names = [f"input_{number}" for number in range(len(inputs))]
         with _one_at_a_time, recording(), warnings.catch_warnings(), _without_optimizer():
-            warnings.simplefilter("ignore")  # of sizes that become constants, which the key answers for
+            warnings.simplefilter("ignore")  # about sizes that become constants: the key covers them
             graph, _ = torch._C._create_graph_by_tracing(
                 lambda *tensors: self._function(*tensors[: len(arguments)]),
                 inputs, lambda _: "", True, False, self._weights, names,
@@ -127,14 +124,10 @@ class Traced(Generic[_Result]):
 
 
 def find_tensors(roots: Sequence[object], *, bucket: int) -> tuple[list[Leaf], list[Tensor]]:
-    """Find all tensors that objects hold, each once, in an order that depends on their structure alone.
-
-    Args:
-        roots: where to begin: models, drafters, verifiers, tensors.
-        bucket: the width at which caches are read.
+    """Find all tensors that objects hold, each once, in an order that depends only on the objects' structure.
 
     Returns:
-        Weights, which stay where they are, and tensors of each `Workspace`, which `allocate` may make again.
+        Weights, which stay in place, and tensors of each `Workspace`, which `allocate` may replace.
     """
     weights: list[Leaf] = []
     moving: list[Tensor] = []
@@ -157,7 +150,7 @@ def find_tensors(roots: Sequence[object], *, bucket: int) -> tuple[list[Leaf], l
 
 
 def _parts(value: object, *, bucket: int) -> Iterable[object]:
-    """What an object holds that may be or hold tensors."""
+    """The members of an object that may be or hold tensors."""
     if isinstance(value, PerBucket):
         return (value[bucket],)
     if isinstance(value, nn.Module):
@@ -173,7 +166,7 @@ def _parts(value: object, *, bucket: int) -> Iterable[object]:
 
 
 def _holder(weights: Sequence[Leaf]) -> object:
-    """What all traces of a function read, as torch's interpreter wants it."""
+    """The weights that all traces of a function read, as a script module."""
     module = torch._C.ScriptModule("Holder", torch._C.CompilationUnit(), False)  # type: ignore[call-arg]
     for number, leaf in enumerate(weights):
         module._register_attribute(f"weight_{number}", torch._C._jit_try_infer_type(leaf).type(), leaf)  # type: ignore[attr-defined]
@@ -184,7 +177,7 @@ def _check_constants(graph: Any) -> None:  # noqa: ANN401 - torch does not name 
     """Refuse a trace that froze a tensor.
 
     Raises:
-        RuntimeError: there is such a tensor, which may be another one, or elsewhere, when the trace is replayed.
+        RuntimeError: it froze one, which may have other values or another address at replay.
     """
     for node in graph.findAllNodes("prim::Constant"):
         if node.hasAttribute("value") and node.kindOf("value") == "t" and node.t("value").dim():
@@ -194,7 +187,7 @@ def _check_constants(graph: Any) -> None:  # noqa: ANN401 - torch does not name 
 
 @contextmanager
 def _without_optimizer() -> Iterator[None]:
-    """What an optimizer could find is not worth the time that it looks for it: some ten forwards."""
+    """Switch off the optimizer, whose search takes as long as ten forwards and saves less."""
     before = _is_optimizing()
     _set_optimizing(False)
     try:

@@ -1,7 +1,7 @@
-"""A target that DeepSpeed shares over all ranks by its AutoTP: `kind=deepspeed`, for sites that run on it.
+"""A target that DeepSpeed splits over all ranks with AutoTP (`kind=deepspeed`).
 
-Every rank reads the whole model into the host's memory, DeepSpeed keeps this rank's slices of the linear layers of the
-layers, and embeddings and head stay whole. It needs no compiler: none of its own kernels are built or used.
+Every rank reads the whole model into host memory. DeepSpeed keeps this rank's slices of the decoder layers' linear
+layers; embeddings and head stay whole. No compiler is needed: none of DeepSpeed's kernels are built or used.
 """
 
 import io
@@ -26,23 +26,22 @@ from llama_ssp.weights.source import WeightSource
 
 
 def check_auto_tp(shape: ModelShape, *, quantization: str, num_ranks: int) -> None:
-    """Find what would stop DeepSpeed from sharing a model, without loading a weight.
+    """Check that DeepSpeed can split a model, without loading weights.
 
     Raises:
         ConfigError: DeepSpeed is not installed.
-        PlacementError: the model's heads do not divide evenly, or it is to be quantized.
+        PlacementError: the model's heads do not divide evenly, or quantization was requested.
     """
     if find_spec("deepspeed") is None:
-        message = (
+        raise ConfigError(
             "placement.target.kind=deepspeed needs the package deepspeed: ./machine-install.sh --deepspeed installs "
             "it, and placement.target.kind=tensor needs none"
         )
-        raise ConfigError(message)
     check_deepspeed(shape, quantization, num_ranks=num_ranks)
 
 
 def choose_accelerator(device: torch.device) -> None:
-    """Have DeepSpeed compute on a CPU although there are GPUs; it decides when it is first imported."""
+    """Make DeepSpeed use the CPU even if there are GPUs; must run before DeepSpeed is imported."""
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
@@ -58,32 +57,25 @@ def load_auto_tp(
 ) -> ModuleRunner:
     """Load a whole model, and let DeepSpeed keep this rank's part of it.
 
-    Args:
-        origin: where its numbers come from.
-        dtype: number format of weights and cache; None takes the origin's own.
-        device: where this rank computes.
-        comm: all ranks of the world, whom DeepSpeed talks to.
-        progress: see `backends.load_model`.
-        precision: unquantized.
+    `comm` has all ranks of the world, and `precision` is unquantized. For other arguments and errors see `load_model`.
 
     Raises:
-        CheckpointError, ConfigError: see `backends.load_model`.
-        PlacementError: DeepSpeed does not know how to share the model.
+        PlacementError: DeepSpeed cannot split the model.
     """
     assert precision == UNQUANTIZED, "check_auto_tp comes first"
     host = torch.device("cpu")
     model = load_modules(origin, dtype=dtype, device=host, comm=Comm.single(), progress=progress)
     buffers = {name: (model.get_submodule(name.rpartition(".")[0]), buffer) for name, buffer in model.named_buffers()}
-    with redirect_stdout(io.StringIO()):  # it prints what it has found, and standard output is the texts'
+    with redirect_stdout(io.StringIO()):  # it prints, but standard output is reserved for texts
         _share(model, origin.shape.model_type, dtype=dtype or origin.dtype, comm=comm)
-    for name, (module, buffer) in buffers.items():  # it rounds rotary frequencies to the format of the weights
+    for name, (module, buffer) in buffers.items():  # it rounds rotary frequencies to the dtype of the weights
         setattr(module, name.rpartition(".")[2], buffer.to(device))
     return ModuleRunner(model, comm=comm)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Group:
-    """Our group in DeepSpeed's words, so that it has our time limits; a group that DeepSpeed makes has its own."""
+    """Our process group in DeepSpeed's interface; a group made by DeepSpeed would have its own timeout."""
 
     group: dist.ProcessGroup | None
 
@@ -93,18 +85,18 @@ class _Group:
 
 
 def _share(model: nn.Module, model_type: str, *, dtype: torch.dtype, comm: Comm) -> None:
-    """Swap the model's linear layers for DeepSpeed's, and move all of it to the device."""
+    """Replace the model's linear layers by DeepSpeed's, and move the model to the device."""
     import deepspeed  # noqa: PLC0415 - an optional package, and slow to import
 
     sharing: dict[str, object] = {"tp_size": comm.size}
     if comm.size > 1:
-        # Its all-reduce in shared memory would be compiled when first used, and knows neither groups nor time limits.
+        # DeepSpeed's shared-memory all-reduce is compiled at first use and ignores groups and timeouts.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed(dist.get_backend(comm.group), auto_mpi_discovery=False, verbose=False)
         sharing |= {"tp_group": comm.group, "mpu": _Group(group=comm.group)}
     try:
         deepspeed.init_inference(model, tensor_parallel=sharing, dtype=dtype, replace_with_kernel_inject=False)
-    except (AssertionError, AttributeError, NotImplementedError, ValueError) as error:  # what its parser cannot place
+    except (AssertionError, AttributeError, NotImplementedError, ValueError) as error:  # an unknown architecture
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         message = f"DeepSpeed cannot share a {model_type} model ({reason}): use placement.target.kind=tensor"
         raise PlacementError(message) from error

@@ -1,8 +1,8 @@
-"""A target whose layers are in a row over the devices of one rank, dispatched by accelerate: `kind=accelerate`.
+"""A target with layer-wise placement over the devices of one rank, dispatched by accelerate (`kind=accelerate`).
 
-Which layer is where says `planning.row`; our loader reads each to its place, so that no device, and not the host, ever
-holds more than its part. Hooks of accelerate hand hidden states from device to device, and fetch layers that wait in
-the host's memory or on disk, matrix by matrix, whenever they are computed.
+`planning.layerwise` assigns layers to devices. Our loader reads each layer directly to its device, so that neither a
+device nor the host ever holds more than its part. Hooks of accelerate move hidden states between devices, and fetch
+layers that are offloaded to host memory or disk, matrix by matrix, whenever they are computed.
 """
 
 import logging
@@ -31,13 +31,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a target in a row goes.
+    """The devices of a layer-wise target.
 
     Attributes:
-        devices: at least one; ids go in, and logits come out, on the first.
-        offload: where layers wait that no device has room for.
-        max_bytes: of weights on each device; None where nothing is offloaded.
-        folder: for layers that wait on disk; it is made, and removed by whoever named it.
+        devices: at least one; the first takes the ids and returns the logits.
+        offload: where to keep layers that fit on no device.
+        max_bytes: of weights on each device; None without offload.
+        folder: for layers offloaded to disk; it is created here, and removed by the caller.
     """
 
     devices: tuple[torch.device, ...]
@@ -48,7 +48,7 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class _Names:
-    """Modules of a model: what comes before the layers, the layers, and what follows them."""
+    """Names of a model's modules: before the layers, the layers, and after them."""
 
     before: list[str]
     layers: list[str]
@@ -56,21 +56,19 @@ class _Names:
 
 
 def check_device_map(origin: WeightSource, place: Place, *, dtype: torch.dtype | None, quantization: str) -> None:
-    """Find every fault that `load_device_map` would meet, without loading a weight.
+    """Check what `load_device_map` requires in addition to `build.check_model`, without loading weights.
 
     Raises:
-        CheckpointError, ConfigError: see `backends.check_model`, which is asked beside this.
-        PlacementError: what is to be offloaded cannot be, or a device has no room for what never is.
+        PlacementError: the offload is not supported, or a device has no room for modules that are never offloaded.
     """
     kind = place.devices[0].type
     check_offload(place.offload, quantization=quantization, device=kind)
     if format_of(quantization).one_gpu_per_rank and kind == "cuda" and len(place.devices) > 1:
         others = [each.name for each in formats().values() if each.is_quantized and not each.one_gpu_per_rank]
-        message = (
-            f"quantization={quantization} has a kernel for one GPU per rank, and layers in a row have "
+        raise PlacementError(
+            f"quantization={quantization} supports one GPU per rank, and a layer-wise placement has "
             f"{len(place.devices)}: use {', '.join(others)} or {NO_QUANTIZATION}, or placement.target.kind=tensor"
         )
-        raise PlacementError(message)
     model = build_empty(origin)
     _lay_out(model, find_sources(model, origin), place, dtype=dtype or origin.dtype)
 
@@ -85,23 +83,14 @@ def load_device_map(
 ) -> ModuleRunner:
     """Load a whole model onto the devices of this rank.
 
-    Args:
-        origin: where its numbers come from.
-        place: where they go.
-        dtype: number format of weights and cache; None takes the origin's own.
-        progress: see `backends.load_model`.
-        precision: how the linear layers of the layers are stored.
-
-    Raises:
-        CheckpointError, ConfigError: see `backends.load_model`.
-        PlacementError: see `check_device_map`.
+    For arguments and errors see `Place`, `build.load_model` and `check_device_map`.
     """
     model = build_empty(origin)
     sources = find_sources(model, origin)
     names, row = _lay_out(model, sources, place, dtype=dtype or origin.dtype)
     placed = _placed(names, row, place)
     counts = [len(held) for held in row.held]
-    _log.info("layers in a row by device: %s; %d wait (offload=%s)", counts, len(row.waiting), place.offload.name)
+    _log.info("layers on each device: %s; %d offloaded (offload=%s)", counts, len(row.waiting), place.offload.name)
     host = torch.device("cpu")
     weights = weights_for(
         model,
@@ -123,11 +112,11 @@ def load_device_map(
 def _lay_out(
     model: PreTrainedModel, sources: Mapping[str, str], place: Place, *, dtype: torch.dtype
 ) -> tuple[_Names, LayerPlacement]:
-    """Name the parts of a model, and share its layers out."""
+    """Name the parts of a model, and assign its layers to devices."""
     names = _names(model)
 
     def read(modules: Sequence[str]) -> dict[str, int]:
-        """Bytes by stored tensor of what these modules hold, tied ones once."""
+        """Bytes of these modules by stored tensor, tied ones once."""
         parameters = dict(model.named_parameters(remove_duplicate=False))
         return {
             source: parameters[name].numel() * dtype.itemsize
@@ -155,14 +144,14 @@ def _names(model: PreTrainedModel) -> _Names:
             if name == part:
                 side = after
             else:
-                # What has no weights, such as rotary angles, is made once, for the first layer.
+                # Modules without weights, such as rotary angles, are computed once, for the first layer.
                 (side if next(child.parameters(), None) is not None else before).append(prefix + name)
         module, prefix = module.get_submodule(part), f"{prefix}{part}."
     return _Names(before=before, layers=[f"{stacks[0]}.{number}" for number in range(num_layers)], after=after)
 
 
 def _placed(names: _Names, row: LayerPlacement, place: Place) -> dict[str, torch.device | str]:
-    """Where each module is: a device, or `cpu` or `disk` for those that wait there."""
+    """The place of each module: a device, or `cpu` or `disk` if offloaded."""
     placed: dict[str, torch.device | str] = dict.fromkeys(names.before, place.devices[0])
     for device, held in zip(place.devices, row.held, strict=True):
         placed |= {names.layers[number]: device for number in held}
@@ -174,11 +163,11 @@ def _write_to_disk(
     model: PreTrainedModel, weights: Weights, names: Sequence[str], folder: Path | None
 ) -> dict[str, Any]:
     """Read layers one by one and write each into a folder; returns accelerate's index of them."""
-    from accelerate.utils import offload_weight  # noqa: PLC0415 - needed by this kind of target alone
+    from accelerate.utils import offload_weight  # noqa: PLC0415 - needed only by this kind of target
 
     index: dict[str, Any] = {}
     for name in names:
-        assert folder is not None, "what waits on disk has a folder"
+        assert folder is not None, "offload to disk has a folder"
         folder.mkdir(parents=True, exist_ok=True)
         weights.fill(f"{name}.")
         for path, leaf, parameter in list(_parameters(model, name)):
@@ -188,7 +177,7 @@ def _write_to_disk(
 
 
 def _parameters(model: PreTrainedModel, name: str) -> Iterator[tuple[str, str, nn.Parameter]]:
-    """The parameters of a module: path of their own module, name there, values."""
+    """The parameters of a module: path of the submodule, name in it, values."""
     for path, module in model.get_submodule(name).named_modules(prefix=name):
         for leaf, parameter in module.named_parameters(recurse=False):
             yield path, leaf, parameter
@@ -197,15 +186,14 @@ def _parameters(model: PreTrainedModel, name: str) -> Iterator[tuple[str, str, n
 def _dispatch(
     model: PreTrainedModel, placed: Mapping[str, torch.device | str], place: Place, index: dict[str, Any]
 ) -> None:
-    """Hang accelerate's hooks into a model that has its weights; none are needed on a single device."""
+    """Add accelerate's hooks to a filled model; a single device needs none."""
     if len(set(placed.values())) == 1:
         return
-    from accelerate import dispatch_model  # noqa: PLC0415 - see above
+    from accelerate import dispatch_model  # noqa: PLC0415 - needed only by this kind of target
 
-    logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)  # it warns of the offload that was asked for
+    logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)  # it warns about the requested offload
 
     def named(where: torch.device | str) -> int | str:
-        """A device in accelerate's words."""
         if isinstance(where, str):
             return where
         return where.index if where.type == "cuda" else where.type

@@ -1,6 +1,6 @@
-"""GPT-Neo on a static cache: the library's attention slices a mask of its own by length, so another takes its place.
+"""GPT-Neo on the static cache: replaces the attention of transformers, which slices its own mask by length.
 
-Every other layer sees the latest positions only. Scores are not divided by sqrt(D).
+Every second layer sees only the latest positions. Scores are not divided by sqrt(D).
 
 Shapes: B sequences, T positions, H query heads, D head dim, E hidden size, S slots, W windows.
 """
@@ -17,25 +17,24 @@ from llama_ssp.weights.source import WeightSource
 
 
 def check_positions(origin: WeightSource) -> None:
-    """Compare the stored table of positions with the config before a model is built, which takes the square of them.
+    """Compare the stored position embeddings with the config, before a model allocates masks of that size squared.
 
     Raises:
-        CheckpointError: the table has another length.
+        CheckpointError: the number of positions differs.
     """
     wanted: int = origin.config.max_position_embeddings
     for name, tensor in origin.tensors.items():
         if name.endswith("wpe.weight") and tensor.shape[:1] != (wanted,):
-            message = (
+            raise CheckpointError(
                 f"{origin.folder} does not fit its config.json: {name} has {tensor.shape[0] if tensor.shape else 0} "
                 f"rows, and config.json has max_position_embeddings={wanted}: copy or download it again"
             )
-            raise CheckpointError(message)
 
 
 def adapt(model: PreTrainedModel) -> None:
-    """Swap the attention of every layer, and keep positions behind the context away from the table of positions.
+    """Replace the attention of every layer, and clamp positions to the table of position embeddings.
 
-    A round looks at some positions more than it may keep; what stands behind the context is never kept.
+    A round computes a few positions beyond the context, but their tokens are never kept.
     """
     windows = FAMILY.windows_of(model.config)
     distinct = list(dict.fromkeys(windows))
@@ -48,14 +47,14 @@ def adapt(model: PreTrainedModel) -> None:
 
 
 class StaticAttention(nn.Module):
-    """Attention with the layer's own mask, for any form of attention that the library knows.
+    """Attention with the layer's own mask, for any attention that transformers knows.
 
     Args:
-        module: the library's, whose linear layers are taken over under their names.
-        mask: which of the masks is this layer's.
+        module: the replaced module, whose linear layers are taken over under their names.
+        mask: index of this layer's mask.
     """
 
-    def __init__(self, module: Any, *, mask: int) -> None:  # noqa: ANN401 - the library's
+    def __init__(self, module: Any, *, mask: int) -> None:  # noqa: ANN401 - of transformers
         super().__init__()
         self.config = module.config
         self.layer_id: int = module.layer_id
@@ -69,16 +68,10 @@ class StaticAttention(nn.Module):
         self,
         hidden_states: Tensor,
         attention_mask: Tensor,
-        layer_past: Any,  # noqa: ANN401 - the library's cache
+        layer_past: Any,  # noqa: ANN401 - the cache of transformers
         **_options: object,
     ) -> tuple[Tensor, None]:
-        """Attend; the library's names.
-
-        Args:
-            hidden_states: (B, T, E).
-            attention_mask: what to add to the scores, (B, W, T, S), for each window.
-            layer_past: where keys and values go, and come from.
-        """
+        """Attend from hidden states (B, T, E), with masks (B, W, T, S) that are added to the scores."""
         projections = (self.q_proj, self.k_proj, self.v_proj)
         query, key, value = (
             project(hidden_states).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)

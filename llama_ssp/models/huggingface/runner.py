@@ -1,6 +1,4 @@
-"""The library's own modules as an `interface.Runner`: ids and positions in, logits out, the cache kept to itself.
-
-No forward reads a value back to the host. What is sampled from the logits, and which ids go in, is decided above.
+"""A model of transformers as a `Runner`, with the static cache. No forward reads a value back to the host.
 
 Shapes: B sequences, T positions, R rows that get logits, S slots, V vocabulary, E embedding width.
 """
@@ -16,10 +14,10 @@ from llama_ssp.models.huggingface.families import check_servable, mask_argument,
 
 
 class ModuleRunner:
-    """The library's own modules with the static cache; serves every family that `families` can.
+    """The modules of transformers with the static cache; supports every family that passes `check_servable`.
 
-    Only the wanted rows reach the output head. The rest of the forward, such as a family's own scaling of the logits,
-    stays the library's.
+    Only the requested rows reach the output head. The rest of the forward is unchanged, such as a family's scaling of
+    the logits.
 
     Args:
         model: in evaluation mode, its parameters without gradients.
@@ -29,12 +27,12 @@ class ModuleRunner:
         ConfigError: see `check_servable`.
     """
 
-    # The library may choose its operators by the text.
+    # transformers may choose operators by the values of its inputs.
     repeats_operators = False
 
     def __init__(self, model: PreTrainedModel, *, comm: Comm) -> None:
         check_servable(model.config)
-        parameter = next(model.parameters())  # of the embeddings: ids go in, and logits come out, where they are
+        parameter = next(model.parameters())  # of the embeddings, whose device takes the ids and returns the logits
         self.comm = comm
         self.device = parameter.device
         self.dtype = parameter.dtype
@@ -47,17 +45,13 @@ class ModuleRunner:
         model.get_output_embeddings().register_forward_pre_hook(self._keep_wanted_rows)
 
     def allocate(self, *, batch_size: int, capacity: int) -> None:
-        """Make room in the cache; see `Runner.allocate`."""
+        """See `Runner.allocate`."""
         if self._cache is not None and self._cache.fits(batch_size=batch_size, capacity=capacity):
             return
         self.num_allocations += 1
-        self._cache = StaticCache(
-            num_layers=self._model.config.num_hidden_layers,
-            batch_size=batch_size,
-            capacity=capacity,
-            device=self.device,
-        )
-        self._library_cache = LibraryCache(self._model.config.num_hidden_layers)
+        num_layers: int = self._model.config.num_hidden_layers
+        self._cache = StaticCache(num_layers=num_layers, batch_size=batch_size, capacity=capacity, device=self.device)
+        self._library_cache = LibraryCache(num_layers)
         windows = windows_of(self._model.config)
         self._masks = Masks(windows, capacity=capacity, dtype=self.dtype, device=self.device)
 
@@ -70,11 +64,11 @@ class ModuleRunner:
         score_positions_BR: Tensor | None = None,
         cache_rows_B: Tensor | None = None,
     ) -> Tensor:
-        """Read tokens into the cache and score what follows them; see `Runner.forward`."""
+        """See `Runner.forward`."""
         assert self._cache is not None, "allocate comes first"
         self._rows_BR = score_positions_BR
-        self._library_cache.aim = self._cache.aim(positions_BT, bucket=bucket, cache_rows_B=cache_rows_B)
-        # A boolean mask would be turned into this one by every layer anew.
+        self._library_cache.view = self._cache.view(positions_BT, bucket=bucket, cache_rows_B=cache_rows_B)
+        # Every layer would convert a boolean mask to this form again.
         masks = self._masks.rows(positions_BT, bucket=bucket)
         logits_BRV: Tensor = self._model(
             input_ids=ids_BT,
@@ -86,7 +80,7 @@ class ModuleRunner:
         return logits_BRV.float()
 
     def _keep_wanted_rows(self, _head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Before the output head: keep the hidden states (B, R, E) of the wanted rows."""
+        """Before the output head: keep only the hidden states (B, R, E) of the requested rows."""
         if self._rows_BR is None:
             return None
         (hidden_BTE,) = args

@@ -1,7 +1,7 @@
-"""A lean decoder for the Llama kind, as an `interface.Runner`: the library's function in less than half its operators.
+"""A lean decoder for Llama-like models: the same function as transformers with less than half the operators.
 
-It takes over the weights of the library's modules, cut by `tensor_parallel`, layer by layer as they are loaded, and
-leaves the modules empty. What depends on positions alone is looked up in tables. What a layer does is in `layer`.
+It takes the weights from the modules of transformers, sharded by `tensor_parallel`, layer by layer as they are loaded,
+and leaves the modules empty. Values that depend only on positions are looked up in tables.
 
 Shapes: B sequences, T positions, M = B * T tokens, R rows that get logits, V vocabulary, E embedding width, G queries
 of each key-value head, Q = T * G, S slots, U slots that are read.
@@ -26,7 +26,7 @@ from llama_ssp.shapes import static_shape
 
 
 def is_llama_kind(config: PretrainedConfig) -> bool:
-    """Whether the lean decoder computes this model."""
+    """Whether the lean decoder supports this model."""
     if not record_of(config.model_type).is_llama_kind or config.hidden_act != "silu":
         return False
     rope: dict[str, Any] = config.rope_parameters or {}
@@ -34,7 +34,7 @@ def is_llama_kind(config: PretrainedConfig) -> bool:
 
 
 class _Rotations(Workspace):
-    """The rotary factors of all positions, complex."""
+    """The complex rotary factors of all positions."""
 
     def __init__(self, rotary: Any, *, capacity: int, device: torch.device) -> None:  # noqa: ANN401
         angles_SP = torch.arange(capacity, device=device)[:, None] * rotary.inv_freq.float()
@@ -42,14 +42,14 @@ class _Rotations(Workspace):
 
 
 class LeanRunner:
-    """A model of the Llama kind, or this rank's slice of it, with its static cache.
+    """A Llama-like model, or this rank's slice of it, with its static cache; see `Runner`.
 
     Args:
-        model: the library's, cut by `tensor_parallel.shard`; it is of no use afterwards.
+        model: of transformers, sharded by `tensor_parallel.shard`; unusable afterwards.
         comm: the ranks that share it.
-        fill: gives values to the parameters whose names begin with a prefix; None when they have them.
-        kernel: the form of all linear layers; None takes the fastest for each shape.
-        precision: how those in the layers are stored; the head keeps its number format.
+        fill: loads the parameters whose names begin with a prefix; None if they are loaded.
+        kernel: of all linear layers; None takes the fastest for each shape.
+        precision: of the linear layers; the head keeps its dtype.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class LeanRunner:
         self.repeats_operators = not precision.rounds_inputs
 
     def allocate(self, *, batch_size: int, capacity: int) -> None:
-        """Make room in the cache; see `Runner.allocate`."""
+        """See `Runner.allocate`."""
         if self._cache is not None and self._cache.fits(batch_size=batch_size, capacity=capacity):
             return
         self.num_allocations += 1
@@ -110,16 +110,16 @@ class LeanRunner:
         score_positions_BR: Tensor | None = None,
         cache_rows_B: Tensor | None = None,
     ) -> Tensor:
-        """Read tokens into the cache and score what follows them; see `Runner.forward`."""
+        """See `Runner.forward`."""
         assert self._cache is not None, "allocate comes first"
         batch_size, num_tokens = static_shape(ids_BT)
-        aim = self._cache.aim(positions_BT, bucket=bucket, cache_rows_B=cache_rows_B)
+        view = self._cache.view(positions_BT, bucket=bucket, cache_rows_B=cache_rows_B)
         freqs_cis_M1P = self._rotations.freqs_cis_S1P.index_select(0, positions_BT.flatten())
         positions_BQ = positions_BT[..., None].repeat(1, 1, self._layers[0].group).flatten(1)
         masks = self._masks.rows(positions_BQ, bucket=bucket)
         x_ME = self._embed(ids_BT.flatten())
         for layer, window in zip(self._layers, self._windows, strict=True):
-            x_ME = layer.forward(x_ME, freqs_cis_M1P, masks[window], aim, batch_size=batch_size)
+            x_ME = layer.forward(x_ME, freqs_cis_M1P, masks[window], view, batch_size=batch_size)
         if score_positions_BR is not None:
             x_BTE = x_ME.view(batch_size, num_tokens, -1)
             x_ME = x_BTE.gather(1, score_positions_BR[..., None].expand(-1, -1, self._width)).flatten(0, 1)

@@ -1,6 +1,6 @@
-"""Elementwise parts of a layer, compiled into one kernel each on a GPU, where each operator would be one by itself.
+"""Elementwise parts of a layer, each compiled into one GPU kernel.
 
-On the CPU they are called as they stand: nothing is gained there without a compiler on the machine.
+On the CPU they run uncompiled: compiling there would need a compiler on the machine.
 
 Shapes: M tokens, X heads, D head dim, P = D / 2 pairs of dimensions, U MLP units.
 """
@@ -16,19 +16,19 @@ from torch.nn import functional
 _log = logging.getLogger(__name__)
 
 _MOST_VARIANTS = 64
-"""Number formats, shapes of heads, one token or many: each is compiled once; torch by itself gives up at the ninth."""
+"""Each dtype, head shape, and one token or many is compiled once; torch's default limit is 8."""
 
 
 class Fused:
-    """A function of tensors that is compiled for GPUs when it is first called there.
+    """A function of tensors that is compiled at its first call on a GPU.
 
-    Where that fails it goes on as it stands, with one warning. A graph that is captured holds the compiled kernel, and
-    nothing of what Python does to find it.
+    If compilation fails it logs one warning and runs uncompiled. A captured graph holds only the compiled kernel, not
+    the Python overhead of finding it.
 
     Args:
         function: its first argument decides the device.
-        compiler: of functions; None for `torch.compile`.
-        device: kind of device that is compiled for.
+        compiler: None for `torch.compile`.
+        device: type of device to compile for.
     """
 
     def __init__(
@@ -45,14 +45,14 @@ class Fused:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether it has been called on its device, and runs there compiled."""
+        """Whether it has been called on its device and runs compiled."""
         return self._compiled not in {None, self._function}
 
     def __call__(self, *arguments: Any) -> Tensor:  # noqa: ANN401 - those of the function
-        """Call it."""
+        """Call the function."""
         if arguments[0].device.type != self._device:
             return self._function(*arguments)
-        from torch import _dynamo  # noqa: PLC0415 - a second of imports, for GPUs alone
+        from torch import _dynamo  # noqa: PLC0415 - takes a second to import, and only GPUs need it
         from torch._dynamo.exc import TorchDynamoException  # noqa: PLC0415
 
         try:
@@ -61,7 +61,7 @@ class Fused:
             return self._compiled(*arguments)
         except (TorchDynamoException, ImportError) as error:  # raised before anything has run
             reason = str(error).strip().partition("\n")[0]
-            _log.warning("going on without compiled kernels: %s", reason)
+            _log.warning("continuing without compiled kernels: %s", reason)
             self._compiled = self._function
             return self._function(*arguments)
 
@@ -72,8 +72,7 @@ def _gated(gate_up_M2U: Tensor) -> Tensor:
 
 
 def _turn_pairs(heads_MXD: Tensor, turns_M1P2: Tensor, num_turned: int) -> Tensor:
-    # Each number is read beside the other of its pair and written once, to another place: one kernel, which turning in
-    # place would not be.
+    # Out of place, because an in-place rotation would not fuse into one kernel.
     num_heads, head_dim = heads_MXD.shape[1:]
     in_fp32_MXD = heads_MXD.float()
     others_MXD = in_fp32_MXD.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
@@ -85,6 +84,6 @@ def _turn_pairs(heads_MXD: Tensor, turns_M1P2: Tensor, num_turned: int) -> Tenso
 
 
 gated = Fused(_gated)
-"""silu(gate) * up, of gate and up side by side (M, 2 U); returns (M, U)."""
+"""silu(gate) * up of the concatenated gate and up (M, 2 U); returns (M, U)."""
 apply_rotary = Fused(_turn_pairs)
-"""Turn adjacent pairs of dimensions of the first heads of (M, X, D), in fp32, by cosines and sines (M, 1, P, 2)."""
+"""Rotate adjacent pairs of dimensions of the first heads of (M, X, D), in fp32, by cosines and sines (M, 1, P, 2)."""

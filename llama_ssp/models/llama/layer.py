@@ -1,8 +1,8 @@
-"""One layer of the lean decoder, and the norm that it shares with the decoder's end; see `decoder`.
+"""One layer of the lean decoder, and the RMS norm; see `decoder`.
 
-Queries, keys and values come from one matrix, gate and up from another; one complex product turns queries and keys; the
-queries of a group are folded into rows, so that keys and values are never expanded; on one rank the residual is added
-inside the linear layer.
+One matrix product gives queries, keys and values, another gate and up. One complex product rotates queries and keys.
+The queries of a group are folded into rows, so that keys and values are never expanded. On one rank the linear layer
+adds the residual.
 
 Shapes: B sequences, T positions, M = B * T tokens, E embedding width, H query heads, N key-value heads, G = H / N, D
 head dim, U MLP units, all of this rank.
@@ -23,25 +23,12 @@ from llama_ssp.models.tensor_parallel import RowLinear
 
 
 class Layer:
-    """Attention and MLP of one layer.
+    """Attention and MLP of one layer, taken from a module of transformers, which is emptied.
 
-    Args:
-        layer: the library's module, which is emptied.
-        number: which layer it is.
-        comm: the ranks that share it.
-        kernel: see `make_linear`.
-        by_position: attend to a round's positions one after the other (see `attention`).
+    With `by_position` the positions of a round are computed one by one (see `attention`).
     """
 
-    def __init__(
-        self,
-        layer: Any,  # noqa: ANN401
-        number: int,
-        *,
-        comm: Comm,
-        kernel: Kernel | None,
-        by_position: bool,
-    ) -> None:
+    def __init__(self, layer: Any, number: int, *, comm: Comm, kernel: Kernel | None, by_position: bool) -> None:  # noqa: ANN401
         self._by_position = by_position
         attention, mlp = layer.self_attn, layer.mlp
         self._number = number
@@ -64,23 +51,23 @@ class Layer:
         self._down = _Residual(mlp.down_proj, comm=comm, kernel=kernel)
 
     def forward(
-        self, x_ME: Tensor, freqs_cis_M1P: Tensor, mask_B1QS: Tensor, aim: CacheView, *, batch_size: int
+        self, x_ME: Tensor, freqs_cis_M1P: Tensor, mask_B1QS: Tensor, view: CacheView, *, batch_size: int
     ) -> Tensor:
         """Add attention, then the MLP, to x.
 
         Args:
             x_ME: the residual stream.
             freqs_cis_M1P: each token's rotary factors, complex.
-            mask_B1QS: what to add to the scores of the T * G queries of each key-value head.
-            aim: where keys and values go, and come from.
+            mask_B1QS: added to the scores of the Q = T * G queries of each key-value head.
+            view: of the cache.
             batch_size: B.
         """
-        attended_ME = self._attend(self._attention_norm(x_ME), freqs_cis_M1P, mask_B1QS, aim, batch_size=batch_size)
+        attended_ME = self._attend(self._attention_norm(x_ME), freqs_cis_M1P, mask_B1QS, view, batch_size=batch_size)
         x_ME = self._output(attended_ME, x_ME)
         return self._down(gated(self._gate_up(self._mlp_norm(x_ME))), x_ME)
 
     def _attend(
-        self, x_ME: Tensor, freqs_cis_M1P: Tensor, mask_B1QS: Tensor, aim: CacheView, *, batch_size: int
+        self, x_ME: Tensor, freqs_cis_M1P: Tensor, mask_B1QS: Tensor, view: CacheView, *, batch_size: int
     ) -> Tensor:
         num_heads, num_turned = self._num_heads, self._num_heads + self._num_kv_heads
         qkv_MXD = self._qkv(x_ME).view(-1, num_turned + self._num_kv_heads, self._head_dim)
@@ -89,7 +76,7 @@ class Layer:
             for norm, heads in zip(self._head_norms, turned_MXD.split([num_heads, self._num_kv_heads], 1), strict=True):
                 heads.copy_(norm(heads))
         qkv_MXD = _turned(qkv_MXD, freqs_cis_M1P, num_turned)
-        keys_BNSD, values_BNSD = aim.update(qkv_MXD.narrow(1, num_heads, 2 * self._num_kv_heads), self._number)
+        keys_BNSD, values_BNSD = view.update(qkv_MXD.narrow(1, num_heads, 2 * self._num_kv_heads), self._number)
         queries_MHD = qkv_MXD.narrow(1, 0, num_heads)
         grouped_BTNGD = queries_MHD.view(batch_size, -1, self._num_kv_heads, self.group, self._head_dim)
         queries_BNQD = grouped_BTNGD.transpose(1, 2).flatten(2, 3)
@@ -111,11 +98,11 @@ class Layer:
 class RmsNorm:
     """The root-mean-square norm over the last dimension.
 
-    torch has it as one operator on a GPU only; for fp32 on the CPU, where each of its many small ones costs as much as
-    the arithmetic, the vector's length serves: x / sqrt(mean(x^2) + eps) = sqrt(E) x / hypot(|x|, sqrt(E eps)).
+    torch has one operator for it on a GPU only. In fp32 on the CPU, where each small operator costs as much as the
+    arithmetic, the vector's length is used: x / sqrt(mean(x^2) + eps) = sqrt(E) x / hypot(|x|, sqrt(E eps)).
     """
 
-    def __init__(self, module: Any) -> None:  # noqa: ANN401 - each family has a class of its own
+    def __init__(self, module: Any) -> None:  # noqa: ANN401 - each family has its own class
         weight_E: Tensor = module.weight.detach()
         width = weight_E.shape[0]
         self._eps: float = module.variance_epsilon
@@ -124,7 +111,7 @@ class RmsNorm:
         self._least_length = weight_E.new_tensor((width * self._eps) ** 0.5)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Norm x (..., E)."""
+        """Normalize x (..., E)."""
         if not self._by_length:
             return functional.rms_norm(x, self._weight_E.shape, self._weight_E, self._eps)
         lengths: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot_(self._least_length)
@@ -132,7 +119,7 @@ class RmsNorm:
 
 
 class _Residual:
-    """A row-parallel linear layer whose output, summed over the ranks, goes on top of the residual."""
+    """A row-parallel linear layer whose output, summed over the ranks, is added to the residual."""
 
     def __init__(self, module: nn.Module, *, comm: Comm, kernel: Kernel | None) -> None:
         weight, bias = take(module)
@@ -149,7 +136,7 @@ class _Residual:
 
 
 def _turned(heads_MXD: Tensor, freqs_cis_M1P: Tensor, num_turned: int) -> Tensor:
-    """Turn adjacent pairs of dimensions of the first heads, in fp32; on the CPU that is one operator, in place."""
+    """Rotate adjacent pairs of dimensions of the first heads, in fp32; on the CPU by one operator, in place."""
     if heads_MXD.device.type == "cuda":
         return apply_rotary(heads_MXD, torch.view_as_real(freqs_cis_M1P), num_turned)
     first_MXD = heads_MXD.narrow(1, 0, num_turned)
@@ -161,7 +148,7 @@ def _turned(heads_MXD: Tensor, freqs_cis_M1P: Tensor, num_turned: int) -> Tensor
 
 
 def _interleave(module: nn.Module, head_dim: int) -> None:
-    """Reorder each head's outputs, so that the pairs that the library turns, i and i + D / 2, become neighbours."""
+    """Reorder each head's outputs, so that the rotary pairs of transformers, i and i + D / 2, become adjacent."""
     order_D = torch.arange(head_dim).view(2, -1).t().flatten()
     for name, parameter in list(module.named_parameters()):
         heads_XD = parameter.detach().unflatten(0, (-1, head_dim))
@@ -169,7 +156,7 @@ def _interleave(module: nn.Module, head_dim: int) -> None:
 
 
 def take(*modules: Any) -> tuple[Tensor, Tensor | None]:  # noqa: ANN401 - linear layers, whole or local
-    """Weight and bias of linear layers side by side; the modules are emptied."""
+    """Take the concatenated weights and biases out of linear layers, leaving them empty."""
     weights = [module.weight.detach() for module in modules]
     biases = [module.bias.detach() for module in modules if module.bias is not None]
     for module in modules:

@@ -1,7 +1,7 @@
-"""A product of a few rows with a matrix of bytes, in Triton, for GPUs, where torch's own is far from memory speed.
+"""A Triton kernel for the product of a few rows with an int8 matrix; torch's own is far below memory bandwidth.
 
-Each program makes some outputs of all rows and reads the bytes of its weights once, so that K + 1 rows cost what one
-does. Rows are padded to one tile: a row's result does not depend on how many there are.
+Each program computes some outputs of all rows and reads its weights once, so that K + 1 rows cost as much as one. Rows
+are padded to one tile, so that a row's result does not depend on the number of rows.
 
 Shapes: M rows, I inputs, O outputs.
 """
@@ -20,7 +20,7 @@ def _kernel(  # type: ignore[no-untyped-def]  # noqa: ANN202, PLR0913, PLR0917 -
     x, weight, scales, y, num_rows, num_outputs, num_inputs,  # noqa: ANN001
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
-    """One tile of (ROWS, OUTPUTS): a loop over blocks of inputs, whose sum is scaled at the end."""
+    """Compute one tile of (ROWS, OUTPUTS): loop over blocks of inputs, then scale the sum."""
     rows = tl.arange(0, ROWS)
     outputs = (tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)).to(tl.int64)
     is_row, is_output = rows < num_rows, outputs < num_outputs
@@ -43,13 +43,7 @@ def _kernel(  # type: ignore[no-untyped-def]  # noqa: ANN202, PLR0913, PLR0917 -
 
 
 def product_of_few_rows(x_MI: Tensor, weight_OI: Tensor, scales_O: Tensor) -> Tensor:
-    """Map at most ROWS rows to x (W s)^T.
-
-    Args:
-        x_MI: fp32, bf16 or fp16.
-        weight_OI: int8, contiguous.
-        scales_O: of each output, in the number format of x.
-    """
+    """Compute x (W s)^T for at most ROWS rows; x and s in fp32, bf16 or fp16, W in int8 and contiguous."""
     num_outputs, num_inputs = weight_OI.shape
     x_MI = x_MI.contiguous()
     y_MO = torch.empty(x_MI.shape[0], num_outputs, dtype=x_MI.dtype, device=x_MI.device)

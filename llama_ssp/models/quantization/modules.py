@@ -1,6 +1,4 @@
-"""Quantized layers inside the library's modules, and what can stop a model from being quantized.
-
-The forms themselves are those of `quantization`.
+"""Quantized layers inside the modules of transformers, and the checks before quantizing a model.
 
 Shapes: B sequences, T positions, I inputs, O outputs.
 """
@@ -21,12 +19,7 @@ from llama_ssp.models.tensor_parallel import ColumnLinear, GatheredLinear, RowLi
 
 
 class QuantizedLinear(nn.Module):
-    """Stands for one of the library's linear layers, or for this rank's slice of it.
-
-    Args:
-        module: the layer; it is emptied.
-        quantize: a precision's kernel.
-    """
+    """Replaces a linear layer of transformers, or this rank's slice of it, and empties it."""
 
     def __init__(self, module: nn.Linear | ColumnLinear | RowLinear, quantize: Kernel) -> None:
         super().__init__()
@@ -42,38 +35,25 @@ class QuantizedLinear(nn.Module):
 
 
 def quantize_modules(model: PreTrainedModel, quantize: Kernel, *, fill: Callable[[str], None]) -> None:
-    """Put the library's linear layers into their form, one after the other as they are read.
-
-    Args:
-        model: after `tensor_parallel.shard`, its parameters without values.
-        quantize: a precision's kernel.
-        fill: gives values to the parameters whose names begin with a prefix.
-    """
+    """Quantize the linear layers of a sharded, empty model, one by one as `fill` loads them."""
     for name, module in list(_linear_layers(model)):
         fill(f"{name}.")
         model.set_submodule(name, QuantizedLinear(module, quantize))
 
 
 def check_quantizable(model: PreTrainedModel, shape: ModelShape, quantization: str, *, num_ranks: int) -> None:
-    """Find what would stop a model from being quantized, before anything is read.
-
-    Args:
-        model: the whole model, before `tensor_parallel.shard`.
-        shape: its sizes.
-        quantization: as asked for.
-        num_ranks: how many ranks share it.
+    """Check that a whole model, before `tensor_parallel.shard`, can be quantized; reads no weights.
 
     Raises:
         ConfigError: a package is missing.
-        PlacementError: the format packs inputs in groups that a layer, or a rank's slice of it, does not fill.
+        PlacementError: the inputs of a layer, or of a rank's slice of it, are no multiple of the format's group size.
     """
     storage = format_of(quantization)
     if (package := storage.package) and find_spec(package.name) is None:
-        message = (
+        raise ConfigError(
             f"quantization={quantization} needs the package {package.name}: {package.install} installs it, "
             "or use quantization=int8_weight_only, which needs none"
         )
-        raise ConfigError(message)
     if storage.group > 1:
         _check_groups(storage, model, shape, num_ranks=num_ranks)
 
@@ -85,15 +65,14 @@ def _check_groups(storage: StorageFormat, model: PreTrainedModel, shape: ModelSh
         for width in {len(s.features(cut_of(name))) for s in shards} if is_cut else {module.in_features}:
             if width % storage.group:
                 where = f" on one of {num_ranks} ranks" if is_cut else ""
-                message = (
+                raise PlacementError(
                     f"{storage.name} packs {storage.group} inputs at a time, and {name} has {width}{where}: "
                     f"use {'another number of ranks, or ' if is_cut else ''}quantization=int8_weight_only"
                 )
-                raise PlacementError(message)
 
 
 def _linear_layers(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
-    """All linear layers but the output head, whole or local, by name."""
+    """All linear layers except the output head, whole or sharded, by name."""
     head = model.get_output_embeddings()
     for name, module in model.named_modules():
         is_linear = isinstance(module, nn.Linear | ColumnLinear | RowLinear)

@@ -1,11 +1,12 @@
-"""Linear layers of 8 or 4 bits a weight, as forms of `linear.Linear`.
+"""Linear layers with 8 or 4 bits per weight.
 
-    int8               bitsandbytes: inputs and weights as bytes, a sum of integers, a scale per row of each
-    nf4                bitsandbytes: weights alone, half a byte each, a scale per 64 of them
-    int8_weight_only   `weight_only`: weights alone, a byte each, a scale per output
+    int8               bitsandbytes: int8 inputs and weights, integer sums, a scale per row of each
+    nf4                bitsandbytes: weights only, 4 bits each, a scale per 64 weights
+    int8_weight_only   `weight_only`: weights only, int8, a scale per output
 
-Weights are quantized row by row, so that layers with one input may be joined before or after. A rank quantizes its own
-slice: columns of a row-parallel layer get scales of their own. Embeddings, head, norms and biases stay as they are.
+Weights are quantized row by row, so layers with the same input may be concatenated before or after. A rank quantizes
+its own slice, so slices of a row-parallel layer have their own scales. Embeddings, head, norms and biases are not
+quantized.
 
 Shapes: M rows (tokens), I inputs, O outputs.
 """
@@ -27,12 +28,12 @@ from llama_ssp.models.quantization.weight_only import QuantizedForm, quantize_by
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """How the linear layers of a model's layers are stored.
+    """How the linear layers of a model are stored.
 
     Attributes:
-        quantization: which form.
-        int8_threshold: for `int8`, inputs of at least this size keep their format; 0 quantizes all. Columns with such
-            an input are chosen over all rows, which makes rows depend on each other.
+        quantization: the format.
+        int8_threshold: for `int8`, columns with an input of at least this size in any row are not quantized, which
+            makes rows depend on each other; 0 quantizes all.
     """
 
     quantization: str = NO_QUANTIZATION
@@ -40,7 +41,7 @@ class Precision:
 
     @property
     def kernel(self) -> Kernel | None:
-        """What puts a weight into its form; None where it keeps its number format."""
+        """The quantizing kernel; None if weights are not quantized."""
         storage = format_of(self.quantization)
         kernel: Kernel | None = storage.load_kernel()
         settings = {keyword: getattr(self, setting) for setting, keyword in storage.settings.items()}
@@ -48,7 +49,7 @@ class Precision:
 
     @property
     def rounds_inputs(self) -> bool:
-        """Whether inputs are quantized too: what differs in the last bit may then end a whole step apart."""
+        """Whether inputs are quantized too, so that a difference in the last bit can become a quantization step."""
         return format_of(self.quantization).rounds_inputs
 
 
@@ -56,12 +57,7 @@ UNQUANTIZED = Precision()
 
 
 class Int8Linear(QuantizedForm):
-    """LLM.int8() of bitsandbytes.
-
-    Args:
-        weight_OI: in its own number format.
-        bias_O: or None.
-        threshold: see `Precision`.
+    """LLM.int8() of bitsandbytes; for the threshold see `Precision`.
 
     Source: Dettmers et al. 2022, arXiv:2208.07339.
     """
@@ -85,7 +81,7 @@ class Int8Linear(QuantizedForm):
 
 
 class Nf4Linear(QuantizedForm):
-    """The 4-bit normal float of bitsandbytes, its scales in fp32.
+    """The 4-bit normal float of bitsandbytes, with scales in fp32.
 
     Source: Dettmers et al. 2023, arXiv:2305.14314.
     """
@@ -114,14 +110,14 @@ class Nf4Linear(QuantizedForm):
 
 @cache
 def _nf4_code(device: torch.device) -> Tensor:
-    """The sixteen values of the format, which all layers share."""
+    """The sixteen values of the format, shared by all layers."""
     code: Tensor = bitsandbytes().functional.get_4bit_type("nf4", device=device)
     return code
 
 
 @cache
 def bitsandbytes() -> ModuleType:
-    """The package. While it is imported it would fetch kernels from the hub and run them: that way is closed to it."""
+    """Import the package, without letting it download kernels from the hub and run them."""
     log = logging.getLogger("bitsandbytes")
     level, hub = log.level, sys.modules.get("kernels")
     log.setLevel(logging.ERROR)

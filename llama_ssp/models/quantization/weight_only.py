@@ -1,7 +1,7 @@
-"""Linear layers with a byte a weight and a scale per output, whose inputs keep their number format.
+"""Linear layers with int8 weights and a scale per output, whose inputs are not quantized.
 
-Each product reads half of the bytes that fp16 weights have: a kernel that takes bytes where there is a fast one for the
-rows at hand, else blocks of weights that are unpacked where they stay in the cache.
+Each product reads half the bytes of fp16 weights. It uses an int8 kernel if there is a fast one for the number of rows;
+otherwise it unpacks blocks of weights that stay in the processor's cache.
 
 Shapes: M rows (tokens), I inputs, O outputs, C outputs of one block.
 """
@@ -16,20 +16,20 @@ import torch
 from torch import Tensor
 
 _QUANTIZED_ELEMENTS = {"cpu": 2**17, "cuda": 2**24}
-"""Weights that are quantized at a time: what that takes beside them stays small, and a GPU is kept busy."""
+"""Weights that are quantized at a time: few enough to need little memory, enough to keep a GPU busy."""
 _UNPACKED_ELEMENTS = {"cpu": 2**20, "cuda": 2**24}
-"""Weights that are unpacked at a time: they stay in a CPU's cache, and keep a GPU busy."""
+"""Weights that are unpacked at a time: few enough for a CPU's cache, enough to keep a GPU busy."""
 _FEW_ROWS = {"cpu": 8, "cuda": 16}
-"""Up to here products with bytes are faster than unpacking them; on a GPU these are the rows of a tile."""
+"""Up to so many rows the int8 kernels are faster than unpacking; on a GPU these are the rows of a tile."""
 _LARGEST_BYTE = 127
 _CPU_VECTOR = 16
-"""Weights that torch's operator for CPUs reads at a time, also behind the last one of a row."""
+"""Weights that torch's CPU operator reads at a time, even past the end of a row."""
 
 ProductOfFewRows = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class QuantizedForm(ABC):
-    """What all forms share: the residual goes on top of a product of its own."""
+    """Base class of quantized layers, which add the residual after the product."""
 
     @abstractmethod
     def __call__(self, x_MI: Tensor) -> Tensor:
@@ -41,12 +41,7 @@ class QuantizedForm(ABC):
 
 
 class Int8WeightOnlyLinear(QuantizedForm):
-    """Our own form.
-
-    Args:
-        weight_OI: in its own number format.
-        bias_O: or None.
-    """
+    """The format `int8_weight_only`."""
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
         self._weight_OI, self._scales_O = quantize_by_blocks(weight_OI, _to_bytes)
@@ -63,9 +58,9 @@ class Int8WeightOnlyLinear(QuantizedForm):
         return y_MO if self._bias_O is None else y_MO.add_(self._bias_O)
 
     def _unpacked(self, x_MI: Tensor) -> Tensor:
-        """Unpack the weights of some outputs, multiply them, go on with the next.
+        """Unpack the weights of some outputs at a time, and multiply.
 
-        In fp16, whose range sums of inputs times bytes would leave, weights are scaled before, elsewhere outputs after.
+        In fp16 weights are scaled before the product, because unscaled sums would overflow; otherwise outputs after it.
         """
         num_outputs, num_inputs = self._weight_OI.shape
         num_rows = min(max(_UNPACKED_ELEMENTS[x_MI.device.type] // num_inputs, 1), num_outputs)
@@ -81,14 +76,14 @@ class Int8WeightOnlyLinear(QuantizedForm):
 
 
 def quantize_by_blocks(weight_OI: Tensor, quantize: Callable[[Tensor], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Quantize some rows after the other, which gives what all at once would give."""
+    """Quantize a few rows at a time, which gives the same result as all at once."""
     num_rows = max(_QUANTIZED_ELEMENTS[weight_OI.device.type] // weight_OI.shape[1], 1)
     values, scales = zip(*map(quantize, weight_OI.split(num_rows)), strict=True)
     return torch.cat(values), torch.cat(scales)
 
 
 def _to_bytes(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
-    """Bytes, and the scales (O,) that they are multiplied by, rounded to the weight's number format beforehand."""
+    """Return int8 values and their scales (O,), which are rounded to the weight's dtype first."""
     numbers = torch.finfo(weight_OI.dtype)
     tiny = max(numbers.smallest_normal * numbers.eps, torch.finfo(torch.float32).smallest_normal)
     scales_O = (weight_OI.abs().amax(1).float() / _LARGEST_BYTE).to(weight_OI.dtype).clamp_(min=tiny)
@@ -98,10 +93,10 @@ def _to_bytes(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
 
 @cache
 def _product_of_few_rows(device: str, dtype: torch.dtype, has_whole_vectors: bool) -> ProductOfFewRows | None:
-    """What multiplies a few rows by bytes and reads no more than those, where this build has it.
+    """The int8 kernel for a few rows, if this build has a fast one.
 
-    torch's own operator is fast on a CPU in bf16 alone, where fp32 and fp16 are better unpacked; on a GPU each of its
-    threads walks along a row of the weights by itself.
+    torch's operator is fast only on a CPU in bf16; unpacking is faster in fp32 and fp16. On a GPU each of its threads
+    reads a row of the weights alone, which is slow.
     """
     if device == "cuda" and find_spec("triton"):
         from llama_ssp.models.quantization.int8_kernel import product_of_few_rows  # noqa: PLC0415 - CPU builds come without Triton

@@ -196,7 +196,7 @@ def test_an_alert_rank_hears_a_sigterm_when_another_is_killed_unless_the_run_has
     zero, one = watches(0, 1, size=2)
     for own in (zero, one):
         own.be_alert()
-    assert one._lifeline
+    assert one._heartbeat
     assert not zero.has_failed
     one.settle("SspError\nfull disk")
     del signals[:]

@@ -18,7 +18,7 @@ from llama_ssp.errors import CapacityError, ConfigError, InterruptedRun, LostRan
 PHASE = Phase(doing="decoding", limit="timeouts.decode_s=5")
 CLOSED = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.1.1]")
 LATE = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/buf.cc:81] Timed out waiting 5000ms for recv")
-RESUME = "the same command with the same run_dir goes on from here"
+RESUME = "run the same command with the same run_dir to resume"
 
 
 @dataclass(kw_only=True)

@@ -94,7 +94,7 @@ def test_a_rank_that_cannot_reach_rank_0_goes_on_without(monkeypatch: pytest.Mon
     store = HashStore()
     with socket.create_server(("localhost", 0)) as closed:
         port = closed.getsockname()[1]
-    store.set("llama_ssp/lifeline", f"{port} password")
+    store.set("llama_ssp/heartbeat", f"{port} password")
     alarmed: list[bool] = []
     end = Heartbeat(store, host="localhost", rank=1, size=2, alarm=lambda: alarmed.append(True))
     time.sleep(0.5)

@@ -125,7 +125,7 @@ def test_layers_on_disk_write_the_same_text_and_are_gone_afterwards(launch: Laun
     ended = launch(*greedy, "placement=accelerate", *limit, run_dir="other")
     assert ended.code == 0, ended.err
     assert ended.lines[0]["token_ids"] == wanted
-    assert "[8]; 2 wait (offload=disk)" in (ended.run_dir / "ranks" / "000.log").read_text()
+    assert "[8]; 2 offloaded (offload=disk)" in (ended.run_dir / "ranks" / "000.log").read_text()
     assert not list(ended.run_dir.glob("offload*"))
     assert "meta device" not in ended.out + ended.err
     planned = json.loads((ended.run_dir / "summary.json").read_text())["placement"]["target"]

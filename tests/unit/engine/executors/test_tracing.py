@@ -148,7 +148,7 @@ class LostComm(ThreadComm):
     def all_reduce(self, values: Tensor) -> Tensor:
         summed = super().all_reduce(values)
         if (2, 2) in self.mail:
-            raise dist.DistBackendError("rank 1 of the group has gone")
+            raise dist.DistBackendError("rank 1 of the group has ended")
         return summed
 
 
@@ -162,7 +162,7 @@ def test_what_a_collective_raises_keeps_its_type(tmp_path: Path) -> None:
         texts(lean, replayed)
         comm.meeting.wait(timeout=60)
         comm.mail[2, 2] = SimpleQueue()
-        with pytest.raises(dist.DistBackendError, match="rank 1 of the group has gone"):
+        with pytest.raises(dist.DistBackendError, match="rank 1 of the group has ended"):
             replayed.forward(torch.ones(3, 1, dtype=torch.int64), torch.full((3, 1), 9), bucket=16)
 
     on_ranks(comms, rounds)
@@ -211,7 +211,7 @@ def test_what_cannot_be_recorded_goes_on_from_python(caplog: pytest.LogCaptureFi
     recorded = Traced(double)
     with caplog.at_level(logging.WARNING):
         assert [recorded(0, torch.tensor(float(number))).item() for number in range(4)] == [0, 2, 4, 6]
-    assert [record.message for record in caplog.records] == ["going on without tracing: not this one"]
+    assert [record.message for record in caplog.records] == ["continuing without tracing: not this one"]
 
 
 class Table(Workspace):
@@ -238,7 +238,7 @@ def test_a_tensor_that_cannot_be_found_is_not_taken_for_a_constant(caplog: pytes
     with caplog.at_level(logging.WARNING):
         assert [hidden(0).tolist() for _ in range(3)] == [[0, 2, 4]] * 3
     assert [record.message for record in caplog.records] == [
-        "going on without tracing: tracing would freeze a tensor of shape (3,) as a constant: pass it as an input"
+        "continuing without tracing: tracing would freeze a tensor of shape (3,) as a constant: pass it as an input"
     ]
     holder.table = Table(torch.ones(3))
     assert found(0, version=1).tolist() == [2, 2, 2]
