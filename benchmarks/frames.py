@@ -1,53 +1,55 @@
-"""Prints the project's frames from the entry of a run to the function that draws a token.
+"""Prints the project's functions from the entry of a run to the draw of a drafted id: what a reader has to follow.
 
-    .venv/bin/python -m benchmarks.frames
-
-A reader who follows a drafted id meets these functions, and no more.
+.venv/bin/python -m benchmarks.frames
 """
 
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
 
 from launch import run
-from llama_ssp.config.catalogue import conf_dir
+from llama_ssp.sampling import processors
 
-ROOT = str(conf_dir().parent)
+ROOT = Path(run.__file__).resolve().parents[1]
+RUN = ("task=generate", "prompt=x", "max_new_tokens=8")
 
 
-def frames_to(code: CodeType, *arguments: str, skip: int = 0) -> list[str]:
-    """List the project's frames, outermost first, of a call of a function in a run.
+def frames_to(code: CodeType, *arguments: str, number: int) -> list[str]:
+    """List the project's frames, outermost first, of one call of a function in a run.
 
     Args:
         code: of the function.
         arguments: of the run.
-        skip: how many calls come before the one that counts.
+        number: which call counts, from 0.
     """
-    found: list[str] = []
-    calls = 0
+    calls: list[list[str]] = []
 
-    def watch(frame: FrameType, event: str, _argument: Any) -> None:  # noqa: ANN401 - as sys.setprofile calls it
-        nonlocal calls
-        if event != "call" or frame.f_code is not code or found:
-            return
-        calls += 1
-        if calls > skip:
-            found.extend(reversed([*_project_frames(frame)]))
+    def watch(frame: FrameType, event: str, _argument: object) -> None:
+        if event == "call" and frame.f_code is code and len(calls) <= number:
+            calls.append([*_project_frames(frame)][::-1])
 
-    with tempfile.TemporaryDirectory() as folder:
-        sys.argv = ["run.py", *arguments, f"run_dir={folder}"]
+    with tempfile.TemporaryDirectory() as folder, redirect_stdout(StringIO()):
+        sys.argv = ["run.py", *arguments, f"run_dir={folder}/run"]
         sys.setprofile(watch)
         try:
             run.main()
         finally:
             sys.setprofile(None)
-    return found
+    return calls[number]
 
 
-def _project_frames(frame: FrameType | None) -> Any:  # noqa: ANN401
+def _project_frames(frame: FrameType | None) -> Iterator[str]:
     while frame:
-        file = frame.f_code.co_filename
-        if file.startswith(ROOT) and ".venv" not in file and "benchmarks" not in file:
-            yield f"{file.removeprefix(ROOT + '/')}:{frame.f_lineno} {frame.f_code.co_qualname}"
+        file = Path(frame.f_code.co_filename)
+        if file.is_relative_to(ROOT / "llama_ssp") or file.is_relative_to(ROOT / "launch"):
+            yield f"{file.relative_to(ROOT)}:{frame.f_lineno} {frame.f_code.co_qualname}"
         frame = frame.f_back
+
+
+if __name__ == "__main__":
+    found = frames_to(processors.draw.__code__, *RUN, number=1)  # the first call draws the prompt's own next token
+    sys.stdout.write("\n".join([*found, f"{len(found)} frames"]) + "\n")

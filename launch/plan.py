@@ -28,7 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 from launch import command_line, options
 from llama_ssp.config import catalogue, hardware, plan, store
 from llama_ssp.config.drafts.drafter import drafter_of, drafters
-from llama_ssp.config.plugins import load_plugins
+from llama_ssp.config.registry import load_plugins
 from llama_ssp.errors import ConfigError, one_message, unknown_name
 from llama_ssp.planning.spec import make_job, settle_models
 from llama_ssp.tasks.dry_run import plan_job, show_plan, show_search

@@ -31,7 +31,8 @@ from omegaconf.errors import OmegaConfBaseException
 from launch import command_line, completion
 from launch.options import complain, until_unread
 from llama_ssp.config import catalogue, checks, store
-from llama_ssp.config.plugins import load_plugins
+from llama_ssp.config.registry import load_plugins
+from llama_ssp.config.schema import RunConfig
 from llama_ssp.distributed.environment import Ranks, read_ranks
 from llama_ssp.distributed.signals import find_agent, heeded_signals
 from llama_ssp.errors import InterruptedRun, SspError
@@ -56,7 +57,14 @@ def main() -> int:
         agent.heed_end()
     exit_code = 0
     with until_unread():
-        exit_code = _exit_code(ranks)
+        try:
+            _launch(sys.argv[1:], ranks)
+        except SspError as error:
+            exit_code = _fail(str(error), error.exit_code, ranks, speaks=error.speaks)
+        except (HydraException, OmegaConfBaseException) as error:
+            exit_code = _fail(command_line.one_sentence(error), SspError.exit_code, ranks)
+        except KeyboardInterrupt:
+            exit_code = _fail("interrupted", InterruptedRun.exit_code, ranks)
     if ranks.rank == 0 and (file := os.environ.get(EXIT_CODE_FILE)):
         Path(file).write_text(f"{exit_code}\n", encoding="ascii")
     return exit_code
@@ -73,18 +81,6 @@ def _set_handlers(handler: Callable[[int, FrameType | None], None] | signal.Hand
     for number in heeded_signals():
         if number is not signal.SIGINT:
             signal.signal(number, handler)
-
-
-def _exit_code(ranks: Ranks) -> int:
-    try:
-        _launch(sys.argv[1:], ranks)
-    except SspError as error:
-        return _fail(str(error), error.exit_code, ranks, speaks=error.speaks)
-    except (HydraException, OmegaConfBaseException) as error:
-        return _fail(command_line.one_sentence(error), SspError.exit_code, ranks)
-    except KeyboardInterrupt:
-        return _fail("interrupted", InterruptedRun.exit_code, ranks)
-    return 0
 
 
 def _fail(sentence: str, exit_code: int, ranks: Ranks, *, speaks: bool | None = None) -> int:
@@ -116,27 +112,13 @@ def _launch(arguments: list[str], ranks: Ranks) -> None:
         command_line.check_launcher(overrides, multirun=options.multirun)
     store.register()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises errors instead of printing them
-    failures: list[Exception] = []
-    is_to_stop = False
-
-    def job(config: DictConfig) -> None:
-        nonlocal is_to_stop
-        if is_to_stop and not failures:
-            number = HydraConfig.get().job.num
-            sentence = f"interrupted before point {number} of the sweep; the same command with the same run_dir goes on"
-            failures.append(InterruptedRun(f"{sentence} from here"))
-        if not failures:  # the first point of a sweep that fails ends the sweep
-            try:
-                is_to_stop = _run(config, ranks)
-            except (SspError, HydraException, OmegaConfBaseException) as error:
-                failures.append(error)
-
+    points = _Points(ranks)
     with _scratch_folder(multirun=options.multirun) as for_sweeps, _printing(options):
         arguments[place:place] = for_sweeps
         sys.argv[1:] = arguments
-        hydra.main(config_path=str(catalogue.conf_dir()), config_name="config", version_base="1.3")(job)()
-    if failures:
-        raise failures[0]
+        hydra.main(config_path=str(catalogue.conf_dir()), config_name="config", version_base="1.3")(points.run)()
+    if points.failure:
+        raise points.failure
 
 
 def _printing(options: argparse.Namespace) -> AbstractContextManager[object]:
@@ -159,8 +141,35 @@ def _scratch_folder(*, multirun: bool) -> Iterator[list[str]]:
         yield [f"hydra.sweep.dir={folder}"]
 
 
-def _run(config: DictConfig, ranks: Ranks) -> bool:
-    """Check one config and run its task; returns whether a sweep must end here."""
+class _Points:
+    """Runs the points of a sweep, or the only one, until one of them fails or is stopped."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.failure: Exception | None = None
+        self._ranks = ranks
+        self._is_to_stop = False
+
+    def run(self, config: DictConfig) -> None:
+        """Run one point, as Hydra composed it."""
+        if self._is_to_stop and not self.failure:
+            number = HydraConfig.get().job.num
+            sentence = f"interrupted before point {number} of the sweep; the same command with the same run_dir goes on"
+            self.failure = InterruptedRun(f"{sentence} from here")
+        if self.failure:
+            return
+        try:
+            if checked := _check(config, self._ranks):
+                from llama_ssp.tasks import run as task  # noqa: PLC0415 - torch takes seconds to import
+
+                self._is_to_stop = task.run(*checked)
+        except (SspError, HydraException, OmegaConfBaseException) as error:
+            self.failure = error
+        except BrokenPipeError as error:  # not of standard output: the run handles that itself
+            raise RuntimeError(f"a connection was lost: {error}") from error
+
+
+def _check(config: DictConfig, ranks: Ranks) -> tuple[RunConfig, startup.StartClock] | None:
+    """Check one config; returns what its task needs, or None after a dry run."""
     hydra_config = HydraConfig.get()
     is_later_point = hydra_config.mode is RunMode.MULTIRUN and hydra_config.job.num > 0
     clock = startup.StartClock(age_s=0.0 if is_later_point else startup.process_age_s())
@@ -176,17 +185,12 @@ def _run(config: DictConfig, ranks: Ranks) -> bool:
         if ranks.rank == 0:
             with until_unread():
                 dry_run.dry_run(run, world_size=ranks.size)
-        return False
+        return None
 
     if ranks.rank == 0 and (file := os.environ.get(RUN_DIR_FILE)):
         Path(file).write_text(f"{run.run_dir}\n", encoding="utf-8")
     clock.reach("composed_s")
-    from llama_ssp.tasks import run as task  # noqa: PLC0415 - torch takes seconds, and the config is checked now
-
-    try:
-        return task.run(run, clock)
-    except BrokenPipeError as error:  # not of standard output: the run handles that itself
-        raise RuntimeError(f"a connection was lost: {error}") from error
+    return run, clock
 
 
 def leave(exit_code: int) -> None:

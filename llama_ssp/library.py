@@ -11,7 +11,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from llama_ssp.config import catalogue
 from llama_ssp.config.checks import check_values
-from llama_ssp.config.plugins import load_plugins
+from llama_ssp.config.registry import load_plugins
 from llama_ssp.config.schema import (
     MODEL_DRAFT,
     NO_DRAFT,

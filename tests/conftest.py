@@ -22,12 +22,16 @@ MOST_WORKERS = 8
 """Each of them imports torch, which takes about 0.6 GB."""
 JOBS = ("tests/distributed/", "tests/slurm/")
 """Tests that start several ranks: one worker runs them one after the other, so that their time limits hold."""
+UNTIMED = "tests/distributed/test_placement.py"
+"""The longest of them, and without time limits: another worker may run it at the same time."""
 
 
 class JobsOnOneWorker(LoadScopeScheduling):  # type: ignore[misc] # xdist is untyped
     """Hands out tests one by one, and those of JOBS all to the worker that gets the first of them."""
 
     def _split_scope(self, nodeid: str) -> str:
+        if nodeid.startswith(UNTIMED):
+            return UNTIMED
         return JOBS[0] if nodeid.startswith(JOBS) else nodeid
 
 

@@ -1,10 +1,14 @@
 """Registries of records by name: one per module of a package, plus those that plugins register."""
 
 import importlib
+import os
 import pkgutil
 from typing import Any, Generic, Protocol, TypeVar
 
 from llama_ssp.errors import ConfigError, SspError, unknown_name
+
+PLUGINS = "LLAMA_SSP_PLUGINS"
+"""Environment variable with the module names, separated by commas."""
 
 
 class Named(Protocol):
@@ -71,3 +75,18 @@ def imported(reference: str, *, setting: str) -> Any:  # noqa: ANN401 - whatever
     if code is None:
         raise ConfigError(f"{setting} needs {reference}, and {module} has no {attribute!r}")
     return code
+
+
+def load_plugins() -> None:
+    """Import the plugins, or raise ConfigError. Call before `store.register`; repeated calls are harmless."""
+    for name in filter(None, map(str.strip, os.environ.get(PLUGINS, "").split(","))):
+        try:
+            importlib.import_module(name)
+        except SspError:
+            raise
+        except Exception as error:
+            reason = str(error).partition("\n")[0]
+            raise ConfigError(
+                f"{PLUGINS} names {name}, which cannot be imported ({type(error).__name__}: {reason}): "
+                "give modules that are on PYTHONPATH, separated by commas"
+            ) from error

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from llama_ssp import errors
 from llama_ssp.distributed.comms import Comm
-from llama_ssp.distributed.exhaustion import exhaustion
+from llama_ssp.distributed.memory import exhaustion
 from llama_ssp.errors import SspError
 
 _KINDS = {

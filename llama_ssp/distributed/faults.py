@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from llama_ssp.distributed.agree import from_message, to_message
 from llama_ssp.distributed.control_channel import ControlChannel
-from llama_ssp.distributed.exhaustion import exhaustion
+from llama_ssp.distributed.memory import exhaustion
 from llama_ssp.distributed.signals import STOP_SIGNALS
 from llama_ssp.errors import InterruptedRun, LostRankError, SspError
 

@@ -48,6 +48,8 @@ def make_drafter(
         drafter: Drafter = make(parts)
         return drafter
     inner: Drafter | None = make(parts) if runner else None
+    if inner and mesh.replica.size == 1:
+        return inner
     if split:
         return BatchSplitDrafter(inner, split=split, num_draft_tokens=num_draft_tokens, device=device)
     # Probabilities are sent only if no rank holds both models and the rule reads them.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from llama_ssp.engine.clock import Clock, clock_for
 from llama_ssp.engine.completion import FinishReason, RowCompletion, StopRequest
-from llama_ssp.engine.round import Block, Executor, Round, step
+from llama_ssp.engine.round import Executor, Round, step
 from llama_ssp.engine.state import BatchState, Request
 from llama_ssp.engine.stops import StopStrings
 from llama_ssp.engine.verifier import NOT_A_NUMBER, STOP_REQUESTED
@@ -77,7 +77,6 @@ class Decoder:
         self.bucket_step = 256 if self._is_cuda else 64
         self._num_slots = self._num_rounds = 0
         self._kept: BatchState | None = None
-        self._block: Block | None = None
 
     def run(self, requests: Sequence[Request], *, to_length: bool = False) -> Iterator[list[Update]]:
         """Decode all requests, in list order as rows become free.
@@ -101,6 +100,7 @@ class Decoder:
         waiting = deque(requests)
         self._rows: list[RowCompletion | None] = [None] * self.batch_size
         self._pending: deque[PendingRound] = deque()
+        drafts, block = self.round.drafter is not None, None
         while (waiting or any(self._rows)) and not self.stopped:
             started = time.perf_counter()
             free = [row for row, owner in enumerate(self._rows) if owner is None] if waiting else []
@@ -110,7 +110,10 @@ class Decoder:
             if admitted:
                 self._admit(admitted, free[: len(admitted)])
             else:
-                self._advance()
+                result, block = step(
+                    self.executor, self._state, block, drafts=drafts, bucket=self._bucket(), clock=self.clock
+                )
+                self._launch(result, list(self._rows), max_new=self.round.max_tokens_per_round, is_prefill=False)
             running = [owner for owner in self._rows if owner]
             updates = self._collect() if len(self._pending) > self._lag else []
             self._record_time(running, time.perf_counter() - started, is_round=not admitted)
@@ -155,16 +158,11 @@ class Decoder:
             owner.stop_watch = self._stops.watch(owner.request.prompt_ids) if self._stops else None
         self._launch(result, list(owners), max_new=1, is_prefill=True)
 
-    def _advance(self) -> None:
-        max_new = self.round.max_tokens_per_round
+    def _bucket(self) -> int:
+        """Cache slots that the next round reads."""
         known = max([len(owner.request.prompt_ids) + len(owner.token_ids) for owner in self._rows if owner])
         unread = sum([pending.max_new for pending in self._pending])
-        bucket = self._buckets.covering(known + unread + max_new)
-        drafts = self.round.drafter is not None
-        result, self._block = step(
-            self.executor, self._state, self._block, drafts=drafts, bucket=bucket, clock=self.clock
-        )
-        self._launch(result, list(self._rows), max_new=max_new, is_prefill=False)
+        return self._buckets.covering(known + unread + self.round.max_tokens_per_round)
 
     def _launch(self, result: Tensor, owners: list[RowCompletion | None], *, max_new: int, is_prefill: bool) -> None:
         passed = None

@@ -8,7 +8,8 @@ Ranks agree after each step that can fail, so that no rank waits for one that ha
 import json
 import logging
 import shutil
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import transformers
@@ -53,6 +54,38 @@ def run(config: RunConfig, clock: StartClock) -> bool:
     clock.reach("imported_s")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+    with _joined(config, clock) as (world, terminal, folder, phase):
+        if not task_of(config).needs_models:
+            if message := machine_task_code(config)(config, world):
+                terminal.say(message)
+            return False
+        do_task = task_code(config)
+        session, jobs = _load(config, world, terminal, folder, phase=phase, clock=clock)
+
+        def agree(stops: bool) -> bool:
+            return any(world.comm.gather_text("stop" if stops else ""))
+
+        interruption = None
+        try:
+            heeding = stopping_on_signals(session.stop_request, tell=world.watch.ask_to_stop, agree=agree)
+            with heeding as stop, terminal.while_read(stop):
+                if jobs is None:
+                    converse(session, do_task)
+                else:
+                    do_task(session, jobs)
+        except InterruptedRun as error:
+            interruption = error
+        finalize(session)
+        if interruption:
+            raise interruption
+        if folder:
+            folder.write_status("done")
+        return session.stop_request.requested
+
+
+@contextmanager
+def _joined(config: RunConfig, clock: StartClock) -> Iterator[tuple[World, Terminal, RunFolder | None, Phase]]:
+    """Join the other ranks, open the run folder, and write to it how the block failed."""
     joining = start(
         device=config.device, timeout_s=config.timeouts.load_s, one_shot_all_reduce=config.one_shot_all_reduce
     )
@@ -65,15 +98,12 @@ def run(config: RunConfig, clock: StartClock) -> bool:
         folder, run_dir = None, None
         try:
             with unify_failure(world.watch, phase):
-                if not task_of(config).needs_models:
-                    if message := machine_task_code(config)(config, world):
-                        terminal.say(message)
-                    return False
-                folder = _open_folder(config, world, stack)
-                stack.callback(shutil.rmtree, offload_folder(config, world), ignore_errors=True)
-                run_dir = Path(str(config.run_dir))
-                _log_ranks(world, folder)
-                return _run(config, world, terminal, folder, phase=phase, clock=clock)
+                if task_of(config).needs_models:
+                    folder = _open_folder(config, world, stack)
+                    stack.callback(shutil.rmtree, offload_folder(config, world), ignore_errors=True)
+                    run_dir = Path(str(config.run_dir))
+                    _log_ranks(world, folder)
+                yield world, terminal, folder, phase
         except (Exception, KeyboardInterrupt) as error:
             if run_dir:
                 with suppress(SspError):  # a full disk must not hide the reason
@@ -119,10 +149,10 @@ def _write_end(run_dir: Path, folder: RunFolder | None, error: Exception | Keybo
         write_failure(run_dir, exit_code=1, sentence=f"{type(error).__name__}: {message}")
 
 
-def _run(
+def _load(
     config: RunConfig, world: World, terminal: Terminal, folder: RunFolder | None, *, phase: Phase, clock: StartClock
-) -> bool:
-    do_task = task_code(config)
+) -> tuple[Session, list[PromptTask] | None]:
+    """Read the prompts, forecast the run and load its models; jobs are None if prompts are typed one by one."""
     if config.placement.auto:
         _settle_placement(config, world, terminal)
     sources = find_sources(config, world)
@@ -143,26 +173,7 @@ def _run(
         config, world=world, models=models, terminal=terminal, folder=folder, finished=finished,
         num_prompts=num_prompts, plan=plan, start_clock=clock,
     )  # fmt: skip
-
-    def agree(stops: bool) -> bool:
-        return any(world.comm.gather_text("stop" if stops else ""))
-
-    interruption = None
-    try:
-        heeding = stopping_on_signals(session.stop_request, tell=world.watch.ask_to_stop, agree=agree)
-        with heeding as stop, terminal.while_read(stop):
-            if jobs is None:
-                converse(session, do_task)
-            else:
-                do_task(session, jobs)
-    except InterruptedRun as error:
-        interruption = error
-    finalize(session)
-    if interruption:
-        raise interruption
-    if folder:
-        folder.write_status("done")
-    return session.stop_request.requested
+    return session, jobs
 
 
 def _settle_placement(config: RunConfig, world: World, terminal: Terminal) -> None:

@@ -36,8 +36,9 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def launched(pairs: Path, tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Callable[..., Seen]:
     """What each rank of a group has seen; a group of one size is started once."""
     known: dict[tuple[int, str], Seen] = {}
-    lane = "heavy" if pytestconfig.getoption("--heavy") or pytestconfig.getoption("--slow") else "default"
-    os.environ[LANE] = lane
+    is_slow = pytestconfig.getoption("--slow")
+    lane = "heavy" if pytestconfig.getoption("--heavy") or is_slow else "default"
+    os.environ[LANE] = "slow" if is_slow else lane
 
     def launch(num_ranks: int, chosen: str = lane) -> Seen:
         if (num_ranks, chosen) not in known:

@@ -64,7 +64,7 @@ def test_interrupted_copies_end_together_and_are_resumed_without_repeating_anyth
     assert [line for line in after if line in before] == before
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 @pytest.mark.distributed(4)
 def test_the_draft_has_a_rank_of_its_own_where_the_target_leaves_one(tmp_path: Path) -> None:
     places = ["placement.target.ranks=[0,1,2]", "placement.draft.ranks=[3]"]

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from llama_ssp.config.plugins import PLUGINS
+from llama_ssp.config.registry import PLUGINS
 from tests.helpers.repository import ROOT
 
 

@@ -64,7 +64,7 @@ def test_a_sweep_ends_with_a_run_folder_for_every_point_and_one_report(cluster: 
     assert all(f"a sweep/{place}" in report for place in range(4))
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_a_run_that_is_stopped_and_requeued_ends_like_an_undisturbed_one(cluster: Cluster, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     job = submit(cluster, tmp_path, *LONG, "run_dir=run")
@@ -107,7 +107,7 @@ def test_a_job_over_two_nodes_is_one_run_with_weights_on_their_own_disks(cluster
     assert [file.name for file in copy.parent.iterdir()] == ["tiny"]
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_copies_on_two_nodes_share_the_prompts_of_one_run_and_leave_them_in_order(
     cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -135,7 +135,7 @@ def test_a_mistake_ends_the_job_with_its_own_exit_code_and_is_not_tried_again(cl
     assert "sampling.top_p=2.0 must be above 0" in (tmp_path / f"slurm-{job}.log").read_text()
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_a_warning_before_the_time_limit_ends_a_run_that_loads_or_decodes_and_the_job_goes_on(
     cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -154,7 +154,7 @@ def test_a_warning_before_the_time_limit_ends_a_run_that_loads_or_decodes_and_th
     assert [line["sample"] for line in lines(run_dir)] == list(range(16))
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_a_cancelled_job_stays_cancelled_and_can_be_resumed(cluster: Cluster, tmp_path: Path) -> None:
     job = submit(cluster, tmp_path, *LONG, "run_dir=run")
     cluster.until(lambda: len(lines(tmp_path / "run")) > 1, "first completions", at_most_s=120)

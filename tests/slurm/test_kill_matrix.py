@@ -1,7 +1,6 @@
 """Every signal, to every rank, in every phase of a plain `srun` step: it ends soon, says why, and can be resumed."""
 
 import os
-import signal
 import subprocess
 from pathlib import Path
 
@@ -25,18 +24,11 @@ from tests.helpers.slurm import Cluster
 
 pytestmark = pytest.mark.slurm
 
-# What SLURM alone does to ranks: it wakes a stopped one up before it ends it. All cells run with --slow.
-HEAVY = {Cell(signal.SIGSTOP, 0, "decoding")}
 AT_MOST_S = 15
 
 
-@pytest.mark.parametrize(
-    "cell",
-    [
-        pytest.param(cell, marks=pytest.mark.heavy if cell in HEAVY else pytest.mark.slow, id=str(cell))
-        for cell in CELLS
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_a_disturbed_rank_ends_its_step_and_nothing_is_lost(cluster: Cluster, cell: Cell, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     step = subprocess.Popen(

@@ -75,8 +75,8 @@ def acceptance(model: str, agreement: float) -> float:
     ("model", "agreement"),
     [
         ("tiny-draft", 0.8),
-        *(heavy("tiny-draft", level) for level in (0.6, 0.7, 0.9)),
         heavy("tiny", 0.8),
+        *(pytest.param("tiny-draft", level, marks=pytest.mark.slow) for level in (0.6, 0.7, 0.9)),
         *(pytest.param("tiny", level, marks=pytest.mark.slow) for level in (0.6, 0.7, 0.9)),
     ],
 )

@@ -93,7 +93,7 @@ def write_checkpoint(folder: Path) -> None:
     (folder / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 @pytest.mark.distributed(NUM_RANKS)
 @pytest.mark.skipif(sys.platform != "linux", reason="anonymous memory is read from /proc")
 def test_no_rank_takes_15_percent_more_than_its_shard_while_it_loads(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from llama_ssp.config.plugins import PLUGINS, load_plugins
+from llama_ssp.config.registry import PLUGINS, load_plugins
 from llama_ssp.errors import ConfigError
 from tests.helpers.plugins import launch as launch_with_plugins
 from tests.helpers.repository import ROOT

@@ -1,0 +1,39 @@
+"""The shape of the package: small folders, one name for one thing, and who knows of tracing and capture."""
+
+import ast
+import re
+from collections import Counter
+from pathlib import Path
+
+from tests.helpers.repository import ROOT, modules
+
+MOST_MODULES = 15
+RECORDS = re.compile(r"executors\.(tracing|traced_cpu|cuda_graph)|torch\.jit|torch\._C|CUDAGraph|cuda\.graph|capturing")
+KNOW_RECORDING = ("llama_ssp/engine/executors/", "llama_ssp/distributed/operators.py", "llama_ssp/calibration/")
+"""Executors, the collectives' operators, and calibration, which times pieces as executors run them."""
+
+
+def test_no_folder_has_more_than_fifteen_modules() -> None:
+    counts = Counter(path.parent for path in modules("llama_ssp", "launch") if path.name != "__init__.py")
+    assert {folder: count for folder, count in counts.items() if count > MOST_MODULES} == {}
+
+
+def test_no_public_class_has_the_name_of_another() -> None:
+    trees = [ast.parse((ROOT / path).read_text()) for path in modules("llama_ssp")]
+    names = Counter(node.name for tree in trees for node in tree.body if isinstance(node, ast.ClassDef))
+    assert [name for name, count in names.items() if count > 1 and not name.startswith("_")] == []
+
+
+def test_only_executors_and_collectives_know_of_tracing_and_capture() -> None:
+    knowing = [str(path) for path in modules("llama_ssp") if RECORDS.search(_code(ROOT / path))]
+    assert [path for path in knowing if not path.startswith(KNOW_RECORDING)] == []
+    assert "llama_ssp/engine/executors/cuda_graph.py" in knowing
+
+
+def _code(path: Path) -> str:
+    """The source of a module without docstrings and comments."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            node.value = ast.Constant(0)
+    return ast.unparse(tree)
