@@ -28,10 +28,11 @@ heavy *arguments:
 
 # the proofs that take long: every signal in every phase, many faults, any command line, models of 1.1 B parameters
 slow *arguments:
-    "{{bin}}/pytest" --slow tests/distributed/test_kill_matrix.py tests/distributed/test_exhaustion.py tests/slurm/test_kill_matrix.py \
+    "{{bin}}/pytest" --slow tests/distributed/test_kill_matrix.py tests/distributed/test_exhaustion.py \
+        tests/distributed/test_copies.py tests/slurm/test_jobs.py tests/slurm/test_kill_matrix.py \
         tests/unit/launch/test_faults.py tests/unit/launch/test_fuzz.py tests/unit/launch/test_fuzz_folders.py \
         tests/unit/launch/test_model_files.py \
-        tests/unit/models/test_synthetic_1b.py tests/unit/engine/test_synthetic_pair.py {{arguments}}
+        tests/unit/models/test_loading_memory.py tests/unit/models/test_synthetic_1b.py tests/unit/engine/test_synthetic_pair.py {{arguments}}
 
 # everything that a commit must pass, the tests apart
 check:

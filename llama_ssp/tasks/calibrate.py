@@ -24,6 +24,7 @@ from llama_ssp.config.hardware import Profile, SizePoint, build, problems_of
 from llama_ssp.config.machine import THIS_MACHINE, host_memory_bytes
 from llama_ssp.config.schema import Dtype, RunConfig
 from llama_ssp.config.tasks.calibrate import CalibrateConfig
+from llama_ssp.distributed.agree import raise_on_all_ranks
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.memory import anonymous_bytes
 from llama_ssp.distributed.world import World
@@ -46,6 +47,10 @@ def calibrate(world: World, *, output: str | None = None) -> Path | None:
 
     Several ranks on one node measure the links between them. `output` None is the catalogue's entry `this_machine`.
     """
+    file = Path(output) if output else conf_dir() / "hardware" / f"{THIS_MACHINE}.yaml"
+    with raise_on_all_ranks(world.comm):
+        if world.comm.rank == 0:
+            _check_writable(file)
     context_bytes = _context_bytes(world.device)
     reduces = rounds.all_reduce_points(world.comm, world.device) if world.comm.size > 1 else []
     measured = [] if world.device.type == "cuda" else _profiles(world, reduces)
@@ -58,7 +63,6 @@ def calibrate(world: World, *, output: str | None = None) -> Path | None:
         figures["collective_bytes"] = max(_context_bytes(world.device) - context_bytes, 0) if is_gpu else 0
     world.comm.barrier()
     figures["profiles"] = [asdict(profile) for profile in _composed(figures, measured)]
-    file = Path(output) if output else conf_dir() / "hardware" / f"{THIS_MACHINE}.yaml"
     _write(file, _rounded(figures))
     return file
 
@@ -176,6 +180,18 @@ def _rounded(figures: Any) -> Any:  # noqa: ANN401 - any tree of figures
     return float(f"{figures:.4g}") if isinstance(figures, float) else figures
 
 
+def _check_writable(file: Path) -> None:
+    """Raise SspError if the file cannot be written: before minutes of measuring."""
+    where = file if file.exists() else file.parent
+    if file.is_dir() or not os.access(where, os.W_OK):
+        reason = "it is a folder" if file.is_dir() else f"no {where}" if not where.exists() else f"{where} is read-only"
+        raise _unwritable(file, reason)
+
+
+def _unwritable(file: Path, reason: str) -> SspError:
+    return SspError(f"{file} cannot be written ({reason}): name another file with task.output=FILE")
+
+
 def _write(file: Path, figures: dict[str, Any]) -> None:
     problems = problems_of(figures)
     assert not problems, f"calibrate writes what the planner reads: {problems}"
@@ -183,6 +199,4 @@ def _write(file: Path, figures: dict[str, Any]) -> None:
     try:
         file.write_text(f"# Written by task=calibrate; measured figures of this machine.\n{text}", encoding="utf-8")
     except OSError as error:
-        raise SspError(
-            f"{file} cannot be written ({error.strerror}): name another file with task.output=FILE"
-        ) from error
+        raise _unwritable(file, str(error.strerror)) from error

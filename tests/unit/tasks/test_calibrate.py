@@ -65,10 +65,13 @@ def test_the_file_is_a_sound_description_from_which_a_run_can_be_planned(tmp_pat
     assert 1e-5 < timed.speculative_s < 10
 
 
-@pytest.mark.usefixtures("hasty")
-def test_a_file_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(SspError, match=r"task\.output=FILE"):
-        calibrate(WORLD, output=str(tmp_path / "missing" / "machine.yaml"))
+@pytest.mark.parametrize(("name", "reason"), [("missing/machine.yaml", "no .*/missing"), ("", "it is a folder")])
+def test_a_file_that_cannot_be_written_is_one_sentence_before_anything_is_measured(
+    name: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operators, "linear_points", None)
+    with pytest.raises(SspError, match=rf"cannot be written \({reason}\): .* task\.output=FILE"):
+        calibrate(WORLD, output=str(tmp_path / name))
 
 
 def test_a_call_is_timed_in_seconds() -> None:
