@@ -40,6 +40,7 @@ from llama_ssp.engine.loop import Decoder
 from llama_ssp.engine.state import Request
 from llama_ssp.models.prefill import whole_steps
 from llama_ssp.planning.acceptance import implied_acceptance
+from llama_ssp.sampling.context import Rows
 from llama_ssp.sampling.uniforms import PER_DRAW
 from llama_ssp.session.checkpoints import find_sources
 from llama_ssp.session.loading import build_decoder, load_models
@@ -226,8 +227,10 @@ def forwards_alone_ms(decoder: Decoder, *, context: int, num_turns: int = 20) ->
     uniforms_1KP = torch.full((1, num_draft_tokens, PER_DRAW), 0.5, dtype=torch.float64, device=device)
     positions_1W = torch.arange(context - 1, context + num_draft_tokens, device=device)[None]
 
+    rows = Rows(tokens_1S, lengths_1, torch.zeros_like(lengths_1))
+
     def draft() -> object:
-        return drafter.propose(tokens_1S, lengths_1, uniforms_BKP=uniforms_1KP, bucket=num_slots)
+        return drafter.propose(rows, uniforms_BKP=uniforms_1KP, bucket=num_slots)
 
     def verify() -> object:
         return models.target.forward(tokens_1S[:, : num_draft_tokens + 1], positions_1W, bucket=num_slots)

@@ -81,6 +81,9 @@ _RANGES = (
     _Range("sampling.top_k", lambda k: k >= 1, "at least 1, or null for the whole vocabulary"),
     _Range("sampling.top_p", lambda p: 0 < p <= 1, "above 0 and at most 1, or null to switch it off"),
     _Range("sampling.min_p", lambda p: 0 < p <= 1, "above 0 and at most 1, or null to switch it off"),
+    _Range("sampling.repetition_penalty", lambda p: 0 < p < math.inf, "above 0, for example 1.1; 1 switches it off"),
+    _Range("sampling.frequency_penalty", math.isfinite, "a number, for example 0.5; 0 switches it off"),
+    _Range("sampling.presence_penalty", math.isfinite, "a number, for example 0.5; 0 switches it off"),
     _Range("model.int8_threshold", lambda t: 0 <= t < math.inf, "0 (rows stay independent) or positive, for example 6"),
     _Range("draft.model.int8_threshold", lambda t: 0 <= t < math.inf, "0 or a positive number, for example 6"),
     _Range("max_new_tokens", lambda n: n >= 1, "at least 1, for example 64"),
@@ -147,7 +150,7 @@ def _draft(config: RunConfig) -> Iterator[str]:
 def _rule(name: str, temperature: float) -> Iterator[str]:
     if name not in rules():
         yield unknown_name("verification.rule", name, rules())
-    elif not rule_of(name).needs_probs and temperature > 0:
+    elif not rule_of(name).samples and temperature > 0:
         *others, last = "sampling=greedy", *at_every_temperature()
         yield (
             f"verification={name} keeps the target's distribution at temperature 0 only, and sampling.temperature is "

@@ -18,6 +18,7 @@ from torch import Tensor
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.drafting.protocol import Drafter
 from llama_ssp.models.prefill import Buckets
+from llama_ssp.sampling.context import Rows
 from llama_ssp.sampling.rules import Draft
 from llama_ssp.shapes import static_shape
 
@@ -94,13 +95,14 @@ class BatchSplitDrafter:
                 buckets=buckets,
             )
 
-    def propose(self, tokens_BS: Tensor, lengths_B: Tensor, *, uniforms_BKP: Tensor, bucket: int) -> Draft:
+    def propose(self, rows: Rows, *, uniforms_BKP: Tensor, bucket: int) -> Draft:
         """Draft this rank's rows and gather the ids of all; the probabilities are those of its own rows only."""
-        (batch_size,), own = static_shape(lengths_B), slice(self._own.start, self._own.stop)
+        tokens_BS, lengths_B, _ = rows
+        (batch_size,), start, stop = static_shape(lengths_B), self._own.start, self._own.stop
         ids_RK, probs_RWV = lengths_B.new_empty(0, self.num_draft_tokens), None
         if self._inner and self._own:
             ids_RK, probs_RWV = self._inner.propose(
-                tokens_BS[own], lengths_B[own], uniforms_BKP=uniforms_BKP[own], bucket=bucket
+                rows.part(start, stop), uniforms_BKP=uniforms_BKP[start:stop], bucket=bucket
             )
         ids_BK = self._split.gather(ids_RK, batch_size=batch_size)
         tokens_BS.scatter_(1, lengths_B[:, None] + self._offsets_K, ids_BK)

@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.drafting.protocol import Drafter
 from llama_ssp.models.prefill import Buckets
+from llama_ssp.sampling.context import Rows
 from llama_ssp.sampling.rules import Draft
 from llama_ssp.shapes import static_shape
 
@@ -81,15 +82,16 @@ class BroadcastDrafter:
         if self._inner:
             self._inner.prefill(tokens_RS, lengths_R, rows=rows, longest=longest, buckets=buckets)
 
-    def propose(self, tokens_BS: Tensor, lengths_B: Tensor, *, uniforms_BKP: Tensor, bucket: int) -> Draft:
+    def propose(self, rows: Rows, *, uniforms_BKP: Tensor, bucket: int) -> Draft:
         """Draft on the ranks that hold the draft, and broadcast the ids of one; see `Drafter.propose`."""
         if self._inner:
-            draft = self._inner.propose(tokens_BS, lengths_B, uniforms_BKP=uniforms_BKP, bucket=bucket)
+            draft = self._inner.propose(rows, uniforms_BKP=uniforms_BKP, bucket=bucket)
             if not self._all_draft:
                 draft = draft._replace(ids_BK=self._comm.broadcast(draft.ids_BK, src=self._src))
             if self._receiver and draft.probs_BTV is not None and self._comm.rank == self._src:
                 self._comm.send(draft.probs_BTV[:, :-1], dst=self._receiver.rank)
             return draft
+        tokens_BS, lengths_B, _ = rows
         ids_BK = lengths_B.new_empty(*static_shape(lengths_B), self.num_draft_tokens)
         ids_BK = self._comm.broadcast(ids_BK, src=self._src)
         tokens_BS.scatter_(1, lengths_B[:, None] + self._offsets_K, ids_BK)

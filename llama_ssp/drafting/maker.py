@@ -4,6 +4,7 @@ import torch
 
 from llama_ssp.config.drafts.drafter import drafter_of
 from llama_ssp.config.registry import imported
+from llama_ssp.config.rules.rule import rule_of
 from llama_ssp.config.schema import RunConfig
 from llama_ssp.distributed.mesh import Mesh
 from llama_ssp.drafting.batch_split import BatchSplit, BatchSplitDrafter
@@ -53,7 +54,7 @@ def make_drafter(
     if split:
         return BatchSplitDrafter(inner, split=split, num_draft_tokens=num_draft_tokens, device=device)
     # Probabilities are sent only if no rank holds both models and the rule reads them.
-    is_apart = layout.draft_source_rank != layout.verify_rank and config.sampling.temperature > 0
+    is_apart = layout.draft_source_rank != layout.verify_rank and _needs_probs(config)
     return BroadcastDrafter(
         inner,
         comm=mesh.replica,
@@ -63,3 +64,7 @@ def make_drafter(
         all_draft=layout.draft_ranks == layout.ranks,
         receiver=ProbsReceiver(layout.verify_rank, vocab_size) if is_apart else None,
     )
+
+
+def _needs_probs(config: RunConfig) -> bool:
+    return config.sampling.temperature > 0 and rule_of(config.verification.rule).needs_probs

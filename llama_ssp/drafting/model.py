@@ -14,6 +14,7 @@ from llama_ssp.drafting.protocol import DrafterParts
 from llama_ssp.models.cache import Workspace
 from llama_ssp.models.prefill import Buckets, read_prompts
 from llama_ssp.models.runner import Runner
+from llama_ssp.sampling.context import Rows
 from llama_ssp.sampling.rules import Draft, Rule
 from llama_ssp.shapes import static_shape
 
@@ -86,9 +87,10 @@ class ModelDrafter:
         tokens_RS = self._known(tokens_RS)
         read_prompts(self.runner, tokens_RS, lengths_R, rows_R=rows_R, longest=longest, buckets=buckets)
 
-    def propose(self, tokens_BS: Tensor, lengths_B: Tensor, *, uniforms_BKP: Tensor, bucket: int) -> Draft:
+    def propose(self, rows: Rows, *, uniforms_BKP: Tensor, bucket: int) -> Draft:
         """Draw K tokens one after another; see `Drafter.propose`."""
         assert self._tables, "allocate comes first"
+        tokens_BS, lengths_B, _ = rows
         positions_BT = lengths_B[:, None] + self._last_two
         wanted_B1: Tensor | None = self._tables.second_B1
         ids_BT = self._known(tokens_BS.gather(1, positions_BT))
@@ -99,8 +101,11 @@ class ModelDrafter:
                 positions_BT, wanted_B1 = positions_BT[:, -1:] + 1, None
                 ids_BT = self._known(drafted[-1])
             logits_BV = self.runner.forward(ids_BT, positions_BT, bucket=bucket, score_positions_BR=wanted_B1)[:, 0]
-            ids_B1, probs_BV = self.rule.draw(self._at_target_width(logits_BV), uniforms_BP)
+            context = rows.before(positions_BT[:, -1:]) if self.rule.needs_context else None
+            ids_B1, probs_BV = self.rule.draw(self._at_target_width(logits_BV), uniforms_BP, context)
             drafted.append(self._comm.broadcast(ids_B1, src=self._src))
+            if context:  # the next one looks at this token too
+                tokens_BS.scatter_(1, positions_BT[:, -1:] + 1, drafted[-1])
             if probs_BV is not None:
                 probs.append(probs_BV)
         ids_BK = torch.cat(drafted, dim=1)

@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 from llama_ssp.config.drafts.ngram import NgramConfig
 from llama_ssp.drafting.protocol import DrafterParts
 from llama_ssp.models.prefill import Buckets
+from llama_ssp.sampling.context import Rows
 from llama_ssp.sampling.rules import Draft
 
 _NO_TOKEN, _MOST_SLOTS = -1, 2**32
@@ -56,9 +57,9 @@ class NgramDrafter:
     ) -> None:
         """Do nothing: prompts are read from the batch itself."""
 
-    def propose(self, tokens_BS: Tensor, lengths_B: Tensor, *, uniforms_BKP: Tensor, bucket: int) -> Draft:  # noqa: ARG002
+    def propose(self, rows: Rows, *, uniforms_BKP: Tensor, bucket: int) -> Draft:  # noqa: ARG002
         """Copy K tokens; see `Drafter.propose`. It reads all slots, so that one trace serves every bucket."""
-        lengths_B1 = lengths_B[:, None]
+        tokens_BS, lengths_B1 = rows.tokens_BS, rows.lengths_B[:, None]
         period_B1 = self._period(tokens_BS, lengths_B1)
         ids_BK = tokens_BS.gather(1, lengths_B1 - period_B1 + self._offsets_K % period_B1)
         tokens_BS.scatter_(1, lengths_B1 + self._offsets_K, ids_BK)

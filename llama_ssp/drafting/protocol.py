@@ -16,6 +16,7 @@ from llama_ssp.config.schema import DrafterConfig
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.models.prefill import Buckets
 from llama_ssp.models.runner import Runner
+from llama_ssp.sampling.context import Rows
 from llama_ssp.sampling.rules import Draft, Rule
 
 
@@ -70,12 +71,11 @@ class Drafter(Protocol):
     ) -> None:
         """Read new prompts into the given rows; see `models.prefill.read_prompts`."""
 
-    def propose(self, tokens_BS: Tensor, lengths_B: Tensor, *, uniforms_BKP: Tensor, bucket: int) -> Draft:
+    def propose(self, rows: Rows, *, uniforms_BKP: Tensor, bucket: int) -> Draft:
         """Extend every row by K tokens.
 
         Args:
-            tokens_BS: token ids; the drafted ids are written after each row's text.
-            lengths_B: length of each row's text, at least 2.
+            rows: the batch, each with at least 2 tokens; the drafted ids are written after each row's text.
             uniforms_BKP: in [0, 1), two for each drafted token; see `processors.draw`.
             bucket: number of cache slots to read, at least length + K.
 

@@ -122,22 +122,26 @@ class Round:
         logits_RV = read_prompts(self.target, tokens_RS, lengths_R, rows_R=rows_R, longest=longest, buckets=buckets)
         if self.drafter:
             self.drafter.prefill(tokens_RS, lengths_R, rows=rows, longest=longest, buckets=buckets)
-        return prompts.commit(self.verifier.draw(logits_RV, self.uniforms.split(prompts.uniforms()).plain_BP))
+        context = prompts.rows.before(lengths_R[:, None] - 1) if self.verifier.needs_context else None
+        plain_RP = self.uniforms.split(prompts.uniforms()).plain_BP
+        return prompts.commit(self.verifier.draw(logits_RV, plain_RP, context))
 
     def draft(self, state: BatchState, *, bucket: int) -> Block:
         """See `Executor.draft`."""
         assert self.drafter
         uniforms_BN = state.uniforms()
         uniforms_BKP = self.uniforms.split(uniforms_BN).draft_BKP
-        draft = self.drafter.propose(state.tokens_BS, state.lengths_B, uniforms_BKP=uniforms_BKP, bucket=bucket)
+        draft = self.drafter.propose(state.rows, uniforms_BKP=uniforms_BKP, bucket=bucket)
         return Block(uniforms_BN, *draft)
 
     def verify(self, state: BatchState, block: Block | None, *, bucket: int) -> Tensor:
         """See `Executor.verify`."""
-        target_BWV = self.score(state, bucket=bucket)
         if block is None:
+            context = state.rows.before(state.lengths_B[:, None] - 1) if self.verifier.needs_context else None
+            logits_BV = self.score(state, bucket=bucket)[:, 0]
             plain_BP = self.uniforms.split(state.uniforms()).plain_BP
-            return state.commit(self.verifier.draw(target_BWV[:, 0], plain_BP))
+            return state.commit(self.verifier.draw(logits_BV, plain_BP, context))
+        target_BWV = self.score(state, bucket=bucket)
         draft, draws = Draft(block.ids_BK, block.probs_BWV), self.uniforms.split(block.uniforms_BN)
         decision = self.verifier.verify(draft, target_BWV, draws=draws)
         return state.commit(decision, drafted_ids_BK=draft.ids_BK)
@@ -147,4 +151,7 @@ class Round:
         positions_BW = state.lengths_B[:, None] + self.last_and_drafted_W
         ids_BW = state.tokens_BS.gather(1, positions_BW)
         logits_BWV = self.target.forward(ids_BW, positions_BW, bucket=bucket)
-        return self.verifier.process(logits_BWV) if self.drafter else logits_BWV
+        if not self.drafter:
+            return logits_BWV
+        context = state.rows.before(positions_BW) if self.verifier.needs_context else None
+        return self.verifier.process(logits_BWV, context)

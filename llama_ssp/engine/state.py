@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.engine.verifier import Decision
+from llama_ssp.sampling.context import Rows
 from llama_ssp.sampling.uniforms import UniformTable, row_keys
 
 
@@ -45,6 +46,7 @@ class BatchState(NamedTuple):
         lengths_B: how many of them are text.
         limits_B: length at which a row ends; equal to the row's length once it has ended.
         uniforms_BMN: all uniforms the rows can need; index M is for the round that begins M tokens after the prompt.
+        keys_B: the key of each row's uniforms.
         first_round_B: the row of the flattened `uniforms_BMN` for a round at length 0.
     """
 
@@ -53,6 +55,7 @@ class BatchState(NamedTuple):
     limits_B: Tensor
     uniforms_BMN: Tensor
     first_round_B: Tensor
+    keys_B: Tensor
 
     @classmethod
     def empty(cls, *, batch_size: int, num_slots: int, num_rounds: int, table: UniformTable) -> "BatchState":
@@ -66,7 +69,13 @@ class BatchState(NamedTuple):
             limits_B=twos_B.clone(),
             uniforms_BMN=torch.zeros(shape, dtype=torch.float64, device=device),
             first_round_B=-twos_B,
+            keys_B=torch.zeros_like(twos_B),
         )
+
+    @property
+    def rows(self) -> Rows:
+        """What drafters and rules see of the batch."""
+        return Rows(self.tokens_BS, self.lengths_B, self.keys_B)
 
     @property
     def num_slots(self) -> int:
@@ -109,6 +118,7 @@ class BatchState(NamedTuple):
             limits_B=torch.tensor(limits, device=device),
             uniforms_BMN=uniforms_BMN,
             first_round_B=torch.arange(len(requests), device=device) * num_rounds - lengths_B,
+            keys_B=keys_B,
         )
 
     def put(self, rows_R: Tensor, other: "BatchState", *, prompt_lengths_R: Tensor) -> None:
@@ -118,6 +128,7 @@ class BatchState(NamedTuple):
         self.limits_B.index_copy_(0, rows_R, other.limits_B)
         self.uniforms_BMN[rows_R, : other.uniforms_BMN.shape[1]] = other.uniforms_BMN
         self.first_round_B.index_copy_(0, rows_R, rows_R * self.num_rounds - prompt_lengths_R)
+        self.keys_B.index_copy_(0, rows_R, other.keys_B)
 
     def uniforms(self) -> Tensor:
         """The uniforms (B, N) of the round that begins now."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.drafting.batch_split import BatchSplit
+from llama_ssp.sampling.context import Context
 from llama_ssp.sampling.rules import Draft, Rule, Verdict
 from llama_ssp.sampling.uniforms import Draws
 from llama_ssp.shapes import static_shape
@@ -44,12 +45,16 @@ class Verifier:
         verify_rank: the rank in `comm` that decides; with a split, only for tokens without a draft.
         device: of the decisions.
         split: divides the rows among ranks that each hold the draft; None lets `verify_rank` decide all.
+
+    Attributes:
+        needs_context: `draw` and `process` need the context of their positions.
     """
 
     def __init__(
         self, rule: Rule, *, comm: Comm, verify_rank: int, device: torch.device, split: BatchSplit | None = None
     ) -> None:
         self._rule = rule
+        self.needs_context = rule.needs_context
         self._comm = comm
         self._verify_rank = verify_rank
         self._split = split
@@ -59,21 +64,22 @@ class Verifier:
         """Attach a stop request to the next decision; it takes effect on the deciding rank only."""
         self._stop_11.fill_(STOP_REQUESTED)
 
-    def draw(self, logits_BV: Tensor, uniforms_BP: Tensor) -> Decision:
+    def draw(self, logits_BV: Tensor, uniforms_BP: Tensor, context: Context | None = None) -> Decision:
         """Sample one token for every row from the target's logits."""
         decision = None
         if self._decides:
-            ids_B1, probs_BV = self._rule.draw(logits_BV, uniforms_BP)
+            ids_B1, probs_BV = self._rule.draw(logits_BV, uniforms_BP, context)
             weights_B1 = (logits_BV if probs_BV is None else probs_BV).gather(1, ids_B1)
             decision = self._decision(Verdict(torch.zeros_like(ids_B1), ids_B1, weights_B1))
         return self._broadcast(decision, batch_size=static_shape(uniforms_BP)[0])
 
-    def process(self, logits_BWV: Tensor) -> Tensor:
+    def process(self, logits_BWV: Tensor, context: Context | None = None) -> Tensor:
         """Process the target's logits for `verify`, for the rows that this rank decides."""
         if self._split:
             own = self._split.own_rows(static_shape(logits_BWV)[0])
-            return self._rule.process(logits_BWV[own.start : own.stop])
-        return self._rule.process(logits_BWV) if self._decides else logits_BWV
+            own_context = context and context.part(own.start, own.stop)
+            return self._rule.process(logits_BWV[own.start : own.stop], own_context)
+        return self._rule.process(logits_BWV, context) if self._decides else logits_BWV
 
     def verify(self, draft: Draft, target_BWV: Tensor, *, draws: Draws) -> Decision:
         """Accept a prefix of the draft and choose the token that follows it."""

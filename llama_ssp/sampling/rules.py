@@ -17,8 +17,10 @@ from torch.nn.functional import pad
 from llama_ssp.config.rules.rule import at_every_temperature, rule_of
 from llama_ssp.config.schema import SamplingConfig, VerificationConfig
 from llama_ssp.errors import ConfigError
+from llama_ssp.sampling.context import Context
+from llama_ssp.sampling.penalties import Penalty, penalty
 from llama_ssp.sampling.processors import DRAW_UNITS, draw, draw_units, processor, rows_at
-from llama_ssp.sampling.uniforms import Draws
+from llama_ssp.sampling.uniforms import Draws, exponentials
 from llama_ssp.shapes import static_shape
 
 _HINT_OF_TARGET = 2.0**-50
@@ -159,16 +161,24 @@ def _length_of_prefix(is_accepted_BK1: Tensor) -> Tensor:
 
 
 class Rule(Protocol):
-    """Draws tokens from logits, and verifies drafts that were drawn that way."""
+    """Draws tokens from logits, and verifies drafts that were drawn that way.
 
-    def draw(self, logits_BV: Tensor, uniforms_BP: Tensor) -> tuple[Tensor, Tensor | None]:
+    Attributes:
+        needs_context: `draw` and `process` need the context of their positions.
+    """
+
+    needs_context: bool
+
+    def draw(
+        self, logits_BV: Tensor, uniforms_BP: Tensor, context: Context | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Draw one token per row, from a draft's or from the target's logits.
 
         Returns:
             ids (B, 1), and the probabilities (B, V) they were drawn from, if the rule's verification needs them.
         """
 
-    def process(self, logits: Tensor) -> Tensor:
+    def process(self, logits_BTV: Tensor, context: Context | None = None) -> Tensor:
         """Process the target's logits for `verify`."""
 
     def verify(self, draft: Draft, target_BTV: Tensor, *, draws: Draws) -> Verdict:
@@ -178,29 +188,87 @@ class Rule(Protocol):
 class _OnProbabilities:
     """A rule on processed probabilities."""
 
+    needs_context = False
+
     def __init__(self, process: Callable[[Tensor], Tensor], verify: Callable[..., Verdict]) -> None:
-        self.process = process
+        self._process = process
         self._verify = verify
 
-    def draw(self, logits_BV: Tensor, uniforms_BP: Tensor) -> tuple[Tensor, Tensor]:
-        probs_BV = self.process(logits_BV)
+    def draw(
+        self,
+        logits_BV: Tensor,
+        uniforms_BP: Tensor,
+        context: Context | None = None,  # noqa: ARG002
+    ) -> tuple[Tensor, Tensor]:
+        probs_BV = self._process(logits_BV)
         return draw(probs_BV, uniforms_BP), probs_BV
+
+    def process(self, logits_BTV: Tensor, context: Context | None = None) -> Tensor:  # noqa: ARG002
+        return self._process(logits_BTV)
 
     def verify(self, draft: Draft, target_BTV: Tensor, *, draws: Draws) -> Verdict:
         return self._verify(draft, target_BTV, draws=draws)
 
 
-class _Greedy:
-    """The token with the largest logit; uses no uniforms."""
+class _OnLogits:
+    """The token with the largest score: its logit, or its place in the race of its position; uses no uniforms."""
 
-    def draw(self, logits_BV: Tensor, uniforms_BP: Tensor) -> tuple[Tensor, None]:  # noqa: ARG002
-        return logits_BV.argmax(-1, keepdim=True), None
+    needs_context = False
 
-    def process(self, logits: Tensor) -> Tensor:
-        return logits
+    def draw(
+        self,
+        logits_BV: Tensor,
+        uniforms_BP: Tensor,  # noqa: ARG002
+        context: Context | None = None,
+    ) -> tuple[Tensor, None]:
+        return self.process(logits_BV[:, None], context)[:, 0].argmax(-1, keepdim=True), None
+
+    def process(self, logits_BTV: Tensor, context: Context | None = None) -> Tensor:  # noqa: ARG002
+        return logits_BTV
 
     def verify(self, draft: Draft, target_BTV: Tensor, *, draws: Draws) -> Verdict:  # noqa: ARG002
         return verify_greedy(draft, target_BTV)
+
+
+class _Race(_OnLogits):
+    """Every token runs a race with its probability as speed, by random numbers of its position alone.
+
+    The winner is drawn from the probabilities (the exponential race, or Gumbel-max). A drafted token is accepted if it
+    wins the target's race too, so the text is the same for every draft, and without one.
+
+    Source: Daliri et al. 2024, arXiv:2408.07978.
+    """
+
+    needs_context = True
+
+    def __init__(self, process: Callable[[Tensor], Tensor]) -> None:
+        self._process = process
+
+    def process(self, logits_BTV: Tensor, context: Context | None = None) -> Tensor:
+        assert context
+        vocab_size = static_shape(logits_BTV)[-1]
+        return self._process(logits_BTV) / exponentials(context.keys_B, context.last_BT, vocab_size=vocab_size)
+
+
+class _Penalized:
+    """A rule on penalized logits."""
+
+    needs_context = True
+
+    def __init__(self, rule: Rule, penalize: Penalty) -> None:
+        self._rule = rule
+        self._penalize = penalize
+        self.verify = rule.verify
+
+    def draw(
+        self, logits_BV: Tensor, uniforms_BP: Tensor, context: Context | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        assert context
+        return self._rule.draw(self._penalize(logits_BV[:, None], context)[:, 0], uniforms_BP, context)
+
+    def process(self, logits_BTV: Tensor, context: Context | None = None) -> Tensor:
+        assert context
+        return self._rule.process(self._penalize(logits_BTV, context), context)
 
 
 def make_rule(sampling: SamplingConfig, verification: VerificationConfig) -> Rule:
@@ -209,14 +277,21 @@ def make_rule(sampling: SamplingConfig, verification: VerificationConfig) -> Rul
     Raises:
         ConfigError: `greedy` at a temperature above 0, which would not keep the target's distribution.
     """
+    rule, penalize = _unpenalized(sampling, verification), penalty(sampling)
+    return _Penalized(rule, penalize) if penalize else rule
+
+
+def _unpenalized(sampling: SamplingConfig, verification: VerificationConfig) -> Rule:
     if sampling.temperature == 0:
-        return _Greedy()
-    rule = rule_of(verification.rule)
-    if not rule.needs_probs:
-        *others, last = at_every_temperature()
-        raise ConfigError(
-            f"verification={rule.name} with sampling.temperature={sampling.temperature:g} would not keep the target's "
-            f"distribution: {rule.name} verification needs temperature 0 (sampling=greedy); "
-            f"{', '.join(others)} and {last} keep it at every temperature"
-        )
-    return _OnProbabilities(processor(sampling), rule.load_verify())
+        return _OnLogits()
+    record = rule_of(verification.rule)
+    if record.draws_by_position:
+        return _Race(processor(sampling))
+    if record.needs_probs:
+        return _OnProbabilities(processor(sampling), record.load_verify())
+    *others, last = at_every_temperature()
+    raise ConfigError(
+        f"verification={record.name} with sampling.temperature={sampling.temperature:g} would not keep the target's "
+        f"distribution: {record.name} verification needs temperature 0 (sampling=greedy); "
+        f"{', '.join(others)} and {last} keep it at every temperature"
+    )

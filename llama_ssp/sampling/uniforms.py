@@ -41,6 +41,7 @@ class Purpose(IntEnum):
     accept = 1
     residual = 2
     plain = 3
+    race = 4
 
 
 class Draws(NamedTuple):
@@ -73,6 +74,19 @@ def row_keys(*, seed: int, prompt_index_B: Tensor, sample_index_B: Tensor) -> Te
     keys_B = _mix_(torch.full_like(prompt_index_B, _signed(seed)))
     keys_B = _mix_(torch.add(keys_B, prompt_index_B, alpha=_START_STEP))
     return _mix_(torch.add(keys_B, sample_index_B, alpha=_START_STEP))
+
+
+def exponentials(keys_B: Tensor, positions_BT: Tensor, *, vocab_size: int) -> Tensor:
+    """Make a standard exponential number for every token of every position, a function of key and position alone.
+
+    Returns:
+        fp32 (B, T, V), above 0.
+    """
+    steps_V = torch.arange(Purpose.race * _MAX_OFFSETS, Purpose.race * _MAX_OFFSETS + vocab_size, device=keys_B.device)
+    starts_BT = torch.add(keys_B[:, None], positions_BT, alpha=_START_STEP)
+    bits_BTV = _mix_(starts_BT[..., None] + steps_V * _COUNTER_STEP).bitwise_and_(_TOP_53_BITS)
+    # One minus a fraction below 1 is above 0, and its logarithm is finite.
+    return torch.add(0.5, bits_BTV, alpha=-(2.0**-64)).double().log_().neg_().float()
 
 
 class UniformTable:

@@ -8,6 +8,7 @@ from llama_ssp.config.schema import SamplingConfig, VerificationConfig
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.drafting.broadcast import BroadcastDrafter
 from llama_ssp.drafting.model import ModelDrafter
+from llama_ssp.drafting.ngram import NgramDrafter
 from llama_ssp.engine.clock import HostClock
 from llama_ssp.engine.completion import RowCompletion, StopRequest
 from llama_ssp.engine.executors.cuda_graph import CudaGraphExecutor, Recorder
@@ -32,19 +33,22 @@ def make_decoder(  # noqa: PLR0913
     stop_request: StopRequest | None = None,
     replay: Recorder | bool = True,
     rule_name: str = "speculative",
+    ngram: bool = False,
+    sampling: SamplingConfig | None = None,
 ) -> Decoder:
     """A decoder of one rank (or of `comm`) over two runners.
 
     Its rounds are replayed by torch's interpreter or by a recorder, or launched from Python without `replay`.
     """
     comm = comm or Comm.single()
-    rule = make_rule(SamplingConfig(temperature=temperature), VerificationConfig(rule=rule_name))
-    drafter = None
-    if draft:
+    rule = make_rule(sampling or SamplingConfig(temperature=temperature), VerificationConfig(rule=rule_name))
+    device = torch.device(target.device)
+    drafter: BroadcastDrafter | NgramDrafter | None = None
+    if ngram:
+        drafter = NgramDrafter(num_draft_tokens=num_draft_tokens, longest=3, shortest=1, device=device)
+    elif draft:
         inner = ModelDrafter(draft, rule=rule, num_draft_tokens=num_draft_tokens, vocab_size=target.vocab_size)
-        drafter = BroadcastDrafter(
-            inner, comm=comm, src=0, num_draft_tokens=num_draft_tokens, device=torch.device(target.device)
-        )
+        drafter = BroadcastDrafter(inner, comm=comm, src=0, num_draft_tokens=num_draft_tokens, device=device)
     round_ = Round(target, drafter, verifier=Verifier(rule, comm=comm, verify_rank=0, device=target.device))
     executor: Executor = round_
     if not isinstance(replay, bool):

@@ -9,12 +9,14 @@ Shapes: G tables, V vocabulary, K drafted tokens, B rows that are driven togethe
 P = 2 numbers of a draw.
 """
 
+import math
 from collections.abc import Callable
 from itertools import product
 
 import torch
 from torch import Tensor
 
+from llama_ssp.sampling.context import Context
 from llama_ssp.sampling.rules import Draft, Rule
 from llama_ssp.sampling.uniforms import PER_DRAW, Draws
 from tests.helpers.table_models import TableModel
@@ -27,7 +29,13 @@ Choice = Callable[[Tensor, Tensor], Tensor]
 
 
 def exact_law(
-    rule: Rule, *, target: TableModel, draft: TableModel, num_draft_tokens: int, is_point_mass: bool = False
+    rule: Rule,
+    *,
+    target: TableModel,
+    draft: TableModel,
+    num_draft_tokens: int,
+    is_point_mass: bool = False,
+    prompt: tuple[int, ...] = (),
 ) -> Tensor:
     """Measure the law of the first K + 1 tokens of a text.
 
@@ -37,6 +45,7 @@ def exact_law(
         draft: tables for prefixes of at least K - 1 tokens.
         num_draft_tokens: K.
         is_point_mass: the draft takes its best token, and says no probabilities.
+        prompt: tokens before the text, for rules that look at them.
 
     Returns:
         fp64 (G, V^(K + 1)), exact to about 1e-14.
@@ -44,14 +53,16 @@ def exact_law(
     num_tables, vocab_size = target.num_tables, target.vocab_size
     lengths = range(num_draft_tokens + 1)
     laws = [target.logits[0].new_zeros(num_tables, vocab_size**length) for length in (*lengths, num_draft_tokens + 1)]
-    paths_NK, path_law_GN, verdict_law_GNTV = _round(rule, target, draft, num_draft_tokens, is_point_mass=is_point_mass)
+    paths_NK, path_law_GN, verdict_law_GNTV = _round(
+        rule, target, draft, num_draft_tokens, is_point_mass=is_point_mass, prompt=prompt
+    )
     for num_accepted in lengths:
         text_law_GNV = path_law_GN[..., None] * verdict_law_GNTV[:, :, num_accepted]
         accepted_N = _codes(paths_NK[:, :num_accepted], vocab_size)
         text_codes = (accepted_N[:, None] * vocab_size + torch.arange(vocab_size)).flatten()
         laws[num_accepted + 1].index_add_(1, text_codes, text_law_GNV.flatten(1))
     for length in lengths[1:]:
-        plain_law = draw_law(rule, target.logits[length])
+        plain_law = draw_law(rule, target.logits[length], prompt)
         laws[length + 1] += (laws[length][..., None] * plain_law).flatten(1)
     return laws[-1]
 
@@ -64,32 +75,62 @@ def mean_accepted(rule: Rule, *, target: TableModel, draft: TableModel, num_draf
 
 
 def _round(
-    rule: Rule, target: TableModel, draft: TableModel, num_draft_tokens: int, *, is_point_mass: bool = False
+    rule: Rule,
+    target: TableModel,
+    draft: TableModel,
+    num_draft_tokens: int,
+    *,
+    is_point_mass: bool = False,
+    prompt: tuple[int, ...] = (),
 ) -> tuple[Tensor, Tensor, Tensor]:
     """All drafts (N, K), the law (G, N) of each, and the law (G, N, K + 1, V) of the verdicts on it."""
     vocab_size = target.vocab_size
     paths_NK = torch.tensor(list(product(range(vocab_size), repeat=num_draft_tokens)))
-    path_law_GN, draft_probs_GNTV = _best_path(draft, paths_NK) if is_point_mass else _drafting(rule, draft, paths_NK)
+    path_law_GN, draft_probs_GNTV = (
+        _best_path(draft, paths_NK) if is_point_mass else _drafting(rule, draft, paths_NK, prompt)
+    )
     target_logits_GNTV = torch.stack(
         [target.logits[length][:, _codes(paths_NK[:, :length], vocab_size)] for length in range(num_draft_tokens + 1)],
         dim=2,
     )
     verdict_law_GNTV = _verifying(
-        rule, paths_NK=paths_NK, draft_probs_GNTV=draft_probs_GNTV, target_logits_GNTV=target_logits_GNTV
+        rule, prompt, paths_NK=paths_NK, draft_probs_GNTV=draft_probs_GNTV, target_logits_GNTV=target_logits_GNTV
     )
     return paths_NK, path_law_GN, verdict_law_GNTV
 
 
-def draw_law(rule: Rule, logits: Tensor) -> Tensor:
-    """Measure the law of the rule's `draw` for logits (..., V); the result has their shape."""
+def draw_law(rule: Rule, logits: Tensor, prompt: tuple[int, ...] = ()) -> Tensor:
+    """Measure the law of the rule's `draw` for logits (G, V^t, V) of all prefixes; the result has their shape."""
     rows_BV = logits.flatten(0, -2)
+    context = _after_prefixes(prompt, logits)
 
     def choose(rows_B: Tensor, uniforms_BC: Tensor) -> Tensor:
-        return rule.draw(rows_BV[rows_B], uniforms_BC)[0][:, 0]
+        return rule.draw(rows_BV[rows_B], uniforms_BC, _rows_of(context, rows_B))[0][:, 0]
 
     return _law(choose, num_rows=rows_BV.shape[0], num_coordinates=PER_DRAW, num_answers=logits.shape[-1]).view(
         logits.shape
     )
+
+
+def _after_prefixes(prompt: tuple[int, ...], logits: Tensor) -> Context:
+    """The contexts (G V^t) of logits (G, V^t, V): the prompt, and the prefix that the code stands for."""
+    num_tables, num_prefixes, vocab_size = logits.shape
+    length = round(math.log(num_prefixes, vocab_size))
+    prefixes = torch.tensor([*product(range(vocab_size), repeat=length)], dtype=torch.long).view(-1, length)
+    return _context(prompt, prefixes.repeat(num_tables, 1), num_scored=1)
+
+
+def _context(prompt: tuple[int, ...], texts_BS: Tensor, *, num_scored: int) -> Context:
+    """The context of the last positions of some texts; a token behind them is there to be overlooked."""
+    num_rows, length = texts_BS.shape
+    prompts = torch.tensor(prompt, dtype=torch.long).expand(num_rows, -1)
+    tokens_BS = torch.cat([prompts, texts_BS, torch.zeros(num_rows, 1, dtype=torch.long)], dim=1)
+    last_BT = len(prompt) + length - num_scored + torch.arange(num_scored).expand(num_rows, -1)
+    return Context(tokens_BS, torch.zeros(num_rows, dtype=torch.long), last_BT)
+
+
+def _rows_of(context: Context, rows_B: Tensor) -> Context:
+    return Context(*(each[rows_B] for each in context))
 
 
 def _best_path(draft: TableModel, paths_NK: Tensor) -> tuple[Tensor, None]:
@@ -102,35 +143,45 @@ def _best_path(draft: TableModel, paths_NK: Tensor) -> tuple[Tensor, None]:
     return path_law_GN, None
 
 
-def _drafting(rule: Rule, draft: TableModel, paths_NK: Tensor) -> tuple[Tensor, Tensor | None]:
+def _drafting(
+    rule: Rule, draft: TableModel, paths_NK: Tensor, prompt: tuple[int, ...] = ()
+) -> tuple[Tensor, Tensor | None]:
     """The law (G, N) of the drafted paths, and the probabilities (G, N, K + 1, V) that the rule keeps for each."""
     path_law_GN = draft.logits[0].new_ones(draft.num_tables, paths_NK.shape[0])
     kept_probs = []
     for position in range(paths_NK.shape[1]):
         logits = draft.logits[position]
         codes_N = _codes(paths_NK[:, :position], draft.vocab_size)
-        path_law_GN = path_law_GN * draw_law(rule, logits)[:, codes_N, paths_NK[:, position]]
+        path_law_GN = path_law_GN * draw_law(rule, logits, prompt)[:, codes_N, paths_NK[:, position]]
         some_BP = logits.new_full((logits.shape[0] * logits.shape[1], PER_DRAW), 0.5)
-        _, probs = rule.draw(logits.flatten(0, 1), some_BP)
+        _, probs = rule.draw(logits.flatten(0, 1), some_BP, _after_prefixes(prompt, logits))
         kept_probs.append(None if probs is None else probs.view(logits.shape)[:, codes_N])
     probs_K = [probs for probs in kept_probs if probs is not None]
     return path_law_GN, torch.stack([*probs_K, torch.zeros_like(probs_K[0])], dim=2) if probs_K else None
 
 
-def _verifying(rule: Rule, *, paths_NK: Tensor, draft_probs_GNTV: Tensor | None, target_logits_GNTV: Tensor) -> Tensor:
+def _verifying(
+    rule: Rule,
+    prompt: tuple[int, ...],
+    *,
+    paths_NK: Tensor,
+    draft_probs_GNTV: Tensor | None,
+    target_logits_GNTV: Tensor,
+) -> Tensor:
     """The law (G, N, K + 1, V) of the number of accepted tokens and the token that follows them."""
     num_tables, num_paths, num_positions, vocab_size = target_logits_GNTV.shape
     num_draft_tokens = num_positions - 1
     ids_BK = paths_NK.repeat(num_tables, 1)
     draft_probs_BTV = None if draft_probs_GNTV is None else draft_probs_GNTV.flatten(0, 1)
     target_logits_BTV = target_logits_GNTV.flatten(0, 1)
+    context = _context(prompt, ids_BK, num_scored=num_positions)
 
     def choose(rows_B: Tensor, uniforms_BC: Tensor) -> Tensor:
         accept_BK, residual_BP = uniforms_BC.split([num_draft_tokens, PER_DRAW], dim=1)
         unused_BP = torch.full_like(residual_BP, 0.5)
         draws = Draws(unused_BP[:, None].expand(-1, num_draft_tokens, -1), accept_BK, residual_BP, unused_BP)
         draft = Draft(ids_BK[rows_B], None if draft_probs_BTV is None else draft_probs_BTV[rows_B])
-        verdict = rule.verify(draft, rule.process(target_logits_BTV[rows_B]), draws=draws)
+        verdict = rule.verify(draft, rule.process(target_logits_BTV[rows_B], _rows_of(context, rows_B)), draws=draws)
         return (verdict.num_accepted_B1 * vocab_size + verdict.next_ids_B1)[:, 0]
 
     law_BA = _law(

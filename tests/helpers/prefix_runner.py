@@ -4,6 +4,8 @@ It keeps a cache as a real model does, one vector per slot, and scores a positio
 loop that reads a stale slot, forgets one or writes one at the wrong place therefore changes its text.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -72,11 +74,14 @@ class PrefixRunner:
             hidden_BTD = hidden_BTD.gather(1, score_positions_BR[..., None].expand(-1, -1, 8))
         return (hidden_BTD @ self.head).float()
 
+    def logits(self, ids: Sequence[int]) -> Tensor:
+        """The logits (V) after a text, straight from the definition."""
+        vectors = [self.table[token, place % NUM_CLOCK_PHASES] for place, token in enumerate(ids)]
+        return (torch.sin(torch.stack(vectors).sum(0)) @ self.head).float()
+
     def greedy(self, prompt_ids: tuple[int, ...], num_tokens: int) -> list[int]:
         """The greedy continuation, straight from the definition."""
         ids = list(prompt_ids)
         for _ in range(num_tokens):
-            vectors = [self.table[token, place % NUM_CLOCK_PHASES] for place, token in enumerate(ids)]
-            total = torch.stack(vectors).sum(0)
-            ids.append(int((torch.sin(total) @ self.head).float().argmax()))
+            ids.append(int(self.logits(ids).argmax()))
         return ids[len(prompt_ids) :]

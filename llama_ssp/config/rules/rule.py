@@ -24,6 +24,8 @@ class RuleRecord:
         order: position in lists of rules.
         verify: `module:function` that maps a draft and the target's probabilities to a verdict, as
             `sampling.rules.verify_speculative` does; None for a rule that uses logits, at temperature 0 only.
+        draws_by_position: it needs no probabilities at any temperature, because every token is drawn by numbers that
+            belong to its position alone.
         keeps_all_rows: it keeps a row of fp32 numbers for every position instead of one.
         more_kernels, more_passes: launched kernels, and passes over a row of probabilities, in addition to those of
             `speculative`.
@@ -32,14 +34,20 @@ class RuleRecord:
     name: str
     order: int = 100
     verify: str | None
+    draws_by_position: bool = False
     keeps_all_rows: bool = False
     more_kernels: int = 0
     more_passes: int = 0
 
     @property
     def needs_probs(self) -> bool:
-        """Whether it needs the draft's probabilities; such a rule works at every temperature."""
+        """Whether it needs the draft's probabilities."""
         return self.verify is not None
+
+    @property
+    def samples(self) -> bool:
+        """Whether it keeps the target's distribution at every temperature."""
+        return self.needs_probs or self.draws_by_position
 
     def load_verify(self) -> Callable[..., Any]:
         """Import `verify`."""
@@ -54,4 +62,4 @@ register, rules, rule_of, problem_of = RULES.register, RULES.all, RULES.of, RULE
 
 def at_every_temperature() -> list[str]:
     """Settings for the rules that keep the target's distribution at every temperature."""
-    return [f"verification={name}" for name, rule in rules().items() if rule.needs_probs]
+    return [f"verification={name}" for name, rule in rules().items() if rule.samples]

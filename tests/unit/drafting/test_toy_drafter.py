@@ -39,9 +39,10 @@ class Repeat:
     def prefill(self, tokens_RS, lengths_R, *, rows, longest, buckets):
         pass
 
-    def propose(self, tokens_BS, lengths_B, *, uniforms_BKP, bucket):
+    def propose(self, rows, *, uniforms_BKP, bucket):
         from llama_ssp.sampling.rules import Draft
 
+        tokens_BS, lengths_B, _ = rows
         last_B1 = tokens_BS.gather(1, lengths_B[:, None] - self._back)
         ids_BK = last_B1.expand(-1, self.num_draft_tokens).contiguous()
         tokens_BS.scatter_(1, lengths_B[:, None] + self._offsets_K, ids_BK)

@@ -12,6 +12,7 @@ from torch import Tensor
 from llama_ssp.config.rules import rule as rule_module
 from llama_ssp.config.schema import SamplingConfig, VerificationConfig
 from llama_ssp.errors import ConfigError
+from llama_ssp.sampling.context import Context
 from llama_ssp.sampling.processors import processor
 from llama_ssp.sampling.rules import (
     Draft,
@@ -83,12 +84,18 @@ def test_temperature_0_gives_the_targets_best_text_under_every_rule(rule_name: s
 class Planted:
     """The shipped rule at temperature 0.6, with a fault in what it is given."""
 
+    needs_context = False
+
     def __init__(self) -> None:
-        self.process = processor(COLD)
         self.shipped = make_rule(COLD, SPECULATIVE)
 
-    def draw(self, logits_BV: Tensor, uniforms_BP: Tensor) -> tuple[Tensor, Tensor | None]:
+    def draw(
+        self, logits_BV: Tensor, uniforms_BP: Tensor, _context: Context | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         return self.shipped.draw(logits_BV, uniforms_BP)
+
+    def process(self, logits_BTV: Tensor, _context: Context | None = None) -> Tensor:
+        return self.shipped.process(logits_BTV)
 
     def verify(self, draft: Draft, target_BTV: Tensor, *, draws: Draws) -> Verdict:
         return self.shipped.verify(draft, target_BTV, draws=draws)
@@ -97,7 +104,9 @@ class Planted:
 class RawDraftProbabilities(Planted):
     """Keeps the draft's probabilities as they were before the processors."""
 
-    def draw(self, logits_BV: Tensor, uniforms_BP: Tensor) -> tuple[Tensor, Tensor | None]:
+    def draw(
+        self, logits_BV: Tensor, uniforms_BP: Tensor, _context: Context | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         return self.shipped.draw(logits_BV, uniforms_BP)[0], logits_BV.softmax(-1)
 
 
