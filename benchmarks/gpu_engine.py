@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from llama_ssp import Pair
+from llama_ssp.architectures.sizes import whole_steps
 from llama_ssp.config import catalogue
 from llama_ssp.config.schema import (
     MODEL_DRAFT,
@@ -38,7 +39,6 @@ from llama_ssp.engine.completion import RowCompletion
 from llama_ssp.engine.executors.cuda_graph import CudaRecorder
 from llama_ssp.engine.loop import Decoder
 from llama_ssp.engine.state import Request
-from llama_ssp.models.prefill import whole_steps
 from llama_ssp.planning.acceptance import implied_acceptance
 from llama_ssp.sampling.context import Rows
 from llama_ssp.sampling.uniforms import PER_DRAW

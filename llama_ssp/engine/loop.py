@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from llama_ssp.architectures.sizes import BUCKET_STEP, PREFILL_CHUNK, whole_steps
 from llama_ssp.engine.clock import Clock, clock_for
 from llama_ssp.engine.completion import FinishReason, RowCompletion, StopRequest
 from llama_ssp.engine.round import Executor, Round, step
@@ -20,7 +21,7 @@ from llama_ssp.engine.state import BatchState, Request
 from llama_ssp.engine.stops import StopStrings
 from llama_ssp.engine.verifier import NOT_A_NUMBER, STOP_REQUESTED
 from llama_ssp.errors import LOGITS_ARE_NAN, NumericError
-from llama_ssp.models.prefill import CHUNK, Buckets, whole_steps
+from llama_ssp.models.prefill import Buckets
 
 
 class Update(NamedTuple):
@@ -74,7 +75,7 @@ class Decoder:
         self._device = round_.target.device
         self._is_cuda = self._device.type == "cuda"
         self._lag = 1 if self._is_cuda else 0
-        self.bucket_step = 256 if self._is_cuda else 64
+        self.bucket_step = BUCKET_STEP["cuda" if self._is_cuda else "cpu"]
         self._num_slots = self._num_rounds = 0
         self._kept: BatchState | None = None
 
@@ -147,7 +148,7 @@ class Decoder:
         longest = max(len(request.prompt_ids) for request in requests)
         result = self.round.prefill(prompts, rows, longest=longest, buckets=self._buckets)
         self._state.put(rows_R, prompts, prompt_lengths_R=prompt_lengths_R)
-        num_forwards = -(-longest // CHUNK)
+        num_forwards = -(-longest // PREFILL_CHUNK)
         num_draft_tokens = self.round.max_tokens_per_round - 1
         owners = [
             RowCompletion(request=request, num_target_forwards=num_forwards, num_draft_tokens=num_draft_tokens)

@@ -10,11 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from llama_ssp.architectures.sizes import PREFILL_CHUNK
 from llama_ssp.models.runner import Runner
-
-CHUNK = 512
-SLOT_STEP = 8
-"""Numbers of slots are multiples of this; otherwise attention kernels have to copy the mask first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,11 +33,6 @@ class Buckets:
         return min(-(-num_slots // self.step) * self.step, self.num_slots)
 
 
-def whole_steps(num_slots: int) -> int:
-    """Round a number of slots up to a multiple of `SLOT_STEP`."""
-    return -(-num_slots // SLOT_STEP) * SLOT_STEP
-
-
 def read_prompts(
     runner: Runner, tokens_RS: Tensor, lengths_R: Tensor, *, rows_R: Tensor, longest: int, buckets: Buckets
 ) -> Tensor:
@@ -59,8 +51,8 @@ def read_prompts(
     """
     last_R1 = lengths_R[:, None] - 1
     logits_RV: Tensor | None = None
-    for start in range(0, longest, CHUNK):
-        stop = min(start + CHUNK, longest)
+    for start in range(0, longest, PREFILL_CHUNK):
+        stop = min(start + PREFILL_CHUNK, longest)
         positions_RT = torch.arange(start, stop, device=tokens_RS.device).expand(tokens_RS.shape[0], -1)
         chunk_R1V = runner.forward(
             tokens_RS[:, start:stop],

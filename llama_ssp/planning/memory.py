@@ -10,14 +10,13 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
 from llama_ssp.architectures.family import family_of
+from llama_ssp.architectures.sizes import BUCKET_STEP, PREFILL_CHUNK
 from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.config.rules.rule import rule_of
 from llama_ssp.planning.parts import Part, draft_parts, target_parts
 from llama_ssp.planning.spec import PlannedModel, PlanSpec
 from llama_ssp.planning.weights import DTYPE_BYTES
 
-PREFILL_CHUNK = 512
-BUCKET_STEP = {"cuda": 256, "cpu": 64}
 GRAPH_NODE_BYTES = 32 * 1024
 """Memory of one kernel in a captured graph, estimated from logs of serving engines (0.3-1 GiB for 67 graphs)."""
 KERNELS_PER_LAYER = 12

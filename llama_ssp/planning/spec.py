@@ -9,6 +9,7 @@ from typing import Any
 
 from llama_ssp.architectures.family import family_of
 from llama_ssp.architectures.inventory import Inventory
+from llama_ssp.architectures.sizes import whole_steps
 from llama_ssp.config.drafts.drafter import draft_name
 from llama_ssp.config.formats.format import format_of
 from llama_ssp.config.hardware import HardwareConfig
@@ -20,9 +21,6 @@ from llama_ssp.config.schema import DraftLayout, Dtype, ModelConfig, ModelShape
 from llama_ssp.config.target_placement import Offload, TargetKind, TargetPlacement
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.planning.weights import DTYPE_BYTES, WeightBytes, weight_bytes
-
-SLOT_STEP = 8
-"""See `models.prefill`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +111,7 @@ class PlanSpec:
     @property
     def num_slots(self) -> int:
         """Cache slots per row: its tokens and the K + 1 that a round may write beyond them, rounded up."""
-        return -(-(self.prompt_tokens + self.max_new_tokens + self.round_rows) // SLOT_STEP) * SLOT_STEP
+        return whole_steps(self.prompt_tokens + self.max_new_tokens + self.round_rows)
 
     @property
     def round_rows(self) -> int:

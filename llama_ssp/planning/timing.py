@@ -11,6 +11,7 @@ Shapes: K drafted tokens.
 from dataclasses import dataclass, replace
 from functools import partial
 
+from llama_ssp.architectures.sizes import PREFILL_CHUNK
 from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.config.rules.rule import rule_of
 from llama_ssp.config.schema import DraftLayout
@@ -18,7 +19,7 @@ from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.planning.acceptance import Acceptance, of_pair, tokens_per_round
 from llama_ssp.planning.layerwise import waiting_s
 from llama_ssp.planning.measured import line
-from llama_ssp.planning.memory import PREFILL_CHUNK, bucket_of
+from llama_ssp.planning.memory import bucket_of
 from llama_ssp.planning.messages import Message, round_messages
 from llama_ssp.planning.roofline import ForwardTime, ModelPlacement, bandwidth, forward_time, message_s, profile_of
 from llama_ssp.planning.spec import PlanSpec, model_bytes

@@ -150,7 +150,7 @@ def test_a_prompt_may_leave_room_for_one_token_only() -> None:
 
 
 def test_a_long_prompt_is_read_in_chunks_with_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llama_ssp.models.prefill.CHUNK", 3)
+    monkeypatch.setattr("llama_ssp.models.prefill.PREFILL_CHUNK", 3)
     target = PrefixRunner()
     for completion in complete(make_decoder(target, PrefixRunner(seed=1), batch_size=8), requests()):
         assert completion.token_ids == target.greedy(completion.request.prompt_ids, completion.request.max_new_tokens)
@@ -160,8 +160,8 @@ def test_a_long_prompt_is_read_in_chunks_with_the_same_result(monkeypatch: pytes
 def test_every_chunk_of_a_prompt_is_a_forward_of_the_target(
     num_prompt_tokens: int, num_chunks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llama_ssp.models.prefill.CHUNK", 3)
-    monkeypatch.setattr("llama_ssp.engine.loop.CHUNK", 3)
+    monkeypatch.setattr("llama_ssp.models.prefill.PREFILL_CHUNK", 3)
+    monkeypatch.setattr("llama_ssp.engine.loop.PREFILL_CHUNK", 3)
     target = PrefixRunner()
     decoder = make_decoder(target, None, replay=False)
     wanted = [Request(index=0, prompt_ids=(1,) * num_prompt_tokens, max_new_tokens=5)]

@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
+from llama_ssp.architectures.sizes import BUCKET_STEP
 from llama_ssp.config import catalogue, hardware
 from llama_ssp.config.schema import DraftLayout
 from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.errors import PlacementError
 from llama_ssp.models.prefill import Buckets
 from llama_ssp.planning.memory import (
-    BUCKET_STEP,
     GRAPH_NODE_BYTES,
     KERNELS_PER_LAYER,
     bucket_of,

@@ -61,7 +61,7 @@ def test_greedy_text_beyond_the_windows_is_the_librarys_with_and_without_a_draft
     saved: SavedModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, num_ranks: int
 ) -> None:
     """Ragged prompts, read in chunks of 8; the draft is a layer of the same kind, and whole on every rank."""
-    monkeypatch.setattr(prefill, "CHUNK", 8)
+    monkeypatch.setattr(prefill, "PREFILL_CHUNK", 8)
     folder, model = saved(kind)
     build_checkpoint(tmp_path, kind, num_hidden_layers=1)
     comms = thread_comms(num_ranks)
