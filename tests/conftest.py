@@ -22,8 +22,8 @@ MOST_WORKERS = 8
 """Each of them imports torch, which takes about 0.6 GB."""
 JOBS = ("tests/distributed/", "tests/slurm/")
 """Tests that start several ranks: one worker runs them one after the other, so that their time limits hold."""
-UNTIMED = "tests/distributed/test_placement.py"
-"""The longest of them, and without time limits: another worker may run it at the same time."""
+UNTIMED = tuple(f"tests/distributed/test_{name}.py" for name in ("placement", "precision", "deepspeed"))
+"""Those that share groups of ranks and have no time limits: another worker may run them at the same time."""
 
 
 class JobsOnOneWorker(LoadScopeScheduling):  # type: ignore[misc] # xdist is untyped
@@ -31,7 +31,7 @@ class JobsOnOneWorker(LoadScopeScheduling):  # type: ignore[misc] # xdist is unt
 
     def _split_scope(self, nodeid: str) -> str:
         if nodeid.startswith(UNTIMED):
-            return UNTIMED
+            return UNTIMED[0]
         return JOBS[0] if nodeid.startswith(JOBS) else nodeid
 
 

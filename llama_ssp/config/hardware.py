@@ -105,6 +105,7 @@ class HardwareConfig:
     """One entry of `conf/hardware`: a node, and the number of nodes.
 
     Attributes:
+        name, gpu: names of the entry and of its GPUs.
         device: `cuda` (NVIDIA and AMD) or `cpu`; a "GPU" of a CPU is one rank.
         num_gpus, num_nodes: ranks per node, and nodes.
         memory_bytes: usable memory of one GPU; on a CPU, of the node.
@@ -116,6 +117,7 @@ class HardwareConfig:
         slowdown: by number format, the time of a matrix product relative to fp32 arithmetic on as many bytes.
         kernel_s, launch_s: fixed time of a kernel inside a CUDA graph, and of an operator launched from Python.
         link, network: links inside a node, and between nodes.
+        sources: where each figure is from.
         profiles: measurements, which replace the figures above.
     """
 

@@ -41,7 +41,6 @@ class Purpose(IntEnum):
     accept = 1
     residual = 2
     plain = 3
-    race = 4
 
 
 class Draws(NamedTuple):
@@ -82,7 +81,8 @@ def exponentials(keys_B: Tensor, positions_BT: Tensor, *, vocab_size: int) -> Te
     Returns:
         fp32 (B, T, V), above 0.
     """
-    steps_V = torch.arange(Purpose.race * _MAX_OFFSETS, Purpose.race * _MAX_OFFSETS + vocab_size, device=keys_B.device)
+    first = len(Purpose) * _MAX_OFFSETS  # after the counters of all purposes
+    steps_V = torch.arange(first, first + vocab_size, device=keys_B.device)
     starts_BT = torch.add(keys_B[:, None], positions_BT, alpha=_START_STEP)
     bits_BTV = _mix_(starts_BT[..., None] + steps_V * _COUNTER_STEP).bitwise_and_(_TOP_53_BITS)
     # One minus a fraction below 1 is above 0, and its logarithm is finite.

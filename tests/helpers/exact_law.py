@@ -116,7 +116,7 @@ def _after_prefixes(prompt: tuple[int, ...], logits: Tensor) -> Context:
     """The contexts (G V^t) of logits (G, V^t, V): the prompt, and the prefix that the code stands for."""
     num_tables, num_prefixes, vocab_size = logits.shape
     length = round(math.log(num_prefixes, vocab_size))
-    prefixes = torch.tensor([*product(range(vocab_size), repeat=length)], dtype=torch.long).view(-1, length)
+    prefixes = torch.tensor([*product(range(vocab_size), repeat=length)], dtype=torch.long).view(num_prefixes, length)
     return _context(prompt, prefixes.repeat(num_tables, 1), num_scored=1)
 
 

@@ -9,7 +9,7 @@ import pytest
 from tests.helpers.repository import ROOT
 
 
-@pytest.mark.seconds
+@pytest.mark.heavy
 def test_a_drafted_id_is_drawn_at_most_fifteen_frames_deep() -> None:
     command = [sys.executable, "-m", "benchmarks.frames"]
     printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()

@@ -165,7 +165,8 @@ def meeting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Meeting]:
 @pytest.mark.parametrize("place", ["meeting", "ending"])
 def test_a_rank_lost_while_they_meet_or_part_is_named(place: str, meeting: Meeting) -> None:
     meeting.fails_at = place
-    sentence = f"rank 2 is missing while {place} .connection closed.; "
+    doing = {"meeting": "connecting"}.get(place, place)
+    sentence = f"rank 2 is missing while {doing} .connection closed.; "
     with pytest.raises(LostRankError, match=sentence), world.start(device=DeviceKind.cpu, timeout_s=5.0):
         assert place == "ending"
 

@@ -7,6 +7,7 @@ import torch
 
 from llama_ssp.config.layout import Layout
 from llama_ssp.config.schema import (
+    MODEL_DRAFT,
     DrafterConfig,
     DraftLayout,
     ModelConfig,
@@ -40,7 +41,7 @@ def _texts(layout: Layout, *, temperature: float, batch_size: int, speculative: 
     config = RunConfig(
         task=GenerateConfig(),
         model=ModelConfig(name="target"),
-        draft=DrafterConfig(),
+        draft=DrafterConfig(kind=MODEL_DRAFT),
         placement=PlacementConfig(),
         sampling=SamplingConfig(temperature=temperature),
         verification=VerificationConfig(),

@@ -181,5 +181,5 @@ def test_one_stop_needs_no_list() -> None:
 
 
 def test_an_empty_stop_is_refused() -> None:
-    with pytest.raises(ConfigError, match="holds an empty text"):
+    with pytest.raises(ConfigError, match="has an empty string"):
         speculative_generate(load("tiny", "tiny-draft"), "a", stop_strings=["b", ""])

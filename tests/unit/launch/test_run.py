@@ -162,7 +162,7 @@ def test_a_stop_signal_while_nothing_is_decoded_ends_with_code_4_however_often_i
             ends.append("written")
 
     ends: list[str] = []
-    monkeypatch.setattr(run, "_run", lambda config, _ranks: twice(config))
+    monkeypatch.setattr(run, "_check", lambda config, _ranks: twice(config))
     ended = launch()
     assert (ended.code, ended.err, ends) == (4, "interrupted\n", ["written"])
 

@@ -293,13 +293,3 @@ def test_two_vocabularies_are_refused(verify: Verify) -> None:
     half_BP = torch.full((4, 2), 0.5, dtype=torch.float64)
     with pytest.raises(ConfigError, match="draft has 4 tokens and the target 3"):
         verify(draft, target_probs[..., :3], draws=numbers(accept_B=half_BP[:, 0], residual_BP=half_BP))
-
-
-def test_a_rule_from_outside_is_known_by_its_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rule_module.RULES, "added", {})
-    with pytest.raises(ConfigError, match=r"unknown verification.rule 'mine': there are block, greedy, speculative"):
-        make_rule(COLD, VerificationConfig(rule="mine"))
-    record = rule_module.RuleRecord(name="mine", verify="llama_ssp.sampling.rules:verify_block")
-    rule_module.register(record)
-    assert list(rule_module.rules()) == ["speculative", "block", "greedy", "mine"]
-    assert make_rule(COLD, VerificationConfig(rule="mine"))._verify is verify_block  # type: ignore[attr-defined]
