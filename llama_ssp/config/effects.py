@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from llama_ssp.config import layout
 from llama_ssp.config.drafts.drafter import drafts
 from llama_ssp.config.formats.format import takes
+from llama_ssp.config.rules.rule import rules
 from llama_ssp.config.schema import DeviceKind, RunConfig, WeightsKind
 from llama_ssp.config.tasks.spec import task_of
 
@@ -24,10 +25,20 @@ class _Pointless:
     reason: str
 
 
+def _draws_by_position(config: RunConfig) -> bool:
+    known = rules()
+    return config.verification.rule in known and known[config.verification.rule].draws_by_position
+
+
 _POINTLESS = (
     _Pointless(
-        ("speculation", "verification"),
+        ("speculation",),
         lambda c: not drafts(c.draft) and not task_of(c).needs_draft,
+        "without a draft: give one with draft=NAME",
+    ),
+    _Pointless(
+        ("verification",),
+        lambda c: not (drafts(c.draft) or task_of(c).needs_draft or _draws_by_position(c)),
         "without a draft: give one with draft=NAME",
     ),
     _Pointless(

@@ -21,10 +21,16 @@ from llama_ssp.errors import CheckpointError
 
 @dataclass(frozen=True, kw_only=True)
 class Peers:
-    """A target and its draft as transformers loads them."""
+    """A target and what assists it in transformers: a draft model, or prompt look-up with so long a match."""
 
     target: PreTrainedModel
     draft: PreTrainedModel | None
+    longest_match: int | None = None
+
+    @property
+    def can_assist(self) -> bool:
+        """Whether the library has an assistant of this kind."""
+        return bool(self.draft or self.longest_match)
 
     def ms_per_token(
         self,
@@ -41,9 +47,13 @@ class Peers:
         """
         is_one_batch = num_draft_tokens is None and len({len(ids) for ids in prompts}) == 1
         batches = [list(prompts)] if is_one_batch else [[ids] for ids in prompts]
-        assistant = None if num_draft_tokens is None else self.draft
-        if assistant:
-            assistant.generation_config.num_assistant_tokens = num_draft_tokens
+        assistance: dict[str, object] = {}
+        if num_draft_tokens and self.draft:
+            self.draft.generation_config.num_assistant_tokens = num_draft_tokens
+            assistance = {"assistant_model": self.draft}
+        elif num_draft_tokens:
+            assistance["prompt_lookup_num_tokens"] = num_draft_tokens
+            assistance["max_matching_ngram_size"] = self.longest_match
         num_tokens, started = 0, time.perf_counter()
         for rows in batches:
             ids_BT = torch.tensor(rows, device=self.target.device)
@@ -51,7 +61,7 @@ class Peers:
                 ids_BT,
                 attention_mask=torch.ones_like(ids_BT),
                 max_new_tokens=num_new_tokens,
-                assistant_model=assistant,
+                **assistance,
                 **_generation_options(sampling),
             )
             num_tokens += out_BT[:, ids_BT.shape[1] :].numel()
@@ -59,19 +69,21 @@ class Peers:
 
 
 def _generation_options(sampling: SamplingConfig) -> dict[str, object]:
+    penalty = {"repetition_penalty": sampling.repetition_penalty}
     if sampling.temperature == 0:
-        return {"do_sample": False}
+        return {"do_sample": False, **penalty}
     top_p = 1.0 if sampling.top_p is None else sampling.top_p
     filters = {"top_k": sampling.top_k or 0, "top_p": top_p, "min_p": sampling.min_p}
-    return {"do_sample": True, "temperature": sampling.temperature, **filters}
+    return {"do_sample": True, "temperature": sampling.temperature, **filters, **penalty}
 
 
 def has_peers(config: RunConfig, *, world_size: int) -> bool:
-    """Whether a benchmark also measures transformers: on one rank, from checkpoints, without our quantization."""
+    """Whether a benchmark also measures transformers: one rank, checkpoints, no quantization, penalties that it has."""
     entries = [config.model, *([config.draft.model] if config.draft.model else [])]
     is_whole = not any(format_of(entry.quantization).is_quantized for entry in entries)
     is_requested = isinstance(config.task, BenchmarkConfig) and config.task.peers
-    return is_requested and world_size == 1 and config.weights is WeightsKind.checkpoint and is_whole
+    is_known = config.sampling.frequency_penalty == config.sampling.presence_penalty == 0
+    return is_requested and world_size == 1 and config.weights is WeightsKind.checkpoint and is_whole and is_known
 
 
 def check_peers(config: RunConfig, folders: Sequence[Path], *, world_size: int) -> None:

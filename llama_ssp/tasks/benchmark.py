@@ -20,6 +20,7 @@ import torch
 from llama_ssp.calibration.interleave import interleave, median_ratio
 from llama_ssp.calibration.operators import copy_bytes_per_s
 from llama_ssp.config.drafts.drafter import draft_name
+from llama_ssp.config.drafts.ngram import NgramConfig
 from llama_ssp.config.schema import SpeculationConfig
 from llama_ssp.config.tasks.benchmark import BenchmarkConfig
 from llama_ssp.console.progress import Pace, RunProgress
@@ -123,7 +124,7 @@ def benchmark(session: Session, jobs: list[PromptTask]) -> None:
     num_runs = Counter(
         name
         for _, batch_size, num_draft_tokens in cells
-        for name in _candidates(num_draft_tokens, batch_size=batch_size, has_peers=peers is not None)
+        for name in _candidates(num_draft_tokens, batch_size=batch_size, peers=peers)
     )
     paces = {name: Pace(num_wanted=number * (1 + task.repetitions)) for name, number in num_runs.items()}
     longest = max(task.batch_sizes) * session.config.max_new_tokens
@@ -165,14 +166,17 @@ def _peers(session: Session) -> Peers | None:
         load_peer(source.origin.folder, dtype=source.dtype or source.origin.dtype, device=session.world.device)
         for source in session.models.sources
     )
-    return Peers(target=target, draft=drafts[0] if drafts else None)
+    drafting = session.config.draft
+    longest_match = drafting.longest if isinstance(drafting, NgramConfig) else None
+    return Peers(target=target, draft=drafts[0] if drafts else None, longest_match=longest_match)
 
 
-def _candidates(num_draft_tokens: int | None, *, batch_size: int, has_peers: bool) -> list[str]:
+def _candidates(num_draft_tokens: int | None, *, batch_size: int, peers: Peers | None) -> list[str]:
     names = [PLAIN, SPECULATIVE] if num_draft_tokens else [PLAIN]
-    if has_peers:
+    if peers:
         # The library assists one row at a time.
-        names += [GENERATE, ASSISTED] if num_draft_tokens and batch_size == 1 else [GENERATE]
+        is_assisted = num_draft_tokens and batch_size == 1 and peers.can_assist
+        names += [GENERATE, ASSISTED] if is_assisted else [GENERATE]
     return names
 
 
@@ -203,7 +207,7 @@ def _measure(
         ignore_eos=True,
         stop_strings=[],
     )
-    names = _candidates(num_draft_tokens, batch_size=batch_size, has_peers=peers is not None)
+    names = _candidates(num_draft_tokens, batch_size=batch_size, peers=peers)
     ours = {
         mode: Ours(
             decoder=build_decoder(
