@@ -92,6 +92,7 @@ def test_only_texts_and_paths_are_literal() -> None:
         (["+extra=1"], r"\+extra=1: all settings exist already"),
         (["~draft"], r"~draft: all settings exist already"),
         (["model@draft.model=13B"], r"model@draft.model=13B: all settings exist already"),
+        (["sampling.no_repeat_ngram_size=3"], r"is not supported; sampling.repetition_penalty=1.1 or"),
         (["draft.kind=none"], r"unknown setting 'draft.kind'"),
         (["model.shape.vocab_size=3"], r"unknown setting 'model.shape.vocab_size'"),
         (["task.name=latency"], r"unknown setting 'task.name'"),
