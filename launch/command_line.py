@@ -244,7 +244,7 @@ def _unknown_key(key: str, keys: frozenset[str]) -> str:
 
 _FOREIGN = {
     "no_repeat_ngram_size": "it forbids every n-gram that the whole text has at each drafted position, which is not "
-    "supported; sampling.repetition_penalty=1.1 or sampling.frequency_penalty=0.5 also keep a text from repeating itself",
+    "supported; sampling.repetition_penalty=1.1 or sampling.frequency_penalty=0.5 also make repetition rarer",
 }
 """Settings of transformers that have no counterpart, and what to use instead."""
 

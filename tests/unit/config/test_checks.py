@@ -58,7 +58,7 @@ BAD = [
     (["model.int8_threshold=6"], "model.int8_threshold has no effect without model.quantization=int8"),
     (
         ["verification.rule=blocks"],
-        "unknown verification.rule 'blocks': there are block, greedy, speculative; did you mean",
+        "unknown verification.rule 'blocks': there are block, coupled, greedy, speculative; did you mean",
     ),
     (["model.quantization=int9"], "unknown model.quantization 'int9': there are int8, int8_weight_only, nf4, none"),
     (["draft.model.quantization=nf5"], "unknown draft.model.quantization 'nf5': "),

@@ -83,7 +83,7 @@ def test_only_texts_and_paths_are_literal() -> None:
         (["hardware=laptop"], r"unknown hardware 'laptop': there are .*; did you mean laptop_cpu\?"),
         (["placement=pipeline"], r"unknown placement 'pipeline': there are accelerate, auto, .*, tensor"),
         (["sampling=gredy"], r"unknown sampling 'gredy': there are default, greedy, nucleus; did you mean greedy\?"),
-        (["verification=coupled"], r"unknown verification 'coupled': there are block, greedy, speculative"),
+        (["verification=couple"], r"unknown verification 'couple': there are block, coupled, greedy, speculative"),
         (["modell=7B"], r"unknown setting 'modell': did you mean model\?"),
         (["temperature=0.5"], r"unknown setting 'temperature': did you mean sampling.temperature\?"),
         (["sampling.temprature=1"], r"unknown setting 'sampling.temprature': did you mean sampling.temperature\?"),
