@@ -26,18 +26,18 @@ def make_job(  # noqa: PLR0913 - every choice that tests make
 ) -> PlanSpec:
     """A job whose target is on the first `num_ranks` ranks, and its draft on the first or on all of them.
 
-    Layers in a row have the first rank, and the GPUs of the others.
+    A layer-wise target has the first rank, and the GPUs of the others.
     """
     ranks = tuple(range(num_ranks))
     alone = draft_kind is DraftLayout.one_rank
-    in_a_row = target_kind is TargetKind.accelerate
+    is_layer_wise = target_kind is TargetKind.accelerate
     model = planned_model(catalogue.load(target), device=device) if isinstance(target, str) else target
     return PlanSpec(
         target=replace(model, by_library=target_kind is not TargetKind.tensor),
         draft=planned_model(catalogue.load(draft), device=device) if draft else None,
         target_kind=target_kind,
-        target_ranks=ranks[:1] if in_a_row else ranks,
-        spare_devices=ranks[1:] if in_a_row else (),
+        target_ranks=ranks[:1] if is_layer_wise else ranks,
+        spare_devices=ranks[1:] if is_layer_wise else (),
         draft_kind=draft_kind,
         draft_ranks=(ranks[:1] if alone else ranks) if draft else (),
         num_draft_tokens=num_draft_tokens,

@@ -57,7 +57,7 @@ def test_the_sentence_names_the_rank_what_fills_it_and_the_change() -> None:
     assert "placement.draft.kind=sharded model.quantization=int8" in sentence
 
 
-def test_every_change_leaves_layers_in_a_row_on_one_rank_and_in_the_librarys_modules() -> None:
+def test_every_change_leaves_a_layer_wise_target_on_one_rank_and_in_the_librarys_modules() -> None:
     job = make_job("65B", "7B", num_ranks=4, target_kind=TargetKind.accelerate, cuda_graphs=False)
     for step in changes._steps(job, hardware.load("p4d_24xlarge")):
         changed, _ = step.apply(job, A10G)

@@ -1,4 +1,4 @@
-"""Layers in a row: every layer is somewhere once, no device holds more than it may, and what waits is priced."""
+"""Layer-wise placement: every layer is somewhere once, no device holds more than it may, and what waits is priced."""
 
 from dataclasses import replace
 
@@ -98,7 +98,7 @@ def test_every_forward_takes_the_time_of_reading_what_waits(offload: Offload) ->
     assert slower_s == pytest.approx(waiting_bytes(limited) / READ_BYTES_PER_S[offload])
 
 
-def test_a_target_in_a_row_has_the_gpus_without_a_rank_and_sends_nothing_between_ranks() -> None:
+def test_a_layer_wise_target_has_the_gpus_without_a_rank_and_sends_nothing_between_ranks() -> None:
     row = job(8)
     assert row.target_devices == tuple(range(8))
     assert row.layout.ranks == (0,)

@@ -68,7 +68,7 @@ def test_a_draft_is_held_once_unless_it_is_replicated(kind: DraftLayout, copies:
     assert held == copies * once
 
 
-def test_layers_in_a_row_are_shared_out_whole_and_nothing_is_repeated() -> None:
+def test_layer_wise_targets_are_shared_out_whole_and_nothing_is_repeated() -> None:
     ranks = memory(make_job("7B", num_ranks=3, target_kind=TargetKind.accelerate), A100)
     assert sum(rank.target_weights_bytes for rank in ranks) == 13_476_831_232
     assert len({rank.target_weights_bytes for rank in ranks}) > 1

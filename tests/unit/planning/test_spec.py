@@ -157,7 +157,7 @@ def test_a_cpu_keeps_the_linear_layers_of_16_bit_files_in_16_bits() -> None:
         (DraftPlacement(kind=DraftLayout.own_gpu, ranks=[1, 2]), [0, 3, 4, 5, 6, 7], [1, 2]),
     ],
 )
-def test_layers_in_a_row_have_one_rank_and_the_gpus_of_its_node_that_no_rank_has(
+def test_a_layer_wise_target_has_one_rank_and_the_gpus_of_its_node_that_no_rank_has(
     draft: DraftPlacement, devices: range | list[int], draft_ranks: list[int]
 ) -> None:
     job = _job(TargetPlacement(kind=TargetKind.accelerate), draft)
@@ -166,7 +166,7 @@ def test_layers_in_a_row_have_one_rank_and_the_gpus_of_its_node_that_no_rank_has
     assert job.draft_ranks == tuple(draft_ranks)
 
 
-def test_layers_in_a_row_stay_on_one_node() -> None:
+def test_a_layer_wise_target_stays_on_one_node() -> None:
     row = TargetPlacement(kind=TargetKind.accelerate, ranks=[9])
     job = _job(row, DraftPlacement(), replace(A100, num_nodes=2))
     assert job.target_devices == (9, 8, 10, 11, 12, 13, 14, 15)

@@ -146,14 +146,14 @@ def test_long_prompts_are_bound_by_the_matrix_rate_and_single_tokens_by_bandwidt
     assert timing(job, slow_matrices).prefill_s > 1.5 * base.prefill_s
 
 
-def test_layers_in_a_row_gain_no_speed_from_more_gpus() -> None:
+def test_layer_wise_placement_gains_no_speed_from_more_gpus() -> None:
     one = timing(make_job("13B", num_ranks=1), A100).plain_s
     row = timing(make_job("13B", num_ranks=4, target_kind=TargetKind.accelerate), A100).plain_s
     assert row == pytest.approx(one, rel=0.01)
     assert timing(make_job("13B", num_ranks=4), A100).plain_s < 0.5 * one
 
 
-def test_layers_in_a_row_have_the_physical_limit_of_one_gpu() -> None:
+def test_layer_wise_placement_has_the_physical_limit_of_one_gpu() -> None:
     one = timing(make_job("13B", num_ranks=1), A100).limit_share
     row = timing(make_job("13B", num_ranks=4, target_kind=TargetKind.accelerate), A100).limit_share
     assert row == pytest.approx(one, rel=0.01)
@@ -284,7 +284,7 @@ def test_the_working_set_is_what_a_rank_reads_in_the_format_that_it_keeps() -> N
     assert read_bytes(replace(model, stored=Dtype.bf16)) == 2 * elements
 
 
-def test_layers_in_a_row_are_forecast_on_a_measured_machine_too() -> None:
+def test_layer_wise_placement_is_forecast_on_a_measured_machine_too() -> None:
     model, machine = small_model(num_hidden_layers=3), _measured(A100)
     one = timing(make_job(model, cuda_graphs=False), machine).target_forward
     row = make_job(model, num_ranks=3, target_kind=TargetKind.accelerate, cuda_graphs=False)
