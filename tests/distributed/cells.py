@@ -51,7 +51,7 @@ CELLS = {
         Cell((0,), (0,), SHARDED),
         Cell((0,), (0,), REPLICATED),
         Cell((0,), (0,), ONE_RANK, pair="llama", batch_size=1, target_kind=ACCELERATE),
-        Cell((0,), (0,), ONE_RANK, target_kind=ACCELERATE, max_memory_gb=0.04),
+        Cell((0,), (0,), ONE_RANK, target_kind=ACCELERATE, max_memory_gb=0.04, heavy=True),
         Cell(
             (0,), (0,), ONE_RANK, pair="llama", batch_size=3, target_kind=ACCELERATE, max_memory_gb=0.0003, heavy=True
         ),
@@ -66,8 +66,8 @@ CELLS = {
         Cell((0,), (1,), OWN_GPU),
         Cell((1,), (0, 1), SHARDED, heavy=True),
         Cell((0, 1), (0, 1), REPLICATED, pair="gpt_neox"),
-        Cell((0, 1), (0, 1), SHARDED, pair="gpt_neo", batch_size=3),
-        Cell((1,), (0,), OWN_GPU, pair="gpt_neox", batch_size=3, target_kind=ACCELERATE),
+        Cell((0, 1), (0, 1), SHARDED, pair="gpt_neo", batch_size=3, heavy=True),
+        Cell((1,), (0,), OWN_GPU, pair="gpt_neox", batch_size=3, target_kind=ACCELERATE, heavy=True),
         Cell((0,), (0, 1), SHARDED, target_kind=ACCELERATE, heavy=True),
         Cell((0, 1), (0, 1), SHARDED, pair="llama", batch_size=1, heavy=True),
         Cell((0, 1), (0, 1), REPLICATED, pair="llama", batch_size=1, heavy=True),
@@ -75,7 +75,9 @@ CELLS = {
         Cell((0, 1), (0, 1), REPLICATED, pair="gpt_neo", batch_size=3, heavy=True),
         Cell((0,), (1,), OWN_GPU, pair="gpt_neo", batch_size=3, heavy=True),
         Cell((0,), (1,), OWN_GPU, rule="block"),
-        Cell((0, 1), (0, 1), REPLICATED, rule="block"),
+        Cell((0, 1), (0, 1), REPLICATED, rule="block", heavy=True),
+        Cell((0,), (1,), OWN_GPU, rule="coupled"),
+        Cell((0, 1), (0, 1), REPLICATED, rule="coupled", heavy=True),
     ],
     3: [
         Cell((0, 1, 2), (2,), ONE_RANK),

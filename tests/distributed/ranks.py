@@ -49,6 +49,8 @@ SYNTHETIC = "synthetic"
 LANE = "LLAMA_SSP_TEST_LANE"
 """The variable by which the ranks of a group know the lane of the tests."""
 PAIRS = ("tiny", "llama", "gpt_neox", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "gpt_neo")
+HEAVY_PAIRS = ("qwen2", "qwen3", "mistral", "gemma3_text")
+"""Their texts are compared with --heavy alone."""
 NUM_NEW_TOKENS = 24
 # Families whose targets are quantized too: one for the lean decoder, one for the library's modules.
 QUANTIZED = ("llama", "gpt_neox")
@@ -235,6 +237,8 @@ def cases(world: World, folder: Path, *, heavy: bool) -> dict[str, Callable[[], 
         named |= cases_of_cells(world, folder, other_rules)
     for temperature in (0.0, 0.8):
         for name in PAIRS if world.comm.size in SIZES else ():
+            if name in HEAVY_PAIRS and not heavy:
+                continue
             named[f"{name} at {temperature}"] = lambda name=name, temperature=temperature: texts(  # type: ignore[misc]
                 world, folder, name, temperature
             )

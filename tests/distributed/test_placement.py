@@ -14,6 +14,7 @@ from llama_ssp.weights import hub
 from tests.distributed.cells import CELLS, MOST_DEFAULT_RANKS, Cell, on_one_rank
 from tests.distributed.ranks import (
     CELL_TOKENS,
+    HEAVY_PAIRS,
     NUM_NEW_TOKENS,
     PAIRS,
     SIZES,
@@ -35,6 +36,9 @@ def marks(num_ranks: int, cell: Cell | None = None) -> list[pytest.MarkDecorator
 
 
 sizes = pytest.mark.parametrize("num_ranks", [pytest.param(n, marks=marks(n)) for n in SIZES])
+pairs_of_families = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.heavy] * (name in HEAVY_PAIRS)) for name in PAIRS]
+)
 cells = pytest.mark.parametrize(
     ("cell", "num_ranks"),
     [
@@ -63,7 +67,7 @@ def library_texts(name: str, folder: Path) -> list[list[int]]:
 
 
 @sizes
-@pytest.mark.parametrize("name", PAIRS)
+@pairs_of_families
 def test_greedy_text_is_the_librarys_on_every_number_of_ranks(
     name: str, num_ranks: int, pairs: Path, launched: Callable[[int], Seen]
 ) -> None:
@@ -89,7 +93,7 @@ def test_synthetic_weights_have_the_shipped_models_text_on_every_number_of_ranks
 
 
 @sizes
-@pytest.mark.parametrize("name", PAIRS)
+@pairs_of_families
 def test_sampled_text_is_the_same_on_every_number_of_ranks(
     name: str, num_ranks: int, launched: Callable[[int], Seen]
 ) -> None:

@@ -47,7 +47,10 @@ BAD = [
     (["prompt=a", "prompts=/dev/null"], "prompt= and prompts= exclude each other"),
     (["draft=none"], "task=compare needs a draft, and model=tiny runs without one here: give draft=tiny-draft"),
     (["model=llama3_1B"], "give draft=local draft.model.path=DIR, or use task=generate"),
-    (["verification=greedy"], "use sampling=greedy, verification=speculative or verification=block"),
+    (
+        ["verification=greedy"],
+        "use sampling=greedy, verification=speculative, verification=block or verification=coupled",
+    ),
     (["draft=7B"], "model=tiny has 4096 tokens, draft=7B 32000; drafts that fit: tiny-draft"),
     (["model=gpt_neox_20B", "draft=gpt_neo_1.3B"], "drafts that fit: none in the catalogue"),
     (["model=local", "draft=tiny"], "model=local needs model.path=DIR"),
