@@ -1,0 +1,159 @@
+"""Acceptance of the shipped pair by temperature, rule, K, kind of draft and kind of text: one command, one page.
+
+    .venv/bin/python -m benchmarks.acceptance          prints the tables
+    .venv/bin/python -m benchmarks.acceptance --write  writes docs/benchmarks/acceptance.md
+
+Tokens per round count what a round adds to a text, up to K + 1. Alpha is the sum over the vocabulary of the smaller of
+both probabilities, on average over the text: the chance that one drafted token is accepted (Leviathan et al. 2023,
+arXiv:2211.17192, theorem 3.5). It has no time in it, so any machine gives the same figures up to rounding.
+"""
+
+import argparse
+import sys
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from statistics import fmean
+from typing import NamedTuple
+
+import torch
+import yaml
+from torch import Tensor
+
+from llama_ssp import load
+from llama_ssp.config import catalogue
+from llama_ssp.config.drafts.ngram import NgramConfig
+from llama_ssp.config.schema import SamplingConfig, SpeculationConfig, VerificationConfig
+from llama_ssp.engine.state import Request
+from llama_ssp.library import Pair
+from llama_ssp.sampling.processors import processor
+from llama_ssp.session.loading import build_decoder
+from llama_ssp.session.prompts import encode
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "benchmarks" / "acceptance.md"
+TEMPERATURES, RULES, LENGTHS, DRAFTS = (
+    (0.0, 0.4, 0.8, 1.0),
+    ("speculative", "block", "coupled"),
+    (2, 4, 8),
+    ("model", "ngram"),
+)
+NUM_NEW_TOKENS, NUM_SAMPLES = 48, 2
+EDITS = (
+    "class Point:\n    def __init__(self, x, y):\n        self.x = x\n        self.y = y\n\n",
+    "def read(path):\n    with open(path) as file:\n        return file.read()\n\n",
+    "a = [1, 2, 3, 4]\nb = [1, 2, 3, 4]\nc = [1, 2, 3, 4]\n",
+)
+
+
+class Text(NamedTuple):
+    """One completion: its ids after the prompt, and how many tokens each round accepted."""
+
+    prompt_ids: tuple[int, ...]
+    ids: list[int]
+    accepted: list[int]
+
+
+def kinds_of_text() -> dict[str, list[str]]:
+    """Prompts by kind: code and arithmetic are defaults of tasks; the third is to be written a second time."""
+    defaults = {
+        name: yaml.safe_load((catalogue.conf_dir() / "task" / f"{task}.yaml").read_text())["default_prompts"]
+        for name, task in (("code", "compare"), ("mixed", "latency"))
+    }
+    return defaults | {"repeated code": [text + text[: len(text) // 3] for text in EDITS]}
+
+
+def write(
+    pair: Pair, prompts: list[str], *, temperature: float, rule: str, num_draft_tokens: int, draft: str
+) -> list[Text]:
+    """Complete the prompts, several samples each above temperature 0."""
+    config = replace(
+        pair.config,
+        draft=NgramConfig(kind="ngram") if draft == "ngram" else pair.config.draft,
+        sampling=SamplingConfig(temperature=temperature),
+        verification=VerificationConfig(rule=rule),
+        speculation=SpeculationConfig(num_draft_tokens=num_draft_tokens),
+        batch_size=8,
+        ignore_eos=True,
+    )
+    decoder = build_decoder(pair.models, config, speculative=True)
+    requests = [
+        Request(index=index, sample=sample, max_new_tokens=NUM_NEW_TOKENS,
+                prompt_ids=encode(prompt, pair.models.tokenizer, chat=False))
+        for index, prompt in enumerate(prompts)
+        for sample in range(NUM_SAMPLES if temperature else 1)
+    ]  # fmt: skip
+    with torch.inference_mode():
+        done = [update.completion for updates in decoder.run(requests) for update in updates]
+    ended = {(each.request.index, each.request.sample): each for each in done}.values()
+    return [Text(each.request.prompt_ids, each.token_ids, each.accepted_lengths) for each in ended]
+
+
+def tokens_per_round(texts: list[Text]) -> float:
+    """Accepted tokens and the one after them, without each text's last round, which the limit cuts."""
+    return 1 + fmean(length for text in texts for length in text.accepted[:-1])
+
+
+@torch.inference_mode()
+def alpha(pair: Pair, texts: list[Text], temperature: float) -> float:
+    """The sum of the smaller of both probabilities, on average over the positions of the texts."""
+    process = processor(SamplingConfig(temperature=temperature))
+    means = []
+    for text in texts:
+        ids_1T = torch.tensor([[*text.prompt_ids, *text.ids]])
+        target, draft = (_logits(runner, ids_1T) for runner in (pair.models.target, pair.models.draft))
+        smaller_T = torch.minimum(process(target), process(draft)).sum(-1)[0, len(text.prompt_ids) - 1 : -1]
+        means.append(float(smaller_T.mean()))
+    return fmean(means)
+
+
+def _logits(runner: object, ids_1T: Tensor) -> Tensor:
+    num_tokens = ids_1T.shape[1]
+    num_slots = -(-num_tokens // 8) * 8
+    runner.allocate(batch_size=1, capacity=num_slots)  # type: ignore[attr-defined]
+    logits: Tensor = runner.forward(ids_1T, torch.arange(num_tokens)[None], bucket=num_slots)  # type: ignore[attr-defined]
+    return logits
+
+
+def tables(pair: Pair) -> str:
+    """Measure everything, and draw it as Markdown."""
+    parts = []
+    for kind, prompts in kinds_of_text().items():
+        head = ["draft", "rule", *(f"T = {t:g}, K = {k}" for t, k in product(TEMPERATURES, LENGTHS))]
+        lines = [f"## {kind.capitalize()}", "", f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+        alphas: dict[float, float] = {}
+        for draft, rule in product(DRAFTS, RULES):
+            cells = []
+            for temperature, length in product(TEMPERATURES, LENGTHS):
+                texts = write(pair, prompts, temperature=temperature, rule=rule, num_draft_tokens=length, draft=draft)
+                cells.append(f"{tokens_per_round(texts):.2f}")
+                if temperature and temperature not in alphas:
+                    alphas[temperature] = alpha(pair, texts, temperature)
+            name = "tiny-draft" if draft == "model" else draft
+            lines.append(f"| {name} | {rule} | {' | '.join(cells)} |")
+            sys.stderr.write(f"{kind}, {name}, {rule}\n")
+        shown = ", ".join(f"{value:.3f} at temperature {temperature:g}" for temperature, value in alphas.items())
+        parts.append("\n".join([*lines, "", f"Alpha of `tiny-draft`: {shown}."]))
+    return "\n\n".join(parts) + "\n"
+
+
+def main() -> None:
+    """Print the tables, or write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="write docs/benchmarks/acceptance.md")
+    given = parser.parse_args()
+    made = tables(load("tiny", "tiny-draft"))
+    if given.write:
+        PAGE.write_text(
+            "# Acceptance of the shipped pair\n\n"
+            "Tokens per round of `tiny` by kind of draft, rule, temperature T and K, from "
+            "`python -m benchmarks.acceptance --write`. A round adds between 1 and K + 1 tokens. At temperature 0 all "
+            "rules coincide. A model draft accepts more the colder the text; prompt look-up accepts what repeats "
+            f"itself.\n\n{made}",
+            encoding="utf-8",
+        )
+    else:
+        sys.stdout.write(made)
+
+
+if __name__ == "__main__":
+    main()
