@@ -35,7 +35,7 @@ pytestmark = pytest.mark.seconds
 if TYPE_CHECKING:
     from llama_ssp.config.schema import RunConfig
 
-FEW, MANY = settings(UNHURRIED, max_examples=6), settings(UNHURRIED, max_examples=350)
+FEW, MANY = settings(UNHURRIED, max_examples=6), settings(UNHURRIED, max_examples=150)
 CONFIG = "seed: 7\nrun_dir: null\nstop_strings: []\nmodel:\n  name: big\n  shape: {num_layers: 2}\n"
 RAW = {
     "@digits": "9" * 5000, "@nines": "9" * 400, "@deep": "[" * 5000 + "]" * 5000,
@@ -204,7 +204,7 @@ def test_any_run_folder_is_reported_and_resumed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(3))
+@pytest.mark.parametrize("part", range(7))
 def test_any_of_many_run_folders_is_reported_and_resumed(part: int, tmp_path: Path) -> None:
     check_many(MANY, part + 1, lambda number: check_folder(tmp_path, number))
 
