@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Unpack
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,7 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from llama_ssp.config.model_files import CONFIG_FILE, read_json, shown
 from llama_ssp.config.schema import ModelConfig, ModelShape
 from llama_ssp.errors import CheckpointError
-from llama_ssp.weights.source import TensorFacts
+from llama_ssp.weights.source import TensorFacts, Wanted
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -54,32 +55,23 @@ class Checkpoint:
         dtypes = Counter(tensor.dtype for tensor in self.tensors.values() if tensor.dtype)
         return dtypes.most_common(1)[0][0]
 
-    def read(
-        self,
-        name: str,
-        *,
-        dim: int | None = None,
-        parts: Sequence[range] = (),
-        dtype: torch.dtype | None = None,
-        device: torch.device | None = None,
-    ) -> Tensor:
+    def read(self, name: str, **wanted: Unpack[Wanted]) -> Tensor:
         """Copy a tensor or a slice of it out of its file, casting in the same copy; see `WeightSource.read`.
 
-        Raises:
-            CheckpointError: the file has changed since it was inspected.
+        CheckpointError if the file has changed since it was inspected.
         """
-        file = self.tensors[name].file
+        file, dim = self.tensors[name].file, wanted.get("dim")
         try:
             with safe_open(file, framework="pt") as stored:
                 source = stored.get_slice(name)
                 if dim is None:
                     pieces = [source[:]]
                 else:
-                    pieces = [source[(*[slice(None)] * dim, slice(part.start, part.stop))] for part in parts]
-                values = _copy(pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=dim or 0), dtype)
+                    pieces = [source[(*[slice(None)] * dim, slice(part.start, part.stop))] for part in wanted["parts"]]
+                values = _copy(pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=dim or 0), wanted.get("dtype"))
         except (SafetensorError, OSError) as error:
             raise _unreadable(file, error) from error
-        return values.to(device)
+        return values.to(wanted.get("device"))
 
 
 def _copy(view: Tensor, dtype: torch.dtype | None) -> Tensor:

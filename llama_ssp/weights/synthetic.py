@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from llama_ssp.errors import ConfigError
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import Checkpoint, inspect
 from llama_ssp.weights.expansion import Implant, obstacle
-from llama_ssp.weights.source import TensorFacts
+from llama_ssp.weights.source import TensorFacts, Wanted
 
 SMALL_MODELS = ("tiny", "tiny-draft")
 AGREEMENT_FILE = "agreement.json"
@@ -103,28 +103,20 @@ class Synthetic:
             facts[name] = TensorFacts(dtype=self.dtype, shape=sizes[1:] if name.endswith("norm.weight") else sizes)
         return facts
 
-    def read(
-        self,
-        name: str,
-        *,
-        dim: int | None = None,
-        parts: Sequence[range] = (),
-        dtype: torch.dtype | None = None,
-        device: torch.device | None = None,
-    ) -> Tensor:
+    def read(self, name: str, **wanted: Unpack[Wanted]) -> Tensor:
         """Make a tensor or a slice of it, on its device; see `WeightSource.read`."""
         gather = self._implant.gather(name)
-        if dim is not None:
-            gather = gather.cut(dim, parts)
+        if (dim := wanted.get("dim")) is not None:
+            gather = gather.cut(dim, wanted["parts"])
         small = self.small.read(gather.source, dtype=torch.float32)
         if self.noise and gather.source == self._head_name:
             generator = torch.Generator().manual_seed(_NOISE_SEED)
             root_mean_square = float(small.square().mean().sqrt())
             small += self.noise * root_mean_square * torch.randn(small.shape, generator=generator)
-        small = small.to(device)
-        wanted = dtype or self.dtype
-        is_rounded = self.in_16_bits and wanted is torch.float32 and small.ndim > 1
-        values = gather.make(small.view(-1, small.shape[-1]), dtype=torch.float16 if is_rounded else wanted).to(wanted)
+        small = small.to(wanted.get("device"))
+        dtype = wanted.get("dtype") or self.dtype
+        is_rounded = self.in_16_bits and dtype is torch.float32 and small.ndim > 1
+        values = gather.make(small.view(-1, small.shape[-1]), dtype=torch.float16 if is_rounded else dtype).to(dtype)
         return values[0] if small.ndim == 1 else values
 
     @property

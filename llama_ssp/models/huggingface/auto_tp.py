@@ -9,6 +9,7 @@ import os
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Unpack
 
 import torch
 import torch.distributed as dist
@@ -18,10 +19,9 @@ from llama_ssp.architectures.sharding import check_deepspeed
 from llama_ssp.config.schema import ModelShape
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.errors import ConfigError, PlacementError
-from llama_ssp.models.build import load_modules
+from llama_ssp.models.build import Loading, load_modules
 from llama_ssp.models.huggingface.runner import ModuleRunner
-from llama_ssp.models.loader import Progress
-from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
+from llama_ssp.models.quantization.precision import UNQUANTIZED
 from llama_ssp.weights.source import WeightSource
 
 
@@ -46,28 +46,16 @@ def choose_accelerator(device: torch.device) -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
-def load_auto_tp(
-    origin: WeightSource,
-    *,
-    dtype: torch.dtype | None,
-    device: torch.device,
-    comm: Comm,
-    progress: Progress | None = None,
-    precision: Precision = UNQUANTIZED,
-) -> ModuleRunner:
-    """Load a whole model, and let DeepSpeed keep this rank's part of it.
+def load_auto_tp(origin: WeightSource, *, device: torch.device, comm: Comm, **loading: Unpack[Loading]) -> ModuleRunner:
+    """Load a whole model, and let DeepSpeed keep this rank's part of it; PlacementError if it cannot split the model.
 
     `comm` has all ranks of the world, and `precision` is unquantized. For other arguments and errors see `load_model`.
-
-    Raises:
-        PlacementError: DeepSpeed cannot split the model.
     """
-    assert precision == UNQUANTIZED, "check_auto_tp comes first"
-    host = torch.device("cpu")
-    model = load_modules(origin, dtype=dtype, device=host, comm=Comm.single(), progress=progress)
+    assert loading.get("precision", UNQUANTIZED) == UNQUANTIZED, "check_auto_tp comes first"
+    model = load_modules(origin, device=torch.device("cpu"), comm=Comm.single(), **loading)
     buffers = {name: (model.get_submodule(name.rpartition(".")[0]), buffer) for name, buffer in model.named_buffers()}
     with redirect_stdout(io.StringIO()):  # it prints, but standard output is reserved for texts
-        _share(model, origin.shape.model_type, dtype=dtype or origin.dtype, comm=comm)
+        _share(model, origin.shape.model_type, dtype=loading["dtype"] or origin.dtype, comm=comm)
     for name, (module, buffer) in buffers.items():  # it rounds rotary frequencies to the dtype of the weights
         setattr(module, name.rpartition(".")[2], buffer.to(device))
     return ModuleRunner(model, comm=comm)
