@@ -23,8 +23,6 @@ class Comm:
     """One group of ranks, as seen by this rank.
 
     Attributes:
-        rank: in the group.
-        size: number of ranks in the group.
         group: the process group; None for a group of one.
         device: of tensors to be sent.
         crowded: more ranks than cores share this rank's cores.

@@ -34,10 +34,8 @@ class Phase:
 def unify_failure(watch: ControlChannel, phase: Phase) -> Iterator[None]:
     """Turn an error of the block into the error that ends the run on every rank; a single rank keeps its own.
 
+    That is the first error of any rank, or the ranks that do not answer; its `speaks` is set if this rank reports it.
     The caller keeps `phase` up to date.
-
-    Raises:
-        SspError: the first error of any rank, or the ranks that do not answer. `speaks` is set if this rank reports it.
     """
     try:
         yield

@@ -33,7 +33,6 @@ class OneShot:
 
     Args:
         buffers: one for each dtype that the kernel supports; fp16 is converted to fp32.
-        group: the ranks.
         most_bytes: size of the largest message, in its own dtype.
     """
 
@@ -138,11 +137,7 @@ def _measure(end: OneShot, group: dist.ProcessGroup, device: torch.device) -> li
 
 
 def _seconds(call: Callable[[], object]) -> float:
-    """The mean time of a call on the device.
-
-    Raises:
-        RuntimeError: the device has not finished the calls in time.
-    """
+    """The mean time of a call on the device; RuntimeError if the device has not finished the calls in time."""
     call()
     warm, started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(3))
     warm.record()

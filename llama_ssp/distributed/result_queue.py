@@ -96,7 +96,7 @@ class ResultQueue:
         return texts
 
     def end(self, *, stopped: bool, take: Callable[[str], None]) -> bool:
-        """Wait until every replica has done its share.
+        """Wait until every replica has done its share; DistStoreError if a rank was lost, once its texts are taken.
 
         Args:
             stopped: whether this replica was stopped before its end.
@@ -104,9 +104,6 @@ class ResultQueue:
 
         Returns:
             Whether any replica was stopped; the same on every rank.
-
-        Raises:
-            DistStoreError: a rank was lost; the texts of its replica have been taken.
         """
         over = f"{self._prefix}/over"
         if self._rank == 0:

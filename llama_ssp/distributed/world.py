@@ -32,7 +32,6 @@ class World:
     Attributes:
         comm: the group of all ranks.
         ranks: position in the world and on this node.
-        device: of this rank.
         note: a sentence for the user about the choice of device, or None.
         cores: available to this process, before they were divided among the ranks that share them.
         watch: the control channel.
@@ -57,11 +56,7 @@ class World:
 def choose_device(kind: DeviceKind, ranks: Ranks) -> tuple[torch.device, str | None]:
     """Choose this rank's device; `auto` takes GPUs if there is one for every rank of the node.
 
-    Returns:
-        The device, and a sentence for the user if GPUs are left unused.
-
-    Raises:
-        PlacementError: GPUs were requested and there are fewer than ranks.
+    Returns it, and a sentence for the user if GPUs are left unused; PlacementError if fewer than requested are there.
     """
     num_gpus = torch.cuda.device_count() if kind is not DeviceKind.cpu else 0
     if num_gpus >= ranks.local_size:
@@ -177,11 +172,7 @@ def _sharers(ranks: Ranks, cores: frozenset[int]) -> tuple[int, ...]:
 
 
 def _meet(ranks: Ranks, *, backend: str, timeout_s: float) -> None:
-    """Form the group of all ranks; if some do not connect, the lowest rank that did reports it.
-
-    Raises:
-        LostRankError: not all have connected in time.
-    """
+    """Form the group of all ranks; if some do not connect in time, the lowest rank that did reports a LostRankError."""
     timeout = timedelta(seconds=timeout_s)
     try:
         store = _store(ranks, timeout)

@@ -48,9 +48,7 @@ class Loading(TypedDict):
 def build_empty(origin: WeightSource) -> PreTrainedModel:
     """Build the whole model with parameters on the meta device and real buffers.
 
-    Raises:
-        CheckpointError: no model can be built from its config.json.
-        ConfigError: the static cache cannot serve this model.
+    CheckpointError if its config.json describes no model, ConfigError if the static cache cannot serve it.
     """
     # accelerate imports DeepSpeed if it is installed, which logs to standard output; that is reserved for texts.
     logging.getLogger("DeepSpeed").addFilter(_is_error)
@@ -115,7 +113,7 @@ def load_model(origin: WeightSource, *, device: torch.device, comm: Comm, **load
     """Load this rank's slices of a model, in the lean decoder if that supports the family.
 
     Args:
-        origin: the weight source.
+        origin: of the weights.
         device: of weights and cache.
         comm: the ranks that share the model.
         loading: see `Loading`.

@@ -34,7 +34,7 @@ def find_sources(model: PreTrainedModel, origin: WeightSource) -> dict[str, str]
 
     Args:
         model: the whole model, before `tensor_parallel.shard`.
-        origin: the weight source.
+        origin: of its weights.
 
     Returns:
         Stored name by name in the model, in the model's order. Tied parameters share a source if only one is stored.
@@ -172,11 +172,7 @@ class Weights:
                 setattr(module, name, buffer.to(device))
 
     def fill(self, prefix: str = "") -> None:
-        """Load the parameters whose names begin with `prefix`, in the model's order.
-
-        Raises:
-            CheckpointError: a file has changed since it was inspected.
-        """
+        """Load the parameters whose names begin with `prefix`, in order; CheckpointError if a file has changed."""
         _call_malloc("malloc_trim", 0)
         for name in [name for name in self._waiting if name.startswith(prefix)]:
             module, leaf = self._find(name)

@@ -26,13 +26,7 @@ class NullRunner:
         """Do nothing."""
 
     def forward(
-        self,
-        ids_BT: Tensor,
-        positions_BT: Tensor,  # noqa: ARG002 - of the protocol
-        *,
-        bucket: int,  # noqa: ARG002
-        score_positions_BR: Tensor | None = None,
-        cache_rows_B: Tensor | None = None,  # noqa: ARG002
+        self, ids_BT: Tensor, *_positions: Tensor, score_positions_BR: Tensor | None = None, **_options: object
     ) -> Tensor:
         """Return empty logits (B, R, 0)."""
         num_rows, num_wanted = static_shape(ids_BT if score_positions_BR is None else score_positions_BR)

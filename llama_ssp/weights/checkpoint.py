@@ -6,7 +6,7 @@ models with custom code. Module `loader` matches tensors with a model; `hub` fin
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Unpack
 
@@ -80,11 +80,7 @@ def _copy(view: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def inspect(folder: Path) -> Checkpoint:
-    """Check a folder written by `save_pretrained`, without loading weights.
-
-    Raises:
-        CheckpointError: anything is missing, malformed or unsupported.
-    """
+    """Check a folder written by `save_pretrained`, without loading weights; every fault is a CheckpointError."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder} does not exist: a folder with config.json and safetensors weights is required")
     config = _read_config(folder)
@@ -102,26 +98,17 @@ def inspect(folder: Path) -> Checkpoint:
 def shape_of(config: PretrainedConfig) -> ModelShape:
     """The sizes of a model; sizes that its family does not store are derived from others."""
     num_heads = config.num_attention_heads
+    derived = ("num_key_value_heads", "head_dim", "intermediate_size")
     return ModelShape(
-        model_type=config.model_type,
-        num_hidden_layers=config.num_hidden_layers,
-        hidden_size=config.hidden_size,
-        num_attention_heads=num_heads,
+        **{field.name: getattr(config, field.name) for field in fields(ModelShape) if field.name not in derived},
         num_key_value_heads=getattr(config, "num_key_value_heads", None) or num_heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
         intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
-        vocab_size=config.vocab_size,
-        max_position_embeddings=config.max_position_embeddings,
-        tie_word_embeddings=config.tie_word_embeddings,
     )
 
 
 def check_shape(entry: ModelConfig, checkpoint: Checkpoint) -> None:
-    """Compare a catalogue entry with its checkpoint.
-
-    Raises:
-        CheckpointError: the entry has a shape and that of the files differs.
-    """
+    """Compare a catalogue entry with its checkpoint; CheckpointError if it has another shape."""
     if entry.shape is None:
         return
     wanted, found = asdict(entry.shape), asdict(checkpoint.shape)

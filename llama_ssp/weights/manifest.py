@@ -23,8 +23,7 @@ _SHA256 = re.compile("[0-9a-f]{64}")
 def write_manifest(folder: Path, file: Path | None = None) -> int:
     """Write the hash of every file of a checkpoint into `file`, or `MANIFEST_FILE` in the folder; return their number.
 
-    Raises:
-        CheckpointError: the folder holds no files, one of them cannot be read, or the manifest cannot be written.
+    CheckpointError if the folder holds no files, one of them cannot be read, or the manifest cannot be written.
     """
     manifest = file or folder / MANIFEST_FILE
     hashes = _hash_all(folder, but=manifest)
@@ -40,8 +39,7 @@ def write_manifest(folder: Path, file: Path | None = None) -> int:
 def verify(folder: Path, file: Path | None = None) -> None:
     """Compare every file of a checkpoint with its manifest; see `write_manifest`.
 
-    Raises:
-        CheckpointError: the manifest is missing or damaged, or names other files or other hashes than the folder has.
+    CheckpointError if the manifest is missing or damaged, or names other files or other hashes than the folder has.
     """
     manifest = file or folder / MANIFEST_FILE
     if not manifest.is_file():

@@ -135,12 +135,10 @@ def synthesize(shapes: Sequence[ModelShape], *, agreement: float, in_16_bits: bo
     """Make the sources of a target, or of a target and its draft; no tensor is made yet.
 
     Args:
-        shapes: one or two, of Llama-like models.
-        agreement: probability that a drafted token is accepted, as measured by `training.agreement`.
+        shapes: one or two, of Llama-like models; ConfigError if one is too small.
+        agreement: probability that a drafted token is accepted, as measured by `training.agreement`; ConfigError if no
+            noise is known for it.
         in_16_bits: see `Synthetic`.
-
-    Raises:
-        ConfigError: a shape is too small, or no noise is known for this agreement.
     """
     small = choose_small(shapes)
     noises = (0.0, noise_for(small.folder, agreement) if len(shapes) > 1 else 0.0)
@@ -151,11 +149,7 @@ def synthesize(shapes: Sequence[ModelShape], *, agreement: float, in_16_bits: bo
 
 
 def choose_small(shapes: Sequence[ModelShape]) -> Checkpoint:
-    """Choose the best small model that all these shapes can hold.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Choose the best small model that all these shapes can hold; ConfigError if there is none."""
     reasons = []
     for name in SMALL_MODELS:
         checkpoint = inspect(hub.resolve(catalogue.load(name)))

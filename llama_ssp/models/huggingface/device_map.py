@@ -57,8 +57,7 @@ class _Names:
 def check_device_map(origin: WeightSource, place: Place, *, dtype: torch.dtype | None, quantization: str) -> None:
     """Check what `load_device_map` requires in addition to `build.check_model`, without loading weights.
 
-    Raises:
-        PlacementError: the offload is not supported, or a device has no room for modules that are never offloaded.
+    PlacementError if the offload is not supported, or a device has no room for modules that are never offloaded.
     """
     kind = place.devices[0].type
     check_offload(place.offload, quantization=quantization, device=kind)
