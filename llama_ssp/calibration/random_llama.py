@@ -88,13 +88,8 @@ class RandomLlama:
     @property
     def planned(self) -> PlannedModel:
         """How the planner sees it in fp32."""
-        return PlannedModel(
-            name=self.folder.name,
-            shape=self.shape,
-            dtype=Dtype.fp32,
-            quantization=NO_QUANTIZATION,
-            stored=Dtype.bf16 if self.from_16_bits else Dtype.fp32,
-        )
+        name, stored = self.folder.name, Dtype.bf16 if self.from_16_bits else Dtype.fp32
+        return PlannedModel(name=name, shape=self.shape, dtype=Dtype.fp32, quantization=NO_QUANTIZATION, stored=stored)
 
     @property
     def num_bytes(self) -> int:

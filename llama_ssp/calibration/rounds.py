@@ -40,12 +40,8 @@ def some_draw() -> Callable[[], object]:
 
 def _drawing(rule: Rule, logits_BV: Tensor) -> Callable[[], object]:
     """Return a draw from these logits, traced as those of a round are."""
-    traced = Traced(partial(_drawn, rule), reads=(rule,))
+    traced = Traced(lambda logits_BV, uniforms_BP: rule.draw(logits_BV, uniforms_BP)[0], reads=(rule,))
     return partial(traced, 0, logits_BV, _draws().plain_BP)
-
-
-def _drawn(rule: Rule, logits_BV: Tensor, uniforms_BP: Tensor) -> Tensor:
-    return rule.draw(logits_BV, uniforms_BP)[0]
 
 
 def _verifying(rule: Rule, logits_BTV: Tensor) -> Callable[[], object]:

@@ -4,7 +4,7 @@ import atexit
 import json
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -102,15 +102,6 @@ def on_all_cores(cores: frozenset[int]) -> Iterator[None]:
         os.sched_setaffinity(0, share)
 
 
-def _address_of_slurm(environ: Mapping[str, str], ranks: Ranks) -> tuple[str, int]:
-    """The rendezvous address of a plain `srun python`: the first node, and a port derived from the job id."""
-    host = environ.get("MASTER_ADDR") or environ.get("SLURM_LAUNCH_NODE_IPADDR", "localhost")
-    if ranks.local_size == ranks.size:
-        host = environ.get("MASTER_ADDR", "localhost")
-    port = environ.get("MASTER_PORT") or 20000 + int(environ.get("SLURM_JOB_ID", "0")) % 20000
-    return host, int(port)
-
-
 @contextmanager
 def start(*, device: DeviceKind, timeout_s: float, one_shot_all_reduce: bool = True) -> Iterator[World]:
     """Join the run, and leave it when the block ends; `Comm.set_timeout` can change the timeout.
@@ -140,13 +131,8 @@ def start(*, device: DeviceKind, timeout_s: float, one_shot_all_reduce: bool = T
         sharers = _sharers(ranks, cores)
         if is_first and chosen.type == "cpu":
             share_cores(ranks, cores=cores, sharers=sharers)
-        comm = Comm.of_world(
-            rank=ranks.rank,
-            size=ranks.size,
-            device=chosen,
-            crowded=len(sharers) > len(cores),
-            tries_one_shot=one_shot_all_reduce,
-        )
+        rank, size, crowded = ranks.rank, ranks.size, len(sharers) > len(cores)
+        comm = Comm.of_world(rank=rank, size=size, device=chosen, crowded=crowded, tries_one_shot=one_shot_all_reduce)
         comm.set_timeout(timeout_s)
     yield World(comm=comm, ranks=ranks, device=chosen, note=note, cores=cores, watch=watch)
     with unify_failure(watch, Phase(doing="ending", limit=limit)):
@@ -201,9 +187,13 @@ def _store(ranks: Ranks, timeout: timedelta) -> Store:
     if "RANK" in os.environ:
         store: Store = next(rendezvous("env://", ranks.rank, ranks.size, timeout=timeout))[0]
         return store
-    host, port = _address_of_slurm(os.environ, ranks)
+    # A plain `srun python` meets on the first node, at a port derived from the job id.
+    host = os.environ.get("MASTER_ADDR") or os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "localhost")
+    if ranks.local_size == ranks.size:
+        host = os.environ.get("MASTER_ADDR", "localhost")
+    port = os.environ.get("MASTER_PORT") or 20000 + int(os.environ.get("SLURM_JOB_ID", "0")) % 20000
     return dist.TCPStore(  # type: ignore[attr-defined] # torch's types do not export it
-        host, port, ranks.size, is_master=ranks.rank == 0, timeout=timeout, wait_for_workers=False
+        host, int(port), ranks.size, is_master=ranks.rank == 0, timeout=timeout, wait_for_workers=False
     )
 
 

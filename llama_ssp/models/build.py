@@ -11,13 +11,13 @@ from typing import Any, NotRequired, TypedDict, Unpack
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 
-from llama_ssp.architectures.family import family_of
+from llama_ssp.architectures.family import family_of, record_of
 from llama_ssp.architectures.sharding import split_model
 from llama_ssp.config.formats.format import NO_QUANTIZATION
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.errors import CheckpointError
 from llama_ssp.models.attention import BY_POSITION
-from llama_ssp.models.huggingface.families import adapt, attention_at_start, check_files, check_servable
+from llama_ssp.models.huggingface.families import adapt, check_files, check_servable
 from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.llama.decoder import LeanRunner, is_llama_kind
 from llama_ssp.models.loader import Progress, Weights, find_sources, returning_memory
@@ -58,7 +58,7 @@ def build_empty(origin: WeightSource) -> PreTrainedModel:
     check_files(origin)
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(origin.config)]
     config = deepcopy(origin.config)
-    config._attn_implementation = attention_at_start(origin.config)
+    config._attn_implementation = record_of(origin.config.model_type).attention
     config.return_dict, config.output_attentions, config.output_hidden_states = True, False, False
     try:
         with init_empty_weights():
@@ -154,14 +154,9 @@ def weights_for(
     precision = loading.get("precision", UNQUANTIZED)
     if precision.rounds_inputs:
         model.config._attn_implementation = BY_POSITION[model.config._attn_implementation]
+    dtype, progress = loading["dtype"] or origin.dtype, loading.get("progress")
     # On a CPU the kernels of unquantized layers are timed while loading, so no thread may read ahead meanwhile.
+    num_ahead = READ_AHEAD if precision.kernel or device.type != "cpu" else 0
     return Weights(
-        model,
-        origin,
-        sources,
-        dtype=loading["dtype"] or origin.dtype,
-        device=device,
-        progress=loading.get("progress"),
-        num_ahead=READ_AHEAD if precision.kernel or device.type != "cpu" else 0,
-        places=places,
+        model, origin, sources, dtype=dtype, device=device, progress=progress, num_ahead=num_ahead, places=places
     )

@@ -163,9 +163,9 @@ class Weights:
         self._device = device
         self._places = dict(places or {})
         self._progress = progress
-        pieces = dict.fromkeys(self._piece(name, source) for name, source in sources.items())
-        self._stored = ReadAhead(self._copy, list(pieces), num_ahead=num_ahead)
-        self._total_bytes = self._count_values() * dtype.itemsize
+        sizes = {self._piece(name, source): getattr(*self._find(name)).numel() for name, source in sources.items()}
+        self._stored = ReadAhead(self._copy, list(sizes), num_ahead=num_ahead)
+        self._total_bytes = sum(sizes.values()) * dtype.itemsize  # tied ones once
         self._done_bytes = 0
         for module in model.modules():
             for name, buffer in list(module.named_buffers(recurse=False)):
@@ -205,14 +205,6 @@ class Weights:
         """Copy a slice of a stored tensor to its device."""
         dim, parts = (piece.cut.dim, [piece.cut.part]) if piece.cut else (None, [])
         return self._origin.read(piece.source, dim=dim, parts=parts, dtype=self._dtype, device=piece.device)
-
-    def _count_values(self) -> int:
-        """Count the values that this rank will read, tied ones once."""
-        sizes = {}
-        for name, source in self._waiting.items():
-            module, leaf = self._find(name)
-            sizes[self._piece(name, source)] = getattr(module, leaf).numel()
-        return sum(sizes.values())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -68,15 +68,13 @@ class Checkpoint:
                     pieces = [source[:]]
                 else:
                     pieces = [source[(*[slice(None)] * dim, slice(part.start, part.stop))] for part in wanted["parts"]]
-                values = _copy(pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=dim or 0), wanted.get("dtype"))
+                piece = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=dim or 0)
+                # A copy, because it may be a view of the mapped file.
+                dtype = wanted.get("dtype") or piece.dtype
+                values = piece.to(dtype, copy=True, memory_format=torch.contiguous_format)
         except (SafetensorError, OSError) as error:
             raise _unreadable(file, error) from error
         return values.to(wanted.get("device"))
-
-
-def _copy(view: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Copy a tensor of safetensors, which is a view of the mapped file."""
-    return view.to(dtype or view.dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 def inspect(folder: Path) -> Checkpoint:
@@ -142,7 +140,8 @@ def _read_config(folder: Path) -> PretrainedConfig:
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # each family raises its own errors
-        raise CheckpointError(f"{file} is no valid configuration of {model_type}: {_reason(error)}") from error
+        reason = " ".join(str(error).split())[:_MAX_NAME_SHOWN] or type(error).__name__
+        raise CheckpointError(f"{file} is no valid configuration of {model_type}: {reason}") from error
     return config
 
 
@@ -218,8 +217,3 @@ def _shortened(name: str) -> str:
     """A printable, short form of a name, which a damaged file may have garbled."""
     name = name if name.isprintable() else shown(name)
     return name if len(name) <= _MAX_NAME_SHOWN else f"{name[:_MAX_NAME_SHOWN]}..."
-
-
-def _reason(error: Exception) -> str:
-    """A library's message as one short line."""
-    return " ".join(str(error).split())[:_MAX_NAME_SHOWN] or type(error).__name__

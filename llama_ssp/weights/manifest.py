@@ -73,14 +73,10 @@ def _hash_all(folder: Path, *, but: Path) -> dict[str, str]:
         files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path not in own]
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be read ({error.strerror}): name another folder") from error
-    names = [path.relative_to(folder) for path in files]
-    shown = {str(name): file for name, file in zip(names, files, strict=True) if not _is_hidden(name)}
+    by_name = {str(path.relative_to(folder)): path for path in files}
+    shown = {name: path for name, path in by_name.items() if "/." not in f"/{name}"}
     with ThreadPoolExecutor(_NUM_THREADS) as threads:
         return dict(zip(shown, threads.map(_hash, shown.values()), strict=True))
-
-
-def _is_hidden(name: Path) -> bool:
-    return any(part.startswith(".") for part in name.parts)
 
 
 def _hash(file: Path) -> str:

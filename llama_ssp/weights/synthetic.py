@@ -78,15 +78,9 @@ class Synthetic:
     @cached_property
     def config(self) -> PretrainedConfig:
         """See `WeightSource`."""
-        small = self.small.config
-        return llama_config(
-            self.shape,
-            rms_norm_eps=self._implant.eps,
-            rope_parameters={"rope_type": "default", "rope_theta": self._implant.theta},
-            bos_token_id=small.bos_token_id,
-            eos_token_id=small.eos_token_id,
-            pad_token_id=small.pad_token_id,
-        )
+        tokens = {f"{kind}_token_id": getattr(self.small.config, f"{kind}_token_id") for kind in ("bos", "eos", "pad")}
+        rotary = {"rope_type": "default", "rope_theta": self._implant.theta}
+        return llama_config(self.shape, rms_norm_eps=self._implant.eps, rope_parameters=rotary, **tokens)
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorFacts]:
@@ -109,7 +103,8 @@ class Synthetic:
         if (dim := wanted.get("dim")) is not None:
             gather = gather.cut(dim, wanted["parts"])
         small = self.small.read(gather.source, dtype=torch.float32)
-        if self.noise and gather.source == self._head_name:
+        head = "model.embed_tokens.weight" if self.small.shape.tie_word_embeddings else "lm_head.weight"
+        if self.noise and gather.source == head:
             generator = torch.Generator().manual_seed(_NOISE_SEED)
             root_mean_square = float(small.square().mean().sqrt())
             small += self.noise * root_mean_square * torch.randn(small.shape, generator=generator)
@@ -118,11 +113,6 @@ class Synthetic:
         is_rounded = self.in_16_bits and dtype is torch.float32 and small.ndim > 1
         values = gather.make(small.view(-1, small.shape[-1]), dtype=torch.float16 if is_rounded else dtype).to(dtype)
         return values[0] if small.ndim == 1 else values
-
-    @property
-    def _head_name(self) -> str:
-        """The small tensor that gets the noise."""
-        return "model.embed_tokens.weight" if self.small.shape.tie_word_embeddings else "lm_head.weight"
 
     @cached_property
     def _implant(self) -> Implant:

@@ -7,8 +7,8 @@ layers; embeddings and head stay whole. No compiler is needed: none of DeepSpeed
 import io
 import os
 from contextlib import redirect_stdout
-from dataclasses import dataclass
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Unpack
 
 import torch
@@ -61,17 +61,6 @@ def load_auto_tp(origin: WeightSource, *, device: torch.device, comm: Comm, **lo
     return ModuleRunner(model, comm=comm)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Group:
-    """Our process group in DeepSpeed's interface; a group made by DeepSpeed would have its own timeout."""
-
-    group: dist.ProcessGroup | None
-
-    def get_model_parallel_group(self) -> dist.ProcessGroup | None:
-        """The ranks that share the model."""
-        return self.group
-
-
 def _share(model: nn.Module, model_type: str, *, dtype: torch.dtype, comm: Comm) -> None:
     """Replace the model's linear layers by DeepSpeed's, and move the model to the device."""
     import deepspeed  # noqa: PLC0415 - an optional package, and slow to import
@@ -81,7 +70,9 @@ def _share(model: nn.Module, model_type: str, *, dtype: torch.dtype, comm: Comm)
         # DeepSpeed's shared-memory all-reduce is compiled at first use and ignores groups and timeouts.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed(dist.get_backend(comm.group), auto_mpi_discovery=False, verbose=False)
-        sharing |= {"tp_group": comm.group, "mpu": _Group(group=comm.group)}
+        # Our process group in DeepSpeed's interface; a group made by DeepSpeed would have its own timeout.
+        ours = SimpleNamespace(get_model_parallel_group=lambda: comm.group)
+        sharing |= {"tp_group": comm.group, "mpu": ours}
     try:
         deepspeed.init_inference(model, tensor_parallel=sharing, dtype=dtype, replace_with_kernel_inject=False)
     except (AssertionError, AttributeError, NotImplementedError, ValueError) as error:  # an unknown architecture

@@ -6,7 +6,7 @@ layers that are offloaded to host memory or disk, matrix by matrix, whenever the
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Unpack
@@ -153,17 +153,11 @@ def _write_to_disk(
         assert folder is not None, "offload to disk has a folder"
         folder.mkdir(parents=True, exist_ok=True)
         weights.fill(f"{name}.")
-        for path, leaf, parameter in list(_parameters(model, name)):
-            offload_weight(parameter.data, f"{path}.{leaf}", str(folder), index)
-            setattr(model.get_submodule(path), leaf, nn.Parameter(parameter.to("meta"), requires_grad=False))
+        for path, module in model.get_submodule(name).named_modules(prefix=name):
+            for leaf, parameter in list(module.named_parameters(recurse=False)):
+                offload_weight(parameter.data, f"{path}.{leaf}", str(folder), index)
+                setattr(module, leaf, nn.Parameter(parameter.to("meta"), requires_grad=False))
     return index
-
-
-def _parameters(model: PreTrainedModel, name: str) -> Iterator[tuple[str, str, nn.Parameter]]:
-    """The parameters of a module: path of the submodule, name in it, values."""
-    for path, module in model.get_submodule(name).named_modules(prefix=name):
-        for leaf, parameter in module.named_parameters(recurse=False):
-            yield path, leaf, parameter
 
 
 def _dispatch(

@@ -59,11 +59,6 @@ def check_servable(config: PretrainedConfig) -> None:
             )
 
 
-def attention_at_start(config: PretrainedConfig) -> str:
-    """The attention that a model is built with, by its name in transformers."""
-    return record_of(config.model_type).attention
-
-
 def check_files(origin: WeightSource) -> None:
     """Run the family's own check before a model is built: CheckpointError if a checkpoint does not match its config."""
     if path := record_of(origin.config.model_type).check_files:

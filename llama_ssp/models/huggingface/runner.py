@@ -52,13 +52,12 @@ class ModuleRunner(CachedRunner):
         self._rows_BR = score_positions_BR
         self._library_cache.view = self._cache.view(positions_BT, bucket=bucket, cache_rows_B=cache_rows_B)
         # Every layer would convert a boolean mask to this form again.
-        masks = self._masks.rows(positions_BT, bucket=bucket)
+        mask, cache = (
+            mask_argument(self._model.config, self._masks.rows(positions_BT, bucket=bucket)),
+            self._library_cache,
+        )
         logits_BRV: Tensor = self._model(
-            input_ids=ids_BT,
-            attention_mask=mask_argument(self._model.config, masks),
-            position_ids=positions_BT,
-            past_key_values=self._library_cache,
-            use_cache=True,
+            input_ids=ids_BT, attention_mask=mask, position_ids=positions_BT, past_key_values=cache, use_cache=True
         ).logits
         return logits_BRV.float()
 
