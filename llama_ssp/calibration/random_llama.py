@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Unpack
+from typing import ClassVar, Unpack
 
 import torch
 from torch import Tensor
@@ -39,6 +39,7 @@ class RandomLlama:
     num_layers: int
     vocab_size: int
     from_16_bits: bool = False
+    context: ClassVar[int] = CONTEXT
 
     @property
     def folder(self) -> Path:
@@ -59,11 +60,6 @@ class RandomLlama:
     def config(self) -> LlamaConfig:
         """The transformers configuration."""
         return llama_config(self.shape)
-
-    @property
-    def context(self) -> int:
-        """Most tokens in a sequence."""
-        return CONTEXT
 
     @property
     def dtype(self) -> torch.dtype:

@@ -53,13 +53,9 @@ class Comm:
         return cls(rank=0, size=1, group=None)
 
     def subgroup(self, members: tuple[int, ...]) -> "Comm | None":
-        """Form a group of some ranks of the world; all ranks of the world must call this together.
+        """Form a group of some ranks of the world, in increasing order; None if this rank is not a member.
 
-        Args:
-            members: world ranks, increasing.
-
-        Returns:
-            The group, or None if this rank is not a member.
+        All ranks of the world must call this together.
         """
         if len(members) == self.size:
             return self

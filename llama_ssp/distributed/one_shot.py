@@ -53,12 +53,11 @@ class OneShot:
         if len(set(gather_text(socket.gethostname()))) > 1:
             return None
         # Ranks agree before each collective step, so that none waits for a rank that has failed before it.
-        buffers = None
+        buffers, end = None, None
         with suppress(*_CANNOT):
             buffers = _allocate(device)
         if not all(gather_text("has room" if buffers else "")) or buffers is None:
             return None
-        end = None
         with suppress(*_CANNOT):
             _open(buffers, group)
             end = cls(buffers, group=group, most_bytes=SIZES[-1])
@@ -87,8 +86,7 @@ class OneShot:
 def largest_gain(seconds: Sequence[Sequence[tuple[float, float] | None]]) -> int:
     """The largest message size for which one-shot is faster, in bytes; 0 for none.
 
-    Args:
-        seconds: of every rank, for each of `SIZES`: one-shot and NCCL; None if the sums differed.
+    `seconds` of every rank are those of one-shot and NCCL for each of `SIZES`; None if the sums differed.
     """
     most_bytes = 0
     for size, of_ranks in zip(SIZES, zip(*seconds, strict=True), strict=True):

@@ -34,7 +34,6 @@ class World:
         ranks: position in the world and on this node.
         note: a sentence for the user about the choice of device, or None.
         cores: available to this process, before they were divided among the ranks that share them.
-        watch: the control channel.
     """
 
     comm: Comm
@@ -67,9 +66,7 @@ def choose_device(kind: DeviceKind, ranks: Ranks) -> tuple[torch.device, str | N
             f"device=cuda needs one GPU per rank, and this node has {num_gpus} for {ranks.local_size}: "
             f"{fewer}use device=cpu"
         )
-    note = None
-    if num_gpus:
-        note = f"{ranks.local_size} ranks on a node with {num_gpus} GPUs: all ranks run on the CPU"
+    note = f"{ranks.local_size} ranks on a node with {num_gpus} GPUs: all ranks run on the CPU" if num_gpus else None
     return torch.device("cpu"), note
 
 
@@ -106,9 +103,7 @@ def on_all_cores(cores: frozenset[int]) -> Iterator[None]:
 def start(*, device: DeviceKind, timeout_s: float, one_shot_all_reduce: bool = True) -> Iterator[World]:
     """Join the run, and leave it when the block ends; `Comm.set_timeout` can change the timeout.
 
-    Raises:
-        PlacementError: see `choose_device`.
-        SspError: ranks were lost while starting or ending; see `unify_failure`.
+    For errors see `choose_device`, and `unify_failure` if ranks are lost while starting or ending.
     """
     ranks = read_ranks(os.environ)
     chosen, note = choose_device(device, ranks)

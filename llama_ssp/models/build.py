@@ -112,11 +112,7 @@ def fill_modules(model: PreTrainedModel, weights: Weights, loading: Loading) -> 
 def load_model(origin: WeightSource, *, device: torch.device, comm: Comm, **loading: Unpack[Loading]) -> Runner:
     """Load this rank's slices of a model, in the lean decoder if that supports the family.
 
-    Args:
-        origin: of the weights.
-        device: of weights and cache.
-        comm: the ranks that share the model.
-        loading: see `Loading`.
+    Weights and cache are on `device`, and the ranks of `comm` share the model.
 
     Raises:
         CheckpointError: tensors are missing or have another shape, or a file has changed.
@@ -158,5 +154,6 @@ def weights_for(
     # On a CPU the kernels of unquantized layers are timed while loading, so no thread may read ahead meanwhile.
     num_ahead = READ_AHEAD if precision.kernel or device.type != "cpu" else 0
     return Weights(
-        model, origin, sources, dtype=dtype, device=device, progress=progress, num_ahead=num_ahead, places=places
-    )
+        model=model, origin=origin, sources=sources, places=places or {},
+        dtype=dtype, device=device, progress=progress, num_ahead=num_ahead,
+    )  # fmt: skip

@@ -48,8 +48,7 @@ class LayerBuffer(NamedTuple):
     Attributes:
         parts: (2 N, B * S, D) for writing: the keys of all heads, then their values. Heads come first, so that the
             slots of a head are contiguous.
-        keys_BNUD: keys of the slots that are read.
-        values_BNUD: values of the slots that are read.
+        keys_BNUD, values_BNUD: of the slots that are read.
     """
 
     parts: Tensor
@@ -74,11 +73,6 @@ class StaticCache(Workspace):
         self._wholes: list[Tensor | None] = [None] * num_layers
         self.shown = PerBucket(self._show_all)
         self.first_slot_B1 = torch.arange(batch_size, device=device)[:, None] * capacity
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the buffers made so far."""
-        return sum(whole.nbytes for whole in self._wholes if whole is not None)
 
     def fits(self, *, batch_size: int, capacity: int) -> bool:
         """Whether it has exactly these rows, and enough slots."""

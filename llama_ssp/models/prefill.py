@@ -22,7 +22,6 @@ class Buckets:
 
     Attributes:
         step: every bucket is a multiple of it, except the last one.
-        num_slots: slots of the cache.
     """
 
     step: int

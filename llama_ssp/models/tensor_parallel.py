@@ -166,18 +166,16 @@ def _local(name: str, module: nn.Module, style: str, *, shards: tuple[RankShard,
     part, size = shards[comm.rank].features(cut), shards[-1].features(cut).stop
     local: LocalModule
     match style, module:
-        case "colwise", nn.Linear():
-            local, found = ColumnLinear(module, part), module.out_features
-        case "colwise_gather_output" | "colwise_rep", nn.Linear():
+        case "colwise", nn.Linear(out_features=found):
+            local = ColumnLinear(module, part)
+        case "colwise_gather_output" | "colwise_rep", nn.Linear(out_features=found):
             local = GatheredLinear(module, part, comm=comm, sizes=widths(shards, cut))
-            found = module.out_features
-        case "rowwise", nn.Linear():
-            local, found = RowLinear(module, part, comm=comm), module.in_features
-        case "embedding_rowwise", nn.Embedding(embed_scale=Tensor() as scale):
+        case "rowwise", nn.Linear(in_features=found):
+            local = RowLinear(module, part, comm=comm)
+        case "embedding_rowwise", nn.Embedding(num_embeddings=found, embed_scale=Tensor() as scale):
             local = ScaledVocabularyEmbedding(module, part, scale=scale, comm=comm)
-            found = module.num_embeddings
-        case "embedding_rowwise", nn.Embedding():
-            local, found = VocabularyEmbedding(module, part, comm=comm), module.num_embeddings
+        case "embedding_rowwise", nn.Embedding(num_embeddings=found):
+            local = VocabularyEmbedding(module, part, comm=comm)
         case _:
             kind = type(module).__name__
             message = f"the plan cuts {name} ({kind}) by {style}, which is not supported: run this model on one rank"

@@ -96,8 +96,7 @@ class Implant:
     """A small Llama, with its `rms_norm_eps` and rotary base, in a large shape without `obstacle`.
 
     Attributes:
-        eps: `rms_norm_eps` of the large model.
-        theta: rotary base of the large model.
+        eps, theta: `rms_norm_eps` and rotary base of the large model.
         layers: for each large layer the index of the small one that it copies, and whether it contributes.
     """
 

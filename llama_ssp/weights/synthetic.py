@@ -30,13 +30,8 @@ SMALL_MODELS = ("tiny", "tiny-draft")
 AGREEMENT_FILE = "agreement.json"
 _NOISE_SEED = 0
 _LAYER_TENSORS = (
-    "self_attn.q_proj",
-    "self_attn.k_proj",
-    "self_attn.v_proj",
-    "self_attn.o_proj",
-    "mlp.gate_proj",
-    "mlp.up_proj",
-    "mlp.down_proj",
+    *(f"self_attn.{kind}_proj" for kind in "qkvo"),
+    *(f"mlp.{kind}_proj" for kind in ("gate", "up", "down")),
     "input_layernorm",
     "post_attention_layernorm",
 )

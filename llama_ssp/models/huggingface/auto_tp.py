@@ -26,11 +26,9 @@ from llama_ssp.weights.source import WeightSource
 
 
 def check_auto_tp(shape: ModelShape, *, quantization: str, num_ranks: int) -> None:
-    """Check that DeepSpeed can split a model, without loading weights.
+    """Check that DeepSpeed can split a model, without loading weights: ConfigError if it is not installed.
 
-    Raises:
-        ConfigError: DeepSpeed is not installed.
-        PlacementError: the model's heads do not divide evenly, or quantization was requested.
+    PlacementError if the model's heads do not divide evenly, or quantization was requested.
     """
     if find_spec("deepspeed") is None:
         raise ConfigError(

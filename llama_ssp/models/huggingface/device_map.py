@@ -9,7 +9,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import nn
@@ -45,8 +45,7 @@ class Place:
     folder: Path | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Names:
+class _Names(NamedTuple):
     """Names of a model's modules: before the layers, the layers, and after them."""
 
     before: list[str]

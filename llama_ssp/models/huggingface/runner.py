@@ -50,12 +50,10 @@ class ModuleRunner(CachedRunner):
         """See `Runner.forward`."""
         assert self._cache is not None, "allocate comes first"
         self._rows_BR = score_positions_BR
-        self._library_cache.view = self._cache.view(positions_BT, bucket=bucket, cache_rows_B=cache_rows_B)
+        cache = self._library_cache
+        cache.view = self._cache.view(positions_BT, bucket=bucket, cache_rows_B=cache_rows_B)
         # Every layer would convert a boolean mask to this form again.
-        mask, cache = (
-            mask_argument(self._model.config, self._masks.rows(positions_BT, bucket=bucket)),
-            self._library_cache,
-        )
+        mask = mask_argument(self._model.config, self._masks.rows(positions_BT, bucket=bucket))
         logits_BRV: Tensor = self._model(
             input_ids=ids_BT, attention_mask=mask, position_ids=positions_BT, past_key_values=cache, use_cache=True
         ).logits

@@ -66,12 +66,10 @@ class LeanRunner(CachedRunner):
         head: Any = model.lm_head
         assert is_llama_kind(config)
         fill = fill or (lambda _prefix: None)
-        layers = []
+        layers, by_position = [], precision.rounds_inputs
         for number, layer in enumerate(body.layers):
             fill(f"model.layers.{number}.")
-            layers.append(
-                Layer(layer, number, comm=comm, kernel=precision.kernel or kernel, by_position=precision.rounds_inputs)
-            )
+            layers.append(Layer(layer, number, comm=comm, kernel=precision.kernel or kernel, by_position=by_position))
         fill("")
         super().__init__(config, head.weight)
         self._width: int = config.hidden_size
