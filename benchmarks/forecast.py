@@ -105,7 +105,7 @@ def cache_bytes(runner: Runner) -> int:
     """Bytes of the cache's buffers; too few for resident memory to tell."""
     assert isinstance(runner, LeanRunner)
     assert runner._cache
-    return runner._cache.num_bytes
+    return sum(whole.nbytes for whole in runner._cache._wholes if whole is not None)
 
 
 def planned(folder: Path) -> PlannedModel:

@@ -12,10 +12,7 @@ def interleave(
 ) -> dict[str, list[float]]:
     """Run all candidates in every repetition; returns the measurements of each candidate, in order.
 
-    Args:
-        candidates: each takes the number of the repetition and returns a measurement.
-        num_repetitions: measured repetitions.
-        num_warmup: earlier repetitions that are discarded; their numbers are negative.
+    A candidate takes the number of the repetition, which is negative in the `num_warmup` ones that are discarded.
     """
     measured: dict[str, list[float]] = {name: [] for name in candidates}
     for repetition in range(-num_warmup, num_repetitions):

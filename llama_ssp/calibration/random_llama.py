@@ -3,10 +3,11 @@
 Shapes are those of `runner`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import ClassVar, Unpack
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from llama_ssp.distributed.comms import Comm
 from llama_ssp.models.build import load_model
 from llama_ssp.models.runner import Runner
 from llama_ssp.planning.spec import PlannedModel, model_bytes
-from llama_ssp.weights.source import TensorFacts
+from llama_ssp.weights.source import TensorFacts, Wanted
 from llama_ssp.weights.synthetic import llama_config
 
 MLP_SHARE, HEAD_DIM = 4, 32
@@ -38,6 +39,7 @@ class RandomLlama:
     num_layers: int
     vocab_size: int
     from_16_bits: bool = False
+    context: ClassVar[int] = CONTEXT
 
     @property
     def folder(self) -> Path:
@@ -60,11 +62,6 @@ class RandomLlama:
         return llama_config(self.shape)
 
     @property
-    def context(self) -> int:
-        """Most tokens in a sequence."""
-        return CONTEXT
-
-    @property
     def dtype(self) -> torch.dtype:
         """Number format of the weights."""
         return torch.bfloat16 if self.from_16_bits else torch.float32
@@ -76,32 +73,19 @@ class RandomLlama:
             model = LlamaForCausalLM(self.config)
         return {name: TensorFacts(dtype=self.dtype, shape=tuple(p.shape)) for name, p in model.named_parameters()}
 
-    def read(
-        self,
-        name: str,
-        *,
-        dim: int | None = None,
-        parts: Sequence[range] = (),
-        dtype: torch.dtype | None = None,
-        device: torch.device | None = None,
-    ) -> Tensor:
+    def read(self, name: str, **wanted: Unpack[Wanted]) -> Tensor:
         """Make a tensor, or a slice of it (see `WeightSource.read`): uniform numbers, the ones of a norm."""
         sizes = list(self.tensors[name].shape)
-        if dim is not None:
-            sizes[dim] = sum(len(part) for part in parts)
+        if (dim := wanted.get("dim")) is not None:
+            sizes[dim] = sum(len(part) for part in wanted["parts"])
         values = torch.ones(sizes) if len(sizes) == 1 else torch.empty(sizes).uniform_(-_LARGEST, _LARGEST)
-        return values.to(self.dtype).to(device=device, dtype=dtype or self.dtype)
+        return values.to(self.dtype).to(device=wanted.get("device"), dtype=wanted.get("dtype") or self.dtype)
 
     @property
     def planned(self) -> PlannedModel:
         """How the planner sees it in fp32."""
-        return PlannedModel(
-            name=self.folder.name,
-            shape=self.shape,
-            dtype=Dtype.fp32,
-            quantization=NO_QUANTIZATION,
-            stored=Dtype.bf16 if self.from_16_bits else Dtype.fp32,
-        )
+        name, stored = self.folder.name, Dtype.bf16 if self.from_16_bits else Dtype.fp32
+        return PlannedModel(name=name, shape=self.shape, dtype=Dtype.fp32, quantization=NO_QUANTIZATION, stored=stored)
 
     @property
     def num_bytes(self) -> int:

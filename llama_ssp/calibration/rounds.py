@@ -22,6 +22,7 @@ from llama_ssp.engine.loop import Decoder
 from llama_ssp.engine.round import Round
 from llama_ssp.engine.state import Request
 from llama_ssp.engine.verifier import Verifier
+from llama_ssp.models.null_runner import NullRunner
 from llama_ssp.sampling.rules import Draft, Rule, make_rule
 from llama_ssp.sampling.uniforms import Draws, UniformTable
 
@@ -39,12 +40,8 @@ def some_draw() -> Callable[[], object]:
 
 def _drawing(rule: Rule, logits_BV: Tensor) -> Callable[[], object]:
     """Return a draw from these logits, traced as those of a round are."""
-    traced = Traced(partial(_drawn, rule), reads=(rule,))
+    traced = Traced(lambda logits_BV, uniforms_BP: rule.draw(logits_BV, uniforms_BP)[0], reads=(rule,))
     return partial(traced, 0, logits_BV, _draws().plain_BP)
-
-
-def _drawn(rule: Rule, logits_BV: Tensor, uniforms_BP: Tensor) -> Tensor:
-    return rule.draw(logits_BV, uniforms_BP)[0]
 
 
 def _verifying(rule: Rule, logits_BTV: Tensor) -> Callable[[], object]:
@@ -75,31 +72,14 @@ def rule_points(between: Callable[[], object]) -> tuple[list[SizePoint], list[Si
     return drawing, verifying
 
 
-class _Mute:
+class _Mute(NullRunner):
     """A runner that answers immediately, so that only the loop's own time is left of a round."""
 
-    repeats_operators = True
-
     def __init__(self) -> None:
-        self.device = torch.device("cpu")
-        self.dtype = torch.float32
-        self.vocab_size = FEW_IDS
-        self.max_position_embeddings = 4096
-        self.num_allocations = 0
+        super().__init__(device=torch.device("cpu"), vocab_size=FEW_IDS, max_position_embeddings=4096)
         self._logits_BTV = torch.zeros(1, 1, FEW_IDS)
 
-    def allocate(self, *, batch_size: int, capacity: int) -> None:
-        """Needs no memory."""
-
-    def forward(
-        self,
-        ids_BT: Tensor,  # noqa: ARG002 - required by the protocol
-        positions_BT: Tensor,  # noqa: ARG002
-        *,
-        bucket: int,  # noqa: ARG002
-        score_positions_BR: Tensor | None = None,  # noqa: ARG002
-        cache_rows_B: Tensor | None = None,  # noqa: ARG002
-    ) -> Tensor:
+    def forward(self, *_tokens: Tensor, **_options: object) -> Tensor:
         """Return the same logits every time."""
         return self._logits_BTV
 

@@ -17,9 +17,7 @@ _KINDS = {
 def raise_on_all_ranks(comm: Comm) -> Iterator[None]:
     """Run a block on every rank of `comm`, then raise the first user error of any rank on all of them.
 
-    Raises:
-        SspError: of the lowest rank that raised one, or ran out of memory or disk; the message names the rank if others
-            succeeded.
+    It is that of the lowest rank that raised one, or ran out of memory or disk; it names the rank if others succeeded.
     """
     mine: SspError | None = None
     try:

@@ -23,8 +23,6 @@ class Comm:
     """One group of ranks, as seen by this rank.
 
     Attributes:
-        rank: in the group.
-        size: number of ranks in the group.
         group: the process group; None for a group of one.
         device: of tensors to be sent.
         crowded: more ranks than cores share this rank's cores.
@@ -55,13 +53,9 @@ class Comm:
         return cls(rank=0, size=1, group=None)
 
     def subgroup(self, members: tuple[int, ...]) -> "Comm | None":
-        """Form a group of some ranks of the world; all ranks of the world must call this together.
+        """Form a group of some ranks of the world, in increasing order; None if this rank is not a member.
 
-        Args:
-            members: world ranks, increasing.
-
-        Returns:
-            The group, or None if this rank is not a member.
+        All ranks of the world must call this together.
         """
         if len(members) == self.size:
             return self

@@ -67,7 +67,7 @@ class ControlChannel:
     def ask_to_stop(self) -> None:
         """Forward the SIGTERM of this rank to all ranks; may be called from a signal handler."""
         if self._store:
-            Thread(target=lambda: self._in_time(self._forward_stop), daemon=True).start()
+            Thread(target=self._in_time, args=(self._forward_stop,), daemon=True).start()
 
     def be_alert(self) -> None:
         """Start the heartbeat, which detects a killed rank without a collective; all ranks call this, in any order.
@@ -93,97 +93,85 @@ class ControlChannel:
         """Return the ranks that do not answer: killed, stopped, or unreachable."""
         if self._store is None or self._verdict:
             return ()
-        answered = self._in_time(lambda: self._call(_ROLL))
+        answered = self._in_time(lambda store: self._call(store, _ROLL))
         if answered:
             return tuple(sorted(set(range(self.size)) - answered))
-        # The store has ended with the process that held it: under srun rank 0, under torchrun an agent.
-        return () if self._agent and self._is_orphan_soon() else (0,)
+        # The store has ended with the process that held it: under srun rank 0, under torchrun an agent. Wait a moment:
+        # a killed process closes its connections before its children become orphans.
+        deadline = time.monotonic() + ANSWER_S
+        while self._agent and not self.is_orphan and time.monotonic() < deadline:
+            time.sleep(_LOOK_EVERY_S)
+        return () if self.is_orphan else (0,)
 
     def settle(self, words: str, *, without: tuple[int, ...] = ()) -> str:
-        """Propose the error that ends the run.
+        """Propose the error that ends the run, from `agree.to_message`; returns the first proposal of any rank.
 
-        Args:
-            words: the error, from `agree.to_message`.
-            without: missing ranks, whose answers are not awaited.
-
-        Returns:
-            The first proposal of any rank, the same on every rank that is still alive.
+        That is the same on every rank that is still alive. `without` are missing ranks, whose answers are not awaited.
         """
         if self._verdict or self._store is None:
             return self._verdict or words
-        store = self._store
-        verdict = self._in_time(lambda: store.compare_set("llama_ssp/verdict", "", words).decode())
+        verdict = self._in_time(lambda store: store.compare_set("llama_ssp/verdict", "", words).decode())
         if verdict == words:
-            self._in_time(lambda: self._call(f"{_END}\n{words}", without=without))
+            self._in_time(lambda store: self._call(store, f"{_END}\n{words}", without=without))
         return verdict or words
 
     @property
     def verdict(self) -> str | None:
         """The error that ends the run, once a rank has proposed one."""
-        if self._verdict or self._store is None:
+        if self._verdict:
             return self._verdict
-        store = self._store
-        found = self._in_time(lambda: store.check(["llama_ssp/verdict"]) and store.get("llama_ssp/verdict").decode())
-        return found or self._verdict
+        key = "llama_ssp/verdict"
+        return self._in_time(lambda store: store.check([key]) and store.get(key).decode()) or self._verdict
 
     def is_error_reporter(self, *, without: tuple[int, ...] = ()) -> bool:
         """Whether this rank reports the error: rank 0 if it can, else the first that asks; `without` missing ranks."""
         if self._store is None:
             return self.rank == 0
-        first = self._in_time(lambda: self._claim(waits=self.rank > 0 and 0 not in without))
+        first = self._in_time(lambda store: self._claim(store, waits=self.rank > 0 and 0 not in without))
         if first is None:  # the store has ended, with rank 0 or with an agent
             return self.rank == 0 or (0 in without and (self._is_first_here or self.rank == 1))
         return first
 
-    def _is_orphan_soon(self) -> bool:
-        """Wait a moment: a killed process closes its connections before its children become orphans."""
+    def _claim(self, store: Store, *, waits: bool) -> bool:
         deadline = time.monotonic() + ANSWER_S
-        while not self.is_orphan and time.monotonic() < deadline:
+        while waits and time.monotonic() < deadline and not store.check(["llama_ssp/spoken"]):
             time.sleep(_LOOK_EVERY_S)
-        return self.is_orphan
-
-    def _claim(self, *, waits: bool) -> bool:
-        assert self._store, "a single rank has no store"
-        deadline = time.monotonic() + ANSWER_S
-        while waits and time.monotonic() < deadline and not self._store.check(["llama_ssp/spoken"]):
-            time.sleep(_LOOK_EVERY_S)
-        return bool(self._store.add("llama_ssp/spoken", 1) == 1)
+        return bool(store.add("llama_ssp/spoken", 1) == 1)
 
     def _raise_alarm(self) -> None:
         if self.verdict is None:  # a rank that ends with a verdict need not send a farewell
             self._is_alarmed = True
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def _forward_stop(self) -> None:
-        assert self._store, "a single rank has no store"
+    def _forward_stop(self, store: Store) -> None:
         if time.monotonic() - self._stop_received_s < ANSWER_S:  # the signal came from a call
             return
-        if self._store.add(f"llama_ssp/stops/{self._num_stops}", 1) == 1:
-            self._call(_STOP)
+        if store.add(f"llama_ssp/stops/{self._num_stops}", 1) == 1:
+            self._call(store, _STOP)
 
-    def _call(self, words: str, *, without: tuple[int, ...] = ()) -> set[int]:
+    def _call(self, store: Store, words: str, *, without: tuple[int, ...] = ()) -> set[int]:
         """Call all ranks, and return those that answer in time."""
-        assert self._store, "a single rank has no store"
-        number = self._store.add("llama_ssp/calls", 1) - 1
-        self._store.set(f"llama_ssp/call/{number}", words)
+        number = store.add("llama_ssp/calls", 1) - 1
+        store.set(f"llama_ssp/call/{number}", words)
         answered: set[int] = set()
         deadline = time.monotonic() + ANSWER_S
         awaited = set(range(self.size)) - set(without)
         while awaited and time.monotonic() < deadline:
-            answered |= {rank for rank in awaited if self._store.check([f"llama_ssp/answer/{number}/{rank}"])}
+            answered |= {rank for rank in awaited if store.check([f"llama_ssp/answer/{number}/{rank}"])}
             awaited -= answered
             time.sleep(_LOOK_EVERY_S)
         return answered
 
-    def _in_time(self, ask: Callable[[], _T]) -> _T | None:
+    def _in_time(self, ask: Callable[[Store], _T]) -> _T | None:
         """Ask the store; None if it does not answer in time. After two consecutive timeouts it is not asked again."""
         answers: list[_T] = []
-        if self._is_lost:
+        store = self._store
+        if self._is_lost or store is None:
             return None
 
         def keep() -> None:
             try:
-                answers.append(ask())
+                answers.append(ask(store))
             except DistError:
                 self._is_lost = True
 

@@ -34,10 +34,8 @@ class Phase:
 def unify_failure(watch: ControlChannel, phase: Phase) -> Iterator[None]:
     """Turn an error of the block into the error that ends the run on every rank; a single rank keeps its own.
 
+    That is the first error of any rank, or the ranks that do not answer; its `speaks` is set if this rank reports it.
     The caller keeps `phase` up to date.
-
-    Raises:
-        SspError: the first error of any rank, or the ranks that do not answer. `speaks` is set if this rank reports it.
     """
     try:
         yield
@@ -60,7 +58,9 @@ def _ending(error: BaseException, watch: ControlChannel, phase: Phase) -> SspErr
     """The error that ends the run; None if it is an unforeseen error of this rank, which shows its traceback."""
     words, missing, is_unforeseen = watch.verdict, tuple[int, ...](), False
     if words is None:
-        mine = error if isinstance(error, SspError) else _exhaustion(error, watch.rank, phase)
+        mine = error if isinstance(error, SspError) else exhaustion(error)
+        if mine and mine is not error:  # its text has no rank, which the other ranks do not know
+            mine = type(mine)(f"rank {watch.rank} failed while {phase.doing}: {mine}")
         if mine is None:
             missing = watch.missing() if isinstance(error, KeyboardInterrupt | RuntimeError) else ()
             mine = _message(error, missing, phase, is_orphan=watch.is_orphan)
@@ -73,12 +73,6 @@ def _ending(error: BaseException, watch: ControlChannel, phase: Phase) -> SspErr
     ending = from_message(words)
     ending.speaks = watch.is_error_reporter(without=missing)
     return None if is_unforeseen else ending
-
-
-def _exhaustion(error: BaseException, rank: int, phase: Phase) -> SspError | None:
-    """`exhaustion` with the rank, which the other ranks do not know."""
-    found = exhaustion(error)
-    return found and type(found)(f"rank {rank} failed while {phase.doing}: {found}")
 
 
 def _message(error: BaseException, missing: tuple[int, ...], phase: Phase, *, is_orphan: bool) -> SspError | None:

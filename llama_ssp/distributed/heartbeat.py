@@ -48,7 +48,9 @@ class Heartbeat:
         atexit.register(self.part)
         if rank == 0:
             password = secrets.token_hex(16)
-            server = _server(size)
+            both = socket.has_dualstack_ipv6()
+            family = socket.AF_INET6 if both else socket.AF_INET
+            server = socket.create_server(("", 0), family=family, dualstack_ipv6=both, backlog=size)  # on all hosts
             self._open.append(server)
             Thread(target=self._accept, args=(server, password.encode()), daemon=True, name="heartbeat").start()
             store.set(_KEY, f"{server.getsockname()[1]} {password}")
@@ -93,10 +95,3 @@ class Heartbeat:
         if received == password and not self._is_over.is_set():
             self._is_over.set()
             self._alarm()
-
-
-def _server(size: int) -> socket.socket:
-    """A listening socket for all hosts, over IPv4 and IPv6 if this host supports both."""
-    both = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both else socket.AF_INET
-    return socket.create_server(("", 0), family=family, dualstack_ipv6=both, backlog=size)

@@ -33,7 +33,6 @@ class OneShot:
 
     Args:
         buffers: one for each dtype that the kernel supports; fp16 is converted to fp32.
-        group: the ranks.
         most_bytes: size of the largest message, in its own dtype.
     """
 
@@ -54,12 +53,11 @@ class OneShot:
         if len(set(gather_text(socket.gethostname()))) > 1:
             return None
         # Ranks agree before each collective step, so that none waits for a rank that has failed before it.
-        buffers = None
+        buffers, end = None, None
         with suppress(*_CANNOT):
             buffers = _allocate(device)
         if not all(gather_text("has room" if buffers else "")) or buffers is None:
             return None
-        end = None
         with suppress(*_CANNOT):
             _open(buffers, group)
             end = cls(buffers, group=group, most_bytes=SIZES[-1])
@@ -88,8 +86,7 @@ class OneShot:
 def largest_gain(seconds: Sequence[Sequence[tuple[float, float] | None]]) -> int:
     """The largest message size for which one-shot is faster, in bytes; 0 for none.
 
-    Args:
-        seconds: of every rank, for each of `SIZES`: one-shot and NCCL; None if the sums differed.
+    `seconds` of every rank are those of one-shot and NCCL for each of `SIZES`; None if the sums differed.
     """
     most_bytes = 0
     for size, of_ranks in zip(SIZES, zip(*seconds, strict=True), strict=True):
@@ -138,11 +135,7 @@ def _measure(end: OneShot, group: dist.ProcessGroup, device: torch.device) -> li
 
 
 def _seconds(call: Callable[[], object]) -> float:
-    """The mean time of a call on the device.
-
-    Raises:
-        RuntimeError: the device has not finished the calls in time.
-    """
+    """The mean time of a call on the device; RuntimeError if the device has not finished the calls in time."""
     call()
     warm, started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(3))
     warm.record()

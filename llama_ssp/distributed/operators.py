@@ -11,11 +11,14 @@ here, because torch's interpreter would lose their type.
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:  # that module imports this one
+    from llama_ssp.distributed.comms import Comm
 
 _library = torch.library.Library("llama_ssp", "DEF")
 _SCHEMAS = (
@@ -29,27 +32,7 @@ for _schema in _SCHEMAS:
     # Conservative: it stays in the trace even if this rank does not read its result, because other ranks wait for it.
     _library.define(_schema, "CONSERVATIVE")
 
-
-class Collectives(Protocol):
-    """The collectives that the operators call; see `comms.Comm`."""
-
-    def all_reduce(self, values: Tensor) -> Tensor:
-        """See `Comm`."""
-
-    def all_gather_last(self, values: Tensor, sizes: tuple[int, ...]) -> Tensor:
-        """See `Comm`."""
-
-    def broadcast(self, values: Tensor, *, src: int) -> Tensor:
-        """See `Comm`."""
-
-    def send(self, values: Tensor, *, dst: int) -> Tensor:
-        """See `Comm`."""
-
-    def receive(self, values: Tensor, *, src: int) -> Tensor:
-        """See `Comm`."""
-
-
-_groups: WeakValueDictionary[int, Collectives] = WeakValueDictionary()
+_groups: WeakValueDictionary[int, "Comm"] = WeakValueDictionary()
 _this_thread = threading.local()
 
 
@@ -68,7 +51,7 @@ def recording() -> Iterator[None]:
         _this_thread.is_recording = False
 
 
-def record(name: str, group: Collectives, values: Tensor, *more: int | list[int]) -> Tensor:
+def record(name: str, group: "Comm", values: Tensor, *more: int | list[int]) -> Tensor:
     """Add operator `name` to the current trace, with the arguments of the group's collective."""
     _groups[id(group)] = group
     result: Tensor = getattr(torch.ops.llama_ssp, name)(values, *more, id(group))

@@ -7,6 +7,7 @@ all are alive. The results are opaque texts.
 
 import time
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from itertools import count
 from typing import Self
 
@@ -22,10 +23,11 @@ _DONE, _STOPPED = _ENDS = ("done", "stopped")
 _stages = count()
 
 
+@dataclass(eq=False)
 class ResultQueue:
     """One stage of a run in which each replica does its share; all ranks make one, in the same order.
 
-    Args:
+    Attributes:
         number: of this rank's replica.
         speaks: whether this rank sends the results of its replica.
         num_copies: number of replicas.
@@ -33,29 +35,21 @@ class ResultQueue:
         patience_s: how long a rank may leave calls unanswered before it counts as lost.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        *,
-        rank: int,
-        number: int,
-        speaks: bool,
-        num_copies: int,
-        missing: Callable[[], tuple[int, ...]],
-        has_failed: Callable[[], bool],
-        patience_s: float,
-    ) -> None:
-        self._store = store
+    store: Store
+    _: KW_ONLY
+    rank: int
+    number: int
+    speaks: bool
+    num_copies: int
+    missing: Callable[[], tuple[int, ...]]
+    has_failed: Callable[[], bool]
+    patience_s: float
+
+    def __post_init__(self) -> None:
         self._prefix = f"llama_ssp/stage/{next(_stages)}"
-        self._rank = rank
-        self._number = number
-        self._speaks = speaks
         self._num_sent = 0
-        self._next = dict.fromkeys(range(1, num_copies), 0)
+        self._next = dict.fromkeys(range(1, self.num_copies), 0)
         self._any_stopped = False
-        self._missing = missing
-        self._has_failed = has_failed
-        self._patience_s = patience_s
         self._silent_since: dict[int, float] = {}
         self._called_s = time.monotonic()
 
@@ -76,17 +70,17 @@ class ResultQueue:
 
     def tell(self, text: str) -> None:
         """Send a text to rank 0; does nothing on ranks that do not speak for their replica."""
-        if self._speaks:
-            self._store.set(f"{self._prefix}/{self._number}/{self._num_sent}", text)
+        if self.speaks:
+            self.store.set(f"{self._prefix}/{self.number}/{self._num_sent}", text)
             self._num_sent += 1
 
     def fetch(self) -> list[str]:
         """On rank 0: return the new texts of the other replicas, in order for each replica."""
         texts = []
         for number in list(self._next):
-            while number in self._next and self._store.check([key := self._key(number)]):
-                text = self._store.get(key).decode()
-                self._store.delete_key(key)
+            while number in self._next and self.store.check([key := f"{self._prefix}/{number}/{self._next[number]}"]):
+                text = self.store.get(key).decode()
+                self.store.delete_key(key)
                 self._next[number] += 1
                 if text in _ENDS:
                     del self._next[number]
@@ -96,33 +90,26 @@ class ResultQueue:
         return texts
 
     def end(self, *, stopped: bool, take: Callable[[str], None]) -> bool:
-        """Wait until every replica has done its share.
+        """Wait until every replica has done its share; DistStoreError if a rank was lost, once its texts are taken.
 
-        Args:
-            stopped: whether this replica was stopped before its end.
-            take: on rank 0, called with each text that arrives.
-
-        Returns:
-            Whether any replica was stopped; the same on every rank.
-
-        Raises:
-            DistStoreError: a rank was lost; the texts of its replica have been taken.
+        `stopped` says that this replica was stopped before its end. On rank 0 `take` is called with each text that
+        arrives. Returns whether any replica was stopped; the same on every rank.
         """
         over = f"{self._prefix}/over"
-        if self._rank == 0:
+        if self.rank == 0:
             self._any_stopped |= stopped
             while self._next:
-                has_failed = self._has_failed()  # before the last fetch, which then takes all texts of the lost rank
+                has_failed = self.has_failed()  # before the last fetch, which then takes all texts of the lost rank
                 for text in self.fetch():
                     take(text)
                 if self._next:
                     self._wait(has_failed=has_failed)
-            self._store.set(over, _STOPPED if self._any_stopped else _DONE)
+            self.store.set(over, _STOPPED if self._any_stopped else _DONE)
         else:
             self.tell(_STOPPED if stopped else _DONE)
-        while not self._store.check([over]):
-            self._wait(has_failed=self._has_failed())
-        outcome: bytes = self._store.get(over)
+        while not self.store.check([over]):
+            self._wait(has_failed=self.has_failed())
+        outcome: bytes = self.store.get(over)
         return outcome.decode() == _STOPPED
 
     def _wait(self, *, has_failed: bool) -> None:
@@ -130,12 +117,9 @@ class ResultQueue:
         if has_failed:
             raise DistStoreError("a rank ended before its replica")
         time.sleep(_LOOK_EVERY_S)
-        call_every_s = min(_CALL_EVERY_S, self._patience_s) if self._silent_since else _CALL_EVERY_S
-        if self._speaks and time.monotonic() - self._called_s > call_every_s:
-            missing, self._called_s = self._missing(), time.monotonic()
+        call_every_s = min(_CALL_EVERY_S, self.patience_s) if self._silent_since else _CALL_EVERY_S
+        if self.speaks and time.monotonic() - self._called_s > call_every_s:
+            missing, self._called_s = self.missing(), time.monotonic()
             self._silent_since = {rank: self._silent_since.get(rank, self._called_s) for rank in missing}
-            if any(self._called_s - since >= self._patience_s for since in self._silent_since.values()):
+            if any(self._called_s - since >= self.patience_s for since in self._silent_since.values()):
                 raise DistStoreError("timed out: a rank does not answer, and its replica has not ended")
-
-    def _key(self, number: int) -> str:
-        return f"{self._prefix}/{number}/{self._next[number]}"

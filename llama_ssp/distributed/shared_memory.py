@@ -42,14 +42,11 @@ class SharedMemoryGroup:
     """Memory shared by a group.
 
     Args:
-        file: descriptor of the mapped file, which stays open.
+        file: descriptor of the mapped file, which stays open; OSError if it cannot be mapped.
         crowded: ranks share cores, so do not spin.
 
     Attributes:
         timeout_s: how long to wait for a peer.
-
-    Raises:
-        OSError: the memory cannot be mapped.
     """
 
     def __init__(self, file: int, *, rank: int, size: int, crowded: bool) -> None:
@@ -140,11 +137,7 @@ class SharedMemoryGroup:
         return self._views[key]
 
     def _await(self, peers: list[int]) -> None:
-        """Wait until these ranks have reached this rank's message.
-
-        Raises:
-            dist.DistBackendError: one of them has died, or has not reached it within `timeout_s`.
-        """
+        """Wait until these ranks have reached this rank's message; DistBackendError if one has died or is too late."""
         for peer in peers:
             if self._counters[peer * _LINE_BYTES // 8] < self._number:
                 self._wait_for(peer)

@@ -4,7 +4,7 @@ import atexit
 import json
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -32,10 +32,8 @@ class World:
     Attributes:
         comm: the group of all ranks.
         ranks: position in the world and on this node.
-        device: of this rank.
         note: a sentence for the user about the choice of device, or None.
         cores: available to this process, before they were divided among the ranks that share them.
-        watch: the control channel.
     """
 
     comm: Comm
@@ -57,11 +55,7 @@ class World:
 def choose_device(kind: DeviceKind, ranks: Ranks) -> tuple[torch.device, str | None]:
     """Choose this rank's device; `auto` takes GPUs if there is one for every rank of the node.
 
-    Returns:
-        The device, and a sentence for the user if GPUs are left unused.
-
-    Raises:
-        PlacementError: GPUs were requested and there are fewer than ranks.
+    Returns it, and a sentence for the user if GPUs are left unused; PlacementError if fewer than requested are there.
     """
     num_gpus = torch.cuda.device_count() if kind is not DeviceKind.cpu else 0
     if num_gpus >= ranks.local_size:
@@ -72,9 +66,7 @@ def choose_device(kind: DeviceKind, ranks: Ranks) -> tuple[torch.device, str | N
             f"device=cuda needs one GPU per rank, and this node has {num_gpus} for {ranks.local_size}: "
             f"{fewer}use device=cpu"
         )
-    note = None
-    if num_gpus:
-        note = f"{ranks.local_size} ranks on a node with {num_gpus} GPUs: all ranks run on the CPU"
+    note = f"{ranks.local_size} ranks on a node with {num_gpus} GPUs: all ranks run on the CPU" if num_gpus else None
     return torch.device("cpu"), note
 
 
@@ -107,22 +99,11 @@ def on_all_cores(cores: frozenset[int]) -> Iterator[None]:
         os.sched_setaffinity(0, share)
 
 
-def _address_of_slurm(environ: Mapping[str, str], ranks: Ranks) -> tuple[str, int]:
-    """The rendezvous address of a plain `srun python`: the first node, and a port derived from the job id."""
-    host = environ.get("MASTER_ADDR") or environ.get("SLURM_LAUNCH_NODE_IPADDR", "localhost")
-    if ranks.local_size == ranks.size:
-        host = environ.get("MASTER_ADDR", "localhost")
-    port = environ.get("MASTER_PORT") or 20000 + int(environ.get("SLURM_JOB_ID", "0")) % 20000
-    return host, int(port)
-
-
 @contextmanager
 def start(*, device: DeviceKind, timeout_s: float, one_shot_all_reduce: bool = True) -> Iterator[World]:
     """Join the run, and leave it when the block ends; `Comm.set_timeout` can change the timeout.
 
-    Raises:
-        PlacementError: see `choose_device`.
-        SspError: ranks were lost while starting or ending; see `unify_failure`.
+    For errors see `choose_device`, and `unify_failure` if ranks are lost while starting or ending.
     """
     ranks = read_ranks(os.environ)
     chosen, note = choose_device(device, ranks)
@@ -145,13 +126,8 @@ def start(*, device: DeviceKind, timeout_s: float, one_shot_all_reduce: bool = T
         sharers = _sharers(ranks, cores)
         if is_first and chosen.type == "cpu":
             share_cores(ranks, cores=cores, sharers=sharers)
-        comm = Comm.of_world(
-            rank=ranks.rank,
-            size=ranks.size,
-            device=chosen,
-            crowded=len(sharers) > len(cores),
-            tries_one_shot=one_shot_all_reduce,
-        )
+        rank, size, crowded = ranks.rank, ranks.size, len(sharers) > len(cores)
+        comm = Comm.of_world(rank=rank, size=size, device=chosen, crowded=crowded, tries_one_shot=one_shot_all_reduce)
         comm.set_timeout(timeout_s)
     yield World(comm=comm, ranks=ranks, device=chosen, note=note, cores=cores, watch=watch)
     with unify_failure(watch, Phase(doing="ending", limit=limit)):
@@ -177,11 +153,7 @@ def _sharers(ranks: Ranks, cores: frozenset[int]) -> tuple[int, ...]:
 
 
 def _meet(ranks: Ranks, *, backend: str, timeout_s: float) -> None:
-    """Form the group of all ranks; if some do not connect, the lowest rank that did reports it.
-
-    Raises:
-        LostRankError: not all have connected in time.
-    """
+    """Form the group of all ranks; if some do not connect in time, the lowest rank that did reports a LostRankError."""
     timeout = timedelta(seconds=timeout_s)
     try:
         store = _store(ranks, timeout)
@@ -210,9 +182,13 @@ def _store(ranks: Ranks, timeout: timedelta) -> Store:
     if "RANK" in os.environ:
         store: Store = next(rendezvous("env://", ranks.rank, ranks.size, timeout=timeout))[0]
         return store
-    host, port = _address_of_slurm(os.environ, ranks)
+    # A plain `srun python` meets on the first node, at a port derived from the job id.
+    host = os.environ.get("MASTER_ADDR") or os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "localhost")
+    if ranks.local_size == ranks.size:
+        host = os.environ.get("MASTER_ADDR", "localhost")
+    port = os.environ.get("MASTER_PORT") or 20000 + int(os.environ.get("SLURM_JOB_ID", "0")) % 20000
     return dist.TCPStore(  # type: ignore[attr-defined] # torch's types do not export it
-        host, port, ranks.size, is_master=ranks.rank == 0, timeout=timeout, wait_for_workers=False
+        host, int(port), ranks.size, is_master=ranks.rank == 0, timeout=timeout, wait_for_workers=False
     )
 
 

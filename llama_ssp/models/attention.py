@@ -28,13 +28,9 @@ BY_POSITION = {"sdpa": "sdpa_by_position", SOFTCAPPED: "softcapped_by_position"}
 def attend_by_position(
     attend: Callable[[Tensor, Tensor], Tensor], queries_BNQD: Tensor, mask_B1QS: Tensor, *, group: int = 1
 ) -> Tensor:
-    """Call `attend` for the queries and the mask of each position in turn.
+    """Call `attend` for the queries, sorted by position, and the mask of each position in turn.
 
-    Args:
-        attend: maps queries (B, N, Q, D) and their mask to outputs of the same shape.
-        queries_BNQD: sorted by position.
-        mask_B1QS: added to their scores.
-        group: G, the queries of one position.
+    It maps queries (B, N, Q, D) and what is added to their scores to outputs of the same shape. `group` is G.
     """
     if queries_BNQD.shape[2] > FEW_POSITIONS * group:
         return attend(queries_BNQD, mask_B1QS)
@@ -74,12 +70,7 @@ def _one_by_one(form: Form) -> Form:
     """The position-by-position variant of an attention of transformers; it returns (B, T, H, D)."""
 
     def forward(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor,
-        **options: Any,  # noqa: ANN401 - of transformers
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, **options: object
     ) -> tuple[Tensor, None]:
         def attend(queries: Tensor, mask: Tensor) -> Tensor:
             return form(module, queries, key, value, mask, **options)[0].transpose(1, 2)

@@ -6,18 +6,18 @@ Modules `device_map` and `auto_tp` build targets that accelerate or DeepSpeed pl
 import logging
 from collections.abc import Mapping
 from copy import deepcopy
-from typing import Any
+from typing import Any, NotRequired, TypedDict, Unpack
 
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 
-from llama_ssp.architectures.family import family_of
+from llama_ssp.architectures.family import family_of, record_of
 from llama_ssp.architectures.sharding import split_model
 from llama_ssp.config.formats.format import NO_QUANTIZATION
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.errors import CheckpointError
 from llama_ssp.models.attention import BY_POSITION
-from llama_ssp.models.huggingface.families import adapt, attention_at_start, check_files, check_servable
+from llama_ssp.models.huggingface.families import adapt, check_files, check_servable
 from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.llama.decoder import LeanRunner, is_llama_kind
 from llama_ssp.models.loader import Progress, Weights, find_sources, returning_memory
@@ -31,12 +31,24 @@ READ_AHEAD = 2
 """Tensors that are read ahead, each by a thread."""
 
 
+class Loading(TypedDict):
+    """Keyword arguments of the functions that load a model.
+
+    Attributes:
+        dtype: of weights and cache; None for that of the origin.
+        progress: called after each parameter with the bytes read so far and the total bytes.
+        precision: of the linear layers; they are quantized as they are read.
+    """
+
+    dtype: torch.dtype | None
+    progress: NotRequired[Progress | None]
+    precision: NotRequired[Precision]
+
+
 def build_empty(origin: WeightSource) -> PreTrainedModel:
     """Build the whole model with parameters on the meta device and real buffers.
 
-    Raises:
-        CheckpointError: no model can be built from its config.json.
-        ConfigError: the static cache cannot serve this model.
+    CheckpointError if its config.json describes no model, ConfigError if the static cache cannot serve it.
     """
     # accelerate imports DeepSpeed if it is installed, which logs to standard output; that is reserved for texts.
     logging.getLogger("DeepSpeed").addFilter(_is_error)
@@ -46,7 +58,7 @@ def build_empty(origin: WeightSource) -> PreTrainedModel:
     check_files(origin)
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(origin.config)]
     config = deepcopy(origin.config)
-    config._attn_implementation = attention_at_start(origin.config)
+    config._attn_implementation = record_of(origin.config.model_type).attention
     config.return_dict, config.output_attentions, config.output_hidden_states = True, False, False
     try:
         with init_empty_weights():
@@ -81,98 +93,67 @@ def check_model(origin: WeightSource, *, num_ranks: int, quantization: str = NO_
 
 
 def load_modules(
-    origin: WeightSource,
-    *,
-    dtype: torch.dtype | None,
-    device: torch.device,
-    comm: Comm,
-    progress: Progress | None = None,
-    precision: Precision = UNQUANTIZED,
+    origin: WeightSource, *, device: torch.device, comm: Comm, **loading: Unpack[Loading]
 ) -> PreTrainedModel:
     """Load this rank's slices of a model into the modules of transformers; see `load_model`."""
-    model, weights = _prepare(origin, dtype=dtype, device=device, comm=comm, progress=progress, precision=precision)
-    fill_modules(model, weights, precision)
+    model, weights = _prepare(origin, device=device, comm=comm, **loading)
+    fill_modules(model, weights, loading)
     return model
 
 
-def fill_modules(model: PreTrainedModel, weights: Weights, precision: Precision) -> None:
+def fill_modules(model: PreTrainedModel, weights: Weights, loading: Loading) -> None:
     """Fill the modules of transformers with weights in the given precision."""
-    if quantize := precision.kernel:
+    if quantize := loading.get("precision", UNQUANTIZED).kernel:
         with returning_memory():
             quantize_modules(model, quantize, fill=weights.fill)
     weights.fill()
 
 
-def load_model(
-    origin: WeightSource,
-    *,
-    dtype: torch.dtype | None,
-    device: torch.device,
-    comm: Comm,
-    progress: Progress | None = None,
-    precision: Precision = UNQUANTIZED,
-) -> Runner:
+def load_model(origin: WeightSource, *, device: torch.device, comm: Comm, **loading: Unpack[Loading]) -> Runner:
     """Load this rank's slices of a model, in the lean decoder if that supports the family.
 
-    Args:
-        origin: the weight source.
-        dtype: of weights and cache; None for that of the origin.
-        device: of weights and cache.
-        comm: the ranks that share the model.
-        progress: called after each parameter with the bytes read so far and the total bytes.
-        precision: of the linear layers; they are quantized as they are read.
+    Weights and cache are on `device`, and the ranks of `comm` share the model.
 
     Raises:
         CheckpointError: tensors are missing or have another shape, or a file has changed.
         ConfigError: the static cache cannot serve this model.
         PlacementError: the model cannot be split over these ranks.
     """
-    model, weights = _prepare(origin, dtype=dtype, device=device, comm=comm, progress=progress, precision=precision)
+    model, weights = _prepare(origin, device=device, comm=comm, **loading)
     if is_llama_kind(model.config):
         with returning_memory():
-            return LeanRunner(model, comm=comm, fill=weights.fill, precision=precision)
-    fill_modules(model, weights, precision)
+            return LeanRunner(model, comm=comm, fill=weights.fill, precision=loading.get("precision", UNQUANTIZED))
+    fill_modules(model, weights, loading)
     return ModuleRunner(model, comm=comm)
 
 
 def _prepare(
-    origin: WeightSource,
-    *,
-    dtype: torch.dtype | None,
-    device: torch.device,
-    comm: Comm,
-    progress: Progress | None,
-    precision: Precision,
+    origin: WeightSource, *, device: torch.device, comm: Comm, **loading: Unpack[Loading]
 ) -> tuple[PreTrainedModel, Weights]:
     """Return this rank's empty model and its weights."""
     model = build_empty(origin)
     sources = find_sources(model, origin)
     shard(model, origin.shape, comm)
-    return model, weights_for(model, origin, sources, dtype, device, progress=progress, precision=precision)
+    return model, weights_for(model, origin, sources, device, **loading)
 
 
 def weights_for(
     model: PreTrainedModel,
     origin: WeightSource,
     sources: Mapping[str, str],
-    dtype: torch.dtype | None,
     device: torch.device,
     *,
-    progress: Progress | None,
-    precision: Precision,
     places: Mapping[str, torch.device] | None = None,
+    **loading: Unpack[Loading],
 ) -> Weights:
     """Make the `Weights` of an empty model, and set the attention that the precision needs."""
+    precision = loading.get("precision", UNQUANTIZED)
     if precision.rounds_inputs:
         model.config._attn_implementation = BY_POSITION[model.config._attn_implementation]
+    dtype, progress = loading["dtype"] or origin.dtype, loading.get("progress")
     # On a CPU the kernels of unquantized layers are timed while loading, so no thread may read ahead meanwhile.
+    num_ahead = READ_AHEAD if precision.kernel or device.type != "cpu" else 0
     return Weights(
-        model,
-        origin,
-        sources,
-        dtype=dtype or origin.dtype,
-        device=device,
-        progress=progress,
-        num_ahead=READ_AHEAD if precision.kernel or device.type != "cpu" else 0,
-        places=places,
-    )
+        model=model, origin=origin, sources=sources, places=places or {},
+        dtype=dtype, device=device, progress=progress, num_ahead=num_ahead,
+    )  # fmt: skip

@@ -48,8 +48,7 @@ class LayerBuffer(NamedTuple):
     Attributes:
         parts: (2 N, B * S, D) for writing: the keys of all heads, then their values. Heads come first, so that the
             slots of a head are contiguous.
-        keys_BNUD: keys of the slots that are read.
-        values_BNUD: values of the slots that are read.
+        keys_BNUD, values_BNUD: of the slots that are read.
     """
 
     parts: Tensor
@@ -75,17 +74,12 @@ class StaticCache(Workspace):
         self.shown = PerBucket(self._show_all)
         self.first_slot_B1 = torch.arange(batch_size, device=device)[:, None] * capacity
 
-    @property
-    def num_bytes(self) -> int:
-        """Size of the buffers made so far."""
-        return sum(whole.nbytes for whole in self._wholes if whole is not None)
-
     def fits(self, *, batch_size: int, capacity: int) -> bool:
         """Whether it has exactly these rows, and enough slots."""
         return self._num_rows == batch_size and self._num_slots >= capacity
 
     def view(self, positions_BT: Tensor, *, bucket: int, cache_rows_B: Tensor | None) -> "CacheView":
-        """Make the view of one forward, which reads the first `bucket` slots; see `CacheView`."""
+        """Make the view of one forward, which writes these slots of each row and reads the first `bucket`."""
         shown = self.shown[bucket]
 
         def buffer(number: int, written_M2ND: Tensor) -> LayerBuffer:
@@ -94,7 +88,8 @@ class StaticCache(Workspace):
             whole = self._wholes[number]
             return self._show(self._make(number, written_M2ND) if whole is None else whole, bucket)
 
-        return CacheView(buffer, self.first_slot_B1, positions_BT, cache_rows_B=cache_rows_B)
+        first_slot_B1 = self.first_slot_B1 if cache_rows_B is None else self.first_slot_B1[cache_rows_B]
+        return CacheView(buffer, (first_slot_B1 + positions_BT).flatten(), cache_rows_B)
 
     def _show_all(self, bucket: int) -> Sequence[LayerBuffer] | None:
         wholes = [whole for whole in self._wholes if whole is not None]
@@ -112,36 +107,26 @@ class StaticCache(Workspace):
         return whole
 
 
-class CacheView:
+class CacheView(NamedTuple):
     """The slots of a cache that one forward writes and reads.
 
-    Args:
+    Attributes:
         buffer: maps a layer's number and its new keys and values to the layer's buffer.
-        positions_BT: slot of each new token in its row.
+        slots_M: of the new tokens, among the slots of all rows.
         cache_rows_B: each sequence's row in the cache; None for all rows, in order.
     """
 
-    def __init__(
-        self,
-        buffer: Callable[[int, Tensor], LayerBuffer],
-        first_slot_B1: Tensor,
-        positions_BT: Tensor,
-        *,
-        cache_rows_B: Tensor | None,
-    ) -> None:
-        if cache_rows_B is not None:
-            first_slot_B1 = first_slot_B1[cache_rows_B]
-        self._buffer = buffer
-        self._slots_M = (first_slot_B1 + positions_BT).flatten()
-        self._batch_rows_B = cache_rows_B
+    buffer: Callable[[int, Tensor], LayerBuffer]
+    slots_M: Tensor
+    cache_rows_B: Tensor | None
 
     def update(self, written_M2ND: Tensor, number: int) -> tuple[Tensor, Tensor]:
         """Write new keys and values of all heads to layer `number`; return all that may be read, (B, N, U, D) each."""
-        parts, keys_BNUD, values_BNUD = self._buffer(number, written_M2ND)
-        parts.index_copy_(1, self._slots_M.to(written_M2ND.device), written_M2ND.transpose(0, 1))
-        if self._batch_rows_B is None:
+        parts, keys_BNUD, values_BNUD = self.buffer(number, written_M2ND)
+        parts.index_copy_(1, self.slots_M.to(written_M2ND.device), written_M2ND.transpose(0, 1))
+        if self.cache_rows_B is None:
             return keys_BNUD, values_BNUD
-        rows_B = self._batch_rows_B.to(written_M2ND.device)
+        rows_B = self.cache_rows_B.to(written_M2ND.device)
         return keys_BNUD.index_select(0, rows_B), values_BNUD.index_select(0, rows_B)
 
 

@@ -10,6 +10,7 @@ Shapes: M rows (tokens), I inputs, O outputs.
 
 import math
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Protocol
@@ -28,13 +29,15 @@ _BLOCK_ROWS = 512
 
 
 class Linear(Protocol):
-    """A linear layer with its weights."""
+    """A linear layer with its weights; a subclass writes at least the product."""
 
+    @abstractmethod
     def __call__(self, x_MI: Tensor) -> Tensor:
         """Map x to (M, O), contiguous."""
 
     def add(self, x_MI: Tensor, residual_MO: Tensor) -> Tensor:
         """Map x and add the residual, which may be overwritten."""
+        return self(x_MI).add_(residual_MO)
 
 
 class PlainLinear:
@@ -103,7 +106,7 @@ class PackedLinear:
         return y_MO
 
 
-class HalfLinear:
+class HalfLinear(Linear):
     """FBGEMM's product of fp32 rows with a weight in fp16, which is widened in registers: half the bytes to read.
 
     Sums are in fp32, so the result equals that of the fp32 weight if fp16 holds it: check `half_scale` first. The fp32
@@ -125,10 +128,6 @@ class HalfLinear:
             y_MO.mul_(self._unscale)
         return y_MO if self._bias_O is None else y_MO.add_(self._bias_O)
 
-    def add(self, x_MI: Tensor, residual_MO: Tensor) -> Tensor:
-        """See `Linear`."""
-        return self(x_MI).add_(residual_MO)
-
 
 Kernel = Callable[[Tensor, Tensor | None], Linear]
 
@@ -136,18 +135,18 @@ Kernel = Callable[[Tensor, Tensor | None], Linear]
 @cache
 def can_pack(dtype: torch.dtype) -> bool:
     """Whether torch and the CPU support the packed product for a dtype."""
-    try:
-        PackedLinear(torch.ones(16, 16, dtype=dtype), None).add(*torch.ones(2, 2, 16, dtype=dtype))
-    except (AttributeError, RuntimeError):
-        return False
-    return True
+    return _works(lambda: PackedLinear(torch.ones(16, 16, dtype=dtype), None).add(*torch.ones(2, 2, 16, dtype=dtype)))
 
 
 @cache
 def can_halve() -> bool:
     """Whether torch and the CPU support the product with a weight in fp16."""
+    return _works(lambda: HalfLinear(torch.ones(16, 16), None)(torch.ones(2, 16)))
+
+
+def _works(product: Callable[[], Tensor]) -> bool:
     try:
-        HalfLinear(torch.ones(16, 16), None)(torch.ones(2, 16))
+        product()
     except (AttributeError, RuntimeError):
         return False
     return True

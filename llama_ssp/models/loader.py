@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,18 +31,10 @@ _LAYER = re.compile(r"\.([0-9]{1,9})\.")
 
 
 def find_sources(model: PreTrainedModel, origin: WeightSource) -> dict[str, str]:
-    """Find the stored name of each parameter.
+    """Find the stored name of each parameter of a whole model, before `tensor_parallel.shard`, in the model's order.
 
-    Args:
-        model: the whole model, before `tensor_parallel.shard`.
-        origin: the weight source.
-
-    Returns:
-        Stored name by name in the model, in the model's order. Tied parameters share a source if only one is stored.
-
-    Raises:
-        CheckpointError: parameters are missing, have another shape, or are not floating-point numbers, or tensors of
-            additional layers are stored.
+    Tied parameters share a source if only one is stored. CheckpointError if parameters are missing, have another shape,
+    or are not floating-point numbers, or tensors of additional layers are stored.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     stored = _model_names(model, origin, parameters)
@@ -127,71 +120,59 @@ def _call_malloc(function: str, *arguments: int) -> None:
         getattr(library, function)(*arguments)
 
 
+@dataclass(kw_only=True, eq=False)
 class Weights:
     """Loads the parameters of a model, all at once or module by module, and moves the buffers.
 
-    Loading module by module bounds memory for callers that convert the values. Buffers keep their dtype.
+    Loading module by module bounds memory for callers that convert the values.
 
-    Args:
+    Attributes:
         model: with its sharded modules, parameters on the meta device.
         sources: from `find_sources` for the whole model.
-        dtype: of the parameters.
-        device: of parameters and buffers.
+        dtype, device: of the parameters; buffers keep their dtype.
         progress: called after each parameter with the bytes read so far and the total bytes.
         num_ahead: how many tensors are read ahead, by as many threads.
         places: the devices of modules that go elsewhere, by name.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        origin: WeightSource,
-        sources: Mapping[str, str],
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        progress: Progress | None,
-        num_ahead: int = 0,
-        places: Mapping[str, torch.device] | None = None,
-    ) -> None:
-        self._model = model
-        self._origin = origin
-        self._waiting = dict(sources)
-        self._uses = Counter(sources.values())
+    model: PreTrainedModel
+    origin: WeightSource
+    sources: Mapping[str, str]
+    dtype: torch.dtype
+    device: torch.device
+    progress: Progress | None
+    num_ahead: int
+    places: Mapping[str, torch.device]
+
+    def __post_init__(self) -> None:
+        self._waiting = dict(self.sources)
+        self._uses = Counter(self.sources.values())
         self._tied: dict[_Piece, nn.Parameter] = {}
-        self._dtype = dtype
-        self._device = device
-        self._places = dict(places or {})
-        self._progress = progress
-        pieces = dict.fromkeys(self._piece(name, source) for name, source in sources.items())
-        self._stored = ReadAhead(self._copy, list(pieces), num_ahead=num_ahead)
-        self._total_bytes = self._count_values() * dtype.itemsize
+        sizes = {self._piece(name, source): getattr(*self._find(name)).numel() for name, source in self.sources.items()}
+        self._stored = ReadAhead(self._copy, list(sizes), num_ahead=self.num_ahead)
+        self._total_bytes = sum(sizes.values()) * self.dtype.itemsize  # tied ones once
         self._done_bytes = 0
-        for module in model.modules():
+        for module in self.model.modules():
             for name, buffer in list(module.named_buffers(recurse=False)):
-                setattr(module, name, buffer.to(device))
+                setattr(module, name, buffer.to(self.device))
 
     def fill(self, prefix: str = "") -> None:
-        """Load the parameters whose names begin with `prefix`, in the model's order.
-
-        Raises:
-            CheckpointError: a file has changed since it was inspected.
-        """
+        """Load the parameters whose names begin with `prefix`, in order; CheckpointError if a file has changed."""
         _call_malloc("malloc_trim", 0)
         for name in [name for name in self._waiting if name.startswith(prefix)]:
             module, leaf = self._find(name)
             setattr(module, leaf, self._read(self._piece(name, self._waiting.pop(name))))
-            if self._progress:
-                self._progress(self._done_bytes, self._total_bytes)
+            if self.progress:
+                self.progress(self._done_bytes, self._total_bytes)
 
     def _find(self, name: str) -> tuple[nn.Module, str]:
         path, _, leaf = name.rpartition(".")
-        return self._model.get_submodule(path), leaf
+        return self.model.get_submodule(path), leaf
 
     def _piece(self, name: str, source: str) -> "_Piece":
         module, leaf = self._find(name)
         cut = module.slices.get(leaf) if isinstance(module, LocalModule) else None
-        device = next((place for path, place in self._places.items() if name.startswith(f"{path}.")), self._device)
+        device = next((place for path, place in self.places.items() if name.startswith(f"{path}.")), self.device)
         return _Piece(source=source, cut=cut, device=device)
 
     def _read(self, piece: "_Piece") -> nn.Parameter:
@@ -208,19 +189,10 @@ class Weights:
     def _copy(self, piece: "_Piece") -> Tensor:
         """Copy a slice of a stored tensor to its device."""
         dim, parts = (piece.cut.dim, [piece.cut.part]) if piece.cut else (None, [])
-        return self._origin.read(piece.source, dim=dim, parts=parts, dtype=self._dtype, device=piece.device)
-
-    def _count_values(self) -> int:
-        """Count the values that this rank will read, tied ones once."""
-        sizes = {}
-        for name, source in self._waiting.items():
-            module, leaf = self._find(name)
-            sizes[self._piece(name, source)] = getattr(module, leaf).numel()
-        return sum(sizes.values())
+        return self.origin.read(piece.source, dim=dim, parts=parts, dtype=self.dtype, device=piece.device)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Piece:
+class _Piece(NamedTuple):
     """A stored tensor or a slice of it, and its device."""
 
     source: str

@@ -5,34 +5,29 @@ It keeps no cache and computes nothing; a rank with the logits sends its decisio
 Shapes: B sequences, T positions of a forward, R positions to score.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from llama_ssp.shapes import static_shape
 
 
+@dataclass(kw_only=True, eq=False)
 class NullRunner:
     """A `Runner` on ranks that hold nothing of the model."""
 
-    repeats_operators = True
-
-    def __init__(self, *, device: torch.device, vocab_size: int, max_position_embeddings: int) -> None:
-        self.device = device
-        self.vocab_size = vocab_size
-        self.max_position_embeddings = max_position_embeddings
-        self.num_allocations = 0
+    device: torch.device
+    vocab_size: int
+    max_position_embeddings: int
+    num_allocations: int = 0
+    repeats_operators: bool = True
 
     def allocate(self, *, batch_size: int, capacity: int) -> None:
         """Do nothing."""
 
     def forward(
-        self,
-        ids_BT: Tensor,
-        positions_BT: Tensor,  # noqa: ARG002 - of the protocol
-        *,
-        bucket: int,  # noqa: ARG002
-        score_positions_BR: Tensor | None = None,
-        cache_rows_B: Tensor | None = None,  # noqa: ARG002
+        self, ids_BT: Tensor, *_positions: Tensor, score_positions_BR: Tensor | None = None, **_options: object
     ) -> Tensor:
         """Return empty logits (B, R, 0)."""
         num_rows, num_wanted = static_shape(ids_BT if score_positions_BR is None else score_positions_BR)

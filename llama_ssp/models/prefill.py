@@ -22,7 +22,6 @@ class Buckets:
 
     Attributes:
         step: every bucket is a multiple of it, except the last one.
-        num_slots: slots of the cache.
     """
 
     step: int
@@ -53,13 +52,11 @@ def read_prompts(
     logits_RV: Tensor | None = None
     for start in range(0, longest, PREFILL_CHUNK):
         stop = min(start + PREFILL_CHUNK, longest)
+        tokens_RT, bucket = tokens_RS[:, start:stop], buckets.covering(stop)
         positions_RT = torch.arange(start, stop, device=tokens_RS.device).expand(tokens_RS.shape[0], -1)
+        score_R1 = (last_R1 - start).clamp(0, stop - start - 1)
         chunk_R1V = runner.forward(
-            tokens_RS[:, start:stop],
-            positions_RT,
-            bucket=buckets.covering(stop),
-            score_positions_BR=(last_R1 - start).clamp(0, stop - start - 1),
-            cache_rows_B=rows_R,
+            tokens_RT, positions_RT, bucket=bucket, score_positions_BR=score_R1, cache_rows_B=rows_R
         )
         ends_here_R1 = (last_R1 >= start) & (last_R1 < stop)
         logits_RV = chunk_R1V[:, 0] if logits_RV is None else torch.where(ends_here_R1, chunk_R1V[:, 0], logits_RV)

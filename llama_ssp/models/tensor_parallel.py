@@ -41,10 +41,12 @@ class LocalModule(nn.Module):
         slices: the slice of each parameter by name; the others are whole.
     """
 
-    slices: dict[str, Slice]
+    weight: Tensor
+    bias: Tensor | None
 
-    def _take(self, whole: nn.Module, slices: dict[str, Slice]) -> None:
+    def __init__(self, whole: nn.Module, slices: dict[str, Slice]) -> None:
         """Make empty parameters of the slices' sizes, on the module's device."""
+        super().__init__()
         self.slices = slices
         for name in ("weight", "bias"):
             parameter = getattr(whole, name, None)
@@ -59,12 +61,8 @@ class LocalModule(nn.Module):
 class ColumnLinear(LocalModule):
     """Some of the outputs of a linear layer, with their biases."""
 
-    weight: Tensor
-    bias: Tensor | None
-
     def __init__(self, whole: nn.Linear, part: range) -> None:
-        super().__init__()
-        self._take(whole, {"weight": Slice(dim=0, part=part), "bias": Slice(dim=0, part=part)})
+        super().__init__(whole, {"weight": Slice(dim=0, part=part), "bias": Slice(dim=0, part=part)})
 
     def forward(self, x_BTI: Tensor) -> Tensor:
         """Map the whole input (B, T, I) to this rank's outputs (B, T, O)."""
@@ -87,12 +85,8 @@ class GatheredLinear(ColumnLinear):
 class RowLinear(LocalModule):
     """Some of the inputs of a linear layer; the bias is whole and is added to the sum."""
 
-    weight: Tensor
-    bias: Tensor | None
-
     def __init__(self, whole: nn.Linear, part: range, *, comm: Comm) -> None:
-        super().__init__()
-        self._take(whole, {"weight": Slice(dim=1, part=part)})
+        super().__init__(whole, {"weight": Slice(dim=1, part=part)})
         self._comm = comm
 
     def forward(self, x_BTI: Tensor) -> Tensor:
@@ -108,11 +102,8 @@ class RowLinear(LocalModule):
 class VocabularyEmbedding(LocalModule):
     """Some of the rows of an embedding; ranks without a token's row contribute zeros."""
 
-    weight: Tensor
-
     def __init__(self, whole: nn.Embedding, part: range, *, comm: Comm) -> None:
-        super().__init__()
-        self._take(whole, {"weight": Slice(dim=0, part=part)})
+        super().__init__(whole, {"weight": Slice(dim=0, part=part)})
         self._part = part
         self._comm = comm
 
@@ -141,9 +132,7 @@ class ScaledVocabularyEmbedding(VocabularyEmbedding):
 def shard(model: PreTrainedModel, shape: ModelShape, comm: Comm) -> None:
     """Replace the modules of a model, on the meta device, by this rank's sharded ones; no-op for one rank.
 
-    Raises:
-        PlacementError: the model has no plan, or one with an unknown style or module, or there are more ranks than
-            heads.
+    PlacementError if it has no plan, or one with an unknown style or module, or there are more ranks than heads.
     """
     if comm.size == 1:
         return
@@ -177,18 +166,16 @@ def _local(name: str, module: nn.Module, style: str, *, shards: tuple[RankShard,
     part, size = shards[comm.rank].features(cut), shards[-1].features(cut).stop
     local: LocalModule
     match style, module:
-        case "colwise", nn.Linear():
-            local, found = ColumnLinear(module, part), module.out_features
-        case "colwise_gather_output" | "colwise_rep", nn.Linear():
+        case "colwise", nn.Linear(out_features=found):
+            local = ColumnLinear(module, part)
+        case "colwise_gather_output" | "colwise_rep", nn.Linear(out_features=found):
             local = GatheredLinear(module, part, comm=comm, sizes=widths(shards, cut))
-            found = module.out_features
-        case "rowwise", nn.Linear():
-            local, found = RowLinear(module, part, comm=comm), module.in_features
-        case "embedding_rowwise", nn.Embedding(embed_scale=Tensor() as scale):
+        case "rowwise", nn.Linear(in_features=found):
+            local = RowLinear(module, part, comm=comm)
+        case "embedding_rowwise", nn.Embedding(num_embeddings=found, embed_scale=Tensor() as scale):
             local = ScaledVocabularyEmbedding(module, part, scale=scale, comm=comm)
-            found = module.num_embeddings
-        case "embedding_rowwise", nn.Embedding():
-            local, found = VocabularyEmbedding(module, part, comm=comm), module.num_embeddings
+        case "embedding_rowwise", nn.Embedding(num_embeddings=found):
+            local = VocabularyEmbedding(module, part, comm=comm)
         case _:
             kind = type(module).__name__
             message = f"the plan cuts {name} ({kind}) by {style}, which is not supported: run this model on one rank"

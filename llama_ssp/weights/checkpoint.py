@@ -6,8 +6,9 @@ models with custom code. Module `loader` matches tensors with a model; `hub` fin
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Unpack
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,7 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from llama_ssp.config.model_files import CONFIG_FILE, read_json, shown
 from llama_ssp.config.schema import ModelConfig, ModelShape
 from llama_ssp.errors import CheckpointError
-from llama_ssp.weights.source import TensorFacts
+from llama_ssp.weights.source import TensorFacts, Wanted
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -54,45 +55,30 @@ class Checkpoint:
         dtypes = Counter(tensor.dtype for tensor in self.tensors.values() if tensor.dtype)
         return dtypes.most_common(1)[0][0]
 
-    def read(
-        self,
-        name: str,
-        *,
-        dim: int | None = None,
-        parts: Sequence[range] = (),
-        dtype: torch.dtype | None = None,
-        device: torch.device | None = None,
-    ) -> Tensor:
+    def read(self, name: str, **wanted: Unpack[Wanted]) -> Tensor:
         """Copy a tensor or a slice of it out of its file, casting in the same copy; see `WeightSource.read`.
 
-        Raises:
-            CheckpointError: the file has changed since it was inspected.
+        CheckpointError if the file has changed since it was inspected.
         """
-        file = self.tensors[name].file
+        file, dim = self.tensors[name].file, wanted.get("dim")
         try:
             with safe_open(file, framework="pt") as stored:
                 source = stored.get_slice(name)
                 if dim is None:
                     pieces = [source[:]]
                 else:
-                    pieces = [source[(*[slice(None)] * dim, slice(part.start, part.stop))] for part in parts]
-                values = _copy(pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=dim or 0), dtype)
+                    pieces = [source[(*[slice(None)] * dim, slice(part.start, part.stop))] for part in wanted["parts"]]
+                piece = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=dim or 0)
+                # A copy, because it may be a view of the mapped file.
+                dtype = wanted.get("dtype") or piece.dtype
+                values = piece.to(dtype, copy=True, memory_format=torch.contiguous_format)
         except (SafetensorError, OSError) as error:
             raise _unreadable(file, error) from error
-        return values.to(device)
-
-
-def _copy(view: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Copy a tensor of safetensors, which is a view of the mapped file."""
-    return view.to(dtype or view.dtype, copy=True, memory_format=torch.contiguous_format)
+        return values.to(wanted.get("device"))
 
 
 def inspect(folder: Path) -> Checkpoint:
-    """Check a folder written by `save_pretrained`, without loading weights.
-
-    Raises:
-        CheckpointError: anything is missing, malformed or unsupported.
-    """
+    """Check a folder written by `save_pretrained`, without loading weights; every fault is a CheckpointError."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder} does not exist: a folder with config.json and safetensors weights is required")
     config = _read_config(folder)
@@ -110,26 +96,17 @@ def inspect(folder: Path) -> Checkpoint:
 def shape_of(config: PretrainedConfig) -> ModelShape:
     """The sizes of a model; sizes that its family does not store are derived from others."""
     num_heads = config.num_attention_heads
+    derived = ("num_key_value_heads", "head_dim", "intermediate_size")
     return ModelShape(
-        model_type=config.model_type,
-        num_hidden_layers=config.num_hidden_layers,
-        hidden_size=config.hidden_size,
-        num_attention_heads=num_heads,
+        **{field.name: getattr(config, field.name) for field in fields(ModelShape) if field.name not in derived},
         num_key_value_heads=getattr(config, "num_key_value_heads", None) or num_heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
         intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
-        vocab_size=config.vocab_size,
-        max_position_embeddings=config.max_position_embeddings,
-        tie_word_embeddings=config.tie_word_embeddings,
     )
 
 
 def check_shape(entry: ModelConfig, checkpoint: Checkpoint) -> None:
-    """Compare a catalogue entry with its checkpoint.
-
-    Raises:
-        CheckpointError: the entry has a shape and that of the files differs.
-    """
+    """Compare a catalogue entry with its checkpoint; CheckpointError if it has another shape."""
     if entry.shape is None:
         return
     wanted, found = asdict(entry.shape), asdict(checkpoint.shape)
@@ -163,7 +140,8 @@ def _read_config(folder: Path) -> PretrainedConfig:
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # each family raises its own errors
-        raise CheckpointError(f"{file} is no valid configuration of {model_type}: {_reason(error)}") from error
+        reason = " ".join(str(error).split())[:_MAX_NAME_SHOWN] or type(error).__name__
+        raise CheckpointError(f"{file} is no valid configuration of {model_type}: {reason}") from error
     return config
 
 
@@ -239,8 +217,3 @@ def _shortened(name: str) -> str:
     """A printable, short form of a name, which a damaged file may have garbled."""
     name = name if name.isprintable() else shown(name)
     return name if len(name) <= _MAX_NAME_SHOWN else f"{name[:_MAX_NAME_SHOWN]}..."
-
-
-def _reason(error: Exception) -> str:
-    """A library's message as one short line."""
-    return " ".join(str(error).split())[:_MAX_NAME_SHOWN] or type(error).__name__

@@ -96,8 +96,7 @@ class Implant:
     """A small Llama, with its `rms_norm_eps` and rotary base, in a large shape without `obstacle`.
 
     Attributes:
-        eps: `rms_norm_eps` of the large model.
-        theta: rotary base of the large model.
+        eps, theta: `rms_norm_eps` and rotary base of the large model.
         layers: for each large layer the index of the small one that it copies, and whether it contributes.
     """
 
@@ -134,13 +133,9 @@ class Implant:
             columns, scale, last = self._written(), self._gain, (self._constant, _LOWEST if is_tied else 0.0)
         else:
             columns, scale, last = self._read(), 1.0, (0.0, _LOWEST)
-        return Gather(
-            source="model.embed_tokens.weight" if self._small.tie_word_embeddings else name,
-            rows_O=vocabulary,
-            columns_I=columns,
-            scale=scale,
-            last_column=last if self._reserved else None,
-        )
+        source = "model.embed_tokens.weight" if self._small.tie_word_embeddings else name
+        last_column = last if self._reserved else None
+        return Gather(source=source, rows_O=vocabulary, columns_I=columns, scale=scale, last_column=last_column)
 
     def _layer_gather(self, name: str) -> Gather:
         _, _, number, *rest = name.split(".")

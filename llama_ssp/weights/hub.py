@@ -7,14 +7,7 @@ For a hub model one rank per node should call this first; the others then find t
 from importlib.resources import files
 from pathlib import Path
 
-from huggingface_hub import constants, snapshot_download
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub import constants, errors, snapshot_download
 
 from llama_ssp.config.paths import read_path
 from llama_ssp.config.schema import ModelConfig
@@ -27,9 +20,7 @@ _FILES = ["model*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "m
 def resolve(model: ModelConfig) -> Path:
     """Find the folder of a model by `path`, `shipped` or `hub_id`, in this order; download it if necessary.
 
-    Raises:
-        ConfigError: `path` is invalid.
-        CheckpointError: the hub does not have the model, denies access to it, or cannot be reached.
+    ConfigError if `path` is invalid; CheckpointError if the hub lacks or denies the model, or cannot be reached.
     """
     if model.path is not None:
         return read_path(model.path)
@@ -49,15 +40,15 @@ def _sentence(model: ModelConfig, error: Exception) -> str:
     revision = f" --revision {model.revision}" if model.revision else ""
     download = f"hf download {model.hub_id}{revision}"
     match error:
-        case GatedRepoError():
+        case errors.GatedRepoError():
             return f"{where} is gated: accept its terms on https://huggingface.co/{model.hub_id} and run: hf auth login"
-        case RevisionNotFoundError():
+        case errors.RevisionNotFoundError():
             return f"{where} has no revision {model.revision!r}: another model.revision is required"
-        case RepositoryNotFoundError():
+        case errors.RepositoryNotFoundError():
             return f"{where} does not exist or is private: check model.hub_id, or log in with: hf auth login"
-        case HFValidationError():
+        case errors.HFValidationError():
             return f"{model.hub_id!r} is no hub id: owner/name is required, or model.path=DIR"
-        case LocalEntryNotFoundError() if constants.HF_HUB_OFFLINE:
+        case errors.LocalEntryNotFoundError() if constants.HF_HUB_OFFLINE:
             return f"{where} is not in {constants.HF_HUB_CACHE} and HF_HUB_OFFLINE is set: run {download} on a network"
         case _:
             reason = " ".join(str(error).split())

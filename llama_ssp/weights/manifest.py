@@ -23,8 +23,7 @@ _SHA256 = re.compile("[0-9a-f]{64}")
 def write_manifest(folder: Path, file: Path | None = None) -> int:
     """Write the hash of every file of a checkpoint into `file`, or `MANIFEST_FILE` in the folder; return their number.
 
-    Raises:
-        CheckpointError: the folder holds no files, one of them cannot be read, or the manifest cannot be written.
+    CheckpointError if the folder holds no files, one of them cannot be read, or the manifest cannot be written.
     """
     manifest = file or folder / MANIFEST_FILE
     hashes = _hash_all(folder, but=manifest)
@@ -40,8 +39,7 @@ def write_manifest(folder: Path, file: Path | None = None) -> int:
 def verify(folder: Path, file: Path | None = None) -> None:
     """Compare every file of a checkpoint with its manifest; see `write_manifest`.
 
-    Raises:
-        CheckpointError: the manifest is missing or damaged, or names other files or other hashes than the folder has.
+    CheckpointError if the manifest is missing or damaged, or names other files or other hashes than the folder has.
     """
     manifest = file or folder / MANIFEST_FILE
     if not manifest.is_file():
@@ -75,14 +73,10 @@ def _hash_all(folder: Path, *, but: Path) -> dict[str, str]:
         files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path not in own]
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be read ({error.strerror}): name another folder") from error
-    names = [path.relative_to(folder) for path in files]
-    shown = {str(name): file for name, file in zip(names, files, strict=True) if not _is_hidden(name)}
+    by_name = {str(path.relative_to(folder)): path for path in files}
+    shown = {name: path for name, path in by_name.items() if "/." not in f"/{name}"}
     with ThreadPoolExecutor(_NUM_THREADS) as threads:
         return dict(zip(shown, threads.map(_hash, shown.values()), strict=True))
-
-
-def _is_hidden(name: Path) -> bool:
-    return any(part.startswith(".") for part in name.parts)
 
 
 def _hash(file: Path) -> str:

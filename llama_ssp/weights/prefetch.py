@@ -31,11 +31,7 @@ class ReadAhead(Generic[Key]):
         self._coming: dict[Key, Future[Tensor]] = {}
 
     def take(self, key: Key) -> Tensor:
-        """Return a tensor, drop the reference to it, and start to read the next ones.
-
-        Raises:
-            CheckpointError: from `read`, in any thread.
-        """
+        """Return a tensor, or raise what `read` raised in its thread; drop it, and start to read the next ones."""
         self._wanted.discard(key)
         coming = self._coming.pop(key, None)
         self._look_ahead(key)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -18,6 +18,22 @@ class TensorFacts:
 
     dtype: torch.dtype | None
     shape: tuple[int, ...]
+
+
+class Wanted(TypedDict, total=False):
+    """What to read of a tensor.
+
+    Attributes:
+        dim: the dimension that is cut; None for the whole tensor.
+        parts: what to keep of that dimension, in this order.
+        dtype: None for that of the tensor.
+        device: None for the CPU.
+    """
+
+    dim: int | None
+    parts: Sequence[range]
+    dtype: torch.dtype | None
+    device: torch.device | None
 
 
 class WeightSource(Protocol):
@@ -47,21 +63,5 @@ class WeightSource(Protocol):
     def tensors(self) -> Mapping[str, TensorFacts]:
         """All tensors by name."""
 
-    def read(
-        self,
-        name: str,
-        *,
-        dim: int | None = None,
-        parts: Sequence[range] = (),
-        dtype: torch.dtype | None = None,
-        device: torch.device | None = None,
-    ) -> Tensor:
-        """Return a tensor or a slice of it, contiguous and not shared.
-
-        Args:
-            name: one of `tensors`.
-            dim: the dimension that is cut; None for the whole tensor.
-            parts: what to keep of that dimension, in this order.
-            dtype: None for that of the tensor.
-            device: None for the CPU.
-        """
+    def read(self, name: str, **wanted: Unpack[Wanted]) -> Tensor:
+        """Return one of `tensors` or a slice of it, contiguous and not shared."""

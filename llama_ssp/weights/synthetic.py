@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -24,19 +24,14 @@ from llama_ssp.errors import ConfigError
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import Checkpoint, inspect
 from llama_ssp.weights.expansion import Implant, obstacle
-from llama_ssp.weights.source import TensorFacts
+from llama_ssp.weights.source import TensorFacts, Wanted
 
 SMALL_MODELS = ("tiny", "tiny-draft")
 AGREEMENT_FILE = "agreement.json"
 _NOISE_SEED = 0
 _LAYER_TENSORS = (
-    "self_attn.q_proj",
-    "self_attn.k_proj",
-    "self_attn.v_proj",
-    "self_attn.o_proj",
-    "mlp.gate_proj",
-    "mlp.up_proj",
-    "mlp.down_proj",
+    *(f"self_attn.{kind}_proj" for kind in "qkvo"),
+    *(f"mlp.{kind}_proj" for kind in ("gate", "up", "down")),
     "input_layernorm",
     "post_attention_layernorm",
 )
@@ -78,15 +73,9 @@ class Synthetic:
     @cached_property
     def config(self) -> PretrainedConfig:
         """See `WeightSource`."""
-        small = self.small.config
-        return llama_config(
-            self.shape,
-            rms_norm_eps=self._implant.eps,
-            rope_parameters={"rope_type": "default", "rope_theta": self._implant.theta},
-            bos_token_id=small.bos_token_id,
-            eos_token_id=small.eos_token_id,
-            pad_token_id=small.pad_token_id,
-        )
+        tokens = {f"{kind}_token_id": getattr(self.small.config, f"{kind}_token_id") for kind in ("bos", "eos", "pad")}
+        rotary = {"rope_type": "default", "rope_theta": self._implant.theta}
+        return llama_config(self.shape, rms_norm_eps=self._implant.eps, rope_parameters=rotary, **tokens)
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorFacts]:
@@ -103,34 +92,22 @@ class Synthetic:
             facts[name] = TensorFacts(dtype=self.dtype, shape=sizes[1:] if name.endswith("norm.weight") else sizes)
         return facts
 
-    def read(
-        self,
-        name: str,
-        *,
-        dim: int | None = None,
-        parts: Sequence[range] = (),
-        dtype: torch.dtype | None = None,
-        device: torch.device | None = None,
-    ) -> Tensor:
+    def read(self, name: str, **wanted: Unpack[Wanted]) -> Tensor:
         """Make a tensor or a slice of it, on its device; see `WeightSource.read`."""
         gather = self._implant.gather(name)
-        if dim is not None:
-            gather = gather.cut(dim, parts)
+        if (dim := wanted.get("dim")) is not None:
+            gather = gather.cut(dim, wanted["parts"])
         small = self.small.read(gather.source, dtype=torch.float32)
-        if self.noise and gather.source == self._head_name:
+        head = "model.embed_tokens.weight" if self.small.shape.tie_word_embeddings else "lm_head.weight"
+        if self.noise and gather.source == head:
             generator = torch.Generator().manual_seed(_NOISE_SEED)
             root_mean_square = float(small.square().mean().sqrt())
             small += self.noise * root_mean_square * torch.randn(small.shape, generator=generator)
-        small = small.to(device)
-        wanted = dtype or self.dtype
-        is_rounded = self.in_16_bits and wanted is torch.float32 and small.ndim > 1
-        values = gather.make(small.view(-1, small.shape[-1]), dtype=torch.float16 if is_rounded else wanted).to(wanted)
+        small = small.to(wanted.get("device"))
+        dtype = wanted.get("dtype") or self.dtype
+        is_rounded = self.in_16_bits and dtype is torch.float32 and small.ndim > 1
+        values = gather.make(small.view(-1, small.shape[-1]), dtype=torch.float16 if is_rounded else dtype).to(dtype)
         return values[0] if small.ndim == 1 else values
-
-    @property
-    def _head_name(self) -> str:
-        """The small tensor that gets the noise."""
-        return "model.embed_tokens.weight" if self.small.shape.tie_word_embeddings else "lm_head.weight"
 
     @cached_property
     def _implant(self) -> Implant:
@@ -143,12 +120,10 @@ def synthesize(shapes: Sequence[ModelShape], *, agreement: float, in_16_bits: bo
     """Make the sources of a target, or of a target and its draft; no tensor is made yet.
 
     Args:
-        shapes: one or two, of Llama-like models.
-        agreement: probability that a drafted token is accepted, as measured by `training.agreement`.
+        shapes: one or two, of Llama-like models; ConfigError if one is too small.
+        agreement: probability that a drafted token is accepted, as measured by `training.agreement`; ConfigError if no
+            noise is known for it.
         in_16_bits: see `Synthetic`.
-
-    Raises:
-        ConfigError: a shape is too small, or no noise is known for this agreement.
     """
     small = choose_small(shapes)
     noises = (0.0, noise_for(small.folder, agreement) if len(shapes) > 1 else 0.0)
@@ -159,11 +134,7 @@ def synthesize(shapes: Sequence[ModelShape], *, agreement: float, in_16_bits: bo
 
 
 def choose_small(shapes: Sequence[ModelShape]) -> Checkpoint:
-    """Choose the best small model that all these shapes can hold.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Choose the best small model that all these shapes can hold; ConfigError if there is none."""
     reasons = []
     for name in SMALL_MODELS:
         checkpoint = inspect(hub.resolve(catalogue.load(name)))

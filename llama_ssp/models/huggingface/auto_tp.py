@@ -7,8 +7,9 @@ layers; embeddings and head stay whole. No compiler is needed: none of DeepSpeed
 import io
 import os
 from contextlib import redirect_stdout
-from dataclasses import dataclass
 from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Unpack
 
 import torch
 import torch.distributed as dist
@@ -18,19 +19,16 @@ from llama_ssp.architectures.sharding import check_deepspeed
 from llama_ssp.config.schema import ModelShape
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.errors import ConfigError, PlacementError
-from llama_ssp.models.build import load_modules
+from llama_ssp.models.build import Loading, load_modules
 from llama_ssp.models.huggingface.runner import ModuleRunner
-from llama_ssp.models.loader import Progress
-from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
+from llama_ssp.models.quantization.precision import UNQUANTIZED
 from llama_ssp.weights.source import WeightSource
 
 
 def check_auto_tp(shape: ModelShape, *, quantization: str, num_ranks: int) -> None:
-    """Check that DeepSpeed can split a model, without loading weights.
+    """Check that DeepSpeed can split a model, without loading weights: ConfigError if it is not installed.
 
-    Raises:
-        ConfigError: DeepSpeed is not installed.
-        PlacementError: the model's heads do not divide evenly, or quantization was requested.
+    PlacementError if the model's heads do not divide evenly, or quantization was requested.
     """
     if find_spec("deepspeed") is None:
         raise ConfigError(
@@ -46,42 +44,19 @@ def choose_accelerator(device: torch.device) -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
-def load_auto_tp(
-    origin: WeightSource,
-    *,
-    dtype: torch.dtype | None,
-    device: torch.device,
-    comm: Comm,
-    progress: Progress | None = None,
-    precision: Precision = UNQUANTIZED,
-) -> ModuleRunner:
-    """Load a whole model, and let DeepSpeed keep this rank's part of it.
+def load_auto_tp(origin: WeightSource, *, device: torch.device, comm: Comm, **loading: Unpack[Loading]) -> ModuleRunner:
+    """Load a whole model, and let DeepSpeed keep this rank's part of it; PlacementError if it cannot split the model.
 
     `comm` has all ranks of the world, and `precision` is unquantized. For other arguments and errors see `load_model`.
-
-    Raises:
-        PlacementError: DeepSpeed cannot split the model.
     """
-    assert precision == UNQUANTIZED, "check_auto_tp comes first"
-    host = torch.device("cpu")
-    model = load_modules(origin, dtype=dtype, device=host, comm=Comm.single(), progress=progress)
+    assert loading.get("precision", UNQUANTIZED) == UNQUANTIZED, "check_auto_tp comes first"
+    model = load_modules(origin, device=torch.device("cpu"), comm=Comm.single(), **loading)
     buffers = {name: (model.get_submodule(name.rpartition(".")[0]), buffer) for name, buffer in model.named_buffers()}
     with redirect_stdout(io.StringIO()):  # it prints, but standard output is reserved for texts
-        _share(model, origin.shape.model_type, dtype=dtype or origin.dtype, comm=comm)
+        _share(model, origin.shape.model_type, dtype=loading["dtype"] or origin.dtype, comm=comm)
     for name, (module, buffer) in buffers.items():  # it rounds rotary frequencies to the dtype of the weights
         setattr(module, name.rpartition(".")[2], buffer.to(device))
     return ModuleRunner(model, comm=comm)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Group:
-    """Our process group in DeepSpeed's interface; a group made by DeepSpeed would have its own timeout."""
-
-    group: dist.ProcessGroup | None
-
-    def get_model_parallel_group(self) -> dist.ProcessGroup | None:
-        """The ranks that share the model."""
-        return self.group
 
 
 def _share(model: nn.Module, model_type: str, *, dtype: torch.dtype, comm: Comm) -> None:
@@ -93,7 +68,9 @@ def _share(model: nn.Module, model_type: str, *, dtype: torch.dtype, comm: Comm)
         # DeepSpeed's shared-memory all-reduce is compiled at first use and ignores groups and timeouts.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed(dist.get_backend(comm.group), auto_mpi_discovery=False, verbose=False)
-        sharing |= {"tp_group": comm.group, "mpu": _Group(group=comm.group)}
+        # Our process group in DeepSpeed's interface; a group made by DeepSpeed would have its own timeout.
+        ours = SimpleNamespace(get_model_parallel_group=lambda: comm.group)
+        sharing |= {"tp_group": comm.group, "mpu": ours}
     try:
         deepspeed.init_inference(model, tensor_parallel=sharing, dtype=dtype, replace_with_kernel_inject=False)
     except (AssertionError, AttributeError, NotImplementedError, ValueError) as error:  # an unknown architecture

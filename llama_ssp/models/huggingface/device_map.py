@@ -6,10 +6,10 @@ layers that are offloaded to host memory or disk, matrix by matrix, whenever the
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import nn
@@ -19,10 +19,9 @@ from llama_ssp.config.formats.format import NO_QUANTIZATION, format_of, formats
 from llama_ssp.config.target_placement import Offload
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.errors import PlacementError
-from llama_ssp.models.build import build_empty, fill_modules, weights_for
+from llama_ssp.models.build import Loading, build_empty, fill_modules, weights_for
 from llama_ssp.models.huggingface.runner import ModuleRunner
-from llama_ssp.models.loader import Progress, Weights, find_sources
-from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
+from llama_ssp.models.loader import Weights, find_sources
 from llama_ssp.planning.layerwise import LayerPlacement, RowBytes, check_offload, split_row
 from llama_ssp.weights.source import WeightSource
 
@@ -46,8 +45,7 @@ class Place:
     folder: Path | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Names:
+class _Names(NamedTuple):
     """Names of a model's modules: before the layers, the layers, and after them."""
 
     before: list[str]
@@ -58,8 +56,7 @@ class _Names:
 def check_device_map(origin: WeightSource, place: Place, *, dtype: torch.dtype | None, quantization: str) -> None:
     """Check what `load_device_map` requires in addition to `build.check_model`, without loading weights.
 
-    Raises:
-        PlacementError: the offload is not supported, or a device has no room for modules that are never offloaded.
+    PlacementError if the offload is not supported, or a device has no room for modules that are never offloaded.
     """
     kind = place.devices[0].type
     check_offload(place.offload, quantization=quantization, device=kind)
@@ -73,38 +70,23 @@ def check_device_map(origin: WeightSource, place: Place, *, dtype: torch.dtype |
     _lay_out(model, find_sources(model, origin), place, dtype=dtype or origin.dtype)
 
 
-def load_device_map(
-    origin: WeightSource,
-    place: Place,
-    *,
-    dtype: torch.dtype | None,
-    progress: Progress | None = None,
-    precision: Precision = UNQUANTIZED,
-) -> ModuleRunner:
+def load_device_map(origin: WeightSource, place: Place, **loading: Unpack[Loading]) -> ModuleRunner:
     """Load a whole model onto the devices of this rank.
 
     For arguments and errors see `Place`, `build.load_model` and `check_device_map`.
     """
     model = build_empty(origin)
     sources = find_sources(model, origin)
-    names, row = _lay_out(model, sources, place, dtype=dtype or origin.dtype)
+    names, row = _lay_out(model, sources, place, dtype=loading["dtype"] or origin.dtype)
     placed = _placed(names, row, place)
     counts = [len(held) for held in row.held]
     _log.info("layers on each device: %s; %d offloaded (offload=%s)", counts, len(row.waiting), place.offload.name)
     host = torch.device("cpu")
-    weights = weights_for(
-        model,
-        origin,
-        sources,
-        dtype,
-        place.devices[0],
-        progress=progress,
-        precision=precision,
-        places={name: where if isinstance(where, torch.device) else host for name, where in placed.items()},
-    )
+    places = {name: where if isinstance(where, torch.device) else host for name, where in placed.items()}
+    weights = weights_for(model, origin, sources, place.devices[0], places=places, **loading)
     on_disk = [names.layers[number] for number in row.waiting] if place.offload is Offload.disk else []
     index = _write_to_disk(model, weights, on_disk, place.folder)
-    fill_modules(model, weights, precision)
+    fill_modules(model, weights, loading)
     _dispatch(model, placed, place, index)
     return ModuleRunner(model, comm=Comm.single())
 
@@ -170,17 +152,11 @@ def _write_to_disk(
         assert folder is not None, "offload to disk has a folder"
         folder.mkdir(parents=True, exist_ok=True)
         weights.fill(f"{name}.")
-        for path, leaf, parameter in list(_parameters(model, name)):
-            offload_weight(parameter.data, f"{path}.{leaf}", str(folder), index)
-            setattr(model.get_submodule(path), leaf, nn.Parameter(parameter.to("meta"), requires_grad=False))
+        for path, module in model.get_submodule(name).named_modules(prefix=name):
+            for leaf, parameter in list(module.named_parameters(recurse=False)):
+                offload_weight(parameter.data, f"{path}.{leaf}", str(folder), index)
+                setattr(module, leaf, nn.Parameter(parameter.to("meta"), requires_grad=False))
     return index
-
-
-def _parameters(model: PreTrainedModel, name: str) -> Iterator[tuple[str, str, nn.Parameter]]:
-    """The parameters of a module: path of the submodule, name in it, values."""
-    for path, module in model.get_submodule(name).named_modules(prefix=name):
-        for leaf, parameter in module.named_parameters(recurse=False):
-            yield path, leaf, parameter
 
 
 def _dispatch(

@@ -28,9 +28,8 @@ def windows_of(config: PretrainedConfig) -> tuple[int | None, ...]:
 def check_servable(config: PretrainedConfig) -> None:
     """Reject models whose attention is not causal over the latest positions of a row, or over all of them.
 
-    Raises:
-        ConfigError: the family's sliding windows are not supported, or it has layers without keys and values,
-            bidirectional attention, or rotary frequencies that depend on the positions of the batch.
+    ConfigError if the family's sliding windows are not supported, or it has layers without keys and values,
+    bidirectional attention, or rotary frequencies that depend on the positions of the batch.
     """
     model, context = f"{config.model_type} model", config.max_position_embeddings
     kinds = set(getattr(config, "layer_types", None) or ["sliding_attention"])
@@ -60,17 +59,8 @@ def check_servable(config: PretrainedConfig) -> None:
             )
 
 
-def attention_at_start(config: PretrainedConfig) -> str:
-    """The attention that a model is built with, by its name in transformers."""
-    return record_of(config.model_type).attention
-
-
 def check_files(origin: WeightSource) -> None:
-    """Run the family's comparison of a checkpoint with its config, before a model is built.
-
-    Raises:
-        CheckpointError: they do not match.
-    """
+    """Run the family's own check before a model is built: CheckpointError if a checkpoint does not match its config."""
     if path := record_of(origin.config.model_type).check_files:
         _imported(path)(origin)
 

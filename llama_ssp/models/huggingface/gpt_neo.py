@@ -8,7 +8,7 @@ Shapes: B sequences, T positions, H query heads, D head dim, E hidden size, S sl
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from llama_ssp.architectures.gpt_neo import FAMILY
@@ -17,11 +17,7 @@ from llama_ssp.weights.source import WeightSource
 
 
 def check_positions(origin: WeightSource) -> None:
-    """Compare the stored position embeddings with the config, before a model allocates masks of that size squared.
-
-    Raises:
-        CheckpointError: the number of positions differs.
-    """
+    """CheckpointError if another number of positions is stored, before a model allocates masks of that size squared."""
     wanted: int = origin.config.max_position_embeddings
     for name, tensor in origin.tensors.items():
         if name.endswith("wpe.weight") and tensor.shape[:1] != (wanted,):
@@ -65,11 +61,7 @@ class StaticAttention(nn.Module):
         self._mask = mask
 
     def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor,
-        layer_past: Any,  # noqa: ANN401 - the cache of transformers
-        **_options: object,
+        self, hidden_states: Tensor, attention_mask: Tensor, layer_past: Cache, **_options: object
     ) -> tuple[Tensor, None]:
         """Attend from hidden states (B, T, E), with masks (B, W, T, S) that are added to the scores."""
         projections = (self.q_proj, self.k_proj, self.v_proj)

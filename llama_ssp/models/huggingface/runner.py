@@ -9,22 +9,20 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from llama_ssp.distributed.comms import Comm
-from llama_ssp.models.cache import LibraryCache, Masks, StaticCache
-from llama_ssp.models.huggingface.families import check_servable, mask_argument, windows_of
+from llama_ssp.models.cache import LibraryCache
+from llama_ssp.models.huggingface.families import check_servable, mask_argument
+from llama_ssp.models.runner import CachedRunner
 
 
-class ModuleRunner:
+class ModuleRunner(CachedRunner):
     """The modules of transformers with the static cache; supports every family that passes `check_servable`.
 
     Only the requested rows reach the output head. The rest of the forward is unchanged, such as a family's scaling of
     the logits.
 
     Args:
-        model: in evaluation mode, its parameters without gradients.
+        model: in evaluation mode, its parameters without gradients; ConfigError if it fails `check_servable`.
         comm: the ranks that share it.
-
-    Raises:
-        ConfigError: see `check_servable`.
     """
 
     # transformers may choose operators by the values of its inputs.
@@ -33,27 +31,12 @@ class ModuleRunner:
     def __init__(self, model: PreTrainedModel, *, comm: Comm) -> None:
         check_servable(model.config)
         parameter = next(model.parameters())  # of the embeddings, whose device takes the ids and returns the logits
+        super().__init__(model.config, parameter)
         self.comm = comm
-        self.device = parameter.device
-        self.dtype = parameter.dtype
-        self.vocab_size: int = model.config.vocab_size
-        self.max_position_embeddings: int = model.config.max_position_embeddings
         self._model = model
-        self.num_allocations = 0
-        self._cache: StaticCache | None = None
+        self._library_cache = LibraryCache(self._num_layers)
         self._rows_BR: Tensor | None = None
         model.get_output_embeddings().register_forward_pre_hook(self._keep_wanted_rows)
-
-    def allocate(self, *, batch_size: int, capacity: int) -> None:
-        """See `Runner.allocate`."""
-        if self._cache is not None and self._cache.fits(batch_size=batch_size, capacity=capacity):
-            return
-        self.num_allocations += 1
-        num_layers: int = self._model.config.num_hidden_layers
-        self._cache = StaticCache(num_layers=num_layers, batch_size=batch_size, capacity=capacity, device=self.device)
-        self._library_cache = LibraryCache(num_layers)
-        windows = windows_of(self._model.config)
-        self._masks = Masks(windows, capacity=capacity, dtype=self.dtype, device=self.device)
 
     def forward(
         self,
@@ -67,15 +50,12 @@ class ModuleRunner:
         """See `Runner.forward`."""
         assert self._cache is not None, "allocate comes first"
         self._rows_BR = score_positions_BR
-        self._library_cache.view = self._cache.view(positions_BT, bucket=bucket, cache_rows_B=cache_rows_B)
+        cache = self._library_cache
+        cache.view = self._cache.view(positions_BT, bucket=bucket, cache_rows_B=cache_rows_B)
         # Every layer would convert a boolean mask to this form again.
-        masks = self._masks.rows(positions_BT, bucket=bucket)
+        mask = mask_argument(self._model.config, self._masks.rows(positions_BT, bucket=bucket))
         logits_BRV: Tensor = self._model(
-            input_ids=ids_BT,
-            attention_mask=mask_argument(self._model.config, masks),
-            position_ids=positions_BT,
-            past_key_values=self._library_cache,
-            use_cache=True,
+            input_ids=ids_BT, attention_mask=mask, position_ids=positions_BT, past_key_values=cache, use_cache=True
         ).logits
         return logits_BRV.float()
 

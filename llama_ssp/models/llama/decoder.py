@@ -16,11 +16,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from llama_ssp.architectures.family import record_of
 from llama_ssp.distributed.comms import Comm
-from llama_ssp.models.cache import Masks, StaticCache, Workspace
-from llama_ssp.models.huggingface.families import windows_of
+from llama_ssp.models.cache import Workspace
 from llama_ssp.models.linear import Kernel, make_linear
 from llama_ssp.models.llama.layer import Layer, RmsNorm, take
 from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
+from llama_ssp.models.runner import CachedRunner
 from llama_ssp.models.tensor_parallel import GatheredLinear
 from llama_ssp.shapes import static_shape
 
@@ -41,7 +41,7 @@ class _Rotations(Workspace):
         self.freqs_cis_S1P = torch.polar(torch.full_like(angles_SP, rotary.attention_scaling), angles_SP)[:, None]
 
 
-class LeanRunner:
+class LeanRunner(CachedRunner):
     """A Llama-like model, or this rank's slice of it, with its static cache; see `Runner`.
 
     Args:
@@ -66,40 +66,29 @@ class LeanRunner:
         head: Any = model.lm_head
         assert is_llama_kind(config)
         fill = fill or (lambda _prefix: None)
-        layers = []
+        layers, by_position = [], precision.rounds_inputs
         for number, layer in enumerate(body.layers):
             fill(f"model.layers.{number}.")
-            layers.append(
-                Layer(layer, number, comm=comm, kernel=precision.kernel or kernel, by_position=precision.rounds_inputs)
-            )
+            layers.append(Layer(layer, number, comm=comm, kernel=precision.kernel or kernel, by_position=by_position))
         fill("")
-        self.vocab_size: int = config.vocab_size
+        super().__init__(config, head.weight)
         self._width: int = config.hidden_size
-        self.max_position_embeddings: int = config.max_position_embeddings
-        self.device: torch.device = head.weight.device
-        self.dtype: torch.dtype = head.weight.dtype
         self._comm = comm
         self._rotary = body.rotary_emb
         self._embed: nn.Module = body.embed_tokens
         self._layers = layers
-        self._windows = windows_of(config)
         self._norm = RmsNorm(body.norm)
         self._head_sizes = head.sizes if isinstance(head, GatheredLinear) else (self.vocab_size,)
         is_tied = head.weight is body.embed_tokens.weight
         self._head = make_linear(*take(head), kernel=kernel, keeps_weight=is_tied)
-        self.num_allocations = 0
-        self._cache: StaticCache | None = None
         self.repeats_operators = not precision.rounds_inputs
 
     def allocate(self, *, batch_size: int, capacity: int) -> None:
         """See `Runner.allocate`."""
-        if self._cache is not None and self._cache.fits(batch_size=batch_size, capacity=capacity):
-            return
-        self.num_allocations += 1
-        num_layers = len(self._layers)
-        self._cache = StaticCache(num_layers=num_layers, batch_size=batch_size, capacity=capacity, device=self.device)
-        self._masks = Masks(self._windows, capacity=capacity, dtype=self.dtype, device=self.device)
-        self._rotations = _Rotations(self._rotary, capacity=capacity, device=self.device)
+        known = self.num_allocations
+        super().allocate(batch_size=batch_size, capacity=capacity)
+        if self.num_allocations > known:
+            self._rotations = _Rotations(self._rotary, capacity=capacity, device=self.device)
 
     def forward(
         self,

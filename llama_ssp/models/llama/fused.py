@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+_Part = Callable[..., Tensor]
 _log = logging.getLogger(__name__)
 
 _MOST_VARIANTS = 64
@@ -32,15 +33,11 @@ class Fused:
     """
 
     def __init__(
-        self,
-        function: Callable[..., Tensor],
-        *,
-        compiler: Callable[[Callable[..., Tensor]], Callable[..., Tensor]] | None = None,
-        device: str = "cuda",
+        self, function: _Part, *, compiler: Callable[[_Part], _Part] | None = None, device: str = "cuda"
     ) -> None:
         self._function = function
         self._compiler = compiler or torch.compile
-        self._compiled: Callable[..., Tensor] | None = None
+        self._compiled: _Part | None = None
         self._device = device
 
     @property

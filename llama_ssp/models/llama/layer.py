@@ -39,12 +39,10 @@ class Layer:
         self._scale: float = attention.scaling
         self._attention_norm = RmsNorm(layer.input_layernorm)
         self._mlp_norm = RmsNorm(layer.post_attention_layernorm)
-        has_head_norms = hasattr(attention, "q_norm")
-        for module in (attention.q_proj, attention.k_proj):
+        head_norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else ()
+        for module in (attention.q_proj, attention.k_proj, *head_norms):
             _interleave(module, self._head_dim)
-        for module in (attention.q_norm, attention.k_norm) if has_head_norms else ():
-            _interleave(module, self._head_dim)
-        self._head_norms = (RmsNorm(attention.q_norm), RmsNorm(attention.k_norm)) if has_head_norms else None
+        self._head_norms = [RmsNorm(norm) for norm in head_norms]
         self._qkv = make_linear(*take(attention.q_proj, attention.k_proj, attention.v_proj), kernel=kernel)
         self._output = _Residual(attention.o_proj, comm=comm, kernel=kernel)
         self._gate_up = make_linear(*take(mlp.gate_proj, mlp.up_proj), kernel=kernel)

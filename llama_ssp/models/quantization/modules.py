@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from llama_ssp.architectures.sharding import cut_of, split_model
-from llama_ssp.config.formats.format import StorageFormat, format_of
+from llama_ssp.config.formats.format import format_of
 from llama_ssp.config.schema import ModelShape
 from llama_ssp.errors import ConfigError, PlacementError
 from llama_ssp.models.linear import Kernel, Linear
@@ -44,9 +44,8 @@ def quantize_modules(model: PreTrainedModel, quantize: Kernel, *, fill: Callable
 def check_quantizable(model: PreTrainedModel, shape: ModelShape, quantization: str, *, num_ranks: int) -> None:
     """Check that a whole model, before `tensor_parallel.shard`, can be quantized; reads no weights.
 
-    Raises:
-        ConfigError: a package is missing.
-        PlacementError: the inputs of a layer, or of a rank's slice of it, are no multiple of the format's group size.
+    ConfigError if a package is missing; PlacementError if the inputs of a layer, or of a rank's slice of it, are no
+    multiple of the format's group size.
     """
     storage = format_of(quantization)
     if (package := storage.package) and find_spec(package.name) is None:
@@ -54,13 +53,8 @@ def check_quantizable(model: PreTrainedModel, shape: ModelShape, quantization: s
             f"quantization={quantization} needs the package {package.name}: {package.install} installs it, "
             "or use quantization=int8_weight_only, which needs none"
         )
-    if storage.group > 1:
-        _check_groups(storage, model, shape, num_ranks=num_ranks)
-
-
-def _check_groups(storage: StorageFormat, model: PreTrainedModel, shape: ModelShape, *, num_ranks: int) -> None:
     shards = split_model(shape, num_ranks=num_ranks)
-    for name, module in _linear_layers(model):
+    for name, module in _linear_layers(model) if storage.group > 1 else ():
         is_cut = num_ranks > 1 and is_row_parallel(model, name)
         for width in {len(s.features(cut_of(name))) for s in shards} if is_cut else {module.in_features}:
             if width % storage.group:

@@ -31,7 +31,6 @@ class Precision:
     """How the linear layers of a model are stored.
 
     Attributes:
-        quantization: the format.
         int8_threshold: for `int8`, columns with an input of at least this size in any row are not quantized, which
             makes rows depend on each other; 0 quantizes all.
     """

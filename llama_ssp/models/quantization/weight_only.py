@@ -6,7 +6,6 @@ otherwise it unpacks blocks of weights that stay in the processor's cache.
 Shapes: M rows (tokens), I inputs, O outputs, C outputs of one block.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
@@ -14,6 +13,8 @@ from importlib.util import find_spec
 
 import torch
 from torch import Tensor
+
+from llama_ssp.models.linear import Linear
 
 _QUANTIZED_ELEMENTS = {"cpu": 2**17, "cuda": 2**24}
 """Weights that are quantized at a time: few enough to need little memory, enough to keep a GPU busy."""
@@ -28,16 +29,8 @@ _CPU_VECTOR = 16
 ProductOfFewRows = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-class QuantizedForm(ABC):
+class QuantizedForm(Linear):
     """Base class of quantized layers, which add the residual after the product."""
-
-    @abstractmethod
-    def __call__(self, x_MI: Tensor) -> Tensor:
-        """See `Linear`."""
-
-    def add(self, x_MI: Tensor, residual_MO: Tensor) -> Tensor:
-        """See `Linear`."""
-        return self(x_MI).add_(residual_MO)
 
 
 class Int8WeightOnlyLinear(QuantizedForm):
