@@ -145,9 +145,9 @@ def main() -> None:
     if given.write:
         PAGE.write_text(
             "# Acceptance of the shipped pair\n\n"
-            "Tokens per round of `tiny` by kind of draft, rule, temperature T and K, from "
-            "`python -m benchmarks.acceptance --write`. A round adds between 1 and K + 1 tokens. At temperature 0 all "
-            "rules coincide. A model draft accepts more the colder the text; prompt look-up accepts what repeats "
+            "`python -m benchmarks.acceptance --write` makes this page: tokens per round of `tiny` by kind of draft, "
+            "rule,\ntemperature T and K. A round adds between 1 and K + 1 tokens. At temperature 0 all rules coincide. "
+            "More of a model's\ndraft is accepted at low temperatures; prompt look-up is accepted where a text repeats "
             f"itself.\n\n{made}",
             encoding="utf-8",
         )
