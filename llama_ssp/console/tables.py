@@ -7,16 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from llama_ssp.reports.lines import (
-    PLAIN,
-    SPECULATIVE,
-    BenchmarkRow,
-    Forecast,
-    PlainSummary,
-    RankMemory,
-    SpeculativeSummary,
-    Summary,
-)
+from llama_ssp.reports.lines import BenchmarkRow, Forecast, PlainSummary, RankMemory, SpeculativeSummary, Summary
 from llama_ssp.visible import visible
 
 ACCEPTED_STYLE = "green"
@@ -55,10 +46,7 @@ def benchmark_table(rows: Sequence[BenchmarkRow]) -> RenderableType:
         dim = "bright_black" if heading == "fore-\ncast" else None
         table.add_column(heading, justify="right", vertical="bottom", style=dim, header_style=dim)
     for row in rows:
-        measured, forecast = row.ms_per_token, row.forecast_ms_per_token
-        ours = [(measured.get(name), forecast.get(name)) for name in (PLAIN, SPECULATIVE)]
-        times = (*ours[0], measured.get("generate"), *ours[1], measured.get("assisted"))
-        ms = [_number(time, 2) for time in times]
+        ms = [_number(time, 2) for time in row.columns]
         shares = [_share(row.other_share), _share(row.copy_share)]
         cell = ["-" if row.num_draft_tokens is None else str(row.num_draft_tokens), str(row.prompt_tokens)]
         table.add_row(*cell, str(row.batch_size), *ms, _number(row.tokens_per_round, 2), *shares)
@@ -101,16 +89,10 @@ def _plain_cells(plain: PlainSummary, forecast: Forecast) -> list[str]:
 
 
 def _speculative_cells(fast: SpeculativeSummary, forecast: Forecast, speedup: float | None) -> list[str | Text]:
-    return [
-        "speculative",
-        _number(fast.ms_per_token, 2),
-        _number(forecast.speculative_ms_per_token, 2),
-        _number(fast.tokens_per_s, 1),
-        _number(fast.tokens_per_round, 2),
-        _share(fast.acceptance_rate),
-        Text(_number(speedup, 2, unit="x"), style="bold"),
-        _number(forecast.speedup, 2, unit="x"),
-    ]
+    ms = [_number(fast.ms_per_token, 2), _number(forecast.speculative_ms_per_token, 2)]
+    rates = [_number(fast.tokens_per_s, 1), _number(fast.tokens_per_round, 2), _share(fast.acceptance_rate)]
+    gain = Text(_number(speedup, 2, unit="x"), style="bold")
+    return ["speculative", *ms, *rates, gain, _number(forecast.speedup, 2, unit="x")]
 
 
 def _round_line(fast: SpeculativeSummary) -> Text:

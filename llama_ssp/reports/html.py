@@ -11,7 +11,7 @@ from typing import Any
 from llama_ssp.errors import ConfigError
 from llama_ssp.reports import figures, plots
 from llama_ssp.reports.charts import Chart
-from llama_ssp.reports.lines import PLAIN, SPECULATIVE, BenchmarkRow
+from llama_ssp.reports.lines import BenchmarkRow
 from llama_ssp.reports.runs import Run
 
 try:
@@ -93,10 +93,7 @@ def _tiles(run: Run) -> list[tuple[str, str]]:
 
 
 def _cell(cell: BenchmarkRow) -> list[str]:
-    measured, forecast = cell.ms_per_token, cell.forecast_ms_per_token
-    ours = [(measured.get(mode), forecast.get(mode)) for mode in (PLAIN, SPECULATIVE)]
-    times = (*ours[0], measured.get("generate"), *ours[1], measured.get("assisted"), cell.tokens_per_round)
-    return [cell.name, *map(_number, times)]
+    return [cell.name, *map(_number, [*cell.columns, cell.tokens_per_round])]
 
 
 def _cells(run: Run) -> list[str]:

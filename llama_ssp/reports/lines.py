@@ -93,13 +93,10 @@ class PlainSummary:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpeculativeSummary:
+class SpeculativeSummary(PlainSummary):
     """Results of speculative decoding; `summary.summarise` defines each number."""
 
-    ms_per_token: float | None
-    tokens_per_s: float | None
     num_rounds: int
-    num_target_forwards: int
     tokens_per_round: float | None
     acceptance_rate: float | None
     accepted_histogram: list[int]
@@ -216,6 +213,13 @@ class BenchmarkRow:
         """Its name in a report."""
         drafting = f", K = {self.num_draft_tokens}" if self.num_draft_tokens else ""
         return f"prompt {self.prompt_tokens}, batch {self.batch_size}{drafting}"
+
+    @property
+    def columns(self) -> list[float | None]:
+        """Its times in ms/token, for a table: plain, forecast, generate, speculative, forecast, assisted."""
+        measured, forecast = self.ms_per_token, self.forecast_ms_per_token
+        ours = [(measured.get(mode), forecast.get(mode)) for mode in (PLAIN, SPECULATIVE)]
+        return [*ours[0], measured.get("generate"), *ours[1], measured.get("assisted")]
 
     def to_json(self) -> bytes:
         """Return the line with its line feed."""

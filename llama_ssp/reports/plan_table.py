@@ -200,13 +200,8 @@ def _search_row(choice: Mapping[str, Any]) -> list[str]:
     target = f"{_literal(choice['target'])} {(storage and storage.short_name) or choice['quantization']}"
     draft = f"{_literal(choice['draft'])} {choice['draft_kind']}" if choice["draft"] else "none"
     if choice["reason"]:
-        return [
-            "",
-            f"[strike]{target}[/strike]",
-            f"[strike]{draft}[/strike]",
-            *[""] * 3,
-            f"[red]{_shortage(choice)}[/red]",
-        ]
+        struck = [f"[strike]{name}[/strike]" for name in (target, draft)]
+        return ["", *struck, "", "", "", f"[red]{_shortage(choice)}[/red]"]
     k, room = str(choice["num_draft_tokens"] or ""), _amount(choice["needed_bytes"], GIB)
     return [str(choice["rank"]), target, draft, k, f"{choice['ms_per_token']:.2f}", f"{choice['speedup']:.2f}x", room]
 

@@ -43,7 +43,7 @@ class PromptTask:
 
 
 class Viewer(Protocol):
-    """Shows completions as they come; each task has its own."""
+    """Shows completions as they come; each task has its own, which inherits methods that show nothing."""
 
     def begin(self, job: PromptTask, mode: str) -> None:
         """Begin a completion; only called when streaming."""

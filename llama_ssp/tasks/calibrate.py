@@ -27,7 +27,7 @@ from llama_ssp.config.tasks.calibrate import CalibrateConfig
 from llama_ssp.distributed.agree import raise_on_all_ranks
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.memory import anonymous_bytes
-from llama_ssp.distributed.world import World
+from llama_ssp.distributed.world import World, on_all_cores
 from llama_ssp.errors import SspError
 from llama_ssp.models.linear import can_halve
 
@@ -127,13 +127,12 @@ def _all_cores(world: World) -> Iterator[None]:
     if world.device.type != "cpu" or world.comm.size == 1:
         yield
         return
-    threads, share = torch.get_num_threads(), os.sched_getaffinity(0)
-    os.sched_setaffinity(0, world.cores)
-    torch.set_num_threads(len(world.cores))
+    threads = torch.get_num_threads()
     try:
-        yield
+        with on_all_cores(world.cores):
+            torch.set_num_threads(len(world.cores))
+            yield
     finally:
-        os.sched_setaffinity(0, share)
         torch.set_num_threads(threads)
 
 
