@@ -30,7 +30,6 @@ class BroadcastDrafter(SharedDrafter):
     """Broadcasts the ids of a drafter.
 
     Args:
-        inner: the drafter on ranks that hold it; None elsewhere.
         comm: the ranks that receive the ids.
         src: the rank in `comm` whose drafted ids count.
         all_draft: all ranks hold a slice of the draft, so they have agreed on every id already.

@@ -27,10 +27,7 @@ def make_drafter(
     """Make the drafter of a rank, in a run with a draft.
 
     `runner` is the draft model or this rank's slice of it, None on ranks without one. `split` divides the rows among
-    ranks that each hold the whole draft model.
-
-    Raises:
-        ConfigError: the code of this kind of draft cannot be imported.
+    ranks that each hold the whole draft model. Raises ConfigError if the code of this kind of draft cannot be imported.
     """
     record, layout, num_draft_tokens = drafter_of(config.draft), mesh.layout, config.speculation.num_draft_tokens
     assert record.make, "a run without a draft needs no drafter"

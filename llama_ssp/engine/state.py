@@ -28,7 +28,6 @@ class Request:
     Attributes:
         index: the prompt's index in its file; with `sample` it keys the uniforms.
         prompt_ids: token ids, at least one.
-        max_new_tokens: the most tokens to generate.
         sample: which of several samples of this prompt.
     """
 
@@ -118,14 +117,9 @@ class BatchState(NamedTuple):
         return self.uniforms_BMN.flatten(0, 1).index_select(0, self.first_round_B + self.lengths_B)
 
     def commit(self, decision: Decision, *, drafted_ids_BK: Tensor | None = None) -> Tensor:
-        """Append the decided tokens to the text, up to each row's limit.
+        """Append the decided tokens to the text, up to each row's limit; drafted ones are in `tokens_BS` already.
 
-        Args:
-            decision: how many drafted tokens are accepted, and the token after them.
-            drafted_ids_BK: the drafted tokens, which are in `tokens_BS` already.
-
-        Returns:
-            The round's result (B, K + 3), int64: the drafted tokens, then the decision, not cut at the limits.
+        Returns the round's result (B, K + 3), int64: the drafted tokens, then the decision, not cut at the limits.
         """
         lengths_B1 = self.lengths_B.unsqueeze(1)
         lengths_B1.add_(decision.num_accepted_B1)

@@ -43,7 +43,6 @@ class Verifier:
     Args:
         comm: the ranks that must agree.
         verify_rank: the rank in `comm` that decides; with a split, only for tokens without a draft.
-        device: of the decisions.
         split: divides the rows among ranks that each hold the draft; None lets `verify_rank` decide all.
 
     Attributes:

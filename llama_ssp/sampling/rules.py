@@ -250,11 +250,7 @@ class _Penalized:
 
 
 def make_rule(sampling: SamplingConfig, verification: VerificationConfig) -> Rule:
-    """Make the rule of a run; at temperature 0 all rules coincide.
-
-    Raises:
-        ConfigError: `greedy` at a temperature above 0, which would not keep the target's distribution.
-    """
+    """Make the rule of a run; at temperature 0 all coincide. Raises ConfigError for `greedy` at any other."""
     rule, penalize = _unpenalized(sampling, verification), penalty(sampling)
     return _Penalized(rule, penalize) if penalize else rule
 

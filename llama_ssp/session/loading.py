@@ -20,9 +20,10 @@ from llama_ssp.distributed.world import World, on_all_cores
 from llama_ssp.drafting.batch_split import BatchSplit
 from llama_ssp.drafting.maker import make_drafter
 from llama_ssp.engine.completion import StopRequest
-from llama_ssp.engine.executors.choice import make_executor
+from llama_ssp.engine.executors.cuda_graph import CudaGraphExecutor, CudaRecorder
+from llama_ssp.engine.executors.traced_cpu import TracedExecutor
 from llama_ssp.engine.loop import Decoder
-from llama_ssp.engine.round import Round
+from llama_ssp.engine.round import Executor, Round
 from llama_ssp.engine.stops import StopStrings
 from llama_ssp.engine.verifier import Verifier
 from llama_ssp.models.null_runner import NullRunner
@@ -76,11 +77,8 @@ def load_models(
     from llama_ssp.models.build import load_model  # noqa: PLC0415 - transformers' models take seconds to import
 
     with raise_on_all_ranks(world.comm):
-        target: Runner = NullRunner(
-            device=world.device,
-            vocab_size=target_source.origin.shape.vocab_size,
-            max_position_embeddings=target_source.origin.context,
-        )
+        vocab_size, context = target_source.origin.shape.vocab_size, target_source.origin.context
+        target: Runner = NullRunner(device=world.device, vocab_size=vocab_size, max_position_embeddings=context)
         if mesh.target:
             load: Callable[..., Runner] = partial(load_model, device=world.device, comm=mesh.target)
             if config.placement.target.kind is TargetKind.accelerate:
@@ -131,10 +129,14 @@ def build_decoder(
         )  # fmt: skip
     verifier = Verifier(rule, comm=mesh.replica, verify_rank=mesh.layout.verify_rank, device=device, split=split)
     round_ = Round(models.target, drafter, verifier=verifier)
-    captures = config.cuda_graphs and may_capture(config.placement.target)
+    executor: Executor = round_
+    if device.type == "cpu":
+        executor = TracedExecutor(round_)
+    elif config.cuda_graphs and may_capture(config.placement.target):
+        executor = CudaGraphExecutor(round_, recorder=CudaRecorder())
     return Decoder(
         round_,
-        executor=make_executor(round_, cuda_graphs=captures),
+        executor=executor,
         batch_size=config.batch_size,
         eos_ids=() if config.ignore_eos else models.eos_ids,
         seed=config.seed,

@@ -47,12 +47,15 @@ class Viewer(Protocol):
 
     def begin(self, job: PromptTask, mode: str) -> None:
         """Begin a completion; only called when streaming."""
+        return
 
     def show(self, pieces: list[Piece]) -> None:
         """Show new text of the open completion; only called when streaming."""
+        return
 
     def end(self, line: CompletionLine) -> None:
         """End a completion."""
+        return
 
 
 def make_prompt_tasks(

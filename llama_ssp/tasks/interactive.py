@@ -1,7 +1,7 @@
 """Prompts that a user types one by one: rank 0 asks, all ranks complete."""
 
 import json
-from collections.abc import Iterator
+from contextlib import suppress
 
 from llama_ssp.errors import ConfigError
 from llama_ssp.session.session import Session, make_prompt_tasks
@@ -18,7 +18,10 @@ def converse(session: Session, complete: Task) -> None:
     typed = session.terminal.ask() if comm.rank == 0 else iter(())
     while True:
         comm.set_timeout(_PATIENCE_S)
-        prompt = json.loads(comm.broadcast_text(json.dumps(_next(typed)), src=0))
+        text = None
+        with interruptible(), suppress(KeyboardInterrupt):
+            text = next(typed, None)
+        prompt = json.loads(comm.broadcast_text(json.dumps(text), src=0))
         comm.set_timeout(session.config.timeouts.decode_s)
         if prompt is None:
             return
@@ -31,11 +34,3 @@ def converse(session: Session, complete: Task) -> None:
             continue
         complete(session, jobs)
         index += 1
-
-
-def _next(typed: Iterator[str]) -> str | None:
-    with interruptible():
-        try:
-            return next(typed, None)
-        except KeyboardInterrupt:
-            return None

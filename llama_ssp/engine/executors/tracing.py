@@ -174,11 +174,7 @@ def _holder(weights: Sequence[Leaf]) -> object:
 
 
 def _check_constants(graph: Any) -> None:  # noqa: ANN401 - torch does not name its type
-    """Refuse a trace that froze a tensor.
-
-    Raises:
-        RuntimeError: it froze one, which may have other values or another address at replay.
-    """
+    """Raise RuntimeError for a trace that froze a tensor, which may have other values or another address at replay."""
     for node in graph.findAllNodes("prim::Constant"):
         if node.hasAttribute("value") and node.kindOf("value") == "t" and node.t("value").dim():
             shape = tuple(node.t("value").shape)
