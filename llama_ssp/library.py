@@ -132,15 +132,10 @@ def speculative_generate(
     if not texts:
         raise ConfigError("at least one prompt is required")
     models = pair.models
-    config = replace(
-        pair.config,
-        sampling=sampling or SamplingConfig(),
-        speculation=SpeculationConfig(num_draft_tokens=num_draft_tokens),
-        max_new_tokens=max_new_tokens,
-        batch_size=len(texts),
-        seed=seed,
-        stop_strings=[stop_strings] if isinstance(stop_strings, str) else list(stop_strings),
-    )
+    stops = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings)
+    config = replace(pair.config, sampling=sampling or SamplingConfig(), seed=seed, stop_strings=stops)
+    speculation = SpeculationConfig(num_draft_tokens=num_draft_tokens)
+    config = replace(config, speculation=speculation, max_new_tokens=max_new_tokens, batch_size=len(texts))
     check_values(config)
     requests = [
         Request(index=index, prompt_ids=encode(text, models.tokenizer, chat=chat), max_new_tokens=max_new_tokens)

@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from llama_ssp.reports.lines import BenchmarkRow, Forecast, PlainSummary, RankMemory, SpeculativeSummary, Summary
+from llama_ssp.reports.lines import BenchmarkRow, Forecast, RankMemory, SpeculativeSummary, Summary
 from llama_ssp.visible import visible
 
 ACCEPTED_STYLE = "green"
@@ -23,8 +23,9 @@ def summary_table(summary: Summary) -> RenderableType:
     for heading in ("ms/token", "forecast", "tokens/s", "tokens\n/round", "accepted", "speed-up", "forecast"):
         dim = "bright_black" if heading == "forecast" else None
         table.add_column(heading, justify="right", vertical="bottom", style=dim, header_style=dim)
-    if summary.plain:
-        table.add_row(*_plain_cells(summary.plain, summary.forecast))
+    if plain := summary.plain:
+        ms = [_number(plain.ms_per_token, 2), _number(summary.forecast.plain_ms_per_token, 2)]
+        table.add_row("plain", *ms, _number(plain.tokens_per_s, 1), "-", "-", "-", "-")
     if summary.speculative:
         table.add_row(*_speculative_cells(summary.speculative, summary.forecast, summary.speedup))
     parts: list[RenderableType] = [Text(), _title(summary), Text(), table]
@@ -81,11 +82,6 @@ def _title(summary: Summary) -> Text:
         f"{_count(summary.world_size, 'rank')}",
         style="bold",
     )
-
-
-def _plain_cells(plain: PlainSummary, forecast: Forecast) -> list[str]:
-    measured = [_number(plain.ms_per_token, 2), _number(forecast.plain_ms_per_token, 2)]
-    return ["plain", *measured, _number(plain.tokens_per_s, 1), "-", "-", "-", "-"]
 
 
 def _speculative_cells(fast: SpeculativeSummary, forecast: Forecast, speedup: float | None) -> list[str | Text]:

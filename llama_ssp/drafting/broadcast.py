@@ -65,12 +65,8 @@ class BroadcastDrafter(SharedDrafter):
         ids_BK = rows.lengths_B.new_empty(*static_shape(rows.lengths_B), self.num_draft_tokens)
         ids_BK = self._comm.broadcast(ids_BK, src=self._src)
         self._write(ids_BK, rows)
-        return Draft(ids_BK=ids_BK, probs_BTV=self._receive_probs(ids_BK))
-
-    def _receive_probs(self, ids_BK: Tensor) -> Tensor | None:
-        """On the receiver: the probabilities that the ids were drawn from, followed by a row of zeros."""
         if self._receiver is None or self._comm.rank != self._receiver.rank:
-            return None
+            return Draft(ids_BK, None)
         shape = (*static_shape(ids_BK), self._receiver.vocab_size)
         probs_BKV = self._comm.receive(torch.empty(shape, device=ids_BK.device), src=self._src)
-        return pad(probs_BKV, (0, 0, 0, 1))
+        return Draft(ids_BK, pad(probs_BKV, (0, 0, 0, 1)))  # a row of zeros follows

@@ -51,7 +51,8 @@ def make_drafter(
     if split:
         return BatchSplitDrafter(inner, split=split, num_draft_tokens=num_draft_tokens, device=device)
     # Probabilities are sent only if no rank holds both models and the rule reads them.
-    is_apart = layout.draft_source_rank != layout.verify_rank and _needs_probs(config)
+    needs_probs = config.sampling.temperature > 0 and rule_of(config.verification.rule).needs_probs
+    is_apart = needs_probs and layout.draft_source_rank != layout.verify_rank
     return BroadcastDrafter(
         inner,
         comm=mesh.replica,
@@ -61,7 +62,3 @@ def make_drafter(
         all_draft=layout.draft_ranks == layout.ranks,
         receiver=ProbsReceiver(layout.verify_rank, vocab_size) if is_apart else None,
     )
-
-
-def _needs_probs(config: RunConfig) -> bool:
-    return config.sampling.temperature > 0 and rule_of(config.verification.rule).needs_probs

@@ -97,8 +97,10 @@ class ModelDrafter:
                 positions_BT, wanted_B1 = positions_BT[:, -1:] + 1, None
                 ids_BT = self._known(drafted[-1])
             logits_BV = self.runner.forward(ids_BT, positions_BT, bucket=bucket, score_positions_BR=wanted_B1)[:, 0]
+            if missing := self.vocab_size - static_shape(logits_BV)[-1]:
+                logits_BV = pad(logits_BV, (0, missing), value=float("-inf"))
             context = rows.before(positions_BT[:, -1:]) if self.rule.needs_context else None
-            ids_B1, probs_BV = self.rule.draw(self._at_target_width(logits_BV), uniforms_BP, context)
+            ids_B1, probs_BV = self.rule.draw(logits_BV, uniforms_BP, context)
             drafted.append(self._comm.broadcast(ids_B1, src=self.src))
             if context:  # the next one looks at this token too
                 tokens_BS.scatter_(1, positions_BT[:, -1:] + 1, drafted[-1])
@@ -113,10 +115,6 @@ class ModelDrafter:
         """Replace ids that only the target's larger vocabulary has by the draft's last id; any draft is valid."""
         is_narrower = self.runner.vocab_size < self.vocab_size
         return ids.clamp(max=self.runner.vocab_size - 1) if is_narrower else ids
-
-    def _at_target_width(self, logits_BV: Tensor) -> Tensor:
-        missing = self.vocab_size - static_shape(logits_BV)[-1]
-        return pad(logits_BV, (0, missing), value=float("-inf")) if missing else logits_BV
 
 
 def make(parts: DrafterParts) -> ModelDrafter:

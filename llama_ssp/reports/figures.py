@@ -88,10 +88,9 @@ def forecast_against_measured(runs: Sequence[Run]) -> Chart | None:
     points = []
     for run in runs:
         summary, forecast = run.summary, run.summary.forecast
-        for mode, part, expected in (
-            (PLAIN, summary.plain, forecast.plain_ms_per_token),
-            (SPECULATIVE, summary.speculative, forecast.speculative_ms_per_token),
-        ):
+        plain = PLAIN, summary.plain, forecast.plain_ms_per_token
+        speculative = SPECULATIVE, summary.speculative, forecast.speculative_ms_per_token
+        for mode, part, expected in (plain, speculative):
             if part and part.ms_per_token and expected:
                 points.append((part.ms_per_token, expected, mode, run.name))
         for cell in summary.cells:

@@ -11,7 +11,6 @@ from typing import Any
 from llama_ssp.errors import ConfigError
 from llama_ssp.reports import figures, plots
 from llama_ssp.reports.charts import Chart
-from llama_ssp.reports.lines import BenchmarkRow
 from llama_ssp.reports.runs import Run
 
 try:
@@ -64,7 +63,7 @@ def _section(run: Run) -> dict[str, Any]:
         f"{summary.num_new_tokens} new tokens, seed {summary.seed}{f', {run.status}' if run.status else ''}",
         "made_by": versions + (f", commit {summary.git_commit[:12]}" if summary.git_commit else ""),
         "tiles": _tiles(run),
-        "cells": [_cell(cell) for cell in summary.cells],
+        "cells": [[cell.name, *map(_number, [*cell.columns, cell.tokens_per_round])] for cell in summary.cells],
         "figures": _drawn([figures.round_timeline(run), *_figures([run])]),
     }
 
@@ -90,10 +89,6 @@ def _tiles(run: Run) -> list[tuple[str, str]]:
         (_number(fast.tokens_per_round if fast else None), "tokens per round"),
         (_percent(fast.acceptance_rate if fast else None), "of examined tokens accepted"),
     ]
-
-
-def _cell(cell: BenchmarkRow) -> list[str]:
-    return [cell.name, *map(_number, [*cell.columns, cell.tokens_per_round])]
 
 
 def _cells(run: Run) -> list[str]:

@@ -93,10 +93,13 @@ class PlainSummary:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpeculativeSummary(PlainSummary):
+class SpeculativeSummary:
     """Results of speculative decoding; `summary.summarise` defines each number."""
 
+    ms_per_token: float | None
+    tokens_per_s: float | None
     num_rounds: int
+    num_target_forwards: int
     tokens_per_round: float | None
     acceptance_rate: float | None
     accepted_histogram: list[int]

@@ -76,10 +76,9 @@ def row_keys(*, seed: int, prompt_index_B: Tensor, sample_index_B: Tensor) -> Te
 
 
 def exponentials(keys_B: Tensor, positions_BT: Tensor, *, vocab_size: int) -> Tensor:
-    """Make a standard exponential number for every token of every position, a function of key and position alone.
+    """Make a number for every token of every position: standard exponential, above 0, fp32 (B, T, V).
 
-    Returns:
-        fp32 (B, T, V), above 0.
+    It is a function of key and position alone.
     """
     first = len(Purpose) * _MAX_OFFSETS  # after the counters of all purposes
     steps_V = torch.arange(first, first + vocab_size, device=keys_B.device)

@@ -106,11 +106,8 @@ def _rounds_s(done: Sequence[RowCompletion]) -> float:
 def benchmark(session: Session, jobs: list[PromptTask]) -> None:
     """Measure and record every cell that is not recorded yet.
 
-    The prompts of the jobs, concatenated and repeated, are the text that a cell's prompts are cut from.
-
-    Raises:
-        ConfigError: on every rank; the recorded rows were measured with another text.
-        InterruptedRun: on every rank; the rows so far are kept.
+    The prompts of the jobs, concatenated and repeated, are the text that a cell's prompts are cut from. On every rank,
+    raises ConfigError if the recorded rows were measured with another text, and InterruptedRun; rows so far are kept.
     """
     task = session.config.task
     assert isinstance(task, BenchmarkConfig)

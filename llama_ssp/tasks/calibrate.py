@@ -96,12 +96,9 @@ def _profile(*, num_ranks: int, reduces: list[SizePoint]) -> Profile:
     if can_halve():
         halves = operators.linear_points(torch.float32, Dtype.fp16.name, working_sets=sets, from_16_bits=True)
     for dtype in (Dtype.bf16, Dtype.fp16):  # few points, since runs use 16-bit arithmetic only on request
+        elements, rows = operators.FEW_ELEMENTS, operators.FEW_ROWS
         halves += operators.linear_points(
-            DTYPES[dtype],
-            dtype.name,
-            working_sets=operators.WORKING_SETS[1:],
-            all_elements=operators.FEW_ELEMENTS,
-            all_rows=operators.FEW_ROWS,
+            DTYPES[dtype], dtype.name, working_sets=operators.WORKING_SETS[1:], all_elements=elements, all_rows=rows
         )
     layer, frame = operators.operator_points(linear, rounds.some_draw())
     draw, verify = rounds.rule_points(operators.some_forward())

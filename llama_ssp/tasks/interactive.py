@@ -13,7 +13,8 @@ _PATIENCE_S = 24 * 3600.0
 
 def converse(session: Session, complete: Task) -> None:
     """Ask for a prompt and `complete` it until Ctrl-D or Ctrl-C; a resumed folder continues its numbering."""
-    comm, models, index = session.world.comm, session.models, session.next_index
+    comm, models = session.world.comm, session.models
+    index = 1 + max((index for index, _, _ in session.finished), default=-1)
     tokenizer, context, vocab_size = models.tokenizer, models.context, models.target.vocab_size
     typed = session.terminal.ask() if comm.rank == 0 else iter(())
     while True:
