@@ -154,11 +154,10 @@ class RunProgress:
             rate = f" at {pace.ended_ms / pace.num_ended_tokens:.2f} ms/token" if pace.num_ended_tokens else ""
             modes.append(f"{mode}: {pace.num_done} of {pace.num_wanted} {self.unit}{rate}")
         num_tokens = sum(pace.num_tokens for pace in self.paces.values())
-        return f"{'; '.join(modes)}; {num_tokens} tokens{self._left()}"
+        return f"{'; '.join(modes)}; {num_tokens} tokens{self._left(num_tokens)}"
 
-    def _left(self) -> str:
+    def _left(self, num_tokens: int) -> str:
         """Estimate the time left, each mode at its own speed once it has one."""
-        num_tokens = sum(pace.num_tokens for pace in self.paces.values())
         if not num_tokens:
             return ""
         mean_s = sum(pace.busy_s for pace in self.paces.values()) / num_tokens

@@ -26,7 +26,6 @@ class DrafterParts:
 
     Attributes:
         vocab_size: V of the target.
-        device: of the ids.
         runner: the draft model or this rank's slice of it, for kinds of draft that have a model.
         comm: the ranks that share the draft model; None if it is not split.
         src: the rank in `comm` whose ids count.

@@ -82,17 +82,10 @@ class Decoder:
     def run(self, requests: Sequence[Request], *, to_length: bool = False) -> Iterator[list[Update]]:
         """Decode all requests, in list order as rows become free.
 
-        Call it under `torch.inference_mode()`: entering that mode in each round would cost as much as a draw.
-
-        Args:
-            requests: each with prompt and new tokens within the models' contexts.
-            to_length: ignore end-of-sequence tokens and stop strings.
-
-        Yields:
-            The new tokens of each completion, one round at a time.
-
-        Raises:
-            NumericError: a model's logits are NaN; raised on every rank.
+        Call it under `torch.inference_mode()`: entering that mode in each round would cost as much as a draw. Prompt
+        and new tokens must be within the models' contexts; `to_length` ignores end-of-sequence tokens and stop strings.
+        Yields the new tokens of each completion, one round at a time. Raises NumericError on every rank if a model's
+        logits are NaN.
         """
         assert torch.is_inference_mode_enabled()
         self.make_room(requests)

@@ -103,8 +103,7 @@ class Round:
     def prefill(self, prompts: BatchState, rows: Sequence[int], *, longest: int, buckets: Buckets) -> Tensor:
         """Read R prompts into the given rows of the caches and sample each one's first token; see `read_prompts`.
 
-        Returns:
-            The result of these rows; see `BatchState.commit`.
+        Returns the result of these rows; see `BatchState.commit`.
         """
         tokens_RS, lengths_R = prompts.tokens_BS, prompts.lengths_B
         rows_R = torch.tensor(rows, device=self.target.device)

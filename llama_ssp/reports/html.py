@@ -69,10 +69,8 @@ def _section(run: Run) -> dict[str, Any]:
 
 
 def _figures(runs: Sequence[Run]) -> list[Chart | None]:
-    kinds = (
-        figures.speedup_by_k, figures.acceptance_by_position, figures.forecast_against_measured, figures.memory_by_rank,
-    )  # fmt: skip
-    return [kind(runs) for kind in kinds]
+    accuracy = figures.forecast_against_measured(runs), figures.memory_by_rank(runs)
+    return [figures.speedup_by_k(runs), figures.acceptance_by_position(runs), *accuracy]
 
 
 def _drawn(charts: Iterable[Chart | None]) -> list[dict[str, str]]:

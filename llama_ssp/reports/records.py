@@ -42,14 +42,8 @@ class RunFolder(AbstractContextManager["RunFolder"]):
     def __init__(self, path: Path, config_yaml: str, *, changeable: Collection[str] = CHANGEABLE) -> None:
         """Create the folder, or reopen it to resume its run, and mark it as running.
 
-        Args:
-            path: the folder, which need not exist.
-            config_yaml: the whole config of this run.
-            changeable: dotted keys that may differ from the folder's own config.
-
-        Raises:
-            ConfigError: another job uses the folder, it belongs to another config, or its files are damaged.
-            SspError: the folder cannot be written.
+        `changeable` are dotted keys that may differ from the folder's own config. Raises ConfigError if another job
+        uses the folder, it belongs to another config, or its files are damaged; SspError if it cannot be written.
         """
         self.path = path
         with _explained(path):

@@ -25,9 +25,8 @@ DRAW_UNITS = 2.0**62
 def processor(sampling: SamplingConfig) -> Callable[[Tensor], Tensor]:
     """Compose the processors of a sampling config with a temperature above 0 (greedy has no probabilities).
 
-    Returns:
-        A function from logits (..., V), left unchanged, to probabilities (..., V) in fp32, or fp64 for logits in fp64.
-        A logit of minus infinity has probability 0.
+    Returns a function from logits (..., V), left unchanged, to probabilities (..., V) in fp32, or fp64 for logits in
+    fp64. A logit of minus infinity has probability 0.
 
     Source: Fan et al. 2018, arXiv:1805.04833 (top-k); Holtzman et al. 2020, arXiv:1904.09751 (top-p);
         Minh et al. 2024, arXiv:2407.01082 (min-p).

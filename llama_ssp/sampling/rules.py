@@ -162,8 +162,7 @@ class Rule(Protocol):
     ) -> tuple[Tensor, Tensor | None]:
         """Draw one token per row, from a draft's or from the target's logits.
 
-        Returns:
-            ids (B, 1), and the probabilities (B, V) they were drawn from, if the rule's verification needs them.
+        Returns ids (B, 1), and the probabilities (B, V) they were drawn from, if the rule's verification needs them.
         """
 
     def process(self, logits_BTV: Tensor, context: Context | None = None) -> Tensor:

@@ -108,11 +108,9 @@ class UniformTable:
         self._half = torch.tensor(0.5, dtype=torch.float64, device=device)
 
     def uniforms(self, keys: Tensor, starts: Tensor) -> Tensor:
-        """Compute all uniforms (..., N), fp64, of the rounds that begin at `starts`.
+        """Compute all uniforms (..., N), fp64, of the rounds that begin at `starts`: int64, each row's length then.
 
-        Args:
-            keys: from `row_keys`, any shape that broadcasts with `starts`.
-            starts: int64, the length of each row when the round begins.
+        The keys, from `row_keys`, have any shape that broadcasts with `starts`.
         """
         bits = torch.add(keys, starts, alpha=_START_STEP)[..., None] + self._steps_N
         _mix_(bits).bitwise_and_(_TOP_53_BITS)

@@ -84,9 +84,7 @@ def check_peers(config: RunConfig, folders: Sequence[Path], *, world_size: int) 
     """Before loading, raise CheckpointError if transformers is measured and refuses a generation config."""
     if not has_peers(config, world_size=world_size):
         return
-    for file in (folder / GENERATION_CONFIG_FILE for folder in folders):
-        if not file.is_file():
-            continue
+    for file in filter(Path.is_file, (folder / GENERATION_CONFIG_FILE for folder in folders)):
         try:
             GenerationConfig.from_pretrained(file.parent, local_files_only=True)
         except Exception as error:  # it checks some values and crashes on others

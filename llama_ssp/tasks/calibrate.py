@@ -53,11 +53,11 @@ def calibrate(world: World, *, output: str | None = None) -> Path | None:
             _check_writable(file)
     context_bytes = _context_bytes(world.device)
     reduces = rounds.all_reduce_points(world.comm, world.device) if world.comm.size > 1 else []
-    measured = [] if world.device.type == "cuda" else _profiles(world, reduces)
+    is_gpu = world.device.type == "cuda"
+    measured = [] if is_gpu else _profiles(world, reduces)
     if world.comm.rank > 0:
         world.comm.barrier()
         return None
-    is_gpu = world.device.type == "cuda"
     with _all_cores(world):
         figures = _figures(world, reduces) | {"context_bytes": context_bytes}
         figures["collective_bytes"] = max(_context_bytes(world.device) - context_bytes, 0) if is_gpu else 0
@@ -134,8 +134,7 @@ def _all_cores(world: World) -> Iterator[None]:
 
 
 def _figures(world: World, reduces: list[SizePoint]) -> dict[str, Any]:
-    device = world.device
-    is_gpu = device.type == "cuda"
+    device, is_gpu = world.device, world.device.type == "cuda"
     copy_bytes_per_s = operators.copy_bytes_per_s(device)
     dtypes = DTYPES if is_gpu else {Dtype.fp32: torch.float32, Dtype.bf16: torch.bfloat16}
     latency_s = reduces[SMALLEST_MESSAGE].s if reduces else 1e-4

@@ -82,10 +82,8 @@ def show_search(job: PlanSpec, machine: HardwareConfig, form: PlanFormat) -> Non
 def dry_run(config: RunConfig, *, world_size: int) -> None:
     """Print the plan of exactly this run; loads nothing, and estimates prompt tokens without a tokenizer.
 
-    Raises:
-        CapacityError: it does not fit.
-        ConfigError: the machine has no description, or a faulty one.
-        PlacementError: a model cannot be placed as requested.
+    Raises CapacityError if it does not fit, PlacementError for a model that cannot be placed as requested, and
+    ConfigError if the machine has no description, or a faulty one.
     """
     job, machine = job_ahead(config, world_size=world_size)
     plan = plan_job(job, machine, auto_ranks=world_size if config.placement.auto else None)

@@ -56,10 +56,8 @@ def finalize(session: Session) -> None:
 def _placement(session: Session) -> dict[str, Any]:
     placement, layout = session.config.placement, session.models.mesh.layout
     target, draft = layout.target_ranks, layout.draft_ranks
-    laid_out: dict[str, Any] = {
-        "target": {"kind": placement.target.kind.name, "ranks": [*target], "tp_size": len(target)}
-    }
+    parts: dict[str, Any] = {"target": {"kind": placement.target.kind.name, "ranks": [*target], "tp_size": len(target)}}
     if draft:
         tp_size = 1 if layout.splits_batch else len(draft)
-        laid_out["draft"] = {"kind": layout.draft_kind.name, "ranks": [*draft], "tp_size": tp_size}
-    return laid_out | {"num_replicas": placement.num_replicas}
+        parts["draft"] = {"kind": layout.draft_kind.name, "ranks": [*draft], "tp_size": tp_size}
+    return parts | {"num_replicas": placement.num_replicas}

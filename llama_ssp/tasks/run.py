@@ -44,11 +44,8 @@ _log = logging.getLogger(__name__)
 def run(config: RunConfig, clock: StartClock) -> bool:
     """Run a checked config, the same on every rank.
 
-    Returns:
-        Whether somebody stopped the run too late for its task, the same on every rank: a sweep must end here.
-
-    Raises:
-        SspError: on every rank alike; rank 0 also writes it to the run folder's `status`.
+    Returns whether somebody stopped the run too late for its task, the same on every rank: a sweep must end here.
+    Raises SspError on every rank alike; rank 0 also writes it to the run folder's `status`.
     """
     clock.reach("imported_s")
     transformers.utils.logging.set_verbosity_error()

@@ -30,13 +30,9 @@ class Recorder(Protocol):
     """Records operators without running them."""
 
     def record(self, piece: Callable[[], _T]) -> tuple[_T, Callable[[], None]]:
-        """Record everything that `piece` launches.
+        """Record everything that `piece` launches; raises RuntimeError if an operator cannot be recorded.
 
-        Returns:
-            The outputs of `piece`, in tensors that every replay overwrites, and the replay.
-
-        Raises:
-            RuntimeError: an operator cannot be recorded.
+        Returns the outputs of `piece`, in tensors that every replay overwrites, and the replay.
         """
 
     def forget(self) -> None:
