@@ -123,8 +123,7 @@ def speculative_generate(
         stop_strings: texts that end a completion, which keeps them.
         streamer: of transformers, such as TextStreamer; for one prompt only.
 
-    Raises:
-        ConfigError: a setting is out of range, or a prompt does not fit into the context.
+    Raises ConfigError if a setting is out of range, or a prompt does not fit into the context.
     """
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
     if streamer and len(texts) != 1:

@@ -154,10 +154,7 @@ class StartUp:
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """The facts of a run that its lines lack. `num_draft_tokens` is 0 without a draft.
-
-    `weights` is "checkpoint" or "synthetic".
-    """
+    """A run's facts that its lines lack: `weights` is "checkpoint" or "synthetic"; `num_draft_tokens` 0 without a draft."""
 
     task: str
     model: str

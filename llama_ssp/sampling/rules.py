@@ -59,8 +59,7 @@ def verify_speculative(draft: Draft, target_probs_BTV: Tensor, *, draws: Draws) 
         The verdict. At the first rejection the next token is drawn from the residual, the positive part of target minus
         draft. After K acceptances, or if rounding leaves no residual, it is drawn from the target's row.
 
-    Raises:
-        ConfigError: the two distributions differ in vocabulary.
+    Raises ConfigError if the two distributions differ in vocabulary.
 
     Source: Chen et al. 2023, arXiv:2302.01318, Algorithm 2; Leviathan et al. 2023, arXiv:2211.17192, Algorithm 1.
     """

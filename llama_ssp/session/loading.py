@@ -20,10 +20,9 @@ from llama_ssp.distributed.world import World, on_all_cores
 from llama_ssp.drafting.batch_split import BatchSplit
 from llama_ssp.drafting.maker import make_drafter
 from llama_ssp.engine.completion import StopRequest
-from llama_ssp.engine.executors.cuda_graph import CudaGraphExecutor, CudaRecorder
-from llama_ssp.engine.executors.traced_cpu import TracedExecutor
+from llama_ssp.engine.executors.choice import make_executor
 from llama_ssp.engine.loop import Decoder
-from llama_ssp.engine.round import Executor, Round
+from llama_ssp.engine.round import Round
 from llama_ssp.engine.stops import StopStrings
 from llama_ssp.engine.verifier import Verifier
 from llama_ssp.models.null_runner import NullRunner
@@ -129,14 +128,10 @@ def build_decoder(
         )  # fmt: skip
     verifier = Verifier(rule, comm=mesh.replica, verify_rank=mesh.layout.verify_rank, device=device, split=split)
     round_ = Round(models.target, drafter, verifier=verifier)
-    executor: Executor = round_
-    if device.type == "cpu":
-        executor = TracedExecutor(round_)
-    elif config.cuda_graphs and may_capture(config.placement.target):
-        executor = CudaGraphExecutor(round_, recorder=CudaRecorder())
+    captures = config.cuda_graphs and may_capture(config.placement.target)
     return Decoder(
         round_,
-        executor=executor,
+        executor=make_executor(round_, cuda_graphs=captures),
         batch_size=config.batch_size,
         eos_ids=() if config.ignore_eos else models.eos_ids,
         seed=config.seed,

@@ -1,0 +1,12 @@
+"""The executor of a device: traced on CPUs, CUDA graphs on GPUs, else the round itself, from Python."""
+
+from llama_ssp.engine.executors.cuda_graph import CudaGraphExecutor, CudaRecorder
+from llama_ssp.engine.executors.traced_cpu import TracedExecutor
+from llama_ssp.engine.round import Executor, Round
+
+
+def make_executor(round_: Round, *, cuda_graphs: bool) -> Executor:
+    """Choose by the device of the target; `cuda_graphs` says whether a GPU's rounds are captured."""
+    if round_.target.device.type == "cpu":
+        return TracedExecutor(round_)
+    return CudaGraphExecutor(round_, recorder=CudaRecorder()) if cuda_graphs else round_
