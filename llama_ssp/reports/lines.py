@@ -154,7 +154,7 @@ class StartUp:
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """A run's facts that its lines lack: `weights` is "checkpoint" or "synthetic"; `num_draft_tokens` 0 without a draft."""
+    """Facts that a run's lines lack: `weights` is "checkpoint" or "synthetic", `num_draft_tokens` 0 without a draft."""
 
     task: str
     model: str
