@@ -63,7 +63,7 @@ def same_with_graphs(device: torch.device, *, dtype: Dtype, batch_size: int, tem
         if any(texts(captured, pair, number=number) != expected for _ in range(2)):
             faults.append(f"{mode}: another text with graphs than without")
         executor = captured.executor
-        if device.type == "cuda" and not (isinstance(executor, CudaGraphExecutor) and not executor.graphs.failed):
+        if device.type == "cuda" and not (isinstance(executor, CudaGraphExecutor) and not executor.failed):
             faults.append(f"{mode}: rounds could not be captured")
     return faults
 

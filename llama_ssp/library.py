@@ -123,8 +123,7 @@ def speculative_generate(
         stop_strings: texts that end a completion, which keeps them.
         streamer: of transformers, such as TextStreamer; for one prompt only.
 
-    Raises:
-        ConfigError: a setting is out of range, or a prompt does not fit into the context.
+    Raises ConfigError if a setting is out of range, or a prompt does not fit into the context.
     """
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
     if streamer and len(texts) != 1:
@@ -132,15 +131,10 @@ def speculative_generate(
     if not texts:
         raise ConfigError("at least one prompt is required")
     models = pair.models
-    config = replace(
-        pair.config,
-        sampling=sampling or SamplingConfig(),
-        speculation=SpeculationConfig(num_draft_tokens=num_draft_tokens),
-        max_new_tokens=max_new_tokens,
-        batch_size=len(texts),
-        seed=seed,
-        stop_strings=[stop_strings] if isinstance(stop_strings, str) else list(stop_strings),
-    )
+    stops = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings)
+    config = replace(pair.config, sampling=sampling or SamplingConfig(), seed=seed, stop_strings=stops)
+    speculation = SpeculationConfig(num_draft_tokens=num_draft_tokens)
+    config = replace(config, speculation=speculation, max_new_tokens=max_new_tokens, batch_size=len(texts))
     check_values(config)
     requests = [
         Request(index=index, prompt_ids=encode(text, models.tokenizer, chat=chat), max_new_tokens=max_new_tokens)

@@ -7,7 +7,7 @@ averages over the last seconds.
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TaskID, TextColumn
@@ -93,6 +93,7 @@ class Pace:
         return max(length * (self.num_wanted - self.num_done) - num_open, 0.0)
 
 
+@dataclass(eq=False, repr=False)
 class RunProgress:
     """Progress of decoding: a bar, or a line once every mode has ended a completion, and then one every minute.
 
@@ -100,29 +101,22 @@ class RunProgress:
     updated, each if given. `unit` names what a mode counts, in the plural; `clock` returns seconds.
     """
 
-    def __init__(
-        self,
-        paces: Mapping[str, Pace],
-        *,
-        max_new_tokens: int,
-        unit: str = "prompts",
-        write: Callable[[str], None] | None = None,
-        bars: ProgressView | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._paces = dict(paces)
-        self._max_new_tokens = max_new_tokens
-        self._unit = unit
-        self._write = write
-        self._bars = bars
-        self._clock = clock
-        self._last_s = clock()
+    paces: Mapping[str, Pace]
+    _: KW_ONLY
+    max_new_tokens: int
+    unit: str = "prompts"
+    write: Callable[[str], None] | None = None
+    bars: ProgressView | None = None
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self._last_s = self.clock()
         self._next_line_s = self._last_s + _LINE_EVERY_S
         self._has_reported = False
 
     def advance(self, mode: str, num_tokens: int) -> None:
         """Count new tokens of a mode, and the time since the last call as this mode's."""
-        now_s, pace = self._clock(), self._paces[mode]
+        now_s, pace = self.clock(), self.paces[mode]
         pace.busy_s += now_s - self._last_s
         pace.num_tokens += num_tokens
         self._last_s = now_s
@@ -131,19 +125,19 @@ class RunProgress:
 
     def end(self, mode: str, *, num_tokens: int, ms: float) -> None:
         """Count an ended completion, whose tokens have been counted; `ms` is from its prefill to its last token."""
-        pace = self._paces[mode]
+        pace = self.paces[mode]
         pace.num_done += 1
         pace.num_ended += 1
         pace.num_ended_tokens += num_tokens
         pace.ended_ms += ms
-        if self._bars:
-            self._bars.update(self._unit, *self._num_done())
-        unknown = [each for each in self._paces.values() if each.num_done < each.num_wanted and not each.num_ended]
+        if self.bars:
+            self.bars.update(self.unit, *self._num_done())
+        unknown = [each for each in self.paces.values() if each.num_done < each.num_wanted and not each.num_ended]
         if not self._has_reported and not unknown:
             self._report()
 
     def _num_done(self) -> tuple[int, int]:
-        paces = self._paces.values()
+        paces = self.paces.values()
         return sum(pace.num_done for pace in paces), sum(pace.num_wanted for pace in paces)
 
     def _report(self) -> None:
@@ -151,27 +145,26 @@ class RunProgress:
         self._next_line_s = self._last_s + _LINE_EVERY_S
         self._has_reported = True
         num_done, num_wanted = self._num_done()
-        if self._write and num_done < num_wanted:
-            self._write(self._line())
+        if self.write and num_done < num_wanted:
+            self.write(self._line())
 
     def _line(self) -> str:
         modes = []
-        for mode, pace in self._paces.items():
+        for mode, pace in self.paces.items():
             rate = f" at {pace.ended_ms / pace.num_ended_tokens:.2f} ms/token" if pace.num_ended_tokens else ""
-            modes.append(f"{mode}: {pace.num_done} of {pace.num_wanted} {self._unit}{rate}")
-        num_tokens = sum(pace.num_tokens for pace in self._paces.values())
-        return f"{'; '.join(modes)}; {num_tokens} tokens{self._left()}"
+            modes.append(f"{mode}: {pace.num_done} of {pace.num_wanted} {self.unit}{rate}")
+        num_tokens = sum(pace.num_tokens for pace in self.paces.values())
+        return f"{'; '.join(modes)}; {num_tokens} tokens{self._left(num_tokens)}"
 
-    def _left(self) -> str:
+    def _left(self, num_tokens: int) -> str:
         """Estimate the time left, each mode at its own speed once it has one."""
-        num_tokens = sum(pace.num_tokens for pace in self._paces.values())
         if not num_tokens:
             return ""
-        mean_s = sum(pace.busy_s for pace in self._paces.values()) / num_tokens
+        mean_s = sum(pace.busy_s for pace in self.paces.values()) / num_tokens
         seconds = 0.0
-        for pace in self._paces.values():
+        for pace in self.paces.values():
             token_s = pace.busy_s / pace.num_tokens if pace.num_tokens else mean_s
-            seconds += token_s * pace.num_tokens_left(self._max_new_tokens)
+            seconds += token_s * pace.num_tokens_left(self.max_new_tokens)
         return f", {_duration(seconds)} left"
 
 

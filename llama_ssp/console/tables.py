@@ -7,16 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from llama_ssp.reports.lines import (
-    PLAIN,
-    SPECULATIVE,
-    BenchmarkRow,
-    Forecast,
-    PlainSummary,
-    RankMemory,
-    SpeculativeSummary,
-    Summary,
-)
+from llama_ssp.reports.lines import BenchmarkRow, Forecast, RankMemory, SpeculativeSummary, Summary
 from llama_ssp.visible import visible
 
 ACCEPTED_STYLE = "green"
@@ -32,8 +23,9 @@ def summary_table(summary: Summary) -> RenderableType:
     for heading in ("ms/token", "forecast", "tokens/s", "tokens\n/round", "accepted", "speed-up", "forecast"):
         dim = "bright_black" if heading == "forecast" else None
         table.add_column(heading, justify="right", vertical="bottom", style=dim, header_style=dim)
-    if summary.plain:
-        table.add_row(*_plain_cells(summary.plain, summary.forecast))
+    if plain := summary.plain:
+        ms = [_number(plain.ms_per_token, 2), _number(summary.forecast.plain_ms_per_token, 2)]
+        table.add_row("plain", *ms, _number(plain.tokens_per_s, 1), "-", "-", "-", "-")
     if summary.speculative:
         table.add_row(*_speculative_cells(summary.speculative, summary.forecast, summary.speedup))
     parts: list[RenderableType] = [Text(), _title(summary), Text(), table]
@@ -55,10 +47,7 @@ def benchmark_table(rows: Sequence[BenchmarkRow]) -> RenderableType:
         dim = "bright_black" if heading == "fore-\ncast" else None
         table.add_column(heading, justify="right", vertical="bottom", style=dim, header_style=dim)
     for row in rows:
-        measured, forecast = row.ms_per_token, row.forecast_ms_per_token
-        ours = [(measured.get(name), forecast.get(name)) for name in (PLAIN, SPECULATIVE)]
-        times = (*ours[0], measured.get("generate"), *ours[1], measured.get("assisted"))
-        ms = [_number(time, 2) for time in times]
+        ms = [_number(time, 2) for time in row.columns]
         shares = [_share(row.other_share), _share(row.copy_share)]
         cell = ["-" if row.num_draft_tokens is None else str(row.num_draft_tokens), str(row.prompt_tokens)]
         table.add_row(*cell, str(row.batch_size), *ms, _number(row.tokens_per_round, 2), *shares)
@@ -95,22 +84,11 @@ def _title(summary: Summary) -> Text:
     )
 
 
-def _plain_cells(plain: PlainSummary, forecast: Forecast) -> list[str]:
-    measured = [_number(plain.ms_per_token, 2), _number(forecast.plain_ms_per_token, 2)]
-    return ["plain", *measured, _number(plain.tokens_per_s, 1), "-", "-", "-", "-"]
-
-
 def _speculative_cells(fast: SpeculativeSummary, forecast: Forecast, speedup: float | None) -> list[str | Text]:
-    return [
-        "speculative",
-        _number(fast.ms_per_token, 2),
-        _number(forecast.speculative_ms_per_token, 2),
-        _number(fast.tokens_per_s, 1),
-        _number(fast.tokens_per_round, 2),
-        _share(fast.acceptance_rate),
-        Text(_number(speedup, 2, unit="x"), style="bold"),
-        _number(forecast.speedup, 2, unit="x"),
-    ]
+    ms = [_number(fast.ms_per_token, 2), _number(forecast.speculative_ms_per_token, 2)]
+    rates = [_number(fast.tokens_per_s, 1), _number(fast.tokens_per_round, 2), _share(fast.acceptance_rate)]
+    gain = Text(_number(speedup, 2, unit="x"), style="bold")
+    return ["speculative", *ms, *rates, gain, _number(forecast.speedup, 2, unit="x")]
 
 
 def _round_line(fast: SpeculativeSummary) -> Text:

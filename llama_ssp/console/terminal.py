@@ -100,7 +100,8 @@ class Terminal:
         if self._shown:
             self._show(Text())
         elif self._out.color_system:
-            self._show(_legend())
+            accepted, own = ("accepted drafted tokens", ACCEPTED_STYLE), ("the target's own", OWN_STYLE)
+            self._show(Text.assemble(accepted, ", ", own, "\n"))
         of_total = f" of {total}" if total else ""
         self._show(Rule(Text(f"prompt {number}{of_total}, {mode}", style="bold"), align="left", style="bright_black"))
 
@@ -230,7 +231,3 @@ class Terminal:
                 if not has_hung_up(self._out.file):
                     raise
                 self._out.fall_silent()
-
-
-def _legend() -> Text:
-    return Text.assemble(("accepted drafted tokens", ACCEPTED_STYLE), ", ", ("the target's own", OWN_STYLE), "\n")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.distributed.comms import Comm
-from llama_ssp.drafting.protocol import Drafter
+from llama_ssp.drafting.protocol import Drafter, SharedDrafter
 from llama_ssp.models.prefill import Buckets
 from llama_ssp.sampling.context import Rows
 from llama_ssp.sampling.rules import Draft
@@ -52,58 +52,37 @@ class BatchSplit:
         return range(batch_size * place // num_ranks, batch_size * (place + 1) // num_ranks)
 
 
-class BatchSplitDrafter:
-    """Combines the drafters of several ranks; `inner` is that of this rank, None on ranks without one."""
+class BatchSplitDrafter(SharedDrafter):
+    """Combines the drafters of several ranks."""
 
     def __init__(
         self, inner: Drafter | None, *, split: BatchSplit, num_draft_tokens: int, device: torch.device
     ) -> None:
-        self._inner = inner
+        super().__init__(inner, num_draft_tokens=num_draft_tokens, device=device)
         self._split = split
-        self.num_draft_tokens = num_draft_tokens
-        self.on_host = inner.on_host if inner else False
-        self.is_point_mass = inner.is_point_mass if inner else False
-        self._offsets_K = torch.arange(num_draft_tokens, device=device)
-
-    @property
-    def repeats_operators(self) -> bool:
-        """See `Drafter`."""
-        return self._inner.repeats_operators if self._inner else True
-
-    @property
-    def num_allocations(self) -> int:
-        """See `Drafter`."""
-        return self._inner.num_allocations if self._inner else 0
 
     def allocate(self, *, batch_size: int, num_slots: int) -> None:
         """Allocate caches for this rank's rows."""
         self._own = self._split.own_rows(batch_size)
-        if self._inner and self._own:
-            self._inner.allocate(batch_size=len(self._own), num_slots=num_slots)
+        if self._own:
+            super().allocate(batch_size=len(self._own), num_slots=num_slots)
 
     def prefill(
         self, tokens_RS: Tensor, lengths_R: Tensor, *, rows: Sequence[int], longest: int, buckets: Buckets
     ) -> None:
         """Read the new prompts that become rows of this rank."""
         mine = [place for place, row in enumerate(rows) if row in self._own]
-        if self._inner and mine:
-            self._inner.prefill(
-                tokens_RS[mine],
-                lengths_R[mine],
-                rows=[rows[place] - self._own.start for place in mine],
-                longest=longest,
-                buckets=buckets,
-            )
+        if mine:
+            own_rows = [rows[place] - self._own.start for place in mine]
+            super().prefill(tokens_RS[mine], lengths_R[mine], rows=own_rows, longest=longest, buckets=buckets)
 
     def propose(self, rows: Rows, *, uniforms_BKP: Tensor, bucket: int) -> Draft:
         """Draft this rank's rows and gather the ids of all; the probabilities are those of its own rows only."""
-        tokens_BS, lengths_B, _ = rows
-        (batch_size,), start, stop = static_shape(lengths_B), self._own.start, self._own.stop
-        ids_RK, probs_RWV = lengths_B.new_empty(0, self.num_draft_tokens), None
+        (batch_size,), start, stop = static_shape(rows.lengths_B), self._own.start, self._own.stop
+        ids_RK, probs_RWV = rows.lengths_B.new_empty(0, self.num_draft_tokens), None
         if self._inner and self._own:
-            ids_RK, probs_RWV = self._inner.propose(
-                rows.part(start, stop), uniforms_BKP=uniforms_BKP[start:stop], bucket=bucket
-            )
+            own, uniforms_RKP = rows.part(start, stop), uniforms_BKP[start:stop]
+            ids_RK, probs_RWV = self._inner.propose(own, uniforms_BKP=uniforms_RKP, bucket=bucket)
         ids_BK = self._split.gather(ids_RK, batch_size=batch_size)
-        tokens_BS.scatter_(1, lengths_B[:, None] + self._offsets_K, ids_BK)
+        self._write(ids_BK, rows)
         return Draft(ids_BK, probs_RWV)

@@ -3,10 +3,9 @@
 One rank's ids count. The rule runs on a rank that holds both models, if there is one. Otherwise the draft's
 probabilities are sent to the rank of the target that verifies.
 
-Shapes: B sequences, R rows being prefilled, S slots, K drafted tokens, P = 2 uniforms per draw, V vocabulary.
+Shapes: B sequences, K drafted tokens, P = 2 uniforms per draw, V vocabulary.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,8 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from llama_ssp.distributed.comms import Comm
-from llama_ssp.drafting.protocol import Drafter
-from llama_ssp.models.prefill import Buckets
+from llama_ssp.drafting.protocol import Drafter, SharedDrafter
 from llama_ssp.sampling.context import Rows
 from llama_ssp.sampling.rules import Draft
 from llama_ssp.shapes import static_shape
@@ -28,11 +26,10 @@ class ProbsReceiver(NamedTuple):
     vocab_size: int
 
 
-class BroadcastDrafter:
+class BroadcastDrafter(SharedDrafter):
     """Broadcasts the ids of a drafter.
 
     Args:
-        inner: the drafter on ranks that hold it; None elsewhere.
         comm: the ranks that receive the ids.
         src: the rank in `comm` whose drafted ids count.
         all_draft: all ranks hold a slice of the draft, so they have agreed on every id already.
@@ -50,37 +47,11 @@ class BroadcastDrafter:
         all_draft: bool = False,
         receiver: ProbsReceiver | None = None,
     ) -> None:
-        self._inner = inner
+        super().__init__(inner, num_draft_tokens=num_draft_tokens, device=device)
         self._comm = comm
         self._src = src
-        self.num_draft_tokens = num_draft_tokens
-        self.on_host = inner.on_host if inner else False
-        self.is_point_mass = inner.is_point_mass if inner else False
-        self._offsets_K = torch.arange(num_draft_tokens, device=device)
         self._all_draft = all_draft
         self._receiver = receiver
-
-    @property
-    def repeats_operators(self) -> bool:
-        """See `Drafter`."""
-        return self._inner.repeats_operators if self._inner else True
-
-    @property
-    def num_allocations(self) -> int:
-        """See `Drafter`."""
-        return self._inner.num_allocations if self._inner else 0
-
-    def allocate(self, *, batch_size: int, num_slots: int) -> None:
-        """Allocate caches on the ranks that draft."""
-        if self._inner:
-            self._inner.allocate(batch_size=batch_size, num_slots=num_slots)
-
-    def prefill(
-        self, tokens_RS: Tensor, lengths_R: Tensor, *, rows: Sequence[int], longest: int, buckets: Buckets
-    ) -> None:
-        """Read new prompts on the ranks that draft."""
-        if self._inner:
-            self._inner.prefill(tokens_RS, lengths_R, rows=rows, longest=longest, buckets=buckets)
 
     def propose(self, rows: Rows, *, uniforms_BKP: Tensor, bucket: int) -> Draft:
         """Draft on the ranks that hold the draft, and broadcast the ids of one; see `Drafter.propose`."""
@@ -91,16 +62,11 @@ class BroadcastDrafter:
             if self._receiver and draft.probs_BTV is not None and self._comm.rank == self._src:
                 self._comm.send(draft.probs_BTV[:, :-1], dst=self._receiver.rank)
             return draft
-        tokens_BS, lengths_B, _ = rows
-        ids_BK = lengths_B.new_empty(*static_shape(lengths_B), self.num_draft_tokens)
+        ids_BK = rows.lengths_B.new_empty(*static_shape(rows.lengths_B), self.num_draft_tokens)
         ids_BK = self._comm.broadcast(ids_BK, src=self._src)
-        tokens_BS.scatter_(1, lengths_B[:, None] + self._offsets_K, ids_BK)
-        return Draft(ids_BK=ids_BK, probs_BTV=self._receive_probs(ids_BK))
-
-    def _receive_probs(self, ids_BK: Tensor) -> Tensor | None:
-        """On the receiver: the probabilities that the ids were drawn from, followed by a row of zeros."""
+        self._write(ids_BK, rows)
         if self._receiver is None or self._comm.rank != self._receiver.rank:
-            return None
+            return Draft(ids_BK, None)
         shape = (*static_shape(ids_BK), self._receiver.vocab_size)
         probs_BKV = self._comm.receive(torch.empty(shape, device=ids_BK.device), src=self._src)
-        return pad(probs_BKV, (0, 0, 0, 1))
+        return Draft(ids_BK, pad(probs_BKV, (0, 0, 0, 1)))  # a row of zeros follows

@@ -27,10 +27,7 @@ def make_drafter(
     """Make the drafter of a rank, in a run with a draft.
 
     `runner` is the draft model or this rank's slice of it, None on ranks without one. `split` divides the rows among
-    ranks that each hold the whole draft model.
-
-    Raises:
-        ConfigError: the code of this kind of draft cannot be imported.
+    ranks that each hold the whole draft model. Raises ConfigError if the code of this kind of draft cannot be imported.
     """
     record, layout, num_draft_tokens = drafter_of(config.draft), mesh.layout, config.speculation.num_draft_tokens
     assert record.make, "a run without a draft needs no drafter"
@@ -54,7 +51,8 @@ def make_drafter(
     if split:
         return BatchSplitDrafter(inner, split=split, num_draft_tokens=num_draft_tokens, device=device)
     # Probabilities are sent only if no rank holds both models and the rule reads them.
-    is_apart = layout.draft_source_rank != layout.verify_rank and _needs_probs(config)
+    needs_probs = config.sampling.temperature > 0 and rule_of(config.verification.rule).needs_probs
+    is_apart = needs_probs and layout.draft_source_rank != layout.verify_rank
     return BroadcastDrafter(
         inner,
         comm=mesh.replica,
@@ -64,7 +62,3 @@ def make_drafter(
         all_draft=layout.draft_ranks == layout.ranks,
         receiver=ProbsReceiver(layout.verify_rank, vocab_size) if is_apart else None,
     )
-
-
-def _needs_probs(config: RunConfig) -> bool:
-    return config.sampling.temperature > 0 and rule_of(config.verification.rule).needs_probs

@@ -4,6 +4,7 @@ Shapes: B sequences, S slots, K drafted tokens, P = 2 uniforms per draw, V vocab
 """
 
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 from torch import Tensor
@@ -28,39 +29,34 @@ class _Tables(Workspace):
         self.nothing_BV = torch.zeros(batch_size, vocab_size, device=device)
 
 
+@dataclass(eq=False, repr=False)
 class ModelDrafter:
     """Drafts with a model, under the same processors as the target.
 
     The first step of a round always reads the last two tokens, rewriting one cache slot: after a fully accepted round
     the cache lacks the last drafted token, and reading two keeps the shape the same whatever was accepted.
 
-    Args:
+    Attributes:
         vocab_size: V of the target; the draft's logits are cut or padded to it.
         comm: the ranks that share the draft and agree on each id; None for one rank.
         src: the rank in `comm` whose ids count.
     """
 
+    runner: Runner
+    _: KW_ONLY
+    rule: Rule
+    num_draft_tokens: int
+    vocab_size: int
+    comm: Comm | None = None
+    src: int = 0
+
     on_host = False
     is_point_mass = False
 
-    def __init__(
-        self,
-        runner: Runner,
-        *,
-        rule: Rule,
-        num_draft_tokens: int,
-        vocab_size: int,
-        comm: Comm | None = None,
-        src: int = 0,
-    ) -> None:
-        self.runner = runner
-        self.rule = rule
-        self.num_draft_tokens = num_draft_tokens
-        self._vocab_size = vocab_size
-        self._comm = comm or Comm.single()
-        self._src = src
-        self._last_two = torch.arange(-2, 0, device=runner.device)
-        self._offsets_K = torch.arange(num_draft_tokens, device=runner.device)
+    def __post_init__(self) -> None:
+        self._comm = self.comm or Comm.single()
+        self._last_two = torch.arange(-2, 0, device=self.runner.device)
+        self._offsets_K = torch.arange(self.num_draft_tokens, device=self.runner.device)
         self._tables: _Tables | None = None
 
     @property
@@ -77,7 +73,7 @@ class ModelDrafter:
         """Allocate the cache."""
         self.runner.allocate(batch_size=batch_size, capacity=num_slots)
         if self._tables is None or batch_size != self._tables.batch_size:
-            self._tables = _Tables(batch_size, self._vocab_size, self.runner.device)
+            self._tables = _Tables(batch_size, self.vocab_size, self.runner.device)
 
     def prefill(
         self, tokens_RS: Tensor, lengths_R: Tensor, *, rows: Sequence[int], longest: int, buckets: Buckets
@@ -101,9 +97,11 @@ class ModelDrafter:
                 positions_BT, wanted_B1 = positions_BT[:, -1:] + 1, None
                 ids_BT = self._known(drafted[-1])
             logits_BV = self.runner.forward(ids_BT, positions_BT, bucket=bucket, score_positions_BR=wanted_B1)[:, 0]
+            if missing := self.vocab_size - static_shape(logits_BV)[-1]:
+                logits_BV = pad(logits_BV, (0, missing), value=float("-inf"))
             context = rows.before(positions_BT[:, -1:]) if self.rule.needs_context else None
-            ids_B1, probs_BV = self.rule.draw(self._at_target_width(logits_BV), uniforms_BP, context)
-            drafted.append(self._comm.broadcast(ids_B1, src=self._src))
+            ids_B1, probs_BV = self.rule.draw(logits_BV, uniforms_BP, context)
+            drafted.append(self._comm.broadcast(ids_B1, src=self.src))
             if context:  # the next one looks at this token too
                 tokens_BS.scatter_(1, positions_BT[:, -1:] + 1, drafted[-1])
             if probs_BV is not None:
@@ -115,12 +113,8 @@ class ModelDrafter:
 
     def _known(self, ids: Tensor) -> Tensor:
         """Replace ids that only the target's larger vocabulary has by the draft's last id; any draft is valid."""
-        is_narrower = self.runner.vocab_size < self._vocab_size
+        is_narrower = self.runner.vocab_size < self.vocab_size
         return ids.clamp(max=self.runner.vocab_size - 1) if is_narrower else ids
-
-    def _at_target_width(self, logits_BV: Tensor) -> Tensor:
-        missing = self._vocab_size - static_shape(logits_BV)[-1]
-        return pad(logits_BV, (0, missing), value=float("-inf")) if missing else logits_BV
 
 
 def make(parts: DrafterParts) -> ModelDrafter:

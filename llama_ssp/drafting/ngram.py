@@ -30,10 +30,8 @@ class NgramDrafter:
     """Drafts by copying from the prompt and the text so far.
 
     Args:
-        num_draft_tokens: K.
         longest: the most tokens that are compared, G.
         shortest: the fewest tokens that make a match.
-        device: where the ids live.
 
     Source: Saxena 2023, "Prompt Lookup Decoding".
     """
@@ -81,9 +79,6 @@ class NgramDrafter:
 def make(parts: DrafterParts) -> NgramDrafter:
     """Make the drafter of a rank; see `drafting.maker`."""
     assert isinstance(parts.config, NgramConfig)
-    return NgramDrafter(
-        num_draft_tokens=parts.num_draft_tokens,
-        longest=parts.config.longest,
-        shortest=parts.config.shortest,
-        device=parts.device,
-    )
+    longest, shortest = parts.config.longest, parts.config.shortest
+    num_draft_tokens, device = parts.num_draft_tokens, parts.device
+    return NgramDrafter(num_draft_tokens=num_draft_tokens, longest=longest, shortest=shortest, device=device)

@@ -26,7 +26,6 @@ class DrafterParts:
 
     Attributes:
         vocab_size: V of the target.
-        device: of the ids.
         runner: the draft model or this rank's slice of it, for kinds of draft that have a model.
         comm: the ranks that share the draft model; None if it is not split.
         src: the rank in `comm` whose ids count.
@@ -83,3 +82,39 @@ class Drafter(Protocol):
             The drafted ids, the same on every rank, and the probabilities they were drawn from, unless the rule needs
             none or the draft is a point mass.
         """
+
+
+class SharedDrafter:
+    """The drafter of some ranks, which the others follow; `inner` is that of this rank, None on ranks without one."""
+
+    def __init__(self, inner: Drafter | None, *, num_draft_tokens: int, device: torch.device) -> None:
+        self._inner = inner
+        self.num_draft_tokens = num_draft_tokens
+        self.on_host = inner.on_host if inner else False
+        self.is_point_mass = inner.is_point_mass if inner else False
+        self._offsets_K = torch.arange(num_draft_tokens, device=device)
+
+    @property
+    def repeats_operators(self) -> bool:
+        """See `Drafter`."""
+        return self._inner.repeats_operators if self._inner else True
+
+    @property
+    def num_allocations(self) -> int:
+        """See `Drafter`."""
+        return self._inner.num_allocations if self._inner else 0
+
+    def allocate(self, *, batch_size: int, num_slots: int) -> None:
+        """Allocate caches on the ranks that draft."""
+        if self._inner:
+            self._inner.allocate(batch_size=batch_size, num_slots=num_slots)
+
+    def prefill(
+        self, tokens_RS: Tensor, lengths_R: Tensor, *, rows: Sequence[int], longest: int, buckets: Buckets
+    ) -> None:
+        """Read new prompts on the ranks that draft."""
+        if self._inner:
+            self._inner.prefill(tokens_RS, lengths_R, rows=rows, longest=longest, buckets=buckets)
+
+    def _write(self, ids_BK: Tensor, rows: Rows) -> None:
+        rows.tokens_BS.scatter_(1, rows.lengths_B[:, None] + self._offsets_K, ids_BK)

@@ -8,31 +8,35 @@ recorded between the pieces and read once they have passed, at least one round l
 """
 
 import time
+from abc import ABC, abstractmethod
 from collections import deque
-from typing import Protocol
 
 import torch
 
 
-class Clock(Protocol):
+class Clock(ABC):
     """Times the parts of a round."""
 
+    def __init__(self) -> None:
+        self._seconds = {"draft": 0.0, "verify": 0.0}
+
+    @abstractmethod
     def start(self) -> None:
         """Begin a round."""
 
+    @abstractmethod
     def lap(self, part: str) -> None:
         """Add the time since the last call to `part`."""
 
     def take(self) -> tuple[float, float]:
         """Return and reset the seconds of drafting and of verification that are known by now."""
+        draft_s, verify_s = self._seconds["draft"], self._seconds["verify"]
+        self._seconds["draft"] = self._seconds["verify"] = 0.0
+        return draft_s, verify_s
 
 
-class HostClock:
+class HostClock(Clock):
     """The host's clock, for devices that run synchronously."""
-
-    def __init__(self) -> None:
-        self._seconds = {"draft": 0.0, "verify": 0.0}
-        self._last = 0.0
 
     def start(self) -> None:
         """See `Clock`."""
@@ -44,45 +48,31 @@ class HostClock:
         self._seconds[part] += now - self._last
         self._last = now
 
-    def take(self) -> tuple[float, float]:
-        """See `Clock`."""
-        return _taken(self._seconds)
 
-
-class EventClock:
+class EventClock(Clock):
     """CUDA events between the pieces of a round; never synchronizes."""
 
     def __init__(self) -> None:
-        self._seconds = {"draft": 0.0, "verify": 0.0}
+        super().__init__()
         self._open: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()
 
     def start(self) -> None:
         """See `Clock`."""
-        self._last = self._event()
+        self._last = torch.cuda.Event(enable_timing=True)
+        self._last.record()
 
     def lap(self, part: str) -> None:
         """See `Clock`."""
-        now = self._event()
-        self._open.append((part, self._last, now))
-        self._last = now
+        begin = self._last
+        self.start()
+        self._open.append((part, begin, self._last))
 
     def take(self) -> tuple[float, float]:
         """See `Clock`."""
         while self._open and self._open[0][2].query():
             part, begin, end = self._open.popleft()
             self._seconds[part] += begin.elapsed_time(end) / 1e3
-        return _taken(self._seconds)
-
-    def _event(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-
-def _taken(seconds: dict[str, float]) -> tuple[float, float]:
-    draft_s, verify_s = seconds["draft"], seconds["verify"]
-    seconds["draft"] = seconds["verify"] = 0.0
-    return draft_s, verify_s
+        return super().take()
 
 
 def clock_for(device: torch.device) -> Clock:

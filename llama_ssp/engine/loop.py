@@ -82,17 +82,10 @@ class Decoder:
     def run(self, requests: Sequence[Request], *, to_length: bool = False) -> Iterator[list[Update]]:
         """Decode all requests, in list order as rows become free.
 
-        Call it under `torch.inference_mode()`: entering that mode in each round would cost as much as a draw.
-
-        Args:
-            requests: each with prompt and new tokens within the models' contexts.
-            to_length: ignore end-of-sequence tokens and stop strings.
-
-        Yields:
-            The new tokens of each completion, one round at a time.
-
-        Raises:
-            NumericError: a model's logits are NaN; raised on every rank.
+        Call it under `torch.inference_mode()`: entering that mode in each round would cost as much as a draw. Prompt
+        and new tokens must be within the models' contexts; `to_length` ignores end-of-sequence tokens and stop strings.
+        Yields the new tokens of each completion, one round at a time. Raises NumericError on every rank if a model's
+        logits are NaN.
         """
         assert torch.is_inference_mode_enabled()
         self.make_room(requests)
@@ -101,7 +94,7 @@ class Decoder:
         waiting = deque(requests)
         self._rows: list[RowCompletion | None] = [None] * self.batch_size
         self._pending: deque[PendingRound] = deque()
-        drafts, block = self.round.drafter is not None, None
+        drafts = self.round.drafter is not None
         while (waiting or any(self._rows)) and not self.stopped:
             started = time.perf_counter()
             free = [row for row, owner in enumerate(self._rows) if owner is None] if waiting else []
@@ -111,9 +104,7 @@ class Decoder:
             if admitted:
                 self._admit(admitted, free[: len(admitted)])
             else:
-                result, block = step(
-                    self.executor, self._state, block, drafts=drafts, bucket=self._bucket(), clock=self.clock
-                )
+                result = step(self.executor, self._state, drafts=drafts, bucket=self._bucket(), clock=self.clock)
                 self._launch(result, list(self._rows), max_new=self.round.max_tokens_per_round, is_prefill=False)
             running = [owner for owner in self._rows if owner]
             updates = self._collect() if len(self._pending) > self._lag else []
@@ -133,7 +124,7 @@ class Decoder:
         """The previous run's batch if the executor keeps it and its sizes fit; else a new one."""
         sizes = self._num_slots, self._num_rounds
         if self._kept and sizes == (self._kept.num_slots, self._kept.num_rounds):
-            self._kept.reset()
+            self._kept.vacate(slice(None))
             return self._kept
         state = BatchState.empty(
             batch_size=self.batch_size, num_slots=sizes[0], num_rounds=sizes[1], table=self.round.uniforms
@@ -196,7 +187,10 @@ class Decoder:
                 owner.token_ids += new_ids
                 if reason or num_before + num_new == limit:
                     owner.ended_in_draft = num_new <= num_accepted
-                    self._free(owner, reason or "length")
+                    owner.finish_reason = reason or "length"
+                    row = self._rows.index(owner)
+                    self._rows[row] = None
+                    self._state.vacate(row)
                 updates.append(Update(owner, new_ids, num_drafted))
         return updates
 
@@ -211,13 +205,6 @@ class Decoder:
         if owner.stop_watch and (num_until_stop := owner.stop_watch.num_until_stop(ids)):
             ids, reason = ids[:num_until_stop], "stop"
         return ids, reason
-
-    def _free(self, owner: RowCompletion, reason: FinishReason) -> None:
-        """End a completion and vacate its row."""
-        owner.finish_reason = reason
-        row = self._rows.index(owner)
-        self._rows[row] = None
-        self._state.vacate(row)
 
     def _record_time(self, running: list[RowCompletion], seconds: float, *, is_round: bool) -> None:
         """Add the time of one pass of the loop to all rows that ran in it; only rounds have parts, prefills do not."""

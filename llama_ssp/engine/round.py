@@ -56,30 +56,19 @@ class Executor(Protocol):
         """Score a block with the target, verify it and commit the decision; without a block, decode one token."""
 
 
-def step(
-    executor: Executor, state: BatchState, block: Block | None, *, drafts: bool, bucket: int, clock: Clock
-) -> tuple[Tensor, Block | None]:
-    """Run one round on a batch whose rows have at least two tokens.
+def step(executor: Executor, state: BatchState, *, drafts: bool, bucket: int, clock: Clock) -> Tensor:
+    """Run one round on a batch whose rows have at least two tokens; returns its result, see `BatchState.commit`.
 
-    Args:
-        executor: runs its pieces.
-        state: the batch.
-        block: drafted ahead by the previous round; None drafts now.
-        drafts: whether the round is speculative.
-        bucket: number of cache slots to read, at least the longest row's length + K.
-        clock: times the pieces.
-
-    Returns:
-        The round's result (see `BatchState.commit`) and the block drafted ahead for the next round: always None,
-        because no executor drafts while the target verifies.
+    `drafts` says whether it is speculative; `bucket` cache slots are read, at least the longest row's length + K.
     """
     clock.start()
-    if drafts and block is None:
+    block = None
+    if drafts:
         block = executor.draft(state, bucket=bucket)
         clock.lap("draft")
     result = executor.verify(state, block, bucket=bucket)
     clock.lap("verify")
-    return result, None
+    return result
 
 
 class Round:
@@ -114,8 +103,7 @@ class Round:
     def prefill(self, prompts: BatchState, rows: Sequence[int], *, longest: int, buckets: Buckets) -> Tensor:
         """Read R prompts into the given rows of the caches and sample each one's first token; see `read_prompts`.
 
-        Returns:
-            The result of these rows; see `BatchState.commit`.
+        Returns the result of these rows; see `BatchState.commit`.
         """
         tokens_RS, lengths_R = prompts.tokens_BS, prompts.lengths_B
         rows_R = torch.tensor(rows, device=self.target.device)

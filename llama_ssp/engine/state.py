@@ -28,7 +28,6 @@ class Request:
     Attributes:
         index: the prompt's index in its file; with `sample` it keys the uniforms.
         prompt_ids: token ids, at least one.
-        max_new_tokens: the most tokens to generate.
         sample: which of several samples of this prompt.
     """
 
@@ -61,16 +60,10 @@ class BatchState(NamedTuple):
     def empty(cls, *, batch_size: int, num_slots: int, num_rounds: int, table: UniformTable) -> "BatchState":
         """A batch whose rows have all ended, with two tokens each, because a round reads two even of vacant rows."""
         device = table.device
+        tokens_BS = torch.zeros(batch_size, num_slots, dtype=torch.int64, device=device)
         twos_B = torch.full((batch_size,), 2, dtype=torch.int64, device=device)
-        shape = (batch_size, num_rounds, table.num_uniforms)
-        return cls(
-            tokens_BS=torch.zeros(batch_size, num_slots, dtype=torch.int64, device=device),
-            lengths_B=twos_B,
-            limits_B=twos_B.clone(),
-            uniforms_BMN=torch.zeros(shape, dtype=torch.float64, device=device),
-            first_round_B=-twos_B,
-            keys_B=torch.zeros_like(twos_B),
-        )
+        uniforms_BMN = torch.zeros(batch_size, num_rounds, table.num_uniforms, dtype=torch.float64, device=device)
+        return cls(tokens_BS, twos_B, twos_B.clone(), uniforms_BMN, -twos_B, keys_B=torch.zeros_like(twos_B))
 
     @property
     def rows(self) -> Rows:
@@ -86,12 +79,6 @@ class BatchState(NamedTuple):
     def num_rounds(self) -> int:
         """M."""
         return self.uniforms_BMN.shape[1]
-
-    def reset(self) -> None:
-        """End all rows, as in an empty batch; the tensors stay in place."""
-        self.lengths_B.fill_(2)
-        self.limits_B.fill_(2)
-        self.first_round_B.fill_(-2)
 
     def rows_of(self, requests: Sequence[Request], *, table: UniformTable, seed: int) -> "BatchState":
         """A batch of these requests' prompts, one row each, with as many slots as this one."""
@@ -112,14 +99,9 @@ class BatchState(NamedTuple):
         for row, length in enumerate(lengths):  # one at a time, to save memory
             starts_M = torch.arange(length, length + num_rounds, device=device)
             uniforms_BMN[row] = table.uniforms(keys_B[row], starts_M)
-        return BatchState(
-            tokens_BS=tokens_BS.to(device),
-            lengths_B=lengths_B,
-            limits_B=torch.tensor(limits, device=device),
-            uniforms_BMN=uniforms_BMN,
-            first_round_B=torch.arange(len(requests), device=device) * num_rounds - lengths_B,
-            keys_B=keys_B,
-        )
+        first_round_B = torch.arange(len(requests), device=device) * num_rounds - lengths_B
+        limits_B = torch.tensor(limits, device=device)
+        return BatchState(tokens_BS.to(device), lengths_B, limits_B, uniforms_BMN, first_round_B, keys_B)
 
     def put(self, rows_R: Tensor, other: "BatchState", *, prompt_lengths_R: Tensor) -> None:
         """Overwrite rows `rows_R` with the rows of `other`, whose prompts had the given lengths."""
@@ -135,14 +117,9 @@ class BatchState(NamedTuple):
         return self.uniforms_BMN.flatten(0, 1).index_select(0, self.first_round_B + self.lengths_B)
 
     def commit(self, decision: Decision, *, drafted_ids_BK: Tensor | None = None) -> Tensor:
-        """Append the decided tokens to the text, up to each row's limit.
+        """Append the decided tokens to the text, up to each row's limit; drafted ones are in `tokens_BS` already.
 
-        Args:
-            decision: how many drafted tokens are accepted, and the token after them.
-            drafted_ids_BK: the drafted tokens, which are in `tokens_BS` already.
-
-        Returns:
-            The round's result (B, K + 3), int64: the drafted tokens, then the decision, not cut at the limits.
+        Returns the round's result (B, K + 3), int64: the drafted tokens, then the decision, not cut at the limits.
         """
         lengths_B1 = self.lengths_B.unsqueeze(1)
         lengths_B1.add_(decision.num_accepted_B1)
@@ -150,8 +127,8 @@ class BatchState(NamedTuple):
         self.lengths_B.add_(1).clamp_max_(self.limits_B)
         return torch.cat([*decision] if drafted_ids_BK is None else [drafted_ids_BK, *decision], dim=1)
 
-    def vacate(self, row: int) -> None:
-        """Reset a row to that of an empty batch, because later rounds may read fewer slots than it has filled."""
-        self.lengths_B[row] = 2
-        self.limits_B[row] = 2
-        self.first_round_B[row] = -2
+    def vacate(self, rows: int | slice) -> None:
+        """Reset rows in place to those of an empty batch: later rounds may read fewer slots than they have filled."""
+        self.lengths_B[rows] = 2
+        self.limits_B[rows] = 2
+        self.first_round_B[rows] = -2

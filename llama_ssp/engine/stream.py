@@ -50,14 +50,9 @@ class IncrementalText:
         self._accepted = False
 
     def push(self, token_ids: Sequence[int], *, num_accepted: int = 0) -> list[Piece]:
-        """Add the tokens of a round, or of a prefill or plain step.
+        """Add the row's new ids, also those that end the text; the first `num_accepted` were drafted and accepted.
 
-        Args:
-            token_ids: the row's new ids, including those that end the text.
-            num_accepted: how many of the first ids were drafted and accepted.
-
-        Returns:
-            The complete characters. Each belongs to the token that completes it.
+        Returns the complete characters. Each belongs to the token that completes it.
         """
         pieces: list[Piece] = []
         for offset, token_id in enumerate(token_ids):

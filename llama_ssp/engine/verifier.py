@@ -43,7 +43,6 @@ class Verifier:
     Args:
         comm: the ranks that must agree.
         verify_rank: the rank in `comm` that decides; with a split, only for tokens without a draft.
-        device: of the decisions.
         split: divides the rows among ranks that each hold the draft; None lets `verify_rank` decide all.
 
     Attributes:
@@ -57,6 +56,7 @@ class Verifier:
         self.needs_context = rule.needs_context
         self._comm = comm
         self._verify_rank = verify_rank
+        self._decides = comm.rank == verify_rank
         self._split = split
         self._stop_11 = torch.zeros(1, 1, dtype=torch.int64, device=device)
 
@@ -82,29 +82,19 @@ class Verifier:
         return self._rule.process(logits_BWV, context) if self._decides else logits_BWV
 
     def verify(self, draft: Draft, target_BWV: Tensor, *, draws: Draws) -> Decision:
-        """Accept a prefix of the draft and choose the token that follows it."""
+        """Accept a prefix of the draft and choose the token that follows it; with a split, any rank can ask to stop."""
         batch_size, _ = static_shape(draft.ids_BK)
-        if self._split:
-            return self._verify_own_rows(draft, target_BWV, draws, self._split, batch_size=batch_size)
-        verdict = self._rule.verify(draft, target_BWV, draws=draws) if self._decides else None
-        return self._broadcast(verdict and self._decision(verdict), batch_size=batch_size)
-
-    @property
-    def _decides(self) -> bool:
-        return self._comm.rank == self._verify_rank
-
-    def _verify_own_rows(
-        self, draft: Draft, target_RWV: Tensor, draws: Draws, split: BatchSplit, *, batch_size: int
-    ) -> Decision:
-        """Decide this rank's rows and gather all decisions; here any rank can request a stop."""
-        rows = split.own_rows(batch_size)
+        if not self._split:
+            verdict = self._rule.verify(draft, target_BWV, draws=draws) if self._decides else None
+            return self._broadcast(verdict and self._decision(verdict), batch_size=batch_size)
+        rows = self._split.own_rows(batch_size)
         packed_R3 = self._stop_11.new_empty(0, 3)
         if rows:
             own = slice(rows.start, rows.stop)
             own_draws = Draws(*(uniforms[own] for uniforms in draws))
-            verdict = self._rule.verify(Draft(draft.ids_BK[own], draft.probs_BTV), target_RWV, draws=own_draws)
+            verdict = self._rule.verify(Draft(draft.ids_BK[own], draft.probs_BTV), target_BWV, draws=own_draws)
             packed_R3 = torch.cat([*self._decision(verdict)], dim=1)
-        return _unpacked(split.gather(packed_R3, batch_size=batch_size))
+        return _unpacked(self._split.gather(packed_R3, batch_size=batch_size))
 
     def _decision(self, verdict: Verdict) -> Decision:
         num_accepted_B1, next_ids_B1, weights_B1 = verdict

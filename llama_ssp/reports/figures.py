@@ -1,6 +1,7 @@
 """The charts of a report, made from finished runs; each is None if nothing was measured for it. `plots` draws them."""
 
 from collections.abc import Sequence
+from statistics import fmean
 
 from llama_ssp.reports.charts import COLOURS, GREY, INK, Chart
 from llama_ssp.reports.lines import PLAIN, SPECULATIVE, CompletionLine
@@ -35,12 +36,12 @@ def speedup_by_k(runs: Sequence[Run]) -> Chart | None:
             if not same:
                 continue
             left, colour = place + 0.5 + (number - len(pairs) / 2) * width, _colour(number)
-            mean = _mean([speedup for _, speedup in same])
+            mean = fmean(speedup for _, speedup in same)
             repeats = f", mean of {len(same)} runs" if len(same) > 1 else ""
             says = f"{pair}, K={k}: {mean:.2f}x{repeats}"
             chart.bar(left, left + 0.94 * width, mean, colour, says=says, name=pair)
             if forecasts := [run.summary.forecast.speedup for run, _ in same if run.summary.forecast.speedup]:
-                level = _mean(forecasts)
+                level = fmean(forecasts)
                 chart.line([(left, level), (left + 0.94 * width, level)], INK, name="forecast", dashed=True)
     chart.line([(0, 1), (len(ks), 1)], GREY)
     return chart
@@ -87,10 +88,9 @@ def forecast_against_measured(runs: Sequence[Run]) -> Chart | None:
     points = []
     for run in runs:
         summary, forecast = run.summary, run.summary.forecast
-        for mode, part, expected in (
-            (PLAIN, summary.plain, forecast.plain_ms_per_token),
-            (SPECULATIVE, summary.speculative, forecast.speculative_ms_per_token),
-        ):
+        plain = PLAIN, summary.plain, forecast.plain_ms_per_token
+        speculative = SPECULATIVE, summary.speculative, forecast.speculative_ms_per_token
+        for mode, part, expected in (plain, speculative):
             if part and part.ms_per_token and expected:
                 points.append((part.ms_per_token, expected, mode, run.name))
         for cell in summary.cells:
@@ -169,7 +169,3 @@ def round_timeline(run: Run) -> Chart | None:
 
 def _colour(number: int) -> str:
     return COLOURS[number % len(COLOURS)]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

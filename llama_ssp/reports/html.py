@@ -11,7 +11,6 @@ from typing import Any
 from llama_ssp.errors import ConfigError
 from llama_ssp.reports import figures, plots
 from llama_ssp.reports.charts import Chart
-from llama_ssp.reports.lines import PLAIN, SPECULATIVE, BenchmarkRow
 from llama_ssp.reports.runs import Run
 
 try:
@@ -64,16 +63,14 @@ def _section(run: Run) -> dict[str, Any]:
         f"{summary.num_new_tokens} new tokens, seed {summary.seed}{f', {run.status}' if run.status else ''}",
         "made_by": versions + (f", commit {summary.git_commit[:12]}" if summary.git_commit else ""),
         "tiles": _tiles(run),
-        "cells": [_cell(cell) for cell in summary.cells],
+        "cells": [[cell.name, *map(_number, [*cell.columns, cell.tokens_per_round])] for cell in summary.cells],
         "figures": _drawn([figures.round_timeline(run), *_figures([run])]),
     }
 
 
 def _figures(runs: Sequence[Run]) -> list[Chart | None]:
-    kinds = (
-        figures.speedup_by_k, figures.acceptance_by_position, figures.forecast_against_measured, figures.memory_by_rank,
-    )  # fmt: skip
-    return [kind(runs) for kind in kinds]
+    accuracy = figures.forecast_against_measured(runs), figures.memory_by_rank(runs)
+    return [figures.speedup_by_k(runs), figures.acceptance_by_position(runs), *accuracy]
 
 
 def _drawn(charts: Iterable[Chart | None]) -> list[dict[str, str]]:
@@ -90,13 +87,6 @@ def _tiles(run: Run) -> list[tuple[str, str]]:
         (_number(fast.tokens_per_round if fast else None), "tokens per round"),
         (_percent(fast.acceptance_rate if fast else None), "of examined tokens accepted"),
     ]
-
-
-def _cell(cell: BenchmarkRow) -> list[str]:
-    measured, forecast = cell.ms_per_token, cell.forecast_ms_per_token
-    ours = [(measured.get(mode), forecast.get(mode)) for mode in (PLAIN, SPECULATIVE)]
-    times = (*ours[0], measured.get("generate"), *ours[1], measured.get("assisted"), cell.tokens_per_round)
-    return [cell.name, *map(_number, times)]
 
 
 def _cells(run: Run) -> list[str]:

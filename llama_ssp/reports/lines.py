@@ -154,10 +154,7 @@ class StartUp:
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """The facts of a run that its lines lack. `num_draft_tokens` is 0 without a draft.
-
-    `weights` is "checkpoint" or "synthetic".
-    """
+    """Facts that a run's lines lack: `weights` is "checkpoint" or "synthetic", `num_draft_tokens` 0 without a draft."""
 
     task: str
     model: str
@@ -216,6 +213,13 @@ class BenchmarkRow:
         """Its name in a report."""
         drafting = f", K = {self.num_draft_tokens}" if self.num_draft_tokens else ""
         return f"prompt {self.prompt_tokens}, batch {self.batch_size}{drafting}"
+
+    @property
+    def columns(self) -> list[float | None]:
+        """Its times in ms/token, for a table: plain, forecast, generate, speculative, forecast, assisted."""
+        measured, forecast = self.ms_per_token, self.forecast_ms_per_token
+        ours = [(measured.get(mode), forecast.get(mode)) for mode in (PLAIN, SPECULATIVE)]
+        return [*ours[0], measured.get("generate"), *ours[1], measured.get("assisted")]
 
     def to_json(self) -> bytes:
         """Return the line with its line feed."""

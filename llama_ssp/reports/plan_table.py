@@ -200,21 +200,12 @@ def _search_row(choice: Mapping[str, Any]) -> list[str]:
     target = f"{_literal(choice['target'])} {(storage and storage.short_name) or choice['quantization']}"
     draft = f"{_literal(choice['draft'])} {choice['draft_kind']}" if choice["draft"] else "none"
     if choice["reason"]:
-        return [
-            "",
-            f"[strike]{target}[/strike]",
-            f"[strike]{draft}[/strike]",
-            *[""] * 3,
-            f"[red]{_shortage(choice)}[/red]",
-        ]
+        struck = [f"[strike]{name}[/strike]" for name in (target, draft)]
+        needed, capacity = choice["needed_bytes"], choice["capacity_bytes"]
+        shortage = "cannot be shared" if needed is None else f"{needed / GIB:.1f} of {capacity / GIB:.1f}"
+        return ["", *struck, "", "", "", f"[red]{shortage}[/red]"]
     k, room = str(choice["num_draft_tokens"] or ""), _amount(choice["needed_bytes"], GIB)
     return [str(choice["rank"]), target, draft, k, f"{choice['ms_per_token']:.2f}", f"{choice['speedup']:.2f}x", room]
-
-
-def _shortage(choice: Mapping[str, Any]) -> str:
-    if choice["needed_bytes"] is None:
-        return "cannot be shared"
-    return f"{choice['needed_bytes'] / GIB:.1f} of {choice['capacity_bytes'] / GIB:.1f}"
 
 
 def _literal(text: str) -> str:

@@ -34,13 +34,9 @@ def read_json(text: str | bytes) -> object:
 
 
 def restore(kind: type[_Record], content: object, *, where: str = "", exact: bool = False) -> _Record:
-    """Build a dataclass record from parsed JSON; raises ValueError that names the first wrong field.
+    """Build a dataclass record from parsed JSON; raises ValueError that names the first wrong field, after `where`.
 
-    Args:
-        kind: its fields have simple types; those with a default may be missing unless `exact`.
-        content: parsed JSON.
-        where: prefix of field names in messages.
-        exact: no field may be missing.
+    Fields have simple types; those with a default may be missing unless `exact`.
     """
     hints, needed = _fields_of(cast("Hashable", kind))
     needed = set(hints) if exact else needed

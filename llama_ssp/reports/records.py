@@ -17,10 +17,10 @@ import json
 import os
 import platform
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import BinaryIO, Self, TypeVar
+from typing import BinaryIO, TypeVar
 
 from llama_ssp.errors import FULL_DISK, ConfigError, SspError
 from llama_ssp.reports.lines import BenchmarkRow, CompletionLine, LineKey, Summary
@@ -36,20 +36,14 @@ CHANGEABLE = (
 """Keys of a config, with all below them, that may change when a run is resumed: no completion depends on them."""
 
 
-class RunFolder:
+class RunFolder(AbstractContextManager["RunFolder"]):
     """An open run folder: its path, finished completions and cells; a context manager that releases the lock."""
 
     def __init__(self, path: Path, config_yaml: str, *, changeable: Collection[str] = CHANGEABLE) -> None:
         """Create the folder, or reopen it to resume its run, and mark it as running.
 
-        Args:
-            path: the folder, which need not exist.
-            config_yaml: the whole config of this run.
-            changeable: dotted keys that may differ from the folder's own config.
-
-        Raises:
-            ConfigError: another job uses the folder, it belongs to another config, or its files are damaged.
-            SspError: the folder cannot be written.
+        `changeable` are dotted keys that may differ from the folder's own config. Raises ConfigError if another job
+        uses the folder, it belongs to another config, or its files are damaged; SspError if it cannot be written.
         """
         self.path = path
         with _explained(path):
@@ -114,9 +108,6 @@ class RunFolder:
         """Release the folder for other jobs."""
         self._file.close()
         self._lock.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_error: object) -> None:
         self.close()

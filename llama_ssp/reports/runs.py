@@ -46,8 +46,7 @@ class Run:
 def find_runs(folders: Iterable[Path]) -> tuple[list[Run], list[str]]:
     """Read every run in the folders of runs or sweeps, and below them; raises ConfigError for a folder without a run.
 
-    Returns:
-        The readable runs in order of their paths, and a sentence for each run without a summary or with a damaged file.
+    Returns readable runs in order of their paths, and a sentence for each run without a summary or with a damaged file.
     """
     runs, missing = [], []
     for folder in folders:

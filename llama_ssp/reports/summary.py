@@ -83,9 +83,8 @@ def _plain(lines: Sequence[CompletionLine]) -> PlainSummary:
 
 def _speculative(lines: Sequence[CompletionLine], num_draft_tokens: int) -> SpeculativeSummary:
     return SpeculativeSummary(
-        ms_per_token=ms_per_token(lines), tokens_per_s=tokens_per_s(lines), tokens_per_round=tokens_per_round(lines),
+        **vars(_plain(lines)), tokens_per_round=tokens_per_round(lines),
         num_rounds=sum(line.num_rounds for line in lines),
-        num_target_forwards=sum(line.num_target_forwards for line in lines),
         acceptance_rate=acceptance_rate(lines), accepted_histogram=accepted_histogram(lines, num_draft_tokens),
         draft_s=sum(line.draft_s for line in lines), verify_s=sum(line.verify_s for line in lines),
         other_s=sum(line.other_s for line in lines),

@@ -33,10 +33,8 @@ class Rows(NamedTuple):
 class Context(NamedTuple):
     """What precedes each scored position.
 
-    Attributes:
-        tokens_BS: token ids of the rows.
-        keys_B: keys of the rows.
-        last_BT: where the last token before each scored position stands; it grows by 1 along T.
+    Tokens and keys are those of `Rows`. The last token before each scored position stands at `last_BT` (B, T), which
+    grows by 1 along T.
     """
 
     tokens_BS: Tensor

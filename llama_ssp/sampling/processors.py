@@ -25,9 +25,8 @@ DRAW_UNITS = 2.0**62
 def processor(sampling: SamplingConfig) -> Callable[[Tensor], Tensor]:
     """Compose the processors of a sampling config with a temperature above 0 (greedy has no probabilities).
 
-    Returns:
-        A function from logits (..., V), left unchanged, to probabilities (..., V) in fp32, or fp64 for logits in fp64.
-        A logit of minus infinity has probability 0.
+    Returns a function from logits (..., V), left unchanged, to probabilities (..., V) in fp32, or fp64 for logits in
+    fp64. A logit of minus infinity has probability 0.
 
     Source: Fan et al. 2018, arXiv:1805.04833 (top-k); Holtzman et al. 2020, arXiv:1904.09751 (top-p);
         Minh et al. 2024, arXiv:2407.01082 (min-p).
@@ -46,19 +45,15 @@ def processor(sampling: SamplingConfig) -> Callable[[Tensor], Tensor]:
         if top_k is not None:
             probs = _keep(probs, logits >= largest_S[..., -1:])
         if top_p is not None:
-            num_kept = _num_in_nucleus(probs.gather(-1, ids_S), top_p)
+            probs_S = probs.gather(-1, ids_S)
+            mass_before_S = probs_S.cumsum(-1, dtype=torch.float64) - probs_S
+            num_kept = (mass_before_S < top_p).sum(-1, keepdim=True)  # at least 1
             probs = _keep(probs, logits >= largest_S.gather(-1, num_kept - 1))
         if min_p is not None:
             probs = _keep(probs, probs >= min_p * probs.amax(-1, keepdim=True))
         return probs
 
     return process
-
-
-def _num_in_nucleus(probs_S: Tensor, top_p: float) -> Tensor:
-    """How many of the sorted tokens have less than `top_p` before them: at least 1, shape (..., 1)."""
-    mass_before_S = probs_S.cumsum(-1, dtype=torch.float64) - probs_S
-    return (mass_before_S < top_p).sum(-1, keepdim=True)
 
 
 def _keep(probs: Tensor, is_kept: Tensor) -> Tensor:

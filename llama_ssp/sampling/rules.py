@@ -59,24 +59,21 @@ def verify_speculative(draft: Draft, target_probs_BTV: Tensor, *, draws: Draws) 
         The verdict. At the first rejection the next token is drawn from the residual, the positive part of target minus
         draft. After K acceptances, or if rounding leaves no residual, it is drawn from the target's row.
 
-    Raises:
-        ConfigError: the two distributions differ in vocabulary.
+    Raises ConfigError if the two distributions differ in vocabulary.
 
     Source: Chen et al. 2023, arXiv:2302.01318, Algorithm 2; Leviathan et al. 2023, arXiv:2211.17192, Algorithm 1.
     """
     num_rows, num_positions, vocab_size = static_shape(target_probs_BTV)
-    draft = _with_probs(draft, target_probs_BTV)
-    target_at_BK1, draft_at_BK1 = _at_drafted(draft, target_probs_BTV)
+    draft_probs_BTV, target_at_BK1, draft_at_BK1 = _at_drafted(draft, target_probs_BTV)
     num_accepted_B1 = _length_of_prefix(draws.accept_BK[..., None] < target_at_BK1.div_(draft_at_BK1))
 
     # Few operators and no branches: after a large forward the CPU must load the code of each new operator into its
     # caches again, which costs more than the operator.
     rows_B = rows_at(num_accepted_B1, num_rows=num_rows, num_positions=num_positions)
     target_row_BV = target_probs_BTV.flatten(0, 1).index_select(0, rows_B)
-    draft_row_BV = _probs(draft).flatten(0, 1).index_select(0, rows_B)
+    draft_row_BV = draft_probs_BTV.flatten(0, 1).index_select(0, rows_B)
     rest_BV = (target_row_BV - draft_row_BV).clamp_min_(0)
-    next_ids_B1 = _draw_rest(rest_BV, target_row_BV, uniforms_BP=draws.residual_BP, vocab_size=vocab_size)
-    return Verdict(num_accepted_B1, next_ids_B1, rest_BV.gather(1, next_ids_B1))
+    return _verdict(num_accepted_B1, rest_BV, target_row_BV, uniforms_BP=draws.residual_BP, vocab_size=vocab_size)
 
 
 def verify_block(draft: Draft, target_probs_BTV: Tensor, *, draws: Draws) -> Verdict:
@@ -94,13 +91,12 @@ def verify_block(draft: Draft, target_probs_BTV: Tensor, *, draws: Draws) -> Ver
     Source: Sun et al. 2024, arXiv:2403.10444, Algorithm 2.
     """
     num_rows, num_positions, vocab_size = static_shape(target_probs_BTV)
-    draft = _with_probs(draft, target_probs_BTV)
-    target_at_BK1, draft_at_BK1 = _at_drafted(draft, target_probs_BTV)
+    draft_probs_BTV, target_at_BK1, draft_at_BK1 = _at_drafted(draft, target_probs_BTV)
     # The product clipped to 1 at every step equals the product over its largest value so far. It is computed in fp64,
     # because a drafted token can be 2^62 times as probable under the target.
     product_BT1 = pad(target_at_BK1.double().div_(draft_at_BK1).cumprod_(1), (0, 0, 1, 0), value=1.0)
     reach_BT1 = product_BT1.div_(product_BT1.cummax(1).values).to(target_probs_BTV.dtype)
-    rest_BTV = (target_probs_BTV * reach_BT1).sub_(_probs(draft)).clamp_min_(0)
+    rest_BTV = (target_probs_BTV * reach_BT1).sub_(draft_probs_BTV).clamp_min_(0)
 
     # Nothing is left over where draft and target agree: 0 / 0 does not pass there, but a longer prefix surely does.
     rest_BK, missing_BK = rest_BTV.sum(-1)[:, 1:], 1 - reach_BT1[:, 1:, 0]
@@ -110,41 +106,32 @@ def verify_block(draft: Draft, target_probs_BTV: Tensor, *, draws: Draws) -> Ver
 
     rows_B = rows_at(num_accepted_B1, num_rows=num_rows, num_positions=num_positions)
     rest_BV, target_row_BV = (all_BTV.flatten(0, 1).index_select(0, rows_B) for all_BTV in (rest_BTV, target_probs_BTV))
-    next_ids_B1 = _draw_rest(rest_BV, target_row_BV, uniforms_BP=draws.residual_BP, vocab_size=vocab_size)
-    return Verdict(num_accepted_B1, next_ids_B1, rest_BV.gather(1, next_ids_B1))
+    return _verdict(num_accepted_B1, rest_BV, target_row_BV, uniforms_BP=draws.residual_BP, vocab_size=vocab_size)
 
 
-def _with_probs(draft: Draft, target_probs_BTV: Tensor) -> Draft:
-    """The draft with probabilities; those of a point mass are 1 for each drafted token."""
-    if draft.probs_BTV is not None:
-        return draft
-    probs_BTV = torch.zeros_like(target_probs_BTV)
-    probs_BTV[:, :-1].scatter_(-1, draft.ids_BK[..., None], 1.0)
-    return Draft(draft.ids_BK, probs_BTV)
-
-
-def _probs(draft: Draft) -> Tensor:
-    assert draft.probs_BTV is not None
-    return draft.probs_BTV
-
-
-def _at_drafted(draft: Draft, target_probs_BTV: Tensor) -> tuple[Tensor, Tensor]:
-    """The probabilities of each drafted token under target and draft, (B, K, 1) each."""
-    draft_size, vocab_size = static_shape(_probs(draft))[-1], static_shape(target_probs_BTV)[-1]
+def _at_drafted(draft: Draft, target_probs_BTV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The draft's probabilities, which a point mass lacks, and those of each drafted token (B, K, 1): target, draft."""
+    ids_BK1, probs_BTV = draft.ids_BK[..., None], draft.probs_BTV
+    if probs_BTV is None:
+        probs_BTV = torch.zeros_like(target_probs_BTV)
+        probs_BTV[:, :-1].scatter_(-1, ids_BK1, 1.0)
+    draft_size, vocab_size = static_shape(probs_BTV)[-1], static_shape(target_probs_BTV)[-1]
     if draft_size != vocab_size:
         raise ConfigError(
             f"the draft has {draft_size} tokens and the target {vocab_size}: verification needs one vocabulary; "
             "choose a draft with the target's tokenizer"
         )
-    ids_BK1 = draft.ids_BK[..., None]
-    return target_probs_BTV.gather(-1, ids_BK1), _probs(draft).gather(-1, ids_BK1)
+    return probs_BTV, target_probs_BTV.gather(-1, ids_BK1), probs_BTV.gather(-1, ids_BK1)
 
 
-def _draw_rest(rest_BV: Tensor, target_row_BV: Tensor, *, uniforms_BP: Tensor, vocab_size: int) -> Tensor:
+def _verdict(
+    num_accepted_B1: Tensor, rest_BV: Tensor, target_row_BV: Tensor, *, uniforms_BP: Tensor, vocab_size: int
+) -> Verdict:
     """Draw from the residual, or from the target if rounding leaves no residual; overwrites `target_row_BV`."""
     # A tiny fraction of the target decides if the residual is zero, and is lost in rounding otherwise.
     units_BV = target_row_BV.mul_(_HINT_OF_TARGET * DRAW_UNITS).add_(rest_BV, alpha=DRAW_UNITS)
-    return draw_units(units_BV, uniforms_BP, vocab_size=vocab_size)
+    next_ids_B1 = draw_units(units_BV, uniforms_BP, vocab_size=vocab_size)
+    return Verdict(num_accepted_B1, next_ids_B1, rest_BV.gather(1, next_ids_B1))
 
 
 def verify_greedy(draft: Draft, target_logits_BTV: Tensor) -> Verdict:
@@ -174,8 +161,7 @@ class Rule(Protocol):
     ) -> tuple[Tensor, Tensor | None]:
         """Draw one token per row, from a draft's or from the target's logits.
 
-        Returns:
-            ids (B, 1), and the probabilities (B, V) they were drawn from, if the rule's verification needs them.
+        Returns ids (B, 1), and the probabilities (B, V) they were drawn from, if the rule's verification needs them.
         """
 
     def process(self, logits_BTV: Tensor, context: Context | None = None) -> Tensor:
@@ -194,12 +180,7 @@ class _OnProbabilities:
         self._process = process
         self._verify = verify
 
-    def draw(
-        self,
-        logits_BV: Tensor,
-        uniforms_BP: Tensor,
-        context: Context | None = None,  # noqa: ARG002
-    ) -> tuple[Tensor, Tensor]:
+    def draw(self, logits_BV: Tensor, uniforms_BP: Tensor, context: Context | None = None) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         probs_BV = self._process(logits_BV)
         return draw(probs_BV, uniforms_BP), probs_BV
 
@@ -215,12 +196,7 @@ class _OnLogits:
 
     needs_context = False
 
-    def draw(
-        self,
-        logits_BV: Tensor,
-        uniforms_BP: Tensor,  # noqa: ARG002
-        context: Context | None = None,
-    ) -> tuple[Tensor, None]:
+    def draw(self, logits_BV: Tensor, uniforms_BP: Tensor, context: Context | None = None) -> tuple[Tensor, None]:  # noqa: ARG002
         return self.process(logits_BV[:, None], context)[:, 0].argmax(-1, keepdim=True), None
 
     def process(self, logits_BTV: Tensor, context: Context | None = None) -> Tensor:  # noqa: ARG002
@@ -272,11 +248,7 @@ class _Penalized:
 
 
 def make_rule(sampling: SamplingConfig, verification: VerificationConfig) -> Rule:
-    """Make the rule of a run; at temperature 0 all rules coincide.
-
-    Raises:
-        ConfigError: `greedy` at a temperature above 0, which would not keep the target's distribution.
-    """
+    """Make the rule of a run; at temperature 0 all coincide. Raises ConfigError for `greedy` at any other."""
     rule, penalize = _unpenalized(sampling, verification), penalty(sampling)
     return _Penalized(rule, penalize) if penalize else rule
 

@@ -76,10 +76,9 @@ def row_keys(*, seed: int, prompt_index_B: Tensor, sample_index_B: Tensor) -> Te
 
 
 def exponentials(keys_B: Tensor, positions_BT: Tensor, *, vocab_size: int) -> Tensor:
-    """Make a standard exponential number for every token of every position, a function of key and position alone.
+    """Make a number for every token of every position: standard exponential, above 0, fp32 (B, T, V).
 
-    Returns:
-        fp32 (B, T, V), above 0.
+    It is a function of key and position alone.
     """
     first = len(Purpose) * _MAX_OFFSETS  # after the counters of all purposes
     steps_V = torch.arange(first, first + vocab_size, device=keys_B.device)
@@ -109,11 +108,9 @@ class UniformTable:
         self._half = torch.tensor(0.5, dtype=torch.float64, device=device)
 
     def uniforms(self, keys: Tensor, starts: Tensor) -> Tensor:
-        """Compute all uniforms (..., N), fp64, of the rounds that begin at `starts`.
+        """Compute all uniforms (..., N), fp64, of the rounds that begin at `starts`: int64, each row's length then.
 
-        Args:
-            keys: from `row_keys`, any shape that broadcasts with `starts`.
-            starts: int64, the length of each row when the round begins.
+        The keys, from `row_keys`, have any shape that broadcasts with `starts`.
         """
         bits = torch.add(keys, starts, alpha=_START_STEP)[..., None] + self._steps_N
         _mix_(bits).bitwise_and_(_TOP_53_BITS)

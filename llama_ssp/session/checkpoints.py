@@ -48,12 +48,9 @@ class Source:
 def find_sources(config: RunConfig, world: World) -> tuple[Source, Source | None]:
     """Find and check the target's and the draft's checkpoints, with the same outcome on every rank.
 
-    The first rank of each node downloads missing files, and compares them with their manifest.
-
-    Raises:
-        CheckpointError: a checkpoint is missing or faulty.
-        ConfigError: the vocabularies differ, or a model cannot be served or quantized.
-        PlacementError: a model cannot be split over this many ranks, or not in its precision.
+    The first rank of each node downloads missing files, and compares them with their manifest. Raises CheckpointError
+    for a missing or faulty checkpoint, ConfigError if the vocabularies differ or a model cannot be served or quantized,
+    and PlacementError if one cannot be split over this many ranks, or not in its precision.
     """
     layout = lay_out_replica(config.placement, world_size=world.comm.size, has_draft=config.draft.model is not None)
     kind = config.placement.target.kind

@@ -76,11 +76,8 @@ def load_models(
     from llama_ssp.models.build import load_model  # noqa: PLC0415 - transformers' models take seconds to import
 
     with raise_on_all_ranks(world.comm):
-        target: Runner = NullRunner(
-            device=world.device,
-            vocab_size=target_source.origin.shape.vocab_size,
-            max_position_embeddings=target_source.origin.context,
-        )
+        vocab_size, context = target_source.origin.shape.vocab_size, target_source.origin.context
+        target: Runner = NullRunner(device=world.device, vocab_size=vocab_size, max_position_embeddings=context)
         if mesh.target:
             load: Callable[..., Runner] = partial(load_model, device=world.device, comm=mesh.target)
             if config.placement.target.kind is TargetKind.accelerate:

@@ -47,23 +47,17 @@ class Peers:
         """
         is_one_batch = num_draft_tokens is None and len({len(ids) for ids in prompts}) == 1
         batches = [list(prompts)] if is_one_batch else [[ids] for ids in prompts]
-        assistance: dict[str, object] = {}
+        options = {"max_new_tokens": num_new_tokens, **_generation_options(sampling)}
         if num_draft_tokens and self.draft:
             self.draft.generation_config.num_assistant_tokens = num_draft_tokens
-            assistance = {"assistant_model": self.draft}
+            options["assistant_model"] = self.draft
         elif num_draft_tokens:
-            assistance["prompt_lookup_num_tokens"] = num_draft_tokens
-            assistance["max_matching_ngram_size"] = self.longest_match
+            options |= {"prompt_lookup_num_tokens": num_draft_tokens, "max_matching_ngram_size": self.longest_match}
         num_tokens, started = 0, time.perf_counter()
         for rows in batches:
             ids_BT = torch.tensor(rows, device=self.target.device)
-            out_BT = self.target.generate(  # type: ignore[operator]
-                ids_BT,
-                attention_mask=torch.ones_like(ids_BT),
-                max_new_tokens=num_new_tokens,
-                **assistance,
-                **_generation_options(sampling),
-            )
+            mask_BT = torch.ones_like(ids_BT)
+            out_BT = self.target.generate(ids_BT, attention_mask=mask_BT, **options)  # type: ignore[operator]
             num_tokens += out_BT[:, ids_BT.shape[1] :].numel()
         return 1e3 * (time.perf_counter() - started) / num_tokens
 
@@ -90,9 +84,7 @@ def check_peers(config: RunConfig, folders: Sequence[Path], *, world_size: int) 
     """Before loading, raise CheckpointError if transformers is measured and refuses a generation config."""
     if not has_peers(config, world_size=world_size):
         return
-    for file in (folder / GENERATION_CONFIG_FILE for folder in folders):
-        if not file.is_file():
-            continue
+    for file in filter(Path.is_file, (folder / GENERATION_CONFIG_FILE for folder in folders)):
         try:
             GenerationConfig.from_pretrained(file.parent, local_files_only=True)
         except Exception as error:  # it checks some values and crashes on others

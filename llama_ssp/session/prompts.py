@@ -80,11 +80,8 @@ def _prompt_of(line: str, number: int, file: str) -> str:
 def encode(prompt: str, tokenizer: "PreTrainedTokenizerBase", *, chat: bool) -> tuple[int, ...]:
     """Encode a prompt as the model expects it; an empty one becomes the begin-of-sequence token.
 
-    With `chat`, the prompt is a user's message for the chat template.
-
-    Raises:
-        CheckpointError: the chat template is damaged.
-        ConfigError: there is no chat template, or the prompt has no token or is not valid Unicode.
+    With `chat`, the prompt is a user's message for the chat template. Raises CheckpointError if that is damaged, and
+    ConfigError if there is none, or if the prompt has no token or is not valid Unicode.
     """
     try:
         prompt.encode()

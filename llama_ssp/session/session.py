@@ -43,16 +43,19 @@ class PromptTask:
 
 
 class Viewer(Protocol):
-    """Shows completions as they come; each task has its own."""
+    """Shows completions as they come; each task has its own, which inherits methods that show nothing."""
 
-    def begin(self, job: PromptTask, mode: str) -> None:
+    def begin(self, job: PromptTask, mode: str) -> None:  # noqa: ARG002
         """Begin a completion; only called when streaming."""
+        return
 
-    def show(self, pieces: list[Piece]) -> None:
+    def show(self, pieces: list[Piece]) -> None:  # noqa: ARG002
         """Show new text of the open completion; only called when streaming."""
+        return
 
-    def end(self, line: CompletionLine) -> None:
+    def end(self, line: CompletionLine) -> None:  # noqa: ARG002
         """End a completion."""
+        return
 
 
 def make_prompt_tasks(
@@ -110,11 +113,6 @@ class Session:
         return self.config.batch_size == self.config.placement.num_replicas == 1
 
     @property
-    def next_index(self) -> int:
-        """The index after those of all recorded prompts."""
-        return 1 + max((index for index, _, _ in self.finished), default=-1)
-
-    @property
     def best_mode(self) -> str:
         """Speculative with a draft, else plain."""
         return SPECULATIVE if self.models.drafts else PLAIN
@@ -163,9 +161,8 @@ class Session:
     def complete(self, jobs: Sequence[PromptTask], mode: str, viewer: Viewer) -> None:
         """Decode, show and record the jobs that are not recorded yet; one by one and streamed if the batch size is one.
 
-        Raises:
-            InterruptedRun: on every rank, after the round in which the deciding rank stopped.
-            SspError: on rank 0, if the records cannot be written.
+        Raises InterruptedRun on every rank, after the round in which the deciding rank stopped, and SspError on rank 0
+        if the records cannot be written.
         """
         open_jobs = {
             (job.request.index, job.request.sample): job

@@ -106,27 +106,20 @@ def _rounds_s(done: Sequence[RowCompletion]) -> float:
 def benchmark(session: Session, jobs: list[PromptTask]) -> None:
     """Measure and record every cell that is not recorded yet.
 
-    The prompts of the jobs, concatenated and repeated, are the text that a cell's prompts are cut from.
-
-    Raises:
-        ConfigError: on every rank; the recorded rows were measured with another text.
-        InterruptedRun: on every rank; the rows so far are kept.
+    The prompts of the jobs, concatenated and repeated, are the text that a cell's prompts are cut from. On every rank,
+    raises ConfigError if the recorded rows were measured with another text, and InterruptedRun; rows so far are kept.
     """
     task = session.config.task
     assert isinstance(task, BenchmarkConfig)
     text = [token for job in jobs for token in job.request.prompt_ids]
     measured = _broadcast_measured(session, text)
-    drafted: list[int | None] = [*task.num_draft_tokens] if session.models.drafts else [None]
-    cells = [cell for cell in product(task.prompt_tokens, task.batch_sizes, drafted) if cell not in measured]
+    all_drafted: list[int | None] = [*task.num_draft_tokens] if session.models.drafts else [None]
+    cells = [cell for cell in product(task.prompt_tokens, task.batch_sizes, all_drafted) if cell not in measured]
     if not cells:
         return
     peers = _peers(session)
-    num_runs = Counter(
-        name
-        for _, batch_size, num_draft_tokens in cells
-        for name in _candidates(num_draft_tokens, batch_size=batch_size, peers=peers)
-    )
-    paces = {name: Pace(num_wanted=number * (1 + task.repetitions)) for name, number in num_runs.items()}
+    names = (name for _, num_rows, drafted in cells for name in _candidates(drafted, batch_size=num_rows, peers=peers))
+    paces = {name: Pace(num_wanted=number * (1 + task.repetitions)) for name, number in Counter(names).items()}
     longest = max(task.batch_sizes) * session.config.max_new_tokens
     with session.terminal.decoding(paces, max_new_tokens=longest, unit="runs", shows_texts=False) as progress:
         for cell in cells:
@@ -180,17 +173,13 @@ def _candidates(num_draft_tokens: int | None, *, batch_size: int, peers: Peers |
     return names
 
 
-def _reported(
-    measure: Callable[[int], float], name: str, *, num_tokens: int, progress: RunProgress
-) -> Callable[[int], float]:
-
-    def measure_and_report(repetition: int) -> float:
-        ms = measure(repetition)
-        progress.advance(name, num_tokens)
-        progress.end(name, num_tokens=num_tokens, ms=ms * num_tokens)
-        return ms
-
-    return measure_and_report
+def _report(
+    progress: RunProgress, name: str, measure: Callable[[int], float], num_tokens: int, repetition: int
+) -> float:
+    ms = measure(repetition)
+    progress.advance(name, num_tokens)
+    progress.end(name, num_tokens=num_tokens, ms=ms * num_tokens)
+    return ms
 
 
 def _measure(
@@ -200,41 +189,34 @@ def _measure(
     assert isinstance(task, BenchmarkConfig)
     prompt_tokens, batch_size, num_draft_tokens = cell
     prompts = cut(text, num_prompts=batch_size, num_tokens=prompt_tokens)
-    config = replace(
-        config,
-        batch_size=batch_size,
-        speculation=SpeculationConfig(num_draft_tokens=num_draft_tokens or 1),
-        ignore_eos=True,
-        stop_strings=[],
-    )
+    speculation = SpeculationConfig(num_draft_tokens=num_draft_tokens or 1)
+    config = replace(config, batch_size=batch_size, speculation=speculation, ignore_eos=True, stop_strings=[])
     names = _candidates(num_draft_tokens, batch_size=batch_size, peers=peers)
+    num_new_tokens = config.max_new_tokens
+    build = partial(build_decoder, session.models, config, stop_request=session.stop_request)
     ours = {
-        mode: Ours(
-            decoder=build_decoder(
-                session.models, config, speculative=mode == SPECULATIVE, stop_request=session.stop_request
-            ),
-            prompts=prompts,
-            num_new_tokens=config.max_new_tokens,
-        )
-        for mode in names
-        if mode in {PLAIN, SPECULATIVE}
+        mode: Ours(decoder=build(speculative=mode == SPECULATIVE), prompts=prompts, num_new_tokens=num_new_tokens)
+        for mode in (PLAIN, SPECULATIVE)
+        if mode in names
     }
     candidates: dict[str, Callable[[int], float]] = {mode: each.ms_per_token for mode, each in ours.items()}
     if peers:
-        run = partial(peers.ms_per_token, prompts, num_new_tokens=config.max_new_tokens, sampling=config.sampling)
+        run = partial(peers.ms_per_token, prompts, num_new_tokens=num_new_tokens, sampling=config.sampling)
         candidates[GENERATE] = lambda _repetition: run(num_draft_tokens=None)
         candidates[ASSISTED] = lambda _repetition: run(num_draft_tokens=num_draft_tokens)
-    num_tokens = batch_size * config.max_new_tokens
-    timed = {name: _reported(candidates[name], name, num_tokens=num_tokens, progress=progress) for name in names}
+    num_tokens = batch_size * num_new_tokens
+    timed: dict[str, Callable[[int], float]] = {
+        name: partial(_report, progress, name, candidates[name], num_tokens) for name in names
+    }
     timed[_PASS] = lambda _repetition: 1e3 * _pass_s(session)
     ms = interleave(timed, num_repetitions=task.repetitions)
-    pass_ms, has_steps = ms.pop(_PASS), config.max_new_tokens > 1
+    pass_ms, has_steps = ms.pop(_PASS), num_new_tokens > 1
     steps_ms = [each * batch_size for each in ours[PLAIN].rounds_ms] if has_steps else []
     fast = ours.get(SPECULATIVE) if has_steps else None
     return BenchmarkRow(
         model=config.model.name, draft=draft_name(config.draft), dtype=config.model.dtype.name,
         quantization=config.model.quantization, world_size=session.world.comm.size,
-        temperature=config.sampling.temperature, max_new_tokens=config.max_new_tokens,
+        temperature=config.sampling.temperature, max_new_tokens=num_new_tokens,
         num_draft_tokens=num_draft_tokens, prompt_tokens=prompt_tokens, batch_size=batch_size,
         ms_per_token={name: statistics.median(values) for name, values in ms.items()},
         forecast_ms_per_token=_forecast(session.plan, cell) if session.plan else {},

@@ -27,7 +27,7 @@ from llama_ssp.config.tasks.calibrate import CalibrateConfig
 from llama_ssp.distributed.agree import raise_on_all_ranks
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.memory import anonymous_bytes
-from llama_ssp.distributed.world import World
+from llama_ssp.distributed.world import World, on_all_cores
 from llama_ssp.errors import SspError
 from llama_ssp.models.linear import can_halve
 
@@ -53,11 +53,11 @@ def calibrate(world: World, *, output: str | None = None) -> Path | None:
             _check_writable(file)
     context_bytes = _context_bytes(world.device)
     reduces = rounds.all_reduce_points(world.comm, world.device) if world.comm.size > 1 else []
-    measured = [] if world.device.type == "cuda" else _profiles(world, reduces)
+    is_gpu = world.device.type == "cuda"
+    measured = [] if is_gpu else _profiles(world, reduces)
     if world.comm.rank > 0:
         world.comm.barrier()
         return None
-    is_gpu = world.device.type == "cuda"
     with _all_cores(world):
         figures = _figures(world, reduces) | {"context_bytes": context_bytes}
         figures["collective_bytes"] = max(_context_bytes(world.device) - context_bytes, 0) if is_gpu else 0
@@ -96,12 +96,9 @@ def _profile(*, num_ranks: int, reduces: list[SizePoint]) -> Profile:
     if can_halve():
         halves = operators.linear_points(torch.float32, Dtype.fp16.name, working_sets=sets, from_16_bits=True)
     for dtype in (Dtype.bf16, Dtype.fp16):  # few points, since runs use 16-bit arithmetic only on request
+        elements, rows = operators.FEW_ELEMENTS, operators.FEW_ROWS
         halves += operators.linear_points(
-            DTYPES[dtype],
-            dtype.name,
-            working_sets=operators.WORKING_SETS[1:],
-            all_elements=operators.FEW_ELEMENTS,
-            all_rows=operators.FEW_ROWS,
+            DTYPES[dtype], dtype.name, working_sets=operators.WORKING_SETS[1:], all_elements=elements, all_rows=rows
         )
     layer, frame = operators.operator_points(linear, rounds.some_draw())
     draw, verify = rounds.rule_points(operators.some_forward())
@@ -127,19 +124,17 @@ def _all_cores(world: World) -> Iterator[None]:
     if world.device.type != "cpu" or world.comm.size == 1:
         yield
         return
-    threads, share = torch.get_num_threads(), os.sched_getaffinity(0)
-    os.sched_setaffinity(0, world.cores)
-    torch.set_num_threads(len(world.cores))
+    threads = torch.get_num_threads()
     try:
-        yield
+        with on_all_cores(world.cores):
+            torch.set_num_threads(len(world.cores))
+            yield
     finally:
-        os.sched_setaffinity(0, share)
         torch.set_num_threads(threads)
 
 
 def _figures(world: World, reduces: list[SizePoint]) -> dict[str, Any]:
-    device = world.device
-    is_gpu = device.type == "cuda"
+    device, is_gpu = world.device, world.device.type == "cuda"
     copy_bytes_per_s = operators.copy_bytes_per_s(device)
     dtypes = DTYPES if is_gpu else {Dtype.fp32: torch.float32, Dtype.bf16: torch.bfloat16}
     latency_s = reduces[SMALLEST_MESSAGE].s if reduces else 1e-4

@@ -7,10 +7,10 @@ from llama_ssp.config.tasks.compare import CompareConfig
 from llama_ssp.console.terminal import Terminal
 from llama_ssp.engine.stream import Piece
 from llama_ssp.reports.lines import PLAIN, SPECULATIVE, CompletionLine
-from llama_ssp.session.session import PromptTask, Session
+from llama_ssp.session.session import PromptTask, Session, Viewer
 
 
-class _Streamed:
+class _Streamed(Viewer):
     """Streams a heading, the prompt and its completion, for a batch of one."""
 
     def __init__(self, terminal: Terminal, num_prompts: int | None) -> None:

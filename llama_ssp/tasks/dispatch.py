@@ -1,8 +1,8 @@
 """Imports and calls the code that a task's record names."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from llama_ssp.config.registry import imported
 from llama_ssp.config.schema import RunConfig
@@ -10,19 +10,13 @@ from llama_ssp.config.tasks.spec import task_of
 from llama_ssp.distributed.world import World
 from llama_ssp.session.session import PromptTask, Session
 
+Task: TypeAlias = Callable[[Session, list[PromptTask]], None]
+"""A task with loaded models, the same on every rank, for all jobs or for those of one typed prompt.
 
-class Task(Protocol):
-    """A task with loaded models, the same on every rank."""
-
-    def __call__(self, session: Session, jobs: list[PromptTask]) -> None:
-        """Do the task for all jobs, or for those of one typed prompt; raise InterruptedRun on every rank if stopped."""
-
-
-class MachineTask(Protocol):
-    """A task without models, the same on every rank."""
-
-    def __call__(self, config: RunConfig, world: World) -> str | None:
-        """Do the task; returns the closing message for the user."""
+It raises InterruptedRun on every rank if stopped.
+"""
+MachineTask: TypeAlias = Callable[[RunConfig, World], str | None]
+"""A task without models, the same on every rank; returns the closing message for the user."""
 
 
 def task_code(config: RunConfig) -> Task:

@@ -41,11 +41,9 @@ def plan_job(job: PlanSpec, machine: HardwareConfig, *, auto_ranks: int | None) 
 def show_plan(
     plan: Plan, form: PlanFormat, *, figure: str | None = None, words: Mapping[str, str] | None = None
 ) -> None:
-    """Print a plan, and draw it into a file if `figure` is given.
+    """Print a plan, and draw it into a file if `figure` is given; raises CapacityError afterwards if it does not fit.
 
-    Raises:
-        CapacityError: it does not fit; it is printed all the same.
-        ConfigError: table or figure need a package that is not installed, or the figure's folder does not exist.
+    Raises ConfigError if a package for table or figure is not installed, or the figure's folder does not exist.
     """
     if figure and not Path(figure).parent.is_dir():
         raise ConfigError(f"figure={figure}: create the folder {Path(figure).parent} first, or name another file")
@@ -84,10 +82,8 @@ def show_search(job: PlanSpec, machine: HardwareConfig, form: PlanFormat) -> Non
 def dry_run(config: RunConfig, *, world_size: int) -> None:
     """Print the plan of exactly this run; loads nothing, and estimates prompt tokens without a tokenizer.
 
-    Raises:
-        CapacityError: it does not fit.
-        ConfigError: the machine has no description, or a faulty one.
-        PlacementError: a model cannot be placed as requested.
+    Raises CapacityError if it does not fit, PlacementError for a model that cannot be placed as requested, and
+    ConfigError if the machine has no description, or a faulty one.
     """
     job, machine = job_ahead(config, world_size=world_size)
     plan = plan_job(job, machine, auto_ranks=world_size if config.placement.auto else None)
@@ -164,12 +160,10 @@ def job_of_run(
     if largest_cell := task_of(config).largest_cell:
         config, prompt_tokens = largest_cell(config)
     placement = config.placement
-    is_synthetic = config.weights is WeightsKind.synthetic
-    target, drafting = (
-        _synthesized(entry, device=device) if entry and is_synthetic else entry
-        for entry in (config.model, config.draft.model)
-    )
-    assert target, "a run has a target"
+    target, drafting, acceptance = config.model, config.draft.model, config.speculation.acceptance
+    if config.weights is WeightsKind.synthetic:
+        target, drafting = _synthesized(target, device=device), drafting and _synthesized(drafting, device=device)
+        acceptance = config.synthetic.agreement if acceptance is None else acceptance
     draft = planned_model(drafting, device=device) if drafting else None
     layout = lay_out_replica(placement, world_size=world_size, has_draft=draft is not None)
     return PlanSpec(
@@ -177,7 +171,7 @@ def job_of_run(
         draft=draft, free_draft=None if draft else draft_name(config.draft),
         draft_kind=layout.draft_kind, draft_ranks=layout.draft_ranks,
         num_replicas=placement.num_replicas, num_draft_tokens=config.speculation.num_draft_tokens,
-        acceptance=_assumed_acceptance(config),
+        acceptance=acceptance,
         rule=config.verification.rule if config.sampling.temperature > 0 else AT_ZERO,
         batch_size=config.batch_size, prompt_tokens=prompt_tokens, max_new_tokens=config.max_new_tokens,
         cuda_graphs=config.cuda_graphs and device == "cuda" and may_capture(placement.target), device=device,
@@ -187,13 +181,6 @@ def job_of_run(
 def _synthesized(entry: ModelConfig, *, device: str) -> ModelConfig:
     """The entry of a synthetic model: its own number format for arithmetic, 16 bits for storage."""
     return replace(entry, dtype=number_format(entry, device=device), stored_dtype=Dtype.bf16)
-
-
-def _assumed_acceptance(config: RunConfig) -> float | None:
-    """The acceptance from the settings, else that of synthetic weights; None leaves it to the catalogue of pairs."""
-    if config.speculation.acceptance is None and config.weights is WeightsKind.synthetic:
-        return config.synthetic.agreement
-    return config.speculation.acceptance
 
 
 def hardware_of(config: RunConfig, *, on_cpu: bool) -> HardwareConfig:

@@ -55,15 +55,9 @@ def finalize(session: Session) -> None:
 
 def _placement(session: Session) -> dict[str, Any]:
     placement, layout = session.config.placement, session.models.mesh.layout
-    kinds = {"target": (placement.target.kind.name, layout.target_ranks)}
-    if layout.draft_ranks:
-        kinds["draft"] = (layout.draft_kind.name, layout.draft_ranks)
-    laid_out: dict[str, Any] = {
-        part: {
-            "kind": kind,
-            "ranks": list(ranks),
-            "tp_size": 1 if part == "draft" and layout.splits_batch else len(ranks),
-        }
-        for part, (kind, ranks) in kinds.items()
-    }
-    return laid_out | {"num_replicas": placement.num_replicas}
+    target, draft = layout.target_ranks, layout.draft_ranks
+    parts: dict[str, Any] = {"target": {"kind": placement.target.kind.name, "ranks": [*target], "tp_size": len(target)}}
+    if draft:
+        tp_size = 1 if layout.splits_batch else len(draft)
+        parts["draft"] = {"kind": layout.draft_kind.name, "ranks": [*draft], "tp_size": tp_size}
+    return parts | {"num_replicas": placement.num_replicas}

@@ -8,18 +8,15 @@ from llama_ssp.config.tasks.generate import GenerateConfig, OutputFormat
 from llama_ssp.console.terminal import Terminal
 from llama_ssp.engine.stream import Piece
 from llama_ssp.reports.lines import CompletionLine
-from llama_ssp.session.session import PromptTask, Session
+from llama_ssp.session.session import PromptTask, Session, Viewer
 
 
-class _Text:
+class _Text(Viewer):
     """Prints completions as text, streamed if the batch size is one, else whole."""
 
     def __init__(self, terminal: Terminal, *, streams: bool) -> None:
         self._terminal = terminal
         self._streams = streams
-
-    def begin(self, job: PromptTask, mode: str) -> None:
-        """Print nothing before a completion."""
 
     def show(self, pieces: list[Piece]) -> None:
         self._terminal.stream(pieces)
@@ -30,17 +27,11 @@ class _Text:
         self._terminal.end_of_text()
 
 
-class _Lines:
+class _Lines(Viewer):
     """Prints completions as JSON lines."""
 
     def __init__(self, write: Callable[[str], None]) -> None:
         self._write = write
-
-    def begin(self, job: PromptTask, mode: str) -> None:
-        """Print nothing before a line."""
-
-    def show(self, pieces: list[Piece]) -> None:
-        """Print nothing: a line is written whole."""
 
     def end(self, line: CompletionLine) -> None:
         self._write(json.dumps(asdict(line)))

@@ -1,22 +1,11 @@
 """`task=latency`: milliseconds per token over a fixed list of prompts, after a warm-up."""
 
 from llama_ssp.config.tasks.latency import LatencyConfig
-from llama_ssp.engine.stream import Piece
-from llama_ssp.reports.lines import CompletionLine
-from llama_ssp.session.session import PromptTask, Session
+from llama_ssp.session.session import PromptTask, Session, Viewer
 
 
-class _Silent:
-    """Shows no text."""
-
-    def begin(self, job: PromptTask, mode: str) -> None:
-        """Show nothing."""
-
-    def show(self, pieces: list[Piece]) -> None:
-        """Show nothing."""
-
-    def end(self, line: CompletionLine) -> None:
-        """Show nothing: a table comes at the end."""
+class _Silent(Viewer):
+    """Shows no text: a table comes at the end."""
 
 
 def latency(session: Session, jobs: list[PromptTask]) -> None:

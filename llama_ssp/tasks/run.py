@@ -25,7 +25,6 @@ from llama_ssp.distributed.ranklog import close_logs, describe_rank, open_logs
 from llama_ssp.distributed.world import World, start
 from llama_ssp.errors import ConfigError, InterruptedRun, LostRankError, SspError
 from llama_ssp.planning.plan import Plan, require_room
-from llama_ssp.reports.lines import LineKey
 from llama_ssp.reports.provenance import git_commit, gpu_links, planned_link, versions
 from llama_ssp.reports.records import RunFolder, read_status, write_failure
 from llama_ssp.session.checkpoints import Source, find_sources, offload_folder, with_number_formats
@@ -45,11 +44,8 @@ _log = logging.getLogger(__name__)
 def run(config: RunConfig, clock: StartClock) -> bool:
     """Run a checked config, the same on every rank.
 
-    Returns:
-        Whether somebody stopped the run too late for its task, the same on every rank: a sweep must end here.
-
-    Raises:
-        SspError: on every rank alike; rank 0 also writes it to the run folder's `status`.
+    Returns whether somebody stopped the run too late for its task, the same on every rank: a sweep must end here.
+    Raises SspError on every rank alike; rank 0 also writes it to the run folder's `status`.
     """
     clock.reach("imported_s")
     transformers.utils.logging.set_verbosity_error()
@@ -158,7 +154,9 @@ def _load(
     sources = find_sources(config, world)
     config = with_number_formats(config, sources)
     check_task(config, [source.origin.folder for source in sources if source], world_size=world.comm.size)
-    finished = _broadcast_finished(world, folder)
+    known = json.dumps(sorted(folder.finished)) if folder else ""
+    keys = json.loads(world.comm.broadcast_text(known, src=0))
+    finished = frozenset((index, mode, sample) for index, mode, sample in keys)
     context = min(source.origin.context for source in sources if source)
     jobs = _read_jobs(config, world, folder, sources[0], context=context)
     config = dry_run.with_filled_rows(config, num_completions=len(jobs) if jobs else config.num_samples)
@@ -191,12 +189,6 @@ def _settle_placement(config: RunConfig, world: World, terminal: Terminal) -> No
         draft=DraftPlacement(kind=DraftLayout[draft_kind], ranks=draft_ranks or None),
         num_replicas=config.placement.num_replicas,
     )
-
-
-def _broadcast_finished(world: World, folder: RunFolder | None) -> frozenset[LineKey]:
-    known = json.dumps(sorted(folder.finished)) if folder else ""
-    keys = json.loads(world.comm.broadcast_text(known, src=0))
-    return frozenset((index, mode, sample) for index, mode, sample in keys)
 
 
 def _read_jobs(

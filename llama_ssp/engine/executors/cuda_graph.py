@@ -30,13 +30,9 @@ class Recorder(Protocol):
     """Records operators without running them."""
 
     def record(self, piece: Callable[[], _T]) -> tuple[_T, Callable[[], None]]:
-        """Record everything that `piece` launches.
+        """Record everything that `piece` launches; raises RuntimeError if an operator cannot be recorded.
 
-        Returns:
-            The outputs of `piece`, in tensors that every replay overwrites, and the replay.
-
-        Raises:
-            RuntimeError: an operator cannot be recorded.
+        Returns the outputs of `piece`, in tensors that every replay overwrites, and the replay.
         """
 
     def forget(self) -> None:
@@ -67,67 +63,24 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
 
 
-class Graphs:
-    """The graphs of one batch's rounds.
+class CudaGraphExecutor:
+    """Replays the pieces of a round as graphs; see `Executor`.
+
+    The next round overwrites the result of a round, on the same stream.
 
     Attributes:
         failed: recording has failed once; since then everything runs from Python.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
+    keeps_state = True
+
+    def __init__(self, round_: Round, *, recorder: Recorder) -> None:
         self.failed = False
+        self._round = round_
         self._recorder = recorder
         self._state: BatchState | None = None
         self._allocations: tuple[int, ...] = ()
         self._forget()
-
-    def run(
-        self, part: str, piece: Callable[[], _T], state: BatchState, *, bucket: int, allocations: tuple[int, ...]
-    ) -> _T:
-        """Run a piece of a round: the first time from Python, the second time captured, then replayed.
-
-        Its tensors must stay in place. Graphs of another batch or of other allocations of the caches are dropped.
-        """
-        if state is not self._state or allocations != self._allocations:
-            self._forget()
-            self._state, self._allocations = state, allocations
-        key = part, bucket
-        if self.failed or key not in self._met:
-            self._met.add(key)
-            return piece()
-        if key not in self._kept:
-            try:
-                self._kept[key] = self._recorder.record(piece)
-            except RuntimeError as error:
-                self._give_up(part, error)
-                return piece()
-        outputs, replay = self._kept[key]
-        replay()
-        return outputs  # type: ignore[no-any-return]  # what this part returned when captured
-
-    def _give_up(self, part: str, error: RuntimeError) -> None:
-        reason = str(error).strip().partition("\n")[0]
-        _log.warning("continuing without CUDA graphs: %s could not be captured: %s", part, reason)
-        self.failed = True
-        self._forget()
-
-    def _forget(self) -> None:
-        self._recorder.forget()
-        self._kept: dict[tuple[str, int], tuple[Any, Callable[[], None]]] = {}
-        self._met: set[tuple[str, int]] = set()
-
-
-class CudaGraphExecutor:
-    """Replays the pieces of a round as graphs; see `Executor`.
-
-    The next round overwrites the result of a round, on the same stream.
-    """
-
-    keeps_state = True
-
-    def __init__(self, round_: Round, *, recorder: Recorder) -> None:
-        self._round = round_
-        self.graphs = Graphs(recorder)
 
     def draft(self, state: BatchState, *, bucket: int) -> Block:
         """See `Executor.draft`."""
@@ -141,4 +94,32 @@ class CudaGraphExecutor:
         return self._run("verify", partial(self._round.verify, state, block, bucket=bucket), state, bucket=bucket)
 
     def _run(self, part: str, piece: Callable[[], _T], state: BatchState, *, bucket: int) -> _T:
-        return self.graphs.run(part, piece, state, bucket=bucket, allocations=self._round.num_allocations)
+        """Run a piece of a round: the first time from Python, the second time captured, then replayed.
+
+        Its tensors must stay in place. Graphs of another batch or of other allocations of the caches are dropped.
+        """
+        allocations = self._round.num_allocations
+        if state is not self._state or allocations != self._allocations:
+            self._forget()
+            self._state, self._allocations = state, allocations
+        key = part, bucket
+        if self.failed or key not in self._met:
+            self._met.add(key)
+            return piece()
+        if key not in self._kept:
+            try:
+                self._kept[key] = self._recorder.record(piece)
+            except RuntimeError as error:
+                reason = str(error).strip().partition("\n")[0]
+                _log.warning("continuing without CUDA graphs: %s could not be captured: %s", part, reason)
+                self.failed = True
+                self._forget()
+                return piece()
+        outputs, replay = self._kept[key]
+        replay()
+        return outputs  # type: ignore[no-any-return]  # what this part returned when captured
+
+    def _forget(self) -> None:
+        self._recorder.forget()
+        self._kept: dict[tuple[str, int], tuple[Any, Callable[[], None]]] = {}
+        self._met: set[tuple[str, int]] = set()

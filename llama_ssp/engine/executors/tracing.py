@@ -62,13 +62,9 @@ class Traced(Generic[_Result]):
         self.failed = False
 
     def __call__(self, key: Hashable, *arguments: Tensor, bucket: int = 0, version: Hashable = None) -> _Result:
-        """Call the function.
+        """Call the function with its arguments; `key` is everything that decides which operators run.
 
-        Args:
-            key: everything that decides which operators run.
-            *arguments: of the function.
-            bucket: number of cache slots to read.
-            version: differs whenever one of the objects has replaced its tensors.
+        `bucket` is the number of cache slots to read; `version` differs whenever an object has replaced its tensors.
         """
         if self.failed or key not in self.replays:
             self.replays[key] = None
@@ -126,8 +122,7 @@ class Traced(Generic[_Result]):
 def find_tensors(roots: Sequence[object], *, bucket: int) -> tuple[list[Leaf], list[Tensor]]:
     """Find all tensors that objects hold, each once, in an order that depends only on the objects' structure.
 
-    Returns:
-        Weights, which stay in place, and tensors of each `Workspace`, which `allocate` may replace.
+    Returns weights, which stay in place, and tensors of each `Workspace`, which `allocate` may replace.
     """
     weights: list[Leaf] = []
     moving: list[Tensor] = []
@@ -174,11 +169,7 @@ def _holder(weights: Sequence[Leaf]) -> object:
 
 
 def _check_constants(graph: Any) -> None:  # noqa: ANN401 - torch does not name its type
-    """Refuse a trace that froze a tensor.
-
-    Raises:
-        RuntimeError: it froze one, which may have other values or another address at replay.
-    """
+    """Raise RuntimeError for a trace that froze a tensor, which may have other values or another address at replay."""
     for node in graph.findAllNodes("prim::Constant"):
         if node.hasAttribute("value") and node.kindOf("value") == "t" and node.t("value").dim():
             shape = tuple(node.t("value").shape)
