@@ -94,7 +94,7 @@ class Decoder:
         waiting = deque(requests)
         self._rows: list[RowCompletion | None] = [None] * self.batch_size
         self._pending: deque[PendingRound] = deque()
-        drafts = self.round.drafter is not None
+        drafts, block = self.round.drafter is not None, None
         while (waiting or any(self._rows)) and not self.stopped:
             started = time.perf_counter()
             free = [row for row, owner in enumerate(self._rows) if owner is None] if waiting else []
@@ -104,7 +104,9 @@ class Decoder:
             if admitted:
                 self._admit(admitted, free[: len(admitted)])
             else:
-                result = step(self.executor, self._state, drafts=drafts, bucket=self._bucket(), clock=self.clock)
+                result, block = step(
+                    self.executor, self._state, block, drafts=drafts, bucket=self._bucket(), clock=self.clock
+                )
                 self._launch(result, list(self._rows), max_new=self.round.max_tokens_per_round, is_prefill=False)
             running = [owner for owner in self._rows if owner]
             updates = self._collect() if len(self._pending) > self._lag else []

@@ -56,19 +56,30 @@ class Executor(Protocol):
         """Score a block with the target, verify it and commit the decision; without a block, decode one token."""
 
 
-def step(executor: Executor, state: BatchState, *, drafts: bool, bucket: int, clock: Clock) -> Tensor:
-    """Run one round on a batch whose rows have at least two tokens; returns its result, see `BatchState.commit`.
+def step(
+    executor: Executor, state: BatchState, block: Block | None, *, drafts: bool, bucket: int, clock: Clock
+) -> tuple[Tensor, Block | None]:
+    """Run one round on a batch whose rows have at least two tokens.
 
-    `drafts` says whether it is speculative; `bucket` cache slots are read, at least the longest row's length + K.
+    Args:
+        executor: runs its pieces.
+        state: the batch.
+        block: drafted ahead by the previous round; None drafts now.
+        drafts: whether the round is speculative.
+        bucket: number of cache slots to read, at least the longest row's length + K.
+        clock: times the pieces.
+
+    Returns:
+        The round's result (see `BatchState.commit`), and the block drafted ahead for the next round: None as long as no
+        executor drafts while the target verifies.
     """
     clock.start()
-    block = None
-    if drafts:
+    if drafts and block is None:
         block = executor.draft(state, bucket=bucket)
         clock.lap("draft")
     result = executor.verify(state, block, bucket=bucket)
     clock.lap("verify")
-    return result
+    return result, None
 
 
 class Round:

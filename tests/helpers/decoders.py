@@ -69,7 +69,9 @@ def make_decoder(  # noqa: PLR0913
 def advance(decoder: Decoder, state: BatchState, *, bucket: int) -> torch.Tensor:
     """One round of a decoder on a batch; the round's result."""
     drafts = decoder.round.drafter is not None
-    return step(decoder.executor, state, drafts=drafts, bucket=bucket, clock=decoder.clock)
+    result, ahead = step(decoder.executor, state, None, drafts=drafts, bucket=bucket, clock=decoder.clock)
+    assert ahead is None
+    return result
 
 
 @torch.inference_mode()
