@@ -12,11 +12,6 @@ from llama_ssp.config.registry import Registry
 from llama_ssp.config.schema import RunConfig, TaskConfig
 
 
-def no_problems(_config: RunConfig, _explicit: frozenset[str]) -> Iterable[str]:
-    """Accept every config."""
-    return ()
-
-
 @dataclass(frozen=True, kw_only=True)
 class TaskSpec:
     """One task.
@@ -46,7 +41,7 @@ class TaskSpec:
     why_no_plan: str = "which reads no model"
     needs_draft: bool = False
     paths: tuple[str, ...] = ()
-    problems: Callable[[RunConfig, frozenset[str]], Iterable[str]] = no_problems
+    problems: Callable[[RunConfig, frozenset[str]], Iterable[str]] = lambda config, explicit: ()  # noqa: ARG005
     largest_cell: Callable[[RunConfig], tuple[RunConfig, int]] | None = None
     batch_size_setting: str | None = None
     shows_table: bool = True
