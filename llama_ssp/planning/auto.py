@@ -28,9 +28,7 @@ def choose_placement(job: PlanSpec, hardware: HardwareConfig, *, num_ranks: int)
 
     The ranks and draft kind of `job` are ignored. Each replica uses an equal block of `num_ranks`, of which `hardware`
     may have more. If nothing fits, the first placement that can be laid out is returned; its plan says what is missing.
-
-    Raises:
-        PlacementError: none can be laid out.
+    If none can be laid out, PlacementError is raised.
     """
     possible: list[PlanSpec] = []
     timed: list[tuple[float, PlanSpec]] = []

@@ -113,11 +113,11 @@ def _draft(job: PlanSpec) -> Iterator[_Step]:
 
 def _step(kind: str, weight: int, setting: str, **fields: Any) -> _Step:  # noqa: ANN401 - fields of a job
     """A setting that changes only fields of the job."""
-    return _Step(kind=kind, weight=weight, setting=setting, apply=partial(_with_fields, fields=fields))
 
+    def apply(job: PlanSpec, hardware: HardwareConfig) -> _Planned:
+        return replace(job, **fields), hardware
 
-def _with_fields(job: PlanSpec, hardware: HardwareConfig, *, fields: dict[str, Any]) -> _Planned:
-    return replace(job, **fields), hardware
+    return _Step(kind=kind, weight=weight, setting=setting, apply=apply)
 
 
 def _smaller(name: str) -> list[str]:

@@ -41,14 +41,8 @@ class RowBytes:
 def split_row(num_layers: int, sizes: RowBytes, *, num_devices: int, max_bytes: int | None) -> LayerPlacement:
     """Split layers evenly; if a device lacks room, fill each device and offload the rest.
 
-    Args:
-        num_layers: number of layers.
-        sizes: bytes of the parts.
-        num_devices: number of devices.
-        max_bytes: limit of weights on each device; None for no limit.
-
-    Raises:
-        PlacementError: embeddings or head do not fit on a device.
+    Each device may have `max_bytes` of weights, without limit if None. If embeddings or head do not fit on a device,
+    PlacementError is raised.
     """
     used = min(num_devices, num_layers)
     held = split_blocks(num_layers, used) + (range(num_layers, num_layers),) * (num_devices - used)

@@ -13,14 +13,7 @@ from llama_ssp.errors import CapacityError
 from llama_ssp.planning import advice
 from llama_ssp.planning.changes import Change, smallest_changes
 from llama_ssp.planning.layerwise import waiting_bytes
-from llama_ssp.planning.memory import (
-    RankMemoryPlan,
-    as_items,
-    kv_bytes_per_token,
-    largest_batch,
-    largest_context,
-    memory,
-)
+from llama_ssp.planning.memory import RankMemoryPlan, kv_bytes_per_token, largest_batch, largest_context, memory
 from llama_ssp.planning.messages import round_messages
 from llama_ssp.planning.roofline import ForwardTime
 from llama_ssp.planning.spec import PlannedModel, PlanSpec, model_bytes
@@ -82,21 +75,16 @@ def make_plan(job: PlanSpec, hardware: HardwareConfig, *, remark: str | None = N
 
 
 def require_room(plan: Plan, *, words: Mapping[str, str] | None = None) -> None:
-    """Refuse a plan that does not fit.
-
-    Args:
-        plan: the plan.
-        words: by setting of `launch/plan.py`, what to print instead if the caller has another; {} is the value.
-
-    Raises:
-        CapacityError: names the fullest rank, its items, and the smallest change that fits.
-    """
+    """Refuse a plan that does not fit with a CapacityError that is its `shortage`."""
     if not plan.fits:
         raise CapacityError(shortage(plan, words=words))
 
 
 def shortage(plan: Plan, *, words: Mapping[str, str] | None = None) -> str:
-    """The error message of `require_room`: bytes needed and available, and what would fit."""
+    """An error message: the fullest rank, its items, its capacity, and the smallest change that fits.
+
+    `words` has, by setting of `launch/plan.py`, what to print instead if the caller has another; {} is the value.
+    """
     full = plan.fullest
     names = {
         "target": full.target_weights_bytes,
@@ -146,7 +134,7 @@ def document(plan: Plan) -> dict[str, Any]:
             "cuda_graphs": job.cuda_graphs,
             "num_replicas": job.num_replicas,
         },
-        "memory": [as_items(rank) for rank in plan.ranks],
+        "memory": [rank.as_items() for rank in plan.ranks],
         "largest_rank": plan.fullest.rank,
         "largest_batch": plan.largest_batch,
         "largest_context": plan.largest_context,

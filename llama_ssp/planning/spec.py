@@ -61,7 +61,6 @@ class PlanSpec:
     """Input of the forecasts of memory and time.
 
     Attributes:
-        draft: the draft model; None without one.
         free_draft: the kind of a draft without a model, whose cost is not counted; None without one.
         target_ranks, draft_ranks: ranks of each replica, increasing.
         acceptance: probability that a drafted token is accepted; None looks the pair up.
@@ -191,9 +190,7 @@ def number_format(model: ModelConfig, *, device: str) -> Dtype:
     linear layers of 16-bit files stay in 16 bits (`PlannedModel.matrix_dtype`). Quantized layers are an exception,
     because their kernels are faster with 16-bit inputs.
     """
-    if model.dtype is not Dtype.auto:
-        return model.dtype
-    if device == "cpu" and not format_of(model.quantization).is_quantized:
+    if model.dtype is Dtype.auto and device == "cpu" and not format_of(model.quantization).is_quantized:
         return Dtype.fp32
     return _quantized_number_format(model)
 
@@ -208,9 +205,7 @@ def _quantized_number_format(model: ModelConfig) -> Dtype:
 def planned_model(model: ModelConfig, *, device: str) -> PlannedModel:
     """Resolve a model's shape and number format; an entry without a shape is read from the folder's config.json.
 
-    Raises:
-        ConfigError: there is neither a shape nor a folder.
-        CheckpointError: the folder's config.json does not describe a model.
+    Without a folder too, ConfigError is raised; `read_config` says what else is.
     """
     shape = model.shape
     if shape is None:
@@ -239,9 +234,7 @@ _ALIASES = {
 def read_config(folder: Path) -> tuple[ModelShape, Dtype]:
     """Read the sizes and the number format of a checkpoint from its config.json.
 
-    Raises:
-        CheckpointError: the file is missing, is not JSON, or lacks a size.
-        PlacementError: unknown family.
+    A file that is missing, not JSON, or without a size raises CheckpointError, an unknown family PlacementError.
     """
     file = folder / CONFIG_FILE
     content = read_json(file)

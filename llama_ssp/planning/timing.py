@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from llama_ssp.architectures.sizes import PREFILL_CHUNK
-from llama_ssp.config.hardware import HardwareConfig
+from llama_ssp.config.hardware import HardwareConfig, SizePoint
 from llama_ssp.config.rules.rule import rule_of
 from llama_ssp.config.schema import DraftLayout
 from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.planning.acceptance import Acceptance, of_pair, tokens_per_round
 from llama_ssp.planning.layerwise import waiting_s
-from llama_ssp.planning.measured import line
+from llama_ssp.planning.measured import by_size
 from llama_ssp.planning.memory import bucket_of
 from llama_ssp.planning.messages import Message, round_messages
 from llama_ssp.planning.roofline import ForwardTime, ModelPlacement, bandwidth, forward_time, message_s, profile_of
@@ -77,12 +77,13 @@ class CostModel:
         self.job = job
         self.hardware = hardware
         num_active = min(job.num_replicas * len(job.layout.ranks), hardware.num_gpus)
-        place = partial(ModelPlacement.of, cuda_graphs=job.cuda_graphs, num_active=num_active)
-        self.target = place(job.target, job.target_kind, job.target_devices, waiting_s=waiting_s(job))
+        place = partial(ModelPlacement, cuda_graphs=job.cuda_graphs, num_active=num_active)
+        self.target = place(model=job.target, kind=job.target_kind, ranks=job.target_devices, waiting_s=waiting_s(job))
         ranks = job.draft_ranks[:1] if job.draft_kind is DraftLayout.replicated else job.draft_ranks
-        self.draft = place(job.draft, TargetKind.tensor, ranks) if job.draft else None
+        self.draft = place(model=job.draft, kind=TargetKind.tensor, ranks=ranks) if job.draft else None
         middle = job.prompt_tokens + job.max_new_tokens // 2
         self._bucket = bucket_of(middle + job.round_rows, job.num_slots, hardware)
+        self._profile = profile_of(hardware, num_active)
 
     def forward(self, placement: ModelPlacement, num_positions: int) -> ForwardTime:
         """A forward in the middle of decoding; a draft computes logits only for the last position."""
@@ -111,18 +112,18 @@ class CostModel:
     def draw_s(self, placement: ModelPlacement) -> float:
         """Drawing a token from the logits of each row."""
         numbers = self._rows_of(placement) * self.job.target.shape.vocab_size
-        if profile := profile_of(self.hardware, self.target.num_active):
-            return line([(point.size, point.s) for point in profile.draw], numbers)
-        return self._kernels_s(DRAW_KERNELS, RULE_PASSES, numbers)
+        return self._sampled_s(self._profile and self._profile.draw, DRAW_KERNELS, numbers)
 
     def rule_s(self, num_positions: int) -> float:
         """The rule on `num_positions` of each row that a rank verifies."""
         numbers = self._rows_of(self.draft or self.target) * num_positions * self.job.target.shape.vocab_size
         rule = rule_of(self.job.rule)
         more_s = self._kernels_s(rule.more_kernels, rule.more_passes, numbers)
-        if profile := profile_of(self.hardware, self.target.num_active):
-            return line([(point.size, point.s) for point in profile.verify], numbers) + more_s
-        return self._kernels_s(VERIFY_KERNELS, RULE_PASSES, numbers) + more_s
+        return self._sampled_s(self._profile and self._profile.verify, VERIFY_KERNELS, numbers) + more_s
+
+    def _sampled_s(self, points: list[SizePoint] | None, num_kernels: int, numbers: int) -> float:
+        """What a draw or the rule takes as measured, or as kernels that make `RULE_PASSES` over its numbers."""
+        return by_size(points, numbers) if points else self._kernels_s(num_kernels, RULE_PASSES, numbers)
 
     def _kernels_s(self, num_kernels: int, num_passes: int, numbers: int) -> float:
         """Kernels that together make `num_passes` over fp32 numbers."""
@@ -131,17 +132,12 @@ class CostModel:
 
     def agree_s(self, *messages: Message | None) -> float:
         """Messages between the ranks of a replica, one after the other."""
-        return sum(
-            message_s(self.hardware, message.ranks, message.payload_bytes * message.num_senders)
-            for message in messages
-            if message
-        )
+        return sum(message_s(self.hardware, m.ranks, m.payload_bytes * m.num_senders) for m in messages if m)
 
     @property
     def host_s(self) -> float:
         """Host time of the loop per round; on a GPU it overlaps with the device."""
-        profile = profile_of(self.hardware, self.target.num_active)
-        return profile.round_s if profile else 0.0
+        return self._profile.round_s if self._profile else 0.0
 
     def plain_s(self) -> float:
         """One plain token."""
@@ -182,11 +178,9 @@ def timing(job: PlanSpec, hardware: HardwareConfig) -> Timing:
 
 def _speculative(costs: CostModel, plain: Timing) -> Timing:
     job = costs.job
-    acceptance = (
-        of_pair(job.target.name, job.draft.name if job.draft else str(job.free_draft))
-        if job.acceptance is None
-        else Acceptance(probability=job.acceptance, source="given as speculation.acceptance")
-    )
+    acceptance = Acceptance(probability=job.acceptance or 0.0, source="given as speculation.acceptance")
+    if job.acceptance is None:
+        acceptance = of_pair(job.target.name, job.draft.name if job.draft else str(job.free_draft))
     first_s, step_s = (costs.draft_step_s(2), costs.draft_step_s(1)) if costs.draft else (0.0, 0.0)
 
     def round_s(num_draft_tokens: int) -> float:
