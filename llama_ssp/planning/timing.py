@@ -112,14 +112,15 @@ class CostModel:
     def draw_s(self, placement: ModelPlacement) -> float:
         """Drawing a token from the logits of each row."""
         numbers = self._rows_of(placement) * self.job.target.shape.vocab_size
-        return self._sampled_s(self._profile and self._profile.draw, DRAW_KERNELS, numbers)
+        return self._sampled_s(self._profile.draw if self._profile else None, DRAW_KERNELS, numbers)
 
     def rule_s(self, num_positions: int) -> float:
         """The rule on `num_positions` of each row that a rank verifies."""
         numbers = self._rows_of(self.draft or self.target) * num_positions * self.job.target.shape.vocab_size
         rule = rule_of(self.job.rule)
         more_s = self._kernels_s(rule.more_kernels, rule.more_passes, numbers)
-        return self._sampled_s(self._profile and self._profile.verify, VERIFY_KERNELS, numbers) + more_s
+        points = self._profile.verify if self._profile else None
+        return self._sampled_s(points, VERIFY_KERNELS, numbers) + more_s
 
     def _sampled_s(self, points: list[SizePoint] | None, num_kernels: int, numbers: int) -> float:
         """What a draw or the rule takes as measured, or as kernels that make `RULE_PASSES` over its numbers."""
