@@ -1,8 +1,4 @@
-"""Records of the model families, which the planner, the loader, the checks and the models read.
-
-Each module of this package defines one family as `FAMILY`. A plugin adds one with `register`. A record names code that
-needs torch as `module:function`, so that nothing here imports torch.
-"""
+"""Records of the model families (`config.registry`), which the planner, the loader, the checks and the models read."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

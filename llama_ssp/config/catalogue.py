@@ -36,13 +36,9 @@ def load(name: str) -> ModelConfig:
     fields = _fields(name)
     shape = fields.pop("shape", None)
     try:
-        model = ModelConfig(
-            dtype=Dtype[fields.pop("dtype", "auto")],
-            stored_dtype=Dtype[fields.pop("stored_dtype", "auto")],
-            gpu_dtype=Dtype[fields.pop("gpu_dtype", "auto")],
-            shape=ModelShape(**shape) if shape else None,
-            **fields,
-        )
+        for key in ("dtype", "stored_dtype", "gpu_dtype"):
+            fields[key] = Dtype[fields.get(key, "auto")]
+        model = ModelConfig(shape=ModelShape(**shape) if shape else None, **fields)
     except (KeyError, TypeError) as error:
         raise ConfigError(f"conf/model/{name}.yaml does not describe a model: {error}") from error
     if problem := problem_of(model.quantization):
@@ -52,18 +48,15 @@ def load(name: str) -> ModelConfig:
 
 def relatives(model: ModelConfig) -> list[ModelConfig]:
     """Read the unquantized entries of the same family and vocabulary size, itself included."""
+    wanted = model.shape and (model.shape.model_type, model.shape.vocab_size)
     known = [other for other in map(load, names()) if not format_of(other.quantization).is_quantized]
-    return [other for other in known if model.shape and other.shape and _kind(other.shape) == _kind(model.shape)]
+    return [other for other in known if other.shape and (other.shape.model_type, other.shape.vocab_size) == wanted]
 
 
 def smaller_relatives(model: ModelConfig) -> list[str]:
     """Name the possible draft models, which are smaller `relatives`; smallest first."""
     found = sorted(relatives(model), key=_relative_size)
     return [other.name for other in found if _relative_size(other) < _relative_size(model)]
-
-
-def _kind(shape: ModelShape) -> tuple[str, int]:
-    return shape.model_type, shape.vocab_size
 
 
 def _relative_size(model: ModelConfig) -> int:

@@ -126,8 +126,8 @@ def _draft(config: RunConfig) -> Iterator[str]:
             "use another draft, for example draft=default"
         )
     if not drafts(config.draft) and task_of(config).needs_draft:
-        candidates = ", ".join(f"draft={name}" for name in catalogue.smaller_relatives(config.model))
-        ways = candidates or "draft=local draft.model.path=DIR"
+        candidates = [f"draft={name}" for name in catalogue.smaller_relatives(config.model)]
+        ways = ", ".join(candidates) or "draft=local draft.model.path=DIR"
         yield (
             f"task={config.task.name} needs a draft, and model={config.model.name} runs without one here: "
             f"give {ways}, or use task=generate"

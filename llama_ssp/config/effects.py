@@ -28,14 +28,11 @@ class _Row:
 def _of_both(names: tuple[str, ...], holds: Callable[[RunConfig, ModelConfig], bool], reason: str) -> tuple[_Row, _Row]:
     """The rows for settings of the target's and of the draft's entry; `{entry}` is `model` or `draft.model`."""
 
-    def row(entry: str, model_of: Callable[[RunConfig], ModelConfig | None]) -> _Row:
-        def holds_here(config: RunConfig) -> bool:
-            model = model_of(config)
-            return model is not None and holds(config, model)
+    def row(entry: str, applies: Callable[[RunConfig], bool]) -> _Row:
+        return _Row(tuple(f"{entry}.{name}" for name in names), applies, reason.replace("{entry}", entry))
 
-        return _Row(tuple(f"{entry}.{name}" for name in names), holds_here, reason.replace("{entry}", entry))
-
-    return row("model", lambda c: c.model), row("draft.model", lambda c: c.draft.model)
+    of_draft = row("draft.model", lambda c: c.draft.model is not None and holds(c, c.draft.model))
+    return row("model", lambda c: holds(c, c.model)), of_draft
 
 
 def _never_drafts(config: RunConfig) -> bool:

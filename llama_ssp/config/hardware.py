@@ -1,8 +1,6 @@
 """Describes machines: the catalogue `conf/hardware` as typed dataclasses, read with PyYAML alone.
 
-A file has figures from data sheets with their sources, and optionally the measurements of `task=calibrate`. All of its
-problems are reported together. `planning` computes with the figures.
-
+A file has figures from data sheets with their sources, and optionally the measurements of `task=calibrate`.
 Units: bytes, bytes/s, FLOP/s and seconds.
 """
 
@@ -105,6 +103,7 @@ class HardwareConfig:
     """One entry of `conf/hardware`: a node, and the number of nodes.
 
     Attributes:
+        name, gpu: names of the entry and of its GPUs.
         device: `cuda` (NVIDIA and AMD) or `cpu`; a "GPU" of a CPU is one rank.
         num_gpus, num_nodes: ranks per node, and nodes.
         memory_bytes: usable memory of one GPU; on a CPU, of the node.
@@ -172,14 +171,6 @@ def problems_of(figures: object) -> list[str]:
         device = figures.get("device")
         if "device" in figures and device not in DEVICES:
             problems.append(f"hardware.device={device} must be one of {', '.join(DEVICES)}")
-        known = {dtype.name for dtype in Dtype} - {Dtype.auto.name}
-        for figure in _BY_NUMBER_FORMAT:
-            by_format = figures.get(figure)
-            problems += [
-                unknown_name(f"number format in hardware.{figure}", str(key), known)
-                for key in (by_format if isinstance(by_format, Mapping) else ())
-                if key not in known
-            ]
         nodes = figures.get("num_nodes", 1)
         if isinstance(nodes, int) and nodes > 1 and not figures.get("network"):
             problems.append(f"hardware.num_nodes={nodes} needs hardware.network (bandwidth_bytes_per_s, latency_s)")
@@ -249,6 +240,8 @@ def _rate_problems(value: object, path: str, *, may_be_empty: bool) -> Iterator[
     if not isinstance(value, Mapping) or not (value or may_be_empty):
         yield f"{path} must give a figure for at least one number format, for example {{fp16: 3.12e+14}}"
         return
+    known = {dtype.name for dtype in Dtype} - {Dtype.auto.name}
+    yield from (unknown_name(f"number format in {path}", str(name), known) for name in value if name not in known)
     for name, rate in value.items():
         yield from _number_problems(str(name), rate, f"{path}.{name}", whole=False)
 

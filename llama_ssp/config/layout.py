@@ -160,7 +160,7 @@ def _faults_of_library(target: TargetPlacement, num_replicas: int) -> Iterator[s
 
 def _faults_of_kind(draft: DraftPlacement, num_ranks: int) -> Iterator[str]:
     kind, ranks, size = draft.kind, draft.ranks, draft.tp_size
-    if kind is DraftLayout.one_rank and ranks and len(ranks) > 1:
+    if kind is DraftLayout.one_rank and len(ranks or ()) > 1:
         yield (
             f"placement.draft.ranks={ranks} must be one rank, for example placement.draft.ranks=[0]: several need "
             "placement.draft.kind=sharded, replicated or own_gpu"

@@ -10,7 +10,7 @@ from typing import Any
 from llama_ssp.config import catalogue, layout
 from llama_ssp.config.formats.format import problem_of
 from llama_ssp.config.hardware import problems_of
-from llama_ssp.config.schema import DrafterConfig, ModelConfig, ModelShape, PlacementConfig, SpeculationConfig
+from llama_ssp.config.schema import DrafterConfig, ModelConfig, PlacementConfig, SpeculationConfig
 from llama_ssp.errors import ConfigError, one_message
 
 
@@ -78,14 +78,10 @@ def _models(config: PlanConfig) -> Iterator[str]:
                 f"prompt_tokens={config.prompt_tokens} and max_new_tokens={config.max_new_tokens} make {context}, "
                 f"and the context of {group}={model.name} has {model.shape.max_position_embeddings} tokens"
             )
-    if target.shape and draft and draft.shape:
-        yield from _vocabulary(target.name, target.shape, draft.name, draft.shape)
-
-
-def _vocabulary(target: str, target_shape: ModelShape, draft: str, draft_shape: ModelShape) -> Iterator[str]:
-    if target_shape.vocab_size != draft_shape.vocab_size:
-        fitting = ", ".join(catalogue.smaller_relatives(catalogue.load(target))) if target in catalogue.names() else ""
+    if target.shape and draft and draft.shape and target.shape.vocab_size != draft.shape.vocab_size:
+        known = target.name in catalogue.names()
+        fitting = ", ".join(catalogue.smaller_relatives(catalogue.load(target.name))) if known else ""
         yield (
-            f"the draft must have the target's vocabulary: model={target} has {target_shape.vocab_size} tokens, "
-            f"draft={draft} {draft_shape.vocab_size}; drafts that fit: {fitting or 'none in the catalogue'}"
+            f"the draft must have the target's vocabulary: model={target.name} has {target.shape.vocab_size} tokens, "
+            f"draft={draft.name} {draft.shape.vocab_size}; drafts that fit: {fitting or 'none in the catalogue'}"
         )

@@ -1,4 +1,7 @@
-"""Registries of records by name: one per module of a package, plus those that plugins register."""
+"""Registries of records by name: one per module of a package, plus those that plugins `register`.
+
+Records name code as `module:function` where it needs torch, so that they import nothing slow.
+"""
 
 import importlib
 import os
@@ -24,13 +27,7 @@ Record = TypeVar("Record", bound=Named)
 
 
 class Registry(Generic[Record]):
-    """The records of one kind.
-
-    Args:
-        package: the package whose modules hold one record each.
-        attribute: the variable that holds the record in its module.
-        setting: the setting that selects a record; error messages begin with it.
-    """
+    """The records of one kind: `attribute` of each module of `package`; error messages begin with their `setting`."""
 
     def __init__(self, package: str, attribute: str, *, setting: str) -> None:
         self._package, self._attribute, self._setting = package, attribute, setting

@@ -2,8 +2,8 @@
 
 Plain arithmetic: the loader places the layers, and the plan counts their bytes.
 
-    device 0: embeddings, layers 0-9    device 1: layers 10-19    last device: layers 20-27, norm, head
-    waiting:  layers 28-31, offloaded; every forward reads them into device 0
+device 0: embeddings, layers 0-9    device 1: layers 10-19    last device: layers 20-27, norm, head
+waiting:  layers 28-31, offloaded; every forward reads them into device 0
 """
 
 from dataclasses import dataclass
@@ -100,8 +100,3 @@ def row_bytes(job: PlanSpec) -> RowBytes:
 def waiting_bytes(job: PlanSpec) -> int:
     """Bytes of offloaded layers, which every forward reads."""
     return 0 if job.offload is Offload.none else len(layer_placement_of(job).waiting) * row_bytes(job).layer
-
-
-def waiting_s(job: PlanSpec) -> float:
-    """Seconds that each forward takes to read offloaded layers, without overlap with compute."""
-    return waiting_bytes(job) / READ_BYTES_PER_S[job.offload] if job.offload is not Offload.none else 0.0

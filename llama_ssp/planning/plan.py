@@ -30,8 +30,7 @@ class Plan:
     Attributes:
         largest_batch: the largest batch that fits at this context; 0 if none does.
         largest_context: the longest row that fits at this batch size.
-        warnings: choices that cannot gain.
-        notes: facts that the figures do not show.
+        warnings, notes: see `advice`.
         changes: the change that would make it fit; empty if it fits.
     """
 
@@ -108,11 +107,12 @@ def shortage(plan: Plan, *, words: Mapping[str, str] | None = None) -> str:
 
 def document(plan: Plan) -> dict[str, Any]:
     """The plan as a JSON document."""
-    job, hardware = plan.job, plan.hardware
+    job, figures = plan.job, asdict(plan.hardware)
+    profiles = figures.pop("profiles")
     return {
         "plan_version": PLAN_VERSION,
         "fits": plan.fits,
-        "hardware": _hardware(hardware),
+        "hardware": figures | {"measured_for_ranks": [profile["num_ranks"] for profile in profiles]},
         "target": _model(job.target, plan, prefix="target") | {
             "kind": job.target_kind.name,
             "ranks": list(job.target_ranks),
@@ -154,12 +154,6 @@ def _messages(job: PlanSpec) -> dict[str, int]:
     return arriving | {"total_bytes": sum(arriving.values())}
 
 
-def _hardware(hardware: HardwareConfig) -> dict[str, Any]:
-    figures = asdict(hardware)
-    profiles = figures.pop("profiles")
-    return figures | {"measured_for_ranks": [profile["num_ranks"] for profile in profiles]}
-
-
 def _model(model: PlannedModel, plan: Plan, *, prefix: str) -> dict[str, Any]:
     """A model's exact sizes, and the bytes that its ranks repeat."""
     whole = inventory(model.shape)
@@ -187,10 +181,8 @@ def time_document(timed: Timing) -> dict[str, Any]:
         return None if seconds is None else 1e3 * seconds
 
     def parts(forward: ForwardTime | None) -> dict[str, float] | None:
-        if forward is None:
-            return None
-        seconds = asdict(forward) | {"total_s": forward.total_s}
-        return {f"{name.removesuffix('_s')}_ms": 1e3 * value for name, value in seconds.items()}
+        seconds = asdict(forward) | {"total_s": forward.total_s} if forward else {}
+        return {f"{name.removesuffix('_s')}_ms": 1e3 * value for name, value in seconds.items()} or None
 
     return {
         "plain_ms_per_token": ms(timed.plain_s),

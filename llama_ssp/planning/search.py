@@ -1,7 +1,4 @@
-"""Ranks all sensible ways to use a machine for a series of models by speed, including those that do not fit.
-
-The rest of the job (batch, context, acceptance) stays as requested.
-"""
+"""Ranks all sensible ways to use a machine for a series of models by speed, including those that do not fit."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -40,7 +37,7 @@ class Choice:
 
 
 def search(job: PlanSpec, hardware: HardwareConfig) -> list[Choice]:
-    """Price all candidates; the fastest first, those that do not fit last."""
+    """Price all candidates for a job like this one; the fastest first, those that do not fit last."""
     choices = [_priced(candidate, hardware) for candidate in _candidates(job, hardware)]
     return sorted(choices, key=lambda choice: (choice.ms_per_token is None, choice.ms_per_token or 0.0))
 

@@ -1,7 +1,4 @@
-"""The input of the planner with every choice resolved: models, ranks, sizes.
-
-Made from the config of a plan, or of a run (`tasks.dry_run`).
-"""
+"""The input of the planner, from the config of a plan or of a run, with every choice resolved: models, ranks, sizes."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +10,7 @@ from llama_ssp.architectures.sizes import whole_steps
 from llama_ssp.config.drafts.drafter import draft_name
 from llama_ssp.config.formats.format import format_of
 from llama_ssp.config.hardware import HardwareConfig
-from llama_ssp.config.layout import Layout, lay_out, max_device_bytes, may_capture
+from llama_ssp.config.layout import Layout, lay_out_replica, max_device_bytes, may_capture
 from llama_ssp.config.model_files import CONFIG_FILE, read_json
 from llama_ssp.config.plan import PlanConfig
 from llama_ssp.config.rules.rule import DEFAULT
@@ -144,8 +141,7 @@ def make_job(config: PlanConfig, hardware: HardwareConfig) -> PlanSpec:
     """Resolve a checked config; raises as `planned_model`."""
     draft = planned_model(config.draft.model, device=hardware.device) if config.draft.model else None
     placement = config.placement
-    num_ranks = hardware.num_ranks // placement.num_replicas
-    layout = lay_out(placement.target, placement.draft, num_ranks=num_ranks, has_draft=draft is not None)
+    layout = lay_out_replica(placement, world_size=hardware.num_ranks, has_draft=draft is not None)
     return PlanSpec(
         **target_fields(config.model, placement.target, layout, num_gpus=hardware.num_gpus, device=hardware.device),
         draft=draft,

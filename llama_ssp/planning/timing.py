@@ -8,6 +8,7 @@
 Shapes: K drafted tokens.
 """
 
+import math
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -17,7 +18,7 @@ from llama_ssp.config.rules.rule import rule_of
 from llama_ssp.config.schema import DraftLayout
 from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.planning.acceptance import Acceptance, of_pair, tokens_per_round
-from llama_ssp.planning.layerwise import waiting_s
+from llama_ssp.planning.layerwise import READ_BYTES_PER_S, waiting_bytes
 from llama_ssp.planning.measured import by_size
 from llama_ssp.planning.memory import bucket_of
 from llama_ssp.planning.messages import Message, round_messages
@@ -78,7 +79,9 @@ class CostModel:
         self.hardware = hardware
         num_active = min(job.num_replicas * len(job.layout.ranks), hardware.num_gpus)
         place = partial(ModelPlacement, cuda_graphs=job.cuda_graphs, num_active=num_active)
-        self.target = place(model=job.target, kind=job.target_kind, ranks=job.target_devices, waiting_s=waiting_s(job))
+        # Offloaded layers are read without overlap with compute.
+        waiting_s = waiting_bytes(job) / READ_BYTES_PER_S.get(job.offload, math.inf)
+        self.target = place(model=job.target, kind=job.target_kind, ranks=job.target_devices, waiting_s=waiting_s)
         ranks = job.draft_ranks[:1] if job.draft_kind is DraftLayout.replicated else job.draft_ranks
         self.draft = place(model=job.draft, kind=TargetKind.tensor, ranks=ranks) if job.draft else None
         middle = job.prompt_tokens + job.max_new_tokens // 2
@@ -153,8 +156,8 @@ class CostModel:
 
     def verdict_s(self, num_draft_tokens: int) -> float:
         """The rule of a round, and the messages before and after it."""
-        messages_s = self.agree_s(*round_messages(self.job, num_draft_tokens).after_drafting)
-        return messages_s + self.rule_s(num_draft_tokens + 1)
+        messages = round_messages(self.job, num_draft_tokens)
+        return self.agree_s(messages.ids, messages.probabilities, messages.verdict) + self.rule_s(num_draft_tokens + 1)
 
     def verify_s(self, num_draft_tokens: int) -> float:
         """Device time of a round after drafting."""
@@ -167,12 +170,14 @@ def timing(job: PlanSpec, hardware: HardwareConfig) -> Timing:
     plain_s = costs.plain_s()
     prefill_s = costs.prefill_s(costs.target)
     tokens = job.max_new_tokens
+    held = [model_bytes(share, job.target, device=job.device).total_bytes for share in costs.target.shares]
+    read_bytes = sum(held) if job.target_kind is TargetKind.accelerate else max(held)
     plain = Timing(
         target_forward=costs.forward(costs.target, 1),
         prefill_s=prefill_s,
         plain_s=plain_s,
         plain_run_s=(prefill_s + (tokens - 1) * plain_s) / tokens,
-        limit_share=_limit_s(costs) / plain_s,
+        limit_share=read_bytes / hardware.bandwidth_bytes_per_s / plain_s,
     )
     return _speculative(costs, plain) if job.drafts else plain
 
@@ -213,11 +218,3 @@ def _speculative(costs: CostModel, plain: Timing) -> Timing:
         by_num_draft_tokens=by_number,
         best_num_draft_tokens=1 + min(range(len(by_number)), key=by_number.__getitem__),
     )
-
-
-def _limit_s(costs: CostModel) -> float:
-    """Time to read every weight of the fullest rank once at the data sheet's bandwidth."""
-    model, placement = costs.job.target, costs.target
-    held = [model_bytes(share, model, device=costs.job.device).total_bytes for share in placement.shares]
-    read = sum(held) if placement.kind is TargetKind.accelerate else max(held)
-    return read / costs.hardware.bandwidth_bytes_per_s

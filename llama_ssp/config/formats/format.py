@@ -1,8 +1,4 @@
-"""Records of the storage formats, which the planner, the checks and the loader read.
-
-Each module of this package defines one format as `FORMAT`. A plugin adds one with `register`, and
-`model.quantization=NAME` selects it. A record names its kernel as `module:Class`, so that nothing here imports torch.
-"""
+"""Records of the storage formats (`config.registry`), which the planner, the checks and the loader read."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

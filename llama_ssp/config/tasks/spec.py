@@ -1,8 +1,4 @@
-"""Records of the tasks, which the checks, the planner, the command line and the run read.
-
-Each module of this package defines one task as `TASK`. A plugin (`config.registry`) adds one with `register`. A record
-names its code as `module:function`, which `tasks.dispatch` imports, so that nothing here imports torch.
-"""
+"""Records of the tasks (`config.registry`), which the checks, the planner, the command line and the run read."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
