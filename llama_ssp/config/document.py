@@ -8,13 +8,16 @@ import yaml
 from llama_ssp.config.schema import RunConfig
 
 
-class _Dumper(yaml.SafeDumper):
-    """Writes enum members too."""
-
-
-_Dumper.add_multi_representer(Enum, lambda dumper, member: dumper.represent_str(member.name))
-
-
 def to_yaml(config: RunConfig) -> str:
     """Write all settings of a run as YAML, with enum members by their command-line names."""
-    return yaml.dump(asdict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(_plain(asdict(config)), sort_keys=False, allow_unicode=True)
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return value
