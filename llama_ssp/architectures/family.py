@@ -1,8 +1,4 @@
-"""Records of the model families, which the planner, the loader, the checks and the models read.
-
-Each module of this package defines one family as `FAMILY`. A plugin adds one with `register`. A record names code that
-needs torch as `module:function`, so that nothing here imports torch.
-"""
+"""Records of the model families (`config.registry`), which the planner, the loader, the checks and the models read."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -19,11 +15,6 @@ Windows = Callable[[Any], tuple[int | None, ...]]
 """Maps a config of the library to the window of each layer in positions, its own included; None for no window."""
 
 
-def no_windows(config: Any) -> tuple[int | None, ...]:  # noqa: ANN401 - the library's config
-    """No layer has a window."""
-    return (None,) * int(config.num_hidden_layers)
-
-
 def windows_by_layer_type(config: Any) -> tuple[int | None, ...]:  # noqa: ANN401 - the library's config
     """Layers of type `sliding_attention` have the config's window."""
     return tuple(config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types)
@@ -34,7 +25,6 @@ class Family:
     """The models of one `model_type`.
 
     Attributes:
-        model_type: the family's name in config.json.
         parameters: lists the parameters of a model of given sizes.
         is_llama_kind: the lean decoder runs it: the Llama architecture, up to biases, norms of queries and keys, and
             rotary frequencies.
@@ -73,7 +63,7 @@ class Family:
 
     def windows_of(self, config: Any) -> tuple[int | None, ...]:  # noqa: ANN401 - the library's config
         """The window of each layer; see `Windows`."""
-        return (self.windows or no_windows)(config)
+        return self.windows(config) if self.windows else (None,) * int(config.num_hidden_layers)
 
     def attention_pair_bytes(self, *, num_heads: int, value_bytes: int) -> int:
         """Bytes that a forward keeps per pair of position and cache slot.

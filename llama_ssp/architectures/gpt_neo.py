@@ -12,9 +12,7 @@ from llama_ssp.config.schema import ModelShape
 
 _TP_PLAN = {
     "transformer.wte": "embedding_rowwise",
-    "transformer.h.*.attn.attention.q_proj": "colwise",
-    "transformer.h.*.attn.attention.k_proj": "colwise",
-    "transformer.h.*.attn.attention.v_proj": "colwise",
+    **{f"transformer.h.*.attn.attention.{name}": "colwise" for name in ("q_proj", "k_proj", "v_proj")},
     "transformer.h.*.attn.attention.out_proj": "rowwise",
     "transformer.h.*.mlp.c_fc": "colwise",
     "transformer.h.*.mlp.c_proj": "rowwise",

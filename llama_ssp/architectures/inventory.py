@@ -1,8 +1,4 @@
-"""The parameters of a model as a list of matrices, and the slices that a rank holds.
-
-`family.Family.parameters` makes the list. The slices come from `sharding`, as in the loader; `planning.weights` counts
-their bytes.
-"""
+"""The parameters of a model as a list of matrices, and the slices that a rank holds, as `sharding` cuts them."""
 
 from dataclasses import dataclass, replace
 

@@ -41,15 +41,12 @@ class HeadShard:
 
 
 def split_heads(*, num_heads: int, num_kv_heads: int, num_ranks: int) -> tuple[HeadShard, ...]:
-    """Split attention heads at the boundaries of key-value groups.
+    """Split attention heads at the boundaries of key-value groups; PlacementError for too many ranks or uneven groups.
 
     If there are more ranks than key-value heads, groups are split, and each of their ranks has the key-value head.
 
         8 heads, 4 kv heads, 3 ranks:  | 0 1 2 3 | 4 5 | 6 7 |     kv  | 0 1 | 2 | 3 |
         4 heads, 2 kv heads, 3 ranks:  | 0 | 1 | 2 3 |             kv  | 0 | 0 | 1 |
-
-    Raises:
-        PlacementError: there are more ranks than heads, or groups differ in size.
     """
     if num_ranks > num_heads:
         message = f"{num_heads} attention heads cannot be shared by {num_ranks} ranks: use at most {num_heads} ranks"
@@ -114,30 +111,20 @@ class RankShard:
 
         The layout of GPT-NeoX's fused matrix is `[head][q, k, v][dim]`, so its slice is contiguous too.
         """
-        match cut:
-            case Cut.query_heads:
-                return _scaled(self.heads.query_heads, self.head_dim)
-            case Cut.kv_heads:
-                return _scaled(self.heads.kv_heads, self.head_dim)
-            case Cut.fused_qkv:
-                return _scaled(self.heads.query_heads, 3 * self.head_dim)
-            case Cut.mlp_units:
-                return self.mlp_units
-            case Cut.vocabulary:
-                return self.vocabulary
-
-
-def _scaled(units: range, width: int) -> range:
-    return range(units.start * width, units.stop * width)
+        units, width = {
+            Cut.query_heads: (self.heads.query_heads, self.head_dim),
+            Cut.kv_heads: (self.heads.kv_heads, self.head_dim),
+            Cut.fused_qkv: (self.heads.query_heads, 3 * self.head_dim),
+            Cut.mlp_units: (self.mlp_units, 1),
+            Cut.vocabulary: (self.vocabulary, 1),
+        }[cut]
+        return range(units.start * width, units.stop * width)
 
 
 def split_model(shape: ModelShape, *, num_ranks: int) -> tuple[RankShard, ...]:
-    """Split a model over the ranks of a tensor-parallel group.
+    """Split a model over the ranks of a tensor-parallel group; PlacementError for more ranks than units of a kind.
 
     MLP units and vocabulary are split in blocks of 64 if there are enough of them.
-
-    Raises:
-        PlacementError: there are more ranks than heads, MLP units or token ids.
     """
     heads = split_heads(
         num_heads=shape.num_attention_heads, num_kv_heads=shape.num_key_value_heads, num_ranks=num_ranks

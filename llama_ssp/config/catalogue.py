@@ -36,13 +36,9 @@ def load(name: str) -> ModelConfig:
     fields = _fields(name)
     shape = fields.pop("shape", None)
     try:
-        model = ModelConfig(
-            dtype=Dtype[fields.pop("dtype", "auto")],
-            stored_dtype=Dtype[fields.pop("stored_dtype", "auto")],
-            gpu_dtype=Dtype[fields.pop("gpu_dtype", "auto")],
-            shape=ModelShape(**shape) if shape else None,
-            **fields,
-        )
+        for key in ("dtype", "stored_dtype", "gpu_dtype"):
+            fields[key] = Dtype[fields.get(key, "auto")]
+        model = ModelConfig(shape=ModelShape(**shape) if shape else None, **fields)
     except (KeyError, TypeError) as error:
         raise ConfigError(f"conf/model/{name}.yaml does not describe a model: {error}") from error
     if problem := problem_of(model.quantization):
@@ -50,22 +46,23 @@ def load(name: str) -> ModelConfig:
     return model
 
 
+def relatives(model: ModelConfig) -> list[ModelConfig]:
+    """Read the unquantized entries of the same family and vocabulary size, itself included."""
+    wanted = model.shape and (model.shape.model_type, model.shape.vocab_size)
+    known = [other for other in map(load, names()) if not format_of(other.quantization).is_quantized]
+    return [other for other in known if other.shape and (other.shape.model_type, other.shape.vocab_size) == wanted]
+
+
 def smaller_relatives(model: ModelConfig) -> list[str]:
-    """Name the possible draft models: same family and vocabulary size, unquantized, smaller; smallest first."""
-    shape = model.shape
-    if shape is None:
-        return []
-    sizes = {}
-    for other in map(load, names()):
-        if other.shape is None or format_of(other.quantization).is_quantized:
-            continue
-        if (other.shape.model_type, other.shape.vocab_size) == (shape.model_type, shape.vocab_size):
-            sizes[other.name] = _relative_size(other.shape)
-    return sorted((name for name in sizes if sizes[name] < _relative_size(shape)), key=sizes.__getitem__)
+    """Name the possible draft models, which are smaller `relatives`; smallest first."""
+    found = sorted(relatives(model), key=_relative_size)
+    return [other.name for other in found if _relative_size(other) < _relative_size(model)]
 
 
-def _relative_size(shape: ModelShape) -> int:
+def _relative_size(model: ModelConfig) -> int:
     """Sort key for models of one family; not a parameter count."""
+    shape = model.shape
+    assert shape, "relatives have shapes"
     return shape.num_hidden_layers * shape.hidden_size * (shape.hidden_size + shape.intermediate_size)
 
 

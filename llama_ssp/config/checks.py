@@ -25,15 +25,10 @@ LEAST_AGREEMENT = 0.3
 
 
 def check(config: RunConfig, explicit: frozenset[str], *, world_size: int) -> None:
-    """Refuse a config that cannot run; every rank gets the same result.
+    """Refuse a config that cannot run with one ConfigError for all problems; every rank gets the same result.
 
-    Args:
-        config: the draft must be resolved (`store.to_run_config`).
-        explicit: dotted keys that the user gave; a group choice counts as a key named after the group.
-        world_size: number of ranks.
-
-    Raises:
-        ConfigError: lists every problem: what was given, what is required, what would work.
+    The draft must be resolved (`store.to_run_config`). `explicit` has the dotted keys that the user gave; a group
+    choice counts as a key named after the group.
     """
     problems = [
         *_ranges(config),
@@ -131,8 +126,8 @@ def _draft(config: RunConfig) -> Iterator[str]:
             "use another draft, for example draft=default"
         )
     if not drafts(config.draft) and task_of(config).needs_draft:
-        candidates = ", ".join(f"draft={name}" for name in catalogue.smaller_relatives(config.model))
-        ways = candidates or "draft=local draft.model.path=DIR"
+        candidates = [f"draft={name}" for name in catalogue.smaller_relatives(config.model)]
+        ways = ", ".join(candidates) or "draft=local draft.model.path=DIR"
         yield (
             f"task={config.task.name} needs a draft, and model={config.model.name} runs without one here: "
             f"give {ways}, or use task=generate"
@@ -206,13 +201,7 @@ def _synthetic(config: RunConfig) -> Iterator[str]:
 
 def _placement(config: RunConfig, world_size: int) -> Iterator[str]:
     placement, has_draft = config.placement, config.draft.model is not None
-    found = [
-        *layout.problems_of_choice(placement),
-        *layout.problems_of(
-            placement.target, placement.draft,
-            num_replicas=placement.num_replicas, world_size=world_size, has_draft=has_draft,
-        )
-    ]  # fmt: skip
+    found = [*layout.problems_of(placement, world_size=world_size, has_draft=has_draft)]
     yield from found
     if found or placement.auto:
         return

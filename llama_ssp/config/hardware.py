@@ -1,15 +1,13 @@
 """Describes machines: the catalogue `conf/hardware` as typed dataclasses, read with PyYAML alone.
 
-A file has figures from data sheets with their sources, and optionally the measurements of `task=calibrate`. All of its
-problems are reported together. `planning` computes with the figures.
-
+A file has figures from data sheets with their sources, and optionally the measurements of `task=calibrate`.
 Units: bytes, bytes/s, FLOP/s and seconds.
 """
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, dataclass, field, fields
-from typing import Any
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from typing import Any, get_args, get_origin
 
 import yaml
 
@@ -147,16 +145,7 @@ class HardwareConfig:
 
 
 DEVICES = ("cuda", "cpu")
-_NESTED: dict[str, type[Any]] = {
-    **dict.fromkeys(("link", "network"), Link),
-    **dict.fromkeys(("linear", "tied_head"), LinearPoint),
-    **dict.fromkeys(("layer", "frame"), RowsPoint),
-    **dict.fromkeys(("attention", "draw", "verify", "all_reduce"), SizePoint),
-    "composition": CompositionPoint,
-    "profiles": Profile,
-}
 _MAY_BE_ZERO = {"context_bytes", "collective_bytes", "kernel_s", "launch_s", "latency_s", "round_s"}
-_TEXTS = {"name", "gpu", "dtype", "arithmetic", "device"}
 _BY_NUMBER_FORMAT = ("flops_per_s", "slowdown")
 
 
@@ -182,14 +171,6 @@ def problems_of(figures: object) -> list[str]:
         device = figures.get("device")
         if "device" in figures and device not in DEVICES:
             problems.append(f"hardware.device={device} must be one of {', '.join(DEVICES)}")
-        known = {dtype.name for dtype in Dtype} - {Dtype.auto.name}
-        for figure in _BY_NUMBER_FORMAT:
-            by_format = figures.get(figure)
-            problems += [
-                unknown_name(f"number format in hardware.{figure}", str(key), known)
-                for key in (by_format if isinstance(by_format, Mapping) else ())
-                if key not in known
-            ]
         nodes = figures.get("num_nodes", 1)
         if isinstance(nodes, int) and nodes > 1 and not figures.get("network"):
             problems.append(f"hardware.num_nodes={nodes} needs hardware.network (bandwidth_bytes_per_s, latency_s)")
@@ -204,14 +185,19 @@ def build(figures: Mapping[str, Any]) -> HardwareConfig:
 def _build(kind: type[Any], figures: Mapping[str, Any]) -> Any:  # noqa: ANN401 - an instance of `kind`
     values = dict(figures)
     for entry in fields(kind):
-        value = values.get(entry.name)
-        if entry.name in _NESTED and isinstance(value, Mapping):
-            values[entry.name] = _build(_NESTED[entry.name], value)
-        elif entry.name in _NESTED and isinstance(value, list):
-            values[entry.name] = [_build(_NESTED[entry.name], item) for item in value]
+        value, part = values.get(entry.name), _part_of(entry.type)
+        if part and isinstance(value, list):
+            values[entry.name] = [_build(part, item) for item in value]
+        elif part and value is not None:
+            values[entry.name] = _build(part, value)
         elif entry.type is int and value is not None:
             values[entry.name] = int(value)
     return kind(**values)
+
+
+def _part_of(kind: Any) -> type[Any] | None:  # noqa: ANN401 - the annotation of a field
+    """The dataclass that a field has one or a list of."""
+    return next((part for part in (kind, *get_args(kind)) if is_dataclass(part)), None)  # type: ignore[return-value]
 
 
 def _problems(kind: type[Any], figures: object, path: str) -> Iterator[str]:
@@ -231,27 +217,31 @@ def _problems(kind: type[Any], figures: object, path: str) -> Iterator[str]:
 
 
 def _value_problems(key: str, value: object, path: str, kind: object) -> Iterator[str]:
-    if key == "sources" and not isinstance(value, Mapping):
-        yield f"{path} must say where each figure is from, by its name, not {value!r}"
-    elif key in _BY_NUMBER_FORMAT:
+    part, is_list = _part_of(kind), get_origin(kind) is list
+    if key in _BY_NUMBER_FORMAT:
         yield from _rate_problems(value, path, may_be_empty=key != "flops_per_s")
-    elif key in {"link", "network"}:
-        yield from _problems(Link, value, path)
-    elif key in _NESTED and not isinstance(value, list):
+    elif part and not is_list:
+        yield from _problems(part, value, path)
+    elif part and not isinstance(value, list):
         yield f"{path} must be a list, not {value!r}"
-    elif isinstance(value, list) and key in _NESTED:
+    elif part and isinstance(value, list):
         for number, item in enumerate(value):
-            yield from _problems(_NESTED[key], item, f"{path}[{number}]")
-    elif key in _TEXTS and not isinstance(value, str):
-        yield f"{path}={value} must be text"
-    elif key not in _TEXTS | {"sources"}:
+            yield from _problems(part, item, f"{path}[{number}]")
+    elif key == "sources":
+        if not isinstance(value, Mapping):
+            yield f"{path} must say where each figure is from, by its name, not {value!r}"
+    elif kind is not str:
         yield from _number_problems(key, value, path, whole=kind is int)
+    elif not isinstance(value, str):
+        yield f"{path}={value} must be text"
 
 
 def _rate_problems(value: object, path: str, *, may_be_empty: bool) -> Iterator[str]:
     if not isinstance(value, Mapping) or not (value or may_be_empty):
         yield f"{path} must give a figure for at least one number format, for example {{fp16: 3.12e+14}}"
         return
+    known = {dtype.name for dtype in Dtype} - {Dtype.auto.name}
+    yield from (unknown_name(f"number format in {path}", str(name), known) for name in value if name not in known)
     for name, rate in value.items():
         yield from _number_problems(str(name), rate, f"{path}.{name}", whole=False)
 

@@ -7,17 +7,9 @@ replica of target and draft; `distributed.mesh` maps replicas to world ranks.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 from llama_ssp.config.schema import DraftLayout, DraftPlacement, PlacementConfig
 from llama_ssp.config.target_placement import Offload, TargetKind, TargetPlacement
-
-
-class _Ranks(Protocol):
-    """Common fields of the placements of target and draft."""
-
-    ranks: list[int] | None
-    tp_size: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,14 +52,7 @@ class Layout:
 
 
 def lay_out(target: TargetPlacement, draft: DraftPlacement, *, num_ranks: int, has_draft: bool) -> Layout:
-    """Resolve the ranks of one replica.
-
-    Args:
-        target: layer-wise placement has one rank.
-        draft: ignored without a draft.
-        num_ranks: ranks per replica.
-        has_draft: whether there is a draft model.
-    """
+    """Resolve the ranks of one replica of `num_ranks`; `draft` is ignored without a draft model."""
     apart = has_draft and draft.kind is DraftLayout.own_gpu
     everyone = range(num_ranks)
     draft_ranks = sorted(draft.ranks or ())
@@ -100,9 +85,16 @@ def max_device_bytes(target: TargetPlacement) -> int | None:
 
 
 def problems_of(
-    target: TargetPlacement, draft: DraftPlacement, *, num_replicas: int, world_size: int, has_draft: bool
+    placement: PlacementConfig, *, world_size: int, has_draft: bool, searched: bool = False
 ) -> Iterator[str]:
-    """List what is impossible in a placement on `world_size` ranks."""
+    """List what is impossible in a placement on `world_size` ranks, or in a search for one."""
+    target, draft, num_replicas = placement.target, placement.draft, placement.num_replicas
+    if target.kind is not TargetKind.tensor and (placement.auto or searched):
+        asked = "search=true" if searched else "placement.auto=true"
+        yield (
+            f"{asked} chooses among targets of placement.target.kind=tensor, and {target.kind.name} was given: remove "
+            "one of the two"
+        )
     if num_replicas < 1 or world_size % num_replicas:
         divisors = " or ".join(str(number) for number in range(1, world_size + 1) if world_size % number == 0)
         yield f"placement.num_replicas={num_replicas} must share {world_size} ranks out evenly: use {divisors}"
@@ -124,7 +116,7 @@ def problems_of(
             )
 
 
-def _faults(part: str, given: _Ranks, num_ranks: int) -> Iterator[str]:
+def _faults(part: str, given: TargetPlacement | DraftPlacement, num_ranks: int) -> Iterator[str]:
     """Problems with the ranks of one model."""
     ranks, size = given.ranks, given.tp_size
     if ranks is not None and (not ranks or len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(num_ranks))):
@@ -168,7 +160,7 @@ def _faults_of_library(target: TargetPlacement, num_replicas: int) -> Iterator[s
 
 def _faults_of_kind(draft: DraftPlacement, num_ranks: int) -> Iterator[str]:
     kind, ranks, size = draft.kind, draft.ranks, draft.tp_size
-    if kind is DraftLayout.one_rank and ranks and len(ranks) > 1:
+    if kind is DraftLayout.one_rank and len(ranks or ()) > 1:
         yield (
             f"placement.draft.ranks={ranks} must be one rank, for example placement.draft.ranks=[0]: several need "
             "placement.draft.kind=sharded, replicated or own_gpu"
@@ -196,17 +188,6 @@ def _clashes(layout: Layout) -> Iterator[str]:
         yield (
             f"a replicated draft drafts and verifies rows on ranks of the target, and placement.draft.ranks="
             f"{list(layout.draft_ranks)} are not all among {named(layout.target_ranks)}"
-        )
-
-
-def problems_of_choice(placement: PlacementConfig, *, searched: bool = False) -> Iterator[str]:
-    """Problems with leaving the placement to the planner, or with searching for it."""
-    kind = placement.target.kind
-    if kind is not TargetKind.tensor and (placement.auto or searched):
-        asked = "search=true" if searched else "placement.auto=true"
-        yield (
-            f"{asked} chooses among targets of placement.target.kind=tensor, and {kind.name} was given: remove one of "
-            "the two"
         )
 
 

@@ -9,6 +9,7 @@ import math
 import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,15 +52,12 @@ def _is_whole(value: object, low: int, high: int) -> bool:
 
 
 def _number(low: float, high: float) -> _Kind:
-    return _Kind(wanted=f"a number from {low:g} to {high:g}", fits=lambda value: _is_number(value, low, high))
+    wanted = f"a number from {low:g} to {high:g}" if high < math.inf else f"a number of at least {low:g}"
+    return _Kind(wanted=wanted, fits=lambda value: type(value) in {int, float} and low <= value <= high)
 
 
-def _is_number(value: object, low: float, high: float) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
-
-
-def _is_texts(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+def _is_list_of(kind: type, value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(item, kind) for item in value)
 
 
 def _is_token_ids(value: object) -> bool:
@@ -69,7 +67,7 @@ def _is_token_ids(value: object) -> bool:
 def _is_counted_kinds(value: object) -> bool:
     """Whether this is a list of pairs: kinds of attention, and the number of repetitions."""
     return isinstance(value, list) and all(
-        isinstance(pair, list) and len(pair) == 2 and _is_texts(pair[0]) and _is_whole(pair[1], 0, _MAX_LAYERS)  # noqa: PLR2004 - a pair
+        isinstance(pair, list) and len(pair) == 2 and _is_list_of(str, pair[0]) and _is_whole(pair[1], 0, _MAX_LAYERS)  # noqa: PLR2004 - a pair
         for pair in value
     )
 
@@ -80,7 +78,7 @@ _WIDTH, _TOKENS, _POSITIONS = _whole(1, 2**20), _whole(1, 2**24), _whole(1, 2**3
 _WINDOW = _whole(0, 2**30)
 _FLAG = _Kind(wanted="true or false", fits=lambda value: isinstance(value, bool))
 _TEXT = _Kind(wanted="a text", fits=lambda value: isinstance(value, str))
-_TEXTS = _Kind(wanted="a list of texts", fits=_is_texts)
+_TEXTS = _Kind(wanted="a list of texts", fits=partial(_is_list_of, str))
 _OBJECT = _Kind(wanted="an object", fits=lambda value: isinstance(value, dict))
 _TOKEN_IDS = _Kind(wanted="a token id or a list of them", fits=_is_token_ids)
 _SMALL, _SHARE, _LARGE = _number(0, 1), _number(0, 1), _number(0, 1e12)
@@ -114,19 +112,10 @@ _GENERATION = (
     | {"cache_implementation": _TEXT}
     | _SPECIAL_IDS
 )
-_TOKENIZER = {
-    "model": _OBJECT,
-    "added_tokens": _Kind(
-        wanted="a list of objects",
-        fits=lambda value: isinstance(value, list) and all(isinstance(item, dict) for item in value),
-    ),
-}
+_TOKENIZER = {"model": _OBJECT, "added_tokens": _Kind(wanted="a list of objects", fits=partial(_is_list_of, dict))}
 _TOKENIZER_CONFIG = {
-    # Libraries write 10^30 for "no limit", some as a float.
-    "model_max_length": _Kind(wanted="a number of at least 1", fits=lambda value: _is_number(value, 1, math.inf)),
-    "padding_side": _TEXT,
-    "truncation_side": _TEXT,
-    "tokenizer_class": _TEXT,
+    "model_max_length": _number(1, math.inf),  # libraries write 10^30 for "no limit", some as a float
+    **dict.fromkeys(("padding_side", "truncation_side", "tokenizer_class"), _TEXT),
     "model_input_names": _TEXTS,
     "added_tokens_decoder": _OBJECT,
     "clean_up_tokenization_spaces": _FLAG,
@@ -142,9 +131,7 @@ _FIELDS: Mapping[str, Mapping[str, _Kind]] = {
 def read_json(file: Path) -> dict[str, Any]:
     """Read a JSON object from a file of a model folder. Fields with a known type may be missing or null.
 
-    Raises:
-        CheckpointError: the file cannot be read, is too large or too deep, holds no object, or has a field of another
-            type.
+    A file that is unreadable, too large or too deep, no object, or has a field of another type raises CheckpointError.
     """
     try:
         content = json.loads(_read_bytes(file).decode("utf-8"))

@@ -4,12 +4,13 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from operator import attrgetter
 from typing import Any
 
 from llama_ssp.config import catalogue, layout
 from llama_ssp.config.formats.format import problem_of
 from llama_ssp.config.hardware import problems_of
-from llama_ssp.config.schema import DrafterConfig, ModelConfig, ModelShape, PlacementConfig
+from llama_ssp.config.schema import DrafterConfig, ModelConfig, PlacementConfig, SpeculationConfig
 from llama_ssp.errors import ConfigError, one_message
 
 
@@ -21,14 +22,6 @@ class PlanFormat(Enum):
 
 
 @dataclass(kw_only=True)
-class PlanSpeculation:
-    """K, and the probability that a drafted token is accepted; null looks the pair up in conf/pairs.yaml."""
-
-    num_draft_tokens: int = 4
-    acceptance: float | None = None
-
-
-@dataclass(kw_only=True)
 class PlanConfig:
     """All settings of one plan. `config.hardware` checks `hardware`."""
 
@@ -36,7 +29,7 @@ class PlanConfig:
     draft: DrafterConfig
     hardware: dict[str, Any]
     placement: PlacementConfig = field(default_factory=PlacementConfig)
-    speculation: PlanSpeculation = field(default_factory=PlanSpeculation)
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     batch_size: int = 1
     prompt_tokens: int = 128
     max_new_tokens: int = 64
@@ -52,25 +45,17 @@ def check(config: PlanConfig) -> None:
     problems = [*hardware, *_ranges(config), *_models(config)]
     if not hardware:
         num_ranks = int(config.hardware["num_gpus"]) * int(config.hardware.get("num_nodes", 1))
-        placement = config.placement
-        problems += layout.problems_of_choice(placement, searched=config.search)
+        has_draft = config.draft.model is not None
         problems += layout.problems_of(
-            placement.target, placement.draft, num_replicas=placement.num_replicas, world_size=num_ranks,
-            has_draft=config.draft.model is not None,
-        )  # fmt: skip
+            config.placement, world_size=num_ranks, has_draft=has_draft, searched=config.search
+        )
     if problems:
         raise ConfigError(one_message(problems))
 
 
 def _ranges(config: PlanConfig) -> Iterator[str]:
-    least_one = {
-        "speculation.num_draft_tokens": config.speculation.num_draft_tokens,
-        "batch_size": config.batch_size,
-        "prompt_tokens": config.prompt_tokens,
-        "max_new_tokens": config.max_new_tokens,
-    }
-    for key, value in least_one.items():
-        if value < 1:
+    for key in ("speculation.num_draft_tokens", "batch_size", "prompt_tokens", "max_new_tokens"):
+        if (value := attrgetter(key)(config)) < 1:
             yield f"{key}={value} must be at least 1"
     acceptance = config.speculation.acceptance
     if acceptance is not None and not (0 <= acceptance <= 1 and math.isfinite(acceptance)):
@@ -93,14 +78,10 @@ def _models(config: PlanConfig) -> Iterator[str]:
                 f"prompt_tokens={config.prompt_tokens} and max_new_tokens={config.max_new_tokens} make {context}, "
                 f"and the context of {group}={model.name} has {model.shape.max_position_embeddings} tokens"
             )
-    if target.shape and draft and draft.shape:
-        yield from _vocabulary(target.name, target.shape, draft.name, draft.shape)
-
-
-def _vocabulary(target: str, target_shape: ModelShape, draft: str, draft_shape: ModelShape) -> Iterator[str]:
-    if target_shape.vocab_size != draft_shape.vocab_size:
-        fitting = ", ".join(catalogue.smaller_relatives(catalogue.load(target))) if target in catalogue.names() else ""
+    if target.shape and draft and draft.shape and target.shape.vocab_size != draft.shape.vocab_size:
+        known = target.name in catalogue.names()
+        fitting = ", ".join(catalogue.smaller_relatives(catalogue.load(target.name))) if known else ""
         yield (
-            f"the draft must have the target's vocabulary: model={target} has {target_shape.vocab_size} tokens, "
-            f"draft={draft} {draft_shape.vocab_size}; drafts that fit: {fitting or 'none in the catalogue'}"
+            f"the draft must have the target's vocabulary: model={target.name} has {target.shape.vocab_size} tokens, "
+            f"draft={draft.name} {draft.shape.vocab_size}; drafts that fit: {fitting or 'none in the catalogue'}"
         )

@@ -1,4 +1,7 @@
-"""Registries of records by name: one per module of a package, plus those that plugins register."""
+"""Registries of records by name: one per module of a package, plus those that plugins `register`.
+
+Records name code as `module:function` where it needs torch, so that they import nothing slow.
+"""
 
 import importlib
 import os
@@ -24,18 +27,10 @@ Record = TypeVar("Record", bound=Named)
 
 
 class Registry(Generic[Record]):
-    """The records of one kind.
+    """The records of one kind: `attribute` of each module of `package`; error messages begin with their `setting`."""
 
-    Args:
-        package: the package whose modules hold one record each.
-        attribute: the variable that holds the record in its module.
-        setting: the setting that selects a record; error messages begin with it.
-        error: raised for an unknown name.
-    """
-
-    def __init__(self, package: str, attribute: str, *, setting: str, error: type[SspError] = ConfigError) -> None:
-        self._package, self._attribute = package, attribute
-        self._setting, self._error = setting, error
+    def __init__(self, package: str, attribute: str, *, setting: str) -> None:
+        self._package, self._attribute, self._setting = package, attribute, setting
         self.added: dict[str, Record] = {}
         self._own: dict[str, Record] | None = None
 
@@ -54,9 +49,9 @@ class Registry(Generic[Record]):
         return dict(sorted(known.items(), key=lambda entry: (getattr(entry[1], "order", 0), entry[0])))
 
     def of(self, name: str) -> Record:
-        """The record of a name; an unknown one raises the registry's error."""
+        """The record of a name; an unknown one raises ConfigError."""
         if problem := self.problem_of(name):
-            raise self._error(problem)
+            raise ConfigError(problem)
         return self.all()[name]
 
     def problem_of(self, name: str, *, key: str | None = None) -> str | None:

@@ -1,7 +1,4 @@
-"""Settings of `hydra/launcher=slurm` as a typed dataclass, and their checks.
-
-conf/hydra/launcher/slurm.yaml has the values; `launch/slurm.py` uses them.
-"""
+"""Settings of `hydra/launcher=slurm`, which conf/hydra/launcher/slurm.yaml fills in, and their checks."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field

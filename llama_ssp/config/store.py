@@ -66,18 +66,13 @@ def run_id() -> str:
 
 
 def to_run_config(config: DictConfig, *, explicit: frozenset[str]) -> RunConfig:
-    """Turn a composed config into dataclasses and resolve the draft.
+    """Turn a config composed from `conf/config.yaml` into dataclasses and resolve the draft.
 
-    Args:
-        config: composed from `conf/config.yaml`.
-        explicit: dotted keys that the user gave; those below `draft.model` apply to the default draft too.
-
-    Returns:
-        A config whose `draft.kind` is never `default`, and whose `draft.model` is null for kinds without a model.
+    Of the dotted keys that the user gave, those below `draft.model` apply to the default draft too. The result's
+    `draft.kind` is never `default`, and its `draft.model` is null for kinds without a model.
 
     Raises:
-        ConfigError: the default draft is not in the catalogue, a group of settings is a plain value, or a value is
-            missing.
+        ConfigError: the default draft is unknown, a group of settings is a plain value, or a value is missing.
     """
     if config.draft.kind == DEFAULT_DRAFT:
         config.draft = _default_draft(config, explicit)

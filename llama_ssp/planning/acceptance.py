@@ -31,8 +31,7 @@ def of_pair(target: str, draft: str) -> Acceptance:
 
 @cache
 def _table() -> dict[str, Any]:
-    table: dict[str, Any] = yaml.safe_load((conf_dir() / "pairs.yaml").read_text(encoding="utf-8"))
-    return table
+    return dict(yaml.safe_load((conf_dir() / "pairs.yaml").read_text(encoding="utf-8")))
 
 
 def tokens_per_round(acceptance: float, num_draft_tokens: int) -> float:

@@ -16,17 +16,8 @@ from llama_ssp.planning.timing import Timing, timing
 WORTHWHILE_GAIN, CLEAR_GAIN = 1.03, 1.1
 
 
-def notes(job: PlanSpec, heads: tuple[int, ...], largest_rank: int) -> list[str]:
-    """Facts that the figures of a plan do not show."""
-    found = [*_kind(job)]
-    if len(set(heads)) > 1:
-        num_heads, shares = job.target.shape.num_attention_heads, " ".join(map(str, heads))
-        found.append(f"{num_heads} heads over {len(heads)} ranks: {shares}; rank {largest_rank} needs most")
-    return found
-
-
-def _kind(job: PlanSpec) -> Iterator[str]:
-    """What the forecast leaves out if a library places the target."""
+def notes(job: PlanSpec, heads: tuple[int, ...], largest_rank: int) -> Iterator[str]:
+    """Facts that the figures of a plan do not show, such as what it leaves out if a library places the target."""
     if job.target_kind is TargetKind.accelerate:
         num_devices = len(job.target_devices)
         where = "on one device" if num_devices == 1 else f"over {num_devices} GPUs of rank {job.target_ranks[0]}"
@@ -43,11 +34,15 @@ def _kind(job: PlanSpec) -> Iterator[str]:
             f"while loading, DeepSpeed keeps the whole target in host memory on every rank, {whole / GB:.4g} GB each, "
             "whose capacity is checked on a CPU only; host time in its modules is not forecast"
         )
+    if len(set(heads)) > 1:
+        num_heads, shares = job.target.shape.num_attention_heads, " ".join(map(str, heads))
+        yield f"{num_heads} heads over {len(heads)} ranks: {shares}; rank {largest_rank} needs most"
 
 
-def warnings(job: PlanSpec, hardware: HardwareConfig, timed: Timing) -> list[str]:
+def warnings(job: PlanSpec, hardware: HardwareConfig, timed: Timing) -> Iterator[str]:
     """Choices that cost more than they gain, each with a better one."""
-    return [*_quantization(job, hardware), *_draft(job, hardware, timed)]
+    yield from _quantization(job, hardware)
+    yield from _draft(job, hardware, timed)
 
 
 def _quantization(job: PlanSpec, hardware: HardwareConfig) -> Iterator[str]:

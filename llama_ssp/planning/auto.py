@@ -1,7 +1,4 @@
-"""Chooses the fastest placement of one job on one machine, among those that use all ranks of a replica.
-
-Models, precision, K and the number of replicas stay as requested; `search` varies those.
-"""
+"""Chooses the fastest placement of a job on all ranks of its replicas; `search` varies models, precision and K too."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -28,9 +25,7 @@ def choose_placement(job: PlanSpec, hardware: HardwareConfig, *, num_ranks: int)
 
     The ranks and draft kind of `job` are ignored. Each replica uses an equal block of `num_ranks`, of which `hardware`
     may have more. If nothing fits, the first placement that can be laid out is returned; its plan says what is missing.
-
-    Raises:
-        PlacementError: none can be laid out.
+    If none can be laid out, PlacementError is raised.
     """
     possible: list[PlanSpec] = []
     timed: list[tuple[float, PlanSpec]] = []
@@ -38,23 +33,23 @@ def choose_placement(job: PlanSpec, hardware: HardwareConfig, *, num_ranks: int)
     for candidate in _candidates(job, num_ranks // job.num_replicas):
         try:
             if fits(candidate, hardware):
-                timed.append((_run_s(candidate, hardware), candidate))
+                forecast = timing(candidate, hardware)
+                timed.append((forecast.speculative_run_s or forecast.plain_run_s, candidate))
             possible.append(candidate)
         except PlacementError as found:
             error = error or found
+    if error and not possible:
+        raise error
     if not timed:
-        if not possible:
-            assert error, "there is always one candidate"
-            raise error
         sentence = f"placement=auto: none fits, this plan has {_described(possible[0])}"
         return AutoPlacement(job=possible[0], sentence=sentence)
-    timed.sort(key=lambda pair: pair[0])
-    sentence = f"placement=auto: {_described(timed[0][1])}, forecast at {1e3 * timed[0][0]:.3g} ms per token"
-    if len(timed) > 1:
-        sentence += f"; the second of {len(timed)} that fit is {_described(timed[1][1])} at {1e3 * timed[1][0]:.3g}"
-    else:
-        sentence += ", the only one that fits"
-    return AutoPlacement(job=timed[0][1], sentence=sentence)
+    (run_s, chosen), *others = sorted(timed, key=lambda pair: pair[0])
+    compared = ", the only one that fits"
+    if others:
+        second_s, second = others[0]
+        compared = f"; the second of {len(timed)} that fit is {_described(second)} at {1e3 * second_s:.3g}"
+    sentence = f"placement=auto: {_described(chosen)}, forecast at {1e3 * run_s:.3g} ms per token{compared}"
+    return AutoPlacement(job=chosen, sentence=sentence)
 
 
 def _candidates(job: PlanSpec, num_ranks: int) -> Iterator[PlanSpec]:
@@ -69,12 +64,6 @@ def _candidates(job: PlanSpec, num_ranks: int) -> Iterator[PlanSpec]:
         yield replace(job, target_ranks=ranks, draft_kind=DraftLayout.replicated, draft_ranks=ranks)
     for size in range(1, num_ranks):
         yield replace(job, target_ranks=ranks[:-size], draft_kind=DraftLayout.own_gpu, draft_ranks=ranks[-size:])
-
-
-def _run_s(job: PlanSpec, hardware: HardwareConfig) -> float:
-    """Forecast seconds per token of a completion, speculative if there is a draft."""
-    forecast = timing(job, hardware)
-    return forecast.plain_run_s if forecast.speculative_run_s is None else forecast.speculative_run_s
 
 
 def _described(job: PlanSpec) -> str:

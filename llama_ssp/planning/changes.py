@@ -44,19 +44,14 @@ class _Step:
 
 def smallest_changes(job: PlanSpec, hardware: HardwareConfig) -> list[Change]:
     """Return the smallest change that makes a plan fit; empty if nothing that was tried fits."""
-    for steps in _combinations(job, hardware):
+    possible = list(_steps(job, hardware))
+    tried = [chosen for number in range(1, MOST_STEPS + 1) for chosen in combinations(possible, number)]
+    allowed = [chosen for chosen in tried if len({step.kind for step in chosen}) == len(chosen)]
+    for steps in sorted(allowed, key=lambda chosen: (sum(step.weight for step in chosen), len(chosen))):
         if changed := _applied(steps, job, hardware):
             settings = tuple(step.setting for step in steps)
             return [Change(settings=settings, needed_bytes=max(rank.needed_bytes for rank in memory(*changed)))]
     return []
-
-
-def _combinations(job: PlanSpec, hardware: HardwareConfig) -> list[tuple[_Step, ...]]:
-    """All combinations of steps of different kinds, by weight, then by number of settings."""
-    steps = list(_steps(job, hardware))
-    tried = [chosen for number in range(1, MOST_STEPS + 1) for chosen in combinations(steps, number)]
-    allowed = [chosen for chosen in tried if len({step.kind for step in chosen}) == len(chosen)]
-    return sorted(allowed, key=lambda chosen: (sum(step.weight for step in chosen), len(chosen)))
 
 
 def _applied(steps: tuple[_Step, ...], job: PlanSpec, hardware: HardwareConfig) -> _Planned | None:
@@ -113,11 +108,11 @@ def _draft(job: PlanSpec) -> Iterator[_Step]:
 
 def _step(kind: str, weight: int, setting: str, **fields: Any) -> _Step:  # noqa: ANN401 - fields of a job
     """A setting that changes only fields of the job."""
-    return _Step(kind=kind, weight=weight, setting=setting, apply=partial(_with_fields, fields=fields))
 
+    def apply(job: PlanSpec, hardware: HardwareConfig) -> _Planned:
+        return replace(job, **fields), hardware
 
-def _with_fields(job: PlanSpec, hardware: HardwareConfig, *, fields: dict[str, Any]) -> _Planned:
-    return replace(job, **fields), hardware
+    return _Step(kind=kind, weight=weight, setting=setting, apply=apply)
 
 
 def _smaller(name: str) -> list[str]:

@@ -2,8 +2,8 @@
 
 Plain arithmetic: the loader places the layers, and the plan counts their bytes.
 
-    device 0: embeddings, layers 0-9    device 1: layers 10-19    last device: layers 20-27, norm, head
-    waiting:  layers 28-31, offloaded; every forward reads them into device 0
+device 0: embeddings, layers 0-9    device 1: layers 10-19    last device: layers 20-27, norm, head
+waiting:  layers 28-31, offloaded; every forward reads them into device 0
 """
 
 from dataclasses import dataclass
@@ -41,14 +41,8 @@ class RowBytes:
 def split_row(num_layers: int, sizes: RowBytes, *, num_devices: int, max_bytes: int | None) -> LayerPlacement:
     """Split layers evenly; if a device lacks room, fill each device and offload the rest.
 
-    Args:
-        num_layers: number of layers.
-        sizes: bytes of the parts.
-        num_devices: number of devices.
-        max_bytes: limit of weights on each device; None for no limit.
-
-    Raises:
-        PlacementError: embeddings or head do not fit on a device.
+    Each device may have `max_bytes` of weights, without limit if None. If embeddings or head do not fit on a device,
+    PlacementError is raised.
     """
     used = min(num_devices, num_layers)
     held = split_blocks(num_layers, used) + (range(num_layers, num_layers),) * (num_devices - used)
@@ -106,8 +100,3 @@ def row_bytes(job: PlanSpec) -> RowBytes:
 def waiting_bytes(job: PlanSpec) -> int:
     """Bytes of offloaded layers, which every forward reads."""
     return 0 if job.offload is Offload.none else len(layer_placement_of(job).waiting) * row_bytes(job).layer
-
-
-def waiting_s(job: PlanSpec) -> float:
-    """Seconds that each forward takes to read offloaded layers, without overlap with compute."""
-    return waiting_bytes(job) / READ_BYTES_PER_S[job.offload] if job.offload is not Offload.none else 0.0

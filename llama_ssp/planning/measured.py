@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from llama_ssp.config.hardware import CompositionPoint, LinearPoint, RowsPoint
+from llama_ssp.config.hardware import CompositionPoint, LinearPoint, RowsPoint, SizePoint
 from llama_ssp.config.schema import Dtype
 
 
@@ -38,16 +38,8 @@ def measured_linear_s(
 ) -> float:
     """Interpolate measured linear layers by the size of the matrix, the rows and the working set.
 
-    A number format that was not measured uses the points of the first measured one.
-
-    Args:
-        linear: the points.
-        elements: size of the matrix.
-        rows: number of inputs.
-        dtype: number format of the matrix.
-        working_set_bytes: size of all matrices that are cycled through.
-        arithmetic: number format of inputs and sums.
-        slowdown: time relative to fp32 on 16-bit weights, for an arithmetic that was not measured.
+    `LinearPoint` describes the arguments. A number format that was not measured uses the points of the first measured
+    one. An arithmetic that was not measured takes `slowdown` times as long as fp32 on 16-bit weights.
     """
     points = [point for point in linear if point.arithmetic == arithmetic.name]
     if not points and arithmetic is not Dtype.fp32:
@@ -70,6 +62,11 @@ def measured_linear_s(
 
 def _by_elements(points: list[LinearPoint], rows: int, elements: int) -> float:
     return line(sorted((point.elements, point.s) for point in points if point.rows == rows), elements)
+
+
+def by_size(points: list[SizePoint], size: float) -> float:
+    """Interpolate measured times by one size."""
+    return line([(point.size, point.s) for point in points], size)
 
 
 def by_rows_and_width(points: list[RowsPoint], rows: int, width: int) -> float:

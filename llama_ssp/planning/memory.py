@@ -67,12 +67,15 @@ class RankMemoryPlan:
         """Whether this rank has enough memory."""
         return self.free_bytes >= 0
 
+    def as_items(self) -> dict[str, int | bool]:
+        """All figures, including the derived ones."""
+        return asdict(self) | {"needed_bytes": self.needed_bytes, "free_bytes": self.free_bytes, "fits": self.fits}
+
 
 def memory(job: PlanSpec, hardware: HardwareConfig) -> tuple[RankMemoryPlan, ...]:
-    """The bytes of every rank, replica after replica. GPUs that hold layers but have no rank count as ranks.
+    """The bytes of every rank, replica after replica; PlacementError if a model cannot be laid out as requested.
 
-    Raises:
-        PlacementError: a model cannot be laid out as requested.
+    GPUs that hold layers but have no rank count as ranks.
     """
     targets, drafts = target_parts(job), draft_parts(job)
     ranks = sorted({*targets, *drafts})
@@ -204,8 +207,3 @@ def _largest(holds: Callable[[int], bool], limit: int) -> int:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if holds(middle) else (low, middle - 1)
     return low
-
-
-def as_items(rank: RankMemoryPlan) -> dict[str, int | bool]:
-    """All figures of a rank, including the derived ones."""
-    return asdict(rank) | {"needed_bytes": rank.needed_bytes, "free_bytes": rank.free_bytes, "fits": rank.fits}

@@ -38,17 +38,12 @@ class Message:
 
 @dataclass(frozen=True, kw_only=True)
 class RoundMessages:
-    """All kinds of messages; None for those that the placement does not need."""
+    """All kinds of messages, of which `steps` repeats; None for those that the placement does not need."""
 
     steps: Message | None
     ids: Message | None
     probabilities: Message | None
     verdict: Message | None
-
-    @property
-    def after_drafting(self) -> tuple[Message, ...]:
-        """The messages that occur once in a round."""
-        return tuple(message for message in (self.ids, self.probabilities, self.verdict) if message)
 
 
 def round_messages(job: PlanSpec, num_draft_tokens: int) -> RoundMessages:
@@ -66,14 +61,13 @@ def round_messages(job: PlanSpec, num_draft_tokens: int) -> RoundMessages:
     steps = Message(payload_bytes=ID_BYTES * rows, ranks=drafting, num_times=num_draft_tokens)
     ids = Message(payload_bytes=ID_BYTES * rows * num_draft_tokens, ranks=everyone, num_senders=num_senders)
     verdict = Message(payload_bytes=VERDICT_BYTES * rows, ranks=everyone, num_senders=num_senders)
+    probabilities = None
+    if apart:
+        num_bytes = PROBABILITY_BYTES * rows * num_draft_tokens * job.target.shape.vocab_size
+        probabilities = Message(payload_bytes=num_bytes, ranks=(layout.draft_source_rank, layout.verify_rank))
     return RoundMessages(
         steps=steps if is_sharded else None,
         ids=ids if sends_ids and len(everyone) > 1 else None,
-        probabilities=Message(
-            payload_bytes=PROBABILITY_BYTES * rows * num_draft_tokens * job.target.shape.vocab_size,
-            ranks=(layout.draft_source_rank, layout.verify_rank),
-        )
-        if apart
-        else None,
+        probabilities=probabilities,
         verdict=verdict if len(everyone) > 1 else None,
     )

@@ -1,13 +1,12 @@
-"""Computes what each rank holds of each model: weights, cache, and the widths of its activations.
+"""Computes what each rank holds of each model from the job: weights, cache, and the widths of its activations."""
 
-Needs only the job; `memory` adds the other items.
-"""
-
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import cycle
 
 from llama_ssp.architectures.family import inventory
 from llama_ssp.architectures.inventory import Inventory
-from llama_ssp.architectures.sharding import RankShard, check_deepspeed, split_blocks, split_model
+from llama_ssp.architectures.sharding import check_deepspeed, split_blocks, split_model
 from llama_ssp.config.formats.format import format_of
 from llama_ssp.config.schema import DraftLayout
 from llama_ssp.config.target_placement import TargetKind
@@ -54,51 +53,43 @@ def _layer_wise(model: PlannedModel, held: tuple[range, ...]) -> tuple[Inventory
     )
 
 
-def _layer_wise_parts(job: PlanSpec) -> tuple[Part, ...]:
+def _layer_wise_parts(job: PlanSpec) -> Iterator[Part]:
     """The parts of a layer-wise target by device; the first also computes the offloaded layers."""
     model, row = job.target, layer_placement_of(job)
     (whole,) = _parts(job, model, num_ranks=1, kind=TargetKind.tensor, num_rows=job.batch_size)
     layer = inventory(model.shape).layer
     read_bytes = DTYPE_BYTES[model.dtype] * max(matrix.num_elements for matrix in layer) if row.waiting else 0
-    parts = []
     for device, held in enumerate(_layer_wise(model, row.held)):
         weights, is_first = model_bytes(held, model, device=job.device), device == 0
         num_layers = len(row.held[device]) + (len(row.waiting) if is_first else 0)
-        parts.append(
-            replace(
-                whole,
-                weights=weights,
-                cache_bytes=whole.cache_bytes // model.shape.num_hidden_layers * num_layers,
-                working_bytes=max(whole.working_bytes, read_bytes if is_first else 0),
-                beside_bytes=weights.beside_bytes,
-            )
+        yield replace(
+            whole,
+            weights=weights,
+            cache_bytes=whole.cache_bytes // model.shape.num_hidden_layers * num_layers,
+            working_bytes=max(whole.working_bytes, read_bytes if is_first else 0),
+            beside_bytes=weights.beside_bytes,
         )
-    return tuple(parts)
 
 
-def _parts(job: PlanSpec, model: PlannedModel, *, num_ranks: int, kind: TargetKind, num_rows: int) -> tuple[Part, ...]:
+def _parts(job: PlanSpec, model: PlannedModel, *, num_ranks: int, kind: TargetKind, num_rows: int) -> Iterator[Part]:
     shape, size = model.shape, DTYPE_BYTES[model.dtype]
-    shards: tuple[RankShard, ...] = split_model(shape, num_ranks=num_ranks)
+    shards = split_model(shape, num_ranks=num_ranks)
     # DeepSpeed splits a whole model in each rank's host memory, which on a CPU is the planned memory.
     is_whole_first = kind is TargetKind.deepspeed and job.device == "cpu"
     whole_bytes = model_bytes(inventory(shape), model, device=job.device).total_bytes if is_whole_first else 0
-    parts = []
     for held, shard in zip(rank_shares(model, num_ranks=num_ranks, kind=kind), shards, strict=True):
         weights = model_bytes(held, model, device=job.device)
         num_kv_heads = len(shard.heads.kv_heads)
         slot_bytes = 2 * num_kv_heads * shape.head_dim * size
-        parts.append(
-            Part(
-                weights=weights,
-                cache_bytes=held.num_layers * slot_bytes * num_rows * job.num_slots,
-                num_heads=len(shard.heads.query_heads),
-                width=(len(shard.heads.query_heads) + 2 * num_kv_heads) * shape.head_dim,
-                units=len(shard.mlp_units),
-                working_bytes=size * max(held.products) if format_of(model.quantization).unpacks_matrix else 0,
-                beside_bytes=whole_bytes or weights.beside_bytes,
-            )
+        yield Part(
+            weights=weights,
+            cache_bytes=held.num_layers * slot_bytes * num_rows * job.num_slots,
+            num_heads=len(shard.heads.query_heads),
+            width=(len(shard.heads.query_heads) + 2 * num_kv_heads) * shape.head_dim,
+            units=len(shard.mlp_units),
+            working_bytes=size * max(held.products) if format_of(model.quantization).unpacks_matrix else 0,
+            beside_bytes=whole_bytes or weights.beside_bytes,
         )
-    return tuple(parts)
 
 
 def target_parts(job: PlanSpec) -> dict[int, Part]:
@@ -113,10 +104,8 @@ def draft_parts(job: PlanSpec) -> dict[int, Part]:
     """The draft's part on each of its ranks: a slice, or the whole draft if replicated or on one rank."""
     if job.draft is None:
         return {}
-    num_ranks = len(job.draft_ranks)
+    num_ranks, num_rows = len(job.draft_ranks), job.batch_size
     if job.draft_kind is DraftLayout.replicated:
-        num_rows = -(-job.batch_size // num_ranks)
-        (part,) = _parts(job, job.draft, num_ranks=1, kind=TargetKind.tensor, num_rows=num_rows)
-        return dict.fromkeys(job.draft_ranks, part)
-    parts = _parts(job, job.draft, num_ranks=num_ranks, kind=TargetKind.tensor, num_rows=job.batch_size)
-    return dict(zip(job.draft_ranks, parts, strict=True))
+        num_ranks, num_rows = 1, -(-num_rows // num_ranks)
+    parts = _parts(job, job.draft, num_ranks=num_ranks, kind=TargetKind.tensor, num_rows=num_rows)
+    return dict(zip(job.draft_ranks, cycle(parts), strict=False))

@@ -13,14 +13,7 @@ from llama_ssp.errors import CapacityError
 from llama_ssp.planning import advice
 from llama_ssp.planning.changes import Change, smallest_changes
 from llama_ssp.planning.layerwise import waiting_bytes
-from llama_ssp.planning.memory import (
-    RankMemoryPlan,
-    as_items,
-    kv_bytes_per_token,
-    largest_batch,
-    largest_context,
-    memory,
-)
+from llama_ssp.planning.memory import RankMemoryPlan, kv_bytes_per_token, largest_batch, largest_context, memory
 from llama_ssp.planning.messages import round_messages
 from llama_ssp.planning.roofline import ForwardTime
 from llama_ssp.planning.spec import PlannedModel, PlanSpec, model_bytes
@@ -37,8 +30,7 @@ class Plan:
     Attributes:
         largest_batch: the largest batch that fits at this context; 0 if none does.
         largest_context: the longest row that fits at this batch size.
-        warnings: choices that cannot gain.
-        notes: facts that the figures do not show.
+        warnings, notes: see `advice`.
         changes: the change that would make it fit; empty if it fits.
     """
 
@@ -82,21 +74,16 @@ def make_plan(job: PlanSpec, hardware: HardwareConfig, *, remark: str | None = N
 
 
 def require_room(plan: Plan, *, words: Mapping[str, str] | None = None) -> None:
-    """Refuse a plan that does not fit.
-
-    Args:
-        plan: the plan.
-        words: by setting of `launch/plan.py`, what to print instead if the caller has another; {} is the value.
-
-    Raises:
-        CapacityError: names the fullest rank, its items, and the smallest change that fits.
-    """
+    """Refuse a plan that does not fit with a CapacityError that is its `shortage`."""
     if not plan.fits:
         raise CapacityError(shortage(plan, words=words))
 
 
 def shortage(plan: Plan, *, words: Mapping[str, str] | None = None) -> str:
-    """The error message of `require_room`: bytes needed and available, and what would fit."""
+    """An error message: the fullest rank, its items, its capacity, and the smallest change that fits.
+
+    `words` has, by setting of `launch/plan.py`, what to print instead if the caller has another; {} is the value.
+    """
     full = plan.fullest
     names = {
         "target": full.target_weights_bytes,
@@ -120,11 +107,12 @@ def shortage(plan: Plan, *, words: Mapping[str, str] | None = None) -> str:
 
 def document(plan: Plan) -> dict[str, Any]:
     """The plan as a JSON document."""
-    job, hardware = plan.job, plan.hardware
+    job, figures = plan.job, asdict(plan.hardware)
+    profiles = figures.pop("profiles")
     return {
         "plan_version": PLAN_VERSION,
         "fits": plan.fits,
-        "hardware": _hardware(hardware),
+        "hardware": figures | {"measured_for_ranks": [profile["num_ranks"] for profile in profiles]},
         "target": _model(job.target, plan, prefix="target") | {
             "kind": job.target_kind.name,
             "ranks": list(job.target_ranks),
@@ -146,7 +134,7 @@ def document(plan: Plan) -> dict[str, Any]:
             "cuda_graphs": job.cuda_graphs,
             "num_replicas": job.num_replicas,
         },
-        "memory": [as_items(rank) for rank in plan.ranks],
+        "memory": [rank.as_items() for rank in plan.ranks],
         "largest_rank": plan.fullest.rank,
         "largest_batch": plan.largest_batch,
         "largest_context": plan.largest_context,
@@ -164,12 +152,6 @@ def _messages(job: PlanSpec) -> dict[str, int]:
     kinds = vars(round_messages(job, job.num_draft_tokens if job.drafts else 0))
     arriving = {f"{name}_bytes": message.received_bytes if message else 0 for name, message in kinds.items()}
     return arriving | {"total_bytes": sum(arriving.values())}
-
-
-def _hardware(hardware: HardwareConfig) -> dict[str, Any]:
-    figures = asdict(hardware)
-    profiles = figures.pop("profiles")
-    return figures | {"measured_for_ranks": [profile["num_ranks"] for profile in profiles]}
 
 
 def _model(model: PlannedModel, plan: Plan, *, prefix: str) -> dict[str, Any]:
@@ -199,10 +181,8 @@ def time_document(timed: Timing) -> dict[str, Any]:
         return None if seconds is None else 1e3 * seconds
 
     def parts(forward: ForwardTime | None) -> dict[str, float] | None:
-        if forward is None:
-            return None
-        seconds = asdict(forward) | {"total_s": forward.total_s}
-        return {f"{name.removesuffix('_s')}_ms": 1e3 * value for name, value in seconds.items()}
+        seconds = asdict(forward) | {"total_s": forward.total_s} if forward else {}
+        return {f"{name.removesuffix('_s')}_ms": 1e3 * value for name, value in seconds.items()} or None
 
     return {
         "plain_ms_per_token": ms(timed.plain_s),

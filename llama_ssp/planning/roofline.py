@@ -13,14 +13,15 @@ Shapes: B sequences, T positions.
 """
 
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
+from itertools import pairwise
 
 from llama_ssp.architectures.inventory import Inventory, Matrix
 from llama_ssp.config.formats.format import NO_QUANTIZATION, format_of
 from llama_ssp.config.hardware import HardwareConfig, Profile
 from llama_ssp.config.schema import Dtype
 from llama_ssp.config.target_placement import TargetKind
-from llama_ssp.planning.measured import by_rows_and_width, composition_ratio, line, measured_linear_s
+from llama_ssp.planning.measured import by_rows_and_width, by_size, composition_ratio, measured_linear_s
 from llama_ssp.planning.memory import KERNELS_PER_LAYER
 from llama_ssp.planning.parts import rank_shares
 from llama_ssp.planning.spec import PlannedModel
@@ -44,8 +45,8 @@ CPU_SLOWDOWN_16_BITS = 3.0
 class ModelPlacement:
     """A model on its ranks (GPUs if layer-wise).
 
-    `num_active` ranks of a node work at the same time, which selects the profile. `shares` are the parameters of the
-    ranks, without duplicates if the ranks work at the same time. Each forward reads offloaded layers for `waiting_s`.
+    `num_active` ranks of a node work at the same time, which selects the profile. Each forward reads offloaded layers
+    for `waiting_s`.
     """
 
     model: PlannedModel
@@ -53,28 +54,13 @@ class ModelPlacement:
     ranks: tuple[int, ...]
     cuda_graphs: bool
     num_active: int
-    shares: tuple[Inventory, ...]
-    waiting_s: float
+    waiting_s: float = 0.0
 
-    @classmethod
-    def of(
-        cls,
-        model: PlannedModel,
-        kind: TargetKind,
-        ranks: tuple[int, ...],
-        *,
-        cuda_graphs: bool,
-        num_active: int,
-        waiting_s: float = 0.0,
-    ) -> "ModelPlacement":
-        """Lay a model out over its ranks; raises as `rank_shares`."""
-        shares = rank_shares(model, num_ranks=len(ranks), kind=kind)
-        if kind is not TargetKind.accelerate:
-            shares = tuple(dict.fromkeys(shares))
-        return cls(
-            model=model, kind=kind, ranks=ranks, cuda_graphs=cuda_graphs, num_active=num_active, shares=shares,
-            waiting_s=waiting_s,
-        )  # fmt: skip
+    @cached_property
+    def shares(self) -> tuple[Inventory, ...]:
+        """Parameters of the ranks, without duplicates if they work at the same time; raises as `rank_shares`."""
+        held = rank_shares(self.model, num_ranks=len(self.ranks), kind=self.kind)
+        return held if self.kind is TargetKind.accelerate else tuple(dict.fromkeys(held))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,13 +80,8 @@ class ForwardTime:
 
     def scaled(self, ratio: float) -> "ForwardTime":
         """The same forward with all parts except the offload scaled by `ratio`."""
-        return ForwardTime(
-            matrices_s=ratio * self.matrices_s,
-            attention_s=ratio * self.attention_s,
-            operators_s=ratio * self.operators_s,
-            collectives_s=ratio * self.collectives_s,
-            offload_s=self.offload_s,
-        )
+        scaled = {name: ratio * seconds for name, seconds in vars(self).items()}
+        return ForwardTime(**scaled | {"offload_s": self.offload_s})
 
 
 def bandwidth(hardware: HardwareConfig) -> float:
@@ -208,7 +189,7 @@ def _attention_s(
     slot_bytes = 2 * num_heads * shape.head_dim * size * shape.num_hidden_layers * batch_size
     if profile := profile_of(hardware, placement.num_active):
         rows = num_positions * shape.num_attention_heads // shape.num_key_value_heads
-        byte_s = line([(point.size, point.s) for point in profile.attention], rows)
+        byte_s = by_size(profile.attention, rows)
         return max(num_slots - MEASURED_SLOTS, 0) * slot_bytes * byte_s
     return num_slots * slot_bytes / bandwidth(hardware)
 
@@ -237,10 +218,7 @@ def _collectives_s(placement: ModelPlacement, hardware: HardwareConfig, *, rows:
     shape, size = placement.model.shape, DTYPE_BYTES[placement.model.dtype]
     residual_bytes = rows * shape.hidden_size * size
     if placement.kind is TargetKind.accelerate:
-        return sum(
-            message_s(hardware, (earlier, later), residual_bytes)
-            for earlier, later in zip(placement.ranks, placement.ranks[1:], strict=False)
-        )
+        return sum(message_s(hardware, neighbours, residual_bytes) for neighbours in pairwise(placement.ranks))
     reduce_s = all_reduce_s(hardware, placement.ranks, residual_bytes)
     gather_s = all_reduce_s(hardware, placement.ranks, scored * shape.vocab_size * size / 2)
     return (2 * shape.num_hidden_layers + 1) * reduce_s + gather_s
@@ -253,7 +231,7 @@ def all_reduce_s(hardware: HardwareConfig, ranks: tuple[int, ...], num_bytes: fl
     """
     profile = profile_of(hardware, len(ranks))
     if profile and profile.all_reduce:
-        return line([(point.size, point.s) for point in profile.all_reduce], num_bytes)
+        return by_size(profile.all_reduce, num_bytes)
     nodes = {rank // hardware.num_gpus for rank in ranks}
     inside = -(-len(ranks) // len(nodes))
     seconds = 0.0
@@ -272,7 +250,7 @@ def message_s(hardware: HardwareConfig, ranks: tuple[int, ...], num_bytes: float
         return 0.0
     profile = profile_of(hardware, len(ranks))
     if profile and profile.all_reduce:
-        return line([(point.size, point.s) for point in profile.all_reduce], num_bytes)
+        return by_size(profile.all_reduce, num_bytes)
     apart = len({rank // hardware.num_gpus for rank in ranks}) > 1
     link = hardware.network if apart and hardware.network else hardware.link
     return link.latency_s + num_bytes / link.bandwidth_bytes_per_s

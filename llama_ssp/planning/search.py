@@ -1,7 +1,4 @@
-"""Ranks all sensible ways to use a machine for a series of models by speed, including those that do not fit.
-
-The rest of the job (batch, context, acceptance) stays as requested.
-"""
+"""Ranks all sensible ways to use a machine for a series of models by speed, including those that do not fit."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -12,7 +9,7 @@ from llama_ssp.config.formats.format import format_of, formats
 from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.config.schema import DraftLayout, ModelConfig
 from llama_ssp.errors import PlacementError
-from llama_ssp.planning.memory import memory
+from llama_ssp.planning.memory import RankMemoryPlan, memory
 from llama_ssp.planning.spec import PlanSpec, planned_model
 from llama_ssp.planning.timing import timing
 
@@ -40,7 +37,7 @@ class Choice:
 
 
 def search(job: PlanSpec, hardware: HardwareConfig) -> list[Choice]:
-    """Price all candidates; the fastest first, those that do not fit last."""
+    """Price all candidates for a job like this one; the fastest first, those that do not fit last."""
     choices = [_priced(candidate, hardware) for candidate in _candidates(job, hardware)]
     return sorted(choices, key=lambda choice: (choice.ms_per_token is None, choice.ms_per_token or 0.0))
 
@@ -67,17 +64,8 @@ def _series(name: str) -> list[ModelConfig]:
     """The unquantized models with the same name prefix (`llama2_`), family and vocabulary."""
     if name not in catalogue.names():
         raise PlacementError(f"search=true ranks models of the catalogue, and model={name} is not one of them")
-    chosen = catalogue.load(name)
     prefix = _prefix(name)
-    found = [catalogue.load(other) for other in catalogue.names() if _prefix(other) == prefix]
-    return [
-        other
-        for other in found
-        if other.shape
-        and chosen.shape
-        and (other.shape.model_type, other.shape.vocab_size) == (chosen.shape.model_type, chosen.shape.vocab_size)
-        and not format_of(other.quantization).is_quantized
-    ]
+    return [other for other in catalogue.relatives(catalogue.load(name)) if _prefix(other.name) == prefix]
 
 
 def _prefix(name: str) -> str:
@@ -115,25 +103,27 @@ def _with_draft(base: PlanSpec, hardware: HardwareConfig, draft: ModelConfig, ki
 
 
 def _priced(job: PlanSpec, hardware: HardwareConfig) -> Choice:
+    choice = _choice(job, hardware)
     try:
-        ranks = memory(job, hardware)
+        full = _fullest(job, hardware)
     except PlacementError as error:
-        return replace(_choice(job, hardware), reason=str(error))
-    full = min(ranks, key=lambda rank: rank.free_bytes)
+        return replace(choice, reason=str(error))
+    choice = replace(choice, needed_bytes=full.needed_bytes)
     if not full.fits:
         reason = f"rank {full.rank} needs {full.needed_bytes / GIB:.1f} of {full.capacity_bytes / GIB:.1f} GiB"
-        return replace(_choice(job, hardware), needed_bytes=full.needed_bytes, reason=reason)
+        return replace(choice, reason=reason)
     timed = timing(job, hardware)
     by_speed = sorted((seconds, number) for number, seconds in enumerate(timed.by_num_draft_tokens, start=1))
     for token_s, num_draft_tokens in by_speed:
         drafting = replace(job, num_draft_tokens=num_draft_tokens)
-        full = min(memory(drafting, hardware), key=lambda rank: rank.free_bytes)
-        if full.fits:
-            choice, needed_bytes = _choice(drafting, hardware), full.needed_bytes
-            speedup = timed.plain_s / token_s
-            return replace(choice, ms_per_token=1e3 * token_s, speedup=speedup, needed_bytes=needed_bytes)
-    choice = _choice(job, hardware)
-    return replace(choice, ms_per_token=1e3 * timed.plain_s, speedup=1.0, needed_bytes=full.needed_bytes)
+        if (full := _fullest(drafting, hardware)).fits:
+            choice, speedup = _choice(drafting, hardware), timed.plain_s / token_s
+            return replace(choice, ms_per_token=1e3 * token_s, speedup=speedup, needed_bytes=full.needed_bytes)
+    return replace(choice, ms_per_token=1e3 * timed.plain_s, speedup=1.0)
+
+
+def _fullest(job: PlanSpec, hardware: HardwareConfig) -> RankMemoryPlan:
+    return min(memory(job, hardware), key=lambda rank: rank.free_bytes)
 
 
 def _choice(job: PlanSpec, hardware: HardwareConfig) -> Choice:

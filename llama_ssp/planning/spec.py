@@ -1,7 +1,4 @@
-"""The input of the planner with every choice resolved: models, ranks, sizes.
-
-Made from the config of a plan, or of a run (`tasks.dry_run`).
-"""
+"""The input of the planner, from the config of a plan or of a run, with every choice resolved: models, ranks, sizes."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +10,7 @@ from llama_ssp.architectures.sizes import whole_steps
 from llama_ssp.config.drafts.drafter import draft_name
 from llama_ssp.config.formats.format import format_of
 from llama_ssp.config.hardware import HardwareConfig
-from llama_ssp.config.layout import Layout, lay_out, max_device_bytes, may_capture
+from llama_ssp.config.layout import Layout, lay_out_replica, max_device_bytes, may_capture
 from llama_ssp.config.model_files import CONFIG_FILE, read_json
 from llama_ssp.config.plan import PlanConfig
 from llama_ssp.config.rules.rule import DEFAULT
@@ -61,7 +58,6 @@ class PlanSpec:
     """Input of the forecasts of memory and time.
 
     Attributes:
-        draft: the draft model; None without one.
         free_draft: the kind of a draft without a model, whose cost is not counted; None without one.
         target_ranks, draft_ranks: ranks of each replica, increasing.
         acceptance: probability that a drafted token is accepted; None looks the pair up.
@@ -145,8 +141,7 @@ def make_job(config: PlanConfig, hardware: HardwareConfig) -> PlanSpec:
     """Resolve a checked config; raises as `planned_model`."""
     draft = planned_model(config.draft.model, device=hardware.device) if config.draft.model else None
     placement = config.placement
-    num_ranks = hardware.num_ranks // placement.num_replicas
-    layout = lay_out(placement.target, placement.draft, num_ranks=num_ranks, has_draft=draft is not None)
+    layout = lay_out_replica(placement, world_size=hardware.num_ranks, has_draft=draft is not None)
     return PlanSpec(
         **target_fields(config.model, placement.target, layout, num_gpus=hardware.num_gpus, device=hardware.device),
         draft=draft,
@@ -191,9 +186,7 @@ def number_format(model: ModelConfig, *, device: str) -> Dtype:
     linear layers of 16-bit files stay in 16 bits (`PlannedModel.matrix_dtype`). Quantized layers are an exception,
     because their kernels are faster with 16-bit inputs.
     """
-    if model.dtype is not Dtype.auto:
-        return model.dtype
-    if device == "cpu" and not format_of(model.quantization).is_quantized:
+    if model.dtype is Dtype.auto and device == "cpu" and not format_of(model.quantization).is_quantized:
         return Dtype.fp32
     return _quantized_number_format(model)
 
@@ -208,9 +201,7 @@ def _quantized_number_format(model: ModelConfig) -> Dtype:
 def planned_model(model: ModelConfig, *, device: str) -> PlannedModel:
     """Resolve a model's shape and number format; an entry without a shape is read from the folder's config.json.
 
-    Raises:
-        ConfigError: there is neither a shape nor a folder.
-        CheckpointError: the folder's config.json does not describe a model.
+    Without a folder too, ConfigError is raised; `read_config` says what else is.
     """
     shape = model.shape
     if shape is None:
@@ -239,9 +230,7 @@ _ALIASES = {
 def read_config(folder: Path) -> tuple[ModelShape, Dtype]:
     """Read the sizes and the number format of a checkpoint from its config.json.
 
-    Raises:
-        CheckpointError: the file is missing, is not JSON, or lacks a size.
-        PlacementError: unknown family.
+    A file that is missing, not JSON, or without a size raises CheckpointError, an unknown family PlacementError.
     """
     file = folder / CONFIG_FILE
     content = read_json(file)

@@ -8,17 +8,18 @@
 Shapes: K drafted tokens.
 """
 
+import math
 from dataclasses import dataclass, replace
 from functools import partial
 
 from llama_ssp.architectures.sizes import PREFILL_CHUNK
-from llama_ssp.config.hardware import HardwareConfig
+from llama_ssp.config.hardware import HardwareConfig, SizePoint
 from llama_ssp.config.rules.rule import rule_of
 from llama_ssp.config.schema import DraftLayout
 from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.planning.acceptance import Acceptance, of_pair, tokens_per_round
-from llama_ssp.planning.layerwise import waiting_s
-from llama_ssp.planning.measured import line
+from llama_ssp.planning.layerwise import READ_BYTES_PER_S, waiting_bytes
+from llama_ssp.planning.measured import by_size
 from llama_ssp.planning.memory import bucket_of
 from llama_ssp.planning.messages import Message, round_messages
 from llama_ssp.planning.roofline import ForwardTime, ModelPlacement, bandwidth, forward_time, message_s, profile_of
@@ -77,12 +78,15 @@ class CostModel:
         self.job = job
         self.hardware = hardware
         num_active = min(job.num_replicas * len(job.layout.ranks), hardware.num_gpus)
-        place = partial(ModelPlacement.of, cuda_graphs=job.cuda_graphs, num_active=num_active)
-        self.target = place(job.target, job.target_kind, job.target_devices, waiting_s=waiting_s(job))
+        place = partial(ModelPlacement, cuda_graphs=job.cuda_graphs, num_active=num_active)
+        # Offloaded layers are read without overlap with compute.
+        waiting_s = waiting_bytes(job) / READ_BYTES_PER_S.get(job.offload, math.inf)
+        self.target = place(model=job.target, kind=job.target_kind, ranks=job.target_devices, waiting_s=waiting_s)
         ranks = job.draft_ranks[:1] if job.draft_kind is DraftLayout.replicated else job.draft_ranks
-        self.draft = place(job.draft, TargetKind.tensor, ranks) if job.draft else None
+        self.draft = place(model=job.draft, kind=TargetKind.tensor, ranks=ranks) if job.draft else None
         middle = job.prompt_tokens + job.max_new_tokens // 2
         self._bucket = bucket_of(middle + job.round_rows, job.num_slots, hardware)
+        self._profile = profile_of(hardware, num_active)
 
     def forward(self, placement: ModelPlacement, num_positions: int) -> ForwardTime:
         """A forward in the middle of decoding; a draft computes logits only for the last position."""
@@ -111,18 +115,19 @@ class CostModel:
     def draw_s(self, placement: ModelPlacement) -> float:
         """Drawing a token from the logits of each row."""
         numbers = self._rows_of(placement) * self.job.target.shape.vocab_size
-        if profile := profile_of(self.hardware, self.target.num_active):
-            return line([(point.size, point.s) for point in profile.draw], numbers)
-        return self._kernels_s(DRAW_KERNELS, RULE_PASSES, numbers)
+        return self._sampled_s(self._profile.draw if self._profile else None, DRAW_KERNELS, numbers)
 
     def rule_s(self, num_positions: int) -> float:
         """The rule on `num_positions` of each row that a rank verifies."""
         numbers = self._rows_of(self.draft or self.target) * num_positions * self.job.target.shape.vocab_size
         rule = rule_of(self.job.rule)
         more_s = self._kernels_s(rule.more_kernels, rule.more_passes, numbers)
-        if profile := profile_of(self.hardware, self.target.num_active):
-            return line([(point.size, point.s) for point in profile.verify], numbers) + more_s
-        return self._kernels_s(VERIFY_KERNELS, RULE_PASSES, numbers) + more_s
+        points = self._profile.verify if self._profile else None
+        return self._sampled_s(points, VERIFY_KERNELS, numbers) + more_s
+
+    def _sampled_s(self, points: list[SizePoint] | None, num_kernels: int, numbers: int) -> float:
+        """What a draw or the rule takes as measured, or as kernels that make `RULE_PASSES` over its numbers."""
+        return by_size(points, numbers) if points else self._kernels_s(num_kernels, RULE_PASSES, numbers)
 
     def _kernels_s(self, num_kernels: int, num_passes: int, numbers: int) -> float:
         """Kernels that together make `num_passes` over fp32 numbers."""
@@ -131,17 +136,12 @@ class CostModel:
 
     def agree_s(self, *messages: Message | None) -> float:
         """Messages between the ranks of a replica, one after the other."""
-        return sum(
-            message_s(self.hardware, message.ranks, message.payload_bytes * message.num_senders)
-            for message in messages
-            if message
-        )
+        return sum(message_s(self.hardware, m.ranks, m.payload_bytes * m.num_senders) for m in messages if m)
 
     @property
     def host_s(self) -> float:
         """Host time of the loop per round; on a GPU it overlaps with the device."""
-        profile = profile_of(self.hardware, self.target.num_active)
-        return profile.round_s if profile else 0.0
+        return self._profile.round_s if self._profile else 0.0
 
     def plain_s(self) -> float:
         """One plain token."""
@@ -156,8 +156,8 @@ class CostModel:
 
     def verdict_s(self, num_draft_tokens: int) -> float:
         """The rule of a round, and the messages before and after it."""
-        messages_s = self.agree_s(*round_messages(self.job, num_draft_tokens).after_drafting)
-        return messages_s + self.rule_s(num_draft_tokens + 1)
+        messages = round_messages(self.job, num_draft_tokens)
+        return self.agree_s(messages.ids, messages.probabilities, messages.verdict) + self.rule_s(num_draft_tokens + 1)
 
     def verify_s(self, num_draft_tokens: int) -> float:
         """Device time of a round after drafting."""
@@ -170,23 +170,23 @@ def timing(job: PlanSpec, hardware: HardwareConfig) -> Timing:
     plain_s = costs.plain_s()
     prefill_s = costs.prefill_s(costs.target)
     tokens = job.max_new_tokens
+    held = [model_bytes(share, job.target, device=job.device).total_bytes for share in costs.target.shares]
+    read_bytes = sum(held) if job.target_kind is TargetKind.accelerate else max(held)
     plain = Timing(
         target_forward=costs.forward(costs.target, 1),
         prefill_s=prefill_s,
         plain_s=plain_s,
         plain_run_s=(prefill_s + (tokens - 1) * plain_s) / tokens,
-        limit_share=_limit_s(costs) / plain_s,
+        limit_share=read_bytes / hardware.bandwidth_bytes_per_s / plain_s,
     )
     return _speculative(costs, plain) if job.drafts else plain
 
 
 def _speculative(costs: CostModel, plain: Timing) -> Timing:
     job = costs.job
-    acceptance = (
-        of_pair(job.target.name, job.draft.name if job.draft else str(job.free_draft))
-        if job.acceptance is None
-        else Acceptance(probability=job.acceptance, source="given as speculation.acceptance")
-    )
+    acceptance = Acceptance(probability=job.acceptance or 0.0, source="given as speculation.acceptance")
+    if job.acceptance is None:
+        acceptance = of_pair(job.target.name, job.draft.name if job.draft else str(job.free_draft))
     first_s, step_s = (costs.draft_step_s(2), costs.draft_step_s(1)) if costs.draft else (0.0, 0.0)
 
     def round_s(num_draft_tokens: int) -> float:
@@ -218,11 +218,3 @@ def _speculative(costs: CostModel, plain: Timing) -> Timing:
         by_num_draft_tokens=by_number,
         best_num_draft_tokens=1 + min(range(len(by_number)), key=by_number.__getitem__),
     )
-
-
-def _limit_s(costs: CostModel) -> float:
-    """Time to read every weight of the fullest rank once at the data sheet's bandwidth."""
-    model, placement = costs.job.target, costs.target
-    held = [model_bytes(share, model, device=costs.job.device).total_bytes for share in placement.shares]
-    read = sum(held) if placement.kind is TargetKind.accelerate else max(held)
-    return read / costs.hardware.bandwidth_bytes_per_s

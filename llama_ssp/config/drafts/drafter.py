@@ -1,8 +1,6 @@
-"""Records of the kinds of draft, which the checks, the planner and `drafting.maker` read.
+"""Records of the kinds of draft (`config.registry`), which the checks, the planner and `drafting.maker` read.
 
-Each module of this package defines one kind as `DRAFTER`. A plugin adds one with `register`; an option
-`draft/NAME.yaml` with `kind: NAME` selects it. A record names its code as `module:function`, so that nothing here
-imports torch.
+An option `draft/NAME.yaml` with `kind: NAME` selects one.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,4 @@
-"""Records of the storage formats, which the planner, the checks and the loader read.
-
-Each module of this package defines one format as `FORMAT`. A plugin adds one with `register`, and
-`model.quantization=NAME` selects it. A record names its kernel as `module:Class`, so that nothing here imports torch.
-"""
+"""Records of the storage formats (`config.registry`), which the planner, the checks and the loader read."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -24,16 +20,6 @@ class Package:
 
     name: str
     install: str
-
-
-def all_values(num_weights: int, value_bytes: int) -> int:
-    """Bytes of a matrix that keeps its number format."""
-    return num_weights * value_bytes
-
-
-def no_row_bytes(value_bytes: int) -> int:  # noqa: ARG001 - the number format does not matter
-    """No bytes per output."""
-    return 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +52,8 @@ class StorageFormat:
     short_name: str | None = None
     kernel: str | None = None
     settings: Mapping[str, str] = field(default_factory=dict)
-    matrix_bytes: MatrixBytes = all_values
-    row_bytes: Callable[[int], int] = no_row_bytes
+    matrix_bytes: MatrixBytes = lambda num_weights, value_bytes: num_weights * value_bytes
+    row_bytes: Callable[[int], int] = lambda value_bytes: 0  # noqa: ARG005
     unpacks_matrix: bool = False
     gpu_read_bytes: Callable[[int, int, int], float] = lambda rows, packed, unquantized: packed  # noqa: ARG005
     rounds_inputs: bool = False

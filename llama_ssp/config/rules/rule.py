@@ -1,8 +1,4 @@
-"""Records of the verification rules, which the planner, the checks and `sampling.rules` read.
-
-Each module of this package defines one rule as `RULE`. A plugin adds one with `register`, and `verification.rule=NAME`
-selects it. A record names its function as `module:function`, so that nothing here imports torch.
-"""
+"""Records of the verification rules (`config.registry`), which the planner, the checks and `sampling.rules` read."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,8 +1,4 @@
-"""Records of the tasks, which the checks, the planner, the command line and the run read.
-
-Each module of this package defines one task as `TASK`. A plugin (`config.registry`) adds one with `register`. A record
-names its code as `module:function`, which `tasks.dispatch` imports, so that nothing here imports torch.
-"""
+"""Records of the tasks (`config.registry`), which the checks, the planner, the command line and the run read."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
@@ -10,11 +6,6 @@ from dataclasses import dataclass, fields
 from llama_ssp.config import tasks
 from llama_ssp.config.registry import Registry
 from llama_ssp.config.schema import RunConfig, TaskConfig
-
-
-def no_problems(_config: RunConfig, _explicit: frozenset[str]) -> Iterable[str]:
-    """Accept every config."""
-    return ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +37,7 @@ class TaskSpec:
     why_no_plan: str = "which reads no model"
     needs_draft: bool = False
     paths: tuple[str, ...] = ()
-    problems: Callable[[RunConfig, frozenset[str]], Iterable[str]] = no_problems
+    problems: Callable[[RunConfig, frozenset[str]], Iterable[str]] = lambda config, explicit: ()  # noqa: ARG005
     largest_cell: Callable[[RunConfig], tuple[RunConfig, int]] | None = None
     batch_size_setting: str | None = None
     shows_table: bool = True

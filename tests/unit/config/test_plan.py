@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import yaml
 
-from llama_ssp.config import catalogue
-from llama_ssp.config.plan import PlanConfig, PlanSpeculation, check
+from llama_ssp.config import catalogue, schema
+from llama_ssp.config.plan import PlanConfig, check
 from llama_ssp.config.schema import MODEL_DRAFT, DrafterConfig, DraftLayout, DraftPlacement, PlacementConfig
 from llama_ssp.config.target_placement import TargetKind, TargetPlacement
 from llama_ssp.errors import ConfigError
@@ -31,7 +31,7 @@ def test_sound_settings_pass() -> None:
 
 
 def test_problems_of_hardware_and_settings_are_one_message() -> None:
-    config = _config(batch_size=0, speculation=PlanSpeculation(num_draft_tokens=0, acceptance=1.5))
+    config = _config(batch_size=0, speculation=schema.SpeculationConfig(num_draft_tokens=0, acceptance=1.5))
     config.hardware["num_gpus"] = 0
     config.model.shape.hidden_size = -1  # type: ignore[union-attr]
     said = _complaint(config)

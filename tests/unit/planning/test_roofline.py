@@ -74,7 +74,9 @@ def forward(
 ) -> ForwardTime:
     """Three rows of five positions, one of which is scored."""
     ranks = tuple(range(num_ranks))
-    seat = ModelPlacement.of(model, TargetKind.tensor, ranks, cuda_graphs=cuda_graphs, num_active=num_ranks)
+    seat = ModelPlacement(
+        model=model, kind=TargetKind.tensor, ranks=ranks, cuda_graphs=cuda_graphs, num_active=num_ranks
+    )
     return forward_time(seat, machine, batch_size=3, num_positions=5, num_scored=1, bucket=num_slots)
 
 
