@@ -146,6 +146,11 @@ class SamplingConfig:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
 
+    @property
+    def penalizes(self) -> bool:
+        """Whether tokens of prompt and text are penalized."""
+        return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
+
 
 @dataclass(kw_only=True)
 class VerificationConfig:

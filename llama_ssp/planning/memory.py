@@ -128,7 +128,7 @@ def _logits_bytes(job: PlanSpec, rank: int) -> int:
 
     Ranks of the target have logits (gathered, then in fp32). The rank that runs the rule has the target's and the
     draft's probabilities in fp32, one more copy if the rule keeps all rows, and one fp64 cumulative sum per row to draw
-    from. Other ranks of the draft have its probabilities.
+    from. Penalties and races need more. Other ranks of the draft have its probabilities.
     """
     layout, rows = job.layout, job.round_rows
     size, vocabulary, num_draft_tokens = DTYPE_BYTES[job.target.dtype], job.target.shape.vocab_size, rows - 1
@@ -140,6 +140,8 @@ def _logits_bytes(job: PlanSpec, rank: int) -> int:
     decides = drafts if layout.splits_batch else rank == layout.verify_rank
     whole = 4 * rows * rule_of(job.rule).keeps_all_rows
     rule = 4 * rows + 4 * num_draft_tokens + whole + 8 if decides else 4 * num_draft_tokens * drafts
+    if decides:  # counts, penalized logits and a mask; the bits of a race and what is made of them
+        rule += rows * (9 * job.counts_tokens + 16 * rule_of(job.rule).draws_by_position)
     return vocabulary * (job.batch_size * logits + num_own * rule)
 
 

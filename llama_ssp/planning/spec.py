@@ -58,6 +58,7 @@ class PlanSpec:
     """Input of the forecasts of memory and time.
 
     Attributes:
+        counts_tokens: penalties count the tokens of the vocabulary.
         free_draft: the kind of a draft without a model, whose cost is not counted; None without one.
         target_ranks, draft_ranks: ranks of each replica, increasing.
         acceptance: probability that a drafted token is accepted; None looks the pair up.
@@ -85,6 +86,7 @@ class PlanSpec:
     num_replicas: int = 1
     rule: str = DEFAULT
     free_draft: str | None = None
+    counts_tokens: bool = False
     spare_devices: tuple[int, ...] = ()
     offload: Offload = Offload.none
     max_device_bytes: int | None = None

@@ -26,7 +26,7 @@ def penalty(sampling: SamplingConfig) -> Penalty | None:
         OpenAI's API, counted over prompt and text.
     """
     repetition, frequency, presence = sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
-    if (repetition, frequency, presence) == (1.0, 0.0, 0.0):
+    if not sampling.penalizes:
         return None
 
     def apply(logits_BTV: Tensor, context: Context) -> Tensor:

@@ -84,8 +84,9 @@ def exponentials(keys_B: Tensor, positions_BT: Tensor, *, vocab_size: int) -> Te
     steps_V = torch.arange(first, first + vocab_size, device=keys_B.device)
     starts_BT = torch.add(keys_B[:, None], positions_BT, alpha=_START_STEP)
     bits_BTV = _mix_(starts_BT[..., None] + steps_V * _COUNTER_STEP).bitwise_and_(_TOP_53_BITS)
-    # One minus a fraction below 1 is above 0, and its logarithm is finite.
-    return torch.add(0.5, bits_BTV, alpha=-(2.0**-64)).double().log_().neg_().float()
+    # Exact in fp64: multiples of 2^-53 in (0, 1]. The logarithm of 1, and no other, is replaced by a tiny number.
+    uniforms_BTV = bits_BTV.double().mul_(-(2.0**-64)).add_(0.5)
+    return uniforms_BTV.log_().neg_().clamp_min_(2.0**-60).float()
 
 
 class UniformTable:

@@ -173,6 +173,7 @@ def job_of_run(
         num_replicas=placement.num_replicas, num_draft_tokens=config.speculation.num_draft_tokens,
         acceptance=acceptance,
         rule=config.verification.rule if config.sampling.temperature > 0 else AT_ZERO,
+        counts_tokens=config.sampling.penalizes,
         batch_size=config.batch_size, prompt_tokens=prompt_tokens, max_new_tokens=config.max_new_tokens,
         cuda_graphs=config.cuda_graphs and device == "cuda" and may_capture(placement.target), device=device,
     )  # fmt: skip

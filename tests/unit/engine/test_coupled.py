@@ -67,6 +67,16 @@ def test_every_token_is_the_best_of_probability_over_its_own_number() -> None:
             assert int((probs_V / numbers_V).argmax()) == text[position]
 
 
+def test_the_numbers_of_a_race_are_positive_and_as_fine_as_fp64_near_zero() -> None:
+    keys_B = row_keys(seed=5, prompt_index_B=torch.arange(1000), sample_index_B=torch.zeros(1000).long())
+    numbers = exponentials(keys_B, torch.arange(4).expand(1000, -1), vocab_size=500)
+    assert bool((numbers > 0).all())
+    small = numbers[numbers < 1e-4].double()
+    steps = small / 2.0**-24
+    assert len(small) > 100
+    assert float((steps - steps.round()).abs().max()) > 0.1, "as coarse as fp32"
+
+
 def test_the_winner_of_a_race_has_the_law_of_the_probabilities() -> None:
     """A false alarm has a chance of 1 in 10 000; a law that is off by 2 % of a token's share is missed in 1 of 100."""
     probs_V = torch.tensor([0.4, 0.3, 0.15, 0.1, 0.05], dtype=torch.float64)
