@@ -39,7 +39,7 @@ from llama_ssp.engine.round import Block
 from llama_ssp.engine.state import BatchState, Request
 from llama_ssp.errors import CheckpointError, SspError
 from llama_ssp.session.checkpoints import find_sources
-from llama_ssp.session.loading import build_decoder, load_models
+from llama_ssp.session.loading import Models, build_decoder, load_models
 from llama_ssp.session.prompts import encode
 from tests.distributed.cells import CELLS, DEEPSPEED_CELLS, Cell, on_one_rank
 from tests.helpers.prompts import PROMPTS
@@ -144,7 +144,7 @@ def cell_config(cell: Cell, folder: Path, temperature: float) -> RunConfig:
 
 def complete(world: World, config: RunConfig, prompts: list[str], *, num_tokens: int) -> Placed:
     """What a run of this config generates on these ranks, and the bytes that arrive on this one in each round."""
-    models = load_models(config, world, find_sources(config, world))
+    models = _loaded(world, config)
     mesh = models.mesh
     counting = CountingComm.of(mesh.replica)
     draft = mesh.draft and replace(CountingComm.of(mesh.draft), arrived=counting.arrived)
@@ -175,6 +175,18 @@ def complete(world: World, config: RunConfig, prompts: list[str], *, num_tokens:
         for updates in decoder.run(requests):
             done |= {update.completion.request.index: update.completion.token_ids for update in updates}
     return Placed(texts=[done[index] for index in range(len(requests))], round_bytes=sorted(round_bytes))
+
+
+_LAST: list[tuple[object, Models]] = []
+
+
+def _loaded(world: World, config: RunConfig) -> Models:
+    """The models of a config; those of the one before, where only the sampling and the rule differ."""
+    key = config.model, config.draft, config.placement, config.weights, config.batch_size
+    if not _LAST or _LAST[0][0] != key:
+        _LAST.clear()
+        _LAST.append((key, load_models(config, world, find_sources(config, world))))
+    return _LAST[0][1]
 
 
 def texts(world: World, folder: Path, name: str, temperature: float) -> list[list[int]]:
@@ -235,10 +247,8 @@ def cases(world: World, folder: Path, *, heavy: bool) -> dict[str, Callable[[], 
     if world.comm.size == 1:
         other_rules = {on_one_rank(cell) for cell in CELLS[2] if cell.rule != "speculative"}
         named |= cases_of_cells(world, folder, other_rules)
-    for temperature in (0.0, 0.8):
-        for name in PAIRS if world.comm.size in SIZES else ():
-            if name in HEAVY_PAIRS and not heavy:
-                continue
+    for name in PAIRS if world.comm.size in SIZES else ():
+        for temperature in (0.0, 0.8) if heavy or name not in HEAVY_PAIRS else ():
             named[f"{name} at {temperature}"] = lambda name=name, temperature=temperature: texts(  # type: ignore[misc]
                 world, folder, name, temperature
             )

@@ -28,6 +28,7 @@ from llama_ssp.tasks.dry_run import dry_run
 from llama_ssp.weights.checkpoint import INDEX_FILE
 from llama_ssp.weights.manifest import MANIFEST_FILE, write_manifest
 from tests.helpers.in_process import Ended, launch
+from tests.helpers.lanes import heavy
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint
 from tests.helpers.mutations import Mutation, mutations, to_text
 from tests.helpers.tokenizers import save_tokenizer
@@ -172,7 +173,7 @@ def test_a_plan_says_the_same(fault: Callable[[Path], None], sentence: str, soun
     assert sentence in ended.err
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [name if name in {"llama", "gpt_neox"} else heavy(name) for name in FAMILIES])
 def test_how_the_library_returns_its_logits_is_not_up_to_the_config(family: str, sound: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(sound / family, tmp_path / "changed"))
     with_fields("config.json", return_dict=False, output_attentions=True, output_hidden_states=True)(folder)

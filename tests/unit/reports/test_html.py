@@ -18,6 +18,7 @@ from llama_ssp.reports.charts import COLOURS, Chart, Kind
 from llama_ssp.reports.html import report
 from llama_ssp.reports.lines import CompletionLine
 from llama_ssp.reports.runs import Run
+from tests.helpers.lanes import heavy
 from tests.helpers.pictures import said
 from tests.helpers.runs import CELL, FAST, PLAIN, summary
 
@@ -100,7 +101,7 @@ class Elements(HTMLParser):
         self.found.append((tag, [name for name, _ in attrs]))
 
 
-@pytest.mark.parametrize("is_one", [True, False])
+@pytest.mark.parametrize("is_one", [True, heavy(False)])
 def test_names_from_records_cannot_become_markup(is_one: bool) -> None:
     def page(text: str) -> str:
         named = replace(run(PLAIN, FAST, model=text, name=text), status=text)

@@ -13,6 +13,7 @@ from llama_ssp.sampling.penalties import count_tokens, penalty
 from llama_ssp.sampling.processors import processor
 from llama_ssp.sampling.rules import Rule, make_rule
 from tests.helpers.exact_law import exact_law
+from tests.helpers.lanes import heavy
 from tests.helpers.table_models import TableModel, joint_law, random_table
 
 PROMPT = (3, 1, 1)
@@ -57,7 +58,7 @@ def law_error(rule: Rule, sampling: SamplingConfig, *, num_draft_tokens: int, is
 
 
 @pytest.mark.parametrize("is_point_mass", [False, True])
-@pytest.mark.parametrize("num_draft_tokens", [1, 2])
+@pytest.mark.parametrize("num_draft_tokens", [1, heavy(2)])
 @pytest.mark.parametrize("name", PENALIZED)
 @pytest.mark.parametrize("rule_name", ["speculative", "block"])
 def test_the_text_has_exactly_the_penalized_targets_law(

@@ -64,6 +64,7 @@ def launch(
     return launch_with_plugins(folder, f"task={task}", *arguments, plugins=plugins)
 
 
+@pytest.mark.heavy
 def test_a_task_from_outside_runs(folder: Path) -> None:
     ended = launch(folder, "task.noun=lines")
     assert (ended.returncode, ended.stdout) == (0, "3 lines, speculative\n"), ended.stderr
