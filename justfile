@@ -29,6 +29,7 @@ heavy *arguments:
 # the proofs that take long: every signal in every phase, many faults, any command line, models of 1.1 B parameters
 slow *arguments:
     "{{bin}}/pytest" --slow tests/distributed/test_kill_matrix.py tests/distributed/test_exhaustion.py \
+        tests/distributed/test_placement.py tests/distributed/test_commands.py \
         tests/distributed/test_copies.py tests/slurm/test_jobs.py tests/slurm/test_kill_matrix.py \
         tests/unit/launch/test_faults.py tests/unit/launch/test_fuzz.py tests/unit/launch/test_fuzz_folders.py \
         tests/unit/launch/test_model_files.py \

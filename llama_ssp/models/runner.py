@@ -1,4 +1,4 @@
-"""The interface of a model, which every implementation and backend provides, and the base of those with a cache.
+"""The interface of a model, which every implementation and backend provides.
 
 Shapes: B sequences, T positions of a forward, R positions to score, V vocabulary.
 """
@@ -7,10 +7,6 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
-
-from llama_ssp.models.cache import Masks, StaticCache
-from llama_ssp.models.huggingface.families import windows_of
 
 
 class Runner(Protocol):
@@ -53,27 +49,3 @@ class Runner(Protocol):
         Returns:
             Logits (B, R, V) in fp32, over the full vocabulary, on every rank of the model.
         """
-
-
-class CachedRunner:
-    """Base class of runners with a `StaticCache`; `parameter` decides their device and dtype."""
-
-    def __init__(self, config: PretrainedConfig, parameter: Tensor) -> None:
-        self.device = parameter.device
-        self.dtype = parameter.dtype
-        self.vocab_size: int = config.vocab_size
-        self.max_position_embeddings: int = config.max_position_embeddings
-        self.num_allocations = 0
-        self._num_layers: int = config.num_hidden_layers
-        self._windows = windows_of(config)
-        self._cache: StaticCache | None = None
-
-    def allocate(self, *, batch_size: int, capacity: int) -> None:
-        """See `Runner.allocate`."""
-        if self._cache is not None and self._cache.fits(batch_size=batch_size, capacity=capacity):
-            return
-        self.num_allocations += 1
-        self._cache = StaticCache(
-            num_layers=self._num_layers, batch_size=batch_size, capacity=capacity, device=self.device
-        )
-        self._masks = Masks(self._windows, capacity=capacity, dtype=self.dtype, device=self.device)

@@ -104,8 +104,8 @@ CELLS = {
     5: [Cell((0, 1, 2, 3), (4,), OWN_GPU)],
 }
 
-MOST_DEFAULT_RANKS = 2
-"""Larger groups are started with --heavy alone."""
+MOST_DEFAULT_RANKS, MOST_HEAVY_RANKS = 2, 3
+"""Larger groups are started with --heavy, and with --slow alone."""
 
 DEEPSPEED_CELLS = {
     1: [Cell((0,), (0,), ONE_RANK, target_kind=DEEPSPEED, batch_size=9)],

@@ -89,7 +89,7 @@ def test_a_killed_rank_ends_the_job_within_ten_seconds(rank: int, running: tuple
 
 @pytest.mark.distributed(2)
 @pytest.mark.heavy
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_an_interrupted_run_says_so_and_is_resumed_without_repeating_anything(
     number: signal.Signals, running: tuple[Path, Popen]
 ) -> None:

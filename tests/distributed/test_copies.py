@@ -36,7 +36,7 @@ def test_two_copies_leave_the_texts_of_one_in_prompt_order(tmp_path: Path) -> No
     assert (tmp_path / "copies" / "status").read_text() == "done\n"
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 @pytest.mark.distributed(2)
 def test_interrupted_copies_end_together_and_are_resumed_without_repeating_anything(tmp_path: Path) -> None:
     settings = ["task=generate", "task.format=jsonl", "prompt=def f(x):", "num_samples=60", "placement=replicas"]
@@ -77,7 +77,7 @@ def test_the_draft_has_a_rank_of_its_own_where_the_target_leaves_one(tmp_path: P
     assert summary["speculative"]["tokens_per_round"] > 1
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 @pytest.mark.distributed(2)
 def test_the_planners_choice_is_told_and_taken(tmp_path: Path) -> None:
     settings = ["placement=auto", "task=generate", "prompt=import os", "max_new_tokens=4", "hardware=laptop_cpu"]

@@ -58,10 +58,11 @@ class Loss(NamedTuple):
 
 
 SIGNAL, TERMINAL, AGENT = "SIGHUP", "closed terminal", "killed agent"
-USUAL_LOSSES = [Loss(TERMINAL, 2, "decoding", 0.0), Loss(AGENT, 2, "loading", 0.0)]
+USUAL_LOSSES = [Loss(TERMINAL, 2, "decoding", 0.0)]
 RARE_LOSSES = [
     Loss(TERMINAL, 1, "loading", 0.0),
     Loss(AGENT, 1, "decoding", 0.0),
+    Loss(AGENT, 2, "loading", 0.0),
 ] + [
     Loss(what, num_ranks, phase, delay_s)
     for what, num_ranks in ((SIGNAL, 1), (SIGNAL, 2), (TERMINAL, 1), (TERMINAL, 2), (AGENT, 2))

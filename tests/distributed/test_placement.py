@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from llama_ssp.planning.messages import round_messages
 from llama_ssp.tasks.dry_run import job_of_run
 from llama_ssp.weights import hub
-from tests.distributed.cells import CELLS, MOST_DEFAULT_RANKS, Cell, on_one_rank
+from tests.distributed.cells import CELLS, MOST_DEFAULT_RANKS, MOST_HEAVY_RANKS, Cell, on_one_rank
 from tests.distributed.ranks import (
     CELL_TOKENS,
     HEAVY_PAIRS,
@@ -32,7 +32,8 @@ Seen = list[dict[str, Any]]
 def marks(num_ranks: int, cell: Cell | None = None) -> list[pytest.MarkDecorator]:
     """What starts the ranks of a test, and its lane."""
     heavy = num_ranks > MOST_DEFAULT_RANKS or (cell is not None and cell.heavy)
-    return [pytest.mark.distributed(num_ranks), *[pytest.mark.heavy] * heavy]
+    lane = [pytest.mark.slow] if num_ranks > MOST_HEAVY_RANKS else [pytest.mark.heavy] * heavy
+    return [pytest.mark.distributed(num_ranks), *lane]
 
 
 sizes = pytest.mark.parametrize("num_ranks", [pytest.param(n, marks=marks(n)) for n in SIZES])

@@ -42,7 +42,7 @@ def settled(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(kept, key=lambda line: (line["index"], line["mode"], line["sample"]))
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_a_sweep_ends_with_a_run_folder_for_every_point_and_one_report(cluster: Cluster, tmp_path: Path) -> None:
     said = cluster.run(sys.executable, ROOT / "launch" / "run.py", *SWEEP, "run_dir=a sweep", cwd=tmp_path)
     jobs = [line.split()[0] for line in said.splitlines() if " is job " in line]

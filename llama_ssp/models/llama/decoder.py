@@ -17,10 +17,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 from llama_ssp.architectures.family import record_of
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.models.cache import Workspace
+from llama_ssp.models.cached_runner import CachedRunner
 from llama_ssp.models.linear import Kernel, make_linear
 from llama_ssp.models.llama.layer import Layer, RmsNorm, take
 from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
-from llama_ssp.models.runner import CachedRunner
 from llama_ssp.models.tensor_parallel import GatheredLinear
 from llama_ssp.shapes import static_shape
 

@@ -228,7 +228,7 @@ def test_a_benchmark_writes_a_row_per_cell_beside_transformers(launch: Launch) -
     assert (summary["task"], summary["cells"], summary["plain"]) == ("benchmark", rows, None)
     assert "2 cells measured; records in" in ended.err
     assert "plain: 1 of 4 runs at " in ended.err
-    assert "; assisted: 1 of 2 turns at " in ended.err
+    assert "; assisted: 1 of 2 runs at " in ended.err
 
 
 def spoil_truncate(folder: Path) -> str:
