@@ -52,9 +52,13 @@ def check_servable(config: PretrainedConfig) -> None:
         raise ConfigError(f"this {model} attends in both directions: {wanted}")
     rope = getattr(config, "rope_parameters", None) or {}
     for found in (rope, *(values for values in rope.values() if isinstance(values, dict))):
-        if found.get("rope_type") in _ROPE_TYPES_THAT_READ_POSITIONS:
+        rope_type = found.get("rope_type", "default")
+        if not isinstance(rope_type, str):
+            required = "default, linear, llama3 or yarn is required"
+            raise ConfigError(f"this {model} has rope_type {rope_type!r:.60}: {required}")
+        if rope_type in _ROPE_TYPES_THAT_READ_POSITIONS:
             raise ConfigError(
-                f"this {model} has rope_type {found['rope_type']}, which depends on the longest row of a batch: "
+                f"this {model} has rope_type {rope_type}, which depends on the longest row of a batch: "
                 "default, linear, llama3 or yarn is required"
             )
 

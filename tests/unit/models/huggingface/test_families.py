@@ -206,3 +206,10 @@ def test_a_table_of_positions_of_another_length_is_refused_before_masks_of_its_s
     tiny_config("gpt_neo", max_position_embeddings=2**22).save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match=r"wpe.weight has 128 rows, and .*max_position_embeddings=4194304"):
         build_empty(inspect(tmp_path))
+
+
+def test_a_rope_type_that_is_no_text_is_a_sentence() -> None:
+    config = tiny_config("llama")
+    config.rope_parameters = {"rope_type": ["default"], "rope_theta": 1e4}
+    with pytest.raises(ConfigError, match=r"has rope_type \['default'\]: default, linear, llama3 or yarn is required"):
+        check_servable(config)
