@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from llama_ssp.calibration.operators import copy_bytes_per_s, seconds_per_call
 from llama_ssp.engine.executors.tracing import Traced
@@ -37,23 +38,27 @@ def forwards_alone_s(
         between: called before each of the two, outside the times, such as `Passes.fill_caches`.
     """
     round_ = decoder.round
-    drafter = round_.drafter
-    assert drafter
-    num_draft_tokens = drafter.num_draft_tokens
+    [choice] = decoder.length.choices
+    num_draft_tokens = choice.num_tokens
     buckets = [-(-(context + num_draft_tokens + 1) // 64) * 64 for context in contexts]
     round_.allocate(batch_size=1, num_slots=max(buckets))
     state = BatchState.empty(batch_size=1, num_slots=max(buckets), num_rounds=1, table=round_.uniforms)
     state.tokens_BS.fill_(1)
     state.uniforms_BMN.fill_(0.5)
     reads = (round_.target, round_.verifier, round_.last_and_drafted_W)
-    score = Traced(lambda *tensors: round_.score(BatchState(*tensors), bucket=bucket), reads=reads)
+
+    def scored(*tensors: Tensor) -> Tensor:
+        scores = round_.score(BatchState(*tensors), num_drafted=num_draft_tokens, bucket=bucket)
+        return round_.verifier.process(*scores)
+
+    score = Traced(scored, reads=reads)
 
     def draft() -> object:
-        return decoder.executor.draft(state, bucket=bucket)
+        return decoder.executor.draft(state, choice=choice, bucket=bucket)
 
     def verify() -> object:
         if not round_.target.repeats_operators:
-            return round_.score(state, bucket=bucket)
+            return scored(*state)
         return score(0, *state, bucket=bucket, version=round_.num_allocations)
 
     seconds: dict[Callable[[], object], list[float]] = {draft: [], verify: []}

@@ -176,7 +176,7 @@ def pace(decoder: Decoder, wanted: list[Request], *, num_repetitions: int = 3) -
     seconds = statistics.median(run_s / num_rounds for run_s, num_rounds, _ in runs)
     completions = [completion for _, _, found in runs for completion in found]
     tokens = statistics.mean(tokens_per_round(completion) for completion in completions)
-    num_draft_tokens = completions[0].num_draft_tokens
+    num_draft_tokens = max(completions[0].draft_lengths, default=0)
     num_rounds = sum(completion.num_target_forwards - 1 for completion in completions) / len(wanted)
     part_ms = {
         part: 1e3 * sum(completion.part_s[part] for completion in completions) / num_rounds
@@ -216,8 +216,8 @@ def tokens_per_round(completion: RowCompletion) -> float:
 @torch.inference_mode()
 def forwards_alone_ms(decoder: Decoder, *, context: int, num_turns: int = 20) -> tuple[float, float]:
     """Milliseconds of one verification, and of all draft steps with their draws, alone behind `context` tokens."""
-    models, drafter = decoder.round, decoder.round.drafter
-    assert drafter
+    models = decoder.round
+    [drafter] = models.drafters
     device, num_draft_tokens = models.target.device, drafter.num_draft_tokens
     num_slots = whole_steps(context + num_draft_tokens + 1)
     models.target.allocate(batch_size=1, capacity=num_slots)

@@ -31,6 +31,7 @@ from llama_ssp.engine.state import Request
 from llama_ssp.engine.stream import StreamerAdapter
 from llama_ssp.errors import ConfigError, unknown_name
 from llama_ssp.session.checkpoints import find_sources
+from llama_ssp.session.draft_length import settle_length
 from llama_ssp.session.loading import Models, build_decoder, load_models
 from llama_ssp.session.prompts import check_ids, encode
 
@@ -103,7 +104,7 @@ def speculative_generate(
     prompts: str | Sequence[str],
     *,
     max_new_tokens: int = 64,
-    num_draft_tokens: int = 4,
+    num_draft_tokens: int | str = 4,
     sampling: SamplingConfig | None = None,
     seed: int = 0,
     chat: bool = False,
@@ -116,7 +117,7 @@ def speculative_generate(
         pair: from `load`.
         prompts: one or several; several are decoded together.
         max_new_tokens: per prompt.
-        num_draft_tokens: K, tokens drafted per round.
+        num_draft_tokens: K, tokens drafted per round; "auto" chooses K for each round.
         sampling: None samples at temperature 0.8; `SamplingConfig(temperature=0)` is greedy.
         seed: the same seed gives the same text.
         chat: apply the tokenizer's chat template to each prompt.
@@ -147,6 +148,10 @@ def speculative_generate(
     adapter = StreamerAdapter(streamer, requests[0].prompt_ids) if streamer else None
     done = {}
     with torch.inference_mode():
+        if models.drafts:
+            decoder.make_room(requests)
+            longest = max(len(request.prompt_ids) for request in requests) + max_new_tokens // 2
+            settle_length(decoder, config, comm=models.mesh.world, num_slots=longest)
         for updates in decoder.run(requests):
             for update in updates:
                 done[update.completion.request.index] = update.completion

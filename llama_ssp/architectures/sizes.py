@@ -7,6 +7,9 @@ SLOT_STEP = 8
 BUCKET_STEP = {"cuda": 256, "cpu": 64}
 """By device: the widths at which a cache is read are multiples of it. Wider on GPUs, where each width is a graph."""
 
+CATCH_UP_CHUNK = 64
+"""Tokens that a draft model reads at once after rounds in which it did not draft."""
+
 
 def whole_steps(num_slots: int) -> int:
     """Round a number of slots up to `SLOT_STEP`."""

@@ -112,10 +112,10 @@ def decoder(target: Runner, draft: Runner | None, comm: Comm, *, num_draft_token
     inner = None
     if draft:
         inner = ModelDrafter(draft, rule=rule, num_draft_tokens=num_draft_tokens, vocab_size=target.vocab_size)
-    drafter = None
+    drafters = []
     if num_draft_tokens:
-        drafter = BroadcastDrafter(inner, comm=comm, src=0, num_draft_tokens=num_draft_tokens, device=target.device)
-    round_ = Round(target, drafter, verifier=Verifier(rule, comm=comm, verify_rank=0, device=target.device))
+        drafters = [BroadcastDrafter(inner, comm=comm, src=0, num_draft_tokens=num_draft_tokens, device=target.device)]
+    round_ = Round(target, *drafters, verifier=Verifier(rule, comm=comm, verify_rank=0, device=target.device))
     return Decoder(round_, executor=TracedExecutor(round_), batch_size=1, eos_ids=(), seed=0)
 
 

@@ -88,7 +88,7 @@ def round_s() -> float:
     """Time of the loop per token, without forwards and rule."""
     target = _Mute()
     rule = make_rule(SamplingConfig(), VerificationConfig())
-    round_ = Round(target, None, verifier=Verifier(rule, comm=Comm.single(), verify_rank=0, device=target.device))
+    round_ = Round(target, verifier=Verifier(rule, comm=Comm.single(), verify_rank=0, device=target.device))
     executor = TracedExecutor(round_)
     num_tokens = 256
     draw = _drawing(rule, torch.zeros(1, FEW_IDS))

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from llama_ssp.config import catalogue, layout
-from llama_ssp.config.drafts.drafter import drafter_of, drafts
+from llama_ssp.config.drafts.drafter import drafter_of, drafters, drafts
 from llama_ssp.config.drafts.drafter import problem_of as problem_of_draft
 from llama_ssp.config.effects import is_synthetic, without_effect
 from llama_ssp.config.formats.format import problem_of
 from llama_ssp.config.rules.rule import at_every_temperature, rule_of, rules
-from llama_ssp.config.schema import ModelConfig, ModelShape, RunConfig
+from llama_ssp.config.schema import ADAPTIVE, ModelConfig, ModelShape, RunConfig
 from llama_ssp.config.tasks.spec import task_of
 from llama_ssp.errors import ConfigError, one_message, unknown_name
 
@@ -65,7 +65,11 @@ _MAX_TIMEOUT_S = 2 * 10**6  # must fit into 32 bits as milliseconds
 _COLDEST = 1e-6  # below this, logits / temperature can overflow fp32
 _TIMEOUT = f"a positive number of seconds, at most {_MAX_TIMEOUT_S}"
 _RANGES = (
-    _Range("speculation.num_draft_tokens", lambda k: k in _NUM_DRAFTED, "at least 1 and at most 1024, for example 4"),
+    _Range(
+        "speculation.num_draft_tokens",
+        lambda k: k == ADAPTIVE or k in _NUM_DRAFTED,
+        "at least 1 and at most 1024, for example 4, or auto",
+    ),
     _Range("speculation.acceptance", lambda a: 0 <= a <= 1, "a probability, between 0 and 1"),
     _Range("synthetic.agreement", lambda a: LEAST_AGREEMENT <= a <= 1, f"between {LEAST_AGREEMENT} and 1"),
     _Range(
@@ -125,6 +129,8 @@ def _draft(config: RunConfig) -> Iterator[str]:
             f"draft.kind={config.draft.kind} reads the target's hidden states, which no backend returns: "
             "use another draft, for example draft=default"
         )
+    if config.draft.fallback is not None:
+        yield from _fallback(config.draft.fallback)
     if not drafts(config.draft) and task_of(config).needs_draft:
         candidates = [f"draft={name}" for name in catalogue.smaller_relatives(config.model)]
         ways = ", ".join(candidates) or "draft=local draft.model.path=DIR"
@@ -140,6 +146,12 @@ def _draft(config: RunConfig) -> Iterator[str]:
             f"the draft must have the target's vocabulary: model={config.model.name} has {target.vocab_size} tokens, "
             f"draft={config.draft.model and config.draft.model.name} {draft.vocab_size}; drafts that fit: {names}"
         )
+
+
+def _fallback(kind: str) -> Iterator[str]:
+    free = [name for name, record in drafters().items() if record.make and not record.has_model]
+    if kind not in free:
+        yield unknown_name("draft.fallback", kind, free)
 
 
 def _rule(name: str, temperature: float) -> Iterator[str]:

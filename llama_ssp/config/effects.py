@@ -52,6 +52,7 @@ _NO_DRAFT = "without a draft: give one with draft=NAME"
 _ROWS = (
     _Row(("speculation",), _never_drafts, _NO_DRAFT),
     _Row(("verification",), lambda c: _never_drafts(c) and not _draws_by_position(c), _NO_DRAFT),
+    _Row(("draft.fallback",), lambda c: not c.speculation.adapts, "without speculation.num_draft_tokens=auto"),
     _Row(("placement.draft", "draft.model"), _has_no_draft_model, "without a draft model: give one with draft=NAME"),
     _Row(("placement.target", "placement.draft"), lambda c: c.placement.auto, "with placement=auto, which chooses it"),
     _Row(

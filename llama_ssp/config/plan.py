@@ -54,7 +54,11 @@ def check(config: PlanConfig) -> None:
 
 
 def _ranges(config: PlanConfig) -> Iterator[str]:
-    for key in ("speculation.num_draft_tokens", "batch_size", "prompt_tokens", "max_new_tokens"):
+    speculation = config.speculation
+    if isinstance(speculation.num_draft_tokens, str) and not speculation.adapts:
+        yield f"speculation.num_draft_tokens={speculation.num_draft_tokens} must be a number, for example 4, or auto"
+        return
+    for key in ("speculation.most_draft_tokens", "batch_size", "prompt_tokens", "max_new_tokens"):
         if (value := attrgetter(key)(config)) < 1:
             yield f"{key}={value} must be at least 1"
     acceptance = config.speculation.acceptance

@@ -14,6 +14,9 @@ from llama_ssp.config.target_placement import TargetPlacement
 
 DEFAULT_DRAFT, NO_DRAFT, MODEL_DRAFT = "default", "none", "model"
 """Kinds of draft: the model entry's default, plain decoding, and a smaller model."""
+ADAPTIVE = "auto"
+ADAPTIVE_LENGTHS = (1, 2, 3, 4, 6, 8)
+"""The value of `num_draft_tokens` that chooses K for each round, and the K that it chooses from, besides 0."""
 
 
 class Dtype(Enum):
@@ -105,10 +108,14 @@ class ModelConfig:
 
 @dataclass(kw_only=True)
 class DrafterConfig:
-    """The drafter: a kind of `config.drafts`, and its model if it has one."""
+    """The drafter: a kind of `config.drafts`, and its model if it has one.
+
+    `fallback` is a kind without a model, which drafts in the rounds of an adaptive run where it gains more.
+    """
 
     kind: str = DEFAULT_DRAFT
     model: ModelConfig | None = None
+    fallback: str | None = None
 
 
 @dataclass(kw_only=True)
@@ -163,11 +170,22 @@ class VerificationConfig:
 class SpeculationConfig:
     """Number of drafted tokens per round (K in Chen et al. 2023), and the acceptance that the forecast assumes.
 
+    `num_draft_tokens=auto` chooses K for each round from what earlier rounds accepted.
     `acceptance` is the probability that a drafted token is accepted; null looks the pair up in conf/pairs.yaml.
     """
 
-    num_draft_tokens: int = 4
+    num_draft_tokens: int | str = 4
     acceptance: float | None = None
+
+    @property
+    def adapts(self) -> bool:
+        """Whether K is chosen for each round."""
+        return self.num_draft_tokens == ADAPTIVE
+
+    @property
+    def most_draft_tokens(self) -> int:
+        """K, or the largest one of an adaptive run."""
+        return max(ADAPTIVE_LENGTHS) if self.adapts else int(self.num_draft_tokens)
 
 
 @dataclass(kw_only=True)

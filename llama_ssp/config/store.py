@@ -68,8 +68,8 @@ def run_id() -> str:
 def to_run_config(config: DictConfig, *, explicit: frozenset[str]) -> RunConfig:
     """Turn a config composed from `conf/config.yaml` into dataclasses and resolve the draft.
 
-    Of the dotted keys that the user gave, those below `draft.model` apply to the default draft too. The result's
-    `draft.kind` is never `default`, and its `draft.model` is null for kinds without a model.
+    Of the dotted keys that the user gave, `draft.fallback` and those below `draft.model` apply to the default draft
+    too. The result's `draft.kind` is never `default`, and its `draft.model` is null for kinds without a model.
 
     Raises:
         ConfigError: the default draft is unknown, a group of settings is a plain value, or a value is missing.
@@ -107,6 +107,7 @@ def _default_draft(config: DictConfig, explicit: frozenset[str]) -> DictConfig:
     if name is None:
         return cast("DictConfig", OmegaConf.structured(DrafterConfig(kind=NO_DRAFT)))
     draft: DictConfig = OmegaConf.structured(DrafterConfig(kind=MODEL_DRAFT, model=catalogue.load(name)))
+    draft.fallback = config.draft.fallback
     for key in explicit:
         if key.startswith("draft.model."):
             OmegaConf.update(draft, key.removeprefix("draft."), OmegaConf.select(config, key))

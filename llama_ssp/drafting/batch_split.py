@@ -76,13 +76,15 @@ class BatchSplitDrafter(SharedDrafter):
             own_rows = [rows[place] - self._own.start for place in mine]
             super().prefill(tokens_RS[mine], lengths_R[mine], rows=own_rows, longest=longest, buckets=buckets)
 
-    def propose(self, rows: Rows, *, uniforms_BKP: Tensor, bucket: int) -> Draft:
+    def propose(self, rows: Rows, *, uniforms_BKP: Tensor, bucket: int, num_unread: int = 2) -> Draft:
         """Draft this rank's rows and gather the ids of all; the probabilities are those of its own rows only."""
-        (batch_size,), start, stop = static_shape(rows.lengths_B), self._own.start, self._own.stop
-        ids_RK, probs_RWV = rows.lengths_B.new_empty(0, self.num_draft_tokens), None
+        (batch_size, num_drafted, _), start, stop = static_shape(uniforms_BKP), self._own.start, self._own.stop
+        ids_RK, probs_RWV = rows.lengths_B.new_empty(0, num_drafted), None
         if self._inner and self._own:
             own, uniforms_RKP = rows.part(start, stop), uniforms_BKP[start:stop]
-            ids_RK, probs_RWV = self._inner.propose(own, uniforms_BKP=uniforms_RKP, bucket=bucket)
+            ids_RK, probs_RWV = self._inner.propose(
+                own, uniforms_BKP=uniforms_RKP, num_unread=num_unread, bucket=bucket
+            )
         ids_BK = self._split.gather(ids_RK, batch_size=batch_size)
         self._write(ids_BK, rows)
         return Draft(ids_BK, probs_RWV)

@@ -53,16 +53,16 @@ class BroadcastDrafter(SharedDrafter):
         self._all_draft = all_draft
         self._receiver = receiver
 
-    def propose(self, rows: Rows, *, uniforms_BKP: Tensor, bucket: int) -> Draft:
+    def propose(self, rows: Rows, *, uniforms_BKP: Tensor, bucket: int, num_unread: int = 2) -> Draft:
         """Draft on the ranks that hold the draft, and broadcast the ids of one; see `Drafter.propose`."""
         if self._inner:
-            draft = self._inner.propose(rows, uniforms_BKP=uniforms_BKP, bucket=bucket)
+            draft = self._inner.propose(rows, uniforms_BKP=uniforms_BKP, num_unread=num_unread, bucket=bucket)
             if not self._all_draft:
                 draft = draft._replace(ids_BK=self._comm.broadcast(draft.ids_BK, src=self._src))
             if self._receiver and draft.probs_BTV is not None and self._comm.rank == self._src:
                 self._comm.send(draft.probs_BTV[:, :-1], dst=self._receiver.rank)
             return draft
-        ids_BK = rows.lengths_B.new_empty(*static_shape(rows.lengths_B), self.num_draft_tokens)
+        ids_BK = rows.lengths_B.new_empty(static_shape(uniforms_BKP)[:2])
         ids_BK = self._comm.broadcast(ids_BK, src=self._src)
         self._write(ids_BK, rows)
         if self._receiver is None or self._comm.rank != self._receiver.rank:

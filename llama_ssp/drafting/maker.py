@@ -1,8 +1,10 @@
-"""Makes the drafter of a rank from the run's settings and placement."""
+"""Makes the drafters of a rank from the run's settings and placement."""
+
+from dataclasses import replace
 
 import torch
 
-from llama_ssp.config.drafts.drafter import drafter_of
+from llama_ssp.config.drafts.drafter import drafter_of, drafters
 from llama_ssp.config.registry import imported
 from llama_ssp.config.rules.rule import rule_of
 from llama_ssp.config.schema import RunConfig
@@ -14,7 +16,7 @@ from llama_ssp.models.runner import Runner
 from llama_ssp.sampling.rules import Rule
 
 
-def make_drafter(
+def make_drafters(
     config: RunConfig,
     *,
     rule: Rule,
@@ -23,15 +25,13 @@ def make_drafter(
     vocab_size: int,
     device: torch.device,
     split: BatchSplit | None = None,
-) -> Drafter:
-    """Make the drafter of a rank, in a run with a draft.
+) -> list[Drafter]:
+    """Make the drafters of a rank, in a run with a draft: the draft's, then the fallback's if there is one.
 
     `runner` is the draft model or this rank's slice of it, None on ranks without one. `split` divides the rows among
-    ranks that each hold the whole draft model. Raises ConfigError if the code of this kind of draft cannot be imported.
+    ranks that each hold the whole draft model. Raises ConfigError if the code of a kind of draft cannot be imported.
     """
-    record, layout, num_draft_tokens = drafter_of(config.draft), mesh.layout, config.speculation.num_draft_tokens
-    assert record.make, "a run without a draft needs no drafter"
-    make = imported(record.make, setting=f"draft.kind={record.name}")
+    layout, num_draft_tokens = mesh.layout, config.speculation.most_draft_tokens
     parts = DrafterParts(
         config=config.draft,
         rule=rule,
@@ -40,20 +40,23 @@ def make_drafter(
         device=device,
         runner=runner,
         comm=mesh.draft,
-        src=layout.draft_ranks.index(layout.draft_source_rank) if record.has_model and not split else 0,
+        src=layout.draft_ranks.index(layout.draft_source_rank) if config.draft.model and not split else 0,
     )
-    if not record.has_model:
-        drafter: Drafter = make(parts)
-        return drafter
-    inner: Drafter | None = make(parts) if runner else None
+    fallback = []
+    if config.draft.fallback is not None:
+        settings = drafters()[config.draft.fallback].config(kind=config.draft.fallback)
+        fallback = [_made(replace(parts, config=settings, runner=None))]
+    if not config.draft.model:
+        return [_made(parts), *fallback]
+    inner = _made(parts) if runner else None
     if inner and mesh.replica.size == 1:
-        return inner
+        return [inner, *fallback]
     if split:
-        return BatchSplitDrafter(inner, split=split, num_draft_tokens=num_draft_tokens, device=device)
+        return [BatchSplitDrafter(inner, split=split, num_draft_tokens=num_draft_tokens, device=device), *fallback]
     # Probabilities are sent only if no rank holds both models and the rule reads them.
     needs_probs = config.sampling.temperature > 0 and rule_of(config.verification.rule).needs_probs
     is_apart = needs_probs and layout.draft_source_rank != layout.verify_rank
-    return BroadcastDrafter(
+    shared = BroadcastDrafter(
         inner,
         comm=mesh.replica,
         src=layout.draft_source_rank,
@@ -62,3 +65,11 @@ def make_drafter(
         all_draft=layout.draft_ranks == layout.ranks,
         receiver=ProbsReceiver(layout.verify_rank, vocab_size) if is_apart else None,
     )
+    return [shared, *fallback]
+
+
+def _made(parts: DrafterParts) -> Drafter:
+    record = drafter_of(parts.config)
+    assert record.make, "a run without a draft needs no drafter"
+    drafter: Drafter = imported(record.make, setting=f"draft.kind={record.name}")(parts)
+    return drafter

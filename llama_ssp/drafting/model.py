@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from llama_ssp.architectures.sizes import CATCH_UP_CHUNK
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.drafting.protocol import DrafterParts
 from llama_ssp.models.cache import Workspace
@@ -37,6 +38,7 @@ class ModelDrafter:
     the cache lacks the last drafted token, and reading two keeps the shape the same whatever was accepted.
 
     Attributes:
+        num_draft_tokens: the most tokens that a round drafts.
         vocab_size: V of the target; the draft's logits are cut or padded to it.
         comm: the ranks that share the draft and agree on each id; None for one rank.
         src: the rank in `comm` whose ids count.
@@ -57,6 +59,7 @@ class ModelDrafter:
         self._comm = self.comm or Comm.single()
         self._last_two = torch.arange(-2, 0, device=self.runner.device)
         self._offsets_K = torch.arange(self.num_draft_tokens, device=self.runner.device)
+        self._chunk_T = torch.arange(CATCH_UP_CHUNK, device=self.runner.device)
         self._tables: _Tables | None = None
 
     @property
@@ -83,10 +86,11 @@ class ModelDrafter:
         tokens_RS = self._known(tokens_RS)
         read_prompts(self.runner, tokens_RS, lengths_R, rows_R=rows_R, longest=longest, buckets=buckets)
 
-    def propose(self, rows: Rows, *, uniforms_BKP: Tensor, bucket: int) -> Draft:
+    def propose(self, rows: Rows, *, uniforms_BKP: Tensor, bucket: int, num_unread: int = 2) -> Draft:
         """Draw K tokens one after another; see `Drafter.propose`."""
         assert self._tables, "allocate comes first"
         tokens_BS, lengths_B, _ = rows
+        self._catch_up(rows, num_unread=num_unread, bucket=bucket)
         positions_BT = lengths_B[:, None] + self._last_two
         wanted_B1: Tensor | None = self._tables.second_B1
         ids_BT = self._known(tokens_BS.gather(1, positions_BT))
@@ -107,9 +111,17 @@ class ModelDrafter:
             if probs_BV is not None:
                 probs.append(probs_BV)
         ids_BK = torch.cat(drafted, dim=1)
-        tokens_BS.scatter_(1, lengths_B[:, None] + self._offsets_K, ids_BK)
+        tokens_BS.scatter_(1, lengths_B[:, None] + self._offsets_K[: len(drafted)], ids_BK)
         probs_BTV = torch.stack([*probs, self._tables.nothing_BV], dim=1) if probs else None
         return Draft(ids_BK=ids_BK, probs_BTV=probs_BTV)
+
+    def _catch_up(self, rows: Rows, *, num_unread: int, bucket: int) -> None:
+        """Read the unread tokens up to the last two, in chunks; a shorter row reads its first token repeatedly."""
+        assert self._tables
+        for distance in range(num_unread, 2, -CATCH_UP_CHUNK):
+            positions_BT = (rows.lengths_B[:, None] - distance + self._chunk_T).clamp_min(0)
+            ids_BT = self._known(rows.tokens_BS.gather(1, positions_BT))
+            self.runner.forward(ids_BT, positions_BT, bucket=bucket, score_positions_BR=self._tables.second_B1)
 
     def _known(self, ids: Tensor) -> Tensor:
         """Replace ids that only the target's larger vocabulary has by the draft's last id; any draft is valid."""

@@ -22,6 +22,7 @@ from llama_ssp.drafting.protocol import DrafterParts
 from llama_ssp.models.prefill import Buckets
 from llama_ssp.sampling.context import Rows
 from llama_ssp.sampling.rules import Draft
+from llama_ssp.shapes import static_shape
 
 _NO_TOKEN, _MOST_SLOTS = -1, 2**32
 
@@ -55,12 +56,13 @@ class NgramDrafter:
     ) -> None:
         """Do nothing: prompts are read from the batch itself."""
 
-    def propose(self, rows: Rows, *, uniforms_BKP: Tensor, bucket: int) -> Draft:  # noqa: ARG002
+    def propose(self, rows: Rows, *, uniforms_BKP: Tensor, bucket: int, num_unread: int = 2) -> Draft:  # noqa: ARG002
         """Copy K tokens; see `Drafter.propose`. It reads all slots, so that one trace serves every bucket."""
         tokens_BS, lengths_B1 = rows.tokens_BS, rows.lengths_B[:, None]
+        offsets_K = self._offsets_K[: static_shape(uniforms_BKP)[1]]
         period_B1 = self._period(tokens_BS, lengths_B1)
-        ids_BK = tokens_BS.gather(1, lengths_B1 - period_B1 + self._offsets_K % period_B1)
-        tokens_BS.scatter_(1, lengths_B1 + self._offsets_K, ids_BK)
+        ids_BK = tokens_BS.gather(1, lengths_B1 - period_B1 + offsets_K % period_B1)
+        tokens_BS.scatter_(1, lengths_B1 + offsets_K, ids_BK)
         return Draft(ids_BK, None)
 
     def _period(self, tokens_BS: Tensor, lengths_B1: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from llama_ssp.models.prefill import Buckets
 from llama_ssp.models.runner import Runner
 from llama_ssp.sampling.context import Rows
 from llama_ssp.sampling.rules import Draft, Rule
+from llama_ssp.shapes import static_shape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +46,7 @@ class Drafter(Protocol):
     """Proposes tokens for the target to verify.
 
     Attributes:
+        num_draft_tokens: the most tokens that a round drafts.
         on_host: drafting reads values on the host, so a round waits for it and no executor replays it.
         is_point_mass: each drafted token is certain; the draft has no probabilities, and rules use 1.
         repeats_operators: with the same shapes, `propose` calls the same operators on tensors that this object holds.
@@ -70,13 +72,15 @@ class Drafter(Protocol):
     ) -> None:
         """Read new prompts into the given rows; see `models.prefill.read_prompts`."""
 
-    def propose(self, rows: Rows, *, uniforms_BKP: Tensor, bucket: int) -> Draft:
-        """Extend every row by K tokens.
+    def propose(self, rows: Rows, *, uniforms_BKP: Tensor, bucket: int, num_unread: int = 2) -> Draft:
+        """Extend every row by K tokens, at most `num_draft_tokens`.
 
         Args:
             rows: the batch, each with at least 2 tokens; the drafted ids are written after each row's text.
             uniforms_BKP: in [0, 1), two for each drafted token; see `processors.draw`.
             bucket: number of cache slots to read, at least length + K.
+            num_unread: how many tokens at the end of the rows the drafter may not have read yet: 2 after its own round;
+                2 and whole chunks of `sizes.CATCH_UP_CHUNK` after rounds that it did not draft.
 
         Returns:
             The drafted ids, the same on every rank, and the probabilities they were drawn from, unless the rule needs
@@ -117,4 +121,5 @@ class SharedDrafter:
             self._inner.prefill(tokens_RS, lengths_R, rows=rows, longest=longest, buckets=buckets)
 
     def _write(self, ids_BK: Tensor, rows: Rows) -> None:
-        rows.tokens_BS.scatter_(1, rows.lengths_B[:, None] + self._offsets_K, ids_BK)
+        _, num_drafted = static_shape(ids_BK)
+        rows.tokens_BS.scatter_(1, rows.lengths_B[:, None] + self._offsets_K[:num_drafted], ids_BK)

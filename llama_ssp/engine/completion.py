@@ -25,7 +25,7 @@ class RowCompletion:
     Attributes:
         num_target_forwards: forwards of the target for this row, prefill included.
         accepted_lengths: number of drafted tokens that became text, per speculative round.
-        num_draft_tokens: K; 0 without a draft.
+        draft_lengths: number of drafted tokens, per speculative round.
         ended_in_draft: the last accepted token ended the row, so the tokens after it were not verified.
         finish_reason: None while it is running.
         busy_s: time from the start of its prefill to its end, without the time of the loop's consumer.
@@ -38,7 +38,7 @@ class RowCompletion:
     token_ids: list[int] = field(default_factory=list)
     num_target_forwards: int = 0
     accepted_lengths: list[int] = field(default_factory=list)
-    num_draft_tokens: int = 0
+    draft_lengths: list[int] = field(default_factory=list)
     ended_in_draft: bool = False
     finish_reason: FinishReason | None = None
     busy_s: float = 0.0
@@ -49,11 +49,12 @@ class RowCompletion:
     @property
     def examined_lengths(self) -> list[int]:
         """`reports.lines.num_examined` of each speculative round."""
-        room, examined, num_draft = self.request.max_new_tokens - 1, [], self.num_draft_tokens
-        for number, num_accepted in enumerate(self.accepted_lengths, start=1):
+        room, examined = self.request.max_new_tokens - 1, []
+        rounds = zip(self.accepted_lengths, self.draft_lengths, strict=True)
+        for number, (num_accepted, num_drafted) in enumerate(rounds, start=1):
             is_cut = self.ended_in_draft and number == len(self.accepted_lengths)
             examined.append(
-                num_examined(num_accepted=num_accepted, num_draft_tokens=num_draft, room=room, ended_in_draft=is_cut)
+                num_examined(num_accepted=num_accepted, num_draft_tokens=num_drafted, room=room, ended_in_draft=is_cut)
             )
             room -= num_accepted + 1
         return examined

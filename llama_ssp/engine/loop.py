@@ -13,10 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from llama_ssp.architectures.sizes import BUCKET_STEP, PREFILL_CHUNK, whole_steps
+from llama_ssp.architectures.sizes import BUCKET_STEP, CATCH_UP_CHUNK, PREFILL_CHUNK, whole_steps
 from llama_ssp.engine.clock import Clock, clock_for
 from llama_ssp.engine.completion import FinishReason, RowCompletion, StopRequest
-from llama_ssp.engine.round import Executor, Round, step
+from llama_ssp.engine.draft_length import DraftLength, FixedLength, num_chunks
+from llama_ssp.engine.round import Choice, Executor, Round, step
 from llama_ssp.engine.state import BatchState, Request
 from llama_ssp.engine.stops import StopStrings
 from llama_ssp.engine.verifier import NOT_A_NUMBER, STOP_REQUESTED
@@ -33,22 +34,27 @@ class Update(NamedTuple):
 
 
 class PendingRound(NamedTuple):
-    """A prefill or a round that was launched but not read yet.
-
-    A row has grown by at most `max_new`; the event `passed` follows the copy of the result to the host.
-    """
+    """A prefill or a round that was launched but not read yet; `passed` follows the copy of the result to the host."""
 
     result: Tensor
     owners: list[RowCompletion | None]
-    max_new: int
+    choice: Choice
     is_prefill: bool
     passed: torch.cuda.Event | None
+
+    @property
+    def max_new(self) -> int:
+        """The most tokens that a row has grown by."""
+        return self.choice.num_tokens + 1
 
 
 class Decoder:
     """Turns requests into completions, a batch of rows at a time.
 
-    By default the round runs from Python, and the device decides the clock.
+    By default the round runs from Python, the device decides the clock, and every round drafts the most tokens.
+
+    Attributes:
+        length: chooses what each round drafts.
     """
 
     def __init__(
@@ -66,6 +72,7 @@ class Decoder:
         self.round = round_
         self.executor = executor or round_
         self.clock = clock or clock_for(round_.target.device)
+        self.length: DraftLength = FixedLength(round_.max_tokens_per_round - 1)
         self.batch_size = batch_size
         self._eos_ids = frozenset(eos_ids)
         self._stops = stops
@@ -94,7 +101,8 @@ class Decoder:
         waiting = deque(requests)
         self._rows: list[RowCompletion | None] = [None] * self.batch_size
         self._pending: deque[PendingRound] = deque()
-        drafts, block = self.round.drafter is not None, None
+        self._num_skipped = [0 for _ in self.round.drafters]
+        block = None
         while (waiting or any(self._rows)) and not self.stopped:
             started = time.perf_counter()
             free = [row for row, owner in enumerate(self._rows) if owner is None] if waiting else []
@@ -104,10 +112,11 @@ class Decoder:
             if admitted:
                 self._admit(admitted, free[: len(admitted)])
             else:
+                choice = self._choose()
                 result, block = step(
-                    self.executor, self._state, block, drafts=drafts, bucket=self._bucket(), clock=self.clock
+                    self.executor, self._state, block, choice=choice, bucket=self._bucket(), clock=self.clock
                 )
-                self._launch(result, list(self._rows), max_new=self.round.max_tokens_per_round, is_prefill=False)
+                self._launch(result, list(self._rows), choice, is_prefill=False)
             running = [owner for owner in self._rows if owner]
             updates = self._collect() if len(self._pending) > self._lag else []
             self._record_time(running, time.perf_counter() - started, is_round=not admitted)
@@ -121,6 +130,32 @@ class Decoder:
         self._num_rounds = max(self._num_rounds, max(request.max_new_tokens for request in requests) + 1)
         self._buckets = Buckets(step=self.bucket_step, num_slots=self._num_slots)
         self.round.allocate(batch_size=self.batch_size, num_slots=self._num_slots)
+
+    def time_rounds(self, choices: Sequence[Choice], *, num_slots: int) -> list[float]:
+        """Run one round of each choice over vacant rows, reading `num_slots` slots, after `make_room`.
+
+        Returns the seconds of each. The first two calls warm up executors; later ones measure.
+        """
+        state, bucket, seconds = self._empty_state(), self._buckets.covering(num_slots), []
+        for choice in choices:
+            started = time.perf_counter()
+            step(self.executor, state, None, choice=choice, bucket=bucket, clock=self.clock)
+            if self._is_cuda:
+                torch.cuda.synchronize(self._device)
+            seconds.append(time.perf_counter() - started)
+        self.clock.take()
+        return seconds
+
+    def _choose(self) -> Choice:
+        """Choose what the next round drafts, and count what each drafter will have skipped after it."""
+        choice = self.length.choose(self._num_skipped)
+        if choice.num_tokens:
+            unread = 2 + CATCH_UP_CHUNK * num_chunks(self._num_skipped[choice.source])
+            choice = choice._replace(num_unread=unread)
+        for source, skipped in enumerate(self._num_skipped):
+            drafted = choice.num_tokens and source == choice.source
+            self._num_skipped[source] = 0 if drafted else skipped + choice.num_tokens + 1
+        return choice
 
     def _empty_state(self) -> BatchState:
         """The previous run's batch if the executor keeps it and its sizes fit; else a new one."""
@@ -142,15 +177,13 @@ class Decoder:
         result = self.round.prefill(prompts, rows, longest=longest, buckets=self._buckets)
         self._state.put(rows_R, prompts, prompt_lengths_R=prompt_lengths_R)
         num_forwards = -(-longest // PREFILL_CHUNK)
-        num_draft_tokens = self.round.max_tokens_per_round - 1
-        owners = [
-            RowCompletion(request=request, num_target_forwards=num_forwards, num_draft_tokens=num_draft_tokens)
-            for request in requests
-        ]
+        owners = [RowCompletion(request=request, num_target_forwards=num_forwards) for request in requests]
+        if not any(self._rows):  # all rows are new, so all drafters have read them whole
+            self._num_skipped = [0 for _ in self.round.drafters]
         for row, owner in zip(rows, owners, strict=True):
             self._rows[row] = owner
             owner.stop_watch = self._stops.watch(owner.request.prompt_ids) if self._stops else None
-        self._launch(result, list(owners), max_new=1, is_prefill=True)
+        self._launch(result, list(owners), Choice(0), is_prefill=True)
 
     def _bucket(self) -> int:
         """Cache slots that the next round reads."""
@@ -158,20 +191,20 @@ class Decoder:
         unread = sum([pending.max_new for pending in self._pending])
         return self._buckets.covering(known + unread + self.round.max_tokens_per_round)
 
-    def _launch(self, result: Tensor, owners: list[RowCompletion | None], *, max_new: int, is_prefill: bool) -> None:
+    def _launch(self, result: Tensor, owners: list[RowCompletion | None], choice: Choice, *, is_prefill: bool) -> None:
         passed = None
         if self._is_cuda:
             host = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
             result = host.copy_(result, non_blocking=True)
             passed = torch.cuda.Event()
             passed.record()
-        self._pending.append(PendingRound(result, owners, max_new, is_prefill, passed))
+        self._pending.append(PendingRound(result, owners, choice, is_prefill, passed))
 
     def _collect(self) -> list[Update]:
         pending = self._pending.popleft()
         if pending.passed:
             pending.passed.synchronize()
-        updates = []
+        updates, observed = [], []
         results = pending.result.tolist()
         for owner, (*drafted, num_accepted, next_id, flags) in zip(pending.owners, results, strict=True):
             self.stopped |= bool(flags & STOP_REQUESTED)
@@ -184,8 +217,10 @@ class Decoder:
                 num_drafted = min(num_accepted, num_new)
                 if not pending.is_prefill:
                     owner.num_target_forwards += 1
-                    if drafted:
+                    if self.round.drafters:
                         owner.accepted_lengths.append(num_drafted)
+                        owner.draft_lengths.append(len(drafted))
+                        observed.append(num_accepted)
                 owner.token_ids += new_ids
                 if reason or num_before + num_new == limit:
                     owner.ended_in_draft = num_new <= num_accepted
@@ -194,6 +229,7 @@ class Decoder:
                     self._rows[row] = None
                     self._state.vacate(row)
                 updates.append(Update(owner, new_ids, num_drafted))
+        self.length.observe(pending.choice, observed)
         return updates
 
     def _up_to_end(self, owner: RowCompletion, ids: list[int]) -> tuple[list[int], FinishReason | None]:

@@ -28,13 +28,29 @@ from llama_ssp.engine.state import BatchState
 from llama_ssp.engine.verifier import Verifier
 from llama_ssp.models.prefill import Buckets, read_prompts
 from llama_ssp.models.runner import Runner
+from llama_ssp.sampling.context import Context
 from llama_ssp.sampling.rules import Draft
 from llama_ssp.sampling.uniforms import UniformTable
 
 
-class Block(NamedTuple):
-    """A drafted block: the uniforms of its round, the drafted ids, and the probabilities they were drawn from."""
+class Choice(NamedTuple):
+    """How a round drafts.
 
+    Attributes:
+        num_tokens: K of this round; 0 decodes one token without a draft.
+        source: the drafter, as a place in `Round.drafters`.
+        num_unread: tokens at the end of each row that the drafter reads first; see `Drafter.propose`.
+    """
+
+    num_tokens: int
+    source: int = 0
+    num_unread: int = 2
+
+
+class Block(NamedTuple):
+    """A drafted block: how it was drafted, the uniforms of its round, the ids, and their probabilities if any."""
+
+    choice: Choice
     uniforms_BN: Tensor
     ids_BK: Tensor
     probs_BWV: Tensor | None = None
@@ -49,15 +65,15 @@ class Executor(Protocol):
 
     keeps_state: bool
 
-    def draft(self, state: BatchState, *, bucket: int) -> Block:
-        """Extend every row by K drafted tokens."""
+    def draft(self, state: BatchState, *, choice: Choice, bucket: int) -> Block:
+        """Extend every row by `choice.num_tokens` drafted tokens."""
 
     def verify(self, state: BatchState, block: Block | None, *, bucket: int) -> Tensor:
         """Score a block with the target, verify it and commit the decision; without a block, decode one token."""
 
 
 def step(
-    executor: Executor, state: BatchState, block: Block | None, *, drafts: bool, bucket: int, clock: Clock
+    executor: Executor, state: BatchState, block: Block | None, *, choice: Choice, bucket: int, clock: Clock
 ) -> tuple[Tensor, Block | None]:
     """Run one round on a batch whose rows have at least two tokens.
 
@@ -65,7 +81,7 @@ def step(
         executor: runs its pieces.
         state: the batch.
         block: drafted ahead by the previous round; None drafts now.
-        drafts: whether the round is speculative.
+        choice: how to draft, if there is no block.
         bucket: number of cache slots to read, at least the longest row's length + K.
         clock: times the pieces.
 
@@ -74,8 +90,8 @@ def step(
         executor drafts while the target verifies.
     """
     clock.start()
-    if drafts and block is None:
-        block = executor.draft(state, bucket=bucket)
+    if block is None and choice.num_tokens:
+        block = executor.draft(state, choice=choice, bucket=bucket)
         clock.lap("draft")
     result = executor.verify(state, block, bucket=bucket)
     clock.lap("verify")
@@ -83,7 +99,7 @@ def step(
 
 
 class Round:
-    """The target, the drafter (None for plain decoding) and the verifier, applied to a batch.
+    """The target, the drafters (none for plain decoding) and the verifier, applied to a batch.
 
     Attributes:
         max_tokens_per_round: the most tokens that a round adds to a row.
@@ -91,11 +107,11 @@ class Round:
 
     keeps_state = False
 
-    def __init__(self, target: Runner, drafter: Drafter | None, *, verifier: Verifier) -> None:
+    def __init__(self, target: Runner, *drafters: Drafter, verifier: Verifier) -> None:
         self.target = target
-        self.drafter = drafter
+        self.drafters = drafters
         self.verifier = verifier
-        num_draft_tokens = drafter.num_draft_tokens if drafter else 0
+        num_draft_tokens = max([drafter.num_draft_tokens for drafter in drafters], default=0)
         self.max_tokens_per_round = num_draft_tokens + 1
         self.last_and_drafted_W = torch.arange(-1, num_draft_tokens, device=target.device)
         self.uniforms = UniformTable(num_draft_tokens, target.device)
@@ -103,13 +119,13 @@ class Round:
     @property
     def num_allocations(self) -> tuple[int, ...]:
         """How often each model's cache has been allocated."""
-        return self.target.num_allocations, self.drafter.num_allocations if self.drafter else 0
+        return self.target.num_allocations, *[drafter.num_allocations for drafter in self.drafters]
 
     def allocate(self, *, batch_size: int, num_slots: int) -> None:
         """Make room for `batch_size` rows of `num_slots` tokens in the caches of both models."""
         self.target.allocate(batch_size=batch_size, capacity=num_slots)
-        if self.drafter:
-            self.drafter.allocate(batch_size=batch_size, num_slots=num_slots)
+        for drafter in self.drafters:
+            drafter.allocate(batch_size=batch_size, num_slots=num_slots)
 
     def prefill(self, prompts: BatchState, rows: Sequence[int], *, longest: int, buckets: Buckets) -> Tensor:
         """Read R prompts into the given rows of the caches and sample each one's first token; see `read_prompts`.
@@ -119,38 +135,38 @@ class Round:
         tokens_RS, lengths_R = prompts.tokens_BS, prompts.lengths_B
         rows_R = torch.tensor(rows, device=self.target.device)
         logits_RV = read_prompts(self.target, tokens_RS, lengths_R, rows_R=rows_R, longest=longest, buckets=buckets)
-        if self.drafter:
-            self.drafter.prefill(tokens_RS, lengths_R, rows=rows, longest=longest, buckets=buckets)
+        for drafter in self.drafters:
+            drafter.prefill(tokens_RS, lengths_R, rows=rows, longest=longest, buckets=buckets)
         context = prompts.rows.before(lengths_R[:, None] - 1) if self.verifier.needs_context else None
         plain_RP = self.uniforms.split(prompts.uniforms()).plain_BP
         return prompts.commit(self.verifier.draw(logits_RV, plain_RP, context))
 
-    def draft(self, state: BatchState, *, bucket: int) -> Block:
+    def draft(self, state: BatchState, *, choice: Choice, bucket: int) -> Block:
         """See `Executor.draft`."""
-        assert self.drafter
         uniforms_BN = state.uniforms()
-        uniforms_BKP = self.uniforms.split(uniforms_BN).draft_BKP
-        draft = self.drafter.propose(state.rows, uniforms_BKP=uniforms_BKP, bucket=bucket)
-        return Block(uniforms_BN, *draft)
+        draft = self.drafters[choice.source].propose(
+            state.rows,
+            uniforms_BKP=self.uniforms.split(uniforms_BN, choice.num_tokens).draft_BKP,
+            num_unread=choice.num_unread,
+            bucket=bucket,
+        )
+        return Block(choice, uniforms_BN, *draft)
 
     def verify(self, state: BatchState, block: Block | None, *, bucket: int) -> Tensor:
         """See `Executor.verify`."""
         if block is None:
-            context = state.rows.before(state.lengths_B[:, None] - 1) if self.verifier.needs_context else None
-            logits_BV = self.score(state, bucket=bucket)[:, 0]
+            logits_BWV, context = self.score(state, num_drafted=0, bucket=bucket)
             plain_BP = self.uniforms.split(state.uniforms()).plain_BP
-            return state.commit(self.verifier.draw(logits_BV, plain_BP, context))
-        target_BWV = self.score(state, bucket=bucket)
-        draft, draws = Draft(block.ids_BK, block.probs_BWV), self.uniforms.split(block.uniforms_BN)
+            return state.commit(self.verifier.draw(logits_BWV[:, 0], plain_BP, context))
+        num_drafted = block.choice.num_tokens
+        target_BWV = self.verifier.process(*self.score(state, num_drafted=num_drafted, bucket=bucket))
+        draft, draws = Draft(block.ids_BK, block.probs_BWV), self.uniforms.split(block.uniforms_BN, num_drafted)
         decision = self.verifier.verify(draft, target_BWV, draws=draws)
         return state.commit(decision, drafted_ids_BK=draft.ids_BK)
 
-    def score(self, state: BatchState, *, bucket: int) -> Tensor:
-        """The target's logits after the last token and each drafted one, processed if a draft will be verified."""
-        positions_BW = state.lengths_B[:, None] + self.last_and_drafted_W
+    def score(self, state: BatchState, *, num_drafted: int, bucket: int) -> tuple[Tensor, Context | None]:
+        """The target's logits after the last token and each drafted one, and the rule's context if it needs one."""
+        positions_BW = state.lengths_B[:, None] + self.last_and_drafted_W[: num_drafted + 1]
         ids_BW = state.tokens_BS.gather(1, positions_BW)
         logits_BWV = self.target.forward(ids_BW, positions_BW, bucket=bucket)
-        if not self.drafter:
-            return logits_BWV
-        context = state.rows.before(positions_BW) if self.verifier.needs_context else None
-        return self.verifier.process(logits_BWV, context)
+        return logits_BWV, state.rows.before(positions_BW) if self.verifier.needs_context else None

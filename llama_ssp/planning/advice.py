@@ -68,11 +68,12 @@ def _draft(job: PlanSpec, hardware: HardwareConfig, timed: Timing) -> Iterator[s
         most = "no K gains" if best <= 1 else f"the best, K={number}, {best:.2f}x"
         yield (
             f"the draft cannot gain: {job.draft.name} {where} costs {timed.cost_ratio:.2f} of a step of "
-            f"{job.target.name} on {len(job.target_ranks)}; K={job.num_draft_tokens} gives {asked:.2f}x, {most}{better}"
+            f"{job.target.name} on {len(job.target_ranks)}; "
+            f"K={timed.num_draft_tokens} gives {asked:.2f}x, {most}{better}"
         )
     elif better:
         yield f"the draft would gain more elsewhere: {asked:.2f}x here{better}"
-    elif best / asked >= WORTHWHILE_GAIN:
+    elif best / asked >= WORTHWHILE_GAIN and not job.adapts:
         yield f"K={job.num_draft_tokens} gives {asked:.2f}x; speculation.num_draft_tokens={number} gives {best:.2f}x"
 
 

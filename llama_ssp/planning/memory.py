@@ -13,6 +13,7 @@ from llama_ssp.architectures.family import family_of
 from llama_ssp.architectures.sizes import BUCKET_STEP, PREFILL_CHUNK
 from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.config.rules.rule import rule_of
+from llama_ssp.config.schema import ADAPTIVE_LENGTHS
 from llama_ssp.planning.parts import Part, draft_parts, target_parts
 from llama_ssp.planning.spec import PlannedModel, PlanSpec
 from llama_ssp.planning.weights import DTYPE_BYTES
@@ -166,9 +167,10 @@ def _activation_bytes(job: PlanSpec, hardware: HardwareConfig, model: PlannedMod
 def _graph_bytes(job: PlanSpec, hardware: HardwareConfig, draft: Part | None) -> int:
     """Captured graphs: per bucket of the cache, the target's plain and round forwards and all K draft steps."""
     num_buckets = -(-job.num_slots // BUCKET_STEP[hardware.device])
-    layers = (2 if job.drafts else 1) * job.target.shape.num_hidden_layers
+    lengths = ADAPTIVE_LENGTHS if job.adapts else (job.num_draft_tokens,)
+    layers = (1 + len(lengths) * job.drafts) * job.target.shape.num_hidden_layers
     if job.draft and draft:
-        layers += job.num_draft_tokens * job.draft.shape.num_hidden_layers
+        layers += sum(lengths) * job.draft.shape.num_hidden_layers
     return num_buckets * layers * KERNELS_PER_LAYER * GRAPH_NODE_BYTES
 
 

@@ -58,6 +58,7 @@ class PlanSpec:
     """Input of the forecasts of memory and time.
 
     Attributes:
+        adapts: K is chosen for each round, up to `num_draft_tokens`, and may be 0.
         counts_tokens: penalties count the tokens of the vocabulary.
         free_draft: the kind of a draft without a model, whose cost is not counted; None without one.
         target_ranks, draft_ranks: ranks of each replica, increasing.
@@ -84,6 +85,7 @@ class PlanSpec:
     cuda_graphs: bool
     device: str
     num_replicas: int = 1
+    adapts: bool = False
     rule: str = DEFAULT
     free_draft: str | None = None
     counts_tokens: bool = False
@@ -151,7 +153,8 @@ def make_job(config: PlanConfig, hardware: HardwareConfig) -> PlanSpec:
         draft_kind=layout.draft_kind,
         draft_ranks=layout.draft_ranks,
         num_replicas=placement.num_replicas,
-        num_draft_tokens=config.speculation.num_draft_tokens,
+        num_draft_tokens=config.speculation.most_draft_tokens,
+        adapts=config.speculation.adapts,
         acceptance=config.speculation.acceptance,
         batch_size=config.batch_size,
         prompt_tokens=config.prompt_tokens,

@@ -15,7 +15,7 @@ from functools import partial
 from llama_ssp.architectures.sizes import PREFILL_CHUNK
 from llama_ssp.config.hardware import HardwareConfig, SizePoint
 from llama_ssp.config.rules.rule import rule_of
-from llama_ssp.config.schema import DraftLayout
+from llama_ssp.config.schema import ADAPTIVE_LENGTHS, DraftLayout
 from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.planning.acceptance import Acceptance, of_pair, tokens_per_round
 from llama_ssp.planning.layerwise import READ_BYTES_PER_S, waiting_bytes
@@ -41,6 +41,7 @@ class Timing:
         target_forward, verify_forward: the target's forward of one token per row, and of K + 1.
         draft_forward_s: a draft forward of one token, including its draw.
         prefill_s: the prompt through the target and the draft.
+        num_draft_tokens: K of the round that is priced: of an adaptive run the fastest at the assumed acceptance.
         plain_s, speculative_s: per token, while decoding.
         plain_run_s, speculative_run_s: per token of a completion, including the prompt and an unfinished last round.
         verify_s, other_s: the target's forward, rule and messages of a round; its host work.
@@ -59,6 +60,7 @@ class Timing:
     plain_run_s: float
     limit_share: float
     acceptance: Acceptance | None = None
+    num_draft_tokens: int | None = None
     tokens_per_round: float | None = None
     round_s: float | None = None
     verify_s: float | None = None
@@ -195,24 +197,30 @@ def _speculative(costs: CostModel, plain: Timing) -> Timing:
     chosen = job.num_draft_tokens
     numbers = range(1, max(MOST_DRAFT_TOKENS, chosen) + 1)
     by_number = tuple(round_s(number) / tokens_per_round(acceptance.probability, number) for number in numbers)
+    if job.adapts:
+        chosen = min(ADAPTIVE_LENGTHS, key=lambda number: by_number[number - 1])
     expected = tokens_per_round(acceptance.probability, chosen)
     speculative_s, prefill_s = by_number[chosen - 1], plain.prefill_s
     if costs.draft:
         prefill_s += costs.prefill_s(costs.draft)
     # Prefill yields the first token; on average the length limit ends the last round halfway.
     num_rounds = max(job.max_new_tokens - 1 + (expected - 1) / 2, 0) / expected
+    rounds_s = num_rounds * round_s(chosen)
+    if job.adapts and speculative_s > plain.plain_s:  # it goes on without drafts
+        speculative_s, rounds_s = plain.plain_s, (job.max_new_tokens - 1) * plain.plain_s
     return replace(
         plain,
         verify_forward=costs.forward(costs.target, chosen + 1),
         draft_forward_s=step_s,
         prefill_s=prefill_s,
         acceptance=acceptance,
+        num_draft_tokens=chosen,
         tokens_per_round=expected,
         round_s=round_s(chosen),
         verify_s=costs.verify_s(chosen),
         other_s=costs.host_s,
         speculative_s=speculative_s,
-        speculative_run_s=(prefill_s + num_rounds * round_s(chosen)) / job.max_new_tokens,
+        speculative_run_s=(prefill_s + rounds_s) / job.max_new_tokens,
         speedup=plain.plain_s / speculative_s,
         cost_ratio=step_s / plain.plain_s,
         by_num_draft_tokens=by_number,

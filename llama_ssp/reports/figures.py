@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from statistics import fmean
 
+from llama_ssp.config.schema import ADAPTIVE
 from llama_ssp.reports.charts import COLOURS, GREY, INK, Chart
 from llama_ssp.reports.lines import PLAIN, SPECULATIVE, CompletionLine
 from llama_ssp.reports.runs import Run
@@ -12,6 +13,8 @@ GIB, MIB = 2**30, 2**20
 GAP = 0.2
 """Share of a group's width that stays empty around its bars."""
 WIDEST_BAR = 0.3
+MOST_WINDOWS = 40
+"""Points of a line along the text."""
 FORECAST_BAND = 0.2
 """The planner's goal: forecasts within 20 % of measurements."""
 
@@ -148,11 +151,12 @@ def round_timeline(run: Run) -> Chart | None:
     measured = run.summary.speculative
     if measured is None or not measured.num_rounds or not measured.draft_s + measured.verify_s:
         return None
+    num_steps = 1 if run.drafting == ADAPTIVE else run.num_draft_tokens
     step, verify, other = (
         1e3 * seconds / measured.num_rounds
-        for seconds in (measured.draft_s / run.num_draft_tokens, measured.verify_s, measured.other_s)
+        for seconds in (measured.draft_s / num_steps, measured.verify_s, measured.other_s)
     )
-    pieces = [(f"draft step {number}", step, COLOURS[1]) for number in range(1, run.num_draft_tokens + 1)]
+    pieces = [(f"draft step {number}", step, COLOURS[1]) for number in range(1, num_steps + 1)]
     pieces += [("verification and rule", verify, COLOURS[0]), ("other", max(other, 0.0), GREY)]
     total = sum(length for _, length, _ in pieces)
     chart = Chart(
@@ -164,6 +168,33 @@ def round_timeline(run: Run) -> Chart | None:
         kind, says = "draft steps" if colour == COLOURS[1] else name, f"{name}: {length:.3f} ms"
         chart.bar(passed + 0.003 * total * (place > 0), passed + length, 0.75, colour, says=says, name=kind)
         passed += length
+    return chart
+
+
+def draft_lengths(run: Run) -> Chart | None:
+    """Drafted and accepted tokens per round along the text, for a run that chooses K for each round."""
+    lines = [line for line in run.lines if line.draft_lengths]
+    if not lines:
+        return None
+    longest = max(line.num_new_tokens for line in lines)
+    width = max(longest / MOST_WINDOWS, 1.0)
+    windows: dict[int, list[tuple[int, int]]] = {}
+    for line in lines:
+        position = 1
+        for drafted, accepted in zip(line.draft_lengths or (), line.accepted_lengths, strict=True):
+            windows.setdefault(int(position / width), []).append((drafted, accepted))
+            position += accepted + 1
+    chart = Chart(
+        title="Drafted tokens per round, chosen along the text",
+        x_label="new tokens before the round", y_label="tokens, mean of all texts",
+        highest_x=longest, highest_y=max(max(line.draft_lengths or ()) for line in lines),
+    )  # fmt: skip
+    middles = {(window + 0.5) * width: rounds for window, rounds in sorted(windows.items())}
+    for place, name in enumerate(("drafted", "accepted")):
+        points = [(middle, fmean(each[place] for each in rounds)) for middle, rounds in middles.items()]
+        chart.line(points, _colour(place), name=name)
+        for middle, mean in points:
+            chart.dot(middle, mean, _colour(place), says=f"about token {middle:.0f}: {mean:.1f} {name}")
     return chart
 
 

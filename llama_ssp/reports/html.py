@@ -46,7 +46,7 @@ def report(runs: Sequence[Run], *, missing: Sequence[str] = ()) -> str:
 def _title(runs: Sequence[Run]) -> str:
     if len(runs) == 1:
         run = runs[0]
-        drafting = f", K = {run.num_draft_tokens}" if run.num_draft_tokens else ""
+        drafting = f", K = {run.drafting}" if run.drafting else ""
         return f"{run.pair}{drafting}"
     pairs = list(dict.fromkeys(run.pair for run in runs))
     return f"{len(runs)} runs of {pairs[0]}" if len(pairs) == 1 else f"{len(runs)} runs of {len(pairs)} pairs"
@@ -64,7 +64,7 @@ def _section(run: Run) -> dict[str, Any]:
         "made_by": versions + (f", commit {summary.git_commit[:12]}" if summary.git_commit else ""),
         "tiles": _tiles(run),
         "cells": [[cell.name, *map(_number, [*cell.columns, cell.tokens_per_round])] for cell in summary.cells],
-        "figures": _drawn([figures.round_timeline(run), *_figures([run])]),
+        "figures": _drawn([figures.round_timeline(run), figures.draft_lengths(run), *_figures([run])]),
     }
 
 
@@ -92,7 +92,7 @@ def _tiles(run: Run) -> list[tuple[str, str]]:
 def _cells(run: Run) -> list[str]:
     summary, fast = run.summary, run.summary.speculative
     return [
-        run.name, run.pair, str(run.num_draft_tokens or ""),
+        run.name, run.pair, run.drafting,
         str(summary.world_size), str(summary.num_prompts), str(summary.num_new_tokens),
         _number(summary.plain.ms_per_token if summary.plain else None), _number(fast.ms_per_token if fast else None),
         _number(summary.speedup, "x"), _number(summary.forecast.speedup, "x"),

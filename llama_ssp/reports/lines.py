@@ -36,6 +36,7 @@ class CompletionLine:
         num_target_forwards: forwards of the target with this row, including its prefill.
         accepted_lengths: for each round, the accepted drafted tokens.
         examined_lengths: for each round, `num_examined`.
+        draft_lengths: for each round, the drafted tokens, of a run that chooses K for each round.
         ms: from the start of the row's prefill to its last token.
         share_s: wall time divided equally among the rows of the batch and among replicas; `ms / 1000` for a batch of
             one without replicas.
@@ -59,6 +60,7 @@ class CompletionLine:
     draft_s: float = 0.0
     verify_s: float = 0.0
     other_s: float = 0.0
+    draft_lengths: list[int] | None = None
 
     @property
     def key(self) -> LineKey:
@@ -72,7 +74,7 @@ class CompletionLine:
     @classmethod
     def from_json(cls, line: bytes) -> "CompletionLine":
         """Read a line back; raises ValueError unless it is JSON with exactly the fields above and possible numbers."""
-        restored = restore(cls, read_json(line), exact=True)
+        restored = restore(cls, _with_draft_lengths(read_json(line)), exact=True)
         if restored.mode not in {PLAIN, SPECULATIVE}:
             raise ValueError(f"mode holds {restored.mode!r}")
         if not len(restored.accepted_lengths) == len(restored.examined_lengths) == restored.num_rounds:
@@ -80,7 +82,15 @@ class CompletionLine:
         rounds = zip(restored.accepted_lengths, restored.examined_lengths, strict=True)
         if any(max(accepted, examined) > MOST_DRAFTED or 0 < examined < accepted for accepted, examined in rounds):
             raise ValueError("it has an impossible round")
+        lengths = restored.draft_lengths
+        if lengths is not None and (len(lengths) != restored.num_rounds or max(lengths, default=0) > MOST_DRAFTED):
+            raise ValueError("its rounds do not add up")
         return restored
+
+
+def _with_draft_lengths(content: object) -> object:
+    """Add the field that lines of version 0.1.0 lack."""
+    return {"draft_lengths": None} | content if isinstance(content, dict) else content
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -56,7 +56,7 @@ def headline(plan: Mapping[str, Any]) -> str:
     target, draft, job, machine = plan["target"], plan["draft"], plan["job"], plan["hardware"]
     num_ranks = len({rank["rank"] for rank in plan["memory"]})
     drafter = f"{_named(draft)} {_placed(draft)}" if draft else job["free_draft"]
-    drafting = f", draft {drafter}, K={job['num_draft_tokens']}" if drafter else ""
+    drafting = f", draft {drafter}, K={'auto' if job['adapts'] else job['num_draft_tokens']}" if drafter else ""
     sizes = f"batch {job['batch_size']}, {job['prompt_tokens']} + {job['max_new_tokens']} tokens"
     return f"{_named(target)} on {num_ranks} x {machine['gpu']} ({machine['name']}){drafting}; {sizes}"
 
@@ -144,7 +144,7 @@ def _time_table(plan: Mapping[str, Any]) -> "Table":
             f"{speculative:.2f}",
             f"{1e3 * rows / speculative:.1f}",
             f"[{colour}]{speedup:.2f}x[/{colour}]",
-            f"round {time['round_ms']:.1f} = {plan['job']['num_draft_tokens']} x {time['draft_step_ms']:.2f} draft, "
+            f"round {time['round_ms']:.1f} = {time['num_draft_tokens']} x {time['draft_step_ms']:.2f} draft, "
             f"verify {time['verify_ms']:.1f}, other {time['other_ms']:.2f}",
         )
     return table

@@ -6,6 +6,7 @@ Only rank 0 opens a run folder. `distributed.ranklog` writes the log files; `lin
     run_dir/config.yaml   the config of the run
     run_dir/run.jsonl     a line per completion, appended as soon as it ends
     run_dir/status        running, done, interrupted, or the failing exit code and its sentence
+    run_dir/round_costs.json   what rounds of each K cost, of a run that chooses K
     run_dir/benchmark.jsonl   a line per cell of task=benchmark
     run_dir/summary.json  the summary, at the end
     run_dir/report.html   the same with figures
@@ -29,6 +30,7 @@ from llama_ssp.reports.settings import changed_settings
 from llama_ssp.visible import visible
 
 _Line = TypeVar("_Line")
+COSTS_FILE = "round_costs.json"
 CHANGEABLE = (
     "run_dir", "timeouts", "task.picture", "hardware", "dry_run", "speculation.acceptance",
     "model.verify", "model.manifest", "draft.model.verify", "draft.model.manifest",
@@ -77,6 +79,18 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         with _explained(file), file.open("ab", buffering=0) as stream:
             _write_through(stream, row.to_json())
         self.rows.append(row)
+
+    def read_costs(self) -> str | None:
+        """The content of `round_costs.json`, None if there is none; raises SspError if it cannot be read."""
+        file = self.path / COSTS_FILE
+        if not file.exists():
+            return None
+        with _explained(file):
+            return _read(file).decode("utf-8", errors="replace")
+
+    def write_costs(self, costs: str) -> None:
+        """Write `round_costs.json`; raises SspError if the disk fails."""
+        _write_whole(self.path / COSTS_FILE, costs)
 
     def put_in_order(self) -> None:
         """Sort `run.jsonl` by prompt and sample after a run with replicas; on SspError the file is unchanged."""

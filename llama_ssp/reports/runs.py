@@ -11,13 +11,14 @@ from dataclasses import asdict, dataclass, fields
 from itertools import chain
 from pathlib import Path
 
+from llama_ssp.config.schema import ADAPTIVE
 from llama_ssp.errors import ConfigError
 from llama_ssp.reports.lines import CompletionLine, Summary
 from llama_ssp.reports.reading import MOST_BYTES
 from llama_ssp.visible import visible
 
 _MOST_STATUS_BYTES = 4096
-_TEXTS = ("prompt", "text", "token_ids", "accepted_lengths", "examined_lengths")
+_TEXTS = ("prompt", "text", "token_ids", "accepted_lengths", "examined_lengths", "draft_lengths")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +35,14 @@ class Run:
 
     @property
     def num_draft_tokens(self) -> int:
-        """K; 0 without a draft."""
+        """K, or the largest one of a run that chooses it; 0 without a draft."""
         return len(self.summary.speculative.accepted_histogram) - 1 if self.summary.speculative else 0
+
+    @property
+    def drafting(self) -> str:
+        """K as a text: a number, `auto` if each round has its own, or nothing without a draft."""
+        adapts = any(line.draft_lengths is not None for line in self.lines)
+        return ADAPTIVE if adapts else str(self.num_draft_tokens or "")
 
     @property
     def pair(self) -> str:

@@ -118,8 +118,11 @@ class UniformTable:
         # Signed 53-bit fractions of 2^64 plus one half: exact in fp64, and always below 1.
         return torch.add(self._half, bits, alpha=2.0**-64)
 
-    def split(self, uniforms_BN: Tensor) -> Draws:
-        """Split the uniforms of one round by purpose, as views."""
+    def split(self, uniforms_BN: Tensor, num_draft_tokens: int | None = None) -> Draws:
+        """Split the uniforms of one round by purpose, as views; of a round that drafts fewer tokens, the first ones."""
         num = self._num_draft_tokens
-        draft_BX, *others = uniforms_BN.split_with_sizes([PER_DRAW * num, num, PER_DRAW, PER_DRAW], dim=1)
-        return Draws(draft_BX.unflatten(1, (num, PER_DRAW)), *others)
+        draft_BX, accept_BK, *others = uniforms_BN.split_with_sizes([PER_DRAW * num, num, PER_DRAW, PER_DRAW], dim=1)
+        draft_BKP = draft_BX.unflatten(1, (num, PER_DRAW))
+        if num_draft_tokens not in {None, num}:
+            draft_BKP, accept_BK = draft_BKP[:, :num_draft_tokens], accept_BK[:, :num_draft_tokens]
+        return Draws(draft_BKP, accept_BK, *others)

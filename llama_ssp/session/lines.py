@@ -7,9 +7,18 @@ from llama_ssp.reports.lines import CompletionLine
 
 
 def to_line(
-    prompt: str, completion: RowCompletion, mode: str, tokenizer: PreTrainedTokenizerBase, *, num_copies: int
+    prompt: str,
+    completion: RowCompletion,
+    mode: str,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    num_copies: int,
+    adapts: bool = False,
 ) -> CompletionLine:
-    """Convert a finished completion to a line of `run.jsonl`; `num_copies` replicas share the wall time."""
+    """Convert a finished completion to a line of `run.jsonl`.
+
+    `num_copies` replicas share the wall time; if the run `adapts`, each round has a K of its own.
+    """
     parts_s = completion.part_s
     return CompletionLine(
         index=completion.request.index, sample=completion.request.sample, mode=mode, prompt=prompt,
@@ -20,4 +29,5 @@ def to_line(
         accepted_lengths=completion.accepted_lengths, examined_lengths=completion.examined_lengths,
         ms=completion.busy_s * 1e3, share_s=completion.share_s / num_copies,
         draft_s=parts_s["draft"], verify_s=parts_s["verify"], other_s=parts_s["other"],
+        draft_lengths=completion.draft_lengths if adapts else None,
     )  # fmt: skip

@@ -18,7 +18,7 @@ from llama_ssp.distributed.mesh import Mesh, build_mesh
 from llama_ssp.distributed.ranklog import describe_part
 from llama_ssp.distributed.world import World, on_all_cores
 from llama_ssp.drafting.batch_split import BatchSplit
-from llama_ssp.drafting.maker import make_drafter
+from llama_ssp.drafting.maker import make_drafters
 from llama_ssp.engine.completion import StopRequest
 from llama_ssp.engine.executors.choice import make_executor
 from llama_ssp.engine.loop import Decoder
@@ -120,14 +120,14 @@ def build_decoder(
     mesh, device = models.mesh, models.target.device
     rule = make_rule(config.sampling, config.verification)
     split = BatchSplit(mesh.replica, mesh.layout.draft_ranks) if speculative and mesh.layout.splits_batch else None
-    drafter = None
+    drafters = []
     if speculative:
-        drafter = make_drafter(
+        drafters = make_drafters(
             config, rule=rule, mesh=mesh, runner=models.draft, vocab_size=models.target.vocab_size, device=device,
             split=split,
         )  # fmt: skip
     verifier = Verifier(rule, comm=mesh.replica, verify_rank=mesh.layout.verify_rank, device=device, split=split)
-    round_ = Round(models.target, drafter, verifier=verifier)
+    round_ = Round(models.target, *drafters, verifier=verifier)
     captures = config.cuda_graphs and may_capture(config.placement.target)
     return Decoder(
         round_,

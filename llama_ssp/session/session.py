@@ -26,6 +26,7 @@ from llama_ssp.errors import InterruptedRun
 from llama_ssp.planning.plan import Plan
 from llama_ssp.reports.lines import PLAIN, SPECULATIVE, CompletionLine, LineKey
 from llama_ssp.reports.records import RunFolder
+from llama_ssp.session.draft_length import settle_length
 from llama_ssp.session.lines import to_line
 from llama_ssp.session.loading import Models, build_decoder
 from llama_ssp.session.prompts import check_ids, encode
@@ -129,11 +130,20 @@ class Session:
     def warm_up(self, jobs: Sequence[PromptTask], modes: Sequence[str], *, num_jobs: int) -> None:
         """Make caches for all jobs and modes, and complete `num_jobs` jobs by a few tokens, not shown or recorded."""
         for mode in modes:
-            self.decoder(mode).make_room([job.request for job in jobs])
+            self._ready_decoder(mode, jobs)
         for mode, job in product(modes, jobs[:num_jobs]):
             short = replace(job.request, max_new_tokens=min(_WARMUP_TOKENS, job.request.max_new_tokens))
             for _ in self.decoder(mode).run([short], to_length=True):
                 pass
+
+    def _ready_decoder(self, mode: str, jobs: Sequence[PromptTask]) -> Decoder:
+        """The decoder of a mode, with caches for all jobs; a run that chooses K for each round measures their costs."""
+        decoder = self.decoder(mode)
+        decoder.make_room([job.request for job in jobs])
+        if mode == SPECULATIVE:
+            longest = max(len(job.request.prompt_ids) + job.request.max_new_tokens // 2 for job in jobs)
+            settle_length(decoder, self.config, comm=self.world.comm, num_slots=longest, folder=self.folder)
+        return decoder
 
     @contextmanager
     def showing_progress(
@@ -174,7 +184,7 @@ class Session:
         mesh, num_replicas = self.models.mesh, self.config.placement.num_replicas
         ledger = _Ledger(self, viewer)
         texts: dict[tuple[int, int], IncrementalText] = {}
-        decoder = self.decoder(mode)
+        decoder = self._ready_decoder(mode, [*open_jobs.values()])
         share = [job.request for job in open_jobs.values()][mesh.number :: num_replicas]
         for updates in decoder.run(share) if share else ():
             for update in updates:
@@ -216,7 +226,10 @@ class _Ledger:
         session.memory.sample()
         if session.folder or exchange:
             num_replicas = session.config.placement.num_replicas
-            line = to_line(job.prompt, completion, mode, session.models.tokenizer, num_copies=num_replicas)
+            line = to_line(
+                job.prompt, completion, mode, session.models.tokenizer, num_copies=num_replicas,
+                adapts=session.config.speculation.adapts and mode == SPECULATIVE,
+            )  # fmt: skip
             if session.folder:
                 self._keep(line, num_uncounted=0)
             elif exchange:

@@ -30,7 +30,7 @@ def finalize(session: Session) -> None:
     facts = RunFacts(
         task=task.name, model=config.model.name, draft=draft_name(config.draft), weights=config.weights.name,
         placement=_placement(session), world_size=comm.size, seed=config.seed,
-        num_draft_tokens=config.speculation.num_draft_tokens if session.models.drafts else 0,
+        num_draft_tokens=config.speculation.most_draft_tokens if session.models.drafts else 0,
         memory=[
             RankMemory(rank=rank, planned_bytes=planned[rank], measured_peak_bytes=peak)
             for rank, peak in enumerate(peaks)

@@ -35,7 +35,7 @@ from llama_ssp.distributed.agree import raise_on_all_ranks
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.operators import is_recording
 from llama_ssp.distributed.world import World, start
-from llama_ssp.engine.round import Block
+from llama_ssp.engine.round import Block, Choice
 from llama_ssp.engine.state import BatchState, Request
 from llama_ssp.errors import CheckpointError, SspError
 from llama_ssp.session.checkpoints import find_sources
@@ -153,9 +153,9 @@ def complete(world: World, config: RunConfig, prompts: list[str], *, num_tokens:
     executor, drafted_bytes, round_bytes = decoder.executor, [0], set[int]()
     draft_piece, verify_piece = executor.draft, executor.verify
 
-    def counted_draft(state: BatchState, *, bucket: int) -> Block:
+    def counted_draft(state: BatchState, *, choice: Choice, bucket: int) -> Block:
         before = counting.arrived[0]
-        block = draft_piece(state, bucket=bucket)
+        block = draft_piece(state, choice=choice, bucket=bucket)
         drafted_bytes[0] = counting.arrived[0] - before
         return block
 

@@ -43,13 +43,13 @@ def make_decoder(  # noqa: PLR0913
     comm = comm or Comm.single()
     rule = make_rule(sampling or SamplingConfig(temperature=temperature), VerificationConfig(rule=rule_name))
     device = torch.device(target.device)
-    drafter: BroadcastDrafter | NgramDrafter | None = None
-    if ngram:
-        drafter = NgramDrafter(num_draft_tokens=num_draft_tokens, longest=3, shortest=1, device=device)
-    elif draft:
+    drafters: list[BroadcastDrafter | NgramDrafter] = []
+    if draft:
         inner = ModelDrafter(draft, rule=rule, num_draft_tokens=num_draft_tokens, vocab_size=target.vocab_size)
-        drafter = BroadcastDrafter(inner, comm=comm, src=0, num_draft_tokens=num_draft_tokens, device=device)
-    round_ = Round(target, drafter, verifier=Verifier(rule, comm=comm, verify_rank=0, device=target.device))
+        drafters += [BroadcastDrafter(inner, comm=comm, src=0, num_draft_tokens=num_draft_tokens, device=device)]
+    if ngram:
+        drafters += [NgramDrafter(num_draft_tokens=num_draft_tokens, longest=3, shortest=1, device=device)]
+    round_ = Round(target, *drafters, verifier=Verifier(rule, comm=comm, verify_rank=0, device=target.device))
     executor: Executor = round_
     if not isinstance(replay, bool):
         executor = CudaGraphExecutor(round_, recorder=replay)
@@ -68,8 +68,8 @@ def make_decoder(  # noqa: PLR0913
 
 def advance(decoder: Decoder, state: BatchState, *, bucket: int) -> torch.Tensor:
     """One round of a decoder on a batch; the round's result."""
-    drafts = decoder.round.drafter is not None
-    result, ahead = step(decoder.executor, state, None, drafts=drafts, bucket=bucket, clock=decoder.clock)
+    [choice] = decoder.length.choices
+    result, ahead = step(decoder.executor, state, None, choice=choice, bucket=bucket, clock=decoder.clock)
     assert ahead is None
     return result
 

@@ -50,21 +50,40 @@ def exact_law(
     Returns:
         fp64 (G, V^(K + 1)), exact to about 1e-14.
     """
-    num_tables, vocab_size = target.num_tables, target.vocab_size
-    lengths = range(num_draft_tokens + 1)
-    laws = [target.logits[0].new_zeros(num_tables, vocab_size**length) for length in (*lengths, num_draft_tokens + 1)]
+    texts = round_law(rule, target, draft, num_draft_tokens, is_point_mass=is_point_mass, prompt=prompt)
+    law = texts[0]
+    for length, text_law in enumerate(texts[1:], start=1):
+        law = text_law + (law[..., None] * draw_law(rule, target.logits[length], prompt)).flatten(1)
+    return law
+
+
+def round_law(
+    rule: Rule,
+    target: TableModel,
+    draft: TableModel,
+    num_draft_tokens: int,
+    *,
+    is_point_mass: bool = False,
+    prompt: tuple[int, ...] = (),
+    keeps_N: Tensor | None = None,
+) -> list[Tensor]:
+    """Measure the law of what one round adds: for n = 0..K accepted tokens, of the n + 1 new ones, (G, V^(n + 1)).
+
+    For the arguments see `exact_law`; `keeps_N` says which of the V^K drafts count, all by default.
+    """
+    vocab_size, laws = target.vocab_size, []
     paths_NK, path_law_GN, verdict_law_GNTV = _round(
         rule, target, draft, num_draft_tokens, is_point_mass=is_point_mass, prompt=prompt
     )
-    for num_accepted in lengths:
+    if keeps_N is not None:
+        path_law_GN = path_law_GN * keeps_N
+    for num_accepted in range(num_draft_tokens + 1):
         text_law_GNV = path_law_GN[..., None] * verdict_law_GNTV[:, :, num_accepted]
         accepted_N = _codes(paths_NK[:, :num_accepted], vocab_size)
         text_codes = (accepted_N[:, None] * vocab_size + torch.arange(vocab_size)).flatten()
-        laws[num_accepted + 1].index_add_(1, text_codes, text_law_GNV.flatten(1))
-    for length in lengths[1:]:
-        plain_law = draw_law(rule, target.logits[length], prompt)
-        laws[length + 1] += (laws[length][..., None] * plain_law).flatten(1)
-    return laws[-1]
+        law = target.logits[0].new_zeros(target.num_tables, vocab_size ** (num_accepted + 1))
+        laws.append(law.index_add_(1, text_codes, text_law_GNV.flatten(1)))
+    return laws
 
 
 def mean_accepted(rule: Rule, *, target: TableModel, draft: TableModel, num_draft_tokens: int) -> Tensor:

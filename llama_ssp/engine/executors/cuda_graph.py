@@ -1,8 +1,8 @@
 """Runs rounds as CUDA graphs: captures the tensor operations of `round` once, then replays them without Python.
 
 A round is at most two graphs, so that events between them can time the parts: one for all steps of the draft with their
-draws, one for the target's forward with the rule, the commit and the collectives. Each bucket of the cache has its own
-pair of graphs. Prefill is not captured.
+draws, one for the target's forward with the rule, the commit and the collectives. Each bucket of the cache and each
+choice of a draft has its own pair of graphs. Prefill is not captured.
 
     rounds at a bucket   1st: run from Python   2nd: captured, then replayed   3rd, 4th, ...: replayed
 
@@ -12,14 +12,14 @@ round reads must stay in place. When a tensor is allocated again, all graphs are
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from llama_ssp.engine.round import Block, Round
+from llama_ssp.engine.round import Block, Choice, Round
 from llama_ssp.engine.state import BatchState
 
 _T = TypeVar("_T")
@@ -82,27 +82,36 @@ class CudaGraphExecutor:
         self._allocations: tuple[int, ...] = ()
         self._forget()
 
-    def draft(self, state: BatchState, *, bucket: int) -> Block:
+    def draft(self, state: BatchState, *, choice: Choice, bucket: int) -> Block:
         """See `Executor.draft`."""
-        piece = partial(self._round.draft, state, bucket=bucket)
-        if self._round.drafter and self._round.drafter.on_host:
-            return piece()
-        return self._run("draft", piece, state, bucket=bucket)
+        piece = partial(self._round.draft, state, choice=choice, bucket=bucket)
+        if self._round.drafters[choice.source].on_host:
+            return self._in_place(piece(), bucket=bucket)
+        return self._run(("draft", choice, bucket), piece, state)
 
     def verify(self, state: BatchState, block: Block | None, *, bucket: int) -> Tensor:
         """See `Executor.verify`."""
-        return self._run("verify", partial(self._round.verify, state, block, bucket=bucket), state, bucket=bucket)
+        key = "verify", block.choice if block else None, bucket
+        return self._run(key, partial(self._round.verify, state, block, bucket=bucket), state)
 
-    def _run(self, part: str, piece: Callable[[], _T], state: BatchState, *, bucket: int) -> _T:
+    def _in_place(self, block: Block, *, bucket: int) -> Block:
+        """Copy a block that no graph wrote to where the graph of its verification reads it."""
+        kept = self._blocks.setdefault((block.choice, bucket), block)
+        for place, values in zip(kept[1:], block[1:], strict=True):
+            if isinstance(place, Tensor) and isinstance(values, Tensor) and place is not values:
+                place.copy_(values)
+        return kept
+
+    def _run(self, key: tuple[str, *tuple[Hashable, ...]], piece: Callable[[], _T], state: BatchState) -> _T:
         """Run a piece of a round: the first time from Python, the second time captured, then replayed.
 
         Its tensors must stay in place. Graphs of another batch or of other allocations of the caches are dropped.
+        `key` is the part, and whatever decides its operators and the tensors that it reads.
         """
         allocations = self._round.num_allocations
         if state is not self._state or allocations != self._allocations:
             self._forget()
             self._state, self._allocations = state, allocations
-        key = part, bucket
         if self.failed or key not in self._met:
             self._met.add(key)
             return piece()
@@ -111,7 +120,7 @@ class CudaGraphExecutor:
                 self._kept[key] = self._recorder.record(piece)
             except RuntimeError as error:
                 reason = str(error).strip().partition("\n")[0]
-                _log.warning("continuing without CUDA graphs: %s could not be captured: %s", part, reason)
+                _log.warning("continuing without CUDA graphs: %s could not be captured: %s", key[0], reason)
                 self.failed = True
                 self._forget()
                 return piece()
@@ -121,5 +130,6 @@ class CudaGraphExecutor:
 
     def _forget(self) -> None:
         self._recorder.forget()
-        self._kept: dict[tuple[str, int], tuple[Any, Callable[[], None]]] = {}
-        self._met: set[tuple[str, int]] = set()
+        self._kept: dict[Hashable, tuple[Any, Callable[[], None]]] = {}
+        self._met: set[Hashable] = set()
+        self._blocks: dict[tuple[Choice, int], Block] = {}

@@ -40,7 +40,7 @@ class Repeat:
     def prefill(self, tokens_RS, lengths_R, *, rows, longest, buckets):
         pass
 
-    def propose(self, rows, *, uniforms_BKP, bucket):
+    def propose(self, rows, *, uniforms_BKP, bucket, num_unread=2):
         from llama_ssp.sampling.rules import Draft
 
         tokens_BS, lengths_B, _ = rows

@@ -222,8 +222,7 @@ def test_a_round_reads_no_value_from_the_device() -> None:
     round_, buckets = decoder.round, Buckets(step=64, num_slots=64)
     for runner in (target, draft):
         runner.allocate(batch_size=2, capacity=64)
-    assert round_.drafter
-    round_.drafter.allocate(batch_size=2, num_slots=64)
+    round_.drafters[0].allocate(batch_size=2, num_slots=64)
     state = BatchState.empty(batch_size=2, num_slots=64, num_rounds=41, table=round_.uniforms)
     prompts = state.rows_of(requests()[:2], table=round_.uniforms, seed=0)
     assert round_.prefill(prompts, range(2), longest=5, buckets=buckets).is_meta

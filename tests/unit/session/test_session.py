@@ -27,7 +27,7 @@ def test_a_line_has_milliseconds_of_its_own_and_seconds_of_its_share_of_all_copi
     num_copies: int, share_s: float
 ) -> None:
     completion = RowCompletion(
-        request=job().request, token_ids=[0, 2], num_target_forwards=2, accepted_lengths=[1], num_draft_tokens=3,
+        request=job().request, token_ids=[0, 2], num_target_forwards=2, accepted_lengths=[1], draft_lengths=[3],
         finish_reason="length", busy_s=8.0, share_s=6.0, part_s={"draft": 1.0, "verify": 2.0, "other": 3.0},
     )  # fmt: skip
     line = to_line(job().prompt, completion, "speculative", LETTERS, num_copies=num_copies)

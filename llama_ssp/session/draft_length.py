@@ -1,0 +1,118 @@
+"""Measures what rounds cost before an adaptive run begins, and gives the decoder these constants.
+
+All ranks use the costs that rank 0 measured. A run folder keeps them, so that a resumed run chooses as the interrupted
+one would have.
+"""
+
+import json
+import time
+from dataclasses import asdict, dataclass
+
+from llama_ssp.architectures.sizes import CATCH_UP_CHUNK
+from llama_ssp.config.drafts.drafter import draft_name
+from llama_ssp.config.schema import ADAPTIVE_LENGTHS, RunConfig, WeightsKind
+from llama_ssp.distributed.agree import raise_on_all_ranks
+from llama_ssp.distributed.comms import Comm
+from llama_ssp.engine.draft_length import AdaptiveLength, RoundCosts
+from llama_ssp.engine.loop import Decoder
+from llama_ssp.engine.round import Choice
+from llama_ssp.errors import ConfigError
+from llama_ssp.planning.acceptance import of_pair
+from llama_ssp.reports.reading import read_json, restore
+from llama_ssp.reports.records import COSTS_FILE, RunFolder
+
+_NUM_WARM, _NUM_TIMED, _ENOUGH_S = 2, 5, 3.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _RoundCost:
+    num_tokens: int
+    source: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Costs:
+    """The content of `round_costs.json`; see `RoundCosts`."""
+
+    rounds: list[_RoundCost]
+    catch_up_seconds: list[float]
+
+
+def settle_length(
+    decoder: Decoder, config: RunConfig, *, comm: Comm, num_slots: int, folder: RunFolder | None = None
+) -> None:
+    """Let a decoder choose K for each round, if the run adapts; all ranks must call this together, after `make_room`.
+
+    `comm` has all ranks. A round in the middle of the run reads `num_slots` cache slots. On rank 0, `folder` is the run
+    folder that has the costs or will have them. Raises ConfigError on every rank if the folder's costs are damaged, and
+    SspError if they cannot be written.
+    """
+    if not config.speculation.adapts or isinstance(decoder.length, AdaptiveLength):
+        return
+    choices, kept = _choices(decoder), None
+    with raise_on_all_ranks(comm):
+        kept = folder.read_costs() if folder else None
+        if kept is not None:
+            _from_json(kept, choices)
+    kept = comm.broadcast_text(kept or "", src=0)
+    if not kept:
+        kept = comm.broadcast_text(_to_json(_measured(decoder, choices, comm=comm, num_slots=num_slots)), src=0)
+        with raise_on_all_ranks(comm):
+            if folder:
+                folder.write_costs(kept)
+    decoder.length = AdaptiveLength(_from_json(kept, choices), acceptance=_expected_acceptance(config))
+
+
+def _choices(decoder: Decoder) -> list[Choice]:
+    sources = range(len(decoder.round.drafters))
+    return [Choice(0), *(Choice(number, source) for source in sources for number in ADAPTIVE_LENGTHS)]
+
+
+def _expected_acceptance(config: RunConfig) -> list[float]:
+    """Of each drafter, before anything is drafted."""
+    expected = of_pair(config.model.name, str(draft_name(config.draft))).probability
+    if config.weights is WeightsKind.synthetic:
+        expected = config.synthetic.agreement
+    if config.speculation.acceptance is not None:
+        expected = config.speculation.acceptance
+    fallback = config.draft.fallback
+    return [expected, *([of_pair(config.model.name, fallback).probability] if fallback else [])]
+
+
+def _measured(decoder: Decoder, choices: list[Choice], *, comm: Comm, num_slots: int) -> RoundCosts:
+    """Time rounds of every choice in turns; the fastest of each counts."""
+    behind = [Choice(1, source, num_unread=2 + CATCH_UP_CHUNK) for source in range(len(decoder.round.drafters))]
+    seconds: list[list[float]] = []
+    started = time.perf_counter()
+    for repetition in range(_NUM_WARM + _NUM_TIMED):
+        took = decoder.time_rounds([*choices, *behind], num_slots=num_slots)
+        if repetition >= _NUM_WARM:
+            seconds.append(took)
+            is_enough = time.perf_counter() - started > _ENOUGH_S
+            if comm.broadcast_text("enough" if is_enough else "", src=0):
+                break
+    fastest = dict(zip([*choices, *behind], map(min, zip(*seconds, strict=True)), strict=True))
+    catch_up = [max(fastest[choice] - fastest[Choice(1, choice.source)], 0.0) for choice in behind]
+    return RoundCosts(rounds={choice: fastest[choice] for choice in choices}, catch_up=tuple(catch_up))
+
+
+def _to_json(costs: RoundCosts) -> str:
+    rounds = [
+        _RoundCost(num_tokens=choice.num_tokens, source=choice.source, seconds=seconds)
+        for choice, seconds in costs.rounds.items()
+    ]
+    return json.dumps(asdict(_Costs(rounds=rounds, catch_up_seconds=[*costs.catch_up])), indent=1) + "\n"
+
+
+def _from_json(text: str, choices: list[Choice]) -> RoundCosts:
+    remedy = "delete it to measure again"
+    try:
+        costs = restore(_Costs, read_json(text))
+    except ValueError as error:
+        raise ConfigError(f"{COSTS_FILE} of run_dir is damaged ({error}): {remedy}") from None
+    rounds = {Choice(cost.num_tokens, cost.source): cost.seconds for cost in costs.rounds}
+    num_sources = choices[-1].source + 1
+    if [*rounds] != choices or min(rounds.values()) <= 0 or len(costs.catch_up_seconds) != num_sources:
+        raise ConfigError(f"{COSTS_FILE} of run_dir lacks the cost of a round of this run: {remedy}")
+    return RoundCosts(rounds=rounds, catch_up=tuple(costs.catch_up_seconds))
