@@ -58,8 +58,10 @@ def _ranges(config: PlanConfig) -> Iterator[str]:
     if isinstance(speculation.num_draft_tokens, str) and not speculation.adapts:
         yield f"speculation.num_draft_tokens={speculation.num_draft_tokens} must be a number, for example 4, or auto"
         return
-    for key in ("speculation.most_draft_tokens", "batch_size", "prompt_tokens", "max_new_tokens"):
-        if (value := attrgetter(key)(config)) < 1:
+    counts = {key: attrgetter(key)(config) for key in ("batch_size", "prompt_tokens", "max_new_tokens")}
+    counts["speculation.num_draft_tokens"] = speculation.most_draft_tokens
+    for key, value in counts.items():
+        if value < 1:
             yield f"{key}={value} must be at least 1"
     acceptance = config.speculation.acceptance
     if acceptance is not None and not (0 <= acceptance <= 1 and math.isfinite(acceptance)):

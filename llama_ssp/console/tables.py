@@ -74,7 +74,7 @@ def closing_line(summary: Summary) -> Text:
 def _title(summary: Summary) -> Text:
     models = summary.model
     if summary.speculative:
-        models += f" with {summary.draft}, K = {len(summary.speculative.accepted_histogram) - 1}"
+        models += f" with {summary.draft}, K = {summary.speculative.drafting}"
     if summary.weights != "checkpoint":
         models += f", {summary.weights} weights"
     return Text(

@@ -5,7 +5,7 @@ from typing import Literal
 
 from llama_ssp.engine.state import Request
 from llama_ssp.engine.stops import StopWatch
-from llama_ssp.reports.lines import num_examined
+from llama_ssp.reports.summary import num_examined
 
 FinishReason = Literal["length", "eos", "stop"]
 PARTS = ("draft", "verify", "other")
@@ -48,7 +48,7 @@ class RowCompletion:
 
     @property
     def examined_lengths(self) -> list[int]:
-        """`reports.lines.num_examined` of each speculative round."""
+        """`reports.summary.num_examined` of each speculative round."""
         room, examined = self.request.max_new_tokens - 1, []
         rounds = zip(self.accepted_lengths, self.draft_lengths, strict=True)
         for number, (num_accepted, num_drafted) in enumerate(rounds, start=1):

@@ -18,7 +18,7 @@ from operator import mul
 from typing import Protocol
 
 from llama_ssp.architectures.sizes import CATCH_UP_CHUNK
-from llama_ssp.engine.round import Choice
+from llama_ssp.engine.round import DraftChoice
 
 PROBE_SHARE = 0.015
 """Share of the time that probes may lose."""
@@ -40,13 +40,13 @@ class DraftLength(Protocol):
     """
 
     @property
-    def choices(self) -> tuple[Choice, ...]:
+    def choices(self) -> tuple[DraftChoice, ...]:
         """See the class."""
 
-    def choose(self, num_skipped: Sequence[int]) -> Choice:
+    def choose(self, num_skipped: Sequence[int]) -> DraftChoice:
         """Choose for the next round; `num_skipped` are the tokens since each drafter last drafted."""
 
-    def observe(self, choice: Choice, num_accepted: Sequence[int]) -> None:
+    def observe(self, choice: DraftChoice, num_accepted: Sequence[int]) -> None:
         """Learn how many drafted tokens of a round each running row accepted."""
 
 
@@ -54,13 +54,13 @@ class FixedLength:
     """Drafts K tokens in every round."""
 
     def __init__(self, num_draft_tokens: int) -> None:
-        self.choices: tuple[Choice, ...] = (Choice(num_draft_tokens),)
+        self.choices: tuple[DraftChoice, ...] = (DraftChoice(num_draft_tokens),)
 
-    def choose(self, num_skipped: Sequence[int]) -> Choice:  # noqa: ARG002
+    def choose(self, num_skipped: Sequence[int]) -> DraftChoice:  # noqa: ARG002
         """See `DraftLength`."""
         return self.choices[0]
 
-    def observe(self, choice: Choice, num_accepted: Sequence[int]) -> None:
+    def observe(self, choice: DraftChoice, num_accepted: Sequence[int]) -> None:
         """See `DraftLength`."""
 
 
@@ -73,7 +73,7 @@ class RoundCosts:
         catch_up: by drafter, of reading `CATCH_UP_CHUNK` tokens that it skipped.
     """
 
-    rounds: dict[Choice, float]
+    rounds: dict[DraftChoice, float]
     catch_up: tuple[float, ...]
 
 
@@ -81,7 +81,7 @@ class AdaptiveLength:
     """Drafts what gains most.
 
     Args:
-        costs: of every choice, among them `Choice(0)`.
+        costs: of every choice, among them `DraftChoice(0)`.
         acceptance: expected before the first round, by drafter.
     """
 
@@ -90,14 +90,14 @@ class AdaptiveLength:
         self._costs = costs
         longest = max(choice.num_tokens for choice in self.choices)
         self._sources = [_Source(prior, longest) for prior in acceptance]
-        self._plain_cost = costs.rounds[Choice(0)]
+        self._plain_cost = costs.rounds[DraftChoice(0)]
         self._budget = 0.0
 
-    def choose(self, num_skipped: Sequence[int]) -> Choice:
+    def choose(self, num_skipped: Sequence[int]) -> DraftChoice:
         """See `DraftLength`."""
         catch_up = [cost * num_chunks(skipped) for cost, skipped in zip(self._costs.catch_up, num_skipped, strict=True)]
 
-        def cost(choice: Choice, *, rounds: int) -> float:
+        def cost(choice: DraftChoice, *, rounds: int) -> float:
             """Of one of several such rounds, the first of which also reads what its drafter skipped."""
             return self._costs.rounds[choice] + (catch_up[choice.source] / rounds if choice.num_tokens else 0.0)
 
@@ -118,12 +118,12 @@ class AdaptiveLength:
         self._budget -= max(losses[probe], 0.0)
         return probe
 
-    def observe(self, choice: Choice, num_accepted: Sequence[int]) -> None:
+    def observe(self, choice: DraftChoice, num_accepted: Sequence[int]) -> None:
         """See `DraftLength`."""
         if choice.num_tokens:
             self._sources[choice.source].observe(choice.num_tokens, num_accepted)
 
-    def _tokens(self, choice: Choice) -> float:
+    def _tokens(self, choice: DraftChoice) -> float:
         return self._sources[choice.source].tokens_of_round[choice.num_tokens]
 
 

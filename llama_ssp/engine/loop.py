@@ -17,7 +17,7 @@ from llama_ssp.architectures.sizes import BUCKET_STEP, CATCH_UP_CHUNK, PREFILL_C
 from llama_ssp.engine.clock import Clock, clock_for
 from llama_ssp.engine.completion import FinishReason, RowCompletion, StopRequest
 from llama_ssp.engine.draft_length import DraftLength, FixedLength, num_chunks
-from llama_ssp.engine.round import Choice, Executor, Round, step
+from llama_ssp.engine.round import DraftChoice, Executor, Round, step
 from llama_ssp.engine.state import BatchState, Request
 from llama_ssp.engine.stops import StopStrings
 from llama_ssp.engine.verifier import NOT_A_NUMBER, STOP_REQUESTED
@@ -38,7 +38,7 @@ class PendingRound(NamedTuple):
 
     result: Tensor
     owners: list[RowCompletion | None]
-    choice: Choice
+    choice: DraftChoice
     is_prefill: bool
     passed: torch.cuda.Event | None
 
@@ -131,7 +131,7 @@ class Decoder:
         self._buckets = Buckets(step=self.bucket_step, num_slots=self._num_slots)
         self.round.allocate(batch_size=self.batch_size, num_slots=self._num_slots)
 
-    def time_rounds(self, choices: Sequence[Choice], *, num_slots: int) -> list[float]:
+    def time_rounds(self, choices: Sequence[DraftChoice], *, num_slots: int) -> list[float]:
         """Run one round of each choice over vacant rows, reading `num_slots` slots, after `make_room`.
 
         Returns the seconds of each. The first two calls warm up executors; later ones measure.
@@ -146,7 +146,7 @@ class Decoder:
         self.clock.take()
         return seconds
 
-    def _choose(self) -> Choice:
+    def _choose(self) -> DraftChoice:
         """Choose what the next round drafts, and count what each drafter will have skipped after it."""
         choice = self.length.choose(self._num_skipped)
         if choice.num_tokens:
@@ -183,7 +183,7 @@ class Decoder:
         for row, owner in zip(rows, owners, strict=True):
             self._rows[row] = owner
             owner.stop_watch = self._stops.watch(owner.request.prompt_ids) if self._stops else None
-        self._launch(result, list(owners), Choice(0), is_prefill=True)
+        self._launch(result, list(owners), DraftChoice(0), is_prefill=True)
 
     def _bucket(self) -> int:
         """Cache slots that the next round reads."""
@@ -191,7 +191,9 @@ class Decoder:
         unread = sum([pending.max_new for pending in self._pending])
         return self._buckets.covering(known + unread + self.round.max_tokens_per_round)
 
-    def _launch(self, result: Tensor, owners: list[RowCompletion | None], choice: Choice, *, is_prefill: bool) -> None:
+    def _launch(
+        self, result: Tensor, owners: list[RowCompletion | None], choice: DraftChoice, *, is_prefill: bool
+    ) -> None:
         passed = None
         if self._is_cuda:
             host = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)

@@ -33,7 +33,7 @@ from llama_ssp.sampling.rules import Draft
 from llama_ssp.sampling.uniforms import UniformTable
 
 
-class Choice(NamedTuple):
+class DraftChoice(NamedTuple):
     """How a round drafts.
 
     Attributes:
@@ -50,7 +50,7 @@ class Choice(NamedTuple):
 class Block(NamedTuple):
     """A drafted block: how it was drafted, the uniforms of its round, the ids, and their probabilities if any."""
 
-    choice: Choice
+    choice: DraftChoice
     uniforms_BN: Tensor
     ids_BK: Tensor
     probs_BWV: Tensor | None = None
@@ -65,7 +65,7 @@ class Executor(Protocol):
 
     keeps_state: bool
 
-    def draft(self, state: BatchState, *, choice: Choice, bucket: int) -> Block:
+    def draft(self, state: BatchState, *, choice: DraftChoice, bucket: int) -> Block:
         """Extend every row by `choice.num_tokens` drafted tokens."""
 
     def verify(self, state: BatchState, block: Block | None, *, bucket: int) -> Tensor:
@@ -73,7 +73,7 @@ class Executor(Protocol):
 
 
 def step(
-    executor: Executor, state: BatchState, block: Block | None, *, choice: Choice, bucket: int, clock: Clock
+    executor: Executor, state: BatchState, block: Block | None, *, choice: DraftChoice, bucket: int, clock: Clock
 ) -> tuple[Tensor, Block | None]:
     """Run one round on a batch whose rows have at least two tokens.
 
@@ -141,7 +141,7 @@ class Round:
         plain_RP = self.uniforms.split(prompts.uniforms()).plain_BP
         return prompts.commit(self.verifier.draw(logits_RV, plain_RP, context))
 
-    def draft(self, state: BatchState, *, choice: Choice, bucket: int) -> Block:
+    def draft(self, state: BatchState, *, choice: DraftChoice, bucket: int) -> Block:
         """See `Executor.draft`."""
         uniforms_BN = state.uniforms()
         draft = self.drafters[choice.source].propose(

@@ -9,6 +9,7 @@ import reprlib
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeAlias
 
+from llama_ssp.config.schema import ADAPTIVE
 from llama_ssp.reports.reading import read_json, restore
 
 SCHEMA_VERSION = 1
@@ -35,7 +36,7 @@ class CompletionLine:
         finish_reason: "length", "eos" or "stop".
         num_target_forwards: forwards of the target with this row, including its prefill.
         accepted_lengths: for each round, the accepted drafted tokens.
-        examined_lengths: for each round, `num_examined`.
+        examined_lengths: for each round, `summary.num_examined`.
         draft_lengths: for each round, the drafted tokens, of a run that chooses K for each round.
         ms: from the start of the row's prefill to its last token.
         share_s: wall time divided equally among the rows of the batch and among replicas; `ms / 1000` for a batch of
@@ -116,6 +117,12 @@ class SpeculativeSummary:
     draft_s: float
     verify_s: float
     other_s: float
+    drafted_histogram: list[int] | None = None
+
+    @property
+    def drafting(self) -> str:
+        """K as a text: `auto` if each round has its own."""
+        return ADAPTIVE if self.drafted_histogram else str(len(self.accepted_histogram) - 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,21 +288,3 @@ class Summary:
         if fast and not 1 <= len(fast.accepted_histogram) - 1 <= MOST_DRAFTED:
             raise ValueError("speculative.accepted_histogram should hold a count for each of 0..K accepted tokens")
         return summary
-
-
-def num_examined(*, num_accepted: int, num_draft_tokens: int, room: int, ended_in_draft: bool) -> int:
-    """Count the drafted tokens of one round that enter the acceptance rate.
-
-    Args:
-        num_accepted: drafted tokens that the round accepted.
-        num_draft_tokens: K.
-        room: tokens that the row could still take when the round began.
-        ended_in_draft: the last accepted drafted token ended the row, so that no later one was examined.
-
-    Returns:
-        The accepted tokens and the first rejected one. 0 if the room was less than K + 1: the length limit shortens
-        long acceptances of such a round but not short ones, so that counting it would bias the rate.
-    """
-    if room <= num_draft_tokens:
-        return 0
-    return num_accepted if ended_in_draft else min(num_accepted + 1, num_draft_tokens)

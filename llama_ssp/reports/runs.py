@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, fields
 from itertools import chain
 from pathlib import Path
 
-from llama_ssp.config.schema import ADAPTIVE
 from llama_ssp.errors import ConfigError
 from llama_ssp.reports.lines import CompletionLine, Summary
 from llama_ssp.reports.reading import MOST_BYTES
@@ -41,8 +40,7 @@ class Run:
     @property
     def drafting(self) -> str:
         """K as a text: a number, `auto` if each round has its own, or nothing without a draft."""
-        adapts = any(line.draft_lengths is not None for line in self.lines)
-        return ADAPTIVE if adapts else str(self.num_draft_tokens or "")
+        return self.summary.speculative.drafting if self.summary.speculative else ""
 
     @property
     def pair(self) -> str:

@@ -51,7 +51,7 @@ def tokens_per_round(lines: Sequence[CompletionLine]) -> float | None:
 
 
 def acceptance_rate(lines: Sequence[CompletionLine]) -> float | None:
-    """Accepted over examined drafted tokens, in rounds that `lines.num_examined` counts."""
+    """Accepted over examined drafted tokens, in rounds that `num_examined` counts."""
     counted = counted_rounds(lines)
     return _ratio(sum(accepted for accepted, _ in counted), sum(examined for _, examined in counted))
 
@@ -59,6 +59,14 @@ def acceptance_rate(lines: Sequence[CompletionLine]) -> float | None:
 def accepted_histogram(lines: Sequence[CompletionLine], num_draft_tokens: int) -> list[int]:
     """For each number of accepted tokens 0..K, how many of the counted rounds had it."""
     counts = Counter(accepted for accepted, _ in counted_rounds(lines))
+    return [counts[length] for length in range(num_draft_tokens + 1)]
+
+
+def drafted_histogram(lines: Sequence[CompletionLine], num_draft_tokens: int) -> list[int] | None:
+    """For each number of drafted tokens 0..K, how many rounds had it, of a run that chooses K for each round."""
+    if all(line.draft_lengths is None for line in lines):
+        return None
+    counts = Counter(drafted for line in lines for drafted in line.draft_lengths or ())
     return [counts[length] for length in range(num_draft_tokens + 1)]
 
 
@@ -87,7 +95,7 @@ def _speculative(lines: Sequence[CompletionLine], num_draft_tokens: int) -> Spec
         num_rounds=sum(line.num_rounds for line in lines),
         acceptance_rate=acceptance_rate(lines), accepted_histogram=accepted_histogram(lines, num_draft_tokens),
         draft_s=sum(line.draft_s for line in lines), verify_s=sum(line.verify_s for line in lines),
-        other_s=sum(line.other_s for line in lines),
+        other_s=sum(line.other_s for line in lines), drafted_histogram=drafted_histogram(lines, num_draft_tokens),
     )  # fmt: skip
 
 
@@ -96,13 +104,31 @@ def _num_new_tokens(lines: Sequence[CompletionLine]) -> int:
 
 
 def counted_rounds(lines: Sequence[CompletionLine]) -> list[tuple[int, int]]:
-    """Accepted and examined drafted tokens of each round that `lines.num_examined` counts."""
+    """Accepted and examined drafted tokens of each round that `num_examined` counts."""
     return [
         (accepted, examined)
         for line in lines
         for accepted, examined in zip(line.accepted_lengths, line.examined_lengths, strict=True)
         if examined
     ]
+
+
+def num_examined(*, num_accepted: int, num_draft_tokens: int, room: int, ended_in_draft: bool) -> int:
+    """Count the drafted tokens of one round that enter the acceptance rate.
+
+    Args:
+        num_accepted: drafted tokens that the round accepted.
+        num_draft_tokens: K.
+        room: tokens that the row could still take when the round began.
+        ended_in_draft: the last accepted drafted token ended the row, so that no later one was examined.
+
+    Returns:
+        The accepted tokens and the first rejected one. 0 if the room was less than K + 1: the length limit shortens
+        long acceptances of such a round but not short ones, so that counting it would bias the rate.
+    """
+    if room <= num_draft_tokens:
+        return 0
+    return num_accepted if ended_in_draft else min(num_accepted + 1, num_draft_tokens)
 
 
 def _ratio(numerator: float, denominator: float) -> float | None:

@@ -1,12 +1,12 @@
 """Measures what rounds cost before an adaptive run begins, and gives the decoder these constants.
 
-All ranks use the costs that rank 0 measured. A run folder keeps them, so that a resumed run chooses as the interrupted
-one would have.
+All ranks use the costs that rank 0 measured. A run folder keeps them for when the run is resumed.
 """
 
 import json
 import time
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 
 from llama_ssp.architectures.sizes import CATCH_UP_CHUNK
 from llama_ssp.config.drafts.drafter import draft_name
@@ -15,7 +15,7 @@ from llama_ssp.distributed.agree import raise_on_all_ranks
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.engine.draft_length import AdaptiveLength, RoundCosts
 from llama_ssp.engine.loop import Decoder
-from llama_ssp.engine.round import Choice
+from llama_ssp.engine.round import DraftChoice
 from llama_ssp.errors import ConfigError
 from llama_ssp.planning.acceptance import of_pair
 from llama_ssp.reports.reading import read_json, restore
@@ -64,9 +64,9 @@ def settle_length(
     decoder.length = AdaptiveLength(_from_json(kept, choices), acceptance=_expected_acceptance(config))
 
 
-def _choices(decoder: Decoder) -> list[Choice]:
+def _choices(decoder: Decoder) -> list[DraftChoice]:
     sources = range(len(decoder.round.drafters))
-    return [Choice(0), *(Choice(number, source) for source in sources for number in ADAPTIVE_LENGTHS)]
+    return [DraftChoice(0), *(DraftChoice(number, source) for source in sources for number in ADAPTIVE_LENGTHS)]
 
 
 def _expected_acceptance(config: RunConfig) -> list[float]:
@@ -80,9 +80,9 @@ def _expected_acceptance(config: RunConfig) -> list[float]:
     return [expected, *([of_pair(config.model.name, fallback).probability] if fallback else [])]
 
 
-def _measured(decoder: Decoder, choices: list[Choice], *, comm: Comm, num_slots: int) -> RoundCosts:
+def _measured(decoder: Decoder, choices: list[DraftChoice], *, comm: Comm, num_slots: int) -> RoundCosts:
     """Time rounds of every choice in turns; the fastest of each counts."""
-    behind = [Choice(1, source, num_unread=2 + CATCH_UP_CHUNK) for source in range(len(decoder.round.drafters))]
+    behind = [DraftChoice(1, source, num_unread=2 + CATCH_UP_CHUNK) for source in range(len(decoder.round.drafters))]
     seconds: list[list[float]] = []
     started = time.perf_counter()
     for repetition in range(_NUM_WARM + _NUM_TIMED):
@@ -93,7 +93,10 @@ def _measured(decoder: Decoder, choices: list[Choice], *, comm: Comm, num_slots:
             if comm.broadcast_text("enough" if is_enough else "", src=0):
                 break
     fastest = dict(zip([*choices, *behind], map(min, zip(*seconds, strict=True)), strict=True))
-    catch_up = [max(fastest[choice] - fastest[Choice(1, choice.source)], 0.0) for choice in behind]
+    for fewer, more in reversed([*pairwise(choices)]):  # a disturbed measurement must not make less work cost more
+        if more.num_tokens > fewer.num_tokens:
+            fastest[fewer] = min(fastest[fewer], fastest[more])
+    catch_up = [max(fastest[choice] - fastest[DraftChoice(1, choice.source)], 0.0) for choice in behind]
     return RoundCosts(rounds={choice: fastest[choice] for choice in choices}, catch_up=tuple(catch_up))
 
 
@@ -105,13 +108,13 @@ def _to_json(costs: RoundCosts) -> str:
     return json.dumps(asdict(_Costs(rounds=rounds, catch_up_seconds=[*costs.catch_up])), indent=1) + "\n"
 
 
-def _from_json(text: str, choices: list[Choice]) -> RoundCosts:
+def _from_json(text: str, choices: list[DraftChoice]) -> RoundCosts:
     remedy = "delete it to measure again"
     try:
         costs = restore(_Costs, read_json(text))
     except ValueError as error:
         raise ConfigError(f"{COSTS_FILE} of run_dir is damaged ({error}): {remedy}") from None
-    rounds = {Choice(cost.num_tokens, cost.source): cost.seconds for cost in costs.rounds}
+    rounds = {DraftChoice(cost.num_tokens, cost.source): cost.seconds for cost in costs.rounds}
     num_sources = choices[-1].source + 1
     if [*rounds] != choices or min(rounds.values()) <= 0 or len(costs.catch_up_seconds) != num_sources:
         raise ConfigError(f"{COSTS_FILE} of run_dir lacks the cost of a round of this run: {remedy}")

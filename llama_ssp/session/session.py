@@ -130,13 +130,13 @@ class Session:
     def warm_up(self, jobs: Sequence[PromptTask], modes: Sequence[str], *, num_jobs: int) -> None:
         """Make caches for all jobs and modes, and complete `num_jobs` jobs by a few tokens, not shown or recorded."""
         for mode in modes:
-            self._ready_decoder(mode, jobs)
+            self.ready_decoder(mode, jobs)
         for mode, job in product(modes, jobs[:num_jobs]):
             short = replace(job.request, max_new_tokens=min(_WARMUP_TOKENS, job.request.max_new_tokens))
             for _ in self.decoder(mode).run([short], to_length=True):
                 pass
 
-    def _ready_decoder(self, mode: str, jobs: Sequence[PromptTask]) -> Decoder:
+    def ready_decoder(self, mode: str, jobs: Sequence[PromptTask]) -> Decoder:
         """The decoder of a mode, with caches for all jobs; a run that chooses K for each round measures their costs."""
         decoder = self.decoder(mode)
         decoder.make_room([job.request for job in jobs])
@@ -184,7 +184,7 @@ class Session:
         mesh, num_replicas = self.models.mesh, self.config.placement.num_replicas
         ledger = _Ledger(self, viewer)
         texts: dict[tuple[int, int], IncrementalText] = {}
-        decoder = self._ready_decoder(mode, [*open_jobs.values()])
+        decoder = self.ready_decoder(mode, [*open_jobs.values()])
         share = [job.request for job in open_jobs.values()][mesh.number :: num_replicas]
         for updates in decoder.run(share) if share else ():
             for update in updates:

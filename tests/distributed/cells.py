@@ -22,6 +22,8 @@ class Cell:
     max_memory_gb: float | None = None
     """Of weights on a device; the rest is on disk."""
     rule: str = "speculative"
+    adapts: bool = False
+    """K is chosen for each round, and prompt look-up is the fallback."""
     heavy: bool = False
     """Its tests run with --heavy alone; those of more than two ranks do so anyway."""
 
@@ -43,7 +45,8 @@ class Cell:
         kind = "" if self.target_kind is TargetKind.tensor else f"{self.target_kind.name} "
         disk = " and disk" if self.max_memory_gb else ""
         rule = "" if self.rule == "speculative" else f" by {self.rule}"
-        return f"{self.pair} {kind}target {target}{disk} draft {self.kind.name} {draft} batch {self.batch_size}{rule}"
+        drafting = f"draft {self.kind.name} {draft}{' adaptive' if self.adapts else ''}"
+        return f"{self.pair} {kind}target {target}{disk} {drafting} batch {self.batch_size}{rule}"
 
 
 CELLS = {
@@ -77,6 +80,9 @@ CELLS = {
         Cell((0,), (1,), OWN_GPU, rule="block"),
         Cell((0, 1), (0, 1), REPLICATED, rule="block", heavy=True),
         Cell((0,), (1,), OWN_GPU, rule="coupled"),
+        Cell((0, 1), (0,), SHARDED, rule="coupled", adapts=True),
+        Cell((0,), (1,), OWN_GPU, rule="coupled", adapts=True, heavy=True),
+        Cell((0, 1), (0, 1), REPLICATED, rule="coupled", adapts=True, heavy=True),
         Cell((0, 1), (0, 1), REPLICATED, rule="coupled", heavy=True),
     ],
     3: [
@@ -119,5 +125,7 @@ DEEPSPEED_CELLS = {
 
 
 def on_one_rank(cell: Cell) -> Cell:
-    """The same pair, rows and rule on one rank of our own."""
-    return replace(cell, target=(0,), draft=(0,), kind=ONE_RANK, target_kind=TargetKind.tensor, heavy=False)
+    """The same pair, rows and rule on one rank of our own, with one K."""
+    return replace(
+        cell, target=(0,), draft=(0,), kind=ONE_RANK, target_kind=TargetKind.tensor, adapts=False, heavy=False
+    )

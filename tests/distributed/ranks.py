@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from llama_ssp.config import catalogue
+from llama_ssp.config.drafts.ngram import NGRAM_DRAFT
 from llama_ssp.config.formats.format import formats
 from llama_ssp.config.schema import (
+    ADAPTIVE,
     MODEL_DRAFT,
     DeviceKind,
     DrafterConfig,
@@ -35,10 +37,11 @@ from llama_ssp.distributed.agree import raise_on_all_ranks
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.operators import is_recording
 from llama_ssp.distributed.world import World, start
-from llama_ssp.engine.round import Block, Choice
+from llama_ssp.engine.round import Block, DraftChoice
 from llama_ssp.engine.state import BatchState, Request
 from llama_ssp.errors import CheckpointError, SspError
 from llama_ssp.session.checkpoints import find_sources
+from llama_ssp.session.draft_length import settle_length
 from llama_ssp.session.loading import Models, build_decoder, load_models
 from llama_ssp.session.prompts import encode
 from tests.distributed.cells import CELLS, DEEPSPEED_CELLS, Cell, on_one_rank
@@ -138,6 +141,8 @@ def cell_config(cell: Cell, folder: Path, temperature: float) -> RunConfig:
     target, draft = pair_of(cell.pair, folder)
     config = run_config(target, draft, temperature=temperature, batch_size=cell.batch_size, placement=cell.placement)
     config.verification.rule = cell.rule
+    if cell.adapts:
+        config.speculation.num_draft_tokens, config.draft.fallback = ADAPTIVE, NGRAM_DRAFT
     config.run_dir = str(folder / "run")  # layers on disk go there
     return config
 
@@ -153,7 +158,7 @@ def complete(world: World, config: RunConfig, prompts: list[str], *, num_tokens:
     executor, drafted_bytes, round_bytes = decoder.executor, [0], set[int]()
     draft_piece, verify_piece = executor.draft, executor.verify
 
-    def counted_draft(state: BatchState, *, choice: Choice, bucket: int) -> Block:
+    def counted_draft(state: BatchState, *, choice: DraftChoice, bucket: int) -> Block:
         before = counting.arrived[0]
         block = draft_piece(state, choice=choice, bucket=bucket)
         drafted_bytes[0] = counting.arrived[0] - before
@@ -172,6 +177,9 @@ def complete(world: World, config: RunConfig, prompts: list[str], *, num_tokens:
     ]
     done: dict[int, list[int]] = {}
     with torch.inference_mode():
+        if config.speculation.adapts:
+            decoder.make_room(requests)
+            settle_length(decoder, config, comm=world.comm, num_slots=128)
         for updates in decoder.run(requests):
             done |= {update.completion.request.index: update.completion.token_ids for update in updates}
     return Placed(texts=[done[index] for index in range(len(requests))], round_bytes=sorted(round_bytes))

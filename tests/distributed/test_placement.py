@@ -40,14 +40,17 @@ sizes = pytest.mark.parametrize("num_ranks", [pytest.param(n, marks=marks(n)) fo
 pairs_of_families = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.heavy] * (name in HEAVY_PAIRS)) for name in PAIRS]
 )
-cells = pytest.mark.parametrize(
-    ("cell", "num_ranks"),
-    [
+
+
+def cells(*, adapts: tuple[bool, ...] = (False, True)) -> pytest.MarkDecorator:
+    """All cells, or those that adapt or do not."""
+    cases = [
         pytest.param(cell, num_ranks, marks=marks(num_ranks, cell), id=str(cell))
         for num_ranks, row in CELLS.items()
         for cell in row
-    ],
-)
+        if cell.adapts in adapts
+    ]
+    return pytest.mark.parametrize(("cell", "num_ranks"), cases)
 
 
 def library(name: str, folder: Path) -> tuple[PreTrainedModel, list[list[int]]]:
@@ -102,7 +105,7 @@ def test_sampled_text_is_the_same_on_every_number_of_ranks(
     assert few_part(alone, joint)
 
 
-@cells
+@cells()
 def test_greedy_text_is_that_of_one_rank_wherever_target_and_draft_sit(
     cell: Cell, num_ranks: int, pairs: Path, launched: Callable[[int], Seen]
 ) -> None:
@@ -113,7 +116,7 @@ def test_greedy_text_is_that_of_one_rank_wherever_target_and_draft_sit(
     assert num_near_ties <= max(1, len(prompts) / 50)
 
 
-@cells
+@cells()
 def test_sampled_text_is_that_of_one_rank_wherever_target_and_draft_sit(
     cell: Cell, num_ranks: int, launched: Callable[[int], Seen]
 ) -> None:
@@ -132,7 +135,7 @@ def texts_of(
     return wanted, launched(num_ranks)[0][f"{cell} at {temperature}"]["texts"]
 
 
-@cells
+@cells(adapts=(False,))
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_as_many_bytes_arrive_in_a_round_as_the_planner_says(
     cell: Cell, temperature: float, num_ranks: int, pairs: Path, launched: Callable[[int], Seen]

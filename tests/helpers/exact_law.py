@@ -47,8 +47,7 @@ def exact_law(
         is_point_mass: the draft takes its best token, and says no probabilities.
         prompt: tokens before the text, for rules that look at them.
 
-    Returns:
-        fp64 (G, V^(K + 1)), exact to about 1e-14.
+    Returns fp64 (G, V^(K + 1)), exact to about 1e-14.
     """
     texts = round_law(rule, target, draft, num_draft_tokens, is_point_mass=is_point_mass, prompt=prompt)
     law = texts[0]

@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from llama_ssp.engine.round import Block, Choice, Round
+from llama_ssp.engine.round import Block, DraftChoice, Round
 from llama_ssp.engine.state import BatchState
 
 _T = TypeVar("_T")
@@ -82,7 +82,7 @@ class CudaGraphExecutor:
         self._allocations: tuple[int, ...] = ()
         self._forget()
 
-    def draft(self, state: BatchState, *, choice: Choice, bucket: int) -> Block:
+    def draft(self, state: BatchState, *, choice: DraftChoice, bucket: int) -> Block:
         """See `Executor.draft`."""
         piece = partial(self._round.draft, state, choice=choice, bucket=bucket)
         if self._round.drafters[choice.source].on_host:
@@ -132,4 +132,4 @@ class CudaGraphExecutor:
         self._recorder.forget()
         self._kept: dict[Hashable, tuple[Any, Callable[[], None]]] = {}
         self._met: set[Hashable] = set()
-        self._blocks: dict[tuple[Choice, int], Block] = {}
+        self._blocks: dict[tuple[DraftChoice, int], Block] = {}

@@ -10,7 +10,7 @@ whose model may change its operators.
 from torch import Tensor
 
 from llama_ssp.engine.executors.tracing import Traced
-from llama_ssp.engine.round import Block, Choice, Round
+from llama_ssp.engine.round import Block, DraftChoice, Round
 from llama_ssp.engine.state import BatchState
 
 _STATE = len(BatchState._fields)
@@ -23,11 +23,11 @@ class TracedExecutor:
 
     def __init__(self, round_: Round) -> None:
         self._round = round_
-        self._choice: Choice | None = None
+        self._choice: DraftChoice | None = None
         self.traced_draft = Traced(self._draft, reads=(round_.drafters,))
         self.traced_verify = Traced(self._verify, reads=(round_.target, round_.verifier, round_.last_and_drafted_W))
 
-    def draft(self, state: BatchState, *, choice: Choice, bucket: int) -> Block:
+    def draft(self, state: BatchState, *, choice: DraftChoice, bucket: int) -> Block:
         """See `Executor.draft`."""
         drafter = self._round.drafters[choice.source]
         if drafter.on_host or not drafter.repeats_operators:

@@ -14,7 +14,10 @@ SYNTHETIC = "weights=synthetic"
 ROW = ["placement.target.kind=accelerate"]
 LIMIT = "placement.target.max_memory_gb=4"
 
+ADAPTIVE = "speculation.num_draft_tokens=auto"
+
 BAD = [
+    (["speculation.num_draft_tokens=some"], "speculation.num_draft_tokens=some must be at least 1"),
     (["speculation.num_draft_tokens=0"], "speculation.num_draft_tokens=0 must be at least 1"),
     (["sampling.temperature=-1"], "sampling.temperature=-1.0 must be 0 (greedy) or at least 1e-06, for example 0.8"),
     (["sampling.temperature=1e-7"], "sampling.temperature=1e-07 must be 0 (greedy) or at least 1e-06"),
@@ -119,6 +122,9 @@ BAD = [
     (["placement=deepspeed", "placement.num_replicas=2"], "takes all ranks for one replica: use placement.num_repl"),
     (["placement=deepspeed", "placement.draft.kind=own_gpu"], "the draft is on rank 1, the target on rank 0: use a"),
     (["placement=deepspeed", "placement.auto=true"], "placement.auto=true chooses among targets of placement.target.k"),
+    (["draft.fallback=ngram"], "draft.fallback has no effect without speculation.num_draft_tokens=auto"),
+    (["draft.fallback=ngrams", ADAPTIVE], "unknown draft.fallback 'ngrams': did you mean ngram?"),
+    (["draft.fallback=model", ADAPTIVE], "unknown draft.fallback 'model': there are ngram"),
     ([*PLAIN, "speculation.num_draft_tokens=2"], "speculation.num_draft_tokens has no effect without a draft"),
     ([*PLAIN, "verification=speculative"], "verification has no effect without a draft"),
     ([*PLAIN, "placement.draft.ranks=[0]"], "placement.draft.ranks has no effect without a draft"),

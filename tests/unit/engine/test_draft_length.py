@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from llama_ssp.engine.draft_length import PROBE_SHARE, AdaptiveLength, RoundCosts
-from llama_ssp.engine.round import Choice
+from llama_ssp.engine.round import DraftChoice
 from llama_ssp.engine.state import Request
 from tests.helpers.decoders import complete, make_decoder
 from tests.helpers.prefix_runner import PrefixRunner
@@ -23,7 +23,7 @@ REQUESTS = [
 
 def costs(*, draft_step: float, catch_up: float = 0.0, verified: float = 0.02) -> RoundCosts:
     """Costs in plain tokens: a draft step each, and a little for each token that is verified."""
-    rounds = {Choice(length): 1 + length * (draft_step + verified) for length in (0, *LENGTHS)}
+    rounds = {DraftChoice(length): 1 + length * (draft_step + verified) for length in (0, *LENGTHS)}
     return RoundCosts(rounds=rounds, catch_up=(catch_up,))
 
 
@@ -58,7 +58,7 @@ class Simulation:
 
 def fixed_cost(acceptance: float, known: RoundCosts, length: int) -> float:
     """Cost per token when every round drafts as many tokens."""
-    return known.rounds[Choice(length)] / sum(acceptance**power for power in range(length + 1))
+    return known.rounds[DraftChoice(length)] / sum(acceptance**power for power in range(length + 1))
 
 
 @pytest.mark.parametrize("draft_step", [0.02, 0.1, 0.3])
@@ -93,7 +93,7 @@ def test_it_drafts_again_when_the_text_turns_predictable() -> None:
 def test_a_second_drafter_is_found_when_it_becomes_the_better_one() -> None:
     """A copy costs nothing and is rejected, until the text begins to repeat itself."""
     rounds = dict(costs(draft_step=0.15).rounds)
-    rounds |= {Choice(length, source=1): 1 + 0.03 * length for length in LENGTHS}
+    rounds |= {DraftChoice(length, source=1): 1 + 0.03 * length for length in LENGTHS}
     length = AdaptiveLength(RoundCosts(rounds=rounds, catch_up=(1.0, 0.0)), acceptance=[0.7, 0.24])
     rng, used = random.Random(1), list[int]()
     for number in range(3000):
@@ -119,26 +119,32 @@ def test_the_same_results_give_the_same_choices() -> None:
 class Script:
     """Chooses what it is given, over and over."""
 
-    def __init__(self, choices: Sequence[Choice]) -> None:
+    def __init__(self, choices: Sequence[DraftChoice]) -> None:
         self.choices = tuple(choices)
         self._next = cycle(choices)
 
-    def choose(self, num_skipped: Sequence[int]) -> Choice:  # noqa: ARG002
+    def choose(self, num_skipped: Sequence[int]) -> DraftChoice:  # noqa: ARG002
         return next(self._next)
 
-    def observe(self, choice: Choice, num_accepted: Sequence[int]) -> None:
+    def observe(self, choice: DraftChoice, num_accepted: Sequence[int]) -> None:
         """Learn nothing."""
 
 
 SCRIPTS = {
-    "lengths": [Choice(4), Choice(1), Choice(3), Choice(2), Choice(4)],
-    "pauses": [*[Choice(0)] * 7, Choice(3), Choice(4)],
-    "a long pause": [*[Choice(0)] * 70, Choice(4), Choice(2), Choice(4)],
-    "two drafters": [Choice(4), Choice(2, source=1), Choice(4, source=1), Choice(1), Choice(0)],
+    "lengths": [DraftChoice(4), DraftChoice(1), DraftChoice(3), DraftChoice(2), DraftChoice(4)],
+    "pauses": [*[DraftChoice(0)] * 7, DraftChoice(3), DraftChoice(4)],
+    "a long pause": [*[DraftChoice(0)] * 70, DraftChoice(4), DraftChoice(2), DraftChoice(4)],
+    "two drafters": [
+        DraftChoice(4),
+        DraftChoice(2, source=1),
+        DraftChoice(4, source=1),
+        DraftChoice(1),
+        DraftChoice(0),
+    ],
 }
 
 
-def texts(script: Sequence[Choice] | None, *, draft_seed: int = 0, **options: Any) -> list[Any]:  # noqa: ANN401
+def texts(script: Sequence[DraftChoice] | None, *, draft_seed: int = 0, **options: Any) -> list[Any]:  # noqa: ANN401
     options = {"temperature": 0.9, "batch_size": 2, "num_draft_tokens": 4, "ngram": True} | options
     decoder = make_decoder(PrefixRunner(), PrefixRunner(seed=draft_seed), **options)
     if script:
@@ -174,5 +180,5 @@ def test_executors_agree_on_sampled_text(name: str) -> None:
 
 def test_a_run_that_always_chooses_k_has_the_text_of_a_fixed_k() -> None:
     fixed = texts(None, draft_seed=1, num_draft_tokens=2)
-    chosen = texts([Choice(2)], draft_seed=1, num_draft_tokens=4)
+    chosen = texts([DraftChoice(2)], draft_seed=1, num_draft_tokens=4)
     assert [done.token_ids for done in chosen] == [done.token_ids for done in fixed]

@@ -59,6 +59,40 @@ def test_prompts_that_follow_the_old_ones_are_completed(tmp_path: Path) -> None:
     assert (ended.code, recorded(tmp_path)) == (0, {0: "import", 1: "一\x1b", 2: "class"})
 
 
+ADAPTIVE = ("task=generate", "speculation.num_draft_tokens=auto", "sampling=greedy", "max_new_tokens=24")
+
+
+def test_a_run_that_chooses_k_measures_once_and_is_resumed_with_the_same_costs(tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_text("import\nfrom\n")
+    words = (*ADAPTIVE, f"prompts={tmp_path}/p.txt", f"run_dir={tmp_path}/run")
+    assert launch(*words).code == 0
+    costs, lines = tmp_path / "run" / "round_costs.json", tmp_path / "run" / "run.jsonl"
+    measured, (first, second) = costs.read_text(), lines.read_text().splitlines()
+    assert {cost["num_tokens"] for cost in json.loads(measured)["rounds"]} == {0, 1, 2, 3, 4, 6, 8}
+    lines.write_text(first + "\n")
+    assert launch(*words).code == 0
+    assert costs.read_text() == measured
+    again = json.loads(lines.read_text().splitlines()[1])
+    assert again["text"] == json.loads(second)["text"]
+    assert len(again["draft_lengths"]) == again["num_rounds"]
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert sum(summary["speculative"]["drafted_histogram"]) == summary["speculative"]["num_rounds"]
+    assert "Drafted tokens per round, chosen along the text" in (tmp_path / "run" / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    "content", ["{", '{"rounds": [], "catch_up_seconds": []}', heavy('{"rounds": 1}'), heavy("[NaN]")]
+)
+def test_damaged_costs_are_a_sentence(content: str, tmp_path: Path) -> None:
+    words = (*ADAPTIVE, "prompt=import", f"run_dir={tmp_path}/run", "model=tiny-draft", "draft=ngram")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "round_costs.json").write_text(content)
+    ended = launch(*words)
+    assert (ended.code, ended.err.count("\n")) == (2, 1), ended.err
+    assert ended.err.startswith("round_costs.json of run_dir ")
+    assert "delete it to measure again" in ended.err
+
+
 def test_rows_that_no_prompt_fills_cost_nothing(tmp_path: Path) -> None:
     """So many would not fit; the settings keep what was asked for."""
     (tmp_path / "p.txt").write_text("import\nfrom\n")

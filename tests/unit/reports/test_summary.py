@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from llama_ssp.reports.lines import CompletionLine, RankMemory, RunFacts, num_examined
+from llama_ssp.reports.lines import CompletionLine, RankMemory, RunFacts
 from llama_ssp.reports.provenance import git_commit, versions
 from llama_ssp.reports.records import RunFolder
-from llama_ssp.reports.summary import acceptance_rate, speedup, summarise
+from llama_ssp.reports.summary import acceptance_rate, num_examined, speedup, summarise
 
 FACTS = RunFacts(
     task="compare",
@@ -119,7 +119,7 @@ def test_the_file_has_the_fields_that_readers_rely_on(tmp_path: Path) -> None:
     assert list(written["plain"]) == ["ms_per_token", "tokens_per_s", "num_target_forwards"]
     assert list(written["speculative"]) == [
         "ms_per_token", "tokens_per_s", "num_rounds", "num_target_forwards", "tokens_per_round", "acceptance_rate",
-        "accepted_histogram", "draft_s", "verify_s", "other_s",
+        "accepted_histogram", "draft_s", "verify_s", "other_s", "drafted_histogram",
     ]  # fmt: skip
     assert written["forecast"] == {
         "plain_ms_per_token": None,

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from llama_ssp.config.schema import SpeculationConfig
 from llama_ssp.engine.completion import RowCompletion
 from llama_ssp.engine.loop import Update
 from llama_ssp.engine.state import Request
@@ -47,7 +48,8 @@ def test_a_warm_up_is_short_and_never_longer_than_the_run(wanted: int, warm: int
         asked.extend(requests)
         yield []
 
-    session: Any = SimpleNamespace(decoder=lambda _mode: SimpleNamespace(run=run, make_room=lambda _requests: None))
+    decoder = SimpleNamespace(run=run)
+    session: Any = SimpleNamespace(decoder=lambda _mode: decoder, ready_decoder=lambda _mode, _jobs: decoder)
     Session.warm_up(session, [job(wanted)] * 3, ["plain"], num_jobs=2)
     assert [request.max_new_tokens for request in asked] == [warm, warm]
 
@@ -61,9 +63,12 @@ def test_a_warm_up_makes_room_for_all_jobs_in_every_mode_before_anything_runs() 
             seen.append(mode)
             yield []
 
-        return SimpleNamespace(run=run, make_room=lambda requests: seen.append((mode, len(requests))))
+        return SimpleNamespace(run=run)
 
-    session: Any = SimpleNamespace(decoder=decoder)
+    def ready_decoder(mode: str, jobs: Sequence[PromptTask]) -> None:
+        seen.append((mode, len(jobs)))
+
+    session: Any = SimpleNamespace(decoder=decoder, ready_decoder=ready_decoder)
     Session.warm_up(session, [job(5), job(70)], ["plain", "speculative"], num_jobs=1)
     assert seen == [("plain", 2), ("speculative", 2), "plain", "speculative"]
 
@@ -99,9 +104,9 @@ def test_what_is_streamed_knows_its_origin_and_holds_nothing_back_at_the_end() -
 
     nothing = SimpleNamespace(sample=lambda: None, reach=lambda _step: None, append=lambda _line: None)
     session: Any = SimpleNamespace(
-        config=SimpleNamespace(placement=SimpleNamespace(num_replicas=1)),
+        config=SimpleNamespace(placement=SimpleNamespace(num_replicas=1), speculation=SpeculationConfig()),
         models=SimpleNamespace(mesh=SimpleNamespace(number=0), tokenizer=BYTES),
-        decoder=lambda _mode: SimpleNamespace(run=run, stopped=False),
+        ready_decoder=lambda _mode, _jobs: SimpleNamespace(run=run, stopped=False),
         count=lambda *_counts, **_more: None,
         memory=nothing, start_clock=nothing, folder=nothing, streams=True, num_prompts=2,
         finished={(4, "plain", 0)},
