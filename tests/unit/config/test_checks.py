@@ -123,7 +123,7 @@ BAD = [
     (["placement=deepspeed", "placement.draft.kind=own_gpu"], "the draft is on rank 1, the target on rank 0: use a"),
     (["placement=deepspeed", "placement.auto=true"], "placement.auto=true chooses among targets of placement.target.k"),
     (["draft.fallback=ngram"], "draft.fallback has no effect without speculation.num_draft_tokens=auto"),
-    (["draft.fallback=ngrams", ADAPTIVE], "unknown draft.fallback 'ngrams': did you mean ngram?"),
+    (["draft.fallback=ngrams", ADAPTIVE], "unknown draft.fallback 'ngrams': there are ngram; did you mean ngram?"),
     (["draft.fallback=model", ADAPTIVE], "unknown draft.fallback 'model': there are ngram"),
     ([*PLAIN, "speculation.num_draft_tokens=2"], "speculation.num_draft_tokens has no effect without a draft"),
     ([*PLAIN, "verification=speculative"], "verification has no effect without a draft"),

@@ -1,0 +1,183 @@
+"""Drafts against each other on three kinds of text: fixed K, K=auto, prompt look-up, and transformers' own.
+
+    .venv/bin/python -m benchmarks.drafts          prints the tables
+    .venv/bin/python -m benchmarks.drafts --write  writes docs/benchmarks/drafts.md
+
+One process, fp32, batch 1, all candidates in turns. The last table has a draft that cannot gain: it is larger than its
+target.
+"""
+
+import argparse
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import torch
+import transformers
+from rich.console import Console
+
+from benchmarks.acceptance import kinds_of_text
+from benchmarks.timing import Goal, print_goals
+from llama_ssp import Pair, load
+from llama_ssp.calibration.interleave import interleave, median_ratio
+from llama_ssp.config import catalogue
+from llama_ssp.config.drafts.ngram import NGRAM_DRAFT, NgramConfig
+from llama_ssp.config.schema import ADAPTIVE, Dtype, RunConfig, SamplingConfig, SpeculationConfig
+from llama_ssp.engine.state import Request
+from llama_ssp.reports.provenance import processor, versions
+from llama_ssp.session.draft_length import settle_length
+from llama_ssp.session.loading import build_decoder
+from llama_ssp.session.peers import Peers, load_peer
+from llama_ssp.session.prompts import encode
+from llama_ssp.tasks.benchmark import Ours
+from llama_ssp.weights import hub
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "benchmarks" / "drafts.md"
+NUM_NEW_TOKENS, MOST_PROMPTS, PEERS_K, NGRAM_K = 128, 4, 4, 8
+FIXED = range(1, 9)
+PLAIN, AUTO, BEHIND = "plain", "K=auto", "K=auto, prompt look-up behind the draft"
+NGRAM, NGRAM_AUTO = f"prompt look-up, K={NGRAM_K}", "prompt look-up, K=auto"
+PEER_ASSISTED, PEER_NGRAM = f"transformers, assisted, K={PEERS_K}", f"transformers, prompt look-up, K={NGRAM_K}"
+LOSING = "a draft larger than its target"
+Measured = dict[str, list[float]]
+_HEAD = """\
+# Drafts on three kinds of text
+
+`python -m benchmarks.drafts --write` writes this page. It runs `tiny` with `tiny-draft`, prompt look-up, and the
+counterparts in transformers: fp32, one rank with {threads} threads of an {processor}, temperature 0.8, {tokens} new
+tokens, all candidates in turns; torch {torch}, transformers {transformers}. The machine was shared: compare ratios, not
+milliseconds. The fastest fixed K is in bold, and so is `K=auto`.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """Milliseconds per token of each repetition, and tokens per round, by candidate."""
+
+    ms: Measured
+    tokens_per_round: dict[str, float | None]
+
+    def ratio(self, candidate: str, to: str) -> float:
+        """Time of a candidate over that of another."""
+        return median_ratio(self.ms[candidate], self.ms[to])
+
+    @property
+    def best_fixed(self) -> str:
+        """The fastest fixed K."""
+        return min((f"K={number}" for number in FIXED if f"K={number}" in self.ms), key=lambda k: median(self.ms[k]))
+
+
+def ours(pair: Pair, config: RunConfig, prompts: list[tuple[int, ...]], *, speculative: bool) -> Ours:
+    """One of our candidates, ready to run."""
+    decoder = build_decoder(pair.models, config, speculative=speculative)
+    requests = [Request(index=0, prompt_ids=ids, max_new_tokens=NUM_NEW_TOKENS) for ids in prompts]
+    with torch.inference_mode():
+        decoder.make_room(requests)
+        longest = max(map(len, prompts)) + NUM_NEW_TOKENS // 2
+        settle_length(decoder, config, comm=pair.models.mesh.world, num_slots=longest)
+    return Ours(decoder=decoder, prompts=prompts, num_new_tokens=NUM_NEW_TOKENS)
+
+
+def settings(pair: Pair) -> dict[str, RunConfig]:
+    """Our candidates, by name."""
+    base = replace(pair.config, sampling=SamplingConfig(temperature=0.8), ignore_eos=True)
+    adaptive = replace(base, speculation=SpeculationConfig(num_draft_tokens=ADAPTIVE))
+    copying = NgramConfig(kind=NGRAM_DRAFT)
+    fixed = {f"K={k}": replace(base, speculation=SpeculationConfig(num_draft_tokens=k)) for k in FIXED}
+    return {
+        PLAIN: base,
+        **fixed,
+        AUTO: adaptive,
+        NGRAM: replace(base, draft=copying, speculation=SpeculationConfig(num_draft_tokens=NGRAM_K)),
+        NGRAM_AUTO: replace(adaptive, draft=copying),
+        BEHIND: replace(adaptive, draft=replace(base.draft, fallback=NGRAM_DRAFT)),
+    }
+
+
+def measure(pair: Pair, texts: list[str], *, names: set[str], peers: dict[str, Peers], repetitions: int) -> Result:
+    """Run the candidates in turns on one kind of text."""
+    prompts = [encode(text, pair.models.tokenizer, chat=False) for text in texts[:MOST_PROMPTS]]
+    chosen = {name: config for name, config in settings(pair).items() if name in names}
+    candidates = {name: ours(pair, config, prompts, speculative=name != PLAIN) for name, config in chosen.items()}
+
+    def peer(name: str, _repetition: int) -> float:
+        return peers[name].ms_per_token(
+            prompts, num_new_tokens=NUM_NEW_TOKENS, sampling=SamplingConfig(temperature=0.8),
+            num_draft_tokens=NGRAM_K if name == PEER_NGRAM else PEERS_K,
+        )  # fmt: skip
+
+    runs = {name: each.ms_per_token for name, each in candidates.items()}
+    ms = interleave(runs | {name: partial(peer, name) for name in peers}, num_repetitions=repetitions)
+    return Result(ms=ms, tokens_per_round={name: each.tokens_per_round for name, each in candidates.items()})
+
+
+def goals(results: dict[str, Result]) -> list[Goal]:
+    """What holds on every kind of text."""
+    found = []
+    for kind, result in results.items():
+        if kind == LOSING:
+            found.append(Goal(name=f"{kind}: K=auto / plain", measured=result.ratio(AUTO, PLAIN), at_most=1.03))
+            continue
+        best = result.best_fixed
+        found.append(Goal(name=f"{kind}: K=auto / {best}, the best", measured=result.ratio(AUTO, best), at_most=1.05))
+    copied = results["repeated code"]
+    name = "repeated code: prompt look-up / transformers' prompt look-up"
+    return [*found, Goal(name=name, measured=copied.ratio(NGRAM, PEER_NGRAM), at_most=0.5)]
+
+
+def page(results: dict[str, Result]) -> str:
+    """The page of the docs."""
+    made_by = versions()
+    lines = _HEAD.format(
+        threads=torch.get_num_threads(), processor=processor(), tokens=NUM_NEW_TOKENS, torch=made_by["torch"],
+        transformers=made_by["transformers"],
+    ).splitlines()  # fmt: skip
+    for kind, result in results.items():
+        columns = ("candidate", "ms/token", "of plain", "tokens per round")
+        lines += ["", f"## {kind.capitalize()}", "", f"| {' | '.join(columns)} |", "|---|---|---|---|"]
+        for name, values in result.ms.items():
+            rounds = result.tokens_per_round.get(name)
+            cell = f"{rounds:.2f}" if rounds else ""
+            shown = f"**{name}**" if name in {AUTO, result.best_fixed} else name
+            lines.append(f"| {shown} | {median(values):.2f} | {result.ratio(name, PLAIN):.2f} | {cell} |")
+    lines += ["", "## Goals", "", "| figure | measured | at most |", "|---|---|---|"]
+    lines += [f"| {goal.name} | {goal.measured:.2f} | {goal.at_most:g} |" for goal in goals(results)]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--write", action="store_true", help="write docs/benchmarks/drafts.md")
+    arguments = parser.parse_args()
+    console = Console()
+    transformers.utils.logging.set_verbosity_error()
+    pair = load("tiny", "tiny-draft", dtype=Dtype.fp32)
+    folders = [hub.resolve(catalogue.load(name)) for name in ("tiny", "tiny-draft")]
+    target, draft = (load_peer(folder, dtype=torch.float32, device=torch.device("cpu")) for folder in folders)
+    peers = {
+        PEER_ASSISTED: Peers(target=target, draft=draft),
+        PEER_NGRAM: Peers(target=target, draft=None, longest_match=NgramConfig().longest),
+    }
+    results = {}
+    for kind, texts in kinds_of_text().items():
+        console.print(f"timing {kind}")
+        results[kind] = measure(
+            pair, texts, names=set(settings(pair)), peers=peers, repetitions=arguments.repetitions
+        )  # fmt: skip
+    console.print(f"timing {LOSING}")
+    reversed_pair = load("tiny-draft", "tiny", dtype=Dtype.fp32)
+    few = {PLAIN, "K=1", "K=4", AUTO}
+    prompts = kinds_of_text()["code"]
+    results[LOSING] = measure(reversed_pair, prompts, names=few, peers={}, repetitions=arguments.repetitions)
+    text = page(results)
+    console.print(text, markup=False)
+    print_goals(console, goals(results))
+    if arguments.write:
+        PAGE.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
