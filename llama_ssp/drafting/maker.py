@@ -32,6 +32,7 @@ def make_drafters(
     ranks that each hold the whole draft model. Raises ConfigError if the code of a kind of draft cannot be imported.
     """
     layout, num_draft_tokens = mesh.layout, config.speculation.most_draft_tokens
+    has_model = drafter_of(config.draft).has_model
     parts = DrafterParts(
         config=config.draft,
         rule=rule,
@@ -40,13 +41,13 @@ def make_drafters(
         device=device,
         runner=runner,
         comm=mesh.draft,
-        src=layout.draft_ranks.index(layout.draft_source_rank) if config.draft.model and not split else 0,
+        src=layout.draft_ranks.index(layout.draft_source_rank) if has_model and not split else 0,
     )
     fallback = []
     if config.draft.fallback is not None:
         settings = drafters()[config.draft.fallback].config(kind=config.draft.fallback)
         fallback = [_made(replace(parts, config=settings, runner=None))]
-    if not config.draft.model:
+    if not has_model:
         return [_made(parts), *fallback]
     inner = _made(parts) if runner else None
     if inner and mesh.replica.size == 1:
