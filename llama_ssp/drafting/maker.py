@@ -10,6 +10,7 @@ from llama_ssp.distributed.mesh import Mesh
 from llama_ssp.drafting.batch_split import BatchSplit, BatchSplitDrafter
 from llama_ssp.drafting.broadcast import BroadcastDrafter, ProbsReceiver
 from llama_ssp.drafting.protocol import Drafter, DrafterParts
+from llama_ssp.drafting.vocabularies import TokenizerPair
 from llama_ssp.models.runner import Runner
 from llama_ssp.sampling.rules import Rule
 
@@ -23,11 +24,13 @@ def make_drafter(
     vocab_size: int,
     device: torch.device,
     split: BatchSplit | None = None,
+    tokenizers: TokenizerPair | None = None,
 ) -> Drafter:
     """Make the drafter of a rank, in a run with a draft.
 
     `runner` is the draft model or this rank's slice of it, None on ranks without one. `split` divides the rows among
-    ranks that each hold the whole draft model. Raises ConfigError if the code of this kind of draft cannot be imported.
+    ranks that each hold the whole draft model. `tokenizers` are those of both models, if the draft has its own. Raises
+    ConfigError if the code of this kind of draft cannot be imported.
     """
     record, layout, num_draft_tokens = drafter_of(config.draft), mesh.layout, config.speculation.num_draft_tokens
     assert record.make, "a run without a draft needs no drafter"
@@ -41,6 +44,7 @@ def make_drafter(
         runner=runner,
         comm=mesh.draft,
         src=layout.draft_ranks.index(layout.draft_source_rank) if record.has_model and not split else 0,
+        tokenizers=tokenizers,
     )
     if not record.has_model:
         drafter: Drafter = make(parts)

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from llama_ssp.distributed.comms import Comm
-from llama_ssp.drafting.protocol import DrafterParts
+from llama_ssp.drafting.own_tokenizer import make_with_own_tokenizer
+from llama_ssp.drafting.protocol import Drafter, DrafterParts
 from llama_ssp.models.cache import Workspace
 from llama_ssp.models.prefill import Buckets, read_prompts
 from llama_ssp.models.runner import Runner
@@ -117,9 +118,11 @@ class ModelDrafter:
         return ids.clamp(max=self.runner.vocab_size - 1) if is_narrower else ids
 
 
-def make(parts: DrafterParts) -> ModelDrafter:
+def make(parts: DrafterParts) -> Drafter:
     """Make the drafter on a rank that holds the draft model; see `drafting.maker`."""
     assert parts.runner
+    if parts.tokenizers:
+        return make_with_own_tokenizer(parts, parts.runner, parts.tokenizers)
     return ModelDrafter(
         parts.runner,
         rule=parts.rule,

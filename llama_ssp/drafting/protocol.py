@@ -14,6 +14,7 @@ from torch import Tensor
 
 from llama_ssp.config.schema import DrafterConfig
 from llama_ssp.distributed.comms import Comm
+from llama_ssp.drafting.vocabularies import TokenizerPair
 from llama_ssp.models.prefill import Buckets
 from llama_ssp.models.runner import Runner
 from llama_ssp.sampling.context import Rows
@@ -29,6 +30,7 @@ class DrafterParts:
         runner: the draft model or this rank's slice of it, for kinds of draft that have a model.
         comm: the ranks that share the draft model; None if it is not split.
         src: the rank in `comm` whose ids count.
+        tokenizers: both models' tokenizers, if the draft has its own.
     """
 
     config: DrafterConfig
@@ -39,6 +41,7 @@ class DrafterParts:
     runner: Runner | None = None
     comm: Comm | None = None
     src: int = 0
+    tokenizers: TokenizerPair | None = None
 
 
 class Drafter(Protocol):

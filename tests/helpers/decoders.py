@@ -1,6 +1,6 @@
 """Decoders over small models, as the tasks build them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -9,6 +9,7 @@ from llama_ssp.distributed.comms import Comm
 from llama_ssp.drafting.broadcast import BroadcastDrafter
 from llama_ssp.drafting.model import ModelDrafter
 from llama_ssp.drafting.ngram import NgramDrafter
+from llama_ssp.drafting.protocol import Drafter
 from llama_ssp.engine.clock import HostClock
 from llama_ssp.engine.completion import RowCompletion, StopRequest
 from llama_ssp.engine.executors.cuda_graph import CudaGraphExecutor, Recorder
@@ -18,7 +19,7 @@ from llama_ssp.engine.round import Executor, Round, step
 from llama_ssp.engine.state import BatchState, Request
 from llama_ssp.engine.verifier import Verifier
 from llama_ssp.models.runner import Runner
-from llama_ssp.sampling.rules import make_rule
+from llama_ssp.sampling.rules import Rule, make_rule
 
 
 def make_decoder(  # noqa: PLR0913
@@ -35,15 +36,16 @@ def make_decoder(  # noqa: PLR0913
     rule_name: str = "speculative",
     ngram: bool = False,
     sampling: SamplingConfig | None = None,
+    make_drafter: Callable[[Rule], Drafter] | None = None,
 ) -> Decoder:
-    """A decoder of one rank (or of `comm`) over two runners.
+    """A decoder of one rank (or of `comm`) over two runners, or over one and the drafter that is made for its rule.
 
     Its rounds are replayed by torch's interpreter or by a recorder, or launched from Python without `replay`.
     """
     comm = comm or Comm.single()
     rule = make_rule(sampling or SamplingConfig(temperature=temperature), VerificationConfig(rule=rule_name))
     device = torch.device(target.device)
-    drafter: BroadcastDrafter | NgramDrafter | None = None
+    drafter: Drafter | None = make_drafter(rule) if make_drafter else None
     if ngram:
         drafter = NgramDrafter(num_draft_tokens=num_draft_tokens, longest=3, shortest=1, device=device)
     elif draft:

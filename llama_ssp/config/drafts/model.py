@@ -1,6 +1,47 @@
-"""A smaller model. Source: arXiv:2302.01318, arXiv:2211.17192."""
+"""A smaller model. Source: arXiv:2302.01318, arXiv:2211.17192; with a tokenizer of its own: arXiv:2502.05202."""
+
+from dataclasses import dataclass
+from enum import Enum
 
 from llama_ssp.config.drafts.drafter import DrafterRecord
-from llama_ssp.config.schema import MODEL_DRAFT
+from llama_ssp.config.schema import MODEL_DRAFT, DrafterConfig
 
-DRAFTER = DrafterRecord(name=MODEL_DRAFT, make="llama_ssp.drafting.model:make", has_model=True)
+ANY_DRAFT = "draft.tokenizer=own allows any"
+"""What an error says of drafts with another vocabulary."""
+
+
+class DraftTokenizer(Enum):
+    """Whether the draft model must have the target's tokenizer, or has its own."""
+
+    same = "same"
+    own = "own"
+
+
+class Matching(Enum):
+    """How the tokens of a draft with its own tokenizer become tokens of the target.
+
+    `intersection`: the draft draws among the tokens that both vocabularies have, with their probabilities
+    (arXiv:2502.05202, token-level intersection). `text`: the draft continues the text greedily, and the target's
+    tokenizer encodes it (arXiv:2502.05202, string-level exact match).
+    """
+
+    intersection = "intersection"
+    text = "text"
+
+
+@dataclass(kw_only=True)
+class ModelDraftConfig(DrafterConfig):
+    """The draft model, its tokenizer, and with `tokenizer=own` how its tokens become the target's."""
+
+    tokenizer: DraftTokenizer = DraftTokenizer.same
+    matching: Matching = Matching.intersection
+
+
+def matching_of(draft: DrafterConfig) -> Matching | None:
+    """How the tokens of a draft with its own tokenizer are matched; None for every other draft."""
+    if not isinstance(draft, ModelDraftConfig) or draft.tokenizer is DraftTokenizer.same:
+        return None
+    return draft.matching
+
+
+DRAFTER = DrafterRecord(name=MODEL_DRAFT, make="llama_ssp.drafting.model:make", config=ModelDraftConfig, has_model=True)
