@@ -1,4 +1,4 @@
-"""A draft with another vocabulary drafts what its own model says of its own text, and the target's text stays its own."""
+"""A draft with another vocabulary drafts what its model says of its own text, and the target's text stays its own."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +11,7 @@ from torch import Tensor
 from llama_ssp.config.schema import SamplingConfig
 from llama_ssp.drafting.intersection import IntersectionDrafter
 from llama_ssp.engine.completion import RowCompletion
+from llama_ssp.engine.executors.traced_cpu import TracedExecutor
 from llama_ssp.engine.loop import Decoder
 from llama_ssp.engine.state import Request
 from llama_ssp.sampling.context import Rows
@@ -123,16 +124,17 @@ def test_replayed_rounds_give_the_same_text(batch_size: int, temperature: float,
     if recorded:
         assert recorder.num_replayed > recorder.num_recorded > 0
     else:
+        assert isinstance(made.executor, TracedExecutor)
         assert not made.executor.traced_draft.failed
         assert any(made.executor.traced_draft.replays.values())
 
 
 @pytest.mark.parametrize("sampling", [SAMPLING, PENALIZED], ids=["temperature", "penalized"])
 def test_under_coupled_a_seed_has_one_text_over_a_draft_with_another_tokenizer_too(sampling: SamplingConfig) -> None:
-    alone = complete(
-        make_decoder(PrefixRunner(sharpness=1.0), None, sampling=sampling, rule_name="coupled"), requests()
-    )
-    for options in ({}, {"num_draft_tokens": 1, "batch_size": 5}, {"draft_seed": 2, "replay": False}):
+    plain = make_decoder(PrefixRunner(sharpness=1.0), None, sampling=sampling, rule_name="coupled")
+    alone = complete(plain, requests())
+    many: list[dict[str, Any]] = [{}, {"num_draft_tokens": 1, "batch_size": 5}, {"draft_seed": 2, "replay": False}]
+    for options in many:
         drafted = complete(decoder(sampling=sampling, rule_name="coupled", **options), requests())
         assert [each.token_ids for each in drafted] == [each.token_ids for each in alone]
 
@@ -154,7 +156,7 @@ def _counts(
 ) -> tuple[list[float], list[float]]:
     """How often each text occurs, and is expected to; rare texts are counted together."""
     process = processor(SAMPLING)
-    law = {(): 1.0}
+    law: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in texts[0]:
         law = {
             (*text, token): prob * float(share)
