@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 from llama_ssp.architectures.sizes import OWN_SLOTS_PER_SLOT, own_slots
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.drafting.own_text import OwnText, VocabularyMap
-from llama_ssp.drafting.vocabularies import Translator
+from llama_ssp.drafting.translation import Translator
 from llama_ssp.models.cache import OwnBuckets, Workspace
 from llama_ssp.models.prefill import Buckets, read_prompts
 from llama_ssp.models.runner import Runner

@@ -3,6 +3,7 @@
 import torch
 
 from llama_ssp.config.drafts.drafter import drafter_of
+from llama_ssp.config.drafts.model import Matching, matching_of
 from llama_ssp.config.registry import imported
 from llama_ssp.config.rules.rule import rule_of
 from llama_ssp.config.schema import RunConfig
@@ -10,7 +11,7 @@ from llama_ssp.distributed.mesh import Mesh
 from llama_ssp.drafting.batch_split import BatchSplit, BatchSplitDrafter
 from llama_ssp.drafting.broadcast import BroadcastDrafter, ProbsReceiver
 from llama_ssp.drafting.protocol import Drafter, DrafterParts
-from llama_ssp.drafting.vocabularies import TokenizerPair
+from llama_ssp.drafting.translation import TokenizerPair
 from llama_ssp.models.runner import Runner
 from llama_ssp.sampling.rules import Rule
 
@@ -56,7 +57,8 @@ def make_drafter(
         return BatchSplitDrafter(inner, split=split, num_draft_tokens=num_draft_tokens, device=device)
     # Probabilities are sent only if no rank holds both models and the rule reads them.
     needs_probs = config.sampling.temperature > 0 and rule_of(config.verification.rule).needs_probs
-    is_apart = needs_probs and layout.draft_source_rank != layout.verify_rank
+    has_probs = needs_probs and matching_of(config.draft) is not Matching.text
+    is_apart = has_probs and layout.draft_source_rank != layout.verify_rank
     return BroadcastDrafter(
         inner,
         comm=mesh.replica,

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from llama_ssp.config.schema import DrafterConfig
 from llama_ssp.distributed.comms import Comm
-from llama_ssp.drafting.vocabularies import TokenizerPair
+from llama_ssp.drafting.host_time import HostTimed
+from llama_ssp.drafting.translation import TokenizerPair
 from llama_ssp.models.prefill import Buckets
 from llama_ssp.models.runner import Runner
 from llama_ssp.sampling.context import Rows
@@ -87,7 +88,7 @@ class Drafter(Protocol):
         """
 
 
-class SharedDrafter:
+class SharedDrafter(HostTimed):
     """The drafter of some ranks, which the others follow; `inner` is that of this rank, None on ranks without one."""
 
     def __init__(self, inner: Drafter | None, *, num_draft_tokens: int, device: torch.device) -> None:
@@ -118,6 +119,11 @@ class SharedDrafter:
         """Read new prompts on the ranks that draft."""
         if self._inner:
             self._inner.prefill(tokens_RS, lengths_R, rows=rows, longest=longest, buckets=buckets)
+
+    def take_host_s(self) -> float:
+        """See `HostTimed`."""
+        inner: object = self._inner
+        return inner.take_host_s() if isinstance(inner, HostTimed) else 0.0
 
     def _write(self, ids_BK: Tensor, rows: Rows) -> None:
         rows.tokens_BS.scatter_(1, rows.lengths_B[:, None] + self._offsets_K, ids_BK)

@@ -12,7 +12,7 @@ gives the same result on every rank.
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -155,49 +155,3 @@ def _byte_of_letter() -> dict[str, int]:
     printed = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(0x100) if byte not in printed]
     return {chr(byte): byte for byte in printed} | {chr(0x100 + place): byte for place, byte in enumerate(others)}
-
-
-class Translator:
-    """Writes a text that one tokenizer has encoded in the ids of another.
-
-    Args:
-        source: the tokenizer that has encoded the text.
-        into: the tokenizer whose ids are wanted.
-        size: of the head of the model that reads those ids.
-    """
-
-    def __init__(self, source: PreTrainedTokenizerBase, into: PreTrainedTokenizerBase, *, size: int) -> None:
-        self._source = source
-        self._into = into
-        self._size = size
-
-    def text(self, ids: Sequence[int]) -> str:
-        """The text of some ids, with the names of special tokens, apart from one that begins it."""
-        begins = bool(ids) and ids[0] == self._source.bos_token_id
-        found = self._source.decode(list(ids[begins:]), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return str(found)
-
-    def ids(self, ids: Sequence[int]) -> list[int]:
-        """The ids of the other tokenizer for the same text, as for a prompt; at least one."""
-        found = [token for token in self._into(self.text(ids)).input_ids if token < self._size]
-        return found or [neutral_id(self._into, size=self._size)]
-
-
-class TokenizerPair:
-    """The tokenizers of a target and of a draft that has its own."""
-
-    def __init__(self, target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
-        self._target = target
-        self._draft = draft
-        self._alignments: dict[tuple[int, int], Alignment] = {}
-
-    def align(self, *, target_size: int, draft_size: int) -> Alignment:
-        """See `align`; computed once for each pair of sizes, because large vocabularies take a second."""
-        sizes = target_size, draft_size
-        if sizes not in self._alignments:
-            self._alignments[sizes] = align(self._target, self._draft, target_size=target_size, draft_size=draft_size)
-        return self._alignments[sizes]
-
-    def into_draft(self, *, size: int) -> Translator:
-        """Make the translator from the target's ids into the draft's, of which the draft's head has `size`."""
-        return Translator(self._target, self._draft, size=size)

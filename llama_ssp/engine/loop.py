@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.architectures.sizes import BUCKET_STEP, PREFILL_CHUNK, whole_steps
+from llama_ssp.drafting.host_time import HostTimed
 from llama_ssp.engine.clock import Clock, clock_for
 from llama_ssp.engine.completion import FinishReason, RowCompletion, StopRequest
 from llama_ssp.engine.round import Executor, Round, step
@@ -216,6 +217,9 @@ class Decoder:
             completion.share_s += seconds * share
         if is_round:
             draft_s, verify_s = self.clock.take()
+            drafter: object = self.round.drafter
+            if isinstance(drafter, HostTimed):
+                draft_s -= drafter.take_host_s()
             other_s = seconds - draft_s - verify_s
             for completion in running:
                 part_s = completion.part_s

@@ -20,7 +20,7 @@ from llama_ssp.distributed.ranklog import describe_part
 from llama_ssp.distributed.world import World, on_all_cores
 from llama_ssp.drafting.batch_split import BatchSplit
 from llama_ssp.drafting.maker import make_drafter
-from llama_ssp.drafting.vocabularies import TokenizerPair
+from llama_ssp.drafting.translation import TokenizerPair
 from llama_ssp.engine.completion import StopRequest
 from llama_ssp.engine.executors.choice import make_executor
 from llama_ssp.engine.loop import Decoder

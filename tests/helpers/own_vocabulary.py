@@ -1,7 +1,7 @@
 """A draft with tokens of its own over a target of 11 tokens, and its text straight from the definition."""
 
 from collections.abc import Sequence
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -9,9 +9,12 @@ from llama_ssp.architectures.sizes import OWN_SLOTS_PER_SLOT
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.drafting.intersection import IntersectionDrafter
 from llama_ssp.drafting.own_text import VocabularyMap
-from llama_ssp.drafting.vocabularies import Alignment, Translator
+from llama_ssp.drafting.vocabularies import Alignment
 from llama_ssp.models.runner import Runner
 from llama_ssp.sampling.rules import Rule
+
+if TYPE_CHECKING:
+    from llama_ssp.drafting.translation import Translator
 
 NUM_IDS, NUM_OWN_IDS = 11, 9
 ALIGNMENT = Alignment(

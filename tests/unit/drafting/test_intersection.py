@@ -18,10 +18,11 @@ from llama_ssp.sampling.context import Rows
 from llama_ssp.sampling.processors import processor
 from llama_ssp.sampling.rules import Draft
 from tests.helpers.decoders import complete, make_decoder
-from tests.helpers.lanes import grid
+from tests.helpers.lanes import grid, heavy
 from tests.helpers.own_vocabulary import ALIGNMENT, NUM_OWN_IDS, intersection_drafter, own_text
 from tests.helpers.prefix_runner import PrefixRunner
 from tests.helpers.recorded import FakeRecorder
+from tests.helpers.text_laws import counted
 
 PROMPTS = [(1,), (2, 3, 4, 5, 6), (7, 7), (0, 9, 8, 1, 2, 3, 4), (5, 6, 5), (10,), (3, 1, 4, 1, 5, 9, 2, 6)]
 SAMPLING = SamplingConfig(temperature=0.9)
@@ -80,7 +81,7 @@ def outcome(completions: Sequence[RowCompletion]) -> list[object]:
     return [(c.token_ids, c.accepted_lengths, c.finish_reason) for c in completions]
 
 
-@grid(batch_size=[1, 3, 8], num_draft_tokens=[1, 3, 6], lag=[0, 1])
+@grid(batch_size=[1, 3], num_draft_tokens=[1, 6], lag=[0, 1])
 def test_every_draft_is_the_models_own_after_its_own_text(batch_size: int, num_draft_tokens: int, lag: int) -> None:
     made = decoder(
         num_draft_tokens=num_draft_tokens, kind=Checked, sharpness=0.3, batch_size=batch_size, sampling=SAMPLING,
@@ -106,7 +107,7 @@ def test_a_text_as_long_as_the_drafts_context_goes_on_without_growing() -> None:
     assert int(drafter._text._most) == 45
 
 
-@grid(batch_size=[1, 3, 8], num_draft_tokens=[1, 2, 5])
+@grid(batch_size=[1, 3], num_draft_tokens=[1, 5])
 def test_greedy_text_is_the_targets_own(batch_size: int, num_draft_tokens: int) -> None:
     target = PrefixRunner(sharpness=1.0)
     made = decoder(num_draft_tokens=num_draft_tokens, batch_size=batch_size)
@@ -116,11 +117,11 @@ def test_greedy_text_is_the_targets_own(batch_size: int, num_draft_tokens: int) 
 
 @grid(batch_size=[1, 3], temperature=[0.0, 0.9], recorded=[False, True])
 def test_replayed_rounds_give_the_same_text(batch_size: int, temperature: float, recorded: bool) -> None:
-    wanted = outcome(complete(decoder(batch_size=batch_size, temperature=temperature, replay=False), requests(80)))
+    wanted = outcome(complete(decoder(batch_size=batch_size, temperature=temperature, replay=False), requests(80)[:3]))
     recorder = FakeRecorder()
     made = decoder(batch_size=batch_size, temperature=temperature, replay=recorder if recorded else True)
     for _ in range(2):
-        assert outcome(complete(made, requests(80))) == wanted
+        assert outcome(complete(made, requests(80)[:3])) == wanted
     if recorded:
         assert recorder.num_replayed > recorder.num_recorded > 0
     else:
@@ -139,7 +140,7 @@ def test_under_coupled_a_seed_has_one_text_over_a_draft_with_another_tokenizer_t
         assert [each.token_ids for each in drafted] == [each.token_ids for each in alone]
 
 
-@pytest.mark.parametrize("rule_name", ["speculative", "block", "coupled"])
+@pytest.mark.parametrize("rule_name", ["speculative", heavy("block"), heavy("coupled")])
 def test_sampled_texts_have_the_targets_law(rule_name: str) -> None:
     """A false alarm has a chance of 1 in 10 000; tokens whose share is off by 5 % of it are found in 99 of 100 runs."""
     target, prompt, num_texts = PrefixRunner(sharpness=1.0), (2, 3), 4000
@@ -147,27 +148,5 @@ def test_sampled_texts_have_the_targets_law(rule_name: str) -> None:
     wanted = [Request(index=0, sample=sample, prompt_ids=prompt, max_new_tokens=3) for sample in range(num_texts)]
     texts = [tuple(done.token_ids) for done in complete(made, wanted)]
     for length in (1, 2, 3):
-        counts, expected = _counts(target, prompt, [text[:length] for text in texts])
+        counts, expected = counted(target, prompt, [text[:length] for text in texts], sampling=SAMPLING)
         assert chisquare(counts, expected).pvalue > 1e-4 / 9
-
-
-def _counts(
-    target: PrefixRunner, prompt: tuple[int, ...], texts: Sequence[tuple[int, ...]]
-) -> tuple[list[float], list[float]]:
-    """How often each text occurs, and is expected to; rare texts are counted together."""
-    process = processor(SAMPLING)
-    law: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in texts[0]:
-        law = {
-            (*text, token): prob * float(share)
-            for text, prob in law.items()
-            for token, share in enumerate(process(target.logits([*prompt, *text]).double()))
-        }
-    common = [text for text, prob in law.items() if prob * len(texts) > 8]
-    counts = [float(texts.count(text)) for text in common]
-    expected = [law[text] * len(texts) for text in common]
-    rest = len(texts) - sum(expected)
-    if rest > 8:
-        return [*counts, len(texts) - sum(counts)], [*expected, rest]
-    scale = sum(counts) / sum(expected)
-    return counts, [each * scale for each in expected]
