@@ -86,7 +86,9 @@ class CostModel:
         self.draft = place(model=job.draft, kind=TargetKind.tensor, ranks=ranks) if job.draft else None
         middle = job.prompt_tokens + job.max_new_tokens // 2
         self._bucket = bucket_of(middle + job.round_rows, job.num_slots, hardware)
-        self._draft_bucket = min(self._bucket * job.draft_slots // job.num_slots, job.draft_slots)
+        self._draft_bucket = self._bucket
+        if job.matching is Matching.intersection:  # the host knows only a bound of its texts' lengths
+            self._draft_bucket = min(self._bucket * OWN_SLOTS_PER_SLOT, job.draft_slots)
         self._profile = profile_of(hardware, num_active)
 
     def forward(self, placement: ModelPlacement, num_positions: int) -> ForwardTime:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from llama_ssp.config.drafts.drafter import DrafterRecord
-from llama_ssp.config.schema import MODEL_DRAFT, DrafterConfig
+from llama_ssp.config.schema import MODEL_DRAFT, DrafterConfig, ModelConfig
 
 ANY_DRAFT = "draft.tokenizer=own allows any"
 """What an error says of drafts with another vocabulary."""
@@ -35,6 +35,20 @@ class ModelDraftConfig(DrafterConfig):
 
     tokenizer: DraftTokenizer = DraftTokenizer.same
     matching: Matching = Matching.intersection
+
+
+def problem_of_tokenizer(target: ModelConfig, draft: DrafterConfig) -> str | None:
+    """An error sentence if a draft's own tokenizer is that of the target by the catalogue, else None.
+
+    Folders are compared when their tokenizers are read.
+    """
+    model = draft.model
+    if matching_of(draft) is None or model is None or not (target.shape and model.shape) or target.path or model.path:
+        return None
+    shapes = [(shape.model_type, shape.vocab_size) for shape in (target.shape, model.shape)]
+    if shapes[0] != shapes[1]:
+        return None
+    return f"draft.tokenizer=own has no effect with draft={model.name}, which has the target's tokenizer: leave it out"
 
 
 def matching_of(draft: DrafterConfig) -> Matching | None:
