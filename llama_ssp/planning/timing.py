@@ -12,7 +12,8 @@ import math
 from dataclasses import dataclass, replace
 from functools import partial
 
-from llama_ssp.architectures.sizes import PREFILL_CHUNK
+from llama_ssp.architectures.sizes import OWN_SLOTS_PER_SLOT, PREFILL_CHUNK
+from llama_ssp.config.drafts.model import Matching
 from llama_ssp.config.hardware import HardwareConfig, SizePoint
 from llama_ssp.config.rules.rule import rule_of
 from llama_ssp.config.schema import DraftLayout
