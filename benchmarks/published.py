@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from llama_ssp.config import catalogue, hardware
+from llama_ssp.config.drafts.model import Matching
 from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.config.schema import DraftLayout
 from llama_ssp.config.target_placement import TargetKind
@@ -84,6 +85,7 @@ def job(
     return PlanSpec(
         target=planned_model(catalogue.load(target), device="cuda"),
         draft=drafting,
+        matching=Matching.text if draft == "gpt_neo_1.3B" else None,
         target_kind=TargetKind.tensor,
         target_ranks=ranks,
         draft_kind=DraftLayout[kind],

@@ -1,6 +1,7 @@
 """A draft with another vocabulary drafts what its model says of its own text, and the target's text stays its own."""
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from llama_ssp.config.schema import SamplingConfig
 from llama_ssp.drafting.intersection import IntersectionDrafter
+from llama_ssp.drafting.own_text import VocabularyMap
+from llama_ssp.drafting.vocabularies import Alignment
 from llama_ssp.engine.completion import RowCompletion
 from llama_ssp.engine.executors.traced_cpu import TracedExecutor
 from llama_ssp.engine.loop import Decoder
@@ -138,6 +141,25 @@ def test_under_coupled_a_seed_has_one_text_over_a_draft_with_another_tokenizer_t
     for options in many:
         drafted = complete(decoder(sampling=sampling, rule_name="coupled", **options), requests())
         assert [each.token_ids for each in drafted] == [each.token_ids for each in alone]
+
+
+@pytest.mark.parametrize("rule_name", ["speculative", "coupled"])
+def test_the_target_under_other_ids_is_always_accepted(rule_name: str) -> None:
+    """Its text, its positions and what penalties count are then the target's."""
+    renamed = [4, 7, 0, 10, 3, 9, 1, 5, 2, 8, 6]
+    target, draft = PrefixRunner(sharpness=1.0), PrefixRunner(sharpness=1.0)
+    draft.table[renamed], draft.head[:, renamed] = target.table, target.head
+    alignment = Alignment(shared=tuple(renamed), pieces=tuple((token,) for token in renamed))
+    vocabularies = VocabularyMap.of(alignment, draft_size=11, device=torch.device("cpu"))
+    translator: Any = SimpleNamespace(ids=lambda ids: [renamed[token] for token in ids])
+    made = make_decoder(
+        target, None, sampling=PENALIZED, rule_name=rule_name, batch_size=3,
+        make_drafter=lambda rule: IntersectionDrafter(
+            draft, rule=rule, num_draft_tokens=3, vocabularies=vocabularies, translator=translator
+        ),
+    )  # fmt: skip
+    for done in complete(made, requests()):
+        assert {*done.accepted_lengths[:-1]} <= {3}
 
 
 @pytest.mark.parametrize("rule_name", ["speculative", heavy("block"), heavy("coupled")])

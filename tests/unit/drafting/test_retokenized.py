@@ -1,10 +1,12 @@
 """A draft by text drafts what its model takes to be most probable after the whole text, wherever tokens merge."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from scipy.stats import chisquare
 from torch import Tensor
+from transformers import AutoTokenizer
 
 from llama_ssp.config.schema import SamplingConfig
 from llama_ssp.drafting.retokenized import RetokenizedDrafter
@@ -17,7 +19,7 @@ from tests.helpers.decoders import complete, make_decoder
 from tests.helpers.lanes import grid, heavy
 from tests.helpers.prefix_runner import PrefixRunner
 from tests.helpers.text_laws import counted
-from tests.helpers.tokenizers import byte_level, sentencepiece_like
+from tests.helpers.tokenizers import byte_level, save_tokenizer, sentencepiece_like
 
 SAMPLING = SamplingConfig(temperature=0.9)
 TARGET, DRAFT = byte_level(), sentencepiece_like()
@@ -86,6 +88,18 @@ def test_a_text_longer_than_the_cache_loses_its_beginning(monkeypatch: pytest.Mo
     assert len(done.token_ids) == 24
     assert drafter._num_slots == 40
     assert len(drafter._into_draft.ids([*prompts()[-1][:10], *done.token_ids])) > 40, "the text fits"
+
+
+def test_a_cache_of_accepted_drafts_is_right_too(tmp_path: Path) -> None:
+    """The draft is the target, and its words are the target's: all that it drafts before an end is accepted."""
+    save_tokenizer(tmp_path, 20)
+    words = AutoTokenizer.from_pretrained(tmp_path)
+    runner = PrefixRunner(20)
+    drafter = Checked(PrefixRunner(20), num_draft_tokens=3, tokenizers=TokenizerPair(words, words))
+    made = make_decoder(runner, None, make_drafter=lambda _: drafter)
+    wanted = [Request(index=n, prompt_ids=(5 + n, 7, 9), max_new_tokens=30) for n in range(3)]
+    accepted = [length for done in complete(made, wanted) for length in done.accepted_lengths]
+    assert accepted.count(3) > 10
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])

@@ -3,13 +3,27 @@
 from collections.abc import Callable
 
 import pytest
+from tokenizers import normalizers
 from transformers import PreTrainedTokenizerFast
 
 from llama_ssp.drafting.translation import TokenizerPair
 from tests.helpers.tokenizers import byte_level, sentencepiece_like
 
 Kind = Callable[[], PreTrainedTokenizerFast]
-KINDS: list[tuple[Kind, Kind]] = [(byte_level, sentencepiece_like), (sentencepiece_like, byte_level)]
+
+
+def llama_like() -> PreTrainedTokenizerFast:
+    """A tokenizer that puts a space before every text that it encodes."""
+    tokenizer = sentencepiece_like()
+    spaces = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    tokenizer.backend_tokenizer.normalizer = normalizers.Sequence(spaces)
+    return tokenizer
+
+
+KINDS: list[tuple[Kind, Kind]] = [
+    (byte_level, sentencepiece_like), (sentencepiece_like, byte_level),
+    (llama_like, byte_level), (byte_level, llama_like),
+]  # fmt: skip
 
 
 def ids_of(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:

@@ -175,6 +175,7 @@ def _texts(layout: Layout, *, matching: Matching, temperature: float, batch_size
 
 LAYOUTS = [
     ((0, 1), (1,), ONE_RANK),
+    ((0, 1), (0, 1), SHARDED),
     ((1, 2), (0, 1), SHARDED),
     ((0,), (1, 2), OWN_GPU),
     ((0, 1), (0, 1), REPLICATED),
