@@ -248,7 +248,7 @@ A round costs K draft steps and one target step. Published times therefore imply
 `tokens per round = plain / speculative x (1 + K c)`.
 c is the draft's published time per token over the target's where both are published, otherwise the planner's forecast.
 The forecast uses the acceptance that a plan uses (`conf/pairs.yaml`: 0.79-0.80 for Llama pairs), not the implied one.
-The Llama figures of that catalogue come from the llama-ssp rows of 30B and 65B on A100s and of 13B on A10Gs, and that of
+The Llama figures of that catalogue come from the llama-ssp rows of 30B and 65B on A100s and of 13B on A10Gs, that of
 GPT-NeoX with GPT-Neo, whose tokenizers differ, from its own row, so these rows are not forecasts.
 
 {pairs}
