@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from llama_ssp.config import catalogue, hardware
+from llama_ssp.config.drafts.model import Matching
 from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.config.schema import DraftLayout
 from llama_ssp.config.target_placement import TargetKind
@@ -84,6 +85,7 @@ def job(
     return PlanSpec(
         target=planned_model(catalogue.load(target), device="cuda"),
         draft=drafting,
+        matching=Matching.text if draft == "gpt_neo_1.3B" else None,
         target_kind=TargetKind.tensor,
         target_ranks=ranks,
         draft_kind=DraftLayout[kind],
@@ -246,8 +248,8 @@ A round costs K draft steps and one target step. Published times therefore imply
 `tokens per round = plain / speculative x (1 + K c)`.
 c is the draft's published time per token over the target's where both are published, otherwise the planner's forecast.
 The forecast uses the acceptance that a plan uses (`conf/pairs.yaml`: 0.79-0.80 for Llama pairs), not the implied one.
-The Llama figures of that catalogue come from the llama-ssp rows of 30B and 65B on A100s and of 13B on A10Gs, so these
-rows are not forecasts.
+The Llama figures of that catalogue come from the llama-ssp rows of 30B and 65B on A100s and of 13B on A10Gs, that of
+GPT-NeoX with GPT-Neo, whose tokenizers differ, from its own row, so these rows are not forecasts.
 
 {pairs}
 

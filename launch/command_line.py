@@ -21,8 +21,8 @@ from hydra.core.override_parser.types import Override, OverrideType, Quote, Quot
 from hydra.errors import HydraException, OverrideParseException
 
 from llama_ssp.config import catalogue
-from llama_ssp.config.drafts.drafter import drafters
-from llama_ssp.config.schema import ModelShape, RunConfig
+from llama_ssp.config.drafts.drafter import DrafterRecord, drafters
+from llama_ssp.config.schema import MODEL_DRAFT, ModelShape, RunConfig
 from llama_ssp.config.store import BUNDLES
 from llama_ssp.config.tasks.spec import task_specs
 from llama_ssp.errors import ConfigError, one_message, unknown_name
@@ -203,12 +203,18 @@ def keys_of_run(overrides: Iterable[Override], groups: dict[str, list[str]]) -> 
     named = named or [_task_of(group, name) for group, name in chosen if group in BUNDLES and name in groups[group]]
     known = task_specs()
     tasks = [known[name] for name in named if name in known] or [known[_default_task()]]
-    drafts = [drafters()[name] for group, name in chosen if group == "draft" and name in drafters()]
+    drafts = [_drafter_of_option(name) for group, name in chosen if group == "draft" and name in groups["draft"]]
+    drafts = drafts or [drafters()[MODEL_DRAFT]]
     schemas = [(RunConfig, ""), *((task.config, "task.") for task in tasks)]
     schemas += [(draft.config, "draft.") for draft in drafts]
     keys = frozenset(key for schema, prefix in schemas for key in keys_of(schema, prefix)) - _DERIVED
     without_model = drafts and all(draft.make and not draft.has_model for draft in drafts)
     return frozenset(key for key in keys if not key.startswith("draft.model.")) if without_model else keys
+
+
+def _drafter_of_option(name: str) -> DrafterRecord:
+    """Return the kind that an option of `draft` has: its own name, else a model."""
+    return drafters().get(name, drafters()[MODEL_DRAFT])
 
 
 def _default_task() -> str:

@@ -28,6 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 from launch import command_line, options
 from llama_ssp.config import catalogue, hardware, plan, store
 from llama_ssp.config.drafts.drafter import drafter_of, drafters
+from llama_ssp.config.drafts.model import ModelDraftConfig
 from llama_ssp.config.registry import load_plugins
 from llama_ssp.errors import ConfigError, one_message, unknown_name
 from llama_ssp.planning.spec import make_job, settle_models
@@ -71,7 +72,7 @@ def read_settings(settings: list[str]) -> plan.PlanConfig:
 
 def _check_keys(given: Iterable[str]) -> None:
     """Refuse unknown settings; `hardware` and shapes are open, and Hydra knows the signs +, ~ and @."""
-    keys = frozenset(command_line.keys_of(plan.PlanConfig))
+    keys = frozenset([*command_line.keys_of(plan.PlanConfig), *command_line.keys_of(ModelDraftConfig, "draft.")])
     left_to_others = re.compile(r"hardware\.|.*\.shape\.|.*[+~@]")
     unknown = [key for key in given if key not in keys and not left_to_others.match(key)]
     if unknown:

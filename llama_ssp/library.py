@@ -11,6 +11,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from llama_ssp.config import catalogue
 from llama_ssp.config.checks import check_values
+from llama_ssp.config.drafts.model import DraftTokenizer, Matching, ModelDraftConfig
 from llama_ssp.config.registry import load_plugins
 from llama_ssp.config.schema import (
     MODEL_DRAFT,
@@ -69,6 +70,8 @@ def load(
     *,
     dtype: Dtype | str | None = None,
     device: DeviceKind | str = DeviceKind.auto,
+    tokenizer: DraftTokenizer | str = DraftTokenizer.same,
+    matching: Matching | str = Matching.intersection,
 ) -> Pair:
     """Load a pair of models into this process.
 
@@ -77,6 +80,8 @@ def load(
         draft: the same for the draft; None decodes with the target alone.
         dtype: number format of both, or its name; None for the device's default (`planning.job`).
         device: to compute on, or its name.
+        tokenizer: `own` allows a draft whose tokenizer is not the target's.
+        matching: how its tokens then become the target's (`config.drafts.model.Matching`).
 
     Raises:
         ConfigError: a name is unknown, a plugin cannot be imported, or the vocabularies differ.
@@ -87,7 +92,10 @@ def load(
     dtype = None if dtype is None else _member(Dtype, "dtype", dtype)
     drafter = DrafterConfig(kind=NO_DRAFT)
     if draft is not None:
-        drafter = DrafterConfig(kind=MODEL_DRAFT, model=_entry(draft, dtype))
+        drafter = ModelDraftConfig(
+            kind=MODEL_DRAFT, model=_entry(draft, dtype),
+            tokenizer=_member(DraftTokenizer, "tokenizer", tokenizer), matching=_member(Matching, "matching", matching),
+        )  # fmt: skip
     config = RunConfig(
         task=GenerateConfig(), model=_entry(target, dtype), draft=drafter, placement=PlacementConfig(),
         sampling=SamplingConfig(), verification=VerificationConfig(), device=device,

@@ -192,7 +192,9 @@ def draft_settings(name: str, schema: type[Any]) -> Iterator[Setting]:
     """Describe the settings that a kind of draft has of its own."""
     shared = {each.name for each in dataclasses.fields(DrafterConfig)}
     if own := {each.name for each in dataclasses.fields(schema)} - shared:
-        listed = schema_settings(schema, comments(CONF / "draft" / f"{name}.yaml"), prefix="draft.")
+        file = CONF / "draft" / f"{name}.yaml"
+        said = comments(file if file.is_file() else CONF / "draft" / f"{_FIRST['draft']}.yaml")
+        listed = schema_settings(schema, said, prefix="draft.")
         yield from (each for each in listed if each.key.removeprefix("draft.") in own)
 
 
@@ -202,7 +204,10 @@ def option_settings(group: str) -> Iterator[tuple[str, list[Setting]]]:
     if group == "task":
         listed = {name: task_settings(name, task.config) for name, task in task_specs().items()}
     elif group == "draft":
-        listed = {name: draft_settings(name, record.config) for name, record in drafters().items()}
+        listed = {
+            "NAME" if record.has_model else name: draft_settings(name, record.config)
+            for name, record in drafters().items()
+        }
     yield from ((name, own) for name, settings in listed.items() if (own := list(settings)))
 
 

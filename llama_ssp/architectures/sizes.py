@@ -6,6 +6,10 @@ SLOT_STEP = 8
 """Cache slots are multiples of it: attention kernels copy masks of any other width first."""
 BUCKET_STEP = {"cuda": 256, "cpu": 64}
 """By device: the widths at which a cache is read are multiples of it. Wider on GPUs, where each width is a graph."""
+MOST_PIECES = 4
+"""The most tokens of a draft with its own tokenizer that spell one token of the target."""
+OWN_SLOTS_PER_SLOT = 2
+"""Cache slots of such a draft per slot of the target; its text has at most so many tokens per token of the target."""
 
 CATCH_UP_CHUNK = 64
 """Tokens that a draft model reads at once after rounds in which it did not draft."""
@@ -14,3 +18,9 @@ CATCH_UP_CHUNK = 64
 def whole_steps(num_slots: int) -> int:
     """Round a number of slots up to `SLOT_STEP`."""
     return -(-num_slots // SLOT_STEP) * SLOT_STEP
+
+
+def own_slots(num_slots: int, *, max_position_embeddings: int) -> int:
+    """Slots of a draft with its own tokenizer whose target has `num_slots`, as far as the draft's positions go."""
+    positions = max_position_embeddings // SLOT_STEP * SLOT_STEP
+    return max(min(num_slots * OWN_SLOTS_PER_SLOT, positions), num_slots)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from llama_ssp.config import layout
 from llama_ssp.config.drafts.drafter import drafts
+from llama_ssp.config.drafts.model import matching_of
 from llama_ssp.config.formats.format import takes
 from llama_ssp.config.rules.rule import rules
 from llama_ssp.config.schema import DeviceKind, ModelConfig, RunConfig, WeightsKind
@@ -54,6 +55,17 @@ _ROWS = (
     _Row(("verification",), lambda c: _never_drafts(c) and not _draws_by_position(c), _NO_DRAFT),
     _Row(("draft.fallback",), lambda c: not c.speculation.adapts, "without speculation.num_draft_tokens=auto"),
     _Row(("placement.draft", "draft.model"), _has_no_draft_model, "without a draft model: give one with draft=NAME"),
+    _Row(
+        ("draft.tokenizer", "draft.matching"),
+        lambda c: is_synthetic(c) and c.draft.model is not None,
+        "with weights=synthetic, which gives both models one tokenizer",
+    ),
+    _Row(("draft.tokenizer", "draft.matching"), _has_no_draft_model, "without a draft model: give one with draft=NAME"),
+    _Row(
+        ("draft.matching",),
+        lambda c: c.draft.model is not None and matching_of(c.draft) is None,
+        "without draft.tokenizer=own",
+    ),
     _Row(("placement.target", "placement.draft"), lambda c: c.placement.auto, "with placement=auto, which chooses it"),
     _Row(
         ("sampling.top_k", "sampling.top_p", "sampling.min_p"),

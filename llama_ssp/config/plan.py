@@ -8,6 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 from llama_ssp.config import catalogue, layout
+from llama_ssp.config.drafts.model import ANY_DRAFT, matching_of, problem_of_tokenizer
 from llama_ssp.config.formats.format import problem_of
 from llama_ssp.config.hardware import problems_of
 from llama_ssp.config.schema import DrafterConfig, ModelConfig, PlacementConfig, SpeculationConfig
@@ -84,10 +85,15 @@ def _models(config: PlanConfig) -> Iterator[str]:
                 f"prompt_tokens={config.prompt_tokens} and max_new_tokens={config.max_new_tokens} make {context}, "
                 f"and the context of {group}={model.name} has {model.shape.max_position_embeddings} tokens"
             )
+    if problem := problem_of_tokenizer(target, config.draft):
+        yield problem
+    if matching_of(config.draft):
+        return
     if target.shape and draft and draft.shape and target.shape.vocab_size != draft.shape.vocab_size:
         known = target.name in catalogue.names()
         fitting = ", ".join(catalogue.smaller_relatives(catalogue.load(target.name))) if known else ""
         yield (
             f"the draft must have the target's vocabulary: model={target.name} has {target.shape.vocab_size} tokens, "
-            f"draft={draft.name} {draft.shape.vocab_size}; drafts that fit: {fitting or 'none in the catalogue'}"
+            f"draft={draft.name} {draft.shape.vocab_size}; drafts that fit: {fitting or 'none in the catalogue'}; "
+            f"{ANY_DRAFT}"
         )

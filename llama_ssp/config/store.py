@@ -18,6 +18,7 @@ from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf
 
 from llama_ssp.config import catalogue, hardware
 from llama_ssp.config.drafts.drafter import drafter_of, drafters, problem_of
+from llama_ssp.config.drafts.model import ModelDraftConfig
 from llama_ssp.config.schema import DEFAULT_DRAFT, MODEL_DRAFT, NO_DRAFT, DrafterConfig, RunConfig
 from llama_ssp.config.slurm import SlurmConfig
 from llama_ssp.config.tasks.spec import task_specs
@@ -39,7 +40,8 @@ def register() -> None:
     for name, draft in drafters().items():
         store.store(group="schema", name=f"draft_{name}", node=draft.config)
     for name in catalogue.names():
-        option = {"defaults": [{"/model@model": name}, "_self_"], "kind": MODEL_DRAFT}
+        defaults = [f"/schema/draft_{MODEL_DRAFT}@_here_", {"/model@model": name}, "_self_"]
+        option = {"defaults": defaults, "kind": MODEL_DRAFT}
         store.store(group="draft", name=name, node=option)
     OmegaConf.register_new_resolver("run_id", run_id, replace=True)
     OmegaConf.register_new_resolver("hardware_names", lambda: _in_lines(hardware.names(), indent=35), replace=True)
@@ -68,8 +70,8 @@ def run_id() -> str:
 def to_run_config(config: DictConfig, *, explicit: frozenset[str]) -> RunConfig:
     """Turn a config composed from `conf/config.yaml` into dataclasses and resolve the draft.
 
-    Of the dotted keys that the user gave, `draft.fallback` and those below `draft.model` apply to the default draft
-    too. The result's `draft.kind` is never `default`, and its `draft.model` is null for kinds without a model.
+    Of the dotted keys that the user gave, those below `draft` apply to the default draft too. The result's
+    `draft.kind` is never `default`, and its `draft.model` is null for kinds without a model.
 
     Raises:
         ConfigError: the default draft is unknown, a group of settings is a plain value, or a value is missing.
@@ -106,9 +108,8 @@ def _default_draft(config: DictConfig, explicit: frozenset[str]) -> DictConfig:
     name = config.model.default_draft
     if name is None:
         return cast("DictConfig", OmegaConf.structured(DrafterConfig(kind=NO_DRAFT)))
-    draft: DictConfig = OmegaConf.structured(DrafterConfig(kind=MODEL_DRAFT, model=catalogue.load(name)))
-    draft.fallback = config.draft.fallback
+    draft: DictConfig = OmegaConf.structured(ModelDraftConfig(kind=MODEL_DRAFT, model=catalogue.load(name)))
     for key in explicit:
-        if key.startswith("draft.model."):
+        if key.startswith("draft."):
             OmegaConf.update(draft, key.removeprefix("draft."), OmegaConf.select(config, key))
     return draft

@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 
 from llama_ssp.config.drafts.drafter import drafter_of, drafters
+from llama_ssp.config.drafts.model import Matching, matching_of
 from llama_ssp.config.registry import imported
 from llama_ssp.config.rules.rule import rule_of
 from llama_ssp.config.schema import RunConfig
@@ -12,6 +13,7 @@ from llama_ssp.distributed.mesh import Mesh
 from llama_ssp.drafting.batch_split import BatchSplit, BatchSplitDrafter
 from llama_ssp.drafting.broadcast import BroadcastDrafter, ProbsReceiver
 from llama_ssp.drafting.protocol import Drafter, DrafterParts
+from llama_ssp.drafting.translation import TokenizerPair
 from llama_ssp.models.runner import Runner
 from llama_ssp.sampling.rules import Rule
 
@@ -25,11 +27,13 @@ def make_drafters(
     vocab_size: int,
     device: torch.device,
     split: BatchSplit | None = None,
+    tokenizers: TokenizerPair | None = None,
 ) -> list[Drafter]:
     """Make the drafters of a rank, in a run with a draft: the draft's, then the fallback's if there is one.
 
     `runner` is the draft model or this rank's slice of it, None on ranks without one. `split` divides the rows among
-    ranks that each hold the whole draft model. Raises ConfigError if the code of a kind of draft cannot be imported.
+    ranks that each hold the whole draft model. `tokenizers` are those of both models, if the draft has its own. Raises
+    ConfigError if the code of a kind of draft cannot be imported.
     """
     layout, num_draft_tokens = mesh.layout, config.speculation.most_draft_tokens
     has_model = drafter_of(config.draft).has_model
@@ -42,6 +46,7 @@ def make_drafters(
         runner=runner,
         comm=mesh.draft,
         src=layout.draft_ranks.index(layout.draft_source_rank) if has_model and not split else 0,
+        tokenizers=tokenizers,
     )
     fallback = []
     if config.draft.fallback is not None:
@@ -56,7 +61,8 @@ def make_drafters(
         return [BatchSplitDrafter(inner, split=split, num_draft_tokens=num_draft_tokens, device=device), *fallback]
     # Probabilities are sent only if no rank holds both models and the rule reads them.
     needs_probs = config.sampling.temperature > 0 and rule_of(config.verification.rule).needs_probs
-    is_apart = needs_probs and layout.draft_source_rank != layout.verify_rank
+    has_probs = needs_probs and matching_of(config.draft) is not Matching.text
+    is_apart = has_probs and layout.draft_source_rank != layout.verify_rank
     shared = BroadcastDrafter(
         inner,
         comm=mesh.replica,

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from llama_ssp.architectures.sizes import CATCH_UP_CHUNK
 from llama_ssp.distributed.comms import Comm
-from llama_ssp.drafting.protocol import DrafterParts
+from llama_ssp.drafting.catch_up import CatchUp
+from llama_ssp.drafting.own_tokenizer import make_with_own_tokenizer
+from llama_ssp.drafting.protocol import Drafter, DrafterParts
 from llama_ssp.models.cache import Workspace
 from llama_ssp.models.prefill import Buckets, read_prompts
 from llama_ssp.models.runner import Runner
@@ -59,7 +60,7 @@ class ModelDrafter:
         self._comm = self.comm or Comm.single()
         self._last_two = torch.arange(-2, 0, device=self.runner.device)
         self._offsets_K = torch.arange(self.num_draft_tokens, device=self.runner.device)
-        self._chunk_T = torch.arange(CATCH_UP_CHUNK, device=self.runner.device)
+        self._catch_up = CatchUp(self.runner)
         self._tables: _Tables | None = None
 
     @property
@@ -90,7 +91,9 @@ class ModelDrafter:
         """Draw K tokens one after another; see `Drafter.propose`."""
         assert self._tables, "allocate comes first"
         tokens_BS, lengths_B, _ = rows
-        self._catch_up(rows, num_unread=num_unread, bucket=bucket)
+        self._catch_up.read(
+            tokens_BS, lengths_B[:, None], num_unread=num_unread, num_kept=2, bucket=bucket, known=self._known
+        )
         positions_BT = lengths_B[:, None] + self._last_two
         wanted_B1: Tensor | None = self._tables.second_B1
         ids_BT = self._known(tokens_BS.gather(1, positions_BT))
@@ -115,23 +118,17 @@ class ModelDrafter:
         probs_BTV = torch.stack([*probs, self._tables.nothing_BV], dim=1) if probs else None
         return Draft(ids_BK=ids_BK, probs_BTV=probs_BTV)
 
-    def _catch_up(self, rows: Rows, *, num_unread: int, bucket: int) -> None:
-        """Read the unread tokens up to the last two, in chunks; a shorter row reads its first token repeatedly."""
-        assert self._tables
-        for distance in range(num_unread, 2, -CATCH_UP_CHUNK):
-            positions_BT = (rows.lengths_B[:, None] - distance + self._chunk_T).clamp_min(0)
-            ids_BT = self._known(rows.tokens_BS.gather(1, positions_BT))
-            self.runner.forward(ids_BT, positions_BT, bucket=bucket, score_positions_BR=self._tables.second_B1)
-
     def _known(self, ids: Tensor) -> Tensor:
         """Replace ids that only the target's larger vocabulary has by the draft's last id; any draft is valid."""
         is_narrower = self.runner.vocab_size < self.vocab_size
         return ids.clamp(max=self.runner.vocab_size - 1) if is_narrower else ids
 
 
-def make(parts: DrafterParts) -> ModelDrafter:
+def make(parts: DrafterParts) -> Drafter:
     """Make the drafter on a rank that holds the draft model; see `drafting.maker`."""
     assert parts.runner
+    if parts.tokenizers:
+        return make_with_own_tokenizer(parts, parts.runner, parts.tokenizers)
     return ModelDrafter(
         parts.runner,
         rule=parts.rule,

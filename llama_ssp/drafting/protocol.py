@@ -14,6 +14,8 @@ from torch import Tensor
 
 from llama_ssp.config.schema import DrafterConfig
 from llama_ssp.distributed.comms import Comm
+from llama_ssp.drafting.host_time import HostTimed
+from llama_ssp.drafting.translation import TokenizerPair
 from llama_ssp.models.prefill import Buckets
 from llama_ssp.models.runner import Runner
 from llama_ssp.sampling.context import Rows
@@ -30,6 +32,7 @@ class DrafterParts:
         runner: the draft model or this rank's slice of it, for kinds of draft that have a model.
         comm: the ranks that share the draft model; None if it is not split.
         src: the rank in `comm` whose ids count.
+        tokenizers: both models' tokenizers, if the draft has its own.
     """
 
     config: DrafterConfig
@@ -40,6 +43,7 @@ class DrafterParts:
     runner: Runner | None = None
     comm: Comm | None = None
     src: int = 0
+    tokenizers: TokenizerPair | None = None
 
 
 class Drafter(Protocol):
@@ -88,7 +92,7 @@ class Drafter(Protocol):
         """
 
 
-class SharedDrafter:
+class SharedDrafter(HostTimed):
     """The drafter of some ranks, which the others follow; `inner` is that of this rank, None on ranks without one."""
 
     def __init__(self, inner: Drafter | None, *, num_draft_tokens: int, device: torch.device) -> None:
@@ -119,6 +123,11 @@ class SharedDrafter:
         """Read new prompts on the ranks that draft."""
         if self._inner:
             self._inner.prefill(tokens_RS, lengths_R, rows=rows, longest=longest, buckets=buckets)
+
+    def take_host_s(self) -> float:
+        """See `HostTimed`."""
+        inner: object = self._inner
+        return inner.take_host_s() if isinstance(inner, HostTimed) else 0.0
 
     def _write(self, ids_BK: Tensor, rows: Rows) -> None:
         _, num_drafted = static_shape(ids_BK)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.architectures.sizes import BUCKET_STEP, CATCH_UP_CHUNK, PREFILL_CHUNK, whole_steps
+from llama_ssp.drafting.host_time import HostTimed
 from llama_ssp.engine.clock import Clock, clock_for
 from llama_ssp.engine.completion import FinishReason, RowCompletion, StopRequest
 from llama_ssp.engine.draft_length import DraftLength, FixedLength, num_chunks
@@ -254,6 +255,8 @@ class Decoder:
             completion.share_s += seconds * share
         if is_round:
             draft_s, verify_s = self.clock.take()
+            drafters: Sequence[object] = self.round.drafters
+            draft_s -= sum(drafter.take_host_s() for drafter in drafters if isinstance(drafter, HostTimed))
             other_s = seconds - draft_s - verify_s
             for completion in running:
                 part_s = completion.part_s

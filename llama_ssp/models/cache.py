@@ -42,6 +42,14 @@ class PerBucket(dict[int, _T], Generic[_T]):
         return made
 
 
+class OwnBuckets:
+    """Base class of what reads other buckets than the round: everything below it is asked for `own_bucket`."""
+
+    def own_bucket(self, bucket: int) -> int:
+        """The bucket of its cache in a round with this one."""
+        raise NotImplementedError
+
+
 class LayerBuffer(NamedTuple):
     """One layer's part of the cache: views of one memory for writing and for reading.
 

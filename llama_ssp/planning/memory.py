@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 
 from llama_ssp.architectures.family import family_of
 from llama_ssp.architectures.sizes import BUCKET_STEP, PREFILL_CHUNK
+from llama_ssp.config.drafts.model import Matching
 from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.config.rules.rule import rule_of
 from llama_ssp.config.schema import ADAPTIVE_LENGTHS
@@ -141,6 +142,8 @@ def _logits_bytes(job: PlanSpec, rank: int) -> int:
     decides = drafts if layout.splits_batch else rank == layout.verify_rank
     whole = 4 * rows * rule_of(job.rule).keeps_all_rows
     rule = 4 * rows + 4 * num_draft_tokens + whole + 8 if decides else 4 * num_draft_tokens * drafts
+    if drafts and job.matching is Matching.intersection:
+        rule += 8  # the draft's logits with one more column, and what is moved to the target's ids
     if decides:  # counts, penalized logits and a mask; the bits of a race and what is made of them
         rule += rows * (9 * job.counts_tokens + 16 * rule_of(job.rule).draws_by_position)
     return vocabulary * (job.batch_size * logits + num_own * rule)

@@ -11,6 +11,7 @@ Shapes: B sequences, K drafted tokens, V vocabulary.
 
 from dataclasses import dataclass
 
+from llama_ssp.config.drafts.model import Matching
 from llama_ssp.config.rules.rule import rule_of
 from llama_ssp.config.schema import DraftLayout
 from llama_ssp.planning.spec import PlanSpec
@@ -57,7 +58,8 @@ def round_messages(job: PlanSpec, num_draft_tokens: int) -> RoundMessages:
     is_sharded = drafts and layout.draft_kind is not DraftLayout.replicated and len(drafting) > 1
     num_senders = len(everyone) if splits_batch else 1
     sends_ids = drafts and not (is_sharded and drafting == everyone)
-    apart = drafts and layout.draft_source_rank not in layout.target_ranks and rule_of(job.rule).needs_probs
+    has_probs = rule_of(job.rule).needs_probs and job.matching is not Matching.text
+    apart = drafts and layout.draft_source_rank not in layout.target_ranks and has_probs
     steps = Message(payload_bytes=ID_BYTES * rows, ranks=drafting, num_times=num_draft_tokens)
     ids = Message(payload_bytes=ID_BYTES * rows * num_draft_tokens, ranks=everyone, num_senders=num_senders)
     verdict = Message(payload_bytes=VERDICT_BYTES * rows, ranks=everyone, num_senders=num_senders)

@@ -56,7 +56,8 @@ def _layer_wise(model: PlannedModel, held: tuple[range, ...]) -> tuple[Inventory
 def _layer_wise_parts(job: PlanSpec) -> Iterator[Part]:
     """The parts of a layer-wise target by device; the first also computes the offloaded layers."""
     model, row = job.target, layer_placement_of(job)
-    (whole,) = _parts(job, model, num_ranks=1, kind=TargetKind.tensor, num_rows=job.batch_size)
+    sizes = {"num_rows": job.batch_size, "num_slots": job.num_slots}
+    (whole,) = _parts(job, model, num_ranks=1, kind=TargetKind.tensor, **sizes)
     layer = inventory(model.shape).layer
     read_bytes = DTYPE_BYTES[model.dtype] * max(matrix.num_elements for matrix in layer) if row.waiting else 0
     for device, held in enumerate(_layer_wise(model, row.held)):
@@ -71,7 +72,9 @@ def _layer_wise_parts(job: PlanSpec) -> Iterator[Part]:
         )
 
 
-def _parts(job: PlanSpec, model: PlannedModel, *, num_ranks: int, kind: TargetKind, num_rows: int) -> Iterator[Part]:
+def _parts(
+    job: PlanSpec, model: PlannedModel, *, num_ranks: int, kind: TargetKind, num_rows: int, num_slots: int
+) -> Iterator[Part]:
     shape, size = model.shape, DTYPE_BYTES[model.dtype]
     shards = split_model(shape, num_ranks=num_ranks)
     # DeepSpeed splits a whole model in each rank's host memory, which on a CPU is the planned memory.
@@ -83,7 +86,7 @@ def _parts(job: PlanSpec, model: PlannedModel, *, num_ranks: int, kind: TargetKi
         slot_bytes = 2 * num_kv_heads * shape.head_dim * size
         yield Part(
             weights=weights,
-            cache_bytes=held.num_layers * slot_bytes * num_rows * job.num_slots,
+            cache_bytes=held.num_layers * slot_bytes * num_rows * num_slots,
             num_heads=len(shard.heads.query_heads),
             width=(len(shard.heads.query_heads) + 2 * num_kv_heads) * shape.head_dim,
             units=len(shard.mlp_units),
@@ -96,7 +99,8 @@ def target_parts(job: PlanSpec) -> dict[int, Part]:
     """The target's part on each of its ranks, or devices if layer-wise."""
     if job.target_kind is TargetKind.accelerate:
         return dict(zip(job.target_devices, _layer_wise_parts(job), strict=True))
-    parts = _parts(job, job.target, num_ranks=len(job.target_ranks), kind=job.target_kind, num_rows=job.batch_size)
+    sizes = {"num_rows": job.batch_size, "num_slots": job.num_slots}
+    parts = _parts(job, job.target, num_ranks=len(job.target_ranks), kind=job.target_kind, **sizes)
     return dict(zip(job.target_ranks, parts, strict=True))
 
 
@@ -107,5 +111,6 @@ def draft_parts(job: PlanSpec) -> dict[int, Part]:
     num_ranks, num_rows = len(job.draft_ranks), job.batch_size
     if job.draft_kind is DraftLayout.replicated:
         num_ranks, num_rows = 1, -(-num_rows // num_ranks)
-    parts = _parts(job, job.draft, num_ranks=num_ranks, kind=TargetKind.tensor, num_rows=num_rows)
+    sizes = {"num_rows": num_rows, "num_slots": job.draft_slots}
+    parts = _parts(job, job.draft, num_ranks=num_ranks, kind=TargetKind.tensor, **sizes)
     return dict(zip(job.draft_ranks, cycle(parts), strict=False))

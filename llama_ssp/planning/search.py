@@ -53,7 +53,9 @@ def _candidates(job: PlanSpec, hardware: HardwareConfig) -> Iterator[PlanSpec]:
         # Entries that are quantized by name are left out: they are the same models with a quantization.
         for quantization in formats():
             target = planned_model(replace(model, quantization=quantization), device=hardware.device)
-            base = replace(job, target=target, draft=None, draft_ranks=(), target_ranks=_all_ranks(job, hardware))
+            base = replace(
+                job, target=target, draft=None, matching=None, draft_ranks=(), target_ranks=_all_ranks(job, hardware)
+            )
             yield base
             for draft in _drafts(model, series):
                 for kind in _layouts(job, hardware):

@@ -6,8 +6,9 @@ from typing import Any
 
 from llama_ssp.architectures.family import family_of
 from llama_ssp.architectures.inventory import Inventory
-from llama_ssp.architectures.sizes import whole_steps
+from llama_ssp.architectures.sizes import MOST_PIECES, own_slots, whole_steps
 from llama_ssp.config.drafts.drafter import draft_name
+from llama_ssp.config.drafts.model import Matching, matching_of
 from llama_ssp.config.formats.format import format_of
 from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.config.layout import Layout, lay_out_replica, max_device_bytes, may_capture
@@ -62,6 +63,7 @@ class PlanSpec:
         counts_tokens: penalties count the tokens of the vocabulary.
         free_draft: the kind of a draft without a model, whose cost is not counted; None without one.
         target_ranks, draft_ranks: ranks of each replica, increasing.
+        matching: how the tokens of a draft with its own tokenizer are matched; None with the target's.
         acceptance: probability that a drafted token is accepted; None looks the pair up.
         prompt_tokens, max_new_tokens: tokens of the longest row.
         cuda_graphs: whether forwards are captured; otherwise every operator is launched from Python.
@@ -88,6 +90,7 @@ class PlanSpec:
     adapts: bool = False
     rule: str = DEFAULT
     free_draft: str | None = None
+    matching: Matching | None = None
     counts_tokens: bool = False
     spare_devices: tuple[int, ...] = ()
     offload: Offload = Offload.none
@@ -112,6 +115,19 @@ class PlanSpec:
     def num_slots(self) -> int:
         """Cache slots per row: its tokens and the K + 1 that a round may write beyond them, rounded up."""
         return whole_steps(self.prompt_tokens + self.max_new_tokens + self.round_rows)
+
+    @property
+    def draft_slots(self) -> int:
+        """Cache slots per row of the draft, which has more for a text in its own tokens, as far as its context goes."""
+        if self.draft is None or self.matching is None:
+            return self.num_slots
+        context = self.draft.shape.max_position_embeddings
+        return own_slots(self.num_slots, max_position_embeddings=context)
+
+    @property
+    def first_draft_rows(self) -> int:
+        """Positions per row in the draft's first forward of a round: what its cache may lack."""
+        return 2 if self.matching is None else MOST_PIECES + 1
 
     @property
     def round_rows(self) -> int:
@@ -150,6 +166,7 @@ def make_job(config: PlanConfig, hardware: HardwareConfig) -> PlanSpec:
         **target_fields(config.model, placement.target, layout, num_gpus=hardware.num_gpus, device=hardware.device),
         draft=draft,
         free_draft=None if draft else draft_name(config.draft),
+        matching=matching_of(config.draft),
         draft_kind=layout.draft_kind,
         draft_ranks=layout.draft_ranks,
         num_replicas=placement.num_replicas,

@@ -12,7 +12,8 @@ import math
 from dataclasses import dataclass, replace
 from functools import partial
 
-from llama_ssp.architectures.sizes import PREFILL_CHUNK
+from llama_ssp.architectures.sizes import OWN_SLOTS_PER_SLOT, PREFILL_CHUNK
+from llama_ssp.config.drafts.model import Matching
 from llama_ssp.config.hardware import HardwareConfig, SizePoint
 from llama_ssp.config.rules.rule import rule_of
 from llama_ssp.config.schema import ADAPTIVE_LENGTHS, DraftLayout
@@ -88,13 +89,17 @@ class CostModel:
         self.draft = place(model=job.draft, kind=TargetKind.tensor, ranks=ranks) if job.draft else None
         middle = job.prompt_tokens + job.max_new_tokens // 2
         self._bucket = bucket_of(middle + job.round_rows, job.num_slots, hardware)
+        self._draft_bucket = self._bucket
+        if job.matching is Matching.intersection:  # the host knows only a bound of its texts' lengths
+            self._draft_bucket = min(self._bucket * OWN_SLOTS_PER_SLOT, job.draft_slots)
         self._profile = profile_of(hardware, num_active)
 
     def forward(self, placement: ModelPlacement, num_positions: int) -> ForwardTime:
         """A forward in the middle of decoding; a draft computes logits only for the last position."""
         return forward_time(
             placement, self.hardware, batch_size=self._rows_of(placement), num_positions=num_positions,
-            num_scored=1 if placement is self.draft else num_positions, bucket=self._bucket,
+            num_scored=1 if placement is self.draft else num_positions,
+            bucket=self._draft_bucket if placement is self.draft else self._bucket,
         )  # fmt: skip
 
     def _rows_of(self, placement: ModelPlacement) -> int:
@@ -189,7 +194,7 @@ def _speculative(costs: CostModel, plain: Timing) -> Timing:
     acceptance = Acceptance(probability=job.acceptance or 0.0, source="given as speculation.acceptance")
     if job.acceptance is None:
         acceptance = of_pair(job.target.name, job.draft.name if job.draft else str(job.free_draft))
-    first_s, step_s = (costs.draft_step_s(2), costs.draft_step_s(1)) if costs.draft else (0.0, 0.0)
+    first_s, step_s = (costs.draft_step_s(job.first_draft_rows), costs.draft_step_s(1)) if costs.draft else (0.0, 0.0)
 
     def round_s(num_draft_tokens: int) -> float:
         return first_s + (num_draft_tokens - 1) * step_s + costs.verify_s(num_draft_tokens) + costs.host_s

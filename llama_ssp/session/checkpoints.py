@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from llama_ssp.config.drafts.model import Matching, matching_of
 from llama_ssp.config.layout import lay_out_replica, max_device_bytes
 from llama_ssp.config.model_files import GENERATION_CONFIG_FILE, TOKENIZER_FILES, read_json
 from llama_ssp.config.paths import read_path
@@ -14,6 +15,7 @@ from llama_ssp.config.schema import Dtype, ModelConfig, RunConfig, WeightsKind
 from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.distributed.agree import raise_on_all_ranks
 from llama_ssp.distributed.world import World
+from llama_ssp.drafting.vocabularies import align
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.planning.spec import number_format
@@ -49,7 +51,7 @@ def find_sources(config: RunConfig, world: World) -> tuple[Source, Source | None
     """Find and check the target's and the draft's checkpoints, with the same outcome on every rank.
 
     The first rank of each node downloads missing files, and compares them with their manifest. Raises CheckpointError
-    for a missing or faulty checkpoint, ConfigError if the vocabularies differ or a model cannot be served or quantized,
+    for a missing or faulty checkpoint, ConfigError if the tokenizers differ or a model cannot be served or quantized,
     and PlacementError if one cannot be split over this many ranks, or not in its precision.
     """
     layout = lay_out_replica(config.placement, world_size=world.comm.size, has_draft=config.draft.model is not None)
@@ -82,7 +84,7 @@ def find_sources(config: RunConfig, world: World) -> tuple[Source, Source | None
             check_device_map(target.origin, place, dtype=target.dtype, quantization=quantization)
         draft = drafts[0] if drafts else None
         if draft:
-            _check_vocabularies(target, draft)
+            _check_vocabularies(target, draft, matching_of(config.draft))
     return target, draft
 
 
@@ -183,13 +185,28 @@ def _read_eos_ids(folder: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int
     return tuple(ids)
 
 
-def _check_vocabularies(target: Source, draft: Source) -> None:
+def _check_vocabularies(target: Source, draft: Source, matching: Matching | None) -> None:
     """Compare the tokenizers; output heads may be padded to different widths."""
     target_ids, draft_ids = target.tokenizer.get_vocab(), draft.tokenizer.get_vocab()
-    if target_ids == draft_ids:
-        return
-    num_shared = len(target_ids.items() & draft_ids.items())
-    raise ConfigError(
-        f"the draft must have the target's vocabulary: of the target's {len(target_ids)} tokens the draft has "
-        f"{num_shared} with the same id; choose a draft of the target's family"
-    )
+    if target_ids == draft_ids and matching:
+        raise ConfigError(
+            f"draft.tokenizer=own has no effect with draft={draft.entry.name}, which has the target's tokenizer: "
+            "leave it out"
+        )
+    if matching is Matching.intersection:
+        _check_intersection(target, draft)
+    elif target_ids != draft_ids and not matching:
+        num_shared = len(target_ids.items() & draft_ids.items())
+        raise ConfigError(
+            f"the draft must have the target's vocabulary: of the target's {len(target_ids)} tokens the draft has "
+            f"{num_shared} with the same id; choose a draft of the target's family, or give draft.tokenizer=own"
+        )
+
+
+def _check_intersection(target: Source, draft: Source) -> None:
+    sizes = {"target_size": target.origin.shape.vocab_size, "draft_size": draft.origin.shape.vocab_size}
+    if not align(target.tokenizer, draft.tokenizer, **sizes).num_shared:
+        raise ConfigError(
+            f"draft.matching=intersection drafts the tokens that both vocabularies have, and draft={draft.entry.name} "
+            f"shares none with model={target.entry.name}: give draft.matching=text"
+        )

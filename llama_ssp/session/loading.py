@@ -9,6 +9,7 @@ from functools import partial
 from transformers import PreTrainedTokenizerBase
 
 from llama_ssp.config.drafts.drafter import drafts
+from llama_ssp.config.drafts.model import matching_of
 from llama_ssp.config.layout import lay_out_replica, may_capture
 from llama_ssp.config.schema import RunConfig
 from llama_ssp.config.target_placement import TargetKind
@@ -19,6 +20,7 @@ from llama_ssp.distributed.ranklog import describe_part
 from llama_ssp.distributed.world import World, on_all_cores
 from llama_ssp.drafting.batch_split import BatchSplit
 from llama_ssp.drafting.maker import make_drafters
+from llama_ssp.drafting.translation import TokenizerPair
 from llama_ssp.engine.completion import StopRequest
 from llama_ssp.engine.executors.choice import make_executor
 from llama_ssp.engine.loop import Decoder
@@ -47,6 +49,7 @@ class Models:
         eos_ids: tokens that end a text.
         context: most tokens of prompt and completion together.
         sources: the target's, and the draft's if there is one.
+        tokenizers: both, if the draft has its own.
     """
 
     target: Runner
@@ -57,6 +60,7 @@ class Models:
     eos_ids: tuple[int, ...]
     context: int
     sources: tuple[Source, ...] = ()
+    tokenizers: TokenizerPair | None = None
 
 
 def load_models(
@@ -94,11 +98,15 @@ def load_models(
             load = partial(load_model, device=world.device, comm=mesh.draft)
             draft = _load("draft", draft_source, load, comm=mesh.draft, progress=progress)
     mesh.set_timeout(config.timeouts.decode_s)
+    tokenizers = None
+    if draft_source and matching_of(config.draft):
+        tokenizers = TokenizerPair(target_source.tokenizer, draft_source.tokenizer)
     return Models(
         target=target, draft=draft, drafts=drafts(config.draft), mesh=mesh,
         tokenizer=target_source.tokenizer, eos_ids=target_source.eos_ids,
         context=min(source.origin.context for source in sources if source),
         sources=tuple(source for source in sources if source),
+        tokenizers=tokenizers,
     )  # fmt: skip
 
 
@@ -124,7 +132,7 @@ def build_decoder(
     if speculative:
         drafters = make_drafters(
             config, rule=rule, mesh=mesh, runner=models.draft, vocab_size=models.target.vocab_size, device=device,
-            split=split,
+            split=split, tokenizers=models.tokenizers,
         )  # fmt: skip
     verifier = Verifier(rule, comm=mesh.replica, verify_rank=mesh.layout.verify_rank, device=device, split=split)
     round_ = Round(models.target, *drafters, verifier=verifier)

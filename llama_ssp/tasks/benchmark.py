@@ -20,6 +20,7 @@ import torch
 from llama_ssp.calibration.interleave import interleave, median_ratio
 from llama_ssp.calibration.operators import copy_bytes_per_s
 from llama_ssp.config.drafts.drafter import draft_name
+from llama_ssp.config.drafts.model import matching_of
 from llama_ssp.config.drafts.ngram import NgramConfig
 from llama_ssp.config.schema import SpeculationConfig
 from llama_ssp.config.tasks.benchmark import BenchmarkConfig
@@ -155,11 +156,13 @@ def cut(text: Sequence[int], *, num_prompts: int, num_tokens: int) -> list[tuple
 def _peers(session: Session) -> Peers | None:
     if not has_peers(session.config, world_size=session.world.comm.size):
         return None
+    drafting = session.config.draft
+    # The library takes two tokenizers for one where their vocabularies are of one size, and then refuses to assist.
+    num_models = 1 if matching_of(drafting) else 2
     target, *drafts = (
         load_peer(source.origin.folder, dtype=source.dtype or source.origin.dtype, device=session.world.device)
-        for source in session.models.sources
+        for source in session.models.sources[:num_models]
     )
-    drafting = session.config.draft
     longest_match = drafting.longest if isinstance(drafting, NgramConfig) else None
     return Peers(target=target, draft=drafts[0] if drafts else None, longest_match=longest_match)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from llama_ssp.config import hardware
 from llama_ssp.config.drafts.drafter import draft_name
+from llama_ssp.config.drafts.model import matching_of
 from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.config.layout import lay_out_replica, may_capture
 from llama_ssp.config.machine import detect_hardware, machine_of_run
@@ -168,7 +169,7 @@ def job_of_run(
     layout = lay_out_replica(placement, world_size=world_size, has_draft=draft is not None)
     return PlanSpec(
         **target_fields(target, placement.target, layout, num_gpus=num_gpus or world_size, device=device),
-        draft=draft, free_draft=None if draft else draft_name(config.draft),
+        draft=draft, free_draft=None if draft else draft_name(config.draft), matching=matching_of(config.draft),
         draft_kind=layout.draft_kind, draft_ranks=layout.draft_ranks,
         num_replicas=placement.num_replicas, num_draft_tokens=config.speculation.most_draft_tokens,
         adapts=config.speculation.adapts, acceptance=acceptance,

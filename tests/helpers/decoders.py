@@ -1,6 +1,7 @@
 """Decoders over small models, as the tasks build them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import cycle
 
 import torch
 
@@ -9,16 +10,17 @@ from llama_ssp.distributed.comms import Comm
 from llama_ssp.drafting.broadcast import BroadcastDrafter
 from llama_ssp.drafting.model import ModelDrafter
 from llama_ssp.drafting.ngram import NgramDrafter
+from llama_ssp.drafting.protocol import Drafter
 from llama_ssp.engine.clock import HostClock
 from llama_ssp.engine.completion import RowCompletion, StopRequest
 from llama_ssp.engine.executors.cuda_graph import CudaGraphExecutor, Recorder
 from llama_ssp.engine.executors.traced_cpu import TracedExecutor
 from llama_ssp.engine.loop import Decoder
-from llama_ssp.engine.round import Executor, Round, step
+from llama_ssp.engine.round import DraftChoice, Executor, Round, step
 from llama_ssp.engine.state import BatchState, Request
 from llama_ssp.engine.verifier import Verifier
 from llama_ssp.models.runner import Runner
-from llama_ssp.sampling.rules import make_rule
+from llama_ssp.sampling.rules import Rule, make_rule
 
 
 def make_decoder(  # noqa: PLR0913
@@ -35,15 +37,16 @@ def make_decoder(  # noqa: PLR0913
     rule_name: str = "speculative",
     ngram: bool = False,
     sampling: SamplingConfig | None = None,
+    make_drafter: Callable[[Rule], Drafter] | None = None,
 ) -> Decoder:
-    """A decoder of one rank (or of `comm`) over two runners.
+    """A decoder of one rank (or of `comm`) over two runners, or over one and the drafter that is made for its rule.
 
     Its rounds are replayed by torch's interpreter or by a recorder, or launched from Python without `replay`.
     """
     comm = comm or Comm.single()
     rule = make_rule(sampling or SamplingConfig(temperature=temperature), VerificationConfig(rule=rule_name))
     device = torch.device(target.device)
-    drafters: list[BroadcastDrafter | NgramDrafter] = []
+    drafters: list[Drafter] = [make_drafter(rule)] if make_drafter else []
     if draft:
         inner = ModelDrafter(draft, rule=rule, num_draft_tokens=num_draft_tokens, vocab_size=target.vocab_size)
         drafters += [BroadcastDrafter(inner, comm=comm, src=0, num_draft_tokens=num_draft_tokens, device=device)]
@@ -64,6 +67,20 @@ def make_decoder(  # noqa: PLR0913
         seed=7,
         stop_request=stop_request,
     )
+
+
+class ScriptedLength:
+    """Chooses what it is given, over and over."""
+
+    def __init__(self, choices: Sequence[DraftChoice]) -> None:
+        self.choices = tuple(choices)
+        self._next = cycle(choices)
+
+    def choose(self, num_skipped: Sequence[int]) -> DraftChoice:  # noqa: ARG002
+        return next(self._next)
+
+    def observe(self, choice: DraftChoice, num_accepted: Sequence[int]) -> None:
+        """Learn nothing."""
 
 
 def advance(decoder: Decoder, state: BatchState, *, bucket: int) -> torch.Tensor:

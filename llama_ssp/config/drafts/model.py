@@ -1,6 +1,61 @@
-"""A smaller model. Source: arXiv:2302.01318, arXiv:2211.17192."""
+"""A smaller model. Source: arXiv:2302.01318, arXiv:2211.17192; with a tokenizer of its own: arXiv:2502.05202."""
+
+from dataclasses import dataclass
+from enum import Enum
 
 from llama_ssp.config.drafts.drafter import DrafterRecord
-from llama_ssp.config.schema import MODEL_DRAFT
+from llama_ssp.config.schema import MODEL_DRAFT, DrafterConfig, ModelConfig
 
-DRAFTER = DrafterRecord(name=MODEL_DRAFT, make="llama_ssp.drafting.model:make", has_model=True)
+ANY_DRAFT = "draft.tokenizer=own allows any"
+"""What an error says of drafts with another vocabulary."""
+
+
+class DraftTokenizer(Enum):
+    """Whether the draft model must have the target's tokenizer, or has its own."""
+
+    same = "same"
+    own = "own"
+
+
+class Matching(Enum):
+    """How the tokens of a draft with its own tokenizer become tokens of the target.
+
+    `intersection`: the draft draws among the tokens that both vocabularies have, with their probabilities
+    (arXiv:2502.05202, token-level intersection). `text`: the draft continues the text greedily, and the target's
+    tokenizer encodes it (arXiv:2502.05202, string-level exact match).
+    """
+
+    intersection = "intersection"
+    text = "text"
+
+
+@dataclass(kw_only=True)
+class ModelDraftConfig(DrafterConfig):
+    """The draft model, its tokenizer, and with `tokenizer=own` how its tokens become the target's."""
+
+    tokenizer: DraftTokenizer = DraftTokenizer.same
+    matching: Matching = Matching.intersection
+
+
+def problem_of_tokenizer(target: ModelConfig, draft: DrafterConfig) -> str | None:
+    """An error sentence if a draft's own tokenizer is that of the target by the catalogue, else None.
+
+    Folders are compared when their tokenizers are read.
+    """
+    model = draft.model
+    if matching_of(draft) is None or model is None or not (target.shape and model.shape) or target.path or model.path:
+        return None
+    shapes = [(shape.model_type, shape.vocab_size) for shape in (target.shape, model.shape)]
+    if shapes[0] != shapes[1]:
+        return None
+    return f"draft.tokenizer=own has no effect with draft={model.name}, which has the target's tokenizer: leave it out"
+
+
+def matching_of(draft: DrafterConfig) -> Matching | None:
+    """How the tokens of a draft with its own tokenizer are matched; None for every other draft."""
+    if not isinstance(draft, ModelDraftConfig) or draft.tokenizer is DraftTokenizer.same:
+        return None
+    return draft.matching
+
+
+DRAFTER = DrafterRecord(name=MODEL_DRAFT, make="llama_ssp.drafting.model:make", config=ModelDraftConfig, has_model=True)

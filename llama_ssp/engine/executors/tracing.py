@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from llama_ssp.distributed.operators import recording, take_error
-from llama_ssp.models.cache import PerBucket, Workspace
+from llama_ssp.models.cache import OwnBuckets, PerBucket, Workspace
 
 Leaf = Tensor | torch.ScriptObject
 """A tensor, or weights in a packed format of torch."""
@@ -128,19 +128,21 @@ def find_tensors(roots: Sequence[object], *, bucket: int) -> tuple[list[Leaf], l
     moving: list[Tensor] = []
     seen: set[int] = set()
 
-    def visit(value: object, *, moves: bool) -> None:
+    def visit(value: object, *, moves: bool, bucket: int) -> None:
         if id(value) in seen:
             return
         seen.add(id(value))
+        if isinstance(value, OwnBuckets):
+            bucket = value.own_bucket(bucket)
         if isinstance(value, Tensor) and moves:
             moving.append(value)
         elif isinstance(value, Leaf):
             weights.append(value)
         else:
             for part in _parts(value, bucket=bucket):
-                visit(part, moves=moves or isinstance(value, Workspace))
+                visit(part, moves=moves or isinstance(value, Workspace), bucket=bucket)
 
-    visit(roots, moves=False)
+    visit(roots, moves=False, bucket=bucket)
     return weights, moving
 
 

@@ -6,18 +6,19 @@ import pytest
 import yaml
 
 from llama_ssp.config import catalogue, schema
+from llama_ssp.config.drafts.model import DraftTokenizer, ModelDraftConfig
 from llama_ssp.config.plan import PlanConfig, check
-from llama_ssp.config.schema import MODEL_DRAFT, DrafterConfig, DraftLayout, DraftPlacement, PlacementConfig
+from llama_ssp.config.schema import MODEL_DRAFT, DraftLayout, DraftPlacement, PlacementConfig
 from llama_ssp.config.target_placement import TargetKind, TargetPlacement
 from llama_ssp.errors import ConfigError
 
 
-def _config(draft: str = "7B", **fields: Any) -> PlanConfig:  # noqa: ANN401 - the fields of PlanConfig
+def _config(draft: str = "7B", *, own: bool = False, **fields: Any) -> PlanConfig:  # noqa: ANN401 - the fields of PlanConfig
     text = (catalogue.conf_dir() / "hardware" / "p4d_24xlarge.yaml").read_text()
     fields.setdefault("hardware", yaml.safe_load(text))
-    return PlanConfig(
-        model=catalogue.load("30B"), draft=DrafterConfig(kind=MODEL_DRAFT, model=catalogue.load(draft)), **fields
-    )
+    tokenizer = DraftTokenizer.own if own else DraftTokenizer.same
+    drafter = ModelDraftConfig(kind=MODEL_DRAFT, model=catalogue.load(draft), tokenizer=tokenizer)
+    return PlanConfig(model=catalogue.load("30B"), draft=drafter, **fields)
 
 
 def _complaint(config: PlanConfig) -> str:
@@ -67,6 +68,13 @@ def test_a_draft_of_another_vocabulary_is_refused_with_those_that_fit() -> None:
     said = _complaint(_config(draft="llama3_1B"))
     assert "model=30B has 32000 tokens, draft=llama3_1B 128256" in said
     assert "7B" in said
+    assert said.endswith("; draft.tokenizer=own allows any")
+
+
+def test_a_draft_with_its_own_tokenizer_needs_another_vocabulary() -> None:
+    check(_config("llama3_1B", own=True))
+    said = _complaint(_config(own=True))
+    assert said.startswith("draft.tokenizer=own has no effect with draft=7B, which has the target's tokenizer")
 
 
 def test_a_search_is_for_our_own_tensor_parallelism() -> None:

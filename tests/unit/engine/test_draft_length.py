@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Sequence
-from itertools import cycle
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import pytest
 from llama_ssp.engine.draft_length import PROBE_SHARE, AdaptiveLength, RoundCosts
 from llama_ssp.engine.round import DraftChoice
 from llama_ssp.engine.state import Request
-from tests.helpers.decoders import complete, make_decoder
+from tests.helpers.decoders import ScriptedLength, complete, make_decoder
 from tests.helpers.prefix_runner import PrefixRunner
 from tests.helpers.recorded import FakeRecorder
 
@@ -116,20 +115,6 @@ def test_the_same_results_give_the_same_choices() -> None:
     assert len(set(first.chosen)) > 1
 
 
-class Script:
-    """Chooses what it is given, over and over."""
-
-    def __init__(self, choices: Sequence[DraftChoice]) -> None:
-        self.choices = tuple(choices)
-        self._next = cycle(choices)
-
-    def choose(self, num_skipped: Sequence[int]) -> DraftChoice:  # noqa: ARG002
-        return next(self._next)
-
-    def observe(self, choice: DraftChoice, num_accepted: Sequence[int]) -> None:
-        """Learn nothing."""
-
-
 SCRIPTS = {
     "lengths": [DraftChoice(4), DraftChoice(1), DraftChoice(3), DraftChoice(2), DraftChoice(4)],
     "pauses": [*[DraftChoice(0)] * 7, DraftChoice(3), DraftChoice(4)],
@@ -148,7 +133,7 @@ def texts(script: Sequence[DraftChoice] | None, *, draft_seed: int = 0, **option
     options = {"temperature": 0.9, "batch_size": 2, "num_draft_tokens": 4, "ngram": True} | options
     decoder = make_decoder(PrefixRunner(), PrefixRunner(seed=draft_seed), **options)
     if script:
-        decoder.length = Script(script)
+        decoder.length = ScriptedLength(script)
     return complete(decoder, REQUESTS)
 
 

@@ -204,3 +204,12 @@ def test_help_shows_how_it_is_called(call: Call) -> None:
     ended = call("--help")
     assert ended.code == 0
     assert "python launch/plan.py model=30B draft=7B placement=sharded hardware=p4d_24xlarge" in ended.out
+
+
+def test_a_pair_with_two_tokenizers_is_planned_where_they_may_differ(call: Call, plan: Plan) -> None:
+    pair = ["model=gpt_neox_20B", "draft=gpt_neo_1.3B"]
+    refused = call(*pair)
+    assert refused.code == 2
+    assert "drafts that fit: none in the catalogue; draft.tokenizer=own allows any" in refused.err
+    for way in ("intersection", "text"):
+        assert plan(*pair, "draft.tokenizer=own", f"draft.matching={way}")["time"]["speculative_ms_per_token"] > 0

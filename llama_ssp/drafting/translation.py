@@ -1,0 +1,109 @@
+"""A target's and a draft's tokenizers at work on texts: a text in the other's tokens, and what continues it.
+
+All of it runs on the host and gives the same result on every rank.
+"""
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from llama_ssp.drafting.vocabularies import Alignment, align, neutral_id
+
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+"""What tokenizers decode a part of a character to."""
+_NUM_CONTEXT = 8
+"""Tokens that are decoded and encoded with new ones, because a tokenizer treats the beginning of a text differently."""
+_LINE_END = "\n"
+
+
+class Translator:
+    """Writes a text that one tokenizer has encoded in the ids of another.
+
+    Args:
+        source: the tokenizer that has encoded the text.
+        into: the tokenizer whose ids are wanted.
+        size: of the head of the model that reads those ids.
+    """
+
+    def __init__(self, source: PreTrainedTokenizerBase, into: PreTrainedTokenizerBase, *, size: int) -> None:
+        self._source = source
+        self._into = into
+        self._size = size
+
+    def ids(self, ids: Sequence[int]) -> list[int]:
+        """The other tokenizer's ids of the same text, as of a prompt; at least one."""
+        begins = bool(ids) and ids[0] == self._source.bos_token_id
+        text = _decode(self._source, ids[begins:])
+        found = [token for token in self._into(text).input_ids if token < self._size]
+        return found or [neutral_id(self._into, size=self._size)]
+
+
+class Continuation:
+    """Writes what a draft adds to a text in the target's ids."""
+
+    def __init__(self, target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
+        self._target = target
+        self._draft = draft
+
+    def ids(self, ids: Sequence[int], own_ids: Sequence[int], new_own_ids: Sequence[int]) -> list[int]:
+        """The target's ids that follow a text.
+
+        Args:
+            ids: the text in the target's tokens.
+            own_ids: the same text in the draft's.
+            new_own_ids: what the draft adds; nothing counts after an end of sequence.
+        """
+        new_own_ids, end = list(new_own_ids), self._draft.eos_token_id
+        ended = end in new_own_ids
+        if ended:
+            new_own_ids = new_own_ids[: new_own_ids.index(end)]
+        new_ids = self._encoded_after(ids, self._text_after(own_ids, new_own_ids))
+        return [*new_ids, self._target.eos_token_id] if ended and self._target.eos_token_id is not None else new_ids
+
+    def _text_after(self, own_ids: Sequence[int], new_own_ids: Sequence[int]) -> str:
+        """The whole characters that the draft's tokens add."""
+        context = own_ids[-_NUM_CONTEXT:]
+        before, after = _decode(self._draft, context), _decode(self._draft, [*context, *new_own_ids])
+        return after[len(before) :].rstrip(_INCOMPLETE) if after.startswith(before) else ""
+
+    def _encoded_after(self, ids: Sequence[int], text: str) -> list[int]:
+        """Encode a text as the continuation of another.
+
+        The end of the other text is encoded with it, to get spaces right. If its last token would merge with the first
+        new one, which comes too late, a line end takes its place.
+        """
+        for before in (_decode(self._target, ids[-_NUM_CONTEXT:]), _LINE_END) if text else ():
+            alone, whole = self._encode(before), self._encode(before + text)
+            if whole[: len(alone)] == alone:
+                return whole[len(alone) :]
+        return []
+
+    def _encode(self, text: str) -> list[int]:
+        found: list[int] = self._target(text, add_special_tokens=False).input_ids
+        return found
+
+
+class TokenizerPair:
+    """The tokenizers of a target and of a draft that has its own."""
+
+    def __init__(self, target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
+        self._target = target
+        self._draft = draft
+        self._alignments: dict[tuple[int, int], Alignment] = {}
+        self.continuation = Continuation(target, draft)
+
+    def align(self, *, target_size: int, draft_size: int) -> Alignment:
+        """See `vocabularies.align`; computed once for each pair of sizes, as large vocabularies take a second."""
+        sizes = target_size, draft_size
+        if sizes not in self._alignments:
+            self._alignments[sizes] = align(self._target, self._draft, target_size=target_size, draft_size=draft_size)
+        return self._alignments[sizes]
+
+    def into_draft(self, *, size: int) -> Translator:
+        """Make the translator from the target's ids into the draft's, of which the draft's head has `size`."""
+        return Translator(self._target, self._draft, size=size)
+
+
+def _decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    """The text of some ids, with the names of special tokens."""
+    return str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))

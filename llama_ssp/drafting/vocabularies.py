@@ -1,0 +1,157 @@
+"""Two vocabularies compared: which tokens both have, and how the draft's tokens spell each token of the target.
+
+Tokens are equal if they add the same bytes to a text, however their tokenizers write them:
+
+    byte-level        Ġreturn   Ċ        a character stands for a byte
+    SentencePiece     ▁return   <0x0A>   a space is a letter, unknown characters are bytes
+    words             return             the decoder puts a space between tokens
+
+Special tokens are equal if they have the same name or both end a sequence. Everything here runs once, on the host, and
+gives the same result on every rank.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from llama_ssp.architectures.sizes import MOST_PIECES
+
+Meaning = bytes | str
+"""What a token adds to a text; for a special token, which adds nothing, its name."""
+
+_END = "end of sequence"
+_SPACE = "▁"
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alignment:
+    """The tokens of a target's vocabulary in terms of a draft's.
+
+    Attributes:
+        shared: for each id of the target the draft's id with the same meaning, None without one. No id occurs twice.
+        pieces: for each id of the target the draft's ids that spell it, from 1 to `MOST_PIECES`; what is longer is cut,
+            which leaves a draft valid.
+    """
+
+    shared: tuple[int | None, ...]
+    pieces: tuple[tuple[int, ...], ...]
+
+    @property
+    def num_shared(self) -> int:
+        """How many tokens both vocabularies have."""
+        return sum(token is not None for token in self.shared)
+
+
+def align(
+    target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase, *, target_size: int, draft_size: int
+) -> Alignment:
+    """Compare two tokenizers; the sizes are those of the models' heads, whose further ids no token has."""
+    target_meanings, draft_ids = meanings_of(target), _ids_by_meaning(meanings_of(draft), size=draft_size)
+    target_ids = _ids_by_meaning(target_meanings, size=target_size)
+    longest = max((len(meaning) for meaning in draft_ids if isinstance(meaning, bytes)), default=0)
+    neutral = (neutral_id(draft, size=draft_size),)
+    shared: list[int | None] = [None] * target_size
+    pieces: list[tuple[int, ...]] = [neutral] * target_size
+    for token, meaning in target_meanings.items():
+        if token >= target_size:
+            continue
+        if meaning in draft_ids:
+            pieces[token] = (draft_ids[meaning],)
+            shared[token] = draft_ids[meaning] if target_ids[meaning] == token else None
+        elif isinstance(meaning, bytes):
+            pieces[token] = tuple(_spelled(meaning, draft_ids, longest=longest)[:MOST_PIECES]) or neutral
+    return Alignment(shared=tuple(shared), pieces=tuple(pieces))
+
+
+def neutral_id(tokenizer: PreTrainedTokenizerBase, *, size: int) -> int:
+    """The id for what a tokenizer cannot spell: a token that begins or ends a text, else the first."""
+    special = (tokenizer.bos_token_id, tokenizer.eos_token_id)
+    return next((token for token in special if isinstance(token, int) and token < size), 0)
+
+
+def _spelled(text: bytes, ids: Mapping[Meaning, int], *, longest: int) -> list[int]:
+    """Spell some bytes with the longest token at each place; bytes without a token are left out."""
+    spelled, start = [], 0
+    while start < len(text):
+        stops = range(min(start + longest, len(text)), start, -1)
+        stop = next((stop for stop in stops if text[start:stop] in ids), None)
+        if stop is not None:
+            spelled.append(ids[text[start:stop]])
+        start = stop or start + 1
+    return spelled
+
+
+def _ids_by_meaning(meanings: Mapping[int, Meaning], *, size: int) -> dict[Meaning, int]:
+    """The id of each meaning: of several the last, so that a letter wins over its byte, which stands before it."""
+    return {meaning: token for token, meaning in sorted(meanings.items()) if token < size}
+
+
+def meanings_of(tokenizer: PreTrainedTokenizerBase) -> dict[int, Meaning]:
+    """What each token of a tokenizer means, by id."""
+    added: Mapping[int, Any] = tokenizer.added_tokens_decoder
+    kind = _Kind.of(tokenizer)
+    found: dict[int, Meaning] = {}
+    for text, token in tokenizer.get_vocab().items():
+        if token not in added:
+            found[token] = kind.meaning(text)
+        elif added[token].special:
+            found[token] = str(added[token].content)
+        else:
+            found[token] = str(added[token].content).encode()
+    if isinstance(tokenizer.eos_token_id, int) and tokenizer.eos_token_id in found:
+        found[tokenizer.eos_token_id] = _END
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Kind:
+    """How a tokenizer writes its tokens."""
+
+    is_byte_level: bool
+    marks_spaces: bool
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase) -> "_Kind":
+        """Read it from the tokenizer's decoder; one without a file of its own marks spaces, as SentencePiece does."""
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            return cls(is_byte_level=False, marks_spaces=True)
+        decoder = json.loads(backend.to_str())["decoder"]
+        steps = [*_steps(decoder)]
+        replaces = any(step.get("pattern") == {"String": _SPACE} for step in steps)
+        names = {step["type"] for step in steps}
+        return cls(is_byte_level="ByteLevel" in names, marks_spaces=replaces or "Metaspace" in names)
+
+    def meaning(self, text: str) -> bytes:
+        """What a token that is written so adds to a text."""
+        if self.is_byte_level:
+            letters = _byte_of_letter()
+            known = [letters[letter] for letter in text if letter in letters]
+            return bytes(known) if len(known) == len(text) else text.encode()
+        if not self.marks_spaces:
+            return f" {text}".encode()
+        if byte := _BYTE.fullmatch(text):
+            return bytes.fromhex(byte[1])
+        return text.replace(_SPACE, " ").encode()
+
+
+def _steps(decoder: Any) -> Iterable[dict[str, Any]]:  # noqa: ANN401 - JSON
+    """A decoder, and those that it is made of."""
+    if decoder:
+        yield decoder
+        for part in decoder.get("decoders", ()):
+            yield from _steps(part)
+
+
+@cache
+def _byte_of_letter() -> dict[str, int]:
+    """The byte of each letter of byte-level tokenizers: itself if it can be printed, else a letter above U+00FF."""
+    printed = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(0x100) if byte not in printed]
+    return {chr(byte): byte for byte in printed} | {chr(0x100 + place): byte for place, byte in enumerate(others)}

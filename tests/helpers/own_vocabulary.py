@@ -1,0 +1,62 @@
+"""A draft with tokens of its own over a target of 11 tokens, and its text straight from the definition."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from llama_ssp.architectures.sizes import OWN_SLOTS_PER_SLOT
+from llama_ssp.distributed.comms import Comm
+from llama_ssp.drafting.intersection import IntersectionDrafter
+from llama_ssp.drafting.own_text import VocabularyMap
+from llama_ssp.drafting.vocabularies import Alignment
+from llama_ssp.models.runner import Runner
+from llama_ssp.sampling.rules import Rule
+
+if TYPE_CHECKING:
+    from llama_ssp.drafting.translation import Translator
+
+NUM_IDS, NUM_OWN_IDS = 11, 9
+ALIGNMENT = Alignment(
+    shared=(3, None, 8, 0, None, 5, 1, None, 2, 7, None),
+    pieces=((3,), (4, 4, 6), (8,), (0,), (6, 4, 3, 1), (5,), (1,), (4, 6), (2,), (7,), (6,)),
+)
+"""Tokens 1, 4, 7 and 10 of the target are spelled by several tokens of the draft, or by one that it has alone."""
+
+
+class Spelling:
+    """Stands in for `Translator`: two tokens begin a text, then come the pieces of each token."""
+
+    def ids(self, ids: Sequence[int]) -> list[int]:
+        """See `Translator`."""
+        return [6, 4, *(piece for token in ids for piece in ALIGNMENT.pieces[token])]
+
+
+def own_text(prompt_ids: Sequence[int], new_ids: Sequence[int], *, most: int) -> list[int]:
+    """The draft's text, token by token: at most two of its tokens for each of the target's."""
+    num_tokens = len(prompt_ids)
+    text = Spelling().ids(prompt_ids)[-min(OWN_SLOTS_PER_SLOT * num_tokens, most) :]
+    for token in new_ids:
+        num_tokens += 1
+        room = min(OWN_SLOTS_PER_SLOT * num_tokens, most) - len(text)
+        text += ALIGNMENT.pieces[token][:room]
+    return text
+
+
+def intersection_drafter(
+    runner: Runner,
+    rule: Rule,
+    *,
+    num_draft_tokens: int = 3,
+    kind: type[IntersectionDrafter] = IntersectionDrafter,
+    comm: Comm | None = None,
+) -> IntersectionDrafter:
+    """The drafter of a runner with 9 ids."""
+    return kind(
+        runner,
+        rule=rule,
+        num_draft_tokens=num_draft_tokens,
+        vocabularies=VocabularyMap.of(ALIGNMENT, draft_size=NUM_OWN_IDS, device=torch.device("cpu")),
+        translator=cast("Translator", Spelling()),
+        comm=comm,
+    )

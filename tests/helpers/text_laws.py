@@ -1,0 +1,32 @@
+"""Counts sampled texts for a test against the law that their model's definition gives."""
+
+from collections.abc import Sequence
+
+from llama_ssp.config.schema import SamplingConfig
+from llama_ssp.sampling.processors import processor
+from tests.helpers.prefix_runner import PrefixRunner
+
+_FEWEST = 8
+"""Expected texts of a cell, at least."""
+
+
+def counted(
+    target: PrefixRunner, prompt: tuple[int, ...], texts: Sequence[tuple[int, ...]], *, sampling: SamplingConfig
+) -> tuple[list[float], list[float]]:
+    """How often each text occurs, and is expected to; rare texts are counted together."""
+    process = processor(sampling)
+    law: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in texts[0]:
+        law = {
+            (*text, token): prob * float(share)
+            for text, prob in law.items()
+            for token, share in enumerate(process(target.logits([*prompt, *text]).double()))
+        }
+    common = [text for text, prob in law.items() if prob * len(texts) > _FEWEST]
+    counts = [float(texts.count(text)) for text in common]
+    expected = [law[text] * len(texts) for text in common]
+    rest = len(texts) - sum(expected)
+    if rest > _FEWEST:
+        return [*counts, len(texts) - sum(counts)], [*expected, rest]
+    scale = sum(counts) / sum(expected)
+    return counts, [each * scale for each in expected]

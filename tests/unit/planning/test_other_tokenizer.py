@@ -1,0 +1,71 @@
+"""A draft with its own tokenizer is planned with the slots, the reads and the messages that it has."""
+
+from dataclasses import replace
+
+import pytest
+
+from llama_ssp.architectures.sizes import MOST_PIECES
+from llama_ssp.config import hardware
+from llama_ssp.config.drafts.model import Matching
+from llama_ssp.config.schema import DraftLayout
+from llama_ssp.models.prefill import Buckets
+from llama_ssp.planning.memory import memory
+from llama_ssp.planning.messages import round_messages
+from llama_ssp.planning.timing import CostModel, timing
+from tests.helpers.own_vocabulary import intersection_drafter
+from tests.helpers.planning import make_job
+from tests.helpers.prefix_runner import PrefixRunner
+
+A100 = hardware.load("8xa100_80gb")
+ways = pytest.mark.parametrize("matching", list(Matching), ids=lambda matching: str(matching.name))
+
+
+@ways
+def test_the_draft_has_two_slots_for_each_of_the_targets(matching: Matching) -> None:
+    job = make_job("gpt_neox_20B", "gpt_neo_1.3B", prompt_tokens=500)
+    own = replace(job, matching=matching)
+    assert job.draft_slots == job.num_slots
+    assert own.draft_slots == 2 * job.num_slots
+    (before,), (after,) = memory(job, A100), memory(own, A100)
+    assert after.draft_cache_bytes == 2 * before.draft_cache_bytes
+    assert after.target_cache_bytes == before.target_cache_bytes
+    assert after.logits_bytes >= before.logits_bytes
+
+
+@ways
+def test_slots_end_with_the_drafts_context(matching: Matching) -> None:
+    job = replace(make_job("gpt_neox_20B", "gpt_neo_1.3B", prompt_tokens=1900), matching=matching)
+    assert job.draft_slots == 2048
+    tight = replace(make_job("gpt_neox_20B", "gpt_neo_1.3B", prompt_tokens=1984), matching=matching)
+    assert tight.draft_slots == tight.num_slots > 2048
+
+
+def test_the_engine_allocates_what_is_planned() -> None:
+    job = replace(make_job("gpt_neox_20B", "gpt_neo_1.3B", prompt_tokens=100), matching=Matching.intersection)
+    runner = PrefixRunner(9)
+    drafter = intersection_drafter(runner, None)  # type: ignore[arg-type]  # nothing is drawn
+    drafter.allocate(batch_size=1, num_slots=job.num_slots)
+    assert runner.slots.cache.shape[1] == job.draft_slots
+    buckets = Buckets(step=64, num_slots=job.num_slots)
+    assert drafter.own_bucket(buckets.covering(100)) == 256
+    assert drafter.own_bucket(job.num_slots) == job.draft_slots
+
+
+@ways
+def test_the_first_forward_of_a_round_reads_all_pieces_of_a_token(matching: Matching) -> None:
+    job = make_job("gpt_neox_20B", "gpt_neo_1.3B")
+    own = replace(job, matching=matching)
+    assert (job.first_draft_rows, own.first_draft_rows) == (2, MOST_PIECES + 1)
+    costs = CostModel(own, A100)
+    forecast = timing(own, A100)
+    first_s, step_s = costs.draft_step_s(MOST_PIECES + 1), costs.draft_step_s(1)
+    wanted_s = first_s + 3 * step_s + costs.verify_s(4) + costs.host_s
+    assert forecast.round_s == pytest.approx(wanted_s)
+
+
+def test_a_draft_by_text_sends_no_probabilities() -> None:
+    job = make_job("gpt_neox_20B", "gpt_neo_1.3B", num_ranks=2, draft_kind=DraftLayout.own_gpu)
+    job = replace(job, target_ranks=(0,), draft_ranks=(1,))
+    assert round_messages(job, 4).probabilities
+    assert round_messages(replace(job, matching=Matching.intersection), 4).probabilities
+    assert round_messages(replace(job, matching=Matching.text), 4).probabilities is None
