@@ -24,7 +24,7 @@ from llama_ssp.config import catalogue
 from llama_ssp.config.drafts.drafter import drafters
 from llama_ssp.config.schema import ModelShape, RunConfig
 from llama_ssp.config.store import BUNDLES
-from llama_ssp.config.tasks.spec import task_specs
+from llama_ssp.config.tasks.spec import TaskSpec, task_specs
 from llama_ssp.errors import ConfigError, one_message, unknown_name
 
 # Fields that follow from a group choice: task=, model= and draft= set them.
@@ -92,16 +92,22 @@ def _is_path(key: str) -> bool:
 
 def _value_of(argument: str) -> object:
     """Return what Hydra makes of the value; None if it cannot read it."""
-    try:
-        return OverridesParser.create().parse_override(argument).value()
-    except HydraException:
-        return None
+    override = parsed_override(argument)
+    return override.value() if override else None
 
 
 def _quoted(text: str) -> str:
     """Quote for Hydra; a backslash keeps OmegaConf from filling in ${...}, after doubling those already there."""
     text = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
     return QuotedString(text=text, quote=Quote.single).with_quotes()
+
+
+def parsed_override(text: str) -> Override | None:
+    """Return what Hydra's grammar makes of a word; None if it is no override."""
+    try:
+        return OverridesParser.create().parse_override(text)
+    except HydraException:
+        return None
 
 
 def explicit_keys(overrides: Iterable[str]) -> frozenset[str]:
@@ -121,9 +127,9 @@ def check_overrides(overrides: Sequence[str], *, multirun: bool, config_dir: str
     problems: list[str] = []
     parsed = []
     for text in overrides:
-        try:
-            parsed.append(OverridesParser.create().parse_override(text))
-        except HydraException:
+        if override := parsed_override(text):
+            parsed.append(override)
+        else:
             problems.append(unreadable(text))
     groups = groups_of(config_dir)
     keys = keys_of_run(parsed, groups)
@@ -198,17 +204,26 @@ def groups_of(config_dir: str | None = None) -> dict[str, list[str]]:
 
 def keys_of_run(overrides: Iterable[Override], groups: dict[str, list[str]]) -> frozenset[str]:
     """Return every dotted key; `task` and `draft` have the keys of the options that the overrides name."""
-    chosen = [(override.key_or_group, name) for override in overrides for name in _names(override)]
-    named = [name for group, name in chosen if group == "task"]
-    named = named or [_task_of(group, name) for group, name in chosen if group in BUNDLES and name in groups[group]]
-    known = task_specs()
-    tasks = [known[name] for name in named if name in known] or [known[_default_task()]]
+    overrides = list(overrides)
+    chosen, tasks = _choices(overrides), chosen_tasks(overrides, groups)
     drafts = [drafters()[name] for group, name in chosen if group == "draft" and name in drafters()]
     schemas = [(RunConfig, ""), *((task.config, "task.") for task in tasks)]
     schemas += [(draft.config, "draft.") for draft in drafts]
     keys = frozenset(key for schema, prefix in schemas for key in keys_of(schema, prefix)) - _DERIVED
     without_model = drafts and all(draft.make and not draft.has_model for draft in drafts)
     return frozenset(key for key in keys if not key.startswith("draft.model.")) if without_model else keys
+
+
+def _choices(overrides: Iterable[Override]) -> list[tuple[str, str]]:
+    return [(override.key_or_group, name) for override in overrides for name in _names(override)]
+
+
+def chosen_tasks(overrides: Iterable[Override], groups: dict[str, list[str]]) -> list[TaskSpec]:
+    """Return the tasks that the overrides name, alone or in an experiment; else the default."""
+    chosen, known = _choices(overrides), task_specs()
+    named = [name for group, name in chosen if group == "task"]
+    named = named or [_task_of(group, name) for group, name in chosen if group in BUNDLES and name in groups[group]]
+    return [known[name] for name in named if name in known] or [known[_default_task()]]
 
 
 def _default_task() -> str:
@@ -232,14 +247,25 @@ def keys_of(schema: type, prefix: str = "") -> Iterator[str]:
 
 
 def _unknown_key(key: str, keys: frozenset[str]) -> str:
-    """Report an unknown key: similar keys, or the tasks that have this setting."""
-    tasks = sorted(task_specs().items())
-    owners = [name for name, task in tasks if key in keys_of(task.config, "task.") and key not in _DERIVED]
+    """Report an unknown key: similar keys, or the tasks that have this setting, with a prefix or without one."""
+    similar = unknown_setting(key, keys, otherwise="--help lists all settings")
+    if any(known.endswith(f".{key}") for known in keys):
+        return similar
+    owners = [name for name, task in sorted(task_specs().items()) if _full_key(key, name) in keys_of_task(task)]
     if owners:
         return f"{key} has no effect here: it is a setting of task={' and task='.join(owners)}"
     if key.startswith("draft.model.") and key in keys_of(RunConfig, ""):
         return f"{key} has no effect without a draft model: give one with draft=NAME"
-    return unknown_setting(key, keys, otherwise="--help lists all settings")
+    return similar
+
+
+def _full_key(key: str, task: str) -> str:
+    return f"task.{key.removeprefix('task.').removeprefix(f'{task}.')}"
+
+
+def keys_of_task(task: TaskSpec) -> frozenset[str]:
+    """Return the dotted keys of a task's own settings."""
+    return frozenset(keys_of(task.config, "task.")) - _DERIVED
 
 
 _FOREIGN = {

@@ -38,13 +38,15 @@ def finalize(session: Session) -> None:
         forecast=forecast(session.plan.timing) if session.plan and not task.largest_cell else Forecast(),
         startup=session.start_clock.times,
     )  # fmt: skip
-    summary = summarise(facts, folder.lines, folder.rows)
+    summary = summarise(facts, folder.lines, folder.rows, evaluation=session.evaluation)
     folder.write_summary(summary)
     session.terminal.end_of_text()  # an interruption may leave one open
     if folder.rows:
         session.terminal.benchmark(folder.rows)
     if folder.lines and task.shows_table:
         session.terminal.table(summary)
+    if summary.evaluation:
+        session.terminal.verdict(summary.evaluation)
     session.terminal.closing(summary, run_dir=folder.path)
     conclude_task(session)
     try:
