@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from llama_ssp.config.schema import Dtype, RunConfig
 from llama_ssp.config.tasks.evaluate import EvaluateConfig
 from llama_ssp.config.tasks.suites import Suite
-from llama_ssp.evaluation.evidence import Evidence, Pair
+from llama_ssp.evaluation.evidence import CompletionPair, Evidence
 from llama_ssp.evaluation.statistics import wilson
 from llama_ssp.reports.evaluation import Evaluation, Measure
 from llama_ssp.reports.lines import CompletionLine
@@ -20,7 +20,7 @@ NEAR_TIES = {Dtype.fp32: 1e-3, Dtype.fp16: 0.1, Dtype.bf16: 0.5}
 """Largest difference of two log-probabilities that rounding can turn, by number format, in nats."""
 
 
-def place_of_difference(pair: Pair) -> int | None:
+def place_of_difference(pair: CompletionPair) -> int | None:
     """The first place where the new tokens differ; None if they are equal."""
     plain, fast = pair.plain.token_ids, pair.speculative.token_ids
     if plain == fast:
@@ -29,7 +29,7 @@ def place_of_difference(pair: Pair) -> int | None:
     return min([*places, len(plain), len(fast)])
 
 
-def scored(pairs: Iterable[Pair]) -> list[CompletionLine]:
+def scored(pairs: Iterable[CompletionPair]) -> list[CompletionLine]:
     """Both lines of each pair that differs."""
     return [line for pair in pairs if place_of_difference(pair) is not None for line in pair]
 
@@ -56,7 +56,7 @@ def judge(evidence: Evidence) -> Evaluation:
     return Evaluation(suite=SUITE.name, passed=passed, reason=reason, measures=[*measures, *_drafted(evidence)])
 
 
-def _gap(evidence: Evidence, pair: Pair) -> float:
+def _gap(evidence: Evidence, pair: CompletionPair) -> float:
     """How much more probable one token is than the other where the texts part; infinite where one of them ends."""
     place = place_of_difference(pair)
     both = [evidence.log_probs[line.key] for line in pair]

@@ -10,7 +10,7 @@ from itertools import groupby
 
 from llama_ssp.config.schema import RunConfig
 from llama_ssp.config.tasks.suites import Suite
-from llama_ssp.evaluation.evidence import Evidence, Pair
+from llama_ssp.evaluation.evidence import CompletionPair, Evidence
 from llama_ssp.evaluation.statistics import (
     PairedGroup,
     count_statistic,
@@ -32,7 +32,7 @@ _ENDED = -1
 _SEED = 0
 
 
-def scored(pairs: Iterable[Pair]) -> list[CompletionLine]:
+def scored(pairs: Iterable[CompletionPair]) -> list[CompletionLine]:
     """All lines."""
     return [line for pair in pairs for line in pair]
 

@@ -7,6 +7,7 @@ Shapes: B sequences, S slots, T positions of a forward, V vocabulary.
 """
 
 import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -140,12 +141,13 @@ def score(session: Session, texts: Sequence[ScoredText]) -> list[list[float]]:
                 stopped = stopped or _is_stopped(session)
                 if stopped:
                     break
-                batch = entries[start : start + config.batch_size]
+                batch, began_s = entries[start : start + config.batch_size], time.perf_counter()
                 values = next(scores) if scores else [[] for _ in batch]
+                seconds = time.perf_counter() - began_s
                 found += [(number, row) for (number, _), row in zip(batch, values, strict=True)]
                 for _, text in batch:
                     progress.advance("scored by the target", len(text.token_ids))
-                    progress.end("scored by the target", num_tokens=len(text.token_ids), ms=0.0)
+                    progress.end("scored by the target", num_tokens=len(text.token_ids), ms=1e3 * seconds / len(batch))
     is_reporting = mesh.target is not None and mesh.target.rank == 0
     told = session.world.comm.gather_text(json.dumps([stopped, found if is_reporting else []]))
     results = [json.loads(text) for text in told]

@@ -89,6 +89,7 @@ class Session:
         num_prompts: None if they are typed one by one.
         plan: the forecast; None for an unknown machine.
         evaluation: the verdict of `task=evaluate`, on rank 0, once there is one.
+        has_gate: a failed evaluation ends the run with an error, once all is recorded.
     """
 
     config: RunConfig
@@ -102,6 +103,7 @@ class Session:
     plan: Plan | None
     start_clock: StartClock
     evaluation: Evaluation | None = field(default=None, init=False)
+    has_gate: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self.stop_request = StopRequest()

@@ -3,9 +3,8 @@
 import json
 from collections.abc import Sequence
 
-from llama_ssp.config.tasks.evaluate import EvaluateConfig, task_and_suite
-from llama_ssp.errors import FailedEvaluation
-from llama_ssp.evaluation.evidence import Evidence, Pair, pairs_of
+from llama_ssp.config.tasks.evaluate import task_and_suite
+from llama_ssp.evaluation.evidence import CompletionPair, Evidence, pairs_of
 from llama_ssp.reports.evaluation import Evaluation
 from llama_ssp.reports.lines import PLAIN, SPECULATIVE, LineKey
 from llama_ssp.session.scoring import ScoredText, score
@@ -24,27 +23,24 @@ def speculative_seed(seed: int) -> int:
 
 
 def evaluate(session: Session, jobs: list[PromptTask]) -> None:
-    """Complete all jobs in both modes and judge them; the verdict, `session.evaluation`, exists on rank 0.
-
-    With `task.gate`, raises FailedEvaluation on every rank if it is a failure.
-    """
+    """Complete all jobs in both modes and judge them; the verdict, `session.evaluation`, exists on rank 0."""
+    task, suite = task_and_suite(session.config)
+    session.has_gate = task.gate
     modes = (PLAIN, SPECULATIVE)
     session.decoder(SPECULATIVE).seed = speculative_seed(session.config.seed)
     session.warm_up(jobs, modes, num_jobs=1)
     with session.showing_progress(jobs, modes, shows_texts=False):
         for mode in modes:
             session.complete(jobs, mode, _Silent())
-    task, suite = task_and_suite(session.config)
     pairs = pairs_of(session.folder.lines) if session.folder else []
     log_probs = _score(session, jobs, pairs)
     if session.folder:
         evaluation = suite.judge(Evidence(config=session.config, pairs=pairs, log_probs=log_probs))
         assert isinstance(evaluation, Evaluation)
         session.evaluation = evaluation
-    _pass_gate(session, task)
 
 
-def _score(session: Session, jobs: Sequence[PromptTask], pairs: Sequence[Pair]) -> dict[LineKey, list[float]]:
+def _score(session: Session, jobs: Sequence[PromptTask], pairs: Sequence[CompletionPair]) -> dict[LineKey, list[float]]:
     """Score the completions that the suite names; rank 0 knows them."""
     _, suite = task_and_suite(session.config)
     named = [(line.key, line.token_ids) for line in suite.scored(pairs)]
@@ -53,11 +49,3 @@ def _score(session: Session, jobs: Sequence[PromptTask], pairs: Sequence[Pair]) 
     texts = [ScoredText(prompt_ids=prompts[index, sample], token_ids=tuple(ids)) for (index, _, sample), ids in lines]
     rows = score(session, texts)
     return {(index, mode, sample): row for ((index, mode, sample), _), row in zip(lines, rows, strict=True)}
-
-
-def _pass_gate(session: Session, task: EvaluateConfig) -> None:
-    """Raise FailedEvaluation on every rank if the task has a gate and the suite failed."""
-    found = session.evaluation
-    failure = found.sentence if found and task.gate and not found.passed else ""
-    if failure := session.world.comm.broadcast_text(failure, src=0):
-        raise FailedEvaluation(failure)

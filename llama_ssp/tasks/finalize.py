@@ -5,7 +5,7 @@ from typing import Any
 
 from llama_ssp.config.drafts.drafter import draft_name
 from llama_ssp.config.tasks.spec import task_of
-from llama_ssp.errors import ConfigError
+from llama_ssp.errors import ConfigError, FailedEvaluation
 from llama_ssp.reports.lines import Forecast, RankMemory, RunFacts
 from llama_ssp.reports.summary import summarise
 from llama_ssp.session.session import Session
@@ -53,6 +53,19 @@ def finalize(session: Session) -> None:
         folder.write_report(summary)
     except ConfigError as error:  # the run is complete without its figures
         session.terminal.say(f"{error}; launch/report.py writes report.html later")
+
+
+def pass_gate(session: Session) -> None:
+    """Raise FailedEvaluation on every rank if the run has a gate and its evaluation failed.
+
+    The ranks wait here for the records of rank 0, which an error of another rank would cut off.
+    """
+    if not session.has_gate:
+        return
+    found = session.evaluation
+    failure = session.world.comm.broadcast_text(found.sentence if found and not found.passed else "", src=0)
+    if failure:
+        raise FailedEvaluation(failure)
 
 
 def _placement(session: Session) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from llama_ssp.distributed.agree import raise_on_all_ranks
 from llama_ssp.distributed.faults import Phase, unify_failure
 from llama_ssp.distributed.ranklog import close_logs, describe_rank, open_logs
 from llama_ssp.distributed.world import World, start
-from llama_ssp.errors import ConfigError, FailedEvaluation, InterruptedRun, LostRankError, SspError
+from llama_ssp.errors import ConfigError, InterruptedRun, LostRankError, SspError
 from llama_ssp.planning.plan import Plan, require_room
 from llama_ssp.reports.provenance import git_commit, gpu_links, planned_link, versions
 from llama_ssp.reports.records import RunFolder, read_status, write_failure
@@ -35,7 +35,7 @@ from llama_ssp.session.startup import StartClock
 from llama_ssp.session.stopping import stopping_on_signals
 from llama_ssp.tasks import dry_run
 from llama_ssp.tasks.dispatch import check_task, machine_task_code, task_code
-from llama_ssp.tasks.finalize import finalize
+from llama_ssp.tasks.finalize import finalize, pass_gate
 from llama_ssp.tasks.interactive import converse
 
 _log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ def run(config: RunConfig, clock: StartClock) -> bool:
         def agree(stops: bool) -> bool:
             return any(world.comm.gather_text("stop" if stops else ""))
 
-        ending = None
+        interruption = None
         try:
             heeding = stopping_on_signals(session.stop_request, tell=world.watch.ask_to_stop, agree=agree)
             with heeding as stop, terminal.while_read(stop):
@@ -69,11 +69,12 @@ def run(config: RunConfig, clock: StartClock) -> bool:
                     converse(session, do_task)
                 else:
                     do_task(session, jobs)
-        except (InterruptedRun, FailedEvaluation) as error:
-            ending = error
+        except InterruptedRun as error:
+            interruption = error
         finalize(session)
-        if ending:
-            raise ending
+        if interruption:
+            raise interruption
+        pass_gate(session)
         if folder:
             folder.write_status("done")
         return session.stop_request.requested

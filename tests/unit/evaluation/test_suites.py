@@ -11,7 +11,7 @@ from llama_ssp.config.schema import Dtype, ModelConfig, RunConfig
 from llama_ssp.config.tasks.evaluate import EvaluateConfig
 from llama_ssp.config.tasks.suites import suites
 from llama_ssp.evaluation import agreement, arithmetic, distribution
-from llama_ssp.evaluation.evidence import Evidence, Pair, pairs_of
+from llama_ssp.evaluation.evidence import CompletionPair, Evidence, pairs_of
 from llama_ssp.reports.lines import PLAIN, SPECULATIVE, CompletionLine
 from tests.helpers.evaluations import both, line
 
@@ -22,7 +22,9 @@ def config(suite: str, *, seed: int = 0, **task: Any) -> RunConfig:  # noqa: ANN
     return RunConfig(task=EvaluateConfig(suite=suite, **task), model=model, seed=seed, **parts)
 
 
-def evidence(settings: RunConfig, pairs: list[Pair], log_probs: dict[Any, list[float]] | None = None) -> Evidence:
+def evidence(
+    settings: RunConfig, pairs: list[CompletionPair], log_probs: dict[Any, list[float]] | None = None
+) -> Evidence:
     return Evidence(config=settings, pairs=pairs, log_probs=log_probs or {})
 
 
@@ -70,11 +72,11 @@ def test_only_the_whole_product_is_right(text: str, is_right: bool) -> None:
     assert arithmetic.is_right(line(PLAIN, [1], prompt="12 * 12 = 144\n37 * 85 =", text=text)) is is_right
 
 
-def products(num_both: int, num_plain: int, num_fast: int, num_none: int) -> list[Pair]:
+def products(num_both: int, num_plain: int, num_fast: int, num_none: int) -> list[CompletionPair]:
     outcomes = num_both * [(1, 1)] + num_plain * [(1, 0)] + num_fast * [(0, 1)] + num_none * [(0, 0)]
     texts = " 145", " 144"
     return [
-        Pair(*(line(mode, [1], index=index, prompt="12 * 12 =", text=texts[right])
+        CompletionPair(*(line(mode, [1], index=index, prompt="12 * 12 =", text=texts[right])
                for mode, right in zip((PLAIN, SPECULATIVE), rights, strict=True)))
         for index, rights in enumerate(outcomes)
     ]  # fmt: skip
@@ -108,7 +110,7 @@ def test_rates_must_be_shown_to_be_equivalent(counts: tuple[int, ...], passed: b
     [([1, 2], [1, 2], None), ([1, 2], [1, 3], 1), ([1, 2], [1], 1), ([2], [1], 0)],
 )
 def test_texts_part_at_their_first_difference(plain: list[int], fast: list[int], place: int | None) -> None:
-    assert agreement.place_of_difference(Pair(*both(plain, fast))) == place
+    assert agreement.place_of_difference(CompletionPair(*both(plain, fast))) == place
 
 
 @pytest.mark.parametrize(
@@ -122,7 +124,7 @@ def test_texts_part_at_their_first_difference(plain: list[int], fast: list[int],
     ],
 )
 def test_greedy_texts_may_part_at_a_near_tie_alone(gap: float, dtype: Dtype, task: Any, passed: bool) -> None:  # noqa: ANN401
-    pairs = [Pair(*both([1, 2], [1, 2])), Pair(*both([1, 2, 3], [1, 4, 5], index=1))]
+    pairs = [CompletionPair(*both([1, 2], [1, 2])), CompletionPair(*both([1, 2, 3], [1, 4, 5], index=1))]
     assert [each.key for each in agreement.scored(pairs)] == [(1, PLAIN, 0), (1, SPECULATIVE, 0)]
     settings = config("agreement", **task)
     settings.model = replace(settings.model, dtype=dtype)
@@ -135,7 +137,7 @@ def test_greedy_texts_may_part_at_a_near_tie_alone(gap: float, dtype: Dtype, tas
 
 def test_a_text_that_ends_where_the_other_goes_on_is_no_near_tie() -> None:
     known = {(0, PLAIN, 0): [-1.0, -2.0], (0, SPECULATIVE, 0): [-1.0]}
-    found = agreement.judge(evidence(config("agreement", near_tie=100.0), [Pair(*both([1, 2], [1]))], known))
+    found = agreement.judge(evidence(config("agreement", near_tie=100.0), [CompletionPair(*both([1, 2], [1]))], known))
     assert not found.passed
 
 
@@ -177,6 +179,6 @@ def test_samples_pass_if_tokens_and_likelihoods_have_one_law(
 
 
 def test_the_end_of_a_text_counts_as_a_token() -> None:
-    pairs = [Pair(*both([1], [1, 2], sample=sample)) for sample in range(40)]
+    pairs = [CompletionPair(*both([1], [1, 2], sample=sample)) for sample in range(40)]
     known = {each.key: [-1.0] for pair in pairs for each in pair}
     assert not distribution.judge(evidence(config("distribution"), pairs, known)).passed
