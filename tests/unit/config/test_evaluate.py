@@ -65,7 +65,7 @@ def test_every_suite_takes_every_rule(suite: str, rule: str, compose_once: Compo
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (["task.suite=arithmetics"], "unknown suite 'arithmetics': there are agreement, arithmetic, distribution; did"),
+        (["task.suite=agreements"], "unknown suite 'agreements': there are agreement, arithmetic, distribution; did"),
         (["draft=none"], "task=evaluate needs a draft, and model=tiny runs without one here: give draft=tiny-draft"),
         (["sampling=greedy"], "at temperature 0 all samples of a prompt are equal: use suite=agreement"),
         (["num_samples=2"], "num_samples=2 is too few for suite=distribution: give at least 20"),

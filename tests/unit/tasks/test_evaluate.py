@@ -23,10 +23,9 @@ pytestmark = pytest.mark.seconds
 SMALL = ("task=evaluate", "prompt=for i in range(", "num_samples=20", "max_new_tokens=3")
 
 
-def verdict(run_dir: Path) -> dict[str, Any]:
+def verdict(run_dir: Path) -> Any:  # noqa: ANN401 - an object, or null
     """What the summary says."""
-    found: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())["evaluation"]
-    return found
+    return json.loads((run_dir / "summary.json").read_text())["evaluation"]
 
 
 def lines(run_dir: Path) -> list[bytes]:
