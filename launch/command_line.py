@@ -8,9 +8,8 @@ import argparse
 import contextlib
 import io
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -20,11 +19,12 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType, Quote, QuotedString
 from hydra.errors import HydraException, OverrideParseException
 
+from launch.unknown_settings import unknown_setting
 from llama_ssp.config import catalogue
 from llama_ssp.config.drafts.drafter import DrafterRecord, drafters
 from llama_ssp.config.schema import MODEL_DRAFT, ModelShape, RunConfig
 from llama_ssp.config.store import BUNDLES
-from llama_ssp.config.tasks.spec import task_specs
+from llama_ssp.config.tasks.spec import TaskSpec, task_specs
 from llama_ssp.errors import ConfigError, one_message, unknown_name
 
 # Fields that follow from a group choice: task=, model= and draft= set them.
@@ -92,16 +92,22 @@ def _is_path(key: str) -> bool:
 
 def _value_of(argument: str) -> object:
     """Return what Hydra makes of the value; None if it cannot read it."""
-    try:
-        return OverridesParser.create().parse_override(argument).value()
-    except HydraException:
-        return None
+    override = parsed_override(argument)
+    return override.value() if override else None
 
 
 def _quoted(text: str) -> str:
     """Quote for Hydra; a backslash keeps OmegaConf from filling in ${...}, after doubling those already there."""
     text = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
     return QuotedString(text=text, quote=Quote.single).with_quotes()
+
+
+def parsed_override(text: str) -> Override | None:
+    """Return what Hydra's grammar makes of a word; None if it is no override."""
+    try:
+        return OverridesParser.create().parse_override(text)
+    except HydraException:
+        return None
 
 
 def explicit_keys(overrides: Iterable[str]) -> frozenset[str]:
@@ -121,9 +127,9 @@ def check_overrides(overrides: Sequence[str], *, multirun: bool, config_dir: str
     problems: list[str] = []
     parsed = []
     for text in overrides:
-        try:
-            parsed.append(OverridesParser.create().parse_override(text))
-        except HydraException:
+        if override := parsed_override(text):
+            parsed.append(override)
+        else:
             problems.append(unreadable(text))
     groups = groups_of(config_dir)
     keys = keys_of_run(parsed, groups)
@@ -198,11 +204,8 @@ def groups_of(config_dir: str | None = None) -> dict[str, list[str]]:
 
 def keys_of_run(overrides: Iterable[Override], groups: dict[str, list[str]]) -> frozenset[str]:
     """Return every dotted key; `task` and `draft` have the keys of the options that the overrides name."""
-    chosen = [(override.key_or_group, name) for override in overrides for name in _names(override)]
-    named = [name for group, name in chosen if group == "task"]
-    named = named or [_task_of(group, name) for group, name in chosen if group in BUNDLES and name in groups[group]]
-    known = task_specs()
-    tasks = [known[name] for name in named if name in known] or [known[_default_task()]]
+    overrides = list(overrides)
+    chosen, tasks = _choices(overrides), chosen_tasks(overrides, groups)
     drafts = [_drafter_of_option(name) for group, name in chosen if group == "draft" and name in groups["draft"]]
     drafts = drafts or [drafters()[MODEL_DRAFT]]
     schemas = [(RunConfig, ""), *((task.config, "task.") for task in tasks)]
@@ -215,6 +218,18 @@ def keys_of_run(overrides: Iterable[Override], groups: dict[str, list[str]]) -> 
 def _drafter_of_option(name: str) -> DrafterRecord:
     """Return the kind that an option of `draft` has: its own name, else a model."""
     return drafters().get(name, drafters()[MODEL_DRAFT])
+
+
+def _choices(overrides: Iterable[Override]) -> list[tuple[str, str]]:
+    return [(override.key_or_group, name) for override in overrides for name in _names(override)]
+
+
+def chosen_tasks(overrides: Iterable[Override], groups: dict[str, list[str]]) -> list[TaskSpec]:
+    """Return the tasks that the overrides name, alone or in an experiment; else the default."""
+    chosen, known = _choices(overrides), task_specs()
+    named = [name for group, name in chosen if group == "task"]
+    named = named or [_task_of(group, name) for group, name in chosen if group in BUNDLES and name in groups[group]]
+    return [known[name] for name in named if name in known] or [known[_default_task()]]
 
 
 def _default_task() -> str:
@@ -238,32 +253,25 @@ def keys_of(schema: type, prefix: str = "") -> Iterator[str]:
 
 
 def _unknown_key(key: str, keys: frozenset[str]) -> str:
-    """Report an unknown key: similar keys, or the tasks that have this setting."""
-    tasks = sorted(task_specs().items())
-    owners = [name for name, task in tasks if key in keys_of(task.config, "task.") and key not in _DERIVED]
+    """Report an unknown key: similar keys, or the tasks that have this setting, with a prefix or without one."""
+    similar = unknown_setting(key, keys, otherwise="--help lists all settings")
+    if any(known.endswith(f".{key}") for known in keys):
+        return similar
+    owners = [name for name, task in sorted(task_specs().items()) if _full_key(key, name) in keys_of_task(task)]
     if owners:
         return f"{key} has no effect here: it is a setting of task={' and task='.join(owners)}"
     if key.startswith("draft.model.") and key in keys_of(RunConfig, ""):
         return f"{key} has no effect without a draft model: give one with draft=NAME"
-    return unknown_setting(key, keys, otherwise="--help lists all settings")
+    return similar
 
 
-_FOREIGN = {
-    "no_repeat_ngram_size": "it forbids every n-gram that the whole text has at each drafted position, which is not "
-    "supported; sampling.repetition_penalty=1.1 or sampling.frequency_penalty=0.5 also make repetition rarer",
-}
-"""Settings of transformers that have no counterpart, and what to use instead."""
+def _full_key(key: str, task: str) -> str:
+    return f"task.{key.removeprefix('task.').removeprefix(f'{task}.')}"
 
 
-def unknown_setting(key: str, keys: Collection[str], *, otherwise: str) -> str:
-    """Report an unknown setting with similar keys; without any, `otherwise` says where all keys are listed."""
-    if reason := _FOREIGN.get(key.rpartition(".")[2]):
-        return f"unknown setting {key!r}: {reason}"
-    last_words = {name.rpartition(".")[2]: name for name in sorted(keys, key=len, reverse=True)}
-    close = get_close_matches(key, keys, n=1)
-    close += [last_words[word] for word in get_close_matches(key.rpartition(".")[2], last_words, n=1)]
-    hint = f"did you mean {' or '.join(dict.fromkeys(close))}?" if close else otherwise
-    return f"unknown setting {key!r}: {hint}"
+def keys_of_task(task: TaskSpec) -> frozenset[str]:
+    """Return the dotted keys of a task's own settings."""
+    return frozenset(keys_of(task.config, "task.")) - _DERIVED
 
 
 def one_sentence(error: Exception) -> str:

@@ -26,6 +26,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from launch import command_line, options
+from launch.unknown_settings import unknown_setting
 from llama_ssp.config import catalogue, hardware, plan, store
 from llama_ssp.config.drafts.drafter import drafter_of, drafters
 from llama_ssp.config.drafts.model import ModelDraftConfig
@@ -77,9 +78,7 @@ def _check_keys(given: Iterable[str]) -> None:
     unknown = [key for key in given if key not in keys and not left_to_others.match(key)]
     if unknown:
         otherwise = "conf/plan.yaml lists them all"
-        raise ConfigError(
-            one_message([command_line.unknown_setting(key, keys, otherwise=otherwise) for key in unknown])
-        )
+        raise ConfigError(one_message([unknown_setting(key, keys, otherwise=otherwise) for key in unknown]))
 
 
 def main(arguments: list[str]) -> int:

@@ -30,6 +30,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from launch import command_line, completion
 from launch.options import complain, until_unread
+from launch.short_keys import ShortKeys
 from llama_ssp.config import catalogue, checks, store
 from llama_ssp.config.registry import load_plugins
 from llama_ssp.config.schema import RunConfig
@@ -106,8 +107,11 @@ def _launch(arguments: list[str], ranks: Ranks) -> None:
         if options.shell_completion and not is_help:
             completion.check(options.overrides)
     else:
+        short = ShortKeys(options.overrides, config_dir=options.config_dir)
         literal = partial(command_line.take_literally, multirun=options.multirun)
-        arguments, overrides = [*map(literal, arguments)], [*map(literal, options.overrides)]
+        arguments, overrides = (
+            [literal(short.complete(word)) for word in words] for words in (arguments, options.overrides)
+        )
         command_line.check_overrides(overrides, multirun=options.multirun, config_dir=options.config_dir)
         command_line.check_launcher(overrides, multirun=options.multirun)
     store.register()

@@ -58,6 +58,12 @@ class NumericError(SspError):
     exit_code = 1
 
 
+class FailedEvaluation(SspError):  # noqa: N818 - no error, but a verdict
+    """A suite of `task=evaluate` that failed, where the task has a gate; all records are complete."""
+
+    exit_code = 1
+
+
 class InterruptedRun(SspError):  # noqa: N818 - no error, but an end
     """A run that was stopped on request, and can be resumed."""
 

@@ -21,7 +21,7 @@ from llama_ssp.config.drafts.drafter import drafter_of, drafters, problem_of
 from llama_ssp.config.drafts.model import ModelDraftConfig
 from llama_ssp.config.schema import DEFAULT_DRAFT, MODEL_DRAFT, NO_DRAFT, DrafterConfig, RunConfig
 from llama_ssp.config.slurm import SlurmConfig
-from llama_ssp.config.tasks.spec import task_specs
+from llama_ssp.config.tasks.spec import task_of, task_specs
 from llama_ssp.errors import ConfigError
 
 _ESCAPES, _ESCAPED = re.compile(r"\\([nt\\])"), {"n": "\n", "t": "\t", "\\": "\\"}
@@ -68,7 +68,7 @@ def run_id() -> str:
 
 
 def to_run_config(config: DictConfig, *, explicit: frozenset[str]) -> RunConfig:
-    """Turn a config composed from `conf/config.yaml` into dataclasses and resolve the draft.
+    """Turn a config composed from `conf/config.yaml` into dataclasses, resolve the draft, and let the task fill in.
 
     Of the dotted keys that the user gave, those below `draft` apply to the default draft too. The result's
     `draft.kind` is never `default`, and its `draft.model` is null for kinds without a model.
@@ -87,6 +87,7 @@ def to_run_config(config: DictConfig, *, explicit: frozenset[str]) -> RunConfig:
     _check_groups(run)
     # A shell makes line ends and tabs hard to write.
     run.stop_strings = [_ESCAPES.sub(lambda escape: _ESCAPED[escape[1]], text) for text in run.stop_strings]
+    task_of(run).settle(run, explicit)
     return run
 
 

@@ -7,6 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from llama_ssp.reports.evaluation import MEASURE_COLUMNS, Evaluation
 from llama_ssp.reports.lines import BenchmarkRow, Forecast, RankMemory, SpeculativeSummary, Summary
 from llama_ssp.visible import visible
 
@@ -54,6 +55,20 @@ def benchmark_table(rows: Sequence[BenchmarkRow]) -> RenderableType:
     return Group(Text("ms/token; generate and assisted are transformers'", style="bold"), Text(), table)
 
 
+def verdict_table(evaluation: Evaluation) -> RenderableType:
+    """Lay out the verdict of an evaluation: its figures, one per line, and the sentence."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 0, 0, 1), pad_edge=False)
+    for heading in MEASURE_COLUMNS:
+        table.add_column(heading, justify="right" if heading else "left")
+    for measure in evaluation.measures:
+        table.add_row(*map(visible, measure.cells))
+    style = "bold green" if evaluation.passed else "bold red"
+    sentence = Text(visible(evaluation.outcome), style=style).append(
+        f": {visible(evaluation.reason)}", style="not bold default"
+    )
+    return Group(Text(), table, Text(), sentence)
+
+
 def closing_line(summary: Summary) -> Text:
     """Sum up in one line what was generated and how fast; of two modes the speculative one."""
     if summary.cells:
@@ -68,7 +83,7 @@ def closing_line(summary: Summary) -> Text:
     )
     if summary.speculative:
         text += f", {_number(summary.speculative.tokens_per_round, 2)} tokens/round"
-    return Text(text)
+    return Text(f"{summary.evaluation.outcome}; {text}" if summary.evaluation else text)
 
 
 def _title(summary: Summary) -> Text:

@@ -21,10 +21,18 @@ from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
 from llama_ssp.console.progress import Pace, ProgressView, RunProgress
-from llama_ssp.console.tables import ACCEPTED_STYLE, OWN_STYLE, benchmark_table, closing_line, summary_table
+from llama_ssp.console.tables import (
+    ACCEPTED_STYLE,
+    OWN_STYLE,
+    benchmark_table,
+    closing_line,
+    summary_table,
+    verdict_table,
+)
 from llama_ssp.console.unread import has_hung_up, silence
 from llama_ssp.engine.stream import Piece
 from llama_ssp.errors import SspError
+from llama_ssp.reports.evaluation import Evaluation
 from llama_ssp.reports.lines import BenchmarkRow, Summary
 from llama_ssp.visible import visible
 
@@ -137,6 +145,10 @@ class Terminal:
     def benchmark(self, rows: Sequence[BenchmarkRow]) -> None:
         """Show the table of a benchmark."""
         self._show(benchmark_table(rows))
+
+    def verdict(self, evaluation: Evaluation) -> None:
+        """Show the verdict of an evaluation and the figures behind it."""
+        self._show(verdict_table(evaluation))
 
     def closing(self, summary: Summary, *, run_dir: Path) -> None:
         """Report on standard error how fast it went and where the records are."""

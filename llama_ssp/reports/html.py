@@ -11,6 +11,7 @@ from typing import Any
 from llama_ssp.errors import ConfigError
 from llama_ssp.reports import figures, plots
 from llama_ssp.reports.charts import Chart
+from llama_ssp.reports.evaluation import MEASURE_COLUMNS
 from llama_ssp.reports.runs import Run
 
 try:
@@ -39,6 +40,7 @@ def report(runs: Sequence[Run], *, missing: Sequence[str] = ()) -> str:
         run_columns=RUN_COLUMNS,
         run_rows=[[str(number), *_cells(run)] for number, run in enumerate(runs)],
         cell_columns=CELL_COLUMNS,
+        measure_columns=MEASURE_COLUMNS,
         missing=missing,
     )
 
@@ -64,6 +66,7 @@ def _section(run: Run) -> dict[str, Any]:
         "made_by": versions + (f", commit {summary.git_commit[:12]}" if summary.git_commit else ""),
         "tiles": _tiles(run),
         "cells": [[cell.name, *map(_number, [*cell.columns, cell.tokens_per_round])] for cell in summary.cells],
+        "evaluation": summary.evaluation,
         "figures": _drawn([figures.round_timeline(run), figures.draft_lengths(run), *_figures([run])]),
     }
 

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, TypeAlias
 
 from llama_ssp.config.schema import ADAPTIVE
+from llama_ssp.reports.evaluation import Evaluation
 from llama_ssp.reports.reading import read_json, restore
 
 SCHEMA_VERSION = 1
@@ -253,7 +254,7 @@ class Summary:
     """All of `summary.json`; `plain`, `speculative` and `speedup` are null for a mode that did not run.
 
     `cells` holds the rows of task=benchmark, whose prompts and new tokens count one completion of each cell's prompts.
-    `startup` describes the last part of a resumed run.
+    `startup` describes the last part of a resumed run. `evaluation` is the verdict of task=evaluate.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -275,6 +276,7 @@ class Summary:
     memory: list[RankMemory]
     startup: StartUp | None = None
     cells: list[BenchmarkRow] = field(default_factory=list)
+    evaluation: Evaluation | None = None
 
     @classmethod
     def from_json(cls, text: str) -> "Summary":

@@ -19,8 +19,8 @@ MOST, LEAST = 2.0**63, 1e-30
 """Bounds of numbers in a record, larger than any seed, size or time; 0 is allowed."""
 MOST_DEPTH = 32
 """Deepest nesting where a record does not specify types."""
-_SIGNED = {"other_s", "other_share"}
-"""Differences of a whole and its parts, slightly negative if the parts were rounded up."""
+_SIGNED = {"other_s", "other_share", "value", "low", "high"}
+"""Differences: of a whole and its parts, slightly negative if the parts were rounded up, and those of an evaluation."""
 
 _Record = TypeVar("_Record")
 

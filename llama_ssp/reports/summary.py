@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 
+from llama_ssp.reports.evaluation import Evaluation
 from llama_ssp.reports.lines import (
     PLAIN,
     SPECULATIVE,
@@ -16,11 +17,17 @@ from llama_ssp.reports.lines import (
 from llama_ssp.reports.provenance import git_commit, versions
 
 
-def summarise(facts: RunFacts, lines: Sequence[CompletionLine], cells: Sequence[BenchmarkRow] = ()) -> Summary:
+def summarise(
+    facts: RunFacts,
+    lines: Sequence[CompletionLine],
+    cells: Sequence[BenchmarkRow] = (),
+    *,
+    evaluation: Evaluation | None = None,
+) -> Summary:
     """Make the summary of a run from its lines, including those of earlier parts of a resumed run.
 
     A number without measurements is None. The functions of this module define the numbers. `cells` are those of a
-    benchmark, which has no lines.
+    benchmark, which has no lines; `evaluation` is the verdict of one, if it has come to its end.
     """
     plain_lines = [line for line in lines if line.mode == PLAIN]
     speculative_lines = [line for line in lines if line.mode == SPECULATIVE]
@@ -32,6 +39,7 @@ def summarise(facts: RunFacts, lines: Sequence[CompletionLine], cells: Sequence[
         plain=_plain(plain_lines) if plain_lines else None,
         speculative=_speculative(speculative_lines, facts.num_draft_tokens) if speculative_lines else None,
         speedup=speedup(lines), forecast=facts.forecast, memory=facts.memory, startup=facts.startup, cells=[*cells],
+        evaluation=evaluation,
     )  # fmt: skip
 
 

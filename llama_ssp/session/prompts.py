@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llama_ssp.config.schema import RunConfig
+from llama_ssp.config.tasks.spec import task_of
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.reports.lines import CompletionLine
 
@@ -26,11 +27,10 @@ def read_prompts(config: RunConfig) -> list[str]:
     """Read the prompts of a run; raises ConfigError if the file is unusable, or a .jsonl line lacks `prompt`."""
     if config.prompt is not None:
         return [config.prompt]
-    default_prompts = getattr(config.task, "default_prompts", [])
-    if config.prompts is None and not default_prompts:
-        raise ConfigError(f"task={config.task.name} needs prompt=TEXT, prompts=FILE, or prompts=- for standard input")
     if config.prompts is None:
-        return list(default_prompts)
+        if own := list(task_of(config).prompts(config)):
+            return own
+        raise ConfigError(f"task={config.task.name} needs prompt=TEXT, prompts=FILE, or prompts=- for standard input")
     source = sys.stdin if config.prompts == STANDARD_INPUT else Path(config.prompts)
     try:
         text = source.read_text(encoding="utf-8") if isinstance(source, Path) else source.read()
@@ -55,8 +55,9 @@ def check_unchanged(prompts: Sequence[str], lines: Sequence[CompletionLine], con
         same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(new or "", line.prompt, strict=False))
         begin = max(0, len(list(same)) - _EXCERPT // 2)
         now = f"missing, with {len(prompts)} left" if new is None else repr(new[begin : begin + _EXCERPT])
+        source = "" if config.prompts is None else f" of prompts={config.prompts}"
         raise ConfigError(
-            f"prompt {line.index + 1} of prompts={config.prompts} was {line.prompt[begin : begin + _EXCERPT]!r} when "
+            f"prompt {line.index + 1}{source} was {line.prompt[begin : begin + _EXCERPT]!r} when "
             f"run_dir={config.run_dir} recorded its completion, and is now {now}; give the old prompts to resume that "
             "run (more may follow them), or name another run_dir"
         )

@@ -5,7 +5,7 @@ Every rank decodes; only rank 0 has a run folder and a terminal that prints.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import product
 from typing import Protocol
 
@@ -24,6 +24,7 @@ from llama_ssp.engine.state import Request
 from llama_ssp.engine.stream import IncrementalText, Piece
 from llama_ssp.errors import InterruptedRun
 from llama_ssp.planning.plan import Plan
+from llama_ssp.reports.evaluation import Evaluation
 from llama_ssp.reports.lines import PLAIN, SPECULATIVE, CompletionLine, LineKey
 from llama_ssp.reports.records import RunFolder
 from llama_ssp.session.draft_length import settle_length
@@ -88,6 +89,8 @@ class Session:
         finished: completions recorded by earlier parts of this run.
         num_prompts: None if they are typed one by one.
         plan: the forecast; None for an unknown machine.
+        evaluation: the verdict of `task=evaluate`, on rank 0, once there is one.
+        has_gate: a failed evaluation ends the run with an error, once all is recorded.
     """
 
     config: RunConfig
@@ -100,6 +103,8 @@ class Session:
     num_prompts: int | None
     plan: Plan | None
     start_clock: StartClock
+    evaluation: Evaluation | None = field(default=None, init=False)
+    has_gate: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self.stop_request = StopRequest()

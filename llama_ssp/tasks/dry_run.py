@@ -117,7 +117,7 @@ def _foreseen(config: RunConfig) -> tuple[RunConfig, int]:
 
     Prompts that are unknown yet count TYPED_TOKENS each, and fill all rows.
     """
-    has_prompts = config.prompt is not None or config.prompts or getattr(config.task, "default_prompts", [])
+    has_prompts = config.prompt is not None or config.prompts or task_of(config).prompts(config)
     is_read_later = config.prompt is None and config.prompts == STANDARD_INPUT
     if is_read_later or not has_prompts:
         return config, TYPED_TOKENS

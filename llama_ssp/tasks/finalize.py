@@ -5,7 +5,7 @@ from typing import Any
 
 from llama_ssp.config.drafts.drafter import draft_name
 from llama_ssp.config.tasks.spec import task_of
-from llama_ssp.errors import ConfigError
+from llama_ssp.errors import ConfigError, FailedEvaluation
 from llama_ssp.reports.lines import Forecast, RankMemory, RunFacts
 from llama_ssp.reports.summary import summarise
 from llama_ssp.session.session import Session
@@ -38,19 +38,34 @@ def finalize(session: Session) -> None:
         forecast=forecast(session.plan.timing) if session.plan and not task.largest_cell else Forecast(),
         startup=session.start_clock.times,
     )  # fmt: skip
-    summary = summarise(facts, folder.lines, folder.rows)
+    summary = summarise(facts, folder.lines, folder.rows, evaluation=session.evaluation)
     folder.write_summary(summary)
     session.terminal.end_of_text()  # an interruption may leave one open
     if folder.rows:
         session.terminal.benchmark(folder.rows)
     if folder.lines and task.shows_table:
         session.terminal.table(summary)
+    if summary.evaluation:
+        session.terminal.verdict(summary.evaluation)
     session.terminal.closing(summary, run_dir=folder.path)
     conclude_task(session)
     try:
         folder.write_report(summary)
     except ConfigError as error:  # the run is complete without its figures
         session.terminal.say(f"{error}; launch/report.py writes report.html later")
+
+
+def pass_gate(session: Session) -> None:
+    """Raise FailedEvaluation on every rank if the run has a gate and its evaluation failed.
+
+    The ranks wait here for the records of rank 0, which an error of another rank would cut off.
+    """
+    if not session.has_gate:
+        return
+    found = session.evaluation
+    failure = session.world.comm.broadcast_text(found.sentence if found and not found.passed else "", src=0)
+    if failure:
+        raise FailedEvaluation(failure)
 
 
 def _placement(session: Session) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from llama_ssp.session.startup import StartClock
 from llama_ssp.session.stopping import stopping_on_signals
 from llama_ssp.tasks import dry_run
 from llama_ssp.tasks.dispatch import check_task, machine_task_code, task_code
-from llama_ssp.tasks.finalize import finalize
+from llama_ssp.tasks.finalize import finalize, pass_gate
 from llama_ssp.tasks.interactive import converse
 
 _log = logging.getLogger(__name__)
@@ -74,6 +74,7 @@ def run(config: RunConfig, clock: StartClock) -> bool:
         finalize(session)
         if interruption:
             raise interruption
+        pass_gate(session)
         if folder:
             folder.write_status("done")
         return session.stop_request.requested

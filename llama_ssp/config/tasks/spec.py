@@ -1,11 +1,17 @@
 """Records of the tasks (`config.registry`), which the checks, the planner, the command line and the run read."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 
 from llama_ssp.config import tasks
 from llama_ssp.config.registry import Registry
 from llama_ssp.config.schema import RunConfig, TaskConfig
+
+
+def default_prompts(config: RunConfig) -> Sequence[str]:
+    """The setting `default_prompts` of the task; empty if it has none."""
+    prompts: Sequence[str] = getattr(config.task, "default_prompts", ())
+    return prompts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +27,8 @@ class TaskSpec:
         why_no_plan: without models, why `dry_run` has no effect; a relative clause.
         needs_draft: a run without a draft is refused.
         paths: settings that are paths, which the command line does not parse.
+        settle: fills in settings of the run; its second argument are the keys that the user gave, which stay.
+        prompts: the prompts of a run without `prompt=` and `prompts=`.
         problems: yields the problems of a config; its second argument are the keys that the user gave.
         largest_cell: for a task that measures several sizes, the config of the one that needs the most memory, and its
             prompt tokens. The forecast of such a task is in its rows instead of its summary.
@@ -37,6 +45,8 @@ class TaskSpec:
     why_no_plan: str = "which reads no model"
     needs_draft: bool = False
     paths: tuple[str, ...] = ()
+    settle: Callable[[RunConfig, frozenset[str]], None] = lambda config, explicit: None  # noqa: ARG005
+    prompts: Callable[[RunConfig], Sequence[str]] = default_prompts
     problems: Callable[[RunConfig, frozenset[str]], Iterable[str]] = lambda config, explicit: ()  # noqa: ARG005
     largest_cell: Callable[[RunConfig], tuple[RunConfig, int]] | None = None
     batch_size_setting: str | None = None

@@ -99,7 +99,7 @@ def test_only_texts_and_paths_are_literal() -> None:
         (["task.format=jsonl"], r"task.format has no effect here: it is a setting of task=generate"),
         (
             ["task=generate", "task.default_prompts=[a]"],
-            r"a setting of task=benchmark and task=compare and task=latency",
+            r"a setting of task=benchmark and task=compare and task=evaluate and task=latency",
         ),
         (["model=7B,13B"], r"model=7B,13B gives several values: add -m"),
         (["model._target_=os.system"], r"_target_ is refused"),

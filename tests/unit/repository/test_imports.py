@@ -20,7 +20,7 @@ def lint(folder: Path) -> str:
     return "" if result.returncode == 0 else result.stdout + result.stderr
 
 
-NO_TORCH = "planning, reports, architectures, config and errors never reach torch"
+NO_TORCH = "planning, reports, evaluation, architectures, config and errors"
 
 
 def test_the_import_contracts_hold() -> None:
@@ -34,6 +34,7 @@ def test_the_import_contracts_hold() -> None:
         ("llama_ssp/sampling/processors.py", "import llama_ssp.models", "Imports run one way"),
         ("llama_ssp/architectures/sharding.py", "import torch", NO_TORCH),
         ("llama_ssp/config/checks.py", "import transformers", NO_TORCH),
+        ("llama_ssp/evaluation/statistics.py", "import torch", NO_TORCH),
         ("llama_ssp/config/checks.py", "import omegaconf", "hydra and omegaconf are known to"),
         ("llama_ssp/models/huggingface/runner.py", "import bitsandbytes", "bitsandbytes, deepspeed and accelerate"),
     ],
@@ -47,8 +48,8 @@ def test_a_forbidden_import_is_found(tmp_path: Path, module: str, fault: str, co
     assert contract in lint(tmp_path).partition("Broken contracts")[2]
 
 
-def test_planning_reports_config_and_errors_load_without_torch() -> None:
-    light = [f"llama_ssp/{name}" for name in ("planning", "reports", "config", "errors.py", "visible.py")]
+def test_planning_reports_evaluation_config_and_errors_load_without_torch() -> None:
+    light = [f"llama_ssp/{name}" for name in ("planning", "reports", "evaluation", "config", "errors.py", "visible.py")]
     paths = [path for path in modules("llama_ssp") if str(path).startswith(tuple(light))]
     names = [".".join(path.with_suffix("").parts).removesuffix(".__init__") for path in paths]
     program = f"import importlib, sys; [importlib.import_module(name) for name in {names}]; print(*sys.modules)"

@@ -18,6 +18,7 @@ from hydra import compose, initialize_config_dir
 
 from benchmarks.readme import TEXTS, filled, made_files
 from launch import command_line, plan
+from launch.short_keys import ShortKeys
 from llama_ssp.config import catalogue, store
 from tests.helpers.repository import ROOT, files
 
@@ -94,7 +95,8 @@ def test_every_run_on_a_page_composes() -> None:
     assert launches() != []
     for words in launches():
         options = command_line.read_options(shlex.split(words))
-        overrides = [command_line.take_literally(override) for override in options.overrides]
+        short = ShortKeys(options.overrides)
+        overrides = [command_line.take_literally(short.complete(override)) for override in options.overrides]
         command_line.check_overrides(overrides, multirun=options.multirun)
         with initialize_config_dir(str(catalogue.conf_dir()), version_base="1.3"):
             config = compose("config", [] if options.multirun else overrides)

@@ -95,7 +95,9 @@ def test_a_task_from_outside_is_planned_and_checked(folder: Path) -> None:
 def test_without_its_plugin_there_is_no_such_task(folder: Path) -> None:
     ended = launch(folder, plugins="")
     assert ended.returncode == 2
-    assert ended.stderr.startswith("unknown task 'count': there are benchmark, calibrate, compare, generate, latency")
+    assert ended.stderr.startswith(
+        "unknown task 'count': there are benchmark, calibrate, compare, evaluate, generate, latency"
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,101 @@
+"""`suite=arithmetic`: products of two numbers of two digits, after three worked examples.
+
+Both modes complete the same prompts. The rates of right answers come with Wilson's intervals. The suite passes if two
+one-sided tests show that the rates differ by less than `task.margin`.
+"""
+
+import random
+import re
+from collections.abc import Iterator
+
+from llama_ssp.config.schema import RunConfig
+from llama_ssp.config.tasks.evaluate import EvaluateConfig
+from llama_ssp.config.tasks.suites import Suite
+from llama_ssp.evaluation.evidence import Evidence
+from llama_ssp.evaluation.statistics import rate_difference, wilson
+from llama_ssp.reports.evaluation import Evaluation, Measure
+from llama_ssp.reports.lines import CompletionLine
+
+NUM_EXAMPLES = 3
+FALSE_PASS_RATE = 0.05
+"""Highest probability of a pass if the true rates differ by the margin or more."""
+_QUESTION = re.compile(r"(\d+) \* (\d+) =$")
+_ANSWER = re.compile(r"\s*(\d+)\b")
+
+
+def prompts(config: RunConfig) -> list[str]:
+    """Make prompts, of which the seed alone decides: more of them begin with the same ones."""
+    task = config.task
+    assert isinstance(task, EvaluateConfig)
+    products = [(first, second) for first in range(10, 100) for second in range(10, 100)]
+    random.Random(config.seed).shuffle(products)
+    made = []
+    for number in range(task.num_prompts):
+        question, *examples = [products[(number + place) % len(products)] for place in range(NUM_EXAMPLES + 1)]
+        lines = [f"{first} * {second} = {first * second}" for first, second in examples]
+        made.append("\n".join([*lines, f"{question[0]} * {question[1]} ="]))
+    return made
+
+
+def is_right(line: CompletionLine) -> bool:
+    """Whether the text begins with the whole product."""
+    question, answer = _QUESTION.search(line.prompt), _ANSWER.match(line.text)
+    return bool(question and answer) and int(answer[1]) == int(question[1]) * int(question[2])  # type: ignore[index]
+
+
+def judge(evidence: Evidence) -> Evaluation:
+    """Compare the rates of right answers."""
+    task = evidence.config.task
+    assert isinstance(task, EvaluateConfig)
+    right = [(is_right(pair.plain), is_right(pair.speculative)) for pair in evidence.pairs]
+    num_pairs, num_plain, num_speculative = len(right), sum(plain for plain, _ in right), sum(fast for _, fast in right)
+    alone = right.count((True, False)), right.count((False, True))
+    tested = rate_difference(*alone, num_pairs, confidence=1 - 2 * FALSE_PASS_RATE)
+    is_equivalent = -task.margin < tested.low and tested.high < task.margin
+    shown = f"the rates of right answers, plain {num_plain / num_pairs:.1%} and speculative "
+    shown += f"{num_speculative / num_pairs:.1%} of {num_pairs}, "
+    verdict = f"are shown to differ by less than {task.margin:g}"
+    if not is_equivalent:
+        is_different = tested.low > 0 or tested.high < 0
+        more = "" if is_different else ": more prompts, as num_prompts=, narrow the interval"
+        verdict = f"differ by {tested.low:.3f} to {tested.high:.3f}, not within the margin of {task.margin:g}{more}"
+    return Evaluation(
+        suite=SUITE.name,
+        passed=is_equivalent,
+        reason=shown + verdict,
+        measures=[
+            _rate("right answers, plain", num_plain, num_pairs),
+            _rate("right answers, speculative", num_speculative, num_pairs),
+            _difference(*alone, num_pairs),
+        ],
+    )
+
+
+def _rate(name: str, num_right: int, num_tried: int) -> Measure:
+    interval = wilson(num_right, num_tried)
+    return Measure(name=name, value=num_right / num_tried, low=interval.low, high=interval.high)
+
+
+def _difference(num_plain_alone: int, num_speculative_alone: int, num_pairs: int) -> Measure:
+    interval = rate_difference(num_plain_alone, num_speculative_alone, num_pairs)
+    value = (num_speculative_alone - num_plain_alone) / num_pairs
+    return Measure(name="difference, speculative minus plain", value=value, low=interval.low, high=interval.high)
+
+
+def _problems(config: RunConfig) -> Iterator[str]:
+    if config.num_samples > 1:
+        yield (
+            f"num_samples={config.num_samples} has no effect on suite=arithmetic, which counts every prompt once: "
+            "give more prompts with num_prompts="
+        )
+
+
+SUITE = Suite(
+    name="arithmetic",
+    judge=judge,
+    prompts=prompts,
+    # A space, four digits and the end of the line, each at most a token, and some room.
+    defaults={"max_new_tokens": 8, "stop_strings": ["\n"]},
+    settings=("num_prompts", "margin"),
+    problems=_problems,
+)

@@ -1,0 +1,107 @@
+"""`suite=distribution`: do plain and speculative samples of a run come from one distribution?
+
+Each prompt is sampled many times in both modes, with different seeds. Two tests swap the samples of pairs: one compares
+how often each token stands at a few fixed places, the other the log-likelihoods of whole samples under the target. Each
+gets half of the rate of false alarms. `statistics` says why that rate holds exactly.
+"""
+
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+
+from llama_ssp.config.schema import RunConfig
+from llama_ssp.config.tasks.suites import Suite
+from llama_ssp.evaluation.evidence import CompletionPair, Evidence
+from llama_ssp.evaluation.statistics import (
+    PairedGroup,
+    count_statistic,
+    mean_interval,
+    mean_statistic,
+    swap_test,
+    total_variation,
+)
+from llama_ssp.reports.evaluation import Evaluation, Measure
+from llama_ssp.reports.lines import CompletionLine
+
+FALSE_ALARM_RATE = 1e-3
+"""Highest probability of a failure if both modes have one distribution."""
+PLACES = (0, 1, 2, 4, 8)
+"""New tokens that are counted; the first one follows the prompt."""
+NUM_SWAPS = 9999
+LEAST_SAMPLES = 20
+_ENDED = -1
+_SEED = 0
+
+
+def scored(pairs: Iterable[CompletionPair]) -> list[CompletionLine]:
+    """All lines."""
+    return [line for pair in pairs for line in pair]
+
+
+def groups_of(evidence: Evidence) -> list[PairedGroup]:
+    """The pairs of each prompt."""
+    groups = []
+    for _, of_prompt in groupby(evidence.pairs, key=lambda pair: pair.plain.index):
+        pairs = list(of_prompt)
+        places = [place for place in PLACES if any(len(line.token_ids) > place for line in scored(pairs))]
+        columns = [[(_token(pair.plain, place), _token(pair.speculative, place)) for pair in pairs] for place in places]
+        sums = [[sum(evidence.log_probs[line.key]) for line in pair] for pair in pairs]
+        groups.append(PairedGroup(columns=columns, differences=[fast - plain for plain, fast in sums]))
+    return groups
+
+
+def _token(line: CompletionLine, place: int) -> int:
+    return line.token_ids[place] if place < len(line.token_ids) else _ENDED
+
+
+def judge(evidence: Evidence) -> Evaluation:
+    """Test whether both modes have one distribution."""
+    groups = groups_of(evidence)
+    sizes = [len(group.differences) for group in groups]
+    statistics = {"next tokens": count_statistic(groups), "log-likelihoods": mean_statistic(groups)}
+    p_values = {
+        name: swap_test(statistic, sizes, num_swaps=NUM_SWAPS, seed=_SEED) for name, statistic in statistics.items()
+    }
+    least = FALSE_ALARM_RATE / len(p_values)
+    passed = min(p_values.values()) > least
+    shown = " and ".join(f"{p:.2g} for {name}" for name, p in p_values.items())
+    verdict = "plain and speculative samples can come from one distribution" if passed else (
+        "plain and speculative samples come from different distributions"
+    )  # fmt: skip
+    apart, difference = total_variation(groups, seed=_SEED), mean_interval([group.differences for group in groups])
+    return Evaluation(
+        suite=SUITE.name,
+        passed=passed,
+        reason=f"{verdict}: p = {shown}, {'both' if passed else 'not both'} above {least:g} ({sum(sizes)} pairs)",
+        measures=[
+            *(Measure(name=f"p-value, {name}", value=p) for name, p in p_values.items()),
+            Measure(
+                name="log-likelihood in nats, speculative minus plain", value=sum(difference) / 2,
+                low=difference.low, high=difference.high,
+            ),
+            Measure(
+                name="total variation of next tokens", value=apart.value,
+                low=apart.interval.low, high=apart.interval.high,
+            ),
+            Measure(name="total variation that chance alone gives", value=apart.noise),
+        ],
+    )  # fmt: skip
+
+
+def _problems(config: RunConfig) -> Iterator[str]:
+    if config.sampling.temperature == 0:
+        yield (
+            "suite=distribution compares samples, and at temperature 0 all samples of a prompt are equal: use "
+            "suite=agreement, or a temperature above 0"
+        )
+    elif config.num_samples < LEAST_SAMPLES:
+        yield f"num_samples={config.num_samples} is too few for suite=distribution: give at least {LEAST_SAMPLES}"
+
+
+SUITE = Suite(
+    name="distribution",
+    judge=judge,
+    scored=scored,
+    defaults={"max_new_tokens": 12, "num_samples": 250},
+    settings=("default_prompts",),
+    problems=_problems,
+)

@@ -1,0 +1,51 @@
+"""`task=evaluate`: completes all prompts in both modes, and lets a suite judge the completions."""
+
+import json
+from collections.abc import Sequence
+
+from llama_ssp.config.tasks.evaluate import task_and_suite
+from llama_ssp.evaluation.evidence import CompletionPair, Evidence, pairs_of
+from llama_ssp.reports.evaluation import Evaluation
+from llama_ssp.reports.lines import PLAIN, SPECULATIVE, LineKey
+from llama_ssp.session.scoring import SampledText, score
+from llama_ssp.session.session import PromptTask, Session, Viewer
+
+_SEED_STEP = 1 << 62
+
+
+class _Silent(Viewer):
+    """Shows no text: the verdict comes at the end."""
+
+
+def speculative_seed(seed: int) -> int:
+    """The seed of speculative decoding: plain decoding uses the run's, and samples must not share their draws."""
+    return (seed + _SEED_STEP) % (2 * _SEED_STEP)
+
+
+def evaluate(session: Session, jobs: list[PromptTask]) -> None:
+    """Complete all jobs in both modes and judge them; the verdict, `session.evaluation`, exists on rank 0."""
+    task, suite = task_and_suite(session.config)
+    session.has_gate = task.gate
+    modes = (PLAIN, SPECULATIVE)
+    session.decoder(SPECULATIVE).seed = speculative_seed(session.config.seed)
+    session.warm_up(jobs, modes, num_jobs=1)
+    with session.showing_progress(jobs, modes, shows_texts=False):
+        for mode in modes:
+            session.complete(jobs, mode, _Silent())
+    pairs = pairs_of(session.folder.lines) if session.folder else []
+    log_probs = _score(session, jobs, pairs)
+    if session.folder:
+        evaluation = suite.judge(Evidence(config=session.config, pairs=pairs, log_probs=log_probs))
+        assert isinstance(evaluation, Evaluation)
+        session.evaluation = evaluation
+
+
+def _score(session: Session, jobs: Sequence[PromptTask], pairs: Sequence[CompletionPair]) -> dict[LineKey, list[float]]:
+    """Score the completions that the suite names; rank 0 knows them."""
+    _, suite = task_and_suite(session.config)
+    named = [(line.key, line.token_ids) for line in suite.scored(pairs)]
+    lines = json.loads(session.world.comm.broadcast_text(json.dumps(named), src=0))
+    prompts = {(job.request.index, job.request.sample): job.request.prompt_ids for job in jobs}
+    texts = [SampledText(prompt_ids=prompts[index, sample], token_ids=tuple(ids)) for (index, _, sample), ids in lines]
+    rows = score(session, texts)
+    return {(index, mode, sample): row for ((index, mode, sample), _), row in zip(lines, rows, strict=True)}

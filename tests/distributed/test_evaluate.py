@@ -1,0 +1,55 @@
+"""`task=evaluate` on several ranks: the same verdict wherever the models are, and one gate for all ranks."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.commands import run
+
+SETTINGS = ["task=evaluate", "prompt=for i in range(", "num_samples=24", "max_new_tokens=6", "gate=true"]
+PLACEMENTS: dict[str, list[str]] = {
+    "tensor": [],
+    "own_gpu": ["placement=own_gpu"],
+    "replicas": ["placement=replicas", "batch_size=5"],
+}
+
+
+def evaluation(run_dir: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())["evaluation"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The verdict of one rank."""
+    folder = tmp_path_factory.mktemp("alone") / "run"
+    done = run([*SETTINGS, f"run_dir={folder}"])
+    assert done.returncode == 0, done.stderr
+    return evaluation(folder)
+
+
+@pytest.mark.heavy
+@pytest.mark.distributed(2)
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_two_ranks_come_to_the_verdict_of_one(placement: str, alone: dict[str, Any], tmp_path: Path) -> None:
+    """The texts are the same, unless rounding changes a draw: one token in some 100000."""
+    done = run([*SETTINGS, *PLACEMENTS[placement], f"run_dir={tmp_path}/run"], num_ranks=2)
+    assert done.returncode == 0, done.stderr
+    found = evaluation(tmp_path / "run")
+    assert found["passed"]
+    for measure, wanted in zip(found["measures"], alone["measures"], strict=True):
+        assert measure["value"] == pytest.approx(wanted["value"], abs=1e-3), measure["name"]
+
+
+@pytest.mark.heavy
+@pytest.mark.distributed(2)
+def test_a_closed_gate_ends_all_ranks_with_1_and_one_sentence(tmp_path: Path) -> None:
+    settings = ["task=evaluate", "suite=arithmetic", "num_prompts=3", "gate=true", f"run_dir={tmp_path}/run"]
+    done = run(settings, num_ranks=2)
+    assert done.returncode == 1
+    status = (tmp_path / "run" / "status").read_text().strip()
+    assert status.startswith("1: suite=arithmetic failed: ")
+    assert done.stderr.count(status.removeprefix("1: ")) == 1
+    assert evaluation(tmp_path / "run")["passed"] is False
