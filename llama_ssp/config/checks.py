@@ -45,8 +45,8 @@ def check(config: RunConfig, explicit: frozenset[str], *, world_size: int) -> No
 
 
 def check_values(config: RunConfig) -> None:
-    """Raise ConfigError for values that are invalid whatever the other settings are."""
-    if problems := [*_ranges(config)]:
+    """Raise ConfigError for values that are invalid whatever the models are."""
+    if problems := [*_ranges(config), *_rule(config.verification.rule, config.sampling.temperature)]:
         raise ConfigError(one_message(problems))
 
 

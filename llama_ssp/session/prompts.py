@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from llama_ssp.config.schema import RunConfig
 from llama_ssp.errors import CheckpointError, ConfigError
@@ -16,6 +16,9 @@ from llama_ssp.reports.lines import CompletionLine
 
 if TYPE_CHECKING:  # plans read prompts too, without transformers
     from transformers import PreTrainedTokenizerBase
+
+Message: TypeAlias = dict[str, str]
+"""One turn of a conversation: its `role` and its `content`."""
 
 _EXCERPT = 40
 """Longest excerpt of a prompt in an error."""
@@ -90,9 +93,7 @@ def encode(prompt: str, tokenizer: "PreTrainedTokenizerBase", *, chat: bool) -> 
             f"prompt {prompt[:_EXCERPT]!r} holds {prompt[error.start]!r}, a lone surrogate: write it in UTF-8"
         ) from None
     if chat:
-        if not tokenizer.chat_template:
-            raise ConfigError("chat=true needs a tokenizer with a chat template; leave chat out, or use a chat model")
-        text = _in_template(prompt, tokenizer)
+        text = in_template([{"role": "user", "content": prompt}], tokenizer)
         ids = tokenizer(text, add_special_tokens=False).input_ids
     else:
         ids = tokenizer(prompt).input_ids
@@ -103,10 +104,20 @@ def encode(prompt: str, tokenizer: "PreTrainedTokenizerBase", *, chat: bool) -> 
     return tuple(ids)
 
 
-def _in_template(prompt: str, tokenizer: "PreTrainedTokenizerBase") -> str:
-    messages = [{"role": "user", "content": prompt}]
+def in_template(messages: list[Message], tokenizer: "PreTrainedTokenizerBase", *, goes_on: bool = False) -> str:
+    """Write messages in the tokenizer's chat template, up to where the assistant speaks.
+
+    With `goes_on`, the last message stays open, for the assistant to continue it. Raises CheckpointError if the
+    template is damaged, and ConfigError if there is none.
+    """
+    if not tokenizer.chat_template:
+        raise ConfigError("chat=true needs a tokenizer with a chat template; leave chat out, or use a chat model")
     try:
-        return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+        return str(
+            tokenizer.apply_chat_template(
+                messages, add_generation_prompt=not goes_on, continue_final_message=goes_on, tokenize=False
+            )
+        )
     except Exception as error:  # a template can raise anything
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise CheckpointError(
