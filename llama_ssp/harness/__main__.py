@@ -1,6 +1,7 @@
 """`python -m llama_ssp.harness`: the command line of lm-evaluation-harness, which then knows `--model llama_ssp`."""
 
 import sys
+from importlib import import_module
 from importlib.util import find_spec
 
 from llama_ssp.errors import ConfigError, SspError
@@ -13,11 +14,11 @@ def main() -> int:
     try:
         if find_spec("lm_eval") is None:
             raise ConfigError(f"lm-evaluation-harness is not installed: {INSTALL}")
-        import lm_eval.models  # noqa: PLC0415 - the harness's own models, which it does not register after ours
         from lm_eval.__main__ import cli_evaluate  # noqa: PLC0415 - an optional package
 
-        import llama_ssp.harness.model  # noqa: F401, PLC0415 - registers itself
-
+        # Both register models; the harness does not register its own once there are others.
+        for module in ("lm_eval.models", "llama_ssp.harness.model"):
+            import_module(module)
         cli_evaluate()
     except SspError as error:
         sys.stderr.write(f"{error}\n")

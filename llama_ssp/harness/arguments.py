@@ -59,7 +59,8 @@ class ModelArguments:
     def read(cls, given: Mapping[str, object]) -> Self:
         """Read arguments whose values the harness has parsed; raises ConfigError for all problems together."""
         known = {each.name: each for each in fields(cls)}
-        values, problems = {}, []
+        values: dict[str, Any] = {}
+        problems = []
         for name, value in given.items():
             if name not in known:
                 problems.append(unknown_name("model argument", name, known))
@@ -88,9 +89,7 @@ class ModelArguments:
         }
         model = ModelConfig(name=self.target)
         check_values(
-            RunConfig(
-                task=GenerateConfig(), model=model, draft=DrafterConfig(), placement=PlacementConfig(), **decided
-            )
+            RunConfig(task=GenerateConfig(), model=model, draft=DrafterConfig(), placement=PlacementConfig(), **decided)
         )
         return decided
 

@@ -48,7 +48,9 @@ class SpeculativeLM(TemplateLM):  # type: ignore[misc] # the package has no type
         context = self._models.target.max_position_embeddings
         self.max_length = given.max_length or context
         if self.max_length > context:
-            raise ConfigError(f"max_length={self.max_length} is more than the context of target={given.target}, {context}")
+            raise ConfigError(
+                f"max_length={self.max_length} is more than the context of target={given.target}, {context}"
+            )
 
     @classmethod
     def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> Self:
