@@ -40,6 +40,8 @@ class CompletionLine:
         share_s: wall time divided equally among the rows of the batch and among replicas; `ms / 1000` for a batch of
             one without replicas.
         draft_s, verify_s, other_s: the row's equal share of the time of its batch's rounds, by part.
+        turn: number of turns before the prompt in its conversation.
+        question_id, category: those of the prompt in its file, if any.
     """
 
     index: int
@@ -59,6 +61,9 @@ class CompletionLine:
     draft_s: float = 0.0
     verify_s: float = 0.0
     other_s: float = 0.0
+    turn: int = 0
+    question_id: str | None = None
+    category: str | None = None
 
     @property
     def key(self) -> LineKey:

@@ -4,15 +4,16 @@ from transformers import PreTrainedTokenizerBase
 
 from llama_ssp.engine.completion import RowCompletion
 from llama_ssp.reports.lines import CompletionLine
+from llama_ssp.session.prompts import Prompt
 
 
 def to_line(
-    prompt: str, completion: RowCompletion, mode: str, tokenizer: PreTrainedTokenizerBase, *, num_copies: int
+    prompt: Prompt, completion: RowCompletion, mode: str, tokenizer: PreTrainedTokenizerBase, *, num_copies: int
 ) -> CompletionLine:
     """Convert a finished completion to a line of `run.jsonl`; `num_copies` replicas share the wall time."""
     parts_s = completion.part_s
     return CompletionLine(
-        index=completion.request.index, sample=completion.request.sample, mode=mode, prompt=prompt,
+        index=completion.request.index, sample=completion.request.sample, mode=mode, prompt=prompt.text,
         text=str(tokenizer.decode(completion.token_ids, skip_special_tokens=True)),
         token_ids=completion.token_ids, num_new_tokens=len(completion.token_ids),
         finish_reason=str(completion.finish_reason),
@@ -20,4 +21,5 @@ def to_line(
         accepted_lengths=completion.accepted_lengths, examined_lengths=completion.examined_lengths,
         ms=completion.busy_s * 1e3, share_s=completion.share_s / num_copies,
         draft_s=parts_s["draft"], verify_s=parts_s["verify"], other_s=parts_s["other"],
+        turn=len(prompt.earlier), question_id=prompt.question_id, category=prompt.category,
     )  # fmt: skip

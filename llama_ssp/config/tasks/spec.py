@@ -20,6 +20,7 @@ class TaskSpec:
         needs_models: False for a task that loads no models and writes no run folder.
         why_no_plan: without models, why `dry_run` has no effect; a relative clause.
         needs_draft: a run without a draft is refused.
+        takes_turns: its prompts may be conversations, whose later turns follow the answers to earlier ones.
         paths: settings that are paths, which the command line does not parse.
         problems: yields the problems of a config; its second argument are the keys that the user gave.
         largest_cell: for a task that measures several sizes, the config of the one that needs the most memory, and its
@@ -36,6 +37,7 @@ class TaskSpec:
     needs_models: bool = True
     why_no_plan: str = "which reads no model"
     needs_draft: bool = False
+    takes_turns: bool = True
     paths: tuple[str, ...] = ()
     problems: Callable[[RunConfig, frozenset[str]], Iterable[str]] = lambda config, explicit: ()  # noqa: ARG005
     largest_cell: Callable[[RunConfig], tuple[RunConfig, int]] | None = None
