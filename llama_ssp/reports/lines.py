@@ -77,7 +77,10 @@ class CompletionLine:
     @classmethod
     def from_json(cls, line: bytes) -> "CompletionLine":
         """Read a line back; raises ValueError unless it is JSON with exactly the fields above and possible numbers."""
-        restored = restore(cls, read_json(line), exact=True)
+        content = read_json(line)
+        if isinstance(content, dict):  # earlier versions wrote no conversations
+            content = {"turn": 0, "question_id": None, "category": None} | content
+        restored = restore(cls, content, exact=True)
         if restored.mode not in {PLAIN, SPECULATIVE}:
             raise ValueError(f"mode holds {restored.mode!r}")
         if not len(restored.accepted_lengths) == len(restored.examined_lengths) == restored.num_rounds:
