@@ -42,7 +42,7 @@ def conversation(found: list[Line], last: Line) -> str:
     """A later turn as one prompt: what was asked and answered before it, as it was recorded."""
     before = {line["index"]: line for line in found if (line["mode"], line["sample"]) == (last["mode"], last["sample"])}
     earlier = [before[index] for index in range(last["index"] - last["turn"], last["index"])]
-    return "".join(f"{line['prompt']}{line['text']}\n" for line in earlier) + last["prompt"]
+    return "".join(f"{line['prompt']}{line['text']}\n" for line in earlier) + str(last["prompt"])
 
 
 @pytest.mark.parametrize(

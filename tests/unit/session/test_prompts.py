@@ -72,7 +72,7 @@ def test_each_turn_of_a_question_is_a_prompt_with_those_before_it(tmp_path: Path
     """As in Spec-Bench's question.jsonl, which has ids as numbers."""
     lines = [json.dumps(QUESTION), '{"prompt": "alone", "category": "x"}', '{"turns": ["one"], "question_id": "a1"}']
     found = prompts_of(tmp_path / "p.jsonl", "\n".join(lines))
-    named = {"question_id": "81", "category": "writing"}
+    named: dict[str, Any] = {"question_id": "81", "category": "writing"}
     assert found == [
         Prompt(text="Write.", **named),
         Prompt(text="Rewrite.", earlier=("Write.",), **named),
@@ -128,7 +128,7 @@ def test_a_later_turn_follows_the_answers_to_earlier_ones() -> None:
     assert encode("a a", tokenizer(chat_template=roles), chat=True, earlier=earlier) == (
         0, 2, 4, 3, 5, 5, 2, 5, 3, 4, 2, 4, 4, 3,
     )  # fmt: skip
-    lines = tokenizer().decode(encode("a a", tokenizer(), chat=False, earlier=[("a ", "b b"), ("b ", "a")]))
+    lines = tokenizer().decode([*encode("a a", tokenizer(), chat=False, earlier=[("a ", "b b"), ("b ", "a")])])
     assert lines == "<s> a b b b a a a"
 
 
