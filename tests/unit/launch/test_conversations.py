@@ -142,7 +142,7 @@ def test_questions_that_have_changed_are_refused(tmp_path: Path) -> None:
     ("setting", "sentence"),
     [
         ("max_new_tokens=1000", "max_new_tokens=1000 for each of 3 answers that is more than the context of 2048"),
-        ("task=benchmark", "task=benchmark takes prompts of one turn"),
+        heavy("task=benchmark", "task=benchmark takes prompts of one turn"),
     ],
 )
 def test_a_conversation_that_cannot_work_is_refused_before_anything_is_loaded(
