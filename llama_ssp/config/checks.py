@@ -46,8 +46,8 @@ def check(config: RunConfig, explicit: frozenset[str], *, world_size: int) -> No
 
 
 def check_values(config: RunConfig) -> None:
-    """Raise ConfigError for values that are invalid whatever the other settings are."""
-    if problems := [*_ranges(config)]:
+    """Raise ConfigError for values that are invalid whatever the models are."""
+    if problems := [*_ranges(config), *_rule(config.verification.rule, config.sampling.temperature)]:
         raise ConfigError(one_message(problems))
 
 
@@ -113,8 +113,8 @@ def _files(config: RunConfig) -> Iterator[str]:
     # Path raises for names that no file can have.
     if file != "-" and (not os.path.exists(file) or os.path.isdir(file)):  # noqa: PTH110, PTH112
         yield (
-            f"prompts={config.prompts} must be a file, .txt with a prompt per line or .jsonl with a `prompt` field, "
-            "or - for standard input"
+            f"prompts={config.prompts} must be a file, .txt with a prompt per line or .jsonl with a field `prompt` or "
+            "`turns`, or - for standard input"
         )
     if not config.run_dir:
         given = "null" if config.run_dir is None else ""

@@ -43,6 +43,8 @@ class CompletionLine:
         share_s: wall time divided equally among the rows of the batch and among replicas; `ms / 1000` for a batch of
             one without replicas.
         draft_s, verify_s, other_s: the row's equal share of the time of its batch's rounds, by part.
+        turn: number of turns before the prompt in its conversation.
+        question_id, category: those of the prompt in its file, if any.
     """
 
     index: int
@@ -63,6 +65,9 @@ class CompletionLine:
     verify_s: float = 0.0
     other_s: float = 0.0
     draft_lengths: list[int] | None = None
+    turn: int = 0
+    question_id: str | None = None
+    category: str | None = None
 
     @property
     def key(self) -> LineKey:
@@ -76,7 +81,10 @@ class CompletionLine:
     @classmethod
     def from_json(cls, line: bytes) -> "CompletionLine":
         """Read a line back; raises ValueError unless it is JSON with exactly the fields above and possible numbers."""
-        restored = restore(cls, _with_draft_lengths(read_json(line)), exact=True)
+        content = read_json(line)
+        if isinstance(content, dict):
+            content = _LATER_FIELDS | content
+        restored = restore(cls, content, exact=True)
         if restored.mode not in {PLAIN, SPECULATIVE}:
             raise ValueError(f"mode holds {restored.mode!r}")
         if not len(restored.accepted_lengths) == len(restored.examined_lengths) == restored.num_rounds:
@@ -90,9 +98,8 @@ class CompletionLine:
         return restored
 
 
-def _with_draft_lengths(content: object) -> object:
-    """Add the field that lines of version 0.1.0 lack."""
-    return {"draft_lengths": None} | content if isinstance(content, dict) else content
+_LATER_FIELDS = {"draft_lengths": None, "turn": 0, "question_id": None, "category": None}
+"""Fields that lines of version 0.1.0 lack."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,10 +4,11 @@ from transformers import PreTrainedTokenizerBase
 
 from llama_ssp.engine.completion import RowCompletion
 from llama_ssp.reports.lines import CompletionLine
+from llama_ssp.session.prompts import Prompt
 
 
 def to_line(
-    prompt: str,
+    prompt: Prompt,
     completion: RowCompletion,
     mode: str,
     tokenizer: PreTrainedTokenizerBase,
@@ -21,7 +22,7 @@ def to_line(
     """
     parts_s = completion.part_s
     return CompletionLine(
-        index=completion.request.index, sample=completion.request.sample, mode=mode, prompt=prompt,
+        index=completion.request.index, sample=completion.request.sample, mode=mode, prompt=prompt.text,
         text=str(tokenizer.decode(completion.token_ids, skip_special_tokens=True)),
         token_ids=completion.token_ids, num_new_tokens=len(completion.token_ids),
         finish_reason=str(completion.finish_reason),
@@ -30,4 +31,5 @@ def to_line(
         ms=completion.busy_s * 1e3, share_s=completion.share_s / num_copies,
         draft_s=parts_s["draft"], verify_s=parts_s["verify"], other_s=parts_s["other"],
         draft_lengths=completion.draft_lengths if adapts else None,
+        turn=len(prompt.earlier), question_id=prompt.question_id, category=prompt.category,
     )  # fmt: skip

@@ -3,6 +3,7 @@
 Every rank decodes; only rank 0 has a run folder and a terminal that prints.
 """
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -10,7 +11,6 @@ from itertools import product
 from typing import Protocol
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from llama_ssp.config.schema import RunConfig
 from llama_ssp.console.progress import Pace, RunProgress
@@ -20,7 +20,6 @@ from llama_ssp.distributed.result_queue import ResultQueue
 from llama_ssp.distributed.world import World
 from llama_ssp.engine.completion import RowCompletion, StopRequest
 from llama_ssp.engine.loop import Decoder
-from llama_ssp.engine.state import Request
 from llama_ssp.engine.stream import IncrementalText, Piece
 from llama_ssp.errors import InterruptedRun
 from llama_ssp.planning.plan import Plan
@@ -28,20 +27,12 @@ from llama_ssp.reports.evaluation import Evaluation
 from llama_ssp.reports.lines import PLAIN, SPECULATIVE, CompletionLine, LineKey
 from llama_ssp.reports.records import RunFolder
 from llama_ssp.session.draft_length import settle_length
+from llama_ssp.session.jobs import PromptTask, waves, with_answers
 from llama_ssp.session.lines import to_line
 from llama_ssp.session.loading import Models, build_decoder
-from llama_ssp.session.prompts import check_ids, encode
 from llama_ssp.session.startup import StartClock
 
 _WARMUP_TOKENS = 8
-
-
-@dataclass(frozen=True, kw_only=True)
-class PromptTask:
-    """A requested completion, and its prompt as the user wrote it."""
-
-    request: Request
-    prompt: str
 
 
 class Viewer(Protocol):
@@ -58,25 +49,6 @@ class Viewer(Protocol):
     def end(self, line: CompletionLine) -> None:  # noqa: ARG002
         """End a completion."""
         return
-
-
-def make_prompt_tasks(
-    prompts: Sequence[str],
-    config: RunConfig,
-    *,
-    tokenizer: PreTrainedTokenizerBase,
-    context: int,
-    vocab_size: int,
-    first_index: int = 0,
-) -> list[PromptTask]:
-    """Encode prompts, once per requested sample; raises ConfigError as `encode` and `check_ids` do."""
-    jobs = []
-    for (index, prompt), sample in product(enumerate(prompts, start=first_index), range(config.num_samples)):
-        ids, num_new = encode(prompt, tokenizer, chat=config.chat), config.max_new_tokens
-        check_ids(ids, max_new_tokens=num_new, context=context, vocab_size=vocab_size, prompt=prompt)
-        request = Request(index=index, sample=sample, prompt_ids=ids, max_new_tokens=num_new)
-        jobs.append(PromptTask(request=request, prompt=prompt))
-    return jobs
 
 
 @dataclass(eq=False, repr=False)
@@ -172,25 +144,45 @@ class Session:
             if ended:
                 self._progress.end(mode, num_tokens=ended.num_new_tokens, ms=ended.ms)
 
-    @torch.inference_mode()
     def complete(self, jobs: Sequence[PromptTask], mode: str, viewer: Viewer) -> None:
         """Decode, show and record the jobs that are not recorded yet; one by one and streamed if the batch size is one.
+
+        A later turn of a conversation follows the answers to earlier ones, of the same mode and sample, which `jobs`
+        have too or an earlier call had.
 
         Raises InterruptedRun on every rank, after the round in which the deciding rank stopped, and SspError on rank 0
         if the records cannot be written.
         """
-        open_jobs = {
-            (job.request.index, job.request.sample): job
-            for job in jobs
-            if (job.request.index, mode, job.request.sample) not in self.finished
-        }
-        if not open_jobs:
-            return
+        todo = [job for job in jobs if (job.request.index, mode, job.request.sample) not in self.finished]
+        for wave in waves(todo, keeps_order=self.streams):
+            self._complete(self._with_answers(wave, mode), mode, viewer)
+
+    def _with_answers(self, jobs: Sequence[PromptTask], mode: str) -> list[PromptTask]:
+        """Put the answers to earlier turns, which rank 0 has recorded, into the prompts of later ones."""
+        if not any(job.source.earlier for job in jobs):
+            return [*jobs]
+        models, answers = self.models, list[list[str]]()
+        if self.folder:
+            recorded = {line.key: line.text for line in self.folder.lines}
+            answers = [[recorded[index, mode, job.request.sample] for index in job.earlier_indices] for job in jobs]
+        answers = json.loads(self.world.comm.broadcast_text(json.dumps(answers), src=0))
+        return [
+            with_answers(
+                job, texts, chat=self.config.chat, tokenizer=models.tokenizer, context=models.context,
+                vocab_size=models.target.vocab_size,
+            )
+            for job, texts in zip(jobs, answers, strict=True)
+        ]  # fmt: skip
+
+    @torch.inference_mode()
+    def _complete(self, jobs: Sequence[PromptTask], mode: str, viewer: Viewer) -> None:
+        """Decode, show and record jobs whose prompts are whole."""
+        open_jobs = {(job.request.index, job.request.sample): job for job in jobs}
         mesh, num_replicas = self.models.mesh, self.config.placement.num_replicas
         ledger = _Ledger(self, viewer)
         texts: dict[tuple[int, int], IncrementalText] = {}
-        decoder = self.ready_decoder(mode, [*open_jobs.values()])
-        share = [job.request for job in open_jobs.values()][mesh.number :: num_replicas]
+        decoder = self.ready_decoder(mode, jobs)
+        share = [job.request for job in jobs][mesh.number :: num_replicas]
         for updates in decoder.run(share) if share else ():
             for update in updates:
                 completion = update.completion
@@ -232,7 +224,7 @@ class _Ledger:
         if session.folder or exchange:
             num_replicas = session.config.placement.num_replicas
             line = to_line(
-                job.prompt, completion, mode, session.models.tokenizer, num_copies=num_replicas,
+                job.source, completion, mode, session.models.tokenizer, num_copies=num_replicas,
                 adapts=session.config.speculation.adapts and mode == SPECULATIVE,
             )  # fmt: skip
             if session.folder:

@@ -36,9 +36,10 @@ from llama_ssp.planning.spec import step_bytes
 from llama_ssp.planning.timing import timing
 from llama_ssp.reports.lines import PLAIN, SPECULATIVE, BenchmarkRow, CellKey
 from llama_ssp.reports.provenance import git_commit, versions
+from llama_ssp.session.jobs import PromptTask
 from llama_ssp.session.loading import build_decoder
 from llama_ssp.session.peers import Peers, has_peers, load_peer
-from llama_ssp.session.session import PromptTask, Session
+from llama_ssp.session.session import Session
 from llama_ssp.tasks.dry_run import forecast
 
 GENERATE, ASSISTED = "generate", "assisted"

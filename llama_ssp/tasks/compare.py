@@ -7,7 +7,8 @@ from llama_ssp.config.tasks.compare import CompareConfig
 from llama_ssp.console.terminal import Terminal
 from llama_ssp.engine.stream import Piece
 from llama_ssp.reports.lines import PLAIN, SPECULATIVE, CompletionLine
-from llama_ssp.session.session import PromptTask, Session, Viewer
+from llama_ssp.session.jobs import PromptTask
+from llama_ssp.session.session import Session, Viewer
 
 
 class _Streamed(Viewer):

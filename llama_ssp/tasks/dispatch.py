@@ -8,7 +8,8 @@ from llama_ssp.config.registry import imported
 from llama_ssp.config.schema import RunConfig
 from llama_ssp.config.tasks.spec import task_of
 from llama_ssp.distributed.world import World
-from llama_ssp.session.session import PromptTask, Session
+from llama_ssp.session.jobs import PromptTask
+from llama_ssp.session.session import Session
 
 Task: TypeAlias = Callable[[Session, list[PromptTask]], None]
 """A task with loaded models, the same on every rank, for all jobs or for those of one typed prompt.

@@ -115,15 +115,21 @@ def choose_for_run(config: RunConfig, *, world_size: int, on_cpu: bool) -> AutoP
 def _foreseen(config: RunConfig) -> tuple[RunConfig, int]:
     """Limit the batch to the rows that the prompts fill, and estimate the longest prompt at three characters per token.
 
-    Prompts that are unknown yet count TYPED_TOKENS each, and fill all rows.
+    A later turn of a conversation follows the earlier ones, and answers of as many tokens as they may have. Prompts
+    that are unknown yet count TYPED_TOKENS each, and fill all rows.
     """
     has_prompts = config.prompt is not None or config.prompts or task_of(config).prompts(config)
     is_read_later = config.prompt is None and config.prompts == STANDARD_INPUT
     if is_read_later or not has_prompts:
         return config, TYPED_TOKENS
-    texts = read_prompts(config)
-    tokens = max(len(text) // CHARACTERS_PER_TOKEN + 1 for text in texts)
-    return with_filled_rows(config, num_completions=len(texts) * config.num_samples), tokens
+    prompts = read_prompts(config)
+    tokens = max(
+        sum(map(len, (*prompt.earlier, prompt.text))) // CHARACTERS_PER_TOKEN
+        + 1
+        + len(prompt.earlier) * config.max_new_tokens
+        for prompt in prompts
+    )
+    return with_filled_rows(config, num_completions=len(prompts) * config.num_samples), tokens
 
 
 def with_filled_rows(config: RunConfig, *, num_completions: int) -> RunConfig:

@@ -7,8 +7,9 @@ from llama_ssp.config.tasks.evaluate import task_and_suite
 from llama_ssp.evaluation.evidence import CompletionPair, Evidence, pairs_of
 from llama_ssp.reports.evaluation import Evaluation
 from llama_ssp.reports.lines import PLAIN, SPECULATIVE, LineKey
+from llama_ssp.session.jobs import PromptTask
 from llama_ssp.session.scoring import SampledText, score
-from llama_ssp.session.session import PromptTask, Session, Viewer
+from llama_ssp.session.session import Session, Viewer
 
 _SEED_STEP = 1 << 62
 

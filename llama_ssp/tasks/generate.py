@@ -8,7 +8,8 @@ from llama_ssp.config.tasks.generate import GenerateConfig, OutputFormat
 from llama_ssp.console.terminal import Terminal
 from llama_ssp.engine.stream import Piece
 from llama_ssp.reports.lines import CompletionLine
-from llama_ssp.session.session import PromptTask, Session, Viewer
+from llama_ssp.session.jobs import PromptTask
+from llama_ssp.session.session import Session, Viewer
 
 
 class _Text(Viewer):

@@ -4,7 +4,9 @@ import json
 from contextlib import suppress
 
 from llama_ssp.errors import ConfigError
-from llama_ssp.session.session import Session, make_prompt_tasks
+from llama_ssp.session.jobs import make_prompt_tasks
+from llama_ssp.session.prompts import Prompt
+from llama_ssp.session.session import Session
 from llama_ssp.session.stopping import interruptible
 from llama_ssp.tasks.dispatch import Task
 
@@ -28,7 +30,12 @@ def converse(session: Session, complete: Task) -> None:
             return
         try:
             jobs = make_prompt_tasks(
-                [prompt], session.config, tokenizer=tokenizer, context=context, vocab_size=vocab_size, first_index=index
+                [Prompt(text=prompt)],
+                session.config,
+                tokenizer=tokenizer,
+                context=context,
+                vocab_size=vocab_size,
+                first_index=index,
             )
         except ConfigError as error:
             session.terminal.say(str(error))

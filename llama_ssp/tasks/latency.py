@@ -1,7 +1,8 @@
 """`task=latency`: milliseconds per token over a fixed list of prompts, after a warm-up."""
 
 from llama_ssp.config.tasks.latency import LatencyConfig
-from llama_ssp.session.session import PromptTask, Session, Viewer
+from llama_ssp.session.jobs import PromptTask
+from llama_ssp.session.session import Session, Viewer
 
 
 class _Silent(Viewer):

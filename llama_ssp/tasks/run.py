@@ -10,7 +10,9 @@ import logging
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import transformers
 
@@ -28,9 +30,10 @@ from llama_ssp.planning.plan import Plan, require_room
 from llama_ssp.reports.provenance import git_commit, gpu_links, planned_link, versions
 from llama_ssp.reports.records import RunFolder, read_status, write_failure
 from llama_ssp.session.checkpoints import Source, find_sources, offload_folder, with_number_formats
+from llama_ssp.session.jobs import PromptTask, make_prompt_tasks
 from llama_ssp.session.loading import load_models
-from llama_ssp.session.prompts import check_unchanged, is_interactive, read_prompts
-from llama_ssp.session.session import PromptTask, Session, make_prompt_tasks
+from llama_ssp.session.prompts import Prompt, check_unchanged, is_interactive, read_prompts
+from llama_ssp.session.session import Session
 from llama_ssp.session.startup import StartClock
 from llama_ssp.session.stopping import stopping_on_signals
 from llama_ssp.tasks import dry_run
@@ -196,14 +199,16 @@ def _read_jobs(
     config: RunConfig, world: World, folder: RunFolder | None, source: Source, *, context: int
 ) -> list[PromptTask] | None:
     """Read and encode the prompts, the same on every rank; None if they will be typed one by one."""
-    prompts: list[str] | None = None
+    records: list[dict[str, Any]] | None = None
     with raise_on_all_ranks(world.comm):
         if folder and not is_interactive(config):
-            prompts = read_prompts(config)
-            check_unchanged(prompts, folder.lines, config)
-    prompts = json.loads(world.comm.broadcast_text(json.dumps(prompts), src=0))
-    if prompts is None:
+            read = read_prompts(config)
+            check_unchanged(read, folder.lines, config)
+            records = [asdict(prompt) for prompt in read]
+    records = json.loads(world.comm.broadcast_text(json.dumps(records), src=0))
+    if records is None:
         return None
+    prompts = [Prompt(**record | {"earlier": tuple(record["earlier"])}) for record in records]
     with raise_on_all_ranks(world.comm):
         vocab_size = source.origin.shape.vocab_size
         return make_prompt_tasks(prompts, config, tokenizer=source.tokenizer, context=context, vocab_size=vocab_size)

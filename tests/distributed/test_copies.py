@@ -36,6 +36,26 @@ def test_two_copies_leave_the_texts_of_one_in_prompt_order(tmp_path: Path) -> No
     assert (tmp_path / "copies" / "status").read_text() == "done\n"
 
 
+@pytest.mark.heavy
+@pytest.mark.distributed(2)
+@pytest.mark.parametrize("placement", ["placement=replicas", "placement=sharded"])
+def test_a_later_turn_follows_the_answer_of_whichever_copy_gave_it(placement: str, tmp_path: Path) -> None:
+    """Three conversations, so that copies share out first turns and second ones in different ways."""
+    questions = tmp_path / "questions.jsonl"
+    turns = [["import os", "def f(x):", "class A"], ["11 * 37 ="], ["def read(self):", "def write(self):"]]
+    questions.write_text("".join(json.dumps({"turns": each}) + "\n" for each in turns))
+    settings = ["task=generate", "task.format=jsonl", f"prompts={questions}", "num_samples=2", "max_new_tokens=8"]
+    alone = run([*settings, "batch_size=2", f"run_dir={tmp_path}/alone"])
+    copies = run([*settings, "batch_size=2", placement, f"run_dir={tmp_path}/copies"], num_ranks=2)
+    assert (alone.returncode, copies.returncode) == (0, 0), copies.stderr
+    wanted, found = (
+        {(line["index"], line["sample"]): line["token_ids"] for line in lines(tmp_path / name)}
+        for name in ("alone", "copies")
+    )
+    assert len(found) == 12
+    assert found == wanted
+
+
 @pytest.mark.slow
 @pytest.mark.distributed(2)
 def test_interrupted_copies_end_together_and_are_resumed_without_repeating_anything(tmp_path: Path) -> None:

@@ -68,6 +68,7 @@ def _largest_cell(config: RunConfig) -> tuple[RunConfig, int]:
 TASK = TaskSpec(
     config=BenchmarkConfig,
     run="llama_ssp.tasks.benchmark:benchmark",
+    takes_turns=False,
     check_files="llama_ssp.session.peers:check_peers",
     problems=_problems,
     largest_cell=_largest_cell,

@@ -49,11 +49,11 @@ def test_other_tasks_keep_the_defaults_of_the_run(compose_once: Compose) -> None
 
 def test_the_prompts_are_those_of_the_suite_or_the_users(compose_once: Compose) -> None:
     config, _ = compose_once(EVALUATE, "task.suite=arithmetic", "task.num_prompts=5")
-    assert [prompt.count("\n") for prompt in read_prompts(config)] == [3] * 5
+    assert [prompt.text.count("\n") for prompt in read_prompts(config)] == [3] * 5
     config, _ = compose_once(EVALUATE)
-    assert "def factorial(n):\n    " in read_prompts(config)
+    assert "def factorial(n):\n    " in [prompt.text for prompt in read_prompts(config)]
     config, _ = compose_once(EVALUATE, "prompt=import")
-    assert read_prompts(config) == ["import"]
+    assert [prompt.text for prompt in read_prompts(config)] == ["import"]
 
 
 @pytest.mark.parametrize("rule", ["speculative", "block", "coupled"])

@@ -26,7 +26,7 @@ from llama_ssp.errors import SspError
 from llama_ssp.reports.lines import RunFacts
 from llama_ssp.reports.records import RunFolder
 from llama_ssp.reports.summary import summarise
-from llama_ssp.session.prompts import check_unchanged
+from llama_ssp.session.prompts import Prompt, check_unchanged
 from tests.helpers.runs import CELL, FAST, PLAIN, summary, write_run
 from tests.unit.launch.test_fuzz import UNHURRIED, in_process
 
@@ -156,7 +156,7 @@ def resume(folder: Path) -> int:
             json.dumps([sorted(opened.finished), [row.key for row in opened.rows]])
             named = SimpleNamespace(prompts="p.txt", run_dir="run")
             with contextlib.suppress(SspError):  # other prompts are refused; what follows would read the lines too
-                check_unchanged([PLAIN.prompt], opened.lines, cast("RunConfig", named))
+                check_unchanged([Prompt(text=PLAIN.prompt)], opened.lines, cast("RunConfig", named))
             opened.put_in_order()
             made = summarise(run_facts, opened.lines, opened.rows)
             opened.write_summary(made)

@@ -35,6 +35,15 @@ def test_a_reopened_folder_knows_its_finished_completions(tmp_path: Path) -> Non
         assert folder.lines == [line(0), line(1, mode="plain")]
 
 
+def test_a_folder_of_a_version_without_conversations_is_resumed(tmp_path: Path) -> None:
+    write(tmp_path, line(0))
+    file = tmp_path / "run.jsonl"
+    old = json.loads(file.read_text())
+    file.write_text(json.dumps({name: old[name] for name in old.keys() - {"turn", "question_id", "category"}}) + "\n")
+    with RunFolder(tmp_path, CONFIG) as folder:
+        assert folder.lines == [line(0)]
+
+
 def test_lines_are_put_in_the_order_of_their_prompts_and_more_can_follow(tmp_path: Path) -> None:
     with RunFolder(tmp_path, CONFIG) as folder:
         for index, mode in ((2, "plain"), (0, "plain"), (2, "speculative"), (0, "speculative")):

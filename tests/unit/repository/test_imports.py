@@ -36,7 +36,11 @@ def test_the_import_contracts_hold() -> None:
         ("llama_ssp/config/checks.py", "import transformers", NO_TORCH),
         ("llama_ssp/evaluation/statistics.py", "import torch", NO_TORCH),
         ("llama_ssp/config/checks.py", "import omegaconf", "hydra and omegaconf are known to"),
-        ("llama_ssp/models/huggingface/runner.py", "import bitsandbytes", "bitsandbytes, deepspeed and accelerate"),
+        (
+            "llama_ssp/models/huggingface/runner.py",
+            "import bitsandbytes",
+            "bitsandbytes, deepspeed, accelerate and lm_eval",
+        ),
     ],
 )
 def test_a_forbidden_import_is_found(tmp_path: Path, module: str, fault: str, contract: str) -> None:

@@ -20,6 +20,8 @@ from benchmarks.readme import TEXTS, filled, made_files
 from launch import command_line, plan
 from launch.short_keys import ShortKeys
 from llama_ssp.config import catalogue, store
+from llama_ssp.config.formats.bitsandbytes_package import BITSANDBYTES
+from llama_ssp.harness.__main__ import INSTALL as INSTALL_HARNESS
 from tests.helpers.repository import ROOT, files
 
 pytestmark = pytest.mark.seconds
@@ -32,7 +34,8 @@ TESTED = {
     r"bash \.ci/run": "itself",
     r"\.venv/bin/python launch/report\.py outputs/by_k": "tests/unit/launch/test_report.py",
     r"\.venv/bin/python launch/manifest\.py DIR": "tests/unit/weights/test_manifest.py",
-    r"\.venv/bin/python -m pip install -e '\.\[bitsandbytes\]' -c \.venv/constraints\.txt": "what the message says",
+    r"\.venv/bin/python -m pip install -e '\.\[[a-z-]+\]' -c \.venv/constraints\.txt": "what the messages say",
+    r"\.venv/bin/python -m llama_ssp\.harness .*": "tests/unit/harness",
     r"\.venv/bin/python -m benchmarks\.(peers|sweep|lengths|placements) --store": "tests/unit/benchmarks",
     r"\.venv/bin/python -m benchmarks\.(readme|startup|forecast|gpu|published)": "tests/unit/benchmarks",
     r"\.venv/bin/pre-commit install": "CI runs the same checks",
@@ -117,9 +120,9 @@ def test_the_file_of_prompts_is_made_as_the_pages_say(tmp_path: Path) -> None:
     assert (tmp_path / "prompts.txt").read_text() == "def factorial(n):\nimport os\n"
 
 
-def test_bitsandbytes_is_installed_by_the_command_that_its_message_says() -> None:
-    (command,) = [command for line in lines() for command in line if "pip install" in command]
-    assert f'"{command}"' in (ROOT / "llama_ssp" / "config" / "formats" / "bitsandbytes_package.py").read_text()
+def test_a_package_is_installed_by_the_command_that_its_message_says() -> None:
+    commands = {command for line in lines() for command in line if "pip install" in command}
+    assert commands == {BITSANDBYTES.install, INSTALL_HARNESS}
 
 
 def test_no_line_of_prose_is_longer_than_120_characters() -> None:

@@ -1,6 +1,7 @@
 """What a session asks of its decoder, and what it writes down of a completion."""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,15 +13,18 @@ from llama_ssp.engine.loop import Update
 from llama_ssp.engine.state import Request
 from llama_ssp.engine.stream import Piece
 from llama_ssp.reports.lines import CompletionLine
+from llama_ssp.session.jobs import PromptTask
 from llama_ssp.session.lines import to_line
-from llama_ssp.session.session import PromptTask, Session
+from llama_ssp.session.prompts import Prompt
+from llama_ssp.session.session import Session
 
 BYTES: Any = SimpleNamespace(decode=lambda ids, **_: bytes(ids).decode(errors="replace"))
 LETTERS: Any = SimpleNamespace(decode=lambda ids, **_: "".join("abc"[token] for token in ids))
 
 
 def job(max_new_tokens: int = 20) -> PromptTask:
-    return PromptTask(request=Request(index=3, sample=1, prompt_ids=(0, 1), max_new_tokens=max_new_tokens), prompt="ab")
+    request = Request(index=3, sample=1, prompt_ids=(0, 1), max_new_tokens=max_new_tokens)
+    return PromptTask(request=request, source=Prompt(text="ab"))
 
 
 @pytest.mark.parametrize(("num_copies", "share_s"), [(1, 6.0), (2, 3.0)])
@@ -31,7 +35,7 @@ def test_a_line_has_milliseconds_of_its_own_and_seconds_of_its_share_of_all_copi
         request=job().request, token_ids=[0, 2], num_target_forwards=2, accepted_lengths=[1], draft_lengths=[3],
         finish_reason="length", busy_s=8.0, share_s=6.0, part_s={"draft": 1.0, "verify": 2.0, "other": 3.0},
     )  # fmt: skip
-    line = to_line(job().prompt, completion, "speculative", LETTERS, num_copies=num_copies)
+    line = to_line(job().source, completion, "speculative", LETTERS, num_copies=num_copies)
     assert (line.index, line.sample, line.prompt, line.text, line.num_new_tokens) == (3, 1, "ab", "ac", 2)
     assert (line.ms, line.share_s) == (8000.0, share_s)
     assert (line.draft_s, line.verify_s, line.other_s) == (1.0, 2.0, 3.0)
@@ -92,7 +96,7 @@ class Viewer:
 def test_what_is_streamed_knows_its_origin_and_holds_nothing_back_at_the_end() -> None:
     """The second job is on record already, and is neither decoded nor shown again."""
     viewer, wanted = Viewer(), job()
-    done = PromptTask(request=Request(index=4, prompt_ids=(0,), max_new_tokens=2), prompt="done")
+    done = PromptTask(request=Request(index=4, prompt_ids=(0,), max_new_tokens=2), source=Prompt(text="done"))
 
     def run(requests: Sequence[Request]) -> Iterator[list[Update]]:
         assert list(requests) == [wanted.request]
@@ -111,6 +115,8 @@ def test_what_is_streamed_knows_its_origin_and_holds_nothing_back_at_the_end() -
         memory=nothing, start_clock=nothing, folder=nothing, streams=True, num_prompts=2,
         finished={(4, "plain", 0)},
     )  # fmt: skip
+    session._with_answers = partial(Session._with_answers, session)
+    session._complete = partial(Session._complete, session)
     Session.complete(session, [wanted, done], "plain", viewer)
     pieces = [Piece("a", False), Piece("b", True), Piece("c", False), Piece("d", True), Piece("\ufffd", True)]
     assert viewer.seen == [("ab", "plain"), *pieces, "abcd\ufffd"]

@@ -1,0 +1,1 @@
+"""Models of llama-ssp in lm-evaluation-harness, an optional package."""

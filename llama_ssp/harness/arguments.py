@@ -1,0 +1,142 @@
+"""Reads what lm-evaluation-harness hands over: the arguments of a model, and those of each request to generate."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+from llama_ssp.config.checks import check_values
+from llama_ssp.config.rules.rule import DEFAULT
+from llama_ssp.config.schema import (
+    DrafterConfig,
+    ModelConfig,
+    PlacementConfig,
+    RunConfig,
+    SamplingConfig,
+    SpeculationConfig,
+    VerificationConfig,
+)
+from llama_ssp.config.tasks.generate import GenerateConfig
+from llama_ssp.errors import ConfigError, one_message, unknown_name
+
+_SAMPLING = {each.name for each in fields(SamplingConfig)}
+_OTHER = {"do_sample", "until", "max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"}
+_WITHOUT_EFFECT = {
+    "top_k": (0, -1), "top_p": (0, -1), "min_p": (0,),
+    "num_beams": (1,), "num_return_sequences": (1,), "length_penalty": (1,), "early_stopping": (False,),
+}  # fmt: skip
+"""Values that tasks write for what is off."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelArguments:
+    """What `--model_args` may set.
+
+    Attributes:
+        target: a name of the catalogue, or a folder with a checkpoint.
+        draft: the same for the draft; None decodes with the target alone.
+        dtype: number format of both, such as bf16; None for the device's default.
+        device: auto, cpu or cuda.
+        num_draft_tokens: K.
+        verification: name of a rule.
+        batch_size: texts that are decoded or scored together.
+        max_length: most tokens of prompt and answer together; None for the models' context.
+        max_gen_toks: most tokens of an answer, unless its task says.
+        seed: the same seed gives the same answers to the same tasks.
+    """
+
+    target: str
+    draft: str | None = None
+    dtype: str | None = None
+    device: str = "auto"
+    num_draft_tokens: int = 4
+    verification: str = DEFAULT
+    batch_size: int = 1
+    max_length: int | None = None
+    max_gen_toks: int = 256
+    seed: int = 0
+
+    @classmethod
+    def read(cls, given: Mapping[str, object]) -> Self:
+        """Read arguments whose values the harness has parsed; raises ConfigError for all problems together."""
+        known = {each.name: each for each in fields(cls)}
+        values: dict[str, Any] = {}
+        problems = []
+        for name, value in given.items():
+            if name not in known:
+                problems.append(unknown_name("model argument", name, known))
+            elif value is None and known[name].default is None:
+                continue
+            elif known[name].type not in (int, int | None):
+                values[name] = str(value)
+            elif (number := _whole(value)) is not None and number >= 0:
+                values[name] = number
+            else:
+                problems.append(f"{name}={value} must be a whole number, for example {known[name].default or 1024}")
+        if "target" not in given:
+            problems.append("a target is required: give --model_args target=NAME, or the folder of a checkpoint")
+        if problems:
+            raise ConfigError(one_message(problems))
+        return cls(**values)
+
+    def settings(self) -> dict[str, Any]:
+        """The fields of a `RunConfig` that they decide, checked without models; raises ConfigError."""
+        decided: dict[str, Any] = {
+            "sampling": SamplingConfig(temperature=0.0),
+            "speculation": SpeculationConfig(num_draft_tokens=self.num_draft_tokens),
+            "verification": VerificationConfig(rule=self.verification),
+            "batch_size": self.batch_size,
+            "seed": self.seed,
+        }
+        model = ModelConfig(name=self.target)
+        check_values(
+            RunConfig(task=GenerateConfig(), model=model, draft=DrafterConfig(), placement=PlacementConfig(), **decided)
+        )
+        return decided
+
+
+def _whole(value: object) -> int | None:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    return int(value) if isinstance(value, str) and value.isdecimal() else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationArguments:
+    """How the answers of some requests are generated.
+
+    Attributes:
+        stops: texts that end an answer, which does not keep them.
+    """
+
+    sampling: SamplingConfig
+    max_new_tokens: int
+    stops: tuple[str, ...]
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any], *, max_gen_toks: int) -> Self:
+        """Read the `generation_kwargs` of a task; `max_gen_toks` is for tasks without their own.
+
+        Without `do_sample`, a temperature above 0 samples. With `do_sample` alone the temperature is 1. Raises
+        ConfigError for an argument that has no meaning here.
+        """
+        kept = {
+            name: value
+            for name, value in given.items()
+            if value is not None and value not in _WITHOUT_EFFECT.get(name, ())
+        }
+        known = _SAMPLING | _OTHER
+        if problems := [unknown_name("generation argument", name, known) for name in sorted(kept.keys() - known)]:
+            raise ConfigError(one_message(problems))
+        if kept.get("do_sample"):
+            kept.setdefault("temperature", 1.0)
+        from lm_eval.models.utils import normalize_gen_kwargs  # noqa: PLC0415 - an optional package
+
+        settled: Mapping[str, Any] = normalize_gen_kwargs(kept, max_gen_toks)
+        sampling = {name: value for name, value in settled.items() if name in _SAMPLING}
+        if not settled["do_sample"]:
+            sampling["temperature"] = 0.0
+        return cls(
+            sampling=SamplingConfig(**sampling),
+            max_new_tokens=settled["max_gen_toks"],
+            stops=tuple(stop for stop in settled["until"] if stop),
+        )

@@ -1,0 +1,275 @@
+"""lm-evaluation-harness gets the same scores from a target alone and with a draft, on the tasks of this repository."""
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from llama_ssp.config import catalogue
+from llama_ssp.errors import CheckpointError, ConfigError
+from llama_ssp.harness.__main__ import main
+from llama_ssp.weights import hub
+from tests.helpers.repository import ROOT
+
+if TYPE_CHECKING:
+    from llama_ssp.harness.model import SpeculativeLM
+
+TASKS = ROOT / "benchmarks" / "harness"
+pytestmark = [
+    pytest.mark.heavy,
+    pytest.mark.skipif(find_spec("lm_eval") is None, reason="needs lm_eval: pip install -e '.[lm-eval]'"),
+    pytest.mark.filterwarnings("ignore"),  # of the harness and what it imports
+]
+Results = dict[str, Any]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Data sets are cached here, and paths of their files begin at the root of the repository."""
+    folder = tmp_path_factory.mktemp("datasets")
+    with pytest.MonkeyPatch.context() as patch:
+        import datasets
+
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", folder)
+        patch.chdir(ROOT)
+        yield
+
+
+def make(**arguments: object) -> "SpeculativeLM":
+    from llama_ssp.harness.model import SpeculativeLM
+
+    return SpeculativeLM(target="tiny", device="cpu", **arguments)
+
+
+@pytest.fixture(scope="module")
+def plain() -> "SpeculativeLM":
+    return make(batch_size=16)
+
+
+@pytest.fixture(scope="module")
+def speculative() -> "SpeculativeLM":
+    return make(draft="tiny-draft", batch_size=16)
+
+
+@pytest.fixture(scope="module")
+def library() -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        hub.resolve(catalogue.load("tiny")), dtype=torch.float32
+    )
+    return model
+
+
+def evaluated(model: object, *tasks: str, **options: object) -> Results:
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=str(TASKS), include_defaults=False)
+    results: Results = lm_eval.simple_evaluate(
+        model=model, tasks=[*tasks], task_manager=manager, bootstrap_iters=0, **options
+    )
+    return results
+
+
+def answers(results: Results, task: str) -> list[str]:
+    return [sample["resps"][0][0] for sample in results["samples"][task]]
+
+
+def test_greedy_answers_choices_and_perplexity_are_those_of_the_target_alone(
+    plain: "SpeculativeLM", speculative: "SpeculativeLM"
+) -> None:
+    tasks = ("code_completion", "code_choice", "code_perplexity")
+    alone, drafted = evaluated(plain, *tasks), evaluated(speculative, *tasks)
+    assert answers(alone, "code_completion") == answers(drafted, "code_completion")
+    assert alone["results"] == drafted["results"]
+    assert alone["results"]["code_completion"]["exact_match,none"] > 0.3
+    assert alone["results"]["code_choice"]["acc,none"] > 0.5
+    assert 1 < alone["results"]["code_perplexity"]["byte_perplexity,none"] < 4
+    assert plain.get_model_info()["tokens_per_target_forward"] == 1
+    per_forward = speculative.get_model_info()["tokens_per_target_forward"]
+    assert isinstance(per_forward, float)
+    assert per_forward > 1.1
+
+
+def test_the_scores_are_those_of_the_model_class_that_the_harness_has_for_transformers(
+    speculative: "SpeculativeLM",
+) -> None:
+    from lm_eval.models.huggingface import HFLM
+
+    folder = hub.resolve(catalogue.load("tiny"))
+    theirs = HFLM(pretrained=str(folder), dtype="float32", device="cpu", batch_size=16)
+    tasks = ("code_completion", "code_choice", "code_perplexity")
+    wanted, found = (evaluated(model, *tasks) for model in (theirs, speculative))
+    assert answers(wanted, "code_completion") == answers(found, "code_completion")
+    for task, metric in zip(tasks, ("exact_match", "acc", "byte_perplexity"), strict=True):
+        score, other = (results["results"][task][f"{metric},none"] for results in (wanted, found))
+        assert score == pytest.approx(other, rel=1e-5)
+
+
+def test_sampled_scores_agree_within_their_error(plain: "SpeculativeLM", speculative: "SpeculativeLM") -> None:
+    """48 answers each: a difference of four standard errors has a chance below 1e-4, for another seed."""
+    sampled = {"do_sample": True, "temperature": 0.8, "max_gen_toks": 16}
+    runs = [evaluated(model, "code_completion", gen_kwargs=dict(sampled)) for model in (plain, speculative)]
+    scores = [run["results"]["code_completion"]["exact_match,none"] for run in runs]
+    error = math.sqrt(sum(score * (1 - score) / 48 for score in scores))
+    assert abs(scores[0] - scores[1]) < 4 * error
+    assert answers(runs[0], "code_completion") != answers(runs[1], "code_completion"), "they were not sampled"
+
+
+def request(*arguments: object) -> Any:  # noqa: ANN401 - stands for an Instance of the harness
+    return SimpleNamespace(args=arguments)
+
+
+def test_a_continuation_has_the_log_probability_that_the_librarys_model_gives_it(
+    speculative: "SpeculativeLM", library: PreTrainedModel
+) -> None:
+    pairs = [("def f(x):\n    return", " x"), ("import", " os\nimport sys"), ("", "class A"), ("for i in ", "range(")]
+    found = speculative.loglikelihood([request(*pair) for pair in pairs], disable_tqdm=True)
+    for (context, continuation), (log_prob, is_greedy) in zip(pairs, found, strict=True):
+        ids = speculative.tok_encode(context + continuation, add_special_tokens=bool(context))
+        given = len(speculative.tok_encode(context.rstrip())) if context else 1
+        ids = ids if context else [speculative.prefix_token_id, *ids]
+        with torch.inference_mode():
+            log_probs_TV = library(torch.tensor([ids])).logits[0].log_softmax(-1)
+        scored = range(given, len(ids))
+        assert log_prob == pytest.approx(sum(float(log_probs_TV[t - 1, ids[t]]) for t in scored), abs=1e-3)
+        assert is_greedy == all(int(log_probs_TV[t - 1].argmax()) == ids[t] for t in scored)
+
+
+def test_a_long_text_is_scored_in_windows_and_each_token_once(library: PreTrainedModel) -> None:
+    model = make(max_length=16, batch_size=3)
+    texts = ["import os\n" * 12, "x"]
+    found = model.loglikelihood_rolling([request(text) for text in texts], disable_tqdm=True)
+    for text, log_prob in zip(texts, found, strict=True):
+        ids = [model.prefix_token_id, *model.tok_encode(text)]
+        wanted = 0.0
+        for first in range(1, len(ids), 16):
+            end = min(first + 16, len(ids))
+            begin = max(0, end - 17)  # the last window is full too
+            with torch.inference_mode():
+                log_probs_TV = library(torch.tensor([ids[begin:end]])).logits[0].log_softmax(-1)
+            wanted += sum(float(log_probs_TV[t - begin - 1, ids[t]]) for t in range(first, end))
+        assert log_prob == pytest.approx(wanted, abs=1e-3)
+
+
+def test_an_answer_ends_before_its_first_stop(speculative: "SpeculativeLM") -> None:
+    context = "class Point:\n    def __init__(self, x, y):\n        self.x ="
+    cut, other, whole = speculative.generate_until(
+        [
+            request(context, {"until": ["\n"], "max_gen_toks": 20}),
+            request(context, {"until": "self", "max_gen_toks": 20}),
+            request(context, {"max_gen_toks": 20}),
+        ],
+        disable_tqdm=True,
+    )
+    assert "\n" in whole
+    assert "self" in whole
+    assert cut == whole.partition("\n")[0]
+    assert other == whole.partition("self")[0]
+
+
+def test_answers_come_in_the_order_of_the_requests_whatever_their_groups(speculative: "SpeculativeLM") -> None:
+    contexts = ["import", "def f(", "class A", "for i in", "while"]
+    groups = [{"max_gen_toks": 4 + number % 2} for number in range(5)]
+    requests = [request(*pair) for pair in zip(contexts, groups, strict=True)]
+    together = speculative.generate_until(requests, disable_tqdm=True)
+    assert together == [speculative.generate_until([each], disable_tqdm=True)[0] for each in requests]
+
+
+def test_repeats_of_a_prompt_are_different_samples_and_a_seed_repeats_them(speculative: "SpeculativeLM") -> None:
+    requests = [request("import", {"do_sample": True, "max_gen_toks": 8})] * 4
+    first = speculative.generate_until(requests, disable_tqdm=True)
+    assert len(set(first)) > 1
+    assert speculative.generate_until(requests, disable_tqdm=True) == first
+    again = make(draft="tiny-draft", seed=1).generate_until(requests, disable_tqdm=True)
+    assert again != first
+
+
+def test_a_prompt_without_room_loses_its_beginning_and_one_without_any_is_refused() -> None:
+    model = make(max_length=24, draft="tiny-draft")
+    line = "import os\nimport sys\n"
+    arguments = {"max_gen_toks": 8}
+    (long,) = model.generate_until([request(line * 30, arguments)], disable_tqdm=True)
+    ids = model.tok_encode(line * 30)[-16:]
+    (short,) = model.generate_until([request(model.tokenizer.decode(ids), arguments)], disable_tqdm=True)
+    assert long == short
+    with pytest.raises(ConfigError, match="max_gen_toks=24 leaves no room for a prompt in 24 tokens"):
+        model.generate_until([request("a", {"max_gen_toks": 24})], disable_tqdm=True)
+    with pytest.raises(ConfigError, match="max_length=4096 is more than the context of target=tiny, 2048"):
+        make(max_length=4096)
+
+
+def test_a_conversation_is_written_in_the_chat_template_and_encoded_once(speculative: "SpeculativeLM") -> None:
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    with pytest.raises(ConfigError, match="needs a tokenizer with a chat template"):
+        speculative.apply_chat_template(turns)
+    template = "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
+    template += "{% if add_generation_prompt %}<me>{% endif %}"
+    begin = speculative.tokenizer.bos_token
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(speculative.tokenizer, "chat_template", template)
+        assert speculative.apply_chat_template(turns[:1]) == f"{begin}<user>a</><me>"
+        assert speculative.apply_chat_template(turns, add_generation_prompt=False) == f"{begin}<user>a</><assistant>b"
+        results = evaluated(speculative, "code_completion", apply_chat_template=True, limit=2)
+        (context, _) = results["samples"]["code_completion"][0]["arguments"][0]
+        assert context.startswith(f"{begin}<user>class")
+        patch.setattr(speculative.tokenizer, "chat_template", "{{ nonsense( }}")
+        with pytest.raises(CheckpointError, match="fails"):
+            speculative.apply_chat_template(turns)
+    ids = speculative.tok_encode(f"{begin}x")
+    assert ids.count(speculative.prefix_token_id) == 1
+
+
+def test_the_command_line_of_the_harness_knows_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = (
+        "--model", "llama_ssp", "--model_args", "target=tiny,draft=tiny-draft,device=cpu", "--batch_size", "4",
+        "--include_path", str(TASKS), "--tasks", "code_completion", "--limit", "4", "--output_path", str(tmp_path),
+    )  # fmt: skip
+    monkeypatch.setattr("sys.argv", ["lm-eval", *words])
+    assert main() == 0
+    (results,) = tmp_path.rglob("results_*.json")
+    config = json.loads(results.read_text())["config"]
+    assert (config["model"], config["draft"], config["num_draft_tokens"]) == ("llama_ssp", "tiny-draft", 4)
+    assert config["tokens_per_target_forward"] > 1
+
+
+def test_a_wrong_model_argument_is_one_sentence_and_exit_code_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the harness only what calls the model's class: it reads all of its tasks first, which takes long."""
+    from llama_ssp.harness.model import SpeculativeLM
+
+    monkeypatch.setattr(
+        "lm_eval.__main__.cli_evaluate", lambda: SpeculativeLM.create_from_arg_string("target=tiny,drafts=x")
+    )
+    assert main() == 2
+    assert capsys.readouterr().err.startswith("unknown model argument 'drafts'")
+
+
+def test_model_args_win_over_the_options_of_the_command_line() -> None:
+    from llama_ssp.harness.model import SpeculativeLM
+
+    options = {"batch_size": "1", "max_batch_size": None, "device": "cpu"}
+    from_text = SpeculativeLM.create_from_arg_string("target=tiny,batch_size=3,max_length=9", options)
+    from_values = SpeculativeLM.create_from_arg_obj({"target": "tiny", "batch_size": 3, "max_length": 9}, options)
+    for model in (from_text, from_values):
+        assert (model._arguments.batch_size, model._arguments.device, model.max_length) == (3, "cpu", 9)
+
+
+def test_the_command_line_still_knows_the_models_of_the_harness() -> None:
+    """In a process of its own: the harness registers its models once."""
+    program = (
+        "import contextlib, sys; from llama_ssp.harness.__main__ import main; sys.argv[1:] = ['run', '--help']\n"
+        "with contextlib.suppress(SystemExit): main()\n"
+        "from lm_eval.api.registry import model_registry; assert {'hf', 'vllm', 'llama_ssp'} <= {*model_registry}"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
