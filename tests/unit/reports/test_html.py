@@ -1,10 +1,11 @@
 """The report shows what was measured, alone in one file, whatever stands in the records."""
 
+import json
 import re
 import shutil
 import subprocess
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -15,8 +16,9 @@ import pytest
 
 from llama_ssp.reports import figures, plots
 from llama_ssp.reports.charts import COLOURS, Chart, Kind
+from llama_ssp.reports.evaluation import Evaluation, Measure
 from llama_ssp.reports.html import report
-from llama_ssp.reports.lines import CompletionLine
+from llama_ssp.reports.lines import CompletionLine, Summary
 from llama_ssp.reports.runs import Run
 from tests.helpers.lanes import heavy
 from tests.helpers.pictures import said
@@ -55,6 +57,19 @@ def test_the_report_of_a_sweep_has_a_row_and_a_section_for_every_run() -> None:
     assert page.count("<details>") == 2
     assert page.count("<tr>") == 3
     assert "s/4 has no summary" in page
+
+
+@pytest.mark.parametrize("passed", [True, False])
+def test_a_verdict_is_shown_with_its_figures_and_can_be_read_back(passed: bool) -> None:
+    measures = [Measure(name="difference", value=-0.25, low=-0.5, high=0.0), Measure(name="<b>", value=4)]
+    evaluation = Evaluation(suite="s", passed=passed, reason="1 < 2", measures=measures)
+    judged = replace(run(PLAIN, FAST).summary, evaluation=evaluation)
+    page = report([replace(run(PLAIN, FAST), summary=judged)])
+    assert f"<b>suite=s {'passed' if passed else 'failed'}</b>: 1 &lt; 2" in page
+    assert re.search(r"difference</td><td>-0.25</td><td>-0.5 to 0</td>", page)
+    assert "&lt;b&gt;</td><td>4</td><td></td>" in page
+    assert Summary.from_json(json.dumps(asdict(judged))) == judged
+    assert "suite=s" not in report([run(PLAIN, FAST)])
 
 
 def test_nothing_is_drawn_that_was_not_measured() -> None:

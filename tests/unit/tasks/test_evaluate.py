@@ -78,21 +78,27 @@ def test_the_two_modes_use_different_seeds() -> None:
         assert evaluate.speculative_seed(other) == seed
 
 
-def test_a_gate_ends_with_1_and_more_prompts_may_follow(tmp_path: Path) -> None:
-    def run(*settings: str) -> Ended:
-        return launch("task=evaluate", "suite=arithmetic", *settings, f"run_dir={tmp_path}/run")
+def arithmetic(folder: Path, *settings: str) -> Ended:
+    return launch("task=evaluate", "suite=arithmetic", *settings, f"run_dir={folder}/run")
 
-    few = run("num_prompts=4")
-    assert few.code == 0, "without a gate a failure is a result"
-    assert verdict(tmp_path / "run")["passed"] is False
-    closed = run("num_prompts=4", "gate=true")
+
+def test_a_closed_gate_ends_with_1_after_all_is_recorded(tmp_path: Path) -> None:
+    closed = arithmetic(tmp_path, "num_prompts=4", "gate=true")
     assert closed.code == 1
+    assert verdict(tmp_path / "run")["passed"] is False
     status = (tmp_path / "run" / "status").read_text()
     assert status.startswith("1: suite=arithmetic failed: the rates of right answers, plain ")
     assert status.removeprefix("1: ").strip() in closed.err
     assert len(lines(tmp_path / "run")) == 8
     assert (tmp_path / "run" / "report.html").exists()
-    opened = run("num_prompts=6", "margin=0.9", "gate=true")
+
+
+@pytest.mark.heavy
+def test_more_prompts_may_follow_a_failure(tmp_path: Path) -> None:
+    few = arithmetic(tmp_path, "num_prompts=4")
+    assert few.code == 0, "without a gate a failure is a result"
+    assert verdict(tmp_path / "run")["passed"] is False
+    opened = arithmetic(tmp_path, "num_prompts=6", "margin=0.9", "gate=true")
     assert opened.code == 0, opened.err
     assert (tmp_path / "run" / "status").read_text() == "done\n"
     found = verdict(tmp_path / "run")
@@ -100,7 +106,7 @@ def test_a_gate_ends_with_1_and_more_prompts_may_follow(tmp_path: Path) -> None:
         "right answers, plain", "right answers, speculative",
     ]  # fmt: skip
     assert len(lines(tmp_path / "run")) == 12
-    fewer = run("num_prompts=2")
+    fewer = arithmetic(tmp_path, "num_prompts=2")
     assert fewer.code == 2
     assert "missing, with 2 left; give the old prompts" in fewer.err
 
@@ -113,6 +119,7 @@ def test_greedy_texts_of_both_modes_agree(tmp_path: Path) -> None:
     assert found["measures"][-1]["value"] > 0.5, "of the drafted tokens are the target's best"
 
 
+@pytest.mark.heavy
 def test_all_suites_are_planned_in_a_sweep(tmp_path: Path) -> None:
     ended = launch(
         "-m", "task=evaluate", "suite=agreement,arithmetic,distribution", "dry_run=true", f"run_dir={tmp_path}/r"
