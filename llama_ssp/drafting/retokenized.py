@@ -28,6 +28,8 @@ from llama_ssp.sampling.context import Rows
 from llama_ssp.sampling.rules import Draft
 from llama_ssp.shapes import static_shape
 
+_WINDOW = 64
+"""The fewest tokens at the end of a text that a round encodes; it encodes fewer than twice as many."""
 _CUT = 4
 """A text that is too long loses its beginning, a quarter of the cache at a time: then all that is left is read."""
 
@@ -59,6 +61,7 @@ class RetokenizedDrafter(HostTimed):
         self._comm = self.comm or Comm.single()
         self._into_draft = self.tokenizers.into_draft(size=self.runner.vocab_size)
         self._cached: list[list[int]] = []
+        self._settled: list[tuple[int, list[int]]] = []
         self._num_slots = 0
 
     @property
@@ -71,6 +74,7 @@ class RetokenizedDrafter(HostTimed):
         self._num_slots = own_slots(num_slots, max_position_embeddings=self.runner.max_position_embeddings)
         self.runner.allocate(batch_size=batch_size, capacity=self._num_slots)
         self._cached = [[] for _ in range(batch_size)]
+        self._settled = [(0, list[int]()) for _ in range(batch_size)]
 
     def prefill(
         self,
@@ -83,8 +87,10 @@ class RetokenizedDrafter(HostTimed):
     ) -> None:
         """Read new prompts in the draft's own tokens."""
         self._buckets = Buckets(step=buckets.step, num_slots=self._num_slots)
-        prompts = [ids[:length] for ids, length in zip(tokens_RS.tolist(), lengths_R.tolist(), strict=True)]
-        self._read(dict(zip(rows, map(self._own_ids, prompts), strict=True)))
+        prompts = zip(rows, tokens_RS.tolist(), lengths_R.tolist(), strict=True)
+        for row in rows:
+            self._settled[row] = 0, []
+        self._read({row: self._own_ids(row, ids[:length]) for row, ids, length in prompts})
 
     def propose(
         self,
@@ -98,7 +104,7 @@ class RetokenizedDrafter(HostTimed):
         num_draft_tokens = static_shape(uniforms_BKP)[1]
         texts = [ids[:length] for ids, length in zip(rows.tokens_BS.tolist(), rows.lengths_B.tolist(), strict=True)]
         with self.timing_host():
-            own = [self._own_ids(ids) for ids in texts]
+            own = [self._own_ids(row, ids) for row, ids in enumerate(texts)]
         found = self._continued(own, num_steps=num_draft_tokens)
         proposed = []
         with self.timing_host():
@@ -110,12 +116,25 @@ class RetokenizedDrafter(HostTimed):
         rows.tokens_BS.scatter_(1, rows.lengths_B[:, None] + offsets_K, ids_BK)
         return Draft(ids_BK, None)
 
-    def _own_ids(self, ids: Sequence[int]) -> list[int]:
-        """A text in the draft's tokens, without its beginning if it is too long."""
-        own = self._into_draft.ids(ids)
+    def _own_ids(self, row: int, ids: list[int]) -> list[int]:
+        """A row's text in the draft's tokens, without its beginning if it is too long.
+
+        The ids of all but the last tokens are settled from time to time, so that a round encodes a bounded text.
+        """
+        num_settled, settled = self._settled[row]
+        if num_settled > len(ids):  # a vacated row
+            num_settled, settled = 0, []
+        if len(ids) - num_settled >= 2 * _WINDOW:
+            settled = settled + self._own_ids_from(ids[:-_WINDOW], num_settled)
+            num_settled = len(ids) - _WINDOW
+            self._settled[row] = num_settled, settled
+        own = settled + self._own_ids_from(ids, num_settled)
         excess = len(own) - (self._num_slots - self.num_draft_tokens - 1)
         step = max(self._num_slots // _CUT, 1)
         return own[-(-excess // step) * step :] if excess > 0 else own
+
+    def _own_ids_from(self, ids: list[int], start: int) -> list[int]:
+        return self._into_draft.more_ids(ids, start=start) if start else self._into_draft.ids(ids)
 
     def _continued(self, own: Sequence[list[int]], *, num_steps: int) -> list[list[int]]:
         """The tokens that the draft takes to be the most probable after each row's."""

@@ -37,6 +37,13 @@ class Translator:
         found = [token for token in self._into(text).input_ids if token < self._size]
         return found or [neutral_id(self._into, size=self._size)]
 
+    def more_ids(self, ids: Sequence[int], *, start: int) -> list[int]:
+        """The other tokenizer's ids of the text from place `start` on, as of what follows the text before it."""
+        before = _decode(self._source, ids[max(start - _NUM_CONTEXT, 0) : start])
+        whole = _decode(self._source, ids[max(start - _NUM_CONTEXT, 0) :])
+        text = whole[len(before) :] if whole.startswith(before) else _decode(self._source, ids[start:])
+        return [token for token in _encoded_after(self._into, before, text) if token < self._size]
+
 
 class Continuation:
     """Writes what a draft adds to a text in the target's ids."""
@@ -57,7 +64,8 @@ class Continuation:
         ended = end in new_own_ids
         if ended:
             new_own_ids = new_own_ids[: new_own_ids.index(end)]
-        new_ids = self._encoded_after(ids, self._text_after(own_ids, new_own_ids))
+        before = _decode(self._target, ids[-_NUM_CONTEXT:])
+        new_ids = _encoded_after(self._target, before, self._text_after(own_ids, new_own_ids))
         return [*new_ids, self._target.eos_token_id] if ended and self._target.eos_token_id is not None else new_ids
 
     def _text_after(self, own_ids: Sequence[int], new_own_ids: Sequence[int]) -> str:
@@ -65,22 +73,6 @@ class Continuation:
         context = own_ids[-_NUM_CONTEXT:]
         before, after = _decode(self._draft, context), _decode(self._draft, [*context, *new_own_ids])
         return after[len(before) :].rstrip(_INCOMPLETE) if after.startswith(before) else ""
-
-    def _encoded_after(self, ids: Sequence[int], text: str) -> list[int]:
-        """Encode a text as the continuation of another.
-
-        The end of the other text is encoded with it, to get spaces right. If its last token would merge with the first
-        new one, which comes too late, a line end takes its place.
-        """
-        for before in (_decode(self._target, ids[-_NUM_CONTEXT:]), _LINE_END) if text else ():
-            alone, whole = self._encode(before), self._encode(before + text)
-            if whole[: len(alone)] == alone:
-                return whole[len(alone) :]
-        return []
-
-    def _encode(self, text: str) -> list[int]:
-        found: list[int] = self._target(text, add_special_tokens=False).input_ids
-        return found
 
 
 class TokenizerPair:
@@ -107,3 +99,21 @@ class TokenizerPair:
 def _decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
     """The text of some ids, with the names of special tokens."""
     return str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def _encoded_after(tokenizer: PreTrainedTokenizerBase, before: str, text: str) -> list[int]:
+    """Encode a text as the continuation of another.
+
+    The other text is encoded with it, to get spaces right. If its last token would merge with the first new one, which
+    comes too late, a line end takes its place.
+    """
+
+    def encode(part: str) -> list[int]:
+        found: list[int] = tokenizer(part, add_special_tokens=False).input_ids
+        return found
+
+    for context in (before, _LINE_END) if text else ():
+        alone, whole = encode(context), encode(context + text)
+        if whole[: len(alone)] == alone:
+            return whole[len(alone) :]
+    return []

@@ -44,7 +44,7 @@ class Checked(RetokenizedDrafter):
         before = [[*ids] for ids in self._cached]
         draft = super().propose(rows, uniforms_BKP=uniforms_BKP, bucket=bucket, num_unread=num_unread)
         for row, num_tokens in enumerate(rows.lengths_B.tolist()):
-            own = self._own_ids(rows.tokens_BS[row, :num_tokens].tolist())
+            own = self._own_ids(row, rows.tokens_BS[row, :num_tokens].tolist())
             assert self._cached[row][: len(own)] == own
             assert len(own) + self.num_draft_tokens < self._num_slots
             taken = self._cached[row][len(own) :]
@@ -76,6 +76,23 @@ def test_every_draft_is_the_models_own_after_the_whole_text(batch_size: int, num
     assert isinstance(drafter, Checked)
     assert drafter.num_checked > 50
     assert drafter.num_rolled_back > 5, "no token of the draft ever changed"
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_a_round_encodes_a_bounded_part_of_the_text(batch_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    window, most = 6, [0]
+    monkeypatch.setattr("llama_ssp.drafting.retokenized._WINDOW", window)
+
+    class Bounded(Checked):
+        def _own_ids_from(self, ids: list[int], start: int) -> list[int]:
+            if start:
+                most[0] = max(most[0], len(ids) - start)
+            return super()._own_ids_from(ids, start)
+
+    made = decoder(kind=Bounded, sampling=SAMPLING, batch_size=batch_size)
+    done = complete(made, requests(60))
+    assert max(len(each.token_ids) for each in done) == 60
+    assert 0 < most[0] < 2 * window + 3 + 1, "the last round added up to K + 1 tokens"
 
 
 def test_a_text_longer_than_the_cache_loses_its_beginning(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,3 +89,15 @@ def test_prompts_are_written_in_the_drafts_tokens() -> None:
     assert ids[0] == target.bos_token_id
     assert draft.decode(into_draft.ids(ids)) == "Hello world\n"
     assert into_draft.ids([target.bos_token_id]) == [draft.bos_token_id], "an empty prompt"
+
+
+@pytest.mark.parametrize("kinds", KINDS)
+@pytest.mark.parametrize("text", ["def return (n):\n  return the other world", "Hello world Hello n = the n"])
+def test_the_end_of_a_text_is_translated_on_its_own(text: str, kinds: tuple[Kind, Kind]) -> None:
+    target, draft = (kind() for kind in kinds)
+    ids = ids_of(target, text)
+    translator = TokenizerPair(target, draft).into_draft(size=len(draft))
+    whole = str(draft.decode(translator.ids(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    for start in range(1, len(ids)):
+        parts = [*translator.ids(ids[:start]), *translator.more_ids(ids, start=start)]
+        assert str(draft.decode(parts, skip_special_tokens=True, clean_up_tokenization_spaces=False)) == whole
