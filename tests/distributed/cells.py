@@ -52,7 +52,7 @@ class Cell:
 CELLS = {
     1: [
         Cell((0,), (0,), SHARDED),
-        Cell((0,), (0,), REPLICATED),
+        Cell((0,), (0,), REPLICATED, heavy=True),
         Cell((0,), (0,), ONE_RANK, pair="llama", batch_size=1, target_kind=ACCELERATE),
         Cell((0,), (0,), ONE_RANK, target_kind=ACCELERATE, max_memory_gb=0.04, heavy=True),
         Cell(
@@ -68,7 +68,7 @@ CELLS = {
         Cell((0, 1), (0, 1), REPLICATED),
         Cell((0,), (1,), OWN_GPU),
         Cell((1,), (0, 1), SHARDED, heavy=True),
-        Cell((0, 1), (0, 1), REPLICATED, pair="gpt_neox"),
+        Cell((0, 1), (0, 1), REPLICATED, pair="gpt_neox", heavy=True),
         Cell((0, 1), (0, 1), SHARDED, pair="gpt_neo", batch_size=3, heavy=True),
         Cell((1,), (0,), OWN_GPU, pair="gpt_neox", batch_size=3, target_kind=ACCELERATE, heavy=True),
         Cell((0,), (0, 1), SHARDED, target_kind=ACCELERATE, heavy=True),
@@ -77,9 +77,9 @@ CELLS = {
         Cell((0, 1), (0, 1), SHARDED, pair="gpt_neo", batch_size=1, heavy=True),
         Cell((0, 1), (0, 1), REPLICATED, pair="gpt_neo", batch_size=3, heavy=True),
         Cell((0,), (1,), OWN_GPU, pair="gpt_neo", batch_size=3, heavy=True),
-        Cell((0,), (1,), OWN_GPU, rule="block"),
+        Cell((0,), (1,), OWN_GPU, rule="block", heavy=True),
         Cell((0, 1), (0, 1), REPLICATED, rule="block", heavy=True),
-        Cell((0,), (1,), OWN_GPU, rule="coupled"),
+        Cell((0,), (1,), OWN_GPU, rule="coupled", heavy=True),
         Cell((0, 1), (0,), SHARDED, rule="coupled", adapts=True),
         Cell((0,), (1,), OWN_GPU, rule="coupled", adapts=True, heavy=True),
         Cell((0, 1), (0, 1), REPLICATED, rule="coupled", adapts=True, heavy=True),

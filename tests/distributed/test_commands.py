@@ -11,7 +11,6 @@ import pytest
 
 from tests.helpers.commands import Popen, run, start
 from tests.helpers.disturbed import lines, pid_of_rank, wait_for
-from tests.helpers.lanes import heavy
 
 LONG = ["task=generate", "task.format=jsonl", "max_new_tokens=32", "num_samples=60", "prompt=def f(x):"]
 
@@ -69,6 +68,7 @@ def test_the_default_command_ends_with_a_table_and_a_summary(tmp_path: Path) -> 
 
 
 @pytest.mark.distributed(2)
+@pytest.mark.heavy
 def test_an_error_is_told_once_and_first_and_its_code_stands_in_the_status(tmp_path: Path) -> None:
     done = run([f"model.path={tmp_path}/nothing", f"run_dir={tmp_path}/run"], num_ranks=2)
     assert done.returncode == 1
@@ -79,7 +79,8 @@ def test_an_error_is_told_once_and_first_and_its_code_stands_in_the_status(tmp_p
 
 
 @pytest.mark.distributed(2)
-@pytest.mark.parametrize("rank", [heavy(0), 1])
+@pytest.mark.heavy
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_ends_the_job_within_ten_seconds(rank: int, running: tuple[Path, Popen]) -> None:
     run_dir, process = running
     os.kill(pid_of_rank(run_dir, rank), signal.SIGKILL)

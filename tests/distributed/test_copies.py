@@ -111,6 +111,7 @@ def test_the_planners_choice_is_told_and_taken(tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed(3)
+@pytest.mark.heavy
 def test_ranks_that_would_hold_nothing_are_an_error_that_says_so(tmp_path: Path) -> None:
     done = run(["placement.target.ranks=[0,1]", f"run_dir={tmp_path}/run"], num_ranks=3)
     assert done.returncode == 1

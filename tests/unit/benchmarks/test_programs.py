@@ -119,6 +119,7 @@ def test_placements_without_deepspeed_say_what_would_install_it(
     assert f"{DEEPSPEED_ALONE} ({FP32}); {DEEPSPEED} ({FP32})" in shown.get()
 
 
+@pytest.mark.heavy
 def test_a_decoded_batch_counts_the_rounds_behind_its_prefill() -> None:
     pair = gpu_engine.load_pair("tiny", "tiny-draft", dtype=Dtype.fp32, device=CPU)
     wanted = gpu_engine.requests(pair, number=2, prompt_tokens=5, new_tokens=7)

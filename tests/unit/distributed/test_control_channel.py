@@ -41,6 +41,7 @@ def test_ranks_that_do_not_answer_are_missing(signals: list[int]) -> None:
 
 
 @pytest.mark.usefixtures("signals")
+@pytest.mark.heavy
 def test_a_store_that_does_not_answer_is_missed_with_its_rank_and_asked_no_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -103,6 +104,7 @@ def test_a_store_lost_with_an_agent_on_any_node_is_a_wish_to_stop(
     assert signals == sent
 
 
+@pytest.mark.heavy
 def test_a_store_that_was_late_once_is_asked_again(signals: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     [own] = watches(0, size=1)
     store, late = own._store, Event()

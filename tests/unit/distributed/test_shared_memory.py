@@ -12,6 +12,7 @@ import pytest
 
 from llama_ssp.distributed import shared_memory
 from llama_ssp.distributed.shared_memory import SharedMemoryGroup
+from tests.helpers.lanes import heavy
 from tests.helpers.repository import ROOT
 
 pytestmark = pytest.mark.seconds
@@ -131,7 +132,7 @@ def run(scenario: str, size: int, folder: Path) -> dict[int, Any]:
     return said
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [heavy(2), 3])
 def test_no_message_is_lost_and_all_ranks_get_the_same_bits(size: int, tmp_path: Path) -> None:
     sums = run("messages", size, tmp_path)
     assert set(sums) == set(range(size))
@@ -139,7 +140,7 @@ def test_no_message_is_lost_and_all_ranks_get_the_same_bits(size: int, tmp_path:
     assert not Path((tmp_path / "0-0").read_text()).exists()
 
 
-@pytest.mark.parametrize(("scenario", "words"), [("dies", "has ended"), ("stalls", "timed out after 1 s")])
+@pytest.mark.parametrize(("scenario", "words"), [("dies", "has ended"), heavy("stalls", "timed out after 1 s")])
 def test_a_peer_that_is_missing_is_named(scenario: str, words: str, tmp_path: Path) -> None:
     said = run(scenario, 3, tmp_path)
     assert set(said) == {0, 2}

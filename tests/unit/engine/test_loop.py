@@ -177,9 +177,9 @@ def test_the_numbers_of_a_round_are_keyed_by_the_length_at_which_it_begins(
     seen: list[list[float]] = []
     split = UniformTable.split
 
-    def watched(table: UniformTable, uniforms_BN: torch.Tensor) -> Draws:
+    def watched(table: UniformTable, uniforms_BN: torch.Tensor, *more: int) -> Draws:
         seen.extend(uniforms_BN.tolist())
-        return split(table, uniforms_BN)
+        return split(table, uniforms_BN, *more)
 
     monkeypatch.setattr(UniformTable, "split", watched)
     draft = PrefixRunner(seed=1, sharpness=1.0) if num_draft_tokens else None

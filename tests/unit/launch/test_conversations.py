@@ -154,6 +154,7 @@ def test_a_conversation_that_cannot_work_is_refused_before_anything_is_loaded(
     assert "loading" not in ended.err
 
 
+@pytest.mark.heavy
 def test_a_dry_run_counts_the_answers_before_a_turn(tmp_path: Path) -> None:
     short, long = (
         ask(

@@ -155,6 +155,7 @@ def test_any_pair_of_folders_runs(launch: Launch, neox_pair: Path) -> None:
     assert sum(length + 1 for length in ended.lines[0]["accepted_lengths"]) >= 8
 
 
+@pytest.mark.heavy
 def test_a_prompt_may_fill_the_context_to_the_last_token(launch: Launch, neox_pair: Path) -> None:
     prompt = " ".join(["t9"] * 100)
     ended = launch("task=generate", *local(neox_pair), f"prompt={prompt}", "max_new_tokens=28", "ignore_eos=true")
@@ -165,6 +166,7 @@ def test_a_prompt_may_fill_the_context_to_the_last_token(launch: Launch, neox_pa
     assert "max_new_tokens=28 would fit" in ended.err
 
 
+@pytest.mark.heavy
 def test_prompts_come_from_a_file_or_standard_input_in_order(
     launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,6 +180,7 @@ def test_prompts_come_from_a_file_or_standard_input_in_order(
     assert sorted(line["prompt"] for line in ended.lines) == ["from", "import"]
 
 
+@pytest.mark.heavy
 def test_a_finished_run_is_not_repeated_and_another_config_is_refused(launch: Launch) -> None:
     small = ["task=latency", "max_new_tokens=2"]
     first = launch(*small)

@@ -198,6 +198,7 @@ def test_the_plan_of_a_dry_run_is_printed_by_rank_zero_alone(launch: Launch) -> 
         assert (ended.code, bool(ended.out), ended.runs) == (0, rank == "0", [])
 
 
+@pytest.mark.heavy
 def test_later_points_of_a_sweep_start_when_they_begin(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     ages = []
 
@@ -215,6 +216,7 @@ def test_a_fault_of_ours_is_not_hidden(launch: Launch) -> None:
         launch(fails=ZeroDivisionError())
 
 
+@pytest.mark.heavy
 def test_points_of_a_sweep_have_folders_of_their_own(launch: Launch) -> None:
     ended = launch("-m", "model=7B,13B", "run_dir=sweep")
     assert ended.code == 0

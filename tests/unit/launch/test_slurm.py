@@ -114,6 +114,7 @@ def test_a_job_asks_for_the_gpus_of_the_hardware_that_it_was_planned_for(sweep: 
     assert "partition" not in asked
 
 
+@pytest.mark.heavy
 def test_every_setting_of_the_launcher_reaches_sbatch(sweep: Sweep) -> None:
     [job] = sweep(
         "hardware=p4d_24xlarge", "model=7B", "draft=tinyllama_1B", "hydra.launcher.ranks_per_node=4",
@@ -145,6 +146,7 @@ def test_only_so_many_jobs_run_at_a_time(sweep: Sweep) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.heavy
 def test_a_point_that_does_not_fit_keeps_all_from_being_queued(sweep: Sweep) -> None:
     ended = sweep("hardware=g5_12xlarge", "model=7B,65B,13B", "draft=7B", "hydra.launcher.nodes=1")
     assert (ended.code, ended.jobs) == (3, [])
@@ -186,6 +188,7 @@ def test_the_launcher_is_refused_without_a_sweep(sweep: Sweep) -> None:
     assert "sbatch launch/slurm.sbatch" in ended.err
 
 
+@pytest.mark.heavy
 def test_several_ranks_do_not_submit_a_sweep_several_times(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -205,6 +208,7 @@ def test_a_dry_run_shows_every_plan_and_command_and_queues_nothing(sweep: Sweep)
     assert list(Path().iterdir()) == []
 
 
+@pytest.mark.heavy
 def test_what_the_planner_may_place_is_planned_as_it_would_place_it(sweep: Sweep) -> None:
     ended = sweep(
         "hardware=8xa100_80gb", "placement=auto", "model=30B", "hydra.launcher.ranks_per_node=4", "dry_run=true"
@@ -213,6 +217,7 @@ def test_what_the_planner_may_place_is_planned_as_it_would_place_it(sweep: Sweep
     assert "draft 7B fp16 sharded over 4 ranks" in " ".join(ended.out.split())
 
 
+@pytest.mark.heavy
 def test_a_machine_without_slurm_says_what_would_work(sweep: Sweep) -> None:
     ended = sweep("hardware=laptop_cpu", installed=False)
     assert ended.code == 2
@@ -231,6 +236,7 @@ def test_a_refusal_of_sbatch_is_told_with_what_is_queued_already(sweep: Sweep) -
     assert len(ended.err.splitlines()) == 1
 
 
+@pytest.mark.heavy
 def test_a_job_inherits_nothing_that_describes_the_process_that_submits(
     sweep: Sweep, monkeypatch: pytest.MonkeyPatch
 ) -> None:

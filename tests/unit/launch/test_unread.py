@@ -26,7 +26,8 @@ def ended_unread(program: str, *arguments: str, stderr: int) -> tuple[int, bytes
     return running.returncode, complaint
 
 
-@pytest.mark.parametrize("task", ["task=compare", heavy("task=generate")])
+@pytest.mark.heavy
+@pytest.mark.parametrize("task", ["task=compare", "task=generate"])
 def test_a_run_is_interrupted_and_can_be_resumed(task: str, tmp_path: Path) -> None:
     """One task writes texts as they are, the other has rich write headings first."""
     run_dir = tmp_path / "run"

@@ -93,6 +93,7 @@ def test_every_command_is_known_to_a_test() -> None:
     assert [command for command in commands if not any(pattern.fullmatch(command) for pattern in known)] == []
 
 
+@pytest.mark.heavy
 def test_every_run_on_a_page_composes() -> None:
     store.register()
     assert launches() != []

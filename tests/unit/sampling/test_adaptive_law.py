@@ -6,7 +6,6 @@ which these tests find.
 
 from collections.abc import Callable
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -14,7 +13,7 @@ from llama_ssp.config.schema import SamplingConfig, VerificationConfig
 from llama_ssp.sampling.processors import processor
 from llama_ssp.sampling.rules import Rule, make_rule
 from tests.helpers.exact_law import draw_law, round_law
-from tests.helpers.lanes import heavy
+from tests.helpers.lanes import grid
 from tests.helpers.table_models import TableModel, joint_law, random_table
 
 VOCAB, LENGTH = 4, 5
@@ -30,12 +29,9 @@ CHOICES: dict[str, Callable[[int], int]] = {
 }
 
 
-def after(model: TableModel, prefix_code: int, length: int) -> TableModel:
-    """The tables of texts that begin with a prefix."""
-    tables = []
-    for more, logits in enumerate(model.logits[length:]):
-        size = VOCAB**more
-        tables.append(logits[:, prefix_code * size : (prefix_code + 1) * size])
+def after(model: TableModel, length: int) -> TableModel:
+    """The tables after each prefix of a length, as tables of their own: G V^length of them, prefix by prefix."""
+    tables = (logits.unflatten(1, (VOCAB**length, -1)).flatten(0, 1) for logits in model.logits[length:])
     return TableModel(tuple(tables))
 
 
@@ -64,14 +60,10 @@ def law_of_rounds(
         if choose is None:
             law_GC += extended(rule, target, text_law_GC, length=length, wanted=wanted)
             continue
-        rest = [
-            law_of_rounds(
-                rule, after(target, code, length), after(draft, code, length), first=choose(num_accepted),
-                wanted=wanted - length,
-            )
-            for code in range(VOCAB**length)
-        ]  # fmt: skip
-        law_GC += (text_law_GC[..., None] * torch.stack(rest, dim=1)).flatten(1)
+        rest_GR = law_of_rounds(
+            rule, after(target, length), after(draft, length), first=choose(num_accepted), wanted=wanted - length
+        )
+        law_GC += (text_law_GC[..., None] * rest_GR.unflatten(0, (target.num_tables, -1))).flatten(1)
     return law_GC
 
 
@@ -85,9 +77,7 @@ def expected(sampling: SamplingConfig, target: TableModel, length: int) -> Tenso
     return joint_law(tuple(process(logits) for logits in target.logits[:length]))
 
 
-@pytest.mark.parametrize("choice", ["less after more", heavy("more after more"), heavy("none after any")])
-@pytest.mark.parametrize("name", ["temperature", heavy("top-k and top-p"), heavy("min-p")])
-@pytest.mark.parametrize("rule_name", ["speculative", "block"])
+@grid(rule_name=["speculative", "block"], name=[*SAMPLINGS], choice=[*CHOICES])
 def test_two_rounds_keep_the_targets_law_when_k_follows_from_what_was_accepted(
     rule_name: str, name: str, choice: str
 ) -> None:

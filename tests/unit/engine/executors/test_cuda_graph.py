@@ -54,6 +54,7 @@ def test_replayed_rounds_give_the_same_text(num_draft_tokens: int, batch_size: i
     assert recorder.num_replayed > 4 * recorder.num_recorded > 0
 
 
+@pytest.mark.heavy
 def test_each_width_of_the_cache_is_recorded_once_for_all_runs(shipped: tuple[Runner, Runner]) -> None:
     recorder = FakeRecorder()
     captured = make_decoder(*shipped, batch_size=2, replay=recorder)
@@ -92,6 +93,7 @@ def test_a_cache_that_was_made_anew_by_another_decoder_is_noticed(number: int, s
     assert recorder.num_recorded == 2 * num_recorded
 
 
+@pytest.mark.heavy
 def test_longer_requests_than_ever_are_recorded_anew(shipped: tuple[Runner, Runner]) -> None:
     captured = make_decoder(*shipped, replay=FakeRecorder())
     for runner in shipped:

@@ -18,7 +18,7 @@ from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.decoders import complete, make_decoder
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
-from tests.helpers.lanes import grid
+from tests.helpers.lanes import grid, heavy
 from tests.helpers.models import build_checkpoint, tiny_model
 from tests.helpers.prefix_runner import PrefixRunner
 
@@ -71,7 +71,7 @@ def test_the_text_is_that_of_rounds_from_python(num_draft_tokens: int, batch_siz
     assert all(verifications.replays.values())
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("temperature", [heavy(0.0), 0.9])
 def test_ranks_that_share_a_target_agree_inside_of_recordings(tmp_path: Path, temperature: float) -> None:
     build_checkpoint(tmp_path, "llama")
     comms = thread_comms(2)
@@ -90,6 +90,7 @@ def test_ranks_that_share_a_target_agree_inside_of_recordings(tmp_path: Path, te
     assert on_ranks(comms, one_rank) == [wanted, wanted]
 
 
+@pytest.mark.heavy
 def test_a_model_that_cannot_be_recorded_goes_on_from_python() -> None:
     modules = ModuleRunner(tiny_model("gpt_neox"), comm=Comm.single())
     decoder = make_decoder(modules, PrefixRunner(modules.vocab_size), temperature=0.9)
