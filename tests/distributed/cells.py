@@ -26,6 +26,8 @@ class Cell:
     """K is chosen for each round, and prompt look-up is the fallback."""
     heavy: bool = False
     """Its tests run with --heavy alone; those of more than two ranks do so anyway."""
+    slow: bool = False
+    """Its tests run with --slow alone."""
 
     @property
     def placement(self) -> PlacementConfig:
@@ -87,13 +89,13 @@ CELLS = {
     ],
     3: [
         Cell((0, 1, 2), (2,), ONE_RANK),
-        Cell((0, 1, 2), (1,), SHARDED),
+        Cell((0, 1, 2), (1,), SHARDED, slow=True),
         Cell((0, 1, 2), (1, 2), SHARDED),
         Cell((0, 1, 2), (0, 1, 2), REPLICATED),
         Cell((1, 2), (0,), OWN_GPU),
-        Cell((0, 2), (1, 2), SHARDED),
-        Cell((1,), (0, 2), OWN_GPU),
-        Cell((0, 1), (2,), OWN_GPU, pair="gpt_neox", batch_size=1),
+        Cell((0, 2), (1, 2), SHARDED, slow=True),
+        Cell((1,), (0, 2), OWN_GPU, slow=True),
+        Cell((0, 1), (2,), OWN_GPU, pair="gpt_neox", batch_size=1, slow=True),
         Cell((1,), (0, 2), OWN_GPU, pair="gpt_neo", batch_size=1, target_kind=ACCELERATE),
     ],
     4: [
@@ -110,6 +112,8 @@ CELLS = {
     5: [Cell((0, 1, 2, 3), (4,), OWN_GPU)],
 }
 
+ONLY_HEAVY = "only heavy"
+"""The lane of `-m heavy`, which leaves out what the default tests compare."""
 MOST_DEFAULT_RANKS, MOST_HEAVY_RANKS = 2, 3
 """Larger groups are started with --heavy, and with --slow alone."""
 
@@ -122,6 +126,15 @@ DEEPSPEED_CELLS = {
     ],
 }
 """Started apart, where the package is installed, with what one rank makes of the same rows without it."""
+
+
+def cells_of(num_ranks: int, lane: str) -> list[Cell]:
+    """The cells that the tests of a lane ask of a group of this size."""
+    if lane == "default":
+        return [cell for cell in CELLS[num_ranks] if not cell.heavy]
+    found = [cell for cell in CELLS[num_ranks] if lane == "slow" or not cell.slow]
+    is_known = lane == ONLY_HEAVY and num_ranks <= MOST_DEFAULT_RANKS
+    return [cell for cell in found if cell.heavy or not is_known]
 
 
 def on_one_rank(cell: Cell) -> Cell:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.distributed.cells import ONLY_HEAVY
 from tests.distributed.ranks import LANE, PAIRS, QUANTIZED
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint
 from tests.helpers.repository import ROOT
@@ -37,10 +38,12 @@ def launched(pairs: Path, tmp_path_factory: pytest.TempPathFactory, pytestconfig
     """What each rank of a group has seen; a group of one size is started once."""
     known: dict[tuple[int, str], Seen] = {}
     is_slow = pytestconfig.getoption("--slow")
-    lane = "heavy" if pytestconfig.getoption("--heavy") or is_slow else "default"
+    lane = "heavy" if pytestconfig.getoption("--heavy") else "default"
+    if lane == "heavy" and pytestconfig.getoption("markexpr") == "heavy":
+        lane = ONLY_HEAVY
     os.environ[LANE] = "slow" if is_slow else lane
 
-    def launch(num_ranks: int, chosen: str = lane) -> Seen:
+    def launch(num_ranks: int, chosen: str = "cells") -> Seen:
         if (num_ranks, chosen) not in known:
             out = tmp_path_factory.mktemp(f"ranks{num_ranks}")
             command = [

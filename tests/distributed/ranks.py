@@ -44,7 +44,7 @@ from llama_ssp.session.checkpoints import find_sources
 from llama_ssp.session.draft_length import settle_length
 from llama_ssp.session.loading import Models, build_decoder, load_models
 from llama_ssp.session.prompts import encode
-from tests.distributed.cells import CELLS, DEEPSPEED_CELLS, Cell, on_one_rank
+from tests.distributed.cells import DEEPSPEED_CELLS, MOST_DEFAULT_RANKS, ONLY_HEAVY, Cell, cells_of, on_one_rank
 from tests.helpers.prompts import PROMPTS
 from tests.helpers.shapes import llama_shape
 
@@ -242,25 +242,34 @@ def cases_of_cells(world: World, folder: Path, cells: Collection[Cell]) -> dict[
     }
 
 
-def cases(world: World, folder: Path, *, heavy: bool) -> dict[str, Callable[[], object]]:
-    """Everything that the tests ask of a group of this size, with or without the heavy cells."""
+def pairs_of(num_ranks: int, lane: str) -> tuple[str, ...]:
+    """The pairs that they ask for; what one rank makes of all of them is what cells are compared with."""
+    if lane == ONLY_HEAVY and num_ranks == MOST_DEFAULT_RANKS:
+        return HEAVY_PAIRS
+    found = (name for name in PAIRS if lane != "default" or name not in HEAVY_PAIRS)
+    return tuple(found) if num_ranks in SIZES else ()
+
+
+def cases(world: World, folder: Path, *, lane: str) -> dict[str, Callable[[], object]]:
+    """Everything that the tests of a lane ask of a group of this size."""
+    rank, size = world.comm.rank, world.comm.size
     named: dict[str, Callable[[], object]] = {
         "error": lambda: error_of_one_rank(world),
-        "gathered": lambda: world.comm.gather_text("é" * world.comm.rank),
-        "broadcast": lambda: world.comm.broadcast_text(f"from {world.comm.rank}", src=world.comm.size - 1),
+        "gathered": lambda: world.comm.gather_text("é" * rank),
+        "broadcast": lambda: world.comm.broadcast_text(f"from {rank}", src=size - 1),
     }
-    if world.comm.size in SIZES:
+    if size in SIZES:
         named[SYNTHETIC] = lambda: texts(world, folder, SYNTHETIC, 0.0)
-    named |= cases_of_cells(world, folder, [cell for cell in CELLS[world.comm.size] if heavy or not cell.heavy])
-    if world.comm.size == 1:
-        other_rules = {on_one_rank(cell) for cell in CELLS[2] if cell.rule != "speculative"}
+    named |= cases_of_cells(world, folder, cells_of(size, lane))
+    if size == 1:
+        other_rules = {on_one_rank(cell) for cell in cells_of(2, lane) if cell.rule != "speculative"}
         named |= cases_of_cells(world, folder, other_rules)
-    for name in PAIRS if world.comm.size in SIZES else ():
-        for temperature in (0.0, 0.8) if heavy or name not in HEAVY_PAIRS else ():
+    for name in pairs_of(size, lane):
+        for temperature in (0.0, 0.8):
             named[f"{name} at {temperature}"] = lambda name=name, temperature=temperature: texts(  # type: ignore[misc]
                 world, folder, name, temperature
             )
-    if world.comm.size <= MOST_QUANTIZED_RANKS:
+    if size <= MOST_QUANTIZED_RANKS:
         for family, form in product(QUANTIZED, formats()):
             named[f"{family} in {form}"] = lambda family=family, form=form: quantized_logits(  # type: ignore[misc]
                 world, folder, family, form
@@ -272,7 +281,7 @@ def main() -> None:
     """Run all cases, or those of DeepSpeed, and write what they returned."""
     folder, out, chosen = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     with start(device=DeviceKind.cpu, timeout_s=120) as world:
-        named = cases(world, folder, heavy=chosen == "heavy")
+        named = cases(world, folder, lane=os.environ[LANE])
         if chosen == "deepspeed":
             own = [on_one_rank(cell) for row in DEEPSPEED_CELLS.values() for cell in row]
             row = DEEPSPEED_CELLS[world.comm.size] + (own if world.comm.size == 1 else [])

@@ -32,7 +32,8 @@ Seen = list[dict[str, Any]]
 def marks(num_ranks: int, cell: Cell | None = None) -> list[pytest.MarkDecorator]:
     """What starts the ranks of a test, and its lane."""
     heavy = num_ranks > MOST_DEFAULT_RANKS or (cell is not None and cell.heavy)
-    lane = [pytest.mark.slow] if num_ranks > MOST_HEAVY_RANKS else [pytest.mark.heavy] * heavy
+    slow = num_ranks > MOST_HEAVY_RANKS or (cell is not None and cell.slow)
+    lane = [pytest.mark.slow] if slow else [pytest.mark.heavy] * heavy
     return [pytest.mark.distributed(num_ranks), *lane]
 
 
