@@ -64,6 +64,7 @@ class IntersectionDrafter(OwnBuckets):
 
     on_host = False
     is_point_mass = False
+    reads_skipped = False
 
     def __post_init__(self) -> None:
         self._comm = self.comm or Comm.single()

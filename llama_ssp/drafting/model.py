@@ -55,6 +55,7 @@ class ModelDrafter:
 
     on_host = False
     is_point_mass = False
+    reads_skipped = True
 
     def __post_init__(self) -> None:
         self._comm = self.comm or Comm.single()

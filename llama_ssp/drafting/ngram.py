@@ -39,6 +39,7 @@ class NgramDrafter:
 
     on_host = False
     is_point_mass = True
+    reads_skipped = True
     repeats_operators = True
     num_allocations = 0
 

@@ -53,12 +53,14 @@ class Drafter(Protocol):
         num_draft_tokens: the most tokens that a round drafts.
         on_host: drafting reads values on the host, so a round waits for it and no executor replays it.
         is_point_mass: each drafted token is certain; the draft has no probabilities, and rules use 1.
+        reads_skipped: `propose` reads all tokens that it has not read, prompts too; else `prefill` must come first.
         repeats_operators: with the same shapes, `propose` calls the same operators on tensors that this object holds.
     """
 
     num_draft_tokens: int
     on_host: bool
     is_point_mass: bool
+    reads_skipped: bool
 
     @property
     def repeats_operators(self) -> bool:
@@ -94,6 +96,8 @@ class Drafter(Protocol):
 
 class SharedDrafter(HostTimed):
     """The drafter of some ranks, which the others follow; `inner` is that of this rank, None on ranks without one."""
+
+    reads_skipped = False
 
     def __init__(self, inner: Drafter | None, *, num_draft_tokens: int, device: torch.device) -> None:
         self._inner = inner

@@ -55,6 +55,7 @@ class RetokenizedDrafter(HostTimed):
 
     on_host = True
     is_point_mass = True
+    reads_skipped = False
     repeats_operators = False
 
     def __post_init__(self) -> None:

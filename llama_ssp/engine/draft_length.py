@@ -13,8 +13,6 @@ a round probes a drafter that is not in use. Probes may take `PROBE_SHARE` of th
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from operator import mul
 from typing import Protocol
 
 from llama_ssp.architectures.sizes import CATCH_UP_CHUNK
@@ -26,9 +24,9 @@ MOST_SAVED = 10.0
 """Plain tokens whose time probes can save up."""
 LASTING_ROUNDS = 10
 """Rounds over which the cost of returning to a drafter is spread."""
-MEMORY_ROUNDS = 50
-"""Observations of a drafted token count by their age: this many rounds back, by 1 / e."""
-PRIOR_WEIGHT = 4.0
+MEMORY_ROUNDS = 100
+"""Observations count by their age: this many rounds of the drafter back, by 1 / e."""
+PRIOR_WEIGHT = 8.0
 """Rounds that the prior, or the estimate of the token before, counts for."""
 
 
@@ -46,6 +44,9 @@ class DraftLength(Protocol):
     def choose(self, num_skipped: Sequence[int]) -> DraftChoice:
         """Choose for the next round; `num_skipped` are the tokens since each drafter last drafted."""
 
+    def reads_prompts(self, source: int) -> bool:
+        """Whether a drafter should read new prompts at once, not when it drafts next."""
+
     def observe(self, choice: DraftChoice, num_accepted: Sequence[int]) -> None:
         """Learn how many drafted tokens of a round each running row accepted."""
 
@@ -59,6 +60,10 @@ class FixedLength:
     def choose(self, num_skipped: Sequence[int]) -> DraftChoice:  # noqa: ARG002
         """See `DraftLength`."""
         return self.choices[0]
+
+    def reads_prompts(self, source: int) -> bool:  # noqa: ARG002
+        """See `DraftLength`."""
+        return True
 
     def observe(self, choice: DraftChoice, num_accepted: Sequence[int]) -> None:
         """See `DraftLength`."""
@@ -87,75 +92,106 @@ class AdaptiveLength:
 
     def __init__(self, costs: RoundCosts, *, acceptance: Sequence[float]) -> None:
         self.choices = tuple(costs.rounds)
-        self._costs = costs
-        longest = max(choice.num_tokens for choice in self.choices)
-        self._sources = [_Source(prior, longest) for prior in acceptance]
         self._plain_cost = costs.rounds[DraftChoice(0)]
+        self._sources = [
+            _Source(
+                {choice: cost for choice, cost in costs.rounds.items() if choice.num_tokens and choice.source == place},
+                catch_up=costs.catch_up[place],
+                prior=prior,
+            )
+            for place, prior in enumerate(acceptance)
+        ]
         self._budget = 0.0
+        self._best = self._choose(tuple(0 for _ in self._sources))
 
     def choose(self, num_skipped: Sequence[int]) -> DraftChoice:
         """See `DraftLength`."""
-        catch_up = [cost * num_chunks(skipped) for cost, skipped in zip(self._costs.catch_up, num_skipped, strict=True)]
-
-        def cost(choice: DraftChoice, *, rounds: int) -> float:
-            """Of one of several such rounds, the first of which also reads what its drafter skipped."""
-            return self._costs.rounds[choice] + (catch_up[choice.source] / rounds if choice.num_tokens else 0.0)
-
-        gains = {choice: self._tokens(choice) / cost(choice, rounds=LASTING_ROUNDS) for choice in self.choices}
-        best = max(gains, key=gains.__getitem__)
-        losses = {
-            choice: cost(choice, rounds=1) - self._tokens(choice) / gains[best]
-            for choice in self.choices
-            if choice.num_tokens and not (best.num_tokens and best.source == choice.source)
-        }
-        if not losses:
+        self._best = self._choose(num_skipped)
+        best, gain, cost = self._best
+        probes = [
+            source.probe(gain, skipped)
+            for place, (source, skipped) in enumerate(zip(self._sources, num_skipped, strict=True))
+            if not (best.num_tokens and best.source == place)
+        ]
+        if not probes:
             return best
-        saved = self._budget + PROBE_SHARE * self._costs.rounds[best]
-        self._budget = min(saved, MOST_SAVED * self._plain_cost)
-        probe = min(losses, key=losses.__getitem__)
-        if losses[probe] > self._budget:
+        self._budget = min(self._budget + PROBE_SHARE * cost, MOST_SAVED * self._plain_cost)
+        loss, probe = min(probes)
+        if loss > self._budget:
             return best
-        self._budget -= max(losses[probe], 0.0)
+        self._budget -= max(loss, 0.0)
         return probe
+
+    def reads_prompts(self, source: int) -> bool:
+        """See `DraftLength`."""
+        best, *_ = self._best
+        return best.num_tokens > 0 and best.source == source
 
     def observe(self, choice: DraftChoice, num_accepted: Sequence[int]) -> None:
         """See `DraftLength`."""
         if choice.num_tokens:
             self._sources[choice.source].observe(choice.num_tokens, num_accepted)
 
-    def _tokens(self, choice: DraftChoice) -> float:
-        return self._sources[choice.source].tokens_of_round[choice.num_tokens]
+    def _choose(self, num_skipped: Sequence[int]) -> tuple[DraftChoice, float, float]:
+        """The choice that gains most, its gain and its cost."""
+        plain = DraftChoice(0), 1 / self._plain_cost, self._plain_cost
+        drafting = (source.best(skipped) for source, skipped in zip(self._sources, num_skipped, strict=True))
+        return max(plain, *drafting, key=lambda found: found[1])
 
 
 class _Source:
-    """How many drafted tokens of one drafter are accepted.
+    """What the drafts of one drafter gain.
 
-    Attributes:
-        tokens_of_round: expected tokens of a round that drafts 0, 1, 2, ... tokens.
+    Args:
+        costs: of its choices.
+        catch_up: of reading `CATCH_UP_CHUNK` tokens that it skipped.
+        prior: the acceptance that is expected before the first round.
     """
 
-    def __init__(self, prior: float, longest: int) -> None:
-        self._prior = prior
+    def __init__(self, costs: dict[DraftChoice, float], *, catch_up: float, prior: float) -> None:
+        self._costs, self._catch_up, self._prior = costs, catch_up, prior
+        longest = max(choice.num_tokens for choice in costs)
         self._accepted, self._tried = [0.0] * longest, [0.0] * longest
         self._update()
 
+    def best(self, num_skipped: int) -> tuple[DraftChoice, float, float]:
+        """The choice that gains most over some rounds, its gain and its cost in each of them."""
+        if not num_skipped:
+            return self._best
+        more = self._catch_up * num_chunks(num_skipped) / LASTING_ROUNDS
+        gains = ((self._tokens[choice] / (cost + more), choice) for choice, cost in self._costs.items())
+        gain, choice = max(gains)
+        return choice, gain, self._costs[choice] + more
+
+    def probe(self, gain: float, num_skipped: int) -> tuple[float, DraftChoice]:
+        """The round that loses least against a gain, and what it loses."""
+        more = self._catch_up * num_chunks(num_skipped)
+        return min((cost + more - self._tokens[choice] / gain, choice) for choice, cost in self._costs.items())
+
     def observe(self, num_drafted: int, num_accepted: Sequence[int]) -> None:
         """Count a round: of each row, the accepted tokens and the first rejected one were tried."""
-        for place in range(num_drafted):
-            if tried := sum(accepted >= place for accepted in num_accepted):
-                kept = 1 - 1 / MEMORY_ROUNDS
-                self._tried[place] = kept * self._tried[place] + tried
-                self._accepted[place] = kept * self._accepted[place] + sum(n > place for n in num_accepted)
+        kept = 1 - 1 / MEMORY_ROUNDS
+        tried, accepted = [kept * count for count in self._tried], [kept * count for count in self._accepted]
+        for number in num_accepted:
+            for place in range(min(number + 1, num_drafted)):
+                tried[place] += 1
+            for place in range(number):
+                accepted[place] += 1
+        self._tried, self._accepted = tried, accepted
         self._update()
 
     def _update(self) -> None:
-        estimate, estimates = self._prior, list[float]()
+        """Estimate each token's acceptance from what is known of it and of the token before; then all gains."""
+        estimate, reached, tokens = self._prior, 1.0, [1.0]
         for accepted, tried in zip(self._accepted, self._tried, strict=True):
             estimate = (accepted + PRIOR_WEIGHT * estimate) / (tried + PRIOR_WEIGHT)
-            estimates.append(estimate)
-        self.tokens_of_round: list[float] = [*accumulate(accumulate(estimates, mul), initial=1.0)]
+            reached *= estimate
+            tokens.append(tokens[-1] + reached)
+        self._tokens = {choice: tokens[choice.num_tokens] for choice in self._costs}
+        gain, choice = max((self._tokens[choice] / cost, choice) for choice, cost in self._costs.items())
+        self._best = choice, gain, self._costs[choice]
 
 
 def num_chunks(num_skipped: int) -> int:
-    """Chunks of `CATCH_UP_CHUNK` that hold the tokens since a drafter last drafted."""
-    return -(-num_skipped // CATCH_UP_CHUNK)
+    """Chunks of `CATCH_UP_CHUNK` to read for the tokens that were skipped: a power of two, for few kinds of rounds."""
+    return 1 << (-(-num_skipped // CATCH_UP_CHUNK) - 1).bit_length() if num_skipped else 0

@@ -175,12 +175,20 @@ class Decoder:
         prompt_lengths_R = prompts.lengths_B.clone()
         rows_R = torch.tensor(rows, device=self._device)
         longest = max(len(request.prompt_ids) for request in requests)
-        result = self.round.prefill(prompts, rows, longest=longest, buckets=self._buckets)
+        skipping = [
+            source
+            for source, drafter in enumerate(self.round.drafters)
+            if drafter.reads_skipped and not self.length.reads_prompts(source)
+        ]
+        reading = [drafter for source, drafter in enumerate(self.round.drafters) if source not in skipping]
+        result = self.round.prefill(prompts, rows, longest=longest, buckets=self._buckets, drafters=reading)
         self._state.put(rows_R, prompts, prompt_lengths_R=prompt_lengths_R)
         num_forwards = -(-longest // PREFILL_CHUNK)
         owners = [RowCompletion(request=request, num_target_forwards=num_forwards) for request in requests]
         if not any(self._rows):  # all rows are new, so all drafters have read them whole
             self._num_skipped = [0 for _ in self.round.drafters]
+        for source in skipping:
+            self._num_skipped[source] = max(self._num_skipped[source], longest)
         for row, owner in zip(rows, owners, strict=True):
             self._rows[row] = owner
             owner.stop_watch = self._stops.watch(owner.request.prompt_ids) if self._stops else None

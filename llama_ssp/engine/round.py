@@ -127,15 +127,24 @@ class Round:
         for drafter in self.drafters:
             drafter.allocate(batch_size=batch_size, num_slots=num_slots)
 
-    def prefill(self, prompts: BatchState, rows: Sequence[int], *, longest: int, buckets: Buckets) -> Tensor:
+    def prefill(
+        self,
+        prompts: BatchState,
+        rows: Sequence[int],
+        *,
+        longest: int,
+        buckets: Buckets,
+        drafters: Sequence[Drafter] | None = None,
+    ) -> Tensor:
         """Read R prompts into the given rows of the caches and sample each one's first token; see `read_prompts`.
 
-        Returns the result of these rows; see `BatchState.commit`.
+        `drafters` are those that read them now, by default all. Returns the result of these rows; see
+        `BatchState.commit`.
         """
         tokens_RS, lengths_R = prompts.tokens_BS, prompts.lengths_B
         rows_R = torch.tensor(rows, device=self.target.device)
         logits_RV = read_prompts(self.target, tokens_RS, lengths_R, rows_R=rows_R, longest=longest, buckets=buckets)
-        for drafter in self.drafters:
+        for drafter in self.drafters if drafters is None else drafters:
             drafter.prefill(tokens_RS, lengths_R, rows=rows, longest=longest, buckets=buckets)
         context = prompts.rows.before(lengths_R[:, None] - 1) if self.verifier.needs_context else None
         plain_RP = self.uniforms.split(prompts.uniforms()).plain_BP

@@ -70,14 +70,19 @@ def make_decoder(  # noqa: PLR0913
 
 
 class ScriptedLength:
-    """Chooses what it is given, over and over."""
+    """Chooses what it is given, over and over; drafters that can read their prompts later do so."""
 
     def __init__(self, choices: Sequence[DraftChoice]) -> None:
         self.choices = tuple(choices)
         self._next = cycle(choices)
 
     def choose(self, num_skipped: Sequence[int]) -> DraftChoice:  # noqa: ARG002
+        """The next one."""
         return next(self._next)
+
+    def reads_prompts(self, source: int) -> bool:  # noqa: ARG002
+        """Never at once."""
+        return False
 
     def observe(self, choice: DraftChoice, num_accepted: Sequence[int]) -> None:
         """Learn nothing."""

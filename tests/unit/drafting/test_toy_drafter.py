@@ -28,6 +28,8 @@ class Repeat:
     repeats_operators = True
     num_allocations = 0
 
+    reads_skipped = True
+
     def __init__(self, num_draft_tokens, back, device):
         import torch
 
