@@ -156,17 +156,21 @@ class _Source:
 
     def best(self, num_skipped: int) -> tuple[DraftChoice, float, float]:
         """The choice that gains most over some rounds, its gain and its cost in each of them."""
-        if not num_skipped:
-            return self._best
-        more = self._catch_up * num_chunks(num_skipped) / LASTING_ROUNDS
-        gains = ((self._tokens[choice] / (cost + more), choice) for choice, cost in self._costs.items())
-        gain, choice = max(gains)
-        return choice, gain, self._costs[choice] + more
+        chunks = num_chunks(num_skipped)
+        if chunks not in self._best:
+            more = self._catch_up * chunks / LASTING_ROUNDS
+            gain, choice = max((self._tokens[choice] / (cost + more), choice) for choice, cost in self._costs.items())
+            self._best[chunks] = choice, gain, self._costs[choice] + more
+        return self._best[chunks]
 
     def probe(self, gain: float, num_skipped: int) -> tuple[float, DraftChoice]:
         """The round that loses least against a gain, and what it loses."""
-        more = self._catch_up * num_chunks(num_skipped)
-        return min((cost + more - self._tokens[choice] / gain, choice) for choice, cost in self._costs.items())
+        chunks = num_chunks(num_skipped)
+        if (gain, chunks) not in self._probes:
+            more = self._catch_up * chunks
+            losses = ((cost + more - self._tokens[choice] / gain, choice) for choice, cost in self._costs.items())
+            self._probes[gain, chunks] = min(losses)
+        return self._probes[gain, chunks]
 
     def observe(self, num_drafted: int, num_accepted: Sequence[int]) -> None:
         """Count a round: of each row, the accepted tokens and the first rejected one were tried."""
@@ -188,8 +192,9 @@ class _Source:
             reached *= estimate
             tokens.append(tokens[-1] + reached)
         self._tokens = {choice: tokens[choice.num_tokens] for choice in self._costs}
-        gain, choice = max((self._tokens[choice] / cost, choice) for choice, cost in self._costs.items())
-        self._best = choice, gain, self._costs[choice]
+        # What follows from it, by the chunks to catch up with, as it is asked for.
+        self._best: dict[int, tuple[DraftChoice, float, float]] = {}
+        self._probes: dict[tuple[float, int], tuple[float, DraftChoice]] = {}
 
 
 def num_chunks(num_skipped: int) -> int:

@@ -6,7 +6,7 @@ All ranks use the costs that rank 0 measured. A run folder keeps them for when t
 import json
 import time
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from statistics import linear_regression
 
 from llama_ssp.architectures.sizes import CATCH_UP_CHUNK
 from llama_ssp.config.drafts.drafter import draft_name
@@ -21,7 +21,7 @@ from llama_ssp.planning.acceptance import of_pair
 from llama_ssp.reports.reading import read_json, restore
 from llama_ssp.reports.records import COSTS_FILE, RunFolder
 
-_NUM_WARM, _NUM_TIMED, _ENOUGH_S = 2, 5, 3.0
+_NUM_WARM, _NUM_TIMED, _ENOUGH_S = 2, 8, 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +81,9 @@ def _expected_acceptance(config: RunConfig) -> list[float]:
 
 
 def _measured(decoder: Decoder, choices: list[DraftChoice], *, comm: Comm, num_slots: int) -> RoundCosts:
-    """Time rounds of every choice in turns; the fastest of each counts."""
-    behind = [DraftChoice(1, source, num_unread=2 + CATCH_UP_CHUNK) for source in range(len(decoder.round.drafters))]
+    """Time rounds of every choice in turns, the fastest of each; see `_on_a_line`."""
+    sources = range(len(decoder.round.drafters))
+    behind = [DraftChoice(1, source, num_unread=2 + CATCH_UP_CHUNK) for source in sources]
     seconds: list[list[float]] = []
     started = time.perf_counter()
     for repetition in range(_NUM_WARM + _NUM_TIMED):
@@ -93,11 +94,19 @@ def _measured(decoder: Decoder, choices: list[DraftChoice], *, comm: Comm, num_s
             if comm.broadcast_text("enough" if is_enough else "", src=0):
                 break
     fastest = dict(zip([*choices, *behind], map(min, zip(*seconds, strict=True)), strict=True))
-    for fewer, more in reversed([*pairwise(choices)]):  # a disturbed measurement must not make less work cost more
-        if more.num_tokens > fewer.num_tokens:
-            fastest[fewer] = min(fastest[fewer], fastest[more])
     catch_up = [max(fastest[choice] - fastest[DraftChoice(1, choice.source)], 0.0) for choice in behind]
-    return RoundCosts(rounds={choice: fastest[choice] for choice in choices}, catch_up=tuple(catch_up))
+    rounds = {DraftChoice(0): fastest[DraftChoice(0)]}
+    for source in sources:
+        rounds |= _on_a_line({choice: fastest[choice] for choice in choices[1:] if choice.source == source})
+    return RoundCosts(rounds=rounds, catch_up=tuple(catch_up))
+
+
+def _on_a_line(seconds: dict[DraftChoice, float]) -> dict[DraftChoice, float]:
+    """Smooth the times of a drafter's rounds: each drafted token costs a draft step and a row of verification."""
+    lengths = [choice.num_tokens for choice in seconds]
+    slope, first = linear_regression(lengths, [*seconds.values()])
+    least = min(seconds.values()) / 2
+    return {choice: max(first + slope * choice.num_tokens, least) for choice in seconds}
 
 
 def _to_json(costs: RoundCosts) -> str:
