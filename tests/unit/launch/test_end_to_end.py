@@ -180,18 +180,6 @@ def test_prompts_come_from_a_file_or_standard_input_in_order(
     assert sorted(line["prompt"] for line in ended.lines) == ["from", "import"]
 
 
-@pytest.mark.heavy
-def test_a_finished_run_is_not_repeated_and_another_config_is_refused(launch: Launch) -> None:
-    small = ["task=latency", "max_new_tokens=2"]
-    first = launch(*small)
-    assert (first.code, len(first.lines)) == (0, 15)
-    again = launch(*small)
-    assert (again.code, again.lines) == (0, first.lines)
-    other = launch("task=latency", "max_new_tokens=3")
-    assert other.code == 2
-    assert "max_new_tokens was 2 and is now 3" in other.err
-
-
 def test_compare_shows_both_modes_and_a_picture(launch: Launch, tmp_path: Path) -> None:
     ended = launch("prompt=import os", "max_new_tokens=6", f"task.picture={tmp_path}/compare.svg")
     assert ended.code == 0, ended.err

@@ -174,3 +174,16 @@ def test_a_benchmark_measures_only_cells_that_are_left_and_ends_with_a_summary_o
     assert "max_new_tokens was 4 and is now 3" in measure(tmp_path, here, "max_new_tokens=3").err
     file.write_bytes(first.replace(b'"batch_size": 1', b'"batch_size": "1"') + again)
     assert "line 1 of" in measure(tmp_path, here).err
+
+
+@pytest.mark.heavy
+def test_a_finished_run_is_not_repeated_and_another_config_is_refused(tmp_path: Path) -> None:
+    run_dir, lines = f"run_dir={tmp_path}/run", tmp_path / "run" / "run.jsonl"
+    assert launch("task=latency", "max_new_tokens=2", run_dir).code == 0
+    first = lines.read_bytes()
+    assert first.count(b"\n") == 15
+    assert launch("task=latency", "max_new_tokens=2", run_dir).code == 0
+    assert lines.read_bytes() == first
+    other = launch("task=latency", "max_new_tokens=3", run_dir)
+    assert other.code == 2
+    assert "max_new_tokens was 2 and is now 3" in other.err
