@@ -52,7 +52,7 @@ SYNTHETIC = "synthetic"
 LANE = "LLAMA_SSP_TEST_LANE"
 """The variable by which the ranks of a group know the lane of the tests."""
 PAIRS = ("tiny", "llama", "gpt_neox", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "gpt_neo")
-HEAVY_PAIRS = ("qwen2", "qwen3", "mistral", "gemma3_text")
+HEAVY_PAIRS = ("qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "gpt_neo")
 """Their texts are compared with --heavy alone."""
 NUM_NEW_TOKENS = 24
 # Families whose targets are quantized too: one for the lean decoder, one for the library's modules.

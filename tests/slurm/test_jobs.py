@@ -128,6 +128,7 @@ def test_copies_on_two_nodes_share_the_prompts_of_one_run_and_leave_them_in_orde
     assert [line["text"] for line in found] == [line["text"] for line in settled(lines(tmp_path / "alone"))]
 
 
+@pytest.mark.heavy
 def test_a_mistake_ends_the_job_with_its_own_exit_code_and_is_not_tried_again(cluster: Cluster, tmp_path: Path) -> None:
     job = submit(cluster, tmp_path, *SHORT, "sampling.top_p=2")
     state = cluster.wait(job)

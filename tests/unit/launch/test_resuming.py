@@ -59,7 +59,10 @@ def test_prompts_that_follow_the_old_ones_are_completed(tmp_path: Path) -> None:
     assert (ended.code, recorded(tmp_path)) == (0, {0: "import", 1: "一\x1b", 2: "class"})
 
 
-ADAPTIVE = ("task=generate", "speculation.num_draft_tokens=auto", "sampling=greedy", "max_new_tokens=24")
+ADAPTIVE = (
+    "task=generate", "model=tiny-draft", "draft=ngram", "speculation.num_draft_tokens=auto", "sampling=greedy",
+    "max_new_tokens=24",
+)  # fmt: skip
 
 
 def test_a_run_that_chooses_k_measures_once_and_is_resumed_with_the_same_costs(tmp_path: Path) -> None:
@@ -84,7 +87,7 @@ def test_a_run_that_chooses_k_measures_once_and_is_resumed_with_the_same_costs(t
     "content", ["{", '{"rounds": [], "catch_up_seconds": []}', heavy('{"rounds": 1}'), heavy("[NaN]")]
 )
 def test_damaged_costs_are_a_sentence(content: str, tmp_path: Path) -> None:
-    words = (*ADAPTIVE, "prompt=import", f"run_dir={tmp_path}/run", "model=tiny-draft", "draft=ngram")
+    words = (*ADAPTIVE, "prompt=import", f"run_dir={tmp_path}/run")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "round_costs.json").write_text(content)
     ended = launch(*words)
