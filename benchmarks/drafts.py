@@ -34,7 +34,7 @@ from llama_ssp.tasks.benchmark import Ours
 from llama_ssp.weights import hub
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "benchmarks" / "drafts.md"
-NUM_NEW_TOKENS, MOST_PROMPTS, PEERS_K, NGRAM_K = 128, 4, 4, 8
+NUM_NEW_TOKENS, MOST_PROMPTS, PEERS_K, NGRAM_K = 64, 4, 4, 8
 FIXED = range(1, 9)
 PLAIN, AUTO, BEHIND = "plain", "K=auto", "K=auto, prompt look-up behind the draft"
 NGRAM, NGRAM_AUTO = f"prompt look-up, K={NGRAM_K}", "prompt look-up, K=auto"
