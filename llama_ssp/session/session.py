@@ -19,7 +19,7 @@ from llama_ssp.distributed.memory import MemoryWatch
 from llama_ssp.distributed.result_queue import ResultQueue
 from llama_ssp.distributed.world import World
 from llama_ssp.engine.completion import RowCompletion, StopRequest
-from llama_ssp.engine.loop import Decoder
+from llama_ssp.engine.loop import Decoder, Update
 from llama_ssp.engine.stream import IncrementalText, Piece
 from llama_ssp.errors import InterruptedRun
 from llama_ssp.planning.plan import Plan
@@ -144,6 +144,7 @@ class Session:
             if ended:
                 self._progress.end(mode, num_tokens=ended.num_new_tokens, ms=ended.ms)
 
+    @torch.inference_mode()
     def complete(self, jobs: Sequence[PromptTask], mode: str, viewer: Viewer) -> None:
         """Decode, show and record the jobs that are not recorded yet; one by one and streamed if the batch size is one.
 
@@ -153,9 +154,18 @@ class Session:
         Raises InterruptedRun on every rank, after the round in which the deciding rank stopped, and SspError on rank 0
         if the records cannot be written.
         """
+        mesh, num_replicas = self.models.mesh, self.config.placement.num_replicas
         todo = [job for job in jobs if (job.request.index, mode, job.request.sample) not in self.finished]
         for wave in waves(todo, keeps_order=self.streams):
-            self._complete(self._with_answers(wave, mode), mode, viewer)
+            whole = self._with_answers(wave, mode)
+            ledger, decoder = _Ledger(self, viewer, whole, mode), self.ready_decoder(mode, whole)
+            share = [job.request for job in whole][mesh.number :: num_replicas]
+            for updates in decoder.run(share) if share else ():
+                for update in updates:
+                    ledger.take(update)
+            if ledger.close(stopped=decoder.stopped):
+                again = f"run_dir={self.config.run_dir} with the same settings goes on from here"
+                raise InterruptedRun(f"interrupted; {again}")
 
     def _with_answers(self, jobs: Sequence[PromptTask], mode: str) -> list[PromptTask]:
         """Put the answers to earlier turns, which rank 0 has recorded, into the prompts of later ones."""
@@ -174,41 +184,16 @@ class Session:
             for job, texts in zip(jobs, answers, strict=True)
         ]  # fmt: skip
 
-    @torch.inference_mode()
-    def _complete(self, jobs: Sequence[PromptTask], mode: str, viewer: Viewer) -> None:
-        """Decode, show and record jobs whose prompts are whole."""
-        open_jobs = {(job.request.index, job.request.sample): job for job in jobs}
-        mesh, num_replicas = self.models.mesh, self.config.placement.num_replicas
-        ledger = _Ledger(self, viewer)
-        texts: dict[tuple[int, int], IncrementalText] = {}
-        decoder = self.ready_decoder(mode, jobs)
-        share = [job.request for job in jobs][mesh.number :: num_replicas]
-        for updates in decoder.run(share) if share else ():
-            for update in updates:
-                completion = update.completion
-                if self.num_prompts is not None:
-                    self.start_clock.reach("first_token_s")
-                self.count(mode, num_tokens=len(update.new_ids))
-                key = (completion.request.index, completion.request.sample)
-                if self.streams and self.folder:
-                    if key not in texts:
-                        texts[key] = IncrementalText(self.models.tokenizer, completion.request.prompt_ids)
-                        viewer.begin(open_jobs[key], mode)
-                    viewer.show(texts[key].push(update.new_ids, num_accepted=update.num_drafted))
-                    if completion.finish_reason:
-                        viewer.show(texts[key].flush())
-                if completion.finish_reason:
-                    ledger.enter(open_jobs[key], completion, mode)
-        if ledger.close(stopped=decoder.stopped):
-            raise InterruptedRun(f"interrupted; run_dir={self.config.run_dir} with the same settings goes on from here")
-
 
 class _Ledger:
-    """Records and shows finished completions: those of this replica, and on rank 0 those of all replicas."""
+    """Shows the jobs of a wave as they are decoded, and records them: this replica's, and on rank 0 those of all."""
 
-    def __init__(self, session: Session, viewer: Viewer) -> None:
+    def __init__(self, session: Session, viewer: Viewer, jobs: Sequence[PromptTask], mode: str) -> None:
         self._session = session
         self._viewer = viewer
+        self._mode = mode
+        self._jobs = {(job.request.index, job.request.sample): job for job in jobs}
+        self._texts: dict[tuple[int, int], IncrementalText] = {}
         num_replicas = session.config.placement.num_replicas
         self._exchange = None
         if num_replicas > 1:
@@ -217,9 +202,26 @@ class _Ledger:
                 session.models.mesh, num_copies=num_replicas, watch=watch, patience_s=patience_s
             )
 
-    def enter(self, job: PromptTask, completion: RowCompletion, mode: str) -> None:
+    def take(self, update: Update) -> None:
+        """Count new tokens of a completion of this replica, show them, and enter the completion at its end."""
+        session, completion = self._session, update.completion
+        if session.num_prompts is not None:
+            session.start_clock.reach("first_token_s")
+        session.count(self._mode, num_tokens=len(update.new_ids))
+        key = (completion.request.index, completion.request.sample)
+        if session.streams and session.folder:
+            if key not in self._texts:
+                self._texts[key] = IncrementalText(session.models.tokenizer, completion.request.prompt_ids)
+                self._viewer.begin(self._jobs[key], self._mode)
+            self._viewer.show(self._texts[key].push(update.new_ids, num_accepted=update.num_drafted))
+            if completion.finish_reason:
+                self._viewer.show(self._texts[key].flush())
+        if completion.finish_reason:
+            self._enter(self._jobs[key], completion)
+
+    def _enter(self, job: PromptTask, completion: RowCompletion) -> None:
         """Record a completion of this replica, or send it to rank 0, and record what others have sent."""
-        session, exchange = self._session, self._exchange
+        session, exchange, mode = self._session, self._exchange, self._mode
         session.memory.sample()
         if session.folder or exchange:
             num_replicas = session.config.placement.num_replicas

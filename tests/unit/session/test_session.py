@@ -116,7 +116,6 @@ def test_what_is_streamed_knows_its_origin_and_holds_nothing_back_at_the_end() -
         finished={(4, "plain", 0)},
     )  # fmt: skip
     session._with_answers = partial(Session._with_answers, session)
-    session._complete = partial(Session._complete, session)
     Session.complete(session, [wanted, done], "plain", viewer)
     pieces = [Piece("a", False), Piece("b", True), Piece("c", False), Piece("d", True), Piece("\ufffd", True)]
     assert viewer.seen == [("ab", "plain"), *pieces, "abcd\ufffd"]
