@@ -11,6 +11,7 @@ buckets.
 Shapes: B sequences, T positions, M = B * T tokens, S slots, U slots that are read, N key-value heads, D head dim.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
@@ -42,12 +43,12 @@ class PerBucket(dict[int, _T], Generic[_T]):
         return made
 
 
-class OwnBuckets:
-    """Base class of what reads other buckets than the round: everything below it is asked for `own_bucket`."""
+class OwnBuckets(ABC):
+    """Base class of what reads other buckets than the round; tracing follows it into objects that it holds."""
 
+    @abstractmethod
     def own_bucket(self, bucket: int) -> int:
-        """The bucket of its cache in a round with this one."""
-        raise NotImplementedError
+        """The bucket that its own cache is read at in a round that reads `bucket`."""
 
 
 class LayerBuffer(NamedTuple):
