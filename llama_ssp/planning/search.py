@@ -117,7 +117,7 @@ def _priced(job: PlanSpec, hardware: HardwareConfig) -> Choice:
     timed = timing(job, hardware)
     by_speed = sorted((seconds, number) for number, seconds in enumerate(timed.by_num_draft_tokens, start=1))
     for token_s, num_draft_tokens in by_speed:
-        drafting = replace(job, num_draft_tokens=num_draft_tokens)
+        drafting = replace(job, num_draft_tokens=num_draft_tokens, adapts=False)
         if (full := _fullest(drafting, hardware)).fits:
             choice, speedup = _choice(drafting, hardware), timed.plain_s / token_s
             return replace(choice, ms_per_token=1e3 * token_s, speedup=speedup, needed_bytes=full.needed_bytes)
