@@ -31,6 +31,7 @@ from llama_ssp.config.schema import (
     NO_DRAFT,
     DeviceKind,
     DrafterConfig,
+    DraftPlacement,
     ModelShape,
     PlacementConfig,
     RunConfig,
@@ -172,7 +173,8 @@ def round_nodes(case: Round) -> list[Record]:
     """The nodes of all graphs of a round, or of a plain step."""
     comm = group_of(case.num_ranks)
     target = load(case.target, comm)
-    layout = lay_out_replica(PlacementConfig(), world_size=case.num_ranks, has_draft=case.draft is not None)
+    placement = PlacementConfig(draft=DraftPlacement(kind=case.draft_layout))
+    layout = lay_out_replica(placement, world_size=case.num_ranks, has_draft=case.draft is not None)
     holds_all = layout.splits_batch or len(layout.draft_ranks) == 1
     draft_comm = Comm.single() if holds_all else comm
     draft = load(case.draft, draft_comm) if case.draft else None
@@ -187,15 +189,13 @@ def round_nodes(case: Round) -> list[Record]:
     if case.draft:
         drafter = ModelDraftConfig(kind=MODEL_DRAFT, model=catalogue.load(case.draft))
     config = RunConfig(
-        task=GenerateConfig(), model=entry, draft=drafter, placement=PlacementConfig(), sampling=case.sampling,
+        task=GenerateConfig(), model=entry, draft=drafter, placement=placement, sampling=case.sampling,
         verification=VerificationConfig(), speculation=SpeculationConfig(num_draft_tokens=NUM_DRAFT_TOKENS),
         batch_size=case.batch_size, device=DeviceKind.cuda, ignore_eos=True,
     )  # fmt: skip
     decoder = build_decoder(models, config, speculative=draft is not None)
     prompt_ids = tuple(range(5, 5 + PROMPT_TOKENS))
-    requests = [
-        Request(index=row, prompt_ids=prompt_ids, max_new_tokens=NEW_TOKENS) for row in range(case.batch_size)
-    ]
+    requests = [Request(index=row, prompt_ids=prompt_ids, max_new_tokens=NEW_TOKENS) for row in range(case.batch_size)]
     device.reset()
     with torch.inference_mode():
         for _ in decoder.run(requests):
