@@ -20,9 +20,7 @@ from tests.stub_gpu.process import Stub, find_stub
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "benchmarks" / "gpu_nodes.md"
 Counts = Mapping[str, Any]
 _MADE = "`python -m benchmarks.gpu_nodes --write` makes this page; `just gpu-stub` holds the engine to the budgets."
-_BLOCKS = (
-    f"A GPU has {NUM_MULTIPROCESSORS} multiprocessors; attention with fewer thread blocks leaves some of them idle."
-)
+_BLOCKS = f"A GPU has {NUM_MULTIPROCESSORS} multiprocessors; attention with fewer thread blocks leaves some idle."
 _NODES = """\
 A node of a CUDA graph is a kernel, a copy or a collective. At batch 1 each costs a GPU a few microseconds that are not
 spent on weights, so their number decides how near a round comes to the memory's speed."""
