@@ -51,6 +51,6 @@ def build_mesh(layout: Layout, world: Comm, *, num_replicas: int = 1) -> Mesh:
 
     replica, target = mine(range(size)), mine(layout.target_ranks)
     assert replica, "a replica has all ranks of its block"
-    alone = Comm.single() if rank in layout.draft_ranks else None
+    alone = world.alone() if rank in layout.draft_ranks else None
     draft = alone if layout.splits_batch else mine(layout.draft_ranks)
     return Mesh(world=world, replica=replica, number=number, layout=layout, target=target, draft=draft)

@@ -24,6 +24,7 @@ from llama_ssp.engine.stops import StopStrings
 from llama_ssp.engine.verifier import NOT_A_NUMBER, STOP_REQUESTED
 from llama_ssp.errors import LOGITS_ARE_NAN, NumericError
 from llama_ssp.models.prefill import Buckets
+from llama_ssp.models.upload import to_device
 
 
 class Update(NamedTuple):
@@ -80,6 +81,7 @@ class Decoder:
         self.seed = seed
         self.stop_request = stop_request or StopRequest()
         self.stopped = False
+        self._comm = round_.verifier.comm
         self._device = round_.target.device
         self._is_cuda = self._device.type == "cuda"
         self._lag = 1 if self._is_cuda else 0
@@ -142,7 +144,7 @@ class Decoder:
             started = time.perf_counter()
             step(self.executor, state, None, choice=choice, bucket=bucket, clock=self.clock)
             if self._is_cuda:
-                torch.cuda.synchronize(self._device)
+                self._comm.finish()
             seconds.append(time.perf_counter() - started)
         self.clock.take()
         return seconds
@@ -173,7 +175,7 @@ class Decoder:
     def _admit(self, requests: list[Request], rows: list[int]) -> None:
         prompts = self._state.rows_of(requests, table=self.round.uniforms, seed=self.seed)
         prompt_lengths_R = prompts.lengths_B.clone()
-        rows_R = torch.tensor(rows, device=self._device)
+        rows_R = to_device(rows, self._device)
         longest = max(len(request.prompt_ids) for request in requests)
         skipping = [
             source
@@ -214,7 +216,7 @@ class Decoder:
     def _collect(self) -> list[Update]:
         pending = self._pending.popleft()
         if pending.passed:
-            pending.passed.synchronize()
+            self._comm.wait(pending.passed)
         updates, observed = [], []
         results = pending.result.tolist()
         for owner, (*drafted, num_accepted, next_id, flags) in zip(pending.owners, results, strict=True):

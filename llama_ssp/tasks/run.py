@@ -21,8 +21,10 @@ from llama_ssp.config.schema import DraftLayout, DraftPlacement, PlacementConfig
 from llama_ssp.config.target_placement import TargetPlacement
 from llama_ssp.config.tasks.spec import task_of
 from llama_ssp.console.terminal import Terminal
+from llama_ssp.console.unread import complain
 from llama_ssp.distributed.agree import raise_on_all_ranks
 from llama_ssp.distributed.faults import Phase, unify_failure
+from llama_ssp.distributed.gpu.watchdog import guard
 from llama_ssp.distributed.ranklog import close_logs, describe_rank, open_logs
 from llama_ssp.distributed.world import World, start
 from llama_ssp.errors import ConfigError, InterruptedRun, LostRankError, SspError
@@ -96,8 +98,22 @@ def _joined(config: RunConfig, clock: StartClock) -> Iterator[tuple[World, Termi
             terminal.say(world.note)
         phase = Phase(doing="loading", limit=f"timeouts.load_s={config.timeouts.load_s:g}")
         folder, run_dir = None, None
+
+        def record(error: Exception | KeyboardInterrupt) -> None:
+            if run_dir:
+                with suppress(SspError):  # a full disk must not hide the reason
+                    _write_end(run_dir, folder, error)
+
+        def report(error: SspError) -> None:
+            record(error)
+            if error.speaks:
+                complain(str(error))
+
         try:
-            with unify_failure(world.watch, phase):
+            with (
+                unify_failure(world.watch, phase),
+                guard(world.watch, world.comm.device_wait, phase, report=report),
+            ):
                 if task_of(config).needs_models:
                     folder = _open_folder(config, world, stack)
                     stack.callback(shutil.rmtree, offload_folder(config, world), ignore_errors=True)
@@ -105,9 +121,7 @@ def _joined(config: RunConfig, clock: StartClock) -> Iterator[tuple[World, Termi
                     _log_ranks(world, folder)
                 yield world, terminal, folder, phase
         except (Exception, KeyboardInterrupt) as error:
-            if run_dir:
-                with suppress(SspError):  # a full disk must not hide the reason
-                    _write_end(run_dir, folder, error)
+            record(error)
             raise
 
 
