@@ -4,6 +4,7 @@ In a group of one rank they do nothing, so callers need not check the number of 
 form a group. Between GPUs, tensors go through NCCL, and texts through gloo, where a lost rank is an error.
 """
 
+import logging
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cache
@@ -14,9 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llama_ssp.distributed.gpu.device_wait import DeviceWait, Event
-from llama_ssp.distributed.one_shot import OneShot
+from llama_ssp.distributed.gpu.symmetric import SymmetricWindow
 from llama_ssp.distributed.operators import is_recording, record
 from llama_ssp.distributed.shared_memory import SLOT_BYTES, SharedMemoryGroup
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +31,7 @@ class Comm:
         device: of tensors to be sent.
         crowded: more ranks than cores share this rank's cores.
         board: memory shared by a group on CPUs, for small messages.
-        tries_one_shot: whether groups of GPUs try `one_shot`.
-        one_shot: memory shared by a group of GPUs, if it is faster for small messages.
+        window: memory of a group of GPUs, for small sums.
         device_wait: waits for this rank's GPU, if others may make it wait.
     """
 
@@ -39,8 +41,7 @@ class Comm:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     crowded: bool = False
     board: SharedMemoryGroup | None = None
-    tries_one_shot: bool = True
-    one_shot: OneShot | None = None
+    window: SymmetricWindow | None = None
     device_wait: DeviceWait | None = None
 
     @classmethod
@@ -51,14 +52,12 @@ class Comm:
         size: int,
         device: torch.device,
         crowded: bool,
-        tries_one_shot: bool,
         device_wait: DeviceWait | None = None,
     ) -> "Comm":
         """Form the group of all ranks, which must call this together; for arguments see the class."""
         comm = cls(
-            rank=rank, size=size, group=dist.group.WORLD, device=device, crowded=crowded,
-            tries_one_shot=tries_one_shot, device_wait=device_wait,
-        )  # fmt: skip
+            rank=rank, size=size, group=dist.group.WORLD, device=device, crowded=crowded, device_wait=device_wait
+        )
         return comm._with_shared_memory(tuple(range(size)))
 
     @classmethod
@@ -83,23 +82,28 @@ class Comm:
         if group is None:
             return self.alone()
         rank, size = members.index(self.rank), len(members)
-        comm = replace(self, rank=rank, size=size, group=group, board=None, one_shot=None)
+        comm = replace(self, rank=rank, size=size, group=group, board=None, window=None)
         return comm._with_shared_memory(members)
 
     def _with_shared_memory(self, members: tuple[int, ...]) -> "Comm":
-        """Add shared memory to the group, if possible; it is made once for all jobs of a sweep."""
-        assert self.group
-        if self.device.type == "cpu":
-            if members not in _boards:
-                _boards[members] = SharedMemoryGroup.join(
-                    self.gather_text, rank=self.rank, size=self.size, crowded=self.crowded
-                )
-            return replace(self, board=_boards[members])
-        if not self.tries_one_shot:
+        """Add shared memory to a group on CPUs, if possible; it is made once for all jobs of a sweep."""
+        if self.device.type != "cpu":
             return self
-        if members not in _one_shots:
-            _one_shots[members] = OneShot.join(self.group, self.gather_text, self.device)
-        return replace(self, one_shot=_one_shots[members])
+        if members not in _boards:
+            _boards[members] = SharedMemoryGroup.join(
+                self.gather_text, rank=self.rank, size=self.size, crowded=self.crowded
+            )
+        return replace(self, board=_boards[members])
+
+    def with_window(self) -> "Comm":
+        """Add a window to a group of GPUs, if possible, which must call this together; see `_with_shared_memory`."""
+        if self.group is None or self.device.type != "cuda":
+            return self
+        name = self.group.group_name
+        if name not in _windows:
+            _windows[name] = SymmetricWindow.join(self.group, self.gather_text, self.device)
+            _log.info("symmetric window for sums of %d GPUs: %s", self.size, "yes" if _windows[name] else "no")
+        return replace(self, window=_windows[name])
 
     def all_reduce(self, values: Tensor) -> Tensor:
         """Sum `values` over the group, in place if possible; returns the sum, bit-identical on all ranks."""
@@ -107,8 +111,6 @@ class Comm:
             return record("all_reduce", self, values)
         if self.board and values.nbytes <= SLOT_BYTES:
             self.board.all_reduce(values)
-        elif self.one_shot and self.one_shot.takes(values):
-            return self.one_shot.all_reduce(values)
         elif self.size > 1:
             dist.all_reduce(values, group=self.group)
         return values
@@ -206,7 +208,7 @@ class Comm:
 
 
 _boards: dict[tuple[int, ...], SharedMemoryGroup | None] = {}
-_one_shots: dict[tuple[int, ...], OneShot | None] = {}
+_windows: dict[str, SymmetricWindow | None] = {}
 
 
 @cache

@@ -86,7 +86,7 @@ def on_all_cores(cores: frozenset[int]) -> Iterator[None]:
 
 
 @contextmanager
-def start(*, device: DeviceKind, timeout_s: float, one_shot_all_reduce: bool = True) -> Iterator[World]:
+def start(*, device: DeviceKind, timeout_s: float) -> Iterator[World]:
     """Join the run, and leave it when the block ends; `Comm.set_timeout` can change the timeout.
 
     For errors see `choose_device`, and `unify_failure` if ranks are lost while starting or ending.
@@ -118,7 +118,7 @@ def start(*, device: DeviceKind, timeout_s: float, one_shot_all_reduce: bool = T
             share_cores(ranks, cores=cores, sharers=sharers)
         rank, size, crowded = ranks.rank, ranks.size, len(sharers) > len(cores)
         comm = Comm.of_world(
-            rank=rank, size=size, device=chosen, crowded=crowded, tries_one_shot=one_shot_all_reduce, device_wait=waits
+            rank=rank, size=size, device=chosen, crowded=crowded, device_wait=waits
         )
         comm.set_timeout(timeout_s)
     yield World(comm=comm, ranks=ranks, device=chosen, note=note, cores=cores, watch=watch)

@@ -149,6 +149,21 @@ class Decoder:
         self.clock.take()
         return seconds
 
+    def capture(self, requests: Sequence[Request]) -> None:
+        """Run rounds over vacant rows at every width of the cache that these requests will read, after `make_room`.
+
+        An executor that captures rounds then has all of them, if the run has one K, and captures none while rounds are
+        timed.
+        """
+        if not self.executor.keeps_state or len(self.length.choices) > 1:
+            return
+        shortest = min(len(request.prompt_ids) for request in requests)
+        longest = max(len(request.prompt_ids) + request.max_new_tokens for request in requests)
+        ahead = self.round.max_tokens_per_round
+        widths = {self._buckets.covering(length) for length in range(shortest + ahead, longest + 2 * ahead)}
+        for width in sorted(widths):
+            self.time_rounds(self.length.choices * 2, num_slots=width)
+
     def _choose(self) -> DraftChoice:
         """Choose what the next round drafts, and count what each drafter will have skipped after it."""
         choice = self.length.choose(self._num_skipped)

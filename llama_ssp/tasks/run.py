@@ -88,9 +88,7 @@ def run(config: RunConfig, clock: StartClock) -> bool:
 @contextmanager
 def _joined(config: RunConfig, clock: StartClock) -> Iterator[tuple[World, Terminal, RunFolder | None, Phase]]:
     """Join the other ranks, open the run folder, and write to it how the block failed."""
-    joining = start(
-        device=config.device, timeout_s=config.timeouts.load_s, one_shot_all_reduce=config.one_shot_all_reduce
-    )
+    joining = start(device=config.device, timeout_s=config.timeouts.load_s)
     with joining as world, ExitStack() as stack:
         clock.reach("joined_s")
         terminal = Terminal.of_rank(world.comm.rank)

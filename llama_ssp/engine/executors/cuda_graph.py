@@ -46,7 +46,7 @@ class CudaRecorder:
         finish: waits until the device has done everything that was launched.
     """
 
-    def __init__(self, *, finish: Callable[[], None]) -> None:
+    def __init__(self, *, finish: Callable[[], None] = torch.cuda.synchronize) -> None:
         self._finish = finish
         self.forget()
 
