@@ -10,7 +10,7 @@ import logging
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -236,6 +236,8 @@ def _make_plan(config: RunConfig, world: World, terminal: Terminal, jobs: list[P
                 raise
             terminal.say(f"no forecast: {error}")
             return None
+        if not config.hardware and machine.device == "cuda":  # nvidia-smi lists the GPUs that this rank sees
+            machine = replace(machine, num_gpus=max(machine.num_gpus, world.ranks.local_size))
         longest = max((len(job.request.prompt_ids) for job in jobs), default=1) if jobs else dry_run.TYPED_TOKENS
         plan = dry_run.plan_of_run(config, world_size=world.comm.size, machine=machine, prompt_tokens=longest)
         if world.comm.rank == 0:
