@@ -22,7 +22,7 @@ _OWN_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONI
 
 @cache
 def open_store(ranks: Ranks, *, timeout_s: float) -> Store:
-    """Reach the rendezvous store: torchrun's own, or under srun one that rank 0 holds; LostRankError if it is not there."""
+    """Reach the rendezvous store: torchrun's own, or under srun one of rank 0; LostRankError if it is not there."""
     timeout = timedelta(seconds=timeout_s)
     try:
         if "RANK" in os.environ:

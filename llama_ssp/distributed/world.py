@@ -117,9 +117,7 @@ def start(*, device: DeviceKind, timeout_s: float) -> Iterator[World]:
         if is_first and chosen.type == "cpu":
             share_cores(ranks, cores=cores, sharers=sharers)
         rank, size, crowded = ranks.rank, ranks.size, len(sharers) > len(cores)
-        comm = Comm.of_world(
-            rank=rank, size=size, device=chosen, crowded=crowded, device_wait=waits
-        )
+        comm = Comm.of_world(rank=rank, size=size, device=chosen, crowded=crowded, device_wait=waits)
         comm.set_timeout(timeout_s)
     yield World(comm=comm, ranks=ranks, device=chosen, note=note, cores=cores, watch=watch)
     with unify_failure(watch, Phase(doing="ending", limit=limit)):

@@ -32,12 +32,11 @@ def test_a_lost_peer_ends_the_run_in_time_with_sentence_and_status(cell: Cell, t
     outputs, ranks = [tmp_path / f"{rank}.txt" for rank in (0, 1)], []
     for output, step in zip(outputs, steps(), strict=True):
         with output.open("w") as sink:
-            ranks.append(
-                subprocess.Popen(
-                    [sys.executable, *arguments(cell, tmp_path)], cwd=ROOT, env={**os.environ, **step},
-                    stdin=subprocess.DEVNULL, stdout=sink, stderr=subprocess.STDOUT,
-                )  # fmt: skip
-            )
+            process = subprocess.Popen(
+                [sys.executable, *arguments(cell, tmp_path)], cwd=ROOT, env={**os.environ, **step},
+                stdin=subprocess.DEVNULL, stdout=sink, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+        ranks.append(process)
     try:
         wait_for(
             lambda: len(lines(tmp_path / "run")) > 1 or any(each.poll() is not None for each in ranks), at_most_s=300

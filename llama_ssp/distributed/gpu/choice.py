@@ -23,7 +23,7 @@ def choose_device(
     Args:
         kind: as configured.
         ranks: of this process.
-        sees_own: whether each rank of the run sees GPUs that no other one sees; only called if there seem to be too few.
+        sees_own: whether each rank sees GPUs that no other one sees; only called if there seem to be too few.
 
     Returns:
         The device, and a sentence for the user if GPUs are left unused.

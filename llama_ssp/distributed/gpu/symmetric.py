@@ -57,6 +57,6 @@ class SymmetricWindow:
         return found if all(gather_text("registered" if is_registered else "")) else None
 
     def place(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor | None:
-        """Memory (num_rows, width) of the window, whose content the next call's result overwrites; None if too large."""
+        """Memory (num_rows, width) of the window, the same for every call; None if it is too large."""
         num_bytes = num_rows * width * dtype.itemsize
         return self._memory[:num_bytes].view(dtype).view(num_rows, width) if num_bytes <= NUM_BYTES else None

@@ -18,8 +18,8 @@ from threading import Event, Thread
 import torch.distributed as dist
 
 from llama_ssp.distributed.control_channel import ControlChannel
-from llama_ssp.distributed.gpu.device_wait import DeviceWait
 from llama_ssp.distributed.faults import Phase, ending_of
+from llama_ssp.distributed.gpu.device_wait import DeviceWait
 from llama_ssp.errors import SspError
 
 _LOOK_EVERY_S = 0.25

@@ -1,4 +1,4 @@
-"""A wait for a GPU ends when the device has passed the event, or as a collective on CPUs would: late, or without a rank."""
+"""A wait for a GPU ends when it has passed the event, or as a collective on CPUs does: late, or without a rank."""
 
 import time
 from dataclasses import dataclass

@@ -66,7 +66,7 @@ def waits(*, timeout_s: float = 0.2) -> DeviceWait:
 def test_a_stuck_main_thread_ends_with_the_sentence_and_the_code_of_a_lost_rank(
     peers: Peers, timeout_s: float, cause: str, codes: list[int]
 ) -> None:
-    reported: list[SspError] = []
+    reported = list[SspError]()
     with watchdog.guard(peers, waits(timeout_s=timeout_s), PHASE, report=reported.append):
         deadline = time.monotonic() + 10
         while not codes:
