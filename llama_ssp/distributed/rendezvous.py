@@ -33,7 +33,7 @@ def open_store(ranks: Ranks, *, timeout_s: float) -> Store:
         if ranks.local_size == ranks.size:
             host = os.environ.get("MASTER_ADDR", "localhost")
         port = os.environ.get("MASTER_PORT") or 20000 + int(os.environ.get("SLURM_JOB_ID", "0")) % 20000
-        return dist.TCPStore(  # type: ignore[attr-defined,no-any-return] # torch's types do not export it
+        return dist.TCPStore(  # type: ignore[attr-defined] # torch's types do not export it
             host, int(port), ranks.size, is_master=ranks.rank == 0, timeout=timeout, wait_for_workers=False
         )
     except dist.DistError as error:

@@ -7,7 +7,7 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -33,7 +33,7 @@ def job(stub: Stub, cell: Cell, tmp_path: Path) -> Iterator[Job]:
     control, outputs, ranks = tmp_path / "control", [tmp_path / f"{rank}.txt" for rank in (0, 1)], []
     control.mkdir()
     for rank, step in enumerate(steps()):
-        settings: dict[str, object] = {**step, "STUB_GPU_COUNT": 2}
+        settings: dict[str, Any] = {**step, "STUB_GPU_COUNT": 2}
         if rank == cell.rank:
             settings["STUB_GPU_CONTROL"] = control
         ranks.append(stub.start(*arguments(cell, tmp_path), output=outputs[rank], **settings))

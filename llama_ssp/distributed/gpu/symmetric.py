@@ -44,7 +44,7 @@ class SymmetricWindow:
         """
         backend, found = group._get_backend(device), None
         with suppress(*_CANNOT):
-            pool = torch.cuda.MemPool(backend.mem_allocator)  # type: ignore[attr-defined] # that of NCCL
+            pool = torch.cuda.MemPool(backend.mem_allocator)
             with torch.cuda.use_mem_pool(pool, device):
                 found = cls(torch.empty(NUM_BYTES, dtype=torch.uint8, device=device), pool)
         # Ranks agree before they register together, so that none waits for one that has failed before.

@@ -95,7 +95,12 @@ def test_a_part_that_fits_lies_at_the_begin_of_the_window() -> None:
 def test_a_group_of_gpus_makes_its_window_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
     monkeypatch.setattr(comms, "_windows", {})
-    monkeypatch.setattr(SymmetricWindow, "join", lambda *given: made.append(given) or SimpleNamespace())
+
+    def join(*given: object) -> SimpleNamespace:
+        made.append(given)
+        return SimpleNamespace()
+
+    monkeypatch.setattr(SymmetricWindow, "join", join)
     group: Any = Group()
     gpus = Comm(rank=0, size=2, group=group, device=torch.device("cuda", 0))
     assert gpus.with_window().window is gpus.with_window().window is not None
