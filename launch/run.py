@@ -29,11 +29,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from launch import command_line, completion
-from launch.options import complain, until_unread
+from launch.options import until_unread
 from launch.short_keys import ShortKeys
 from llama_ssp.config import catalogue, checks, store
 from llama_ssp.config.registry import load_plugins
 from llama_ssp.config.schema import RunConfig
+from llama_ssp.console.unread import complain
 from llama_ssp.distributed.environment import Ranks, read_ranks
 from llama_ssp.distributed.signals import find_agent, heeded_signals
 from llama_ssp.errors import InterruptedRun, SspError
@@ -49,6 +50,9 @@ RUN_DIR_FILE = "RUN_DIR_FILE"
 """Environment variable: a file for the run folder, where launch/slurm.sbatch checks whether a job makes progress."""
 
 
+_failures: list[SspError] = []  # hold the frames of a failed run: freeing its graphs could wait for a stuck GPU
+
+
 def main() -> int:
     """Run the command line; returns the exit code of this rank."""
     ranks = read_ranks(os.environ)
@@ -61,6 +65,7 @@ def main() -> int:
         try:
             _launch(sys.argv[1:], ranks)
         except SspError as error:
+            _failures.append(error)
             exit_code = _fail(str(error), error.exit_code, ranks, speaks=error.speaks)
         except (HydraException, OmegaConfBaseException) as error:
             exit_code = _fail(command_line.one_sentence(error), SspError.exit_code, ranks)

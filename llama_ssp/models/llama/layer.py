@@ -17,7 +17,7 @@ from torch.nn import functional
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.models.attention import attend_by_position
 from llama_ssp.models.cache import CacheView
-from llama_ssp.models.linear import Kernel, Linear, make_linear
+from llama_ssp.models.linear import Kernel, Linear, PlainLinear, make_linear
 from llama_ssp.models.llama.fused import apply_rotary, gated
 from llama_ssp.models.tensor_parallel import RowLinear
 
@@ -125,12 +125,24 @@ class _Residual:
         self._is_shared = isinstance(module, RowLinear)
         self._linear: Linear = make_linear(weight, None if self._is_shared else bias, kernel=kernel)
         self._bias_E = bias
+        self._width = weight.shape[0]
 
     def __call__(self, x_MI: Tensor, residual_ME: Tensor) -> Tensor:
         if not self._is_shared:
             return self._linear.add(x_MI, residual_ME)
-        sum_ME = self._comm.all_reduce(self._linear(x_MI)).add_(residual_ME)
+        if (part_ME := self._in_window(x_MI)) is not None:
+            # Not the other way round: the next product overwrites the window.
+            sum_ME = residual_ME.add_(self._comm.all_reduce(part_ME))
+        else:
+            sum_ME = self._comm.all_reduce(self._linear(x_MI)).add_(residual_ME)
         return sum_ME if self._bias_E is None else sum_ME.add_(self._bias_E)
+
+    def _in_window(self, x_MI: Tensor) -> Tensor | None:
+        """This rank's part of the sum, in the window of the group if it has one and the part fits."""
+        if self._comm.window is None or not isinstance(self._linear, PlainLinear):
+            return None
+        place_ME = self._comm.window.place(x_MI.shape[0], self._width, x_MI.dtype)
+        return None if place_ME is None else self._linear.into(x_MI, place_ME)
 
 
 def _turned(heads_MXD: Tensor, freqs_cis_M1P: Tensor, num_turned: int) -> Tensor:
