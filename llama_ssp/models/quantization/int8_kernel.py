@@ -54,10 +54,10 @@ fma.rn.bf16x2 $1, high, minus, $1;
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _converted(bytes_tile, HALF: tl.constexpr, PTX: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    """The bytes as fp16 or bf16, which hold them exactly; on NVIDIA GPUs without the slow integer-to-float instruction."""
+    """The bytes as fp16 or bf16, which hold them exactly; by PTX without the slow integer-to-float instruction."""
     if not PTX:
         numbers = bytes_tile.to(tl.float32).to(HALF)
-    elif HALF == tl.float16:
+    elif tl.float16 == HALF:
         numbers = tl.inline_asm_elementwise(_BYTES_TO_FP16, "=r,=r,r", [bytes_tile], tl.float16, is_pure=True, pack=4)
     else:
         numbers = tl.inline_asm_elementwise(_BYTES_TO_BF16, "=r,=r,r", [bytes_tile], tl.bfloat16, is_pure=True, pack=4)
@@ -111,7 +111,7 @@ def _product(  # type: ignore[no-untyped-def]  # noqa: ANN202, PLR0913, PLR0917 
 
 
 @triton.jit(do_not_specialize=["num_elements"])  # type: ignore[untyped-decorator]
-def _sum_of_splits(  # type: ignore[no-untyped-def]  # noqa: ANN202 - Triton's own language
+def _sum_of_splits(  # type: ignore[no-untyped-def]  # noqa: ANN202, PLR0917 - Triton's own language
     parts, scales, y, num_splits, num_elements, num_outputs, ELEMENTS: tl.constexpr  # noqa: ANN001
 ):  # fmt: skip
     """Add the splits (S, M, O) in order, and scale."""

@@ -37,9 +37,7 @@ class Tiles:
     grid: tuple[int, int, int]
 
 
-def tiles_of(
-    *, num_rows: int, num_outputs: int, num_inputs: int, num_processors: int, value_bytes: int
-) -> Tiles:
+def tiles_of(*, num_rows: int, num_outputs: int, num_inputs: int, num_processors: int, value_bytes: int) -> Tiles:
     """Cut a product so that every multiprocessor has a block; only the tile of rows depends on the number of rows.
 
     Args:

@@ -1,22 +1,21 @@
 """The int8 kernel without a GPU: its values in Triton's interpreter, and what ptxas makes of it."""
 
 import os
-import re
 import subprocess
 import sys
 from functools import cache
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.helpers.ahead_of_time import CAPABILITIES, Compiled, compile_kernel
 from tests.helpers.lanes import grid
+from tests.helpers.ptx import run_ptx
 
 pytestmark = pytest.mark.triton
 
 MOST_INSTRUCTIONS = 6
-"""Of a thread for each weight. An H200 has time for 6 while it reads a byte at 4.8 TB/s, an H100 for 8, an A100 for 9."""
+"""Of a thread, for each weight. While a byte arrives, an H200 has time for 6, an H100 for 8 and an A100 for 9."""
 MOST_SHARED = 99 * 1024
 """Bytes of a block on GPUs since 2020."""
 TYPES = {
@@ -122,7 +121,7 @@ assert (y - wanted).abs().max() < 1e-6 * wanted.abs().max(), "fp32 inputs lost d
 """
 
 
-@pytest.mark.seconds
+@pytest.mark.heavy
 def test_products_are_exact_in_triton_s_interpreter() -> None:
     """Borders of all kinds, tiles of all sizes, splits. Sums are exact, so that the order of the sums does not show."""
     environ = os.environ | {"TRITON_INTERPRET": "1"}
@@ -137,44 +136,6 @@ def test_the_conversion_by_bits_is_exact_for_every_byte_in_every_place(name: str
     every_byte = torch.arange(-128, 128, dtype=torch.int8)
     fours = torch.stack([every_byte.roll(place) for place in range(4)], dim=1).contiguous()
     program = getattr(int8_kernel, f"_BYTES_TO_{name}").value
-    found = torch.stack(run_ptx(program, fours.view(torch.int32)[:, 0]), dim=1).view(dtype)
+    registers = run_ptx(program, {"$2": fours.view(torch.int32)[:, 0].contiguous()})
+    found = torch.stack([registers["$0"], registers["$1"]], dim=1).view(dtype)
     assert torch.equal(found.float(), fours.float())
-
-
-def run_ptx(program: str, operand: Tensor) -> list[Tensor]:
-    """Compute the few instructions that convert bytes; returns registers $0 and $1 for each value of $2, in int32."""
-    registers = {"$2": operand}
-
-    def value(name: str) -> Tensor:
-        if not name.startswith("0x"):
-            return registers[name]
-        return torch.tensor(int(name, 16)).to(torch.int32).expand_as(operand).contiguous()
-
-    def numbers(name: str, dtype: torch.dtype) -> Tensor:
-        return value(name).contiguous()[:, None].view(dtype).float()
-
-    def packed(result: Tensor, dtype: torch.dtype) -> Tensor:
-        return result.to(dtype).view(torch.int32)[:, 0]
-
-    for line in re.findall(r"^(?!\.reg)(\w\S+) (.*);$", program, re.MULTILINE):
-        name, (to, *others) = line[0], line[1].split(", ")
-        match name:
-            case "mov.b32":
-                registers[to] = value(others[0])
-            case "xor.b32":
-                registers[to] = value(others[0]) ^ value(others[1])
-            case "and.b32":
-                registers[to] = value(others[0]) & value(others[1])
-            case "prmt.b32":
-                source = torch.stack([value(other) for other in others[:2]], dim=1).view(torch.uint8)
-                chosen = [int(others[2], 16) >> 4 * place & 7 for place in range(4)]
-                registers[to] = source[:, chosen].contiguous().view(torch.int32)[:, 0]
-            case "sub.f16x2":
-                first, second = (numbers(other, torch.float16) for other in others)
-                registers[to] = packed(first - second, torch.float16)
-            case "fma.rn.bf16x2":
-                first, second, third = (numbers(other, torch.bfloat16) for other in others)
-                registers[to] = packed(first * second + third, torch.bfloat16)
-            case _:
-                raise ValueError(f"{name} is not computed here")
-    return [registers["$0"], registers["$1"]]
