@@ -26,7 +26,7 @@ class Tiles:
         num_splits: over the inputs.
         split_inputs: of a split, a multiple of STEP.
         num_stages: steps on their way, and the one that is computed.
-        grid: blocks over outputs, rows and splits.
+        grid: blocks over rows, outputs and splits.
     """
 
     rows: int
@@ -58,7 +58,7 @@ def tiles_of(*, num_rows: int, num_outputs: int, num_inputs: int, num_processors
     return Tiles(
         rows=rows, outputs=outputs, num_splits=num_splits, split_inputs=split_steps * STEP,
         num_stages=4 if rows * value_bytes <= 32 else 3,  # noqa: PLR2004 - 99 KiB
-        grid=(_ceil(num_outputs, outputs), _ceil(num_rows, rows), num_splits),
+        grid=(_ceil(num_rows, rows), _ceil(num_outputs, outputs), num_splits),
     )  # fmt: skip
 
 

@@ -26,10 +26,10 @@ cut = partial(tiles_of, num_processors=H200, value_bytes=2)
 def test_every_multiprocessor_has_a_block_unless_splits_would_be_short(shape: tuple[int, int], num_rows: int) -> None:
     num_outputs, num_inputs = shape
     tiles = cut(num_rows=num_rows, num_outputs=num_outputs, num_inputs=num_inputs)
-    blocks = tiles.grid[0] * tiles.num_splits
+    blocks = tiles.grid[1] * tiles.num_splits
     assert blocks >= H200 or tiles.split_inputs <= 3 * STEP
-    assert tiles.grid[0] * tiles.outputs >= num_outputs > (tiles.grid[0] - 1) * tiles.outputs
-    assert tiles.grid[1] * tiles.rows >= num_rows > (tiles.grid[1] - 1) * tiles.rows
+    assert tiles.grid[1] * tiles.outputs >= num_outputs > (tiles.grid[1] - 1) * tiles.outputs
+    assert tiles.grid[0] * tiles.rows >= num_rows > (tiles.grid[0] - 1) * tiles.rows
     assert tiles.grid[2] == tiles.num_splits
 
 
@@ -54,6 +54,6 @@ def test_the_inputs_of_a_sum_do_not_depend_on_the_number_of_rows(shape: tuple[in
 
     def partition(num_rows: int) -> Tiles:
         tiles = cut(num_rows=num_rows, num_outputs=num_outputs, num_inputs=num_inputs, value_bytes=value_bytes)
-        return replace(tiles, rows=0, num_stages=0, grid=(tiles.grid[0], 0, tiles.grid[2]))
+        return replace(tiles, rows=0, num_stages=0, grid=(0, *tiles.grid[1:]))
 
     assert len({partition(num_rows) for num_rows in range(1, 65)}) == 1
