@@ -1,8 +1,8 @@
 """A Triton kernel for the product of a few rows with an int8 matrix; torch's own is far below memory bandwidth.
 
 Each block computes some outputs of a few rows, and its warps share out the inputs: every weight is read, converted and
-multiplied by one warp alone. Small matrices are split over their inputs, too, so that every multiprocessor has a block;
-a second kernel adds the parts. `int8_tiles` chooses both. Blocks that read the same weights are neighbours in the grid.
+multiplied by one warp alone. A matrix that would leave most multiprocessors idle is split over its inputs, too, and a
+second kernel adds the parts. `int8_tiles` chooses both. Blocks that read the same weights are neighbours.
 
     block   = OUTPUTS outputs x ROWS rows x the inputs of one split
     step    | warp 0: INPUTS | warp 1: INPUTS | ... | warp 7: INPUTS |  the next step: the same again

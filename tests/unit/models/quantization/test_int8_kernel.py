@@ -79,7 +79,7 @@ def test_every_weight_is_multiplied_once_and_never_converted_as_an_integer(
     assert found.count(r"\bHMMA\.16816\.F32") == multiplied * tiles_of_rows * (3 if dtype == "fp32" else 1)
 
 
-@grid(capability=CAPABILITIES, dtype=list(VALUE_BYTES), num_outputs=[8192, 2048])
+@grid(capability=CAPABILITIES, dtype=list(VALUE_BYTES), num_outputs=[8192, 2048, 512])
 def test_a_weight_takes_few_instructions(capability: int, dtype: str, num_outputs: int) -> None:
     found = compiled(capability, dtype, 5, num_outputs=num_outputs)
     assert len(found.body) <= MOST_INSTRUCTIONS * num_weights(dtype, num_outputs=num_outputs)
