@@ -78,6 +78,10 @@ def test_only_texts_and_paths_are_literal() -> None:
     ("overrides", "sentence"),
     [
         (["model=llama3_80B"], r"unknown model 'llama3_80B': there are 13B, .*; did you mean llama3_8B"),
+        (["model=tyni"], r"unknown model 'tyni': there are .*; did you mean tiny\?"),
+        (["model=7b"], r"unknown model '7b': there are .*; did you mean 7B\?"),
+        (["draft=nnoe"], r"unknown draft 'nnoe': there are .*; did you mean none\?"),
+        (["hardware=8xh020"], r"unknown hardware '8xh020': there are .*; did you mean 8xh200\?"),
         (["draft=tiny_draft"], r"unknown draft 'tiny_draft': .*\bnone\b.*; did you mean tiny-draft\?"),
         (["task=comprae"], r"unknown task 'comprae': there are benchmark, .*, latency; did you mean compare\?"),
         (["hardware=laptop"], r"unknown hardware 'laptop': there are .*; did you mean laptop_cpu\?"),
