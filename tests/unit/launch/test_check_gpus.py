@@ -21,9 +21,7 @@ def test_a_device_that_computes_something_else_is_found(monkeypatch: pytest.Monk
     assert check_gpus.fault_of(torch.device("cpu")) == "a product in torch.float32 sums to 0 instead of 65536"
 
 
-def test_every_gpu_that_fails_is_said(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_gpu_that_fails_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     faults = {0: None, 1: "no kernel image is available"}
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(faults))
     monkeypatch.setattr(check_gpus, "fault_of", lambda device: faults[device.index])
