@@ -4,9 +4,11 @@ import logging
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
+from subprocess import CalledProcessError
 
 import pytest
 import torch
+from torch._dynamo.exc import BackendCompilerFailed
 
 from llama_ssp.models import triton_tools
 from llama_ssp.models.quantization import weight_only
@@ -15,7 +17,7 @@ from llama_ssp.models.quantization import weight_only
 @pytest.fixture(autouse=True)
 def _nothing_was_said() -> Iterator[None]:
     """Warnings come once in a process, and once in a test."""
-    triton_tools._warn_once.cache_clear()
+    triton_tools._said.clear()
     weight_only._product_of_few_rows.cache_clear()
     yield
     weight_only._product_of_few_rows.cache_clear()
@@ -68,6 +70,10 @@ def test_the_reason_is_what_is_missing_else_the_error(programs: Path) -> None:
     install(programs, "gcc")
     assert triton_tools.reason(error) == "Failed to find C compiler."
     assert triton_tools.reason(AssertionError()) == "AssertionError"
+    failed = CalledProcessError(1, ["/usr/bin/gcc", "-O3", "a.c"])
+    wrapped = BackendCompilerFailed(lambda: None, failed, None)
+    for each in (failed, wrapped):
+        assert triton_tools.reason(each) == "/usr/bin/gcc failed, and its own message stands above"
 
 
 def test_int8_goes_on_without_its_kernel_and_says_so_once(
