@@ -17,6 +17,7 @@ from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.config.schema import DraftLayout
 from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.planning.acceptance import implied_acceptance, of_pair, tokens_per_round
+from llama_ssp.planning.kernels import Kernels
 from llama_ssp.planning.roofline import LIBRARY_SHARE
 from llama_ssp.planning.spec import PlanSpec, planned_model
 from llama_ssp.planning.timing import timing
@@ -39,6 +40,7 @@ COST_RATIOS = (
     (4, "one_rank", 0.36),
     (8, "one_rank", 0.60),
 )
+OTHER_ENGINES = Kernels(layer=12, frame=8, draw=17, verify=38)
 TRANSFORMERS_13B_MS, TRANSFORMERS_70B_MS = 31.9, 113.3
 
 
@@ -97,6 +99,7 @@ def job(
         max_new_tokens=200,
         cuda_graphs=not eager,
         device="cuda",
+        kernels=OTHER_ENGINES,
     )
 
 

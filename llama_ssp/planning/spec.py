@@ -18,6 +18,7 @@ from llama_ssp.config.rules.rule import DEFAULT
 from llama_ssp.config.schema import DraftLayout, Dtype, ModelConfig, ModelShape
 from llama_ssp.config.target_placement import Offload, TargetKind, TargetPlacement
 from llama_ssp.errors import CheckpointError, ConfigError
+from llama_ssp.planning.kernels import ENGINE, Kernels
 from llama_ssp.planning.weights import DTYPE_BYTES, WeightBytes, weight_bytes
 
 
@@ -71,6 +72,7 @@ class PlanSpec:
         rule: the verification rule; `greedy` at temperature 0, where no probabilities are needed.
         spare_devices: GPUs without a rank that hold layers of a layer-wise target.
         max_device_bytes: limit of the target's weights on each device; None without offload.
+        kernels: those of the engine that runs the job.
     """
 
     target: PlannedModel
@@ -95,6 +97,7 @@ class PlanSpec:
     spare_devices: tuple[int, ...] = ()
     offload: Offload = Offload.none
     max_device_bytes: int | None = None
+    kernels: Kernels = ENGINE
 
     @property
     def drafts(self) -> bool:

@@ -2,14 +2,17 @@
 
 import re
 from itertools import product
+from pathlib import Path
 
 import pytest
+from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
-from hydra.errors import ConfigCompositionException
+from hydra.errors import ConfigCompositionException, MissingConfigException
 from omegaconf import OmegaConf
 
 from launch import command_line
+from llama_ssp.config import catalogue, store
 from llama_ssp.errors import ConfigError
 
 TEXTS = [
@@ -161,3 +164,16 @@ def test_an_error_and_its_cause_become_one_sentence() -> None:
     error = ConfigCompositionException("Error merging override seed=abc")
     error.__cause__ = ValueError("Value 'abc' of type 'str' could not be converted to Integer\n    full_key: seed")
     assert command_line.one_sentence(error) == "seed=abc: Value 'abc' of type 'str' could not be converted to Integer"
+
+
+def test_an_option_that_a_file_names_and_that_does_not_exist_gets_the_similar_one(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    text = "# @package _global_\ndefaults:\n  - override /model: tyni\n"
+    (tmp_path / "experiment" / "mine.yaml").write_text(text)
+    store.register()
+    with initialize_config_dir(str(catalogue.conf_dir()), version_base="1.3"):
+        words = ["experiment=mine", f"hydra.searchpath=[file://{tmp_path}]"]
+        with pytest.raises(MissingConfigException) as caught:
+            compose("config", words)
+    sentence = command_line.one_sentence(caught.value)
+    assert re.fullmatch(r"In '\S+': unknown model 'tyni': there are 13B, .*; did you mean tiny\?", sentence)

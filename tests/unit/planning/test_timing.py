@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.published import OTHER_ENGINES
+from llama_ssp.architectures.family import inventory
 from llama_ssp.config import hardware
 from llama_ssp.config.hardware import (
     CompositionPoint,
@@ -15,9 +17,10 @@ from llama_ssp.config.hardware import (
 )
 from llama_ssp.config.schema import DraftLayout, Dtype
 from llama_ssp.config.target_placement import TargetKind
+from llama_ssp.planning.kernels import ENGINE
 from llama_ssp.planning.memory import kv_bytes_per_token
 from llama_ssp.planning.roofline import ForwardTime, all_reduce_s, bandwidth, working_set_bytes
-from llama_ssp.planning.spec import PlannedModel
+from llama_ssp.planning.spec import PlannedModel, model_bytes
 from llama_ssp.planning.timing import CostModel, timing
 from tests.helpers.planning import make_job, small_model
 
@@ -27,6 +30,7 @@ A100 = hardware.load("8xa100_80gb")
 @pytest.mark.parametrize(("num_gpus", "tokens_per_s"), [(2, 21.3), (4, 38.0), (8, 62.5)])
 def test_published_70b_rows_of_gpt_fast_are_forecast_within_a_fifth(num_gpus: int, tokens_per_s: float) -> None:
     job = make_job("llama2_70B", num_ranks=num_gpus, prompt_tokens=5, max_new_tokens=200)
+    job = replace(job, kernels=OTHER_ENGINES)
     assert 1 / timing(job, A100).plain_s == pytest.approx(tokens_per_s, rel=0.2)
 
 
@@ -39,11 +43,13 @@ def test_published_70b_rows_of_gpt_fast_are_forecast_within_a_fifth(num_gpus: in
 )  # fmt: skip
 def test_where_the_draft_sits_decides_the_published_cost_ratio(num_gpus: int, kind: DraftLayout, ratio: float) -> None:
     job = make_job("llama2_70B", "llama2_7B", num_ranks=num_gpus, draft_kind=kind)
+    job = replace(job, kernels=OTHER_ENGINES)
     assert timing(job, A100).cost_ratio == pytest.approx(ratio, rel=0.1)
 
 
 def test_13b_with_7b_is_forecast_within_15_percent_of_what_was_published() -> None:
-    speedup = timing(make_job("llama2_13B", "llama2_7B", acceptance=None), A100).speedup
+    job = replace(make_job("llama2_13B", "llama2_7B", acceptance=None), kernels=OTHER_ENGINES)
+    speedup = timing(job, A100).speedup
     assert speedup
     assert 31.9 / speedup == pytest.approx(27.8, rel=0.15)
 
@@ -151,6 +157,28 @@ def test_layer_wise_placement_gains_no_speed_from_more_gpus() -> None:
     row = timing(make_job("13B", num_ranks=4, target_kind=TargetKind.accelerate), A100).plain_s
     assert row == pytest.approx(one, rel=0.01)
     assert timing(make_job("13B", num_ranks=4), A100).plain_s < 0.5 * one
+
+
+def test_the_physical_limit_is_a_copy_of_what_a_step_reads_and_its_shares_follow() -> None:
+    """13B in fp16: all weights but the embedding's rows, and keys and values of 100 tokens."""
+    machine = replace(A100, copy_bytes_per_s=1e12, bandwidth_bytes_per_s=2e12)
+    job = make_job("13B", prompt_tokens=90, max_new_tokens=20)
+    shape = job.target.shape
+    embedding = 2 * shape.vocab_size * shape.hidden_size
+    read = model_bytes(inventory(shape), job.target, device="cuda").total_bytes - embedding
+    read += 100 * kv_bytes_per_token(job.target)
+    timed = timing(job, machine)
+    assert timed.copy_share * timed.plain_s == pytest.approx(read / 1e12)
+    assert timed.limit_share == pytest.approx(timed.copy_share / 2)
+
+
+def test_fewer_kernels_bring_decoding_nearer_to_the_speed_of_a_copy() -> None:
+    """Each takes its time in each of the 32 layers."""
+    h200 = hardware.load("1xh200")
+    job = make_job("7B", prompt_tokens=512, max_new_tokens=128)
+    twelve, eight = (timing(replace(job, kernels=replace(ENGINE, layer=number)), h200) for number in (12, 8))
+    assert twelve.plain_s - eight.plain_s == pytest.approx(4 * 32 * h200.kernel_s)
+    assert eight.copy_share > twelve.copy_share
 
 
 def test_layer_wise_placement_has_the_physical_limit_of_one_gpu() -> None:
