@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from llama_ssp.architectures.sizes import Kernels
 from llama_ssp.config import catalogue, hardware
 from llama_ssp.config.drafts.model import Matching
 from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.config.schema import DraftLayout
 from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.planning.acceptance import implied_acceptance, of_pair, tokens_per_round
-from llama_ssp.planning.kernels import Kernels
 from llama_ssp.planning.roofline import LIBRARY_SHARE
 from llama_ssp.planning.spec import PlanSpec, planned_model
 from llama_ssp.planning.timing import timing

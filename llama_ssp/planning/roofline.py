@@ -16,12 +16,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import pairwise
 
+from llama_ssp.architectures.family import inventory
 from llama_ssp.architectures.inventory import Inventory, Matrix
+from llama_ssp.architectures.sizes import ALL_REDUCES_PER_LAYER, ENGINE_KERNELS, Kernels
 from llama_ssp.config.formats.format import NO_QUANTIZATION, format_of
 from llama_ssp.config.hardware import HardwareConfig, Profile
 from llama_ssp.config.schema import Dtype
 from llama_ssp.config.target_placement import TargetKind
-from llama_ssp.planning.kernels import ALL_REDUCES_PER_LAYER, ENGINE, Kernels
 from llama_ssp.planning.measured import by_rows_and_width, by_size, composition_ratio, measured_linear_s
 from llama_ssp.planning.parts import rank_shares
 from llama_ssp.planning.spec import PlannedModel, step_bytes
@@ -53,7 +54,7 @@ class ModelPlacement:
     cuda_graphs: bool
     num_active: int
     waiting_s: float = 0.0
-    kernels: Kernels = ENGINE
+    kernels: Kernels = ENGINE_KERNELS
 
     @cached_property
     def shares(self) -> tuple[Inventory, ...]:
@@ -203,8 +204,9 @@ def least_bytes(placement: ModelPlacement, *, batch_size: int, context: int, dev
 
     On the slowest rank; layer-wise on all devices, which take turns. At the speed of a copy this is the physical limit.
     """
-    held = [step_bytes(share, placement.model, device=device) for share in placement.shares]
-    weights = sum(held) if placement.kind is TargetKind.accelerate else max(held)
+    whole = inventory(placement.model.shape)
+    shares = (whole,) if placement.kind is TargetKind.accelerate else placement.shares
+    weights = max(step_bytes(held, placement.model, device=device) for held in shares)
     return weights + batch_size * context * slot_bytes(placement)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from llama_ssp.architectures.family import family_of
 from llama_ssp.architectures.inventory import Inventory
-from llama_ssp.architectures.sizes import MOST_PIECES, own_slots, whole_steps
+from llama_ssp.architectures.sizes import ENGINE_KERNELS, MOST_PIECES, Kernels, own_slots, whole_steps
 from llama_ssp.config.drafts.drafter import draft_name
 from llama_ssp.config.drafts.model import Matching, matching_of
 from llama_ssp.config.formats.format import format_of
@@ -18,7 +18,6 @@ from llama_ssp.config.rules.rule import DEFAULT
 from llama_ssp.config.schema import DraftLayout, Dtype, ModelConfig, ModelShape
 from llama_ssp.config.target_placement import Offload, TargetKind, TargetPlacement
 from llama_ssp.errors import CheckpointError, ConfigError
-from llama_ssp.planning.kernels import ENGINE, Kernels
 from llama_ssp.planning.weights import DTYPE_BYTES, WeightBytes, weight_bytes
 
 
@@ -97,7 +96,7 @@ class PlanSpec:
     spare_devices: tuple[int, ...] = ()
     offload: Offload = Offload.none
     max_device_bytes: int | None = None
-    kernels: Kernels = ENGINE
+    kernels: Kernels = ENGINE_KERNELS
 
     @property
     def drafts(self) -> bool:

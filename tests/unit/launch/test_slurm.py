@@ -139,10 +139,8 @@ def test_a_prompt_reaches_the_job_as_it_was_typed(sweep: Sweep) -> None:
 
 
 def test_a_job_does_not_get_the_settings_that_only_other_points_read(sweep: Sweep) -> None:
-    ended = sweep(
-        "hardware=laptop_cpu", "task=evaluate", "suite=agreement,arithmetic", "num_prompts=5", "prompt=import"
-    )
-    assert ended.code == 0, ended.err
+    words = ["task=evaluate", "suite=agreement,arithmetic", "num_prompts=5", "prompt=import"]
+    ended = sweep("hardware=laptop_cpu", *words)
     assert [word for job in ended.jobs for word in job if word.startswith(("task.num_prompts", "prompt="))] == [
         "prompt=import", "task.num_prompts=5",
     ]  # fmt: skip

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from llama_ssp.architectures.inventory import Matrix
+from llama_ssp.architectures.sizes import ENGINE_KERNELS
 from llama_ssp.config import hardware
 from llama_ssp.config.hardware import HardwareConfig, LinearPoint, Link, Profile, RowsPoint, SizePoint
 from llama_ssp.config.target_placement import TargetKind
-from llama_ssp.planning.kernels import ENGINE
 from llama_ssp.planning.roofline import (
     LIBRARY_SHARE,
     MEASURED_SLOTS,
@@ -109,10 +109,10 @@ def test_measured_layers_multiply_all_rows_and_a_measured_head_those_that_are_sc
 
 
 def test_operators_are_kernels_in_a_graph_and_launches_without_one_and_the_librarys_are_twice_as_many() -> None:
-    assert forward(1).operators_s == 2 * ENGINE.layer + ENGINE.frame
-    assert forward(1, cuda_graphs=False).operators_s == 100 * (2 * OPERATORS_PER_LAYER + ENGINE.frame)
+    assert forward(1).operators_s == 2 * ENGINE_KERNELS.layer + ENGINE_KERNELS.frame
+    assert forward(1, cuda_graphs=False).operators_s == 100 * (2 * OPERATORS_PER_LAYER + ENGINE_KERNELS.frame)
     library = forward(1, model=replace(MODEL, by_library=True), cuda_graphs=False)
-    assert library.operators_s == 100 * (2 * LIBRARY_SHARE * OPERATORS_PER_LAYER + ENGINE.frame)
+    assert library.operators_s == 100 * (2 * LIBRARY_SHARE * OPERATORS_PER_LAYER + ENGINE_KERNELS.frame)
 
 
 def test_ranks_add_up_the_embedding_and_two_sums_a_layer_and_gather_the_logits_that_are_scored() -> None:

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.published import OTHER_ENGINES
-from llama_ssp.architectures.family import inventory
 from llama_ssp.config import hardware
 from llama_ssp.config.hardware import (
     CompositionPoint,
@@ -17,10 +16,9 @@ from llama_ssp.config.hardware import (
 )
 from llama_ssp.config.schema import DraftLayout, Dtype
 from llama_ssp.config.target_placement import TargetKind
-from llama_ssp.planning.kernels import ENGINE
 from llama_ssp.planning.memory import kv_bytes_per_token
 from llama_ssp.planning.roofline import ForwardTime, all_reduce_s, bandwidth, working_set_bytes
-from llama_ssp.planning.spec import PlannedModel, model_bytes
+from llama_ssp.planning.spec import PlannedModel
 from llama_ssp.planning.timing import CostModel, timing
 from tests.helpers.planning import make_job, small_model
 
@@ -157,34 +155,6 @@ def test_layer_wise_placement_gains_no_speed_from_more_gpus() -> None:
     row = timing(make_job("13B", num_ranks=4, target_kind=TargetKind.accelerate), A100).plain_s
     assert row == pytest.approx(one, rel=0.01)
     assert timing(make_job("13B", num_ranks=4), A100).plain_s < 0.5 * one
-
-
-def test_the_physical_limit_is_a_copy_of_what_a_step_reads_and_its_shares_follow() -> None:
-    """13B in fp16: all weights but the embedding's rows, and keys and values of 100 tokens."""
-    machine = replace(A100, copy_bytes_per_s=1e12, bandwidth_bytes_per_s=2e12)
-    job = make_job("13B", prompt_tokens=90, max_new_tokens=20)
-    shape = job.target.shape
-    embedding = 2 * shape.vocab_size * shape.hidden_size
-    read = model_bytes(inventory(shape), job.target, device="cuda").total_bytes - embedding
-    read += 100 * kv_bytes_per_token(job.target)
-    timed = timing(job, machine)
-    assert timed.copy_share * timed.plain_s == pytest.approx(read / 1e12)
-    assert timed.limit_share == pytest.approx(timed.copy_share / 2)
-
-
-def test_fewer_kernels_bring_decoding_nearer_to_the_speed_of_a_copy() -> None:
-    """Each takes its time in each of the 32 layers."""
-    h200 = hardware.load("1xh200")
-    job = make_job("7B", prompt_tokens=512, max_new_tokens=128)
-    twelve, eight = (timing(replace(job, kernels=replace(ENGINE, layer=number)), h200) for number in (12, 8))
-    assert twelve.plain_s - eight.plain_s == pytest.approx(4 * 32 * h200.kernel_s)
-    assert eight.copy_share > twelve.copy_share
-
-
-def test_layer_wise_placement_has_the_physical_limit_of_one_gpu() -> None:
-    one = timing(make_job("13B", num_ranks=1), A100).limit_share
-    row = timing(make_job("13B", num_ranks=4, target_kind=TargetKind.accelerate), A100).limit_share
-    assert row == pytest.approx(one, rel=0.01)
 
 
 def test_int8_of_bitsandbytes_is_slower_than_fp16_and_weight_only_int8_is_faster() -> None:
