@@ -180,14 +180,17 @@ class _Points:
 def _check(config: DictConfig, ranks: Ranks) -> tuple[RunConfig, startup.StartClock] | None:
     """Check one config; returns what its task needs, or None after a dry run."""
     hydra_config = HydraConfig.get()
-    is_later_point = hydra_config.mode is RunMode.MULTIRUN and hydra_config.job.num > 0
+    of_sweep = hydra_config.mode is RunMode.MULTIRUN
+    is_later_point = of_sweep and hydra_config.job.num > 0
     clock = startup.StartClock(age_s=0.0 if is_later_point else startup.process_age_s())
     # Without filling in ${...}: the result would be parsed as a part of the setting.
     overrides = OmegaConf.to_container(hydra_config.overrides.task, resolve=False)
     explicit = command_line.explicit_keys(cast("list[str]", overrides))
     run = store.to_run_config(config, explicit=explicit)
-    checks.check(run, explicit, world_size=ranks.size)
-    if hydra_config.mode is RunMode.MULTIRUN:
+    for unread in checks.check(run, explicit, world_size=ranks.size, of_sweep=of_sweep):
+        if ranks.rank == 0:
+            complain(f"warning: at point {hydra_config.job.num} of the sweep, {unread}")
+    if of_sweep:
         run.run_dir = f"{run.run_dir}/{hydra_config.job.num}"
 
     if run.dry_run:

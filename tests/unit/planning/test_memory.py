@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from llama_ssp.architectures.sizes import BUCKET_STEP
+from llama_ssp.architectures.sizes import BUCKET_STEP, ENGINE_KERNELS
 from llama_ssp.config import catalogue, hardware
 from llama_ssp.config.schema import DraftLayout
 from llama_ssp.config.target_placement import TargetKind
@@ -12,7 +12,6 @@ from llama_ssp.errors import PlacementError
 from llama_ssp.models.prefill import Buckets
 from llama_ssp.planning.memory import (
     GRAPH_NODE_BYTES,
-    KERNELS_PER_LAYER,
     bucket_of,
     fits,
     kv_bytes_per_token,
@@ -29,7 +28,7 @@ A100 = hardware.load("p4d_24xlarge")
 def test_a_captured_round_holds_the_kernels_of_all_k_draft_steps() -> None:
     """13B and 7B have 40 and 32 layers; up to 200 slots are one width of the cache."""
     graphs = [memory(make_job("13B", "7B", num_draft_tokens=k), A100)[0].graphs_bytes for k in (1, 4, 7)]
-    assert graphs == [(2 * 40 + k * 32) * KERNELS_PER_LAYER * GRAPH_NODE_BYTES for k in (1, 4, 7)]
+    assert graphs == [(2 * 40 + k * 32) * ENGINE_KERNELS.layer * GRAPH_NODE_BYTES for k in (1, 4, 7)]
 
 
 @pytest.mark.parametrize(("name", "kib"), [("7B", 512), ("13B", 800), ("30B", 1560), ("65B", 2560)])
