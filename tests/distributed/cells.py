@@ -137,6 +137,21 @@ def cells_of(num_ranks: int, lane: str) -> list[Cell]:
     return [cell for cell in found if cell.heavy or not is_known]
 
 
+PAIRS = ("tiny", "llama", "gpt_neox", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "gpt_neo")
+HEAVY_PAIRS, SLOW_PAIRS = ("qwen3", "gemma2", "gemma3_text", "gpt_neo"), ("qwen2", "mistral")
+"""Their texts are compared with --heavy, on at most `MOST_DEFAULT_RANKS`; and with --slow alone."""
+SIZES = (1, 2, 3, 4)
+"""Numbers of ranks on which every pair is tried; others have their cells of the table alone."""
+
+
+def lane_of(name: str, num_ranks: int) -> str:
+    """The lane that compares a pair's texts on a number of ranks."""
+    is_heavy, is_large = name in HEAVY_PAIRS, num_ranks > MOST_DEFAULT_RANKS
+    if num_ranks > MOST_HEAVY_RANKS or name in SLOW_PAIRS or (is_heavy and is_large):
+        return "slow"
+    return "heavy" if is_heavy or is_large else "default"
+
+
 def on_one_rank(cell: Cell) -> Cell:
     """The same pair, rows and rule on one rank of our own, with one K."""
     return replace(

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.cells import ONLY_HEAVY
-from tests.distributed.ranks import LANE, PAIRS, QUANTIZED
+from tests.distributed.cells import ONLY_HEAVY, PAIRS
+from tests.distributed.ranks import LANE, QUANTIZED
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint
 from tests.helpers.repository import ROOT
 from tests.helpers.tokenizers import save_tokenizer

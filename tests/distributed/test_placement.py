@@ -11,18 +11,17 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from llama_ssp.planning.messages import round_messages
 from llama_ssp.tasks.dry_run import job_of_run
 from llama_ssp.weights import hub
-from tests.distributed.cells import CELLS, MOST_DEFAULT_RANKS, MOST_HEAVY_RANKS, Cell, on_one_rank
-from tests.distributed.ranks import (
-    CELL_TOKENS,
-    NUM_NEW_TOKENS,
+from tests.distributed.cells import (
+    CELLS,
+    MOST_DEFAULT_RANKS,
+    MOST_HEAVY_RANKS,
     PAIRS,
     SIZES,
-    SYNTHETIC,
-    cell_config,
+    Cell,
     lane_of,
-    pair_of,
-    prompts_of,
+    on_one_rank,
 )
+from tests.distributed.ranks import CELL_TOKENS, NUM_NEW_TOKENS, SYNTHETIC, cell_config, pair_of, prompts_of
 from tests.helpers.models import library_attention
 from tests.helpers.texts import few_part, library_greedy, part_at_a_near_tie
 
