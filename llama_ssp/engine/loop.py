@@ -84,6 +84,8 @@ class Decoder:
         self._comm = round_.verifier.comm
         self._device = round_.target.device
         self._is_cuda = self._device.type == "cuda"
+        drafters: Sequence[object] = round_.drafters
+        self._host_timed = [drafter for drafter in drafters if isinstance(drafter, HostTimed)]
         self._lag = 1 if self._is_cuda else 0
         self.bucket_step = BUCKET_STEP["cuda" if self._is_cuda else "cpu"]
         self._num_slots = self._num_rounds = 0
@@ -117,7 +119,7 @@ class Decoder:
             else:
                 choice = self._choose()
                 result, block = step(
-                    self.executor, self._state, block, choice=choice, bucket=self._bucket(), clock=self.clock
+                    self.executor, self._state, block, choice=choice, bucket=self._bucket(choice), clock=self.clock
                 )
                 self._launch(result, list(self._rows), choice, is_prefill=False)
             running = [owner for owner in self._rows if owner]
@@ -211,11 +213,11 @@ class Decoder:
             owner.stop_watch = self._stops.watch(owner.request.prompt_ids) if self._stops else None
         self._launch(result, list(owners), DraftChoice(0), is_prefill=True)
 
-    def _bucket(self) -> int:
-        """Cache slots that the next round reads."""
+    def _bucket(self, choice: DraftChoice) -> int:
+        """Cache slots that the next round reads if it drafts by `choice`."""
         known = max([len(owner.request.prompt_ids) + len(owner.token_ids) for owner in self._rows if owner])
         unread = sum([pending.max_new for pending in self._pending])
-        return self._buckets.covering(known + unread + self.round.max_tokens_per_round)
+        return self._buckets.covering(known + unread + choice.num_tokens + 1)
 
     def _launch(
         self, result: Tensor, owners: list[RowCompletion | None], choice: DraftChoice, *, is_prefill: bool
@@ -280,8 +282,7 @@ class Decoder:
             completion.share_s += seconds * share
         if is_round:
             draft_s, verify_s = self.clock.take()
-            drafters: Sequence[object] = self.round.drafters
-            draft_s -= sum(drafter.take_host_s() for drafter in drafters if isinstance(drafter, HostTimed))
+            draft_s -= sum([drafter.take_host_s() for drafter in self._host_timed])
             other_s = seconds - draft_s - verify_s
             for completion in running:
                 part_s = completion.part_s

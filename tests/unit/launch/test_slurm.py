@@ -138,7 +138,7 @@ def test_a_prompt_reaches_the_job_as_it_was_typed(sweep: Sweep) -> None:
     assert composed(job).prompt == prompt
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_only_so_many_jobs_run_at_a_time(sweep: Sweep) -> None:
     jobs = sweep("hardware=laptop_cpu", "seed=0,1,2,3,4", "hydra.launcher.max_running=2").jobs
     assert [options(job).get("dependency") for job in jobs] == [
