@@ -42,7 +42,7 @@ class Ended(BaseException):
 def codes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The exit codes that the watchdog chose."""
     chosen: list[int] = []
-    monkeypatch.setattr(watchdog.os, "_exit", chosen.append)
+    monkeypatch.setattr(os, "_exit", chosen.append)
     monkeypatch.setattr(watchdog, "_LOOK_EVERY_S", 0.01)
     monkeypatch.setattr(watchdog, "_NOTICE_S", 0.1)
     return chosen

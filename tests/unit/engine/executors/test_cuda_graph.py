@@ -132,7 +132,7 @@ def test_executors_that_record_nothing_run_no_rounds_ahead(shipped: tuple[Runner
     traced = make_decoder(*shipped)
     wanted = [Request(index=0, prompt_ids=(5, 6, 7), max_new_tokens=100)]
     traced.make_room(wanted)
-    traced.executor = SimpleNamespace(keeps_state=False)  # type: ignore[assignment] # running a round would fail
+    traced.executor = SimpleNamespace(keeps_state=False)  # running a round would fail
     traced.capture(wanted)
 
 
