@@ -4,6 +4,7 @@ from typing import Any
 
 from benchmarks.gpu_budgets import ATTENTION, DRAWS, LAYERS, ROUNDS
 from benchmarks.gpu_nodes import PAGE, document, over_budget
+from llama_ssp.architectures.sizes import ENGINE_KERNELS
 
 
 def counts_at_budget() -> dict[str, Any]:
@@ -39,3 +40,10 @@ def test_the_page_shows_every_case_with_its_budget() -> None:
     budgets = {(case.name, case.most) for case in (*LAYERS, *DRAWS, *ROUNDS)}
     assert shown == budgets | {(case.name, case.least) for case in ATTENTION}
     assert document(counts_at_budget()).count("\n| ") == len(rows)
+
+
+def test_plans_price_the_kernels_that_are_counted() -> None:
+    """Where a layer or a draw needs fewer, `architectures.sizes.ENGINE_KERNELS` follows."""
+    layers = {case.most for case in LAYERS if (case.model, case.num_ranks) == ("7B", 1)}
+    assert layers == {ENGINE_KERNELS.layer}
+    assert [case.most for case in DRAWS if case.name == "sampled"] == [ENGINE_KERNELS.draw]
