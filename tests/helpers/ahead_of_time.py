@@ -1,0 +1,119 @@
+"""Compiles Triton kernels for GPUs that are not here, and reads what ptxas made of them.
+
+pip's Triton brings its own ptxas and disassembler, so that this works with torch's CPU build. It says nothing about
+speed or values: `TRITON_INTERPRET=1` computes values.
+"""
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+CAPABILITIES = (80, 90)
+"""A100 and H100."""
+_INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(.*?);")
+_BACKWARD = re.compile(r"\bBRA\b.*?(0x[0-9a-f]+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """What ptxas made of a kernel.
+
+    Attributes:
+        num_registers: of a thread.
+        stack_bytes: of a thread; registers that did not fit are spilled there.
+        shared_bytes: of a block.
+        ttgir: Triton's own last form, which names the layouts.
+        sass: the instructions, with their addresses.
+    """
+
+    num_registers: int
+    stack_bytes: int
+    shared_bytes: int
+    ttgir: str
+    sass: str
+
+    @cached_property
+    def loops(self) -> tuple[tuple[str, ...], ...]:
+        """The instructions of every loop, the longest loop first; an outer loop has those of its inner ones."""
+        placed = [(int(address, 16), text) for address, text in _INSTRUCTION.findall(self.sass)]
+        spans = [
+            (int(found[1], 16), address)
+            for address, text in placed
+            if (found := _BACKWARD.search(text)) and int(found[1], 16) < address
+        ]
+        bodies = [tuple(text for place, text in placed if first <= place <= last) for first, last in spans]
+        return tuple(sorted(bodies, key=len, reverse=True))
+
+    @property
+    def body(self) -> tuple[str, ...]:
+        """The instructions of the longest loop."""
+        if not self.loops:
+            raise ValueError("the kernel has no loop")
+        return self.loops[0]
+
+    def count(self, pattern: str) -> int:
+        """Count the instructions of the longest loop that a regular expression matches."""
+        return sum(bool(re.search(pattern, text)) for text in self.body)
+
+
+def compile_kernel(
+    kernel: Any,  # noqa: ANN401 - Triton is untyped
+    types: Mapping[str, str],
+    constants: Mapping[str, object],
+    *,
+    capability: int,
+    num_warps: int,
+    num_stages: int = 1,
+    uneven: Collection[str] = (),
+) -> Compiled:
+    """Compile a kernel for a GPU.
+
+    Args:
+        kernel: a function under `triton.jit`.
+        types: Triton's types of its arguments in order, such as "*fp16" or "i32".
+        constants: values of its `tl.constexpr` arguments, and of arguments that are None or 1.
+        capability: 10 times the compute capability; see CAPABILITIES.
+        num_warps: of a block.
+        num_stages: of the loops' pipelines.
+        uneven: arguments that are no multiples of 16; Triton finds this out for each call.
+    """
+    from triton import knobs
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.compiler import compile as triton_compile
+
+    signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
+    even = [
+        (place,)
+        for place, name in enumerate(kernel.arg_names)
+        if name not in constants and name not in uneven and types[name][0] in "*i"
+    ]
+    source = ASTSource(
+        kernel, signature, constexprs=dict(constants), attrs={place: [["tt.divisibility", 16]] for place in even}
+    )
+    with tempfile.TemporaryDirectory() as folder, knobs.cache.scope():
+        knobs.cache.dir = folder
+        built = triton_compile(
+            source, target=GPUTarget("cuda", capability, 32), options={"num_warps": num_warps, "num_stages": num_stages}
+        )
+        assembly = {name: built.asm[name] for name in ("ttgir", "cubin")}
+        binary = Path(folder) / "kernel.cubin"
+        binary.write_bytes(assembly["cubin"])
+        usage, sass = (_disassembled(binary, option) for option in ("-res-usage", "-sass"))
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage.replace("\n", " ")).groups()  # type: ignore[union-attr]
+    return Compiled(
+        num_registers=int(registers), stack_bytes=int(stack), shared_bytes=built.metadata.shared,
+        ttgir=assembly["ttgir"], sass=sass,
+    )  # fmt: skip
+
+
+def _disassembled(binary: Path, option: str) -> str:
+    import triton
+
+    program = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    return subprocess.run([program, option, binary], capture_output=True, text=True, check=True).stdout
