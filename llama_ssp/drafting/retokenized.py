@@ -57,6 +57,7 @@ class RetokenizedDrafter(HostTimed):
     is_point_mass = True
     reads_skipped = False
     repeats_operators = False
+    reads_by_length = True  # in buckets of its own, if any
 
     def __post_init__(self) -> None:
         self._comm = self.comm or Comm.single()
@@ -171,7 +172,7 @@ class RetokenizedDrafter(HostTimed):
             last_R1 = torch.full_like(chunk_RT[:, :1], chunk_RT.shape[1] - 1)
             logits_RD = self.runner.forward(
                 ids_RT[:, start : start + PREFILL_CHUNK], chunk_RT, bucket=bucket, score_positions_BR=last_R1,
-                cache_rows_B=rows_R,
+                cache_rows_B=rows_R, consecutive=False,
             )[:, 0]  # fmt: skip
         assert logits_RD is not None, "a text has at least one token"
         for row, ids in texts.items():

@@ -1,0 +1,70 @@
+"""What Triton needs on the machine, and what a run says where a kernel of Triton's does not work.
+
+Triton compiles what launches its kernels with a C compiler and Python's headers. A machine without them, or a GPU that
+Triton does not know, fails at the first call. `attempt` tries a kernel once; without it the run takes another way.
+"""
+
+import logging
+import os
+import shutil
+import sys
+import sysconfig
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import TypeVar
+
+_Kernel = TypeVar("_Kernel")
+_log = logging.getLogger(__name__)
+_MOST_LETTERS = 200
+
+
+def attempt(try_out: Callable[[], _Kernel], *, instead: str) -> _Kernel | None:
+    """Call what tries a kernel and returns it; if that fails, warn once that the run goes on, and return None.
+
+    `instead` says what the run does now; a clause.
+    """
+    try:
+        return try_out()
+    except Exception as error:  # noqa: BLE001 - compilers raise what they like
+        warn(instead, error)
+        return None
+
+
+def warn(instead: str, error: Exception) -> None:
+    """Log one sentence about a kernel that failed: what the run does `instead`, why, and what would help."""
+    _warn_once(f"{instead}: {reason(error)}")
+
+
+@cache
+def _warn_once(sentence: str) -> None:
+    _log.warning("%s", sentence)
+
+
+def reason(error: Exception) -> str:
+    """Say what Triton lacks on this machine; if it lacks nothing, or is itself missing, the beginning of the error."""
+    packages = missing_packages()
+    if packages and not isinstance(error, ImportError):
+        command = "dnf" if _is_red_hat() else "apt-get"
+        return (
+            "Triton needs a C compiler and Python.h, which this machine lacks; "
+            f"sudo {command} install {' '.join(packages)} installs them"
+        )
+    return str(error).strip().partition("\n")[0][:_MOST_LETTERS] or type(error).__name__
+
+
+def missing_packages() -> list[str]:
+    """Name the system packages with what Triton needs and does not find: a C compiler, the headers of this Python."""
+    packages = []
+    compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+    if not any(map(shutil.which, compilers)):
+        packages.append("gcc")
+    # Of the schemes, the one in which Triton looks.
+    if not (Path(sysconfig.get_path("include", "posix_prefix")) / "Python.h").exists():
+        version = f"{sys.version_info.major}.{sys.version_info.minor}"
+        packages.append(f"python{version}-{'devel' if _is_red_hat() else 'dev'}")
+    return packages
+
+
+def _is_red_hat() -> bool:
+    return shutil.which("dnf") is not None
