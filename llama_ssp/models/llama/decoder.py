@@ -17,11 +17,12 @@ from transformers import PretrainedConfig, PreTrainedModel
 from llama_ssp.architectures.family import record_of
 from llama_ssp.architectures.sizes import PAGE_SLOTS
 from llama_ssp.distributed.comms import Comm
-from llama_ssp.models.cache import Workspace
 from llama_ssp.models.cached_runner import CachedRunner
 from llama_ssp.models.linear import Kernel, make_linear
 from llama_ssp.models.llama.attention import Attend, LengthTables, MaskedAttention
-from llama_ssp.models.llama.layer import Layer, RmsNorm, take
+from llama_ssp.models.llama.layer import Layer, take
+from llama_ssp.models.llama.norm import RmsNorm
+from llama_ssp.models.llama.rotary import Place, PlaceByKernel, PlaceByOperators, Rotations, RotateWrite
 from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
 from llama_ssp.models.tensor_parallel import GatheredLinear
 from llama_ssp.models.triton_tools import attempt
@@ -31,8 +32,8 @@ from llama_ssp.shapes import static_shape
 if TYPE_CHECKING:
     from llama_ssp.models.llama.few_rows import FewRows
 
-_FEW_ROWS = 64
-"""Up to so many tokens a forward uses the kernels of `few_rows`."""
+MOST_ROWS = 32
+"""Up to so many tokens a forward uses the products of `few_rows`."""
 
 
 def is_llama_kind(config: PretrainedConfig) -> bool:
@@ -41,14 +42,6 @@ def is_llama_kind(config: PretrainedConfig) -> bool:
         return False
     rope: dict[str, Any] = config.rope_parameters or {}
     return bool(rope.get("partial_rotary_factor", 1.0) == 1.0)
-
-
-class _Rotations(Workspace):
-    """The complex rotary factors of all positions."""
-
-    def __init__(self, rotary: Any, *, capacity: int, device: torch.device) -> None:  # noqa: ANN401
-        angles_SP = torch.arange(capacity, device=device)[:, None] * rotary.inv_freq.float()
-        self.freqs_cis_S1P = torch.polar(torch.full_like(angles_SP, rotary.attention_scaling), angles_SP)[:, None]
 
 
 class LeanRunner(CachedRunner):
@@ -99,7 +92,13 @@ class LeanRunner(CachedRunner):
             varlen = find_varlen(self.device, self.dtype, layers[0].heads.dim)
         self._varlen = varlen
         self.reads_by_length = varlen is not None
-        self._few_rows = self._for_few_rows() if self.reads_by_length and self.device.type == "cuda" else None
+        self._rotate_write: RotateWrite | None = None
+        self._few_rows: FewRows | None = None
+        if self.reads_by_length and self.device.type == "cuda":
+            self._rotate_write = attempt(self._find_rotate_write, instead="continuing with more kernels in every layer")
+            self._few_rows = self._rotate_write and attempt(
+                self._find_few_rows, instead="continuing with smaller kernels in every layer"
+            )
 
     def allocate(self, *, batch_size: int, capacity: int) -> None:
         """See `Runner.allocate`."""
@@ -108,7 +107,7 @@ class LeanRunner(CachedRunner):
         if self.num_allocations > known:
             assert self._cache is not None
             num_slots = self._cache.num_slots
-            self._rotations = _Rotations(self._rotary, capacity=num_slots, device=self.device)
+            self._rotations = Rotations(self._rotary, capacity=num_slots, device=self.device)
             if self._varlen:
                 self._lengths = LengthTables(
                     batch_size=batch_size, num_slots=num_slots, page_slots=PAGE_SLOTS, device=self.device
@@ -125,53 +124,55 @@ class LeanRunner(CachedRunner):
         consecutive: bool = True,
     ) -> Tensor:
         """See `Runner.forward`."""
-        assert self._cache is not None, "allocate comes first"
         batch_size, num_tokens = static_shape(ids_BT)
-        if self._few_rows and consecutive and cache_rows_B is None and batch_size * num_tokens <= _FEW_ROWS:
-            return self._forward_few(ids_BT, positions_BT, score_positions_BR=score_positions_BR)
-        view = self._cache.view(positions_BT, bucket=bucket, cache_rows_B=cache_rows_B)
-        freqs_cis_M1P = self._rotations.freqs_cis_S1P.index_select(0, positions_BT.flatten())
-        if self._varlen:
-            rows = self._lengths.rows(positions_BT, cache_rows_B=cache_rows_B, consecutive=consecutive)
-            attend = self._lengths.attend(self._varlen, rows, self._windows)
-        else:
-            attend = self._masked(positions_BT, bucket=bucket)
+        place, attend = self._placing(positions_BT, bucket=bucket, cache_rows_B=cache_rows_B, consecutive=consecutive)
+        attends = [attend[window] for window in self._windows]
         x_ME = self._embed(ids_BT.flatten())
-        for layer, window in zip(self._layers, self._windows, strict=True):
-            x_ME = layer.forward(x_ME, freqs_cis_M1P, attend[window], view)
-        if score_positions_BR is not None:
-            x_BTE = x_ME.view(batch_size, num_tokens, -1)
-            x_ME = x_BTE.gather(1, score_positions_BR[..., None].expand(-1, -1, self._width)).flatten(0, 1)
-        logits_MV: Tensor = self._comm.all_gather_last(self._head(self._norm(x_ME)), self._head_sizes)
+        if self._few_rows and batch_size * num_tokens <= MOST_ROWS:
+            own_MV = self._few_rows.forward(x_ME, place, attends, score_positions_BR=score_positions_BR)
+        else:
+            for layer, attend_here in zip(self._layers, attends, strict=True):
+                x_ME = layer.forward(x_ME, place, attend_here)
+            if score_positions_BR is not None:
+                x_BTE = x_ME.view(batch_size, num_tokens, -1)
+                x_ME = x_BTE.gather(1, score_positions_BR[..., None].expand(-1, -1, self._width)).flatten(0, 1)
+            own_MV = self._head(self._norm(x_ME))
+        logits_MV: Tensor = self._comm.all_gather_last(own_MV, self._head_sizes)
         return logits_MV.view(batch_size, -1, self.vocab_size).float()
 
-    def _for_few_rows(self) -> "FewRows | None":
-        """The layers in larger kernels, where those work."""
+    def _placing(
+        self, positions_BT: Tensor, *, bucket: int, cache_rows_B: Tensor | None, consecutive: bool
+    ) -> tuple[Place, dict[int | None, Attend]]:
+        """How one forward writes and reads the cache; the latter by window."""
+        assert self._cache is not None, "allocate comes first"
+        freqs_cis_S1P = self._rotations.freqs_cis_S1P
+        if self._rotate_write and cache_rows_B is None:
+            buffers = self._cache.buffers(bucket)
+            place: Place = PlaceByKernel(self._rotate_write, freqs_cis_S1P, positions_BT.contiguous(), None, buffers)
+        else:
+            view = self._cache.view(positions_BT, bucket=bucket, cache_rows_B=cache_rows_B)
+            if self._rotate_write:
+                place = PlaceByKernel(
+                    self._rotate_write, freqs_cis_S1P, positions_BT.contiguous(), view.slots_M, view.buffer
+                )
+            else:
+                place = PlaceByOperators(freqs_cis_S1P.index_select(0, positions_BT.flatten()), view)
+        if self._varlen is None:
+            return place, self._masked(positions_BT, bucket=bucket)
+        rows = self._lengths.rows(positions_BT, cache_rows_B=cache_rows_B, consecutive=consecutive)
+        return place, self._lengths.attend(self._varlen, rows, self._windows)
 
-        def make() -> "FewRows | None":
-            from llama_ssp.models.llama.few_rows import FewRows, can_fuse  # noqa: PLC0415 - imports Triton
+    def _find_rotate_write(self) -> RotateWrite:
+        from llama_ssp.models.llama.trials import tried_rotate_write  # noqa: PLC0415 - imports Triton
 
-            if not can_fuse(self._layers, self._head):
-                return None
-            return FewRows(self._layers, self._norm, self._head, comm=self._comm)
+        return tried_rotate_write(self._layers[0], dtype=self.dtype, device=self.device)
 
-        return attempt(make, instead="continuing with more and smaller kernels in every layer")
+    def _find_few_rows(self) -> "FewRows | None":
+        from llama_ssp.models.llama.few_rows import FewRows, can_fuse  # noqa: PLC0415 - imports Triton
 
-    def _forward_few(self, ids_BT: Tensor, positions_BT: Tensor, *, score_positions_BR: Tensor | None) -> Tensor:
-        assert self._cache is not None
-        assert self._few_rows is not None
-        rows = self._lengths.rows(positions_BT, cache_rows_B=None, consecutive=True)
-        attend = self._lengths.attend(self._varlen, rows, self._windows)
-        own_MV = self._few_rows.forward(
-            self._embed(ids_BT.flatten()),
-            torch.view_as_real(self._rotations.freqs_cis_S1P),
-            positions_BT.contiguous(),
-            [attend[window] for window in self._windows],
-            self._cache.buffers(0),
-            score_positions_BR=score_positions_BR,
-        )
-        logits_MV = self._comm.all_gather_last(own_MV, self._head_sizes)
-        return logits_MV.view(ids_BT.shape[0], -1, self.vocab_size).float()
+        if not can_fuse(self._layers, self._head):
+            return None
+        return FewRows(self._layers, self._norm, self._head, comm=self._comm)
 
     def _masked(self, positions_BT: Tensor, *, bucket: int) -> dict[int | None, Attend]:
         heads = self._layers[0].heads

@@ -13,7 +13,7 @@ This module imports Triton; CPU builds of torch come without.
 Shapes: M rows, I inputs, O outputs, X heads, D head dim, P = D / 2 pairs of dimensions.
 """
 
-# ruff: noqa: N803
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,9 +21,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MOST_ROWS = 64
 _LEAST_ROWS = 16
 """What one instruction multiplies; fewer rows are padded."""
+_HEADS_OF_A_PROGRAM = 8
 
 
 class Tile(NamedTuple):
@@ -42,7 +42,7 @@ class NormWeight(NamedTuple):
     eps: float
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
 def product_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN202, PLR0912, PLR0913, PLR0915, PLR0917, C901 - Triton's own language
     x, added, summed, norm, weight, bias, residual, y,  # noqa: ANN001
     num_rows, num_outputs, num_inputs, eps, unscale,  # noqa: ANN001
@@ -100,6 +100,11 @@ def product_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN202, PLR0912, PL
     tl.store(y + here, total.to(y.dtype.element_ty), mask=is_here_too)
 
 
+def padded(num_rows: int) -> int:
+    """The rows of the tile that holds so many."""
+    return max(int(triton.next_power_of_2(num_rows)), _LEAST_ROWS)
+
+
 def product(
     x_MI: Tensor,
     weight_OI: Tensor,
@@ -112,7 +117,7 @@ def product(
     gates: bool = False,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute norm(x + added) W^T + bias + residual for at most MOST_ROWS rows, all contiguous.
+    """Compute norm(x + added) W^T + bias + residual for few rows; all tensors are contiguous.
 
     With `gates` the weight is that of gate and up, one after the other, and the result silu(gate) * up. The residual is
     overwritten by the result. `dtype` is that of the result, by default that of x.
@@ -127,17 +132,18 @@ def product(
         x_MI, added_MI, summed_MI, norm and norm.weight_I, weight_OI, bias_O, residual_MO, y_MO,
         num_rows, num_outputs, num_inputs, norm.eps if norm else 0.0, 1 / norm.scale if norm else 1.0,
         HAS_ADDED=added_MI is not None, HAS_NORM=norm is not None, HAS_BIAS=bias_O is not None,
-        HAS_RESIDUAL=residual_MO is not None, GATES=gates, ROWS=max(triton.next_power_of_2(num_rows), _LEAST_ROWS),
+        HAS_RESIDUAL=residual_MO is not None, GATES=gates, ROWS=padded(num_rows),
         OUTPUTS=tile.outputs, INPUTS=tile.inputs, num_warps=4, num_stages=tile.num_stages,
     )  # fmt: skip
     return summed_MI, y_MO
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_positions", "num_slots", "all_slots"])  # type: ignore[untyped-decorator]
 def rotate_write_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN202, PLR0913, PLR0917 - Triton's own language
-    qkv, turns, positions, query_norm, key_norm, parts, num_slots, all_slots, num_positions, eps,  # noqa: ANN001
-    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HAS_NORMS: tl.constexpr,
-    HEADS: tl.constexpr, PAIRS: tl.constexpr,
+    qkv, turns, positions, slots, query_norm, key_norm, parts,  # noqa: ANN001
+    num_slots, all_slots, num_positions, eps,  # noqa: ANN001
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    HAS_SLOTS: tl.constexpr, HAS_NORMS: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Turn some heads of one token: queries in place, keys into the cache; values go there as they are."""
     token = tl.program_id(0).to(tl.int64)
@@ -177,40 +183,46 @@ def rotate_write_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN202, PLR091
     is_own = is_here & (heads < NUM_HEADS)[:, None]
     tl.store(source, turned, mask=is_own)
     tl.store(source + 1, other_turned, mask=is_own)
-    slot = (token // num_positions) * num_slots + position
+    if HAS_SLOTS:
+        slot = tl.load(slots + token)
+    else:
+        slot = (token // num_positions) * num_slots + position
     target = parts + ((heads - NUM_HEADS)[:, None] * all_slots + slot) * HEAD_DIM + 2 * pairs[None, :]
     is_cached = is_here & (heads >= NUM_HEADS)[:, None]
     tl.store(target, turned, mask=is_cached)
     tl.store(target + 1, other_turned, mask=is_cached)
 
 
-class HeadNorms(NamedTuple):
-    """The weights (D,) of the norms of query heads and key heads, and their epsilon."""
-
-    query_D: Tensor
-    key_D: Tensor
-    eps: float
-
-
 def rotate_write(
-    qkv_MXD: Tensor, turns_SP2: Tensor, positions_BT: Tensor, parts: Tensor, *, num_heads: int, norms: HeadNorms | None
+    qkv_MXD: Tensor,
+    turns_SP2: Tensor,
+    positions_BT: Tensor,
+    parts: Tensor,
+    *,
+    num_heads: int,
+    slots_M: Tensor | None = None,
+    norms: Sequence[Tensor] = (),
+    eps: float = 0.0,
 ) -> None:
     """Norm and turn the query heads of qkv in place, and write turned keys and values to the cache.
 
     Args:
         qkv_MXD: queries, keys and values of all tokens, contiguous.
         turns_SP2: cosines and sines of each position, fp32.
-        positions_BT: of the tokens; row b is row b of the cache.
+        positions_BT: of the tokens, contiguous.
         parts: the layer's part of the cache; see `LayerBuffer`.
         num_heads: query heads.
-        norms: None without norms of heads.
+        slots_M: of the tokens, among the slots of all rows; None if row b is row b of the cache.
+        norms: the weights (D,) of the norms of query heads and of key heads, in models that have them.
+        eps: of the norms.
     """
     num_tokens, num_all, head_dim = qkv_MXD.shape
     batch_size, num_positions = positions_BT.shape
-    num_heads_of_a_program = 8
-    rotate_write_kernel[(num_tokens, triton.cdiv(num_all, num_heads_of_a_program))](
-        qkv_MXD, turns_SP2, positions_BT, norms and norms.query_D, norms and norms.key_D, parts,
-        parts.shape[1] // batch_size, parts.shape[1], num_positions, norms.eps if norms else 0.0,
-        NUM_HEADS=num_heads, NUM_KV_HEADS=(num_all - num_heads) // 2, HEAD_DIM=head_dim, HAS_NORMS=norms is not None,
-        HEADS=num_heads_of_a_program, PAIRS=triton.next_power_of_2(head_dim // 2), num_warps=4,
+    query_norm, key_norm = norms or (None, None)
+    rotate_write_kernel[(num_tokens, triton.cdiv(num_all, _HEADS_OF_A_PROGRAM))](
+        qkv_MXD, turns_SP2, positions_BT, slots_M, query_norm, key_norm, parts,
+        parts.shape[1] // batch_size, parts.shape[1], num_positions, eps,
+        NUM_HEADS=num_heads, NUM_KV_HEADS=(num_all - num_heads) // 2, HEAD_DIM=head_dim,
+        HAS_SLOTS=slots_M is not None, HAS_NORMS=bool(norms), HEADS=_HEADS_OF_A_PROGRAM,
+        PAIRS=triton.next_power_of_2(head_dim // 2), num_warps=4,
     )  # fmt: skip

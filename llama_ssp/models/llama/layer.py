@@ -1,22 +1,22 @@
-"""One layer of the lean decoder, and the RMS norm; see `decoder`.
+"""One layer of the lean decoder; see `decoder`.
 
-One matrix product gives queries, keys and values, another gate and up. One complex product rotates queries and keys.
-On one rank the linear layer adds the residual. Module `attention` attends.
+One matrix product gives queries, keys and values, another gate and up. Module `rotary` turns queries and keys, module
+`attention` attends. On one rank the linear layer adds the residual.
 
-Shapes: M tokens, X heads, E embedding width, D head dim, P = D / 2 pairs of dimensions, U MLP units, all of this rank.
+Shapes: M tokens, X heads, I inputs, E embedding width, D head dim, all of this rank.
 """
 
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from llama_ssp.distributed.comms import Comm
-from llama_ssp.models.cache import CacheView
 from llama_ssp.models.linear import Kernel, Linear, make_linear
 from llama_ssp.models.llama.attention import Attend, Heads
-from llama_ssp.models.llama.fused import apply_rotary, gated
+from llama_ssp.models.llama.fused import gated
+from llama_ssp.models.llama.norm import RmsNorm
+from llama_ssp.models.llama.rotary import Place
 from llama_ssp.models.tensor_parallel import RowLinear
 
 
@@ -49,53 +49,19 @@ class Layer:
         self.gate_up = make_linear(*take(mlp.gate_proj, mlp.up_proj), kernel=kernel)
         self.down = ResidualLinear(mlp.down_proj, comm=comm, kernel=kernel)
 
-    def forward(self, x_ME: Tensor, freqs_cis_M1P: Tensor, attend: Attend, view: CacheView) -> Tensor:
+    def forward(self, x_ME: Tensor, place: Place, attend: Attend) -> Tensor:
         """Add attention, then the MLP, to x.
 
         Args:
             x_ME: the residual stream.
-            freqs_cis_M1P: each token's rotary factors, complex.
+            place: turns queries and keys, and writes to the cache.
             attend: for the window of this layer.
-            view: of the cache.
         """
-        attended_ME = self._attend(self.attention_norm(x_ME), freqs_cis_M1P, attend, view)
-        x_ME = self.output(attended_ME, x_ME)
-        return self.down(gated(self.gate_up(self.mlp_norm(x_ME))), x_ME)
-
-    def _attend(self, x_ME: Tensor, freqs_cis_M1P: Tensor, attend: Attend, view: CacheView) -> Tensor:
         num_heads, num_kv_heads, head_dim, _ = self.heads
-        num_turned = num_heads + num_kv_heads
-        qkv_MXD = self.qkv(x_ME).view(-1, num_turned + num_kv_heads, head_dim)
-        turned_MXD = qkv_MXD.narrow(1, 0, num_turned)
-        if self.head_norms:
-            for norm, heads in zip(self.head_norms, turned_MXD.split([num_heads, num_kv_heads], 1), strict=True):
-                heads.copy_(norm(heads))
-        qkv_MXD = _turned(qkv_MXD, freqs_cis_M1P, num_turned)
-        keys, values = view.update(qkv_MXD.narrow(1, num_heads, 2 * num_kv_heads), self.number)
-        return attend(qkv_MXD.narrow(1, 0, num_heads), keys, values, self.heads)
-
-
-class RmsNorm:
-    """The root-mean-square norm over the last dimension.
-
-    torch has one operator for it on a GPU only. In fp32 on the CPU, where each small operator costs as much as the
-    arithmetic, the vector's length is used: x / sqrt(mean(x^2) + eps) = sqrt(E) x / hypot(|x|, sqrt(E eps)).
-    """
-
-    def __init__(self, module: Any) -> None:  # noqa: ANN401 - each family has its own class
-        weight_E: Tensor = module.weight.detach()
-        width = weight_E.shape[0]
-        self.eps: float = module.variance_epsilon
-        self._by_length = weight_E.device.type == "cpu" and weight_E.dtype == torch.float32
-        self.weight_E = weight_E * width**0.5 if self._by_length else weight_E
-        self._least_length = weight_E.new_tensor((width * self.eps) ** 0.5)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Normalize x (..., E)."""
-        if not self._by_length:
-            return functional.rms_norm(x, self.weight_E.shape, self.weight_E, self.eps)
-        lengths: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot_(self._least_length)
-        return (x / lengths).mul_(self.weight_E)
+        qkv_MXD = self.qkv(self.attention_norm(x_ME)).view(-1, num_heads + 2 * num_kv_heads, head_dim)
+        placed = place(qkv_MXD, self.number, self.heads, self.head_norms)
+        x_ME = self.output(attend(*placed, self.heads), x_ME)
+        return self.down(gated(self.gate_up(self.mlp_norm(x_ME))), x_ME)
 
 
 class ResidualLinear:
@@ -124,18 +90,6 @@ class ResidualLinear:
         """Sum the outputs of all ranks, and add the bias."""
         sum_ME = self._comm.all_reduce(part_ME)
         return sum_ME if self._bias_E is None else sum_ME.add_(self._bias_E)
-
-
-def _turned(heads_MXD: Tensor, freqs_cis_M1P: Tensor, num_turned: int) -> Tensor:
-    """Rotate adjacent pairs of dimensions of the first heads, in fp32; on the CPU by one operator, in place."""
-    if heads_MXD.device.type == "cuda":
-        return apply_rotary(heads_MXD, torch.view_as_real(freqs_cis_M1P), num_turned)
-    first_MXD = heads_MXD.narrow(1, 0, num_turned)
-    in_fp32 = first_MXD.float()
-    torch.view_as_complex(in_fp32.unflatten(-1, (-1, 2))).mul_(freqs_cis_M1P)
-    if in_fp32 is not first_MXD:
-        first_MXD.copy_(in_fp32)
-    return heads_MXD
 
 
 def _interleave(module: nn.Module, head_dim: int) -> None:
