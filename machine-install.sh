@@ -150,11 +150,11 @@ install_torch() {
     remember torch "$torch_source"
 }
 
-# The resolver must not swap the torch that was just chosen, so the pin becomes that very build.
+# The resolver must not swap the torch that was just chosen, so the pin becomes that very build; it has its own Triton.
 install_project() {
     local version
     version=$(.venv/bin/python -c 'from importlib.metadata import version; print(version("torch"))')
-    { grep -v '^torch==' constraints.txt && echo "torch==$version"; } >.venv/constraints.txt
+    { grep -Ev '^(torch|triton)==' constraints.txt && echo "torch==$version"; } >.venv/constraints.txt
     venv_pip install --editable ".$extra" --constraint .venv/constraints.txt ||
         fail "pip could not install llama-ssp; its own message stands above"
     remember project "$project_key$extra"

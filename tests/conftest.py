@@ -5,6 +5,7 @@ Three lanes, by cost: unmarked tests run always, `heavy` ones with --heavy (as .
 
 import os
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="heavy: --heavy runs it, as .ci/run does"))
         if item.get_closest_marker("slurm") and (reason := slurm.why_not()):
             item.add_marker(pytest.mark.skip(reason=reason))
+        if item.get_closest_marker("triton") and not find_spec("triton"):
+            item.add_marker(pytest.mark.skip(reason="torch for CPUs comes without Triton; .ci/run has it"))
         if marker := item.get_closest_marker("gpu"):
             _skip_without_gpus(item, needed=marker.args[0])
 

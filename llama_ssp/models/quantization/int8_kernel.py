@@ -1,54 +1,166 @@
 """A Triton kernel for the product of a few rows with an int8 matrix; torch's own is far below memory bandwidth.
 
-Each program computes some outputs of all rows and reads its weights once, so that K + 1 rows cost as much as one. Rows
-are padded to one tile, so that a row's result does not depend on the number of rows.
+Each block computes some outputs of a few rows, and its warps share out the inputs: every weight is read, converted and
+multiplied by one warp alone. Small matrices are split over their inputs, too, so that every multiprocessor has a block;
+a second kernel adds the parts. `int8_tiles` chooses both.
 
-Shapes: M rows, I inputs, O outputs.
+    block   = OUTPUTS outputs x ROWS rows x the inputs of one split
+    step    | warp 0: INPUTS | warp 1: INPUTS | ... | warp 7: INPUTS |  the next step: the same again
+    row     = the sum of its steps in each warp, of the warps in pairs, of the splits in order
+
+A row's sum has one order, whatever rows are next to it: tiles of 8, 16 and 32 rows use the same instruction, and the
+inputs of a warp and a split depend on the matrix alone.
+
+Shapes: M rows, I inputs, O outputs, S splits.
 """
+
+from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-ROWS = 16
-_OUTPUTS, _INPUTS = 16, 256
+from llama_ssp.models.quantization.int8_tiles import INPUTS, NUM_WARPS, tiles_of
+
+_BYTES_TO_FP16 = tl.constexpr("""
+{
+.reg .b32 flipped, offset;
+xor.b32 flipped, $2, 0x80808080;
+mov.b32 offset, 0x64806480;
+prmt.b32 $0, flipped, 0x64646464, 0x4140;
+prmt.b32 $1, flipped, 0x64646464, 0x4342;
+sub.f16x2 $0, $0, offset;
+sub.f16x2 $1, $1, offset;
+}
+""")
+"""Four int8 values in two registers of fp16: 0x6400 | (q + 128) is the number 1152 + q."""
+_BYTES_TO_BF16 = tl.constexpr("""
+{
+.reg .b32 low, high, minus;
+mov.b32 minus, 0xbf80bf80;
+prmt.b32 low, $2, 0x43434343, 0x4140;
+prmt.b32 high, $2, 0x43434343, 0x4342;
+and.b32 $0, low, 0xff7fff7f;
+and.b32 $1, high, 0xff7fff7f;
+and.b32 low, low, 0xff80ff80;
+and.b32 high, high, 0xff80ff80;
+fma.rn.bf16x2 $0, low, minus, $0;
+fma.rn.bf16x2 $1, high, minus, $1;
+}
+""")
+"""Four int8 values in two registers of bf16: 0x4300 | its low 7 bits is 128 more, and 0x4300 | its sign 128 or 256."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _kernel(  # type: ignore[no-untyped-def]  # noqa: ANN202, PLR0913, PLR0917 - Triton's own language
-    x, weight, scales, y, num_rows, num_outputs, num_inputs,  # noqa: ANN001
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+def _converted(bytes_tile, HALF: tl.constexpr, PTX: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    """The bytes as fp16 or bf16, which hold them exactly; by PTX without the slow integer-to-float instruction."""
+    if not PTX:
+        numbers = bytes_tile.to(tl.float32).to(HALF)
+    elif tl.float16 == HALF:
+        numbers = tl.inline_asm_elementwise(_BYTES_TO_FP16, "=r,=r,r", [bytes_tile], tl.float16, is_pure=True, pack=4)
+    else:
+        numbers = tl.inline_asm_elementwise(_BYTES_TO_BF16, "=r,=r,r", [bytes_tile], tl.bfloat16, is_pure=True, pack=4)
+    return numbers
+
+
+@triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
+def _product(  # type: ignore[no-untyped-def]  # noqa: ANN202, PLR0913, PLR0917 - Triton's own language
+    x, weight, scales, y, num_rows, num_outputs, num_inputs, split_inputs,  # noqa: ANN001
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, WARPS: tl.constexpr,
+    IS_SPLIT: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile of (ROWS, OUTPUTS): loop over blocks of inputs, then scale the sum."""
-    rows = tl.arange(0, ROWS)
-    outputs = (tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)).to(tl.int64)
+    """Compute one block: loop over steps, add the warps' sums, and scale unless a split of y is all there is."""
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     is_row, is_output = rows < num_rows, outputs < num_outputs
-    total = tl.zeros((ROWS, OUTPUTS), dtype=tl.float32)
-    for start in range(0, num_inputs, INPUTS):
-        inputs = start + tl.arange(0, INPUTS)
-        is_input = inputs < num_inputs
-        x_tile = tl.load(
-            x + rows[:, None] * num_inputs + inputs[None, :], mask=is_row[:, None] & is_input[None, :], other=0.0
-        )
-        bytes_tile = tl.load(
-            weight + outputs[:, None] * num_inputs + inputs[None, :],
-            mask=is_output[:, None] & is_input[None, :],
-            other=0,
-        )
-        total = tl.dot(x_tile, tl.trans(bytes_tile.to(x_tile.dtype)), total, input_precision="ieee")
-    scaled = total * tl.load(scales + outputs, mask=is_output, other=0.0).to(tl.float32)[None, :]
-    places = y + rows[:, None] * num_outputs + outputs[None, :]
-    tl.store(places, scaled.to(y.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])
+    inputs = tl.arange(0, WARPS)[:, None] * INPUTS + tl.arange(0, INPUTS)[None, :]
+    # Rows of the weight behind the last one are read as the last one, and not stored.
+    read = tl.minimum(outputs, num_outputs - 1).to(tl.int64)
+    x_places = x + (rows * num_inputs)[None, :, None] + inputs[:, None, :]
+    weight_places = weight + (read * num_inputs)[None, :, None] + inputs[:, None, :]
+    half: tl.constexpr = tl.float16 if x.dtype.element_ty == tl.float16 else tl.bfloat16
+    total = tl.zeros((WARPS, OUTPUTS, ROWS), dtype=tl.float32)
+    first = tl.program_id(2) * split_inputs
+    for start in range(first, tl.minimum(first + split_inputs, num_inputs), WARPS * INPUTS):
+        is_input = (inputs < num_inputs - start)[:, None, :]
+        x_tile = tl.load(x_places + start, mask=is_row[None, :, None] & is_input, other=0.0)
+        bytes_tile = tl.load(weight_places + start, mask=is_input, other=0)
+        weight_tile = _converted(bytes_tile, half, PTX)
+        x_tile = tl.permute(x_tile, (0, 2, 1))
+        if x.dtype.element_ty == tl.float32:
+            # Three bf16 numbers hold a fp32 number, and one holds a byte: the products are exact.
+            large = x_tile.to(half)
+            rest = x_tile - large.to(tl.float32)
+            middle = rest.to(half)
+            total = tl.dot(weight_tile, (rest - middle.to(tl.float32)).to(half), total)
+            total = tl.dot(weight_tile, middle, total)
+            x_tile = large
+        total = tl.dot(weight_tile, x_tile, total)
+    sums = tl.permute(total, (1, 2, 0))
+    pairs = tl.split(tl.reshape(sums, (OUTPUTS, ROWS, WARPS // 2, 2)))
+    pairs = tl.split(tl.reshape(pairs[0] + pairs[1], (OUTPUTS, ROWS, WARPS // 4, 2)))
+    pairs = tl.split(tl.reshape(pairs[0] + pairs[1], (OUTPUTS, ROWS, 2)))
+    result = pairs[0] + pairs[1]
+    if IS_SPLIT:
+        y += tl.program_id(2).to(tl.int64) * num_rows * num_outputs
+    else:
+        result *= tl.load(scales + outputs, mask=is_output, other=0.0).to(tl.float32)[:, None]
+    places = y + rows[None, :] * num_outputs + outputs[:, None]
+    tl.store(places, result.to(y.dtype.element_ty), mask=is_output[:, None] & is_row[None, :])
 
 
-def product_of_few_rows(x_MI: Tensor, weight_OI: Tensor, scales_O: Tensor) -> Tensor:
-    """Compute x (W s)^T for at most ROWS rows; x and s in fp32, bf16 or fp16, W in int8 and contiguous."""
+@triton.jit(do_not_specialize=["num_elements"])  # type: ignore[untyped-decorator]
+def _sum_of_splits(  # type: ignore[no-untyped-def]  # noqa: ANN202, PLR0917 - Triton's own language
+    parts, scales, y, num_splits, num_elements, num_outputs, ELEMENTS: tl.constexpr  # noqa: ANN001
+):  # fmt: skip
+    """Add the splits (S, M, O) in order, and scale."""
+    places = tl.program_id(0) * ELEMENTS + tl.arange(0, ELEMENTS)
+    is_element = places < num_elements
+    total = tl.zeros((ELEMENTS,), dtype=tl.float32)
+    for split in range(num_splits):
+        total += tl.load(parts + split * num_elements + places, mask=is_element, other=0.0)
+    total *= tl.load(scales + places % num_outputs, mask=is_element, other=0.0).to(tl.float32)
+    tl.store(y + places, total.to(y.dtype.element_ty), mask=is_element)
+
+
+_HAS_PTX = torch.version.hip is None and not triton.knobs.runtime.interpret
+_SUMMED = 1024
+
+
+def product_of_few_rows(
+    x_MI: Tensor, weight_OI: Tensor, scales_O: Tensor, *, num_processors: int | None = None
+) -> Tensor:
+    """Compute x (W s)^T; x and s in fp32, bf16 or fp16, W in int8 and contiguous.
+
+    Args:
+        x_MI: inputs.
+        weight_OI: int8 weights.
+        scales_O: of the outputs.
+        num_processors: multiprocessors to share it out to; None for those of the device.
+    """
     num_outputs, num_inputs = weight_OI.shape
     x_MI = x_MI.contiguous()
-    y_MO = torch.empty(x_MI.shape[0], num_outputs, dtype=x_MI.dtype, device=x_MI.device)
-    _kernel[(triton.cdiv(num_outputs, _OUTPUTS),)](
-        x_MI, weight_OI, scales_O, y_MO, x_MI.shape[0], num_outputs, num_inputs,
-        ROWS=ROWS, OUTPUTS=_OUTPUTS, INPUTS=_INPUTS, num_warps=4, num_stages=4,
+    num_rows = len(x_MI)
+    tiles = tiles_of(
+        num_rows=num_rows, num_outputs=num_outputs, num_inputs=num_inputs,
+        num_processors=num_processors or _num_processors(x_MI.device), value_bytes=x_MI.element_size(),
     )  # fmt: skip
+    y_MO = x_MI.new_empty(num_rows, num_outputs)
+    is_split = tiles.num_splits > 1
+    parts = x_MI.new_empty(tiles.num_splits, num_rows, num_outputs, dtype=torch.float32) if is_split else y_MO
+    _product[tiles.grid](
+        x_MI, weight_OI, scales_O, parts, num_rows, num_outputs, num_inputs, tiles.split_inputs,
+        ROWS=tiles.rows, OUTPUTS=tiles.outputs, INPUTS=INPUTS, WARPS=NUM_WARPS, IS_SPLIT=is_split, PTX=_HAS_PTX,
+        num_warps=NUM_WARPS, num_stages=tiles.num_stages,
+    )  # fmt: skip
+    if is_split:
+        _sum_of_splits[(triton.cdiv(y_MO.numel(), _SUMMED),)](
+            parts, scales_O, y_MO, tiles.num_splits, y_MO.numel(), num_outputs, ELEMENTS=_SUMMED
+        )
     return y_MO
+
+
+@cache
+def _num_processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -14,14 +14,15 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from llama_ssp.config.formats.int8_weight_only import FEW_ROWS
 from llama_ssp.models.linear import Linear
 
 _QUANTIZED_ELEMENTS = {"cpu": 2**17, "cuda": 2**24}
 """Weights that are quantized at a time: few enough to need little memory, enough to keep a GPU busy."""
 _UNPACKED_ELEMENTS = {"cpu": 2**20, "cuda": 2**24}
 """Weights that are unpacked at a time: few enough for a CPU's cache, enough to keep a GPU busy."""
-_FEW_ROWS = {"cpu": 8, "cuda": 16}
-"""Up to so many rows the int8 kernels are faster than unpacking; on a GPU these are the rows of a tile."""
+_FEW_ROWS = {"cpu": 8, "cuda": FEW_ROWS}
+"""Up to so many rows the int8 kernels are faster than unpacking."""
 _LARGEST_BYTE = 127
 _CPU_VECTOR = 16
 """Weights that torch's CPU operator reads at a time, even past the end of a row."""

@@ -1,0 +1,66 @@
+"""How the int8 kernel cuts a product into blocks; knows no torch.
+
+The figures follow from ptxas and from the memory: 32 outputs and 512 inputs are 16 KiB of weights in a step, two or
+three steps are on their way at a time, and a block fits into 99 KiB of shared memory, which every GPU since 2020 has.
+
+Shapes: M rows, I inputs, O outputs.
+"""
+
+from dataclasses import dataclass
+
+NUM_WARPS = 8
+INPUTS = 64
+"""Inputs that a warp reads of a row of weights in a step: two sectors of memory."""
+STEP = NUM_WARPS * INPUTS
+_LEAST_STEPS = 2
+"""Fewer steps of a split would cost more than the second kernel gains."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiles:
+    """How a product is cut.
+
+    Attributes:
+        rows: of a block, padded.
+        outputs: of a block.
+        num_splits: over the inputs.
+        split_inputs: of a split, a multiple of STEP.
+        num_stages: steps on their way, and the one that is computed.
+        grid: blocks over outputs, rows and splits.
+    """
+
+    rows: int
+    outputs: int
+    num_splits: int
+    split_inputs: int
+    num_stages: int
+    grid: tuple[int, int, int]
+
+
+def tiles_of(*, num_rows: int, num_outputs: int, num_inputs: int, num_processors: int, value_bytes: int) -> Tiles:
+    """Cut a product so that every multiprocessor has a block; only the tile of rows depends on the number of rows.
+
+    Args:
+        num_rows: M.
+        num_outputs: O.
+        num_inputs: I.
+        num_processors: multiprocessors of the GPU.
+        value_bytes: of an input.
+    """
+    # In fp32 every output of a warp shares the splitting of its inputs into three.
+    outputs = 32 if value_bytes > 2 or _ceil(num_outputs, 32) >= num_processors else 16  # noqa: PLR2004 - fp32
+    num_steps = _ceil(num_inputs, STEP)
+    wanted = _ceil(num_processors, _ceil(num_outputs, outputs))
+    split_steps = _ceil(num_steps, max(min(wanted, num_steps // _LEAST_STEPS), 1))
+    num_splits = _ceil(num_steps, split_steps)
+    most_rows = 32 if value_bytes == 2 else 16  # noqa: PLR2004 - bytes of fp16 and bf16
+    rows = next((rows for rows in (8, 16) if num_rows <= rows), most_rows)
+    return Tiles(
+        rows=rows, outputs=outputs, num_splits=num_splits, split_inputs=split_steps * STEP,
+        num_stages=4 if rows * value_bytes <= 32 else 3,  # noqa: PLR2004 - 99 KiB
+        grid=(_ceil(num_outputs, outputs), _ceil(num_rows, rows), num_splits),
+    )  # fmt: skip
+
+
+def _ceil(number: int, by: int) -> int:
+    return -(-number // by)
