@@ -57,7 +57,6 @@ class RetokenizedDrafter(HostTimed):
     is_point_mass = True
     reads_skipped = False
     repeats_operators = False
-    reads_by_length = True  # in buckets of its own, if any
 
     def __post_init__(self) -> None:
         self._comm = self.comm or Comm.single()
@@ -65,6 +64,11 @@ class RetokenizedDrafter(HostTimed):
         self._cached: list[list[int]] = []
         self._settled: list[tuple[int, list[int]]] = []
         self._num_slots = 0
+
+    @property
+    def reads_by_length(self) -> bool:
+        """See `Drafter`."""
+        return self.runner.reads_by_length
 
     @property
     def num_allocations(self) -> int:

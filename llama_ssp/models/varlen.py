@@ -36,7 +36,7 @@ _TOLERANCE = 0.05
 class VarlenAttention(Protocol):
     """`torch.nn.attention.varlen.varlen_attn` with pages. The last query of a row sees all of its `seqused_k` slots."""
 
-    def __call__(
+    def __call__(  # noqa: PLR0913, PLR0917 - torch's
         self, query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int,
         *, scale: float, window_size: tuple[int, int], enable_gqa: bool, seqused_k: Tensor, block_table: Tensor,
     ) -> Tensor:  # fmt: skip
@@ -45,7 +45,7 @@ class VarlenAttention(Protocol):
 
 @cache
 def find_varlen(device: torch.device, dtype: torch.dtype, head_dim: int) -> VarlenAttention | None:
-    """torch's kernel for such heads on a device; None if it does not run there, or not rightly."""
+    """Torch's kernel for such heads on a device; None if it does not run there, or not rightly."""
     is_narrow = dtype in {torch.float16, torch.bfloat16}
     if device.type != "cuda" or not is_narrow or head_dim % 8 or head_dim > _LARGEST_HEAD:
         return None
@@ -103,7 +103,8 @@ def is_right(attend: VarlenAttention, *, device: torch.device, dtype: torch.dtyp
         )  # fmt: skip
         for row, length in enumerate(lengths):
             keys_1NSD, values_1NSD = (
-                pool.index_select(0, pages_R2[row]).flatten(0, 1).transpose(0, 1)[None] for pool in (keys_XPND, values_XPND)
+                pool.index_select(0, pages_R2[row]).flatten(0, 1).transpose(0, 1)[None]
+                for pool in (keys_XPND, values_XPND)
             )
             own = slice(row * num_queries, (row + 1) * num_queries)
             distance_QS = torch.arange(length - num_queries, length)[:, None] - torch.arange(most)

@@ -1,7 +1,7 @@
 """Triton kernels that draw tokens as `processors.draw_units` does, to the same ids, in two launches instead of twenty.
 
     sum_blocks     one program for each block of each row: the block's units
-    pick_token     one program for each row: the block where the first uniform falls, and the token where the second does
+    pick_token     one program for each row: the block where the first uniform falls, the token where the second does
 
 This module imports Triton; CPU builds of torch come without.
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def sum_blocks(weights, sums, units, vocab_size, num_blocks, TOKENS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+def sum_blocks(weights, sums, units, vocab_size, num_blocks, TOKENS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Sum the integer units of one block of one row."""
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     tokens = block * TOKENS + tl.arange(0, TOKENS)
@@ -24,7 +24,7 @@ def sum_blocks(weights, sums, units, vocab_size, num_blocks, TOKENS: tl.constexp
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _place(numbers, uniform, num_places):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+def _place(numbers, uniform, num_places):  # type: ignore[no-untyped-def]
     """The index where the running sum passes the given share of the total, below `num_places`; see `processors.draw`."""
     running = tl.cumsum(numbers, 0)
     point = (tl.sum(numbers, 0).to(tl.float64) * uniform).to(tl.int64)
@@ -33,8 +33,8 @@ def _place(numbers, uniform, num_places):  # type: ignore[no-untyped-def]  # noq
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def pick_token(  # type: ignore[no-untyped-def]  # noqa: ANN201, PLR0913, PLR0917
-    weights, sums, uniforms, ids, units, vocab_size, num_blocks, uniforms_stride,  # noqa: ANN001
+def pick_token(  # type: ignore[no-untyped-def]
+    weights, sums, uniforms, ids, units, vocab_size, num_blocks, uniforms_stride,
     TOKENS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Pick a block of one row by its first uniform, and a token of it by the second."""

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 
-def varlen_attention(
+def varlen_attention(  # noqa: PLR0913, PLR0917 - torch's
     query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int,
     *, scale: float, window_size: tuple[int, int], enable_gqa: bool, seqused_k: Tensor, block_table: Tensor,
 ) -> Tensor:  # fmt: skip

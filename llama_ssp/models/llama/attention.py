@@ -144,6 +144,8 @@ class LengthTables(Workspace):
             self._sums[number, step] = torch.arange(0, stop, step, dtype=torch.int32, device=self._device)
         return self._sums[number, step]
 
-    def attend(self, varlen: VarlenAttention, rows: RowLengths, windows: Iterable[int | None]) -> dict[int | None, Attend]:
+    def attend(
+        self, varlen: VarlenAttention, rows: RowLengths, windows: Iterable[int | None]
+    ) -> dict[int | None, Attend]:
         """The attention of a forward for each window of the layers."""
         return {window: LengthAttention(varlen, rows, window) for window in dict.fromkeys(windows)}

@@ -10,7 +10,6 @@ of each key-value head, Q = T * G, S slots, U slots that are read.
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -22,7 +21,7 @@ from llama_ssp.models.linear import Kernel, make_linear
 from llama_ssp.models.llama.attention import Attend, LengthTables, MaskedAttention
 from llama_ssp.models.llama.layer import Layer, take
 from llama_ssp.models.llama.norm import RmsNorm
-from llama_ssp.models.llama.rotary import Place, PlaceByKernel, PlaceByOperators, Rotations, RotateWrite
+from llama_ssp.models.llama.rotary import Place, PlaceByKernel, PlaceByOperators, Rotations
 from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
 from llama_ssp.models.tensor_parallel import GatheredLinear
 from llama_ssp.models.triton_tools import attempt
@@ -30,10 +29,7 @@ from llama_ssp.models.varlen import VarlenAttention, find_varlen
 from llama_ssp.shapes import static_shape
 
 if TYPE_CHECKING:
-    from llama_ssp.models.llama.few_rows import FewRows
-
-MOST_ROWS = 32
-"""Up to so many tokens a forward uses the products of `few_rows`."""
+    from llama_ssp.models.llama.gpu_layers import GpuLayers
 
 
 def is_llama_kind(config: PretrainedConfig) -> bool:
@@ -92,13 +88,14 @@ class LeanRunner(CachedRunner):
             varlen = find_varlen(self.device, self.dtype, layers[0].heads.dim)
         self._varlen = varlen
         self.reads_by_length = varlen is not None
-        self._rotate_write: RotateWrite | None = None
-        self._few_rows: FewRows | None = None
+        self._gpu_layers: GpuLayers | None = None
         if self.reads_by_length and self.device.type == "cuda":
-            self._rotate_write = attempt(self._find_rotate_write, instead="continuing with more kernels in every layer")
-            self._few_rows = self._rotate_write and attempt(
-                self._find_few_rows, instead="continuing with smaller kernels in every layer"
-            )
+            self._gpu_layers = attempt(self._in_few_kernels, instead="continuing with more kernels in every layer")
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether forwards run the kernels of `gpu_layers`."""
+        return self._gpu_layers is not None
 
     def allocate(self, *, batch_size: int, capacity: int) -> None:
         """See `Runner.allocate`."""
@@ -128,8 +125,8 @@ class LeanRunner(CachedRunner):
         place, attend = self._placing(positions_BT, bucket=bucket, cache_rows_B=cache_rows_B, consecutive=consecutive)
         attends = [attend[window] for window in self._windows]
         x_ME = self._embed(ids_BT.flatten())
-        if self._few_rows and batch_size * num_tokens <= MOST_ROWS:
-            own_MV = self._few_rows.forward(x_ME, place, attends, score_positions_BR=score_positions_BR)
+        if self._gpu_layers:
+            own_MV = self._gpu_layers.forward(x_ME, place, attends, score_positions_BR=score_positions_BR)
         else:
             for layer, attend_here in zip(self._layers, attends, strict=True):
                 x_ME = layer.forward(x_ME, place, attend_here)
@@ -146,15 +143,15 @@ class LeanRunner(CachedRunner):
         """How one forward writes and reads the cache; the latter by window."""
         assert self._cache is not None, "allocate comes first"
         freqs_cis_S1P = self._rotations.freqs_cis_S1P
-        if self._rotate_write and cache_rows_B is None:
-            buffers = self._cache.buffers(bucket)
-            place: Place = PlaceByKernel(self._rotate_write, freqs_cis_S1P, positions_BT.contiguous(), None, buffers)
+        place: Place
+        if self._gpu_layers and cache_rows_B is None:
+            kernel, buffers = self._gpu_layers.rotate_write, self._cache.buffers(bucket)
+            place = PlaceByKernel(kernel, freqs_cis_S1P, positions_BT.contiguous(), None, buffers)
         else:
             view = self._cache.view(positions_BT, bucket=bucket, cache_rows_B=cache_rows_B)
-            if self._rotate_write:
-                place = PlaceByKernel(
-                    self._rotate_write, freqs_cis_S1P, positions_BT.contiguous(), view.slots_M, view.buffer
-                )
+            if self._gpu_layers:
+                kernel, positions_BT = self._gpu_layers.rotate_write, positions_BT.contiguous()
+                place = PlaceByKernel(kernel, freqs_cis_S1P, positions_BT, view.slots_M, view.buffer)
             else:
                 place = PlaceByOperators(freqs_cis_S1P.index_select(0, positions_BT.flatten()), view)
         if self._varlen is None:
@@ -162,17 +159,10 @@ class LeanRunner(CachedRunner):
         rows = self._lengths.rows(positions_BT, cache_rows_B=cache_rows_B, consecutive=consecutive)
         return place, self._lengths.attend(self._varlen, rows, self._windows)
 
-    def _find_rotate_write(self) -> RotateWrite:
-        from llama_ssp.models.llama.trials import tried_rotate_write  # noqa: PLC0415 - imports Triton
+    def _in_few_kernels(self) -> "GpuLayers":
+        from llama_ssp.models.llama.gpu_layers import GpuLayers  # noqa: PLC0415 - imports Triton
 
-        return tried_rotate_write(self._layers[0], dtype=self.dtype, device=self.device)
-
-    def _find_few_rows(self) -> "FewRows | None":
-        from llama_ssp.models.llama.few_rows import FewRows, can_fuse  # noqa: PLC0415 - imports Triton
-
-        if not can_fuse(self._layers, self._head):
-            return None
-        return FewRows(self._layers, self._norm, self._head, comm=self._comm)
+        return GpuLayers(self._layers, self._norm, self._head, comm=self._comm)
 
     def _masked(self, positions_BT: Tensor, *, bucket: int) -> dict[int | None, Attend]:
         heads = self._layers[0].heads

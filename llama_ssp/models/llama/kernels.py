@@ -1,8 +1,9 @@
-"""Triton kernels of the lean decoder for few tokens: a layer is a handful of them, each as large as it can be.
+"""Triton kernels of the lean decoder, each as large as it can be.
 
     product        x W^T, with whatever stands before and after it: the sum of the ranks added to the residual, the RMS
                    norm, the bias, the gate of the MLP, the residual
     rotate_write   the norms of heads, the rotary embedding, and the write to the cache
+    add_norm       the residual and the norm, around products with kernels of their own
 
 For few rows a product reads its weights and hardly computes, so what surrounds it is free, where a kernel of its own
 costs a launch and a trip through memory. Each program computes some outputs of all rows and reads each of its weights
@@ -10,7 +11,8 @@ once.
 
 This module imports Triton; CPU builds of torch come without.
 
-Shapes: M rows, I inputs, O outputs, X heads, D head dim, P = D / 2 pairs of dimensions.
+Shapes: B sequences, T positions, M = B * T rows, I inputs, O outputs, E embedding width, X heads, S positions, D head
+dim, P = D / 2 pairs of dimensions.
 """
 
 from collections.abc import Sequence
@@ -43,9 +45,9 @@ class NormWeight(NamedTuple):
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
-def product_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN202, PLR0912, PLR0913, PLR0915, PLR0917, C901 - Triton's own language
-    x, added, summed, norm, weight, bias, residual, y,  # noqa: ANN001
-    num_rows, num_outputs, num_inputs, eps, unscale,  # noqa: ANN001
+def product_kernel(  # type: ignore[no-untyped-def]
+    x, added, summed, norm, weight, bias, residual, y,
+    num_rows, num_outputs, num_inputs, eps, unscale,
     HAS_ADDED: tl.constexpr, HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     GATES: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
@@ -138,10 +140,34 @@ def product(
     return summed_MI, y_MO
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def add_norm_kernel(x, added, weight, normed, width, eps, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Add to one row of x, in place, and normalize the sum."""
+    places = tl.arange(0, WIDTH)
+    is_place = places < width
+    row = tl.program_id(0).to(tl.int64) * width + places
+    total = tl.load(x + row, mask=is_place, other=0.0) + tl.load(added + row, mask=is_place, other=0.0)
+    tl.store(x + row, total, mask=is_place)
+    exact = total.to(tl.float32)
+    factor = tl.rsqrt(tl.sum(exact * exact, 0) / width + eps)
+    factors = tl.load(weight + places, mask=is_place, other=0.0).to(tl.float32)
+    tl.store(normed + row, (exact * factor * factors).to(total.dtype), mask=is_place)
+
+
+def add_norm(x_ME: Tensor, added_ME: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+    """Add to x in place, and return the RMS norm of the sum."""
+    num_rows, width = x_ME.shape
+    normed_ME = torch.empty_like(x_ME)
+    add_norm_kernel[(num_rows,)](
+        x_ME, added_ME, weight_E, normed_ME, width, eps, WIDTH=triton.next_power_of_2(width), num_warps=8
+    )
+    return normed_ME
+
+
 @triton.jit(do_not_specialize=["num_positions", "num_slots", "all_slots"])  # type: ignore[untyped-decorator]
-def rotate_write_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN202, PLR0913, PLR0917 - Triton's own language
-    qkv, turns, positions, slots, query_norm, key_norm, parts,  # noqa: ANN001
-    num_slots, all_slots, num_positions, eps,  # noqa: ANN001
+def rotate_write_kernel(  # type: ignore[no-untyped-def]
+    qkv, turns, positions, slots, query_norm, key_norm, parts,
+    num_slots, all_slots, num_positions, eps,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     HAS_SLOTS: tl.constexpr, HAS_NORMS: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip

@@ -3,21 +3,24 @@
 A product is timed over the weights of several layers in turn, so that none is found in a cache, and as a CUDA graph, so
 that Python does not count. It costs a second or two when a model is built, and longer where Triton has yet to compile.
 
-Shapes: M rows, I inputs, O outputs, S slots, P pairs of dimensions.
+Shapes: B sequences, T positions, M tokens, X heads, I inputs, O outputs, E embedding width, S slots, D head dim, P =
+D / 2 pairs of dimensions.
 """
 
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from llama_ssp.models.cache import StaticCache
+from llama_ssp.models.cache import CacheView, StaticCache
+from llama_ssp.models.linear import Linear, PlainLinear
 from llama_ssp.models.llama import kernels
 from llama_ssp.models.llama.layer import Layer
-from llama_ssp.models.llama.rotary import PlaceByKernel, PlaceByOperators, RotateWrite
+from llama_ssp.models.llama.norm import RmsNorm
+from llama_ssp.models.llama.rotary import Place, PlaceByKernel, PlaceByOperators, RotateWrite
 
 _log = logging.getLogger(__name__)
 
@@ -32,19 +35,23 @@ _TOLERANCE = 0.02
 
 
 class Product(ABC):
-    """A product with our kernel or with torch's operators.
+    """A linear layer, with our kernel or with its own operators.
 
     Attributes:
-        tiles: the tile of our kernel by its rows; None for torch's operators.
+        linear: the layer.
+        plain: the layer, if our kernel can read its weights.
+        tiles: the tile of our kernel by its rows; None for the layer's own operators.
     """
 
-    def __init__(self, weight_OI: Tensor) -> None:
-        self.weight_OI = weight_OI
+    def __init__(self, linear: Linear) -> None:
+        self.linear = linear
+        is_plain = type(linear) is PlainLinear and linear.weight_OI.dtype in {torch.float16, torch.bfloat16}
+        self.plain = linear if isinstance(linear, PlainLinear) and is_plain else None
         self.tiles: dict[int, kernels.Tile | None] = dict.fromkeys(_TIMED_ROWS)
 
     def tile(self, x_MI: Tensor) -> kernels.Tile | None:
-        """The tile for so many rows."""
-        return self.tiles[kernels.padded(x_MI.shape[0])]
+        """The tile for so many rows, if it is ours."""
+        return self.tiles.get(kernels.padded(x_MI.shape[0]))
 
     @abstractmethod
     def try_out(self, x_MI: Tensor) -> Tensor:
@@ -54,8 +61,10 @@ class Product(ABC):
 @torch.inference_mode()
 def choose(products: Sequence[Product]) -> None:
     """Give products of one shape the fastest tile of those that are right, or torch's operators."""
+    if products[0].plain is None:
+        return
     generator = torch.Generator().manual_seed(0)
-    weight_OI = products[0].weight_OI
+    weight_OI = products[0].plain.weight_OI
     for padded_rows, numbers in _TIMED_ROWS.items():
         inputs = [
             torch.randn(number, weight_OI.shape[1], generator=generator).to(weight_OI.device, weight_OI.dtype)
@@ -85,7 +94,7 @@ def _works(product: Product, inputs: Sequence[Tensor], padded_rows: int, tile: k
             return False
         is_wrong_MO = ~((found_MO - wanted_MO).abs() <= _TOLERANCE * wanted_MO.abs().max())  # so is NaN
         if bool(is_wrong_MO.any()):
-            _log.warning("a fused product of shape %s is wrong on this device and not used", [*product.weight_OI.shape])
+            _log.warning("a fused product of %d inputs is wrong on this device and not used", x_MI.shape[1])
             return False
     return True
 
@@ -119,27 +128,43 @@ def _seconds(
 
 
 @torch.inference_mode()
-def tried_rotate_write(layer: Layer, *, dtype: torch.dtype, device: torch.device) -> RotateWrite:
-    """Our kernel for this layer's heads; raises RuntimeError if it does not compute what torch's operators do."""
+def try_rotate_write(layer: Layer, *, like: Tensor) -> RotateWrite:
+    """Our kernel for this layer's heads; RuntimeError if it does not compute what torch's operators do."""
     generator = torch.Generator().manual_seed(0)
     heads, num_slots = layer.heads, 8
-    positions_BT = torch.tensor([[3, 4, 5], [0, 1, 2]], device=device)
-    qkv_MXD = torch.randn(positions_BT.numel(), heads.num + 2 * heads.num_kv, heads.dim, generator=generator)
-    qkv_MXD = qkv_MXD.to(device, dtype)
-    angles_SP = torch.randn(num_slots, heads.dim // 2, generator=generator).to(device)
+    positions_BT = torch.tensor([[3, 4, 5], [0, 1, 2]], device=like.device)
+    qkv_MXD = torch.randn(positions_BT.numel(), heads.num + 2 * heads.num_kv, heads.dim, generator=generator).to(like)
+    angles_SP = torch.randn(num_slots, heads.dim // 2, generator=generator).to(like.device)
     freqs_cis_S1P = torch.polar(torch.ones_like(angles_SP), angles_SP)[:, None]
-    results = []
-    for is_ours in (False, True):
-        cache = StaticCache(num_layers=1, batch_size=2, capacity=num_slots, device=device)
-        if is_ours:
-            place: PlaceByKernel | PlaceByOperators = PlaceByKernel(
-                kernels.rotate_write, freqs_cis_S1P, positions_BT, None, cache.buffers(num_slots)
+
+    def placed(place: Callable[[CacheView], Place]) -> tuple[Tensor, ...]:
+        cache = StaticCache(num_layers=1, batch_size=2, capacity=num_slots, device=like.device)
+        view = cache.view(positions_BT, bucket=num_slots, cache_rows_B=None)
+        return place(view)(qkv_MXD.clone(), 0, heads, layer.head_norms)
+
+    wanted = placed(lambda view: PlaceByOperators(freqs_cis_S1P.index_select(0, positions_BT.flatten()), view))
+    for in_order in (True, False):
+        found = placed(
+            lambda view, in_order=in_order: PlaceByKernel(  # type: ignore[misc]
+                kernels.rotate_write, freqs_cis_S1P, positions_BT, None if in_order else view.slots_M, view.buffer
             )
-        else:
-            view = cache.view(positions_BT, bucket=num_slots, cache_rows_B=None)
-            place = PlaceByOperators(freqs_cis_S1P.index_select(0, positions_BT.flatten()), view)
-        results.append(place(qkv_MXD.clone(), 0, heads, layer.head_norms))
-    for found, wanted in zip(*results, strict=True):
-        if bool((~((found - wanted).abs() <= _TOLERANCE * wanted.abs().max())).any()):
-            raise RuntimeError("the kernel for the rotary embedding is wrong on this device")
+        )
+        for one, other in zip(found, wanted, strict=True):
+            _check("rotary embedding", one, other)
     return kernels.rotate_write
+
+
+@torch.inference_mode()
+def try_add_norm(norm: RmsNorm) -> None:
+    """Raise RuntimeError if our kernel does not compute what torch's operators do."""
+    generator = torch.Generator().manual_seed(0)
+    x_ME, added_ME = torch.randn(2, 5, norm.weight_E.shape[0], generator=generator).to(norm.weight_E)
+    wanted_ME = x_ME + added_ME
+    found_ME = kernels.add_norm(x_ME, added_ME, norm.weight_E, norm.eps)
+    _check("residual", x_ME, wanted_ME)
+    _check("norm", found_ME, norm(wanted_ME))
+
+
+def _check(name: str, found: Tensor, wanted: Tensor) -> None:
+    if bool((~((found - wanted).abs() <= _TOLERANCE * wanted.abs().max())).any()):
+        raise RuntimeError(f"the kernel of the {name} is wrong on this device")

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.drafting.catch_up import CatchUp
+from llama_ssp.engine.state import Request
 from llama_ssp.models import varlen
 from llama_ssp.models.llama.decoder import LeanRunner
-from llama_ssp.models.runner import Runner
 from llama_ssp.models.varlen import find_varlen, is_right
+from tests.helpers.decoders import make_decoder
 from tests.helpers.models import tiny_model
 from tests.helpers.varlen_attention import varlen_attention
 from tests.unit.models.llama.test_decoder import assert_close, modules, ragged_rounds, random_ids
@@ -57,10 +58,10 @@ def test_rows_beyond_a_page_find_their_own_pages() -> None:
     for runner in runners:
         runner.allocate(batch_size=2, capacity=320)
         ids_BT, rows_B = random_ids(2, 304), torch.tensor([1, 0])
-        logits = [
-            runner.forward(ids_BT[:, start:stop], torch.arange(start, stop).expand(2, -1), bucket=stop, cache_rows_B=rows_B)
-            for start, stop in ((0, 200), (200, 300))
-        ]
+        logits = []
+        for start, stop in ((0, 200), (200, 300)):
+            positions_BT = torch.arange(start, stop).expand(2, -1)
+            logits.append(runner.forward(ids_BT[:, start:stop], positions_BT, bucket=stop, cache_rows_B=rows_B))
         positions_BT = torch.tensor([[300], [270]]) + torch.arange(3)
         found.append([*logits, runner.forward(ids_BT[:, :3], positions_BT, bucket=304)])
     for one, other in zip(*found, strict=True):
@@ -92,11 +93,22 @@ def test_the_kernel_gets_the_same_numbers_of_slots_and_tables_at_every_length() 
     assert {call.kwargs["block_table"].data_ptr() for call in calls} == {calls[0].kwargs["block_table"].data_ptr()}
 
 
+def test_one_width_serves_all_lengths_unless_a_part_reads_buckets() -> None:
+    """A GPU then captures a round once, and not again for every 256 slots."""
+    by_length, by_mask = pair("llama", batch_size=1)
+    found = []
+    for draft in (None, by_length, by_mask):
+        decoder = make_decoder(by_length, draft, replay=False)
+        decoder._is_cuda, decoder.bucket_step = True, 16
+        decoder.make_room([Request(index=0, prompt_ids=(1, 2, 3), max_new_tokens=90)])
+        found.append(len({decoder._buckets.covering(length) for length in range(1, 95)}))
+    assert found == [1, 1, 6]
+
+
 def test_the_cache_is_shown_as_pages_without_a_copy() -> None:
-    runner: Runner = LeanRunner(tiny_model("llama"), comm=Comm.single(), varlen=varlen_attention)
+    runner = LeanRunner(tiny_model("llama"), comm=Comm.single(), varlen=varlen_attention)
     runner.allocate(batch_size=2, capacity=300)
     runner.forward(random_ids(2, 1), torch.zeros(2, 1, dtype=torch.int64), bucket=8)
-    assert isinstance(runner, LeanRunner)
     assert runner._cache
     [first, *_] = runner._cache.shown[512]
     assert first.keys.shape[:2] == (4, 256)
@@ -121,7 +133,12 @@ def test_a_kernel_is_held_to_masks_before_it_is_used() -> None:
 
 @pytest.mark.parametrize(
     ("device", "dtype", "head_dim"),
-    [("cpu", torch.bfloat16, 64), ("cuda", torch.float32, 64), ("cuda", torch.float16, 20), ("cuda", torch.float16, 512)],
+    [
+        ("cpu", torch.bfloat16, 64),
+        ("cuda", torch.float32, 64),
+        ("cuda", torch.float16, 20),
+        ("cuda", torch.float16, 512),
+    ],
 )
 def test_other_devices_formats_and_heads_keep_masks(
     device: str, dtype: torch.dtype, head_dim: int, monkeypatch: pytest.MonkeyPatch

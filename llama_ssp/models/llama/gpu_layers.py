@@ -1,9 +1,12 @@
-"""The lean decoder for a few tokens on a GPU, such as a round's: seven kernels a layer, two of them attention's.
+"""The layers of the lean decoder on a GPU: few kernels, each as large as it can be.
+
+For up to 32 tokens of plain weights, which most rounds are, a layer is seven kernels, two of them attention's:
 
     norm, query-key-value | rotary, cache | attention, its sum | output, residual | norm, gate-up, silu | down, residual
 
 With tensor parallelism an all-reduce follows output and down, and the next product adds its result to the residual.
-Module `trials` chooses for every product between our kernel and torch's operators.
+Quantized weights and longer forwards have kernels of their own for their products; then the residual and the norm are
+one kernel, and so is silu. Module `trials` chooses for every plain product between our kernel and torch's operators.
 
 Shapes: B sequences, T positions, M = B * T tokens, R tokens that get logits, I inputs, O outputs, E embedding width, V
 vocabulary.
@@ -17,21 +20,21 @@ import torch
 from torch import Tensor
 
 from llama_ssp.distributed.comms import Comm
-from llama_ssp.models.linear import Linear, PlainLinear
+from llama_ssp.models.linear import Linear
 from llama_ssp.models.llama import kernels
 from llama_ssp.models.llama.attention import Attend
 from llama_ssp.models.llama.fused import gated
 from llama_ssp.models.llama.layer import Layer, ResidualLinear
 from llama_ssp.models.llama.norm import RmsNorm
 from llama_ssp.models.llama.rotary import Place
-from llama_ssp.models.llama.trials import Product, choose
+from llama_ssp.models.llama.trials import Product, choose, try_add_norm, try_rotate_write
 
 _SMALLEST_EXPONENT = -14
 """Of normal numbers in fp16."""
 
 
 class Stream(NamedTuple):
-    """The residual stream (M, E), and a sum of the ranks that nobody has added to it yet."""
+    """The residual stream (M, E), and what nobody has added to it yet."""
 
     x_ME: Tensor
     pending_ME: Tensor | None = None
@@ -49,11 +52,9 @@ class NormedProduct(Product):
         dtype: of the result; None for that of the weights.
     """
 
-    def __init__(
-        self, norm: RmsNorm, linear: PlainLinear, *, gates: bool = False, dtype: torch.dtype | None = None
-    ) -> None:
-        super().__init__(linear.weight_OI)
-        self._norm, self._linear = norm, linear
+    def __init__(self, norm: RmsNorm, linear: Linear, *, gates: bool = False, dtype: torch.dtype | None = None) -> None:
+        super().__init__(linear)
+        self._norm = norm
         self._gates, self._dtype = gates, dtype
         # No product of a finite x with the scaled weight overflows.
         largest = max(float(norm.weight_E.abs().max()), 2.0**_SMALLEST_EXPONENT)
@@ -61,14 +62,18 @@ class NormedProduct(Product):
         self._norm_weight = kernels.NormWeight(norm.weight_E * scale, scale, norm.eps)
 
     def __call__(self, stream: Stream) -> tuple[Tensor, Tensor]:
-        """Return the whole stream (M, E), and the product (M, O)."""
-        if tile := self.tile(stream.x_ME):
+        """Return the whole stream (M, E), which may overwrite the given one, and the product (M, O)."""
+        x_ME = stream.x_ME
+        if self.plain and (tile := self.tile(x_ME)):
             return kernels.product(
-                stream.x_ME, self._linear.weight_OI, tile=tile, norm=self._norm_weight, bias_O=self._linear.bias_O,
+                x_ME, self.plain.weight_OI, tile=tile, norm=self._norm_weight, bias_O=self.plain.bias_O,
                 added_MI=stream.pending_ME, gates=self._gates, dtype=self._dtype,
             )  # fmt: skip
-        x_ME = stream.added()
-        y_MO = self._linear(self._norm(x_ME))
+        if stream.pending_ME is None:
+            normed_ME = self._norm(x_ME)
+        else:
+            normed_ME = kernels.add_norm(x_ME, stream.pending_ME, self._norm.weight_E, self._norm.eps)
+        y_MO = self.linear(normed_ME)
         y_MO = gated(y_MO) if self._gates else y_MO
         return x_ME, y_MO if self._dtype is None else y_MO.to(self._dtype)
 
@@ -78,37 +83,39 @@ class NormedProduct(Product):
 
 
 class AddedProduct(Product):
-    """A row-parallel linear layer whose output is added to the residual: at once, or after the sum of the ranks."""
+    """A row-parallel linear layer whose output is added to the residual, at once or by the next product."""
 
-    def __init__(self, residual: ResidualLinear, linear: PlainLinear) -> None:
-        super().__init__(linear.weight_OI)
-        self._residual, self._linear = residual, linear
+    def __init__(self, residual: ResidualLinear) -> None:
+        super().__init__(residual.linear)
+        self._residual = residual
 
     def __call__(self, x_MI: Tensor, residual_ME: Tensor) -> Stream:
         """Add the product of x to the residual, which may be overwritten."""
         if self._residual.is_shared:
             return Stream(residual_ME, self._residual.summed(self.try_out(x_MI)))
+        if self.plain is None:
+            return Stream(residual_ME, self.linear(x_MI))
         if tile := self.tile(x_MI):
-            weight_OI, bias_O = self._linear.weight_OI, self._linear.bias_O
+            weight_OI, bias_O = self.plain.weight_OI, self.plain.bias_O
             return Stream(kernels.product(x_MI, weight_OI, tile=tile, bias_O=bias_O, residual_MO=residual_ME)[1])
-        return Stream(self._linear.add(x_MI, residual_ME))
+        return Stream(self.plain.add(x_MI, residual_ME))
 
     def try_out(self, x_MI: Tensor) -> Tensor:
         """See `Product`."""
-        if tile := self.tile(x_MI):
-            return kernels.product(x_MI, self._linear.weight_OI, tile=tile, bias_O=self._linear.bias_O)[1]
-        return self._linear(x_MI)
+        if self.plain and (tile := self.tile(x_MI)):
+            return kernels.product(x_MI, self.plain.weight_OI, tile=tile, bias_O=self.plain.bias_O)[1]
+        return self.linear(x_MI)
 
 
-class FewRowsLayer:
-    """A layer for few tokens, over the weights of the layer for many."""
+class GpuLayer:
+    """A layer, over the weights of the layer for every device."""
 
     def __init__(self, layer: Layer) -> None:
         self._number, self._heads, self._head_norms = layer.number, layer.heads, layer.head_norms
-        self.qkv = NormedProduct(layer.attention_norm, _plain(layer.qkv))
-        self.output = AddedProduct(layer.output, _plain(layer.output.linear))
-        self.gate_up = NormedProduct(layer.mlp_norm, _plain(layer.gate_up), gates=True)
-        self.down = AddedProduct(layer.down, _plain(layer.down.linear))
+        self.qkv = NormedProduct(layer.attention_norm, layer.qkv)
+        self.output = AddedProduct(layer.output)
+        self.gate_up = NormedProduct(layer.mlp_norm, layer.gate_up, gates=True)
+        self.down = AddedProduct(layer.down)
 
     def forward(self, stream: Stream, place: Place, attend: Attend) -> Stream:
         """Add attention, then the MLP, to the stream; see `Layer.forward`."""
@@ -120,13 +127,21 @@ class FewRowsLayer:
         return self.down(gated_MI, x_ME)
 
 
-class FewRows:
-    """The layers, the last norm and the head, for few tokens."""
+class GpuLayers:
+    """The layers, the last norm and the head.
+
+    Raises whatever a kernel raises that does not run on this device, and RuntimeError if one is wrong there.
+
+    Attributes:
+        rotate_write: the kernel of `rotary.PlaceByKernel`.
+    """
 
     def __init__(self, layers: Sequence[Layer], norm: RmsNorm, head: Linear, *, comm: Comm) -> None:
-        self._layers = [FewRowsLayer(layer) for layer in layers]
+        self.rotate_write = try_rotate_write(layers[0], like=norm.weight_E)
+        try_add_norm(norm)
+        self._layers = [GpuLayer(layer) for layer in layers]
         # Gathered logits are sent in 16 bits.
-        self._head = NormedProduct(norm, _plain(head), dtype=torch.float32 if comm.size == 1 else None)
+        self._head = NormedProduct(norm, head, dtype=torch.float32 if comm.size == 1 else None)
         choose([layer.qkv for layer in self._layers])
         choose([layer.output for layer in self._layers])
         choose([layer.gate_up for layer in self._layers])
@@ -148,16 +163,3 @@ class FewRows:
             places_BRE = score_positions_BR[..., None].expand(-1, -1, x_ME.shape[-1])
             stream = Stream(x_BTE.gather(1, places_BRE).flatten(0, 1))
         return self._head(stream)[1]
-
-
-def can_fuse(layers: Sequence[Layer], head: Linear) -> bool:
-    """Whether all products of a decoder are of plain weights in 16 bits."""
-    linears = [
-        one for layer in layers for one in (layer.qkv, layer.output.linear, layer.gate_up, layer.down.linear)
-    ]
-    return all(type(one) is PlainLinear and one.weight_OI.element_size() == 2 for one in (*linears, head))  # noqa: PLR2004
-
-
-def _plain(linear: Linear) -> PlainLinear:
-    assert isinstance(linear, PlainLinear)
-    return linear
