@@ -7,16 +7,17 @@ Triton does not know, fails at the first call. `attempt` tries a kernel once; wi
 import logging
 import os
 import shutil
+import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
 _Kernel = TypeVar("_Kernel")
 _log = logging.getLogger(__name__)
 _MOST_LETTERS = 200
+_said: set[str] = set()
 
 
 def attempt(try_out: Callable[[], _Kernel], *, instead: str) -> _Kernel | None:
@@ -32,13 +33,10 @@ def attempt(try_out: Callable[[], _Kernel], *, instead: str) -> _Kernel | None:
 
 
 def warn(instead: str, error: Exception) -> None:
-    """Log one sentence about a kernel that failed: what the run does `instead`, why, and what would help."""
-    _warn_once(f"{instead}: {reason(error)}")
-
-
-@cache
-def _warn_once(sentence: str) -> None:
-    _log.warning("%s", sentence)
+    """Log one sentence, once: what the run does `instead` of a kernel that failed, why, and what would help."""
+    if instead not in _said:
+        _said.add(instead)
+        _log.warning("%s: %s", instead, reason(error))
 
 
 def reason(error: Exception) -> str:
@@ -50,6 +48,9 @@ def reason(error: Exception) -> str:
             "Triton needs a C compiler and Python.h, which this machine lacks; "
             f"sudo {command} install {' '.join(packages)} installs them"
         )
+    cause = getattr(error, "inner_exception", error)  # torch's compiler wraps those of Triton
+    if isinstance(cause, subprocess.CalledProcessError):
+        return f"{cause.cmd[0]} failed, and its own message stands above"
     return str(error).strip().partition("\n")[0][:_MOST_LETTERS] or type(error).__name__
 
 

@@ -25,7 +25,7 @@ def sum_blocks(weights, sums, units, vocab_size, num_blocks, TOKENS: tl.constexp
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _place(numbers, uniform, num_places):  # type: ignore[no-untyped-def]
-    """The index where the running sum passes the given share of the total, below `num_places`; see `processors.draw`."""
+    """The index where the running sum passes the given share of the total, below `num_places`; see `draw`."""
     running = tl.cumsum(numbers, 0)
     point = (tl.sum(numbers, 0).to(tl.float64) * uniform).to(tl.int64)
     is_place = tl.arange(0, numbers.shape[0]) < num_places
