@@ -35,6 +35,10 @@ slow *arguments:
         tests/unit/launch/test_model_files.py \
         tests/unit/models/test_loading_memory.py tests/unit/models/test_synthetic_1b.py tests/unit/engine/test_synthetic_pair.py {{arguments}}
 
+# what a GPU would be asked to do, on a stub device; LLAMA_SSP_CUDA_PYTHON names an interpreter with a CUDA build of torch
+gpu-stub *arguments:
+    "{{bin}}/pytest" --gpu-stub tests/stub_gpu {{arguments}}
+
 # everything that a commit must pass, the tests apart
 check:
     "{{bin}}/ruff" check

@@ -1,6 +1,7 @@
 """What all tests share: no network, one thread per process, how many workers, and which markers run on which machine.
 
 Three lanes, by cost: unmarked tests run always, `heavy` ones with --heavy (as .ci/run does), `slow` ones with --slow.
+A fourth, with --gpu-stub, needs a CUDA build of torch.
 """
 
 import os
@@ -26,18 +27,24 @@ JOBS = ("tests/distributed/", "tests/slurm/")
 UNTIMED = tuple(f"tests/distributed/test_{name}.py" for name in ("placement", "precision", "deepspeed"))
 """Those that share groups of ranks and have no time limits: another worker may run them at the same time."""
 
+STUBS = "tests/stub_gpu/"
+"""Tests of one file share what their processes found."""
+
 
 class JobsOnOneWorker(LoadScopeScheduling):  # type: ignore[misc] # xdist is untyped
-    """Hands out tests one by one, and those of JOBS all to the worker that gets the first of them."""
+    """Hands out tests one by one; those of JOBS all to one worker, those of a file of STUBS as well."""
 
     def _split_scope(self, nodeid: str) -> str:
         if nodeid.startswith(UNTIMED):
             return UNTIMED[0]
+        if nodeid.startswith(STUBS):
+            return nodeid.partition("::")[0]
         return JOBS[0] if nodeid.startswith(JOBS) else nodeid
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--heavy", action="store_true", help="also run the tests that .ci/run adds to the default ones")
+    parser.addoption("--gpu-stub", action="store_true", help="run the tests on the stub device: `just gpu-stub`")
     parser.addoption("--slow", action="store_true", help="also run the tests that take minutes, and the heavy ones")
 
 
@@ -66,6 +73,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="takes minutes: --slow runs it"))
         if item.get_closest_marker("heavy") and not heavy:
             item.add_marker(pytest.mark.skip(reason="heavy: --heavy runs it, as .ci/run does"))
+        if item.get_closest_marker("gpu_stub") and not config.getoption("--gpu-stub"):
+            item.add_marker(pytest.mark.skip(reason="on the stub device: `just gpu-stub` runs it"))
         if item.get_closest_marker("slurm") and (reason := slurm.why_not()):
             item.add_marker(pytest.mark.skip(reason=reason))
         if item.get_closest_marker("triton") and not find_spec("triton"):

@@ -1,0 +1,122 @@
+"""Budgets of CUDA graphs: how many nodes a layer, a draw and a round may have, and how many blocks attention must have.
+
+`gpu_nodes` counts them, and `tests/stub_gpu` holds the engine to them. A change that needs fewer lowers its budget.
+"""
+
+from dataclasses import dataclass, field
+
+from llama_ssp.config.schema import SamplingConfig
+
+NUM_DRAFT_TOKENS = 4
+CONTEXT = 2048
+"""Slots that attention reads where its blocks are counted."""
+NUM_MULTIPROCESSORS = 132
+"""Of an H100 or H200: attention with fewer blocks leaves some idle."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """One layer of a forward of some rows, on each of the GPUs that share it: at most `most` nodes."""
+
+    model: str
+    num_ranks: int = 1
+    num_rows: int
+    most: int
+
+    @property
+    def name(self) -> str:
+        """What it is called in tables."""
+        return f"{self.model}, {gpus(self.num_ranks)}, {rows(self.num_rows)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention:
+    """The attention of a layer over `CONTEXT` slots: at least `least` thread blocks."""
+
+    model: str
+    num_ranks: int = 1
+    num_rows: int
+    least: int
+
+    @property
+    def name(self) -> str:
+        """What it is called in tables."""
+        return f"{self.model}, {gpus(self.num_ranks)}, {rows(self.num_rows)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draw:
+    """One draw of a token for one row: at most `most` nodes."""
+
+    name: str
+    sampling: SamplingConfig
+    most: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """A round with K = 4, or a plain step, on each GPU: at most `most` nodes in all of its graphs."""
+
+    target: str
+    draft: str | None = None
+    num_ranks: int = 1
+    batch_size: int = 1
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    most: int
+
+    @property
+    def name(self) -> str:
+        """What it is called in tables."""
+        models = f"{self.target} with {self.draft}" if self.draft else f"{self.target}, plain"
+        drawn = "sampled" if self.sampling.temperature else "greedy"
+        return f"{models}, {gpus(self.num_ranks)}, batch {self.batch_size}, {drawn}"
+
+
+def gpus(number: int) -> str:
+    """In words."""
+    return "1 GPU" if number == 1 else f"{number} GPUs"
+
+
+def rows(number: int) -> str:
+    """In words."""
+    return "1 row" if number == 1 else f"{number} rows"
+
+
+GREEDY = SamplingConfig(temperature=0.0)
+LAYERS = (
+    Layer(model="tiny", num_rows=1, most=10),
+    Layer(model="tiny", num_rows=5, most=10),
+    Layer(model="7B", num_rows=1, most=10),
+    Layer(model="7B", num_rows=5, most=10),
+    Layer(model="7B", num_ranks=8, num_rows=1, most=14),
+    Layer(model="7B", num_ranks=8, num_rows=5, most=14),
+    Layer(model="llama3_8B", num_rows=1, most=10),
+    Layer(model="llama3_8B", num_rows=5, most=10),
+)
+DRAWS = (
+    Draw(name="greedy", sampling=GREEDY, most=10),
+    Draw(name="sampled", sampling=SamplingConfig(), most=22),
+    Draw(name="top_k", sampling=SamplingConfig(top_k=50), most=60),
+    Draw(name="top_p", sampling=SamplingConfig(top_p=0.9), most=60),
+)
+ROUNDS = (
+    Round(target="tiny", most=1000),
+    Round(target="tiny", draft="tiny-draft", most=1000),
+    Round(target="7B", most=1000),
+    Round(target="30B", draft="7B", most=2055),
+    Round(target="30B", draft="7B", sampling=GREEDY, most=2055),
+    Round(target="30B", draft="7B", batch_size=4, most=2200),
+    Round(target="30B", draft="7B", num_ranks=8, most=3000),
+)
+ATTENTION = (
+    Attention(model="7B", num_rows=1, least=32),
+    Attention(model="7B", num_rows=5, least=32),
+    Attention(model="30B", num_rows=1, least=52),
+    Attention(model="30B", num_rows=5, least=52),
+    Attention(model="llama3_8B", num_rows=1, least=8),
+    Attention(model="llama3_8B", num_rows=5, least=8),
+    Attention(model="tinyllama_1B", num_rows=1, least=4),
+    Attention(model="tinyllama_1B", num_rows=5, least=4),
+    Attention(model="7B", num_ranks=32, num_rows=1, least=1),
+    Attention(model="7B", num_ranks=32, num_rows=5, least=1),
+)

@@ -1,0 +1,2 @@
+// Instead of CUDA's header; see cuda_fp16.h.
+#pragma once

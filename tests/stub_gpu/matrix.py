@@ -1,0 +1,186 @@
+"""On the stub device: decodes with every setting of some groups, and says what was captured, replayed and found at fault.
+
+`python -m tests.stub_gpu.matrix OUT GROUP...` writes what each setting left to OUT, as JSON.
+"""
+
+import json
+import logging
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from llama_ssp import Pair
+from llama_ssp.config import catalogue
+from llama_ssp.config.drafts.model import DraftTokenizer, ModelDraftConfig
+from llama_ssp.config.drafts.ngram import NGRAM_DRAFT, NgramConfig
+from llama_ssp.config.schema import (
+    MODEL_DRAFT,
+    DeviceKind,
+    Dtype,
+    ModelConfig,
+    PlacementConfig,
+    RunConfig,
+    SamplingConfig,
+    SpeculationConfig,
+    VerificationConfig,
+)
+from llama_ssp.config.tasks.generate import GenerateConfig
+from llama_ssp.distributed.world import start
+from llama_ssp.engine.executors.cuda_graph import CudaGraphExecutor
+from llama_ssp.engine.loop import Decoder
+from llama_ssp.engine.state import Request
+from llama_ssp.session.checkpoints import find_sources
+from llama_ssp.session.draft_length import settle_length
+from llama_ssp.session.loading import build_decoder, load_models
+from tests.helpers import other_tokenizer
+from tests.helpers.models import VOCAB_SIZE, build_checkpoint
+from tests.helpers.tokenizers import save_tokenizer
+from tests.stub_gpu import device
+from tests.stub_gpu.device import Record
+from tests.stub_gpu.settings import ANOTHER_TOKENIZER, GROUPS, NGRAM, PLAIN, Group, Setting
+
+NEW_TOKENS = 16
+CONTEXT = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Left:
+    """What a setting left.
+
+    Attributes:
+        is_captured: rounds run as graphs, and no capture failed.
+        faults: of both runs.
+        finished: the rows that got all of their tokens.
+        between: kinds and texts of what the second run did from one round to the next, in the middle of it.
+        num_nodes: of each graph that the second run replayed, in order.
+    """
+
+    is_captured: bool
+    faults: list[str]
+    finished: int
+    between: list[str]
+    num_nodes: list[int]
+
+
+def load_group(group: Group, folder: Path) -> Pair:
+    """Load the pair of a group onto the stub device."""
+    entries = [catalogue.load("tiny"), catalogue.load("tiny-draft")]
+    if group.family is not None:
+        _save(group.family, folder)
+        entries = [ModelConfig(name="local", path=str(folder / part)) for part in ("target", "draft")]
+    target, draft = (replace(entry, dtype=Dtype[group.dtype], quantization="none") for entry in entries)
+    tokenizer = DraftTokenizer.own if group.family == ANOTHER_TOKENIZER else DraftTokenizer.same
+    config = RunConfig(
+        task=GenerateConfig(),
+        model=replace(target, quantization=group.quantization),
+        draft=ModelDraftConfig(kind=MODEL_DRAFT, model=draft, tokenizer=tokenizer),
+        placement=PlacementConfig(),
+        sampling=SamplingConfig(),
+        verification=VerificationConfig(),
+        device=DeviceKind.cuda,
+        ignore_eos=True,
+    )
+    with start(device=config.device, timeout_s=60) as world:
+        return Pair(models=load_models(config, world, find_sources(config, world)), config=config)
+
+
+def _save(family: str, folder: Path) -> None:
+    if family == ANOTHER_TOKENIZER:
+        other_tokenizer.save_pair(folder)
+        return
+    for part in ("target", "draft"):
+        build_checkpoint(folder / part, family, max_position_embeddings=CONTEXT)
+        save_tokenizer(folder / part, VOCAB_SIZE)
+
+
+def decode(pair: Pair, setting: Setting) -> Left:
+    """Decode twice: the first run captures, the second replays."""
+    config = replace(
+        pair.config,
+        sampling=setting.sampling,
+        verification=VerificationConfig(rule=setting.rule),
+        speculation=SpeculationConfig(num_draft_tokens=setting.num_draft_tokens),
+        batch_size=setting.batch_size,
+        draft=NgramConfig(kind=NGRAM_DRAFT) if setting.drafter == NGRAM else pair.config.draft,
+    )
+    decoder = build_decoder(pair.models, config, speculative=setting.drafter != PLAIN)
+    if setting.breaks:
+        verifier = decoder.round.verifier
+        verifier.verify = _reading(verifier.verify)  # type: ignore[method-assign]
+    requests = [
+        Request(index=row, prompt_ids=tuple(range(5, 25 + row)), max_new_tokens=NEW_TOKENS)
+        for row in range(setting.batch_size)
+    ]
+    records, finished = [], 0
+    with torch.inference_mode():
+        decoder.make_room(requests)
+        settle_length(decoder, config, comm=pair.models.mesh.world, num_slots=256)
+        for _ in range(2):
+            device.reset()
+            finished = _run(decoder, requests)
+            records.append(device.log())
+    executor = decoder.executor
+    return Left(
+        is_captured=isinstance(executor, CudaGraphExecutor) and not executor.failed,
+        faults=[fault for log in records for fault in device.faults(log)],
+        finished=finished,
+        between=between_rounds(records[-1], num_replays=1 if setting.drafter == PLAIN else 2),
+        num_nodes=[len(device.graph(number)) for number in _replayed(records[-1])],
+    )
+
+
+def _run(decoder: Decoder, requests: Sequence[Request]) -> int:
+    finished = {
+        update.completion.request.index
+        for updates in decoder.run(requests)
+        for update in updates
+        if len(update.completion.token_ids) == NEW_TOKENS
+    }
+    return len(finished)
+
+
+def _reading(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that then reads a value of its result on the host."""
+
+    def reading(*arguments: Any, **named: Any) -> Any:  # noqa: ANN401 - those of the function
+        result = function(*arguments, **named)
+        float(result[0].sum())
+        return result
+
+    return reading
+
+
+def _replayed(records: Sequence[Record]) -> list[int]:
+    return list(dict.fromkeys(int(record.text) for record in records if record.kind == "replay"))
+
+
+def between_rounds(records: Sequence[Record], *, num_replays: int) -> list[str]:
+    """What happened in one round in the middle of a run, without looks at events that cost nothing."""
+    places = [place for place, record in enumerate(records) if record.kind == "replay"]
+    if len(places) < 4 * num_replays:
+        return []
+    first = len(places) // 2 // num_replays * num_replays
+    inside = records[places[first] : places[first + num_replays]]
+    return [f"{record.kind} {record.text}" for record in inside if record.kind != "poll"]
+
+
+def main() -> None:
+    """Decode with all settings of the named groups."""
+    out, names = Path(sys.argv[1]), sys.argv[2:]
+    logging.basicConfig(level=logging.WARNING)
+    left = {}
+    for group in GROUPS:
+        if group.name in names:
+            with tempfile.TemporaryDirectory() as folder:
+                pair = load_group(group, Path(folder))
+                left[group.name] = {setting.name: asdict(decode(pair, setting)) for setting in group.settings}
+    out.write_text(json.dumps(left))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""The settings whose rounds are captured on the stub device, in the groups that share a pair of models."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from llama_ssp.config.rules.rule import DEFAULT
+from llama_ssp.config.schema import SamplingConfig
+from tests.helpers.models import FAMILIES
+
+ANOTHER_TOKENIZER = "another tokenizer"
+"""A pair with two tokenizers, whose draft draws among the tokens that both have."""
+NGRAM = "ngram"
+PAIR, PLAIN = "pair", "plain"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """How a pair decodes.
+
+    Attributes:
+        drafter: the pair's draft (PAIR), prompt look-up (NGRAM), or none (PLAIN).
+        num_draft_tokens: K, or `auto`.
+        breaks: each piece of a round reads a value on the host, which no capture allows.
+    """
+
+    name: str
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    rule: str = DEFAULT
+    batch_size: int = 1
+    drafter: str = PAIR
+    num_draft_tokens: int | str = 4
+    breaks: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """A pair of models, and how it decodes.
+
+    Attributes:
+        family: of `tests.helpers.models`, ANOTHER_TOKENIZER, or the shipped pair for None.
+    """
+
+    name: str
+    settings: tuple[Setting, ...]
+    dtype: str = "fp16"
+    quantization: str = "none"
+    family: str | None = None
+
+
+SAMPLINGS = {
+    "greedy": SamplingConfig(temperature=0.0),
+    "sampled": SamplingConfig(),
+    "top_k": SamplingConfig(top_k=20),
+    "top_p": SamplingConfig(top_p=0.9),
+    "min_p": SamplingConfig(min_p=0.05),
+    "top_k, top_p, min_p": SamplingConfig(top_k=20, top_p=0.9, min_p=0.05),
+    "penalties": SamplingConfig(repetition_penalty=1.2, frequency_penalty=0.3, presence_penalty=0.2),
+    "greedy, penalties": SamplingConfig(temperature=0.0, repetition_penalty=1.2),
+}
+RULES = ("block", "coupled", "greedy")
+BROKEN = Setting(name="a value is read", breaks=True)
+
+
+def _samplings() -> Iterator[Setting]:
+    for batch_size in (1, 4):
+        for name, sampling in SAMPLINGS.items():
+            yield Setting(name=f"{name}, batch {batch_size}", sampling=sampling, batch_size=batch_size)
+
+
+def _rules_and_drafters() -> Iterator[Setting]:
+    for rule in RULES:
+        sampling = SAMPLINGS["greedy" if rule == "greedy" else "sampled"]
+        for batch_size in (1, 4):
+            yield Setting(name=f"{rule}, batch {batch_size}", rule=rule, sampling=sampling, batch_size=batch_size)
+    for batch_size in (1, 4):
+        yield Setting(name=f"plain, batch {batch_size}", drafter=PLAIN, batch_size=batch_size)
+        yield Setting(name=f"look-up, batch {batch_size}", drafter=NGRAM, batch_size=batch_size)
+    yield Setting(name="K chosen by the run", num_draft_tokens="auto")
+
+
+_FEW = tuple(
+    setting
+    for batch_size in (1, 4)
+    for setting in (
+        Setting(name=f"sampled, batch {batch_size}", batch_size=batch_size),
+        Setting(name=f"plain, batch {batch_size}", drafter=PLAIN, batch_size=batch_size),
+    )
+)
+GROUPS = (
+    Group(name="fp16", settings=(*_samplings(), *_rules_and_drafters(), BROKEN)),
+    *(Group(name=dtype, dtype=dtype, settings=_FEW) for dtype in ("bf16", "fp32")),
+    Group(name="int8_weight_only", quantization="int8_weight_only", settings=_FEW),
+    *(Group(name=family, family=family, settings=_FEW[2:]) for family in FAMILIES),
+    Group(name=ANOTHER_TOKENIZER, family=ANOTHER_TOKENIZER, settings=(_FEW[0], _FEW[2])),
+)
