@@ -1,8 +1,8 @@
 """A Triton kernel for the product of a few rows with an int8 matrix; torch's own is far below memory bandwidth.
 
 Each block computes some outputs of a few rows, and its warps share out the inputs: every weight is read, converted and
-multiplied by one warp alone. Small matrices are split over their inputs, too, so that every multiprocessor has a block;
-a second kernel adds the parts. `int8_tiles` chooses both.
+multiplied by one warp alone. A matrix that would leave most multiprocessors idle is split over its inputs, too, and a
+second kernel adds the parts. `int8_tiles` chooses both. Blocks that read the same weights are neighbours.
 
     block   = OUTPUTS outputs x ROWS rows x the inputs of one split
     step    | warp 0: INPUTS | warp 1: INPUTS | ... | warp 7: INPUTS |  the next step: the same again
@@ -64,15 +64,28 @@ def _converted(bytes_tile, HALF: tl.constexpr, PTX: tl.constexpr):  # type: igno
     return numbers
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _store(  # type: ignore[no-untyped-def]  # noqa: ANN202, PLR0917 - Triton's own language
+    total, scales, bias, residual, y, outputs, places, is_stored  # noqa: ANN001
+):  # fmt: skip
+    """Scale a sum, add bias and residual where there are any, and store it; outputs and places have its shape."""
+    total *= tl.load(scales + outputs, mask=is_stored, other=0.0).to(tl.float32)
+    if bias is not None:
+        total += tl.load(bias + outputs, mask=is_stored, other=0.0).to(tl.float32)
+    if residual is not None:
+        total += tl.load(residual + places, mask=is_stored, other=0.0).to(tl.float32)
+    tl.store(y + places, total.to(y.dtype.element_ty), mask=is_stored)
+
+
 @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
 def _product(  # type: ignore[no-untyped-def]  # noqa: ANN202, PLR0913, PLR0917 - Triton's own language
-    x, weight, scales, y, num_rows, num_outputs, num_inputs, split_inputs,  # noqa: ANN001
+    x, weight, scales, bias, residual, y, num_rows, num_outputs, num_inputs, split_inputs,  # noqa: ANN001
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, WARPS: tl.constexpr,
     IS_SPLIT: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Compute one block: loop over steps, add the warps' sums, and scale unless a split of y is all there is."""
-    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    """Compute one block: loop over steps, and add the warps' sums; the sums of a split are stored as they are."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    outputs = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     is_row, is_output = rows < num_rows, outputs < num_outputs
     inputs = tl.arange(0, WARPS)[:, None] * INPUTS + tl.arange(0, INPUTS)[None, :]
     # Rows of the weight behind the last one are read as the last one, and not stored.
@@ -102,26 +115,27 @@ def _product(  # type: ignore[no-untyped-def]  # noqa: ANN202, PLR0913, PLR0917 
     pairs = tl.split(tl.reshape(pairs[0] + pairs[1], (OUTPUTS, ROWS, WARPS // 4, 2)))
     pairs = tl.split(tl.reshape(pairs[0] + pairs[1], (OUTPUTS, ROWS, 2)))
     result = pairs[0] + pairs[1]
+    places = rows[None, :] * num_outputs + outputs[:, None]
+    is_stored = is_output[:, None] & is_row[None, :]
     if IS_SPLIT:
         y += tl.program_id(2).to(tl.int64) * num_rows * num_outputs
+        tl.store(y + places, result, mask=is_stored)
     else:
-        result *= tl.load(scales + outputs, mask=is_output, other=0.0).to(tl.float32)[:, None]
-    places = y + rows[None, :] * num_outputs + outputs[:, None]
-    tl.store(places, result.to(y.dtype.element_ty), mask=is_output[:, None] & is_row[None, :])
+        outputs = tl.broadcast_to(outputs[:, None], (OUTPUTS, ROWS))
+        _store(result, scales, bias, residual, y, outputs, places, is_stored)
 
 
 @triton.jit(do_not_specialize=["num_elements"])  # type: ignore[untyped-decorator]
 def _sum_of_splits(  # type: ignore[no-untyped-def]  # noqa: ANN202, PLR0917 - Triton's own language
-    parts, scales, y, num_splits, num_elements, num_outputs, ELEMENTS: tl.constexpr  # noqa: ANN001
+    parts, scales, bias, residual, y, num_splits, num_elements, num_outputs, ELEMENTS: tl.constexpr  # noqa: ANN001
 ):  # fmt: skip
-    """Add the splits (S, M, O) in order, and scale."""
+    """Add the splits (S, M, O) in order."""
     places = tl.program_id(0) * ELEMENTS + tl.arange(0, ELEMENTS)
     is_element = places < num_elements
     total = tl.zeros((ELEMENTS,), dtype=tl.float32)
     for split in range(num_splits):
         total += tl.load(parts + split * num_elements + places, mask=is_element, other=0.0)
-    total *= tl.load(scales + places % num_outputs, mask=is_element, other=0.0).to(tl.float32)
-    tl.store(y + places, total.to(y.dtype.element_ty), mask=is_element)
+    _store(total, scales, bias, residual, y, places % num_outputs, places, is_element)
 
 
 _HAS_PTX = torch.version.hip is None and not triton.knobs.runtime.interpret
@@ -129,18 +143,27 @@ _SUMMED = 1024
 
 
 def product_of_few_rows(
-    x_MI: Tensor, weight_OI: Tensor, scales_O: Tensor, *, num_processors: int | None = None
+    x_MI: Tensor,
+    weight_OI: Tensor,
+    scales_O: Tensor,
+    *,
+    bias_O: Tensor | None = None,
+    residual_MO: Tensor | None = None,
+    num_processors: int | None = None,
 ) -> Tensor:
-    """Compute x (W s)^T; x and s in fp32, bf16 or fp16, W in int8 and contiguous.
+    """Compute x (W s)^T + bias + residual, rounded once.
 
     Args:
-        x_MI: inputs.
-        weight_OI: int8 weights.
-        scales_O: of the outputs.
-        num_processors: multiprocessors to share it out to; None for those of the device.
+        x_MI: inputs in fp32, bf16 or fp16.
+        weight_OI: int8, contiguous.
+        scales_O: of the outputs, in the dtype of x, as bias and residual are.
+        bias_O: None for no bias.
+        residual_MO: None for no residual.
+        num_processors: multiprocessors that the work is shared out to; None for all of the device.
     """
     num_outputs, num_inputs = weight_OI.shape
     x_MI = x_MI.contiguous()
+    residual_MO = None if residual_MO is None else residual_MO.contiguous()
     num_rows = len(x_MI)
     tiles = tiles_of(
         num_rows=num_rows, num_outputs=num_outputs, num_inputs=num_inputs,
@@ -150,13 +173,13 @@ def product_of_few_rows(
     is_split = tiles.num_splits > 1
     parts = x_MI.new_empty(tiles.num_splits, num_rows, num_outputs, dtype=torch.float32) if is_split else y_MO
     _product[tiles.grid](
-        x_MI, weight_OI, scales_O, parts, num_rows, num_outputs, num_inputs, tiles.split_inputs,
+        x_MI, weight_OI, scales_O, bias_O, residual_MO, parts, num_rows, num_outputs, num_inputs, tiles.split_inputs,
         ROWS=tiles.rows, OUTPUTS=tiles.outputs, INPUTS=INPUTS, WARPS=NUM_WARPS, IS_SPLIT=is_split, PTX=_HAS_PTX,
         num_warps=NUM_WARPS, num_stages=tiles.num_stages,
     )  # fmt: skip
     if is_split:
         _sum_of_splits[(triton.cdiv(y_MO.numel(), _SUMMED),)](
-            parts, scales_O, y_MO, tiles.num_splits, y_MO.numel(), num_outputs, ELEMENTS=_SUMMED
+            parts, scales_O, bias_O, residual_MO, y_MO, tiles.num_splits, y_MO.numel(), num_outputs, ELEMENTS=_SUMMED
         )
     return y_MO
 

@@ -12,8 +12,8 @@ NUM_WARPS = 8
 INPUTS = 64
 """Inputs that a warp reads of a row of weights in a step: two sectors of memory."""
 STEP = NUM_WARPS * INPUTS
-_LEAST_STEPS = 2
-"""Fewer steps of a split would cost more than the second kernel gains."""
+_LEAST_SAVED = 4
+"""Steps that a split must save, since it needs a second kernel; a step takes about a quarter of a microsecond."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class Tiles:
         num_splits: over the inputs.
         split_inputs: of a split, a multiple of STEP.
         num_stages: steps on their way, and the one that is computed.
-        grid: blocks over outputs, rows and splits.
+        grid: blocks over rows, outputs and splits.
     """
 
     rows: int
@@ -38,7 +38,9 @@ class Tiles:
 
 
 def tiles_of(*, num_rows: int, num_outputs: int, num_inputs: int, num_processors: int, value_bytes: int) -> Tiles:
-    """Cut a product so that every multiprocessor has a block; only the tile of rows depends on the number of rows.
+    """Cut a product for a GPU; only the tile of rows depends on the number of rows.
+
+    Small matrices have small blocks. If these leave half of the multiprocessors idle, they are split over the inputs.
 
     Args:
         num_rows: M.
@@ -50,15 +52,16 @@ def tiles_of(*, num_rows: int, num_outputs: int, num_inputs: int, num_processors
     # In fp32 every output of a warp shares the splitting of its inputs into three.
     outputs = 32 if value_bytes > 2 or _ceil(num_outputs, 32) >= num_processors else 16  # noqa: PLR2004 - fp32
     num_steps = _ceil(num_inputs, STEP)
-    wanted = _ceil(num_processors, _ceil(num_outputs, outputs))
-    split_steps = _ceil(num_steps, max(min(wanted, num_steps // _LEAST_STEPS), 1))
+    split_steps = _ceil(num_steps, max(num_processors // _ceil(num_outputs, outputs), 1))
+    if num_steps - split_steps < _LEAST_SAVED:
+        split_steps = num_steps
     num_splits = _ceil(num_steps, split_steps)
     most_rows = 32 if value_bytes == 2 else 16  # noqa: PLR2004 - bytes of fp16 and bf16
     rows = next((rows for rows in (8, 16) if num_rows <= rows), most_rows)
     return Tiles(
         rows=rows, outputs=outputs, num_splits=num_splits, split_inputs=split_steps * STEP,
         num_stages=4 if rows * value_bytes <= 32 else 3,  # noqa: PLR2004 - 99 KiB
-        grid=(_ceil(num_outputs, outputs), _ceil(num_rows, rows), num_splits),
+        grid=(_ceil(num_rows, rows), _ceil(num_outputs, outputs), num_splits),
     )  # fmt: skip
 
 

@@ -27,7 +27,7 @@ _LARGEST_BYTE = 127
 _CPU_VECTOR = 16
 """Weights that torch's CPU operator reads at a time, even past the end of a row."""
 
-ProductOfFewRows = Callable[[Tensor, Tensor, Tensor], Tensor]
+ProductOfFewRows = Callable[..., Tensor]
 
 
 class QuantizedForm(Linear):
@@ -45,11 +45,23 @@ class Int8WeightOnlyLinear(QuantizedForm):
 
     def __call__(self, x_MI: Tensor) -> Tensor:
         """See `Linear`."""
-        if self._few_rows and x_MI.shape[0] <= _FEW_ROWS[x_MI.device.type]:
-            y_MO = self._few_rows(x_MI, self._weight_OI, self._scales_O)
-        else:
+        return self._sum(x_MI, None)
+
+    def add(self, x_MI: Tensor, residual_MO: Tensor) -> Tensor:
+        """See `Linear`."""
+        return self._sum(x_MI, residual_MO)
+
+    def _sum(self, x_MI: Tensor, residual_MO: Tensor | None) -> Tensor:
+        """The product with bias and residual, which a GPU's kernel adds itself."""
+        if self._few_rows is None or x_MI.shape[0] > _FEW_ROWS[x_MI.device.type]:
             y_MO = self._unpacked(x_MI)
-        return y_MO if self._bias_O is None else y_MO.add_(self._bias_O)
+        elif x_MI.is_cuda:
+            return self._few_rows(x_MI, self._weight_OI, self._scales_O, bias_O=self._bias_O, residual_MO=residual_MO)
+        else:
+            y_MO = self._few_rows(x_MI, self._weight_OI, self._scales_O)
+        if self._bias_O is not None:
+            y_MO.add_(self._bias_O)
+        return y_MO if residual_MO is None else y_MO.add_(residual_MO)
 
     def _unpacked(self, x_MI: Tensor) -> Tensor:
         """Unpack the weights of some outputs at a time, and multiply.

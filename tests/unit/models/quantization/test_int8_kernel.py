@@ -19,7 +19,7 @@ MOST_INSTRUCTIONS = 6
 MOST_SHARED = 99 * 1024
 """Bytes of a block on GPUs since 2020."""
 TYPES = {
-    "x": "*{}", "weight": "*i8", "scales": "*{}", "y": "*{}",
+    "x": "*{}", "weight": "*i8", "scales": "*{}", "residual": "*{}", "y": "*{}",
     "num_rows": "i32", "num_outputs": "i32", "num_inputs": "i32", "split_inputs": "i32",
 }  # fmt: skip
 VALUE_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
@@ -36,7 +36,7 @@ def compiled(capability: int, dtype: str, num_rows: int, *, num_outputs: int = 8
     )
     constants = {
         "ROWS": tiles.rows, "OUTPUTS": tiles.outputs, "INPUTS": INPUTS, "WARPS": NUM_WARPS,
-        "IS_SPLIT": tiles.num_splits > 1, "PTX": True,
+        "IS_SPLIT": tiles.num_splits > 1, "PTX": True, "bias": None,
     }  # fmt: skip
     types = {name: kind.format(dtype) for name, kind in TYPES.items()}
     if tiles.num_splits > 1:
@@ -79,7 +79,7 @@ def test_every_weight_is_multiplied_once_and_never_converted_as_an_integer(
     assert found.count(r"\bHMMA\.16816\.F32") == multiplied * tiles_of_rows * (3 if dtype == "fp32" else 1)
 
 
-@grid(capability=CAPABILITIES, dtype=list(VALUE_BYTES), num_outputs=[8192, 2048])
+@grid(capability=CAPABILITIES, dtype=list(VALUE_BYTES), num_outputs=[8192, 2048, 512])
 def test_a_weight_takes_few_instructions(capability: int, dtype: str, num_outputs: int) -> None:
     found = compiled(capability, dtype, 5, num_outputs=num_outputs)
     assert len(found.body) <= MOST_INSTRUCTIONS * num_weights(dtype, num_outputs=num_outputs)
@@ -114,6 +114,14 @@ for dtype in (torch.float32, torch.float16, torch.bfloat16):
                 assert ((y - wanted[:num_rows]).abs() <= wanted[:num_rows].abs() / 128).all(), case
             else:
                 assert torch.equal(y, wanted[:num_rows].to(dtype)), case
+weight = torch.randint(-127, 128, (16, 2100), dtype=torch.int8)
+x, bias, residual = (torch.randint(-8, 9, shape).to(torch.float16) for shape in ((3, 2100), (16,), (3, 16)))
+scales = torch.full((16,), 2.0**-6, dtype=torch.float16)
+product = (x.double() @ weight.double().t()) / 64
+for num_processors in (1, 132):
+    parts = {"bias_O": bias, "residual_MO": residual, "num_processors": num_processors}
+    y = product_of_few_rows(x, weight, scales, **parts)
+    assert torch.equal(y, (product + bias.double() + residual.double()).half()), "bias and residual"
 weight, x = torch.randint(-127, 128, (40, 700), dtype=torch.int8), torch.randn(3, 700)
 wanted = x.double() @ weight.double().t()
 y = product_of_few_rows(x, weight, torch.ones(40), num_processors=1)

@@ -1,6 +1,5 @@
 """Holds every quantized form to its definition, to rows that know nothing of each other, and to slices and joins."""
 
-import os
 import subprocess
 import sys
 
@@ -222,27 +221,3 @@ def test_bitsandbytes_is_imported_without_a_way_to_the_hub_and_in_silence() -> N
 def test_an_unquantized_precision_has_no_kernel() -> None:
     assert precision.UNQUANTIZED.kernel is None
     assert not precision.UNQUANTIZED.rounds_inputs
-
-
-INTERPRETED = """
-import torch
-from llama_ssp.models.quantization.int8_kernel import ROWS, product_of_few_rows
-for dtype, tolerance in ((torch.float32, 1e-5), (torch.float16, 2e-3)):
-    for num_outputs, num_inputs in ((16, 256), (33, 80), (50, 700)):
-        weight = torch.randint(-127, 128, (num_outputs, num_inputs), dtype=torch.int8)
-        scales, x = torch.rand(num_outputs).to(dtype), torch.randn(ROWS, num_inputs).to(dtype)
-        wanted = (x.double() @ weight.double().t()) * scales.double()
-        found = {num_rows: product_of_few_rows(x[:num_rows], weight, scales) for num_rows in (1, 5, ROWS)}
-        for num_rows, y in found.items():
-            assert y.dtype is dtype
-            assert (y - wanted[:num_rows]).abs().max() < tolerance * wanted.abs().max()
-            assert torch.equal(y, found[ROWS][:num_rows])
-"""
-
-
-def test_the_kernel_for_gpus_computes_the_product_in_triton_s_interpreter() -> None:
-    """Its arithmetic and its borders, without a GPU; not seen are its speed and bf16, which the interpreter lacks."""
-    pytest.importorskip("triton", reason="torch for CPUs comes without Triton")
-    environ = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", INTERPRETED], capture_output=True, text=True, check=False, env=environ)
-    assert done.returncode == 0, done.stderr
