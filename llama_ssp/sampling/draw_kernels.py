@@ -23,7 +23,7 @@ def sum_blocks(weights, sums, units, vocab_size, num_blocks, TOKENS: tl.constexp
     tl.store(sums + row * num_blocks + block, tl.sum((found * units).to(tl.int64), 0))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _place(numbers, uniform, num_places):  # type: ignore[no-untyped-def]
     """The index where the running sum passes the given share of the total, below `num_places`; see `draw`."""
     running = tl.cumsum(numbers, 0)

@@ -234,8 +234,8 @@ def draws() -> None:
 def main() -> None:
     """Check every part."""
     gpu_layers.choose = always_ours  # type: ignore[assignment]
-    for module, name in ((kernels, "product"), (kernels, "rotate_write")):
-        setattr(module, name, one_at_a_time(getattr(module, name)))
+    for name in ("product", "rotate_write", "add_norm"):
+        setattr(kernels, name, one_at_a_time(getattr(kernels, name)))
     parts = {
         "products": products,
         "rotary and cache": rotary_and_cache,

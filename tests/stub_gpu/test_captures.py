@@ -28,9 +28,7 @@ def left(stub: Stub, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict
 
 
 @pytest.mark.parametrize(("group", "setting"), CASES)
-def test_rounds_are_captured_without_a_fault(
-    left: dict[str, dict[str, Left]], group: Group, setting: Setting
-) -> None:
+def test_rounds_are_captured_without_a_fault(left: dict[str, dict[str, Left]], group: Group, setting: Setting) -> None:
     found = left[group.name][setting.name]
     assert found["is_captured"]
     assert found["faults"] == []

@@ -24,10 +24,10 @@ from llama_ssp.models.llama.rotary import Place, PlaceByKernel, PlaceByOperators
 
 _log = logging.getLogger(__name__)
 
-TILES = (kernels.Tile(), kernels.Tile(outputs=64, inputs=64, num_stages=6))
+TILES = (kernels.Tile(), kernels.Tile(outputs=64, inputs=64, num_stages=4))
 _TIMED_ROWS = {16: (1, 5), 32: (20,)}
 """Numbers of rows that are tried, by those of the tile that holds them."""
-_TIMED_LAYERS, _NUM_REPLAYS = 8, 3
+_TIMED_LAYERS, _NUM_REPLAYS = 8, 10
 _WORTH_S = 1e-6
 """What torch's operators must save for each product, to be taken for more kernels than one."""
 _TOLERANCE = 0.02
@@ -70,11 +70,11 @@ def choose(products: Sequence[Product]) -> None:
             torch.randn(number, weight_OI.shape[1], generator=generator).to(weight_OI.device, weight_OI.dtype)
             for number in numbers
         ]
-        best, least_s = None, _seconds(products, inputs, padded_rows, None) - _WORTH_S * len(inputs)
+        best, least_s = None, seconds_of(products, inputs, padded_rows, None) + _WORTH_S * len(inputs)
         for tile in reversed(TILES):
             if not _works(products[0], inputs, padded_rows, tile):
                 continue
-            took_s = _seconds(products, inputs, padded_rows, tile)
+            took_s = seconds_of(products, inputs, padded_rows, tile)
             if took_s <= least_s:
                 best, least_s = tile, took_s
         for product in products:
@@ -99,7 +99,7 @@ def _works(product: Product, inputs: Sequence[Tensor], padded_rows: int, tile: k
     return True
 
 
-def _seconds(
+def seconds_of(
     products: Sequence[Product], inputs: Sequence[Tensor], padded_rows: int, tile: kernels.Tile | None
 ) -> float:
     """The least time of a product with each of the inputs."""

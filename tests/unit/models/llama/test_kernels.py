@@ -111,7 +111,7 @@ def test_the_fastest_right_product_is_taken(
     from llama_ssp.models.llama import trials
 
     times = dict(zip((None, *trials.TILES), times_us, strict=True))
-    monkeypatch.setattr(trials, "_seconds", lambda _products, inputs, _rows, tile: len(inputs) * times[tile] * 1e-6)
+    monkeypatch.setattr(trials, "seconds_of", lambda _products, inputs, _rows, tile: len(inputs) * times[tile] * 1e-6)
     monkeypatch.setattr(trials, "_works", lambda *_arguments: is_right)
     products = [Timed(), Timed()]
     trials.choose(products)  # type: ignore[arg-type]
