@@ -55,7 +55,7 @@ def assert_near(found: Tensor, wanted: Tensor, *, tolerance: float = 0.01) -> No
 def products() -> None:
     """Every combination of what surrounds a product, with sizes that no tile divides."""
     num_inputs, num_outputs, eps = 200, 70, 1e-2
-    for num_rows, has_norm, is_added, has_bias, gates in product((1, 5, 20), *[(False, True)] * 4):
+    for num_rows, has_norm, is_added, has_bias, gates in product((5, 20), *[(False, True)] * 4):
         x, added = some(num_rows, num_inputs), some(num_rows, num_inputs) if is_added else None
         weight = some((2 if gates else 1) * num_outputs, num_inputs) * num_inputs**-0.5
         bias, norm_weight = some(len(weight)) if has_bias else None, some(num_inputs)
@@ -215,11 +215,11 @@ def one_at_a_time(kernel: Callable[..., Result]) -> Callable[..., Result]:
 
 def draws() -> None:
     """The same ids as torch's operators draw, for every size of a vocabulary, and for weights that vanish."""
-    for vocab_size in (3, 100, 1000, 4099):
-        weights = (4 * torch.randn(40, vocab_size, generator=GENERATOR)).softmax(-1)
-        weights *= torch.rand(40, vocab_size, generator=GENERATOR) < 0.5
+    for vocab_size in (3, 100, 1001):
+        weights = (4 * torch.randn(8, vocab_size, generator=GENERATOR)).softmax(-1)
+        weights *= torch.rand(8, vocab_size, generator=GENERATOR) < 0.5
         weights[:, -1] += 1e-9
-        uniforms = torch.rand(40, 3, 2, generator=GENERATOR, dtype=torch.float64)[:, 1]
+        uniforms = torch.rand(8, 3, 2, generator=GENERATOR, dtype=torch.float64)[:, 1]
         uniforms[0], uniforms[1] = 0.0, 1 - 2.0**-53
         size = processors.tokens_of_a_block(vocab_size)
         wanted = processors.draw(weights, uniforms)

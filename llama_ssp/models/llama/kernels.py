@@ -58,18 +58,20 @@ def product_kernel(  # type: ignore[no-untyped-def]
     rows = tl.arange(0, ROWS)
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     is_row, is_output = rows < num_rows, outputs < num_outputs
+    # Gate and up take turns, so that one product computes both.
+    NUM: tl.constexpr = 2 if GATES else 1
+    columns = tl.program_id(0) * OUTPUTS * NUM + tl.arange(0, OUTPUTS * NUM)
+    is_column = columns // NUM < num_outputs
+    weight_rows = (columns % NUM) * num_outputs + columns // NUM
     places = rows[:, None].to(tl.int64) * num_inputs
-    begins = outputs[:, None].to(tl.int64) * num_inputs
-    up_begins = begins + num_outputs.to(tl.int64) * num_inputs
-    total = tl.zeros((ROWS, OUTPUTS), dtype=tl.float32)
-    up_total = tl.zeros((ROWS, OUTPUTS), dtype=tl.float32)
+    begins = weight_rows[:, None].to(tl.int64) * num_inputs
+    total = tl.zeros((ROWS, OUTPUTS * NUM), dtype=tl.float32)
     squares = tl.zeros((ROWS,), dtype=tl.float32)
     for start in range(0, num_inputs, INPUTS):
         inputs = start + tl.arange(0, INPUTS)
         is_input = inputs < num_inputs
         is_here = is_row[:, None] & is_input[None, :]
-        is_weight = is_output[:, None] & is_input[None, :]
-        weights = tl.load(weight + begins + inputs[None, :], mask=is_weight, other=0.0)
+        weights = tl.load(weight + begins + inputs[None, :], mask=is_column[:, None] & is_input[None, :], other=0.0)
         x_tile = tl.load(x + places + inputs[None, :], mask=is_here, other=0.0)
         if HAS_ADDED:
             x_tile += tl.load(added + places + inputs[None, :], mask=is_here, other=0.0)
@@ -80,21 +82,15 @@ def product_kernel(  # type: ignore[no-untyped-def]
             factors = tl.load(norm + inputs, mask=is_input, other=0.0).to(tl.float32)
             x_tile = (exact * factors[None, :]).to(x_tile.dtype)
         total = tl.dot(x_tile, tl.trans(weights), total)
-        if GATES:
-            ups = tl.load(weight + up_begins + inputs[None, :], mask=is_weight, other=0.0)
-            up_total = tl.dot(x_tile, tl.trans(ups), up_total)
     if HAS_NORM:
-        factor = tl.rsqrt(squares / num_inputs + eps) * unscale
-        total *= factor[:, None]
-        up_total *= factor[:, None]
+        total *= (tl.rsqrt(squares / num_inputs + eps) * unscale)[:, None]
     if HAS_BIAS:
-        total += tl.load(bias + outputs, mask=is_output, other=0.0).to(tl.float32)[None, :]
-        if GATES:
-            up_total += tl.load(bias + num_outputs + outputs, mask=is_output, other=0.0).to(tl.float32)[None, :]
+        total += tl.load(bias + weight_rows, mask=is_column, other=0.0).to(tl.float32)[None, :]
     if GATES:
+        gate, up = tl.split(tl.reshape(total, (ROWS, OUTPUTS, 2)))
         # Rounded as the separate product would be.
-        gate = total.to(y.dtype.element_ty).to(tl.float32)
-        total = gate / (1.0 + tl.exp(-gate)) * up_total.to(y.dtype.element_ty).to(tl.float32)
+        gate = gate.to(y.dtype.element_ty).to(tl.float32)
+        total = gate / (1.0 + tl.exp(-gate)) * up.to(y.dtype.element_ty).to(tl.float32)
     here = rows[:, None].to(tl.int64) * num_outputs + outputs[None, :]
     is_here_too = is_row[:, None] & is_output[None, :]
     if HAS_RESIDUAL:
