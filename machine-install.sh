@@ -7,7 +7,8 @@ usage() {
     cat <<'TEXT'
 usage: ./machine-install.sh [--dev] [--deepspeed] [--check] [--help]
 
-Finds the GPUs of this machine, makes .venv, and installs torch and llama-ssp into it. A second run changes nothing.
+Finds the GPUs of this machine and what their driver runs, makes .venv, installs torch and llama-ssp into it, and
+computes on each GPU. A second run changes nothing.
 
   --dev         also install what the tests and checks need
   --deepspeed   also install DeepSpeed, built without kernels of its own
@@ -19,9 +20,17 @@ environment:
 TEXT
 }
 
-CPU_INDEX=https://download.pytorch.org/whl/cpu
-ROCM_INDEX=https://download.pytorch.org/whl/rocm7.2
-STAMP=.venv/machine-install.txt # what this script put into .venv: one line each of root, torch and project
+WHEELS=https://download.pytorch.org/whl
+STAMP=.venv/machine-install.txt # what this script put into .venv: one line each of root, torch, project and computes
+
+# Drivers that run CUDA 12 and CUDA 13, whatever the minor version:
+# docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html, table 1.
+FIRST_DRIVER_OF_CUDA_12=525
+FIRST_DRIVER_OF_CUDA_13=580
+# GPUs that a wheel has kernels for, by 10 x compute capability: for CUDA 12.6 up to 90, for 12.8 and 13.0 from 75 to 120.
+# The last torch with a wheel for CUDA 12.8 is 2.11: RELEASE.md of github.com/pytorch/pytorch, and its issue 178665.
+LEAST_OF_CUDA_13=75
+MOST_OF_CUDA_12_6=90
 
 say() { printf '%-8s %s\n' "$1" "$2"; }
 fail() {
@@ -69,16 +78,85 @@ install_python() {
     return 1
 }
 
-find_gpu() {
-    local names=""
-    gpu=none num_gpus=0 gpu_text="none found; everything runs on the CPU"
+ask_nvidia_smi() { nvidia-smi --query-gpu="$1" --format=csv,noheader 2>/dev/null; }
+
+# Containers often have the driver's library without nvidia-smi. Prints what CUDA it runs, then a line for each GPU.
+ask_libcuda() {
+    "$python" - <<'PYTHON' 2>/dev/null
+import ctypes
+cuda = ctypes.CDLL("libcuda.so.1")
+number, name = ctypes.c_int(), ctypes.create_string_buffer(100)
+if cuda.cuInit(0) or cuda.cuDriverGetVersion(ctypes.byref(number)):
+    raise SystemExit(1)
+print(number.value // 1000)
+cuda.cuDeviceGetCount(ctypes.byref(number))
+for index in range(number.value):
+    cuda.cuDeviceGetName(name, 100, index)
+    capability = []
+    for attribute in (75, 76):  # major and minor
+        cuda.cuDeviceGetAttribute(ctypes.byref(number), attribute, index)
+        capability.append(str(number.value))
+    print(".".join(capability), name.value.decode())
+PYTHON
+}
+
+# Sets names and capabilities, a line for each GPU, and the driver with the newest CUDA that it runs.
+find_nvidia() {
+    local answer
     if command -v nvidia-smi >/dev/null; then
-        if names=$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null) && [ -n "$names" ]; then
-            gpu=nvidia num_gpus=$(wc -l <<<"$names")
-            gpu_text="$num_gpus x ${names%%$'\n'*} (NVIDIA)"
-            return
+        if ! names=$(ask_nvidia_smi name) || [ -z "$names" ]; then
+            gpu_text="none: nvidia-smi is here but reaches no GPU (is the driver loaded?); everything runs on the CPU"
+            return 1
         fi
-        gpu_text="none: nvidia-smi is here but reaches no GPU (is the driver loaded?); everything runs on the CPU"
+        capabilities=$(ask_nvidia_smi compute_cap) || capabilities=""
+        driver=$(ask_nvidia_smi driver_version)
+        driver=${driver%%$'\n'*}
+        driver_cuda=11
+        [ "${driver%%.*}" -lt $FIRST_DRIVER_OF_CUDA_12 ] || driver_cuda=12
+        [ "${driver%%.*}" -lt $FIRST_DRIVER_OF_CUDA_13 ] || driver_cuda=13
+    else
+        answer=$(ask_libcuda) || return 1
+        driver="(version unknown: nvidia-smi is not installed)"
+        driver_cuda=${answer%%$'\n'*}
+        answer=$(sed 1d <<<"$answer")
+        [ -n "$answer" ] || return 1
+        capabilities=$(awk '{ print $1 }' <<<"$answer")
+        names=$(awk '{ sub(/^[^ ]* /, ""); print }' <<<"$answer")
+    fi
+}
+
+# Chooses the wheel by the driver and by the oldest and the newest GPU; sets cuda, or gpu=none if no wheel can serve.
+choose_cuda() {
+    local least most needed="$FIRST_DRIVER_OF_CUDA_12 or newer for CUDA 12, $FIRST_DRIVER_OF_CUDA_13 or newer for CUDA 13"
+    if [ "$driver_cuda" -lt 12 ]; then
+        gpu=none
+        say Driver "$driver is too old for this torch, which needs $needed. Everything runs on the CPU: update the"
+        say "" "driver, and run this script again"
+        return
+    fi
+    read -r least most < <(awk -F. '
+        NF == 2 { now = 10 * $1 + $2; if (!known++ || now < least) least = now; if (now > most) most = now }
+        END { print (known ? least : 80), (known ? most : 80) }' <<<"$capabilities")
+    if [ "$least" -lt $LEAST_OF_CUDA_13 ]; then
+        cuda=12.6
+    elif [ "$driver_cuda" -gt 12 ]; then
+        cuda=13.0
+    elif [ "$most" -gt $MOST_OF_CUDA_12_6 ]; then
+        cuda=12.8
+    else
+        cuda=12.6
+    fi
+    say Driver "$driver runs CUDA $driver_cuda; torch for CUDA $cuda serves it"
+}
+
+find_gpu() {
+    local names="" capabilities="" driver="" driver_cuda=""
+    gpu=none num_gpus=0 gpu_text="none found; everything runs on the CPU"
+    if find_nvidia; then
+        gpu=nvidia num_gpus=$(wc -l <<<"$names")
+        say GPU "$num_gpus x ${names%%$'\n'*} (NVIDIA)"
+        choose_cuda
+        return
     fi
     names=$(rocminfo 2>/dev/null | awk -F': *' '/Marketing Name/ {name = $2} /Device Type: *GPU/ {print name}') || true
     if [ -n "$names" ]; then
@@ -87,6 +165,25 @@ find_gpu() {
     elif [ -e /dev/kfd ]; then
         gpu=amd gpu_text="AMD (/dev/kfd; rocminfo is not installed, so they are not counted)"
     fi
+    say GPU "$gpu_text"
+}
+
+# Triton compiles a launcher for each of its kernels: with gcc or clang, and with the headers of this Python.
+check_compiler() {
+    [ "$gpu" != none ] || return 0
+    local packages=() version command="sudo apt-get install"
+    version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+    command -v "${CC:-gcc}" >/dev/null || { [ -z "${CC:-}" ] && command -v clang >/dev/null; } || packages+=(gcc)
+    "$python" -c 'import os, sysconfig as s; open(os.path.join(s.get_path("include", "posix_prefix"), "Python.h"))' \
+        2>/dev/null || packages+=("python$version-dev")
+    [ ${#packages[@]} -gt 0 ] || return 0
+    if command -v dnf >/dev/null; then
+        command="sudo dnf install"
+        packages=("${packages[@]/%-dev/-devel}")
+    fi
+    say Triton "lacks a C compiler or Python.h. Runs go on without them, but int8_weight_only is then slower than fp16,"
+    say "" "and layers launch more kernels. This command installs them:"
+    say "" "    $command ${packages[*]}"
 }
 
 check_fabric_manager() {
@@ -119,12 +216,22 @@ reachable() {
     timeout 8 "$python" -c 'import sys, urllib.request as r; r.urlopen(sys.argv[1], timeout=4)' "$1/torch/" >/dev/null 2>&1
 }
 
-# Without a GPU, the default wheels would bring gigabytes of CUDA along: the CPU index comes first where it can be had.
+# The index of wheels for what was found, where it can be had. The default wheels of pip's own index are for CUDA 13 on
+# most machines, and without a GPU they would bring gigabytes of CUDA along.
 choose_torch_index() {
+    local index
+    case $gpu in
+    amd) index=$WHEELS/rocm7.2 ;;
+    nvidia) index=$WHEELS/cu${cuda/./} ;;
+    none) index=$WHEELS/cpu ;;
+    esac
     torch_index=${TORCH_INDEX_URL:-}
-    if [ -z "$torch_index" ] && [ "$gpu" = amd ]; then torch_index=$ROCM_INDEX; fi
-    if [ -z "$torch_index" ] && [ "$gpu" = none ] && reachable "$CPU_INDEX"; then torch_index=$CPU_INDEX; fi
-    say torch "$torch_pin from ${torch_index:-the index that pip is set to}"
+    if [ -z "$torch_index" ] && { [ "$gpu" = amd ] || reachable "$index"; }; then torch_index=$index; fi
+    say torch "$torch_wanted from ${torch_index:-the index that pip is set to}"
+    if [ -z "$torch_index" ] && [ "$gpu" = nvidia ] && [ "$cuda" != 13.0 ]; then
+        say "" "$index is out of reach, and another index may give a wheel for CUDA 13, which"
+        say "" "does not serve this machine: TORCH_INDEX_URL=URL names a mirror"
+    fi
 }
 
 venv_pip() {
@@ -143,8 +250,8 @@ install_torch() {
     local index=()
     [ -z "$torch_index" ] || index=(--index-url "$torch_index")
     if grep -qs "^torch " "$STAMP"; then venv_pip uninstall --yes torch; fi
-    venv_pip install "$torch_pin" "${index[@]}" || {
-        [ -n "$torch_index" ] || fail "pip could not install $torch_pin; its own message stands above"
+    venv_pip install "$torch_wanted" "${index[@]}" || {
+        [ -n "$torch_index" ] || fail "pip could not install $torch_wanted; its own message stands above"
         venv_pip install "$torch_range" "${index[@]}" || fail "$torch_index has no wheel of $torch_range for this Python"
     }
     remember torch "$torch_source"
@@ -160,6 +267,13 @@ install_project() {
     remember project "$project_key$extra"
 }
 
+# The count of GPUs comes from the driver, and says nothing about this build of torch: each GPU must compute.
+compute_on_gpus() {
+    [ "$gpu" = none ] || .venv/bin/python launch/check_gpus.py "$num_gpus" ||
+        fail "torch was installed, but does not compute on every GPU: the lines above say why"
+    remember computes "$torch_source"
+}
+
 # DeepSpeed is a source package that imports torch while it is built: not in isolation, and without compiling kernels.
 install_deepspeed() {
     local pin
@@ -171,7 +285,7 @@ install_deepspeed() {
 }
 
 main() {
-    local check=false deepspeed=false extra="" argument python="" gpu num_gpus gpu_text torch_index
+    local check=false deepspeed=false extra="" argument python="" gpu num_gpus gpu_text cuda="" torch_index
     for argument in "$@"; do
         case $argument in
         --dev) extra="[dev]" ;;
@@ -182,7 +296,7 @@ main() {
         esac
     done
     cd "$(dirname "${BASH_SOURCE[0]}")"
-    local torch_pin torch_range torch_source project_key
+    local torch_pin torch_wanted torch_range torch_source project_key
     torch_pin=$(grep '^torch==' constraints.txt)
     torch_range=$(sed -n 's/^ *"\(torch[<>=][^"]*\)",$/\1/p' pyproject.toml)
     project_key=$(cat pyproject.toml constraints.txt | cksum | tr ' ' -)
@@ -192,9 +306,11 @@ ${PYTHON:-none} was found; install it (sudo apt-get install python3-venv, or sud
 with PYTHON=/path/to/python"
     say Python "$("$python" -c 'import platform, sys; print(platform.python_version(), sys.executable)')"
     find_gpu
-    say GPU "$gpu_text"
     check_fabric_manager
-    torch_source="$torch_pin $gpu ${TORCH_INDEX_URL:-}"
+    check_compiler
+    torch_source="$torch_pin $gpu$cuda ${TORCH_INDEX_URL:-}"
+    torch_wanted=$torch_pin
+    if [ "$cuda" = 12.8 ]; then torch_wanted=$torch_range; fi
 
     if $check || ! remembered torch "$torch_source"; then
         check_disk
@@ -206,10 +322,11 @@ with PYTHON=/path/to/python"
     if ! remembered project "$project_key$extra" && ! remembered project "${project_key}[dev]"; then
         say project "llama-ssp$extra"
         install_project
-        say ready "$(.venv/bin/python -c 'import torch; print(f"torch {torch.__version__} sees {torch.cuda.device_count()} GPUs")')"
+        say ready "$(.venv/bin/python -c 'import torch; print(f"torch {torch.__version__}")')"
     else
         say ready "everything is in place"
     fi
+    remembered computes "$torch_source" || compute_on_gpus
     if $deepspeed && ! remembered deepspeed "$project_key"; then
         say project "deepspeed"
         install_deepspeed

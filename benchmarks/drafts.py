@@ -8,10 +8,11 @@ target.
 """
 
 import argparse
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import fmean, geometric_mean, median
 
 import torch
 import transformers
@@ -34,7 +35,7 @@ from llama_ssp.tasks.benchmark import Ours
 from llama_ssp.weights import hub
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "benchmarks" / "drafts.md"
-NUM_NEW_TOKENS, MOST_PROMPTS, PEERS_K, NGRAM_K = 64, 4, 4, 8
+NUM_NEW_TOKENS, MOST_PROMPTS, PEERS_K, NGRAM_K, NUM_BUILDS = 64, 4, 4, 8, 2
 FIXED = range(1, 9)
 PLAIN, AUTO, BEHIND = "plain", "K=auto", "K=auto, prompt look-up behind the draft"
 NGRAM, NGRAM_AUTO = f"prompt look-up, K={NGRAM_K}", "prompt look-up, K=auto"
@@ -47,7 +48,8 @@ _HEAD = """\
 `python -m benchmarks.drafts --write` writes this page. It runs `tiny` with `tiny-draft`, prompt look-up, and the
 counterparts in transformers: fp32, one rank with {threads} threads of an {processor}, temperature 0.8, {tokens} new
 tokens, all candidates in turns; torch {torch}, transformers {transformers}. The machine was shared: compare ratios, not
-milliseconds. The fastest fixed K is in bold, and so is `K=auto`.
+milliseconds. Figures are medians of {repetitions} repetitions of one prompt, with {builds} builds of each candidate.
+The best fixed K is in bold, and so is `K=auto`.
 """
 
 
@@ -56,7 +58,7 @@ class Result:
     """Milliseconds per token of each repetition, and tokens per round, by candidate."""
 
     ms: Measured
-    tokens_per_round: dict[str, float | None]
+    tokens_per_round: dict[str, float]
 
     def ratio(self, candidate: str, to: str) -> float:
         """Time of a candidate over that of another."""
@@ -64,8 +66,20 @@ class Result:
 
     @property
     def best_fixed(self) -> str:
-        """The fastest fixed K."""
-        return min((f"K={number}" for number in FIXED if f"K={number}" in self.ms), key=lambda k: median(self.ms[k]))
+        """The fixed K that is fastest relative to plain decoding."""
+        return min((f"K={k}" for k in FIXED if f"K={k}" in self.ms), key=lambda name: self.ratio(name, PLAIN))
+
+    def over_best_fixed(self, candidate: str) -> float:
+        """Time of a candidate over that of the best fixed K, which the builds that are not compared choose.
+
+        The least of eight noisy times is too low for its K; in the other builds that K has a time like any other.
+        """
+        middle = len(self.ms[candidate]) // 2
+        first, last = (
+            Result(ms={name: ms[part] for name, ms in self.ms.items()}, tokens_per_round={})
+            for part in (slice(middle), slice(middle, None))
+        )
+        return geometric_mean([first.ratio(candidate, last.best_fixed), last.ratio(candidate, first.best_fixed)])
 
 
 def ours(pair: Pair, config: RunConfig, prompts: list[tuple[int, ...]], *, speculative: bool) -> Ours:
@@ -96,20 +110,36 @@ def settings(pair: Pair) -> dict[str, RunConfig]:
 
 
 def measure(pair: Pair, texts: list[str], *, names: set[str], peers: dict[str, Peers], repetitions: int) -> Result:
-    """Run the candidates in turns on one kind of text."""
+    """Run the candidates in turns on one kind of text, and make them anew `NUM_BUILDS` times.
+
+    Where a candidate's tensors happen to lie changes its times by some percent, and an adaptive one measures its costs
+    once.
+    """
     prompts = [encode(text, pair.models.tokenizer, chat=False) for text in texts[:MOST_PROMPTS]]
     chosen = {name: config for name, config in settings(pair).items() if name in names}
-    candidates = {name: ours(pair, config, prompts, speculative=name != PLAIN) for name, config in chosen.items()}
+    ms, rounds = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
 
-    def peer(name: str, _repetition: int) -> float:
+    def mine(each: Ours, repetition: int) -> float:
+        each.prompts = [prompts[repetition % len(prompts)]]
+        return each.ms_per_token(repetition)
+
+    def peer(name: str, repetition: int) -> float:
         return peers[name].ms_per_token(
-            prompts, num_new_tokens=NUM_NEW_TOKENS, sampling=SamplingConfig(temperature=0.8),
+            [prompts[repetition % len(prompts)]],
+            num_new_tokens=NUM_NEW_TOKENS,
+            sampling=SamplingConfig(temperature=0.8),
             num_draft_tokens=NGRAM_K if name == PEER_NGRAM else PEERS_K,
-        )  # fmt: skip
+        )
 
-    runs = {name: each.ms_per_token for name, each in candidates.items()}
-    ms = interleave(runs | {name: partial(peer, name) for name in peers}, num_repetitions=repetitions)
-    return Result(ms=ms, tokens_per_round={name: each.tokens_per_round for name, each in candidates.items()})
+    for _ in range(NUM_BUILDS):
+        candidates = {name: ours(pair, config, prompts, speculative=name != PLAIN) for name, config in chosen.items()}
+        runs = {name: partial(mine, each) for name, each in candidates.items()}
+        turns = interleave(runs | {name: partial(peer, name) for name in peers}, num_repetitions=repetitions)
+        for name, values in turns.items():
+            ms[name] += values
+        for name, each in candidates.items():
+            rounds[name] += [each.tokens_per_round] if each.tokens_per_round else []
+    return Result(ms=ms, tokens_per_round={name: fmean(values) for name, values in rounds.items() if values})
 
 
 def goals(results: dict[str, Result]) -> list[Goal]:
@@ -119,19 +149,18 @@ def goals(results: dict[str, Result]) -> list[Goal]:
         if kind == LOSING:
             found.append(Goal(name=f"{kind}: K=auto / plain", measured=result.ratio(AUTO, PLAIN), at_most=1.03))
             continue
-        best = result.best_fixed
-        found.append(Goal(name=f"{kind}: K=auto / {best}, the best", measured=result.ratio(AUTO, best), at_most=1.05))
+        found.append(Goal(name=f"{kind}: K=auto / the best K", measured=result.over_best_fixed(AUTO), at_most=1.05))
     copied = results["repeated code"]
     name = "repeated code: prompt look-up / transformers' prompt look-up"
     return [*found, Goal(name=name, measured=copied.ratio(NGRAM, PEER_NGRAM), at_most=0.5)]
 
 
-def page(results: dict[str, Result]) -> str:
+def page(results: dict[str, Result], *, repetitions: int) -> str:
     """The page of the docs."""
     made_by = versions()
     lines = _HEAD.format(
         threads=torch.get_num_threads(), processor=processor(), tokens=NUM_NEW_TOKENS, torch=made_by["torch"],
-        transformers=made_by["transformers"],
+        transformers=made_by["transformers"], repetitions=repetitions * NUM_BUILDS, builds=NUM_BUILDS,
     ).splitlines()  # fmt: skip
     for kind, result in results.items():
         columns = ("candidate", "ms/token", "of plain", "tokens per round")
@@ -149,7 +178,7 @@ def page(results: dict[str, Result]) -> str:
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--repetitions", type=int, default=24, help=f"of one prompt, with each of {NUM_BUILDS} builds")
     parser.add_argument("--write", action="store_true", help="write docs/benchmarks/drafts.md")
     arguments = parser.parse_args()
     console = Console()
@@ -171,8 +200,8 @@ def main() -> None:
     reversed_pair = load("tiny-draft", "tiny", dtype=Dtype.fp32)
     few = {PLAIN, "K=1", "K=4", AUTO}
     prompts = kinds_of_text()["code"]
-    results[LOSING] = measure(reversed_pair, prompts, names=few, peers={}, repetitions=arguments.repetitions)
-    text = page(results)
+    results[LOSING] = measure(reversed_pair, prompts, names=few, peers={}, repetitions=4 * arguments.repetitions)
+    text = page(results, repetitions=arguments.repetitions)
     console.print(text, markup=False)
     print_goals(console, goals(results))
     if arguments.write:

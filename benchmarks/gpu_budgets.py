@@ -5,7 +5,7 @@
 
 from dataclasses import dataclass, field
 
-from llama_ssp.config.schema import SamplingConfig
+from llama_ssp.config.schema import DraftLayout, SamplingConfig
 
 NUM_DRAFT_TOKENS = 4
 CONTEXT = 2048
@@ -59,6 +59,7 @@ class Round:
 
     target: str
     draft: str | None = None
+    draft_layout: DraftLayout = DraftLayout.one_rank
     num_ranks: int = 1
     batch_size: int = 1
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
@@ -67,7 +68,8 @@ class Round:
     @property
     def name(self) -> str:
         """What it is called in tables."""
-        models = f"{self.target} with {self.draft}" if self.draft else f"{self.target}, plain"
+        shared = "" if self.draft_layout is DraftLayout.one_rank else f" ({self.draft_layout.value})"
+        models = f"{self.target} with {self.draft}{shared}" if self.draft else f"{self.target}, plain"
         drawn = "sampled" if self.sampling.temperature else "greedy"
         return f"{models}, {gpus(self.num_ranks)}, batch {self.batch_size}, {drawn}"
 
@@ -100,13 +102,14 @@ DRAWS = (
     Draw(name="top_p", sampling=SamplingConfig(top_p=0.9), most=40),
 )
 ROUNDS = (
-    Round(target="tiny", most=1000),
-    Round(target="tiny", draft="tiny-draft", most=1000),
-    Round(target="7B", most=1000),
+    Round(target="tiny", most=80),
+    Round(target="tiny", draft="tiny-draft", most=179),
+    Round(target="7B", most=244),
     Round(target="30B", draft="7B", most=1400),
     Round(target="30B", draft="7B", sampling=GREEDY, most=1400),
-    Round(target="30B", draft="7B", batch_size=4, most=2200),
-    Round(target="30B", draft="7B", num_ranks=8, most=3000),
+    Round(target="30B", draft="7B", batch_size=4, most=1400),
+    Round(target="30B", draft="7B", num_ranks=8, most=1600),
+    Round(target="30B", draft="tinyllama_1B", draft_layout=DraftLayout.sharded, num_ranks=8, most=2360),
 )
 ATTENTION = (
     Attention(model="7B", num_rows=1, least=128),

@@ -134,7 +134,7 @@ def not_compiled(device: torch.device) -> list[str]:
 
 
 def waits_in_a_round(device: torch.device, *, cuda_graphs: bool) -> list[str]:
-    """Faults of rounds during which torch refuses whatever waits for the device; nothing to see on a CPU."""
+    """Faults of rounds and admissions while torch refuses whatever waits for the device; nothing to see on a CPU."""
     pair = load_pair(TARGET, DRAFT, dtype=Dtype.fp16, device=device)
     faults = []
     for speculative in (False, True):
@@ -143,10 +143,11 @@ def waits_in_a_round(device: torch.device, *, cuda_graphs: bool) -> list[str]:
         executor = decoder.executor
         executor.draft = _watched(executor.draft)  # type: ignore[method-assign]
         executor.verify = _watched(executor.verify)  # type: ignore[method-assign]
+        decoder._admit = _watched(decoder._admit)  # type: ignore[method-assign]
         try:
             texts(decoder, pair, number=2)
         except RuntimeError as error:
-            faults.append(f"a round waits for the device: {error}")
+            faults.append(f"a round or an admission waits for the device: {error}")
     return faults
 
 

@@ -264,7 +264,7 @@ def _replayed_ms(piece: Callable[[], object], device: torch.device, num_turns: i
     piece()
     call: Callable[[], object] = piece
     if device.type == "cuda":
-        _, call = CudaRecorder().record(piece)
+        _, call = CudaRecorder(finish=torch.cuda.synchronize).record(piece)
     times = []
     for _ in range(num_turns):
         started = time.perf_counter()

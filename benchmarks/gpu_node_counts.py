@@ -31,6 +31,7 @@ from llama_ssp.config.schema import (
     NO_DRAFT,
     DeviceKind,
     DrafterConfig,
+    DraftPlacement,
     ModelShape,
     PlacementConfig,
     RunConfig,
@@ -99,11 +100,13 @@ class BlankWeights:
         return torch.empty(sizes, dtype=wanted.get("dtype") or DTYPE, device=wanted.get("device"))
 
 
-def load(name: str, comm: Comm, **changes: int) -> Runner:
-    """This rank's slice of an entry of the catalogue, with some sizes changed."""
+def load(name: str, comm: Comm, *, num_layers: int | None = None) -> Runner:
+    """This rank's slice of an entry of the catalogue, with all of its layers or some."""
     shape = catalogue.load(name).shape
     assert shape, f"{name} has no shape"
-    shape = replace(shape, max_position_embeddings=max(shape.max_position_embeddings, CONTEXT), **changes)
+    context = max(shape.max_position_embeddings, CONTEXT)
+    num_layers = num_layers or shape.num_hidden_layers
+    shape = replace(shape, max_position_embeddings=context, num_hidden_layers=num_layers)
     return load_model(BlankWeights(shape), device=CUDA, comm=comm, dtype=DTYPE)
 
 
@@ -113,7 +116,8 @@ def group_of(num_ranks: int) -> Comm:
         return Comm.single()
     if dist.is_initialized():
         dist.destroy_process_group()
-    store, patience = dist.HashStore(), timedelta(seconds=60)
+    store = dist.HashStore()  # type: ignore[attr-defined] # torch's types do not export it
+    patience = timedelta(seconds=60)
     dist.init_process_group("nccl", store=store, rank=0, world_size=num_ranks, timeout=patience, device_id=CUDA)
     return Comm(rank=0, size=num_ranks, group=dist.group.WORLD, device=CUDA)
 
@@ -140,8 +144,8 @@ def forward_nodes(runner: Runner, *, num_rows: int, bucket: int) -> list[Record]
 def layer_nodes(case: Layer) -> list[Record]:
     """What a second layer adds to a forward."""
     one, two = (
-        forward_nodes(load(case.model, group_of(case.num_ranks), num_hidden_layers=number), num_rows=rows, bucket=256)
-        for number, rows in ((1, case.num_rows), (2, case.num_rows))
+        forward_nodes(load(case.model, group_of(case.num_ranks), num_layers=number), num_rows=case.num_rows, bucket=256)
+        for number in (1, 2)
     )
     left = Counter(_sort_of(record) for record in one)
     added = []
@@ -156,7 +160,7 @@ def layer_nodes(case: Layer) -> list[Record]:
 
 def attention_blocks(case: Attention) -> int:
     """Thread blocks of the attention of one layer; of its largest kernel if it has several."""
-    runner = load(case.model, group_of(case.num_ranks), num_hidden_layers=1)
+    runner = load(case.model, group_of(case.num_ranks), num_layers=1)
     nodes = forward_nodes(runner, num_rows=case.num_rows, bucket=CONTEXT)
     return max([node.num_blocks for node in nodes if _sort_of(node) == "attention"], default=0)
 
@@ -173,7 +177,8 @@ def round_nodes(case: Round) -> list[Record]:
     """The nodes of all graphs of a round, or of a plain step."""
     comm = group_of(case.num_ranks)
     target = load(case.target, comm)
-    layout = lay_out_replica(PlacementConfig(), world_size=case.num_ranks, has_draft=case.draft is not None)
+    placement = PlacementConfig(draft=DraftPlacement(kind=case.draft_layout))
+    layout = lay_out_replica(placement, world_size=case.num_ranks, has_draft=case.draft is not None)
     holds_all = layout.splits_batch or len(layout.draft_ranks) == 1
     draft_comm = Comm.single() if holds_all else comm
     draft = load(case.draft, draft_comm) if case.draft else None
@@ -188,7 +193,7 @@ def round_nodes(case: Round) -> list[Record]:
     if case.draft:
         drafter = ModelDraftConfig(kind=MODEL_DRAFT, model=catalogue.load(case.draft))
     config = RunConfig(
-        task=GenerateConfig(), model=entry, draft=drafter, placement=PlacementConfig(), sampling=case.sampling,
+        task=GenerateConfig(), model=entry, draft=drafter, placement=placement, sampling=case.sampling,
         verification=VerificationConfig(), speculation=SpeculationConfig(num_draft_tokens=NUM_DRAFT_TOKENS),
         batch_size=case.batch_size, device=DeviceKind.cuda, ignore_eos=True,
     )  # fmt: skip

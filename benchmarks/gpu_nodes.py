@@ -19,6 +19,8 @@ from tests.stub_gpu.process import Stub, find_stub
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "benchmarks" / "gpu_nodes.md"
 Counts = Mapping[str, Any]
+_MADE = "`python -m benchmarks.gpu_nodes --write` makes this page; `just gpu-stub` holds the engine to the budgets."
+_BLOCKS = f"A GPU has {NUM_MULTIPROCESSORS} multiprocessors; attention with fewer thread blocks leaves some idle."
 _NODES = """\
 A node of a CUDA graph is a kernel, a copy or a collective. At batch 1 each costs a GPU a few microseconds that are not
 spent on weights, so their number decides how near a round comes to the memory's speed."""
@@ -50,7 +52,7 @@ def document(counts: Counts) -> str:
     rounds = [(case.name, case.most, counts["rounds"][case.name]) for case in ROUNDS]
     parts = [
         "# Kernels of a round on a GPU",
-        "`python -m benchmarks.gpu_nodes --write` makes this page, and `just gpu-stub` holds the engine to its budgets.",
+        _MADE,
         _NODES,
         f"No GPU was needed: a stub device wrote down what a CUDA build of torch {counts['torch']} launched in fp16.",
         "## A layer",
@@ -60,8 +62,7 @@ def document(counts: Counts) -> str:
         f"## A round, K = {NUM_DRAFT_TOKENS}",
         _table("round", rounds),
         f"## Attention over {CONTEXT} slots",
-        f"A GPU of this kind has {NUM_MULTIPROCESSORS} multiprocessors. Attention with fewer thread blocks leaves some "
-        "of them idle.",
+        _BLOCKS,
         _attention(counts),
     ]
     return "\n\n".join(parts) + "\n"

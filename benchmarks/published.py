@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from llama_ssp.architectures.sizes import Kernels
 from llama_ssp.config import catalogue, hardware
 from llama_ssp.config.drafts.model import Matching
 from llama_ssp.config.hardware import HardwareConfig
@@ -39,6 +40,7 @@ COST_RATIOS = (
     (4, "one_rank", 0.36),
     (8, "one_rank", 0.60),
 )
+OTHER_ENGINES = Kernels(layer=12, frame=8, draw=17, verify=38)
 TRANSFORMERS_13B_MS, TRANSFORMERS_70B_MS = 31.9, 113.3
 
 
@@ -97,6 +99,7 @@ def job(
         max_new_tokens=200,
         cuda_graphs=not eager,
         device="cuda",
+        kernels=OTHER_ENGINES,
     )
 
 

@@ -17,7 +17,7 @@ import yaml
 from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType, Quote, QuotedString
-from hydra.errors import HydraException, OverrideParseException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 
 from launch.unknown_settings import unknown_setting
 from llama_ssp.config import catalogue
@@ -278,6 +278,10 @@ def one_sentence(error: Exception) -> str:
     """Put the error of Hydra or OmegaConf and its cause on one line."""
     if isinstance(error, OverrideParseException):
         return unreadable(error.override.removeprefix("++"))
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
+        group, _, name = error.missing_cfg_file.rpartition("/")
+        place, found, _ = str(error).partition(": Could not find")  # In 'experiment/mine'
+        return f"{place if found else group}: {unknown_name(group, name, error.options)}"
     # OmegaConf quotes values, which may span lines, before its `full_key`.
     whole, found, _ = str(error).partition("\n    full_key: ")
     message = " ".join(whole.split()) if found else whole.splitlines()[0].rstrip(".")

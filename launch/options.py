@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
-from llama_ssp.console.unread import is_unread, silence
+from llama_ssp.console.unread import complain, is_unread, silence
 from llama_ssp.errors import ConfigError, SspError
 from llama_ssp.visible import visible
 
@@ -35,17 +35,6 @@ def until_unread() -> Iterator[None]:
         if not is_unread(sys.stdout, error):
             raise
         silence(sys.stdout)
-
-
-def complain(sentence: str) -> None:
-    """Write a line to standard error, if anybody reads it, with its control characters made visible."""
-    try:
-        sys.stderr.write(f"{visible(sentence)}\n")
-        sys.stderr.flush()
-    except OSError as error:
-        if not is_unread(sys.stderr, error):
-            raise
-        silence(sys.stderr)
 
 
 def run(parser: Options, arguments: Sequence[str], act: Callable[[argparse.Namespace], str | None]) -> int:

@@ -29,11 +29,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from launch import command_line, completion
-from launch.options import complain, until_unread
+from launch.options import until_unread
 from launch.short_keys import ShortKeys
 from llama_ssp.config import catalogue, checks, store
 from llama_ssp.config.registry import load_plugins
 from llama_ssp.config.schema import RunConfig
+from llama_ssp.console.unread import complain
 from llama_ssp.distributed.environment import Ranks, read_ranks
 from llama_ssp.distributed.signals import find_agent, heeded_signals
 from llama_ssp.errors import InterruptedRun, SspError
@@ -49,6 +50,9 @@ RUN_DIR_FILE = "RUN_DIR_FILE"
 """Environment variable: a file for the run folder, where launch/slurm.sbatch checks whether a job makes progress."""
 
 
+_failures: list[SspError] = []  # hold the frames of a failed run: freeing its graphs could wait for a stuck GPU
+
+
 def main() -> int:
     """Run the command line; returns the exit code of this rank."""
     ranks = read_ranks(os.environ)
@@ -61,6 +65,7 @@ def main() -> int:
         try:
             _launch(sys.argv[1:], ranks)
         except SspError as error:
+            _failures.append(error)
             exit_code = _fail(str(error), error.exit_code, ranks, speaks=error.speaks)
         except (HydraException, OmegaConfBaseException) as error:
             exit_code = _fail(command_line.one_sentence(error), SspError.exit_code, ranks)
@@ -175,14 +180,17 @@ class _Points:
 def _check(config: DictConfig, ranks: Ranks) -> tuple[RunConfig, startup.StartClock] | None:
     """Check one config; returns what its task needs, or None after a dry run."""
     hydra_config = HydraConfig.get()
-    is_later_point = hydra_config.mode is RunMode.MULTIRUN and hydra_config.job.num > 0
+    of_sweep = hydra_config.mode is RunMode.MULTIRUN
+    is_later_point = of_sweep and hydra_config.job.num > 0
     clock = startup.StartClock(age_s=0.0 if is_later_point else startup.process_age_s())
     # Without filling in ${...}: the result would be parsed as a part of the setting.
     overrides = OmegaConf.to_container(hydra_config.overrides.task, resolve=False)
     explicit = command_line.explicit_keys(cast("list[str]", overrides))
     run = store.to_run_config(config, explicit=explicit)
-    checks.check(run, explicit, world_size=ranks.size)
-    if hydra_config.mode is RunMode.MULTIRUN:
+    for unread in checks.check(run, explicit, world_size=ranks.size, of_sweep=of_sweep):
+        if ranks.rank == 0:
+            complain(f"warning: at point {hydra_config.job.num} of the sweep, {unread}")
+    if of_sweep:
         run.run_dir = f"{run.run_dir}/{hydra_config.job.num}"
 
     if run.dry_run:

@@ -9,12 +9,13 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hydra.core.override_parser.types import Quote, QuotedString
 
+from launch.options import complain
 from launch.staging import Copy, stage
 from llama_ssp.config import checks, hardware, slurm
 from llama_ssp.config.hardware import HardwareConfig
@@ -46,6 +47,11 @@ class Point:
         """Its run folder, inside the folder of the sweep."""
         return Path(str(self.run.run_dir)) / str(self.number)
 
+    def without(self, keys: Container[str]) -> "Point":
+        """The same point, as if these keys had not been set."""
+        kept = tuple(setting for setting in self.settings if setting.partition("=")[0] not in keys)
+        return replace(self, settings=kept, run=replace(self.run, prompt=None) if "prompt" in keys else self.run)
+
     @property
     def name(self) -> str:
         """Its name in messages."""
@@ -69,7 +75,8 @@ def submit_sweep(points: Sequence[Point], settings: SlurmConfig) -> None:
     problems, misfits, planned = [], [], []
     for point in points:
         try:
-            planned.append((point, _plan(point, settings), stage(point.run, settings.stage_to)))
+            read, plan = _plan(point, settings)
+            planned.append((read, plan, stage(read.run, settings.stage_to)))
         except CapacityError as error:
             misfits.append(f"{point.name}: {error}")
         except SspError as error:
@@ -81,7 +88,8 @@ def submit_sweep(points: Sequence[Point], settings: SlurmConfig) -> None:
     _submit(planned, settings)
 
 
-def _plan(point: Point, settings: SlurmConfig) -> Plan:
+def _plan(point: Point, settings: SlurmConfig) -> tuple[Point, Plan]:
+    """Return the point without the settings that have no effect there, which its job would refuse, and its plan."""
     run = point.run
     if problems := hardware.problems_of(run.hardware):
         raise ConfigError(one_message(problems))
@@ -95,7 +103,10 @@ def _plan(point: Point, settings: SlurmConfig) -> Plan:
             f"hardware={machine.name}"
         )
     world_size = settings.nodes * ranks_per_node
-    checks.check(run, point.explicit, world_size=world_size)
+    unread = checks.check(run, point.explicit, world_size=world_size, of_sweep=True)
+    for each in unread:
+        complain(f"warning: {point.name}: {each}")
+    point = point.without({each.key for each in unread})
     job, _ = job_ahead(run, world_size=world_size)
     machine = _nodes_of(machine, settings, ranks_per_node)
     plan = plan_job(job, machine, auto_ranks=world_size if run.placement.auto else None)
@@ -104,7 +115,7 @@ def _plan(point: Point, settings: SlurmConfig) -> Plan:
         print(visible(f"\n{point.name}:"))
         show_plan(plan, PlanFormat.table, words=words)
     require_room(plan, words=words)
-    return plan
+    return point, plan
 
 
 def _nodes_of(machine: HardwareConfig, settings: SlurmConfig, ranks_per_node: int) -> HardwareConfig:

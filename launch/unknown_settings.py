@@ -1,7 +1,8 @@
 """Sentences about settings that do not exist: similar ones, or what to use instead."""
 
 from collections.abc import Collection
-from difflib import get_close_matches
+
+from llama_ssp.errors import similar_name
 
 _FOREIGN = {
     "no_repeat_ngram_size": "it forbids every n-gram that the whole text has at each drafted position, which is not "
@@ -15,7 +16,7 @@ def unknown_setting(key: str, keys: Collection[str], *, otherwise: str) -> str:
     if reason := _FOREIGN.get(key.rpartition(".")[2]):
         return f"unknown setting {key!r}: {reason}"
     last_words = {name.rpartition(".")[2]: name for name in sorted(keys, key=len, reverse=True)}
-    close = get_close_matches(key, keys, n=1)
-    close += [last_words[word] for word in get_close_matches(key.rpartition(".")[2], last_words, n=1)]
-    hint = f"did you mean {' or '.join(dict.fromkeys(close))}?" if close else otherwise
+    last_word = similar_name(key.rpartition(".")[2], last_words)
+    close = dict.fromkeys(filter(None, [similar_name(key, keys), last_word and last_words[last_word]]))
+    hint = f"did you mean {' or '.join(close)}?" if close else otherwise
     return f"unknown setting {key!r}: {hint}"

@@ -78,9 +78,17 @@ def one_message(problems: Sequence[str]) -> str:
     return f"{len(problems)} problems in the configuration:\n" + "\n".join(lines)
 
 
+def similar_name(given: str, known: Iterable[str]) -> str | None:
+    """The most similar of the known names, whatever their case, else one with the same letters in another order."""
+    names = {name.casefold(): name for name in known}
+    wanted = given.casefold()
+    close = get_close_matches(wanted, names, n=1) or [name for name in names if sorted(name) == sorted(wanted)]
+    return names[close[0]] if close else None
+
+
 def unknown_name(kind: str, given: str, known: Iterable[str]) -> str:
     """Report an unknown name of a kind such as "model", the known names, and a similar one; without a full stop."""
     names = sorted(known)
-    close = get_close_matches(given, names, n=1)
-    hint = f"; did you mean {close[0]}?" if close else ""
+    close = similar_name(given, names)
+    hint = f"; did you mean {close}?" if close else ""
     return f"unknown {kind} {given!r}: there are {', '.join(names)}{hint}"

@@ -1,4 +1,6 @@
-"""Sizes that the engine uses and the planner prices."""
+"""Sizes that the engine uses and the planner prices, and the kernels that it launches on a GPU."""
+
+from dataclasses import dataclass
 
 PREFILL_CHUNK = 512
 """Tokens of a prompt that go through a model at once, so that memory and masks stay bounded."""
@@ -15,6 +17,32 @@ OWN_SLOTS_PER_SLOT = 2
 
 CATCH_UP_CHUNK = 64
 """Tokens that a draft model reads at once after rounds in which it did not draft."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernels:
+    """The kernels of an engine, without collectives, which are priced by their bytes and latency.
+
+    A kernel inside a CUDA graph takes `HardwareConfig.kernel_s` in addition to its bytes, so their number decides how
+    near decoding comes to the speed of a copy.
+
+    Attributes:
+        layer: of a decoder layer at few rows, products and attention included.
+        frame: of a forward without its layers: embedding, rotary angles, last norm, head and its conversion to fp32.
+        draw: of a sampled draw.
+        verify: of a verification with commit.
+    """
+
+    layer: int
+    frame: int
+    draw: int
+    verify: int
+
+
+ENGINE_KERNELS = Kernels(layer=10, frame=8, draw=17, verify=38)
+"""Of this engine: a layer as a stub device counts it, the others at torch's dispatcher."""
+ALL_REDUCES_PER_LAYER = 2
+"""Under tensor parallelism."""
 
 
 def whole_steps(num_slots: int) -> int:

@@ -127,6 +127,6 @@ def all_reduce_points(comm: Comm, device: torch.device) -> list[SizePoint]:
             work()
             comm.all_reduce(values)
         if device.type == "cuda":
-            torch.cuda.synchronize(device)
+            comm.finish()
         points.append(SizePoint(size=num_bytes, s=max((time.perf_counter() - started) / num_calls - work_s, 1e-6)))
     return points

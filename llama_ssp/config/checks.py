@@ -6,8 +6,8 @@ exists; checkpoints, tokenizers and prompt lengths are checked where they are re
 
 import math
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 from llama_ssp.config import catalogue, layout
@@ -18,19 +18,27 @@ from llama_ssp.config.effects import is_synthetic, without_effect
 from llama_ssp.config.formats.format import problem_of
 from llama_ssp.config.rules.rule import at_every_temperature, rule_of, rules
 from llama_ssp.config.schema import ADAPTIVE, ModelConfig, ModelShape, RunConfig
-from llama_ssp.config.tasks.spec import task_of
+from llama_ssp.config.tasks.spec import NoEffect, task_of
+from llama_ssp.config.tasks.suites import default_of
 from llama_ssp.errors import ConfigError, one_message, unknown_name
 
+_NEVER_IGNORED = {"dry_run"}
 LEAST_AGREEMENT = 0.3
 """Lowest `synthetic.agreement` accepted."""
 
 
-def check(config: RunConfig, explicit: frozenset[str], *, world_size: int) -> None:
+def check(
+    config: RunConfig, explicit: frozenset[str], *, world_size: int, of_sweep: bool = False
+) -> Sequence[NoEffect]:
     """Refuse a config that cannot run with one ConfigError for all problems; every rank gets the same result.
 
     The draft must be resolved (`store.to_run_config`). `explicit` has the dotted keys that the user gave; a group
     choice counts as a key named after the group.
+
+    A setting without effect is a problem, except at a point of a sweep, `of_sweep`: other points may read it. It is
+    then returned, and has its default again.
     """
+    unread = list(without_effect(config, explicit))
     problems = [
         *_ranges(config),
         *_files(config),
@@ -39,10 +47,14 @@ def check(config: RunConfig, explicit: frozenset[str], *, world_size: int) -> No
         *_synthetic(config),
         *_placement(config, world_size),
         *task_of(config).problems(config, explicit),
-        *without_effect(config, explicit),
+        *(str(each) for each in unread if not of_sweep or each.key in _NEVER_IGNORED),
     ]
     if problems:
         raise ConfigError(one_message(problems))
+    for entry in fields(config):
+        if entry.name in {each.key for each in unread}:
+            setattr(config, entry.name, default_of(config, entry.name))
+    return unread
 
 
 def check_values(config: RunConfig) -> None:

@@ -9,7 +9,7 @@ from llama_ssp.config.drafts.model import matching_of
 from llama_ssp.config.formats.format import takes
 from llama_ssp.config.rules.rule import rules
 from llama_ssp.config.schema import DeviceKind, ModelConfig, RunConfig, WeightsKind
-from llama_ssp.config.tasks.spec import task_of
+from llama_ssp.config.tasks.spec import NoEffect, task_of
 
 
 def is_synthetic(config: RunConfig) -> bool:
@@ -84,7 +84,7 @@ _ROWS = (
         "without {entry}.quantization=int8",
     ),
     *_of_both(("manifest",), lambda _, m: not m.verify, "without {entry}.verify=true"),
-    _Row(("cuda_graphs", "one_shot_all_reduce"), lambda c: c.device is DeviceKind.cpu, "with device=cpu"),
+    _Row(("cuda_graphs", "symmetric_memory"), lambda c: c.device is DeviceKind.cpu, "with device=cpu"),
     _Row(
         ("cuda_graphs",),
         lambda c: not layout.may_capture(c.placement.target),
@@ -102,9 +102,10 @@ _ROWS = (
 )
 
 
-def without_effect(config: RunConfig, explicit: frozenset[str]) -> Iterator[str]:
-    """Yield a sentence for each key in `explicit` that has no effect."""
+def without_effect(config: RunConfig, explicit: frozenset[str]) -> Iterator[NoEffect]:
+    """Yield the settings that have no effect: of `explicit`, and those that the task names."""
+    yield from task_of(config).without_effect(config, explicit)
     for entry in _ROWS:
         for key in sorted(explicit) if entry.holds(config) else ():
             if any(key == top or key.startswith(f"{top}.") for top in entry.keys):
-                yield f"{key} has no effect {entry.reason.format(task=task_of(config))}"
+                yield NoEffect(key, entry.reason.format(task=task_of(config)))

@@ -238,7 +238,7 @@ class RunConfig:
     stop_strings: list[str] = field(default_factory=list)
     device: DeviceKind = DeviceKind.auto
     cuda_graphs: bool = True
-    one_shot_all_reduce: bool = True
+    symmetric_memory: bool = True
     hardware: dict[str, Any] = field(default_factory=dict)
     dry_run: bool = False
     run_dir: str | None = None

@@ -5,9 +5,12 @@ A closed pipe ends a run (`terminal`). A terminal that hangs up does not; SIGHUP
 
 import errno
 import os
+import sys
 import termios
 from contextlib import suppress
 from typing import IO
+
+from llama_ssp.visible import visible
 
 
 def is_unread(stream: IO[str], error: OSError) -> bool:
@@ -32,3 +35,14 @@ def silence(stream: IO[str]) -> None:
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, stream.fileno())
         os.close(null)
+
+
+def complain(sentence: str) -> None:
+    """Write a line to standard error, if anybody reads it, with its control characters made visible."""
+    try:
+        sys.stderr.write(f"{visible(sentence)}\n")
+        sys.stderr.flush()
+    except OSError as error:
+        if not is_unread(sys.stderr, error):
+            raise
+        silence(sys.stderr)

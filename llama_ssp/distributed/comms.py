@@ -1,9 +1,10 @@
 """The collectives of a run, over one group of ranks.
 
 In a group of one rank they do nothing, so callers need not check the number of ranks. Module `mesh` decides which ranks
-form a group.
+form a group. Between GPUs, tensors go through NCCL, and texts through gloo, where a lost rank is an error.
 """
 
+import logging
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cache
@@ -13,9 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llama_ssp.distributed.one_shot import OneShot
+from llama_ssp.distributed.gpu.device_wait import DeviceWait, Event
+from llama_ssp.distributed.gpu.symmetric import SymmetricWindow
 from llama_ssp.distributed.operators import is_recording, record
 from llama_ssp.distributed.shared_memory import SLOT_BYTES, SharedMemoryGroup
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +31,8 @@ class Comm:
         device: of tensors to be sent.
         crowded: more ranks than cores share this rank's cores.
         board: memory shared by a group on CPUs, for small messages.
-        tries_one_shot: whether groups of GPUs try `one_shot`.
-        one_shot: memory shared by a group of GPUs, if it is faster for small messages.
+        window: memory of a group of GPUs, for small sums.
+        device_wait: waits for this rank's GPU, if others may make it wait.
     """
 
     rank: int
@@ -37,20 +41,33 @@ class Comm:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     crowded: bool = False
     board: SharedMemoryGroup | None = None
-    tries_one_shot: bool = True
-    one_shot: OneShot | None = None
+    window: SymmetricWindow | None = None
+    device_wait: DeviceWait | None = None
 
     @classmethod
-    def of_world(cls, *, rank: int, size: int, device: torch.device, crowded: bool, tries_one_shot: bool) -> "Comm":
+    def of_world(
+        cls,
+        *,
+        rank: int,
+        size: int,
+        device: torch.device,
+        crowded: bool,
+        device_wait: DeviceWait | None = None,
+    ) -> "Comm":
         """Form the group of all ranks, which must call this together; for arguments see the class."""
-        group = dist.group.WORLD
-        comm = cls(rank=rank, size=size, group=group, device=device, crowded=crowded, tries_one_shot=tries_one_shot)
+        comm = cls(
+            rank=rank, size=size, group=dist.group.WORLD, device=device, crowded=crowded, device_wait=device_wait
+        )
         return comm._with_shared_memory(tuple(range(size)))
 
     @classmethod
     def single(cls) -> Self:
         """Form a group of this rank only."""
         return cls(rank=0, size=1, group=None)
+
+    def alone(self) -> "Comm":
+        """The group of this rank only, which waits for its GPU as this group does."""
+        return Comm(rank=0, size=1, group=None, device_wait=self.device_wait)
 
     def subgroup(self, members: tuple[int, ...]) -> "Comm | None":
         """Form a group of some ranks of the world, in increasing order; None if this rank is not a member.
@@ -63,25 +80,30 @@ class Comm:
         if self.rank not in members:
             return None
         if group is None:
-            return Comm.single()
+            return self.alone()
         rank, size = members.index(self.rank), len(members)
-        comm = replace(self, rank=rank, size=size, group=group, board=None, one_shot=None)
+        comm = replace(self, rank=rank, size=size, group=group, board=None, window=None)
         return comm._with_shared_memory(members)
 
     def _with_shared_memory(self, members: tuple[int, ...]) -> "Comm":
-        """Add shared memory to the group, if possible; it is made once for all jobs of a sweep."""
-        assert self.group
-        if self.device.type == "cpu":
-            if members not in _boards:
-                _boards[members] = SharedMemoryGroup.join(
-                    self.gather_text, rank=self.rank, size=self.size, crowded=self.crowded
-                )
-            return replace(self, board=_boards[members])
-        if not self.tries_one_shot:
+        """Add shared memory to a group on CPUs, if possible; it is made once for all jobs of a sweep."""
+        if self.device.type != "cpu":
             return self
-        if members not in _one_shots:
-            _one_shots[members] = OneShot.join(self.group, self.gather_text, self.device)
-        return replace(self, one_shot=_one_shots[members])
+        if members not in _boards:
+            _boards[members] = SharedMemoryGroup.join(
+                self.gather_text, rank=self.rank, size=self.size, crowded=self.crowded
+            )
+        return replace(self, board=_boards[members])
+
+    def with_window(self) -> "Comm":
+        """Add a window to a group of GPUs, if possible, which must call this together; see `_with_shared_memory`."""
+        if self.group is None or self.device.type != "cuda":
+            return self
+        name = self.group.group_name
+        if name not in _windows:
+            _windows[name] = SymmetricWindow.join(self.group, self.gather_text, self.device)
+            _log.info("symmetric window for sums of %d GPUs: %s", self.size, "yes" if _windows[name] else "no")
+        return replace(self, window=_windows[name])
 
     def all_reduce(self, values: Tensor) -> Tensor:
         """Sum `values` over the group, in place if possible; returns the sum, bit-identical on all ranks."""
@@ -89,8 +111,6 @@ class Comm:
             return record("all_reduce", self, values)
         if self.board and values.nbytes <= SLOT_BYTES:
             self.board.all_reduce(values)
-        elif self.one_shot and self.one_shot.takes(values):
-            return self.one_shot.all_reduce(values)
         elif self.size > 1:
             dist.all_reduce(values, group=self.group)
         return values
@@ -136,35 +156,59 @@ class Comm:
         return values
 
     def gather_text(self, text: str) -> list[str]:
-        """Gather a text from every rank, in order of rank. For set-up only: it reads from the device."""
+        """Gather a text from every rank, in order of rank."""
         if self.size == 1:
             return [text]
-        data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=self.device)
-        lengths = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.size)]
-        dist.all_gather(lengths, torch.tensor([len(data)], device=self.device), group=self.group)
+        data = torch.tensor(list(text.encode()), dtype=torch.uint8)
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(lengths, torch.tensor([len(data)]), group=self.group)
         sizes = tuple(int(length) for length in lengths)
         joined = self.all_gather_last(data, sizes)
         return [bytes(part.tolist()).decode() for part in joined.split(sizes)]
 
     def broadcast_text(self, text: str, *, src: int) -> str:
-        """Broadcast the text of group rank `src`. For set-up only: it reads from the device."""
+        """Broadcast the text of group rank `src`."""
         return self.gather_text(text if self.rank == src else "")[src]
 
     def barrier(self) -> None:
-        """Wait for every rank of the group."""
+        """Wait for every rank of the group, but not for its device."""
         if self.size > 1:
-            dist.barrier(group=self.group)
+            dist.all_reduce(torch.zeros(1), group=self.group)
+
+    def wait(self, event: Event) -> None:
+        """Wait until this rank's GPU has passed an event; DistBackendError if it waits for a rank that is lost."""
+        if self.device_wait:
+            self.device_wait.until(event)
+        else:
+            event.synchronize()
+
+    def finish(self) -> None:
+        """Wait until this rank's GPU has done everything on the current stream; see `wait`."""
+        passed = torch.cuda.Event()
+        passed.record()
+        self.wait(passed)
+
+    def read(self, values: Tensor) -> Tensor:
+        """Return values in the host's memory; see `wait`."""
+        if values.device.type == "cpu":
+            return values
+        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        host.copy_(values, non_blocking=True)
+        self.finish()
+        return host
 
     def set_timeout(self, seconds: float) -> None:
         """Set the timeout of later collectives of this group."""
         if self.board:
             self.board.timeout_s = seconds
+        if self.device_wait:
+            self.device_wait.timeout_s = seconds
         if self.size > 1:
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), self.group)  # there is no public setter
 
 
 _boards: dict[tuple[int, ...], SharedMemoryGroup | None] = {}
-_one_shots: dict[tuple[int, ...], OneShot | None] = {}
+_windows: dict[str, SymmetricWindow | None] = {}
 
 
 @cache

@@ -9,6 +9,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -18,6 +19,7 @@ from llama_ssp.distributed.memory import exhaustion
 from llama_ssp.distributed.signals import STOP_SIGNALS
 from llama_ssp.errors import InterruptedRun, LostRankError, SspError
 
+_E = TypeVar("_E", bound=BaseException)
 _TIMEOUT_WORDS = ("timed out", "timeout")
 _REMEDY = "run the same command with the same run_dir to resume"
 
@@ -48,14 +50,14 @@ def unify_failure(watch: ControlChannel, phase: Phase) -> Iterator[None]:
         # Launchers send one as soon as any rank has ended, before this rank has written the status and the message.
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
-        ending = _ending(error, watch, phase)
-        if ending is None:
+        ending = ending_of(error, watch, phase)
+        if ending is error:
             raise
         raise ending from error
 
 
-def _ending(error: BaseException, watch: ControlChannel, phase: Phase) -> SspError | None:
-    """The error that ends the run; None if it is an unforeseen error of this rank, which shows its traceback."""
+def ending_of(error: _E, watch: ControlChannel, phase: Phase) -> SspError | _E:
+    """The error that ends the run, settled with the other ranks; `error` itself if nobody has foreseen it."""
     words, missing, is_unforeseen = watch.verdict, tuple[int, ...](), False
     if words is None:
         mine = error if isinstance(error, SspError) else exhaustion(error)
@@ -63,7 +65,7 @@ def _ending(error: BaseException, watch: ControlChannel, phase: Phase) -> SspErr
             mine = type(mine)(f"rank {watch.rank} failed while {phase.doing}: {mine}")
         if mine is None:
             missing = watch.missing() if isinstance(error, KeyboardInterrupt | RuntimeError) else ()
-            mine = _message(error, missing, phase, is_orphan=watch.is_orphan)
+            mine = _message(error, missing, phase, is_orphan=watch.is_orphan, has_failed=watch.has_failed)
         if mine is None:
             is_unforeseen = True
             reason = str(error).strip().partition("\n")[0]
@@ -72,16 +74,18 @@ def _ending(error: BaseException, watch: ControlChannel, phase: Phase) -> SspErr
         is_unforeseen &= words == to_message(mine)
     ending = from_message(words)
     ending.speaks = watch.is_error_reporter(without=missing)
-    return None if is_unforeseen else ending
+    return error if is_unforeseen else ending
 
 
-def _message(error: BaseException, missing: tuple[int, ...], phase: Phase, *, is_orphan: bool) -> SspError | None:
+def _message(
+    error: BaseException, missing: tuple[int, ...], phase: Phase, *, is_orphan: bool, has_failed: bool
+) -> SspError | None:
     """Describe the error of a collective or a signal; None for other errors."""
     reason = str(error).lower()
     is_late = any(words in reason for words in _TIMEOUT_WORDS)
     if missing:
         cause = f"no answer within {phase.limit}" if is_late else "connection closed"
-        if isinstance(error, KeyboardInterrupt):
+        if isinstance(error, KeyboardInterrupt) and not has_failed:
             cause = "no answer"
         names = f"rank {missing[0]} is" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))} are"
         return LostRankError(f"{names} missing while {phase.doing} ({cause}); {_REMEDY}")

@@ -38,8 +38,11 @@ class Mesh:
                 comm.set_timeout(seconds)
 
 
-def build_mesh(layout: Layout, world: Comm, *, num_replicas: int = 1) -> Mesh:
-    """Make the groups of a placement, checked by `config.checks`; all ranks of the world must call this together."""
+def build_mesh(layout: Layout, world: Comm, *, num_replicas: int = 1, has_windows: bool = True) -> Mesh:
+    """Make the groups of a placement, checked by `config.checks`; all ranks of the world must call this together.
+
+    With `has_windows` the groups that share a model also get a window, on GPUs.
+    """
     size = world.size // num_replicas
     number, rank = divmod(world.rank, size)
 
@@ -51,6 +54,10 @@ def build_mesh(layout: Layout, world: Comm, *, num_replicas: int = 1) -> Mesh:
 
     replica, target = mine(range(size)), mine(layout.target_ranks)
     assert replica, "a replica has all ranks of its block"
-    alone = Comm.single() if rank in layout.draft_ranks else None
+    if has_windows and target:
+        target = target.with_window()
+    alone = world.alone() if rank in layout.draft_ranks else None
     draft = alone if layout.splits_batch else mine(layout.draft_ranks)
+    if has_windows and draft:
+        draft = draft.with_window()
     return Mesh(world=world, replica=replica, number=number, layout=layout, target=target, draft=draft)

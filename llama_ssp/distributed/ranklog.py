@@ -1,10 +1,12 @@
-"""Log files: one per rank, and `run.log` for rank 0. Module `tasks.terminal` writes to the terminal."""
+"""Log files: one per rank, and `run.log` for rank 0, whose warnings also go to standard error."""
 
 import logging
 import os
 import platform
+import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import TextIO
 
 import torch
 
@@ -13,6 +15,7 @@ from llama_ssp.distributed.world import World
 from llama_ssp.reports.provenance import processor
 from llama_ssp.visible import visible
 
+_OURS = __name__.partition(".")[0]
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
@@ -23,8 +26,16 @@ class _VisibleFormatter(logging.Formatter):
         return visible(super().format(record))
 
 
+class _Warnings(logging.StreamHandler[TextIO]):
+    """Shows what goes on otherwise than intended; a progress display may have replaced `sys.stderr` since."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
+
+
 def open_logs(run_dir: Path, *, rank: int) -> None:
-    """Log to `ranks/NNN.log`, and on rank 0 also to `run.log`, in an existing run folder."""
+    """Log to `ranks/NNN.log`, and on rank 0 also to `run.log`, in an existing run folder; it shows our warnings too."""
     paths = [run_dir / "ranks" / f"{rank:03d}.log"]
     if rank == 0:
         paths.append(run_dir / "run.log")
@@ -36,6 +47,12 @@ def open_logs(run_dir: Path, *, rank: int) -> None:
         handler = logging.FileHandler(path)
         handler.setFormatter(_VisibleFormatter(_FORMAT))
         root.addHandler(handler)
+    if rank == 0:
+        shown = _Warnings()
+        shown.setLevel(logging.WARNING)
+        shown.setFormatter(_VisibleFormatter("%(message)s"))
+        shown.addFilter(logging.Filter(_OURS))
+        root.addHandler(shown)
 
 
 def describe_rank(world: World) -> str:
@@ -63,7 +80,7 @@ def close_logs() -> None:
     """Close what `open_logs` opened."""
     root = logging.getLogger()
     for handler in list(root.handlers):
-        if isinstance(handler, logging.FileHandler):
+        if isinstance(handler, logging.FileHandler | _Warnings):
             root.removeHandler(handler)
             with suppress(OSError):
                 handler.close()

@@ -28,6 +28,7 @@ from llama_ssp.drafting.translation import Translator
 from llama_ssp.models.cache import OwnBuckets, Workspace
 from llama_ssp.models.prefill import Buckets, read_prompts
 from llama_ssp.models.runner import Runner
+from llama_ssp.models.upload import to_device
 from llama_ssp.sampling.context import Rows
 from llama_ssp.sampling.rules import Draft, Rule
 from llama_ssp.shapes import static_shape
@@ -121,11 +122,13 @@ class IntersectionDrafter(OwnBuckets):
         assert self._text, "allocate comes first"
         own_prompts = [
             self.translator.ids(ids[:length])[-min(length * OWN_SLOTS_PER_SLOT, self._most_tokens) :]
-            for ids, length in zip(tokens_RS.tolist(), lengths_R.tolist(), strict=True)
+            for ids, length in zip(
+                self._comm.read(tokens_RS).tolist(), self._comm.read(lengths_R).tolist(), strict=True
+            )
         ]
         device, lengths = self.runner.device, [len(ids) for ids in own_prompts]
-        own_RX = pad_sequence([torch.tensor(ids) for ids in own_prompts], batch_first=True).to(device)
-        rows_R, own_lengths_R = torch.tensor(rows, device=device), torch.tensor(lengths, device=device)
+        own_RX = to_device(pad_sequence([torch.tensor(ids) for ids in own_prompts], batch_first=True), device)
+        rows_R, own_lengths_R = to_device(rows, device), to_device(lengths, device)
         self._text.put(rows_R, own_RX, own_lengths_R, lengths_R=lengths_R)
         own_buckets = Buckets(step=buckets.step, num_slots=self._text.num_slots)
         read_prompts(self.runner, own_RX, own_lengths_R, rows_R=rows_R, longest=max(lengths), buckets=own_buckets)

@@ -17,6 +17,7 @@ from llama_ssp.drafting.protocol import Drafter, DrafterParts
 from llama_ssp.models.cache import Workspace
 from llama_ssp.models.prefill import Buckets, read_prompts
 from llama_ssp.models.runner import Runner
+from llama_ssp.models.upload import to_device
 from llama_ssp.sampling.context import Rows
 from llama_ssp.sampling.rules import Draft, Rule
 from llama_ssp.shapes import static_shape
@@ -89,7 +90,7 @@ class ModelDrafter:
         self, tokens_RS: Tensor, lengths_R: Tensor, *, rows: Sequence[int], longest: int, buckets: Buckets
     ) -> None:
         """Read new prompts into the draft's own cache."""
-        rows_R = torch.tensor(rows, device=self.runner.device)
+        rows_R = to_device(rows, self.runner.device)
         tokens_RS = self._known(tokens_RS)
         read_prompts(self.runner, tokens_RS, lengths_R, rows_R=rows_R, longest=longest, buckets=buckets)
 

@@ -24,6 +24,7 @@ from llama_ssp.drafting.host_time import HostTimed
 from llama_ssp.drafting.translation import TokenizerPair
 from llama_ssp.models.prefill import Buckets
 from llama_ssp.models.runner import Runner
+from llama_ssp.models.upload import to_device
 from llama_ssp.sampling.context import Rows
 from llama_ssp.sampling.rules import Draft
 from llama_ssp.shapes import static_shape
@@ -93,7 +94,7 @@ class RetokenizedDrafter(HostTimed):
     ) -> None:
         """Read new prompts in the draft's own tokens."""
         self._buckets = Buckets(step=buckets.step, num_slots=self._num_slots)
-        prompts = zip(rows, tokens_RS.tolist(), lengths_R.tolist(), strict=True)
+        prompts = zip(rows, self._comm.read(tokens_RS).tolist(), self._comm.read(lengths_R).tolist(), strict=True)
         for row in rows:
             self._settled[row] = 0, []
         self._read({row: self._own_ids(row, ids[:length]) for row, ids, length in prompts})
@@ -108,7 +109,12 @@ class RetokenizedDrafter(HostTimed):
     ) -> Draft:
         """Continue the text of every row by up to K tokens of the draft; see `Drafter.propose`."""
         num_draft_tokens = static_shape(uniforms_BKP)[1]
-        texts = [ids[:length] for ids, length in zip(rows.tokens_BS.tolist(), rows.lengths_B.tolist(), strict=True)]
+        texts = [
+            ids[:length]
+            for ids, length in zip(
+                self._comm.read(rows.tokens_BS).tolist(), self._comm.read(rows.lengths_B).tolist(), strict=True
+            )
+        ]
         with self.timing_host():
             own = [self._own_ids(row, ids) for row, ids in enumerate(texts)]
         found = self._continued(own, num_steps=num_draft_tokens)
@@ -117,7 +123,7 @@ class RetokenizedDrafter(HostTimed):
             for ids, before, after in zip(texts, own, found, strict=True):
                 new_ids = self.tokenizers.continuation.ids(ids, before, after)[:num_draft_tokens]
                 proposed.append(new_ids + [ids[-1]] * (num_draft_tokens - len(new_ids)))
-        ids_BK = torch.tensor(proposed, device=rows.tokens_BS.device)
+        ids_BK = to_device(proposed, rows.tokens_BS.device)
         offsets_K = torch.arange(num_draft_tokens, device=ids_BK.device)
         rows.tokens_BS.scatter_(1, rows.lengths_B[:, None] + offsets_K, ids_BK)
         return Draft(ids_BK, None)
@@ -146,13 +152,13 @@ class RetokenizedDrafter(HostTimed):
         """The tokens that the draft takes to be the most probable after each row's."""
         logits_BD = self._read(dict(enumerate(own)))
         taken: list[Tensor] = []
-        starts_B1 = torch.tensor([[len(ids)] for ids in own], device=self.runner.device)
+        starts_B1 = to_device([[len(ids)] for ids in own], self.runner.device)
         bucket = self._buckets.covering(max(map(len, own)) + num_steps)
         for step in range(num_steps):
             if step:
                 logits_BD = self.runner.forward(taken[-1], starts_B1 + (step - 1), bucket=bucket)[:, 0]
             taken.append(self._comm.broadcast(logits_BD.argmax(-1, keepdim=True), src=self.src))
-        found: list[list[int]] = torch.cat(taken, dim=1).tolist()
+        found: list[list[int]] = self._comm.read(torch.cat(taken, dim=1)).tolist()
         self._cached = [[*ids, *new_ids[:-1]] for ids, new_ids in zip(own, found, strict=True)]
         return found
 
@@ -168,8 +174,8 @@ class RetokenizedDrafter(HostTimed):
             [[min(starts[row] + place, len(ids) - 1) for place in range(width)] for row, ids in texts.items()]
         )
         device, bucket = self.runner.device, self._buckets.covering(texts_RX.shape[1])
-        rows_R = None if [*texts] == [*range(len(self._cached))] else torch.tensor([*texts], device=device)
-        ids_RT, positions_RT = texts_RX.gather(1, positions_RT).to(device), positions_RT.to(device)
+        rows_R = None if [*texts] == [*range(len(self._cached))] else to_device([*texts], device)
+        ids_RT, positions_RT = to_device(texts_RX.gather(1, positions_RT), device), to_device(positions_RT, device)
         logits_RD: Tensor | None = None
         for start in range(0, width, PREFILL_CHUNK):
             chunk_RT = positions_RT[:, start : start + PREFILL_CHUNK]

@@ -13,7 +13,7 @@ a round probes a drafter that is not in use. Probes may take `PROBE_SHARE` of th
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from llama_ssp.architectures.sizes import CATCH_UP_CHUNK
 from llama_ssp.engine.round import DraftChoice
@@ -102,41 +102,59 @@ class AdaptiveLength:
             for place, prior in enumerate(acceptance)
         ]
         self._budget = 0.0
-        self._best = self._choose(tuple(0 for _ in self._sources))
+        self._plans: dict[tuple[int, ...], _Plan] = {}
+        self._plan = self._planned([0 for _ in self._sources])
 
     def choose(self, num_skipped: Sequence[int]) -> DraftChoice:
         """See `DraftLength`."""
-        self._best = self._choose(num_skipped)
-        best, gain, cost = self._best
-        probes = [
-            source.probe(gain, skipped)
-            for place, (source, skipped) in enumerate(zip(self._sources, num_skipped, strict=True))
-            if not (best.num_tokens and best.source == place)
-        ]
-        if not probes:
+        self._plan = self._planned(num_skipped)
+        best, cost, probe, loss = self._plan
+        if probe is None:
             return best
         self._budget = min(self._budget + PROBE_SHARE * cost, MOST_SAVED * self._plain_cost)
-        loss, probe = min(probes)
         if loss > self._budget:
             return best
-        self._budget -= max(loss, 0.0)
+        self._budget -= loss
         return probe
 
     def reads_prompts(self, source: int) -> bool:
         """See `DraftLength`."""
-        best, *_ = self._best
+        best = self._plan.best
         return best.num_tokens > 0 and best.source == source
 
     def observe(self, choice: DraftChoice, num_accepted: Sequence[int]) -> None:
         """See `DraftLength`."""
         if choice.num_tokens:
             self._sources[choice.source].observe(choice.num_tokens, num_accepted)
+            self._plans.clear()
 
-    def _choose(self, num_skipped: Sequence[int]) -> tuple[DraftChoice, float, float]:
-        """The choice that gains most, its gain and its cost."""
+    def _planned(self, num_skipped: Sequence[int]) -> "_Plan":
+        """What gains most and what to probe; the same until a drafted round was observed or more was skipped."""
+        chunks = (*map(num_chunks, num_skipped),)
+        if (plan := self._plans.get(chunks)) is None:
+            plan = self._plans[chunks] = self._plan_of(chunks)
+        return plan
+
+    def _plan_of(self, chunks: Sequence[int]) -> "_Plan":
+        sources = list(zip(self._sources, chunks, strict=True))
         plain = DraftChoice(0), 1 / self._plain_cost, self._plain_cost
-        drafting = (source.best(skipped) for source, skipped in zip(self._sources, num_skipped, strict=True))
-        return max(plain, *drafting, key=lambda found: found[1])
+        best, gain, cost = max(plain, *(source.best(number) for source, number in sources), key=lambda found: found[1])
+        probes = [
+            source.probe(gain, number)
+            for place, (source, number) in enumerate(sources)
+            if not (best.num_tokens and best.source == place)
+        ]
+        loss, probe = min(probes) if probes else (0.0, None)
+        return _Plan(best, cost, probe, max(loss, 0.0))
+
+
+class _Plan(NamedTuple):
+    """The choice that gains most and its cost, and the round that tells most of another drafter and what it loses."""
+
+    best: DraftChoice
+    cost: float
+    probe: DraftChoice | None
+    loss: float
 
 
 class _Source:
@@ -154,23 +172,16 @@ class _Source:
         self._accepted, self._tried = [0.0] * longest, [0.0] * longest
         self._update()
 
-    def best(self, num_skipped: int) -> tuple[DraftChoice, float, float]:
-        """The choice that gains most over some rounds, its gain and its cost in each of them."""
-        chunks = num_chunks(num_skipped)
-        if chunks not in self._best:
-            more = self._catch_up * chunks / LASTING_ROUNDS
-            gain, choice = max((self._tokens[choice] / (cost + more), choice) for choice, cost in self._costs.items())
-            self._best[chunks] = choice, gain, self._costs[choice] + more
-        return self._best[chunks]
+    def best(self, chunks: int) -> tuple[DraftChoice, float, float]:
+        """The choice that gains most over some rounds, its gain and its cost in each, after `chunks` to catch up."""
+        more = self._catch_up * chunks / LASTING_ROUNDS
+        gain, choice = max((self._tokens[choice] / (cost + more), choice) for choice, cost in self._costs.items())
+        return choice, gain, self._costs[choice] + more
 
-    def probe(self, gain: float, num_skipped: int) -> tuple[float, DraftChoice]:
+    def probe(self, gain: float, chunks: int) -> tuple[float, DraftChoice]:
         """The round that loses least against a gain, and what it loses."""
-        chunks = num_chunks(num_skipped)
-        if (gain, chunks) not in self._probes:
-            more = self._catch_up * chunks
-            losses = ((cost + more - self._tokens[choice] / gain, choice) for choice, cost in self._costs.items())
-            self._probes[gain, chunks] = min(losses)
-        return self._probes[gain, chunks]
+        more = self._catch_up * chunks
+        return min((cost + more - self._tokens[choice] / gain, choice) for choice, cost in self._costs.items())
 
     def observe(self, num_drafted: int, num_accepted: Sequence[int]) -> None:
         """Count a round: of each row, the accepted tokens and the first rejected one were tried."""
@@ -192,9 +203,6 @@ class _Source:
             reached *= estimate
             tokens.append(tokens[-1] + reached)
         self._tokens = {choice: tokens[choice.num_tokens] for choice in self._costs}
-        # What follows from it, by the chunks to catch up with, as it is asked for.
-        self._best: dict[int, tuple[DraftChoice, float, float]] = {}
-        self._probes: dict[tuple[float, int], tuple[float, DraftChoice]] = {}
 
 
 def num_chunks(num_skipped: int) -> int:

@@ -24,6 +24,7 @@ from llama_ssp.engine.stops import StopStrings
 from llama_ssp.engine.verifier import NOT_A_NUMBER, STOP_REQUESTED
 from llama_ssp.errors import LOGITS_ARE_NAN, NumericError
 from llama_ssp.models.prefill import Buckets
+from llama_ssp.models.upload import to_device
 
 
 class Update(NamedTuple):
@@ -80,8 +81,11 @@ class Decoder:
         self.seed = seed
         self.stop_request = stop_request or StopRequest()
         self.stopped = False
+        self._comm = round_.verifier.comm
         self._device = round_.target.device
         self._is_cuda = self._device.type == "cuda"
+        drafters: Sequence[object] = round_.drafters
+        self._host_timed = [drafter for drafter in drafters if isinstance(drafter, HostTimed)]
         self._lag = 1 if self._is_cuda else 0
         self.bucket_step = BUCKET_STEP["cuda" if self._is_cuda else "cpu"]
         self._num_slots = self._num_rounds = 0
@@ -115,7 +119,7 @@ class Decoder:
             else:
                 choice = self._choose()
                 result, block = step(
-                    self.executor, self._state, block, choice=choice, bucket=self._bucket(), clock=self.clock
+                    self.executor, self._state, block, choice=choice, bucket=self._bucket(choice), clock=self.clock
                 )
                 self._launch(result, list(self._rows), choice, is_prefill=False)
             running = [owner for owner in self._rows if owner]
@@ -145,10 +149,25 @@ class Decoder:
             started = time.perf_counter()
             step(self.executor, state, None, choice=choice, bucket=bucket, clock=self.clock)
             if self._is_cuda:
-                torch.cuda.synchronize(self._device)
+                self._comm.finish()
             seconds.append(time.perf_counter() - started)
         self.clock.take()
         return seconds
+
+    def capture(self, requests: Sequence[Request]) -> None:
+        """Run rounds over vacant rows at every width of the cache that these requests will read, after `make_room`.
+
+        An executor that captures rounds then has all of them, if the run has one K, and captures none while rounds are
+        timed.
+        """
+        if not self.executor.keeps_state or len(self.length.choices) > 1:
+            return
+        shortest = min(len(request.prompt_ids) for request in requests)
+        longest = max(len(request.prompt_ids) + request.max_new_tokens for request in requests)
+        ahead = self.round.max_tokens_per_round
+        widths = {self._buckets.covering(length) for length in range(shortest + ahead, longest + 2 * ahead)}
+        for width in sorted(widths):
+            self.time_rounds(self.length.choices * 2, num_slots=width)
 
     def _choose(self) -> DraftChoice:
         """Choose what the next round drafts, and count what each drafter will have skipped after it."""
@@ -176,7 +195,7 @@ class Decoder:
     def _admit(self, requests: list[Request], rows: list[int]) -> None:
         prompts = self._state.rows_of(requests, table=self.round.uniforms, seed=self.seed)
         prompt_lengths_R = prompts.lengths_B.clone()
-        rows_R = torch.tensor(rows, device=self._device)
+        rows_R = to_device(rows, self._device)
         longest = max(len(request.prompt_ids) for request in requests)
         skipping = [
             source
@@ -197,11 +216,11 @@ class Decoder:
             owner.stop_watch = self._stops.watch(owner.request.prompt_ids) if self._stops else None
         self._launch(result, list(owners), DraftChoice(0), is_prefill=True)
 
-    def _bucket(self) -> int:
-        """Cache slots that the next round reads."""
+    def _bucket(self, choice: DraftChoice) -> int:
+        """Cache slots that the next round reads if it drafts by `choice`."""
         known = max([len(owner.request.prompt_ids) + len(owner.token_ids) for owner in self._rows if owner])
         unread = sum([pending.max_new for pending in self._pending])
-        return self._buckets.covering(known + unread + self.round.max_tokens_per_round)
+        return self._buckets.covering(known + unread + choice.num_tokens + 1)
 
     def _launch(
         self, result: Tensor, owners: list[RowCompletion | None], choice: DraftChoice, *, is_prefill: bool
@@ -217,7 +236,7 @@ class Decoder:
     def _collect(self) -> list[Update]:
         pending = self._pending.popleft()
         if pending.passed:
-            pending.passed.synchronize()
+            self._comm.wait(pending.passed)
         updates, observed = [], []
         results = pending.result.tolist()
         for owner, (*drafted, num_accepted, next_id, flags) in zip(pending.owners, results, strict=True):
@@ -266,8 +285,7 @@ class Decoder:
             completion.share_s += seconds * share
         if is_round:
             draft_s, verify_s = self.clock.take()
-            drafters: Sequence[object] = self.round.drafters
-            draft_s -= sum(drafter.take_host_s() for drafter in drafters if isinstance(drafter, HostTimed))
+            draft_s -= sum([drafter.take_host_s() for drafter in self._host_timed])
             other_s = seconds - draft_s - verify_s
             for completion in running:
                 part_s = completion.part_s

@@ -28,6 +28,7 @@ from llama_ssp.engine.state import BatchState
 from llama_ssp.engine.verifier import Verifier
 from llama_ssp.models.prefill import Buckets, read_prompts
 from llama_ssp.models.runner import Runner
+from llama_ssp.models.upload import to_device
 from llama_ssp.sampling.context import Context
 from llama_ssp.sampling.rules import Draft
 from llama_ssp.sampling.uniforms import UniformTable
@@ -147,7 +148,7 @@ class Round:
         `BatchState.commit`.
         """
         tokens_RS, lengths_R = prompts.tokens_BS, prompts.lengths_B
-        rows_R = torch.tensor(rows, device=self.target.device)
+        rows_R = to_device(rows, self.target.device)
         logits_RV = read_prompts(self.target, tokens_RS, lengths_R, rows_R=rows_R, longest=longest, buckets=buckets)
         for drafter in self.drafters if drafters is None else drafters:
             drafter.prefill(tokens_RS, lengths_R, rows=rows, longest=longest, buckets=buckets)

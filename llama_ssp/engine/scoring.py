@@ -81,19 +81,21 @@ def log_likelihoods(
     buckets = Buckets(step=BUCKET_STEP["cuda" if target.device.type == "cuda" else "cpu"], num_slots=capacity)
     for begin in range(0, len(order), batch_size):
         places = order[begin : begin + batch_size]
-        log_probs_BT, are_best_BT = _score(
-            target, [texts[place] for place in places], buckets=buckets, comm=comm, src=src
-        )
+        scores_2BT = _score(target, [texts[place] for place in places], buckets=buckets, comm=comm, src=src)
+        if bool(scores_2BT.isnan().any()):
+            raise NumericError(f"scoring a text: {LOGITS_ARE_NAN}")
+        log_probs_BT, are_best_BT = scores_2BT[0], scores_2BT[1].bool()
         for place, log_probs, are_best in zip(places, log_probs_BT.tolist(), are_best_BT.tolist(), strict=True):
             scored = slice(texts[place].num_given - 1, len(texts[place].ids) - 1)
             yield place, TokenScores(log_probs[scored], are_best[scored])
 
 
 @torch.inference_mode()
-def _score(
-    target: Runner, texts: Sequence[ScoredText], *, buckets: Buckets, comm: Comm, src: int
-) -> tuple[Tensor, Tensor]:
-    """The log-probability (B, T) of the token after each input, and whether it is the best; 0 where none is wanted."""
+def _score(target: Runner, texts: Sequence[ScoredText], *, buckets: Buckets, comm: Comm, src: int) -> Tensor:
+    """The log-probability of the token after each input, and 1 if it is the best (2, B, T), on the host.
+
+    Both are 0 where none is wanted.
+    """
     ids_BS = torch.zeros(len(texts), max(len(text.ids) for text in texts), dtype=torch.int64)
     for row, text in enumerate(texts):
         ids_BS[row, : len(text.ids)] = torch.tensor(text.ids)
@@ -119,7 +121,4 @@ def _score(
             chosen_BT = logits_BTV.gather(-1, next_ids_BT1)[..., 0]
             scores_2BT[0, :, first:stop] = chosen_BT - logits_BTV.logsumexp(-1)
             scores_2BT[1, :, first:stop] = chosen_BT >= logits_BTV.amax(-1)
-    scores_2BT = comm.broadcast(scores_2BT, src=src)
-    if bool(scores_2BT.isnan().any()):
-        raise NumericError(f"scoring a text: {LOGITS_ARE_NAN}")
-    return scores_2BT[0], scores_2BT[1].bool()
+    return comm.read(comm.broadcast(scores_2BT, src=src))

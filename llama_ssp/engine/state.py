@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.engine.verifier import Decision
+from llama_ssp.models.upload import to_device
 from llama_ssp.sampling.context import Rows
 from llama_ssp.sampling.uniforms import UniformTable, row_keys
 
@@ -88,11 +89,11 @@ class BatchState(NamedTuple):
             tokens_BS[row, : len(request.prompt_ids)] = torch.tensor(request.prompt_ids)
         lengths = [len(request.prompt_ids) for request in requests]
         limits = [length + request.max_new_tokens for length, request in zip(lengths, requests, strict=True)]
-        lengths_B = torch.tensor(lengths, device=device)
+        lengths_B = to_device(lengths, device)
         keys_B = row_keys(
             seed=seed,
-            prompt_index_B=torch.tensor([request.index for request in requests], device=device),
-            sample_index_B=torch.tensor([request.sample for request in requests], device=device),
+            prompt_index_B=to_device([request.index for request in requests], device),
+            sample_index_B=to_device([request.sample for request in requests], device),
         )
         num_rounds = max(request.max_new_tokens for request in requests) + 1
         uniforms_BMN = torch.empty(len(requests), num_rounds, table.num_uniforms, dtype=torch.float64, device=device)
@@ -100,8 +101,8 @@ class BatchState(NamedTuple):
             starts_M = torch.arange(length, length + num_rounds, device=device)
             uniforms_BMN[row] = table.uniforms(keys_B[row], starts_M)
         first_round_B = torch.arange(len(requests), device=device) * num_rounds - lengths_B
-        limits_B = torch.tensor(limits, device=device)
-        return BatchState(tokens_BS.to(device), lengths_B, limits_B, uniforms_BMN, first_round_B, keys_B)
+        limits_B = to_device(limits, device)
+        return BatchState(to_device(tokens_BS, device), lengths_B, limits_B, uniforms_BMN, first_round_B, keys_B)
 
     def put(self, rows_R: Tensor, other: "BatchState", *, prompt_lengths_R: Tensor) -> None:
         """Overwrite rows `rows_R` with the rows of `other`, whose prompts had the given lengths."""

@@ -46,6 +46,7 @@ class Verifier:
         split: divides the rows among ranks that each hold the draft; None lets `verify_rank` decide all.
 
     Attributes:
+        comm: see above.
         needs_context: `draw` and `process` need the context of their positions.
     """
 
@@ -54,7 +55,7 @@ class Verifier:
     ) -> None:
         self._rule = rule
         self.needs_context = rule.needs_context
-        self._comm = comm
+        self.comm = comm
         self._verify_rank = verify_rank
         self._decides = comm.rank == verify_rank
         self._split = split
@@ -103,10 +104,10 @@ class Verifier:
 
     def _broadcast(self, decision: Decision | None, *, batch_size: int) -> Decision:
         """Send the decision to all ranks in one message of 3 numbers per row."""
-        if decision and self._comm.size == 1:
+        if decision and self.comm.size == 1:
             return decision
         packed_B3 = torch.cat([*decision], dim=1) if decision else self._stop_11.new_empty(batch_size, 3)
-        return _unpacked(self._comm.broadcast(packed_B3, src=self._verify_rank))
+        return _unpacked(self.comm.broadcast(packed_B3, src=self._verify_rank))
 
 
 def _unpacked(packed_B3: Tensor) -> Decision:

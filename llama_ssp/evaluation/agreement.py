@@ -84,8 +84,6 @@ def _problems(config: RunConfig) -> Iterator[str]:
             f"suite=agreement compares greedy text, and sampling.temperature is {config.sampling.temperature:g}: leave "
             "sampling settings out, use sampling=greedy, or compare samples with suite=distribution"
         )
-    if config.num_samples > 1:
-        yield f"num_samples={config.num_samples} has no effect on suite=agreement, whose texts are greedy"
 
 
 SUITE = Suite(
@@ -94,5 +92,6 @@ SUITE = Suite(
     scored=scored,
     defaults={"sampling.temperature": 0.0},
     settings=("near_tie", "default_prompts"),
+    why_one_sample="whose texts are greedy",
     problems=_problems,
 )

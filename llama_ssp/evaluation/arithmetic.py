@@ -6,7 +6,6 @@ one-sided tests show that the rates differ by less than `task.margin`.
 
 import random
 import re
-from collections.abc import Iterator
 
 from llama_ssp.config.schema import RunConfig
 from llama_ssp.config.tasks.evaluate import EvaluateConfig
@@ -82,14 +81,6 @@ def _difference(num_plain_alone: int, num_speculative_alone: int, num_pairs: int
     return Measure(name="difference, speculative minus plain", value=value, low=interval.low, high=interval.high)
 
 
-def _problems(config: RunConfig) -> Iterator[str]:
-    if config.num_samples > 1:
-        yield (
-            f"num_samples={config.num_samples} has no effect on suite=arithmetic, which counts every prompt once: "
-            "give more prompts with num_prompts="
-        )
-
-
 SUITE = Suite(
     name="arithmetic",
     judge=judge,
@@ -97,5 +88,5 @@ SUITE = Suite(
     # A space, four digits and the end of the line, each at most a token, and some room.
     defaults={"max_new_tokens": 8, "stop_strings": ["\n"]},
     settings=("num_prompts", "margin"),
-    problems=_problems,
+    why_one_sample="which counts every prompt once: give more prompts with num_prompts=",
 )

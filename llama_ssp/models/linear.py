@@ -56,6 +56,10 @@ class PlainLinear:
         """See `Linear`."""
         return functional.linear(x_MI, self.weight_OI, self.bias_O)
 
+    def into(self, x_MI: Tensor, y_MO: Tensor) -> Tensor:
+        """Write the product of x, without the bias, into given memory."""
+        return torch.mm(x_MI, self._weight_IO, out=y_MO)
+
     def add(self, x_MI: Tensor, residual_MO: Tensor) -> Tensor:
         """See `Linear`."""
         if self.bias_O is None:

@@ -21,7 +21,6 @@ from llama_ssp.planning.weights import DTYPE_BYTES
 
 GRAPH_NODE_BYTES = 32 * 1024
 """Memory of one kernel in a captured graph, estimated from logs of serving engines (0.3-1 GiB for 67 graphs)."""
-KERNELS_PER_LAYER = 12
 SLACK_SHARE = 0.02
 """Estimated fragmentation of the caching allocator, as a share of what it serves."""
 
@@ -174,7 +173,7 @@ def _graph_bytes(job: PlanSpec, hardware: HardwareConfig, draft: Part | None) ->
     layers = (1 + len(lengths) * job.drafts) * job.target.shape.num_hidden_layers
     if job.draft and draft:
         layers += sum(lengths) * job.draft.shape.num_hidden_layers
-    return num_buckets * layers * KERNELS_PER_LAYER * GRAPH_NODE_BYTES
+    return num_buckets * layers * job.kernels.layer * GRAPH_NODE_BYTES
 
 
 def bucket_of(num_tokens: int, num_slots: int, hardware: HardwareConfig) -> int:

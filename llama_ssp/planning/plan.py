@@ -205,5 +205,6 @@ def time_document(timed: Timing) -> dict[str, Any]:
         "tokens_per_round": timed.tokens_per_round,
         "best_num_draft_tokens": timed.best_num_draft_tokens,
         "speculative_ms_per_token_by_k": [1e3 * seconds for seconds in timed.by_num_draft_tokens],
+        "copy_share": timed.copy_share,
         "limit_share": timed.limit_share,
     }

@@ -16,15 +16,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import pairwise
 
+from llama_ssp.architectures.family import inventory
 from llama_ssp.architectures.inventory import Inventory, Matrix
+from llama_ssp.architectures.sizes import ALL_REDUCES_PER_LAYER, ENGINE_KERNELS, Kernels
 from llama_ssp.config.formats.format import NO_QUANTIZATION, format_of
 from llama_ssp.config.hardware import HardwareConfig, Profile
 from llama_ssp.config.schema import Dtype
 from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.planning.measured import by_rows_and_width, by_size, composition_ratio, measured_linear_s
-from llama_ssp.planning.memory import KERNELS_PER_LAYER
 from llama_ssp.planning.parts import rank_shares
-from llama_ssp.planning.spec import PlannedModel
+from llama_ssp.planning.spec import PlannedModel, step_bytes
 from llama_ssp.planning.weights import DTYPE_BYTES
 
 COPY_SHARE = 0.83
@@ -34,8 +35,6 @@ OPERATORS_PER_LAYER = 25
 LIBRARY_SHARE = 2.0
 MEASURED_SLOTS = 64
 """Cache slots that were read while the layers of a profile were timed."""
-KERNELS_PER_FRAME = 8
-"""Embedding, mask, rotary angles, last norm, head and its conversion to fp32."""
 
 CPU_SLOWDOWN_16_BITS = 3.0
 """Products in bf16 relative to fp32 with 16-bit weights; estimated from whole models on one CPU, 2.5 to 3.7."""
@@ -55,6 +54,7 @@ class ModelPlacement:
     cuda_graphs: bool
     num_active: int
     waiting_s: float = 0.0
+    kernels: Kernels = ENGINE_KERNELS
 
     @cached_property
     def shares(self) -> tuple[Inventory, ...]:
@@ -183,15 +183,31 @@ def _attention_s(
 
     The layers of a profile include MEASURED_SLOTS of them; the others are priced by the number of rows.
     """
-    shape, size = placement.model.shape, DTYPE_BYTES[placement.model.dtype]
-    num_ranks = 1 if placement.kind is TargetKind.accelerate else len(placement.ranks)
-    num_heads = -(-shape.num_key_value_heads // num_ranks)
-    slot_bytes = 2 * num_heads * shape.head_dim * size * shape.num_hidden_layers * batch_size
+    shape, read_bytes = placement.model.shape, batch_size * slot_bytes(placement)
     if profile := profile_of(hardware, placement.num_active):
         rows = num_positions * shape.num_attention_heads // shape.num_key_value_heads
         byte_s = by_size(profile.attention, rows)
-        return max(num_slots - MEASURED_SLOTS, 0) * slot_bytes * byte_s
-    return num_slots * slot_bytes / bandwidth(hardware)
+        return max(num_slots - MEASURED_SLOTS, 0) * read_bytes * byte_s
+    return num_slots * read_bytes / bandwidth(hardware)
+
+
+def slot_bytes(placement: ModelPlacement) -> int:
+    """Keys and values of a cache slot in all layers, on the rank with the most heads."""
+    shape = placement.model.shape
+    num_ranks = 1 if placement.kind is TargetKind.accelerate else len(placement.ranks)
+    num_heads = -(-shape.num_key_value_heads // num_ranks)
+    return 2 * num_heads * shape.head_dim * DTYPE_BYTES[placement.model.dtype] * shape.num_hidden_layers
+
+
+def least_bytes(placement: ModelPlacement, *, batch_size: int, context: int, device: str) -> int:
+    """Bytes that a forward of one token per row must read behind `context` tokens: weights once, keys and values.
+
+    On the slowest rank; layer-wise on all devices, which take turns. At the speed of a copy this is the physical limit.
+    """
+    whole = inventory(placement.model.shape)
+    shares = (whole,) if placement.kind is TargetKind.accelerate else placement.shares
+    weights = max(step_bytes(held, placement.model, device=device) for held in shares)
+    return weights + batch_size * context * slot_bytes(placement)
 
 
 def layer_s(placement: ModelPlacement, hardware: HardwareConfig, rows: int) -> float:
@@ -200,7 +216,7 @@ def layer_s(placement: ModelPlacement, hardware: HardwareConfig, rows: int) -> f
     if profile := profile_of(hardware, placement.num_active):
         return share * by_rows_and_width(profile.layer, rows, placement.model.shape.hidden_size)
     if placement.cuda_graphs:
-        return KERNELS_PER_LAYER * hardware.kernel_s
+        return placement.kernels.layer * hardware.kernel_s
     return share * OPERATORS_PER_LAYER * hardware.launch_s
 
 
@@ -208,7 +224,7 @@ def frame_s(placement: ModelPlacement, hardware: HardwareConfig, rows: int) -> f
     """A forward without its layers and the head."""
     if profile := profile_of(hardware, placement.num_active):
         return by_rows_and_width(profile.frame, rows, placement.model.shape.hidden_size)
-    return KERNELS_PER_FRAME * (hardware.kernel_s if placement.cuda_graphs else hardware.launch_s)
+    return placement.kernels.frame * (hardware.kernel_s if placement.cuda_graphs else hardware.launch_s)
 
 
 def _collectives_s(placement: ModelPlacement, hardware: HardwareConfig, *, rows: int, scored: int) -> float:
@@ -221,7 +237,7 @@ def _collectives_s(placement: ModelPlacement, hardware: HardwareConfig, *, rows:
         return sum(message_s(hardware, neighbours, residual_bytes) for neighbours in pairwise(placement.ranks))
     reduce_s = all_reduce_s(hardware, placement.ranks, residual_bytes)
     gather_s = all_reduce_s(hardware, placement.ranks, scored * shape.vocab_size * size / 2)
-    return (2 * shape.num_hidden_layers + 1) * reduce_s + gather_s
+    return (ALL_REDUCES_PER_LAYER * shape.num_hidden_layers + 1) * reduce_s + gather_s
 
 
 def all_reduce_s(hardware: HardwareConfig, ranks: tuple[int, ...], num_bytes: float) -> float:

@@ -6,7 +6,7 @@ from typing import Any
 
 from llama_ssp.architectures.family import family_of
 from llama_ssp.architectures.inventory import Inventory
-from llama_ssp.architectures.sizes import MOST_PIECES, own_slots, whole_steps
+from llama_ssp.architectures.sizes import ENGINE_KERNELS, MOST_PIECES, Kernels, own_slots, whole_steps
 from llama_ssp.config.drafts.drafter import draft_name
 from llama_ssp.config.drafts.model import Matching, matching_of
 from llama_ssp.config.formats.format import format_of
@@ -71,6 +71,7 @@ class PlanSpec:
         rule: the verification rule; `greedy` at temperature 0, where no probabilities are needed.
         spare_devices: GPUs without a rank that hold layers of a layer-wise target.
         max_device_bytes: limit of the target's weights on each device; None without offload.
+        kernels: those of the engine that runs the job.
     """
 
     target: PlannedModel
@@ -95,6 +96,7 @@ class PlanSpec:
     spare_devices: tuple[int, ...] = ()
     offload: Offload = Offload.none
     max_device_bytes: int | None = None
+    kernels: Kernels = ENGINE_KERNELS
 
     @property
     def drafts(self) -> bool:

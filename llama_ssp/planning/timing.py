@@ -23,12 +23,17 @@ from llama_ssp.planning.layerwise import READ_BYTES_PER_S, waiting_bytes
 from llama_ssp.planning.measured import by_size
 from llama_ssp.planning.memory import bucket_of
 from llama_ssp.planning.messages import Message, round_messages
-from llama_ssp.planning.roofline import ForwardTime, ModelPlacement, bandwidth, forward_time, message_s, profile_of
-from llama_ssp.planning.spec import PlanSpec, model_bytes
+from llama_ssp.planning.roofline import (
+    ForwardTime,
+    ModelPlacement,
+    bandwidth,
+    forward_time,
+    least_bytes,
+    message_s,
+    profile_of,
+)
+from llama_ssp.planning.spec import PlanSpec
 
-DRAW_KERNELS = 17
-VERIFY_KERNELS = 38
-"""Kernels of a draw, and of a verification with commit: operators other than views, counted at torch's dispatcher."""
 RULE_PASSES = 6
 """Reads and writes of a row of probabilities by the rule: processors, softmax, comparison, cumulative sum."""
 MOST_DRAFT_TOKENS = 16
@@ -50,7 +55,8 @@ class Timing:
         cost_ratio: c, a draft step over a plain target step.
         by_num_draft_tokens: speculative seconds per token for K = 1, 2, ...
         best_num_draft_tokens: the fastest K.
-        limit_share: the physical limit (reading the weights once at the data sheet's bandwidth) over plain decoding.
+        copy_share, limit_share: the physical limit, reading what a plain step must read (`roofline.least_bytes`), over
+            plain decoding: at the speed of a copy, and at the data sheet's bandwidth.
     """
 
     target_forward: ForwardTime
@@ -59,6 +65,7 @@ class Timing:
     prefill_s: float
     plain_s: float
     plain_run_s: float
+    copy_share: float
     limit_share: float
     acceptance: Acceptance | None = None
     num_draft_tokens: int | None = None
@@ -81,13 +88,14 @@ class CostModel:
         self.job = job
         self.hardware = hardware
         num_active = min(job.num_replicas * len(job.layout.ranks), hardware.num_gpus)
-        place = partial(ModelPlacement, cuda_graphs=job.cuda_graphs, num_active=num_active)
+        place = partial(ModelPlacement, cuda_graphs=job.cuda_graphs, num_active=num_active, kernels=job.kernels)
         # Offloaded layers are read without overlap with compute.
         waiting_s = waiting_bytes(job) / READ_BYTES_PER_S.get(job.offload, math.inf)
         self.target = place(model=job.target, kind=job.target_kind, ranks=job.target_devices, waiting_s=waiting_s)
         ranks = job.draft_ranks[:1] if job.draft_kind is DraftLayout.replicated else job.draft_ranks
         self.draft = place(model=job.draft, kind=TargetKind.tensor, ranks=ranks) if job.draft else None
         middle = job.prompt_tokens + job.max_new_tokens // 2
+        self.least_bytes = least_bytes(self.target, batch_size=job.batch_size, context=middle, device=job.device)
         self._bucket = bucket_of(middle + job.round_rows, job.num_slots, hardware)
         self._draft_bucket = self._bucket
         if job.matching is Matching.intersection:  # the host knows only a bound of its texts' lengths
@@ -122,7 +130,7 @@ class CostModel:
     def draw_s(self, placement: ModelPlacement) -> float:
         """Drawing a token from the logits of each row."""
         numbers = self._rows_of(placement) * self.job.target.shape.vocab_size
-        return self._sampled_s(self._profile.draw if self._profile else None, DRAW_KERNELS, numbers)
+        return self._sampled_s(self._profile.draw if self._profile else None, self.job.kernels.draw, numbers)
 
     def rule_s(self, num_positions: int) -> float:
         """The rule on `num_positions` of each row that a rank verifies."""
@@ -130,7 +138,7 @@ class CostModel:
         rule = rule_of(self.job.rule)
         more_s = self._kernels_s(rule.more_kernels, rule.more_passes, numbers)
         points = self._profile.verify if self._profile else None
-        return self._sampled_s(points, VERIFY_KERNELS, numbers) + more_s
+        return self._sampled_s(points, self.job.kernels.verify, numbers) + more_s
 
     def _sampled_s(self, points: list[SizePoint] | None, num_kernels: int, numbers: int) -> float:
         """What a draw or the rule takes as measured, or as kernels that make `RULE_PASSES` over its numbers."""
@@ -177,13 +185,13 @@ def timing(job: PlanSpec, hardware: HardwareConfig) -> Timing:
     plain_s = costs.plain_s()
     prefill_s = costs.prefill_s(costs.target)
     tokens = job.max_new_tokens
-    held = [model_bytes(share, job.target, device=job.device).total_bytes for share in costs.target.shares]
-    read_bytes = sum(held) if job.target_kind is TargetKind.accelerate else max(held)
+    read_bytes = costs.least_bytes
     plain = Timing(
         target_forward=costs.forward(costs.target, 1),
         prefill_s=prefill_s,
         plain_s=plain_s,
         plain_run_s=(prefill_s + (tokens - 1) * plain_s) / tokens,
+        copy_share=read_bytes / bandwidth(hardware) / plain_s,
         limit_share=read_bytes / hardware.bandwidth_bytes_per_s / plain_s,
     )
     return _speculative(costs, plain) if job.drafts else plain

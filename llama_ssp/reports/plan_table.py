@@ -157,8 +157,9 @@ def _parts(forward: Mapping[str, float]) -> str:
 
 def _basis(plan: Mapping[str, Any]) -> list[str]:
     time = plan["time"]
-    share, prefill_ms = 100 * time["limit_share"], time["prefill_ms"]
-    lines = [f"plain decoding reaches {share:.0f} % of the memory's limit; prompt {prefill_ms:.0f} ms"]
+    of_copy, of_sheet, prefill_ms = 100 * time["copy_share"], 100 * time["limit_share"], time["prefill_ms"]
+    reached = f"plain decoding reaches {of_copy:.0f} % of the speed of a copy, {of_sheet:.0f} % of the data sheet's"
+    lines = [f"{reached}; prompt {prefill_ms:.0f} ms"]
     if time["tokens_per_round"] is not None:
         lines.append(
             f"{time['tokens_per_round']:.2f} tokens per round at an acceptance of {time['acceptance']:.2f} "

@@ -21,7 +21,7 @@ from llama_ssp.planning.acceptance import of_pair
 from llama_ssp.reports.reading import read_json, restore
 from llama_ssp.reports.records import COSTS_FILE, RunFolder
 
-_NUM_WARM, _NUM_TIMED, _ENOUGH_S = 2, 8, 2.0
+_NUM_WARM, _NUM_TIMED, _ENOUGH_S = 2, 16, 2.0
 
 
 @dataclass(frozen=True, kw_only=True)

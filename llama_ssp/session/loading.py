@@ -73,7 +73,9 @@ def load_models(
     target_source, draft_source = sources
     layout = lay_out_replica(config.placement, world_size=world.comm.size, has_draft=draft_source is not None)
     with on_all_cores(world.cores):
-        mesh = build_mesh(layout, world.comm, num_replicas=config.placement.num_replicas)
+        mesh = build_mesh(
+            layout, world.comm, num_replicas=config.placement.num_replicas, has_windows=config.symmetric_memory
+        )
     if world.comm.rank == 0:
         _log.info("placement: %s; replicas: %d", layout, config.placement.num_replicas)
     _log.info("this rank %s", describe_part(mesh))

@@ -161,4 +161,4 @@ def _is_stopped(session: Session) -> bool:
     """Whether the deciding rank of this replica has a request to stop, the same on all its ranks."""
     mesh = session.models.mesh
     flag_1 = torch.tensor([int(session.stop_request.requested)], device=session.world.device)
-    return bool(mesh.replica.broadcast(flag_1, src=mesh.layout.verify_rank))
+    return bool(mesh.replica.read(mesh.replica.broadcast(flag_1, src=mesh.layout.verify_rank)))

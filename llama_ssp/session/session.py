@@ -107,7 +107,7 @@ class Session:
     def warm_up(self, jobs: Sequence[PromptTask], modes: Sequence[str], *, num_jobs: int) -> None:
         """Make caches for all jobs and modes, and complete `num_jobs` jobs by a few tokens, not shown or recorded."""
         for mode in modes:
-            self.ready_decoder(mode, jobs)
+            self.ready_decoder(mode, jobs).capture([job.request for job in jobs])
         for mode, job in product(modes, jobs[:num_jobs]):
             short = replace(job.request, max_new_tokens=min(_WARMUP_TOKENS, job.request.max_new_tokens))
             for _ in self.decoder(mode).run([short], to_length=True):

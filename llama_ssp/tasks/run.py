@@ -10,7 +10,7 @@ import logging
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,10 @@ from llama_ssp.config.schema import DraftLayout, DraftPlacement, PlacementConfig
 from llama_ssp.config.target_placement import TargetPlacement
 from llama_ssp.config.tasks.spec import task_of
 from llama_ssp.console.terminal import Terminal
+from llama_ssp.console.unread import complain
 from llama_ssp.distributed.agree import raise_on_all_ranks
 from llama_ssp.distributed.faults import Phase, unify_failure
+from llama_ssp.distributed.gpu.watchdog import guard
 from llama_ssp.distributed.ranklog import close_logs, describe_rank, open_logs
 from llama_ssp.distributed.world import World, start
 from llama_ssp.errors import ConfigError, InterruptedRun, LostRankError, SspError
@@ -86,9 +88,7 @@ def run(config: RunConfig, clock: StartClock) -> bool:
 @contextmanager
 def _joined(config: RunConfig, clock: StartClock) -> Iterator[tuple[World, Terminal, RunFolder | None, Phase]]:
     """Join the other ranks, open the run folder, and write to it how the block failed."""
-    joining = start(
-        device=config.device, timeout_s=config.timeouts.load_s, one_shot_all_reduce=config.one_shot_all_reduce
-    )
+    joining = start(device=config.device, timeout_s=config.timeouts.load_s)
     with joining as world, ExitStack() as stack:
         clock.reach("joined_s")
         terminal = Terminal.of_rank(world.comm.rank)
@@ -96,8 +96,22 @@ def _joined(config: RunConfig, clock: StartClock) -> Iterator[tuple[World, Termi
             terminal.say(world.note)
         phase = Phase(doing="loading", limit=f"timeouts.load_s={config.timeouts.load_s:g}")
         folder, run_dir = None, None
+
+        def record(error: Exception | KeyboardInterrupt) -> None:
+            if run_dir:
+                with suppress(SspError):  # a full disk must not hide the reason
+                    _write_end(run_dir, folder, error)
+
+        def report(error: SspError) -> None:
+            record(error)
+            if error.speaks:
+                complain(str(error))
+
         try:
-            with unify_failure(world.watch, phase):
+            with (
+                unify_failure(world.watch, phase),
+                guard(world.watch, world.comm.device_wait, phase, report=report),
+            ):
                 if task_of(config).needs_models:
                     folder = _open_folder(config, world, stack)
                     stack.callback(shutil.rmtree, offload_folder(config, world), ignore_errors=True)
@@ -105,9 +119,7 @@ def _joined(config: RunConfig, clock: StartClock) -> Iterator[tuple[World, Termi
                     _log_ranks(world, folder)
                 yield world, terminal, folder, phase
         except (Exception, KeyboardInterrupt) as error:
-            if run_dir:
-                with suppress(SspError):  # a full disk must not hide the reason
-                    _write_end(run_dir, folder, error)
+            record(error)
             raise
 
 
@@ -224,6 +236,8 @@ def _make_plan(config: RunConfig, world: World, terminal: Terminal, jobs: list[P
                 raise
             terminal.say(f"no forecast: {error}")
             return None
+        if not config.hardware and machine.device == "cuda":  # nvidia-smi lists the GPUs that this rank sees
+            machine = replace(machine, num_gpus=max(machine.num_gpus, world.ranks.local_size))
         longest = max((len(job.request.prompt_ids) for job in jobs), default=1) if jobs else dry_run.TYPED_TOKENS
         plan = dry_run.plan_of_run(config, world_size=world.comm.size, machine=machine, prompt_tokens=longest)
         if world.comm.rank == 0:

@@ -44,7 +44,15 @@ from llama_ssp.session.checkpoints import find_sources
 from llama_ssp.session.draft_length import settle_length
 from llama_ssp.session.loading import Models, build_decoder, load_models
 from llama_ssp.session.prompts import encode
-from tests.distributed.cells import DEEPSPEED_CELLS, MOST_DEFAULT_RANKS, ONLY_HEAVY, Cell, cells_of, on_one_rank
+from tests.distributed.cells import (
+    DEEPSPEED_CELLS,
+    MOST_DEFAULT_RANKS,
+    MOST_HEAVY_RANKS,
+    ONLY_HEAVY,
+    Cell,
+    cells_of,
+    on_one_rank,
+)
 from tests.helpers.prompts import PROMPTS
 from tests.helpers.shapes import llama_shape
 
@@ -52,8 +60,8 @@ SYNTHETIC = "synthetic"
 LANE = "LLAMA_SSP_TEST_LANE"
 """The variable by which the ranks of a group know the lane of the tests."""
 PAIRS = ("tiny", "llama", "gpt_neox", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "gpt_neo")
-HEAVY_PAIRS = ("qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "gpt_neo")
-"""Their texts are compared with --heavy alone."""
+HEAVY_PAIRS, SLOW_PAIRS = ("qwen3", "gemma2", "gemma3_text", "gpt_neo"), ("qwen2", "mistral")
+"""Their texts are compared with --heavy, on at most `MOST_DEFAULT_RANKS`; and with --slow alone."""
 NUM_NEW_TOKENS = 24
 # Families whose targets are quantized too: one for the lean decoder, one for the library's modules.
 QUANTIZED = ("llama", "gpt_neox")
@@ -244,10 +252,18 @@ def cases_of_cells(world: World, folder: Path, cells: Collection[Cell]) -> dict[
 
 def pairs_of(num_ranks: int, lane: str) -> tuple[str, ...]:
     """The pairs that they ask for; what one rank makes of all of them is what cells are compared with."""
-    if lane == ONLY_HEAVY and num_ranks == MOST_DEFAULT_RANKS:
-        return HEAVY_PAIRS
-    found = (name for name in PAIRS if lane != "default" or name not in HEAVY_PAIRS)
-    return tuple(found) if num_ranks in SIZES else ()
+    lanes = {"default": ("default",), "slow": ("default", "heavy", "slow")}.get(lane, ("default", "heavy"))
+    if lane == ONLY_HEAVY and num_ranks > 1:
+        lanes = ("heavy",)
+    return tuple(name for name in PAIRS if lane_of(name, num_ranks) in lanes) if num_ranks in SIZES else ()
+
+
+def lane_of(name: str, num_ranks: int) -> str:
+    """The lane that compares a pair's texts on a number of ranks."""
+    is_heavy, is_large = name in HEAVY_PAIRS, num_ranks > MOST_DEFAULT_RANKS
+    if num_ranks > MOST_HEAVY_RANKS or name in SLOW_PAIRS or (is_heavy and is_large):
+        return "slow"
+    return "heavy" if is_heavy or is_large else "default"
 
 
 def cases(world: World, folder: Path, *, lane: str) -> dict[str, Callable[[], object]]:

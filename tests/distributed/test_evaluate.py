@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.commands import run
+from tests.helpers.lanes import heavy, slow
 
 SETTINGS = ["task=evaluate", "prompt=for i in range(", "num_samples=24", "max_new_tokens=6", "gate=true"]
 PLACEMENTS: dict[str, list[str]] = {
@@ -30,9 +31,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return evaluation(folder)
 
 
-@pytest.mark.heavy
 @pytest.mark.distributed(2)
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", [slow("tensor"), heavy("own_gpu"), slow("replicas")])
 def test_two_ranks_come_to_the_verdict_of_one(placement: str, alone: dict[str, Any], tmp_path: Path) -> None:
     """The texts are the same, unless rounding changes a draw: one token in some 100000."""
     done = run([*SETTINGS, *PLACEMENTS[placement], f"run_dir={tmp_path}/run"], num_ranks=2)

@@ -6,9 +6,10 @@ import pytest
 
 from tests.helpers.commands import run
 from tests.helpers.disturbed import lines
+from tests.helpers.lanes import heavy, slow
 from tests.helpers.other_tokenizer import PROMPT, save_pair
 
-pytestmark = [pytest.mark.heavy, pytest.mark.distributed(2)]
+pytestmark = pytest.mark.distributed(2)
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +21,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("matching", "placement"), [("intersection", "own_gpu"), ("intersection", "sharded"), ("text", "replicated")]
+    ("matching", "placement"),
+    [slow("intersection", "own_gpu"), heavy("intersection", "sharded"), slow("text", "replicated")],
 )
 def test_greedy_text_is_the_targets_own_on_two_ranks(
     matching: str, placement: str, folder: Path, tmp_path: Path

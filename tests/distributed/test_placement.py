@@ -14,12 +14,12 @@ from llama_ssp.weights import hub
 from tests.distributed.cells import CELLS, MOST_DEFAULT_RANKS, MOST_HEAVY_RANKS, Cell, on_one_rank
 from tests.distributed.ranks import (
     CELL_TOKENS,
-    HEAVY_PAIRS,
     NUM_NEW_TOKENS,
     PAIRS,
     SIZES,
     SYNTHETIC,
     cell_config,
+    lane_of,
     pair_of,
     prompts_of,
 )
@@ -27,6 +27,7 @@ from tests.helpers.models import library_attention
 from tests.helpers.texts import few_part, library_greedy, part_at_a_near_tie
 
 Seen = list[dict[str, Any]]
+LANES = {"default": [], "heavy": [pytest.mark.heavy], "slow": [pytest.mark.slow]}
 
 
 def marks(num_ranks: int, cell: Cell | None = None) -> list[pytest.MarkDecorator]:
@@ -38,8 +39,13 @@ def marks(num_ranks: int, cell: Cell | None = None) -> list[pytest.MarkDecorator
 
 
 sizes = pytest.mark.parametrize("num_ranks", [pytest.param(n, marks=marks(n)) for n in SIZES])
-pairs_of_families = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.heavy] * (name in HEAVY_PAIRS)) for name in PAIRS]
+pairs_and_sizes = pytest.mark.parametrize(
+    ("name", "num_ranks"),
+    [
+        pytest.param(name, n, marks=[pytest.mark.distributed(n), *LANES[lane_of(name, n)]])
+        for n in SIZES
+        for name in PAIRS
+    ],
 )
 
 
@@ -71,8 +77,7 @@ def library_texts(name: str, folder: Path) -> list[list[int]]:
     return [library_greedy(model, prompt_ids, num_tokens=NUM_NEW_TOKENS) for prompt_ids in prompts]
 
 
-@sizes
-@pairs_of_families
+@pairs_and_sizes
 def test_greedy_text_is_the_librarys_on_every_number_of_ranks(
     name: str, num_ranks: int, pairs: Path, launched: Callable[[int], Seen]
 ) -> None:
@@ -97,8 +102,7 @@ def test_synthetic_weights_have_the_shipped_models_text_on_every_number_of_ranks
     assert sum(parted) <= 1
 
 
-@sizes
-@pairs_of_families
+@pairs_and_sizes
 def test_sampled_text_is_the_same_on_every_number_of_ranks(
     name: str, num_ranks: int, launched: Callable[[int], Seen]
 ) -> None:

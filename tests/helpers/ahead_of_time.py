@@ -37,6 +37,12 @@ class Compiled:
     ttgir: str
     sass: str
 
+    @property
+    def num_warps(self) -> int:
+        """Warps of a block."""
+        (found,) = re.findall(r'"ttg.num-warps" = (\d+)', self.ttgir)
+        return int(found)
+
     @cached_property
     def loops(self) -> tuple[tuple[str, ...], ...]:
         """The instructions of every loop, the longest loop first; an outer loop has those of its inner ones."""

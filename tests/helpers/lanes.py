@@ -15,6 +15,11 @@ def heavy(*values: object) -> object:
     return pytest.param(*values, marks=pytest.mark.heavy)
 
 
+def slow(*values: object) -> object:
+    """One case that runs with --slow alone."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def grid(**axes: Sequence[object]) -> pytest.MarkDecorator:
     """All combinations of some arguments.
 

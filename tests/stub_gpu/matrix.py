@@ -1,4 +1,4 @@
-"""On the stub device: decodes with every setting of some groups, and says what was captured, replayed and found at fault.
+"""On the stub device: decodes with every setting of some groups, and says what was captured and what was at fault.
 
 `python -m tests.stub_gpu.matrix OUT GROUP...` writes what each setting left to OUT, as JSON.
 """

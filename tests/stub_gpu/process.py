@@ -78,7 +78,7 @@ class Stub:
 
 
 def end(process: subprocess.Popen[str]) -> None:
-    """Kill a process that `Stub.start` started, and all that it started; torchrun's ranks lead sessions of their own."""
+    """Kill a process that `Stub.start` started, and its children: torchrun's ranks lead sessions of their own."""
     for pid in [*_children(process.pid), process.pid]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

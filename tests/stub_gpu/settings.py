@@ -71,7 +71,7 @@ def _rules_and_drafters() -> Iterator[Setting]:
     for rule in RULES:
         sampling = SAMPLINGS["greedy" if rule == "greedy" else "sampled"]
         for batch_size in (1, 4):
-            yield Setting(name=f"{rule}, batch {batch_size}", rule=rule, sampling=sampling, batch_size=batch_size)
+            yield Setting(name=f"rule {rule}, batch {batch_size}", rule=rule, sampling=sampling, batch_size=batch_size)
     for batch_size in (1, 4):
         yield Setting(name=f"plain, batch {batch_size}", drafter=PLAIN, batch_size=batch_size)
         yield Setting(name=f"look-up, batch {batch_size}", drafter=NGRAM, batch_size=batch_size)

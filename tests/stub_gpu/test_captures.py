@@ -1,7 +1,6 @@
-"""Every setting and family runs as graphs without a fault; between two rounds the host does what it must and no more."""
+"""Every setting and family runs as graphs without a fault; between two rounds the host does no more than it must."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest

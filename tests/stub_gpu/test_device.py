@@ -7,7 +7,6 @@ import pytest
 
 from tests.stub_gpu.process import Stub
 
-
 Found = dict[str, dict[str, Any]]
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from llama_ssp.config.drafts.drafter import drafts
 from llama_ssp.config.schema import RunConfig, TaskConfig
-from llama_ssp.config.tasks.spec import TaskSpec
+from llama_ssp.config.tasks.spec import NoEffect, TaskSpec
 
 
 @dataclass(kw_only=True)
@@ -24,7 +24,7 @@ class BenchmarkConfig(TaskConfig):
     default_prompts: list[str] = field(default_factory=list)
 
 
-def _problems(config: RunConfig, explicit: frozenset[str]) -> Iterator[str]:
+def _problems(config: RunConfig, _explicit: frozenset[str]) -> Iterator[str]:
     task = config.task
     assert isinstance(task, BenchmarkConfig)
     for name in ("num_draft_tokens", "prompt_tokens", "batch_sizes"):
@@ -37,7 +37,6 @@ def _problems(config: RunConfig, explicit: frozenset[str]) -> Iterator[str]:
         yield "prompts=- has no effect on task=benchmark, whose prompts are cut from a text: give prompts=FILE"
     if config.placement.num_replicas > 1:
         yield "task=benchmark measures one replica of the models: leave placement.num_replicas out"
-    yield from _without_effect(config, explicit)
     contexts = [m.shape.max_position_embeddings for m in (config.model, config.draft.model) if m and m.shape]
     if contexts and task.prompt_tokens and max(task.prompt_tokens) + config.max_new_tokens > min(contexts):
         yield (
@@ -46,15 +45,15 @@ def _problems(config: RunConfig, explicit: frozenset[str]) -> Iterator[str]:
         )
 
 
-def _without_effect(config: RunConfig, explicit: frozenset[str]) -> Iterator[str]:
+def _without_effect(config: RunConfig, explicit: frozenset[str]) -> Iterator[NoEffect]:
     for given, instead in (("batch_size", "batch_sizes"), ("speculation.num_draft_tokens", "num_draft_tokens")):
         if given in explicit:
-            yield f"{given} has no effect on task=benchmark: give task.{instead}=[...]"
+            yield NoEffect(given, f"on task=benchmark: give task.{instead}=[...]")
     if "task.num_draft_tokens" in explicit and not drafts(config.draft):
-        yield "task.num_draft_tokens has no effect without a draft: give one with draft=NAME"
+        yield NoEffect("task.num_draft_tokens", "without a draft: give one with draft=NAME")
     for given in ("num_samples", "ignore_eos", "stop_strings", "chat"):
         if given in explicit:
-            yield f"{given} has no effect on task=benchmark"
+            yield NoEffect(given, "on task=benchmark")
 
 
 def _largest_cell(config: RunConfig) -> tuple[RunConfig, int]:
@@ -71,6 +70,7 @@ TASK = TaskSpec(
     takes_turns=False,
     check_files="llama_ssp.session.peers:check_peers",
     problems=_problems,
+    without_effect=_without_effect,
     largest_cell=_largest_cell,
     batch_size_setting="task.batch_sizes=[{}]",
 )

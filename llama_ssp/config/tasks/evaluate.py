@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 
 from llama_ssp.config.schema import RunConfig, TaskConfig
-from llama_ssp.config.tasks.spec import TaskSpec, default_prompts
+from llama_ssp.config.tasks.spec import NoEffect, TaskSpec, default_prompts
 from llama_ssp.config.tasks.suites import SUITES, Suite, fill_in, suites
 
 MOST_PROMPTS = 90 * 90
@@ -43,7 +43,7 @@ def _prompts(config: RunConfig) -> Sequence[str]:
     return suite.prompts(config) if suite.prompts else default_prompts(config)
 
 
-def _problems(config: RunConfig, explicit: frozenset[str]) -> Iterator[str]:
+def _problems(config: RunConfig, _explicit: frozenset[str]) -> Iterator[str]:
     task = config.task
     assert isinstance(task, EvaluateConfig)
     if not 1 <= task.num_prompts <= MOST_PROMPTS:
@@ -56,15 +56,24 @@ def _problems(config: RunConfig, explicit: frozenset[str]) -> Iterator[str]:
         yield "prompts=- has no effect on task=evaluate, which finds its prompts again when resumed: give prompts=FILE"
     if problem := SUITES.problem_of(task.suite):
         yield problem
+    else:
+        yield from suites()[task.suite].problems(config)
+
+
+def _without_effect(config: RunConfig, explicit: frozenset[str]) -> Iterator[NoEffect]:
+    task = config.task
+    assert isinstance(task, EvaluateConfig)
+    suite = suites().get(task.suite)
+    if suite is None:
         return
-    suite = suites()[task.suite]
     for name in [each.name for each in fields(task) if each.name not in _OF_ALL_SUITES.union(suite.settings)]:
         if f"task.{name}" in explicit:
-            yield f"task.{name} has no effect on suite={suite.name}"
+            yield NoEffect(f"task.{name}", f"on suite={suite.name}")
     if suite.prompts:
         for name in [name for name in ("prompt", "prompts") if getattr(config, name) not in {None, "-"}]:
-            yield f"{name}= has no effect on suite={suite.name}, which makes its own prompts"
-    yield from suite.problems(config)
+            yield NoEffect(name, f"on suite={suite.name}, which makes its own prompts")
+    if suite.why_one_sample and config.num_samples > 1:
+        yield NoEffect("num_samples", f"on suite={suite.name}, {suite.why_one_sample}")
 
 
 TASK = TaskSpec(
@@ -74,4 +83,5 @@ TASK = TaskSpec(
     settle=_settle,
     prompts=_prompts,
     problems=_problems,
+    without_effect=_without_effect,
 )

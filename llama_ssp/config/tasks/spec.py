@@ -14,6 +14,17 @@ def default_prompts(config: RunConfig) -> Sequence[str]:
     return prompts
 
 
+@dataclass(frozen=True)
+class NoEffect:
+    """A setting that was given and that this run does not read; `reason` goes on after "has no effect"."""
+
+    key: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.key} has no effect {self.reason}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class TaskSpec:
     """One task.
@@ -31,6 +42,8 @@ class TaskSpec:
         settle: fills in settings of the run; its second argument are the keys that the user gave, which stay.
         prompts: the prompts of a run without `prompt=` and `prompts=`.
         problems: yields the problems of a config; its second argument are the keys that the user gave.
+        without_effect: yields the settings that have no effect, with the same arguments. They are problems too, but
+            warnings at the points of a sweep.
         largest_cell: for a task that measures several sizes, the config of the one that needs the most memory, and its
             prompt tokens. The forecast of such a task is in its rows instead of its summary.
         batch_size_setting: setting that advice suggests for a smaller batch; None for `batch_size`.
@@ -50,6 +63,7 @@ class TaskSpec:
     settle: Callable[[RunConfig, frozenset[str]], None] = lambda config, explicit: None  # noqa: ARG005
     prompts: Callable[[RunConfig], Sequence[str]] = default_prompts
     problems: Callable[[RunConfig, frozenset[str]], Iterable[str]] = lambda config, explicit: ()  # noqa: ARG005
+    without_effect: Callable[[RunConfig, frozenset[str]], Iterable[NoEffect]] = lambda config, explicit: ()  # noqa: ARG005
     largest_cell: Callable[[RunConfig], tuple[RunConfig, int]] | None = None
     batch_size_setting: str | None = None
     shows_table: bool = True

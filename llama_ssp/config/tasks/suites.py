@@ -22,6 +22,7 @@ class Suite:
         prompts: makes the prompts; None for those of the user, or `task.default_prompts`.
         defaults: values of the run's settings, by dotted key, where neither the user nor a bundle has set one.
         settings: those of the task that this suite reads, apart from `suite` and `gate`.
+        why_one_sample: why more than one sample of a prompt has no effect, a relative clause; empty if it has one.
         problems: yields the problems of a config.
     """
 
@@ -31,6 +32,7 @@ class Suite:
     prompts: Callable[[RunConfig], Sequence[str]] | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
     settings: tuple[str, ...] = ()
+    why_one_sample: str = ""
     problems: Callable[[RunConfig], Iterable[str]] = lambda config: ()  # noqa: ARG005
 
 
@@ -45,10 +47,11 @@ def fill_in(config: RunConfig, defaults: Mapping[str, Any], explicit: frozenset[
         part: Any = config
         for each in filter(None, group.split(".")):
             part = getattr(part, each)
-        if not {key, group} & explicit and getattr(part, name) == _default_of(part, name):
+        if not {key, group} & explicit and getattr(part, name) == default_of(part, name):
             setattr(part, name, value)
 
 
-def _default_of(part: Any, name: str) -> object:  # noqa: ANN401 - any dataclass of settings
+def default_of(part: Any, name: str) -> object:  # noqa: ANN401 - any dataclass of settings
+    """The default of a field."""
     entry = next(each for each in fields(part) if each.name == name)
     return entry.default if entry.default_factory is MISSING else entry.default_factory()

@@ -9,4 +9,6 @@ def make_executor(round_: Round, *, cuda_graphs: bool) -> Executor:
     """Choose by the device of the target; `cuda_graphs` says whether a GPU's rounds are captured."""
     if round_.target.device.type == "cpu":
         return TracedExecutor(round_)
-    return CudaGraphExecutor(round_, recorder=CudaRecorder()) if cuda_graphs else round_
+    if not cuda_graphs:
+        return round_
+    return CudaGraphExecutor(round_, recorder=CudaRecorder(finish=round_.verifier.comm.finish))

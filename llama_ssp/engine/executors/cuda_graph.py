@@ -40,14 +40,20 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """Captures CUDA graphs that share one memory pool, which is safe because they never run concurrently."""
+    """Captures CUDA graphs that share one memory pool, which is safe because they never run concurrently.
 
-    def __init__(self) -> None:
+    Args:
+        finish: waits until the device has done everything that was launched.
+    """
+
+    def __init__(self, *, finish: Callable[[], None] = torch.cuda.synchronize) -> None:
+        self._finish = finish
         self.forget()
 
     def record(self, piece: Callable[[], _T]) -> tuple[_T, Callable[[], None]]:
         """See `Recorder`."""
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        self._finish()  # torch does so as well, but would wait for a lost rank without a limit
         try:
             # Threads of NCCL query their own events meanwhile, so only this thread's calls may invalidate the capture.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
@@ -59,7 +65,7 @@ class CudaRecorder:
 
     def forget(self) -> None:
         """Wait for running replays, and begin a new pool; see `Recorder`."""
-        torch.cuda.synchronize()
+        self._finish()
         self._pool = torch.cuda.graph_pool_handle()
 
 

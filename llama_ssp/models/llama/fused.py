@@ -5,7 +5,6 @@ On the CPU they run uncompiled: compiling there would need a compiler on the mac
 Shapes: M tokens, X heads, D head dim, P = D / 2 pairs of dimensions, U MLP units.
 """
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from llama_ssp.models.triton_tools import warn
+
 _Part = Callable[..., Tensor]
-_log = logging.getLogger(__name__)
 
 _MOST_VARIANTS = 64
 """Each dtype, head shape, and one token or many is compiled once; torch's default limit is 8."""
@@ -57,8 +57,7 @@ class Fused:
             self._compiled = self._compiled or self._compiler(self._function)
             return self._compiled(*arguments)
         except (TorchDynamoException, ImportError) as error:  # raised before anything has run
-            reason = str(error).strip().partition("\n")[0]
-            _log.warning("continuing without compiled kernels: %s", reason)
+            warn("continuing without compiled kernels", error)
             self._compiled = self._function
             return self._function(*arguments)
 

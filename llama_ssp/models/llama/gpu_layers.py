@@ -92,7 +92,8 @@ class AddedProduct(Product):
     def __call__(self, x_MI: Tensor, residual_ME: Tensor) -> Stream:
         """Add the product of x to the residual, which may be overwritten."""
         if self._residual.is_shared:
-            return Stream(residual_ME, self._residual.summed(self.try_out(x_MI)))
+            part_ME = self._product(x_MI, self._residual.window_place(x_MI))
+            return Stream(residual_ME, self._residual.summed(part_ME))
         if self.plain is None:
             return Stream(residual_ME, self.linear(x_MI))
         if tile := self.tile(x_MI):
@@ -102,9 +103,13 @@ class AddedProduct(Product):
 
     def try_out(self, x_MI: Tensor) -> Tensor:
         """See `Product`."""
+        return self._product(x_MI)
+
+    def _product(self, x_MI: Tensor, into_ME: Tensor | None = None) -> Tensor:
         if self.plain and (tile := self.tile(x_MI)):
-            return kernels.product(x_MI, self.plain.weight_OI, tile=tile, bias_O=self.plain.bias_O)[1]
-        return self.linear(x_MI)
+            weight_OI, bias_O = self.plain.weight_OI, self.plain.bias_O
+            return kernels.product(x_MI, weight_OI, tile=tile, bias_O=bias_O, into_MO=into_ME)[1]
+        return self.linear(x_MI) if self.plain is None or into_ME is None else self.plain.into(x_MI, into_ME)
 
 
 class GpuLayer:

@@ -114,18 +114,21 @@ def product(
     residual_MO: Tensor | None = None,
     gates: bool = False,
     dtype: torch.dtype | None = None,
+    into_MO: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute norm(x + added) W^T + bias + residual for few rows; all tensors are contiguous.
 
     With `gates` the weight is that of gate and up, one after the other, and the result silu(gate) * up. The residual is
-    overwritten by the result. `dtype` is that of the result, by default that of x.
+    overwritten by the result. `dtype` is that of the result, by default that of x; `into_MO` takes it.
 
     Returns x + added, which is x if nothing is added, and the result.
     """
     num_rows, num_inputs = x_MI.shape
     num_outputs = weight_OI.shape[0] // 2 if gates else weight_OI.shape[0]
     summed_MI = x_MI if added_MI is None else torch.empty_like(x_MI)
-    y_MO = x_MI.new_empty(num_rows, num_outputs, dtype=dtype) if residual_MO is None else residual_MO
+    y_MO = into_MO if residual_MO is None else residual_MO
+    if y_MO is None:
+        y_MO = x_MI.new_empty(num_rows, num_outputs, dtype=dtype)
     product_kernel[(triton.cdiv(num_outputs, tile.outputs),)](
         x_MI, added_MI, summed_MI, norm and norm.weight_I, weight_OI, bias_O, residual_MO, y_MO,
         num_rows, num_outputs, num_inputs, norm.eps if norm else 0.0, 1 / norm.scale if norm else 1.0,

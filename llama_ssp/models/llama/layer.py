@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from llama_ssp.distributed.comms import Comm
-from llama_ssp.models.linear import Kernel, Linear, make_linear
+from llama_ssp.models.linear import Kernel, Linear, PlainLinear, make_linear
 from llama_ssp.models.llama.attention import Attend, Heads
 from llama_ssp.models.llama.fused import gated
 from llama_ssp.models.llama.norm import RmsNorm
@@ -78,16 +78,28 @@ class ResidualLinear:
         self.is_shared = isinstance(module, RowLinear)
         self.linear: Linear = make_linear(weight, None if self.is_shared else bias, kernel=kernel)
         self._bias_E = bias
+        self._width = weight.shape[0]
 
     def __call__(self, x_MI: Tensor, residual_ME: Tensor) -> Tensor:
         """Add the output for x to the residual, which may be overwritten."""
         if not self.is_shared:
             return self.linear.add(x_MI, residual_ME)
-        sum_ME = self._comm.all_reduce(self.linear(x_MI)).add_(residual_ME)
+        place_ME = self.window_place(x_MI)
+        if place_ME is not None and isinstance(self.linear, PlainLinear):
+            # Not the other way round: the next product overwrites the window.
+            sum_ME = residual_ME.add_(self._comm.all_reduce(self.linear.into(x_MI, place_ME)))
+        else:
+            sum_ME = self._comm.all_reduce(self.linear(x_MI)).add_(residual_ME)
         return sum_ME if self._bias_E is None else sum_ME.add_(self._bias_E)
 
+    def window_place(self, x_MI: Tensor) -> Tensor | None:
+        """Where this rank's part of the sum goes: in the window of the group, if it has one and the part fits."""
+        if self._comm.window is None or not isinstance(self.linear, PlainLinear):
+            return None
+        return self._comm.window.place(x_MI.shape[0], self._width, x_MI.dtype)
+
     def summed(self, part_ME: Tensor) -> Tensor:
-        """Sum the outputs of all ranks, and add the bias."""
+        """Sum the outputs of all ranks, and add the bias; the next product may overwrite the result."""
         sum_ME = self._comm.all_reduce(part_ME)
         return sum_ME if self._bias_E is None else sum_ME.add_(self._bias_E)
 

@@ -64,7 +64,7 @@ def _converted(bytes_tile, HALF: tl.constexpr, PTX: tl.constexpr):  # type: igno
     return numbers
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _store(  # type: ignore[no-untyped-def]  # noqa: ANN202, PLR0917 - Triton's own language
     total, scales, bias, residual, y, outputs, places, is_stored  # noqa: ANN001
 ):  # fmt: skip

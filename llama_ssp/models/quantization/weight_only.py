@@ -8,14 +8,14 @@ Shapes: M rows (tokens), I inputs, O outputs, C outputs of one block.
 
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
-from importlib.util import find_spec
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
 from llama_ssp.config.formats.int8_weight_only import FEW_ROWS
 from llama_ssp.models.linear import Linear
+from llama_ssp.models.triton_tools import attempt
 
 _QUANTIZED_ELEMENTS = {"cpu": 2**17, "cuda": 2**24}
 """Weights that are quantized at a time: few enough to need little memory, enough to keep a GPU busy."""
@@ -104,10 +104,11 @@ def _product_of_few_rows(device: str, dtype: torch.dtype, has_whole_vectors: boo
     torch's operator is fast only on a CPU in bf16; unpacking is faster in fp32 and fp16. On a GPU each of its threads
     reads a row of the weights alone, which is slow.
     """
-    if device == "cuda" and find_spec("triton"):
-        from llama_ssp.models.quantization.int8_kernel import product_of_few_rows  # noqa: PLC0415 - CPU builds come without Triton
-
-        return product_of_few_rows
+    if device == "cuda":
+        return attempt(
+            partial(_tried_kernel, dtype),
+            instead="int8_weight_only unpacks its weights in every forward, which is slower than fp16",
+        )
     if device == "cpu" and dtype is torch.bfloat16 and has_whole_vectors:
         ones = torch.ones(2, _CPU_VECTOR, dtype=dtype)
         with suppress(AttributeError, RuntimeError):
@@ -115,3 +116,12 @@ def _product_of_few_rows(device: str, dtype: torch.dtype, has_whole_vectors: boo
             product(ones, ones.to(torch.int8), ones[:, 0])
             return product
     return None
+
+
+def _tried_kernel(dtype: torch.dtype) -> ProductOfFewRows:
+    """Triton's kernel, compiled and launched once, so that it is not compiled while a graph is captured."""
+    from llama_ssp.models.quantization.int8_kernel import product_of_few_rows  # noqa: PLC0415 - CPU builds come without Triton
+
+    x_MI, weight_OI = torch.ones(1, 256, dtype=dtype, device="cuda"), torch.ones(16, 256, device="cuda")
+    product_of_few_rows(x_MI, weight_OI.to(torch.int8), x_MI[0, :16])
+    return product_of_few_rows

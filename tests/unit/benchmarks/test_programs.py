@@ -34,7 +34,9 @@ def test_the_gpu_suite_runs_all_its_stages_on_a_cpu(monkeypatch: pytest.MonkeyPa
     modes = {f"transformers, {mode}, temperature {each}" for mode in ("generate", "assisted") for each in ("0", "0.8")}
     assert names == {"loading", "plain", "speculative", "speculative, batch 16"} | modes
     assert all(row["git_commit"] and row["device"] == "cpu" for row in rows)
-    assert len(bench.goals) == 7
+    assert len(bench.goals) == 8
+    plain = next(row for row in rows if row["name"].endswith(": plain"))
+    assert plain["bound_ms"] == pytest.approx(plain["forecast_share_of_copy"] * plain["forecast_ms"])
 
 
 @pytest.mark.heavy

@@ -2,7 +2,6 @@
 
 import errno
 import signal
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
@@ -15,6 +14,7 @@ from llama_ssp.distributed.faults import Phase, unify_failure
 from llama_ssp.distributed.signals import STOP_SIGNALS
 from llama_ssp.errors import CapacityError, ConfigError, InterruptedRun, LostRankError, SspError
 
+pytestmark = pytest.mark.usefixtures("_signal_handlers")
 PHASE = Phase(doing="decoding", limit="timeouts.decode_s=5")
 CLOSED = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.1.1]")
 LATE = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/buf.cc:81] Timed out waiting 5000ms for recv")
@@ -29,12 +29,17 @@ class Others(ControlChannel):
     rank: int = 1
     gone: tuple[int, ...] = ()
     orphan: bool = False
+    alarmed: bool = False
     first: str | None = None
     settled: list[str] = field(default_factory=list)
 
     @property
     def verdict(self) -> str | None:
         return self.first
+
+    @property
+    def has_failed(self) -> bool:
+        return self.alarmed
 
     @property
     def is_orphan(self) -> bool:
@@ -50,15 +55,6 @@ class Others(ControlChannel):
 
     def is_error_reporter(self, *, without: tuple[int, ...] = ()) -> bool:
         return self.first is None and 0 in without
-
-
-@pytest.fixture(autouse=True)
-def _handlers() -> Iterator[None]:
-    """The handlers of signals, which an end sets aside."""
-    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 def ended(error: BaseException, watch: ControlChannel) -> BaseException:
@@ -101,6 +97,11 @@ def test_an_end_is_a_sentence_that_names_ranks_phase_and_cause(
     assert "\n" not in str(found)
     assert {signal.getsignal(number) for number in STOP_SIGNALS} == {signal.SIG_IGN}
     assert type(from_message(watch.settled[0])) is kind
+
+
+def test_an_interrupt_by_the_alarm_of_a_killed_rank_says_how_that_rank_was_lost() -> None:
+    found = ended(KeyboardInterrupt(), Others(gone=(2,), alarmed=True))
+    assert str(found) == f"rank 2 is missing while decoding (connection closed); {RESUME}"
 
 
 def test_what_another_rank_has_met_first_is_the_end_here_too() -> None:

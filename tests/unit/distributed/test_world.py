@@ -17,8 +17,8 @@ from llama_ssp.distributed import world
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.environment import Ranks, read_ranks
 from llama_ssp.distributed.signals import STOP_SIGNALS
-from llama_ssp.distributed.world import choose_device, on_all_cores, share_cores
-from llama_ssp.errors import LostRankError, PlacementError
+from llama_ssp.distributed.world import on_all_cores, share_cores
+from llama_ssp.errors import LostRankError
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 SLURM_STEP = {
@@ -37,18 +37,6 @@ ALONE = Ranks(rank=0, size=1, local_rank=0, local_size=1)
 )
 def test_the_launcher_says_who_a_process_is(environ: dict[str, str], ranks: Ranks) -> None:
     assert read_ranks(environ) == ranks
-
-
-def test_every_rank_has_a_gpu_or_none_has_and_a_sentence_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    assert choose_device(DeviceKind.auto, FIFTH_OF_EIGHT) == (torch.device("cuda", 1), None)
-    assert choose_device(DeviceKind.cpu, FIFTH_OF_EIGHT) == (torch.device("cpu"), None)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    device, note = choose_device(DeviceKind.auto, FIFTH_OF_EIGHT)
-    assert device.type == "cpu"
-    assert note == "4 ranks on a node with 3 GPUs: all ranks run on the CPU"
-    with pytest.raises(PlacementError, match="at most 3 ranks"):
-        choose_device(DeviceKind.cuda, FIFTH_OF_EIGHT)
 
 
 @pytest.mark.parametrize(
@@ -140,6 +128,7 @@ def meeting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Meeting]:
         rank=0,
         size=4,
         verdict=None,
+        has_failed=False,
         is_orphan=False,
         missing=lambda: (2,),
         settle=lambda words, **_: words,

@@ -2,14 +2,17 @@
 
 import re
 from itertools import product
+from pathlib import Path
 
 import pytest
+from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
-from hydra.errors import ConfigCompositionException
+from hydra.errors import ConfigCompositionException, MissingConfigException
 from omegaconf import OmegaConf
 
 from launch import command_line
+from llama_ssp.config import catalogue, store
 from llama_ssp.errors import ConfigError
 
 TEXTS = [
@@ -78,6 +81,10 @@ def test_only_texts_and_paths_are_literal() -> None:
     ("overrides", "sentence"),
     [
         (["model=llama3_80B"], r"unknown model 'llama3_80B': there are 13B, .*; did you mean llama3_8B"),
+        (["model=tyni"], r"unknown model 'tyni': there are .*; did you mean tiny\?"),
+        (["model=7b"], r"unknown model '7b': there are .*; did you mean 7B\?"),
+        (["draft=nnoe"], r"unknown draft 'nnoe': there are .*; did you mean none\?"),
+        (["hardware=8xh020"], r"unknown hardware '8xh020': there are .*; did you mean 8xh200\?"),
         (["draft=tiny_draft"], r"unknown draft 'tiny_draft': .*\bnone\b.*; did you mean tiny-draft\?"),
         (["task=comprae"], r"unknown task 'comprae': there are benchmark, .*, latency; did you mean compare\?"),
         (["hardware=laptop"], r"unknown hardware 'laptop': there are .*; did you mean laptop_cpu\?"),
@@ -157,3 +164,16 @@ def test_an_error_and_its_cause_become_one_sentence() -> None:
     error = ConfigCompositionException("Error merging override seed=abc")
     error.__cause__ = ValueError("Value 'abc' of type 'str' could not be converted to Integer\n    full_key: seed")
     assert command_line.one_sentence(error) == "seed=abc: Value 'abc' of type 'str' could not be converted to Integer"
+
+
+def test_an_option_that_a_file_names_and_that_does_not_exist_gets_the_similar_one(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    text = "# @package _global_\ndefaults:\n  - override /model: tyni\n"
+    (tmp_path / "experiment" / "mine.yaml").write_text(text)
+    store.register()
+    with initialize_config_dir(str(catalogue.conf_dir()), version_base="1.3"):
+        words = ["experiment=mine", f"hydra.searchpath=[file://{tmp_path}]"]
+        with pytest.raises(MissingConfigException) as caught:
+            compose("config", words)
+    sentence = command_line.one_sentence(caught.value)
+    assert re.fullmatch(r"In '\S+': unknown model 'tyni': there are 13B, .*; did you mean tiny\?", sentence)

@@ -199,7 +199,7 @@ def check_many(how_many: settings, part: int, check: Callable[[int], None]) -> N
     seed(part)(how_many(given(st.integers(0, 1 << 64))(check)))()
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_any_run_folder_is_reported_and_resumed(tmp_path: Path) -> None:
     check_many(FEW, 0, lambda number: check_folder(tmp_path, number))
 

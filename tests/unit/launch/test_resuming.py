@@ -145,7 +145,7 @@ def measure(folder: Path, *settings: str, text: str = "import os") -> Ended:
     return launch("task=benchmark", *words, "max_new_tokens=4", f"prompts={folder}/p.txt", *settings)
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_a_benchmark_measures_only_cells_that_are_left_and_ends_with_a_summary_of_all(tmp_path: Path) -> None:
     here = f"run_dir={tmp_path}/run"
     ended = measure(tmp_path, here)

@@ -232,6 +232,13 @@ def test_a_sweep_ends_with_its_first_failure(launch: Launch) -> None:
     assert ended.err.startswith("speculation.num_draft_tokens=0 must be")
 
 
+def test_what_only_some_points_of_a_sweep_read_is_a_warning_at_the_others(launch: Launch) -> None:
+    ended = launch("-m", "task=evaluate", "suite=agreement,arithmetic", "num_prompts=5")
+    assert (ended.code, len(ended.runs)) == (0, 2), ended.err
+    assert ended.err == "warning: at point 0 of the sweep, task.num_prompts has no effect on suite=agreement\n"
+    assert launch("task=evaluate", "suite=agreement", "num_prompts=5").code == 2
+
+
 @pytest.mark.heavy
 def test_a_sweep_ends_before_its_next_point_when_somebody_wished_to_stop_in_a_last_round(launch: Launch) -> None:
     ended = launch("-m", "model=7B,13B,30B", stops=True)

@@ -138,7 +138,18 @@ def test_a_prompt_reaches_the_job_as_it_was_typed(sweep: Sweep) -> None:
     assert composed(job).prompt == prompt
 
 
-@pytest.mark.heavy
+def test_a_job_does_not_get_the_settings_that_only_other_points_read(sweep: Sweep) -> None:
+    words = ["task=evaluate", "suite=agreement,arithmetic", "num_prompts=5", "prompt=import"]
+    ended = sweep("hardware=laptop_cpu", *words)
+    assert ended.code == 0, ended.err
+    assert [word for job in ended.jobs for word in job if word.startswith(("task.num_prompts", "prompt="))] == [
+        "prompt=import", "task.num_prompts=5",
+    ]  # fmt: skip
+    assert "warning: job 0 (" in ended.err
+    assert ended.err.count(" has no effect on suite=") == 2
+
+
+@pytest.mark.slow
 def test_only_so_many_jobs_run_at_a_time(sweep: Sweep) -> None:
     jobs = sweep("hardware=laptop_cpu", "seed=0,1,2,3,4", "hydra.launcher.max_running=2").jobs
     assert [options(job).get("dependency") for job in jobs] == [

@@ -9,7 +9,7 @@ import pytest
 
 from tests.helpers.commands import command, start
 from tests.helpers.disturbed import wait_for
-from tests.helpers.lanes import heavy
+from tests.helpers.lanes import heavy, slow
 from tests.helpers.repository import ROOT
 from tests.helpers.terminals import OnTerminal
 
@@ -26,8 +26,7 @@ def ended_unread(program: str, *arguments: str, stderr: int) -> tuple[int, bytes
     return running.returncode, complaint
 
 
-@pytest.mark.heavy
-@pytest.mark.parametrize("task", ["task=compare", "task=generate"])
+@pytest.mark.parametrize("task", [slow("task=compare"), heavy("task=generate")])
 def test_a_run_is_interrupted_and_can_be_resumed(task: str, tmp_path: Path) -> None:
     """One task writes texts as they are, the other has rich write headings first."""
     run_dir = tmp_path / "run"
@@ -66,7 +65,7 @@ def test_standard_output_may_be_closed_from_the_start() -> None:
     assert (ended.returncode, "Traceback" in ended.stderr) == (0, False)
 
 
-@pytest.mark.parametrize("task", [heavy("task=generate"), heavy("task=compare")])
+@pytest.mark.parametrize("task", [heavy("task=generate"), slow("task=compare")])
 def test_a_run_that_ignores_the_hangup_goes_on_without_its_terminal_and_its_shell(task: str, tmp_path: Path) -> None:
     run_dir, said = tmp_path / "run", tmp_path / "said"
     settings = [task, "prompt=def f", "max_new_tokens=24", "ignore_eos=true", f"run_dir={run_dir}"]

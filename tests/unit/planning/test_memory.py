@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from llama_ssp.architectures.sizes import BUCKET_STEP
+from llama_ssp.architectures.sizes import BUCKET_STEP, ENGINE_KERNELS
 from llama_ssp.config import catalogue, hardware
 from llama_ssp.config.schema import DraftLayout
 from llama_ssp.config.target_placement import TargetKind
@@ -12,7 +12,6 @@ from llama_ssp.errors import PlacementError
 from llama_ssp.models.prefill import Buckets
 from llama_ssp.planning.memory import (
     GRAPH_NODE_BYTES,
-    KERNELS_PER_LAYER,
     bucket_of,
     fits,
     kv_bytes_per_token,
@@ -29,7 +28,7 @@ A100 = hardware.load("p4d_24xlarge")
 def test_a_captured_round_holds_the_kernels_of_all_k_draft_steps() -> None:
     """13B and 7B have 40 and 32 layers; up to 200 slots are one width of the cache."""
     graphs = [memory(make_job("13B", "7B", num_draft_tokens=k), A100)[0].graphs_bytes for k in (1, 4, 7)]
-    assert graphs == [(2 * 40 + k * 32) * KERNELS_PER_LAYER * GRAPH_NODE_BYTES for k in (1, 4, 7)]
+    assert graphs == [(2 * 40 + k * 32) * ENGINE_KERNELS.layer * GRAPH_NODE_BYTES for k in (1, 4, 7)]
 
 
 @pytest.mark.parametrize(("name", "kib"), [("7B", 512), ("13B", 800), ("30B", 1560), ("65B", 2560)])
@@ -39,7 +38,7 @@ def test_keys_and_values_of_a_token_have_the_published_size(name: str, kib: int)
 
 def test_caches_of_all_ranks_hold_every_slot_once() -> None:
     job = make_job("30B", "7B", num_ranks=8, batch_size=3)
-    slots = 3 * 200  # 128 + 64 + 4 + 1, in whole eights
+    slots = 3 * 256  # 128 + 64 + 4 + 1, in whole pages
     ranks = memory(job, A100)
     assert sum(rank.target_cache_bytes for rank in ranks) == slots * 1560 * 1024
     assert [rank.draft_cache_bytes for rank in ranks] == [slots * 512 * 1024, *[0] * 7]
@@ -54,7 +53,7 @@ def test_fifty_two_heads_on_eight_ranks_are_seven_or_six_and_the_first_rank_is_l
 def test_key_value_heads_that_ranks_must_share_are_kept_by_each_of_them() -> None:
     job = make_job("llama2_70B", num_ranks=16)
     two_nodes = replace(A100, num_nodes=2)
-    slots = 200  # 128 + 64 + 1, in whole eights
+    slots = 256  # 128 + 64 + 1, in whole pages
     assert sum(rank.target_cache_bytes for rank in memory(job, two_nodes)) == 2 * slots * kv_bytes_per_token(job.target)
 
 

@@ -5,12 +5,11 @@ from dataclasses import replace
 import pytest
 
 from llama_ssp.architectures.inventory import Matrix
+from llama_ssp.architectures.sizes import ENGINE_KERNELS
 from llama_ssp.config import hardware
 from llama_ssp.config.hardware import HardwareConfig, LinearPoint, Link, Profile, RowsPoint, SizePoint
 from llama_ssp.config.target_placement import TargetKind
-from llama_ssp.planning.memory import KERNELS_PER_LAYER
 from llama_ssp.planning.roofline import (
-    KERNELS_PER_FRAME,
     LIBRARY_SHARE,
     MEASURED_SLOTS,
     OPERATORS_PER_LAYER,
@@ -110,10 +109,10 @@ def test_measured_layers_multiply_all_rows_and_a_measured_head_those_that_are_sc
 
 
 def test_operators_are_kernels_in_a_graph_and_launches_without_one_and_the_librarys_are_twice_as_many() -> None:
-    assert forward(1).operators_s == 2 * KERNELS_PER_LAYER + KERNELS_PER_FRAME
-    assert forward(1, cuda_graphs=False).operators_s == 100 * (2 * OPERATORS_PER_LAYER + KERNELS_PER_FRAME)
+    assert forward(1).operators_s == 2 * ENGINE_KERNELS.layer + ENGINE_KERNELS.frame
+    assert forward(1, cuda_graphs=False).operators_s == 100 * (2 * OPERATORS_PER_LAYER + ENGINE_KERNELS.frame)
     library = forward(1, model=replace(MODEL, by_library=True), cuda_graphs=False)
-    assert library.operators_s == 100 * (2 * LIBRARY_SHARE * OPERATORS_PER_LAYER + KERNELS_PER_FRAME)
+    assert library.operators_s == 100 * (2 * LIBRARY_SHARE * OPERATORS_PER_LAYER + ENGINE_KERNELS.frame)
 
 
 def test_ranks_add_up_the_embedding_and_two_sums_a_layer_and_gather_the_logits_that_are_scored() -> None:

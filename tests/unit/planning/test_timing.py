@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.published import OTHER_ENGINES
 from llama_ssp.config import hardware
 from llama_ssp.config.hardware import (
     CompositionPoint,
@@ -27,6 +28,7 @@ A100 = hardware.load("8xa100_80gb")
 @pytest.mark.parametrize(("num_gpus", "tokens_per_s"), [(2, 21.3), (4, 38.0), (8, 62.5)])
 def test_published_70b_rows_of_gpt_fast_are_forecast_within_a_fifth(num_gpus: int, tokens_per_s: float) -> None:
     job = make_job("llama2_70B", num_ranks=num_gpus, prompt_tokens=5, max_new_tokens=200)
+    job = replace(job, kernels=OTHER_ENGINES)
     assert 1 / timing(job, A100).plain_s == pytest.approx(tokens_per_s, rel=0.2)
 
 
@@ -39,11 +41,13 @@ def test_published_70b_rows_of_gpt_fast_are_forecast_within_a_fifth(num_gpus: in
 )  # fmt: skip
 def test_where_the_draft_sits_decides_the_published_cost_ratio(num_gpus: int, kind: DraftLayout, ratio: float) -> None:
     job = make_job("llama2_70B", "llama2_7B", num_ranks=num_gpus, draft_kind=kind)
+    job = replace(job, kernels=OTHER_ENGINES)
     assert timing(job, A100).cost_ratio == pytest.approx(ratio, rel=0.1)
 
 
 def test_13b_with_7b_is_forecast_within_15_percent_of_what_was_published() -> None:
-    speedup = timing(make_job("llama2_13B", "llama2_7B", acceptance=None), A100).speedup
+    job = replace(make_job("llama2_13B", "llama2_7B", acceptance=None), kernels=OTHER_ENGINES)
+    speedup = timing(job, A100).speedup
     assert speedup
     assert 31.9 / speedup == pytest.approx(27.8, rel=0.15)
 
@@ -151,12 +155,6 @@ def test_layer_wise_placement_gains_no_speed_from_more_gpus() -> None:
     row = timing(make_job("13B", num_ranks=4, target_kind=TargetKind.accelerate), A100).plain_s
     assert row == pytest.approx(one, rel=0.01)
     assert timing(make_job("13B", num_ranks=4), A100).plain_s < 0.5 * one
-
-
-def test_layer_wise_placement_has_the_physical_limit_of_one_gpu() -> None:
-    one = timing(make_job("13B", num_ranks=1), A100).limit_share
-    row = timing(make_job("13B", num_ranks=4, target_kind=TargetKind.accelerate), A100).limit_share
-    assert row == pytest.approx(one, rel=0.01)
 
 
 def test_int8_of_bitsandbytes_is_slower_than_fp16_and_weight_only_int8_is_faster() -> None:

@@ -130,8 +130,9 @@ def test_in_a_grid_every_two_values_meet_in_a_case_that_runs_always_and_no_case_
 
 
 def test_every_slow_proof_is_run_by_a_command() -> None:
+    is_slow = re.compile(r"mark\.slow|\bslow\(")
     commands = "".join((ROOT / name).read_text() for name in ("justfile", ".ci/run"))
-    marked = [str(path) for path in files() if path.match("test_*.py") and "mark.slow" in (ROOT / path).read_text()]
+    marked = [str(path) for path in files() if path.match("test_*.py") and is_slow.search((ROOT / path).read_text())]
     marked.remove("tests/unit/repository/test_ci.py")
     assert len(marked) > 5
     assert [path for path in marked if path not in commands] == []

@@ -1,94 +1,19 @@
-"""machine-install.sh finds what the machine has, chooses the right torch, and changes nothing twice.
-
-The script runs in a copy of its own, in a folder with a space in its name, and sees only the programs that a test puts
-on its PATH: a `python3.11` that records what pip would install, and stand-ins for what a machine may have.
-"""
+"""machine-install.sh finds what the machine has, chooses the right torch, and changes nothing twice."""
 
 import re
 import shutil
 import subprocess
-import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from tests.helpers.installer import CPU_INDEX, PIP, ROCMINFO, WHEELS, Machine, nvidia_smi, set_free_gigabytes
 from tests.helpers.repository import ROOT
-
-SYSTEM_TOOLS = "awk bash cat cksum cp df dirname grep mkdir mv sed sh timeout tr wc"
-PYTHON = f"""case "$*" in
-*urllib*) exit ${{CPU_INDEX_IS_AWAY:-0}} ;;
-"-m venv"*) mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
-"-m pip"*) echo "${{*#-m pip }}" >>pip.log ;;
-*'version("torch")'*) echo 2.13.0+test ;;
-*'import torch'*) echo "torch 2.13.0+test sees 0 GPUs" ;;
-*) exec "{sys.executable}" "$@" ;;
-esac"""
-NVIDIA_SMI = """case "$*" in
-*--query-gpu=name*) echo "NVIDIA H200"; echo "NVIDIA H200" ;;
-*--query-gpu=driver_version*) echo 580.82.07; echo 580.82.07 ;;
-*topo*) printf 'GPU0  X   NV18\\nGPU1 NV18  X\\n' ;;
-esac"""
-ROCMINFO = "printf '  Marketing Name:   AMD Instinct MI300X   \\n  Device Type:   GPU  \\n'"
-CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 pytestmark = [
     pytest.mark.seconds,
     pytest.mark.skipif(Path("/dev/kfd").exists(), reason="an AMD driver is loaded, which cannot be hidden"),
 ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Machine:
-    """A folder with the script in it and a folder with all programs that the script can find."""
-
-    folder: Path
-    programs: Path
-
-    def install(self, name: str, body: str) -> None:
-        """Put a shell script on PATH; a link in its place goes first, for writing through it would hit the system."""
-        (self.programs / name).unlink(missing_ok=True)
-        (self.programs / name).write_text(f"#!/bin/sh\n{body}\n")
-        (self.programs / name).chmod(0o755)
-
-    def run(self, *arguments: str, environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-        """Run machine-install.sh from another folder."""
-        return subprocess.run(
-            [self.folder / "machine-install.sh", *arguments],
-            cwd=self.programs,
-            env={"PATH": str(self.programs), **(environment or {})},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-
-    def pip_log(self) -> list[str]:
-        """What pip was asked to do so far, without the options about its output."""
-        log = self.folder / "pip.log"
-        lines = log.read_text().splitlines() if log.exists() else []
-        return [line.removesuffix(" --disable-pip-version-check --quiet") for line in lines]
-
-
-@pytest.fixture
-def machine(tmp_path: Path) -> Machine:
-    """Python 3.11, much free disk, no GPU."""
-    machine = Machine(folder=tmp_path / "llama ssp", programs=tmp_path / "programs")
-    machine.folder.mkdir()
-    machine.programs.mkdir()
-    for name in ["machine-install.sh", "pyproject.toml", "constraints.txt"]:
-        shutil.copy(ROOT / name, machine.folder / name)
-    for name in SYSTEM_TOOLS.split():
-        (machine.programs / name).symlink_to(shutil.which(name) or f"/bin/{name}")
-    machine.install("python3.11", PYTHON)
-    machine.install("id", "echo 1000")
-    set_free_gigabytes(machine, 50)
-    return machine
-
-
-def set_free_gigabytes(machine: Machine, free: int) -> None:
-    (machine.programs / "df").unlink()
-    machine.install("df", f"echo Filesystem; echo disk 1 1 {free * 1_000_000} 1 /")
 
 
 def test_no_gpu_takes_the_cpu_wheels_where_their_index_is_in_reach(machine: Machine) -> None:
@@ -98,16 +23,8 @@ def test_no_gpu_takes_the_cpu_wheels_where_their_index_is_in_reach(machine: Mach
 
 
 def test_no_gpu_and_no_cpu_index_takes_the_exact_pin_from_the_index_that_pip_is_set_to(machine: Machine) -> None:
-    output = machine.run("--check", environment={"CPU_INDEX_IS_AWAY": "1"}).stdout
-    assert "torch    torch==2.13.0 from the index that pip is set to" in output
-
-
-def test_nvidia_gpus_are_counted_and_take_the_default_wheels(machine: Machine) -> None:
-    machine.install("nvidia-smi", NVIDIA_SMI)
-    output = machine.run("--check").stdout
-    assert "GPU      2 x NVIDIA H200 (NVIDIA)" in output
-    assert "torch    torch==2.13.0 from the index that pip is set to" in output
-    assert "10 GB needed" in output
+    output = machine.run("--check", environment={"INDEX_IS_AWAY": "1"}).stdout
+    assert f"torch    torch==2.13.0 from {PIP}" in output
 
 
 def test_a_driver_that_does_not_answer_is_said_and_counts_as_no_gpu(machine: Machine) -> None:
@@ -148,7 +65,7 @@ def test_torch_is_installed_first_and_then_the_project_with_that_very_build(mach
 def test_a_second_run_changes_nothing_and_dev_only_adds(machine: Machine) -> None:
     machine.run()
     first = machine.pip_log()
-    assert "everything is in place" in machine.run(environment={"CPU_INDEX_IS_AWAY": "1"}).stdout
+    assert "everything is in place" in machine.run(environment={"INDEX_IS_AWAY": "1"}).stdout
     assert machine.pip_log() == first
     machine.run("--dev")
     assert machine.pip_log()[len(first) :] == ["install --editable .[dev] --constraint .venv/constraints.txt"]
@@ -171,9 +88,11 @@ def test_deepspeed_is_built_behind_torch_and_without_isolation(machine: Machine)
 def test_a_gpu_that_came_later_brings_another_torch(machine: Machine) -> None:
     machine.run()
     first = machine.pip_log()
-    machine.install("nvidia-smi", NVIDIA_SMI)
+    machine.install("nvidia-smi", nvidia_smi())
     machine.run()
-    assert machine.pip_log()[len(first) :] == ["uninstall --yes torch", "install torch==2.13.0"]
+    assert machine.pip_log()[len(first) :] == [
+        "uninstall --yes torch", f"install torch==2.13.0 --index-url {WHEELS}/cu130",
+    ]  # fmt: skip
 
 
 def test_a_moved_folder_gets_a_new_environment(machine: Machine) -> None:
@@ -219,7 +138,7 @@ def test_a_full_disk_is_one_sentence_with_both_sizes(machine: Machine) -> None:
 
 
 def test_nvlink_without_a_fabric_manager_prints_the_two_commands(machine: Machine) -> None:
-    machine.install("nvidia-smi", NVIDIA_SMI)
+    machine.install("nvidia-smi", nvidia_smi())
     output = machine.run("--check").stdout
     assert "Error 802: system not yet initialized" in output
     assert "sudo apt-get install nvidia-fabricmanager-580\n" in output
@@ -228,7 +147,7 @@ def test_nvlink_without_a_fabric_manager_prints_the_two_commands(machine: Machin
 
 @pytest.mark.parametrize("running", ["systemctl", "pgrep"])
 def test_a_fabric_manager_that_runs_is_left_alone(machine: Machine, running: str) -> None:
-    machine.install("nvidia-smi", NVIDIA_SMI)
+    machine.install("nvidia-smi", nvidia_smi())
     machine.install(running, "exit 0")
     output = machine.run("--check").stdout
     assert "NVLink   the fabric manager runs" in output

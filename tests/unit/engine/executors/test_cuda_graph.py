@@ -2,8 +2,10 @@
 
 import logging
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from llama_ssp import load
 from llama_ssp.config.schema import SamplingConfig, VerificationConfig
@@ -112,6 +114,26 @@ def test_where_room_was_made_ahead_nothing_is_recorded_again(shipped: tuple[Runn
     assert recorder.num_recorded == 2
     assert _outcome(complete(captured, long)) == _outcome(complete(make_decoder(*shipped), long))
     assert recorder.num_recorded == 2
+
+
+def test_what_is_recorded_ahead_is_not_recorded_while_texts_are_written(shipped: tuple[Runner, Runner]) -> None:
+    recorder = FakeRecorder()
+    captured = make_decoder(*shipped, batch_size=2, replay=recorder)
+    wanted = [Request(index=i, prompt_ids=(5, 6, 7 + i), max_new_tokens=100) for i in range(3)]
+    with torch.inference_mode():
+        captured.make_room(wanted)
+        captured.capture(wanted)
+    assert recorder.num_recorded == 4, "a draft and a verification for each of the widths 64 and 107"
+    assert _outcome(complete(captured, wanted)) == _outcome(complete(make_decoder(*shipped, batch_size=2), wanted))
+    assert recorder.num_recorded == 4
+
+
+def test_executors_that_record_nothing_run_no_rounds_ahead(shipped: tuple[Runner, Runner]) -> None:
+    traced = make_decoder(*shipped)
+    wanted = [Request(index=0, prompt_ids=(5, 6, 7), max_new_tokens=100)]
+    traced.make_room(wanted)
+    traced.executor = SimpleNamespace(keeps_state=False)  # type: ignore[assignment] # running a round would fail
+    traced.capture(wanted)
 
 
 def test_rows_that_are_idle_in_a_later_run_do_no_harm(shipped: tuple[Runner, Runner]) -> None:

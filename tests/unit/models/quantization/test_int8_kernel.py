@@ -47,14 +47,14 @@ def compiled(capability: int, dtype: str, num_rows: int, *, num_outputs: int = 8
     )  # fmt: skip
 
 
-def num_weights(dtype: str, *, num_outputs: int) -> int:
-    """Weights of a thread in a step."""
-    from llama_ssp.models.quantization.int8_tiles import INPUTS, tiles_of
+def num_weights(found: Compiled, dtype: str, *, num_outputs: int) -> int:
+    """Weights of a warp in a step, if no other warp has them too."""
+    from llama_ssp.models.quantization.int8_tiles import STEP, tiles_of
 
     tiles = tiles_of(
         num_rows=1, num_outputs=num_outputs, num_inputs=4096, num_processors=132, value_bytes=VALUE_BYTES[dtype]
     )
-    return tiles.outputs * INPUTS // 32
+    return tiles.outputs * STEP // found.num_warps
 
 
 every_variant = grid(capability=CAPABILITIES, dtype=list(VALUE_BYTES), num_rows=[5, 16, 20])
@@ -74,15 +74,15 @@ def test_every_weight_is_multiplied_once_and_never_converted_as_an_integer(
     """A warp that did what another one does would double its products."""
     found = compiled(capability, dtype, num_rows)
     assert not found.count(r"\bI2F")
-    multiplied = num_weights(dtype, num_outputs=8192) * 32 // (16 * 16)
+    num_tiles = num_weights(found, dtype, num_outputs=8192) // (16 * 16)
     tiles_of_rows = {5: 1, 16: 2, 20: 4 if dtype != "fp32" else 2}[num_rows]
-    assert found.count(r"\bHMMA\.16816\.F32") == multiplied * tiles_of_rows * (3 if dtype == "fp32" else 1)
+    assert found.count(r"\bHMMA\.16816\.F32") == num_tiles * tiles_of_rows * (3 if dtype == "fp32" else 1)
 
 
 @grid(capability=CAPABILITIES, dtype=list(VALUE_BYTES), num_outputs=[8192, 2048, 512])
 def test_a_weight_takes_few_instructions(capability: int, dtype: str, num_outputs: int) -> None:
     found = compiled(capability, dtype, 5, num_outputs=num_outputs)
-    assert len(found.body) <= MOST_INSTRUCTIONS * num_weights(dtype, num_outputs=num_outputs)
+    assert 32 * len(found.body) <= MOST_INSTRUCTIONS * num_weights(found, dtype, num_outputs=num_outputs)
 
 
 INTERPRETED = """

@@ -1,0 +1,65 @@
+"""Waits for a GPU, but not for ever: a kernel that waits for a lost rank never ends.
+
+torch's own waits have no limit, and its watchdog of collectives does not know those that a CUDA graph replays. So the
+host asks whether an event has passed, and gives up when a collective on CPUs would. Module `watchdog` is for waits
+that a library makes by itself.
+
+    a result that is there      one query
+    a result that is not        a few queries, then naps, each followed by a query and a look at the control channel
+"""
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import torch.distributed as dist
+
+_NUM_QUERIES = 32
+_NAP_S = 5e-5  # short beside a round: the device has the next one already
+_GRACE_S = 1.0  # for a wait of this replica, when a rank of another one has ended
+
+
+class Event(Protocol):
+    """An event on the device, such as `torch.cuda.Event`."""
+
+    def query(self) -> bool:
+        """Whether the device has passed it; never waits."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has passed it, without a limit."""
+
+
+class DeviceWait:
+    """The waits of this rank, one object for all its groups.
+
+    Args:
+        has_failed: whether this rank knows that the run has failed; never waits.
+
+    Attributes:
+        timeout_s: how long a wait may take.
+        passed_s: when this rank last got past a wait, on the monotonic clock.
+    """
+
+    def __init__(self, has_failed: Callable[[], bool]) -> None:
+        self._has_failed = has_failed
+        self.timeout_s = 60.0
+        self.passed_s = time.monotonic()
+
+    def until(self, event: Event) -> None:
+        """Wait until the device has passed an event; DistBackendError if a rank has ended, or if it takes too long."""
+        if not any(event.query() for _ in range(_NUM_QUERIES)):
+            self._nap_until(event)
+        self.passed_s = time.monotonic()
+
+    def _nap_until(self, event: Event) -> None:
+        began = time.monotonic()
+        failed_s: float | None = None
+        while not event.query():
+            time.sleep(_NAP_S)
+            now = time.monotonic()
+            if failed_s is None and self._has_failed():
+                failed_s = now
+            if failed_s is not None and now - failed_s >= _GRACE_S:
+                raise dist.DistBackendError("the device waits for a rank that has ended")
+            if now - began >= self.timeout_s:
+                raise dist.DistBackendError(f"the device timed out after {self.timeout_s:g} s")

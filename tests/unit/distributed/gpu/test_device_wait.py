@@ -1,0 +1,123 @@
+"""A wait for a GPU ends when it has passed the event, or as a collective on CPUs does: late, or without a rank."""
+
+import time
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from llama_ssp.distributed.comms import Comm
+from llama_ssp.distributed.control_channel import ControlChannel
+from llama_ssp.distributed.faults import Phase, unify_failure
+from llama_ssp.distributed.gpu import device_wait
+from llama_ssp.distributed.gpu.device_wait import DeviceWait
+from llama_ssp.errors import LostRankError
+
+NEVER = 10**9
+
+
+@dataclass
+class CountedEvent:
+    """An event that is passed when it has been asked for so often."""
+
+    num_refusals: int
+    num_queries: int = 0
+
+    def query(self) -> bool:
+        self.num_queries += 1
+        return self.num_queries > self.num_refusals
+
+    def synchronize(self) -> None:
+        pytest.fail("it waits without a limit")
+
+
+@pytest.fixture
+def naps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The naps of the waits."""
+    taken: list[float] = []
+    sleep = time.sleep
+    monkeypatch.setattr(device_wait, "time", SimpleNamespace(monotonic=time.monotonic, sleep=taken.append))
+    assert sleep is time.sleep
+    return taken
+
+
+@pytest.mark.parametrize(
+    ("num_refusals", "num_queries", "num_naps"), [(0, 1, 0), (1, 2, 0), (31, 32, 0), (40, 41, 8)],
+    ids=["there already", "soon", "just", "later"],
+)  # fmt: skip
+def test_a_result_that_is_there_costs_one_query_and_no_nap(
+    num_refusals: int, num_queries: int, num_naps: int, naps: list[float]
+) -> None:
+    event = CountedEvent(num_refusals)
+    DeviceWait(lambda: False).until(event)
+    assert (event.num_queries, len(naps)) == (num_queries, num_naps)
+
+
+def test_a_device_that_finishes_nothing_is_given_up_at_the_timeout() -> None:
+    waits = DeviceWait(lambda: False)
+    waits.timeout_s = 0.05
+    with pytest.raises(dist.DistBackendError, match=r"timed out after 0\.05 s"):
+        waits.until(CountedEvent(NEVER))
+
+
+def test_a_rank_that_has_ended_is_noticed_long_before_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_wait, "_GRACE_S", 0.05)
+    with pytest.raises(dist.DistBackendError, match="a rank that has ended"):
+        DeviceWait(lambda: True).until(CountedEvent(NEVER))
+
+
+def test_a_wait_that_the_device_can_end_is_not_given_up_because_of_another_replica(naps: list[float]) -> None:
+    DeviceWait(lambda: True).until(CountedEvent(40))
+    assert len(naps) == 8
+
+
+def test_a_wait_that_has_ended_is_progress() -> None:
+    waits = DeviceWait(lambda: False)
+    waits.passed_s = 0.0
+    waits.until(CountedEvent(0))
+    assert time.monotonic() - waits.passed_s < 60
+
+
+class Channel(ControlChannel):
+    """A control channel that rank 1 of two does not answer."""
+
+    def __init__(self, *, alarmed: bool) -> None:
+        super().__init__(None, rank=0, size=2, is_first_here=True)
+        self._is_alarmed = alarmed
+
+    def missing(self) -> tuple[int, ...]:
+        return (1,)
+
+
+@pytest.mark.parametrize(
+    ("alarmed", "cause"), [(True, "connection closed"), (False, "no answer within timeouts.decode_s=0.2")]
+)
+@pytest.mark.usefixtures("_signal_handlers")
+def test_a_stuck_gpu_ends_a_run_in_the_sentence_of_a_cpu(
+    alarmed: bool, cause: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_wait, "_GRACE_S", 0.05)
+    watch = Channel(alarmed=alarmed)
+    comm = Comm(rank=0, size=2, group=None, device_wait=DeviceWait(lambda: watch.has_failed))
+    assert comm.device_wait
+    comm.device_wait.timeout_s = 0.2
+    sentence = f"rank 1 is missing while decoding ({cause}); run the same command with the same run_dir to resume"
+    with pytest.raises(LostRankError) as caught:  # noqa: SIM117 - the inner block is what is tested
+        with unify_failure(watch, Phase(doing="decoding", limit="timeouts.decode_s=0.2")):
+            comm.alone().wait(CountedEvent(NEVER))
+    assert str(caught.value) == sentence
+    assert caught.value.speaks
+
+
+def test_a_rank_whose_gpu_waits_for_nobody_leaves_the_wait_to_torch() -> None:
+    waited: list[str] = []
+    event = SimpleNamespace(query=lambda: False, synchronize=lambda: waited.append("synchronize"))
+    Comm.single().wait(event)
+    assert waited == ["synchronize"]
+
+
+def test_values_in_the_memory_of_the_host_are_read_as_they_are() -> None:
+    values = torch.ones(3)
+    assert Comm.single().read(values) is values

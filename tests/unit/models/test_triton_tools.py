@@ -1,0 +1,97 @@
+"""A kernel of Triton's that does not work is a sentence with the package that is missing, and the run goes on."""
+
+import logging
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from subprocess import CalledProcessError
+
+import pytest
+import torch
+from torch._dynamo.exc import BackendCompilerFailed
+
+from llama_ssp.models import triton_tools
+from llama_ssp.models.quantization import weight_only
+
+
+@pytest.fixture(autouse=True)
+def _nothing_was_said() -> Iterator[None]:
+    """Warnings come once in a process, and once in a test."""
+    triton_tools._said.clear()
+    weight_only._product_of_few_rows.cache_clear()
+    yield
+    weight_only._product_of_few_rows.cache_clear()
+
+
+@pytest.fixture
+def programs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """All programs that can be found: none, on a machine with Python's headers."""
+    (tmp_path / "include").mkdir()
+    (tmp_path / "include" / "Python.h").touch()
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setattr(sysconfig, "get_path", lambda _name, _scheme: str(tmp_path / "include"))
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.delenv("CC", raising=False)
+    return tmp_path / "bin"
+
+
+def install(programs: Path, name: str) -> None:
+    (programs / name).touch(mode=0o755)
+
+
+def test_a_missing_compiler_is_named_with_its_package(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert triton_tools.missing_packages() == ["gcc"]
+    install(programs, "clang")
+    assert triton_tools.missing_packages() == []
+    monkeypatch.setenv("CC", "icx")
+    assert triton_tools.missing_packages() == ["gcc"]
+    install(programs, "icx")
+    assert triton_tools.missing_packages() == []
+
+
+def test_missing_headers_are_named_as_the_distribution_calls_them(
+    programs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(programs, "gcc")
+    monkeypatch.setattr(sysconfig, "get_path", lambda _name, _scheme: str(programs))
+    monkeypatch.setattr("sys.version_info", type("Version", (), {"major": 3, "minor": 12}))
+    assert triton_tools.missing_packages() == ["python3.12-dev"]
+    install(programs, "dnf")
+    assert triton_tools.missing_packages() == ["python3.12-devel"]
+    assert "sudo dnf install python3.12-devel installs them" in triton_tools.reason(OSError("gcc failed"))
+
+
+def test_the_reason_is_what_is_missing_else_the_error(programs: Path) -> None:
+    error = RuntimeError("Failed to find C compiler.\nTraceback")
+    assert triton_tools.reason(error) == (
+        "Triton needs a C compiler and Python.h, which this machine lacks; sudo apt-get install gcc installs them"
+    )
+    assert triton_tools.reason(ImportError("No module named 'triton'")) == "No module named 'triton'"
+    install(programs, "gcc")
+    assert triton_tools.reason(error) == "Failed to find C compiler."
+    assert triton_tools.reason(AssertionError()) == "AssertionError"
+    failed = CalledProcessError(1, ["/usr/bin/gcc", "-O3", "a.c"])
+    wrapped = BackendCompilerFailed(lambda: None, failed, None)
+    for each in (failed, wrapped):
+        assert triton_tools.reason(each) == "/usr/bin/gcc failed, and its own message stands above"
+
+
+def test_int8_goes_on_without_its_kernel_and_says_so_once(
+    programs: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_compiler(_dtype: torch.dtype) -> weight_only.ProductOfFewRows:
+        raise RuntimeError("Failed to find C compiler.")
+
+    monkeypatch.setattr(weight_only, "_tried_kernel", no_compiler)
+    with caplog.at_level(logging.WARNING):
+        for dtype in (torch.float16, torch.bfloat16):
+            assert weight_only._product_of_few_rows("cuda", dtype, True) is None
+    [record] = caplog.records
+    assert record.getMessage().startswith("int8_weight_only unpacks its weights in every forward")
+    assert record.getMessage().endswith("sudo apt-get install gcc installs them")
+    assert not list(programs.iterdir())
+
+
+def test_a_kernel_that_works_is_used_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    assert triton_tools.attempt(lambda: 7, instead="nothing") == 7
+    assert caplog.records == []

@@ -1,0 +1,30 @@
+"""A name that is unknown gets the one that was meant, if there is one."""
+
+import pytest
+
+from launch.command_line import groups_of
+from llama_ssp.errors import similar_name, unknown_name
+
+
+def mixed(name: str) -> str:
+    """The name with all letters but the first in reverse."""
+    return name[0] + name[:0:-1]
+
+
+@pytest.mark.parametrize("group", sorted(groups_of()))
+def test_letters_in_the_wrong_order_lead_to_the_option_that_was_meant(group: str) -> None:
+    options = groups_of()[group]
+    assert options
+    for name in options:
+        if mixed(name) not in options:
+            assert "; did you mean " in unknown_name(group, mixed(name), options), name
+
+
+def test_a_short_name_is_found_again_by_its_letters_and_in_any_case() -> None:
+    assert similar_name("tyni", ["tiny-draft", "tiny", "30B"]) == "tiny"
+    assert similar_name("30b", ["tiny", "30B"]) == "30B"
+
+
+def test_nothing_similar_is_no_hint() -> None:
+    assert similar_name("xyzzy", ["tiny", "30B"]) is None
+    assert unknown_name("model", "xyzzy", ["tiny", "30B"]) == "unknown model 'xyzzy': there are 30B, tiny"
