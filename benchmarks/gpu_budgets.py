@@ -109,7 +109,7 @@ ROUNDS = (
     Round(target="30B", draft="7B", sampling=GREEDY, most=1400),
     Round(target="30B", draft="7B", batch_size=4, most=1400),
     Round(target="30B", draft="7B", num_ranks=8, most=1600),
-    Round(target="30B", draft="tinyllama_1B", draft_layout=DraftLayout.sharded, num_ranks=8, most=2360),
+    Round(target="30B", draft="tinyllama_1B", draft_layout=DraftLayout.sharded, num_ranks=8, most=1450),
 )
 ATTENTION = (
     Attention(model="7B", num_rows=1, least=128),
