@@ -21,7 +21,7 @@ from llama_ssp.models.linear import Kernel, make_linear
 from llama_ssp.models.llama.attention import Attend, LengthTables, MaskedAttention
 from llama_ssp.models.llama.layer import Layer, take
 from llama_ssp.models.llama.norm import RmsNorm
-from llama_ssp.models.llama.rotary import Place, PlaceByKernel, PlaceByOperators, Rotations
+from llama_ssp.models.llama.rotary import PlaceHeads, PlaceByKernel, PlaceByOperators, Rotations
 from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
 from llama_ssp.models.tensor_parallel import GatheredLinear
 from llama_ssp.models.triton_tools import attempt
@@ -139,11 +139,11 @@ class LeanRunner(CachedRunner):
 
     def _placing(
         self, positions_BT: Tensor, *, bucket: int, cache_rows_B: Tensor | None, consecutive: bool
-    ) -> tuple[Place, dict[int | None, Attend]]:
+    ) -> tuple[PlaceHeads, dict[int | None, Attend]]:
         """How one forward writes and reads the cache; the latter by window."""
         assert self._cache is not None, "allocate comes first"
         freqs_cis_S1P = self._rotations.freqs_cis_S1P
-        place: Place
+        place: PlaceHeads
         if self._gpu_layers and cache_rows_B is None:
             kernel, buffers = self._gpu_layers.rotate_write, self._cache.buffers(bucket)
             place = PlaceByKernel(kernel, freqs_cis_S1P, positions_BT.contiguous(), None, buffers)

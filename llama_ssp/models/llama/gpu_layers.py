@@ -26,7 +26,7 @@ from llama_ssp.models.llama.attention import Attend
 from llama_ssp.models.llama.fused import gated
 from llama_ssp.models.llama.layer import Layer, ResidualLinear
 from llama_ssp.models.llama.norm import RmsNorm
-from llama_ssp.models.llama.rotary import Place
+from llama_ssp.models.llama.rotary import PlaceHeads
 from llama_ssp.models.llama.trials import Product, choose, try_add_norm, try_rotate_write
 
 _SMALLEST_EXPONENT = -14
@@ -122,7 +122,7 @@ class GpuLayer:
         self.gate_up = NormedProduct(layer.mlp_norm, layer.gate_up, gates=True)
         self.down = AddedProduct(layer.down)
 
-    def forward(self, stream: Stream, place: Place, attend: Attend) -> Stream:
+    def forward(self, stream: Stream, place: PlaceHeads, attend: Attend) -> Stream:
         """Add attention, then the MLP, to the stream; see `Layer.forward`."""
         num_heads, num_kv_heads, head_dim, _ = self._heads
         x_ME, qkv_MO = self.qkv(stream)
@@ -154,7 +154,7 @@ class GpuLayers:
         choose([self._head])
 
     def forward(
-        self, x_ME: Tensor, place: Place, attends: Sequence[Attend], *, score_positions_BR: Tensor | None
+        self, x_ME: Tensor, place: PlaceHeads, attends: Sequence[Attend], *, score_positions_BR: Tensor | None
     ) -> Tensor:
         """Map the embedded tokens, which may be overwritten, to this rank's logits (B * R, V).
 

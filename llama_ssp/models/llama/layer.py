@@ -16,7 +16,7 @@ from llama_ssp.models.linear import Kernel, Linear, PlainLinear, make_linear
 from llama_ssp.models.llama.attention import Attend, Heads
 from llama_ssp.models.llama.fused import gated
 from llama_ssp.models.llama.norm import RmsNorm
-from llama_ssp.models.llama.rotary import Place
+from llama_ssp.models.llama.rotary import PlaceHeads
 from llama_ssp.models.tensor_parallel import RowLinear
 
 
@@ -49,7 +49,7 @@ class Layer:
         self.gate_up = make_linear(*take(mlp.gate_proj, mlp.up_proj), kernel=kernel)
         self.down = ResidualLinear(mlp.down_proj, comm=comm, kernel=kernel)
 
-    def forward(self, x_ME: Tensor, place: Place, attend: Attend) -> Tensor:
+    def forward(self, x_ME: Tensor, place: PlaceHeads, attend: Attend) -> Tensor:
         """Add attention, then the MLP, to x.
 
         Args:

@@ -1,4 +1,4 @@
-"""Turns queries and keys by their positions, and writes keys and values to the cache: one `Place` for each forward.
+"""Turns queries and keys by their positions, and writes keys and values to the cache: one `PlaceHeads` for each forward.
 
 On the CPU one complex product turns queries and keys. On a GPU a compiled kernel does, or one of ours that also norms
 heads and writes to the cache.
@@ -19,13 +19,13 @@ from llama_ssp.models.llama.fused import apply_rotary
 from llama_ssp.models.llama.norm import RmsNorm
 
 
-class Place(Protocol):
+class PlaceHeads(Protocol):
     """Norms and turns queries and keys, and writes keys and values to the cache."""
 
     def __call__(
         self, qkv_MXD: Tensor, number: int, heads: Heads, norms: Sequence[RmsNorm]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Place what layer `number` computed; returns queries (M, H, D), and keys and values as `LayerBuffer` has them.
+        """PlaceHeads what layer `number` computed; returns queries (M, H, D), and keys and values as `LayerBuffer` has them.
 
         `norms` are those of query and key heads, in models that have them.
         """
@@ -40,7 +40,7 @@ class Rotations(Workspace):
 
 
 class PlaceByOperators(NamedTuple):
-    """A `Place` of torch's operators.
+    """A `PlaceHeads` of torch's operators.
 
     Attributes:
         freqs_cis_M1P: each token's rotary factors.
@@ -53,7 +53,7 @@ class PlaceByOperators(NamedTuple):
     def __call__(
         self, qkv_MXD: Tensor, number: int, heads: Heads, norms: Sequence[RmsNorm]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Place`."""
+        """See `PlaceHeads`."""
         num_heads, num_kv_heads, _, _ = heads
         num_turned = num_heads + num_kv_heads
         turned_MXD = qkv_MXD.narrow(1, 0, num_turned)
@@ -70,7 +70,7 @@ RotateWrite = Callable[..., None]
 
 
 class PlaceByKernel(NamedTuple):
-    """A `Place` of one kernel.
+    """A `PlaceHeads` of one kernel.
 
     Attributes:
         rotate_write: the kernel.
@@ -89,7 +89,7 @@ class PlaceByKernel(NamedTuple):
     def __call__(
         self, qkv_MXD: Tensor, number: int, heads: Heads, norms: Sequence[RmsNorm]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Place`."""
+        """See `PlaceHeads`."""
         parts, keys, values = self.buffer(number, qkv_MXD.narrow(1, heads.num, 2 * heads.num_kv))
         turns_SP2 = torch.view_as_real(self.freqs_cis_S1P)
         self.rotate_write(

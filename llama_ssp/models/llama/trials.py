@@ -20,7 +20,7 @@ from llama_ssp.models.linear import Linear, PlainLinear
 from llama_ssp.models.llama import kernels
 from llama_ssp.models.llama.layer import Layer
 from llama_ssp.models.llama.norm import RmsNorm
-from llama_ssp.models.llama.rotary import Place, PlaceByKernel, PlaceByOperators, RotateWrite
+from llama_ssp.models.llama.rotary import PlaceHeads, PlaceByKernel, PlaceByOperators, RotateWrite
 
 _log = logging.getLogger(__name__)
 
@@ -137,7 +137,7 @@ def try_rotate_write(layer: Layer, *, like: Tensor) -> RotateWrite:
     angles_SP = torch.randn(num_slots, heads.dim // 2, generator=generator).to(like.device)
     freqs_cis_S1P = torch.polar(torch.ones_like(angles_SP), angles_SP)[:, None]
 
-    def placed(place: Callable[[CacheView], Place]) -> tuple[Tensor, ...]:
+    def placed(place: Callable[[CacheView], PlaceHeads]) -> tuple[Tensor, ...]:
         cache = StaticCache(num_layers=1, batch_size=2, capacity=num_slots, device=like.device)
         view = cache.view(positions_BT, bucket=num_slots, cache_rows_B=None)
         return place(view)(qkv_MXD.clone(), 0, heads, layer.head_norms)
