@@ -21,7 +21,7 @@ from llama_ssp.models.linear import Kernel, make_linear
 from llama_ssp.models.llama.attention import Attend, LengthTables, MaskedAttention
 from llama_ssp.models.llama.layer import Layer, take
 from llama_ssp.models.llama.norm import RmsNorm
-from llama_ssp.models.llama.rotary import PlaceHeads, PlaceByKernel, PlaceByOperators, Rotations
+from llama_ssp.models.llama.rotary import PlaceByKernel, PlaceByOperators, PlaceHeads, Rotations
 from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
 from llama_ssp.models.tensor_parallel import GatheredLinear
 from llama_ssp.models.triton_tools import attempt

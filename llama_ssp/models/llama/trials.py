@@ -20,7 +20,7 @@ from llama_ssp.models.linear import Linear, PlainLinear
 from llama_ssp.models.llama import kernels
 from llama_ssp.models.llama.layer import Layer
 from llama_ssp.models.llama.norm import RmsNorm
-from llama_ssp.models.llama.rotary import PlaceHeads, PlaceByKernel, PlaceByOperators, RotateWrite
+from llama_ssp.models.llama.rotary import PlaceByKernel, PlaceByOperators, PlaceHeads, RotateWrite
 
 _log = logging.getLogger(__name__)
 

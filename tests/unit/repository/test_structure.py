@@ -15,7 +15,7 @@ KNOW_RECORDING = (
     "llama_ssp/calibration/",
     "llama_ssp/models/llama/trials.py",
 )
-"""Executors, the collectives' operators, and calibration, which times pieces as executors run them."""
+"""Executors, the collectives' operators, and what times pieces as executors run them."""
 
 
 def test_no_folder_has_more_than_fifteen_modules() -> None:
