@@ -1,4 +1,4 @@
-"""Turns queries and keys by their positions, and writes keys and values to the cache: one `PlaceHeads` for each forward.
+"""Turns queries and keys by their positions, and writes keys and values to the cache: a `PlaceHeads` a forward.
 
 On the CPU one complex product turns queries and keys. On a GPU a compiled kernel does, or one of ours that also norms
 heads and writes to the cache.
@@ -25,7 +25,7 @@ class PlaceHeads(Protocol):
     def __call__(
         self, qkv_MXD: Tensor, number: int, heads: Heads, norms: Sequence[RmsNorm]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """PlaceHeads what layer `number` computed; returns queries (M, H, D), and keys and values as `LayerBuffer` has them.
+        """Place what layer `number` computed; returns queries (M, H, D), and keys and values as `LayerBuffer` has them.
 
         `norms` are those of query and key heads, in models that have them.
         """
