@@ -17,6 +17,7 @@ from llama_ssp import Pair
 from llama_ssp.config.schema import Dtype
 from llama_ssp.engine.executors.cuda_graph import CudaGraphExecutor
 from llama_ssp.engine.loop import Decoder
+from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.llama.fused import apply_rotary, gated
 
 _T = TypeVar("_T")
@@ -117,12 +118,19 @@ def _probs(device: torch.device, dtype: Dtype, quantization: str, *, at_a_time: 
 
 
 def not_compiled(device: torch.device) -> list[str]:
-    """Elementwise parts that go on without a compiler on a GPU: what they compute is right, but slow."""
+    """Parts that go on without a compiler on a GPU: what they compute is right, but slow."""
     if device.type != "cuda":
         return []
-    _probs(device, Dtype.fp16, "none", at_a_time=FEW)
+    _probs(device, Dtype.fp32, "none", at_a_time=FEW)
     parts = {"the MLP's gate": gated, "rotary": apply_rotary}
-    return [f"{name} could not be compiled" for name, part in parts.items() if not part.is_compiled]
+    faults = [f"{name} could not be compiled" for name, part in parts.items() if not part.is_compiled]
+    target = load_pair(TARGET, None, dtype=Dtype.fp16, device=device).models.target
+    assert isinstance(target, LeanRunner)
+    if not target.reads_by_length:
+        faults.append("attention by the lengths of rows does not work")
+    elif not target.is_fused:
+        faults.append("kernels for few tokens do not work")
+    return faults
 
 
 def waits_in_a_round(device: torch.device, *, cuda_graphs: bool) -> list[str]:

@@ -8,6 +8,8 @@ SLOT_STEP = 8
 """Cache slots are multiples of it: attention kernels copy masks of any other width first."""
 BUCKET_STEP = {"cuda": 256, "cpu": 64}
 """By device: the widths at which a cache is read are multiples of it. Wider on GPUs, where each width is a graph."""
+PAGE_SLOTS = 256
+"""Slots of a page, as attention by lengths reads the cache; see `models.llama.attention`."""
 MOST_PIECES = 4
 """The most tokens of a draft with its own tokenizer that spell one token of the target."""
 OWN_SLOTS_PER_SLOT = 2
@@ -46,6 +48,11 @@ ALL_REDUCES_PER_LAYER = 2
 def whole_steps(num_slots: int) -> int:
     """Round a number of slots up to `SLOT_STEP`."""
     return -(-num_slots // SLOT_STEP) * SLOT_STEP
+
+
+def whole_pages(num_slots: int) -> int:
+    """Round a number of slots up to `PAGE_SLOTS`."""
+    return -(-num_slots // PAGE_SLOTS) * PAGE_SLOTS
 
 
 def own_slots(num_slots: int, *, max_position_embeddings: int) -> int:

@@ -36,4 +36,4 @@ class CatchUp:
         for distance in range(num_unread, num_kept, -CATCH_UP_CHUNK):
             positions_BT = (lengths_B1 - distance + self._offsets_T).clamp_min(0)
             ids_BT, first_B1 = known(tokens_BS.gather(1, positions_BT)), torch.zeros_like(lengths_B1)
-            self._runner.forward(ids_BT, positions_BT, bucket=bucket, score_positions_BR=first_B1)
+            self._runner.forward(ids_BT, positions_BT, bucket=bucket, score_positions_BR=first_B1, consecutive=False)

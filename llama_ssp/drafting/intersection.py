@@ -83,6 +83,11 @@ class IntersectionDrafter(OwnBuckets):
         return self.runner.repeats_operators
 
     @property
+    def reads_by_length(self) -> bool:
+        """See `Drafter`."""
+        return self.runner.reads_by_length
+
+    @property
     def num_allocations(self) -> int:
         """Allocations of the model and of the text; the other tensors are replaced together with the text."""
         return self.runner.num_allocations + self._num_texts

@@ -71,6 +71,11 @@ class ModelDrafter:
         return self.runner.repeats_operators
 
     @property
+    def reads_by_length(self) -> bool:
+        """See `Drafter`."""
+        return self.runner.reads_by_length
+
+    @property
     def num_allocations(self) -> int:
         """Allocations of the model; the drafter's own tensors are replaced only together with the model's cache."""
         return self.runner.num_allocations

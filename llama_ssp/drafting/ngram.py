@@ -41,6 +41,7 @@ class NgramDrafter:
     is_point_mass = True
     reads_skipped = True
     repeats_operators = True
+    reads_by_length = True
     num_allocations = 0
 
     def __init__(self, *, num_draft_tokens: int, longest: int, shortest: int, device: torch.device) -> None:

@@ -55,6 +55,7 @@ class Drafter(Protocol):
         is_point_mass: each drafted token is certain; the draft has no probabilities, and rules use 1.
         reads_skipped: `propose` reads all tokens that it has not read, prompts too; else `prefill` must come first.
         repeats_operators: with the same shapes, `propose` calls the same operators on tensors that this object holds.
+        reads_by_length: `propose` ignores the bucket; see `Runner`.
     """
 
     num_draft_tokens: int
@@ -64,6 +65,10 @@ class Drafter(Protocol):
 
     @property
     def repeats_operators(self) -> bool:
+        """See the class."""
+
+    @property
+    def reads_by_length(self) -> bool:
         """See the class."""
 
     @property
@@ -110,6 +115,11 @@ class SharedDrafter(HostTimed):
     def repeats_operators(self) -> bool:
         """See `Drafter`."""
         return self._inner.repeats_operators if self._inner else True
+
+    @property
+    def reads_by_length(self) -> bool:
+        """See `Drafter`."""
+        return self._inner.reads_by_length if self._inner else True
 
     @property
     def num_allocations(self) -> int:

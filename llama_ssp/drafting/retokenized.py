@@ -67,6 +67,11 @@ class RetokenizedDrafter(HostTimed):
         self._num_slots = 0
 
     @property
+    def reads_by_length(self) -> bool:
+        """See `Drafter`."""
+        return self.runner.reads_by_length
+
+    @property
     def num_allocations(self) -> int:
         """See `Drafter`."""
         return self.runner.num_allocations
@@ -177,7 +182,7 @@ class RetokenizedDrafter(HostTimed):
             last_R1 = torch.full_like(chunk_RT[:, :1], chunk_RT.shape[1] - 1)
             logits_RD = self.runner.forward(
                 ids_RT[:, start : start + PREFILL_CHUNK], chunk_RT, bucket=bucket, score_positions_BR=last_R1,
-                cache_rows_B=rows_R,
+                cache_rows_B=rows_R, consecutive=False,
             )[:, 0]  # fmt: skip
         assert logits_RD is not None, "a text has at least one token"
         for row, ids in texts.items():

@@ -133,7 +133,8 @@ class Decoder:
         longest = max(len(request.prompt_ids) + request.max_new_tokens for request in requests)
         self._num_slots = max(self._num_slots, whole_steps(longest + self.round.max_tokens_per_round))
         self._num_rounds = max(self._num_rounds, max(request.max_new_tokens for request in requests) + 1)
-        self._buckets = Buckets(step=self.bucket_step, num_slots=self._num_slots)
+        by_length = self._is_cuda and self.round.reads_by_length
+        self._buckets = Buckets(step=self._num_slots if by_length else self.bucket_step, num_slots=self._num_slots)
         self.round.allocate(batch_size=self.batch_size, num_slots=self._num_slots)
 
     def time_rounds(self, choices: Sequence[DraftChoice], *, num_slots: int) -> list[float]:
@@ -142,6 +143,8 @@ class Decoder:
         Returns the seconds of each. The first two calls warm up executors; later ones measure.
         """
         state, bucket, seconds = self._empty_state(), self._buckets.covering(num_slots), []
+        if self._is_cuda and self.round.reads_by_length:
+            state.vacate(slice(None), length=max(num_slots - self.round.max_tokens_per_round, 2))
         for choice in choices:
             started = time.perf_counter()
             step(self.executor, state, None, choice=choice, bucket=bucket, clock=self.clock)

@@ -122,6 +122,11 @@ class Round:
         """How often each model's cache has been allocated."""
         return self.target.num_allocations, *[drafter.num_allocations for drafter in self.drafters]
 
+    @property
+    def reads_by_length(self) -> bool:
+        """Whether no part reads buckets of a cache, so that one graph serves all lengths; see `Runner`."""
+        return self.target.reads_by_length and all(drafter.reads_by_length for drafter in self.drafters)
+
     def allocate(self, *, batch_size: int, num_slots: int) -> None:
         """Make room for `batch_size` rows of `num_slots` tokens in the caches of both models."""
         self.target.allocate(batch_size=batch_size, capacity=num_slots)

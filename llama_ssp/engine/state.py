@@ -128,8 +128,11 @@ class BatchState(NamedTuple):
         self.lengths_B.add_(1).clamp_max_(self.limits_B)
         return torch.cat([*decision] if drafted_ids_BK is None else [drafted_ids_BK, *decision], dim=1)
 
-    def vacate(self, rows: int | slice) -> None:
-        """Reset rows in place to those of an empty batch: later rounds may read fewer slots than they have filled."""
-        self.lengths_B[rows] = 2
-        self.limits_B[rows] = 2
-        self.first_round_B[rows] = -2
+    def vacate(self, rows: int | slice, *, length: int = 2) -> None:
+        """Reset rows in place to those of an empty batch: later rounds may read fewer slots than they have filled.
+
+        Rows of another `length` hold no text, and cost what rows of that length do.
+        """
+        self.lengths_B[rows] = length
+        self.limits_B[rows] = length
+        self.first_round_B[rows] = -length

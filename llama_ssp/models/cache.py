@@ -8,7 +8,12 @@ Position p of a sequence is always in slot p of its row. Slots beyond a row's le
 shows a token only the slots up to its own position, which have been written by then. Module `prefill` chooses the
 buckets.
 
-Shapes: B sequences, T positions, M = B * T tokens, S slots, U slots that are read, N key-value heads, D head dim.
+Where attention reads rows by their lengths (module `llama.attention`), the same memory is shown as pages:
+
+    page 0: slots 0..255 of row 0, page 1: slots 256..511 of row 0, ... of row B - 1; nothing is copied
+
+Shapes: B sequences, T positions, M = B * T tokens, S slots, U slots that are read, N key-value heads, D head dim, X
+pages of P slots.
 """
 
 from abc import ABC, abstractmethod
@@ -19,6 +24,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from llama_ssp.architectures.sizes import PAGE_SLOTS, whole_pages
 from llama_ssp.shapes import static_shape
 
 _T = TypeVar("_T")
@@ -57,12 +63,12 @@ class LayerBuffer(NamedTuple):
     Attributes:
         parts: (2 N, B * S, D) for writing: the keys of all heads, then their values. Heads come first, so that the
             slots of a head are contiguous.
-        keys_BNUD, values_BNUD: of the slots that are read.
+        keys, values: (B, N, U, D) of the slots that are read; of a paged cache all slots, (X, P, N, D).
     """
 
     parts: Tensor
-    keys_BNUD: Tensor
-    values_BNUD: Tensor
+    keys: Tensor
+    values: Tensor
 
 
 class StaticCache(Workspace):
@@ -71,24 +77,38 @@ class StaticCache(Workspace):
     A layer's buffer is made when its first keys arrive, with this rank's number of heads, on the layer's device. It
     starts as zeros, because a masked value is still multiplied by 0.
 
+    Args:
+        is_paged: forwards read all rows as pages; `capacity` is rounded up to whole ones.
+
     Attributes:
+        num_slots: S.
         first_slot_B1: index of each row's first slot among the slots of all rows.
         shown: the buffers of all layers, by bucket; None before all have been written.
     """
 
-    def __init__(self, *, num_layers: int, batch_size: int, capacity: int, device: torch.device) -> None:
+    def __init__(
+        self, *, num_layers: int, batch_size: int, capacity: int, device: torch.device, is_paged: bool = False
+    ) -> None:
         self._num_rows = batch_size
-        self._num_slots = capacity
+        self._is_paged = is_paged
+        self.num_slots = whole_pages(capacity) if is_paged else capacity
         self._wholes: list[Tensor | None] = [None] * num_layers
         self.shown = PerBucket(self._show_all)
-        self.first_slot_B1 = torch.arange(batch_size, device=device)[:, None] * capacity
+        self.first_slot_B1 = torch.arange(batch_size, device=device)[:, None] * self.num_slots
 
     def fits(self, *, batch_size: int, capacity: int) -> bool:
         """Whether it has exactly these rows, and enough slots."""
-        return self._num_rows == batch_size and self._num_slots >= capacity
+        return self._num_rows == batch_size and self.num_slots >= capacity
 
     def view(self, positions_BT: Tensor, *, bucket: int, cache_rows_B: Tensor | None) -> "CacheView":
         """Make the view of one forward, which writes these slots of each row and reads the first `bucket`."""
+        first_slot_B1 = self.first_slot_B1 if cache_rows_B is None else self.first_slot_B1[cache_rows_B]
+        slots_M = (first_slot_B1 + positions_BT).flatten()
+        return CacheView(self.buffers(bucket), slots_M, None if self._is_paged else cache_rows_B)
+
+    def buffers(self, bucket: int) -> Callable[[int, Tensor], LayerBuffer]:
+        """What maps a layer's number, and its new keys and values (M, 2 N, D), to the layer's buffer."""
+        bucket = self.num_slots if self._is_paged else bucket
         shown = self.shown[bucket]
 
         def buffer(number: int, written_M2ND: Tensor) -> LayerBuffer:
@@ -97,21 +117,24 @@ class StaticCache(Workspace):
             whole = self._wholes[number]
             return self._show(self._make(number, written_M2ND) if whole is None else whole, bucket)
 
-        first_slot_B1 = self.first_slot_B1 if cache_rows_B is None else self.first_slot_B1[cache_rows_B]
-        return CacheView(buffer, (first_slot_B1 + positions_BT).flatten(), cache_rows_B)
+        return buffer
 
     def _show_all(self, bucket: int) -> Sequence[LayerBuffer] | None:
         wholes = [whole for whole in self._wholes if whole is not None]
         return [self._show(whole, bucket) for whole in wholes] if len(wholes) == len(self._wholes) else None
 
     def _show(self, whole: Tensor, bucket: int) -> LayerBuffer:
-        return LayerBuffer(whole.flatten(2, 3).flatten(0, 1), *whole[:, :, :, :bucket].transpose(1, 2).unbind())
+        parts = whole.flatten(2, 3).flatten(0, 1)
+        if self._is_paged:
+            pages = whole.unflatten(3, (-1, PAGE_SLOTS)).flatten(2, 3).permute(0, 2, 3, 1, 4)
+            return LayerBuffer(parts, *pages.unbind())
+        return LayerBuffer(parts, *whole[:, :, :, :bucket].transpose(1, 2).unbind())
 
     def _make(self, number: int, written_M2ND: Tensor) -> Tensor:
         _, num_parts, head_dim = written_M2ND.shape
         # A tensor made in inference mode could not be written outside of it.
         with torch.inference_mode(mode=False):
-            whole = written_M2ND.new_zeros(2, num_parts // 2, self._num_rows, self._num_slots, head_dim)
+            whole = written_M2ND.new_zeros(2, num_parts // 2, self._num_rows, self.num_slots, head_dim)
         self._wholes[number] = whole
         return whole
 
@@ -122,7 +145,7 @@ class CacheView(NamedTuple):
     Attributes:
         buffer: maps a layer's number and its new keys and values to the layer's buffer.
         slots_M: of the new tokens, among the slots of all rows.
-        cache_rows_B: each sequence's row in the cache; None for all rows, in order.
+        cache_rows_B: each sequence's row in the cache; None for all rows, in order, and for pages.
     """
 
     buffer: Callable[[int, Tensor], LayerBuffer]
@@ -130,13 +153,13 @@ class CacheView(NamedTuple):
     cache_rows_B: Tensor | None
 
     def update(self, written_M2ND: Tensor, number: int) -> tuple[Tensor, Tensor]:
-        """Write new keys and values of all heads to layer `number`; return all that may be read, (B, N, U, D) each."""
-        parts, keys_BNUD, values_BNUD = self.buffer(number, written_M2ND)
+        """Write new keys and values of all heads to layer `number`; return what may be read (see `LayerBuffer`)."""
+        parts, keys, values = self.buffer(number, written_M2ND)
         parts.index_copy_(1, self.slots_M.to(written_M2ND.device), written_M2ND.transpose(0, 1))
         if self.cache_rows_B is None:
-            return keys_BNUD, values_BNUD
+            return keys, values
         rows_B = self.cache_rows_B.to(written_M2ND.device)
-        return keys_BNUD.index_select(0, rows_B), values_BNUD.index_select(0, rows_B)
+        return keys.index_select(0, rows_B), values.index_select(0, rows_B)
 
 
 class LibraryCache(Cache):

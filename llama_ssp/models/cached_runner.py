@@ -10,6 +10,8 @@ from llama_ssp.models.huggingface.families import windows_of
 class CachedRunner:
     """Base class of runners with a `StaticCache`; `parameter` decides their device and dtype."""
 
+    reads_by_length = False
+
     def __init__(self, config: PretrainedConfig, parameter: Tensor) -> None:
         self.device = parameter.device
         self.dtype = parameter.dtype
@@ -26,6 +28,8 @@ class CachedRunner:
             return
         self.num_allocations += 1
         self._cache = StaticCache(
-            num_layers=self._num_layers, batch_size=batch_size, capacity=capacity, device=self.device
-        )
-        self._masks = Masks(self._windows, capacity=capacity, dtype=self.dtype, device=self.device)
+            num_layers=self._num_layers, batch_size=batch_size, capacity=capacity, device=self.device,
+            is_paged=self.reads_by_length,
+        )  # fmt: skip
+        if not self.reads_by_length:
+            self._masks = Masks(self._windows, capacity=capacity, dtype=self.dtype, device=self.device)

@@ -41,16 +41,20 @@ class Linear(Protocol):
 
 
 class PlainLinear:
-    """torch's product, on the weight as it is."""
+    """torch's product, on the weight as it is.
+
+    Attributes:
+        weight_OI, bias_O: of the layer.
+    """
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
-        self._weight_OI = weight_OI
+        self.weight_OI = weight_OI
         self._weight_IO = weight_OI.t()
-        self._bias_O = bias_O
+        self.bias_O = bias_O
 
     def __call__(self, x_MI: Tensor) -> Tensor:
         """See `Linear`."""
-        return functional.linear(x_MI, self._weight_OI, self._bias_O)
+        return functional.linear(x_MI, self.weight_OI, self.bias_O)
 
     def into(self, x_MI: Tensor, y_MO: Tensor) -> Tensor:
         """Write the product of x, without the bias, into given memory."""
@@ -58,7 +62,7 @@ class PlainLinear:
 
     def add(self, x_MI: Tensor, residual_MO: Tensor) -> Tensor:
         """See `Linear`."""
-        if self._bias_O is None:
+        if self.bias_O is None:
             return residual_MO.addmm_(x_MI, self._weight_IO)
         return self(x_MI).add_(residual_MO)
 
@@ -70,8 +74,8 @@ class ColumnsLinear(PlainLinear):
         """See `Linear`."""
         if not 1 < x_MI.shape[0] <= 8:  # noqa: PLR2004 - the rows of a verification
             return super().__call__(x_MI)
-        y_MO = torch.mm(self._weight_OI, x_MI.t()).t().contiguous()
-        return y_MO if self._bias_O is None else y_MO.add_(self._bias_O)
+        y_MO = torch.mm(self.weight_OI, x_MI.t()).t().contiguous()
+        return y_MO if self.bias_O is None else y_MO.add_(self.bias_O)
 
     def add(self, x_MI: Tensor, residual_MO: Tensor) -> Tensor:
         """See `Linear`."""

@@ -22,6 +22,7 @@ class NullRunner:
     max_position_embeddings: int
     num_allocations: int = 0
     repeats_operators: bool = True
+    reads_by_length: bool = True
 
     def allocate(self, *, batch_size: int, capacity: int) -> None:
         """Do nothing."""

@@ -14,6 +14,7 @@ class Runner(Protocol):
 
     Attributes:
         repeats_operators: a forward of the same shape calls the same operators on tensors that this object holds.
+        reads_by_length: a forward reads each row up to its own length and ignores `bucket`.
         num_allocations: how often `allocate` has replaced the cache, which changes its addresses.
     """
 
@@ -22,6 +23,7 @@ class Runner(Protocol):
     max_position_embeddings: int
     num_allocations: int
     repeats_operators: bool
+    reads_by_length: bool
 
     def allocate(self, *, batch_size: int, capacity: int) -> None:
         """Allocate a cache for `batch_size` rows of `capacity` tokens, unless the current one suffices."""
@@ -34,6 +36,7 @@ class Runner(Protocol):
         bucket: int,
         score_positions_BR: Tensor | None = None,
         cache_rows_B: Tensor | None = None,
+        consecutive: bool = True,
     ) -> Tensor:
         """Read tokens at given positions into the cache, and return the logits after them.
 
@@ -45,6 +48,7 @@ class Runner(Protocol):
             bucket: number of cache slots to read; all positions are below it.
             score_positions_BR: which of the T tokens to score; None for all.
             cache_rows_B: each sequence's row in the cache; None for all rows, in order.
+            consecutive: each position of a row is the one before it plus 1, as attention by lengths assumes.
 
         Returns:
             Logits (B, R, V) in fp32, over the full vocabulary, on every rank of the model.

@@ -4,9 +4,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import cycle
 
-from llama_ssp.architectures.family import inventory
+from llama_ssp.architectures.family import inventory, record_of
 from llama_ssp.architectures.inventory import Inventory
 from llama_ssp.architectures.sharding import check_deepspeed, split_blocks, split_model
+from llama_ssp.architectures.sizes import whole_pages
 from llama_ssp.config.formats.format import format_of
 from llama_ssp.config.schema import DraftLayout
 from llama_ssp.config.target_placement import TargetKind
@@ -86,13 +87,19 @@ def _parts(
         slot_bytes = 2 * num_kv_heads * shape.head_dim * size
         yield Part(
             weights=weights,
-            cache_bytes=held.num_layers * slot_bytes * num_rows * num_slots,
+            cache_bytes=held.num_layers * slot_bytes * num_rows * _cache_slots(job, model, num_slots),
             num_heads=len(shard.heads.query_heads),
             width=(len(shard.heads.query_heads) + 2 * num_kv_heads) * shape.head_dim,
             units=len(shard.mlp_units),
             working_bytes=size * max(held.products) if format_of(model.quantization).unpacks_matrix else 0,
             beside_bytes=whole_bytes or weights.beside_bytes,
         )
+
+
+def _cache_slots(job: PlanSpec, model: PlannedModel, num_slots: int) -> int:
+    """Slots of a row: whole pages where attention reads rows by their lengths; see `models.llama.attention`."""
+    by_length = record_of(model.shape.model_type).is_llama_kind and DTYPE_BYTES[model.dtype] == 2  # noqa: PLR2004 - bytes
+    return whole_pages(num_slots) if by_length and job.device == "cuda" else num_slots
 
 
 def target_parts(job: PlanSpec) -> dict[int, Part]:

@@ -8,8 +8,10 @@ Shapes: B sequences, V vocabulary, P = 2 uniforms per draw, C blocks of M tokens
 `...` stands for any leading dimensions.
 """
 
+import logging
 import math
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -17,6 +19,8 @@ from torch.nn.functional import pad
 
 from llama_ssp.config.schema import SamplingConfig
 from llama_ssp.shapes import static_shape
+
+_log = logging.getLogger(__name__)
 
 # Weights become multiples of 2^-62; their sums are below 2, so they fit into int64 and are exact in any order.
 DRAW_UNITS = 2.0**62
@@ -83,11 +87,45 @@ def draw(weights_BV: Tensor, uniforms_BP: Tensor) -> Tensor:
     Returns:
         int64 (B, 1); the boundaries between tokens are exact to within V 2^-53 over the row's sum.
     """
-    return draw_units(weights_BV * DRAW_UNITS, uniforms_BP, vocab_size=static_shape(weights_BV)[-1])
+    vocab_size = static_shape(weights_BV)[-1]
+    if fused := _draw_on_gpu(weights_BV):
+        return fused(weights_BV, uniforms_BP, units=DRAW_UNITS, tokens_of_a_block=tokens_of_a_block(vocab_size))
+    return _draw_units(weights_BV * DRAW_UNITS, uniforms_BP, vocab_size=vocab_size)
 
 
 def draw_units(units_BV: Tensor, uniforms_BP: Tensor, *, vocab_size: int) -> Tensor:
     """Draw by weights that have been multiplied by `DRAW_UNITS`; see `draw`."""
+    if fused := _draw_on_gpu(units_BV):
+        return fused(units_BV, uniforms_BP, units=1.0, tokens_of_a_block=tokens_of_a_block(vocab_size))
+    return _draw_units(units_BV, uniforms_BP, vocab_size=vocab_size)
+
+
+def _draw_on_gpu(weights_BV: Tensor) -> Callable[..., Tensor] | None:
+    """The draw in two kernels, for fp32 on a GPU where Triton works."""
+    return _fused_draw() if weights_BV.device.type == "cuda" and weights_BV.dtype is torch.float32 else None
+
+
+@cache
+def _fused_draw() -> Callable[..., Tensor] | None:
+    """Compile the kernels, and compare their ids with those of torch's operators."""
+    try:
+        from llama_ssp.sampling.draw_kernels import draw_tokens  # noqa: PLC0415 - CPU builds of torch lack Triton
+
+        generator = torch.Generator().manual_seed(0)
+        weights_BV = torch.randn(64, 1000, generator=generator).softmax(-1).cuda()
+        uniforms_BP = torch.rand(64, 2, generator=generator, dtype=torch.float64).cuda()
+        found_B1 = draw_tokens(weights_BV, uniforms_BP, units=DRAW_UNITS, tokens_of_a_block=tokens_of_a_block(1000))
+        wanted_B1 = _draw_units(weights_BV * DRAW_UNITS, uniforms_BP, vocab_size=1000)
+        reason = "its ids are wrong" if bool((found_B1 != wanted_B1).any()) else None
+    except Exception as error:  # noqa: BLE001 - compilers raise what they like
+        reason = str(error).strip().partition("\n")[0]
+    if reason is None:
+        return draw_tokens
+    _log.warning("continuing with draws of twenty kernels instead of two: %s", reason)
+    return None
+
+
+def _draw_units(units_BV: Tensor, uniforms_BP: Tensor, *, vocab_size: int) -> Tensor:
     block_size = tokens_of_a_block(vocab_size)
     num_blocks = -(-vocab_size // block_size)
     num_missing = num_blocks * block_size - vocab_size

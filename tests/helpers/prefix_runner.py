@@ -33,6 +33,7 @@ class PrefixRunner:
     """
 
     repeats_operators = True
+    reads_by_length = False
 
     def __init__(self, vocab_size: int = 11, *, seed: int = 0, sharpness: float = 3.0, device: str = "cpu") -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -58,6 +59,7 @@ class PrefixRunner:
         bucket: int,
         score_positions_BR: Tensor | None = None,
         cache_rows_B: Tensor | None = None,
+        consecutive: bool = True,  # noqa: ARG002
     ) -> Tensor:
         """See `models.interface.Runner.forward`."""
         self.num_forwards += 1

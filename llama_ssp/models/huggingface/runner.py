@@ -46,6 +46,7 @@ class ModuleRunner(CachedRunner):
         bucket: int,
         score_positions_BR: Tensor | None = None,
         cache_rows_B: Tensor | None = None,
+        consecutive: bool = True,  # noqa: ARG002 - masks show any positions
     ) -> Tensor:
         """See `Runner.forward`."""
         assert self._cache is not None, "allocate comes first"

@@ -8,21 +8,28 @@ of each key-value head, Q = T * G, S slots, U slots that are read.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from llama_ssp.architectures.family import record_of
+from llama_ssp.architectures.sizes import PAGE_SLOTS
 from llama_ssp.distributed.comms import Comm
-from llama_ssp.models.cache import Workspace
 from llama_ssp.models.cached_runner import CachedRunner
 from llama_ssp.models.linear import Kernel, make_linear
-from llama_ssp.models.llama.layer import Layer, RmsNorm, take
+from llama_ssp.models.llama.attention import Attend, LengthTables, MaskedAttention
+from llama_ssp.models.llama.layer import Layer, take
+from llama_ssp.models.llama.norm import RmsNorm
+from llama_ssp.models.llama.rotary import PlaceByKernel, PlaceByOperators, PlaceHeads, Rotations
 from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
 from llama_ssp.models.tensor_parallel import GatheredLinear
+from llama_ssp.models.triton_tools import attempt
+from llama_ssp.models.varlen import VarlenAttention, find_varlen
 from llama_ssp.shapes import static_shape
+
+if TYPE_CHECKING:
+    from llama_ssp.models.llama.gpu_layers import GpuLayers
 
 
 def is_llama_kind(config: PretrainedConfig) -> bool:
@@ -31,14 +38,6 @@ def is_llama_kind(config: PretrainedConfig) -> bool:
         return False
     rope: dict[str, Any] = config.rope_parameters or {}
     return bool(rope.get("partial_rotary_factor", 1.0) == 1.0)
-
-
-class _Rotations(Workspace):
-    """The complex rotary factors of all positions."""
-
-    def __init__(self, rotary: Any, *, capacity: int, device: torch.device) -> None:  # noqa: ANN401
-        angles_SP = torch.arange(capacity, device=device)[:, None] * rotary.inv_freq.float()
-        self.freqs_cis_S1P = torch.polar(torch.full_like(angles_SP, rotary.attention_scaling), angles_SP)[:, None]
 
 
 class LeanRunner(CachedRunner):
@@ -50,6 +49,7 @@ class LeanRunner(CachedRunner):
         fill: loads the parameters whose names begin with a prefix; None if they are loaded.
         kernel: of all linear layers; None takes the fastest for each shape.
         precision: of the linear layers; the head keeps its dtype.
+        varlen: reads the cache by lengths of rows; None for that of this device, or masks if it has none.
     """
 
     def __init__(
@@ -60,16 +60,17 @@ class LeanRunner(CachedRunner):
         fill: Callable[[str], None] | None = None,
         kernel: Kernel | None = None,
         precision: Precision = UNQUANTIZED,
+        varlen: VarlenAttention | None = None,
     ) -> None:
         config: Any = model.config
         body: Any = model.model
         head: Any = model.lm_head
         assert is_llama_kind(config)
         fill = fill or (lambda _prefix: None)
-        layers, by_position = [], precision.rounds_inputs
+        layers = []
         for number, layer in enumerate(body.layers):
             fill(f"model.layers.{number}.")
-            layers.append(Layer(layer, number, comm=comm, kernel=precision.kernel or kernel, by_position=by_position))
+            layers.append(Layer(layer, number, comm=comm, kernel=precision.kernel or kernel))
         fill("")
         super().__init__(config, head.weight)
         self._width: int = config.hidden_size
@@ -82,13 +83,32 @@ class LeanRunner(CachedRunner):
         is_tied = head.weight is body.embed_tokens.weight
         self._head = make_linear(*take(head), kernel=kernel, keeps_weight=is_tied)
         self.repeats_operators = not precision.rounds_inputs
+        self._by_position = precision.rounds_inputs
+        if varlen is None and not self._by_position:
+            varlen = find_varlen(self.device, self.dtype, layers[0].heads.dim)
+        self._varlen = varlen
+        self.reads_by_length = varlen is not None
+        self._gpu_layers: GpuLayers | None = None
+        if self.reads_by_length and self.device.type == "cuda":
+            self._gpu_layers = attempt(self._in_few_kernels, instead="continuing with more kernels in every layer")
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether forwards run the kernels of `gpu_layers`."""
+        return self._gpu_layers is not None
 
     def allocate(self, *, batch_size: int, capacity: int) -> None:
         """See `Runner.allocate`."""
         known = self.num_allocations
         super().allocate(batch_size=batch_size, capacity=capacity)
         if self.num_allocations > known:
-            self._rotations = _Rotations(self._rotary, capacity=capacity, device=self.device)
+            assert self._cache is not None
+            num_slots = self._cache.num_slots
+            self._rotations = Rotations(self._rotary, capacity=num_slots, device=self.device)
+            if self._varlen:
+                self._lengths = LengthTables(
+                    batch_size=batch_size, num_slots=num_slots, page_slots=PAGE_SLOTS, device=self.device
+                )
 
     def forward(
         self,
@@ -98,19 +118,55 @@ class LeanRunner(CachedRunner):
         bucket: int,
         score_positions_BR: Tensor | None = None,
         cache_rows_B: Tensor | None = None,
+        consecutive: bool = True,
     ) -> Tensor:
         """See `Runner.forward`."""
-        assert self._cache is not None, "allocate comes first"
         batch_size, num_tokens = static_shape(ids_BT)
-        view = self._cache.view(positions_BT, bucket=bucket, cache_rows_B=cache_rows_B)
-        freqs_cis_M1P = self._rotations.freqs_cis_S1P.index_select(0, positions_BT.flatten())
-        positions_BQ = positions_BT[..., None].repeat(1, 1, self._layers[0].group).flatten(1)
-        masks = self._masks.rows(positions_BQ, bucket=bucket)
+        place, attend = self._placing(positions_BT, bucket=bucket, cache_rows_B=cache_rows_B, consecutive=consecutive)
+        attends = [attend[window] for window in self._windows]
         x_ME = self._embed(ids_BT.flatten())
-        for layer, window in zip(self._layers, self._windows, strict=True):
-            x_ME = layer.forward(x_ME, freqs_cis_M1P, masks[window], view, batch_size=batch_size)
-        if score_positions_BR is not None:
-            x_BTE = x_ME.view(batch_size, num_tokens, -1)
-            x_ME = x_BTE.gather(1, score_positions_BR[..., None].expand(-1, -1, self._width)).flatten(0, 1)
-        logits_MV: Tensor = self._comm.all_gather_last(self._head(self._norm(x_ME)), self._head_sizes)
+        if self._gpu_layers:
+            own_MV = self._gpu_layers.forward(x_ME, place, attends, score_positions_BR=score_positions_BR)
+        else:
+            for layer, attend_here in zip(self._layers, attends, strict=True):
+                x_ME = layer.forward(x_ME, place, attend_here)
+            if score_positions_BR is not None:
+                x_BTE = x_ME.view(batch_size, num_tokens, -1)
+                x_ME = x_BTE.gather(1, score_positions_BR[..., None].expand(-1, -1, self._width)).flatten(0, 1)
+            own_MV = self._head(self._norm(x_ME))
+        logits_MV: Tensor = self._comm.all_gather_last(own_MV, self._head_sizes)
         return logits_MV.view(batch_size, -1, self.vocab_size).float()
+
+    def _placing(
+        self, positions_BT: Tensor, *, bucket: int, cache_rows_B: Tensor | None, consecutive: bool
+    ) -> tuple[PlaceHeads, dict[int | None, Attend]]:
+        """How one forward writes and reads the cache; the latter by window."""
+        assert self._cache is not None, "allocate comes first"
+        freqs_cis_S1P = self._rotations.freqs_cis_S1P
+        place: PlaceHeads
+        if self._gpu_layers and cache_rows_B is None:
+            kernel, buffers = self._gpu_layers.rotate_write, self._cache.buffers(bucket)
+            place = PlaceByKernel(kernel, freqs_cis_S1P, positions_BT.contiguous(), None, buffers)
+        else:
+            view = self._cache.view(positions_BT, bucket=bucket, cache_rows_B=cache_rows_B)
+            if self._gpu_layers:
+                kernel, positions_BT = self._gpu_layers.rotate_write, positions_BT.contiguous()
+                place = PlaceByKernel(kernel, freqs_cis_S1P, positions_BT, view.slots_M, view.buffer)
+            else:
+                place = PlaceByOperators(freqs_cis_S1P.index_select(0, positions_BT.flatten()), view)
+        if self._varlen is None:
+            return place, self._masked(positions_BT, bucket=bucket)
+        rows = self._lengths.rows(positions_BT, cache_rows_B=cache_rows_B, consecutive=consecutive)
+        return place, self._lengths.attend(self._varlen, rows, self._windows)
+
+    def _in_few_kernels(self) -> "GpuLayers":
+        from llama_ssp.models.llama.gpu_layers import GpuLayers  # noqa: PLC0415 - imports Triton
+
+        return GpuLayers(self._layers, self._norm, self._head, comm=self._comm)
+
+    def _masked(self, positions_BT: Tensor, *, bucket: int) -> dict[int | None, Attend]:
+        heads = self._layers[0].heads
+        batch_size, _ = static_shape(positions_BT)
+        positions_BQ = positions_BT[..., None].repeat(1, 1, heads.num // heads.num_kv).flatten(1)
+        masks = self._masks.rows(positions_BQ, bucket=bucket)
+        return {window: MaskedAttention(mask, batch_size, self._by_position) for window, mask in masks.items()}

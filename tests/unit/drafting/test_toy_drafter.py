@@ -26,6 +26,7 @@ class Repeat:
     on_host = False
     is_point_mass = True
     repeats_operators = True
+    reads_by_length = True
     num_allocations = 0
 
     reads_skipped = True

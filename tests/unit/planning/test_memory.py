@@ -38,7 +38,7 @@ def test_keys_and_values_of_a_token_have_the_published_size(name: str, kib: int)
 
 def test_caches_of_all_ranks_hold_every_slot_once() -> None:
     job = make_job("30B", "7B", num_ranks=8, batch_size=3)
-    slots = 3 * 200  # 128 + 64 + 4 + 1, in whole eights
+    slots = 3 * 256  # 128 + 64 + 4 + 1, in whole pages
     ranks = memory(job, A100)
     assert sum(rank.target_cache_bytes for rank in ranks) == slots * 1560 * 1024
     assert [rank.draft_cache_bytes for rank in ranks] == [slots * 512 * 1024, *[0] * 7]
@@ -53,7 +53,7 @@ def test_fifty_two_heads_on_eight_ranks_are_seven_or_six_and_the_first_rank_is_l
 def test_key_value_heads_that_ranks_must_share_are_kept_by_each_of_them() -> None:
     job = make_job("llama2_70B", num_ranks=16)
     two_nodes = replace(A100, num_nodes=2)
-    slots = 200  # 128 + 64 + 1, in whole eights
+    slots = 256  # 128 + 64 + 1, in whole pages
     assert sum(rank.target_cache_bytes for rank in memory(job, two_nodes)) == 2 * slots * kv_bytes_per_token(job.target)
 
 

@@ -1,0 +1,33 @@
+"""The RMS norm of the lean decoder.
+
+Shapes: E width of what is normalized.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+class RmsNorm:
+    """The root-mean-square norm over the last dimension.
+
+    torch has one operator for it on a GPU only. In fp32 on the CPU, where each small operator costs as much as the
+    arithmetic, the vector's length is used: x / sqrt(mean(x^2) + eps) = sqrt(E) x / hypot(|x|, sqrt(E eps)).
+    """
+
+    def __init__(self, module: Any) -> None:  # noqa: ANN401 - each family has its own class
+        weight_E: Tensor = module.weight.detach()
+        width = weight_E.shape[0]
+        self.eps: float = module.variance_epsilon
+        self._by_length = weight_E.device.type == "cpu" and weight_E.dtype == torch.float32
+        self.weight_E = weight_E * width**0.5 if self._by_length else weight_E
+        self._least_length = weight_E.new_tensor((width * self.eps) ** 0.5)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Normalize x (..., E)."""
+        if not self._by_length:
+            return functional.rms_norm(x, self.weight_E.shape, self.weight_E, self.eps)
+        lengths: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot_(self._least_length)
+        return (x / lengths).mul_(self.weight_E)

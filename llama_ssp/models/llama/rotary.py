@@ -1,0 +1,111 @@
+"""Turns queries and keys by their positions, and writes keys and values to the cache: a `PlaceHeads` a forward.
+
+On the CPU one complex product turns queries and keys. On a GPU a compiled kernel does, or one of ours that also norms
+heads and writes to the cache.
+
+Shapes: B sequences, T positions, M = B * T tokens, X heads, S slots, H query heads, D head dim, P = D / 2 pairs of
+dimensions.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from llama_ssp.models.cache import CacheView, LayerBuffer, Workspace
+from llama_ssp.models.llama.attention import Heads
+from llama_ssp.models.llama.fused import apply_rotary
+from llama_ssp.models.llama.norm import RmsNorm
+
+
+class PlaceHeads(Protocol):
+    """Norms and turns queries and keys, and writes keys and values to the cache."""
+
+    def __call__(
+        self, qkv_MXD: Tensor, number: int, heads: Heads, norms: Sequence[RmsNorm]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Place what layer `number` computed; returns queries (M, H, D), and keys and values as `LayerBuffer` has them.
+
+        `norms` are those of query and key heads, in models that have them.
+        """
+
+
+class Rotations(Workspace):
+    """The complex rotary factors of all positions."""
+
+    def __init__(self, rotary: Any, *, capacity: int, device: torch.device) -> None:  # noqa: ANN401
+        angles_SP = torch.arange(capacity, device=device)[:, None] * rotary.inv_freq.float()
+        self.freqs_cis_S1P = torch.polar(torch.full_like(angles_SP, rotary.attention_scaling), angles_SP)[:, None]
+
+
+class PlaceByOperators(NamedTuple):
+    """A `PlaceHeads` of torch's operators.
+
+    Attributes:
+        freqs_cis_M1P: each token's rotary factors.
+        view: of the cache.
+    """
+
+    freqs_cis_M1P: Tensor
+    view: CacheView
+
+    def __call__(
+        self, qkv_MXD: Tensor, number: int, heads: Heads, norms: Sequence[RmsNorm]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `PlaceHeads`."""
+        num_heads, num_kv_heads, _, _ = heads
+        num_turned = num_heads + num_kv_heads
+        turned_MXD = qkv_MXD.narrow(1, 0, num_turned)
+        if norms:
+            for norm, part in zip(norms, turned_MXD.split([num_heads, num_kv_heads], 1), strict=True):
+                part.copy_(norm(part))
+        qkv_MXD = _turned(qkv_MXD, self.freqs_cis_M1P, num_turned)
+        keys, values = self.view.update(qkv_MXD.narrow(1, num_heads, 2 * num_kv_heads), number)
+        return qkv_MXD.narrow(1, 0, num_heads), keys, values
+
+
+RotateWrite = Callable[..., None]
+"""`kernels.rotate_write`."""
+
+
+class PlaceByKernel(NamedTuple):
+    """A `PlaceHeads` of one kernel.
+
+    Attributes:
+        rotate_write: the kernel.
+        freqs_cis_S1P: the rotary factors of all positions.
+        positions_BT: of the tokens, contiguous.
+        slots_M: of the tokens, among the slots of all rows; None if row b is row b of the cache.
+        buffer: maps a layer's number, and its new keys and values, to the layer's part of the cache.
+    """
+
+    rotate_write: RotateWrite
+    freqs_cis_S1P: Tensor
+    positions_BT: Tensor
+    slots_M: Tensor | None
+    buffer: Callable[[int, Tensor], LayerBuffer]
+
+    def __call__(
+        self, qkv_MXD: Tensor, number: int, heads: Heads, norms: Sequence[RmsNorm]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `PlaceHeads`."""
+        parts, keys, values = self.buffer(number, qkv_MXD.narrow(1, heads.num, 2 * heads.num_kv))
+        turns_SP2 = torch.view_as_real(self.freqs_cis_S1P)
+        self.rotate_write(
+            qkv_MXD, turns_SP2, self.positions_BT, parts, num_heads=heads.num, slots_M=self.slots_M,
+            norms=[norm.weight_E for norm in norms], eps=norms[0].eps if norms else 0.0,
+        )  # fmt: skip
+        return qkv_MXD.narrow(1, 0, heads.num), keys, values
+
+
+def _turned(heads_MXD: Tensor, freqs_cis_M1P: Tensor, num_turned: int) -> Tensor:
+    """Rotate adjacent pairs of dimensions of the first heads, in fp32; on the CPU by one operator, in place."""
+    if heads_MXD.device.type == "cuda":
+        return apply_rotary(heads_MXD, torch.view_as_real(freqs_cis_M1P), num_turned)
+    first_MXD = heads_MXD.narrow(1, 0, num_turned)
+    in_fp32 = first_MXD.float()
+    torch.view_as_complex(in_fp32.unflatten(-1, (-1, 2))).mul_(freqs_cis_M1P)
+    if in_fp32 is not first_MXD:
+        first_MXD.copy_(in_fp32)
+    return heads_MXD

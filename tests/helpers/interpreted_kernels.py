@@ -1,0 +1,254 @@
+"""Computes our Triton kernels in Triton's interpreter, on the CPU, and holds them to torch's operators.
+
+`TRITON_INTERPRET=1 python -m tests.helpers.interpreted_kernels` prints a line for each part that is right.
+"""
+
+import tempfile
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from itertools import product
+from pathlib import Path
+from threading import Lock
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from llama_ssp.distributed.comms import Comm
+from llama_ssp.models.build import load_modules
+from llama_ssp.models.cache import StaticCache
+from llama_ssp.models.linear import PlainLinear
+from llama_ssp.models.llama import gpu_layers, kernels, trials
+from llama_ssp.models.llama.attention import Heads
+from llama_ssp.models.llama.decoder import LeanRunner
+from llama_ssp.models.llama.gpu_layers import GpuLayers, NormedProduct
+from llama_ssp.models.llama.norm import RmsNorm
+from llama_ssp.models.llama.rotary import PlaceByKernel, PlaceByOperators
+from llama_ssp.models.quantization.precision import Precision
+from llama_ssp.sampling import processors
+from llama_ssp.sampling.draw_kernels import draw_tokens
+from llama_ssp.weights.checkpoint import inspect
+from tests.helpers.fake_comm import on_ranks, thread_comms
+from tests.helpers.models import build_checkpoint
+from tests.helpers.varlen_attention import varlen_attention
+from tests.unit.models.llama.test_decoder import KINDS, modules, random_ids
+
+Result = TypeVar("Result")
+INTERPRETER = Lock()
+
+DTYPE = torch.float16
+"""The interpreter computes no products in bf16."""
+GENERATOR = torch.Generator().manual_seed(0)
+CPU = torch.device("cpu")
+
+
+def some(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=GENERATOR).to(DTYPE)
+
+
+def assert_near(found: Tensor, wanted: Tensor, *, tolerance: float = 0.01) -> None:
+    assert found.shape == wanted.shape
+    assert ((found - wanted).abs() <= tolerance * wanted.abs().max()).all()
+
+
+def products() -> None:
+    """Every combination of what surrounds a product, with sizes that no tile divides."""
+    num_inputs, num_outputs, eps = 200, 70, 1e-2
+    for num_rows, has_norm, is_added, has_bias, gates in product((5, 20), *[(False, True)] * 4):
+        x, added = some(num_rows, num_inputs), some(num_rows, num_inputs) if is_added else None
+        weight = some((2 if gates else 1) * num_outputs, num_inputs) * num_inputs**-0.5
+        bias, norm_weight = some(len(weight)) if has_bias else None, some(num_inputs)
+        residual = None if gates else some(num_rows, num_outputs)
+        stream = x if added is None else x + added
+        normed = functional.rms_norm(stream.float(), (num_inputs,), norm_weight.float(), eps) if has_norm else stream
+        wanted = functional.linear(normed.float(), weight.float(), None if bias is None else bias.float())
+        if gates:
+            gate, up = wanted.chunk(2, dim=-1)
+            wanted = functional.silu(gate) * up
+        norm = kernels.NormWeight(norm_weight / 4, 0.25, eps) if has_norm else None
+        summed, found = kernels.product(x, weight, norm=norm, added_MI=added, bias_O=bias, gates=gates)
+        assert torch.equal(summed, stream)
+        assert_near(found, wanted.to(DTYPE))
+        if residual is not None:
+            _, found = kernels.product(x, weight, norm=norm, added_MI=added, bias_O=bias, residual_MO=residual.clone())
+            assert_near(found, (wanted + residual.float()).to(DTYPE))
+    x, weight = torch.full((1, 64), 6e4, dtype=DTYPE), torch.full((32, 64), 0.5, dtype=DTYPE)
+    large = kernels.NormWeight(torch.full((64,), 1.0, dtype=DTYPE), 1 / 8, 1e-5)
+    _, found = kernels.product(x, weight, norm=large)
+    assert_near(found, torch.full((1, 32), 256.0, dtype=DTYPE))
+
+
+def rotary_and_cache() -> None:
+    """Rows at different positions, in order or in rows of their own, with and without norms of heads."""
+    for head_dim, has_norms, in_order in product((8, 12), (False, True), (False, True)):
+        heads, num_slots, batch_size = Heads(6, 2, head_dim, 1.0), 10, 3
+        positions = torch.tensor([[3, 4], [0, 1], [8, 9]])
+        angles = torch.randn(num_slots, head_dim // 2, generator=GENERATOR)
+        freqs = torch.polar(torch.full_like(angles, 1.5), angles)[:, None]
+        norms = [norm_of(some(head_dim)) for _ in range(2 if has_norms else 0)]
+        rows = None if in_order else torch.tensor([2, 0, 1])
+        qkv, found = some(positions.numel(), 10, head_dim), []
+        for is_ours in (True, False):
+            cache = StaticCache(num_layers=1, batch_size=batch_size, capacity=num_slots, device=CPU)
+            view = cache.view(positions, bucket=num_slots, cache_rows_B=rows)
+            by_operators = PlaceByOperators(freqs.index_select(0, positions.flatten()), view)
+            slots = None if in_order else view.slots_M
+            by_kernel = PlaceByKernel(kernels.rotate_write, freqs, positions, slots, view.buffer)
+            queries, *_ = (by_kernel if is_ours else by_operators)(qkv.clone(), 0, heads, norms)
+            found.append((queries, cache.shown[num_slots][0].parts))
+        for ours, theirs in zip(*found, strict=True):
+            assert_near(ours, theirs, tolerance=2e-3)
+
+
+def wrong_products_are_not_used() -> None:
+    """A product is held to torch's operators before it is used."""
+    weight = some(32, 64)
+    product_of = NormedProduct(norm_of(some(64)), PlainLinear(weight, None))
+    inputs, tile, right = [some(5, 64)], trials.TILES[0], kernels.product
+    assert trials._works(product_of, inputs, 16, tile)
+    for wrong in (lambda y: y * 1.1, lambda y: y.roll(1, 0), lambda y: y / 0):
+        kernels.product = lambda *arguments, wrong=wrong, **options: (
+            arguments[0], wrong(right(*arguments, **options)[1])
+        )  # type: ignore[assignment, misc]  # fmt: skip
+        assert not trials._works(product_of, inputs, 16, tile)
+    kernels.product = right
+    layer = LeanRunner(modules("qwen3", DTYPE), comm=Comm.single())._layers[0]
+    assert trials.try_rotate_write(layer, like=some(1))
+    turn = kernels.rotate_write
+    kernels.rotate_write = lambda qkv, turns, *others, **options: turn(qkv, -turns, *others, **options)
+    try:
+        trials.try_rotate_write(layer, like=some(1))
+    except RuntimeError:
+        kernels.rotate_write = turn
+    else:
+        raise AssertionError("a wrong kernel was taken")
+
+
+def norm_of(weight: Tensor) -> RmsNorm:
+    class Module:
+        variance_epsilon = 1e-2
+
+    Module.weight = weight  # type: ignore[attr-defined]
+    return RmsNorm(Module())
+
+
+def always_ours(products_of_a_shape: Sequence[trials.Product]) -> None:
+    """Take our kernel without timing it, where it can read the weights."""
+    for each in products_of_a_shape:
+        each.tiles = dict.fromkeys(each.tiles, trials.TILES[0])
+
+
+def fused(runner: LeanRunner) -> LeanRunner:
+    """The same runner as on a GPU."""
+    runner._gpu_layers = GpuLayers(runner._layers, runner._norm, runner._head, comm=runner._comm)
+    return runner
+
+
+def rounds(runner: LeanRunner) -> list[Tensor]:
+    """A prompt for each row, then ragged rounds, of which one scores some tokens."""
+    runner.allocate(batch_size=2, capacity=40)
+    ids = random_ids(2, 30)
+    starts = torch.tensor([[4], [11]])
+    return [
+        runner.forward(ids[:, :20], torch.arange(20).expand(2, -1), bucket=40, cache_rows_B=torch.tensor([1, 0])),
+        runner.forward(ids.gather(1, starts + torch.arange(3)), starts + torch.arange(3), bucket=40),
+        runner.forward(ids[:, :2], starts + torch.arange(2), bucket=40, score_positions_BR=torch.tensor([[1], [0]])),
+        runner.forward(ids[:, 12:13], starts + 1, bucket=40),
+    ]
+
+
+def residual_and_norm() -> None:
+    x, added, weight = some(3, 100), some(3, 100), some(100)
+    wanted = x + added
+    found = kernels.add_norm(x, added, weight, 1e-2)
+    assert torch.equal(x, wanted)
+    assert_near(found, functional.rms_norm(wanted.float(), (100,), weight.float(), 1e-2).to(DTYPE), tolerance=2e-3)
+
+
+def whole_models() -> None:
+    """Forwards of 40 tokens, then of few; plain and quantized."""
+    for kind in ("llama", "llama, biases", "llama, no groups", "mistral, window", "qwen2", "qwen3"):
+        model = modules(kind, DTYPE)
+        wanted = rounds(LeanRunner(deepcopy(model), comm=Comm.single()))
+        found = rounds(fused(LeanRunner(model, comm=Comm.single(), varlen=varlen_attention)))
+        for ours, theirs in zip(found, wanted, strict=True):
+            assert_near(ours, theirs, tolerance=0.02)
+    for num_ours in (0, 1):
+        runner = LeanRunner(
+            modules("llama", DTYPE), comm=Comm.single(), precision=Precision(quantization="int8_weight_only"),
+            varlen=varlen_attention if num_ours else None,
+        )  # fmt: skip
+        found = rounds(fused(runner) if num_ours else runner)
+        wanted = wanted if num_ours else found
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert_near(ours, theirs, tolerance=0.02)
+
+
+def several_ranks() -> None:
+    """The sum of the ranks waits in the stream for the next product; uneven heads, and biases after the sum."""
+    for num_ranks, kind in ((2, "llama, biases"), (3, "llama")):
+        family, changes = KINDS[kind]
+        with tempfile.TemporaryDirectory() as name:
+            model = build_checkpoint(Path(name), family, dtype=DTYPE, **changes)
+            model.config._attn_implementation = "sdpa"
+            comms = thread_comms(num_ranks)
+            parts = [load_modules(inspect(Path(name)), dtype=None, device=CPU, comm=comm) for comm in comms]
+        wanted = rounds(LeanRunner(model, comm=Comm.single()))
+        runners = [
+            fused(LeanRunner(part, comm=comm, varlen=varlen_attention)) for part, comm in zip(parts, comms, strict=True)
+        ]
+        for found in on_ranks(comms, lambda comm, runners=runners: rounds(runners[comm.rank])):  # type: ignore[misc]
+            for ours, theirs in zip(found, wanted, strict=True):
+                assert_near(ours, theirs, tolerance=0.02)
+
+
+def one_at_a_time(kernel: Callable[..., Result]) -> Callable[..., Result]:
+    """Triton interprets on one thread only."""
+
+    def launch(*arguments: object, **options: object) -> Result:
+        with INTERPRETER:
+            return kernel(*arguments, **options)
+
+    return launch
+
+
+def draws() -> None:
+    """The same ids as torch's operators draw, for every size of a vocabulary, and for weights that vanish."""
+    for vocab_size in (3, 100, 1001):
+        weights = (4 * torch.randn(8, vocab_size, generator=GENERATOR)).softmax(-1)
+        weights *= torch.rand(8, vocab_size, generator=GENERATOR) < 0.5
+        weights[:, -1] += 1e-9
+        uniforms = torch.rand(8, 3, 2, generator=GENERATOR, dtype=torch.float64)[:, 1]
+        uniforms[0], uniforms[1] = 0.0, 1 - 2.0**-53
+        size = processors.tokens_of_a_block(vocab_size)
+        wanted = processors.draw(weights, uniforms)
+        assert torch.equal(draw_tokens(weights, uniforms, units=processors.DRAW_UNITS, tokens_of_a_block=size), wanted)
+        units = weights * processors.DRAW_UNITS
+        assert torch.equal(draw_tokens(units, uniforms, units=1.0, tokens_of_a_block=size), wanted)
+    nothing = torch.full((2, 100), float("nan"))
+    ids = draw_tokens(nothing, uniforms[:2], units=processors.DRAW_UNITS, tokens_of_a_block=8)
+    assert ((ids >= 0) & (ids < 100)).all()
+
+
+def main() -> None:
+    """Check every part."""
+    gpu_layers.choose = always_ours  # type: ignore[assignment]
+    for name in ("product", "rotate_write", "add_norm"):
+        setattr(kernels, name, one_at_a_time(getattr(kernels, name)))
+    parts = {
+        "products": products,
+        "rotary and cache": rotary_and_cache,
+        "residual and norm": residual_and_norm,
+        "wrong kernels are refused": wrong_products_are_not_used,
+        "whole models": whole_models,
+        "several ranks": several_ranks,
+        "draws": draws,
+    }
+    for name, part in parts.items():
+        part()
+        print(f"right: {name}", flush=True)  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""Attention by lengths of rows gives what masks give, from one set of tables for all lengths.
+
+The kernel is stood in for by plain operators, which check what a GPU's kernel would take for granted.
+"""
+
+from copy import deepcopy
+from functools import partial
+from unittest.mock import Mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from llama_ssp.distributed.comms import Comm
+from llama_ssp.drafting.catch_up import CatchUp
+from llama_ssp.engine.state import Request
+from llama_ssp.models import varlen
+from llama_ssp.models.llama.decoder import LeanRunner
+from llama_ssp.models.varlen import find_varlen, is_right
+from tests.helpers.decoders import make_decoder
+from tests.helpers.models import tiny_model
+from tests.helpers.varlen_attention import varlen_attention
+from tests.unit.models.llama.test_decoder import assert_close, modules, ragged_rounds, random_ids
+
+CPU = torch.device("cpu")
+GROUPED = ["llama", "llama, one kv head", "llama, no groups", "mistral, window", "qwen3, windows"]
+
+
+def pair(kind: str, *, batch_size: int, dtype: torch.dtype = torch.float32) -> tuple[LeanRunner, LeanRunner]:
+    """Two decoders over the same weights: by lengths and by masks."""
+    model = modules(kind, dtype)
+    by_length = LeanRunner(deepcopy(model), comm=Comm.single(), varlen=varlen_attention)
+    by_mask = LeanRunner(model, comm=Comm.single())
+    for runner in (by_length, by_mask):
+        runner.allocate(batch_size=batch_size, capacity=40)
+    return by_length, by_mask
+
+
+@pytest.mark.parametrize("kind", GROUPED)
+def test_rows_of_any_length_get_what_masks_give(kind: str) -> None:
+    by_length, by_mask = pair(kind, batch_size=3)
+    assert by_length.reads_by_length
+    assert not by_mask.reads_by_length
+    for found, wanted in zip(ragged_rounds(by_length), ragged_rounds(by_mask), strict=True):
+        assert_close(found, wanted)
+
+
+def test_narrow_formats_get_it_too() -> None:
+    by_length, by_mask = pair("llama", batch_size=3, dtype=torch.bfloat16)
+    for found, wanted in zip(ragged_rounds(by_length), ragged_rounds(by_mask), strict=True):
+        assert_close(found, wanted, torch.bfloat16)
+
+
+def test_rows_beyond_a_page_find_their_own_pages() -> None:
+    """Prompts of 300 and 270 tokens, read in two chunks into swapped rows, then three tokens behind each."""
+    runners = pair("mistral, window", batch_size=2)
+    found: list[list[Tensor]] = []
+    for runner in runners:
+        runner.allocate(batch_size=2, capacity=320)
+        ids_BT, rows_B = random_ids(2, 304), torch.tensor([1, 0])
+        logits = []
+        for start, stop in ((0, 200), (200, 300)):
+            positions_BT = torch.arange(start, stop).expand(2, -1)
+            logits.append(runner.forward(ids_BT[:, start:stop], positions_BT, bucket=stop, cache_rows_B=rows_B))
+        positions_BT = torch.tensor([[300], [270]]) + torch.arange(3)
+        found.append([*logits, runner.forward(ids_BT[:, :3], positions_BT, bucket=304)])
+    for one, other in zip(*found, strict=True):
+        assert_close(one, other)
+
+
+def test_positions_that_repeat_are_right_when_they_are_said_to() -> None:
+    """The chunk of a draft that skipped rounds begins with its first token several times."""
+    found: list[Tensor] = []
+    ids_BT = random_ids(2, 90)
+    for runner in pair("llama", batch_size=2):
+        runner.allocate(batch_size=2, capacity=128)
+        lengths_B1 = torch.tensor([[80], [30]])
+        CatchUp(runner).read(ids_BT, lengths_B1, num_unread=130, num_kept=2, bucket=128, known=lambda ids: ids)
+        found.append(runner.forward(ids_BT.gather(1, lengths_B1 - 2), lengths_B1 - 2, bucket=128))
+    assert_close(*found)
+
+
+def test_the_kernel_gets_the_same_numbers_of_slots_and_tables_at_every_length() -> None:
+    """What a CUDA graph holds on to does not depend on the text."""
+    kernel = Mock(wraps=varlen_attention)
+    runner = LeanRunner(tiny_model("llama"), comm=Comm.single(), varlen=kernel)
+    runner.allocate(batch_size=2, capacity=500)
+    for position in (3, 250, 490):
+        runner.forward(random_ids(2, 1), torch.tensor([[position], [1]]), bucket=position + 1)
+    calls = kernel.call_args_list
+    sizes = {(call.args[5:], tuple(tensor.data_ptr() for tensor in call.args[3:5])) for call in calls}
+    assert len(sizes) == 1
+    assert {call.kwargs["block_table"].data_ptr() for call in calls} == {calls[0].kwargs["block_table"].data_ptr()}
+
+
+def test_one_width_serves_all_lengths_unless_a_part_reads_buckets() -> None:
+    """A GPU then captures a round once, and not again for every 256 slots."""
+    by_length, by_mask = pair("llama", batch_size=1)
+    found = []
+    for draft in (None, by_length, by_mask):
+        decoder = make_decoder(by_length, draft, replay=False)
+        decoder._is_cuda, decoder.bucket_step = True, 16
+        decoder.make_room([Request(index=0, prompt_ids=(1, 2, 3), max_new_tokens=90)])
+        found.append(len({decoder._buckets.covering(length) for length in range(1, 95)}))
+    assert found == [1, 1, 6]
+
+
+def test_the_cache_is_shown_as_pages_without_a_copy() -> None:
+    runner = LeanRunner(tiny_model("llama"), comm=Comm.single(), varlen=varlen_attention)
+    runner.allocate(batch_size=2, capacity=300)
+    runner.forward(random_ids(2, 1), torch.zeros(2, 1, dtype=torch.int64), bucket=8)
+    assert runner._cache
+    [first, *_] = runner._cache.shown[512]
+    assert first.keys.shape[:2] == (4, 256)
+    assert first.keys.untyped_storage().data_ptr() == first.parts.untyped_storage().data_ptr()
+    assert first.keys.stride(-1) == 1
+
+
+def test_a_kernel_is_held_to_masks_before_it_is_used() -> None:
+    def no_window(*arguments: Tensor, **options: object) -> Tensor:
+        return varlen_attention(*arguments, **{**options, "window_size": (-1, 0)})  # type: ignore[arg-type]
+
+    def sees_the_future(*arguments: Tensor, **options: object) -> Tensor:
+        return varlen_attention(*arguments, **{**options, "window_size": (-1, -1)})  # type: ignore[arg-type]
+
+    def no_number(query: Tensor, *_arguments: Tensor, **_options: object) -> Tensor:
+        return torch.full_like(query, float("nan"))
+
+    check = partial(is_right, device=CPU, dtype=torch.bfloat16, head_dim=64)
+    assert check(varlen_attention)
+    assert not any(map(check, (no_window, sees_the_future, no_number)))
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "head_dim"),
+    [
+        ("cpu", torch.bfloat16, 64),
+        ("cuda", torch.float32, 64),
+        ("cuda", torch.float16, 20),
+        ("cuda", torch.float16, 512),
+    ],
+)
+def test_other_devices_formats_and_heads_keep_masks(
+    device: str, dtype: torch.dtype, head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
+    assert find_varlen(torch.device(device), dtype, head_dim) is None
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0)])
+def test_a_kernel_that_fails_on_this_device_is_not_used_and_that_is_said(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_arguments: object, **_options: object) -> bool:
+        raise RuntimeError("no kernel image\nTraceback")
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
+    monkeypatch.setattr(varlen, "is_right", broken)
+    monkeypatch.setattr(varlen, "_torch_s", lambda: varlen_attention)
+    find_varlen.cache_clear()
+    assert find_varlen(torch.device("cuda", 0), torch.float16, 64) is None
+    find_varlen.cache_clear()
+    said = [record.getMessage() for record in caplog.records]
+    assert said == ([] if capability < (8, 0) else [
+        "continuing with masks, because attention by lengths does not work on cuda:0: no kernel image"
+    ])  # fmt: skip

@@ -1,0 +1,132 @@
+"""The kernels of the lean decoder without a GPU: their values in Triton's interpreter, and what ptxas makes of them."""
+
+import os
+import re
+import subprocess
+import sys
+from functools import cache
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.helpers.ahead_of_time import CAPABILITIES, Compiled, compile_kernel
+from tests.helpers.lanes import grid
+
+pytestmark = [pytest.mark.triton, pytest.mark.seconds]
+
+MOST_SHARED = 163 * 1024
+"""Bytes of a block on an A100."""
+INPUTS_OF_A_STEP = 128
+PRODUCTS: dict[str, dict[str, bool]] = {
+    "query-key-value": {"HAS_NORM": True},
+    "after a sum of the ranks": {"HAS_NORM": True, "HAS_ADDED": True},
+    "gate-up": {"HAS_NORM": True, "GATES": True},
+    "output": {"HAS_RESIDUAL": True},
+    "with a bias": {"HAS_NORM": True, "HAS_BIAS": True},
+}
+FLAGS = ("HAS_ADDED", "HAS_NORM", "HAS_BIAS", "HAS_RESIDUAL", "GATES")
+OPTIONAL = {"added": "HAS_ADDED", "norm": "HAS_NORM", "bias": "HAS_BIAS", "residual": "HAS_RESIDUAL"}
+NUMBERS = ("num_rows", "num_outputs", "num_inputs")
+
+
+@cache
+def compiled(kind: str, *, capability: int, dtype: str, rows: int) -> Compiled:
+    from llama_ssp.models.llama import kernels
+
+    flags = dict.fromkeys(FLAGS, False) | PRODUCTS[kind]
+    tile = kernels.Tile()
+    constants: dict[str, object] = {**flags, "ROWS": rows, "OUTPUTS": tile.outputs, "INPUTS": tile.inputs}
+    constants |= {name: None for name, flag in OPTIONAL.items() if not flags[flag]}
+    pointers = dict.fromkeys(("x", "added", "summed", "norm", "weight", "bias", "residual", "y"), f"*{dtype}")
+    types = {**pointers, **dict.fromkeys(NUMBERS, "i32"), "eps": "fp32", "unscale": "fp32"}
+    return compile_kernel(
+        kernels.product_kernel, types, constants, capability=capability, num_warps=4, num_stages=tile.num_stages,
+        uneven=["num_rows"],
+    )  # fmt: skip
+
+
+every_product = grid(kind=list(PRODUCTS), capability=CAPABILITIES, dtype=["fp16", "bf16"], rows=[16, 32])
+
+
+@every_product
+def test_no_register_of_a_product_is_spilled(kind: str, capability: int, dtype: str, rows: int) -> None:
+    found = compiled(kind, capability=capability, dtype=dtype, rows=rows)
+    assert found.stack_bytes == 0
+    assert found.shared_bytes <= MOST_SHARED
+
+
+@every_product
+def test_every_weight_of_a_product_is_multiplied_by_one_warp(kind: str, capability: int, dtype: str, rows: int) -> None:
+    """A warp that did what another one does would double the products: 16 x 8 x 16 numbers an instruction."""
+    from llama_ssp.models.llama import kernels
+
+    found, tile = compiled(kind, capability=capability, dtype=dtype, rows=rows), kernels.Tile()
+    num_matrices = 2 if PRODUCTS[kind].get("GATES") else 1
+    of_a_warp = num_matrices * (rows // 16) * (tile.outputs // 8) * (tile.inputs // 16) // 4
+    assert found.count(r"\bHMMA\.16816\.F32") == of_a_warp
+
+
+@grid(capability=CAPABILITIES, dtype=["fp16", "bf16"], has_norms=[False, True], head_dim=[64, 96, 128])
+def test_the_kernel_of_the_rotary_embedding_needs_no_stack(
+    capability: int, dtype: str, has_norms: bool, head_dim: int
+) -> None:
+    from llama_ssp.models.llama import kernels
+
+    types = {"turns": "*fp32", "positions": "*i64", "eps": "fp32"}
+    types |= dict.fromkeys(("qkv", "query_norm", "key_norm", "parts"), f"*{dtype}")
+    types |= dict.fromkeys(("num_slots", "all_slots", "num_positions"), "i32")
+    constants: dict[str, object] = {
+        "NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HEAD_DIM": head_dim, "HAS_SLOTS": False, "HAS_NORMS": has_norms,
+        "HEADS": 8, "PAIRS": 64 if head_dim > 64 else 32, "slots": None,
+    }  # fmt: skip
+    if not has_norms:
+        constants |= {"query_norm": None, "key_norm": None}
+    found = compile_kernel(kernels.rotate_write_kernel, types, constants, capability=capability, num_warps=4)
+    assert found.stack_bytes == 0
+
+
+class Timed:
+    """A product that has given times, by tile."""
+
+    def __init__(self) -> None:
+        self.plain = SimpleNamespace(weight_OI=torch.zeros(4, 8))
+        self.tiles: dict[int, object] = {}
+
+
+@pytest.mark.parametrize(
+    ("times_us", "is_right", "wanted"),
+    [
+        ((10, 10, 10), True, 0),
+        ((10, 10, 9), True, 1),
+        ((9.5, 10, 11), True, 0),  # torch saves less than its further kernels cost
+        ((8, 10, 11), True, None),
+        ((20, 10, 11), False, None),
+    ],
+)
+def test_the_fastest_right_product_is_taken(
+    times_us: tuple[float, ...], is_right: bool, wanted: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The times are those of torch and of the two tiles."""
+    from llama_ssp.models.llama import trials
+
+    times = dict(zip((None, *trials.TILES), times_us, strict=True))
+    monkeypatch.setattr(trials, "seconds_of", lambda _products, inputs, _rows, tile: len(inputs) * times[tile] * 1e-6)
+    monkeypatch.setattr(trials, "_works", lambda *_arguments: is_right)
+    products = [Timed(), Timed()]
+    trials.choose(products)  # type: ignore[arg-type]
+    best = None if wanted is None else trials.TILES[wanted]
+    assert [product.tiles for product in products] == [{16: best, 32: best}] * 2
+
+
+def test_values_are_those_of_torch_s_operators() -> None:
+    """In a process of its own, because Triton reads at its import that it is to interpret."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "tests.helpers.interpreted_kernels"],
+        env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=500, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    assert re.findall(r"^right: (.*)$", ended.stdout, re.MULTILINE) == [
+        "products", "rotary and cache", "residual and norm", "wrong kernels are refused", "whole models",
+        "several ranks", "draws",
+    ]  # fmt: skip
