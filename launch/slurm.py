@@ -15,13 +15,13 @@ from pathlib import Path
 
 from hydra.core.override_parser.types import Quote, QuotedString
 
-from launch.options import complain
 from launch.staging import Copy, stage
 from llama_ssp.config import checks, hardware, slurm
 from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.config.plan import PlanFormat
 from llama_ssp.config.schema import RunConfig
 from llama_ssp.config.slurm import KEY, SlurmConfig
+from llama_ssp.console.unread import complain
 from llama_ssp.errors import CapacityError, ConfigError, SspError, one_message
 from llama_ssp.planning.plan import Plan, require_room
 from llama_ssp.session.prompts import STANDARD_INPUT

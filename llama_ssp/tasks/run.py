@@ -95,7 +95,8 @@ def _joined(config: RunConfig, clock: StartClock) -> Iterator[tuple[World, Termi
         if world.note:
             terminal.say(world.note)
         phase = Phase(doing="loading", limit=f"timeouts.load_s={config.timeouts.load_s:g}")
-        folder, run_dir = None, None
+        folder: RunFolder | None = None
+        run_dir: Path | None = None
 
         def record(error: Exception | KeyboardInterrupt) -> None:
             if run_dir:

@@ -16,6 +16,7 @@ heads, G = H / N, D head dim, X pages of P slots, C sequences of the kernel.
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -41,7 +42,8 @@ Attend = Callable[[Tensor, Tensor, Tensor, Heads], Tensor]
 """Maps queries (M, H, D), keys and values as `CacheView.update` returns them, and the heads to (M, H * D)."""
 
 
-class MaskedAttention(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class MaskedAttention:
     """Attention of one forward by a mask, whose rows are those of the queries of a group.
 
     With `by_position` the positions of a round are computed one by one.
@@ -89,7 +91,8 @@ class RowLengths(NamedTuple):
     num_slots: int
 
 
-class LengthAttention(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class LengthAttention:
     """Attention of one forward by the lengths of its rows."""
 
     varlen: VarlenAttention

@@ -140,7 +140,7 @@ def test_a_weight_that_stays_in_memory_is_not_copied(monkeypatch: pytest.MonkeyP
     form = make_linear(weight, None, keeps_weight=True)
     assert PackedLinear not in offered[0]
     assert isinstance(form, PlainLinear)
-    assert form._weight_OI.data_ptr() == weight.data_ptr()
+    assert form.weight_OI.data_ptr() == weight.data_ptr()
 
 
 def test_off_the_cpu_nothing_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,7 +77,8 @@ def test_positions_that_repeat_are_right_when_they_are_said_to() -> None:
         lengths_B1 = torch.tensor([[80], [30]])
         CatchUp(runner).read(ids_BT, lengths_B1, num_unread=130, num_kept=2, bucket=128, known=lambda ids: ids)
         found.append(runner.forward(ids_BT.gather(1, lengths_B1 - 2), lengths_B1 - 2, bucket=128))
-    assert_close(*found)
+    one, other = found
+    assert_close(one, other)
 
 
 def test_the_kernel_gets_the_same_numbers_of_slots_and_tables_at_every_length() -> None:

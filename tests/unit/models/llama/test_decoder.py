@@ -166,7 +166,8 @@ def test_sums_in_a_window_give_the_same_logits(tmp_path: Path) -> None:
     for found, wanted in zip(in_windows, logits(plain), strict=True):
         for one, other in zip(found, wanted, strict=True):
             assert_close(one, other)
-    assert all(window.place(1, 8, torch.float32).any() for window in windows)
+    places = [window.place(1, 8, torch.float32) for window in windows]
+    assert all(place is not None and place.any() for place in places)
 
 
 def test_no_weight_is_left_in_the_modules() -> None:
