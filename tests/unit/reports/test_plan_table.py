@@ -40,7 +40,7 @@ def test_every_item_of_memory_has_a_row_and_the_verdict_stands_under_it() -> Non
     text = _printed(_plan("30B", "7B", num_ranks=8))
     assert [label for label in ITEMS if label not in text] == []
     assert text.index("capacity") < text.index("verdict")
-    assert "batch up to 116" in text
+    assert "batch up to 92" in text
 
 
 def test_a_rank_without_room_is_named_too_full() -> None:
@@ -66,7 +66,7 @@ def test_the_ranking_shows_all_sizes_and_what_is_missing() -> None:
     print_search(search_document(search(job, machine)), machine=machine.name, console=console)
     html = console.export_html()
     assert "65B int8wo" in html
-    assert "31.7 of 22.2" in html
+    assert "31.8 of 22.2" in html
     assert "line-through" in html
 
 
