@@ -165,7 +165,7 @@ def test_medians_are_taken_of_prompts_plain_tokens_and_both_sides_of_a_round(mon
 
 @pytest.mark.parametrize("stack", [SMALL, LARGE])
 def test_a_stack_is_what_the_planner_takes_it_for(stack: RandomLlama) -> None:
-    (qkv,) = {type(layer._qkv) for layer in stack.load(Comm.single())._layers}  # type: ignore[attr-defined]
+    (qkv,) = {type(layer.qkv) for layer in stack.load(Comm.single())._layers}  # type: ignore[attr-defined]
     assert (qkv is HalfLinear) == (stack.from_16_bits and can_halve())
     assert stack.planned.shape == stack.shape
     assert stack.planned.matrix_dtype("cpu") is (Dtype.fp16 if stack.from_16_bits else Dtype.fp32)

@@ -52,7 +52,7 @@ def test_a_warm_up_is_short_and_never_longer_than_the_run(wanted: int, warm: int
         asked.extend(requests)
         yield []
 
-    decoder = SimpleNamespace(run=run)
+    decoder = SimpleNamespace(run=run, capture=lambda _requests: None)
     session: Any = SimpleNamespace(decoder=lambda _mode: decoder, ready_decoder=lambda _mode, _jobs: decoder)
     Session.warm_up(session, [job(wanted)] * 3, ["plain"], num_jobs=2)
     assert [request.max_new_tokens for request in asked] == [warm, warm]
@@ -69,12 +69,14 @@ def test_a_warm_up_makes_room_for_all_jobs_in_every_mode_before_anything_runs() 
 
         return SimpleNamespace(run=run)
 
-    def ready_decoder(mode: str, jobs: Sequence[PromptTask]) -> None:
+    def ready_decoder(mode: str, jobs: Sequence[PromptTask]) -> Any:  # noqa: ANN401 - stands for a Decoder
         seen.append((mode, len(jobs)))
+        return SimpleNamespace(capture=lambda requests: seen.append(f"{len(requests)} captured"))
 
     session: Any = SimpleNamespace(decoder=decoder, ready_decoder=ready_decoder)
     Session.warm_up(session, [job(5), job(70)], ["plain", "speculative"], num_jobs=1)
-    assert seen == [("plain", 2), ("speculative", 2), "plain", "speculative"]
+    ready = [("plain", 2), "2 captured", ("speculative", 2), "2 captured"]
+    assert seen == [*ready, "plain", "speculative"]
 
 
 class Viewer:
