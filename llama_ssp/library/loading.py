@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from llama_ssp.config.drafts.model import DraftTokenizer, Matching, ModelDraftConfig
+from llama_ssp.config.drafts.model import DraftTokenizer, Matching
 from llama_ssp.config.registry import load_plugins
 from llama_ssp.config.schema import (
     DeviceKind,
@@ -82,11 +82,11 @@ def load(
             task=GenerateConfig(), model=target_entry, draft=drafter, placement=PlacementConfig(),
             sampling=SamplingConfig(), verification=VerificationConfig(), device=kind,
         )  # fmt: skip
-        with start(device=kind, timeout_s=config.timeouts.load_s) as world:
-            if world.comm.size > 1:
+        with start(device=kind, timeout_s=config.timeouts.load_s) as started:
+            if started.comm.size > 1:
                 message = "the library works in one process: use launch/run.py under torchrun for several ranks"
                 raise ConfigError(message)
-            world = _on_gpu(number, world)
+            world = _on_gpu(number, started)
             sources = find_sources(config, world, held=(held_target, held_draft))
             return Pair(models=load_models(config, world, sources), config=config)
 

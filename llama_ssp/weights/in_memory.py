@@ -65,7 +65,9 @@ class WeightsInMemory:
 def weights_of(model: nn.Module, *, what: str) -> WeightsInMemory:
     """The weights of a loaded causal language model; raises ConfigError for any other. `what` is target or draft."""
     kind = type(model).__name__
-    causal: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(getattr(model, "config", None)), ())
+    causal: Any = ()
+    if isinstance(model, PreTrainedModel):
+        causal = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model.config), ())
     if not isinstance(model, PreTrainedModel) or not isinstance(model, causal):
         wanted = "a causal language model of transformers, such as LlamaForCausalLM, is required"
         raise ConfigError(f"{what} is a loaded {kind}, and {wanted}")

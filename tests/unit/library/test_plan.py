@@ -22,7 +22,10 @@ def by_command(*settings: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("arguments", "settings"),
     [
-        ({"target": "30B", "draft": "7B", "hardware": "8xa100_80gb"}, ["model=30B", "draft=7B", "hardware=8xa100_80gb"]),
+        (
+            {"target": "30B", "draft": "7B", "hardware": "8xa100_80gb"},
+            ["model=30B", "draft=7B", "hardware=8xa100_80gb"],
+        ),
         (
             {"target": "13B", "hardware": "8xa100_80gb", "num_gpus": 2, "num_nodes": 1, "batch_size": 4},
             ["model=13B", "draft=none", "hardware=8xa100_80gb", "hardware.num_gpus=2", "batch_size=4"],
@@ -39,7 +42,10 @@ def by_command(*settings: str) -> dict[str, Any]:
                 "speculation.acceptance=0.6", "prompt_tokens=100", "max_new_tokens=200",
             ],
         ),
-        ({"target": "7B", "draft": "ngram", "hardware": "laptop_cpu"}, ["model=7B", "draft=ngram", "hardware=laptop_cpu"]),
+        (
+            {"target": "7B", "draft": "ngram", "hardware": "laptop_cpu"},
+            ["model=7B", "draft=ngram", "hardware=laptop_cpu"],
+        ),
     ],
 )  # fmt: skip
 def test_a_plan_is_that_of_the_command(arguments: dict[str, Any], settings: list[str]) -> None:
