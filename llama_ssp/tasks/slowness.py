@@ -67,20 +67,17 @@ def slowness(summary: Summary, around: Surroundings) -> str | None:
 
 
 def _reason(around: Surroundings) -> str:
-    is_on_cpu = around.device == "cpu"
+    is_on_cpu, cores = around.device == "cpu", around.num_cores
     others = around.load - (around.num_threads if is_on_cpu else around.num_ranks)
-    if is_on_cpu and around.num_ranks == 1 and around.num_threads < around.num_cores:
-        return (
-            f"{around.num_threads} of {around.num_cores} cores compute; unset OMP_NUM_THREADS, or set it to "
-            f"{around.num_cores}"
-        )
-    if others > _BUSY_SHARE * around.num_cores:
-        return (
-            f"other programs keep about {others:.0f} of {around.num_cores} cores busy; end them, or run "
-            "task=calibrate beside them for a forecast that counts them"
-        )
-    if is_on_cpu and around.num_threads > around.num_cores:
-        remedy = "start fewer ranks" if around.num_ranks > 1 else f"set OMP_NUM_THREADS to {around.num_cores}"
-        return f"{around.num_threads} threads share {around.num_cores} cores; {remedy}"
+    reasons = []
+    if is_on_cpu and around.num_ranks == 1 and around.num_threads < cores:
+        reasons.append(f"{around.num_threads} of {cores} cores compute (unset OMP_NUM_THREADS, or set it to {cores})")
+    if is_on_cpu and around.num_threads > cores:
+        remedy = "start fewer ranks" if around.num_ranks > 1 else f"set OMP_NUM_THREADS to {cores}"
+        reasons.append(f"{around.num_threads} threads share {cores} cores ({remedy})")
+    if others > _BUSY_SHARE * cores:
+        reasons.append(f"other programs run about {others:.0f} threads on these {cores} cores (end them)")
+    if reasons:
+        return ", and ".join(reasons)
     gpu = "" if is_on_cpu else "nvidia-smi shows whether the GPU is shared or throttled; "
     return f"the forecast may describe another machine; {gpu}task=calibrate measures this one, hardware=NAME names one"

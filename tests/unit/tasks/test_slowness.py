@@ -23,16 +23,20 @@ def summary(plain_ms: float | None, speculative_ms: float | None = None, *, num_
     [
         (
             summary(40.0), replace(ALONE, num_threads=1, load=1.0),
-            "plain decoding took 4.0 times its forecast (40.00 ms/token, forecast 10.00): 1 of 8 cores compute; unset",
+            "plain decoding took 4.0 times its forecast (40.00 ms/token, forecast 10.00): 1 of 8 cores compute (unset",
         ),
         (
             summary(40.0, 50.0), replace(ALONE, load=14.0),
-            "took 10.0 times its forecast (50.00 ms/token, forecast 5.00): other programs keep about 6 of 8 cores busy",
+            "speculative decoding took 10.0 times its forecast (50.00 ms/token, forecast 5.00): other programs run about 6",
         ),
-        (summary(40.0), replace(ALONE, num_threads=16, load=16.0), "share 8 cores; set OMP_NUM_THREADS to 8"),
+        (summary(40.0), replace(ALONE, num_threads=16, load=16.0), "share 8 cores (set OMP_NUM_THREADS to 8)"),
         (
             summary(40.0), replace(ALONE, num_ranks=16, num_threads=16, load=16.0),
-            "16 threads share 8 cores; start fewer ranks",
+            "16 threads share 8 cores (start fewer ranks)",
+        ),
+        (
+            summary(40.0), replace(ALONE, num_threads=1, load=4.0),
+            "or set it to 8), and other programs run about 3 threads on these 8 cores (end them)",
         ),
         (summary(None, 16.0), ALONE, "the forecast may describe another machine; task=calibrate measures this one"),
         (summary(40.0), replace(ALONE, device="cuda", load=1.0), "nvidia-smi shows whether the GPU is shared"),
