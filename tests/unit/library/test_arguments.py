@@ -15,6 +15,7 @@ from llama_ssp.errors import ConfigError, SspError
 from llama_ssp.library.arguments import dtype_of
 from llama_ssp.library.words import in_library_words, of_library
 from llama_ssp.weights import hub
+from tests.helpers.lanes import heavy
 
 pytestmark = pytest.mark.seconds
 
@@ -194,6 +195,6 @@ def test_a_dtype_is_ours_or_that_of_torch(given: object) -> None:
     assert dtype_of(given) is Dtype.bf16
 
 
-@pytest.mark.parametrize("given", ["cpu", torch.device("cpu"), DeviceKind.cpu])
+@pytest.mark.parametrize("given", [heavy("cpu"), torch.device("cpu"), heavy(DeviceKind.cpu)])
 def test_a_device_is_ours_or_that_of_torch(given: Any) -> None:  # noqa: ANN401 - of several types
     assert load("tiny", device=given).device == torch.device("cpu")

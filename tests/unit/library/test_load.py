@@ -41,7 +41,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
 def test_loaded_models_give_the_text_of_their_folders(models: tuple[PreTrainedModel, PreTrainedModel]) -> None:
     loaded, from_files = load(*models), load(TINY, DRAFT)
     assert repr(loaded) == "Pair(tiny, draft tiny-draft, on cpu, context 2048)"
-    texts = [pair.generate("import os\n", max_new_tokens=40, seed=1)[0] for pair in (loaded, from_files)]
+    texts = [pair.generate("import os\n", max_new_tokens=12, seed=1)[0] for pair in (loaded, from_files)]
     assert texts[0].token_ids == texts[1].token_ids
     assert texts[0].accepted_lengths == texts[1].accepted_lengths
     assert loaded.models.eos_ids == from_files.models.eos_ids
@@ -77,6 +77,7 @@ def test_a_loaded_tokenizer_is_that_of_the_pair(tokenizer: PreTrainedTokenizerBa
     assert pair.tokenizer is tokenizer
 
 
+@pytest.mark.heavy
 def test_two_loaded_tokenizers_are_the_targets_and_the_drafts_own(tmp_path: Path) -> None:
     save_pair(tmp_path)
     folders = tmp_path / "target", tmp_path / "draft"
@@ -104,6 +105,7 @@ def test_models_whose_weights_are_elsewhere_are_refused() -> None:
         load(model)
 
 
+@pytest.mark.heavy
 def test_each_model_has_its_own_format_on_request() -> None:
     pair = load("tiny", "tiny-draft", dtype=(torch.float32, "bf16"), quantization=("int8_weight_only", None))
     target, draft = pair.models.target, pair.models.draft
@@ -113,6 +115,7 @@ def test_each_model_has_its_own_format_on_request() -> None:
     assert [source.precision.quantization for source in pair.models.sources] == ["int8_weight_only", "none"]
 
 
+@pytest.mark.heavy
 def test_prompt_look_up_drafts_without_a_model() -> None:
     pair = load("tiny", "ngram")
     assert repr(pair) == "Pair(tiny, draft ngram, on cpu, context 2048)"

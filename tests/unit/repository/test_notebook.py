@@ -30,7 +30,7 @@ def run(text: str) -> tuple[str, int]:
     return "".join(differences), found.attempted
 
 
-@pytest.mark.seconds
+@pytest.mark.heavy
 def test_every_cell_of_the_notebook_shows_what_the_page_says() -> None:
     text = (ROOT / PAGE).read_text()
     differences, num_statements = run(text)

@@ -27,7 +27,7 @@ def summary(plain_ms: float | None, speculative_ms: float | None = None, *, num_
         ),
         (
             summary(40.0, 50.0), replace(ALONE, load=14.0),
-            "speculative decoding took 10.0 times its forecast (50.00 ms/token, forecast 5.00): other programs run about 6",
+            "took 10.0 times its forecast (50.00 ms/token, forecast 5.00): other programs run about 6 threads on",
         ),
         (summary(40.0), replace(ALONE, num_threads=16, load=16.0), "share 8 cores (set OMP_NUM_THREADS to 8)"),
         (
