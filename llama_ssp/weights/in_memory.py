@@ -9,7 +9,7 @@ from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
 from llama_ssp.config.schema import ModelShape
 from llama_ssp.errors import ConfigError
@@ -64,6 +64,8 @@ class WeightsInMemory:
 
 def weights_of(model: nn.Module, *, what: str) -> WeightsInMemory:
     """The weights of a loaded causal language model; raises ConfigError for any other. `what` is target or draft."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel  # noqa: PLC0415 - slow, and few need it
+
     kind = type(model).__name__
     causal: Any = ()
     if isinstance(model, PreTrainedModel):
