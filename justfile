@@ -32,9 +32,9 @@ slow *arguments:
         tests/distributed/test_placement.py tests/distributed/test_commands.py \
         tests/distributed/test_copies.py tests/distributed/test_evaluate.py tests/distributed/test_other_tokenizer.py \
         tests/slurm/test_jobs.py tests/slurm/test_kill_matrix.py \
-        tests/unit/launch/test_faults.py tests/unit/launch/test_fuzz.py tests/unit/launch/test_fuzz_folders.py \
-        tests/unit/launch/test_model_files.py tests/unit/launch/test_resuming.py tests/unit/launch/test_slurm.py \
-        tests/unit/launch/test_unread.py \
+        tests/unit/commands/test_faults.py tests/unit/commands/test_fuzz.py tests/unit/commands/test_fuzz_folders.py \
+        tests/unit/commands/test_model_files.py tests/unit/commands/test_resuming.py tests/unit/commands/test_slurm.py \
+        tests/unit/commands/test_unread.py \
         tests/unit/models/test_loading_memory.py tests/unit/models/test_synthetic_1b.py tests/unit/engine/test_synthetic_pair.py {{arguments}}
 
 # what a GPU would be asked to do, on a stub device; LLAMA_SSP_CUDA_PYTHON names an interpreter with a CUDA build of torch

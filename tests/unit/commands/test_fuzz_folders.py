@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
-from launch import report
+from llama_ssp.commands import report
 from llama_ssp.console.terminal import Output, Terminal
 from llama_ssp.errors import SspError
 from llama_ssp.reports.lines import RunFacts
