@@ -49,7 +49,7 @@ def _end_at_once(_number: int, _frame: FrameType | None) -> None:
 
 
 def _exit_code(words: list[str], num_ranks: int | None) -> int:
-    command, rest = (words[0], words[1:]) if words else ("--help", [])
+    command, *rest = words or ["--help"]
     if "--version" in words[:2]:
         return _show(_version())
     if command in {"--help", "-h"}:
@@ -57,8 +57,9 @@ def _exit_code(words: list[str], num_ranks: int | None) -> int:
     if command in {"run", "calibrate"}:
         from llama_ssp.commands.ranks import own  # noqa: PLC0415 - see main
 
-        task = ["task=calibrate"] if command == "calibrate" else []
-        return own.main([*task, *rest], num_ranks=num_ranks)
+        if command == "calibrate":
+            rest = ["--help", "tasks"] if {"--help", "-h"} & {*rest} else [*rest, "task=calibrate"]
+        return own.main(rest, num_ranks=num_ranks)
     if command in COMMANDS:
         return int(import_module(f"llama_ssp.commands.{command}").main(rest))
     from llama_ssp.commands.unknown_settings import unknown_command  # noqa: PLC0415 - see main

@@ -88,6 +88,8 @@ def main(
             exit_code = fail(command_line.one_sentence(error), SspError.exit_code, ranks)
         except KeyboardInterrupt:
             exit_code = fail("interrupted", InterruptedRun.exit_code, ranks)
+        except SystemExit as end:  # Hydra ends so after its own help
+            exit_code = int(bool(end.code))
     if ranks.rank == 0 and (file := os.environ.get(EXIT_CODE_FILE)):
         Path(file).write_text(f"{exit_code}\n", encoding="ascii")
     return exit_code
@@ -125,14 +127,13 @@ def _launch(arguments: list[str], ranks: Ranks, act: Act, *, warns: bool) -> Non
     options = command_line.read_options(arguments)
     # Where a further setting may be inserted: Hydra wants all of them next to each other.
     place = arguments.index(options.overrides[0]) if options.overrides else len(arguments)
-    is_help = options.help or options.hydra_help
-    if is_help or options.shell_completion or options.info:
+    if options.help or options.hydra_help or options.shell_completion or options.info:
         if ranks.rank > 0:
             return
         if options.help:
-            topics.check(options.overrides)
-            arguments = ["--help"]
-        elif options.shell_completion and not is_help:
+            topics.show(options.overrides)
+            return
+        if options.shell_completion and not options.hydra_help:
             completion.check(options.overrides)
     else:
         short = ShortKeys(options.overrides, config_dir=options.config_dir)
@@ -155,9 +156,7 @@ def _launch(arguments: list[str], ranks: Ranks, act: Act, *, warns: bool) -> Non
 
 
 def _printing(options: argparse.Namespace) -> AbstractContextManager[object]:
-    """Make control characters visible in what Hydra itself prints, and show the help by topic."""
-    if options.help:
-        return topics.printing(options.overrides)
+    """Make control characters visible in what Hydra itself prints."""
     if options.shell_completion and not options.hydra_help and completion.is_query(options.overrides):
         return completion.answering()
     if options.hydra_help or options.shell_completion or options.info or options.cfg:

@@ -1,41 +1,31 @@
-"""`--help` by topic: cuts into sections what Hydra prints from conf/hydra/help/llama_ssp.yaml.
+"""`--help` by topic: cuts conf/hydra/help/llama_ssp.yaml into sections, without composing a config.
 
 A section opens with its topic in capitals and a colon, at the margin. `--help` alone prints an overview, `--help TOPIC`
-one section, `--help WORD` every section that has the word, `--help all` all of them.
+one section, `--help SETTING` every section that explains the setting, `--help all` all of them.
 """
 
-import contextlib
-import io
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from llama_ssp.config import catalogue
+import yaml
+from omegaconf import OmegaConf
+
+from llama_ssp.config import catalogue, store
 from llama_ssp.errors import ConfigError, unknown_name
 from llama_ssp.visible import visible
 
 ALL = "all"
-_HEADING = re.compile(r"^(?: {2})?([A-Z]+): ", re.MULTILINE)
+_HEADING = re.compile(r"^([A-Z]+): ", re.MULTILINE)
 _IN_OVERVIEW = ("start", "examples", "exit")
 
 
-def check(words: Sequence[str]) -> None:
-    """Raise ConfigError for words after `--help` that are in no section."""
-    text = (catalogue.conf_dir() / "hydra" / "help" / "llama_ssp.yaml").read_text(encoding="utf-8")
-    topics = [match[1].lower() for match in _HEADING.finditer(text)]
-    for word in words:
-        if word.lower() not in {ALL, *topics} and not _has(text, word):
-            raise ConfigError(f"{unknown_name('topic', word, [ALL, *topics])}; a setting's name finds its topic too")
-
-
-@contextlib.contextmanager
-def printing(words: Sequence[str]) -> Iterator[None]:
-    """Print, of the help that the block writes, what the words after `--help` ask for."""
-    written = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(written):
-            yield
-    finally:
-        print(visible(_chosen(written.getvalue(), words).strip("\n")))
+def show(words: Sequence[str]) -> None:
+    """Print what the words after `--help` ask for; raises ConfigError for a word that no section has."""
+    store.register()
+    file = catalogue.conf_dir() / "hydra" / "help" / "llama_ssp.yaml"
+    template = yaml.safe_load(file.read_text(encoding="utf-8"))["template"]
+    text = str(OmegaConf.create({"text": template}).text).replace("$$", "$")  # Hydra's way to write a dollar
+    print(visible(_chosen(text, words)))
 
 
 def _chosen(text: str, words: Sequence[str]) -> str:
@@ -43,14 +33,23 @@ def _chosen(text: str, words: Sequence[str]) -> str:
     if not words:
         return _overview(before, sections)
     if ALL in words:
-        return text
-    named = {word.lower() for word in words} & sections.keys()
-    kept = [
-        section
-        for topic, section in sections.items()
-        if topic in named or any(word.lower() not in sections and _has(section, word) for word in words)
-    ]
-    return "\n\n".join(kept)
+        return text.strip("\n")
+    kept: set[str] = set()
+    for word in (each.partition("=")[0] for each in words):
+        found = _topics_of(word, sections)
+        if not found:
+            names = [ALL, *sections]
+            raise ConfigError(f"{unknown_name('topic', word, names)}; the name of a setting finds its topic too")
+        kept |= {*found}
+    return "\n\n".join(section for topic, section in sections.items() if topic in kept)
+
+
+def _topics_of(word: str, sections: dict[str, str]) -> list[str]:
+    """Return the topic itself, or the topics that explain a setting, or else those that mention the word."""
+    if word.lower() in sections:
+        return [word.lower()]
+    explaining = [topic for topic, section in sections.items() if _has(section, word, before=r"^ +(?:[\w.]+\.)?")]
+    return explaining or [topic for topic, section in sections.items() if _has(section, word)]
 
 
 def _sections(text: str) -> tuple[str, dict[str, str]]:
@@ -73,6 +72,6 @@ def _overview(before: str, sections: dict[str, str]) -> str:
     return "\n\n".join([before, start, topics, examples, exit_codes])
 
 
-def _has(text: str, word: str) -> bool:
-    """Whether a text has a word, such as the last one of a setting's key."""
-    return re.search(rf"(?<!\w){re.escape(word.rstrip('='))}(?!\w)", text) is not None
+def _has(text: str, word: str, *, before: str = r"(?<!\w)") -> bool:
+    """Whether a text has a word, such as the last one of a setting's key, behind a pattern."""
+    return re.search(rf"{before}{re.escape(word)}(?!\w)", text, re.MULTILINE) is not None

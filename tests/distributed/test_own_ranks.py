@@ -99,7 +99,7 @@ def test_ctrl_c_once_is_enough_at_any_time(delay_s: float, tmp_path: Path) -> No
     words = [*PROGRAM, "run", *LONG, f"run_dir={tmp_path}/run"]
     with OnTerminal(words, more=environment()) as terminal:
         time.sleep(delay_s)
-        terminal.type("\x03")
+        terminal.enter("\x03")
         terminal.wait_for(lambda: terminal.process.poll() is not None, at_most_s=60)
         terminal.read()
         assert terminal.process.returncode == 4, terminal.shown

@@ -54,8 +54,8 @@ class OnTerminal:
             while self._end is not None and (some := os.read(self._end, 65536)):
                 self._bytes += some
 
-    def type(self, text: str) -> None:
-        """Type a text, such as Ctrl-C, which is one character."""
+    def enter(self, text: str) -> None:
+        """Enter a text, such as Ctrl-C, which is one character."""
         assert self._end is not None
         os.write(self._end, text.encode())
 

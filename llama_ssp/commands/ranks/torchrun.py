@@ -17,7 +17,7 @@ from llama_ssp.distributed.environment import Ranks
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 SILENCE_S = 5.0
-"""How long ranks above 0 wait after an error: torchrun ends all ranks when one has ended, and rank 0 must report first."""
+"""How long ranks above 0 wait after an error: torchrun ends all when one has ended, and rank 0 must report first."""
 _LEAD_S = 0.4
 _LOOK_EVERY_S = 0.02
 

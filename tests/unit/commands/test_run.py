@@ -163,7 +163,7 @@ def test_a_stop_signal_while_nothing_is_decoded_ends_with_code_4_however_often_i
             ends.append("written")
 
     ends: list[str] = []
-    monkeypatch.setattr(run, "_check", lambda config, _ranks, warns: twice(config))
+    monkeypatch.setattr(run, "_check", lambda config, *_, **__: twice(config))
     ended = launch()
     assert (ended.code, ended.err, ends) == (4, "interrupted\n", ["written"])
 
@@ -264,13 +264,8 @@ def test_hydra_leaves_no_file(arguments: list[str], launch: Launch, tmp_path: Pa
     ],
 )
 def test_help_and_mistakes_are_told_without_loading_torch(argument: str, told: str) -> None:
-    program = "\n".join(
-        [
-            f"import runpy, sys; sys.argv = ['run.py', {argument!r}]",
-            f"try: runpy.run_path({str(ENTRY)!r}, run_name='__main__')",
-            "finally: print(*({'torch', 'transformers', 'numpy'} & set(sys.modules)), file=sys.stderr)",
-        ]
-    )
+    program = f"import runpy, sys; sys.argv = ['run.py', {argument!r}]\ntry: runpy.run_path({str(ENTRY)!r}, "
+    program += "run_name='__main__')\nfinally: print(*{'torch', 'numpy'} & {*sys.modules}, file=sys.stderr)"
     ended = subprocess.run([sys.executable, "-c", program], cwd="/", capture_output=True, text=True, check=False)
     *lines, loaded = ended.stderr.splitlines()
     assert "\n".join([*lines, ended.stdout]).startswith(told)

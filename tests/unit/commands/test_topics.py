@@ -48,4 +48,4 @@ def test_an_unknown_topic_is_one_sentence() -> None:
     ended = launch("--help", "samplign")
     assert (ended.code, ended.out) == (2, "")
     assert ended.err.startswith("unknown topic 'samplign': there are all, examples, ")
-    assert ended.err.endswith("did you mean sampling?; a setting's name finds its topic too\n")
+    assert ended.err.endswith("did you mean sampling?; the name of a setting finds its topic too\n")

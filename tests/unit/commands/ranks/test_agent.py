@@ -2,12 +2,14 @@
 
 import signal
 from dataclasses import dataclass
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import pytest
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from llama_ssp.commands.ranks.agent import exit_code_of
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 KILLED, STOPPED = -signal.SIGKILL, -signal.SIGTERM
 

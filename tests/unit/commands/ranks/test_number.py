@@ -13,8 +13,8 @@ TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2"}
 STEP = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1"}
 
 
-def read(*words: str, default: int | None = None, **environ: str) -> Start:
-    return read_start(words, environ, default=default)
+def read(*words: str, environ: dict[str, str] | None = None, default: int | None = None) -> Start:
+    return read_start(words, environ or {}, default=default)
 
 
 @pytest.fixture(autouse=True)
@@ -60,14 +60,14 @@ def test_a_file_of_the_checkout_starts_one_rank_and_says_nothing_new() -> None:
 
 @pytest.mark.parametrize("environ", [TORCHRUN, {**STEP, "SLURM_STEP_NUM_TASKS": "2"}], ids=["torchrun", "srun"])
 def test_ranks_that_exist_already_stay_as_they_are(environ: dict[str, str]) -> None:
-    assert read("model=7B", **environ) == Start(words=["model=7B"], num_ranks=None)
-    assert read("ranks=2", **environ).num_ranks is None
+    assert read("model=7B", environ=environ) == Start(words=["model=7B"], num_ranks=None)
+    assert read("ranks=2", environ=environ).num_ranks is None
     with pytest.raises(ConfigError, match=r"ranks=4: (torchrun|srun) has started 2 already, so leave ranks= out"):
-        read("ranks=4", **environ)
+        read("ranks=4", environ=environ)
 
 
 def test_a_shell_on_a_node_of_slurm_is_no_rank() -> None:
-    assert read("ranks=4", **STEP, SLURM_STEP_NUM_TASKS="1").num_ranks == 4
+    assert read("ranks=4", environ={**STEP, "SLURM_STEP_NUM_TASKS": "1"}).num_ranks == 4
 
 
 def test_jobs_of_a_sweep_have_a_setting_of_their_own() -> None:
