@@ -57,9 +57,7 @@ def _exit_code(words: list[str], num_ranks: int | None) -> int:
     if command in {"run", "calibrate"}:
         from llama_ssp.commands.ranks import own  # noqa: PLC0415 - see main
 
-        if command == "calibrate":
-            rest = ["--help", "tasks"] if {"--help", "-h"} & {*rest} else [*rest, "task=calibrate"]
-        return own.main(rest, num_ranks=num_ranks)
+        return own.main(_of_run(command, rest), num_ranks=num_ranks)
     if command in COMMANDS:
         return int(import_module(f"llama_ssp.commands.{command}").main(rest))
     from llama_ssp.commands.unknown_settings import unknown_command  # noqa: PLC0415 - see main
@@ -67,6 +65,15 @@ def _exit_code(words: list[str], num_ranks: int | None) -> int:
 
     complain(unknown_command(words, COMMANDS))
     return 2
+
+
+def _of_run(command: str, words: list[str]) -> list[str]:
+    """Return the words of `run` that do what the command says: `calibrate` is a task."""
+    if command == "run":
+        return words
+    if {"--help", "-h"} & {*words}:
+        return ["--help", "tasks"]
+    return ["task=calibrate", *(word for word in words if word != "task=calibrate")]
 
 
 def _show(text: str) -> int:
