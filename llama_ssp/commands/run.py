@@ -19,7 +19,6 @@ from typing import cast
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -29,7 +28,6 @@ from llama_ssp.commands import command_line, completion, topics
 from llama_ssp.commands.options import until_unread
 from llama_ssp.commands.ranks import torchrun
 from llama_ssp.commands.short_keys import ShortKeys
-from llama_ssp.commands.slurm_launcher import SlurmLauncher
 from llama_ssp.config import catalogue, checks, store
 from llama_ssp.config.registry import load_plugins
 from llama_ssp.config.schema import RunConfig
@@ -40,6 +38,8 @@ from llama_ssp.errors import InterruptedRun, SspError
 from llama_ssp.session import startup
 from llama_ssp.tasks import dry_run
 from llama_ssp.visible import VisibleStream
+
+sys.path.append(str(Path(__file__).with_name("plugins")))  # where Hydra looks for the package hydra_plugins
 
 EXIT_CODE_FILE = "EXIT_CODE_FILE"
 """Environment variable: a file for rank 0's exit code, which torchrun does not pass on to launch/slurm.sbatch."""
@@ -144,7 +144,6 @@ def _launch(arguments: list[str], ranks: Ranks, act: Act, *, warns: bool) -> Non
         command_line.check_overrides(overrides, multirun=options.multirun, config_dir=options.config_dir)
         command_line.check_launcher(overrides, multirun=options.multirun)
     store.register()
-    Plugins.instance().register(SlurmLauncher)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises errors instead of printing them
     points = _Points(ranks, act, warns=warns)
     with _scratch_folder(multirun=options.multirun) as for_sweeps, _printing(options):

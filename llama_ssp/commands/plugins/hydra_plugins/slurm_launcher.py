@@ -1,6 +1,6 @@
 """Hydra's plugin for `hydra/launcher=slurm`: composes every point of a sweep and passes all of them to `slurm`.
 
-`run` registers it at each start.
+Hydra imports launchers from the namespace package `hydra_plugins` on sys.path at each start.
 """
 
 import os
@@ -21,8 +21,6 @@ from llama_ssp.errors import ConfigError
 
 class SlurmLauncher(Launcher):
     """Submits every point of a sweep as a batch job; `settings` are the fields of `SlurmConfig`."""
-
-    __module__ = "hydra_plugins.slurm_launcher"  # Hydra instantiates plugins of this package alone
 
     def __init__(self, **settings: Any) -> None:  # noqa: ANN401 - Hydra checks them against the dataclass
         lists = {name: list(value) for name, value in settings.items() if isinstance(value, ListConfig)}
