@@ -12,11 +12,12 @@ import pytest
 
 from tests.helpers.commands import Popen
 from tests.helpers.disturbed import lines, pid_of_rank, wait_for
+from tests.helpers.lanes import heavy, slow
 from tests.helpers.repository import ROOT
 from tests.helpers.starters import PROGRAM, environment, run_program
 from tests.helpers.terminals import OnTerminal
 
-pytestmark = [pytest.mark.distributed(2), pytest.mark.heavy]
+pytestmark = pytest.mark.distributed(2)
 
 LONG = ["task=generate", "format=jsonl", "max_new_tokens=32", "num_samples=60", "prompt=def f(x):", "ranks=2"]
 PRICE = "it costs $5, $$ and ${more}"
@@ -35,6 +36,7 @@ def running(tmp_path: Path) -> Iterator[tuple[Path, Popen]]:
     process.communicate()
 
 
+@pytest.mark.heavy
 def test_its_ranks_share_the_work_and_leave_what_torchruns_leave(tmp_path: Path) -> None:
     settings = ["task=generate", "format=jsonl", "max_new_tokens=8", f"prompt={PRICE}", f"run_dir={tmp_path}/run"]
     ended = run_program("run", *settings, "ranks=2")
@@ -48,6 +50,7 @@ def test_its_ranks_share_the_work_and_leave_what_torchruns_leave(tmp_path: Path)
     assert [json.loads(text)["token_ids"] for text in alone.stdout.splitlines()] == [line["token_ids"]]
 
 
+@pytest.mark.slow
 def test_the_folder_of_a_run_is_named_by_the_time(tmp_path: Path) -> None:
     ended = run_program("run", "task=generate", "max_new_tokens=2", "prompt=x", "ranks=2", cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
@@ -55,6 +58,7 @@ def test_the_folder_of_a_run_is_named_by_the_time(tmp_path: Path) -> None:
     assert time.strptime(folder.name, "%Y-%m-%d_%H-%M-%S")
 
 
+@pytest.mark.slow
 def test_an_error_that_only_the_ranks_can_find_has_its_code_and_its_sentence(tmp_path: Path) -> None:
     ended = run_program("run", f"model.path={tmp_path}/nothing", f"run_dir={tmp_path}/run", "ranks=2")
     assert ended.returncode == 2
@@ -63,7 +67,7 @@ def test_an_error_that_only_the_ranks_can_find_has_its_code_and_its_sentence(tmp
     assert (tmp_path / "run" / "status").read_text().startswith("2: ")
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [slow(0), heavy(1)])
 def test_a_killed_rank_ends_the_run_in_a_sentence(rank: int, running: tuple[Path, Popen]) -> None:
     run_dir, process = running
     os.kill(pid_of_rank(run_dir, rank), signal.SIGKILL)
@@ -73,7 +77,9 @@ def test_a_killed_rank_ends_the_run_in_a_sentence(rank: int, running: tuple[Path
     assert "Traceback" not in stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", [slow(signal.SIGTERM), slow(signal.SIGINT), slow(signal.SIGUSR1), heavy(signal.SIGHUP)]
+)
 def test_a_signal_to_the_program_is_one_to_its_ranks(number: signal.Signals, running: tuple[Path, Popen]) -> None:
     run_dir, process = running
     process.send_signal(number)
@@ -88,13 +94,14 @@ def test_a_signal_to_the_program_is_one_to_its_ranks(number: signal.Signals, run
     assert lines(run_dir)[: len(before)] == before
 
 
+@pytest.mark.slow
 def test_ranks_end_soon_after_a_program_that_is_killed(running: tuple[Path, Popen]) -> None:
     run_dir, process = running
     process.kill()
     wait_for(lambda: (run_dir / "status").read_text() == "interrupted\n", at_most_s=30)
 
 
-@pytest.mark.parametrize("delay_s", [0.5, 2.0, 5.0])
+@pytest.mark.parametrize("delay_s", [slow(0.5), heavy(2.0), slow(5.0)])
 def test_ctrl_c_once_is_enough_at_any_time(delay_s: float, tmp_path: Path) -> None:
     words = [*PROGRAM, "run", *LONG, f"run_dir={tmp_path}/run"]
     with OnTerminal(words, more=environment()) as terminal:
