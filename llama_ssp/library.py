@@ -102,7 +102,7 @@ def load(
     )  # fmt: skip
     with start(device=device, timeout_s=config.timeouts.load_s) as world:
         if world.comm.size > 1:
-            raise ConfigError("the library works in one process: llama-ssp run ranks=N runs on several ranks")
+            raise ConfigError("the library works in one process: use launch/run.py under torchrun for several ranks")
         models = load_models(config, world, find_sources(config, world))
     return Pair(models=models, config=config)
 
