@@ -1,6 +1,6 @@
 """Speculative sampling on models that are too large for one GPU.
 
-`load` and `plan` serve a notebook without a configuration file; `launch/run.py` is the command. They are imported on
+`load` and `plan` serve a notebook without a configuration file; `llama-ssp` is the program. They are imported on
 first use, so that `plan` and `llama_ssp.planning` work without torch.
 """
 

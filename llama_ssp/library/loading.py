@@ -84,7 +84,7 @@ def load(
         )  # fmt: skip
         with start(device=kind, timeout_s=config.timeouts.load_s) as started:
             if started.comm.size > 1:
-                message = "the library works in one process: use launch/run.py under torchrun for several ranks"
+                message = "the library works in one process: use llama-ssp run with ranks=N for several"
                 raise ConfigError(message)
             world = _on_gpu(number, started)
             sources = find_sources(config, world, held=(held_target, held_draft))

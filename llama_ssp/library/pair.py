@@ -99,7 +99,7 @@ class Pair:
             batch_size: the most rows that are decoded together.
             rule: a verification rule.
             plain: decode with the target alone, for comparison.
-            by_place: a prompt's text depends on its place in the list, as in `launch/run.py`. Otherwise it depends on
+            by_place: a prompt's text depends on its place in the list, as in `llama-ssp run`. Otherwise it depends on
                 the seed, its tokens, and how often the same prompt came before it in the list.
 
         Raises:

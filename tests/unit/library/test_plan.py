@@ -1,11 +1,11 @@
-"""`plan` gives the plan of `launch/plan.py`."""
+"""`plan` gives the plan of `llama-ssp plan`."""
 
 from typing import Any
 
 import pytest
 
-from launch.plan import read_settings
 from llama_ssp import plan
+from llama_ssp.commands.plan import read_settings
 from llama_ssp.config import hardware
 from llama_ssp.config.schema import DraftLayout
 from llama_ssp.planning.plan import document, make_plan
