@@ -12,6 +12,7 @@ from transformers.generation.streamers import BaseStreamer
 from llama_ssp.config import catalogue
 from llama_ssp.config.checks import check_values
 from llama_ssp.config.drafts.model import DraftTokenizer, Matching, ModelDraftConfig
+from llama_ssp.config.options.hub_ids import is_hub_id
 from llama_ssp.config.registry import load_plugins
 from llama_ssp.config.schema import (
     MODEL_DRAFT,
@@ -76,7 +77,7 @@ def load(
     """Load a pair of models into this process.
 
     Args:
-        target: a name of the catalogue, or a folder with a checkpoint.
+        target: a name of the catalogue, a folder with a checkpoint, or the id of a model of the Hugging Face hub.
         draft: the same for the draft; None decodes with the target alone.
         dtype: number format of both, or its name; None for the device's default (`planning.job`).
         device: to compute on, or its name.
@@ -192,6 +193,9 @@ def _entry(model: str | Path, dtype: Dtype | None) -> ModelConfig:
         entry = catalogue.load(model)
     elif Path(model).is_dir():
         entry = ModelConfig(name="local", path=str(model))
+    elif isinstance(model, str) and is_hub_id(model):
+        entry = catalogue.load(model)
     else:
-        raise ConfigError(f"{unknown_name('model', str(model), catalogue.names())}; a folder works too")
+        unknown = unknown_name("model", str(model), catalogue.names())
+        raise ConfigError(f"{unknown}; a folder works too, and so does owner/name of the hub")
     return entry if dtype is None else replace(entry, dtype=dtype)

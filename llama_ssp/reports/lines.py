@@ -45,6 +45,8 @@ class CompletionLine:
         draft_s, verify_s, other_s: the row's equal share of the time of its batch's rounds, by part.
         turn: number of turns before the prompt in its conversation.
         question_id, category: those of the prompt in its file, if any.
+        messages: those before the prompt, if it is one of a list of messages.
+        fields: the other fields of the prompt's record in its file.
     """
 
     index: int
@@ -68,6 +70,8 @@ class CompletionLine:
     turn: int = 0
     question_id: str | None = None
     category: str | None = None
+    messages: list[dict[str, str]] | None = None
+    fields: dict[str, Any] = field(default_factory=dict)
 
     @property
     def key(self) -> LineKey:
@@ -98,7 +102,9 @@ class CompletionLine:
         return restored
 
 
-_LATER_FIELDS = {"draft_lengths": None, "turn": 0, "question_id": None, "category": None}
+_LATER_FIELDS = {
+    "draft_lengths": None, "turn": 0, "question_id": None, "category": None, "messages": None, "fields": {},
+}  # fmt: skip
 """Fields that lines of version 0.1.0 lack."""
 
 

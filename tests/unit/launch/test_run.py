@@ -16,6 +16,7 @@ import pytest
 import llama_ssp.tasks
 from launch import command_line, run
 from llama_ssp.config import catalogue
+from llama_ssp.config.options import folders
 from llama_ssp.config.schema import RunConfig
 from llama_ssp.config.slurm import KEY, SlurmConfig
 from llama_ssp.distributed.signals import STOP_SIGNALS
@@ -25,7 +26,7 @@ from tests.helpers.lanes import heavy
 
 pytestmark = pytest.mark.seconds
 
-ENTRY = catalogue.conf_dir().parent / "launch" / "run.py"
+ENTRY = folders.conf_dir().parent / "launch" / "run.py"
 
 
 @dataclass

@@ -19,8 +19,9 @@ from hydra import compose, initialize_config_dir
 from benchmarks.readme import TEXTS, filled, made_files
 from launch import command_line, plan
 from launch.short_keys import ShortKeys
-from llama_ssp.config import catalogue, store
+from llama_ssp.config import store
 from llama_ssp.config.formats.bitsandbytes_package import BITSANDBYTES
+from llama_ssp.config.options import folders
 from llama_ssp.harness.__main__ import INSTALL as INSTALL_HARNESS
 from tests.helpers.repository import ROOT, files
 
@@ -103,7 +104,7 @@ def test_every_run_on_a_page_composes() -> None:
         short = ShortKeys(options.overrides)
         overrides = [command_line.take_literally(short.complete(override)) for override in options.overrides]
         command_line.check_overrides(overrides, multirun=options.multirun)
-        with initialize_config_dir(str(catalogue.conf_dir()), version_base="1.3"):
+        with initialize_config_dir(str(folders.conf_dir()), version_base="1.3"):
             config = compose("config", [] if options.multirun else overrides)
         run = store.to_run_config(config, explicit=command_line.explicit_keys(overrides))
         assert run.task.name != "generate" or run.prompt or run.prompts, f"no prompt in {words}"

@@ -23,7 +23,8 @@ from llama_ssp.config.schema import (
 from llama_ssp.config.tasks.benchmark import BenchmarkConfig
 from llama_ssp.config.tasks.generate import GenerateConfig
 from llama_ssp.errors import ConfigError
-from llama_ssp.session.prompts import Prompt, check_ids, encode, read_prompts
+from llama_ssp.session.prompt_records import Prompt
+from llama_ssp.session.prompts import check_ids, encode, read_prompts
 
 WORDS = ["<s>", "</s>", "<user>", "<assistant>", "a", "b"]
 CHAT = (
