@@ -51,7 +51,7 @@ BAD = [
     (["draft=none"], "task=compare needs a draft, and model=tiny runs without one here: give draft=tiny-draft"),
     (
         ["model=llama3_1B"],
-        "give draft=OWNER/NAME (of the hub), or draft=local draft.model.path=DIR, or use task=generate",
+        "give draft=OWNER/NAME (of the hub), or draft=local draft.model.path=DIR, or use",
     ),
     (
         ["verification=greedy"],

@@ -29,8 +29,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def run(folder: Path, *settings: str) -> Ended:
-    return launch("task=generate", "device=cpu", "prompt=import os", "max_new_tokens=8", f"run_dir={folder}", *settings)
+def run(folder: Path, *words: str) -> Ended:
+    return launch(*words, "task=generate", "device=cpu", "prompt=import os", "max_new_tokens=8", f"run_dir={folder}")
 
 
 def line_of(folder: Path) -> dict[str, Any]:
@@ -71,6 +71,7 @@ def test_a_dry_run_and_a_plan_need_the_config_file_alone(tmp_path: Path, capsys:
     assert f"run hf download {TARGET} on a network" in refused.err
 
 
+@pytest.mark.heavy
 @pytest.mark.usefixtures("cache")
 def test_a_sweep_goes_over_ids_and_names(tmp_path: Path) -> None:
     ended = run(tmp_path / "a", "-m", f"model={TARGET},tiny", f"draft={DRAFT},none")
@@ -81,6 +82,7 @@ def test_a_sweep_goes_over_ids_and_names(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.heavy
 @pytest.mark.usefixtures("cache")
 def test_an_experiment_and_a_default_draft_may_be_ids(tmp_path: Path, own_conf: OwnConf) -> None:
     own_conf("experiment/hub.yaml", f"# @package _global_\ndefaults:\n  - override /model: {TARGET}\n")
@@ -91,6 +93,7 @@ def test_an_experiment_and_a_default_draft_may_be_ids(tmp_path: Path, own_conf: 
     assert (summary["model"], summary["draft"]) == ("mine", DRAFT)
 
 
+@pytest.mark.heavy
 @pytest.mark.usefixtures("cache")
 def test_the_library_loads_a_pair_of_the_hub() -> None:
     of_hub, by_name = (load(*names, device="cpu") for names in ((TARGET, DRAFT), ("tiny", "tiny-draft")))
@@ -107,7 +110,6 @@ def test_the_library_loads_a_pair_of_the_hub() -> None:
         (["model=./weights"], "neither a name of the catalogue nor an id of the hub"),
         (["model=acme/absent", "draft=none"], "acme/absent on the hub is not in"),
         (["model=acme/absent", "draft=none", "dry_run=true"], "HF_HUB_OFFLINE is set: run hf download acme/absent"),
-        (["model=acme/absent", "task=compare"], "give draft=OWNER/NAME"),
         (["hardware=acme/box"], "unknown hardware 'acme/box'"),
     ],
 )
@@ -119,6 +121,7 @@ def test_a_name_that_is_no_model_gets_its_sentence(settings: list[str], sentence
     assert len(ended.err.splitlines()) == 1
 
 
+@pytest.mark.heavy
 @pytest.mark.usefixtures("cache")
 def test_a_folder_with_the_name_of_an_id_is_never_guessed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
