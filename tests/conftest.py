@@ -21,8 +21,9 @@ from tests.helpers.own_conf import OwnConf, writer
 
 # Read when the libraries are first imported, and inherited by the processes that tests start.
 os.environ["HF_HUB_OFFLINE"] = "1"
-# Models and machines of whoever runs the tests stay out of them.
-os.environ["XDG_CONFIG_HOME"] = str(Path(tempfile.gettempdir()) / f"llama-ssp-tests-{os.getuid()}")
+# Models, machines and the history of whoever runs the tests stay out of them.
+for name in ("CONFIG", "STATE"):
+    os.environ[f"XDG_{name}_HOME"] = str(Path(tempfile.gettempdir()) / f"llama-ssp-tests-{os.getuid()}")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 

@@ -72,7 +72,7 @@ def _json_lines(text: str, source: str) -> Iterator[PromptRecord]:
         except ValueError as error:
             raise ConfigError(f"{line.where} must be a JSON object: it cannot be read ({_reason(error)})") from None
         if not isinstance(content, dict):
-            raise ConfigError(f"{line.where} must be a JSON object, and not a {_kind_of(content)}")
+            raise ConfigError(f"{line.where} must be a JSON object, and not {_kind_of(content)}")
         yield PromptRecord(where=line.where, content=_checked(content, line.where))
 
 
@@ -83,11 +83,11 @@ def _json(text: str, source: str) -> Iterator[PromptRecord]:
     except ValueError as error:
         raise ConfigError(f"prompts={source} is not JSON ({_reason(error)}): it must be {wanted}") from None
     if not isinstance(content, list):
-        raise ConfigError(f"prompts={source} holds a {_kind_of(content)}: it must be {wanted}")
+        raise ConfigError(f"prompts={source} holds {_kind_of(content)}: it must be {wanted}")
     for number, entry in enumerate(content, start=1):
         where = f"entry {number} of prompts={source}"
         if not isinstance(entry, dict | str):
-            raise ConfigError(f"{where} must be an object or a text, and not a {_kind_of(entry)}")
+            raise ConfigError(f"{where} must be an object or a text, and not {_kind_of(entry)}")
         yield PromptRecord(where=where, content=_checked(entry, where) if isinstance(entry, dict) else entry)
 
 
@@ -104,7 +104,7 @@ def _csv(text: str, source: str, *, delimiter: str = ",") -> Iterator[PromptReco
                 )
             yield PromptRecord(where=where, content=row)
     except csv.Error as error:
-        raise ConfigError(f"line {rows.line_num} of prompts={source} is not CSV: {error}") from None
+        raise ConfigError(f"line {rows.reader.line_num} of prompts={source} is not CSV: {error}") from None
 
 
 def _tsv(text: str, source: str) -> Iterator[PromptRecord]:
@@ -150,8 +150,8 @@ def _checked(content: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _kind_of(content: object) -> str:
-    kinds = {dict: "object", list: "list", str: "text", bool: "truth value", type(None): "null"}
-    return kinds.get(type(content), "number")
+    kinds = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
+    return kinds.get(type(content), "a number")
 
 
 def _reason(error: Exception) -> str:

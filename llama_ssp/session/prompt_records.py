@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from llama_ssp.errors import ConfigError, similar_name
+from llama_ssp.errors import ConfigError
 from llama_ssp.session.prompt_files import PromptRecord
 
 Message: TypeAlias = dict[str, str]
@@ -99,15 +99,17 @@ def _way_of(record: PromptRecord) -> str:
         raise ConfigError(f"{record.where} has both `{found[0]}` and `{found[1]}`: give one of them")
     if not found:
         raise ConfigError(
-            f"{record.where} must be a JSON object such as {_EXAMPLES}, or a row with a column prompt; it has "
-            f"{', '.join(names) or 'nothing'}{_named_by_setting(names)}"
+            f"{record.where} must be an entry with `prompt`, `turns` or `messages`, such as {_EXAMPLES}; it has "
+            f"{', '.join(names) or 'nothing'}{_likely(record)}"
         )
     return found[0]
 
 
-def _named_by_setting(names: Sequence[str]) -> str:
-    likely = similar_name("prompt", names) or next(iter(names), None)
-    return f": prompts_column={likely} takes that" if likely else ""
+def _likely(record: PromptRecord) -> str:
+    """The setting that takes the longest text of a record."""
+    assert isinstance(record.content, dict)
+    texts = {name: value for name, value in record.content.items() if isinstance(value, str)}
+    return f": prompts_column={max(texts, key=lambda name: len(texts[name]))} takes that" if texts else ""
 
 
 def _value_of(record: PromptRecord, name: str) -> Any:  # noqa: ANN401 - a text, a list of texts, or of messages
@@ -124,7 +126,7 @@ def _value_of(record: PromptRecord, name: str) -> Any:  # noqa: ANN401 - a text,
     else:
         wanted, fits = f"a text as `{name}`", isinstance(value, str)
     if not fits:
-        raise ConfigError(f"{record.where} must be a JSON object with {wanted}, such as {_EXAMPLES}")
+        raise ConfigError(f"{record.where} must be an entry with {wanted}, such as {_EXAMPLES}")
     return value
 
 

@@ -46,6 +46,11 @@ class OnTerminal:
             while self._end is not None and (some := os.read(self._end, 65536)):
                 self._bytes += some
 
+    def type(self, text: str) -> None:
+        """Type at the terminal."""
+        assert self._end is not None, "nobody types at a terminal that has hung up"
+        os.write(self._end, text.encode())
+
     def wait_for(self, condition: Callable[[], object], *, at_most_s: float) -> None:
         """Wait for something to become true, and read meanwhile."""
 

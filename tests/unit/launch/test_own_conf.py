@@ -45,7 +45,7 @@ def test_outside_the_repository_a_run_knows_the_users_experiment(tmp_path: Path)
     ended = called(tmp_path, "run.py", "experiment=paper", "hardware=mybox", "dry_run=true", "device=cpu")
     assert ended.returncode == 0, ended.stderr
     assert "mine" in ended.stdout
-    assert "7 tokens" in ended.stdout
+    assert "+ 7 tokens" in " ".join(ended.stdout.split())
     assert [*tmp_path.iterdir()] == [tmp_path / "home"]
 
 
