@@ -46,7 +46,7 @@ class OnTerminal:
             while self._end is not None and (some := os.read(self._end, 65536)):
                 self._bytes += some
 
-    def type(self, text: str) -> None:
+    def enter(self, text: str) -> None:
         """Type at the terminal."""
         assert self._end is not None, "nobody types at a terminal that has hung up"
         os.write(self._end, text.encode())

@@ -9,9 +9,7 @@ import pytest
 from llama_ssp.console.typed import history_file, typed_prompts
 from tests.helpers.terminals import OnTerminal
 
-PROGRAM = (
-    "from llama_ssp.console.typed import typed_prompts\nfor text in typed_prompts(): print(repr(text), flush=True)"
-)
+PROGRAM = "from llama_ssp.console.typed import typed_prompts\nfor text in typed_prompts(): print(repr(text))"
 
 
 @pytest.fixture(autouse=True)
@@ -40,9 +38,9 @@ def type_into(keys: str, *, wanted: str) -> None:
     """Start the program on a terminal of its own, type, wait for what it must print, and end it."""
     with OnTerminal([sys.executable, "-c", PROGRAM]) as terminal:
         terminal.wait_for(lambda: "> " in terminal.shown, at_most_s=60)
-        terminal.type(keys)
+        terminal.enter(keys)
         terminal.wait_for(lambda: wanted in terminal.shown, at_most_s=60)
-        terminal.type("\x04")
+        terminal.enter("\x04")
         terminal.wait_for(lambda: terminal.process.poll() is not None, at_most_s=60)
 
 
