@@ -62,6 +62,15 @@ def test_a_given_folder_does_the_same(tmp_path: Path, own_conf: OwnConf, capsys:
     assert "name: latency" in ended.out
 
 
+def test_a_job_of_a_sweep_searches_the_given_folder_too(tmp_path: Path, own_conf: OwnConf) -> None:
+    del own_conf
+    write_all(writer(tmp_path / "conf"))
+    words = ("model=mine", "hardware=mybox", "draft=none", "task=generate", "prompt=a", "max_new_tokens=1,2")
+    ended = launch("-m", "--config-dir", str(tmp_path / "conf"), "hydra/launcher=slurm", "dry_run=true", *words)
+    assert ended.code == 0, ended.err
+    assert f" -- --config-dir {tmp_path / 'conf'} " in ended.out
+
+
 def test_help_lists_the_users_names(own_conf: OwnConf, capsys: pytest.CaptureFixture[str]) -> None:
     write_all(own_conf)
     with mock.patch.object(sys, "argv", ["run.py", "--help"]), pytest.raises(SystemExit):
