@@ -5,6 +5,7 @@ A fourth, with --gpu-stub, needs a CUDA build of torch.
 """
 
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -21,6 +22,8 @@ from tests.helpers.own_conf import OwnConf, writer
 
 # Read when the libraries are first imported, and inherited by the processes that tests start.
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes would compile the sources anew
+sys.dont_write_bytecode = False
 # Models, machines and the history of whoever runs the tests stay out of them.
 for name in ("CONFIG", "STATE"):
     os.environ[f"XDG_{name}_HOME"] = str(Path(tempfile.gettempdir()) / f"llama-ssp-tests-{os.getuid()}")
