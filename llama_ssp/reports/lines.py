@@ -40,13 +40,10 @@ class CompletionLine:
         examined_lengths: for each round, `summary.num_examined`.
         draft_lengths: for each round, the drafted tokens, of a run that chooses K for each round.
         ms: from the start of the row's prefill to its last token.
-        share_s: wall time divided equally among the rows of the batch and among replicas; `ms / 1000` for a batch of
-            one without replicas.
+        share_s: wall time over the rows of the batch and the replicas; `ms / 1000` for one row without replicas.
         draft_s, verify_s, other_s: the row's equal share of the time of its batch's rounds, by part.
         turn: number of turns before the prompt in its conversation.
-        question_id, category: those of the prompt in its file, if any.
-        messages: those before the prompt, if it is one of a list of messages.
-        fields: the other fields of the prompt's record in its file.
+        question_id, category, fields, messages: of the prompt's record; the other fields; messages before the prompt.
     """
 
     index: int
@@ -102,9 +99,7 @@ class CompletionLine:
         return restored
 
 
-_LATER_FIELDS = {
-    "draft_lengths": None, "turn": 0, "question_id": None, "category": None, "messages": None, "fields": {},
-}  # fmt: skip
+_LATER_FIELDS = dict.fromkeys(("draft_lengths", "question_id", "category", "messages")) | {"turn": 0, "fields": {}}
 """Fields that lines of version 0.1.0 lack."""
 
 

@@ -287,12 +287,10 @@ def test_weights_are_staged_under_a_name_that_changes_with_them(sweep: Sweep, tm
 @pytest.mark.heavy
 def test_a_hub_model_that_is_not_here_cannot_be_staged(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_args, **_options: None)
-    ended = sweep(
-        "hardware=p4d_24xlarge", "model=7B", "draft=none", "task=generate", "hydra.launcher.stage_to=/scratch"
-    )
+    words = ("hardware=p4d_24xlarge", "model=7B", "draft=none", "task=generate")
+    ended = sweep(*words, "hydra.launcher.stage_to=/scratch")
     assert (ended.code, ended.jobs) == (2, [])
-    hub_id = catalogue.load("7B").hub_id
-    assert f"hf download {hub_id}" in ended.err
+    assert f"hf download {catalogue.load('7B').hub_id}" in ended.err
 
 
 def test_nothing_is_staged_without_a_folder_for_it() -> None:
