@@ -17,6 +17,7 @@ from llama_ssp.library.words import in_library_words
 from llama_ssp.planning.auto import choose_placement
 from llama_ssp.planning.plan import Plan, make_plan
 from llama_ssp.planning.spec import make_job, settle_models
+from llama_ssp.tasks.dry_run import with_hub_sizes
 
 _AUTO = "auto"
 
@@ -42,7 +43,7 @@ def plan(  # noqa: PLR0913 - a notebook shows this signature
     """Forecast memory and time of a job; loads nothing, and needs neither a GPU nor torch.
 
     Args:
-        target: a name of the catalogue, or a folder with a config.json.
+        target: a name of the catalogue, a folder with a config.json, or the id of a model of the Hugging Face hub.
         draft: the same for the draft, or "ngram"; None plans plain decoding.
         hardware: a name of conf/hardware, or a description; None for this machine with one GPU, as `load` uses it.
         num_gpus: GPUs of a node, if not all.
@@ -82,6 +83,8 @@ def plan(  # noqa: PLR0913 - a notebook shows this signature
             speculation=SpeculationConfig(num_draft_tokens=read["num_draft_tokens"], acceptance=read["acceptance"]),
             **{name: read[name] for name in ("batch_size", "prompt_tokens", "max_new_tokens")},
         )  # fmt: skip
+        config.model = with_hub_sizes(config.model)
+        config.draft.model = config.draft.model and with_hub_sizes(config.draft.model)
         settle_models(config)
         check(config)
         job = make_job(config, machine)

@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from llama_ssp.errors import ConfigError
-from llama_ssp.session.prompts import Message, encode, in_template
+from llama_ssp.session.prompt_records import Message
+from llama_ssp.session.prompts import encode, encode_messages
 
 Chat: TypeAlias = Sequence[Message]
 """A conversation up to where the assistant speaks, or whose last message, the assistant's, it continues."""
@@ -59,9 +60,7 @@ def encode_any(number: int, prompt: object, tokenizer: PreTrainedTokenizerBase, 
                 raise ConfigError(f"prompt {number} has token id {min(ids)}: ids begin at 0")
             return ids
         if all(_is_message(message) for message in prompt):
-            goes_on = prompt[-1]["role"] == "assistant"
-            text = in_template([dict(message) for message in prompt], tokenizer, goes_on=goes_on)
-            return tuple(tokenizer(text, add_special_tokens=False).input_ids)
+            return encode_messages([dict(message) for message in prompt], tokenizer)
     raise ConfigError(f"prompt {number} is {reprlib.repr(prompt)}, and {_WANTED} is required")
 
 

@@ -6,10 +6,11 @@ import pytest
 
 from llama_ssp import plan
 from llama_ssp.commands.plan import read_settings
-from llama_ssp.config import hardware
+from llama_ssp.config import catalogue, hardware
 from llama_ssp.config.schema import DraftLayout
 from llama_ssp.planning.plan import document, make_plan
 from llama_ssp.planning.spec import make_job, settle_models
+from llama_ssp.weights import hub
 
 
 def by_command(*settings: str) -> dict[str, Any]:
@@ -65,6 +66,13 @@ def test_this_machine_has_one_gpu_as_the_library_uses_it() -> None:
     found = plan("tiny", "tiny-draft")
     assert len(found.ranks) == 1
     assert found.fits
+
+
+def test_a_model_of_the_hub_is_planned_from_its_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = hub.resolve(catalogue.load("tiny"))
+    monkeypatch.setattr(hub, "find_config", lambda _model: folder)
+    found = plan("owner/name", hardware="laptop_cpu")
+    assert found.job.target.shape == plan("tiny", hardware="laptop_cpu").job.target.shape
 
 
 def test_a_repr_is_a_line() -> None:
