@@ -122,9 +122,7 @@ class RankShard:
         return range(units.start * width, units.stop * width)
 
 
-def split_model(
-    shape: ModelShape, *, num_ranks: int, quantization: str = NO_QUANTIZATION
-) -> tuple[RankShard, ...]:
+def split_model(shape: ModelShape, *, num_ranks: int, quantization: str = NO_QUANTIZATION) -> tuple[RankShard, ...]:
     """Split a model over the ranks of a tensor-parallel group; PlacementError for more ranks than units of a kind.
 
     MLP units and vocabulary are split in blocks of 64 if there are enough of them, MLP units of models that are
@@ -136,7 +134,8 @@ def split_model(
     units, vocabulary = (
         split_blocks(size, num_ranks, block=block if size > block * (num_ranks - 1) else 1)
         for size, block in (
-            (shape.intermediate_size, math.lcm(BLOCK, format_of(quantization).group)), (shape.vocab_size, BLOCK)
+            (shape.intermediate_size, math.lcm(BLOCK, format_of(quantization).group)),
+            (shape.vocab_size, BLOCK),
         )
     )
     return tuple(

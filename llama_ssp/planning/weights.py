@@ -12,9 +12,7 @@ DTYPE_BYTES = {Dtype.fp32: 4, Dtype.bf16: 2, Dtype.fp16: 2}
 HALF_BLOCK = 512
 
 
-def shares(
-    shape: ModelShape, *, num_ranks: int, quantization: str = NO_QUANTIZATION
-) -> tuple[Inventory, ...]:
+def shares(shape: ModelShape, *, num_ranks: int, quantization: str = NO_QUANTIZATION) -> tuple[Inventory, ...]:
     """The parameters of each rank of a tensor-parallel group; an unknown family or impossible split is refused."""
     whole = inventory(shape)
     if num_ranks == 1:

@@ -116,7 +116,7 @@ class PackedTensor(TensorFacts):
 
 def _codes(words: Tensor) -> Tensor:
     """The codes of int32 words (N, M), shape (N, 8 M)."""
-    pairs = words.contiguous().view(torch.uint8)
+    pairs = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     return torch.stack([pairs & 15, pairs >> 4], dim=-1).flatten(1)
 
 
@@ -162,7 +162,9 @@ def _field(described: object, name: str) -> Any:  # noqa: ANN401 - JSON
     return described.get(name) if isinstance(described, dict) else None
 
 
-def combine(tensors: Mapping[str, StoredTensor], layout: Layout, folder: Path) -> dict[str, StoredTensor | PackedTensor]:
+def combine(
+    tensors: Mapping[str, StoredTensor], layout: Layout, folder: Path
+) -> dict[str, StoredTensor | PackedTensor]:
     """Replace the parts of each int4 weight by the weight; CheckpointError for parts that do not fit each other."""
     suffix = f".{layout.weight}"
     modules = [name.removesuffix(suffix) for name in tensors if name.endswith(suffix)]
@@ -202,7 +204,11 @@ def _packed(tensors: Mapping[str, StoredTensor], layout: Layout, module: str) ->
     if order := parts.get(str(layout.order)):
         fits &= order.shape == (GROUP * num_groups,)
     shape = num_outputs, GROUP * num_groups
-    return PackedTensor(dtype=parts[layout.scale].dtype, shape=shape, is_packed=True, layout=layout, parts=parts) if fits else None
+    return (
+        PackedTensor(dtype=parts[layout.scale].dtype, shape=shape, is_packed=True, layout=layout, parts=parts)
+        if fits
+        else None
+    )
 
 
 def _outputs_first(tensor: StoredTensor, layout: Layout) -> tuple[int, ...]:

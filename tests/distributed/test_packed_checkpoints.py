@@ -30,9 +30,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path
 
 
 def text(model: Path, run_dir: Path, *overrides: str, num_ranks: int = 1) -> str:
-    done = run(
-        [*GREEDY, "model=local", f"model.path={model}", f"run_dir={run_dir}", *overrides], num_ranks=num_ranks
-    )
+    done = run([*GREEDY, "model=local", f"model.path={model}", f"run_dir={run_dir}", *overrides], num_ranks=num_ranks)
     assert done.returncode == 0, done.stderr
     (line,) = (run_dir / "run.jsonl").read_text().splitlines()
     return str(json.loads(line)["text"])

@@ -1,4 +1,4 @@
-"""On a GPU: the kernel for int8 and int4 computes the product, and a row's bits do not depend on the rows next to it."""
+"""On a GPU: the kernel for int8 and int4 computes the product, and a row's bits do not depend on the rows around it."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def operands(bits: int, shape: tuple[int, int], dtype: torch.dtype) -> tuple[Ten
     """64 rows, what the kernel takes of the weights, and the weights in fp64."""
     generator = torch.Generator().manual_seed(sum(shape))
     x_MI = torch.randn(64, shape[1], generator=generator).to("cuda", dtype)
-    if bits == 8:  # noqa: PLR2004 - int8
+    if bits == 8:
         weight_OI = torch.randint(-127, 128, shape, generator=generator, dtype=torch.int8).cuda()
         scales_O = torch.rand(shape[0], generator=generator).to("cuda", dtype) / 4096
         return x_MI, (weight_OI, scales_O), weight_OI.double() * scales_O.double()[:, None]

@@ -1,6 +1,6 @@
 """Writes checkpoints with int4 weights as quantizing tools do, and the checkpoints of numbers that they stand for.
 
-The packing is written from the layouts' definitions, one code at a time, and shares nothing with the code under test.
+The packing is written from the layouts' definitions, and shares nothing with the code under test.
 """
 
 import json
@@ -33,7 +33,9 @@ def pack_checkpoint(origin: Path, packed: Path, dequantized: Path, layout: str) 
         if not _LINEAR.search(name):
             packed_tensors[name] = numbers[name] = tensor
             continue
-        codes, scales, zeros = _quantized(tensor.float(), is_symmetric="asymmetric" not in layout and layout != "gptq_v2")
+        codes, scales, zeros = _quantized(
+            tensor.float(), is_symmetric="asymmetric" not in layout and layout != "gptq_v2"
+        )
         numbers[name] = _dequantized(codes, scales, zeros)
         module = name.removesuffix(".weight")
         packed_tensors |= {f"{module}.{leaf}": part for leaf, part in _parts(codes, scales, zeros, layout).items()}
@@ -103,7 +105,5 @@ def _parts(codes: Tensor, scales: Tensor, zeros: Tensor, layout: str) -> dict[st
 
 def _words(codes: Tensor) -> Tensor:
     """Join eight columns to an int32, the first in its lowest bits."""
-    words = torch.zeros(len(codes), codes.shape[1] // 8, dtype=torch.int64)
-    for column in range(codes.shape[1]):
-        words[:, column // 8] += codes[:, column].long() << 4 * (column % 8)
+    words = (codes.long().unflatten(1, (-1, 8)) << 4 * torch.arange(8)).sum(2)
     return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)

@@ -74,7 +74,9 @@ fma.rn.f16x2 $3, $6, minus, $3;
 """)
 """The low and the high halves of four bytes, less their zeros: 0x6400 | code is 1024 + code, and zeros come as such."""
 _HALVES_TO_BF16 = tl.constexpr(
-    _HALVES_TO_FP16.value.replace("0x64646464", "0x43434343").replace("0xbc00bc00", "0xbf80bf80").replace("f16x2", "bf16x2")
+    _HALVES_TO_FP16.value.replace("0x64646464", "0x43434343")
+    .replace("0xbc00bc00", "0xbf80bf80")
+    .replace("f16x2", "bf16x2")
 )
 """The same in bf16: 0x4300 | code is 128 + code."""
 _HALVES_REGISTERS = tl.constexpr("=&r,=&r,=&r,=&r,r,r,r")
@@ -105,12 +107,22 @@ def _converted_halves(bytes_tile, words, HALF: tl.constexpr, PTX: tl.constexpr):
     elif tl.float16 == HALF:
         zeros = (zeros | _FP16_ZERO).to(tl.int16).to(tl.float16, bitcast=True)
         low, high = tl.inline_asm_elementwise(
-            _HALVES_TO_FP16, _HALVES_REGISTERS, [bytes_tile, zeros[:, :, None]], (tl.float16, tl.float16), is_pure=True, pack=4
+            _HALVES_TO_FP16,
+            _HALVES_REGISTERS,
+            [bytes_tile, zeros[:, :, None]],
+            (tl.float16, tl.float16),
+            is_pure=True,
+            pack=4,
         )
     else:
         zeros = (zeros | _BF16_ZERO).to(tl.int16).to(tl.bfloat16, bitcast=True)
         low, high = tl.inline_asm_elementwise(
-            _HALVES_TO_BF16, _HALVES_REGISTERS, [bytes_tile, zeros[:, :, None]], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+            _HALVES_TO_BF16,
+            _HALVES_REGISTERS,
+            [bytes_tile, zeros[:, :, None]],
+            (tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=4,
         )
     return low, high
 
@@ -128,6 +140,17 @@ def _added(total, weight_tile, x_tile):  # type: ignore[no-untyped-def]  # noqa:
         total = tl.dot(weight_tile, middle, total)
         x_tile = large
     return tl.dot(weight_tile, x_tile, total)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _sum_of_warps(total, WARPS: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    """Add up the warps' sums, 4 or 8, in pairs."""
+    sums = tl.permute(total, (1, 2, 0))
+    pairs = tl.split(tl.reshape(sums, (OUTPUTS, ROWS, WARPS // 2, 2)))
+    pairs = tl.split(tl.reshape(pairs[0] + pairs[1], (OUTPUTS, ROWS, WARPS // 4, 2)))
+    if WARPS // 4 > 1:
+        pairs = tl.split(tl.reshape(pairs[0] + pairs[1], (OUTPUTS, ROWS, 2)))
+    return tl.reshape(pairs[0] + pairs[1], (OUTPUTS, ROWS))
 
 
 @triton.jit
@@ -163,7 +186,9 @@ def _product(  # type: ignore[no-untyped-def]  # noqa: ANN202, PLR0913, PLR0917 
     # Rows of the weight behind the last one are read as the last one, and not stored.
     read = tl.minimum(outputs, num_outputs - 1).to(tl.int64)
     x_places = x + (rows * num_inputs)[None, :, None] + inputs[:, None, :]
-    weight_places = weight + (read * (num_inputs // byte_weights))[None, :, None] + (warps * warp_bytes + bytes_)[:, None, :]
+    weight_places = (
+        weight + (read * (num_inputs // byte_weights))[None, :, None] + (warps * warp_bytes + bytes_)[:, None, :]
+    )
     half: tl.constexpr = tl.float16 if x.dtype.element_ty == tl.float16 else tl.bfloat16
     total = tl.zeros((WARPS, OUTPUTS, ROWS), dtype=tl.float32)
     first = tl.program_id(2) * split_inputs
@@ -183,12 +208,7 @@ def _product(  # type: ignore[no-untyped-def]  # noqa: ANN202, PLR0913, PLR0917 
             total += part * (words & ~_ZERO_BITS).to(tl.float32, bitcast=True)[:, :, None]
         else:
             total = _added(total, _converted(bytes_tile, half, PTX), x_tile)
-    sums = tl.permute(total, (1, 2, 0))
-    pairs = tl.split(tl.reshape(sums, (OUTPUTS, ROWS, WARPS // 2, 2)))
-    pairs = tl.split(tl.reshape(pairs[0] + pairs[1], (OUTPUTS, ROWS, WARPS // 4, 2)))
-    if WARPS == 8:
-        pairs = tl.split(tl.reshape(pairs[0] + pairs[1], (OUTPUTS, ROWS, 2)))
-    result = tl.reshape(pairs[0] + pairs[1], (OUTPUTS, ROWS))
+    result = _sum_of_warps(total, WARPS, OUTPUTS, ROWS)
     places = rows[None, :] * num_outputs + outputs[:, None]
     is_stored = is_output[:, None] & is_row[None, :]
     if IS_SPLIT:
@@ -254,8 +274,15 @@ def product_of_few_rows(
     )  # fmt: skip
     if is_split:
         _sum_of_splits[(triton.cdiv(y_MO.numel(), _SUMMED),)](
-            parts, scales if byte_weights == 1 else None, bias_O, residual_MO, y_MO, tiles.num_splits, y_MO.numel(),
-            num_outputs, ELEMENTS=_SUMMED,
+            parts,
+            scales if byte_weights == 1 else None,
+            bias_O,
+            residual_MO,
+            y_MO,
+            tiles.num_splits,
+            y_MO.numel(),
+            num_outputs,
+            ELEMENTS=_SUMMED,
         )
     return y_MO
 

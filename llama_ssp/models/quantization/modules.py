@@ -43,9 +43,7 @@ def quantize_modules(model: PreTrainedModel, quantize: Kernel, *, fill: Callable
         model.set_submodule(name, QuantizedLinear(module, quantize))
 
 
-def check_packed(
-    model: PreTrainedModel, origin: WeightSource, sources: Mapping[str, str], quantization: str
-) -> None:
+def check_packed(model: PreTrainedModel, origin: WeightSource, sources: Mapping[str, str], quantization: str) -> None:
     """Check that weights which are stored packed belong to the layers that are quantized, and that all of those are.
 
     ConfigError if `quantization` is another format; CheckpointError if only some of the layers are packed.

@@ -202,7 +202,12 @@ def test_embeddings_head_and_norms_keep_their_format(saved: Saved) -> None:
             "nf4 packs 64 inputs at a time, and model.layers.0.self_attn.o_proj has 32 on one",
         ),
         ("gpt_neox", 8, "nf4", "attention.dense has 32 on one of 8 ranks: use another number of ranks, or"),
-        ("llama", 4, "int4_weight_only", "int4_weight_only packs 128 inputs at a time, and .*o_proj has 64 on one of 4"),
+        (
+            "llama",
+            4,
+            "int4_weight_only",
+            "packs 128 inputs at a time, and .*o_proj has 64 on one of 4",
+        ),
     ],
 )
 def test_a_slice_that_fills_no_group_is_refused_with_what_would_work(

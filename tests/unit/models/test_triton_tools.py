@@ -2,7 +2,7 @@
 
 import logging
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from subprocess import CalledProcessError
 
@@ -19,6 +19,7 @@ def _nothing_was_said() -> Iterator[None]:
     """Warnings come once in a process, and once in a test."""
     triton_tools._said.clear()
     weight_only._product_of_few_rows.cache_clear()
+    int4_weight_only._product_of_few_rows.cache_clear()
     yield
     weight_only._product_of_few_rows.cache_clear()
 

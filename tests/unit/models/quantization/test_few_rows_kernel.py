@@ -15,9 +15,11 @@ from tests.helpers.ptx import run_ptx
 
 pytestmark = pytest.mark.triton
 
-MOST_INSTRUCTIONS = {8: 6, 4: 4}
-"""Of a thread, for each weight of so many bits. While a byte arrives, an H200 has time for 6, an H100 for 8 and an A100
-for 9; a byte is two weights in int4."""
+MOST_INSTRUCTIONS = {(8, 2): 6, (8, 4): 6, (4, 2): 4, (4, 4): 5}
+"""Of a thread, for each weight of so many bits and inputs of so many bytes.
+
+While a byte arrives, an H200 has time for 6, an H100 for 8 and an A100 for 9; a byte is two weights in int4.
+"""
 MOST_SHARED = 99 * 1024
 """Bytes of a block on GPUs since 2020."""
 TYPES = {
@@ -84,7 +86,15 @@ def test_every_weight_is_multiplied_once_and_never_converted_as_an_integer(
 @grid(bits=[8, 4], capability=CAPABILITIES, dtype=list(VALUE_BYTES), num_outputs=[8192, 2048, 512])
 def test_a_weight_takes_few_instructions(bits: int, capability: int, dtype: str, num_outputs: int) -> None:
     found = compiled(bits, capability, dtype, 5, num_outputs=num_outputs)
-    assert 32 * len(found.body) <= MOST_INSTRUCTIONS[bits] * num_weights(found, bits, dtype, num_outputs=num_outputs)
+    most = MOST_INSTRUCTIONS[bits, VALUE_BYTES[dtype]]
+    assert 32 * len(found.body) <= most * num_weights(found, bits, dtype, num_outputs=num_outputs)
+
+
+@grid(capability=CAPABILITIES, dtype=["fp16", "bf16"])
+def test_large_matrices_in_int4_leave_an_h200_waiting_for_memory(capability: int, dtype: str) -> None:
+    """Up to 8 rows."""
+    found = compiled(4, capability, dtype, 5)
+    assert 32 * len(found.body) <= 3 * num_weights(found, 4, dtype, num_outputs=8192)
 
 
 INTERPRETED = """

@@ -89,7 +89,9 @@ def test_other_families_read_them_too(made: Made, family: str) -> None:
 def test_a_packed_checkpoint_needs_its_format(made: Made) -> None:
     packed, plain = made("llama", "gptq")
     for quantization in ("none", "int8_weight_only"):
-        with pytest.raises(ConfigError, match=rf"4 bits, and model.quantization={quantization} was .*=int4_weight_only"):
+        with pytest.raises(
+            ConfigError, match=rf"4 bits, and model.quantization={quantization} was .*=int4_weight_only"
+        ):
             check_model(inspect(packed), num_ranks=1, quantization=quantization)
         with pytest.raises(ConfigError, match="holds weights of 4 bits"):
             load(packed, Precision(quantization=quantization), Comm.single())

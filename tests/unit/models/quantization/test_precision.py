@@ -14,7 +14,11 @@ from llama_ssp.models.quantization.precision import Int8Linear, Nf4Linear, Preci
 from llama_ssp.models.quantization.weight_only import Int8WeightOnlyLinear, QuantizedForm, quantize_by_blocks
 from tests.helpers.lanes import grid
 
-FORMS = ["int8", "nf4", "int8_weight_only", "int4_weight_only"]
+KINDS: dict[str, type] = {
+    "int8": Int8Linear, "nf4": Nf4Linear, "int8_weight_only": Int8WeightOnlyLinear,
+    "int4_weight_only": Int4WeightOnlyLinear,
+}  # fmt: skip
+FORMS = list(KINDS)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 every_form = pytest.mark.parametrize("form", FORMS)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -162,7 +166,7 @@ def test_a_layer_is_quantized_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPat
     assert seen == [2, 2, 2, 1]
 
 
-@pytest.mark.parametrize(("form", "kind"), list(zip(FORMS, (Int8Linear, Nf4Linear, Int8WeightOnlyLinear, Int4WeightOnlyLinear), strict=True)))
+@pytest.mark.parametrize(("form", "kind"), KINDS.items())
 def test_each_name_has_its_form(form: str, kind: type) -> None:
     assert type(make(form, numbers(16, 128))) is kind
 
