@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.config.formats.int4_weight_only import GROUP
+from llama_ssp.distributed.operators import is_recording
 from llama_ssp.models.quantization.weight_only import (
     ProductOfFewRows,
     WeightOnlyLinear,
@@ -46,8 +47,15 @@ class Int4WeightOnlyLinear(WeightOnlyLinear):
         groups[:, :, 0].copy_(first)
         groups[:, :, 1].copy_(last)
         words_CG11 = words_GO[:, outputs].t()[..., None, None].contiguous()
-        # Both are fp32 numbers or integers, so that a weight is rounded once.
-        groups.sub_(int4_rows.zeros_of(words_CG11)).mul_(int4_rows.scales_of(words_CG11))
+        # A trace cannot hold the change from bits to numbers, but it can hold an operator.
+        scales_of = torch.ops.llama_ssp.int4_scales if is_recording() else int4_rows.scales_of
+        # Zeros are integers and scales in fp32, so that a weight is rounded once.
+        groups.sub_(int4_rows.zeros_of(words_CG11)).mul_(scales_of(words_CG11))
+
+
+_library = torch.library.Library("llama_ssp", "FRAGMENT")
+_library.define("int4_scales(Tensor words) -> Tensor")
+_library.impl("int4_scales", int4_rows.scales_of, "CPU")
 
 
 def _rounded(weight_CI: Tensor) -> tuple[Tensor, Tensor]:

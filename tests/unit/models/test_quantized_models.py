@@ -49,7 +49,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     @cache
     def build(family: str) -> Path:
         folder = tmp_path_factory.mktemp(family)
-        build_checkpoint(folder, family, **WIDE)
+        build_checkpoint(folder, family, **WIDE | ({"head_dim": 32} if family == "gemma2" else {}))
         return folder
 
     return build
