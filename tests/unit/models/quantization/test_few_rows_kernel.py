@@ -160,7 +160,6 @@ for make in (bytes_and_numbers, halves_and_numbers):
 """
 
 
-@pytest.mark.heavy
 def test_products_are_exact_in_triton_s_interpreter() -> None:
     """Borders of all kinds, tiles of all sizes, splits. Sums are exact, so that the order of the sums does not show."""
     environ = os.environ | {"TRITON_INTERPRET": "1"}
