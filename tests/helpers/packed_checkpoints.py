@@ -85,7 +85,7 @@ def _quantized(weight_OI: Tensor, *, is_symmetric: bool) -> tuple[Tensor, Tensor
 
 
 def _dequantized(codes: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
-    groups = codes.unflatten(1, (-1, GROUP)) - zeros[..., None]
+    groups: Tensor = codes.unflatten(1, (-1, GROUP)) - zeros[..., None]
     return (groups * scales.float()[..., None]).flatten(1)
 
 

@@ -127,7 +127,7 @@ def _converted_halves(bytes_tile, words, HALF: tl.constexpr, PTX: tl.constexpr):
     return low, high
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _added(total, weight_tile, x_tile):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
     """Add the product of a tile of weights in fp16 or bf16 with inputs in any format."""
     x_tile = tl.permute(x_tile, (0, 2, 1))
