@@ -99,6 +99,10 @@ def load_models(
         if draft_source and mesh.draft:
             load = partial(load_model, device=world.device, comm=mesh.draft)
             draft = _load("draft", draft_source, load, comm=mesh.draft, progress=progress)
+    if world.device.type == "cuda":
+        settle_packing(target, mesh.replica)
+        if draft and mesh.draft:
+            settle_packing(draft, mesh.draft)
     mesh.set_timeout(config.timeouts.decode_s)
     tokenizers = None
     if draft_source and matching_of(config.draft):
@@ -110,6 +114,15 @@ def load_models(
         sources=tuple(source for source in sources if source),
         tokenizers=tokenizers,
     )  # fmt: skip
+
+
+def settle_packing(runner: Runner, comm: Comm) -> None:
+    """Pack prompts only if all ranks of a model can, since their messages need one shape.
+
+    All ranks of `comm` must call this together, also those without a part of the model.
+    """
+    can_pack = isinstance(runner, NullRunner) or runner.packs_prompts
+    runner.packs_prompts = all(comm.gather_text("packed" if can_pack else ""))
 
 
 def _load(
