@@ -143,8 +143,8 @@ class Round:
     ) -> Tensor:
         """Read R prompts into the given rows of the caches and sample each one's first token; see `read_prompts`.
 
-        `lengths` are those of the prompts, which the device knows as well; `drafters` are those that read them now, by default all. Returns the result of these rows; see
-        `BatchState.commit`.
+        `lengths` are those of the prompts, which the device knows as well; `drafters` are those that read them now, by
+        default all. Returns the result of these rows; see `BatchState.commit`.
         """
         lengths_R = prompts.lengths_B
         to_read = Prompts(prompts.tokens_BS, lengths_R, lengths, longest=max(lengths))

@@ -6,7 +6,7 @@ that a library makes by itself.
 
     a result that is there      one query
     a result that is not        a few queries, then naps, each followed by a query and a look at the control channel
-    the timeout has passed      another rank's host is at work: it compiles a kernel or measures, and is waited for
+    the timeout has passed      the host of another rank is at work, compiling or measuring: the timeout begins again
                                 all hosts wait for their GPUs, or one does not answer: the wait is given up
 """
 
@@ -19,7 +19,6 @@ import torch.distributed as dist
 _NUM_QUERIES = 32
 _NAP_S = 5e-5  # short beside a round: the device has the next one already
 _GRACE_S = 1.0  # for a wait of this replica, when a rank of another one has ended
-_ASK_EVERY_S = 2.0  # of a rank at work
 MOST_WORK_S = 600.0
 """How long a host may be at work while others wait for its GPU; compilers take minutes at most."""
 
@@ -66,7 +65,7 @@ class DeviceWait:
 
     def _nap_until(self, event: Event) -> None:
         began = time.monotonic()
-        deadline_s, last_s = began + self.timeout_s, began + max(self.timeout_s, MOST_WORK_S)
+        deadline_s = began + self.timeout_s
         failed_s: float | None = None
         while not event.query():
             time.sleep(_NAP_S)
@@ -75,7 +74,8 @@ class DeviceWait:
                 failed_s = now
             if failed_s is not None and now - failed_s >= _GRACE_S:
                 raise dist.DistBackendError("the device waits for a rank that has ended")
-            if now >= deadline_s and now < last_s and self._has_busy_peer():
-                deadline_s = min(time.monotonic() + _ASK_EVERY_S, last_s)
-            elif now >= deadline_s:
+            if now >= deadline_s:
+                if now - began < MOST_WORK_S and self._has_busy_peer():
+                    deadline_s = time.monotonic() + self.timeout_s
+                    continue
                 raise dist.DistBackendError(f"the device timed out after {self.timeout_s:g} s")

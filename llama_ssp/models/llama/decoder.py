@@ -98,6 +98,21 @@ class LeanRunner(CachedRunner):
         """Whether forwards run the kernels of `gpu_layers`."""
         return self._gpu_layers is not None
 
+    def kernel_choices(self) -> dict[str, list[int]]:
+        """The kernels that were chosen by their times on this GPU; see `trials.choices_of`."""
+        if self._gpu_layers is None:
+            return {}
+        from llama_ssp.models.llama.trials import choices_of  # noqa: PLC0415 - imports Triton
+
+        return choices_of(self._gpu_layers.products)
+
+    def use_kernel_choices(self, choices: dict[str, list[int]]) -> None:
+        """Use the kernels that were chosen before, or by another rank; see `trials.use_choices`."""
+        if self._gpu_layers is not None:
+            from llama_ssp.models.llama.trials import use_choices  # noqa: PLC0415 - imports Triton
+
+            use_choices(self._gpu_layers.products, choices)
+
     def allocate(self, *, batch_size: int, capacity: int) -> None:
         """See `Runner.allocate`."""
         known = self.num_allocations

@@ -95,9 +95,7 @@ def test_prompts_admitted_while_others_decode_give_the_texts_that_they_give_alon
 def test_a_rank_that_drafts_some_rows_reads_their_prompts_only() -> None:
     inner = Mock()
     [_, comm] = thread_comms(2)
-    drafter = BatchSplitDrafter(
-        inner, split=BatchSplit(comm, [0, 1]), num_draft_tokens=2, device=torch.device("cpu")
-    )
+    drafter = BatchSplitDrafter(inner, split=BatchSplit(comm, [0, 1]), num_draft_tokens=2, device=torch.device("cpu"))
     drafter.allocate(batch_size=4, num_slots=64)
     drafter.prefill(prompts(), rows=ROWS, buckets=BUCKETS)
     given = inner.prefill.call_args.args[0]
@@ -118,9 +116,7 @@ def test_ranks_of_a_model_pack_only_if_all_can(others: list[str], packs: bool) -
 
 
 def test_a_rank_without_the_model_reads_packed_prompts_too() -> None:
-    absent = NullRunner(
-        device=torch.device("cpu"), vocab_size=11, max_position_embeddings=64, packs_prompts=True
-    )
+    absent = NullRunner(device=torch.device("cpu"), vocab_size=11, max_position_embeddings=64, packs_prompts=True)
     assert read_prompts(absent, prompts(), rows=ROWS, buckets=BUCKETS).shape == (4, 0)
 
 
