@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import report
+from llama_ssp.commands import report
 from tests.helpers.in_process import Ended, launch
 from tests.helpers.lanes import heavy
 

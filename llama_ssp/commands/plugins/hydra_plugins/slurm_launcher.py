@@ -1,4 +1,4 @@
-"""Hydra's plugin for `hydra/launcher=slurm`: composes every point of a sweep and passes all of them to `launch.slurm`.
+"""Hydra's plugin for `hydra/launcher=slurm`: composes every point of a sweep and passes all of them to `slurm`.
 
 Hydra imports launchers from the namespace package `hydra_plugins` on sys.path at each start.
 """
@@ -12,7 +12,7 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict, read_write
 
-from launch import command_line, slurm
+from llama_ssp.commands import command_line, slurm
 from llama_ssp.config import store
 from llama_ssp.config.slurm import SlurmConfig
 from llama_ssp.distributed.environment import read_ranks
@@ -33,7 +33,7 @@ class SlurmLauncher(Launcher):
         self._config = config
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Compose all points and submit them together, or none; raises as `launch.slurm.submit_sweep` does."""
+        """Compose all points and submit them together, or none; raises as `slurm.submit_sweep` does."""
         if read_ranks(os.environ).size > 1:
             raise ConfigError("hydra/launcher=slurm submits each job once: start it with plain python, on one rank")
         if initial_job_idx or self._config.hydra.sweeper.max_batch_size is not None:

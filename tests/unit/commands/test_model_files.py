@@ -19,7 +19,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from launch import plan, run
+from llama_ssp.commands import plan, run
 from llama_ssp.config.model_files import TOKENIZER_CONFIG_FILE
 from llama_ssp.config.schema import RunConfig
 from llama_ssp.session.startup import StartClock

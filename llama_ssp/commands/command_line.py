@@ -19,7 +19,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType, Quote, QuotedString
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 
-from launch.unknown_settings import unknown_setting
+from llama_ssp.commands.unknown_settings import unknown_setting, unread_words, unreadable
 from llama_ssp.config import catalogue
 from llama_ssp.config.drafts.drafter import DrafterRecord, drafters
 from llama_ssp.config.schema import MODEL_DRAFT, ModelShape, RunConfig
@@ -42,7 +42,7 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
             raise
         reason = output.getvalue().strip().rpartition("error: ")[2]
         raise ConfigError(
-            f"{reason}: settings are written name=value, for example model=7B, and --help lists them"
+            f"{reason}: settings are written name=value, for example model=7B, and --help all lists them"
         ) from None
     if not options.help:
         _check_options(options)
@@ -124,13 +124,9 @@ def check_overrides(overrides: Sequence[str], *, multirun: bool, config_dir: str
         multirun: whether `a,b` means two runs.
         config_dir: folder of the user's own options.
     """
-    problems: list[str] = []
-    parsed = []
-    for text in overrides:
-        if override := parsed_override(text):
-            parsed.append(override)
-        else:
-            problems.append(unreadable(text))
+    parses = {text: parsed_override(text) for text in overrides}
+    parsed = [override for override in parses.values() if override]
+    problems = unread_words([text for text, override in parses.items() if not override])
     groups = groups_of(config_dir)
     keys = keys_of_run(parsed, groups)
     for override in parsed:
@@ -138,14 +134,6 @@ def check_overrides(overrides: Sequence[str], *, multirun: bool, config_dir: str
             problems.extend(_problems(override, groups, keys, multirun=multirun))
     if problems:
         raise ConfigError(one_message(problems))
-
-
-def unreadable(text: str) -> str:
-    """Report that a word of the command line is no setting, and how one is written."""
-    return (
-        f"cannot read {text!r}: settings are written name=value, and a value with brackets, quotes or commas "
-        "needs quotes of its own inside those of the shell"
-    )
 
 
 def check_launcher(overrides: Sequence[str], *, multirun: bool) -> None:
@@ -254,7 +242,7 @@ def keys_of(schema: type, prefix: str = "") -> Iterator[str]:
 
 def _unknown_key(key: str, keys: frozenset[str]) -> str:
     """Report an unknown key: similar keys, or the tasks that have this setting, with a prefix or without one."""
-    similar = unknown_setting(key, keys, otherwise="--help lists all settings")
+    similar = unknown_setting(key, keys, otherwise="--help all lists all settings")
     if any(known.endswith(f".{key}") for known in keys):
         return similar
     owners = [name for name, task in sorted(task_specs().items()) if _full_key(key, name) in keys_of_task(task)]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import report
+from llama_ssp.commands import report
 from tests.helpers.repository import ROOT
 from tests.helpers.runs import FAST, PLAIN, write_run
 
@@ -69,7 +69,7 @@ def test_a_damaged_run_is_left_out_and_others_are_reported(tmp_path: Path, capsy
         (["{empty}/nothing"], "holds no run"),
         (["{run}", "{run}"], "2 folders need --output=DIR"),
         (["{run}", "--output"], "argument --output: expected one argument"),
-        (["{run}", "--csv"], "unrecognized arguments: --csv; usage: python launch/report.py FOLDER... "),
+        (["{run}", "--csv"], "unrecognized arguments: --csv; usage: llama-ssp report FOLDER... "),
         (["{run}", "--output={run}/status"], "cannot be written"),
         (["--output={empty}"], "the following arguments are required: FOLDER"),
         ([], "the following arguments are required: FOLDER"),
@@ -110,4 +110,4 @@ def test_a_missing_package_is_named_with_what_installs_it(package: str, tmp_path
 
 def test_help_shows_how_it_is_called(capsys: pytest.CaptureFixture[str]) -> None:
     assert report.main(["--help"]) == 0
-    assert "python launch/report.py outputs/SWEEP" in capsys.readouterr().out
+    assert "llama-ssp report outputs/SWEEP" in capsys.readouterr().out

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from launch import run
+from llama_ssp.commands import run
 from llama_ssp.config import catalogue
 from llama_ssp.weights import hub
 from tests.helpers.lanes import heavy

@@ -5,7 +5,7 @@ In `task=latency`, `num_warmup=2` and `latency.num_warmup=2` are `task.num_warmu
 
 from collections.abc import Iterable
 
-from launch.command_line import chosen_tasks, groups_of, keys_of_run, keys_of_task, parsed_override
+from llama_ssp.commands.command_line import chosen_tasks, groups_of, keys_of_run, keys_of_task, parsed_override
 
 
 class ShortKeys:

@@ -1,4 +1,4 @@
-"""Command lines of the programs other than `launch/run.py`: argparse reads them, errors are one sentence of ours."""
+"""Command lines of the commands other than `run`: argparse reads them, errors are one sentence of ours."""
 
 import argparse
 import sys

@@ -11,7 +11,7 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import ConfigCompositionException, MissingConfigException
 from omegaconf import OmegaConf
 
-from launch import command_line
+from llama_ssp.commands import command_line
 from llama_ssp.config import catalogue, store
 from llama_ssp.errors import ConfigError
 
@@ -95,7 +95,7 @@ def test_only_texts_and_paths_are_literal() -> None:
         (["temperature=0.5"], r"unknown setting 'temperature': did you mean sampling.temperature\?"),
         (["sampling.temprature=1"], r"unknown setting 'sampling.temprature': did you mean sampling.temperature\?"),
         (["draft.model.pth=DIR"], r"unknown setting 'draft.model.pth': did you mean draft.model.path"),
-        (["xyzzy=1"], r"unknown setting 'xyzzy': --help lists all settings"),
+        (["xyzzy=1"], r"unknown setting 'xyzzy': --help all lists all settings"),
         (["+extra=1"], r"\+extra=1: all settings exist already"),
         (["~draft"], r"~draft: all settings exist already"),
         (["model@draft.model=13B"], r"model@draft.model=13B: all settings exist already"),

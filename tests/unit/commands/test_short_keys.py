@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from launch import command_line
-from launch.short_keys import ShortKeys
+from llama_ssp.commands import command_line
+from llama_ssp.commands.short_keys import ShortKeys
 from llama_ssp.errors import ConfigError
 
 

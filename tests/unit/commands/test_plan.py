@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from launch import plan as entry
+from llama_ssp.commands import plan as entry
 from tests.helpers.lanes import heavy
 
 pytestmark = pytest.mark.seconds
@@ -203,7 +203,7 @@ def test_all_problems_of_machine_and_job_are_one_message(call: Call) -> None:
 def test_help_shows_how_it_is_called(call: Call) -> None:
     ended = call("--help")
     assert ended.code == 0
-    assert "python launch/plan.py model=30B draft=7B placement=sharded hardware=p4d_24xlarge" in ended.out
+    assert "llama-ssp plan model=30B draft=7B placement=sharded hardware=p4d_24xlarge" in ended.out
 
 
 def test_a_pair_with_two_tokenizers_is_planned_where_they_may_differ(call: Call, plan: Plan) -> None:

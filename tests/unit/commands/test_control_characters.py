@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import manifest, plan
+from llama_ssp.commands import manifest, plan
 from tests.helpers.in_process import launch
 from tests.helpers.lanes import heavy
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from hydra.core.override_parser.types import Quote, QuotedString
 
-from launch.staging import Copy, stage
-from llama_ssp.config import checks, hardware, slurm
+from llama_ssp.commands.staging import Copy, stage
+from llama_ssp.config import catalogue, checks, hardware, slurm
 from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.config.plan import PlanFormat
 from llama_ssp.config.schema import RunConfig
@@ -28,7 +28,7 @@ from llama_ssp.session.prompts import STANDARD_INPUT
 from llama_ssp.tasks.dry_run import job_ahead, plan_job, settings_of_run, show_plan
 from llama_ssp.visible import visible
 
-SCRIPT = Path(__file__).with_name("slurm.sbatch")
+SCRIPT = catalogue.conf_dir().parent / "launch" / "slurm.sbatch"
 # Variables of the submitting process that the job would take for its own.
 _OF_THIS_PROCESS = ("SLURM_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "RUN_ID")
 
@@ -143,7 +143,7 @@ def _submit(planned: Sequence[tuple[Point, Plan, list[Copy]]], settings: SlurmCo
             print(visible(f"\n{point.name} would be queued by\n  {shlex.join(command)}"))
     if queue:
         folder = planned[0][0].run_dir.parent
-        report = f"python launch/report.py {shlex.quote(str(folder))}"
+        report = f"llama-ssp report {shlex.quote(str(folder))}"
         print(visible(f"{len(ids)} jobs are queued; when they have ended: {report}"))
 
 

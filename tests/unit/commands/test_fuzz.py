@@ -18,8 +18,8 @@ import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-from launch import manifest, plan, report
-from launch.command_line import groups_of, keys_of_run
+from llama_ssp.commands import manifest, plan, report
+from llama_ssp.commands.command_line import groups_of, keys_of_run
 from llama_ssp.config.plan import PlanConfig
 from tests.helpers.in_process import Ended, launch
 

@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
-from launch import report
+from llama_ssp.commands import report
 from llama_ssp.console.terminal import Output, Terminal
 from llama_ssp.errors import SspError
 from llama_ssp.reports.lines import RunFacts
@@ -28,7 +28,7 @@ from llama_ssp.reports.records import RunFolder
 from llama_ssp.reports.summary import summarise
 from llama_ssp.session.prompts import Prompt, check_unchanged
 from tests.helpers.runs import CELL, FAST, PLAIN, summary, write_run
-from tests.unit.launch.test_fuzz import UNHURRIED, in_process
+from tests.unit.commands.test_fuzz import UNHURRIED, in_process
 
 pytestmark = pytest.mark.seconds
 

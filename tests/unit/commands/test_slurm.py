@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
-from launch import command_line, run, staging
+from llama_ssp.commands import command_line, run, staging
 from llama_ssp.config import catalogue, store
 from llama_ssp.config.schema import RunConfig
 from tests.helpers.lanes import slow
