@@ -17,7 +17,7 @@ from llama_ssp.reports.reading import MOST_BYTES
 from llama_ssp.visible import visible
 
 _MOST_STATUS_BYTES = 4096
-_TEXTS = ("prompt", "text", "token_ids", "accepted_lengths", "examined_lengths", "draft_lengths")
+_TEXTS = ("prompt", "text", "token_ids", "accepted_lengths", "examined_lengths", "draft_lengths", "messages", "fields")
 
 
 @dataclass(frozen=True, kw_only=True)
