@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from llama_ssp.architectures.sizes import BUCKET_STEP, CATCH_UP_CHUNK, PREFILL_CHUNK, whole_steps
+from llama_ssp.architectures.sizes import BUCKET_STEP, CATCH_UP_CHUNK, whole_steps
 from llama_ssp.drafting.host_time import HostTimed
 from llama_ssp.engine.clock import Clock, clock_for
 from llama_ssp.engine.completion import FinishReason, RowCompletion, StopRequest
@@ -23,7 +23,7 @@ from llama_ssp.engine.state import BatchState, Request
 from llama_ssp.engine.stops import StopStrings
 from llama_ssp.engine.verifier import NOT_A_NUMBER, STOP_REQUESTED
 from llama_ssp.errors import LOGITS_ARE_NAN, NumericError
-from llama_ssp.models.prefill import Buckets
+from llama_ssp.models.prefill import Buckets, forwards_per_prompt
 from llama_ssp.models.upload import to_device
 
 
@@ -195,21 +195,25 @@ class Decoder:
         prompts = self._state.rows_of(requests, table=self.round.uniforms, seed=self.seed)
         prompt_lengths_R = prompts.lengths_B.clone()
         rows_R = to_device(rows, self._device)
-        longest = max(len(request.prompt_ids) for request in requests)
+        lengths = [len(request.prompt_ids) for request in requests]
         skipping = [
             source
             for source, drafter in enumerate(self.round.drafters)
             if drafter.reads_skipped and not self.length.reads_prompts(source)
         ]
         reading = [drafter for source, drafter in enumerate(self.round.drafters) if source not in skipping]
-        result = self.round.prefill(prompts, rows, longest=longest, buckets=self._buckets, drafters=reading)
+        result = self.round.prefill(prompts, rows, lengths=lengths, buckets=self._buckets, drafters=reading)
         self._state.put(rows_R, prompts, prompt_lengths_R=prompt_lengths_R)
-        num_forwards = -(-longest // PREFILL_CHUNK)
-        owners = [RowCompletion(request=request, num_target_forwards=num_forwards) for request in requests]
+        owners = [
+            RowCompletion(request=request, num_target_forwards=number)
+            for request, number in zip(
+                requests, forwards_per_prompt(lengths, is_packed=self.round.target.packs_prompts), strict=True
+            )
+        ]
         if not any(self._rows):  # all rows are new, so all drafters have read them whole
             self._num_skipped = [0 for _ in self.round.drafters]
         for source in skipping:
-            self._num_skipped[source] = max(self._num_skipped[source], longest)
+            self._num_skipped[source] = max(self._num_skipped[source], *lengths)
         for row, owner in zip(rows, owners, strict=True):
             self._rows[row] = owner
             owner.stop_watch = self.stops.watch(owner.request.prompt_ids) if self.stops else None

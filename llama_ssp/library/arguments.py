@@ -153,8 +153,8 @@ def entry_of(what: str, given: object, *, dtype: object, quantization: object) -
         raise ConfigError(f"{unknown}; a folder works too, and so does owner/name of the hub")
     else:
         raise ConfigError(
-            f"{what}={reprlib.repr(given)} must be a name of the catalogue, a folder with a checkpoint, an id of the "
-            "hub, or a causal language model of transformers"
+            f"{what}={reprlib.repr(given)} must be a name of the catalogue, a folder with a checkpoint, owner/name of "
+            "the hub, or a causal language model of transformers"
         )
     return in_format(entry, dtype=dtype, quantization=quantization)
 

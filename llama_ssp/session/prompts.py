@@ -66,7 +66,7 @@ def check_unchanged(prompts: Sequence[Prompt], lines: Sequence[CompletionLine], 
     """Raise ConfigError if a finished completion's prompt has changed or is missing; new prompts may follow."""
     for line in sorted(lines, key=lambda line: line.index):
         prompt = prompts[line.index] if line.index < len(prompts) else None
-        old, new = _whole(line.messages, line.prompt), prompt and _whole(prompt.messages, prompt.text)
+        old, new = _whole(line.messages, line.prompt), _whole(prompt.messages, prompt.text) if prompt else None
         if prompt and (new, len(prompt.earlier)) == (old, line.turn):
             continue
         same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(new or "", old, strict=False))

@@ -80,7 +80,7 @@ def generate(session: Session, jobs: list[PromptTask]) -> None:
     task, mode = session.config.task, session.best_mode
     assert isinstance(task, GenerateConfig)
     shows_texts = task.format is OutputFormat.text
-    viewer = _Text(session, jobs) if shows_texts else _Lines(session.terminal.line)
+    viewer: Viewer = _Text(session, jobs) if shows_texts else _Lines(session.terminal.line)
     with ExitStack() as stack:
         if task.in_order and not session.streams:
             viewer = in_order = _InOrder(viewer, jobs, session.finished, mode)

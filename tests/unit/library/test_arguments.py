@@ -133,7 +133,7 @@ def test_numbers_of_other_libraries_are_numbers(pair: Pair) -> None:
         (lambda: try_load("local"), "unknown target 'local'"),
         (
             lambda: try_load(5),
-            "target=5 must be a name of the catalogue, a folder with a checkpoint, an id of the hub, or",
+            "target=5 must be a name of the catalogue, a folder with a checkpoint, owner/name of the hub",
         ),
         (lambda: try_load("tiny", dtype="int3"), "unknown dtype 'int3': there are auto, bf16, fp16, fp32"),
         (lambda: try_load("tiny", dtype=torch.int64), "unknown dtype 'torch.int64'"),
