@@ -32,4 +32,5 @@ def to_line(
         draft_s=parts_s["draft"], verify_s=parts_s["verify"], other_s=parts_s["other"],
         draft_lengths=completion.draft_lengths if adapts else None,
         turn=len(prompt.earlier), question_id=prompt.question_id, category=prompt.category,
+        first_token_ms=completion.first_token_s * 1e3,
     )  # fmt: skip

@@ -37,8 +37,13 @@ class Ended:
     code: int
     out: str
     err: str
-    jobs: list[list[str]]
+    calls: list[list[str]]
     environments: list[list[str]]
+
+    @property
+    def jobs(self) -> list[list[str]]:
+        """A command for each job: of an array, what each of its tasks makes of it."""
+        return [job for call in self.calls for job in tasks(call)]
 
 
 Sweep = Callable[..., Ended]
@@ -69,11 +74,26 @@ def sweep(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.Captur
             code=code,
             out=said.out,
             err=said.err,
-            jobs=[job for job, _ in calls],
+            calls=[job for job, _ in calls],
             environments=[env for _, env in calls],
         )
 
     return submit
+
+
+def tasks(call: list[str]) -> list[list[str]]:
+    """The call of each task of an array, as launch/slurm.sbatch reads its arguments; or the call itself."""
+    if "--arguments-in" not in call:
+        return [call]
+    folder = Path(call[-1])
+    indices = options(call)["array"].partition("%")[0].split(",")
+    words = [(folder / index / "job.args").read_bytes().decode().split("\0") for index in indices]
+    assert all(each.pop() == "" for each in words)
+    own = call[: call.index("--arguments-in")]
+    return [
+        [word.replace("%a", index).replace("%%", "%") for word in own] + each
+        for index, each in zip(indices, words, strict=True)
+    ]
 
 
 def options(job: list[str]) -> dict[str, str]:
@@ -103,7 +123,8 @@ def test_every_point_becomes_a_job_with_its_own_settings_and_run_folder(sweep: S
     ]  # fmt: skip
     assert [options(job)["output"] for job in ended.jobs] == [f"a, b/{number}/slurm.log" for number in range(4)]
     assert all(Path(f"a, b/{number}").is_dir() for number in range(4))
-    assert "101 is job 0" in ended.out
+    assert [options(call)["array"] for call in ended.calls] == ["0,1,2,3"]
+    assert "101_0 is job 0" in ended.out
     assert ended.out.count("ms/token plain") == 4
 
 
@@ -149,12 +170,23 @@ def test_a_job_does_not_get_the_settings_that_only_other_points_read(sweep: Swee
     assert ended.err.count(" has no effect on suite=") == 2
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_only_so_many_jobs_run_at_a_time(sweep: Sweep) -> None:
-    jobs = sweep("hardware=laptop_cpu", "seed=0,1,2,3,4", "hydra.launcher.max_running=2").jobs
-    assert [options(job).get("dependency") for job in jobs] == [
-        None, None, "afterany:101", "afterany:102", "afterany:103",
+    words = ["model=7B,13B", "hardware=p4d_24xlarge,8xa100_80gb,g5_12xlarge", "draft=tinyllama_1B"]
+    calls = sweep(*words, "hydra.launcher.max_running=2").calls
+    asked = [(options(call).get("array"), options(call)["gres"], options(call).get("dependency")) for call in calls]
+    assert asked == [("0,1,3,4%2", "gpu:8", None), ("2,5%2", "gpu:4", "afterany:101")] or asked == [
+        ("2,5%2", "gpu:4", None), ("0,1,3,4%2", "gpu:8", "afterany:101"),
     ]  # fmt: skip
+
+
+def test_points_that_ask_for_the_same_are_one_array_and_one_point_is_a_job(sweep: Sweep) -> None:
+    [call] = sweep("hardware=laptop_cpu", "seed=0,1", "run_dir=50%, x").calls
+    assert (options(call)["array"], options(call)["job-name"]) == ("0,1", "llama-ssp")
+    assert options(call)["output"] == "50%%, x/%a/slurm.log"
+    [alone] = sweep("hardware=laptop_cpu", "seed=0").calls[1:]
+    assert "array" not in options(alone)
+    assert options(alone)["job-name"] == "llama-ssp-0"
 
 
 @pytest.mark.heavy
@@ -162,6 +194,7 @@ def test_a_point_that_does_not_fit_keeps_all_from_being_queued(sweep: Sweep) -> 
     ended = sweep("hardware=g5_12xlarge", "model=7B,65B,13B", "draft=7B", "hydra.launcher.nodes=1")
     assert (ended.code, ended.jobs) == (3, [])
     assert ended.err.startswith("job 1 (")
+    assert ended.out == ""
     assert "model=65B" in ended.err
     assert "GiB" in ended.err
 
@@ -213,10 +246,29 @@ def test_a_dry_run_shows_every_plan_and_command_and_queues_nothing(sweep: Sweep)
     ended = sweep("hardware=p4d_24xlarge", "model=30B,13B", "dry_run=true", installed=False)
     assert (ended.code, ended.jobs) == (0, []), ended.err
     assert ended.out.count("Memory per rank") == 2
-    commands = [shlex.split(line) for line in ended.out.splitlines() if line.startswith("  sbatch ")]
-    assert [composed(command).model.name for command in commands] == ["30B", "13B"]
-    assert not any("dry_run" in word for command in commands for word in command)
+    [command] = [shlex.split(line) for line in ended.out.splitlines() if line.startswith("  sbatch ")]
+    assert (options(command)["array"], options(command)["gres"]) == ("0,1", "gpu:8")
     assert list(Path().iterdir()) == []
+    [alone] = [
+        line
+        for line in sweep("hardware=p4d_24xlarge", "model=30B", "dry_run=true").out.splitlines()
+        if "sbatch" in line
+    ]
+    assert composed(shlex.split(alone)).model.name == "30B"
+    assert "dry_run" not in alone
+
+
+def test_a_dry_run_ends_with_one_table_of_all_jobs_also_of_those_that_do_not_fit(sweep: Sweep) -> None:
+    ended = sweep("hardware=g5_12xlarge", "model=7B,65B", "draft=tinyllama_1B", "dry_run=true")
+    assert (ended.code, ended.calls) == (3, [])
+    assert ended.err.startswith("job 1 (")
+    table = ended.out.partition("All jobs;")[2]
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in table.splitlines() if line.startswith("│")]
+    assert [(row[0], row[1]) for row in rows] == [("0 model=7B", "yes"), ("1 model=65B", "no"), ("2 jobs", "1 of 2")]
+    milliseconds, hours, gpu_hours = (float(text.strip("<")) for text in rows[1][2:])
+    assert milliseconds > 0
+    assert gpu_hours == pytest.approx(4 * hours, abs=0.02)
+    assert "would be queued" not in ended.out, "nothing would"
 
 
 @pytest.mark.heavy
@@ -238,12 +290,10 @@ def test_a_machine_without_slurm_says_what_would_work(sweep: Sweep) -> None:
 
 @pytest.mark.heavy
 def test_a_refusal_of_sbatch_is_told_with_what_is_queued_already(sweep: Sweep) -> None:
-    ended = sweep("hardware=laptop_cpu", "seed=0,1,2", "run_dir=x", refusal="run_dir='x/2'")
+    ended = sweep("hardware=laptop_cpu", "seed=0,1,2", "run_dir=x,y,y", refusal="y")
     assert ended.code == 2
-    assert ended.err.startswith(
-        "sbatch refused job 2 (hardware=laptop_cpu seed=2 run_dir=x): Batch job submission failed"
-    )
-    assert ended.err.endswith("cancelled by: scancel 101 102\n")
+    assert ended.err.startswith("sbatch refused 6 jobs, 1 to 8, as one array: Batch job submission failed")
+    assert ended.err.endswith("cancelled by: scancel 101\n")
     assert len(ended.err.splitlines()) == 1
 
 
