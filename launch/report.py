@@ -1,6 +1,6 @@
 """Reports of finished runs, or one report of a sweep: an offline HTML page of figures, and all rows as tables.
 
-    python launch/report.py outputs/RUN                      # writes report.html, runs.csv and report.csv into the folder
+    python launch/report.py outputs/RUN                      # writes report.html and its tables into the folder
     python launch/report.py outputs/SWEEP                    # one report of all runs below it
     python launch/report.py outputs/A outputs/B --output=DIR # one report of several folders
     python launch/report.py outputs/SWEEP --figures=pdf,svg  # its figures as files too, in the folder figures

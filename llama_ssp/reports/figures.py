@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from llama_ssp.config.schema import ADAPTIVE
-from llama_ssp.reports.charts import COLOURS, GREY, INK, Chart
+from llama_ssp.reports.charts import COLOURS, GREY, Chart
 from llama_ssp.reports.lines import PLAIN, SPECULATIVE, CompletionLine
 from llama_ssp.reports.runs import Run
 from llama_ssp.reports.summary import counted_rounds

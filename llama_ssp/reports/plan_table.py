@@ -32,7 +32,7 @@ ITEMS = {
     "allocator slack": "slack_bytes",
 }
 SUMS = {"peak while loading": "loading_peak_bytes", "capacity": "capacity_bytes", "free": "free_bytes"}
-LEAST_SHOWN_MS = 0.005
+LEAST_SHOWN_MS = LEAST_SHOWN_HOURS = 0.005
 MOST_CHOICES = 8
 """Choices per target that the search prints; JSON has all of them."""
 
@@ -220,7 +220,7 @@ def _sum_of_hours(hours: Sequence[float | None]) -> str:
 def _shown_hours(hours: float | None) -> str:
     if hours is None:
         return "-"
-    return "<0.01" if 0 < hours < 0.005 else f"{hours:.2f}"
+    return "<0.01" if 0 < hours < LEAST_SHOWN_HOURS else f"{hours:.2f}"
 
 
 def print_search(choices: Sequence[Mapping[str, Any]], *, machine: str, console: "Console | None" = None) -> None:

@@ -16,18 +16,17 @@ def excerpts(lines: Sequence[CompletionLine], tokenizer: PreTrainedTokenizerBase
     """Return the first completions of the run, one a prompt; the speculative ones if there are any."""
     best = [line for line in lines if line.mode == SPECULATIVE] or lines
     chosen = sorted((line for line in best if not line.sample), key=lambda line: line.index)[:NUM_EXCERPTS]
-    return [
-        Excerpt(
-            index=line.index, sample=line.sample, mode=line.mode, prompt=line.prompt[-_MOST_PROMPT_CHARS:],
-            spans=list(_spans(line, tokenizer)),
-        )
-        for line in chosen
-    ]  # fmt: skip
+    found = []
+    for line in chosen:
+        prompt = line.prompt[-_MOST_PROMPT_CHARS:]
+        spans = list(_spans(line, tokenizer, prompt=prompt))
+        found.append(Excerpt(index=line.index, sample=line.sample, mode=line.mode, prompt=prompt, spans=spans))
+    return found
 
 
-def _spans(line: CompletionLine, tokenizer: PreTrainedTokenizerBase) -> Iterator[Span]:
+def _spans(line: CompletionLine, tokenizer: PreTrainedTokenizerBase, *, prompt: str) -> Iterator[Span]:
     """Yield the text of a completion, at most its first tokens, with the tokens of each round told apart."""
-    text = IncrementalText(tokenizer, tokenizer.encode(line.prompt, add_special_tokens=False))
+    text = IncrementalText(tokenizer, tokenizer.encode(prompt, add_special_tokens=False))
     token_ids = line.token_ids[:_MOST_TOKENS]
     pieces = text.push(token_ids[:1])  # the prefill chose it
     begin = 1

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from llama_ssp.reports.sweeps.varying import Setting, is_number
 
@@ -58,7 +59,7 @@ def _scales(numbers: dict[str, float]) -> list[dict[str, float]]:
 
 def _least_gap(places: Iterable[float]) -> float:
     ordered = sorted(places)
-    return min((right - left for left, right in zip(ordered, ordered[1:], strict=False)), default=1.0)
+    return min((right - left for left, right in pairwise(ordered)), default=1.0)
 
 
 def run_numbers(num_runs: int) -> Setting:

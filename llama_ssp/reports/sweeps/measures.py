@@ -8,7 +8,7 @@ import numpy as np
 from llama_ssp.reports.lines import PLAIN, SPECULATIVE, CompletionLine
 from llama_ssp.reports.runs import Run
 from llama_ssp.reports.summary import counted_rounds, ms_per_token
-from llama_ssp.reports.sweeps.intervals import Estimate, estimate, median, ratio
+from llama_ssp.reports.sweeps.intervals import Estimate, median, ratio
 
 PERCENTILES = (50, 90, 99)
 
@@ -78,7 +78,7 @@ def _of_mode(mode: str, lines: Sequence[CompletionLine]) -> ModeMeasures | None:
     first = [line.first_token_ms for line in lines if line.first_token_ms is not None]
     return ModeMeasures(
         mode=mode, num_prompts=len(prompts), num_completions=len(lines),
-        ms_per_token=estimate([[ms] for ms in prompts], median),
+        ms_per_token=median(prompts),
         ms_percentiles=_percentiles([line.ms / line.num_new_tokens for line in lines]),
         first_token_percentiles=_percentiles(first) if len(first) == len(lines) else None,
     )  # fmt: skip
@@ -93,7 +93,7 @@ def _paired(plain: Sequence[CompletionLine], speculative: Sequence[CompletionLin
     if not pairs:
         return None
     return PairedMeasures(
-        num_prompts=len(pairs), speedup=estimate([[plain_ms / fast_ms] for plain_ms, fast_ms in pairs], median),
+        num_prompts=len(pairs), speedup=median([plain_ms / fast_ms for plain_ms, fast_ms in pairs]),
         num_faster=sum(fast_ms < plain_ms for plain_ms, fast_ms in pairs), ms_per_token=pairs,
     )  # fmt: skip
 
@@ -103,8 +103,10 @@ def _acceptance(lines: Sequence[CompletionLine]) -> Estimate | None:
     for _, of_prompt in _by_prompt(lines):
         rounds = counted_rounds(of_prompt)
         if rounds:
-            counts.append([sum(accepted for accepted, _ in rounds), sum(examined for _, examined in rounds)])
-    return estimate(counts, ratio) if counts else None
+            counts.append(
+                (float(sum(accepted for accepted, _ in rounds)), float(sum(examined for _, examined in rounds)))
+            )
+    return ratio(counts) if counts else None
 
 
 def _times(lines: Sequence[CompletionLine]) -> Iterator[tuple[int, float]]:

@@ -42,6 +42,13 @@ def test_options_may_stand_anywhere(tmp_path: Path) -> None:
     assert (tmp_path / "c" / "report.html").exists()
 
 
+def test_figures_go_into_a_folder_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert report.main([str(write_run(tmp_path / "run", PLAIN)), "--figures=pdf"]) == 0
+    assert "report.csv and figures (2 as pdf): 1 run\n" in capsys.readouterr().out
+    assert sorted(file.name for file in (tmp_path / "run" / "figures").iterdir()) == ["forecast.pdf", "memory.pdf"]
+
+
+@pytest.mark.heavy
 def test_figures_are_saved_in_the_formats_that_papers_take(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for k in (2, 4):
         folder = write_run(tmp_path / "s" / str(k), PLAIN, FAST)

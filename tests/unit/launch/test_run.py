@@ -228,18 +228,16 @@ def test_points_of_a_sweep_have_folders_of_their_own(launch: Launch) -> None:
 
 def test_a_mistake_at_one_point_keeps_all_points_of_a_sweep_from_starting(launch: Launch) -> None:
     ended = launch("-m", "speculation.num_draft_tokens=4,0,2")
-    assert (ended.code, len(ended.runs)) == (2, 0)
+    assert (ended.code, len(ended.runs), ended.err.count("\n")) == (2, 0, 1)
     assert ended.err.startswith("job 1 (speculation.num_draft_tokens=0): speculation.num_draft_tokens=0 must be")
-    assert ended.err.count("\n") == 1
 
 
 @pytest.mark.heavy
 def test_a_point_that_does_not_fit_keeps_all_points_of_a_sweep_from_starting(launch: Launch) -> None:
     ended = launch("-m", "model=7B,65B", "draft=7B", "hardware=g5_12xlarge", WORLD_SIZE="1")
     assert (ended.code, len(ended.runs)) == (3, 0)
-    assert ended.err.startswith("job ")
     other = launch("-m", "model=7B,65B", "draft=7B", "hardware=g5_12xlarge", RANK="1", WORLD_SIZE="2")
-    assert (other.code, len(other.runs)) == (0, 2), "rank 0 decides for all"
+    assert (ended.err[:7], other.code, len(other.runs)) == ("job 0 (", 0, 2), "rank 0 decides for all"
 
 
 def test_a_sweep_ends_with_its_first_failure(launch: Launch) -> None:

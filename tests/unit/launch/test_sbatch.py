@@ -51,7 +51,7 @@ class PlanSpec:
         restarts: int = 0,
         task: str | None = None,
     ) -> subprocess.CompletedProcess[str]:
-        """Run the script once, as this task of array 9 if one is given; it ends with `code` after `made` completions."""
+        """Run the script once, as a task of array 9 if one is given; it ends with `code` after `made` completions."""
         environment = {
             "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "7",
             "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "n1", "CODE": str(code), "LINES_MADE": str(made),

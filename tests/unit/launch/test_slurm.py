@@ -3,106 +3,19 @@
 Real jobs are the business of tests/slurm; here a stand-in for sbatch writes down its arguments.
 """
 
-import json
 import shlex
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
 
-from launch import command_line, run, staging
+from launch import command_line, staging
 from llama_ssp.config import catalogue, store
 from llama_ssp.config.schema import RunConfig
 from tests.helpers.lanes import heavy
+from tests.helpers.sbatch import Sweep, options, script
 
 pytestmark = pytest.mark.seconds
-
-SBATCH = """#!{python}
-import json, os, sys
-with open({log!r}, "a") as log:
-    log.write(json.dumps([sys.argv[1:], sorted(os.environ)]) + "\\n")
-if {refusal!r} in sys.argv[-2:]:
-    sys.exit("sbatch: error: Batch job submission failed: Invalid\\n  partition")
-print(100 + len(open({log!r}).readlines()))
-"""
-
-
-@dataclass
-class Ended:
-    """How a sweep was submitted."""
-
-    code: int
-    out: str
-    err: str
-    calls: list[list[str]]
-    environments: list[list[str]]
-
-    @property
-    def jobs(self) -> list[list[str]]:
-        """A command for each job: of an array, what each of its tasks makes of it."""
-        return [job for call in self.calls for job in tasks(call)]
-
-
-Sweep = Callable[..., Ended]
-
-
-@pytest.fixture
-def sweep(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Sweep:
-    """A function that submits a sweep with a stand-in for sbatch, in an empty folder."""
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
-    for variable in ("RANK", "WORLD_SIZE", "SLURM_STEP_ID"):
-        monkeypatch.delenv(variable, raising=False)
-
-    def submit(*arguments: str, installed: bool = True, refusal: str = "never", multirun: bool = True) -> Ended:
-        log, program = tmp_path / "log", tmp_path / "bin" / "sbatch"
-        if installed:
-            program.write_text(SBATCH.format(python=sys.executable, log=str(log), refusal=refusal))
-            program.chmod(0o755)
-        words = ["-m"] if multirun else []
-        monkeypatch.setattr(sys, "argv", ["run.py", *words, "hydra/launcher=slurm", *arguments])
-        code = run.main()
-        said = capsys.readouterr()
-        calls = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-        return Ended(
-            code=code,
-            out=said.out,
-            err=said.err,
-            calls=[job for job, _ in calls],
-            environments=[env for _, env in calls],
-        )
-
-    return submit
-
-
-def tasks(call: list[str]) -> list[list[str]]:
-    """The call of each task of an array, as launch/slurm.sbatch reads its arguments; or the call itself."""
-    if "--arguments-in" not in call:
-        return [call]
-    folder = Path(call[-1])
-    indices = options(call)["array"].partition("%")[0].split(",")
-    words = [(folder / index / "job.args").read_bytes().decode().split("\0") for index in indices]
-    assert all(each.pop() == "" for each in words)
-    own = call[: call.index("--arguments-in")]
-    return [
-        [word.replace("%a", index).replace("%%", "%") for word in own] + each
-        for index, each in zip(indices, words, strict=True)
-    ]
-
-
-def options(job: list[str]) -> dict[str, str]:
-    """The options that sbatch got for itself."""
-    return dict(word[2:].split("=", 1) for word in job[: script(job)] if "=" in word)
-
-
-def script(job: list[str]) -> int:
-    return next(place for place, word in enumerate(job) if word.endswith("launch/slurm.sbatch"))
 
 
 def composed(job: list[str]) -> RunConfig:
@@ -168,25 +81,6 @@ def test_a_job_does_not_get_the_settings_that_only_other_points_read(sweep: Swee
     ]  # fmt: skip
     assert "warning: job 0 (" in ended.err
     assert ended.err.count(" has no effect on suite=") == 2
-
-
-@pytest.mark.heavy
-def test_only_so_many_jobs_run_at_a_time(sweep: Sweep) -> None:
-    words = ["model=7B,13B", "hardware=p4d_24xlarge,8xa100_80gb,g5_12xlarge", "draft=tinyllama_1B"]
-    calls = sweep(*words, "hydra.launcher.max_running=2").calls
-    asked = [(options(call).get("array"), options(call)["gres"], options(call).get("dependency")) for call in calls]
-    assert asked == [("0,1,3,4%2", "gpu:8", None), ("2,5%2", "gpu:4", "afterany:101")] or asked == [
-        ("2,5%2", "gpu:4", None), ("0,1,3,4%2", "gpu:8", "afterany:101"),
-    ]  # fmt: skip
-
-
-def test_points_that_ask_for_the_same_are_one_array_and_one_point_is_a_job(sweep: Sweep) -> None:
-    [call] = sweep("hardware=laptop_cpu", "seed=0,1", "run_dir=50%, x").calls
-    assert (options(call)["array"], options(call)["job-name"]) == ("0,1", "llama-ssp")
-    assert options(call)["output"] == "50%%, x/%a/slurm.log"
-    [alone] = sweep("hardware=laptop_cpu", "seed=0").calls[1:]
-    assert "array" not in options(alone)
-    assert options(alone)["job-name"] == "llama-ssp-0"
 
 
 @pytest.mark.heavy
@@ -258,19 +152,6 @@ def test_a_dry_run_shows_every_plan_and_command_and_queues_nothing(sweep: Sweep)
     assert "dry_run" not in alone
 
 
-def test_a_dry_run_ends_with_one_table_of_all_jobs_also_of_those_that_do_not_fit(sweep: Sweep) -> None:
-    ended = sweep("hardware=g5_12xlarge", "model=7B,65B", "draft=tinyllama_1B", "dry_run=true")
-    assert (ended.code, ended.calls) == (3, [])
-    assert ended.err.startswith("job 1 (")
-    table = ended.out.partition("All jobs;")[2]
-    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in table.splitlines() if line.startswith("│")]
-    assert [(row[0], row[1]) for row in rows] == [("0 model=7B", "yes"), ("1 model=65B", "no"), ("2 jobs", "1 of 2")]
-    milliseconds, hours, gpu_hours = (float(text.strip("<")) for text in rows[1][2:])
-    assert milliseconds > 0
-    assert gpu_hours == pytest.approx(4 * hours, abs=0.02)
-    assert "would be queued" not in ended.out, "nothing would"
-
-
 @pytest.mark.heavy
 def test_what_the_planner_may_place_is_planned_as_it_would_place_it(sweep: Sweep) -> None:
     ended = sweep(
@@ -286,15 +167,6 @@ def test_a_machine_without_slurm_says_what_would_work(sweep: Sweep) -> None:
     assert ended.code == 2
     assert "needs sbatch" in ended.err
     assert "dry_run=true" in ended.err
-
-
-@pytest.mark.heavy
-def test_a_refusal_of_sbatch_is_told_with_what_is_queued_already(sweep: Sweep) -> None:
-    ended = sweep("hardware=laptop_cpu", "seed=0,1,2", "run_dir=x,y,y", refusal="y")
-    assert ended.code == 2
-    assert ended.err.startswith("sbatch refused 6 jobs, 1 to 8, as one array: Batch job submission failed")
-    assert ended.err.endswith("cancelled by: scancel 101\n")
-    assert len(ended.err.splitlines()) == 1
 
 
 @pytest.mark.heavy

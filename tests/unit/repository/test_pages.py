@@ -32,7 +32,7 @@ TESTED = {
     r"\./machine-install\.sh( --dev| --check)?": ".ci/run, tests/unit/repository/test_machine_install.py",
     r"\.venv/bin/pytest": ".ci/run",
     r"bash \.ci/run": "itself",
-    r"\.venv/bin/python launch/report\.py outputs/(by_k|grid --figures=pdf,svg,png)": "tests/unit/launch/test_report.py",
+    r"\.venv/bin/python launch/report\.py outputs/\w+( --figures=pdf,svg,png)?": "tests/unit/launch/test_report.py",
     r"\.venv/bin/python launch/manifest\.py DIR": "tests/unit/weights/test_manifest.py",
     r"\.venv/bin/python -m pip install -e '\.\[[a-z-]+\]' -c \.venv/constraints\.txt": "what the messages say",
     r"\.venv/bin/python -m llama_ssp\.harness .*": "tests/unit/harness",

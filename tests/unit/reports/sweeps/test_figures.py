@@ -50,7 +50,7 @@ def test_every_run_is_a_dot_with_its_interval() -> None:
     whiskers = [
         mark.points for mark in chart.marks if mark.kind is Kind.line and mark.points[0][0] == mark.points[1][0]
     ]
-    assert [(round(a[1], 6), round(b[1], 6)) for a, b in whiskers][0] == (round(low, 6), round(high, 6))
+    assert [height for _, height in whiskers[0]] == [low, high]
     assert said(plots.picture(chart)) == says
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from llama_ssp.reports.lines import PLAIN, SPECULATIVE
 from llama_ssp.reports.runs import Run
-from llama_ssp.reports.sweeps.intervals import LEAST_PROMPTS, Estimate, estimate, median, ratio
+from llama_ssp.reports.sweeps.intervals import LEAST_PROMPTS, Estimate, median, ratio
 from llama_ssp.reports.sweeps.measures import measure
 from tests.helpers.lanes import heavy
 from tests.helpers.sweeps import PLAIN_MS, simulated_run, simulated_sweep, true_acceptance, true_speedup
@@ -60,25 +60,34 @@ def test_intervals_cover_the_true_value_in_95_of_100_simulated_sweeps(num_prompt
 
 
 def test_few_prompts_have_no_interval() -> None:
-    numbers = [[float(number)] for number in range(LEAST_PROMPTS)]
-    assert estimate(numbers[:-1], median) == Estimate(value=2.0)
-    assert estimate(numbers, median).low is not None
+    numbers = [float(number) for number in range(LEAST_PROMPTS)]
+    assert median(numbers[:-1]) == Estimate(value=2.0)
+    assert median(numbers).low is not None
+    assert ratio([(1.0, 2.0)] * (LEAST_PROMPTS - 1)) == Estimate(value=0.5)
 
 
 def test_the_same_numbers_give_the_same_interval() -> None:
-    numbers = [[math.sin(number)] for number in range(50)]
-    assert estimate(numbers, median) == estimate(numbers, median)
+    numbers = [2 + math.sin(number) for number in range(50)]
+    assert median(numbers) == median(numbers[::-1])
+    assert ratio([(1.0, number) for number in numbers]) == ratio([(1.0, number) for number in numbers])
 
 
 def test_equal_prompts_leave_no_doubt() -> None:
-    assert estimate([[2.0, 4.0]] * 9, ratio) == Estimate(value=0.5, low=0.5, high=0.5)
+    assert ratio([(2.0, 4.0)] * 9) == Estimate(value=0.5, low=0.5, high=0.5)
+    assert median([2.0] * 9) == Estimate(value=2.0, low=2.0, high=2.0)
 
 
-def test_many_prompts_need_little_memory_and_narrow_the_interval() -> None:
+def test_more_prompts_narrow_the_interval() -> None:
     draw = np.random.default_rng(0)
-    few, many = (estimate([[value] for value in draw.normal(size=num)], median) for num in (100, 5000))
-    assert few.high is not None and few.low is not None and many.high is not None and many.low is not None
-    assert 4 < (few.high - few.low) / (many.high - many.low) < 11, "the square root of 50, give or take"
+    for estimate in (median, lambda values: ratio([(value, 1.0) for value in values])):
+        few, many = (width(estimate(draw.normal(size=num).tolist())) for num in (100, 5000))
+        assert 4 < few / many < 11, "the square root of 50, give or take"
+
+
+def width(found: Estimate) -> float:
+    assert found.low is not None
+    assert found.high is not None
+    return found.high - found.low
 
 
 def test_completions_of_one_prompt_are_one_observation() -> None:
