@@ -131,7 +131,7 @@ def settings_of_rows(runs: Sequence[Run]) -> list[dict[str, object]]:
     rows = []
     for number, run in enumerate(runs):
         summary = run.summary
-        row = {"run": run.name, "task": summary.task, "model": summary.model, "draft": summary.draft}
+        row: dict[str, object] = {"run": run.name, "task": summary.task, "model": summary.model, "draft": summary.draft}
         row |= {"num_draft_tokens": run.num_draft_tokens, "world_size": summary.world_size, "seed": summary.seed}
         rows.append(row | {setting.key: setting.values[number] for setting in others})
     return rows

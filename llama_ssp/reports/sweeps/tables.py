@@ -41,8 +41,8 @@ def runs_table(runs: Sequence[Run], measures: Sequence[RunMeasures], settings: S
         rows.append(
             [
                 *cells([str(number), *(setting.texts[number] for setting in settings)]),
-                *(_estimated(mode and mode.ms_per_token) for mode in map(measured.mode, (PLAIN, SPECULATIVE))),
-                _estimated(paired and paired.speedup, unit="x"),
+                *(_estimated(mode.ms_per_token if mode else None) for mode in map(measured.mode, (PLAIN, SPECULATIVE))),
+                _estimated(paired.speedup if paired else None, unit="x"),
                 *cells([_number(run.summary.forecast.speedup, "x"), faster]),
                 _estimated(measured.acceptance, places=3),
                 *cells([_number(fast.tokens_per_round if fast else None), str(run.summary.num_prompts)]),
@@ -50,7 +50,7 @@ def runs_table(runs: Sequence[Run], measures: Sequence[RunMeasures], settings: S
             ]
         )
     columns = [
-        "", *(setting.name for setting in settings), "plain", "speculative", "speed-up", "forecast", "faster on",
+        "#", *(setting.name for setting in settings), "plain", "speculative", "speed-up", "forecast", "faster on",
         "accepted", "tokens/round", "prompts", "tokens", "run", "status",
     ]  # fmt: skip
     return Table(columns=columns, rows=rows, num_left=1 + len(settings))
@@ -66,7 +66,7 @@ def percentiles_table(measures: Sequence[RunMeasures], settings: Sequence[Settin
             texts = [_number(value) for value in (*mode.ms_percentiles, *first)]
             rows.append(cells([*names, mode.mode, str(mode.num_completions), *texts]))
     ends = [f"p{percentile} {what}" for what in ("ms/token", "first token") for percentile in PERCENTILES]
-    heads = ["", *(setting.name for setting in settings)] if len(measures) > 1 else []
+    heads = ["#", *(setting.name for setting in settings)] if len(measures) > 1 else []
     return Table(columns=[*heads, "mode", "completions", *ends], rows=rows, num_left=len(heads) + 1)
 
 
@@ -95,14 +95,14 @@ def runs_to_csv(runs: Sequence[Run], measures: Sequence[RunMeasures]) -> str:
         row["num_new_tokens"] = summary.num_new_tokens
         for name in (PLAIN, SPECULATIVE):
             mode = measured.mode(name)
-            row |= _columns(f"{name}_ms_per_token", mode and mode.ms_per_token)
+            row |= _columns(f"{name}_ms_per_token", mode.ms_per_token if mode else None)
             spread = (
                 {"ms_per_token": mode.ms_percentiles, "first_token_ms": mode.first_token_percentiles} if mode else {}
             )
             for what in ("ms_per_token", "first_token_ms"):
                 values = spread.get(what) or [None] * len(PERCENTILES)
                 row |= {f"{name}_{what}_p{p}": value for p, value in zip(PERCENTILES, values, strict=True)}
-        row |= _columns("speedup", paired and paired.speedup)
+        row |= _columns("speedup", paired.speedup if paired else None)
         row |= {"num_paired": paired and paired.num_prompts, "num_faster": paired and paired.num_faster}
         row |= _columns("acceptance", measured.acceptance)
         row |= {"tokens_per_round": fast and fast.tokens_per_round, "speedup_of_all_tokens": summary.speedup}
@@ -113,8 +113,8 @@ def runs_to_csv(runs: Sequence[Run], measures: Sequence[RunMeasures]) -> str:
 
 
 def _columns(name: str, found: Estimate | None) -> dict[str, object]:
-    ends = {name: found.value, f"{name}_low": found.low, f"{name}_high": found.high} if found else {}
-    return {name: None, f"{name}_low": None, f"{name}_high": None} | ends
+    values = (found.value, found.low, found.high) if found else (None, None, None)
+    return dict(zip((name, f"{name}_low", f"{name}_high"), values, strict=True))
 
 
 def _row(found: Estimate, *, num_prompts: int, places: int = 2) -> list[Cell]:

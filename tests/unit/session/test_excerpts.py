@@ -21,7 +21,7 @@ def test_tokens_are_told_apart_by_round() -> None:
     line = replace(FAST, token_ids=token_ids, accepted_lengths=[2, 0, 2], examined_lengths=[2, 1, 2])
     (found,) = excerpts([line], tokenizer)
     spans = ((0, 1, False), (1, 3, True), (3, 5, False), (5, 7, True), (7, 8, False))
-    assert found.spans == [Span(text=tokenizer.decode(token_ids[a:b]), drafted=drafted) for a, b, drafted in spans]
+    assert found.spans == [Span(text=str(tokenizer.decode(token_ids[a:b])), drafted=drafted) for a, b, drafted in spans]
     assert "".join(span.text for span in found.spans) == tokenizer.decode(token_ids)
 
 

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import pytest
 from hydra import compose, initialize_config_dir
 
 from llama_ssp.config import catalogue, store
@@ -87,12 +86,12 @@ def test_drafts_of_other_kinds_differ_by_one_column() -> None:
     assert [each.key for each in varying_settings(runs)] == ["draft"]
 
 
-@pytest.mark.parametrize("key", ["ranks", "model"])
-def test_facts_of_the_summary_vary_too(key: str) -> None:
-    first, second = run_of(BASE), run_of(BASE)
-    changed = {"ranks": {"world_size": 4}, "model": {"model": "huge"}}[key]
-    second = replace(second, summary=replace(second.summary, **changed))
-    assert [each.key for each in varying_settings([first, second])] == [key]
+def test_facts_of_the_summary_vary_too() -> None:
+    first = run_of(BASE)
+    more_ranks = replace(first, summary=replace(first.summary, world_size=4))
+    larger = replace(first, summary=replace(first.summary, model="huge"))
+    assert [each.key for each in varying_settings([first, more_ranks])] == ["ranks"]
+    assert [each.key for each in varying_settings([first, larger])] == ["model"]
 
 
 def test_the_seed_stands_last() -> None:
