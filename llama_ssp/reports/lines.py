@@ -44,8 +44,7 @@ class CompletionLine:
         share_s: wall time divided equally among the rows of the batch and among replicas; `ms / 1000` for a batch of
             one without replicas.
         draft_s, verify_s, other_s: the row's equal share of the time of its batch's rounds, by part.
-        turn: number of turns before the prompt in its conversation.
-        question_id, category: those of the prompt in its file, if any.
+        turn, question_id, category: turns before the prompt in its conversation, and the fields of its file, if any.
     """
 
     index: int
