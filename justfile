@@ -28,18 +28,15 @@ heavy *arguments:
 
 # the proofs that take long: every signal in every phase, many faults, any command line, models of 1.1 B parameters
 slow *arguments:
-    "{{bin}}/pytest" --slow tests/distributed/test_kill_matrix.py tests/distributed/test_exhaustion.py \
-        tests/distributed/test_placement.py tests/distributed/test_commands.py \
-        tests/distributed/test_copies.py tests/distributed/test_evaluate.py tests/distributed/test_other_tokenizer.py \
-        tests/slurm/test_jobs.py tests/slurm/test_kill_matrix.py \
-        tests/unit/launch/test_faults.py tests/unit/launch/test_fuzz.py tests/unit/launch/test_fuzz_folders.py \
-        tests/unit/launch/test_model_files.py tests/unit/launch/test_resuming.py tests/unit/launch/test_slurm.py \
-        tests/unit/launch/test_unread.py \
-        tests/unit/models/test_loading_memory.py tests/unit/models/test_synthetic_1b.py tests/unit/engine/test_synthetic_pair.py {{arguments}}
+    "{{bin}}/pytest" --slow -m slow {{arguments}}
 
 # what a GPU would be asked to do, on a stub device; LLAMA_SSP_CUDA_PYTHON names an interpreter with a CUDA build of torch
 gpu-stub *arguments:
     "{{bin}}/pytest" --gpu-stub tests/stub_gpu {{arguments}}
+
+# GPU kernels in every variant, compiled ahead of time with the Triton that .ci/run installs
+triton *arguments:
+    PYTHONPATH="{{justfile_directory()}}/.venv/triton" "{{bin}}/python" -m pytest --heavy -m triton tests/unit/models tests/unit/sampling {{arguments}}
 
 # everything that a commit must pass, the tests apart
 check:

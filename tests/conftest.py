@@ -5,6 +5,7 @@ A fourth, with --gpu-stub, needs a CUDA build of torch.
 """
 
 import os
+import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +18,8 @@ from tests.helpers import slurm
 
 # Read when the libraries are first imported, and inherited by the processes that tests start.
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes would compile the sources anew
+sys.dont_write_bytecode = False
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 

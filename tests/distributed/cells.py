@@ -53,19 +53,28 @@ class Cell:
 
 CELLS = {
     1: [
-        Cell((0,), (0,), SHARDED),
+        Cell((0,), (0,), SHARDED, heavy=True),
         Cell((0,), (0,), REPLICATED, heavy=True),
         Cell((0,), (0,), ONE_RANK, pair="llama", batch_size=1, target_kind=ACCELERATE),
         Cell((0,), (0,), ONE_RANK, target_kind=ACCELERATE, max_memory_gb=0.04, heavy=True),
         Cell(
             (0,), (0,), ONE_RANK, pair="llama", batch_size=3, target_kind=ACCELERATE, max_memory_gb=0.0003, heavy=True
         ),
-        Cell((0,), (0,), ONE_RANK, pair="gpt_neox", batch_size=3, target_kind=ACCELERATE, max_memory_gb=0.0003),
+        Cell(
+            (0,),
+            (0,),
+            ONE_RANK,
+            pair="gpt_neox",
+            batch_size=3,
+            target_kind=ACCELERATE,
+            max_memory_gb=0.0003,
+            heavy=True,
+        ),
         Cell((0,), (0,), ONE_RANK, pair="gpt_neo", batch_size=3, target_kind=ACCELERATE, heavy=True),
     ],
     2: [
         Cell((0, 1), (1,), ONE_RANK, heavy=True),
-        Cell((0, 1), (0,), SHARDED),
+        Cell((0, 1), (0,), SHARDED, heavy=True),
         Cell((0, 1), (0, 1), SHARDED),
         Cell((0, 1), (0, 1), REPLICATED),
         Cell((0,), (1,), OWN_GPU),
@@ -90,13 +99,13 @@ CELLS = {
     3: [
         Cell((0, 1, 2), (2,), ONE_RANK),
         Cell((0, 1, 2), (1,), SHARDED, slow=True),
-        Cell((0, 1, 2), (1, 2), SHARDED),
+        Cell((0, 1, 2), (1, 2), SHARDED, slow=True),
         Cell((0, 1, 2), (0, 1, 2), REPLICATED),
-        Cell((1, 2), (0,), OWN_GPU),
+        Cell((1, 2), (0,), OWN_GPU, slow=True),
         Cell((0, 2), (1, 2), SHARDED, slow=True),
         Cell((1,), (0, 2), OWN_GPU, slow=True),
         Cell((0, 1), (2,), OWN_GPU, pair="gpt_neox", batch_size=1, slow=True),
-        Cell((1,), (0, 2), OWN_GPU, pair="gpt_neo", batch_size=1, target_kind=ACCELERATE),
+        Cell((1,), (0, 2), OWN_GPU, pair="gpt_neo", batch_size=1, target_kind=ACCELERATE, slow=True),
     ],
     4: [
         Cell((0, 1, 2, 3), (3,), ONE_RANK),

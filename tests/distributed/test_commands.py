@@ -11,6 +11,7 @@ import pytest
 
 from tests.helpers.commands import Popen, run, start
 from tests.helpers.disturbed import lines, pid_of_rank, wait_for
+from tests.helpers.lanes import heavy, slow
 
 LONG = ["task=generate", "task.format=jsonl", "max_new_tokens=32", "num_samples=60", "prompt=def f(x):"]
 
@@ -79,8 +80,7 @@ def test_an_error_is_told_once_and_first_and_its_code_stands_in_the_status(tmp_p
 
 
 @pytest.mark.distributed(2)
-@pytest.mark.heavy
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [slow(0), heavy(1)])
 def test_a_killed_rank_ends_the_job_within_ten_seconds(rank: int, running: tuple[Path, Popen]) -> None:
     run_dir, process = running
     os.kill(pid_of_rank(run_dir, rank), signal.SIGKILL)

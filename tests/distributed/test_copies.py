@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.commands import run, start
-from tests.helpers.lanes import heavy, slow
+from tests.helpers.lanes import slow
 
 
 def lines(run_dir: Path) -> list[dict[str, object]]:
@@ -38,7 +38,7 @@ def test_two_copies_leave_the_texts_of_one_in_prompt_order(tmp_path: Path) -> No
 
 
 @pytest.mark.distributed(2)
-@pytest.mark.parametrize("placement", [heavy("placement=replicas"), slow("placement=sharded")])
+@pytest.mark.parametrize("placement", [slow("placement=replicas"), slow("placement=sharded")])
 def test_a_later_turn_follows_the_answer_of_whichever_copy_gave_it(placement: str, tmp_path: Path) -> None:
     """Three conversations, so that copies share out first turns and second ones in different ways."""
     questions = tmp_path / "questions.jsonl"

@@ -43,7 +43,7 @@ def test_two_ranks_come_to_the_verdict_of_one(placement: str, alone: dict[str, A
         assert measure["value"] == pytest.approx(wanted["value"], abs=1e-3), measure["name"]
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 @pytest.mark.distributed(2)
 def test_a_closed_gate_ends_all_ranks_with_1_and_one_sentence(tmp_path: Path) -> None:
     settings = ["task=evaluate", "suite=arithmetic", "num_prompts=3", "gate=true", f"run_dir={tmp_path}/run"]

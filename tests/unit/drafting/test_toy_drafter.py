@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.lanes import heavy
+from tests.helpers.lanes import heavy, slow
 from tests.helpers.plugins import launch
 
 MODULE = '''
@@ -79,7 +79,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize("sampling", ["greedy", heavy("default")])
+@pytest.mark.parametrize("sampling", [heavy("greedy"), slow("default")])
 def test_a_drafter_from_outside_drafts(sampling: str, folder: Path) -> None:
     words = ("prompt=x = [0, 0, 0, 0,", "max_new_tokens=12", f"sampling={sampling}")
     ended = launch(folder, "draft=repeat", "task=compare", *words, plugins="toy_repeat")

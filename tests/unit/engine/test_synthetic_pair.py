@@ -24,7 +24,7 @@ from llama_ssp.engine.state import Request
 from llama_ssp.session.checkpoints import find_sources
 from llama_ssp.session.loading import build_decoder, load_models
 from llama_ssp.session.prompts import encode
-from tests.helpers.lanes import heavy
+from tests.helpers.lanes import slow
 from training.agreement import TASKS, prompts_of
 
 pytestmark = pytest.mark.seconds
@@ -75,9 +75,8 @@ def acceptance(model: str, agreement: float) -> float:
     ("model", "agreement"),
     [
         ("tiny-draft", 0.8),
-        heavy("tiny", 0.8),
-        *(pytest.param("tiny-draft", level, marks=pytest.mark.slow) for level in (0.6, 0.7, 0.9)),
-        *(pytest.param("tiny", level, marks=pytest.mark.slow) for level in (0.6, 0.7, 0.9)),
+        *(slow("tiny-draft", level) for level in (0.6, 0.7, 0.9)),
+        *(slow("tiny", level) for level in (0.6, 0.7, 0.8, 0.9)),
     ],
 )
 def test_the_acceptance_is_what_the_dial_says(model: str, agreement: float) -> None:

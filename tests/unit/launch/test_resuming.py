@@ -65,6 +65,7 @@ ADAPTIVE = (
 )  # fmt: skip
 
 
+@pytest.mark.heavy
 def test_a_run_that_chooses_k_measures_once_and_is_resumed_with_the_same_costs(tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_text("import\nfrom\n")
     words = (*ADAPTIVE, f"prompts={tmp_path}/p.txt", f"run_dir={tmp_path}/run")
@@ -179,7 +180,7 @@ def test_a_benchmark_measures_only_cells_that_are_left_and_ends_with_a_summary_o
     assert "line 1 of" in measure(tmp_path, here).err
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_a_finished_run_is_not_repeated_and_another_config_is_refused(tmp_path: Path) -> None:
     run_dir, lines = f"run_dir={tmp_path}/run", tmp_path / "run" / "run.jsonl"
     assert launch("task=latency", "max_new_tokens=2", run_dir).code == 0

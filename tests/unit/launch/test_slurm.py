@@ -12,7 +12,7 @@ from hydra import compose, initialize_config_dir
 from launch import command_line, staging
 from llama_ssp.config import catalogue, store
 from llama_ssp.config.schema import RunConfig
-from tests.helpers.lanes import heavy
+from tests.helpers.lanes import slow
 from tests.helpers.sbatch import Sweep, options, script
 
 pytestmark = pytest.mark.seconds
@@ -27,6 +27,7 @@ def composed(job: list[str]) -> RunConfig:
         return store.to_run_config(compose("config", given), explicit=command_line.explicit_keys(given))
 
 
+@pytest.mark.heavy
 def test_every_point_becomes_a_job_with_its_own_settings_and_run_folder(sweep: Sweep) -> None:
     ended = sweep("hardware=p4d_24xlarge", "model=30B,13B", "speculation.num_draft_tokens=2,4", "run_dir='a, b'")
     assert ended.code == 0, ended.err
@@ -98,13 +99,13 @@ def test_a_point_that_does_not_fit_keeps_all_from_being_queued(sweep: Sweep) -> 
     [
         (["model=7B"], "name it with hardware=NAME, one of "),
         (["hardware=laptop_cpu", "seed=0,-1"], "seed=-1 must be between 0"),
-        heavy(["hardware=laptop_cpu", "seed=0,x"], "seed=x: Value 'x'"),
-        heavy(["hardware=laptop_cpu", "prompts=-"], "prompts=- asks at a terminal"),
+        slow(["hardware=laptop_cpu", "seed=0,x"], "seed=x: Value 'x'"),
+        slow(["hardware=laptop_cpu", "prompts=-"], "prompts=- asks at a terminal"),
         (["hardware=p4d_24xlarge", "hydra.launcher.ranks_per_node=9"], "more than the 8 GPUs of a node"),
-        heavy(["hardware=laptop_cpu", "hydra.launcher.nodes=2"], "does not say how nodes are connected"),
-        heavy(["hardware=laptop_cpu", "hydra.launcher.nodes=0"], "hydra.launcher.nodes=0 must be at least 1"),
-        heavy(["hardware=laptop_cpu", "hydra.launcher.sbatch=[evil.sh]"], "would take it for a script"),
-        heavy(["hardware=laptop_cpu", "hydra.launcher.stage_to=here"], "must be an absolute path"),
+        slow(["hardware=laptop_cpu", "hydra.launcher.nodes=2"], "does not say how nodes are connected"),
+        slow(["hardware=laptop_cpu", "hydra.launcher.nodes=0"], "hydra.launcher.nodes=0 must be at least 1"),
+        slow(["hardware=laptop_cpu", "hydra.launcher.sbatch=[evil.sh]"], "would take it for a script"),
+        slow(["hardware=laptop_cpu", "hydra.launcher.stage_to=here"], "must be an absolute path"),
         (["hardware=laptop_cpu", "hydra.launcher.queue=x"], "hydra.launcher.queue"),
         (["hardware=laptop_cpu", "hydra.launcher._target_=os.system"], "_target_ is refused"),
         (["hardware=laptop_cpu", "hydra.sweeper.max_batch_size=1"], "use hydra.launcher.max_running"),

@@ -16,6 +16,7 @@ def test_only_so_many_jobs_run_at_a_time(sweep: Sweep) -> None:
     assert [after for _, _, after in asked] == [None, "afterany:101"], "one array after the other"
 
 
+@pytest.mark.heavy
 def test_points_that_ask_for_the_same_are_one_array_and_one_point_is_a_job(sweep: Sweep) -> None:
     [call] = sweep("hardware=laptop_cpu", "seed=0,1", "run_dir='50%, x'").calls
     assert (options(call)["array"], options(call)["job-name"]) == ("0,1", "llama-ssp")

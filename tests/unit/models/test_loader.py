@@ -18,7 +18,7 @@ from llama_ssp.distributed.comms import Comm
 from llama_ssp.errors import CheckpointError
 from llama_ssp.models.build import load_modules
 from llama_ssp.weights.checkpoint import SINGLE_FILE, Checkpoint, inspect
-from tests.helpers.lanes import heavy
+from tests.helpers.lanes import heavy, slow
 from tests.helpers.models import FAMILIES, build_checkpoint, tiny_config
 from tests.unit.models.conftest import Saved
 
@@ -231,7 +231,7 @@ for num_ranks, dtype in ((1, torch.bfloat16), (2, torch.bfloat16), (2, torch.flo
 """
 
 
-@pytest.mark.parametrize("family", [heavy("llama"), heavy("gpt_neox")])
+@pytest.mark.parametrize("family", [slow("llama"), heavy("gpt_neox")])
 def test_anonymous_memory_peaks_at_the_shard_and_one_tensor(tmp_path: Path, family: str) -> None:
     """Alone, as one of two ranks, and as one of two ranks that cast; 71 MB, so that a second copy cannot hide.
 

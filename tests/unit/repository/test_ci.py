@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.lanes import grid
-from tests.helpers.repository import ROOT, files
+from tests.helpers.repository import ROOT
 
 pytestmark = pytest.mark.seconds
 
@@ -129,12 +129,9 @@ def test_in_a_grid_every_two_values_meet_in_a_case_that_runs_always_and_no_case_
         assert {(case[one], case[other]) for case in always} == wanted
 
 
-def test_every_slow_proof_is_run_by_a_command() -> None:
-    is_slow = re.compile(r"mark\.slow|\bslow\(")
-    commands = "".join((ROOT / name).read_text() for name in ("justfile", ".ci/run"))
-    marked = [str(path) for path in files() if path.match("test_*.py") and is_slow.search((ROOT / path).read_text())]
-    marked.remove("tests/unit/repository/test_ci.py")
-    assert len(marked) > 5
-    assert [path for path in marked if path not in commands] == []
-    named = set(re.findall(r"tests/\S+\.py", commands))
+def test_every_lane_is_run_by_a_command_that_selects_its_mark_everywhere() -> None:
+    justfile = (ROOT / "justfile").read_text()
+    for lane in ("heavy", "slow"):
+        assert f'"{{{{bin}}}}/pytest" --{lane} -m {lane} {{{{arguments}}}}\n' in justfile
+    named = set(re.findall(r"tests/\S+\.py", justfile + (ROOT / ".ci/run").read_text()))
     assert {path for path in named if not (ROOT / path).exists()} == set()

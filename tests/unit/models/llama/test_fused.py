@@ -58,7 +58,7 @@ def test_every_variant_of_shapes_and_formats_is_compiled() -> None:
     assert calls == len(variants)
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="nothing is compiled here without g++")
 def test_rotary_and_gate_are_one_kernel_each() -> None:
     heads_MXD, turns_M1P2 = torch.randn(5, 6, 16, dtype=torch.float16), torch.randn(5, 1, 8, 2)

@@ -129,7 +129,6 @@ assert (y - wanted).abs().max() < 1e-6 * wanted.abs().max(), "fp32 inputs lost d
 """
 
 
-@pytest.mark.heavy
 def test_products_are_exact_in_triton_s_interpreter() -> None:
     """Borders of all kinds, tiles of all sizes, splits. Sums are exact, so that the order of the sums does not show."""
     environ = os.environ | {"TRITON_INTERPRET": "1"}

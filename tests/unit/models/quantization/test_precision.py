@@ -199,7 +199,7 @@ def test_without_the_private_operator_bytes_are_unpacked(monkeypatch: pytest.Mon
         find.cache_clear()
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 @pytest.mark.seconds
 def test_bitsandbytes_is_imported_without_a_way_to_the_hub_and_in_silence() -> None:
     program = (
