@@ -37,7 +37,7 @@ def submit(cluster: Cluster, folder: Path, *words: str, options: tuple[str, ...]
 
 def settled(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What must not depend on how a run came about: all but times, in the order of their keys."""
-    timed = {"ms", "share_s", "draft_s", "verify_s", "other_s"}
+    timed = {"ms", "first_token_ms", "share_s", "draft_s", "verify_s", "other_s"}
     kept = [{name: value for name, value in line.items() if name not in timed} for line in found]
     return sorted(kept, key=lambda line: (line["index"], line["mode"], line["sample"]))
 

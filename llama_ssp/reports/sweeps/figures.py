@@ -27,13 +27,14 @@ _Pick = Callable[[RunMeasures], Estimate | None]
 
 @dataclass(frozen=True, kw_only=True)
 class _Figure:
-    """One kind of chart over a setting: a name for files, and what it draws of each run."""
+    """One kind of chart over a setting: a name for files, what it draws of each run, and the name of a lone line."""
 
     name: str
     title: str
     y_label: str
     pick: _Pick
     format: str
+    lone_line: str = ""
     background: _Pick | None = None
     highest: float = 0.0
 
@@ -49,12 +50,12 @@ def _ms_of(mode: str) -> _Pick:
 _FIGURES = (
     _Figure(
         name="speedup", title="Speed-up", y_label="speed-up, median over prompts", format="{:.2f}x",
-        pick=lambda measured: measured.paired.speedup if measured.paired else None, highest=1.0,
+        pick=lambda measured: measured.paired.speedup if measured.paired else None, highest=1.0, lone_line="measured",
     ),
     _Figure(
         name="time", title="Time per token", y_label="ms/token, median over prompts", format="{:.2f} ms/token",
         pick=lambda measured: (_ms_of(SPECULATIVE)(measured) or _ms_of(PLAIN)(measured)),
-        background=_ms_of(PLAIN),
+        background=_ms_of(PLAIN), lone_line=SPECULATIVE,
     ),
     _Figure(
         name="acceptance", title="Acceptance", y_label="accepted of examined", format="{:.3f}",
@@ -70,9 +71,9 @@ def sweep_charts(
     for setting in axes_of(settings, num_runs=len(runs))[:MOST_AXES]:
         axis = axis_of(setting)
         kept = [each for each in settings if each is not setting and each.key != "seed"]
-        lines = labels(kept) if kept else [""] * len(runs)
         for figure in _FIGURES:
             if any(figure.pick(measured) for measured in measures):
+                lines = labels(kept) if kept else [figure.lone_line] * len(runs)
                 chart = _over(figure, axis, lines, measures)
                 _add_forecasts(figure, chart, axis, runs)
                 yield f"{figure.name}_by_{setting.name.replace(' ', '_')}", chart
