@@ -11,10 +11,10 @@ from io import StringIO
 from pathlib import Path
 from types import CodeType, FrameType
 
-from launch import run
+from llama_ssp.commands import run
 from llama_ssp.sampling import processors
 
-ROOT = Path(run.__file__).resolve().parents[1]
+ROOT = Path(run.__file__).resolve().parents[2]
 RUN = ("task=generate", "prompt=x", "max_new_tokens=8")
 
 
@@ -45,7 +45,7 @@ def frames_to(code: CodeType, *arguments: str, number: int) -> list[str]:
 def _project_frames(frame: FrameType | None) -> Iterator[str]:
     while frame:
         file = Path(frame.f_code.co_filename)
-        if file.is_relative_to(ROOT / "llama_ssp") or file.is_relative_to(ROOT / "launch"):
+        if file.is_relative_to(ROOT / "llama_ssp"):
             yield f"{file.relative_to(ROOT)}:{frame.f_lineno} {frame.f_code.co_qualname}"
         frame = frame.f_back
 

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from launch import options
+from llama_ssp.commands import options
 from llama_ssp.errors import ConfigError, one_message
 
 SIZE = 64

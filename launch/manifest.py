@@ -1,34 +1,11 @@
-"""Writes the hashes of a checkpoint's files, which `model.verify=true` compares with the files before a run.
+"""`llama-ssp manifest` as a file, for a checkout."""
 
-    python launch/manifest.py DIR                  # writes DIR/sha256.json
-    python launch/manifest.py DIR --output=FILE    # elsewhere; model.manifest=FILE then names it
-
-Run it while the files are known to be good. It hashes every file below DIR except hidden ones, with SHA-256. Exit code:
-0, or 2 if the folder cannot be read or the manifest cannot be written.
-"""
-
-import argparse
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from launch import options
-from llama_ssp.weights.manifest import MANIFEST_FILE, write_manifest
-
-
-def main(arguments: list[str]) -> int:
-    """Write the manifest; returns the exit code."""
-    parser = options.Options("python launch/manifest.py DIR [--output=FILE]", __doc__)
-    parser.add_argument("folder", metavar="DIR", type=Path, help="folder of one checkpoint")
-    parser.add_argument("--output", metavar="FILE", type=Path, help=f"the manifest (default: DIR/{MANIFEST_FILE})")
-    return options.run(parser, arguments, _write)
-
-
-def _write(given: argparse.Namespace) -> str:
-    file = given.output or given.folder / MANIFEST_FILE
-    return f"wrote {file}: {write_manifest(given.folder, file)} files"
-
+from llama_ssp.commands.program import main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(["manifest", *sys.argv[1:]])

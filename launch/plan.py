@@ -1,106 +1,11 @@
-"""Plans a job on a described machine: memory per GPU, time per token, the best K. Needs no torch.
+"""`llama-ssp plan` as a file, for a checkout."""
 
-    python launch/plan.py model=30B draft=7B placement=sharded hardware=p4d_24xlarge
-    python launch/plan.py model=65B_8bit hardware=g5_12xlarge format=json
-    python launch/plan.py model=30B hardware=8xa100_80gb search=true
-    python launch/plan.py model=local model.path=DIR draft=none hardware=laptop_cpu
-
-Takes the settings of conf/plan.yaml as KEY=VALUE. hardware.KEY=VALUE changes a figure of the machine, for example
-hardware.num_gpus=4 or hardware.num_nodes=2. Exit code: 0 fits, 3 does not fit (the message names the smallest change
-that would fit), 2 a setting is wrong.
-"""
-
-import argparse
-import re
 import sys
-from collections.abc import Iterable
 from pathlib import Path
-from typing import cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
-from hydra.errors import HydraException
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
-from launch import command_line, options
-from launch.unknown_settings import unknown_setting
-from llama_ssp.config import catalogue, hardware, plan, store
-from llama_ssp.config.drafts.drafter import drafter_of, drafters
-from llama_ssp.config.drafts.model import ModelDraftConfig
-from llama_ssp.config.registry import load_plugins
-from llama_ssp.errors import ConfigError, one_message, unknown_name
-from llama_ssp.planning.spec import make_job, settle_models
-from llama_ssp.tasks.dry_run import plan_job, show_plan, show_search
-
-
-def read_settings(settings: list[str]) -> plan.PlanConfig:
-    """Compose conf/plan.yaml with the settings, and choose the draft; raises ConfigError for an invalid one."""
-    for setting in settings:
-        if setting.startswith(("=", "hydra")):
-            raise ConfigError(f"{setting!r} is not a setting of a plan: conf/plan.yaml lists them all, as name=value")
-    given = dict(setting.split("=", 1) for setting in settings if "=" in setting)
-    _check_keys(given)
-    known = {
-        "model": catalogue.names(),
-        "hardware": hardware.names(),
-        "draft": [*catalogue.names(), *drafters(), "default"],
-    }
-    known["placement"] = [file.stem for file in (catalogue.conf_dir() / "placement").glob("*.yaml")]
-    for group, names in known.items():
-        if group in given and given[group] not in names:
-            raise ConfigError(unknown_name(group, given[group], names))
-    if given.get("draft", "default") == "default":
-        target = catalogue.load(given.get("model", "30B"))
-        others = [setting for setting in settings if not setting.startswith("draft=")]
-        settings = [*others, f"draft={target.default_draft or 'none'}"]
-    # `++` lets unknown figures of the machine through: `hardware` reports them with all others that are wrong.
-    settings = [f"++{setting}" if setting.startswith("hardware.") else setting for setting in settings]
-    store.register()
-    ConfigStore.instance().store(group="schema", name="plan", node=plan.PlanConfig)
-    try:
-        with initialize_config_dir(config_dir=str(catalogue.conf_dir()), version_base="1.3"):
-            composed = compose(config_name="plan", overrides=settings)
-        config = cast("plan.PlanConfig", OmegaConf.to_object(composed))
-    except (HydraException, OmegaConfBaseException, ValueError, TypeError) as error:  # TypeError: a group is no name
-        raise ConfigError(f"{command_line.one_sentence(error)} (conf/plan.yaml has every setting)") from error
-    if not drafter_of(config.draft).has_model:
-        config.draft.model = None
-    return config
-
-
-def _check_keys(given: Iterable[str]) -> None:
-    """Refuse unknown settings; `hardware` and shapes are open, and Hydra knows the signs +, ~ and @."""
-    keys = frozenset([*command_line.keys_of(plan.PlanConfig), *command_line.keys_of(ModelDraftConfig, "draft.")])
-    left_to_others = re.compile(r"hardware\.|.*\.shape\.|.*[+~@]")
-    unknown = [key for key in given if key not in keys and not left_to_others.match(key)]
-    if unknown:
-        otherwise = "conf/plan.yaml lists them all"
-        raise ConfigError(one_message([unknown_setting(key, keys, otherwise=otherwise) for key in unknown]))
-
-
-def main(arguments: list[str]) -> int:
-    """Print the plan; returns the exit code."""
-    parser = options.Options("python launch/plan.py [SETTING=VALUE ...]", __doc__)
-    parser.add_argument("settings", metavar="SETTING=VALUE", nargs="*", help="of conf/plan.yaml, for example model=7B")
-    return options.run(parser, [*map(command_line.take_literally, arguments)], _show)
-
-
-def _show(given: argparse.Namespace) -> None:
-    load_plugins()
-    config = read_settings(given.settings)
-    settle_models(config)
-    plan.check(config)
-    machine = hardware.build(config.hardware)
-    job = make_job(config, machine)
-    if config.search:
-        show_search(job, machine, config.format)
-    else:
-        auto_ranks = machine.num_ranks if config.placement.auto else None
-        show_plan(plan_job(job, machine, auto_ranks=auto_ranks), config.format, figure=config.figure)
-
+from llama_ssp.commands.program import main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(["plan", *sys.argv[1:]])

@@ -1,42 +1,11 @@
-"""Reports of finished runs, or one report of a sweep: an offline HTML page of figures, and all rows as tables.
+"""`llama-ssp report` as a file, for a checkout."""
 
-    python launch/report.py outputs/RUN                      # writes report.html and its tables into the folder
-    python launch/report.py outputs/SWEEP                    # one report of all runs below it
-    python launch/report.py outputs/A outputs/B --output=DIR # one report of several folders
-    python launch/report.py outputs/SWEEP --figures=pdf,svg  # its figures as files too, in the folder figures
-
-runs.csv has a row for each run, report.csv for each completion, cells.csv for each cell of a benchmark. Settings that
-differ between the runs are columns and axes. Needs neither torch nor a GPU. Exit code: 0, or 2 if a folder holds no run
-that can be read.
-"""
-
-import argparse
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from launch import options
-from llama_ssp.errors import ConfigError
-from llama_ssp.reports.sweeps.files import FIGURE_FORMATS, write_report
-
-
-def main(arguments: list[str]) -> int:
-    """Write the report; returns the exit code."""
-    parser = options.Options("python launch/report.py FOLDER... [--output=DIR] [--figures=FORMATS]", __doc__)
-    parser.add_argument("folders", metavar="FOLDER", nargs="+", type=Path, help="folder of a run, or of a sweep")
-    parser.add_argument("--output", metavar="DIR", type=Path, help="folder of the report (default: the only FOLDER)")
-    formats = ", ".join(FIGURE_FORMATS)
-    parser.add_argument("--figures", metavar="FORMATS", default="", help=f"save the figures as any of {formats}")
-    return options.run(parser, arguments, _report)
-
-
-def _report(given: argparse.Namespace) -> str:
-    formats = [name for name in given.figures.split(",") if name]
-    if unknown := [name for name in formats if name not in FIGURE_FORMATS]:
-        raise ConfigError(f"--figures={','.join(unknown)}: figures are saved as any of {', '.join(FIGURE_FORMATS)}")
-    return write_report(given.folders, given.output, formats)
-
+from llama_ssp.commands.program import main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(["report", *sys.argv[1:]])

@@ -1,6 +1,6 @@
 """The exceptions that a user can meet, and their messages: what was given, what is required, what would work.
 
-Imports nothing else of the package; `launch` turns each class into its exit code.
+Imports nothing else of the package; `commands` turns each class into its exit code.
 """
 
 import errno

@@ -29,7 +29,7 @@ from llama_ssp.config.tasks.spec import task_specs
 CONF = ROOT / "conf"
 _INTRODUCTION = (
     "The build makes this page from the dataclasses in `llama_ssp/config` and the comments in `conf`. Every setting is "
-    "`name=value` on the command line. `python launch/run.py --help` prints the same settings by topic, and "
+    "`name=value` on the command line. `llama-ssp run --help all` prints the same settings by topic, and "
     "`--cfg job` prints the composed values of one run."
 )
 _KEY = re.compile(r"(?P<indent> *)(?P<key>\w+):(?P<rest>.*)")

@@ -1,4 +1,4 @@
-"""Every setting of `launch/plan.py` as typed dataclasses, and their checks."""
+"""Every setting of `llama-ssp plan` as typed dataclasses, and their checks."""
 
 import math
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from llama_ssp.errors import ConfigError, one_message
 
 
 class PlanFormat(Enum):
-    """What `launch/plan.py` prints."""
+    """What `llama-ssp plan` prints."""
 
     table = "table"
     json = "json"

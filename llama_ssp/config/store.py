@@ -1,7 +1,7 @@
 """Connects the config to Hydra: registers schemas, drafts and resolvers, and turns a DictConfig into dataclasses.
 
 The files in `conf` hold the values. This module adds what files cannot express: types, one `draft` option per model,
-and names that depend on the process. Nothing below `launch` sees a DictConfig.
+and names that depend on the process. Nothing below `commands` sees a DictConfig.
 """
 
 import os

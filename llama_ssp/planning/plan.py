@@ -82,7 +82,7 @@ def require_room(plan: Plan, *, words: Mapping[str, str] | None = None) -> None:
 def shortage(plan: Plan, *, words: Mapping[str, str] | None = None) -> str:
     """An error message: the fullest rank, its items, its capacity, and the smallest change that fits.
 
-    `words` has, by setting of `launch/plan.py`, what to print instead if the caller has another; {} is the value.
+    `words` has, by setting of `llama-ssp plan`, what to print instead if the caller has another; {} is the value.
     """
     full = plan.fullest
     names = {

@@ -54,7 +54,7 @@ def finalize(session: Session) -> None:
     try:
         folder.write_report(summary)
     except ConfigError as error:  # the run is complete without its figures
-        session.terminal.say(f"{error}; launch/report.py writes report.html later")
+        session.terminal.say(f"{error}; llama-ssp report writes report.html later")
 
 
 def pass_gate(session: Session) -> None:

@@ -45,7 +45,7 @@ def verify(folder: Path, file: Path | None = None) -> None:
     if not manifest.is_file():
         raise CheckpointError(
             f"{manifest} does not exist: verify=true needs it, and where the files are known to be good "
-            f"python launch/manifest.py {folder} writes it"
+            f"llama-ssp manifest {folder} writes it"
         )
     wanted = read_json(manifest)
     if not wanted or not all(isinstance(value, str) and _SHA256.fullmatch(value) for value in wanted.values()):

@@ -9,7 +9,7 @@ import warnings
 from dataclasses import dataclass
 from unittest import mock
 
-from launch import run
+from llama_ssp.commands import run
 from llama_ssp.distributed.signals import STOP_SIGNALS
 
 

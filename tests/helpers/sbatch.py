@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import run
+from llama_ssp.commands import run
 
 SBATCH = """#!{python}
 import json, os, sys

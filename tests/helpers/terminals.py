@@ -3,7 +3,8 @@
 import os
 import pty
 import subprocess
-from collections.abc import Callable, Sequence
+import termios
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Self
@@ -20,18 +21,25 @@ class OnTerminal:
 
     Args:
         words: of the command.
+        num_columns: width of the terminal; by default unknown.
+        more: its environment, if it is not that of this process.
 
     Attributes:
         process: of the command.
         shown: what the terminal has shown until the last `read`.
     """
 
-    def __init__(self, words: Sequence[str]) -> None:
+    def __init__(
+        self, words: Sequence[str], *, num_columns: int | None = None, more: Mapping[str, str] | None = None
+    ) -> None:
         self._end: int | None
         self._end, theirs = pty.openpty()
+        if num_columns:
+            termios.tcsetwinsize(theirs, (40, num_columns))
         self.process = subprocess.Popen(
-            [*HEEDING_HANGUPS, "setsid", "--ctty", *words], cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs
-        )
+            [*HEEDING_HANGUPS, "setsid", "--ctty", *words],
+            cwd=ROOT, env=more, stdin=theirs, stdout=theirs, stderr=theirs,
+        )  # fmt: skip
         os.close(theirs)
         os.set_blocking(self._end, False)
         self._bytes = b""
@@ -45,6 +53,11 @@ class OnTerminal:
         with suppress(OSError):  # there is nothing, or nobody is left to write
             while self._end is not None and (some := os.read(self._end, 65536)):
                 self._bytes += some
+
+    def enter(self, text: str) -> None:
+        """Enter a text, such as Ctrl-C, which is one character."""
+        assert self._end is not None
+        os.write(self._end, text.encode())
 
     def wait_for(self, condition: Callable[[], object], *, at_most_s: float) -> None:
         """Wait for something to become true, and read meanwhile."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from launch.command_line import groups_of
+from llama_ssp.commands.command_line import groups_of
 from llama_ssp.errors import similar_name, unknown_name
 
 

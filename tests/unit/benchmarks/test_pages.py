@@ -11,7 +11,7 @@ from hydra import compose, initialize_config_dir
 from benchmarks import lengths, placement_cells, placement_pages, readme, sweep
 from benchmarks.curves import fit
 from benchmarks.placements import Figures
-from launch import command_line
+from llama_ssp.commands import command_line
 from llama_ssp.config import catalogue, checks, store
 from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.reports.charts import Kind

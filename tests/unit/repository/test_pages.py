@@ -17,8 +17,9 @@ import yaml
 from hydra import compose, initialize_config_dir
 
 from benchmarks.readme import TEXTS, filled, made_files
-from launch import command_line, plan
-from launch.short_keys import ShortKeys
+from llama_ssp.commands import command_line, plan
+from llama_ssp.commands.ranks.number import read_start
+from llama_ssp.commands.short_keys import ShortKeys
 from llama_ssp.config import catalogue, store
 from llama_ssp.config.formats.bitsandbytes_package import BITSANDBYTES
 from llama_ssp.harness.__main__ import INSTALL as INSTALL_HARNESS
@@ -32,8 +33,9 @@ TESTED = {
     r"\./machine-install\.sh( --dev| --check)?": ".ci/run, tests/unit/repository/test_machine_install.py",
     r"\.venv/bin/pytest": ".ci/run",
     r"bash \.ci/run": "itself",
-    r"\.venv/bin/python launch/report\.py outputs/\w+( --figures=pdf,svg,png)?": "tests/unit/launch/test_report.py",
-    r"\.venv/bin/python launch/manifest\.py DIR": "tests/unit/weights/test_manifest.py",
+    r"\.venv/bin/(python launch/report\.py|llama-ssp report) outputs/\w+( --figures=pdf,svg,png)?": "tests/unit/commands/test_report.py",
+    r"\.venv/bin/(python launch/manifest\.py|llama-ssp manifest) DIR": "tests/unit/weights/test_manifest.py",
+    r"\.venv/bin/llama-ssp --version": "tests/unit/commands/test_program.py",
     r"\.venv/bin/python -m pip install -e '\.\[[a-z-]+\]' -c \.venv/constraints\.txt": "what the messages say",
     r"\.venv/bin/python -m llama_ssp\.harness .*": "tests/unit/harness",
     r"\.venv/bin/python -m benchmarks\.(peers|sweep|lengths|placements) --store": "tests/unit/benchmarks",
@@ -44,9 +46,9 @@ TESTED = {
 }
 LAUNCH = re.compile(
     r"([A-Z_]+=\S+ )*((\.venv/bin/)?(torchrun( --[a-z-]+ \S+)+|python) launch/run\.py|sbatch( --[a-z-]+ \S+)+ "
-    r"launch/slurm\.sbatch)(?P<words>.*)"
+    r"launch/slurm\.sbatch|\.venv/bin/llama-ssp (run|calibrate))(?P<words>.*)"
 )
-PLAN = re.compile(r"(\.venv/bin/)?python launch/plan\.py(?P<words>.*)")
+PLAN = re.compile(r"(\.venv/bin/)?(python launch/plan\.py|llama-ssp plan)(?P<words>.*)")
 TWO_COMMANDS = [
     ["./machine-install.sh", ".venv/bin/torchrun --nproc-per-node 2 launch/run.py"],
     ["./machine-install.sh --dev", ".venv/bin/pytest"],
@@ -99,7 +101,9 @@ def test_every_run_on_a_page_composes() -> None:
     store.register()
     assert launches() != []
     for words in launches():
-        options = command_line.read_options(shlex.split(words))
+        options = command_line.read_options(read_start(shlex.split(words), {}, default=None).words)
+        if options.help:
+            continue
         short = ShortKeys(options.overrides)
         overrides = [command_line.take_literally(short.complete(override)) for override in options.overrides]
         command_line.check_overrides(overrides, multirun=options.multirun)

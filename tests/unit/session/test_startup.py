@@ -33,7 +33,7 @@ NEVER = (
 def test_slow_packages_are_imported_only_where_they_are_used(tmp_path: Path) -> None:
     settings = ["task=generate", "prompt=import", "max_new_tokens=2", f"run_dir={tmp_path}/run"]
     program = (
-        "import json, sys; from launch import run; from llama_ssp.tasks import run as task; "
+        "import json, sys; from llama_ssp.commands import run; from llama_ssp.tasks import run as task; "
         "from llama_ssp.console import terminal; "
         "first = [*sys.modules]; closing = terminal.Terminal.closing; shown = []; "
         "terminal.Terminal.closing = lambda *a, **k: (closing(*a, **k), shown.extend(sys.modules)); "

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from launch import report
+from llama_ssp.commands import report
 from llama_ssp.evaluation.evidence import CompletionPair, pairs_of
 from llama_ssp.reports.lines import CompletionLine
 from llama_ssp.sampling import rules

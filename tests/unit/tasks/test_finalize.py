@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import run
+from llama_ssp.commands import run
 from llama_ssp.errors import ConfigError
 from llama_ssp.reports.records import RunFolder
 
@@ -23,6 +23,6 @@ def test_a_run_that_cannot_draw_its_report_is_done_and_says_how_to_get_one(
     monkeypatch.setattr(sys, "argv", ["run.py", *settings])
     assert run.main() == 0
     last = capsys.readouterr().err.splitlines()[-1]
-    assert last == "drawing needs matplotlib: pip install matplotlib; launch/report.py writes report.html later"
+    assert last == "drawing needs matplotlib: pip install matplotlib; llama-ssp report writes report.html later"
     assert (tmp_path / "run" / "status").read_text() == "done\n"
     assert (tmp_path / "run" / "summary.json").exists()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import manifest as command
+from llama_ssp.commands import manifest as command
 from llama_ssp.errors import CheckpointError
 from llama_ssp.weights.manifest import MANIFEST_FILE, verify, write_manifest
 
@@ -41,7 +41,7 @@ def test_a_manifest_may_lie_elsewhere(folder: Path, tmp_path: Path) -> None:
         ("below/more.json", "changed", "below/more.json differs"),
         ("config.json", None, "config.json is missing"),
         ("new.json", "new", "new.json is not in the manifest"),
-        (MANIFEST_FILE, None, "verify=true needs it, .* python launch/manifest.py"),
+        (MANIFEST_FILE, None, "verify=true needs it, .* llama-ssp manifest"),
         (MANIFEST_FILE, "{", "is not JSON"),
         (MANIFEST_FILE, "{}", "is no manifest"),
         (MANIFEST_FILE, '{"config.json": 3}', "is no manifest"),
@@ -62,7 +62,7 @@ def test_every_difference_is_named(folder: Path, name: str, content: str | None,
     [
         (
             [],
-            "the following arguments are required: DIR; usage: python launch/manifest.py DIR [--",
+            "the following arguments are required: DIR; usage: llama-ssp manifest DIR [--",
         ),
         ([".", "."], "unrecognized arguments: .; usage:"),
         (["--outptu=x", "."], "unrecognized arguments: --outptu=x; usage:"),

@@ -1,0 +1,106 @@
+"""The program `llama-ssp`: finds the command, and ends the process with its exit code.
+
+    llama-ssp run [SETTING=VALUE ...] [ranks=N]   complete prompts; N ranks, by default one for each GPU
+    llama-ssp plan [SETTING=VALUE ...]            memory and time of a job, on a machine that is only described
+    llama-ssp report FOLDER... [--output=DIR]     a page of figures and tables of finished runs
+    llama-ssp calibrate [ranks=N]                 measure this machine, for forecasts
+    llama-ssp manifest DIR [--output=FILE]        hashes of a checkpoint's files, for model.verify=true
+    llama-ssp --version
+
+`llama-ssp COMMAND --help` explains a command. Several nodes: launch/slurm.sbatch, or torchrun with launch/run.py.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from types import FrameType
+from typing import NoReturn
+
+from llama_ssp.distributed.environment import read_ranks
+from llama_ssp.distributed.signals import heeded_signals
+
+INTERRUPTED = 4
+COMMANDS = ("calibrate", "manifest", "plan", "report", "run")
+
+
+def main(words: Sequence[str] | None = None, *, num_ranks: int | None = None) -> NoReturn:
+    """Do what the command line says, and end the process.
+
+    Nothing slow is imported before Ctrl-C is handled; each command imports what it needs.
+
+    Args:
+        words: the command line; by default that of this process.
+        num_ranks: ranks of `run` where the words do not say; by default one for each GPU.
+    """
+    for number in heeded_signals():
+        signal.signal(number, _end_at_once)
+    # `llama-ssp run` starts its ranks with the signals blocked, which then wait until here.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, heeded_signals())
+    _leave(_exit_code(list(sys.argv[1:] if words is None else words), num_ranks))
+
+
+def _end_at_once(_number: int, _frame: FrameType | None) -> None:
+    """End while modules are imported or a command runs that leaves nothing half done."""
+    if read_ranks(os.environ).rank == 0:
+        os.write(2, b"interrupted\n")
+    os._exit(INTERRUPTED)
+
+
+def _exit_code(words: list[str], num_ranks: int | None) -> int:
+    command, *rest = words or ["--help"]
+    if "--version" in words[:2]:
+        return _show(_version())
+    if command in {"--help", "-h"}:
+        return _show(str(__doc__).partition("\n\n")[2].rstrip())
+    if command in {"run", "calibrate"}:
+        from llama_ssp.commands.ranks import own  # noqa: PLC0415 - see main
+
+        return own.main(_of_run(command, rest), num_ranks=num_ranks)
+    if command in COMMANDS:
+        return int(import_module(f"llama_ssp.commands.{command}").main(rest))
+    from llama_ssp.commands.unknown_settings import unknown_command  # noqa: PLC0415 - see main
+    from llama_ssp.console.unread import complain  # noqa: PLC0415 - see main
+
+    complain(unknown_command(words, COMMANDS))
+    return 2
+
+
+def _of_run(command: str, words: list[str]) -> list[str]:
+    """Return the words of `run` that do what the command says: `calibrate` is a task."""
+    if command == "run":
+        return words
+    if {"--help", "-h"} & {*words}:
+        return ["--help", "tasks"]
+    return ["task=calibrate", *(word for word in words if word != "task=calibrate")]
+
+
+def _show(text: str) -> int:
+    from llama_ssp.commands.options import until_unread  # noqa: PLC0415 - see main
+
+    with until_unread():
+        print(text)
+    return 0
+
+
+def _version() -> str:
+    from llama_ssp.reports.provenance import git_commit, versions  # noqa: PLC0415 - see main
+
+    known = versions()
+    commit = git_commit()
+    others = [f"{name} {known[name]}" for name in ("python", "torch", "transformers") if known[name]]
+    others += [f"commit {commit[:12]}"] if commit else []
+    return f"llama-ssp {known['llama_ssp'] or 'unknown'} ({', '.join(others)})"
+
+
+def _leave(exit_code: int) -> NoReturn:
+    """End this process; a failed one of several ranks at once, since its threads may wait for lost ranks."""
+    for number in heeded_signals():
+        signal.signal(number, signal.SIG_IGN)
+    if exit_code and read_ranks(os.environ).size > 1:
+        try:
+            sys.stdout.flush()
+        finally:
+            os._exit(exit_code)
+    sys.exit(exit_code)

@@ -1,0 +1,114 @@
+"""`llama-ssp run ranks=2`: it starts its ranks, one Ctrl-C ends them, and its exit code is that of the run."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.commands import Popen
+from tests.helpers.disturbed import lines, pid_of_rank, wait_for
+from tests.helpers.lanes import heavy, slow
+from tests.helpers.repository import ROOT
+from tests.helpers.starters import PROGRAM, environment, run_program
+from tests.helpers.terminals import OnTerminal
+
+pytestmark = pytest.mark.distributed(2)
+
+LONG = ["task=generate", "format=jsonl", "max_new_tokens=32", "num_samples=60", "prompt=def f(x):", "ranks=2"]
+PRICE = "it costs $5, $$ and ${more}"
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[tuple[Path, Popen]]:
+    """A run on two ranks that has recorded its first completions and has many to go."""
+    process = subprocess.Popen(
+        [*PROGRAM, "run", *LONG, f"run_dir={tmp_path}/run"], cwd=ROOT, env=environment(),
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    wait_for(lambda: len(lines(tmp_path / "run")) > 1 or process.poll() is not None, at_most_s=90)
+    yield tmp_path / "run", process
+    process.kill()
+    process.communicate()
+
+
+@pytest.mark.heavy
+def test_its_ranks_share_the_work_and_leave_what_torchruns_leave(tmp_path: Path) -> None:
+    settings = ["task=generate", "format=jsonl", "max_new_tokens=8", f"prompt={PRICE}", f"run_dir={tmp_path}/run"]
+    ended = run_program("run", *settings, "ranks=2")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr.splitlines()[0] == "starting 2 ranks…"
+    [line] = [json.loads(text) for text in ended.stdout.splitlines()]
+    assert line["prompt"] == PRICE, "the agent's own ${...} must not reach a prompt"
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["world_size"], len(summary["memory"])) == (2, 2)
+    alone = run_program("run", *settings[:-1], f"run_dir={tmp_path}/alone", "ranks=1")
+    assert [json.loads(text)["token_ids"] for text in alone.stdout.splitlines()] == [line["token_ids"]]
+
+
+@pytest.mark.slow
+def test_the_folder_of_a_run_is_named_by_the_time(tmp_path: Path) -> None:
+    ended = run_program("run", "task=generate", "max_new_tokens=2", "prompt=x", "ranks=2", cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    [folder] = (tmp_path / "outputs").iterdir()
+    assert time.strptime(folder.name, "%Y-%m-%d_%H-%M-%S")
+
+
+@pytest.mark.slow
+def test_an_error_that_only_the_ranks_can_find_has_its_code_and_its_sentence(tmp_path: Path) -> None:
+    ended = run_program("run", f"model.path={tmp_path}/nothing", f"run_dir={tmp_path}/run", "ranks=2")
+    assert ended.returncode == 2
+    assert ended.stderr.startswith(f"starting 2 ranks…\n{tmp_path}/nothing does not exist")
+    assert len(ended.stderr.splitlines()) == 2
+    assert (tmp_path / "run" / "status").read_text().startswith("2: ")
+
+
+@pytest.mark.parametrize("rank", [slow(0), heavy(1)])
+def test_a_killed_rank_ends_the_run_in_a_sentence(rank: int, running: tuple[Path, Popen]) -> None:
+    run_dir, process = running
+    os.kill(pid_of_rank(run_dir, rank), signal.SIGKILL)
+    _, stderr = process.communicate(timeout=30)
+    assert process.returncode == 1, stderr
+    assert sum(line.startswith(f"rank {rank} is missing while decoding") for line in stderr.splitlines()) == 1
+    assert "Traceback" not in stderr
+
+
+@pytest.mark.parametrize(
+    "number", [slow(signal.SIGTERM), slow(signal.SIGINT), slow(signal.SIGUSR1), heavy(signal.SIGHUP)]
+)
+def test_a_signal_to_the_program_is_one_to_its_ranks(number: signal.Signals, running: tuple[Path, Popen]) -> None:
+    run_dir, process = running
+    process.send_signal(number)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 4, stderr
+    assert sum(line.startswith("interrupted") for line in stderr.splitlines()) == 1
+    assert (run_dir / "status").read_text() == "interrupted\n"
+    before = lines(run_dir)
+    assert 0 < len(before) < 60
+    done = run_program("run", *LONG, f"run_dir={run_dir}")
+    assert done.returncode == 0, done.stderr
+    assert lines(run_dir)[: len(before)] == before
+
+
+@pytest.mark.slow
+def test_ranks_end_soon_after_a_program_that_is_killed(running: tuple[Path, Popen]) -> None:
+    run_dir, process = running
+    process.kill()
+    wait_for(lambda: (run_dir / "status").read_text() == "interrupted\n", at_most_s=30)
+
+
+@pytest.mark.parametrize("delay_s", [slow(0.5), heavy(2.0), slow(5.0)])
+def test_ctrl_c_once_is_enough_at_any_time(delay_s: float, tmp_path: Path) -> None:
+    words = [*PROGRAM, "run", *LONG, f"run_dir={tmp_path}/run"]
+    with OnTerminal(words, more=environment()) as terminal:
+        time.sleep(delay_s)
+        terminal.enter("\x03")
+        terminal.wait_for(lambda: terminal.process.poll() is not None, at_most_s=60)
+        terminal.read()
+        assert terminal.process.returncode == 4, terminal.shown
+        assert terminal.shown.count("interrupted") == 1, terminal.shown
+        assert "Traceback" not in terminal.shown
