@@ -224,20 +224,6 @@ def test_points_of_a_sweep_have_folders_of_their_own(launch: Launch) -> None:
     assert [(config.model.name, config.run_dir) for config in ended.runs] == [("7B", "sweep/0"), ("13B", "sweep/1")]
 
 
-def test_a_mistake_at_one_point_keeps_all_points_of_a_sweep_from_starting(launch: Launch) -> None:
-    ended = launch("-m", "speculation.num_draft_tokens=4,0,2")
-    assert (ended.code, len(ended.runs), ended.err.count("\n")) == (2, 0, 1)
-    assert ended.err.startswith("job 1 (speculation.num_draft_tokens=0): speculation.num_draft_tokens=0 must be")
-
-
-@pytest.mark.heavy
-def test_a_point_that_does_not_fit_keeps_all_points_of_a_sweep_from_starting(launch: Launch) -> None:
-    words = ["-m", "hardware=g5_12xlarge", "model=7B,65B", "draft=7B"]
-    ended, other = launch(*words, RANK="0", WORLD_SIZE="2"), launch(*words, RANK="1", WORLD_SIZE="2")
-    assert (ended.code, len(ended.runs), ended.err[:7]) == (3, 0, "job 1 (")
-    assert (other.code, len(other.runs)) == (0, 2), "rank 0 decides for all"
-
-
 def test_a_sweep_ends_with_its_first_failure(launch: Launch) -> None:
     ended = launch("-m", "seed=0,1", fails=CapacityError("rank 0 is full"))
     assert (ended.code, len(ended.runs), ended.err) == (3, 1, "rank 0 is full\n")
