@@ -286,6 +286,8 @@ class Decoder:
         for completion in running:
             completion.busy_s += seconds
             completion.share_s += seconds * share
+            if completion.token_ids and not completion.first_token_s:
+                completion.first_token_s = completion.busy_s
         if is_round:
             draft_s, verify_s = self.clock.take()
             draft_s -= sum([drafter.take_host_s() for drafter in self._host_timed])

@@ -33,4 +33,5 @@ def to_line(
         draft_lengths=completion.draft_lengths if adapts else None,
         turn=len(prompt.earlier), question_id=prompt.question_id, category=prompt.category,
         messages=None if prompt.messages is None else [*prompt.messages], fields=dict(prompt.fields),
+        first_token_ms=completion.first_token_s * 1e3,
     )  # fmt: skip

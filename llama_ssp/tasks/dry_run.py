@@ -27,7 +27,7 @@ from llama_ssp.planning.spec import PlanSpec, number_format, planned_model, read
 from llama_ssp.planning.timing import Timing
 from llama_ssp.reports.lines import Forecast
 from llama_ssp.session.prompt_files import STANDARD_INPUT
-from llama_ssp.session.prompts import read_prompts
+from llama_ssp.session.prompts import Prompt, read_prompts
 
 CHARACTERS_PER_TOKEN = 3
 TYPED_TOKENS = 128
@@ -137,16 +137,21 @@ def _foreseen(config: RunConfig) -> tuple[RunConfig, list[int]]:
     """
     draft = replace(config.draft, model=config.draft.model and with_hub_sizes(config.draft.model))
     config = replace(config, model=with_hub_sizes(config.model), draft=draft)
-    has_prompts = config.prompt is not None or config.prompts or task_of(config).prompts(config)
-    is_read_later = config.prompt is None and config.prompts == STANDARD_INPUT
-    if is_read_later or not has_prompts:
+    prompts = _known_prompts(config)
+    if not prompts:
         return config, [TYPED_TOKENS]
-    prompts = read_prompts(config)
     lengths = [
         prompt.num_characters // CHARACTERS_PER_TOKEN + 1 + len(prompt.earlier) * config.max_new_tokens
         for prompt in prompts
     ]
     return with_filled_rows(config, num_completions=len(prompts) * config.num_samples), lengths
+
+
+def _known_prompts(config: RunConfig) -> list[Prompt]:
+    """The prompts of a run; none if somebody will type them."""
+    has_prompts = config.prompt is not None or config.prompts or task_of(config).prompts(config)
+    is_read_later = config.prompt is None and config.prompts == STANDARD_INPUT
+    return read_prompts(config) if has_prompts and not is_read_later else []
 
 
 def with_filled_rows(config: RunConfig, *, num_completions: int) -> RunConfig:
@@ -158,6 +163,19 @@ def plan_of_run(config: RunConfig, *, world_size: int, machine: HardwareConfig, 
     """Plan the job that a run is about to start; `lengths` are the tokens of its prompts."""
     machine = machine_of_run(machine, world_size)
     return make_plan(_job_on(machine, config, world_size=world_size, lengths=lengths), machine)
+
+
+def expected_hours(config: RunConfig, plan: Plan) -> float | None:
+    """Hours of a run's decoding if every completion has its full length; None for prompts or sizes not known yet."""
+    task, timed = task_of(config), plan.timing
+    prompts = [] if task.largest_cell else _known_prompts(config)
+    if not prompts:
+        return None
+    num_completions = len(prompts) * config.num_samples
+    num_batches = -(-num_completions // (plan.job.batch_size * plan.job.num_replicas))
+    modes_s = [timed.plain_run_s] if timed.speculative_run_s is None or task.has_both_modes else []
+    modes_s += [] if timed.speculative_run_s is None else [timed.speculative_run_s]
+    return num_batches * config.max_new_tokens * sum(modes_s) / 3600
 
 
 def planned_bytes(plan: Plan) -> list[int]:

@@ -3,87 +3,20 @@
 Real jobs are the business of tests/slurm; here a stand-in for sbatch writes down its arguments.
 """
 
-import json
 import shlex
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
 
-from llama_ssp.commands import command_line, run, staging
+from llama_ssp.commands import command_line, staging
 from llama_ssp.config import catalogue, store
 from llama_ssp.config.options import folders
 from llama_ssp.config.schema import RunConfig
 from tests.helpers.lanes import slow
+from tests.helpers.sbatch import Sweep, options, script
 
 pytestmark = pytest.mark.seconds
-
-SBATCH = """#!{python}
-import json, os, sys
-with open({log!r}, "a") as log:
-    log.write(json.dumps([sys.argv[1:], sorted(os.environ)]) + "\\n")
-if {refusal!r} in sys.argv[-2:]:
-    sys.exit("sbatch: error: Batch job submission failed: Invalid\\n  partition")
-print(100 + len(open({log!r}).readlines()))
-"""
-
-
-@dataclass
-class Ended:
-    """How a sweep was submitted."""
-
-    code: int
-    out: str
-    err: str
-    jobs: list[list[str]]
-    environments: list[list[str]]
-
-
-Sweep = Callable[..., Ended]
-
-
-@pytest.fixture
-def sweep(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Sweep:
-    """A function that submits a sweep with a stand-in for sbatch, in an empty folder."""
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
-    for variable in ("RANK", "WORLD_SIZE", "SLURM_STEP_ID"):
-        monkeypatch.delenv(variable, raising=False)
-
-    def submit(*arguments: str, installed: bool = True, refusal: str = "never", multirun: bool = True) -> Ended:
-        log, program = tmp_path / "log", tmp_path / "bin" / "sbatch"
-        if installed:
-            program.write_text(SBATCH.format(python=sys.executable, log=str(log), refusal=refusal))
-            program.chmod(0o755)
-        words = ["-m"] if multirun else []
-        monkeypatch.setattr(sys, "argv", ["run.py", *words, "hydra/launcher=slurm", *arguments])
-        code = run.main()
-        said = capsys.readouterr()
-        calls = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-        return Ended(
-            code=code,
-            out=said.out,
-            err=said.err,
-            jobs=[job for job, _ in calls],
-            environments=[env for _, env in calls],
-        )
-
-    return submit
-
-
-def options(job: list[str]) -> dict[str, str]:
-    """The options that sbatch got for itself."""
-    return dict(word[2:].split("=", 1) for word in job[: script(job)] if "=" in word)
-
-
-def script(job: list[str]) -> int:
-    return next(place for place, word in enumerate(job) if word.endswith("launch/slurm.sbatch"))
 
 
 def composed(job: list[str]) -> RunConfig:
@@ -105,7 +38,8 @@ def test_every_point_becomes_a_job_with_its_own_settings_and_run_folder(sweep: S
     ]  # fmt: skip
     assert [options(job)["output"] for job in ended.jobs] == [f"a, b/{number}/slurm.log" for number in range(4)]
     assert all(Path(f"a, b/{number}").is_dir() for number in range(4))
-    assert "101 is job 0" in ended.out
+    assert [options(call)["array"] for call in ended.calls] == ["0,1,2,3"]
+    assert "101_0 is job 0" in ended.out
     assert ended.out.count("ms/token plain") == 4
 
 
@@ -151,19 +85,12 @@ def test_a_job_does_not_get_the_settings_that_only_other_points_read(sweep: Swee
     assert ended.err.count(" has no effect on suite=") == 2
 
 
-@pytest.mark.slow
-def test_only_so_many_jobs_run_at_a_time(sweep: Sweep) -> None:
-    jobs = sweep("hardware=laptop_cpu", "seed=0,1,2,3,4", "hydra.launcher.max_running=2").jobs
-    assert [options(job).get("dependency") for job in jobs] == [
-        None, None, "afterany:101", "afterany:102", "afterany:103",
-    ]  # fmt: skip
-
-
 @pytest.mark.heavy
 def test_a_point_that_does_not_fit_keeps_all_from_being_queued(sweep: Sweep) -> None:
     ended = sweep("hardware=g5_12xlarge", "model=7B,65B,13B", "draft=7B", "hydra.launcher.nodes=1")
     assert (ended.code, ended.jobs) == (3, [])
     assert ended.err.startswith("job 1 (")
+    assert ended.out == ""
     assert "model=65B" in ended.err
     assert "GiB" in ended.err
 
@@ -215,10 +142,16 @@ def test_a_dry_run_shows_every_plan_and_command_and_queues_nothing(sweep: Sweep)
     ended = sweep("hardware=p4d_24xlarge", "model=30B,13B", "dry_run=true", installed=False)
     assert (ended.code, ended.jobs) == (0, []), ended.err
     assert ended.out.count("Memory per rank") == 2
-    commands = [shlex.split(line) for line in ended.out.splitlines() if line.startswith("  sbatch ")]
-    assert [composed(command).model.name for command in commands] == ["30B", "13B"]
-    assert not any("dry_run" in word for command in commands for word in command)
+    [command] = [shlex.split(line) for line in ended.out.splitlines() if line.startswith("  sbatch ")]
+    assert (options(command)["array"], options(command)["gres"]) == ("0,1", "gpu:8")
     assert list(Path().iterdir()) == []
+    [alone] = [
+        line
+        for line in sweep("hardware=p4d_24xlarge", "model=30B", "dry_run=true").out.splitlines()
+        if "sbatch" in line
+    ]
+    assert composed(shlex.split(alone)).model.name == "30B"
+    assert "dry_run" not in alone
 
 
 @pytest.mark.heavy
@@ -236,17 +169,6 @@ def test_a_machine_without_slurm_says_what_would_work(sweep: Sweep) -> None:
     assert ended.code == 2
     assert "needs sbatch" in ended.err
     assert "dry_run=true" in ended.err
-
-
-@pytest.mark.heavy
-def test_a_refusal_of_sbatch_is_told_with_what_is_queued_already(sweep: Sweep) -> None:
-    ended = sweep("hardware=laptop_cpu", "seed=0,1,2", "run_dir=x", refusal="run_dir='x/2'")
-    assert ended.code == 2
-    assert ended.err.startswith(
-        "sbatch refused job 2 (hardware=laptop_cpu seed=2 run_dir=x): Batch job submission failed"
-    )
-    assert ended.err.endswith("cancelled by: scancel 101 102\n")
-    assert len(ended.err.splitlines()) == 1
 
 
 @pytest.mark.heavy
