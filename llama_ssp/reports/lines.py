@@ -31,14 +31,11 @@ class CompletionLine:
     """One line of `run.jsonl`: one completion of one prompt.
 
     Attributes:
-        index: the prompt's place in its file, from 0.
-        sample: number of the prompt's sample, from 0.
+        index, sample: the prompt's place in its file, and number of its sample, both from 0.
         mode: "plain" or "speculative".
-        text, token_ids: the new text and ids, without the prompt's.
-        finish_reason: "length", "eos" or "stop".
+        text, token_ids, finish_reason: the new text and ids, without the prompt's; "length", "eos" or "stop".
         num_target_forwards: forwards of the target with this row, including its prefill.
-        accepted_lengths: for each round, the accepted drafted tokens.
-        examined_lengths: for each round, `summary.num_examined`.
+        accepted_lengths, examined_lengths: for each round, the accepted drafted tokens and `summary.num_examined`.
         draft_lengths: for each round, the drafted tokens, of a run that chooses K for each round.
         ms, first_token_ms: from the start of the row's prefill to its last and to its first token.
         share_s: wall time over the rows of the batch and the replicas; `ms / 1000` for one row without replicas.
@@ -100,10 +97,8 @@ class CompletionLine:
         return restored
 
 
-_LATER_FIELDS = dict.fromkeys(("draft_lengths", "question_id", "category", "messages", "first_token_ms")) | {
-    "turn": 0,
-    "fields": {},
-}
+_LATER_FIELDS: dict[str, object] = {"turn": 0, "fields": {}}
+_LATER_FIELDS |= dict.fromkeys(("draft_lengths", "question_id", "category", "messages", "first_token_ms"))
 """Fields that lines of version 0.1.0 lack."""
 
 

@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from llama_ssp.config.model_files import CONFIG_FILE, read_json, shown
 from llama_ssp.config.schema import ModelConfig, ModelShape
 from llama_ssp.errors import CheckpointError
-from llama_ssp.weights.packed import Layout, PackedTensor, combine, layout_of
+from llama_ssp.weights.packed import PackedLayout, PackedTensor, combine, layout_of
 from llama_ssp.weights.source import Wanted
 from llama_ssp.weights.stored import StoredTensor, read_header
 
@@ -111,7 +111,7 @@ def check_shape(entry: ModelConfig, checkpoint: Checkpoint) -> None:
         )
 
 
-def _read_config(folder: Path) -> tuple[PretrainedConfig, Layout | None]:
+def _read_config(folder: Path) -> tuple[PretrainedConfig, PackedLayout | None]:
     """The configuration, and the layout of packed weights if there are any."""
     file = folder / CONFIG_FILE
     content = read_json(file)

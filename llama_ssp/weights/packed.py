@@ -30,7 +30,7 @@ _ZERO = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class PackedLayout:
     """How a checkpoint stores its int4 weights.
 
     Attributes:
@@ -54,10 +54,10 @@ class Layout:
         return (self.weight, self.scale, self.zero, *([self.order] if self.order else ()), *self.others)
 
 
-_COMPRESSED = Layout(
+_COMPRESSED = PackedLayout(
     weight="weight_packed", scale="weight_scale", zero="weight_zero_point", others=("weight_shape",)
 )  # fmt: skip
-_GPTQ = Layout(
+_GPTQ = PackedLayout(
     weight="qweight", scale="scales", zero="qzeros", order="g_idx", has_inputs_first=True, least_zero=1
 )  # fmt: skip
 
@@ -66,7 +66,7 @@ _GPTQ = Layout(
 class PackedTensor(TensorFacts):
     """The weight of a layer, whose `parts` are stored tensors by the last part of their names."""
 
-    layout: Layout
+    layout: PackedLayout
     parts: Mapping[str, StoredTensor]
 
     def read(self, **wanted: Unpack[Wanted]) -> Tensor:
@@ -120,7 +120,7 @@ def _codes(words: Tensor) -> Tensor:
     return torch.stack([pairs & 15, pairs >> 4], dim=-1).flatten(1)
 
 
-def layout_of(described: object) -> Layout | str:
+def layout_of(described: object) -> PackedLayout | str:
     """The layout of a `quantization_config` of a config.json, or a clause that says why it cannot be read."""
     match _field(described, "quant_method"):
         case "compressed-tensors":
@@ -163,7 +163,7 @@ def _field(described: object, name: str) -> Any:  # noqa: ANN401 - JSON
 
 
 def combine(
-    tensors: Mapping[str, StoredTensor], layout: Layout, folder: Path
+    tensors: Mapping[str, StoredTensor], layout: PackedLayout, folder: Path
 ) -> dict[str, StoredTensor | PackedTensor]:
     """Replace the parts of each int4 weight by the weight; CheckpointError for parts that do not fit each other."""
     suffix = f".{layout.weight}"
@@ -184,7 +184,7 @@ def _first(names: Sequence[str]) -> str:
     return names[0] if names else "any layer"
 
 
-def _packed(tensors: Mapping[str, StoredTensor], layout: Layout, module: str) -> PackedTensor | None:
+def _packed(tensors: Mapping[str, StoredTensor], layout: PackedLayout, module: str) -> PackedTensor | None:
     """The weight of a module; None if its parts do not fit each other."""
     found = {leaf: tensors.get(f"{module}.{leaf}") for leaf in layout.leaves}
     parts = {leaf: tensor for leaf, tensor in found.items() if tensor}
@@ -211,5 +211,5 @@ def _packed(tensors: Mapping[str, StoredTensor], layout: Layout, module: str) ->
     )
 
 
-def _outputs_first(tensor: StoredTensor, layout: Layout) -> tuple[int, ...]:
+def _outputs_first(tensor: StoredTensor, layout: PackedLayout) -> tuple[int, ...]:
     return tensor.shape[::-1] if layout.has_inputs_first else tensor.shape

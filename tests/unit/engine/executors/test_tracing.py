@@ -109,7 +109,7 @@ def test_a_recording_gives_the_same_bits_in_every_form_of_the_weights(name: str)
     kernel, is_there = KERNELS[name]
     if not is_there():
         pytest.skip("this build of torch has no such product")
-    sizes = {"hidden_size": 128, "intermediate_size": 256} if name == "int4_weight_only" else {}
+    sizes: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256} if name == "int4_weight_only" else {}
     assert_same_bits(replayed_texts(runner(kernel=kernel, **sizes)), texts(runner(kernel=kernel, **sizes)))
 
 

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 from hydra import compose, initialize_config_dir
 
-from llama_ssp.config import catalogue, store
+from llama_ssp.config import store
+from llama_ssp.config.options import folders
 from llama_ssp.config.document import to_yaml
 from llama_ssp.reports.runs import Run, varying_settings
 from llama_ssp.reports.settings import flat, read_settings
@@ -22,7 +23,7 @@ def run_of(settings: dict[str, object], *, model: str = "big", draft: str | None
 def composed(*overrides: str) -> dict[str, object]:
     """The settings of a run as its folder holds them."""
     store.register()
-    with initialize_config_dir(str(catalogue.conf_dir()), version_base="1.3"):
+    with initialize_config_dir(str(folders.conf_dir()), version_base="1.3"):
         config = store.to_run_config(compose("config", list(overrides)), explicit=frozenset())
     return flat(read_settings(to_yaml(config)))
 
