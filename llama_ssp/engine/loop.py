@@ -77,7 +77,7 @@ class Decoder:
         self.length: DraftLength = FixedLength(round_.max_tokens_per_round - 1)
         self.batch_size = batch_size
         self._eos_ids = frozenset(eos_ids)
-        self._stops = stops
+        self.stops = stops
         self.seed = seed
         self.stop_request = stop_request or StopRequest()
         self.stopped = False
@@ -154,18 +154,17 @@ class Decoder:
         self.clock.take()
         return seconds
 
-    def capture(self, requests: Sequence[Request]) -> None:
-        """Run rounds over vacant rows at every width of the cache that these requests will read, after `make_room`.
+    def warm_up(self, requests: Sequence[Request]) -> None:
+        """Run rounds over vacant rows, after `make_room`, so that none is traced or captured while rounds are timed.
 
-        An executor that captures rounds then has all of them, if the run has one K, and captures none while rounds are
-        timed.
+        An executor that captures rounds gets every width of the cache that these requests will read, if the run has one
+        K; any other gets one width.
         """
-        if not self.executor.keeps_state or len(self.length.choices) > 1:
-            return
-        shortest = min(len(request.prompt_ids) for request in requests)
         longest = max(len(request.prompt_ids) + request.max_new_tokens for request in requests)
-        ahead = self.round.max_tokens_per_round
-        widths = {self._buckets.covering(length) for length in range(shortest + ahead, longest + 2 * ahead)}
+        widths = {self._buckets.covering(longest)}
+        if self.executor.keeps_state and len(self.length.choices) == 1:
+            shortest, ahead = min(len(request.prompt_ids) for request in requests), self.round.max_tokens_per_round
+            widths = {self._buckets.covering(length) for length in range(shortest + ahead, longest + 2 * ahead)}
         for width in sorted(widths):
             self.time_rounds(self.length.choices * 2, num_slots=width)
 
@@ -217,7 +216,7 @@ class Decoder:
             self._num_skipped[source] = max(self._num_skipped[source], *lengths)
         for row, owner in zip(rows, owners, strict=True):
             self._rows[row] = owner
-            owner.stop_watch = self._stops.watch(owner.request.prompt_ids) if self._stops else None
+            owner.stop_watch = self.stops.watch(owner.request.prompt_ids) if self.stops else None
         self._launch(result, list(owners), DraftChoice(0), is_prefill=True)
 
     def _bucket(self, choice: DraftChoice) -> int:
@@ -287,6 +286,8 @@ class Decoder:
         for completion in running:
             completion.busy_s += seconds
             completion.share_s += seconds * share
+            if completion.token_ids and not completion.first_token_s:
+                completion.first_token_s = completion.busy_s
         if is_round:
             draft_s, verify_s = self.clock.take()
             draft_s -= sum([drafter.take_host_s() for drafter in self._host_timed])

@@ -203,6 +203,7 @@ def test_the_time_of_a_pass_is_shared_by_the_rows_that_ran_in_it(monkeypatch: py
     wanted = [Request(index=index, prompt_ids=(1, 2), max_new_tokens=4) for index in range(3)]
     *both, alone = complete(decoder, wanted)
     assert [completion.busy_s for completion in (*both, alone)] == [4.0, 4.0, 4.0]
+    assert [completion.first_token_s for completion in (*both, alone)] == [1.0, 1.0, 1.0], "the prefill's pass"
     assert [completion.share_s for completion in (*both, alone)] == [2.0, 2.0, 4.0]
     assert [done.part_s for done in both] == [{"draft": 0.75, "verify": 0.375, "other": 0.375}] * 2
     assert alone.part_s == {"draft": 1.5, "verify": 0.75, "other": 0.75}
