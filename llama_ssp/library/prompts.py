@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from llama_ssp.errors import ConfigError
-from llama_ssp.session.prompts import Message, encode, in_template
+from llama_ssp.session.prompt_records import Message
+from llama_ssp.session.prompts import encode, in_template
 
 Chat: TypeAlias = Sequence[Message]
 """A conversation up to where the assistant speaks, or whose last message, the assistant's, it continues."""

@@ -27,7 +27,8 @@ from llama_ssp.planning.spec import PlanSpec, number_format, planned_model, read
 from llama_ssp.planning.timing import Timing
 from llama_ssp.reports.lines import Forecast
 from llama_ssp.session.prompt_files import STANDARD_INPUT
-from llama_ssp.session.prompts import Prompt, read_prompts
+from llama_ssp.session.prompt_records import Prompt
+from llama_ssp.session.prompts import read_prompts
 
 CHARACTERS_PER_TOKEN = 3
 TYPED_TOKENS = 128
