@@ -16,9 +16,9 @@ import torch
 import yaml
 from torch import Tensor
 
-from llama_ssp import load, speculative_generate
-from llama_ssp.config import catalogue
-from llama_ssp.config.schema import Dtype, SamplingConfig
+from llama_ssp import load
+from llama_ssp.config.options import folders
+from llama_ssp.config.schema import Dtype
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.models.build import load_modules
 from llama_ssp.weights.checkpoint import inspect
@@ -41,7 +41,7 @@ class Text:
 
 def prompts_of(task: str) -> list[str]:
     """Returns the default prompts of a task."""
-    settings = yaml.safe_load((catalogue.conf_dir() / "task" / f"{task}.yaml").read_text(encoding="utf-8"))
+    settings = yaml.safe_load((folders.conf_dir() / "task" / f"{task}.yaml").read_text(encoding="utf-8"))
     prompts: list[str] = settings["default_prompts"]
     return prompts
 
@@ -84,8 +84,9 @@ class Measure:
 
     def _write(self, prompts: list[str], length: int) -> list[Text]:
         pair = load(self.small.folder, dtype=Dtype.fp32)
-        sampling = SamplingConfig(temperature=TEMPERATURE)
-        completions = speculative_generate(pair, prompts, max_new_tokens=length, sampling=sampling)
+        completions = pair.generate(
+            prompts, max_new_tokens=length, temperature=TEMPERATURE, batch_size=len(prompts), by_place=True
+        )
         model, texts = self._model(0.0), []
         for prompt, completion in zip(prompts, completions, strict=True):
             ids = [*pair.models.tokenizer(prompt).input_ids, *completion.token_ids]

@@ -10,10 +10,10 @@ from typing import Any
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict, read_write
+from omegaconf import DictConfig, ListConfig
 
-from llama_ssp.commands import command_line, slurm
-from llama_ssp.config import store
+from llama_ssp.commands import slurm
+from llama_ssp.commands.points import compose_point
 from llama_ssp.config.slurm import SlurmConfig
 from llama_ssp.distributed.environment import read_ranks
 from llama_ssp.errors import ConfigError
@@ -38,17 +38,9 @@ class SlurmLauncher(Launcher):
             raise ConfigError("hydra/launcher=slurm submits each job once: start it with plain python, on one rank")
         if initial_job_idx or self._config.hydra.sweeper.max_batch_size is not None:
             raise ConfigError("hydra.sweeper.max_batch_size has no effect here: use hydra.launcher.max_running")
-        points = [self._compose(number, list(overrides)) for number, overrides in enumerate(job_overrides)]
+        numbered = enumerate(job_overrides)
+        points = [
+            compose_point(self._context, self._config, number=number, overrides=each) for number, each in numbered
+        ]
         slurm.submit_sweep(points, self._settings)
         return [JobReturn(overrides=overrides, status=JobStatus.COMPLETED) for overrides in job_overrides]
-
-    def _compose(self, number: int, overrides: list[str]) -> slurm.Point:
-        config = self._context.config_loader.load_sweep_config(self._config, overrides)
-        given = OmegaConf.to_container(config.hydra.overrides.task)
-        assert isinstance(given, list)
-        settings = [str(setting) for setting in given]
-        with read_write(config), open_dict(config):
-            del config["hydra"]
-        explicit = command_line.explicit_keys(settings)
-        run = store.to_run_config(config, explicit=explicit)
-        return slurm.Point(number=number, settings=tuple(settings), run=run, explicit=explicit)

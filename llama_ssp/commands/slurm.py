@@ -1,61 +1,56 @@
 """Submits a sweep to a SLURM cluster: checks and plans every point before it queues the first job.
 
 Hydra composes the points (`hydra_plugins.slurm_launcher`). A job is launch/slurm.sbatch with the settings of its point
-as arguments; no shell ever parses them.
+as arguments; no shell ever parses them. Points that ask for the same resources are the tasks of one job array, whose
+arguments are in files:
+
+    run_dir/N/job.args    words for launch/slurm.sbatch, each ended by NUL, of the task with index N
 """
 
+import contextlib
+import json
 import os
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from itertools import groupby
 
 from hydra.core.override_parser.types import Quote, QuotedString
 
+from llama_ssp.commands.points import Point, for_all
 from llama_ssp.commands.staging import Copy, stage
-from llama_ssp.config import catalogue, checks, hardware, slurm
+from llama_ssp.config import checks, hardware, slurm
 from llama_ssp.config.hardware import HardwareConfig
+from llama_ssp.config.options import folders
 from llama_ssp.config.plan import PlanFormat
-from llama_ssp.config.schema import RunConfig
 from llama_ssp.config.slurm import KEY, SlurmConfig
 from llama_ssp.console.unread import complain
-from llama_ssp.errors import CapacityError, ConfigError, SspError, one_message
+from llama_ssp.errors import CapacityError, ConfigError, one_message
 from llama_ssp.planning.plan import Plan, require_room
-from llama_ssp.session.prompts import STANDARD_INPUT
-from llama_ssp.tasks.dry_run import job_ahead, plan_job, settings_of_run, show_plan
+from llama_ssp.reports.plan_table import JobRow, print_jobs
+from llama_ssp.session.prompt_files import STANDARD_INPUT
+from llama_ssp.tasks.dry_run import expected_hours, job_ahead, plan_job, settings_of_run, show_plan
 from llama_ssp.visible import visible
 
-SCRIPT = catalogue.conf_dir().parent / "launch" / "slurm.sbatch"
+SCRIPT = folders.conf_dir().parent / "launch" / "slurm.sbatch"
 # Variables of the submitting process that the job would take for its own.
 _OF_THIS_PROCESS = ("SLURM_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "RUN_ID")
 
 
+ARGUMENTS_FILE = "job.args"
+
+
 @dataclass(frozen=True, kw_only=True)
-class Point:
-    """One job of a sweep: its number from 0, its overrides, the config they compose to, and the keys that they set."""
+class _Job:
+    """A point with its plan, the copies that its nodes make first, and how messages name missing settings."""
 
-    number: int
-    settings: tuple[str, ...]
-    run: RunConfig
-    explicit: frozenset[str]
-
-    @property
-    def run_dir(self) -> Path:
-        """Its run folder, inside the folder of the sweep."""
-        return Path(str(self.run.run_dir)) / str(self.number)
-
-    def without(self, keys: Container[str]) -> "Point":
-        """The same point, as if these keys had not been set."""
-        kept = tuple(setting for setting in self.settings if setting.partition("=")[0] not in keys)
-        return replace(self, settings=kept, run=replace(self.run, prompt=None) if "prompt" in keys else self.run)
-
-    @property
-    def name(self) -> str:
-        """Its name in messages."""
-        return f"job {self.number} ({' '.join(self.settings)})"
+    point: Point
+    plan: Plan
+    copies: list[Copy]
+    words: dict[str, str]
 
 
 def submit_sweep(points: Sequence[Point], settings: SlurmConfig) -> None:
@@ -72,24 +67,16 @@ def submit_sweep(points: Sequence[Point], settings: SlurmConfig) -> None:
             "hydra/launcher=slurm plans every job before it is queued, and cannot detect the machine that will run it: "
             f"name it with hardware=NAME, one of {names}"
         )
-    problems, misfits, planned = [], [], []
-    for point in points:
-        try:
-            read, plan = _plan(point, settings)
-            planned.append((read, plan, stage(read.run, settings.stage_to)))
-        except CapacityError as error:
-            misfits.append(f"{point.name}: {error}")
-        except SspError as error:
-            problems.append(f"{point.name}: {error}")
-    if problems:
-        raise ConfigError(one_message([*problems, *misfits]))
-    if misfits:
-        raise CapacityError(one_message(misfits))
-    _submit(planned, settings)
+    jobs = for_all(points, lambda point: _plan(point, settings))
+    if any(job.point.run.dry_run for job in jobs):
+        _show(jobs, settings)
+    for_all([job.point for job in jobs], lambda point: _require_room(jobs[point.number]))
+    if not any(job.point.run.dry_run for job in jobs):
+        _submit(jobs, settings)
 
 
-def _plan(point: Point, settings: SlurmConfig) -> tuple[Point, Plan]:
-    """Return the point without the settings that have no effect there, which its job would refuse, and its plan."""
+def _plan(point: Point, settings: SlurmConfig) -> _Job:
+    """Plan a point, without the settings that have no effect there, which its job would refuse."""
     run = point.run
     if problems := hardware.problems_of(run.hardware):
         raise ConfigError(one_message(problems))
@@ -111,11 +98,38 @@ def _plan(point: Point, settings: SlurmConfig) -> tuple[Point, Plan]:
     machine = _nodes_of(machine, settings, ranks_per_node)
     plan = plan_job(job, machine, auto_ranks=world_size if run.placement.auto else None)
     words = settings_of_run(run) | {"hardware.num_nodes": f"{KEY}.nodes={{}}"}
-    if run.dry_run:
-        print(visible(f"\n{point.name}:"))
-        show_plan(plan, PlanFormat.table, words=words)
-    require_room(plan, words=words)
-    return point, plan
+    return _Job(point=point, plan=plan, copies=stage(point.run, settings.stage_to), words=words)
+
+
+def _require_room(job: _Job) -> None:
+    require_room(job.plan, words=job.words)
+
+
+def _show(jobs: Sequence[_Job], settings: SlurmConfig) -> None:
+    """Print the plan of every job, how all would be queued if they fit, and a table of all."""
+    for job in jobs:
+        print(visible(f"\n{job.point.name}:"))
+        with contextlib.suppress(CapacityError):
+            show_plan(job.plan, PlanFormat.table, words=job.words)
+    if all(job.plan.fits for job in jobs):
+        for group in _arrays(jobs, settings):
+            command = sbatch_command(group, settings, after=None)
+            print(visible(f"\n{_named(group)} would be queued by\n  {shlex.join(command)}"))
+    common = set.intersection(*(set(job.point.settings) for job in jobs)) if len(jobs) > 1 else set()
+    print()
+    print_jobs([_row(job, common) for job in jobs])
+
+
+def _row(job: _Job, common: Container[str]) -> JobRow:
+    """The job's line in the table of all, named by the settings that not all have."""
+    plan, timed = job.plan, job.plan.timing
+    own = [word for word in job.point.settings if word not in common]
+    return JobRow(
+        name=" ".join([str(job.point.number), *own]), fits=plan.fits,
+        ms_per_token=1e3 * min(timed.plain_s, timed.speculative_s or timed.plain_s),
+        hours=expected_hours(job.point.run, plan),
+        num_gpus=plan.hardware.num_ranks if plan.hardware.device == "cuda" else 0,
+    )  # fmt: skip
 
 
 def _nodes_of(machine: HardwareConfig, settings: SlurmConfig, ranks_per_node: int) -> HardwareConfig:
@@ -124,38 +138,37 @@ def _nodes_of(machine: HardwareConfig, settings: SlurmConfig, ranks_per_node: in
     return replace(machine, num_gpus=ranks_per_node, num_nodes=settings.nodes)
 
 
-def _submit(planned: Sequence[tuple[Point, Plan, list[Copy]]], settings: SlurmConfig) -> None:
-    """Queue all points, or in a dry run print how they would be queued."""
-    queue = not any(point.run.dry_run for point, _, _ in planned)
-    if queue and shutil.which("sbatch") is None:
+def _arrays(jobs: Sequence[_Job], settings: SlurmConfig) -> list[list[_Job]]:
+    """Group the jobs that ask for the same resources and have one folder for their run folders."""
+
+    def asked(job: _Job) -> tuple[str, str]:
+        return str(job.point.run_dir.parent), json.dumps(_resources(job, settings))
+
+    return [list(group) for _, group in groupby(sorted(jobs, key=asked), key=asked)]
+
+
+def _submit(jobs: Sequence[_Job], settings: SlurmConfig) -> None:
+    """Queue all jobs."""
+    if shutil.which("sbatch") is None:
         raise ConfigError(
             "hydra/launcher=slurm needs sbatch: start it on a node of the cluster, or add dry_run=true to see the plans"
         )
     ids: list[str] = []
-    for place, (point, plan, copies) in enumerate(planned):
-        throttle = settings.max_running or len(planned)
-        after = ids[place - throttle] if queue and place >= throttle else None
-        command = sbatch_command(point, settings, plan=plan, copies=copies, after=after)
-        if queue:
-            ids.append(_queue(command, point, ids))
-            print(visible(f"{ids[-1]} is {point.name}: {_expected(plan)}"), flush=True)
-        else:
-            print(visible(f"\n{point.name} would be queued by\n  {shlex.join(command)}"))
-    if queue:
-        folder = planned[0][0].run_dir.parent
-        report = f"llama-ssp report {shlex.quote(str(folder))}"
-        print(visible(f"{len(ids)} jobs are queued; when they have ended: {report}"))
+    for group in _arrays(jobs, settings):
+        after = ids[-1] if ids and settings.max_running else None
+        ids.append(_queue(group, sbatch_command(group, settings, after=after), settings, ids))
+        for job in group:
+            task = f"_{job.point.number}" if len(group) > 1 else ""
+            print(visible(f"{ids[-1]}{task} is {job.point.name}: {_expected(job.plan)}"), flush=True)
+    report = f"llama-ssp report {shlex.quote(str(jobs[0].point.run_dir.parent))}"
+    print(visible(f"{len(jobs)} jobs are queued; when they have ended: {report}"))
 
 
-def sbatch_command(
-    point: Point, settings: SlurmConfig, *, plan: Plan, copies: Sequence[Copy], after: str | None
-) -> list[str]:
-    """Return the command that queues a point after the job `after`; nodes first make the `copies`."""
-    ranks_per_node = plan.hardware.num_gpus
-    gpus = f"gpu:{ranks_per_node}" if plan.hardware.device == "cuda" else None
-    options: Mapping[str, object] = {
-        "job-name": f"llama-ssp-{point.number}",
-        "output": str(point.run_dir / "slurm.log").replace("%", "%%"),
+def _resources(job: _Job, settings: SlurmConfig) -> dict[str, object]:
+    """What a job asks for, as options of sbatch."""
+    ranks_per_node = job.plan.hardware.num_gpus
+    gpus = f"gpu:{ranks_per_node}" if job.plan.hardware.device == "cuda" else None
+    return {
         "nodes": settings.nodes,
         "ntasks-per-node": ranks_per_node,
         "cpus-per-task": settings.cpus_per_rank,
@@ -165,20 +178,45 @@ def sbatch_command(
         "time": settings.time,
         "mem": settings.memory,
         "constraint": settings.constraint,
+    }
+
+
+def sbatch_command(group: Sequence[_Job], settings: SlurmConfig, *, after: str | None) -> list[str]:
+    """Return the command that queues a job, or several as an array, after the job `after`."""
+    first = group[0]
+    is_array = len(group) > 1
+    folder = first.point.run_dir.parent
+    log = str(folder).replace("%", "%%") + f"/{'%a' if is_array else first.point.number}/slurm.log"
+    at_once = f"%{settings.max_running}" if settings.max_running else ""
+    options: dict[str, object] = {
+        "job-name": "llama-ssp" if is_array else f"llama-ssp-{first.point.number}",
+        "output": log,
+        "array": ",".join(str(job.point.number) for job in group) + at_once if is_array else None,
+        **_resources(first, settings),
         "dependency": f"afterany:{after}" if after else None,
     }
+    return [
+        "sbatch", "--parsable",
+        *(f"--{name}={value}" for name, value in options.items() if value is not None),
+        *settings.sbatch, str(SCRIPT),
+        *(["--arguments-in", str(folder)] if is_array else _arguments(first, settings)),
+    ]  # fmt: skip
+
+
+def _arguments(job: _Job, settings: SlurmConfig) -> list[str]:
+    """The arguments of launch/slurm.sbatch for a point; nodes first make the copies."""
     own = ["--root", str(SCRIPT.parents[1])]
     own += ["--python", settings.python or ("python" if settings.container else sys.executable)]
     for word in settings.container:
         own += ["--prefix", word]
-    for copy in copies:
+    for copy in job.copies:
         own += ["--stage", str(copy.source), str(copy.target)]
-    return [
-        "sbatch", "--parsable",
-        *(f"--{name}={value}" for name, value in options.items() if value is not None),
-        *settings.sbatch, str(SCRIPT), *own, "--",
-        *_settings_of_job(point, copies),
-    ]  # fmt: skip
+    return [*own, "--", *_settings_of_job(job.point, job.copies)]
+
+
+def _named(group: Sequence[_Job]) -> str:
+    first, last = group[0].point, group[-1].point
+    return first.name if first is last else f"{len(group)} jobs, {first.number} to {last.number}, as one array"
 
 
 def _settings_of_job(point: Point, copies: Sequence[Copy]) -> list[str]:
@@ -187,16 +225,24 @@ def _settings_of_job(point: Point, copies: Sequence[Copy]) -> list[str]:
     kept = [setting for setting in point.settings if setting.partition("=")[0] not in {*replaced, "prompt", "dry_run"}]
     if point.run.prompt is not None:
         kept.append(f"prompt={point.run.prompt}")
-    return kept + [
+    folder = folders.given_folder()
+    options = ["--config-dir", str(folder)] if folder else []
+    return [*options, *kept] + [
         f"{key}={QuotedString(text=text, quote=Quote.single).with_quotes()}" for key, text in replaced.items()
     ]
 
 
-def _queue(command: Sequence[str], point: Point, queued: Sequence[str]) -> str:
-    try:
-        point.run_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"run_dir={point.run_dir} cannot be made: {error.strerror}") from error
+def _queue(group: Sequence[_Job], command: Sequence[str], settings: SlurmConfig, queued: Sequence[str]) -> str:
+    """Make the run folders, with the arguments of an array's tasks, and queue them; returns the job's id."""
+    for job in group:
+        folder = job.point.run_dir
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if len(group) > 1:
+                words = "".join(f"{word}\0" for word in _arguments(job, settings))
+                (folder / ARGUMENTS_FILE).write_bytes(os.fsencode(words))
+        except OSError as error:
+            raise ConfigError(f"run_dir={folder} cannot be made: {error.strerror}") from error
     outside = {
         name: value
         for name, value in os.environ.items()
@@ -206,7 +252,7 @@ def _queue(command: Sequence[str], point: Point, queued: Sequence[str]) -> str:
     if done.returncode:
         reason = " ".join(done.stderr.removeprefix("sbatch: error: ").split())
         before = f"; queued already, and cancelled by: scancel {' '.join(queued)}" if queued else ""
-        raise ConfigError(f"sbatch refused {point.name}: {reason}{before}")
+        raise ConfigError(f"sbatch refused {_named(group)}: {reason}{before}")
     return done.stdout.strip().partition(";")[0]
 
 

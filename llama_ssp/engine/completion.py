@@ -29,6 +29,7 @@ class RowCompletion:
         ended_in_draft: the last accepted token ended the row, so the tokens after it were not verified.
         finish_reason: None while it is running.
         busy_s: time from the start of its prefill to its end, without the time of the loop's consumer.
+        first_token_s: `busy_s` when its first token was known; 0 before.
         share_s: its equal share of its batch's time; equal to `busy_s` in a batch of one.
         part_s: its equal share of the rounds' time, by part: draft, verify, other.
         stop_watch: finds stop strings; None without any.
@@ -42,6 +43,7 @@ class RowCompletion:
     ended_in_draft: bool = False
     finish_reason: FinishReason | None = None
     busy_s: float = 0.0
+    first_token_s: float = 0.0
     share_s: float = 0.0
     part_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     stop_watch: StopWatch | None = None

@@ -4,58 +4,29 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from llama_ssp.config.schema import ADAPTIVE
-from llama_ssp.reports.charts import COLOURS, GREY, INK, Chart
+from llama_ssp.reports.charts import COLOURS, GREY, Chart
 from llama_ssp.reports.lines import PLAIN, SPECULATIVE, CompletionLine
 from llama_ssp.reports.runs import Run
 from llama_ssp.reports.summary import counted_rounds
 
 GIB, MIB = 2**30, 2**20
-GAP = 0.2
-"""Share of a group's width that stays empty around its bars."""
 WIDEST_BAR = 0.3
 MOST_WINDOWS = 40
 """Points of a line along the text."""
+MOST_LINES = 12
+"""Most lines of a chart that can be told apart."""
 FORECAST_BAND = 0.2
 """The planner's goal: forecasts within 20 % of measurements."""
 
 
-def speedup_by_k(runs: Sequence[Run]) -> Chart | None:
-    """Measured speed-up by K as bars, one colour per pair of models; forecasts as dashes."""
-    measured = [(run, run.summary.speedup) for run in runs if run.summary.speedup]
-    if not measured:
-        return None
-    pairs = list(dict.fromkeys(run.pair for run, _ in measured))
-    ks = sorted({run.num_draft_tokens for run, _ in measured})
-    highest = max(max(speedup, run.summary.forecast.speedup or 0) for run, speedup in measured)
-    chart = Chart(
-        title="Speed-up over plain decoding",
-        x_label="K, drafted tokens per round", y_label="speed-up", highest_x=len(ks), highest_y=max(highest, 1.0),
-        x_names={place + 0.5: str(k) for place, k in enumerate(ks)},
-    )  # fmt: skip
-    width = min((1 - GAP) / len(pairs), WIDEST_BAR)
-    for place, k in enumerate(ks):
-        for number, pair in enumerate(pairs):
-            same = [(run, speedup) for run, speedup in measured if (run.pair, run.num_draft_tokens) == (pair, k)]
-            if not same:
-                continue
-            left, colour = place + 0.5 + (number - len(pairs) / 2) * width, _colour(number)
-            mean = fmean(speedup for _, speedup in same)
-            repeats = f", mean of {len(same)} runs" if len(same) > 1 else ""
-            says = f"{pair}, K={k}: {mean:.2f}x{repeats}"
-            chart.bar(left, left + 0.94 * width, mean, colour, says=says, name=pair)
-            if forecasts := [run.summary.forecast.speedup for run, _ in same if run.summary.forecast.speedup]:
-                level = fmean(forecasts)
-                chart.line([(left, level), (left + 0.94 * width, level)], INK, name="forecast", dashed=True)
-    chart.line([(0, 1), (len(ks), 1)], GREY)
-    return chart
-
-
-def acceptance_by_position(runs: Sequence[Run]) -> Chart | None:
-    """For each position in a draft, the share of examined tokens that was accepted."""
+def acceptance_by_position(runs: Sequence[Run], names: Sequence[str] = ()) -> Chart | None:
+    """For each position in a draft, the share of examined tokens that was accepted; a line for each name of runs."""
     series: dict[str, list[CompletionLine]] = {}
-    for run in runs:
+    for run, name in zip(runs, names or [f"{run.pair}, K={run.num_draft_tokens}" for run in runs], strict=True):
         if run.num_draft_tokens:
-            series.setdefault(f"{run.pair}, K={run.num_draft_tokens}", []).extend(run.lines)
+            series.setdefault(name, []).extend(run.lines)
+    if len(series) > MOST_LINES:
+        return None
     rates = {name: position_rates(lines) for name, lines in series.items()}
     rates = {name: found for name, found in rates.items() if found}
     if not rates:
@@ -86,20 +57,20 @@ def position_rates(lines: Sequence[CompletionLine]) -> list[tuple[float, int]]:
     return rates
 
 
-def forecast_against_measured(runs: Sequence[Run]) -> Chart | None:
+def forecast_against_measured(runs: Sequence[Run], names: Sequence[str] = ()) -> Chart | None:
     """Forecast over measured ms/token, with the band that forecasts should stay in."""
     points = []
-    for run in runs:
+    for run, name in zip(runs, names or [run.name for run in runs], strict=True):
         summary, forecast = run.summary, run.summary.forecast
         plain = PLAIN, summary.plain, forecast.plain_ms_per_token
         speculative = SPECULATIVE, summary.speculative, forecast.speculative_ms_per_token
         for mode, part, expected in (plain, speculative):
             if part and part.ms_per_token and expected:
-                points.append((part.ms_per_token, expected, mode, run.name))
+                points.append((part.ms_per_token, expected, mode, name))
         for cell in summary.cells:
             for mode, expected in cell.forecast_ms_per_token.items():
                 if mode in cell.ms_per_token:
-                    points.append((cell.ms_per_token[mode], expected, mode, f"{run.name}, {cell.name}"))
+                    points.append((cell.ms_per_token[mode], expected, mode, f"{name}, {cell.name}"))
     if not points:
         return None
     highest = 1.05 * max(max(measured, expected) for measured, expected, *_ in points)
@@ -111,9 +82,9 @@ def forecast_against_measured(runs: Sequence[Run]) -> Chart | None:
     apart = f"{100 * FORECAST_BAND:.0f} % apart"
     chart.line([(0, 0), (highest, highest * (1 - FORECAST_BAND))], GREY, name=apart, dashed=True)
     chart.line([(0, 0), (highest / (1 + FORECAST_BAND), highest)], GREY, dashed=True)
-    for measured, expected, mode, name in points:
+    for measured, expected, mode, of_run in points:
         colour = COLOURS[5 if mode == PLAIN else 0]
-        says = f"{name}, {mode}: {expected:.2f} forecast, {measured:.2f} measured"
+        says = f"{of_run}, {mode}: {expected:.2f} forecast, {measured:.2f} measured"
         chart.dot(measured, expected, colour, says=says, name=mode)
     return chart
 

@@ -1,6 +1,6 @@
 """`report.html`: one self-contained page of finished runs; no script, no font, no other file.
 
-`figures` makes the charts, `plots` draws them, `templates/report.html` is the page.
+`figures` and `sweeps` make charts and tables, `plots` draws them, `templates/report.html` is the page.
 Import this module only to write a report: matplotlib and jinja2 take a second.
 """
 
@@ -12,7 +12,13 @@ from llama_ssp.errors import ConfigError
 from llama_ssp.reports import figures, plots
 from llama_ssp.reports.charts import Chart
 from llama_ssp.reports.evaluation import MEASURE_COLUMNS
-from llama_ssp.reports.runs import Run
+from llama_ssp.reports.runs import Run, varying_settings
+from llama_ssp.reports.sweeps import tables
+from llama_ssp.reports.sweeps.figures import prompts_of_run, sweep_charts
+from llama_ssp.reports.sweeps.intervals import LEAST_PROMPTS
+from llama_ssp.reports.sweeps.measures import RunMeasures, measure
+from llama_ssp.reports.sweeps.varying import labels
+from llama_ssp.visible import visible
 
 try:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -20,29 +26,55 @@ try:
 except ImportError as error:
     raise ConfigError(f"a report needs jinja2: pip install jinja2 ({error})") from error
 
-RUN_COLUMNS = (
-    "", "run", "models", "K", "ranks", "prompts", "tokens", "plain", "speculative", "speed-up", "forecast",
-    "tokens/round", "accepted", "status",
-)  # fmt: skip
 CELL_COLUMNS = ("cell", "plain", "forecast", "generate", "speculative", "forecast", "assisted", "tokens/round")
+MOST_SHOWN = 3
+"""Runs of a sweep whose first completion is shown before the sections of the runs."""
 
 
-def report(runs: Sequence[Run], *, missing: Sequence[str] = ()) -> str:
+def report(runs: Sequence[Run], measures: Sequence[RunMeasures] | None = None, *, missing: Sequence[str] = ()) -> str:
     """Render the page of at least one run; `missing` holds sentences about runs that could not be read."""
     templates = Environment(
         loader=FileSystemLoader(Path(__file__).parent / "templates"), autoescape=True, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
     )  # fmt: skip
+    templates.filters["visible"] = visible
+    measures = measures or [measure(run) for run in runs]
+    names = _names(runs)
+    sections = [_section(*each) for each in zip(runs, measures, names, strict=True)]
     return templates.get_template("report.html").render(
         title=_title(runs),
-        runs=[_section(run) for run in runs],
-        all_figures=_drawn(_figures(runs)) if len(runs) > 1 else [],
-        run_columns=RUN_COLUMNS,
-        run_rows=[[str(number), *_cells(run)] for number, run in enumerate(runs)],
+        runs=sections,
+        sweep=_sweep(runs, measures, sections) if len(runs) > 1 else None,
         cell_columns=CELL_COLUMNS,
         measure_columns=MEASURE_COLUMNS,
+        least_prompts=LEAST_PROMPTS,
         missing=missing,
     )
+
+
+def charts(runs: Sequence[Run], measures: Sequence[RunMeasures]) -> dict[str, Chart]:
+    """Return the charts of all runs together, by names for files: of a sweep over its settings, of a run its own."""
+    names = _names(runs)
+    of_run = _charts_of_run(runs[0], measures[0]) if len(runs) == 1 else {}
+    of_settings = dict(sweep_charts(runs, measures, varying_settings(runs))) if len(runs) > 1 else {}
+    found: dict[str, Chart | None] = {
+        **of_settings, **of_run, "acceptance_by_position": figures.acceptance_by_position(runs, names),
+        "forecast": figures.forecast_against_measured(runs, names), "memory": figures.memory_by_rank(runs),
+    }  # fmt: skip
+    return {name: chart for name, chart in found.items() if chart}
+
+
+def _charts_of_run(run: Run, measured: RunMeasures) -> dict[str, Chart | None]:
+    return {
+        "round": figures.round_timeline(run), "draft_lengths": figures.draft_lengths(run),
+        "prompts": prompts_of_run(measured),
+    }  # fmt: skip
+
+
+def _names(runs: Sequence[Run]) -> list[str]:
+    """Name each run by the settings that vary, else by its folder."""
+    settings = varying_settings(runs)
+    return labels(settings) if settings else [run.name for run in runs] if len(runs) > 1 else [_title(runs)]
 
 
 def _title(runs: Sequence[Run]) -> str:
@@ -54,53 +86,55 @@ def _title(runs: Sequence[Run]) -> str:
     return f"{len(runs)} runs of {pairs[0]}" if len(pairs) == 1 else f"{len(runs)} runs of {len(pairs)} pairs"
 
 
-def _section(run: Run) -> dict[str, Any]:
+def _sweep(runs: Sequence[Run], measures: Sequence[RunMeasures], sections: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What the page says of all runs together."""
+    settings = varying_settings(runs)
+    named = ", ".join(f"{setting.name} ({', '.join(dict.fromkeys(setting.texts))})" for setting in settings)
+    shown = [each for each in sections if each["excerpts"]][:MOST_SHOWN]
+    return {
+        "settings": f"The runs differ in {named}." if settings else "The settings of all runs are the same.",
+        "table": tables.runs_table(runs, measures, settings),
+        "percentiles": tables.percentiles_table(measures, settings),
+        "figures": _drawn(charts(runs, measures).values()),
+        "excerpts": [{"name": each["name"], "excerpt": each["excerpts"][0]} for each in shown],
+    }
+
+
+def _section(run: Run, measured: RunMeasures, name: str) -> dict[str, Any]:
     summary = run.summary
     ranks = "1 rank" if summary.world_size == 1 else f"{summary.world_size} ranks"
     cells = f"{len(summary.cells)} cells, " if summary.cells else ""
     versions = ", ".join(f"{name} {version}" for name, version in summary.versions.items() if version)
     return {
-        "title": f"{run.name}: {_title([run])}",
+        "name": name,
+        "title": f"{run.name}: {name}",
         "job": f"task {summary.task}, {ranks}, {cells}{summary.num_prompts} prompts, "
         f"{summary.num_new_tokens} new tokens, seed {summary.seed}{f', {run.status}' if run.status else ''}",
         "made_by": versions + (f", commit {summary.git_commit[:12]}" if summary.git_commit else ""),
         "tiles": _tiles(run),
+        "medians": tables.medians_table(measured),
+        "percentiles": tables.percentiles_table([measured], []),
         "cells": [[cell.name, *map(_number, [*cell.columns, cell.tokens_per_round])] for cell in summary.cells],
         "evaluation": summary.evaluation,
-        "figures": _drawn([figures.round_timeline(run), figures.draft_lengths(run), *_figures([run])]),
+        "excerpts": summary.excerpts,
+        "figures": _drawn({**charts([run], [measured])}.values()),
     }
 
 
-def _figures(runs: Sequence[Run]) -> list[Chart | None]:
-    accuracy = figures.forecast_against_measured(runs), figures.memory_by_rank(runs)
-    return [figures.speedup_by_k(runs), figures.acceptance_by_position(runs), *accuracy]
-
-
-def _drawn(charts: Iterable[Chart | None]) -> list[dict[str, str]]:
-    """The pictures of the charts that exist; `plots` has escaped their texts."""
-    return [{"title": chart.title, "svg": Markup(plots.picture(chart))} for chart in charts if chart]
+def _drawn(shown: Iterable[Chart]) -> list[dict[str, str]]:
+    """The pictures of the charts; `plots` has escaped their texts."""
+    return [{"title": chart.title, "svg": Markup(plots.picture(chart))} for chart in shown]
 
 
 def _tiles(run: Run) -> list[tuple[str, str]]:
     summary, fast = run.summary, run.summary.speculative
     return [
-        (_number(summary.speedup, "x"), "speed-up"),
+        (_number(summary.speedup, "x"), "speed-up of all tokens"),
         (_number(summary.plain.ms_per_token if summary.plain else None), "ms/token, plain"),
         (_number(fast.ms_per_token if fast else None), "ms/token, speculative"),
         (_number(fast.tokens_per_round if fast else None), "tokens per round"),
         (_percent(fast.acceptance_rate if fast else None), "of examined tokens accepted"),
     ]
-
-
-def _cells(run: Run) -> list[str]:
-    summary, fast = run.summary, run.summary.speculative
-    return [
-        run.name, run.pair, run.drafting,
-        str(summary.world_size), str(summary.num_prompts), str(summary.num_new_tokens),
-        _number(summary.plain.ms_per_token if summary.plain else None), _number(fast.ms_per_token if fast else None),
-        _number(summary.speedup, "x"), _number(summary.forecast.speedup, "x"),
-        _number(fast.tokens_per_round if fast else None), _percent(fast.acceptance_rate if fast else None), run.status,
-    ]  # fmt: skip
 
 
 def _number(value: float | None, unit: str = "") -> str:

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 from llama_ssp.config.schema import ADAPTIVE
 from llama_ssp.reports.evaluation import Evaluation
+from llama_ssp.reports.excerpts import Excerpt
 from llama_ssp.reports.reading import read_json, restore
 
 SCHEMA_VERSION = 1
@@ -39,12 +40,11 @@ class CompletionLine:
         accepted_lengths: for each round, the accepted drafted tokens.
         examined_lengths: for each round, `summary.num_examined`.
         draft_lengths: for each round, the drafted tokens, of a run that chooses K for each round.
-        ms: from the start of the row's prefill to its last token.
-        share_s: wall time divided equally among the rows of the batch and among replicas; `ms / 1000` for a batch of
-            one without replicas.
+        ms, first_token_ms: from the start of the row's prefill to its last and to its first token.
+        share_s: wall time over the rows of the batch and the replicas; `ms / 1000` for one row without replicas.
         draft_s, verify_s, other_s: the row's equal share of the time of its batch's rounds, by part.
         turn: number of turns before the prompt in its conversation.
-        question_id, category: those of the prompt in its file, if any.
+        question_id, category, fields, messages: of the prompt's record; the other fields; messages before the prompt.
     """
 
     index: int
@@ -68,6 +68,9 @@ class CompletionLine:
     turn: int = 0
     question_id: str | None = None
     category: str | None = None
+    messages: list[dict[str, str]] | None = None
+    fields: dict[str, Any] = field(default_factory=dict)
+    first_token_ms: float | None = None
 
     @property
     def key(self) -> LineKey:
@@ -87,18 +90,20 @@ class CompletionLine:
         restored = restore(cls, content, exact=True)
         if restored.mode not in {PLAIN, SPECULATIVE}:
             raise ValueError(f"mode holds {restored.mode!r}")
-        if not len(restored.accepted_lengths) == len(restored.examined_lengths) == restored.num_rounds:
+        by_round = (restored.accepted_lengths, restored.examined_lengths, restored.draft_lengths)
+        if any(lengths is not None and len(lengths) != restored.num_rounds for lengths in by_round):
             raise ValueError("its rounds do not add up")
         rounds = zip(restored.accepted_lengths, restored.examined_lengths, strict=True)
-        if any(max(accepted, examined) > MOST_DRAFTED or 0 < examined < accepted for accepted, examined in rounds):
+        is_odd = any(max(accepted, examined) > MOST_DRAFTED or 0 < examined < accepted for accepted, examined in rounds)
+        if is_odd or max(restored.draft_lengths or (), default=0) > MOST_DRAFTED:
             raise ValueError("it has an impossible round")
-        lengths = restored.draft_lengths
-        if lengths is not None and (len(lengths) != restored.num_rounds or max(lengths, default=0) > MOST_DRAFTED):
-            raise ValueError("its rounds do not add up")
         return restored
 
 
-_LATER_FIELDS = {"draft_lengths": None, "turn": 0, "question_id": None, "category": None}
+_LATER_FIELDS = dict.fromkeys(("draft_lengths", "question_id", "category", "messages", "first_token_ms")) | {
+    "turn": 0,
+    "fields": {},
+}
 """Fields that lines of version 0.1.0 lack."""
 
 
@@ -284,6 +289,7 @@ class Summary:
     startup: StartUp | None = None
     cells: list[BenchmarkRow] = field(default_factory=list)
     evaluation: Evaluation | None = None
+    excerpts: list[Excerpt] = field(default_factory=list)
 
     @classmethod
     def from_json(cls, text: str) -> "Summary":

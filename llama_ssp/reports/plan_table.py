@@ -4,6 +4,7 @@ Ranks with equal figures share a column. Bytes are shown in GiB (in MiB if all a
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,7 @@ ITEMS = {
     "allocator slack": "slack_bytes",
 }
 SUMS = {"peak while loading": "loading_peak_bytes", "capacity": "capacity_bytes", "free": "free_bytes"}
-LEAST_SHOWN_MS = 0.005
+LEAST_SHOWN_MS = LEAST_SHOWN_HOURS = 0.005
 MOST_CHOICES = 8
 """Choices per target that the search prints; JSON has all of them."""
 
@@ -166,6 +167,60 @@ def _basis(plan: Mapping[str, Any]) -> list[str]:
             f"({time['acceptance_source']}); c = {time['cost_ratio']:.3f}; best K = {time['best_num_draft_tokens']}"
         )
     return lines
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobRow:
+    """A job of a sweep.
+
+    Attributes:
+        ms_per_token: of its faster mode.
+        hours: of its decoding; None if they are not known.
+        num_gpus: 0 on CPUs.
+    """
+
+    name: str
+    fits: bool
+    ms_per_token: float
+    hours: float | None
+    num_gpus: int
+
+    @property
+    def gpu_hours(self) -> float | None:
+        """The hours of all its GPUs."""
+        return self.hours * self.num_gpus if self.hours is not None and self.num_gpus else None
+
+
+def print_jobs(jobs: Sequence[JobRow], console: "Console | None" = None) -> None:
+    """Print one table of all jobs of a sweep; raises ConfigError if rich is not installed."""
+    console = console or _console()
+    from rich.table import Table  # noqa: PLC0415 - see the module
+
+    title = "All jobs; ms/token of the faster mode; hours of decoding at most, without loading"
+    table = Table(title=title, title_justify="left", title_style="", show_footer=True)
+    hours, gpu_hours = ([getattr(job, name) for job in jobs] for name in ("hours", "gpu_hours"))
+    table.add_column("job", footer=f"{len(jobs)} jobs", overflow="fold")
+    table.add_column("fits", footer=f"{sum(job.fits for job in jobs)} of {len(jobs)}", no_wrap=True)
+    table.add_column("ms/token", justify="right", no_wrap=True)
+    table.add_column("hours", justify="right", footer=_sum_of_hours(hours), no_wrap=True)
+    table.add_column("GPU-hours", justify="right", footer=_sum_of_hours(gpu_hours), no_wrap=True)
+    for job in jobs:
+        verdict = "[green]yes[/green]" if job.fits else "[red]no[/red]"
+        spent = [_shown_hours(job.hours), _shown_hours(job.gpu_hours)]
+        table.add_row(_literal(job.name), verdict, f"{job.ms_per_token:.2f}", *spent)
+    console.print(table)
+
+
+def _sum_of_hours(hours: Sequence[float | None]) -> str:
+    """The sum, if every job has its hours."""
+    known = [each for each in hours if each is not None]
+    return _shown_hours(sum(known) if len(known) == len(hours) else None)
+
+
+def _shown_hours(hours: float | None) -> str:
+    if hours is None:
+        return "-"
+    return "<0.01" if 0 < hours < LEAST_SHOWN_HOURS else f"{hours:.2f}"
 
 
 def print_search(choices: Sequence[Mapping[str, Any]], *, machine: str, console: "Console | None" = None) -> None:

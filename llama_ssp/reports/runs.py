@@ -7,30 +7,44 @@ import csv
 import io
 import stat
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from itertools import chain
 from pathlib import Path
 
 from llama_ssp.errors import ConfigError
 from llama_ssp.reports.lines import CompletionLine, Summary
 from llama_ssp.reports.reading import MOST_BYTES
+from llama_ssp.reports.settings import MOST_CHARS, flat, read_settings
+from llama_ssp.reports.sweeps.varying import Setting, varying
 from llama_ssp.visible import visible
 
 _MOST_STATUS_BYTES = 4096
-_TEXTS = ("prompt", "text", "token_ids", "accepted_lengths", "examined_lengths", "draft_lengths")
+_TEXTS = ("prompt", "text", "token_ids", "accepted_lengths", "examined_lengths", "draft_lengths", "messages", "fields")
+_OWN_COLUMNS = ("task", "model", "draft", "ranks", "seed")
+"""Facts that every table has, whether they vary or not."""
+_NAMED_BY_FACTS = {"task.name", "model.name", "draft.kind", "draft.model.name"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """A run with a summary, which covers only the finished part of an interrupted run.
 
-    `status` comes from its folder; it is empty while the run writes its own report.
+    `status` and `settings`, by dotted keys, come from its folder; they are empty while the run writes its own report.
     """
 
     name: str
     status: str
     summary: Summary
     lines: tuple[CompletionLine, ...]
+    settings: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def facts(self) -> dict[str, object]:
+        """Its settings by dotted keys; models, draft and task by the names that reports show, and its ranks."""
+        summary = self.summary
+        named = {"task": summary.task, "model": summary.model, "draft": summary.draft or "none"}
+        others = {key: value for key, value in self.settings.items() if key not in _NAMED_BY_FACTS}
+        return {**named, "ranks": summary.world_size, **others}
 
     @property
     def num_draft_tokens(self) -> int:
@@ -85,12 +99,15 @@ def read_run(folder: Path, *, name: str) -> Run:
         _check_file(file)
         whole = file.read_bytes().rpartition(b"\n")[0]  # the rest after the last line feed was only half written
         lines = tuple(CompletionLine.from_json(line) for line in whole.split(b"\n") if line)
+        file = folder / "config.yaml"
+        _check_file(file, most_bytes=4 * MOST_CHARS)
+        settings = flat(read_settings(file.read_text(encoding="utf-8")))
         file = folder / "status"
         status = _status(folder)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"{file} cannot be read ({reason}): a run of this version is required") from error
-    return Run(name=name, status=status, summary=summary, lines=lines)
+    return Run(name=name, status=status, summary=summary, lines=lines, settings=settings)
 
 
 def _check_file(file: Path, *, most_bytes: int | None = None) -> None:
@@ -102,19 +119,35 @@ def _check_file(file: Path, *, most_bytes: int | None = None) -> None:
         raise ValueError(f"it has {about.st_size} bytes, and at most {most_bytes} are allowed")
 
 
+def varying_settings(runs: Sequence[Run]) -> list[Setting]:
+    """Return the settings that differ between runs; the seed stands last, since runs that differ in it are repeats."""
+    found = varying([run.facts for run in runs])
+    return sorted(found, key=lambda setting: setting.key == "seed")
+
+
+def settings_of_rows(runs: Sequence[Run]) -> list[dict[str, object]]:
+    """Return the cells that identify each run in a table: its name, models, ranks, seed and the settings that vary."""
+    others = [setting for setting in varying_settings(runs) if setting.key not in _OWN_COLUMNS]
+    rows = []
+    for number, run in enumerate(runs):
+        summary = run.summary
+        row: dict[str, object] = {"run": run.name, "task": summary.task, "model": summary.model, "draft": summary.draft}
+        row |= {"num_draft_tokens": run.num_draft_tokens, "world_size": summary.world_size, "seed": summary.seed}
+        rows.append(row | {setting.key: setting.values[number] for setting in others})
+    return rows
+
+
 def to_csv(runs: Sequence[Run]) -> str:
     """Return all completions of all runs as one table, a row each, without texts."""
-    facts = ["run", "task", "model", "draft", "num_draft_tokens", "world_size", "seed"]
+    known = settings_of_rows(runs)
     measured = [entry.name for entry in fields(CompletionLine) if entry.name not in _TEXTS]
     rows = []
-    for run in runs:
-        known = {name: getattr(run.summary, name, None) for name in facts}
-        known |= {"run": run.name, "num_draft_tokens": run.num_draft_tokens}
+    for facts, run in zip(known, runs, strict=True):
         for line in run.lines:
             row = {name: value for name, value in asdict(line).items() if name in measured}
             sums = {"num_accepted": sum(line.accepted_lengths), "num_examined": sum(line.examined_lengths)}
-            rows.append(known | row | sums)
-    return _csv([*facts, *measured, "num_accepted", "num_examined"], rows)
+            rows.append(facts | row | sums)
+    return csv_of([*known[0], *measured, "num_accepted", "num_examined"], rows)
 
 
 def cells_to_csv(runs: Sequence[Run]) -> str:
@@ -126,10 +159,11 @@ def cells_to_csv(runs: Sequence[Run]) -> str:
             row |= {f"{name}_ms_per_token": value for name, value in cell.ms_per_token.items()}
             row |= {f"{name}_forecast_ms_per_token": value for name, value in cell.forecast_ms_per_token.items()}
             rows.append({"run": run.name} | row | cell.versions)
-    return _csv(dict.fromkeys(chain.from_iterable(rows)), rows) if rows else ""
+    return csv_of(dict.fromkeys(chain.from_iterable(rows)), rows) if rows else ""
 
 
-def _csv(columns: Iterable[str], rows: Iterable[Mapping[str, object]]) -> str:
+def csv_of(columns: Iterable[str], rows: Iterable[Mapping[str, object]]) -> str:
+    """Write rows as CSV; a missing value is empty."""
     text = io.StringIO()
     writer = csv.DictWriter(text, list(columns), lineterminator="\n")
     writer.writeheader()

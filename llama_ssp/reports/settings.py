@@ -1,4 +1,4 @@
-"""Compares the settings of a run folder with those of a run that resumes it, key by key.
+"""Reads the settings of a run folder, and compares them with those of a run that resumes it, key by key.
 
 The folder may be damaged or made by somebody else: YAML that could expand without end is refused, and messages
 truncate what they quote.
@@ -22,7 +22,7 @@ def changed_settings(old_yaml: str, new_yaml: str, *, changeable: Collection[str
 
     A list that the old text lacks was empty. Keys in `changeable`, and all below them, may differ.
     """
-    old, new = _flat(read_settings(old_yaml)), _flat(yaml.safe_load(new_yaml))
+    old, new = flat(read_settings(old_yaml)), flat(yaml.safe_load(new_yaml))
     old = {key: value for key, value in new.items() if value == []} | old
     changed = [
         key
@@ -57,13 +57,13 @@ def _cut(text: str) -> str:
     return text if len(text) <= _MOST_SHOWN_CHARS else f"{text[:_MOST_SHOWN_CHARS]}..."
 
 
-def _flat(tree: object, prefix: str = "") -> dict[str, object]:
+def flat(tree: object, prefix: str = "") -> dict[str, object]:
     """Map the dotted key of every leaf of nested mappings to its value; a list is a leaf."""
     if not isinstance(tree, dict):
         return {prefix: tree}
     leaves: dict[str, object] = {}
     for key, value in tree.items():
-        leaves |= _flat(value, f"{prefix}.{key}" if prefix else str(key))
+        leaves |= flat(value, f"{prefix}.{key}" if prefix else str(key))
     return leaves
 
 

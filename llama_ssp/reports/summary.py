@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from llama_ssp.reports.evaluation import Evaluation
+from llama_ssp.reports.excerpts import Excerpt
 from llama_ssp.reports.lines import (
     PLAIN,
     SPECULATIVE,
@@ -23,11 +24,13 @@ def summarise(
     cells: Sequence[BenchmarkRow] = (),
     *,
     evaluation: Evaluation | None = None,
+    excerpts: Sequence[Excerpt] = (),
 ) -> Summary:
     """Make the summary of a run from its lines, including those of earlier parts of a resumed run.
 
     A number without measurements is None. The functions of this module define the numbers. `cells` are those of a
-    benchmark, which has no lines; `evaluation` is the verdict of one, if it has come to its end.
+    benchmark, which has no lines; `evaluation` is the verdict of one, if it has come to its end; `excerpts` are for
+    the report.
     """
     plain_lines = [line for line in lines if line.mode == PLAIN]
     speculative_lines = [line for line in lines if line.mode == SPECULATIVE]
@@ -39,7 +42,7 @@ def summarise(
         plain=_plain(plain_lines) if plain_lines else None,
         speculative=_speculative(speculative_lines, facts.num_draft_tokens) if speculative_lines else None,
         speedup=speedup(lines), forecast=facts.forecast, memory=facts.memory, startup=facts.startup, cells=[*cells],
-        evaluation=evaluation,
+        evaluation=evaluation, excerpts=[*excerpts],
     )  # fmt: skip
 
 

@@ -4,9 +4,10 @@
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 from llama_ssp.config import hardware
 from llama_ssp.config.drafts.drafter import draft_name
@@ -22,10 +23,11 @@ from llama_ssp.errors import ConfigError, one_message
 from llama_ssp.planning.auto import AutoPlacement, choose_placement
 from llama_ssp.planning.plan import PLAN_VERSION, Plan, document, make_plan, require_room
 from llama_ssp.planning.search import search, search_document
-from llama_ssp.planning.spec import PlanSpec, number_format, planned_model, target_fields
+from llama_ssp.planning.spec import PlanSpec, number_format, planned_model, read_config, target_fields
 from llama_ssp.planning.timing import Timing
 from llama_ssp.reports.lines import Forecast
-from llama_ssp.session.prompts import STANDARD_INPUT, read_prompts
+from llama_ssp.session.prompt_files import STANDARD_INPUT
+from llama_ssp.session.prompts import Prompt, read_prompts
 
 CHARACTERS_PER_TOKEN = 3
 TYPED_TOKENS = 128
@@ -91,45 +93,65 @@ def dry_run(config: RunConfig, *, world_size: int) -> None:
     show_plan(plan, PlanFormat.table, words=settings_of_run(config))
 
 
+def with_hub_sizes(model: ModelConfig) -> ModelConfig:
+    """Fill in the shape and number format of a model that only the hub knows, from its config.json alone.
+
+    Raises CheckpointError if it cannot be downloaded and is not in the hub's cache.
+    """
+    if model.shape or model.path is not None or model.hub_id is None:
+        return model
+    from llama_ssp.weights import hub  # noqa: PLC0415 - other plans need no client of the hub
+
+    shape, stored = read_config(hub.find_config(model))
+    return replace(model, shape=shape, stored_dtype=stored)
+
+
 def job_ahead(config: RunConfig, *, world_size: int) -> tuple[PlanSpec, HardwareConfig]:
     """Return the planner's job and machine for a run, before anything is loaded; raises ConfigError as `dry_run`."""
     machine = machine_of_run(hardware_of(config, on_cpu=config.device is DeviceKind.cpu), world_size)
-    config, tokens = _foreseen(config)
-    return _job_on(machine, config, world_size=world_size, prompt_tokens=tokens), machine
+    config, lengths = _foreseen(config)
+    return _job_on(machine, config, world_size=world_size, lengths=lengths), machine
 
 
-def _job_on(machine: HardwareConfig, config: RunConfig, *, world_size: int, prompt_tokens: int) -> PlanSpec:
-    return job_of_run(
-        config, world_size=world_size, prompt_tokens=prompt_tokens, device=machine.device, num_gpus=machine.num_gpus
+def _job_on(machine: HardwareConfig, config: RunConfig, *, world_size: int, lengths: Sequence[int]) -> PlanSpec:
+    job = job_of_run(
+        config, world_size=world_size, prompt_tokens=max(lengths), device=machine.device, num_gpus=machine.num_gpus
     )
+    has_own = task_of(config).largest_cell is not None
+    return job if has_own else replace(job, mean_prompt_tokens=fmean(lengths))
 
 
 def choose_for_run(config: RunConfig, *, world_size: int, on_cpu: bool) -> AutoPlacement:
     """Choose the placement of a run with `placement=auto`; raises ConfigError or PlacementError as `dry_run`."""
     machine = machine_of_run(hardware_of(config, on_cpu=on_cpu), world_size)
-    config, tokens = _foreseen(config)
-    job = _job_on(machine, config, world_size=world_size, prompt_tokens=tokens)
+    config, lengths = _foreseen(config)
+    job = _job_on(machine, config, world_size=world_size, lengths=lengths)
     return choose_placement(job, machine, num_ranks=world_size)
 
 
-def _foreseen(config: RunConfig) -> tuple[RunConfig, int]:
-    """Limit the batch to the rows that the prompts fill, and estimate the longest prompt at three characters per token.
+def _foreseen(config: RunConfig) -> tuple[RunConfig, list[int]]:
+    """Limit the batch to the rows that the prompts fill, and estimate their tokens at three characters per token.
 
     A later turn of a conversation follows the earlier ones, and answers of as many tokens as they may have. Prompts
-    that are unknown yet count TYPED_TOKENS each, and fill all rows.
+    that are unknown yet count TYPED_TOKENS each, and fill all rows. Models of the hub get their sizes.
     """
+    draft = replace(config.draft, model=config.draft.model and with_hub_sizes(config.draft.model))
+    config = replace(config, model=with_hub_sizes(config.model), draft=draft)
+    prompts = _known_prompts(config)
+    if not prompts:
+        return config, [TYPED_TOKENS]
+    lengths = [
+        prompt.num_characters // CHARACTERS_PER_TOKEN + 1 + len(prompt.earlier) * config.max_new_tokens
+        for prompt in prompts
+    ]
+    return with_filled_rows(config, num_completions=len(prompts) * config.num_samples), lengths
+
+
+def _known_prompts(config: RunConfig) -> list[Prompt]:
+    """The prompts of a run; none if somebody will type them."""
     has_prompts = config.prompt is not None or config.prompts or task_of(config).prompts(config)
     is_read_later = config.prompt is None and config.prompts == STANDARD_INPUT
-    if is_read_later or not has_prompts:
-        return config, TYPED_TOKENS
-    prompts = read_prompts(config)
-    tokens = max(
-        sum(map(len, (*prompt.earlier, prompt.text))) // CHARACTERS_PER_TOKEN
-        + 1
-        + len(prompt.earlier) * config.max_new_tokens
-        for prompt in prompts
-    )
-    return with_filled_rows(config, num_completions=len(prompts) * config.num_samples), tokens
+    return read_prompts(config) if has_prompts and not is_read_later else []
 
 
 def with_filled_rows(config: RunConfig, *, num_completions: int) -> RunConfig:
@@ -137,10 +159,23 @@ def with_filled_rows(config: RunConfig, *, num_completions: int) -> RunConfig:
     return replace(config, batch_size=min(config.batch_size, -(-num_completions // config.placement.num_replicas)))
 
 
-def plan_of_run(config: RunConfig, *, world_size: int, machine: HardwareConfig, prompt_tokens: int) -> Plan:
-    """Plan the job that a run is about to start; `prompt_tokens` are those of the longest prompt."""
+def plan_of_run(config: RunConfig, *, world_size: int, machine: HardwareConfig, lengths: Sequence[int]) -> Plan:
+    """Plan the job that a run is about to start; `lengths` are the tokens of its prompts."""
     machine = machine_of_run(machine, world_size)
-    return make_plan(_job_on(machine, config, world_size=world_size, prompt_tokens=prompt_tokens), machine)
+    return make_plan(_job_on(machine, config, world_size=world_size, lengths=lengths), machine)
+
+
+def expected_hours(config: RunConfig, plan: Plan) -> float | None:
+    """Hours of a run's decoding if every completion has its full length; None for prompts or sizes not known yet."""
+    task, timed = task_of(config), plan.timing
+    prompts = [] if task.largest_cell else _known_prompts(config)
+    if not prompts:
+        return None
+    num_completions = len(prompts) * config.num_samples
+    num_batches = -(-num_completions // (plan.job.batch_size * plan.job.num_replicas))
+    modes_s = [timed.plain_run_s] if timed.speculative_run_s is None or task.has_both_modes else []
+    modes_s += [] if timed.speculative_run_s is None else [timed.speculative_run_s]
+    return num_batches * config.max_new_tokens * sum(modes_s) / 3600
 
 
 def planned_bytes(plan: Plan) -> list[int]:

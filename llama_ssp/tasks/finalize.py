@@ -8,9 +8,11 @@ from llama_ssp.config.tasks.spec import task_of
 from llama_ssp.errors import ConfigError, FailedEvaluation
 from llama_ssp.reports.lines import Forecast, RankMemory, RunFacts
 from llama_ssp.reports.summary import summarise
+from llama_ssp.session.excerpts import excerpts
 from llama_ssp.session.session import Session
 from llama_ssp.tasks.dispatch import conclude_task
 from llama_ssp.tasks.dry_run import forecast, planned_bytes
+from llama_ssp.tasks.slowness import Surroundings, slowness
 
 
 def finalize(session: Session) -> None:
@@ -38,7 +40,8 @@ def finalize(session: Session) -> None:
         forecast=forecast(session.plan.timing) if session.plan and not task.largest_cell else Forecast(),
         startup=session.start_clock.times,
     )  # fmt: skip
-    summary = summarise(facts, folder.lines, folder.rows, evaluation=session.evaluation)
+    shown = excerpts(folder.lines, session.models.tokenizer)
+    summary = summarise(facts, folder.lines, folder.rows, evaluation=session.evaluation, excerpts=shown)
     folder.write_summary(summary)
     session.terminal.end_of_text()  # an interruption may leave one open
     if folder.rows:
@@ -48,6 +51,8 @@ def finalize(session: Session) -> None:
     if summary.evaluation:
         session.terminal.verdict(summary.evaluation)
     session.terminal.closing(summary, run_dir=folder.path)
+    if sentence := slowness(summary, Surroundings.of(session.world)):
+        session.terminal.say(sentence)
     conclude_task(session)
     try:
         folder.write_report(summary)

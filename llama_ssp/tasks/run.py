@@ -34,7 +34,8 @@ from llama_ssp.reports.records import RunFolder, read_status, write_failure
 from llama_ssp.session.checkpoints import Source, find_sources, offload_folder, with_number_formats
 from llama_ssp.session.jobs import PromptTask, make_prompt_tasks
 from llama_ssp.session.loading import load_models
-from llama_ssp.session.prompts import Prompt, check_unchanged, is_interactive, read_prompts
+from llama_ssp.session.prompt_records import Prompt
+from llama_ssp.session.prompts import check_unchanged, is_interactive, read_prompts
 from llama_ssp.session.session import Session
 from llama_ssp.session.startup import StartClock
 from llama_ssp.session.stopping import stopping_on_signals
@@ -180,7 +181,7 @@ def _load(
     plan = _make_plan(config, world, terminal, jobs)
     clock.reach("checked_s")
     with terminal.loading() as progress:
-        models = load_models(config, world, sources, progress=progress)
+        models = load_models(config, world, sources, progress=progress, folder=folder)
     clock.reach("loaded_s")
     phase.doing, phase.limit = "decoding", f"timeouts.decode_s={config.timeouts.decode_s:g}"
     num_prompts = None if jobs is None else len({job.request.index for job in jobs})
@@ -221,7 +222,7 @@ def _read_jobs(
     records = json.loads(world.comm.broadcast_text(json.dumps(records), src=0))
     if records is None:
         return None
-    prompts = [Prompt(**record | {"earlier": tuple(record["earlier"])}) for record in records]
+    prompts = [Prompt.from_dict(record) for record in records]
     with raise_on_all_ranks(world.comm):
         vocab_size = source.origin.shape.vocab_size
         return make_prompt_tasks(prompts, config, tokenizer=source.tokenizer, context=context, vocab_size=vocab_size)
@@ -239,8 +240,8 @@ def _make_plan(config: RunConfig, world: World, terminal: Terminal, jobs: list[P
             return None
         if not config.hardware and machine.device == "cuda":  # nvidia-smi lists the GPUs that this rank sees
             machine = replace(machine, num_gpus=max(machine.num_gpus, world.ranks.local_size))
-        longest = max((len(job.request.prompt_ids) for job in jobs), default=1) if jobs else dry_run.TYPED_TOKENS
-        plan = dry_run.plan_of_run(config, world_size=world.comm.size, machine=machine, prompt_tokens=longest)
+        lengths = [len(job.request.prompt_ids) for job in jobs] if jobs else [dry_run.TYPED_TOKENS]
+        plan = dry_run.plan_of_run(config, world_size=world.comm.size, machine=machine, lengths=lengths)
         if world.comm.rank == 0:
             _log.info("forecast for hardware %s: %s", machine.name, planned_link(machine))
         require_room(plan, words=dry_run.settings_of_run(config))

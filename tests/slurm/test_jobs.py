@@ -37,7 +37,7 @@ def submit(cluster: Cluster, folder: Path, *words: str, options: tuple[str, ...]
 
 def settled(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What must not depend on how a run came about: all but times, in the order of their keys."""
-    timed = {"ms", "share_s", "draft_s", "verify_s", "other_s"}
+    timed = {"ms", "first_token_ms", "share_s", "draft_s", "verify_s", "other_s"}
     kept = [{name: value for name, value in line.items() if name not in timed} for line in found]
     return sorted(kept, key=lambda line: (line["index"], line["mode"], line["sample"]))
 
@@ -59,9 +59,24 @@ def test_a_sweep_ends_with_a_run_folder_for_every_point_and_one_report(cluster: 
         points.append((len(summary["speculative"]["accepted_histogram"]) - 1, summary["seed"]))
     assert points == [(2, 0), (2, 1), (4, 0), (4, 1)]
     said = cluster.run(sys.executable, ROOT / "launch" / "report.py", "a sweep", cwd=tmp_path)
-    assert said == "wrote a sweep/report.html and report.csv: 4 runs"
+    assert said == "wrote a sweep/report.html, runs.csv and report.csv: 4 runs"
     report = (tmp_path / "a sweep" / "report.html").read_text()
     assert all(f"a sweep/{place}" in report for place in range(4))
+
+
+@pytest.mark.slow
+def test_a_stopped_task_of_an_array_requeues_itself_alone(cluster: Cluster, tmp_path: Path) -> None:
+    words = ["-m", "hydra/launcher=slurm", "hydra.launcher.ranks_per_node=1", "hardware=laptop_cpu", "seed=0,1"]
+    said = cluster.run(sys.executable, ROOT / "launch" / "run.py", *words, *LONG, "run_dir=sweep", cwd=tmp_path)
+    first, last = (line.split()[0] for line in said.splitlines() if " is job " in line)
+    assert (first[-2:], last[-2:]) == ("_0", "_1")
+    for place in ("0", "1"):
+        cluster.until(lambda: len(lines(tmp_path / "sweep" / place)) > 1, "completions", at_most_s=120)  # noqa: B023
+    cluster.run("scancel", "--signal=TERM", last)  # SLURM gives the last task the id of the whole array
+    cluster.until(lambda: cluster.job(last)["Restarts"] == "1", "the task to queue itself again", at_most_s=60)
+    assert [cluster.wait(job)["JobState"] for job in (first, last)] == ["COMPLETED"] * 2
+    assert cluster.job(first)["Restarts"] == "0"
+    assert [len(lines(tmp_path / "sweep" / place)) for place in ("0", "1")] == [40, 40]
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ TASK = TaskSpec(
     config=CompareConfig,
     run="llama_ssp.tasks.compare:compare",
     needs_draft=True,
+    has_both_modes=True,
     paths=("picture",),
     finalize="llama_ssp.tasks.compare:draw",
 )

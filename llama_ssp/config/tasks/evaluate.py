@@ -80,6 +80,7 @@ TASK = TaskSpec(
     config=EvaluateConfig,
     run="llama_ssp.tasks.evaluate:evaluate",
     needs_draft=True,
+    has_both_modes=True,
     settle=_settle,
     prompts=_prompts,
     problems=_problems,

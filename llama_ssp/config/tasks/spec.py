@@ -37,6 +37,7 @@ class TaskSpec:
         needs_models: False for a task that loads no models and writes no run folder.
         why_no_plan: without models, why `dry_run` has no effect; a relative clause.
         needs_draft: a run without a draft is refused.
+        has_both_modes: with a draft, it completes every prompt plainly and speculatively.
         takes_turns: its prompts may be conversations, whose later turns follow the answers to earlier ones.
         paths: settings that are paths, which the command line does not parse.
         settle: fills in settings of the run; its second argument are the keys that the user gave, which stay.
@@ -58,6 +59,7 @@ class TaskSpec:
     needs_models: bool = True
     why_no_plan: str = "which reads no model"
     needs_draft: bool = False
+    has_both_modes: bool = False
     takes_turns: bool = True
     paths: tuple[str, ...] = ()
     settle: Callable[[RunConfig, frozenset[str]], None] = lambda config, explicit: None  # noqa: ARG005

@@ -20,9 +20,10 @@ def test_a_sweep_becomes_one_page_and_one_table(tmp_path: Path, capsys: pytest.C
     for number in range(3):
         write_run(tmp_path / "sweep" / str(number), PLAIN, replace(FAST, ms=30.0 + number))
     assert report.main([str(tmp_path / "sweep")]) == 0
-    assert capsys.readouterr().out == f"wrote {tmp_path}/sweep/report.html and report.csv: 3 runs\n"
+    assert capsys.readouterr().out == f"wrote {tmp_path}/sweep/report.html, runs.csv and report.csv: 3 runs\n"
     assert "3 runs of big + small" in (tmp_path / "sweep" / "report.html").read_text()
     assert len((tmp_path / "sweep" / "report.csv").read_text().splitlines()) == 1 + 6
+    assert len((tmp_path / "sweep" / "runs.csv").read_text().splitlines()) == 1 + 3
     assert report.main([str(tmp_path / "sweep")]) == 0, "a report is no run, and can be made again"
 
 
@@ -30,8 +31,8 @@ def test_several_folders_become_one_report_where_the_user_says(tmp_path: Path) -
     folders = [str(write_run(tmp_path / name, PLAIN, FAST)) for name in ("a", "b")]
     assert report.main([*folders, f"--output={tmp_path / 'c'}"]) == 0
     page = (tmp_path / "c" / "report.html").read_text()
-    assert '<td class="left">a</td>' in page
-    assert '<td class="left">b</td>' in page
+    assert 'data-name="run">a</td>' in page
+    assert 'data-name="run">b</td>' in page
     assert not (tmp_path / "a" / "report.html").exists()
 
 
@@ -39,6 +40,28 @@ def test_options_may_stand_anywhere(tmp_path: Path) -> None:
     first, second = (str(write_run(tmp_path / name, PLAIN, FAST)) for name in ("a", "b"))
     assert report.main([first, "--output", str(tmp_path / "c"), second]) == 0
     assert (tmp_path / "c" / "report.html").exists()
+
+
+def test_figures_go_into_a_folder_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert report.main([str(write_run(tmp_path / "run", PLAIN)), "--figures=pdf"]) == 0
+    assert "report.csv and figures (2 as pdf): 1 run\n" in capsys.readouterr().out
+    assert sorted(file.name for file in (tmp_path / "run" / "figures").iterdir()) == ["forecast.pdf", "memory.pdf"]
+
+
+@pytest.mark.heavy
+def test_figures_are_saved_in_the_formats_that_papers_take(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for k in (2, 4):
+        folder = write_run(tmp_path / "s" / str(k), PLAIN, FAST)
+        (folder / "config.yaml").write_text(f"speculation:\n  num_draft_tokens: {k}\n")
+    assert report.main([str(tmp_path / "s"), "--figures=svg,pdf,png"]) == 0
+    assert "report.csv and figures (6 as svg, pdf, png): 2 runs" in capsys.readouterr().out
+    begins = {"svg": b"<?xml", "pdf": b"%PDF", "png": b"\x89PNG"}
+    for name in ("speedup_by_K", "time_by_K", "acceptance_by_K", "acceptance_by_position", "forecast", "memory"):
+        for suffix, begin in begins.items():
+            assert (tmp_path / "s" / "figures" / f"{name}.{suffix}").read_bytes().startswith(begin)
+    first = {file.name: file.read_bytes() for file in (tmp_path / "s" / "figures").iterdir()}
+    assert report.main([str(tmp_path / "s"), "--figures=svg,pdf,png"]) == 0
+    assert first == {file.name: file.read_bytes() for file in (tmp_path / "s" / "figures").iterdir()}
 
 
 def test_what_is_left_out_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,6 +92,7 @@ def test_a_damaged_run_is_left_out_and_others_are_reported(tmp_path: Path, capsy
         (["{empty}/nothing"], "holds no run"),
         (["{run}", "{run}"], "2 folders need --output=DIR"),
         (["{run}", "--output"], "argument --output: expected one argument"),
+        (["{run}", "--figures=svg,gif"], "--figures=gif: figures are saved as any of svg, pdf, png"),
         (["{run}", "--csv"], "unrecognized arguments: --csv; usage: llama-ssp report FOLDER... "),
         (["{run}", "--output={run}/status"], "cannot be written"),
         (["--output={empty}"], "the following arguments are required: FOLDER"),

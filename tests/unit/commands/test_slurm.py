@@ -1,85 +1,19 @@
 """Sweeps on a cluster without one: what is refused before it is queued, and how a stand-in for sbatch is called."""
 
-import json
 import shlex
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
 
-from llama_ssp.commands import command_line, run, staging
+from llama_ssp.commands import command_line, staging
 from llama_ssp.config import catalogue, store
+from llama_ssp.config.options import folders
 from llama_ssp.config.schema import RunConfig
 from tests.helpers.lanes import slow
+from tests.helpers.sbatch import Sweep, options, script
 
 pytestmark = pytest.mark.seconds
-
-SBATCH = """#!{python}
-import json, os, sys
-with open({log!r}, "a") as log:
-    log.write(json.dumps([sys.argv[1:], sorted(os.environ)]) + "\\n")
-if {refusal!r} in sys.argv[-2:]:
-    sys.exit("sbatch: error: Batch job submission failed: Invalid\\n  partition")
-print(100 + len(open({log!r}).readlines()))
-"""
-
-
-@dataclass
-class Ended:
-    """How a sweep was submitted."""
-
-    code: int
-    out: str
-    err: str
-    jobs: list[list[str]]
-    environments: list[list[str]]
-
-
-Sweep = Callable[..., Ended]
-
-
-@pytest.fixture
-def sweep(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Sweep:
-    """A function that submits a sweep with a stand-in for sbatch, in an empty folder."""
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
-    for variable in ("RANK", "WORLD_SIZE", "SLURM_STEP_ID"):
-        monkeypatch.delenv(variable, raising=False)
-
-    def submit(*arguments: str, installed: bool = True, refusal: str = "never", multirun: bool = True) -> Ended:
-        log, program = tmp_path / "log", tmp_path / "bin" / "sbatch"
-        if installed:
-            program.write_text(SBATCH.format(python=sys.executable, log=str(log), refusal=refusal))
-            program.chmod(0o755)
-        words = ["-m"] if multirun else []
-        monkeypatch.setattr(sys, "argv", ["run.py", *words, "hydra/launcher=slurm", *arguments])
-        code = run.main()
-        said = capsys.readouterr()
-        calls = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-        return Ended(
-            code=code,
-            out=said.out,
-            err=said.err,
-            jobs=[job for job, _ in calls],
-            environments=[env for _, env in calls],
-        )
-
-    return submit
-
-
-def options(job: list[str]) -> dict[str, str]:
-    """The options that sbatch got for itself."""
-    return dict(word[2:].split("=", 1) for word in job[: script(job)] if "=" in word)
-
-
-def script(job: list[str]) -> int:
-    return next(place for place, word in enumerate(job) if word.endswith("launch/slurm.sbatch"))
 
 
 def composed(job: list[str]) -> RunConfig:
@@ -87,7 +21,7 @@ def composed(job: list[str]) -> RunConfig:
     given = [command_line.take_literally(word) for word in job[job.index("--") + 1 :]]
     command_line.check_overrides(given, multirun=False)
     store.register()
-    with initialize_config_dir(str(catalogue.conf_dir()), version_base="1.3"):
+    with initialize_config_dir(str(folders.conf_dir()), version_base="1.3"):
         return store.to_run_config(compose("config", given), explicit=command_line.explicit_keys(given))
 
 
@@ -101,7 +35,8 @@ def test_every_point_becomes_a_job_with_its_own_settings_and_run_folder(sweep: S
     ]  # fmt: skip
     assert [options(job)["output"] for job in ended.jobs] == [f"a, b/{number}/slurm.log" for number in range(4)]
     assert all(Path(f"a, b/{number}").is_dir() for number in range(4))
-    assert "101 is job 0" in ended.out
+    assert [options(call)["array"] for call in ended.calls] == ["0,1,2,3"]
+    assert "101_0 is job 0" in ended.out
     assert ended.out.count("ms/token plain") == 4
 
 
@@ -147,19 +82,12 @@ def test_a_job_does_not_get_the_settings_that_only_other_points_read(sweep: Swee
     assert ended.err.count(" has no effect on suite=") == 2
 
 
-@pytest.mark.slow
-def test_only_so_many_jobs_run_at_a_time(sweep: Sweep) -> None:
-    jobs = sweep("hardware=laptop_cpu", "seed=0,1,2,3,4", "hydra.launcher.max_running=2").jobs
-    assert [options(job).get("dependency") for job in jobs] == [
-        None, None, "afterany:101", "afterany:102", "afterany:103",
-    ]  # fmt: skip
-
-
 @pytest.mark.heavy
 def test_a_point_that_does_not_fit_keeps_all_from_being_queued(sweep: Sweep) -> None:
     ended = sweep("hardware=g5_12xlarge", "model=7B,65B,13B", "draft=7B", "hydra.launcher.nodes=1")
     assert (ended.code, ended.jobs) == (3, [])
     assert ended.err.startswith("job 1 (")
+    assert ended.out == ""
     assert "model=65B" in ended.err
     assert "GiB" in ended.err
 
@@ -211,10 +139,16 @@ def test_a_dry_run_shows_every_plan_and_command_and_queues_nothing(sweep: Sweep)
     ended = sweep("hardware=p4d_24xlarge", "model=30B,13B", "dry_run=true", installed=False)
     assert (ended.code, ended.jobs) == (0, []), ended.err
     assert ended.out.count("Memory per rank") == 2
-    commands = [shlex.split(line) for line in ended.out.splitlines() if line.startswith("  sbatch ")]
-    assert [composed(command).model.name for command in commands] == ["30B", "13B"]
-    assert not any("dry_run" in word for command in commands for word in command)
+    [command] = [shlex.split(line) for line in ended.out.splitlines() if line.startswith("  sbatch ")]
+    assert (options(command)["array"], options(command)["gres"]) == ("0,1", "gpu:8")
     assert list(Path().iterdir()) == []
+    [alone] = [
+        line
+        for line in sweep("hardware=p4d_24xlarge", "model=30B", "dry_run=true").out.splitlines()
+        if "sbatch" in line
+    ]
+    assert composed(shlex.split(alone)).model.name == "30B"
+    assert "dry_run" not in alone
 
 
 @pytest.mark.heavy
@@ -235,17 +169,6 @@ def test_a_machine_without_slurm_says_what_would_work(sweep: Sweep) -> None:
 
 
 @pytest.mark.heavy
-def test_a_refusal_of_sbatch_is_told_with_what_is_queued_already(sweep: Sweep) -> None:
-    ended = sweep("hardware=laptop_cpu", "seed=0,1,2", "run_dir=x", refusal="run_dir='x/2'")
-    assert ended.code == 2
-    assert ended.err.startswith(
-        "sbatch refused job 2 (hardware=laptop_cpu seed=2 run_dir=x): Batch job submission failed"
-    )
-    assert ended.err.endswith("cancelled by: scancel 101 102\n")
-    assert len(ended.err.splitlines()) == 1
-
-
-@pytest.mark.heavy
 def test_a_job_inherits_nothing_that_describes_the_process_that_submits(
     sweep: Sweep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -260,7 +183,7 @@ def test_a_job_inherits_nothing_that_describes_the_process_that_submits(
 
 @pytest.mark.heavy
 def test_weights_are_staged_under_a_name_that_changes_with_them(sweep: Sweep, tmp_path: Path) -> None:
-    shipped = catalogue.conf_dir().parent / "llama_ssp" / "shipped"
+    shipped = folders.conf_dir().parent / "llama_ssp" / "shipped"
     weights = tmp_path / "weights"
     weights.mkdir()
     for file in (shipped / "tiny").iterdir():
@@ -283,16 +206,14 @@ def test_weights_are_staged_under_a_name_that_changes_with_them(sweep: Sweep, tm
 @pytest.mark.heavy
 def test_a_hub_model_that_is_not_here_cannot_be_staged(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_args, **_options: None)
-    ended = sweep(
-        "hardware=p4d_24xlarge", "model=7B", "draft=none", "task=generate", "hydra.launcher.stage_to=/scratch"
-    )
+    words = ("hardware=p4d_24xlarge", "model=7B", "draft=none", "task=generate")
+    ended = sweep(*words, "hydra.launcher.stage_to=/scratch")
     assert (ended.code, ended.jobs) == (2, [])
-    hub_id = catalogue.load("7B").hub_id
-    assert f"hf download {hub_id}" in ended.err
+    assert f"hf download {catalogue.load('7B').hub_id}" in ended.err
 
 
 def test_nothing_is_staged_without_a_folder_for_it() -> None:
     store.register()
-    with initialize_config_dir(str(catalogue.conf_dir()), version_base="1.3"):
+    with initialize_config_dir(str(folders.conf_dir()), version_base="1.3"):
         config = store.to_run_config(compose("config", ["model=7B", "draft=none"]), explicit=frozenset())
     assert staging.stage(config, None) == []

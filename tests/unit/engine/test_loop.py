@@ -162,7 +162,6 @@ def test_every_chunk_of_a_prompt_is_a_forward_of_the_target(
     num_prompt_tokens: int, num_chunks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("llama_ssp.models.prefill.PREFILL_CHUNK", 3)
-    monkeypatch.setattr("llama_ssp.engine.loop.PREFILL_CHUNK", 3)
     target = PrefixRunner()
     decoder = make_decoder(target, None, replay=False)
     wanted = [Request(index=0, prompt_ids=(1,) * num_prompt_tokens, max_new_tokens=5)]
@@ -204,6 +203,7 @@ def test_the_time_of_a_pass_is_shared_by_the_rows_that_ran_in_it(monkeypatch: py
     wanted = [Request(index=index, prompt_ids=(1, 2), max_new_tokens=4) for index in range(3)]
     *both, alone = complete(decoder, wanted)
     assert [completion.busy_s for completion in (*both, alone)] == [4.0, 4.0, 4.0]
+    assert [completion.first_token_s for completion in (*both, alone)] == [1.0, 1.0, 1.0], "the prefill's pass"
     assert [completion.share_s for completion in (*both, alone)] == [2.0, 2.0, 4.0]
     assert [done.part_s for done in both] == [{"draft": 0.75, "verify": 0.375, "other": 0.375}] * 2
     assert alone.part_s == {"draft": 1.5, "verify": 0.75, "other": 0.75}
@@ -226,7 +226,8 @@ def test_a_round_reads_no_value_from_the_device() -> None:
     round_.drafters[0].allocate(batch_size=2, num_slots=64)
     state = BatchState.empty(batch_size=2, num_slots=64, num_rounds=41, table=round_.uniforms)
     prompts = state.rows_of(requests()[:2], table=round_.uniforms, seed=0)
-    assert round_.prefill(prompts, range(2), longest=5, buckets=buckets).is_meta
+    lengths = [len(request.prompt_ids) for request in requests()[:2]]
+    assert round_.prefill(prompts, range(2), lengths=lengths, buckets=buckets).is_meta
     assert advance(decoder, state, bucket=64).is_meta
 
 

@@ -14,6 +14,7 @@ from tests.helpers.repository import ROOT
 # srun is what the script starts torchrun with: here a run that ends at once, having recorded so many completions.
 SRUN = """#!/usr/bin/env bash
 printf '%s\\n' "$CODE" >"$EXIT_CODE_FILE"
+printf '%s\\0' "$@" >started
 if [ -n "$RUN_DIR" ]; then
     printf '%s\\n' "$RUN_DIR" >"$RUN_DIR_FILE"
     mkdir -p "$RUN_DIR"
@@ -48,15 +49,18 @@ class PlanSpec:
         state: str = "RUNNING",
         run_dir: str | None = "a run",
         restarts: int = 0,
+        task: str | None = None,
     ) -> subprocess.CompletedProcess[str]:
-        """Run the script once; the run ends with `code` after `made` new completions."""
+        """Run the script once, as a task of array 9 if one is given; it ends with `code` after `made` completions."""
         environment = {
             "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "7",
             "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "n1", "CODE": str(code), "LINES_MADE": str(made),
             "STATE": state, "RUN_DIR": run_dir or "", "SLURM_RESTART_COUNT": str(restarts),
         }  # fmt: skip
+        if task is not None:
+            environment |= {"SLURM_ARRAY_JOB_ID": "9", "SLURM_ARRAY_TASK_ID": task}
         return subprocess.run(
-            ["bash", str(ROOT / "launch" / "slurm.sbatch"), *options, "model=tiny"],
+            ["bash", str(ROOT / "launch" / "slurm.sbatch"), *options, *([] if task else ["model=tiny"])],
             cwd=self.folder, env=environment, capture_output=True, text=True, check=False, timeout=60,
         )  # fmt: skip
 
@@ -113,3 +117,24 @@ def test_where_nothing_can_be_kept_every_restart_counts(job: PlanSpec) -> None:
 def test_a_failed_and_a_cancelled_job_are_not_queued_again(code: int, state: str, job: PlanSpec) -> None:
     assert job.start(code=code, state=state).returncode == code
     assert (job.num_requeued, job.left_files) == (0, [])
+
+
+def test_a_task_of_an_array_reads_its_own_arguments_and_requeues_itself_alone(job: PlanSpec) -> None:
+    settings = ["prompt=a $(b)\n'c' \"d\"", "run_dir='x/3'"]
+    (job.folder / "sweep, 1" / "3").mkdir(parents=True)
+    words = ["--root", str(ROOT), "--idle", "1", "--", *settings]
+    (job.folder / "sweep, 1" / "3" / "job.args").write_text("".join(f"{word}\0" for word in words))
+    ended = job.start("--arguments-in", "sweep, 1", task="3")
+    assert ended.returncode == 4, ended.stderr
+    started = (job.folder / "started").read_text().split("\0")
+    assert started[started.index(str(ROOT / "launch" / "run.py")) + 1 :] == [*settings, ""]
+    assert (job.folder / "requeued").read_text() == "requeue 9_3\n", "job 9 is the whole array"
+    assert job.left_files == [".slurm-9_3.idle"]
+    job.start("--arguments-in", "sweep, 1", task="3")
+    assert job.num_requeued == 1, "--idle was read from the file"
+
+
+def test_a_task_without_arguments_ends(job: PlanSpec) -> None:
+    ended = job.start("--arguments-in", "nowhere", task="3")
+    assert ended.returncode != 0
+    assert "nowhere/3/job.args" in ended.stderr

@@ -17,6 +17,7 @@ import pytest
 from llama_ssp.reports import figures, plots
 from llama_ssp.reports.charts import COLOURS, Chart, Kind
 from llama_ssp.reports.evaluation import Evaluation, Measure
+from llama_ssp.reports.excerpts import Excerpt, Span
 from llama_ssp.reports.html import report
 from llama_ssp.reports.lines import CompletionLine, Summary
 from llama_ssp.reports.runs import Run
@@ -35,6 +36,12 @@ def run(*lines: CompletionLine, name: str = "s/0", model: str = "big", num_draft
     return Run(name=name, status="done", summary=found, lines=lines)
 
 
+def sweep(ks: Sequence[int]) -> list[Run]:
+    """A run for each K."""
+    runs = [run(PLAIN, FAST, name=f"s/{k}", num_draft_tokens=k) for k in ks]
+    return [replace(each, settings={"speculation.num_draft_tokens": k}) for each, k in zip(runs, ks, strict=True)]
+
+
 def picture(chart: Chart | None) -> str:
     assert chart is not None
     return plots.picture(chart)
@@ -46,17 +53,47 @@ def corners(chart: Chart, kind: Kind) -> list[Sequence[tuple[float, float]]]:
 
 def test_the_report_of_a_run_has_every_figure_and_number() -> None:
     page = report([run(PLAIN, FAST)])
-    for title in ("A round of spec", "Acceptance by position", "Forecast against", "Speed-up over", "Memory, planned"):
+    for title in ("A round of spec", "Acceptance by pos", "Forecast against", "prompt by prompt", "Memory, planned"):
         assert title in page
     assert "<b>2.50x</b><span>speed-up" in page
     assert "<b>60 %</b>" in page
 
 
 def test_the_report_of_a_sweep_has_a_row_and_a_section_for_every_run() -> None:
-    page = report([run(PLAIN, FAST, name=f"s/{k}", num_draft_tokens=k) for k in (2, 3)], missing=["s/4 has no summary"])
+    page = report(sweep((2, 3)), missing=["s/4 has no summary"])
     assert page.count("<details>") == 2
-    assert page.count("<tr>") == 3
+    before_sections = page.partition("<details>")[0]
+    assert before_sections.count("<tr>") == (1 + 2) + (1 + 2 * 2), "runs, and modes of runs"
     assert "s/4 has no summary" in page
+
+
+def test_a_setting_that_varies_is_a_column_a_label_and_an_axis() -> None:
+    page = report(sweep((2, 3)))
+    assert "The runs differ in K (2, 3)." in page
+    assert page.count('<th class="left">K</th>') == 2
+    assert "<summary>s/3: K=3</summary>" in page
+    for title in ("Speed-up by K", "Time per token by K", "Acceptance by K"):
+        assert f"<figcaption>{title}</figcaption>" in page
+    assert "The settings of all runs are the same." in report([run(PLAIN, FAST), run(PLAIN, FAST, name="s/1")])
+
+
+def test_medians_have_intervals_and_percentiles_stand_in_their_order() -> None:
+    lines = [replace(kind, index=index, ms=kind.ms + index) for index in range(8) for kind in (PLAIN, FAST)]
+    page = report([run(*lines)])
+    assert re.search(r">ms/token, plain</td><td[^>]*>10.35</td><td[^>]*>10.\d\d to 10.\d\d</td><td[^>]*>8</td>", page)
+    assert "faster on 8 of 8" in page
+    assert re.search(r">plain</td><td[^>]*>8</td><td[^>]*>10.35</td><td[^>]*>10.63</td><td[^>]*>10.69</td><td", page)
+
+
+def test_completions_are_shown_with_their_drafted_tokens() -> None:
+    spans = [Span(text="a<b", drafted=True), Span(text=" \x1b[2J", drafted=False)]
+    shown = Excerpt(index=0, sample=0, mode="speculative", prompt="<p>", spans=spans)
+    told = replace(run(PLAIN, FAST), summary=replace(run(PLAIN, FAST).summary, excerpts=[shown]))
+    page = report([told])
+    assert '<span class="prompt">&lt;p&gt;</span><span class="drafted">a&lt;b</span><span class="own"> \\x1b[2J' in page
+    assert Summary.from_json(json.dumps(asdict(told.summary))) == told.summary
+    assert "<pre" not in report([run(PLAIN, FAST)])
+    assert report([told, run(PLAIN, FAST, name="s/1")]).count("<pre") == 2, "in the sweep and in the section of its run"
 
 
 @pytest.mark.parametrize("passed", [True, False])
@@ -66,8 +103,8 @@ def test_a_verdict_is_shown_with_its_figures_and_can_be_read_back(passed: bool) 
     judged = replace(run(PLAIN, FAST).summary, evaluation=evaluation)
     page = report([replace(run(PLAIN, FAST), summary=judged)])
     assert f"<b>suite=s {'passed' if passed else 'failed'}</b>: 1 &lt; 2" in page
-    assert re.search(r"difference</td><td>-0.25</td><td>-0.5 to 0</td>", page)
-    assert "&lt;b&gt;</td><td>4</td><td></td>" in page
+    assert re.search(r"difference</td><td[^>]*>-0.25</td><td[^>]*>-0.5 to 0</td>", page)
+    assert re.search("&lt;b&gt;</td><td[^>]*>4</td><td[^>]*></td>", page)
     assert Summary.from_json(json.dumps(asdict(judged))) == judged
     assert "suite=s" not in report([run(PLAIN, FAST)])
 
@@ -75,7 +112,7 @@ def test_a_verdict_is_shown_with_its_figures_and_can_be_read_back(passed: bool) 
 def test_nothing_is_drawn_that_was_not_measured() -> None:
     page = report([run(PLAIN)])
     assert "Memory, planned" in page
-    for title in ("A round of spec", "Acceptance by position", "Speed-up over"):
+    for title in ("A round of spec", "Acceptance by position", "prompt by prompt"):
         assert title not in page
 
 
@@ -95,7 +132,7 @@ def test_the_same_runs_give_the_same_page_whatever_settings_a_user_has_for_matpl
 def test_every_picture_of_a_page_has_a_caption_and_a_text_with_its_values() -> None:
     page = report([run(PLAIN, FAST)])
     assert page.count("<figure>") == page.count("<figcaption>") == page.count('<svg role="img" aria-label="') == 5
-    assert 'aria-label="Speed-up over plain decoding: big + small, K=2: 2.50x"' in page
+    assert 'aria-label="ms/token, prompt by prompt: plain: 10.00 ms/token; speculative: 4.00 ms/token"' in page
 
 
 def test_what_a_picture_refers_to_is_in_it() -> None:
@@ -132,24 +169,15 @@ def test_names_from_records_cannot_become_markup(is_one: bool) -> None:
 
 @pytest.mark.parametrize("name", ["$a_{b$", "_x", "\x00\x1b[2J\ud800", "模型 🦙", "m" * 500, "a\nb", ""])
 def test_any_name_can_be_drawn(name: str) -> None:
-    drawn = picture(figures.speedup_by_k([run(PLAIN, FAST, model=name)]))
+    drawn = picture(figures.acceptance_by_position([run(PLAIN, FAST, model=name)]))
     assert ElementTree.fromstring(drawn).tag.endswith("svg")
-    assert "2.50x" in said(drawn)[0]
+    assert "position 1: 66.7 % of 3" in said(drawn)[0]
 
 
 def test_the_rate_at_a_position_counts_the_rounds_that_examined_it() -> None:
     line = replace(FAST, num_rounds=4, accepted_lengths=[2, 0, 1, 2], examined_lengths=[2, 1, 2, 0])
     assert figures.position_rates([line]) == [(2 / 3, 3), (1 / 2, 2)]
     assert figures.position_rates([PLAIN]) == []
-
-
-def test_speedups_of_one_pair_and_k_are_averaged_and_others_stand_apart() -> None:
-    slow = replace(FAST, ms=80.0)
-    bars = said(
-        picture(figures.speedup_by_k([run(PLAIN, FAST), run(PLAIN, slow), run(PLAIN, FAST, num_draft_tokens=5)]))
-    )
-    assert bars == ["big + small, K=2: 1.88x, mean of 2 runs", "big + small, K=5: 2.50x"]
-    assert len(said(picture(figures.speedup_by_k([run(PLAIN, FAST), run(PLAIN, FAST, model="huge")])))) == 2
 
 
 def test_the_parts_of_a_round_follow_each_other_and_add_up() -> None:
@@ -173,7 +201,7 @@ def test_forecasts_and_memory_stand_beside_what_was_measured() -> None:
     assert len(said(picture(figures.memory_by_rank([run(PLAIN, FAST), run(PLAIN, FAST)])))) == 4
 
 
-@pytest.mark.parametrize("figure", [figures.speedup_by_k, figures.memory_by_rank, figures.acceptance_by_position])
+@pytest.mark.parametrize("figure", [figures.memory_by_rank, figures.acceptance_by_position])
 def test_marks_stay_inside_the_axes(figure: Callable[[list[Run]], Chart | None]) -> None:
     chart = figure([run(PLAIN, FAST, num_draft_tokens=k, model=f"m{k}") for k in range(2, 12)])
     assert chart is not None
@@ -210,7 +238,7 @@ def test_an_axis_of_nothing_or_of_nonsense_is_drawn_all_the_same(highest: float)
 )
 def test_a_browser_shows_the_figures_and_has_no_complaint(tmp_path: Path) -> None:
     file = tmp_path / "report.html"
-    file.write_text(report([run(PLAIN, FAST, name=f"s/{k}", num_draft_tokens=k) for k in (2, 3)]))
+    file.write_text(report(sweep((2, 3))))
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", f"--user-data-dir={tmp_path}"]
     options += ["--window-size=1200,1000", f"--screenshot={tmp_path}/page.png", "--dump-dom"]
     done = subprocess.run(
@@ -218,5 +246,5 @@ def test_a_browser_shows_the_figures_and_has_no_complaint(tmp_path: Path) -> Non
         capture_output=True, text=True, timeout=60, check=True,
     )  # fmt: skip
     assert "CONSOLE" not in done.stderr
-    assert done.stdout.count("<svg") == 4 + 2 * 5
+    assert done.stdout.count("<svg") == 6 + 2 * 5
     assert (tmp_path / "page.png").stat().st_size > 20_000

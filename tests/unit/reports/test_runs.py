@@ -57,6 +57,16 @@ def test_every_completion_is_a_row_of_the_table(tmp_path: Path) -> None:
     assert (rows[1]["num_accepted"], rows[1]["num_examined"], rows[1]["ms"]) == ("3", "5", "40.0")
 
 
+def test_settings_that_differ_are_columns_of_the_table(tmp_path: Path) -> None:
+    for number, temperature in enumerate((0.0, 0.8)):
+        folder = write_run(tmp_path / "s" / str(number), PLAIN)
+        (folder / "config.yaml").write_text(f"seed: 7\nsampling:\n  temperature: {temperature}\n  top_k: null\n")
+    runs, _ = find_runs([tmp_path / "s"])
+    rows = list(csv.DictReader(io.StringIO(to_csv(runs))))
+    assert [row["sampling.temperature"] for row in rows] == ["0.0", "0.8"]
+    assert "sampling.top_k" not in rows[0]
+
+
 def test_every_cell_of_a_benchmark_is_a_row_of_another(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "run", PLAIN), name="table")
     more = replace(CELL, prompt_tokens=512, ms_per_token={"plain": 3.0}, forecast_ms_per_token={})
@@ -72,6 +82,8 @@ def test_every_cell_of_a_benchmark_is_a_row_of_another(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "old", "new"),
     [
+        ("config.yaml", "seed: 7", "seed: [7"),
+        ("config.yaml", "seed: 7", "seed: &a [*a]"),
         ("summary.json", '"world_size": 2', '"world_size": "2"'),
         ("summary.json", '"speedup": 2.5', '"speedup": [2.5]'),
         ("summary.json", '"speedup": 2.5', '"speedup": NaN'),
@@ -110,7 +122,7 @@ def test_a_damaged_run_is_left_out_with_a_sentence_and_others_are_read(
     assert len(sentence) < 1000
 
 
-@pytest.mark.parametrize("file", ["summary.json", "run.jsonl", "status"])
+@pytest.mark.parametrize("file", ["summary.json", "run.jsonl", "status", "config.yaml"])
 def test_what_is_no_file_is_not_waited_for(file: str, tmp_path: Path) -> None:
     folder = write_run(tmp_path / "s" / "0", PLAIN)
     (folder / file).unlink()

@@ -1,0 +1,98 @@
+"""The points of a sweep: composed by Hydra, and all checked before the first one starts.
+
+Launchers differ in what they check: `slurm` plans for the machine of the jobs, `local_launcher` for this one.
+"""
+
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+from hydra.types import HydraContext
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+
+from llama_ssp.commands import command_line
+from llama_ssp.config import checks, store
+from llama_ssp.config.schema import DeviceKind, RunConfig
+from llama_ssp.config.tasks.spec import task_of
+from llama_ssp.errors import CapacityError, ConfigError, SspError, one_message
+from llama_ssp.planning.plan import require_room
+from llama_ssp.tasks.dry_run import hardware_of, job_ahead, plan_job, settings_of_run
+
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One job of a sweep: its number from 0, its overrides, the config they compose to, and the keys that they set."""
+
+    number: int
+    settings: tuple[str, ...]
+    run: RunConfig
+    explicit: frozenset[str]
+
+    @property
+    def run_dir(self) -> Path:
+        """Its run folder, inside the folder of the sweep."""
+        return Path(str(self.run.run_dir)) / str(self.number)
+
+    def without(self, keys: Container[str]) -> "Point":
+        """The same point, as if these keys had not been set."""
+        kept = tuple(setting for setting in self.settings if setting.partition("=")[0] not in keys)
+        return replace(self, settings=kept, run=replace(self.run, prompt=None) if "prompt" in keys else self.run)
+
+    @property
+    def name(self) -> str:
+        """Its name in messages."""
+        return f"job {self.number} ({' '.join(self.settings)})"
+
+
+def compose_point(context: HydraContext, sweep: DictConfig, *, number: int, overrides: Sequence[str]) -> Point:
+    """Compose one point of a sweep; raises as Hydra and `store.to_run_config` do."""
+    config = context.config_loader.load_sweep_config(sweep, list(overrides))
+    # Without filling in ${...}: the result would be parsed as a part of the setting.
+    given = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
+    assert isinstance(given, list)
+    settings = [str(setting) for setting in given]
+    with read_write(config), open_dict(config):
+        del config["hydra"]
+    explicit = command_line.explicit_keys(settings)
+    run = store.to_run_config(config, explicit=explicit)
+    return Point(number=number, settings=tuple(settings), run=run, explicit=explicit)
+
+
+def for_all(points: Sequence[Point], act: Callable[[Point], _Result]) -> list[_Result]:
+    """Do something with every point, and raise one error that names all the points at which it failed.
+
+    Raises:
+        CapacityError: points do not fit, and nothing else is wrong.
+        ConfigError: names every point that is wrong.
+    """
+    problems, misfits, results = [], [], []
+    for point in points:
+        try:
+            results.append(act(point))
+        except CapacityError as error:
+            misfits.append(f"{point.name}: {error}")
+        except SspError as error:
+            problems.append(f"{point.name}: {error}")
+    if problems:
+        raise ConfigError(one_message([*problems, *misfits]))
+    if misfits:
+        raise CapacityError(one_message(misfits))
+    return results
+
+
+def check_here(point: Point, *, world_size: int, plans: bool) -> None:
+    """Check a point that will run on this machine, and whether it fits if `plans`; raises as the run itself would."""
+    run = point.run
+    checks.check(run, point.explicit, world_size=world_size, of_sweep=True)
+    if not plans or run.dry_run or not task_of(run).needs_models:
+        return
+    try:
+        hardware_of(run, on_cpu=run.device is DeviceKind.cpu)
+        job, machine = job_ahead(run, world_size=world_size)
+        plan = plan_job(job, machine, auto_ranks=world_size if run.placement.auto else None)
+    except SspError:
+        return  # an unknown machine or model: the run itself knows more once it has started
+    require_room(plan, words=settings_of_run(run))

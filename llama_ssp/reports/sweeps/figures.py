@@ -1,0 +1,151 @@
+"""Charts over the settings that vary: speed-up, ms/token and acceptance, with the intervals of each run.
+
+A numeric setting is an axis of its own set of charts; the other settings tell the lines apart. Runs that differ only in
+their seed stand at one place, and a line joins their means.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from statistics import fmean
+
+from llama_ssp.reports.charts import COLOURS, GREY, INK, Chart
+from llama_ssp.reports.lines import PLAIN, SPECULATIVE
+from llama_ssp.reports.runs import Run
+from llama_ssp.reports.sweeps.axes import Axis, axes_of, axis_of
+from llama_ssp.reports.sweeps.intervals import Estimate
+from llama_ssp.reports.sweeps.measures import RunMeasures
+from llama_ssp.reports.sweeps.varying import Setting, labels
+
+MOST_AXES = 4
+SPREAD = 0.03
+"""How far apart the lines' points stand at one value, so that their intervals do not cover each other."""
+MOST_PAIRS = 60
+"""Prompts that the chart of one run shows."""
+_Pick = Callable[[RunMeasures], Estimate | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Figure:
+    """One kind of chart over a setting: a name for files, what it draws of each run, and the name of a lone line."""
+
+    name: str
+    title: str
+    y_label: str
+    pick: _Pick
+    format: str
+    lone_line: str = ""
+    background: _Pick | None = None
+    highest: float = 0.0
+
+
+def _ms_of(mode: str) -> _Pick:
+    def pick(measured: RunMeasures) -> Estimate | None:
+        found = measured.mode(mode)
+        return found.ms_per_token if found else None
+
+    return pick
+
+
+_FIGURES = (
+    _Figure(
+        name="speedup", title="Speed-up", y_label="speed-up, median over prompts", format="{:.2f}x",
+        pick=lambda measured: measured.paired.speedup if measured.paired else None, highest=1.0, lone_line="measured",
+    ),
+    _Figure(
+        name="time", title="Time per token", y_label="ms/token, median over prompts", format="{:.2f} ms/token",
+        pick=lambda measured: (_ms_of(SPECULATIVE)(measured) or _ms_of(PLAIN)(measured)),
+        background=_ms_of(PLAIN), lone_line=SPECULATIVE,
+    ),
+    _Figure(
+        name="acceptance", title="Acceptance", y_label="accepted of examined", format="{:.3f}",
+        pick=lambda measured: measured.acceptance, highest=1.0,
+    ),
+)  # fmt: skip
+
+
+def sweep_charts(
+    runs: Sequence[Run], measures: Sequence[RunMeasures], settings: Sequence[Setting]
+) -> Iterator[tuple[str, Chart]]:
+    """Yield a name for files and a chart for every axis and figure that has been measured."""
+    for setting in axes_of(settings, num_runs=len(runs))[:MOST_AXES]:
+        axis = axis_of(setting)
+        kept = [each for each in settings if each is not setting and each.key != "seed"]
+        for figure in _FIGURES:
+            if any(figure.pick(measured) for measured in measures):
+                lines = labels(kept) if kept else [figure.lone_line] * len(runs)
+                chart = _over(figure, axis, lines, measures)
+                _add_forecasts(figure, chart, axis, runs)
+                yield f"{figure.name}_by_{setting.name.replace(' ', '_')}", chart
+
+
+def _over(figure: _Figure, axis: Axis, lines: Sequence[str], measures: Sequence[RunMeasures]) -> Chart:
+    picks = [figure.pick(measured) for measured in measures]
+    behind = [figure.background(measured) if figure.background else None for measured in measures]
+    tops = [max(found.value, found.high or 0.0) for found in chain(picks, behind) if found]
+    chart = Chart(
+        title=f"{figure.title} by {axis.label}", x_label=axis.label, y_label=figure.y_label,
+        highest_x=1.0, highest_y=max(*tops, figure.highest), x_names=axis.names,
+    )  # fmt: skip
+    if figure.name == "speedup":
+        chart.line([(0, 1), (1, 1)], GREY)
+    plain = [found for found, shown in zip(behind, picks, strict=True) if found is not shown]
+    if any(plain):
+        _draw(chart, axis, behind, colour=GREY, name="plain", shift=0.0, form=figure.format)
+    names = list(dict.fromkeys(lines))
+    for number, name in enumerate(names):
+        own = [found if line == name else None for line, found in zip(lines, picks, strict=True)]
+        if any(own):
+            shift = SPREAD * (number - (len(names) - 1) / 2) / max(len(names) / 4, 1)
+            colour = COLOURS[number % len(COLOURS)]
+            _draw(chart, axis, own, colour=colour, name=name, shift=shift, form=figure.format)
+    return chart
+
+
+def _draw(
+    chart: Chart, axis: Axis, found: Sequence[Estimate | None], *, colour: str, name: str, shift: float, form: str
+) -> None:
+    """Draw the runs of one line: dots with their intervals, joined at the means of equal places."""
+    at: dict[float, list[Estimate]] = {}
+    for place, each in zip(axis.places, found, strict=True):
+        if each:
+            at.setdefault(place, []).append(each)
+    if axis.is_line and len(at) > 1:
+        means = [(place + shift, fmean(each.value for each in at[place])) for place in sorted(at)]
+        chart.line(means, colour, name=name)
+    for place, estimates in at.items():
+        for each in estimates:
+            says = ", ".join(filter(None, (name, f"{axis.label}={axis.names[place]}")))
+            interval = ""
+            if each.low is not None and each.high is not None:
+                chart.line([(place + shift, each.low), (place + shift, each.high)], colour)
+                interval = f" ({form.format(each.low)} to {form.format(each.high)})"
+            chart.dot(place + shift, each.value, colour, says=f"{says}: {form.format(each.value)}{interval}", name=name)
+
+
+def _add_forecasts(figure: _Figure, chart: Chart, axis: Axis, runs: Sequence[Run]) -> None:
+    """Draw the forecast of each run's speed-up as a dash."""
+    if figure.name != "speedup":
+        return
+    for place, run in zip(axis.places, runs, strict=True):
+        if run.summary.speedup and (level := run.summary.forecast.speedup):
+            chart.line([(place - SPREAD, level), (place + SPREAD, level)], INK, name="forecast", dashed=True)
+            chart.highest_y = max(chart.highest_y, level)
+
+
+def prompts_of_run(measured: RunMeasures) -> Chart | None:
+    """Both modes of one run, prompt by prompt, in the order of their plain times."""
+    if measured.paired is None:
+        return None
+    pairs = sorted(measured.paired.ms_per_token)
+    step = -(-len(pairs) // MOST_PAIRS)
+    pairs = pairs[::step]
+    chart = Chart(
+        title="ms/token, prompt by prompt", x_label="prompts, by their plain time", y_label="ms/token",
+        highest_x=len(pairs) + 1.0, highest_y=max(max(pair) for pair in pairs), x_names={},
+    )  # fmt: skip
+    for place, (plain, fast) in enumerate(pairs, start=1):
+        chart.line([(place, plain), (place, fast)], COLOURS[0] if fast < plain else COLOURS[1])
+        chart.dot(place, plain, GREY, says=f"plain: {plain:.2f} ms/token", name="plain")
+        chart.dot(place, fast, COLOURS[0], says=f"speculative: {fast:.2f} ms/token", name="speculative")
+    return chart

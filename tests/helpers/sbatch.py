@@ -1,0 +1,94 @@
+"""A stand-in for sbatch that writes down its arguments, and what a sweep asked of it."""
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from llama_ssp.commands import run
+
+SBATCH = """#!{python}
+import json, os, sys
+with open({log!r}, "a") as log:
+    log.write(json.dumps([sys.argv[1:], sorted(os.environ)]) + "\\n")
+if {refusal!r} in sys.argv[-2:]:
+    sys.exit("sbatch: error: Batch job submission failed: Invalid\\n  partition")
+print(100 + len(open({log!r}).readlines()))
+"""
+
+
+@dataclass
+class Ended:
+    """How a sweep was submitted."""
+
+    code: int
+    out: str
+    err: str
+    calls: list[list[str]]
+    environments: list[list[str]]
+
+    @property
+    def jobs(self) -> list[list[str]]:
+        """A command for each job: of an array, what each of its tasks makes of it."""
+        return [job for call in self.calls for job in tasks(call)]
+
+
+Sweep = Callable[..., Ended]
+
+
+def sweeps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Sweep:
+    """A function that submits a sweep with a stand-in for sbatch, in an empty folder."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
+    for variable in ("RANK", "WORLD_SIZE", "SLURM_STEP_ID"):
+        monkeypatch.delenv(variable, raising=False)
+
+    def submit(*arguments: str, installed: bool = True, refusal: str = "never", multirun: bool = True) -> Ended:
+        log, program = tmp_path / "log", tmp_path / "bin" / "sbatch"
+        if installed:
+            program.write_text(SBATCH.format(python=sys.executable, log=str(log), refusal=refusal))
+            program.chmod(0o755)
+        words = ["-m"] if multirun else []
+        monkeypatch.setattr(sys, "argv", ["run.py", *words, "hydra/launcher=slurm", *arguments])
+        code = run.main()
+        said = capsys.readouterr()
+        calls = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+        return Ended(
+            code=code,
+            out=said.out,
+            err=said.err,
+            calls=[job for job, _ in calls],
+            environments=[env for _, env in calls],
+        )
+
+    return submit
+
+
+def tasks(call: list[str]) -> list[list[str]]:
+    """The call of each task of an array, as launch/slurm.sbatch reads its arguments; or the call itself."""
+    if "--arguments-in" not in call:
+        return [call]
+    folder = Path(call[-1])
+    indices = options(call)["array"].partition("%")[0].split(",")
+    words = [(folder / index / "job.args").read_bytes().decode().split("\0") for index in indices]
+    assert all(each.pop() == "" for each in words)
+    own = call[: call.index("--arguments-in")]
+    return [
+        [word.replace("%a", index).replace("%%", "%") for word in own] + each
+        for index, each in zip(indices, words, strict=True)
+    ]
+
+
+def options(job: list[str]) -> dict[str, str]:
+    """The options that sbatch got for itself."""
+    return dict(word[2:].split("=", 1) for word in job[: script(job)] if "=" in word)
+
+
+def script(job: list[str]) -> int:
+    return next(place for place, word in enumerate(job) if word.endswith("launch/slurm.sbatch"))

@@ -1,0 +1,106 @@
+"""The charts of a sweep: every numeric setting is an axis, and every run is at its value, with its interval."""
+
+import random
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from llama_ssp.reports import plots
+from llama_ssp.reports.charts import Chart, Kind
+from llama_ssp.reports.runs import Run, varying_settings
+from llama_ssp.reports.sweeps.axes import MARGIN, axes_of, axis_of
+from llama_ssp.reports.sweeps.figures import MOST_PAIRS, prompts_of_run, sweep_charts
+from llama_ssp.reports.sweeps.measures import measure
+from llama_ssp.reports.sweeps.varying import Setting
+from tests.helpers.pictures import said
+from tests.helpers.sweeps import simulated_run, simulated_sweep
+
+pytestmark = pytest.mark.seconds
+
+
+def charts_of(runs: list[Run]) -> dict[str, Chart]:
+    return dict(sweep_charts(runs, [measure(run) for run in runs], varying_settings(runs)))
+
+
+def setting(*values: object) -> Setting:
+    return Setting(key="a.b", name="b", values=values)
+
+
+def test_every_numeric_setting_is_the_axis_of_every_figure() -> None:
+    charts = charts_of(simulated_sweep(random.Random(0)))
+    assert list(charts) == [
+        f"{figure}_by_{axis}" for axis in ("temperature", "K") for figure in ("speedup", "time", "acceptance")
+    ]
+    assert list(charts["speedup_by_K"].legend) == ["temperature=0", "temperature=1", "forecast"]
+    assert list(charts["time_by_temperature"].legend) == ["plain", "K=2", "K=4"]
+
+
+def test_every_run_is_a_dot_with_its_interval() -> None:
+    runs = simulated_sweep(random.Random(0))
+    chart = charts_of(runs)["speedup_by_K"]
+    found = measure(runs[0]).paired
+    assert found
+    low, high = found.speedup.low, found.speedup.high
+    assert low
+    assert high
+    says = [mark.says for mark in chart.marks if mark.kind is Kind.dot]
+    assert len(says) == 4
+    assert says[0] == f"temperature=0, K=2: {found.speedup.value:.2f}x ({low:.2f}x to {high:.2f}x)"
+    whiskers = [
+        mark.points for mark in chart.marks if mark.kind is Kind.line and mark.points[0][0] == mark.points[1][0]
+    ]
+    assert [height for _, height in whiskers[0]] == [low, high]
+    assert said(plots.picture(chart)) == says
+
+
+def test_runs_that_differ_in_their_seed_are_repeats_at_one_place() -> None:
+    draw = random.Random(0)
+    runs = []
+    for seed in range(2):
+        for k in (2, 4):
+            run = simulated_run(draw, name=f"s/{seed}{k}", temperature=0.0, k=k, num_prompts=8)
+            runs.append(replace(run, settings={**run.settings, "seed": seed}))
+    charts = charts_of(runs)
+    assert list(charts) == ["speedup_by_K", "time_by_K", "acceptance_by_K"]
+    dots = [mark.points[0][0] for mark in charts["speedup_by_K"].marks if mark.kind is Kind.dot]
+    assert sorted(dots) == sorted([MARGIN, 1 - MARGIN] * 2)
+    assert [each.key for each in axes_of([setting_of_seed()], num_runs=2)] == ["seed"], "alone it is an axis"
+
+
+def setting_of_seed() -> Setting:
+    return Setting(key="seed", name="seed", values=(0, 1))
+
+
+@pytest.mark.parametrize(
+    ("values", "shares"),
+    [
+        ((2, 4, 8), [0, 1 / 3, 1]),
+        ((1, 10, 100, 1000), [0, 1 / 3, 2 / 3, 1]),
+        ((0, 1, 1000), [0, 1 / 2, 1]),
+        ((8, 4, 8), [1, 0, 1]),
+        ((4, "auto", 2), [1 / 2, 1, 0]),
+        (("a", "b"), [0, 1]),
+    ],
+    ids=["by size", "crowded: by logarithm", "crowded, with zero: equal steps", "repeated", "not all numbers", "names"],
+)
+def test_values_stand_where_a_reader_expects_them(values: tuple[object, ...], shares: list[float]) -> None:
+    axis = axis_of(setting(*values))
+    assert axis.places == pytest.approx([MARGIN + (1 - 2 * MARGIN) * share for share in shares])
+    assert all(left < right for left, right in pairwise(axis.names))
+
+
+def test_without_numbers_the_setting_with_the_most_values_is_the_axis() -> None:
+    few, many = setting("a", "b", "a"), replace(setting("x", "y", "z"), key="c")
+    assert axes_of([few, many], num_runs=3) == [many]
+    (numbers,) = axes_of([], num_runs=3)
+    assert (numbers.name, numbers.values) == ("run", (0, 1, 2))
+
+
+def test_the_prompts_of_a_run_are_shown_in_both_modes_but_not_thousands_of_them() -> None:
+    run = simulated_run(random.Random(0), name="s", temperature=0.0, k=2, num_prompts=200)
+    chart = prompts_of_run(measure(run))
+    assert chart
+    dots = [mark for mark in chart.marks if mark.kind is Kind.dot]
+    assert 2 * MOST_PAIRS / 2 < len(dots) <= 2 * MOST_PAIRS
+    assert all(0 <= x <= chart.highest_x and 0 <= y <= chart.highest_y for mark in dots for x, y in mark.points)
