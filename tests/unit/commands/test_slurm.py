@@ -1,7 +1,4 @@
-"""Sweeps on a cluster without a cluster: what is refused before anything is queued, and what sbatch is called with.
-
-Real jobs are the business of tests/slurm; here a stand-in for sbatch writes down its arguments.
-"""
+"""Sweeps on a cluster without one: what is refused before it is queued, and how a stand-in for sbatch is called."""
 
 import shlex
 from pathlib import Path
