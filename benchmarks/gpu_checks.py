@@ -19,6 +19,7 @@ from llama_ssp.engine.executors.cuda_graph import CudaGraphExecutor
 from llama_ssp.engine.loop import Decoder
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.llama.fused import apply_rotary, gated
+from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
 
 _T = TypeVar("_T")
 TARGET, DRAFT = "tiny", "tiny-draft"
@@ -117,6 +118,28 @@ def _probs(device: torch.device, dtype: Dtype, quantization: str, *, at_a_time: 
     return torch.softmax(torch.cat(logits, dim=1)[0].double().cpu(), dim=-1)
 
 
+@torch.inference_mode()
+def packed_unlike_padded(device: torch.device) -> list[str]:
+    """What is wrong with the probabilities behind packed prompts, held to padded ones; nothing where all are padded."""
+    target = load_pair(TARGET, None, dtype=Dtype.fp16, device=device).models.target
+    if not target.packs_prompts:
+        return []
+    lengths = [NUM_POSITIONS, 1, NUM_POSITIONS // 3]
+    ids_RS = torch.arange(5, 5 + len(lengths) * NUM_POSITIONS, device=device).view(len(lengths), -1)
+    prompts = Prompts(ids_RS, torch.tensor(lengths, device=device), lengths, longest=NUM_POSITIONS)
+    found = []
+    for is_packed in (True, False):
+        target.packs_prompts = is_packed
+        target.allocate(batch_size=len(lengths), capacity=NUM_POSITIONS)
+        buckets = Buckets(step=NUM_POSITIONS, num_slots=NUM_POSITIONS)
+        logits_RV = read_prompts(target, prompts, rows=[2, 0, 1], buckets=buckets)
+        found.append(torch.softmax(logits_RV.double(), dim=-1))
+    variation, (_, _, limit) = float(0.5 * (found[0] - found[1]).abs().sum(-1).max()), FORMATS["fp16"]
+    return (
+        [] if variation <= limit else [f"packed prompts: total variation {variation:.4f} from padded, at most {limit}"]
+    )
+
+
 def not_compiled(device: torch.device) -> list[str]:
     """Parts that go on without a compiler on a GPU: what they compute is right, but slow."""
     if device.type != "cuda":
@@ -184,6 +207,7 @@ def all_faults(device: torch.device) -> dict[str, list[str]]:
     found["fp32 against the CPU"] = partial(far_from_the_cpu, device)
     for name in FORMATS:
         found[f"{name} against fp32"] = partial(far_from_fp32, device, name)
+    found["packed prompts against padded"] = partial(packed_unlike_padded, device)
     for cuda_graphs in (False, True):
         name = f"waits in a round, {'replayed' if cuda_graphs else 'eager'}"
         found[name] = partial(waits_in_a_round, device, cuda_graphs=cuda_graphs)

@@ -1,15 +1,15 @@
 """Speculative sampling on models that are too large for one GPU.
 
-`load` and `speculative_generate` serve a notebook without a configuration file; `launch/run.py` is the command. They
-are imported on first use, so that `llama_ssp.planning` works without torch.
+`load` and `plan` serve a notebook without a configuration file; `llama-ssp` is the program. They are imported on
+first use, so that `plan` and `llama_ssp.planning` work without torch.
 """
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from llama_ssp.library import Completion, Pair, load, speculative_generate
+    from llama_ssp.library import Completion, Pair, load, plan, speculative_generate
 
-__all__ = ["Completion", "Pair", "load", "speculative_generate"]
+__all__ = ["Completion", "Pair", "load", "plan", "speculative_generate"]
 
 
 def __getattr__(name: str) -> object:
@@ -19,3 +19,7 @@ def __getattr__(name: str) -> object:
     from llama_ssp import library  # noqa: PLC0415 - torch must not be imported with the package
 
     return getattr(library, name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

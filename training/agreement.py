@@ -16,9 +16,9 @@ import torch
 import yaml
 from torch import Tensor
 
-from llama_ssp import load, speculative_generate
+from llama_ssp import load
 from llama_ssp.config import catalogue
-from llama_ssp.config.schema import Dtype, SamplingConfig
+from llama_ssp.config.schema import Dtype
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.models.build import load_modules
 from llama_ssp.weights.checkpoint import inspect
@@ -84,8 +84,9 @@ class Measure:
 
     def _write(self, prompts: list[str], length: int) -> list[Text]:
         pair = load(self.small.folder, dtype=Dtype.fp32)
-        sampling = SamplingConfig(temperature=TEMPERATURE)
-        completions = speculative_generate(pair, prompts, max_new_tokens=length, sampling=sampling)
+        completions = pair.generate(
+            prompts, max_new_tokens=length, temperature=TEMPERATURE, batch_size=len(prompts), by_place=True
+        )
         model, texts = self._model(0.0), []
         for prompt, completion in zip(prompts, completions, strict=True):
             ids = [*pair.models.tokenizer(prompt).input_ids, *completion.token_ids]

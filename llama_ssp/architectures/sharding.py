@@ -4,12 +4,13 @@ Pure integer arithmetic, without tensors: the loader reads the slices, and the p
 `tp_plan` decides which matrices are sharded.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate, pairwise
 
-from llama_ssp.config.formats.format import format_of
+from llama_ssp.config.formats.format import NO_QUANTIZATION, format_of
 from llama_ssp.config.schema import ModelShape
 from llama_ssp.errors import PlacementError
 
@@ -121,17 +122,21 @@ class RankShard:
         return range(units.start * width, units.stop * width)
 
 
-def split_model(shape: ModelShape, *, num_ranks: int) -> tuple[RankShard, ...]:
+def split_model(shape: ModelShape, *, num_ranks: int, quantization: str = NO_QUANTIZATION) -> tuple[RankShard, ...]:
     """Split a model over the ranks of a tensor-parallel group; PlacementError for more ranks than units of a kind.
 
-    MLP units and vocabulary are split in blocks of 64 if there are enough of them.
+    MLP units and vocabulary are split in blocks of 64 if there are enough of them, MLP units of models that are
+    quantized in larger groups in blocks of those.
     """
     heads = split_heads(
         num_heads=shape.num_attention_heads, num_kv_heads=shape.num_key_value_heads, num_ranks=num_ranks
     )
     units, vocabulary = (
-        split_blocks(size, num_ranks, block=BLOCK if size > BLOCK * (num_ranks - 1) else 1)
-        for size in (shape.intermediate_size, shape.vocab_size)
+        split_blocks(size, num_ranks, block=block if size > block * (num_ranks - 1) else 1)
+        for size, block in (
+            (shape.intermediate_size, math.lcm(BLOCK, format_of(quantization).group)),
+            (shape.vocab_size, BLOCK),
+        )
     )
     return tuple(
         RankShard(heads=heads[rank], head_dim=shape.head_dim, mlp_units=units[rank], vocabulary=vocabulary[rank])

@@ -39,7 +39,7 @@ from llama_ssp.session import startup
 from llama_ssp.tasks import dry_run
 from llama_ssp.visible import VisibleStream
 
-sys.path.append(str(Path(__file__).with_name("plugins")))  # where Hydra looks for the package hydra_plugins
+sys.path.append(str(catalogue.conf_dir().parent / "launch"))  # where Hydra looks for the package hydra_plugins
 
 EXIT_CODE_FILE = "EXIT_CODE_FILE"
 """Environment variable: a file for rank 0's exit code, which torchrun does not pass on to launch/slurm.sbatch."""

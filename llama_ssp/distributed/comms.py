@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llama_ssp.distributed.gpu.device_wait import DeviceWait, Event
+from llama_ssp.distributed.gpu.device_wait import MOST_WORK_S, DeviceWait, Event
 from llama_ssp.distributed.gpu.symmetric import SymmetricWindow
 from llama_ssp.distributed.operators import is_recording, record
 from llama_ssp.distributed.shared_memory import SLOT_BYTES, SharedMemoryGroup
@@ -203,8 +203,11 @@ class Comm:
             self.board.timeout_s = seconds
         if self.device_wait:
             self.device_wait.timeout_s = seconds
-        if self.size > 1:
+        if self.group:
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), self.group)  # there is no public setter
+            if self.device.type == "cuda":  # waits for the device end earlier, unless another host is at work
+                nccl = self.group._get_backend(self.device)
+                nccl._set_default_timeout(timedelta(seconds=seconds + MOST_WORK_S))
 
 
 _boards: dict[tuple[int, ...], SharedMemoryGroup | None] = {}

@@ -4,7 +4,8 @@ A thread on every rank waits for calls. It answers whatever the main thread is d
 that does not answer was killed or stopped. Module `faults` decides how a run ends.
 
     call N            a request of any rank                      -> every thread
-    answer N RANK     from each thread that received the call    -> the caller
+    answer N RANK     from each thread that received the call,   -> the caller
+                      and whether its main thread is at work
     verdict           the error that ends the run: the first one counts
     spoken            how many ranks asked to report the error: the first one does
 """
@@ -33,12 +34,17 @@ ANSWER_S = 1.0
 """How long a rank has to answer a call."""
 _END_S = 10.0  # how long a rank may take to end after the run has failed
 _STOP, _ROLL, _END = "stop", "roll", "end"
+_BUSY = "busy"
+_NUM_CALLS = 2  # a rank may be inside a library that does not let its other threads run
 
 
 class ControlChannel:
     """The control channel of a world rank; the store is None for a single rank.
 
     `is_first_here` is true on the lowest rank of a node. `agent` is the torchrun agent that started this rank, if any.
+
+    Attributes:
+        is_busy: whether the main thread of this rank is at work, rather than waiting for its GPU.
     """
 
     def __init__(
@@ -48,6 +54,7 @@ class ControlChannel:
         self.size = size
         self._is_first_here = is_first_here
         self._agent = agent
+        self.is_busy: Callable[[], bool] = lambda: False
         self._verdict: str | None = None
         self._is_lost = False
         self._num_late = 0
@@ -93,15 +100,23 @@ class ControlChannel:
         """Return the ranks that do not answer: killed, stopped, or unreachable."""
         if self._store is None or self._verdict:
             return ()
-        answered = self._in_time(lambda store: self._call(store, _ROLL))
-        if answered:
-            return tuple(sorted(set(range(self.size)) - answered))
+        answers = self._in_time(lambda store: self._call(store, _ROLL))
+        if answers:
+            return tuple(sorted(set(range(self.size)) - answers.keys()))
         # The store has ended with the process that held it: under srun rank 0, under torchrun an agent. Wait a moment:
         # a killed process closes its connections before its children become orphans.
         deadline = time.monotonic() + ANSWER_S
         while self._agent and not self.is_orphan and time.monotonic() < deadline:
             time.sleep(_LOOK_EVERY_S)
         return () if self.is_orphan else (0,)
+
+    def has_busy_rank(self) -> bool:
+        """Whether all ranks answer, and the main thread of one is at work: it compiles, for instance."""
+        for _ in range(_NUM_CALLS):
+            answers = self._in_time(lambda store: self._call(store, _ROLL)) if self._store else None
+            if answers is None or len(answers) == self.size:
+                return _BUSY in (answers or {}).values()
+        return False
 
     def settle(self, words: str, *, without: tuple[int, ...] = ()) -> str:
         """Propose the error that ends the run, from `agree.to_message`; returns the first proposal of any rank.
@@ -149,18 +164,20 @@ class ControlChannel:
         if store.add(f"llama_ssp/stops/{self._num_stops}", 1) == 1:
             self._call(store, _STOP)
 
-    def _call(self, store: Store, words: str, *, without: tuple[int, ...] = ()) -> set[int]:
-        """Call all ranks, and return those that answer in time."""
+    def _call(self, store: Store, words: str, *, without: tuple[int, ...] = ()) -> dict[int, str]:
+        """Call all ranks, and return the answers that come in time."""
         number = store.add("llama_ssp/calls", 1) - 1
         store.set(f"llama_ssp/call/{number}", words)
-        answered: set[int] = set()
+        answers: dict[int, str] = {}
         deadline = time.monotonic() + ANSWER_S
         awaited = set(range(self.size)) - set(without)
         while awaited and time.monotonic() < deadline:
-            answered |= {rank for rank in awaited if store.check([f"llama_ssp/answer/{number}/{rank}"])}
-            awaited -= answered
+            for rank in awaited:
+                if store.check([key := f"llama_ssp/answer/{number}/{rank}"]):
+                    answers[rank] = store.get(key).decode()
+            awaited -= answers.keys()
             time.sleep(_LOOK_EVERY_S)
-        return answered
+        return answers
 
     def _in_time(self, ask: Callable[[Store], _T]) -> _T | None:
         """Ask the store; None if it does not answer in time. After two consecutive timeouts it is not asked again."""
@@ -195,7 +212,7 @@ class ControlChannel:
                 store.wait([f"llama_ssp/call/{number}"], _PATIENCE)
                 kind, _, words = store.get(f"llama_ssp/call/{number}").decode().partition("\n")
                 self._verdict = words or self._verdict
-                store.set(f"llama_ssp/answer/{number}/{self.rank}", "")
+                store.set(f"llama_ssp/answer/{number}/{self.rank}", _BUSY if self.is_busy() else "")
                 if kind == _STOP:
                     self._num_stops += 1
                     self._stop_received_s = time.monotonic()

@@ -111,7 +111,8 @@ def start(*, device: DeviceKind, timeout_s: float) -> Iterator[World]:
     waits = None
     if chosen.type == "cuda":
         watch.be_alert()  # a wait for the GPU does not notice a killed rank, as one for gloo does
-        waits = DeviceWait(lambda: watch.has_failed)
+        waits = DeviceWait(lambda: watch.has_failed, has_busy_peer=watch.has_busy_rank)
+        watch.is_busy = partial(_is_at_work, waits)
     with unify_failure(watch, Phase(doing="connecting", limit=limit)):
         sharers = _sharers(ranks, cores)
         if is_first and chosen.type == "cpu":
@@ -123,6 +124,10 @@ def start(*, device: DeviceKind, timeout_s: float) -> Iterator[World]:
     with unify_failure(watch, Phase(doing="ending", limit=limit)):
         comm.set_timeout(timeout_s)
         comm.barrier()
+
+
+def _is_at_work(waits: DeviceWait) -> bool:
+    return not waits.is_waiting
 
 
 @cache

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.drafting.protocol import Drafter, SharedDrafter
-from llama_ssp.models.prefill import Buckets
+from llama_ssp.models.prefill import Buckets, Prompts
 from llama_ssp.sampling.context import Rows
 from llama_ssp.sampling.rules import Draft
 from llama_ssp.shapes import static_shape
@@ -67,14 +67,12 @@ class BatchSplitDrafter(SharedDrafter):
         if self._own:
             super().allocate(batch_size=len(self._own), num_slots=num_slots)
 
-    def prefill(
-        self, tokens_RS: Tensor, lengths_R: Tensor, *, rows: Sequence[int], longest: int, buckets: Buckets
-    ) -> None:
+    def prefill(self, prompts: Prompts, *, rows: Sequence[int], buckets: Buckets) -> None:
         """Read the new prompts that become rows of this rank."""
         mine = [place for place, row in enumerate(rows) if row in self._own]
         if mine:
             own_rows = [rows[place] - self._own.start for place in mine]
-            super().prefill(tokens_RS[mine], lengths_R[mine], rows=own_rows, longest=longest, buckets=buckets)
+            super().prefill(prompts.some(mine), rows=own_rows, buckets=buckets)
 
     def propose(self, rows: Rows, *, uniforms_BKP: Tensor, bucket: int, num_unread: int = 2) -> Draft:
         """Draft this rank's rows and gather the ids of all; the probabilities are those of its own rows only."""

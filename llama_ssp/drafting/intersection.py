@@ -26,7 +26,7 @@ from llama_ssp.drafting.catch_up import CatchUp
 from llama_ssp.drafting.own_text import OwnText, VocabularyMap
 from llama_ssp.drafting.translation import Translator
 from llama_ssp.models.cache import OwnBuckets, Workspace
-from llama_ssp.models.prefill import Buckets, read_prompts
+from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
 from llama_ssp.models.runner import Runner
 from llama_ssp.models.upload import to_device
 from llama_ssp.sampling.context import Rows
@@ -109,29 +109,20 @@ class IntersectionDrafter(OwnBuckets):
             )
             self._tables = _Tables(batch_size, static_shape(self.vocabularies.shared_V)[0], device)
 
-    def prefill(
-        self,
-        tokens_RS: Tensor,
-        lengths_R: Tensor,
-        *,
-        rows: Sequence[int],
-        longest: int,  # noqa: ARG002 - of the target's tokens
-        buckets: Buckets,
-    ) -> None:
+    def prefill(self, prompts: Prompts, *, rows: Sequence[int], buckets: Buckets) -> None:
         """Read new prompts in the draft's own tokens; the host encodes them, so it waits for the device here."""
         assert self._text, "allocate comes first"
         own_prompts = [
             self.translator.ids(ids[:length])[-min(length * OWN_SLOTS_PER_SLOT, self._most_tokens) :]
-            for ids, length in zip(
-                self._comm.read(tokens_RS).tolist(), self._comm.read(lengths_R).tolist(), strict=True
-            )
+            for ids, length in zip(self._comm.read(prompts.tokens_RS).tolist(), prompts.lengths, strict=True)
         ]
         device, lengths = self.runner.device, [len(ids) for ids in own_prompts]
         own_RX = to_device(pad_sequence([torch.tensor(ids) for ids in own_prompts], batch_first=True), device)
         rows_R, own_lengths_R = to_device(rows, device), to_device(lengths, device)
-        self._text.put(rows_R, own_RX, own_lengths_R, lengths_R=lengths_R)
+        self._text.put(rows_R, own_RX, own_lengths_R, lengths_R=prompts.lengths_R)
         own_buckets = Buckets(step=buckets.step, num_slots=self._text.num_slots)
-        read_prompts(self.runner, own_RX, own_lengths_R, rows_R=rows_R, longest=max(lengths), buckets=own_buckets)
+        own = Prompts(own_RX, own_lengths_R, lengths, longest=max(lengths))
+        read_prompts(self.runner, own, rows=rows, buckets=own_buckets)
 
     def propose(self, rows: Rows, *, uniforms_BKP: Tensor, bucket: int, num_unread: int = 2) -> Draft:
         """Draw K tokens one after another; see `Drafter.propose`."""

@@ -15,9 +15,8 @@ from llama_ssp.drafting.catch_up import CatchUp
 from llama_ssp.drafting.own_tokenizer import make_with_own_tokenizer
 from llama_ssp.drafting.protocol import Drafter, DrafterParts
 from llama_ssp.models.cache import Workspace
-from llama_ssp.models.prefill import Buckets, read_prompts
+from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
 from llama_ssp.models.runner import Runner
-from llama_ssp.models.upload import to_device
 from llama_ssp.sampling.context import Rows
 from llama_ssp.sampling.rules import Draft, Rule
 from llama_ssp.shapes import static_shape
@@ -86,13 +85,10 @@ class ModelDrafter:
         if self._tables is None or batch_size != self._tables.batch_size:
             self._tables = _Tables(batch_size, self.vocab_size, self.runner.device)
 
-    def prefill(
-        self, tokens_RS: Tensor, lengths_R: Tensor, *, rows: Sequence[int], longest: int, buckets: Buckets
-    ) -> None:
+    def prefill(self, prompts: Prompts, *, rows: Sequence[int], buckets: Buckets) -> None:
         """Read new prompts into the draft's own cache."""
-        rows_R = to_device(rows, self.runner.device)
-        tokens_RS = self._known(tokens_RS)
-        read_prompts(self.runner, tokens_RS, lengths_R, rows_R=rows_R, longest=longest, buckets=buckets)
+        known = prompts._replace(tokens_RS=self._known(prompts.tokens_RS))
+        read_prompts(self.runner, known, rows=rows, buckets=buckets)
 
     def propose(self, rows: Rows, *, uniforms_BKP: Tensor, bucket: int, num_unread: int = 2) -> Draft:
         """Draw K tokens one after another; see `Drafter.propose`."""

@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 
 from llama_ssp.config.drafts.ngram import NgramConfig
 from llama_ssp.drafting.protocol import DrafterParts
-from llama_ssp.models.prefill import Buckets
+from llama_ssp.models.prefill import Buckets, Prompts
 from llama_ssp.sampling.context import Rows
 from llama_ssp.sampling.rules import Draft
 from llama_ssp.shapes import static_shape
@@ -53,9 +53,7 @@ class NgramDrafter:
     def allocate(self, *, batch_size: int, num_slots: int) -> None:
         """Do nothing: there is no cache."""
 
-    def prefill(
-        self, tokens_RS: Tensor, lengths_R: Tensor, *, rows: Sequence[int], longest: int, buckets: Buckets
-    ) -> None:
+    def prefill(self, prompts: Prompts, *, rows: Sequence[int], buckets: Buckets) -> None:
         """Do nothing: prompts are read from the batch itself."""
 
     def propose(self, rows: Rows, *, uniforms_BKP: Tensor, bucket: int, num_unread: int = 2) -> Draft:  # noqa: ARG002

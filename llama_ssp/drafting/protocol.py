@@ -16,7 +16,7 @@ from llama_ssp.config.schema import DrafterConfig
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.drafting.host_time import HostTimed
 from llama_ssp.drafting.translation import TokenizerPair
-from llama_ssp.models.prefill import Buckets
+from llama_ssp.models.prefill import Buckets, Prompts
 from llama_ssp.models.runner import Runner
 from llama_ssp.sampling.context import Rows
 from llama_ssp.sampling.rules import Draft, Rule
@@ -78,9 +78,7 @@ class Drafter(Protocol):
     def allocate(self, *, batch_size: int, num_slots: int) -> None:
         """Allocate caches for `batch_size` rows of `num_slots` tokens."""
 
-    def prefill(
-        self, tokens_RS: Tensor, lengths_R: Tensor, *, rows: Sequence[int], longest: int, buckets: Buckets
-    ) -> None:
+    def prefill(self, prompts: Prompts, *, rows: Sequence[int], buckets: Buckets) -> None:
         """Read new prompts into the given rows; see `models.prefill.read_prompts`."""
 
     def propose(self, rows: Rows, *, uniforms_BKP: Tensor, bucket: int, num_unread: int = 2) -> Draft:
@@ -131,12 +129,10 @@ class SharedDrafter(HostTimed):
         if self._inner:
             self._inner.allocate(batch_size=batch_size, num_slots=num_slots)
 
-    def prefill(
-        self, tokens_RS: Tensor, lengths_R: Tensor, *, rows: Sequence[int], longest: int, buckets: Buckets
-    ) -> None:
+    def prefill(self, prompts: Prompts, *, rows: Sequence[int], buckets: Buckets) -> None:
         """Read new prompts on the ranks that draft."""
         if self._inner:
-            self._inner.prefill(tokens_RS, lengths_R, rows=rows, longest=longest, buckets=buckets)
+            self._inner.prefill(prompts, rows=rows, buckets=buckets)
 
     def take_host_s(self) -> float:
         """See `HostTimed`."""

@@ -22,7 +22,7 @@ from llama_ssp.architectures.sizes import PREFILL_CHUNK, own_slots
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.drafting.host_time import HostTimed
 from llama_ssp.drafting.translation import TokenizerPair
-from llama_ssp.models.prefill import Buckets
+from llama_ssp.models.prefill import Buckets, Prompts
 from llama_ssp.models.runner import Runner
 from llama_ssp.models.upload import to_device
 from llama_ssp.sampling.context import Rows
@@ -83,21 +83,13 @@ class RetokenizedDrafter(HostTimed):
         self._cached = [[] for _ in range(batch_size)]
         self._settled = [(0, list[int]()) for _ in range(batch_size)]
 
-    def prefill(
-        self,
-        tokens_RS: Tensor,
-        lengths_R: Tensor,
-        *,
-        rows: Sequence[int],
-        longest: int,  # noqa: ARG002 - of the target's tokens
-        buckets: Buckets,
-    ) -> None:
+    def prefill(self, prompts: Prompts, *, rows: Sequence[int], buckets: Buckets) -> None:
         """Read new prompts in the draft's own tokens."""
         self._buckets = Buckets(step=buckets.step, num_slots=self._num_slots)
-        prompts = zip(rows, self._comm.read(tokens_RS).tolist(), self._comm.read(lengths_R).tolist(), strict=True)
+        texts = zip(rows, self._comm.read(prompts.tokens_RS).tolist(), prompts.lengths, strict=True)
         for row in rows:
             self._settled[row] = 0, []
-        self._read({row: self._own_ids(row, ids[:length]) for row, ids, length in prompts})
+        self._read({row: self._own_ids(row, ids[:length]) for row, ids, length in texts})
 
     def propose(
         self,

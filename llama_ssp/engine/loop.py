@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from llama_ssp.architectures.sizes import BUCKET_STEP, CATCH_UP_CHUNK, PREFILL_CHUNK, whole_steps
+from llama_ssp.architectures.sizes import BUCKET_STEP, CATCH_UP_CHUNK, whole_steps
 from llama_ssp.drafting.host_time import HostTimed
 from llama_ssp.engine.clock import Clock, clock_for
 from llama_ssp.engine.completion import FinishReason, RowCompletion, StopRequest
@@ -23,7 +23,7 @@ from llama_ssp.engine.state import BatchState, Request
 from llama_ssp.engine.stops import StopStrings
 from llama_ssp.engine.verifier import NOT_A_NUMBER, STOP_REQUESTED
 from llama_ssp.errors import LOGITS_ARE_NAN, NumericError
-from llama_ssp.models.prefill import Buckets
+from llama_ssp.models.prefill import Buckets, forwards_per_prompt
 from llama_ssp.models.upload import to_device
 
 
@@ -77,7 +77,7 @@ class Decoder:
         self.length: DraftLength = FixedLength(round_.max_tokens_per_round - 1)
         self.batch_size = batch_size
         self._eos_ids = frozenset(eos_ids)
-        self._stops = stops
+        self.stops = stops
         self.seed = seed
         self.stop_request = stop_request or StopRequest()
         self.stopped = False
@@ -154,18 +154,17 @@ class Decoder:
         self.clock.take()
         return seconds
 
-    def capture(self, requests: Sequence[Request]) -> None:
-        """Run rounds over vacant rows at every width of the cache that these requests will read, after `make_room`.
+    def warm_up(self, requests: Sequence[Request]) -> None:
+        """Run rounds over vacant rows, after `make_room`, so that none is traced or captured while rounds are timed.
 
-        An executor that captures rounds then has all of them, if the run has one K, and captures none while rounds are
-        timed.
+        An executor that captures rounds gets every width of the cache that these requests will read, if the run has one
+        K; any other gets one width.
         """
-        if not self.executor.keeps_state or len(self.length.choices) > 1:
-            return
-        shortest = min(len(request.prompt_ids) for request in requests)
         longest = max(len(request.prompt_ids) + request.max_new_tokens for request in requests)
-        ahead = self.round.max_tokens_per_round
-        widths = {self._buckets.covering(length) for length in range(shortest + ahead, longest + 2 * ahead)}
+        widths = {self._buckets.covering(longest)}
+        if self.executor.keeps_state and len(self.length.choices) == 1:
+            shortest, ahead = min(len(request.prompt_ids) for request in requests), self.round.max_tokens_per_round
+            widths = {self._buckets.covering(length) for length in range(shortest + ahead, longest + 2 * ahead)}
         for width in sorted(widths):
             self.time_rounds(self.length.choices * 2, num_slots=width)
 
@@ -196,24 +195,28 @@ class Decoder:
         prompts = self._state.rows_of(requests, table=self.round.uniforms, seed=self.seed)
         prompt_lengths_R = prompts.lengths_B.clone()
         rows_R = to_device(rows, self._device)
-        longest = max(len(request.prompt_ids) for request in requests)
+        lengths = [len(request.prompt_ids) for request in requests]
         skipping = [
             source
             for source, drafter in enumerate(self.round.drafters)
             if drafter.reads_skipped and not self.length.reads_prompts(source)
         ]
         reading = [drafter for source, drafter in enumerate(self.round.drafters) if source not in skipping]
-        result = self.round.prefill(prompts, rows, longest=longest, buckets=self._buckets, drafters=reading)
+        result = self.round.prefill(prompts, rows, lengths=lengths, buckets=self._buckets, drafters=reading)
         self._state.put(rows_R, prompts, prompt_lengths_R=prompt_lengths_R)
-        num_forwards = -(-longest // PREFILL_CHUNK)
-        owners = [RowCompletion(request=request, num_target_forwards=num_forwards) for request in requests]
+        owners = [
+            RowCompletion(request=request, num_target_forwards=number)
+            for request, number in zip(
+                requests, forwards_per_prompt(lengths, is_packed=self.round.target.packs_prompts), strict=True
+            )
+        ]
         if not any(self._rows):  # all rows are new, so all drafters have read them whole
             self._num_skipped = [0 for _ in self.round.drafters]
         for source in skipping:
-            self._num_skipped[source] = max(self._num_skipped[source], longest)
+            self._num_skipped[source] = max(self._num_skipped[source], *lengths)
         for row, owner in zip(rows, owners, strict=True):
             self._rows[row] = owner
-            owner.stop_watch = self._stops.watch(owner.request.prompt_ids) if self._stops else None
+            owner.stop_watch = self.stops.watch(owner.request.prompt_ids) if self.stops else None
         self._launch(result, list(owners), DraftChoice(0), is_prefill=True)
 
     def _bucket(self, choice: DraftChoice) -> int:

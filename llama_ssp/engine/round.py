@@ -26,9 +26,8 @@ from llama_ssp.drafting.protocol import Drafter
 from llama_ssp.engine.clock import Clock
 from llama_ssp.engine.state import BatchState
 from llama_ssp.engine.verifier import Verifier
-from llama_ssp.models.prefill import Buckets, read_prompts
+from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
 from llama_ssp.models.runner import Runner
-from llama_ssp.models.upload import to_device
 from llama_ssp.sampling.context import Context
 from llama_ssp.sampling.rules import Draft
 from llama_ssp.sampling.uniforms import UniformTable
@@ -138,20 +137,20 @@ class Round:
         prompts: BatchState,
         rows: Sequence[int],
         *,
-        longest: int,
+        lengths: Sequence[int],
         buckets: Buckets,
         drafters: Sequence[Drafter] | None = None,
     ) -> Tensor:
         """Read R prompts into the given rows of the caches and sample each one's first token; see `read_prompts`.
 
-        `drafters` are those that read them now, by default all. Returns the result of these rows; see
-        `BatchState.commit`.
+        `lengths` are those of the prompts, which the device knows as well; `drafters` are those that read them now, by
+        default all. Returns the result of these rows; see `BatchState.commit`.
         """
-        tokens_RS, lengths_R = prompts.tokens_BS, prompts.lengths_B
-        rows_R = to_device(rows, self.target.device)
-        logits_RV = read_prompts(self.target, tokens_RS, lengths_R, rows_R=rows_R, longest=longest, buckets=buckets)
+        lengths_R = prompts.lengths_B
+        to_read = Prompts(prompts.tokens_BS, lengths_R, lengths, longest=max(lengths))
+        logits_RV = read_prompts(self.target, to_read, rows=rows, buckets=buckets)
         for drafter in self.drafters if drafters is None else drafters:
-            drafter.prefill(tokens_RS, lengths_R, rows=rows, longest=longest, buckets=buckets)
+            drafter.prefill(to_read, rows=rows, buckets=buckets)
         context = prompts.rows.before(lengths_R[:, None] - 1) if self.verifier.needs_context else None
         plain_RP = self.uniforms.split(prompts.uniforms()).plain_BP
         return prompts.commit(self.verifier.draw(logits_RV, plain_RP, context))

@@ -27,15 +27,17 @@ class Request:
     """A request for one completion.
 
     Attributes:
-        index: the prompt's index in its file; with `sample` it keys the uniforms.
+        index: the prompt's index in its file.
         prompt_ids: token ids, at least one.
         sample: which of several samples of this prompt.
+        key: keys the uniforms, with `sample`; 64 bits, signed. None takes the index.
     """
 
     index: int
     prompt_ids: tuple[int, ...]
     max_new_tokens: int
     sample: int = 0
+    key: int | None = None
 
 
 class BatchState(NamedTuple):
@@ -92,7 +94,7 @@ class BatchState(NamedTuple):
         lengths_B = to_device(lengths, device)
         keys_B = row_keys(
             seed=seed,
-            prompt_index_B=to_device([request.index for request in requests], device),
+            prompt_index_B=to_device([_key(request) for request in requests], device),
             sample_index_B=to_device([request.sample for request in requests], device),
         )
         num_rounds = max(request.max_new_tokens for request in requests) + 1
@@ -136,3 +138,7 @@ class BatchState(NamedTuple):
         self.lengths_B[rows] = length
         self.limits_B[rows] = length
         self.first_round_B[rows] = -length
+
+
+def _key(request: Request) -> int:
+    return request.index if request.key is None else request.key

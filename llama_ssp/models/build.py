@@ -21,7 +21,7 @@ from llama_ssp.models.huggingface.families import adapt, check_files, check_serv
 from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.llama.decoder import LeanRunner, is_llama_kind
 from llama_ssp.models.loader import Progress, Weights, find_sources, returning_memory
-from llama_ssp.models.quantization.modules import check_quantizable, quantize_modules
+from llama_ssp.models.quantization.modules import check_packed, check_quantizable, quantize_modules
 from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
 from llama_ssp.models.runner import Runner
 from llama_ssp.models.tensor_parallel import shard
@@ -85,11 +85,11 @@ def check_model(origin: WeightSource, *, num_ranks: int, quantization: str = NO_
         PlacementError: the family is not supported, or cannot be split over these ranks in this precision.
     """
     family_of(origin.shape.model_type)
-    split_model(origin.shape, num_ranks=num_ranks)
+    split_model(origin.shape, num_ranks=num_ranks, quantization=quantization)
     model = build_empty(origin)
-    find_sources(model, origin)
+    check_packed(model, origin, find_sources(model, origin), quantization)
     check_quantizable(model, origin.shape, quantization, num_ranks=num_ranks)
-    shard(model, origin.shape, Comm(rank=0, size=num_ranks, group=None))
+    shard(model, origin.shape, Comm(rank=0, size=num_ranks, group=None), quantization=quantization)
 
 
 def load_modules(
@@ -133,7 +133,7 @@ def _prepare(
     """Return this rank's empty model and its weights."""
     model = build_empty(origin)
     sources = find_sources(model, origin)
-    shard(model, origin.shape, comm)
+    shard(model, origin.shape, comm, quantization=loading.get("precision", UNQUANTIZED).quantization)
     return model, weights_for(model, origin, sources, device, **loading)
 
 
@@ -148,6 +148,7 @@ def weights_for(
 ) -> Weights:
     """Make the `Weights` of an empty model, and set the attention that the precision needs."""
     precision = loading.get("precision", UNQUANTIZED)
+    check_packed(model, origin, sources, precision.quantization)
     if precision.rounds_inputs:
         model.config._attn_implementation = BY_POSITION[model.config._attn_implementation]
     dtype, progress = loading["dtype"] or origin.dtype, loading.get("progress")

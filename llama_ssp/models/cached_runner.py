@@ -11,6 +11,7 @@ class CachedRunner:
     """Base class of runners with a `StaticCache`; `parameter` decides their device and dtype."""
 
     reads_by_length = False
+    packs_prompts = False
 
     def __init__(self, config: PretrainedConfig, parameter: Tensor) -> None:
         self.device = parameter.device

@@ -148,9 +148,13 @@ class Weights:
         self._waiting = dict(self.sources)
         self._uses = Counter(self.sources.values())
         self._tied: dict[_Piece, nn.Parameter] = {}
-        sizes = {self._piece(name, source): getattr(*self._find(name)).numel() for name, source in self.sources.items()}
-        self._stored = ReadAhead(self._copy, list(sizes), num_ahead=self.num_ahead)
-        self._total_bytes = sum(sizes.values()) * self.dtype.itemsize  # tied ones once
+        # Of packed weights, the bytes that they had unpacked.
+        self._sizes = {
+            self._piece(name, source): getattr(*self._find(name)).numel() * self.dtype.itemsize
+            for name, source in self.sources.items()
+        }
+        self._stored = ReadAhead(self._copy, list(self._sizes), num_ahead=self.num_ahead)
+        self._total_bytes = sum(self._sizes.values())  # tied ones once
         self._done_bytes = 0
         for module in self.model.modules():
             for name, buffer in list(module.named_buffers(recurse=False)):
@@ -180,7 +184,7 @@ class Weights:
         if piece in self._tied:
             return self._tied[piece]
         values = self._stored.take(piece)
-        self._done_bytes += values.nbytes
+        self._done_bytes += self._sizes[piece]
         parameter = nn.Parameter(values, requires_grad=False)
         if self._uses[piece.source] > 1:
             self._tied[piece] = parameter

@@ -23,6 +23,7 @@ class NullRunner:
     num_allocations: int = 0
     repeats_operators: bool = True
     reads_by_length: bool = True
+    packs_prompts: bool = False
 
     def allocate(self, *, batch_size: int, capacity: int) -> None:
         """Do nothing."""

@@ -1,17 +1,29 @@
 """Reads whole prompts into a model's cache, and chooses how much of the cache a forward reads.
 
-Long prompts are read in chunks, to bound memory and the size of the mask. Nothing is sampled here.
+Long prompts are read in chunks, to bound memory and the size of the mask. Nothing is sampled here. Prompts of one batch
+are padded to the longest, or packed where attention goes by the lengths of rows:
 
-Shapes: R rows being prefilled, S slots, T positions of a chunk, V vocabulary.
+    padded    | prompt 0 .............. |      packed    | prompt 0 .............. | prompt 1 .. | prompt 2 ....... |
+              | prompt 1 .. - - - - - - |
+              | prompt 2 ....... - - -  |
+
+A packed chunk holds as many tokens as a padded one of the same prompts, so it needs no more memory, and there are never
+more of them.
+
+Shapes: R rows being prefilled, S slots, T positions of a chunk, V vocabulary; M packed tokens, C pieces of them.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from llama_ssp.architectures.sizes import PREFILL_CHUNK
-from llama_ssp.models.runner import Runner
+from llama_ssp.models.runner import Pieces, Runner
+from llama_ssp.models.upload import to_device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,22 +44,56 @@ class Buckets:
         return min(-(-num_slots // self.step) * self.step, self.num_slots)
 
 
-def read_prompts(
-    runner: Runner, tokens_RS: Tensor, lengths_R: Tensor, *, rows_R: Tensor, longest: int, buckets: Buckets
-) -> Tensor:
+class Prompts(NamedTuple):
+    """Prompts to read.
+
+    Attributes:
+        tokens_RS: token ids; row r holds a prompt in its first lengths_R[r] slots.
+        lengths_R: lengths of the prompts, on the device.
+        lengths: the same, known to the host.
+        longest: the length that padded prompts are read to; that of the longest, here or on other ranks.
+    """
+
+    tokens_RS: Tensor
+    lengths_R: Tensor
+    lengths: Sequence[int]
+    longest: int
+
+    def some(self, places: Sequence[int]) -> "Prompts":
+        """The prompts at these places, read to the same length."""
+        indices = to_device(places, self.tokens_RS.device)
+        lengths = [self.lengths[place] for place in places]
+        return Prompts(self.tokens_RS[indices], self.lengths_R[indices], lengths, self.longest)
+
+
+def read_prompts(runner: Runner, prompts: Prompts, *, rows: Sequence[int], buckets: Buckets) -> Tensor:
     """Fill the cache with each row's prompt.
 
     Args:
         runner: the model.
-        tokens_RS: token ids; row r holds a prompt in its first lengths_R[r] slots.
-        lengths_R: lengths of the prompts, on the device.
-        rows_R: which rows of the cache they become.
-        longest: the largest of `lengths_R`, known to the host.
+        prompts: at least one, each of at least one token.
+        rows: which rows of the cache they become.
         buckets: of the cache.
 
     Returns:
         The logits (R, V) after each row's last prompt token.
     """
+    read = _read_packed if runner.packs_prompts else _read_padded
+    return read(runner, prompts, rows=rows, buckets=buckets)
+
+
+def forwards_per_prompt(lengths: Sequence[int], *, is_packed: bool) -> list[int]:
+    """How many forwards read some of each prompt, for prompts that `read_prompts` reads together."""
+    if not is_packed:
+        return [-(-max(lengths) // PREFILL_CHUNK)] * len(lengths)
+    chunk = PREFILL_CHUNK * len(lengths)
+    ends = accumulate(lengths)
+    return [(end - 1) // chunk - (end - length) // chunk + 1 for end, length in zip(ends, lengths, strict=True)]
+
+
+def _read_padded(runner: Runner, prompts: Prompts, *, rows: Sequence[int], buckets: Buckets) -> Tensor:
+    tokens_RS, lengths_R, _, longest = prompts
+    rows_R = to_device(rows, tokens_RS.device)
     last_R1 = lengths_R[:, None] - 1
     logits_RV: Tensor | None = None
     for start in range(0, longest, PREFILL_CHUNK):
@@ -62,3 +108,60 @@ def read_prompts(
         logits_RV = chunk_R1V[:, 0] if logits_RV is None else torch.where(ends_here_R1, chunk_R1V[:, 0], logits_RV)
     assert logits_RV is not None, "a prompt has at least one token"
     return logits_RV
+
+
+class _Span(NamedTuple):
+    """The tokens `start` to `stop` of the prompt at a place; `is_end` if they are its last ones."""
+
+    place: int
+    start: int
+    stop: int
+    is_end: bool
+
+
+def _read_packed(runner: Runner, prompts: Prompts, *, rows: Sequence[int], buckets: Buckets) -> Tensor:
+    found = []
+    for spans in _chunks(prompts.lengths):
+        lengths = [span.stop - span.start for span in spans]
+        first = [0, *accumulate(lengths)]
+        positions_M = torch.cat([torch.arange(span.start, span.stop) for span in spans])
+        places_M, rows_M = (
+            torch.tensor(values).repeat_interleave(torch.tensor(lengths))
+            for values in ([span.place for span in spans], [rows[span.place] for span in spans])
+        )
+        device, num_slots = prompts.tokens_RS.device, prompts.tokens_RS.shape[1]
+        slots_M, rows_M, positions_M = to_device(
+            torch.stack([places_M * num_slots + positions_M, rows_M, positions_M]), device
+        )
+        rows_C, last_C = to_device([[rows[span.place] for span in spans], [stop - 1 for stop in first[1:]]], device)
+        used_C, first_C1 = (
+            to_device(torch.tensor(values, dtype=torch.int32), device)
+            for values in ([span.stop for span in spans], first)
+        )
+        logits_1CV = runner.forward(
+            prompts.tokens_RS.flatten().index_select(0, slots_M)[None],
+            positions_M[None],
+            bucket=buckets.covering(prompts.longest),
+            score_positions_BR=last_C[None],
+            pieces=Pieces(rows_M, rows_C, used_C, first_C1, max(lengths)),
+        )
+        found.append(logits_1CV[0, : sum(span.is_end for span in spans)])  # only the last one may go on
+    return torch.cat(found)
+
+
+def _chunks(lengths: Sequence[int]) -> Iterator[list[_Span]]:
+    """Cut packed prompts into chunks of as many tokens as padded ones have."""
+    size = PREFILL_CHUNK * len(lengths)
+    chunk, room = list[_Span](), size
+    for place, length in enumerate(lengths):
+        start = 0
+        while start < length:
+            stop = min(start + room, length)
+            chunk.append(_Span(place, start, stop, is_end=stop == length))
+            room -= stop - start
+            start = stop
+            if not room:
+                yield chunk
+                chunk, room = [], size
+    if chunk:
+        yield chunk

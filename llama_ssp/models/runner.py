@@ -1,12 +1,35 @@
 """The interface of a model, which every implementation and backend provides.
 
-Shapes: B sequences, T positions of a forward, R positions to score, V vocabulary.
+Shapes: B sequences, T positions of a forward, R positions to score, V vocabulary; M packed tokens, C pieces of them.
 """
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+
+class Pieces(NamedTuple):
+    """What the tokens of a packed forward belong to: pieces of several prompts that stand in one row, unpadded.
+
+        one row of M tokens   | prompt 0 ....... | prompt 1 .. | prompt 2, its beginning |
+        first_C1              0                  18            31                        57
+
+    Each piece is at consecutive positions of one row of the cache. All tensors are on the device.
+
+    Attributes:
+        rows_M: the row of the cache of each token.
+        rows_C: that of each piece.
+        used_C: the slots that its last token sees, int32.
+        first_C1: where each piece begins among the tokens, and M at the end, int32.
+        longest: the most tokens of a piece.
+    """
+
+    rows_M: Tensor
+    rows_C: Tensor
+    used_C: Tensor
+    first_C1: Tensor
+    longest: int
 
 
 class Runner(Protocol):
@@ -15,6 +38,7 @@ class Runner(Protocol):
     Attributes:
         repeats_operators: a forward of the same shape calls the same operators on tensors that this object holds.
         reads_by_length: a forward reads each row up to its own length and ignores `bucket`.
+        packs_prompts: a forward takes `pieces`, on every rank of the model.
         num_allocations: how often `allocate` has replaced the cache, which changes its addresses.
     """
 
@@ -24,6 +48,7 @@ class Runner(Protocol):
     num_allocations: int
     repeats_operators: bool
     reads_by_length: bool
+    packs_prompts: bool
 
     def allocate(self, *, batch_size: int, capacity: int) -> None:
         """Allocate a cache for `batch_size` rows of `capacity` tokens, unless the current one suffices."""
@@ -37,6 +62,7 @@ class Runner(Protocol):
         score_positions_BR: Tensor | None = None,
         cache_rows_B: Tensor | None = None,
         consecutive: bool = True,
+        pieces: Pieces | None = None,
     ) -> Tensor:
         """Read tokens at given positions into the cache, and return the logits after them.
 
@@ -49,6 +75,7 @@ class Runner(Protocol):
             score_positions_BR: which of the T tokens to score; None for all.
             cache_rows_B: each sequence's row in the cache; None for all rows, in order.
             consecutive: each position of a row is the one before it plus 1, as attention by lengths assumes.
+            pieces: the tokens are one packed row (B = 1), and these say which rows of the cache they belong to.
 
         Returns:
             Logits (B, R, V) in fp32, over the full vocabulary, on every rank of the model.

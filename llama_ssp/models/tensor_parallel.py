@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from llama_ssp.architectures.family import family_of
 from llama_ssp.architectures.sharding import Cut, HeadShard, RankShard, cut_of, split_model, widths
+from llama_ssp.config.formats.format import NO_QUANTIZATION
 from llama_ssp.config.schema import ModelShape
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.errors import PlacementError
@@ -129,7 +130,7 @@ class ScaledVocabularyEmbedding(VocabularyEmbedding):
         return super().forward(ids_BT) * self.embed_scale.to(self.weight.dtype)
 
 
-def shard(model: PreTrainedModel, shape: ModelShape, comm: Comm) -> None:
+def shard(model: PreTrainedModel, shape: ModelShape, comm: Comm, *, quantization: str = NO_QUANTIZATION) -> None:
     """Replace the modules of a model, on the meta device, by this rank's sharded ones; no-op for one rank.
 
     PlacementError if it has no plan, or one with an unknown style or module, or there are more ranks than heads.
@@ -139,7 +140,7 @@ def shard(model: PreTrainedModel, shape: ModelShape, comm: Comm) -> None:
     plan = tp_plan_of(model)
     if not plan:
         raise PlacementError(f"{shape.model_type} has no tensor-parallel plan: run it on one rank, not on {comm.size}")
-    shards = split_model(shape, num_ranks=comm.size)
+    shards = split_model(shape, num_ranks=comm.size, quantization=quantization)
     for name, module in list(model.named_modules()):
         style = _style(plan, name)
         # A family's own embedding class does more than look up; it stays whole unless the family's record allows it.

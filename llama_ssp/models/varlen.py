@@ -16,6 +16,7 @@ import inspect
 import logging
 from collections.abc import Sequence
 from functools import cache
+from itertools import pairwise, starmap
 from typing import Protocol
 
 import torch
@@ -82,8 +83,9 @@ def _torch_s() -> VarlenAttention | None:
 
 
 def is_right(attend: VarlenAttention, *, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether it computes what masks give for rows of two lengths, with and without a window."""
-    num_heads, num_kv_heads, num_queries, lengths = 4, 2, 3, (5, PAGE_SLOTS + 44)
+    """Whether it computes what masks give for rows of two lengths and numbers of queries, with and without a window."""
+    num_heads, num_kv_heads, lengths = 4, 2, (5, PAGE_SLOTS + 44)
+    first_queries = (0, 2, 6)
     generator = torch.Generator().manual_seed(0)
 
     def some(*shape: int) -> Tensor:
@@ -92,22 +94,21 @@ def is_right(attend: VarlenAttention, *, device: torch.device, dtype: torch.dtyp
     def numbers(values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
 
-    queries_QHD = some(2 * num_queries, num_heads, head_dim)
+    queries_QHD = some(first_queries[-1], num_heads, head_dim)
     keys_XPND, values_XPND = (some(4, PAGE_SLOTS, num_kv_heads, head_dim) for _ in range(2))
     pages_R2, most = torch.tensor([[2, 0], [3, 1]], dtype=torch.int32, device=device), 2 * PAGE_SLOTS
     for window in (None, 4):
         found_QHD = attend(
-            queries_QHD, keys_XPND, values_XPND, numbers((0, 3, 6)), numbers((0, most, 2 * most)), num_queries, most,
+            queries_QHD, keys_XPND, values_XPND, numbers(first_queries), numbers((0, most, 2 * most)), 4, most,
             scale=head_dim**-0.5, window_size=window_size(window), enable_gqa=True, seqused_k=numbers(lengths),
             block_table=pages_R2,
         )  # fmt: skip
-        for row, length in enumerate(lengths):
+        for row, (length, own) in enumerate(zip(lengths, starmap(slice, pairwise(first_queries)), strict=True)):
             keys_1NSD, values_1NSD = (
                 pool.index_select(0, pages_R2[row]).flatten(0, 1).transpose(0, 1)[None]
                 for pool in (keys_XPND, values_XPND)
             )
-            own = slice(row * num_queries, (row + 1) * num_queries)
-            distance_QS = torch.arange(length - num_queries, length)[:, None] - torch.arange(most)
+            distance_QS = torch.arange(length - own.stop + own.start, length)[:, None] - torch.arange(most)
             is_seen_QS = (distance_QS >= 0) & (distance_QS < (window or most))
             wanted_1HQD = functional.scaled_dot_product_attention(
                 queries_QHD[own].transpose(0, 1)[None], keys_1NSD, values_1NSD, attn_mask=is_seen_QS.to(device),

@@ -44,7 +44,7 @@ def rank_shares(model: PlannedModel, *, num_ranks: int, kind: TargetKind) -> tup
         return tuple(
             replace(share, embeddings=whole.embeddings, head=whole.head) for share in shares(shape, num_ranks=num_ranks)
         )
-    return shares(shape, num_ranks=num_ranks)
+    return shares(shape, num_ranks=num_ranks, quantization=model.quantization)
 
 
 def _layer_wise(model: PlannedModel, held: tuple[range, ...]) -> tuple[Inventory, ...]:
@@ -77,7 +77,7 @@ def _parts(
     job: PlanSpec, model: PlannedModel, *, num_ranks: int, kind: TargetKind, num_rows: int, num_slots: int
 ) -> Iterator[Part]:
     shape, size = model.shape, DTYPE_BYTES[model.dtype]
-    shards = split_model(shape, num_ranks=num_ranks)
+    shards = split_model(shape, num_ranks=num_ranks, quantization=model.quantization)
     # DeepSpeed splits a whole model in each rank's host memory, which on a CPU is the planned memory.
     is_whole_first = kind is TargetKind.deepspeed and job.device == "cpu"
     whole_bytes = model_bytes(inventory(shape), model, device=job.device).total_bytes if is_whole_first else 0

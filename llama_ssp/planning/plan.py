@@ -23,7 +23,7 @@ PLAN_VERSION = 2
 GIB = 2**30
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Plan:
     """Forecast of one job on one machine.
 
@@ -53,6 +53,16 @@ class Plan:
     def fullest(self) -> RankMemoryPlan:
         """The rank with the least free memory."""
         return min(self.ranks, key=lambda rank: rank.free_bytes)
+
+    def __repr__(self) -> str:
+        job, machine, full, timed = self.job, self.hardware, self.fullest, self.timing
+        drafted = job.draft.name if job.draft else job.free_draft
+        models = job.target.name if drafted is None else f"{job.target.name}, draft {drafted}"
+        verdict = "fits" if self.fits else "does not fit"
+        memory_used = f"{full.needed_bytes / GIB:.1f} of {full.capacity_bytes / GIB:.1f} GiB on rank {full.rank}"
+        times = [timed.plain_s, *([] if timed.speculative_s is None else [timed.speculative_s])]
+        speed = " plain, ".join(f"{1e3 * seconds:.1f} ms/token" for seconds in times)
+        return f"Plan({models}, on {machine.num_ranks} x {machine.gpu}: {verdict}, {memory_used}; {speed})"
 
 
 def make_plan(job: PlanSpec, hardware: HardwareConfig, *, remark: str | None = None) -> Plan:

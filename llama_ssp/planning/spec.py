@@ -42,6 +42,11 @@ class PlannedModel:
         """Whether the lean decoder runs the model."""
         return family_of(self.shape.model_type).is_llama_kind and not self.by_library
 
+    def packs_prompts(self, device: str) -> bool:
+        """Whether prompts of several lengths are read without padding; see `models.prefill`."""
+        is_narrow = self.dtype in {Dtype.bf16, Dtype.fp16}
+        return device == "cuda" and self.is_lean and is_narrow and not format_of(self.quantization).rounds_inputs
+
     def quantized(self, quantization: str) -> "PlannedModel":
         """The same model with quantized linear layers."""
         dtype = self.dtype if self.quantized_dtype is Dtype.auto else self.quantized_dtype
@@ -66,6 +71,7 @@ class PlanSpec:
         matching: how the tokens of a draft with its own tokenizer are matched; None with the target's.
         acceptance: probability that a drafted token is accepted; None looks the pair up.
         prompt_tokens, max_new_tokens: tokens of the longest row.
+        mean_prompt_tokens: of all prompts, where they are known.
         cuda_graphs: whether forwards are captured; otherwise every operator is launched from Python.
         device: cpu or cuda.
         rule: the verification rule; `greedy` at temperature 0, where no probabilities are needed.
@@ -88,6 +94,7 @@ class PlanSpec:
     cuda_graphs: bool
     device: str
     num_replicas: int = 1
+    mean_prompt_tokens: float | None = None
     adapts: bool = False
     rule: str = DEFAULT
     free_draft: str | None = None

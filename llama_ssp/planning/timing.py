@@ -3,7 +3,8 @@
     plain token   target forward of 1 row, a draw, one message
     round         K draft forwards (the first reads two tokens) with a draw each, the ids to all ranks,
                   target forward of K + 1 rows, the rule, the verdict to all ranks (see `messages`)
-    prompt        chunks of 512 through the target and the draft
+    prompt        chunks of 512 through the target and the draft; packed prompts have their mean length, others that of
+                  the longest
 
 Shapes: K drafted tokens.
 """
@@ -117,8 +118,10 @@ class CostModel:
         return self.job.batch_size
 
     def prefill_s(self, placement: ModelPlacement) -> float:
-        """The prompt, in chunks."""
+        """The prompts of all rows, in chunks."""
         seconds, prompt = 0.0, self.job.prompt_tokens
+        if self.job.mean_prompt_tokens and placement.model.packs_prompts(self.job.device):
+            prompt = math.ceil(self.job.mean_prompt_tokens)
         for start in range(0, prompt, PREFILL_CHUNK):
             stop = min(start + PREFILL_CHUNK, prompt)
             seconds += forward_time(

@@ -7,6 +7,7 @@ Only rank 0 opens a run folder. `distributed.ranklog` writes the log files; `lin
     run_dir/run.jsonl     a line per completion, appended as soon as it ends
     run_dir/status        running, done, interrupted, or the failing exit code and its sentence
     run_dir/round_costs.json   what rounds of each K cost, of a run that chooses K
+    run_dir/kernels.json  which kernels a run on GPUs has chosen by their times
     run_dir/benchmark.jsonl   a line per cell of task=benchmark
     run_dir/summary.json  the summary, at the end
     run_dir/report.html   the same with figures
@@ -30,7 +31,7 @@ from llama_ssp.reports.settings import changed_settings
 from llama_ssp.visible import visible
 
 _Line = TypeVar("_Line")
-COSTS_FILE = "round_costs.json"
+COSTS_FILE, KERNELS_FILE = "round_costs.json", "kernels.json"
 CHANGEABLE = (
     "run_dir", "timeouts", "hardware", "dry_run", "speculation.acceptance",
     "task.picture", "task.gate", "task.margin", "task.near_tie", "task.num_prompts",
@@ -81,17 +82,17 @@ class RunFolder(AbstractContextManager["RunFolder"]):
             _write_through(stream, row.to_json())
         self.rows.append(row)
 
-    def read_costs(self) -> str | None:
-        """The content of `round_costs.json`, None if there is none; raises SspError if it cannot be read."""
-        file = self.path / COSTS_FILE
+    def read_measured(self, name: str) -> str | None:
+        """The content of COSTS_FILE or KERNELS_FILE, None if there is none; raises SspError if it cannot be read."""
+        file = self.path / name
         if not file.exists():
             return None
         with _explained(file):
             return _read(file).decode("utf-8", errors="replace")
 
-    def write_costs(self, costs: str) -> None:
-        """Write `round_costs.json`; raises SspError if the disk fails."""
-        _write_whole(self.path / COSTS_FILE, costs)
+    def write_measured(self, name: str, content: str) -> None:
+        """Write COSTS_FILE or KERNELS_FILE; raises SspError if the disk fails."""
+        _write_whole(self.path / name, content)
 
     def put_in_order(self) -> None:
         """Sort `run.jsonl` by prompt and sample after a run with replicas; on SspError the file is unchanged."""

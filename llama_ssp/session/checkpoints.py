@@ -21,6 +21,7 @@ from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.planning.spec import number_format
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import check_shape, inspect
+from llama_ssp.weights.in_memory import WeightsInMemory
 from llama_ssp.weights.manifest import verify
 from llama_ssp.weights.source import WeightSource
 
@@ -47,12 +48,26 @@ class Source:
     precision: Precision
 
 
-def find_sources(config: RunConfig, world: World) -> tuple[Source, Source | None]:
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """What of a model is in memory already, and is not read from its files."""
+
+    weights: WeightsInMemory | None = None
+    tokenizer: PreTrainedTokenizerBase | None = None
+
+
+_NOTHING = Held()
+
+
+def find_sources(
+    config: RunConfig, world: World, *, held: tuple[Held, Held] = (_NOTHING, _NOTHING)
+) -> tuple[Source, Source | None]:
     """Find and check the target's and the draft's checkpoints, with the same outcome on every rank.
 
-    The first rank of each node downloads missing files, and compares them with their manifest. Raises CheckpointError
-    for a missing or faulty checkpoint, ConfigError if the tokenizers differ or a model cannot be served or quantized,
-    and PlacementError if one cannot be split over this many ranks, or not in its precision.
+    The first rank of each node downloads missing files, and compares them with their manifest. `held` says what of
+    target and draft the library's user has loaded. Raises CheckpointError for a missing or faulty checkpoint,
+    ConfigError if the tokenizers differ or a model cannot be served or quantized, and PlacementError if one cannot be
+    split over this many ranks, or not in its precision.
     """
     layout = lay_out_replica(config.placement, world_size=world.comm.size, has_draft=config.draft.model is not None)
     kind = config.placement.target.kind
@@ -60,13 +75,13 @@ def find_sources(config: RunConfig, world: World) -> tuple[Source, Source | None
     num_ranks = (tensor_parallel_size, 1 if layout.splits_batch else len(layout.draft_ranks))
     with raise_on_all_ranks(world.comm):
         if config.weights is WeightsKind.checkpoint and world.ranks.local_rank == 0:
-            for entry in _entries(config):
+            for entry in [entry for entry, of_user in zip(_entries(config), held, strict=False) if not of_user.weights]:
                 folder = hub.resolve(entry)
                 if entry.verify:
                     verify(folder, read_path(entry.manifest) if entry.manifest else None)
     with raise_on_all_ranks(world.comm):
         is_synthetic = config.weights is WeightsKind.synthetic
-        origins = _synthesize(config, world.device.type) if is_synthetic else _inspect(config)
+        origins = _synthesize(config, world.device.type) if is_synthetic else _inspect(config, held)
         if kind is TargetKind.deepspeed:
             from llama_ssp.models.huggingface.auto_tp import check_auto_tp, choose_accelerator  # noqa: PLC0415 - slow import
 
@@ -74,8 +89,8 @@ def find_sources(config: RunConfig, world: World) -> tuple[Source, Source | None
             shape, quantization = origins[0].shape, config.model.quantization
             check_auto_tp(shape, quantization=quantization, num_ranks=len(layout.target_ranks))
         target, *drafts = (
-            _check(entry, origin, num_ranks=number, device=world.device.type)
-            for entry, origin, number in zip(_entries(config), origins, num_ranks, strict=False)
+            _check(entry, origin, of_user, num_ranks=number, device=world.device.type)
+            for entry, origin, of_user, number in zip(_entries(config), origins, held, num_ranks, strict=False)
         )
         if kind is TargetKind.accelerate and world.comm.rank in layout.target_ranks:
             from llama_ssp.models.huggingface.device_map import check_device_map  # noqa: PLC0415 - slow import
@@ -123,10 +138,13 @@ def _entries(config: RunConfig) -> list[ModelConfig]:
     return [config.model] + ([config.draft.model] if config.draft.model else [])
 
 
-def _inspect(config: RunConfig) -> list[WeightSource]:
+def _inspect(config: RunConfig, held: tuple[Held, Held]) -> list[WeightSource]:
     """Inspect the files of each model, and compare them with the shape in its catalogue entry."""
     origins: list[WeightSource] = []
-    for entry in _entries(config):
+    for entry, of_user in zip(_entries(config), held, strict=False):
+        if of_user.weights:
+            origins.append(of_user.weights)
+            continue
         checkpoint = inspect(hub.resolve(entry))
         check_shape(entry, checkpoint)
         origins.append(checkpoint)
@@ -141,17 +159,18 @@ def _synthesize(config: RunConfig, device: str) -> list[WeightSource]:
     return list(synthesize(shapes, agreement=config.synthetic.agreement, in_16_bits=device == "cpu"))
 
 
-def _check(entry: ModelConfig, origin: WeightSource, *, num_ranks: int, device: str) -> Source:
+def _check(entry: ModelConfig, origin: WeightSource, of_user: Held, *, num_ranks: int, device: str) -> Source:
     from llama_ssp.models.build import check_model  # noqa: PLC0415 - slow import
 
     check_model(origin, num_ranks=num_ranks, quantization=entry.quantization)
     dtype = number_format(entry, device=device)
-    tokenizer = _read_tokenizer(origin.folder)
+    tokenizer = _read_tokenizer(origin.folder) if of_user.tokenizer is None else of_user.tokenizer
+    eos_ids = of_user.weights.eos_ids if of_user.weights else None
     return Source(
         entry=entry,
         origin=origin,
         tokenizer=tokenizer,
-        eos_ids=_read_eos_ids(origin.folder, tokenizer),
+        eos_ids=_read_eos_ids(origin.folder, tokenizer) if eos_ids is None else eos_ids,
         dtype=None if dtype is Dtype.auto else getattr(torch, dtype.value),
         precision=Precision(quantization=entry.quantization, int8_threshold=entry.int8_threshold),
     )

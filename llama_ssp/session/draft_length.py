@@ -52,7 +52,7 @@ def settle_length(
         return
     choices, kept = _choices(decoder), None
     with raise_on_all_ranks(comm):
-        kept = folder.read_costs() if folder else None
+        kept = folder.read_measured(COSTS_FILE) if folder else None
         if kept is not None:
             _from_json(kept, choices)
     kept = comm.broadcast_text(kept or "", src=0)
@@ -60,7 +60,7 @@ def settle_length(
         kept = comm.broadcast_text(_to_json(_measured(decoder, choices, comm=comm, num_slots=num_slots)), src=0)
         with raise_on_all_ranks(comm):
             if folder:
-                folder.write_costs(kept)
+                folder.write_measured(COSTS_FILE, kept)
     decoder.length = AdaptiveLength(_from_json(kept, choices), acceptance=_expected_acceptance(config))
 
 

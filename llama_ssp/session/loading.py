@@ -29,8 +29,10 @@ from llama_ssp.engine.stops import StopStrings
 from llama_ssp.engine.verifier import Verifier
 from llama_ssp.models.null_runner import NullRunner
 from llama_ssp.models.runner import Runner
+from llama_ssp.reports.records import RunFolder
 from llama_ssp.sampling.rules import make_rule
 from llama_ssp.session.checkpoints import Source, device_map_place
+from llama_ssp.session.kernels import settle_kernels
 
 LoadProgress = Callable[[str, int, int], None]
 """Called while a model loads with "target" or "draft", the bytes loaded so far, and all bytes."""
@@ -64,10 +66,16 @@ class Models:
 
 
 def load_models(
-    config: RunConfig, world: World, sources: tuple[Source, Source | None], *, progress: LoadProgress | None = None
+    config: RunConfig,
+    world: World,
+    sources: tuple[Source, Source | None],
+    *,
+    progress: LoadProgress | None = None,
+    folder: RunFolder | None = None,
 ) -> Models:
     """Load this rank's share of the models; raises SspError on every rank if loading fails on one.
 
+    `folder` is the run folder on rank 0, which keeps the choice of kernels on GPUs.
     Afterwards the collectives of `world` time out after `timeouts.decode_s`.
     """
     target_source, draft_source = sources
@@ -99,6 +107,11 @@ def load_models(
         if draft_source and mesh.draft:
             load = partial(load_model, device=world.device, comm=mesh.draft)
             draft = _load("draft", draft_source, load, comm=mesh.draft, progress=progress)
+    if world.device.type == "cuda":
+        settle_packing(target, mesh.replica)
+        if draft and mesh.draft:
+            settle_packing(draft, mesh.draft)
+        settle_kernels([target, draft] if draft else [target], comm=world.comm, folder=folder)
     mesh.set_timeout(config.timeouts.decode_s)
     tokenizers = None
     if draft_source and matching_of(config.draft):
@@ -110,6 +123,15 @@ def load_models(
         sources=tuple(source for source in sources if source),
         tokenizers=tokenizers,
     )  # fmt: skip
+
+
+def settle_packing(runner: Runner, comm: Comm) -> None:
+    """Pack prompts only if all ranks of a model can, since their messages need one shape.
+
+    All ranks of `comm` must call this together, also those without a part of the model.
+    """
+    can_pack = isinstance(runner, NullRunner) or runner.packs_prompts
+    runner.packs_prompts = all(comm.gather_text("packed" if can_pack else ""))
 
 
 def _load(

@@ -19,7 +19,7 @@ from llama_ssp.architectures.sizes import BUCKET_STEP, whole_steps
 from llama_ssp.config.schema import SamplingConfig
 from llama_ssp.console.progress import Pace
 from llama_ssp.errors import InterruptedRun
-from llama_ssp.models.prefill import Buckets, read_prompts
+from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
 from llama_ssp.models.runner import Runner
 from llama_ssp.sampling.context import Context
 from llama_ssp.sampling.penalties import penalty
@@ -78,10 +78,9 @@ class Scorer:
         prompt_ids, device = texts[0].prompt_ids, self._target.device
         length = len(prompt_ids)
         prompt_BS = torch.tensor([prompt_ids], device=device).expand(self._batch_size, -1)
-        first_BV = read_prompts(
-            self._target, prompt_BS, torch.full((self._batch_size,), length, device=device),
-            rows_R=torch.arange(self._batch_size, device=device), longest=length, buckets=self._buckets,
-        )  # fmt: skip
+        lengths_B = torch.full((self._batch_size,), length, device=device)
+        prompts = Prompts(prompt_BS, lengths_B, [length] * self._batch_size, longest=length)
+        first_BV = read_prompts(self._target, prompts, rows=range(self._batch_size), buckets=self._buckets)
         for start in range(0, len(texts), self._batch_size):
             batch = texts[start : start + self._batch_size]
             num_new = max(len(text.token_ids) for text in batch)

@@ -32,7 +32,7 @@ from llama_ssp.session.lines import to_line
 from llama_ssp.session.loading import Models, build_decoder
 from llama_ssp.session.startup import StartClock
 
-_WARMUP_TOKENS = 8
+_WARMUP_TOKENS, _WARMUP_PROMPT = 8, 16
 
 
 class Viewer(Protocol):
@@ -83,6 +83,7 @@ class Session:
         self.memory = MemoryWatch(self.world.device)
         self.memory.sample()
         self._decoders: dict[str, Decoder] = {}
+        self._warm: set[str] = set()
         self._progress: RunProgress | None = None
 
     @property
@@ -107,7 +108,8 @@ class Session:
     def warm_up(self, jobs: Sequence[PromptTask], modes: Sequence[str], *, num_jobs: int) -> None:
         """Make caches for all jobs and modes, and complete `num_jobs` jobs by a few tokens, not shown or recorded."""
         for mode in modes:
-            self.ready_decoder(mode, jobs).capture([job.request for job in jobs])
+            self.ready_decoder(mode, jobs).warm_up([job.request for job in jobs])
+            self._warm.add(mode)
         for mode, job in product(modes, jobs[:num_jobs]):
             short = replace(job.request, max_new_tokens=min(_WARMUP_TOKENS, job.request.max_new_tokens))
             for _ in self.decoder(mode).run([short], to_length=True):
@@ -158,7 +160,9 @@ class Session:
         todo = [job for job in jobs if (job.request.index, mode, job.request.sample) not in self.finished]
         for wave in waves(todo, keeps_order=self.streams):
             whole = self._with_answers(wave, mode)
-            ledger, decoder = _Ledger(self, viewer, whole, mode), self.ready_decoder(mode, whole)
+            decoder = self.ready_decoder(mode, whole)
+            self._warm_once(decoder, mode, whole)
+            ledger = _Ledger(self, viewer, whole, mode)
             share = [job.request for job in whole][mesh.number :: num_replicas]
             for updates in decoder.run(share) if share else ():
                 for update in updates:
@@ -166,6 +170,16 @@ class Session:
             if ledger.close(stopped=decoder.stopped):
                 again = f"run_dir={self.config.run_dir} with the same settings goes on from here"
                 raise InterruptedRun(f"interrupted; {again}")
+
+    def _warm_once(self, decoder: Decoder, mode: str, jobs: Sequence[PromptTask]) -> None:
+        """Keep tracing, capture and first uses out of the first completion's time, if the task has not warmed up."""
+        if mode in self._warm:
+            return
+        self._warm.add(mode)
+        decoder.warm_up([job.request for job in jobs])
+        first = jobs[0].request
+        for _ in decoder.run([replace(first, prompt_ids=first.prompt_ids[:_WARMUP_PROMPT], max_new_tokens=1)]):
+            pass
 
     def _with_answers(self, jobs: Sequence[PromptTask], mode: str) -> list[PromptTask]:
         """Put the answers to earlier turns, which rank 0 has recorded, into the prompts of later ones."""

@@ -66,6 +66,9 @@ class Ours:
             Request(index=index, prompt_ids=ids, max_new_tokens=self.num_new_tokens)
             for index, ids in enumerate(self.prompts)
         ]
+        if repetition < 0:
+            self.decoder.make_room(requests)
+            self.decoder.warm_up(requests)
         started = time.perf_counter()
         for updates in self.decoder.run(requests):
             completions |= {update.completion.request.index: update.completion for update in updates}

@@ -4,9 +4,10 @@
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 from llama_ssp.config import hardware
 from llama_ssp.config.drafts.drafter import draft_name
@@ -94,40 +95,42 @@ def dry_run(config: RunConfig, *, world_size: int) -> None:
 def job_ahead(config: RunConfig, *, world_size: int) -> tuple[PlanSpec, HardwareConfig]:
     """Return the planner's job and machine for a run, before anything is loaded; raises ConfigError as `dry_run`."""
     machine = machine_of_run(hardware_of(config, on_cpu=config.device is DeviceKind.cpu), world_size)
-    config, tokens = _foreseen(config)
-    return _job_on(machine, config, world_size=world_size, prompt_tokens=tokens), machine
+    config, lengths = _foreseen(config)
+    return _job_on(machine, config, world_size=world_size, lengths=lengths), machine
 
 
-def _job_on(machine: HardwareConfig, config: RunConfig, *, world_size: int, prompt_tokens: int) -> PlanSpec:
-    return job_of_run(
-        config, world_size=world_size, prompt_tokens=prompt_tokens, device=machine.device, num_gpus=machine.num_gpus
+def _job_on(machine: HardwareConfig, config: RunConfig, *, world_size: int, lengths: Sequence[int]) -> PlanSpec:
+    job = job_of_run(
+        config, world_size=world_size, prompt_tokens=max(lengths), device=machine.device, num_gpus=machine.num_gpus
     )
+    has_own = task_of(config).largest_cell is not None
+    return job if has_own else replace(job, mean_prompt_tokens=fmean(lengths))
 
 
 def choose_for_run(config: RunConfig, *, world_size: int, on_cpu: bool) -> AutoPlacement:
     """Choose the placement of a run with `placement=auto`; raises ConfigError or PlacementError as `dry_run`."""
     machine = machine_of_run(hardware_of(config, on_cpu=on_cpu), world_size)
-    config, tokens = _foreseen(config)
-    job = _job_on(machine, config, world_size=world_size, prompt_tokens=tokens)
+    config, lengths = _foreseen(config)
+    job = _job_on(machine, config, world_size=world_size, lengths=lengths)
     return choose_placement(job, machine, num_ranks=world_size)
 
 
-def _foreseen(config: RunConfig) -> tuple[RunConfig, int]:
-    """Limit the batch to the rows that the prompts fill, and estimate the longest prompt at three characters per token.
+def _foreseen(config: RunConfig) -> tuple[RunConfig, list[int]]:
+    """Limit the batch to the rows that the prompts fill, and estimate their tokens at three characters per token.
 
     A later turn of a conversation follows the earlier ones, and answers of as many tokens as they may have. Prompts
     that are unknown yet count TYPED_TOKENS each, and fill all rows.
     """
     prompts = _known_prompts(config)
     if not prompts:
-        return config, TYPED_TOKENS
-    tokens = max(
+        return config, [TYPED_TOKENS]
+    lengths = [
         sum(map(len, (*prompt.earlier, prompt.text))) // CHARACTERS_PER_TOKEN
         + 1
         + len(prompt.earlier) * config.max_new_tokens
         for prompt in prompts
-    )
-    return with_filled_rows(config, num_completions=len(prompts) * config.num_samples), tokens
+    ]
+    return with_filled_rows(config, num_completions=len(prompts) * config.num_samples), lengths
 
 
 def _known_prompts(config: RunConfig) -> list[Prompt]:
@@ -142,10 +145,10 @@ def with_filled_rows(config: RunConfig, *, num_completions: int) -> RunConfig:
     return replace(config, batch_size=min(config.batch_size, -(-num_completions // config.placement.num_replicas)))
 
 
-def plan_of_run(config: RunConfig, *, world_size: int, machine: HardwareConfig, prompt_tokens: int) -> Plan:
-    """Plan the job that a run is about to start; `prompt_tokens` are those of the longest prompt."""
+def plan_of_run(config: RunConfig, *, world_size: int, machine: HardwareConfig, lengths: Sequence[int]) -> Plan:
+    """Plan the job that a run is about to start; `lengths` are the tokens of its prompts."""
     machine = machine_of_run(machine, world_size)
-    return make_plan(_job_on(machine, config, world_size=world_size, prompt_tokens=prompt_tokens), machine)
+    return make_plan(_job_on(machine, config, world_size=world_size, lengths=lengths), machine)
 
 
 def expected_hours(config: RunConfig, plan: Plan) -> float | None:

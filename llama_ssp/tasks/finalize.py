@@ -12,6 +12,7 @@ from llama_ssp.session.excerpts import excerpts
 from llama_ssp.session.session import Session
 from llama_ssp.tasks.dispatch import conclude_task
 from llama_ssp.tasks.dry_run import forecast, planned_bytes
+from llama_ssp.tasks.slowness import Surroundings, slowness
 
 
 def finalize(session: Session) -> None:
@@ -50,6 +51,8 @@ def finalize(session: Session) -> None:
     if summary.evaluation:
         session.terminal.verdict(summary.evaluation)
     session.terminal.closing(summary, run_dir=folder.path)
+    if sentence := slowness(summary, Surroundings.of(session.world)):
+        session.terminal.say(sentence)
     conclude_task(session)
     try:
         folder.write_report(summary)

@@ -180,7 +180,7 @@ def _load(
     plan = _make_plan(config, world, terminal, jobs)
     clock.reach("checked_s")
     with terminal.loading() as progress:
-        models = load_models(config, world, sources, progress=progress)
+        models = load_models(config, world, sources, progress=progress, folder=folder)
     clock.reach("loaded_s")
     phase.doing, phase.limit = "decoding", f"timeouts.decode_s={config.timeouts.decode_s:g}"
     num_prompts = None if jobs is None else len({job.request.index for job in jobs})
@@ -239,8 +239,8 @@ def _make_plan(config: RunConfig, world: World, terminal: Terminal, jobs: list[P
             return None
         if not config.hardware and machine.device == "cuda":  # nvidia-smi lists the GPUs that this rank sees
             machine = replace(machine, num_gpus=max(machine.num_gpus, world.ranks.local_size))
-        longest = max((len(job.request.prompt_ids) for job in jobs), default=1) if jobs else dry_run.TYPED_TOKENS
-        plan = dry_run.plan_of_run(config, world_size=world.comm.size, machine=machine, prompt_tokens=longest)
+        lengths = [len(job.request.prompt_ids) for job in jobs] if jobs else [dry_run.TYPED_TOKENS]
+        plan = dry_run.plan_of_run(config, world_size=world.comm.size, machine=machine, lengths=lengths)
         if world.comm.rank == 0:
             _log.info("forecast for hardware %s: %s", machine.name, planned_link(machine))
         require_room(plan, words=dry_run.settings_of_run(config))

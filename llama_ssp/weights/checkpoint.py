@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Unpack
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, __version__
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -19,20 +18,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from llama_ssp.config.model_files import CONFIG_FILE, read_json, shown
 from llama_ssp.config.schema import ModelConfig, ModelShape
 from llama_ssp.errors import CheckpointError
-from llama_ssp.weights.source import TensorFacts, Wanted
+from llama_ssp.weights.packed import Layout, PackedTensor, combine, layout_of
+from llama_ssp.weights.source import Wanted
+from llama_ssp.weights.stored import StoredTensor, read_header
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _MAX_NAME_BYTES, _MAX_NAME_SHOWN = 255, 200
 _PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".ckpt"}
-_FLOAT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoredTensor(TensorFacts):
-    """A tensor and its safetensors file."""
-
-    file: Path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +35,7 @@ class Checkpoint:
     folder: Path
     config: PretrainedConfig
     shape: ModelShape
-    tensors: Mapping[str, StoredTensor]
+    tensors: Mapping[str, StoredTensor | PackedTensor]
 
     @property
     def context(self) -> int:
@@ -60,28 +53,26 @@ class Checkpoint:
 
         CheckpointError if the file has changed since it was inspected.
         """
-        file, dim = self.tensors[name].file, wanted.get("dim")
-        try:
-            with safe_open(file, framework="pt") as stored:
-                source = stored.get_slice(name)
-                if dim is None:
-                    pieces = [source[:]]
-                else:
-                    pieces = [source[(*[slice(None)] * dim, slice(part.start, part.stop))] for part in wanted["parts"]]
-                piece = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=dim or 0)
-                # A copy, because it may be a view of the mapped file.
-                dtype = wanted.get("dtype") or piece.dtype
-                values = piece.to(dtype, copy=True, memory_format=torch.contiguous_format)
-        except (SafetensorError, OSError) as error:
-            raise _unreadable(file, error) from error
-        return values.to(wanted.get("device"))
+        tensor = self.tensors[name]
+        if isinstance(tensor, PackedTensor):
+            return tensor.read(**wanted)
+        dim = wanted.get("dim")
+        if dim is None:
+            piece = tensor.read()
+        else:
+            before = [range(size) for size in tensor.shape[:dim]]
+            pieces = [tensor.read(*before, part) for part in wanted["parts"]]
+            piece = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=dim)
+        # A copy, because it may be a view of the mapped file.
+        dtype = wanted.get("dtype") or piece.dtype
+        return piece.to(dtype, copy=True, memory_format=torch.contiguous_format).to(wanted.get("device"))
 
 
 def inspect(folder: Path) -> Checkpoint:
     """Check a folder written by `save_pretrained`, without loading weights; every fault is a CheckpointError."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder} does not exist: a folder with config.json and safetensors weights is required")
-    config = _read_config(folder)
+    config, layout = _read_config(folder)
     try:
         shape = shape_of(config)
     except (AttributeError, TypeError, ZeroDivisionError) as error:
@@ -90,7 +81,9 @@ def inspect(folder: Path) -> Checkpoint:
     if small:
         message = f"{folder}/config.json gives {', '.join(small)}, but at least 1 is required: copy it again"
         raise CheckpointError(message)
-    return Checkpoint(folder=folder, config=config, shape=shape, tensors=_list_tensors(folder))
+    tensors = _list_tensors(folder)
+    packed = combine(tensors, layout, folder) if layout else dict(tensors)
+    return Checkpoint(folder=folder, config=config, shape=shape, tensors=packed)
 
 
 def shape_of(config: PretrainedConfig) -> ModelShape:
@@ -118,7 +111,8 @@ def check_shape(entry: ModelConfig, checkpoint: Checkpoint) -> None:
         )
 
 
-def _read_config(folder: Path) -> PretrainedConfig:
+def _read_config(folder: Path) -> tuple[PretrainedConfig, Layout | None]:
+    """The configuration, and the layout of packed weights if there are any."""
     file = folder / CONFIG_FILE
     content = read_json(file)
     model_type = content.get("model_type")
@@ -133,8 +127,13 @@ def _read_config(folder: Path) -> PretrainedConfig:
         problem = f"has model_type {shown(model_type)}, unknown to transformers {__version__}: a newer one may know it"
     elif model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         problem = f"has model_type {shown(model_type)}, which is no causal language model"
-    elif "quantization_config" in content:
-        problem = "describes quantized weights: float32, bfloat16 or float16 weights are required"
+    layout = layout_of(content["quantization_config"]) if "quantization_config" in content else None
+    if isinstance(layout, str):
+        problem = problem or (
+            f"describes quantized weights that cannot be read ({layout}): float32, bfloat16 or float16 weights are "
+            "required, or 4 bits in groups of 128 (compressed-tensors pack-quantized, or gptq with desc_act=false)"
+        )
+        layout = None
     if problem:
         raise CheckpointError(f"{file} {problem}")
     try:
@@ -142,12 +141,13 @@ def _read_config(folder: Path) -> PretrainedConfig:
     except Exception as error:  # each family raises its own errors
         reason = " ".join(str(error).split())[:_MAX_NAME_SHOWN] or type(error).__name__
         raise CheckpointError(f"{file} is no valid configuration of {model_type}: {reason}") from error
-    return config
+    vars(config).pop("quantization_config", None)  # which only the library's own loader needs
+    return config, layout
 
 
 def _list_tensors(folder: Path) -> dict[str, StoredTensor]:
     if (folder / SINGLE_FILE).is_file():
-        return _read_header(folder / SINGLE_FILE)
+        return read_header(folder / SINGLE_FILE)
     index = folder / INDEX_FILE
     if not index.is_file():
         raise _no_weights(folder)
@@ -159,7 +159,7 @@ def _list_tensors(folder: Path) -> dict[str, StoredTensor]:
     absent = [name for name in files if not (folder / name).is_file()]
     if absent:
         raise CheckpointError(f"{index} names {summary(absent)}, which is missing: copy or download the folder again")
-    headers = {name: _read_header(folder / name) for name in files}
+    headers = {name: read_header(folder / name) for name in files}
     strays = [name for name, file in file_of.items() if name not in headers[file]]
     if strays:
         message = f"{index} looks for {summary(strays)} in files without it: copy or download the folder again"
@@ -172,25 +172,6 @@ def _is_file_name(name: object) -> bool:
     if not isinstance(name, str) or "\0" in name or Path(name).name != name:
         return False
     return len(name.encode(errors="surrogatepass")) <= _MAX_NAME_BYTES
-
-
-def _read_header(file: Path) -> dict[str, StoredTensor]:
-    """List a file's tensors; on opening, safetensors checks the header against the size of the file."""
-    try:
-        with safe_open(file, framework="pt") as stored:
-            slices = {name: stored.get_slice(name) for name in stored.keys()}  # noqa: SIM118 - not a mapping
-            return {
-                name: StoredTensor(
-                    file=file, dtype=_FLOAT_DTYPES.get(piece.get_dtype()), shape=tuple(piece.get_shape())
-                )
-                for name, piece in slices.items()
-            }
-    except (SafetensorError, OSError) as error:
-        raise _unreadable(file, error) from error
-
-
-def _unreadable(file: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(f"{file} is truncated or corrupt ({error}): copy or download it again")
 
 
 def _no_weights(folder: Path) -> CheckpointError:

@@ -14,10 +14,17 @@ from llama_ssp.config.schema import ModelShape
 
 @dataclass(frozen=True, kw_only=True)
 class TensorFacts:
-    """A tensor's full shape and its dtype, which is None if weights cannot have it; known before it is read."""
+    """What is known of a tensor before it is read.
+
+    Attributes:
+        dtype: None if weights cannot have it; of a packed tensor, that of its scales.
+        shape: of the whole tensor, unpacked.
+        is_packed: it is read as rows of bytes; see `int4_rows`.
+    """
 
     dtype: torch.dtype | None
     shape: tuple[int, ...]
+    is_packed: bool = False
 
 
 class Wanted(TypedDict, total=False):
@@ -26,7 +33,7 @@ class Wanted(TypedDict, total=False):
     Attributes:
         dim: the dimension that is cut; None for the whole tensor.
         parts: what to keep of that dimension, in this order.
-        dtype: None for that of the tensor.
+        dtype: None for that of the tensor; has no effect on packed ones.
         device: None for the CPU.
     """
 

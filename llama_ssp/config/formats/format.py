@@ -40,6 +40,7 @@ class StorageFormat:
             this format and unquantized.
         rounds_inputs: the kernel quantizes inputs too, so a difference in the last bit can become a whole step.
         group: number of inputs that share a scale; the inputs of a layer are a multiple of it.
+        reads_packed: checkpoints whose weights are stored in this format are read as they are.
         package: what the kernel needs in addition to torch.
         one_gpu_per_rank: the kernel works with one GPU per process only.
         change_weight: cost of switching to this format, for the planner's smallest change that makes a plan fit; None
@@ -58,6 +59,7 @@ class StorageFormat:
     gpu_read_bytes: Callable[[int, int, int], float] = lambda rows, packed, unquantized: packed  # noqa: ARG005
     rounds_inputs: bool = False
     group: int = 1
+    reads_packed: bool = False
     package: Package | None = None
     one_gpu_per_rank: bool = False
     change_weight: int | None = None

@@ -6,6 +6,8 @@ that a library makes by itself.
 
     a result that is there      one query
     a result that is not        a few queries, then naps, each followed by a query and a look at the control channel
+    the timeout has passed      the host of another rank is at work, compiling or measuring: the timeout begins again
+                                all hosts wait for their GPUs, or one does not answer: the wait is given up
 """
 
 import time
@@ -17,6 +19,8 @@ import torch.distributed as dist
 _NUM_QUERIES = 32
 _NAP_S = 5e-5  # short beside a round: the device has the next one already
 _GRACE_S = 1.0  # for a wait of this replica, when a rank of another one has ended
+MOST_WORK_S = 600.0
+"""How long a host may be at work while others wait for its GPU; compilers take minutes at most."""
 
 
 class Event(Protocol):
@@ -34,25 +38,34 @@ class DeviceWait:
 
     Args:
         has_failed: whether this rank knows that the run has failed; never waits.
+        has_busy_peer: asks all ranks whether the host of one is at work; false if one does not answer.
 
     Attributes:
-        timeout_s: how long a wait may take.
+        timeout_s: how long a wait may take if no host is at work.
+        is_waiting: the main thread waits for the device, and does not work.
         passed_s: when this rank last got past a wait, on the monotonic clock.
     """
 
-    def __init__(self, has_failed: Callable[[], bool]) -> None:
+    def __init__(self, has_failed: Callable[[], bool], *, has_busy_peer: Callable[[], bool] = lambda: False) -> None:
         self._has_failed = has_failed
+        self._has_busy_peer = has_busy_peer
         self.timeout_s = 60.0
+        self.is_waiting = False
         self.passed_s = time.monotonic()
 
     def until(self, event: Event) -> None:
         """Wait until the device has passed an event; DistBackendError if a rank has ended, or if it takes too long."""
         if not any(event.query() for _ in range(_NUM_QUERIES)):
-            self._nap_until(event)
+            self.is_waiting = True
+            try:
+                self._nap_until(event)
+            finally:
+                self.is_waiting = False
         self.passed_s = time.monotonic()
 
     def _nap_until(self, event: Event) -> None:
         began = time.monotonic()
+        deadline_s = began + self.timeout_s
         failed_s: float | None = None
         while not event.query():
             time.sleep(_NAP_S)
@@ -61,5 +74,8 @@ class DeviceWait:
                 failed_s = now
             if failed_s is not None and now - failed_s >= _GRACE_S:
                 raise dist.DistBackendError("the device waits for a rank that has ended")
-            if now - began >= self.timeout_s:
+            if now >= deadline_s:
+                if now - began < MOST_WORK_S and self._has_busy_peer():
+                    deadline_s = time.monotonic() + self.timeout_s
+                    continue
                 raise dist.DistBackendError(f"the device timed out after {self.timeout_s:g} s")

@@ -5,7 +5,8 @@ launch into a full queue, a new communicator. Python is not asked meanwhile, so 
 A thread ends the process instead, with the error and the status that the main thread would have reported:
 
     the run has failed, by the control channel      the main thread has a few seconds to end by itself
-    no wait has ended within the timeout            all ranks are called, and one leaves several calls unanswered
+    no wait has ended within the timeout            all ranks are called, and one leaves several calls unanswered:
+                                                    a rank that compiles for long does answer
 """
 
 import logging

@@ -12,6 +12,7 @@ from llama_ssp.distributed.comms import Comm
 from llama_ssp.models.cache import LibraryCache
 from llama_ssp.models.cached_runner import CachedRunner
 from llama_ssp.models.huggingface.families import check_servable, mask_argument
+from llama_ssp.models.runner import Pieces
 
 
 class ModuleRunner(CachedRunner):
@@ -47,6 +48,7 @@ class ModuleRunner(CachedRunner):
         score_positions_BR: Tensor | None = None,
         cache_rows_B: Tensor | None = None,
         consecutive: bool = True,  # noqa: ARG002 - masks show any positions
+        pieces: Pieces | None = None,  # noqa: ARG002 - only for runners that pack prompts
     ) -> Tensor:
         """See `Runner.forward`."""
         assert self._cache is not None, "allocate comes first"

@@ -25,6 +25,7 @@ from torch.nn import functional
 
 from llama_ssp.models.attention import attend_by_position
 from llama_ssp.models.cache import Workspace
+from llama_ssp.models.runner import Pieces
 from llama_ssp.models.varlen import VarlenAttention, window_size
 from llama_ssp.shapes import static_shape
 
@@ -80,7 +81,8 @@ class RowLengths(NamedTuple):
         used_C: slots that each sequence's last query sees.
         pages_CX: each sequence's pages, in order.
         first_query_C1, first_slot_C1: running sums of the queries and of the slots of the sequences, from 0 on.
-        num_queries, num_slots: of each sequence.
+        num_queries: of each sequence, the most of any.
+        num_slots: of each sequence.
     """
 
     used_C: Tensor
@@ -138,6 +140,18 @@ class LengthTables(Workspace):
             first_query_C1=self._running_sum(num_sequences, num_queries),
             first_slot_C1=self._running_sum(num_sequences, self._num_slots),
             num_queries=num_queries,
+            num_slots=self._num_slots,
+        )
+
+    def rows_of_pieces(self, pieces: Pieces) -> RowLengths:
+        """The rows of a packed forward: each piece is a sequence."""
+        num_pieces = pieces.rows_C.shape[0]
+        return RowLengths(
+            used_C=pieces.used_C,
+            pages_CX=self._pages_BX.index_select(0, pieces.rows_C),
+            first_query_C1=pieces.first_C1,
+            first_slot_C1=self._running_sum(num_pieces, self._num_slots),
+            num_queries=pieces.longest,
             num_slots=self._num_slots,
         )
 

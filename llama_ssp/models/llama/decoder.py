@@ -23,6 +23,7 @@ from llama_ssp.models.llama.layer import Layer, take
 from llama_ssp.models.llama.norm import RmsNorm
 from llama_ssp.models.llama.rotary import PlaceByKernel, PlaceByOperators, PlaceHeads, Rotations
 from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
+from llama_ssp.models.runner import Pieces
 from llama_ssp.models.tensor_parallel import GatheredLinear
 from llama_ssp.models.triton_tools import attempt
 from llama_ssp.models.varlen import VarlenAttention, find_varlen
@@ -87,7 +88,7 @@ class LeanRunner(CachedRunner):
         if varlen is None and not self._by_position:
             varlen = find_varlen(self.device, self.dtype, layers[0].heads.dim)
         self._varlen = varlen
-        self.reads_by_length = varlen is not None
+        self.reads_by_length = self.packs_prompts = varlen is not None
         self._gpu_layers: GpuLayers | None = None
         if self.reads_by_length and self.device.type == "cuda":
             self._gpu_layers = attempt(self._in_few_kernels, instead="continuing with more kernels in every layer")
@@ -96,6 +97,21 @@ class LeanRunner(CachedRunner):
     def is_fused(self) -> bool:
         """Whether forwards run the kernels of `gpu_layers`."""
         return self._gpu_layers is not None
+
+    def kernel_choices(self) -> dict[str, list[int]]:
+        """The kernels that were chosen by their times on this GPU; see `trials.choices_of`."""
+        if self._gpu_layers is None:
+            return {}
+        from llama_ssp.models.llama.trials import choices_of  # noqa: PLC0415 - imports Triton
+
+        return choices_of(self._gpu_layers.products)
+
+    def use_kernel_choices(self, choices: dict[str, list[int]]) -> None:
+        """Use the kernels that were chosen before, or by another rank; see `trials.use_choices`."""
+        if self._gpu_layers is not None:
+            from llama_ssp.models.llama.trials import use_choices  # noqa: PLC0415 - imports Triton
+
+            use_choices(self._gpu_layers.products, choices)
 
     def allocate(self, *, batch_size: int, capacity: int) -> None:
         """See `Runner.allocate`."""
@@ -119,10 +135,13 @@ class LeanRunner(CachedRunner):
         score_positions_BR: Tensor | None = None,
         cache_rows_B: Tensor | None = None,
         consecutive: bool = True,
+        pieces: Pieces | None = None,
     ) -> Tensor:
         """See `Runner.forward`."""
         batch_size, num_tokens = static_shape(ids_BT)
-        place, attend = self._placing(positions_BT, bucket=bucket, cache_rows_B=cache_rows_B, consecutive=consecutive)
+        place, attend = self._placing(
+            positions_BT, bucket=bucket, cache_rows_B=cache_rows_B, consecutive=consecutive, pieces=pieces
+        )
         attends = [attend[window] for window in self._windows]
         x_ME = self._embed(ids_BT.flatten())
         if self._gpu_layers:
@@ -138,12 +157,20 @@ class LeanRunner(CachedRunner):
         return logits_MV.view(batch_size, -1, self.vocab_size).float()
 
     def _placing(
-        self, positions_BT: Tensor, *, bucket: int, cache_rows_B: Tensor | None, consecutive: bool
+        self,
+        positions_BT: Tensor,
+        *,
+        bucket: int,
+        cache_rows_B: Tensor | None,
+        consecutive: bool,
+        pieces: Pieces | None,
     ) -> tuple[PlaceHeads, dict[int | None, Attend]]:
         """How one forward writes and reads the cache; the latter by window."""
         assert self._cache is not None, "allocate comes first"
         freqs_cis_S1P = self._rotations.freqs_cis_S1P
         place: PlaceHeads
+        if pieces:
+            positions_BT, cache_rows_B = positions_BT.view(-1, 1), pieces.rows_M  # each token has a row of its own
         if self._gpu_layers and cache_rows_B is None:
             kernel, buffers = self._gpu_layers.rotate_write, self._cache.buffers(bucket)
             place = PlaceByKernel(kernel, freqs_cis_S1P, positions_BT.contiguous(), None, buffers)
@@ -156,7 +183,10 @@ class LeanRunner(CachedRunner):
                 place = PlaceByOperators(freqs_cis_S1P.index_select(0, positions_BT.flatten()), view)
         if self._varlen is None:
             return place, self._masked(positions_BT, bucket=bucket)
-        rows = self._lengths.rows(positions_BT, cache_rows_B=cache_rows_B, consecutive=consecutive)
+        if pieces:
+            rows = self._lengths.rows_of_pieces(pieces)
+        else:
+            rows = self._lengths.rows(positions_BT, cache_rows_B=cache_rows_B, consecutive=consecutive)
         return place, self._lengths.attend(self._varlen, rows, self._windows)
 
     def _in_few_kernels(self) -> "GpuLayers":

@@ -139,6 +139,7 @@ class GpuLayers:
 
     Attributes:
         rotate_write: the kernel of `rotary.PlaceByKernel`.
+        products: those that `trials` chooses kernels for, in groups of one shape.
     """
 
     def __init__(self, layers: Sequence[Layer], norm: RmsNorm, head: Linear, *, comm: Comm) -> None:
@@ -147,11 +148,15 @@ class GpuLayers:
         self._layers = [GpuLayer(layer) for layer in layers]
         # Gathered logits are sent in 16 bits.
         self._head = NormedProduct(norm, head, dtype=torch.float32 if comm.size == 1 else None)
-        choose([layer.qkv for layer in self._layers])
-        choose([layer.output for layer in self._layers])
-        choose([layer.gate_up for layer in self._layers])
-        choose([layer.down for layer in self._layers])
-        choose([self._head])
+        self.products: dict[str, list[Product]] = {
+            "qkv": [layer.qkv for layer in self._layers],
+            "output": [layer.output for layer in self._layers],
+            "gate_up": [layer.gate_up for layer in self._layers],
+            "down": [layer.down for layer in self._layers],
+            "head": [self._head],
+        }
+        for products in self.products.values():
+            choose(products)
 
     def forward(
         self, x_ME: Tensor, place: PlaceHeads, attends: Sequence[Attend], *, score_positions_BR: Tensor | None

@@ -10,9 +10,10 @@ D / 2 pairs of dimensions.
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
+import triton
 from torch import Tensor
 
 from llama_ssp.models.cache import CacheView, StaticCache
@@ -24,6 +25,8 @@ from llama_ssp.models.llama.rotary import PlaceByKernel, PlaceByOperators, Place
 
 _log = logging.getLogger(__name__)
 
+Choices = dict[str, list[int]]
+"""The tile of each product, by all that it depends on; empty for torch's operators."""
 TILES = (kernels.Tile(), kernels.Tile(outputs=64, inputs=64, num_stages=4))
 _TIMED_ROWS = {16: (1, 5), 32: (20,)}
 """Numbers of rows that are tried, by those of the tile that holds them."""
@@ -79,6 +82,38 @@ def choose(products: Sequence[Product]) -> None:
                 best, least_s = tile, took_s
         for product in products:
             product.tiles[padded_rows] = best
+
+
+def choices_of(products: Mapping[str, Sequence[Product]]) -> Choices:
+    """What `choose` has chosen for products of one shape each, by their names."""
+    return {key: list(group[0].tiles[rows] or ()) for key, group, rows in _chosen(products)}
+
+
+def use_choices(products: Mapping[str, Sequence[Product]], choices: Choices) -> None:
+    """Use earlier choices, those of `choices_of`, so that texts are rounded as they were; see `choose`.
+
+    What was chosen on another GPU, or by other versions, is left out. Raises ValueError for a tile that there is not.
+    """
+    tiles = {tuple(tile): tile for tile in TILES}
+    for key, group, rows in _chosen(products):
+        if key in choices:
+            wanted = tuple(choices[key])
+            if wanted and wanted not in tiles:
+                raise ValueError(f"it has no tile {choices[key]}")
+            for product in group:
+                product.tiles[rows] = tiles.get(wanted)
+
+
+def _chosen(products: Mapping[str, Sequence[Product]]) -> Iterator[tuple[str, Sequence[Product], int]]:
+    """Each choice: what it depends on, the products that it is for, and the rows of the tile."""
+    for name, group in products.items():
+        if plain := group[0].plain:
+            num_outputs, num_inputs = plain.weight_OI.shape
+            gpu = torch.cuda.get_device_name(plain.weight_OI.device)
+            made_by = f"torch {torch.__version__}, triton {triton.__version__}"
+            dtype = str(plain.weight_OI.dtype).removeprefix("torch.")
+            for rows in group[0].tiles:
+                yield f"{gpu}, {made_by}: {name}, {num_outputs} x {num_inputs}, {dtype}, {rows} rows", group, rows
 
 
 def _works(product: Product, inputs: Sequence[Tensor], padded_rows: int, tile: kernels.Tile) -> bool:

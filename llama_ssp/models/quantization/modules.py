@@ -3,7 +3,7 @@
 Shapes: B sequences, T positions, I inputs, O outputs.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any
 
@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from llama_ssp.architectures.sharding import cut_of, split_model
-from llama_ssp.config.formats.format import format_of
+from llama_ssp.config.formats.format import format_of, formats
 from llama_ssp.config.schema import ModelShape
-from llama_ssp.errors import ConfigError, PlacementError
+from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
 from llama_ssp.models.linear import Kernel, Linear
 from llama_ssp.models.tensor_parallel import ColumnLinear, GatheredLinear, RowLinear, is_row_parallel
+from llama_ssp.weights.checkpoint import summary
+from llama_ssp.weights.source import WeightSource
 
 
 class QuantizedLinear(nn.Module):
@@ -41,6 +43,28 @@ def quantize_modules(model: PreTrainedModel, quantize: Kernel, *, fill: Callable
         model.set_submodule(name, QuantizedLinear(module, quantize))
 
 
+def check_packed(model: PreTrainedModel, origin: WeightSource, sources: Mapping[str, str], quantization: str) -> None:
+    """Check that weights which are stored packed belong to the layers that are quantized, and that all of those are.
+
+    ConfigError if `quantization` is another format; CheckpointError if only some of the layers are packed.
+    """
+    packed = {name for name, source in sources.items() if origin.tensors[source].is_packed}
+    if not packed:
+        return
+    if not format_of(quantization).reads_packed:
+        able = ", ".join(storage.name for storage in formats().values() if storage.reads_packed)
+        raise ConfigError(
+            f"{origin.folder} holds weights of 4 bits, and model.quantization={quantization} was given: "
+            f"model.quantization={able} (draft.model.quantization for a draft) is required"
+        )
+    odd = sorted(packed ^ {f"{name}.weight" for name, _ in _linear_layers(model)})
+    if odd:
+        raise CheckpointError(
+            f"{origin.folder} must hold 4 bits for all linear layers of the decoder layers and for nothing else, which "
+            f"is not so for {summary(odd)}: quantize the original checkpoint with model.quantization={quantization}"
+        )
+
+
 def check_quantizable(model: PreTrainedModel, shape: ModelShape, quantization: str, *, num_ranks: int) -> None:
     """Check that a whole model, before `tensor_parallel.shard`, can be quantized; reads no weights.
 
@@ -53,7 +77,7 @@ def check_quantizable(model: PreTrainedModel, shape: ModelShape, quantization: s
             f"quantization={quantization} needs the package {package.name}: {package.install} installs it, "
             "or use quantization=int8_weight_only, which needs none"
         )
-    shards = split_model(shape, num_ranks=num_ranks)
+    shards = split_model(shape, num_ranks=num_ranks, quantization=quantization)
     for name, module in _linear_layers(model) if storage.group > 1 else ():
         is_cut = num_ranks > 1 and is_row_parallel(model, name)
         for width in {len(s.features(cut_of(name))) for s in shards} if is_cut else {module.in_features}:

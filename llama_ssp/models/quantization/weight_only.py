@@ -1,11 +1,12 @@
-"""Linear layers with int8 weights and a scale per output, whose inputs are not quantized.
+"""Linear layers whose weights alone are quantized: their base class, and int8 with a scale per output.
 
-Each product reads half the bytes of fp16 weights. It uses an int8 kernel if there is a fast one for the number of rows;
-otherwise it unpacks blocks of weights that stay in the processor's cache.
+Each product reads half the bytes of fp16 weights, or less. It uses a kernel for packed weights if there is a fast one
+for the number of rows; otherwise it unpacks blocks of weights that stay in the processor's cache.
 
 Shapes: M rows (tokens), I inputs, O outputs, C outputs of one block.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, partial
@@ -13,7 +14,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from llama_ssp.config.formats.int8_weight_only import FEW_ROWS
+from llama_ssp.config.formats.few_rows import FEW_ROWS
 from llama_ssp.models.linear import Linear
 from llama_ssp.models.triton_tools import attempt
 
@@ -22,7 +23,7 @@ _QUANTIZED_ELEMENTS = {"cpu": 2**17, "cuda": 2**24}
 _UNPACKED_ELEMENTS = {"cpu": 2**20, "cuda": 2**24}
 """Weights that are unpacked at a time: few enough for a CPU's cache, enough to keep a GPU busy."""
 _FEW_ROWS = {"cpu": 8, "cuda": FEW_ROWS}
-"""Up to so many rows the int8 kernels are faster than unpacking."""
+"""Up to so many rows the kernels for packed weights are faster than unpacking."""
 _LARGEST_BYTE = 127
 _CPU_VECTOR = 16
 """Weights that torch's CPU operator reads at a time, even past the end of a row."""
@@ -34,14 +35,31 @@ class QuantizedForm(Linear):
     """Base class of quantized layers, which add the residual after the product."""
 
 
-class Int8WeightOnlyLinear(QuantizedForm):
-    """The format `int8_weight_only`."""
+class WeightOnlyLinear(QuantizedForm):
+    """Base class of forms whose inputs are not quantized.
 
-    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
-        self._weight_OI, self._scales_O = quantize_by_blocks(weight_OI, _to_bytes)
+    Args:
+        operands: the packed weights with their outputs first, and their scales, as the kernel takes them.
+        num_inputs: of the layer.
+        bias_O: of the layer; None for none.
+        few_rows: the kernel for a few rows; None if this machine has no fast one.
+    """
+
+    def __init__(
+        self, operands: tuple[Tensor, Tensor], num_inputs: int, bias_O: Tensor | None, few_rows: ProductOfFewRows | None
+    ) -> None:
+        self._operands = operands
+        self._num_inputs = num_inputs
         self._bias_O = bias_O
-        has_whole_vectors = weight_OI.shape[1] % _CPU_VECTOR == 0
-        self._few_rows = _product_of_few_rows(weight_OI.device.type, weight_OI.dtype, has_whole_vectors)
+        self._few_rows = few_rows
+
+    @abstractmethod
+    def unpack(self, outputs: slice, into_CI: Tensor) -> None:
+        """Write the weights of some outputs, in the dtype of the inputs, into given memory."""
+
+    def scale(self, y_MO: Tensor) -> Tensor:
+        """Finish the product of unpacked weights, which may be overwritten."""
+        return y_MO
 
     def __call__(self, x_MI: Tensor) -> Tensor:
         """See `Linear`."""
@@ -56,29 +74,47 @@ class Int8WeightOnlyLinear(QuantizedForm):
         if self._few_rows is None or x_MI.shape[0] > _FEW_ROWS[x_MI.device.type]:
             y_MO = self._unpacked(x_MI)
         elif x_MI.is_cuda:
-            return self._few_rows(x_MI, self._weight_OI, self._scales_O, bias_O=self._bias_O, residual_MO=residual_MO)
+            return self._few_rows(x_MI, *self._operands, bias_O=self._bias_O, residual_MO=residual_MO)
         else:
-            y_MO = self._few_rows(x_MI, self._weight_OI, self._scales_O)
+            y_MO = self._few_rows(x_MI, *self._operands)
         if self._bias_O is not None:
             y_MO.add_(self._bias_O)
         return y_MO if residual_MO is None else y_MO.add_(residual_MO)
 
     def _unpacked(self, x_MI: Tensor) -> Tensor:
-        """Unpack the weights of some outputs at a time, and multiply.
-
-        In fp16 weights are scaled before the product, because unscaled sums would overflow; otherwise outputs after it.
-        """
-        num_outputs, num_inputs = self._weight_OI.shape
-        num_rows = min(max(_UNPACKED_ELEMENTS[x_MI.device.type] // num_inputs, 1), num_outputs)
-        unpacked_CI = x_MI.new_empty(num_rows, num_inputs)
+        """Unpack the weights of some outputs at a time, and multiply."""
+        num_outputs = len(self._operands[0])
+        num_rows = min(max(_UNPACKED_ELEMENTS[x_MI.device.type] // self._num_inputs, 1), num_outputs)
+        unpacked_CI = x_MI.new_empty(num_rows, self._num_inputs)
         y_MO = x_MI.new_empty(x_MI.shape[0], num_outputs)
-        blocks = (self._weight_OI.split(num_rows), self._scales_O.split(num_rows), y_MO.split(num_rows, dim=1))
-        for bytes_CI, scales_C, y_MC in zip(*blocks, strict=True):
-            weight_CI = unpacked_CI[: len(bytes_CI)].copy_(bytes_CI)
-            if x_MI.dtype is torch.float16:
-                weight_CI.mul_(scales_C[:, None])
+        for number, y_MC in enumerate(y_MO.split(num_rows, dim=1)):
+            weight_CI = unpacked_CI[: y_MC.shape[1]]
+            self.unpack(slice(number * num_rows, number * num_rows + len(weight_CI)), weight_CI)
             y_MC.copy_(torch.mm(x_MI, weight_CI.t()))
-        return y_MO if x_MI.dtype is torch.float16 else y_MO.mul_(self._scales_O)
+        return self.scale(y_MO)
+
+
+class Int8WeightOnlyLinear(WeightOnlyLinear):
+    """The format `int8_weight_only`.
+
+    In fp16 weights are scaled before the product, because unscaled sums would overflow; otherwise outputs after it.
+    """
+
+    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
+        num_inputs = weight_OI.shape[1]
+        kernel = _product_of_few_rows(weight_OI.device.type, weight_OI.dtype, num_inputs % _CPU_VECTOR == 0)
+        super().__init__(quantize_by_blocks(weight_OI, _to_bytes), num_inputs, bias_O, kernel)
+
+    def unpack(self, outputs: slice, into_CI: Tensor) -> None:
+        """See `WeightOnlyLinear`."""
+        bytes_OI, scales_O = self._operands
+        into_CI.copy_(bytes_OI[outputs])
+        if into_CI.dtype is torch.float16:
+            into_CI.mul_(scales_O[outputs, None])
+
+    def scale(self, y_MO: Tensor) -> Tensor:
+        """See `WeightOnlyLinear`."""
+        return y_MO if y_MO.dtype is torch.float16 else y_MO.mul_(self._operands[1])
 
 
 def quantize_by_blocks(weight_OI: Tensor, quantize: Callable[[Tensor], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -105,10 +141,7 @@ def _product_of_few_rows(device: str, dtype: torch.dtype, has_whole_vectors: boo
     reads a row of the weights alone, which is slow.
     """
     if device == "cuda":
-        return attempt(
-            partial(_tried_kernel, dtype),
-            instead="int8_weight_only unpacks its weights in every forward, which is slower than fp16",
-        )
+        return kernel_of_gpus("int8_weight_only", (torch.ones(16, 256, dtype=torch.int8), torch.ones(16, dtype=dtype)))
     if device == "cpu" and dtype is torch.bfloat16 and has_whole_vectors:
         ones = torch.ones(2, _CPU_VECTOR, dtype=dtype)
         with suppress(AttributeError, RuntimeError):
@@ -118,10 +151,19 @@ def _product_of_few_rows(device: str, dtype: torch.dtype, has_whole_vectors: boo
     return None
 
 
-def _tried_kernel(dtype: torch.dtype) -> ProductOfFewRows:
-    """Triton's kernel, compiled and launched once, so that it is not compiled while a graph is captured."""
-    from llama_ssp.models.quantization.int8_kernel import product_of_few_rows  # noqa: PLC0415 - CPU builds come without Triton
+def kernel_of_gpus(name: str, operands: tuple[Tensor, Tensor]) -> ProductOfFewRows | None:
+    """Triton's kernel, tried with small operands for 256 inputs, so that it is not compiled while a graph is captured.
 
-    x_MI, weight_OI = torch.ones(1, 256, dtype=dtype, device="cuda"), torch.ones(16, 256, device="cuda")
-    product_of_few_rows(x_MI, weight_OI.to(torch.int8), x_MI[0, :16])
+    Without it a warning says, once, what the format of this `name` costs.
+    """
+    instead = f"{name} unpacks its weights in every forward, which is slower than fp16"
+    return attempt(partial(_tried_kernel, operands), instead=instead)
+
+
+def _tried_kernel(operands: tuple[Tensor, Tensor]) -> ProductOfFewRows:
+    from llama_ssp.models.quantization.few_rows_kernel import product_of_few_rows  # noqa: PLC0415 - CPU builds come without Triton
+
+    scales = operands[1]
+    x_MI = torch.ones(1, 256, dtype=scales.dtype if scales.is_floating_point() else torch.float16, device="cuda")
+    product_of_few_rows(x_MI, *(operand.cuda() for operand in operands))
     return product_of_few_rows

@@ -77,7 +77,10 @@ BAD = [
         ["verification.rule=blocks"],
         "unknown verification.rule 'blocks': there are block, coupled, greedy, speculative; did you mean",
     ),
-    (["model.quantization=int9"], "unknown model.quantization 'int9': there are int8, int8_weight_only, nf4, none"),
+    (
+        ["model.quantization=int9"],
+        "unknown model.quantization 'int9': there are int4_weight_only, int8, int8_weight_only, nf4, none",
+    ),
     (["draft.model.quantization=nf5"], "unknown draft.model.quantization 'nf5': "),
     (["model.quantization=nf4", "model.int8_threshold=6"], "model.int8_threshold has no effect without"),
     (

@@ -41,6 +41,18 @@ def test_ranks_that_do_not_answer_are_missing(signals: list[int]) -> None:
 
 
 @pytest.mark.usefixtures("signals")
+def test_a_rank_at_work_says_so_and_one_that_does_not_answer_makes_it_useless_to_wait() -> None:
+    own, other = watches(0, 1, size=2)
+    assert not own.has_busy_rank()
+    other.is_busy = lambda: True
+    assert own.has_busy_rank()
+    [lonely, *_] = watches(0, 1, size=3)
+    lonely.is_busy = lambda: True
+    assert not lonely.has_busy_rank()
+    assert not ControlChannel.alone().has_busy_rank()
+
+
+@pytest.mark.usefixtures("signals")
 @pytest.mark.heavy
 def test_a_store_that_does_not_answer_is_missed_with_its_rank_and_asked_no_more(
     monkeypatch: pytest.MonkeyPatch,

@@ -8,7 +8,7 @@ from llama_ssp.distributed.comms import Comm
 from llama_ssp.drafting.batch_split import BatchSplit, BatchSplitDrafter
 from llama_ssp.drafting.broadcast import BroadcastDrafter
 from llama_ssp.drafting.model import ModelDrafter
-from llama_ssp.models.prefill import Buckets
+from llama_ssp.models.prefill import Buckets, Prompts
 from llama_ssp.sampling.context import Rows
 from llama_ssp.sampling.rules import make_rule
 from tests.helpers.prefix_runner import PrefixRunner
@@ -33,7 +33,8 @@ def test_a_head_of_another_width_is_cut_or_filled_up_with_what_is_never_drafted(
     tokens_BS = torch.cat([tokens_BS, torch.zeros(50, 8, dtype=torch.int64)], dim=1)
     drafter.allocate(batch_size=50, num_slots=10)
     buckets = Buckets(step=10, num_slots=10)
-    drafter.prefill(tokens_BS, torch.full((50,), 2), rows=range(50), longest=2, buckets=buckets)
+    prompts = Prompts(tokens_BS, torch.full((50,), 2), [2] * 50, longest=2)
+    drafter.prefill(prompts, rows=range(50), buckets=buckets)
     uniforms_BKP = torch.rand(50, 4, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     draft = drafter.propose(
         Rows(tokens_BS, torch.full((50,), 2), torch.zeros(50).long()), uniforms_BKP=uniforms_BKP, bucket=10

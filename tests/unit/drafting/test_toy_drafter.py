@@ -40,7 +40,7 @@ class Repeat:
     def allocate(self, *, batch_size, num_slots):
         pass
 
-    def prefill(self, tokens_RS, lengths_R, *, rows, longest, buckets):
+    def prefill(self, prompts, *, rows, buckets):
         pass
 
     def propose(self, rows, *, uniforms_BKP, bucket, num_unread=2):

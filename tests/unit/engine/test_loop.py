@@ -162,7 +162,6 @@ def test_every_chunk_of_a_prompt_is_a_forward_of_the_target(
     num_prompt_tokens: int, num_chunks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("llama_ssp.models.prefill.PREFILL_CHUNK", 3)
-    monkeypatch.setattr("llama_ssp.engine.loop.PREFILL_CHUNK", 3)
     target = PrefixRunner()
     decoder = make_decoder(target, None, replay=False)
     wanted = [Request(index=0, prompt_ids=(1,) * num_prompt_tokens, max_new_tokens=5)]
@@ -227,7 +226,8 @@ def test_a_round_reads_no_value_from_the_device() -> None:
     round_.drafters[0].allocate(batch_size=2, num_slots=64)
     state = BatchState.empty(batch_size=2, num_slots=64, num_rounds=41, table=round_.uniforms)
     prompts = state.rows_of(requests()[:2], table=round_.uniforms, seed=0)
-    assert round_.prefill(prompts, range(2), longest=5, buckets=buckets).is_meta
+    lengths = [len(request.prompt_ids) for request in requests()[:2]]
+    assert round_.prefill(prompts, range(2), lengths=lengths, buckets=buckets).is_meta
     assert advance(decoder, state, bucket=64).is_meta
 
 

@@ -104,7 +104,8 @@ def counted_round(
     prompts = state.rows_of(requests, table=round_.uniforms, seed=0)
     prompt_lengths_R = prompts.lengths_B.clone()
     buckets = Buckets(step=SHORT, num_slots=num_slots)
-    round_.prefill(prompts, range(batch_size), longest=prompt_tokens, buckets=buckets)
+    lengths = [len(request.prompt_ids) for request in requests]
+    round_.prefill(prompts, range(batch_size), lengths=lengths, buckets=buckets)
     state.put(torch.arange(batch_size), prompts, prompt_lengths_R=prompt_lengths_R)
     for _ in range(3):
         advance(made, state, bucket=bucket)

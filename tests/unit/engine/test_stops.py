@@ -98,7 +98,7 @@ def test_a_special_token_is_a_stop_though_it_has_no_text() -> None:
 def stopping(words: PreTrainedTokenizerFast, stops: list[str], **options: Any) -> Decoder:  # noqa: ANN401
     """A decoder that looks for stops."""
     decoder = make_decoder(PrefixRunner(), PrefixRunner(seed=options.pop("draft_seed", 0)), **options)
-    decoder._stops = StopStrings(words, stops)
+    decoder.stops = StopStrings(words, stops)
     return decoder
 
 

@@ -2,7 +2,7 @@
 
 import logging
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from subprocess import CalledProcessError
 
@@ -11,7 +11,7 @@ import torch
 from torch._dynamo.exc import BackendCompilerFailed
 
 from llama_ssp.models import triton_tools
-from llama_ssp.models.quantization import weight_only
+from llama_ssp.models.quantization import int4_weight_only, weight_only
 
 
 @pytest.fixture(autouse=True)
@@ -19,6 +19,7 @@ def _nothing_was_said() -> Iterator[None]:
     """Warnings come once in a process, and once in a test."""
     triton_tools._said.clear()
     weight_only._product_of_few_rows.cache_clear()
+    int4_weight_only._product_of_few_rows.cache_clear()
     yield
     weight_only._product_of_few_rows.cache_clear()
 
@@ -76,18 +77,23 @@ def test_the_reason_is_what_is_missing_else_the_error(programs: Path) -> None:
         assert triton_tools.reason(each) == "/usr/bin/gcc failed, and its own message stands above"
 
 
-def test_int8_goes_on_without_its_kernel_and_says_so_once(
-    programs: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("form", ["int8_weight_only", "int4_weight_only"])
+def test_a_form_goes_on_without_its_kernel_and_says_so_once(
+    form: str, programs: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def no_compiler(_dtype: torch.dtype) -> weight_only.ProductOfFewRows:
+    def no_compiler(_operands: object) -> weight_only.ProductOfFewRows:
         raise RuntimeError("Failed to find C compiler.")
 
     monkeypatch.setattr(weight_only, "_tried_kernel", no_compiler)
+    find: dict[str, Callable[[], object]] = {
+        "int8_weight_only": lambda: weight_only._product_of_few_rows("cuda", torch.float16, True),
+        "int4_weight_only": lambda: int4_weight_only._product_of_few_rows("cuda"),
+    }
     with caplog.at_level(logging.WARNING):
-        for dtype in (torch.float16, torch.bfloat16):
-            assert weight_only._product_of_few_rows("cuda", dtype, True) is None
+        for _ in range(2):
+            assert find[form]() is None
     [record] = caplog.records
-    assert record.getMessage().startswith("int8_weight_only unpacks its weights in every forward")
+    assert record.getMessage().startswith(f"{form} unpacks its weights in every forward")
     assert record.getMessage().endswith("sudo apt-get install gcc installs them")
     assert not list(programs.iterdir())
 

@@ -32,7 +32,8 @@ def test_choices_are_ranked_by_speed_and_what_does_not_fit_comes_last_with_the_r
 
 def test_every_size_precision_and_placement_is_tried() -> None:
     assert {choice.target for choice in CHOICES} == {"7B", "13B", "30B", "65B"}
-    assert {choice.quantization for choice in CHOICES} == {"fp16", "int8", "nf4", "int8_weight_only"}
+    quantizations = {"fp16", "int8", "nf4", "int8_weight_only", "int4_weight_only"}
+    assert {choice.quantization for choice in CHOICES} == quantizations
     assert {choice.draft_kind for choice in CHOICES} == {None, "sharded", "one_rank", "own_gpu"}
 
 

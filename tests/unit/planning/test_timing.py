@@ -98,6 +98,17 @@ def test_a_prompt_is_read_by_the_target_and_by_the_draft() -> None:
     assert pair.prefill_s == pytest.approx(target.prefill_s + draft.prefill_s, rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("device", "quantization", "is_packed"),
+    [("cuda", "none", True), ("cuda", "int8_weight_only", True), ("cuda", "int8", False), ("cpu", "none", False)],
+)
+def test_packed_prompts_take_the_time_of_their_mean_length(device: str, quantization: str, is_packed: bool) -> None:
+    machine = hardware.load("8xa100_80gb" if device == "cuda" else "laptop_cpu")
+    job = make_job(small_model(quantization=quantization), device=device, prompt_tokens=512 if is_packed else 1536)
+    ragged = replace(job, prompt_tokens=1536, mean_prompt_tokens=512.0)
+    assert timing(ragged, machine).prefill_s == timing(job, machine).prefill_s
+
+
 def test_the_length_limit_cuts_last_rounds_so_that_whole_rounds_are_paid() -> None:
     """All drafts accepted, four tokens a round: 61 to 64 tokens behind the prompt's own take 16 rounds each."""
     rounds = []

@@ -52,8 +52,10 @@ def test_a_warm_up_is_short_and_never_longer_than_the_run(wanted: int, warm: int
         asked.extend(requests)
         yield []
 
-    decoder = SimpleNamespace(run=run, capture=lambda _requests: None)
-    session: Any = SimpleNamespace(decoder=lambda _mode: decoder, ready_decoder=lambda _mode, _jobs: decoder)
+    decoder = SimpleNamespace(run=run, warm_up=lambda _requests: None)
+    session: Any = SimpleNamespace(
+        decoder=lambda _mode: decoder, ready_decoder=lambda _mode, _jobs: decoder, _warm=set()
+    )
     Session.warm_up(session, [job(wanted)] * 3, ["plain"], num_jobs=2)
     assert [request.max_new_tokens for request in asked] == [warm, warm]
 
@@ -71,12 +73,28 @@ def test_a_warm_up_makes_room_for_all_jobs_in_every_mode_before_anything_runs() 
 
     def ready_decoder(mode: str, jobs: Sequence[PromptTask]) -> Any:  # noqa: ANN401 - stands for a Decoder
         seen.append((mode, len(jobs)))
-        return SimpleNamespace(capture=lambda requests: seen.append(f"{len(requests)} captured"))
+        return SimpleNamespace(warm_up=lambda requests: seen.append(f"{len(requests)} warm"))
 
-    session: Any = SimpleNamespace(decoder=decoder, ready_decoder=ready_decoder)
+    session: Any = SimpleNamespace(decoder=decoder, ready_decoder=ready_decoder, _warm=set())
     Session.warm_up(session, [job(5), job(70)], ["plain", "speculative"], num_jobs=1)
-    ready = [("plain", 2), "2 captured", ("speculative", 2), "2 captured"]
+    ready = [("plain", 2), "2 warm", ("speculative", 2), "2 warm"]
     assert seen == [*ready, "plain", "speculative"]
+
+
+def test_the_first_completion_of_a_mode_is_preceded_by_a_warm_up_that_no_later_one_repeats() -> None:
+    """Rounds over vacant rows, and a prefill of at most 16 tokens: nothing of them is shown or recorded."""
+    seen: list[object] = []
+    session: Any = SimpleNamespace(_warm=set())
+
+    def run(requests: Sequence[Request]) -> Iterator[list[Update]]:
+        seen.extend((len(request.prompt_ids), request.max_new_tokens) for request in requests)
+        yield []
+
+    decoder: Any = SimpleNamespace(warm_up=lambda requests: seen.append(len(requests)), run=run)
+    long = PromptTask(request=Request(index=0, prompt_ids=(2,) * 40, max_new_tokens=9), source=Prompt(text="long"))
+    for mode in ("plain", "speculative", "plain"):
+        Session._warm_once(session, decoder, mode, [long, job()])
+    assert seen == [2, (16, 1)] * 2
 
 
 class Viewer:
@@ -115,9 +133,10 @@ def test_what_is_streamed_knows_its_origin_and_holds_nothing_back_at_the_end() -
         ready_decoder=lambda _mode, _jobs: SimpleNamespace(run=run, stopped=False),
         count=lambda *_counts, **_more: None,
         memory=nothing, start_clock=nothing, folder=nothing, streams=True, num_prompts=2,
-        finished={(4, "plain", 0)},
+        finished={(4, "plain", 0)}, _warm={"plain"},
     )  # fmt: skip
     session._with_answers = partial(Session._with_answers, session)
+    session._warm_once = partial(Session._warm_once, session)
     Session.complete(session, [wanted, done], "plain", viewer)
     pieces = [Piece("a", False), Piece("b", True), Piece("c", False), Piece("d", True), Piece("\ufffd", True)]
     assert viewer.seen == [("ab", "plain"), *pieces, "abcd\ufffd"]

@@ -119,7 +119,7 @@ def test_ranks_that_were_not_started_hold_nothing(auto: bool, capsys: pytest.Cap
 def test_copies_stand_side_by_side_on_the_ranks_that_were_started() -> None:
     config = _run("7B", "7B")
     config.placement.num_replicas = 2
-    plan = task.plan_of_run(config, world_size=4, machine=hardware.load("8xa100_80gb"), prompt_tokens=40)
+    plan = task.plan_of_run(config, world_size=4, machine=hardware.load("8xa100_80gb"), lengths=[40])
     assert [rank.rank for rank in plan.ranks] == [0, 1, 2, 3]
 
 
@@ -131,23 +131,23 @@ def test_a_dry_run_that_does_not_fit_is_shown_and_raises(capsys: pytest.CaptureF
 
 def test_a_forecast_counts_whole_completions_as_the_summary_does() -> None:
     machine = hardware.load("laptop_cpu")
-    plan = task.plan_of_run(_run(), world_size=1, machine=machine, prompt_tokens=40)
+    plan = task.plan_of_run(_run(), world_size=1, machine=machine, lengths=[40])
     forecast = task.forecast(plan.timing)
     assert forecast.plain_ms_per_token == pytest.approx(1e3 * plan.timing.plain_run_s)
     assert plan.timing.speculative_run_s
     assert forecast.speedup == pytest.approx(plan.timing.plain_run_s / plan.timing.speculative_run_s)
-    alone = task.forecast(task.plan_of_run(_run(draft=None), world_size=1, machine=machine, prompt_tokens=40).timing)
+    alone = task.forecast(task.plan_of_run(_run(draft=None), world_size=1, machine=machine, lengths=[40]).timing)
     assert (alone.speculative_ms_per_token, alone.speedup) == (None, None)
 
 
 def test_planned_bytes_are_what_the_run_can_measure() -> None:
     gpu = hardware.load("8xa100_80gb")
-    on_gpu = task.plan_of_run(_run("13B", "7B"), world_size=2, machine=gpu, prompt_tokens=40)
+    on_gpu = task.plan_of_run(_run("13B", "7B"), world_size=2, machine=gpu, lengths=[40])
     full = on_gpu.ranks[0]
     beside = full.context_bytes + full.collectives_bytes + full.graphs_bytes
     assert full.graphs_bytes
     assert task.planned_bytes(on_gpu)[0] == full.needed_bytes - beside
-    on_cpu = task.plan_of_run(_run(), world_size=1, machine=hardware.load("laptop_cpu"), prompt_tokens=40)
+    on_cpu = task.plan_of_run(_run(), world_size=1, machine=hardware.load("laptop_cpu"), lengths=[40])
     assert task.planned_bytes(on_cpu) == [on_cpu.ranks[0].needed_bytes]
 
 
@@ -158,6 +158,6 @@ def test_a_run_uses_as_many_nodes_as_its_ranks_need(world_size: int, num_nodes: 
 
 def test_ranks_on_a_cpu_share_it() -> None:
     machine = machine_of_run(hardware.load("laptop_cpu"), 2)
-    plan = task.plan_of_run(_run(), world_size=2, machine=machine, prompt_tokens=40)
+    plan = task.plan_of_run(_run(), world_size=2, machine=machine, lengths=[40])
     require_room(plan)
     assert {rank.capacity_bytes for rank in plan.ranks} == {machine.memory_bytes // 2}

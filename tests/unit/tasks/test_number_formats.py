@@ -71,7 +71,7 @@ def test_a_cpu_computes_in_fp32_on_the_16_bit_weights_of_a_checkpoint_and_holds_
     pair = load(folder, device="cpu")
     assert vars(pair.models.target)["dtype"] is torch.float32
     assert any(isinstance(weight, HalfLinear) for weight in weights(vars(pair.models.target)["_layers"], {}))
-    plan = plan_of_run(pair.config, world_size=1, machine=hardware.load("laptop_cpu"), prompt_tokens=8)
+    plan = plan_of_run(pair.config, world_size=1, machine=hardware.load("laptop_cpu"), lengths=[8])
     assert held_bytes(pair) == plan.ranks[0].target_weights_bytes
     assert "fp32 with 16-bit weights" in headline(document(plan))
 
@@ -80,7 +80,7 @@ def test_a_cpu_computes_in_fp32_on_the_16_bit_weights_of_a_checkpoint_and_holds_
 def test_a_number_format_that_is_asked_for_is_kept(folder: Path, dtype: Dtype) -> None:
     pair = load(folder, dtype=dtype, device="cpu")
     assert vars(pair.models.target)["dtype"] is getattr(torch, dtype.value)
-    plan = plan_of_run(pair.config, world_size=1, machine=hardware.load("laptop_cpu"), prompt_tokens=8)
+    plan = plan_of_run(pair.config, world_size=1, machine=hardware.load("laptop_cpu"), lengths=[8])
     assert plan.job.target.dtype is dtype
     assert held_bytes(pair) == plan.ranks[0].target_weights_bytes
 
@@ -93,7 +93,7 @@ def test_16_bit_arithmetic_is_forecast_to_take_at_least_twice_as_long_on_a_cpu_t
 
     def planned_s(dtype: Dtype) -> float:
         asked = replace(config, model=replace(config.model, dtype=dtype))
-        return plan_of_run(asked, world_size=1, machine=machine, prompt_tokens=8).timing.plain_s
+        return plan_of_run(asked, world_size=1, machine=machine, lengths=[8]).timing.plain_s
 
     assert planned_s(Dtype.bf16) >= 2 * planned_s(Dtype.auto)
     assert planned_s(Dtype.fp16) >= 2 * planned_s(Dtype.auto)

@@ -121,3 +121,54 @@ def test_a_rank_whose_gpu_waits_for_nobody_leaves_the_wait_to_torch() -> None:
 def test_values_in_the_memory_of_the_host_are_read_as_they_are() -> None:
     values = torch.ones(3)
     assert Comm.single().read(values) is values
+
+
+class Clock:
+    """A clock that goes by naps and by whatever else moves it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 0.0
+        monkeypatch.setattr(device_wait, "_NAP_S", 0.5)
+        monkeypatch.setattr(device_wait, "time", SimpleNamespace(monotonic=lambda: self.now_s, sleep=self.move))
+
+    def move(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+@pytest.mark.parametrize("work_s", [200.0, 500.0])
+def test_a_peer_that_compiles_for_longer_than_the_timeout_is_waited_for(
+    work_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch)
+    waits = DeviceWait(lambda: False, has_busy_peer=lambda: clock.now_s < work_s)
+    waits.timeout_s = 60.0
+    event = SimpleNamespace(query=lambda: clock.now_s >= work_s + 1)
+    waits.until(event)
+    assert clock.now_s == pytest.approx(work_s + 1)
+    assert not waits.is_waiting
+
+
+@pytest.mark.parametrize(("work_s", "ended_s"), [(0.0, 60.0), (100.0, 120.0), (10**6, 600.0)])
+def test_a_peer_that_is_not_at_work_any_more_or_for_too_long_is_given_up(
+    work_s: float, ended_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch)
+    waits = DeviceWait(lambda: False, has_busy_peer=lambda: clock.now_s < work_s)
+    waits.timeout_s = 60.0
+    with pytest.raises(dist.DistBackendError, match="timed out after 60 s"):
+        waits.until(CountedEvent(NEVER))
+    assert ended_s <= clock.now_s <= ended_s + 2.5
+    assert not waits.is_waiting
+
+
+def test_a_rank_says_that_it_waits_only_while_it_does() -> None:
+    """It is asked from a thread, whatever the main thread is doing."""
+    seen: list[bool] = []
+
+    def is_passed() -> bool:
+        seen.append(waits.is_waiting)
+        return len(seen) > 40
+
+    waits = DeviceWait(lambda: False)
+    waits.until(SimpleNamespace(query=is_passed))
+    assert (seen[0], seen[-1], waits.is_waiting) == (False, True, False)

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Sequence
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -122,18 +121,10 @@ def test_what_is_recorded_ahead_is_not_recorded_while_texts_are_written(shipped:
     wanted = [Request(index=i, prompt_ids=(5, 6, 7 + i), max_new_tokens=100) for i in range(3)]
     with torch.inference_mode():
         captured.make_room(wanted)
-        captured.capture(wanted)
+        captured.warm_up(wanted)
     assert recorder.num_recorded == 4, "a draft and a verification for each of the widths 64 and 107"
     assert _outcome(complete(captured, wanted)) == _outcome(complete(make_decoder(*shipped, batch_size=2), wanted))
     assert recorder.num_recorded == 4
-
-
-def test_executors_that_record_nothing_run_no_rounds_ahead(shipped: tuple[Runner, Runner]) -> None:
-    traced = make_decoder(*shipped)
-    wanted = [Request(index=0, prompt_ids=(5, 6, 7), max_new_tokens=100)]
-    traced.make_room(wanted)
-    traced.executor = SimpleNamespace(keeps_state=False)  # running a round would fail
-    traced.capture(wanted)
 
 
 def test_rows_that_are_idle_in_a_later_run_do_no_harm(shipped: tuple[Runner, Runner]) -> None:

@@ -71,6 +71,25 @@ def test_the_text_is_that_of_rounds_from_python(num_draft_tokens: int, batch_siz
     assert all(verifications.replays.values())
 
 
+@pytest.mark.parametrize("num_draft_tokens", [0, 4])
+def test_after_a_warm_up_no_timed_round_is_recorded(num_draft_tokens: int) -> None:
+    def decoder() -> Decoder:
+        draft = lean(1) if num_draft_tokens else None
+        return make_decoder(lean(2), draft, num_draft_tokens=num_draft_tokens, temperature=0.9, replay=True)
+
+    warm, wanted = decoder(), requests(3, new_tokens=10)
+    with torch.inference_mode():
+        warm.make_room(wanted)
+        warm.warm_up(wanted)
+    replays = [dict(each.replays) for each in recordings(warm)]
+    assert [len(each) for each in replays] == [min(num_draft_tokens, 1), 1]
+    assert all(all(each.values()) for each in replays)
+    assert [done.token_ids for done in complete(warm, wanted)] == [
+        done.token_ids for done in complete(decoder(), wanted)
+    ]
+    assert [dict(each.replays) for each in recordings(warm)] == replays
+
+
 @pytest.mark.parametrize("temperature", [heavy(0.0), 0.9])
 def test_ranks_that_share_a_target_agree_inside_of_recordings(tmp_path: Path, temperature: float) -> None:
     build_checkpoint(tmp_path, "llama")

@@ -108,7 +108,7 @@ def test_short_formats_survive_the_disk_bit_by_bit(saved: SavedModels, dtype: to
     assert torch.equal(*logits)
 
 
-@pytest.mark.parametrize("form", ["int8", "nf4", "int8_weight_only"])
+@pytest.mark.parametrize("form", ["int8", "nf4", "int8_weight_only", "int4_weight_only"])
 def test_quantized_layers_run_layer_wise(form: str, tmp_path: Path) -> None:
     build_checkpoint(tmp_path, "llama", hidden_size=128, intermediate_size=256)
     runner = load_device_map(

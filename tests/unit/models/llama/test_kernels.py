@@ -119,6 +119,28 @@ def test_the_fastest_right_product_is_taken(
     assert [product.tiles for product in products] == [{16: best, 32: best}] * 2
 
 
+def test_a_choice_is_used_again_for_the_same_product_on_the_same_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    from llama_ssp.models.llama import trials
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "GPU")
+    first, again, elsewhere = ({"qkv": [Timed(), Timed()], "head": [Timed()]} for _ in range(3))
+    for group in (*first.values(), *again.values(), *elsewhere.values()):
+        for product in group:
+            product.tiles = {16: trials.TILES[0], 32: trials.TILES[1]}
+    first["qkv"][0].tiles = {16: trials.TILES[1], 32: None}
+    choices = trials.choices_of(first)  # type: ignore[arg-type]
+    assert len(choices) == 4
+    assert any(key.startswith("GPU, torch ") and ": qkv, 4 x 8, float32, 16 rows" in key for key in choices)
+    trials.use_choices(again, choices)  # type: ignore[arg-type]
+    assert [product.tiles for product in again["qkv"]] == [first["qkv"][0].tiles] * 2
+    assert again["head"][0].tiles == first["head"][0].tiles
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "other GPU")
+    trials.use_choices(elsewhere, choices)  # type: ignore[arg-type]
+    assert elsewhere["qkv"][0].tiles == {16: trials.TILES[0], 32: trials.TILES[1]}
+    with pytest.raises(ValueError, match="no tile"):
+        trials.use_choices(again, {key: [1, 2, 3] for key in trials.choices_of(again)})  # type: ignore[arg-type]
+
+
 def test_values_are_those_of_torch_s_operators() -> None:
     """In a process of its own, because Triton reads at its import that it is to interpret."""
     ended = subprocess.run(

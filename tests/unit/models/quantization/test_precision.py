@@ -9,16 +9,23 @@ from torch import Tensor
 
 from llama_ssp.models.linear import Linear, make_linear
 from llama_ssp.models.quantization import precision, weight_only
+from llama_ssp.models.quantization.int4_weight_only import Int4WeightOnlyLinear
 from llama_ssp.models.quantization.precision import Int8Linear, Nf4Linear, Precision
 from llama_ssp.models.quantization.weight_only import Int8WeightOnlyLinear, QuantizedForm, quantize_by_blocks
 from tests.helpers.lanes import grid
 
-FORMS = ["int8", "nf4", "int8_weight_only"]
+KINDS: dict[str, type] = {
+    "int8": Int8Linear, "nf4": Nf4Linear, "int8_weight_only": Int8WeightOnlyLinear,
+    "int4_weight_only": Int4WeightOnlyLinear,
+}  # fmt: skip
+FORMS = list(KINDS)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 every_form = pytest.mark.parametrize("form", FORMS)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-# Largest error of a weight in units of its row's (its group's) largest: half a step. A step of nf4 is 0.3 at most.
-WEIGHT_ERRORS = {"int8": 0.5 / 127, "nf4": 0.152, "int8_weight_only": 0.5 / 127}
+# Largest error of a weight in units of its row's (its group's) largest: half a step. A step of nf4 is 0.3 at most, one
+# of int4 2 / 15.
+WEIGHT_ERRORS = {"int8": 0.5 / 127, "nf4": 0.152, "int8_weight_only": 0.5 / 127, "int4_weight_only": 1 / 15}
+GROUPS = {"nf4": 64, "int4_weight_only": 128}
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -42,9 +49,9 @@ def test_a_form_without_a_product_of_its_own_cannot_be_made() -> None:
 
 @every_form
 def test_no_weight_is_further_off_than_half_a_step(form: str) -> None:
-    weight = numbers(48, 192)
-    found = unpacked(make(form, weight), 192)
-    largest = weight.unflatten(1, (-1, 64 if form == "nf4" else 192)).abs().amax(-1, keepdim=True)
+    weight = numbers(48, 256)
+    found = unpacked(make(form, weight), 256)
+    largest = weight.unflatten(1, (-1, GROUPS.get(form, 256))).abs().amax(-1, keepdim=True)
     errors = (found - weight).unflatten(1, (largest.shape[1], -1)).abs() / largest
     # Products of bitsandbytes are made of fp16 scales and fp32 sums; unit vectors are exact in all formats.
     assert 0.2 * WEIGHT_ERRORS[form] < errors.max() < 1.1 * WEIGHT_ERRORS[form]
@@ -54,10 +61,10 @@ def test_no_weight_is_further_off_than_half_a_step(form: str) -> None:
 def test_products_are_those_of_the_weights_that_the_form_stands_for(
     form: str, dtype: torch.dtype, num_rows: int, has_bias: bool
 ) -> None:
-    weight, bias = numbers(48, 192, dtype=dtype), numbers(48, dtype=dtype) if has_bias else None
-    x, residual = numbers(num_rows, 192, dtype=dtype), numbers(num_rows, 48, dtype=dtype)
+    weight, bias = numbers(48, 256, dtype=dtype), numbers(48, dtype=dtype) if has_bias else None
+    x, residual = numbers(num_rows, 256, dtype=dtype), numbers(num_rows, 48, dtype=dtype)
     linear = make(form, weight, bias)
-    wanted = x.double() @ unpacked(make(form, weight), 192, dtype=dtype).double().t()
+    wanted = x.double() @ unpacked(make(form, weight), 256, dtype=dtype).double().t()
     if bias is not None:
         wanted += bias
     # Rounding of weights and sum to the number format; int8 rounds its inputs to 1/254 of the largest of a row too.
@@ -159,9 +166,9 @@ def test_a_layer_is_quantized_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPat
     assert seen == [2, 2, 2, 1]
 
 
-@pytest.mark.parametrize(("form", "kind"), list(zip(FORMS, (Int8Linear, Nf4Linear, Int8WeightOnlyLinear), strict=True)))
+@pytest.mark.parametrize(("form", "kind"), KINDS.items())
 def test_each_name_has_its_form(form: str, kind: type) -> None:
-    assert type(make(form, numbers(16, 64))) is kind
+    assert type(make(form, numbers(16, 128))) is kind
 
 
 @pytest.mark.parametrize("num_rows", [1, 5, 40])
@@ -173,10 +180,10 @@ def test_large_outputs_stay_in_the_range_of_fp16(num_rows: int) -> None:
 
 
 def test_a_row_of_zeros_stays_zero() -> None:
-    weight = numbers(16, 64)
+    weight = numbers(16, 128)
     weight[3] = 0
     for form in FORMS:
-        y = make(form, weight)(torch.cat([numbers(1, 64), torch.zeros(1, 64)]))
+        y = make(form, weight)(torch.cat([numbers(1, 128), torch.zeros(1, 128)]))
         assert torch.equal(y[:, 3], torch.zeros(2))
         assert torch.equal(y[1], torch.zeros(16))
 

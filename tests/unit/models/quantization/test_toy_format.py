@@ -64,7 +64,7 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_the_planner_counts_its_bytes_and_tries_it() -> None:
-    assert list(formats()) == ["none", "int8", "nf4", "int8_weight_only", "toy16"]
+    assert list(formats()) == ["none", "int8", "nf4", "int8_weight_only", "int4_weight_only", "toy16"]
     model = planned_model(replace(catalogue.load("7B"), quantization="toy16"), device="cuda")
     held = inventory(model.shape)
     unquantized = weight_bytes(held, dtype=Dtype.fp32, quantization="none")

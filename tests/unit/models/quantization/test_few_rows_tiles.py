@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from llama_ssp.models.quantization.int8_tiles import STEP, Tiles, tiles_of
+from llama_ssp.models.quantization.few_rows_tiles import STEP, Tiles, tiles_of
 from tests.helpers.lanes import grid
 
 H200 = 132

@@ -1,1 +1,0 @@
-"""A folder for sys.path with Hydra's namespace package `hydra_plugins`, which has no `__init__`."""

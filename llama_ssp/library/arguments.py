@@ -1,0 +1,181 @@
+"""Checks the types of arguments, and reads those that other libraries spell in their own way. Imports no torch."""
+
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from llama_ssp.config import catalogue
+from llama_ssp.config.drafts.drafter import drafters
+from llama_ssp.config.drafts.model import DraftTokenizer, Matching, ModelDraftConfig
+from llama_ssp.config.formats.format import problem_of
+from llama_ssp.config.schema import ADAPTIVE, MODEL_DRAFT, NO_DRAFT, DrafterConfig, Dtype, ModelConfig
+from llama_ssp.errors import ConfigError, one_message, unknown_name
+
+_Kind = TypeVar("_Kind", bound=Enum)
+LOCAL = "local"
+"""The entry of the catalogue that needs a folder, and the name of a model from a folder."""
+
+
+class _Argument(NamedTuple):
+    """What an argument must be, for the error, and how it is read; `read` raises TypeError for any other type."""
+
+    wanted: str
+    read: Callable[[Any], object]
+
+
+def _whole(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError
+    return int(value)
+
+
+def _number(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError
+    return float(value)
+
+
+def _flag(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError
+    return value
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError
+    return value
+
+
+def _texts(value: object) -> list[str]:
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, Sequence) or not all(isinstance(text, str) for text in value):
+        raise TypeError
+    return [*value]
+
+
+def _streamer(value: Any) -> Any:  # noqa: ANN401 - anything with these methods
+    if value is not None and not (callable(getattr(value, "put", None)) and callable(getattr(value, "end", None))):
+        raise TypeError
+    return value
+
+
+def _or_none(read: Callable[[Any], object]) -> Callable[[Any], object]:
+    return lambda value: None if value is None else read(value)
+
+
+_WHOLE, _ENOUGH = _Argument("a whole number", _whole), "a number, for example"
+_ARGUMENTS = {
+    "max_new_tokens": _Argument("a whole number of tokens, for example 64", _whole),
+    "num_draft_tokens": _Argument(
+        f"a whole number, for example 4, or {ADAPTIVE!r}", lambda value: value if value == ADAPTIVE else _whole(value)
+    ),
+    "temperature": _Argument(f"{_ENOUGH} 0.8; 0 is greedy", _number),
+    "top_k": _Argument("a whole number, for example 50, or None for the whole vocabulary", _or_none(_whole)),
+    "top_p": _Argument(f"{_ENOUGH} 0.9, or None to switch it off", _or_none(_number)),
+    "min_p": _Argument(f"{_ENOUGH} 0.05, or None to switch it off", _or_none(_number)),
+    "repetition_penalty": _Argument(f"{_ENOUGH} 1.1; 1 switches it off", _number),
+    "frequency_penalty": _Argument(f"{_ENOUGH} 0.5; 0 switches it off", _number),
+    "presence_penalty": _Argument(f"{_ENOUGH} 0.5; 0 switches it off", _number),
+    "seed": _WHOLE,
+    "num_samples": _Argument("a whole number of completions of each prompt", _whole),
+    "batch_size": _Argument("a whole number of rows, for example 8", _whole),
+    "stop": _Argument("a text or a list of texts", _texts),
+    "chat": _Argument("True or False", _flag),
+    "plain": _Argument("True or False", _flag),
+    "by_place": _Argument("True or False", _flag),
+    "rule": _Argument("the name of a rule", _text),
+    "streamer": _Argument("a streamer of transformers, such as TextStreamer(pair.tokenizer)", _streamer),
+    "prompt_tokens": _Argument("a whole number of tokens, for example 128", _whole),
+    "acceptance": _Argument(f"{_ENOUGH} 0.8, or None for that of the pair", _or_none(_number)),
+    "num_gpus": _Argument("a whole number, or None", _or_none(_whole)),
+    "num_nodes": _Argument("a whole number, or None", _or_none(_whole)),
+}
+
+
+def check_types(given: Mapping[str, object]) -> dict[str, Any]:
+    """Read arguments by name, numbers as Python's own; raises ConfigError for all of a wrong type together."""
+    values: dict[str, Any] = {}
+    problems = []
+    for name, value in given.items():
+        try:
+            values[name] = _ARGUMENTS[name].read(value)
+        except TypeError:
+            problems.append(f"{name}={reprlib.repr(value)} must be {_ARGUMENTS[name].wanted}")
+    if problems:
+        raise ConfigError(one_message(problems))
+    return values
+
+
+def member(kind: type[_Kind], what: str, given: object) -> _Kind:
+    """Read a member of an enumeration, or its name; raises ConfigError for anything else."""
+    if isinstance(given, kind):
+        return given
+    if not isinstance(given, str) or given not in kind.__members__:
+        raise ConfigError(unknown_name(what, str(given), kind.__members__))
+    return kind[given]
+
+
+def dtype_of(given: object) -> Dtype | None:
+    """Read a number format: ours, a dtype of torch, or the name of either; None stays None."""
+    if given is None:
+        return None
+    name = given.value if isinstance(given, Dtype) else str(given).removeprefix("torch.")
+    found = next((dtype for dtype in Dtype if name in {dtype.name, dtype.value}), None)
+    if found is None:
+        raise ConfigError(unknown_name("dtype", str(given), Dtype.__members__))
+    return found
+
+
+def for_each_model(given: object) -> tuple[object, object]:
+    """An argument of both models, or a pair of arguments: the target's and the draft's."""
+    return given if isinstance(given, tuple) and len(given) == 2 else (given, given)  # noqa: PLR2004 - target and draft
+
+
+def entry_of(what: str, given: object, *, dtype: object, quantization: object) -> ModelConfig:
+    """Make the entry of a model, which is a name of the catalogue or a folder; `what` is target or draft.
+
+    Raises ConfigError for anything else, and for an unknown dtype or quantization.
+    """
+    if isinstance(given, str) and given in catalogue.names() and given != LOCAL:
+        entry = catalogue.load(given)
+    elif isinstance(given, str | Path) and str(given) and Path(given).is_dir():
+        entry = ModelConfig(name=LOCAL, path=str(given))
+    elif isinstance(given, str | Path):
+        raise ConfigError(f"{unknown_name(what, str(given), catalogue.names())}; a folder works too")
+    else:
+        raise ConfigError(
+            f"{what}={reprlib.repr(given)} must be a name of the catalogue, a folder with a checkpoint, or a causal "
+            "language model of transformers"
+        )
+    return in_format(entry, dtype=dtype, quantization=quantization)
+
+
+def in_format(entry: ModelConfig, *, dtype: object, quantization: object) -> ModelConfig:
+    """Change the number format and the storage format of an entry, unless they are None; raises ConfigError."""
+    if (read := dtype_of(dtype)) is not None:
+        entry.dtype = read
+    if quantization is not None:
+        if problem := problem_of(str(quantization), key="quantization"):
+            raise ConfigError(problem)
+        entry.quantization = str(quantization)
+    return entry
+
+
+def drafter_without_model(given: object) -> DrafterConfig | None:
+    """The drafter that an argument names if it has no model, such as ngram; None if the argument is a model."""
+    kinds = {name: record for name, record in drafters().items() if not record.has_model}
+    name = NO_DRAFT if given is None else given
+    return kinds[name].config(kind=name) if isinstance(name, str) and name in kinds else None
+
+
+def model_drafter(model: ModelConfig, *, tokenizer: object, matching: object) -> ModelDraftConfig:
+    """A draft model, with the target's tokenizer or its own; raises ConfigError for an unknown choice."""
+    return ModelDraftConfig(
+        kind=MODEL_DRAFT, model=model, tokenizer=member(DraftTokenizer, "tokenizer", tokenizer),
+        matching=member(Matching, "matching", matching),
+    )  # fmt: skip

@@ -1,0 +1,121 @@
+"""Plans a job from a notebook: memory and time, before anything is loaded. Imports no torch."""
+
+import reprlib
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from llama_ssp.config import hardware as machines
+from llama_ssp.config.drafts.model import DraftTokenizer, Matching
+from llama_ssp.config.hardware import HardwareConfig
+from llama_ssp.config.machine import detect_hardware
+from llama_ssp.config.plan import PlanConfig, check
+from llama_ssp.config.registry import load_plugins
+from llama_ssp.config.schema import DraftLayout, DraftPlacement, Dtype, PlacementConfig, SpeculationConfig
+from llama_ssp.errors import ConfigError, unknown_name
+from llama_ssp.library.arguments import check_types, drafter_without_model, entry_of, for_each_model, model_drafter
+from llama_ssp.library.words import in_library_words
+from llama_ssp.planning.auto import choose_placement
+from llama_ssp.planning.plan import Plan, make_plan
+from llama_ssp.planning.spec import make_job, settle_models
+
+_AUTO = "auto"
+
+
+def plan(  # noqa: PLR0913 - a notebook shows this signature
+    target: str | Path,
+    draft: str | Path | None = None,
+    *,
+    hardware: str | HardwareConfig | None = None,
+    num_gpus: int | None = None,
+    num_nodes: int | None = None,
+    placement: str | PlacementConfig | None = None,
+    dtype: Dtype | str | tuple[Dtype | str | None, Dtype | str | None] | None = None,
+    quantization: str | tuple[str | None, str | None] | None = None,
+    tokenizer: DraftTokenizer | str = DraftTokenizer.same,
+    matching: Matching | str = Matching.intersection,
+    num_draft_tokens: int | str = 4,
+    acceptance: float | None = None,
+    batch_size: int = 1,
+    prompt_tokens: int = 128,
+    max_new_tokens: int = 64,
+) -> Plan:
+    """Forecast memory and time of a job; loads nothing, and needs neither a GPU nor torch.
+
+    Args:
+        target: a name of the catalogue, or a folder with a config.json.
+        draft: the same for the draft, or "ngram"; None plans plain decoding.
+        hardware: a name of conf/hardware, or a description; None for this machine with one GPU, as `load` uses it.
+        num_gpus: GPUs of a node, if not all.
+        num_nodes: nodes of the machine.
+        placement: auto, one_rank, sharded, replicated, own_gpu, or a `PlacementConfig`; None for one_rank.
+        dtype: number format of both models, or a tuple with the target's and the draft's; a dtype of torch works too.
+        quantization: storage format of the linear layers, of both or as a tuple.
+        tokenizer: `own` plans a draft whose tokenizer is not the target's.
+        matching: how its tokens then become the target's.
+        num_draft_tokens: K, or "auto".
+        acceptance: probability that a drafted token is accepted; None looks the pair up.
+        batch_size: rows that are decoded together.
+        prompt_tokens: of the longest prompt.
+        max_new_tokens: per completion.
+
+    Raises:
+        ConfigError: an argument has a wrong type or value, or this machine is unknown.
+        CheckpointError: a folder has no config.json, or a faulty one.
+        PlacementError: a model cannot be placed as requested.
+    """
+    given = {
+        "num_gpus": num_gpus, "num_nodes": num_nodes, "num_draft_tokens": num_draft_tokens, "acceptance": acceptance,
+        "batch_size": batch_size, "prompt_tokens": prompt_tokens, "max_new_tokens": max_new_tokens,
+    }  # fmt: skip
+    with in_library_words():
+        load_plugins()
+        read = check_types(given)
+        dtypes, formats = for_each_model(dtype), for_each_model(quantization)
+        drafter = drafter_without_model(draft)
+        if drafter is None:
+            entry = entry_of("draft", draft, dtype=dtypes[1], quantization=formats[1])
+            drafter = model_drafter(entry, tokenizer=tokenizer, matching=matching)
+        machine = _machine(hardware, num_gpus=read["num_gpus"], num_nodes=read["num_nodes"])
+        config = PlanConfig(
+            model=entry_of("target", target, dtype=dtypes[0], quantization=formats[0]), draft=drafter,
+            hardware=asdict(machine), placement=_placement(placement),
+            speculation=SpeculationConfig(num_draft_tokens=read["num_draft_tokens"], acceptance=read["acceptance"]),
+            **{name: read[name] for name in ("batch_size", "prompt_tokens", "max_new_tokens")},
+        )  # fmt: skip
+        settle_models(config)
+        check(config)
+        job = make_job(config, machine)
+        if not config.placement.auto:
+            return make_plan(job, machine)
+        chosen = choose_placement(job, machine, num_ranks=machine.num_ranks)
+        return make_plan(chosen.job, machine, remark=chosen.sentence)
+
+
+def _machine(given: object, *, num_gpus: int | None, num_nodes: int | None) -> HardwareConfig:
+    """The machine that an argument names or is; this one without any."""
+    if given is None:
+        machine = replace(detect_hardware(), num_gpus=1, num_nodes=1)
+    elif isinstance(given, HardwareConfig):
+        machine = given
+    elif isinstance(given, str) and given in machines.names():
+        machine = machines.load(given)
+    elif isinstance(given, str):
+        raise ConfigError(unknown_name("hardware", given, machines.names()))
+    else:
+        raise ConfigError(f"hardware={reprlib.repr(given)} must be a name of conf/hardware, or a HardwareConfig")
+    if num_gpus is not None:
+        machine = replace(machine, num_gpus=num_gpus)
+    return machine if num_nodes is None else replace(machine, num_nodes=num_nodes)
+
+
+def _placement(given: object) -> PlacementConfig:
+    """The placement that an argument names or is."""
+    if given is None:
+        return PlacementConfig()
+    if isinstance(given, PlacementConfig):
+        return given
+    if given == _AUTO:
+        return PlacementConfig(auto=True)
+    if not isinstance(given, str) or given not in DraftLayout.__members__:
+        raise ConfigError(unknown_name("placement", str(given), [_AUTO, *DraftLayout.__members__]))
+    return PlacementConfig(draft=DraftPlacement(kind=DraftLayout[given]))

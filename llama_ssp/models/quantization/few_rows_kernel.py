@@ -1,0 +1,292 @@
+"""A Triton kernel for the product of a few rows with an int8 or int4 matrix; torch's own is far below memory bandwidth.
+
+Each block computes some outputs of a few rows, and its warps share out the inputs: every weight is read, converted and
+multiplied by one warp alone. A matrix that would leave most multiprocessors idle is split over its inputs, too, and a
+second kernel adds the parts. `few_rows_tiles` chooses both. Blocks that read the same weights are neighbours.
+
+    block   = OUTPUTS outputs x ROWS rows x the inputs of one split
+    step    | warp 0: INPUTS | warp 1: INPUTS | ... | warp 7: INPUTS |  the next step: the same again
+    row     = the sum of its steps in each warp, of the warps in pairs, of the splits in order
+
+A row's sum has one order, whatever rows are next to it: tiles of 8, 16 and 32 rows use the same instruction, and the
+inputs of a warp and a split depend on the matrix alone.
+
+In int4 the inputs of a warp are one group of `weights.int4_rows`: its first 64 are in the low halves of 64 bytes, the
+others in the high halves, so that both are multiplied where they are. The warp scales their sum.
+
+Shapes: M rows, I inputs, O outputs, S splits, G groups of 128 inputs.
+"""
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from llama_ssp.models.quantization.few_rows_tiles import tiles_of
+from llama_ssp.weights.int4_rows import ZERO_BITS
+
+_BYTES_TO_FP16 = tl.constexpr("""
+{
+.reg .b32 flipped, offset;
+xor.b32 flipped, $2, 0x80808080;
+mov.b32 offset, 0x64806480;
+prmt.b32 $0, flipped, 0x64646464, 0x4140;
+prmt.b32 $1, flipped, 0x64646464, 0x4342;
+sub.f16x2 $0, $0, offset;
+sub.f16x2 $1, $1, offset;
+}
+""")
+"""Four int8 values in two registers of fp16: 0x6400 | (q + 128) is the number 1152 + q."""
+_BYTES_TO_BF16 = tl.constexpr("""
+{
+.reg .b32 low, high, minus;
+mov.b32 minus, 0xbf80bf80;
+prmt.b32 low, $2, 0x43434343, 0x4140;
+prmt.b32 high, $2, 0x43434343, 0x4342;
+and.b32 $0, low, 0xff7fff7f;
+and.b32 $1, high, 0xff7fff7f;
+and.b32 low, low, 0xff80ff80;
+and.b32 high, high, 0xff80ff80;
+fma.rn.bf16x2 $0, low, minus, $0;
+fma.rn.bf16x2 $1, high, minus, $1;
+}
+""")
+"""Four int8 values in two registers of bf16: 0x4300 | its low 7 bits is 128 more, and 0x4300 | its sign 128 or 256."""
+
+_HALVES_TO_FP16 = tl.constexpr("""
+{
+.reg .b32 low, high, minus;
+mov.b32 minus, 0xbc00bc00;
+and.b32 low, $4, 0x0f0f0f0f;
+shr.u32 high, $4, 4;
+and.b32 high, high, 0x0f0f0f0f;
+prmt.b32 $0, low, 0x64646464, 0x4140;
+prmt.b32 $1, low, 0x64646464, 0x4342;
+prmt.b32 $2, high, 0x64646464, 0x4140;
+prmt.b32 $3, high, 0x64646464, 0x4342;
+fma.rn.f16x2 $0, $5, minus, $0;
+fma.rn.f16x2 $1, $6, minus, $1;
+fma.rn.f16x2 $2, $5, minus, $2;
+fma.rn.f16x2 $3, $6, minus, $3;
+}
+""")
+"""The low and the high halves of four bytes, less their zeros: 0x6400 | code is 1024 + code, and zeros come as such."""
+_HALVES_TO_BF16 = tl.constexpr(
+    _HALVES_TO_FP16.value.replace("0x64646464", "0x43434343")
+    .replace("0xbc00bc00", "0xbf80bf80")
+    .replace("f16x2", "bf16x2")
+)
+"""The same in bf16: 0x4300 | code is 128 + code."""
+_HALVES_REGISTERS = tl.constexpr("=&r,=&r,=&r,=&r,r,r,r")
+_FP16_ZERO, _BF16_ZERO = tl.constexpr(0x6400), tl.constexpr(0x4300)
+_ZERO_BITS = tl.constexpr(ZERO_BITS)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _converted(bytes_tile, HALF: tl.constexpr, PTX: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    """The bytes as fp16 or bf16, which hold them exactly; by PTX without the slow integer-to-float instruction."""
+    if not PTX:
+        numbers = bytes_tile.to(tl.float32).to(HALF)
+    elif tl.float16 == HALF:
+        numbers = tl.inline_asm_elementwise(_BYTES_TO_FP16, "=r,=r,r", [bytes_tile], tl.float16, is_pure=True, pack=4)
+    else:
+        numbers = tl.inline_asm_elementwise(_BYTES_TO_BF16, "=r,=r,r", [bytes_tile], tl.bfloat16, is_pure=True, pack=4)
+    return numbers
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _converted_halves(bytes_tile, words, HALF: tl.constexpr, PTX: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    """The codes in the low and the high halves of the bytes, less the zeros of their words, as fp16 or bf16."""
+    zeros = words & _ZERO_BITS
+    if not PTX:
+        zeros = zeros.to(tl.float32)[:, :, None]
+        low = ((bytes_tile & 15).to(tl.float32) - zeros).to(HALF)
+        high = ((bytes_tile >> 4).to(tl.float32) - zeros).to(HALF)
+    elif tl.float16 == HALF:
+        zeros = (zeros | _FP16_ZERO).to(tl.int16).to(tl.float16, bitcast=True)
+        low, high = tl.inline_asm_elementwise(
+            _HALVES_TO_FP16,
+            _HALVES_REGISTERS,
+            [bytes_tile, zeros[:, :, None]],
+            (tl.float16, tl.float16),
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        zeros = (zeros | _BF16_ZERO).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        low, high = tl.inline_asm_elementwise(
+            _HALVES_TO_BF16,
+            _HALVES_REGISTERS,
+            [bytes_tile, zeros[:, :, None]],
+            (tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=4,
+        )
+    return low, high
+
+
+@triton.jit
+def _added(total, weight_tile, x_tile):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    """Add the product of a tile of weights in fp16 or bf16 with inputs in any format."""
+    x_tile = tl.permute(x_tile, (0, 2, 1))
+    if x_tile.dtype == tl.float32:
+        # Three bf16 numbers hold a fp32 number, and one holds a weight: the products are exact.
+        large = x_tile.to(weight_tile.dtype)
+        rest = x_tile - large.to(tl.float32)
+        middle = rest.to(weight_tile.dtype)
+        total = tl.dot(weight_tile, (rest - middle.to(tl.float32)).to(weight_tile.dtype), total)
+        total = tl.dot(weight_tile, middle, total)
+        x_tile = large
+    return tl.dot(weight_tile, x_tile, total)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _sum_of_warps(total, WARPS: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    """Add up the warps' sums, 4 or 8, in pairs."""
+    sums = tl.permute(total, (1, 2, 0))
+    pairs = tl.split(tl.reshape(sums, (OUTPUTS, ROWS, WARPS // 2, 2)))
+    pairs = tl.split(tl.reshape(pairs[0] + pairs[1], (OUTPUTS, ROWS, WARPS // 4, 2)))
+    if WARPS // 4 > 1:
+        pairs = tl.split(tl.reshape(pairs[0] + pairs[1], (OUTPUTS, ROWS, 2)))
+    return tl.reshape(pairs[0] + pairs[1], (OUTPUTS, ROWS))
+
+
+@triton.jit
+def _store(  # type: ignore[no-untyped-def]  # noqa: ANN202, PLR0917 - Triton's own language
+    total, scales, bias, residual, y, outputs, places, is_stored  # noqa: ANN001
+):  # fmt: skip
+    """Multiply a sum by scales, add bias and residual, each where there are any; outputs and places have its shape."""
+    if scales is not None:
+        total *= tl.load(scales + outputs, mask=is_stored, other=0.0).to(tl.float32)
+    if bias is not None:
+        total += tl.load(bias + outputs, mask=is_stored, other=0.0).to(tl.float32)
+    if residual is not None:
+        total += tl.load(residual + places, mask=is_stored, other=0.0).to(tl.float32)
+    tl.store(y + places, total.to(y.dtype.element_ty), mask=is_stored)
+
+
+@triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
+def _product(  # type: ignore[no-untyped-def]  # noqa: ANN202, PLR0913, PLR0917 - Triton's own language
+    x, weight, scales, bias, residual, y, num_rows, num_outputs, num_inputs, split_inputs,  # noqa: ANN001
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, WARPS: tl.constexpr,
+    IS_SPLIT: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Compute one block: loop over steps, and add the warps' sums; the sums of a split are stored as they are."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    outputs = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    is_row, is_output = rows < num_rows, outputs < num_outputs
+    is_int4: tl.constexpr = weight.dtype.element_ty == tl.uint8
+    byte_weights: tl.constexpr = 2 if is_int4 else 1
+    warp_bytes: tl.constexpr = INPUTS // byte_weights
+    warps = tl.arange(0, WARPS)[:, None]
+    bytes_ = tl.arange(0, warp_bytes)[None, :]
+    inputs = warps * INPUTS + bytes_
+    # Rows of the weight behind the last one are read as the last one, and not stored.
+    read = tl.minimum(outputs, num_outputs - 1).to(tl.int64)
+    x_places = x + (rows * num_inputs)[None, :, None] + inputs[:, None, :]
+    weight_places = (
+        weight + (read * (num_inputs // byte_weights))[None, :, None] + (warps * warp_bytes + bytes_)[:, None, :]
+    )
+    half: tl.constexpr = tl.float16 if x.dtype.element_ty == tl.float16 else tl.bfloat16
+    total = tl.zeros((WARPS, OUTPUTS, ROWS), dtype=tl.float32)
+    first = tl.program_id(2) * split_inputs
+    for start in range(first, tl.minimum(first + split_inputs, num_inputs), WARPS * INPUTS):
+        is_input = (inputs < num_inputs - start)[:, None, :]
+        is_x = is_row[None, :, None] & is_input
+        x_tile = tl.load(x_places + start, mask=is_x, other=0.0)
+        bytes_tile = tl.load(weight_places + start // byte_weights, mask=is_input, other=0)
+        if is_int4:
+            groups = start // INPUTS + warps
+            is_group = groups * INPUTS < num_inputs
+            words = tl.load(scales + groups * num_outputs + read[None, :], mask=is_group, other=0)
+            low, high = _converted_halves(bytes_tile, words, half, PTX)
+            others = tl.load(x_places + start + warp_bytes, mask=is_x, other=0.0)
+            part = _added(tl.zeros((WARPS, OUTPUTS, ROWS), dtype=tl.float32), low, x_tile)
+            part = _added(part, high, others)
+            total += part * (words & ~_ZERO_BITS).to(tl.float32, bitcast=True)[:, :, None]
+        else:
+            total = _added(total, _converted(bytes_tile, half, PTX), x_tile)
+    result = _sum_of_warps(total, WARPS, OUTPUTS, ROWS)
+    places = rows[None, :] * num_outputs + outputs[:, None]
+    is_stored = is_output[:, None] & is_row[None, :]
+    if IS_SPLIT:
+        y += tl.program_id(2).to(tl.int64) * num_rows * num_outputs
+        tl.store(y + places, result, mask=is_stored)
+    else:
+        outputs = tl.broadcast_to(outputs[:, None], (OUTPUTS, ROWS))
+        _store(result, None if is_int4 else scales, bias, residual, y, outputs, places, is_stored)
+
+
+@triton.jit(do_not_specialize=["num_elements"])  # type: ignore[untyped-decorator]
+def _sum_of_splits(  # type: ignore[no-untyped-def]  # noqa: ANN202, PLR0917 - Triton's own language
+    parts, scales, bias, residual, y, num_splits, num_elements, num_outputs, ELEMENTS: tl.constexpr  # noqa: ANN001
+):  # fmt: skip
+    """Add the splits (S, M, O) in order."""
+    places = tl.program_id(0) * ELEMENTS + tl.arange(0, ELEMENTS)
+    is_element = places < num_elements
+    total = tl.zeros((ELEMENTS,), dtype=tl.float32)
+    for split in range(num_splits):
+        total += tl.load(parts + split * num_elements + places, mask=is_element, other=0.0)
+    _store(total, scales, bias, residual, y, places % num_outputs, places, is_element)
+
+
+_HAS_PTX = torch.version.hip is None and not triton.knobs.runtime.interpret
+_SUMMED = 1024
+
+
+def product_of_few_rows(
+    x_MI: Tensor,
+    weight_OI: Tensor,
+    scales: Tensor,
+    *,
+    bias_O: Tensor | None = None,
+    residual_MO: Tensor | None = None,
+    num_processors: int | None = None,
+) -> Tensor:
+    """Compute x W^T + bias + residual, rounded once.
+
+    Args:
+        x_MI: inputs in fp32, bf16 or fp16.
+        weight_OI: int8 (O, I), or the bytes of int4 codes (O, I / 2) in uint8; contiguous.
+        scales: of the outputs (O,), in the dtype of x as bias and residual are; of int4, the words (G, O), contiguous.
+        bias_O: None for no bias.
+        residual_MO: None for no residual.
+        num_processors: multiprocessors that the work is shared out to; None for all of the device.
+    """
+    num_outputs, byte_weights = len(weight_OI), 2 if weight_OI.dtype is torch.uint8 else 1
+    x_MI = x_MI.contiguous()
+    residual_MO = None if residual_MO is None else residual_MO.contiguous()
+    num_rows, num_inputs = x_MI.shape
+    tiles = tiles_of(
+        num_rows=num_rows, num_outputs=num_outputs, num_inputs=num_inputs,
+        num_processors=num_processors or _num_processors(x_MI.device), value_bytes=x_MI.element_size(),
+        byte_weights=byte_weights,
+    )  # fmt: skip
+    y_MO = x_MI.new_empty(num_rows, num_outputs)
+    is_split = tiles.num_splits > 1
+    parts = x_MI.new_empty(tiles.num_splits, num_rows, num_outputs, dtype=torch.float32) if is_split else y_MO
+    _product[tiles.grid](
+        x_MI, weight_OI, scales, bias_O, residual_MO, parts, num_rows, num_outputs, num_inputs, tiles.split_inputs,
+        ROWS=tiles.rows, OUTPUTS=tiles.outputs, INPUTS=tiles.warp_inputs, WARPS=tiles.num_warps, IS_SPLIT=is_split,
+        PTX=_HAS_PTX, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+    )  # fmt: skip
+    if is_split:
+        _sum_of_splits[(triton.cdiv(y_MO.numel(), _SUMMED),)](
+            parts,
+            scales if byte_weights == 1 else None,
+            bias_O,
+            residual_MO,
+            y_MO,
+            tiles.num_splits,
+            y_MO.numel(),
+            num_outputs,
+            ELEMENTS=_SUMMED,
+        )
+    return y_MO
+
+
+@cache
+def _num_processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,83 @@
+"""Says why a run was much slower than its forecast, as far as this machine shows it."""
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from llama_ssp.distributed.world import World
+from llama_ssp.reports.lines import PLAIN, SPECULATIVE, Summary
+
+MUCH_SLOWER = 3.0
+"""Times its forecast, from which a run is worth a sentence."""
+_LEAST_TOKENS = 32
+"""Shorter runs mostly show their fixed costs."""
+_BUSY_SHARE = 0.25
+"""Share of the cores that other programs must use to be named."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """What can slow a run down.
+
+    Attributes:
+        device: cpu or cuda.
+        num_ranks: ranks of this node.
+        num_threads: threads that compute, of all ranks of this node.
+        num_cores: cores that these ranks may use.
+        load: running threads of all programs, averaged over the last minute.
+    """
+
+    device: str
+    num_ranks: int
+    num_threads: int
+    num_cores: int
+    load: float
+
+    @classmethod
+    def of(cls, world: World) -> "Surroundings":
+        """Those of this process and the other ranks of its node."""
+        num_ranks = world.ranks.local_size
+        return cls(
+            device=world.device.type, num_ranks=num_ranks, num_threads=torch.get_num_threads() * num_ranks,
+            num_cores=len(world.cores), load=os.getloadavg()[0],
+        )  # fmt: skip
+
+
+def slowness(summary: Summary, around: Surroundings) -> str | None:
+    """A sentence on a run that took more than three times its forecast, with the likely reason; None otherwise."""
+    modes = (
+        (PLAIN, summary.plain, summary.forecast.plain_ms_per_token),
+        (SPECULATIVE, summary.speculative, summary.forecast.speculative_ms_per_token),
+    )
+    found = [
+        (measured.ms_per_token / expected, mode, measured.ms_per_token, expected)
+        for mode, measured, expected in modes
+        if measured and measured.ms_per_token and expected
+    ]
+    if not found or summary.num_new_tokens < _LEAST_TOKENS:
+        return None
+    ratio, mode, measured_ms, expected_ms = max(found)
+    if ratio <= MUCH_SLOWER:
+        return None
+    return (
+        f"{mode} decoding took {ratio:.1f} times its forecast ({measured_ms:.2f} ms/token, forecast "
+        f"{expected_ms:.2f}): {_reason(around)}"
+    )
+
+
+def _reason(around: Surroundings) -> str:
+    is_on_cpu, cores = around.device == "cpu", around.num_cores
+    others = around.load - (around.num_threads if is_on_cpu else around.num_ranks)
+    reasons = []
+    if is_on_cpu and around.num_ranks == 1 and around.num_threads < cores:
+        reasons.append(f"{around.num_threads} of {cores} cores compute (unset OMP_NUM_THREADS, or set it to {cores})")
+    if is_on_cpu and around.num_threads > cores:
+        remedy = "start fewer ranks" if around.num_ranks > 1 else f"set OMP_NUM_THREADS to {cores}"
+        reasons.append(f"{around.num_threads} threads share {cores} cores ({remedy})")
+    if others > _BUSY_SHARE * cores:
+        reasons.append(f"other programs run about {others:.0f} threads on these {cores} cores (end them)")
+    if reasons:
+        return ", and ".join(reasons)
+    gpu = "" if is_on_cpu else "nvidia-smi shows whether the GPU is shared or throttled; "
+    return f"the forecast may describe another machine; {gpu}task=calibrate measures this one, hardware=NAME names one"

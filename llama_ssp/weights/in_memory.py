@@ -1,0 +1,87 @@
+"""A model of transformers that is in memory already, as a weight source."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from llama_ssp.config.schema import ModelShape
+from llama_ssp.errors import ConfigError
+from llama_ssp.weights.checkpoint import shape_of
+from llama_ssp.weights.source import TensorFacts, Wanted
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class WeightsInMemory:
+    """The parameters of a model; see `WeightSource`.
+
+    Attributes:
+        name: for reports.
+        folder: where the model came from, if that was a folder.
+        parameters: by name, tied ones once.
+        eos_ids: of its generation config; None if that has none.
+    """
+
+    name: str
+    folder: Path
+    config: PretrainedConfig
+    shape: ModelShape
+    parameters: Mapping[str, Tensor]
+    eos_ids: tuple[int, ...] | None
+
+    @property
+    def context(self) -> int:
+        """The maximum sequence length."""
+        return self.shape.max_position_embeddings
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of most of the parameters."""
+        return Counter(values.dtype for values in self.parameters.values()).most_common(1)[0][0]
+
+    @cached_property
+    def tensors(self) -> dict[str, TensorFacts]:
+        """See `WeightSource`."""
+        return {
+            name: TensorFacts(dtype=values.dtype if values.is_floating_point() else None, shape=tuple(values.shape))
+            for name, values in self.parameters.items()
+        }
+
+    def read(self, name: str, **wanted: Unpack[Wanted]) -> Tensor:
+        """Copy a parameter or a slice of it; see `WeightSource.read`."""
+        values, dim = self.parameters[name].detach(), wanted.get("dim")
+        if dim is not None:
+            values = torch.cat([values.narrow(dim, part.start, len(part)) for part in wanted["parts"]], dim=dim)
+        dtype, device = wanted.get("dtype") or values.dtype, wanted.get("device") or torch.device("cpu")
+        return values.to(device, dtype, copy=True, memory_format=torch.contiguous_format)
+
+
+def weights_of(model: nn.Module, *, what: str) -> WeightsInMemory:
+    """The weights of a loaded causal language model; raises ConfigError for any other. `what` is target or draft."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel  # noqa: PLC0415 - slow, and few need it
+
+    kind = type(model).__name__
+    causal: Any = ()
+    if isinstance(model, PreTrainedModel):
+        causal = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model.config), ())
+    if not isinstance(model, PreTrainedModel) or not isinstance(model, causal):
+        wanted = "a causal language model of transformers, such as LlamaForCausalLM, is required"
+        raise ConfigError(f"{what} is a loaded {kind}, and {wanted}")
+    parameters = dict(model.named_parameters())
+    if getattr(model.config, "quantization_config", None) is not None or getattr(model, "peft_config", None):
+        raise ConfigError(f"{what} is a loaded {kind} with quantized weights or adapters: give the model without them")
+    if any(values.is_meta for values in parameters.values()):
+        raise ConfigError(f"{what} is a loaded {kind} whose weights are not all in memory: load it without offload")
+    given: Any = getattr(model.generation_config, "eos_token_id", None)
+    eos_ids = None if given is None else tuple(given) if isinstance(given, list | tuple) else (int(given),)
+    path = str(model.name_or_path)
+    return WeightsInMemory(
+        name=Path(path).name or kind, folder=Path(path or kind), config=model.config, shape=shape_of(model.config),
+        parameters=parameters, eos_ids=eos_ids,
+    )  # fmt: skip

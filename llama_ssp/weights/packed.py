@@ -1,0 +1,215 @@
+"""Int4 weights of public checkpoints, in two layouts; a layer's tensors become one weight that is read as `int4_rows`.
+
+    compressed-tensors   weight_packed (O, I / 8), weight_scale (O, G), weight_zero_point (O / 8, G) unless symmetric
+    GPTQ                 qweight (I / 8, O), scales (G, O), qzeros (G, O / 8), g_idx (I,)
+
+Eight codes are an int32, the first in the lowest bits. A code without a zero has the zero 8; version 1 of GPTQ stores
+zeros that are 1 too small. GPTQ may sort its inputs by importance (desc_act), which scatters the groups: not supported.
+
+Shapes: O outputs, I inputs, G groups of 128 inputs.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor
+
+from llama_ssp.config.formats.int4_weight_only import GROUP
+from llama_ssp.config.model_files import shown
+from llama_ssp.errors import CheckpointError
+from llama_ssp.weights import int4_rows
+from llama_ssp.weights.source import TensorFacts, Wanted
+from llama_ssp.weights.stored import StoredTensor
+
+_CODES_OF_A_WORD = 8
+_ZERO = 8
+"""Of symmetric weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How a checkpoint stores its int4 weights.
+
+    Attributes:
+        weight, scale, zero, order: last parts of the tensors' names; `order` is g_idx, None if there is none.
+        others: last parts of the names of tensors that are not needed.
+        has_inputs_first: matrices are stored transposed.
+        least_zero: what a stored zero of 0 stands for.
+    """
+
+    weight: str
+    scale: str
+    zero: str
+    order: str | None = None
+    others: tuple[str, ...] = ()
+    has_inputs_first: bool = False
+    least_zero: int = 0
+
+    @property
+    def leaves(self) -> tuple[str, ...]:
+        """Last parts of the names of all tensors of a layer that are no ordinary parameters."""
+        return (self.weight, self.scale, self.zero, *([self.order] if self.order else ()), *self.others)
+
+
+_COMPRESSED = Layout(
+    weight="weight_packed", scale="weight_scale", zero="weight_zero_point", others=("weight_shape",)
+)  # fmt: skip
+_GPTQ = Layout(
+    weight="qweight", scale="scales", zero="qzeros", order="g_idx", has_inputs_first=True, least_zero=1
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedTensor(TensorFacts):
+    """The weight of a layer, whose `parts` are stored tensors by the last part of their names."""
+
+    layout: Layout
+    parts: Mapping[str, StoredTensor]
+
+    def read(self, **wanted: Unpack[Wanted]) -> Tensor:
+        """Read rows, as `int4_rows` describes them, of all or some outputs (dim 0) or inputs (dim 1).
+
+        Parts of inputs are whole groups. CheckpointError if a file has changed, or the groups are scattered.
+        """
+        whole, dim = [range(size) for size in self.shape], wanted.get("dim")
+        parts = [whole[0]] if dim is None else wanted["parts"]
+        outputs_first = dim != 1
+        rows = [self._rows(part, whole[1]) if outputs_first else self._rows(whole[0], part) for part in parts]
+        return (rows[0] if len(rows) == 1 else torch.cat(rows, dim=dim or 0)).to(wanted.get("device"))
+
+    def _rows(self, outputs: range, inputs: range) -> Tensor:
+        assert inputs.start % GROUP == 0 == inputs.stop % GROUP, "a slice has whole groups"
+        groups = range(inputs.start // GROUP, inputs.stop // GROUP)
+        words = range(inputs.start // _CODES_OF_A_WORD, inputs.stop // _CODES_OF_A_WORD)
+        self._check_order(inputs)
+        codes_OI = _codes(self._matrix(self.layout.weight, outputs, words))
+        scales_OG = self._matrix(self.layout.scale, outputs, groups).float()
+        return int4_rows.pack(codes_OI, scales_OG, self._zeros(outputs, groups))
+
+    def _zeros(self, outputs: range, groups: range) -> Tensor:
+        if self.layout.zero not in self.parts:
+            return torch.full((len(outputs), len(groups)), _ZERO)
+        words = range(outputs.start // _CODES_OF_A_WORD, -(-outputs.stop // _CODES_OF_A_WORD))
+        zeros_GO = _codes(self._matrix(self.layout.zero, words, groups).t())
+        first = words.start * _CODES_OF_A_WORD
+        return zeros_GO[:, outputs.start - first : outputs.stop - first].t() + self.layout.least_zero
+
+    def _matrix(self, leaf: str, rows: range, columns: range) -> Tensor:
+        """A part of a stored matrix, with the outputs first."""
+        if self.layout.has_inputs_first:
+            return self.parts[leaf].read(columns, rows).t()
+        return self.parts[leaf].read(rows, columns)
+
+    def _check_order(self, inputs: range) -> None:
+        if self.layout.order not in self.parts:
+            return
+        stored = self.parts[str(self.layout.order)]
+        if not torch.equal(stored.read(inputs).long(), torch.arange(inputs.start, inputs.stop) // GROUP):
+            raise CheckpointError(
+                f"{stored.file} scatters the groups of {stored.name}, and consecutive inputs must share a scale: "
+                "a checkpoint that was quantized with desc_act=false is required"
+            )
+
+
+def _codes(words: Tensor) -> Tensor:
+    """The codes of int32 words (N, M), shape (N, 8 M)."""
+    pairs = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+    return torch.stack([pairs & 15, pairs >> 4], dim=-1).flatten(1)
+
+
+def layout_of(described: object) -> Layout | str:
+    """The layout of a `quantization_config` of a config.json, or a clause that says why it cannot be read."""
+    match _field(described, "quant_method"):
+        case "compressed-tensors":
+            problem = "; ".join(dict.fromkeys(_compressed_problems(described)))
+            return problem or _COMPRESSED
+        case "gptq":
+            problem = "; ".join(_differences(described, {"bits": 4, "group_size": GROUP, "desc_act": False}))
+            version = _field(described, "checkpoint_format") or "gptq"
+            if version not in {"gptq", "gptq_v2"}:
+                problem = f"checkpoint_format {shown(version)}"
+            return problem or (_GPTQ if version == "gptq" else replace(_GPTQ, least_zero=0))
+        case method:
+            return f"quant_method {shown(method)}"
+
+
+def _compressed_problems(described: object) -> Iterator[str]:
+    yield from _differences(described, {"format": "pack-quantized"})
+    groups = _field(described, "config_groups")
+    if not isinstance(groups, dict) or not groups:
+        yield "no config_groups"
+        return
+    wanted = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
+    for group in groups.values():
+        yield from _differences(_field(group, "weights"), wanted)
+        if _field(_field(group, "weights"), "actorder") in {"group", True}:
+            yield "actorder group"
+        if _field(group, "input_activations") is not None:
+            yield "quantized activations"
+
+
+def _differences(described: object, wanted: Mapping[str, object]) -> Iterator[str]:
+    for name, value in wanted.items():
+        found = _field(described, name)
+        if type(found) is not type(value) or found != value:
+            yield f"{name} {shown(found)}"
+
+
+def _field(described: object, name: str) -> Any:  # noqa: ANN401 - JSON
+    return described.get(name) if isinstance(described, dict) else None
+
+
+def combine(
+    tensors: Mapping[str, StoredTensor], layout: Layout, folder: Path
+) -> dict[str, StoredTensor | PackedTensor]:
+    """Replace the parts of each int4 weight by the weight; CheckpointError for parts that do not fit each other."""
+    suffix = f".{layout.weight}"
+    modules = [name.removesuffix(suffix) for name in tensors if name.endswith(suffix)]
+    weights = {f"{module}.weight": _packed(tensors, layout, module) for module in modules}
+    unfit = [name for name, tensor in weights.items() if tensor is None]
+    if unfit or not weights:
+        raise CheckpointError(
+            f"{folder} holds no int4 weight in groups of {GROUP} inputs for {_first(unfit)}, though its config.json "
+            f"describes them: {', '.join(layout.leaves)} that fit each other are required"
+        )
+    packed = {name: tensor for name, tensor in weights.items() if tensor}
+    parts = {f"{module}.{leaf}" for module in modules for leaf in layout.leaves}
+    return {name: tensor for name, tensor in tensors.items() if name not in parts} | packed
+
+
+def _first(names: Sequence[str]) -> str:
+    return names[0] if names else "any layer"
+
+
+def _packed(tensors: Mapping[str, StoredTensor], layout: Layout, module: str) -> PackedTensor | None:
+    """The weight of a module; None if its parts do not fit each other."""
+    found = {leaf: tensors.get(f"{module}.{leaf}") for leaf in layout.leaves}
+    parts = {leaf: tensor for leaf, tensor in found.items() if tensor}
+    matrices = {leaf: _outputs_first(tensor, layout) for leaf, tensor in parts.items() if len(tensor.shape) == 2}  # noqa: PLR2004 - a matrix
+    if not {layout.weight, layout.scale} <= matrices.keys():
+        return None
+    num_outputs, num_words = matrices[layout.weight]
+    num_groups, remainder = divmod(num_words * _CODES_OF_A_WORD, GROUP)
+    fits = (
+        not remainder
+        and parts[layout.weight].kind == "I32"
+        and parts[layout.scale].dtype is not None
+        and matrices[layout.scale] == (num_outputs, num_groups)
+    )
+    if zero := parts.get(layout.zero):
+        fits &= zero.kind == "I32" and matrices.get(layout.zero) == (-(-num_outputs // _CODES_OF_A_WORD), num_groups)
+    if order := parts.get(str(layout.order)):
+        fits &= order.shape == (GROUP * num_groups,)
+    shape = num_outputs, GROUP * num_groups
+    return (
+        PackedTensor(dtype=parts[layout.scale].dtype, shape=shape, is_packed=True, layout=layout, parts=parts)
+        if fits
+        else None
+    )
+
+
+def _outputs_first(tensor: StoredTensor, layout: Layout) -> tuple[int, ...]:
+    return tensor.shape[::-1] if layout.has_inputs_first else tensor.shape

@@ -1,0 +1,70 @@
+"""The command on the shipped pair in 4 bits: packed by a quantizing tool, or rounded while loading."""
+
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from llama_ssp.config import catalogue
+from llama_ssp.weights import hub
+from tests.helpers.commands import run
+from tests.helpers.packed_checkpoints import pack_checkpoint
+
+PROMPT = "prompt=def f(x):"
+GREEDY = ["task=generate", "sampling=greedy", "model.dtype=fp32", "max_new_tokens=24", PROMPT]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
+    """The shipped target in a layout, and the numbers that it stands for."""
+
+    @cache
+    def make(layout: str) -> tuple[Path, Path]:
+        folder = tmp_path_factory.mktemp("packed")
+        pack_checkpoint(hub.resolve(catalogue.load("tiny")), folder / "packed", folder / "numbers", layout)
+        return folder / "packed", folder / "numbers"
+
+    return make
+
+
+def text(model: Path, run_dir: Path, *overrides: str, num_ranks: int = 1) -> str:
+    done = run([*GREEDY, "model=local", f"model.path={model}", f"run_dir={run_dir}", *overrides], num_ranks=num_ranks)
+    assert done.returncode == 0, done.stderr
+    (line,) = (run_dir / "run.jsonl").read_text().splitlines()
+    return str(json.loads(line)["text"])
+
+
+@pytest.mark.parametrize("layout", ["compressed-tensors", "gptq, asymmetric"])
+@pytest.mark.parametrize("num_ranks", [pytest.param(n, marks=pytest.mark.distributed(n)) for n in (1, 2)])
+@pytest.mark.heavy
+def test_a_packed_checkpoint_writes_the_text_of_its_numbers(
+    made: Callable[[str], tuple[Path, Path]], tmp_path: Path, layout: str, num_ranks: int
+) -> None:
+    packed, numbers = made(layout)
+    wanted = text(numbers, tmp_path / "numbers")
+    int4 = "model.quantization=int4_weight_only"
+    assert text(packed, tmp_path / "plain", int4, num_ranks=num_ranks) == wanted
+    assert text(packed, tmp_path / "drafted", int4, "draft=tiny-draft", num_ranks=num_ranks) == wanted
+
+
+@pytest.mark.heavy
+def test_a_packed_checkpoint_without_its_format_is_one_sentence(
+    made: Callable[[str], tuple[Path, Path]], tmp_path: Path
+) -> None:
+    done = run([*GREEDY, "model=local", f"model.path={made('gptq, asymmetric')[0]}", f"run_dir={tmp_path}/run"])
+    assert done.returncode == 2
+    assert "holds weights of 4 bits, and model.quantization=none was given" in done.stderr.splitlines()[0]
+
+
+@pytest.mark.heavy
+def test_the_shipped_pair_runs_in_4_bits(tmp_path: Path) -> None:
+    """Rounded while it is loaded, target and draft."""
+    done = run(
+        ["model.quantization=int4_weight_only", "draft.model.quantization=int4_weight_only", "max_new_tokens=12",
+         PROMPT, f"run_dir={tmp_path}/run"]
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["speculative"]["tokens_per_round"] > 1

@@ -1,0 +1,52 @@
+"""On a GPU: the kernel for int8 and int4 computes the product, and a row's bits do not depend on the rows around it."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from llama_ssp.weights import int4_rows
+from tests.helpers.lanes import grid
+
+pytestmark = pytest.mark.gpu(1)
+
+SHAPES = [(4096, 4096), (4096, 11008), (1536, 4096), (128, 2048), (1000, 1408)]
+every_case = grid(bits=[8, 4], shape=SHAPES, dtype=[torch.float32, torch.float16, torch.bfloat16])
+
+
+def operands(bits: int, shape: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor]:
+    """64 rows, what the kernel takes of the weights, and the weights in fp64."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    x_MI = torch.randn(64, shape[1], generator=generator).to("cuda", dtype)
+    if bits == 8:
+        weight_OI = torch.randint(-127, 128, shape, generator=generator, dtype=torch.int8).cuda()
+        scales_O = torch.rand(shape[0], generator=generator).to("cuda", dtype) / 4096
+        return x_MI, (weight_OI, scales_O), weight_OI.double() * scales_O.double()[:, None]
+    codes_OI = torch.randint(0, 16, shape, generator=generator, dtype=torch.uint8)
+    scales_OG = torch.rand(shape[0], shape[1] // 128, generator=generator).half().float() / 64
+    zeros_OG = torch.randint(0, 17, scales_OG.shape, generator=generator)
+    numbers = (codes_OI.double().unflatten(1, (-1, 128)) - zeros_OG[..., None]) * scales_OG.double()[..., None]
+    codes, words = int4_rows.split(int4_rows.pack(codes_OI, scales_OG, zeros_OG))
+    return x_MI, (codes.cuda(), words.t().contiguous().cuda()), numbers.flatten(1).cuda()
+
+
+@every_case
+def test_products_are_those_of_the_numbers(bits: int, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    from llama_ssp.models.quantization.few_rows_kernel import product_of_few_rows
+
+    x_MI, weights, numbers_OI = operands(bits, shape, dtype)
+    wanted = x_MI.double() @ numbers_OI.t()
+    found = product_of_few_rows(x_MI, *weights)
+    assert found.dtype is dtype
+    # A tensor core may cut off its sums in fp32; the rounding of 16-bit results is far larger.
+    tolerance = max(torch.finfo(dtype).eps, 1e-5)
+    assert (found - wanted).abs().max() < tolerance * wanted.abs().max()
+
+
+@every_case
+def test_a_row_has_the_same_bits_alone_and_among_others(bits: int, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    from llama_ssp.models.quantization.few_rows_kernel import product_of_few_rows
+
+    x_MI, weights, _ = operands(bits, shape, dtype)
+    whole_MO = product_of_few_rows(x_MI, *weights)
+    for num_rows in (1, 5, 8, 9, 16, 17, 33):
+        assert torch.equal(product_of_few_rows(x_MI[:num_rows], *weights), whole_MO[:num_rows]), num_rows

@@ -1,0 +1,75 @@
+"""`plan` gives the plan of `llama-ssp plan`."""
+
+from typing import Any
+
+import pytest
+
+from llama_ssp import plan
+from llama_ssp.commands.plan import read_settings
+from llama_ssp.config import hardware
+from llama_ssp.config.schema import DraftLayout
+from llama_ssp.planning.plan import document, make_plan
+from llama_ssp.planning.spec import make_job, settle_models
+
+
+def by_command(*settings: str) -> dict[str, Any]:
+    config = read_settings([*settings])
+    settle_models(config)
+    machine = hardware.build(config.hardware)
+    return document(make_plan(make_job(config, machine), machine))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "settings"),
+    [
+        (
+            {"target": "30B", "draft": "7B", "hardware": "8xa100_80gb"},
+            ["model=30B", "draft=7B", "hardware=8xa100_80gb"],
+        ),
+        (
+            {"target": "13B", "hardware": "8xa100_80gb", "num_gpus": 2, "num_nodes": 1, "batch_size": 4},
+            ["model=13B", "draft=none", "hardware=8xa100_80gb", "hardware.num_gpus=2", "batch_size=4"],
+        ),
+        (
+            {
+                "target": "30B", "draft": "7B", "hardware": "p4d_24xlarge", "placement": "sharded", "dtype": "fp16",
+                "quantization": ("int8", None), "num_draft_tokens": "auto", "acceptance": 0.6, "prompt_tokens": 100,
+                "max_new_tokens": 200,
+            },
+            [
+                "model=30B", "draft=7B", "hardware=p4d_24xlarge", "placement=sharded", "model.dtype=fp16",
+                "draft.model.dtype=fp16", "model.quantization=int8", "speculation.num_draft_tokens=auto",
+                "speculation.acceptance=0.6", "prompt_tokens=100", "max_new_tokens=200",
+            ],
+        ),
+        (
+            {"target": "7B", "draft": "ngram", "hardware": "laptop_cpu"},
+            ["model=7B", "draft=ngram", "hardware=laptop_cpu"],
+        ),
+    ],
+)  # fmt: skip
+def test_a_plan_is_that_of_the_command(arguments: dict[str, Any], settings: list[str]) -> None:
+    found, wanted = document(plan(**arguments)), by_command(*settings)
+    assert found == wanted
+
+
+def test_the_planner_chooses_the_placement() -> None:
+    found = plan("30B", "7B", hardware="p4d_24xlarge", placement="auto")
+    assert found.job.draft_kind in DraftLayout
+    assert found.timing.speculative_s
+    others = [plan("30B", "7B", hardware="p4d_24xlarge", placement=name) for name in ("one_rank", "sharded")]
+    assert found.timing.speculative_s <= min(each.timing.speculative_s or 0.0 for each in others)
+
+
+def test_this_machine_has_one_gpu_as_the_library_uses_it() -> None:
+    found = plan("tiny", "tiny-draft")
+    assert len(found.ranks) == 1
+    assert found.fits
+
+
+def test_a_repr_is_a_line() -> None:
+    assert repr(plan("7B", hardware="laptop_cpu")).startswith("Plan(7B, on 1 x ")
+    found = repr(plan("65B", "7B", hardware="8xa100_80gb", num_gpus=1))
+    assert "\n" not in found
+    assert "does not fit" in found
+    assert found.endswith(" ms/token)")

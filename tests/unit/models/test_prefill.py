@@ -1,0 +1,129 @@
+"""Packed prompts give what padded ones give, with no token more than they have."""
+
+from itertools import accumulate
+from unittest.mock import Mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from llama_ssp.architectures.sizes import PREFILL_CHUNK
+from llama_ssp.drafting.batch_split import BatchSplit, BatchSplitDrafter
+from llama_ssp.engine.state import Request
+from llama_ssp.models.llama.decoder import LeanRunner
+from llama_ssp.models.null_runner import NullRunner
+from llama_ssp.models.prefill import Buckets, Prompts, forwards_per_prompt, read_prompts
+from llama_ssp.session.loading import settle_packing
+from tests.helpers.decoders import complete, make_decoder
+from tests.helpers.fake_comm import thread_comms
+from tests.unit.models.llama.test_attention import GROUPED, pair
+from tests.unit.models.llama.test_decoder import assert_close, random_ids
+
+LENGTHS, ROWS = [5, 37, 1, 20], [2, 0, 3, 1]
+BUCKETS = Buckets(step=64, num_slots=64)
+
+
+def prompts() -> Prompts:
+    return Prompts(random_ids(4, 64), torch.tensor(LENGTHS), LENGTHS, longest=max(LENGTHS))
+
+
+def read(runner: LeanRunner) -> tuple[Tensor, Tensor, list[int]]:
+    """The logits after the prompts, those of one more token in each row, and the tokens of each forward of prompts."""
+    runner.allocate(batch_size=4, capacity=64)
+    runner.forward = Mock(wraps=runner.forward)  # type: ignore[method-assign]
+    logits_RV = read_prompts(runner, prompts(), rows=ROWS, buckets=BUCKETS)
+    num_tokens = [call.args[0].numel() for call in runner.forward.mock_calls]
+    lengths_B1 = torch.tensor(LENGTHS)[torch.tensor(ROWS).argsort()][:, None]
+    return logits_RV, runner.forward(random_ids(4, 1), lengths_B1, bucket=64), num_tokens
+
+
+@pytest.mark.parametrize("chunk", [3, 8, 512])
+@pytest.mark.parametrize("kind", GROUPED)
+def test_packed_prompts_give_the_logits_of_padded_ones_and_fill_the_same_slots(
+    kind: str, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llama_ssp.models.prefill.PREFILL_CHUNK", chunk)
+    packed, padded = (read(runner) for runner in pair(kind, batch_size=4))
+    assert_close(packed[0], padded[0])
+    assert_close(packed[1], padded[1])
+    assert sum(packed[2]) == sum(LENGTHS)
+    assert sum(padded[2]) == max(LENGTHS) * len(LENGTHS)
+    assert len(packed[2]) <= len(padded[2])
+    assert max(packed[2]) <= chunk * len(LENGTHS)
+
+
+def test_what_has_no_kernel_for_lengths_pads() -> None:
+    by_length, by_mask = pair("llama", batch_size=4)
+    assert by_length.packs_prompts
+    assert not by_mask.packs_prompts
+    by_length.packs_prompts = False
+    assert read(by_length)[2] == [max(LENGTHS) * len(LENGTHS)]
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, [9], [1, 1, 1], [24, 24], [1, 40]])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_each_prompt_counts_the_forwards_that_read_it(
+    lengths: list[int], is_packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llama_ssp.models.prefill.PREFILL_CHUNK", 8)
+    runner, _ = pair("llama", batch_size=len(lengths))
+    runner.allocate(batch_size=len(lengths), capacity=64)
+    runner.packs_prompts = is_packed
+    runner.forward = Mock(wraps=runner.forward)  # type: ignore[method-assign]
+    wanted = Prompts(random_ids(len(lengths), 64), torch.tensor(lengths), lengths, longest=max(lengths))
+    read_prompts(runner, wanted, rows=range(len(lengths)), buckets=BUCKETS)
+    calls = runner.forward.mock_calls
+    found = forwards_per_prompt(lengths, is_packed=is_packed)
+    if not is_packed:
+        assert found == [len(calls)] * len(lengths)
+        return
+    rows = [set(call.kwargs["pieces"].rows_C.tolist()) for call in calls]
+    assert found == [sum(place in each for each in rows) for place in range(len(lengths))]
+
+
+def test_prompts_admitted_while_others_decode_give_the_texts_that_they_give_alone() -> None:
+    wanted = [
+        Request(index=number, prompt_ids=tuple(range(3, 3 + length)), max_new_tokens=4 + 3 * (number % 3))
+        for number, length in enumerate((5, 30, 2, 17, 9, 1, 24))
+    ]
+    target, by_mask = pair("llama", batch_size=3)
+    draft, _ = pair("llama, no groups", batch_size=3)
+    texts = [completion.token_ids for completion in complete(make_decoder(by_mask, None), wanted)]
+    found = complete(make_decoder(target, draft, batch_size=3, replay=False), wanted)
+    assert [completion.token_ids for completion in found] == texts
+
+
+def test_a_rank_that_drafts_some_rows_reads_their_prompts_only() -> None:
+    inner = Mock()
+    [_, comm] = thread_comms(2)
+    drafter = BatchSplitDrafter(inner, split=BatchSplit(comm, [0, 1]), num_draft_tokens=2, device=torch.device("cpu"))
+    drafter.allocate(batch_size=4, num_slots=64)
+    drafter.prefill(prompts(), rows=ROWS, buckets=BUCKETS)
+    given = inner.prefill.call_args.args[0]
+    assert inner.prefill.call_args.kwargs["rows"] == [0, 1]
+    assert (given.lengths, given.lengths_R.tolist(), given.longest) == ([5, 1], [5, 1], max(LENGTHS))
+    assert given.tokens_RS.equal(prompts().tokens_RS[[0, 2]])
+
+
+@pytest.mark.parametrize(("others", "packs"), [(["packed"], True), ([""], False)])
+def test_ranks_of_a_model_pack_only_if_all_can(others: list[str], packs: bool) -> None:
+    """Otherwise their all-reduces would have other shapes, and wait for each other for ever."""
+    runner, _ = pair("llama", batch_size=1)
+    settle_packing(runner, Mock(gather_text=lambda text: [text, *others]))
+    assert runner.packs_prompts is packs
+    absent = NullRunner(device=torch.device("cpu"), vocab_size=11, max_position_embeddings=64)
+    settle_packing(absent, Mock(gather_text=lambda text: [text, *others]))
+    assert absent.packs_prompts is packs
+
+
+def test_a_rank_without_the_model_reads_packed_prompts_too() -> None:
+    absent = NullRunner(device=torch.device("cpu"), vocab_size=11, max_position_embeddings=64, packs_prompts=True)
+    assert read_prompts(absent, prompts(), rows=ROWS, buckets=BUCKETS).shape == (4, 0)
+
+
+def test_a_packed_chunk_is_as_large_as_a_padded_one() -> None:
+    """The planner reserves memory for padded ones."""
+    lengths = [PREFILL_CHUNK, 3 * PREFILL_CHUNK, 1]
+    ends = list(accumulate(lengths))
+    assert forwards_per_prompt(lengths, is_packed=True) == [1, 2, 1]
+    assert ends[-1] > PREFILL_CHUNK * len(lengths)

@@ -1,0 +1,145 @@
+"""Int4 checkpoints of both layouts: the numbers they stand for, whole and in slices, and what is refused."""
+
+import shutil
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from llama_ssp.errors import CheckpointError
+from llama_ssp.weights import int4_rows
+from llama_ssp.weights.checkpoint import inspect
+from tests.helpers.lanes import grid
+from tests.helpers.models import build_checkpoint
+from tests.helpers.packed_checkpoints import LAYOUTS, edit_config, pack_checkpoint, quantization_config
+
+pytestmark = pytest.mark.seconds
+
+NAME = "model.layers.1.self_attn.k_proj.weight"
+Made = Callable[[str], tuple[Path, Path]]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """A checkpoint in a layout, and the numbers that it stands for; read only."""
+    origin = tmp_path_factory.mktemp("origin")
+    build_checkpoint(
+        origin, "llama", hidden_size=384, intermediate_size=256, num_key_value_heads=2, attention_bias=True
+    )
+
+    @cache
+    def make(layout: str) -> tuple[Path, Path]:
+        folder = tmp_path_factory.mktemp("packed")
+        pack_checkpoint(origin, folder / "packed", folder / "numbers", layout)
+        return folder / "packed", folder / "numbers"
+
+    return make
+
+
+def numbers(rows: Tensor) -> Tensor:
+    """The weights (O, I) that rows of bytes stand for."""
+    codes, words = int4_rows.split(rows)
+    groups = torch.cat(int4_rows.unpack_codes(codes.unflatten(1, (-1, 64))), dim=2)
+    weights = (groups - int4_rows.zeros_of(words)[..., None]) * int4_rows.scales_of(words)[..., None]
+    return weights.flatten(1)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_weight_is_the_number_that_its_layout_defines(made: Made, layout: str) -> None:
+    packed, plain = (inspect(folder) for folder in made(layout))
+    assert packed.tensors.keys() >= plain.tensors.keys()
+    for name, tensor in plain.tensors.items():
+        read = packed.read(name)
+        if packed.tensors[name].is_packed:
+            assert packed.tensors[name].shape == tensor.shape
+            assert read.dtype is torch.uint8
+            read = numbers(read)
+        assert torch.equal(read, plain.read(name)), name
+    assert sum(tensor.is_packed for tensor in packed.tensors.values()) == 14
+
+
+@grid(layout=LAYOUTS, cut=[(0, [range(5, 23)]), (0, [range(90, 96), range(8)]), (1, [range(128, 256)])])
+def test_a_slice_is_that_of_the_whole(made: Made, layout: str, cut: tuple[int, list[range]]) -> None:
+    """Also where zeros of eight outputs are in one integer, and the slice begins between them."""
+    packed, plain = (inspect(folder) for folder in made(layout))
+    dim, parts = cut
+    found = packed.read(NAME, dim=dim, parts=parts, dtype=torch.float16)
+    assert torch.equal(numbers(found), plain.read(NAME, dim=dim, parts=parts))
+
+
+def changed(layout: str, *path: str, **changes: object) -> dict[str, Any]:
+    config = quantization_config(layout)
+    inner = config
+    for name in path:
+        inner = inner[name]
+    inner.update(changes)
+    return config
+
+
+WEIGHTS = ("config_groups", "group_0", "weights")
+REFUSED = {
+    "awq": ({"quant_method": "awq", "bits": 4}, 'quant_method "awq"'),
+    "a list": ([4], "quant_method null"),
+    "8 bits": (changed("gptq", bits=8), r"\(bits 8\)"),
+    "small groups": (changed("gptq", group_size=32), r"\(group_size 32\)"),
+    "sorted inputs": (changed("gptq", desc_act=True), r"\(desc_act true\)"),
+    "marlin": (changed("gptq", checkpoint_format="marlin"), r'\(checkpoint_format "marlin"\)'),
+    "another format": (changed("compressed-tensors", format="float-quantized"), r'\(format "float-quantized"\)'),
+    "no groups": (changed("compressed-tensors", config_groups={}), r"\(no config_groups\)"),
+    "per channel": (changed("compressed-tensors", *WEIGHTS, strategy="channel"), r'\(strategy "channel"\)'),
+    "floats": (changed("compressed-tensors", *WEIGHTS, type="float"), r'\(type "float"\)'),
+    "order": (changed("compressed-tensors", *WEIGHTS, actorder="group"), r"\(actorder group\)"),
+    "activations": (
+        changed("compressed-tensors", "config_groups", "group_0", input_activations={"num_bits": 8}),
+        r"\(quantized activations\)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("described", "reason"), REFUSED.values(), ids=REFUSED)
+def test_other_forms_are_refused_with_what_is_different(
+    made: Made, tmp_path: Path, described: object, reason: str
+) -> None:
+    folder = tmp_path / "packed"
+    shutil.copytree(made("gptq")[0], folder)
+    edit_config(folder, quantization_config=described)
+    with pytest.raises(CheckpointError, match=rf"quantized weights that cannot be read .*{reason}.*groups of 128"):
+        inspect(folder)
+
+
+@pytest.mark.parametrize("layout", ["compressed-tensors, asymmetric", "gptq"])
+@pytest.mark.parametrize("leaf", ["weight_packed", "weight_scale", "weight_zero_point", "qweight", "scales", "g_idx"])
+def test_parts_that_do_not_fit_each_other_are_refused(made: Made, tmp_path: Path, layout: str, leaf: str) -> None:
+    def shorten(tensors: dict[str, Tensor]) -> None:
+        name = NAME.replace("weight", leaf)
+        if name not in tensors:
+            pytest.skip("of the other layout")
+        tensors[name] = tensors[name][1:].clone()
+
+    folder = edited(made(layout)[0], tmp_path, shorten)
+    with pytest.raises(CheckpointError, match=r"no int4 weight in groups of 128 inputs for model.layers.1.*k_proj"):
+        inspect(folder)
+
+
+def test_scattered_groups_are_refused_even_if_the_config_says_otherwise(made: Made, tmp_path: Path) -> None:
+    def scatter(tensors: dict[str, Tensor]) -> None:
+        name = NAME.replace("weight", "g_idx")
+        tensors[name] = tensors[name].flip(0).contiguous()
+
+    checkpoint = inspect(edited(made("gptq")[0], tmp_path, scatter))
+    with pytest.raises(CheckpointError, match=r"k_proj\.g_idx, and consecutive inputs must share a scale"):
+        checkpoint.read(NAME)
+
+
+def edited(origin: Path, tmp_path: Path, edit: Callable[[dict[str, Tensor]], None]) -> Path:
+    folder = tmp_path / "packed"
+    shutil.copytree(origin, folder)
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
