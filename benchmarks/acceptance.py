@@ -21,8 +21,8 @@ import yaml
 from torch import Tensor
 
 from llama_ssp import load
-from llama_ssp.config import catalogue
 from llama_ssp.config.drafts.ngram import NgramConfig
+from llama_ssp.config.options import folders
 from llama_ssp.config.schema import SamplingConfig, SpeculationConfig, VerificationConfig
 from llama_ssp.engine.state import Request
 from llama_ssp.library import Pair
@@ -56,7 +56,7 @@ class Text(NamedTuple):
 def kinds_of_text() -> dict[str, list[str]]:
     """Prompts by kind: code and arithmetic are defaults of tasks; the third is to be written a second time."""
     defaults = {
-        name: yaml.safe_load((catalogue.conf_dir() / "task" / f"{task}.yaml").read_text())["default_prompts"]
+        name: yaml.safe_load((folders.conf_dir() / "task" / f"{task}.yaml").read_text())["default_prompts"]
         for name, task in (("code", "compare"), ("mixed", "latency"))
     }
     return defaults | {"repeated code": [text + text[: len(text) // 3] for text in EDITS]}

@@ -6,7 +6,9 @@ A fourth, with --gpu-stub, needs a CUDA build of torch.
 
 import os
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,12 +16,17 @@ import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
+from llama_ssp.config.options import folders
 from tests.helpers import slurm
+from tests.helpers.own_conf import OwnConf, writer
 
 # Read when the libraries are first imported, and inherited by the processes that tests start.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes would compile the sources anew
 sys.dont_write_bytecode = False
+# Models, machines and the history of whoever runs the tests stay out of them.
+for name in ("CONFIG", "STATE"):
+    os.environ[f"XDG_{name}_HOME"] = str(Path(tempfile.gettempdir()) / f"llama-ssp-tests-{os.getuid()}")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -43,6 +50,15 @@ class JobsOnOneWorker(LoadScopeScheduling):  # type: ignore[misc] # xdist is unt
         if nodeid.startswith(STUBS):
             return nodeid.partition("::")[0]
         return JOBS[0] if nodeid.startswith(JOBS) else nodeid
+
+
+@pytest.fixture
+def own_conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OwnConf]:
+    """Give this test's user an empty folder of options; the folder of a `--config-dir` is forgotten afterwards."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
+    yield writer(tmp_path / "home" / "llama-ssp")
+    monkeypatch.undo()
+    folders.use(None)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

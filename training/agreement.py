@@ -17,7 +17,7 @@ import yaml
 from torch import Tensor
 
 from llama_ssp import load
-from llama_ssp.config import catalogue
+from llama_ssp.config.options import folders
 from llama_ssp.config.schema import Dtype
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.models.build import load_modules
@@ -41,7 +41,7 @@ class Text:
 
 def prompts_of(task: str) -> list[str]:
     """Returns the default prompts of a task."""
-    settings = yaml.safe_load((catalogue.conf_dir() / "task" / f"{task}.yaml").read_text(encoding="utf-8"))
+    settings = yaml.safe_load((folders.conf_dir() / "task" / f"{task}.yaml").read_text(encoding="utf-8"))
     prompts: list[str] = settings["default_prompts"]
     return prompts
 

@@ -10,10 +10,8 @@ import io
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
-from pathlib import Path
 from typing import get_args, get_type_hints
 
-import yaml
 from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType, Quote, QuotedString
@@ -22,6 +20,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from llama_ssp.commands.unknown_settings import unknown_setting, unread_words, unreadable
 from llama_ssp.config import catalogue
 from llama_ssp.config.drafts.drafter import DrafterRecord, drafters
+from llama_ssp.config.options import choices, folders
 from llama_ssp.config.schema import MODEL_DRAFT, ModelShape, RunConfig
 from llama_ssp.config.store import BUNDLES
 from llama_ssp.config.tasks.spec import TaskSpec, task_specs
@@ -32,7 +31,10 @@ _DERIVED = {"task.name", "model.name", "model.shape", "draft.kind", "draft.model
 
 
 def read_options(arguments: Sequence[str]) -> argparse.Namespace:
-    """Read Hydra's own options (`-m`, `--help`, `--cfg`, ...) and the overrides; raises ConfigError for bad options."""
+    """Read Hydra's own options (`-m`, `--help`, `--cfg`, ...) and the overrides; raises ConfigError for bad options.
+
+    The folder of `--config-dir` is searched from now on.
+    """
     output = io.StringIO()
     try:
         with contextlib.redirect_stderr(output):
@@ -44,6 +46,7 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
         raise ConfigError(
             f"{reason}: settings are written name=value, for example model=7B, and --help all lists them"
         ) from None
+    folders.use(options.config_dir)
     if not options.help:
         _check_options(options)
     return options
@@ -116,18 +119,17 @@ def explicit_keys(overrides: Iterable[str]) -> frozenset[str]:
     return frozenset(override.key_or_group for override in parser.parse_overrides(list(overrides)))
 
 
-def check_overrides(overrides: Sequence[str], *, multirun: bool, config_dir: str | None = None) -> None:
+def check_overrides(overrides: Sequence[str], *, multirun: bool) -> None:
     """Raise ConfigError with every name that does not exist, and every text that is no override.
 
     Args:
         overrides: as given to Hydra.
         multirun: whether `a,b` means two runs.
-        config_dir: folder of the user's own options.
     """
     parses = {text: parsed_override(text) for text in overrides}
     parsed = [override for override in parses.values() if override]
     problems = unread_words([text for text, override in parses.items() if not override])
-    groups = groups_of(config_dir)
+    groups = groups_of()
     keys = keys_of_run(parsed, groups)
     for override in parsed:
         if not override.is_hydra_override() or "_target_" in (override.input_line or ""):
@@ -157,7 +159,8 @@ def _problems(
     elif override.is_sweep_override() and not multirun:
         yield f"{text} gives several values: add -m to run one after the other, or write a list as [a,b]"
     elif key in groups:
-        yield from (unknown_name(key, name, groups[key]) for name in _names(override) if name not in groups[key])
+        for name in _names(override):
+            yield from choices.problems_of(key, name, groups[key])
     elif key not in keys:
         yield _unknown_key(key, keys)
     elif key == "stop_strings" and _has_other_than_text(override.value()):
@@ -177,14 +180,10 @@ def _names(override: Override) -> list[str]:
     return []
 
 
-def groups_of(config_dir: str | None = None) -> dict[str, list[str]]:
+def groups_of() -> dict[str, list[str]]:
     """Return the options of every group that can be chosen on the command line."""
-    roots = [catalogue.conf_dir(), *([Path(config_dir)] if config_dir else [])]
     names = [field.name for field in fields(RunConfig)] + [*BUNDLES]
-    folders = [root / name for name in names for root in roots]
-    groups: dict[str, list[str]] = {folder.name: [] for folder in folders if folder.is_dir()}
-    for folder in folders:
-        groups.get(folder.name, []).extend(file.stem for file in folder.glob("*.yaml"))
+    groups = {name: folders.names(name) for name in names if (folders.conf_dir() / name).is_dir()}
     groups["draft"] += catalogue.names()
     groups["task"] = [*task_specs()]  # those of plugins too
     return groups
@@ -221,14 +220,16 @@ def chosen_tasks(overrides: Iterable[Override], groups: dict[str, list[str]]) ->
 
 
 def _default_task() -> str:
-    entry = yaml.safe_load((catalogue.conf_dir() / "config.yaml").read_text(encoding="utf-8"))
+    entry = folders.read(folders.conf_dir() / "config.yaml")
     return next(str(part["task"]) for part in entry["defaults"] if "task" in part)
 
 
 def _task_of(group: str, name: str) -> str:
     """Return the task that an experiment chooses; empty if it leaves the task open."""
-    entry = yaml.safe_load((catalogue.conf_dir() / group / f"{name}.yaml").read_text(encoding="utf-8"))
-    return next((part["override /task"] for part in entry.get("defaults", []) if "override /task" in part), "")
+    file = folders.find(group, name)
+    defaults = folders.read(file).get("defaults", []) if file else []
+    named = (part.get("override /task") for part in defaults if isinstance(part, dict))
+    return next((str(name) for name in named if name), "")
 
 
 def keys_of(schema: type, prefix: str = "") -> Iterator[str]:

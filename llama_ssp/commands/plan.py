@@ -4,6 +4,7 @@
     llama-ssp plan model=65B_8bit hardware=g5_12xlarge format=json
     llama-ssp plan model=30B hardware=8xa100_80gb search=true
     llama-ssp plan model=local model.path=DIR draft=none hardware=laptop_cpu
+    llama-ssp plan model=OWNER/NAME draft=none hardware=1xh200
 
 Takes the settings of conf/plan.yaml as KEY=VALUE. hardware.KEY=VALUE changes a figure of the machine, for example
 hardware.num_gpus=4 or hardware.num_nodes=2. Exit code: 0 fits, 3 does not fit (the message names the smallest change
@@ -26,10 +27,11 @@ from llama_ssp.commands.unknown_settings import unknown_setting
 from llama_ssp.config import catalogue, hardware, plan, store
 from llama_ssp.config.drafts.drafter import drafter_of, drafters
 from llama_ssp.config.drafts.model import ModelDraftConfig
+from llama_ssp.config.options import choices, folders
 from llama_ssp.config.registry import load_plugins
-from llama_ssp.errors import ConfigError, one_message, unknown_name
+from llama_ssp.errors import ConfigError, one_message
 from llama_ssp.planning.spec import make_job, settle_models
-from llama_ssp.tasks.dry_run import plan_job, show_plan, show_search
+from llama_ssp.tasks.dry_run import plan_job, show_plan, show_search, with_hub_sizes
 
 
 def read_settings(settings: list[str]) -> plan.PlanConfig:
@@ -44,10 +46,10 @@ def read_settings(settings: list[str]) -> plan.PlanConfig:
         "hardware": hardware.names(),
         "draft": [*catalogue.names(), *drafters(), "default"],
     }
-    known["placement"] = [file.stem for file in (catalogue.conf_dir() / "placement").glob("*.yaml")]
+    known["placement"] = folders.names("placement")
     for group, names in known.items():
-        if group in given and given[group] not in names:
-            raise ConfigError(unknown_name(group, given[group], names))
+        if problems := [*choices.problems_of(group, given[group], names)] if group in given else []:
+            raise ConfigError(one_message(problems))
     if given.get("draft", "default") == "default":
         target = catalogue.load(given.get("model", "30B"))
         others = [setting for setting in settings if not setting.startswith("draft=")]
@@ -57,7 +59,7 @@ def read_settings(settings: list[str]) -> plan.PlanConfig:
     store.register()
     ConfigStore.instance().store(group="schema", name="plan", node=plan.PlanConfig)
     try:
-        with initialize_config_dir(config_dir=str(catalogue.conf_dir()), version_base="1.3"):
+        with initialize_config_dir(config_dir=str(folders.conf_dir()), version_base="1.3"):
             composed = compose(config_name="plan", overrides=settings)
         config = cast("plan.PlanConfig", OmegaConf.to_object(composed))
     except (HydraException, OmegaConfBaseException, ValueError, TypeError) as error:  # TypeError: a group is no name
@@ -80,13 +82,17 @@ def _check_keys(given: Iterable[str]) -> None:
 def main(arguments: list[str]) -> int:
     """Print the plan; returns the exit code."""
     parser = options.Options("llama-ssp plan [SETTING=VALUE ...]", __doc__)
+    parser.add_argument("--config-dir", metavar="DIR", help="a folder of your own models, machines and pairs")
     parser.add_argument("settings", metavar="SETTING=VALUE", nargs="*", help="of conf/plan.yaml, for example model=7B")
     return options.run(parser, [*map(command_line.take_literally, arguments)], _show)
 
 
 def _show(given: argparse.Namespace) -> None:
     load_plugins()
+    folders.use(given.config_dir)
     config = read_settings(given.settings)
+    config.model = with_hub_sizes(config.model)
+    config.draft.model = config.draft.model and with_hub_sizes(config.draft.model)
     settle_models(config)
     plan.check(config)
     machine = hardware.build(config.hardware)

@@ -28,7 +28,8 @@ from llama_ssp.commands import command_line, completion, topics
 from llama_ssp.commands.options import until_unread
 from llama_ssp.commands.ranks import torchrun
 from llama_ssp.commands.short_keys import ShortKeys
-from llama_ssp.config import catalogue, checks, store
+from llama_ssp.config import checks, store
+from llama_ssp.config.options import folders
 from llama_ssp.config.registry import load_plugins
 from llama_ssp.config.schema import RunConfig
 from llama_ssp.console.unread import complain
@@ -39,7 +40,7 @@ from llama_ssp.session import startup
 from llama_ssp.tasks import dry_run
 from llama_ssp.visible import VisibleStream
 
-sys.path.append(str(catalogue.conf_dir().parent / "launch"))  # where Hydra looks for the package hydra_plugins
+sys.path.append(str(folders.conf_dir().parent / "launch"))  # where Hydra looks for the package hydra_plugins
 
 EXIT_CODE_FILE = "EXIT_CODE_FILE"
 """Environment variable: a file for rank 0's exit code, which torchrun does not pass on to launch/slurm.sbatch."""
@@ -136,12 +137,12 @@ def _launch(arguments: list[str], ranks: Ranks, act: Act, *, warns: bool) -> Non
         if options.shell_completion and not options.hydra_help:
             completion.check(options.overrides)
     else:
-        short = ShortKeys(options.overrides, config_dir=options.config_dir)
+        short = ShortKeys(options.overrides)
         literal = partial(command_line.take_literally, multirun=options.multirun)
         arguments, overrides = (
             [literal(short.complete(word)) for word in words] for words in (arguments, options.overrides)
         )
-        command_line.check_overrides(overrides, multirun=options.multirun, config_dir=options.config_dir)
+        command_line.check_overrides(overrides, multirun=options.multirun)
         command_line.check_launcher(overrides, multirun=options.multirun)
     store.register()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises errors instead of printing them
@@ -149,7 +150,7 @@ def _launch(arguments: list[str], ranks: Ranks, act: Act, *, warns: bool) -> Non
     with _scratch_folder(multirun=options.multirun) as for_sweeps, _printing(options):
         arguments[place:place] = for_sweeps
         sys.argv[1:] = arguments
-        hydra.main(config_path=str(catalogue.conf_dir()), config_name="config", version_base="1.3")(points.run)()
+        hydra.main(config_path=str(folders.conf_dir()), config_name="config", version_base="1.3")(points.run)()
     if points.failure:
         raise points.failure
 

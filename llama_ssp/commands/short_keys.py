@@ -9,11 +9,11 @@ from llama_ssp.commands.command_line import chosen_tasks, groups_of, keys_of_run
 
 
 class ShortKeys:
-    """The keys that can be shortened, for the overrides of one command line; `config_dir` has the user's options."""
+    """The keys that can be shortened, for the overrides of one command line."""
 
-    def __init__(self, overrides: Iterable[str], *, config_dir: str | None = None) -> None:
+    def __init__(self, overrides: Iterable[str]) -> None:
         parsed = [override for override in map(parsed_override, overrides) if override]
-        groups = groups_of(config_dir)
+        groups = groups_of()
         tasks = chosen_tasks(parsed, groups)
         self._settled = keys_of_run(parsed, groups).union(groups)
         self._own = {key for task in tasks for key in keys_of_task(task)}

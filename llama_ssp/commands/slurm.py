@@ -22,19 +22,20 @@ from hydra.core.override_parser.types import Quote, QuotedString
 
 from llama_ssp.commands.points import Point, for_all
 from llama_ssp.commands.staging import Copy, stage
-from llama_ssp.config import catalogue, checks, hardware, slurm
+from llama_ssp.config import checks, hardware, slurm
 from llama_ssp.config.hardware import HardwareConfig
+from llama_ssp.config.options import folders
 from llama_ssp.config.plan import PlanFormat
 from llama_ssp.config.slurm import KEY, SlurmConfig
 from llama_ssp.console.unread import complain
 from llama_ssp.errors import CapacityError, ConfigError, one_message
 from llama_ssp.planning.plan import Plan, require_room
 from llama_ssp.reports.plan_table import JobRow, print_jobs
-from llama_ssp.session.prompts import STANDARD_INPUT
+from llama_ssp.session.prompt_files import STANDARD_INPUT
 from llama_ssp.tasks.dry_run import expected_hours, job_ahead, plan_job, settings_of_run, show_plan
 from llama_ssp.visible import visible
 
-SCRIPT = catalogue.conf_dir().parent / "launch" / "slurm.sbatch"
+SCRIPT = folders.conf_dir().parent / "launch" / "slurm.sbatch"
 # Variables of the submitting process that the job would take for its own.
 _OF_THIS_PROCESS = ("SLURM_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "RUN_ID")
 
@@ -224,7 +225,9 @@ def _settings_of_job(point: Point, copies: Sequence[Copy]) -> list[str]:
     kept = [setting for setting in point.settings if setting.partition("=")[0] not in {*replaced, "prompt", "dry_run"}]
     if point.run.prompt is not None:
         kept.append(f"prompt={point.run.prompt}")
-    return kept + [
+    folder = folders.given_folder()
+    options = ["--config-dir", str(folder)] if folder else []
+    return [*options, *kept] + [
         f"{key}={QuotedString(text=text, quote=Quote.single).with_quotes()}" for key, text in replaced.items()
     ]
 

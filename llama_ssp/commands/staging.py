@@ -30,7 +30,8 @@ def _copies(run: RunConfig, folder: Path) -> Iterator[Copy]:
     for key, model in (("model.path", run.model), ("draft.model.path", run.draft.model)):
         if model is not None and (model.path is not None or not model.shipped):
             source = _found(model)
-            yield Copy(key=key, source=source, target=folder / f"{model.name}-{_fingerprint(source)}")
+            name = model.name.replace("/", "--")  # an id of the hub
+            yield Copy(key=key, source=source, target=folder / f"{name}-{_fingerprint(source)}")
 
 
 def _found(model: ModelConfig) -> Path:

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import yaml
 from omegaconf import OmegaConf
 
-from llama_ssp.config import catalogue, store
+from llama_ssp.config import store
+from llama_ssp.config.options import folders
 from llama_ssp.errors import ConfigError, unknown_name
 from llama_ssp.visible import visible
 
@@ -22,7 +23,7 @@ _IN_OVERVIEW = ("start", "examples", "exit")
 def show(words: Sequence[str]) -> None:
     """Print what the words after `--help` ask for; raises ConfigError for a word that no section has."""
     store.register()
-    file = catalogue.conf_dir() / "hydra" / "help" / "llama_ssp.yaml"
+    file = folders.conf_dir() / "hydra" / "help" / "llama_ssp.yaml"
     template = yaml.safe_load(file.read_text(encoding="utf-8"))["template"]
     text = str(OmegaConf.create({"text": template}).text).replace("$$", "$")  # Hydra's way to write a dollar
     print(visible(_chosen(text, words)))

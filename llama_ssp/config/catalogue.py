@@ -1,48 +1,45 @@
-"""The model catalogue: reads `conf/model/*.yaml` into dataclasses with PyYAML alone.
+"""The model catalogue: reads the files `model/*.yaml` of `options.folders` into dataclasses with PyYAML alone.
 
 The planner, the checks and notebooks use this module; a run composes the same files with Hydra. Both give the same
 result because the only Hydra feature an entry may use is the defaults list `[BASE, _self_]`, which inherits all fields
 of another entry.
 """
 
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from llama_ssp.config.formats.format import format_of, problem_of
+from llama_ssp.config.options import folders
+from llama_ssp.config.options.hub_ids import is_hub_id
 from llama_ssp.config.schema import Dtype, ModelConfig, ModelShape
 from llama_ssp.errors import ConfigError, unknown_name
 
 
-@cache
-def conf_dir() -> Path:
-    """Return the folder `conf`: next to the package in a checkout, inside it in an installed wheel."""
-    package = Path(__file__).resolve().parents[1]
-    in_checkout = package.parent / "conf"
-    return in_checkout if in_checkout.is_dir() else package / "conf"
-
-
 def names() -> list[str]:
-    """Return the sorted names of all models, one per file in `conf/model`."""
-    return sorted(file.stem for file in (conf_dir() / "model").glob("*.yaml"))
+    """Return the sorted names of all models, one per file of the group `model`."""
+    return folders.names("model")
 
 
 def load(name: str) -> ModelConfig:
-    """Read one entry into a new config, as `model=NAME` does; an unknown name or field raises ConfigError."""
-    if name not in names():
-        raise ConfigError(unknown_name("model", name, names()))
-    fields = _fields(name)
+    """Read one entry into a new config, as `model=NAME` does; an id of the hub is an entry with that id alone.
+
+    An unknown name, or a file that describes no model, raises ConfigError.
+    """
+    file = _file(name)
+    if file is None:
+        return ModelConfig(name=name, hub_id=name)
+    fields = _fields(file, names_below=())
+    if fields.get("name") != name:
+        raise ConfigError(f"{folders.shown(file)} must have the line name: {name}, the name of the file")
     shape = fields.pop("shape", None)
     try:
         for key in ("dtype", "stored_dtype", "gpu_dtype"):
             fields[key] = Dtype[fields.get(key, "auto")]
         model = ModelConfig(shape=ModelShape(**shape) if shape else None, **fields)
     except (KeyError, TypeError) as error:
-        raise ConfigError(f"conf/model/{name}.yaml does not describe a model: {error}") from error
+        raise ConfigError(f"{folders.shown(file)} does not describe a model: {error}") from error
     if problem := problem_of(model.quantization):
-        raise ConfigError(f"conf/model/{name}.yaml does not describe a model: {problem}")
+        raise ConfigError(f"{folders.shown(file)} does not describe a model: {problem}")
     return model
 
 
@@ -66,11 +63,21 @@ def _relative_size(model: ModelConfig) -> int:
     return shape.num_hidden_layers * shape.hidden_size * (shape.hidden_size + shape.intermediate_size)
 
 
-def _fields(name: str) -> dict[str, Any]:
-    """Return the fields of a file, merged over those of its base."""
-    text = (conf_dir() / "model" / f"{name}.yaml").read_text(encoding="utf-8")
-    fields: dict[str, Any] = yaml.safe_load(text)
+def _file(name: str) -> Path | None:
+    """Return the file of an entry; None for an id of the hub without one. ConfigError for any other name."""
+    if is_hub_id(name) or name in names():
+        return folders.find("model", name)
+    raise ConfigError(unknown_name("model", name, names()))
+
+
+def _fields(file: Path, *, names_below: tuple[str, ...]) -> dict[str, Any]:
+    """Return the fields of a file, merged over those of its base; `names_below` are the entries that inherit them."""
+    fields = folders.read(file)
     for base in fields.pop("defaults", []):
-        if base != "_self_":
-            fields = _fields(base) | fields
+        if base == "_self_":
+            continue
+        base_file = _file(base) if isinstance(base, str) else None
+        if base_file is None or base in (*names_below, file.stem):
+            raise ConfigError(f"{folders.shown(file)}: defaults must name another entry, as in defaults: [7B, _self_]")
+        fields = _fields(base_file, names_below=(*names_below, file.stem)) | fields
     return fields

@@ -125,8 +125,8 @@ def _files(config: RunConfig) -> Iterator[str]:
     # Path raises for names that no file can have.
     if file != "-" and (not os.path.exists(file) or os.path.isdir(file)):  # noqa: PTH110, PTH112
         yield (
-            f"prompts={config.prompts} must be a file, .txt with a prompt per line or .jsonl with a field `prompt` or "
-            "`turns`, or - for standard input"
+            f"prompts={config.prompts} must be a file, .txt with a prompt per line or .jsonl with a field `prompt`, "
+            "`turns` or `messages` (.json, .csv, .tsv and .parquet are read too), or - for standard input"
         )
     if not config.run_dir:
         given = "null" if config.run_dir is None else ""
@@ -146,7 +146,7 @@ def _draft(config: RunConfig) -> Iterator[str]:
         yield from _fallback(config.draft.fallback)
     if not drafts(config.draft) and task_of(config).needs_draft:
         candidates = [f"draft={name}" for name in catalogue.smaller_relatives(config.model)]
-        ways = ", ".join(candidates) or "draft=local draft.model.path=DIR"
+        ways = ", ".join(candidates) or "draft=OWNER/NAME (of the hub), or draft=local draft.model.path=DIR"
         yield (
             f"task={config.task.name} needs a draft, and model={config.model.name} runs without one here: "
             f"give {ways}, or use task=generate"

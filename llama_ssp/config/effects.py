@@ -7,6 +7,7 @@ from llama_ssp.config import layout
 from llama_ssp.config.drafts.drafter import drafts
 from llama_ssp.config.drafts.model import matching_of
 from llama_ssp.config.formats.format import takes
+from llama_ssp.config.paths import ENDINGS_WITH_FIELDS, ending_of
 from llama_ssp.config.rules.rule import rules
 from llama_ssp.config.schema import DeviceKind, ModelConfig, RunConfig, WeightsKind
 from llama_ssp.config.tasks.spec import NoEffect, task_of
@@ -76,6 +77,11 @@ _ROWS = (
         ("num_samples",),
         lambda c: c.sampling.temperature == 0 and c.num_samples > 1,
         "at temperature 0, where all samples of a prompt are equal",
+    ),
+    _Row(
+        ("prompts_column",),
+        lambda c: ending_of(c.prompts or "") not in ENDINGS_WITH_FIELDS,
+        f"without prompts=FILE that ends in {', '.join(ENDINGS_WITH_FIELDS)}",
     ),
     _Row(("task.default_prompts",), lambda c: (c.prompt, c.prompts) != (None, None), "with prompt= or prompts="),
     *_of_both(

@@ -1,4 +1,4 @@
-"""Describes machines: the catalogue `conf/hardware` as typed dataclasses, read with PyYAML alone.
+"""Describes machines: the files `hardware/*.yaml` of `options.folders` as typed dataclasses, read with PyYAML alone.
 
 A file has figures from data sheets with their sources, and optionally the measurements of `task=calibrate`.
 Units: bytes, bytes/s, FLOP/s and seconds.
@@ -9,9 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any, get_args, get_origin
 
-import yaml
-
-from llama_ssp.config.catalogue import conf_dir
+from llama_ssp.config.options import folders
 from llama_ssp.config.schema import Dtype
 from llama_ssp.errors import ConfigError, one_message, unknown_name
 
@@ -150,17 +148,19 @@ _BY_NUMBER_FORMAT = ("flops_per_s", "slowdown")
 
 
 def names() -> list[str]:
-    """Return the sorted names of all machines, one per file in `conf/hardware`."""
-    return sorted(file.stem for file in (conf_dir() / "hardware").glob("*.yaml"))
+    """Return the sorted names of all machines, one per file of the group `hardware`."""
+    return folders.names("hardware")
 
 
 def load(name: str) -> HardwareConfig:
     """Read one entry; an unknown name raises ConfigError, and so does a file with problems, listing them all."""
-    if name not in names():
+    file = folders.find("hardware", name) if name in names() else None
+    if file is None:
         raise ConfigError(unknown_name("hardware", name, names()))
-    figures = yaml.safe_load((conf_dir() / "hardware" / f"{name}.yaml").read_text(encoding="utf-8"))
+    figures = folders.read(file)
     if problems := problems_of(figures):
-        raise ConfigError(one_message(problems))
+        where = f"{folders.shown(file)}: " if folders.is_own(file) else ""
+        raise ConfigError(where + one_message(problems))
     return build(figures)
 
 

@@ -1,4 +1,4 @@
-"""Finds the entry of conf/hardware that describes the current machine."""
+"""Finds the entry of the group `hardware` that describes the current machine."""
 
 import os
 import platform
@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from llama_ssp.config import hardware
 from llama_ssp.config.hardware import HardwareConfig
+from llama_ssp.config.options import folders
 from llama_ssp.errors import ConfigError
 
 THIS_MACHINE = "this_machine"
@@ -31,7 +32,7 @@ def detect_hardware(*, on_cpu: bool = False) -> HardwareConfig:
     if not gpus:
         name, kind = platform.node(), platform.machine()
         return replace(hardware.load("laptop_cpu"), name=name, gpu=kind, memory_bytes=host_memory_bytes())
-    for entry in map(hardware.load, hardware.names()):
+    for entry in map(hardware.load, sorted(hardware.names(), key=_is_shipped)):
         if _describes(entry, gpus[0]) and entry.num_gpus >= len(gpus):
             return replace(entry, num_gpus=len(gpus))
     raise ConfigError(
@@ -44,6 +45,11 @@ def machine_of_run(machine: HardwareConfig, world_size: int) -> HardwareConfig:
     if machine.device == "cpu":
         return replace(machine, num_gpus=world_size, num_nodes=1)
     return replace(machine, num_nodes=-(-world_size // machine.num_gpus))
+
+
+def _is_shipped(name: str) -> bool:
+    """Sort key for the entries of a GPU: a user's own come first."""
+    return not folders.has_own("hardware", name)
 
 
 def _describes(entry: HardwareConfig, driver_name: str) -> bool:

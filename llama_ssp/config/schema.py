@@ -233,6 +233,7 @@ class RunConfig:
     seed: int = 0
     prompt: str | None = None
     prompts: str | None = None
+    prompts_column: str | None = None
     chat: bool = False
     ignore_eos: bool = False
     stop_strings: list[str] = field(default_factory=list)

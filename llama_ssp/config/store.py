@@ -19,6 +19,8 @@ from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf
 from llama_ssp.config import catalogue, hardware
 from llama_ssp.config.drafts.drafter import drafter_of, drafters, problem_of
 from llama_ssp.config.drafts.model import ModelDraftConfig
+from llama_ssp.config.options import search_path
+from llama_ssp.config.options.search_path import draft_option
 from llama_ssp.config.schema import DEFAULT_DRAFT, MODEL_DRAFT, NO_DRAFT, DrafterConfig, RunConfig
 from llama_ssp.config.slurm import SlurmConfig
 from llama_ssp.config.tasks.spec import task_of, task_specs
@@ -40,9 +42,8 @@ def register() -> None:
     for name, draft in drafters().items():
         store.store(group="schema", name=f"draft_{name}", node=draft.config)
     for name in catalogue.names():
-        defaults = [f"/schema/draft_{MODEL_DRAFT}@_here_", {"/model@model": name}, "_self_"]
-        option = {"defaults": defaults, "kind": MODEL_DRAFT}
-        store.store(group="draft", name=name, node=option)
+        store.store(group="draft", name=name, node=draft_option(name))
+    search_path.register()
     OmegaConf.register_new_resolver("run_id", run_id, replace=True)
     OmegaConf.register_new_resolver("hardware_names", lambda: _in_lines(hardware.names(), indent=35), replace=True)
     OmegaConf.register_new_resolver("model_names", lambda: _in_lines(catalogue.names(), indent=2), replace=True)

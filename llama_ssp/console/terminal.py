@@ -8,8 +8,7 @@ control the terminal. If standard output is no terminal, texts are written witho
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from importlib import import_module
+from contextlib import contextmanager
 from io import StringIO, TextIOWrapper
 from pathlib import Path
 from typing import TypeAlias
@@ -29,6 +28,7 @@ from llama_ssp.console.tables import (
     summary_table,
     verdict_table,
 )
+from llama_ssp.console.typed import typed_prompts
 from llama_ssp.console.unread import has_hung_up, silence
 from llama_ssp.engine.stream import Piece
 from llama_ssp.errors import SspError
@@ -103,15 +103,24 @@ class Terminal:
         finally:
             self._out.when_unread = None
 
-    def heading(self, mode: str, *, number: int, total: int | None = None) -> None:
-        """Begin a completion with a line across the screen; prompts count from 1, `total` is None if unknown."""
+    @property
+    def is_screen(self) -> bool:
+        """Whether somebody sees standard output on a terminal."""
+        return self._out.is_terminal and not self._out.quiet
+
+    def heading(self, name: str, *, number: int, total: int | None = None) -> None:
+        """Begin a completion with a line across the screen; prompts count from 1, `total` is None if unknown.
+
+        `name` is that of a mode or another name of the completion.
+        """
         if self._shown:
             self._show(Text())
         elif self._out.color_system:
             accepted, own = ("accepted drafted tokens", ACCEPTED_STYLE), ("the target's own", OWN_STYLE)
             self._show(Text.assemble(accepted, ", ", own, "\n"))
         of_total = f" of {total}" if total else ""
-        self._show(Rule(Text(f"prompt {number}{of_total}, {mode}", style="bold"), align="left", style="bright_black"))
+        title = Text(f"prompt {number}{of_total}, {visible(name)}", style="bold")
+        self._show(Rule(title, align="left", style="bright_black"))
 
     def prompt(self, text: str) -> None:
         """Show the prompt, which its completion continues."""
@@ -180,21 +189,14 @@ class Terminal:
             yield RunProgress(paces, max_new_tokens=max_new_tokens, unit=unit, write=write, bars=bars)
 
     def ask(self) -> Iterator[str]:
-        """Read prompts at `> ` until Ctrl-D ends the input; empty lines are skipped."""
-        with suppress(ImportError):
-            import_module("readline")  # adds line editing and a history to `input`
-        while True:
-            try:
-                text = input("> ")
-            except EOFError:
-                self._out.print()
-                return
-            except OSError:
-                if not has_hung_up(sys.stdout):
-                    raise
-                return
-            if text.strip():
-                yield text
+        """Read prompts at `> ` until Ctrl-D ends the input; `typed_prompts` says how."""
+        try:
+            yield from typed_prompts()
+        except OSError:
+            if not has_hung_up(sys.stdout):
+                raise
+            return
+        self._out.print()
 
     def save_svg(self, path: Path, *, title: str) -> None:
         """Draw what standard output has shown so far, 80 columns wide; raises SspError if the file is not writable."""

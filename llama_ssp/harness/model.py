@@ -22,7 +22,8 @@ from llama_ssp.errors import ConfigError
 from llama_ssp.harness.arguments import GenerationArguments, ModelArguments
 from llama_ssp.library import load
 from llama_ssp.session.loading import build_decoder
-from llama_ssp.session.prompts import Message, check_ids, in_template
+from llama_ssp.session.prompt_records import Message
+from llama_ssp.session.prompts import check_ids, in_template
 
 NAME = "llama_ssp"
 """The value of `--model`."""

@@ -11,6 +11,7 @@ from llama_ssp.config import catalogue
 from llama_ssp.config.drafts.drafter import drafters
 from llama_ssp.config.drafts.model import DraftTokenizer, Matching, ModelDraftConfig
 from llama_ssp.config.formats.format import problem_of
+from llama_ssp.config.options.hub_ids import is_hub_id
 from llama_ssp.config.schema import ADAPTIVE, MODEL_DRAFT, NO_DRAFT, DrafterConfig, Dtype, ModelConfig
 from llama_ssp.errors import ConfigError, one_message, unknown_name
 
@@ -137,7 +138,7 @@ def for_each_model(given: object) -> tuple[object, object]:
 
 
 def entry_of(what: str, given: object, *, dtype: object, quantization: object) -> ModelConfig:
-    """Make the entry of a model, which is a name of the catalogue or a folder; `what` is target or draft.
+    """Make the entry of a model: a name of the catalogue, a folder, or an id of the hub; `what` is target or draft.
 
     Raises ConfigError for anything else, and for an unknown dtype or quantization.
     """
@@ -145,12 +146,15 @@ def entry_of(what: str, given: object, *, dtype: object, quantization: object) -
         entry = catalogue.load(given)
     elif isinstance(given, str | Path) and str(given) and Path(given).is_dir():
         entry = ModelConfig(name=LOCAL, path=str(given))
+    elif isinstance(given, str) and is_hub_id(given):
+        entry = catalogue.load(given)
     elif isinstance(given, str | Path):
-        raise ConfigError(f"{unknown_name(what, str(given), catalogue.names())}; a folder works too")
+        unknown = unknown_name(what, str(given), catalogue.names())
+        raise ConfigError(f"{unknown}; a folder works too, and so does owner/name of the hub")
     else:
         raise ConfigError(
-            f"{what}={reprlib.repr(given)} must be a name of the catalogue, a folder with a checkpoint, or a causal "
-            "language model of transformers"
+            f"{what}={reprlib.repr(given)} must be a name of the catalogue, a folder with a checkpoint, owner/name of "
+            "the hub, or a causal language model of transformers"
         )
     return in_format(entry, dtype=dtype, quantization=quantization)
 

@@ -52,8 +52,8 @@ def load(
     """Load a pair of models into this process.
 
     Args:
-        target: a name of the catalogue, a folder with a checkpoint, or a loaded causal language model of transformers,
-            whose weights are copied.
+        target: a name of the catalogue, a folder with a checkpoint, the id of a model of the Hugging Face hub, or a
+            loaded causal language model of transformers, whose weights are copied.
         draft: the same for the draft, or "ngram"; None decodes with the target alone.
         dtype: number format of both, or a tuple with the target's and the draft's; None for the device's default
             (`planning.spec.number_format`).

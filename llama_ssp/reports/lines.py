@@ -41,10 +41,10 @@ class CompletionLine:
         examined_lengths: for each round, `summary.num_examined`.
         draft_lengths: for each round, the drafted tokens, of a run that chooses K for each round.
         ms, first_token_ms: from the start of the row's prefill to its last and to its first token.
-        share_s: wall time divided equally among the rows of the batch and among replicas; `ms / 1000` for a batch of
-            one without replicas.
+        share_s: wall time over the rows of the batch and the replicas; `ms / 1000` for one row without replicas.
         draft_s, verify_s, other_s: the row's equal share of the time of its batch's rounds, by part.
-        turn, question_id, category: turns before the prompt in its conversation, and the fields of its file, if any.
+        turn: number of turns before the prompt in its conversation.
+        question_id, category, fields, messages: of the prompt's record; the other fields; messages before the prompt.
     """
 
     index: int
@@ -68,6 +68,8 @@ class CompletionLine:
     turn: int = 0
     question_id: str | None = None
     category: str | None = None
+    messages: list[dict[str, str]] | None = None
+    fields: dict[str, Any] = field(default_factory=dict)
     first_token_ms: float | None = None
 
     @property
@@ -98,7 +100,10 @@ class CompletionLine:
         return restored
 
 
-_LATER_FIELDS = {"draft_lengths": None, "turn": 0, "question_id": None, "category": None, "first_token_ms": None}
+_LATER_FIELDS = dict.fromkeys(("draft_lengths", "question_id", "category", "messages", "first_token_ms")) | {
+    "turn": 0,
+    "fields": {},
+}
 """Fields that lines of version 0.1.0 lack."""
 
 

@@ -90,6 +90,15 @@ def _fits(expected: object, value: object, *, signed: bool) -> bool:
     return type(value) is expected
 
 
+def is_storable(value: object) -> bool:
+    """Whether a record can hold a value of any type, parsed from JSON, and be read back."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except ValueError:  # 1e999 is infinity to Python's parser
+        return False
+    return _is_shallow(value, MOST_DEPTH - 1)
+
+
 def _is_shallow(value: object, most: int) -> bool:
     if isinstance(value, dict):
         value = list(value.values())

@@ -19,7 +19,7 @@ from llama_ssp.reports.sweeps.varying import Setting, varying
 from llama_ssp.visible import visible
 
 _MOST_STATUS_BYTES = 4096
-_TEXTS = ("prompt", "text", "token_ids", "accepted_lengths", "examined_lengths", "draft_lengths")
+_TEXTS = ("prompt", "text", "token_ids", "accepted_lengths", "examined_lengths", "draft_lengths", "messages", "fields")
 _OWN_COLUMNS = ("task", "model", "draft", "ranks", "seed")
 """Facts that every table has, whether they vary or not."""
 _NAMED_BY_FACTS = {"task.name", "model.name", "draft.kind", "draft.model.name"}

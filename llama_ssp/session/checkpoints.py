@@ -104,11 +104,12 @@ def find_sources(
 
 
 def with_number_formats(config: RunConfig, sources: tuple[Source, Source | None]) -> RunConfig:
-    """Fill in the number formats that both models are loaded in, and those of their files."""
+    """Fill in the number formats that both models are loaded in, those of their files, and unknown shapes."""
 
     def settled(source: Source) -> ModelConfig:
         dtype, stored = source.dtype or source.origin.dtype, source.origin.dtype
-        return replace(source.entry, dtype=_member(dtype), stored_dtype=_member(stored))
+        shape = source.entry.shape or source.origin.shape
+        return replace(source.entry, dtype=_member(dtype), stored_dtype=_member(stored), shape=shape)
 
     target, draft = sources
     config = replace(config, model=settled(target))

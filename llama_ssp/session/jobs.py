@@ -8,7 +8,8 @@ from transformers import PreTrainedTokenizerBase
 
 from llama_ssp.config.schema import RunConfig
 from llama_ssp.engine.state import Request
-from llama_ssp.session.prompts import Prompt, check_ids, encode
+from llama_ssp.session.prompt_records import Prompt
+from llama_ssp.session.prompts import check_ids, encode_prompt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +47,7 @@ def make_prompt_tasks(
     jobs = []
     for (index, prompt), sample in product(enumerate(prompts, start=first_index), range(config.num_samples)):
         num_new, num_answers = config.max_new_tokens, len(prompt.earlier)
-        ids = encode(prompt.text, tokenizer, chat=config.chat, earlier=[(turn, "") for turn in prompt.earlier])
+        ids = encode_prompt(prompt, tokenizer, chat=config.chat, answers=[""] * num_answers)
         check_ids(
             ids, max_new_tokens=num_new, context=context, vocab_size=vocab_size, prompt=prompt.text,
             num_answers=num_answers,
@@ -67,8 +68,7 @@ def with_answers(
     vocab_size: int,
 ) -> PromptTask:
     """Put the answers to the earlier turns into a job's prompt; raises ConfigError if they leave no room."""
-    request, earlier = job.request, [*zip(job.source.earlier, answers, strict=True)]
-    ids = encode(job.prompt, tokenizer, chat=chat, earlier=earlier)
+    request, ids = job.request, encode_prompt(job.source, tokenizer, chat=chat, answers=answers)
     num_new = request.max_new_tokens
     check_ids(ids, max_new_tokens=num_new, context=context, vocab_size=vocab_size, prompt=job.prompt)
     return replace(job, request=replace(request, prompt_ids=ids))

@@ -4,7 +4,7 @@ from transformers import PreTrainedTokenizerBase
 
 from llama_ssp.engine.completion import RowCompletion
 from llama_ssp.reports.lines import CompletionLine
-from llama_ssp.session.prompts import Prompt
+from llama_ssp.session.prompt_records import Prompt
 
 
 def to_line(
@@ -32,5 +32,6 @@ def to_line(
         draft_s=parts_s["draft"], verify_s=parts_s["verify"], other_s=parts_s["other"],
         draft_lengths=completion.draft_lengths if adapts else None,
         turn=len(prompt.earlier), question_id=prompt.question_id, category=prompt.category,
+        messages=None if prompt.messages is None else [*prompt.messages], fields=dict(prompt.fields),
         first_token_ms=completion.first_token_s * 1e3,
     )  # fmt: skip

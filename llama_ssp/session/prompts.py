@@ -1,55 +1,32 @@
-"""Reads prompts (one text, a file, standard input, or the task's own list) and encodes them as token ids.
+"""Makes prompts of one text, a file, standard input or the task's own list, and encodes them as token ids.
 
-A question in Spec-Bench's format has several turns. Each becomes a prompt that follows the answers to those before it.
-
-Only rank 0 reads them, and broadcasts them to the others.
+Modules `prompt_files` and `prompt_records` read files. Only rank 0 reads them, and broadcasts them to the others.
 """
 
 import itertools
-import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING
 
+from llama_ssp.config.paths import ENDINGS_WITH_FIELDS, ending_of
 from llama_ssp.config.schema import RunConfig
 from llama_ssp.config.tasks.spec import task_of
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.reports.lines import CompletionLine
+from llama_ssp.session.prompt_files import STANDARD_INPUT, read_records
+from llama_ssp.session.prompt_records import Message, Prompt, prompts_of
 
 if TYPE_CHECKING:  # plans read prompts too, without transformers
     from transformers import PreTrainedTokenizerBase
 
-Message: TypeAlias = dict[str, str]
-"""One turn of a conversation: its `role` and its `content`."""
-
 _EXCERPT = 40
 """Longest excerpt of a prompt in an error."""
-STANDARD_INPUT = "-"
-_EXAMPLES = '{"prompt": "def f(x):"} or {"turns": ["What is a prime?", "Name three."]}'
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prompt:
-    """A prompt of a run.
-
-    Attributes:
-        text: as the user wrote it.
-        earlier: the turns before it in its conversation.
-        question_id, category: those of the file, where it has them.
-    """
-
-    text: str
-    earlier: tuple[str, ...] = ()
-    question_id: str | None = None
-    category: str | None = None
 
 
 def read_prompts(config: RunConfig) -> list[Prompt]:
     """Read the prompts of a run, each turn of a conversation on its own.
 
-    Raises ConfigError if the file is unusable, a .jsonl line is no prompt, or the task takes no conversations.
+    Raises ConfigError if the file is unusable, an entry is no prompt, or the task takes no conversations.
     """
     prompts = list(_read_prompts(config))
     if any(prompt.earlier for prompt in prompts) and not task_of(config).takes_turns:
@@ -72,39 +49,12 @@ def _read_prompts(config: RunConfig) -> Iterator[Prompt]:
             )
         yield from (Prompt(text=text) for text in own_prompts)
         return
-    source = sys.stdin if config.prompts == STANDARD_INPUT else Path(config.prompts)
-    try:
-        text = source.read_text(encoding="utf-8") if isinstance(source, Path) else source.read()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read prompts={config.prompts}: {error}; it must be a text file in UTF-8") from None
-    # Not `splitlines`, which also splits at form feeds and at characters that JSON strings may contain.
-    numbered = enumerate(text.removeprefix("\ufeff").split("\n"), start=1)
-    lines = {number: line for number, line in numbered if line.strip()}
-    if not lines:
-        raise ConfigError(f"prompts={config.prompts} holds no prompt: write one per line")
-    for number, line in lines.items():
-        if config.prompts.endswith(".jsonl"):
-            yield from _prompts_of(line, where=f"line {number} of prompts={config.prompts}")
-        else:
-            yield Prompt(text=line)
-
-
-def check_unchanged(prompts: Sequence[Prompt], lines: Sequence[CompletionLine], config: RunConfig) -> None:
-    """Raise ConfigError if a finished completion's prompt has changed or is missing; new prompts may follow."""
-    for line in sorted(lines, key=lambda line: line.index):
-        prompt = prompts[line.index] if line.index < len(prompts) else None
-        new = prompt.text if prompt else None
-        if prompt and (prompt.text, len(prompt.earlier)) == (line.prompt, line.turn):
-            continue
-        same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(new or "", line.prompt, strict=False))
-        begin = max(0, len(list(same)) - _EXCERPT // 2)
-        now = f"missing, with {len(prompts)} left" if new is None else repr(new[begin : begin + _EXCERPT])
-        source = "" if config.prompts is None else f" of prompts={config.prompts}"
-        raise ConfigError(
-            f"prompt {line.index + 1}{source} was {line.prompt[begin : begin + _EXCERPT]!r} when "
-            f"run_dir={config.run_dir} recorded its completion, and is now {now}; give the old prompts to resume that "
-            "run (more may follow them), or name another run_dir"
-        )
+    records = list(read_records(config.prompts))
+    if not records:
+        one_per_line = "" if ending_of(config.prompts) in ENDINGS_WITH_FIELDS else ": write one per line"
+        raise ConfigError(f"prompts={config.prompts} holds no prompt{one_per_line}")
+    for record in records:
+        yield from prompts_of(record, column=config.prompts_column)
 
 
 def is_interactive(config: RunConfig) -> bool:
@@ -112,25 +62,27 @@ def is_interactive(config: RunConfig) -> bool:
     return config.prompts == STANDARD_INPUT and sys.stdin.isatty()
 
 
-def _prompts_of(line: str, *, where: str) -> Iterator[Prompt]:
-    """The prompt of a line, or all turns of its conversation."""
-    try:
-        record: Any = json.loads(line)
-    except json.JSONDecodeError:
-        record = None
-    if not isinstance(record, dict) or not {"prompt", "turns"} & record.keys():
-        raise ConfigError(f"{where} must be a JSON object such as {_EXAMPLES}")
-    if "prompt" in record and "turns" in record:
-        raise ConfigError(f"{where} has both `prompt` and `turns`: give one of them")
-    turns = [record["prompt"]] if "prompt" in record else record["turns"]
-    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
-        field = "a text as `prompt`" if "prompt" in record else "a list of one or more texts as `turns`"
-        raise ConfigError(f"{where} must be a JSON object with {field}, such as {_EXAMPLES}")
-    question_id, category = (
-        str(record[name]) if isinstance(record.get(name), str | int) else None for name in ("question_id", "category")
-    )
-    for number, turn in enumerate(turns):
-        yield Prompt(text=turn, earlier=tuple(turns[:number]), question_id=question_id, category=category)
+def check_unchanged(prompts: Sequence[Prompt], lines: Sequence[CompletionLine], config: RunConfig) -> None:
+    """Raise ConfigError if a finished completion's prompt has changed or is missing; new prompts may follow."""
+    for line in sorted(lines, key=lambda line: line.index):
+        prompt = prompts[line.index] if line.index < len(prompts) else None
+        old, new = _whole(line.messages, line.prompt), _whole(prompt.messages, prompt.text) if prompt else None
+        if prompt and (new, len(prompt.earlier)) == (old, line.turn):
+            continue
+        same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(new or "", old, strict=False))
+        begin = max(0, len(list(same)) - _EXCERPT // 2)
+        now = f"missing, with {len(prompts)} left" if new is None else repr(new[begin : begin + _EXCERPT])
+        source = "" if config.prompts is None else f" of prompts={config.prompts}"
+        raise ConfigError(
+            f"prompt {line.index + 1}{source} was {old[begin : begin + _EXCERPT]!r} when "
+            f"run_dir={config.run_dir} recorded its completion, and is now {now}; give the old prompts to resume that "
+            "run (more may follow them), or name another run_dir"
+        )
+
+
+def _whole(messages: Sequence[Message] | None, text: str) -> str:
+    """A prompt with the messages before it, to compare it with another."""
+    return "\n".join([*(f"{message['role']}: {message['content']}" for message in messages or ()), text])
 
 
 def encode(
@@ -149,24 +101,55 @@ def encode(
         CheckpointError: the chat template is damaged.
         ConfigError: there is no template, or the prompt has no token or is not valid Unicode.
     """
-    try:
-        prompt.encode()
-    except UnicodeEncodeError as error:
-        raise ConfigError(
-            f"prompt {prompt[:_EXCERPT]!r} holds {prompt[error.start]!r}, a lone surrogate: write it in UTF-8"
-        ) from None
+    _check_unicode(prompt)
     if chat:
         contents = [*itertools.chain(*earlier), prompt]
         roles = itertools.cycle(("user", "assistant"))
         messages = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=False)]
-        ids = tokenizer(in_template(messages, tokenizer), add_special_tokens=False).input_ids
-    else:
-        ids = tokenizer("".join(f"{turn}{answer}\n" for turn, answer in earlier) + prompt).input_ids
+        return encode_messages(messages, tokenizer)
+    ids = tokenizer("".join(f"{turn}{answer}\n" for turn, answer in earlier) + prompt).input_ids
     if not ids and tokenizer.bos_token_id is not None:
         ids = [tokenizer.bos_token_id]
     if not ids:
         raise ConfigError("an empty prompt needs a begin-of-sequence token, which this tokenizer lacks: write a prompt")
     return tuple(ids)
+
+
+def encode_messages(messages: list[Message], tokenizer: "PreTrainedTokenizerBase") -> tuple[int, ...]:
+    """Encode messages in the chat template, up to where the assistant speaks; its own last message stays open.
+
+    Raises as `in_template`, and ConfigError for text that is not valid Unicode.
+    """
+    for message in messages:
+        _check_unicode(message["content"])
+    text = in_template(messages, tokenizer, goes_on=messages[-1]["role"] == "assistant")
+    return tuple(tokenizer(text, add_special_tokens=False).input_ids)
+
+
+def encode_prompt(
+    prompt: Prompt, tokenizer: "PreTrainedTokenizerBase", *, chat: bool, answers: Sequence[str]
+) -> tuple[int, ...]:
+    """Encode a prompt with the answers to the turns before it; a list of messages is always put in the chat template.
+
+    Raises as `encode`.
+    """
+    if prompt.messages is None:
+        return encode(prompt.text, tokenizer, chat=chat, earlier=[*zip(prompt.earlier, answers, strict=True)])
+    if not tokenizer.chat_template:
+        raise ConfigError(
+            f"messages, such as those before {prompt.text[:_EXCERPT]!r}, need a tokenizer with a chat template: use a "
+            "chat model, or give prompts or turns"
+        )
+    return encode_messages(prompt.with_answers(answers), tokenizer)
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"prompt {text[:_EXCERPT]!r} holds {text[error.start]!r}, a lone surrogate: write it in UTF-8"
+        ) from None
 
 
 def in_template(messages: list[Message], tokenizer: "PreTrainedTokenizerBase", *, goes_on: bool = False) -> str:

@@ -1,4 +1,4 @@
-"""`task=calibrate`: measures this machine and writes a file of `conf/hardware`, which plans use.
+"""`task=calibrate`: measures this machine and writes a file of the group `hardware`, which plans use.
 
 A CPU is measured twice: rank 0 alone with all cores while the others wait, and all ranks together with their share of
 the cores. A GPU behaves the same in both, so it gets bandwidth, FLOP/s, launches and links only. `calibration` holds
@@ -8,7 +8,7 @@ the measurements.
 import os
 import platform
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from datetime import date
 from pathlib import Path
@@ -19,9 +19,9 @@ import yaml
 
 from llama_ssp.calibration import model_pairs, operators, rounds
 from llama_ssp.calibration.model_pairs import PairTime
-from llama_ssp.config.catalogue import conf_dir
 from llama_ssp.config.hardware import Profile, SizePoint, build, problems_of
 from llama_ssp.config.machine import THIS_MACHINE, host_memory_bytes
+from llama_ssp.config.options import folders
 from llama_ssp.config.schema import Dtype, RunConfig
 from llama_ssp.config.tasks.calibrate import CalibrateConfig
 from llama_ssp.distributed.agree import raise_on_all_ranks
@@ -47,9 +47,12 @@ def calibrate(world: World, *, output: str | None = None) -> Path | None:
 
     Several ranks on one node measure the links between them. `output` None is the catalogue's entry `this_machine`.
     """
-    file = Path(output) if output else conf_dir() / "hardware" / f"{THIS_MACHINE}.yaml"
+    file = Path(output) if output else folders.new_file("hardware", THIS_MACHINE)
     with raise_on_all_ranks(world.comm):
         if world.comm.rank == 0:
+            if output is None:
+                with suppress(OSError):  # the check says why
+                    file.parent.mkdir(parents=True, exist_ok=True)
             _check_writable(file)
     context_bytes = _context_bytes(world.device)
     reduces = rounds.all_reduce_points(world.comm, world.device) if world.comm.size > 1 else []

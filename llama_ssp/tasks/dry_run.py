@@ -23,10 +23,11 @@ from llama_ssp.errors import ConfigError, one_message
 from llama_ssp.planning.auto import AutoPlacement, choose_placement
 from llama_ssp.planning.plan import PLAN_VERSION, Plan, document, make_plan, require_room
 from llama_ssp.planning.search import search, search_document
-from llama_ssp.planning.spec import PlanSpec, number_format, planned_model, target_fields
+from llama_ssp.planning.spec import PlanSpec, number_format, planned_model, read_config, target_fields
 from llama_ssp.planning.timing import Timing
 from llama_ssp.reports.lines import Forecast
-from llama_ssp.session.prompts import STANDARD_INPUT, Prompt, read_prompts
+from llama_ssp.session.prompt_files import STANDARD_INPUT
+from llama_ssp.session.prompts import Prompt, read_prompts
 
 CHARACTERS_PER_TOKEN = 3
 TYPED_TOKENS = 128
@@ -92,6 +93,19 @@ def dry_run(config: RunConfig, *, world_size: int) -> None:
     show_plan(plan, PlanFormat.table, words=settings_of_run(config))
 
 
+def with_hub_sizes(model: ModelConfig) -> ModelConfig:
+    """Fill in the shape and number format of a model that only the hub knows, from its config.json alone.
+
+    Raises CheckpointError if it cannot be downloaded and is not in the hub's cache.
+    """
+    if model.shape or model.path is not None or model.hub_id is None:
+        return model
+    from llama_ssp.weights import hub  # noqa: PLC0415 - other plans need no client of the hub
+
+    shape, stored = read_config(hub.find_config(model))
+    return replace(model, shape=shape, stored_dtype=stored)
+
+
 def job_ahead(config: RunConfig, *, world_size: int) -> tuple[PlanSpec, HardwareConfig]:
     """Return the planner's job and machine for a run, before anything is loaded; raises ConfigError as `dry_run`."""
     machine = machine_of_run(hardware_of(config, on_cpu=config.device is DeviceKind.cpu), world_size)
@@ -119,15 +133,15 @@ def _foreseen(config: RunConfig) -> tuple[RunConfig, list[int]]:
     """Limit the batch to the rows that the prompts fill, and estimate their tokens at three characters per token.
 
     A later turn of a conversation follows the earlier ones, and answers of as many tokens as they may have. Prompts
-    that are unknown yet count TYPED_TOKENS each, and fill all rows.
+    that are unknown yet count TYPED_TOKENS each, and fill all rows. Models of the hub get their sizes.
     """
+    draft = replace(config.draft, model=config.draft.model and with_hub_sizes(config.draft.model))
+    config = replace(config, model=with_hub_sizes(config.model), draft=draft)
     prompts = _known_prompts(config)
     if not prompts:
         return config, [TYPED_TOKENS]
     lengths = [
-        sum(map(len, (*prompt.earlier, prompt.text))) // CHARACTERS_PER_TOKEN
-        + 1
-        + len(prompt.earlier) * config.max_new_tokens
+        prompt.num_characters // CHARACTERS_PER_TOKEN + 1 + len(prompt.earlier) * config.max_new_tokens
         for prompt in prompts
     ]
     return with_filled_rows(config, num_completions=len(prompts) * config.num_samples), lengths

@@ -1,48 +1,89 @@
 """`task=generate`: prints completions only, as text or as JSON lines."""
 
 import json
-from collections.abc import Callable
+import textwrap
+from collections import deque
+from collections.abc import Callable, Container, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 
 from llama_ssp.config.tasks.generate import GenerateConfig, OutputFormat
-from llama_ssp.console.terminal import Terminal
 from llama_ssp.engine.stream import Piece
-from llama_ssp.reports.lines import CompletionLine
+from llama_ssp.reports.lines import CompletionLine, LineKey
 from llama_ssp.session.jobs import PromptTask
 from llama_ssp.session.session import Session, Viewer
 
+_EXCERPT = 60
+"""Longest excerpt of a prompt in the name of its completion."""
+
 
 class _Text(Viewer):
-    """Prints completions as text, streamed if the batch size is one, else whole."""
+    """Prints completions as text, streamed if the batch size is one, else whole; on a screen, each with its name."""
 
-    def __init__(self, terminal: Terminal, *, streams: bool) -> None:
-        self._terminal = terminal
-        self._streams = streams
+    def __init__(self, session: Session, jobs: Sequence[PromptTask]) -> None:
+        self._terminal = session.terminal
+        self._streams = session.streams
+        self._num_samples, self._num_prompts = session.config.num_samples, session.num_prompts
+        self._names = len(jobs) > 1 and self._terminal.is_screen
+
+    def begin(self, job: PromptTask, mode: str) -> None:  # noqa: ARG002
+        self._name(job.request.index, job.request.sample, job.prompt)
 
     def show(self, pieces: list[Piece]) -> None:
         self._terminal.stream(pieces)
 
     def end(self, line: CompletionLine) -> None:
         if not self._streams:
+            self._name(line.index, line.sample, line.prompt)
             self._terminal.stream([Piece(line.text, accepted=False)])
         self._terminal.end_of_text()
 
+    def _name(self, index: int, sample: int, prompt: str) -> None:
+        if self._names:
+            of_samples = f"sample {sample + 1}: " if self._num_samples > 1 else ""
+            excerpt = textwrap.shorten(prompt, _EXCERPT, placeholder="...") or "no text"
+            self._terminal.heading(of_samples + excerpt, number=index + 1, total=self._num_prompts)
+
 
 class _Lines(Viewer):
-    """Prints completions as JSON lines."""
+    """Prints completions as JSON lines, each with the fields of its prompt's record."""
 
     def __init__(self, write: Callable[[str], None]) -> None:
         self._write = write
 
     def end(self, line: CompletionLine) -> None:
-        self._write(json.dumps(asdict(line)))
+        self._write(json.dumps(line.fields | asdict(line)))
+
+
+class _InOrder(Viewer):
+    """Holds completions back until all before them have ended."""
+
+    def __init__(self, viewer: Viewer, jobs: Sequence[PromptTask], finished: Container[LineKey], mode: str) -> None:
+        keys = [(job.request.index, mode, job.request.sample) for job in jobs]
+        self._viewer = viewer
+        self._missing = deque(key for key in keys if key not in finished)
+        self._held: dict[LineKey, CompletionLine] = {}
+
+    def end(self, line: CompletionLine) -> None:
+        self._held[line.key] = line
+        while self._missing and self._missing[0] in self._held:
+            self._viewer.end(self._held.pop(self._missing.popleft()))
+
+    def release(self) -> None:
+        """Show what is held back of a run that was stopped."""
+        for key in sorted(self._held):
+            self._viewer.end(self._held.pop(key))
 
 
 def generate(session: Session, jobs: list[PromptTask]) -> None:
     """Complete all jobs, speculatively if there is a draft."""
-    terminal, task = session.terminal, session.config.task
+    task, mode = session.config.task, session.best_mode
     assert isinstance(task, GenerateConfig)
     shows_texts = task.format is OutputFormat.text
-    viewer = _Text(terminal, streams=session.streams) if shows_texts else _Lines(terminal.line)
-    with session.showing_progress(jobs, [session.best_mode], shows_texts=shows_texts):
-        session.complete(jobs, session.best_mode, viewer)
+    viewer: Viewer = _Text(session, jobs) if shows_texts else _Lines(session.terminal.line)
+    with ExitStack() as stack:
+        if task.in_order and not session.streams:
+            viewer = in_order = _InOrder(viewer, jobs, session.finished, mode)
+            stack.callback(in_order.release)
+        stack.enter_context(session.showing_progress(jobs, [mode], shows_texts=shows_texts))
+        session.complete(jobs, mode, viewer)

@@ -5,7 +5,7 @@ from contextlib import suppress
 
 from llama_ssp.errors import ConfigError
 from llama_ssp.session.jobs import make_prompt_tasks
-from llama_ssp.session.prompts import Prompt
+from llama_ssp.session.prompt_records import Prompt
 from llama_ssp.session.session import Session
 from llama_ssp.session.stopping import interruptible
 from llama_ssp.tasks.dispatch import Task

@@ -34,7 +34,8 @@ from llama_ssp.reports.records import RunFolder, read_status, write_failure
 from llama_ssp.session.checkpoints import Source, find_sources, offload_folder, with_number_formats
 from llama_ssp.session.jobs import PromptTask, make_prompt_tasks
 from llama_ssp.session.loading import load_models
-from llama_ssp.session.prompts import Prompt, check_unchanged, is_interactive, read_prompts
+from llama_ssp.session.prompt_records import Prompt
+from llama_ssp.session.prompts import check_unchanged, is_interactive, read_prompts
 from llama_ssp.session.session import Session
 from llama_ssp.session.startup import StartClock
 from llama_ssp.session.stopping import stopping_on_signals
@@ -221,7 +222,7 @@ def _read_jobs(
     records = json.loads(world.comm.broadcast_text(json.dumps(records), src=0))
     if records is None:
         return None
-    prompts = [Prompt(**record | {"earlier": tuple(record["earlier"])}) for record in records]
+    prompts = [Prompt.from_dict(record) for record in records]
     with raise_on_all_ranks(world.comm):
         vocab_size = source.origin.shape.vocab_size
         return make_prompt_tasks(prompts, config, tokenizer=source.tokenizer, context=context, vocab_size=vocab_size)

@@ -1,20 +1,24 @@
 """Finds a model's files: in the user's folder, the shipped pair, or the Hugging Face hub.
 
 For a hub model one rank per node should call this first; the others then find the files in the cache (HF_HOME). Module
-`checkpoint` checks the files.
+`checkpoint` checks the files. Does not import torch.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
 
-from huggingface_hub import constants, errors, snapshot_download
+from huggingface_hub import constants, errors, get_token, hf_hub_download, snapshot_download
 
+from llama_ssp.config.model_files import CONFIG_FILE
 from llama_ssp.config.paths import read_path
 from llama_ssp.config.schema import ModelConfig
 from llama_ssp.errors import CheckpointError
 
+_WEIGHTS = "model*.safetensors"
 # Only weights named as by save_pretrained: some repositories hold a second copy under another name.
-_FILES = ["model*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "merges.txt", "vocab.txt"]
+_FILES = [_WEIGHTS, "*.json", "*.jinja", "tokenizer*", "*.model", "merges.txt", "vocab.txt"]
 
 
 def resolve(model: ModelConfig) -> Path:
@@ -28,28 +32,73 @@ def resolve(model: ModelConfig) -> Path:
         return Path(str(files("llama_ssp"))) / "shipped" / model.name
     if model.hub_id is None:
         raise CheckpointError(f"model {model.name} names no files: model.path=DIR is required")
+    with _one_sentence(model):
+        folder = Path(snapshot_download(model.hub_id, revision=model.revision, allow_patterns=_FILES))
+    if not any(folder.glob(_WEIGHTS)):
+        raise CheckpointError(_without_weights(model))
+    return folder
+
+
+def find_config(model: ModelConfig) -> Path:
+    """Find a folder with the config.json of a model of the hub, downloading this file alone; raises as `resolve`."""
+    with _one_sentence(model):
+        return Path(hf_hub_download(str(model.hub_id), CONFIG_FILE, revision=model.revision)).parent
+
+
+@contextmanager
+def _one_sentence(model: ModelConfig) -> Iterator[None]:
+    """Turn the errors of the hub's client into CheckpointError."""
     try:
-        return Path(snapshot_download(model.hub_id, revision=model.revision, allow_patterns=_FILES))
+        yield
     except Exception as error:  # the client's network error classes differ between its versions
         raise CheckpointError(_sentence(model, error)) from error
 
 
 def _sentence(model: ModelConfig, error: Exception) -> str:
     """The cause and a remedy. The order matters, because some error classes are subclasses of others."""
-    where = f"{model.hub_id} on the hub"
-    revision = f" --revision {model.revision}" if model.revision else ""
-    download = f"hf download {model.hub_id}{revision}"
+    where, download = f"{model.hub_id} on the hub", _download(model)
+    page, cache = f"https://huggingface.co/{model.hub_id}", constants.HF_HUB_CACHE
     match error:
+        case errors.GatedRepoError() if get_token():
+            said = (
+                f"is gated, and the account of this login has no access: ask for it on {page}, or log in with another "
+                "one: hf auth login"
+            )
         case errors.GatedRepoError():
-            return f"{where} is gated: accept its terms on https://huggingface.co/{model.hub_id} and run: hf auth login"
+            said = f"is gated: accept its terms on {page} and run: hf auth login"
         case errors.RevisionNotFoundError():
-            return f"{where} has no revision {model.revision!r}: another model.revision is required"
+            said = f"has no revision {model.revision!r}: another model.revision is required"
         case errors.RepositoryNotFoundError():
-            return f"{where} does not exist or is private: check model.hub_id, or log in with: hf auth login"
+            said = "does not exist or is private: check the spelling, or log in with: hf auth login"
         case errors.HFValidationError():
-            return f"{model.hub_id!r} is no hub id: owner/name is required, or model.path=DIR"
+            where, said = repr(model.hub_id), "is no hub id: owner/name is required, or model.path=DIR"
         case errors.LocalEntryNotFoundError() if constants.HF_HUB_OFFLINE:
-            return f"{where} is not in {constants.HF_HUB_CACHE} and HF_HUB_OFFLINE is set: run {download} on a network"
+            said = f"is not in {cache} and HF_HUB_OFFLINE is set: run {download} on a network"
+        case errors.LocalEntryNotFoundError():
+            said = (
+                f"cannot be reached and is not in {cache}: check the network, or run {download} where there is one, "
+                "with HF_HOME on a disk that this machine sees; model.path=DIR reads a folder instead"
+            )
+        case errors.EntryNotFoundError():
+            said = f"has no {CONFIG_FILE}: a model that transformers can read is required"
         case _:
             reason = " ".join(str(error).split())
-            return f"{where} could not be downloaded ({reason}): try {download}, or model.path=DIR"
+            said = f"could not be downloaded ({reason}): try {download}, or model.path=DIR"
+    return f"{where} {said}"
+
+
+def _without_weights(model: ModelConfig) -> str:
+    if constants.HF_HUB_OFFLINE:
+        return (
+            f"of {model.hub_id} only other files than weights are in {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is "
+            f"set: run {_download(model)} on a network"
+        )
+    return (
+        f"{model.hub_id} on the hub has no weights in safetensors (model.safetensors, or shards and their index), and "
+        "no others are read: choose another repository, or save it with save_pretrained and give model.path=DIR"
+    )
+
+
+def _download(model: ModelConfig) -> str:
+    """The command that downloads a model."""
+    return f"hf download {model.hub_id}" + (f" --revision {model.revision}" if model.revision else "")

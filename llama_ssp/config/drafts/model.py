@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from llama_ssp.config.drafts.drafter import DrafterRecord
+from llama_ssp.config.options.hub_ids import is_hub_id
 from llama_ssp.config.schema import MODEL_DRAFT, DrafterConfig, ModelConfig
 
 ANY_DRAFT = "draft.tokenizer=own allows any"
@@ -40,10 +41,12 @@ class ModelDraftConfig(DrafterConfig):
 def problem_of_tokenizer(target: ModelConfig, draft: DrafterConfig) -> str | None:
     """An error sentence if a draft's own tokenizer is that of the target by the catalogue, else None.
 
-    Folders are compared when their tokenizers are read.
+    Folders, and models of the hub that the catalogue lacks, are compared when their tokenizers are read.
     """
     model = draft.model
-    if matching_of(draft) is None or model is None or not (target.shape and model.shape) or target.path or model.path:
+    if matching_of(draft) is None or model is None or not (target.shape and model.shape):
+        return None
+    if any(each.path or is_hub_id(each.name) for each in (target, model)):
         return None
     shapes = [(shape.model_type, shape.vocab_size) for shape in (target.shape, model.shape)]
     if shapes[0] != shapes[1]:

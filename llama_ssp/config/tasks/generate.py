@@ -20,6 +20,7 @@ class GenerateConfig(TaskConfig):
 
     name: str = "generate"
     format: OutputFormat = OutputFormat.text
+    in_order: bool = False
 
 
 TASK = TaskSpec(config=GenerateConfig, run="llama_ssp.tasks.generate:generate", shows_table=False)

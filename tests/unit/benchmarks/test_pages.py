@@ -12,7 +12,8 @@ from benchmarks import lengths, placement_cells, placement_pages, readme, sweep
 from benchmarks.curves import fit
 from benchmarks.placements import Figures
 from llama_ssp.commands import command_line
-from llama_ssp.config import catalogue, checks, store
+from llama_ssp.config import checks, store
+from llama_ssp.config.options import folders
 from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.reports.charts import Kind
 from tests.helpers.pictures import said
@@ -143,7 +144,7 @@ def test_every_launch_of_a_sweep_passes_the_checks() -> None:
     store.register()
     for words in sweep.launches(sweep.LISTS).values():
         overrides = ["task=benchmark", f"max_new_tokens={sweep.NEW_TOKENS}", *words]
-        with initialize_config_dir(str(catalogue.conf_dir()), version_base="1.3"):
+        with initialize_config_dir(str(folders.conf_dir()), version_base="1.3"):
             config = compose("config", overrides)
         explicit = command_line.explicit_keys(overrides)
         checks.check(store.to_run_config(config, explicit=explicit), explicit, world_size=1)

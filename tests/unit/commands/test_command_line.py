@@ -12,7 +12,8 @@ from hydra.errors import ConfigCompositionException, MissingConfigException
 from omegaconf import OmegaConf
 
 from llama_ssp.commands import command_line
-from llama_ssp.config import catalogue, store
+from llama_ssp.config import store
+from llama_ssp.config.options import folders
 from llama_ssp.errors import ConfigError
 
 TEXTS = [
@@ -171,7 +172,7 @@ def test_an_option_that_a_file_names_and_that_does_not_exist_gets_the_similar_on
     text = "# @package _global_\ndefaults:\n  - override /model: tyni\n"
     (tmp_path / "experiment" / "mine.yaml").write_text(text)
     store.register()
-    with initialize_config_dir(str(catalogue.conf_dir()), version_base="1.3"):
+    with initialize_config_dir(str(folders.conf_dir()), version_base="1.3"):
         words = ["experiment=mine", f"hydra.searchpath=[file://{tmp_path}]"]
         with pytest.raises(MissingConfigException) as caught:
             compose("config", words)

@@ -26,7 +26,8 @@ from llama_ssp.errors import SspError
 from llama_ssp.reports.lines import RunFacts
 from llama_ssp.reports.records import RunFolder
 from llama_ssp.reports.summary import summarise
-from llama_ssp.session.prompts import Prompt, check_unchanged
+from llama_ssp.session.prompt_records import Prompt
+from llama_ssp.session.prompts import check_unchanged
 from tests.helpers.runs import CELL, FAST, PLAIN, summary, write_run
 from tests.unit.commands.test_fuzz import UNHURRIED, in_process
 

@@ -17,6 +17,7 @@ import llama_ssp.tasks
 from llama_ssp.commands import command_line, run
 from llama_ssp.commands.ranks import torchrun
 from llama_ssp.config import catalogue
+from llama_ssp.config.options import folders
 from llama_ssp.config.schema import RunConfig
 from llama_ssp.config.slurm import KEY, SlurmConfig
 from llama_ssp.distributed.signals import STOP_SIGNALS
@@ -26,7 +27,7 @@ from tests.helpers.lanes import heavy
 
 pytestmark = pytest.mark.seconds
 
-ENTRY = catalogue.conf_dir().parent / "launch" / "run.py"
+ENTRY = folders.conf_dir().parent / "launch" / "run.py"
 
 
 @dataclass

@@ -11,6 +11,7 @@ from hydra import compose, initialize_config_dir
 
 from llama_ssp.commands import command_line, staging
 from llama_ssp.config import catalogue, store
+from llama_ssp.config.options import folders
 from llama_ssp.config.schema import RunConfig
 from tests.helpers.lanes import slow
 from tests.helpers.sbatch import Sweep, options, script
@@ -23,7 +24,7 @@ def composed(job: list[str]) -> RunConfig:
     given = [command_line.take_literally(word) for word in job[job.index("--") + 1 :]]
     command_line.check_overrides(given, multirun=False)
     store.register()
-    with initialize_config_dir(str(catalogue.conf_dir()), version_base="1.3"):
+    with initialize_config_dir(str(folders.conf_dir()), version_base="1.3"):
         return store.to_run_config(compose("config", given), explicit=command_line.explicit_keys(given))
 
 
@@ -185,7 +186,7 @@ def test_a_job_inherits_nothing_that_describes_the_process_that_submits(
 
 @pytest.mark.heavy
 def test_weights_are_staged_under_a_name_that_changes_with_them(sweep: Sweep, tmp_path: Path) -> None:
-    shipped = catalogue.conf_dir().parent / "llama_ssp" / "shipped"
+    shipped = folders.conf_dir().parent / "llama_ssp" / "shipped"
     weights = tmp_path / "weights"
     weights.mkdir()
     for file in (shipped / "tiny").iterdir():
@@ -208,16 +209,14 @@ def test_weights_are_staged_under_a_name_that_changes_with_them(sweep: Sweep, tm
 @pytest.mark.heavy
 def test_a_hub_model_that_is_not_here_cannot_be_staged(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_args, **_options: None)
-    ended = sweep(
-        "hardware=p4d_24xlarge", "model=7B", "draft=none", "task=generate", "hydra.launcher.stage_to=/scratch"
-    )
+    words = ("hardware=p4d_24xlarge", "model=7B", "draft=none", "task=generate")
+    ended = sweep(*words, "hydra.launcher.stage_to=/scratch")
     assert (ended.code, ended.jobs) == (2, [])
-    hub_id = catalogue.load("7B").hub_id
-    assert f"hf download {hub_id}" in ended.err
+    assert f"hf download {catalogue.load('7B').hub_id}" in ended.err
 
 
 def test_nothing_is_staged_without_a_folder_for_it() -> None:
     store.register()
-    with initialize_config_dir(str(catalogue.conf_dir()), version_base="1.3"):
+    with initialize_config_dir(str(folders.conf_dir()), version_base="1.3"):
         config = store.to_run_config(compose("config", ["model=7B", "draft=none"]), explicit=frozenset())
     assert staging.stage(config, None) == []

@@ -9,7 +9,8 @@ from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
-from llama_ssp.config import catalogue, store
+from llama_ssp.config import store
+from llama_ssp.config.options import folders
 from llama_ssp.config.schema import RunConfig
 
 Compose = Callable[..., tuple[RunConfig, frozenset[str]]]
@@ -22,7 +23,7 @@ def compose_run() -> Compose:
 
     def compose_one(*overrides: str) -> tuple[RunConfig, frozenset[str]]:
         explicit = frozenset(override.partition("=")[0] for override in overrides)
-        with initialize_config_dir(str(catalogue.conf_dir()), version_base="1.3"):
+        with initialize_config_dir(str(folders.conf_dir()), version_base="1.3"):
             config = compose("config", list(overrides))
             return store.to_run_config(config, explicit=explicit), explicit
 
@@ -36,12 +37,12 @@ def compose_once() -> Compose:
     `test_values_set_in_a_copy_are_those_that_hydra_composes` holds the two to the same configs.
     """
     store.register()
-    groups = {path.name for path in catalogue.conf_dir().iterdir() if path.is_dir()}
+    groups = {path.name for path in folders.conf_dir().iterdir() if path.is_dir()}
     parser = OverridesParser.create()
 
     @cache
     def compose_options(*options: str) -> DictConfig:
-        with initialize_config_dir(str(catalogue.conf_dir()), version_base="1.3"):
+        with initialize_config_dir(str(folders.conf_dir()), version_base="1.3"):
             return compose("config", list(options))
 
     def compose_one(*overrides: str) -> tuple[RunConfig, frozenset[str]]:

@@ -1,12 +1,13 @@
 """The catalogue: complete, true to the models it names, readable without Hydra."""
 
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 
 from llama_ssp.config import catalogue
-from llama_ssp.config.schema import ModelShape
+from llama_ssp.config.schema import ModelConfig, ModelShape
 from llama_ssp.errors import ConfigError
+from tests.helpers.own_conf import OwnConf
 
 LLAMA_1 = ["7B", "13B", "30B", "65B"]
 
@@ -110,9 +111,41 @@ def test_loading_twice_gives_two_configs() -> None:
 
 
 @pytest.mark.parametrize("line", ["num_layer: 3", "dtype: fp8", "shape: {hidden_size: 3}"])
-def test_a_file_that_describes_no_model_is_named(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "mine.yaml").write_text(f"name: mine\n{line}\n")
-    monkeypatch.setattr(catalogue, "conf_dir", lambda: tmp_path)
-    with pytest.raises(ConfigError, match=r"conf/model/mine.yaml does not describe a model"):
+def test_a_file_that_describes_no_model_is_named(line: str, own_conf: OwnConf) -> None:
+    file = own_conf("model/mine.yaml", f"name: mine\n{line}\n")
+    with pytest.raises(ConfigError, match=f"{file} does not describe a model"):
         catalogue.load("mine")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("hub_id: a/b\n", "must have the line name: mine, the name of the file"),
+        ("name: 7B\n", "must have the line name: mine, the name of the file"),
+        ("name: [\n", "is not YAML"),
+        ("- name\n", "holds no settings"),
+        ("name: mine\ndefaults: 7B\n", "defaults must be a list"),
+        ("name: mine\ndefaults: [mine, _self_]\n", "defaults must name another entry"),
+        ("name: mine\ndefaults: [{model: 7B}]\n", "defaults must name another entry"),
+    ],
+)
+def test_a_users_file_that_is_wrong_is_named_with_the_reason(text: str, reason: str, own_conf: OwnConf) -> None:
+    file = own_conf("model/mine.yaml", text)
+    with pytest.raises(ConfigError, match=f"{file}.*{reason}") as caught:
+        catalogue.load("mine")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_users_entry_inherits_one_of_the_package_and_replaces_its_namesake(own_conf: OwnConf) -> None:
+    shipped = catalogue.load("7B")
+    own_conf("model/mine.yaml", "defaults: [7B, _self_]\nname: mine\nhub_id: acme/mine\n")
+    own_conf("model/13B.yaml", "name: 13B\nhub_id: acme/mirror\n")
+    assert catalogue.load("mine") == replace(shipped, name="mine", hub_id="acme/mine")
+    assert catalogue.load("13B").hub_id == "acme/mirror"
+    assert catalogue.names().count("13B") == 1
+
+
+def test_an_id_of_the_hub_is_an_entry_that_a_users_file_can_settle(own_conf: OwnConf) -> None:
+    assert catalogue.load("acme/tiny-7B_v1.2") == ModelConfig(name="acme/tiny-7B_v1.2", hub_id="acme/tiny-7B_v1.2")
+    own_conf("model/acme/large.yaml", "name: acme/large\nhub_id: acme/large\nquantization: int8\n")
+    assert catalogue.load("acme/large").quantization == "int8"

@@ -49,7 +49,10 @@ BAD = [
     (["run_dir="], "run_dir= must be a folder: every run keeps its records in one; left out, it is outputs/ID"),
     (["prompt=a", "prompts=/dev/null"], "prompt= and prompts= exclude each other"),
     (["draft=none"], "task=compare needs a draft, and model=tiny runs without one here: give draft=tiny-draft"),
-    (["model=llama3_1B"], "give draft=local draft.model.path=DIR, or use task=generate"),
+    (
+        ["model=llama3_1B"],
+        "give draft=OWNER/NAME (of the hub), or draft=local draft.model.path=DIR, or use",
+    ),
     (
         ["verification=greedy"],
         "use sampling=greedy, verification=speculative, verification=block or verification=coupled",

@@ -7,6 +7,7 @@ import yaml
 
 from llama_ssp.config import catalogue, schema
 from llama_ssp.config.drafts.model import DraftTokenizer, ModelDraftConfig
+from llama_ssp.config.options import folders
 from llama_ssp.config.plan import PlanConfig, check
 from llama_ssp.config.schema import MODEL_DRAFT, DraftLayout, DraftPlacement, PlacementConfig
 from llama_ssp.config.target_placement import TargetKind, TargetPlacement
@@ -14,7 +15,7 @@ from llama_ssp.errors import ConfigError
 
 
 def _config(draft: str = "7B", *, own: bool = False, **fields: Any) -> PlanConfig:  # noqa: ANN401 - the fields of PlanConfig
-    text = (catalogue.conf_dir() / "hardware" / "p4d_24xlarge.yaml").read_text()
+    text = (folders.conf_dir() / "hardware" / "p4d_24xlarge.yaml").read_text()
     fields.setdefault("hardware", yaml.safe_load(text))
     tokenizer = DraftTokenizer.own if own else DraftTokenizer.same
     drafter = ModelDraftConfig(kind=MODEL_DRAFT, model=catalogue.load(draft), tokenizer=tokenizer)

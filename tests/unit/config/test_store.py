@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from llama_ssp.config import catalogue, store
+from llama_ssp.config.options import folders
 from llama_ssp.config.schema import MODEL_DRAFT, NO_DRAFT, Dtype, ModelConfig, RunConfig
 from tests.helpers.lanes import heavy
 from tests.unit.config.conftest import Compose
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.seconds
 
 OPTIONS = sorted(
     f"{file.parent.name}={file.stem}"
-    for file in catalogue.conf_dir().glob("*/*.yaml")
+    for file in folders.conf_dir().glob("*/*.yaml")
     if file.parent.name in {*store.BUNDLES, *(field.name for field in dataclasses.fields(RunConfig))}
 )
 

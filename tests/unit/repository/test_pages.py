@@ -20,8 +20,9 @@ from benchmarks.readme import TEXTS, filled, made_files
 from llama_ssp.commands import command_line, plan
 from llama_ssp.commands.ranks.number import read_start
 from llama_ssp.commands.short_keys import ShortKeys
-from llama_ssp.config import catalogue, store
+from llama_ssp.config import store
 from llama_ssp.config.formats.bitsandbytes_package import BITSANDBYTES
+from llama_ssp.config.options import folders
 from llama_ssp.harness.__main__ import INSTALL as INSTALL_HARNESS
 from tests.helpers.repository import ROOT, files
 
@@ -107,7 +108,7 @@ def test_every_run_on_a_page_composes() -> None:
         short = ShortKeys(options.overrides)
         overrides = [command_line.take_literally(short.complete(override)) for override in options.overrides]
         command_line.check_overrides(overrides, multirun=options.multirun)
-        with initialize_config_dir(str(catalogue.conf_dir()), version_base="1.3"):
+        with initialize_config_dir(str(folders.conf_dir()), version_base="1.3"):
             config = compose("config", [] if options.multirun else overrides)
         run = store.to_run_config(config, explicit=command_line.explicit_keys(overrides))
         assert run.task.name != "generate" or run.prompt or run.prompts, f"no prompt in {words}"

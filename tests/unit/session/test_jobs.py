@@ -16,7 +16,8 @@ from llama_ssp.config.schema import (
 from llama_ssp.config.tasks.generate import GenerateConfig
 from llama_ssp.errors import ConfigError
 from llama_ssp.session.jobs import PromptTask, make_prompt_tasks, waves, with_answers
-from llama_ssp.session.prompts import Prompt, encode
+from llama_ssp.session.prompt_records import Prompt
+from llama_ssp.session.prompts import encode
 from tests.helpers.tokenizers import byte_level
 
 LIMITS: dict[str, Any] = {"tokenizer": byte_level(), "context": 60, "vocab_size": 300}

@@ -1,7 +1,11 @@
 """Prompts are read line by line, become the ids that the model expects, and are refused where they leave no room."""
 
 import json
+import sys
+from dataclasses import asdict
+from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +27,8 @@ from llama_ssp.config.schema import (
 from llama_ssp.config.tasks.benchmark import BenchmarkConfig
 from llama_ssp.config.tasks.generate import GenerateConfig
 from llama_ssp.errors import ConfigError
-from llama_ssp.session.prompts import Prompt, check_ids, encode, read_prompts
+from llama_ssp.session.prompt_records import Prompt
+from llama_ssp.session.prompts import check_ids, encode, encode_prompt, read_prompts
 
 WORDS = ["<s>", "</s>", "<user>", "<assistant>", "a", "b"]
 CHAT = (
@@ -40,16 +45,17 @@ def tokenizer(*, begins: bool = True, **options: str) -> PreTrainedTokenizerFast
     return PreTrainedTokenizerFast(tokenizer_object=words, **options)
 
 
-def prompts_of(file: Path, text: str, task: TaskConfig | None = None) -> list[Prompt]:
+def prompts_of(file: Path, text: str, task: TaskConfig | None = None, *, column: str | None = None) -> list[Prompt]:
     file.write_text(text, encoding="utf-8")
     config: dict[str, Any] = {"draft": DrafterConfig(), "placement": PlacementConfig(), "sampling": SamplingConfig()}
     model, rule = ModelConfig(name="tiny"), VerificationConfig()
     run = RunConfig(task=task or GenerateConfig(), model=model, verification=rule, prompts=str(file), **config)
+    run.prompts_column = column
     return read_prompts(run)
 
 
-def texts_of(file: Path, text: str) -> list[str]:
-    return [prompt.text for prompt in prompts_of(file, text)]
+def texts_of(file: Path, text: str, *, column: str | None = None) -> list[str]:
+    return [prompt.text for prompt in prompts_of(file, text, column=column)]
 
 
 def test_empty_lines_are_no_prompts_and_blanks_of_others_stay(tmp_path: Path) -> None:
@@ -105,15 +111,126 @@ def test_a_task_that_cuts_its_prompts_takes_no_conversations(tmp_path: Path) -> 
         prompts_of(tmp_path / "p.jsonl", '{"turns": ["a", "b"]}', task)
 
 
-@pytest.mark.parametrize("line", ["no JSON", '"text"', '{"text": "a"}', '{"prompt": 1}'])
+@pytest.mark.parametrize("line", ["no JSON", '"text"', '{"text": "a"}', '{"prompt": 1}', '{"prompt": "a", "x": NaN}'])
 def test_a_line_that_is_no_record_is_named_by_its_number(line: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"line 4 of prompts=.*p\.jsonl must be a JSON object"):
+    with pytest.raises(ConfigError, match=r"line 4 of prompts=.*p\.jsonl must be an? (JSON object|entry with)"):
         prompts_of(tmp_path / "p.jsonl", f'\n{{"prompt": "a"}}\n\n{line}\n')
 
 
 def test_a_file_of_blanks_holds_no_prompt(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no prompt"):
         prompts_of(tmp_path / "p.txt", "\n  \n")
+
+
+TABLES = {
+    ".csv": 'id,question,prompt\n7,"one, two","def f(x):\n    return"\n8,three,import\n',
+    ".tsv": 'id\tquestion\tprompt\n7\tone, two\t"def f(x):\n    return"\n8\tthree\timport\n',
+    ".json": '[{"id": "7", "question": "one, two", "prompt": "def f(x):\\n    return"},\n'
+    ' {"id": "8", "question": "three", "prompt": "import"}]',
+    ".jsonl": '{"id": "7", "question": "one, two", "prompt": "def f(x):\\n    return"}\n'
+    '{"id": "8", "question": "three", "prompt": "import"}\n',
+}
+
+
+@pytest.mark.parametrize("begin", ["", "\ufeff"])
+@pytest.mark.parametrize("ending", TABLES)
+def test_a_table_is_read_by_its_columns_and_keeps_the_others(ending: str, begin: str, tmp_path: Path) -> None:
+    file = tmp_path / f"p{ending.upper() if ending == '.csv' else ending}"
+    assert prompts_of(file, begin + TABLES[ending]) == [
+        Prompt(text="def f(x):\n    return", fields={"id": "7", "question": "one, two"}),
+        Prompt(text="import", fields={"id": "8", "question": "three"}),
+    ]
+    assert texts_of(file, begin + TABLES[ending], column="question") == ["one, two", "three"]
+
+
+def test_a_list_of_texts_is_a_prompt_each(tmp_path: Path) -> None:
+    assert texts_of(tmp_path / "p.json", '["a", "b\\nc"]') == ["a", "b\nc"]
+
+
+def test_a_prompt_of_a_table_may_be_as_long_as_a_context(tmp_path: Path) -> None:
+    assert texts_of(tmp_path / "p.csv", f"prompt\n{'a ' * 10**6}\n") == ["a " * 10**6]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "column", "sentence"),
+    [
+        ("p.csv", "id,question\n1,a b\n", None, r"has id, question: prompts_column=question takes"),
+        ("p.csv", "id,question\n1,a\n", "quest", r"has no prompts_column=quest: it has id, question"),
+        ("p.csv", "id,prompt\n1,a,b\n", None, r"line 2 of .* number of cells .* columns id, prompt: quote cells"),
+        ("p.csv", "id,prompt\n1\n", None, r"line 2 of .* number of cells"),
+        ("p.csv", 'id,prompt\n1,"a\n', None, r"line 2 of .* is not CSV"),
+        ("p.csv", "", None, "holds no prompt$"),
+        ("p.json", '{"prompt": "a"}', None, r"holds an object: it must be a list such as"),
+        ("p.json", '{"prompt": "a"}\n{"prompt": "b"}\n', None, r"is not JSON .* one object per line is a .jsonl file"),
+        ("p.json", '[{"prompt": "a"}, 3]', None, r"entry 2 of .* must be an object or a text, and not a number"),
+        ("p.jsonl", '{"prompt": "a", "x": 1e999}', None, r"line 1 of .* has a field `x` that is infinite"),
+        ("p.jsonl", '{"prompt": "a", "x": ' + "[" * 40 + "]" * 40 + "}", None, "has a field `x` .* nested too deep"),
+        ("p.xlsx", "PK", None, r"\.xlsx is none of \.txt \(a prompt per line\), \.jsonl, .*convert it"),
+        ("p.jsonl.gz", "x", None, r"\.gz is none of"),
+    ],
+)
+def test_a_table_that_cannot_be_read_is_refused_and_never_taken_for_lines(
+    name: str, text: str, column: str | None, sentence: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=sentence) as caught:
+        prompts_of(tmp_path / name, text, column=column)
+    assert "\n" not in str(caught.value)
+
+
+def test_parquet_is_read_where_its_package_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"prompt": "a", "score": float("nan"), "at": date(2026, 1, 2)}, {"prompt": "b", "score": 0.5, "at": None}]
+    module = SimpleNamespace(read_table=lambda _file: SimpleNamespace(to_pylist=lambda: rows))
+    monkeypatch.setitem(sys.modules, "pyarrow", SimpleNamespace(parquet=module))
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", module)
+    assert prompts_of(tmp_path / "p.parquet", "") == [
+        Prompt(text="a", fields={"score": None, "at": "2026-01-02"}),
+        Prompt(text="b", fields={"score": 0.5, "at": None}),
+    ]
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(ConfigError, match=r"p\.parquet needs pyarrow: pip install pyarrow, or save the table as"):
+        prompts_of(tmp_path / "p.parquet", "")
+
+
+SYSTEM, ASK, MORE = ({"role": role, "content": text} for role, text in (("system", "s"), ("user", "a"), ("user", "b")))
+SAID = {"role": "assistant", "content": "b b"}
+
+
+def test_a_list_of_messages_is_a_prompt_for_every_message_without_an_answer(tmp_path: Path) -> None:
+    lists = ([SYSTEM, ASK], [SYSTEM, ASK, MORE], [ASK, SAID, MORE], [ASK, SAID])
+    text = "".join(json.dumps({"id": number, "messages": each}) + "\n" for number, each in enumerate(lists))
+    assert prompts_of(tmp_path / "p.jsonl", text) == [
+        Prompt(text="a", messages=(SYSTEM,), fields={"id": 0}),
+        Prompt(text="a", messages=(SYSTEM,), fields={"id": 1}),
+        Prompt(text="b", messages=(SYSTEM, ASK), earlier=("a",), fields={"id": 1}),
+        Prompt(text="b", messages=(ASK, SAID), fields={"id": 2}),
+        Prompt(text="b b", role="assistant", messages=(ASK,), fields={"id": 3}),
+    ]
+
+
+@pytest.mark.parametrize(
+    "messages",
+    ["[]", '"a"', '["a"]', '[{"role": "user"}]', '[{"role": "user", "content": ["a"]}]', json.dumps([ASK, SYSTEM])],
+)
+def test_a_list_that_nobody_can_answer_is_refused(messages: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="a list as `messages` that ends with a user's or an assistant's"):
+        prompts_of(tmp_path / "p.jsonl", f'{{"messages": {messages}}}')
+
+
+def test_messages_are_put_in_the_template_with_the_answers_between_them() -> None:
+    roles = CHAT.replace("<user>", "{{ {'user': '<user>', 'system': 'a a'}.get(m.role, '<assistant>') }}")
+    prompt = Prompt(text="b", messages=(SYSTEM, ASK), earlier=("a",))
+    words = tokenizer(chat_template=roles)
+    answered = encode_prompt(prompt, words, chat=False, answers=["b b"])
+    assert words.decode([*answered]) == "<s> a a </s> <user> a <assistant> b b <user> b <assistant>"
+    assert Prompt.from_dict(json.loads(json.dumps(asdict(prompt)))) == prompt
+    with pytest.raises(ConfigError, match="messages, such as those before 'b', need a tokenizer with a chat template"):
+        encode_prompt(prompt, tokenizer(), chat=True, answers=["b b"])
+
+
+def test_a_message_of_the_assistant_is_continued() -> None:
+    prompt = Prompt(text="b b", role="assistant", messages=(ASK,))
+    words = tokenizer(chat_template=CHAT.replace("<user>", "{{ '<user>' if m.role == 'user' else '<assistant>' }}"))
+    assert words.decode([*encode_prompt(prompt, words, chat=False, answers=[])]) == "<s> <user> a <assistant> b b"
 
 
 def test_what_a_user_says_begins_once_and_ends_where_the_assistant_speaks() -> None:

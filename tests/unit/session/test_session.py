@@ -15,7 +15,7 @@ from llama_ssp.engine.stream import Piece
 from llama_ssp.reports.lines import CompletionLine
 from llama_ssp.session.jobs import PromptTask
 from llama_ssp.session.lines import to_line
-from llama_ssp.session.prompts import Prompt
+from llama_ssp.session.prompt_records import Prompt
 from llama_ssp.session.session import Session
 
 BYTES: Any = SimpleNamespace(decode=lambda ids, **_: bytes(ids).decode(errors="replace"))

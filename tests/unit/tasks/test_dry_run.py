@@ -10,6 +10,7 @@ import yaml
 
 from llama_ssp.config import catalogue, hardware
 from llama_ssp.config.machine import machine_of_run
+from llama_ssp.config.options import folders
 from llama_ssp.config.schema import (
     MODEL_DRAFT,
     NO_DRAFT,
@@ -33,7 +34,7 @@ def _run(model: str = "tiny", draft: str | None = "tiny-draft", prompt: str | No
     if draft:
         drafter = DrafterConfig(kind=MODEL_DRAFT, model=catalogue.load(draft))
     return RunConfig(
-        hardware=yaml.safe_load((catalogue.conf_dir() / "hardware" / "laptop_cpu.yaml").read_text()),
+        hardware=yaml.safe_load((folders.conf_dir() / "hardware" / "laptop_cpu.yaml").read_text()),
         task=CompareConfig(default_prompts=["x" * 30, "y" * 299]),
         model=catalogue.load(model),
         draft=drafter,
@@ -107,7 +108,7 @@ def test_a_batch_has_no_more_rows_than_there_are_completions(
 @pytest.mark.parametrize("auto", [True, False])
 def test_ranks_that_were_not_started_hold_nothing(auto: bool, capsys: pytest.CaptureFixture[str]) -> None:
     config = _run("30B", "7B")
-    config.hardware = yaml.safe_load((catalogue.conf_dir() / "hardware" / "8xa100_80gb.yaml").read_text())
+    config.hardware = yaml.safe_load((folders.conf_dir() / "hardware" / "8xa100_80gb.yaml").read_text())
     config.placement.auto = auto
     task.dry_run(config, world_size=4)
     shown = capsys.readouterr().out

@@ -6,6 +6,7 @@ from typing import NoReturn
 
 import pytest
 from huggingface_hub.errors import (
+    EntryNotFoundError,
     GatedRepoError,
     HfHubHTTPError,
     HFValidationError,
@@ -18,7 +19,7 @@ from llama_ssp.config.schema import ModelConfig
 from llama_ssp.errors import CheckpointError
 from llama_ssp.weights import hub
 
-DOWNLOAD = "llama_ssp.weights.hub.snapshot_download"
+DOWNLOAD, DOWNLOAD_ONE = "llama_ssp.weights.hub.snapshot_download", "llama_ssp.weights.hub.hf_hub_download"
 ENTRY = ModelConfig(name="7B", hub_id="owner/llama-7b", revision="v2")
 
 
@@ -48,14 +49,48 @@ def http_error(kind: type[HfHubHTTPError]) -> HfHubHTTPError:
         (http_error(HfHubHTTPError), r"could not be downloaded \(.*\): try hf download owner/llama-7b --revision v2"),
         (HFValidationError("bad"), "is no hub id: owner/name is required"),
         (LocalEntryNotFoundError("no network"), "hf download owner/llama-7b --revision v2"),
+        (EntryNotFoundError("404"), r"has no config\.json"),
         (Exception("a proxy\n refused"), r"could not be downloaded \(a proxy refused\)"),
     ],
 )
-def test_a_refusal_of_the_hub_is_one_sentence(monkeypatch: pytest.MonkeyPatch, error: Exception, reason: str) -> None:
-    monkeypatch.setattr(DOWNLOAD, refuse(error))
+@pytest.mark.parametrize("find", [hub.resolve, hub.find_config])
+def test_a_refusal_of_the_hub_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, reason: str, find: Callable[[ModelConfig], Path]
+) -> None:
+    for download in (DOWNLOAD, DOWNLOAD_ONE):
+        monkeypatch.setattr(download, refuse(error))
+    monkeypatch.setattr("llama_ssp.weights.hub.get_token", lambda: None)
     with pytest.raises(CheckpointError, match=reason) as caught:
-        hub.resolve(ENTRY)
+        find(ENTRY)
     assert "\n" not in str(caught.value)
+
+
+def test_gated_offline_and_unreachable_are_told_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+
+    def sentence(error: Exception, *, token: str | None = None, offline: bool = False) -> str:
+        monkeypatch.setattr(DOWNLOAD, refuse(error))
+        monkeypatch.setattr("llama_ssp.weights.hub.get_token", lambda: token)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
+        with pytest.raises(CheckpointError) as caught:
+            hub.resolve(ENTRY)
+        return str(caught.value)
+
+    gated, missing = http_error(GatedRepoError), LocalEntryNotFoundError("not here")
+    assert "accept its terms on https://huggingface.co/owner/llama-7b and run: hf auth login" in sentence(gated)
+    assert "the account of this login has no access: ask for it on https://" in sentence(gated, token="hf_x")
+    assert f"is not in {tmp_path} and HF_HUB_OFFLINE is set" in sentence(missing, offline=True)
+    assert f"cannot be reached and is not in {tmp_path}: check the network" in sentence(missing)
+
+
+def test_a_model_without_safetensors_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(DOWNLOAD, lambda *_args, **_options: str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    with pytest.raises(CheckpointError, match=r"has no weights in safetensors .*: choose another repository"):
+        hub.resolve(ENTRY)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(CheckpointError, match=r"only other files than weights .* run hf download owner/llama-7b"):
+        hub.resolve(ENTRY)
 
 
 def test_a_model_that_is_not_in_the_cache_names_the_offline_mode(
@@ -75,6 +110,7 @@ def test_only_files_that_a_run_needs_are_downloaded(monkeypatch: pytest.MonkeyPa
         return str(tmp_path)
 
     monkeypatch.setattr(DOWNLOAD, download)
+    (tmp_path / "model.safetensors").touch()
     assert hub.resolve(ENTRY) == tmp_path
     assert (seen["repo_id"], seen["revision"]) == ("owner/llama-7b", "v2")
     patterns = seen["allow_patterns"]

@@ -1,0 +1,146 @@
+"""Finds the files of options: in the folder of `--config-dir`, in the user's own one, and in the package's `conf`.
+
+All folders are laid out alike: `model/NAME.yaml`, `hardware/NAME.yaml`, `experiment/NAME.yaml`, `pairs.yaml`. The first
+folder that has a file wins, so a user's file replaces the package's one of the same name. Hydra searches the same
+folders (`search_path`).
+"""
+
+import os
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from llama_ssp.errors import ConfigError
+
+_OF_USERS = "llama-ssp"
+_NO_OPTIONS = ("config.yaml", "plan.yaml")
+_given: list[Path] = []
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads numbers as Hydra does: YAML 1.1 takes 1e12 for a text."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+@cache
+def conf_dir() -> Path:
+    """Return the package's folder `conf`: next to the package in a checkout, inside it in an installed wheel."""
+    package = Path(__file__).resolve().parents[2]
+    in_checkout = package.parent / "conf"
+    return in_checkout if in_checkout.is_dir() else package / "conf"
+
+
+def user_dir() -> Path:
+    """Return the user's own folder, which need not exist: `llama-ssp` in $XDG_CONFIG_HOME, else in `~/.config`.
+
+    Source: XDG Base Directory Specification 0.8, by which a relative $XDG_CONFIG_HOME is ignored.
+    """
+    base = Path(os.environ.get("XDG_CONFIG_HOME", ""))
+    home = Path(os.path.expanduser("~"))  # noqa: PTH111 - Path raises an error for users without a home
+    return (base if base.is_absolute() else home / ".config") / _OF_USERS
+
+
+def use(folder: str | None) -> None:
+    """Search the folder of `--config-dir` first, from now on; None for a command line without one.
+
+    Raises ConfigError if it does not exist, or if a user's folder has a file that would replace all settings.
+    """
+    _given.clear()
+    if folder is not None:
+        if not _is_dir(Path(folder)):
+            raise ConfigError(f"--config-dir {folder} is no folder: name one that has files such as model/NAME.yaml")
+        _given.append(Path(folder).absolute())
+    for name in _NO_OPTIONS:
+        for own in own_folders():
+            if _is_file(own / name):
+                raise ConfigError(
+                    f"{own / name} would replace all settings of the package: rename it; settings for several runs "
+                    f"are an option, such as experiment=mine in {own / 'experiment' / 'mine.yaml'}"
+                )
+
+
+def given_folder() -> Path | None:
+    """Return the folder of `--config-dir`, absolute."""
+    return _given[0] if _given else None
+
+
+def own_folders() -> list[Path]:
+    """Return the user's folders that exist, the first to be searched first."""
+    return [folder for folder in (*_given, user_dir()) if _is_dir(folder)]
+
+
+def folders() -> list[Path]:
+    """Return all folders that exist, the first to be searched first; the package's is the last."""
+    return [*own_folders(), conf_dir()]
+
+
+def names(group: str) -> list[str]:
+    """Return the sorted names of a group's options that are files directly in a folder of the group."""
+    return sorted({file.stem for folder in folders() for file in (folder / group).glob("*.yaml")})
+
+
+def find(group: str, name: str) -> Path | None:
+    """Return the file of an option; None if no folder has it."""
+    files = (folder / group / f"{name}.yaml" for folder in folders())
+    return next(filter(_is_file, files), None)
+
+
+def new_file(group: str, name: str) -> Path:
+    """Name the file of an option that the package writes: where it is, else `conf` in a checkout, else `user_dir`."""
+    is_checkout = conf_dir().parent != Path(__file__).resolve().parents[2]
+    return find(group, name) or (conf_dir() if is_checkout else user_dir()) / group / f"{name}.yaml"
+
+
+def has_own(group: str, name: str) -> bool:
+    """Whether the user has a file for an option."""
+    file = find(group, name)
+    return file is not None and is_own(file)
+
+
+def is_own(file: Path) -> bool:
+    """Whether a file is the user's."""
+    return not file.is_relative_to(conf_dir())
+
+
+def shown(file: Path) -> str:
+    """Name a file in a message: those of the package as `conf/...`."""
+    return str(file) if is_own(file) else str(file.relative_to(conf_dir().parent))
+
+
+def read(file: Path) -> dict[str, Any]:
+    """Read a file of options; raises ConfigError if it is unreadable or has no settings."""
+    try:
+        content = yaml.load(file.read_text(encoding="utf-8"), Loader=_Loader)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{shown(file)} cannot be read ({error}): it must be a text file in UTF-8") from None
+    except yaml.YAMLError as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{shown(file)} is not YAML ({reason}): settings are written name: value") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise ConfigError(f"{shown(file)} holds no settings: they are written name: value")
+    defaults = content.get("defaults", [])
+    if not isinstance(defaults, list) or not all(map(_is_default, defaults)):
+        raise ConfigError(f"{shown(file)}: defaults must be a list, such as defaults: [7B, _self_]")
+    return content
+
+
+def _is_default(item: object) -> bool:
+    """Whether Hydra takes an item in a list of defaults: an option, or a group and its option."""
+    return isinstance(item, str) or (isinstance(item, dict) and len(item) == 1)
+
+
+def _is_dir(folder: Path) -> bool:
+    return os.path.isdir(folder)  # noqa: PTH112 - Path raises an error where a user may not look
+
+
+def _is_file(file: Path) -> bool:
+    return os.path.isfile(file)  # noqa: PTH113 - as above

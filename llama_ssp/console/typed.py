@@ -1,0 +1,67 @@
+"""Prompts that are typed at a terminal: several lines, line editing, and a history that later runs have too."""
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+_FIRST, _NEXT = "> ", ". "
+_GOES_ON = "\\"
+_MOST_ENTRIES = 1000
+
+
+def typed_prompts() -> Iterator[str]:
+    """Read prompts until the input ends, without empty ones; a line that ends with a backslash goes on in the next.
+
+    Text that is pasted is one prompt with all its lines. Raises what `input` raises, but EOFError.
+    """
+    readline = _line_editing()
+    lines: list[str] = []
+    while True:
+        try:
+            line = input(_NEXT if lines else _FIRST)
+        except EOFError:
+            if lines:
+                yield "\n".join(lines)
+            return
+        finally:
+            if readline:
+                _save_history(readline)
+        lines.append(line.removesuffix(_GOES_ON))
+        if line.endswith(_GOES_ON):
+            continue
+        text = "\n".join(lines)
+        lines = []
+        if text.strip():
+            yield text
+
+
+def history_file() -> Path:
+    """Return the file of the history: `llama-ssp/history` in $XDG_STATE_HOME, else in `~/.local/state`."""
+    base = Path(os.environ.get("XDG_STATE_HOME", ""))
+    home = Path(os.path.expanduser("~"))  # noqa: PTH111 - Path raises an error for users without a home
+    return (base if base.is_absolute() else home / ".local" / "state") / "llama-ssp" / "history"
+
+
+def _line_editing() -> ModuleType | None:
+    """Add line editing and the history to `input`, where Python has them."""
+    try:
+        readline = import_module("readline")
+    except ImportError:
+        return None
+    readline.parse_and_bind("set enable-bracketed-paste on")
+    if not readline.get_current_history_length():
+        with suppress(OSError):
+            readline.read_history_file(history_file())
+    return readline
+
+
+def _save_history(readline: ModuleType) -> None:
+    """Save the history; without a folder that can be written, this run alone has it."""
+    file = history_file()
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        readline.set_history_length(_MOST_ENTRIES)
+        readline.write_history_file(file)
