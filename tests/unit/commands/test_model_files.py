@@ -233,7 +233,7 @@ def composed(sound: Path) -> RunConfig:
 
 def answer(act: Callable[[RunConfig], object], config: RunConfig) -> Ended:
     """End as the entry of a rank does when it comes to this with a config that is composed."""
-    with mock.patch.object(run, "_launch", side_effect=lambda *_: act(deepcopy(config))):
+    with mock.patch.object(run, "_launch", side_effect=lambda *_, **__: act(deepcopy(config))):
         return launch()
 
 

@@ -64,7 +64,7 @@ def test_a_given_folder_does_the_same(tmp_path: Path, own_conf: OwnConf, capsys:
 def test_a_job_of_a_sweep_searches_the_given_folder_too(tmp_path: Path, own_conf: OwnConf) -> None:
     del own_conf
     write_all(writer(tmp_path / "conf"))
-    words = ("model=mine", "hardware=mybox", "draft=none", "task=generate", "prompt=a", "max_new_tokens=1,2")
+    words = ("model=mine", "hardware=mybox", "draft=none", "task=generate", "prompt=a", "max_new_tokens=1")
     ended = launch("-m", "--config-dir", str(tmp_path / "conf"), "hydra/launcher=slurm", "dry_run=true", *words)
     assert ended.code == 0, ended.err
     assert f" -- --config-dir {tmp_path / 'conf'} " in ended.out
