@@ -76,7 +76,7 @@ CELLS = {
         Cell((0, 1), (1,), ONE_RANK, heavy=True),
         Cell((0, 1), (0,), SHARDED, heavy=True),
         Cell((0, 1), (0, 1), SHARDED),
-        Cell((0, 1), (0, 1), REPLICATED),
+        Cell((0, 1), (0, 1), REPLICATED, heavy=True),
         Cell((0,), (1,), OWN_GPU),
         Cell((1,), (0, 1), SHARDED, heavy=True),
         Cell((0, 1), (0, 1), REPLICATED, pair="gpt_neox", heavy=True),
@@ -90,7 +90,7 @@ CELLS = {
         Cell((0,), (1,), OWN_GPU, pair="gpt_neo", batch_size=3, heavy=True),
         Cell((0,), (1,), OWN_GPU, rule="block", heavy=True),
         Cell((0, 1), (0, 1), REPLICATED, rule="block", heavy=True),
-        Cell((0,), (1,), OWN_GPU, rule="coupled"),
+        Cell((0,), (1,), OWN_GPU, rule="coupled", heavy=True),
         Cell((0, 1), (0,), SHARDED, rule="coupled", adapts=True, heavy=True),
         Cell((0,), (1,), OWN_GPU, rule="coupled", adapts=True, heavy=True),
         Cell((0, 1), (0, 1), REPLICATED, rule="coupled", adapts=True, heavy=True),
@@ -147,7 +147,7 @@ def cells_of(num_ranks: int, lane: str) -> list[Cell]:
 
 
 PAIRS = ("tiny", "llama", "gpt_neox", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "gpt_neo")
-HEAVY_PAIRS, SLOW_PAIRS = ("qwen3", "gemma2", "gemma3_text", "gpt_neo"), ("qwen2", "mistral")
+HEAVY_PAIRS, SLOW_PAIRS = ("gpt_neox", "qwen3", "gemma2", "gemma3_text", "gpt_neo"), ("qwen2", "mistral")
 """Their texts are compared with --heavy, on at most `MOST_DEFAULT_RANKS`; and with --slow alone."""
 SIZES = (1, 2, 3, 4)
 """Numbers of ranks on which every pair is tried; others have their cells of the table alone."""

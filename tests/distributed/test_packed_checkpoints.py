@@ -10,6 +10,7 @@ import pytest
 from llama_ssp.config import catalogue
 from llama_ssp.weights import hub
 from tests.helpers.commands import run
+from tests.helpers.lanes import heavy, slow
 from tests.helpers.packed_checkpoints import pack_checkpoint
 
 PROMPT = "prompt=def f(x):"
@@ -36,9 +37,16 @@ def text(model: Path, run_dir: Path, *overrides: str, num_ranks: int = 1) -> str
     return str(json.loads(line)["text"])
 
 
-@pytest.mark.parametrize("layout", ["compressed-tensors", "gptq, asymmetric"])
-@pytest.mark.parametrize("num_ranks", [pytest.param(n, marks=pytest.mark.distributed(n)) for n in (1, 2)])
-@pytest.mark.heavy
+@pytest.mark.parametrize(
+    ("layout", "num_ranks"),
+    [
+        slow("compressed-tensors", 1),
+        heavy("compressed-tensors", 2),
+        slow("gptq, asymmetric", 1),
+        slow("gptq, asymmetric", 2),
+    ],
+)
+@pytest.mark.distributed(2)
 def test_a_packed_checkpoint_writes_the_text_of_its_numbers(
     made: Callable[[str], tuple[Path, Path]], tmp_path: Path, layout: str, num_ranks: int
 ) -> None:
@@ -53,12 +61,12 @@ def test_a_packed_checkpoint_writes_the_text_of_its_numbers(
 def test_a_packed_checkpoint_without_its_format_is_one_sentence(
     made: Callable[[str], tuple[Path, Path]], tmp_path: Path
 ) -> None:
-    done = run([*GREEDY, "model=local", f"model.path={made('gptq, asymmetric')[0]}", f"run_dir={tmp_path}/run"])
+    done = run([*GREEDY, "model=local", f"model.path={made('compressed-tensors')[0]}", f"run_dir={tmp_path}/run"])
     assert done.returncode == 2
     assert "holds weights of 4 bits, and model.quantization=none was given" in done.stderr.splitlines()[0]
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_the_shipped_pair_runs_in_4_bits(tmp_path: Path) -> None:
     """Rounded while it is loaded, target and draft."""
     done = run(

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.seconds
 CPU = torch.device("cpu")
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_the_gpu_suite_runs_all_its_stages_on_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("benchmarks.timing.RESULTS", tmp_path)
     bench = gpu.Bench(CPU, quick=True, stored=True, console=Console(quiet=True))

@@ -39,6 +39,7 @@ def line_of(folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.heavy
 @pytest.mark.usefixtures("cache")
 def test_a_pair_of_the_hub_writes_what_the_same_files_write_by_name(tmp_path: Path) -> None:
     ended = run(tmp_path / "a", f"model={TARGET}", f"draft={DRAFT}")

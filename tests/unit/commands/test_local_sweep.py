@@ -21,6 +21,7 @@ def test_a_mistake_at_one_point_keeps_all_points_from_starting(tmp_path: Path) -
     assert not (tmp_path / "sweep").exists()
 
 
+@pytest.mark.heavy
 def test_a_point_that_does_not_fit_keeps_all_points_from_starting(tmp_path: Path) -> None:
     ended = launch("-m", "hardware=g5_12xlarge", "model=tiny,65B", "draft=default", f"run_dir={tmp_path}/sweep")
     assert ended.code == 3

@@ -111,6 +111,7 @@ def test_more_prompts_may_follow_a_failure(tmp_path: Path) -> None:
     assert "missing, with 2 left; give the old prompts" in fewer.err
 
 
+@pytest.mark.heavy
 def test_greedy_texts_of_both_modes_agree(tmp_path: Path) -> None:
     ended = launch("task=evaluate", "evaluate.suite=agreement", "gate=true", f"run_dir={tmp_path}/run")
     assert ended.code == 0, ended.err
