@@ -10,8 +10,10 @@ from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
 from types import CodeType, FrameType
+from unittest import mock
 
 from llama_ssp.commands import run
+from llama_ssp.engine.loop import Decoder
 from llama_ssp.sampling import processors
 
 ROOT = Path(run.__file__).resolve().parents[2]
@@ -19,7 +21,9 @@ RUN = ("task=generate", "prompt=x", "max_new_tokens=8")
 
 
 def frames_to(code: CodeType, *arguments: str, number: int) -> list[str]:
-    """List the project's frames, outermost first, of one call of a function in a run.
+    """List the project's frames, outermost first, of one call of a function in a run that does not warm up.
+
+    Executors call what they trace from Python once only, which a warm-up would take.
 
     Args:
         code: of the function.
@@ -32,7 +36,8 @@ def frames_to(code: CodeType, *arguments: str, number: int) -> list[str]:
         if event == "call" and frame.f_code is code and len(calls) <= number:
             calls.append([*_project_frames(frame)][::-1])
 
-    with tempfile.TemporaryDirectory() as folder, redirect_stdout(StringIO()):
+    cold = mock.patch.object(Decoder, "warm_up")
+    with cold, tempfile.TemporaryDirectory() as folder, redirect_stdout(StringIO()):
         sys.argv = ["run.py", *arguments, f"run_dir={folder}/run"]
         sys.setprofile(watch)
         try:
@@ -51,5 +56,5 @@ def _project_frames(frame: FrameType | None) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    found = frames_to(processors.draw.__code__, *RUN, number=1)  # the first call draws the prompt's own next token
+    found = frames_to(processors.draw.__code__, *RUN, number=2)  # two calls draw prompts' own next tokens
     sys.stdout.write("\n".join([*found, f"{len(found)} frames"]) + "\n")

@@ -55,22 +55,22 @@ Act = Callable[[RunConfig, startup.StartClock], bool]
 """Does what a checked config says; returns whether somebody stopped it too late for its task."""
 
 
-def do_task(config: RunConfig, clock: startup.StartClock) -> bool:
-    """Run one point on this rank."""
+def task_code() -> Act:
+    """Import what runs one point on this rank."""
     from llama_ssp.tasks import run as task  # noqa: PLC0415 - torch takes seconds to import
 
-    return task.run(config, clock)
+    return task.run
 
 
 def main(
-    words: Sequence[str] | None = None, *, ranks: Ranks | None = None, act: Act = do_task, warns: bool = True
+    words: Sequence[str] | None = None, *, ranks: Ranks | None = None, act: Act | None = None, warns: bool = True
 ) -> int:
     """Run the command line; returns the exit code of this rank.
 
     Args:
         words: settings and options; by default those of this process.
         ranks: this rank among all; by default as torchrun or srun has set it.
-        act: what to do with each checked point.
+        act: what to do with each checked point; by default its task.
         warns: whether rank 0 warns of settings without effect, also where nothing is printed of a point.
     """
     ranks = ranks or read_ranks(os.environ)
@@ -122,7 +122,7 @@ def fail(sentence: str, exit_code: int, ranks: Ranks, *, speaks: bool | None = N
     return exit_code
 
 
-def _launch(arguments: list[str], ranks: Ranks, act: Act, *, warns: bool) -> None:
+def _launch(arguments: list[str], ranks: Ranks, act: Act | None, *, warns: bool) -> None:
     """Check the names on the command line, and let Hydra compose a config per run."""
     load_plugins()
     options = command_line.read_options(arguments)
@@ -177,7 +177,7 @@ def _scratch_folder(*, multirun: bool) -> Iterator[list[str]]:
 class _Points:
     """Runs the points of a sweep, or the only one, until one of them fails or is stopped."""
 
-    def __init__(self, ranks: Ranks, act: Act, *, warns: bool) -> None:
+    def __init__(self, ranks: Ranks, act: Act | None, *, warns: bool) -> None:
         self.failure: Exception | None = None
         self._ranks, self._act, self._warns = ranks, act, warns
         self._is_to_stop = False
@@ -192,7 +192,8 @@ class _Points:
             return
         try:
             if checked := _check(config, self._ranks, warns=self._warns):
-                self._is_to_stop = self._act(*checked)
+                act = self._act or task_code()
+                self._is_to_stop = act(*checked)
         except (SspError, HydraException, OmegaConfBaseException) as error:
             self.failure = error
         except BrokenPipeError as error:  # not of standard output: the run handles that itself

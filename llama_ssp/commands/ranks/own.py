@@ -40,7 +40,7 @@ def main(words: Sequence[str], *, num_ranks: int | None) -> int:
     def announce_and_do(config: RunConfig, clock: StartClock) -> bool:
         if sentences:
             complain(sentences.pop())
-        return run.do_task(config, clock)
+        return run.task_code()(config, clock)
 
     return run.main(start.words, act=announce_and_do)
 

@@ -77,7 +77,7 @@ def test_it_plans_and_runs_from_another_folder(installed: Path, tmp_path: Path) 
 def test_it_holds_what_a_sweep_on_a_cluster_starts(installed: Path, tmp_path: Path) -> None:
     package = installed / "llama_ssp"
     assert (package / "launch" / "run.py").is_file()
-    words = ["-m", "hydra/launcher=slurm", "hardware=8xh100", "model=7B,13B", "draft=none", "task=generate", "prompt=x"]
+    words = ["-m", "hydra/launcher=slurm", "hardware=8xh100", "model=7B", "draft=none", "task=generate", "prompt=x"]
     ended = llama_ssp(installed, "run", *words, "dry_run=true", cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
     assert f"{package / 'launch' / 'slurm.sbatch'} --root {package} " in ended.stdout
