@@ -84,16 +84,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> JobsOnO
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what this machine lacks, and lanes that were not asked for."""
-    slow = config.getoption("--slow")
-    heavy = slow or config.getoption("--heavy")
+    """Leave out lanes that were not asked for, and skip what this machine lacks."""
+    others = _lanes_left_out(config)
+    left_out = {item for item in items if any(map(item.get_closest_marker, others))}
+    config.hook.pytest_deselected(items=[*left_out])
+    items[:] = [item for item in items if item not in left_out]
     for item in items:
-        if item.get_closest_marker("slow") and not slow:
-            item.add_marker(pytest.mark.skip(reason="takes minutes: --slow runs it"))
-        if item.get_closest_marker("heavy") and not heavy:
-            item.add_marker(pytest.mark.skip(reason="heavy: --heavy runs it, as .ci/run does"))
-        if item.get_closest_marker("gpu_stub") and not config.getoption("--gpu-stub"):
-            item.add_marker(pytest.mark.skip(reason="on the stub device: `just gpu-stub` runs it"))
         if item.get_closest_marker("slurm") and (reason := slurm.why_not()):
             item.add_marker(pytest.mark.skip(reason=reason))
         if item.get_closest_marker("triton") and not find_spec("triton"):
@@ -102,8 +98,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             _skip_without_gpus(item, needed=marker.args[0])
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say how long `.ci/run` took, all of its steps together."""
+def _lanes_left_out(config: pytest.Config) -> dict[str, str]:
+    """Return the markers of lanes that were not asked for, with what runs them."""
+    asked = {"slow"} if config.getoption("--slow") else set()
+    asked |= {"heavy"} if config.getoption("--heavy") or "slow" in asked else set()
+    asked |= {"gpu_stub"} if config.getoption("--gpu-stub") else set()
+    lanes = {"heavy": "--heavy", "slow": "--slow", "gpu_stub": "`just gpu-stub`"}
+    return {marker: how for marker, how in lanes.items() if marker not in asked}
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Name the lanes that were left out, and say how long `.ci/run` took, all of its steps together."""
+    if others := _lanes_left_out(config):
+        words = ", ".join(f"{marker} ({how})" for marker, how in others.items())
+        terminalreporter.write_line(f"left out, if there were any, are tests marked {words}")
     if started_s := os.environ.get("CI_STARTED_S"):
         terminalreporter.write_line(f"all steps of .ci/run took {time.time() - float(started_s):.0f} s")
 

@@ -1,17 +1,15 @@
-"""`--help` by topic: cuts conf/hydra/help/llama_ssp.yaml into sections, without composing a config.
+"""`--help` by topic: cuts help.txt into sections, without composing a config.
 
 A section opens with its topic in capitals and a colon, at the margin. `--help` alone prints an overview, `--help TOPIC`
 one section, `--help SETTING` every section that explains the setting, `--help all` all of them.
 """
 
 import re
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
-import yaml
-from omegaconf import OmegaConf
-
-from llama_ssp.config import store
-from llama_ssp.config.options import folders
+from llama_ssp.config import catalogue, hardware
 from llama_ssp.errors import ConfigError, unknown_name
 from llama_ssp.visible import visible
 
@@ -22,11 +20,15 @@ _IN_OVERVIEW = ("start", "examples", "exit")
 
 def show(words: Sequence[str]) -> None:
     """Print what the words after `--help` ask for; raises ConfigError for a word that no section has."""
-    store.register()
-    file = folders.conf_dir() / "hydra" / "help" / "llama_ssp.yaml"
-    template = yaml.safe_load(file.read_text(encoding="utf-8"))["template"]
-    text = str(OmegaConf.create({"text": template}).text).replace("$$", "$")  # Hydra's way to write a dollar
+    text = Path(__file__).with_name("help.txt").read_text(encoding="utf-8")
+    for place, names in (("{model_names}", catalogue.names()), ("{hardware_names}", hardware.names())):
+        text = text.replace(place, _in_lines(names, indent=len(re.findall(rf"^( *){place}", text, re.MULTILINE)[0])))
     print(visible(_chosen(text, words)))
+
+
+def _in_lines(names: Iterable[str], *, indent: int) -> str:
+    """Wrap the names of a catalogue, from column `indent` on."""
+    return ("\n" + " " * indent).join(textwrap.wrap(" ".join(names), width=118 - indent, break_on_hyphens=False))
 
 
 def _chosen(text: str, words: Sequence[str]) -> str:

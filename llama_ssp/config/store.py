@@ -8,7 +8,6 @@ import os
 import re
 import textwrap
 import time
-from collections.abc import Iterable
 from dataclasses import is_dataclass
 from functools import cache
 from typing import cast, get_args, get_type_hints
@@ -16,7 +15,7 @@ from typing import cast, get_args, get_type_hints
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf
 
-from llama_ssp.config import catalogue, hardware
+from llama_ssp.config import catalogue
 from llama_ssp.config.drafts.drafter import drafter_of, drafters, problem_of
 from llama_ssp.config.drafts.model import ModelDraftConfig
 from llama_ssp.config.options import search_path
@@ -45,13 +44,6 @@ def register() -> None:
         store.store(group="draft", name=name, node=draft_option(name))
     search_path.register()
     OmegaConf.register_new_resolver("run_id", run_id, replace=True)
-    OmegaConf.register_new_resolver("hardware_names", lambda: _in_lines(hardware.names(), indent=35), replace=True)
-    OmegaConf.register_new_resolver("model_names", lambda: _in_lines(catalogue.names(), indent=2), replace=True)
-
-
-def _in_lines(names: Iterable[str], *, indent: int) -> str:
-    """Wrap the names of a catalogue for the help text, from column `indent` on."""
-    return ("\n" + " " * indent).join(textwrap.wrap(" ".join(names), width=118 - indent, break_on_hyphens=False))
 
 
 @cache

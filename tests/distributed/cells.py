@@ -74,27 +74,27 @@ CELLS = {
     ],
     2: [
         Cell((0, 1), (1,), ONE_RANK, heavy=True),
-        Cell((0, 1), (0,), SHARDED, heavy=True),
+        Cell((0, 1), (0,), SHARDED, slow=True),
         Cell((0, 1), (0, 1), SHARDED),
         Cell((0, 1), (0, 1), REPLICATED, heavy=True),
         Cell((0,), (1,), OWN_GPU),
-        Cell((1,), (0, 1), SHARDED, heavy=True),
+        Cell((1,), (0, 1), SHARDED, slow=True),
         Cell((0, 1), (0, 1), REPLICATED, pair="gpt_neox", heavy=True),
-        Cell((0, 1), (0, 1), SHARDED, pair="gpt_neo", batch_size=3, heavy=True),
+        Cell((0, 1), (0, 1), SHARDED, pair="gpt_neo", batch_size=3, slow=True),
         Cell((1,), (0,), OWN_GPU, pair="gpt_neox", batch_size=3, target_kind=ACCELERATE, heavy=True),
         Cell((0,), (0, 1), SHARDED, target_kind=ACCELERATE, heavy=True),
         Cell((0, 1), (0, 1), SHARDED, pair="llama", batch_size=1, heavy=True),
-        Cell((0, 1), (0, 1), REPLICATED, pair="llama", batch_size=1, heavy=True),
-        Cell((0, 1), (0, 1), SHARDED, pair="gpt_neo", batch_size=1, heavy=True),
-        Cell((0, 1), (0, 1), REPLICATED, pair="gpt_neo", batch_size=3, heavy=True),
+        Cell((0, 1), (0, 1), REPLICATED, pair="llama", batch_size=1, slow=True),
+        Cell((0, 1), (0, 1), SHARDED, pair="gpt_neo", batch_size=1, slow=True),
+        Cell((0, 1), (0, 1), REPLICATED, pair="gpt_neo", batch_size=3, slow=True),
         Cell((0,), (1,), OWN_GPU, pair="gpt_neo", batch_size=3, heavy=True),
-        Cell((0,), (1,), OWN_GPU, rule="block", heavy=True),
+        Cell((0,), (1,), OWN_GPU, rule="block", slow=True),
         Cell((0, 1), (0, 1), REPLICATED, rule="block", heavy=True),
         Cell((0,), (1,), OWN_GPU, rule="coupled", heavy=True),
         Cell((0, 1), (0,), SHARDED, rule="coupled", adapts=True, heavy=True),
-        Cell((0,), (1,), OWN_GPU, rule="coupled", adapts=True, heavy=True),
+        Cell((0,), (1,), OWN_GPU, rule="coupled", adapts=True, slow=True),
         Cell((0, 1), (0, 1), REPLICATED, rule="coupled", adapts=True, heavy=True),
-        Cell((0, 1), (0, 1), REPLICATED, rule="coupled", heavy=True),
+        Cell((0, 1), (0, 1), REPLICATED, rule="coupled", slow=True),
     ],
     3: [
         Cell((0, 1, 2), (2,), ONE_RANK),
@@ -140,7 +140,7 @@ DEEPSPEED_CELLS = {
 def cells_of(num_ranks: int, lane: str) -> list[Cell]:
     """The cells that the tests of a lane ask of a group of this size."""
     if lane == "default":
-        return [cell for cell in CELLS[num_ranks] if not cell.heavy]
+        return [cell for cell in CELLS[num_ranks] if not (cell.heavy or cell.slow)]
     found = [cell for cell in CELLS[num_ranks] if lane == "slow" or not cell.slow]
     is_known = lane == ONLY_HEAVY and num_ranks <= MOST_DEFAULT_RANKS
     return [cell for cell in found if cell.heavy or not is_known]
@@ -164,5 +164,6 @@ def lane_of(name: str, num_ranks: int) -> str:
 def on_one_rank(cell: Cell) -> Cell:
     """The same pair, rows and rule on one rank of our own, with one K."""
     return replace(
-        cell, target=(0,), draft=(0,), kind=ONE_RANK, target_kind=TargetKind.tensor, adapts=False, heavy=False
-    )
+        cell, target=(0,), draft=(0,), kind=ONE_RANK, target_kind=TargetKind.tensor,
+        adapts=False, heavy=False, slow=False,
+    )  # fmt: skip

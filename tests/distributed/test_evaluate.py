@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tests.helpers.commands import run
-from tests.helpers.lanes import heavy, slow
 
+pytestmark = [pytest.mark.distributed(2), pytest.mark.slow]
 SETTINGS = ["task=evaluate", "prompt=for i in range(", "num_samples=24", "max_new_tokens=6", "gate=true"]
 PLACEMENTS: dict[str, list[str]] = {
     "tensor": [],
@@ -31,8 +31,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return evaluation(folder)
 
 
-@pytest.mark.distributed(2)
-@pytest.mark.parametrize("placement", [slow("tensor"), heavy("own_gpu"), slow("replicas")])
+@pytest.mark.parametrize("placement", ["tensor", "own_gpu", "replicas"])
 def test_two_ranks_come_to_the_verdict_of_one(placement: str, alone: dict[str, Any], tmp_path: Path) -> None:
     """The texts are the same, unless rounding changes a draw: one token in some 100000."""
     done = run([*SETTINGS, *PLACEMENTS[placement], f"run_dir={tmp_path}/run"], num_ranks=2)
@@ -43,8 +42,6 @@ def test_two_ranks_come_to_the_verdict_of_one(placement: str, alone: dict[str, A
         assert measure["value"] == pytest.approx(wanted["value"], abs=1e-3), measure["name"]
 
 
-@pytest.mark.slow
-@pytest.mark.distributed(2)
 def test_a_closed_gate_ends_all_ranks_with_1_and_one_sentence(tmp_path: Path) -> None:
     settings = ["task=evaluate", "suite=arithmetic", "num_prompts=3", "gate=true", f"run_dir={tmp_path}/run"]
     done = run(settings, num_ranks=2)

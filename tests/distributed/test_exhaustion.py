@@ -13,12 +13,11 @@ import pytest
 
 from tests.distributed.test_kill_matrix import AT_MOST_S, started
 from tests.helpers.disturbed import Cell, check_resumption, has_begun, is_alive, lines, pid_of_rank, wait_for
-from tests.helpers.lanes import heavy
 
-pytestmark = pytest.mark.distributed(2)
+pytestmark = [pytest.mark.distributed(2), pytest.mark.slow]
 
 
-@pytest.mark.parametrize("phase", [pytest.param("loading", marks=pytest.mark.slow), heavy("prefill")])
+@pytest.mark.parametrize("phase", ["loading", "prefill"])
 def test_a_rank_out_of_memory_ends_the_job_with_rank_and_cause_in_a_sentence(
     phase: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

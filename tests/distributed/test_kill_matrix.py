@@ -35,11 +35,7 @@ from tests.helpers.terminals import HEEDING_HANGUPS, OnTerminal
 
 pytestmark = pytest.mark.distributed(2)
 
-# Each signal, rank and phase occurs once in the heavy lane; a stopped rank costs torchrun half a minute.
-HEAVY = {
-    ("srun", Cell(signal.SIGKILL, 0, "decoding")),
-    ("torchrun", Cell(signal.SIGTERM, 1, "loading")),
-}
+HEAVY = {("srun", Cell(signal.SIGKILL, 0, "decoding"))}
 AT_MOST_S = {"torchrun": 40, "srun": 15}
 LONG = Cell(signal.SIGHUP, 0, "decoding")
 """A run that cannot end before it is met."""

@@ -1,6 +1,7 @@
 """Quantized targets over gloo ranks, loaded as a run loads them."""
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,12 @@ from llama_ssp.distributed.comms import Comm
 from llama_ssp.models.build import load_model
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.weights.checkpoint import inspect
-from tests.distributed.ranks import QUANTIZED
+from tests.distributed.ranks import QUANTIZED, QUANTIZED_RANKS
 
 Seen = list[dict[str, Any]]
 
 
+@cache
 def alone(folder: Path, form: str) -> Tensor:
     """Logits (T, V) of the same model in this process."""
     runner = load_model(
@@ -32,13 +34,13 @@ def rms(values: Tensor) -> float:
     return float(values.square().mean().sqrt())
 
 
-@pytest.mark.parametrize("num_ranks", [pytest.param(n, marks=pytest.mark.distributed(n)) for n in (1, 2)])
+@pytest.mark.distributed(QUANTIZED_RANKS)
 @pytest.mark.parametrize("form", formats())
 @pytest.mark.parametrize("family", QUANTIZED)
 def test_logits_come_within_the_error_of_the_same_precision_on_one_process(
-    family: str, form: str, num_ranks: int, pairs: Path, launched: Callable[[int], Seen]
+    family: str, form: str, pairs: Path, launched: Callable[[int], Seen]
 ) -> None:
     exact, quantized = (alone(pairs / "wide" / family, precision) for precision in ("none", form))
     error = rms(quantized - exact) if form != "none" else 1e-5
-    for seen in launched(num_ranks):
+    for seen in launched(QUANTIZED_RANKS):
         assert rms(torch.tensor(seen[f"{family} in {form}"]) - quantized) <= error

@@ -23,7 +23,7 @@ def test_a_shell_gets_a_script_and_takes_it_back(shell: str) -> None:
         ("sampling=gr", "sampling=greedy"),
         ("task=generate task.for", "task.format="),
         ("model=7B draft=tiny-", "draft=tiny-draft"),
-        ("speculation=${model_names:} sampling=gr", "sampling=greedy"),
+        ("speculation=${run_id:} sampling=gr", "sampling=greedy"),
         ("a[ sampling=gr", ""),
         ('"prompt=a b" sam', ""),
         ("--no-such-option sam", ""),

@@ -10,7 +10,7 @@ import pytest
 from llama_ssp.config import catalogue
 from llama_ssp.weights import hub
 from tests.helpers.in_process import Ended, launch
-from tests.helpers.lanes import heavy
+from tests.helpers.lanes import heavy, slow
 
 pytestmark = pytest.mark.seconds
 
@@ -50,7 +50,7 @@ def conversation(found: list[Line], last: Line) -> str:
     [
         ("model=tiny-draft", "draft=none", "batch_size=4", "num_samples=2"),
         heavy(("draft=tiny-draft", "batch_size=4", "num_samples=2")),
-        heavy(("draft=tiny-draft", "batch_size=1", "num_samples=2")),
+        slow(("draft=tiny-draft", "batch_size=1", "num_samples=2")),
     ],
 )
 def test_a_later_turn_has_the_text_of_the_whole_conversation_as_one_prompt(

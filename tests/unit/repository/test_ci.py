@@ -84,8 +84,8 @@ def test_job(number, record_property): record_property("worker", __import__("os"
 @pytest.mark.parametrize(
     ("options", "ended"),
     [
-        ([], "10 passed, 2 skipped"),
-        (["--heavy"], "11 passed, 1 skipped"),
+        ([], "10 passed, 2 deselected"),
+        (["--heavy"], "11 passed, 1 deselected"),
         (["--slow"], "12 passed"),
         (["--heavy", "-m", "heavy"], "1 passed, 11 deselected"),
     ],

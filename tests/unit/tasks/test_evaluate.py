@@ -17,6 +17,7 @@ from llama_ssp.sampling import rules
 from llama_ssp.sampling.uniforms import Draws
 from llama_ssp.tasks import evaluate
 from tests.helpers.in_process import Ended, launch
+from tests.helpers.lanes import heavy, slow
 
 pytestmark = pytest.mark.seconds
 
@@ -150,8 +151,7 @@ def double_the_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules, "verify_speculative", faulty)
 
 
-@pytest.mark.heavy
-@pytest.mark.parametrize("is_faulty", [True, False])
+@pytest.mark.parametrize("is_faulty", [heavy(True), slow(False)])
 def test_a_draft_verified_at_twice_its_temperature_fails(
     is_faulty: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
