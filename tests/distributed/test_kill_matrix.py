@@ -54,8 +54,8 @@ class Loss(NamedTuple):
 
 
 SIGNAL, TERMINAL, AGENT = "SIGHUP", "closed terminal", "killed agent"
-USUAL_LOSSES = [Loss(TERMINAL, 2, "decoding", 0.0)]
-RARE_LOSSES = [
+LOSSES = [
+    Loss(TERMINAL, 2, "decoding", 0.0),
     Loss(TERMINAL, 1, "loading", 0.0),
     Loss(AGENT, 1, "decoding", 0.0),
     Loss(AGENT, 2, "loading", 0.0),
@@ -156,7 +156,9 @@ def test_a_rank_killed_in_another_copy_ends_the_job_in_a_sentence_long_before_th
     check_resumption(cell, run_dir, lines(run_dir), more=copies, num_ranks=2)
 
 
-def check_loss(loss: Loss, tmp_path: Path) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", LOSSES, ids=str)
+def test_a_job_that_loses_something_at_any_time_is_interrupted(loss: Loss, tmp_path: Path) -> None:
     """Assert that a job which loses something is interrupted soon, without a traceback, and that it can be resumed."""
     run_dir = tmp_path / "run"
     words = command(settings(LONG, run_dir), num_ranks=2)
@@ -189,18 +191,6 @@ def check_loss(loss: Loss, tmp_path: Path) -> None:
     if job.process.pid in ranks:
         assert job.process.returncode == InterruptedRun.exit_code
     check_resumption(LONG, run_dir, lines(run_dir))
-
-
-@pytest.mark.heavy
-@pytest.mark.parametrize("loss", USUAL_LOSSES, ids=str)
-def test_a_job_that_loses_its_terminal_or_its_agent_is_interrupted(loss: Loss, tmp_path: Path) -> None:
-    check_loss(loss, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("loss", RARE_LOSSES, ids=str)
-def test_a_job_that_loses_something_at_any_time_is_interrupted(loss: Loss, tmp_path: Path) -> None:
-    check_loss(loss, tmp_path)
 
 
 @pytest.mark.slow

@@ -77,9 +77,8 @@ def test_a_killed_rank_ends_the_run_in_a_sentence(rank: int, running: tuple[Path
     assert "Traceback" not in stderr
 
 
-@pytest.mark.parametrize(
-    "number", [slow(signal.SIGTERM), slow(signal.SIGINT), slow(signal.SIGUSR1), heavy(signal.SIGHUP)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
 def test_a_signal_to_the_program_is_one_to_its_ranks(number: signal.Signals, running: tuple[Path, Popen]) -> None:
     run_dir, process = running
     process.send_signal(number)

@@ -10,7 +10,6 @@ import pytest
 from llama_ssp.config import catalogue
 from llama_ssp.weights import hub
 from tests.helpers.commands import run
-from tests.helpers.lanes import heavy, slow
 from tests.helpers.packed_checkpoints import pack_checkpoint
 
 PROMPT = "prompt=def f(x):"
@@ -37,15 +36,9 @@ def text(model: Path, run_dir: Path, *overrides: str, num_ranks: int = 1) -> str
     return str(json.loads(line)["text"])
 
 
-@pytest.mark.parametrize(
-    ("layout", "num_ranks"),
-    [
-        slow("compressed-tensors", 1),
-        heavy("compressed-tensors", 2),
-        slow("gptq, asymmetric", 1),
-        slow("gptq, asymmetric", 2),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("layout", ["compressed-tensors", "gptq, asymmetric"])
 @pytest.mark.distributed(2)
 def test_a_packed_checkpoint_writes_the_text_of_its_numbers(
     made: Callable[[str], tuple[Path, Path]], tmp_path: Path, layout: str, num_ranks: int

@@ -50,7 +50,7 @@ def test_the_checks_of_the_gpu_suite_find_no_fault_on_a_cpu(monkeypatch: pytest.
     assert gpu_checks.waits_in_a_round(CPU, cuda_graphs=True) == []
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_lengths_have_a_point_for_each_context_each_window_and_each_pause() -> None:
     sizes = lengths.Sizes(
         contexts=(16, 24, 32, 40), num_new_tokens=9, num_windows=4, pauses_ms=(0, 1, 2, 150), paused_context=16
@@ -86,7 +86,7 @@ def test_a_control_reads_all_slots_in_every_round(monkeypatch: pytest.MonkeyPatc
     assert widths == {208}
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_placements_measure_a_line_of_the_target_alone_and_one_with_a_draft(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

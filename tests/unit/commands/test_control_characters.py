@@ -81,7 +81,7 @@ def test_what_hydra_prints_and_errors_hold_none(settings: list[str], tmp_path: P
 
 
 @pytest.mark.parametrize("form", ["table", "json"])
-@pytest.mark.parametrize("search", ["false", "true"])
+@pytest.mark.parametrize("search", ["false", heavy("true")])
 def test_a_plan_prints_none(form: str, search: str, capsys: pytest.CaptureFixture[str]) -> None:
     hostile = f"'{HOSTILE}'"
     settings = [f"hardware.name={hostile}", f"hardware.gpu={hostile}", f"format={form}", f"search={search}"]

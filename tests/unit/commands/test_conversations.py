@@ -100,7 +100,7 @@ def test_every_turn_is_recorded_with_its_question(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("num_kept", "settings"),
     [
-        (1, ("task=generate", "model=tiny-draft", "draft=none", "batch_size=2", "num_samples=2")),
+        heavy(1, ("task=generate", "model=tiny-draft", "draft=none", "batch_size=2", "num_samples=2")),
         heavy(4, ("task=compare", "batch_size=1")),
         heavy(1, ("task=latency", "batch_size=3")),
     ],

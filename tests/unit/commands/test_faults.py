@@ -22,8 +22,8 @@ NUM_RUN_FAULTS = 50
 
 
 def seeds(number: int) -> list[object]:
-    """All seeds, of which one in 25 runs always, a fifth with --heavy, and the rest with --slow."""
-    marks = [()] * (number // 25) + [pytest.mark.heavy] * (number // 5 - number // 25)
+    """All seeds, of which one in 25 runs always, a tenth with --heavy, and the rest with --slow."""
+    marks = [()] * (number // 25) + [pytest.mark.heavy] * (number // 10 - number // 25)
     marks += [pytest.mark.slow] * (number - len(marks))
     return [pytest.param(seed, marks=mark) for seed, mark in enumerate(marks)]
 

@@ -245,7 +245,7 @@ def test_a_sweep_ends_before_its_next_point_when_somebody_wished_to_stop_in_a_la
     assert launch("-m", "hardware=1xh200", "model=7B", stops=True).code == launch(stops=True).code == 0
 
 
-@pytest.mark.parametrize("arguments", [[], ["-m", "seed=0,1"]], ids=["run", "sweep"])
+@pytest.mark.parametrize("arguments", [heavy([]), ["-m", "seed=0,1"]], ids=["run", "sweep"])
 def test_hydra_leaves_no_file(arguments: list[str], launch: Launch, tmp_path: Path) -> None:
     assert launch(*arguments).code == 0
     assert list(tmp_path.iterdir()) == []

@@ -104,9 +104,9 @@ def test_a_point_that_does_not_fit_keeps_all_from_being_queued(sweep: Sweep) -> 
         slow(["hardware=laptop_cpu", "hydra.launcher.nodes=0"], "hydra.launcher.nodes=0 must be at least 1"),
         slow(["hardware=laptop_cpu", "hydra.launcher.sbatch=[evil.sh]"], "would take it for a script"),
         slow(["hardware=laptop_cpu", "hydra.launcher.stage_to=here"], "must be an absolute path"),
-        (["hardware=laptop_cpu", "hydra.launcher.queue=x"], "hydra.launcher.queue"),
+        slow(["hardware=laptop_cpu", "hydra.launcher.queue=x"], "hydra.launcher.queue"),
         (["hardware=laptop_cpu", "hydra.launcher._target_=os.system"], "_target_ is refused"),
-        (["hardware=laptop_cpu", "hydra.sweeper.max_batch_size=1"], "use hydra.launcher.max_running"),
+        slow(["hardware=laptop_cpu", "hydra.sweeper.max_batch_size=1"], "use hydra.launcher.max_running"),
     ],
 )
 def test_what_cannot_be_run_is_refused_before_anything_is_queued(

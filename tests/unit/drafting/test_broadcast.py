@@ -28,6 +28,7 @@ from llama_ssp.sampling.uniforms import UniformTable
 from llama_ssp.session.loading import Models, build_decoder
 from tests.helpers.decoders import complete
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
+from tests.helpers.lanes import grid
 from tests.helpers.prefix_runner import PrefixRunner
 
 ONE_RANK, SHARDED, REPLICATED, OWN_GPU = DraftLayout
@@ -75,26 +76,24 @@ def _texts(layout: Layout, *, temperature: float, batch_size: int, speculative: 
 
 
 LAYOUTS = [
-    ((0, 1), (1,), ONE_RANK),
-    ((0, 1), (2,), ONE_RANK),
-    ((0, 1), (0, 1), SHARDED),
-    ((1, 2), (0, 1), SHARDED),
-    ((0,), (1, 2), OWN_GPU),
-    ((1,), (0,), OWN_GPU),
-    ((0, 1), (0, 1), REPLICATED),
-    ((0, 1, 2), (0, 2), REPLICATED),
+    Layout(target_ranks=target, draft_ranks=draft, draft_kind=kind)
+    for target, draft, kind in [
+        ((0, 1), (1,), ONE_RANK),
+        ((0, 1), (2,), ONE_RANK),
+        ((0, 1), (0, 1), SHARDED),
+        ((1, 2), (0, 1), SHARDED),
+        ((0,), (1, 2), OWN_GPU),
+        ((1,), (0,), OWN_GPU),
+        ((0, 1), (0, 1), REPLICATED),
+        ((0, 1, 2), (0, 2), REPLICATED),
+    ]
 ]
 
 
-@pytest.mark.parametrize("batch_size", [1, 2, 5])
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize(("target", "draft", "kind"), LAYOUTS)
-def test_all_ranks_write_what_one_rank_writes(
-    target: tuple[int, ...], draft: tuple[int, ...], kind: DraftLayout, temperature: float, batch_size: int
-) -> None:
+@grid(layout=LAYOUTS, temperature=[0.0, 0.9], batch_size=[1, 2, 5])
+def test_all_ranks_write_what_one_rank_writes(layout: Layout, temperature: float, batch_size: int) -> None:
     alone = Layout(target_ranks=(0,), draft_ranks=(0,), draft_kind=ONE_RANK)
     (wanted,) = _texts(alone, temperature=temperature, batch_size=1)
-    layout = Layout(target_ranks=target, draft_ranks=draft, draft_kind=kind)
     found = _texts(layout, temperature=temperature, batch_size=batch_size)
     assert found == [wanted] * len(layout.ranks)
 

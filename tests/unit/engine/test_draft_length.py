@@ -12,6 +12,7 @@ from llama_ssp.engine.round import DraftChoice
 from llama_ssp.engine.state import Request
 from llama_ssp.sampling.rules import Rule
 from tests.helpers.decoders import ScriptedLength, complete, make_decoder
+from tests.helpers.lanes import heavy
 from tests.helpers.prefix_runner import PrefixRunner
 from tests.helpers.recorded import FakeRecorder
 
@@ -156,7 +157,7 @@ def test_a_draft_that_is_the_target_is_always_accepted_whatever_was_skipped(name
         assert done.accepted_lengths[:-1] == done.draft_lengths[:-1]
 
 
-@pytest.mark.parametrize("replay", [True, False, FakeRecorder()], ids=["traced", "eager", "recorded"])
+@pytest.mark.parametrize("replay", [True, heavy(False), FakeRecorder()], ids=["traced", "eager", "recorded"])
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_greedy_text_and_coupled_text_do_not_depend_on_the_choices(name: str, replay: Any) -> None:  # noqa: ANN401
     for options in ({"temperature": 0.0}, {"rule_name": "coupled"}):

@@ -16,7 +16,7 @@ from llama_ssp.engine.state import Request
 from llama_ssp.session.loading import build_decoder
 from llama_ssp.session.prompts import encode
 from llama_ssp.weights import hub
-from tests.helpers.lanes import heavy
+from tests.helpers.lanes import heavy, slow
 from tests.helpers.prompts import PROMPTS
 from tests.helpers.texts import few_part
 
@@ -47,7 +47,7 @@ def decode(
     return done
 
 
-@pytest.mark.parametrize("temperature", [heavy(0.0), 0.8])
+@pytest.mark.parametrize("temperature", [slow(0.0), heavy(0.8)])
 def test_a_batch_of_eight_gives_each_prompt_the_text_that_it_has_alone(pair: Pair, temperature: float) -> None:
     requests = [
         Request(index=index, prompt_ids=encode(prompt, pair.models.tokenizer, chat=False), max_new_tokens=20)

@@ -10,6 +10,7 @@ from llama_ssp.errors import PlacementError
 from llama_ssp.planning.memory import memory
 from llama_ssp.planning.search import Choice, search
 from llama_ssp.planning.timing import timing
+from tests.helpers.lanes import heavy
 from tests.helpers.planning import make_job, small_model
 
 A10G = hardware.load("g5_12xlarge")
@@ -57,7 +58,7 @@ def test_a_choice_has_the_time_of_its_placement_with_the_best_k(
     assert f"speculation.num_draft_tokens={timed.best_num_draft_tokens}" in found.settings
 
 
-@pytest.mark.parametrize("num_copies", [1, 2])
+@pytest.mark.parametrize("num_copies", [1, heavy(2)])
 def test_a_choice_without_a_draft_has_the_time_of_plain_decoding_on_the_ranks_of_a_copy(num_copies: int) -> None:
     job = replace(make_job("13B", num_ranks=4 // num_copies), num_replicas=num_copies)
     found = choice(search(job, A10G), "13B", None, None)

@@ -26,6 +26,7 @@ from llama_ssp.sampling.rules import (
 from llama_ssp.sampling.uniforms import Draws, UniformTable, row_keys
 from tests.helpers.draws import draws_of
 from tests.helpers.exact_law import LARGEST_UNIFORM, exact_law, mean_accepted
+from tests.helpers.lanes import heavy
 from tests.helpers.table_models import TableModel, joint_law, random_table
 
 SAMPLINGS = {
@@ -60,7 +61,7 @@ def law_error(rule: Rule, sampling: SamplingConfig, *, num_draft_tokens: int) ->
     return float((measured - expected).abs().max())
 
 
-@pytest.mark.parametrize("num_draft_tokens", [1, 2, 3])
+@pytest.mark.parametrize("num_draft_tokens", [1, 2, heavy(3)])
 @pytest.mark.parametrize("name", SAMPLINGS)
 @rules
 def test_the_text_has_exactly_the_targets_law(

@@ -17,7 +17,6 @@ from llama_ssp.sampling import rules
 from llama_ssp.sampling.uniforms import Draws
 from llama_ssp.tasks import evaluate
 from tests.helpers.in_process import Ended, launch
-from tests.helpers.lanes import heavy, slow
 
 pytestmark = pytest.mark.seconds
 
@@ -151,7 +150,8 @@ def double_the_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules, "verify_speculative", faulty)
 
 
-@pytest.mark.parametrize("is_faulty", [heavy(True), slow(False)])
+@pytest.mark.slow
+@pytest.mark.parametrize("is_faulty", [True, False])
 def test_a_draft_verified_at_twice_its_temperature_fails(
     is_faulty: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

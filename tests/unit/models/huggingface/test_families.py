@@ -56,7 +56,7 @@ def requests(lengths: tuple[int, ...], *, num_tokens: int = NUM_NEW_TOKENS) -> l
 
 
 @pytest.mark.parametrize("num_ranks", [heavy(1), 2])
-@pytest.mark.parametrize("kind", [kind if kind in {"mistral", "gemma2"} else heavy(kind) for kind in KINDS])
+@pytest.mark.parametrize("kind", [kind if kind == "mistral" else heavy(kind) for kind in KINDS])
 def test_greedy_text_beyond_the_windows_is_the_librarys_with_and_without_a_draft(
     saved: SavedModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, num_ranks: int
 ) -> None:

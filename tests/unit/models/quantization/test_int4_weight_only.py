@@ -18,7 +18,7 @@ from llama_ssp.models.runner import Runner
 from llama_ssp.weights import int4_rows
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.fake_comm import on_ranks, thread_comms
-from tests.helpers.lanes import grid
+from tests.helpers.lanes import heavy
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint
 from tests.helpers.packed_checkpoints import LAYOUTS, pack_checkpoint
 
@@ -62,7 +62,8 @@ def load(folder: Path, precision: Precision, comm: Comm) -> Runner:
     return load_model(inspect(folder), dtype=torch.float32, device=CPU, comm=comm, precision=precision)
 
 
-@grid(layout=LAYOUTS, num_ranks=[1, 2])
+@pytest.mark.parametrize("num_ranks", [heavy(1), 2])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_greedy_text_is_that_of_the_numbers_that_the_checkpoint_stands_for(
     made: Made, layout: str, num_ranks: int
 ) -> None:
