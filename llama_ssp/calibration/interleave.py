@@ -12,12 +12,13 @@ def interleave(
 ) -> dict[str, list[float]]:
     """Run all candidates in every repetition; returns the measurements of each candidate, in order.
 
-    A candidate takes the number of the repetition, which is negative in the `num_warmup` ones that are discarded.
+    Every second repetition runs backwards, so that none always follows the one that empties the processor's caches. A
+    candidate takes the number of the repetition, which is negative in the `num_warmup` ones that are discarded.
     """
     measured: dict[str, list[float]] = {name: [] for name in candidates}
     for repetition in range(-num_warmup, num_repetitions):
-        for name, measure in candidates.items():
-            value = measure(repetition)
+        for name in [*candidates][:: -1 if repetition % 2 else 1]:
+            value = candidates[name](repetition)
             if repetition >= 0:
                 measured[name].append(value)
     return measured

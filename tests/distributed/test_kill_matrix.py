@@ -159,7 +159,7 @@ def test_a_rank_killed_in_another_copy_ends_the_job_in_a_sentence_long_before_th
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", LOSSES, ids=str)
 def test_a_job_that_loses_something_at_any_time_is_interrupted(loss: Loss, tmp_path: Path) -> None:
-    """Assert that a job which loses something is interrupted soon, without a traceback, and that it can be resumed."""
+    """It ends soon, without a traceback, and can be resumed."""
     run_dir = tmp_path / "run"
     words = command(settings(LONG, run_dir), num_ranks=2)
     words[words.index("2")] = str(loss.num_ranks)
