@@ -76,7 +76,7 @@ class Completion:
         return f"Completion({text!r}, {len(self.token_ids)} tokens, {self.finish_reason}{accepted}, {speed})"
 
 
-def of_row(row: RowCompletion, tokenizer: PreTrainedTokenizerBase, *, first_token_s: float) -> Completion:
+def of_row(row: RowCompletion, tokenizer: PreTrainedTokenizerBase) -> Completion:
     """Make the completion of a finished row."""
     request, part_s = row.request, row.part_s
     examined = [(number, of) for number, of in zip(row.accepted_lengths, row.examined_lengths, strict=True) if of]
@@ -92,7 +92,7 @@ def of_row(row: RowCompletion, tokenizer: PreTrainedTokenizerBase, *, first_toke
         acceptance=sum(number for number, _ in examined) / num_examined if num_examined else None,
         num_target_forwards=row.num_target_forwards,
         times=CompletionTimes(
-            total_s=row.busy_s, first_token_s=first_token_s,
+            total_s=row.busy_s, first_token_s=row.first_token_s,
             draft_s=part_s["draft"], verify_s=part_s["verify"], other_s=part_s["other"],
         ),
     )  # fmt: skip

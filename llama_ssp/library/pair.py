@@ -23,6 +23,8 @@ from llama_ssp.session.loading import Models
 from llama_ssp.session.prompts import check_ids
 
 _SAMPLING = {each.name for each in fields(SamplingConfig)}
+_NO_GPU = -1
+"""`torch.cuda.device` leaves everything as it is then, in a build without CUDA too."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -147,21 +149,23 @@ class Pair:
         self, requests: Sequence[Request], config: RunConfig, *, speculative: bool, streamer: BaseStreamer | None
     ) -> list[Completion]:
         adapter = StreamerAdapter(streamer, requests[0].prompt_ids) if streamer else None
-        done, first_token_s = {}, dict[tuple[int, int], float]()
+        done = {}
+        # Another pair may have selected its own GPU since, and a new thread begins with the first.
+        gpu = self.device.index if self.device.type == "cuda" else _NO_GPU
         with (
             torch.inference_mode(),
+            torch.cuda.device(gpu),
             self._decoders.ready(self.models, config, requests, speculative=speculative) as decoder,
         ):
             for updates in decoder.run(requests):
                 for update in updates:
                     row = update.completion
                     done[row.request.index, row.request.sample] = row
-                    first_token_s.setdefault((row.request.index, row.request.sample), row.busy_s)
                     if adapter:
                         adapter.put(update.new_ids)
         if adapter:
             adapter.end()
-        return [of_row(row, self.tokenizer, first_token_s=first_token_s[key]) for key, row in sorted(done.items())]
+        return [of_row(row, self.tokenizer) for _, row in sorted(done.items())]
 
 
 def speculative_generate(

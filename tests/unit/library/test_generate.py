@@ -1,5 +1,7 @@
 """What `Pair.generate` takes, gives and keeps."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -40,6 +42,23 @@ def pair() -> Pair:
 
 def ids(completions: list[Completion]) -> list[list[int]]:
     return [completion.token_ids for completion in completions]
+
+
+def test_a_call_selects_the_gpu_of_its_pair(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another pair, or another thread, may have selected another one since it was loaded."""
+    selected: list[int] = []
+
+    @contextmanager
+    def select(index: int) -> Iterator[None]:
+        selected.append(index)
+        yield
+        selected.append(-2)
+
+    monkeypatch.setattr(torch.cuda, "device", select)
+    pair.generate("a", max_new_tokens=2)
+    monkeypatch.setattr(Pair, "device", torch.device("cuda", 1))
+    pair.generate("a", max_new_tokens=2)
+    assert selected == [-1, -2, 1, -2], "-1 selects none"
 
 
 def test_ten_calls_are_traced_once(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
