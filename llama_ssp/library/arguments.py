@@ -12,6 +12,7 @@ from llama_ssp.config.drafts.drafter import drafters
 from llama_ssp.config.drafts.model import DraftTokenizer, Matching, ModelDraftConfig
 from llama_ssp.config.formats.format import problem_of
 from llama_ssp.config.options.hub_ids import is_hub_id
+from llama_ssp.config.paths import read_path
 from llama_ssp.config.schema import ADAPTIVE, MODEL_DRAFT, NO_DRAFT, DrafterConfig, Dtype, ModelConfig
 from llama_ssp.errors import ConfigError, one_message, unknown_name
 
@@ -144,8 +145,8 @@ def entry_of(what: str, given: object, *, dtype: object, quantization: object) -
     """
     if isinstance(given, str) and given in catalogue.names() and given != LOCAL:
         entry = catalogue.load(given)
-    elif isinstance(given, str | Path) and str(given) and Path(given).is_dir():
-        entry = ModelConfig(name=LOCAL, path=str(given))
+    elif isinstance(given, str | Path) and str(given) and (folder := read_path(str(given))).is_dir():
+        entry = ModelConfig(name=LOCAL, path=str(folder))
     elif isinstance(given, str) and is_hub_id(given):
         entry = catalogue.load(given)
     elif isinstance(given, str | Path):

@@ -13,6 +13,7 @@ from llama_ssp.config.formats.format import format_of
 from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.config.layout import Layout, lay_out_replica, max_device_bytes, may_capture
 from llama_ssp.config.model_files import CONFIG_FILE, read_json
+from llama_ssp.config.paths import read_path
 from llama_ssp.config.plan import PlanConfig
 from llama_ssp.config.rules.rule import DEFAULT
 from llama_ssp.config.schema import DraftLayout, Dtype, ModelConfig, ModelShape
@@ -238,7 +239,7 @@ def planned_model(model: ModelConfig, *, device: str) -> PlannedModel:
     if shape is None:
         if model.path is None:
             raise ConfigError(f"model={model.name} needs model.path=DIR, a folder with config.json")
-        shape, stored = read_config(Path(model.path))
+        shape, stored = read_config(read_path(model.path))
         model = replace(model, stored_dtype=stored)
     dtype = number_format(model, device=device)
     return PlannedModel(

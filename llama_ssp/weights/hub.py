@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
 
-from huggingface_hub import constants, errors, get_token, hf_hub_download, snapshot_download
+from huggingface_hub import constants, errors, get_token, hf_hub_download, list_repo_files, snapshot_download
 
 from llama_ssp.config.model_files import CONFIG_FILE
 from llama_ssp.config.paths import read_path
@@ -35,7 +35,9 @@ def resolve(model: ModelConfig) -> Path:
     with _one_sentence(model):
         folder = Path(snapshot_download(model.hub_id, revision=model.revision, allow_patterns=_FILES))
     if not any(folder.glob(_WEIGHTS)):
-        raise CheckpointError(_without_weights(model))
+        with _one_sentence(model):  # the client also returns a folder of its cache if it did not reach the hub
+            names = [] if constants.HF_HUB_OFFLINE else list_repo_files(model.hub_id, revision=model.revision)
+        raise CheckpointError(_without_weights(model, has_them=any(Path(name).match(_WEIGHTS) for name in names)))
     return folder
 
 
@@ -87,11 +89,13 @@ def _sentence(model: ModelConfig, error: Exception) -> str:
     return f"{where} {said}"
 
 
-def _without_weights(model: ModelConfig) -> str:
-    if constants.HF_HUB_OFFLINE:
+def _without_weights(model: ModelConfig, *, has_them: bool) -> str:
+    """Why a folder of the cache has no weights; `has_them` says whether the hub has."""
+    if constants.HF_HUB_OFFLINE or has_them:
+        offline = ", and HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else ""
         return (
-            f"of {model.hub_id} only other files than weights are in {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is "
-            f"set: run {_download(model)} on a network"
+            f"of {model.hub_id} only other files than weights are in {constants.HF_HUB_CACHE}{offline}: run "
+            f"{_download(model)} on a network"
         )
     return (
         f"{model.hub_id} on the hub has no weights in safetensors (model.safetensors, or shards and their index), and "

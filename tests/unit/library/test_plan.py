@@ -1,5 +1,6 @@
 """`plan` gives the plan of `llama-ssp plan`."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -73,6 +74,17 @@ def test_a_model_of_the_hub_is_planned_from_its_config(monkeypatch: pytest.Monke
     monkeypatch.setattr(hub, "find_config", lambda _model: folder)
     found = plan("owner/name", hardware="laptop_cpu")
     assert found.job.target.shape == plan("tiny", hardware="laptop_cpu").job.target.shape
+
+
+def test_a_folder_in_the_home_is_planned_by_arguments_and_settings_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "m").symlink_to(hub.resolve(catalogue.load("tiny")))
+    found = plan("~/m", hardware="laptop_cpu")
+    assert found.job.target.shape == plan("tiny", hardware="laptop_cpu").job.target.shape
+    settings = ["model=local", "model.path='~/m'", "draft=none", "hardware=laptop_cpu"]
+    assert by_command(*settings)["target"] == document(found)["target"]
 
 
 def test_a_repr_is_a_line() -> None:

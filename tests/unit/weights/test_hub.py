@@ -20,6 +20,7 @@ from llama_ssp.errors import CheckpointError
 from llama_ssp.weights import hub
 
 DOWNLOAD, DOWNLOAD_ONE = "llama_ssp.weights.hub.snapshot_download", "llama_ssp.weights.hub.hf_hub_download"
+LIST = "llama_ssp.weights.hub.list_repo_files"
 ENTRY = ModelConfig(name="7B", hub_id="owner/llama-7b", revision="v2")
 
 
@@ -85,11 +86,26 @@ def test_gated_offline_and_unreachable_are_told_apart(monkeypatch: pytest.Monkey
 
 def test_a_model_without_safetensors_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(DOWNLOAD, lambda *_args, **_options: str(tmp_path))
+    monkeypatch.setattr(LIST, lambda *_args, **_options: ["config.json", "pytorch_model.bin"])
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     with pytest.raises(CheckpointError, match=r"has no weights in safetensors .*: choose another repository"):
         hub.resolve(ENTRY)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(CheckpointError, match=r"only other files than weights .* run hf download owner/llama-7b"):
+        hub.resolve(ENTRY)
+
+
+def test_a_cache_without_weights_says_nothing_of_a_hub_that_is_unreachable(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The hub's client then returns what an earlier plan left: a folder with config.json."""
+    monkeypatch.setattr(DOWNLOAD, lambda *_args, **_options: str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(LIST, refuse(ConnectionError("no route to host")))
+    with pytest.raises(CheckpointError, match=r"could not be downloaded \(no route to host\): try hf download"):
+        hub.resolve(ENTRY)
+    monkeypatch.setattr(LIST, lambda *_args, **_options: ["model-00001-of-00001.safetensors"])
+    with pytest.raises(CheckpointError, match="only other files than weights .* run hf download owner/llama-7b"):
         hub.resolve(ENTRY)
 
 
