@@ -38,6 +38,7 @@ class World:
         ranks: position in the world and on this node.
         note: a sentence for the user about the choice of device, or None.
         cores: available to this process, before they were divided among the ranks that share them.
+        num_sharers: the ranks that share them, including this one.
     """
 
     comm: Comm
@@ -45,6 +46,7 @@ class World:
     device: torch.device
     note: str | None
     cores: frozenset[int]
+    num_sharers: int = 1
     watch: ControlChannel = field(default_factory=ControlChannel.alone)
 
     @property
@@ -120,7 +122,9 @@ def start(*, device: DeviceKind, timeout_s: float) -> Iterator[World]:
         rank, size, crowded = ranks.rank, ranks.size, len(sharers) > len(cores)
         comm = Comm.of_world(rank=rank, size=size, device=chosen, crowded=crowded, device_wait=waits)
         comm.set_timeout(timeout_s)
-    yield World(comm=comm, ranks=ranks, device=chosen, note=note, cores=cores, watch=watch)
+    yield World(
+        comm=comm, ranks=ranks, device=chosen, note=note, cores=cores, num_sharers=len(sharers), watch=watch
+    )  # fmt: skip
     with unify_failure(watch, Phase(doing="ending", limit=limit)):
         comm.set_timeout(timeout_s)
         comm.barrier()

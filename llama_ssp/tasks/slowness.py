@@ -22,25 +22,26 @@ class Surroundings:
 
     Attributes:
         device: cpu or cuda.
-        num_ranks: ranks of this node.
-        num_threads: threads that compute, of all ranks of this node.
+        num_ranks: ranks that share the cores of this one.
+        num_threads: threads that compute, of all these ranks.
         num_cores: cores that these ranks may use.
-        load: running threads of all programs, averaged over the last minute.
+        load: running threads of all programs, averaged over the last minute; None if the machine has other cores too,
+            since these threads may run there.
     """
 
     device: str
     num_ranks: int
     num_threads: int
     num_cores: int
-    load: float
+    load: float | None
 
     @classmethod
     def of(cls, world: World) -> "Surroundings":
-        """Those of this process and the other ranks of its node."""
-        num_ranks = world.ranks.local_size
+        """Those of this process and the ranks that share its cores."""
+        num_ranks, num_cores = world.num_sharers, len(world.cores)
         return cls(
             device=world.device.type, num_ranks=num_ranks, num_threads=torch.get_num_threads() * num_ranks,
-            num_cores=len(world.cores), load=os.getloadavg()[0],
+            num_cores=num_cores, load=os.getloadavg()[0] if num_cores == os.cpu_count() else None,
         )  # fmt: skip
 
 
@@ -68,7 +69,8 @@ def slowness(summary: Summary, around: Surroundings) -> str | None:
 
 def _reason(around: Surroundings) -> str:
     is_on_cpu, cores = around.device == "cpu", around.num_cores
-    others = around.load - (around.num_threads if is_on_cpu else around.num_ranks)
+    own = around.num_threads if is_on_cpu else around.num_ranks
+    others = 0.0 if around.load is None else around.load - own
     reasons = []
     if is_on_cpu and around.num_ranks == 1 and around.num_threads < cores:
         reasons.append(f"{around.num_threads} of {cores} cores compute (unset OMP_NUM_THREADS, or set it to {cores})")

@@ -1,11 +1,16 @@
 """A run that is much slower than its forecast says the likely reason, and what would help."""
 
+import os
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from llama_ssp.distributed.comms import Comm
+from llama_ssp.distributed.environment import Ranks
+from llama_ssp.distributed.world import World
 from llama_ssp.reports.lines import Forecast
 from llama_ssp.tasks.slowness import Surroundings, slowness
 
@@ -61,3 +66,31 @@ def test_a_run_without_a_forecast_says_nothing() -> None:
     found = summary(40.0)
     found.forecast = Forecast()
     assert slowness(found, ALONE) is None
+
+
+def world(cores: set[int], *, num_sharers: int) -> World:
+    """A rank of four on a node."""
+    ranks = Ranks(rank=0, size=4, local_rank=0, local_size=4)
+    return World(
+        comm=Comm.single(), ranks=ranks, device=torch.device("cpu"), note=None, cores=frozenset(cores),
+        num_sharers=num_sharers,
+    )  # fmt: skip
+
+
+def test_ranks_with_cores_of_their_own_share_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `srun --cpus-per-task 4` binds them; the rest of the machine is somebody else's."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "getloadavg", lambda: (60.0, 60.0, 60.0))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    around = Surroundings.of(world({0, 1, 2, 3}, num_sharers=1))
+    assert around == replace(ALONE, num_threads=4, num_cores=4, load=None)
+    sentence = slowness(summary(40.0), around)
+    assert sentence is not None
+    assert "the forecast may describe another machine" in sentence
+
+
+def test_ranks_that_share_all_cores_see_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(os, "getloadavg", lambda: (9.0, 0.0, 0.0))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert Surroundings.of(world({*range(8)}, num_sharers=4)) == replace(ALONE, num_ranks=4, load=9.0)
