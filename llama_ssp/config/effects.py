@@ -28,10 +28,14 @@ class _Row:
 
 
 def _of_both(names: tuple[str, ...], holds: Callable[[RunConfig, ModelConfig], bool], reason: str) -> tuple[_Row, _Row]:
-    """The rows for settings of the target's and of the draft's entry; `{entry}` is `model` or `draft.model`."""
+    """The rows for settings of the target's and of the draft's entry; `{entry}` is `model` or `draft.model`.
+
+    `{group}` is the setting that chooses the entry: `model` or `draft`.
+    """
 
     def row(entry: str, applies: Callable[[RunConfig], bool]) -> _Row:
-        return _Row(tuple(f"{entry}.{name}" for name in names), applies, reason.replace("{entry}", entry))
+        said = reason.replace("{entry}", entry).replace("{group}", entry.removesuffix(".model"))
+        return _Row(tuple(f"{entry}.{name}" for name in names), applies, said)
 
     of_draft = row("draft.model", lambda c: c.draft.model is not None and holds(c, c.draft.model))
     return row("model", lambda c: holds(c, c.model)), of_draft
@@ -105,6 +109,11 @@ _ROWS = (
         "with weights=synthetic, which reads no files",
     ),
     *_of_both(("hub_id", "revision"), lambda _, m: m.path is not None, "with {entry}.path"),
+    *_of_both(
+        ("hub_id", "revision"),
+        lambda c, m: m.shipped and m.path is None and not is_synthetic(c),
+        "on an entry that comes with the package: use {group}=OWNER/NAME",
+    ),
 )
 
 

@@ -168,6 +168,8 @@ BAD = [
         [*PLAIN, SYNTHETIC, "model=llama3_8B", "max_new_tokens=2048"],
         "the context of the shipped model, which synthetic",
     ),
+    (["model.revision=main"], "model.revision has no effect on an entry that comes with the package: use model=OWNER/"),
+    (["draft.model.hub_id=a/b"], "draft.model.hub_id has no effect on an entry that comes with the package: use draft="),
     (["draft.model.path=DIR", "draft.model.hub_id=a"], "draft.model.hub_id has no effect with draft.model.path"),
 ]
 
@@ -194,6 +196,7 @@ GOOD = [
     ["sampling=nucleus", "sampling.temperature=0"],
     ["model=smollm2_1.7B", "chat=true"],
     ["model.path=DIR", "chat=true"],
+    ["model=7B", "draft=none", "task=generate", "model.hub_id=a/b", "model.revision=main"],
     ["placement.target.ranks=[0,1]", "placement.target.tp_size=2", "placement.draft.ranks=[1]"],
     ["placement.target.ranks=[0]", "placement.draft.ranks=[1]"],
     ["model=gpt_neox_20B", "draft=gpt_neo_1.3B", "draft.tokenizer=own"],
