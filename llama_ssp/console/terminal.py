@@ -196,7 +196,8 @@ class Terminal:
             if not has_hung_up(sys.stdout):
                 raise
             return
-        self._out.print()
+        if self._out.is_terminal:
+            self._out.print()
 
     def save_svg(self, path: Path, *, title: str) -> None:
         """Draw what standard output has shown so far, 80 columns wide; raises SspError if the file is not writable."""

@@ -1,6 +1,7 @@
 """Prompts that are typed at a terminal: several lines, line editing, and a history that later runs have too."""
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib import import_module
@@ -15,13 +16,14 @@ _MOST_ENTRIES = 1000
 def typed_prompts() -> Iterator[str]:
     """Read prompts until the input ends, without empty ones; a line that ends with a backslash goes on in the next.
 
-    Text that is pasted is one prompt with all its lines. Raises what `input` raises, but EOFError.
+    Text that is pasted is one prompt with all its lines. If standard output is no terminal, it asks on standard error.
+    Raises what `input` raises, but EOFError.
     """
     readline = _line_editing()
     lines: list[str] = []
     while True:
         try:
-            line = input(_NEXT if lines else _FIRST)
+            line = _ask(_NEXT if lines else _FIRST)
         except EOFError:
             if lines:
                 yield "\n".join(lines)
@@ -36,6 +38,15 @@ def typed_prompts() -> Iterator[str]:
         lines = []
         if text.strip():
             yield text
+
+
+def _ask(sign: str) -> str:
+    if sys.stdout.isatty():
+        return input(sign)
+    with suppress(OSError):
+        sys.stderr.write(sign)
+        sys.stderr.flush()
+    return input()
 
 
 def history_file() -> Path:

@@ -218,8 +218,8 @@ def test_prompts_are_asked_for_until_the_input_ends(
 ) -> None:
     monkeypatch.setattr(sys, "stdin", StringIO("def f(x):\n\n  \n second\n"))
     assert list(plain[0].ask()) == ["def f(x):", " second"]
-    assert capsys.readouterr().out == "> " * 5
-    assert written(plain[1]) == "\n"
+    assert capsys.readouterr().err == "> " * 5
+    assert not written(plain[1]), "a file gets the texts alone"
 
 
 def test_bars_leave_nothing_behind_but_showed_how_far_it_was() -> None:

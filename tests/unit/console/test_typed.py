@@ -24,7 +24,9 @@ def test_a_line_that_ends_with_a_backslash_goes_on_in_the_next(
 ) -> None:
     monkeypatch.setattr(sys, "stdin", StringIO("def f(x):\\\n    return x\n\nsecond\nopen\\\n"))
     assert list(typed_prompts()) == ["def f(x):\n    return x", "second", "open"]
-    assert capsys.readouterr().out == "> . > > > . "
+    shown = capsys.readouterr()
+    assert shown.err == "> . > > > . "
+    assert not shown.out, "what is no terminal gets no prompts"
 
 
 def test_the_history_lies_where_the_xdg_specification_says(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
