@@ -1,12 +1,14 @@
-"""Completion of names with Tab, by Hydra and with checks of ours: `eval "$(python launch/run.py -sc install=bash)"`.
+"""Completion of names with Tab, by Hydra and with checks of ours: `eval "$(llama-ssp run -sc install=bash)"`.
 
-The shell's script calls `-sc query=bash` at every Tab. A line that Hydra cannot read yields no candidates: any other
-output would land in the middle of what the user is typing.
+The shell's script calls `llama-ssp -sc query=bash` at every Tab, without the command; `python launch/run.py -sc
+install=bash` prints a script for that program. A line that Hydra cannot read yields no candidates: any other output
+would land in the middle of what the user is typing.
 """
 
 import contextlib
 import io
 import os
+import re
 from collections.abc import Iterator, Sequence
 
 from llama_ssp.errors import ConfigError
@@ -15,7 +17,17 @@ from llama_ssp.visible import visible
 COMMANDS, SHELLS = ("install", "uninstall", "query"), ("bash", "zsh", "fish")
 LINE = "COMP_LINE"
 """Environment variable in which the shell passes the line being typed."""
-_REMEDY = 'eval "$(python launch/run.py -sc install=bash)" completes names with Tab'
+_REMEDY = 'eval "$(llama-ssp run -sc install=bash)" completes names with Tab'
+
+
+def read_line(line: str) -> tuple[str, str | None]:
+    """Return the command of a line of `llama-ssp`, and its settings after it; None while the command is being typed.
+
+    `ranks=` is left out, since Hydra does not know it.
+    """
+    _, _, words = line.lstrip().partition(" ")
+    command, space, settings = words.lstrip().partition(" ")
+    return command, re.sub(r"(?:^| )ranks=\S*(?= )", "", settings) if space else None
 
 
 def is_query(words: Sequence[str]) -> bool:

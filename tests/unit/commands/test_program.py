@@ -122,3 +122,24 @@ def test_what_needs_no_model_is_answered_without_torch_on_any_number_of_ranks(wo
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert ended.stderr.splitlines()[-1] == "", ended.stderr
     assert "starting" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "candidates"),
+    [
+        ("llama-ssp run sampling=gr", "sampling=greedy"),
+        ("/opt/bin/llama-ssp  run model=7B ranks=2 draft=tiny-", "draft=tiny-draft"),
+        ("llama-ssp calibrate task.out", "task.output="),
+        ("llama-ssp ru", "run"),
+        ("llama-ssp ", " ".join(program.COMMANDS)),
+        ("llama-ssp plan sampling=gr", ""),
+    ],
+)
+def test_a_shell_asks_the_program_for_candidates(
+    line: str, candidates: str, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The script that `llama-ssp run -sc install=bash` prints calls it so, whatever the command is."""
+    monkeypatch.setattr(sys, "argv", ["llama-ssp"])
+    monkeypatch.setenv("COMP_LINE", line)
+    ended = call("-sc", "query=bash")
+    assert (ended.code, ended.err, ended.out.strip()) == (0, "", candidates)

@@ -169,7 +169,7 @@ BAD = [
         "the context of the shipped model, which synthetic",
     ),
     (["model.revision=main"], "model.revision has no effect on an entry that comes with the package: use model=OWNER/"),
-    (["draft.model.hub_id=a/b"], "draft.model.hub_id has no effect on an entry that comes with the package: use draft="),
+    (["draft.model.hub_id=a/b"], "draft.model.hub_id has no effect on an entry that comes with the package: use "),
     (["draft.model.path=DIR", "draft.model.hub_id=a"], "draft.model.hub_id has no effect with draft.model.path"),
 ]
 

@@ -105,7 +105,7 @@ def test_a_cache_without_weights_says_nothing_of_a_hub_that_is_unreachable(
     with pytest.raises(CheckpointError, match=r"could not be downloaded \(no route to host\): try hf download"):
         hub.resolve(ENTRY)
     monkeypatch.setattr(LIST, lambda *_args, **_options: ["model-00001-of-00001.safetensors"])
-    with pytest.raises(CheckpointError, match="only other files than weights .* run hf download owner/llama-7b"):
+    with pytest.raises(CheckpointError, match=r"only other files than weights .* run hf download owner/llama-7b"):
         hub.resolve(ENTRY)
 
 
