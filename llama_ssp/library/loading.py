@@ -60,7 +60,8 @@ def load(
         quantization: storage format of the linear layers, of both or as a tuple; None for that of the catalogue.
         device: to compute on: auto, cpu, cuda, cuda:1, or a device of torch.
         tokenizer: `own` allows a draft whose tokenizer is not the target's. A loaded tokenizer is that of both models,
-            a tuple of two the target's and the draft's own; needed with loaded models without a folder.
+            a tuple of two the target's and the draft's, which is its own if the vocabularies differ; needed with
+            loaded models without a folder.
         matching: how the tokens of a draft with its own tokenizer become the target's (`config.drafts.model.Matching`).
 
     Raises:
@@ -138,7 +139,8 @@ def _read_tokenizers(
         return DraftTokenizer.same, (given, given)
     target, draft = for_each_model(given)
     if isinstance(target, PreTrainedTokenizerBase) and isinstance(draft, PreTrainedTokenizerBase):
-        return DraftTokenizer.own, (target, draft)
+        has_own = target.get_vocab() != draft.get_vocab()
+        return DraftTokenizer.own if has_own else DraftTokenizer.same, (target, draft)
     if isinstance(given, str | DraftTokenizer):
         return member(DraftTokenizer, "tokenizer", given), (None, None)
     raise ConfigError(

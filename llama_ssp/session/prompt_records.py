@@ -74,6 +74,8 @@ def prompts_of(record: PromptRecord, *, column: str | None) -> Iterator[Prompt]:
     Raises ConfigError, which names the record, if it is no prompt.
     """
     if isinstance(record.content, str):
+        if column:
+            raise ConfigError(f"{record.where} is a text, which has no prompts_column={column}: leave that out")
         yield Prompt(text=record.content)
         return
     name = column or _way_of(record)
@@ -96,7 +98,10 @@ def _way_of(record: PromptRecord) -> str:
     names = list(record.content)
     found = [name for name in _WAYS if name in names]
     if len(found) > 1:
-        raise ConfigError(f"{record.where} has both `{found[0]}` and `{found[1]}`: give one of them")
+        raise ConfigError(
+            f"{record.where} has both `{found[0]}` and `{found[1]}`: give one of them, or choose with "
+            f"prompts_column={found[0]}"
+        )
     if not found:
         raise ConfigError(
             f"{record.where} must be an entry with `prompt`, `turns` or `messages`, such as {_EXAMPLES}; it has "

@@ -106,8 +106,12 @@ def encode(
         contents = [*itertools.chain(*earlier), prompt]
         roles = itertools.cycle(("user", "assistant"))
         messages = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=False)]
-        return encode_messages(messages, tokenizer)
+        return _encode_in_template(messages, tokenizer)
     ids = tokenizer("".join(f"{turn}{answer}\n" for turn, answer in earlier) + prompt).input_ids
+    return _never_empty(ids, tokenizer)
+
+
+def _never_empty(ids: Sequence[int], tokenizer: "PreTrainedTokenizerBase") -> tuple[int, ...]:
     if not ids and tokenizer.bos_token_id is not None:
         ids = [tokenizer.bos_token_id]
     if not ids:
@@ -118,12 +122,21 @@ def encode(
 def encode_messages(messages: list[Message], tokenizer: "PreTrainedTokenizerBase") -> tuple[int, ...]:
     """Encode messages in the chat template, up to where the assistant speaks; its own last message stays open.
 
-    Raises as `in_template`, and ConfigError for text that is not valid Unicode.
+    Raises as `encode`.
     """
+    if not tokenizer.chat_template:
+        raise ConfigError(
+            f"messages, such as {messages[-1]['content'][:_EXCERPT]!r}, need a tokenizer with a chat template: use a "
+            "chat model, or give texts without roles"
+        )
+    return _encode_in_template(messages, tokenizer)
+
+
+def _encode_in_template(messages: list[Message], tokenizer: "PreTrainedTokenizerBase") -> tuple[int, ...]:
     for message in messages:
         _check_unicode(message["content"])
     text = in_template(messages, tokenizer, goes_on=messages[-1]["role"] == "assistant")
-    return tuple(tokenizer(text, add_special_tokens=False).input_ids)
+    return _never_empty(tokenizer(text, add_special_tokens=False).input_ids, tokenizer)
 
 
 def encode_prompt(
@@ -135,11 +148,6 @@ def encode_prompt(
     """
     if prompt.messages is None:
         return encode(prompt.text, tokenizer, chat=chat, earlier=[*zip(prompt.earlier, answers, strict=True)])
-    if not tokenizer.chat_template:
-        raise ConfigError(
-            f"messages, such as those before {prompt.text[:_EXCERPT]!r}, need a tokenizer with a chat template: use a "
-            "chat model, or give prompts or turns"
-        )
     return encode_messages(prompt.with_answers(answers), tokenizer)
 
 

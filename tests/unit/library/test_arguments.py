@@ -100,7 +100,7 @@ def test_a_wrong_argument_is_named_with_what_would_work(pair: Pair, arguments: d
         ([[1, "a"]], r"prompt 1 is \[1, 'a'\], and"),
         ([1, -2], "prompt 1 has token id -2: ids begin at 0"),
         ([10**6], "has token id 1000000, and the model knows"),
-        ([{"role": "user", "content": "Hi"}], "needs a tokenizer with a chat template"),
+        ([{"role": "user", "content": "Hi"}], "messages, such as .Hi., need a tokenizer with a chat template: use"),
         ("\ud800", "a lone surrogate: write it in UTF-8"),
     ],
 )

@@ -75,6 +75,9 @@ def test_families_whose_files_have_other_names_load_from_memory(family: str) -> 
 def test_a_loaded_tokenizer_is_that_of_the_pair(tokenizer: PreTrainedTokenizerBase) -> None:
     pair = load("tiny", "tiny-draft", tokenizer=tokenizer)
     assert pair.tokenizer is tokenizer
+    again = load("tiny", "tiny-draft", tokenizer=(tokenizer, AutoTokenizer.from_pretrained(DRAFT)))
+    assert again.tokenizer is tokenizer, "two of one vocabulary are as one"
+    assert again.models.tokenizers is None
 
 
 @pytest.mark.heavy

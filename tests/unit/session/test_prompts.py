@@ -28,7 +28,7 @@ from llama_ssp.config.tasks.benchmark import BenchmarkConfig
 from llama_ssp.config.tasks.generate import GenerateConfig
 from llama_ssp.errors import ConfigError
 from llama_ssp.session.prompt_records import Prompt
-from llama_ssp.session.prompts import check_ids, encode, encode_prompt, read_prompts
+from llama_ssp.session.prompts import check_ids, encode, encode_messages, encode_prompt, read_prompts
 
 WORDS = ["<s>", "</s>", "<user>", "<assistant>", "a", "b"]
 CHAT = (
@@ -160,6 +160,8 @@ def test_a_prompt_of_a_table_may_be_as_long_as_a_context(tmp_path: Path) -> None
         ("p.csv", "id,prompt\n1\n", None, r"line 2 of .* number of cells"),
         ("p.csv", 'id,prompt\n1,"a\n', None, r"line 2 of .* is not CSV"),
         ("p.csv", "", None, "holds no prompt$"),
+        ("p.json", '["a", "b"]', "question", r"entry 1 of .* is a text, which has no prompts_column=question: leave"),
+        ("p.jsonl", '{"prompt": "a", "messages": []}', None, "both `prompt` and `messages`: .* prompts_column=prompt"),
         ("p.json", '{"prompt": "a"}', None, r"holds an object: it must be a list such as"),
         ("p.json", '{"prompt": "a"}\n{"prompt": "b"}\n', None, r"is not JSON .* one object per line is a .jsonl file"),
         ("p.json", '[{"prompt": "a"}, 3]', None, r"entry 2 of .* must be an object or a text, and not a number"),
@@ -223,7 +225,7 @@ def test_messages_are_put_in_the_template_with_the_answers_between_them() -> Non
     answered = encode_prompt(prompt, words, chat=False, answers=["b b"])
     assert words.decode([*answered]) == "<s> a a </s> <user> a <assistant> b b <user> b <assistant>"
     assert Prompt.from_dict(json.loads(json.dumps(asdict(prompt)))) == prompt
-    with pytest.raises(ConfigError, match="messages, such as those before 'b', need a tokenizer with a chat template"):
+    with pytest.raises(ConfigError, match="messages, such as 'b', need a tokenizer with a chat template: use a chat"):
         encode_prompt(prompt, tokenizer(), chat=True, answers=["b b"])
 
 
@@ -258,6 +260,10 @@ def test_an_empty_prompt_is_the_begin_of_a_sequence_where_there_is_one() -> None
     assert encode("", tokenizer(begins=False, bos_token="<s>"), chat=False) == (0,)
     with pytest.raises(ConfigError, match="which this tokenizer lacks"):
         encode("", tokenizer(begins=False), chat=False)
+    silent = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    assert encode("", tokenizer(bos_token="<s>", chat_template=silent), chat=True) == (0,)
+    with pytest.raises(ConfigError, match="which this tokenizer lacks"):
+        encode_messages([{"role": "user", "content": ""}], tokenizer(chat_template=silent))
 
 
 def test_a_prompt_with_a_token_that_the_model_lacks_is_refused() -> None:
