@@ -216,12 +216,13 @@ def chosen_tasks(overrides: Iterable[Override], groups: dict[str, list[str]]) ->
     chosen, known = _choices(overrides), task_specs()
     named = [name for group, name in chosen if group == "task"]
     named = named or [_task_of(group, name) for group, name in chosen if group in BUNDLES and name in groups[group]]
-    return [known[name] for name in named if name in known] or [known[_default_task()]]
+    return [known[name] for name in named if name in known] or [known[default_of("config.yaml", "task")]]
 
 
-def _default_task() -> str:
-    entry = folders.read(folders.conf_dir() / "config.yaml")
-    return next(str(part["task"]) for part in entry["defaults"] if "task" in part)
+def default_of(name: str, group: str) -> str:
+    """Return the option of a group that a file of the package's `conf` chooses."""
+    entry = folders.read(folders.conf_dir() / name)
+    return next(str(part[group]) for part in entry["defaults"] if isinstance(part, dict) and group in part)
 
 
 def _task_of(group: str, name: str) -> str:

@@ -51,7 +51,7 @@ def read_settings(settings: list[str]) -> plan.PlanConfig:
         if problems := [*choices.problems_of(group, given[group], names)] if group in given else []:
             raise ConfigError(one_message(problems))
     if given.get("draft", "default") == "default":
-        target = catalogue.load(given.get("model", "30B"))
+        target = catalogue.load(given.get("model") or command_line.default_of("plan.yaml", "model"))
         others = [setting for setting in settings if not setting.startswith("draft=")]
         settings = [*others, f"draft={target.default_draft or 'none'}"]
     # `++` lets unknown figures of the machine through: `hardware` reports them with all others that are wrong.

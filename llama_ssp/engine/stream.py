@@ -1,7 +1,7 @@
 """Decodes token ids that arrive in groups into pieces of text, as soon as their characters are complete.
 
-A piece records whether its tokens were drafted and accepted, or chosen by the target. Module `tasks.terminal` displays
-the pieces. A run records another text, decoded once from all ids of a completion.
+A piece records whether its tokens were drafted and accepted, or chosen by the target. Module `console.terminal`
+displays the pieces. A run records another text, decoded once from all ids of a completion.
 """
 
 from collections.abc import Sequence

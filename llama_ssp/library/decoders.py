@@ -1,4 +1,8 @@
-"""Keeps the decoders of a pair, so that later calls replay what earlier ones traced or captured."""
+"""Keeps the decoders of a pair, so that later calls replay what earlier ones traced or captured.
+
+All share the models' caches, which have room for one number of rows. A call with another number allocates them, and
+then every decoder captures its graphs again.
+"""
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence

@@ -14,10 +14,9 @@ from llama_ssp.config.schema import DraftLayout, DraftPlacement, Dtype, Placemen
 from llama_ssp.errors import ConfigError, unknown_name
 from llama_ssp.library.arguments import check_types, drafter_without_model, entry_of, for_each_model, model_drafter
 from llama_ssp.library.words import in_library_words
-from llama_ssp.planning.auto import choose_placement
-from llama_ssp.planning.plan import Plan, make_plan
+from llama_ssp.planning.plan import Plan
 from llama_ssp.planning.spec import make_job, settle_models
-from llama_ssp.tasks.dry_run import with_hub_sizes
+from llama_ssp.tasks.dry_run import plan_job, with_hub_sizes
 
 _AUTO = "auto"
 
@@ -87,11 +86,8 @@ def plan(  # noqa: PLR0913 - a notebook shows this signature
         config.draft.model = config.draft.model and with_hub_sizes(config.draft.model)
         settle_models(config)
         check(config)
-        job = make_job(config, machine)
-        if not config.placement.auto:
-            return make_plan(job, machine)
-        chosen = choose_placement(job, machine, num_ranks=machine.num_ranks)
-        return make_plan(chosen.job, machine, remark=chosen.sentence)
+        auto_ranks = machine.num_ranks if config.placement.auto else None
+        return plan_job(make_job(config, machine), machine, auto_ranks=auto_ranks)
 
 
 def _machine(given: object, *, num_gpus: int | None, num_nodes: int | None) -> HardwareConfig:

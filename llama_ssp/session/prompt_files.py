@@ -1,6 +1,6 @@
 """Reads a file of prompts by the ending of its name: JSON lines, JSON, CSV and Parquet as records, others as lines.
 
-What the fields of a record mean is in module `prompts`.
+What the fields of a record mean is in module `prompt_records`.
 """
 
 import csv
