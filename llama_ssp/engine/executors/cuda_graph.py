@@ -19,6 +19,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from llama_ssp.distributed.gpu.capturing import capture_stream
 from llama_ssp.engine.round import Block, DraftChoice, Round
 from llama_ssp.engine.state import BatchState
 
@@ -56,7 +57,7 @@ class CudaRecorder:
         self._finish()  # torch does so as well, but would wait for a lost rank without a limit
         try:
             # Threads of NCCL query their own events meanwhile, so only this thread's calls may invalidate the capture.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=self._pool, stream=capture_stream(), capture_error_mode="thread_local"):
                 outputs = piece()
         except RuntimeError:
             torch.cuda.set_stream(stream)  # torch skips this when ending a failed capture raises

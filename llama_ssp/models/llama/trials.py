@@ -16,6 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
+from llama_ssp.distributed.gpu.capturing import capture_stream
 from llama_ssp.models.cache import CacheView, StaticCache
 from llama_ssp.models.linear import Linear, PlainLinear
 from llama_ssp.models.llama import kernels
@@ -149,7 +150,7 @@ def seconds_of(
 
     run()  # compiles
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    with torch.cuda.graph(graph, stream=capture_stream(), capture_error_mode="thread_local"):
         run()
     least_ms = math.inf
     for _ in range(_NUM_REPLAYS):
