@@ -222,7 +222,8 @@ def _named(group: Sequence[_Job]) -> str:
 def _settings_of_job(point: Point, copies: Sequence[Copy]) -> list[str]:
     """The point's settings as a user would type them, without dry_run; the prompt literally, the rest quoted."""
     replaced = {"run_dir": str(point.run_dir)} | {copy.key: str(copy.target) for copy in copies}
-    kept = [setting for setting in point.settings if setting.partition("=")[0] not in {*replaced, "prompt", "dry_run"}]
+    left_out = {"run_dir", "prompt", "dry_run"}.union(*(copy.replaced for copy in copies))
+    kept = [setting for setting in point.settings if setting.partition("=")[0] not in left_out]
     if point.run.prompt is not None:
         kept.append(f"prompt={point.run.prompt}")
     folder = folders.given_folder()
