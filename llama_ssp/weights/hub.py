@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
 
-from huggingface_hub import constants, errors, get_token, hf_hub_download
+from huggingface_hub import constants, errors, get_token, hf_hub_download, snapshot_download
 
 from llama_ssp.config.model_files import CONFIG_FILE
 from llama_ssp.config.paths import read_path
