@@ -16,9 +16,9 @@ from llama_ssp.config.paths import read_path
 from llama_ssp.config.schema import ModelConfig
 from llama_ssp.errors import CheckpointError
 
-_WEIGHTS = "model*.safetensors"
+WEIGHTS = "model*.safetensors"
 # Only weights named as by save_pretrained: some repositories hold a second copy under another name.
-_FILES = [_WEIGHTS, "*.json", "*.jinja", "tokenizer*", "*.model", "merges.txt", "vocab.txt"]
+_FILES = [WEIGHTS, "*.json", "*.jinja", "tokenizer*", "*.model", "merges.txt", "vocab.txt"]
 
 
 def resolve(model: ModelConfig) -> Path:
@@ -34,10 +34,10 @@ def resolve(model: ModelConfig) -> Path:
         raise CheckpointError(f"model {model.name} names no files: model.path=DIR is required")
     with _one_sentence(model):
         folder = Path(snapshot_download(model.hub_id, revision=model.revision, allow_patterns=_FILES))
-    if not any(folder.glob(_WEIGHTS)):
+    if not any(folder.glob(WEIGHTS)):
         with _one_sentence(model):  # the client also returns a folder of its cache if it did not reach the hub
             names = [] if constants.HF_HUB_OFFLINE else list_repo_files(model.hub_id, revision=model.revision)
-        raise CheckpointError(_without_weights(model, has_them=any(Path(name).match(_WEIGHTS) for name in names)))
+        raise CheckpointError(_without_weights(model, has_them=any(Path(name).match(WEIGHTS) for name in names)))
     return folder
 
 
@@ -58,7 +58,7 @@ def _one_sentence(model: ModelConfig) -> Iterator[None]:
 
 def _sentence(model: ModelConfig, error: Exception) -> str:
     """The cause and a remedy. The order matters, because some error classes are subclasses of others."""
-    where, download = f"{model.hub_id} on the hub", _download(model)
+    where, download = f"{model.hub_id} on the hub", download_command(model)
     page, cache = f"https://huggingface.co/{model.hub_id}", constants.HF_HUB_CACHE
     match error:
         case errors.GatedRepoError() if get_token():
@@ -95,7 +95,7 @@ def _without_weights(model: ModelConfig, *, has_them: bool) -> str:
         offline = ", and HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else ""
         return (
             f"of {model.hub_id} only other files than weights are in {constants.HF_HUB_CACHE}{offline}: run "
-            f"{_download(model)} on a network"
+            f"{download_command(model)} on a network"
         )
     return (
         f"{model.hub_id} on the hub has no weights in safetensors (model.safetensors, or shards and their index), and "
@@ -103,6 +103,6 @@ def _without_weights(model: ModelConfig, *, has_them: bool) -> str:
     )
 
 
-def _download(model: ModelConfig) -> str:
+def download_command(model: ModelConfig) -> str:
     """The command that downloads a model."""
     return f"hf download {model.hub_id}" + (f" --revision {model.revision}" if model.revision else "")
