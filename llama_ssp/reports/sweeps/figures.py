@@ -22,6 +22,8 @@ SPREAD = 0.03
 """How far apart the lines' points stand at one value, so that their intervals do not cover each other."""
 MOST_PAIRS = 60
 """Prompts that the chart of one run shows."""
+_OF_DRAFTING = ("draft", "speculation.", "placement.draft.")
+"""Beginnings of the keys of settings that plain decoding does not depend on."""
 _Pick = Callable[[RunMeasures], Estimate | None]
 
 
@@ -74,32 +76,46 @@ def sweep_charts(
         for figure in _FIGURES:
             if any(figure.pick(measured) for measured in measures):
                 lines = labels(kept) if kept else [figure.lone_line] * len(runs)
-                chart = _over(figure, axis, lines, measures)
+                chart = _over(figure, axis, lines, measures, behind=_plain_names(kept, num_runs=len(runs)))
                 _add_forecasts(figure, chart, axis, runs)
                 yield f"{figure.name}_by_{setting.name.replace(' ', '_')}", chart
 
 
-def _over(figure: _Figure, axis: Axis, lines: Sequence[str], measures: Sequence[RunMeasures]) -> Chart:
+def _plain_names(settings: Sequence[Setting], *, num_runs: int) -> list[str]:
+    """For each run a name of its plain decoding: runs that differ in how they draft alone have the same."""
+    kept = [each for each in settings if not each.key.startswith(_OF_DRAFTING)]
+    return [f"plain, {label}" for label in labels(kept)] if kept else ["plain"] * num_runs
+
+
+def _over(
+    figure: _Figure, axis: Axis, lines: Sequence[str], measures: Sequence[RunMeasures], *, behind: Sequence[str]
+) -> Chart:
+    """Draw a figure: `lines` are the names of the runs' lines, `behind` those of the grey lines behind them."""
     picks = [figure.pick(measured) for measured in measures]
-    behind = [figure.background(measured) if figure.background else None for measured in measures]
-    tops = [max(found.value, found.high or 0.0) for found in chain(picks, behind) if found]
+    grounds = [figure.background(measured) if figure.background else None for measured in measures]
+    tops = [max(found.value, found.high or 0.0) for found in chain(picks, grounds) if found]
     chart = Chart(
         title=f"{figure.title} by {axis.label}", x_label=axis.label, y_label=figure.y_label,
         highest_x=1.0, highest_y=max(*tops, figure.highest), x_names=axis.names,
     )  # fmt: skip
     if figure.name == "speedup":
         chart.line([(0, 1), (1, 1)], GREY)
-    plain = [found for found, shown in zip(behind, picks, strict=True) if found is not shown]
-    if any(plain):
-        _draw(chart, axis, behind, colour=GREY, name="plain", shift=0.0, form=figure.format)
+    if any(found is not shown for found, shown in zip(grounds, picks, strict=True) if found):
+        for name in dict.fromkeys(behind):
+            _draw(chart, axis, _of(name, behind, grounds), colour=GREY, name=name, shift=0.0, form=figure.format)
     names = list(dict.fromkeys(lines))
     for number, name in enumerate(names):
-        own = [found if line == name else None for line, found in zip(lines, picks, strict=True)]
+        own = _of(name, lines, picks)
         if any(own):
             shift = SPREAD * (number - (len(names) - 1) / 2) / max(len(names) / 4, 1)
             colour = COLOURS[number % len(COLOURS)]
             _draw(chart, axis, own, colour=colour, name=name, shift=shift, form=figure.format)
     return chart
+
+
+def _of(name: str, names: Sequence[str], found: Sequence[Estimate | None]) -> list[Estimate | None]:
+    """Keep what was found of the runs with this name."""
+    return [each if its_name == name else None for its_name, each in zip(names, found, strict=True)]
 
 
 def _draw(

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from llama_ssp.reports import plots
-from llama_ssp.reports.charts import Chart, Kind
+from llama_ssp.reports.charts import GREY, Chart, Kind
 from llama_ssp.reports.runs import Run, varying_settings
 from llama_ssp.reports.sweeps.axes import MARGIN, axes_of, axis_of
 from llama_ssp.reports.sweeps.figures import MOST_PAIRS, prompts_of_run, sweep_charts
@@ -66,6 +66,23 @@ def test_runs_that_differ_in_their_seed_are_repeats_at_one_place() -> None:
     dots = [mark.points[0][0] for mark in charts["speedup_by_K"].marks if mark.kind is Kind.dot]
     assert sorted(dots) == sorted([MARGIN, 1 - MARGIN] * 2)
     assert [each.key for each in axes_of([setting_of_seed()], num_runs=2)] == ["seed"], "alone it is an axis"
+
+
+def test_plain_times_of_other_models_are_lines_of_their_own() -> None:
+    draw = random.Random(0)
+    runs: list[Run] = []
+    for model, slower in (("7B", 1.0), ("13B", 3.0)):
+        for k in (2, 4):
+            for draft in ("small", "tiny"):
+                run = simulated_run(draw, name=f"s/{len(runs)}", temperature=0.0, k=k, num_prompts=8)
+                lines = tuple(replace(line, ms=slower * line.ms) for line in run.lines)
+                found = replace(run.summary, model=model, draft=draft)
+                runs.append(replace(run, summary=found, lines=lines))
+    chart = charts_of(runs)["time_by_K"]
+    grey = [mark.points for mark in chart.marks if mark.kind is Kind.line and mark.colour == GREY]
+    small, large = (points for points in grey if points[0][0] != points[1][0])
+    assert max(height for _, height in small) < min(height for _, height in large)
+    assert list(chart.legend)[:2] == ["plain, model=7B", "plain, model=13B"]
 
 
 def setting_of_seed() -> Setting:
