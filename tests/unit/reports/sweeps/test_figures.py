@@ -82,7 +82,25 @@ def test_plain_times_of_other_models_are_lines_of_their_own() -> None:
     grey = [mark.points for mark in chart.marks if mark.kind is Kind.line and mark.colour == GREY]
     small, large = (points for points in grey if points[0][0] != points[1][0])
     assert max(height for _, height in small) < min(height for _, height in large)
-    assert list(chart.legend)[:2] == ["plain, model=7B", "plain, model=13B"]
+    says = [mark.says for mark in chart.marks if mark.kind is Kind.dot and mark.colour == GREY]
+    assert [each.partition(", K=")[0] for each in says] == ["plain, model=7B"] * 4 + ["plain, model=13B"] * 4
+    assert next(iter(chart.legend)) == "plain"
+
+
+def test_more_lines_than_colours_are_coloured_by_one_setting() -> None:
+    draw = random.Random(0)
+    runs = simulated_sweep(draw, num_prompts=2, temperatures=(0.0, 1.0), ks=(1, 2, 3, 4, 5, 6, 7, 8, 9))
+    both = [
+        replace(run, settings={**run.settings, "sampling.top_k": top_k}, name=f"{run.name}{top_k}")
+        for top_k in (20, 50)
+        for run in runs
+    ]
+    chart = charts_of(both)["speedup_by_temperature"]
+    assert list(chart.legend) == ["top k=20", "top k=50", "forecast"]
+    says = {mark.says.partition(", temperature=")[0]: mark.colour for mark in chart.marks if mark.kind is Kind.dot}
+    assert len(says) == 18
+    assert len(set(says.values())) == 2
+    assert says["K=9, top k=20"] != says["K=9, top k=50"]
 
 
 def setting_of_seed() -> Setting:
