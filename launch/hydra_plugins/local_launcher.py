@@ -3,14 +3,12 @@
 Hydra imports launchers from the namespace package `hydra_plugins` on sys.path at each start.
 """
 
-import os
 from collections.abc import Sequence
 
 from hydra._internal.core_plugins.basic_launcher import BasicLauncher
 from hydra.core.utils import JobReturn
 
-from llama_ssp.commands.points import check_here, compose_point, for_all
-from llama_ssp.distributed.environment import read_ranks
+from llama_ssp.commands.points import check_here, compose_point, for_all, launching_ranks
 
 
 class LocalLauncher(BasicLauncher):
@@ -18,11 +16,10 @@ class LocalLauncher(BasicLauncher):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Check all points, then run them; raises as `points.for_all` does before anything starts."""
-        context, config, ranks = self.hydra_context, self.config, read_ranks(os.environ)
+        context, config, ranks = self.hydra_context, self.config, launching_ranks()
         assert context is not None
         assert config is not None
         numbered = enumerate(job_overrides, start=initial_job_idx)
         points = [compose_point(context, config, number=number, overrides=each) for number, each in numbered]
-        # Ranks may find other amounts of free memory: one of them plans.
-        for_all(points, lambda point: check_here(point, world_size=ranks.size, plans=ranks.rank == 0))
+        for_all(points, lambda point: check_here(point, ranks))
         return super().launch(job_overrides, initial_job_idx)

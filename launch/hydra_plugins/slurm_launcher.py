@@ -3,7 +3,6 @@
 Hydra imports launchers from the namespace package `hydra_plugins` on sys.path at each start.
 """
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,9 +12,8 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, ListConfig
 
 from llama_ssp.commands import slurm
-from llama_ssp.commands.points import compose_point
+from llama_ssp.commands.points import compose_point, launching_ranks
 from llama_ssp.config.slurm import SlurmConfig
-from llama_ssp.distributed.environment import read_ranks
 from llama_ssp.errors import ConfigError
 
 
@@ -34,7 +32,7 @@ class SlurmLauncher(Launcher):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Compose all points and submit them together, or none; raises as `slurm.submit_sweep` does."""
-        if read_ranks(os.environ).size > 1:
+        if launching_ranks().size > 1:
             raise ConfigError("hydra/launcher=slurm submits each job once: start it with plain python, on one rank")
         if initial_job_idx or self._config.hydra.sweeper.max_batch_size is not None:
             raise ConfigError("hydra.sweeper.max_batch_size has no effect here: use hydra.launcher.max_running")

@@ -3,7 +3,10 @@
 Launchers differ in what they check: `slurm` plans for the machine of the jobs, `local_launcher` for this one.
 """
 
-from collections.abc import Callable, Container, Sequence
+import os
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -12,14 +15,17 @@ from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from llama_ssp.commands import command_line
+from llama_ssp.commands.ranks.number import launcher_of
 from llama_ssp.config import checks, store
 from llama_ssp.config.schema import DeviceKind, RunConfig
 from llama_ssp.config.tasks.spec import task_of
-from llama_ssp.errors import CapacityError, ConfigError, SspError, one_message
+from llama_ssp.distributed.environment import Ranks
+from llama_ssp.errors import CapacityError, CheckpointError, ConfigError, SspError, one_message
 from llama_ssp.planning.plan import require_room
-from llama_ssp.tasks.dry_run import hardware_of, job_ahead, plan_job, settings_of_run
+from llama_ssp.tasks.dry_run import hardware_of, job_ahead, plan_job, read_files, settings_of_run
 
 _Result = TypeVar("_Result")
+_ranks: ContextVar[Ranks] = ContextVar("_ranks")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +51,21 @@ class Point:
     def name(self) -> str:
         """Its name in messages."""
         return f"job {self.number} ({' '.join(self.settings)})"
+
+
+@contextmanager
+def launching(ranks: Ranks) -> Iterator[None]:
+    """Let Hydra's launchers, which Hydra itself makes, know this rank among those that will run the points."""
+    token = _ranks.set(ranks)
+    try:
+        yield
+    finally:
+        _ranks.reset(token)
+
+
+def launching_ranks() -> Ranks:
+    """What `launching` was given."""
+    return _ranks.get()
 
 
 def compose_point(context: HydraContext, sweep: DictConfig, *, number: int, overrides: Sequence[str]) -> Point:
@@ -83,16 +104,30 @@ def for_all(points: Sequence[Point], act: Callable[[Point], _Result]) -> list[_R
     return results
 
 
-def check_here(point: Point, *, world_size: int, plans: bool) -> None:
-    """Check a point that will run on this machine, and whether it fits if `plans`; raises as the run itself would."""
+def check_here(point: Point, ranks: Ranks) -> None:
+    """Check a point that will run on this machine: its settings, its files, and whether it fits.
+
+    Raises as the run itself would. Ranks of srun do not notice that one of them has ended, so that all must find the
+    same: each reads the files, and plans only for a machine that the config names, not with the memory of its own node.
+    Of other ranks, rank 0 does both.
+    """
     run = point.run
-    checks.check(run, point.explicit, world_size=world_size, of_sweep=True)
-    if not plans or run.dry_run or not task_of(run).needs_models:
+    checks.check(run, point.explicit, world_size=ranks.size, of_sweep=True)
+    by_srun = launcher_of(os.environ) == "srun"
+    if (ranks.rank > 0 and not by_srun) or run.dry_run or not task_of(run).needs_models:
         return
+    read_files(run)
+    if by_srun and not run.hardware:
+        return  # each run plans again, together with the other ranks
     try:
         hardware_of(run, on_cpu=run.device is DeviceKind.cpu)
-        job, machine = job_ahead(run, world_size=world_size)
-        plan = plan_job(job, machine, auto_ranks=world_size if run.placement.auto else None)
-    except SspError:
-        return  # an unknown machine or model: the run itself knows more once it has started
+    except ConfigError:
+        if run.hardware:
+            raise
+        return  # an unknown machine: the run has no forecast either
+    try:
+        job, machine = job_ahead(run, world_size=ranks.size)
+    except CheckpointError:
+        return  # a config.json without all sizes: transformers may know them, once the run has started
+    plan = plan_job(job, machine, auto_ranks=ranks.size if run.placement.auto else None)
     require_room(plan, words=settings_of_run(run))

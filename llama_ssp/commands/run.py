@@ -26,6 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from llama_ssp.commands import command_line, completion, topics
 from llama_ssp.commands.options import until_unread
+from llama_ssp.commands.points import launching
 from llama_ssp.commands.ranks import torchrun
 from llama_ssp.commands.short_keys import ShortKeys
 from llama_ssp.config import checks, store
@@ -147,7 +148,7 @@ def _launch(arguments: list[str], ranks: Ranks, act: Act | None, *, warns: bool)
     store.register()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises errors instead of printing them
     points = _Points(ranks, act, warns=warns)
-    with _scratch_folder(multirun=options.multirun) as for_sweeps, _printing(options):
+    with _scratch_folder(multirun=options.multirun) as for_sweeps, _printing(options), launching(ranks):
         arguments[place:place] = for_sweeps
         sys.argv[1:] = arguments
         hydra.main(config_path=str(folders.conf_dir()), config_name="config", version_base="1.3")(points.run)()

@@ -36,8 +36,12 @@ from llama_ssp.tasks.dry_run import expected_hours, job_ahead, plan_job, setting
 from llama_ssp.visible import visible
 
 SCRIPT = folders.conf_dir().parent / "launch" / "slurm.sbatch"
-# Variables of the submitting process that the job would take for its own.
-_OF_THIS_PROCESS = ("SLURM_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "RUN_ID")
+# Variables of the submitting process that the job would take for its own. Users have others such as GROUP_HOME.
+_PREFIXES_OF_THIS_PROCESS = ("SLURM_", "TORCHELASTIC_")
+_OF_THIS_PROCESS = {
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
+    "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "RUN_ID",
+}  # fmt: skip
 
 
 ARGUMENTS_FILE = "job.args"
@@ -156,11 +160,17 @@ def _submit(jobs: Sequence[_Job], settings: SlurmConfig) -> None:
     ids: list[str] = []
     for group in _arrays(jobs, settings):
         after = ids[-1] if ids and settings.max_running else None
-        ids.append(_queue(group, sbatch_command(group, settings, after=after), settings, ids))
+        try:
+            ids.append(_queue(group, sbatch_command(group, settings, after=after), settings))
+        except ConfigError as error:
+            before = f"; to cancel what is queued already: scancel {' '.join(ids)}" if ids else ""
+            raise ConfigError(f"{error}{before}") from error
         for job in group:
             task = f"_{job.point.number}" if len(group) > 1 else ""
             print(visible(f"{ids[-1]}{task} is {job.point.name}: {_expected(job.plan)}"), flush=True)
-    report = f"llama-ssp report {shlex.quote(str(jobs[0].point.run_dir.parent))}"
+    folders_of_runs = list(dict.fromkeys(str(job.point.run_dir.parent) for job in jobs))
+    output = " --output=DIR" if len(folders_of_runs) > 1 else ""
+    report = f"llama-ssp report {shlex.join(folders_of_runs)}{output}"
     print(visible(f"{len(jobs)} jobs are queued; when they have ended: {report}"))
 
 
@@ -222,7 +232,8 @@ def _named(group: Sequence[_Job]) -> str:
 def _settings_of_job(point: Point, copies: Sequence[Copy]) -> list[str]:
     """The point's settings as a user would type them, without dry_run; the prompt literally, the rest quoted."""
     replaced = {"run_dir": str(point.run_dir)} | {copy.key: str(copy.target) for copy in copies}
-    kept = [setting for setting in point.settings if setting.partition("=")[0] not in {*replaced, "prompt", "dry_run"}]
+    left_out = {"run_dir", "prompt", "dry_run"}.union(*(copy.replaced for copy in copies))
+    kept = [setting for setting in point.settings if setting.partition("=")[0] not in left_out]
     if point.run.prompt is not None:
         kept.append(f"prompt={point.run.prompt}")
     folder = folders.given_folder()
@@ -232,7 +243,7 @@ def _settings_of_job(point: Point, copies: Sequence[Copy]) -> list[str]:
     ]
 
 
-def _queue(group: Sequence[_Job], command: Sequence[str], settings: SlurmConfig, queued: Sequence[str]) -> str:
+def _queue(group: Sequence[_Job], command: Sequence[str], settings: SlurmConfig) -> str:
     """Make the run folders, with the arguments of an array's tasks, and queue them; returns the job's id."""
     for job in group:
         folder = job.point.run_dir
@@ -246,13 +257,15 @@ def _queue(group: Sequence[_Job], command: Sequence[str], settings: SlurmConfig,
     outside = {
         name: value
         for name, value in os.environ.items()
-        if name == "SLURM_CONF" or not name.startswith(_OF_THIS_PROCESS)
+        if name == "SLURM_CONF" or not (name in _OF_THIS_PROCESS or name.startswith(_PREFIXES_OF_THIS_PROCESS))
     }
-    done = subprocess.run(command, env=outside, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(command, env=outside, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise ConfigError(f"sbatch cannot be started: {error.strerror}") from error
     if done.returncode:
         reason = " ".join(done.stderr.removeprefix("sbatch: error: ").split())
-        before = f"; queued already, and cancelled by: scancel {' '.join(queued)}" if queued else ""
-        raise ConfigError(f"sbatch refused {_named(group)}: {reason}{before}")
+        raise ConfigError(f"sbatch refused {_named(group)}: {reason}")
     return done.stdout.strip().partition(";")[0]
 
 

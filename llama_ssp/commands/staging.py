@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from llama_ssp.config.effects import is_synthetic
+from llama_ssp.config.model_files import CONFIG_FILE
 from llama_ssp.config.paths import read_path
 from llama_ssp.config.schema import ModelConfig, RunConfig
 from llama_ssp.errors import ConfigError
@@ -12,26 +14,39 @@ from llama_ssp.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Copy:
-    """A folder, its copy on every node, and the setting that takes the path of the copy."""
+    """A folder, its copy on every node, and the model's entry in the config, which takes the path of the copy."""
 
-    key: str
+    entry: str
     source: Path
     target: Path
 
+    @property
+    def key(self) -> str:
+        """The setting of that path."""
+        return f"{self.entry}.path"
+
+    @property
+    def replaced(self) -> frozenset[str]:
+        """Settings that the path takes the place of."""
+        return frozenset(f"{self.entry}.{name}" for name in ("path", "hub_id", "revision"))
+
 
 def stage(run: RunConfig, folder: str | None) -> list[Copy]:
-    """Name the copies of target and draft below `folder`, except shipped ones; raises ConfigError without weights."""
-    if folder is None:
+    """Name the copies of target and draft below `folder`, except shipped and synthetic ones.
+
+    Raises ConfigError without weights.
+    """
+    if folder is None or is_synthetic(run):
         return []
     return list(_copies(run, Path(folder)))
 
 
 def _copies(run: RunConfig, folder: Path) -> Iterator[Copy]:
-    for key, model in (("model.path", run.model), ("draft.model.path", run.draft.model)):
+    for entry, model in (("model", run.model), ("draft.model", run.draft.model)):
         if model is not None and (model.path is not None or not model.shipped):
             source = _found(model)
             name = model.name.replace("/", "--")  # an id of the hub
-            yield Copy(key=key, source=source, target=folder / f"{name}-{_fingerprint(source)}")
+            yield Copy(entry=entry, source=source, target=folder / f"{name}-{_fingerprint(source)}")
 
 
 def _found(model: ModelConfig) -> Path:
@@ -45,10 +60,13 @@ def _found(model: ModelConfig) -> Path:
         return source
     from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415 - only staged hub models need it
 
-    found = try_to_load_from_cache(str(model.hub_id), "config.json", revision=model.revision)
-    if not isinstance(found, str):
+    from llama_ssp.weights.hub import WEIGHTS, download_command  # noqa: PLC0415 - as above
+
+    found = try_to_load_from_cache(str(model.hub_id), CONFIG_FILE, revision=model.revision)
+    # Planning may have downloaded this one file.
+    if not isinstance(found, str) or not any(Path(found).parent.glob(WEIGHTS)):
         raise ConfigError(
-            f"staging copies local weights, and {model.hub_id} is not in the hub's cache: hf download {model.hub_id}"
+            f"staging copies local weights, and {model.hub_id} is not in the hub's cache: {download_command(model)}"
         )
     return Path(found).parent
 

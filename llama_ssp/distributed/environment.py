@@ -27,6 +27,16 @@ def read_ranks(environ: Mapping[str, str]) -> Ranks:
         return Ranks(rank=0, size=1, local_rank=0, local_size=1)
     rank, size = int(environ[names[0]]), int(environ[names[1]])
     local_rank = int(environ.get(names[2], rank))
-    # SLURM writes "4(x2)" for four tasks on each of two nodes.
-    local_size = int(environ.get(names[3], str(size)).split("(")[0].split(",")[0])
+    local_size = _of_node(environ.get(names[3], str(size)), node=int(environ.get("SLURM_NODEID", 0)))
     return Ranks(rank=rank, size=size, local_rank=local_rank, local_size=local_size)
+
+
+def _of_node(counts: str, *, node: int) -> int:
+    """A node's number of tasks: SLURM writes "4(x2),3" for four on each of two nodes and three on the last one."""
+    number = ""
+    for each in counts.split(","):
+        number, _, repeated = each.partition("(x")
+        node -= int(repeated.rstrip(")") or 1)
+        if node < 0:
+            break
+    return int(number)

@@ -15,6 +15,8 @@ from llama_ssp.config.drafts.model import matching_of
 from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.config.layout import lay_out_replica, may_capture
 from llama_ssp.config.machine import detect_hardware, machine_of_run
+from llama_ssp.config.model_files import CONFIG_FILE, read_json
+from llama_ssp.config.paths import read_path
 from llama_ssp.config.plan import PlanFormat
 from llama_ssp.config.rules.rule import AT_ZERO
 from llama_ssp.config.schema import DeviceKind, Dtype, ModelConfig, RunConfig, WeightsKind
@@ -153,6 +155,23 @@ def _known_prompts(config: RunConfig) -> list[Prompt]:
     has_prompts = config.prompt is not None or config.prompts or task_of(config).prompts(config)
     is_read_later = config.prompt is None and config.prompts == STANDARD_INPUT
     return read_prompts(config) if has_prompts and not is_read_later else []
+
+
+def read_files(config: RunConfig) -> None:
+    """Read what the run will read before its weights: the prompts, and config.json of models without a catalogue entry.
+
+    Raises ConfigError or CheckpointError, as the run would.
+    """
+    _known_prompts(config)
+    for model in (config.model, config.draft.model):
+        if model is None or config.weights is WeightsKind.synthetic:
+            continue
+        if model.path is not None:
+            read_json(read_path(model.path) / CONFIG_FILE)
+        elif not model.shape and model.hub_id is not None:
+            from llama_ssp.weights import hub  # noqa: PLC0415 - other checks need no client of the hub
+
+            hub.find_config(model)
 
 
 def with_filled_rows(config: RunConfig, *, num_completions: int) -> RunConfig:

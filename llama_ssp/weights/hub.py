@@ -16,9 +16,9 @@ from llama_ssp.config.paths import read_path
 from llama_ssp.config.schema import ModelConfig
 from llama_ssp.errors import CheckpointError
 
-_WEIGHTS = "model*.safetensors"
+WEIGHTS = "model*.safetensors"
 # Only weights named as by save_pretrained: some repositories hold a second copy under another name.
-_FILES = [_WEIGHTS, "*.json", "*.jinja", "tokenizer*", "*.model", "merges.txt", "vocab.txt"]
+_FILES = [WEIGHTS, "*.json", "*.jinja", "tokenizer*", "*.model", "merges.txt", "vocab.txt"]
 
 
 def resolve(model: ModelConfig) -> Path:
@@ -34,7 +34,7 @@ def resolve(model: ModelConfig) -> Path:
         raise CheckpointError(f"model {model.name} names no files: model.path=DIR is required")
     with _one_sentence(model):
         folder = Path(snapshot_download(model.hub_id, revision=model.revision, allow_patterns=_FILES))
-    if not any(folder.glob(_WEIGHTS)):
+    if not any(folder.glob(WEIGHTS)):
         raise CheckpointError(_without_weights(model))
     return folder
 
@@ -56,7 +56,7 @@ def _one_sentence(model: ModelConfig) -> Iterator[None]:
 
 def _sentence(model: ModelConfig, error: Exception) -> str:
     """The cause and a remedy. The order matters, because some error classes are subclasses of others."""
-    where, download = f"{model.hub_id} on the hub", _download(model)
+    where, download = f"{model.hub_id} on the hub", download_command(model)
     page, cache = f"https://huggingface.co/{model.hub_id}", constants.HF_HUB_CACHE
     match error:
         case errors.GatedRepoError() if get_token():
@@ -91,7 +91,7 @@ def _without_weights(model: ModelConfig) -> str:
     if constants.HF_HUB_OFFLINE:
         return (
             f"of {model.hub_id} only other files than weights are in {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is "
-            f"set: run {_download(model)} on a network"
+            f"set: run {download_command(model)} on a network"
         )
     return (
         f"{model.hub_id} on the hub has no weights in safetensors (model.safetensors, or shards and their index), and "
@@ -99,6 +99,6 @@ def _without_weights(model: ModelConfig) -> str:
     )
 
 
-def _download(model: ModelConfig) -> str:
+def download_command(model: ModelConfig) -> str:
     """The command that downloads a model."""
     return f"hf download {model.hub_id}" + (f" --revision {model.revision}" if model.revision else "")

@@ -7,6 +7,7 @@ folders (`search_path`).
 
 import os
 import re
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -117,7 +118,7 @@ def shown(file: Path) -> str:
 def read(file: Path) -> dict[str, Any]:
     """Read a file of options; raises ConfigError if it is unreadable or has no settings."""
     try:
-        content = yaml.load(file.read_text(encoding="utf-8"), Loader=_Loader)
+        content = deepcopy(_parsed(file.read_text(encoding="utf-8")))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{shown(file)} cannot be read ({error}): it must be a text file in UTF-8") from None
     except yaml.YAMLError as error:
@@ -131,6 +132,12 @@ def read(file: Path) -> dict[str, Any]:
     if not isinstance(defaults, list) or not all(map(_is_default, defaults)):
         raise ConfigError(f"{shown(file)}: defaults must be a list, such as defaults: [7B, _self_]")
     return content
+
+
+@cache
+def _parsed(text: str) -> Any:  # noqa: ANN401 - any YAML
+    """Parse a file once: a search for the best placement reads the catalogue some hundred times."""
+    return yaml.load(text, Loader=_Loader)
 
 
 def _is_default(item: object) -> bool:

@@ -1,12 +1,34 @@
 """A sweep on this machine: all points are checked before the first one starts."""
 
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
 
+from llama_ssp.commands.ranks import own
+from llama_ssp.config.options import folders
 from tests.helpers.in_process import launch
+from tests.helpers.lanes import heavy
 
 pytestmark = pytest.mark.seconds
+
+TINY = folders.conf_dir().parent / "llama_ssp" / "shipped" / "tiny"
+TOO_LARGE = ("-m", "hardware=g5_12xlarge", "model=tiny,65B", "draft=default")
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> str:
+    """Settings of a sweep over a folder with a model and a folder that does not exist."""
+    shutil.copytree(TINY, tmp_path / "good")
+    return f"model.path={tmp_path}/good,{tmp_path}/typo"
+
+
+def as_step_of_srun(monkeypatch: pytest.MonkeyPatch, *, rank: int) -> None:
+    """Make this process a rank of two that srun has started on two nodes."""
+    step = {"STEP_ID": "0", "PROCID": str(rank), "LOCALID": "0", "STEP_NUM_TASKS": "2", "STEP_TASKS_PER_NODE": "1(x2)"}
+    for name, value in step.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
 
 
 def test_a_mistake_at_one_point_keeps_all_points_from_starting(tmp_path: Path) -> None:
@@ -23,8 +45,59 @@ def test_a_mistake_at_one_point_keeps_all_points_from_starting(tmp_path: Path) -
 
 @pytest.mark.heavy
 def test_a_point_that_does_not_fit_keeps_all_points_from_starting(tmp_path: Path) -> None:
-    ended = launch("-m", "hardware=g5_12xlarge", "model=tiny,65B", "draft=default", f"run_dir={tmp_path}/sweep")
+    ended = launch(*TOO_LARGE, f"run_dir={tmp_path}/sweep")
     assert ended.code == 3
     assert ended.err.startswith("job 1 (")
     assert "the smallest change that fits" in ended.err
     assert not (tmp_path / "sweep").exists()
+
+
+def test_a_sweep_is_checked_for_the_ranks_that_it_will_have(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["llama-ssp", "run"])
+    words = ["ranks=2", "-m", "placement=own_gpu", "hardware=laptop_cpu", "seed=1,2", "dry_run=true"]
+    assert own.main(words, num_ranks=None) == 0, capsys.readouterr().err
+    assert capsys.readouterr().out.count("Memory per rank") == 2
+
+
+@pytest.mark.parametrize("rank", [heavy(0), 1])
+def test_every_rank_of_srun_finds_that_a_point_does_not_fit(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    as_step_of_srun(monkeypatch, rank=rank)
+    monkeypatch.setattr("llama_ssp.commands.run.task_code", lambda: lambda _config, _clock: False)
+    monkeypatch.setattr("llama_ssp.commands.ranks.torchrun.SILENCE_S", 0.1)
+    ended = launch(*TOO_LARGE)
+    assert ended.code == 3
+    assert ended.err.startswith("job 1 (") == (rank == 0)
+
+
+@pytest.mark.heavy
+def test_a_rank_of_srun_does_not_end_alone_for_the_memory_of_its_own_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks would wait for it; every run checks its capacity again, together with them."""
+    as_step_of_srun(monkeypatch, rank=0)
+    started = []
+    monkeypatch.setattr("llama_ssp.config.machine.host_memory_bytes", lambda: 2**20)
+    monkeypatch.setattr("llama_ssp.commands.run.task_code", lambda: lambda config, _: started.append(config.seed))
+    assert launch("-m", "device=cpu", "seed=1,2").code == 0
+    assert started == [1, 2]
+
+
+@pytest.mark.heavy
+def test_a_folder_without_a_model_keeps_all_points_from_starting(local: str, tmp_path: Path) -> None:
+    ended = launch("-m", "model=local", local, "task=generate", "device=cpu", f"run_dir={tmp_path}/sweep")
+    assert (ended.code, (tmp_path / "sweep").exists()) == (2, False)
+    assert ended.err.startswith("job 1 (")
+    assert "typo/config.json cannot be read" in ended.err
+
+
+def test_prompts_that_cannot_be_read_keep_all_points_from_starting_on_any_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llama_ssp.config.machine._gpu_names", lambda: ["Nobody's GPU"])
+    good, bad = tmp_path / "good.jsonl", tmp_path / "bad.jsonl"
+    good.write_text('{"prompt": "import os"}')
+    bad.write_text("import os")
+    ended = launch("-m", "task=generate", f"prompts={good},{bad}", f"run_dir={tmp_path}/sweep")
+    assert (ended.code, (tmp_path / "sweep").exists()) == (2, False)
+    assert ended.err.startswith("job 1 (")
+    assert "bad.jsonl must be a JSON object" in ended.err

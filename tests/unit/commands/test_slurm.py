@@ -4,25 +4,11 @@ import shlex
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
 
-from llama_ssp.commands import command_line, staging
-from llama_ssp.config import catalogue, store
-from llama_ssp.config.options import folders
-from llama_ssp.config.schema import RunConfig
 from tests.helpers.lanes import slow
-from tests.helpers.sbatch import Sweep, options, script
+from tests.helpers.sbatch import Sweep, composed, options, script
 
 pytestmark = pytest.mark.seconds
-
-
-def composed(job: list[str]) -> RunConfig:
-    """What run.py makes of the settings in a job's command."""
-    given = [command_line.take_literally(word) for word in job[job.index("--") + 1 :]]
-    command_line.check_overrides(given, multirun=False)
-    store.register()
-    with initialize_config_dir(str(folders.conf_dir()), version_base="1.3"):
-        return store.to_run_config(compose("config", given), explicit=command_line.explicit_keys(given))
 
 
 @pytest.mark.heavy
@@ -173,47 +159,12 @@ def test_a_job_inherits_nothing_that_describes_the_process_that_submits(
     sweep: Sweep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "3")
-    monkeypatch.setenv("SLURM_CONF", "kept")
     monkeypatch.setenv("MASTER_PORT", "1")
     monkeypatch.setenv("RUN_ID", "mine")
+    monkeypatch.setenv("ROLE_NAME", "default")
+    kept = {"GROUP_HOME", "LOCAL_SCRATCH", "ROLE_OF_MINE", "MASTER_COPY", "RANKING", "SLURM_CONF"}
+    for name in kept:
+        monkeypatch.setenv(name, "kept")
     [environment] = sweep("hardware=laptop_cpu").environments
-    assert {"SLURM_NTASKS_PER_NODE", "MASTER_PORT", "RUN_ID"} & set(environment) == set()
-    assert "SLURM_CONF" in environment
-
-
-@pytest.mark.heavy
-def test_weights_are_staged_under_a_name_that_changes_with_them(sweep: Sweep, tmp_path: Path) -> None:
-    shipped = folders.conf_dir().parent / "llama_ssp" / "shipped"
-    weights = tmp_path / "weights"
-    weights.mkdir()
-    for file in (shipped / "tiny").iterdir():
-        (weights / file.name).symlink_to(file)
-    asked = [
-        "hardware=laptop_cpu", "model=local", f"model.path={weights}", "draft=tiny-draft",
-        "hydra.launcher.stage_to=/scratch/of me",
-    ]  # fmt: skip
-    [job] = sweep(*asked).jobs
-    place = job.index("--stage")
-    source, copy = job[place + 1 : place + 3]
-    assert source == str(weights)
-    assert composed(job).model.path == copy
-    assert Path(copy).parent == Path("/scratch/of me")
-    assert job.count("--stage") == 1, "shipped weights stay where they are"
-    (weights / "more.json").write_text("{}")
-    assert copy not in sweep(*asked).jobs[-1]
-
-
-@pytest.mark.heavy
-def test_a_hub_model_that_is_not_here_cannot_be_staged(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_args, **_options: None)
-    words = ("hardware=p4d_24xlarge", "model=7B", "draft=none", "task=generate")
-    ended = sweep(*words, "hydra.launcher.stage_to=/scratch")
-    assert (ended.code, ended.jobs) == (2, [])
-    assert f"hf download {catalogue.load('7B').hub_id}" in ended.err
-
-
-def test_nothing_is_staged_without_a_folder_for_it() -> None:
-    store.register()
-    with initialize_config_dir(str(folders.conf_dir()), version_base="1.3"):
-        config = store.to_run_config(compose("config", ["model=7B", "draft=none"]), explicit=frozenset())
-    assert staging.stage(config, None) == []
+    assert {"SLURM_NTASKS_PER_NODE", "MASTER_PORT", "RUN_ID", "ROLE_NAME"} & set(environment) == set()
+    assert kept <= set(environment)

@@ -1,5 +1,7 @@
 """Sweeps on a cluster as job arrays, and the table of all jobs at the end of a dry run; sbatch is a stand-in."""
 
+from pathlib import Path
+
 import pytest
 
 from tests.helpers.sbatch import Sweep, options
@@ -31,8 +33,29 @@ def test_a_refusal_of_sbatch_is_told_with_what_is_queued_already(sweep: Sweep) -
     ended = sweep("hardware=laptop_cpu", "seed=0,1,2", "run_dir=x,y,y", refusal="y")
     assert ended.code == 2
     assert ended.err.startswith("sbatch refused 6 jobs, 1 to 8, as one array: Batch job submission failed")
-    assert ended.err.endswith("cancelled by: scancel 101\n")
+    assert ended.err.endswith("; to cancel what is queued already: scancel 101\n")
     assert len(ended.err.splitlines()) == 1
+
+
+@pytest.mark.heavy
+def test_a_sweep_that_ends_halfway_names_what_it_has_queued(sweep: Sweep) -> None:
+    Path("x/y").mkdir(parents=True)
+    Path("x/y/2").touch()
+    ended = sweep("hardware=laptop_cpu", "run_dir=a,b,x/y")
+    assert (ended.code, len(ended.calls)) == (2, 2)
+    assert "run_dir=x/y/2 cannot be made: File exists" in ended.err
+    assert ended.err.endswith("; to cancel what is queued already: scancel 101 102\n")
+    long = sweep("hardware=laptop_cpu", "prompts=null", f"prompt={'x' * 2**17}")
+    assert long.code == 2
+    assert "sbatch cannot be started: Argument list too long" in long.err
+
+
+@pytest.mark.heavy
+def test_the_report_of_a_sweep_is_of_all_its_folders(sweep: Sweep) -> None:
+    alone = sweep("hardware=laptop_cpu", "seed=1,2", "run_dir=a")
+    assert alone.out.endswith("when they have ended: llama-ssp report a\n")
+    several = sweep("hardware=laptop_cpu", "seed=1,2", "run_dir='a b',c")
+    assert several.out.endswith("when they have ended: llama-ssp report 'a b' c --output=DIR\n")
 
 
 def test_a_dry_run_ends_with_one_table_of_all_jobs_also_of_those_that_do_not_fit(sweep: Sweep) -> None:

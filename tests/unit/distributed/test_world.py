@@ -32,8 +32,24 @@ ALONE = Ranks(rank=0, size=1, local_rank=0, local_size=1)
 
 @pytest.mark.parametrize(
     ("environ", "ranks"),
-    [(TORCHRUN, FIFTH_OF_EIGHT), (SLURM_STEP, FIFTH_OF_EIGHT), (BATCH_SCRIPT, ALONE), ({}, ALONE)],
-    ids=["torchrun", "a SLURM step", "a batch script outside of any step", "plain python"],
+    [
+        (TORCHRUN, FIFTH_OF_EIGHT),
+        (TORCHRUN | SLURM_STEP | {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_NODEID": "1"}, FIFTH_OF_EIGHT),
+        (SLURM_STEP, FIFTH_OF_EIGHT),
+        (SLURM_STEP | {"SLURM_STEP_TASKS_PER_NODE": "2(x2),4", "SLURM_NODEID": "2"}, FIFTH_OF_EIGHT),
+        (SLURM_STEP | {"SLURM_STEP_TASKS_PER_NODE": "3,4,1", "SLURM_NODEID": "1"}, FIFTH_OF_EIGHT),
+        (BATCH_SCRIPT, ALONE),
+        ({}, ALONE),
+    ],
+    ids=[
+        "torchrun",
+        "torchrun in a SLURM step",
+        "a SLURM step",
+        "a SLURM step on nodes of two sizes",
+        "a SLURM step on nodes of three sizes",
+        "a batch script outside of any step",
+        "plain python",
+    ],
 )
 def test_the_launcher_says_who_a_process_is(environ: dict[str, str], ranks: Ranks) -> None:
     assert read_ranks(environ) == ranks
