@@ -5,6 +5,7 @@ GPUs    NCCL for tensors on GPUs, gloo for those on the host, in one group
 """
 
 import os
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import cache
 
@@ -46,7 +47,7 @@ def open_store(ranks: Ranks, *, timeout_s: float) -> Store:
 
 def meet(ranks: Ranks, *, device: torch.device, timeout_s: float) -> None:
     """Form the group of all ranks; if some do not connect in time, the lowest rank that did reports a LostRankError."""
-    store, timeout = open_store(ranks, timeout_s=timeout_s), timedelta(seconds=timeout_s)
+    store = open_store(ranks, timeout_s=timeout_s)
     backend, own_gpu = "gloo", None
     if device.type == "cuda":
         for name, value in _OWN_WATCHDOG.items():
@@ -54,15 +55,32 @@ def meet(ranks: Ranks, *, device: torch.device, timeout_s: float) -> None:
         backend, own_gpu = "cpu:gloo,cuda:nccl", device
     here = [f"llama_ssp/here/{rank}" for rank in range(ranks.size)]
     store.set(here[ranks.rank], "")
+    wait_for_all(store, here, ranks=ranks, timeout_s=timeout_s)
     try:
-        store.wait(here, timeout)
         dist.init_process_group(
-            backend, store=store, rank=ranks.rank, world_size=ranks.size, timeout=timeout, device_id=own_gpu
-        )
+            backend, store=store, rank=ranks.rank, world_size=ranks.size, timeout=timedelta(seconds=timeout_s),
+            device_id=own_gpu,
+        )  # fmt: skip
     except dist.DistError as error:
-        came = [rank for rank, key in enumerate(here) if store.check([key])]
-        late = [str(rank) for rank in range(ranks.size) if rank not in came]
-        names = f"rank{'s' if len(late) > 1 else ''} {', '.join(late)}"
-        lost = LostRankError(f"{names} did not connect within timeouts.load_s={timeout_s:g}")
-        lost.speaks = ranks.rank == came[0]
-        raise lost from error
+        raise _lost(store, here, ranks=ranks, timeout_s=timeout_s) from error
+
+
+def wait_for_all(store: Store, keys: Sequence[str], *, ranks: Ranks, timeout_s: float) -> None:
+    """Wait until every rank has set its key; the lowest that did reports a LostRankError if others do not in time."""
+    try:
+        store.wait(list(keys), timedelta(seconds=timeout_s))
+    except dist.DistError as error:
+        raise _lost(store, keys, ranks=ranks, timeout_s=timeout_s) from error
+
+
+def _lost(store: Store, keys: Sequence[str], *, ranks: Ranks, timeout_s: float) -> LostRankError:
+    """The error that names the ranks that have not set their keys."""
+    try:
+        came = [rank for rank, key in enumerate(keys) if store.check([key])]
+    except dist.DistError:  # the store has ended with rank 0
+        came = list(range(1, ranks.size))
+    late = [str(rank) for rank in range(ranks.size) if rank not in came]
+    names = f"rank{'s' if len(late) > 1 else ''} {', '.join(late)}" if late else "all ranks came, but"
+    lost = LostRankError(f"{names} did not connect within timeouts.load_s={timeout_s:g}")
+    lost.speaks = ranks.rank == came[0]
+    return lost

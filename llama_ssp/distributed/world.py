@@ -21,7 +21,7 @@ from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.control_channel import ControlChannel
 from llama_ssp.distributed.environment import Ranks, read_ranks
 from llama_ssp.distributed.faults import Phase, unify_failure
-from llama_ssp.distributed.gpu.choice import choose_device, sees_own_gpu
+from llama_ssp.distributed.gpu.choice import choose_device
 from llama_ssp.distributed.gpu.device_wait import DeviceWait
 from llama_ssp.distributed.rendezvous import meet
 from llama_ssp.distributed.signals import find_agent
@@ -94,7 +94,7 @@ def start(*, device: DeviceKind, timeout_s: float) -> Iterator[World]:
     For errors see `choose_device`, and `unify_failure` if ranks are lost while starting or ending.
     """
     ranks = read_ranks(os.environ)
-    chosen, note = choose_device(device, ranks, sees_own=partial(sees_own_gpu, ranks, timeout_s=timeout_s))
+    chosen, note = choose_device(device, ranks, timeout_s=timeout_s)
     cores = _first_cores()
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)

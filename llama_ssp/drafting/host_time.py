@@ -17,7 +17,11 @@ class HostTimed:
         yield
         self._host_s += time.perf_counter() - started
 
-    def take_host_s(self) -> float:
-        """Return and reset the seconds that were counted."""
-        host_s, self._host_s = self._host_s, 0.0
-        return host_s
+    def take_host_s(self, most_s: float) -> float:
+        """Return the seconds that were counted, or `most_s` of them; the rest stays, and is returned later.
+
+        A device passes a draft after the host has launched it.
+        """
+        taken_s = min(self._host_s, most_s)
+        self._host_s -= taken_s
+        return taken_s

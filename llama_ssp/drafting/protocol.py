@@ -134,10 +134,10 @@ class SharedDrafter(HostTimed):
         if self._inner:
             self._inner.prefill(prompts, rows=rows, buckets=buckets)
 
-    def take_host_s(self) -> float:
+    def take_host_s(self, most_s: float) -> float:
         """See `HostTimed`."""
         inner: object = self._inner
-        return inner.take_host_s() if isinstance(inner, HostTimed) else 0.0
+        return inner.take_host_s(most_s) if isinstance(inner, HostTimed) else 0.0
 
     def _write(self, ids_BK: Tensor, rows: Rows) -> None:
         _, num_drafted = static_shape(ids_BK)

@@ -290,7 +290,8 @@ class Decoder:
                 completion.first_token_s = completion.busy_s
         if is_round:
             draft_s, verify_s = self.clock.take()
-            draft_s -= sum([drafter.take_host_s() for drafter in self._host_timed])
+            for drafter in self._host_timed:
+                draft_s -= drafter.take_host_s(draft_s)
             other_s = seconds - draft_s - verify_s
             for completion in running:
                 part_s = completion.part_s

@@ -118,7 +118,7 @@ def memory_by_rank(runs: Sequence[Run]) -> Chart | None:
 
 
 def round_timeline(run: Run) -> Chart | None:
-    """The mean round in time: K draft steps, the verification, and the rest."""
+    """The mean round in time, divided by the rows that ran in it: K draft steps, the verification, and the rest."""
     measured = run.summary.speculative
     if measured is None or not measured.num_rounds or not measured.draft_s + measured.verify_s:
         return None
@@ -131,7 +131,7 @@ def round_timeline(run: Run) -> Chart | None:
     pieces += [("verification and rule", verify, COLOURS[0]), ("other", max(other, 0.0), GREY)]
     total = sum(length for _, length, _ in pieces)
     chart = Chart(
-        title="A round of speculative decoding, mean over all rounds",
+        title="A round of speculative decoding: one row's share, mean over all rounds",
         x_label="ms", y_label="", highest_x=total, highest_y=1.0,
     )  # fmt: skip
     passed = 0.0

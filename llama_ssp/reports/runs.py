@@ -65,9 +65,11 @@ class Run:
 def find_runs(folders: Iterable[Path]) -> tuple[list[Run], list[str]]:
     """Read every run in the folders of runs or sweeps, and below them; raises ConfigError for a folder without a run.
 
-    Returns readable runs in order of their paths, and a sentence for each run without a summary or with a damaged file.
+    Returns readable runs in order of their paths, each once, and a sentence for each run without a summary or with a
+    damaged file.
     """
     runs, missing = [], []
+    seen = set[Path]()
     for folder in folders:
         try:
             found = sorted((file.parent for file in folder.rglob("config.yaml")), key=_by_number)
@@ -76,6 +78,9 @@ def find_runs(folders: Iterable[Path]) -> tuple[list[Run], list[str]]:
         if not found:
             raise ConfigError(f"{folder} holds no run: a run's folder, with its config.yaml, or a sweep's is required")
         for path in found:
+            if (resolved := path.resolve()) in seen:
+                continue
+            seen.add(resolved)
             name = visible(folder.name if path == folder else f"{folder.name}/{path.relative_to(folder)}")
             try:
                 if (path / "summary.json").exists():

@@ -65,9 +65,13 @@ def _read(folder: RunFolder) -> dict[str, list[int]]:
         content = read_json(text)
     except ValueError as error:
         raise _damaged(error) from None
-    if not isinstance(content, dict) or not all(isinstance(tile, list) for tile in content.values()):
+    if not isinstance(content, dict) or not all(map(_is_tile, content.values())):
         raise _damaged("it should map products to tiles")
     return content
+
+
+def _is_tile(value: object) -> bool:
+    return isinstance(value, list) and all(type(number) is int for number in value)
 
 
 def _damaged(reason: object) -> ConfigError:

@@ -1,10 +1,12 @@
 """Int4 weights of public checkpoints, in two layouts; a layer's tensors become one weight that is read as `int4_rows`.
 
-    compressed-tensors   weight_packed (O, I / 8), weight_scale (O, G), weight_zero_point (O / 8, G) unless symmetric
+    compressed-tensors   weight_packed (O, I / 8), weight_scale (O, G), weight_zero_point (O / 8, G) unless symmetric,
+                         weight_g_idx (I,) if inputs are sorted
     GPTQ                 qweight (I / 8, O), scales (G, O), qzeros (G, O / 8), g_idx (I,)
 
 Eight codes are an int32, the first in the lowest bits. A code without a zero has the zero 8; version 1 of GPTQ stores
-zeros that are 1 too small. GPTQ may sort its inputs by importance (desc_act), which scatters the groups: not supported.
+zeros that are 1 too small. Both may sort the inputs by importance (desc_act, actorder), which scatters the groups: not
+supported. An actorder that is static, or weight, keeps the groups in place.
 
 Shapes: O outputs, I inputs, G groups of 128 inputs.
 """
@@ -27,6 +29,8 @@ from llama_ssp.weights.stored import StoredTensor
 _CODES_OF_A_WORD = 8
 _ZERO = 8
 """Of symmetric weights."""
+_ORDERS_IN_PLACE = (None, False, "weight", "static")
+"""Values of actorder that leave consecutive inputs in a group; the others scatter them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +59,8 @@ class PackedLayout:
 
 
 _COMPRESSED = PackedLayout(
-    weight="weight_packed", scale="weight_scale", zero="weight_zero_point", others=("weight_shape",)
+    weight="weight_packed", scale="weight_scale", zero="weight_zero_point", order="weight_g_idx",
+    others=("weight_shape",),
 )  # fmt: skip
 _GPTQ = PackedLayout(
     weight="qweight", scale="scales", zero="qzeros", order="g_idx", has_inputs_first=True, least_zero=1
@@ -110,7 +115,7 @@ class PackedTensor(TensorFacts):
         if not torch.equal(stored.read(inputs).long(), torch.arange(inputs.start, inputs.stop) // GROUP):
             raise CheckpointError(
                 f"{stored.file} scatters the groups of {stored.name}, and consecutive inputs must share a scale: "
-                "a checkpoint that was quantized with desc_act=false is required"
+                "a checkpoint that was quantized with desc_act=false, or actorder=static, is required"
             )
 
 
@@ -129,7 +134,7 @@ def layout_of(described: object) -> PackedLayout | str:
         case "gptq":
             problem = "; ".join(_differences(described, {"bits": 4, "group_size": GROUP, "desc_act": False}))
             version = _field(described, "checkpoint_format") or "gptq"
-            if version not in {"gptq", "gptq_v2"}:
+            if version not in ("gptq", "gptq_v2"):
                 problem = f"checkpoint_format {shown(version)}"
             return problem or (_GPTQ if version == "gptq" else replace(_GPTQ, least_zero=0))
         case method:
@@ -138,6 +143,8 @@ def layout_of(described: object) -> PackedLayout | str:
 
 def _compressed_problems(described: object) -> Iterator[str]:
     yield from _differences(described, {"format": "pack-quantized"})
+    if transforms := _field(described, "transform_config"):
+        yield f"transform_config {shown(transforms)}"
     groups = _field(described, "config_groups")
     if not isinstance(groups, dict) or not groups:
         yield "no config_groups"
@@ -145,8 +152,8 @@ def _compressed_problems(described: object) -> Iterator[str]:
     wanted = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
     for group in groups.values():
         yield from _differences(_field(group, "weights"), wanted)
-        if _field(_field(group, "weights"), "actorder") in {"group", True}:
-            yield "actorder group"
+        if (order := _field(_field(group, "weights"), "actorder")) not in _ORDERS_IN_PLACE:
+            yield f"actorder {shown(order)}"
         if _field(group, "input_activations") is not None:
             yield "quantized activations"
 

@@ -152,8 +152,10 @@ def _product_of_few_rows(device: str, dtype: torch.dtype, has_whole_vectors: boo
 
 
 def kernel_of_gpus(name: str, operands: tuple[Tensor, Tensor]) -> ProductOfFewRows | None:
-    """Triton's kernel, tried with small operands for 256 inputs, so that it is not compiled while a graph is captured.
+    """Triton's kernel, tried with small operands for 256 inputs, so that a GPU that cannot compile it unpacks instead.
 
+    It is tried for one row and for the most, since these have tiles of their own, and for scales that are no numbers
+    with inputs in fp16 and in bf16, if the GPU computes in that.
     Without it a warning says, once, what the format of this `name` costs.
     """
     instead = f"{name} unpacks its weights in every forward, which is slower than fp16"
@@ -163,7 +165,9 @@ def kernel_of_gpus(name: str, operands: tuple[Tensor, Tensor]) -> ProductOfFewRo
 def _tried_kernel(operands: tuple[Tensor, Tensor]) -> ProductOfFewRows:
     from llama_ssp.models.quantization.few_rows_kernel import product_of_few_rows  # noqa: PLC0415 - CPU builds come without Triton
 
-    scales = operands[1]
-    x_MI = torch.ones(1, 256, dtype=scales.dtype if scales.is_floating_point() else torch.float16, device="cuda")
-    product_of_few_rows(x_MI, *(operand.cuda() for operand in operands))
+    weight_OI, scales = (operand.cuda() for operand in operands)
+    halves = (torch.float16, torch.bfloat16) if torch.cuda.is_bf16_supported(False) else (torch.float16,)
+    for dtype in (scales.dtype,) if scales.is_floating_point() else halves:
+        for num_rows in (1, FEW_ROWS):
+            product_of_few_rows(torch.ones(num_rows, 256, dtype=dtype).cuda(), weight_OI, scales)
     return product_of_few_rows

@@ -22,6 +22,8 @@ SPREAD = 0.03
 """How far apart the lines' points stand at one value, so that their intervals do not cover each other."""
 MOST_PAIRS = 60
 """Prompts that the chart of one run shows."""
+_OF_DRAFTING = ("draft", "speculation.", "placement.draft.")
+"""Beginnings of the keys of settings that plain decoding does not depend on."""
 _Pick = Callable[[RunMeasures], Estimate | None]
 
 
@@ -74,36 +76,75 @@ def sweep_charts(
         for figure in _FIGURES:
             if any(figure.pick(measured) for measured in measures):
                 lines = labels(kept) if kept else [figure.lone_line] * len(runs)
-                chart = _over(figure, axis, lines, measures)
+                names = _Names(lines=lines, colours=_colour_names(kept, lines), plain=_plain_names(kept, lines))
+                chart = _over(figure, axis, names, measures)
                 _add_forecasts(figure, chart, axis, runs)
                 yield f"{figure.name}_by_{setting.name.replace(' ', '_')}", chart
 
 
-def _over(figure: _Figure, axis: Axis, lines: Sequence[str], measures: Sequence[RunMeasures]) -> Chart:
+@dataclass(frozen=True, kw_only=True)
+class _Names:
+    """For each run the names of its line, of its colour in the legend, and of the grey line of its plain decoding."""
+
+    lines: Sequence[str]
+    colours: Sequence[str]
+    plain: Sequence[str]
+
+
+def _colour_names(settings: Sequence[Setting], lines: Sequence[str]) -> Sequence[str]:
+    """Those of the lines, or, of more lines than there are colours, the values of one setting."""
+    if len(set(lines)) <= len(COLOURS):
+        return lines
+    few = next((each for each in settings if 1 < len(set(each.texts)) <= len(COLOURS)), None)
+    return labels([few]) if few else [f"{len(set(lines))} lines"] * len(lines)
+
+
+def _plain_names(settings: Sequence[Setting], lines: Sequence[str]) -> list[str]:
+    """Runs that differ only in how they draft have the same."""
+    kept = [each for each in settings if not each.key.startswith(_OF_DRAFTING)]
+    return [f"plain, {label}" for label in labels(kept)] if kept else ["plain"] * len(lines)
+
+
+def _over(figure: _Figure, axis: Axis, names: _Names, measures: Sequence[RunMeasures]) -> Chart:
     picks = [figure.pick(measured) for measured in measures]
-    behind = [figure.background(measured) if figure.background else None for measured in measures]
-    tops = [max(found.value, found.high or 0.0) for found in chain(picks, behind) if found]
+    grounds = [figure.background(measured) if figure.background else None for measured in measures]
+    tops = [max(found.value, found.high or 0.0) for found in chain(picks, grounds) if found]
     chart = Chart(
         title=f"{figure.title} by {axis.label}", x_label=axis.label, y_label=figure.y_label,
         highest_x=1.0, highest_y=max(*tops, figure.highest), x_names=axis.names,
     )  # fmt: skip
     if figure.name == "speedup":
         chart.line([(0, 1), (1, 1)], GREY)
-    plain = [found for found, shown in zip(behind, picks, strict=True) if found is not shown]
-    if any(plain):
-        _draw(chart, axis, behind, colour=GREY, name="plain", shift=0.0, form=figure.format)
-    names = list(dict.fromkeys(lines))
-    for number, name in enumerate(names):
-        own = [found if line == name else None for line, found in zip(lines, picks, strict=True)]
+    if any(found is not shown for found, shown in zip(grounds, picks, strict=True) if found):
+        for name in dict.fromkeys(names.plain):
+            found = _of(name, names.plain, grounds)
+            _draw(chart, axis, found, colour=GREY, name=name, legend=PLAIN, shift=0.0, form=figure.format)
+    legends = list(dict.fromkeys(names.colours))
+    legend_of = dict(zip(names.lines, names.colours, strict=True))
+    for number, (name, legend) in enumerate(legend_of.items()):
+        own = _of(name, names.lines, picks)
         if any(own):
-            shift = SPREAD * (number - (len(names) - 1) / 2) / max(len(names) / 4, 1)
-            colour = COLOURS[number % len(COLOURS)]
-            _draw(chart, axis, own, colour=colour, name=name, shift=shift, form=figure.format)
+            shift = SPREAD * (number - (len(legend_of) - 1) / 2) / max(len(legend_of) / 4, 1)
+            colour = COLOURS[legends.index(legend)]
+            _draw(chart, axis, own, colour=colour, name=name, legend=legend, shift=shift, form=figure.format)
     return chart
 
 
+def _of(name: str, names: Sequence[str], found: Sequence[Estimate | None]) -> list[Estimate | None]:
+    """Keep what was found of the runs with this name."""
+    return [each if its_name == name else None for its_name, each in zip(names, found, strict=True)]
+
+
 def _draw(
-    chart: Chart, axis: Axis, found: Sequence[Estimate | None], *, colour: str, name: str, shift: float, form: str
+    chart: Chart,
+    axis: Axis,
+    found: Sequence[Estimate | None],
+    *,
+    colour: str,
+    name: str,
+    legend: str,
+    shift: float,
+    form: str,
 ) -> None:
     """Draw the runs of one line: dots with their intervals, joined at the means of equal places."""
     at: dict[float, list[Estimate]] = {}
@@ -112,7 +153,7 @@ def _draw(
             at.setdefault(place, []).append(each)
     if axis.is_line and len(at) > 1:
         means = [(place + shift, fmean(each.value for each in at[place])) for place in sorted(at)]
-        chart.line(means, colour, name=name)
+        chart.line(means, colour, name=legend)
     for place, estimates in at.items():
         for each in estimates:
             says = ", ".join(filter(None, (name, f"{axis.label}={axis.names[place]}")))
@@ -120,7 +161,8 @@ def _draw(
             if each.low is not None and each.high is not None:
                 chart.line([(place + shift, each.low), (place + shift, each.high)], colour)
                 interval = f" ({form.format(each.low)} to {form.format(each.high)})"
-            chart.dot(place + shift, each.value, colour, says=f"{says}: {form.format(each.value)}{interval}", name=name)
+            says = f"{says}: {form.format(each.value)}{interval}"
+            chart.dot(place + shift, each.value, colour, says=says, name=legend)
 
 
 def _add_forecasts(figure: _Figure, chart: Chart, axis: Axis, runs: Sequence[Run]) -> None:

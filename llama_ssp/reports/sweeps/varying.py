@@ -88,11 +88,10 @@ def varying(runs: Sequence[Mapping[str, object]]) -> list[Setting]:
     return [Setting(key=key, name=name, values=changing[key]) for key, name in zip(kept, _names(kept), strict=True)]
 
 
-def labels(settings: Sequence[Setting], *, without: Setting | None = None) -> list[str]:
-    """Return a label for each run: its own values of the settings, `without` one of them."""
-    named = [setting for setting in settings if setting is not without]
+def labels(settings: Sequence[Setting]) -> list[str]:
+    """Return a label for each run: its own values of the settings."""
     num_runs = len(settings[0].values) if settings else 0
-    return [", ".join(f"{each.name}={each.texts[run]}" for each in named) for run in range(num_runs)]
+    return [", ".join(f"{each.name}={each.texts[run]}" for each in settings) for run in range(num_runs)]
 
 
 def _identity(value: object) -> str:

@@ -189,6 +189,7 @@ def test_the_parts_of_a_round_follow_each_other_and_add_up() -> None:
         "other: 1.000 ms",
     ]
     assert chart is not None
+    assert "one row's share" in chart.title, "a batch shares its rounds out"
     ends = [(left, right) for (left, _), (right, _) in corners(chart, Kind.bar)]
     assert all(begin > end for (_, end), (begin, _) in pairwise(ends))
 

@@ -46,6 +46,14 @@ def test_points_of_a_sweep_stand_in_their_order_and_unfinished_ones_are_named(tm
     assert missing == ["sweep/0 has no summary yet: running"]
 
 
+def test_a_run_in_two_of_the_folders_is_read_once(tmp_path: Path) -> None:
+    for number in range(2):
+        write_run(tmp_path / "all" / "sweep" / str(number), FAST)
+    (tmp_path / "link").symlink_to(tmp_path / "all" / "sweep")
+    runs, missing = find_runs([tmp_path / "all", tmp_path / "all" / "sweep", tmp_path / "link" / "1"])
+    assert ([run.name for run in runs], missing) == (["all/sweep/0", "all/sweep/1"], [])
+
+
 def test_every_completion_is_a_row_of_the_table(tmp_path: Path) -> None:
     write_run(tmp_path / "s" / "0", PLAIN, FAST)
     write_run(tmp_path / "s" / "1", replace(FAST, index=3), model='other, "one"')

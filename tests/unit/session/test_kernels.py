@@ -93,7 +93,9 @@ def test_a_run_that_is_resumed_on_another_gpu_chooses_again_and_says_so(
     assert json.loads((folder.path / "kernels.json").read_text()) == OURS | other
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"GPU: qkv": 1}', '{"GPU: qkv": [1, 2, 3]}'])
+@pytest.mark.parametrize(
+    "content", ["{", "[]", '{"GPU: qkv": 1}', '{"GPU: qkv": [1, 2, 3]}', '{"GPU: qkv": [[32], 128, 5]}']
+)
 def test_damaged_choices_are_a_sentence(content: str, folder: RunFolder) -> None:
     (folder.path / "kernels.json").write_text(content)
     with pytest.raises(ConfigError, match=r"^kernels\.json of run_dir is damaged \(.*\): delete it to choose again"):

@@ -93,7 +93,11 @@ REFUSED = {
     "no groups": (changed("compressed-tensors", config_groups={}), r"\(no config_groups\)"),
     "per channel": (changed("compressed-tensors", *WEIGHTS, strategy="channel"), r'\(strategy "channel"\)'),
     "floats": (changed("compressed-tensors", *WEIGHTS, type="float"), r'\(type "float"\)'),
-    "order": (changed("compressed-tensors", *WEIGHTS, actorder="group"), r"\(actorder group\)"),
+    "group order": (changed("compressed-tensors", *WEIGHTS, actorder="group"), r'\(actorder "group"\)'),
+    "its other name": (changed("compressed-tensors", *WEIGHTS, actorder="dynamic"), r'\(actorder "dynamic"\)'),
+    "an order that is no name": (changed("compressed-tensors", *WEIGHTS, actorder={}), r"\(actorder {}\)"),
+    "a version that is no name": (changed("gptq", checkpoint_format=["gptq"]), r'\(checkpoint_format \["gptq"\]\)'),
+    "rotations": (changed("compressed-tensors", transform_config={"config_groups": {}}), r"\(transform_config {"),
     "activations": (
         changed("compressed-tensors", "config_groups", "group_0", input_activations={"num_bits": 8}),
         r"\(quantized activations\)",
@@ -126,14 +130,25 @@ def test_parts_that_do_not_fit_each_other_are_refused(made: Made, tmp_path: Path
         inspect(folder)
 
 
-def test_scattered_groups_are_refused_even_if_the_config_says_otherwise(made: Made, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("layout", "leaf"), [("gptq", "g_idx"), ("compressed-tensors", "weight_g_idx")])
+def test_scattered_groups_are_refused_even_if_the_config_says_otherwise(
+    made: Made, tmp_path: Path, layout: str, leaf: str
+) -> None:
     def scatter(tensors: dict[str, Tensor]) -> None:
-        name = NAME.replace("weight", "g_idx")
-        tensors[name] = tensors[name].flip(0).contiguous()
+        tensors[NAME.replace("weight", leaf)] = torch.arange(384, dtype=torch.int32).flip(0) // 128
 
-    checkpoint = inspect(edited(made("gptq")[0], tmp_path, scatter))
-    with pytest.raises(CheckpointError, match=r"k_proj\.g_idx, and consecutive inputs must share a scale"):
+    checkpoint = inspect(edited(made(layout)[0], tmp_path, scatter))
+    with pytest.raises(CheckpointError, match=rf"k_proj\.{leaf}, and consecutive inputs must share a scale"):
         checkpoint.read(NAME)
+
+
+@pytest.mark.parametrize("order", [None, False, "weight", "static"])
+def test_an_order_that_leaves_groups_in_place_is_read(made: Made, tmp_path: Path, order: object) -> None:
+    folder = tmp_path / "packed"
+    shutil.copytree(made("compressed-tensors")[0], folder)
+    described = changed("compressed-tensors", *WEIGHTS, actorder=order) | {"transform_config": {}}
+    edit_config(folder, quantization_config=described)
+    assert inspect(folder).tensors[NAME].is_packed
 
 
 def edited(origin: Path, tmp_path: Path, edit: Callable[[dict[str, Tensor]], None]) -> Path:

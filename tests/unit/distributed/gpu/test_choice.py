@@ -1,8 +1,10 @@
-"""Which device a rank computes on, also where each rank sees its own GPU only."""
+"""Which device a rank computes on, also where ranks see different GPUs."""
 
 import json
 import socket
-from collections.abc import Iterator
+from collections.abc import Sequence
+from datetime import timedelta
+from threading import Thread
 from types import SimpleNamespace
 
 import pytest
@@ -12,69 +14,135 @@ from torch.distributed import HashStore  # type: ignore[attr-defined] # torch do
 from llama_ssp.config.schema import DeviceKind
 from llama_ssp.distributed.environment import Ranks
 from llama_ssp.distributed.gpu import choice
-from llama_ssp.distributed.gpu.choice import choose_device, sees_own_gpu
-from llama_ssp.errors import PlacementError
+from llama_ssp.distributed.gpu.choice import Seen, choose_device
+from llama_ssp.errors import LostRankError, PlacementError
 
-FIFTH_OF_EIGHT = Ranks(rank=5, size=8, local_rank=1, local_size=4)
-
-
-def test_every_rank_has_a_gpu_or_none_has_and_a_sentence_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    assert choose_device(DeviceKind.auto, FIFTH_OF_EIGHT) == (torch.device("cuda", 1), None)
-    assert choose_device(DeviceKind.cpu, FIFTH_OF_EIGHT) == (torch.device("cpu"), None)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    device, note = choose_device(DeviceKind.auto, FIFTH_OF_EIGHT)
-    assert device.type == "cpu"
-    assert note == "4 ranks on a node with 3 GPUs: all ranks run on the CPU"
-    with pytest.raises(PlacementError, match="at most 3 ranks"):
-        choose_device(DeviceKind.cuda, FIFTH_OF_EIGHT)
+FIRST, SECOND = (Ranks(rank=rank, size=2, local_rank=rank, local_size=2) for rank in range(2))
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
-def test_a_rank_that_sees_its_own_gpu_only_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    for kind in (DeviceKind.auto, DeviceKind.cuda):
-        assert choose_device(kind, FIFTH_OF_EIGHT, sees_own=lambda: True) == (torch.device("cuda", 0), None)
-    assert choose_device(DeviceKind.auto, FIFTH_OF_EIGHT, sees_own=lambda: False)[0].type == "cpu"
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> HashStore:
+    """The store where ranks meet."""
+    opened = HashStore()
+    monkeypatch.setattr(choice, "open_store", lambda *_, **__: opened)
+    monkeypatch.setattr(socket, "gethostname", lambda: "here")
+    choice._seen_by_all.cache_clear()
+    return opened
 
 
-def test_ranks_are_not_asked_where_no_gpu_or_one_for_each_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    for num_gpus in (0, 4):
-        monkeypatch.setattr(torch.cuda, "device_count", lambda number=num_gpus: number)
-        choose_device(DeviceKind.auto, FIFTH_OF_EIGHT, sees_own=lambda: pytest.fail("the ranks were asked"))
+def sees(monkeypatch: pytest.MonkeyPatch, gpus: Sequence[str], *, starts: bool = True) -> None:
+    """Let this rank see these GPUs."""
+
+    def properties(index: int) -> SimpleNamespace:
+        if not starts:
+            raise RuntimeError("the driver is too old")
+        return SimpleNamespace(uuid=gpus[index])
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
 
 
-@pytest.fixture(autouse=True)
-def _cache() -> Iterator[None]:
-    sees_own_gpu.cache_clear()
-    yield
-    sees_own_gpu.cache_clear()
+def chosen(store: HashStore, theirs: Seen, *, kind: DeviceKind = DeviceKind.auto) -> tuple[torch.device, str | None]:
+    """What the second of two ranks chooses."""
+    store.set("llama_ssp/gpus/0", json.dumps(theirs))
+    return choose_device(kind, SECOND, timeout_s=0.1)
+
+
+@pytest.mark.parametrize("kind", [DeviceKind.auto, DeviceKind.cuda])
+def test_a_single_rank_asks_nobody(kind: DeviceKind, store: HashStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = Ranks(rank=0, size=1, local_rank=0, local_size=1)
+    sees(monkeypatch, ["1", "2"])
+    assert choose_device(kind, alone, timeout_s=0.1) == (GPU, None)
+    assert choose_device(DeviceKind.cpu, alone, timeout_s=0.1) == (CPU, None)
+    sees(monkeypatch, [])
+    assert choose_device(DeviceKind.auto, alone, timeout_s=0.1) == (CPU, None)
+    assert store.num_keys() == 0
+
+
+def test_every_rank_has_a_gpu_or_none_has_and_a_sentence_says_so(
+    store: HashStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sees(monkeypatch, ["1", "2"])
+    assert chosen(store, Seen("here", 2, 2)) == (torch.device("cuda", 1), None)
+    assert chosen(store, Seen("here", 2, 2), kind=DeviceKind.cpu) == (CPU, None)
+    sees(monkeypatch, ["1"])
+    one = Seen("here", 2, 1, ("1",))
+    assert chosen(store, one) == (CPU, "2 ranks on a node with 1 GPUs: all ranks run on the CPU")
+    with pytest.raises(PlacementError, match="this node has 1 for 2: start at most 1 ranks"):
+        chosen(store, one, kind=DeviceKind.cuda)
 
 
 @pytest.mark.parametrize(
-    ("theirs", "mine", "own"),
+    ("theirs", "mine", "device"),
     [
-        (["here 1"], ["2"], True),
-        (["here 1"], ["1"], False),
-        (["there 1"], ["1"], True),
-        ([], ["1"], False),
-        (["here 1"], [], False),
-        (["here 1", "here 2"], ["3", "4"], True),
-        (["here 1", "here 2"], ["2", "3"], False),
+        (Seen("here", 2, 1, ("1",)), ["2"], GPU),
+        (Seen("here", 2, 1, ("1",)), ["1"], CPU),
+        (Seen("there", 2, 1, ("1",)), ["1"], GPU),
+        (Seen("there", 2, 2), ["1"], GPU),
+        (Seen("there", 2, 2), ["1", "2"], torch.device("cuda", 1)),
+        (Seen("there", 2, 0), ["1", "2"], CPU),
+        (Seen("here", 2, 0), ["1"], CPU),
+        (Seen("here", 2, 0), ["1", "2"], CPU),
+        (Seen("here", 2, 2), ["1"], CPU),
+        (Seen("here", 2, 1, ("1",)), ["1", "2"], CPU),
+        (Seen("here", 3, 2, ("1", "2")), ["3", "4"], GPU),
+        (Seen("here", 3, 2, ("1", "2")), ["2", "3"], CPU),
     ],
-    ids=["one each", "one for both", "two hosts", "CUDA does not start there", "nor here", "two each", "one is shared"],
-)
-def test_gpus_are_a_ranks_own_if_no_rank_of_its_host_sees_them_too(
-    theirs: list[str], mine: list[str], own: bool, monkeypatch: pytest.MonkeyPatch
+    ids=[
+        "one each", "one for both", "two hosts", "enough on the other host", "on both hosts", "none on the other host",
+        "none there", "both or none", "both or one", "one or both", "two each", "one is shared",
+    ],
+)  # fmt: skip
+def test_ranks_choose_from_what_all_see(
+    theirs: Seen, mine: list[str], device: torch.device, store: HashStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = HashStore()
+    ranks = Ranks(rank=1, size=2, local_rank=1, local_size=theirs.num_ranks)
     store.set("llama_ssp/gpus/0", json.dumps(theirs))
-    monkeypatch.setattr(choice, "open_store", lambda *_, **__: store)
-    monkeypatch.setattr(socket, "gethostname", lambda: "here")
-    seen = [SimpleNamespace(uuid=gpu) for gpu in mine]
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(seen) or 1)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: seen[index] if seen else _no_driver())
-    assert sees_own_gpu(Ranks(rank=1, size=2, local_rank=1, local_size=2), timeout_s=5.0) is own
+    sees(monkeypatch, mine)
+    assert choose_device(DeviceKind.auto, ranks, timeout_s=0.1)[0] == device
 
 
-def _no_driver() -> SimpleNamespace:
-    raise RuntimeError("the driver is too old")
+def test_gpus_that_do_not_start_are_nobodys_own(store: HashStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    sees(monkeypatch, ["2"], starts=False)
+    assert chosen(store, Seen("here", 2, 1, ("1",)))[0] == CPU
+
+
+@pytest.mark.parametrize("mine", [[], ["1", "2"]], ids=["none", "one for each"])
+def test_a_rank_that_could_choose_alone_says_what_it_sees(
+    mine: list[str], store: HashStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else those that see other GPUs would wait for it."""
+    sees(monkeypatch, mine)
+    chosen(store, Seen("here", 2, 1, ("1",)))
+    store.wait(["llama_ssp/gpus/1"], timedelta(seconds=0.1))
+
+
+@pytest.mark.usefixtures("store")
+def test_a_rank_without_gpus_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    sees(monkeypatch, [])
+    assert choose_device(DeviceKind.auto, SECOND, timeout_s=0.1) == (CPU, None)
+
+
+@pytest.mark.usefixtures("store")
+def test_a_rank_that_says_nothing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    sees(monkeypatch, ["1"])
+    with pytest.raises(LostRankError, match=r"rank 0 did not connect within timeouts\.load_s=0\.1") as caught:
+        choose_device(DeviceKind.auto, SECOND, timeout_s=0.1)
+    assert caught.value.speaks
+
+
+def test_a_rank_without_the_gpus_that_are_required_is_an_error_of_all(
+    store: HashStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of rank 0, which keeps the store until the other has read what it sees."""
+    store.set("llama_ssp/gpus/1", json.dumps(Seen("there", 2, 0)))
+    sees(monkeypatch, ["1", "2"])
+    with pytest.raises(LostRankError, match="rank 1 did not connect"):
+        choose_device(DeviceKind.cuda, FIRST, timeout_s=0.1)
+    choice._seen_by_all.cache_clear()
+    other = Thread(target=store.set, args=("llama_ssp/gpus/1/read", ""))
+    other.start()
+    with pytest.raises(PlacementError, match="node there has 0 for 2: use device=cpu"):
+        choose_device(DeviceKind.cuda, FIRST, timeout_s=5.0)
+    other.join()

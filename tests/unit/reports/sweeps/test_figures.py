@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from llama_ssp.reports import plots
-from llama_ssp.reports.charts import Chart, Kind
+from llama_ssp.reports.charts import GREY, Chart, Kind
 from llama_ssp.reports.runs import Run, varying_settings
 from llama_ssp.reports.sweeps.axes import MARGIN, axes_of, axis_of
 from llama_ssp.reports.sweeps.figures import MOST_PAIRS, prompts_of_run, sweep_charts
@@ -66,6 +66,41 @@ def test_runs_that_differ_in_their_seed_are_repeats_at_one_place() -> None:
     dots = [mark.points[0][0] for mark in charts["speedup_by_K"].marks if mark.kind is Kind.dot]
     assert sorted(dots) == sorted([MARGIN, 1 - MARGIN] * 2)
     assert [each.key for each in axes_of([setting_of_seed()], num_runs=2)] == ["seed"], "alone it is an axis"
+
+
+def test_plain_times_of_other_models_are_lines_of_their_own() -> None:
+    draw = random.Random(0)
+    runs: list[Run] = []
+    for model, slower in (("7B", 1.0), ("13B", 3.0)):
+        for k in (2, 4):
+            for draft in ("small", "tiny"):
+                run = simulated_run(draw, name=f"s/{len(runs)}", temperature=0.0, k=k, num_prompts=8)
+                lines = tuple(replace(line, ms=slower * line.ms) for line in run.lines)
+                found = replace(run.summary, model=model, draft=draft)
+                runs.append(replace(run, summary=found, lines=lines))
+    chart = charts_of(runs)["time_by_K"]
+    grey = [mark.points for mark in chart.marks if mark.kind is Kind.line and mark.colour == GREY]
+    small, large = (points for points in grey if points[0][0] != points[1][0])
+    assert max(height for _, height in small) < min(height for _, height in large)
+    says = [mark.says for mark in chart.marks if mark.kind is Kind.dot and mark.colour == GREY]
+    assert [each.partition(", K=")[0] for each in says] == ["plain, model=7B"] * 4 + ["plain, model=13B"] * 4
+    assert next(iter(chart.legend)) == "plain"
+
+
+def test_more_lines_than_colours_are_coloured_by_one_setting() -> None:
+    draw = random.Random(0)
+    runs = simulated_sweep(draw, num_prompts=2, temperatures=(0.0, 1.0), ks=(1, 2, 3, 4, 5, 6, 7, 8, 9))
+    both = [
+        replace(run, settings={**run.settings, "sampling.top_k": top_k}, name=f"{run.name}{top_k}")
+        for top_k in (20, 50)
+        for run in runs
+    ]
+    chart = charts_of(both)["speedup_by_temperature"]
+    assert list(chart.legend) == ["top k=20", "top k=50", "forecast"]
+    says = {mark.says.partition(", temperature=")[0]: mark.colour for mark in chart.marks if mark.kind is Kind.dot}
+    assert len(says) == 18
+    assert len(set(says.values())) == 2
+    assert says["K=9, top k=20"] != says["K=9, top k=50"]
 
 
 def setting_of_seed() -> Setting:

@@ -35,7 +35,6 @@ def test_settings_that_differ_are_found_and_the_folder_is_none() -> None:
         ("seed", "seed", ["0", "0", "1"], True),
     ]
     assert labels(found) == ["temperature=0.8, seed=0", "temperature=0, seed=0", "temperature=0.8, seed=1"]
-    assert labels(found, without=found[0]) == ["seed=0", "seed=0", "seed=1"]
 
 
 def test_equal_runs_have_no_varying_settings() -> None:
