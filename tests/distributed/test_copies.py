@@ -16,7 +16,7 @@ def lines(run_dir: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 @pytest.mark.distributed(2)
 def test_two_copies_leave_the_texts_of_one_in_prompt_order(tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"

@@ -101,8 +101,8 @@ def test_every_turn_is_recorded_with_its_question(tmp_path: Path) -> None:
     ("num_kept", "settings"),
     [
         heavy(1, ("task=generate", "model=tiny-draft", "draft=none", "batch_size=2", "num_samples=2")),
-        heavy(4, ("task=compare", "batch_size=1")),
-        heavy(1, ("task=latency", "batch_size=3")),
+        slow(4, ("task=compare", "batch_size=1")),
+        slow(1, ("task=latency", "batch_size=3")),
     ],
 )
 def test_a_resumed_conversation_goes_on_after_its_recorded_answers(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.in_process import Ended, launch
-from tests.helpers.lanes import heavy
+from tests.helpers.lanes import heavy, slow
 
 pytestmark = pytest.mark.seconds
 
@@ -21,7 +21,7 @@ PLENTY = 1 << 24
 # What there is room for: on a small disk for the lock alone, or for some completions; where files must be short, for
 # not even that, or for some completions.
 CASES = [
-    heavy("a small disk", 4096), heavy("a small disk", 5 * 4096), heavy("short files", 1), heavy("short files", 3000),
+    slow("a small disk", 4096), heavy("a small disk", 5 * 4096), slow("short files", 1), heavy("short files", 3000),
 ]  # fmt: skip
 
 

@@ -25,7 +25,7 @@ from llama_ssp.planning.weights import shares, weight_bytes
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.fake_comm import on_ranks, thread_comms
-from tests.helpers.lanes import grid, heavy, slow
+from tests.helpers.lanes import grid
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint
 
 pytestmark = pytest.mark.seconds
@@ -131,7 +131,8 @@ def round_difference(runner: Runner) -> float:
     return max(differences)
 
 
-@pytest.mark.parametrize("implementation", [heavy("lean"), slow("modules")])
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", ["lean", "modules"])
 def test_a_round_is_decoding_one_by_one_as_closely_as_in_fp32(implementation: str) -> None:
     """At most ten times as far; and int8 at threshold 6, whose rows depend on each other, is far beyond that."""
     folder = hub.resolve(catalogue.load("tiny"))

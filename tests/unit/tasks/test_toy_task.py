@@ -72,7 +72,7 @@ def test_a_task_from_outside_runs(folder: Path) -> None:
     assert (folder / "run" / "status").read_text().strip() == "done"
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_the_task_of_the_page_runs(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "extending.md").read_text().partition("## A task")[2]
     module, option = (re.findall(rf"^```{kind}\n(.*?)^```", page, re.DOTALL | re.MULTILINE) for kind in ("py", "yml"))
