@@ -33,7 +33,7 @@ _WIDTH = 32
 _LOG2_E = 1.4426950408889634
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _measures(  # type: ignore[no-untyped-def]
     first_queries, used, row, left, HAS_WINDOW: tl.constexpr, PARTS: tl.constexpr, SLOTS: tl.constexpr
 ):
