@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,8 +91,11 @@ def split_rows() -> None:
 def choice_of_attention() -> None:
     """It is compared with a mask, timed, and serves few queries of few heads."""
     few, times = Heads(2, 1, 16, 0.25), {split_kernels.attend: 1.0, varlen_attention: 2.0}
-    split_attention.seconds_of = lambda attend, *_arguments, **_options: times[attend]  # type: ignore[assignment]
-    torch.cuda.get_device_name = lambda _device: "GPU"  # type: ignore[assignment]
+    ours: Any = split_kernels
+    choosing: Any = split_attention
+    cuda: Any = torch.cuda
+    choosing.seconds_of = lambda attend, *_arguments, **_options: times[attend]
+    cuda.get_device_name = lambda _device: "GPU"
     tried = partial(split_attention.try_split, varlen_attention, few, device=CPU, dtype=DTYPE)
     chosen = tried()
     assert chosen.is_ours
@@ -100,17 +104,17 @@ def choice_of_attention() -> None:
     cases = ((1, 1, 512), (1, 32, 512), (1, 33, 512), (32, 1, 512), (1, 1, 256))
     assert [chosen._serves(*case) for case in cases] == [True, True, False, False, False]
     chosen.use_choices({key: []}, CPU, DTYPE)
-    assert not chosen.is_ours
+    assert chosen.choices(CPU, DTYPE) == {key: []}
     assert not chosen._serves(1, 1, 512)
     sizes = ((7, 128), (8, 128), (15, 64), (16, 64))
     assert [split_attention.has_few(Heads(num, 1, dim, 1.0)) for num, dim in sizes] == [True, False, True, False]
     right = split_kernels.attend
-    split_kernels.attend = lambda *arguments, **options: right(*arguments, **options) * 1.2
+    ours.attend = lambda *arguments, **options: right(*arguments, **options) * 1.2
     try:
         tried()
     except RuntimeError:
-        split_kernels.attend = right
+        ours.attend = right
     else:
         raise AssertionError("a wrong kernel was taken")
-    times[varlen_attention], split_attention.is_right = 0.5, lambda *_arguments, **_options: True  # type: ignore[assignment]
+    times[varlen_attention], choosing.is_right = 0.5, lambda *_arguments, **_options: True
     assert not tried().is_ours

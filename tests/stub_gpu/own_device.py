@@ -40,7 +40,7 @@ def operators() -> None:
 
 def harness() -> "SpeculativeLM":
     """The model of lm-evaluation-harness; modules stand in for the package where it is missing."""
-    for name, content in {
+    contents: dict[str, dict[str, Any]] = {
         "lm_eval": {},
         "lm_eval.api": {},
         "lm_eval.api.model": {"TemplateLM": object},
@@ -53,7 +53,8 @@ def harness() -> "SpeculativeLM":
         "lm_eval.utils": dict.fromkeys(
             ("get_rolling_token_windows", "make_disjoint_window", "simple_parse_args_string")
         ),
-    }.items():
+    }
+    for name, content in contents.items():
         sys.modules[name] = ModuleType(name)
         vars(sys.modules[name]).update(content)
     from llama_ssp.harness.model import SpeculativeLM
@@ -70,7 +71,7 @@ def main() -> None:
     asked = [SimpleNamespace(args=(PROMPT, {"max_gen_toks": 8})) for _ in range(3)]
     found["answers"] = seen(lambda: model.generate_until(asked, disable_tqdm=True))
     scored = [("", [5, 6], [7, 8, 9])]
-    found["scores"] = seen(lambda: model._loglikelihood_tokens(scored, disable_tqdm=True))  # type: ignore[arg-type]
+    found["scores"] = seen(lambda: model._loglikelihood_tokens(scored, disable_tqdm=True))
     sys.stdout.write(json.dumps(found) + "\n")
 
 
