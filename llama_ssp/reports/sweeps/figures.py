@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import chain
 from statistics import fmean
 
-from llama_ssp.reports.charts import COLOURS, GREY, INK, Chart
+from llama_ssp.reports.charts import COLOURS, GREY, INK, MOST_LINES, Chart, Look, look
 from llama_ssp.reports.lines import PLAIN, SPECULATIVE
 from llama_ssp.reports.runs import Run
 from llama_ssp.reports.sweeps.axes import Axis, axes_of, axis_of
@@ -92,8 +92,8 @@ class _Names:
 
 
 def _colour_names(settings: Sequence[Setting], lines: Sequence[str]) -> Sequence[str]:
-    """Those of the lines, or, of more lines than there are colours, the values of one setting."""
-    if len(set(lines)) <= len(COLOURS):
+    """Those of the lines, or, of more lines than can be told apart, the values of one setting."""
+    if len(set(lines)) <= MOST_LINES:
         return lines
     few = next((each for each in settings if 1 < len(set(each.texts)) <= len(COLOURS)), None)
     return labels([few]) if few else [f"{len(set(lines))} lines"] * len(lines)
@@ -118,15 +118,15 @@ def _over(figure: _Figure, axis: Axis, names: _Names, measures: Sequence[RunMeas
     if any(found is not shown for found, shown in zip(grounds, picks, strict=True) if found):
         for name in dict.fromkeys(names.plain):
             found = _of(name, names.plain, grounds)
-            _draw(chart, axis, found, colour=GREY, name=name, legend=PLAIN, shift=0.0, form=figure.format)
+            _draw(chart, axis, found, seen=Look(GREY), name=name, legend=PLAIN, shift=0.0, form=figure.format)
     legends = list(dict.fromkeys(names.colours))
     legend_of = dict(zip(names.lines, names.colours, strict=True))
     for number, (name, legend) in enumerate(legend_of.items()):
         own = _of(name, names.lines, picks)
         if any(own):
             shift = SPREAD * (number - (len(legend_of) - 1) / 2) / max(len(legend_of) / 4, 1)
-            colour = COLOURS[legends.index(legend)]
-            _draw(chart, axis, own, colour=colour, name=name, legend=legend, shift=shift, form=figure.format)
+            seen = look(legends.index(legend))
+            _draw(chart, axis, own, seen=seen, name=name, legend=legend, shift=shift, form=figure.format)
     return chart
 
 
@@ -140,7 +140,7 @@ def _draw(
     axis: Axis,
     found: Sequence[Estimate | None],
     *,
-    colour: str,
+    seen: Look,
     name: str,
     legend: str,
     shift: float,
@@ -153,16 +153,16 @@ def _draw(
             at.setdefault(place, []).append(each)
     if axis.is_line and len(at) > 1:
         means = [(place + shift, fmean(each.value for each in at[place])) for place in sorted(at)]
-        chart.line(means, colour, name=legend)
+        chart.line(means, seen.colour, name=legend, shape=seen.shape)
     for place, estimates in at.items():
         for each in estimates:
             says = ", ".join(filter(None, (name, f"{axis.label}={axis.names[place]}")))
             interval = ""
             if each.low is not None and each.high is not None:
-                chart.line([(place + shift, each.low), (place + shift, each.high)], colour)
+                chart.line([(place + shift, each.low), (place + shift, each.high)], seen.colour)
                 interval = f" ({form.format(each.low)} to {form.format(each.high)})"
             says = f"{says}: {form.format(each.value)}{interval}"
-            chart.dot(place + shift, each.value, colour, says=says, name=legend)
+            chart.dot(place + shift, each.value, seen.colour, says=says, name=legend, shape=seen.shape)
 
 
 def _add_forecasts(figure: _Figure, chart: Chart, axis: Axis, runs: Sequence[Run]) -> None:
