@@ -19,7 +19,7 @@ from llama_ssp.reports.sweeps.varying import Setting, labels
 
 MOST_AXES = 4
 SPREAD = 0.03
-"""How far apart the lines' points stand at one value, so that their intervals do not cover each other."""
+"""How far apart the points of a few lines stand at one value; those of many stand closer."""
 MOST_PAIRS = 60
 """Prompts that the chart of one run shows."""
 _OF_DRAFTING = ("draft", "speculation.", "placement.draft.")
@@ -115,19 +115,26 @@ def _over(figure: _Figure, axis: Axis, names: _Names, measures: Sequence[RunMeas
     )  # fmt: skip
     if figure.name == "speedup":
         chart.line([(0, 1), (1, 1)], GREY)
-    if any(found is not shown for found, shown in zip(grounds, picks, strict=True) if found):
-        for name in dict.fromkeys(names.plain):
-            found = _of(name, names.plain, grounds)
-            _draw(chart, axis, found, seen=Look(GREY), name=name, legend=PLAIN, shift=0.0, form=figure.format)
+    has_plain = any(found is not shown for found, shown in zip(grounds, picks, strict=True) if found)
+    plain = dict.fromkeys(names.plain) if has_plain else {}
     legends = list(dict.fromkeys(names.colours))
     legend_of = dict(zip(names.lines, names.colours, strict=True))
-    for number, (name, legend) in enumerate(legend_of.items()):
+    shifts = _shifts(len(plain) + len(legend_of))
+    for name, shift in zip(plain, shifts, strict=False):
+        found = _of(name, names.plain, grounds)
+        _draw(chart, axis, found, seen=Look(GREY), name=name, legend=PLAIN, shift=shift, form=figure.format)
+    for (name, legend), shift in zip(legend_of.items(), shifts[len(plain) :], strict=True):
         own = _of(name, names.lines, picks)
         if any(own):
-            shift = SPREAD * (number - (len(legend_of) - 1) / 2) / max(len(legend_of) / 4, 1)
             seen = look(legends.index(legend))
             _draw(chart, axis, own, seen=seen, name=name, legend=legend, shift=shift, form=figure.format)
     return chart
+
+
+def _shifts(num_lines: int) -> list[float]:
+    """How far each line stands from the places of its values, so that no interval covers another one."""
+    step = SPREAD / max(num_lines / 4, 1)
+    return [step * (number - (num_lines - 1) / 2) for number in range(num_lines)]
 
 
 def _of(name: str, names: Sequence[str], found: Sequence[Estimate | None]) -> list[Estimate | None]:

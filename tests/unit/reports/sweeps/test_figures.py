@@ -54,6 +54,17 @@ def test_every_run_is_a_dot_with_its_interval() -> None:
     assert said(plots.picture(chart)) == says
 
 
+@pytest.mark.parametrize("axis", ["K", "temperature"])
+def test_no_interval_covers_another_one(axis: str) -> None:
+    chart = charts_of(simulated_sweep(random.Random(0), ks=(2, 4, 6)))[f"time_by_{axis}"]
+    places = [mark.points[0][0] for mark in chart.marks if mark.kind is Kind.dot]
+    assert len(places) == 2 * 6, "plain and speculative, of every run"
+    plain = {mark.points[0][0] for mark in chart.marks if mark.kind is Kind.dot and mark.colour == GREY}
+    others = {mark.points[0][0] for mark in chart.marks if mark.kind is Kind.dot and mark.colour != GREY}
+    assert len(others) == 6
+    assert all(abs(left - right) > 0.01 for left, right in pairwise(sorted(plain | others)))
+
+
 def test_runs_that_differ_in_their_seed_are_repeats_at_one_place() -> None:
     draw = random.Random(0)
     runs = []
