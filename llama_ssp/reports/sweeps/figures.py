@@ -78,7 +78,7 @@ def sweep_charts(
                 lines = labels(kept) if kept else [figure.lone_line] * len(runs)
                 names = _Names(lines=lines, colours=_colour_names(kept, lines), plain=_plain_names(kept, lines))
                 chart = _over(figure, axis, names, measures)
-                _add_forecasts(figure, chart, axis, runs)
+                _add_forecasts(figure, chart, axis, names.lines, runs)
                 yield f"{figure.name}_by_{setting.name.replace(' ', '_')}", chart
 
 
@@ -122,7 +122,9 @@ def _over(figure: _Figure, axis: Axis, names: _Names, measures: Sequence[RunMeas
     shifts = _shifts(len(plain) + len(legend_of))
     for name, shift in zip(plain, shifts, strict=False):
         found = _of(name, names.plain, grounds)
-        _draw(chart, axis, found, seen=Look(GREY), name=name, legend=PLAIN, shift=shift, form=figure.format)
+        of_line = names.colours[names.plain.index(name)]
+        seen = Look(GREY, look(legends.index(of_line)).shape) if len(plain) > 1 else Look(GREY)
+        _draw(chart, axis, found, seen=seen, name=name, legend=PLAIN, shift=shift, form=figure.format)
     for (name, legend), shift in zip(legend_of.items(), shifts[len(plain) :], strict=True):
         own = _of(name, names.lines, picks)
         if any(own):
@@ -172,13 +174,16 @@ def _draw(
             chart.dot(place + shift, each.value, seen.colour, says=says, name=legend, shape=seen.shape)
 
 
-def _add_forecasts(figure: _Figure, chart: Chart, axis: Axis, runs: Sequence[Run]) -> None:
-    """Draw the forecast of each run's speed-up as a dash."""
+def _add_forecasts(figure: _Figure, chart: Chart, axis: Axis, lines: Sequence[str], runs: Sequence[Run]) -> None:
+    """Draw the forecast of each run's speed-up as a bar across its interval."""
     if figure.name != "speedup":
         return
-    for place, run in zip(axis.places, runs, strict=True):
+    shift_of = dict(zip(dict.fromkeys(lines), _shifts(len(set(lines))), strict=True))
+    half = SPREAD / 2 / max(len(shift_of) / 4, 1) if len(shift_of) > 1 else SPREAD
+    for place, line, run in zip(axis.places, lines, runs, strict=True):
         if run.summary.speedup and (level := run.summary.forecast.speedup):
-            chart.line([(place - SPREAD, level), (place + SPREAD, level)], INK, name="forecast", dashed=True)
+            middle = place + shift_of[line]
+            chart.line([(middle - half, level), (middle + half, level)], INK, name="forecast")
             chart.highest_y = max(chart.highest_y, level)
 
 
