@@ -98,7 +98,8 @@ def _show(given: argparse.Namespace) -> None:
     machine = hardware.build(config.hardware)
     job = make_job(config, machine)
     if config.search:
-        show_search(job, machine, config.format)
+        show_search(job, machine, config.format, figure=config.figure)
     else:
         auto_ranks = machine.num_ranks if config.placement.auto else None
-        show_plan(plan_job(job, machine, auto_ranks=auto_ranks), config.format, figure=config.figure)
+        chosen = plan_job(job, machine, auto_ranks=auto_ranks, divides=True)
+        show_plan(chosen, config.format, figure=config.figure)

@@ -21,6 +21,8 @@ from llama_ssp.planning.weights import DTYPE_BYTES
 
 GRAPH_NODE_BYTES = 32 * 1024
 """Memory of one kernel in a captured graph, estimated from logs of serving engines (0.3-1 GiB for 67 graphs)."""
+TIGHT_SHARE = 0.03
+"""A rank with a smaller share of its memory left is called tight."""
 SLACK_SHARE = 0.02
 """Estimated fragmentation of the caching allocator, as a share of what it serves."""
 
@@ -68,9 +70,15 @@ class RankMemoryPlan:
         """Whether this rank has enough memory."""
         return self.free_bytes >= 0
 
+    @property
+    def is_tight(self) -> bool:
+        """Whether it fits with little left."""
+        return 0 <= self.free_bytes < TIGHT_SHARE * self.capacity_bytes
+
     def as_items(self) -> dict[str, int | bool]:
         """All figures, including the derived ones."""
-        return asdict(self) | {"needed_bytes": self.needed_bytes, "free_bytes": self.free_bytes, "fits": self.fits}
+        names = ("needed_bytes", "free_bytes", "fits", "is_tight")
+        return asdict(self) | {name: getattr(self, name) for name in names}
 
 
 def memory(job: PlanSpec, hardware: HardwareConfig) -> tuple[RankMemoryPlan, ...]:
@@ -80,15 +88,12 @@ def memory(job: PlanSpec, hardware: HardwareConfig) -> tuple[RankMemoryPlan, ...
     """
     targets, drafts = target_parts(job), draft_parts(job)
     ranks = sorted({*targets, *drafts})
-    shared = hardware.memory_bytes // hardware.num_gpus if hardware.device == "cpu" else hardware.memory_bytes
-    replica = [
-        _rank_memory(job, hardware, rank, targets.get(rank), drafts.get(rank), capacity_bytes=shared) for rank in ranks
-    ]
+    replica = [_rank_memory(job, hardware, rank, targets.get(rank), drafts.get(rank)) for rank in ranks]
     return tuple(replace(one, rank=one.rank + n * len(ranks)) for n in range(job.num_replicas) for one in replica)
 
 
 def _rank_memory(
-    job: PlanSpec, hardware: HardwareConfig, rank: int, target: Part | None, draft: Part | None, *, capacity_bytes: int
+    job: PlanSpec, hardware: HardwareConfig, rank: int, target: Part | None, draft: Part | None
 ) -> RankMemoryPlan:
     parts = [part for part in (target, draft) if part]
     served = {
@@ -115,7 +120,7 @@ def _rank_memory(
         **fixed,
         total_bytes=sum(served.values()) + sum(fixed.values()),
         loading_peak_bytes=loading + hardware.context_bytes + fixed["collectives_bytes"],
-        capacity_bytes=capacity_bytes,
+        capacity_bytes=hardware.rank_bytes,
         target_repeated_bytes=target.weights.on_every_rank_bytes if target else 0,
         draft_repeated_bytes=draft.weights.on_every_rank_bytes if draft else 0,
         target_row_scale_bytes=target.weights.repeated_scale_bytes if target else 0,

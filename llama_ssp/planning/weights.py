@@ -1,6 +1,8 @@
 """Computes the exact bytes of a rank's parameters in every precision, from the list in `architectures.inventory`."""
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
 
 from llama_ssp.architectures.family import inventory
 from llama_ssp.architectures.inventory import Inventory, Matrix
@@ -17,7 +19,17 @@ def shares(shape: ModelShape, *, num_ranks: int, quantization: str = NO_QUANTIZA
     whole = inventory(shape)
     if num_ranks == 1:
         return (whole,)
-    return tuple(whole.of_rank(shard) for shard in split_model(shape, num_ranks=num_ranks, quantization=quantization))
+    group = format_of(quantization).group
+    return _shares(whole, tuple(vars(shape).items()), num_ranks=num_ranks, quantization=quantization, group=group)
+
+
+@lru_cache(maxsize=512)  # a search asks for the same shares hundreds of times
+def _shares(
+    whole: Inventory, sizes: tuple[tuple[str, Any], ...], *, num_ranks: int, quantization: str, group: int
+) -> tuple[Inventory, ...]:
+    """The shares of a model with these sizes; `group` is only part of the key."""
+    shards = split_model(ModelShape(**dict(sizes)), num_ranks=num_ranks, quantization=quantization)
+    return tuple(whole.of_rank(shard) for shard in shards)
 
 
 @dataclass(frozen=True, kw_only=True)
