@@ -89,7 +89,7 @@ def _models(config: PlanConfig) -> Iterator[str]:
         yield problem
     if matching_of(config.draft):
         return
-    if target.shape and draft and draft.shape and target.shape.vocab_size != draft.shape.vocab_size:
+    if target.shape and draft and draft.shape and not catalogue.may_share_vocabulary(target.shape, draft.shape):
         known = target.name in catalogue.names()
         fitting = ", ".join(catalogue.smaller_relatives(catalogue.load(target.name))) if known else ""
         yield (

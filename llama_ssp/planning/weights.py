@@ -19,15 +19,14 @@ def shares(shape: ModelShape, *, num_ranks: int, quantization: str = NO_QUANTIZA
     whole = inventory(shape)
     if num_ranks == 1:
         return (whole,)
-    group = format_of(quantization).group
-    return _shares(whole, tuple(vars(shape).items()), num_ranks=num_ranks, quantization=quantization, group=group)
+    return _shares(whole, tuple(vars(shape).items()), num_ranks=num_ranks, quantization=quantization)
 
 
 @lru_cache(maxsize=512)  # a search asks for the same shares hundreds of times
 def _shares(
-    whole: Inventory, sizes: tuple[tuple[str, Any], ...], *, num_ranks: int, quantization: str, group: int
+    whole: Inventory, sizes: tuple[tuple[str, Any], ...], *, num_ranks: int, quantization: str
 ) -> tuple[Inventory, ...]:
-    """The shares of a model with these sizes; `group` is only part of the key."""
+    """The shares of a model with these sizes."""
     shards = split_model(ModelShape(**dict(sizes)), num_ranks=num_ranks, quantization=quantization)
     return tuple(whole.of_rank(shard) for shard in shards)
 
