@@ -22,7 +22,7 @@ from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.errors import PlacementError
 from llama_ssp.planning.choices import advice, elsewhere
 from llama_ssp.planning.choices.layouts import on_block, placement_settings
-from llama_ssp.planning.memory import RankMemoryPlan, fits, largest_batch, largest_context, memory
+from llama_ssp.planning.memory import RankMemoryPlan, largest_batch, largest_context, memory
 from llama_ssp.planning.spec import PlannedModel, PlanSpec, planned_model
 from llama_ssp.planning.timing import Timing, timing
 
@@ -197,14 +197,11 @@ def _kind_of(way: _Way) -> str:
 def _sizes(job: PlanSpec, hardware: HardwareConfig) -> Iterator[_Way]:
     """Fewer rows, or a shorter prompt, with the draft in every place."""
     for way in _placed(_Way(kind="batch", loss=Loss.little, settings=(), job=job, hardware=hardware)):
-        try:
-            rows = largest_batch(way.job, hardware, limit=job.batch_size) if job.batch_size > 1 else 0
-            prompt = largest_context(way.job, hardware) - job.max_new_tokens
-        except PlacementError:
-            continue
-        if 0 < rows < job.batch_size:
+        if job.batch_size > 1 and _has_room(replace(way, job=replace(way.job, batch_size=1))):
+            rows = largest_batch(way.job, hardware, limit=job.batch_size)
             yield replace(way, settings=(f"batch_size={rows}", *way.settings), job=replace(way.job, batch_size=rows))
-        if 0 < prompt < job.prompt_tokens:
+        if _has_room(replace(way, job=replace(way.job, prompt_tokens=1))):
+            prompt = largest_context(way.job, hardware) - job.max_new_tokens
             settings = (f"prompt_tokens={prompt}", *way.settings)
             shorter = replace(way.job, prompt_tokens=prompt)
             yield replace(way, kind="context", loss=Loss.more, settings=settings, job=shorter)
@@ -253,8 +250,9 @@ def _first_with_room(steps: Iterable[_Way]) -> list[_Way]:
 
 
 def _has_room(way: _Way) -> bool:
+    """Whether it fits, and with something left: what is bought should not be tight."""
     try:
-        return fits(way.job, way.hardware)
+        return not any(rank.is_tight or not rank.fits for rank in memory(way.job, way.hardware))
     except PlacementError:
         return False
 

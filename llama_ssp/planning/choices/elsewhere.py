@@ -79,7 +79,10 @@ def offloaded(job: PlanSpec, hardware: HardwareConfig) -> Use | None:
         draft_kind=DraftLayout.one_rank, draft_ranks=(0,) if job.draft else (), cuda_graphs=False, offload=where,
     )  # fmt: skip
     most = _most_gb(placed, hardware)
-    if not most:
+    try:
+        if not fits(replace(placed, max_device_bytes=most * GB), hardware):
+            return None
+    except PlacementError:
         return None
     settings = ["placement.target.kind=accelerate", f"placement.target.offload={where.name}"]
     settings.append(f"placement.target.max_memory_gb={most}")
@@ -89,11 +92,17 @@ def offloaded(job: PlanSpec, hardware: HardwareConfig) -> Use | None:
 
 
 def _most_gb(job: PlanSpec, hardware: HardwareConfig) -> int:
-    """The most GB of weights on each device with which the job fits; 0 if it never does."""
-    for most in range(hardware.rank_bytes // GB, 0, -1):
-        try:
-            if fits(replace(job, max_device_bytes=most * GB), hardware):
-                return most
-        except PlacementError:
-            return 0
-    return 0
+    """The most GB of weights on each device with which the job fits, by bisection; 0 if it never does."""
+    low, high = 0, hardware.rank_bytes // GB
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if _fits_with(job, hardware, middle) else (low, middle - 1)
+    return low
+
+
+def _fits_with(job: PlanSpec, hardware: HardwareConfig, most_gb: int) -> bool:
+    """Whether it fits; too little room for the embeddings and the head counts as fitting, so that more is tried."""
+    try:
+        return fits(replace(job, max_device_bytes=most_gb * GB), hardware)
+    except PlacementError:
+        return True
