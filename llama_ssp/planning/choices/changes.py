@@ -199,12 +199,15 @@ def _sizes(job: PlanSpec, hardware: HardwareConfig) -> Iterator[_Way]:
     for way in _placed(_Way(kind="batch", loss=Loss.little, settings=(), job=job, hardware=hardware)):
         if job.batch_size > 1 and _has_room(replace(way, job=replace(way.job, batch_size=1))):
             rows = largest_batch(way.job, hardware, limit=job.batch_size)
-            yield replace(way, settings=(f"batch_size={rows}", *way.settings), job=replace(way.job, batch_size=rows))
+            fewer = replace(way.job, batch_size=rows)
+            if rows < job.batch_size:
+                yield replace(way, settings=(f"batch_size={rows}", *way.settings), job=fewer)
         if _has_room(replace(way, job=replace(way.job, prompt_tokens=1))):
             prompt = largest_context(way.job, hardware) - job.max_new_tokens
             settings = (f"prompt_tokens={prompt}", *way.settings)
             shorter = replace(way.job, prompt_tokens=prompt)
-            yield replace(way, kind="context", loss=Loss.more, settings=settings, job=shorter)
+            if prompt < job.prompt_tokens:
+                yield replace(way, kind="context", loss=Loss.more, settings=settings, job=shorter)
 
 
 def _formats(job: PlanSpec, hardware: HardwareConfig) -> Iterator[_Way]:
