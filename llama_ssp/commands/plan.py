@@ -7,8 +7,8 @@
     llama-ssp plan model=OWNER/NAME draft=none hardware=1xh200
 
 Takes the settings of conf/plan.yaml as KEY=VALUE. hardware.KEY=VALUE changes a figure of the machine, for example
-hardware.num_gpus=4 or hardware.num_nodes=2. Exit code: 0 fits, 3 does not fit (the message names the smallest change
-that would fit), 2 a setting is wrong.
+hardware.num_gpus=4 or hardware.num_nodes=2. Exit code: 0 fits, 3 does not fit (the message names changes that would
+fit, the smallest first), 2 a setting is wrong.
 """
 
 import argparse

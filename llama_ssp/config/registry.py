@@ -50,9 +50,10 @@ class Registry(Generic[Record]):
 
     def of(self, name: str) -> Record:
         """The record of a name; an unknown one raises ConfigError."""
-        if problem := self.problem_of(name):
+        found = self.added.get(name) or (self._own or {}).get(name)  # plans ask thousands of times
+        if found is None and (problem := self.problem_of(name)):
             raise ConfigError(problem)
-        return self.all()[name]
+        return found or self.all()[name]
 
     def problem_of(self, name: str, *, key: str | None = None) -> str | None:
         """An error sentence if no record has this name; it begins with `key`, by default the setting."""

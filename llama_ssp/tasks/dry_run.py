@@ -97,11 +97,11 @@ def show_search(job: PlanSpec, machine: HardwareConfig, form: PlanFormat, *, fig
     else:
         from llama_ssp.reports.searches.table import print_search  # noqa: PLC0415 - JSON needs no rich
 
-        print_search(choices, machine=machine.name, basis=basis(machine))
+        print_search(choices, machine=machine.name, unit=machine.unit, basis=basis(machine))
     if figure:
         from llama_ssp.reports.searches.figure import draw_search  # noqa: PLC0415 - only figures need matplotlib
 
-        draw_search(choices, Path(figure), machine=machine.name)
+        draw_search(choices, Path(figure), machine=machine.name, unit=machine.unit)
 
 
 def dry_run(config: RunConfig, *, world_size: int) -> None:

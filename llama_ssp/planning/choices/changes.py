@@ -84,8 +84,8 @@ class _Fitting:
         return self.timed.best_s / (self.way.job.batch_size * self.way.job.num_replicas)
 
     @property
-    def order(self) -> tuple[int, float, int]:
-        return self.way.loss, self.row_s, len(self.way.settings)
+    def order(self) -> tuple[int, bool, float, int]:
+        return self.way.loss, self.fullest.is_tight, self.row_s, len(self.way.settings)
 
     @property
     def change(self) -> Change:

@@ -22,11 +22,6 @@ class _Block:
     job: PlanSpec
     timed: Timing
 
-    @property
-    def row_s(self) -> float:
-        """Seconds per token over all rows of all replicas."""
-        return self.timed.best_s / (self.job.batch_size * self.job.num_replicas)
-
 
 def faster_on_fewer(job: PlanSpec, hardware: HardwareConfig, timed: Timing) -> Iterator[str]:
     """A sentence if smaller blocks decode the same rows clearly faster."""

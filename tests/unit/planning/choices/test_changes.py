@@ -53,7 +53,7 @@ def test_a_large_pair_on_one_small_gpu_keeps_its_target() -> None:
 def test_what_loses_less_comes_first_and_of_equal_losses_the_fastest(job: PlanSpec, machine: HardwareConfig) -> None:
     found = changes_that_fit(job, machine)
     assert 1 <= len(found) <= 3
-    order = [(Loss[change.loss], 1 / change.tokens_per_s) for change in found]
+    order = [(Loss[change.loss], change.is_tight, 1 / change.tokens_per_s) for change in found]
     assert order == sorted(order)
 
 
