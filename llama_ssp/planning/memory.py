@@ -8,6 +8,7 @@ Shapes: B sequences, T positions, W = K + 1 positions of a round, V vocabulary, 
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 
 from llama_ssp.architectures.family import family_of
 from llama_ssp.architectures.sizes import BUCKET_STEP, PREFILL_CHUNK
@@ -86,10 +87,17 @@ def memory(job: PlanSpec, hardware: HardwareConfig) -> tuple[RankMemoryPlan, ...
 
     GPUs that hold layers but have no rank count as ranks.
     """
+    replica = replica_memory(job, hardware)
+    further = range(1, job.num_replicas)
+    return (*replica, *(replace(one, rank=one.rank + n * len(replica)) for n in further for one in replica))
+
+
+@lru_cache(maxsize=256)  # a search asks more than once
+def replica_memory(job: PlanSpec, hardware: HardwareConfig) -> tuple[RankMemoryPlan, ...]:
+    """The bytes of every rank of the first replica; the others need the same."""
     targets, drafts = target_parts(job), draft_parts(job)
     ranks = sorted({*targets, *drafts})
-    replica = [_rank_memory(job, hardware, rank, targets.get(rank), drafts.get(rank)) for rank in ranks]
-    return tuple(replace(one, rank=one.rank + n * len(ranks)) for n in range(job.num_replicas) for one in replica)
+    return tuple(_rank_memory(job, hardware, rank, targets.get(rank), drafts.get(rank)) for rank in ranks)
 
 
 def _rank_memory(
@@ -195,7 +203,7 @@ def kv_bytes_per_token(model: PlannedModel) -> int:
 
 def fits(job: PlanSpec, hardware: HardwareConfig) -> bool:
     """Whether every rank has enough memory."""
-    return all(rank.fits for rank in memory(job, hardware))
+    return all(rank.fits for rank in replica_memory(job, hardware))
 
 
 def largest_batch(job: PlanSpec, hardware: HardwareConfig, *, limit: int = 4096) -> int:

@@ -13,7 +13,7 @@ Shapes: B sequences, T positions.
 """
 
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from itertools import pairwise
 
 from llama_ssp.architectures.family import inventory
@@ -94,6 +94,7 @@ def profile_of(hardware: HardwareConfig, num_active: int) -> Profile | None:
     return min(hardware.profiles, key=lambda profile: abs(profile.num_ranks - num_active), default=None)
 
 
+@lru_cache(maxsize=8192)  # a search asks for the same forwards many times
 def forward_time(
     placement: ModelPlacement, hardware: HardwareConfig,
     *,

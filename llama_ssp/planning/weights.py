@@ -58,6 +58,7 @@ class WeightBytes:
         return self.sharded_bytes + self.on_every_rank_bytes
 
 
+@lru_cache(maxsize=2048)
 def weight_bytes(held: Inventory, *, dtype: Dtype, quantization: str, matrix_dtype: Dtype | None = None) -> WeightBytes:
     """Count the bytes of a rank's parameters.
 

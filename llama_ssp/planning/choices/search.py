@@ -15,7 +15,7 @@ from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.config.schema import ModelConfig
 from llama_ssp.errors import PlacementError
 from llama_ssp.planning.choices.layouts import layouts, placement_settings
-from llama_ssp.planning.memory import RankMemoryPlan, fits, memory
+from llama_ssp.planning.memory import RankMemoryPlan, fits, replica_memory
 from llama_ssp.planning.spec import PlannedModel, PlanSpec, planned_model
 from llama_ssp.planning.timing import timing
 
@@ -161,7 +161,7 @@ def _timed(choice: Choice, job: PlanSpec, full: RankMemoryPlan, *, token_s: floa
 
 
 def _fullest(job: PlanSpec, hardware: HardwareConfig) -> RankMemoryPlan:
-    return min(memory(job, hardware), key=lambda rank: rank.free_bytes)
+    return min(replica_memory(job, hardware), key=lambda rank: rank.free_bytes)
 
 
 def _choice(job: PlanSpec, hardware: HardwareConfig) -> Choice:
