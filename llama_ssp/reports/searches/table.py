@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
 MOST_CHOICES = 8
 """Choices per target that are printed; JSON has all of them."""
-WIDE = 180
-"""Columns of a terminal in which the settings have a column; otherwise they are a list below the table."""
+OTHERS_WIDTH = 100
+"""Width of the table without its column of settings. Narrower terminals have a list of them below the table."""
 SETTINGS = "add to the command"
 
 
@@ -24,17 +24,19 @@ def print_search(
     `unit` is what a rank runs on, and `basis` a sentence about the times.
     """
     console = console or standard_output()
+    from rich import box  # noqa: PLC0415 - see `plan_table`
     from rich.table import Table  # noqa: PLC0415 - see `plan_table`
 
     title = (
-        f"Choices on {literal(machine)}, the fastest {MOST_CHOICES} of each target. ms/token of a completion after its "
+        f"Choices on {literal(machine)}, the fastest {MOST_CHOICES} of each target and the fastest of each precision. ms/token of a completion after its "
         f"first token, tokens/s over all rows and replicas, replicas x {unit}s of each, GiB of the fullest rank"
     )
-    table = Table(title=title, title_justify="left", title_style="", padding=(0, 1, 0, 0), pad_edge=False)
-    is_wide = console.width >= WIDE
+    table = Table(title=title, title_justify="left", title_style="", padding=0, pad_edge=False, box=box.SIMPLE_HEAD)
+    is_wide = console.width >= OTHERS_WIDTH + max((len(_settings(choice)) for choice in choices), default=0)
     headings = ("#", "target", "draft", "K", f"{unit}s", "ms/token", "tokens/s", "gain", "GiB")
     for name in (*headings, *([SETTINGS] if is_wide else [])):
-        table.add_column(name, justify="left" if name in {"target", "draft", SETTINGS} else "right", no_wrap=True)
+        is_text = name in {"target", "draft", SETTINGS}
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=name not in {"target", "draft"})
     shown = []
     for target in dict.fromkeys(choice["target"] for choice in choices):
         rows = printed([choice for choice in choices if choice["target"] == target])
@@ -52,7 +54,7 @@ def print_search(
 
 
 def printed(choices: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The choices of one target that a table shows: the fastest, and of each precision that never fits the nearest."""
+    """The choices of one target that a table shows: the fastest, also of each precision, and the nearest misfits."""
     fitting = [choice for choice in choices if choice["reason"] is None]
     misfits = [choice for choice in choices if choice["reason"] is not None]
     fits_somehow = {choice["quantization"] for choice in fitting}
@@ -60,7 +62,13 @@ def printed(choices: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     for choice in sorted(misfits, key=lambda choice: choice["needed_bytes"] or 0):
         if choice["quantization"] not in fits_somehow:
             nearest.setdefault(choice["quantization"], choice)
-    return [*fitting[:MOST_CHOICES], *nearest.values()]
+    shown = fitting[:MOST_CHOICES]
+    fastest = {choice["quantization"]: choice for choice in reversed(fitting)}
+    return [
+        *shown,
+        *(choice for choice in fitting if choice in fastest.values() and choice not in shown),
+        *nearest.values(),
+    ]
 
 
 def _settings(choice: Mapping[str, Any]) -> str:
