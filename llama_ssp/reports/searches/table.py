@@ -28,8 +28,9 @@ def print_search(
     from rich.table import Table  # noqa: PLC0415 - see `plan_table`
 
     title = (
-        f"Choices on {literal(machine)}, the fastest {MOST_CHOICES} of each target and the fastest of each precision. ms/token of a completion after its "
-        f"first token, tokens/s over all rows and replicas, replicas x {unit}s of each, GiB of the fullest rank"
+        f"Choices on {literal(machine)}, the fastest {MOST_CHOICES} of each target and the fastest of each precision. "
+        "ms/token of a completion after its first token, tokens/s over all rows and replicas, replicas x "
+        f"{unit}s of each, GiB of the fullest rank"
     )
     table = Table(title=title, title_justify="left", title_style="", padding=0, pad_edge=False, box=box.SIMPLE_HEAD)
     is_wide = console.width >= OTHERS_WIDTH + max((len(_settings(choice)) for choice in choices), default=0)
@@ -62,13 +63,9 @@ def printed(choices: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     for choice in sorted(misfits, key=lambda choice: choice["needed_bytes"] or 0):
         if choice["quantization"] not in fits_somehow:
             nearest.setdefault(choice["quantization"], choice)
-    shown = fitting[:MOST_CHOICES]
-    fastest = {choice["quantization"]: choice for choice in reversed(fitting)}
-    return [
-        *shown,
-        *(choice for choice in fitting if choice in fastest.values() and choice not in shown),
-        *nearest.values(),
-    ]
+    fastest = {choice["quantization"]: choice for choice in reversed(fitting)}.values()
+    others = [choice for choice in fitting[MOST_CHOICES:] if choice in fastest]
+    return [*fitting[:MOST_CHOICES], *others, *nearest.values()]
 
 
 def _settings(choice: Mapping[str, Any]) -> str:
