@@ -88,10 +88,10 @@ def family_of(model_type: str) -> Family:
 
 
 def record_of(model_type: str) -> Family:
-    """The record of a family, with defaults for an unknown one; `family_of` refuses those."""
+    """The record of a family, with the defaults of a Llama for an unknown one; `family_of` refuses those."""
     return families().get(model_type) or Family(model_type=model_type, parameters=gated)
 
 
 def inventory(shape: ModelShape) -> Inventory:
-    """List the parameters of a model; an unknown family raises PlacementError."""
-    return family_of(shape.model_type).parameters(shape)
+    """List the parameters of a model; one of an unknown family has those of a Llama of its sizes."""
+    return record_of(shape.model_type).parameters(shape)

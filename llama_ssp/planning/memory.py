@@ -9,7 +9,7 @@ Shapes: B sequences, T positions, W = K + 1 positions of a round, V vocabulary, 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
-from llama_ssp.architectures.family import family_of
+from llama_ssp.architectures.family import record_of
 from llama_ssp.architectures.sizes import BUCKET_STEP, PREFILL_CHUNK
 from llama_ssp.config.drafts.model import Matching
 from llama_ssp.config.hardware import HardwareConfig
@@ -162,7 +162,7 @@ def _activation_bytes(job: PlanSpec, hardware: HardwareConfig, model: PlannedMod
     rows = min(PREFILL_CHUNK, job.prompt_tokens)
     bucket = bucket_of(job.prompt_tokens, job.num_slots, hardware)
     wide = max(2 * part.width, 3 * part.units)
-    pairs = rows * bucket * family_of(shape.model_type).attention_pair_bytes(num_heads=part.num_heads, value_bytes=size)
+    pairs = rows * bucket * record_of(shape.model_type).attention_pair_bytes(num_heads=part.num_heads, value_bytes=size)
     return job.batch_size * (rows * (3 * shape.hidden_size + wide) * size + pairs) + part.working_bytes
 
 

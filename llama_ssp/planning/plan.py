@@ -12,6 +12,7 @@ from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.errors import CapacityError
 from llama_ssp.planning.choices import advice
 from llama_ssp.planning.choices.changes import Change, smallest_changes
+from llama_ssp.planning.config_file import notes_on_families
 from llama_ssp.planning.layerwise import waiting_bytes
 from llama_ssp.planning.memory import RankMemoryPlan, kv_bytes_per_token, largest_batch, largest_context, memory
 from llama_ssp.planning.messages import round_messages
@@ -78,7 +79,7 @@ def make_plan(job: PlanSpec, hardware: HardwareConfig, *, remark: str | None = N
         largest_batch=largest_batch(job, hardware),
         largest_context=largest_context(job, hardware),
         warnings=tuple(advice.warnings(job, hardware, timed)),
-        notes=(*([remark] if remark else []), *advice.notes(job, heads, fullest.rank)),
+        notes=(*([remark] if remark else []), *notes_on_families(*filter(None, (job.target, job.draft))), *advice.notes(job, heads, fullest.rank)),
         changes=() if fullest.fits else tuple(smallest_changes(job, hardware)),
     )
 

@@ -13,7 +13,7 @@ HALF_BLOCK = 512
 
 
 def shares(shape: ModelShape, *, num_ranks: int, quantization: str = NO_QUANTIZATION) -> tuple[Inventory, ...]:
-    """The parameters of each rank of a tensor-parallel group; an unknown family or impossible split is refused."""
+    """The parameters of each rank of a tensor-parallel group; an impossible split is refused."""
     whole = inventory(shape)
     if num_ranks == 1:
         return (whole,)
