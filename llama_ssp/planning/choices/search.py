@@ -10,7 +10,7 @@ from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.config.schema import DraftLayout, ModelConfig
 from llama_ssp.errors import PlacementError
 from llama_ssp.planning.memory import RankMemoryPlan, memory
-from llama_ssp.planning.spec import PlanSpec, planned_model
+from llama_ssp.planning.spec import PlannedModel, PlanSpec, planned_model
 from llama_ssp.planning.timing import timing
 
 GIB = 2**30
@@ -48,7 +48,7 @@ def search_document(choices: list[Choice]) -> list[dict[str, Any]]:
 
 
 def _candidates(job: PlanSpec, hardware: HardwareConfig) -> Iterator[PlanSpec]:
-    series = _series(job.target.name)
+    series = _series(job.target)
     for model in series:
         # Entries that are quantized by name are left out: they are the same models with a quantization.
         for quantization in formats():
@@ -57,30 +57,35 @@ def _candidates(job: PlanSpec, hardware: HardwareConfig) -> Iterator[PlanSpec]:
                 job, target=target, draft=None, matching=None, draft_ranks=(), target_ranks=_all_ranks(job, hardware)
             )
             yield base
-            for draft in _drafts(model, series):
+            for draft in _drafts(model, series, job):
                 for kind in _layouts(job, hardware):
                     yield _with_draft(base, hardware, draft, kind)
 
 
-def _series(name: str) -> list[ModelConfig]:
-    """The unquantized models with the same name prefix (`llama2_`), family and vocabulary."""
-    if name not in catalogue.names():
-        raise PlacementError(f"search=true ranks models of the catalogue, and model={name} is not one of them")
-    prefix = _prefix(name)
-    return [other for other in catalogue.relatives(catalogue.load(name)) if _prefix(other.name) == prefix]
+def _series(target: PlannedModel) -> list[ModelConfig]:
+    """The unquantized models with the same name prefix (`llama2_`), family and vocabulary.
+
+    A model that the catalogue lacks, of the hub or from a folder, is alone.
+    """
+    if target.name not in catalogue.names() or catalogue.load(target.name).shape is None:
+        return [ModelConfig(name=target.name, shape=target.shape, stored_dtype=target.stored)]
+    prefix = _prefix(target.name)
+    return [other for other in catalogue.relatives(catalogue.load(target.name)) if _prefix(other.name) == prefix]
 
 
 def _prefix(name: str) -> str:
     return name.removesuffix("_8bit").rpartition("_")[0]
 
 
-def _drafts(model: ModelConfig, series: list[ModelConfig]) -> list[ModelConfig]:
-    """Smaller models of the series, and the entry's default draft."""
-    smaller = set(catalogue.smaller_relatives(model))
-    names = [other.name for other in series if other.name in smaller]
+def _drafts(model: ModelConfig, series: list[ModelConfig], job: PlanSpec) -> list[PlannedModel]:
+    """Smaller models of the series, and the entry's default draft; for a model alone, also the draft of the job."""
+    smaller = catalogue.smaller_relatives(model)
+    names = [name for name in smaller if len(series) == 1 or name in {other.name for other in series}]
     if model.default_draft and model.default_draft not in names:
         names.append(model.default_draft)
-    return [catalogue.load(name) for name in names]
+    found = [planned_model(catalogue.load(name), device=job.device) for name in names]
+    is_asked = len(series) == 1 and job.draft is not None and job.draft.name not in names
+    return [*([job.draft] if is_asked and job.draft else []), *found]
 
 
 def _layouts(job: PlanSpec, hardware: HardwareConfig) -> list[DraftLayout]:
@@ -95,13 +100,12 @@ def _all_ranks(job: PlanSpec, hardware: HardwareConfig) -> tuple[int, ...]:
     return tuple(range(hardware.num_ranks // job.num_replicas))
 
 
-def _with_draft(base: PlanSpec, hardware: HardwareConfig, draft: ModelConfig, kind: DraftLayout) -> PlanSpec:
+def _with_draft(base: PlanSpec, hardware: HardwareConfig, draft: PlannedModel, kind: DraftLayout) -> PlanSpec:
     ranks = _all_ranks(base, hardware)
     apart = kind is DraftLayout.own_gpu
     target_ranks = ranks[:-1] if apart else ranks
     draft_ranks = {DraftLayout.one_rank: ranks[:1], DraftLayout.own_gpu: ranks[-1:]}.get(kind, target_ranks)
-    planned = planned_model(draft, device=hardware.device)
-    return replace(base, target_ranks=target_ranks, draft=planned, draft_kind=kind, draft_ranks=draft_ranks)
+    return replace(base, target_ranks=target_ranks, draft=draft, draft_kind=kind, draft_ranks=draft_ranks)
 
 
 def _priced(job: PlanSpec, hardware: HardwareConfig) -> Choice:

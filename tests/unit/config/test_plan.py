@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from llama_ssp.config import catalogue, schema
-from llama_ssp.config.drafts.model import DraftTokenizer, ModelDraftConfig
+from llama_ssp.config.drafts.model import DraftTokenizer, ModelDraftConfig, problems_of_pair
 from llama_ssp.config.options import folders
 from llama_ssp.config.plan import PlanConfig, check
 from llama_ssp.config.schema import MODEL_DRAFT, DraftLayout, DraftPlacement, PlacementConfig
@@ -70,6 +70,19 @@ def test_a_draft_of_another_vocabulary_is_refused_with_those_that_fit() -> None:
     assert "model=30B has 32000 tokens, draft=llama3_1B 128256" in said
     assert "7B" in said
     assert said.endswith("; draft.tokenizer=own allows any")
+
+
+@pytest.mark.parametrize("draft", ["qwen2.5_0.5B", "llama3_1B", "qwen2.5_7B"])
+def test_a_pair_is_judged_as_a_run_judges_it(draft: str) -> None:
+    config = _config(draft)
+    config.model = catalogue.load("qwen2.5_7B")
+    said = list(problems_of_pair(config.model, config.draft))
+    if said:
+        assert said == ["the draft must have the target's vocabulary: model=qwen2.5_7B has 152064 tokens, "
+            "draft=llama3_1B 128256; drafts that fit: qwen2.5_0.5B; draft.tokenizer=own allows any"]
+        assert _complaint(config) == said[0]
+    else:
+        check(config)
 
 
 def test_a_draft_with_its_own_tokenizer_needs_another_vocabulary() -> None:
