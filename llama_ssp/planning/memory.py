@@ -84,7 +84,8 @@ def memory(job: PlanSpec, hardware: HardwareConfig) -> tuple[RankMemoryPlan, ...
     replica = [
         _rank_memory(job, hardware, rank, targets.get(rank), drafts.get(rank), capacity_bytes=shared) for rank in ranks
     ]
-    return tuple(replace(one, rank=one.rank + n * len(ranks)) for n in range(job.num_replicas) for one in replica)
+    others = (replace(one, rank=one.rank + n * len(ranks)) for n in range(1, job.num_replicas) for one in replica)
+    return (*replica, *others)
 
 
 def _rank_memory(

@@ -79,7 +79,11 @@ def make_plan(job: PlanSpec, hardware: HardwareConfig, *, remark: str | None = N
         largest_batch=largest_batch(job, hardware),
         largest_context=largest_context(job, hardware),
         warnings=tuple(advice.warnings(job, hardware, timed)),
-        notes=(*([remark] if remark else []), *notes_on_families(*filter(None, (job.target, job.draft))), *advice.notes(job, heads, fullest.rank)),
+        notes=(
+            *([remark] if remark else []),
+            *notes_on_families(*filter(None, (job.target, job.draft))),
+            *advice.notes(job, heads, fullest.rank),
+        ),
         changes=() if fullest.fits else tuple(smallest_changes(job, hardware)),
     )
 

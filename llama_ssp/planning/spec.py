@@ -44,8 +44,7 @@ class PlannedModel:
 
     def packs_prompts(self, device: str) -> bool:
         """Whether prompts of several lengths are read without padding; see `models.prefill`."""
-        is_narrow = self.dtype in {Dtype.bf16, Dtype.fp16}
-        return device == "cuda" and self.is_lean and is_narrow and not format_of(self.quantization).rounds_inputs
+        return device == "cuda" and self.is_lean and self.dtype.is_short and not format_of(self.quantization).rounds_inputs
 
     def quantized(self, quantization: str) -> "PlannedModel":
         """The same model with quantized linear layers."""
@@ -55,8 +54,7 @@ class PlannedModel:
     def matrix_dtype(self, device: str) -> Dtype:
         """The number format of the linear layers; a CPU keeps those of 16-bit files in 16 bits even in fp32."""
         is_kept = device == "cpu" and self.dtype is Dtype.fp32
-        is_short = self.stored in {Dtype.bf16, Dtype.fp16}
-        return Dtype.fp16 if is_kept and is_short and self.is_lean else self.dtype
+        return Dtype.fp16 if is_kept and self.stored.is_short and self.is_lean else self.dtype
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,8 +27,8 @@ from llama_ssp.planning.choices.auto import AutoPlacement, choose_placement
 from llama_ssp.planning.choices.machine_choice import comparison_document, nothing_left
 from llama_ssp.planning.choices.machines import compare
 from llama_ssp.planning.choices.search import search, search_document
-from llama_ssp.planning.plan import PLAN_VERSION, Plan, document, make_plan, require_room
 from llama_ssp.planning.config_file import read_config
+from llama_ssp.planning.plan import PLAN_VERSION, Plan, document, make_plan, require_room
 from llama_ssp.planning.spec import PlanSpec, number_format, planned_model, target_fields
 from llama_ssp.planning.timing import Timing
 from llama_ssp.reports.lines import Forecast
@@ -125,6 +125,13 @@ def with_hub_sizes(model: ModelConfig, *, any_family: bool = False) -> ModelConf
 
     shape, stored = read_config(hub.find_config(model), any_family=any_family)
     return replace(model, shape=shape, stored_dtype=stored)
+
+
+def settle_synthetic(config: RunConfig) -> None:
+    """Fill in the sizes of models that only the hub knows if their weights are generated; raises as `with_hub_sizes`."""
+    if config.weights is WeightsKind.synthetic:
+        config.model = with_hub_sizes(config.model)
+        config.draft.model = config.draft.model and with_hub_sizes(config.draft.model)
 
 
 def job_ahead(config: RunConfig, *, world_size: int) -> tuple[PlanSpec, HardwareConfig]:

@@ -7,7 +7,7 @@ several. The planner chooses where the draft is; a search also chooses the draft
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from llama_ssp.config import catalogue
@@ -19,22 +19,69 @@ from llama_ssp.errors import PlacementError
 from llama_ssp.planning.choices.machine_choice import MachineChoice, rank, with_prices, with_speed, within
 from llama_ssp.planning.memory import RankMemoryPlan, memory
 from llama_ssp.planning.spec import PlannedModel, PlanSpec, make_job, planned_model
-from llama_ssp.planning.timing import timing
+from llama_ssp.planning.timing import KnownForwards, Timing, timing
 
 GIB = 2**30
 MOST_NODES = 4
 """Nodes that are tried if one has too little room."""
 MOST_DRAFTS = 3
 """Drafts that a search tries: the one asked for, and the smallest of the catalogue with this vocabulary."""
+_OF_MEMORY = ("device", "memory_bytes", "context_bytes", "collective_bytes")
+_OF_SPEED = (
+    "device", "bandwidth_bytes_per_s", "copy_bytes_per_s", "flops_per_s", "slowdown", "kernel_s", "launch_s", "link",
+)  # fmt: skip
+"""Figures that decide the bytes of a job, and its times on one node."""
+
+
+class Times:
+    """Bytes and times of the jobs of one comparison: machines with the same GPUs share them, whatever they are called.
+
+    Jobs differ in models, ranks, copies, where the draft is, and K.
+    """
+
+    def __init__(self) -> None:
+        self._fullest: dict[tuple[object, ...], RankMemoryPlan] = {}
+        self._timings: dict[tuple[object, ...], Timing] = {}
+        self._forwards: dict[tuple[object, ...], KnownForwards] = {}
+
+    def fullest(self, job: PlanSpec, machine: HardwareConfig) -> RankMemoryPlan:
+        """Return the bytes of the rank with the least room; raises as `memory`."""
+        has_others = job.num_replicas * len(job.layout.ranks) > 1
+        key = (*_figures(machine, _OF_MEMORY), has_others, machine.device == "cpu" and machine.num_gpus, *_key(job))
+        if key not in self._fullest:
+            self._fullest[key] = min(memory(job, machine), key=lambda rank: rank.free_bytes)
+        return self._fullest[key]
+
+    def timing(self, job: PlanSpec, machine: HardwareConfig) -> Timing:
+        """Return the times; raises as `memory`."""
+        gpu = _figures(machine, _OF_SPEED)
+        if machine.profiles or machine.num_nodes > 1:
+            gpu += (machine.name, machine.num_gpus, machine.network, job.num_replicas)
+        key = (gpu, *_key(job))
+        if key not in self._timings:
+            self._timings[key] = timing(job, machine, known=self._forwards.setdefault(gpu, {}))
+        return self._timings[key]
+
+
+def _figures(machine: HardwareConfig, names: Sequence[str]) -> tuple[object, ...]:
+    values = (getattr(machine, name) for name in names)
+    return tuple(tuple(value.items()) if isinstance(value, dict) else value for value in values)
+
+
+def _key(job: PlanSpec) -> tuple[object, ...]:
+    """All in which the jobs of one comparison differ, besides copies."""
+    models = id(job.target), id(job.draft), job.free_draft
+    return *models, job.draft_kind.name, job.target_ranks, job.draft_ranks, job.num_draft_tokens, job.adapts
 
 
 def compare(config: PlanConfig, machines: Sequence[HardwareConfig]) -> list[MachineChoice]:
     """Price all choices on all machines for a checked config; the best by the objective first, those ruled out last."""
-    ways = {machine.device: _ways(config, machine) for machine in machines}
+    ways = {device: _ways(config, machine) for device, machine in {one.device: one for one in machines}.items()}
+    times = Times()
     found = [
         choice
         for machine in machines
-        for choice in _of_machine(ways[machine.device], with_prices(machine, config.prices), config)
+        for choice in _of_machine(ways[machine.device], with_prices(machine, config.prices), config, times)
     ]
     limited = [within(choice, config) for choice in found]
     return sorted(limited, key=lambda choice: rank(choice, config.objective or Objective.latency))
@@ -71,10 +118,12 @@ def _drafts(config: PlanConfig, asked: PlanSpec) -> list[PlannedModel]:
     return list(chosen.values())[:MOST_DRAFTS]
 
 
-def _of_machine(ways: Sequence[PlanSpec], machine: HardwareConfig, config: PlanConfig) -> list[MachineChoice]:
+def _of_machine(
+    ways: Sequence[PlanSpec], machine: HardwareConfig, config: PlanConfig, times: Times
+) -> list[MachineChoice]:
     """The choices on one node, and on several if the job fits no node or the machine has several."""
     node = replace(machine, num_nodes=1)
-    on = partial(_on, ways, config=config)
+    on = partial(_on, ways, config=config, times=times)
     found = [choice for number in _counts(machine.num_gpus) for choice in on(node, num_gpus=number)]
     for num_nodes in sorted({2, MOST_NODES, machine.num_nodes} - {1}):
         fits = any(choice.reason is None for choice in found)
@@ -90,26 +139,36 @@ def _counts(num_gpus: int) -> list[int]:
 
 
 def _on(
-    ways: Sequence[PlanSpec], machine: HardwareConfig, *, num_gpus: int, config: PlanConfig
+    ways: Sequence[PlanSpec], machine: HardwareConfig, *, num_gpus: int, config: PlanConfig, times: Times
 ) -> Iterator[MachineChoice]:
     """The fastest choice for each storage format with `num_gpus` GPUs per copy; if none fits, the nearest."""
     is_shared = machine.num_nodes > 1 or machine.device == "cpu" or (machine.price and machine.price.per == PER_GPU)
     num_copies = 1 if is_shared else machine.num_gpus // num_gpus
     if machine.num_nodes == 1:
         machine = replace(machine, num_gpus=num_gpus * num_copies)
-    best: dict[str, MachineChoice] = {}
+    best: dict[str, _Priced] = {}
     for way in ways:
         for job in _placed(way, num_gpus=num_gpus, num_copies=num_copies):
-            choice = _priced(job, machine, config)
-            known = best.setdefault(choice.quantization, choice)
-            if _order(choice) < _order(known):
-                best[choice.quantization] = choice
-    yield from best.values()
+            name = job.target.quantization
+            priced = _price(job, machine, times, chooses_k=config.search, below=best.get(name))
+            if priced and (name not in best or priced.order < best[name].order):
+                best[name] = priced
+    yield from (_choice(priced, machine, config.model) for priced in best.values())
 
 
-def _order(choice: MachineChoice) -> tuple[float, float]:
-    """Sort key for choices on the same GPUs."""
-    return choice.ms_per_token or math.inf, choice.needed_bytes or math.inf
+@dataclass(frozen=True, kw_only=True)
+class _Priced:
+    """A job with its seconds per token, or with the reason why it is ruled out."""
+
+    job: PlanSpec
+    token_s: float | None = None
+    needed_bytes: int | None = None
+    reason: str | None = None
+
+    @property
+    def order(self) -> tuple[float, float]:
+        """Sort key for jobs on the same GPUs."""
+        return self.token_s or math.inf, self.needed_bytes or math.inf
 
 
 def _placed(job: PlanSpec, *, num_gpus: int, num_copies: int) -> Iterator[PlanSpec]:
@@ -127,47 +186,52 @@ def _placed(job: PlanSpec, *, num_gpus: int, num_copies: int) -> Iterator[PlanSp
             yield replace(whole, draft_kind=DraftLayout.replicated, draft_ranks=ranks)
 
 
-def _priced(job: PlanSpec, machine: HardwareConfig, config: PlanConfig) -> MachineChoice:
-    """The choice with its time, in a search for the best K that fits, or with the reason why it is ruled out."""
-    describe = partial(_choice, machine=machine, entry=config.model)
+def _price(
+    job: PlanSpec, machine: HardwareConfig, times: Times, *, chooses_k: bool, below: _Priced | None
+) -> _Priced | None:
+    """Price a job, for the best K that fits if it is to be chosen; None if it is slower than `below`."""
     try:
-        full = _fullest(job, machine)
+        full = times.fullest(job, machine)
     except PlacementError as error:
-        return replace(describe(job), reason=str(error))
+        return _Priced(job=job, reason=str(error))
     if not full.fits:
         reason = f"rank {full.rank} needs {full.needed_bytes / GIB:.1f} of {full.capacity_bytes / GIB:.1f} GiB"
-        return replace(describe(job), reason=reason, needed_bytes=full.needed_bytes)
-    timed = timing(job, machine)
-    token_s = timed.plain_s if timed.speculative_s is None else timed.speculative_s
-    by_number = enumerate(timed.by_num_draft_tokens if config.search else (), start=1)
-    for best_s, number in sorted((seconds, number) for number, seconds in by_number):
+        return _Priced(job=job, reason=reason, needed_bytes=full.needed_bytes)
+    timed = times.timing(job, machine)
+    if not (chooses_k and timed.by_num_draft_tokens):
+        token_s = timed.plain_s if timed.speculative_s is None else timed.speculative_s
+        return _Priced(job=job, token_s=token_s, needed_bytes=full.needed_bytes)
+    most_s = below.token_s or math.inf if below else math.inf
+    for token_s, number in sorted((seconds, k) for k, seconds in enumerate(timed.by_num_draft_tokens, start=1)):
         drafting = replace(job, num_draft_tokens=number, adapts=False)
-        if (fullest := _fullest(drafting, machine)).fits:
-            job, full, token_s = drafting, fullest, best_s
-            break
-    choice = replace(describe(job), needed_bytes=full.needed_bytes)
-    return with_speed(choice, token_s, batch_size=job.batch_size, machine=machine)
+        if token_s >= most_s:
+            return None
+        if (full := times.fullest(drafting, machine)).fits:
+            return _Priced(job=drafting, token_s=token_s, needed_bytes=full.needed_bytes)
+    return None
 
 
-def _fullest(job: PlanSpec, machine: HardwareConfig) -> RankMemoryPlan:
-    return min(memory(job, machine), key=lambda rank: rank.free_bytes)
-
-
-def _choice(job: PlanSpec, *, machine: HardwareConfig, entry: ModelConfig) -> MachineChoice:
-    draft, has_place = job.draft.name if job.draft else job.free_draft, job.draft is not None
-    return MachineChoice(
+def _choice(priced: _Priced, machine: HardwareConfig, entry: ModelConfig) -> MachineChoice:
+    job = priced.job
+    storage = job.target.quantization
+    choice = MachineChoice(
         machine=machine.name,
         gpu=machine.gpu,
         num_gpus=len(job.layout.ranks),
         num_nodes=machine.num_nodes,
         num_copies=job.num_replicas,
-        quantization=job.target.quantization if job.target.quantization != NO_QUANTIZATION else job.target.dtype.name,
-        draft=draft,
-        draft_kind=job.draft_kind.name if has_place else None,
+        quantization=job.target.dtype.name if storage == NO_QUANTIZATION else storage,
+        draft=job.draft.name if job.draft else job.free_draft,
+        draft_kind=job.draft_kind.name if job.draft else None,
         num_draft_tokens=job.num_draft_tokens if job.drafts else 0,
         capacity_bytes=machine.memory_bytes // (machine.num_gpus if machine.device == "cpu" else 1),
+        needed_bytes=priced.needed_bytes,
+        reason=priced.reason,
         settings=tuple(_settings(job, machine, entry)),
     )
+    if priced.token_s is None:
+        return choice
+    return with_speed(choice, priced.token_s, batch_size=job.batch_size, machine=machine)
 
 
 def _settings(job: PlanSpec, machine: HardwareConfig, entry: ModelConfig) -> Iterator[str]:

@@ -12,31 +12,45 @@ if TYPE_CHECKING:
 
 MISSING = "-"
 _ORDER = {"latency": "the fastest first", "throughput": "most tokens/s first", "price": "the cheapest token first"}
-_RIGHT = ("GPUs", "copies", "K", "ms/token", "tokens/s", "USD/h", "USD/M tokens")
+_LEFT = ("machine", "weights", "draft")
 
 
 def print_machines(comparison: Mapping[str, Any], console: "Console | None" = None) -> None:
     """Print the best choice of each machine, and what is left out; raises ConfigError if rich is not installed."""
     console = console or open_console()
+    from rich import box  # noqa: PLC0415 - JSON needs no rich
     from rich.table import Table  # noqa: PLC0415 - JSON needs no rich
 
-    rows, one_machine = comparison["machines"], len({row["machine"] for row in comparison["machines"]}) == 1
-    table = Table(title=_title(comparison), title_justify="left", title_style="")
-    for name in ("machine", "GPUs", "copies", "weights", "draft", "K", "ms/token", "tokens/s", "USD/h", "USD/M tokens"):
-        table.add_column(name, justify="right" if name in _RIGHT else "left", no_wrap=True)
+    rows = comparison["machines"]
     left = [row for row in rows if row["reason"] is None]
-    shown = left if one_machine else list(_best(left))
+    shown = left if len({row["machine"] for row in rows}) == 1 else list(_best(left))
+    console.print(f"\n[bold]{_title(comparison)}[/bold]\n")
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False)
+    for name in (
+        "machine",
+        "GPUs",
+        "copies",
+        "weights",
+        "draft",
+        "K",
+        "ms/token",
+        "tokens/s",
+        "USD/h",
+        "USD/M\ntokens",
+    ):
+        table.add_column(name, justify="left" if name in _LEFT else "right", no_wrap=name != "draft", vertical="bottom")
     for row in shown:
         table.add_row(*_cells(row))
-    console.print(table)
+    if shown:
+        console.print(table)
     for line in _lines(comparison, shown):
         console.print(line, soft_wrap=True)
 
 
 def _title(comparison: Mapping[str, Any]) -> str:
-    models = literal(comparison["model"])
+    models, rows = literal(comparison["model"]), comparison["batch_size"]
     order = _ORDER[comparison["objective"]]
-    return f"{models}, batch {comparison['batch_size']}: {order}; ms/token of a completion, tokens/s of all copies"
+    return f"{models}, batch {rows}: {order}; ms/token of a completion, tokens/s of all copies"
 
 
 def _best(rows: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:

@@ -78,8 +78,10 @@ def test_a_pair_is_judged_as_a_run_judges_it(draft: str) -> None:
     config.model = catalogue.load("qwen2.5_7B")
     said = list(problems_of_pair(config.model, config.draft))
     if said:
-        assert said == ["the draft must have the target's vocabulary: model=qwen2.5_7B has 152064 tokens, "
-            "draft=llama3_1B 128256; drafts that fit: qwen2.5_0.5B; draft.tokenizer=own allows any"]
+        assert said == [
+            "the draft must have the target's vocabulary: model=qwen2.5_7B has 152064 tokens, "
+            "draft=llama3_1B 128256; drafts that fit: qwen2.5_0.5B; draft.tokenizer=own allows any"
+        ]
         assert _complaint(config) == said[0]
     else:
         check(config)

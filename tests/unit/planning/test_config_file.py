@@ -52,7 +52,9 @@ def test_the_sizes_of_the_text_part_are_read(tmp_path: Path) -> None:
     assert (shape.model_type, shape.hidden_size, stored) == ("picture", 128, Dtype.bf16)
 
 
-@pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size"])
+@pytest.mark.parametrize(
+    "key", ["hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size"]
+)
 def test_every_size_of_such_a_family_must_be_known(key: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=f"lacks {key}: "):
         read_config(_folder(tmp_path, **{key: None}), any_family=True)

@@ -11,7 +11,6 @@ from llama_ssp.architectures.family import inventory
 from llama_ssp.config import catalogue
 from llama_ssp.config.schema import Dtype
 from llama_ssp.distributed.comms import Comm
-from llama_ssp.errors import PlacementError
 from llama_ssp.models.tensor_parallel import shard
 from llama_ssp.planning.weights import shares, weight_bytes
 from llama_ssp.weights.checkpoint import shape_of

@@ -67,7 +67,9 @@ def test_one_gpu_is_too_small_and_the_choice_says_how_much_it_lacks() -> None:
         (Objective.price, lambda choice: choice.usd_per_million_tokens),
     ],
 )
-def test_choices_are_in_the_order_of_the_objective_and_those_ruled_out_come_last(objective: Objective, key: Any) -> None:  # noqa: ANN401 - a lambda
+def test_choices_are_in_the_order_of_the_objective_and_those_ruled_out_come_last(
+    objective: Objective, key: Any
+) -> None:  # noqa: ANN401 - a lambda
     found = compare(_config("13B", objective=objective), [A10G, H100])
     is_out = [choice.reason is not None for choice in found]
     assert is_out == sorted(is_out)
