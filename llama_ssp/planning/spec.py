@@ -44,7 +44,9 @@ class PlannedModel:
 
     def packs_prompts(self, device: str) -> bool:
         """Whether prompts of several lengths are read without padding; see `models.prefill`."""
-        return device == "cuda" and self.is_lean and self.dtype.is_short and not format_of(self.quantization).rounds_inputs
+        return (
+            device == "cuda" and self.is_lean and self.dtype.is_short and not format_of(self.quantization).rounds_inputs
+        )
 
     def quantized(self, quantization: str) -> "PlannedModel":
         """The same model with quantized linear layers."""

@@ -128,7 +128,7 @@ def with_hub_sizes(model: ModelConfig, *, any_family: bool = False) -> ModelConf
 
 
 def settle_synthetic(config: RunConfig) -> None:
-    """Fill in the sizes of models that only the hub knows if their weights are generated; raises as `with_hub_sizes`."""
+    """Fill in the sizes of models that only the hub knows, if weights are generated; raises as `with_hub_sizes`."""
     if config.weights is WeightsKind.synthetic:
         config.model = with_hub_sizes(config.model)
         config.draft.model = config.draft.model and with_hub_sizes(config.draft.model)

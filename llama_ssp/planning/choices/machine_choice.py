@@ -91,9 +91,8 @@ def within(choice: MachineChoice, config: PlanConfig) -> MachineChoice:
 def rank(choice: MachineChoice, objective: Objective) -> tuple[Any, ...]:
     """Sort key; the price decides between equals, then the number of GPUs."""
     ms, rate = choice.ms_per_token or math.inf, choice.tokens_per_s or 0.0
-    price, hourly = (
-        math.inf if cost is None else cost for cost in (choice.usd_per_million_tokens, choice.usd_per_hour)
-    )
+    costs = choice.usd_per_million_tokens, choice.usd_per_hour
+    price, hourly = (math.inf if cost is None else cost for cost in costs)
     by = {Objective.latency: ms, Objective.throughput: -rate, Objective.price: price}[objective]
     return choice.reason is not None, by, hourly, ms, choice.num_gpus, choice.machine
 

@@ -1,7 +1,7 @@
 """Prints a comparison of machines with rich from its document (docs/reference/plan-document.md)."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from llama_ssp.config.formats.format import formats
 from llama_ssp.reports.plan_table import _console as open_console
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 MISSING = "-"
 _ORDER = {"latency": "the fastest first", "throughput": "most tokens/s first", "price": "the cheapest token first"}
 _LEFT = ("machine", "weights", "draft")
+_COLUMNS = (*_LEFT[:1], "GPUs", "copies", *_LEFT[1:], "K", "ms\n/token", "tokens\n/s", "USD/h", "USD/M\ntokens")
 
 
 def print_machines(comparison: Mapping[str, Any], console: "Console | None" = None) -> None:
@@ -26,19 +27,9 @@ def print_machines(comparison: Mapping[str, Any], console: "Console | None" = No
     shown = left if len({row["machine"] for row in rows}) == 1 else list(_best(left))
     console.print(f"\n[bold]{_title(comparison)}[/bold]\n")
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False)
-    for name in (
-        "machine",
-        "GPUs",
-        "copies",
-        "weights",
-        "draft",
-        "K",
-        "ms/token",
-        "tokens/s",
-        "USD/h",
-        "USD/M\ntokens",
-    ):
-        table.add_column(name, justify="left" if name in _LEFT else "right", no_wrap=name != "draft", vertical="bottom")
+    for name in _COLUMNS:
+        justify: Literal["left", "right"] = "left" if name in _LEFT else "right"
+        table.add_column(name, justify=justify, no_wrap=name != "draft", vertical="bottom", overflow="fold")
     for row in shown:
         table.add_row(*_cells(row))
     if shown:
@@ -67,11 +58,12 @@ def _best(rows: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
 def _cells(row: Mapping[str, Any]) -> list[str]:
     storage = formats().get(row["quantization"])
     weights = (storage and storage.short_name) or row["quantization"]
-    draft = f"{literal(row['draft'])} {row['draft_kind'] or ''}".strip() if row["draft"] else "none"
-    gpus = str(row["num_gpus"]) + (f" on {row['num_nodes']} nodes" if row["num_nodes"] > 1 else "")
+    nodes = row["num_nodes"]
+    gpus = str(row["num_gpus"]) if nodes == 1 else f"{nodes} x {row['num_gpus'] // nodes}"
     price, million = row["usd_per_hour"], row["usd_per_million_tokens"]
     return [
-        literal(row["machine"]), gpus, str(row["num_copies"]), weights, draft, str(row["num_draft_tokens"] or ""),
+        literal(row["machine"]), gpus, str(row["num_copies"]), weights, literal(row["draft"] or "none"),
+        str(row["num_draft_tokens"] or ""),
         f"{row['ms_per_token']:.2f}", f"{row['tokens_per_s']:.0f}",
         MISSING if price is None else f"{price:.2f}", MISSING if million is None else f"{million:.2f}",
     ]  # fmt: skip
@@ -93,7 +85,8 @@ def _lines(comparison: Mapping[str, Any], shown: Sequence[Mapping[str, Any]]) ->
         if row["machine"] not in named and _is_nearer(row, nearest.get(row["machine"])):
             nearest[row["machine"]] = row
     for name, row in sorted(nearest.items()):
-        yield f"[dim]left out:[/dim] {literal(name)} ({row['num_gpus']} x {literal(row['gpu'])}): {literal(row['reason'])}"
+        which = f"{name} ({row['num_gpus']} x {row['gpu']}): {row['reason']}"
+        yield f"[dim]left out:[/dim] {literal(which)}"
 
 
 def _is_nearer(row: Mapping[str, Any], known: Mapping[str, Any] | None) -> bool:
