@@ -14,8 +14,8 @@ from llama_ssp.errors import ConfigError
 
 THIS_MACHINE = "this_machine"
 """Name of the hardware file that `task=calibrate` writes."""
-_SLOWER_BOARDS = {"PCIE", "NVL", "MIG"}
-"""Variants of a GPU with a lower bandwidth or a different memory."""
+_OTHER_BOARDS = {"PCIE", "NVL", "MIG", "TI", "SUPER", "D", "LAPTOP", "MAX"}
+"""Variants of a GPU with another bandwidth or memory."""
 
 
 def detect_hardware(*, on_cpu: bool = False) -> HardwareConfig:
@@ -55,12 +55,12 @@ def _is_shipped(name: str) -> bool:
 
 
 def _describes(entry: HardwareConfig, driver_name: str) -> bool:
-    """Whether an entry matches the driver's name: the same chip and memory size, on the board with full bandwidth."""
+    """Whether an entry matches the driver's name: the same chip and memory size, on the same board."""
     chip, *others = entry.gpu.upper().split("-")
     words = set(re.split(r"[\s-]+", driver_name.upper()))
     sizes = {word for word in words if re.fullmatch(r"\d+GB", word)}
-    is_slower = bool(words & _SLOWER_BOARDS - set(others))
-    return entry.device == "cuda" and chip in words and sizes <= set(others) and not is_slower
+    is_other = bool(words & _OTHER_BOARDS - set(others))
+    return entry.device == "cuda" and set(chip.split()) <= words and sizes <= set(others) and not is_other
 
 
 def _gpu_names() -> list[str]:

@@ -8,9 +8,8 @@ Shapes: B sequences, T positions, W = K + 1 positions of a round, V vocabulary, 
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
 
-from llama_ssp.architectures.family import family_of
+from llama_ssp.architectures.family import record_of
 from llama_ssp.architectures.sizes import BUCKET_STEP, PREFILL_CHUNK
 from llama_ssp.config.drafts.model import Matching
 from llama_ssp.config.hardware import HardwareConfig
@@ -92,7 +91,6 @@ def memory(job: PlanSpec, hardware: HardwareConfig) -> tuple[RankMemoryPlan, ...
     return (*replica, *(replace(one, rank=one.rank + n * len(replica)) for n in further for one in replica))
 
 
-@lru_cache(maxsize=256)  # a search asks more than once
 def replica_memory(job: PlanSpec, hardware: HardwareConfig) -> tuple[RankMemoryPlan, ...]:
     """The bytes of every rank of the first replica; the others need the same."""
     targets, drafts = target_parts(job), draft_parts(job)
@@ -175,7 +173,7 @@ def _activation_bytes(job: PlanSpec, hardware: HardwareConfig, model: PlannedMod
     rows = min(PREFILL_CHUNK, job.prompt_tokens)
     bucket = bucket_of(job.prompt_tokens, job.num_slots, hardware)
     wide = max(2 * part.width, 3 * part.units)
-    pairs = rows * bucket * family_of(shape.model_type).attention_pair_bytes(num_heads=part.num_heads, value_bytes=size)
+    pairs = rows * bucket * record_of(shape.model_type).attention_pair_bytes(num_heads=part.num_heads, value_bytes=size)
     return job.batch_size * (rows * (3 * shape.hidden_size + wide) * size + pairs) + part.working_bytes
 
 

@@ -13,6 +13,7 @@ from llama_ssp.errors import CapacityError
 from llama_ssp.planning.choices import advice
 from llama_ssp.planning.choices.changes import Change, changes_that_fit
 from llama_ssp.planning.choices.fewer import faster_on_fewer
+from llama_ssp.planning.config_file import notes_on_families
 from llama_ssp.planning.layerwise import waiting_bytes
 from llama_ssp.planning.memory import RankMemoryPlan, kv_bytes_per_token, largest_batch, largest_context, memory
 from llama_ssp.planning.messages import round_messages
@@ -79,7 +80,11 @@ def make_plan(job: PlanSpec, hardware: HardwareConfig, *, remark: str | None = N
         largest_batch=largest_batch(job, hardware),
         largest_context=largest_context(job, hardware),
         warnings=(*advice.warnings(job, hardware, timed), *faster_on_fewer(job, hardware, timed)),
-        notes=(*([remark] if remark else []), *advice.notes(job, hardware, heads, fullest)),
+        notes=(
+            *([remark] if remark else []),
+            *notes_on_families(*filter(None, (job.target, job.draft))),
+            *advice.notes(job, hardware, heads, fullest),
+        ),
         changes=() if fullest.fits else tuple(changes_that_fit(job, hardware)),
     )
 

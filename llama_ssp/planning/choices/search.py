@@ -17,7 +17,7 @@ from llama_ssp.errors import PlacementError
 from llama_ssp.planning.choices.layouts import layouts, placement_settings
 from llama_ssp.planning.memory import RankMemoryPlan, fits, replica_memory
 from llama_ssp.planning.spec import PlannedModel, PlanSpec, planned_model
-from llama_ssp.planning.timing import timing
+from llama_ssp.planning.timing import KnownForwards, timing
 
 GIB = 2**30
 
@@ -56,7 +56,8 @@ class Choice:
 
 def search(job: PlanSpec, hardware: HardwareConfig) -> list[Choice]:
     """Price all candidates for a job like this one: the asked model first, the fastest first, misfits of each last."""
-    choices = [_priced(candidate, hardware) for candidate in _candidates(job, hardware)]
+    known: KnownForwards = {}
+    choices = [_priced(candidate, hardware, known) for candidate in _candidates(job, hardware)]
     asked = _unquantized(job.target.name)
     fastest: dict[str, float] = {}
     for one in choices:
@@ -80,8 +81,11 @@ def _candidates(job: PlanSpec, hardware: HardwareConfig) -> Iterator[PlanSpec]:
 
     Entries that are quantized by name are left out: they are the same models with a quantization.
     """
-    for model in _series(job.target.name):
+    series = _series(job.target)
+    for model in series:
         drafts = [planned_model(draft, device=hardware.device) for draft in _drafts(model)]
+        if job.draft and len(series) == 1 and job.draft.name not in {draft.name for draft in drafts}:
+            drafts.insert(0, job.draft)
         for quantization in formats():
             target = planned_model(replace(model, quantization=quantization), device=hardware.device)
             plain = replace(job, target=target, draft=None, matching=None, draft_ranks=())
@@ -104,10 +108,14 @@ def _has_room(job: PlanSpec, hardware: HardwareConfig) -> bool:
         return False
 
 
-def _series(name: str) -> list[ModelConfig]:
-    """The unquantized models with the same name prefix (`llama2_`), family and vocabulary."""
-    if name not in catalogue.names():
-        raise PlacementError(f"search=true ranks models of the catalogue, and model={name} is not one of them")
+def _series(target: PlannedModel) -> list[ModelConfig]:
+    """The unquantized models with the same name prefix (`llama2_`), family and vocabulary.
+
+    A model that the catalogue lacks, of the hub or from a folder, is alone.
+    """
+    name = target.name
+    if name not in catalogue.names() or catalogue.load(name).shape is None:
+        return [ModelConfig(name=name, shape=target.shape, stored_dtype=target.stored)]
     return [other for other in catalogue.relatives(catalogue.load(name)) if _prefix(other.name) == _prefix(name)]
 
 
@@ -132,7 +140,7 @@ def _drafts(model: ModelConfig) -> list[ModelConfig]:
     return list(found.values())
 
 
-def _priced(job: PlanSpec, hardware: HardwareConfig) -> Choice:
+def _priced(job: PlanSpec, hardware: HardwareConfig, known: KnownForwards) -> Choice:
     choice = _choice(job, hardware)
     try:
         full = _fullest(job, hardware)
@@ -142,7 +150,7 @@ def _priced(job: PlanSpec, hardware: HardwareConfig) -> Choice:
     if not full.fits:
         reason = f"rank {full.rank} needs {full.needed_bytes / GIB:.1f} of {full.capacity_bytes / GIB:.1f} GiB"
         return replace(choice, reason=reason)
-    timed = timing(job, hardware)
+    timed = timing(job, hardware, known=known)
     first_ms = 1e3 * timed.prefill_s
     by_speed = sorted((seconds, number) for number, seconds in enumerate(timed.by_num_draft_tokens, start=1))
     for token_s, num_draft_tokens in by_speed:

@@ -7,7 +7,6 @@ import pytest
 
 from llama_ssp.config import catalogue, hardware
 from llama_ssp.config.schema import DraftLayout
-from llama_ssp.errors import PlacementError
 from llama_ssp.planning.choices.auto import choose_placement
 from llama_ssp.planning.choices.layouts import same_kind
 from llama_ssp.planning.choices.search import Choice, search
@@ -139,6 +138,14 @@ def test_one_gpu_knows_one_placement() -> None:
     assert {choice.draft_kind for choice in choices} == {None, "one_rank"}
 
 
-def test_models_beyond_the_catalogue_have_no_series_to_rank() -> None:
-    with pytest.raises(PlacementError, match="small"):
-        search(make_job(small_model()), A10G)
+def test_a_model_beyond_the_catalogue_is_searched_alone_with_the_draft_of_the_job() -> None:
+    job = make_job(small_model(), "7B")
+    found = search(job, replace(A10G, num_gpus=1))
+    assert {choice.target for choice in found} == {"small"}
+    assert {choice.draft for choice in found} == {None, "7B"}
+
+
+def test_a_model_beyond_the_catalogue_has_drafts_of_its_vocabulary() -> None:
+    job = make_job(small_model(vocab_size=32000, num_hidden_layers=90, hidden_size=8192, num_attention_heads=64))
+    found = search(job, A10G)
+    assert {"7B", "13B", "tinyllama_1B"} <= {choice.draft for choice in found}

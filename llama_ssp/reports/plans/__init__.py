@@ -1,0 +1,1 @@
+"""Tables of plans that compare machines."""
