@@ -8,8 +8,8 @@
     llama-ssp plan model=llama3_70B hardware=all objective=price max_ms_per_token=30
 
 Takes the settings of conf/plan.yaml as KEY=VALUE. hardware.KEY=VALUE changes a figure of the machine, for example
-hardware.num_gpus=4 or hardware.num_nodes=2. Exit code: 0 fits, 3 does not fit (the message names the smallest change
-that would fit), 2 a setting is wrong.
+hardware.num_gpus=4 or hardware.num_nodes=2. Exit code: 0 fits, 3 does not fit (the message names changes that would
+fit, the smallest first), 2 a setting is wrong.
 """
 
 import argparse
@@ -107,7 +107,8 @@ def _show(given: argparse.Namespace) -> None:
         return
     job = make_job(config, machine)
     if config.search:
-        show_search(job, machine, config.format)
+        show_search(job, machine, config.format, figure=config.figure)
     else:
         auto_ranks = machine.num_ranks if config.placement.auto else None
-        show_plan(plan_job(job, machine, auto_ranks=auto_ranks), config.format, figure=config.figure)
+        chosen = plan_job(job, machine, auto_ranks=auto_ranks, divides=True)
+        show_plan(chosen, config.format, figure=config.figure)

@@ -123,6 +123,7 @@ class HardwareConfig:
         device: `cuda` (NVIDIA and AMD) or `cpu`; a "GPU" of a CPU is one rank.
         num_gpus, num_nodes: ranks per node, and nodes.
         memory_bytes: usable memory of one GPU; on a CPU, of the node.
+        system_bytes: of a CPU's memory, the share of the operating system and of other programs.
         context_bytes: memory of a process before its first tensor.
         collective_bytes: communication buffers per rank, if there are several ranks.
         bandwidth_bytes_per_s: memory bandwidth from the data sheet.
@@ -142,6 +143,7 @@ class HardwareConfig:
     num_gpus: int
     num_nodes: int = 1
     memory_bytes: int
+    system_bytes: int = 0
     context_bytes: int
     collective_bytes: int
     bandwidth_bytes_per_s: float
@@ -156,14 +158,35 @@ class HardwareConfig:
     sources: dict[str, str] = field(default_factory=dict)
     profiles: list[Profile] = field(default_factory=list)
 
+    def __hash__(self) -> int:
+        """Equal descriptions have equal hashes; lists of measurements are left out."""
+        return hash((self.name, self.num_gpus, self.num_nodes, self.memory_bytes, len(self.profiles)))
+
     @property
     def num_ranks(self) -> int:
         """Ranks of all nodes."""
         return self.num_gpus * self.num_nodes
 
+    @property
+    def rank_bytes(self) -> int:
+        """Memory that one rank may use: of its GPU, or its share of a node."""
+        if self.device == "cuda":
+            return self.memory_bytes
+        return max(self.memory_bytes - self.system_bytes, 0) // self.num_gpus
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether `task=calibrate` wrote this description."""
+        return bool(self.profiles) or "task=calibrate" in self.sources.get("all", "")
+
+    @property
+    def unit(self) -> str:
+        """What a rank runs on, in words."""
+        return "GPU" if self.device == "cuda" else "rank"
+
 
 DEVICES = ("cuda", "cpu")
-_MAY_BE_ZERO = {"context_bytes", "collective_bytes", "kernel_s", "launch_s", "latency_s", "round_s"}
+_MAY_BE_ZERO = {"system_bytes", "context_bytes", "collective_bytes", "kernel_s", "launch_s", "latency_s", "round_s"}
 _BY_NUMBER_FORMAT = ("flops_per_s", "slowdown")
 
 

@@ -30,8 +30,10 @@ def detect_hardware(*, on_cpu: bool = False) -> HardwareConfig:
         if not (on_cpu if measured.device == "cuda" else gpus):
             return measured
     if not gpus:
-        name, kind = platform.node(), platform.machine()
-        return replace(hardware.load("laptop_cpu"), name=name, gpu=kind, memory_bytes=host_memory_bytes())
+        name, kind, memory = platform.node(), platform.machine(), host_memory_bytes()
+        return replace(
+            hardware.load("laptop_cpu"), name=name, gpu=kind, memory_bytes=memory, system_bytes=system_bytes(memory)
+        )
     for entry in map(hardware.load, sorted(hardware.names(), key=_is_shipped)):
         if _describes(entry, gpus[0]) and entry.num_gpus >= len(gpus):
             return replace(entry, num_gpus=len(gpus))
@@ -68,6 +70,11 @@ def _gpu_names() -> list[str]:
     query = [command, "--query-gpu=name", "--format=csv,noheader"]
     listed = subprocess.run(query, capture_output=True, text=True, check=False)
     return [line.strip() for line in listed.stdout.splitlines() if line.strip()] if listed.returncode == 0 else []
+
+
+def system_bytes(memory_bytes: int) -> int:
+    """What the operating system keeps of a machine's memory: as much as on a laptop, at most an eighth."""
+    return min(hardware.load("laptop_cpu").system_bytes, memory_bytes // 8)
 
 
 def host_memory_bytes() -> int:

@@ -87,7 +87,7 @@ def plan(  # noqa: PLR0913 - a notebook shows this signature
         settle_models(config)
         check(config)
         auto_ranks = machine.num_ranks if config.placement.auto else None
-        return plan_job(make_job(config, machine), machine, auto_ranks=auto_ranks)
+        return plan_job(make_job(config, machine), machine, auto_ranks=auto_ranks, divides=True)
 
 
 def _machine(given: object, *, num_gpus: int | None, num_nodes: int | None) -> HardwareConfig:

@@ -28,7 +28,7 @@ from llama_ssp.planning.choices.machine_choice import comparison_document, nothi
 from llama_ssp.planning.choices.machines import compare
 from llama_ssp.planning.choices.search import search, search_document
 from llama_ssp.planning.config_file import read_config
-from llama_ssp.planning.plan import PLAN_VERSION, Plan, document, make_plan, require_room
+from llama_ssp.planning.plan import PLAN_VERSION, Plan, basis, document, make_plan, require_room
 from llama_ssp.planning.spec import PlanSpec, number_format, planned_model, target_fields
 from llama_ssp.planning.timing import Timing
 from llama_ssp.reports.lines import Forecast
@@ -40,11 +40,14 @@ CHARACTERS_PER_TOKEN = 3
 TYPED_TOKENS = 128
 
 
-def plan_job(job: PlanSpec, machine: HardwareConfig, *, auto_ranks: int | None) -> Plan:
-    """Plan a job with its own placement, or with the fastest one over `auto_ranks` ranks, which the plan then notes."""
+def plan_job(job: PlanSpec, machine: HardwareConfig, *, auto_ranks: int | None, divides: bool = False) -> Plan:
+    """Plan a job with its own placement, or with the fastest one over `auto_ranks` ranks, which the plan then notes.
+
+    `divides` allows more replicas on fewer ranks each.
+    """
     if auto_ranks is None:
         return make_plan(job, machine)
-    chosen = choose_placement(job, machine, num_ranks=auto_ranks)
+    chosen = choose_placement(job, machine, num_ranks=auto_ranks, divides=divides)
     return make_plan(chosen.job, machine, remark=chosen.sentence)
 
 
@@ -55,8 +58,7 @@ def show_plan(
 
     Raises ConfigError if a package for table or figure is not installed, or the figure's folder does not exist.
     """
-    if figure and not Path(figure).parent.is_dir():
-        raise ConfigError(f"figure={figure}: create the folder {Path(figure).parent} first, or name another file")
+    _check_figure(figure)
     content = document(plan)
     if form is PlanFormat.json:
         print(json.dumps(content, indent=2))  # noqa: T201 - the requested output
@@ -71,22 +73,39 @@ def show_plan(
     require_room(plan, words=words)
 
 
+def _check_figure(figure: str | None) -> None:
+    if figure and not Path(figure).parent.is_dir():
+        raise ConfigError(f"figure={figure}: create the folder {Path(figure).parent} first, or name another file")
+
+
 def settings_of_run(config: RunConfig) -> dict[str, str]:
     """How messages express settings that a run does not have; see `require_room`."""
-    words = {"hardware.num_nodes": "{} nodes", "prompt_tokens": "prompts of at most {} tokens"}
+    words = {
+        "hardware": "a machine like {}", "hardware.num_gpus": "{} GPUs", "hardware.num_nodes": "{} nodes",
+        "placement.target.tp_size": "{} ranks", "prompt_tokens": "prompts of at most {} tokens",
+    }  # fmt: skip
     setting = task_of(config).batch_size_setting
     return words | ({"batch_size": setting} if setting else {})
 
 
-def show_search(job: PlanSpec, machine: HardwareConfig, form: PlanFormat) -> None:
-    """Print every sensible use of a machine, the fastest first; raises PlacementError for a model without an entry."""
+def show_search(job: PlanSpec, machine: HardwareConfig, form: PlanFormat, *, figure: str | None = None) -> None:
+    """Print every sensible use of a machine, the asked model first, and draw ms/token by GPUs if `figure` is given.
+
+    Raises PlacementError for a model without an entry, and ConfigError as `show_plan`.
+    """
+    _check_figure(figure)
     choices = search_document(search(job, machine))
     if form is PlanFormat.json:
-        print(json.dumps({"plan_version": PLAN_VERSION, "search": choices}, indent=2))  # noqa: T201 - requested output
+        content = {"plan_version": PLAN_VERSION, "basis": basis(machine), "search": choices}
+        print(json.dumps(content, indent=2))  # noqa: T201 - the requested output
     else:
-        from llama_ssp.reports.plan_table import print_search  # noqa: PLC0415 - JSON needs no rich
+        from llama_ssp.reports.searches.table import print_search  # noqa: PLC0415 - JSON needs no rich
 
-        print_search(choices, machine=machine.name)
+        print_search(choices, machine=machine.name, unit=machine.unit, basis=basis(machine))
+    if figure:
+        from llama_ssp.reports.searches.figure import draw_search  # noqa: PLC0415 - only figures need matplotlib
+
+        draw_search(choices, Path(figure), machine=machine.name, unit=machine.unit)
 
 
 def show_comparison(config: PlanConfig, machines: Sequence[HardwareConfig]) -> None:
@@ -96,7 +115,7 @@ def show_comparison(config: PlanConfig, machines: Sequence[HardwareConfig]) -> N
     if config.format is PlanFormat.json:
         print(json.dumps({"plan_version": PLAN_VERSION} | content, indent=2))  # noqa: T201 - the requested output
     else:
-        from llama_ssp.reports.plans.machine_table import print_machines  # noqa: PLC0415 - JSON needs no rich
+        from llama_ssp.reports.searches.machines import print_machines  # noqa: PLC0415 - JSON needs no rich
 
         print_machines(content)
     if problem := nothing_left(choices):

@@ -169,4 +169,4 @@ def test_ranks_on_a_cpu_share_it() -> None:
     machine = machine_of_run(hardware.load("laptop_cpu"), 2)
     plan = task.plan_of_run(_run(), world_size=2, machine=machine, lengths=[40])
     require_room(plan)
-    assert {rank.capacity_bytes for rank in plan.ranks} == {machine.memory_bytes // 2}
+    assert {rank.capacity_bytes for rank in plan.ranks} == {(machine.memory_bytes - machine.system_bytes) // 2}
