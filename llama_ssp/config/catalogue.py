@@ -52,14 +52,9 @@ def may_share_vocabulary(target: ModelShape, draft: ModelShape) -> bool:
 def relatives(model: ModelConfig) -> list[ModelConfig]:
     """Read the unquantized entries of the same family and vocabulary, itself included."""
     shape = model.shape
-    if shape is None:
-        return []
     known = [other for other in map(load, names()) if not format_of(other.quantization).is_quantized]
-    return [other for other in known if other.shape and _is_of_family(other.shape, shape)]
-
-
-def _is_of_family(other: ModelShape, shape: ModelShape) -> bool:
-    return other.model_type == shape.model_type and may_share_vocabulary(shape, other)
+    family = [other for other in known if shape and other.shape and other.shape.model_type == shape.model_type]
+    return [other for other in family if shape and other.shape and may_share_vocabulary(shape, other.shape)]
 
 
 def smaller_relatives(model: ModelConfig) -> list[str]:

@@ -158,6 +158,10 @@ class HardwareConfig:
     sources: dict[str, str] = field(default_factory=dict)
     profiles: list[Profile] = field(default_factory=list)
 
+    def __hash__(self) -> int:
+        """Equal descriptions have equal hashes; lists of measurements are left out."""
+        return hash((self.name, self.num_gpus, self.num_nodes, self.memory_bytes, len(self.profiles)))
+
     @property
     def num_ranks(self) -> int:
         """Ranks of all nodes."""

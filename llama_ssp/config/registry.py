@@ -33,35 +33,31 @@ class Registry(Generic[Record]):
         self._package, self._attribute, self._setting = package, attribute, setting
         self.added: dict[str, Record] = {}
         self._own: dict[str, Record] | None = None
-        self._sorted: tuple[tuple[tuple[str, Record], ...], dict[str, Record]] | None = None
 
     def register(self, record: Record) -> None:
         """Add a record, or replace the one with the same name."""
         self.added[record.name] = record
 
     def all(self) -> dict[str, Record]:
-        """All records by name, sorted by `order` if they have one, then by name; a plan asks some 100000 times."""
-        added = tuple(self.added.items())
-        if self._sorted is None or self._sorted[0] != added:
-            known = {**self._of_package(), **self.added}
-            by_order = sorted(known.items(), key=lambda entry: (getattr(entry[1], "order", 0), entry[0]))
-            self._sorted = added, dict(by_order)
-        return self._sorted[1]
-
-    def _of_package(self) -> dict[str, Record]:
+        """All records by name, sorted by `order` if they have one, then by name."""
         if self._own is None:
             path = importlib.import_module(self._package).__path__
             modules = [importlib.import_module(f"{self._package}.{each.name}") for each in pkgutil.iter_modules(path)]
             records = [getattr(module, self._attribute) for module in modules if hasattr(module, self._attribute)]
             self._own = {record.name: record for record in records}
-        return self._own
+        known = {**self._own, **self.added}
+        return dict(sorted(known.items(), key=lambda entry: (getattr(entry[1], "order", 0), entry[0])))
 
     def of(self, name: str) -> Record:
         """The record of a name; an unknown one raises ConfigError."""
-        record = self.all().get(name)
-        if record is None:
-            raise ConfigError(self.problem_of(name))
-        return record
+        found = self.find(name)
+        if found is None:
+            raise ConfigError(self.problem_of(name) or name)
+        return found
+
+    def find(self, name: str) -> Record | None:
+        """The record of a name, if there is one; plans ask thousands of times, and do not sort for that."""
+        return self.added.get(name) or (self.all() if self._own is None else self._own).get(name)
 
     def problem_of(self, name: str, *, key: str | None = None) -> str | None:
         """An error sentence if no record has this name; it begins with `key`, by default the setting."""

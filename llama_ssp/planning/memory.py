@@ -8,6 +8,7 @@ Shapes: B sequences, T positions, W = K + 1 positions of a round, V vocabulary, 
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 
 from llama_ssp.architectures.family import record_of
 from llama_ssp.architectures.sizes import BUCKET_STEP, PREFILL_CHUNK
@@ -91,6 +92,7 @@ def memory(job: PlanSpec, hardware: HardwareConfig) -> tuple[RankMemoryPlan, ...
     return (*replica, *(replace(one, rank=one.rank + n * len(replica)) for n in further for one in replica))
 
 
+@lru_cache(maxsize=256)  # a search asks more than once
 def replica_memory(job: PlanSpec, hardware: HardwareConfig) -> tuple[RankMemoryPlan, ...]:
     """The bytes of every rank of the first replica; the others need the same."""
     targets, drafts = target_parts(job), draft_parts(job)

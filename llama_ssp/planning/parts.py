@@ -6,14 +6,14 @@ from itertools import cycle
 
 from llama_ssp.architectures.family import inventory, record_of
 from llama_ssp.architectures.inventory import Inventory
-from llama_ssp.architectures.sharding import check_deepspeed, split_blocks
+from llama_ssp.architectures.sharding import check_deepspeed, split_blocks, split_model
 from llama_ssp.architectures.sizes import whole_pages
 from llama_ssp.config.formats.format import format_of
 from llama_ssp.config.schema import DraftLayout
 from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.planning.layerwise import layer_placement_of
 from llama_ssp.planning.spec import PlannedModel, PlanSpec, model_bytes
-from llama_ssp.planning.weights import DTYPE_BYTES, WeightBytes, shards, shares
+from llama_ssp.planning.weights import DTYPE_BYTES, WeightBytes, shares
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,11 +77,11 @@ def _parts(
     job: PlanSpec, model: PlannedModel, *, num_ranks: int, kind: TargetKind, num_rows: int, num_slots: int
 ) -> Iterator[Part]:
     shape, size = model.shape, DTYPE_BYTES[model.dtype]
-    slices = shards(shape, num_ranks=num_ranks, quantization=model.quantization)
+    shards = split_model(shape, num_ranks=num_ranks, quantization=model.quantization)
     # DeepSpeed splits a whole model in each rank's host memory, which on a CPU is the planned memory.
     is_whole_first = kind is TargetKind.deepspeed and job.device == "cpu"
     whole_bytes = model_bytes(inventory(shape), model, device=job.device).total_bytes if is_whole_first else 0
-    for held, shard in zip(rank_shares(model, num_ranks=num_ranks, kind=kind), slices, strict=True):
+    for held, shard in zip(rank_shares(model, num_ranks=num_ranks, kind=kind), shards, strict=True):
         weights = model_bytes(held, model, device=job.device)
         num_kv_heads = len(shard.heads.kv_heads)
         slot_bytes = 2 * num_kv_heads * shape.head_dim * size

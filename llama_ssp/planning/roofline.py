@@ -14,7 +14,7 @@ Shapes: B sequences, T positions.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from itertools import pairwise
 
 from llama_ssp.architectures.family import inventory
@@ -95,6 +95,7 @@ def profile_of(hardware: HardwareConfig, num_active: int) -> Profile | None:
     return min(hardware.profiles, key=lambda profile: abs(profile.num_ranks - num_active), default=None)
 
 
+@lru_cache(maxsize=8192)  # a search asks for the same forwards many times
 def forward_time(
     placement: ModelPlacement, hardware: HardwareConfig,
     *,

@@ -37,6 +37,10 @@ class PlannedModel:
     quantized_dtype: Dtype = Dtype.auto
     by_library: bool = False
 
+    def __hash__(self) -> int:
+        """Equal models have equal hashes."""
+        return hash((self.name, self.dtype, self.quantization, self.stored, self.by_library))
+
     @property
     def is_lean(self) -> bool:
         """Whether the lean decoder runs the model."""

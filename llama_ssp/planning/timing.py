@@ -33,7 +33,7 @@ from llama_ssp.planning.roofline import (
     message_s,
     profile_of,
 )
-from llama_ssp.planning.spec import PlannedModel, PlanSpec
+from llama_ssp.planning.spec import PlanSpec
 
 RULE_PASSES = 6
 """Reads and writes of a row of probabilities by the rule: processors, softmax, comparison, cumulative sum."""
@@ -89,18 +89,13 @@ class Timing:
         return self.plain_s if self.speculative_s is None else min(self.plain_s, self.speculative_s)
 
 
-KnownForwards = dict[tuple[object, ...], tuple[PlannedModel, ForwardTime]]
-"""Times of forwards on one machine, by all that decides them; the models keep their identities."""
-
-
 class CostModel:
-    """Prices the pieces of one job on one machine; jobs with the same `known` share the forwards of their models."""
+    """Prices the pieces of one job on one machine."""
 
-    def __init__(self, job: PlanSpec, hardware: HardwareConfig, known: KnownForwards | None = None) -> None:
+    def __init__(self, job: PlanSpec, hardware: HardwareConfig) -> None:
         self.job = job
         self.hardware = hardware
-        self._known: KnownForwards = {} if known is None else known
-        num_active = min(job.num_replicas * len(job.layout.ranks), hardware.num_gpus) if hardware.profiles else 1
+        num_active = min(job.num_replicas * len(job.layout.ranks), hardware.num_gpus)
         place = partial(ModelPlacement, cuda_graphs=job.cuda_graphs, num_active=num_active, kernels=job.kernels)
         # Offloaded layers are read without overlap with compute.
         waiting_s = waiting_bytes(job) / READ_BYTES_PER_S.get(job.offload, math.inf)
@@ -117,23 +112,11 @@ class CostModel:
 
     def forward(self, placement: ModelPlacement, num_positions: int) -> ForwardTime:
         """A forward in the middle of decoding; a draft computes logits only for the last position."""
-        return self._forward(
-            placement, num_positions=num_positions, num_scored=1 if placement is self.draft else num_positions,
+        return forward_time(
+            placement, self.hardware, batch_size=self._rows_of(placement), num_positions=num_positions,
+            num_scored=1 if placement is self.draft else num_positions,
             bucket=self._draft_bucket if placement is self.draft else self._bucket,
         )  # fmt: skip
-
-    def _forward(self, placement: ModelPlacement, *, num_positions: int, num_scored: int, bucket: int) -> ForwardTime:
-        """A forward of all rows, computed once for all jobs that share `known`."""
-        rows = self._rows_of(placement)
-        placed = [value for name, value in vars(placement).items() if name not in {"model", "shares"}]
-        key = (id(placement.model), *placed, rows, num_positions, num_scored, bucket)
-        if key not in self._known:
-            time = forward_time(
-                placement, self.hardware, batch_size=rows, num_positions=num_positions, num_scored=num_scored,
-                bucket=bucket,
-            )  # fmt: skip
-            self._known[key] = placement.model, time
-        return self._known[key][1]
 
     def _rows_of(self, placement: ModelPlacement) -> int:
         """Rows per rank: the batch, or a rank's share of it for a replicated draft."""
@@ -148,8 +131,10 @@ class CostModel:
             prompt = math.ceil(self.job.mean_prompt_tokens)
         for start in range(0, prompt, PREFILL_CHUNK):
             stop = min(start + PREFILL_CHUNK, prompt)
-            bucket = bucket_of(stop, self.job.num_slots, self.hardware)
-            seconds += self._forward(placement, num_positions=stop - start, num_scored=1, bucket=bucket).total_s
+            seconds += forward_time(
+                placement, self.hardware, batch_size=self._rows_of(placement), num_positions=stop - start, num_scored=1,
+                bucket=bucket_of(stop, self.job.num_slots, self.hardware),
+            ).total_s  # fmt: skip
         return seconds
 
     def draw_s(self, placement: ModelPlacement) -> float:
@@ -204,9 +189,9 @@ class CostModel:
         return self.forward(self.target, num_draft_tokens + 1).total_s + self.verdict_s(num_draft_tokens)
 
 
-def timing(job: PlanSpec, hardware: HardwareConfig, *, known: KnownForwards | None = None) -> Timing:
-    """Forecast the times of a job; jobs on one machine may share `known`. Raises as `memory`."""
-    costs = CostModel(job, hardware, known)
+def timing(job: PlanSpec, hardware: HardwareConfig) -> Timing:
+    """Forecast the times of a job. Raises as `memory`."""
+    costs = CostModel(job, hardware)
     plain_s = costs.plain_s()
     prefill_s = costs.prefill_s(costs.target)
     tokens = job.max_new_tokens

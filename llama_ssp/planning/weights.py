@@ -1,48 +1,34 @@
 """Computes the exact bytes of a rank's parameters in every precision, from the list in `architectures.inventory`."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from llama_ssp.architectures.family import record_of
+from llama_ssp.architectures.family import inventory
 from llama_ssp.architectures.inventory import Inventory, Matrix
-from llama_ssp.architectures.sharding import RankShard, split_model
-from llama_ssp.config.formats.format import NO_QUANTIZATION, MatrixBytes, format_of
+from llama_ssp.architectures.sharding import split_model
+from llama_ssp.config.formats.format import NO_QUANTIZATION, format_of
 from llama_ssp.config.schema import Dtype, ModelShape
 
 DTYPE_BYTES = {Dtype.fp32: 4, Dtype.bf16: 2, Dtype.fp16: 2}
 HALF_BLOCK = 512
-Parameters = Callable[[ModelShape], Inventory]
-_Sizes = tuple[tuple[str, Any], ...]
-"""The fields of a `ModelShape`, which itself can change and is no key."""
 
 
 def shares(shape: ModelShape, *, num_ranks: int, quantization: str = NO_QUANTIZATION) -> tuple[Inventory, ...]:
     """The parameters of each rank of a tensor-parallel group; an impossible split is refused."""
-    parameters, group = record_of(shape.model_type).parameters, format_of(quantization).group
-    return _shares(parameters, tuple(vars(shape).items()), num_ranks, quantization, group)
-
-
-@lru_cache(maxsize=512)
-def _shares(
-    parameters: Parameters, sizes: _Sizes, num_ranks: int, quantization: str, group: int
-) -> tuple[Inventory, ...]:
-    """Compute the shares once: a comparison of machines asks for the same ones again and again."""
-    whole = parameters(ModelShape(**dict(sizes)))
+    whole = inventory(shape)
     if num_ranks == 1:
         return (whole,)
-    return tuple(whole.of_rank(shard) for shard in _shards(sizes, num_ranks, quantization, group))
+    return _shares(whole, tuple(vars(shape).items()), num_ranks=num_ranks, quantization=quantization)
 
 
-def shards(shape: ModelShape, *, num_ranks: int, quantization: str) -> tuple[RankShard, ...]:
-    """What `split_model` returns, computed once."""
-    return _shards(tuple(vars(shape).items()), num_ranks, quantization, format_of(quantization).group)
-
-
-@lru_cache(maxsize=512)
-def _shards(sizes: _Sizes, num_ranks: int, quantization: str, _group: int) -> tuple[RankShard, ...]:
-    return split_model(ModelShape(**dict(sizes)), num_ranks=num_ranks, quantization=quantization)
+@lru_cache(maxsize=512)  # a search asks for the same shares hundreds of times
+def _shares(
+    whole: Inventory, sizes: tuple[tuple[str, Any], ...], *, num_ranks: int, quantization: str
+) -> tuple[Inventory, ...]:
+    """The shares of a model with these sizes."""
+    shards = split_model(ModelShape(**dict(sizes)), num_ranks=num_ranks, quantization=quantization)
+    return tuple(whole.of_rank(shard) for shard in shards)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +58,7 @@ class WeightBytes:
         return self.sharded_bytes + self.on_every_rank_bytes
 
 
+@lru_cache(maxsize=2048)
 def weight_bytes(held: Inventory, *, dtype: Dtype, quantization: str, matrix_dtype: Dtype | None = None) -> WeightBytes:
     """Count the bytes of a rank's parameters.
 
@@ -80,24 +67,11 @@ def weight_bytes(held: Inventory, *, dtype: Dtype, quantization: str, matrix_dty
     """
     storage, size = format_of(quantization), DTYPE_BYTES[dtype]
     matrix_size = DTYPE_BYTES[matrix_dtype or dtype]
-    return _counted(held, size, matrix_size, storage.matrix_bytes, storage.row_bytes, storage.is_quantized)
-
-
-@lru_cache(maxsize=2048)
-def _counted(
-    held: Inventory,
-    size: int,
-    matrix_size: int,
-    matrix_bytes: MatrixBytes,
-    row_bytes: Callable[[int], int],
-    is_quantized: bool,
-) -> WeightBytes:
-    """Count once: `size` and `matrix_size` are bytes of a value, the others those of the storage format."""
     kept = _in_blocks if matrix_size != size else lambda matrix: matrix
     sharded = repeated = scales = 0
     for matrix in held.layer:
-        stored = matrix_bytes(kept(matrix).num_elements, matrix_size)
-        row_scales = row_bytes(size) * matrix.num_rows
+        stored = storage.matrix_bytes(kept(matrix).num_elements, matrix_size)
+        row_scales = storage.row_bytes(size) * matrix.num_rows
         bias = size * matrix.num_rows if matrix.has_bias else 0
         if matrix.cut is None:
             repeated += stored + row_scales + bias
@@ -112,7 +86,7 @@ def _counted(
         num_values = matrix.num_elements + (matrix.num_rows if matrix.has_bias else 0)
         table_bytes[matrix.cut is None] += value_bytes * num_values
     beside = max((matrix.num_elements for matrix in (*held.layer, *(table for table, _ in tables))), default=0)
-    if is_quantized:
+    if storage.is_quantized:
         beside = max(beside, sum(matrix.num_elements for matrix in held.layer))
     return WeightBytes(
         sharded_bytes=held.num_layers * sharded + table_bytes[False],

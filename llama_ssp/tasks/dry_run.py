@@ -89,7 +89,10 @@ def settings_of_run(config: RunConfig) -> dict[str, str]:
 
 
 def show_search(job: PlanSpec, machine: HardwareConfig, form: PlanFormat, *, figure: str | None = None) -> None:
-    """Print every sensible use of a machine, the asked model first, and draw it; raises ConfigError as `show_plan`."""
+    """Print every sensible use of a machine, the asked model first, and draw ms/token by GPUs if `figure` is given.
+
+    Raises PlacementError for a model without an entry, and ConfigError as `show_plan`.
+    """
     _check_figure(figure)
     choices = search_document(search(job, machine))
     if form is PlanFormat.json:
@@ -112,7 +115,7 @@ def show_comparison(config: PlanConfig, machines: Sequence[HardwareConfig]) -> N
     if config.format is PlanFormat.json:
         print(json.dumps({"plan_version": PLAN_VERSION} | content, indent=2))  # noqa: T201 - the requested output
     else:
-        from llama_ssp.reports.plans.machine_table import print_machines  # noqa: PLC0415 - JSON needs no rich
+        from llama_ssp.reports.searches.machines import print_machines  # noqa: PLC0415 - JSON needs no rich
 
         print_machines(content)
     if problem := nothing_left(choices):

@@ -14,19 +14,20 @@ from llama_ssp.config import catalogue
 from llama_ssp.config.formats.format import NO_QUANTIZATION, formats
 from llama_ssp.config.hardware import PER_GPU, HardwareConfig
 from llama_ssp.config.plan import Objective, PlanConfig
-from llama_ssp.config.schema import ADAPTIVE, DraftLayout, ModelConfig, PlacementConfig
+from llama_ssp.config.schema import ADAPTIVE, ModelConfig, PlacementConfig
 from llama_ssp.errors import PlacementError
+from llama_ssp.planning.choices.layouts import on_block, placement_settings
 from llama_ssp.planning.choices.machine_choice import MachineChoice, rank, with_prices, with_speed, within
-from llama_ssp.planning.memory import RankMemoryPlan, memory
+from llama_ssp.planning.memory import RankMemoryPlan, replica_memory
 from llama_ssp.planning.spec import PlannedModel, PlanSpec, make_job, planned_model
-from llama_ssp.planning.timing import KnownForwards, Timing, timing
+from llama_ssp.planning.timing import Timing, timing
 
 GIB = 2**30
 MOST_NODES = 4
 """Nodes that are tried if one has too little room."""
 MOST_DRAFTS = 3
 """Drafts that a search tries: the one asked for, and the smallest of the catalogue with this vocabulary."""
-_OF_MEMORY = ("device", "memory_bytes", "context_bytes", "collective_bytes")
+_OF_MEMORY = ("device", "rank_bytes", "context_bytes", "collective_bytes")
 _OF_SPEED = (
     "device", "bandwidth_bytes_per_s", "copy_bytes_per_s", "flops_per_s", "slowdown", "kernel_s", "launch_s", "link",
 )  # fmt: skip
@@ -42,14 +43,13 @@ class Times:
     def __init__(self) -> None:
         self._fullest: dict[tuple[object, ...], RankMemoryPlan] = {}
         self._timings: dict[tuple[object, ...], Timing] = {}
-        self._forwards: dict[tuple[object, ...], KnownForwards] = {}
 
     def fullest(self, job: PlanSpec, machine: HardwareConfig) -> RankMemoryPlan:
         """Return the bytes of the rank with the least room; raises as `memory`."""
         has_others = job.num_replicas * len(job.layout.ranks) > 1
-        key = (*_figures(machine, _OF_MEMORY), has_others, machine.device == "cpu" and machine.num_gpus, *_key(job))
+        key = (*_figures(machine, _OF_MEMORY), has_others, *_key(job))
         if key not in self._fullest:
-            self._fullest[key] = min(memory(job, machine), key=lambda rank: rank.free_bytes)
+            self._fullest[key] = min(replica_memory(job, machine), key=lambda rank: rank.free_bytes)
         return self._fullest[key]
 
     def timing(self, job: PlanSpec, machine: HardwareConfig) -> Timing:
@@ -59,7 +59,7 @@ class Times:
             gpu += (machine.name, machine.num_gpus, machine.network, job.num_replicas)
         key = (gpu, *_key(job))
         if key not in self._timings:
-            self._timings[key] = timing(job, machine, known=self._forwards.setdefault(gpu, {}))
+            self._timings[key] = timing(job, machine)
         return self._timings[key]
 
 
@@ -148,7 +148,7 @@ def _on(
         machine = replace(machine, num_gpus=num_gpus * num_copies)
     best: dict[str, _Priced] = {}
     for way in ways:
-        for job in _placed(way, num_gpus=num_gpus, num_copies=num_copies):
+        for job in on_block(replace(way, num_replicas=num_copies), num_gpus):
             name = job.target.quantization
             priced = _price(job, machine, times, chooses_k=config.search, below=best.get(name))
             if priced and (name not in best or priced.order < best[name].order):
@@ -169,21 +169,6 @@ class _Priced:
     def order(self) -> tuple[float, float]:
         """Sort key for jobs on the same GPUs."""
         return self.token_s or math.inf, self.needed_bytes or math.inf
-
-
-def _placed(job: PlanSpec, *, num_gpus: int, num_copies: int) -> Iterator[PlanSpec]:
-    """The job on all ranks of each copy, with the draft in each sensible place."""
-    ranks = tuple(range(num_gpus))
-    whole = replace(job, num_replicas=num_copies, target_ranks=ranks)
-    if job.draft is None:
-        yield whole
-        return
-    yield replace(whole, draft_kind=DraftLayout.one_rank, draft_ranks=ranks[:1])
-    if num_gpus > 1:
-        yield replace(whole, draft_kind=DraftLayout.sharded, draft_ranks=ranks)
-        yield replace(whole, draft_kind=DraftLayout.own_gpu, target_ranks=ranks[:-1], draft_ranks=ranks[-1:])
-        if job.batch_size > 1:
-            yield replace(whole, draft_kind=DraftLayout.replicated, draft_ranks=ranks)
 
 
 def _price(
@@ -224,7 +209,7 @@ def _choice(priced: _Priced, machine: HardwareConfig, entry: ModelConfig) -> Mac
         draft=job.draft.name if job.draft else job.free_draft,
         draft_kind=job.draft_kind.name if job.draft else None,
         num_draft_tokens=job.num_draft_tokens if job.drafts else 0,
-        capacity_bytes=machine.memory_bytes // (machine.num_gpus if machine.device == "cpu" else 1),
+        capacity_bytes=machine.rank_bytes,
         needed_bytes=priced.needed_bytes,
         reason=priced.reason,
         settings=tuple(_settings(job, machine, entry)),
@@ -240,12 +225,9 @@ def _settings(job: PlanSpec, machine: HardwareConfig, entry: ModelConfig) -> Ite
     yield f"hardware.num_gpus={machine.num_gpus}"
     if machine.num_nodes > 1:
         yield f"hardware.num_nodes={machine.num_nodes}"
-    if job.num_replicas > 1:
-        yield f"placement.num_replicas={job.num_replicas}"
     if job.target.quantization != entry.quantization:
         yield f"model.quantization={job.target.quantization}"
     yield f"draft={(job.draft.name if job.draft else job.free_draft) or 'none'}"
-    if job.draft:
-        yield f"placement.draft.kind={job.draft_kind.name}"
+    yield from placement_settings(job)
     if job.drafts:
         yield f"speculation.num_draft_tokens={ADAPTIVE if job.adapts else job.num_draft_tokens}"

@@ -17,7 +17,7 @@ from llama_ssp.errors import PlacementError
 from llama_ssp.planning.choices.layouts import layouts, placement_settings
 from llama_ssp.planning.memory import RankMemoryPlan, fits, replica_memory
 from llama_ssp.planning.spec import PlannedModel, PlanSpec, planned_model
-from llama_ssp.planning.timing import KnownForwards, timing
+from llama_ssp.planning.timing import timing
 
 GIB = 2**30
 
@@ -56,8 +56,7 @@ class Choice:
 
 def search(job: PlanSpec, hardware: HardwareConfig) -> list[Choice]:
     """Price all candidates for a job like this one: the asked model first, the fastest first, misfits of each last."""
-    known: KnownForwards = {}
-    choices = [_priced(candidate, hardware, known) for candidate in _candidates(job, hardware)]
+    choices = [_priced(candidate, hardware) for candidate in _candidates(job, hardware)]
     asked = _unquantized(job.target.name)
     fastest: dict[str, float] = {}
     for one in choices:
@@ -81,11 +80,10 @@ def _candidates(job: PlanSpec, hardware: HardwareConfig) -> Iterator[PlanSpec]:
 
     Entries that are quantized by name are left out: they are the same models with a quantization.
     """
-    series = _series(job.target)
-    for model in series:
+    for model in _series(job.target):
         drafts = [planned_model(draft, device=hardware.device) for draft in _drafts(model)]
-        if job.draft and len(series) == 1 and job.draft.name not in {draft.name for draft in drafts}:
-            drafts.insert(0, job.draft)
+        if job.draft and job.matching is None and _is_beyond_catalogue(job) and _is_asked(model, job):
+            drafts += [job.draft] if job.draft.name not in {draft.name for draft in drafts} else []
         for quantization in formats():
             target = planned_model(replace(model, quantization=quantization), device=hardware.device)
             plain = replace(job, target=target, draft=None, matching=None, draft_ranks=())
@@ -93,6 +91,14 @@ def _candidates(job: PlanSpec, hardware: HardwareConfig) -> Iterator[PlanSpec]:
                 yield base
                 if _has_room(base, hardware):
                     yield from _drafted(base, drafts)
+
+
+def _is_beyond_catalogue(job: PlanSpec) -> bool:
+    return not {model.name for model in (job.target, job.draft) if model} <= set(catalogue.names())
+
+
+def _is_asked(model: ModelConfig, job: PlanSpec) -> bool:
+    return model.name == _unquantized(job.target.name)
 
 
 def _drafted(base: PlanSpec, drafts: list[PlannedModel]) -> Iterator[PlanSpec]:
@@ -113,10 +119,10 @@ def _series(target: PlannedModel) -> list[ModelConfig]:
 
     A model that the catalogue lacks, of the hub or from a folder, is alone.
     """
-    name = target.name
-    if name not in catalogue.names() or catalogue.load(name).shape is None:
-        return [ModelConfig(name=name, shape=target.shape, stored_dtype=target.stored)]
-    return [other for other in catalogue.relatives(catalogue.load(name)) if _prefix(other.name) == _prefix(name)]
+    entry = catalogue.load(target.name) if target.name in catalogue.names() else None
+    if entry is None or entry.shape is None:
+        return [ModelConfig(name=target.name, shape=target.shape, stored_dtype=target.stored)]
+    return [other for other in catalogue.relatives(entry) if _prefix(other.name) == _prefix(target.name)]
 
 
 def _unquantized(name: str) -> str:
@@ -140,7 +146,7 @@ def _drafts(model: ModelConfig) -> list[ModelConfig]:
     return list(found.values())
 
 
-def _priced(job: PlanSpec, hardware: HardwareConfig, known: KnownForwards) -> Choice:
+def _priced(job: PlanSpec, hardware: HardwareConfig) -> Choice:
     choice = _choice(job, hardware)
     try:
         full = _fullest(job, hardware)
@@ -150,7 +156,7 @@ def _priced(job: PlanSpec, hardware: HardwareConfig, known: KnownForwards) -> Ch
     if not full.fits:
         reason = f"rank {full.rank} needs {full.needed_bytes / GIB:.1f} of {full.capacity_bytes / GIB:.1f} GiB"
         return replace(choice, reason=reason)
-    timed = timing(job, hardware, known=known)
+    timed = timing(job, hardware)
     first_ms = 1e3 * timed.prefill_s
     by_speed = sorted((seconds, number) for number, seconds in enumerate(timed.by_num_draft_tokens, start=1))
     for token_s, num_draft_tokens in by_speed:

@@ -4,8 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from llama_ssp.config.formats.format import formats
-from llama_ssp.reports.plan_table import _console as open_console
-from llama_ssp.reports.plan_table import _literal as literal
+from llama_ssp.reports.plan_table import literal, standard_output
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -18,7 +17,7 @@ _COLUMNS = (*_LEFT[:1], "GPUs", "copies", *_LEFT[1:], "K", "ms\n/token", "tokens
 
 def print_machines(comparison: Mapping[str, Any], console: "Console | None" = None) -> None:
     """Print the best choice of each machine, and what is left out; raises ConfigError if rich is not installed."""
-    console = console or open_console()
+    console = console or standard_output()
     from rich import box  # noqa: PLC0415 - JSON needs no rich
     from rich.table import Table  # noqa: PLC0415 - JSON needs no rich
 
@@ -26,7 +25,7 @@ def print_machines(comparison: Mapping[str, Any], console: "Console | None" = No
     left = [row for row in rows if row["reason"] is None]
     shown = left if len({row["machine"] for row in rows}) == 1 else list(_best(left))
     console.print(f"\n[bold]{_title(comparison)}[/bold]\n")
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0, pad_edge=False)
     for name in _COLUMNS:
         justify: Literal["left", "right"] = "left" if name in _LEFT else "right"
         table.add_column(name, justify=justify, no_wrap=name != "draft", vertical="bottom", overflow="fold")
