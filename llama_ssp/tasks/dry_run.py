@@ -89,10 +89,7 @@ def settings_of_run(config: RunConfig) -> dict[str, str]:
 
 
 def show_search(job: PlanSpec, machine: HardwareConfig, form: PlanFormat, *, figure: str | None = None) -> None:
-    """Print every sensible use of a machine, the asked model first, and draw ms/token by GPUs if `figure` is given.
-
-    Raises PlacementError for a model without an entry, and ConfigError as `show_plan`.
-    """
+    """Print every sensible use of a machine, the asked model first, and draw it; raises ConfigError as `show_plan`."""
     _check_figure(figure)
     choices = search_document(search(job, machine))
     if form is PlanFormat.json:
