@@ -133,16 +133,18 @@ def _time_table(plan: Mapping[str, Any]) -> "Table":
 
     time, rows = plan["time"], plan["job"]["batch_size"]
     table = Table(title="Time", title_justify="left", title_style="")
-    for name in ("", "ms/token", "tokens/s", "speed-up", "of which"):
+    for name in ("", "ms/token", "80 %", "tokens/s", "speed-up", "of which"):
         table.add_column(name, justify="left" if name in {"", "of which"} else "right")
     plain = time["plain_ms_per_token"]
-    table.add_row("plain", f"{plain:.2f}", f"{1e3 * rows / plain:.1f}", "", _parts(time["target_forward"]))
+    ends, parts = _ends(time["plain_ms_per_token_range"]), _parts(time["target_forward"])
+    table.add_row("plain", f"{plain:.2f}", ends, f"{1e3 * rows / plain:.1f}", "", parts)
     if time["speculative_ms_per_token"] is not None:
         speculative, speedup = time["speculative_ms_per_token"], time["speedup"]
         colour = "green" if speedup > 1 else "red"
         table.add_row(
             "speculative",
             f"{speculative:.2f}",
+            _ends(time["speculative_ms_per_token_range"]),
             f"{1e3 * rows / speculative:.1f}",
             f"[{colour}]{speedup:.2f}x[/{colour}]",
             f"round {time['round_ms']:.1f} = {time['num_draft_tokens']} x {time['draft_step_ms']:.2f} draft, "
@@ -162,11 +164,26 @@ def _basis(plan: Mapping[str, Any]) -> list[str]:
     reached = f"plain decoding reaches {of_copy:.0f} % of the speed of a copy, {of_sheet:.0f} % of the data sheet's"
     lines = [f"{reached}; prompt {prefill_ms:.0f} ms"]
     if time["tokens_per_round"] is not None:
+        shown = {
+            name: f"{time[name]:.2f}{_in_brackets(time[f'{name}_range'])}" for name in ("tokens_per_round", "acceptance")
+        }
+        best, ends = time["best_num_draft_tokens"], time["best_num_draft_tokens_range"]
+        between = f" ({ends[0]} to {ends[1]})" if ends and ends[0] < ends[1] else ""
         lines.append(
-            f"{time['tokens_per_round']:.2f} tokens per round at an acceptance of {time['acceptance']:.2f} "
-            f"({time['acceptance_source']}); c = {time['cost_ratio']:.3f}; best K = {time['best_num_draft_tokens']}"
+            f"{shown['tokens_per_round']} tokens per round at an acceptance of {shown['acceptance']}; "
+            f"c = {time['cost_ratio']:.3f}; best K = {best}{between}; in brackets 80 % ranges"
         )
+        lines.append(f"acceptance: {time['acceptance_source']}")
     return lines
+
+
+def _ends(found: Sequence[float] | None) -> str:
+    """The ends of a range; empty without one."""
+    return f"{found[0]:.3g}-{found[1]:.3g}" if found else ""
+
+
+def _in_brackets(found: Sequence[float] | None) -> str:
+    return f" ({found[0]:.2f}-{found[1]:.2f})" if found else ""
 
 
 @dataclass(frozen=True, kw_only=True)
