@@ -25,8 +25,12 @@ PRIOR_SPREAD = {
     "trained_together": 1.0,
 }  # fmt: skip
 """Standard deviations of the coefficients, around 0, before any point is seen: in logarithms of odds."""
-SPREADS = tuple(0.1 * 1.25**step for step in range(11))
-"""What the spreads between pairs and within a pair are chosen from: 0.1 to 0.93."""
+SPREADS = tuple(0.02 * 1.3**step for step in range(16))
+PRIOR_OF_SPREADS = 0.5
+"""Spreads between pairs and within a pair that are averaged over, 0.02 to 1.02, and their half-normal prior.
+
+With so few pairs the likeliest spread between them is next to none, and ranges made of it would be too narrow.
+"""
 MOST_POINTS = 3
 """A pair with more points counts as if it had as many, so that no pair decides for all others."""
 
@@ -34,25 +38,15 @@ Numbers = NDArray[np.float64]
 
 
 def fit_acceptance(chosen: Sequence[Point]) -> AcceptanceFit:
-    """Fit a linear model with an effect of each pair, by the largest evidence over SPREADS."""
+    """Fit a linear model with an effect of each pair, and spreads by their mean variances over SPREADS."""
     design = np.array([features(point.pair) for point in chosen])
     odds = np.array([point.odds for point in chosen])
     counts = Counter(point.names for point in chosen)
-    crowding = np.array([max(counts[point.names] / MOST_POINTS, 1.0) for point in chosen])
+    crowding = np.diag([max(counts[point.names] / MOST_POINTS, 1.0) for point in chosen])
     same_pair = np.array([[float(one.names == other.names) for other in chosen] for one in chosen])
     prior = np.diag([PRIOR_SPREAD[name] ** 2 for name in FEATURES])
-
-    def noise(spreads: tuple[float, float]) -> Numbers:
-        between, within = spreads
-        return np.asarray(between**2 * same_pair + within**2 * np.diag(crowding))
-
-    def evidence(spreads: tuple[float, float]) -> float:
-        covariance = noise(spreads) + design @ prior @ design.T
-        _, log_determinant = np.linalg.slogdet(covariance)
-        return float(-log_determinant - odds @ np.linalg.solve(covariance, odds)) / 2
-
-    between, within = max(product(SPREADS, repeat=2), key=evidence)
-    weighted = np.linalg.solve(noise((between, within)), design)
+    between, within = _spreads(odds, same_pair, design @ prior @ design.T)
+    weighted = np.linalg.solve(between**2 * same_pair + within**2 * crowding, design)
     covariance = np.linalg.inv(design.T @ weighted + np.linalg.inv(prior))
     return AcceptanceFit(
         coefficients=tuple(map(float, covariance @ weighted.T @ odds)),
@@ -65,12 +59,28 @@ def fit_acceptance(chosen: Sequence[Point]) -> AcceptanceFit:
     )
 
 
+def _spreads(odds: Numbers, same_pair: Numbers, of_coefficients: Numbers) -> tuple[float, float]:
+    """The roots of the mean variances between pairs and within a pair, weighted by evidence and prior."""
+    grid = list(product(SPREADS, repeat=2))
+    logs = []
+    for between, within in grid:
+        covariance = between**2 * same_pair + within**2 * np.eye(len(odds)) + of_coefficients
+        _, log_determinant = np.linalg.slogdet(covariance)
+        evidence = -(log_determinant + odds @ np.linalg.solve(covariance, odds)) / 2
+        # Steps of the grid are proportional to the spreads.
+        logs.append(evidence + math.log(between * within) - (between**2 + within**2) / (2 * PRIOR_OF_SPREADS**2))
+    weights = np.exp(np.array(logs) - max(logs))
+    variances = weights @ np.square(grid) / weights.sum()
+    return math.sqrt(variances[0]), math.sqrt(variances[1])
+
+
 def _fitted_pair(of_pair: Sequence[Point]) -> FittedPair:
     pair, ratio = of_pair[0].pair, of_pair[0].pair.size_ratio
     assert ratio, "every pair of the points has its sizes"
     mean = probability_of(fmean(point.odds for point in of_pair))
     return FittedPair(
-        target=pair.target, draft=pair.draft, family=str(pair.family), size_ratio=ratio, acceptance=mean
+        target=pair.target, draft=pair.draft, family=str(pair.family), size_ratio=ratio, acceptance=mean,
+        trained_together=pair.trained_together,
     )  # fmt: skip
 
 

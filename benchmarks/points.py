@@ -62,9 +62,13 @@ def points() -> tuple[Point, ...]:
             )  # fmt: skip
             found.append(
                 Point(
-                    pair=drafted, num_draft_tokens=point["K"], tokens_per_round=point["tokens_per_round"],
-                    source=point["source"], row=point.get("row"), is_fitted=point.get("k_is_published", True),
-                )  # fmt: skip
+                    pair=drafted,
+                    num_draft_tokens=point["K"],
+                    tokens_per_round=point["tokens_per_round"],
+                    source=point["source"],
+                    row=point.get("row"),
+                    is_fitted=point.get("k_is_published", True),
+                )
             )
     return tuple(found)
 

@@ -26,7 +26,10 @@ class PlainRow:
 
 
 PLAIN = (
-    *(PlainRow("llama2_7B", "none", gpus, rate, True) for gpus, rate in ((1, 104.9), (2, 168.8), (4, 254.0), (8, 328.4))),
+    *(
+        PlainRow("llama2_7B", "none", gpus, rate, True)
+        for gpus, rate in ((1, 104.9), (2, 168.8), (4, 254.0), (8, 328.4))
+    ),
     PlainRow("llama2_70B", "none", 2, 21.3),
     PlainRow("llama2_70B", "none", 4, 38.0),
     PlainRow("llama2_70B", "none", 8, 62.5),

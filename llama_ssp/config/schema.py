@@ -179,7 +179,7 @@ class SpeculationConfig:
     """Number of drafted tokens per round (K in Chen et al. 2023), and what the forecast assumes of the acceptance.
 
     `num_draft_tokens=auto` chooses K for each round from what earlier rounds accepted.
-    `acceptance` is the probability that a drafted token is accepted; null takes the figure of the pair, or forecasts it.
+    `acceptance` is the probability that a drafted token is accepted; null takes the pair's figure, or forecasts it.
     `text` is what that forecast assumes to be written.
     """
 

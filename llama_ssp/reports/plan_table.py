@@ -165,7 +165,8 @@ def _basis(plan: Mapping[str, Any]) -> list[str]:
     lines = [f"{reached}; prompt {prefill_ms:.0f} ms"]
     if time["tokens_per_round"] is not None:
         shown = {
-            name: f"{time[name]:.2f}{_in_brackets(time[f'{name}_range'])}" for name in ("tokens_per_round", "acceptance")
+            name: f"{time[name]:.2f}{_in_brackets(time[f'{name}_range'])}"
+            for name in ("tokens_per_round", "acceptance")
         }
         best, ends = time["best_num_draft_tokens"], time["best_num_draft_tokens_range"]
         between = f" ({ends[0]} to {ends[1]})" if ends and ends[0] < ends[1] else ""

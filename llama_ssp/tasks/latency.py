@@ -1,4 +1,4 @@
-"""`task=latency`: milliseconds per token over a fixed list of prompts, after a warm-up; stores the pair's acceptance."""
+"""`task=latency`: milliseconds per token over a fixed list of prompts, and the acceptance of the pair to be stored."""
 
 import platform
 from datetime import date
@@ -28,7 +28,7 @@ def latency(session: Session, jobs: list[PromptTask]) -> None:
 
 
 def store_pair(session: Session) -> None:
-    """Store the acceptance of the pair in the user's own folder, if the task asks for it; runs on rank 0, at the end."""
+    """Store the acceptance of the pair in the user's own folder, if the task asks for it; on rank 0, at the end."""
     config, folder = session.config, session.folder
     task = config.task
     assert isinstance(task, LatencyConfig)

@@ -58,13 +58,11 @@ def fastest(times: Sequence[float]) -> int:
 def ranges(
     acceptance: Acceptance, rounds_s: Sequence[float], *, chosen: int, time_error: DataSheetError | None
 ) -> RoundRanges | None:
-    """The ranges at K = `chosen` of a job whose rounds take `rounds_s` for K = 1, 2, ...; None for a given acceptance."""
+    """The ranges at K = `chosen`, where rounds take `rounds_s` for K = 1, 2, ...; None for a given acceptance."""
     if acceptance.low is None or acceptance.high is None:
         return None
     low, high = acceptance.ends
-    middle_s, slow_s, fast_s = (
-        token_times(rounds_s, each)[chosen - 1] for each in (acceptance.probability, low, high)
-    )
+    middle_s, slow_s, fast_s = (token_times(rounds_s, each)[chosen - 1] for each in (acceptance.probability, low, high))
     ends_s = joint_ends(middle_s, (fast_s, slow_s), time_error)
     return RoundRanges(
         tokens_per_round=(tokens_per_round(low, chosen), tokens_per_round(high, chosen)),
@@ -73,10 +71,8 @@ def ranges(
     )
 
 
-def joint_ends(
-    middle_s: float, ends_s: tuple[float, float], time_error: DataSheetError | None
-) -> tuple[float, float]:
-    """A range of times by the acceptance, widened by the error of the times: two errors that know nothing of each other."""
+def joint_ends(middle_s: float, ends_s: tuple[float, float], time_error: DataSheetError | None) -> tuple[float, float]:
+    """A range of times by the acceptance, widened by the error of the times, which does not depend on it."""
     if time_error is None:
         return ends_s
     fast, slow = (math.log(end_s / middle_s) for end_s in ends_s)

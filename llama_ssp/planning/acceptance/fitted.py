@@ -24,6 +24,8 @@ MIDDLE_RATIO, MIDDLE_TEMPERATURE = 8.0, 0.5
 SPREAD_OF_UNKNOWN = {"size": 1.0, "temperature": 0.3, "code": 0.5}
 """Standard deviation of a feature that is not known: a factor of e in size, all temperatures to 1, either text."""
 _CODE = {TextKind.code: 0.5, TextKind.prose: -0.5, TextKind.any: 0.0}
+CALIBRATED = "measured by task=calibrate"
+"""How the source of figures begins that were measured on the machine itself."""
 _OTHER_FAMILY = 1.0
 """How far another family counts among the nearest pairs, in logarithms of the size ratio."""
 
@@ -37,6 +39,7 @@ class FittedPair:
     family: str
     size_ratio: float
     acceptance: float
+    trained_together: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,11 +99,11 @@ def features(pair: DraftedPair) -> tuple[float, ...]:
     )
 
 
-def predicted(pair: DraftedPair, fit: AcceptanceFit, *, is_same_pair: bool = False) -> tuple[float, float, float]:
+def predicted(pair: DraftedPair, fit: AcceptanceFit) -> tuple[float, float, float]:
     """The low end, the median and the high end of a pair's acceptance."""
     values = features(pair)
-    middle = sum(map(_product, values, fit.coefficients))
-    of_fit = sum(_product(value, sum(map(_product, row, values))) for value, row in zip(values, fit.covariance, strict=True))
+    middle = _dot(values, fit.coefficients)
+    of_fit = _dot(values, [_dot(values, row) for row in fit.covariance])
     of_pair = fit.between_pairs**2 + fit.within_pair**2
     half = fit.quantile * math.sqrt(of_fit + of_pair + _variance_of_unknown(pair, fit))
     return probability_of(middle - half), probability_of(middle), probability_of(middle + half)
@@ -128,19 +131,21 @@ def forecast(pair: DraftedPair) -> Acceptance:
     """The forecast of a pair with a draft model; its source says what the range rests on."""
     fit = shipped_fit()
     low, middle, high = predicted(pair, fit)
-    named = [f"{each.target} with {each.draft} ({each.acceptance:.2f})" for each in _nearest(pair, fit)]
-    source = f"no figure of this pair: fitted to {fit.num_points} points of {len(fit.pairs)} pairs, nearest {' and '.join(named)}"
+    named = " and ".join(f"{each.target} with {each.draft} ({each.acceptance:.2f})" for each in _nearest(pair, fit))
+    basis = f"fitted to {fit.num_points} points of {len(fit.pairs)} pairs, nearest {named}"
     smallest, largest = fit.size_ratios
     if pair.size_ratio is None:
-        source += "; the sizes are not known"
+        basis += "; the sizes are not known"
     elif not smallest <= pair.size_ratio <= largest:
-        source += f"; the target is {pair.size_ratio:.3g} times as large, in those pairs {smallest:.2g} to {largest:.2g} times"
+        basis += f"; the target is {pair.size_ratio:.3g} times as large as the draft, "
+        basis += f"in those pairs {smallest:.2g} to {largest:.2g} times"
+    source = f"no figure of this pair: {basis}"
     return Acceptance(probability=middle, low=low, high=high, source=source, is_forecast=True)
 
 
 def time_error(hardware: HardwareConfig) -> DataSheetError | None:
     """The error of times on a GPU that is known by its data sheet alone; None for any other machine."""
-    is_measured = any("task=calibrate" in source for source in hardware.sources.values())
+    is_measured = any(source.startswith(CALIBRATED) for source in hardware.sources.values())
     return _shipped_time_error() if hardware.device == "cuda" and not is_measured else None
 
 
@@ -157,14 +162,12 @@ def shipped_fit() -> AcceptanceFit:
 
 def read_fit(content: Mapping[str, Any]) -> AcceptanceFit:
     """Build a fit from its section of conf/ranges.yaml."""
-    coefficients = content["coefficients"]
-    return AcceptanceFit(
-        **content | {
-            "coefficients": tuple(coefficients[name] for name in FEATURES),
-            "covariance": tuple(map(tuple, content["covariance"])),
-            "pairs": tuple(FittedPair(**pair) for pair in content["pairs"]),
-        }
-    )  # fmt: skip
+    read = {
+        "coefficients": tuple(content["coefficients"][name] for name in FEATURES),
+        "covariance": tuple(map(tuple, content["covariance"])),
+        "pairs": tuple(FittedPair(**pair) for pair in content["pairs"]),
+    }
+    return AcceptanceFit(**{**content, **read})
 
 
 def _content() -> dict[str, Any]:
@@ -172,20 +175,25 @@ def _content() -> dict[str, Any]:
 
 
 def _nearest(pair: DraftedPair, fit: AcceptanceFit) -> Sequence[FittedPair]:
-    """The two pairs that are most alike."""
+    """The two pairs that are most alike, of those that were trained apart as any pair is."""
 
     def distance(other: FittedPair) -> float:
         ratio = pair.size_ratio or MIDDLE_RATIO
         return abs(math.log(ratio / other.size_ratio)) + _OTHER_FAMILY * (other.family != pair.family)
 
-    return sorted(fit.pairs, key=distance)[:2]
+    return sorted((each for each in fit.pairs if not each.trained_together), key=distance)[:2]
 
 
 def _variance_of_unknown(pair: DraftedPair, fit: AcceptanceFit) -> float:
-    unknown = {"size": pair.size_ratio is None, "temperature": pair.temperature is None, "code": pair.text is TextKind.any}
+    is_unknown = {
+        "size": pair.size_ratio is None,
+        "temperature": pair.temperature is None,
+        "code": pair.text is TextKind.any,
+    }
     coefficients = dict(zip(FEATURES, fit.coefficients, strict=True))
-    return sum((SPREAD_OF_UNKNOWN[name] * coefficients[name]) ** 2 for name, is_unknown in unknown.items() if is_unknown)
+    spreads = [SPREAD_OF_UNKNOWN[name] * coefficients[name] for name, holds in is_unknown.items() if holds]
+    return _dot(spreads, spreads)
 
 
-def _product(first: float, second: float) -> float:
-    return first * second
+def _dot(first: Sequence[float], second: Sequence[float]) -> float:
+    return sum(one * other for one, other in zip(first, second, strict=True))

@@ -1,4 +1,4 @@
-"""Looks up pairs with a figure of their own: in `pairs.yaml` of the user, what `task=latency` measured, and the package's.
+"""Looks up pairs with a figure of their own: the user's, what `task=latency` measured, and the package's.
 
 Every folder of options may have `pairs.yaml`, written by hand, and `measured_pairs.yaml`, which `store` writes.
 """
@@ -16,7 +16,9 @@ from llama_ssp.planning.acceptance.fitted import around
 from llama_ssp.planning.acceptance.pair import Acceptance, DraftedPair
 
 PAIRS, MEASURED = "pairs.yaml", "measured_pairs.yaml"
-_HEAD = "# Acceptance of pairs as measured here: written by task=latency with task.store=true. pairs.yaml comes first.\n"
+_HEAD = (
+    "# Acceptance of pairs as measured here: written by task=latency with task.store=true. pairs.yaml comes first.\n"
+)
 
 
 def known(pair: DraftedPair) -> Acceptance | None:
