@@ -1,6 +1,7 @@
 """The parameters of a model as a list of matrices, and the slices that a rank holds, as `sharding` cuts them."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from llama_ssp.architectures.sharding import RankShard, cut_of
 
@@ -55,7 +56,7 @@ class Inventory:
     final_vectors: int
     num_layers: int
 
-    @property
+    @cached_property
     def products(self) -> tuple[int, ...]:
         """Elements of each matrix product of a layer; matrices with the same input are fused into one."""
         sizes: dict[str, int] = {}

@@ -27,6 +27,11 @@ class Dtype(Enum):
     bf16 = "bfloat16"
     fp16 = "float16"
 
+    @property
+    def is_short(self) -> bool:
+        """Whether a value has 16 bits."""
+        return self is Dtype.bf16 or self is Dtype.fp16
+
 
 class WeightsKind(Enum):
     """Source of the weights of target and draft: files, or generated ones (`weights.synthetic`)."""

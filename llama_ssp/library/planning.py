@@ -86,12 +86,12 @@ def plan(  # noqa: PLR0913 - a notebook shows this signature
             speculation=SpeculationConfig(num_draft_tokens=read["num_draft_tokens"], acceptance=read["acceptance"]),
             **{name: read[name] for name in ("batch_size", "prompt_tokens", "max_new_tokens")},
         )  # fmt: skip
-        config.model = with_hub_sizes(config.model)
-        config.draft.model = config.draft.model and with_hub_sizes(config.draft.model)
+        config.model = with_hub_sizes(config.model, any_family=True)
+        config.draft.model = config.draft.model and with_hub_sizes(config.draft.model, any_family=True)
         settle_models(config)
         check(config)
         auto_ranks = machine.num_ranks if config.placement.auto else None
-        return plan_job(make_job(config, machine), machine, auto_ranks=auto_ranks)
+        return plan_job(make_job(config, machine), machine, auto_ranks=auto_ranks, divides=True)
 
 
 def _machine(given: object, *, num_gpus: int | None, num_nodes: int | None) -> HardwareConfig:

@@ -57,7 +57,8 @@ class Timing:
     Attributes:
         target_forward, verify_forward: the target's forward of one token per row, and of K + 1.
         draft_forward_s: a draft forward of one token, including its draw.
-        prefill_s: the prompt through the target and the draft.
+        prefill_s: the prompt through the target and the draft, which is the time to the first token.
+        plain_prefill_s: through the target alone.
         num_draft_tokens: K of the round that is priced: of an adaptive run the fastest at the assumed acceptance.
         plain_s, speculative_s: per token, while decoding.
         plain_run_s, speculative_run_s: per token of a completion, including the prompt and an unfinished last round.
@@ -76,6 +77,7 @@ class Timing:
     verify_forward: ForwardTime | None = None
     draft_forward_s: float | None = None
     prefill_s: float
+    plain_prefill_s: float
     plain_s: float
     plain_run_s: float
     copy_share: float
@@ -99,6 +101,11 @@ class Timing:
     def knows_best_k(self) -> bool:
         """Whether a plan may recommend `best_num_draft_tokens`."""
         return self.acceptance is not None and knows_best_k(self.acceptance, self.ranges)
+
+    @property
+    def best_s(self) -> float:
+        """Seconds per token of the faster mode, while decoding."""
+        return self.plain_s if self.speculative_s is None else min(self.plain_s, self.speculative_s)
 
 
 class CostModel:
@@ -211,6 +218,7 @@ def timing(job: PlanSpec, hardware: HardwareConfig) -> Timing:
     plain = Timing(
         target_forward=costs.forward(costs.target, 1),
         prefill_s=prefill_s,
+        plain_prefill_s=prefill_s,
         plain_s=plain_s,
         plain_range_s=error and error.ends(plain_s),
         plain_run_s=(prefill_s + (tokens - 1) * plain_s) / tokens,
