@@ -70,6 +70,14 @@ class Inventory:
         """The matrix that makes the logits."""
         return self.head or self.embeddings[0]
 
+    @property
+    def num_parameters(self) -> int:
+        """Number of parameters, biases and norms included."""
+        tables = [*self.embeddings, *([self.head] if self.head else [])]
+        biases = sum(matrix.num_rows for matrix in self.layer if matrix.has_bias)
+        layer = sum(matrix.num_elements for matrix in self.layer) + self.layer_vectors + biases
+        return self.num_layers * layer + sum(table.num_elements for table in tables) + self.final_vectors
+
     def of_rank(self, shard: RankShard) -> "Inventory":
         """The parameters of one rank."""
         return replace(

@@ -31,6 +31,13 @@ class Objective(Enum):
 
 
 @dataclass(kw_only=True)
+class PlannedSampling:
+    """How tokens are drawn, as far as a plan depends on it."""
+
+    temperature: float = 0.8
+
+
+@dataclass(kw_only=True)
 class PlanConfig:
     """All settings of one plan. `config.hardware` checks `hardware`.
 
@@ -42,6 +49,7 @@ class PlanConfig:
     hardware: dict[str, Any]
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    sampling: PlannedSampling = field(default_factory=PlannedSampling)
     batch_size: int = 1
     prompt_tokens: int = 128
     max_new_tokens: int = 64
@@ -87,6 +95,8 @@ def _ranges(config: PlanConfig) -> Iterator[str]:
     acceptance = config.speculation.acceptance
     if acceptance is not None and not (0 <= acceptance <= 1 and math.isfinite(acceptance)):
         yield f"speculation.acceptance={acceptance} must be between 0 and 1, for example 0.8"
+    if not 0 <= config.sampling.temperature < math.inf:
+        yield f"sampling.temperature={config.sampling.temperature} must be 0 (greedy) or positive, for example 0.8"
     limits = {"max_ms_per_token": config.max_ms_per_token, "max_price": config.max_price}
     for key, most in (limits | {f"prices.{name}": price for name, price in config.prices.items()}).items():
         if most is not None and not (most > 0 and math.isfinite(most)):

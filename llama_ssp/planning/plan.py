@@ -10,6 +10,7 @@ from typing import Any
 from llama_ssp.architectures.family import inventory
 from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.errors import CapacityError
+from llama_ssp.planning.acceptance.expected import remarks
 from llama_ssp.planning.choices import advice
 from llama_ssp.planning.choices.changes import Change, changes_that_fit
 from llama_ssp.planning.choices.fewer import faster_on_fewer
@@ -84,6 +85,7 @@ def make_plan(job: PlanSpec, hardware: HardwareConfig, *, remark: str | None = N
             *([remark] if remark else []),
             *notes_on_families(*filter(None, (job.target, job.draft))),
             *advice.notes(job, hardware, heads, fullest),
+            *(remarks(job, timed.acceptance, timed.ranges) if timed.acceptance else ()),
         ),
         changes=() if fullest.fits else tuple(changes_that_fit(job, hardware)),
     )
@@ -185,15 +187,12 @@ def _model(model: PlannedModel, plan: Plan, *, prefix: str) -> dict[str, Any]:
     whole = inventory(model.shape)
     once = model_bytes(whole, model, device=plan.job.device)
     held = sum(getattr(rank, f"{prefix}_weights_bytes") for rank in plan.ranks)
-    tables = [*whole.embeddings, *([whole.head] if whole.head else [])]
-    biases = sum(matrix.num_rows for matrix in whole.layer if matrix.has_bias)
-    layer = sum(matrix.num_elements for matrix in whole.layer) + whole.layer_vectors + biases
     return {
         "name": model.name,
         "dtype": model.dtype.name,
         "matrix_dtype": model.matrix_dtype(plan.job.device).name,
         "quantization": model.quantization,
-        "num_parameters": whole.num_layers * layer + sum(m.num_elements for m in tables) + whole.final_vectors,
+        "num_parameters": whole.num_parameters,
         "weights_bytes": once.total_bytes,
         "repeated_bytes": held - once.total_bytes,
         "kv_bytes_per_token": kv_bytes_per_token(model),
@@ -214,6 +213,9 @@ def time_document(timed: Timing, *, num_rows: int) -> dict[str, Any]:
     def ms(seconds: float | None) -> float | None:
         return None if seconds is None else 1e3 * seconds
 
+    def ends_ms(seconds: tuple[float, float] | None) -> list[float] | None:
+        return None if seconds is None else [1e3 * end_s for end_s in seconds]
+
     def parts(forward: ForwardTime | None) -> dict[str, float] | None:
         seconds = asdict(forward) | {"total_s": forward.total_s} if forward else {}
         return {f"{name.removesuffix('_s')}_ms": 1e3 * value for name, value in seconds.items()} or None
@@ -221,9 +223,12 @@ def time_document(timed: Timing, *, num_rows: int) -> dict[str, Any]:
     def rate(seconds: float | None) -> float | None:
         return None if seconds is None else num_rows / seconds
 
+    acceptance, found = timed.acceptance, timed.ranges
     return {
         "plain_ms_per_token": ms(timed.plain_s),
+        "plain_ms_per_token_range": ends_ms(timed.plain_range_s),
         "speculative_ms_per_token": ms(timed.speculative_s),
+        "speculative_ms_per_token_range": ends_ms(found and found.token_s),
         "plain_tokens_per_s": rate(timed.plain_s),
         "speculative_tokens_per_s": rate(timed.speculative_s),
         "plain_first_token_ms": ms(timed.plain_prefill_s),
@@ -239,11 +244,15 @@ def time_document(timed: Timing, *, num_rows: int) -> dict[str, Any]:
         "target_forward": parts(timed.target_forward),
         "verify_forward": parts(timed.verify_forward),
         "cost_ratio": timed.cost_ratio,
-        "acceptance": timed.acceptance and timed.acceptance.probability,
-        "acceptance_source": timed.acceptance and timed.acceptance.source,
+        "acceptance": acceptance and acceptance.probability,
+        "acceptance_range": list(acceptance.ends) if acceptance and found else None,
+        "acceptance_source": acceptance and acceptance.source,
+        "acceptance_is_forecast": acceptance.is_forecast if acceptance else None,
         "num_draft_tokens": timed.num_draft_tokens,
         "tokens_per_round": timed.tokens_per_round,
+        "tokens_per_round_range": list(found.tokens_per_round) if found else None,
         "best_num_draft_tokens": timed.best_num_draft_tokens,
+        "best_num_draft_tokens_range": list(found.best_num_draft_tokens) if found else None,
         "speculative_ms_per_token_by_k": [1e3 * seconds for seconds in timed.by_num_draft_tokens],
         "copy_share": timed.copy_share,
         "limit_share": timed.limit_share,

@@ -13,8 +13,8 @@ from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.config.layout import Layout, lay_out_replica, max_device_bytes, may_capture
 from llama_ssp.config.paths import read_path
 from llama_ssp.config.plan import PlanConfig
-from llama_ssp.config.rules.rule import DEFAULT
-from llama_ssp.config.schema import DraftLayout, Dtype, ModelConfig, ModelShape
+from llama_ssp.config.rules.rule import AT_ZERO, DEFAULT
+from llama_ssp.config.schema import DraftLayout, Dtype, ModelConfig, ModelShape, TextKind
 from llama_ssp.config.target_placement import Offload, TargetKind, TargetPlacement
 from llama_ssp.errors import ConfigError
 from llama_ssp.planning.config_file import read_config
@@ -73,7 +73,8 @@ class PlanSpec:
         free_draft: the kind of a draft without a model, whose cost is not counted; None without one.
         target_ranks, draft_ranks: ranks of each replica, increasing.
         matching: how the tokens of a draft with its own tokenizer are matched; None with the target's.
-        acceptance: probability that a drafted token is accepted; None looks the pair up.
+        acceptance: probability that a drafted token is accepted; None takes what is expected of the pair.
+        temperature, text: what that expectation depends on.
         prompt_tokens, max_new_tokens: tokens of the longest row.
         mean_prompt_tokens: of all prompts, where they are known.
         cuda_graphs: whether forwards are captured; otherwise every operator is launched from Python.
@@ -100,6 +101,8 @@ class PlanSpec:
     num_replicas: int = 1
     mean_prompt_tokens: float | None = None
     adapts: bool = False
+    temperature: float | None = None
+    text: TextKind = TextKind.any
     rule: str = DEFAULT
     free_draft: str | None = None
     matching: Matching | None = None
@@ -189,6 +192,9 @@ def make_job(config: PlanConfig, hardware: HardwareConfig) -> PlanSpec:
         num_draft_tokens=config.speculation.most_draft_tokens,
         adapts=config.speculation.adapts,
         acceptance=config.speculation.acceptance,
+        temperature=config.sampling.temperature,
+        text=config.speculation.text,
+        rule=DEFAULT if config.sampling.temperature > 0 else AT_ZERO,
         batch_size=config.batch_size,
         prompt_tokens=config.prompt_tokens,
         max_new_tokens=config.max_new_tokens,

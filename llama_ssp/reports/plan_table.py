@@ -137,9 +137,10 @@ def _time_table(plan: Mapping[str, Any]) -> "Table":
 
     time = plan["time"]
     table = Table(title=f"Time: {_meaning(plan['job'])}", title_justify="left", title_style="")
-    for name in ("", "ms/token", "first token", "tokens/s", "speed-up", "of which"):
+    for name in ("", "ms/token", "80 %", "first token", "tokens/s", "speed-up", "of which"):
         table.add_column(name, justify="left" if name in {"", "of which"} else "right")
-    plain = [f"{time['plain_ms_per_token']:.2f}", f"{time['plain_first_token_ms']:.0f} ms"]
+    ends = _ends(time["plain_ms_per_token_range"])
+    plain = [f"{time['plain_ms_per_token']:.2f}", ends, f"{time['plain_first_token_ms']:.0f} ms"]
     table.add_row("plain", *plain, f"{time['plain_tokens_per_s']:.1f}", "", _parts(time["target_forward"]))
     if time["speculative_ms_per_token"] is not None:
         speculative, speedup = time["speculative_ms_per_token"], time["speedup"]
@@ -147,6 +148,7 @@ def _time_table(plan: Mapping[str, Any]) -> "Table":
         table.add_row(
             "speculative",
             f"{speculative:.2f}",
+            _ends(time["speculative_ms_per_token_range"]),
             f"{time['first_token_ms']:.0f} ms",
             f"{time['speculative_tokens_per_s']:.1f}",
             f"[{colour}]{speedup:.2f}x[/{colour}]",
@@ -175,11 +177,27 @@ def _basis(plan: Mapping[str, Any]) -> list[str]:
     reached = f"plain decoding reaches {of_copy:.0f} % of the speed of a copy, {of_sheet:.0f} % of the data sheet's"
     lines = [plan["basis"], reached]
     if time["tokens_per_round"] is not None:
+        shown = {
+            name: f"{time[name]:.2f}{_in_brackets(time[f'{name}_range'])}"
+            for name in ("tokens_per_round", "acceptance")
+        }
+        best, ends = time["best_num_draft_tokens"], time["best_num_draft_tokens_range"]
+        between = f" ({ends[0]} to {ends[1]})" if ends and ends[0] < ends[1] else ""
         lines.append(
-            f"{time['tokens_per_round']:.2f} tokens per round at an acceptance of {time['acceptance']:.2f} "
-            f"({time['acceptance_source']}); c = {time['cost_ratio']:.3f}; best K = {time['best_num_draft_tokens']}"
+            f"{shown['tokens_per_round']} tokens per round at an acceptance of {shown['acceptance']}; "
+            f"c = {time['cost_ratio']:.3f}; best K = {best}{between}; in brackets 80 % ranges"
         )
+        lines.append(f"acceptance: {time['acceptance_source']}")
     return lines
+
+
+def _ends(found: Sequence[float] | None) -> str:
+    """The ends of a range; empty without one."""
+    return f"{found[0]:.3g}-{found[1]:.3g}" if found else ""
+
+
+def _in_brackets(found: Sequence[float] | None) -> str:
+    return f" ({found[0]:.2f}-{found[1]:.2f})" if found else ""
 
 
 @dataclass(frozen=True, kw_only=True)

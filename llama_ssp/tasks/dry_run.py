@@ -278,6 +278,7 @@ def job_of_run(
         draft_kind=layout.draft_kind, draft_ranks=layout.draft_ranks,
         num_replicas=placement.num_replicas, num_draft_tokens=config.speculation.most_draft_tokens,
         adapts=config.speculation.adapts, acceptance=acceptance,
+        temperature=config.sampling.temperature, text=config.speculation.text,
         rule=config.verification.rule if config.sampling.temperature > 0 else AT_ZERO,
         counts_tokens=config.sampling.penalizes,
         batch_size=config.batch_size, prompt_tokens=prompt_tokens, max_new_tokens=config.max_new_tokens,

@@ -89,7 +89,7 @@ def _draft(job: PlanSpec, hardware: HardwareConfig, timed: Timing) -> Iterator[s
         )
     elif better:
         yield f"the draft would gain more elsewhere: {asked:.2f}x here{better}"
-    elif best / asked >= WORTHWHILE_GAIN and not job.adapts:
+    elif best / asked >= WORTHWHILE_GAIN and not job.adapts and timed.knows_best_k:
         yield f"K={job.num_draft_tokens} gives {asked:.2f}x; speculation.num_draft_tokens={number} gives {best:.2f}x"
 
 

@@ -22,6 +22,7 @@ from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.errors import PlacementError
 from llama_ssp.planning.choices import advice, elsewhere
 from llama_ssp.planning.choices.layouts import on_block, placement_settings
+from llama_ssp.planning.choices.lengths import by_length, length_setting
 from llama_ssp.planning.memory import RankMemoryPlan, largest_batch, largest_context, replica_memory
 from llama_ssp.planning.spec import PlannedModel, PlanSpec, planned_model
 from llama_ssp.planning.timing import Timing, timing
@@ -139,9 +140,8 @@ def _accepted(candidate: _Fitting) -> _Fitting | None:
         return candidate
     if timed.best_num_draft_tokens is None or way.job.adapts:
         return None
-    number = timed.best_num_draft_tokens
-    settings = (*way.settings, f"speculation.num_draft_tokens={number}")
-    better = _tried(replace(way, settings=settings, job=replace(way.job, num_draft_tokens=number)))
+    _, drafting = by_length(way.job, timed)[0]
+    better = _tried(replace(way, settings=(*way.settings, length_setting(drafting)), job=drafting))
     return better if better and not any(advice.warnings(better.way.job, way.hardware, better.timed)) else None
 
 

@@ -20,6 +20,7 @@ class MachineChoice:
         num_gpus: GPUs of a replica, over `num_nodes` nodes.
         num_replicas: replicas on all that is rented.
         num_draft_tokens: K; 0 for plain decoding, where a draft gains nothing.
+        adapts: K is chosen for each round, up to this one.
         ms_per_token: of each completion while it is decoded.
         tokens_per_s: of all rows of all replicas.
         usd_per_hour: of what is rented; None without a known price.
@@ -36,6 +37,7 @@ class MachineChoice:
     draft: str | None = None
     draft_kind: str | None = None
     num_draft_tokens: int = 0
+    adapts: bool = False
     ms_per_token: float | None = None
     tokens_per_s: float | None = None
     usd_per_hour: float | None = None

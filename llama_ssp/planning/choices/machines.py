@@ -14,9 +14,10 @@ from llama_ssp.config import catalogue
 from llama_ssp.config.formats.format import NO_QUANTIZATION, formats
 from llama_ssp.config.hardware import PER_GPU, HardwareConfig
 from llama_ssp.config.plan import Objective, PlanConfig
-from llama_ssp.config.schema import ADAPTIVE, ModelConfig, PlacementConfig
+from llama_ssp.config.schema import ModelConfig, PlacementConfig
 from llama_ssp.errors import PlacementError
 from llama_ssp.planning.choices.layouts import on_block, placement_settings
+from llama_ssp.planning.choices.lengths import by_length, length_setting
 from llama_ssp.planning.choices.machine_choice import MachineChoice, rank, with_prices, with_speed, within
 from llama_ssp.planning.memory import RankMemoryPlan, replica_memory
 from llama_ssp.planning.spec import PlannedModel, PlanSpec, make_job, planned_model
@@ -187,8 +188,7 @@ def _price(
         token_s = timed.plain_s if timed.speculative_s is None else timed.speculative_s
         return _Priced(job=job, token_s=token_s, needed_bytes=full.needed_bytes)
     most_s = below.token_s or math.inf if below else math.inf
-    for token_s, number in sorted((seconds, k) for k, seconds in enumerate(timed.by_num_draft_tokens, start=1)):
-        drafting = replace(job, num_draft_tokens=number, adapts=False)
+    for token_s, drafting in by_length(job, timed):
         if token_s >= most_s:
             return None
         if (full := times.fullest(drafting, machine)).fits:
@@ -209,6 +209,7 @@ def _choice(priced: _Priced, machine: HardwareConfig, entry: ModelConfig) -> Mac
         draft=job.draft.name if job.draft else job.free_draft,
         draft_kind=job.draft_kind.name if job.draft else None,
         num_draft_tokens=job.num_draft_tokens if job.drafts else 0,
+        adapts=job.drafts and job.adapts,
         capacity_bytes=machine.rank_bytes,
         needed_bytes=priced.needed_bytes,
         reason=priced.reason,
@@ -230,4 +231,4 @@ def _settings(job: PlanSpec, machine: HardwareConfig, entry: ModelConfig) -> Ite
     yield f"draft={(job.draft.name if job.draft else job.free_draft) or 'none'}"
     yield from placement_settings(job)
     if job.drafts:
-        yield f"speculation.num_draft_tokens={ADAPTIVE if job.adapts else job.num_draft_tokens}"
+        yield length_setting(job)

@@ -15,6 +15,7 @@ from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.config.schema import ModelConfig
 from llama_ssp.errors import PlacementError
 from llama_ssp.planning.choices.layouts import layouts, placement_settings
+from llama_ssp.planning.choices.lengths import by_length, length_setting
 from llama_ssp.planning.memory import RankMemoryPlan, fits, replica_memory
 from llama_ssp.planning.spec import PlannedModel, PlanSpec, planned_model
 from llama_ssp.planning.timing import timing
@@ -28,6 +29,7 @@ class Choice:
 
     Attributes:
         num_ranks, num_replicas: ranks of a replica, and the replicas that fill the machine.
+        adapts: K is chosen for each round, because nobody knows which one is best.
         ms_per_token: of a completion, for the best K, or plain without a draft.
         tokens_per_s: of all rows and replicas.
         first_token_ms: the prompt.
@@ -43,6 +45,7 @@ class Choice:
     num_draft_tokens: int
     num_ranks: int
     num_replicas: int
+    adapts: bool = False
     ms_per_token: float | None = None
     tokens_per_s: float | None = None
     first_token_ms: float | None = None
@@ -158,9 +161,7 @@ def _priced(job: PlanSpec, hardware: HardwareConfig) -> Choice:
         return replace(choice, reason=reason)
     timed = timing(job, hardware)
     first_ms = 1e3 * timed.prefill_s
-    by_speed = sorted((seconds, number) for number, seconds in enumerate(timed.by_num_draft_tokens, start=1))
-    for token_s, num_draft_tokens in by_speed:
-        drafting = replace(job, num_draft_tokens=num_draft_tokens, adapts=False)
+    for token_s, drafting in by_length(job, timed):
         if (full := _fullest(drafting, hardware)).fits:
             timed_choice = _timed(_choice(drafting, hardware), drafting, full, token_s=token_s)
             return replace(timed_choice, first_token_ms=first_ms, speedup=timed.plain_s / token_s)
@@ -185,13 +186,14 @@ def _choice(job: PlanSpec, hardware: HardwareConfig) -> Choice:
         settings.append(f"model.quantization={storage.name}")
     settings += placement_settings(job)
     if draft:
-        settings.append(f"speculation.num_draft_tokens={job.num_draft_tokens}")
+        settings.append(length_setting(job))
     return Choice(
         target=job.target.name,
         quantization=storage.name if storage.is_quantized else job.target.dtype.name,
         draft=draft.name if draft else None,
         draft_kind=job.draft_kind.name if draft else None,
         num_draft_tokens=job.num_draft_tokens if draft else 0,
+        adapts=bool(draft) and job.adapts,
         num_ranks=len(job.layout.ranks),
         num_replicas=job.num_replicas,
         capacity_bytes=hardware.rank_bytes,

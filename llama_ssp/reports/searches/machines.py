@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from llama_ssp.config.formats.format import formats
 from llama_ssp.reports.plan_table import literal, standard_output
+from llama_ssp.reports.searches.table import shown_length
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -62,7 +63,7 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
     price, million = row["usd_per_hour"], row["usd_per_million_tokens"]
     return [
         literal(row["machine"]), gpus, str(row["num_replicas"]), weights, literal(row["draft"] or "none"),
-        str(row["num_draft_tokens"] or ""),
+        shown_length(row),
         f"{row['ms_per_token']:.2f}", f"{row['tokens_per_s']:.0f}",
         MISSING if price is None else f"{price:.2f}", MISSING if million is None else f"{million:.2f}",
     ]  # fmt: skip

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from llama_ssp.config.formats.format import formats
+from llama_ssp.config.schema import ADAPTIVE
 from llama_ssp.reports.plan_table import GIB, amount, literal, standard_output
 
 if TYPE_CHECKING:
@@ -72,6 +73,11 @@ def _settings(choice: Mapping[str, Any]) -> str:
     return literal(" ".join(choice["settings"]))
 
 
+def shown_length(choice: Mapping[str, Any]) -> str:
+    """K of a choice in a table; empty without a draft."""
+    return ADAPTIVE if choice["adapts"] else str(choice["num_draft_tokens"] or "")
+
+
 def _row(choice: Mapping[str, Any]) -> list[str]:
     storage = formats().get(choice["quantization"])
     target = f"{literal(choice['target'])} {(storage and storage.short_name) or choice['quantization']}"
@@ -82,7 +88,7 @@ def _row(choice: Mapping[str, Any]) -> list[str]:
         needed, capacity = choice["needed_bytes"], choice["capacity_bytes"]
         shortage = "cannot be shared" if needed is None else f"{needed / GIB:.1f} of {capacity / GIB:.1f}"
         return ["", *struck, "", ranks, "", "", "", f"[red]{shortage}[/red]"]
-    k, room = str(choice["num_draft_tokens"] or ""), amount(choice["needed_bytes"], GIB)
+    k, room = shown_length(choice), amount(choice["needed_bytes"], GIB)
     room = f"[yellow]{room} tight[/yellow]" if choice["is_tight"] else room
     times = [f"{choice['ms_per_token']:.2f}", f"{choice['tokens_per_s']:.1f}", f"{choice['speedup']:.2f}x"]
     return [str(choice["rank"]), target, draft, k, ranks, *times, room]
