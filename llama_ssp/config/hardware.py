@@ -175,11 +175,6 @@ class HardwareConfig:
         return max(self.memory_bytes - self.system_bytes, 0) // self.num_gpus
 
     @property
-    def is_calibrated(self) -> bool:
-        """Whether `task=calibrate` wrote this description."""
-        return bool(self.profiles) or "task=calibrate" in self.sources.get("all", "")
-
-    @property
     def unit(self) -> str:
         """What a rank runs on, in words."""
         return "GPU" if self.device == "cuda" else "rank"

@@ -202,7 +202,7 @@ def _model(model: PlannedModel, plan: Plan, *, prefix: str) -> dict[str, Any]:
 def basis(hardware: HardwareConfig) -> str:
     """What the times rest on."""
     machine = "GPU" if hardware.device == "cuda" else "machine"
-    if hardware.is_calibrated:
+    if hardware.profiles or "task=calibrate" in hardware.sources.get("all", ""):
         return f"forecast by what task=calibrate measured on this {machine}"
     return f"forecast by data sheet; this engine has not been measured on this {machine}"
 

@@ -17,12 +17,12 @@ class MachineChoice:
     """One way to use a machine.
 
     Attributes:
-        num_gpus: GPUs of one copy of the models, over `num_nodes` nodes.
-        num_copies: copies that work next to each other.
+        num_gpus: GPUs of a replica, over `num_nodes` nodes.
+        num_replicas: replicas on all that is rented.
         num_draft_tokens: K; 0 for plain decoding, where a draft gains nothing.
         adapts: K is chosen for each round, up to this one.
         ms_per_token: of each completion while it is decoded.
-        tokens_per_s: of all rows of all copies.
+        tokens_per_s: of all rows of all replicas.
         usd_per_hour: of what is rented; None without a known price.
         reason: why the choice is ruled out; None if it is not.
         settings: those of the plan of this choice.
@@ -32,7 +32,7 @@ class MachineChoice:
     gpu: str
     num_gpus: int
     num_nodes: int
-    num_copies: int
+    num_replicas: int
     quantization: str
     draft: str | None = None
     draft_kind: str | None = None
@@ -50,7 +50,7 @@ class MachineChoice:
 
 def with_speed(choice: MachineChoice, token_s: float, *, batch_size: int, machine: HardwareConfig) -> MachineChoice:
     """The choice with the time of a token of each row, and what follows from it."""
-    tokens_per_s = choice.num_copies * batch_size / token_s
+    tokens_per_s = choice.num_replicas * batch_size / token_s
     hourly = usd_per_hour(machine)
     million = hourly and hourly * _MILLION / (tokens_per_s * _SECONDS_PER_HOUR)
     return replace(

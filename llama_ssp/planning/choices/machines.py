@@ -1,6 +1,6 @@
 """Compares machines for one job: what fits, how fast it decodes, on how many GPUs, and at what price.
 
-One copy of the models has 1, 2, 4, ... GPUs of a machine. Copies fill the GPUs that are rented anyway: all of a node
+A replica of the models has 1, 2, 4, ... GPUs of a machine. Replicas fill the GPUs that are rented anyway: all of a node
 that is rented as a whole or has no price, none where each GPU has its own price. A job that fits no node is tried on
 several. The planner chooses where the draft is; a search also chooses the draft, K and the storage of the weights.
 """
@@ -38,7 +38,7 @@ _OF_SPEED = (
 class Times:
     """Bytes and times of the jobs of one comparison: machines with the same GPUs share them, whatever they are called.
 
-    Jobs differ in models, ranks, copies, where the draft is, and K.
+    Jobs differ in models, ranks, replicas, where the draft is, and K.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ def _figures(machine: HardwareConfig, names: Sequence[str]) -> tuple[object, ...
 
 
 def _key(job: PlanSpec) -> tuple[object, ...]:
-    """All in which the jobs of one comparison differ, besides copies."""
+    """All in which the jobs of one comparison differ, besides replicas."""
     models = id(job.target), id(job.draft), job.free_draft
     return *models, job.draft_kind.name, job.target_ranks, job.draft_ranks, job.num_draft_tokens, job.adapts
 
@@ -142,14 +142,14 @@ def _counts(num_gpus: int) -> list[int]:
 def _on(
     ways: Sequence[PlanSpec], machine: HardwareConfig, *, num_gpus: int, config: PlanConfig, times: Times
 ) -> Iterator[MachineChoice]:
-    """The fastest choice for each storage format with `num_gpus` GPUs per copy; if none fits, the nearest."""
+    """The fastest choice for each storage format with `num_gpus` GPUs per replica; if none fits, the nearest."""
     is_shared = machine.num_nodes > 1 or machine.device == "cpu" or (machine.price and machine.price.per == PER_GPU)
-    num_copies = 1 if is_shared else machine.num_gpus // num_gpus
+    num_replicas = 1 if is_shared else machine.num_gpus // num_gpus
     if machine.num_nodes == 1:
-        machine = replace(machine, num_gpus=num_gpus * num_copies)
+        machine = replace(machine, num_gpus=num_gpus * num_replicas)
     best: dict[str, _Priced] = {}
     for way in ways:
-        for job in on_block(replace(way, num_replicas=num_copies), num_gpus):
+        for job in on_block(replace(way, num_replicas=num_replicas), num_gpus):
             name = job.target.quantization
             priced = _price(job, machine, times, chooses_k=config.search, below=best.get(name))
             if priced and (name not in best or priced.order < best[name].order):
@@ -204,7 +204,7 @@ def _choice(priced: _Priced, machine: HardwareConfig, entry: ModelConfig) -> Mac
         gpu=machine.gpu,
         num_gpus=len(job.layout.ranks),
         num_nodes=machine.num_nodes,
-        num_copies=job.num_replicas,
+        num_replicas=job.num_replicas,
         quantization=job.target.dtype.name if storage == NO_QUANTIZATION else storage,
         draft=job.draft.name if job.draft else job.free_draft,
         draft_kind=job.draft_kind.name if job.draft else None,

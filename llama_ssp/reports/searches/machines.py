@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 MISSING = "-"
 _ORDER = {"latency": "the fastest first", "throughput": "most tokens/s first", "price": "the cheapest token first"}
 _LEFT = ("machine", "weights", "draft")
-_COLUMNS = (*_LEFT[:1], "GPUs", "copies", *_LEFT[1:], "K", "ms\n/token", "tokens\n/s", "USD/h", "USD/M\ntokens")
+_COLUMNS = (*_LEFT[:1], "GPUs", "replicas", *_LEFT[1:], "K", "ms\n/token", "tokens\n/s", "USD/h", "USD/M\ntokens")
 
 
 def print_machines(comparison: Mapping[str, Any], console: "Console | None" = None) -> None:
@@ -41,7 +41,7 @@ def print_machines(comparison: Mapping[str, Any], console: "Console | None" = No
 def _title(comparison: Mapping[str, Any]) -> str:
     models, rows = literal(comparison["model"]), comparison["batch_size"]
     order = _ORDER[comparison["objective"]]
-    return f"{models}, batch {rows}: {order}; ms/token of a completion, tokens/s of all copies"
+    return f"{models}, batch {rows}: {order}; ms/token of a completion, tokens/s of all replicas"
 
 
 def _best(rows: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
@@ -62,7 +62,7 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
     gpus = str(row["num_gpus"]) if nodes == 1 else f"{nodes} x {row['num_gpus'] // nodes}"
     price, million = row["usd_per_hour"], row["usd_per_million_tokens"]
     return [
-        literal(row["machine"]), gpus, str(row["num_copies"]), weights, literal(row["draft"] or "none"),
+        literal(row["machine"]), gpus, str(row["num_replicas"]), weights, literal(row["draft"] or "none"),
         shown_length(row),
         f"{row['ms_per_token']:.2f}", f"{row['tokens_per_s']:.0f}",
         MISSING if price is None else f"{price:.2f}", MISSING if million is None else f"{million:.2f}",

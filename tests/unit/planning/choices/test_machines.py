@@ -1,4 +1,4 @@
-"""Machines compared for one job: GPUs, copies, speed, price, limits, and their order."""
+"""Machines compared for one job: GPUs, replicas, speed, price, limits, and their order."""
 
 from dataclasses import replace
 from typing import Any
@@ -30,9 +30,9 @@ def _fitting(config: PlanConfig, *machines: HardwareConfig) -> list[MachineChoic
     return [choice for choice in compare(config, machines) if choice.reason is None]
 
 
-def test_copies_fill_a_node_that_is_rented_as_a_whole() -> None:
+def test_replicas_fill_a_node_that_is_rented_as_a_whole() -> None:
     found = {choice.num_gpus: choice for choice in _fitting(_config(), H100)}
-    assert {number: choice.num_copies for number, choice in found.items()} == {2: 4, 4: 2, 8: 1}
+    assert {number: choice.num_replicas for number, choice in found.items()} == {2: 4, 4: 2, 8: 1}
     assert {choice.usd_per_hour for choice in found.values()} == {23.92}
     job = replace(make_job("llama3_70B", num_ranks=2), num_replicas=4)
     timed = timing(job, H100)
@@ -42,10 +42,10 @@ def test_copies_fill_a_node_that_is_rented_as_a_whole() -> None:
     assert found[2].needed_bytes == max(rank.needed_bytes for rank in memory(job, H100))
 
 
-def test_gpus_that_are_rented_one_by_one_have_one_copy() -> None:
+def test_gpus_that_are_rented_one_by_one_have_one_replica() -> None:
     machine = replace(H100, price=Price(usd_per_hour=3.0, per=PER_GPU))
     found = {choice.num_gpus: choice for choice in _fitting(_config(), machine)}
-    assert {number: (choice.num_copies, choice.usd_per_hour) for number, choice in found.items()} == {
+    assert {number: (choice.num_replicas, choice.usd_per_hour) for number, choice in found.items()} == {
         2: (1, 6.0), 4: (1, 12.0), 8: (1, 24.0),
     }  # fmt: skip
     assert "hardware.num_gpus=2" in found[2].settings
@@ -114,7 +114,7 @@ def test_where_nothing_is_left_the_closest_choice_is_named() -> None:
 
 def test_a_job_that_fits_no_node_is_tried_on_several_and_pays_for_all() -> None:
     found = _fitting(_config(), A10G)
-    assert [(choice.num_gpus, choice.num_nodes, choice.num_copies) for choice in found] == [(8, 2, 1)]
+    assert [(choice.num_gpus, choice.num_nodes, choice.num_replicas) for choice in found] == [(8, 2, 1)]
     assert found[0].usd_per_hour == pytest.approx(2 * 5.672)
     assert "hardware.num_nodes=2" in found[0].settings
     assert {choice.num_nodes for choice in compare(_config("7B"), [A10G])} == {1}
@@ -135,22 +135,27 @@ def test_a_draft_is_used_where_it_gains_and_placed_where_it_gains_most() -> None
 def test_a_search_tries_every_storage_of_the_weights_and_the_best_k() -> None:
     one = replace(H100, num_gpus=1, network=None)
     assert _fitting(_config(), one) == []
-    found = {choice.quantization: choice for choice in _fitting(_config(draft="llama3_1B", search=True), one)}
+    config = _config(draft="llama3_1B", search=True)
+    config.speculation.acceptance = 0.8
+    found = {choice.quantization: choice for choice in _fitting(config, one)}
     assert {"int8_weight_only", "int4_weight_only"} & found.keys()
     best = found["int4_weight_only"]
     assert best.draft is not None
     job = replace(
-        make_job("llama3_70B", best.draft, acceptance=None), num_draft_tokens=best.num_draft_tokens, num_replicas=1
+        make_job("llama3_70B", best.draft, acceptance=0.8), num_draft_tokens=best.num_draft_tokens, num_replicas=1
     )
     job = replace(job, target=job.target.quantized("int4_weight_only"))
     assert timing(job, one).best_num_draft_tokens == best.num_draft_tokens
     assert "model.quantization=int4_weight_only" in best.settings
 
 
-def test_a_cpu_has_one_copy_and_shares_its_memory() -> None:
-    found = _fitting(_config("tiny"), replace(hardware.load("laptop_cpu"), num_gpus=2))
-    assert {(choice.num_gpus, choice.num_copies) for choice in found} == {(1, 1), (2, 1)}
-    assert {choice.num_gpus: choice.capacity_bytes for choice in found} == {1: 17179869184, 2: 8589934592}
+def test_a_cpu_has_one_replica_and_shares_its_memory() -> None:
+    laptop = replace(hardware.load("laptop_cpu"), num_gpus=2)
+    found = _fitting(_config("tiny"), laptop)
+    assert {(choice.num_gpus, choice.num_replicas) for choice in found} == {(1, 1), (2, 1)}
+    assert {choice.num_gpus: choice.capacity_bytes for choice in found} == {
+        number: replace(laptop, num_gpus=number).rank_bytes for number in (1, 2)
+    }
 
 
 @pytest.mark.parametrize(
