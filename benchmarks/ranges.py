@@ -190,9 +190,10 @@ An 80 % range should hold four rows of five.
 ## Acceptance of a pair
 
 The log odds of the acceptance are linear in the logarithm of the ratio of parameters, the temperature, the kind of text
-and the rule. Every pair deviates by an amount of its own, every measurement of a pair by another. `conf/acceptance.yaml`
-has the {num_points} points of {num_pairs} pairs, each with its source, that this is fitted to. In the coefficients, a
-pair with more than {most_points} points counts as if it had {most_points}. They have wide priors around 0.
+and the rule. Every pair deviates by an amount of its own, every measurement of a pair by another.
+`conf/acceptance.yaml` has the points that this is fitted to, {num_points} of {num_pairs} pairs, each with its source. A
+pair with more than {most_points} points counts in the coefficients as if it had {most_points}. They have wide priors
+around 0.
 
 {coefficients}
 

@@ -135,12 +135,14 @@ def test_a_draft_is_used_where_it_gains_and_placed_where_it_gains_most() -> None
 def test_a_search_tries_every_storage_of_the_weights_and_the_best_k() -> None:
     one = replace(H100, num_gpus=1, network=None)
     assert _fitting(_config(), one) == []
-    found = {choice.quantization: choice for choice in _fitting(_config(draft="llama3_1B", search=True), one)}
+    config = _config(draft="llama3_1B", search=True)
+    config.speculation.acceptance = 0.8
+    found = {choice.quantization: choice for choice in _fitting(config, one)}
     assert {"int8_weight_only", "int4_weight_only"} & found.keys()
     best = found["int4_weight_only"]
     assert best.draft is not None
     job = replace(
-        make_job("llama3_70B", best.draft, acceptance=None), num_draft_tokens=best.num_draft_tokens, num_replicas=1
+        make_job("llama3_70B", best.draft, acceptance=0.8), num_draft_tokens=best.num_draft_tokens, num_replicas=1
     )
     job = replace(job, target=job.target.quantized("int4_weight_only"))
     assert timing(job, one).best_num_draft_tokens == best.num_draft_tokens
