@@ -117,7 +117,7 @@ def fail(sentence: str, exit_code: int, ranks: Ranks, *, speaks: bool | None = N
     if speaks or (speaks is None and ranks.rank == 0):
         complain(sentence)
     if speaks is None and ranks.rank == 0:
-        torchrun.report(sentence)
+        torchrun.report(sentence, ranks)
     elif speaks is None and torchrun.await_report(ranks):
         return 0
     return exit_code
@@ -211,6 +211,7 @@ def _check(config: DictConfig, ranks: Ranks, *, warns: bool) -> tuple[RunConfig,
     overrides = OmegaConf.to_container(hydra_config.overrides.task, resolve=False)
     explicit = command_line.explicit_keys(cast("list[str]", overrides))
     run = store.to_run_config(config, explicit=explicit)
+    dry_run.settle_synthetic(run)
     for unread in checks.check(run, explicit, world_size=ranks.size, of_sweep=of_sweep):
         if ranks.rank == 0 and (warns or run.dry_run):
             complain(f"warning: at point {hydra_config.job.num} of the sweep, {unread}")

@@ -47,10 +47,15 @@ class RoundMessages:
     verdict: Message | None
 
 
+_NO_MESSAGES = RoundMessages(steps=None, ids=None, probabilities=None, verdict=None)
+
+
 def round_messages(job: PlanSpec, num_draft_tokens: int) -> RoundMessages:
     """The messages of a round with K = `num_draft_tokens`; plain decoding (K = 0) has only the verdict."""
     layout, rows = job.layout, job.batch_size
     everyone, drafting = layout.ranks, layout.draft_ranks
+    if len(everyone) == 1:
+        return _NO_MESSAGES
     drafts = bool(job.draft) and num_draft_tokens > 0
     splits_batch = drafts and layout.splits_batch
     if splits_batch:

@@ -41,11 +41,11 @@ TYPOS = [
     Typed("model:7B", r"cannot read 'model:7B': settings are written name=value"),
     Typed("task=genrate", r"unknown task 'genrate': .*; did you mean generate\?"),
     Typed("sampling=gredy", r"unknown sampling 'gredy': .*; did you mean greedy\?"),
-    Typed("hardware=nosuch dry_run=true", r"unknown hardware 'nosuch': there are 1xh200, "),
+    Typed("hardware=nosuch dry_run=true", r"unknown hardware 'nosuch': there are 1xa100_80gb, "),
     Typed("--model 7B", r"unrecognized arguments: --model: settings are written name=value"),
     Typed("--draft=7B", r"unrecognized arguments: --draft=7B: settings are written name=value"),
     Typed("--help samplign", r"unknown topic 'samplign': there are all, .*; did you mean sampling\?"),
-    Typed("--config-dir nosuch", r"Additional config directory '.*/nosuch' not found"),
+    Typed("--config-dir nosuch", r"--config-dir nosuch is no folder: name one that has files such as model/NAME\.yaml"),
 ]
 FOREIGN = [
     Typed("temperature=0.5", r"unknown setting 'temperature': did you mean sampling\.temperature\?"),

@@ -7,7 +7,7 @@ import pytest
 from llama_ssp.config import hardware
 from llama_ssp.config.schema import DraftLayout
 from llama_ssp.errors import PlacementError
-from llama_ssp.planning.auto import choose_placement
+from llama_ssp.planning.choices.auto import choose_placement
 from llama_ssp.planning.memory import fits
 from llama_ssp.planning.timing import timing
 from tests.helpers.planning import make_job, small_model
@@ -50,6 +50,16 @@ def test_no_rank_is_used_that_was_not_started(batch_size: int) -> None:
 def test_copies_share_the_ranks() -> None:
     job = replace(make_job("7B", num_ranks=1), num_replicas=4)
     assert choose_placement(job, A100, num_ranks=8).job.target_ranks == (0, 1)
+
+
+def test_replicas_on_fewer_ranks_are_chosen_where_they_are_faster_and_where_that_is_allowed() -> None:
+    two_nodes = replace(hardware.load("8xh100"), num_nodes=2)
+    job = make_job("llama3_70B", num_ranks=16)
+    chosen = choose_placement(job, two_nodes, num_ranks=16, divides=True)
+    assert (chosen.job.num_replicas, chosen.job.target_ranks) == (2, tuple(range(8)))
+    assert "2 replicas, each with the target on ranks 0 1 2 3 4 5 6 7" in chosen.sentence
+    kept = choose_placement(job, two_nodes, num_ranks=16).job
+    assert (kept.num_replicas, kept.target_ranks) == (1, tuple(range(16)))
 
 
 def test_what_cannot_be_laid_out_at_all_is_refused() -> None:
