@@ -108,7 +108,7 @@ def show_search(job: PlanSpec, machine: HardwareConfig, form: PlanFormat, *, fig
 def show_comparison(config: PlanConfig, machines: Sequence[HardwareConfig]) -> None:
     """Print what a job needs on each machine, the best first; raises CapacityError if nothing is left."""
     choices = compare(config, machines)
-    content = comparison_document(choices, config, machines)
+    content = comparison_document(choices, config, machines) | {"basis": sorted(set(map(basis, machines)))}
     if config.format is PlanFormat.json:
         print(json.dumps({"plan_version": PLAN_VERSION} | content, indent=2))  # noqa: T201 - the requested output
     else:

@@ -24,6 +24,7 @@ class MachineChoice:
         ms_per_token: of each completion while it is decoded.
         tokens_per_s: of all rows of all replicas.
         usd_per_hour: of what is rented; None without a known price.
+        is_tight: it fits with less than 3 % of a rank's memory left.
         reason: why the choice is ruled out; None if it is not.
         settings: those of the plan of this choice.
     """
@@ -44,6 +45,7 @@ class MachineChoice:
     usd_per_million_tokens: float | None = None
     needed_bytes: int | None = None
     capacity_bytes: int
+    is_tight: bool = False
     reason: str | None = None
     settings: tuple[str, ...] = ()
 

@@ -164,6 +164,7 @@ class _Priced:
     job: PlanSpec
     token_s: float | None = None
     needed_bytes: int | None = None
+    is_tight: bool = False
     reason: str | None = None
 
     @property
@@ -186,13 +187,13 @@ def _price(
     timed = times.timing(job, machine)
     if not (chooses_k and timed.by_num_draft_tokens):
         token_s = timed.plain_s if timed.speculative_s is None else timed.speculative_s
-        return _Priced(job=job, token_s=token_s, needed_bytes=full.needed_bytes)
+        return _Priced(job=job, token_s=token_s, needed_bytes=full.needed_bytes, is_tight=full.is_tight)
     most_s = below.token_s or math.inf if below else math.inf
     for token_s, drafting in by_length(job, timed):
         if token_s >= most_s:
             return None
         if (full := times.fullest(drafting, machine)).fits:
-            return _Priced(job=drafting, token_s=token_s, needed_bytes=full.needed_bytes)
+            return _Priced(job=drafting, token_s=token_s, needed_bytes=full.needed_bytes, is_tight=full.is_tight)
     return None
 
 
@@ -212,6 +213,7 @@ def _choice(priced: _Priced, machine: HardwareConfig, entry: ModelConfig) -> Mac
         adapts=job.drafts and job.adapts,
         capacity_bytes=machine.rank_bytes,
         needed_bytes=priced.needed_bytes,
+        is_tight=priced.is_tight,
         reason=priced.reason,
         settings=tuple(_settings(job, machine, entry)),
     )

@@ -57,7 +57,7 @@ def _best(rows: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
     storage = formats().get(row["quantization"])
-    weights = (storage and storage.short_name) or row["quantization"]
+    weights = ((storage and storage.short_name) or row["quantization"]) + (" tight" if row["is_tight"] else "")
     nodes = row["num_nodes"]
     gpus = str(row["num_gpus"]) if nodes == 1 else f"{nodes} x {row['num_gpus'] // nodes}"
     price, million = row["usd_per_hour"], row["usd_per_million_tokens"]
@@ -77,6 +77,7 @@ def _lines(comparison: Mapping[str, Any], shown: Sequence[Mapping[str, Any]]) ->
     if dates:
         months = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
         yield f"USD: on-demand list prices of {months}; prices={{NAME:USD_PER_HOUR}} replaces them"
+    yield from map(literal, comparison["basis"])
     for note in comparison["notes"]:
         yield f"[cyan]note:[/cyan] {literal(note)}"
     named = {row["machine"] for row in shown}
