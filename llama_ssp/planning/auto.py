@@ -5,11 +5,14 @@ from dataclasses import dataclass, replace
 
 from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.config.layout import named
-from llama_ssp.config.schema import DraftLayout
+from llama_ssp.config.schema import DraftLayout, DraftPlacement, WholeParts
 from llama_ssp.errors import PlacementError
 from llama_ssp.planning.memory import fits
 from llama_ssp.planning.spec import PlanSpec
 from llama_ssp.planning.timing import timing
+
+
+DEFAULT_WHOLE = DraftPlacement().whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +26,7 @@ class AutoPlacement:
 def choose_placement(job: PlanSpec, hardware: HardwareConfig, *, num_ranks: int) -> AutoPlacement:
     """Choose by the forecast time of a completion, prompt included, among the placements that fit.
 
-    The ranks and draft kind of `job` are ignored. Each replica uses an equal block of `num_ranks`, of which `hardware`
+    The ranks of `job` and the draft's placement are ignored. Each replica uses an equal block of `num_ranks`, of which `hardware`
     may have more. If nothing fits, the first placement that can be laid out is returned; its plan says what is missing.
     If none can be laid out, PlacementError is raised.
     """
@@ -53,13 +56,15 @@ def choose_placement(job: PlanSpec, hardware: HardwareConfig, *, num_ranks: int)
 
 
 def _candidates(job: PlanSpec, num_ranks: int) -> Iterator[PlanSpec]:
-    ranks = tuple(range(num_ranks))
+    ranks, job = tuple(range(num_ranks)), replace(job, draft_whole=DEFAULT_WHOLE)
     if job.draft is None:
         yield replace(job, target_ranks=ranks, draft_ranks=())
         return
     yield replace(job, target_ranks=ranks, draft_kind=DraftLayout.one_rank, draft_ranks=ranks[:1])
     for size in range(2, num_ranks + 1):
-        yield replace(job, target_ranks=ranks, draft_kind=DraftLayout.sharded, draft_ranks=ranks[:size])
+        sharded = replace(job, target_ranks=ranks, draft_kind=DraftLayout.sharded, draft_ranks=ranks[:size])
+        for whole in (DEFAULT_WHOLE, *(each for each in WholeParts if each is not DEFAULT_WHOLE)):
+            yield replace(sharded, draft_whole=whole)
     if num_ranks > 1 and job.batch_size > 1:
         yield replace(job, target_ranks=ranks, draft_kind=DraftLayout.replicated, draft_ranks=ranks)
     for size in range(1, num_ranks):
@@ -70,5 +75,6 @@ def _described(job: PlanSpec) -> str:
     target = f"the target on {named(job.target_ranks)}"
     if not job.draft:
         return target
-    kind = "" if job.draft_kind is DraftLayout.one_rank else f" ({job.draft_kind.name})"
+    whole = "" if job.draft_whole is DEFAULT_WHOLE else f", {job.draft_whole.name} whole"
+    kind = "" if job.draft_kind is DraftLayout.one_rank else f" ({job.draft_kind.name}{whole})"
     return f"{target} and the draft on {named(job.draft_ranks)}{kind}"

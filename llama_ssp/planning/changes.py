@@ -13,7 +13,7 @@ from typing import Any
 from llama_ssp.config import catalogue
 from llama_ssp.config.formats.format import format_of, formats
 from llama_ssp.config.hardware import HardwareConfig
-from llama_ssp.config.schema import DraftLayout, Dtype
+from llama_ssp.config.schema import DraftLayout, Dtype, WholeParts
 from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.errors import PlacementError
 from llama_ssp.planning.memory import fits, largest_batch, largest_context, memory
@@ -101,6 +101,9 @@ def _draft(job: PlanSpec) -> Iterator[_Step]:
         sharded = DraftLayout.sharded
         setting = f"placement.draft.kind={sharded.name}"
         yield _step("placement", 1, setting, draft_kind=sharded, draft_ranks=job.target_ranks)
+    nothing, is_cut = WholeParts.none, job.draft_kind is not DraftLayout.replicated and len(job.draft_ranks) > 1
+    if is_cut and job.draft_whole is not nothing:
+        yield _step("placement", 1, f"placement.draft.whole={nothing.name}", draft_whole=nothing)
     for index, name in enumerate(reversed(_smaller(job.draft.name))):
         yield _step("draft", 2 + index, f"draft={name}", draft=planned_model(catalogue.load(name), device=job.device))
     yield _step("draft", 6, "draft=none", draft=None, draft_ranks=())

@@ -9,7 +9,7 @@ from llama_ssp.architectures.inventory import Inventory
 from llama_ssp.architectures.sharding import check_deepspeed, split_blocks, split_model
 from llama_ssp.architectures.sizes import whole_pages
 from llama_ssp.config.formats.format import format_of
-from llama_ssp.config.schema import DraftLayout
+from llama_ssp.config.schema import DraftLayout, WholeParts
 from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.planning.layerwise import layer_placement_of
 from llama_ssp.planning.spec import PlannedModel, PlanSpec, model_bytes
@@ -33,18 +33,23 @@ class Part:
     beside_bytes: int
 
 
-def rank_shares(model: PlannedModel, *, num_ranks: int, kind: TargetKind) -> tuple[Inventory, ...]:
-    """The parameters on each rank, or layer-wise on each device without offload; PlacementError if impossible."""
+def rank_shares(
+    model: PlannedModel, *, num_ranks: int, kind: TargetKind, whole: WholeParts = WholeParts.none
+) -> tuple[Inventory, ...]:
+    """The parameters on each rank, or layer-wise on each device without offload; PlacementError if impossible.
+
+    `whole` is what each rank of our own tensor parallelism holds whole.
+    """
     shape = model.shape
     if kind is TargetKind.accelerate:
         return _layer_wise(model, split_blocks(shape.num_hidden_layers, min(num_ranks, shape.num_hidden_layers)))
     if kind is TargetKind.deepspeed:
         check_deepspeed(shape, model.quantization, num_ranks=num_ranks)
-        whole = inventory(shape)
+        uncut = inventory(shape)
         return tuple(
-            replace(share, embeddings=whole.embeddings, head=whole.head) for share in shares(shape, num_ranks=num_ranks)
+            replace(share, embeddings=uncut.embeddings, head=uncut.head) for share in shares(shape, num_ranks=num_ranks)
         )
-    return shares(shape, num_ranks=num_ranks, quantization=model.quantization)
+    return shares(shape, num_ranks=num_ranks, quantization=model.quantization, whole=whole)
 
 
 def _layer_wise(model: PlannedModel, held: tuple[range, ...]) -> tuple[Inventory, ...]:
@@ -74,14 +79,16 @@ def _layer_wise_parts(job: PlanSpec) -> Iterator[Part]:
 
 
 def _parts(
-    job: PlanSpec, model: PlannedModel, *, num_ranks: int, kind: TargetKind, num_rows: int, num_slots: int
-) -> Iterator[Part]:
+    job: PlanSpec, model: PlannedModel,
+    *,
+    num_ranks: int, kind: TargetKind, num_rows: int, num_slots: int, whole: WholeParts = WholeParts.none,
+) -> Iterator[Part]:  # fmt: skip
     shape, size = model.shape, DTYPE_BYTES[model.dtype]
-    shards = split_model(shape, num_ranks=num_ranks, quantization=model.quantization)
+    shards = split_model(shape, num_ranks=num_ranks, quantization=model.quantization, whole=whole)
     # DeepSpeed splits a whole model in each rank's host memory, which on a CPU is the planned memory.
     is_whole_first = kind is TargetKind.deepspeed and job.device == "cpu"
     whole_bytes = model_bytes(inventory(shape), model, device=job.device).total_bytes if is_whole_first else 0
-    for held, shard in zip(rank_shares(model, num_ranks=num_ranks, kind=kind), shards, strict=True):
+    for held, shard in zip(rank_shares(model, num_ranks=num_ranks, kind=kind, whole=whole), shards, strict=True):
         weights = model_bytes(held, model, device=job.device)
         num_kv_heads = len(shard.heads.kv_heads)
         slot_bytes = 2 * num_kv_heads * shape.head_dim * size
@@ -118,6 +125,8 @@ def draft_parts(job: PlanSpec) -> dict[int, Part]:
     num_ranks, num_rows = len(job.draft_ranks), job.batch_size
     if job.draft_kind is DraftLayout.replicated:
         num_ranks, num_rows = 1, -(-num_rows // num_ranks)
-    sizes = {"num_rows": num_rows, "num_slots": job.draft_slots}
-    parts = _parts(job, job.draft, num_ranks=num_ranks, kind=TargetKind.tensor, **sizes)
+    parts = _parts(
+        job, job.draft, num_ranks=num_ranks, kind=TargetKind.tensor, num_rows=num_rows, num_slots=job.draft_slots,
+        whole=job.draft_whole,
+    )  # fmt: skip
     return dict(zip(job.draft_ranks, cycle(parts), strict=False))

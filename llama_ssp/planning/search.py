@@ -7,26 +7,29 @@ from typing import Any
 from llama_ssp.config import catalogue
 from llama_ssp.config.formats.format import format_of, formats
 from llama_ssp.config.hardware import HardwareConfig
-from llama_ssp.config.schema import DraftLayout, ModelConfig
+from llama_ssp.config.schema import DraftLayout, DraftPlacement, ModelConfig, WholeParts
 from llama_ssp.errors import PlacementError
 from llama_ssp.planning.memory import RankMemoryPlan, memory
 from llama_ssp.planning.spec import PlanSpec, planned_model
 from llama_ssp.planning.timing import timing
 
 GIB = 2**30
+_WHOLE = DraftPlacement().whole
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
     """One way to use the machine.
 
-    `ms_per_token` is for the best K, or plain without a draft. `reason` says why the choice does not fit.
+    `ms_per_token` is for the best K, or plain without a draft. `draft_whole` is what each of several ranks that share
+    the draft holds whole. `reason` says why the choice does not fit.
     """
 
     target: str
     quantization: str
     draft: str | None
     draft_kind: str | None
+    draft_whole: str | None
     num_draft_tokens: int
     ms_per_token: float | None = None
     speedup: float | None = None
@@ -59,7 +62,10 @@ def _candidates(job: PlanSpec, hardware: HardwareConfig) -> Iterator[PlanSpec]:
             yield base
             for draft in _drafts(model, series):
                 for kind in _layouts(job, hardware):
-                    yield _with_draft(base, hardware, draft, kind)
+                    drafting = _with_draft(base, hardware, draft, kind)
+                    yield drafting
+                    if kind is DraftLayout.sharded:
+                        yield replace(drafting, draft_whole=WholeParts.attention)
 
 
 def _series(name: str) -> list[ModelConfig]:
@@ -101,7 +107,9 @@ def _with_draft(base: PlanSpec, hardware: HardwareConfig, draft: ModelConfig, ki
     target_ranks = ranks[:-1] if apart else ranks
     draft_ranks = {DraftLayout.one_rank: ranks[:1], DraftLayout.own_gpu: ranks[-1:]}.get(kind, target_ranks)
     planned = planned_model(draft, device=hardware.device)
-    return replace(base, target_ranks=target_ranks, draft=planned, draft_kind=kind, draft_ranks=draft_ranks)
+    return replace(
+        base, target_ranks=target_ranks, draft=planned, draft_kind=kind, draft_ranks=draft_ranks, draft_whole=_WHOLE
+    )
 
 
 def _priced(job: PlanSpec, hardware: HardwareConfig) -> Choice:
@@ -137,11 +145,13 @@ def _choice(job: PlanSpec, hardware: HardwareConfig) -> Choice:
         settings += [
             f"placement.draft.kind={job.draft_kind.name}", f"speculation.num_draft_tokens={job.num_draft_tokens}",
         ]  # fmt: skip
+        settings += [f"placement.draft.whole={job.draft_whole.name}"] if job.draft_whole is not _WHOLE else []
     return Choice(
         target=job.target.name,
         quantization=storage.name if storage.is_quantized else job.target.dtype.name,
         draft=draft.name if draft else None,
         draft_kind=job.draft_kind.name if draft else None,
+        draft_whole=job.draft_whole.name if draft else None,
         num_draft_tokens=job.num_draft_tokens if draft else 0,
         capacity_bytes=hardware.memory_bytes,
         settings=tuple(settings),

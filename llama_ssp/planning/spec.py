@@ -16,7 +16,7 @@ from llama_ssp.config.model_files import CONFIG_FILE, read_json
 from llama_ssp.config.paths import read_path
 from llama_ssp.config.plan import PlanConfig
 from llama_ssp.config.rules.rule import DEFAULT
-from llama_ssp.config.schema import DraftLayout, Dtype, ModelConfig, ModelShape
+from llama_ssp.config.schema import DraftLayout, Dtype, ModelConfig, ModelShape, WholeParts
 from llama_ssp.config.target_placement import Offload, TargetKind, TargetPlacement
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.planning.weights import DTYPE_BYTES, WeightBytes, weight_bytes
@@ -69,6 +69,7 @@ class PlanSpec:
         counts_tokens: penalties count the tokens of the vocabulary.
         free_draft: the kind of a draft without a model, whose cost is not counted; None without one.
         target_ranks, draft_ranks: ranks of each replica, increasing.
+        draft_whole: what each of several ranks that share the draft holds whole.
         matching: how the tokens of a draft with its own tokenizer are matched; None with the target's.
         acceptance: probability that a drafted token is accepted; None looks the pair up.
         prompt_tokens, max_new_tokens: tokens of the longest row.
@@ -94,6 +95,7 @@ class PlanSpec:
     max_new_tokens: int
     cuda_graphs: bool
     device: str
+    draft_whole: WholeParts = WholeParts.embedding
     num_replicas: int = 1
     mean_prompt_tokens: float | None = None
     adapts: bool = False
@@ -179,6 +181,7 @@ def make_job(config: PlanConfig, hardware: HardwareConfig) -> PlanSpec:
         matching=matching_of(config.draft),
         draft_kind=layout.draft_kind,
         draft_ranks=layout.draft_ranks,
+        draft_whole=placement.draft.whole,
         num_replicas=placement.num_replicas,
         num_draft_tokens=config.speculation.most_draft_tokens,
         adapts=config.speculation.adapts,

@@ -9,6 +9,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from llama_ssp.config.formats.format import formats
+from llama_ssp.config.schema import DraftLayout, DraftPlacement
 from llama_ssp.errors import ConfigError
 from llama_ssp.visible import visible
 
@@ -71,7 +72,15 @@ def _named(model: Mapping[str, Any]) -> str:
 
 def _placed(draft: Mapping[str, Any]) -> str:
     ranks = draft["ranks"]
-    return f"on rank {ranks[0]}" if len(ranks) == 1 else f"{draft['kind']} over {len(ranks)} ranks"
+    if len(ranks) == 1:
+        return f"on rank {ranks[0]}"
+    return f"{draft['kind']} over {len(ranks)} ranks{_whole(draft['kind'], draft['whole'])}"
+
+
+def _whole(kind: str, whole: str | None) -> str:
+    """What its ranks hold whole, where that is neither all of it nor the default."""
+    default = DraftPlacement().whole.name
+    return f", {whole} whole" if kind != DraftLayout.replicated.name and whole not in {None, default} else ""
 
 
 def _memory_table(plan: Mapping[str, Any]) -> "Table":
@@ -254,7 +263,8 @@ def _one_per_precision(choices: Sequence[Mapping[str, Any]]) -> list[Mapping[str
 def _search_row(choice: Mapping[str, Any]) -> list[str]:
     storage = formats().get(choice["quantization"])
     target = f"{_literal(choice['target'])} {(storage and storage.short_name) or choice['quantization']}"
-    draft = f"{_literal(choice['draft'])} {choice['draft_kind']}" if choice["draft"] else "none"
+    kind = choice["draft_kind"]
+    draft = f"{_literal(choice['draft'])} {kind}{_whole(kind, choice['draft_whole'])}" if choice["draft"] else "none"
     if choice["reason"]:
         struck = [f"[strike]{name}[/strike]" for name in (target, draft)]
         needed, capacity = choice["needed_bytes"], choice["capacity_bytes"]

@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 from llama_ssp.config import hardware
-from llama_ssp.config.schema import DraftLayout
+from llama_ssp.config.schema import DraftLayout, WholeParts
 from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.planning import changes
 from llama_ssp.planning.changes import smallest_changes
-from llama_ssp.planning.memory import fits
+from llama_ssp.planning.memory import fits, memory
 from llama_ssp.planning.plan import make_plan, shortage
 from tests.helpers.planning import make_job, small_model
 
@@ -35,6 +35,16 @@ def test_a_draft_that_crowds_one_gpu_is_sharded() -> None:
     (change,) = smallest_changes(job, A10G)
     assert change.settings == ("placement.draft.kind=sharded",)
     assert change.needed_bytes <= A10G.memory_bytes
+
+
+def test_a_draft_that_keeps_parts_whole_is_cut_entirely() -> None:
+    job = make_job("13B", "7B", num_ranks=4, draft_kind=DraftLayout.sharded)
+    needed = {
+        whole: max(rank.needed_bytes for rank in memory(replace(job, draft_whole=whole), A10G)) for whole in WholeParts
+    }
+    (change,) = smallest_changes(job, replace(A10G, memory_bytes=needed[WholeParts.none]))
+    assert change.settings == ("placement.draft.whole=none",)
+    assert change.needed_bytes == needed[WholeParts.none] < needed[WholeParts.embedding]
 
 
 def test_where_one_change_is_too_little_two_are_named_and_both_run() -> None:
