@@ -101,9 +101,7 @@ class BlankWeights:
         return torch.empty(sizes, dtype=wanted.get("dtype") or DTYPE, device=wanted.get("device"))
 
 
-def load(
-    name: str, comm: Comm, *, num_layers: int | None = None, whole: WholeParts = WholeParts.none
-) -> Runner:
+def load(name: str, comm: Comm, *, num_layers: int | None = None, whole: WholeParts = WholeParts.none) -> Runner:
     """This rank's slice of an entry of the catalogue, with all of its layers or some."""
     shape = catalogue.load(name).shape
     assert shape, f"{name} has no shape"

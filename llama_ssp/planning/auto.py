@@ -11,7 +11,6 @@ from llama_ssp.planning.memory import fits
 from llama_ssp.planning.spec import PlanSpec
 from llama_ssp.planning.timing import timing
 
-
 DEFAULT_WHOLE = DraftPlacement().whole
 
 
@@ -26,9 +25,9 @@ class AutoPlacement:
 def choose_placement(job: PlanSpec, hardware: HardwareConfig, *, num_ranks: int) -> AutoPlacement:
     """Choose by the forecast time of a completion, prompt included, among the placements that fit.
 
-    The ranks of `job` and the draft's placement are ignored. Each replica uses an equal block of `num_ranks`, of which `hardware`
-    may have more. If nothing fits, the first placement that can be laid out is returned; its plan says what is missing.
-    If none can be laid out, PlacementError is raised.
+    The ranks of `job` and its draft placement are ignored. Each replica uses an equal block of `num_ranks`, of which
+    `hardware` may have more. If nothing fits, the first placement that can be laid out is returned; its plan says what
+    is missing. If none can be laid out, PlacementError is raised.
     """
     possible: list[PlanSpec] = []
     timed: list[tuple[float, PlanSpec]] = []
