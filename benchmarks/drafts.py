@@ -36,7 +36,7 @@ from llama_ssp.weights import hub
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "benchmarks" / "drafts.md"
 NUM_NEW_TOKENS, MOST_PROMPTS, PEERS_K, NGRAM_K = 64, 4, 4, 8
-NUM_BUILDS, NUM_LOSING_BUILDS = 2, 4
+NUM_BUILDS, NUM_LOSING_BUILDS, LOSING_TURNS = 6, 4, 12
 FIXED = range(1, 9)
 PLAIN, AUTO, BEHIND = "plain", "K=auto", "K=auto, prompt look-up behind the draft"
 NGRAM, NGRAM_AUTO = f"prompt look-up, K={NGRAM_K}", "prompt look-up, K=auto"
@@ -171,7 +171,7 @@ def page(results: dict[str, Result], *, repetitions: int) -> str:
     lines = _HEAD.format(
         threads=torch.get_num_threads(), processor=processor(), tokens=NUM_NEW_TOKENS, torch=made_by["torch"],
         transformers=made_by["transformers"], repetitions=repetitions * NUM_BUILDS, builds=NUM_BUILDS,
-        losing=4 * repetitions * NUM_LOSING_BUILDS, losing_builds=NUM_LOSING_BUILDS,
+        losing=LOSING_TURNS * repetitions * NUM_LOSING_BUILDS, losing_builds=NUM_LOSING_BUILDS,
     ).splitlines()  # fmt: skip
     for kind, result in results.items():
         columns = ("candidate", "ms/token", "of plain", "tokens per round")
@@ -189,7 +189,7 @@ def page(results: dict[str, Result], *, repetitions: int) -> str:
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repetitions", type=int, default=24, help=f"of one prompt, with each of {NUM_BUILDS} builds")
+    parser.add_argument("--repetitions", type=int, default=8, help=f"of one prompt, with each of {NUM_BUILDS} builds")
     parser.add_argument("--write", action="store_true", help="write docs/benchmarks/drafts.md")
     arguments = parser.parse_args()
     console = Console()
@@ -212,8 +212,9 @@ def main() -> None:
     few = {PLAIN, "K=1", "K=4", AUTO}
     prompts = kinds_of_text()["code"]
     results[LOSING] = measure(
-        reversed_pair, prompts, names=few, peers={}, repetitions=4 * arguments.repetitions, num_builds=NUM_LOSING_BUILDS
-    )
+        reversed_pair, prompts, names=few, peers={}, num_builds=NUM_LOSING_BUILDS,
+        repetitions=LOSING_TURNS * arguments.repetitions,
+    )  # fmt: skip
     text = page(results, repetitions=arguments.repetitions)
     console.print(text, markup=False)
     print_goals(console, goals(results))

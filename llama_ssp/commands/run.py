@@ -117,7 +117,7 @@ def fail(sentence: str, exit_code: int, ranks: Ranks, *, speaks: bool | None = N
     if speaks or (speaks is None and ranks.rank == 0):
         complain(sentence)
     if speaks is None and ranks.rank == 0:
-        torchrun.report(sentence)
+        torchrun.report(sentence, ranks)
     elif speaks is None and torchrun.await_report(ranks):
         return 0
     return exit_code

@@ -10,8 +10,8 @@ from typing import Any
 from llama_ssp.architectures.family import inventory
 from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.errors import CapacityError
-from llama_ssp.planning import advice
-from llama_ssp.planning.changes import Change, smallest_changes
+from llama_ssp.planning.choices import advice
+from llama_ssp.planning.choices.changes import Change, smallest_changes
 from llama_ssp.planning.layerwise import waiting_bytes
 from llama_ssp.planning.memory import RankMemoryPlan, kv_bytes_per_token, largest_batch, largest_context, memory
 from llama_ssp.planning.messages import round_messages

@@ -22,9 +22,9 @@ from llama_ssp.config.rules.rule import AT_ZERO
 from llama_ssp.config.schema import DeviceKind, Dtype, ModelConfig, RunConfig, WeightsKind
 from llama_ssp.config.tasks.spec import task_of
 from llama_ssp.errors import ConfigError, one_message
-from llama_ssp.planning.auto import AutoPlacement, choose_placement
+from llama_ssp.planning.choices.auto import AutoPlacement, choose_placement
+from llama_ssp.planning.choices.search import search, search_document
 from llama_ssp.planning.plan import PLAN_VERSION, Plan, document, make_plan, require_room
-from llama_ssp.planning.search import search, search_document
 from llama_ssp.planning.spec import PlanSpec, number_format, planned_model, read_config, target_fields
 from llama_ssp.planning.timing import Timing
 from llama_ssp.reports.lines import Forecast

@@ -45,7 +45,7 @@ TYPOS = [
     Typed("--model 7B", r"unrecognized arguments: --model: settings are written name=value"),
     Typed("--draft=7B", r"unrecognized arguments: --draft=7B: settings are written name=value"),
     Typed("--help samplign", r"unknown topic 'samplign': there are all, .*; did you mean sampling\?"),
-    Typed("--config-dir nosuch", r"Additional config directory '.*/nosuch' not found"),
+    Typed("--config-dir nosuch", r"--config-dir nosuch is no folder: name one that has files such as model/NAME\.yaml"),
 ]
 FOREIGN = [
     Typed("temperature=0.5", r"unknown setting 'temperature': did you mean sampling\.temperature\?"),

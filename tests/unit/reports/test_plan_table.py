@@ -10,8 +10,8 @@ from rich.console import Console
 from llama_ssp.config import hardware
 from llama_ssp.config.schema import DraftLayout
 from llama_ssp.errors import ConfigError
+from llama_ssp.planning.choices.search import search, search_document
 from llama_ssp.planning.plan import document, make_plan
-from llama_ssp.planning.search import search, search_document
 from llama_ssp.reports import plan_figure
 from llama_ssp.reports.charts import Kind
 from llama_ssp.reports.plan_figure import draw_plan

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ RANKS = [Ranks(rank=rank, size=4, local_rank=rank % 2, local_size=2) for rank in
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The error files of two ranks of a node; nobody waits long."""
     monkeypatch.setattr(torchrun, "SILENCE_S", 0.05)
+    monkeypatch.setattr(torchrun, "_READERS_S", 0.05)
     monkeypatch.setattr(torchrun, "_LEAD_S", 0.0)
     for local_rank in (0, 1):
         (tmp_path / str(local_rank)).mkdir()
@@ -32,17 +34,31 @@ def test_another_rank_ends_with_0_once_rank_0_of_its_node_has_reported(
     monkeypatch.setenv(torchrun.ERROR_FILE, str(files[1]))
     assert not torchrun.await_report(RANKS[1])
     monkeypatch.setenv(torchrun.ERROR_FILE, str(files[0]))
-    torchrun.report("no such model")
+    torchrun.report("no such model", RANKS[0])
     assert json.loads(files[0].read_text())["message"]["message"] == "no such model"
     monkeypatch.setenv(torchrun.ERROR_FILE, str(files[1]))
     assert torchrun.await_report(RANKS[1])
+    assert files[1].with_name("seen.json").exists()
     assert not torchrun.await_report(RANKS[3]), "rank 0 of the run is on another node"
+
+
+def test_rank_0_stays_until_a_rank_that_starts_late_has_seen_its_report(
+    files: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torchrun, "_READERS_S", 30.0)
+    seen = files[1].with_name("seen.json")
+    late = threading.Timer(0.2, seen.touch)
+    late.start()
+    monkeypatch.setenv(torchrun.ERROR_FILE, str(files[0]))
+    torchrun.report("no such model", RANKS[0])
+    assert seen.exists()
+    late.join()
 
 
 def test_without_torchrun_every_rank_keeps_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torchrun, "SILENCE_S", 0.0)
     monkeypatch.delenv(torchrun.ERROR_FILE, raising=False)
-    torchrun.report("no such model")
+    torchrun.report("no such model", RANKS[0])
     assert not torchrun.await_report(RANKS[1])
 
 

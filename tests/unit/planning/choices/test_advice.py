@@ -6,7 +6,7 @@ from llama_ssp.config import hardware
 from llama_ssp.config.hardware import Profile
 from llama_ssp.config.schema import DraftLayout
 from llama_ssp.config.target_placement import Offload, TargetKind
-from llama_ssp.planning import advice
+from llama_ssp.planning.choices import advice
 from llama_ssp.planning.plan import make_plan
 from llama_ssp.planning.spec import PlanSpec
 from tests.helpers.planning import make_job

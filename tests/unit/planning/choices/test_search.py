@@ -8,8 +8,8 @@ import pytest
 from llama_ssp.config import catalogue, hardware
 from llama_ssp.config.schema import DraftLayout
 from llama_ssp.errors import PlacementError
+from llama_ssp.planning.choices.search import Choice, search
 from llama_ssp.planning.memory import memory
-from llama_ssp.planning.search import Choice, search
 from llama_ssp.planning.timing import timing
 from tests.helpers.lanes import heavy
 from tests.helpers.planning import make_job, small_model

@@ -5,8 +5,8 @@ from dataclasses import replace
 from llama_ssp.config import hardware
 from llama_ssp.config.schema import DraftLayout, WholeParts
 from llama_ssp.config.target_placement import TargetKind
-from llama_ssp.planning import changes
-from llama_ssp.planning.changes import smallest_changes
+from llama_ssp.planning.choices import changes
+from llama_ssp.planning.choices.changes import smallest_changes
 from llama_ssp.planning.memory import fits, memory
 from llama_ssp.planning.plan import make_plan, shortage
 from tests.helpers.planning import make_job, small_model
