@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import cycle
+from typing import Any
 
 from llama_ssp.architectures.family import inventory, record_of
 from llama_ssp.architectures.inventory import Inventory
@@ -62,7 +63,7 @@ def _layer_wise(model: PlannedModel, held: tuple[range, ...]) -> tuple[Inventory
 def _layer_wise_parts(job: PlanSpec) -> Iterator[Part]:
     """The parts of a layer-wise target by device; the first also computes the offloaded layers."""
     model, row = job.target, layer_placement_of(job)
-    sizes = {"num_rows": job.batch_size, "num_slots": job.num_slots}
+    sizes: dict[str, Any] = {"num_rows": job.batch_size, "num_slots": job.num_slots}
     (whole,) = _parts(job, model, num_ranks=1, kind=TargetKind.tensor, **sizes)
     layer = inventory(model.shape).layer
     read_bytes = DTYPE_BYTES[model.dtype] * max(matrix.num_elements for matrix in layer) if row.waiting else 0
@@ -113,7 +114,7 @@ def target_parts(job: PlanSpec) -> dict[int, Part]:
     """The target's part on each of its ranks, or devices if layer-wise."""
     if job.target_kind is TargetKind.accelerate:
         return dict(zip(job.target_devices, _layer_wise_parts(job), strict=True))
-    sizes = {"num_rows": job.batch_size, "num_slots": job.num_slots}
+    sizes: dict[str, Any] = {"num_rows": job.batch_size, "num_slots": job.num_slots}
     parts = _parts(job, job.target, num_ranks=len(job.target_ranks), kind=job.target_kind, **sizes)
     return dict(zip(job.target_ranks, parts, strict=True))
 
