@@ -111,13 +111,13 @@ ROUNDS = (
     Round(target="30B", draft="7B", most=1400),
     Round(target="30B", draft="7B", sampling=GREEDY, most=1400),
     Round(target="30B", draft="7B", batch_size=4, most=1400),
-    Round(target="30B", draft="7B", num_ranks=8, most=1600),
+    Round(target="30B", draft="7B", num_ranks=8, most=1530),
     *(
         Round(
             target="30B", draft="tinyllama_1B", draft_layout=DraftLayout.sharded, draft_whole=whole, num_ranks=8,
             most=most,
         )
-        for whole, most in ((WholeParts.none, 1450), (WholeParts.embedding, 1450), (WholeParts.attention, 1350))
+        for whole, most in ((WholeParts.none, 1380), (WholeParts.embedding, 1350), (WholeParts.attention, 1260))
     ),
 )  # fmt: skip
 ATTENTION = (
