@@ -87,7 +87,7 @@ def rows(number: int) -> str:
     return "1 row" if number == 1 else f"{number} rows"
 
 
-GREEDY = SamplingConfig(temperature=0.0)
+GREEDY, SHARDED = SamplingConfig(temperature=0.0), DraftLayout.sharded
 LAYERS = (
     Layer(model="tiny", num_rows=1, most=8),
     Layer(model="tiny", num_rows=5, most=8),
@@ -112,14 +112,26 @@ ROUNDS = (
     Round(target="30B", draft="7B", sampling=GREEDY, most=1400),
     Round(target="30B", draft="7B", batch_size=4, most=1400),
     Round(target="30B", draft="7B", num_ranks=8, most=1530),
-    *(
-        Round(
-            target="30B", draft="tinyllama_1B", draft_layout=DraftLayout.sharded, draft_whole=whole, num_ranks=8,
-            most=most,
-        )
-        for whole, most in ((WholeParts.none, 1380), (WholeParts.embedding, 1350), (WholeParts.attention, 1260))
+    Round(
+        target="30B", draft="tinyllama_1B", draft_layout=SHARDED, draft_whole=WholeParts.none, num_ranks=8, most=1380
     ),
-)  # fmt: skip
+    Round(
+        target="30B",
+        draft="tinyllama_1B",
+        draft_layout=SHARDED,
+        draft_whole=WholeParts.embedding,
+        num_ranks=8,
+        most=1350,
+    ),
+    Round(
+        target="30B",
+        draft="tinyllama_1B",
+        draft_layout=SHARDED,
+        draft_whole=WholeParts.attention,
+        num_ranks=8,
+        most=1260,
+    ),
+)
 ATTENTION = (
     Attention(model="7B", num_rows=1, least=128),
     Attention(model="7B", num_rows=5, least=128),
