@@ -1,6 +1,7 @@
 """The parameters of a model as a list of matrices, and the slices that a rank holds, as `sharding` cuts them."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from llama_ssp.architectures.sharding import RankShard, cut_of, stays_whole
 from llama_ssp.config.schema import WholeParts
@@ -56,7 +57,7 @@ class Inventory:
     final_vectors: int
     num_layers: int
 
-    @property
+    @cached_property
     def products(self) -> tuple[int, ...]:
         """Elements of each matrix product of a layer; matrices with the same input are fused into one."""
         sizes: dict[str, int] = {}
@@ -87,6 +88,14 @@ class Inventory:
         if head is None and embeddings != self.embeddings:
             head = replace(self.embeddings[0], module="lm_head")
         return replace(self, layer=tuple(map(kept, self.layer)), embeddings=embeddings, head=head)
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of parameters, biases and norms included."""
+        tables = [*self.embeddings, *([self.head] if self.head else [])]
+        biases = sum(matrix.num_rows for matrix in self.layer if matrix.has_bias)
+        layer = sum(matrix.num_elements for matrix in self.layer) + self.layer_vectors + biases
+        return self.num_layers * layer + sum(table.num_elements for table in tables) + self.final_vectors
 
     def of_rank(self, shard: RankShard) -> "Inventory":
         """The parameters of one rank."""

@@ -43,10 +43,15 @@ class RoundMessages:
     verdict: Message | None
 
 
+_NO_MESSAGES = RoundMessages(ids=None, probabilities=None, verdict=None)
+
+
 def round_messages(job: PlanSpec, num_draft_tokens: int) -> RoundMessages:
     """The messages of a round with K = `num_draft_tokens`; plain decoding (K = 0) has only the verdict."""
     layout, rows = job.layout, job.batch_size
     everyone = layout.ranks
+    if len(everyone) == 1:
+        return _NO_MESSAGES
     drafts = bool(job.draft) and num_draft_tokens > 0
     splits_batch = drafts and layout.splits_batch
     if splits_batch:
@@ -61,7 +66,7 @@ def round_messages(job: PlanSpec, num_draft_tokens: int) -> RoundMessages:
         num_bytes = PROBABILITY_BYTES * rows * num_draft_tokens * job.target.shape.vocab_size
         probabilities = Message(payload_bytes=num_bytes, ranks=(layout.draft_source_rank, layout.verify_rank))
     return RoundMessages(
-        ids=ids if drafts and len(everyone) > 1 else None,
+        ids=ids if drafts else None,
         probabilities=probabilities,
-        verdict=verdict if len(everyone) > 1 else None,
+        verdict=verdict,
     )

@@ -12,8 +12,9 @@ forwards to their sums, and every part is scaled by it.
 Shapes: B sequences, T positions.
 """
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from itertools import pairwise
 
 from llama_ssp.architectures.family import inventory
@@ -95,6 +96,7 @@ def profile_of(hardware: HardwareConfig, num_active: int) -> Profile | None:
     return min(hardware.profiles, key=lambda profile: abs(profile.num_ranks - num_active), default=None)
 
 
+@lru_cache(maxsize=8192)  # a search asks for the same forwards many times
 def forward_time(
     placement: ModelPlacement, hardware: HardwareConfig,
     *,
@@ -154,27 +156,34 @@ def _matrices_s(
         heads = profile.tied_head if is_tied and has_tied else profile.linear
         head = price(heads, held.output.num_elements, rows=scored, arithmetic=model.dtype) if has_head else 0.0
     else:
-        layer = sum(roofline_s(matrix, model, hardware, rows=rows) for matrix in held.layer)
-        unquantized = replace(model, quantization=NO_QUANTIZATION)
+        layer = sum(_roofline_s(model, hardware, held.layer, rows=rows))
+        unquantized = model if model.quantization == NO_QUANTIZATION else replace(model, quantization=NO_QUANTIZATION)
         head = roofline_s(held.output, unquantized, hardware, rows=scored) if has_head else 0.0
     return held.num_layers * layer + head
 
 
 def slowdown(hardware: HardwareConfig, arithmetic: Dtype) -> float:
     """Time of a matrix product in a number format, relative to fp32 arithmetic on as many bytes."""
-    is_slow = hardware.device == "cpu" and arithmetic in {Dtype.bf16, Dtype.fp16}
+    is_slow = hardware.device == "cpu" and arithmetic.is_short
     return hardware.slowdown.get(arithmetic.name, CPU_SLOWDOWN_16_BITS if is_slow else 1.0)
 
 
 def roofline_s(matrix: Matrix, model: PlannedModel, hardware: HardwareConfig, *, rows: int) -> float:
     """One matrix product with `rows` inputs: the longer of reading the matrix and multiplying."""
+    return next(_roofline_s(model, hardware, (matrix,), rows=rows))
+
+
+def _roofline_s(
+    model: PlannedModel, hardware: HardwareConfig, matrices: Iterable[Matrix], *, rows: int
+) -> Iterator[float]:
     storage = format_of(model.quantization)
-    value_bytes = DTYPE_BYTES[model.matrix_dtype(hardware.device)]
-    wide = value_bytes * matrix.num_elements
-    read_bytes = storage.gpu_read_bytes(rows, storage.matrix_bytes(matrix.num_elements, value_bytes), wide)
+    value_bytes, bytes_per_s = DTYPE_BYTES[model.matrix_dtype(hardware.device)], bandwidth(hardware)
     flops = hardware.flops_per_s.get(model.dtype.name) or max(hardware.flops_per_s.values())
     times = 1.0 if storage.is_quantized else slowdown(hardware, model.dtype)
-    return times * max(read_bytes / bandwidth(hardware), 2 * rows * matrix.num_elements / flops)
+    for matrix in matrices:
+        number = matrix.num_elements
+        read_bytes = storage.gpu_read_bytes(rows, storage.matrix_bytes(number, value_bytes), value_bytes * number)
+        yield times * max(read_bytes / bytes_per_s, 2 * rows * number / flops)
 
 
 def _attention_s(

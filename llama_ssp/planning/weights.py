@@ -1,6 +1,8 @@
 """Computes the exact bytes of a rank's parameters in every precision, from the list in `architectures.inventory`."""
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
 
 from llama_ssp.architectures.family import inventory
 from llama_ssp.architectures.inventory import Inventory, Matrix
@@ -15,11 +17,20 @@ HALF_BLOCK = 512
 def shares(
     shape: ModelShape, *, num_ranks: int, quantization: str = NO_QUANTIZATION, whole: WholeParts = WholeParts.none
 ) -> tuple[Inventory, ...]:
-    """The parameters of each rank of a tensor-parallel group; an unknown family or impossible split is refused."""
+    """The parameters of each rank of a tensor-parallel group; an impossible split is refused."""
     parameters = inventory(shape)
     if num_ranks == 1:
         return (parameters,)
-    shards = split_model(shape, num_ranks=num_ranks, quantization=quantization, whole=whole)
+    sizes = tuple(vars(shape).items())
+    return _shares(parameters, sizes, num_ranks=num_ranks, quantization=quantization, whole=whole)
+
+
+@lru_cache(maxsize=512)  # a search asks for the same shares hundreds of times
+def _shares(
+    parameters: Inventory, sizes: tuple[tuple[str, Any], ...], *, num_ranks: int, quantization: str, whole: WholeParts
+) -> tuple[Inventory, ...]:
+    """The shares of a model with these sizes."""
+    shards = split_model(ModelShape(**dict(sizes)), num_ranks=num_ranks, quantization=quantization, whole=whole)
     return tuple(parameters.keeping(whole).of_rank(shard) for shard in shards)
 
 
@@ -50,6 +61,7 @@ class WeightBytes:
         return self.sharded_bytes + self.on_every_rank_bytes
 
 
+@lru_cache(maxsize=2048)
 def weight_bytes(held: Inventory, *, dtype: Dtype, quantization: str, matrix_dtype: Dtype | None = None) -> WeightBytes:
     """Count the bytes of a rank's parameters.
 

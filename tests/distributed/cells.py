@@ -58,9 +58,9 @@ class Cell:
 CELLS = {
     1: [
         Cell((0,), (0,), SHARDED, heavy=True),
-        Cell((0,), (0,), REPLICATED, heavy=True),
+        Cell((0,), (0,), REPLICATED, slow=True),
         Cell((0,), (0,), ONE_RANK, pair="llama", batch_size=1, target_kind=ACCELERATE, heavy=True),
-        Cell((0,), (0,), ONE_RANK, target_kind=ACCELERATE, max_memory_gb=0.04, heavy=True),
+        Cell((0,), (0,), ONE_RANK, target_kind=ACCELERATE, max_memory_gb=0.04, slow=True),
         Cell(
             (0,), (0,), ONE_RANK, pair="llama", batch_size=3, target_kind=ACCELERATE, max_memory_gb=0.0003, heavy=True
         ),
@@ -85,7 +85,7 @@ CELLS = {
         Cell((0, 1), (0, 1), REPLICATED, heavy=True),
         Cell((0,), (1,), OWN_GPU),
         Cell((1,), (0, 1), SHARDED, slow=True),
-        Cell((0, 1), (0, 1), REPLICATED, pair="gpt_neox", heavy=True),
+        Cell((0, 1), (0, 1), REPLICATED, pair="gpt_neox", slow=True),
         Cell((0, 1), (0, 1), SHARDED, pair="gpt_neo", batch_size=3, slow=True),
         Cell((1,), (0,), OWN_GPU, pair="gpt_neox", batch_size=3, target_kind=ACCELERATE, heavy=True),
         Cell((0,), (0, 1), SHARDED, target_kind=ACCELERATE, heavy=True),
@@ -98,7 +98,7 @@ CELLS = {
         Cell((0,), (1,), OWN_GPU, rule="block", slow=True),
         Cell((0, 1), (0, 1), REPLICATED, rule="block", heavy=True),
         Cell((0,), (1,), OWN_GPU, rule="coupled", heavy=True),
-        Cell((0, 1), (0,), SHARDED, rule="coupled", adapts=True, heavy=True),
+        Cell((0, 1), (0,), SHARDED, rule="coupled", adapts=True, slow=True),
         Cell((0,), (1,), OWN_GPU, rule="coupled", adapts=True, slow=True),
         Cell((0, 1), (0, 1), REPLICATED, rule="coupled", adapts=True, heavy=True),
         Cell((0, 1), (0, 1), REPLICATED, rule="coupled", slow=True),
@@ -155,7 +155,7 @@ def cells_of(num_ranks: int, lane: str) -> list[Cell]:
 
 
 PAIRS = ("tiny", "llama", "gpt_neox", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "gpt_neo")
-HEAVY_PAIRS, SLOW_PAIRS = ("llama", "gpt_neox", "qwen3", "gemma2", "gpt_neo"), ("qwen2", "mistral", "gemma3_text")
+HEAVY_PAIRS, SLOW_PAIRS = ("llama", "gpt_neox", "gpt_neo"), ("qwen2", "qwen3", "mistral", "gemma2", "gemma3_text")
 """Their texts are compared with --heavy, on at most `MOST_DEFAULT_RANKS`; and with --slow alone."""
 SIZES = (1, 2, 3, 4)
 """Numbers of ranks on which every pair is tried; others have their cells of the table alone."""

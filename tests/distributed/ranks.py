@@ -1,7 +1,7 @@
 """What every rank of a test group does: all cases of one world size in one launch, since each start costs seconds.
 
-Started by `conftest.launched` through torchrun, as FOLDER OUT default|heavy|deepspeed; each rank writes what it saw to
-OUT/RANK.json.
+Started by `conftest.launched` through torchrun, as FOLDER OUT cells|deepspeed; each rank writes what it saw to
+OUT/RANK.json. A group of one rank is the process of the tests.
 """
 
 import json
@@ -283,17 +283,21 @@ def cases(world: World, folder: Path, *, lane: str) -> dict[str, Callable[[], ob
     return named
 
 
+def seen_by(world: World, folder: Path, chosen: str) -> dict[str, object]:
+    """What all cases return on this rank, or those of DeepSpeed."""
+    named = cases(world, folder, lane=os.environ[LANE])
+    if chosen == "deepspeed":
+        own = [on_one_rank(cell) for row in DEEPSPEED_CELLS.values() for cell in row]
+        row = DEEPSPEED_CELLS[world.comm.size] + (own if world.comm.size == 1 else [])
+        named = cases_of_cells(world, folder, row)
+    return {name: case() for name, case in named.items()}
+
+
 def main() -> None:
-    """Run all cases, or those of DeepSpeed, and write what they returned."""
+    """Write what this rank saw."""
     folder, out, chosen = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     with start(device=DeviceKind.cpu, timeout_s=120) as world:
-        named = cases(world, folder, lane=os.environ[LANE])
-        if chosen == "deepspeed":
-            own = [on_one_rank(cell) for row in DEEPSPEED_CELLS.values() for cell in row]
-            row = DEEPSPEED_CELLS[world.comm.size] + (own if world.comm.size == 1 else [])
-            named = cases_of_cells(world, folder, row)
-        seen = {name: case() for name, case in named.items()}
-        (out / f"{world.comm.rank}.json").write_text(json.dumps(seen))
+        (out / f"{world.comm.rank}.json").write_text(json.dumps(seen_by(world, folder, chosen)))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ _NO_OPTIONS = ("config.yaml", "plan.yaml")
 _given: list[Path] = []
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc] - libyaml's is ten times as fast
     """Reads numbers as Hydra does: YAML 1.1 takes 1e12 for a text."""
 
 

@@ -68,6 +68,16 @@ def test_copies_share_the_ranks() -> None:
     assert choose_placement(job, A100, num_ranks=8).job.target_ranks == (0, 1)
 
 
+def test_replicas_on_fewer_ranks_are_chosen_where_they_are_faster_and_where_that_is_allowed() -> None:
+    two_nodes = replace(hardware.load("8xh100"), num_nodes=2)
+    job = make_job("llama3_70B", num_ranks=16)
+    chosen = choose_placement(job, two_nodes, num_ranks=16, divides=True)
+    assert (chosen.job.num_replicas, chosen.job.target_ranks) == (2, tuple(range(8)))
+    assert "2 replicas, each with the target on ranks 0 1 2 3 4 5 6 7" in chosen.sentence
+    kept = choose_placement(job, two_nodes, num_ranks=16).job
+    assert (kept.num_replicas, kept.target_ranks) == (1, tuple(range(16)))
+
+
 def test_what_cannot_be_laid_out_at_all_is_refused() -> None:
     with pytest.raises(PlacementError, match="attention heads"):
         choose_placement(make_job(small_model(num_attention_heads=4)), A100, num_ranks=8)
