@@ -51,8 +51,9 @@ def _resolved(settings: list[str], *, num_ranks: int, has_draft: bool) -> PlanSp
     given = dict(setting.split("=", 1) for setting in settings)
     kind = DraftLayout[given.get("placement.draft.kind", "one_rank")]
     size = given.get("placement.draft.tp_size")
+    whole = WholeParts[given.get("placement.draft.whole", DraftPlacement().whole.name)]
     placement = PlacementConfig(
-        draft=DraftPlacement(kind=kind, tp_size=int(size) if size else None),
+        draft=DraftPlacement(kind=kind, tp_size=int(size) if size else None, whole=whole),
         num_replicas=int(given.get("placement.num_replicas", 1)),
     )
     laid_out = lay_out_replica(placement, world_size=num_ranks, has_draft=has_draft)
