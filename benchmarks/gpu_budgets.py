@@ -143,6 +143,8 @@ ATTENTION = (
     Attention(model="tinyllama_1B", num_rows=5, least=128),
     Attention(model="llama3_70B", num_ranks=8, num_rows=1, least=128),
     Attention(model="llama3_70B", num_ranks=8, num_rows=5, least=128),
-    Attention(model="7B", num_ranks=32, num_rows=1, least=16),
-    Attention(model="7B", num_ranks=32, num_rows=5, least=16),
+    Attention(model="30B", num_ranks=8, num_rows=1, least=128),
+    Attention(model="30B", num_ranks=8, num_rows=5, least=128),
+    Attention(model="7B", num_ranks=32, num_rows=1, least=128),
+    Attention(model="7B", num_ranks=32, num_rows=5, least=128),
 )

@@ -19,8 +19,8 @@ import yaml
 
 from benchmarks.acceptance_fit import MOST_POINTS, fit_acceptance, fit_times
 from benchmarks.points import Point, points, points_by_row
-from benchmarks.published import A100, draft_cost, fitted, plain_tokens_per_s, speculative_ms
-from benchmarks.published_rows import PAIRS, PLAIN, Pair
+from benchmarks.published import draft_cost, fitted, plain_tokens_per_s, speculative_ms
+from benchmarks.published_rows import A100, PAIRS, PLAIN, Pair
 from llama_ssp.config import hardware
 from llama_ssp.planning.acceptance.fitted import FEATURES, AcceptanceFit, predicted
 from llama_ssp.planning.acceptance.pair import DraftedPair

@@ -21,6 +21,8 @@ from llama_ssp.calibration.random_llama import HEAD_DIM, MLP_SHARE, RandomLlama
 from llama_ssp.config.hardware import LinearPoint, RowsPoint, SizePoint
 from llama_ssp.config.schema import Dtype
 from llama_ssp.distributed.comms import Comm
+from llama_ssp.distributed.gpu.capturing import capture_stream
+from llama_ssp.distributed.gpu.selecting import selected
 from llama_ssp.engine.executors.tracing import Traced
 from llama_ssp.models.linear import Linear, make_linear
 from llama_ssp.models.runner import Runner
@@ -114,11 +116,12 @@ def operator_s(device: torch.device, *, captured: bool) -> float:
 
     if not captured or device.type != "cuda":
         return seconds_per_call(_settled(some, device)) / number
-    some()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with selected(device):
         some()
-    return seconds_per_call(_settled(graph.replay, device)) / number
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=capture_stream(), capture_error_mode="thread_local"):
+            some()
+        return seconds_per_call(_settled(graph.replay, device)) / number
 
 
 def linear_points(

@@ -14,7 +14,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from threading import Thread
 from typing import Self, TypeVar
@@ -45,6 +45,7 @@ class ControlChannel:
 
     Attributes:
         is_busy: whether the main thread of this rank is at work, rather than waiting for its GPU.
+        peers: the ranks that this rank's GPU may wait for, with itself: all at first, then those of its replica.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class ControlChannel:
         self._is_first_here = is_first_here
         self._agent = agent
         self.is_busy: Callable[[], bool] = lambda: False
+        self.peers: Collection[int] = range(size)
         self._verdict: str | None = None
         self._is_lost = False
         self._num_late = 0
@@ -111,10 +113,11 @@ class ControlChannel:
         return () if self.is_orphan else (0,)
 
     def has_busy_rank(self) -> bool:
-        """Whether all ranks answer, and the main thread of one is at work: it compiles, for instance."""
+        """Whether all `peers` answer, and the main thread of one is at work: it compiles, for instance."""
+        others = tuple(set(range(self.size)) - set(self.peers))
         for _ in range(_NUM_CALLS):
-            answers = self._in_time(lambda store: self._call(store, _ROLL)) if self._store else None
-            if answers is None or len(answers) == self.size:
+            answers = self._in_time(lambda store: self._call(store, _ROLL, without=others)) if self._store else None
+            if answers is None or len(answers) == len(self.peers):
                 return _BUSY in (answers or {}).values()
         return False
 

@@ -31,6 +31,11 @@ class Mesh:
     target: Comm | None
     draft: Comm | None
 
+    @property
+    def replica_ranks(self) -> range:
+        """The ranks of the world that are in this rank's replica."""
+        return range(self.number * self.replica.size, (self.number + 1) * self.replica.size)
+
     def set_timeout(self, seconds: float) -> None:
         """Set the timeout of later collectives of all groups."""
         for comm in (self.world, self.replica, self.target, self.draft):

@@ -110,6 +110,7 @@ def start(*, device: DeviceKind, timeout_s: float) -> Iterator[World]:
         meet(ranks, device=chosen, timeout_s=timeout_s)
         atexit.register(_part, is_on_gpu=chosen.type == "cuda")
     watch, limit = _watch(ranks), f"timeouts.load_s={timeout_s:g}"
+    watch.peers = range(ranks.size)
     waits = None
     if chosen.type == "cuda":
         watch.be_alert()  # a wait for the GPU does not notice a killed rank, as one for gloo does

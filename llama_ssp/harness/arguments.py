@@ -35,7 +35,7 @@ class ModelArguments:
         target: a name of the catalogue, or a folder with a checkpoint.
         draft: the same for the draft; None decodes with the target alone.
         dtype: number format of both, such as bf16; None for the device's default.
-        device: auto, cpu or cuda.
+        device: auto, cpu, cuda, or one GPU such as cuda:1.
         num_draft_tokens: K.
         verification: name of a rule.
         batch_size: texts that are decoded or scored together.

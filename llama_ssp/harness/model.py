@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from llama_ssp.config.checks import check_values
 from llama_ssp.config.schema import RunConfig
+from llama_ssp.distributed.gpu.selecting import selected
 from llama_ssp.engine.scoring import ScoredText, log_likelihoods
 from llama_ssp.engine.state import Request
 from llama_ssp.errors import ConfigError
@@ -114,7 +115,8 @@ class SpeculativeLM(TemplateLM):  # type: ignore[misc] # the package has no type
                 groups.append((read, [place]))
             else:
                 places.append(place)
-        with tqdm(total=len(requests), disable=disable_tqdm, desc="Running generate_until requests") as bar:
+        bar = tqdm(total=len(requests), disable=disable_tqdm, desc="Running generate_until requests")
+        with bar, selected(self._device):
             for arguments, places in groups:
                 contexts = {place: str(requests[place].args[0]) for place in places}
                 for place, answer in self._answers(contexts, arguments):
@@ -180,10 +182,10 @@ class SpeculativeLM(TemplateLM):  # type: ignore[misc] # the package has no type
             src=mesh.layout.verify_rank,
         )
         places = list(texts)
-        for number, scores in tqdm(
-            scored, total=len(texts), disable=disable_tqdm, desc="Running loglikelihood requests"
-        ):
-            answers[places[number]] = sum(scores.log_probs), all(scores.are_best)
+        bar = tqdm(scored, total=len(texts), disable=disable_tqdm, desc="Running loglikelihood requests")
+        with selected(self._device):
+            for number, scores in bar:
+                answers[places[number]] = sum(scores.log_probs), all(scores.are_best)
         return answers
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:

@@ -18,6 +18,7 @@ from llama_ssp.config.schema import (
     VerificationConfig,
 )
 from llama_ssp.config.tasks.generate import GenerateConfig
+from llama_ssp.distributed.gpu.selecting import selection_kept
 from llama_ssp.distributed.world import World, start
 from llama_ssp.errors import ConfigError
 from llama_ssp.library.arguments import (
@@ -83,7 +84,7 @@ def load(
             task=GenerateConfig(), model=target_entry, draft=drafter, placement=PlacementConfig(),
             sampling=SamplingConfig(), verification=VerificationConfig(), device=kind,
         )  # fmt: skip
-        with start(device=kind, timeout_s=config.timeouts.load_s) as started:
+        with selection_kept(), start(device=kind, timeout_s=config.timeouts.load_s) as started:
             if started.comm.size > 1:
                 message = "the library works in one process: use llama-ssp run with ranks=N for several"
                 raise ConfigError(message)

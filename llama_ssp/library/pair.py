@@ -11,6 +11,7 @@ from llama_ssp.config.checks import check_values
 from llama_ssp.config.drafts.drafter import draft_name
 from llama_ssp.config.rules.rule import DEFAULT
 from llama_ssp.config.schema import RunConfig, SamplingConfig, SpeculationConfig, VerificationConfig
+from llama_ssp.distributed.gpu.selecting import selected
 from llama_ssp.engine.state import Request
 from llama_ssp.engine.stream import StreamerAdapter
 from llama_ssp.errors import ConfigError
@@ -23,8 +24,6 @@ from llama_ssp.session.loading import Models
 from llama_ssp.session.prompts import check_ids
 
 _SAMPLING = {each.name for each in fields(SamplingConfig)}
-_NO_GPU = -1
-"""`torch.cuda.device` leaves everything as it is then, in a build without CUDA too."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -150,11 +149,9 @@ class Pair:
     ) -> list[Completion]:
         adapter = StreamerAdapter(streamer, requests[0].prompt_ids) if streamer else None
         done = {}
-        # Another pair may have selected its own GPU since, and a new thread begins with the first.
-        gpu = self.device.index if self.device.type == "cuda" else _NO_GPU
         with (
             torch.inference_mode(),
-            torch.cuda.device(gpu),
+            selected(self.device),
             self._decoders.ready(self.models, config, requests, speculative=speculative) as decoder,
         ):
             for updates in decoder.run(requests):

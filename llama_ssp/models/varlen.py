@@ -17,7 +17,7 @@ import logging
 from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise, starmap
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -32,6 +32,15 @@ _FIRST_CAPABILITY = 8, 0
 _NEEDED = {"window_size", "enable_gqa", "seqused_k", "block_table"}
 _TOLERANCE = 0.05
 """Of values of about 1: 16 bits round to 0.004, and a wrong key changes more than this."""
+
+
+class Heads(NamedTuple):
+    """The heads of a layer on this rank: H, N, D, and what scores are multiplied by."""
+
+    num: int
+    num_kv: int
+    dim: int
+    scale: float
 
 
 class VarlenAttention(Protocol):
@@ -56,7 +65,8 @@ def find_varlen(device: torch.device, dtype: torch.dtype, head_dim: int) -> Varl
     if kernel is None:
         return None
     try:
-        problem = None if is_right(kernel, device=device, dtype=dtype, head_dim=head_dim) else "wrong values"
+        heads = Heads(4, 2, head_dim, head_dim**-0.5)
+        problem = None if is_right(kernel, device=device, dtype=dtype, heads=heads) else "wrong values"
     except (RuntimeError, TypeError) as error:
         problem = str(error).strip().partition("\n")[0]
     if problem is None:
@@ -82,10 +92,10 @@ def _torch_s() -> VarlenAttention | None:
     return attend
 
 
-def is_right(attend: VarlenAttention, *, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+def is_right(attend: VarlenAttention, *, device: torch.device, dtype: torch.dtype, heads: Heads) -> bool:
     """Whether it computes what masks give for rows of two lengths and numbers of queries, with and without a window."""
-    num_heads, num_kv_heads, lengths = 4, 2, (5, PAGE_SLOTS + 44)
-    first_queries = (0, 2, 6)
+    num_heads, num_kv_heads, head_dim, scale = heads
+    lengths, first_queries = (5, PAGE_SLOTS + 44), (0, 2, 6)
     generator = torch.Generator().manual_seed(0)
 
     def some(*shape: int) -> Tensor:
@@ -100,8 +110,8 @@ def is_right(attend: VarlenAttention, *, device: torch.device, dtype: torch.dtyp
     for window in (None, 4):
         found_QHD = attend(
             queries_QHD, keys_XPND, values_XPND, numbers(first_queries), numbers((0, most, 2 * most)), 4, most,
-            scale=head_dim**-0.5, window_size=window_size(window), enable_gqa=True, seqused_k=numbers(lengths),
-            block_table=pages_R2,
+            scale=scale, window_size=window_size(window), enable_gqa=num_heads != num_kv_heads,
+            seqused_k=numbers(lengths), block_table=pages_R2,
         )  # fmt: skip
         for row, (length, own) in enumerate(zip(lengths, starmap(slice, pairwise(first_queries)), strict=True)):
             keys_1NSD, values_1NSD = (
@@ -112,7 +122,7 @@ def is_right(attend: VarlenAttention, *, device: torch.device, dtype: torch.dtyp
             is_seen_QS = (distance_QS >= 0) & (distance_QS < (window or most))
             wanted_1HQD = functional.scaled_dot_product_attention(
                 queries_QHD[own].transpose(0, 1)[None], keys_1NSD, values_1NSD, attn_mask=is_seen_QS.to(device),
-                enable_gqa=True,
+                enable_gqa=True, scale=scale,
             )  # fmt: skip
             is_wrong = ~((found_QHD[own] - wanted_1HQD[0].transpose(0, 1)).abs() <= _TOLERANCE)  # so is NaN
             if bool(is_wrong.any()):

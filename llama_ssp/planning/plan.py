@@ -229,7 +229,7 @@ def time_document(timed: Timing, *, num_rows: int) -> dict[str, Any]:
         "plain_ms_per_token": ms(timed.plain_s),
         "plain_ms_per_token_range": ends_ms(timed.plain_range_s),
         "speculative_ms_per_token": ms(timed.speculative_s),
-        "speculative_ms_per_token_range": ends_ms(found and found.token_s),
+        "speculative_ms_per_token_range": ends_ms(found.token_s if found else None),
         "plain_tokens_per_s": rate(timed.plain_s),
         "speculative_tokens_per_s": rate(timed.speculative_s),
         "plain_first_token_ms": ms(timed.plain_prefill_s),

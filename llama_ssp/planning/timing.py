@@ -221,7 +221,7 @@ def timing(job: PlanSpec, hardware: HardwareConfig) -> Timing:
         prefill_s=prefill_s,
         plain_prefill_s=prefill_s,
         plain_s=plain_s,
-        plain_range_s=error and error.ends(plain_s),
+        plain_range_s=error.ends(plain_s) if error else None,
         plain_run_s=(prefill_s + (tokens - 1) * plain_s) / tokens,
         copy_share=read_bytes / bandwidth(hardware) / plain_s,
         limit_share=read_bytes / hardware.bandwidth_bytes_per_s / plain_s,

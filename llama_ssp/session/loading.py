@@ -76,7 +76,7 @@ def load_models(
     """Load this rank's share of the models; raises SspError on every rank if loading fails on one.
 
     `folder` is the run folder on rank 0, which keeps the choice of kernels on GPUs.
-    Afterwards the collectives of `world` time out after `timeouts.decode_s`.
+    Afterwards the collectives of `world` time out after `timeouts.decode_s`, and its GPUs wait for their replica alone.
     """
     target_source, draft_source = sources
     layout = lay_out_replica(config.placement, world_size=world.comm.size, has_draft=draft_source is not None)
@@ -114,6 +114,7 @@ def load_models(
             settle_packing(draft, mesh.draft)
         settle_kernels([target, draft] if draft else [target], comm=world.comm, folder=folder)
     mesh.set_timeout(config.timeouts.decode_s)
+    world.watch.peers = mesh.replica_ranks
     tokenizers = None
     if draft_source and matching_of(config.draft):
         tokenizers = TokenizerPair(target_source.tokenizer, draft_source.tokenizer)

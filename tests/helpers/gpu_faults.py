@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 FAULTS = KILLED, STOPPED, FULL = ("killed", "stopped", "out of memory")
+STUCK = "stuck"
+"""A kernel of the GPU does not end; its host is well."""
 DECODE_S = 15
-AT_MOST_S = {KILLED: 15, STOPPED: DECODE_S + 15, FULL: 30}
+AT_MOST_S = {KILLED: 15, STOPPED: DECODE_S + 15, FULL: 30, STUCK: DECODE_S + 15}
 """From the fault to the end of the other rank, which also calls the lost one over the control channel."""
-_NUM_PROMPTS, _BATCH_SIZE = 128, 32
+_NUM_PROMPTS = 128
 _numbers = count()
 
 
@@ -24,6 +26,8 @@ class Cell(NamedTuple):
     cuda_graphs: bool
     task: str
     rank: int
+    num_replicas: int = 1
+    batch_size: int = 32
 
     def __str__(self) -> str:
         how = "graphs" if self.cuda_graphs else "eager"
@@ -42,8 +46,8 @@ def arguments(cell: Cell, folder: Path) -> list[str]:
     prompts.write_text("".join("import os; " * (2 * number) + "\n" for number in range(1, _NUM_PROMPTS + 1)))
     return [
         "launch/run.py", f"task={cell.task}", "device=cuda", f"cuda_graphs={str(cell.cuda_graphs).lower()}",
-        f"prompts={prompts}", "max_new_tokens=12", f"batch_size={_BATCH_SIZE}", "ignore_eos=true",
-        f"timeouts.decode_s={DECODE_S}", f"run_dir={folder / 'run'}",
+        f"prompts={prompts}", "max_new_tokens=12", f"batch_size={cell.batch_size}", "ignore_eos=true",
+        f"timeouts.decode_s={DECODE_S}", f"run_dir={folder / 'run'}", f"placement.num_replicas={cell.num_replicas}",
     ]  # fmt: skip
 
 
@@ -61,6 +65,8 @@ def check_sentence(cell: Cell, run_dir: Path, said: Sequence[str]) -> None:
     code = 1
     if cell.fault == FULL:
         sentence, code = f"rank {cell.rank} failed while decoding: out of memory", 3
+    if cell.fault == STUCK:
+        sentence = f"ranks lost each other while decoding ({cause}), though all are alive"
     assert len([line for line in said if sentence in line]) == 1, said
     assert (run_dir / "status").read_text().startswith(f"{code}: {sentence}")
     assert not any("Traceback" in line for line in said), said

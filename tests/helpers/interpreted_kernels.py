@@ -20,17 +20,18 @@ from llama_ssp.models.build import load_modules
 from llama_ssp.models.cache import StaticCache
 from llama_ssp.models.linear import PlainLinear
 from llama_ssp.models.llama import gpu_layers, kernels, trials
-from llama_ssp.models.llama.attention import Heads
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.llama.gpu_layers import GpuLayers, NormedProduct
 from llama_ssp.models.llama.norm import RmsNorm
 from llama_ssp.models.llama.rotary import PlaceByKernel, PlaceByOperators
 from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
 from llama_ssp.models.quantization.precision import Precision
+from llama_ssp.models.varlen import Heads
 from llama_ssp.sampling import processors
 from llama_ssp.sampling.draw_kernels import draw_tokens
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.fake_comm import on_ranks, thread_comms
+from tests.helpers.interpreted_attention import CPU, DTYPE, Split, assert_near, choice_of_attention, split_rows
 from tests.helpers.models import build_checkpoint
 from tests.helpers.varlen_attention import varlen_attention
 from tests.unit.models.llama.test_decoder import KINDS, modules, random_ids
@@ -38,19 +39,11 @@ from tests.unit.models.llama.test_decoder import KINDS, modules, random_ids
 Result = TypeVar("Result")
 INTERPRETER = Lock()
 
-DTYPE = torch.float16
-"""The interpreter computes no products in bf16."""
 GENERATOR = torch.Generator().manual_seed(0)
-CPU = torch.device("cpu")
 
 
 def some(*shape: int) -> Tensor:
     return torch.randn(shape, generator=GENERATOR).to(DTYPE)
-
-
-def assert_near(found: Tensor, wanted: Tensor, *, tolerance: float = 0.01) -> None:
-    assert found.shape == wanted.shape
-    assert ((found - wanted).abs() <= tolerance * wanted.abs().max()).all()
 
 
 def products() -> None:
@@ -174,7 +167,11 @@ def whole_models() -> None:
     for kind in ("llama", "llama, biases", "llama, no groups", "mistral, window", "qwen2", "qwen3"):
         model = modules(kind, DTYPE)
         wanted = rounds(LeanRunner(deepcopy(model), comm=Comm.single()))
-        found = rounds(fused(LeanRunner(model, comm=Comm.single(), varlen=varlen_attention)))
+        runner = LeanRunner(model, comm=Comm.single(), varlen=varlen_attention)
+        if kind in {"llama", "mistral, window"}:
+            runner._varlen = split = Split(varlen_attention, runner._layers[0].heads)
+        found = rounds(fused(runner))
+        assert split.num_served > 0
         for ours, theirs in zip(found, wanted, strict=True):
             assert_near(ours, theirs, tolerance=0.02)
     for num_ours in (0, 1):
@@ -243,6 +240,8 @@ def main() -> None:
         "products": products,
         "rotary and cache": rotary_and_cache,
         "residual and norm": residual_and_norm,
+        "split rows": split_rows,
+        "choice of attention": choice_of_attention,
         "wrong kernels are refused": wrong_products_are_not_used,
         "whole models": whole_models,
         "several ranks": several_ranks,

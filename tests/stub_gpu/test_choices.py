@@ -14,8 +14,10 @@ def test_a_resumed_run_chooses_no_kernel_again(stub: Stub, tmp_path: Path) -> No
     )  # fmt: skip
     stub.run(*words)
     chosen = json.loads((run / "kernels.json").read_text())
-    assert {key.split(": ")[1].split(",")[0] for key in chosen} == {"qkv", "output", "gate_up", "down", "head"}
-    other = {key: [] if tile else [64, 64, 4] for key, tile in chosen.items()}
+    names = {key.split(": ")[1].split(",")[0] for key in chosen}
+    assert names == {"qkv", "output", "gate_up", "down", "head", "attention"}
+    ours = {key: [16] if ": attention, " in key else [64, 64, 4] for key in chosen}
+    other = {key: [] if tile else ours[key] for key, tile in chosen.items()}
     (run / "kernels.json").write_text(json.dumps(other))
     first, _ = (run / "run.jsonl").read_text().splitlines()
     (run / "run.jsonl").write_text(first + "\n")

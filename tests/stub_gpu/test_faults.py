@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.helpers.disturbed import lines, wait_for
-from tests.helpers.gpu_faults import AT_MOST_S, CELLS, FULL, KILLED, Cell, arguments, check_sentence, steps
+from tests.helpers.gpu_faults import AT_MOST_S, CELLS, FULL, KILLED, STUCK, Cell, arguments, check_sentence, steps
 from tests.stub_gpu.process import Stub, end
 
 
@@ -59,4 +59,17 @@ def test_a_rank_lost_on_a_gpu_ends_the_run_in_time_with_sentence_and_status(
     else:
         victim.send_signal(signal.SIGKILL if cell.fault == KILLED else signal.SIGSTOP)
         assert other.wait(AT_MOST_S[cell.fault]) == 1, job.said()
+    check_sentence(cell, tmp_path / "run", job.said())
+
+
+HANGING = Cell(STUCK, cuda_graphs=True, task="generate", rank=1, num_replicas=2, batch_size=2)
+
+
+@pytest.mark.parametrize("cell", [HANGING], ids=str)
+def test_a_gpu_that_hangs_is_given_up_in_time_although_another_replica_is_at_work(
+    cell: Cell, job: Job, tmp_path: Path
+) -> None:
+    """The other replica ends its share, and its host then waits without its GPU."""
+    (job.control / "stuck").touch()
+    assert [each.wait(AT_MOST_S[STUCK]) for each in job.ranks] == [1, 1], job.said()
     check_sentence(cell, tmp_path / "run", job.said())

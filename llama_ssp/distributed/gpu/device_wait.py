@@ -6,8 +6,8 @@ that a library makes by itself.
 
     a result that is there      one query
     a result that is not        a few queries, then naps, each followed by a query and a look at the control channel
-    the timeout has passed      the host of another rank is at work, compiling or measuring: the timeout begins again
-                                all hosts wait for their GPUs, or one does not answer: the wait is given up
+    the timeout has passed      a host of this replica is at work, compiling or measuring: the timeout begins again
+                                all of them wait for their GPUs, or one does not answer: the wait is given up
 """
 
 import time
@@ -38,7 +38,7 @@ class DeviceWait:
 
     Args:
         has_failed: whether this rank knows that the run has failed; never waits.
-        has_busy_peer: asks all ranks whether the host of one is at work; false if one does not answer.
+        has_busy_peer: asks the replica whether the host of a rank is at work; false if one does not answer.
 
     Attributes:
         timeout_s: how long a wait may take if no host is at work.

@@ -26,18 +26,8 @@ from torch.nn import functional
 from llama_ssp.models.attention import attend_by_position
 from llama_ssp.models.cache import Workspace
 from llama_ssp.models.runner import Pieces
-from llama_ssp.models.varlen import VarlenAttention, window_size
+from llama_ssp.models.varlen import Heads, VarlenAttention, window_size
 from llama_ssp.shapes import static_shape
-
-
-class Heads(NamedTuple):
-    """The heads of a layer on this rank: H, N, D, and what scores are multiplied by."""
-
-    num: int
-    num_kv: int
-    dim: int
-    scale: float
-
 
 Attend = Callable[[Tensor, Tensor, Tensor, Heads], Tensor]
 """Maps queries (M, H, D), keys and values as `CacheView.update` returns them, and the heads to (M, H * D)."""

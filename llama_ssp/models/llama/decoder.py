@@ -8,6 +8,7 @@ of each key-value head, Q = T * G, S slots, U slots that are read.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -31,6 +32,7 @@ from llama_ssp.shapes import static_shape
 
 if TYPE_CHECKING:
     from llama_ssp.models.llama.gpu_layers import GpuLayers
+    from llama_ssp.models.llama.split_attention import SplitAttention
 
 
 def is_llama_kind(config: PretrainedConfig) -> bool:
@@ -90,8 +92,13 @@ class LeanRunner(CachedRunner):
         self._varlen = varlen
         self.reads_by_length = self.packs_prompts = varlen is not None
         self._gpu_layers: GpuLayers | None = None
-        if self.reads_by_length and self.device.type == "cuda":
+        self._split: SplitAttention | None = None
+        if varlen is not None and self.device.type == "cuda":
             self._gpu_layers = attempt(self._in_few_kernels, instead="continuing with more kernels in every layer")
+            if self._gpu_layers:  # without Triton one sentence is enough
+                split = partial(self._over_more_blocks, varlen)
+                self._split = attempt(split, instead="continuing with torch's attention for few heads")
+                self._varlen = self._split or varlen
 
     @property
     def is_fused(self) -> bool:
@@ -104,7 +111,8 @@ class LeanRunner(CachedRunner):
             return {}
         from llama_ssp.models.llama.trials import choices_of  # noqa: PLC0415 - imports Triton
 
-        return choices_of(self._gpu_layers.products)
+        of_attention = self._split.choices(self.device, self.dtype) if self._split else {}
+        return choices_of(self._gpu_layers.products) | of_attention
 
     def use_kernel_choices(self, choices: dict[str, list[int]]) -> None:
         """Use the kernels that were chosen before, or by another rank; see `trials.use_choices`."""
@@ -112,6 +120,8 @@ class LeanRunner(CachedRunner):
             from llama_ssp.models.llama.trials import use_choices  # noqa: PLC0415 - imports Triton
 
             use_choices(self._gpu_layers.products, choices)
+            if self._split:
+                self._split.use_choices(choices, self.device, self.dtype)
 
     def allocate(self, *, batch_size: int, capacity: int) -> None:
         """See `Runner.allocate`."""
@@ -193,6 +203,14 @@ class LeanRunner(CachedRunner):
         from llama_ssp.models.llama.gpu_layers import GpuLayers  # noqa: PLC0415 - imports Triton
 
         return GpuLayers(self._layers, self._norm, self._head, comm=self._comm)
+
+    def _over_more_blocks(self, varlen: VarlenAttention) -> "SplitAttention | None":
+        from llama_ssp.models.llama import split_attention  # noqa: PLC0415 - imports Triton
+
+        heads = self._layers[0].heads
+        if not split_attention.has_few(heads):
+            return None
+        return split_attention.try_split(varlen, heads, device=self.device, dtype=self.dtype)
 
     def _masked(self, positions_BT: Tensor, *, bucket: int) -> dict[int | None, Attend]:
         heads = self._layers[0].heads

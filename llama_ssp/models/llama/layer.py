@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.models.linear import Kernel, Linear, PlainLinear, make_linear
-from llama_ssp.models.llama.attention import Attend, Heads
+from llama_ssp.models.llama.attention import Attend
 from llama_ssp.models.llama.fused import gated
 from llama_ssp.models.llama.norm import RmsNorm
 from llama_ssp.models.llama.rotary import PlaceHeads
 from llama_ssp.models.tensor_parallel import RowLinear
+from llama_ssp.models.varlen import Heads
 
 
 class Layer:

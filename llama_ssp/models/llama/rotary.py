@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from llama_ssp.models.cache import CacheView, LayerBuffer, Workspace
-from llama_ssp.models.llama.attention import Heads
 from llama_ssp.models.llama.fused import apply_rotary
 from llama_ssp.models.llama.norm import RmsNorm
+from llama_ssp.models.varlen import Heads
 
 
 class PlaceHeads(Protocol):

@@ -110,11 +110,16 @@ def _chosen(products: Mapping[str, Sequence[Product]]) -> Iterator[tuple[str, Se
     for name, group in products.items():
         if plain := group[0].plain:
             num_outputs, num_inputs = plain.weight_OI.shape
-            gpu = torch.cuda.get_device_name(plain.weight_OI.device)
-            made_by = f"torch {torch.__version__}, triton {triton.__version__}"
             dtype = str(plain.weight_OI.dtype).removeprefix("torch.")
+            known = f"{made_on(plain.weight_OI.device)}: {name}, {num_outputs} x {num_inputs}, {dtype}"
             for rows in group[0].tiles:
-                yield f"{gpu}, {made_by}: {name}, {num_outputs} x {num_inputs}, {dtype}, {rows} rows", group, rows
+                yield f"{known}, {rows} rows", group, rows
+
+
+def made_on(device: torch.device) -> str:
+    """What every choice depends on: the kind of GPU, and the versions of what makes its kernels."""
+    gpu = torch.cuda.get_device_name(device)
+    return f"{gpu}, torch {torch.__version__}, triton {triton.__version__}"
 
 
 def _works(product: Product, inputs: Sequence[Tensor], padded_rows: int, tile: kernels.Tile) -> bool:
@@ -148,6 +153,11 @@ def seconds_of(
             for product in timed:
                 product.try_out(x_MI)
 
+    return replay_s(run) / len(timed)
+
+
+def replay_s(run: Callable[[], None]) -> float:
+    """The least time of a call on the current GPU, as a CUDA graph."""
     run()  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=capture_stream(), capture_error_mode="thread_local"):
@@ -160,7 +170,7 @@ def seconds_of(
         ended.record()
         ended.synchronize()
         least_ms = min(least_ms, started.elapsed_time(ended))
-    return least_ms * 1e-3 / len(timed)
+    return least_ms * 1e-3
 
 
 @torch.inference_mode()

@@ -90,7 +90,7 @@ def pair_of_run(config: RunConfig) -> DraftedPair:
         draft=str(draft_name(config.draft)),
         has_model=config.draft.model is not None,
         size_ratio=_size_ratio(target, draft) if target and draft else None,
-        family=target and target.model_type,
+        family=target.model_type if target else None,
         temperature=config.sampling.temperature,
         text=config.speculation.text,
         rule=config.verification.rule,

@@ -58,10 +58,10 @@ def others(job: PlanSpec, hardware: HardwareConfig) -> Iterator[Use]:
         for size in block_sizes(machine.num_gpus // job.num_replicas):
             num_gpus = size * job.num_replicas
             if other := same_kind(job, size):
-                settings = (f"hardware={name}", f"hardware.num_gpus={num_gpus}")
-                settings += ("hardware.num_nodes=1",) if hardware.num_nodes > 1 else ()
+                settings = [f"hardware={name}", f"hardware.num_gpus={num_gpus}"]
+                settings += ["hardware.num_nodes=1"] if hardware.num_nodes > 1 else []
                 smaller = replace(machine, num_gpus=num_gpus)
-                found.append(Use(settings=settings, job=other, hardware=smaller))
+                found.append(Use(settings=tuple(settings), job=other, hardware=smaller))
     yield from sorted(found, key=lambda use: use.hardware.num_gpus * use.hardware.memory_bytes)
 
 

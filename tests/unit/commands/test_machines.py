@@ -44,16 +44,22 @@ def test_all_machines_are_compared_with_those_of_the_user(compare: Compare, own_
     assert [row["rank"] for row in found["machines"]] == list(range(1, len(found["machines"]) + 1))
 
 
-@pytest.mark.parametrize("settings", [(), heavy(("search=true", "batch_size=4", "objective=throughput"))])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("hardware=g5_12xlarge", "objective=latency"),
+        heavy((LIST, "objective=price")),
+        heavy((LIST, "search=true", "objective=throughput")),
+    ],
+)
 def test_every_row_can_be_planned_and_takes_as_long(compare: Compare, settings: tuple[str, ...]) -> None:
-    asked = ("model=llama3_8B", "draft=llama3_1B", *(each for each in settings if not each.startswith("objective")))
-    for row in compare(*asked, LIST, *settings[2:])["machines"]:
-        if row["reason"] is not None:
-            continue
-        kept = [each for each in asked if not each.startswith(("draft", "search"))]
-        time = compare(*kept, *row["settings"])["time"]
+    asked = ("model=llama3_8B", "batch_size=4")
+    rows = [row for row in compare(*asked, "draft=llama3_1B", *settings)["machines"] if row["reason"] is None]
+    assert len(rows) > 1
+    for row in rows:
+        time = compare(*asked, *row["settings"])["time"]
         ms = time["speculative_ms_per_token"] if row["draft"] else time["plain_ms_per_token"]
-        assert ms == pytest.approx(row["ms_per_token"]), row
+        assert ms == pytest.approx(row["ms_per_token"], rel=1e-3), row  # a cache has slots for K
 
 
 def test_figures_and_prices_are_changed_in_all_machines(compare: Compare) -> None:
@@ -66,7 +72,7 @@ def test_figures_and_prices_are_changed_in_all_machines(compare: Compare) -> Non
     assert {row["usd_per_hour"] for row in one["machines"] if row["num_gpus"] == 2} == {6.0}
 
 
-@pytest.mark.parametrize("objective", Objective)
+@pytest.mark.parametrize("objective", [Objective.price, heavy(Objective.latency), heavy(Objective.throughput)])
 def test_one_machine_with_an_objective_has_its_numbers_of_gpus_compared(compare: Compare, objective: Objective) -> None:
     found = compare("model=7B", "hardware=8xh100", f"objective={objective.name}")
     assert {row["num_gpus"] for row in found["machines"]} == {1, 2, 4, 8}

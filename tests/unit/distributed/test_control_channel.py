@@ -53,6 +53,21 @@ def test_a_rank_at_work_says_so_and_one_that_does_not_answer_makes_it_useless_to
 
 
 @pytest.mark.usefixtures("signals")
+def test_ranks_of_another_replica_are_not_asked_whether_they_are_at_work() -> None:
+    """They do not wait for this replica, so what they do says nothing about when its GPUs will finish."""
+    own, other, elsewhere = watches(0, 1, 2, size=3)
+    elsewhere.is_busy = lambda: True
+    assert own.has_busy_rank()
+    own.peers = range(2)
+    assert not own.has_busy_rank()
+    other.is_busy = lambda: True
+    assert own.has_busy_rank()
+    [own, compiling] = watches(0, 1, size=4)
+    own.peers, compiling.is_busy = range(2), lambda: True
+    assert own.has_busy_rank()
+
+
+@pytest.mark.usefixtures("signals")
 @pytest.mark.heavy
 def test_a_store_that_does_not_answer_is_missed_with_its_rank_and_asked_no_more(
     monkeypatch: pytest.MonkeyPatch,

@@ -37,7 +37,7 @@ def test_a_run_stores_the_acceptance_that_its_summary_says_and_plans_take_it(own
         (["draft=none"], "task.store has no effect without a draft"),
         (["weights=synthetic"], "task.store has no effect with weights=synthetic"),
         (
-            ["model=local", "model.path=tests"],
+            ["model=local", "model.path=tests", "draft=tiny-draft"],
             "task.store=true stores a pair by the names of its models, and model=local",
         ),
     ],

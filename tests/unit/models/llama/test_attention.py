@@ -16,7 +16,7 @@ from llama_ssp.drafting.catch_up import CatchUp
 from llama_ssp.engine.state import Request
 from llama_ssp.models import varlen
 from llama_ssp.models.llama.decoder import LeanRunner
-from llama_ssp.models.varlen import find_varlen, is_right
+from llama_ssp.models.varlen import Heads, find_varlen, is_right
 from tests.helpers.decoders import make_decoder
 from tests.helpers.models import tiny_model
 from tests.helpers.varlen_attention import varlen_attention
@@ -127,7 +127,7 @@ def test_a_kernel_is_held_to_masks_before_it_is_used() -> None:
     def no_number(query: Tensor, *_arguments: Tensor, **_options: object) -> Tensor:
         return torch.full_like(query, float("nan"))
 
-    check = partial(is_right, device=CPU, dtype=torch.bfloat16, head_dim=64)
+    check = partial(is_right, device=CPU, dtype=torch.bfloat16, heads=Heads(4, 2, 64, 0.125))
     assert check(varlen_attention)
     assert not any(map(check, (no_window, sees_the_future, no_number)))
 

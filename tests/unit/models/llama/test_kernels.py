@@ -86,6 +86,38 @@ def test_the_kernel_of_the_rotary_embedding_needs_no_stack(
     assert found.stack_bytes == 0
 
 
+ATTENTION = {
+    "queries": "*{}", "keys": "*{}", "values": "*{}", "attended": "*{}", "first_queries": "*i32", "used": "*i32",
+    "pages": "*i32", "parts": "*fp32", "sums": "*fp32", "scale": "fp32",
+}  # fmt: skip
+UNEVEN = ("left", "num_parts", "pages_stride")
+STRIDES = ("query_stride", "query_head_stride", "page_stride", "slot_stride", "head_stride")
+
+
+@grid(capability=CAPABILITIES, dtype=["fp16", "bf16"], head_dim=[96, 64], rows=[16, 64], has_window=[False, True])
+def test_split_attention_needs_no_stack_and_multiplies_every_key_by_one_warp(
+    capability: int, dtype: str, head_dim: int, rows: int, has_window: bool
+) -> None:
+    """A warp multiplies 16 x 8 x 16 numbers at once: 16 slots by all dimensions, then 16 slots to all dimensions."""
+    from llama_ssp.models.llama import split_kernels
+
+    dims = 128 if head_dim > 64 else 64
+    types = {name: kind.format(dtype) for name, kind in ATTENTION.items()} | dict.fromkeys((*UNEVEN, *STRIDES), "i32")
+    shared = {"HEAD_DIM": head_dim, "HAS_WINDOW": has_window, "PARTS": 128, "SLOTS": split_kernels.SLOTS}
+    found = compile_kernel(
+        split_kernels.attend_part, types, {**shared, "GROUP": 4, "DIMS": dims, "PAGE": 256, "ROWS": rows},
+        capability=capability, num_warps=rows // 16, num_stages=3, uneven=UNEVEN,
+    )  # fmt: skip
+    assert found.stack_bytes == 0
+    assert found.shared_bytes <= MOST_SHARED
+    if rows < 64:  # four warps share so few slots out otherwise, and on an H100 multiply together
+        assert found.count(r"\bHMMA\.16816\.F32") == 2 * (split_kernels.SLOTS // 8) * (dims // 16)
+    whole = compile_kernel(
+        split_kernels.attend_whole, types, {**shared, "WIDTH": 32}, capability=capability, num_warps=4, uneven=UNEVEN
+    )
+    assert whole.stack_bytes == 0
+
+
 class Timed:
     """A product that has given times, by tile."""
 
@@ -149,6 +181,6 @@ def test_values_are_those_of_torch_s_operators() -> None:
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     assert re.findall(r"^right: (.*)$", ended.stdout, re.MULTILINE) == [
-        "products", "rotary and cache", "residual and norm", "wrong kernels are refused", "whole models",
-        "several ranks", "draws",
+        "products", "rotary and cache", "residual and norm", "split rows", "choice of attention",
+        "wrong kernels are refused", "whole models", "several ranks", "draws",
     ]  # fmt: skip

@@ -58,8 +58,10 @@ def _resolved(settings: list[str], *, num_ranks: int, has_draft: bool) -> PlanSp
     )
     laid_out = lay_out_replica(placement, world_size=num_ranks, has_draft=has_draft)
     job = PAIR if has_draft else ALONE
-    fields = {"target_ranks": laid_out.target_ranks, "draft_ranks": laid_out.draft_ranks, "draft_kind": kind}
-    return replace(job, batch_size=2, num_replicas=placement.num_replicas, **fields)
+    return replace(
+        job, batch_size=2, num_replicas=placement.num_replicas, target_ranks=laid_out.target_ranks,
+        draft_ranks=laid_out.draft_ranks, draft_kind=kind,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("job", [PAIR, ALONE])

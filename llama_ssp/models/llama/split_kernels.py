@@ -1,0 +1,163 @@
+"""Triton kernels of attention for few heads: a row of the cache is split over as many thread blocks as a GPU needs.
+
+torch's flash attention takes 128 slots at once (256 of narrow heads). So a single head has 16 blocks over 2048 slots,
+and a GPU more than a hundred multiprocessors. These kernels take 16 slots at once.
+
+    attend_part     a program for each part of a row and key-value head: the queries of its group, over the part's slots
+    attend_whole    a program for each query and some dimensions: adds the parts up, weighted by their sums
+
+    row    | part 0: slots 0..15 | part 1: 16..31 | ... | part 7: 112..114 |
+
+A longer row has more parts, and beyond a limit longer ones. The limit depends on the number of heads, and a row's parts
+on its own length, which is on the device: never on other rows, or on the size of the cache. Parts are added up in their
+order, so that a row gets the same bits every time.
+
+This module imports Triton; CPU builds of torch come without.
+
+Shapes: Q queries of all rows, H query heads, N key-value heads, G = H / N, D head dim, X pages of P slots, R rows.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+SLOTS = 16
+"""Of a step: what one instruction multiplies."""
+MOST_ROWS = 64
+"""Of a tile of queries: the positions of a row times G."""
+_LEAST_ROWS = 16
+_NUM_PROGRAMS = 128
+"""For each row, if it is long: about the multiprocessors of a GPU."""
+_WIDTH = 32
+_LOG2_E = 1.4426950408889634
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _measures(  # type: ignore[no-untyped-def]
+    first_queries, used, row, left, HAS_WINDOW: tl.constexpr, PARTS: tl.constexpr, SLOTS: tl.constexpr
+):
+    """A row's first query, its queries, its slots, the slot where its first part begins, and the slots of a part."""
+    first = tl.load(first_queries + row)
+    num_queries = tl.load(first_queries + row + 1) - first
+    length = tl.load(used + row)
+    begin = 0
+    if HAS_WINDOW:
+        begin = tl.maximum(length - num_queries - left, 0) // SLOTS * SLOTS
+    size = tl.maximum(tl.cdiv(length - begin, SLOTS * PARTS), 1) * SLOTS
+    return first, num_queries, length, begin, size
+
+
+@triton.jit(do_not_specialize=["left", "num_parts", "pages_stride"])  # type: ignore[untyped-decorator]
+def attend_part(  # type: ignore[no-untyped-def]
+    queries, keys, values, first_queries, used, pages, parts, sums,
+    scale, left, num_parts, query_stride, query_head_stride, page_stride, slot_stride, head_stride, pages_stride,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, PAGE: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    PARTS: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Attend from one row's queries of a group to a part of its slots; `scale` is for powers of 2."""
+    part, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first, num_queries, length, begin, size = _measures(first_queries, used, row, left, HAS_WINDOW, PARTS, SLOTS)
+    start = begin + part * size
+    stop = tl.minimum(start + size, length)
+    if start >= stop:
+        return
+    # The queries of all positions and heads of the group are the rows of one tile.
+    rows, dims = tl.arange(0, ROWS), tl.arange(0, DIMS)
+    places, heads = rows // GROUP, head * GROUP + rows % GROUP
+    is_query = (places < num_queries)[:, None] & (dims < HEAD_DIM)[None, :]
+    tokens = (first + places).to(tl.int64)
+    own = tokens * query_stride + heads * query_head_stride
+    query = tl.load(queries + own[:, None] + dims[None, :], mask=is_query, other=0.0)
+    positions = length - num_queries + places
+    peak = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
+    total = tl.zeros((ROWS,), dtype=tl.float32)
+    attended = tl.zeros((ROWS, DIMS), dtype=tl.float32)
+    for at in range(start, stop, SLOTS):  # a step never crosses a page
+        page = tl.load(pages + row * pages_stride + at // PAGE).to(tl.int64)
+        slots = at + tl.arange(0, SLOTS)
+        here = page * page_stride + head.to(tl.int64) * head_stride
+        here += (slots % PAGE)[:, None] * slot_stride + dims[None, :]
+        is_here = (slots < length)[:, None] & (dims < HEAD_DIM)[None, :]
+        key = tl.load(keys + here, mask=is_here, other=0.0)
+        value = tl.load(values + here, mask=is_here, other=0.0)
+        scores = tl.dot(query, tl.trans(key)) * scale
+        is_seen = slots[None, :] <= positions[:, None]
+        if HAS_WINDOW:
+            is_seen &= slots[None, :] >= positions[:, None] - left
+        scores = tl.where(is_seen, scores, float("-inf"))
+        higher = tl.maximum(peak, tl.max(scores, 1))
+        shift = tl.where(higher == float("-inf"), 0.0, higher)  # a query that sees nothing here
+        weights = tl.exp2(scores - shift[:, None])
+        fading = tl.exp2(peak - shift)
+        total = total * fading + tl.sum(weights, 1)
+        attended = tl.dot(weights.to(value.dtype), value, attended * fading[:, None])
+        peak = higher
+    mine = (tokens * tl.num_programs(1) * GROUP + heads) * num_parts + part
+    tl.store(sums + mine, peak + tl.log2(total), mask=places < num_queries)
+    attended /= tl.where(total > 0.0, total, 1.0)[:, None]
+    tl.store(parts + mine[:, None] * HEAD_DIM + dims[None, :], attended, mask=is_query)
+
+
+@triton.jit(do_not_specialize=["left", "num_parts"])  # type: ignore[untyped-decorator]
+def attend_whole(  # type: ignore[no-untyped-def]
+    parts, sums, first_queries, used, attended, left, num_parts,
+    HEAD_DIM: tl.constexpr, HAS_WINDOW: tl.constexpr, PARTS: tl.constexpr, SLOTS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Add the parts of one query up, in some dimensions of a head."""
+    head, row = tl.program_id(1), tl.program_id(2)
+    first, num_queries, length, begin, size = _measures(first_queries, used, row, left, HAS_WINDOW, PARTS, SLOTS)
+    pieces: tl.constexpr = (HEAD_DIM + WIDTH - 1) // WIDTH
+    place = tl.program_id(0) // pieces
+    if place >= num_queries:
+        return
+    dims = tl.program_id(0) % pieces * WIDTH + tl.arange(0, WIDTH)
+    query = (first + place).to(tl.int64) * tl.num_programs(1) + head
+    number = tl.arange(0, PARTS)
+    is_part = number < tl.cdiv(length - begin, size)
+    found = tl.load(sums + query * num_parts + number, mask=is_part, other=float("-inf"))
+    weights = tl.exp2(found - tl.max(found, 0))
+    weights /= tl.sum(weights, 0)
+    places = (query * num_parts + number)[:, None] * HEAD_DIM + dims[None, :]
+    values = tl.load(parts + places, mask=is_part[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
+    whole = tl.sum(values * weights[:, None], 0)
+    tl.store(attended + query * HEAD_DIM + dims, whole.to(attended.dtype.element_ty), mask=dims < HEAD_DIM)
+
+
+def most_parts(num_kv_heads: int) -> int:
+    """The most parts of a row, a power of 2."""
+    return int(triton.next_power_of_2(triton.cdiv(_NUM_PROGRAMS, num_kv_heads)))
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int,  # noqa: ARG001
+    *, scale: float, window_size: tuple[int, int], enable_gqa: bool, seqused_k: Tensor, block_table: Tensor,  # noqa: ARG001
+) -> Tensor:  # fmt: skip
+    """A `VarlenAttention` for at most `MOST_ROWS` / G queries of a row; keys and values have the same strides."""
+    num_queries, num_heads, head_dim = query.shape
+    num_rows, num_kv_heads, page_slots = len(seqused_k), key.shape[2], key.shape[1]
+    group, (left, right) = num_heads // num_kv_heads, window_size
+    rows = max(int(triton.next_power_of_2(max_q * group)), _LEAST_ROWS)
+    assert right == 0
+    assert rows <= MOST_ROWS
+    assert query.stride(2) == key.stride(3) == 1
+    assert key.stride() == value.stride()
+    assert page_slots % SLOTS == 0
+    parts = most_parts(num_kv_heads)
+    num_parts = min(parts, triton.cdiv(max_k, SLOTS))
+    parts_QHCD = query.new_empty(num_queries, num_heads, num_parts, head_dim, dtype=torch.float32)
+    sums_QHC = query.new_empty(num_queries, num_heads, num_parts, dtype=torch.float32)
+    attended_QHD = query.new_empty(query.shape)
+    shared = {"HEAD_DIM": head_dim, "HAS_WINDOW": left >= 0, "PARTS": parts, "SLOTS": SLOTS}
+    attend_part[num_parts, num_kv_heads, num_rows](
+        query, key, value, cu_seq_q, seqused_k, block_table, parts_QHCD, sums_QHC,
+        scale * _LOG2_E, left, num_parts, query.stride(0), query.stride(1), key.stride(0), key.stride(1),
+        key.stride(2), block_table.stride(0),
+        GROUP=group, DIMS=max(int(triton.next_power_of_2(head_dim)), SLOTS), PAGE=page_slots, ROWS=rows, **shared,
+        num_warps=rows // _LEAST_ROWS, num_stages=3,
+    )  # fmt: skip
+    attend_whole[max_q * triton.cdiv(head_dim, _WIDTH), num_heads, num_rows](
+        parts_QHCD, sums_QHC, cu_seq_q, seqused_k, attended_QHD, left, num_parts,
+        WIDTH=_WIDTH, **shared, num_warps=4,
+    )  # fmt: skip
+    return attended_QHD
