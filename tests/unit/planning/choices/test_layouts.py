@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from llama_ssp.config.layout import lay_out_replica
-from llama_ssp.config.schema import DraftLayout, DraftPlacement, PlacementConfig
+from llama_ssp.config.schema import DraftLayout, DraftPlacement, PlacementConfig, WholeParts
 from llama_ssp.planning.choices.layouts import block_sizes, layouts, on_block, placement_settings, same_kind
 from llama_ssp.planning.spec import PlanSpec
 from tests.helpers.planning import make_job
@@ -60,7 +60,7 @@ def _resolved(settings: list[str], *, num_ranks: int, has_draft: bool) -> PlanSp
     job = PAIR if has_draft else ALONE
     return replace(
         job, batch_size=2, num_replicas=placement.num_replicas, target_ranks=laid_out.target_ranks,
-        draft_ranks=laid_out.draft_ranks, draft_kind=kind,
+        draft_ranks=laid_out.draft_ranks, draft_kind=kind, draft_whole=whole,
     )  # fmt: skip
 
 
