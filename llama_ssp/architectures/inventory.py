@@ -3,7 +3,8 @@
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from llama_ssp.architectures.sharding import RankShard, cut_of
+from llama_ssp.architectures.sharding import RankShard, cut_of, stays_whole
+from llama_ssp.config.schema import WholeParts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +70,24 @@ class Inventory:
     def output(self) -> Matrix:
         """The matrix that makes the logits."""
         return self.head or self.embeddings[0]
+
+    @property
+    def num_all_reduces(self) -> int:
+        """Those of a forward under tensor parallelism: behind each row-parallel matrix, and behind a cut embedding."""
+        has_cut_embedding = any(table.cut is not None for table in self.embeddings)
+        return self.num_layers * sum(matrix.cut == 1 for matrix in self.layer) + has_cut_embedding
+
+    def keeping(self, whole: WholeParts) -> "Inventory":
+        """The parameters with some of them not to be cut; each rank then has its slice of a tied head as a copy."""
+
+        def kept(matrix: Matrix) -> Matrix:
+            is_cut = matrix.cut is not None and not stays_whole(matrix.module, whole)
+            return matrix if is_cut else replace(matrix, cut=None)
+
+        embeddings, head = tuple(map(kept, self.embeddings)), self.head
+        if head is None and embeddings != self.embeddings:
+            head = replace(self.embeddings[0], module="lm_head")
+        return replace(self, layer=tuple(map(kept, self.layer)), embeddings=embeddings, head=head)
 
     @property
     def num_parameters(self) -> int:

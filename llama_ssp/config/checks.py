@@ -222,7 +222,7 @@ def _placement(config: RunConfig, world_size: int) -> Iterator[str]:
     if sentence := layout.idle(laid_out, num_ranks=world_size // placement.num_replicas):
         yield sentence
     yield from _heads("model", config.model, laid_out.target_ranks, remedy="start at most ")
-    if config.draft.model and not laid_out.splits_batch:
+    if config.draft.model and not laid_out.splits_batch and not placement.draft.whole.keeps_attention:
         yield from _heads("draft", config.draft.model, laid_out.draft_ranks, remedy="at most placement.draft.tp_size=")
 
 

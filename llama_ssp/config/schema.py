@@ -53,6 +53,28 @@ class DraftLayout(Enum):
     own_gpu = "own_gpu"
 
 
+class WholeParts(Enum):
+    """What every rank of a sharded draft holds whole, which saves collectives and costs memory.
+
+    Nothing; the embedding, which saves a collective in every forward; or the attention of all layers and its cache too,
+    which saves one in every layer.
+    """
+
+    none = "none"
+    embedding = "embedding"
+    attention = "attention"
+
+    @property
+    def keeps_embedding(self) -> bool:
+        """Whether the embedding is whole."""
+        return self is not WholeParts.none
+
+    @property
+    def keeps_attention(self) -> bool:
+        """Whether attention is whole."""
+        return self is WholeParts.attention
+
+
 class DeviceKind(Enum):
     """Device of the ranks; `auto` uses GPUs if every rank has one."""
 
@@ -125,11 +147,15 @@ class DrafterConfig:
 
 @dataclass(kw_only=True)
 class DraftPlacement:
-    """Ranks of the draft; null: the target's first (one_rank), the target's (sharded, replicated), or the last."""
+    """Ranks of the draft; null: the target's first (one_rank), the target's (sharded, replicated), or the last.
+
+    `whole` is what each of several ranks that share a draft holds whole.
+    """
 
     kind: DraftLayout = DraftLayout.one_rank
     ranks: list[int] | None = None
     tp_size: int | None = None
+    whole: WholeParts = WholeParts.embedding
 
 
 @dataclass(kw_only=True)

@@ -147,7 +147,8 @@ def document(plan: Plan) -> dict[str, Any]:
             "offload": job.offload.name,
             "offloaded_bytes": waiting_bytes(job),
         },
-        "draft": _model(job.draft, plan, prefix="draft") | {"kind": job.draft_kind.name, "ranks": list(job.draft_ranks)}
+        "draft": _model(job.draft, plan, prefix="draft")
+        | {"kind": job.draft_kind.name, "ranks": list(job.draft_ranks), "whole": job.draft_whole.name}
         if job.draft
         else None,
         "job": {

@@ -1,6 +1,6 @@
 """Forecasts the time of one forward: bytes over bandwidth, FLOPs over rate, and fixed costs.
 
-    forward = layers x (matrices + keys and values read + operators + 2 all-reduces) + frame + head + gathered logits
+    forward = layers x (matrices + keys and values read + operators + all-reduces) + frame + head + gathered logits
 
 The figures have two sources. A machine measured by `task=calibrate` has a profile: times of linear layers by size and
 rows, of the other operators of a layer, and of collectives by size. Any other machine has data sheets: bandwidth,
@@ -19,10 +19,10 @@ from itertools import pairwise
 
 from llama_ssp.architectures.family import inventory
 from llama_ssp.architectures.inventory import Inventory, Matrix
-from llama_ssp.architectures.sizes import ALL_REDUCES_PER_LAYER, ENGINE_KERNELS, Kernels
+from llama_ssp.architectures.sizes import ENGINE_KERNELS, Kernels
 from llama_ssp.config.formats.format import NO_QUANTIZATION, format_of
 from llama_ssp.config.hardware import HardwareConfig, Profile
-from llama_ssp.config.schema import Dtype
+from llama_ssp.config.schema import Dtype, WholeParts
 from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.planning.measured import by_rows_and_width, by_size, composition_ratio, measured_linear_s
 from llama_ssp.planning.parts import rank_shares
@@ -46,7 +46,7 @@ class ModelPlacement:
     """A model on its ranks (GPUs if layer-wise).
 
     `num_active` ranks of a node work at the same time, which selects the profile. Each forward reads offloaded layers
-    for `waiting_s`.
+    for `waiting_s`. Each rank holds the parts `whole` whole.
     """
 
     model: PlannedModel
@@ -56,11 +56,12 @@ class ModelPlacement:
     num_active: int
     waiting_s: float = 0.0
     kernels: Kernels = ENGINE_KERNELS
+    whole: WholeParts = WholeParts.none
 
     @cached_property
     def shares(self) -> tuple[Inventory, ...]:
         """Parameters of the ranks, without duplicates if they work at the same time; raises as `rank_shares`."""
-        held = rank_shares(self.model, num_ranks=len(self.ranks), kind=self.kind)
+        held = rank_shares(self.model, num_ranks=len(self.ranks), kind=self.kind, whole=self.whole)
         return held if self.kind is TargetKind.accelerate else tuple(dict.fromkeys(held))
 
 
@@ -203,7 +204,8 @@ def _attention_s(
 def slot_bytes(placement: ModelPlacement) -> int:
     """Keys and values of a cache slot in all layers, on the rank with the most heads."""
     shape = placement.model.shape
-    num_ranks = 1 if placement.kind is TargetKind.accelerate else len(placement.ranks)
+    has_all_heads = placement.kind is TargetKind.accelerate or placement.whole.keeps_attention
+    num_ranks = 1 if has_all_heads else len(placement.ranks)
     num_heads = -(-shape.num_key_value_heads // num_ranks)
     return 2 * num_heads * shape.head_dim * DTYPE_BYTES[placement.model.dtype] * shape.num_hidden_layers
 
@@ -237,7 +239,7 @@ def frame_s(placement: ModelPlacement, hardware: HardwareConfig, rows: int) -> f
 
 
 def _collectives_s(placement: ModelPlacement, hardware: HardwareConfig, *, rows: int, scored: int) -> float:
-    """All-reduces (two per layer, one of the embedding) and the gather of logits; layer-wise, the hops of devices."""
+    """All-reduces and the gather of logits; layer-wise, the hops of devices."""
     if len(placement.ranks) == 1:
         return 0.0
     shape, size = placement.model.shape, DTYPE_BYTES[placement.model.dtype]
@@ -246,7 +248,7 @@ def _collectives_s(placement: ModelPlacement, hardware: HardwareConfig, *, rows:
         return sum(message_s(hardware, neighbours, residual_bytes) for neighbours in pairwise(placement.ranks))
     reduce_s = all_reduce_s(hardware, placement.ranks, residual_bytes)
     gather_s = all_reduce_s(hardware, placement.ranks, scored * shape.vocab_size * size / 2)
-    return (ALL_REDUCES_PER_LAYER * shape.num_hidden_layers + 1) * reduce_s + gather_s
+    return placement.shares[0].num_all_reduces * reduce_s + gather_s
 
 
 def all_reduce_s(hardware: HardwareConfig, ranks: tuple[int, ...], num_bytes: float) -> float:

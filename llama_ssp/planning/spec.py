@@ -14,7 +14,7 @@ from llama_ssp.config.layout import Layout, lay_out_replica, max_device_bytes, m
 from llama_ssp.config.paths import read_path
 from llama_ssp.config.plan import PlanConfig
 from llama_ssp.config.rules.rule import AT_ZERO, DEFAULT
-from llama_ssp.config.schema import DraftLayout, Dtype, ModelConfig, ModelShape, TextKind
+from llama_ssp.config.schema import DraftLayout, Dtype, ModelConfig, ModelShape, TextKind, WholeParts
 from llama_ssp.config.target_placement import Offload, TargetKind, TargetPlacement
 from llama_ssp.errors import ConfigError
 from llama_ssp.planning.config_file import read_config
@@ -72,6 +72,7 @@ class PlanSpec:
         counts_tokens: penalties count the tokens of the vocabulary.
         free_draft: the kind of a draft without a model, whose cost is not counted; None without one.
         target_ranks, draft_ranks: ranks of each replica, increasing.
+        draft_whole: what each of several ranks that share the draft holds whole.
         matching: how the tokens of a draft with its own tokenizer are matched; None with the target's.
         acceptance: probability that a drafted token is accepted; None takes what is expected of the pair.
         temperature, text: what that expectation depends on.
@@ -98,6 +99,7 @@ class PlanSpec:
     max_new_tokens: int
     cuda_graphs: bool
     device: str
+    draft_whole: WholeParts = WholeParts.embedding
     num_replicas: int = 1
     mean_prompt_tokens: float | None = None
     adapts: bool = False
@@ -188,6 +190,7 @@ def make_job(config: PlanConfig, hardware: HardwareConfig) -> PlanSpec:
         matching=matching_of(config.draft),
         draft_kind=layout.draft_kind,
         draft_ranks=layout.draft_ranks,
+        draft_whole=placement.draft.whole,
         num_replicas=placement.num_replicas,
         num_draft_tokens=config.speculation.most_draft_tokens,
         adapts=config.speculation.adapts,

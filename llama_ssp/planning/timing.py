@@ -120,7 +120,9 @@ class CostModel:
         waiting_s = waiting_bytes(job) / READ_BYTES_PER_S.get(job.offload, math.inf)
         self.target = place(model=job.target, kind=job.target_kind, ranks=job.target_devices, waiting_s=waiting_s)
         ranks = job.draft_ranks[:1] if job.draft_kind is DraftLayout.replicated else job.draft_ranks
-        self.draft = place(model=job.draft, kind=TargetKind.tensor, ranks=ranks) if job.draft else None
+        self.draft = None
+        if job.draft:
+            self.draft = place(model=job.draft, kind=TargetKind.tensor, ranks=ranks, whole=job.draft_whole)
         middle = job.prompt_tokens + job.max_new_tokens // 2
         self.least_bytes = least_bytes(self.target, batch_size=job.batch_size, context=middle, device=job.device)
         self._bucket = bucket_of(middle + job.round_rows, job.num_slots, hardware)
@@ -193,10 +195,9 @@ class CostModel:
         return self.forward(self.target, 1).total_s + self.draw_s(self.target) + verdict_s + self.host_s
 
     def draft_step_s(self, num_positions: int) -> float:
-        """One draft forward and its draw, with the message of a sharded draft."""
+        """One draft forward and its draw."""
         assert self.draft, "priced only where there is a draft"
-        agree_s = self.agree_s(round_messages(self.job, 1).steps)
-        return self.forward(self.draft, num_positions).total_s + self.draw_s(self.draft) + agree_s
+        return self.forward(self.draft, num_positions).total_s + self.draw_s(self.draft)
 
     def verdict_s(self, num_draft_tokens: int) -> float:
         """The rule of a round, and the messages before and after it."""

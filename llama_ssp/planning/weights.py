@@ -8,27 +8,30 @@ from llama_ssp.architectures.family import inventory
 from llama_ssp.architectures.inventory import Inventory, Matrix
 from llama_ssp.architectures.sharding import split_model
 from llama_ssp.config.formats.format import NO_QUANTIZATION, format_of
-from llama_ssp.config.schema import Dtype, ModelShape
+from llama_ssp.config.schema import Dtype, ModelShape, WholeParts
 
 DTYPE_BYTES = {Dtype.fp32: 4, Dtype.bf16: 2, Dtype.fp16: 2}
 HALF_BLOCK = 512
 
 
-def shares(shape: ModelShape, *, num_ranks: int, quantization: str = NO_QUANTIZATION) -> tuple[Inventory, ...]:
+def shares(
+    shape: ModelShape, *, num_ranks: int, quantization: str = NO_QUANTIZATION, whole: WholeParts = WholeParts.none
+) -> tuple[Inventory, ...]:
     """The parameters of each rank of a tensor-parallel group; an impossible split is refused."""
-    whole = inventory(shape)
+    parameters = inventory(shape)
     if num_ranks == 1:
-        return (whole,)
-    return _shares(whole, tuple(vars(shape).items()), num_ranks=num_ranks, quantization=quantization)
+        return (parameters,)
+    sizes = tuple(vars(shape).items())
+    return _shares(parameters, sizes, num_ranks=num_ranks, quantization=quantization, whole=whole)
 
 
 @lru_cache(maxsize=512)  # a search asks for the same shares hundreds of times
 def _shares(
-    whole: Inventory, sizes: tuple[tuple[str, Any], ...], *, num_ranks: int, quantization: str
+    parameters: Inventory, sizes: tuple[tuple[str, Any], ...], *, num_ranks: int, quantization: str, whole: WholeParts
 ) -> tuple[Inventory, ...]:
     """The shares of a model with these sizes."""
-    shards = split_model(ModelShape(**dict(sizes)), num_ranks=num_ranks, quantization=quantization)
-    return tuple(whole.of_rank(shard) for shard in shards)
+    shards = split_model(ModelShape(**dict(sizes)), num_ranks=num_ranks, quantization=quantization, whole=whole)
+    return tuple(parameters.keeping(whole).of_rank(shard) for shard in shards)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from llama_ssp.config.schema import DraftLayout, DraftPlacement
 from llama_ssp.errors import ConfigError
 from llama_ssp.visible import visible
 
@@ -68,7 +69,10 @@ def _named(model: Mapping[str, Any]) -> str:
 
 def _placed(draft: Mapping[str, Any]) -> str:
     ranks = draft["ranks"]
-    return f"on rank {ranks[0]}" if len(ranks) == 1 else f"{draft['kind']} over {len(ranks)} ranks"
+    if len(ranks) == 1:
+        return f"on rank {ranks[0]}"
+    is_usual = draft["kind"] == DraftLayout.replicated.name or draft["whole"] == DraftPlacement().whole.name
+    return f"{draft['kind']} over {len(ranks)} ranks{'' if is_usual else ', ' + draft['whole'] + ' whole'}"
 
 
 def _memory_table(plan: Mapping[str, Any]) -> "Table":

@@ -275,7 +275,7 @@ def job_of_run(
     return PlanSpec(
         **target_fields(target, placement.target, layout, num_gpus=num_gpus or world_size, device=device),
         draft=draft, free_draft=None if draft else draft_name(config.draft), matching=matching_of(config.draft),
-        draft_kind=layout.draft_kind, draft_ranks=layout.draft_ranks,
+        draft_kind=layout.draft_kind, draft_ranks=layout.draft_ranks, draft_whole=placement.draft.whole,
         num_replicas=placement.num_replicas, num_draft_tokens=config.speculation.most_draft_tokens,
         adapts=config.speculation.adapts, acceptance=acceptance,
         temperature=config.sampling.temperature, text=config.speculation.text,

@@ -6,7 +6,7 @@ from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.config.layout import named
 from llama_ssp.config.schema import DraftLayout
 from llama_ssp.errors import PlacementError
-from llama_ssp.planning.choices.layouts import layouts
+from llama_ssp.planning.choices.layouts import layouts, unusual_whole
 from llama_ssp.planning.memory import fits
 from llama_ssp.planning.spec import PlanSpec
 from llama_ssp.planning.timing import timing
@@ -59,5 +59,6 @@ def _described(job: PlanSpec) -> str:
     target = f"{copies}the target on {named(job.target_ranks)}"
     if not job.draft:
         return target
-    kind = "" if job.draft_kind is DraftLayout.one_rank else f" ({job.draft_kind.name})"
+    whole = f", {each.name} whole" if (each := unusual_whole(job)) else ""
+    kind = "" if job.draft_kind is DraftLayout.one_rank else f" ({job.draft_kind.name}{whole})"
     return f"{target} and the draft on {named(job.draft_ranks)}{kind}"

@@ -17,7 +17,7 @@ from enum import IntEnum
 from llama_ssp.config import catalogue
 from llama_ssp.config.formats.format import format_of, formats
 from llama_ssp.config.hardware import HardwareConfig
-from llama_ssp.config.schema import Dtype
+from llama_ssp.config.schema import DraftLayout, Dtype, WholeParts
 from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.errors import PlacementError
 from llama_ssp.planning.choices import advice, elsewhere
@@ -168,9 +168,11 @@ def _placed(step: _Way) -> Iterator[_Way]:
 
 
 def _places(job: PlanSpec) -> Iterator[PlanSpec]:
-    """The job with its draft elsewhere on the same ranks."""
+    """The job with its draft elsewhere on the same ranks, or with no part of it whole on each of them."""
     if job.target_kind is TargetKind.tensor:
         yield from (other for other in on_block(job, len(job.layout.ranks)) if other.layout != job.layout)
+    if job.draft_kind is DraftLayout.sharded and len(job.draft_ranks) > 1 and job.draft_whole.keeps_embedding:
+        yield replace(job, draft_whole=WholeParts.none)
 
 
 def without_draft(job: PlanSpec) -> PlanSpec:

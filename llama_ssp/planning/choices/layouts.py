@@ -11,7 +11,7 @@ The ranks form one block per replica, and the blocks have equal sizes. Inside a 
 from collections.abc import Iterator
 from dataclasses import replace
 
-from llama_ssp.config.schema import DraftLayout
+from llama_ssp.config.schema import DraftLayout, DraftPlacement, WholeParts
 from llama_ssp.planning.spec import PlanSpec
 
 
@@ -19,7 +19,7 @@ def layouts(job: PlanSpec, *, num_ranks: int, divides: bool, thorough: bool) -> 
     """The job in every layout of `num_ranks`; its own ranks and draft kind are ignored.
 
     It keeps its number of replicas, the most ranks each; `divides` also allows more replicas of fewer ranks. A draft
-    has one rank or all; if `thorough` also every number between.
+    has one rank or all; if `thorough` also every number between, and its ranks hold each of `WholeParts` whole.
     """
     most = num_ranks // job.num_replicas
     for size in block_sizes(most) if divides else [most]:
@@ -41,7 +41,10 @@ def on_block(job: PlanSpec, size: int, *, thorough: bool = False) -> Iterator[Pl
     if size == 1:
         return
     for num_ranks in range(2, size + 1) if thorough else [size]:
-        yield replace(job, target_ranks=ranks, draft_kind=DraftLayout.sharded, draft_ranks=ranks[:num_ranks])
+        sharded = replace(job, target_ranks=ranks, draft_kind=DraftLayout.sharded, draft_ranks=ranks[:num_ranks])
+        yield sharded
+        if thorough:
+            yield from (replace(sharded, draft_whole=each) for each in WholeParts if each is not job.draft_whole)
     if job.batch_size > 1:
         yield replace(job, target_ranks=ranks, draft_kind=DraftLayout.replicated, draft_ranks=ranks)
     for num_ranks in range(1, size) if thorough else [1]:
@@ -64,4 +67,12 @@ def placement_settings(job: PlanSpec) -> list[str]:
     num_default = {DraftLayout.one_rank: 1, DraftLayout.own_gpu: 1}.get(job.draft_kind, len(job.target_ranks))
     if len(job.draft_ranks) != num_default:
         settings.append(f"placement.draft.tp_size={len(job.draft_ranks)}")
+    if whole := unusual_whole(job):
+        settings.append(f"placement.draft.whole={whole.name}")
     return settings
+
+
+def unusual_whole(job: PlanSpec) -> WholeParts | None:
+    """What the ranks that share a draft hold whole; None by default, and where no ranks share it."""
+    is_shared = job.draft is not None and job.draft_kind is not DraftLayout.replicated and len(job.draft_ranks) > 1
+    return job.draft_whole if is_shared and job.draft_whole is not DraftPlacement().whole else None

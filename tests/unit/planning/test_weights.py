@@ -9,7 +9,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from llama_ssp.architectures.family import inventory
 from llama_ssp.config import catalogue
-from llama_ssp.config.schema import Dtype
+from llama_ssp.config.schema import Dtype, WholeParts
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.models.tensor_parallel import shard
 from llama_ssp.planning.weights import shares, weight_bytes
@@ -83,8 +83,12 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "num_ranks"), list(product(CONFIGS, (1, 2, 3))))
-def test_each_rank_is_planned_exactly_what_the_loader_gives_it(name: str, num_ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "whole"),
+    [(name, num_ranks, WholeParts.none) for name, num_ranks in product(CONFIGS, (1, 2, 3))]
+    + [(name, 2, whole) for name, whole in product(CONFIGS, (WholeParts.embedding, WholeParts.attention))],
+)
+def test_each_rank_is_planned_exactly_what_the_loader_gives_it(name: str, num_ranks: int, whole: WholeParts) -> None:
     import torch
 
     model_type, sizes = CONFIGS[name]
@@ -92,13 +96,13 @@ def test_each_rank_is_planned_exactly_what_the_loader_gives_it(name: str, num_ra
     shape = shape_of(config)
     planned = [
         weight_bytes(share, dtype=Dtype.bf16, quantization="none").total_bytes
-        for share in shares(shape, num_ranks=num_ranks)
+        for share in shares(shape, num_ranks=num_ranks, whole=whole)
     ]
     for rank, expected in enumerate(planned):
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-        shard(model, shape, Comm(rank=rank, size=num_ranks, group=None))
-        if shape.tie_word_embeddings:
+        shard(model, shape, Comm(rank=rank, size=num_ranks, group=None), whole=whole)
+        if shape.tie_word_embeddings and model.lm_head.weight.shape == model.get_input_embeddings().weight.shape:
             model.lm_head.weight = model.get_input_embeddings().weight
         assert 2 * sum(parameter.numel() for parameter in model.parameters()) == expected
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from llama_ssp.config import hardware
-from llama_ssp.config.schema import DraftLayout
+from llama_ssp.config.schema import DraftLayout, WholeParts
 from llama_ssp.errors import PlacementError
 from llama_ssp.planning.choices.auto import choose_placement
 from llama_ssp.planning.memory import fits
@@ -28,6 +28,22 @@ def test_no_other_placement_is_faster(kind: DraftLayout, batch_size: int) -> Non
     assert rival
     assert least <= rival
     assert f"{1e3 * least:.3g} ms per token" in chosen.sentence
+
+
+@pytest.mark.parametrize("latency_s", [1e-6, 15e-6])
+def test_attention_stays_whole_where_a_collective_takes_longer_than_reading_it(latency_s: float) -> None:
+    machine = replace(A100, link=replace(A100.link, latency_s=latency_s))
+    job = make_job("30B", "tinyllama_1B", num_ranks=8)
+    sharded = replace(job, draft_kind=DraftLayout.sharded, draft_ranks=job.target_ranks)
+    step_s = {whole: timing(replace(sharded, draft_whole=whole), machine).draft_forward_s for whole in WholeParts}
+    reads_s = 22 * 2 * (2 * 2048 * 2048 + 2 * 2048 * 256) * 7 / 8 / 1.7e12
+    saved_s = 22 * latency_s
+    saves = (step_s[WholeParts.embedding] or 0) > (step_s[WholeParts.attention] or 0)
+    assert saves == (saved_s > reads_s)
+    assert (step_s[WholeParts.none] or 0) - (step_s[WholeParts.embedding] or 0) == pytest.approx(latency_s, rel=0.05)
+    chosen = choose_placement(job, machine, num_ranks=8)
+    assert chosen.job.draft_whole is (WholeParts.attention if saves else WholeParts.embedding)
+    assert ("attention whole" in chosen.sentence) == saves
 
 
 def test_what_does_not_fit_is_not_chosen() -> None:

@@ -6,11 +6,12 @@ import pytest
 
 from llama_ssp.config import hardware
 from llama_ssp.config.hardware import HardwareConfig
-from llama_ssp.config.schema import DraftLayout
+from llama_ssp.config.schema import DraftLayout, WholeParts
 from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.planning.choices import changes
 from llama_ssp.planning.choices.changes import Change, Loss, changes_that_fit
-from llama_ssp.planning.memory import fits
+from llama_ssp.planning.choices.layouts import placement_settings
+from llama_ssp.planning.memory import fits, memory
 from llama_ssp.planning.plan import make_plan, shortage
 from llama_ssp.planning.spec import PlanSpec
 from tests.helpers.planning import make_job, small_model
@@ -83,6 +84,19 @@ def test_a_smaller_batch_is_tried_before_another_model() -> None:
     without = changes.without_draft(job) if found.settings[1:] else job
     assert fits(replace(without, batch_size=rows), A10G)
     assert not fits(replace(without, batch_size=rows + 1), A10G)
+
+
+def test_a_draft_that_keeps_parts_whole_can_be_cut_entirely() -> None:
+    job = make_job("13B", "7B", num_ranks=4, draft_kind=DraftLayout.sharded)
+    needed = {
+        whole: max(rank.needed_bytes for rank in memory(replace(job, draft_whole=whole), A10G)) for whole in WholeParts
+    }
+    machine = replace(A10G, memory_bytes=needed[WholeParts.none])
+    ways = changes._places(job)
+    (cut,) = [way for way in ways if way.layout == job.layout]
+    assert fits(cut, machine)
+    assert not fits(job, machine)
+    assert placement_settings(cut) == ["placement.draft.kind=sharded", "placement.draft.whole=none"]
 
 
 def test_a_draft_that_crowds_one_gpu_is_sharded_and_nothing_is_lost() -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from llama_ssp.config.layout import lay_out_replica
-from llama_ssp.config.schema import DraftLayout, DraftPlacement, PlacementConfig
+from llama_ssp.config.schema import DraftLayout, DraftPlacement, PlacementConfig, WholeParts
 from llama_ssp.planning.choices.layouts import block_sizes, layouts, on_block, placement_settings, same_kind
 from llama_ssp.planning.spec import PlanSpec
 from tests.helpers.planning import make_job
@@ -51,15 +51,16 @@ def _resolved(settings: list[str], *, num_ranks: int, has_draft: bool) -> PlanSp
     given = dict(setting.split("=", 1) for setting in settings)
     kind = DraftLayout[given.get("placement.draft.kind", "one_rank")]
     size = given.get("placement.draft.tp_size")
+    whole = WholeParts[given.get("placement.draft.whole", DraftPlacement().whole.name)]
     placement = PlacementConfig(
-        draft=DraftPlacement(kind=kind, tp_size=int(size) if size else None),
+        draft=DraftPlacement(kind=kind, tp_size=int(size) if size else None, whole=whole),
         num_replicas=int(given.get("placement.num_replicas", 1)),
     )
     laid_out = lay_out_replica(placement, world_size=num_ranks, has_draft=has_draft)
     job = PAIR if has_draft else ALONE
     return replace(
         job, batch_size=2, num_replicas=placement.num_replicas, target_ranks=laid_out.target_ranks,
-        draft_ranks=laid_out.draft_ranks, draft_kind=kind,
+        draft_ranks=laid_out.draft_ranks, draft_kind=kind, draft_whole=whole,
     )  # fmt: skip
 
 
