@@ -5,7 +5,7 @@
 
 from dataclasses import dataclass, field
 
-from llama_ssp.config.schema import DraftLayout, SamplingConfig
+from llama_ssp.config.schema import DraftLayout, SamplingConfig, WholeParts
 
 NUM_DRAFT_TOKENS = 4
 CONTEXT = 2048
@@ -60,6 +60,7 @@ class Round:
     target: str
     draft: str | None = None
     draft_layout: DraftLayout = DraftLayout.one_rank
+    draft_whole: WholeParts = WholeParts.embedding
     num_ranks: int = 1
     batch_size: int = 1
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
@@ -68,7 +69,9 @@ class Round:
     @property
     def name(self) -> str:
         """What it is called in tables."""
-        shared = "" if self.draft_layout is DraftLayout.one_rank else f" ({self.draft_layout.value})"
+        is_sharded = self.draft_layout is DraftLayout.sharded
+        whole = f", {self.draft_whole.value} whole" if is_sharded and self.draft_whole.keeps_embedding else ""
+        shared = "" if self.draft_layout is DraftLayout.one_rank else f" ({self.draft_layout.value}{whole})"
         models = f"{self.target} with {self.draft}{shared}" if self.draft else f"{self.target}, plain"
         drawn = "sampled" if self.sampling.temperature else "greedy"
         return f"{models}, {gpus(self.num_ranks)}, batch {self.batch_size}, {drawn}"
@@ -84,7 +87,7 @@ def rows(number: int) -> str:
     return "1 row" if number == 1 else f"{number} rows"
 
 
-GREEDY = SamplingConfig(temperature=0.0)
+GREEDY, SHARDED = SamplingConfig(temperature=0.0), DraftLayout.sharded
 LAYERS = (
     Layer(model="tiny", num_rows=1, most=8),
     Layer(model="tiny", num_rows=5, most=8),
@@ -108,8 +111,26 @@ ROUNDS = (
     Round(target="30B", draft="7B", most=1400),
     Round(target="30B", draft="7B", sampling=GREEDY, most=1400),
     Round(target="30B", draft="7B", batch_size=4, most=1400),
-    Round(target="30B", draft="7B", num_ranks=8, most=1600),
-    Round(target="30B", draft="tinyllama_1B", draft_layout=DraftLayout.sharded, num_ranks=8, most=1450),
+    Round(target="30B", draft="7B", num_ranks=8, most=1530),
+    Round(
+        target="30B", draft="tinyllama_1B", draft_layout=SHARDED, draft_whole=WholeParts.none, num_ranks=8, most=1380
+    ),
+    Round(
+        target="30B",
+        draft="tinyllama_1B",
+        draft_layout=SHARDED,
+        draft_whole=WholeParts.embedding,
+        num_ranks=8,
+        most=1350,
+    ),
+    Round(
+        target="30B",
+        draft="tinyllama_1B",
+        draft_layout=SHARDED,
+        draft_whole=WholeParts.attention,
+        num_ranks=8,
+        most=1260,
+    ),
 )
 ATTENTION = (
     Attention(model="7B", num_rows=1, least=128),

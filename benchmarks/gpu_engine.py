@@ -39,7 +39,7 @@ from llama_ssp.engine.completion import RowCompletion
 from llama_ssp.engine.executors.cuda_graph import CudaRecorder
 from llama_ssp.engine.loop import Decoder
 from llama_ssp.engine.state import Request
-from llama_ssp.planning.acceptance import implied_acceptance
+from llama_ssp.planning.acceptance.rounds import implied_acceptance
 from llama_ssp.sampling.context import Rows
 from llama_ssp.sampling.uniforms import PER_DRAW
 from llama_ssp.session.checkpoints import find_sources

@@ -38,6 +38,7 @@ from llama_ssp.config.schema import (
     SamplingConfig,
     SpeculationConfig,
     VerificationConfig,
+    WholeParts,
 )
 from llama_ssp.config.tasks.generate import GenerateConfig
 from llama_ssp.distributed.comms import Comm
@@ -100,14 +101,14 @@ class BlankWeights:
         return torch.empty(sizes, dtype=wanted.get("dtype") or DTYPE, device=wanted.get("device"))
 
 
-def load(name: str, comm: Comm, *, num_layers: int | None = None) -> Runner:
+def load(name: str, comm: Comm, *, num_layers: int | None = None, whole: WholeParts = WholeParts.none) -> Runner:
     """This rank's slice of an entry of the catalogue, with all of its layers or some."""
     shape = catalogue.load(name).shape
     assert shape, f"{name} has no shape"
     context = max(shape.max_position_embeddings, CONTEXT)
     num_layers = num_layers or shape.num_hidden_layers
     shape = replace(shape, max_position_embeddings=context, num_hidden_layers=num_layers)
-    return load_model(BlankWeights(shape), device=CUDA, comm=comm, dtype=DTYPE)
+    return load_model(BlankWeights(shape), device=CUDA, comm=comm, dtype=DTYPE, whole=whole)
 
 
 def group_of(num_ranks: int) -> Comm:
@@ -177,11 +178,11 @@ def round_nodes(case: Round) -> list[Record]:
     """The nodes of all graphs of a round, or of a plain step."""
     comm = group_of(case.num_ranks)
     target = load(case.target, comm)
-    placement = PlacementConfig(draft=DraftPlacement(kind=case.draft_layout))
+    placement = PlacementConfig(draft=DraftPlacement(kind=case.draft_layout, whole=case.draft_whole))
     layout = lay_out_replica(placement, world_size=case.num_ranks, has_draft=case.draft is not None)
     holds_all = layout.splits_batch or len(layout.draft_ranks) == 1
     draft_comm = Comm.single() if holds_all else comm
-    draft = load(case.draft, draft_comm) if case.draft else None
+    draft = load(case.draft, draft_comm, whole=case.draft_whole) if case.draft else None
     mesh = Mesh(world=comm, replica=comm, number=0, layout=layout, target=comm, draft=draft_comm)
     tokenizer: Any = None
     models = Models(

@@ -29,7 +29,7 @@ from llama_ssp.calibration.interleave import interleave
 from llama_ssp.config.schema import Dtype, SamplingConfig, SpeculationConfig
 from llama_ssp.engine.loop import Decoder
 from llama_ssp.engine.state import Request
-from llama_ssp.reports.charts import COLOURS, Chart
+from llama_ssp.reports.charts import COLOURS, SOFT, Chart
 from llama_ssp.reports.lines import PLAIN, SPECULATIVE
 from llama_ssp.reports.plots import sheet
 from llama_ssp.session.loading import build_decoder
@@ -239,7 +239,7 @@ def _chart(named: dict[str, Any], kind: str, highest_y: float) -> Chart:
     chart = Chart(
         title=TITLES[kind], x_label=X_LABELS[kind], y_label="ms/token", highest_x=highest_x, highest_y=highest_y
     )
-    for colour, (mode, each) in zip((COLOURS[5], COLOURS[0]), named.items(), strict=True):
+    for colour, (mode, each) in zip((SOFT, COLOURS[0]), named.items(), strict=True):
         curve = Quadratic(**each["fit"])
         first, last = each["places"][0], each["places"][-1]
         places = [first + (last - first) * step / 20 for step in range(21)]

@@ -8,31 +8,24 @@ transformers. Everything else is of data sheets. All other rows are forecasts.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
+from benchmarks.points import points_by_row
+from benchmarks.published_rows import A100, PAIRS, PLAIN, TRANSFORMERS_13B_MS, Pair, PlainRow
 from llama_ssp.architectures.sizes import Kernels
 from llama_ssp.config import catalogue, hardware
 from llama_ssp.config.drafts.model import Matching
 from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.config.schema import DraftLayout
 from llama_ssp.config.target_placement import TargetKind
-from llama_ssp.planning.acceptance import implied_acceptance, of_pair, tokens_per_round
+from llama_ssp.planning.acceptance.expected import expected
+from llama_ssp.planning.acceptance.rounds import implied_acceptance, tokens_per_round
 from llama_ssp.planning.roofline import LIBRARY_SHARE
 from llama_ssp.planning.spec import PlanSpec, planned_model
 from llama_ssp.planning.timing import timing
 
 ROOT = Path(__file__).resolve().parents[1]
-A100 = "8xa100_80gb"
-FITTED_ROWS = ((1, 104.9), (2, 168.8), (4, 254.0), (8, 328.4))
-FORECAST_ROWS = (
-    ("llama2_70B", "none", 2, 21.3),
-    ("llama2_70B", "none", 4, 38.0),
-    ("llama2_70B", "none", 8, 62.5),
-    ("llama2_7B", "int8_weight_only", 1, 155.6),
-    ("llama2_70B", "int8_weight_only", 1, 19.1),
-    ("llama2_70B", "int8_weight_only", 8, 80.4),
-)
 COST_RATIOS = (
     (2, "sharded", 0.126),
     (4, "sharded", 0.150),
@@ -41,41 +34,6 @@ COST_RATIOS = (
     (8, "one_rank", 0.60),
 )
 OTHER_ENGINES = Kernels(layer=12, frame=8, draw=17, verify=38)
-TRANSFORMERS_13B_MS, TRANSFORMERS_70B_MS = 31.9, 113.3
-
-
-@dataclass(frozen=True)
-class Pair:
-    """A published pair; `draft_ms` is the draft's published time per token, None where the planner must forecast it."""
-
-    name: str
-    target: str
-    draft: str
-    num_draft_tokens: int
-    plain_ms: float
-    speculative_ms: float
-    draft_ms: float | None
-    machine: str | None = None
-
-
-PAIRS = (
-    Pair("llama-ssp, 8xA100-40GB: 13B with 7B", "13B", "7B", 4, 125, 114, 70),
-    Pair("llama-ssp, 8xA100-40GB: 30B with 7B", "30B", "7B", 4, 330, 180, 70),
-    Pair("llama-ssp, 8xA100-40GB: 65B with 7B", "65B", "7B", 4, 610, 270, 70),
-    Pair("llama-ssp, 4xA10G, 8-bit: 13B with 7B", "13B", "7B", 4, 270, 330, 210),
-    Pair("llama-ssp, 4xA10G, 8-bit: 30B with 7B", "30B", "7B", 4, 405, 370, 210),
-    Pair("transformers, A100, fp16: 13B with 7B [^k]", "llama2_13B", "llama2_7B", 4, 31.9, 27.8, None, A100),
-    Pair("transformers, 8xA100, fp16: 70B with 7B [^k]", "llama2_70B", "llama2_7B", 4, 113.3, 40.1, None, "eager"),
-    Pair("transformers, 8xA100, fp16: 70B with 13B [^k]", "llama2_70B", "llama2_13B", 4, 113.3, 46.3, 31.9),
-    Pair(
-        "gpt-fast, A100-80GB, int4: 70B with 7B [^k]", "llama2_70B", "llama2_7B", 4, 1e3 / 25.3, 1e3 / 48.4, 1e3 / 196.8
-    ),
-    Pair("Chinchilla 70B with 4B, nucleus [^c]", "chinchilla", "4B", 4, 14.1, 7.52, 1.8),
-    Pair("Chinchilla 70B with 4B, greedy [^c]", "chinchilla", "4B", 4, 14.1, 7.00, 1.8),
-    Pair("Chinchilla 70B with 4B, code [^c]", "chinchilla", "4B", 4, 14.1, 5.73, 1.8),
-    Pair("SmolLM2 1.7B with 135M", "smollm2_1.7B", "smollm2_135M", 10, 35.8, 28.4, 10.7),
-    Pair("GPT-NeoX 20B with GPT-Neo 1.3B, AMD", "gpt_neox_20B", "gpt_neo_1.3B", 4, 77.2, 57.0, None, "mi250"),
-)
 
 
 def job(
@@ -103,12 +61,17 @@ def job(
     )
 
 
-def fitted(machine: HardwareConfig) -> HardwareConfig:
-    """Fit kernel_s and link.latency_s to the 7B rows: least squares of the relative errors, linear in both."""
+def fitted(machine: HardwareConfig, *, without_row: PlainRow | None = None) -> HardwareConfig:
+    """Fit kernel_s and link.latency_s to the 7B rows: least squares of the relative errors, linear in both.
+
+    `without_row` is left out of the fit.
+    """
     without = replace(machine, kernel_s=0.0, link=replace(machine.link, latency_s=0.0))
     rows = []
-    for num_gpus, tokens_per_s in FITTED_ROWS:
-        planned = job("llama2_7B", num_gpus)
+    for row in PLAIN:
+        if not row.is_fitted or row == without_row:
+            continue
+        planned, tokens_per_s = job(row.model, row.num_gpus), row.tokens_per_s
         base = timing(planned, without).plain_s
         kernel = timing(planned, replace(without, kernel_s=1.0)).plain_s - base
         latency = timing(planned, replace(without, link=replace(without.link, latency_s=1.0))).plain_s - base
@@ -129,29 +92,26 @@ def as_library(machine: HardwareConfig) -> HardwareConfig:
     return replace(machine, launch_s=LIBRARY_SHARE * machine.launch_s)
 
 
+def plain_tokens_per_s(row: PlainRow, machine: HardwareConfig) -> float:
+    """The forecast of a plain row."""
+    planned = job(row.model, row.num_gpus, eager=row.by_library)
+    planned = replace(planned, target=replace(planned.target, quantization=row.quantization, by_library=row.by_library))
+    if row.by_library:
+        ranks = planned.target_ranks
+        planned = replace(
+            planned, target_kind=TargetKind.accelerate, target_ranks=ranks[:1], spare_devices=ranks[1:]
+        )  # fmt: skip
+    return 1 / timing(planned, machine).plain_s
+
+
 def plain_rows(machine: HardwareConfig) -> Iterator[str]:
     """The plain table."""
     yield "| model | GPUs | published tokens/s | forecast | forecast / published | |"
     yield "|---|---|---|---|---|---|"
-    rows = [("llama2_7B", "none", num_gpus, rate, "fitted") for num_gpus, rate in FITTED_ROWS]
-    for name, quantization, num_gpus, rate, how in [*rows, *((*row, "forecast") for row in FORECAST_ROWS)]:
-        planned = job(name, num_gpus)
-        planned = replace(planned, target=replace(planned.target, quantization=quantization))
-        forecast = 1 / timing(planned, machine).plain_s
-        precision = "bf16" if quantization == "none" else "int8 weight-only"
-        yield f"| {name} {precision} | {num_gpus} | {rate} | {forecast:.1f} | {forecast / rate:.2f} | {how} |"
-    planned = job("llama2_70B", 8, eager=True)
-    planned = replace(
-        planned,
-        target=replace(planned.target, by_library=True),
-        target_kind=TargetKind.accelerate,
-        target_ranks=planned.target_ranks[:1],
-        spare_devices=planned.target_ranks[1:],
-    )
-    forecast_ms = 1e3 * timing(planned, machine).plain_s
-    rate, forecast = 1e3 / TRANSFORMERS_70B_MS, 1e3 / forecast_ms
-    name = "llama2_70B fp16, transformers, layers in a row"
-    yield f"| {name} | 8 | {rate:.2f} | {forecast:.2f} | {forecast / rate:.2f} | forecast |"
+    for row in PLAIN:
+        forecast, rate = plain_tokens_per_s(row, machine), row.tokens_per_s
+        how, ratio = "fitted" if row.is_fitted else "forecast", forecast / rate
+        yield f"| {row.name} | {row.num_gpus} | {rate:.4g} | {forecast:.4g} | {ratio:.2f} | {how} |"
 
 
 def cost_rows(machine: HardwareConfig) -> Iterator[str]:
@@ -177,6 +137,12 @@ def draft_cost(pair: Pair, machine: HardwareConfig) -> tuple[float, str]:
     return draft_s / target_s, "forecast"
 
 
+def speculative_ms(pair: Pair, cost_ratio: float, acceptance: float) -> float:
+    """Milliseconds per token of a pair: those of a round over its tokens."""
+    number = pair.num_draft_tokens
+    return pair.plain_ms * (1 + number * cost_ratio) / tokens_per_round(acceptance, number)
+
+
 def pair_rows(machine: HardwareConfig) -> Iterator[str]:
     """The speculative table."""
     yield (
@@ -190,8 +156,8 @@ def pair_rows(machine: HardwareConfig) -> Iterator[str]:
         implied = pair.plain_ms / pair.speculative_ms * (1 + number * ratio)
         verdict = str(number + 1) if implied <= number + 1 else f"**{number + 1}: does not add up**"
         acceptance = f"{implied_acceptance(implied, number):.2f}" if implied <= number + 1 else "none"
-        expected = tokens_per_round(of_pair(pair.target, pair.draft).probability, number)
-        forecast = pair.plain_ms * (1 + number * ratio) / expected
+        expects = expected(points_by_row()[pair.row].pair).probability
+        forecast = speculative_ms(pair, ratio, expects)
         yield (
             f"| {pair.name} | {number} | {pair.plain_ms:.4g} -> {pair.speculative_ms:.4g} | {ratio:.3f} ({source}) | "
             f"{implied:.2f} | {verdict} | {acceptance} | {forecast:.1f} | {forecast / pair.speculative_ms:.2f} |"
@@ -250,15 +216,15 @@ one by one, and as 50 operators in transformers.
 A round costs K draft steps and one target step. Published times therefore imply
 `tokens per round = plain / speculative x (1 + K c)`.
 c is the draft's published time per token over the target's where both are published, otherwise the planner's forecast.
-The forecast uses the acceptance that a plan uses (`conf/pairs.yaml`: 0.79-0.80 for Llama pairs), not the implied one.
-The Llama figures of that catalogue come from the llama-ssp rows of 30B and 65B on A100s and of 13B on A10Gs, that of
-GPT-NeoX with GPT-Neo, whose tokenizers differ, from its own row, so these rows are not forecasts.
+The forecast uses the acceptance that a plan uses, not the implied one: the pair's own figure in `conf/pairs.yaml`, else
+the median of the forecast by sizes, temperature and text. The figures of the Llama-1 pairs, of SmolLM2 and of GPT-NeoX
+with GPT-Neo, whose tokenizers differ, come from rows of this table, and the forecast is fitted to them and to those of
+Chinchilla, so these rows are not forecasts. [Ranges of forecasts](ranges.md) leaves each pair out in turn.
 
 {pairs}
 
 [^k]: K is not published with these figures; this page takes 4.
-[^c]: 1.8 ms per draft step on 16 TPUv4 (Chen et al., arXiv:2302.01318). The pair has no catalogue entry and takes the
-    acceptance of any pair.
+[^c]: 1.8 ms per draft step on 16 TPUv4 (Chen et al., arXiv:2302.01318).
 
 **70B with 13B does not add up.** Both plain times are published. At K = 4 a round costs 4 x 31.9 + 113.3 = 240.9 ms, so
 46.3 ms/token need 5.2 tokens from rounds that yield at most 5. Either K was larger, or the three figures come from

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks.timing import store
-from llama_ssp.reports.charts import COLOURS, Chart
+from llama_ssp.reports.charts import COLOURS, SOFT, Chart
 from llama_ssp.reports.plots import sheet
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -90,7 +90,7 @@ def _chart(title: str, x_label: str, cells: Cells, name: Callable[[dict[str, Any
         x_names={place + 0.5: name(cell) for place, cell in enumerate(cells)},
     )  # fmt: skip
     width = 0.8 / len(CANDIDATES)
-    colours = dict(zip(CANDIDATES, (COLOURS[5], COLOURS[1], COLOURS[2], COLOURS[0]), strict=True))
+    colours = dict(zip(CANDIDATES, (SOFT, COLOURS[1], COLOURS[2], COLOURS[0]), strict=True))
     for place, cell in enumerate(cells):
         for number, (candidate, says) in enumerate(CANDIDATES.items()):
             if ms := cell["ms_per_token"].get(candidate):

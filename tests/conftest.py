@@ -38,17 +38,19 @@ UNTIMED = tuple(f"tests/distributed/test_{name}.py" for name in ("placement", "p
 """Those that share groups of ranks and have no time limits: another worker may run them at the same time."""
 
 STUBS = "tests/stub_gpu/"
-"""Tests of one file share what their processes found."""
+KERNELS = ("_kernel.py", "_kernels.py")
+"""Ends of files that compile kernels, tests of which share what they compiled; those of STUBS share their processes."""
 
 
 class JobsOnOneWorker(LoadScopeScheduling):  # type: ignore[misc] # xdist is untyped
-    """Hands out tests one by one; those of JOBS all to one worker, those of a file of STUBS as well."""
+    """Hands out tests one by one; those of JOBS all to one worker, those of a file of STUBS or KERNELS as well."""
 
     def _split_scope(self, nodeid: str) -> str:
         if nodeid.startswith(UNTIMED):
             return UNTIMED[0]
-        if nodeid.startswith(STUBS):
-            return nodeid.partition("::")[0]
+        file = nodeid.partition("::")[0]
+        if file.startswith(STUBS) or file.endswith(KERNELS):
+            return file
         return JOBS[0] if nodeid.startswith(JOBS) else nodeid
 
 

@@ -80,18 +80,18 @@ register, families = FAMILIES.register, FAMILIES.all
 
 def family_of(model_type: str) -> Family:
     """The family of a `model_type`; an unknown one raises PlacementError."""
-    known = families()
-    if model_type not in known:
-        *others, last = sorted(known)
+    found = FAMILIES.find(model_type)
+    if found is None:
+        *others, last = sorted(families())
         raise PlacementError(f"{model_type} models are not supported: one of {', '.join(others)} or {last} is required")
-    return known[model_type]
+    return found
 
 
 def record_of(model_type: str) -> Family:
-    """The record of a family, with defaults for an unknown one; `family_of` refuses those."""
-    return families().get(model_type) or Family(model_type=model_type, parameters=gated)
+    """The record of a family, with the defaults of a Llama for an unknown one; `family_of` refuses those."""
+    return FAMILIES.find(model_type) or Family(model_type=model_type, parameters=gated)
 
 
 def inventory(shape: ModelShape) -> Inventory:
-    """List the parameters of a model; an unknown family raises PlacementError."""
-    return family_of(shape.model_type).parameters(shape)
+    """List the parameters of a model; one of an unknown family has those of a Llama of its sizes."""
+    return record_of(shape.model_type).parameters(shape)

@@ -1,8 +1,10 @@
 """The parameters of a model as a list of matrices, and the slices that a rank holds, as `sharding` cuts them."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
-from llama_ssp.architectures.sharding import RankShard, cut_of
+from llama_ssp.architectures.sharding import RankShard, cut_of, stays_whole
+from llama_ssp.config.schema import WholeParts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +57,7 @@ class Inventory:
     final_vectors: int
     num_layers: int
 
-    @property
+    @cached_property
     def products(self) -> tuple[int, ...]:
         """Elements of each matrix product of a layer; matrices with the same input are fused into one."""
         sizes: dict[str, int] = {}
@@ -68,6 +70,32 @@ class Inventory:
     def output(self) -> Matrix:
         """The matrix that makes the logits."""
         return self.head or self.embeddings[0]
+
+    @property
+    def num_all_reduces(self) -> int:
+        """Those of a forward under tensor parallelism: behind each row-parallel matrix, and behind a cut embedding."""
+        has_cut_embedding = any(table.cut is not None for table in self.embeddings)
+        return self.num_layers * sum(matrix.cut == 1 for matrix in self.layer) + has_cut_embedding
+
+    def keeping(self, whole: WholeParts) -> "Inventory":
+        """The parameters with some of them not to be cut; each rank then has its slice of a tied head as a copy."""
+
+        def kept(matrix: Matrix) -> Matrix:
+            is_cut = matrix.cut is not None and not stays_whole(matrix.module, whole)
+            return matrix if is_cut else replace(matrix, cut=None)
+
+        embeddings, head = tuple(map(kept, self.embeddings)), self.head
+        if head is None and embeddings != self.embeddings:
+            head = replace(self.embeddings[0], module="lm_head")
+        return replace(self, layer=tuple(map(kept, self.layer)), embeddings=embeddings, head=head)
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of parameters, biases and norms included."""
+        tables = [*self.embeddings, *([self.head] if self.head else [])]
+        biases = sum(matrix.num_rows for matrix in self.layer if matrix.has_bias)
+        layer = sum(matrix.num_elements for matrix in self.layer) + self.layer_vectors + biases
+        return self.num_layers * layer + sum(table.num_elements for table in tables) + self.final_vectors
 
     def of_rank(self, shard: RankShard) -> "Inventory":
         """The parameters of one rank."""

@@ -11,7 +11,7 @@ from enum import Enum
 from itertools import accumulate, pairwise
 
 from llama_ssp.config.formats.format import NO_QUANTIZATION, format_of
-from llama_ssp.config.schema import ModelShape
+from llama_ssp.config.schema import ModelShape, WholeParts
 from llama_ssp.errors import PlacementError
 
 # Matrix units prefer multiples of 64, and nf4 packs weights in groups of 64.
@@ -80,13 +80,15 @@ class Cut(Enum):
     vocabulary = "vocabulary"
 
 
+HEAD_CUTS = frozenset({Cut.query_heads, Cut.kv_heads, Cut.fused_qkv})
+_EMBEDDINGS = ("embed_tokens", "wte")
 _CUTS = {
     **dict.fromkeys(("q_proj", "o_proj", "out_proj", "dense"), Cut.query_heads),
     **dict.fromkeys(("k_proj", "v_proj"), Cut.kv_heads),
     "query_key_value": Cut.fused_qkv,
     **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), Cut.mlp_units),
     **dict.fromkeys(("dense_h_to_4h", "dense_4h_to_h", "fc1", "fc2", "c_fc", "c_proj"), Cut.mlp_units),
-    **dict.fromkeys(("embed_tokens", "wte", "lm_head"), Cut.vocabulary),
+    **dict.fromkeys((*_EMBEDDINGS, "lm_head"), Cut.vocabulary),
 }
 
 
@@ -96,6 +98,12 @@ def cut_of(module: str) -> Cut:
         return _CUTS[module.rpartition(".")[2]]
     except KeyError:
         raise PlacementError(f"no rule says how to cut {module} over ranks: run this model on one rank") from None
+
+
+def stays_whole(module: str, whole: WholeParts) -> bool:
+    """Whether every rank holds all of a module that would be cut otherwise; raises as `cut_of`."""
+    is_embedding = module.rpartition(".")[2] in _EMBEDDINGS
+    return (is_embedding and whole.keeps_embedding) or (cut_of(module) in HEAD_CUTS and whole.keeps_attention)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,15 +130,19 @@ class RankShard:
         return range(units.start * width, units.stop * width)
 
 
-def split_model(shape: ModelShape, *, num_ranks: int, quantization: str = NO_QUANTIZATION) -> tuple[RankShard, ...]:
+def split_model(
+    shape: ModelShape, *, num_ranks: int, quantization: str = NO_QUANTIZATION, whole: WholeParts = WholeParts.none
+) -> tuple[RankShard, ...]:
     """Split a model over the ranks of a tensor-parallel group; PlacementError for more ranks than units of a kind.
 
     MLP units and vocabulary are split in blocks of 64 if there are enough of them, MLP units of models that are
-    quantized in larger groups in blocks of those.
+    quantized in larger groups in blocks of those. Where attention stays whole, every rank has all heads.
     """
-    heads = split_heads(
-        num_heads=shape.num_attention_heads, num_kv_heads=shape.num_key_value_heads, num_ranks=num_ranks
-    )
+    num_heads, num_kv_heads = shape.num_attention_heads, shape.num_key_value_heads
+    if whole.keeps_attention:
+        heads = (HeadShard(query_heads=range(num_heads), kv_heads=range(num_kv_heads)),) * num_ranks
+    else:
+        heads = split_heads(num_heads=num_heads, num_kv_heads=num_kv_heads, num_ranks=num_ranks)
     units, vocabulary = (
         split_blocks(size, num_ranks, block=block if size > block * (num_ranks - 1) else 1)
         for size, block in (

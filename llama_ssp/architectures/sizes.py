@@ -41,8 +41,6 @@ class Kernels:
 
 ENGINE_KERNELS = Kernels(layer=8, frame=8, draw=8, verify=38)
 """Of this engine: the budgets of `benchmarks.gpu_nodes` for a layer and a draw, the others from torch's dispatcher."""
-ALL_REDUCES_PER_LAYER = 2
-"""Under tensor parallelism."""
 
 
 def whole_steps(num_slots: int) -> int:

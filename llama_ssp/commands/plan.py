@@ -5,10 +5,11 @@
     llama-ssp plan model=30B hardware=8xa100_80gb search=true
     llama-ssp plan model=local model.path=DIR draft=none hardware=laptop_cpu
     llama-ssp plan model=OWNER/NAME draft=none hardware=1xh200
+    llama-ssp plan model=llama3_70B hardware=all objective=price max_ms_per_token=30
 
 Takes the settings of conf/plan.yaml as KEY=VALUE. hardware.KEY=VALUE changes a figure of the machine, for example
-hardware.num_gpus=4 or hardware.num_nodes=2. Exit code: 0 fits, 3 does not fit (the message names the smallest change
-that would fit), 2 a setting is wrong.
+hardware.num_gpus=4 or hardware.num_nodes=2. Exit code: 0 fits, 3 does not fit (the message names changes that would
+fit, the smallest first), 2 a setting is wrong.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from llama_ssp.commands import command_line, options
+from llama_ssp.commands import command_line, machines, options
 from llama_ssp.commands.unknown_settings import unknown_setting
 from llama_ssp.config import catalogue, hardware, plan, store
 from llama_ssp.config.drafts.drafter import drafter_of, drafters
@@ -31,7 +32,7 @@ from llama_ssp.config.options import choices, folders
 from llama_ssp.config.registry import load_plugins
 from llama_ssp.errors import ConfigError, one_message
 from llama_ssp.planning.spec import make_job, settle_models
-from llama_ssp.tasks.dry_run import plan_job, show_plan, show_search, with_hub_sizes
+from llama_ssp.tasks.dry_run import plan_job, show_comparison, show_plan, show_search, with_hub_sizes
 
 
 def read_settings(settings: list[str]) -> plan.PlanConfig:
@@ -39,6 +40,7 @@ def read_settings(settings: list[str]) -> plan.PlanConfig:
     for setting in settings:
         if setting.startswith(("=", "hydra")):
             raise ConfigError(f"{setting!r} is not a setting of a plan: conf/plan.yaml lists them all, as name=value")
+    settings = machines.for_one(settings, machines.compared(settings))
     given = dict(setting.split("=", 1) for setting in settings if "=" in setting)
     _check_keys(given)
     known = {
@@ -55,7 +57,8 @@ def read_settings(settings: list[str]) -> plan.PlanConfig:
         others = [setting for setting in settings if not setting.startswith("draft=")]
         settings = [*others, f"draft={target.default_draft or 'none'}"]
     # `++` lets unknown figures of the machine through: `hardware` reports them with all others that are wrong.
-    settings = [f"++{setting}" if setting.startswith("hardware.") else setting for setting in settings]
+    added = ("hardware.", "prices=")
+    settings = [f"++{setting}" if setting.startswith(added) else setting for setting in settings]
     store.register()
     ConfigStore.instance().store(group="schema", name="plan", node=plan.PlanConfig)
     try:
@@ -91,14 +94,21 @@ def _show(given: argparse.Namespace) -> None:
     load_plugins()
     folders.use(given.config_dir)
     config = read_settings(given.settings)
-    config.model = with_hub_sizes(config.model)
-    config.draft.model = config.draft.model and with_hub_sizes(config.draft.model)
+    config.model = with_hub_sizes(config.model, any_family=True)
+    config.draft.model = config.draft.model and with_hub_sizes(config.draft.model, any_family=True)
     settle_models(config)
     plan.check(config)
-    machine = hardware.build(config.hardware)
+    machine, names = hardware.build(config.hardware), machines.compared(given.settings)
+    if names or config.compares:
+        machines.check_placement(given.settings)
+        if config.figure:
+            raise ConfigError("figure= draws the plan of one machine: leave it out of a comparison")
+        show_comparison(config, machines.load(names, given.settings) if names else [machine])
+        return
     job = make_job(config, machine)
     if config.search:
-        show_search(job, machine, config.format)
+        show_search(job, machine, config.format, figure=config.figure)
     else:
         auto_ranks = machine.num_ranks if config.placement.auto else None
-        show_plan(plan_job(job, machine, auto_ranks=auto_ranks), config.format, figure=config.figure)
+        chosen = plan_job(job, machine, auto_ranks=auto_ranks, divides=True)
+        show_plan(chosen, config.format, figure=config.figure)

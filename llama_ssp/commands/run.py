@@ -211,6 +211,7 @@ def _check(config: DictConfig, ranks: Ranks, *, warns: bool) -> tuple[RunConfig,
     overrides = OmegaConf.to_container(hydra_config.overrides.task, resolve=False)
     explicit = command_line.explicit_keys(cast("list[str]", overrides))
     run = store.to_run_config(config, explicit=explicit)
+    dry_run.settle_synthetic(run)
     for unread in checks.check(run, explicit, world_size=ranks.size, of_sweep=of_sweep):
         if ranks.rank == 0 and (warns or run.dry_run):
             complain(f"warning: at point {hydra_config.job.num} of the sweep, {unread}")

@@ -43,11 +43,18 @@ def load(name: str) -> ModelConfig:
     return model
 
 
+def may_share_vocabulary(target: ModelShape, draft: ModelShape) -> bool:
+    """Allow 1 % within a family, whose models pad the vocabulary differently; tokenizers are compared later."""
+    difference = abs(target.vocab_size - draft.vocab_size)
+    return difference == 0 or (target.model_type == draft.model_type and difference <= 0.01 * target.vocab_size)
+
+
 def relatives(model: ModelConfig) -> list[ModelConfig]:
-    """Read the unquantized entries of the same family and vocabulary size, itself included."""
-    wanted = model.shape and (model.shape.model_type, model.shape.vocab_size)
+    """Read the unquantized entries of the same family and vocabulary, itself included."""
+    shape = model.shape
     known = [other for other in map(load, names()) if not format_of(other.quantization).is_quantized]
-    return [other for other in known if other.shape and (other.shape.model_type, other.shape.vocab_size) == wanted]
+    family = [other for other in known if shape and other.shape and other.shape.model_type == shape.model_type]
+    return [other for other in family if shape and other.shape and may_share_vocabulary(shape, other.shape)]
 
 
 def smaller_relatives(model: ModelConfig) -> list[str]:

@@ -13,11 +13,11 @@ from typing import Any
 from llama_ssp.config import catalogue, layout
 from llama_ssp.config.drafts.drafter import drafter_of, drafters, drafts
 from llama_ssp.config.drafts.drafter import problem_of as problem_of_draft
-from llama_ssp.config.drafts.model import ANY_DRAFT, matching_of, problem_of_tokenizer
+from llama_ssp.config.drafts.model import problems_of_pair
 from llama_ssp.config.effects import is_synthetic, without_effect
 from llama_ssp.config.formats.format import problem_of
 from llama_ssp.config.rules.rule import at_every_temperature, rule_of, rules
-from llama_ssp.config.schema import ADAPTIVE, ModelConfig, ModelShape, RunConfig
+from llama_ssp.config.schema import ADAPTIVE, ModelConfig, RunConfig
 from llama_ssp.config.tasks.spec import NoEffect, task_of
 from llama_ssp.config.tasks.suites import default_of
 from llama_ssp.errors import ConfigError, one_message, unknown_name
@@ -152,17 +152,7 @@ def _draft(config: RunConfig) -> Iterator[str]:
             f"give {ways}, or use task=generate"
         )
     yield from _rule(config.verification.rule, config.sampling.temperature)
-    if not is_synthetic(config) and (problem := problem_of_tokenizer(config.model, config.draft)):
-        yield problem
-    target, draft = config.model.shape, config.draft.model.shape if config.draft.model else None
-    if target and draft and not _may_share_vocabulary(target, draft) and not matching_of(config.draft):
-        names = ", ".join(catalogue.smaller_relatives(config.model)) or "none in the catalogue"
-        otherwise = "" if is_synthetic(config) else f"; {ANY_DRAFT}"
-        yield (
-            f"the draft must have the target's vocabulary: model={config.model.name} has {target.vocab_size} tokens, "
-            f"draft={config.draft.model and config.draft.model.name} {draft.vocab_size}; drafts that fit: {names}"
-            f"{otherwise}"
-        )
+    yield from problems_of_pair(config.model, config.draft, is_synthetic=is_synthetic(config))
 
 
 def _fallback(kind: str) -> Iterator[str]:
@@ -180,12 +170,6 @@ def _rule(name: str, temperature: float) -> Iterator[str]:
             f"verification={name} keeps the target's distribution at temperature 0 only, and sampling.temperature is "
             f"{temperature}: use {', '.join(others)} or {last}"
         )
-
-
-def _may_share_vocabulary(target: ModelShape, draft: ModelShape) -> bool:
-    """Allow 1 % within a family, whose models pad the vocabulary differently; tokenizers are compared later."""
-    difference = abs(target.vocab_size - draft.vocab_size)
-    return difference == 0 or (target.model_type == draft.model_type and difference <= 0.01 * target.vocab_size)
 
 
 def _models(config: RunConfig) -> Iterator[str]:
@@ -238,7 +222,7 @@ def _placement(config: RunConfig, world_size: int) -> Iterator[str]:
     if sentence := layout.idle(laid_out, num_ranks=world_size // placement.num_replicas):
         yield sentence
     yield from _heads("model", config.model, laid_out.target_ranks, remedy="start at most ")
-    if config.draft.model and not laid_out.splits_batch:
+    if config.draft.model and not laid_out.splits_batch and not placement.draft.whole.keeps_attention:
         yield from _heads("draft", config.draft.model, laid_out.draft_ranks, remedy="at most placement.draft.tp_size=")
 
 

@@ -9,7 +9,7 @@ from llama_ssp.config.drafts.model import matching_of
 from llama_ssp.config.formats.format import takes
 from llama_ssp.config.paths import ENDINGS_WITH_FIELDS, ending_of
 from llama_ssp.config.rules.rule import rules
-from llama_ssp.config.schema import DeviceKind, ModelConfig, RunConfig, WeightsKind
+from llama_ssp.config.schema import DeviceKind, DraftLayout, ModelConfig, RunConfig, WeightsKind
 from llama_ssp.config.tasks.spec import NoEffect, task_of
 
 
@@ -49,6 +49,13 @@ def _has_no_draft_model(config: RunConfig) -> bool:
     return config.draft.model is None and not task_of(config).needs_draft
 
 
+def _cuts_no_draft(config: RunConfig) -> bool:
+    """Whether each rank with the draft holds all of it, as far as the settings say."""
+    draft = config.placement.draft
+    has_one_rank = draft.kind is DraftLayout.own_gpu and (draft.tp_size or len(draft.ranks or [0])) == 1
+    return draft.kind in {DraftLayout.one_rank, DraftLayout.replicated} or has_one_rank
+
+
 def _draws_by_position(config: RunConfig) -> bool:
     known = rules()
     return config.verification.rule in known and known[config.verification.rule].draws_by_position
@@ -72,6 +79,11 @@ _ROWS = (
         "without draft.tokenizer=own",
     ),
     _Row(("placement.target", "placement.draft"), lambda c: c.placement.auto, "with placement=auto, which chooses it"),
+    _Row(
+        ("placement.draft.whole",),
+        lambda c: not c.placement.auto and _cuts_no_draft(c),
+        "with a draft that is whole on its ranks anyway: use it with placement=sharded",
+    ),
     _Row(
         ("sampling.top_k", "sampling.top_p", "sampling.min_p"),
         lambda c: c.sampling.temperature == 0,

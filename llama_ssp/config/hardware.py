@@ -13,6 +13,9 @@ from llama_ssp.config.options import folders
 from llama_ssp.config.schema import Dtype
 from llama_ssp.errors import ConfigError, one_message, unknown_name
 
+PER_NODE, PER_GPU = "node", "gpu"
+"""What is rented at a price."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
@@ -20,6 +23,21 @@ class Link:
 
     bandwidth_bytes_per_s: float
     latency_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Price:
+    """List price in US dollars per hour.
+
+    Attributes:
+        usd_per_hour: of what `per` names.
+        per: what is rented, a whole `node` or each `gpu`.
+        date: when the price was read, for example 2025-06.
+    """
+
+    usd_per_hour: float
+    per: str = PER_NODE
+    date: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +123,7 @@ class HardwareConfig:
         device: `cuda` (NVIDIA and AMD) or `cpu`; a "GPU" of a CPU is one rank.
         num_gpus, num_nodes: ranks per node, and nodes.
         memory_bytes: usable memory of one GPU; on a CPU, of the node.
+        system_bytes: of a CPU's memory, the share of the operating system and of other programs.
         context_bytes: memory of a process before its first tensor.
         collective_bytes: communication buffers per rank, if there are several ranks.
         bandwidth_bytes_per_s: memory bandwidth from the data sheet.
@@ -113,6 +132,7 @@ class HardwareConfig:
         slowdown: by number format, the time of a matrix product relative to fp32 arithmetic on as many bytes.
         kernel_s, launch_s: fixed time of a kernel inside a CUDA graph, and of an operator launched from Python.
         link, network: links inside a node, and between nodes.
+        price: on-demand list price; None where none is known.
         sources: where each figure is from.
         profiles: measurements, which replace the figures above.
     """
@@ -123,6 +143,7 @@ class HardwareConfig:
     num_gpus: int
     num_nodes: int = 1
     memory_bytes: int
+    system_bytes: int = 0
     context_bytes: int
     collective_bytes: int
     bandwidth_bytes_per_s: float
@@ -133,17 +154,34 @@ class HardwareConfig:
     launch_s: float
     link: Link
     network: Link | None = None
+    price: Price | None = None
     sources: dict[str, str] = field(default_factory=dict)
     profiles: list[Profile] = field(default_factory=list)
+
+    def __hash__(self) -> int:
+        """Equal descriptions have equal hashes; lists of measurements are left out."""
+        return hash((self.name, self.num_gpus, self.num_nodes, self.memory_bytes, len(self.profiles)))
 
     @property
     def num_ranks(self) -> int:
         """Ranks of all nodes."""
         return self.num_gpus * self.num_nodes
 
+    @property
+    def rank_bytes(self) -> int:
+        """Memory that one rank may use: of its GPU, or its share of a node."""
+        if self.device == "cuda":
+            return self.memory_bytes
+        return max(self.memory_bytes - self.system_bytes, 0) // self.num_gpus
+
+    @property
+    def unit(self) -> str:
+        """What a rank runs on, in words."""
+        return "GPU" if self.device == "cuda" else "rank"
+
 
 DEVICES = ("cuda", "cpu")
-_MAY_BE_ZERO = {"context_bytes", "collective_bytes", "kernel_s", "launch_s", "latency_s", "round_s"}
+_MAY_BE_ZERO = {"system_bytes", "context_bytes", "collective_bytes", "kernel_s", "launch_s", "latency_s", "round_s"}
 _BY_NUMBER_FORMAT = ("flops_per_s", "slowdown")
 
 
@@ -171,6 +209,9 @@ def problems_of(figures: object) -> list[str]:
         device = figures.get("device")
         if "device" in figures and device not in DEVICES:
             problems.append(f"hardware.device={device} must be one of {', '.join(DEVICES)}")
+        price = figures.get("price")
+        if isinstance(price, Mapping) and price.get("per", PER_NODE) not in (PER_NODE, PER_GPU):
+            problems.append(f"hardware.price.per={price['per']} must be {PER_NODE} or {PER_GPU}")
         nodes = figures.get("num_nodes", 1)
         if isinstance(nodes, int) and nodes > 1 and not figures.get("network"):
             problems.append(f"hardware.num_nodes={nodes} needs hardware.network (bandwidth_bytes_per_s, latency_s)")
@@ -230,7 +271,7 @@ def _value_problems(key: str, value: object, path: str, kind: object) -> Iterato
     elif key == "sources":
         if not isinstance(value, Mapping):
             yield f"{path} must say where each figure is from, by its name, not {value!r}"
-    elif kind is not str:
+    elif str not in {kind, *get_args(kind)}:
         yield from _number_problems(key, value, path, whole=kind is int)
     elif not isinstance(value, str):
         yield f"{path}={value} must be text"

@@ -14,8 +14,8 @@ from llama_ssp.errors import ConfigError
 
 THIS_MACHINE = "this_machine"
 """Name of the hardware file that `task=calibrate` writes."""
-_SLOWER_BOARDS = {"PCIE", "NVL", "MIG"}
-"""Variants of a GPU with a lower bandwidth or a different memory."""
+_OTHER_BOARDS = {"PCIE", "NVL", "MIG", "TI", "SUPER", "D", "LAPTOP", "MAX"}
+"""Variants of a GPU with another bandwidth or memory."""
 
 
 def detect_hardware(*, on_cpu: bool = False) -> HardwareConfig:
@@ -30,8 +30,10 @@ def detect_hardware(*, on_cpu: bool = False) -> HardwareConfig:
         if not (on_cpu if measured.device == "cuda" else gpus):
             return measured
     if not gpus:
-        name, kind = platform.node(), platform.machine()
-        return replace(hardware.load("laptop_cpu"), name=name, gpu=kind, memory_bytes=host_memory_bytes())
+        name, kind, memory = platform.node(), platform.machine(), host_memory_bytes()
+        return replace(
+            hardware.load("laptop_cpu"), name=name, gpu=kind, memory_bytes=memory, system_bytes=system_bytes(memory)
+        )
     for entry in map(hardware.load, sorted(hardware.names(), key=_is_shipped)):
         if _describes(entry, gpus[0]) and entry.num_gpus >= len(gpus):
             return replace(entry, num_gpus=len(gpus))
@@ -53,12 +55,12 @@ def _is_shipped(name: str) -> bool:
 
 
 def _describes(entry: HardwareConfig, driver_name: str) -> bool:
-    """Whether an entry matches the driver's name: the same chip and memory size, on the board with full bandwidth."""
+    """Whether an entry matches the driver's name: the same chip and memory size, on the same board."""
     chip, *others = entry.gpu.upper().split("-")
     words = set(re.split(r"[\s-]+", driver_name.upper()))
     sizes = {word for word in words if re.fullmatch(r"\d+GB", word)}
-    is_slower = bool(words & _SLOWER_BOARDS - set(others))
-    return entry.device == "cuda" and chip in words and sizes <= set(others) and not is_slower
+    is_other = bool(words & _OTHER_BOARDS - set(others))
+    return entry.device == "cuda" and set(chip.split()) <= words and sizes <= set(others) and not is_other
 
 
 def _gpu_names() -> list[str]:
@@ -68,6 +70,11 @@ def _gpu_names() -> list[str]:
     query = [command, "--query-gpu=name", "--format=csv,noheader"]
     listed = subprocess.run(query, capture_output=True, text=True, check=False)
     return [line.strip() for line in listed.stdout.splitlines() if line.strip()] if listed.returncode == 0 else []
+
+
+def system_bytes(memory_bytes: int) -> int:
+    """What the operating system keeps of a machine's memory: as much as on a laptop, at most an eighth."""
+    return min(hardware.load("laptop_cpu").system_bytes, memory_bytes // 8)
 
 
 def host_memory_bytes() -> int:

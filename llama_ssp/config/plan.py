@@ -7,12 +7,12 @@ from enum import Enum
 from operator import attrgetter
 from typing import Any
 
-from llama_ssp.config import catalogue, layout
-from llama_ssp.config.drafts.model import ANY_DRAFT, matching_of, problem_of_tokenizer
+from llama_ssp.config import layout
+from llama_ssp.config.drafts.model import problems_of_pair
 from llama_ssp.config.formats.format import problem_of
-from llama_ssp.config.hardware import problems_of
+from llama_ssp.config.hardware import names, problems_of
 from llama_ssp.config.schema import DrafterConfig, ModelConfig, PlacementConfig, SpeculationConfig
-from llama_ssp.errors import ConfigError, one_message
+from llama_ssp.errors import ConfigError, one_message, unknown_name
 
 
 class PlanFormat(Enum):
@@ -22,15 +22,34 @@ class PlanFormat(Enum):
     json = "json"
 
 
+class Objective(Enum):
+    """What a comparison of machines is sorted by."""
+
+    latency = "latency"
+    throughput = "throughput"
+    price = "price"
+
+
+@dataclass(kw_only=True)
+class PlannedSampling:
+    """How tokens are drawn, as far as a plan depends on it."""
+
+    temperature: float = 0.8
+
+
 @dataclass(kw_only=True)
 class PlanConfig:
-    """All settings of one plan. `config.hardware` checks `hardware`."""
+    """All settings of one plan. `config.hardware` checks `hardware`.
+
+    `objective`, `max_ms_per_token`, `max_price` and `prices` are of a comparison of machines.
+    """
 
     model: ModelConfig
     draft: DrafterConfig
     hardware: dict[str, Any]
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    sampling: PlannedSampling = field(default_factory=PlannedSampling)
     batch_size: int = 1
     prompt_tokens: int = 128
     max_new_tokens: int = 64
@@ -38,6 +57,15 @@ class PlanConfig:
     format: PlanFormat = PlanFormat.table
     figure: str | None = None
     search: bool = False
+    objective: Objective | None = None
+    max_ms_per_token: float | None = None
+    max_price: float | None = None
+    prices: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def compares(self) -> bool:
+        """Whether a setting asks for a comparison of machines, or of the numbers of GPUs of one."""
+        return bool(self.objective or self.max_ms_per_token is not None or self.max_price is not None or self.prices)
 
 
 def check(config: PlanConfig) -> None:
@@ -67,6 +95,13 @@ def _ranges(config: PlanConfig) -> Iterator[str]:
     acceptance = config.speculation.acceptance
     if acceptance is not None and not (0 <= acceptance <= 1 and math.isfinite(acceptance)):
         yield f"speculation.acceptance={acceptance} must be between 0 and 1, for example 0.8"
+    if not 0 <= config.sampling.temperature < math.inf:
+        yield f"sampling.temperature={config.sampling.temperature} must be 0 (greedy) or positive, for example 0.8"
+    limits = {"max_ms_per_token": config.max_ms_per_token, "max_price": config.max_price}
+    for key, most in (limits | {f"prices.{name}": price for name, price in config.prices.items()}).items():
+        if most is not None and not (most > 0 and math.isfinite(most)):
+            yield f"{key}={most} must be above 0, for example 20"
+    yield from (unknown_name("machine in prices", name, names()) for name in config.prices if name not in names())
 
 
 def _models(config: PlanConfig) -> Iterator[str]:
@@ -85,15 +120,4 @@ def _models(config: PlanConfig) -> Iterator[str]:
                 f"prompt_tokens={config.prompt_tokens} and max_new_tokens={config.max_new_tokens} make {context}, "
                 f"and the context of {group}={model.name} has {model.shape.max_position_embeddings} tokens"
             )
-    if problem := problem_of_tokenizer(target, config.draft):
-        yield problem
-    if matching_of(config.draft):
-        return
-    if target.shape and draft and draft.shape and target.shape.vocab_size != draft.shape.vocab_size:
-        known = target.name in catalogue.names()
-        fitting = ", ".join(catalogue.smaller_relatives(catalogue.load(target.name))) if known else ""
-        yield (
-            f"the draft must have the target's vocabulary: model={target.name} has {target.shape.vocab_size} tokens, "
-            f"draft={draft.name} {draft.shape.vocab_size}; drafts that fit: {fitting or 'none in the catalogue'}; "
-            f"{ANY_DRAFT}"
-        )
+    yield from problems_of_pair(target, config.draft)

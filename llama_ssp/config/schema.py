@@ -27,6 +27,11 @@ class Dtype(Enum):
     bf16 = "bfloat16"
     fp16 = "float16"
 
+    @property
+    def is_short(self) -> bool:
+        """Whether a value has 16 bits."""
+        return self is Dtype.bf16 or self is Dtype.fp16
+
 
 class WeightsKind(Enum):
     """Source of the weights of target and draft: files, or generated ones (`weights.synthetic`)."""
@@ -46,6 +51,28 @@ class DraftLayout(Enum):
     sharded = "sharded"
     replicated = "replicated"
     own_gpu = "own_gpu"
+
+
+class WholeParts(Enum):
+    """What every rank of a sharded draft holds whole, which saves collectives and costs memory.
+
+    Nothing; the embedding, which saves a collective in every forward; or the attention of all layers and its cache too,
+    which saves one in every layer.
+    """
+
+    none = "none"
+    embedding = "embedding"
+    attention = "attention"
+
+    @property
+    def keeps_embedding(self) -> bool:
+        """Whether the embedding is whole."""
+        return self is not WholeParts.none
+
+    @property
+    def keeps_attention(self) -> bool:
+        """Whether attention is whole."""
+        return self is WholeParts.attention
 
 
 class DeviceKind(Enum):
@@ -120,11 +147,15 @@ class DrafterConfig:
 
 @dataclass(kw_only=True)
 class DraftPlacement:
-    """Ranks of the draft; null: the target's first (one_rank), the target's (sharded, replicated), or the last."""
+    """Ranks of the draft; null: the target's first (one_rank), the target's (sharded, replicated), or the last.
+
+    `whole` is what each of several ranks that share a draft holds whole.
+    """
 
     kind: DraftLayout = DraftLayout.one_rank
     ranks: list[int] | None = None
     tp_size: int | None = None
+    whole: WholeParts = WholeParts.embedding
 
 
 @dataclass(kw_only=True)
@@ -166,16 +197,26 @@ class VerificationConfig:
     rule: str = DEFAULT
 
 
+class TextKind(Enum):
+    """What is written, as far as the acceptance depends on it."""
+
+    any = "any"
+    prose = "prose"
+    code = "code"
+
+
 @dataclass(kw_only=True)
 class SpeculationConfig:
-    """Number of drafted tokens per round (K in Chen et al. 2023), and the acceptance that the forecast assumes.
+    """Number of drafted tokens per round (K in Chen et al. 2023), and what the forecast assumes of the acceptance.
 
     `num_draft_tokens=auto` chooses K for each round from what earlier rounds accepted.
-    `acceptance` is the probability that a drafted token is accepted; null looks the pair up in conf/pairs.yaml.
+    `acceptance` is the probability that a drafted token is accepted; null takes the pair's figure, or forecasts it.
+    `text` is what that forecast assumes to be written.
     """
 
     num_draft_tokens: int | str = 4
     acceptance: float | None = None
+    text: TextKind = TextKind.any
 
     @property
     def adapts(self) -> bool:

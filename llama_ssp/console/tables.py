@@ -29,12 +29,20 @@ def summary_table(summary: Summary) -> RenderableType:
         table.add_row("plain", *ms, _number(plain.tokens_per_s, 1), "-", "-", "-", "-")
     if summary.speculative:
         table.add_row(*_speculative_cells(summary.speculative, summary.forecast, summary.speedup))
-    parts: list[RenderableType] = [Text(), _title(summary), Text(), table]
+    parts: list[RenderableType] = [Text(), _title(summary), Text(), table, _meaning(summary)]
     if summary.speculative and summary.speculative.verify_s:
         parts += [Text(), _round_line(summary.speculative)]
     if memory := _memory_line(summary.memory):
         parts += [memory]
     return Group(*parts)
+
+
+def _meaning(summary: Summary) -> Text:
+    """What ms/token and tokens/s are, and the time to the first token of each mode."""
+    modes = [mode.first_token_ms for mode in (summary.plain, summary.speculative) if mode]
+    first = " and ".join(f"{ms:.1f}" for ms in modes if ms is not None)
+    text = "ms/token of a completion, prompt included; tokens/s over all rows and replicas"
+    return Text(f"{text}\nfirst token after {first} ms" if first else text, style="bright_black")
 
 
 def benchmark_table(rows: Sequence[BenchmarkRow]) -> RenderableType:
@@ -52,7 +60,8 @@ def benchmark_table(rows: Sequence[BenchmarkRow]) -> RenderableType:
         shares = [_share(row.other_share), _share(row.copy_share)]
         cell = ["-" if row.num_draft_tokens is None else str(row.num_draft_tokens), str(row.prompt_tokens)]
         table.add_row(*cell, str(row.batch_size), *ms, _number(row.tokens_per_round, 2), *shares)
-    return Group(Text("ms/token; generate and assisted are transformers'", style="bold"), Text(), table)
+    title = "ms/token of a completion, prompt included; generate and assisted are transformers'"
+    return Group(Text(title, style="bold"), Text(), table)
 
 
 def verdict_table(evaluation: Evaluation) -> RenderableType:

@@ -127,8 +127,13 @@ class Comm:
         if values.shape[-1] < widest:
             values = torch.nn.functional.pad(values, (0, widest - values.shape[-1]))
         values = values.contiguous()
-        slices = [torch.empty_like(values) for _ in sizes]
-        dist.all_gather(slices, values, group=self.group)
+        if values.is_cuda:  # NCCL fills one tensor; into a list it would copy slice by slice
+            joined = values.new_empty(self.size, *values.shape)
+            dist.all_gather_into_tensor(joined, values, group=self.group)
+            slices = [*joined.unbind()]
+        else:
+            slices = [torch.empty_like(values) for _ in sizes]
+            dist.all_gather(slices, values, group=self.group)
         return torch.cat([part[..., :width] for part, width in zip(slices, sizes, strict=True)], dim=-1)
 
     def broadcast(self, values: Tensor, *, src: int) -> Tensor:

@@ -1,7 +1,13 @@
-"""A draft model on some of the ranks, whose drafted ids are broadcast to all.
+"""A draft model on some of the ranks, whose drafted ids are broadcast to all, once in a round.
 
 One rank's ids count. The rule runs on a rank that holds both models, if there is one. Otherwise the draft's
 probabilities are sent to the rank of the target that verifies.
+
+Ranks that share a draft send nothing between its steps but what the model itself sends, because all of them draw the
+same ids. An all-gather gives all of them the same bytes as logits, uniforms are integer arithmetic on the same keys,
+the same operators make probabilities of the logits, and a draw is integer arithmetic again. Only machines of two kinds
+could round a probability differently. They cannot make ranks diverge, because the ids of one rank are broadcast before
+the target reads them: ids and probabilities come from that rank, and the others continue from its ids.
 
 Shapes: B sequences, K drafted tokens, P = 2 uniforms per draw, V vocabulary.
 """
@@ -32,7 +38,6 @@ class BroadcastDrafter(SharedDrafter):
     Args:
         comm: the ranks that receive the ids.
         src: the rank in `comm` whose drafted ids count.
-        all_draft: all ranks hold a slice of the draft, so they have agreed on every id already.
         receiver: None if the rule runs on a rank with the draft, or needs no probabilities.
     """
 
@@ -44,21 +49,20 @@ class BroadcastDrafter(SharedDrafter):
         src: int,
         num_draft_tokens: int,
         device: torch.device,
-        all_draft: bool = False,
         receiver: ProbsReceiver | None = None,
     ) -> None:
         super().__init__(inner, num_draft_tokens=num_draft_tokens, device=device)
         self._comm = comm
         self._src = src
-        self._all_draft = all_draft
         self._receiver = receiver
 
     def propose(self, rows: Rows, *, uniforms_BKP: Tensor, bucket: int, num_unread: int = 2) -> Draft:
         """Draft on the ranks that hold the draft, and broadcast the ids of one; see `Drafter.propose`."""
         if self._inner:
             draft = self._inner.propose(rows, uniforms_BKP=uniforms_BKP, num_unread=num_unread, bucket=bucket)
-            if not self._all_draft:
-                draft = draft._replace(ids_BK=self._comm.broadcast(draft.ids_BK, src=self._src))
+            draft = draft._replace(ids_BK=self._comm.broadcast(draft.ids_BK, src=self._src))
+            if self._comm.rank != self._src:  # which has written them
+                self._write(draft.ids_BK, rows)
             if self._receiver and draft.probs_BTV is not None and self._comm.rank == self._src:
                 self._comm.send(draft.probs_BTV[:, :-1], dst=self._receiver.rank)
             return draft

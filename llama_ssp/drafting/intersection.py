@@ -48,8 +48,7 @@ class IntersectionDrafter(OwnBuckets):
     Attributes:
         vocabularies: the target's tokens in terms of the draft's.
         translator: writes the target's prompts in the draft's tokens.
-        comm: the ranks that share the draft and agree on each id; None for one rank.
-        src: the rank in `comm` whose ids count.
+        comm: the ranks that share the draft; None for one rank.
 
     Source: Timor et al. 2025, arXiv:2502.05202, Algorithm 4 (token-level intersection).
     """
@@ -61,7 +60,6 @@ class IntersectionDrafter(OwnBuckets):
     vocabularies: VocabularyMap
     translator: Translator
     comm: Comm | None = None
-    src: int = 0
 
     on_host = False
     is_point_mass = False
@@ -150,7 +148,7 @@ class IntersectionDrafter(OwnBuckets):
             logits_BV = self.vocabularies.to_target(logits_BTD[:, 0])
             context = rows.before(last_B1) if self.rule.needs_context else None
             ids_B1, probs_BV = self.rule.draw(logits_BV, uniforms_BP, context)
-            drafted.append(self._comm.broadcast(ids_B1, src=self.src))
+            drafted.append(ids_B1)
             last_B1 = last_B1 + 1
             rows.tokens_BS.scatter_(1, last_B1, drafted[-1])
             if probs_BV is not None:

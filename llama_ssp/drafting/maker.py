@@ -45,7 +45,6 @@ def make_drafters(
         device=device,
         runner=runner,
         comm=mesh.draft,
-        src=layout.draft_ranks.index(layout.draft_source_rank) if has_model and not split else 0,
         tokenizers=tokenizers,
     )
     fallback = []
@@ -69,7 +68,6 @@ def make_drafters(
         src=layout.draft_source_rank,
         num_draft_tokens=num_draft_tokens,
         device=device,
-        all_draft=layout.draft_ranks == layout.ranks,
         receiver=ProbsReceiver(layout.verify_rank, vocab_size) if is_apart else None,
     )
     return [shared, *fallback]

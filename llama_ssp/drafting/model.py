@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from llama_ssp.distributed.comms import Comm
 from llama_ssp.drafting.catch_up import CatchUp
 from llama_ssp.drafting.own_tokenizer import make_with_own_tokenizer
 from llama_ssp.drafting.protocol import Drafter, DrafterParts
@@ -41,8 +40,6 @@ class ModelDrafter:
     Attributes:
         num_draft_tokens: the most tokens that a round drafts.
         vocab_size: V of the target; the draft's logits are cut or padded to it.
-        comm: the ranks that share the draft and agree on each id; None for one rank.
-        src: the rank in `comm` whose ids count.
     """
 
     runner: Runner
@@ -50,15 +47,12 @@ class ModelDrafter:
     rule: Rule
     num_draft_tokens: int
     vocab_size: int
-    comm: Comm | None = None
-    src: int = 0
 
     on_host = False
     is_point_mass = False
     reads_skipped = True
 
     def __post_init__(self) -> None:
-        self._comm = self.comm or Comm.single()
         self._last_two = torch.arange(-2, 0, device=self.runner.device)
         self._offsets_K = torch.arange(self.num_draft_tokens, device=self.runner.device)
         self._catch_up = CatchUp(self.runner)
@@ -111,7 +105,7 @@ class ModelDrafter:
                 logits_BV = pad(logits_BV, (0, missing), value=float("-inf"))
             context = rows.before(positions_BT[:, -1:]) if self.rule.needs_context else None
             ids_B1, probs_BV = self.rule.draw(logits_BV, uniforms_BP, context)
-            drafted.append(self._comm.broadcast(ids_B1, src=self.src))
+            drafted.append(ids_B1)
             if context:  # the next one looks at this token too
                 tokens_BS.scatter_(1, positions_BT[:, -1:] + 1, drafted[-1])
             if probs_BV is not None:
@@ -137,6 +131,4 @@ def make(parts: DrafterParts) -> Drafter:
         rule=parts.rule,
         num_draft_tokens=parts.num_draft_tokens,
         vocab_size=parts.vocab_size,
-        comm=parts.comm,
-        src=parts.src,
     )

@@ -11,9 +11,9 @@ from llama_ssp.models.runner import Runner
 
 def make_with_own_tokenizer(parts: DrafterParts, runner: Runner, tokenizers: TokenizerPair) -> Drafter:
     """Make the drafter of a rank that holds the draft model or a slice of it."""
-    num_draft_tokens, comm, src = parts.num_draft_tokens, parts.comm, parts.src
+    num_draft_tokens, comm = parts.num_draft_tokens, parts.comm
     if matching_of(parts.config) is Matching.text:
-        return RetokenizedDrafter(runner, num_draft_tokens=num_draft_tokens, tokenizers=tokenizers, comm=comm, src=src)
+        return RetokenizedDrafter(runner, num_draft_tokens=num_draft_tokens, tokenizers=tokenizers, comm=comm)
     size = runner.vocab_size
     alignment = tokenizers.align(target_size=parts.vocab_size, draft_size=size)
     return IntersectionDrafter(
@@ -23,5 +23,4 @@ def make_with_own_tokenizer(parts: DrafterParts, runner: Runner, tokenizers: Tok
         vocabularies=VocabularyMap.of(alignment, draft_size=size, device=runner.device),
         translator=tokenizers.into_draft(size=size),
         comm=comm,
-        src=src,
     )

@@ -31,7 +31,6 @@ class DrafterParts:
         vocab_size: V of the target.
         runner: the draft model or this rank's slice of it, for kinds of draft that have a model.
         comm: the ranks that share the draft model; None if it is not split.
-        src: the rank in `comm` whose ids count.
         tokenizers: both models' tokenizers, if the draft has its own.
     """
 
@@ -42,7 +41,6 @@ class DrafterParts:
     device: torch.device
     runner: Runner | None = None
     comm: Comm | None = None
-    src: int = 0
     tokenizers: TokenizerPair | None = None
 
 

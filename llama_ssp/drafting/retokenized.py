@@ -41,8 +41,7 @@ class RetokenizedDrafter(HostTimed):
 
     Attributes:
         tokenizers: the target's and the draft's.
-        comm: the ranks that share the draft and agree on each id; None for one rank.
-        src: the rank in `comm` whose ids count.
+        comm: the ranks that share the draft; None for one rank.
 
     Source: Timor et al. 2025, arXiv:2502.05202, Algorithm 2 (string-level exact match).
     """
@@ -52,7 +51,6 @@ class RetokenizedDrafter(HostTimed):
     num_draft_tokens: int
     tokenizers: TokenizerPair
     comm: Comm | None = None
-    src: int = 0
 
     on_host = True
     is_point_mass = True
@@ -141,7 +139,11 @@ class RetokenizedDrafter(HostTimed):
         return self._into_draft.more_ids(ids, start=start) if start else self._into_draft.ids(ids)
 
     def _continued(self, own: Sequence[list[int]], *, num_steps: int) -> list[list[int]]:
-        """The tokens that the draft takes to be the most probable after each row's."""
+        """The tokens that the draft takes to be the most probable after each row's.
+
+        Ranks that share the draft find the same ones, since all have the same gathered logits, and the first of the
+        largest is the same token on every device.
+        """
         logits_BD = self._read(dict(enumerate(own)))
         taken: list[Tensor] = []
         starts_B1 = to_device([[len(ids)] for ids in own], self.runner.device)
@@ -149,7 +151,7 @@ class RetokenizedDrafter(HostTimed):
         for step in range(num_steps):
             if step:
                 logits_BD = self.runner.forward(taken[-1], starts_B1 + (step - 1), bucket=bucket)[:, 0]
-            taken.append(self._comm.broadcast(logits_BD.argmax(-1, keepdim=True), src=self.src))
+            taken.append(logits_BD.argmax(-1, keepdim=True))
         found: list[list[int]] = self._comm.read(torch.cat(taken, dim=1)).tolist()
         self._cached = [[*ids, *new_ids[:-1]] for ids, new_ids in zip(own, found, strict=True)]
         return found

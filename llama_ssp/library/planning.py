@@ -8,7 +8,7 @@ from llama_ssp.config import hardware as machines
 from llama_ssp.config.drafts.model import DraftTokenizer, Matching
 from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.config.machine import detect_hardware
-from llama_ssp.config.plan import PlanConfig, check
+from llama_ssp.config.plan import PlanConfig, PlannedSampling, check
 from llama_ssp.config.registry import load_plugins
 from llama_ssp.config.schema import DraftLayout, DraftPlacement, Dtype, PlacementConfig, SpeculationConfig
 from llama_ssp.errors import ConfigError, unknown_name
@@ -35,6 +35,7 @@ def plan(  # noqa: PLR0913 - a notebook shows this signature
     matching: Matching | str = Matching.intersection,
     num_draft_tokens: int | str = 4,
     acceptance: float | None = None,
+    temperature: float = 0.8,
     batch_size: int = 1,
     prompt_tokens: int = 128,
     max_new_tokens: int = 64,
@@ -53,7 +54,8 @@ def plan(  # noqa: PLR0913 - a notebook shows this signature
         tokenizer: `own` plans a draft whose tokenizer is not the target's.
         matching: how its tokens then become the target's.
         num_draft_tokens: K, or "auto".
-        acceptance: probability that a drafted token is accepted; None looks the pair up.
+        acceptance: probability that a drafted token is accepted; None takes the figure of the pair, or forecasts it.
+        temperature: of the draws, which that forecast depends on; 0 is greedy.
         batch_size: rows that are decoded together.
         prompt_tokens: of the longest prompt.
         max_new_tokens: per completion.
@@ -65,7 +67,8 @@ def plan(  # noqa: PLR0913 - a notebook shows this signature
     """
     given = {
         "num_gpus": num_gpus, "num_nodes": num_nodes, "num_draft_tokens": num_draft_tokens, "acceptance": acceptance,
-        "batch_size": batch_size, "prompt_tokens": prompt_tokens, "max_new_tokens": max_new_tokens,
+        "temperature": temperature, "batch_size": batch_size, "prompt_tokens": prompt_tokens,
+        "max_new_tokens": max_new_tokens,
     }  # fmt: skip
     with in_library_words():
         load_plugins()
@@ -79,15 +82,16 @@ def plan(  # noqa: PLR0913 - a notebook shows this signature
         config = PlanConfig(
             model=entry_of("target", target, dtype=dtypes[0], quantization=formats[0]), draft=drafter,
             hardware=asdict(machine), placement=_placement(placement),
+            sampling=PlannedSampling(temperature=read["temperature"]),
             speculation=SpeculationConfig(num_draft_tokens=read["num_draft_tokens"], acceptance=read["acceptance"]),
             **{name: read[name] for name in ("batch_size", "prompt_tokens", "max_new_tokens")},
         )  # fmt: skip
-        config.model = with_hub_sizes(config.model)
-        config.draft.model = config.draft.model and with_hub_sizes(config.draft.model)
+        config.model = with_hub_sizes(config.model, any_family=True)
+        config.draft.model = config.draft.model and with_hub_sizes(config.draft.model, any_family=True)
         settle_models(config)
         check(config)
         auto_ranks = machine.num_ranks if config.placement.auto else None
-        return plan_job(make_job(config, machine), machine, auto_ranks=auto_ranks)
+        return plan_job(make_job(config, machine), machine, auto_ranks=auto_ranks, divides=True)
 
 
 def _machine(given: object, *, num_gpus: int | None, num_nodes: int | None) -> HardwareConfig:

@@ -14,6 +14,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 from llama_ssp.architectures.family import family_of, record_of
 from llama_ssp.architectures.sharding import split_model
 from llama_ssp.config.formats.format import NO_QUANTIZATION
+from llama_ssp.config.schema import WholeParts
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.errors import CheckpointError
 from llama_ssp.models.attention import BY_POSITION
@@ -38,11 +39,13 @@ class Loading(TypedDict):
         dtype: of weights and cache; None for that of the origin.
         progress: called after each parameter with the bytes read so far and the total bytes.
         precision: of the linear layers; they are quantized as they are read.
+        whole: what each of several ranks holds whole; by default nothing.
     """
 
     dtype: torch.dtype | None
     progress: NotRequired[Progress | None]
     precision: NotRequired[Precision]
+    whole: NotRequired[WholeParts]
 
 
 def build_empty(origin: WeightSource) -> PreTrainedModel:
@@ -76,7 +79,9 @@ def _is_error(record: logging.LogRecord) -> bool:
     return record.levelno >= logging.ERROR
 
 
-def check_model(origin: WeightSource, *, num_ranks: int, quantization: str = NO_QUANTIZATION) -> None:
+def check_model(
+    origin: WeightSource, *, num_ranks: int, quantization: str = NO_QUANTIZATION, whole: WholeParts = WholeParts.none
+) -> None:
     """Raise every error that `load_model` would raise, without loading weights.
 
     Raises:
@@ -85,11 +90,11 @@ def check_model(origin: WeightSource, *, num_ranks: int, quantization: str = NO_
         PlacementError: the family is not supported, or cannot be split over these ranks in this precision.
     """
     family_of(origin.shape.model_type)
-    split_model(origin.shape, num_ranks=num_ranks, quantization=quantization)
+    split_model(origin.shape, num_ranks=num_ranks, quantization=quantization, whole=whole)
     model = build_empty(origin)
     check_packed(model, origin, find_sources(model, origin), quantization)
-    check_quantizable(model, origin.shape, quantization, num_ranks=num_ranks)
-    shard(model, origin.shape, Comm(rank=0, size=num_ranks, group=None), quantization=quantization)
+    check_quantizable(model, origin.shape, quantization, num_ranks=num_ranks, whole=whole)
+    shard(model, origin.shape, Comm(rank=0, size=num_ranks, group=None), quantization=quantization, whole=whole)
 
 
 def load_modules(
@@ -133,7 +138,8 @@ def _prepare(
     """Return this rank's empty model and its weights."""
     model = build_empty(origin)
     sources = find_sources(model, origin)
-    shard(model, origin.shape, comm, quantization=loading.get("precision", UNQUANTIZED).quantization)
+    quantization, whole = loading.get("precision", UNQUANTIZED).quantization, loading.get("whole", WholeParts.none)
+    shard(model, origin.shape, comm, quantization=quantization, whole=whole)
     return model, weights_for(model, origin, sources, device, **loading)
 
 

@@ -17,14 +17,20 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from llama_ssp.architectures.family import family_of
-from llama_ssp.architectures.sharding import Cut, HeadShard, RankShard, cut_of, split_model, widths
+from llama_ssp.architectures.sharding import (
+    HEAD_CUTS,
+    HeadShard,
+    RankShard,
+    cut_of,
+    split_model,
+    stays_whole,
+    widths,
+)
 from llama_ssp.config.formats.format import NO_QUANTIZATION
-from llama_ssp.config.schema import ModelShape
+from llama_ssp.config.schema import ModelShape, WholeParts
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.errors import PlacementError
 from llama_ssp.models.huggingface.families import tp_plan_of
-
-_HEAD_CUTS = {Cut.query_heads, Cut.kv_heads, Cut.fused_qkv}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,9 +136,14 @@ class ScaledVocabularyEmbedding(VocabularyEmbedding):
         return super().forward(ids_BT) * self.embed_scale.to(self.weight.dtype)
 
 
-def shard(model: PreTrainedModel, shape: ModelShape, comm: Comm, *, quantization: str = NO_QUANTIZATION) -> None:
+def shard(
+    model: PreTrainedModel, shape: ModelShape, comm: Comm,
+    *,
+    quantization: str = NO_QUANTIZATION, whole: WholeParts = WholeParts.none,
+) -> None:  # fmt: skip
     """Replace the modules of a model, on the meta device, by this rank's sharded ones; no-op for one rank.
 
+    Modules of the parts `whole` stay as they are: every rank computes them from the same inputs, without a collective.
     PlacementError if it has no plan, or one with an unknown style or module, or there are more ranks than heads.
     """
     if comm.size == 1:
@@ -140,21 +151,23 @@ def shard(model: PreTrainedModel, shape: ModelShape, comm: Comm, *, quantization
     plan = tp_plan_of(model)
     if not plan:
         raise PlacementError(f"{shape.model_type} has no tensor-parallel plan: run it on one rank, not on {comm.size}")
-    shards = split_model(shape, num_ranks=comm.size, quantization=quantization)
+    shards = split_model(shape, num_ranks=comm.size, quantization=quantization, whole=whole)
     for name, module in list(model.named_modules()):
         style = _style(plan, name)
         # A family's own embedding class does more than look up; it stays whole unless the family's record allows it.
         is_own_embedding = isinstance(module, nn.Embedding) and type(module) is not nn.Embedding
         if style.startswith("replicated") or (is_own_embedding and not family_of(shape.model_type).cuts_own_embedding):
             continue
+        if stays_whole(name, whole):
+            continue
         model.set_submodule(name, _local(name, module, style, shards=shards, comm=comm))
-        if cut_of(name) in _HEAD_CUTS:
+        if cut_of(name) in HEAD_CUTS:
             _set_local_heads(model.get_submodule(name.rpartition(".")[0]), shards[comm.rank].heads)
 
 
-def is_row_parallel(model: PreTrainedModel, name: str) -> bool:
-    """Whether the model's plan splits a module along its inputs."""
-    return _style(tp_plan_of(model), name) == "rowwise"
+def is_row_parallel(model: PreTrainedModel, name: str, *, whole: WholeParts = WholeParts.none) -> bool:
+    """Whether `shard` splits a module along its inputs."""
+    return _style(tp_plan_of(model), name) == "rowwise" and not stays_whole(name, whole)
 
 
 def _style(plan: dict[str, str], name: str) -> str:

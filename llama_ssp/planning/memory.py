@@ -8,8 +8,9 @@ Shapes: B sequences, T positions, W = K + 1 positions of a round, V vocabulary, 
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 
-from llama_ssp.architectures.family import family_of
+from llama_ssp.architectures.family import record_of
 from llama_ssp.architectures.sizes import BUCKET_STEP, PREFILL_CHUNK
 from llama_ssp.config.drafts.model import Matching
 from llama_ssp.config.hardware import HardwareConfig
@@ -21,6 +22,8 @@ from llama_ssp.planning.weights import DTYPE_BYTES
 
 GRAPH_NODE_BYTES = 32 * 1024
 """Memory of one kernel in a captured graph, estimated from logs of serving engines (0.3-1 GiB for 67 graphs)."""
+TIGHT_SHARE = 0.03
+"""A rank with a smaller share of its memory left is called tight."""
 SLACK_SHARE = 0.02
 """Estimated fragmentation of the caching allocator, as a share of what it serves."""
 
@@ -68,9 +71,15 @@ class RankMemoryPlan:
         """Whether this rank has enough memory."""
         return self.free_bytes >= 0
 
+    @property
+    def is_tight(self) -> bool:
+        """Whether it fits with little left."""
+        return 0 <= self.free_bytes < TIGHT_SHARE * self.capacity_bytes
+
     def as_items(self) -> dict[str, int | bool]:
         """All figures, including the derived ones."""
-        return asdict(self) | {"needed_bytes": self.needed_bytes, "free_bytes": self.free_bytes, "fits": self.fits}
+        names = ("needed_bytes", "free_bytes", "fits", "is_tight")
+        return asdict(self) | {name: getattr(self, name) for name in names}
 
 
 def memory(job: PlanSpec, hardware: HardwareConfig) -> tuple[RankMemoryPlan, ...]:
@@ -78,17 +87,21 @@ def memory(job: PlanSpec, hardware: HardwareConfig) -> tuple[RankMemoryPlan, ...
 
     GPUs that hold layers but have no rank count as ranks.
     """
+    replica = replica_memory(job, hardware)
+    further = range(1, job.num_replicas)
+    return (*replica, *(replace(one, rank=one.rank + n * len(replica)) for n in further for one in replica))
+
+
+@lru_cache(maxsize=256)  # a search asks more than once
+def replica_memory(job: PlanSpec, hardware: HardwareConfig) -> tuple[RankMemoryPlan, ...]:
+    """The bytes of every rank of the first replica; the others need the same."""
     targets, drafts = target_parts(job), draft_parts(job)
     ranks = sorted({*targets, *drafts})
-    shared = hardware.memory_bytes // hardware.num_gpus if hardware.device == "cpu" else hardware.memory_bytes
-    replica = [
-        _rank_memory(job, hardware, rank, targets.get(rank), drafts.get(rank), capacity_bytes=shared) for rank in ranks
-    ]
-    return tuple(replace(one, rank=one.rank + n * len(ranks)) for n in range(job.num_replicas) for one in replica)
+    return tuple(_rank_memory(job, hardware, rank, targets.get(rank), drafts.get(rank)) for rank in ranks)
 
 
 def _rank_memory(
-    job: PlanSpec, hardware: HardwareConfig, rank: int, target: Part | None, draft: Part | None, *, capacity_bytes: int
+    job: PlanSpec, hardware: HardwareConfig, rank: int, target: Part | None, draft: Part | None
 ) -> RankMemoryPlan:
     parts = [part for part in (target, draft) if part]
     served = {
@@ -115,7 +128,7 @@ def _rank_memory(
         **fixed,
         total_bytes=sum(served.values()) + sum(fixed.values()),
         loading_peak_bytes=loading + hardware.context_bytes + fixed["collectives_bytes"],
-        capacity_bytes=capacity_bytes,
+        capacity_bytes=hardware.rank_bytes,
         target_repeated_bytes=target.weights.on_every_rank_bytes if target else 0,
         draft_repeated_bytes=draft.weights.on_every_rank_bytes if draft else 0,
         target_row_scale_bytes=target.weights.repeated_scale_bytes if target else 0,
@@ -162,7 +175,7 @@ def _activation_bytes(job: PlanSpec, hardware: HardwareConfig, model: PlannedMod
     rows = min(PREFILL_CHUNK, job.prompt_tokens)
     bucket = bucket_of(job.prompt_tokens, job.num_slots, hardware)
     wide = max(2 * part.width, 3 * part.units)
-    pairs = rows * bucket * family_of(shape.model_type).attention_pair_bytes(num_heads=part.num_heads, value_bytes=size)
+    pairs = rows * bucket * record_of(shape.model_type).attention_pair_bytes(num_heads=part.num_heads, value_bytes=size)
     return job.batch_size * (rows * (3 * shape.hidden_size + wide) * size + pairs) + part.working_bytes
 
 
@@ -190,7 +203,7 @@ def kv_bytes_per_token(model: PlannedModel) -> int:
 
 def fits(job: PlanSpec, hardware: HardwareConfig) -> bool:
     """Whether every rank has enough memory."""
-    return all(rank.fits for rank in memory(job, hardware))
+    return all(rank.fits for rank in replica_memory(job, hardware))
 
 
 def largest_batch(job: PlanSpec, hardware: HardwareConfig, *, limit: int = 4096) -> int:

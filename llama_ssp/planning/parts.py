@@ -3,13 +3,14 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import cycle
+from typing import Any
 
 from llama_ssp.architectures.family import inventory, record_of
 from llama_ssp.architectures.inventory import Inventory
 from llama_ssp.architectures.sharding import check_deepspeed, split_blocks, split_model
 from llama_ssp.architectures.sizes import whole_pages
 from llama_ssp.config.formats.format import format_of
-from llama_ssp.config.schema import DraftLayout
+from llama_ssp.config.schema import DraftLayout, WholeParts
 from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.planning.layerwise import layer_placement_of
 from llama_ssp.planning.spec import PlannedModel, PlanSpec, model_bytes
@@ -33,18 +34,23 @@ class Part:
     beside_bytes: int
 
 
-def rank_shares(model: PlannedModel, *, num_ranks: int, kind: TargetKind) -> tuple[Inventory, ...]:
-    """The parameters on each rank, or layer-wise on each device without offload; PlacementError if impossible."""
+def rank_shares(
+    model: PlannedModel, *, num_ranks: int, kind: TargetKind, whole: WholeParts = WholeParts.none
+) -> tuple[Inventory, ...]:
+    """The parameters on each rank, or layer-wise on each device without offload; PlacementError if impossible.
+
+    `whole` is what each rank of our own tensor parallelism holds whole.
+    """
     shape = model.shape
     if kind is TargetKind.accelerate:
         return _layer_wise(model, split_blocks(shape.num_hidden_layers, min(num_ranks, shape.num_hidden_layers)))
     if kind is TargetKind.deepspeed:
         check_deepspeed(shape, model.quantization, num_ranks=num_ranks)
-        whole = inventory(shape)
+        uncut = inventory(shape)
         return tuple(
-            replace(share, embeddings=whole.embeddings, head=whole.head) for share in shares(shape, num_ranks=num_ranks)
+            replace(share, embeddings=uncut.embeddings, head=uncut.head) for share in shares(shape, num_ranks=num_ranks)
         )
-    return shares(shape, num_ranks=num_ranks, quantization=model.quantization)
+    return shares(shape, num_ranks=num_ranks, quantization=model.quantization, whole=whole)
 
 
 def _layer_wise(model: PlannedModel, held: tuple[range, ...]) -> tuple[Inventory, ...]:
@@ -57,7 +63,7 @@ def _layer_wise(model: PlannedModel, held: tuple[range, ...]) -> tuple[Inventory
 def _layer_wise_parts(job: PlanSpec) -> Iterator[Part]:
     """The parts of a layer-wise target by device; the first also computes the offloaded layers."""
     model, row = job.target, layer_placement_of(job)
-    sizes = {"num_rows": job.batch_size, "num_slots": job.num_slots}
+    sizes: dict[str, Any] = {"num_rows": job.batch_size, "num_slots": job.num_slots}
     (whole,) = _parts(job, model, num_ranks=1, kind=TargetKind.tensor, **sizes)
     layer = inventory(model.shape).layer
     read_bytes = DTYPE_BYTES[model.dtype] * max(matrix.num_elements for matrix in layer) if row.waiting else 0
@@ -74,14 +80,16 @@ def _layer_wise_parts(job: PlanSpec) -> Iterator[Part]:
 
 
 def _parts(
-    job: PlanSpec, model: PlannedModel, *, num_ranks: int, kind: TargetKind, num_rows: int, num_slots: int
-) -> Iterator[Part]:
+    job: PlanSpec, model: PlannedModel,
+    *,
+    num_ranks: int, kind: TargetKind, num_rows: int, num_slots: int, whole: WholeParts = WholeParts.none,
+) -> Iterator[Part]:  # fmt: skip
     shape, size = model.shape, DTYPE_BYTES[model.dtype]
-    shards = split_model(shape, num_ranks=num_ranks, quantization=model.quantization)
+    shards = split_model(shape, num_ranks=num_ranks, quantization=model.quantization, whole=whole)
     # DeepSpeed splits a whole model in each rank's host memory, which on a CPU is the planned memory.
     is_whole_first = kind is TargetKind.deepspeed and job.device == "cpu"
     whole_bytes = model_bytes(inventory(shape), model, device=job.device).total_bytes if is_whole_first else 0
-    for held, shard in zip(rank_shares(model, num_ranks=num_ranks, kind=kind), shards, strict=True):
+    for held, shard in zip(rank_shares(model, num_ranks=num_ranks, kind=kind, whole=whole), shards, strict=True):
         weights = model_bytes(held, model, device=job.device)
         num_kv_heads = len(shard.heads.kv_heads)
         slot_bytes = 2 * num_kv_heads * shape.head_dim * size
@@ -106,7 +114,7 @@ def target_parts(job: PlanSpec) -> dict[int, Part]:
     """The target's part on each of its ranks, or devices if layer-wise."""
     if job.target_kind is TargetKind.accelerate:
         return dict(zip(job.target_devices, _layer_wise_parts(job), strict=True))
-    sizes = {"num_rows": job.batch_size, "num_slots": job.num_slots}
+    sizes: dict[str, Any] = {"num_rows": job.batch_size, "num_slots": job.num_slots}
     parts = _parts(job, job.target, num_ranks=len(job.target_ranks), kind=job.target_kind, **sizes)
     return dict(zip(job.target_ranks, parts, strict=True))
 
@@ -118,6 +126,8 @@ def draft_parts(job: PlanSpec) -> dict[int, Part]:
     num_ranks, num_rows = len(job.draft_ranks), job.batch_size
     if job.draft_kind is DraftLayout.replicated:
         num_ranks, num_rows = 1, -(-num_rows // num_ranks)
-    sizes = {"num_rows": num_rows, "num_slots": job.draft_slots}
-    parts = _parts(job, job.draft, num_ranks=num_ranks, kind=TargetKind.tensor, **sizes)
+    parts = _parts(
+        job, job.draft, num_ranks=num_ranks, kind=TargetKind.tensor, num_rows=num_rows, num_slots=job.draft_slots,
+        whole=job.draft_whole,
+    )  # fmt: skip
     return dict(zip(job.draft_ranks, cycle(parts), strict=False))

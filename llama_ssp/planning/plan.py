@@ -10,8 +10,11 @@ from typing import Any
 from llama_ssp.architectures.family import inventory
 from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.errors import CapacityError
+from llama_ssp.planning.acceptance.expected import remarks
 from llama_ssp.planning.choices import advice
-from llama_ssp.planning.choices.changes import Change, smallest_changes
+from llama_ssp.planning.choices.changes import Change, changes_that_fit
+from llama_ssp.planning.choices.fewer import faster_on_fewer
+from llama_ssp.planning.config_file import notes_on_families
 from llama_ssp.planning.layerwise import waiting_bytes
 from llama_ssp.planning.memory import RankMemoryPlan, kv_bytes_per_token, largest_batch, largest_context, memory
 from llama_ssp.planning.messages import round_messages
@@ -30,8 +33,8 @@ class Plan:
     Attributes:
         largest_batch: the largest batch that fits at this context; 0 if none does.
         largest_context: the longest row that fits at this batch size.
-        warnings, notes: see `advice`.
-        changes: the change that would make it fit; empty if it fits.
+        warnings, notes: see `advice` and `fewer`.
+        changes: up to three changes that would make it fit, the best first; empty if it fits.
     """
 
     job: PlanSpec
@@ -77,9 +80,14 @@ def make_plan(job: PlanSpec, hardware: HardwareConfig, *, remark: str | None = N
         timing=timed,
         largest_batch=largest_batch(job, hardware),
         largest_context=largest_context(job, hardware),
-        warnings=tuple(advice.warnings(job, hardware, timed)),
-        notes=(*([remark] if remark else []), *advice.notes(job, heads, fullest.rank)),
-        changes=() if fullest.fits else tuple(smallest_changes(job, hardware)),
+        warnings=(*advice.warnings(job, hardware, timed), *faster_on_fewer(job, hardware, timed)),
+        notes=(
+            *([remark] if remark else []),
+            *notes_on_families(*filter(None, (job.target, job.draft))),
+            *advice.notes(job, hardware, heads, fullest),
+            *(remarks(job, timed.acceptance, timed.ranges) if timed.acceptance else ()),
+        ),
+        changes=() if fullest.fits else tuple(changes_that_fit(job, hardware)),
     )
 
 
@@ -90,7 +98,7 @@ def require_room(plan: Plan, *, words: Mapping[str, str] | None = None) -> None:
 
 
 def shortage(plan: Plan, *, words: Mapping[str, str] | None = None) -> str:
-    """An error message: the fullest rank, its items, its capacity, and the smallest change that fits.
+    """An error message: the fullest rank, its items, its capacity, and the changes that fit, the smallest first.
 
     `words` has, by setting of `llama-ssp plan`, what to print instead if the caller has another; {} is the value.
     """
@@ -109,10 +117,17 @@ def shortage(plan: Plan, *, words: Mapping[str, str] | None = None) -> str:
     start = f"rank {full.rank} needs {needed:.1f} GiB{loading} ({items}) of {capacity:.1f} GiB"
     if not plan.changes:
         return f"{start}; none of the changes that were tried fits: use a larger machine, hardware=NAME"
-    (smallest,) = plan.changes
-    named = [setting.split("=", 1) for setting in smallest.settings]
-    settings = " ".join((words or {}).get(name, f"{name}={{}}").format(value) for name, value in named)
-    return f"{start}; the smallest change that fits: {settings} ({smallest.needed_bytes / GIB:.1f} GiB)"
+    smallest, *others = (_told(change, words or {}) for change in plan.changes)
+    also = f"; other changes that fit: {', or '.join(others)}" if others else ""
+    return f"{start}; the smallest change that fits: {smallest}{also}"
+
+
+def _told(change: Change, words: Mapping[str, str]) -> str:
+    """The settings of a change, and what its plan says."""
+    named = [setting.split("=", 1) for setting in change.settings]
+    settings = " ".join(words.get(name, f"{name}={{}}").format(value) for name, value in named)
+    tight = ", tight" if change.is_tight else ""
+    return f"{settings} ({change.needed_bytes / GIB:.1f} GiB{tight}, {change.ms_per_token:.3g} ms/token)"
 
 
 def document(plan: Plan) -> dict[str, Any]:
@@ -122,6 +137,7 @@ def document(plan: Plan) -> dict[str, Any]:
     return {
         "plan_version": PLAN_VERSION,
         "fits": plan.fits,
+        "is_tight": plan.fits and plan.fullest.is_tight,
         "hardware": figures | {"measured_for_ranks": [profile["num_ranks"] for profile in profiles]},
         "target": _model(job.target, plan, prefix="target") | {
             "kind": job.target_kind.name,
@@ -131,7 +147,8 @@ def document(plan: Plan) -> dict[str, Any]:
             "offload": job.offload.name,
             "offloaded_bytes": waiting_bytes(job),
         },
-        "draft": _model(job.draft, plan, prefix="draft") | {"kind": job.draft_kind.name, "ranks": list(job.draft_ranks)}
+        "draft": _model(job.draft, plan, prefix="draft")
+        | {"kind": job.draft_kind.name, "ranks": list(job.draft_ranks), "whole": job.draft_whole.name}
         if job.draft
         else None,
         "job": {
@@ -149,7 +166,8 @@ def document(plan: Plan) -> dict[str, Any]:
         "largest_rank": plan.fullest.rank,
         "largest_batch": plan.largest_batch,
         "largest_context": plan.largest_context,
-        "time": time_document(plan.timing),
+        "time": time_document(plan.timing, num_rows=job.batch_size * job.num_replicas),
+        "basis": basis(plan.hardware),
         "messages": _messages(job),
         "warnings": list(plan.warnings),
         "notes": list(plan.notes),
@@ -170,34 +188,52 @@ def _model(model: PlannedModel, plan: Plan, *, prefix: str) -> dict[str, Any]:
     whole = inventory(model.shape)
     once = model_bytes(whole, model, device=plan.job.device)
     held = sum(getattr(rank, f"{prefix}_weights_bytes") for rank in plan.ranks)
-    tables = [*whole.embeddings, *([whole.head] if whole.head else [])]
-    biases = sum(matrix.num_rows for matrix in whole.layer if matrix.has_bias)
-    layer = sum(matrix.num_elements for matrix in whole.layer) + whole.layer_vectors + biases
     return {
         "name": model.name,
         "dtype": model.dtype.name,
         "matrix_dtype": model.matrix_dtype(plan.job.device).name,
         "quantization": model.quantization,
-        "num_parameters": whole.num_layers * layer + sum(m.num_elements for m in tables) + whole.final_vectors,
+        "num_parameters": whole.num_parameters,
         "weights_bytes": once.total_bytes,
         "repeated_bytes": held - once.total_bytes,
         "kv_bytes_per_token": kv_bytes_per_token(model),
     }
 
 
-def time_document(timed: Timing) -> dict[str, Any]:
-    """Times in milliseconds, ratios, and their assumptions."""
+def basis(hardware: HardwareConfig) -> str:
+    """What the times rest on."""
+    machine = "GPU" if hardware.device == "cuda" else "machine"
+    if hardware.profiles or "task=calibrate" in hardware.sources.get("all", ""):
+        return f"forecast by what task=calibrate measured on this {machine}"
+    return f"forecast by data sheet; this engine has not been measured on this {machine}"
+
+
+def time_document(timed: Timing, *, num_rows: int) -> dict[str, Any]:
+    """Times of a completion in milliseconds, tokens/s of all `num_rows` of all replicas, ratios, and assumptions."""
 
     def ms(seconds: float | None) -> float | None:
         return None if seconds is None else 1e3 * seconds
+
+    def ends_ms(seconds: tuple[float, float] | None) -> list[float] | None:
+        return None if seconds is None else [1e3 * end_s for end_s in seconds]
 
     def parts(forward: ForwardTime | None) -> dict[str, float] | None:
         seconds = asdict(forward) | {"total_s": forward.total_s} if forward else {}
         return {f"{name.removesuffix('_s')}_ms": 1e3 * value for name, value in seconds.items()} or None
 
+    def rate(seconds: float | None) -> float | None:
+        return None if seconds is None else num_rows / seconds
+
+    acceptance, found = timed.acceptance, timed.ranges
     return {
         "plain_ms_per_token": ms(timed.plain_s),
+        "plain_ms_per_token_range": ends_ms(timed.plain_range_s),
         "speculative_ms_per_token": ms(timed.speculative_s),
+        "speculative_ms_per_token_range": ends_ms(found.token_s if found else None),
+        "plain_tokens_per_s": rate(timed.plain_s),
+        "speculative_tokens_per_s": rate(timed.speculative_s),
+        "plain_first_token_ms": ms(timed.plain_prefill_s),
+        "first_token_ms": ms(timed.prefill_s),
         "speedup": timed.speedup,
         "plain_run_ms_per_token": ms(timed.plain_run_s),
         "speculative_run_ms_per_token": ms(timed.speculative_run_s),
@@ -209,11 +245,15 @@ def time_document(timed: Timing) -> dict[str, Any]:
         "target_forward": parts(timed.target_forward),
         "verify_forward": parts(timed.verify_forward),
         "cost_ratio": timed.cost_ratio,
-        "acceptance": timed.acceptance and timed.acceptance.probability,
-        "acceptance_source": timed.acceptance and timed.acceptance.source,
+        "acceptance": acceptance and acceptance.probability,
+        "acceptance_range": list(acceptance.ends) if acceptance and found else None,
+        "acceptance_source": acceptance and acceptance.source,
+        "acceptance_is_forecast": acceptance.is_forecast if acceptance else None,
         "num_draft_tokens": timed.num_draft_tokens,
         "tokens_per_round": timed.tokens_per_round,
+        "tokens_per_round_range": list(found.tokens_per_round) if found else None,
         "best_num_draft_tokens": timed.best_num_draft_tokens,
+        "best_num_draft_tokens_range": list(found.best_num_draft_tokens) if found else None,
         "speculative_ms_per_token_by_k": [1e3 * seconds for seconds in timed.by_num_draft_tokens],
         "copy_share": timed.copy_share,
         "limit_share": timed.limit_share,

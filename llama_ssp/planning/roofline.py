@@ -1,6 +1,6 @@
 """Forecasts the time of one forward: bytes over bandwidth, FLOPs over rate, and fixed costs.
 
-    forward = layers x (matrices + keys and values read + operators + 2 all-reduces) + frame + head + gathered logits
+    forward = layers x (matrices + keys and values read + operators + all-reduces) + frame + head + gathered logits
 
 The figures have two sources. A machine measured by `task=calibrate` has a profile: times of linear layers by size and
 rows, of the other operators of a layer, and of collectives by size. Any other machine has data sheets: bandwidth,
@@ -12,16 +12,17 @@ forwards to their sums, and every part is scaled by it.
 Shapes: B sequences, T positions.
 """
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from itertools import pairwise
 
 from llama_ssp.architectures.family import inventory
 from llama_ssp.architectures.inventory import Inventory, Matrix
-from llama_ssp.architectures.sizes import ALL_REDUCES_PER_LAYER, ENGINE_KERNELS, Kernels
+from llama_ssp.architectures.sizes import ENGINE_KERNELS, Kernels
 from llama_ssp.config.formats.format import NO_QUANTIZATION, format_of
 from llama_ssp.config.hardware import HardwareConfig, Profile
-from llama_ssp.config.schema import Dtype
+from llama_ssp.config.schema import Dtype, WholeParts
 from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.planning.measured import by_rows_and_width, by_size, composition_ratio, measured_linear_s
 from llama_ssp.planning.parts import rank_shares
@@ -45,7 +46,7 @@ class ModelPlacement:
     """A model on its ranks (GPUs if layer-wise).
 
     `num_active` ranks of a node work at the same time, which selects the profile. Each forward reads offloaded layers
-    for `waiting_s`.
+    for `waiting_s`. Each rank holds the parts `whole` whole.
     """
 
     model: PlannedModel
@@ -55,11 +56,12 @@ class ModelPlacement:
     num_active: int
     waiting_s: float = 0.0
     kernels: Kernels = ENGINE_KERNELS
+    whole: WholeParts = WholeParts.none
 
     @cached_property
     def shares(self) -> tuple[Inventory, ...]:
         """Parameters of the ranks, without duplicates if they work at the same time; raises as `rank_shares`."""
-        held = rank_shares(self.model, num_ranks=len(self.ranks), kind=self.kind)
+        held = rank_shares(self.model, num_ranks=len(self.ranks), kind=self.kind, whole=self.whole)
         return held if self.kind is TargetKind.accelerate else tuple(dict.fromkeys(held))
 
 
@@ -94,6 +96,7 @@ def profile_of(hardware: HardwareConfig, num_active: int) -> Profile | None:
     return min(hardware.profiles, key=lambda profile: abs(profile.num_ranks - num_active), default=None)
 
 
+@lru_cache(maxsize=8192)  # a search asks for the same forwards many times
 def forward_time(
     placement: ModelPlacement, hardware: HardwareConfig,
     *,
@@ -153,27 +156,34 @@ def _matrices_s(
         heads = profile.tied_head if is_tied and has_tied else profile.linear
         head = price(heads, held.output.num_elements, rows=scored, arithmetic=model.dtype) if has_head else 0.0
     else:
-        layer = sum(roofline_s(matrix, model, hardware, rows=rows) for matrix in held.layer)
-        unquantized = replace(model, quantization=NO_QUANTIZATION)
+        layer = sum(_roofline_s(model, hardware, held.layer, rows=rows))
+        unquantized = model if model.quantization == NO_QUANTIZATION else replace(model, quantization=NO_QUANTIZATION)
         head = roofline_s(held.output, unquantized, hardware, rows=scored) if has_head else 0.0
     return held.num_layers * layer + head
 
 
 def slowdown(hardware: HardwareConfig, arithmetic: Dtype) -> float:
     """Time of a matrix product in a number format, relative to fp32 arithmetic on as many bytes."""
-    is_slow = hardware.device == "cpu" and arithmetic in {Dtype.bf16, Dtype.fp16}
+    is_slow = hardware.device == "cpu" and arithmetic.is_short
     return hardware.slowdown.get(arithmetic.name, CPU_SLOWDOWN_16_BITS if is_slow else 1.0)
 
 
 def roofline_s(matrix: Matrix, model: PlannedModel, hardware: HardwareConfig, *, rows: int) -> float:
     """One matrix product with `rows` inputs: the longer of reading the matrix and multiplying."""
+    return next(_roofline_s(model, hardware, (matrix,), rows=rows))
+
+
+def _roofline_s(
+    model: PlannedModel, hardware: HardwareConfig, matrices: Iterable[Matrix], *, rows: int
+) -> Iterator[float]:
     storage = format_of(model.quantization)
-    value_bytes = DTYPE_BYTES[model.matrix_dtype(hardware.device)]
-    wide = value_bytes * matrix.num_elements
-    read_bytes = storage.gpu_read_bytes(rows, storage.matrix_bytes(matrix.num_elements, value_bytes), wide)
+    value_bytes, bytes_per_s = DTYPE_BYTES[model.matrix_dtype(hardware.device)], bandwidth(hardware)
     flops = hardware.flops_per_s.get(model.dtype.name) or max(hardware.flops_per_s.values())
     times = 1.0 if storage.is_quantized else slowdown(hardware, model.dtype)
-    return times * max(read_bytes / bandwidth(hardware), 2 * rows * matrix.num_elements / flops)
+    for matrix in matrices:
+        number = matrix.num_elements
+        read_bytes = storage.gpu_read_bytes(rows, storage.matrix_bytes(number, value_bytes), value_bytes * number)
+        yield times * max(read_bytes / bytes_per_s, 2 * rows * number / flops)
 
 
 def _attention_s(
@@ -194,7 +204,8 @@ def _attention_s(
 def slot_bytes(placement: ModelPlacement) -> int:
     """Keys and values of a cache slot in all layers, on the rank with the most heads."""
     shape = placement.model.shape
-    num_ranks = 1 if placement.kind is TargetKind.accelerate else len(placement.ranks)
+    has_all_heads = placement.kind is TargetKind.accelerate or placement.whole.keeps_attention
+    num_ranks = 1 if has_all_heads else len(placement.ranks)
     num_heads = -(-shape.num_key_value_heads // num_ranks)
     return 2 * num_heads * shape.head_dim * DTYPE_BYTES[placement.model.dtype] * shape.num_hidden_layers
 
@@ -228,7 +239,7 @@ def frame_s(placement: ModelPlacement, hardware: HardwareConfig, rows: int) -> f
 
 
 def _collectives_s(placement: ModelPlacement, hardware: HardwareConfig, *, rows: int, scored: int) -> float:
-    """All-reduces (two per layer, one of the embedding) and the gather of logits; layer-wise, the hops of devices."""
+    """All-reduces and the gather of logits; layer-wise, the hops of devices."""
     if len(placement.ranks) == 1:
         return 0.0
     shape, size = placement.model.shape, DTYPE_BYTES[placement.model.dtype]
@@ -237,7 +248,7 @@ def _collectives_s(placement: ModelPlacement, hardware: HardwareConfig, *, rows:
         return sum(message_s(hardware, neighbours, residual_bytes) for neighbours in pairwise(placement.ranks))
     reduce_s = all_reduce_s(hardware, placement.ranks, residual_bytes)
     gather_s = all_reduce_s(hardware, placement.ranks, scored * shape.vocab_size * size / 2)
-    return (ALL_REDUCES_PER_LAYER * shape.num_hidden_layers + 1) * reduce_s + gather_s
+    return placement.shares[0].num_all_reduces * reduce_s + gather_s
 
 
 def all_reduce_s(hardware: HardwareConfig, ranks: tuple[int, ...], num_bytes: float) -> float:

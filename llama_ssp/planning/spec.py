@@ -1,10 +1,9 @@
 """The input of the planner, from the config of a plan or of a run, with every choice resolved: models, ranks, sizes."""
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from llama_ssp.architectures.family import family_of
+from llama_ssp.architectures.family import record_of
 from llama_ssp.architectures.inventory import Inventory
 from llama_ssp.architectures.sizes import ENGINE_KERNELS, MOST_PIECES, Kernels, own_slots, whole_steps
 from llama_ssp.config.drafts.drafter import draft_name
@@ -12,13 +11,13 @@ from llama_ssp.config.drafts.model import Matching, matching_of
 from llama_ssp.config.formats.format import format_of
 from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.config.layout import Layout, lay_out_replica, max_device_bytes, may_capture
-from llama_ssp.config.model_files import CONFIG_FILE, read_json
 from llama_ssp.config.paths import read_path
 from llama_ssp.config.plan import PlanConfig
-from llama_ssp.config.rules.rule import DEFAULT
-from llama_ssp.config.schema import DraftLayout, Dtype, ModelConfig, ModelShape
+from llama_ssp.config.rules.rule import AT_ZERO, DEFAULT
+from llama_ssp.config.schema import DraftLayout, Dtype, ModelConfig, ModelShape, TextKind, WholeParts
 from llama_ssp.config.target_placement import Offload, TargetKind, TargetPlacement
-from llama_ssp.errors import CheckpointError, ConfigError
+from llama_ssp.errors import ConfigError
+from llama_ssp.planning.config_file import read_config
 from llama_ssp.planning.weights import DTYPE_BYTES, WeightBytes, weight_bytes
 
 
@@ -38,15 +37,20 @@ class PlannedModel:
     quantized_dtype: Dtype = Dtype.auto
     by_library: bool = False
 
+    def __hash__(self) -> int:
+        """Equal models have equal hashes."""
+        return hash((self.name, self.dtype, self.quantization, self.stored, self.by_library))
+
     @property
     def is_lean(self) -> bool:
         """Whether the lean decoder runs the model."""
-        return family_of(self.shape.model_type).is_llama_kind and not self.by_library
+        return record_of(self.shape.model_type).is_llama_kind and not self.by_library
 
     def packs_prompts(self, device: str) -> bool:
         """Whether prompts of several lengths are read without padding; see `models.prefill`."""
-        is_narrow = self.dtype in {Dtype.bf16, Dtype.fp16}
-        return device == "cuda" and self.is_lean and is_narrow and not format_of(self.quantization).rounds_inputs
+        return (
+            device == "cuda" and self.is_lean and self.dtype.is_short and not format_of(self.quantization).rounds_inputs
+        )
 
     def quantized(self, quantization: str) -> "PlannedModel":
         """The same model with quantized linear layers."""
@@ -56,8 +60,7 @@ class PlannedModel:
     def matrix_dtype(self, device: str) -> Dtype:
         """The number format of the linear layers; a CPU keeps those of 16-bit files in 16 bits even in fp32."""
         is_kept = device == "cpu" and self.dtype is Dtype.fp32
-        is_short = self.stored in {Dtype.bf16, Dtype.fp16}
-        return Dtype.fp16 if is_kept and is_short and self.is_lean else self.dtype
+        return Dtype.fp16 if is_kept and self.stored.is_short and self.is_lean else self.dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +72,10 @@ class PlanSpec:
         counts_tokens: penalties count the tokens of the vocabulary.
         free_draft: the kind of a draft without a model, whose cost is not counted; None without one.
         target_ranks, draft_ranks: ranks of each replica, increasing.
+        draft_whole: what each of several ranks that share the draft holds whole.
         matching: how the tokens of a draft with its own tokenizer are matched; None with the target's.
-        acceptance: probability that a drafted token is accepted; None looks the pair up.
+        acceptance: probability that a drafted token is accepted; None takes what is expected of the pair.
+        temperature, text: what that expectation depends on.
         prompt_tokens, max_new_tokens: tokens of the longest row.
         mean_prompt_tokens: of all prompts, where they are known.
         cuda_graphs: whether forwards are captured; otherwise every operator is launched from Python.
@@ -94,9 +99,12 @@ class PlanSpec:
     max_new_tokens: int
     cuda_graphs: bool
     device: str
+    draft_whole: WholeParts = WholeParts.embedding
     num_replicas: int = 1
     mean_prompt_tokens: float | None = None
     adapts: bool = False
+    temperature: float | None = None
+    text: TextKind = TextKind.any
     rule: str = DEFAULT
     free_draft: str | None = None
     matching: Matching | None = None
@@ -160,10 +168,13 @@ def step_bytes(held: Inventory, model: PlannedModel, *, device: str) -> int:
 
 
 def settle_models(config: PlanConfig) -> None:
-    """Fill in the shape and the stored number format of models that have only a folder; see `planned_model`."""
+    """Fill in the shape and the stored number format of models that have only a folder, of any family.
+
+    Raises as `planned_model`.
+    """
     for model in (config.model, config.draft.model):
         if model is not None:
-            settled = planned_model(model, device="cpu")
+            settled = planned_model(model, device="cpu", any_family=True)
             model.shape, model.stored_dtype = settled.shape, settled.stored
 
 
@@ -179,10 +190,14 @@ def make_job(config: PlanConfig, hardware: HardwareConfig) -> PlanSpec:
         matching=matching_of(config.draft),
         draft_kind=layout.draft_kind,
         draft_ranks=layout.draft_ranks,
+        draft_whole=placement.draft.whole,
         num_replicas=placement.num_replicas,
         num_draft_tokens=config.speculation.most_draft_tokens,
         adapts=config.speculation.adapts,
         acceptance=config.speculation.acceptance,
+        temperature=config.sampling.temperature,
+        text=config.speculation.text,
+        rule=DEFAULT if config.sampling.temperature > 0 else AT_ZERO,
         batch_size=config.batch_size,
         prompt_tokens=config.prompt_tokens,
         max_new_tokens=config.max_new_tokens,
@@ -230,16 +245,16 @@ def _quantized_number_format(model: ModelConfig) -> Dtype:
     return model.stored_dtype if model.gpu_dtype is Dtype.auto else model.gpu_dtype
 
 
-def planned_model(model: ModelConfig, *, device: str) -> PlannedModel:
+def planned_model(model: ModelConfig, *, device: str, any_family: bool = False) -> PlannedModel:
     """Resolve a model's shape and number format; an entry without a shape is read from the folder's config.json.
 
-    Without a folder too, ConfigError is raised; `read_config` says what else is.
+    Without a folder too, ConfigError is raised; `read_config` describes `any_family` and says what else is raised.
     """
     shape = model.shape
     if shape is None:
         if model.path is None:
             raise ConfigError(f"model={model.name} needs model.path=DIR, a folder with config.json")
-        shape, stored = read_config(read_path(model.path))
+        shape, stored = read_config(read_path(model.path), any_family=any_family)
         model = replace(model, stored_dtype=stored)
     dtype = number_format(model, device=device)
     return PlannedModel(
@@ -250,43 +265,3 @@ def planned_model(model: ModelConfig, *, device: str) -> PlannedModel:
         stored=model.stored_dtype,
         quantized_dtype=_quantized_number_format(model),
     )
-
-
-_ALIASES = {
-    "num_hidden_layers": ("num_layers", "n_layer"),
-    "num_attention_heads": ("num_heads", "n_head"),
-    "hidden_size": ("n_embd",),
-}
-
-
-def read_config(folder: Path) -> tuple[ModelShape, Dtype]:
-    """Read the sizes and the number format of a checkpoint from its config.json.
-
-    A file that is missing, not JSON, or without a size raises CheckpointError, an unknown family PlacementError.
-    """
-    file = folder / CONFIG_FILE
-    content = read_json(file)
-    if isinstance(model_type := content.get("model_type"), str):
-        family = family_of(model_type)
-    sizes: dict[str, Any] = {}
-    for key in ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size", "max_position_embeddings"):
-        found = [content[name] for name in (key, *_ALIASES.get(key, ())) if isinstance(content.get(name), int)]
-        sizes[key] = found[0] if found else None
-    missing = [key for key, value in sizes.items() if value is None or value < 1]
-    if missing or not isinstance(model_type, str):
-        wanting = ", ".join(missing) or "model_type"
-        raise CheckpointError(f"{file} lacks {wanting}: a config.json as save_pretrained writes it is required")
-    num_heads = sizes["num_attention_heads"]
-    shape = ModelShape(
-        model_type=model_type,
-        num_key_value_heads=content.get("num_key_value_heads") or num_heads,
-        head_dim=content.get("head_dim") or sizes["hidden_size"] // num_heads,
-        intermediate_size=content.get("intermediate_size") or 4 * sizes["hidden_size"],
-        tie_word_embeddings=bool(content.get("tie_word_embeddings", family.ties_unless_said)),
-        **sizes,
-    )
-    if shape.head_dim < 1:
-        wanted = f"at least the {num_heads} of num_attention_heads is required"
-        raise CheckpointError(f"{file} has hidden_size {shape.hidden_size}, and {wanted}: copy or download it again")
-    stored = str(content.get("dtype") or content.get("torch_dtype") or Dtype.fp32.value)
-    return shape, next((dtype for dtype in Dtype if dtype.value == stored), Dtype.fp32)

@@ -19,7 +19,17 @@ from llama_ssp.config.hardware import HardwareConfig, SizePoint
 from llama_ssp.config.rules.rule import rule_of
 from llama_ssp.config.schema import ADAPTIVE_LENGTHS, DraftLayout
 from llama_ssp.config.target_placement import TargetKind
-from llama_ssp.planning.acceptance import Acceptance, of_pair, tokens_per_round
+from llama_ssp.planning.acceptance.expected import (
+    RoundRanges,
+    expected_of_job,
+    fastest,
+    knows_best_k,
+    ranges,
+    token_times,
+)
+from llama_ssp.planning.acceptance.fitted import time_error
+from llama_ssp.planning.acceptance.pair import Acceptance
+from llama_ssp.planning.acceptance.rounds import tokens_per_round
 from llama_ssp.planning.layerwise import READ_BYTES_PER_S, waiting_bytes
 from llama_ssp.planning.measured import by_size
 from llama_ssp.planning.memory import bucket_of
@@ -47,7 +57,8 @@ class Timing:
     Attributes:
         target_forward, verify_forward: the target's forward of one token per row, and of K + 1.
         draft_forward_s: a draft forward of one token, including its draw.
-        prefill_s: the prompt through the target and the draft.
+        prefill_s: the prompt through the target and the draft, which is the time to the first token.
+        plain_prefill_s: through the target alone.
         num_draft_tokens: K of the round that is priced: of an adaptive run the fastest at the assumed acceptance.
         plain_s, speculative_s: per token, while decoding.
         plain_run_s, speculative_run_s: per token of a completion, including the prompt and an unfinished last round.
@@ -56,6 +67,8 @@ class Timing:
         cost_ratio: c, a draft step over a plain target step.
         by_num_draft_tokens: speculative seconds per token for K = 1, 2, ...
         best_num_draft_tokens: the fastest K.
+        plain_range_s: the range of `plain_s` where it stands on data sheets; None on a machine that was measured.
+        ranges: of what follows from the acceptance; None for a given one.
         copy_share, limit_share: the physical limit, reading what a plain step must read (`roofline.least_bytes`), over
             plain decoding: at the speed of a copy, and at the data sheet's bandwidth.
     """
@@ -64,6 +77,7 @@ class Timing:
     verify_forward: ForwardTime | None = None
     draft_forward_s: float | None = None
     prefill_s: float
+    plain_prefill_s: float
     plain_s: float
     plain_run_s: float
     copy_share: float
@@ -80,6 +94,18 @@ class Timing:
     cost_ratio: float | None = None
     by_num_draft_tokens: tuple[float, ...] = ()
     best_num_draft_tokens: int | None = None
+    plain_range_s: tuple[float, float] | None = None
+    ranges: RoundRanges | None = None
+
+    @property
+    def knows_best_k(self) -> bool:
+        """Whether a plan may recommend `best_num_draft_tokens`."""
+        return self.acceptance is not None and knows_best_k(self.acceptance, self.ranges)
+
+    @property
+    def best_s(self) -> float:
+        """Seconds per token of the faster mode, while decoding."""
+        return self.plain_s if self.speculative_s is None else min(self.plain_s, self.speculative_s)
 
 
 class CostModel:
@@ -94,7 +120,9 @@ class CostModel:
         waiting_s = waiting_bytes(job) / READ_BYTES_PER_S.get(job.offload, math.inf)
         self.target = place(model=job.target, kind=job.target_kind, ranks=job.target_devices, waiting_s=waiting_s)
         ranks = job.draft_ranks[:1] if job.draft_kind is DraftLayout.replicated else job.draft_ranks
-        self.draft = place(model=job.draft, kind=TargetKind.tensor, ranks=ranks) if job.draft else None
+        self.draft = None
+        if job.draft:
+            self.draft = place(model=job.draft, kind=TargetKind.tensor, ranks=ranks, whole=job.draft_whole)
         middle = job.prompt_tokens + job.max_new_tokens // 2
         self.least_bytes = least_bytes(self.target, batch_size=job.batch_size, context=middle, device=job.device)
         self._bucket = bucket_of(middle + job.round_rows, job.num_slots, hardware)
@@ -167,10 +195,9 @@ class CostModel:
         return self.forward(self.target, 1).total_s + self.draw_s(self.target) + verdict_s + self.host_s
 
     def draft_step_s(self, num_positions: int) -> float:
-        """One draft forward and its draw, with the message of a sharded draft."""
+        """One draft forward and its draw."""
         assert self.draft, "priced only where there is a draft"
-        agree_s = self.agree_s(round_messages(self.job, 1).steps)
-        return self.forward(self.draft, num_positions).total_s + self.draw_s(self.draft) + agree_s
+        return self.forward(self.draft, num_positions).total_s + self.draw_s(self.draft)
 
     def verdict_s(self, num_draft_tokens: int) -> float:
         """The rule of a round, and the messages before and after it."""
@@ -188,11 +215,13 @@ def timing(job: PlanSpec, hardware: HardwareConfig) -> Timing:
     plain_s = costs.plain_s()
     prefill_s = costs.prefill_s(costs.target)
     tokens = job.max_new_tokens
-    read_bytes = costs.least_bytes
+    read_bytes, error = costs.least_bytes, time_error(hardware)
     plain = Timing(
         target_forward=costs.forward(costs.target, 1),
         prefill_s=prefill_s,
+        plain_prefill_s=prefill_s,
         plain_s=plain_s,
+        plain_range_s=error.ends(plain_s) if error else None,
         plain_run_s=(prefill_s + (tokens - 1) * plain_s) / tokens,
         copy_share=read_bytes / bandwidth(hardware) / plain_s,
         limit_share=read_bytes / hardware.bandwidth_bytes_per_s / plain_s,
@@ -202,17 +231,15 @@ def timing(job: PlanSpec, hardware: HardwareConfig) -> Timing:
 
 def _speculative(costs: CostModel, plain: Timing) -> Timing:
     job = costs.job
-    acceptance = Acceptance(probability=job.acceptance or 0.0, source="given as speculation.acceptance")
-    if job.acceptance is None:
-        acceptance = of_pair(job.target.name, job.draft.name if job.draft else str(job.free_draft))
+    acceptance = expected_of_job(job)
     first_s, step_s = (costs.draft_step_s(job.first_draft_rows), costs.draft_step_s(1)) if costs.draft else (0.0, 0.0)
 
     def round_s(num_draft_tokens: int) -> float:
         return first_s + (num_draft_tokens - 1) * step_s + costs.verify_s(num_draft_tokens) + costs.host_s
 
     chosen = job.num_draft_tokens
-    numbers = range(1, max(MOST_DRAFT_TOKENS, chosen) + 1)
-    by_number = tuple(round_s(number) / tokens_per_round(acceptance.probability, number) for number in numbers)
+    all_rounds_s = [round_s(number) for number in range(1, max(MOST_DRAFT_TOKENS, chosen) + 1)]
+    by_number = token_times(all_rounds_s, acceptance.probability)
     if job.adapts:
         chosen = min(ADAPTIVE_LENGTHS, key=lambda number: by_number[number - 1])
     expected = tokens_per_round(acceptance.probability, chosen)
@@ -221,7 +248,7 @@ def _speculative(costs: CostModel, plain: Timing) -> Timing:
         prefill_s += costs.prefill_s(costs.draft)
     # Prefill yields the first token; on average the length limit ends the last round halfway.
     num_rounds = max(job.max_new_tokens - 1 + (expected - 1) / 2, 0) / expected
-    rounds_s = num_rounds * round_s(chosen)
+    rounds_s = num_rounds * all_rounds_s[chosen - 1]
     if job.adapts and speculative_s > plain.plain_s:  # it goes on without drafts
         speculative_s, rounds_s = plain.plain_s, (job.max_new_tokens - 1) * plain.plain_s
     return replace(
@@ -232,7 +259,7 @@ def _speculative(costs: CostModel, plain: Timing) -> Timing:
         acceptance=acceptance,
         num_draft_tokens=chosen,
         tokens_per_round=expected,
-        round_s=round_s(chosen),
+        round_s=all_rounds_s[chosen - 1],
         verify_s=costs.verify_s(chosen),
         other_s=costs.host_s,
         speculative_s=speculative_s,
@@ -240,5 +267,6 @@ def _speculative(costs: CostModel, plain: Timing) -> Timing:
         speedup=plain.plain_s / speculative_s,
         cost_ratio=step_s / plain.plain_s,
         by_num_draft_tokens=by_number,
-        best_num_draft_tokens=1 + min(range(len(by_number)), key=by_number.__getitem__),
+        best_num_draft_tokens=fastest(by_number),
+        ranges=ranges(acceptance, all_rounds_s, chosen=chosen, time_error=time_error(costs.hardware)),
     )

@@ -1,23 +1,37 @@
 """Computes the exact bytes of a rank's parameters in every precision, from the list in `architectures.inventory`."""
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
 
 from llama_ssp.architectures.family import inventory
 from llama_ssp.architectures.inventory import Inventory, Matrix
 from llama_ssp.architectures.sharding import split_model
 from llama_ssp.config.formats.format import NO_QUANTIZATION, format_of
-from llama_ssp.config.schema import Dtype, ModelShape
+from llama_ssp.config.schema import Dtype, ModelShape, WholeParts
 
 DTYPE_BYTES = {Dtype.fp32: 4, Dtype.bf16: 2, Dtype.fp16: 2}
 HALF_BLOCK = 512
 
 
-def shares(shape: ModelShape, *, num_ranks: int, quantization: str = NO_QUANTIZATION) -> tuple[Inventory, ...]:
-    """The parameters of each rank of a tensor-parallel group; an unknown family or impossible split is refused."""
-    whole = inventory(shape)
+def shares(
+    shape: ModelShape, *, num_ranks: int, quantization: str = NO_QUANTIZATION, whole: WholeParts = WholeParts.none
+) -> tuple[Inventory, ...]:
+    """The parameters of each rank of a tensor-parallel group; an impossible split is refused."""
+    parameters = inventory(shape)
     if num_ranks == 1:
-        return (whole,)
-    return tuple(whole.of_rank(shard) for shard in split_model(shape, num_ranks=num_ranks, quantization=quantization))
+        return (parameters,)
+    sizes = tuple(vars(shape).items())
+    return _shares(parameters, sizes, num_ranks=num_ranks, quantization=quantization, whole=whole)
+
+
+@lru_cache(maxsize=512)  # a search asks for the same shares hundreds of times
+def _shares(
+    parameters: Inventory, sizes: tuple[tuple[str, Any], ...], *, num_ranks: int, quantization: str, whole: WholeParts
+) -> tuple[Inventory, ...]:
+    """The shares of a model with these sizes."""
+    shards = split_model(ModelShape(**dict(sizes)), num_ranks=num_ranks, quantization=quantization, whole=whole)
+    return tuple(parameters.keeping(whole).of_rank(shard) for shard in shards)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +61,7 @@ class WeightBytes:
         return self.sharded_bytes + self.on_every_rank_bytes
 
 
+@lru_cache(maxsize=2048)
 def weight_bytes(held: Inventory, *, dtype: Dtype, quantization: str, matrix_dtype: Dtype | None = None) -> WeightBytes:
     """Count the bytes of a rank's parameters.
 

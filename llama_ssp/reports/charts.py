@@ -3,24 +3,45 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 INK, SOFT, GRID, GREY = "#1b1f23", "#5f6b76", "#dfe3e6", "#8a939b"
-COLOURS = ("#2563a8", "#c2571a", "#2e7d4f", "#7b4ba0", "#a3303c", "#5f6b76", "#0f8b8d", "#9a7b0a")
+COLOURS = ("#2563a8", "#c2571a", "#2e7d4f", "#7b4ba0", "#a3303c", "#cf5aa0", "#0f8b8d", "#9a7b0a")
+SHAPES = ("o", "s", "^", "D", "v")
+"""Of dots, by matplotlib's names."""
+MOST_LINES = 12
+"""Most lines of a chart, each with its own look."""
 MOST_SAID = 12
 """Most marks whose values the alternative text names."""
 Point = tuple[float, float]
 Kind = Enum("Kind", ["bar", "line", "dot"])
 
 
+class Look(NamedTuple):
+    """How one of several lines is drawn, with the shape of its dots."""
+
+    colour: str
+    shape: str = SHAPES[0]
+
+
+def look(number: int) -> Look:
+    """Return the look of a chart's line; neighbours differ in both, so that paper without colours shows them apart."""
+    return Look(COLOURS[number % len(COLOURS)], SHAPES[number % len(SHAPES)])
+
+
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """A bar given by its lower left and upper right corners, a line through points, or a dot at one point."""
+    """A bar given by its lower left and upper right corners, a line through points, or a dot at one point.
+
+    `shape` is that of a dot, or of a line's dots, which the legend shows on the line.
+    """
 
     kind: Kind
     points: Sequence[Point]
     colour: str
     says: str = ""
     dashed: bool = False
+    shape: str = ""
 
 
 @dataclass(kw_only=True)
@@ -49,13 +70,15 @@ class Chart:
         """Add a bar, which shows `says` under the pointer; a `name` goes into the legend."""
         self._add(name, Mark(kind=Kind.bar, points=[(left, bottom), (right, top)], colour=colour, says=says))
 
-    def line(self, points: Sequence[Point], colour: str, *, name: str = "", dashed: bool = False) -> None:
-        """Add straight lines through all points."""
-        self._add(name, Mark(kind=Kind.line, points=points, colour=colour, dashed=dashed))
+    def line(
+        self, points: Sequence[Point], colour: str, *, name: str = "", dashed: bool = False, shape: str = ""
+    ) -> None:
+        """Add straight lines through all points; `shape` is that of their dots."""
+        self._add(name, Mark(kind=Kind.line, points=points, colour=colour, dashed=dashed, shape=shape))
 
-    def dot(self, x: float, y: float, colour: str, *, says: str, name: str = "") -> None:
+    def dot(self, x: float, y: float, colour: str, *, says: str, name: str = "", shape: str = SHAPES[0]) -> None:
         """Add a dot, which shows `says` under the pointer."""
-        self._add(name, Mark(kind=Kind.dot, points=[(x, y)], colour=colour, says=says))
+        self._add(name, Mark(kind=Kind.dot, points=[(x, y)], colour=colour, says=says, shape=shape))
 
     @property
     def alt(self) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from llama_ssp.config.schema import ADAPTIVE
-from llama_ssp.reports.charts import COLOURS, GREY, Chart
+from llama_ssp.reports.charts import COLOURS, GREY, MOST_LINES, SOFT, Chart, look
 from llama_ssp.reports.lines import PLAIN, SPECULATIVE, CompletionLine
 from llama_ssp.reports.runs import Run
 from llama_ssp.reports.summary import counted_rounds
@@ -13,8 +13,6 @@ GIB, MIB = 2**30, 2**20
 WIDEST_BAR = 0.3
 MOST_WINDOWS = 40
 """Points of a line along the text."""
-MOST_LINES = 12
-"""Most lines of a chart that can be told apart."""
 FORECAST_BAND = 0.2
 """The planner's goal: forecasts within 20 % of measurements."""
 
@@ -39,10 +37,11 @@ def acceptance_by_position(runs: Sequence[Run], names: Sequence[str] = ()) -> Ch
     )  # fmt: skip
     for number, (name, found) in enumerate(rates.items()):
         points = [(float(position), rate) for position, (rate, _) in enumerate(found, start=1)]
-        chart.line(points, _colour(number), name=name)
+        colour, shape = look(number)
+        chart.line(points, colour, name=name, shape=shape)
         for (position, rate), (_, examined) in zip(points, found, strict=True):
             says = f"{name}, position {position:.0f}: {100 * rate:.1f} % of {examined}"
-            chart.dot(position, rate, _colour(number), says=says)
+            chart.dot(position, rate, colour, says=says, shape=shape)
     return chart
 
 
@@ -83,7 +82,7 @@ def forecast_against_measured(runs: Sequence[Run], names: Sequence[str] = ()) ->
     chart.line([(0, 0), (highest, highest * (1 - FORECAST_BAND))], GREY, name=apart, dashed=True)
     chart.line([(0, 0), (highest / (1 + FORECAST_BAND), highest)], GREY, dashed=True)
     for measured, expected, mode, of_run in points:
-        colour = COLOURS[5 if mode == PLAIN else 0]
+        colour = SOFT if mode == PLAIN else COLOURS[0]
         says = f"{of_run}, {mode}: {expected:.2f} forecast, {measured:.2f} measured"
         chart.dot(measured, expected, colour, says=says, name=mode)
     return chart
@@ -163,11 +162,9 @@ def draft_lengths(run: Run) -> Chart | None:
     middles = {(window + 0.5) * width: rounds for window, rounds in sorted(windows.items())}
     for place, name in enumerate(("drafted", "accepted")):
         points = [(middle, fmean(each[place] for each in rounds)) for middle, rounds in middles.items()]
-        chart.line(points, _colour(place), name=name)
+        colour, shape = look(place)
+        chart.line(points, colour, name=name, shape=shape)
         for middle, mean in points:
-            chart.dot(middle, mean, _colour(place), says=f"about token {middle:.0f}: {mean:.1f} {name}")
+            says = f"about token {middle:.0f}: {mean:.1f} {name}"
+            chart.dot(middle, mean, colour, says=says, shape=shape)
     return chart
-
-
-def _colour(number: int) -> str:
-    return COLOURS[number % len(COLOURS)]

@@ -27,6 +27,8 @@ except ImportError as error:
     raise ConfigError(f"a report needs jinja2: pip install jinja2 ({error})") from error
 
 CELL_COLUMNS = ("cell", "plain", "forecast", "generate", "speculative", "forecast", "assisted", "tokens/round")
+MOST_COLUMNS = 16
+"""Of a table on paper; the rows of a wider one are grids there."""
 MOST_SHOWN = 3
 """Runs of a sweep whose first completion is shown before the sections of the runs."""
 
@@ -48,6 +50,7 @@ def report(runs: Sequence[Run], measures: Sequence[RunMeasures] | None = None, *
         cell_columns=CELL_COLUMNS,
         measure_columns=MEASURE_COLUMNS,
         least_prompts=LEAST_PROMPTS,
+        most_columns=MOST_COLUMNS,
         missing=missing,
     )
 

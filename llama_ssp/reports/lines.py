@@ -82,9 +82,7 @@ class CompletionLine:
     def from_json(cls, line: bytes) -> "CompletionLine":
         """Read a line back; raises ValueError unless it is JSON with exactly the fields above and possible numbers."""
         content = read_json(line)
-        if isinstance(content, dict):
-            content = _LATER_FIELDS | content
-        restored = restore(cls, content, exact=True)
+        restored = restore(cls, _LATER_FIELDS | content if isinstance(content, dict) else content, exact=True)
         if restored.mode not in {PLAIN, SPECULATIVE}:
             raise ValueError(f"mode holds {restored.mode!r}")
         by_round = (restored.accepted_lengths, restored.examined_lengths, restored.draft_lengths)
@@ -109,6 +107,7 @@ class PlainSummary:
     ms_per_token: float | None
     tokens_per_s: float | None
     num_target_forwards: int
+    first_token_ms: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +125,7 @@ class SpeculativeSummary:
     verify_s: float
     other_s: float
     drafted_histogram: list[int] | None = None
+    first_token_ms: float | None = None
 
     @property
     def drafting(self) -> str:

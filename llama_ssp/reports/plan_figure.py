@@ -1,4 +1,4 @@
-"""The figure of a plan: memory of each GPU under the line of its capacity, and ms/token by K with plain decoding."""
+"""The figure of a plan: memory of each rank under the line of its capacity, and ms/token by K with plain decoding."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,12 +27,12 @@ def draw_plan(plan: Mapping[str, Any], file: Path) -> None:
 
 
 def memory_by_rank(plan: Mapping[str, Any]) -> Chart:
-    """Stack the memory items of each GPU, under its capacity."""
+    """Stack the memory items of each rank, under its capacity."""
     ranks = plan["memory"]
     capacity = ranks[0]["capacity_bytes"] / GIB
     fullest = max(sum(rank[item] for item in ITEMS.values()) for rank in ranks) / GIB
     chart = Chart(
-        title="Memory per GPU", x_label="rank", y_label="GiB",
+        title="Memory per rank", x_label="rank", y_label="GiB",
         highest_x=len(ranks), highest_y=max(capacity, fullest),
         x_names={place + 0.5: str(rank["rank"]) for place, rank in enumerate(ranks)},
     )  # fmt: skip

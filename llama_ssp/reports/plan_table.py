@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from llama_ssp.config.formats.format import formats
+from llama_ssp.config.schema import DraftLayout, DraftPlacement
 from llama_ssp.errors import ConfigError
 from llama_ssp.visible import visible
 
@@ -33,23 +33,21 @@ ITEMS = {
 }
 SUMS = {"peak while loading": "loading_peak_bytes", "capacity": "capacity_bytes", "free": "free_bytes"}
 LEAST_SHOWN_MS = LEAST_SHOWN_HOURS = 0.005
-MOST_CHOICES = 8
-"""Choices per target that the search prints; JSON has all of them."""
 
 
 def print_plan(plan: Mapping[str, Any], console: "Console | None" = None) -> None:
     """Print one plan document on a console, or on standard output; raises ConfigError if rich is not installed."""
-    console = console or _console()
-    console.print(f"\n[bold]{_literal(headline(plan))}[/bold]")
+    console = console or standard_output()
+    console.print(f"\n[bold]{literal(headline(plan))}[/bold]")
     console.print(_memory_table(plan))
     console.print(_room(plan))
     console.print(_time_table(plan))
     for line in _basis(plan):
-        console.print(_literal(line))
+        console.print(literal(line))
     for warning in plan["warnings"]:
-        console.print(f"[yellow]warning:[/yellow] {_literal(warning)}")
+        console.print(f"[yellow]warning:[/yellow] {literal(warning)}")
     for note in plan["notes"]:
-        console.print(f"[cyan]note:[/cyan] {_literal(note)}")
+        console.print(f"[cyan]note:[/cyan] {literal(note)}")
 
 
 def headline(plan: Mapping[str, Any]) -> str:
@@ -71,7 +69,10 @@ def _named(model: Mapping[str, Any]) -> str:
 
 def _placed(draft: Mapping[str, Any]) -> str:
     ranks = draft["ranks"]
-    return f"on rank {ranks[0]}" if len(ranks) == 1 else f"{draft['kind']} over {len(ranks)} ranks"
+    if len(ranks) == 1:
+        return f"on rank {ranks[0]}"
+    is_usual = draft["kind"] == DraftLayout.replicated.name or draft["whole"] == DraftPlacement().whole.name
+    return f"{draft['kind']} over {len(ranks)} ranks{'' if is_usual else ', ' + draft['whole'] + ' whole'}"
 
 
 def _memory_table(plan: Mapping[str, Any]) -> "Table":
@@ -89,16 +90,23 @@ def _memory_table(plan: Mapping[str, Any]) -> "Table":
         table.add_column(f"{group}{heads}", justify="right", no_wrap=True)
     for label, item in ITEMS.items():
         if any(rank[item] for _, rank in groups):
-            table.add_row(label, *(_amount(rank[item], unit) for _, rank in groups))
+            table.add_row(label, *(amount(rank[item], unit) for _, rank in groups))
     table.add_section()
-    table.add_row("total", *(f"[bold]{_amount(rank['total_bytes'], unit)}[/bold]" for _, rank in groups))
+    table.add_row("total", *(f"[bold]{amount(rank['total_bytes'], unit)}[/bold]" for _, rank in groups))
     for label, item in SUMS.items():
-        table.add_row(label, *(_amount(rank[item], unit) for _, rank in groups))
-    table.add_row("verdict", *("[green]fits[/green]" if rank["fits"] else "[red]too full[/red]" for _, rank in groups))
+        table.add_row(label, *(amount(rank[item], unit) for _, rank in groups))
+    table.add_row("verdict", *(_verdict(rank) for _, rank in groups))
     return table
 
 
-def _amount(num_bytes: int, unit: int) -> str:
+def _verdict(rank: Mapping[str, Any]) -> str:
+    if not rank["fits"]:
+        return "[red]too full[/red]"
+    return "[yellow]fits, tight[/yellow]" if rank["is_tight"] else "[green]fits[/green]"
+
+
+def amount(num_bytes: int, unit: int) -> str:
+    """Bytes in GiB or MiB."""
     if not num_bytes:
         return "[dim]-[/dim]"
     return "<0.01" if 0 < num_bytes < unit / 200 else f"{num_bytes / unit:.2f}"
@@ -131,24 +139,35 @@ def _room(plan: Mapping[str, Any]) -> str:
 def _time_table(plan: Mapping[str, Any]) -> "Table":
     from rich.table import Table  # noqa: PLC0415 - see the module
 
-    time, rows = plan["time"], plan["job"]["batch_size"]
-    table = Table(title="Time", title_justify="left", title_style="")
-    for name in ("", "ms/token", "tokens/s", "speed-up", "of which"):
+    time = plan["time"]
+    table = Table(title=f"Time: {_meaning(plan['job'])}", title_justify="left", title_style="")
+    for name in ("", "ms/token", "80 %", "first token", "tokens/s", "speed-up", "of which"):
         table.add_column(name, justify="left" if name in {"", "of which"} else "right")
-    plain = time["plain_ms_per_token"]
-    table.add_row("plain", f"{plain:.2f}", f"{1e3 * rows / plain:.1f}", "", _parts(time["target_forward"]))
+    ends = _ends(time["plain_ms_per_token_range"])
+    plain = [f"{time['plain_ms_per_token']:.2f}", ends, f"{time['plain_first_token_ms']:.0f} ms"]
+    table.add_row("plain", *plain, f"{time['plain_tokens_per_s']:.1f}", "", _parts(time["target_forward"]))
     if time["speculative_ms_per_token"] is not None:
         speculative, speedup = time["speculative_ms_per_token"], time["speedup"]
         colour = "green" if speedup > 1 else "red"
         table.add_row(
             "speculative",
             f"{speculative:.2f}",
-            f"{1e3 * rows / speculative:.1f}",
+            _ends(time["speculative_ms_per_token_range"]),
+            f"{time['first_token_ms']:.0f} ms",
+            f"{time['speculative_tokens_per_s']:.1f}",
             f"[{colour}]{speedup:.2f}x[/{colour}]",
             f"round {time['round_ms']:.1f} = {time['num_draft_tokens']} x {time['draft_step_ms']:.2f} draft, "
             f"verify {time['verify_ms']:.1f}, other {time['other_ms']:.2f}",
         )
     return table
+
+
+def _meaning(job: Mapping[str, Any]) -> str:
+    """What ms/token and tokens/s of a plan mean."""
+    rows, num_replicas = job["batch_size"], job["num_replicas"]
+    over = ["one row"] if rows == 1 else [f"{rows} rows"]
+    over += [f"each of {num_replicas} replicas"] if num_replicas > 1 else []
+    return f"ms/token of a completion after its first token, tokens/s over {' of '.join(over)}"
 
 
 def _parts(forward: Mapping[str, float]) -> str:
@@ -158,15 +177,31 @@ def _parts(forward: Mapping[str, float]) -> str:
 
 def _basis(plan: Mapping[str, Any]) -> list[str]:
     time = plan["time"]
-    of_copy, of_sheet, prefill_ms = 100 * time["copy_share"], 100 * time["limit_share"], time["prefill_ms"]
+    of_copy, of_sheet = 100 * time["copy_share"], 100 * time["limit_share"]
     reached = f"plain decoding reaches {of_copy:.0f} % of the speed of a copy, {of_sheet:.0f} % of the data sheet's"
-    lines = [f"{reached}; prompt {prefill_ms:.0f} ms"]
+    lines = [plan["basis"], reached]
     if time["tokens_per_round"] is not None:
+        shown = {
+            name: f"{time[name]:.2f}{_in_brackets(time[f'{name}_range'])}"
+            for name in ("tokens_per_round", "acceptance")
+        }
+        best, ends = time["best_num_draft_tokens"], time["best_num_draft_tokens_range"]
+        between = f" ({ends[0]} to {ends[1]})" if ends and ends[0] < ends[1] else ""
         lines.append(
-            f"{time['tokens_per_round']:.2f} tokens per round at an acceptance of {time['acceptance']:.2f} "
-            f"({time['acceptance_source']}); c = {time['cost_ratio']:.3f}; best K = {time['best_num_draft_tokens']}"
+            f"{shown['tokens_per_round']} tokens per round at an acceptance of {shown['acceptance']}; "
+            f"c = {time['cost_ratio']:.3f}; best K = {best}{between}; in brackets 80 % ranges"
         )
+        lines.append(f"acceptance: {time['acceptance_source']}")
     return lines
+
+
+def _ends(found: Sequence[float] | None) -> str:
+    """The ends of a range; empty without one."""
+    return f"{found[0]:.3g}-{found[1]:.3g}" if found else ""
+
+
+def _in_brackets(found: Sequence[float] | None) -> str:
+    return f" ({found[0]:.2f}-{found[1]:.2f})" if found else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,10 +228,10 @@ class JobRow:
 
 def print_jobs(jobs: Sequence[JobRow], console: "Console | None" = None) -> None:
     """Print one table of all jobs of a sweep; raises ConfigError if rich is not installed."""
-    console = console or _console()
+    console = console or standard_output()
     from rich.table import Table  # noqa: PLC0415 - see the module
 
-    title = "All jobs; ms/token of the faster mode; hours of decoding at most, without loading"
+    title = "All jobs; ms/token of a completion in its faster mode; hours of decoding at most, without loading"
     table = Table(title=title, title_justify="left", title_style="", show_footer=True)
     hours, gpu_hours = ([getattr(job, name) for job in jobs] for name in ("hours", "gpu_hours"))
     table.add_column("job", footer=f"{len(jobs)} jobs", overflow="fold")
@@ -207,7 +242,7 @@ def print_jobs(jobs: Sequence[JobRow], console: "Console | None" = None) -> None
     for job in jobs:
         verdict = "[green]yes[/green]" if job.fits else "[red]no[/red]"
         spent = [_shown_hours(job.hours), _shown_hours(job.gpu_hours)]
-        table.add_row(_literal(job.name), verdict, f"{job.ms_per_token:.2f}", *spent)
+        table.add_row(literal(job.name), verdict, f"{job.ms_per_token:.2f}", *spent)
     console.print(table)
 
 
@@ -223,55 +258,15 @@ def _shown_hours(hours: float | None) -> str:
     return "<0.01" if 0 < hours < LEAST_SHOWN_HOURS else f"{hours:.2f}"
 
 
-def print_search(choices: Sequence[Mapping[str, Any]], *, machine: str, console: "Console | None" = None) -> None:
-    """Print the ranking by target, with what does not fit struck out; raises ConfigError if rich is not installed."""
-    console = console or _console()
-    from rich.table import Table  # noqa: PLC0415 - see the module
-
-    machine = _literal(machine)
-    title = f"Choices on {machine}, the fastest {MOST_CHOICES} of each target; # ranks all, GiB are the fullest rank's"
-    table = Table(title=title, title_justify="left", title_style="")
-    for name in ("#", "target", "draft", "K", "ms/token", "gain", "GiB"):
-        table.add_column(name, justify="left" if name in {"target", "draft"} else "right", no_wrap=True)
-    for target in dict.fromkeys(choice["target"] for choice in choices):
-        chosen = [choice for choice in choices if choice["target"] == target]
-        fitting = [choice for choice in chosen if choice["reason"] is None]
-        misfits = _one_per_precision([choice for choice in chosen if choice["reason"] is not None])
-        for choice in [*fitting[:MOST_CHOICES], *misfits]:
-            table.add_row(*_search_row(choice))
-        table.add_section()
-    console.print(table)
-
-
-def _one_per_precision(choices: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """For each precision, the choice that comes closest to fitting."""
-    nearest: dict[str, Mapping[str, Any]] = {}
-    for choice in sorted(choices, key=lambda choice: choice["needed_bytes"] or 0):
-        nearest.setdefault(choice["quantization"], choice)
-    return list(nearest.values())
-
-
-def _search_row(choice: Mapping[str, Any]) -> list[str]:
-    storage = formats().get(choice["quantization"])
-    target = f"{_literal(choice['target'])} {(storage and storage.short_name) or choice['quantization']}"
-    draft = f"{_literal(choice['draft'])} {choice['draft_kind']}" if choice["draft"] else "none"
-    if choice["reason"]:
-        struck = [f"[strike]{name}[/strike]" for name in (target, draft)]
-        needed, capacity = choice["needed_bytes"], choice["capacity_bytes"]
-        shortage = "cannot be shared" if needed is None else f"{needed / GIB:.1f} of {capacity / GIB:.1f}"
-        return ["", *struck, "", "", "", f"[red]{shortage}[/red]"]
-    k, room = str(choice["num_draft_tokens"] or ""), _amount(choice["needed_bytes"], GIB)
-    return [str(choice["rank"]), target, draft, k, f"{choice['ms_per_token']:.2f}", f"{choice['speedup']:.2f}x", room]
-
-
-def _literal(text: str) -> str:
+def literal(text: str) -> str:
     """Escape text of settings and of catalogue entries: it must be neither markup nor control characters."""
     from rich.markup import escape  # noqa: PLC0415 - see the module
 
     return escape(visible(text))
 
 
-def _console() -> "Console":
+def standard_output() -> "Console":
+    """A console on standard output; raises ConfigError if rich is not installed."""
     try:
         from rich.console import Console  # noqa: PLC0415 - see the module
     except ImportError as error:

@@ -15,7 +15,7 @@ from html import escape
 from pathlib import Path
 
 from llama_ssp.errors import ConfigError
-from llama_ssp.reports.charts import GRID, INK, SOFT, Chart, Kind, Mark
+from llama_ssp.reports.charts import GRID, INK, SHAPES, SOFT, Chart, Kind, Mark
 
 try:
     import matplotlib.style as mpl_style
@@ -49,6 +49,8 @@ HALF_WIDTH_NAME = 28
 LONGEST_NAME = 60
 DASHES = (0, (2.5, 2))
 """A dash of five points and a gap of four, in line widths."""
+DOT_SIZES = dict(zip(SHAPES, (8, 7, 8.5, 6.5, 8.5), strict=True))
+"""With these the shapes look equally large."""
 MOST_NAMES = 20
 """Most names under the x axis; of more, only every second or third is shown."""
 LEAST, MOST = 1e-100, 1e100
@@ -150,7 +152,7 @@ def _label(axes: Axes, chart: Chart) -> None:
         axes.set_xticks([x for x, _ in names], [_shortened(name) for _, name in names])
     if chart.legend:
         axes.legend(
-            [_artist(mark) for mark in chart.legend.values()], [_shortened(name) for name in chart.legend],
+            [_handle(mark) for mark in chart.legend.values()], [_shortened(name) for name in chart.legend],
             loc="upper left", bbox_to_anchor=(EDGE, -BOTTOM / INNER_HEIGHT), ncols=_legend_columns(chart),
             fontsize=10.5,
         )  # fmt: skip
@@ -161,9 +163,17 @@ def _artist(mark: Mark) -> Artist:
     if mark.kind is Kind.bar:
         return Rectangle((xs[0], ys[0]), xs[1] - xs[0], ys[1] - ys[0], color=mark.colour, linewidth=0, clip_on=False)
     if mark.kind is Kind.dot:
-        return Line2D(xs, ys, color=mark.colour, marker="o", markersize=8, markeredgewidth=0, linestyle="none",
-                      clip_on=False)  # fmt: skip
+        return Line2D(xs, ys, color=mark.colour, marker=mark.shape, markersize=DOT_SIZES[mark.shape],
+                      markeredgewidth=0, linestyle="none", clip_on=False)  # fmt: skip
     return Line2D(xs, ys, color=mark.colour, linewidth=2, linestyle=DASHES if mark.dashed else "-")
+
+
+def _handle(mark: Mark) -> Artist:
+    """What the legend shows: a line has its dots there, which are marks of their own in the chart."""
+    shown = _artist(mark)
+    if mark.kind is Kind.line and mark.shape:
+        shown.set(marker=mark.shape, markersize=DOT_SIZES[mark.shape], markeredgewidth=0)
+    return shown
 
 
 def _reach(highest: float) -> float:

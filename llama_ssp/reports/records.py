@@ -33,8 +33,8 @@ from llama_ssp.visible import visible
 _Line = TypeVar("_Line")
 COSTS_FILE, KERNELS_FILE = "round_costs.json", "kernels.json"
 CHANGEABLE = (
-    "run_dir", "timeouts", "hardware", "dry_run", "speculation.acceptance",
-    "task.picture", "task.gate", "task.margin", "task.near_tie", "task.num_prompts",
+    "run_dir", "timeouts", "hardware", "dry_run", "speculation.acceptance", "speculation.text",
+    "task.picture", "task.store", "task.gate", "task.margin", "task.near_tie", "task.num_prompts",
     "model.verify", "model.manifest", "draft.model.verify", "draft.model.manifest",
 )  # fmt: skip
 """Keys of a config, with all below them, that may change when a run is resumed: no completion depends on them."""

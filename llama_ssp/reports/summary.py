@@ -52,8 +52,14 @@ def ms_per_token(lines: Sequence[CompletionLine]) -> float | None:
 
 
 def tokens_per_s(lines: Sequence[CompletionLine]) -> float | None:
-    """Throughput of all rows together: new tokens over wall time, above `1000 / ms_per_token` in a batch."""
+    """Throughput of all rows and replicas: new tokens over wall time, above `1000 / ms_per_token` in a batch."""
     return _ratio(_num_new_tokens(lines), sum(line.share_s for line in lines))
+
+
+def first_token_ms(lines: Sequence[CompletionLine]) -> float | None:
+    """Mean time from the start of the prefill to the first token, of the lines that have it."""
+    known = [line.first_token_ms for line in lines if line.first_token_ms is not None]
+    return _ratio(sum(known), len(known))
 
 
 def tokens_per_round(lines: Sequence[CompletionLine]) -> float | None:
@@ -97,6 +103,7 @@ def _plain(lines: Sequence[CompletionLine]) -> PlainSummary:
         ms_per_token=ms_per_token(lines),
         tokens_per_s=tokens_per_s(lines),
         num_target_forwards=sum(line.num_target_forwards for line in lines),
+        first_token_ms=first_token_ms(lines),
     )
 
 

@@ -11,7 +11,7 @@ from llama_ssp.config.drafts.model import Matching, matching_of
 from llama_ssp.config.layout import lay_out_replica, max_device_bytes
 from llama_ssp.config.model_files import GENERATION_CONFIG_FILE, TOKENIZER_FILES, read_json
 from llama_ssp.config.paths import read_path
-from llama_ssp.config.schema import Dtype, ModelConfig, RunConfig, WeightsKind
+from llama_ssp.config.schema import Dtype, ModelConfig, RunConfig, WeightsKind, WholeParts
 from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.distributed.agree import raise_on_all_ranks
 from llama_ssp.distributed.world import World
@@ -73,6 +73,7 @@ def find_sources(
     kind = config.placement.target.kind
     tensor_parallel_size = len(layout.target_ranks) if kind is TargetKind.tensor else 1
     num_ranks = (tensor_parallel_size, 1 if layout.splits_batch else len(layout.draft_ranks))
+    wholes = (WholeParts.none, config.placement.draft.whole)
     with raise_on_all_ranks(world.comm):
         if config.weights is WeightsKind.checkpoint and world.ranks.local_rank == 0:
             for entry in [entry for entry, of_user in zip(_entries(config), held, strict=False) if not of_user.weights]:
@@ -89,8 +90,10 @@ def find_sources(
             shape, quantization = origins[0].shape, config.model.quantization
             check_auto_tp(shape, quantization=quantization, num_ranks=len(layout.target_ranks))
         target, *drafts = (
-            _check(entry, origin, of_user, num_ranks=number, device=world.device.type)
-            for entry, origin, of_user, number in zip(_entries(config), origins, held, num_ranks, strict=False)
+            _check(entry, origin, of_user, num_ranks=number, whole=whole, device=world.device.type)
+            for entry, origin, of_user, number, whole in zip(
+                _entries(config), origins, held, num_ranks, wholes, strict=False
+            )
         )
         if kind is TargetKind.accelerate and world.comm.rank in layout.target_ranks:
             from llama_ssp.models.huggingface.device_map import check_device_map  # noqa: PLC0415 - slow import
@@ -160,10 +163,12 @@ def _synthesize(config: RunConfig, device: str) -> list[WeightSource]:
     return list(synthesize(shapes, agreement=config.synthetic.agreement, in_16_bits=device == "cpu"))
 
 
-def _check(entry: ModelConfig, origin: WeightSource, of_user: Held, *, num_ranks: int, device: str) -> Source:
+def _check(
+    entry: ModelConfig, origin: WeightSource, of_user: Held, *, num_ranks: int, whole: WholeParts, device: str
+) -> Source:
     from llama_ssp.models.build import check_model  # noqa: PLC0415 - slow import
 
-    check_model(origin, num_ranks=num_ranks, quantization=entry.quantization)
+    check_model(origin, num_ranks=num_ranks, quantization=entry.quantization, whole=whole)
     dtype = number_format(entry, device=device)
     tokenizer = _read_tokenizer(origin.folder) if of_user.tokenizer is None else of_user.tokenizer
     eos_ids = of_user.weights.eos_ids if of_user.weights else None

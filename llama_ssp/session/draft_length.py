@@ -5,11 +5,10 @@ All ranks use the costs that rank 0 measured. A run folder keeps them for when t
 
 import json
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import linear_regression
 
 from llama_ssp.architectures.sizes import CATCH_UP_CHUNK
-from llama_ssp.config.drafts.drafter import draft_name
 from llama_ssp.config.schema import ADAPTIVE_LENGTHS, RunConfig, WeightsKind
 from llama_ssp.distributed.agree import raise_on_all_ranks
 from llama_ssp.distributed.comms import Comm
@@ -17,7 +16,8 @@ from llama_ssp.engine.draft_length import AdaptiveLength, RoundCosts
 from llama_ssp.engine.loop import Decoder
 from llama_ssp.engine.round import DraftChoice
 from llama_ssp.errors import ConfigError
-from llama_ssp.planning.acceptance import of_pair
+from llama_ssp.planning.acceptance.expected import expected
+from llama_ssp.planning.acceptance.pair import pair_of_run
 from llama_ssp.reports.reading import read_json, restore
 from llama_ssp.reports.records import COSTS_FILE, RunFolder
 
@@ -61,7 +61,12 @@ def settle_length(
         with raise_on_all_ranks(comm):
             if folder:
                 folder.write_measured(COSTS_FILE, kept)
-    decoder.length = AdaptiveLength(_from_json(kept, choices), acceptance=_expected_acceptance(config))
+    first = ""
+    with raise_on_all_ranks(comm):
+        first = json.dumps(_expected_acceptance(config))
+    # Hosts may have measured other pairs, and all ranks must choose the same K.
+    acceptance = json.loads(comm.broadcast_text(first, src=0))
+    decoder.length = AdaptiveLength(_from_json(kept, choices), acceptance=acceptance)
 
 
 def _choices(decoder: Decoder) -> list[DraftChoice]:
@@ -71,13 +76,15 @@ def _choices(decoder: Decoder) -> list[DraftChoice]:
 
 def _expected_acceptance(config: RunConfig) -> list[float]:
     """Of each drafter, before anything is drafted."""
-    expected = of_pair(config.model.name, str(draft_name(config.draft))).probability
+    pair = pair_of_run(config)
+    first = expected(pair).probability
     if config.weights is WeightsKind.synthetic:
-        expected = config.synthetic.agreement
+        first = config.synthetic.agreement
     if config.speculation.acceptance is not None:
-        expected = config.speculation.acceptance
+        first = config.speculation.acceptance
     fallback = config.draft.fallback
-    return [expected, *([of_pair(config.model.name, fallback).probability] if fallback else [])]
+    behind = [expected(replace(pair, draft=fallback, has_model=False)).probability] if fallback else []
+    return [first, *behind]
 
 
 def _measured(decoder: Decoder, choices: list[DraftChoice], *, comm: Comm, num_slots: int) -> RoundCosts:

@@ -105,7 +105,8 @@ def load_models(
             target = _load("target", target_source, load, comm=mesh.target, progress=progress)
         draft = None
         if draft_source and mesh.draft:
-            load = partial(load_model, device=world.device, comm=mesh.draft)
+            whole = config.placement.draft.whole
+            load = partial(load_model, device=world.device, comm=mesh.draft, whole=whole)
             draft = _load("draft", draft_source, load, comm=mesh.draft, progress=progress)
     if world.device.type == "cuda":
         settle_packing(target, mesh.replica)

@@ -20,7 +20,7 @@ import yaml
 from llama_ssp.calibration import model_pairs, operators, rounds
 from llama_ssp.calibration.model_pairs import PairTime
 from llama_ssp.config.hardware import Profile, SizePoint, build, problems_of
-from llama_ssp.config.machine import THIS_MACHINE, host_memory_bytes
+from llama_ssp.config.machine import THIS_MACHINE, host_memory_bytes, system_bytes
 from llama_ssp.config.options import folders
 from llama_ssp.config.schema import Dtype, RunConfig
 from llama_ssp.config.tasks.calibrate import CalibrateConfig
@@ -148,6 +148,7 @@ def _figures(world: World, reduces: list[SizePoint]) -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name(device) if is_gpu else f"{os.cpu_count()} cores of {platform.machine()}",
         "num_gpus": world.ranks.local_size,
         "memory_bytes": torch.cuda.get_device_properties(device).total_memory if is_gpu else host_memory_bytes(),
+        "system_bytes": 0 if is_gpu else system_bytes(host_memory_bytes()),
         "bandwidth_bytes_per_s": copy_bytes_per_s,
         "copy_bytes_per_s": copy_bytes_per_s,
         "flops_per_s": {dtype.name: operators.flops_per_s(kind, device) for dtype, kind in dtypes.items()},

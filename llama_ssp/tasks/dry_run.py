@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
+from llama_ssp.architectures.family import family_of
 from llama_ssp.config import hardware
 from llama_ssp.config.drafts.drafter import draft_name
 from llama_ssp.config.drafts.model import matching_of
@@ -17,15 +18,18 @@ from llama_ssp.config.layout import lay_out_replica, may_capture
 from llama_ssp.config.machine import detect_hardware, machine_of_run
 from llama_ssp.config.model_files import CONFIG_FILE, read_json
 from llama_ssp.config.paths import read_path
-from llama_ssp.config.plan import PlanFormat
+from llama_ssp.config.plan import PlanConfig, PlanFormat
 from llama_ssp.config.rules.rule import AT_ZERO
 from llama_ssp.config.schema import DeviceKind, Dtype, ModelConfig, RunConfig, WeightsKind
 from llama_ssp.config.tasks.spec import task_of
-from llama_ssp.errors import ConfigError, one_message
+from llama_ssp.errors import CapacityError, ConfigError, one_message
 from llama_ssp.planning.choices.auto import AutoPlacement, choose_placement
+from llama_ssp.planning.choices.machine_choice import comparison_document, nothing_left
+from llama_ssp.planning.choices.machines import compare
 from llama_ssp.planning.choices.search import search, search_document
-from llama_ssp.planning.plan import PLAN_VERSION, Plan, document, make_plan, require_room
-from llama_ssp.planning.spec import PlanSpec, number_format, planned_model, read_config, target_fields
+from llama_ssp.planning.config_file import read_config
+from llama_ssp.planning.plan import PLAN_VERSION, Plan, basis, document, make_plan, require_room
+from llama_ssp.planning.spec import PlanSpec, number_format, planned_model, target_fields
 from llama_ssp.planning.timing import Timing
 from llama_ssp.reports.lines import Forecast
 from llama_ssp.session.prompt_files import STANDARD_INPUT
@@ -36,11 +40,14 @@ CHARACTERS_PER_TOKEN = 3
 TYPED_TOKENS = 128
 
 
-def plan_job(job: PlanSpec, machine: HardwareConfig, *, auto_ranks: int | None) -> Plan:
-    """Plan a job with its own placement, or with the fastest one over `auto_ranks` ranks, which the plan then notes."""
+def plan_job(job: PlanSpec, machine: HardwareConfig, *, auto_ranks: int | None, divides: bool = False) -> Plan:
+    """Plan a job with its own placement, or with the fastest one over `auto_ranks` ranks, which the plan then notes.
+
+    `divides` allows more replicas on fewer ranks each.
+    """
     if auto_ranks is None:
         return make_plan(job, machine)
-    chosen = choose_placement(job, machine, num_ranks=auto_ranks)
+    chosen = choose_placement(job, machine, num_ranks=auto_ranks, divides=divides)
     return make_plan(chosen.job, machine, remark=chosen.sentence)
 
 
@@ -51,8 +58,7 @@ def show_plan(
 
     Raises ConfigError if a package for table or figure is not installed, or the figure's folder does not exist.
     """
-    if figure and not Path(figure).parent.is_dir():
-        raise ConfigError(f"figure={figure}: create the folder {Path(figure).parent} first, or name another file")
+    _check_figure(figure)
     content = document(plan)
     if form is PlanFormat.json:
         print(json.dumps(content, indent=2))  # noqa: T201 - the requested output
@@ -67,22 +73,50 @@ def show_plan(
     require_room(plan, words=words)
 
 
+def _check_figure(figure: str | None) -> None:
+    if figure and not Path(figure).parent.is_dir():
+        raise ConfigError(f"figure={figure}: create the folder {Path(figure).parent} first, or name another file")
+
+
 def settings_of_run(config: RunConfig) -> dict[str, str]:
     """How messages express settings that a run does not have; see `require_room`."""
-    words = {"hardware.num_nodes": "{} nodes", "prompt_tokens": "prompts of at most {} tokens"}
+    words = {
+        "hardware": "a machine like {}", "hardware.num_gpus": "{} GPUs", "hardware.num_nodes": "{} nodes",
+        "placement.target.tp_size": "{} ranks", "prompt_tokens": "prompts of at most {} tokens",
+    }  # fmt: skip
     setting = task_of(config).batch_size_setting
     return words | ({"batch_size": setting} if setting else {})
 
 
-def show_search(job: PlanSpec, machine: HardwareConfig, form: PlanFormat) -> None:
-    """Print every sensible use of a machine, the fastest first; raises PlacementError for a model without an entry."""
+def show_search(job: PlanSpec, machine: HardwareConfig, form: PlanFormat, *, figure: str | None = None) -> None:
+    """Print every sensible use of a machine, the asked model first, and draw it; raises ConfigError as `show_plan`."""
+    _check_figure(figure)
     choices = search_document(search(job, machine))
     if form is PlanFormat.json:
-        print(json.dumps({"plan_version": PLAN_VERSION, "search": choices}, indent=2))  # noqa: T201 - requested output
+        content = {"plan_version": PLAN_VERSION, "basis": basis(machine), "search": choices}
+        print(json.dumps(content, indent=2))  # noqa: T201 - the requested output
     else:
-        from llama_ssp.reports.plan_table import print_search  # noqa: PLC0415 - JSON needs no rich
+        from llama_ssp.reports.searches.table import print_search  # noqa: PLC0415 - JSON needs no rich
 
-        print_search(choices, machine=machine.name)
+        print_search(choices, machine=machine.name, unit=machine.unit, basis=basis(machine))
+    if figure:
+        from llama_ssp.reports.searches.figure import draw_search  # noqa: PLC0415 - only figures need matplotlib
+
+        draw_search(choices, Path(figure), machine=machine.name, unit=machine.unit)
+
+
+def show_comparison(config: PlanConfig, machines: Sequence[HardwareConfig]) -> None:
+    """Print what a job needs on each machine, the best first; raises CapacityError if nothing is left."""
+    choices = compare(config, machines)
+    content = comparison_document(choices, config, machines) | {"basis": sorted(set(map(basis, machines)))}
+    if config.format is PlanFormat.json:
+        print(json.dumps({"plan_version": PLAN_VERSION} | content, indent=2))  # noqa: T201 - the requested output
+    else:
+        from llama_ssp.reports.searches.machines import print_machines  # noqa: PLC0415 - JSON needs no rich
+
+        print_machines(content)
+    if problem := nothing_left(choices):
+        raise CapacityError(problem)
 
 
 def dry_run(config: RunConfig, *, world_size: int) -> None:
@@ -96,17 +130,24 @@ def dry_run(config: RunConfig, *, world_size: int) -> None:
     show_plan(plan, PlanFormat.table, words=settings_of_run(config))
 
 
-def with_hub_sizes(model: ModelConfig) -> ModelConfig:
+def with_hub_sizes(model: ModelConfig, *, any_family: bool = False) -> ModelConfig:
     """Fill in the shape and number format of a model that only the hub knows, from its config.json alone.
 
-    Raises CheckpointError if it cannot be downloaded and is not in the hub's cache.
+    Raises CheckpointError if it cannot be downloaded and is not in the hub's cache; otherwise as `read_config`.
     """
     if model.shape or model.path is not None or model.hub_id is None:
         return model
     from llama_ssp.weights import hub  # noqa: PLC0415 - other plans need no client of the hub
 
-    shape, stored = read_config(hub.find_config(model))
+    shape, stored = read_config(hub.find_config(model), any_family=any_family)
     return replace(model, shape=shape, stored_dtype=stored)
+
+
+def settle_synthetic(config: RunConfig) -> None:
+    """Fill in the sizes of models that only the hub knows, if weights are generated; raises as `with_hub_sizes`."""
+    if config.weights is WeightsKind.synthetic:
+        config.model = with_hub_sizes(config.model)
+        config.draft.model = config.draft.model and with_hub_sizes(config.draft.model)
 
 
 def job_ahead(config: RunConfig, *, world_size: int) -> tuple[PlanSpec, HardwareConfig]:
@@ -226,14 +267,18 @@ def job_of_run(
     if config.weights is WeightsKind.synthetic:
         target, drafting = _synthesized(target, device=device), drafting and _synthesized(drafting, device=device)
         acceptance = config.synthetic.agreement if acceptance is None else acceptance
+    for model in (target, drafting):
+        if model and model.shape:
+            family_of(model.shape.model_type)  # a plan alone takes others too
     draft = planned_model(drafting, device=device) if drafting else None
     layout = lay_out_replica(placement, world_size=world_size, has_draft=draft is not None)
     return PlanSpec(
         **target_fields(target, placement.target, layout, num_gpus=num_gpus or world_size, device=device),
         draft=draft, free_draft=None if draft else draft_name(config.draft), matching=matching_of(config.draft),
-        draft_kind=layout.draft_kind, draft_ranks=layout.draft_ranks,
+        draft_kind=layout.draft_kind, draft_ranks=layout.draft_ranks, draft_whole=placement.draft.whole,
         num_replicas=placement.num_replicas, num_draft_tokens=config.speculation.most_draft_tokens,
         adapts=config.speculation.adapts, acceptance=acceptance,
+        temperature=config.sampling.temperature, text=config.speculation.text,
         rule=config.verification.rule if config.sampling.temperature > 0 else AT_ZERO,
         counts_tokens=config.sampling.penalizes,
         batch_size=config.batch_size, prompt_tokens=prompt_tokens, max_new_tokens=config.max_new_tokens,

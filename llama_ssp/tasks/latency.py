@@ -1,6 +1,15 @@
-"""`task=latency`: milliseconds per token over a fixed list of prompts, after a warm-up."""
+"""`task=latency`: milliseconds per token over a fixed list of prompts, and the acceptance of the pair to be stored."""
 
+import platform
+from datetime import date
+
+from llama_ssp.config.drafts.drafter import draft_name
 from llama_ssp.config.tasks.latency import LatencyConfig
+from llama_ssp.errors import SspError
+from llama_ssp.planning.acceptance.known import store
+from llama_ssp.planning.acceptance.measured import accepted_share
+from llama_ssp.reports.lines import SPECULATIVE
+from llama_ssp.reports.summary import counted_rounds
 from llama_ssp.session.jobs import PromptTask
 from llama_ssp.session.session import Session, Viewer
 
@@ -16,3 +25,39 @@ def latency(session: Session, jobs: list[PromptTask]) -> None:
     session.warm_up(jobs, modes, num_jobs=task.num_warmup)
     with session.showing_progress(jobs, modes, shows_texts=False):
         session.complete(jobs, session.best_mode, _Silent())
+
+
+def store_pair(session: Session) -> None:
+    """Store the acceptance of the pair in the user's own folder, if the task asks for it; on rank 0, at the end."""
+    config, folder = session.config, session.folder
+    task = config.task
+    assert isinstance(task, LatencyConfig)
+    if not task.store or folder is None:
+        return
+    prompts: dict[int, list[tuple[int, int]]] = {}
+    for line in folder.lines:
+        if line.mode == SPECULATIVE:
+            prompts.setdefault(line.index, []).extend(counted_rounds([line]))
+    found = accepted_share([*prompts.values()])
+    if found is None:
+        session.terminal.say("no acceptance is stored: no round of this run examined all K drafted tokens")
+        return
+    temperature, rule = config.sampling.temperature, config.verification.rule
+    entry = {
+        "target": config.model.name,
+        "draft": str(draft_name(config.draft)),
+        "acceptance": round(found.probability, 3),
+        "low": round(found.low, 3),
+        "high": round(found.high, 3),
+        "temperature": temperature,
+        "source": (
+            f"measured by task=latency on {platform.node()}, {date.today()}: {found.num_examined} drafted tokens of "
+            f"{found.num_prompts} prompts, K={config.speculation.num_draft_tokens}, temperature {temperature:g}, {rule}"
+        ),
+    }
+    try:
+        file = store(entry)
+    except SspError as error:  # the run itself is complete
+        session.terminal.say(str(error))
+        return
+    session.terminal.say(f"stored an acceptance of {found.probability:.2f} in {file}: plans of this pair now take it")

@@ -17,7 +17,7 @@ from typing import Any
 import transformers
 
 from llama_ssp.config.document import to_yaml
-from llama_ssp.config.schema import DraftLayout, DraftPlacement, PlacementConfig, RunConfig
+from llama_ssp.config.schema import DraftLayout, DraftPlacement, PlacementConfig, RunConfig, WholeParts
 from llama_ssp.config.target_placement import TargetPlacement
 from llama_ssp.config.tasks.spec import task_of
 from llama_ssp.console.terminal import Terminal
@@ -199,12 +199,12 @@ def _settle_placement(config: RunConfig, world: World, terminal: Terminal) -> No
         if world.comm.rank == 0:
             chosen = dry_run.choose_for_run(config, world_size=world.comm.size, on_cpu=world.device.type == "cpu")
             terminal.say(chosen.sentence)
-            layout = chosen.job.layout
-            choice = json.dumps([layout.target_ranks, layout.draft_ranks, layout.draft_kind.name])
-    target_ranks, draft_ranks, draft_kind = json.loads(world.comm.broadcast_text(choice, src=0))
+            job = chosen.job
+            choice = json.dumps([job.target_ranks, job.draft_ranks, job.draft_kind.name, job.draft_whole.name])
+    target_ranks, draft_ranks, kind, whole = json.loads(world.comm.broadcast_text(choice, src=0))
     config.placement = PlacementConfig(
         target=TargetPlacement(ranks=target_ranks),
-        draft=DraftPlacement(kind=DraftLayout[draft_kind], ranks=draft_ranks or None),
+        draft=DraftPlacement(kind=DraftLayout[kind], ranks=draft_ranks or None, whole=WholeParts[whole]),
         num_replicas=config.placement.num_replicas,
     )
 

@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass, replace
 
-from llama_ssp.config.schema import DraftLayout, DraftPlacement, PlacementConfig
+from llama_ssp.config.schema import DraftLayout, DraftPlacement, PlacementConfig, WholeParts
 from llama_ssp.config.target_placement import Offload, TargetKind, TargetPlacement
 
 ACCELERATE, DEEPSPEED = TargetKind.accelerate, TargetKind.deepspeed
 ONE_RANK, SHARDED, REPLICATED, OWN_GPU = DraftLayout
+NONE, EMBEDDING, ATTENTION = WholeParts
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,8 @@ class Cell:
     max_memory_gb: float | None = None
     """Of weights on a device; the rest is on disk."""
     rule: str = "speculative"
+    whole: WholeParts = EMBEDDING
+    """What each rank of a sharded draft holds whole."""
     adapts: bool = False
     """K is chosen for each round, and prompt look-up is the fallback."""
     heavy: bool = False
@@ -39,7 +42,7 @@ class Cell:
                 offload=Offload.disk if self.max_memory_gb else Offload.none,
                 max_memory_gb=self.max_memory_gb,
             ),
-            draft=DraftPlacement(kind=self.kind, ranks=list(self.draft)),
+            draft=DraftPlacement(kind=self.kind, ranks=list(self.draft), whole=self.whole),
         )
 
     def __str__(self) -> str:
@@ -47,16 +50,17 @@ class Cell:
         kind = "" if self.target_kind is TargetKind.tensor else f"{self.target_kind.name} "
         disk = " and disk" if self.max_memory_gb else ""
         rule = "" if self.rule == "speculative" else f" by {self.rule}"
-        drafting = f"draft {self.kind.name} {draft}{' adaptive' if self.adapts else ''}"
+        whole = "" if self.whole is EMBEDDING else f" {self.whole.name} whole"
+        drafting = f"draft {self.kind.name} {draft}{whole}{' adaptive' if self.adapts else ''}"
         return f"{self.pair} {kind}target {target}{disk} {drafting} batch {self.batch_size}{rule}"
 
 
 CELLS = {
     1: [
         Cell((0,), (0,), SHARDED, heavy=True),
-        Cell((0,), (0,), REPLICATED, heavy=True),
+        Cell((0,), (0,), REPLICATED, slow=True),
         Cell((0,), (0,), ONE_RANK, pair="llama", batch_size=1, target_kind=ACCELERATE, heavy=True),
-        Cell((0,), (0,), ONE_RANK, target_kind=ACCELERATE, max_memory_gb=0.04, heavy=True),
+        Cell((0,), (0,), ONE_RANK, target_kind=ACCELERATE, max_memory_gb=0.04, slow=True),
         Cell(
             (0,), (0,), ONE_RANK, pair="llama", batch_size=3, target_kind=ACCELERATE, max_memory_gb=0.0003, heavy=True
         ),
@@ -76,14 +80,17 @@ CELLS = {
         Cell((0, 1), (1,), ONE_RANK, heavy=True),
         Cell((0, 1), (0,), SHARDED, slow=True),
         Cell((0, 1), (0, 1), SHARDED),
+        Cell((0, 1), (0, 1), SHARDED, whole=ATTENTION),
+        Cell((0, 1), (0, 1), SHARDED, whole=NONE, heavy=True),
         Cell((0, 1), (0, 1), REPLICATED, heavy=True),
         Cell((0,), (1,), OWN_GPU),
         Cell((1,), (0, 1), SHARDED, slow=True),
-        Cell((0, 1), (0, 1), REPLICATED, pair="gpt_neox", heavy=True),
+        Cell((0, 1), (0, 1), REPLICATED, pair="gpt_neox", slow=True),
         Cell((0, 1), (0, 1), SHARDED, pair="gpt_neo", batch_size=3, slow=True),
         Cell((1,), (0,), OWN_GPU, pair="gpt_neox", batch_size=3, target_kind=ACCELERATE, heavy=True),
         Cell((0,), (0, 1), SHARDED, target_kind=ACCELERATE, heavy=True),
         Cell((0, 1), (0, 1), SHARDED, pair="llama", batch_size=1, heavy=True),
+        Cell((0, 1), (0, 1), SHARDED, pair="gpt_neox", batch_size=3, whole=ATTENTION, heavy=True),
         Cell((0, 1), (0, 1), REPLICATED, pair="llama", batch_size=1, slow=True),
         Cell((0, 1), (0, 1), SHARDED, pair="gpt_neo", batch_size=1, slow=True),
         Cell((0, 1), (0, 1), REPLICATED, pair="gpt_neo", batch_size=3, slow=True),
@@ -91,7 +98,7 @@ CELLS = {
         Cell((0,), (1,), OWN_GPU, rule="block", slow=True),
         Cell((0, 1), (0, 1), REPLICATED, rule="block", heavy=True),
         Cell((0,), (1,), OWN_GPU, rule="coupled", heavy=True),
-        Cell((0, 1), (0,), SHARDED, rule="coupled", adapts=True, heavy=True),
+        Cell((0, 1), (0,), SHARDED, rule="coupled", adapts=True, slow=True),
         Cell((0,), (1,), OWN_GPU, rule="coupled", adapts=True, slow=True),
         Cell((0, 1), (0, 1), REPLICATED, rule="coupled", adapts=True, heavy=True),
         Cell((0, 1), (0, 1), REPLICATED, rule="coupled", slow=True),
@@ -111,6 +118,7 @@ CELLS = {
         Cell((0, 1, 2, 3), (3,), ONE_RANK),
         Cell((0, 1, 2, 3), (2,), SHARDED),
         Cell((0, 1, 2, 3), (1, 2), SHARDED),
+        Cell((0, 1, 2, 3), (0, 1, 2, 3), SHARDED, whole=ATTENTION),
         Cell((0, 1, 2, 3), (0, 1, 2, 3), REPLICATED),
         Cell((0, 1, 2, 3), (1, 3), REPLICATED),
         Cell((0, 1, 2), (3,), ONE_RANK),
@@ -147,7 +155,7 @@ def cells_of(num_ranks: int, lane: str) -> list[Cell]:
 
 
 PAIRS = ("tiny", "llama", "gpt_neox", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "gpt_neo")
-HEAVY_PAIRS, SLOW_PAIRS = ("llama", "gpt_neox", "qwen3", "gemma2", "gpt_neo"), ("qwen2", "mistral", "gemma3_text")
+HEAVY_PAIRS, SLOW_PAIRS = ("llama", "gpt_neox", "gpt_neo"), ("qwen2", "qwen3", "mistral", "gemma2", "gemma3_text")
 """Their texts are compared with --heavy, on at most `MOST_DEFAULT_RANKS`; and with --slow alone."""
 SIZES = (1, 2, 3, 4)
 """Numbers of ranks on which every pair is tried; others have their cells of the table alone."""
@@ -164,6 +172,6 @@ def lane_of(name: str, num_ranks: int) -> str:
 def on_one_rank(cell: Cell) -> Cell:
     """The same pair, rows and rule on one rank of our own, with one K."""
     return replace(
-        cell, target=(0,), draft=(0,), kind=ONE_RANK, target_kind=TargetKind.tensor,
+        cell, target=(0,), draft=(0,), kind=ONE_RANK, target_kind=TargetKind.tensor, whole=EMBEDDING,
         adapts=False, heavy=False, slow=False,
     )  # fmt: skip

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.cells import ONLY_HEAVY, PAIRS
-from tests.distributed.ranks import LANE, QUANTIZED
+from llama_ssp.config.schema import DeviceKind
+from llama_ssp.distributed.world import start
+from tests.distributed.cells import HEAVY_PAIRS, ONLY_HEAVY, SLOW_PAIRS
+from tests.distributed.ranks import LANE, QUANTIZED, seen_by
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint
 from tests.helpers.repository import ROOT
 from tests.helpers.tokenizers import save_tokenizer
@@ -20,10 +22,11 @@ Seen = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="session")
-def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a random pair of each family."""
+def pairs(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Path:
+    """A folder with a random pair of each family that the lane reads."""
     folder = tmp_path_factory.mktemp("pairs")
-    for family in PAIRS[1:]:
+    is_slow, is_heavy = (pytestconfig.getoption(lane) for lane in ("--slow", "--heavy"))
+    for family in sorted({*QUANTIZED, *HEAVY_PAIRS * (is_slow or is_heavy), *SLOW_PAIRS * is_slow}):
         for part, num_layers in (("target", 2), ("draft", 1)):
             build_checkpoint(folder / family / part, family, num_hidden_layers=num_layers)
             save_tokenizer(folder / family / part, VOCAB_SIZE)
@@ -35,7 +38,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def launched(pairs: Path, tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Callable[..., Seen]:
-    """What each rank of a group has seen; a group of one size is started once."""
+    """What each rank of a group has seen; a group of one size is started once, and one rank is this process."""
     known: dict[tuple[int, str], Seen] = {}
     is_slow = pytestconfig.getoption("--slow")
     lane = "heavy" if pytestconfig.getoption("--heavy") else "default"
@@ -44,7 +47,10 @@ def launched(pairs: Path, tmp_path_factory: pytest.TempPathFactory, pytestconfig
     os.environ[LANE] = "slow" if is_slow else lane
 
     def launch(num_ranks: int, chosen: str = "cells") -> Seen:
-        if (num_ranks, chosen) not in known:
+        if (num_ranks, chosen) not in known and (num_ranks, chosen) == (1, "cells"):
+            with start(device=DeviceKind.cpu, timeout_s=120) as world:
+                known[1, chosen] = [json.loads(json.dumps(seen_by(world, pairs, chosen)))]
+        elif (num_ranks, chosen) not in known:
             out = tmp_path_factory.mktemp(f"ranks{num_ranks}")
             command = [
                 sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks),

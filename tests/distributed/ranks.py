@@ -1,7 +1,7 @@
 """What every rank of a test group does: all cases of one world size in one launch, since each start costs seconds.
 
-Started by `conftest.launched` through torchrun, as FOLDER OUT default|heavy|deepspeed; each rank writes what it saw to
-OUT/RANK.json.
+Started by `conftest.launched` through torchrun, as FOLDER OUT cells|deepspeed; each rank writes what it saw to
+OUT/RANK.json. A group of one rank is the process of the tests.
 """
 
 import json
@@ -63,8 +63,7 @@ LANE = "LLAMA_SSP_TEST_LANE"
 """The variable by which the ranks of a group know the lane of the tests."""
 NUM_NEW_TOKENS = 24
 # Families whose targets are quantized too: one for the lean decoder, one for the library's modules.
-QUANTIZED = ("llama", "gpt_neox")
-QUANTIZED_RANKS = 2
+QUANTIZED, QUANTIZED_RANKS = ("llama", "gpt_neox"), 2
 CELL_TOKENS = 12
 
 
@@ -154,8 +153,7 @@ def cell_config(cell: Cell, folder: Path, temperature: float) -> RunConfig:
 
 def complete(world: World, config: RunConfig, prompts: list[str], *, num_tokens: int) -> Placed:
     """What a run of this config generates on these ranks, and the bytes that arrive on this one in each round."""
-    models = _loaded(world, config)
-    mesh = models.mesh
+    mesh = (models := _loaded(world, config)).mesh
     counting = CountingComm.of(mesh.replica)
     draft = mesh.draft and replace(CountingComm.of(mesh.draft), arrived=counting.arrived)
     models = replace(models, mesh=replace(mesh, replica=counting, draft=draft))
@@ -205,8 +203,7 @@ def _loaded(world: World, config: RunConfig) -> Models:
 def texts(world: World, folder: Path, name: str, temperature: float) -> list[list[int]]:
     """Ids that a pair generates with the target on all ranks and the draft on the first."""
     target, draft = pair_of(name, folder)
-    placement = PlacementConfig()
-    config = run_config(target, draft, temperature=temperature, batch_size=9, placement=placement)
+    config = run_config(target, draft, temperature=temperature, batch_size=9, placement=PlacementConfig())
     config.weights = WeightsKind.synthetic if name == SYNTHETIC else WeightsKind.checkpoint
     return complete(world, config, prompts_of(name), num_tokens=NUM_NEW_TOKENS)["texts"]
 
@@ -283,17 +280,20 @@ def cases(world: World, folder: Path, *, lane: str) -> dict[str, Callable[[], ob
     return named
 
 
+def seen_by(world: World, folder: Path, chosen: str) -> dict[str, object]:
+    """What all cases return on this rank, or those of DeepSpeed."""
+    named = cases(world, folder, lane=os.environ[LANE])
+    if chosen == "deepspeed":
+        own = [on_one_rank(cell) for row in DEEPSPEED_CELLS.values() for cell in row]
+        named = cases_of_cells(world, folder, DEEPSPEED_CELLS[world.comm.size] + own * (world.comm.size == 1))
+    return {name: case() for name, case in named.items()}
+
+
 def main() -> None:
-    """Run all cases, or those of DeepSpeed, and write what they returned."""
+    """Write what this rank saw."""
     folder, out, chosen = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     with start(device=DeviceKind.cpu, timeout_s=120) as world:
-        named = cases(world, folder, lane=os.environ[LANE])
-        if chosen == "deepspeed":
-            own = [on_one_rank(cell) for row in DEEPSPEED_CELLS.values() for cell in row]
-            row = DEEPSPEED_CELLS[world.comm.size] + (own if world.comm.size == 1 else [])
-            named = cases_of_cells(world, folder, row)
-        seen = {name: case() for name, case in named.items()}
-        (out / f"{world.comm.rank}.json").write_text(json.dumps(seen))
+        (out / f"{world.comm.rank}.json").write_text(json.dumps(seen_by(world, folder, chosen)))
 
 
 if __name__ == "__main__":

@@ -67,7 +67,8 @@ def test_an_error_that_only_the_ranks_can_find_has_its_code_and_its_sentence(tmp
     assert (tmp_path / "run" / "status").read_text().startswith("2: ")
 
 
-@pytest.mark.parametrize("rank", [slow(0), heavy(1)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_ends_the_run_in_a_sentence(rank: int, running: tuple[Path, Popen]) -> None:
     run_dir, process = running
     os.kill(pid_of_rank(run_dir, rank), signal.SIGKILL)

@@ -41,7 +41,7 @@ TYPOS = [
     Typed("model:7B", r"cannot read 'model:7B': settings are written name=value"),
     Typed("task=genrate", r"unknown task 'genrate': .*; did you mean generate\?"),
     Typed("sampling=gredy", r"unknown sampling 'gredy': .*; did you mean greedy\?"),
-    Typed("hardware=nosuch dry_run=true", r"unknown hardware 'nosuch': there are 1xh200, "),
+    Typed("hardware=nosuch dry_run=true", r"unknown hardware 'nosuch': there are 1xa100_80gb, "),
     Typed("--model 7B", r"unrecognized arguments: --model: settings are written name=value"),
     Typed("--draft=7B", r"unrecognized arguments: --draft=7B: settings are written name=value"),
     Typed("--help samplign", r"unknown topic 'samplign': there are all, .*; did you mean sampling\?"),

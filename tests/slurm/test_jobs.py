@@ -80,6 +80,30 @@ def test_a_stopped_task_of_an_array_requeues_itself_alone(cluster: Cluster, tmp_
 
 
 @pytest.mark.slow
+def test_a_requeued_task_of_an_array_resumes_and_ends_like_an_undisturbed_run(cluster: Cluster, tmp_path: Path) -> None:
+    """As after preemption, with the same job id: what had been written stays as it is, with its times."""
+    words = ["-m", "hydra/launcher=slurm", "hydra.launcher.ranks_per_node=1", "hardware=laptop_cpu", "seed=0,1"]
+    said = cluster.run(sys.executable, ROOT / "launch" / "run.py", *words, *LONG, "run_dir=sweep", cwd=tmp_path)
+    jobs = [line.split()[0] for line in said.splitlines() if " is job " in line]
+    folders = [tmp_path / "sweep" / place for place in ("0", "1")]
+    for job, folder in zip(jobs, folders, strict=True):
+        cluster.until(lambda: len(lines(folder)) > 2, "completions", at_most_s=120)  # noqa: B023
+        cluster.run("scontrol", "requeue", job)
+    kept = []
+    for job, folder in zip(jobs, folders, strict=True):
+        cluster.until(lambda: cluster.job(job)["Restarts"] == "1", "the requeued task", at_most_s=60)  # noqa: B023
+        kept.append((folder / "run.jsonl").read_bytes())
+    for job, folder, before in zip(jobs, folders, kept, strict=True):
+        assert cluster.wait(job, at_most_s=240)["JobState"] == "COMPLETED", (folder / "slurm.log").read_text()
+        assert 2 < before.count(b"\n") < 40, "otherwise nothing was left to do"
+        assert (folder / "run.jsonl").read_bytes().startswith(before[: before.rindex(b"\n") + 1])
+        assert (folder / "status").read_text() == "done\n"
+        assert cluster.job(job)["Restarts"] == "1", "it has not queued itself as well"
+    assert run([*LONG, "seed=1", f"run_dir={tmp_path}/alone"]).returncode == 0
+    assert settled(lines(folders[1])) == settled(lines(tmp_path / "alone"))
+
+
+@pytest.mark.slow
 def test_a_run_that_is_stopped_and_requeued_ends_like_an_undisturbed_one(cluster: Cluster, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     job = submit(cluster, tmp_path, *LONG, "run_dir=run")

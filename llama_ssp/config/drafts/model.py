@@ -1,8 +1,10 @@
 """A smaller model. Source: arXiv:2302.01318, arXiv:2211.17192; with a tokenizer of its own: arXiv:2502.05202."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
+from llama_ssp.config import catalogue
 from llama_ssp.config.drafts.drafter import DrafterRecord
 from llama_ssp.config.options.hub_ids import is_hub_id
 from llama_ssp.config.schema import MODEL_DRAFT, DrafterConfig, ModelConfig
@@ -38,7 +40,29 @@ class ModelDraftConfig(DrafterConfig):
     matching: Matching = Matching.intersection
 
 
-def problem_of_tokenizer(target: ModelConfig, draft: DrafterConfig) -> str | None:
+def problems_of_pair(target: ModelConfig, draft: DrafterConfig, *, is_synthetic: bool = False) -> Iterator[str]:
+    """Yield what keeps a draft from drafting for a target, the same for runs and plans; unknown sizes pass.
+
+    Args:
+        target: its entry.
+        draft: the resolved draft.
+        is_synthetic: synthetic weights give both models one tokenizer.
+    """
+    if not is_synthetic and (problem := _problem_of_tokenizer(target, draft)):
+        yield problem
+    model = draft.model
+    if matching_of(draft) or model is None or not (target.shape and model.shape):
+        return
+    if not catalogue.may_share_vocabulary(target.shape, model.shape):
+        names = ", ".join(catalogue.smaller_relatives(target)) or "none in the catalogue"
+        otherwise = "" if is_synthetic else f"; {ANY_DRAFT}"
+        yield (
+            f"the draft must have the target's vocabulary: model={target.name} has {target.shape.vocab_size} tokens, "
+            f"draft={model.name} {model.shape.vocab_size}; drafts that fit: {names}{otherwise}"
+        )
+
+
+def _problem_of_tokenizer(target: ModelConfig, draft: DrafterConfig) -> str | None:
     """An error sentence if a draft's own tokenizer is that of the target by the catalogue, else None.
 
     Folders, and models of the hub that the catalogue lacks, are compared when their tokenizers are read.

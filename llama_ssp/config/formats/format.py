@@ -43,8 +43,8 @@ class StorageFormat:
         reads_packed: checkpoints whose weights are stored in this format are read as they are.
         package: what the kernel needs in addition to torch.
         one_gpu_per_rank: the kernel works with one GPU per process only.
-        change_weight: cost of switching to this format, for the planner's smallest change that makes a plan fit; None
-            if the planner does not suggest it.
+        change_weight: what a user loses by this format, for the planner's changes that make a plan fit: 3 or less is
+            little; None if the planner does not suggest it.
         draft_advice, target_advice: warnings of a plan for GPUs; `{dtype}` stands for the number format.
     """
 

@@ -22,4 +22,5 @@ FORMAT = StorageFormat(
     group=GROUP,
     reads_packed=True,
     one_gpu_per_rank=True,
+    change_weight=5,
 )

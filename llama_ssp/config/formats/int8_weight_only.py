@@ -12,4 +12,5 @@ FORMAT = StorageFormat(
     row_bytes=lambda value_bytes: value_bytes,
     gpu_read_bytes=gpu_read_bytes,
     one_gpu_per_rank=True,
+    change_weight=3,
 )

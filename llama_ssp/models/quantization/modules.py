@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from llama_ssp.architectures.sharding import cut_of, split_model
 from llama_ssp.config.formats.format import format_of, formats
-from llama_ssp.config.schema import ModelShape
+from llama_ssp.config.schema import ModelShape, WholeParts
 from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
 from llama_ssp.models.linear import Kernel, Linear
 from llama_ssp.models.tensor_parallel import ColumnLinear, GatheredLinear, RowLinear, is_row_parallel
@@ -65,7 +65,11 @@ def check_packed(model: PreTrainedModel, origin: WeightSource, sources: Mapping[
         )
 
 
-def check_quantizable(model: PreTrainedModel, shape: ModelShape, quantization: str, *, num_ranks: int) -> None:
+def check_quantizable(
+    model: PreTrainedModel, shape: ModelShape, quantization: str,
+    *,
+    num_ranks: int, whole: WholeParts = WholeParts.none,
+) -> None:  # fmt: skip
     """Check that a whole model, before `tensor_parallel.shard`, can be quantized; reads no weights.
 
     ConfigError if a package is missing; PlacementError if the inputs of a layer, or of a rank's slice of it, are no
@@ -77,9 +81,9 @@ def check_quantizable(model: PreTrainedModel, shape: ModelShape, quantization: s
             f"quantization={quantization} needs the package {package.name}: {package.install} installs it, "
             "or use quantization=int8_weight_only, which needs none"
         )
-    shards = split_model(shape, num_ranks=num_ranks, quantization=quantization)
+    shards = split_model(shape, num_ranks=num_ranks, quantization=quantization, whole=whole)
     for name, module in _linear_layers(model) if storage.group > 1 else ():
-        is_cut = num_ranks > 1 and is_row_parallel(model, name)
+        is_cut = num_ranks > 1 and is_row_parallel(model, name, whole=whole)
         for width in {len(s.features(cut_of(name))) for s in shards} if is_cut else {module.in_features}:
             if width % storage.group:
                 where = f" on one of {num_ranks} ranks" if is_cut else ""

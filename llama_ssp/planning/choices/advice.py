@@ -9,15 +9,29 @@ from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.config.schema import DraftLayout
 from llama_ssp.config.target_placement import Offload, TargetKind
 from llama_ssp.errors import PlacementError
+from llama_ssp.planning.choices.words import counted
 from llama_ssp.planning.layerwise import GB, READ_BYTES_PER_S, waiting_bytes
-from llama_ssp.planning.spec import PlanSpec, model_bytes
+from llama_ssp.planning.memory import RankMemoryPlan
+from llama_ssp.planning.spec import PlannedModel, PlanSpec, model_bytes
 from llama_ssp.planning.timing import Timing, timing
 
+GIB = 2**30
 WORTHWHILE_GAIN, CLEAR_GAIN = 1.03, 1.1
 
 
-def notes(job: PlanSpec, heads: tuple[int, ...], largest_rank: int) -> Iterator[str]:
+def notes(job: PlanSpec, hardware: HardwareConfig, heads: tuple[int, ...], fullest: RankMemoryPlan) -> Iterator[str]:
     """Facts that the figures of a plan do not show, such as what it leaves out if a library places the target."""
+    if fullest.is_tight:
+        share = 100 * fullest.free_bytes / fullest.capacity_bytes
+        yield f"a tight fit: {share:.1f} % of the memory of rank {fullest.rank} is left, and some items are estimates"
+    if hardware.device == "cpu" and hardware.system_bytes:
+        yield (
+            f"{hardware.system_bytes / GIB:.3g} of {hardware.memory_bytes / GIB:.3g} GiB are left to the operating "
+            "system and other programs (hardware.system_bytes)"
+        )
+    models = [model for model in (job.target, job.draft) if model]
+    if hardware.device == "cpu" and hardware.profiles and any(_is_quantized(model) for model in models):
+        yield "the times are those of unquantized layers: quantized layers were not measured on this machine"
     if job.target_kind is TargetKind.accelerate:
         num_devices = len(job.target_devices)
         where = "on one device" if num_devices == 1 else f"over {num_devices} GPUs of rank {job.target_ranks[0]}"
@@ -36,7 +50,7 @@ def notes(job: PlanSpec, heads: tuple[int, ...], largest_rank: int) -> Iterator[
         )
     if len(set(heads)) > 1:
         num_heads, shares = job.target.shape.num_attention_heads, " ".join(map(str, heads))
-        yield f"{num_heads} heads over {len(heads)} ranks: {shares}; rank {largest_rank} needs most"
+        yield f"{num_heads} heads over {len(heads)} ranks: {shares}; rank {fullest.rank} needs most"
 
 
 def warnings(job: PlanSpec, hardware: HardwareConfig, timed: Timing) -> Iterator[str]:
@@ -47,14 +61,15 @@ def warnings(job: PlanSpec, hardware: HardwareConfig, timed: Timing) -> Iterator
 
 def _quantization(job: PlanSpec, hardware: HardwareConfig) -> Iterator[str]:
     if hardware.device != "cuda":
-        models = [model for model in (job.target, job.draft) if model]
-        if hardware.profiles and any(format_of(model.quantization).is_quantized for model in models):
-            yield "the times are those of unquantized layers: quantized layers were not measured on this machine"
         return
     if job.draft and (advice := format_of(job.draft.quantization).draft_advice):
         yield advice.format(dtype=job.draft.dtype.name)
     if advice := format_of(job.target.quantization).target_advice:
         yield advice.format(dtype=job.target.dtype.name)
+
+
+def _is_quantized(model: PlannedModel) -> bool:
+    return format_of(model.quantization).is_quantized
 
 
 def _draft(job: PlanSpec, hardware: HardwareConfig, timed: Timing) -> Iterator[str]:
@@ -64,17 +79,24 @@ def _draft(job: PlanSpec, hardware: HardwareConfig, timed: Timing) -> Iterator[s
     best = timed.plain_s / timed.by_num_draft_tokens[number - 1]
     better = _better_place(job, hardware, best)
     if asked <= 1:
-        where = "alone on one GPU" if len(job.draft_ranks) == 1 else f"on {len(job.draft_ranks)} GPUs"
+        alone = len(job.draft_ranks) == 1 < len(job.target_ranks)
+        where = f"{'alone ' if alone else ''}on {_place(hardware, len(job.draft_ranks))}"
         most = "no K gains" if best <= 1 else f"the best, K={number}, {best:.2f}x"
         yield (
             f"the draft cannot gain: {job.draft.name} {where} costs {timed.cost_ratio:.2f} of a step of "
-            f"{job.target.name} on {len(job.target_ranks)}; "
+            f"{job.target.name} on {_place(hardware, len(job.target_ranks))}; "
             f"K={timed.num_draft_tokens} gives {asked:.2f}x, {most}{better}"
         )
     elif better:
         yield f"the draft would gain more elsewhere: {asked:.2f}x here{better}"
-    elif best / asked >= WORTHWHILE_GAIN and not job.adapts:
+    elif best / asked >= WORTHWHILE_GAIN and not job.adapts and timed.knows_best_k:
         yield f"K={job.num_draft_tokens} gives {asked:.2f}x; speculation.num_draft_tokens={number} gives {best:.2f}x"
+
+
+def _place(hardware: HardwareConfig, num_ranks: int) -> str:
+    """Ranks in words: GPUs, or on a CPU the machine as a whole."""
+    is_whole = hardware.device == "cpu" and num_ranks == 1 == hardware.num_gpus
+    return "one machine" if is_whole else counted(num_ranks, hardware.unit)
 
 
 def _better_place(job: PlanSpec, hardware: HardwareConfig, best: float) -> str:

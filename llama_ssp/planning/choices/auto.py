@@ -1,12 +1,12 @@
-"""Chooses the fastest placement of a job on all ranks of its replicas; `search` varies models, precision and K too."""
+"""Chooses the fastest placement of a job among its `layouts`; `search` varies models, precision and K too."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.config.layout import named
 from llama_ssp.config.schema import DraftLayout
 from llama_ssp.errors import PlacementError
+from llama_ssp.planning.choices.layouts import layouts, unusual_whole
 from llama_ssp.planning.memory import fits
 from llama_ssp.planning.spec import PlanSpec
 from llama_ssp.planning.timing import timing
@@ -20,17 +20,19 @@ class AutoPlacement:
     sentence: str
 
 
-def choose_placement(job: PlanSpec, hardware: HardwareConfig, *, num_ranks: int) -> AutoPlacement:
+def choose_placement(
+    job: PlanSpec, hardware: HardwareConfig, *, num_ranks: int, divides: bool = False
+) -> AutoPlacement:
     """Choose by the forecast time of a completion, prompt included, among the placements that fit.
 
     The ranks and draft kind of `job` are ignored. Each replica uses an equal block of `num_ranks`, of which `hardware`
-    may have more. If nothing fits, the first placement that can be laid out is returned; its plan says what is missing.
-    If none can be laid out, PlacementError is raised.
+    may have more; `divides` allows more replicas on smaller blocks. If nothing fits, the first placement that can be
+    laid out is returned; its plan says what is missing. If none can be laid out, PlacementError is raised.
     """
     possible: list[PlanSpec] = []
     timed: list[tuple[float, PlanSpec]] = []
     error = None
-    for candidate in _candidates(job, num_ranks // job.num_replicas):
+    for candidate in layouts(job, num_ranks=num_ranks, divides=divides, thorough=True):
         try:
             if fits(candidate, hardware):
                 forecast = timing(candidate, hardware)
@@ -52,23 +54,11 @@ def choose_placement(job: PlanSpec, hardware: HardwareConfig, *, num_ranks: int)
     return AutoPlacement(job=chosen, sentence=sentence)
 
 
-def _candidates(job: PlanSpec, num_ranks: int) -> Iterator[PlanSpec]:
-    ranks = tuple(range(num_ranks))
-    if job.draft is None:
-        yield replace(job, target_ranks=ranks, draft_ranks=())
-        return
-    yield replace(job, target_ranks=ranks, draft_kind=DraftLayout.one_rank, draft_ranks=ranks[:1])
-    for size in range(2, num_ranks + 1):
-        yield replace(job, target_ranks=ranks, draft_kind=DraftLayout.sharded, draft_ranks=ranks[:size])
-    if num_ranks > 1 and job.batch_size > 1:
-        yield replace(job, target_ranks=ranks, draft_kind=DraftLayout.replicated, draft_ranks=ranks)
-    for size in range(1, num_ranks):
-        yield replace(job, target_ranks=ranks[:-size], draft_kind=DraftLayout.own_gpu, draft_ranks=ranks[-size:])
-
-
 def _described(job: PlanSpec) -> str:
-    target = f"the target on {named(job.target_ranks)}"
+    copies = f"{job.num_replicas} replicas, each with " if job.num_replicas > 1 else ""
+    target = f"{copies}the target on {named(job.target_ranks)}"
     if not job.draft:
         return target
-    kind = "" if job.draft_kind is DraftLayout.one_rank else f" ({job.draft_kind.name})"
+    whole = f", {each.name} whole" if (each := unusual_whole(job)) else ""
+    kind = "" if job.draft_kind is DraftLayout.one_rank else f" ({job.draft_kind.name}{whole})"
     return f"{target} and the draft on {named(job.draft_ranks)}{kind}"

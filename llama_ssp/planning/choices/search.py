@@ -1,5 +1,10 @@
-"""Ranks all sensible ways to use a machine for a series of models by speed, including those that do not fit."""
+"""Ranks all sensible ways to use a machine for a series of models by speed, including those that do not fit.
 
+The asked model comes first, then the others of its series, the fastest first. Each is tried in every precision, with
+every draft of its vocabulary, in the `layouts` of the machine's ranks, with the best K.
+"""
+
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -7,10 +12,12 @@ from typing import Any
 from llama_ssp.config import catalogue
 from llama_ssp.config.formats.format import format_of, formats
 from llama_ssp.config.hardware import HardwareConfig
-from llama_ssp.config.schema import DraftLayout, ModelConfig
+from llama_ssp.config.schema import ModelConfig
 from llama_ssp.errors import PlacementError
-from llama_ssp.planning.memory import RankMemoryPlan, memory
-from llama_ssp.planning.spec import PlanSpec, planned_model
+from llama_ssp.planning.choices.layouts import layouts, placement_settings
+from llama_ssp.planning.choices.lengths import by_length, length_setting
+from llama_ssp.planning.memory import RankMemoryPlan, fits, replica_memory
+from llama_ssp.planning.spec import PlannedModel, PlanSpec, planned_model
 from llama_ssp.planning.timing import timing
 
 GIB = 2**30
@@ -20,7 +27,15 @@ GIB = 2**30
 class Choice:
     """One way to use the machine.
 
-    `ms_per_token` is for the best K, or plain without a draft. `reason` says why the choice does not fit.
+    Attributes:
+        num_ranks, num_replicas: ranks of a replica, and the replicas that fill the machine.
+        adapts: K is chosen for each round, because nobody knows which one is best.
+        ms_per_token: of a completion, for the best K, or plain without a draft.
+        tokens_per_s: of all rows and replicas.
+        first_token_ms: the prompt.
+        is_tight: it fits with less than 3 % of a rank's memory left.
+        reason: why the choice does not fit.
+        settings: what to add to the command line to plan or run it.
     """
 
     target: str
@@ -28,18 +43,34 @@ class Choice:
     draft: str | None
     draft_kind: str | None
     num_draft_tokens: int
+    num_ranks: int
+    num_replicas: int
+    adapts: bool = False
     ms_per_token: float | None = None
+    tokens_per_s: float | None = None
+    first_token_ms: float | None = None
     speedup: float | None = None
     needed_bytes: int | None = None
     capacity_bytes: int
+    is_tight: bool = False
     reason: str | None = None
     settings: tuple[str, ...]
 
 
 def search(job: PlanSpec, hardware: HardwareConfig) -> list[Choice]:
-    """Price all candidates for a job like this one; the fastest first, those that do not fit last."""
+    """Price all candidates for a job like this one: the asked model first, the fastest first, misfits of each last."""
     choices = [_priced(candidate, hardware) for candidate in _candidates(job, hardware)]
-    return sorted(choices, key=lambda choice: (choice.ms_per_token is None, choice.ms_per_token or 0.0))
+    asked = _unquantized(job.target.name)
+    fastest: dict[str, float] = {}
+    for one in choices:
+        fastest[one.target] = min(one.ms_per_token or math.inf, fastest.get(one.target, math.inf))
+    return sorted(
+        choices,
+        key=lambda choice: (
+            choice.target != asked, fastest[choice.target], choice.target,
+            choice.ms_per_token is None, choice.ms_per_token or 0.0, choice.num_ranks,
+        ),
+    )  # fmt: skip
 
 
 def search_document(choices: list[Choice]) -> list[dict[str, Any]]:
@@ -48,60 +79,74 @@ def search_document(choices: list[Choice]) -> list[dict[str, Any]]:
 
 
 def _candidates(job: PlanSpec, hardware: HardwareConfig) -> Iterator[PlanSpec]:
-    series = _series(job.target.name)
-    for model in series:
-        # Entries that are quantized by name are left out: they are the same models with a quantization.
+    """Every model, precision, draft and layout; a layout that lacks room for the target alone is tried without drafts.
+
+    Entries that are quantized by name are left out: they are the same models with a quantization.
+    """
+    for model in _series(job.target):
+        drafts = [planned_model(draft, device=hardware.device) for draft in _drafts(model)]
+        if job.draft and job.matching is None and _is_beyond_catalogue(job) and _is_asked(model, job):
+            drafts += [job.draft] if job.draft.name not in {draft.name for draft in drafts} else []
         for quantization in formats():
             target = planned_model(replace(model, quantization=quantization), device=hardware.device)
-            base = replace(
-                job, target=target, draft=None, matching=None, draft_ranks=(), target_ranks=_all_ranks(job, hardware)
-            )
-            yield base
-            for draft in _drafts(model, series):
-                for kind in _layouts(job, hardware):
-                    yield _with_draft(base, hardware, draft, kind)
+            plain = replace(job, target=target, draft=None, matching=None, draft_ranks=())
+            for base in layouts(plain, num_ranks=hardware.num_ranks, divides=True, thorough=False):
+                yield base
+                if _has_room(base, hardware):
+                    yield from _drafted(base, drafts)
 
 
-def _series(name: str) -> list[ModelConfig]:
-    """The unquantized models with the same name prefix (`llama2_`), family and vocabulary."""
-    if name not in catalogue.names():
-        raise PlacementError(f"search=true ranks models of the catalogue, and model={name} is not one of them")
-    prefix = _prefix(name)
-    return [other for other in catalogue.relatives(catalogue.load(name)) if _prefix(other.name) == prefix]
+def _is_beyond_catalogue(job: PlanSpec) -> bool:
+    return not {model.name for model in (job.target, job.draft) if model} <= set(catalogue.names())
+
+
+def _is_asked(model: ModelConfig, job: PlanSpec) -> bool:
+    return model.name == _unquantized(job.target.name)
+
+
+def _drafted(base: PlanSpec, drafts: list[PlannedModel]) -> Iterator[PlanSpec]:
+    num_ranks = len(base.target_ranks) * base.num_replicas
+    for draft in drafts:
+        yield from layouts(replace(base, draft=draft), num_ranks=num_ranks, divides=False, thorough=False)
+
+
+def _has_room(job: PlanSpec, hardware: HardwareConfig) -> bool:
+    try:
+        return fits(job, hardware)
+    except PlacementError:
+        return False
+
+
+def _series(target: PlannedModel) -> list[ModelConfig]:
+    """The unquantized models with the same name prefix (`llama2_`), family and vocabulary.
+
+    A model that the catalogue lacks, of the hub or from a folder, is alone.
+    """
+    entry = catalogue.load(target.name) if target.name in catalogue.names() else None
+    if entry is None or entry.shape is None:
+        return [ModelConfig(name=target.name, shape=target.shape, stored_dtype=target.stored)]
+    return [other for other in catalogue.relatives(entry) if _prefix(other.name) == _prefix(target.name)]
+
+
+def _unquantized(name: str) -> str:
+    return name.removesuffix("_8bit")
 
 
 def _prefix(name: str) -> str:
-    return name.removesuffix("_8bit").rpartition("_")[0]
+    return _unquantized(name).rpartition("_")[0]
 
 
-def _drafts(model: ModelConfig, series: list[ModelConfig]) -> list[ModelConfig]:
-    """Smaller models of the series, and the entry's default draft."""
-    smaller = set(catalogue.smaller_relatives(model))
-    names = [other.name for other in series if other.name in smaller]
+def _drafts(model: ModelConfig) -> list[ModelConfig]:
+    """Smaller models of the same vocabulary, and the entry's default draft; of equal sizes one, of the series first."""
+    names = catalogue.smaller_relatives(model)
     if model.default_draft and model.default_draft not in names:
         names.append(model.default_draft)
-    return [catalogue.load(name) for name in names]
-
-
-def _layouts(job: PlanSpec, hardware: HardwareConfig) -> list[DraftLayout]:
-    if len(_all_ranks(job, hardware)) == 1:
-        return [DraftLayout.one_rank]
-    several = [DraftLayout.replicated] if job.batch_size > 1 else []
-    return [DraftLayout.sharded, DraftLayout.one_rank, DraftLayout.own_gpu, *several]
-
-
-def _all_ranks(job: PlanSpec, hardware: HardwareConfig) -> tuple[int, ...]:
-    """The ranks of one replica."""
-    return tuple(range(hardware.num_ranks // job.num_replicas))
-
-
-def _with_draft(base: PlanSpec, hardware: HardwareConfig, draft: ModelConfig, kind: DraftLayout) -> PlanSpec:
-    ranks = _all_ranks(base, hardware)
-    apart = kind is DraftLayout.own_gpu
-    target_ranks = ranks[:-1] if apart else ranks
-    draft_ranks = {DraftLayout.one_rank: ranks[:1], DraftLayout.own_gpu: ranks[-1:]}.get(kind, target_ranks)
-    planned = planned_model(draft, device=hardware.device)
-    return replace(base, target_ranks=target_ranks, draft=planned, draft_kind=kind, draft_ranks=draft_ranks)
+    found: dict[tuple[int, ...], ModelConfig] = {}
+    for draft in map(catalogue.load, sorted(names, key=lambda name: _prefix(name) != _prefix(model.name))):
+        assert draft.shape, "drafts of the catalogue have shapes"
+        sizes = (draft.shape.num_hidden_layers, draft.shape.hidden_size, draft.shape.intermediate_size)
+        found.setdefault(sizes, draft)
+    return list(found.values())
 
 
 def _priced(job: PlanSpec, hardware: HardwareConfig) -> Choice:
@@ -115,17 +160,23 @@ def _priced(job: PlanSpec, hardware: HardwareConfig) -> Choice:
         reason = f"rank {full.rank} needs {full.needed_bytes / GIB:.1f} of {full.capacity_bytes / GIB:.1f} GiB"
         return replace(choice, reason=reason)
     timed = timing(job, hardware)
-    by_speed = sorted((seconds, number) for number, seconds in enumerate(timed.by_num_draft_tokens, start=1))
-    for token_s, num_draft_tokens in by_speed:
-        drafting = replace(job, num_draft_tokens=num_draft_tokens, adapts=False)
+    first_ms = 1e3 * timed.prefill_s
+    for token_s, drafting in by_length(job, timed):
         if (full := _fullest(drafting, hardware)).fits:
-            choice, speedup = _choice(drafting, hardware), timed.plain_s / token_s
-            return replace(choice, ms_per_token=1e3 * token_s, speedup=speedup, needed_bytes=full.needed_bytes)
-    return replace(choice, ms_per_token=1e3 * timed.plain_s, speedup=1.0)
+            timed_choice = _timed(_choice(drafting, hardware), drafting, full, token_s=token_s)
+            return replace(timed_choice, first_token_ms=first_ms, speedup=timed.plain_s / token_s)
+    return replace(_timed(choice, job, full, token_s=timed.plain_s), first_token_ms=first_ms, speedup=1.0)
+
+
+def _timed(choice: Choice, job: PlanSpec, full: RankMemoryPlan, *, token_s: float) -> Choice:
+    rate = job.batch_size * job.num_replicas / token_s
+    return replace(
+        choice, ms_per_token=1e3 * token_s, tokens_per_s=rate, needed_bytes=full.needed_bytes, is_tight=full.is_tight
+    )
 
 
 def _fullest(job: PlanSpec, hardware: HardwareConfig) -> RankMemoryPlan:
-    return min(memory(job, hardware), key=lambda rank: rank.free_bytes)
+    return min(replica_memory(job, hardware), key=lambda rank: rank.free_bytes)
 
 
 def _choice(job: PlanSpec, hardware: HardwareConfig) -> Choice:
@@ -133,16 +184,18 @@ def _choice(job: PlanSpec, hardware: HardwareConfig) -> Choice:
     settings = [f"model={job.target.name}", f"draft={draft.name if draft else 'none'}"]
     if storage.is_quantized:
         settings.append(f"model.quantization={storage.name}")
+    settings += placement_settings(job)
     if draft:
-        settings += [
-            f"placement.draft.kind={job.draft_kind.name}", f"speculation.num_draft_tokens={job.num_draft_tokens}",
-        ]  # fmt: skip
+        settings.append(length_setting(job))
     return Choice(
         target=job.target.name,
         quantization=storage.name if storage.is_quantized else job.target.dtype.name,
         draft=draft.name if draft else None,
         draft_kind=job.draft_kind.name if draft else None,
         num_draft_tokens=job.num_draft_tokens if draft else 0,
-        capacity_bytes=hardware.memory_bytes,
+        adapts=bool(draft) and job.adapts,
+        num_ranks=len(job.layout.ranks),
+        num_replicas=job.num_replicas,
+        capacity_bytes=hardware.rank_bytes,
         settings=tuple(settings),
     )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import chain
 from statistics import fmean
 
-from llama_ssp.reports.charts import COLOURS, GREY, INK, Chart
+from llama_ssp.reports.charts import COLOURS, GREY, INK, MOST_LINES, Chart, Look, look
 from llama_ssp.reports.lines import PLAIN, SPECULATIVE
 from llama_ssp.reports.runs import Run
 from llama_ssp.reports.sweeps.axes import Axis, axes_of, axis_of
@@ -19,7 +19,7 @@ from llama_ssp.reports.sweeps.varying import Setting, labels
 
 MOST_AXES = 4
 SPREAD = 0.03
-"""How far apart the lines' points stand at one value, so that their intervals do not cover each other."""
+"""How far apart the points of a few lines stand at one value; those of many stand closer."""
 MOST_PAIRS = 60
 """Prompts that the chart of one run shows."""
 _OF_DRAFTING = ("draft", "speculation.", "placement.draft.")
@@ -78,7 +78,7 @@ def sweep_charts(
                 lines = labels(kept) if kept else [figure.lone_line] * len(runs)
                 names = _Names(lines=lines, colours=_colour_names(kept, lines), plain=_plain_names(kept, lines))
                 chart = _over(figure, axis, names, measures)
-                _add_forecasts(figure, chart, axis, runs)
+                _add_forecasts(figure, chart, axis, names.lines, runs)
                 yield f"{figure.name}_by_{setting.name.replace(' ', '_')}", chart
 
 
@@ -92,8 +92,8 @@ class _Names:
 
 
 def _colour_names(settings: Sequence[Setting], lines: Sequence[str]) -> Sequence[str]:
-    """Those of the lines, or, of more lines than there are colours, the values of one setting."""
-    if len(set(lines)) <= len(COLOURS):
+    """Those of the lines, or, of more lines than can be told apart, the values of one setting."""
+    if len(set(lines)) <= MOST_LINES:
         return lines
     few = next((each for each in settings if 1 < len(set(each.texts)) <= len(COLOURS)), None)
     return labels([few]) if few else [f"{len(set(lines))} lines"] * len(lines)
@@ -115,19 +115,28 @@ def _over(figure: _Figure, axis: Axis, names: _Names, measures: Sequence[RunMeas
     )  # fmt: skip
     if figure.name == "speedup":
         chart.line([(0, 1), (1, 1)], GREY)
-    if any(found is not shown for found, shown in zip(grounds, picks, strict=True) if found):
-        for name in dict.fromkeys(names.plain):
-            found = _of(name, names.plain, grounds)
-            _draw(chart, axis, found, colour=GREY, name=name, legend=PLAIN, shift=0.0, form=figure.format)
+    has_plain = any(found is not shown for found, shown in zip(grounds, picks, strict=True) if found)
+    plain = dict.fromkeys(names.plain) if has_plain else {}
     legends = list(dict.fromkeys(names.colours))
     legend_of = dict(zip(names.lines, names.colours, strict=True))
-    for number, (name, legend) in enumerate(legend_of.items()):
+    shifts = _shifts(len(plain) + len(legend_of))
+    for name, shift in zip(plain, shifts, strict=False):
+        found = _of(name, names.plain, grounds)
+        of_line = names.colours[names.plain.index(name)]
+        seen = Look(GREY, look(legends.index(of_line)).shape) if len(plain) > 1 else Look(GREY)
+        _draw(chart, axis, found, seen=seen, name=name, legend=PLAIN, shift=shift, form=figure.format)
+    for (name, legend), shift in zip(legend_of.items(), shifts[len(plain) :], strict=True):
         own = _of(name, names.lines, picks)
         if any(own):
-            shift = SPREAD * (number - (len(legend_of) - 1) / 2) / max(len(legend_of) / 4, 1)
-            colour = COLOURS[legends.index(legend)]
-            _draw(chart, axis, own, colour=colour, name=name, legend=legend, shift=shift, form=figure.format)
+            seen = look(legends.index(legend))
+            _draw(chart, axis, own, seen=seen, name=name, legend=legend, shift=shift, form=figure.format)
     return chart
+
+
+def _shifts(num_lines: int) -> list[float]:
+    """How far each line stands from the places of its values, so that no interval covers another one."""
+    step = SPREAD / max(num_lines / 4, 1)
+    return [step * (number - (num_lines - 1) / 2) for number in range(num_lines)]
 
 
 def _of(name: str, names: Sequence[str], found: Sequence[Estimate | None]) -> list[Estimate | None]:
@@ -140,7 +149,7 @@ def _draw(
     axis: Axis,
     found: Sequence[Estimate | None],
     *,
-    colour: str,
+    seen: Look,
     name: str,
     legend: str,
     shift: float,
@@ -153,25 +162,28 @@ def _draw(
             at.setdefault(place, []).append(each)
     if axis.is_line and len(at) > 1:
         means = [(place + shift, fmean(each.value for each in at[place])) for place in sorted(at)]
-        chart.line(means, colour, name=legend)
+        chart.line(means, seen.colour, name=legend, shape=seen.shape)
     for place, estimates in at.items():
         for each in estimates:
             says = ", ".join(filter(None, (name, f"{axis.label}={axis.names[place]}")))
             interval = ""
             if each.low is not None and each.high is not None:
-                chart.line([(place + shift, each.low), (place + shift, each.high)], colour)
+                chart.line([(place + shift, each.low), (place + shift, each.high)], seen.colour)
                 interval = f" ({form.format(each.low)} to {form.format(each.high)})"
             says = f"{says}: {form.format(each.value)}{interval}"
-            chart.dot(place + shift, each.value, colour, says=says, name=legend)
+            chart.dot(place + shift, each.value, seen.colour, says=says, name=legend, shape=seen.shape)
 
 
-def _add_forecasts(figure: _Figure, chart: Chart, axis: Axis, runs: Sequence[Run]) -> None:
-    """Draw the forecast of each run's speed-up as a dash."""
+def _add_forecasts(figure: _Figure, chart: Chart, axis: Axis, lines: Sequence[str], runs: Sequence[Run]) -> None:
+    """Draw the forecast of each run's speed-up as a bar across its interval."""
     if figure.name != "speedup":
         return
-    for place, run in zip(axis.places, runs, strict=True):
+    shift_of = dict(zip(dict.fromkeys(lines), _shifts(len(set(lines))), strict=True))
+    half = SPREAD / 2 / max(len(shift_of) / 4, 1) if len(shift_of) > 1 else SPREAD
+    for place, line, run in zip(axis.places, lines, runs, strict=True):
         if run.summary.speedup and (level := run.summary.forecast.speedup):
-            chart.line([(place - SPREAD, level), (place + SPREAD, level)], INK, name="forecast", dashed=True)
+            middle = place + shift_of[line]
+            chart.line([(middle - half, level), (middle + half, level)], INK, name="forecast")
             chart.highest_y = max(chart.highest_y, level)
 
 

@@ -65,7 +65,7 @@ def percentiles_table(measures: Sequence[RunMeasures], settings: Sequence[Settin
             first = mode.first_token_percentiles or [None] * len(PERCENTILES)
             texts = [_number(value) for value in (*mode.ms_percentiles, *first)]
             rows.append(cells([*names, mode.mode, str(mode.num_completions), *texts]))
-    ends = [f"p{percentile} {what}" for what in ("ms/token", "first token, ms") for percentile in PERCENTILES]
+    ends = [f"p{percentile} {what}" for what in ("ms/token", "first token") for percentile in PERCENTILES]
     heads = ["#", *(setting.name for setting in settings)] if len(measures) > 1 else []
     return Table(columns=[*heads, "mode", "completions", *ends], rows=rows, num_left=len(heads) + 1)
 

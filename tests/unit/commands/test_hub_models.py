@@ -72,6 +72,18 @@ def test_a_dry_run_and_a_plan_need_the_config_file_alone(tmp_path: Path, capsys:
     assert f"run hf download {TARGET} on a network" in refused.err
 
 
+@pytest.mark.usefixtures("cache")
+def test_synthetic_weights_have_the_sizes_of_the_config_file_alone(tmp_path: Path) -> None:
+    for weights in (tmp_path / "hub").rglob("*.safetensors"):
+        weights.unlink()
+    ended = run(tmp_path / "a", f"model={TARGET}", f"draft={DRAFT}", "weights=synthetic", "dry_run=true")
+    assert ended.code == 0, ended.err
+    assert TARGET in ended.out
+    absent = run(tmp_path / "b", "model=acme/absent", "draft=none", "weights=synthetic", "dry_run=true")
+    assert absent.code == 2
+    assert "run hf download acme/absent" in absent.err
+
+
 @pytest.mark.heavy
 @pytest.mark.usefixtures("cache")
 def test_a_sweep_goes_over_ids_and_names(tmp_path: Path) -> None:

@@ -127,6 +127,9 @@ BAD = [
     (["placement.num_replicas=2", "placement.draft.ranks=[1]"], "must name different ranks between 0 and 0"),
     (["placement=own_gpu", "placement.num_replicas=2"], "a GPU in addition to the target's, and each replica has one"),
     (["placement=auto", "placement.target.tp_size=1"], "placement.target.tp_size has no effect with placement=auto"),
+    (["placement=auto", "placement.draft.whole=none"], "placement.draft.whole has no effect with placement=auto"),
+    (["placement.draft.whole=none"], "placement.draft.whole has no effect with a draft that is whole on its ranks"),
+    (["placement=own_gpu", "placement.draft.whole=none"], "no effect with a draft that is whole on its ranks anyway"),
     ([*ROW], "rank 1 would hold nothing: the target is on rank 0, the draft on rank 0; name"),
     ([*ROW, "placement.target.ranks=[0,1]"], "has one rank, which spreads the layers over all GPUs that no other rank"),
     ([*ROW, "placement.target.tp_size=2"], "and tp_size=2 was given: leave it out, or use kind=tensor"),
@@ -233,6 +236,8 @@ def test_more_ranks_than_heads_are_refused(compose_once: Compose) -> None:
     with pytest.raises(ConfigError, match=r"5 ranks are more than the 4 .* draft=tiny-draft: at most placement.dr"):
         checks.check(*compose_once("placement.draft.kind=sharded", "placement.draft.tp_size=5"), world_size=8)
     checks.check(*compose_once("placement.draft.kind=replicated"), world_size=8)
+    whole = "placement.draft.whole=attention"
+    checks.check(*compose_once("placement.draft.kind=sharded", "placement.draft.tp_size=5", whole), world_size=8)
 
 
 def test_heads_may_be_padded_to_different_widths(compose_once: Compose) -> None:

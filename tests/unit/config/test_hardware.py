@@ -1,5 +1,6 @@
 """The catalogue of machines, and what is said of a file that is wrong."""
 
+import re
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ from llama_ssp.errors import ConfigError
 
 REQUIRED = {
     "p4d_24xlarge", "8xa100_80gb", "g5_12xlarge", "8xh100", "8xh200", "1xh200", "mi250", "4xl40s", "laptop_cpu",
+    "1xa100_80gb", "1xh100", "1xrtx3090", "1xrtx4090", "1xl4", "8xmi300x", "g6e_48xlarge", "p5_48xlarge",
+    "p5e_48xlarge", "8xb200",
 }  # fmt: skip
-WITHOUT_SOURCE = {"name", "device", "gpu", "num_gpus", "num_nodes", "sources", "link", "network", "profiles"}
+WITHOUT_SOURCE = {"name", "device", "gpu", "num_gpus", "num_nodes", "sources", "link", "network", "price", "profiles"}
 
 
 def _figures(name: str = "p4d_24xlarge") -> dict[str, Any]:
@@ -29,8 +32,15 @@ def test_every_figure_of_an_entry_has_a_source(name: str) -> None:
     figures, machine = _figures(name), hardware.load(name)
     wanted = {key for key, value in figures.items() if value is not None} - WITHOUT_SOURCE
     wanted |= {f"{link}.{key}" for link in ("link", "network") if link in figures for key in figures[link]}
+    wanted |= {"price.usd_per_hour"} if machine.price else set()
     assert wanted - machine.sources.keys() == set()
     assert machine.name == name
+
+
+@pytest.mark.parametrize("name", sorted(REQUIRED))
+def test_every_price_of_an_entry_has_its_month(name: str) -> None:
+    price = hardware.load(name).price
+    assert price is None or re.fullmatch(r"20\d\d-\d\d", price.date or "")
 
 
 def test_all_problems_of_a_file_are_told_at_once() -> None:
@@ -66,6 +76,11 @@ def test_all_problems_of_a_file_are_told_at_once() -> None:
         ("memory_bytes", "40 GB", "must be a whole number"),
         ("memory_bytes", float("nan"), "must be a whole number"),
         ("gpu", 7, "must be text"),
+        ("price", 3, "hardware.price must be a mapping"),
+        ("price", {"usd_per_hour": 0}, "hardware.price.usd_per_hour=0 must be above 0"),
+        ("price", {"per": "gpu"}, "hardware.price.usd_per_hour is missing"),
+        ("price", {"usd_per_hour": 2, "per": "hour"}, "hardware.price.per=hour must be node or gpu"),
+        ("price", {"usd_per_hour": 2, "date": 2025}, "hardware.price.date=2025 must be text"),
     ],
 )
 def test_a_value_of_the_wrong_kind_is_refused(key: str, value: object, complaint: str) -> None:

@@ -35,6 +35,29 @@ def test_gpus_are_recognised_by_the_name_that_the_driver_gives_them(
             machine.detect_hardware()
 
 
+@pytest.mark.parametrize(
+    ("driver_name", "num_gpus", "entry"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 1, "1xa100_80gb"), ("NVIDIA H100 80GB HBM3", 1, "1xh100"),
+        ("NVIDIA H100 80GB HBM3", 2, "8xh100"), ("NVIDIA L40S", 8, "g6e_48xlarge"), ("NVIDIA L4", 1, "1xl4"),
+        ("NVIDIA GeForce RTX 3090", 1, "1xrtx3090"), ("NVIDIA GeForce RTX 4090", 1, "1xrtx4090"),
+        ("NVIDIA B200", 8, "8xb200"), ("NVIDIA GeForce RTX 3090 Ti", 1, None), ("NVIDIA GeForce RTX 4090 D", 1, None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", 1, None),
+    ],
+)  # fmt: skip
+def test_gpus_that_are_rented_or_bought_one_by_one_have_entries(
+    driver_name: str, num_gpus: int, entry: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [name for name in hardware.names() if name != machine.THIS_MACHINE]
+    monkeypatch.setattr(hardware, "names", lambda: names)
+    monkeypatch.setattr(machine, "_gpu_names", lambda: [driver_name] * num_gpus)
+    if entry is None:
+        with pytest.raises(ConfigError, match="no entry of conf/hardware describes"):
+            machine.detect_hardware()
+    else:
+        assert machine.detect_hardware().name == entry
+
+
 def test_gpus_that_no_entry_describes_are_named_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "names", lambda: ["8xh100"])
     monkeypatch.setattr(machine, "_gpu_names", lambda: ["Tesla T4"])

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from llama_ssp.config import catalogue, schema
-from llama_ssp.config.drafts.model import DraftTokenizer, ModelDraftConfig
+from llama_ssp.config.drafts.model import DraftTokenizer, ModelDraftConfig, problems_of_pair
 from llama_ssp.config.options import folders
 from llama_ssp.config.plan import PlanConfig, check
 from llama_ssp.config.schema import MODEL_DRAFT, DraftLayout, DraftPlacement, PlacementConfig
@@ -70,6 +70,17 @@ def test_a_draft_of_another_vocabulary_is_refused_with_those_that_fit() -> None:
     assert "model=30B has 32000 tokens, draft=llama3_1B 128256" in said
     assert "7B" in said
     assert said.endswith("; draft.tokenizer=own allows any")
+
+
+def test_a_pair_is_judged_as_a_run_judges_it() -> None:
+    config = _config("qwen2.5_0.5B")
+    config.model = catalogue.load("qwen2.5_7B")
+    assert list(problems_of_pair(config.model, config.draft)) == []
+    check(config)
+    config.draft.model = catalogue.load("llama3_1B")
+    (problem,) = problems_of_pair(config.model, config.draft)
+    assert problem.endswith("drafts that fit: qwen2.5_0.5B; draft.tokenizer=own allows any")
+    assert _complaint(config) == problem
 
 
 def test_a_draft_with_its_own_tokenizer_needs_another_vocabulary() -> None:

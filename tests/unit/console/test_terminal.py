@@ -135,6 +135,7 @@ def test_the_table_is_aligned_within_80_columns(plain: tuple[Terminal, Output, O
         "───────────────────────────────────────────────────────────────────────────────",
         "plain          240.20    251.00       4.2       -         -         -         -",
         "speculative    112.93    110.50       8.9    3.05      71 %     2.13x     2.27x",
+        "ms/token of a completion, prompt included; tokens/s over all rows and replicas",
         "",
         "a round:  draft 30 %  verify 60 %  other 10 %  ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━",
     ]

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from llama_ssp.config.schema import WholeParts
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.errors import PlacementError
 from llama_ssp.models.build import load_modules
@@ -29,25 +30,39 @@ FAMILIES = (
 )  # fmt: skip
 
 
-def load_ranks(folder: Path, comms: list[Comm]) -> list[ModuleRunner]:
+NONE, EMBEDDING, ATTENTION = WholeParts
+
+
+_WHOLE = (("gemma", EMBEDDING), ("gpt_neox", ATTENTION), ("qwen2", ATTENTION))
+"""Those of the default tests: an embedding of the family's own, tied; a fused matrix; biases."""
+
+
+def load_ranks(folder: Path, comms: list[Comm], whole: WholeParts = NONE) -> list[ModuleRunner]:
     """One rank after the other, because accelerate's empty weights patch torch for the whole process."""
-    models = [load_modules(inspect(folder), dtype=None, device=CPU, comm=comm) for comm in comms]
+    models = [load_modules(inspect(folder), dtype=None, device=CPU, comm=comm, whole=whole) for comm in comms]
     return [ModuleRunner(model, comm=comm) for model, comm in zip(models, comms, strict=True)]
 
 
 @pytest.mark.parametrize(
-    ("family", "num_ranks"),
+    ("family", "num_ranks", "whole"),
     [
-        (family, num_ranks) if num_ranks == (3, 8)[place % 2] else heavy(family, num_ranks)
+        (family, num_ranks, NONE) if num_ranks == (3, 8)[place % 2] else heavy(family, num_ranks, NONE)
         for place, family in enumerate(FAMILIES)
         for num_ranks in (1, 2, 3, 4, 8)
+    ]
+    + [
+        (family, 3, whole) if (family, whole) in _WHOLE else heavy(family, 3, whole)
+        for family in FAMILIES
+        for whole in (EMBEDDING, ATTENTION)
     ],
 )
-def test_every_rank_gets_the_whole_model_s_logits(saved: SavedModels, family: str, num_ranks: int) -> None:
+def test_every_rank_gets_the_whole_model_s_logits(
+    saved: SavedModels, family: str, num_ranks: int, whole: WholeParts
+) -> None:
     """8 heads over 2 or 4 key-value heads: 3 ranks hold uneven heads, 8 ranks hold copies of key-value heads."""
     folder, model = saved(family)
     comms = thread_comms(num_ranks)
-    runners = load_ranks(folder, [*comms])
+    runners = load_ranks(folder, [*comms], whole)
     ids_BT = torch.randint(0, VOCAB_SIZE, (2, 12), generator=torch.Generator().manual_seed(2))
     positions_BT = torch.arange(12).expand(2, -1)
 

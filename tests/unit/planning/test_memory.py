@@ -6,7 +6,7 @@ import pytest
 
 from llama_ssp.architectures.sizes import BUCKET_STEP, ENGINE_KERNELS
 from llama_ssp.config import catalogue, hardware
-from llama_ssp.config.schema import DraftLayout
+from llama_ssp.config.schema import DraftLayout, WholeParts
 from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.errors import PlacementError
 from llama_ssp.models.prefill import Buckets
@@ -67,6 +67,20 @@ def test_a_draft_is_held_once_unless_it_is_replicated(kind: DraftLayout, copies:
     assert held == copies * once
 
 
+@pytest.mark.parametrize("whole", WholeParts)
+def test_every_rank_of_a_sharded_draft_holds_what_is_whole(whole: WholeParts) -> None:
+    job = replace(make_job("13B", "7B", num_ranks=4, draft_kind=DraftLayout.sharded), draft_whole=whole)
+    ranks, width, units, num_layers = memory(job, A100), 4096, 11008, 32
+    embedding, attention, mlp = 32000 * width, num_layers * 4 * width**2, num_layers * 3 * width * units
+    norms, kept = (2 * num_layers + 1) * width, embedding * whole.keeps_embedding + attention * whole.keeps_attention
+    assert {rank.draft_repeated_bytes for rank in ranks} == {2 * (norms + kept)}
+    cut = 2 * embedding + attention + mlp - kept  # the head is as large as the embedding
+    assert sum(rank.draft_weights_bytes - rank.draft_repeated_bytes for rank in ranks) == 2 * cut
+    assert job.draft
+    num_copies, slots = 4 if whole.keeps_attention else 1, 256  # 128 + 64 + 5, in whole pages
+    assert sum(rank.draft_cache_bytes for rank in ranks) == num_copies * slots * kv_bytes_per_token(job.draft)
+
+
 def test_layer_wise_targets_are_shared_out_whole_and_nothing_is_repeated() -> None:
     ranks = memory(make_job("7B", num_ranks=3, target_kind=TargetKind.accelerate), A100)
     assert sum(rank.target_weights_bytes for rank in ranks) == 13_476_831_232
@@ -106,7 +120,8 @@ def test_nf4_needs_room_for_its_largest_product_unpacked() -> None:
 
 def test_ranks_of_a_cpu_share_its_memory() -> None:
     cpu = replace(hardware.load("laptop_cpu"), num_gpus=2)
-    assert {rank.capacity_bytes for rank in memory(make_job("tiny", num_ranks=2), cpu)} == {cpu.memory_bytes // 2}
+    left = cpu.memory_bytes - cpu.system_bytes
+    assert {rank.capacity_bytes for rank in memory(make_job("tiny", num_ranks=2), cpu)} == {left // 2}
 
 
 def test_the_largest_batch_and_context_fit_and_one_more_does_not() -> None:

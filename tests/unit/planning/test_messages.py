@@ -16,19 +16,19 @@ ONE_RANK, SHARDED, REPLICATED, OWN_GPU = DraftLayout
 @pytest.mark.parametrize(
     ("kind", "target", "draft", "arriving"),
     [
-        (ONE_RANK, [0], [0], [0, 0, 0, 0]),
-        (ONE_RANK, [0, 1], [1], [0, ID * ROWS * K, 0, 3 * ID * ROWS]),
-        (SHARDED, [0, 1], [0, 1], [ID * ROWS * K, 0, 0, 3 * ID * ROWS]),
-        (SHARDED, [0, 1, 2], [0, 1], [ID * ROWS * K, 2 * ID * ROWS * K, 0, 2 * 3 * ID * ROWS]),
-        (REPLICATED, [0, 1], [0, 1], [0, 2 * ID * 2 * K, 0, 2 * 3 * ID * 2]),
-        (OWN_GPU, [0, 1], [2], [0, 2 * ID * ROWS * K, 4 * ROWS * K * VOCABULARY, 2 * 3 * ID * ROWS]),
-        (OWN_GPU, [0], [1, 2], [ID * ROWS * K, 2 * ID * ROWS * K, 4 * ROWS * K * VOCABULARY, 2 * 3 * ID * ROWS]),
+        (ONE_RANK, [0], [0], [0, 0, 0]),
+        (ONE_RANK, [0, 1], [1], [ID * ROWS * K, 0, 3 * ID * ROWS]),
+        (SHARDED, [0, 1], [0, 1], [ID * ROWS * K, 0, 3 * ID * ROWS]),
+        (SHARDED, [0, 1, 2], [0, 1], [2 * ID * ROWS * K, 0, 2 * 3 * ID * ROWS]),
+        (REPLICATED, [0, 1], [0, 1], [2 * ID * 2 * K, 0, 2 * 3 * ID * 2]),
+        (OWN_GPU, [0, 1], [2], [2 * ID * ROWS * K, 4 * ROWS * K * VOCABULARY, 2 * 3 * ID * ROWS]),
+        (OWN_GPU, [0], [1, 2], [2 * ID * ROWS * K, 4 * ROWS * K * VOCABULARY, 2 * 3 * ID * ROWS]),
     ],
 )
 def test_the_bytes_of_a_round_follow_from_the_placement(
     kind: DraftLayout, target: list[int], draft: list[int], arriving: list[int]
 ) -> None:
-    """Steps, ids, probabilities, verdict."""
+    """Ids, probabilities, verdict."""
     job = replace(
         make_job("13B", "7B", num_draft_tokens=K, batch_size=ROWS),
         draft_kind=kind, target_ranks=tuple(target), draft_ranks=tuple(draft),
@@ -46,4 +46,4 @@ def test_a_plain_token_has_the_verdict_alone() -> None:
     job = make_job("13B", "7B", num_ranks=2, draft_kind=SHARDED)
     found = round_messages(job, 0)
     assert found.verdict
-    assert (found.steps, found.ids, found.probabilities) == (None, None, None)
+    assert (found.ids, found.probabilities) == (None, None)

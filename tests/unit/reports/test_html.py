@@ -2,20 +2,17 @@
 
 import json
 import re
-import shutil
-import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from itertools import pairwise
-from pathlib import Path
 from xml.etree import ElementTree
 
 import matplotlib as mpl
 import pytest
 
 from llama_ssp.reports import figures, plots
-from llama_ssp.reports.charts import COLOURS, Chart, Kind
+from llama_ssp.reports.charts import COLOURS, MOST_LINES, Chart, Kind
 from llama_ssp.reports.evaluation import Evaluation, Measure
 from llama_ssp.reports.excerpts import Excerpt, Span
 from llama_ssp.reports.html import report
@@ -26,8 +23,6 @@ from tests.helpers.pictures import said
 from tests.helpers.runs import CELL, FAST, PLAIN, summary
 
 pytestmark = pytest.mark.seconds
-
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "google-chrome"))), None)
 
 
 def run(*lines: CompletionLine, name: str = "s/0", model: str = "big", num_draft_tokens: int = 2) -> Run:
@@ -174,6 +169,26 @@ def test_any_name_can_be_drawn(name: str) -> None:
     assert "position 1: 66.7 % of 3" in said(drawn)[0]
 
 
+def test_every_line_has_its_own_look_also_without_colours() -> None:
+    runs = sweep(range(2, 2 + MOST_LINES))
+    chart = figures.acceptance_by_position(runs, [str(number) for number in range(len(runs))])
+    assert chart is not None
+    looks = [(mark.colour, mark.shape) for mark in chart.legend.values()]
+    assert len(looks) == len(set(looks)) == MOST_LINES
+    assert all(left[1] != right[1] for left, right in pairwise(looks))
+    dots = {(mark.colour, mark.shape) for mark in chart.marks if mark.kind is Kind.dot}
+    assert dots == set(looks)
+    assert figures.acceptance_by_position([*runs, runs[0]], [str(number) for number in range(len(runs) + 1)]) is None
+
+
+def test_the_legend_shows_a_line_with_its_dots() -> None:
+    chart = Chart(title="t", x_label="x", y_label="y", highest_x=1, highest_y=1)
+    chart.line([(0, 0), (1, 1)], COLOURS[0], name="alone")
+    without = plots.picture(chart).count("<use")
+    chart.line([(0, 1), (1, 0)], COLOURS[1], name="with dots", shape="s")
+    assert plots.picture(chart).count("<use") == without + 1
+
+
 def test_the_rate_at_a_position_counts_the_rounds_that_examined_it() -> None:
     line = replace(FAST, num_rounds=4, accepted_lengths=[2, 0, 1, 2], examined_lengths=[2, 1, 2, 0])
     assert figures.position_rates([line]) == [(2 / 3, 3), (1 / 2, 2)]
@@ -232,20 +247,3 @@ def test_ticks_are_few_and_a_bar_of_the_highest_value_fills_the_axes(highest: fl
 @pytest.mark.parametrize("highest", [0.0, float("nan"), float("inf"), -1.0, 5e-324, 1.7e308])
 def test_an_axis_of_nothing_or_of_nonsense_is_drawn_all_the_same(highest: float) -> None:
     assert ">1.0<" in plots.picture(one_bar(highest))
-
-
-@pytest.mark.skipif(
-    CHROMIUM is None, reason="needs a headless Chromium (Debian: apt-get install chromium-headless-shell)"
-)
-def test_a_browser_shows_the_figures_and_has_no_complaint(tmp_path: Path) -> None:
-    file = tmp_path / "report.html"
-    file.write_text(report(sweep((2, 3))))
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", f"--user-data-dir={tmp_path}"]
-    options += ["--window-size=1200,1000", f"--screenshot={tmp_path}/page.png", "--dump-dom"]
-    done = subprocess.run(
-        [str(CHROMIUM), *options, file.as_uri()],
-        capture_output=True, text=True, timeout=60, check=True,
-    )  # fmt: skip
-    assert "CONSOLE" not in done.stderr
-    assert done.stdout.count("<svg") == 6 + 2 * 5
-    assert (tmp_path / "page.png").stat().st_size > 20_000

@@ -1,6 +1,7 @@
 """The plan's table and figure say what its document says."""
 
 import io
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,14 +9,12 @@ import pytest
 from rich.console import Console
 
 from llama_ssp.config import hardware
-from llama_ssp.config.schema import DraftLayout
 from llama_ssp.errors import ConfigError
-from llama_ssp.planning.choices.search import search, search_document
 from llama_ssp.planning.plan import document, make_plan
 from llama_ssp.reports import plan_figure
 from llama_ssp.reports.charts import Kind
 from llama_ssp.reports.plan_figure import draw_plan
-from llama_ssp.reports.plan_table import GIB, ITEMS, print_plan, print_search
+from llama_ssp.reports.plan_table import GIB, ITEMS, print_plan
 from tests.helpers.planning import make_job
 
 
@@ -59,15 +58,49 @@ def test_small_models_are_shown_in_mib() -> None:
     assert "MiB" in _printed(_plan("tiny", "tiny-draft", num_ranks=1, machine="laptop_cpu"))
 
 
-def test_the_ranking_shows_all_sizes_and_what_is_missing() -> None:
-    machine = hardware.load("g5_12xlarge")
-    console = Console(record=True, width=110, file=io.StringIO())
-    job = make_job("65B", "7B", num_ranks=4, draft_kind=DraftLayout.sharded)
-    print_search(search_document(search(job, machine)), machine=machine.name, console=console)
-    html = console.export_html()
-    assert "65B int8wo" in html
-    assert "31.8 of 22.2" in html
-    assert "line-through" in html
+def test_the_time_table_says_what_its_figures_mean_and_what_they_rest_on() -> None:
+    job = replace(make_job("30B", "7B", num_ranks=4, batch_size=3), num_replicas=2)
+    plan = document(make_plan(job, hardware.load("p4d_24xlarge")))
+    text = " ".join(_printed(plan).split())
+    assert "ms/token of a completion after its first token, tokens/s over 3 rows of each of 2 replicas" in text
+    assert "forecast by data sheet; this engine has not been measured on this GPU" in text
+    time = plan["time"]
+    for mode in ("plain", "speculative"):
+        assert time[f"{mode}_tokens_per_s"] == pytest.approx(6e3 / time[f"{mode}_ms_per_token"])
+        assert f"{time[f'{mode}_tokens_per_s']:.1f}" in text
+    assert f"{time['plain_first_token_ms']:.0f} ms" in text
+
+
+def test_a_machine_that_was_calibrated_is_not_said_to_be_unmeasured() -> None:
+    measured = replace(hardware.load("p4d_24xlarge"), sources={"all": "measured by task=calibrate on a node"})
+    text = _printed(document(make_plan(make_job("7B"), measured)))
+    assert "has not been measured" not in text
+    assert "task=calibrate measured" in text
+
+
+def test_a_tight_fit_is_called_tight() -> None:
+    machine = replace(hardware.load("p4d_24xlarge"), num_gpus=1)
+    (full,) = make_plan(make_job("7B"), machine).ranks
+    tight = replace(machine, memory_bytes=int(full.needed_bytes / 0.98))
+    roomy = replace(machine, memory_bytes=int(full.needed_bytes / 0.96))
+    plan = document(make_plan(make_job("7B"), tight))
+    assert (plan["fits"], plan["is_tight"]) == (True, True)
+    text = " ".join(_printed(plan).split())
+    assert "fits, tight" in text
+    assert "note: a tight fit: 2.0 % of the memory of rank 0 is left" in text
+    assert "tight" not in _printed(document(make_plan(make_job("7B"), roomy)))
+
+
+def test_a_laptop_leaves_memory_to_its_operating_system_and_has_no_gpus() -> None:
+    machine = hardware.load("laptop_cpu")
+    job = make_job("13B_8bit", "7B", device="cpu", cuda_graphs=False)
+    plan = document(make_plan(job, machine))
+    assert plan["memory"][0]["capacity_bytes"] == machine.memory_bytes - machine.system_bytes < 14 * GIB
+    assert not plan["fits"]
+    text = " ".join(_printed(plan).split())
+    assert "3 of 16 GiB are left to the operating system" in text
+    assert "GPU" not in text
+    assert all("GPU" not in sentence for sentence in (*plan["warnings"], *plan["notes"], plan["basis"]))
 
 
 @pytest.mark.parametrize("draft", ["7B", None])

@@ -116,10 +116,11 @@ def test_the_file_has_the_fields_that_readers_rely_on(tmp_path: Path) -> None:
         "startup", "cells", "evaluation", "excerpts",
     ]  # fmt: skip
     assert written["schema_version"] == 1
-    assert list(written["plain"]) == ["ms_per_token", "tokens_per_s", "num_target_forwards"]
+    assert list(written["plain"]) == ["ms_per_token", "tokens_per_s", "num_target_forwards", "first_token_ms"]
     assert list(written["speculative"]) == [
         "ms_per_token", "tokens_per_s", "num_rounds", "num_target_forwards", "tokens_per_round", "acceptance_rate",
         "accepted_histogram", "draft_s", "verify_s", "other_s", "drafted_histogram",
+        "first_token_ms",
     ]  # fmt: skip
     assert written["forecast"] == {
         "plain_ms_per_token": None,

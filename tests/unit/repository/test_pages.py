@@ -41,7 +41,7 @@ TESTED = {
     r"\.venv/bin/python -m llama_ssp\.harness .*": "tests/unit/harness",
     r"\.venv/bin/python -m benchmarks\.(peers|sweep|lengths|placements) --store": "tests/unit/benchmarks",
     r"\.venv/bin/python -m benchmarks\.drafts --write": "tests/unit/benchmarks/test_drafts.py",
-    r"\.venv/bin/python -m benchmarks\.(readme|startup|forecast|gpu|published)": "tests/unit/benchmarks",
+    r"\.venv/bin/python -m benchmarks\.(readme|startup|forecast|gpu|published|ranges)": "tests/unit/benchmarks",
     r"\.venv/bin/pre-commit install": "CI runs the same checks",
     r"printf '[^']*' > prompts\.txt": "test_the_file_of_prompts_is_made_as_the_pages_say",
 }

@@ -24,7 +24,7 @@ from llama_ssp.config.schema import (
     WeightsKind,
 )
 from llama_ssp.config.tasks.compare import CompareConfig
-from llama_ssp.errors import CapacityError
+from llama_ssp.errors import CapacityError, PlacementError
 from llama_ssp.planning.plan import require_room
 from llama_ssp.tasks import dry_run as task
 
@@ -49,6 +49,14 @@ def test_planning_a_run_never_reaches_torch_or_transformers() -> None:
     program = "import sys, llama_ssp.tasks.dry_run; print({'torch', 'transformers', 'numpy'} & set(sys.modules))"
     shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == "set()"
+
+
+def test_a_run_of_a_family_that_the_engine_does_not_run_is_refused_before_anything_is_loaded() -> None:
+    config = _run()
+    assert config.model.shape
+    config.model.shape.model_type = "mamba"
+    with pytest.raises(PlacementError, match="mamba models are not supported"):
+        task.job_of_run(config, world_size=1, prompt_tokens=50, device="cpu")
 
 
 def test_a_run_is_planned_with_its_own_ranks() -> None:
@@ -161,4 +169,4 @@ def test_ranks_on_a_cpu_share_it() -> None:
     machine = machine_of_run(hardware.load("laptop_cpu"), 2)
     plan = task.plan_of_run(_run(), world_size=2, machine=machine, lengths=[40])
     require_room(plan)
-    assert {rank.capacity_bytes for rank in plan.ranks} == {machine.memory_bytes // 2}
+    assert {rank.capacity_bytes for rank in plan.ranks} == {(machine.memory_bytes - machine.system_bytes) // 2}

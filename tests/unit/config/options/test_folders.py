@@ -7,7 +7,8 @@ import pytest
 from llama_ssp.config import hardware, machine
 from llama_ssp.config.options import folders
 from llama_ssp.errors import ConfigError
-from llama_ssp.planning import acceptance
+from llama_ssp.planning.acceptance.known import known
+from llama_ssp.planning.acceptance.pair import Acceptance, DraftedPair
 from tests.helpers.own_conf import MACHINE, PAIRS, OwnConf, writer
 
 
@@ -44,12 +45,20 @@ def test_a_file_that_would_replace_all_settings_is_refused(name: str, own_conf: 
         folders.use(None)
 
 
+def of_pair(target: str, draft: str) -> Acceptance | None:
+    return known(DraftedPair(target=target, draft=draft))
+
+
 def test_a_users_pairs_come_first_and_name_their_file(own_conf: OwnConf) -> None:
-    shipped = acceptance.of_pair("30B", "7B")
+    shipped = of_pair("30B", "7B")
+    assert shipped
     file = own_conf("pairs.yaml", PAIRS + "drafts: {ngram: {acceptance: 0.5, source: measured}}\n")
-    assert acceptance.of_pair("mine", "7B") == acceptance.Acceptance(probability=0.61, source=str(file))
-    assert acceptance.of_pair("any", "ngram") == acceptance.Acceptance(probability=0.5, source="measured")
-    assert acceptance.of_pair("30B", "7B") == shipped
+    mine, copied = of_pair("mine", "7B"), of_pair("any", "ngram")
+    assert mine
+    assert copied
+    assert (mine.probability, mine.source) == (0.61, str(file))
+    assert (copied.probability, copied.source) == (0.5, "measured")
+    assert of_pair("30B", "7B") == shipped
 
 
 @pytest.mark.parametrize(
@@ -61,12 +70,18 @@ def test_a_users_pairs_come_first_and_name_their_file(own_conf: OwnConf) -> None
         ("pairs: [{target: a, draft: b, acceptance: 61}]", "pair 1 needs an acceptance between 0 and 1"),
         ("pairs: [{target: a, acceptance: 0.6}]", "pair 1 needs target and draft"),
         ("drafts: {ngram: 0.5}", "draft ngram needs an acceptance between 0 and 1"),
+        ("pairs: [{target: a, draft: b, acceptance: 0.6, low: 0.7}]", "pair 1 needs low <= acceptance <= high"),
+        ("pairs: [{target: a, draft: b, acceptance: 0.6, high: 2}]", "pair 1 needs an acceptance between 0 and 1"),
+        (
+            "pairs: [{target: a, draft: b, acceptance: 0.6, temperature: hot}]",
+            "pair 1 has temperature: hot, which must",
+        ),
     ],
 )
 def test_pairs_that_are_wrong_are_named_with_their_file(text: str, reason: str, own_conf: OwnConf) -> None:
     file = own_conf("pairs.yaml", text)
     with pytest.raises(ConfigError, match=f"{file}: {reason}"):
-        acceptance.of_pair("a", "b")
+        of_pair("a", "b")
 
 
 def test_a_users_description_of_the_gpus_comes_before_that_of_the_package(

@@ -7,6 +7,7 @@ from llama_ssp.config.hardware import Profile
 from llama_ssp.config.schema import DraftLayout
 from llama_ssp.config.target_placement import Offload, TargetKind
 from llama_ssp.planning.choices import advice
+from llama_ssp.planning.memory import memory
 from llama_ssp.planning.plan import make_plan
 from llama_ssp.planning.spec import PlanSpec
 from tests.helpers.planning import make_job
@@ -45,8 +46,11 @@ def test_a_cpu_that_was_measured_unquantized_says_so() -> None:
     machine = replace(hardware.load("laptop_cpu"), profiles=[profile])
     job = make_job("tiny")
     quantized = replace(job, target=replace(job.target, quantization="int8_weight_only"))
-    assert list(advice._quantization(job, machine)) == []
-    assert "times are those of unquantized layers" in next(advice._quantization(quantized, machine))
+    fullest = memory(job, machine)[0]
+    assert not any("unquantized" in note for note in advice.notes(job, machine, (6,), fullest))
+    assert any(
+        "times are those of unquantized layers" in note for note in advice.notes(quantized, machine, (6,), fullest)
+    )
 
 
 def test_a_k_far_from_the_best_is_told_with_the_best() -> None:

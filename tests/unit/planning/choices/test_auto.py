@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from llama_ssp.config import hardware
-from llama_ssp.config.schema import DraftLayout
+from llama_ssp.config.schema import DraftLayout, WholeParts
 from llama_ssp.errors import PlacementError
 from llama_ssp.planning.choices.auto import choose_placement
 from llama_ssp.planning.memory import fits
@@ -30,6 +30,22 @@ def test_no_other_placement_is_faster(kind: DraftLayout, batch_size: int) -> Non
     assert f"{1e3 * least:.3g} ms per token" in chosen.sentence
 
 
+@pytest.mark.parametrize("latency_s", [1e-6, 15e-6])
+def test_attention_stays_whole_where_a_collective_takes_longer_than_reading_it(latency_s: float) -> None:
+    machine = replace(A100, link=replace(A100.link, latency_s=latency_s))
+    job = make_job("30B", "tinyllama_1B", num_ranks=8)
+    sharded = replace(job, draft_kind=DraftLayout.sharded, draft_ranks=job.target_ranks)
+    step_s = {whole: timing(replace(sharded, draft_whole=whole), machine).draft_forward_s for whole in WholeParts}
+    reads_s = 22 * 2 * (2 * 2048 * 2048 + 2 * 2048 * 256) * 7 / 8 / 1.7e12
+    saved_s = 22 * latency_s
+    saves = (step_s[WholeParts.embedding] or 0) > (step_s[WholeParts.attention] or 0)
+    assert saves == (saved_s > reads_s)
+    assert (step_s[WholeParts.none] or 0) - (step_s[WholeParts.embedding] or 0) == pytest.approx(latency_s, rel=0.05)
+    chosen = choose_placement(job, machine, num_ranks=8)
+    assert chosen.job.draft_whole is (WholeParts.attention if saves else WholeParts.embedding)
+    assert ("attention whole" in chosen.sentence) == saves
+
+
 def test_what_does_not_fit_is_not_chosen() -> None:
     job = make_job("30B", "7B", num_ranks=4)
     assert not fits(job, A10G)
@@ -50,6 +66,16 @@ def test_no_rank_is_used_that_was_not_started(batch_size: int) -> None:
 def test_copies_share_the_ranks() -> None:
     job = replace(make_job("7B", num_ranks=1), num_replicas=4)
     assert choose_placement(job, A100, num_ranks=8).job.target_ranks == (0, 1)
+
+
+def test_replicas_on_fewer_ranks_are_chosen_where_they_are_faster_and_where_that_is_allowed() -> None:
+    two_nodes = replace(hardware.load("8xh100"), num_nodes=2)
+    job = make_job("llama3_70B", num_ranks=16)
+    chosen = choose_placement(job, two_nodes, num_ranks=16, divides=True)
+    assert (chosen.job.num_replicas, chosen.job.target_ranks) == (2, tuple(range(8)))
+    assert "2 replicas, each with the target on ranks 0 1 2 3 4 5 6 7" in chosen.sentence
+    kept = choose_placement(job, two_nodes, num_ranks=16).job
+    assert (kept.num_replicas, kept.target_ranks) == (1, tuple(range(16)))
 
 
 def test_what_cannot_be_laid_out_at_all_is_refused() -> None:

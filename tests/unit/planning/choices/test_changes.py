@@ -1,50 +1,131 @@
-"""The smallest change that fits: it does fit, and nothing lighter does."""
+"""Changes that fit: they do fit, what loses least comes first, and no plan of one warns against it."""
 
 from dataclasses import replace
 
+import pytest
+
 from llama_ssp.config import hardware
-from llama_ssp.config.schema import DraftLayout
+from llama_ssp.config.hardware import HardwareConfig
+from llama_ssp.config.schema import DraftLayout, WholeParts
 from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.planning.choices import changes
-from llama_ssp.planning.choices.changes import smallest_changes
-from llama_ssp.planning.memory import fits
+from llama_ssp.planning.choices.changes import Change, Loss, changes_that_fit
+from llama_ssp.planning.choices.layouts import placement_settings
+from llama_ssp.planning.memory import fits, memory
 from llama_ssp.planning.plan import make_plan, shortage
+from llama_ssp.planning.spec import PlanSpec
 from tests.helpers.planning import make_job, small_model
 
 A10G = hardware.load("g5_12xlarge")
+ONE_A10G = replace(A10G, num_gpus=1)
+LAPTOP = hardware.load("laptop_cpu")
 
 
-def test_a_change_is_said_in_the_words_of_the_command() -> None:
+def _settings(change: Change) -> dict[str, str]:
+    return dict(setting.split("=", 1) for setting in change.settings)
+
+
+def test_a_large_pair_on_four_small_gpus_is_answered_with_weight_only_8_bits() -> None:
+    """`int8` of bitsandbytes needs as much memory and takes 3-5 times as long."""
+    first, *others = changes_that_fit(make_job("65B", "7B", num_ranks=4), A10G)
+    assert _settings(first)["model.quantization"] == "int8_weight_only"
+    assert first.ms_per_token < 30
+    assert len(others) <= 2
+    assert all("int8" not in change.settings for change in others)
+
+
+def test_a_large_pair_on_one_small_gpu_keeps_its_target() -> None:
+    found = changes_that_fit(make_job("65B", "7B"), ONE_A10G)
+    assert found
+    assert not any("model" in _settings(change) for change in found)
+    named = {setting.partition("=")[0] for change in found for setting in change.settings}
+    assert named & {"placement.target.offload", "hardware.num_gpus", "hardware", "model.quantization"}
+
+
+@pytest.mark.parametrize(
+    ("job", "machine"),
+    [
+        (make_job("65B", "7B", num_ranks=4), A10G),
+        (make_job("65B", "7B"), ONE_A10G),
+        (make_job("30B", "7B", num_ranks=4), A10G),
+        (make_job("30B", draft=None, device="cpu", cuda_graphs=False), LAPTOP),
+    ],
+)
+def test_what_loses_less_comes_first_and_of_equal_losses_the_fastest(job: PlanSpec, machine: HardwareConfig) -> None:
+    found = changes_that_fit(job, machine)
+    assert 1 <= len(found) <= 3
+    order = [(Loss[change.loss], change.is_tight, 1 / change.tokens_per_s) for change in found]
+    assert order == sorted(order)
+
+
+def test_offload_is_named_where_little_else_helps() -> None:
+    alone = replace(ONE_A10G, network=None, name="mine")
+    ways = list(changes._ways(make_job("65B", "7B"), alone))
+    offloaded = next(way for way in ways if way.kind == "offload")
+    assert fits(offloaded.job, alone)
+    assert offloaded.settings[:2] == ("placement.target.kind=accelerate", "placement.target.offload=cpu")
+    more = replace(offloaded.job, max_device_bytes=(offloaded.job.max_device_bytes or 0) + 10**9)
+    assert not fits(more, alone)
+
+
+def test_changes_are_said_in_the_words_of_the_command() -> None:
     plan = make_plan(make_job("65B", "7B", num_ranks=4), A10G)
-    (change,) = plan.changes
-    name, value = change.settings[0].split("=")
+    name, value = plan.changes[0].settings[0].split("=")
     assert f"that fits: {name}={value}" in shortage(plan)
     assert f"that fits: about {value} of it" in shortage(plan, words={name: "about {} of it"})
+    assert f"{plan.changes[1].ms_per_token:.3g} ms/token" in shortage(plan)
 
 
 def test_a_smaller_batch_is_tried_before_another_model() -> None:
     job = make_job("13B", "7B", num_ranks=4, draft_kind=DraftLayout.sharded, batch_size=1000)
-    (setting,) = smallest_changes(job, A10G)[0].settings
-    rows = int(setting.removeprefix("batch_size="))
-    assert fits(replace(job, batch_size=rows), A10G)
-    assert not fits(replace(job, batch_size=rows + 1), A10G)
+    found = next(change for change in changes_that_fit(job, A10G) if change.settings[0].startswith("batch_size="))
+    assert found.settings[1:] in {(), ("draft=none",)}
+    rows = int(found.settings[0].removeprefix("batch_size="))
+    without = changes.without_draft(job) if found.settings[1:] else job
+    assert fits(replace(without, batch_size=rows), A10G)
+    assert not fits(replace(without, batch_size=rows + 1), A10G)
 
 
-def test_a_draft_that_crowds_one_gpu_is_sharded() -> None:
-    job = make_job("30B", "7B", num_ranks=4)
-    (change,) = smallest_changes(job, A10G)
-    assert change.settings == ("placement.draft.kind=sharded",)
-    assert change.needed_bytes <= A10G.memory_bytes
+def test_a_draft_that_keeps_parts_whole_can_be_cut_entirely() -> None:
+    job = make_job("13B", "7B", num_ranks=4, draft_kind=DraftLayout.sharded)
+    needed = {
+        whole: max(rank.needed_bytes for rank in memory(replace(job, draft_whole=whole), A10G)) for whole in WholeParts
+    }
+    machine = replace(A10G, memory_bytes=needed[WholeParts.none])
+    ways = changes._places(job)
+    (cut,) = [way for way in ways if way.layout == job.layout]
+    assert fits(cut, machine)
+    assert not fits(job, machine)
+    assert placement_settings(cut) == ["placement.draft.kind=sharded", "placement.draft.whole=none"]
 
 
-def test_where_one_change_is_too_little_two_are_named_and_both_run() -> None:
-    (change,) = smallest_changes(make_job("65B", "7B", num_ranks=4), A10G)
-    assert change.settings == ("placement.draft.kind=sharded", "model.quantization=int8")
+def test_a_draft_that_crowds_one_gpu_is_sharded_and_nothing_is_lost() -> None:
+    found = changes_that_fit(make_job("30B", "7B", num_ranks=4), A10G)
+    sharded = next(change for change in found if change.settings[0] == "placement.draft.kind=sharded")
+    assert sharded.needed_bytes <= A10G.memory_bytes
+    assert sharded.loss == "nothing"
+
+
+@pytest.mark.parametrize(("target", "num_ranks"), [("65B", 4), ("30B", 4), ("65B", 1)])
+def test_no_change_is_named_that_its_own_plan_warns_against(target: str, num_ranks: int) -> None:
+    job, machine = make_job(target, "7B", num_ranks=num_ranks), replace(A10G, num_gpus=num_ranks)
+    kept = changes._chosen(changes._fitting(changes._ways(job, machine)))
+    assert kept
+    for one in kept:
+        assert make_plan(one.way.job, one.way.hardware).warnings == (), one.way.settings
+
+
+def test_a_smaller_target_is_the_last_resort() -> None:
+    tiny_gpu = replace(A10G, memory_bytes=12 * 2**30, num_gpus=1, network=None, name="mine")
+    targets = list(changes._smaller_targets(make_job("65B", "7B"), tiny_gpu))
+    assert {way.kind for way in targets} == {"target"}
+    assert all(way.job.draft is None or way.job.draft.name != "7B" for way in targets), "a draft is smaller"
+    assert not any(change.loss == "model" for change in changes_that_fit(make_job("65B", "7B"), tiny_gpu))
 
 
 def test_a_job_without_any_way_out_says_so() -> None:
-    tiny_gpu = replace(A10G, memory_bytes=2**28, network=None)
-    plan = make_plan(make_job(small_model(), num_ranks=4), tiny_gpu)
+    tiny = replace(LAPTOP, memory_bytes=2**28)
+    plan = make_plan(make_job(small_model(), device="cpu", cuda_graphs=False), tiny)
     assert plan.changes == ()
     assert "hardware=NAME" in shortage(plan)
 
@@ -54,12 +135,12 @@ def test_the_sentence_names_the_rank_what_fills_it_and_the_change() -> None:
     assert sentence.startswith("rank 0 needs 44.")
     assert "(target 30.4, draft 12.6" in sentence
     assert "of 22.2 GiB" in sentence
-    assert "placement.draft.kind=sharded model.quantization=int8" in sentence
+    assert "model.quantization=int8_weight_only placement.draft.kind=sharded" in sentence
 
 
 def test_every_change_leaves_a_layer_wise_target_on_one_rank_and_in_the_librarys_modules() -> None:
     job = make_job("65B", "7B", num_ranks=4, target_kind=TargetKind.accelerate, cuda_graphs=False)
-    for step in changes._steps(job, hardware.load("p4d_24xlarge")):
-        changed, _ = step.apply(job, A10G)
-        assert changed.target_ranks == (0,), step.setting
-        assert changed.target.by_library, step.setting
+    machine = hardware.load("p4d_24xlarge")
+    for way in (*changes._ways(job, machine), *changes._smaller_targets(job, machine)):
+        assert way.job.target_ranks == (0,), way.settings
+        assert way.job.target.by_library, way.settings

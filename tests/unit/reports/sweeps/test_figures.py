@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from llama_ssp.reports import plots
-from llama_ssp.reports.charts import GREY, Chart, Kind
+from llama_ssp.reports.charts import GREY, INK, Chart, Kind
 from llama_ssp.reports.runs import Run, varying_settings
 from llama_ssp.reports.sweeps.axes import MARGIN, axes_of, axis_of
 from llama_ssp.reports.sweeps.figures import MOST_PAIRS, prompts_of_run, sweep_charts
@@ -52,6 +52,33 @@ def test_every_run_is_a_dot_with_its_interval() -> None:
     ]
     assert [height for _, height in whiskers[0]] == [low, high]
     assert said(plots.picture(chart)) == says
+
+
+@pytest.mark.parametrize("axis", ["K", "temperature"])
+def test_no_interval_covers_another_one(axis: str) -> None:
+    chart = charts_of(simulated_sweep(random.Random(0), ks=(2, 4, 6)))[f"time_by_{axis}"]
+    places = [mark.points[0][0] for mark in chart.marks if mark.kind is Kind.dot]
+    assert len(places) == 2 * 6, "plain and speculative, of every run"
+    plain = {mark.points[0][0] for mark in chart.marks if mark.kind is Kind.dot and mark.colour == GREY}
+    others = [mark.points[0][0] for mark in chart.marks if mark.kind is Kind.dot and mark.colour != GREY]
+    assert len(others) == 6
+    assert all(right - left > 0.01 for left, right in pairwise(sorted([*plain, *others])))
+
+
+def test_the_forecast_of_a_run_crosses_its_interval() -> None:
+    chart = charts_of(simulated_sweep(random.Random(0)))["speedup_by_K"]
+    forecasts = [mark.points for mark in chart.marks if mark.kind is Kind.line and mark.colour == INK]
+    middles = [(left + right) / 2 for (left, _), (right, _) in forecasts]
+    dots = [mark.points[0][0] for mark in chart.marks if mark.kind is Kind.dot]
+    assert middles == pytest.approx(dots)
+    assert all(right - left < 0.04 for (left, _), (right, _) in forecasts)
+
+
+def test_the_plain_line_of_a_line_has_its_shape() -> None:
+    chart = charts_of(simulated_sweep(random.Random(0)))["time_by_K"]
+    shapes = {mark.says.partition(", K=")[0]: mark.shape for mark in chart.marks if mark.kind is Kind.dot}
+    assert shapes["plain, temperature=0"] == shapes["temperature=0"]
+    assert shapes["plain, temperature=1"] == shapes["temperature=1"] != shapes["temperature=0"]
 
 
 def test_runs_that_differ_in_their_seed_are_repeats_at_one_place() -> None:

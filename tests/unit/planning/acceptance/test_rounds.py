@@ -1,8 +1,8 @@
-"""Tokens per round, and what is known of pairs."""
+"""Tokens per round by the acceptance, and back."""
 
 import pytest
 
-from llama_ssp.planning.acceptance import implied_acceptance, of_pair, tokens_per_round
+from llama_ssp.planning.acceptance.rounds import implied_acceptance, tokens_per_round
 
 
 @pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.8, 0.99])
@@ -18,9 +18,3 @@ def test_a_round_yields_between_one_token_and_k_plus_one() -> None:
 @pytest.mark.parametrize("acceptance", [0.1, 0.5, 0.84])
 def test_the_implied_acceptance_inverts_tokens_per_round(acceptance: float) -> None:
     assert implied_acceptance(tokens_per_round(acceptance, 6), 6) == pytest.approx(acceptance, abs=1e-9)
-
-
-def test_a_pair_has_its_own_figure_with_its_source_and_a_quantized_target_shares_it() -> None:
-    assert of_pair("65B", "7B").probability == 0.79
-    assert "610 -> 270" in of_pair("65B_8bit", "7B").source
-    assert "no figure for this pair" in of_pair("7B", "tinyllama_1B").source

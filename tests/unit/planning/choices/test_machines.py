@@ -1,0 +1,172 @@
+"""Machines compared for one job: GPUs, replicas, speed, price, limits, and their order."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from llama_ssp.config import catalogue, hardware
+from llama_ssp.config.drafts.model import ModelDraftConfig
+from llama_ssp.config.hardware import PER_GPU, HardwareConfig, Price
+from llama_ssp.config.plan import Objective, PlanConfig
+from llama_ssp.config.schema import MODEL_DRAFT, NO_DRAFT, DrafterConfig
+from llama_ssp.planning.choices.machine_choice import MachineChoice, nothing_left
+from llama_ssp.planning.choices.machines import compare
+from llama_ssp.planning.memory import memory
+from llama_ssp.planning.timing import timing
+from tests.helpers.planning import make_job
+
+H100, A10G = hardware.load("8xh100"), hardware.load("g5_12xlarge")
+
+
+def _config(target: str = "llama3_70B", draft: str | None = None, **fields: Any) -> PlanConfig:  # noqa: ANN401 - its fields
+    drafter = DrafterConfig(kind=NO_DRAFT)
+    if draft:
+        drafter = ModelDraftConfig(kind=MODEL_DRAFT, model=catalogue.load(draft))
+    return PlanConfig(model=catalogue.load(target), draft=drafter, hardware={}, **fields)
+
+
+def _fitting(config: PlanConfig, *machines: HardwareConfig) -> list[MachineChoice]:
+    return [choice for choice in compare(config, machines) if choice.reason is None]
+
+
+def test_replicas_fill_a_node_that_is_rented_as_a_whole() -> None:
+    found = {choice.num_gpus: choice for choice in _fitting(_config(), H100)}
+    assert {number: choice.num_replicas for number, choice in found.items()} == {2: 4, 4: 2, 8: 1}
+    assert {choice.usd_per_hour for choice in found.values()} == {23.92}
+    job = replace(make_job("llama3_70B", num_ranks=2), num_replicas=4)
+    timed = timing(job, H100)
+    assert found[2].ms_per_token == pytest.approx(1e3 * timed.plain_s)
+    assert found[2].tokens_per_s == pytest.approx(4 / timed.plain_s)
+    assert found[2].usd_per_million_tokens == pytest.approx(23.92 * 1e6 / 3600 * timed.plain_s / 4)
+    assert found[2].needed_bytes == max(rank.needed_bytes for rank in memory(job, H100))
+
+
+def test_gpus_that_are_rented_one_by_one_have_one_replica() -> None:
+    machine = replace(H100, price=Price(usd_per_hour=3.0, per=PER_GPU))
+    found = {choice.num_gpus: choice for choice in _fitting(_config(), machine)}
+    assert {number: (choice.num_replicas, choice.usd_per_hour) for number, choice in found.items()} == {
+        2: (1, 6.0), 4: (1, 12.0), 8: (1, 24.0),
+    }  # fmt: skip
+    assert "hardware.num_gpus=2" in found[2].settings
+
+
+def test_one_gpu_is_too_small_and_the_choice_says_how_much_it_lacks() -> None:
+    (alone,) = (choice for choice in compare(_config(), [H100]) if choice.num_gpus == 1)
+    assert alone.reason is not None
+    assert alone.reason.startswith("rank 0 needs 1")
+    assert alone.reason.endswith(" of 79.2 GiB")
+    assert alone.ms_per_token is None
+
+
+def _cost(choice: MachineChoice, objective: Objective) -> float:
+    assert choice.ms_per_token
+    assert choice.tokens_per_s
+    assert choice.usd_per_million_tokens
+    costs = (choice.ms_per_token, -choice.tokens_per_s, choice.usd_per_million_tokens)
+    return dict(zip(Objective, costs, strict=True))[objective]
+
+
+@pytest.mark.parametrize("objective", Objective)
+def test_choices_are_in_the_order_of_the_objective_and_those_ruled_out_come_last(objective: Objective) -> None:
+    found = compare(_config("13B", objective=objective), [A10G, H100])
+    is_out = [choice.reason is not None for choice in found]
+    assert is_out == sorted(is_out)
+    left = [_cost(choice, objective) for choice in found if choice.reason is None]
+    assert left == sorted(left)
+    assert len({choice.machine for choice in found[: len(left)]}) == 2
+
+
+def test_without_a_price_the_cost_is_unknown_and_comes_after_every_known_one() -> None:
+    free = replace(H100, name="mine", price=None)
+    found = _fitting(_config("7B", objective=Objective.price), free, H100)
+    assert [choice.machine for choice in found] == ["8xh100"] * 4 + ["mine"] * 4
+    assert {(choice.usd_per_hour, choice.usd_per_million_tokens) for choice in found[4:]} == {(None, None)}
+
+
+def test_prices_of_the_settings_replace_those_of_the_files() -> None:
+    free = replace(H100, name="1xl4", price=None)
+    found = _fitting(_config("7B", prices={"8xh100": 16.0, "1xl4": 8.0}), H100, free)
+    assert {(choice.machine, choice.usd_per_hour) for choice in found} == {("8xh100", 16.0), ("1xl4", 8.0)}
+
+
+def test_limits_rule_out_what_is_slower_dearer_or_without_a_price() -> None:
+    free = replace(H100, name="mine", price=None)
+    plain = {choice.num_gpus: choice for choice in _fitting(_config(), H100)}
+    most = plain[4].ms_per_token or 0.0
+    found = compare(_config(max_ms_per_token=most, max_price=20.0), [H100, free])
+    said = {(choice.machine, choice.num_gpus): choice.reason or "" for choice in found}
+    assert said["8xh100", 2].endswith(f" ms/token are more than max_ms_per_token={most:g}")
+    assert said["8xh100", 4] == "23.92 USD an hour are more than max_price=20"
+    assert said["mine", 8] == "no price is known: prices={mine:USD_PER_HOUR} gives one"
+
+
+def test_where_nothing_is_left_the_closest_choice_is_named() -> None:
+    assert nothing_left(compare(_config(), [H100])) is None
+    too_slow = nothing_left(compare(_config(max_ms_per_token=0.1), [H100, A10G]))
+    assert too_slow is not None
+    assert too_slow.startswith("nothing is left of 2 machines; the closest is 8 x H100-SXM5-80GB: ")
+    alone = replace(A10G, network=None)
+    too_small = nothing_left(compare(_config(), [alone]))
+    assert too_small is not None
+    assert too_small.startswith("nothing is left of g5_12xlarge; the closest is 4 x A10G: rank 0 needs ")
+
+
+def test_a_job_that_fits_no_node_is_tried_on_several_and_pays_for_all() -> None:
+    found = _fitting(_config(), A10G)
+    assert [(choice.num_gpus, choice.num_nodes, choice.num_replicas) for choice in found] == [(8, 2, 1)]
+    assert found[0].usd_per_hour == pytest.approx(2 * 5.672)
+    assert "hardware.num_nodes=2" in found[0].settings
+    assert {choice.num_nodes for choice in compare(_config("7B"), [A10G])} == {1}
+
+
+def test_a_draft_is_used_where_it_gains_and_placed_where_it_gains_most() -> None:
+    config = _config(draft="llama3_1B")
+    plain = {choice.num_gpus: choice.ms_per_token or 0.0 for choice in _fitting(_config(), H100)}
+    for choice in _fitting(config, H100):
+        assert choice.draft == "llama3_1B"
+        assert choice.num_draft_tokens == 4
+        assert (choice.ms_per_token or 0.0) < plain[choice.num_gpus]
+        assert f"placement.draft.kind={choice.draft_kind}" in choice.settings
+    config.speculation.acceptance = 0.0
+    assert {choice.draft for choice in _fitting(config, H100)} == {None}
+
+
+def test_a_search_tries_every_storage_of_the_weights_and_the_best_k() -> None:
+    one = replace(H100, num_gpus=1, network=None)
+    assert _fitting(_config(), one) == []
+    config = _config(draft="llama3_1B", search=True)
+    config.speculation.acceptance = 0.8
+    found = {choice.quantization: choice for choice in _fitting(config, one)}
+    assert {"int8_weight_only", "int4_weight_only"} & found.keys()
+    best = found["int4_weight_only"]
+    assert best.draft is not None
+    job = replace(
+        make_job("llama3_70B", best.draft, acceptance=0.8), num_draft_tokens=best.num_draft_tokens, num_replicas=1
+    )
+    job = replace(job, target=job.target.quantized("int4_weight_only"))
+    assert timing(job, one).best_num_draft_tokens == best.num_draft_tokens
+    assert "model.quantization=int4_weight_only" in best.settings
+
+
+def test_a_cpu_has_one_replica_and_shares_its_memory() -> None:
+    laptop = replace(hardware.load("laptop_cpu"), num_gpus=2)
+    found = _fitting(_config("tiny"), laptop)
+    assert {(choice.num_gpus, choice.num_replicas) for choice in found} == {(1, 1), (2, 1)}
+    assert {choice.num_gpus: choice.capacity_bytes for choice in found} == {
+        number: replace(laptop, num_gpus=number).rank_bytes for number in (1, 2)
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "machine", "expert_ms"),
+    [
+        # 13.48 GB of weights at 83 % of the data sheet's bandwidth, 32 layers of 8 kernels, and the draw.
+        ("7B", "1xrtx4090", 13.48e9 / (0.83 * 1.008e12) * 1e3 + 1.2),
+        ("7B", "1xl4", 13.48e9 / (0.83 * 0.3e12) * 1e3 + 1.3),
+        ("llama3_8B", "1xh100", 15.0e9 / (0.83 * 3.35e12) * 1e3 + 1.2),
+    ],
+)
+def test_a_token_takes_the_time_to_read_the_weights(name: str, machine: str, expert_ms: float) -> None:
+    (choice,) = _fitting(_config(name), hardware.load(machine))
+    assert choice.ms_per_token == pytest.approx(expert_ms, rel=0.06)
