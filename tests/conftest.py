@@ -38,19 +38,17 @@ UNTIMED = tuple(f"tests/distributed/test_{name}.py" for name in ("placement", "p
 """Those that share groups of ranks and have no time limits: another worker may run them at the same time."""
 
 STUBS = "tests/stub_gpu/"
-KERNELS = ("_kernel.py", "_kernels.py")
-"""Ends of files that compile kernels, tests of which share what they compiled; those of STUBS share their processes."""
+"""Tests of one file share what their processes found."""
 
 
 class JobsOnOneWorker(LoadScopeScheduling):  # type: ignore[misc] # xdist is untyped
-    """Hands out tests one by one; those of JOBS all to one worker, those of a file of STUBS or KERNELS as well."""
+    """Hands out tests one by one; those of JOBS all to one worker, those of a file of STUBS as well."""
 
     def _split_scope(self, nodeid: str) -> str:
         if nodeid.startswith(UNTIMED):
             return UNTIMED[0]
-        file = nodeid.partition("::")[0]
-        if file.startswith(STUBS) or file.endswith(KERNELS):
-            return file
+        if nodeid.startswith(STUBS):
+            return nodeid.partition("::")[0]
         return JOBS[0] if nodeid.startswith(JOBS) else nodeid
 
 
