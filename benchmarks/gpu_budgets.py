@@ -112,24 +112,9 @@ ROUNDS = (
     Round(target="30B", draft="7B", sampling=GREEDY, most=1400),
     Round(target="30B", draft="7B", batch_size=4, most=1400),
     Round(target="30B", draft="7B", num_ranks=8, most=1530),
-    Round(
-        target="30B", draft="tinyllama_1B", draft_layout=SHARDED, draft_whole=WholeParts.none, num_ranks=8, most=1380
-    ),
-    Round(
-        target="30B",
-        draft="tinyllama_1B",
-        draft_layout=SHARDED,
-        draft_whole=WholeParts.embedding,
-        num_ranks=8,
-        most=1350,
-    ),
-    Round(
-        target="30B",
-        draft="tinyllama_1B",
-        draft_layout=SHARDED,
-        draft_whole=WholeParts.attention,
-        num_ranks=8,
-        most=1260,
+    *(
+        Round(target="30B", draft="tinyllama_1B", draft_layout=SHARDED, draft_whole=whole, num_ranks=8, most=most)
+        for whole, most in ((WholeParts.none, 1380), (WholeParts.embedding, 1350), (WholeParts.attention, 1260))
     ),
 )
 ATTENTION = (
