@@ -88,6 +88,12 @@ def rows(number: int) -> str:
 
 
 GREEDY, SHARDED = SamplingConfig(temperature=0.0), DraftLayout.sharded
+
+
+def _with_sharded_draft(whole: WholeParts, most: int) -> Round:
+    return Round(target="30B", draft="tinyllama_1B", draft_layout=SHARDED, draft_whole=whole, num_ranks=8, most=most)
+
+
 LAYERS = (
     Layer(model="tiny", num_rows=1, most=8),
     Layer(model="tiny", num_rows=5, most=8),
@@ -112,10 +118,9 @@ ROUNDS = (
     Round(target="30B", draft="7B", sampling=GREEDY, most=1400),
     Round(target="30B", draft="7B", batch_size=4, most=1400),
     Round(target="30B", draft="7B", num_ranks=8, most=1530),
-    *(
-        Round(target="30B", draft="tinyllama_1B", draft_layout=SHARDED, draft_whole=whole, num_ranks=8, most=most)
-        for whole, most in ((WholeParts.none, 1380), (WholeParts.embedding, 1350), (WholeParts.attention, 1260))
-    ),
+    _with_sharded_draft(WholeParts.none, most=1380),
+    _with_sharded_draft(WholeParts.embedding, most=1350),
+    _with_sharded_draft(WholeParts.attention, most=1260),
 )
 ATTENTION = (
     Attention(model="7B", num_rows=1, least=128),
