@@ -1,7 +1,7 @@
 """Hydra's plugin for a sweep on this machine: checks every point before the first one starts.
 
-Hydra imports launchers from the namespace package `hydra_plugins` on sys.path at each start, so what a sweep alone needs
-is imported by `launch`.
+Hydra imports launchers from the namespace package `hydra_plugins` on sys.path at each start. What only a sweep needs is
+imported by `launch`.
 """
 
 from collections.abc import Sequence

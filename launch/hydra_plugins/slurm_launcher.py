@@ -1,7 +1,7 @@
 """Hydra's plugin for `hydra/launcher=slurm`: composes every point of a sweep and passes all of them to `slurm`.
 
-Hydra imports launchers from the namespace package `hydra_plugins` on sys.path at each start, so what a sweep alone needs
-is imported by `launch`.
+Hydra imports launchers from the namespace package `hydra_plugins` on sys.path at each start. What only a sweep needs is
+imported by `launch`.
 """
 
 from collections.abc import Sequence

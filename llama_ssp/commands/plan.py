@@ -90,7 +90,7 @@ def _composed(settings: list[str]) -> DictConfig:
             OmegaConf.set_struct(composed, value=True)
             loader._apply_overrides_to_config(found.config_overrides, composed)
             return composed
-    except Exception:  # noqa: BLE001, S110 - Hydra says what is wrong, or has parts of other names and composes it
+    except Exception:  # noqa: BLE001 - Hydra says what is wrong, or has parts of other names and composes it
         pass
     return compose(config_name=_NAME, overrides=settings)
 

@@ -4,7 +4,7 @@ Every folder of options may have `pairs.yaml`, written by hand, and `measured_pa
 """
 
 from collections.abc import Iterator, Mapping
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +27,20 @@ def known(pair: DraftedPair) -> Acceptance | None:
     Of figures at several temperatures, the nearest is taken. None if no file has one; a file without the form of the
     package's raises ConfigError.
     """
-    for content in _files(tuple(folders.folders())):
+    return _known(pair, tuple(folders.folders()))
+
+
+@lru_cache(maxsize=1024)  # a search asks for the same few pairs
+def _known(pair: DraftedPair, where: tuple[Path, ...]) -> Acceptance | None:
+    files = _files(where)
+    for content in files:
         entries = [entry for entry in content.get("pairs", []) if _names(entry) == _base(pair.target, pair.draft)]
         if entries:
             return _acceptance(min(entries, key=lambda entry: _distance(entry, pair)))
-    for content in _files(tuple(folders.folders())):
+    for content in files:
         if entry := content.get("drafts", {}).get(pair.draft):
             return _acceptance(entry)
-    defaults = (content["default"] for content in _files(tuple(folders.folders())) if "default" in content)
+    defaults = (content["default"] for content in files if "default" in content)
     return next(map(_acceptance, defaults), None)
 
 
@@ -53,6 +59,7 @@ def store(entry: Mapping[str, Any]) -> Path:
     except OSError as error:
         raise SspError(f"{file} cannot be written ({error.strerror}): make its folder writable") from error
     _files.cache_clear()
+    _known.cache_clear()
     return file
 
 
