@@ -35,7 +35,8 @@ from llama_ssp.config.options import choices, folders
 from llama_ssp.config.registry import load_plugins
 from llama_ssp.errors import ConfigError, one_message
 from llama_ssp.planning.spec import make_job, settle_models
-from llama_ssp.tasks.dry_run import plan_job, show_comparison, show_plan, show_search, with_hub_sizes
+from llama_ssp.tasks.comparisons import show_comparison, show_search
+from llama_ssp.tasks.dry_run import plan_job, show_plan, with_hub_sizes
 
 _NAME = "plan"
 
@@ -124,8 +125,6 @@ def _show(given: argparse.Namespace) -> None:
     machine, names = hardware.build(config.hardware), machines.compared(given.settings)
     if names or config.compares:
         machines.check_placement(given.settings)
-        if config.figure:
-            raise ConfigError("figure= draws the plan of one machine: leave it out of a comparison")
         show_comparison(config, machines.load(names, given.settings) if names else [machine])
         return
     job = make_job(config, machine)

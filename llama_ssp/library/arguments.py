@@ -94,6 +94,9 @@ _ARGUMENTS = {
     "streamer": _Argument("a streamer of transformers, such as TextStreamer(pair.tokenizer)", _streamer),
     "prompt_tokens": _Argument("a whole number of tokens, for example 128", _whole),
     "acceptance": _Argument(f"{_ENOUGH} 0.8, or None for that of the pair", _or_none(_number)),
+    "max_ms_per_token": _Argument(f"{_ENOUGH} 30, or None", _or_none(_number)),
+    "max_price": _Argument(f"{_ENOUGH} 10, or None", _or_none(_number)),
+    "search": _Argument("True or False", _flag),
     "num_gpus": _Argument("a whole number, or None", _or_none(_whole)),
     "num_nodes": _Argument("a whole number, or None", _or_none(_whole)),
 }
