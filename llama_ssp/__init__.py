@@ -1,6 +1,6 @@
 """Speculative sampling on models that are too large for one GPU.
 
-`load`, `plan` and `compare_machines` serve a notebook without a configuration file; `llama-ssp` is the program. They are
+`load`, `plan` and `compare_machines` serve a notebook without a configuration file; `llama-ssp` is the program. All are
 imported on first use, so that planning works without torch.
 """
 

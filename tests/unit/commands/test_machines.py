@@ -102,7 +102,7 @@ def test_the_table_has_a_row_for_each_machine_and_says_what_is_left_out(capsys: 
     assert entry.main(["model=llama3_70B", "draft=none", "hardware=8xh100,1xl4,4xl40s"]) == 0
     said = capsys.readouterr().out
     assert "llama3_70B, batch 1: the fastest first" in said
-    assert "23.92" in said
+    assert "31.92" in said
     assert "the first row: hardware=8xh100 hardware.num_gpus=8 draft=none" in said
     assert "left out: 1xl4 (1 x L4): rank 0 needs" in said
     assert "USD: on-demand list prices of 2025-06" in said
