@@ -165,7 +165,7 @@ def compare_machines(  # noqa: PLR0913 - as for `plan`
         )  # fmt: skip
         config.objective = member(Objective, "objective", objective)
         config.prices = dict(prices or {})
-        config.search, config.max_price, config.max_ms_per_token = search, max_price, max_ms_per_token
+        config.search, config.max_price, config.max_ms_per_token = search, read["max_price"], read["max_ms_per_token"]
         _settle(config)
         return compare(config, compared)
 
