@@ -4,7 +4,7 @@ Every folder of options may have `pairs.yaml`, written by hand, and `measured_pa
 """
 
 from collections.abc import Iterator, Mapping
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +27,9 @@ def known(pair: DraftedPair) -> Acceptance | None:
     Of figures at several temperatures, the nearest is taken. None if no file has one; a file without the form of the
     package's raises ConfigError.
     """
-    return _known(pair, tuple(folders.folders()))
-
-
-@lru_cache(maxsize=1024)  # a search asks for the same few pairs
-def _known(pair: DraftedPair, where: tuple[Path, ...]) -> Acceptance | None:
-    files = _files(where)
+    files, names = _files(tuple(folders.folders())), _base(pair.target, pair.draft)
     for content in files:
-        entries = [entry for entry in content.get("pairs", []) if _names(entry) == _base(pair.target, pair.draft)]
+        entries = [entry for entry in content.get("pairs", []) if _names(entry) == names]
         if entries:
             return _acceptance(min(entries, key=lambda entry: _distance(entry, pair)))
     for content in files:
@@ -59,7 +54,6 @@ def store(entry: Mapping[str, Any]) -> Path:
     except OSError as error:
         raise SspError(f"{file} cannot be written ({error.strerror}): make its folder writable") from error
     _files.cache_clear()
-    _known.cache_clear()
     return file
 
 
