@@ -10,6 +10,7 @@ from pathlib import Path
 from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.config.plan import PlanConfig, PlanFormat
 from llama_ssp.errors import CapacityError
+from llama_ssp.planning.choices.lengths import notes_on_guesses
 from llama_ssp.planning.choices.machine_choice import comparison_document, nothing_left
 from llama_ssp.planning.choices.machines import compare
 from llama_ssp.planning.choices.search import search, search_document
@@ -22,13 +23,14 @@ def show_search(job: PlanSpec, machine: HardwareConfig, form: PlanFormat, *, fig
     """Print every sensible use of a machine, the asked model first, and draw it; raises ConfigError as `show_plan`."""
     check_figure(figure)
     choices = search_document(search(job, machine))
+    notes = notes_on_guesses(choice["adapts"] and choice["reason"] is None for choice in choices)
     if form is PlanFormat.json:
-        content = {"plan_version": PLAN_VERSION, "basis": basis(machine), "search": choices}
+        content = {"plan_version": PLAN_VERSION, "basis": basis(machine), "notes": notes, "search": choices}
         print(json.dumps(content, indent=2))  # noqa: T201 - the requested output
     else:
         from llama_ssp.reports.searches.table import print_search  # noqa: PLC0415 - JSON needs no rich
 
-        print_search(choices, machine=machine.name, unit=machine.unit, basis=basis(machine))
+        print_search(choices, machine=machine.name, unit=machine.unit, basis=basis(machine), notes=notes)
     if figure:
         from llama_ssp.reports.searches.figure import draw_search  # noqa: PLC0415 - only figures need matplotlib
 
@@ -42,7 +44,9 @@ def show_comparison(config: PlanConfig, machines: Sequence[HardwareConfig]) -> N
     """
     check_figure(config.figure)
     choices = compare(config, machines)
-    content = comparison_document(choices, config, machines) | {"basis": sorted(set(map(basis, machines)))}
+    left = {choice.machine for choice in choices if choice.reason is None}
+    used = [machine for machine in machines if machine.name in left] or machines
+    content = comparison_document(choices, config, machines) | {"basis": sorted(set(map(basis, used)))}
     if config.format is PlanFormat.json:
         print(json.dumps({"plan_version": PLAN_VERSION} | content, indent=2))  # noqa: T201 - the requested output
     else:

@@ -1,6 +1,6 @@
 """The K that comparisons give a draft: the fastest, or `auto` where nobody knows which K is best."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from llama_ssp.config.schema import ADAPTIVE, ADAPTIVE_LENGTHS
@@ -21,6 +21,15 @@ def by_length(job: PlanSpec, timed: Timing) -> Iterator[tuple[float, PlanSpec]]:
         return
     token_s = min(timed.plain_s, *(timed.by_num_draft_tokens[number - 1] for number in ADAPTIVE_LENGTHS))
     yield token_s, replace(job, num_draft_tokens=max(ADAPTIVE_LENGTHS), adapts=True)
+
+
+def notes_on_guesses(adapts: Iterable[bool]) -> list[str]:
+    """What a search notes if K adapts in one of its choices."""
+    said = (
+        "K auto: nobody has measured this pair, and its times rest on a forecast of its acceptance; the plan of a row "
+        "has their range, and says how to narrow it"
+    )
+    return [said] if any(adapts) else []
 
 
 def length_setting(job: PlanSpec) -> str:
