@@ -47,7 +47,8 @@ def user_dir() -> Path:
 
     Source: XDG Base Directory Specification 0.8, by which a relative $XDG_CONFIG_HOME is ignored.
     """
-    return _user_dir(os.environ.get("XDG_CONFIG_HOME", ""), os.path.expanduser("~"))  # noqa: PTH111 - Path raises an error for users without a home
+    home = os.path.expanduser("~")  # noqa: PTH111 - Path raises an error for users without a home
+    return _user_dir(os.environ.get("XDG_CONFIG_HOME", ""), home)
 
 
 @cache  # plans ask thousands of times
