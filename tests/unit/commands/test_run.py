@@ -253,10 +253,10 @@ def test_hydra_leaves_no_file(arguments: list[str], launch: Launch, tmp_path: Pa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_config_of_a_run_is_composed_once(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    composing = mock.Mock(side_effect=Hydra.compose_config, autospec=True)
-    monkeypatch.setattr(Hydra, "compose_config", lambda *given, **options: composing(*given, **options))
-    assert launch("seed=3").code == 0
+def test_the_config_of_a_run_is_composed_once(launch: Launch) -> None:
+    compose = Hydra.compose_config
+    with mock.patch.object(Hydra, "compose_config", autospec=True, side_effect=compose) as composing:
+        assert launch("seed=3").code == 0
     composing.assert_called_once()
 
 
