@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from typing import cast
 
 from hydra import compose, initialize_config_dir
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import CachingConfigRepository
 from hydra._internal.defaults_list import create_defaults_list
 from hydra.core.global_hydra import GlobalHydra
@@ -80,9 +81,8 @@ def read_settings(settings: list[str]) -> plan.PlanConfig:
 def _composed(settings: list[str]) -> DictConfig:
     """Compose conf/plan.yaml as Hydra does, but without the settings of Hydra itself, which take twice as long."""
     try:
-        loader = GlobalHydra.instance().config_loader()
-        overrides = OverridesParser.create().parse_overrides(settings)
-        if not any(override.is_sweep_override() for override in overrides):
+        loader, overrides = GlobalHydra.instance().config_loader(), OverridesParser.create().parse_overrides(settings)
+        if isinstance(loader, ConfigLoaderImpl) and not any(override.is_sweep_override() for override in overrides):
             repository = CachingConfigRepository(loader.repository)
             found = create_defaults_list(
                 repo=repository, config_name=_NAME, overrides_list=overrides, prepend_hydra=False, skip_missing=False

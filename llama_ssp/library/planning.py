@@ -148,8 +148,8 @@ def compare_machines(  # noqa: PLR0913 - as for `plan`
         As `plan`.
     """
     given = {
-        "max_ms_per_token": max_ms_per_token, "max_price": max_price, "search": search,
-        "num_draft_tokens": num_draft_tokens, "acceptance": acceptance, "temperature": temperature,
+        "max_ms_per_token": max_ms_per_token, "max_price": max_price, "prices": prices or {},
+        "search": search, "num_draft_tokens": num_draft_tokens, "acceptance": acceptance, "temperature": temperature,
         "batch_size": batch_size, "prompt_tokens": prompt_tokens, "max_new_tokens": max_new_tokens,
     }  # fmt: skip
     with in_library_words():
@@ -164,8 +164,8 @@ def compare_machines(  # noqa: PLR0913 - as for `plan`
             matching=matching, text=text,
         )  # fmt: skip
         config.objective = member(Objective, "objective", objective)
-        config.prices = dict(prices or {})
-        config.search, config.max_price, config.max_ms_per_token = search, read["max_price"], read["max_ms_per_token"]
+        for name in ("prices", "search", "max_price", "max_ms_per_token"):
+            setattr(config, name, read[name])
         _settle(config)
         return compare(config, compared)
 

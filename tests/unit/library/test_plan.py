@@ -113,6 +113,7 @@ def test_machines_are_compared_as_by_the_command(capsys: pytest.CaptureFixture[s
         ({"text": "poetry"}, "unknown text 'poetry'"),
         ({"hardware": []}, "names no machine"),
         ({"max_price": -1}, "max_price=-1.0 must be above 0"),
+        ({"prices": {"1xl4": "cheap"}}, "must be US dollars per hour by machine"),
         ({"search": "yes"}, "search='yes' must be True or False"),
     ],
 )
