@@ -27,7 +27,8 @@ def shares(
 @lru_cache(maxsize=512)  # a search asks for the same shares hundreds of times
 def _shares(parameters: Inventory, parts: tuple[RankShard, ...], whole: WholeParts) -> tuple[Inventory, ...]:
     """The shares of a model that is split like this; ranks with equal ones have the same object."""
-    kept, found = parameters.keeping(whole), {}
+    kept = parameters.keeping(whole)
+    found: dict[Inventory, Inventory] = {}
     held = (kept.of_rank(shard) for shard in parts)
     return tuple(found.setdefault(share, share) for share in held)
 
