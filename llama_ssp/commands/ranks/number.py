@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from llama_ssp.distributed.environment import read_ranks
@@ -101,8 +102,6 @@ def launcher_of(environ: Mapping[str, str]) -> str | None:
 
 def num_gpus(environ: Mapping[str, str]) -> int:
     """Count the GPUs that torch would see, without torch: those of the environment, else of the device files."""
-    from importlib.metadata import PackageNotFoundError, version  # noqa: PLC0415 - slow, and few commands count
-
     try:
         if version("torch").endswith("+cpu"):
             return 0
