@@ -8,6 +8,8 @@ from llama_ssp.config.formats.format import formats
 from llama_ssp.errors import ConfigError
 from llama_ssp.reports.charts import COLOURS, GREY, MOST_LINES, Chart, Point, look
 
+MOST_TIMES = 1.5
+"""Choices that take more times the slowest one that is worth its price are not drawn: they would squeeze the others."""
 Rows = Sequence[Mapping[str, Any]]
 
 
@@ -35,23 +37,25 @@ def draw_machines(comparison: Mapping[str, Any], file: Path) -> None:
 
 
 def time_by_price(rows: Rows) -> Chart:
-    """All choices by number format, with and without a draft; a line joins those that nothing cheaper beats."""
+    """A line by number format, with a draft or without one, through its choices that no cheaper one of it beats."""
     chart = _chart(rows, "By number format and draft")
     kinds = dict.fromkeys((row["quantization"], row["draft"] is not None) for row in rows)
     colours = dict(zip(dict.fromkeys(name for name, _ in kinds), COLOURS, strict=False))
     for name, drafts in kinds:
-        found = [row for row in rows if (row["quantization"], row["draft"] is not None) == (name, drafts)]
+        found = worth_it([row for row in rows if (row["quantization"], row["draft"] is not None) == (name, drafts)])
         colour, label = colours.get(name, COLOURS[-1]), f"{_short(name)}{', with a draft' if drafts else ''}"
-        chart.line([_place(row) for row in worth_it(found)], colour, name=label, dashed=not drafts)
+        chart.line([_place(row) for row in found], colour, name=label, dashed=not drafts)
         for row in found:
             chart.dot(*_place(row), colour, says=f"{_named(row)}, {label}: {_figures(row)}")
     return chart
 
 
 def machines_worth_it(rows: Rows) -> Chart:
-    """The choices that no other one beats at its price or below, by name; the others are grey."""
-    chart, best = _chart(rows, "Worth their price"), worth_it(rows)
-    for row in rows:
+    """The choices that no other one beats at its price or below, by name; others are grey, but for the slowest."""
+    best = worth_it(rows)
+    shown = [row for row in rows if row["ms_per_token"] <= MOST_TIMES * best[0]["ms_per_token"]]
+    chart = _chart(shown, "Worth their price")
+    for row in shown:
         if row not in best:
             chart.dot(*_place(row), GREY, says=f"{_named(row)}: {_figures(row)}", name="slower at this price")
     for number, row in enumerate(best):

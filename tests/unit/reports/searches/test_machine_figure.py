@@ -21,8 +21,8 @@ def test_a_choice_is_worth_its_price_if_nothing_as_cheap_is_as_fast() -> None:
     assert [each["machine"] for each in worth_it([row("a", 1.0, 5.0), row("b", 1.0, 4.0)])] == ["b"]
 
 
-def test_only_what_is_worth_its_price_has_a_name_and_all_are_drawn() -> None:
-    chart = machines_worth_it(ROWS)
+def test_only_what_is_worth_its_price_has_a_name_and_what_is_far_slower_is_not_drawn() -> None:
+    chart = machines_worth_it([*ROWS, row("slowest", 4.0, 31.0)])
     assert [*chart.legend] == ["slower at this price", "cheap (1 GPU, fp16)", "fast (1 GPU, fp16)"]
     assert sorted(mark.points[0] for mark in chart.marks) == [(1.0, 20.0), (2.0, 30.0), (3.0, 10.0), (9.0, 10.0)]
     assert "slow (1 GPU, fp16): 2.00 USD/h, 30.00 ms/token" in chart.alt
@@ -33,4 +33,4 @@ def test_a_number_format_has_a_line_with_a_draft_and_one_without() -> None:
     assert [*chart.legend] == ["fp16", "fp16, with a draft", "int8wo"]
     lines = {name: mark.points for name, mark in chart.legend.items()}
     assert lines["fp16"] == [(2.0, 30.0), (3.0, 10.0)]
-    assert sum(mark.kind is Kind.dot for mark in chart.marks) == 5
+    assert sum(mark.kind is Kind.dot for mark in chart.marks) == 4
