@@ -197,6 +197,8 @@ class _Points:
                 self._is_to_stop = act(*checked)
         except (SspError, HydraException, OmegaConfBaseException) as error:
             self.failure = error
+            if isinstance(error, InterruptedRun) and error.run_dir and HydraConfig.get().mode is RunMode.MULTIRUN:
+                self.failure = InterruptedRun.in_folder(str(Path(error.run_dir).parent))
         except BrokenPipeError as error:  # not of standard output: the run handles that itself
             raise RuntimeError(f"a connection was lost: {error}") from error
 

@@ -168,8 +168,7 @@ class Session:
                 for update in updates:
                     ledger.take(update)
             if ledger.close(stopped=decoder.stopped):
-                again = f"run_dir={self.config.run_dir} with the same settings goes on from here"
-                raise InterruptedRun(f"interrupted; {again}")
+                raise InterruptedRun.in_folder(self.config.run_dir)
 
     def _warm_once(self, decoder: Decoder, mode: str, jobs: Sequence[PromptTask]) -> None:
         """Keep tracing, capture and first uses out of the first completion's time, if the task has not warmed up."""

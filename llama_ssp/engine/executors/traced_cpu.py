@@ -4,11 +4,12 @@
     verify   the target's forward, the processors, the rule and the commit
 
 Each batch size and each choice of a draft has its own traces. Their first round runs from Python, as does every piece
-whose model may change its operators.
+whose model may change its operators. Module `traced_prefill` traces prefills of short prompts.
 """
 
 from torch import Tensor
 
+from llama_ssp.engine.executors.traced_prefill import TracedPrefill
 from llama_ssp.engine.executors.tracing import Traced
 from llama_ssp.engine.round import Block, DraftChoice, Round
 from llama_ssp.engine.state import BatchState
@@ -24,6 +25,7 @@ class TracedExecutor:
     def __init__(self, round_: Round) -> None:
         self._round = round_
         self._choice: DraftChoice | None = None
+        self.prefill = TracedPrefill(round_)
         self.traced_draft = Traced(self._draft, reads=(round_.drafters,))
         self.traced_verify = Traced(self._verify, reads=(round_.target, round_.verifier, round_.last_and_drafted_W))
 
