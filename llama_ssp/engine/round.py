@@ -162,7 +162,13 @@ class Round:
         return self.read(prompts, to_read, rows, buckets=buckets, drafters=drafters)
 
     def read(
-        self, prompts: BatchState, to_read: Prompts, rows: Sequence[int], *, buckets: Buckets, drafters: Sequence[Drafter]
+        self,
+        prompts: BatchState,
+        to_read: Prompts,
+        rows: Sequence[int],
+        *,
+        buckets: Buckets,
+        drafters: Sequence[Drafter],
     ) -> Tensor:
         """Prefill as `prefill` does, with the tokens that are to be read apart from the batch that they are in."""
         lengths_R = prompts.lengths_B

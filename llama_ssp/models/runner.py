@@ -8,7 +8,6 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-
 _FEW_ROWS = 8
 
 

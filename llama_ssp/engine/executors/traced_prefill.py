@@ -6,7 +6,6 @@ until there have been a few such prefills, and is left out where a prefill takes
 Shapes: R rows being prefilled, T tokens of the longest prompt, S slots.
 """
 
-import math
 import time
 from collections.abc import Hashable, Sequence
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from llama_ssp import Pair, load
 from llama_ssp.engine.executors import traced_prefill
 from llama_ssp.engine.executors.traced_cpu import TracedExecutor
+from llama_ssp.engine.executors.traced_prefill import TracedPrefill
 from llama_ssp.engine.executors.tracing import Traced
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
@@ -76,6 +77,7 @@ def texts(pair: Pair, monkeypatch: pytest.MonkeyPatch, *, most_tokens: int, **se
     (decoder,) = fresh._decoders._kept.values()
     assert isinstance(decoder.executor, TracedExecutor)
     prefill = decoder.executor.prefill
+    assert isinstance(prefill, TracedPrefill)
     assert not prefill.traced.failed
     assert any(prefill.traced.replays.values()) is bool(most_tokens)
     return found
@@ -102,10 +104,8 @@ def test_prefills_that_take_long_are_never_traced(
 
 
 def traces(pair: Pair) -> Sequence[bool]:
-    executors = [decoder.executor for decoder in pair._decoders._kept.values()]
-    return [
-        any(executor.prefill.traced.replays.values()) for executor in executors if isinstance(executor, TracedExecutor)
-    ]
+    prefills = [getattr(decoder.executor, "prefill", None) for decoder in pair._decoders._kept.values()]
+    return [any(prefill.traced.replays.values()) for prefill in prefills if isinstance(prefill, TracedPrefill)]
 
 
 def test_caches_that_were_made_anew_are_read_by_the_same_trace(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
