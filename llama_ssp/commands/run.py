@@ -6,6 +6,7 @@ Errors become sentences and exit codes only here. torch is imported after the ch
 
 import argparse
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -181,7 +182,7 @@ class _Points:
     def __init__(self, ranks: Ranks, act: Act | None, *, warns: bool) -> None:
         self.failure: Exception | None = None
         self._ranks, self._act, self._warns = ranks, act, warns
-        self._is_to_stop = False
+        self._is_to_stop = self._has_run = False
 
     def run(self, config: DictConfig) -> None:
         """Run one point, as Hydra composed it."""
@@ -193,6 +194,9 @@ class _Points:
             return
         try:
             if checked := _check(config, self._ranks, warns=self._warns):
+                if self._has_run:
+                    gc.collect()  # frees the models of the last point: its objects refer to each other
+                self._has_run = True
                 act = self._act or task_code()
                 self._is_to_stop = act(*checked)
         except (SspError, HydraException, OmegaConfBaseException) as error:

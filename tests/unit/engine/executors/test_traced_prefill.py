@@ -117,7 +117,8 @@ def test_caches_that_were_made_anew_are_read_by_the_same_trace(pair: Pair, monke
         for number in range(8):
             if longer and number == 5:
                 pair.generate("import os\n", max_new_tokens=600, stop=list(ascii_letters))
-            found.append(pair.generate(f"import {number}\n", max_new_tokens=6, seed=number)[0].token_ids)
+            prompt = ["import os\n", "def main():\n", "x = 10\ny = 20\nprint("][number % 3]
+            found.append(pair.generate(prompt, max_new_tokens=16, seed=number)[0].token_ids)
         return found
 
     whole, changed = (Pair(models=pair.models, config=pair.config) for _ in range(2))
