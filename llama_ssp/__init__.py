@@ -1,15 +1,15 @@
 """Speculative sampling on models that are too large for one GPU.
 
-`load` and `plan` serve a notebook without a configuration file; `llama-ssp` is the program. They are imported on
-first use, so that `plan` and `llama_ssp.planning` work without torch.
+`load`, `plan` and `compare_machines` serve a notebook without a configuration file; `llama-ssp` is the program. All are
+imported on first use, so that planning works without torch.
 """
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from llama_ssp.library import Completion, Pair, load, plan, speculative_generate
+    from llama_ssp.library import Completion, Pair, compare_machines, load, plan, speculative_generate
 
-__all__ = ["Completion", "Pair", "load", "plan", "speculative_generate"]
+__all__ = ["Completion", "Pair", "compare_machines", "load", "plan", "speculative_generate"]
 
 
 def __getattr__(name: str) -> object:

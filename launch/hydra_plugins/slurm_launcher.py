@@ -1,6 +1,7 @@
 """Hydra's plugin for `hydra/launcher=slurm`: composes every point of a sweep and passes all of them to `slurm`.
 
-Hydra imports launchers from the namespace package `hydra_plugins` on sys.path at each start.
+Hydra imports launchers from the namespace package `hydra_plugins` on sys.path at each start. What only a sweep needs is
+imported by `launch`.
 """
 
 from collections.abc import Sequence
@@ -11,8 +12,6 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, ListConfig
 
-from llama_ssp.commands import slurm
-from llama_ssp.commands.points import compose_point, launching_ranks
 from llama_ssp.config.slurm import SlurmConfig
 from llama_ssp.errors import ConfigError
 
@@ -32,6 +31,9 @@ class SlurmLauncher(Launcher):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Compose all points and submit them together, or none; raises as `slurm.submit_sweep` does."""
+        from llama_ssp.commands import slurm  # noqa: PLC0415 - see above
+        from llama_ssp.commands.points import compose_point, launching_ranks  # noqa: PLC0415 - see above
+
         if launching_ranks().size > 1:
             raise ConfigError("hydra/launcher=slurm submits each job once: start it with plain python, on one rank")
         if initial_job_idx or self._config.hydra.sweeper.max_batch_size is not None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from llama_ssp import architectures
@@ -94,4 +95,10 @@ def record_of(model_type: str) -> Family:
 
 def inventory(shape: ModelShape) -> Inventory:
     """List the parameters of a model; one of an unknown family has those of a Llama of its sizes."""
-    return record_of(shape.model_type).parameters(shape)
+    return _inventory(record_of(shape.model_type).parameters, tuple(vars(shape).items()))
+
+
+@lru_cache(maxsize=512)  # a search asks for the same models thousands of times
+def _inventory(parameters: Callable[[ModelShape], Inventory], sizes: tuple[tuple[str, Any], ...]) -> Inventory:
+    """The parameters of a model with these sizes."""
+    return parameters(ModelShape(**dict(sizes)))

@@ -57,6 +57,14 @@ class Inventory:
     final_vectors: int
     num_layers: int
 
+    def __hash__(self) -> int:
+        """Equal inventories have equal hashes."""
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.layer, self.embeddings, self.num_layers, self.layer_vectors, self.final_vectors))
+
     @cached_property
     def products(self) -> tuple[int, ...]:
         """Elements of each matrix product of a layer; matrices with the same input are fused into one."""

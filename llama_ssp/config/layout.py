@@ -7,6 +7,7 @@ replica of target and draft; `distributed.mesh` maps replicas to world ranks.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from llama_ssp.config.schema import DraftLayout, DraftPlacement, PlacementConfig
 from llama_ssp.config.target_placement import Offload, TargetKind, TargetPlacement
@@ -23,24 +24,24 @@ class Layout:
     draft_ranks: tuple[int, ...]
     draft_kind: DraftLayout
 
-    @property
+    @cached_property
     def ranks(self) -> tuple[int, ...]:
         """All ranks that hold something."""
         return tuple(sorted({*self.target_ranks, *self.draft_ranks}))
 
-    @property
+    @cached_property
     def draft_source_rank(self) -> int:
         """The rank that sends the drafted ids: the first that holds both models, else the draft's first."""
         return next((rank for rank in self.draft_ranks if rank in self.target_ranks), self.draft_ranks[0])
 
-    @property
+    @cached_property
     def verify_rank(self) -> int:
         """The rank that runs the rule. It has the target's logits, and if possible the draft's probabilities too."""
         if self.draft_ranks and self.draft_source_rank in self.target_ranks:
             return self.draft_source_rank
         return self.target_ranks[0]
 
-    @property
+    @cached_property
     def splits_batch(self) -> bool:
         """Whether each rank of the draft drafts and verifies its own share of the rows."""
         return self.draft_kind is DraftLayout.replicated and len(self.draft_ranks) > 1

@@ -8,6 +8,7 @@ import os
 import re
 import textwrap
 import time
+from collections.abc import Iterable
 from dataclasses import is_dataclass
 from functools import cache
 from typing import cast, get_args, get_type_hints
@@ -20,6 +21,7 @@ from llama_ssp.config.drafts.drafter import drafter_of, drafters, problem_of
 from llama_ssp.config.drafts.model import ModelDraftConfig
 from llama_ssp.config.options import search_path
 from llama_ssp.config.options.search_path import draft_option
+from llama_ssp.config.plan import PlanConfig
 from llama_ssp.config.schema import DEFAULT_DRAFT, MODEL_DRAFT, NO_DRAFT, DrafterConfig, RunConfig
 from llama_ssp.config.slurm import SlurmConfig
 from llama_ssp.config.tasks.spec import task_of, task_specs
@@ -38,12 +40,24 @@ def register() -> None:
     store.store(group="schema", name="slurm", node=SlurmConfig)
     for name, task in task_specs().items():
         store.store(group="schema", name=name, node=task.config)
+    _register_drafts(catalogue.names())
+    OmegaConf.register_new_resolver("run_id", run_id, replace=True)
+
+
+def register_plan(*, draft: str) -> None:
+    """Register what conf/plan.yaml refers to with this draft, and no more: a plan takes less than a second."""
+    ConfigStore.instance().store(group="schema", name="plan", node=PlanConfig)
+    _register_drafts({draft} & {*catalogue.names()})
+
+
+def _register_drafts(models: Iterable[str]) -> None:
+    """Register every kind of draft, and these models as drafts."""
+    store = ConfigStore.instance()
     for name, draft in drafters().items():
         store.store(group="schema", name=f"draft_{name}", node=draft.config)
-    for name in catalogue.names():
+    for name in models:
         store.store(group="draft", name=name, node=draft_option(name))
     search_path.register()
-    OmegaConf.register_new_resolver("run_id", run_id, replace=True)
 
 
 @cache

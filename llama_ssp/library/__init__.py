@@ -10,11 +10,12 @@ if TYPE_CHECKING:
     from llama_ssp.library.completion import Completion
     from llama_ssp.library.loading import load
     from llama_ssp.library.pair import Pair, speculative_generate
-    from llama_ssp.library.planning import plan
+    from llama_ssp.library.planning import compare_machines, plan
 
-__all__ = ["Completion", "Pair", "load", "plan", "speculative_generate"]
+__all__ = ["Completion", "Pair", "compare_machines", "load", "plan", "speculative_generate"]
 _MODULES = {
-    "Completion": "completion", "Pair": "pair", "load": "loading", "plan": "planning", "speculative_generate": "pair",
+    "Completion": "completion", "Pair": "pair", "compare_machines": "planning", "load": "loading", "plan": "planning",
+    "speculative_generate": "pair",
 }  # fmt: skip
 
 

@@ -52,6 +52,12 @@ def _text(value: object) -> str:
     return value
 
 
+def _prices(value: object) -> dict[str, float]:
+    if not isinstance(value, Mapping):
+        raise TypeError
+    return {_text(name): _number(price) for name, price in value.items()}
+
+
 def _texts(value: object) -> list[str]:
     if isinstance(value, str):
         return [value]
@@ -94,6 +100,10 @@ _ARGUMENTS = {
     "streamer": _Argument("a streamer of transformers, such as TextStreamer(pair.tokenizer)", _streamer),
     "prompt_tokens": _Argument("a whole number of tokens, for example 128", _whole),
     "acceptance": _Argument(f"{_ENOUGH} 0.8, or None for that of the pair", _or_none(_number)),
+    "max_ms_per_token": _Argument(f"{_ENOUGH} 30, or None", _or_none(_number)),
+    "max_price": _Argument(f"{_ENOUGH} 10, or None", _or_none(_number)),
+    "prices": _Argument("US dollars per hour by machine, for example {'8xh100': 20}", _prices),
+    "search": _Argument("True or False", _flag),
     "num_gpus": _Argument("a whole number, or None", _or_none(_whole)),
     "num_nodes": _Argument("a whole number, or None", _or_none(_whole)),
 }

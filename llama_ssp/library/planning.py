@@ -1,19 +1,30 @@
-"""Plans a job from a notebook: memory and time, before anything is loaded. Imports no torch."""
+"""Plans a job from a notebook, on one machine or on each of several, before anything is loaded. Imports no torch."""
 
 import reprlib
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from llama_ssp.config import hardware as machines
 from llama_ssp.config.drafts.model import DraftTokenizer, Matching
 from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.config.machine import detect_hardware
-from llama_ssp.config.plan import PlanConfig, PlannedSampling, check
+from llama_ssp.config.plan import Objective, PlanConfig, PlannedSampling, check
 from llama_ssp.config.registry import load_plugins
-from llama_ssp.config.schema import DraftLayout, DraftPlacement, Dtype, PlacementConfig, SpeculationConfig
+from llama_ssp.config.schema import DraftLayout, DraftPlacement, Dtype, PlacementConfig, SpeculationConfig, TextKind
 from llama_ssp.errors import ConfigError, unknown_name
-from llama_ssp.library.arguments import check_types, drafter_without_model, entry_of, for_each_model, model_drafter
+from llama_ssp.library.arguments import (
+    check_types,
+    drafter_without_model,
+    entry_of,
+    for_each_model,
+    member,
+    model_drafter,
+)
 from llama_ssp.library.words import in_library_words
+from llama_ssp.planning.choices.machine_choice import MachineChoice
+from llama_ssp.planning.choices.machines import compare
 from llama_ssp.planning.plan import Plan
 from llama_ssp.planning.spec import make_job, settle_models
 from llama_ssp.tasks.dry_run import plan_job, with_hub_sizes
@@ -36,6 +47,7 @@ def plan(  # noqa: PLR0913 - a notebook shows this signature
     num_draft_tokens: int | str = 4,
     acceptance: float | None = None,
     temperature: float = 0.8,
+    text: TextKind | str = TextKind.any,
     batch_size: int = 1,
     prompt_tokens: int = 128,
     max_new_tokens: int = 64,
@@ -56,6 +68,7 @@ def plan(  # noqa: PLR0913 - a notebook shows this signature
         num_draft_tokens: K, or "auto".
         acceptance: probability that a drafted token is accepted; None takes the figure of the pair, or forecasts it.
         temperature: of the draws, which that forecast depends on; 0 is greedy.
+        text: what is written, for that forecast: prose, code, or any.
         batch_size: rows that are decoded together.
         prompt_tokens: of the longest prompt.
         max_new_tokens: per completion.
@@ -73,25 +86,118 @@ def plan(  # noqa: PLR0913 - a notebook shows this signature
     with in_library_words():
         load_plugins()
         read = check_types(given)
-        dtypes, formats = for_each_model(dtype), for_each_model(quantization)
-        drafter = drafter_without_model(draft)
-        if drafter is None:
-            entry = entry_of("draft", draft, dtype=dtypes[1], quantization=formats[1])
-            drafter = model_drafter(entry, tokenizer=tokenizer, matching=matching)
         machine = _machine(hardware, num_gpus=read["num_gpus"], num_nodes=read["num_nodes"])
-        config = PlanConfig(
-            model=entry_of("target", target, dtype=dtypes[0], quantization=formats[0]), draft=drafter,
-            hardware=asdict(machine), placement=_placement(placement),
-            sampling=PlannedSampling(temperature=read["temperature"]),
-            speculation=SpeculationConfig(num_draft_tokens=read["num_draft_tokens"], acceptance=read["acceptance"]),
-            **{name: read[name] for name in ("batch_size", "prompt_tokens", "max_new_tokens")},
+        config = _config(
+            target, draft, machine, read, dtype=dtype, quantization=quantization, tokenizer=tokenizer,
+            matching=matching, text=text,
         )  # fmt: skip
-        config.model = with_hub_sizes(config.model, any_family=True)
-        config.draft.model = config.draft.model and with_hub_sizes(config.draft.model, any_family=True)
-        settle_models(config)
-        check(config)
+        config.placement = _placement(placement)
+        _settle(config)
         auto_ranks = machine.num_ranks if config.placement.auto else None
         return plan_job(make_job(config, machine), machine, auto_ranks=auto_ranks, divides=True)
+
+
+def compare_machines(  # noqa: PLR0913 - as for `plan`
+    target: str | Path,
+    draft: str | Path | None = None,
+    *,
+    hardware: Sequence[str | HardwareConfig] | None = None,
+    objective: Objective | str = Objective.latency,
+    max_ms_per_token: float | None = None,
+    max_price: float | None = None,
+    prices: Mapping[str, float] | None = None,
+    search: bool = False,
+    dtype: Dtype | str | tuple[Dtype | str | None, Dtype | str | None] | None = None,
+    quantization: str | tuple[str | None, str | None] | None = None,
+    tokenizer: DraftTokenizer | str = DraftTokenizer.same,
+    matching: Matching | str = Matching.intersection,
+    num_draft_tokens: int | str = 4,
+    acceptance: float | None = None,
+    temperature: float = 0.8,
+    text: TextKind | str = TextKind.any,
+    batch_size: int = 1,
+    prompt_tokens: int = 128,
+    max_new_tokens: int = 64,
+) -> list[MachineChoice]:
+    """Compare machines for a job: what fits, how fast, on how many GPUs, and at what price; loads nothing.
+
+    The best by the objective comes first. What does not fit or exceeds a limit comes last, with its `reason`.
+
+    Args:
+        target: a name of the catalogue, a folder, or an id of the hub.
+        draft: None compares machines for plain decoding.
+        hardware: names of conf/hardware, or descriptions; None for all.
+        objective: latency, throughput, or price (of a million tokens).
+        max_ms_per_token: the most that a token may take.
+        max_price: the most US dollars per hour.
+        prices: US dollars per hour by machine, in place of those of the hardware files.
+        search: also try every storage format of the target, further drafts, and K.
+        dtype: number format of both models, or a tuple.
+        quantization: storage format, likewise; a search tries all of the target.
+        tokenizer: of the draft.
+        matching: of a draft with its own tokenizer.
+        num_draft_tokens: K, or "auto"; a search chooses it.
+        acceptance: of drafted tokens; None takes what is expected of each pair.
+        temperature: of the draws.
+        text: what is written.
+        batch_size: rows of each replica.
+        prompt_tokens: of the longest prompt.
+        max_new_tokens: per completion.
+
+    Raises:
+        As `plan`.
+    """
+    given = {
+        "max_ms_per_token": max_ms_per_token, "max_price": max_price, "prices": prices or {},
+        "search": search, "num_draft_tokens": num_draft_tokens, "acceptance": acceptance, "temperature": temperature,
+        "batch_size": batch_size, "prompt_tokens": prompt_tokens, "max_new_tokens": max_new_tokens,
+    }  # fmt: skip
+    with in_library_words():
+        load_plugins()
+        read = check_types(given)
+        named = machines.names() if hardware is None else [hardware] if isinstance(hardware, str) else hardware
+        compared = [_machine(each, num_gpus=None, num_nodes=None) for each in named]
+        if not compared:
+            raise ConfigError("hardware=[] names no machine: give names of conf/hardware, or None for all")
+        config = _config(
+            target, draft, compared[0], read, dtype=dtype, quantization=quantization, tokenizer=tokenizer,
+            matching=matching, text=text,
+        )  # fmt: skip
+        config.objective = member(Objective, "objective", objective)
+        for name in ("prices", "search", "max_price", "max_ms_per_token"):
+            setattr(config, name, read[name])
+        _settle(config)
+        return compare(config, compared)
+
+
+def _config(
+    target: object, draft: object, machine: HardwareConfig, read: Mapping[str, Any],
+    *,
+    dtype: object, quantization: object, tokenizer: object, matching: object, text: object,
+) -> PlanConfig:  # fmt: skip
+    """The config of a job; `read` are its numbers, of the right types."""
+    dtypes, formats = for_each_model(dtype), for_each_model(quantization)
+    drafter = drafter_without_model(draft)
+    if drafter is None:
+        entry = entry_of("draft", draft, dtype=dtypes[1], quantization=formats[1])
+        drafter = model_drafter(entry, tokenizer=tokenizer, matching=matching)
+    return PlanConfig(
+        model=entry_of("target", target, dtype=dtypes[0], quantization=formats[0]), draft=drafter,
+        hardware=asdict(machine), sampling=PlannedSampling(temperature=read["temperature"]),
+        speculation=SpeculationConfig(
+            num_draft_tokens=read["num_draft_tokens"], acceptance=read["acceptance"],
+            text=member(TextKind, "text", text),
+        ),
+        **{name: read[name] for name in ("batch_size", "prompt_tokens", "max_new_tokens")},
+    )  # fmt: skip
+
+
+def _settle(config: PlanConfig) -> None:
+    """Fill in the shapes of the models, and check the config; raises as `plan`."""
+    config.model = with_hub_sizes(config.model, any_family=True)
+    config.draft.model = config.draft.model and with_hub_sizes(config.draft.model, any_family=True)
+    settle_models(config)
+    check(config)
 
 
 def _machine(given: object, *, num_gpus: int | None, num_nodes: int | None) -> HardwareConfig:

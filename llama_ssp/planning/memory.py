@@ -96,12 +96,19 @@ def memory(job: PlanSpec, hardware: HardwareConfig) -> tuple[RankMemoryPlan, ...
 def replica_memory(job: PlanSpec, hardware: HardwareConfig) -> tuple[RankMemoryPlan, ...]:
     """The bytes of every rank of the first replica; the others need the same."""
     targets, drafts = target_parts(job), draft_parts(job)
-    ranks = sorted({*targets, *drafts})
-    return tuple(_rank_memory(job, hardware, rank, targets.get(rank), drafts.get(rank)) for rank in ranks)
+    found: dict[tuple[int, int, int], RankMemoryPlan] = {}  # most ranks have equal parts, which are the same objects
+    ranks = []
+    for rank in sorted({*targets, *drafts}):
+        target, draft, logits = targets.get(rank), drafts.get(rank), _logits_bytes(job, rank)
+        key = id(target), id(draft), logits
+        if key not in found:
+            found[key] = _rank_memory(job, hardware, rank, target, draft, logits_bytes=logits)
+        ranks.append(found[key] if found[key].rank == rank else replace(found[key], rank=rank))
+    return tuple(ranks)
 
 
 def _rank_memory(
-    job: PlanSpec, hardware: HardwareConfig, rank: int, target: Part | None, draft: Part | None
+    job: PlanSpec, hardware: HardwareConfig, rank: int, target: Part | None, draft: Part | None, *, logits_bytes: int
 ) -> RankMemoryPlan:
     parts = [part for part in (target, draft) if part]
     served = {
@@ -109,7 +116,7 @@ def _rank_memory(
         "draft_weights_bytes": draft.weights.total_bytes if draft else 0,
         "target_cache_bytes": target.cache_bytes if target else 0,
         "draft_cache_bytes": draft.cache_bytes if draft else 0,
-        "logits_bytes": _logits_bytes(job, rank) + _numbers_bytes(job),
+        "logits_bytes": logits_bytes + _numbers_bytes(job),
         "activations_bytes": max(
             _activation_bytes(job, hardware, job.target, target),
             _activation_bytes(job, hardware, job.draft, draft) if job.draft else 0,

@@ -7,14 +7,14 @@ from typing import Any
 
 from llama_ssp.architectures.family import inventory, record_of
 from llama_ssp.architectures.inventory import Inventory
-from llama_ssp.architectures.sharding import check_deepspeed, split_blocks, split_model
+from llama_ssp.architectures.sharding import check_deepspeed, split_blocks
 from llama_ssp.architectures.sizes import whole_pages
 from llama_ssp.config.formats.format import format_of
 from llama_ssp.config.schema import DraftLayout, WholeParts
 from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.planning.layerwise import layer_placement_of
 from llama_ssp.planning.spec import PlannedModel, PlanSpec, model_bytes
-from llama_ssp.planning.weights import DTYPE_BYTES, WeightBytes, shares
+from llama_ssp.planning.weights import DTYPE_BYTES, WeightBytes, shards, shares
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,23 +85,28 @@ def _parts(
     num_ranks: int, kind: TargetKind, num_rows: int, num_slots: int, whole: WholeParts = WholeParts.none,
 ) -> Iterator[Part]:  # fmt: skip
     shape, size = model.shape, DTYPE_BYTES[model.dtype]
-    shards = split_model(shape, num_ranks=num_ranks, quantization=model.quantization, whole=whole)
+    cuts = shards(shape, num_ranks=num_ranks, quantization=model.quantization, whole=whole)
     # DeepSpeed splits a whole model in each rank's host memory, which on a CPU is the planned memory.
     is_whole_first = kind is TargetKind.deepspeed and job.device == "cpu"
     whole_bytes = model_bytes(inventory(shape), model, device=job.device).total_bytes if is_whole_first else 0
-    for held, shard in zip(rank_shares(model, num_ranks=num_ranks, kind=kind, whole=whole), shards, strict=True):
-        weights = model_bytes(held, model, device=job.device)
-        num_kv_heads = len(shard.heads.kv_heads)
-        slot_bytes = 2 * num_kv_heads * shape.head_dim * size
-        yield Part(
-            weights=weights,
-            cache_bytes=held.num_layers * slot_bytes * num_rows * _cache_slots(job, model, num_slots),
-            num_heads=len(shard.heads.query_heads),
-            width=(len(shard.heads.query_heads) + 2 * num_kv_heads) * shape.head_dim,
-            units=len(shard.mlp_units),
-            working_bytes=size * max(held.products) if format_of(model.quantization).unpacks_matrix else 0,
-            beside_bytes=whole_bytes or weights.beside_bytes,
-        )
+    row_slots, unpacks = num_rows * _cache_slots(job, model, num_slots), format_of(model.quantization).unpacks_matrix
+    found: dict[tuple[int, int, int, int], Part] = {}  # most ranks have equal parts
+    for held, shard in zip(rank_shares(model, num_ranks=num_ranks, kind=kind, whole=whole), cuts, strict=True):
+        num_heads, num_kv_heads = len(shard.heads.query_heads), len(shard.heads.kv_heads)
+        key = id(held), num_heads, num_kv_heads, len(shard.mlp_units)
+        if key not in found:
+            weights = model_bytes(held, model, device=job.device)
+            slot_bytes = 2 * num_kv_heads * shape.head_dim * size
+            found[key] = Part(
+                weights=weights,
+                cache_bytes=held.num_layers * slot_bytes * row_slots,
+                num_heads=num_heads,
+                width=(num_heads + 2 * num_kv_heads) * shape.head_dim,
+                units=len(shard.mlp_units),
+                working_bytes=size * max(held.products) if unpacks else 0,
+                beside_bytes=whole_bytes or weights.beside_bytes,
+            )
+        yield found[key]
 
 
 def _cache_slots(job: PlanSpec, model: PlannedModel, num_slots: int) -> int:

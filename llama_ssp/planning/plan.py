@@ -126,8 +126,9 @@ def _told(change: Change, words: Mapping[str, str]) -> str:
     """The settings of a change, and what its plan says."""
     named = [setting.split("=", 1) for setting in change.settings]
     settings = " ".join(words.get(name, f"{name}={{}}").format(value) for name, value in named)
-    tight = ", tight" if change.is_tight else ""
-    return f"{settings} ({change.needed_bytes / GIB:.1f} GiB{tight}, {change.ms_per_token:.3g} ms/token)"
+    tight, ms = ", tight" if change.is_tight else "", change.ms_per_token
+    shown = f"{ms:.3g}" if ms < 999.5 else f"{ms:.0f}"  # noqa: PLR2004 - three digits, but no exponent
+    return f"{settings} ({change.needed_bytes / GIB:.1f} GiB{tight}, {shown} ms/token)"
 
 
 def document(plan: Plan) -> dict[str, Any]:

@@ -13,14 +13,14 @@ Shapes: B sequences, T positions.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import pairwise
 
 from llama_ssp.architectures.family import inventory
 from llama_ssp.architectures.inventory import Inventory, Matrix
 from llama_ssp.architectures.sizes import ENGINE_KERNELS, Kernels
-from llama_ssp.config.formats.format import NO_QUANTIZATION, format_of
+from llama_ssp.config.formats.format import format_of
 from llama_ssp.config.hardware import HardwareConfig, Profile
 from llama_ssp.config.schema import Dtype, WholeParts
 from llama_ssp.config.target_placement import TargetKind
@@ -93,7 +93,9 @@ def bandwidth(hardware: HardwareConfig) -> float:
 
 def profile_of(hardware: HardwareConfig, num_active: int) -> Profile | None:
     """The measured profile with the nearest number of active ranks; None for a machine without profiles."""
-    return min(hardware.profiles, key=lambda profile: abs(profile.num_ranks - num_active), default=None)
+    if not hardware.profiles:
+        return None
+    return min(hardware.profiles, key=lambda profile: abs(profile.num_ranks - num_active))
 
 
 @lru_cache(maxsize=8192)  # a search asks for the same forwards many times
@@ -157,8 +159,7 @@ def _matrices_s(
         head = price(heads, held.output.num_elements, rows=scored, arithmetic=model.dtype) if has_head else 0.0
     else:
         layer = sum(_roofline_s(model, hardware, held.layer, rows=rows))
-        unquantized = model if model.quantization == NO_QUANTIZATION else replace(model, quantization=NO_QUANTIZATION)
-        head = roofline_s(held.output, unquantized, hardware, rows=scored) if has_head else 0.0
+        head = roofline_s(held.output, model.unquantized, hardware, rows=scored) if has_head else 0.0
     return held.num_layers * layer + head
 
 
@@ -180,10 +181,13 @@ def _roofline_s(
     value_bytes, bytes_per_s = DTYPE_BYTES[model.matrix_dtype(hardware.device)], bandwidth(hardware)
     flops = hardware.flops_per_s.get(model.dtype.name) or max(hardware.flops_per_s.values())
     times = 1.0 if storage.is_quantized else slowdown(hardware, model.dtype)
+    known_s: dict[int, float] = {}  # several matrices of a layer have equal sizes
     for matrix in matrices:
         number = matrix.num_elements
-        read_bytes = storage.gpu_read_bytes(rows, storage.matrix_bytes(number, value_bytes), value_bytes * number)
-        yield times * max(read_bytes / bytes_per_s, 2 * rows * number / flops)
+        if number not in known_s:
+            read_bytes = storage.gpu_read_bytes(rows, storage.matrix_bytes(number, value_bytes), value_bytes * number)
+            known_s[number] = times * max(read_bytes / bytes_per_s, 2 * rows * number / flops)
+        yield known_s[number]
 
 
 def _attention_s(
@@ -278,6 +282,6 @@ def message_s(hardware: HardwareConfig, ranks: tuple[int, ...], num_bytes: float
     profile = profile_of(hardware, len(ranks))
     if profile and profile.all_reduce:
         return by_size(profile.all_reduce, num_bytes)
-    apart = len({rank // hardware.num_gpus for rank in ranks}) > 1
+    apart = min(ranks) // hardware.num_gpus != max(ranks) // hardware.num_gpus
     link = hardware.network if apart and hardware.network else hardware.link
     return link.latency_s + num_bytes / link.bandwidth_bytes_per_s

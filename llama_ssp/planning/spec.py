@@ -1,6 +1,7 @@
 """The input of the planner, from the config of a plan or of a run, with every choice resolved: models, ranks, sizes."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from llama_ssp.architectures.family import record_of
@@ -8,7 +9,7 @@ from llama_ssp.architectures.inventory import Inventory
 from llama_ssp.architectures.sizes import ENGINE_KERNELS, MOST_PIECES, Kernels, own_slots, whole_steps
 from llama_ssp.config.drafts.drafter import draft_name
 from llama_ssp.config.drafts.model import Matching, matching_of
-from llama_ssp.config.formats.format import format_of
+from llama_ssp.config.formats.format import NO_QUANTIZATION, format_of
 from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.config.layout import Layout, lay_out_replica, max_device_bytes, may_capture
 from llama_ssp.config.paths import read_path
@@ -39,6 +40,10 @@ class PlannedModel:
 
     def __hash__(self) -> int:
         """Equal models have equal hashes."""
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
         return hash((self.name, self.dtype, self.quantization, self.stored, self.by_library))
 
     @property
@@ -56,6 +61,12 @@ class PlannedModel:
         """The same model with quantized linear layers."""
         dtype = self.dtype if self.quantized_dtype is Dtype.auto else self.quantized_dtype
         return replace(self, quantization=quantization, dtype=dtype)
+
+    @cached_property
+    def unquantized(self) -> "PlannedModel":
+        """The same model with all layers in its number format, as its head is."""
+        is_quantized = self.quantization != NO_QUANTIZATION
+        return replace(self, quantization=NO_QUANTIZATION) if is_quantized else self
 
     def matrix_dtype(self, device: str) -> Dtype:
         """The number format of the linear layers; a CPU keeps those of 16-bit files in 16 bits even in fp32."""
@@ -124,7 +135,7 @@ class PlanSpec:
         """All devices that hold weights of the target."""
         return (*self.target_ranks, *self.spare_devices)
 
-    @property
+    @cached_property
     def layout(self) -> Layout:
         """The layout of each replica."""
         return Layout(target_ranks=self.target_ranks, draft_ranks=self.draft_ranks, draft_kind=self.draft_kind)

@@ -6,7 +6,7 @@ from typing import Any
 
 from llama_ssp.architectures.family import inventory
 from llama_ssp.architectures.inventory import Inventory, Matrix
-from llama_ssp.architectures.sharding import split_model
+from llama_ssp.architectures.sharding import RankShard, split_model
 from llama_ssp.config.formats.format import NO_QUANTIZATION, format_of
 from llama_ssp.config.schema import Dtype, ModelShape, WholeParts
 
@@ -21,17 +21,30 @@ def shares(
     parameters = inventory(shape)
     if num_ranks == 1:
         return (parameters,)
-    sizes = tuple(vars(shape).items())
-    return _shares(parameters, sizes, num_ranks=num_ranks, quantization=quantization, whole=whole)
+    return _shares(parameters, shards(shape, num_ranks=num_ranks, quantization=quantization, whole=whole), whole)
 
 
 @lru_cache(maxsize=512)  # a search asks for the same shares hundreds of times
-def _shares(
-    parameters: Inventory, sizes: tuple[tuple[str, Any], ...], *, num_ranks: int, quantization: str, whole: WholeParts
-) -> tuple[Inventory, ...]:
-    """The shares of a model with these sizes."""
-    shards = split_model(ModelShape(**dict(sizes)), num_ranks=num_ranks, quantization=quantization, whole=whole)
-    return tuple(parameters.keeping(whole).of_rank(shard) for shard in shards)
+def _shares(parameters: Inventory, parts: tuple[RankShard, ...], whole: WholeParts) -> tuple[Inventory, ...]:
+    """The shares of a model that is split like this; ranks with equal ones have the same object."""
+    kept = parameters.keeping(whole)
+    found: dict[Inventory, Inventory] = {}
+    held = (kept.of_rank(shard) for shard in parts)
+    return tuple(found.setdefault(share, share) for share in held)
+
+
+def shards(
+    shape: ModelShape, *, num_ranks: int, quantization: str = NO_QUANTIZATION, whole: WholeParts = WholeParts.none
+) -> tuple[RankShard, ...]:
+    """The slices of each rank, as `split_model` cuts them; raises as it does."""
+    return _shards(tuple(vars(shape).items()), num_ranks=num_ranks, quantization=quantization, whole=whole)
+
+
+@lru_cache(maxsize=512)
+def _shards(
+    sizes: tuple[tuple[str, Any], ...], *, num_ranks: int, quantization: str, whole: WholeParts
+) -> tuple[RankShard, ...]:
+    return split_model(ModelShape(**dict(sizes)), num_ranks=num_ranks, quantization=quantization, whole=whole)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,17 +18,14 @@ from llama_ssp.config.layout import lay_out_replica, may_capture
 from llama_ssp.config.machine import detect_hardware, machine_of_run
 from llama_ssp.config.model_files import CONFIG_FILE, read_json
 from llama_ssp.config.paths import read_path
-from llama_ssp.config.plan import PlanConfig, PlanFormat
+from llama_ssp.config.plan import PlanFormat
 from llama_ssp.config.rules.rule import AT_ZERO
 from llama_ssp.config.schema import DeviceKind, Dtype, ModelConfig, RunConfig, WeightsKind
 from llama_ssp.config.tasks.spec import task_of
-from llama_ssp.errors import CapacityError, ConfigError, one_message
+from llama_ssp.errors import ConfigError, one_message
 from llama_ssp.planning.choices.auto import AutoPlacement, choose_placement
-from llama_ssp.planning.choices.machine_choice import comparison_document, nothing_left
-from llama_ssp.planning.choices.machines import compare
-from llama_ssp.planning.choices.search import search, search_document
 from llama_ssp.planning.config_file import read_config
-from llama_ssp.planning.plan import PLAN_VERSION, Plan, basis, document, make_plan, require_room
+from llama_ssp.planning.plan import Plan, document, make_plan, require_room
 from llama_ssp.planning.spec import PlanSpec, number_format, planned_model, target_fields
 from llama_ssp.planning.timing import Timing
 from llama_ssp.reports.lines import Forecast
@@ -58,7 +55,7 @@ def show_plan(
 
     Raises ConfigError if a package for table or figure is not installed, or the figure's folder does not exist.
     """
-    _check_figure(figure)
+    check_figure(figure)
     content = document(plan)
     if form is PlanFormat.json:
         print(json.dumps(content, indent=2))  # noqa: T201 - the requested output
@@ -73,7 +70,8 @@ def show_plan(
     require_room(plan, words=words)
 
 
-def _check_figure(figure: str | None) -> None:
+def check_figure(figure: str | None) -> None:
+    """Raise ConfigError if the folder of a figure does not exist."""
     if figure and not Path(figure).parent.is_dir():
         raise ConfigError(f"figure={figure}: create the folder {Path(figure).parent} first, or name another file")
 
@@ -86,37 +84,6 @@ def settings_of_run(config: RunConfig) -> dict[str, str]:
     }  # fmt: skip
     setting = task_of(config).batch_size_setting
     return words | ({"batch_size": setting} if setting else {})
-
-
-def show_search(job: PlanSpec, machine: HardwareConfig, form: PlanFormat, *, figure: str | None = None) -> None:
-    """Print every sensible use of a machine, the asked model first, and draw it; raises ConfigError as `show_plan`."""
-    _check_figure(figure)
-    choices = search_document(search(job, machine))
-    if form is PlanFormat.json:
-        content = {"plan_version": PLAN_VERSION, "basis": basis(machine), "search": choices}
-        print(json.dumps(content, indent=2))  # noqa: T201 - the requested output
-    else:
-        from llama_ssp.reports.searches.table import print_search  # noqa: PLC0415 - JSON needs no rich
-
-        print_search(choices, machine=machine.name, unit=machine.unit, basis=basis(machine))
-    if figure:
-        from llama_ssp.reports.searches.figure import draw_search  # noqa: PLC0415 - only figures need matplotlib
-
-        draw_search(choices, Path(figure), machine=machine.name, unit=machine.unit)
-
-
-def show_comparison(config: PlanConfig, machines: Sequence[HardwareConfig]) -> None:
-    """Print what a job needs on each machine, the best first; raises CapacityError if nothing is left."""
-    choices = compare(config, machines)
-    content = comparison_document(choices, config, machines) | {"basis": sorted(set(map(basis, machines)))}
-    if config.format is PlanFormat.json:
-        print(json.dumps({"plan_version": PLAN_VERSION} | content, indent=2))  # noqa: T201 - the requested output
-    else:
-        from llama_ssp.reports.searches.machines import print_machines  # noqa: PLC0415 - JSON needs no rich
-
-        print_machines(content)
-    if problem := nothing_left(choices):
-        raise CapacityError(problem)
 
 
 def dry_run(config: RunConfig, *, world_size: int) -> None:

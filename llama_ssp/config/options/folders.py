@@ -47,9 +47,13 @@ def user_dir() -> Path:
 
     Source: XDG Base Directory Specification 0.8, by which a relative $XDG_CONFIG_HOME is ignored.
     """
-    base = Path(os.environ.get("XDG_CONFIG_HOME", ""))
-    home = Path(os.path.expanduser("~"))  # noqa: PTH111 - Path raises an error for users without a home
-    return (base if base.is_absolute() else home / ".config") / _OF_USERS
+    home = os.path.expanduser("~")  # noqa: PTH111 - Path raises an error for users without a home
+    return _user_dir(os.environ.get("XDG_CONFIG_HOME", ""), home)
+
+
+@cache  # plans ask thousands of times
+def _user_dir(base: str, home: str) -> Path:
+    return (Path(base) if Path(base).is_absolute() else Path(home) / ".config") / _OF_USERS
 
 
 def use(folder: str | None) -> None:

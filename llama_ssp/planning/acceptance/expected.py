@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from llama_ssp.planning.acceptance.fitted import DataSheetError, forecast
 from llama_ssp.planning.acceptance.known import known
@@ -47,7 +48,14 @@ def expected_of_job(job: PlanSpec) -> Acceptance:
 
 def token_times(rounds_s: Sequence[float], acceptance: float) -> tuple[float, ...]:
     """Seconds per token for K = 1, 2, ... from those of a round."""
-    return tuple(seconds / tokens_per_round(acceptance, number) for number, seconds in enumerate(rounds_s, start=1))
+    tokens = _tokens_by_length(acceptance, len(rounds_s))
+    return tuple(seconds / number for seconds, number in zip(rounds_s, tokens, strict=True))
+
+
+@lru_cache(maxsize=1024)  # a search asks for the same few pairs
+def _tokens_by_length(acceptance: float, most: int) -> tuple[float, ...]:
+    """Tokens per round for K = 1 ... `most`."""
+    return tuple(tokens_per_round(acceptance, number) for number in range(1, most + 1))
 
 
 def fastest(times: Sequence[float]) -> int:
@@ -62,12 +70,12 @@ def ranges(
     if acceptance.low is None or acceptance.high is None:
         return None
     low, high = acceptance.ends
-    middle_s, slow_s, fast_s = (token_times(rounds_s, each)[chosen - 1] for each in (acceptance.probability, low, high))
-    ends_s = joint_ends(middle_s, (fast_s, slow_s), time_error)
+    middle, slow, fast = (token_times(rounds_s, each) for each in (acceptance.probability, low, high))
+    ends_s = joint_ends(middle[chosen - 1], (fast[chosen - 1], slow[chosen - 1]), time_error)
     return RoundRanges(
         tokens_per_round=(tokens_per_round(low, chosen), tokens_per_round(high, chosen)),
         token_s=ends_s,
-        best_num_draft_tokens=(fastest(token_times(rounds_s, low)), fastest(token_times(rounds_s, high))),
+        best_num_draft_tokens=(fastest(slow), fastest(fast)),
     )
 
 

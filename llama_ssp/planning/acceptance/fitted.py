@@ -10,7 +10,7 @@ the range. Nothing here needs numpy.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from llama_ssp.config.hardware import HardwareConfig
@@ -127,6 +127,7 @@ def probability_of(odds: float) -> float:
     return 1 / (1 + math.exp(-odds))
 
 
+@lru_cache(maxsize=1024)  # a search asks for the same few pairs
 def forecast(pair: DraftedPair) -> Acceptance:
     """The forecast of a pair with a draft model; its source says what the range rests on."""
     fit = shipped_fit()

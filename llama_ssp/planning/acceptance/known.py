@@ -27,14 +27,15 @@ def known(pair: DraftedPair) -> Acceptance | None:
     Of figures at several temperatures, the nearest is taken. None if no file has one; a file without the form of the
     package's raises ConfigError.
     """
-    for content in _files(tuple(folders.folders())):
-        entries = [entry for entry in content.get("pairs", []) if _names(entry) == _base(pair.target, pair.draft)]
+    files, names = _files(tuple(folders.folders())), _base(pair.target, pair.draft)
+    for content in files:
+        entries = [entry for entry in content.get("pairs", []) if _names(entry) == names]
         if entries:
             return _acceptance(min(entries, key=lambda entry: _distance(entry, pair)))
-    for content in _files(tuple(folders.folders())):
+    for content in files:
         if entry := content.get("drafts", {}).get(pair.draft):
             return _acceptance(entry)
-    defaults = (content["default"] for content in _files(tuple(folders.folders())) if "default" in content)
+    defaults = (content["default"] for content in files if "default" in content)
     return next(map(_acceptance, defaults), None)
 
 

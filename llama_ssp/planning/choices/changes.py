@@ -140,7 +140,7 @@ def _accepted(candidate: _Fitting) -> _Fitting | None:
         return candidate
     if timed.best_num_draft_tokens is None or way.job.adapts:
         return None
-    _, drafting = by_length(way.job, timed)[0]
+    _, drafting = next(by_length(way.job, timed))
     better = _tried(replace(way, settings=(*way.settings, length_setting(drafting)), job=drafting))
     return better if better and not any(advice.warnings(better.way.job, way.hardware, better.timed)) else None
 

@@ -26,6 +26,11 @@ class Use:
     hardware: HardwareConfig
 
 
+def has_its_own_number(hardware: HardwareConfig) -> bool:
+    """Whether a machine has as many GPUs as its entry of the catalogue says, which no setting needs to repeat."""
+    return hardware.name in catalogue.names() and catalogue.load(hardware.name).num_gpus == hardware.num_gpus
+
+
 def more_ranks(job: PlanSpec, hardware: HardwareConfig) -> Iterator[Use]:
     """The job on more GPUs of its node, and on more nodes."""
     if job.target_kind is TargetKind.accelerate:  # one rank has the GPUs of one node already
@@ -50,7 +55,7 @@ def others(job: PlanSpec, hardware: HardwareConfig) -> Iterator[Use]:
     """The job on one node of every other machine of the catalogue; those with the least memory in all come first."""
     if hardware.device != "cuda" or job.target_kind is not TargetKind.tensor:
         return
-    found = []
+    found, is_changed = [], not has_its_own_number(hardware)
     for name in catalogue.names():
         machine = catalogue.load(name)
         if machine.device != "cuda" or machine.gpu == hardware.gpu:
@@ -58,7 +63,8 @@ def others(job: PlanSpec, hardware: HardwareConfig) -> Iterator[Use]:
         for size in block_sizes(machine.num_gpus // job.num_replicas):
             num_gpus = size * job.num_replicas
             if other := same_kind(job, size):
-                settings = [f"hardware={name}", f"hardware.num_gpus={num_gpus}"]
+                settings = [f"hardware={name}"]
+                settings += [f"hardware.num_gpus={num_gpus}"] if is_changed or num_gpus != machine.num_gpus else []
                 settings += ["hardware.num_nodes=1"] if hardware.num_nodes > 1 else []
                 smaller = replace(machine, num_gpus=num_gpus)
                 found.append(Use(settings=tuple(settings), job=other, hardware=smaller))

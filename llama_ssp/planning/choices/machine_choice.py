@@ -7,6 +7,7 @@ from typing import Any
 
 from llama_ssp.config.hardware import PER_GPU, PER_NODE, HardwareConfig, Price
 from llama_ssp.config.plan import Objective, PlanConfig
+from llama_ssp.planning.choices.lengths import notes_on_guesses
 from llama_ssp.planning.config_file import notes_on_families
 
 _SECONDS_PER_HOUR, _MILLION = 3600, 10**6
@@ -131,6 +132,9 @@ def comparison_document(
             for machine in priced
             if machine.price
         },
-        "notes": list(notes_on_families(*models)),
+        "notes": [
+            *notes_on_families(*models),
+            *notes_on_guesses(config.search and choice.adapts and choice.reason is None for choice in choices),
+        ],
         "machines": [{"rank": rank} | asdict(choice) for rank, choice in enumerate(choices, start=1)],
     }

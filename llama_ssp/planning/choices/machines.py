@@ -16,6 +16,7 @@ from llama_ssp.config.hardware import PER_GPU, HardwareConfig
 from llama_ssp.config.plan import Objective, PlanConfig
 from llama_ssp.config.schema import ModelConfig, PlacementConfig
 from llama_ssp.errors import PlacementError
+from llama_ssp.planning.choices.elsewhere import has_its_own_number
 from llama_ssp.planning.choices.layouts import on_block, placement_settings
 from llama_ssp.planning.choices.lengths import by_length, length_setting
 from llama_ssp.planning.choices.machine_choice import MachineChoice, rank, with_prices, with_speed, within
@@ -124,7 +125,8 @@ def _of_machine(
 ) -> list[MachineChoice]:
     """The choices on one node, and on several if the job fits no node or the machine has several."""
     node = replace(machine, num_nodes=1)
-    on = partial(_on, ways, config=config, times=times)
+    num_own = machine.num_gpus if has_its_own_number(machine) else None
+    on = partial(_on, ways, config=config, times=times, num_own=num_own)
     found = [choice for number in _counts(machine.num_gpus) for choice in on(node, num_gpus=number)]
     for num_nodes in sorted({2, MOST_NODES, machine.num_nodes} - {1}):
         fits = any(choice.reason is None for choice in found)
@@ -140,9 +142,14 @@ def _counts(num_gpus: int) -> list[int]:
 
 
 def _on(
-    ways: Sequence[PlanSpec], machine: HardwareConfig, *, num_gpus: int, config: PlanConfig, times: Times
-) -> Iterator[MachineChoice]:
-    """The fastest choice for each storage format with `num_gpus` GPUs per replica; if none fits, the nearest."""
+    ways: Sequence[PlanSpec], machine: HardwareConfig,
+    *,
+    num_gpus: int, config: PlanConfig, times: Times, num_own: int | None,
+) -> Iterator[MachineChoice]:  # fmt: skip
+    """The fastest choice for each storage format with `num_gpus` GPUs per replica; if none fits, the nearest.
+
+    `num_own` GPUs need no setting.
+    """
     is_shared = machine.num_nodes > 1 or machine.device == "cpu" or (machine.price and machine.price.per == PER_GPU)
     num_replicas = 1 if is_shared else machine.num_gpus // num_gpus
     if machine.num_nodes == 1:
@@ -154,7 +161,7 @@ def _on(
             priced = _price(job, machine, times, chooses_k=config.search, below=best.get(name))
             if priced and (name not in best or priced.order < best[name].order):
                 best[name] = priced
-    yield from (_choice(priced, machine, config.model) for priced in best.values())
+    yield from (_choice(priced, machine, config.model, num_own=num_own) for priced in best.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,7 +204,7 @@ def _price(
     return None
 
 
-def _choice(priced: _Priced, machine: HardwareConfig, entry: ModelConfig) -> MachineChoice:
+def _choice(priced: _Priced, machine: HardwareConfig, entry: ModelConfig, *, num_own: int | None) -> MachineChoice:
     job = priced.job
     storage = job.target.quantization
     choice = MachineChoice(
@@ -215,17 +222,18 @@ def _choice(priced: _Priced, machine: HardwareConfig, entry: ModelConfig) -> Mac
         needed_bytes=priced.needed_bytes,
         is_tight=priced.is_tight,
         reason=priced.reason,
-        settings=tuple(_settings(job, machine, entry)),
+        settings=tuple(_settings(job, machine, entry, num_own=num_own)),
     )
     if priced.token_s is None:
         return choice
     return with_speed(choice, priced.token_s, batch_size=job.batch_size, machine=machine)
 
 
-def _settings(job: PlanSpec, machine: HardwareConfig, entry: ModelConfig) -> Iterator[str]:
+def _settings(job: PlanSpec, machine: HardwareConfig, entry: ModelConfig, *, num_own: int | None) -> Iterator[str]:
     """The settings of this choice, next to those that chose the models and the prices."""
     yield f"hardware={machine.name}"
-    yield f"hardware.num_gpus={machine.num_gpus}"
+    if machine.num_gpus != num_own:
+        yield f"hardware.num_gpus={machine.num_gpus}"
     if machine.num_nodes > 1:
         yield f"hardware.num_nodes={machine.num_nodes}"
     if job.target.quantization != entry.quantization:

@@ -1,7 +1,7 @@
-"""Ranks all sensible ways to use a machine for a series of models by speed, including those that do not fit.
+"""Ranks all sensible ways to use a machine for a model by speed, including those that do not fit.
 
-The asked model comes first, then the others of its series, the fastest first. Each is tried in every precision, with
-every draft of its vocabulary, in the `layouts` of the machine's ranks, with the best K.
+The asked model comes first, then the smaller ones of its series, the fastest first. Each is tried in every precision,
+with every draft of its vocabulary, in the `layouts` of the machine's ranks, with the best K.
 """
 
 import math
@@ -118,14 +118,18 @@ def _has_room(job: PlanSpec, hardware: HardwareConfig) -> bool:
 
 
 def _series(target: PlannedModel) -> list[ModelConfig]:
-    """The unquantized models with the same name prefix (`llama2_`), family and vocabulary.
+    """The model, and the smaller unquantized ones with the same name prefix (`llama2_`), family and vocabulary.
 
     A model that the catalogue lacks, of the hub or from a folder, is alone.
     """
     entry = catalogue.load(target.name) if target.name in catalogue.names() else None
     if entry is None or entry.shape is None:
         return [ModelConfig(name=target.name, shape=target.shape, stored_dtype=target.stored)]
-    return [other for other in catalogue.relatives(entry) if _prefix(other.name) == _prefix(target.name)]
+    series = {_unquantized(target.name), *catalogue.smaller_relatives(entry)}
+    return [
+        other for other in catalogue.relatives(entry)
+        if other.name in series and _prefix(other.name) == _prefix(target.name)
+    ]  # fmt: skip
 
 
 def _unquantized(name: str) -> str:

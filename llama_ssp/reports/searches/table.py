@@ -18,11 +18,13 @@ SETTINGS = "add to the command"
 
 
 def print_search(
-    choices: Sequence[Mapping[str, Any]], *, machine: str, unit: str, basis: str, console: "Console | None" = None
-) -> None:
+    choices: Sequence[Mapping[str, Any]],
+    *,
+    machine: str, unit: str, basis: str, notes: Sequence[str] = (), console: "Console | None" = None,
+) -> None:  # fmt: skip
     """Print the ranking by target, with what does not fit struck out; raises ConfigError if rich is not installed.
 
-    `unit` is what a rank runs on, and `basis` a sentence about the times.
+    `unit` is what a rank runs on, `basis` a sentence about the times, and `notes` are others.
     """
     console = console or standard_output()
     from rich import box  # noqa: PLC0415 - see `plan_table`
@@ -48,6 +50,8 @@ def print_search(
         shown += rows
     console.print(table)
     console.print(literal(basis))
+    for note in notes:
+        console.print(f"[cyan]note:[/cyan] {literal(note)}", soft_wrap=True)
     if not is_wide:
         console.print(f"\nTo plan or run a choice, {SETTINGS}:")
         for choice in shown:

@@ -84,7 +84,8 @@ def test_one_machine_with_an_objective_has_its_numbers_of_gpus_compared(compare:
     [
         (["hardware=8xh100,dgx"], 2, "unknown hardware 'dgx'"),
         ([LIST, "placement=sharded"], 2, "placement=sharded has no effect on a comparison of machines"),
-        ([LIST, "figure=a.png"], 2, "figure= draws the plan of one machine"),
+        ([LIST, "figure=no/such/folder/a.png"], 2, "create the folder no/such/folder first"),
+        (["hardware=mi250,1xrtx3090", "draft=none", "figure=a.svg"], 2, "nothing that is left has one: prices="),
         ([LIST, "max_price=-1"], 2, "max_price=-1.0 must be above 0"),
         ([LIST, "prices={dgx:3}"], 2, "unknown machine in prices 'dgx'"),
         ([LIST, "hardware.memory_bytes=-1"], 2, "memory_bytes=-1 must be above 0"),
@@ -102,10 +103,31 @@ def test_the_table_has_a_row_for_each_machine_and_says_what_is_left_out(capsys: 
     assert entry.main(["model=llama3_70B", "draft=none", "hardware=8xh100,1xl4,4xl40s"]) == 0
     said = capsys.readouterr().out
     assert "llama3_70B, batch 1: the fastest first" in said
-    assert "23.92" in said
-    assert "the first row: hardware=8xh100 hardware.num_gpus=8 draft=none" in said
+    assert "31.92" in said
+    assert "the first row: hardware=8xh100 draft=none" in said
     assert "left out: 1xl4 (1 x L4): rank 0 needs" in said
-    assert "USD: on-demand list prices of 2025-06" in said
+    assert "USD: on-demand list prices of 2025-06 to 2026-09" in said
+
+
+def test_the_number_of_gpus_is_a_setting_where_it_is_not_the_machines_own(compare: Compare) -> None:
+    rows = compare("model=llama3_70B", "draft=none", "hardware=8xh100,4xl40s")["machines"]
+    numbers = {(row["machine"], row["num_gpus"]): _num_gpus_of(row) for row in rows if row["num_replicas"] == 1}
+    assert numbers["8xh100", 8] is None
+    assert numbers["4xl40s", 4] is None
+    assert numbers["4xl40s", 2] == "hardware.num_gpus=2"
+    four = compare("model=llama3_70B", "draft=none", "hardware=8xh100,4xl40s", "hardware.num_gpus=4")["machines"]
+    found = {_num_gpus_of(row) for row in four if row["machine"] == "8xh100" and row["num_gpus"] == 4}
+    assert found == {"hardware.num_gpus=4"}
+
+
+def _num_gpus_of(row: dict[str, Any]) -> str | None:
+    return next((setting for setting in row["settings"] if setting.startswith("hardware.num_gpus=")), None)
+
+
+def test_a_comparison_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "machines.svg"
+    assert entry.main(["model=7B", "draft=none", LIST, f"figure={file}"]) == 0, capsys.readouterr().err
+    assert "8xh100" in file.read_text()
 
 
 def test_a_model_of_the_hub_is_searched_and_compared_by_its_config_file(

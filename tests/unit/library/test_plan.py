@@ -1,14 +1,17 @@
 """`plan` gives the plan of `llama-ssp plan`."""
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from llama_ssp import plan
-from llama_ssp.commands.plan import read_settings
+from llama_ssp import compare_machines, plan
+from llama_ssp.commands.plan import main, read_settings
 from llama_ssp.config import catalogue, hardware
 from llama_ssp.config.schema import DraftLayout
+from llama_ssp.errors import ConfigError
 from llama_ssp.planning.plan import document, make_plan
 from llama_ssp.planning.spec import make_job, settle_models
 from llama_ssp.weights import hub
@@ -43,6 +46,10 @@ def by_command(*settings: str) -> dict[str, Any]:
                 "draft.model.dtype=fp16", "model.quantization=int8", "speculation.num_draft_tokens=auto",
                 "speculation.acceptance=0.6", "prompt_tokens=100", "max_new_tokens=200",
             ],
+        ),
+        (
+            {"target": "65B", "draft": "tinyllama_1B", "hardware": "8xh100", "text": "code"},
+            ["model=65B", "draft=tinyllama_1B", "hardware=8xh100", "speculation.text=code"],
         ),
         (
             {"target": "7B", "draft": "ngram", "hardware": "laptop_cpu"},
@@ -85,6 +92,34 @@ def test_a_folder_in_the_home_is_planned_by_arguments_and_settings_alike(
     assert found.job.target.shape == plan("tiny", hardware="laptop_cpu").job.target.shape
     settings = ["model=local", "model.path='~/m'", "draft=none", "hardware=laptop_cpu"]
     assert by_command(*settings)["target"] == document(found)["target"]
+
+
+def test_machines_are_compared_as_by_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["model=7B", "draft=none", "hardware=g5_12xlarge,1xl4", "objective=price", "prices={1xl4:0.5}"]
+    assert main([*settings, "max_ms_per_token=40", "batch_size=2", "format=json"]) == 0
+    wanted = json.loads(capsys.readouterr().out)["machines"]
+    found = compare_machines(
+        "7B", hardware=["g5_12xlarge", hardware.load("1xl4")], objective="price", prices={"1xl4": 0.5},
+        max_ms_per_token=40, batch_size=2,
+    )  # fmt: skip
+    numbered = [{"rank": number} | asdict(choice) for number, choice in enumerate(found, start=1)]
+    assert json.loads(json.dumps(numbered)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("wrong", "complaint"),
+    [
+        ({"objective": "speed"}, "unknown objective 'speed'"),
+        ({"text": "poetry"}, "unknown text 'poetry'"),
+        ({"hardware": []}, "names no machine"),
+        ({"max_price": -1}, "max_price=-1.0 must be above 0"),
+        ({"prices": {"1xl4": "cheap"}}, "must be US dollars per hour by machine"),
+        ({"search": "yes"}, "search='yes' must be True or False"),
+    ],
+)
+def test_a_wrong_argument_of_a_comparison_is_one_sentence(wrong: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        compare_machines("7B", **{"hardware": ["1xl4"], **wrong})
 
 
 def test_a_repr_is_a_line() -> None:

@@ -33,12 +33,12 @@ def _fitting(config: PlanConfig, *machines: HardwareConfig) -> list[MachineChoic
 def test_replicas_fill_a_node_that_is_rented_as_a_whole() -> None:
     found = {choice.num_gpus: choice for choice in _fitting(_config(), H100)}
     assert {number: choice.num_replicas for number, choice in found.items()} == {2: 4, 4: 2, 8: 1}
-    assert {choice.usd_per_hour for choice in found.values()} == {23.92}
+    assert {choice.usd_per_hour for choice in found.values()} == {31.92}
     job = replace(make_job("llama3_70B", num_ranks=2), num_replicas=4)
     timed = timing(job, H100)
     assert found[2].ms_per_token == pytest.approx(1e3 * timed.plain_s)
     assert found[2].tokens_per_s == pytest.approx(4 / timed.plain_s)
-    assert found[2].usd_per_million_tokens == pytest.approx(23.92 * 1e6 / 3600 * timed.plain_s / 4)
+    assert found[2].usd_per_million_tokens == pytest.approx(31.92 * 1e6 / 3600 * timed.plain_s / 4)
     assert found[2].needed_bytes == max(rank.needed_bytes for rank in memory(job, H100))
 
 
@@ -97,7 +97,7 @@ def test_limits_rule_out_what_is_slower_dearer_or_without_a_price() -> None:
     found = compare(_config(max_ms_per_token=most, max_price=20.0), [H100, free])
     said = {(choice.machine, choice.num_gpus): choice.reason or "" for choice in found}
     assert said["8xh100", 2].endswith(f" ms/token are more than max_ms_per_token={most:g}")
-    assert said["8xh100", 4] == "23.92 USD an hour are more than max_price=20"
+    assert said["8xh100", 4] == "31.92 USD an hour are more than max_price=20"
     assert said["mine", 8] == "no price is known: prices={mine:USD_PER_HOUR} gives one"
 
 

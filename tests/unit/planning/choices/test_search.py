@@ -56,6 +56,11 @@ def test_every_size_precision_and_placement_is_tried() -> None:
     assert {(choice.num_replicas, choice.num_ranks) for choice in choices()} == {(1, 4), (2, 2), (4, 1)}
 
 
+def test_nothing_larger_than_the_asked_model_is_ranked() -> None:
+    found = search(make_job("13B_8bit", "7B"), replace(A10G, num_gpus=1))
+    assert list(dict.fromkeys(one.target for one in found)) == ["13B", "7B"]
+
+
 def test_drafts_are_found_by_vocabulary_and_not_by_name() -> None:
     assert {one.draft for one in choices() if one.target == "30B"} == {None, "tinyllama_1B", "7B", "13B"}
 
