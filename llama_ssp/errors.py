@@ -4,6 +4,7 @@ Imports nothing else of the package; `commands` turns each class into its exit c
 """
 
 import errno
+import shlex
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
@@ -68,6 +69,15 @@ class InterruptedRun(SspError):  # noqa: N818 - no error, but an end
     """A run that was stopped on request, and can be resumed."""
 
     exit_code = 4
+    run_dir: str | None = None
+
+    @classmethod
+    def in_folder(cls, run_dir: str | None) -> "InterruptedRun":
+        """An interruption whose sentence says how to go on, with the run folder quoted for a shell."""
+        again = shlex.quote(f"run_dir={run_dir}")
+        error = cls(f"interrupted; {again} with the same settings goes on from here")
+        error.run_dir = run_dir
+        return error
 
 
 def one_message(problems: Sequence[str]) -> str:

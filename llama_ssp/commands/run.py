@@ -6,6 +6,7 @@ Errors become sentences and exit codes only here. torch is imported after the ch
 
 import argparse
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -194,7 +195,7 @@ class _Points:
     def __init__(self, ranks: Ranks, act: Act | None, *, warns: bool) -> None:
         self.failure: Exception | None = None
         self._ranks, self._act, self._warns = ranks, act, warns
-        self._is_to_stop = False
+        self._is_to_stop = self._has_run = False
 
     def run(self, config: DictConfig) -> None:
         """Run one point, as Hydra composed it."""
@@ -206,10 +207,15 @@ class _Points:
             return
         try:
             if checked := _check(config, self._ranks, warns=self._warns):
+                if self._has_run:
+                    gc.collect()  # frees the models of the last point: its objects refer to each other
+                self._has_run = True
                 act = self._act or task_code()
                 self._is_to_stop = act(*checked)
         except (SspError, HydraException, OmegaConfBaseException) as error:
             self.failure = error
+            if isinstance(error, InterruptedRun) and error.run_dir and HydraConfig.get().mode is RunMode.MULTIRUN:
+                self.failure = InterruptedRun.in_folder(str(Path(error.run_dir).parent))
         except BrokenPipeError as error:  # not of standard output: the run handles that itself
             raise RuntimeError(f"a connection was lost: {error}") from error
 

@@ -202,7 +202,7 @@ class Decoder:
             if drafter.reads_skipped and not self.length.reads_prompts(source)
         ]
         reading = [drafter for source, drafter in enumerate(self.round.drafters) if source not in skipping]
-        result = self.round.prefill(prompts, rows, lengths=lengths, buckets=self._buckets, drafters=reading)
+        result = self.executor.prefill(prompts, rows, lengths=lengths, buckets=self._buckets, drafters=reading)
         self._state.put(rows_R, prompts, prompt_lengths_R=prompt_lengths_R)
         owners = [
             RowCompletion(request=request, num_target_forwards=number)

@@ -57,13 +57,24 @@ class Block(NamedTuple):
 
 
 class Executor(Protocol):
-    """Runs the two pieces of a round; a `Round` is its own eager executor.
+    """Runs prefills and the two pieces of a round; a `Round` is its own eager executor.
 
     Attributes:
         keeps_state: the executor depends on the addresses of the batch's tensors, so runs should share one batch.
     """
 
     keeps_state: bool
+
+    def prefill(
+        self,
+        prompts: BatchState,
+        rows: Sequence[int],
+        *,
+        lengths: Sequence[int],
+        buckets: Buckets,
+        drafters: Sequence[Drafter] | None = None,
+    ) -> Tensor:
+        """Read prompts and sample each one's first token; see `Round.prefill`."""
 
     def draft(self, state: BatchState, *, choice: DraftChoice, bucket: int) -> Block:
         """Extend every row by `choice.num_tokens` drafted tokens."""
@@ -146,10 +157,23 @@ class Round:
         `lengths` are those of the prompts, which the device knows as well; `drafters` are those that read them now, by
         default all. Returns the result of these rows; see `BatchState.commit`.
         """
+        to_read = Prompts(prompts.tokens_BS, prompts.lengths_B, lengths, longest=max(lengths))
+        drafters = self.drafters if drafters is None else drafters
+        return self.read(prompts, to_read, rows, buckets=buckets, drafters=drafters)
+
+    def read(
+        self,
+        prompts: BatchState,
+        to_read: Prompts,
+        rows: Sequence[int],
+        *,
+        buckets: Buckets,
+        drafters: Sequence[Drafter],
+    ) -> Tensor:
+        """Prefill as `prefill` does, with the tokens that are to be read apart from the batch that they are in."""
         lengths_R = prompts.lengths_B
-        to_read = Prompts(prompts.tokens_BS, lengths_R, lengths, longest=max(lengths))
         logits_RV = read_prompts(self.target, to_read, rows=rows, buckets=buckets)
-        for drafter in self.drafters if drafters is None else drafters:
+        for drafter in drafters:
             drafter.prefill(to_read, rows=rows, buckets=buckets)
         context = prompts.rows.before(lengths_R[:, None] - 1) if self.verifier.needs_context else None
         plain_RP = self.uniforms.split(prompts.uniforms()).plain_BP

@@ -40,7 +40,7 @@ class Decoders:
             speculative, config.batch_size, config.speculation.num_draft_tokens, config.verification.rule,
             astuple(config.sampling),
         )  # fmt: skip
-        decoder = self._kept.get(key) or build_decoder(models, config, speculative=speculative)
+        decoder = self._kept.get(key) or build_decoder(models, config, speculative=speculative, serves_many=True)
         self._kept[key] = decoder
         self._kept.move_to_end(key)
         if len(self._kept) > _MOST_KEPT:

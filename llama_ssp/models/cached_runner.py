@@ -10,6 +10,7 @@ from llama_ssp.models.huggingface.families import windows_of
 class CachedRunner:
     """Base class of runners with a `StaticCache`; `parameter` decides their device and dtype."""
 
+    repeats_at_any_length = False
     reads_by_length = False
     packs_prompts = False
 

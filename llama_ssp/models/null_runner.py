@@ -22,6 +22,7 @@ class NullRunner:
     max_position_embeddings: int
     num_allocations: int = 0
     repeats_operators: bool = True
+    repeats_at_any_length: bool = True
     reads_by_length: bool = True
     packs_prompts: bool = False
 

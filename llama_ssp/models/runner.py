@@ -8,6 +8,13 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+_FEW_ROWS = 8
+
+
+def row_class(num_rows: int) -> int:
+    """Which kernels linear layers choose for so many rows: one, a few, or many."""
+    return (num_rows > 1) + (num_rows > _FEW_ROWS)
+
 
 class Pieces(NamedTuple):
     """What the tokens of a packed forward belong to: pieces of several prompts that stand in one row, unpadded.
@@ -37,6 +44,7 @@ class Runner(Protocol):
 
     Attributes:
         repeats_operators: a forward of the same shape calls the same operators on tensors that this object holds.
+        repeats_at_any_length: these operators are the same for all T with one `row_class` of B * T.
         reads_by_length: a forward reads each row up to its own length and ignores `bucket`.
         packs_prompts: a forward takes `pieces`, on every rank of the model.
         num_allocations: how often `allocate` has replaced the cache, which changes its addresses.
@@ -47,6 +55,7 @@ class Runner(Protocol):
     max_position_embeddings: int
     num_allocations: int
     repeats_operators: bool
+    repeats_at_any_length: bool
     reads_by_length: bool
     packs_prompts: bool
 

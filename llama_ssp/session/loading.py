@@ -148,9 +148,17 @@ def _load(
 
 
 def build_decoder(
-    models: Models, config: RunConfig, *, speculative: bool, stop_request: StopRequest | None = None
+    models: Models,
+    config: RunConfig,
+    *,
+    speculative: bool,
+    stop_request: StopRequest | None = None,
+    serves_many: bool = False,
 ) -> Decoder:
-    """Build a decoder from the models and the config; plain decoding uses the target alone."""
+    """Build a decoder from the models and the config; plain decoding uses the target alone.
+
+    `serves_many` is for many short runs of the decoder; see `make_executor`.
+    """
     mesh, device = models.mesh, models.target.device
     rule = make_rule(config.sampling, config.verification)
     split = BatchSplit(mesh.replica, mesh.layout.draft_ranks) if speculative and mesh.layout.splits_batch else None
@@ -165,7 +173,7 @@ def build_decoder(
     captures = config.cuda_graphs and may_capture(config.placement.target)
     return Decoder(
         round_,
-        executor=make_executor(round_, cuda_graphs=captures),
+        executor=make_executor(round_, cuda_graphs=captures, serves_many=serves_many),
         batch_size=config.batch_size,
         eos_ids=() if config.ignore_eos else models.eos_ids,
         seed=config.seed,

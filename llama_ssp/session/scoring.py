@@ -151,7 +151,7 @@ def score(session: Session, texts: Sequence[SampledText]) -> list[list[float]]:
     told = session.world.comm.gather_text(json.dumps([stopped, found if is_reporting else []]))
     results = [json.loads(text) for text in told]
     if any(was_stopped for was_stopped, _ in results):
-        raise InterruptedRun(f"interrupted; run_dir={config.run_dir} with the same settings goes on from here")
+        raise InterruptedRun.in_folder(config.run_dir)
     by_number = {number: row for _, rows in results for number, row in rows}
     return [by_number[number] for number in range(len(texts))]
 

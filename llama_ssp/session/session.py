@@ -106,11 +106,15 @@ class Session:
 
     @torch.inference_mode()
     def warm_up(self, jobs: Sequence[PromptTask], modes: Sequence[str], *, num_jobs: int) -> None:
-        """Make caches for all jobs and modes, and complete `num_jobs` jobs by a few tokens, not shown or recorded."""
+        """Make caches for all jobs and modes, and complete `num_jobs` jobs by a few tokens, not shown or recorded.
+
+        Modes that are warm already, as from the second typed prompt on, complete no job again.
+        """
+        cold = [mode for mode in modes if mode not in self._warm]
         for mode in modes:
             self.ready_decoder(mode, jobs).warm_up([job.request for job in jobs])
             self._warm.add(mode)
-        for mode, job in product(modes, jobs[:num_jobs]):
+        for mode, job in product(cold, jobs[:num_jobs]):
             short = replace(job.request, max_new_tokens=min(_WARMUP_TOKENS, job.request.max_new_tokens))
             for _ in self.decoder(mode).run([short], to_length=True):
                 pass
@@ -168,8 +172,7 @@ class Session:
                 for update in updates:
                     ledger.take(update)
             if ledger.close(stopped=decoder.stopped):
-                again = f"run_dir={self.config.run_dir} with the same settings goes on from here"
-                raise InterruptedRun(f"interrupted; {again}")
+                raise InterruptedRun.in_folder(self.config.run_dir)
 
     def _warm_once(self, decoder: Decoder, mode: str, jobs: Sequence[PromptTask]) -> None:
         """Keep tracing, capture and first uses out of the first completion's time, if the task has not warmed up."""

@@ -34,6 +34,7 @@ class PrefixRunner:
     """
 
     repeats_operators = True
+    repeats_at_any_length = False
     reads_by_length = False
     packs_prompts = False
 

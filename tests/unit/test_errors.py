@@ -1,9 +1,11 @@
-"""A name that is unknown gets the one that was meant, if there is one."""
+"""A name that is unknown gets the one that was meant, if there is one; an interruption says how to go on."""
+
+import shlex
 
 import pytest
 
 from llama_ssp.commands.command_line import groups_of
-from llama_ssp.errors import similar_name, unknown_name
+from llama_ssp.errors import InterruptedRun, similar_name, unknown_name
 
 
 def mixed(name: str) -> str:
@@ -28,3 +30,11 @@ def test_a_short_name_is_found_again_by_its_letters_and_in_any_case() -> None:
 def test_nothing_similar_is_no_hint() -> None:
     assert similar_name("xyzzy", ["tiny", "30B"]) is None
     assert unknown_name("model", "xyzzy", ["tiny", "30B"]) == "unknown model 'xyzzy': there are 30B, tiny"
+
+
+@pytest.mark.parametrize("run_dir", ["outputs/1", "my runs/1", "it's $HOME", "a;b"])
+def test_the_way_to_go_on_can_be_pasted_into_a_shell(run_dir: str) -> None:
+    told = str(InterruptedRun.in_folder(run_dir)).removeprefix("interrupted; ")
+    again, _, _ = told.partition(" with the same settings")
+    assert shlex.split(again) == [f"run_dir={run_dir}"]
+    assert again.startswith("run_dir=") is (run_dir == "outputs/1")

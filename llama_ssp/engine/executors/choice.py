@@ -5,10 +5,16 @@ from llama_ssp.engine.executors.traced_cpu import TracedExecutor
 from llama_ssp.engine.round import Executor, Round
 
 
-def make_executor(round_: Round, *, cuda_graphs: bool) -> Executor:
-    """Choose by the device of the target; `cuda_graphs` says whether a GPU's rounds are captured."""
+def make_executor(round_: Round, *, cuda_graphs: bool, serves_many: bool = False) -> Executor:
+    """Choose by the device of the target.
+
+    Args:
+        round_: what it executes.
+        cuda_graphs: whether a GPU's rounds are captured.
+        serves_many: many short completions will follow, so that prefills are worth a trace.
+    """
     if round_.target.device.type == "cpu":
-        return TracedExecutor(round_)
+        return TracedExecutor(round_, traces_prefill=serves_many)
     if not cuda_graphs:
         return round_
     return CudaGraphExecutor(round_, recorder=CudaRecorder(finish=round_.verifier.comm.finish))

@@ -85,7 +85,7 @@ class LeanRunner(CachedRunner):
         self._head_sizes = head.sizes if isinstance(head, GatheredLinear) else (self.vocab_size,)
         is_tied = head.weight is body.embed_tokens.weight
         self._head = make_linear(*take(head), kernel=kernel, keeps_weight=is_tied)
-        self.repeats_operators = not precision.rounds_inputs
+        self.repeats_operators = self.repeats_at_any_length = not precision.rounds_inputs
         self._by_position = precision.rounds_inputs
         if varlen is None and not self._by_position:
             varlen = find_varlen(self.device, self.dtype, layers[0].heads.dim)
@@ -148,7 +148,7 @@ class LeanRunner(CachedRunner):
         pieces: Pieces | None = None,
     ) -> Tensor:
         """See `Runner.forward`."""
-        batch_size, num_tokens = static_shape(ids_BT)
+        batch_size, _ = static_shape(ids_BT)
         place, attend = self._placing(
             positions_BT, bucket=bucket, cache_rows_B=cache_rows_B, consecutive=consecutive, pieces=pieces
         )
@@ -160,7 +160,7 @@ class LeanRunner(CachedRunner):
             for layer, attend_here in zip(self._layers, attends, strict=True):
                 x_ME = layer.forward(x_ME, place, attend_here)
             if score_positions_BR is not None:
-                x_BTE = x_ME.view(batch_size, num_tokens, -1)
+                x_BTE = x_ME.view(batch_size, -1, self._width)
                 x_ME = x_BTE.gather(1, score_positions_BR[..., None].expand(-1, -1, self._width)).flatten(0, 1)
             own_MV = self._head(self._norm(x_ME))
         logits_MV: Tensor = self._comm.all_gather_last(own_MV, self._head_sizes)

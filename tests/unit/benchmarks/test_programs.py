@@ -8,7 +8,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from benchmarks import gpu, gpu_checks, gpu_engine, lengths, placements
+from benchmarks import gpu, gpu_checks, gpu_engine, lengths, placements, short_calls
 from benchmarks.placement_cells import ALONE, DEEPSPEED, DEEPSPEED_ALONE, FP32, LAYERWISE, ONE_RANK, cells
 from llama_ssp import load
 from llama_ssp.config.schema import Dtype
@@ -129,3 +129,16 @@ def test_a_decoded_batch_counts_the_rounds_behind_its_prefill() -> None:
     _, num_rounds, completions = gpu_engine.decode_once(decoder, wanted, seed=0)
     assert num_rounds == 6
     assert [gpu_engine.tokens_per_round(each) for each in completions] == [1.0, 1.0]
+
+
+@pytest.mark.heavy
+def test_the_parts_of_short_and_long_calls_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(short_calls, "LONG", 24)
+    monkeypatch.setattr(short_calls, "NUM_CALLS", 2)
+    console = Console(record=True, quiet=True)
+    found = short_calls.measure(load("tiny", "tiny-draft"), num_repetitions=1)
+    short_calls.show(found, console)
+    for calls in found.values():
+        assert all(part > 0 for part in calls.parts.values())
+    one = short_calls.call(load("tiny", "tiny-draft"), "import os\n", num_new=8, seeds=[0])
+    assert sum(one.parts.values()) == pytest.approx(one.ms_per_token)

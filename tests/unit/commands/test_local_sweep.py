@@ -1,13 +1,17 @@
 """A sweep on this machine: all points are checked before the first one starts."""
 
+import gc
 import shutil
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
 
 from llama_ssp.commands.ranks import own
 from llama_ssp.config.options import folders
+from llama_ssp.config.schema import RunConfig
+from llama_ssp.errors import InterruptedRun
 from tests.helpers.in_process import launch
 from tests.helpers.lanes import heavy
 
@@ -59,6 +63,47 @@ def test_a_sweep_is_checked_for_the_ranks_that_it_will_have(
     words = ["ranks=2", "-m", "placement=own_gpu", "hardware=laptop_cpu", "seed=1,2", "dry_run=true"]
     assert own.main(words, num_ranks=None) == 0, capsys.readouterr().err
     assert capsys.readouterr().out.count("Memory per rank") == 2
+
+
+def test_a_point_that_was_interrupted_names_the_folder_of_the_sweep(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With the folder of the point, the same command would begin another sweep inside it."""
+
+    def interrupted(config: RunConfig, _clock: object) -> bool:
+        raise InterruptedRun.in_folder(config.run_dir)
+
+    monkeypatch.setattr("llama_ssp.commands.run.task_code", lambda: interrupted)
+    ended = launch("-m", "seed=1,2", f"run_dir={tmp_path}/my sweep")
+    assert ended.code == 4
+    assert f"'run_dir={tmp_path}/my sweep' with the same settings" in ended.err
+
+
+class Model:
+    """Refers to itself, as decoders and their executors refer to each other."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+
+def test_a_point_begins_when_the_models_of_the_last_one_have_been_freed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    made: list[weakref.ref[Model]] = []
+    alive = []
+
+    def act(_config: object, _clock: object) -> bool:
+        alive.append([model() is not None for model in made])
+        made.append(weakref.ref(Model()))
+        return False
+
+    monkeypatch.setattr("llama_ssp.commands.run.task_code", lambda: act)
+    gc.disable()
+    try:
+        assert launch("-m", "seed=1,2,3", f"run_dir={tmp_path}/sweep").code == 0
+    finally:
+        gc.enable()
+    assert alive == [[], [False], [False, False]]
 
 
 @pytest.mark.parametrize("rank", [heavy(0), 1])

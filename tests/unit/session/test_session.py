@@ -58,6 +58,8 @@ def test_a_warm_up_is_short_and_never_longer_than_the_run(wanted: int, warm: int
     )
     Session.warm_up(session, [job(wanted)] * 3, ["plain"], num_jobs=2)
     assert [request.max_new_tokens for request in asked] == [warm, warm]
+    Session.warm_up(session, [job(wanted)], ["plain"], num_jobs=1)
+    assert len(asked) == 2, "the second typed prompt does not wait for another warm-up"
 
 
 def test_a_warm_up_makes_room_for_all_jobs_in_every_mode_before_anything_runs() -> None:
