@@ -2,11 +2,15 @@
 
 from llama_ssp.engine.executors.cuda_graph import CudaGraphExecutor, CudaRecorder
 from llama_ssp.engine.executors.traced_cpu import TracedExecutor
+from llama_ssp.engine.executors.traced_overlap import TracedOverlap
+from llama_ssp.engine.overlap import OverlappedExecutor, OverlappedRound
 from llama_ssp.engine.round import Executor, Round
 
 
-def make_executor(round_: Round, *, cuda_graphs: bool) -> Executor:
+def make_executor(round_: Round, *, cuda_graphs: bool) -> Executor | OverlappedExecutor:
     """Choose by the device of the target; `cuda_graphs` says whether a GPU's rounds are captured."""
+    if isinstance(round_, OverlappedRound):
+        return TracedOverlap(round_)
     if round_.target.device.type == "cpu":
         return TracedExecutor(round_)
     if not cuda_graphs:

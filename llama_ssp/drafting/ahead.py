@@ -1,0 +1,80 @@
+"""A draft model on ranks of its own, which drafts while the target verifies; the ranks exchange tokens afterwards.
+
+    draft's ranks     | propose ........ |          | exchange |
+    target's ranks    | forward ............. |     | exchange | rule |
+
+Drafted ids go to all ranks. Their probabilities go to the rank that verifies, if the rule reads any. Both messages go
+through shared memory if they fit: the draft then leaves them there, and does not wait for the target to read them.
+
+Shapes: B sequences, K drafted tokens, P = 2 uniforms per draw, T = K + 1, V vocabulary.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from llama_ssp.distributed.comms import Comm
+from llama_ssp.drafting.broadcast import ProbsReceiver
+from llama_ssp.drafting.protocol import Drafter, SharedDrafter
+from llama_ssp.sampling.context import Rows
+from llama_ssp.sampling.rules import Draft
+from llama_ssp.shapes import static_shape
+
+
+class AheadDrafter(SharedDrafter):
+    """Drafts on some ranks; the others get the tokens in `exchange`.
+
+    Args:
+        comm: the ranks that receive the ids.
+        src: the rank in `comm` whose drafted ids count.
+        receiver: the rank that verifies; None if the rule needs no probabilities, or this rank has both models.
+    """
+
+    def __init__(
+        self,
+        inner: Drafter | None,
+        *,
+        comm: Comm,
+        src: int,
+        num_draft_tokens: int,
+        device: torch.device,
+        receiver: ProbsReceiver | None = None,
+    ) -> None:
+        super().__init__(inner, num_draft_tokens=num_draft_tokens, device=device)
+        self._comm = comm
+        self._src = src
+        self._receiver = receiver
+
+    @property
+    def drafts_here(self) -> bool:
+        """Whether this rank has a part of the draft."""
+        return self._inner is not None
+
+    def propose(self, rows: Rows, *, uniforms_BKP: Tensor, bucket: int, num_unread: int = 2) -> Draft:
+        """Draft on the ranks that hold the draft; the others have no ids before the exchange."""
+        if self._inner:
+            return self._inner.propose(rows, uniforms_BKP=uniforms_BKP, num_unread=num_unread, bucket=bucket)
+        return Draft(rows.lengths_B.new_zeros(static_shape(uniforms_BKP)[:2]), None)
+
+    def exchange(self, draft: Draft, rows: Rows) -> Draft:
+        """Give all ranks the drafted ids, behind the rows, and the rank that verifies their probabilities."""
+        if self._comm.size == 1:
+            return draft
+        ids_BK = self._comm.broadcast(draft.ids_BK.contiguous(), src=self._src)
+        if self._comm.rank != self._src:  # which has written them
+            self._write(ids_BK, rows)
+        return Draft(ids_BK, self._delivered(draft) if self._receiver else draft.probs_BTV)
+
+    def _delivered(self, draft: Draft) -> Tensor | None:
+        """The probabilities (B, T, V) on the rank that verifies; their last row is zero."""
+        assert self._receiver
+        rank, vocab_size = self._receiver
+        shape = (*draft.ids_BK.shape, vocab_size)
+        probs_BKV = None
+        if self._comm.rank == self._src:
+            assert draft.probs_BTV is not None, "a rule that reads probabilities"
+            probs_BKV = draft.probs_BTV[:, :-1].float().contiguous()
+        elif self._comm.rank == rank:
+            probs_BKV = torch.empty(shape, device=draft.ids_BK.device)
+        self._comm.deliver(probs_BKV, shape=shape, src=self._src, dst=rank)
+        return pad(probs_BKV, (0, 0, 0, 1)) if probs_BKV is not None and self._comm.rank == rank else None
