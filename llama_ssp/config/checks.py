@@ -16,6 +16,7 @@ from llama_ssp.config.drafts.drafter import problem_of as problem_of_draft
 from llama_ssp.config.drafts.model import problems_of_pair
 from llama_ssp.config.effects import is_synthetic, without_effect
 from llama_ssp.config.formats.format import problem_of
+from llama_ssp.config.overlap import problems_of_overlap
 from llama_ssp.config.rules.rule import at_every_temperature, rule_of, rules
 from llama_ssp.config.schema import ADAPTIVE, ModelConfig, RunConfig
 from llama_ssp.config.tasks.spec import NoEffect, task_of
@@ -153,6 +154,7 @@ def _draft(config: RunConfig) -> Iterator[str]:
         )
     yield from _rule(config.verification.rule, config.sampling.temperature)
     yield from problems_of_pair(config.model, config.draft, is_synthetic=is_synthetic(config))
+    yield from problems_of_overlap(config.speculation, config.draft, config.placement, config.device)
 
 
 def _fallback(kind: str) -> Iterator[str]:

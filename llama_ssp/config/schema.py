@@ -212,11 +212,13 @@ class SpeculationConfig:
     `num_draft_tokens=auto` chooses K for each round from what earlier rounds accepted.
     `acceptance` is the probability that a drafted token is accepted; null takes the pair's figure, or forecasts it.
     `text` is what that forecast assumes to be written.
+    With `overlap` the draft goes on while the target verifies.
     """
 
     num_draft_tokens: int | str = 4
     acceptance: float | None = None
     text: TextKind = TextKind.any
+    overlap: bool = False
 
     @property
     def adapts(self) -> bool:
