@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from llama_ssp.config.drafts.model import matching_of
-from llama_ssp.config.schema import ADAPTIVE, DeviceKind, DraftLayout, DrafterConfig, PlacementConfig, SpeculationConfig
+from llama_ssp.config.schema import ADAPTIVE, DeviceKind, DrafterConfig, DraftLayout, PlacementConfig, SpeculationConfig
 
 NO_GPUS = (
     "speculation.overlap=true runs on CPUs alone so far, since its rounds are not captured as CUDA graphs: "

@@ -23,7 +23,7 @@ class Clock(ABC):
 
     def __init__(self) -> None:
         self._seconds = {"draft": 0.0, "verify": 0.0}
-        self.waited_s = 0.0
+        self.waited_s = self._taken_s = 0.0
 
     @abstractmethod
     def start(self) -> None:
@@ -33,8 +33,15 @@ class Clock(ABC):
     def lap(self, part: str, *, waits: bool = False) -> None:
         """Add the time since the last call to `part`, and to `waited_s` if this rank only waited."""
 
+    def forget(self) -> None:
+        """Drop what has not been taken."""
+        waited_s = self._taken_s
+        self.take()
+        self.waited_s = self._taken_s = waited_s
+
     def take(self) -> tuple[float, float]:
         """Return and reset the seconds of drafting and of verification that are known by now."""
+        self._taken_s = self.waited_s
         draft_s, verify_s = self._seconds["draft"], self._seconds["verify"]
         self._seconds["draft"] = self._seconds["verify"] = 0.0
         return draft_s, verify_s

@@ -19,6 +19,7 @@ from llama_ssp.engine.clock import Clock, clock_for
 from llama_ssp.engine.completion import FinishReason, RowCompletion, StopRequest
 from llama_ssp.engine.draft_length import DraftLength, FixedLength, num_chunks
 from llama_ssp.engine.overlap import OverlappedExecutor
+from llama_ssp.engine.pending import PendingRound
 from llama_ssp.engine.round import DraftChoice, Executor, Round
 from llama_ssp.engine.state import BatchState, Request
 from llama_ssp.engine.step import step
@@ -37,21 +38,6 @@ class Update(NamedTuple):
     num_drafted: int
 
 
-class PendingRound(NamedTuple):
-    """A prefill or a round that was launched but not read yet; `passed` follows the copy of the result to the host."""
-
-    result: Tensor
-    owners: list[RowCompletion | None]
-    choice: DraftChoice
-    is_prefill: bool
-    passed: torch.cuda.Event | None
-
-    @property
-    def max_new(self) -> int:
-        """The most tokens that a row has grown by."""
-        return self.choice.num_tokens + 1
-
-
 class Decoder:
     """Turns requests into completions, a batch of rows at a time.
 
@@ -59,6 +45,7 @@ class Decoder:
 
     Attributes:
         length: chooses what each round drafts.
+        rounds_s: time of all rounds so far.
     """
 
     def __init__(
@@ -83,6 +70,7 @@ class Decoder:
         self.seed = seed
         self.stop_request = stop_request or StopRequest()
         self.stopped = False
+        self.rounds_s = 0.0
         self._comm = round_.verifier.comm
         self._device = round_.target.device
         self._is_cuda = self._device.type == "cuda"
@@ -155,7 +143,7 @@ class Decoder:
             if self._is_cuda:
                 self._comm.finish()
             seconds.append(time.perf_counter() - started)
-        self.clock.take()
+        self.clock.forget()
         return seconds
 
     def warm_up(self, requests: Sequence[Request]) -> None:
@@ -295,6 +283,7 @@ class Decoder:
             if completion.token_ids and not completion.first_token_s:
                 completion.first_token_s = completion.busy_s
         if is_round:
+            self.rounds_s += seconds
             draft_s, verify_s = self.clock.take()
             for drafter in self._host_timed:
                 draft_s -= drafter.take_host_s(draft_s)

@@ -108,7 +108,9 @@ class BatchState(NamedTuple):
         first_round_B = torch.arange(len(requests), device=device) * num_rounds - lengths_B
         limits_B = to_device(limits, device)
         ahead_B = torch.zeros_like(lengths_B)
-        return BatchState(to_device(tokens_BS, device), lengths_B, limits_B, uniforms_BMN, first_round_B, keys_B, ahead_B)
+        return BatchState(
+            to_device(tokens_BS, device), lengths_B, limits_B, uniforms_BMN, first_round_B, keys_B, ahead_B
+        )
 
     def put(self, rows_R: Tensor, other: "BatchState", *, prompt_lengths_R: Tensor) -> None:
         """Overwrite rows `rows_R` with the rows of `other`, whose prompts had the given lengths."""

@@ -9,7 +9,13 @@ from llama_ssp.engine.state import BatchState
 
 
 def step(
-    executor: Executor | OverlappedExecutor, state: BatchState, block: Block | None, *, choice: DraftChoice, bucket: int, clock: Clock
+    executor: Executor | OverlappedExecutor,
+    state: BatchState,
+    block: Block | None,
+    *,
+    choice: DraftChoice,
+    bucket: int,
+    clock: Clock,
 ) -> tuple[Tensor, Block | None]:
     """Run one round on a batch whose rows have at least two tokens.
 
@@ -22,8 +28,8 @@ def step(
         clock: times the pieces.
 
     Returns:
-        The round's result (see `BatchState.commit`), and the block drafted ahead for the next round: None if the executor
-        does not draft while the target verifies.
+        The round's result (see `BatchState.commit`), and the block drafted ahead for the next round: None if the
+        executor does not draft while the target verifies.
     """
     clock.start()
     if isinstance(executor, OverlappedExecutor):

@@ -15,6 +15,7 @@ from llama_ssp.reports.lines import (
     SpeculativeSummary,
     Summary,
 )
+from llama_ssp.reports.overlap import OverlapSummary, idle_share
 from llama_ssp.reports.provenance import git_commit, versions
 
 
@@ -42,7 +43,7 @@ def summarise(
         plain=_plain(plain_lines) if plain_lines else None,
         speculative=_speculative(speculative_lines, facts.num_draft_tokens) if speculative_lines else None,
         speedup=speedup(lines), forecast=facts.forecast, memory=facts.memory, startup=facts.startup, cells=[*cells],
-        evaluation=evaluation, excerpts=[*excerpts],
+        evaluation=evaluation, excerpts=[*excerpts], overlap=_overlap(facts, speculative_lines),
     )  # fmt: skip
 
 
@@ -115,6 +116,26 @@ def _speculative(lines: Sequence[CompletionLine], num_draft_tokens: int) -> Spec
         draft_s=sum(line.draft_s for line in lines), verify_s=sum(line.verify_s for line in lines),
         other_s=sum(line.other_s for line in lines), drafted_histogram=drafted_histogram(lines, num_draft_tokens),
     )  # fmt: skip
+
+
+def _overlap(facts: RunFacts, lines: Sequence[CompletionLine]) -> OverlapSummary | None:
+    """What overlapped rounds did; every round drafts K tokens behind those in flight."""
+    if not facts.activities:
+        return None
+    num_drafted = facts.num_draft_tokens * sum(line.num_rounds for line in lines)
+    num_copies, size = facts.placement["num_replicas"], facts.world_size
+    each = range(0, size, size // num_copies)
+    ranks = {
+        model: [first + rank for first in each for rank in facts.placement[model]["ranks"]]
+        for model in ("target", "draft")
+    }
+    return OverlapSummary(
+        target_idle_share=idle_share(facts.activities, ranks["target"]),
+        draft_idle_share=idle_share(facts.activities, ranks["draft"]),
+        num_drafted_tokens=num_drafted,
+        num_dropped_tokens=num_drafted - sum(sum(line.accepted_lengths) for line in lines),
+        ranks=facts.activities,
+    )
 
 
 def _num_new_tokens(lines: Sequence[CompletionLine]) -> int:

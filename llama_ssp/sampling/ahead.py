@@ -65,7 +65,7 @@ def verify_ahead(
 
 
 def _whole(rule: Rule, in_flight: Draft, first: Draft, target_BKV: Tensor, *, draws: Draws) -> Verdict:
-    """The verdict on the tokens in flight and the first of the next block; its bonus token, from any row, is dropped."""
+    """The verdict on what is in flight and the first of the next block; its bonus token, from any row, is dropped."""
     ids_BK, probs_BTV = torch.cat([in_flight.ids_BK, first.ids_BK], dim=1), None
     if in_flight.probs_BTV is not None and first.probs_BTV is not None:
         num_ahead = in_flight.ids_BK.shape[1]

@@ -96,6 +96,12 @@ class Session:
         """Speculative with a draft, else plain."""
         return SPECULATIVE if self.models.drafts else PLAIN
 
+    @property
+    def activity(self) -> tuple[float, float]:
+        """The seconds of all speculative rounds, and what this rank waited in them for the other model."""
+        made = self._decoders.get(SPECULATIVE)
+        return (made.rounds_s, made.clock.waited_s) if made else (0.0, 0.0)
+
     def decoder(self, mode: str) -> Decoder:
         """The decoder of a mode, built on first use."""
         if mode not in self._decoders:

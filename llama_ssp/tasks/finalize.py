@@ -1,12 +1,14 @@
 """The end of a run, even an interrupted one: records and shows its measurements with the forecasts."""
 
 import json
+from dataclasses import asdict
 from typing import Any
 
 from llama_ssp.config.drafts.drafter import draft_name
 from llama_ssp.config.tasks.spec import task_of
 from llama_ssp.errors import ConfigError, FailedEvaluation
 from llama_ssp.reports.lines import Forecast, RankMemory, RunFacts
+from llama_ssp.reports.overlap import RankActivity
 from llama_ssp.reports.summary import summarise
 from llama_ssp.session.excerpts import excerpts
 from llama_ssp.session.session import Session
@@ -23,6 +25,7 @@ def finalize(session: Session) -> None:
     comm, folder, config = session.world.comm, session.folder, session.config
     session.memory.sample()
     peaks = [json.loads(peak) for peak in comm.gather_text(json.dumps(session.memory.peak_bytes))]
+    activities = _activities(session)
     if folder is None:
         return
     if config.placement.num_replicas > 1:
@@ -38,9 +41,10 @@ def finalize(session: Session) -> None:
             for rank, peak in enumerate(peaks)
         ],
         forecast=forecast(session.plan.timing) if session.plan and not task.largest_cell else Forecast(),
-        startup=session.start_clock.times,
+        startup=session.start_clock.times, activities=activities,
     )  # fmt: skip
-    shown = excerpts(folder.lines, session.models.tokenizer)
+    overlapped = config.speculation.most_draft_tokens if config.speculation.overlap else None
+    shown = excerpts(folder.lines, session.models.tokenizer, overlapped_tokens=overlapped)
     summary = summarise(facts, folder.lines, folder.rows, evaluation=session.evaluation, excerpts=shown)
     folder.write_summary(summary)
     session.terminal.end_of_text()  # an interruption may leave one open
@@ -58,6 +62,15 @@ def finalize(session: Session) -> None:
         folder.write_report(summary)
     except ConfigError as error:  # the run is complete without its figures
         session.terminal.say(f"{error}; llama-ssp report writes report.html later")
+
+
+def _activities(session: Session) -> list[RankActivity]:
+    """What each rank did in rounds that overlap; empty in any other run."""
+    if not session.config.speculation.overlap:
+        return []
+    rounds_s, waited_s = session.activity
+    own = RankActivity(rank=session.world.comm.rank, rounds_s=rounds_s, waited_s=waited_s)
+    return [RankActivity(**json.loads(each)) for each in session.world.comm.gather_text(json.dumps(asdict(own)))]
 
 
 def pass_gate(session: Session) -> None:

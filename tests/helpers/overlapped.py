@@ -75,7 +75,10 @@ def overlapped_decoder(  # noqa: PLR0913
 
 
 def complete_on_ranks(
-    num_ranks: int, make_models: Callable[[], tuple[Runner, Runner]], requests: Sequence[Request], **options: Any
+    num_ranks: int,
+    make_models: Callable[[], tuple[Runner, Runner]],
+    requests: Sequence[Request],
+    **options: Any,  # noqa: ANN401
 ) -> list[list[RowCompletion]]:
     """The completions of every rank; each makes a target and a draft of its own."""
 

@@ -1,8 +1,8 @@
 """Runs overlapped rounds on the CPU as traces (see `tracing`), but for the exchange between their ranks.
 
-    draft          the round's uniforms, all steps of the draft with their draws
-    score_flight   the target's forward and the processors
-    settle         the rule and the commit
+draft          the round's uniforms, all steps of the draft with their draws
+score_flight   the target's forward and the processors
+settle         the rule and the commit
 """
 
 from torch import Tensor

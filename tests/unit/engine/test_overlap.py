@@ -1,6 +1,7 @@
 """Drafting that overlaps verification writes the target's own text, whatever the draft, the batch and the ranks."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 import torch
@@ -9,7 +10,6 @@ from torch import Tensor
 from llama_ssp.engine.completion import StopRequest
 from llama_ssp.engine.state import BatchState, Request
 from llama_ssp.errors import NumericError
-from llama_ssp.models.runner import Runner
 from tests.helpers.decoders import complete, make_decoder
 from tests.helpers.overlapped import complete_on_ranks, overlapped_decoder
 from tests.helpers.prefix_runner import PrefixRunner
@@ -104,12 +104,10 @@ def test_rounds_that_the_length_limit_cuts_are_not_counted() -> None:
 
 def test_a_round_without_a_block_in_flight_examines_one_token() -> None:
     target, draft = near_pair(1.0)
-    (completion,) = complete(
-        overlapped_decoder(target, draft, temperature=0.9, num_draft_tokens=4), [requests()[0]]
-    )
+    (completion,) = complete(overlapped_decoder(target, draft, temperature=0.9, num_draft_tokens=4), [requests()[0]])
     rounds = list(zip(completion.accepted_lengths, completion.draft_lengths, strict=True))
     assert rounds[0][1] == 1
-    for (accepted, examined), (_, following) in zip(rounds, rounds[1:], strict=False):
+    for (accepted, examined), (_, following) in pairwise(rounds):
         assert following == (4 if accepted == examined else 1)
     assert len({*rounds}) > 3
     num_new = sum(accepted + (accepted < examined) for accepted, examined in rounds[:-1])
@@ -138,13 +136,11 @@ def test_no_two_rounds_of_a_row_have_the_same_uniforms(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("broken", [0, 1], ids=["target", "draft"])
 def test_logits_that_are_no_numbers_end_the_run(broken: int) -> None:
-    pair: tuple[Runner, Runner] = near_pair()
+    pair = near_pair()
     made = overlapped_decoder(*pair, temperature=0.9, batch_size=2)
     wanted = [Request(index=index, prompt_ids=(2, 3), max_new_tokens=30) for index in range(2)]
     assert len(complete(made, wanted)) == 2
-    model = pair[broken]
-    assert isinstance(model, PrefixRunner)
-    model.head[3, 5] = torch.nan
+    pair[broken].head[3, 5] = torch.nan
     with pytest.raises(NumericError, match=r"prompt 1, token [1-9].*: logits became NaN: the weights of"):
         complete(made, wanted)
 

@@ -1,7 +1,7 @@
 """Drafting that overlaps verification: the law of the text, enumerated over every outcome of both streams.
 
 A path is a text and the tokens in flight behind it. Each round drafts a block behind both, examines what is in flight
-and the first new token, and keeps or drops the rest. The shipped function decides, driven at the borders of its choices.
+and the first new token, and keeps or drops the rest. The shipped function decides, at the borders of its choices.
 """
 
 from collections.abc import Callable
@@ -78,11 +78,14 @@ def decided(rule: Rule, target: TableModel, draft: TableModel, rounds: Rounds, d
     rubbish = torch.rand(vocab_size, generator=noise, dtype=torch.float64)
     has_probs = probs_after(()) is not None
     ids, flying, follows, logits = [], [], [], []
-    for (text, flight), block in zip(rounds.paths, rounds.blocks, strict=True):
+    for text, flight in rounds.paths:
         # A row without a block in flight has rubbish in its place.
         ids.append(flight or (*torch.randint(vocab_size, (num_ahead,), generator=noise).tolist(),))
         places = range(num_ahead)
-        scored = [at(target.logits, text + flight[:place]) if flight or not place else rubbish for place in (*places, num_ahead)]
+        scored = [
+            at(target.logits, text + flight[:place]) if flight or not place else rubbish
+            for place in (*places, num_ahead)
+        ]
         logits.append(torch.stack(scored))
         if has_probs:
             before = [probs_after(text + flight[:place])[0] if flight else rubbish for place in places]  # type: ignore[index]
@@ -101,7 +104,9 @@ def decided(rule: Rule, target: TableModel, draft: TableModel, rounds: Rounds, d
         )  # fmt: skip
         return ((verdict.num_accepted_B1 * vocab_size + verdict.next_ids_B1) * 2 + goes_on_B1)[:, 0]
 
-    return _law(choose, num_rows=len(ids), num_coordinates=num_drafted + PER_DRAW, num_answers=2 * num_drafted * vocab_size)
+    return _law(
+        choose, num_rows=len(ids), num_coordinates=num_drafted + PER_DRAW, num_answers=2 * num_drafted * vocab_size
+    )
 
 
 def some(draft: Draft, rows_B: Tensor) -> Draft:

@@ -1,0 +1,51 @@
+"""How well drafting overlapped verification: the idle time of either model's ranks, and the dropped tokens."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankActivity:
+    """The rounds of one rank in this part of a run, and how long it waited in them for the other model."""
+
+    rank: int
+    rounds_s: float
+    waited_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverlapSummary:
+    """Results of drafting that overlaps verification.
+
+    Attributes:
+        target_idle_share, draft_idle_share: share of the rounds' time in which the ranks of a model waited for the
+            other; the mean over the ranks, of the last part of a resumed run. None without rounds.
+        num_drafted_tokens: drafted in all rounds and rows.
+        num_dropped_tokens: of these, the ones that did not become text.
+        ranks: what the shares are made of.
+    """
+
+    target_idle_share: float | None
+    draft_idle_share: float | None
+    num_drafted_tokens: int
+    num_dropped_tokens: int
+    ranks: list[RankActivity]
+
+
+def round_gains(accepted_lengths: Sequence[int], num_draft_tokens: int) -> list[int]:
+    """New tokens of each overlapped round of a row: one of the target's follows a rejection alone.
+
+    The first round, and each after a rejection, examines one drafted token, any other all K.
+    """
+    gains, num_examined = [], 1
+    for num_accepted in accepted_lengths:
+        goes_on = num_accepted == num_examined
+        gains.append(num_accepted + (not goes_on))
+        num_examined = num_draft_tokens if goes_on else 1
+    return gains
+
+
+def idle_share(activities: Sequence[RankActivity], ranks: Sequence[int]) -> float | None:
+    """The mean share of some ranks' time in rounds that they waited; None without rounds."""
+    shares = [each.waited_s / each.rounds_s for each in activities if each.rank in ranks and each.rounds_s]
+    return sum(shares) / len(shares) if shares else None
