@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from llama_ssp.planning.acceptance.fitted import DataSheetError, forecast
 from llama_ssp.planning.acceptance.known import known
 from llama_ssp.planning.acceptance.pair import Acceptance, DraftedPair, pair_of_job
-from llama_ssp.planning.acceptance.rounds import tokens_per_round
+from llama_ssp.planning.acceptance.rounds import Gain, tokens_per_round
 from llama_ssp.planning.spec import PlanSpec
 
 NARROW_KS = 2
@@ -45,9 +45,9 @@ def expected_of_job(job: PlanSpec) -> Acceptance:
     return expected(pair_of_job(job))
 
 
-def token_times(rounds_s: Sequence[float], acceptance: float) -> tuple[float, ...]:
+def token_times(rounds_s: Sequence[float], acceptance: float, gain: Gain = tokens_per_round) -> tuple[float, ...]:
     """Seconds per token for K = 1, 2, ... from those of a round."""
-    return tuple(seconds / tokens_per_round(acceptance, number) for number, seconds in enumerate(rounds_s, start=1))
+    return tuple(seconds / gain(acceptance, number) for number, seconds in enumerate(rounds_s, start=1))
 
 
 def fastest(times: Sequence[float]) -> int:
@@ -56,18 +56,25 @@ def fastest(times: Sequence[float]) -> int:
 
 
 def ranges(
-    acceptance: Acceptance, rounds_s: Sequence[float], *, chosen: int, time_error: DataSheetError | None
+    acceptance: Acceptance,
+    rounds_s: Sequence[float],
+    *,
+    chosen: int,
+    time_error: DataSheetError | None,
+    gain: Gain = tokens_per_round,
 ) -> RoundRanges | None:
     """The ranges at K = `chosen`, where rounds take `rounds_s` for K = 1, 2, ...; None for a given acceptance."""
     if acceptance.low is None or acceptance.high is None:
         return None
     low, high = acceptance.ends
-    middle_s, slow_s, fast_s = (token_times(rounds_s, each)[chosen - 1] for each in (acceptance.probability, low, high))
+    middle_s, slow_s, fast_s = (
+        token_times(rounds_s, each, gain)[chosen - 1] for each in (acceptance.probability, low, high)
+    )
     ends_s = joint_ends(middle_s, (fast_s, slow_s), time_error)
     return RoundRanges(
-        tokens_per_round=(tokens_per_round(low, chosen), tokens_per_round(high, chosen)),
+        tokens_per_round=(gain(low, chosen), gain(high, chosen)),
         token_s=ends_s,
-        best_num_draft_tokens=(fastest(token_times(rounds_s, low)), fastest(token_times(rounds_s, high))),
+        best_num_draft_tokens=(fastest(token_times(rounds_s, low, gain)), fastest(token_times(rounds_s, high, gain))),
     )
 
 

@@ -14,6 +14,8 @@ def by_length(job: PlanSpec, timed: Timing) -> list[tuple[float, PlanSpec]]:
     """
     if not timed.by_num_draft_tokens:
         return []
+    if job.overlaps and not timed.knows_best_k:  # which needs one K for all rounds
+        return [(timed.by_num_draft_tokens[job.num_draft_tokens - 1], replace(job, adapts=False))]
     if timed.knows_best_k:
         times = sorted((token_s, number) for number, token_s in enumerate(timed.by_num_draft_tokens, start=1))
         return [(token_s, replace(job, num_draft_tokens=number, adapts=False)) for token_s, number in times]
