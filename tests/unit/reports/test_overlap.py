@@ -1,6 +1,7 @@
 """What a summary, a report and the terminal say of drafting that overlapped verification."""
 
 from dataclasses import replace
+from io import StringIO
 
 import pytest
 from rich.console import Console
@@ -15,8 +16,8 @@ from tests.helpers.pictures import said
 from tests.helpers.runs import FAST
 
 LINE = replace(
-    FAST, num_rounds=5, accepted_lengths=[1, 4, 2, 0, 1], examined_lengths=[1, 4, 3, 1, 1], draft_s=0.005, verify_s=0.04,
-    other_s=0.005,
+    FAST, num_rounds=5, accepted_lengths=[1, 4, 2, 0, 1], examined_lengths=[1, 4, 3, 1, 1],
+    draft_s=0.005, verify_s=0.04, other_s=0.005,
 )  # fmt: skip
 ACTIVITIES = [
     RankActivity(rank=0, rounds_s=10.0, waited_s=1.0),
@@ -27,7 +28,8 @@ ACTIVITIES = [
 
 def summary(*lines: CompletionLine) -> Summary:
     facts = RunFacts(
-        task="latency", model="big", draft="small", world_size=3, seed=7, num_draft_tokens=4, memory=[RankMemory(rank=0)],
+        task="latency", model="big", draft="small", world_size=3, seed=7, num_draft_tokens=4,
+        memory=[RankMemory(rank=0)],
         placement={"target": {"ranks": [0, 1]}, "draft": {"ranks": [2]}, "num_replicas": 1}, activities=ACTIVITIES,
     )  # fmt: skip
     return summarise(facts, lines)
@@ -62,6 +64,6 @@ def test_the_timeline_shows_work_and_waiting_of_both_models() -> None:
 
 
 def test_the_terminal_says_how_long_either_model_waited() -> None:
-    console = Console(width=100, record=True, file=None, quiet=True)
+    console = Console(width=100, record=True, file=StringIO())
     console.print(summary_table(summary(LINE)))
     assert "overlap:  target idle 15 %, draft idle 50 %; 12 of 20 drafted tokens dropped" in console.export_text()
