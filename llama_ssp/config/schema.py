@@ -185,6 +185,11 @@ class SamplingConfig:
     presence_penalty: float = 0.0
 
     @property
+    def truncates(self) -> bool:
+        """Whether most tokens get probability 0."""
+        return (self.top_k, self.top_p or 1.0, self.min_p) != (None, 1.0, None)
+
+    @property
     def penalizes(self) -> bool:
         """Whether tokens of prompt and text are penalized."""
         return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)

@@ -1,6 +1,7 @@
 """Makes the drafters of a rank from the run's settings and placement."""
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -63,7 +64,9 @@ def make_drafters(
     needs_probs = config.sampling.temperature > 0 and rule_of(config.verification.rule).needs_probs
     has_probs = needs_probs and matching_of(config.draft) is not Matching.text
     is_apart = has_probs and layout.draft_source_rank != layout.verify_rank
-    kind = AheadDrafter if config.speculation.overlap else BroadcastDrafter
+    kind: type[BroadcastDrafter] | partial[AheadDrafter] = BroadcastDrafter
+    if config.speculation.overlap:
+        kind = partial(AheadDrafter, truncates=config.sampling.truncates)
     shared = kind(
         inner,
         comm=mesh.replica,

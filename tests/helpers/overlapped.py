@@ -58,6 +58,7 @@ def overlapped_decoder(  # noqa: PLR0913
         num_draft_tokens=num_draft_tokens,
         device=target.device,
         receiver=ProbsReceiver(VERIFY_RANK, target.vocab_size) if is_apart and samples else None,
+        truncates=sampling is not None and sampling.truncates,
     )
     if not has_target:
         target = NullRunner(device=target.device, vocab_size=target.vocab_size, max_position_embeddings=512)

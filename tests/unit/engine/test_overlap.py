@@ -7,10 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from llama_ssp.config.schema import SamplingConfig
 from llama_ssp.engine.completion import StopRequest
 from llama_ssp.engine.state import BatchState, Request
 from llama_ssp.errors import NumericError
 from tests.helpers.decoders import complete, make_decoder
+from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 from tests.helpers.overlapped import complete_on_ranks, overlapped_decoder
 from tests.helpers.prefix_runner import PrefixRunner
 
@@ -70,6 +72,27 @@ def test_sampled_text_depends_neither_on_the_batch_nor_on_the_ranks(rule_name: s
     alone = texts(1)
     assert alone == texts(1, batch_size=5) == texts(2) == texts(2, batch_size=5)
     assert alone == texts(3, num_target_ranks=1) == texts(3, num_target_ranks=2, batch_size=5)
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(3, None), (None, 0.5), (10, None)])
+def test_only_tokens_that_are_left_are_sent_and_the_text_is_the_same(top_k: int | None, top_p: float | None) -> None:
+    sampling = SamplingConfig(temperature=1.0, top_k=top_k, top_p=top_p)
+    sent: list[tuple[int, ...]] = []
+
+    def texts(num_ranks: int) -> list[list[int]]:
+        comms = thread_comms(num_ranks)
+
+        def one_rank(comm: ThreadComm) -> list[list[int]]:
+            made = overlapped_decoder(*near_pair(1.0), comm=comm, sampling=sampling, batch_size=2)
+            return [each.token_ids for each in complete(made, requests())]
+
+        found = on_ranks(comms, one_rank)[0]
+        sent.extend(shape for comm in comms for shape in comm.delivered)
+        return found
+
+    assert texts(1) == texts(2)
+    widths = {shape[-1] for shape in sent}
+    assert (max(widths) < 11) if top_k != 10 else (widths == {11}), "what is hardly shorter is sent whole"
 
 
 def test_an_end_of_sequence_token_ends_the_row_at_once_also_inside_a_draft() -> None:
