@@ -53,7 +53,7 @@ from llama_ssp.tasks.benchmark import cut
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPT_TOKENS, NEW_TOKENS = 24, 64
-WIDTH, TARGET_LAYERS, HEAD_DIM = 1024, 12, 64
+WIDTH, TARGET_LAYERS, HEAD_DIM = 512, 20, 64
 MATCHED_K = 4
 VOCAB_SIZE, CONTEXT = 4096, 1024
 

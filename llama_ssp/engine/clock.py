@@ -19,11 +19,13 @@ class Clock(ABC):
 
     Attributes:
         waited_s: of these parts, what laps that only waited for the other model have taken (`overlap`).
+        draft_cpu_s: time that this thread ran while it drafted; 0 but where drafting overlaps verification.
     """
 
     def __init__(self) -> None:
         self._seconds = {"draft": 0.0, "verify": 0.0}
-        self.waited_s = self._taken_s = 0.0
+        self.waited_s = self.draft_cpu_s = 0.0
+        self._taken_s = 0.0, 0.0
 
     @abstractmethod
     def start(self) -> None:
@@ -35,13 +37,13 @@ class Clock(ABC):
 
     def forget(self) -> None:
         """Drop what has not been taken."""
-        waited_s = self._taken_s
+        before = self._taken_s
         self.take()
-        self.waited_s = self._taken_s = waited_s
+        self.waited_s, self.draft_cpu_s = self._taken_s = before
 
     def take(self) -> tuple[float, float]:
         """Return and reset the seconds of drafting and of verification that are known by now."""
-        self._taken_s = self.waited_s
+        self._taken_s = self.waited_s, self.draft_cpu_s
         draft_s, verify_s = self._seconds["draft"], self._seconds["verify"]
         self._seconds["draft"] = self._seconds["verify"] = 0.0
         return draft_s, verify_s

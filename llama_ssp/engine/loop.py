@@ -45,7 +45,7 @@ class Decoder:
 
     Attributes:
         length: chooses what each round drafts.
-        rounds_s: time of all rounds so far.
+        rounds_s, num_rounds: time and number of all rounds so far.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Decoder:
         self.seed = seed
         self.stop_request = stop_request or StopRequest()
         self.stopped = False
-        self.rounds_s = 0.0
+        self.rounds_s, self.num_rounds = 0.0, 0
         self._comm = round_.verifier.comm
         self._device = round_.target.device
         self._is_cuda = self._device.type == "cuda"
@@ -284,6 +284,7 @@ class Decoder:
                 completion.first_token_s = completion.busy_s
         if is_round:
             self.rounds_s += seconds
+            self.num_rounds += 1
             draft_s, verify_s = self.clock.take()
             for drafter in self._host_timed:
                 draft_s -= drafter.take_host_s(draft_s)

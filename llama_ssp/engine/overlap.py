@@ -29,6 +29,7 @@ Source: Liu et al. 2024, arXiv:2408.11850, whose pre-verify and post-verify happ
 Shapes: B sequences, K drafted tokens, T = K + 1, V vocabulary, N uniforms of a round; L is a row's length.
 """
 
+import time
 from abc import ABC, abstractmethod
 
 import torch
@@ -88,8 +89,11 @@ def overlapped_step(
 
     A rank's time in the exchange, on the draft's ranks also in `settle`, is spent waiting for the other model.
     """
+    ran_s = time.thread_time()
     ahead = executor.draft(state, choice=choice, bucket=bucket)
     clock.lap("draft")
+    if executor.drafts_here:
+        clock.draft_cpu_s += time.thread_time() - ran_s
     target_BKV = executor.score_flight(state, num_drafted=choice.num_tokens - 1, bucket=bucket)
     clock.lap("verify")
     ahead = executor.exchange(state, ahead)

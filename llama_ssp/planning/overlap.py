@@ -43,17 +43,30 @@ class OverlappedTime:
 
 @dataclass(frozen=True, kw_only=True)
 class OverlapForecast:
-    """What a plan expects of overlapped rounds: the idle shares, and the share of drafted tokens that is dropped."""
+    """What a plan expects of overlapped rounds.
 
+    Attributes:
+        draft_s: K draft steps.
+        target_idle_share, draft_idle_share: of a round.
+        dropped_share: of the drafted tokens.
+    """
+
+    draft_s: float
     target_idle_share: float
     draft_idle_share: float
     dropped_share: float
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The shares by their names."""
+        return {name: value for name, value in vars(self).items() if name.endswith("_share")}
 
 
 def overlap_forecast(time: OverlappedTime, *, acceptance: float, num_draft_tokens: int) -> OverlapForecast:
     """The shares of a job."""
     kept = overlapped_tokens(acceptance, num_draft_tokens) - overlapped_corrections(acceptance, num_draft_tokens)
     return OverlapForecast(
+        draft_s=time.draft_s,
         target_idle_share=time.target_idle_share,
         draft_idle_share=time.draft_idle_share,
         dropped_share=1 - kept / num_draft_tokens,

@@ -6,11 +6,23 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class RankActivity:
-    """The rounds of one rank in this part of a run, and how long it waited in them for the other model."""
+    """What one rank did in the rounds of this part of a run.
+
+    Attributes:
+        waited_s: of the rounds' time, how long it waited for the other model.
+        draft_cpu_s: how long its thread ran while it drafted; 0 on ranks of the target.
+    """
 
     rank: int
     rounds_s: float
     waited_s: float
+    num_rounds: int = 0
+    draft_cpu_s: float = 0.0
+
+    @property
+    def worked_s(self) -> float:
+        """What is left without the waiting."""
+        return self.rounds_s - self.waited_s
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,6 +25,7 @@ from llama_ssp.errors import InterruptedRun
 from llama_ssp.planning.plan import Plan
 from llama_ssp.reports.evaluation import Evaluation
 from llama_ssp.reports.lines import PLAIN, SPECULATIVE, CompletionLine, LineKey
+from llama_ssp.reports.overlap import RankActivity
 from llama_ssp.reports.records import RunFolder
 from llama_ssp.session.draft_length import settle_length
 from llama_ssp.session.jobs import PromptTask, waves, with_answers
@@ -97,10 +98,15 @@ class Session:
         return SPECULATIVE if self.models.drafts else PLAIN
 
     @property
-    def activity(self) -> tuple[float, float]:
-        """The seconds of all speculative rounds, and what this rank waited in them for the other model."""
-        made = self._decoders.get(SPECULATIVE)
-        return (made.rounds_s, made.clock.waited_s) if made else (0.0, 0.0)
+    def activity(self) -> RankActivity:
+        """What this rank did in speculative rounds that overlap."""
+        rank, made = self.world.comm.rank, self._decoders.get(SPECULATIVE)
+        if made is None:
+            return RankActivity(rank=rank, rounds_s=0.0, waited_s=0.0)
+        return RankActivity(
+            rank=rank, rounds_s=made.rounds_s, waited_s=made.clock.waited_s, num_rounds=made.num_rounds,
+            draft_cpu_s=made.clock.draft_cpu_s,
+        )  # fmt: skip
 
     def decoder(self, mode: str) -> Decoder:
         """The decoder of a mode, built on first use."""

@@ -14,7 +14,7 @@ from llama_ssp.session.excerpts import excerpts
 from llama_ssp.session.session import Session
 from llama_ssp.tasks.dispatch import conclude_task
 from llama_ssp.tasks.dry_run import forecast, planned_bytes
-from llama_ssp.tasks.slowness import Surroundings, slowness
+from llama_ssp.tasks.slowness import Surroundings, late_draft, slowness
 
 
 def finalize(session: Session) -> None:
@@ -55,7 +55,9 @@ def finalize(session: Session) -> None:
     if summary.evaluation:
         session.terminal.verdict(summary.evaluation)
     session.terminal.closing(summary, run_dir=folder.path)
-    if sentence := slowness(summary, Surroundings.of(session.world)):
+    around = Surroundings.of(session.world)
+    late = late_draft(summary, session.plan.timing, around) if session.plan else None
+    if sentence := late or slowness(summary, around):
         session.terminal.say(sentence)
     conclude_task(session)
     try:
@@ -68,9 +70,8 @@ def _activities(session: Session) -> list[RankActivity]:
     """What each rank did in rounds that overlap; empty in any other run."""
     if not session.config.speculation.overlap:
         return []
-    rounds_s, waited_s = session.activity
-    own = RankActivity(rank=session.world.comm.rank, rounds_s=rounds_s, waited_s=waited_s)
-    return [RankActivity(**json.loads(each)) for each in session.world.comm.gather_text(json.dumps(asdict(own)))]
+    own = json.dumps(asdict(session.activity))
+    return [RankActivity(**json.loads(each)) for each in session.world.comm.gather_text(own)]
 
 
 def pass_gate(session: Session) -> None:
