@@ -35,11 +35,12 @@ class Clock(ABC):
     def lap(self, part: str, *, waits: bool = False) -> None:
         """Add the time since the last call to `part`, and to `waited_s` if this rank only waited."""
 
-    def forget(self) -> None:
-        """Drop what has not been taken."""
-        before = self._taken_s
-        self.take()
-        self.waited_s, self.draft_cpu_s = self._taken_s = before
+    def forget(self) -> float:
+        """Drop what has not been taken; returns this rank's own work in it, without the waiting for the other model."""
+        before_s, waited_s = self._taken_s, self.waited_s - self._taken_s[0]
+        worked_s = sum(self.take()) - waited_s
+        self.waited_s, self.draft_cpu_s = self._taken_s = before_s
+        return worked_s
 
     def take(self) -> tuple[float, float]:
         """Return and reset the seconds of drafting and of verification that are known by now."""

@@ -19,7 +19,7 @@ from llama_ssp.engine.clock import Clock, clock_for
 from llama_ssp.engine.completion import FinishReason, RowCompletion, StopRequest
 from llama_ssp.engine.draft_length import DraftLength, FixedLength, num_chunks
 from llama_ssp.engine.overlap import OverlappedExecutor
-from llama_ssp.engine.pending import PendingRound
+from llama_ssp.engine.pending import PendingRound, fill_up
 from llama_ssp.engine.round import DraftChoice, Executor, Round
 from llama_ssp.engine.state import BatchState, Request
 from llama_ssp.engine.step import step
@@ -109,9 +109,11 @@ class Decoder:
                 self._admit(admitted, free[: len(admitted)])
             else:
                 choice = self._choose()
+                refills = bool(self.round.waits) and fill_up(self._rows, self.round.num_ahead)
                 result, block = step(
-                    self.executor, self._state, block, choice=choice, bucket=self._bucket(choice), clock=self.clock
-                )
+                    self.executor, self._state, block, choice=choice, bucket=self._bucket(choice), clock=self.clock,
+                    refills=refills,
+                )  # fmt: skip
                 self._launch(result, list(self._rows), choice, is_prefill=False)
             running = [owner for owner in self._rows if owner]
             updates = self._collect() if len(self._pending) > self._lag else []
@@ -132,7 +134,8 @@ class Decoder:
     def time_rounds(self, choices: Sequence[DraftChoice], *, num_slots: int) -> list[float]:
         """Run one round of each choice over vacant rows, reading `num_slots` slots, after `make_room`.
 
-        Returns the seconds of each. The first two calls warm up executors; later ones measure.
+        Returns the seconds of each. The first two calls warm up executors; later ones measure. `worked_s` is then the
+        work of this rank in all of them.
         """
         state, bucket, seconds = self._empty_state(), self._buckets.covering(num_slots), []
         if self._is_cuda and self.round.reads_by_length:
@@ -143,7 +146,7 @@ class Decoder:
             if self._is_cuda:
                 self._comm.finish()
             seconds.append(time.perf_counter() - started)
-        self.clock.forget()
+        self.worked_s = self.clock.forget()
         return seconds
 
     def warm_up(self, requests: Sequence[Request]) -> None:

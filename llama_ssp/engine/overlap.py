@@ -21,6 +21,10 @@ last two need what other ranks did:
     exchange       ids to all ranks, probabilities to the rank that verifies
     settle         the rule, its decision to all ranks, commit
 
+Where drafting is fast, the round after a rejection can wait for a block instead (`OverlappedRound.waits`): the draft
+first writes K - 1 tokens, with uniforms of their own, while the target does nothing. All rows then have a block in
+flight, and every round examines K tokens.
+
 A round begins at a length that no other round of its row begins at, since every round adds a token; its uniforms are
 keyed by that length. What is dropped takes its uniforms with it, and no uniform decides twice.
 
@@ -43,6 +47,7 @@ from llama_ssp.engine.verifier import GOES_ON, Verifier
 from llama_ssp.models.runner import Runner
 from llama_ssp.sampling.context import Rows
 from llama_ssp.sampling.rules import Draft
+from llama_ssp.sampling.uniforms import UniformTable
 
 
 class OverlappedExecutor(ABC):
@@ -70,6 +75,10 @@ class OverlappedExecutor(ABC):
         flight. The result (B, K + 2) has the tokens in flight, then the decision.
         """
 
+    @abstractmethod
+    def refill(self, state: BatchState, before: Block | None, block: Block) -> Block:
+        """Put the exchanged `block` of K - 1 tokens in flight in rows that have none; returns what is in flight now."""
+
     @property
     @abstractmethod
     def drafts_here(self) -> bool:
@@ -84,11 +93,19 @@ def overlapped_step(
     choice: DraftChoice,
     bucket: int,
     clock: Clock,
+    refills: bool = False,
 ) -> tuple[Tensor, Block]:
     """Run one overlapped round; `block` is the one before, None at the beginning. See `step`.
 
+    With `refills`, rows without a block in flight get one first.
     A rank's time in the exchange, on the draft's ranks also in `settle`, is spent waiting for the other model.
     """
+    if refills and choice.num_tokens > 1:
+        fresh = executor.draft(state, choice=choice._replace(num_tokens=choice.num_tokens - 1), bucket=bucket)
+        clock.lap("draft", waits=not executor.drafts_here)
+        fresh = executor.exchange(state, fresh)
+        clock.lap("draft", waits=True)
+        block = executor.refill(state, block, fresh)
     ran_s = time.thread_time()
     ahead = executor.draft(state, choice=choice, bucket=bucket)
     clock.lap("draft")
@@ -105,12 +122,20 @@ def overlapped_step(
 
 
 class OverlappedRound(Round, OverlappedExecutor):
-    """A round whose drafter works while the target verifies; it never decodes without a draft."""
+    """A round whose drafter works while the target verifies; it never decodes without a draft.
+
+    Attributes:
+        waits: a row whose draft was rejected waits for a new block, instead of having its first token verified early.
+            None, which is not to wait, before anybody has chosen.
+    """
 
     def __init__(self, target: Runner, drafter: AheadDrafter, *, verifier: Verifier) -> None:
         super().__init__(target, drafter, verifier=verifier)
+        self.waits = None
         self._drafter = drafter
-        self.num_ahead = drafter.num_draft_tokens - 1
+        self._num_drafted = drafter.num_draft_tokens
+        self.num_ahead = self._num_drafted - 1
+        self.uniforms = UniformTable(self._num_drafted + self.num_ahead, target.device)
         self.in_flight_A = torch.arange(self.num_ahead, device=target.device)
 
     @property
@@ -121,8 +146,10 @@ class OverlappedRound(Round, OverlappedExecutor):
     def draft(self, state: BatchState, *, choice: DraftChoice, bucket: int) -> Block:
         """See `OverlappedExecutor`."""
         uniforms_BN = state.uniforms()
-        draws = self.uniforms.split(uniforms_BN, choice.num_tokens)
-        draft = self._drafter.propose(_behind_flight(state), uniforms_BKP=draws.draft_BKP, bucket=bucket)
+        # A block of K - 1 tokens precedes the one of K in the same round, with the uniforms behind those of the latter.
+        first = 0 if choice.num_tokens == self._num_drafted else self._num_drafted
+        uniforms_BKP = self.uniforms.split(uniforms_BN).draft_BKP[:, first : first + choice.num_tokens]
+        draft = self._drafter.propose(_behind_flight(state), uniforms_BKP=uniforms_BKP, bucket=bucket)
         return Block(choice, uniforms_BN, *draft)
 
     def score_flight(self, state: BatchState, *, num_drafted: int, bucket: int) -> Tensor:
@@ -134,6 +161,16 @@ class OverlappedRound(Round, OverlappedExecutor):
         draft = self._drafter.exchange(Draft(block.ids_BK, block.probs_BWV), _behind_flight(state))
         return Block(block.choice, block.uniforms_BN, *draft)
 
+    def refill(self, state: BatchState, before: Block | None, block: Block) -> Block:
+        """See `OverlappedExecutor`."""
+        is_fresh_B, probs_BTV = state.ahead_B == 0, block.probs_BWV
+        if probs_BTV is not None:
+            probs_BTV = torch.cat([probs_BTV[:, :1], probs_BTV], dim=1)  # as in a block of K, whose first is examined
+            if before is not None and before.probs_BWV is not None:
+                probs_BTV = torch.where(is_fresh_B[:, None, None], probs_BTV, before.probs_BWV)
+        state.ahead_B.fill_(self.num_ahead)
+        return block._replace(probs_BWV=probs_BTV)
+
     def settle(self, state: BatchState, before: Block, block: Block, target_BKV: Tensor) -> Tensor:
         """See `OverlappedExecutor`."""
         flying_BA = state.tokens_BS.gather(1, state.lengths_B[:, None] + self.in_flight_A)
@@ -143,7 +180,7 @@ class OverlappedRound(Round, OverlappedExecutor):
             Draft(block.ids_BK, block.probs_BWV),
             target_BKV,
             ahead_B=state.ahead_B,
-            draws=self.uniforms.split(block.uniforms_BN),
+            draws=self.uniforms.split(block.uniforms_BN, self._num_drafted),
         )
         result = state.commit(decision, drafted_ids_BK=flying_BA)
         state.ahead_B.copy_((decision.flags_B1[:, 0] >= GOES_ON) * self.num_ahead)

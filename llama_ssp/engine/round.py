@@ -77,9 +77,11 @@ class Round:
     Attributes:
         max_tokens_per_round: the most tokens that a round adds to a row.
         num_ahead: the most drafted tokens that wait for verification when a round begins.
+        waits: see `OverlappedRound`.
     """
 
     keeps_state = False
+    waits: bool | None = False
 
     def __init__(self, target: Runner, *drafters: Drafter, verifier: Verifier) -> None:
         self.target = target

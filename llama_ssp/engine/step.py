@@ -16,6 +16,7 @@ def step(
     choice: DraftChoice,
     bucket: int,
     clock: Clock,
+    refills: bool = False,
 ) -> tuple[Tensor, Block | None]:
     """Run one round on a batch whose rows have at least two tokens.
 
@@ -26,6 +27,7 @@ def step(
         choice: how to draft, if there is no block.
         bucket: number of cache slots to read, at least the longest row's length + K.
         clock: times the pieces.
+        refills: see `overlapped_step`.
 
     Returns:
         The round's result (see `BatchState.commit`), and the block drafted ahead for the next round: None if the
@@ -33,7 +35,7 @@ def step(
     """
     clock.start()
     if isinstance(executor, OverlappedExecutor):
-        return overlapped_step(executor, state, block, choice=choice, bucket=bucket, clock=clock)
+        return overlapped_step(executor, state, block, choice=choice, bucket=bucket, clock=clock, refills=refills)
     if block is None and choice.num_tokens:
         block = executor.draft(state, choice=choice, bucket=bucket)
         clock.lap("draft")

@@ -256,7 +256,7 @@ def time_document(timed: Timing, *, num_rows: int) -> dict[str, Any]:
         "best_num_draft_tokens": timed.best_num_draft_tokens,
         "best_num_draft_tokens_range": list(found.best_num_draft_tokens) if found else None,
         "speculative_ms_per_token_by_k": [1e3 * seconds for seconds in timed.by_num_draft_tokens],
-        "overlap": timed.overlap and {"draft_ms": 1e3 * timed.overlap.draft_s} | timed.overlap.shares,
+        "overlap": timed.overlap and timed.overlap.document(),
         "copy_share": timed.copy_share,
         "limit_share": timed.limit_share,
     }

@@ -29,12 +29,12 @@ from llama_ssp.planning.acceptance.expected import (
 )
 from llama_ssp.planning.acceptance.fitted import time_error
 from llama_ssp.planning.acceptance.pair import Acceptance
-from llama_ssp.planning.acceptance.rounds import overlapped_tokens, tokens_per_round
+from llama_ssp.planning.acceptance.rounds import tokens_per_round
 from llama_ssp.planning.layerwise import READ_BYTES_PER_S, waiting_bytes
 from llama_ssp.planning.measured import by_size
 from llama_ssp.planning.memory import bucket_of
 from llama_ssp.planning.messages import Message, round_messages
-from llama_ssp.planning.overlap import OverlapForecast, OverlappedTime, overlap_forecast
+from llama_ssp.planning.overlap import OverlapForecast, OverlappedRounds, OverlappedTime
 from llama_ssp.planning.roofline import (
     ForwardTime,
     ModelPlacement,
@@ -248,24 +248,24 @@ def _speculative(costs: CostModel, plain: Timing) -> Timing:
     acceptance = expected_of_job(job)
     first_s, step_s = (costs.draft_step_s(job.first_draft_rows), costs.draft_step_s(1)) if costs.draft else (0.0, 0.0)
 
-    def overlapped(num_draft_tokens: int) -> OverlappedTime:
-        return costs.overlapped(first_s + (num_draft_tokens - 1) * step_s, num_draft_tokens)
+    rounds = OverlappedRounds(
+        lambda number: costs.overlapped(first_s + (number - 1) * step_s, number),
+        acceptance=acceptance.probability,
+        batch_size=job.batch_size,
+    )
 
     def round_s(num_draft_tokens: int) -> float:
         if job.overlaps:
-            return overlapped(num_draft_tokens).round_s
+            return rounds.round_s(num_draft_tokens)
         return first_s + (num_draft_tokens - 1) * step_s + costs.verify_s(num_draft_tokens) + costs.host_s
 
     chosen = job.num_draft_tokens
     all_rounds_s = [round_s(number) for number in range(1, max(MOST_DRAFT_TOKENS, chosen) + 1)]
-    gain = overlapped_tokens if job.overlaps else tokens_per_round
+    gain = rounds.gain if job.overlaps else tokens_per_round
     by_number = token_times(all_rounds_s, acceptance.probability, gain)
     if job.adapts:
         chosen = min(ADAPTIVE_LENGTHS, key=lambda number: by_number[number - 1])
     expected = gain(acceptance.probability, chosen)
-    forecast = None
-    if job.overlaps:
-        forecast = overlap_forecast(overlapped(chosen), acceptance=acceptance.probability, num_draft_tokens=chosen)
     speculative_s, prefill_s = by_number[chosen - 1], plain.prefill_s
     if costs.draft:
         prefill_s += costs.prefill_s(costs.draft)
@@ -291,6 +291,6 @@ def _speculative(costs: CostModel, plain: Timing) -> Timing:
         cost_ratio=step_s / plain.plain_s,
         by_num_draft_tokens=by_number,
         best_num_draft_tokens=fastest(by_number),
-        overlap=forecast,
+        overlap=rounds.forecast(chosen) if job.overlaps else None,
         ranges=ranges(acceptance, all_rounds_s, chosen=chosen, time_error=time_error(costs.hardware), gain=gain),
     )

@@ -11,6 +11,7 @@ class RankActivity:
     Attributes:
         waited_s: of the rounds' time, how long it waited for the other model.
         draft_cpu_s: how long its thread ran while it drafted; 0 on ranks of the target.
+        waits: rows waited for a block after a rejection.
     """
 
     rank: int
@@ -18,6 +19,7 @@ class RankActivity:
     waited_s: float
     num_rounds: int = 0
     draft_cpu_s: float = 0.0
+    waits: bool = False
 
     @property
     def worked_s(self) -> float:
@@ -30,6 +32,7 @@ class OverlapSummary:
     """Results of drafting that overlaps verification.
 
     Attributes:
+        waits: rows waited for a new block after a rejection; else its first token was verified early.
         target_idle_share, draft_idle_share: share of the rounds' time in which the ranks of a model waited for the
             other; the mean over the ranks, of the last part of a resumed run. None without rounds.
         num_drafted_tokens: drafted in all rounds and rows.
@@ -37,6 +40,7 @@ class OverlapSummary:
         ranks: what the shares are made of.
     """
 
+    waits: bool
     target_idle_share: float | None
     draft_idle_share: float | None
     num_drafted_tokens: int
@@ -44,16 +48,24 @@ class OverlapSummary:
     ranks: list[RankActivity]
 
 
-def round_gains(accepted_lengths: Sequence[int], num_draft_tokens: int) -> list[int]:
+def num_drafted(accepted_lengths: Sequence[int], num_draft_tokens: int, *, waits: bool) -> int:
+    """Drafted tokens of a row: K in each round, and K - 1 before the first and after each rejection if it waits."""
+    num_refills = 1 + sum(accepted < num_draft_tokens for accepted in accepted_lengths[:-1])
+    alone = (num_draft_tokens - 1) * num_refills if waits and accepted_lengths else 0
+    return num_draft_tokens * len(accepted_lengths) + alone
+
+
+def round_gains(accepted_lengths: Sequence[int], num_draft_tokens: int, *, waits: bool) -> list[int]:
     """New tokens of each overlapped round of a row: one of the target's follows a rejection alone.
 
-    The first round, and each after a rejection, examines one drafted token, any other all K.
+    Unless it waits, the first round, and each after a rejection, examines one drafted token; any other all K.
     """
-    gains, num_examined = [], 1
+    fewest = num_draft_tokens if waits else 1
+    gains, num_examined = [], fewest
     for num_accepted in accepted_lengths:
         goes_on = num_accepted == num_examined
         gains.append(num_accepted + (not goes_on))
-        num_examined = num_draft_tokens if goes_on else 1
+        num_examined = num_draft_tokens if goes_on else fewest
     return gains
 
 

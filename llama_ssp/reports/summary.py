@@ -15,7 +15,7 @@ from llama_ssp.reports.lines import (
     SpeculativeSummary,
     Summary,
 )
-from llama_ssp.reports.overlap import OverlapSummary, idle_share
+from llama_ssp.reports.overlap import OverlapSummary, idle_share, num_drafted
 from llama_ssp.reports.provenance import git_commit, versions
 
 
@@ -119,10 +119,11 @@ def _speculative(lines: Sequence[CompletionLine], num_draft_tokens: int) -> Spec
 
 
 def _overlap(facts: RunFacts, lines: Sequence[CompletionLine]) -> OverlapSummary | None:
-    """What overlapped rounds did; every round drafts K tokens behind those in flight."""
+    """What overlapped rounds did."""
     if not facts.activities:
         return None
-    num_drafted = facts.num_draft_tokens * sum(line.num_rounds for line in lines)
+    waits = any(each.waits for each in facts.activities)
+    drafted = sum(num_drafted(line.accepted_lengths, facts.num_draft_tokens, waits=waits) for line in lines)
     num_copies, size = facts.placement["num_replicas"], facts.world_size
     each = range(0, size, size // num_copies)
     ranks = {
@@ -130,10 +131,11 @@ def _overlap(facts: RunFacts, lines: Sequence[CompletionLine]) -> OverlapSummary
         for model in ("target", "draft")
     }
     return OverlapSummary(
+        waits=waits,
         target_idle_share=idle_share(facts.activities, ranks["target"]),
         draft_idle_share=idle_share(facts.activities, ranks["draft"]),
-        num_drafted_tokens=num_drafted,
-        num_dropped_tokens=num_drafted - sum(sum(line.accepted_lengths) for line in lines),
+        num_drafted_tokens=drafted,
+        num_dropped_tokens=drafted - sum(sum(line.accepted_lengths) for line in lines),
         ranks=facts.activities,
     )
 

@@ -63,7 +63,7 @@ def settle_length(
                 folder.write_measured(COSTS_FILE, kept)
     first = ""
     with raise_on_all_ranks(comm):
-        first = json.dumps(_expected_acceptance(config))
+        first = json.dumps(expected_acceptance(config))
     # Hosts may have measured other pairs, and all ranks must choose the same K.
     acceptance = json.loads(comm.broadcast_text(first, src=0))
     decoder.length = AdaptiveLength(_from_json(kept, choices), acceptance=acceptance)
@@ -74,7 +74,7 @@ def _choices(decoder: Decoder) -> list[DraftChoice]:
     return [DraftChoice(0), *(DraftChoice(number, source) for source in sources for number in ADAPTIVE_LENGTHS)]
 
 
-def _expected_acceptance(config: RunConfig) -> list[float]:
+def expected_acceptance(config: RunConfig) -> list[float]:
     """Of each drafter, before anything is drafted."""
     pair = pair_of_run(config)
     first = expected(pair).probability

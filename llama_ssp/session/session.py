@@ -31,6 +31,7 @@ from llama_ssp.session.draft_length import settle_length
 from llama_ssp.session.jobs import PromptTask, waves, with_answers
 from llama_ssp.session.lines import to_line
 from llama_ssp.session.loading import Models, build_decoder
+from llama_ssp.session.overlap import settle_overlap
 from llama_ssp.session.startup import StartClock
 
 _WARMUP_TOKENS, _WARMUP_PROMPT = 8, 16
@@ -105,7 +106,7 @@ class Session:
             return RankActivity(rank=rank, rounds_s=0.0, waited_s=0.0)
         return RankActivity(
             rank=rank, rounds_s=made.rounds_s, waited_s=made.clock.waited_s, num_rounds=made.num_rounds,
-            draft_cpu_s=made.clock.draft_cpu_s,
+            draft_cpu_s=made.clock.draft_cpu_s, waits=bool(made.round.waits),
         )  # fmt: skip
 
     def decoder(self, mode: str) -> Decoder:
@@ -134,6 +135,7 @@ class Session:
         if mode == SPECULATIVE:
             longest = max(len(job.request.prompt_ids) + job.request.max_new_tokens // 2 for job in jobs)
             settle_length(decoder, self.config, comm=self.world.comm, num_slots=longest, folder=self.folder)
+            settle_overlap(decoder, self.config, comm=self.world.comm, num_slots=longest, folder=self.folder)
         return decoder
 
     @contextmanager

@@ -2,13 +2,14 @@
 
 import json
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from llama_ssp.config.drafts.drafter import draft_name
 from llama_ssp.config.tasks.spec import task_of
 from llama_ssp.errors import ConfigError, FailedEvaluation
 from llama_ssp.reports.lines import Forecast, RankMemory, RunFacts
-from llama_ssp.reports.overlap import RankActivity
+from llama_ssp.reports.overlap import RankActivity, round_gains
 from llama_ssp.reports.summary import summarise
 from llama_ssp.session.excerpts import excerpts
 from llama_ssp.session.session import Session
@@ -43,8 +44,11 @@ def finalize(session: Session) -> None:
         forecast=forecast(session.plan.timing) if session.plan and not task.largest_cell else Forecast(),
         startup=session.start_clock.times, activities=activities,
     )  # fmt: skip
-    overlapped = config.speculation.most_draft_tokens if config.speculation.overlap else None
-    shown = excerpts(folder.lines, session.models.tokenizer, overlapped_tokens=overlapped)
+    gains_of = None
+    if activities:
+        waits = any(each.waits for each in activities)
+        gains_of = partial(round_gains, num_draft_tokens=config.speculation.most_draft_tokens, waits=waits)
+    shown = excerpts(folder.lines, session.models.tokenizer, gains_of=gains_of)
     summary = summarise(facts, folder.lines, folder.rows, evaluation=session.evaluation, excerpts=shown)
     folder.write_summary(summary)
     session.terminal.end_of_text()  # an interruption may leave one open

@@ -38,10 +38,11 @@ def overlapped_decoder(  # noqa: PLR0913
     sampling: SamplingConfig | None = None,
     traced: bool = True,
     stop_request: StopRequest | None = None,
+    waits: bool = False,
 ) -> Decoder:
     """A decoder of one rank, or of a rank of `comm`, whose first ranks have the target and whose others have the draft.
 
-    Each of these ranks has all of its model.
+    Each of these ranks has all of its model. See `OverlappedRound.waits`.
     """
     comm = comm or Comm.single()
     is_apart = comm.size > 1
@@ -64,6 +65,7 @@ def overlapped_decoder(  # noqa: PLR0913
         target = NullRunner(device=target.device, vocab_size=target.vocab_size, max_position_embeddings=512)
     verifier = Verifier(rule, comm=comm, verify_rank=VERIFY_RANK, device=target.device)
     round_ = OverlappedRound(target, drafter, verifier=verifier)
+    round_.waits = waits
     return Decoder(
         round_,
         executor=TracedOverlap(round_) if traced else round_,

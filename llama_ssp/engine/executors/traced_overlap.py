@@ -50,6 +50,10 @@ class TracedOverlap(OverlappedExecutor):
         """See `OverlappedExecutor`."""
         return self._round.exchange(state, block)
 
+    def refill(self, state: BatchState, before: Block | None, block: Block) -> Block:
+        """See `OverlappedExecutor`."""
+        return self._round.refill(state, before, block)
+
     def settle(self, state: BatchState, before: Block, block: Block, target_BKV: Tensor) -> Tensor:
         """See `OverlappedExecutor`."""
         self._choice = block.choice

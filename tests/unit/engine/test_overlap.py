@@ -13,6 +13,7 @@ from llama_ssp.engine.state import BatchState, Request
 from llama_ssp.errors import NumericError
 from tests.helpers.decoders import complete, make_decoder
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
+from tests.helpers.lanes import grid, heavy
 from tests.helpers.overlapped import complete_on_ranks, overlapped_decoder
 from tests.helpers.prefix_runner import PrefixRunner
 
@@ -31,50 +32,64 @@ def near_pair(sharpness: float = 3.0) -> tuple[PrefixRunner, PrefixRunner]:
     return target, draft
 
 
-@pytest.mark.parametrize("traced", [False, True])
-@pytest.mark.parametrize("batch_size", [1, 5])
-@pytest.mark.parametrize("num_draft_tokens", [1, 2, 5])
-@pytest.mark.parametrize("draft_seed", [0, 1, None], ids=["always accepted", "mostly rejected", "near"])
+@grid(draft_seed=[0, 1, None], num_draft_tokens=[1, 2, 5], batch_size=[1, 5], traced=[False, True], waits=[False, True])
 def test_greedy_text_is_the_targets_own(
-    draft_seed: int | None, num_draft_tokens: int, batch_size: int, traced: bool
+    draft_seed: int | None, num_draft_tokens: int, batch_size: int, traced: bool, waits: bool
 ) -> None:
     target, draft = near_pair() if draft_seed is None else (PrefixRunner(), PrefixRunner(seed=draft_seed))
-    made = overlapped_decoder(target, draft, num_draft_tokens=num_draft_tokens, batch_size=batch_size, traced=traced)
+    made = overlapped_decoder(
+        target, draft, num_draft_tokens=num_draft_tokens, batch_size=batch_size, traced=traced, waits=waits
+    )
     for completion in complete(made, requests()):
         request = completion.request
         assert completion.token_ids == target.greedy(request.prompt_ids, request.max_new_tokens)
         assert completion.finish_reason == "length"
 
 
-@pytest.mark.parametrize("num_draft_tokens", [1, 2, 4])
-@pytest.mark.parametrize("batch_size", [1, 5])
-def test_coupled_text_is_that_of_plain_decoding(num_draft_tokens: int, batch_size: int) -> None:
+@pytest.mark.parametrize(
+    ("num_draft_tokens", "batch_size", "waits"),
+    [(4, 5, False), (4, 5, True), heavy(1, 1, False), heavy(2, 5, False), heavy(4, 1, True)],
+)
+def test_coupled_text_is_that_of_plain_decoding(num_draft_tokens: int, batch_size: int, waits: bool) -> None:
     target, draft = near_pair(1.0)
     plain = complete(make_decoder(target, None, temperature=0.9, rule_name="coupled"), requests())
     made = overlapped_decoder(
-        target, draft, temperature=0.9, rule_name="coupled", num_draft_tokens=num_draft_tokens, batch_size=batch_size
+        target,
+        draft,
+        temperature=0.9,
+        rule_name="coupled",
+        num_draft_tokens=num_draft_tokens,
+        batch_size=batch_size,
+        waits=waits,
     )
     found = complete(made, requests())
     assert [each.token_ids for each in found] == [each.token_ids for each in plain]
     assert num_draft_tokens == 1 or sum(map(sum, (each.accepted_lengths for each in found))) > 40
 
 
-@pytest.mark.parametrize("rule_name", ["speculative", "block"])
-def test_sampled_text_depends_neither_on_the_batch_nor_on_the_ranks(rule_name: str) -> None:
+@pytest.mark.parametrize(
+    ("rule_name", "waits"), [("speculative", True), heavy("speculative", False), heavy("block", False)]
+)
+def test_sampled_text_depends_neither_on_the_batch_nor_on_the_ranks(rule_name: str, waits: bool) -> None:
     def texts(num_ranks: int, **options: object) -> list[list[int]]:
         found = complete_on_ranks(
-            num_ranks, lambda: near_pair(1.0), requests(), temperature=0.9, rule_name=rule_name, **options
+            num_ranks,
+            lambda: near_pair(1.0),
+            requests(24),
+            temperature=0.9,
+            rule_name=rule_name,
+            waits=waits,
+            **options,
         )
         ids = [[each.token_ids for each in of_rank] for of_rank in found]
         assert ids == [ids[0]] * num_ranks
         return ids[0]
 
     alone = texts(1)
-    assert alone == texts(1, batch_size=5) == texts(2) == texts(2, batch_size=5)
-    assert alone == texts(3, num_target_ranks=1) == texts(3, num_target_ranks=2, batch_size=5)
+    assert alone == texts(2, batch_size=5) == texts(3, num_target_ranks=1) == texts(3, num_target_ranks=2, batch_size=5)
 
 
-@pytest.mark.parametrize(("top_k", "top_p"), [(3, None), (None, 0.5), (10, None)])
+@pytest.mark.parametrize(("top_k", "top_p"), [(3, None), (10, None), heavy(None, 0.5)])
 def test_only_tokens_that_are_left_are_sent_and_the_text_is_the_same(top_k: int | None, top_p: float | None) -> None:
     sampling = SamplingConfig(temperature=1.0, top_k=top_k, top_p=top_p)
     sent: list[tuple[int, ...]] = []
@@ -97,7 +112,7 @@ def test_only_tokens_that_are_left_are_sent_and_the_text_is_the_same(top_k: int 
 
 def test_an_end_of_sequence_token_ends_the_row_at_once_also_inside_a_draft() -> None:
     ended_inside = 0
-    for eos in range(11):
+    for eos in (1, 4, 7):
         target, draft = near_pair()
         made = overlapped_decoder(target, draft, num_draft_tokens=4, batch_size=2, eos_ids=[eos])
         for completion in complete(made, requests()):
@@ -116,6 +131,12 @@ def test_a_draft_that_is_always_accepted_gains_k_tokens_a_round_without_a_bonus(
     assert completion.accepted_lengths == [1, 4, 4, 4, 4, 4], "the first token of the first block, then whole blocks"
     assert completion.draft_lengths == [1, 4, 4, 4, 4, 4]
     assert completion.examined_lengths == [1, 4, 4, 4, 4, 4]
+
+
+def test_a_row_that_waits_for_a_block_has_all_its_tokens_examined() -> None:
+    made = overlapped_decoder(PrefixRunner(), PrefixRunner(), num_draft_tokens=4, waits=True)
+    (completion,) = complete(made, [Request(index=0, prompt_ids=(1, 2), max_new_tokens=1 + 4 * 5)])
+    assert completion.accepted_lengths == completion.draft_lengths == [4] * 5
 
 
 def test_rounds_that_the_length_limit_cuts_are_not_counted() -> None:

@@ -9,7 +9,7 @@ from llama_ssp.config.hardware import load
 from llama_ssp.config.schema import DraftLayout
 from llama_ssp.planning.acceptance.rounds import overlapped_corrections, overlapped_tokens, tokens_per_round
 from llama_ssp.planning.choices.search import search
-from llama_ssp.planning.overlap import OverlappedTime, overlap_forecast
+from llama_ssp.planning.overlap import OverlappedRounds, OverlappedTime
 from llama_ssp.planning.plan import document, make_plan
 from llama_ssp.planning.spec import PlanSpec
 from llama_ssp.planning.timing import timing
@@ -43,14 +43,31 @@ def test_a_draft_that_is_never_and_always_accepted() -> None:
     assert overlapped_tokens(0.9, 1) == pytest.approx(1), "one token a round, whoever chose it"
 
 
+def rounds_of(time: OverlappedTime, acceptance: float, *, batch_size: int = 1) -> OverlappedRounds:
+    return OverlappedRounds(lambda _: time, acceptance=acceptance, batch_size=batch_size)
+
+
 def test_shares_of_a_round_add_up() -> None:
     time = OverlappedTime(draft_s=4.0, forward_s=3.0, exchange_s=0.5, settle_s=0.3, host_s=0.2)
     assert time.round_s == pytest.approx(5.0)
-    assert time.target_idle_share == pytest.approx(1.5 / 5)
-    assert time.draft_idle_share == pytest.approx(0.8 / 5)
-    forecast = overlap_forecast(time, acceptance=1.0, num_draft_tokens=4)
+    forecast = rounds_of(time, 1.0).forecast(4)
+    assert forecast.target_idle_share == pytest.approx(1.5 / 5)
+    assert forecast.draft_idle_share == pytest.approx(0.8 / 5)
     assert forecast.dropped_share == 0
-    assert overlap_forecast(time, acceptance=0.0, num_draft_tokens=4).dropped_share == 1
+    assert rounds_of(time, 0.0).forecast(4).dropped_share == 1
+
+
+def test_rows_wait_for_a_block_where_drafting_is_cheap() -> None:
+    """With K = 4 one token verified early costs a forward, of which 1 - 1 / S is lost, S the tokens of a whole round."""
+    tokens = tokens_per_round(0.8, 3)
+    border_s = (1 - 1 / tokens) * 4 / 3
+    cheap, dear = (OverlappedTime(draft_s=factor * border_s, forward_s=1.0) for factor in (0.99, 1.01))
+    assert rounds_of(cheap, 0.8).waits(4)
+    assert not rounds_of(dear, 0.8).waits(4)
+    assert rounds_of(cheap, 0.8).gain(0.8, 4) == pytest.approx(tokens)
+    per_token = rounds_of(cheap, 0.8).round_s(4) / tokens
+    assert per_token == pytest.approx(1 / overlapped_tokens(0.8, 4), rel=0.01)
+    assert not rounds_of(cheap, 0.8, batch_size=8).waits(4), "all rows would wait for any"
 
 
 def apart(**changes: object) -> PlanSpec:
@@ -67,6 +84,7 @@ def test_a_plan_of_rounds_that_overlap_has_their_time_and_shares() -> None:
     assert at_once.round_s is not None
     assert one_by_one.round_s is not None
     assert at_once.round_s < one_by_one.round_s
+    assert not at_once.overlap.waits
     assert at_once.tokens_per_round == pytest.approx(overlapped_tokens(0.8, 4))
     assert one_by_one.tokens_per_round == pytest.approx(tokens_per_round(0.8, 4))
     assert document(make_plan(apart(overlap=True), machine))["time"]["overlap"]["dropped_share"] < 1

@@ -51,7 +51,8 @@ def test_a_run_that_does_not_overlap_has_none() -> None:
 
 
 def test_the_target_adds_a_token_after_a_rejection_alone() -> None:
-    assert round_gains([1, 4, 2, 0, 1], 4) == [1, 4, 3, 1, 1]
+    assert round_gains([1, 4, 2, 0, 1], 4, waits=False) == [1, 4, 3, 1, 1]
+    assert round_gains([4, 2, 0, 1], 4, waits=True) == [4, 3, 1, 2]
 
 
 def test_the_timeline_shows_work_and_waiting_of_both_models() -> None:
