@@ -58,7 +58,7 @@ def test_shares_of_a_round_add_up() -> None:
 
 
 def test_rows_wait_for_a_block_where_drafting_is_cheap() -> None:
-    """With K = 4 one token verified early costs a forward, of which 1 - 1 / S is lost, S the tokens of a whole round."""
+    """One token verified early costs a forward, of which 1 - 1 / S is lost, S the tokens of a whole round."""
     tokens = tokens_per_round(0.8, 3)
     border_s = (1 - 1 / tokens) * 4 / 3
     cheap, dear = (OverlappedTime(draft_s=factor * border_s, forward_s=1.0) for factor in (0.99, 1.01))
