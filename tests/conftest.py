@@ -4,6 +4,7 @@ Three lanes, by cost: unmarked tests run always, `heavy` ones with --heavy (as .
 A fourth, with --gpu-stub, needs a CUDA build of torch.
 """
 
+import gc
 import os
 import sys
 import tempfile
@@ -96,6 +97,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="torch for CPUs comes without Triton; .ci/run has it"))
         if marker := item.get_closest_marker("gpu"):
             _skip_without_gpus(item, needed=marker.args[0])
+
+
+def pytest_collection_finish() -> None:
+    """Spare the garbage collector whatever was imported and collected: it takes half a second to look through that."""
+    gc.collect()
+    gc.freeze()
 
 
 def _lanes_left_out(config: pytest.Config) -> dict[str, str]:

@@ -18,6 +18,7 @@ from types import FrameType
 from typing import cast
 
 import hydra
+from hydra._internal.hydra import Hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
@@ -148,7 +149,8 @@ def _launch(arguments: list[str], ranks: Ranks, act: Act | None, *, warns: bool)
     store.register()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises errors instead of printing them
     points = _Points(ranks, act, warns=warns)
-    with _scratch_folder(multirun=options.multirun) as for_sweeps, _printing(options), launching(ranks):
+    scratch = _scratch_folder(multirun=options.multirun)
+    with scratch as for_sweeps, _printing(options), _mode_by_options(), launching(ranks):
         arguments[place:place] = for_sweeps
         sys.argv[1:] = arguments
         hydra.main(config_path=str(folders.conf_dir()), config_name="config", version_base="1.3")(points.run)()
@@ -163,6 +165,17 @@ def _printing(options: argparse.Namespace) -> AbstractContextManager[object]:
     if options.hydra_help or options.shell_completion or options.info or options.cfg:
         return contextlib.redirect_stdout(VisibleStream(sys.stdout))
     return contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _mode_by_options() -> Iterator[None]:
+    """Let options alone say whether this is a sweep: Hydra composes a config to ask it too, a fifth of a second."""
+    asking = Hydra.get_mode
+    Hydra.get_mode = lambda *_, **__: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Hydra.get_mode = asking  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
+from hydra._internal.hydra import Hydra
 
 import llama_ssp.tasks
 from llama_ssp.commands import command_line, run
@@ -249,6 +251,13 @@ def test_a_sweep_ends_before_its_next_point_when_somebody_wished_to_stop_in_a_la
 def test_hydra_leaves_no_file(arguments: list[str], launch: Launch, tmp_path: Path) -> None:
     assert launch(*arguments).code == 0
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_config_of_a_run_is_composed_once(launch: Launch) -> None:
+    compose = Hydra.compose_config
+    with mock.patch.object(Hydra, "compose_config", autospec=True, side_effect=compose) as composing:
+        assert launch("seed=3").code == 0
+    composing.assert_called_once()
 
 
 @pytest.mark.parametrize(
