@@ -73,3 +73,4 @@ def test_a_draft_rank_that_dies_ends_the_job_and_resumption_completes_it(running
     overlap = json.loads((run_dir / "summary.json").read_text())["overlap"]
     assert overlap["num_dropped_tokens"] > 0
     assert len(overlap["ranks"]) == 2
+    assert overlap["waits"] == json.loads((run_dir / "overlap.json").read_text())["waits"]

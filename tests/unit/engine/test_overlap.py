@@ -67,6 +67,15 @@ def test_coupled_text_is_that_of_plain_decoding(num_draft_tokens: int, batch_siz
     assert num_draft_tokens == 1 or sum(map(sum, (each.accepted_lengths for each in found))) > 40
 
 
+@pytest.mark.parametrize("waits", [False, True])
+def test_penalties_see_the_tokens_in_flight(waits: bool) -> None:
+    sampling = SamplingConfig(temperature=0.0, repetition_penalty=1.4)
+    plain = complete(make_decoder(near_pair()[0], None, sampling=sampling), requests(24))
+    found = complete(overlapped_decoder(*near_pair(), sampling=sampling, batch_size=3, waits=waits), requests(24))
+    assert [each.token_ids for each in found] == [each.token_ids for each in plain]
+    assert sum(map(sum, (each.accepted_lengths for each in found))) > 20
+
+
 @pytest.mark.parametrize(
     ("rule_name", "waits"), [("speculative", True), heavy("speculative", False), heavy("block", False)]
 )
