@@ -102,7 +102,7 @@ class OverlappedRounds:
         time, waits = self._time_of(num_draft_tokens), self.waits(num_draft_tokens)
         round_s, whole = self.round_s(num_draft_tokens), self._acceptance**num_draft_tokens
         alone = self._alone_s(num_draft_tokens)
-        drafted, corrections = num_draft_tokens, overlapped_corrections(self._acceptance, num_draft_tokens)
+        drafted, corrections = float(num_draft_tokens), overlapped_corrections(self._acceptance, num_draft_tokens)
         if waits:
             drafted, corrections = num_draft_tokens + (1 - whole) * (num_draft_tokens - 1), 1 - whole
         kept = self.gain(self._acceptance, num_draft_tokens) - corrections

@@ -47,7 +47,7 @@ def texts(config: RunConfig, *, speculative: bool) -> list[list[int]]:
             )
             for index, prompt in enumerate([*PROMPTS[::6], ""])
         ]
-        done = {}
+        done: dict[int, list[int]] = {}
         with torch.inference_mode():
             for updates in build_decoder(models, config, speculative=speculative).run(requests):
                 done |= {update.completion.request.index: update.completion.token_ids for update in updates}
