@@ -13,10 +13,9 @@ from typing import Any
 from llama_ssp.config import catalogue, layout
 from llama_ssp.config.drafts.drafter import drafter_of, drafters, drafts
 from llama_ssp.config.drafts.drafter import problem_of as problem_of_draft
-from llama_ssp.config.drafts.model import problems_of_pair
+from llama_ssp.config.drafts.model import problems_of_overlap, problems_of_pair
 from llama_ssp.config.effects import is_synthetic, without_effect
 from llama_ssp.config.formats.format import problem_of
-from llama_ssp.config.overlap import problems_of_overlap
 from llama_ssp.config.rules.rule import at_every_temperature, rule_of, rules
 from llama_ssp.config.schema import ADAPTIVE, ModelConfig, RunConfig
 from llama_ssp.config.tasks.spec import NoEffect, task_of

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from llama_ssp.reports.evaluation import MEASURE_COLUMNS, Evaluation
 from llama_ssp.reports.lines import BenchmarkRow, Forecast, RankMemory, SpeculativeSummary, Summary
-from llama_ssp.reports.overlap import OverlapSummary
+from llama_ssp.reports.rounds.overlap import OverlapSummary
 from llama_ssp.visible import visible
 
 ACCEPTED_STYLE = "green"

@@ -6,7 +6,7 @@ from statistics import fmean
 from llama_ssp.config.schema import ADAPTIVE
 from llama_ssp.reports.charts import COLOURS, GREY, MOST_LINES, SOFT, Chart, look
 from llama_ssp.reports.lines import PLAIN, SPECULATIVE, CompletionLine, SpeculativeSummary
-from llama_ssp.reports.overlap import OverlapSummary
+from llama_ssp.reports.rounds.overlap import OverlapSummary
 from llama_ssp.reports.runs import Run
 from llama_ssp.reports.summary import counted_rounds
 

@@ -12,8 +12,8 @@ from typing import Any, TypeAlias
 from llama_ssp.config.schema import ADAPTIVE
 from llama_ssp.reports.evaluation import Evaluation
 from llama_ssp.reports.excerpts import Excerpt
-from llama_ssp.reports.overlap import OverlapSummary, RankActivity
 from llama_ssp.reports.reading import read_json, restore
+from llama_ssp.reports.rounds.overlap import OverlapSummary, RankActivity
 
 SCHEMA_VERSION = 1
 MOST_DRAFTED = 1024

@@ -15,8 +15,8 @@ from llama_ssp.reports.lines import (
     SpeculativeSummary,
     Summary,
 )
-from llama_ssp.reports.overlap import OverlapSummary, idle_share, num_drafted
 from llama_ssp.reports.provenance import git_commit, versions
+from llama_ssp.reports.rounds.overlap import OverlapSummary, idle_share, num_drafted
 
 
 def summarise(

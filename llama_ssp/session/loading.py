@@ -9,9 +9,8 @@ from functools import partial
 from transformers import PreTrainedTokenizerBase
 
 from llama_ssp.config.drafts.drafter import drafts
-from llama_ssp.config.drafts.model import matching_of
+from llama_ssp.config.drafts.model import NO_GPUS, matching_of
 from llama_ssp.config.layout import lay_out_replica, may_capture
-from llama_ssp.config.overlap import NO_GPUS
 from llama_ssp.config.schema import RunConfig
 from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.distributed.agree import raise_on_all_ranks

@@ -25,13 +25,12 @@ from llama_ssp.errors import InterruptedRun
 from llama_ssp.planning.plan import Plan
 from llama_ssp.reports.evaluation import Evaluation
 from llama_ssp.reports.lines import PLAIN, SPECULATIVE, CompletionLine, LineKey
-from llama_ssp.reports.overlap import RankActivity
 from llama_ssp.reports.records import RunFolder
-from llama_ssp.session.draft_length import settle_length
+from llama_ssp.reports.rounds.overlap import RankActivity
+from llama_ssp.session.draft_length import settle_length, settle_overlap
 from llama_ssp.session.jobs import PromptTask, waves, with_answers
 from llama_ssp.session.lines import to_line
 from llama_ssp.session.loading import Models, build_decoder
-from llama_ssp.session.overlap import settle_overlap
 from llama_ssp.session.startup import StartClock
 
 _WARMUP_TOKENS, _WARMUP_PROMPT = 8, 16

@@ -9,7 +9,7 @@ from rich.console import Console
 from llama_ssp.console.tables import summary_table
 from llama_ssp.reports import figures, plots
 from llama_ssp.reports.lines import CompletionLine, RankMemory, RunFacts, Summary
-from llama_ssp.reports.overlap import RankActivity, round_gains
+from llama_ssp.reports.rounds.overlap import RankActivity, round_gains
 from llama_ssp.reports.runs import Run
 from llama_ssp.reports.summary import summarise
 from tests.helpers.pictures import said

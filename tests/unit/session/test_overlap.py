@@ -3,7 +3,7 @@
 import pytest
 
 from llama_ssp.errors import ConfigError
-from llama_ssp.session.overlap import _waits
+from llama_ssp.session.draft_length import _waits
 
 
 def test_the_kept_choice_is_read_back() -> None:
