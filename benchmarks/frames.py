@@ -23,7 +23,8 @@ RUN = ("task=generate", "prompt=x", "max_new_tokens=8")
 def frames_to(code: CodeType, *arguments: str, number: int) -> list[str]:
     """List the project's frames, outermost first, of one call of a function in a run that does not warm up.
 
-    Executors call what they trace from Python once only, which a warm-up would take.
+    Executors call what they trace from Python once only, which a warm-up would take. So the calls are watched in its
+    place, and only until the one that counts: a watched program takes several times as long.
 
     Args:
         code: of the function.
@@ -33,17 +34,15 @@ def frames_to(code: CodeType, *arguments: str, number: int) -> list[str]:
     calls: list[list[str]] = []
 
     def watch(frame: FrameType, event: str, _argument: object) -> None:
-        if event == "call" and frame.f_code is code and len(calls) <= number:
+        if event == "call" and frame.f_code is code:
             calls.append([*_project_frames(frame)][::-1])
+        if len(calls) > number:
+            sys.setprofile(None)
 
-    cold = mock.patch.object(Decoder, "warm_up")
+    cold = mock.patch.object(Decoder, "warm_up", side_effect=lambda *_: sys.setprofile(watch))
     with cold, tempfile.TemporaryDirectory() as folder, redirect_stdout(StringIO()):
         sys.argv = ["run.py", *arguments, f"run_dir={folder}/run"]
-        sys.setprofile(watch)
-        try:
-            run.main()
-        finally:
-            sys.setprofile(None)
+        run.main()
     return calls[number]
 
 

@@ -37,11 +37,14 @@ def test_the_history_lies_where_the_xdg_specification_says(state: Path, monkeypa
 
 
 def type_into(keys: str, *, wanted: str) -> None:
-    """Start the program on a terminal of its own, type, wait for what it must print, and end it."""
+    """Start the program on a terminal of its own, type, wait for what it must print, and end it.
+
+    Ctrl-D ends it only while line editing waits for keys; the prompt sign shows when it does.
+    """
     with OnTerminal([sys.executable, "-c", PROGRAM]) as terminal:
         terminal.wait_for(lambda: "> " in terminal.shown, at_most_s=60)
         terminal.enter(keys)
-        terminal.wait_for(lambda: wanted in terminal.shown, at_most_s=60)
+        terminal.wait_for(lambda: "> " in terminal.shown.partition(wanted)[2], at_most_s=60)
         terminal.enter("\x04")
         terminal.wait_for(lambda: terminal.process.poll() is not None, at_most_s=60)
 
