@@ -60,13 +60,9 @@ VOCAB_SIZE, CONTEXT = 4096, 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """Sums over the counted repetitions of a candidate.
+    """Sums over the counted repetitions of a candidate, after the prefill; `idle_shares` are of each rank.
 
-    Attributes:
-        seconds, num_tokens, num_rounds: after the prefill.
-        num_accepted, num_examined: drafted tokens.
-        draft_s, verify_s: on the target's rank, as a round's parts.
-        idle_shares: by rank, of rounds that overlap.
+    `draft_s` and `verify_s` are the parts of its rounds on the target's rank.
     """
 
     name: str
