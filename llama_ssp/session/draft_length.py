@@ -163,10 +163,10 @@ def settle_overlap(
     kept = comm.broadcast_text(kept or "", src=0)
     if not kept:
         found = _measured_pieces(decoder, comm=comm, num_slots=num_slots)
-        time, written = OverlappedTime(**found), ""
+        pieces, written = OverlappedTime(**found), ""
         with raise_on_all_ranks(comm):
             waits = better_to_wait(
-                time, acceptance=_expected_acceptance(config)[0], num_draft_tokens=round_.num_ahead + 1,
+                pieces, acceptance=_expected_acceptance(config)[0], num_draft_tokens=round_.num_ahead + 1,
                 batch_size=decoder.batch_size,
             )  # fmt: skip
             written = json.dumps({"waits": waits} | found, indent=1) + "\n"
