@@ -17,6 +17,7 @@ from llama_ssp import Pair
 from llama_ssp.config.schema import Dtype
 from llama_ssp.engine.executors.cuda_graph import CudaGraphExecutor
 from llama_ssp.engine.loop import Decoder
+from llama_ssp.engine.overlap import OverlappedExecutor
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.llama.fused import apply_rotary, gated
 from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
@@ -164,6 +165,7 @@ def waits_in_a_round(device: torch.device, *, cuda_graphs: bool) -> list[str]:
         decoder = make_decoder(pair, speculative=speculative, batch_size=2, cuda_graphs=cuda_graphs)
         texts(decoder, pair, number=2)
         executor = decoder.executor
+        assert not isinstance(executor, OverlappedExecutor)
         executor.draft = _watched(executor.draft)  # type: ignore[method-assign]
         executor.verify = _watched(executor.verify)  # type: ignore[method-assign]
         decoder._admit = _watched(decoder._admit)  # type: ignore[method-assign]

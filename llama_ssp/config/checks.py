@@ -13,7 +13,7 @@ from typing import Any
 from llama_ssp.config import catalogue, layout
 from llama_ssp.config.drafts.drafter import drafter_of, drafters, drafts
 from llama_ssp.config.drafts.drafter import problem_of as problem_of_draft
-from llama_ssp.config.drafts.model import problems_of_pair
+from llama_ssp.config.drafts.model import problems_of_overlap, problems_of_pair
 from llama_ssp.config.effects import is_synthetic, without_effect
 from llama_ssp.config.formats.format import problem_of
 from llama_ssp.config.rules.rule import at_every_temperature, rule_of, rules
@@ -153,6 +153,7 @@ def _draft(config: RunConfig) -> Iterator[str]:
         )
     yield from _rule(config.verification.rule, config.sampling.temperature)
     yield from problems_of_pair(config.model, config.draft, is_synthetic=is_synthetic(config))
+    yield from problems_of_overlap(config.speculation, config.draft, config.placement, config.device)
 
 
 def _fallback(kind: str) -> Iterator[str]:

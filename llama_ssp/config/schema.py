@@ -185,6 +185,11 @@ class SamplingConfig:
     presence_penalty: float = 0.0
 
     @property
+    def truncates(self) -> bool:
+        """Whether most tokens get probability 0."""
+        return (self.top_k, self.top_p or 1.0, self.min_p) != (None, 1.0, None)
+
+    @property
     def penalizes(self) -> bool:
         """Whether tokens of prompt and text are penalized."""
         return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
@@ -212,11 +217,13 @@ class SpeculationConfig:
     `num_draft_tokens=auto` chooses K for each round from what earlier rounds accepted.
     `acceptance` is the probability that a drafted token is accepted; null takes the pair's figure, or forecasts it.
     `text` is what that forecast assumes to be written.
+    With `overlap` the draft goes on while the target verifies.
     """
 
     num_draft_tokens: int | str = 4
     acceptance: float | None = None
     text: TextKind = TextKind.any
+    overlap: bool = False
 
     @property
     def adapts(self) -> bool:

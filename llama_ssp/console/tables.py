@@ -9,6 +9,7 @@ from rich.text import Text
 
 from llama_ssp.reports.evaluation import MEASURE_COLUMNS, Evaluation
 from llama_ssp.reports.lines import BenchmarkRow, Forecast, RankMemory, SpeculativeSummary, Summary
+from llama_ssp.reports.rounds.overlap import OverlapSummary
 from llama_ssp.visible import visible
 
 ACCEPTED_STYLE = "green"
@@ -32,6 +33,8 @@ def summary_table(summary: Summary) -> RenderableType:
     parts: list[RenderableType] = [Text(), _title(summary), Text(), table, _meaning(summary)]
     if summary.speculative and summary.speculative.verify_s:
         parts += [Text(), _round_line(summary.speculative)]
+    if summary.overlap:
+        parts += [_overlap_line(summary.overlap)]
     if memory := _memory_line(summary.memory):
         parts += [memory]
     return Group(*parts)
@@ -125,6 +128,12 @@ def _round_line(fast: SpeculativeSummary) -> Text:
         bar.append("━" * (round(_BAR_WIDTH * done_s / total_s) - len(bar)), style=_PART_STYLES[part])
         line.append(part, style=_PART_STYLES[part]).append(f" {_share(part_s / total_s)}  ")
     return line.append_text(bar)
+
+
+def _overlap_line(overlap: OverlapSummary) -> Text:
+    idle = f"target idle {_share(overlap.target_idle_share)}, draft idle {_share(overlap.draft_idle_share)}"
+    dropped = f"{overlap.num_dropped_tokens} of {overlap.num_drafted_tokens} drafted tokens dropped"
+    return Text(f"overlap:  {idle}; {dropped}")
 
 
 def _memory_line(memory: Sequence[RankMemory]) -> Text | None:

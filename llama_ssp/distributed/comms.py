@@ -5,6 +5,7 @@ form a group. Between GPUs, tensors go through NCCL, and texts through gloo, whe
 """
 
 import logging
+import math
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cache
@@ -159,6 +160,15 @@ class Comm:
             return record("receive", self, values, src)
         dist.recv(values, group=self.group, group_src=src)
         return values
+
+    def deliver(self, values: Tensor | None, *, shape: tuple[int, ...], src: int, dst: int) -> None:
+        """Copy contiguous fp32 values of a shape from rank `src` to rank `dst`; all ranks call it, others with None."""
+        if self.board and math.prod(shape) * torch.float32.itemsize <= SLOT_BYTES:
+            self.board.deliver(values, src=src, dst=dst)
+        elif values is not None and self.rank == src:
+            dist.send(values, group=self.group, group_dst=dst)
+        elif values is not None:
+            dist.recv(values, group=self.group, group_src=src)
 
     def gather_text(self, text: str) -> list[str]:
         """Gather a text from every rank, in order of rank."""

@@ -1,6 +1,7 @@
 """Makes the drafters of a rank from the run's settings and placement."""
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -10,6 +11,7 @@ from llama_ssp.config.registry import imported
 from llama_ssp.config.rules.rule import rule_of
 from llama_ssp.config.schema import RunConfig
 from llama_ssp.distributed.mesh import Mesh
+from llama_ssp.drafting.ahead import AheadDrafter
 from llama_ssp.drafting.batch_split import BatchSplit, BatchSplitDrafter
 from llama_ssp.drafting.broadcast import BroadcastDrafter, ProbsReceiver
 from llama_ssp.drafting.protocol import Drafter, DrafterParts
@@ -62,7 +64,10 @@ def make_drafters(
     needs_probs = config.sampling.temperature > 0 and rule_of(config.verification.rule).needs_probs
     has_probs = needs_probs and matching_of(config.draft) is not Matching.text
     is_apart = has_probs and layout.draft_source_rank != layout.verify_rank
-    shared = BroadcastDrafter(
+    kind: type[BroadcastDrafter] | partial[AheadDrafter] = BroadcastDrafter
+    if config.speculation.overlap:
+        kind = partial(AheadDrafter, truncates=config.sampling.truncates)
+    shared = kind(
         inner,
         comm=mesh.replica,
         src=layout.draft_source_rank,

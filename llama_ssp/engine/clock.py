@@ -15,21 +15,36 @@ import torch
 
 
 class Clock(ABC):
-    """Times the parts of a round."""
+    """Times the parts of a round.
+
+    Attributes:
+        waited_s: of these parts, what laps that only waited for the other model have taken (`overlap`).
+        draft_cpu_s: time that this thread ran while it drafted; 0 but where drafting overlaps verification.
+    """
 
     def __init__(self) -> None:
         self._seconds = {"draft": 0.0, "verify": 0.0}
+        self.waited_s = self.draft_cpu_s = 0.0
+        self._taken_s = 0.0, 0.0
 
     @abstractmethod
     def start(self) -> None:
         """Begin a round."""
 
     @abstractmethod
-    def lap(self, part: str) -> None:
-        """Add the time since the last call to `part`."""
+    def lap(self, part: str, *, waits: bool = False) -> None:
+        """Add the time since the last call to `part`, and to `waited_s` if this rank only waited."""
+
+    def forget(self) -> float:
+        """Drop what has not been taken; returns this rank's own work in it, without the waiting for the other model."""
+        before_s, waited_s = self._taken_s, self.waited_s - self._taken_s[0]
+        worked_s = sum(self.take()) - waited_s
+        self.waited_s, self.draft_cpu_s = self._taken_s = before_s
+        return worked_s
 
     def take(self) -> tuple[float, float]:
         """Return and reset the seconds of drafting and of verification that are known by now."""
+        self._taken_s = self.waited_s, self.draft_cpu_s
         draft_s, verify_s = self._seconds["draft"], self._seconds["verify"]
         self._seconds["draft"] = self._seconds["verify"] = 0.0
         return draft_s, verify_s
@@ -42,10 +57,12 @@ class HostClock(Clock):
         """See `Clock`."""
         self._last = time.perf_counter()
 
-    def lap(self, part: str) -> None:
+    def lap(self, part: str, *, waits: bool = False) -> None:
         """See `Clock`."""
         now = time.perf_counter()
         self._seconds[part] += now - self._last
+        if waits:
+            self.waited_s += now - self._last
         self._last = now
 
 
@@ -61,7 +78,7 @@ class EventClock(Clock):
         self._last = torch.cuda.Event(enable_timing=True)
         self._last.record()
 
-    def lap(self, part: str) -> None:
+    def lap(self, part: str, *, waits: bool = False) -> None:  # noqa: ARG002 - overlapped rounds run on CPUs alone
         """See `Clock`."""
         begin = self._last
         self.start()

@@ -33,6 +33,8 @@ class RowCompletion:
         share_s: its equal share of its batch's time; equal to `busy_s` in a batch of one.
         part_s: its equal share of the rounds' time, by part: draft, verify, other.
         stop_watch: finds stop strings; None without any.
+        has_bonus: a round that accepts all its drafted tokens adds one of the target's; rounds that overlap do not.
+        num_ahead: tokens in flight when the next round begins; see `overlap`.
     """
 
     request: Request
@@ -47,6 +49,8 @@ class RowCompletion:
     share_s: float = 0.0
     part_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     stop_watch: StopWatch | None = None
+    has_bonus: bool = True
+    num_ahead: int = 0
 
     @property
     def examined_lengths(self) -> list[int]:
@@ -55,8 +59,14 @@ class RowCompletion:
         rounds = zip(self.accepted_lengths, self.draft_lengths, strict=True)
         for number, (num_accepted, num_drafted) in enumerate(rounds, start=1):
             is_cut = self.ended_in_draft and number == len(self.accepted_lengths)
+            most = num_drafted + self.has_bonus
             examined.append(
-                num_examined(num_accepted=num_accepted, num_draft_tokens=num_drafted, room=room, ended_in_draft=is_cut)
+                num_examined(
+                    num_accepted=num_accepted,
+                    num_draft_tokens=num_drafted,
+                    room=room + num_drafted + 1 - most,
+                    ended_in_draft=is_cut,
+                )
             )
-            room -= num_accepted + 1
+            room -= min(num_accepted + 1, most)
         return examined

@@ -18,10 +18,13 @@ from llama_ssp.drafting.host_time import HostTimed
 from llama_ssp.engine.clock import Clock, clock_for
 from llama_ssp.engine.completion import FinishReason, RowCompletion, StopRequest
 from llama_ssp.engine.draft_length import DraftLength, FixedLength, num_chunks
-from llama_ssp.engine.round import DraftChoice, Executor, Round, step
+from llama_ssp.engine.overlap import OverlappedExecutor
+from llama_ssp.engine.pending import PendingRound, fill_up
+from llama_ssp.engine.round import DraftChoice, Executor, Round
 from llama_ssp.engine.state import BatchState, Request
+from llama_ssp.engine.step import step
 from llama_ssp.engine.stops import StopStrings
-from llama_ssp.engine.verifier import NOT_A_NUMBER, STOP_REQUESTED
+from llama_ssp.engine.verifier import GOES_ON, NOT_A_NUMBER, STOP_REQUESTED
 from llama_ssp.errors import LOGITS_ARE_NAN, NumericError
 from llama_ssp.models.prefill import Buckets, forwards_per_prompt
 from llama_ssp.models.upload import to_device
@@ -35,21 +38,6 @@ class Update(NamedTuple):
     num_drafted: int
 
 
-class PendingRound(NamedTuple):
-    """A prefill or a round that was launched but not read yet; `passed` follows the copy of the result to the host."""
-
-    result: Tensor
-    owners: list[RowCompletion | None]
-    choice: DraftChoice
-    is_prefill: bool
-    passed: torch.cuda.Event | None
-
-    @property
-    def max_new(self) -> int:
-        """The most tokens that a row has grown by."""
-        return self.choice.num_tokens + 1
-
-
 class Decoder:
     """Turns requests into completions, a batch of rows at a time.
 
@@ -57,13 +45,14 @@ class Decoder:
 
     Attributes:
         length: chooses what each round drafts.
+        rounds_s, num_rounds: time and number of all rounds so far.
     """
 
     def __init__(
         self,
         round_: Round,
         *,
-        executor: Executor | None = None,
+        executor: Executor | OverlappedExecutor | None = None,
         clock: Clock | None = None,
         batch_size: int,
         eos_ids: Sequence[int],
@@ -81,11 +70,13 @@ class Decoder:
         self.seed = seed
         self.stop_request = stop_request or StopRequest()
         self.stopped = False
+        self.rounds_s, self.num_rounds = 0.0, 0
         self._comm = round_.verifier.comm
         self._device = round_.target.device
         self._is_cuda = self._device.type == "cuda"
         drafters: Sequence[object] = round_.drafters
         self._host_timed = [drafter for drafter in drafters if isinstance(drafter, HostTimed)]
+        self._overlaps = isinstance(self.executor, OverlappedExecutor)
         self._lag = 1 if self._is_cuda else 0
         self.bucket_step = BUCKET_STEP["cuda" if self._is_cuda else "cpu"]
         self._num_slots = self._num_rounds = 0
@@ -118,9 +109,11 @@ class Decoder:
                 self._admit(admitted, free[: len(admitted)])
             else:
                 choice = self._choose()
+                refills = bool(self.round.waits) and fill_up(self._rows, self.round.num_ahead)
                 result, block = step(
-                    self.executor, self._state, block, choice=choice, bucket=self._bucket(choice), clock=self.clock
-                )
+                    self.executor, self._state, block, choice=choice, bucket=self._bucket(choice), clock=self.clock,
+                    refills=refills,
+                )  # fmt: skip
                 self._launch(result, list(self._rows), choice, is_prefill=False)
             running = [owner for owner in self._rows if owner]
             updates = self._collect() if len(self._pending) > self._lag else []
@@ -131,7 +124,8 @@ class Decoder:
     def make_room(self, requests: Sequence[Request]) -> None:
         """Allocate caches for these requests and all earlier ones; call it first to avoid later reallocation."""
         longest = max(len(request.prompt_ids) + request.max_new_tokens for request in requests)
-        self._num_slots = max(self._num_slots, whole_steps(longest + self.round.max_tokens_per_round))
+        most_ahead = self.round.max_tokens_per_round + self.round.num_ahead
+        self._num_slots = max(self._num_slots, whole_steps(longest + most_ahead))
         self._num_rounds = max(self._num_rounds, max(request.max_new_tokens for request in requests) + 1)
         by_length = self._is_cuda and self.round.reads_by_length
         self._buckets = Buckets(step=self._num_slots if by_length else self.bucket_step, num_slots=self._num_slots)
@@ -140,7 +134,8 @@ class Decoder:
     def time_rounds(self, choices: Sequence[DraftChoice], *, num_slots: int) -> list[float]:
         """Run one round of each choice over vacant rows, reading `num_slots` slots, after `make_room`.
 
-        Returns the seconds of each. The first two calls warm up executors; later ones measure.
+        Returns the seconds of each. The first two calls warm up executors; later ones measure. `worked_s` is then the
+        work of this rank in all of them.
         """
         state, bucket, seconds = self._empty_state(), self._buckets.covering(num_slots), []
         if self._is_cuda and self.round.reads_by_length:
@@ -151,7 +146,7 @@ class Decoder:
             if self._is_cuda:
                 self._comm.finish()
             seconds.append(time.perf_counter() - started)
-        self.clock.take()
+        self.worked_s = self.clock.forget()
         return seconds
 
     def warm_up(self, requests: Sequence[Request]) -> None:
@@ -205,7 +200,7 @@ class Decoder:
         result = self.executor.prefill(prompts, rows, lengths=lengths, buckets=self._buckets, drafters=reading)
         self._state.put(rows_R, prompts, prompt_lengths_R=prompt_lengths_R)
         owners = [
-            RowCompletion(request=request, num_target_forwards=number)
+            RowCompletion(request=request, num_target_forwards=number, has_bonus=not self._overlaps)
             for request, number in zip(
                 requests, forwards_per_prompt(lengths, is_packed=self.round.target.packs_prompts), strict=True
             )
@@ -223,7 +218,7 @@ class Decoder:
         """Cache slots that the next round reads if it drafts by `choice`."""
         known = max([len(owner.request.prompt_ids) + len(owner.token_ids) for owner in self._rows if owner])
         unread = sum([pending.max_new for pending in self._pending])
-        return self._buckets.covering(known + unread + choice.num_tokens + 1)
+        return self._buckets.covering(known + unread + choice.num_tokens + 1 + self.round.num_ahead)
 
     def _launch(
         self, result: Tensor, owners: list[RowCompletion | None], choice: DraftChoice, *, is_prefill: bool
@@ -250,16 +245,18 @@ class Decoder:
                     raise NumericError(f"prompt {owner.request.index + 1}, token {num_before + 1}: {LOGITS_ARE_NAN}")
                 new_ids, reason = self._up_to_end(owner, [*drafted[:num_accepted], next_id][: limit - num_before])
                 num_new = len(new_ids)
-                num_drafted = min(num_accepted, num_new)
+                goes_on = bool(flags & GOES_ON)  # the next token was drafted as well
+                num_drafted = min(num_accepted + goes_on, num_new)
                 if not pending.is_prefill:
                     owner.num_target_forwards += 1
                     if self.round.drafters:
                         owner.accepted_lengths.append(num_drafted)
-                        owner.draft_lengths.append(len(drafted))
+                        owner.draft_lengths.append(len(drafted) if owner.has_bonus else owner.num_ahead + 1)
                         observed.append(num_accepted)
+                        owner.num_ahead = goes_on * self.round.num_ahead
                 owner.token_ids += new_ids
                 if reason or num_before + num_new == limit:
-                    owner.ended_in_draft = num_new <= num_accepted
+                    owner.ended_in_draft = num_new <= num_accepted + goes_on
                     owner.finish_reason = reason or "length"
                     row = self._rows.index(owner)
                     self._rows[row] = None
@@ -289,6 +286,8 @@ class Decoder:
             if completion.token_ids and not completion.first_token_s:
                 completion.first_token_s = completion.busy_s
         if is_round:
+            self.rounds_s += seconds
+            self.num_rounds += 1
             draft_s, verify_s = self.clock.take()
             for drafter in self._host_timed:
                 draft_s -= drafter.take_host_s(draft_s)

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from llama_ssp.drafting.protocol import Drafter
-from llama_ssp.engine.clock import Clock
 from llama_ssp.engine.state import BatchState
 from llama_ssp.engine.verifier import Verifier
 from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
@@ -83,40 +82,17 @@ class Executor(Protocol):
         """Score a block with the target, verify it and commit the decision; without a block, decode one token."""
 
 
-def step(
-    executor: Executor, state: BatchState, block: Block | None, *, choice: DraftChoice, bucket: int, clock: Clock
-) -> tuple[Tensor, Block | None]:
-    """Run one round on a batch whose rows have at least two tokens.
-
-    Args:
-        executor: runs its pieces.
-        state: the batch.
-        block: drafted ahead by the previous round; None drafts now.
-        choice: how to draft, if there is no block.
-        bucket: number of cache slots to read, at least the longest row's length + K.
-        clock: times the pieces.
-
-    Returns:
-        The round's result (see `BatchState.commit`), and the block drafted ahead for the next round: None as long as no
-        executor drafts while the target verifies.
-    """
-    clock.start()
-    if block is None and choice.num_tokens:
-        block = executor.draft(state, choice=choice, bucket=bucket)
-        clock.lap("draft")
-    result = executor.verify(state, block, bucket=bucket)
-    clock.lap("verify")
-    return result, None
-
-
 class Round:
     """The target, the drafters (none for plain decoding) and the verifier, applied to a batch.
 
     Attributes:
         max_tokens_per_round: the most tokens that a round adds to a row.
+        num_ahead: the most drafted tokens that wait for verification when a round begins.
+        waits: see `OverlappedRound`.
     """
 
     keeps_state = False
+    waits: bool | None = False
 
     def __init__(self, target: Runner, *drafters: Drafter, verifier: Verifier) -> None:
         self.target = target
@@ -124,6 +100,7 @@ class Round:
         self.verifier = verifier
         num_draft_tokens = max([drafter.num_draft_tokens for drafter in drafters], default=0)
         self.max_tokens_per_round = num_draft_tokens + 1
+        self.num_ahead = 0
         self.last_and_drafted_W = torch.arange(-1, num_draft_tokens, device=target.device)
         self.uniforms = UniformTable(num_draft_tokens, target.device)
 

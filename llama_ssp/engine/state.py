@@ -49,6 +49,7 @@ class BatchState(NamedTuple):
         limits_B: length at which a row ends; equal to the row's length once it has ended.
         uniforms_BMN: all uniforms the rows can need; index M is for the round that begins M tokens after the prompt.
         keys_B: the key of each row's uniforms.
+        ahead_B: drafted tokens behind the text that wait for verification; 0 but in rounds that overlap (`overlap`).
         first_round_B: the row of the flattened `uniforms_BMN` for a round at length 0.
     """
 
@@ -58,6 +59,7 @@ class BatchState(NamedTuple):
     uniforms_BMN: Tensor
     first_round_B: Tensor
     keys_B: Tensor
+    ahead_B: Tensor
 
     @classmethod
     def empty(cls, *, batch_size: int, num_slots: int, num_rounds: int, table: UniformTable) -> "BatchState":
@@ -66,7 +68,8 @@ class BatchState(NamedTuple):
         tokens_BS = torch.zeros(batch_size, num_slots, dtype=torch.int64, device=device)
         twos_B = torch.full((batch_size,), 2, dtype=torch.int64, device=device)
         uniforms_BMN = torch.zeros(batch_size, num_rounds, table.num_uniforms, dtype=torch.float64, device=device)
-        return cls(tokens_BS, twos_B, twos_B.clone(), uniforms_BMN, -twos_B, keys_B=torch.zeros_like(twos_B))
+        keys_B, ahead_B = torch.zeros_like(twos_B), torch.zeros_like(twos_B)
+        return cls(tokens_BS, twos_B, twos_B.clone(), uniforms_BMN, -twos_B, keys_B, ahead_B)
 
     @property
     def rows(self) -> Rows:
@@ -104,7 +107,10 @@ class BatchState(NamedTuple):
             uniforms_BMN[row] = table.uniforms(keys_B[row], starts_M)
         first_round_B = torch.arange(len(requests), device=device) * num_rounds - lengths_B
         limits_B = to_device(limits, device)
-        return BatchState(to_device(tokens_BS, device), lengths_B, limits_B, uniforms_BMN, first_round_B, keys_B)
+        ahead_B = torch.zeros_like(lengths_B)
+        return BatchState(
+            to_device(tokens_BS, device), lengths_B, limits_B, uniforms_BMN, first_round_B, keys_B, ahead_B
+        )
 
     def put(self, rows_R: Tensor, other: "BatchState", *, prompt_lengths_R: Tensor) -> None:
         """Overwrite rows `rows_R` with the rows of `other`, whose prompts had the given lengths."""
@@ -114,6 +120,7 @@ class BatchState(NamedTuple):
         self.uniforms_BMN[rows_R, : other.uniforms_BMN.shape[1]] = other.uniforms_BMN
         self.first_round_B.index_copy_(0, rows_R, rows_R * self.num_rounds - prompt_lengths_R)
         self.keys_B.index_copy_(0, rows_R, other.keys_B)
+        self.ahead_B.index_copy_(0, rows_R, other.ahead_B)
 
     def uniforms(self) -> Tensor:
         """The uniforms (B, N) of the round that begins now."""
@@ -138,6 +145,7 @@ class BatchState(NamedTuple):
         self.lengths_B[rows] = length
         self.limits_B[rows] = length
         self.first_round_B[rows] = -length
+        self.ahead_B[rows] = 0
 
 
 def _key(request: Request) -> int:

@@ -14,12 +14,13 @@ from torch import Tensor
 
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.drafting.batch_split import BatchSplit
+from llama_ssp.sampling.ahead import verify_ahead
 from llama_ssp.sampling.context import Context
 from llama_ssp.sampling.rules import Draft, Rule, Verdict
 from llama_ssp.sampling.uniforms import Draws
 from llama_ssp.shapes import static_shape
 
-STOP_REQUESTED, NOT_A_NUMBER = 1, 2
+STOP_REQUESTED, NOT_A_NUMBER, GOES_ON = 1, 2, 4
 """Flags of `Decision.flags_B1`."""
 
 
@@ -29,7 +30,8 @@ class Decision(NamedTuple):
     Attributes:
         num_accepted_B1: how many drafted tokens become text.
         next_ids_B1: the token that follows them.
-        flags_B1: STOP_REQUESTED if the deciding rank is to stop, plus NOT_A_NUMBER in rows whose logits are NaN.
+        flags_B1: STOP_REQUESTED if the deciding rank is to stop, plus NOT_A_NUMBER in rows whose logits are NaN, plus
+            GOES_ON where the next token is drafted too, so that the tokens behind it stay in flight (`overlap`).
     """
 
     num_accepted_B1: Tensor
@@ -96,6 +98,19 @@ class Verifier:
             verdict = self._rule.verify(Draft(draft.ids_BK[own], draft.probs_BTV), target_BWV, draws=own_draws)
             packed_R3 = torch.cat([*self._decision(verdict)], dim=1)
         return _unpacked(self._split.gather(packed_R3, batch_size=batch_size))
+
+    def verify_ahead(
+        self, in_flight: Draft, following: Draft, target_BKV: Tensor, *, ahead_B: Tensor, draws: Draws
+    ) -> Decision:
+        """Examine what is in flight and the first token behind it; see `sampling.ahead`."""
+        decision = None
+        if self._decides:
+            verdict, goes_on_B1 = verify_ahead(
+                self._rule, in_flight, following, target_BKV, ahead_B=ahead_B, draws=draws
+            )
+            decision = self._decision(verdict)
+            decision.flags_B1.add_(goes_on_B1, alpha=GOES_ON)
+        return self._broadcast(decision, batch_size=static_shape(ahead_B)[0])
 
     def _decision(self, verdict: Verdict) -> Decision:
         num_accepted_B1, next_ids_B1, weights_B1 = verdict

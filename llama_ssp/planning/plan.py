@@ -158,6 +158,7 @@ def document(plan: Plan) -> dict[str, Any]:
             "max_new_tokens": job.max_new_tokens,
             "num_draft_tokens": job.num_draft_tokens if job.drafts else 0,
             "adapts": job.adapts,
+            "overlaps": job.overlaps,
             "free_draft": job.free_draft,
             "num_slots": job.num_slots,
             "cuda_graphs": job.cuda_graphs,
@@ -256,6 +257,7 @@ def time_document(timed: Timing, *, num_rows: int) -> dict[str, Any]:
         "best_num_draft_tokens": timed.best_num_draft_tokens,
         "best_num_draft_tokens_range": list(found.best_num_draft_tokens) if found else None,
         "speculative_ms_per_token_by_k": [1e3 * seconds for seconds in timed.by_num_draft_tokens],
+        "overlap": timed.overlap and timed.overlap.document(),
         "copy_share": timed.copy_share,
         "limit_share": timed.limit_share,
     }

@@ -80,6 +80,7 @@ class PlanSpec:
 
     Attributes:
         adapts: K is chosen for each round, up to `num_draft_tokens`, and may be 0.
+        overlap: drafting overlaps verification, if the draft has ranks of its own (`overlaps`).
         counts_tokens: penalties count the tokens of the vocabulary.
         free_draft: the kind of a draft without a model, whose cost is not counted; None without one.
         target_ranks, draft_ranks: ranks of each replica, increasing.
@@ -114,6 +115,7 @@ class PlanSpec:
     num_replicas: int = 1
     mean_prompt_tokens: float | None = None
     adapts: bool = False
+    overlap: bool = False
     temperature: float | None = None
     text: TextKind = TextKind.any
     rule: str = DEFAULT
@@ -131,6 +133,11 @@ class PlanSpec:
         return bool(self.draft or self.free_draft)
 
     @property
+    def overlaps(self) -> bool:
+        """Whether drafting overlaps verification."""
+        return self.overlap and self.draft is not None and self.draft_kind is DraftLayout.own_gpu
+
+    @property
     def target_devices(self) -> tuple[int, ...]:
         """All devices that hold weights of the target."""
         return (*self.target_ranks, *self.spare_devices)
@@ -142,8 +149,9 @@ class PlanSpec:
 
     @property
     def num_slots(self) -> int:
-        """Cache slots per row: its tokens and the K + 1 that a round may write beyond them, rounded up."""
-        return whole_steps(self.prompt_tokens + self.max_new_tokens + self.round_rows)
+        """Cache slots per row: its tokens and the K + 1, or 2 K, that a round may write beyond them, rounded up."""
+        in_flight = self.num_draft_tokens - 1 if self.overlaps else 0
+        return whole_steps(self.prompt_tokens + self.max_new_tokens + self.round_rows + in_flight)
 
     @property
     def draft_slots(self) -> int:
@@ -205,6 +213,7 @@ def make_job(config: PlanConfig, hardware: HardwareConfig) -> PlanSpec:
         num_replicas=placement.num_replicas,
         num_draft_tokens=config.speculation.most_draft_tokens,
         adapts=config.speculation.adapts,
+        overlap=config.speculation.overlap,
         acceptance=config.speculation.acceptance,
         temperature=config.sampling.temperature,
         text=config.speculation.text,

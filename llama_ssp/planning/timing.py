@@ -34,6 +34,7 @@ from llama_ssp.planning.layerwise import READ_BYTES_PER_S, waiting_bytes
 from llama_ssp.planning.measured import by_size
 from llama_ssp.planning.memory import bucket_of
 from llama_ssp.planning.messages import Message, round_messages
+from llama_ssp.planning.overlap import OverlapForecast, OverlappedRounds, OverlappedTime
 from llama_ssp.planning.roofline import (
     ForwardTime,
     ModelPlacement,
@@ -68,6 +69,7 @@ class Timing:
         by_num_draft_tokens: speculative seconds per token for K = 1, 2, ...
         best_num_draft_tokens: the fastest K.
         plain_range_s: the range of `plain_s` where it stands on data sheets; None on a machine that was measured.
+        overlap: of a job whose drafting overlaps verification.
         ranges: of what follows from the acceptance; None for a given one.
         copy_share, limit_share: the physical limit, reading what a plain step must read (`roofline.least_bytes`), over
             plain decoding: at the speed of a copy, and at the data sheet's bandwidth.
@@ -94,6 +96,7 @@ class Timing:
     cost_ratio: float | None = None
     by_num_draft_tokens: tuple[float, ...] = ()
     best_num_draft_tokens: int | None = None
+    overlap: OverlapForecast | None = None
     plain_range_s: tuple[float, float] | None = None
     ranges: RoundRanges | None = None
 
@@ -204,6 +207,17 @@ class CostModel:
         messages = round_messages(self.job, num_draft_tokens)
         return self.agree_s(messages.ids, messages.probabilities, messages.verdict) + self.rule_s(num_draft_tokens + 1)
 
+    def overlapped(self, draft_s: float, num_draft_tokens: int) -> OverlappedTime:
+        """A round in which drafting, which takes `draft_s`, overlaps the target's forward of K positions."""
+        messages = round_messages(self.job, num_draft_tokens)
+        return OverlappedTime(
+            draft_s=draft_s,
+            forward_s=self.forward(self.target, num_draft_tokens).total_s,
+            exchange_s=self.agree_s(messages.ids, messages.probabilities),
+            settle_s=self.agree_s(messages.verdict) + self.rule_s(num_draft_tokens + 3),
+            host_s=self.host_s,
+        )
+
     def verify_s(self, num_draft_tokens: int) -> float:
         """Device time of a round after drafting."""
         return self.forward(self.target, num_draft_tokens + 1).total_s + self.verdict_s(num_draft_tokens)
@@ -234,15 +248,24 @@ def _speculative(costs: CostModel, plain: Timing) -> Timing:
     acceptance = expected_of_job(job)
     first_s, step_s = (costs.draft_step_s(job.first_draft_rows), costs.draft_step_s(1)) if costs.draft else (0.0, 0.0)
 
+    rounds = OverlappedRounds(
+        lambda number: costs.overlapped(first_s + (number - 1) * step_s, number),
+        acceptance=acceptance.probability,
+        batch_size=job.batch_size,
+    )
+
     def round_s(num_draft_tokens: int) -> float:
+        if job.overlaps:
+            return rounds.round_s(num_draft_tokens)
         return first_s + (num_draft_tokens - 1) * step_s + costs.verify_s(num_draft_tokens) + costs.host_s
 
     chosen = job.num_draft_tokens
     all_rounds_s = [round_s(number) for number in range(1, max(MOST_DRAFT_TOKENS, chosen) + 1)]
-    by_number = token_times(all_rounds_s, acceptance.probability)
+    gain = rounds.gain if job.overlaps else tokens_per_round
+    by_number = token_times(all_rounds_s, acceptance.probability, gain)
     if job.adapts:
         chosen = min(ADAPTIVE_LENGTHS, key=lambda number: by_number[number - 1])
-    expected = tokens_per_round(acceptance.probability, chosen)
+    expected = gain(acceptance.probability, chosen)
     speculative_s, prefill_s = by_number[chosen - 1], plain.prefill_s
     if costs.draft:
         prefill_s += costs.prefill_s(costs.draft)
@@ -268,5 +291,6 @@ def _speculative(costs: CostModel, plain: Timing) -> Timing:
         cost_ratio=step_s / plain.plain_s,
         by_num_draft_tokens=by_number,
         best_num_draft_tokens=fastest(by_number),
-        ranges=ranges(acceptance, all_rounds_s, chosen=chosen, time_error=time_error(costs.hardware)),
+        overlap=rounds.forecast(chosen) if job.overlaps else None,
+        ranges=ranges(acceptance, all_rounds_s, chosen=chosen, time_error=time_error(costs.hardware), gain=gain),
     )

@@ -5,7 +5,8 @@ from statistics import fmean
 
 from llama_ssp.config.schema import ADAPTIVE
 from llama_ssp.reports.charts import COLOURS, GREY, MOST_LINES, SOFT, Chart, look
-from llama_ssp.reports.lines import PLAIN, SPECULATIVE, CompletionLine
+from llama_ssp.reports.lines import PLAIN, SPECULATIVE, CompletionLine, SpeculativeSummary
+from llama_ssp.reports.rounds.overlap import OverlapSummary
 from llama_ssp.reports.runs import Run
 from llama_ssp.reports.summary import counted_rounds
 
@@ -121,6 +122,8 @@ def round_timeline(run: Run) -> Chart | None:
     measured = run.summary.speculative
     if measured is None or not measured.num_rounds or not measured.draft_s + measured.verify_s:
         return None
+    if run.summary.overlap:
+        return _two_streams(run, run.summary.overlap, measured)
     num_steps = 1 if run.drafting == ADAPTIVE else run.num_draft_tokens
     step, verify, other = (
         1e3 * seconds / measured.num_rounds
@@ -138,6 +141,31 @@ def round_timeline(run: Run) -> Chart | None:
         kind, says = "draft steps" if colour == COLOURS[1] else name, f"{name}: {length:.3f} ms"
         chart.bar(passed + 0.003 * total * (place > 0), passed + length, 0.75, colour, says=says, name=kind)
         passed += length
+    return chart
+
+
+def _two_streams(run: Run, overlap: OverlapSummary, measured: SpeculativeSummary) -> Chart:
+    """The mean round on the target's ranks, below on the draft's: work, then waiting for the other model."""
+    total = 1e3 * (measured.draft_s + measured.verify_s + max(measured.other_s, 0.0)) / measured.num_rounds
+    chart = Chart(
+        title="A round of overlapped decoding on either model's ranks: one row's share, mean over all rounds",
+        x_label="ms", y_label="", highest_x=total, highest_y=1.0,
+    )  # fmt: skip
+    streams = (
+        ("target", "verification and rule", 1, overlap.target_idle_share, 0.55, COLOURS[0]),
+        ("draft", "draft steps", run.num_draft_tokens, overlap.draft_idle_share, 0.1, COLOURS[1]),
+    )
+    for model, kind, num_pieces, idle_share, bottom, colour in streams:
+        busy = total * (1 - (idle_share or 0.0))
+        for piece in range(num_pieces):
+            left, right = busy * piece / num_pieces, busy * (piece + 1) / num_pieces
+            name = f"{model}, step {piece + 1}" if num_pieces > 1 else model
+            chart.bar(
+                left + 0.003 * total * (piece > 0), right, bottom + 0.35, colour, bottom=bottom,
+                says=f"{name}: {right - left:.3f} ms", name=kind,
+            )  # fmt: skip
+        says = f"{model} idle: {total - busy:.3f} ms"
+        chart.bar(busy, total, bottom + 0.35, GREY, bottom=bottom, says=says, name="waiting for the other model")
     return chart
 
 

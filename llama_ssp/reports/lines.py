@@ -13,6 +13,7 @@ from llama_ssp.config.schema import ADAPTIVE
 from llama_ssp.reports.evaluation import Evaluation
 from llama_ssp.reports.excerpts import Excerpt
 from llama_ssp.reports.reading import read_json, restore
+from llama_ssp.reports.rounds.overlap import OverlapSummary, RankActivity
 
 SCHEMA_VERSION = 1
 MOST_DRAFTED = 1024
@@ -162,10 +163,8 @@ class StartUp:
         composed_s: the config is checked; nothing slow has been imported.
         imported_s: the common imports are done; transformers' models are imported with the checkpoints.
         joined_s: all ranks have met.
-        checked_s: checkpoints and prompts are checked, and the job is planned.
-        loaded_s: the models are loaded.
-        first_token_s: the first token is shown, in some tasks after a warm-up. Null for typed prompts and for
-            task=benchmark.
+        checked_s, loaded_s: checkpoints and prompts are checked, and the job is planned; the models are loaded.
+        first_token_s: the first token is shown, in some tasks after a warm-up; null for typed prompts and benchmarks.
     """
 
     began_unix_s: float
@@ -192,6 +191,7 @@ class RunFacts:
     memory: list[RankMemory]
     forecast: Forecast = Forecast()
     startup: StartUp | None = None
+    activities: list[RankActivity] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,8 +203,7 @@ class BenchmarkRow:
         forecast_ms_per_token: the plan's forecast for our own candidates; empty without a plan.
         tokens_per_round: of our speculative decoding.
         other_share: share of our rounds' time that is neither drafting nor verification.
-        copy_share: time to copy the weights that a plain step reads on a rank, over the time of a step; copies and
-            steps are timed in turns. Above 1 if a cache holds the weights.
+        copy_share: time to copy a rank's weights of a plain step, over that of a step; above 1 if a cache holds them.
         text_sha256: hash of the token ids that prompts were cut from.
         versions, git_commit: the software that measured the row.
     """
@@ -282,6 +281,7 @@ class Summary:
     forecast: Forecast
     memory: list[RankMemory]
     startup: StartUp | None = None
+    overlap: OverlapSummary | None = None
     cells: list[BenchmarkRow] = field(default_factory=list)
     evaluation: Evaluation | None = None
     excerpts: list[Excerpt] = field(default_factory=list)

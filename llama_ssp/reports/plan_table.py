@@ -191,6 +191,10 @@ def _basis(plan: Mapping[str, Any]) -> list[str]:
             f"{shown['tokens_per_round']} tokens per round at an acceptance of {shown['acceptance']}; "
             f"c = {time['cost_ratio']:.3f}; best K = {best}{between}; in brackets 80 % ranges"
         )
+        if overlap := time["overlap"]:
+            idle = (f"{model} idle {100 * overlap[f'{model}_idle_share']:.0f} %" for model in ("target", "draft"))
+            dropped = f"{100 * overlap['dropped_share']:.0f} % of drafted tokens dropped"
+            lines.append(f"drafting overlaps verification: {', '.join(idle)}, {dropped}")
         lines.append(f"acceptance: {time['acceptance_source']}")
     return lines
 

@@ -31,7 +31,7 @@ from llama_ssp.reports.settings import changed_settings
 from llama_ssp.visible import visible
 
 _Line = TypeVar("_Line")
-COSTS_FILE, KERNELS_FILE = "round_costs.json", "kernels.json"
+COSTS_FILE, KERNELS_FILE, OVERLAP_FILE = "round_costs.json", "kernels.json", "overlap.json"
 CHANGEABLE = (
     "run_dir", "timeouts", "hardware", "dry_run", "speculation.acceptance", "speculation.text",
     "task.picture", "task.store", "task.gate", "task.margin", "task.near_tie", "task.num_prompts",
@@ -83,7 +83,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         self.rows.append(row)
 
     def read_measured(self, name: str) -> str | None:
-        """The content of COSTS_FILE or KERNELS_FILE, None if there is none; raises SspError if it cannot be read."""
+        """The content of such a file, None if there is none; raises SspError if it cannot be read."""
         file = self.path / name
         if not file.exists():
             return None
@@ -91,7 +91,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
             return _read(file).decode("utf-8", errors="replace")
 
     def write_measured(self, name: str, content: str) -> None:
-        """Write COSTS_FILE or KERNELS_FILE; raises SspError if the disk fails."""
+        """Write such a file; raises SspError if the disk fails."""
         _write_whole(self.path / name, content)
 
     def put_in_order(self) -> None:

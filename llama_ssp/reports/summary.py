@@ -16,6 +16,7 @@ from llama_ssp.reports.lines import (
     Summary,
 )
 from llama_ssp.reports.provenance import git_commit, versions
+from llama_ssp.reports.rounds.overlap import OverlapSummary, idle_share, num_drafted
 
 
 def summarise(
@@ -42,7 +43,7 @@ def summarise(
         plain=_plain(plain_lines) if plain_lines else None,
         speculative=_speculative(speculative_lines, facts.num_draft_tokens) if speculative_lines else None,
         speedup=speedup(lines), forecast=facts.forecast, memory=facts.memory, startup=facts.startup, cells=[*cells],
-        evaluation=evaluation, excerpts=[*excerpts],
+        evaluation=evaluation, excerpts=[*excerpts], overlap=_overlap(facts, speculative_lines),
     )  # fmt: skip
 
 
@@ -115,6 +116,28 @@ def _speculative(lines: Sequence[CompletionLine], num_draft_tokens: int) -> Spec
         draft_s=sum(line.draft_s for line in lines), verify_s=sum(line.verify_s for line in lines),
         other_s=sum(line.other_s for line in lines), drafted_histogram=drafted_histogram(lines, num_draft_tokens),
     )  # fmt: skip
+
+
+def _overlap(facts: RunFacts, lines: Sequence[CompletionLine]) -> OverlapSummary | None:
+    """What overlapped rounds did."""
+    if not facts.activities:
+        return None
+    waits = any(each.waits for each in facts.activities)
+    drafted = sum(num_drafted(line.accepted_lengths, facts.num_draft_tokens, waits=waits) for line in lines)
+    num_copies, size = facts.placement["num_replicas"], facts.world_size
+    each = range(0, size, size // num_copies)
+    ranks = {
+        model: [first + rank for first in each for rank in facts.placement[model]["ranks"]]
+        for model in ("target", "draft")
+    }
+    return OverlapSummary(
+        waits=waits,
+        target_idle_share=idle_share(facts.activities, ranks["target"]),
+        draft_idle_share=idle_share(facts.activities, ranks["draft"]),
+        num_drafted_tokens=drafted,
+        num_dropped_tokens=drafted - sum(sum(line.accepted_lengths) for line in lines),
+        ranks=facts.activities,
+    )
 
 
 def _num_new_tokens(lines: Sequence[CompletionLine]) -> int:

@@ -1,12 +1,15 @@
-"""Measures what rounds cost before an adaptive run begins, and gives the decoder these constants.
+"""Measures what rounds cost before a run begins that adapts or overlaps, and gives the decoder these constants.
 
 All ranks use the costs that rank 0 measured. A run folder keeps them for when the run is resumed.
 """
 
 import json
+import logging
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from statistics import linear_regression
+from typing import Any
 
 from llama_ssp.architectures.sizes import CATCH_UP_CHUNK
 from llama_ssp.config.schema import ADAPTIVE_LENGTHS, RunConfig, WeightsKind
@@ -14,14 +17,18 @@ from llama_ssp.distributed.agree import raise_on_all_ranks
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.engine.draft_length import AdaptiveLength, RoundCosts
 from llama_ssp.engine.loop import Decoder
+from llama_ssp.engine.overlap import OverlappedRound
 from llama_ssp.engine.round import DraftChoice
 from llama_ssp.errors import ConfigError
 from llama_ssp.planning.acceptance.expected import expected
 from llama_ssp.planning.acceptance.pair import pair_of_run
+from llama_ssp.planning.overlap import OverlappedTime, better_to_wait
 from llama_ssp.reports.reading import read_json, restore
-from llama_ssp.reports.records import COSTS_FILE, RunFolder
+from llama_ssp.reports.records import COSTS_FILE, OVERLAP_FILE, RunFolder
 
 _NUM_WARM, _NUM_TIMED, _ENOUGH_S = 2, 16, 2.0
+_NUM_WARM_PIECES, _NUM_TIMED_PIECES = 3, 8
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,3 +142,59 @@ def _from_json(text: str, choices: list[DraftChoice]) -> RoundCosts:
     if [*rounds] != choices or min(rounds.values()) <= 0 or len(costs.catch_up_seconds) != num_sources:
         raise ConfigError(f"{COSTS_FILE} of run_dir lacks the cost of a round of this run: {remedy}")
     return RoundCosts(rounds=rounds, catch_up=tuple(costs.catch_up_seconds))
+
+
+def settle_overlap(
+    decoder: Decoder, config: RunConfig, *, comm: Comm, num_slots: int, folder: RunFolder | None = None
+) -> None:
+    """Choose once for a decoder, if its drafting overlaps verification; all ranks must call this together.
+
+    The choice is how rounds go on after a rejection, by what both models take. For arguments and errors see
+    `settle_length`.
+    """
+    round_ = decoder.round
+    if not isinstance(round_, OverlappedRound) or round_.waits is not None:
+        return
+    kept = None
+    with raise_on_all_ranks(comm):
+        kept = folder.read_measured(OVERLAP_FILE) if folder else None
+        if kept is not None:
+            _waits(kept)
+    kept = comm.broadcast_text(kept or "", src=0)
+    if not kept:
+        found = _measured_pieces(decoder, comm=comm, num_slots=num_slots)
+        pieces, written = OverlappedTime(**found), ""
+        with raise_on_all_ranks(comm):
+            waits = better_to_wait(
+                pieces, acceptance=_expected_acceptance(config)[0], num_draft_tokens=round_.num_ahead + 1,
+                batch_size=decoder.batch_size,
+            )  # fmt: skip
+            written = json.dumps({"waits": waits} | found, indent=1) + "\n"
+        kept = comm.broadcast_text(written, src=0)
+        with raise_on_all_ranks(comm):
+            if folder:
+                folder.write_measured(OVERLAP_FILE, kept)
+    round_.waits = _waits(kept)
+    _log.info("after a rejection: %s", "waits for a block" if round_.waits else "verifies one token early")
+
+
+def _measured_pieces(decoder: Decoder, *, comm: Comm, num_slots: int) -> dict[str, float]:
+    """Seconds of K draft steps and of the target's forward, each while the other goes on; the mean of some rounds."""
+    choice, executor = decoder.length.choices[0], decoder.executor
+    decoder.time_rounds([choice] * _NUM_WARM_PIECES, num_slots=num_slots)
+    decoder.time_rounds([choice] * _NUM_TIMED_PIECES, num_slots=num_slots)
+    drafts = bool(getattr(executor, "drafts_here", False))
+    each = [json.loads(text) for text in comm.gather_text(json.dumps([drafts, decoder.worked_s / _NUM_TIMED_PIECES]))]
+    return {
+        name: max(seconds for of_draft, seconds in each if of_draft is is_draft)
+        for name, is_draft in (("draft_s", True), ("forward_s", False))
+    }
+
+
+def _waits(text: str) -> bool:
+    content: Any = None
+    with suppress(ValueError):
+        content = read_json(text)
+    if not isinstance(content, dict) or not isinstance(content.get("waits"), bool):
+        raise ConfigError(f"{OVERLAP_FILE} of run_dir is damaged: delete it to measure again")
+    return bool(content["waits"])

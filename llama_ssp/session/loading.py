@@ -9,7 +9,7 @@ from functools import partial
 from transformers import PreTrainedTokenizerBase
 
 from llama_ssp.config.drafts.drafter import drafts
-from llama_ssp.config.drafts.model import matching_of
+from llama_ssp.config.drafts.model import NO_GPUS, matching_of
 from llama_ssp.config.layout import lay_out_replica, may_capture
 from llama_ssp.config.schema import RunConfig
 from llama_ssp.config.target_placement import TargetKind
@@ -18,15 +18,18 @@ from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.mesh import Mesh, build_mesh
 from llama_ssp.distributed.ranklog import describe_part
 from llama_ssp.distributed.world import World, on_all_cores
+from llama_ssp.drafting.ahead import AheadDrafter
 from llama_ssp.drafting.batch_split import BatchSplit
 from llama_ssp.drafting.maker import make_drafters
 from llama_ssp.drafting.translation import TokenizerPair
 from llama_ssp.engine.completion import StopRequest
 from llama_ssp.engine.executors.choice import make_executor
 from llama_ssp.engine.loop import Decoder
+from llama_ssp.engine.overlap import OverlappedRound
 from llama_ssp.engine.round import Round
 from llama_ssp.engine.stops import StopStrings
 from llama_ssp.engine.verifier import Verifier
+from llama_ssp.errors import ConfigError
 from llama_ssp.models.null_runner import NullRunner
 from llama_ssp.models.runner import Runner
 from llama_ssp.reports.records import RunFolder
@@ -79,6 +82,8 @@ def load_models(
     Afterwards the collectives of `world` time out after `timeouts.decode_s`, and its GPUs wait for their replica alone.
     """
     target_source, draft_source = sources
+    if config.speculation.overlap and world.device.type == "cuda":
+        raise ConfigError(NO_GPUS)
     layout = lay_out_replica(config.placement, world_size=world.comm.size, has_draft=draft_source is not None)
     with on_all_cores(world.cores):
         mesh = build_mesh(
@@ -169,7 +174,11 @@ def build_decoder(
             split=split, tokenizers=models.tokenizers,
         )  # fmt: skip
     verifier = Verifier(rule, comm=mesh.replica, verify_rank=mesh.layout.verify_rank, device=device, split=split)
-    round_ = Round(models.target, *drafters, verifier=verifier)
+    match drafters:
+        case [AheadDrafter() as ahead]:
+            round_: Round = OverlappedRound(models.target, ahead, verifier=verifier)
+        case _:
+            round_ = Round(models.target, *drafters, verifier=verifier)
     captures = config.cuda_graphs and may_capture(config.placement.target)
     return Decoder(
         round_,

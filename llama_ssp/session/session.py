@@ -26,7 +26,8 @@ from llama_ssp.planning.plan import Plan
 from llama_ssp.reports.evaluation import Evaluation
 from llama_ssp.reports.lines import PLAIN, SPECULATIVE, CompletionLine, LineKey
 from llama_ssp.reports.records import RunFolder
-from llama_ssp.session.draft_length import settle_length
+from llama_ssp.reports.rounds.overlap import RankActivity
+from llama_ssp.session.draft_length import settle_length, settle_overlap
 from llama_ssp.session.jobs import PromptTask, waves, with_answers
 from llama_ssp.session.lines import to_line
 from llama_ssp.session.loading import Models, build_decoder
@@ -96,6 +97,17 @@ class Session:
         """Speculative with a draft, else plain."""
         return SPECULATIVE if self.models.drafts else PLAIN
 
+    @property
+    def activity(self) -> RankActivity:
+        """What this rank did in speculative rounds that overlap."""
+        rank, made = self.world.comm.rank, self._decoders.get(SPECULATIVE)
+        if made is None:
+            return RankActivity(rank=rank, rounds_s=0.0, waited_s=0.0)
+        return RankActivity(
+            rank=rank, rounds_s=made.rounds_s, waited_s=made.clock.waited_s, num_rounds=made.num_rounds,
+            draft_cpu_s=made.clock.draft_cpu_s, waits=bool(made.round.waits),
+        )  # fmt: skip
+
     def decoder(self, mode: str) -> Decoder:
         """The decoder of a mode, built on first use."""
         if mode not in self._decoders:
@@ -126,6 +138,7 @@ class Session:
         if mode == SPECULATIVE:
             longest = max(len(job.request.prompt_ids) + job.request.max_new_tokens // 2 for job in jobs)
             settle_length(decoder, self.config, comm=self.world.comm, num_slots=longest, folder=self.folder)
+            settle_overlap(decoder, self.config, comm=self.world.comm, num_slots=longest, folder=self.folder)
         return decoder
 
     @contextmanager

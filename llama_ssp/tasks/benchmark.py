@@ -22,7 +22,6 @@ from llama_ssp.calibration.operators import copy_bytes_per_s
 from llama_ssp.config.drafts.drafter import draft_name
 from llama_ssp.config.drafts.model import matching_of
 from llama_ssp.config.drafts.ngram import NgramConfig
-from llama_ssp.config.schema import SpeculationConfig
 from llama_ssp.config.tasks.benchmark import BenchmarkConfig
 from llama_ssp.console.progress import Pace, RunProgress
 from llama_ssp.distributed.agree import raise_on_all_ranks
@@ -196,7 +195,7 @@ def _measure(
     assert isinstance(task, BenchmarkConfig)
     prompt_tokens, batch_size, num_draft_tokens = cell
     prompts = cut(text, num_prompts=batch_size, num_tokens=prompt_tokens)
-    speculation = SpeculationConfig(num_draft_tokens=num_draft_tokens or 1)
+    speculation = replace(config.speculation, num_draft_tokens=num_draft_tokens or 1)
     config = replace(config, batch_size=batch_size, speculation=speculation, ignore_eos=True, stop_strings=[])
     names = _candidates(num_draft_tokens, batch_size=batch_size, peers=peers)
     num_new_tokens = config.max_new_tokens

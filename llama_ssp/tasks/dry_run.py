@@ -244,7 +244,7 @@ def job_of_run(
         draft=draft, free_draft=None if draft else draft_name(config.draft), matching=matching_of(config.draft),
         draft_kind=layout.draft_kind, draft_ranks=layout.draft_ranks, draft_whole=placement.draft.whole,
         num_replicas=placement.num_replicas, num_draft_tokens=config.speculation.most_draft_tokens,
-        adapts=config.speculation.adapts, acceptance=acceptance,
+        adapts=config.speculation.adapts, overlap=config.speculation.overlap, acceptance=acceptance,
         temperature=config.sampling.temperature, text=config.speculation.text,
         rule=config.verification.rule if config.sampling.temperature > 0 else AT_ZERO,
         counts_tokens=config.sampling.penalizes,

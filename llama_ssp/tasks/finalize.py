@@ -1,18 +1,21 @@
 """The end of a run, even an interrupted one: records and shows its measurements with the forecasts."""
 
 import json
+from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from llama_ssp.config.drafts.drafter import draft_name
 from llama_ssp.config.tasks.spec import task_of
 from llama_ssp.errors import ConfigError, FailedEvaluation
 from llama_ssp.reports.lines import Forecast, RankMemory, RunFacts
+from llama_ssp.reports.rounds.overlap import RankActivity, round_gains
 from llama_ssp.reports.summary import summarise
 from llama_ssp.session.excerpts import excerpts
 from llama_ssp.session.session import Session
 from llama_ssp.tasks.dispatch import conclude_task
 from llama_ssp.tasks.dry_run import forecast, planned_bytes
-from llama_ssp.tasks.slowness import Surroundings, slowness
+from llama_ssp.tasks.slowness import Surroundings, late_draft, slowness
 
 
 def finalize(session: Session) -> None:
@@ -23,6 +26,7 @@ def finalize(session: Session) -> None:
     comm, folder, config = session.world.comm, session.folder, session.config
     session.memory.sample()
     peaks = [json.loads(peak) for peak in comm.gather_text(json.dumps(session.memory.peak_bytes))]
+    activities = _activities(session)
     if folder is None:
         return
     if config.placement.num_replicas > 1:
@@ -38,9 +42,13 @@ def finalize(session: Session) -> None:
             for rank, peak in enumerate(peaks)
         ],
         forecast=forecast(session.plan.timing) if session.plan and not task.largest_cell else Forecast(),
-        startup=session.start_clock.times,
+        startup=session.start_clock.times, activities=activities,
     )  # fmt: skip
-    shown = excerpts(folder.lines, session.models.tokenizer)
+    gains_of = None
+    if activities:
+        waits = any(each.waits for each in activities)
+        gains_of = partial(round_gains, num_draft_tokens=config.speculation.most_draft_tokens, waits=waits)
+    shown = excerpts(folder.lines, session.models.tokenizer, gains_of=gains_of)
     summary = summarise(facts, folder.lines, folder.rows, evaluation=session.evaluation, excerpts=shown)
     folder.write_summary(summary)
     session.terminal.end_of_text()  # an interruption may leave one open
@@ -51,13 +59,23 @@ def finalize(session: Session) -> None:
     if summary.evaluation:
         session.terminal.verdict(summary.evaluation)
     session.terminal.closing(summary, run_dir=folder.path)
-    if sentence := slowness(summary, Surroundings.of(session.world)):
+    around = Surroundings.of(session.world)
+    late = late_draft(summary, session.plan.timing, around) if session.plan else None
+    if sentence := late or slowness(summary, around):
         session.terminal.say(sentence)
     conclude_task(session)
     try:
         folder.write_report(summary)
     except ConfigError as error:  # the run is complete without its figures
         session.terminal.say(f"{error}; llama-ssp report writes report.html later")
+
+
+def _activities(session: Session) -> list[RankActivity]:
+    """What each rank did in rounds that overlap; empty in any other run."""
+    if not session.config.speculation.overlap:
+        return []
+    own = json.dumps(asdict(session.activity))
+    return [RankActivity(**json.loads(each)) for each in session.world.comm.gather_text(own)]
 
 
 def pass_gate(session: Session) -> None:

@@ -6,12 +6,15 @@ from dataclasses import dataclass
 import torch
 
 from llama_ssp.distributed.world import World
+from llama_ssp.planning.timing import Timing
 from llama_ssp.reports.lines import PLAIN, SPECULATIVE, Summary
 
 MUCH_SLOWER = 3.0
 """Times its forecast, from which a run is worth a sentence."""
 _LEAST_TOKENS = 32
 """Shorter runs mostly show their fixed costs."""
+_RUNNING_SHARE = 0.6
+"""Share of its time that a rank that drafts runs, where nobody disturbs it."""
 _BUSY_SHARE = 0.25
 """Share of the cores that other programs must use to be named."""
 
@@ -64,6 +67,27 @@ def slowness(summary: Summary, around: Surroundings) -> str | None:
     return (
         f"{mode} decoding took {ratio:.1f} times its forecast ({measured_ms:.2f} ms/token, forecast "
         f"{expected_ms:.2f}): {_reason(around)}"
+    )
+
+
+def late_draft(summary: Summary, timed: Timing, around: Surroundings) -> str | None:
+    """A sentence on a draft that kept an overlapped run's target waiting, with the likely reason; None otherwise."""
+    if summary.overlap is None or timed.overlap is None or timed.num_draft_tokens is None:
+        return None
+    drafting = [each for each in summary.overlap.ranks if each.draft_cpu_s and each.num_rounds]
+    if not drafting or summary.num_new_tokens < _LEAST_TOKENS:
+        return None
+    slowest = max(drafting, key=lambda each: each.worked_s)
+    expected_ms, took_ms = 1e3 * timed.overlap.draft_s, 1e3 * slowest.worked_s / slowest.num_rounds
+    if took_ms <= MUCH_SLOWER * expected_ms:
+        return None
+    share = slowest.draft_cpu_s / slowest.worked_s
+    reason = _reason(around)
+    if share < _RUNNING_SHARE:
+        reason = f"its process ran for {100 * share:.0f} % of that time (other programs use its core, or stopped it)"
+    return (
+        f"the draft on rank {slowest.rank} was late: {timed.num_draft_tokens} tokens took {took_ms:.2f} ms, "
+        f"{took_ms / expected_ms:.1f} times the forecast ({expected_ms:.2f}): {reason}"
     )
 
 

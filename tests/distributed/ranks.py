@@ -37,6 +37,7 @@ from llama_ssp.distributed.agree import raise_on_all_ranks
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.operators import is_recording
 from llama_ssp.distributed.world import World, start
+from llama_ssp.engine.overlap import OverlappedExecutor
 from llama_ssp.engine.round import Block, DraftChoice
 from llama_ssp.engine.state import BatchState, Request
 from llama_ssp.errors import CheckpointError, SspError
@@ -159,6 +160,7 @@ def complete(world: World, config: RunConfig, prompts: list[str], *, num_tokens:
     models = replace(models, mesh=replace(mesh, replica=counting, draft=draft))
     decoder = build_decoder(models, config, speculative=True)
     executor, drafted_bytes, round_bytes = decoder.executor, [0], set[int]()
+    assert not isinstance(executor, OverlappedExecutor)
     draft_piece, verify_piece = executor.draft, executor.verify
 
     def counted_draft(state: BatchState, *, choice: DraftChoice, bucket: int) -> Block:

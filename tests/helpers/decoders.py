@@ -16,8 +16,9 @@ from llama_ssp.engine.completion import RowCompletion, StopRequest
 from llama_ssp.engine.executors.cuda_graph import CudaGraphExecutor, Recorder
 from llama_ssp.engine.executors.traced_cpu import TracedExecutor
 from llama_ssp.engine.loop import Decoder
-from llama_ssp.engine.round import DraftChoice, Executor, Round, step
+from llama_ssp.engine.round import DraftChoice, Executor, Round
 from llama_ssp.engine.state import BatchState, Request
+from llama_ssp.engine.step import step
 from llama_ssp.engine.verifier import Verifier
 from llama_ssp.models.runner import Runner
 from llama_ssp.sampling.rules import Rule, make_rule

@@ -7,10 +7,24 @@ from enum import Enum
 from llama_ssp.config import catalogue
 from llama_ssp.config.drafts.drafter import DrafterRecord
 from llama_ssp.config.options.hub_ids import is_hub_id
-from llama_ssp.config.schema import MODEL_DRAFT, DrafterConfig, ModelConfig
+from llama_ssp.config.schema import (
+    ADAPTIVE,
+    MODEL_DRAFT,
+    DeviceKind,
+    DrafterConfig,
+    DraftLayout,
+    ModelConfig,
+    PlacementConfig,
+    SpeculationConfig,
+)
 
 ANY_DRAFT = "draft.tokenizer=own allows any"
 """What an error says of drafts with another vocabulary."""
+NO_GPUS = (
+    "speculation.overlap=true runs on CPUs alone so far, since its rounds are not captured as CUDA graphs: "
+    "leave it out, or use device=cpu"
+)
+"""The error of a run on GPUs."""
 
 
 class DraftTokenizer(Enum):
@@ -83,6 +97,34 @@ def matching_of(draft: DrafterConfig) -> Matching | None:
     if not isinstance(draft, ModelDraftConfig) or draft.tokenizer is DraftTokenizer.same:
         return None
     return draft.matching
+
+
+def problems_of_overlap(
+    speculation: SpeculationConfig, draft: DrafterConfig, placement: PlacementConfig, device: DeviceKind
+) -> Iterator[str]:
+    """Yield what keeps drafting from overlapping verification, the same for runs and plans."""
+    if not speculation.overlap or (draft.model is None and draft.fallback is None and draft.kind == "none"):
+        return
+    if draft.model is None:
+        yield f"speculation.overlap=true needs a draft model, and draft={draft.kind} has none: give one with draft=NAME"
+        return
+    if placement.auto or placement.draft.kind is not DraftLayout.own_gpu:
+        chosen = "placement=auto" if placement.auto else f"placement.draft.kind={placement.draft.kind.name}"
+        yield (
+            f"speculation.overlap=true needs a draft on ranks of its own, and {chosen} was given: "
+            "use placement=own_gpu on at least 2 ranks"
+        )
+    if speculation.adapts:
+        yield (
+            f"speculation.overlap=true needs one K for all rounds, and speculation.num_draft_tokens={ADAPTIVE} was "
+            "given: use a number, about as many as draft steps fit into a forward of the target"
+        )
+    if draft.fallback is not None:
+        yield f"speculation.overlap=true drafts with the model alone: leave draft.fallback={draft.fallback} out"
+    if matching_of(draft):
+        yield "speculation.overlap=true needs a draft with the target's tokenizer: leave draft.tokenizer=own out"
+    if device is DeviceKind.cuda:
+        yield NO_GPUS
 
 
 DRAFTER = DrafterRecord(name=MODEL_DRAFT, make="llama_ssp.drafting.model:make", config=ModelDraftConfig, has_model=True)

@@ -2,17 +2,21 @@
 
 from llama_ssp.engine.executors.cuda_graph import CudaGraphExecutor, CudaRecorder
 from llama_ssp.engine.executors.traced_cpu import TracedExecutor
+from llama_ssp.engine.executors.traced_overlap import TracedOverlap
+from llama_ssp.engine.overlap import OverlappedExecutor, OverlappedRound
 from llama_ssp.engine.round import Executor, Round
 
 
-def make_executor(round_: Round, *, cuda_graphs: bool, serves_many: bool = False) -> Executor:
-    """Choose by the device of the target.
+def make_executor(round_: Round, *, cuda_graphs: bool, serves_many: bool = False) -> Executor | OverlappedExecutor:
+    """Choose by the kind of round and the device of the target.
 
     Args:
         round_: what it executes.
         cuda_graphs: whether a GPU's rounds are captured.
         serves_many: many short completions will follow, so that prefills are worth a trace.
     """
+    if isinstance(round_, OverlappedRound):
+        return TracedOverlap(round_)
     if round_.target.device.type == "cpu":
         return TracedExecutor(round_, traces_prefill=serves_many)
     if not cuda_graphs:

@@ -8,7 +8,7 @@ from functools import lru_cache
 from llama_ssp.planning.acceptance.fitted import DataSheetError, forecast
 from llama_ssp.planning.acceptance.known import known
 from llama_ssp.planning.acceptance.pair import Acceptance, DraftedPair, pair_of_job
-from llama_ssp.planning.acceptance.rounds import tokens_per_round
+from llama_ssp.planning.acceptance.rounds import Gain, tokens_per_round
 from llama_ssp.planning.spec import PlanSpec
 
 NARROW_KS = 2
@@ -46,16 +46,16 @@ def expected_of_job(job: PlanSpec) -> Acceptance:
     return expected(pair_of_job(job))
 
 
-def token_times(rounds_s: Sequence[float], acceptance: float) -> tuple[float, ...]:
+def token_times(rounds_s: Sequence[float], acceptance: float, gain: Gain = tokens_per_round) -> tuple[float, ...]:
     """Seconds per token for K = 1, 2, ... from those of a round."""
-    tokens = _tokens_by_length(acceptance, len(rounds_s))
+    tokens = _tokens_by_length(acceptance, len(rounds_s), gain)
     return tuple(seconds / number for seconds, number in zip(rounds_s, tokens, strict=True))
 
 
 @lru_cache(maxsize=1024)  # a search asks for the same few pairs
-def _tokens_by_length(acceptance: float, most: int) -> tuple[float, ...]:
+def _tokens_by_length(acceptance: float, most: int, gain: Gain) -> tuple[float, ...]:
     """Tokens per round for K = 1 ... `most`."""
-    return tuple(tokens_per_round(acceptance, number) for number in range(1, most + 1))
+    return tuple(gain(acceptance, number) for number in range(1, most + 1))
 
 
 def fastest(times: Sequence[float]) -> int:
@@ -64,16 +64,21 @@ def fastest(times: Sequence[float]) -> int:
 
 
 def ranges(
-    acceptance: Acceptance, rounds_s: Sequence[float], *, chosen: int, time_error: DataSheetError | None
+    acceptance: Acceptance,
+    rounds_s: Sequence[float],
+    *,
+    chosen: int,
+    time_error: DataSheetError | None,
+    gain: Gain = tokens_per_round,
 ) -> RoundRanges | None:
     """The ranges at K = `chosen`, where rounds take `rounds_s` for K = 1, 2, ...; None for a given acceptance."""
     if acceptance.low is None or acceptance.high is None:
         return None
     low, high = acceptance.ends
-    middle, slow, fast = (token_times(rounds_s, each) for each in (acceptance.probability, low, high))
+    middle, slow, fast = (token_times(rounds_s, each, gain) for each in (acceptance.probability, low, high))
     ends_s = joint_ends(middle[chosen - 1], (fast[chosen - 1], slow[chosen - 1]), time_error)
     return RoundRanges(
-        tokens_per_round=(tokens_per_round(low, chosen), tokens_per_round(high, chosen)),
+        tokens_per_round=(gain(low, chosen), gain(high, chosen)),
         token_s=ends_s,
         best_num_draft_tokens=(fastest(slow), fastest(fast)),
     )

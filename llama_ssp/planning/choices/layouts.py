@@ -64,6 +64,8 @@ def placement_settings(job: PlanSpec) -> list[str]:
     if job.draft is None:
         return settings
     settings.append(f"placement.draft.kind={job.draft_kind.name}")
+    if job.overlaps:
+        settings.append("speculation.overlap=true")
     num_default = {DraftLayout.one_rank: 1, DraftLayout.own_gpu: 1}.get(job.draft_kind, len(job.target_ranks))
     if len(job.draft_ranks) != num_default:
         settings.append(f"placement.draft.tp_size={len(job.draft_ranks)}")

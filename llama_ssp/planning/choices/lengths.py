@@ -15,6 +15,9 @@ def by_length(job: PlanSpec, timed: Timing) -> Iterator[tuple[float, PlanSpec]]:
     """
     if not timed.by_num_draft_tokens:
         return
+    if job.overlaps and not timed.knows_best_k:  # which needs one K for all rounds
+        yield timed.by_num_draft_tokens[job.num_draft_tokens - 1], replace(job, adapts=False)
+        return
     if timed.knows_best_k:
         times = sorted((token_s, number) for number, token_s in enumerate(timed.by_num_draft_tokens, start=1))
         yield from ((token_s, replace(job, num_draft_tokens=number, adapts=False)) for token_s, number in times)

@@ -12,7 +12,7 @@ from typing import Any
 from llama_ssp.config import catalogue
 from llama_ssp.config.formats.format import format_of, formats
 from llama_ssp.config.hardware import HardwareConfig
-from llama_ssp.config.schema import ModelConfig
+from llama_ssp.config.schema import DraftLayout, ModelConfig
 from llama_ssp.errors import PlacementError
 from llama_ssp.planning.choices.layouts import layouts, placement_settings
 from llama_ssp.planning.choices.lengths import by_length, length_setting
@@ -30,6 +30,7 @@ class Choice:
     Attributes:
         num_ranks, num_replicas: ranks of a replica, and the replicas that fill the machine.
         adapts: K is chosen for each round, because nobody knows which one is best.
+        overlaps: drafting overlaps verification.
         ms_per_token: of a completion, for the best K, or plain without a draft.
         tokens_per_s: of all rows and replicas.
         first_token_ms: the prompt.
@@ -46,6 +47,7 @@ class Choice:
     num_ranks: int
     num_replicas: int
     adapts: bool = False
+    overlaps: bool = False
     ms_per_token: float | None = None
     tokens_per_s: float | None = None
     first_token_ms: float | None = None
@@ -89,7 +91,7 @@ def _candidates(job: PlanSpec, hardware: HardwareConfig) -> Iterator[PlanSpec]:
             drafts += [job.draft] if job.draft.name not in {draft.name for draft in drafts} else []
         for quantization in formats():
             target = planned_model(replace(model, quantization=quantization), device=hardware.device)
-            plain = replace(job, target=target, draft=None, matching=None, draft_ranks=())
+            plain = replace(job, target=target, draft=None, matching=None, draft_ranks=(), overlap=False)
             for base in layouts(plain, num_ranks=hardware.num_ranks, divides=True, thorough=False):
                 yield base
                 if _has_room(base, hardware):
@@ -107,7 +109,10 @@ def _is_asked(model: ModelConfig, job: PlanSpec) -> bool:
 def _drafted(base: PlanSpec, drafts: list[PlannedModel]) -> Iterator[PlanSpec]:
     num_ranks = len(base.target_ranks) * base.num_replicas
     for draft in drafts:
-        yield from layouts(replace(base, draft=draft), num_ranks=num_ranks, divides=False, thorough=False)
+        for job in layouts(replace(base, draft=draft), num_ranks=num_ranks, divides=False, thorough=False):
+            yield job
+            if job.device == "cpu" and job.draft_kind is DraftLayout.own_gpu:
+                yield replace(job, overlap=True)
 
 
 def _has_room(job: PlanSpec, hardware: HardwareConfig) -> bool:
@@ -198,6 +203,7 @@ def _choice(job: PlanSpec, hardware: HardwareConfig) -> Choice:
         draft_kind=job.draft_kind.name if draft else None,
         num_draft_tokens=job.num_draft_tokens if draft else 0,
         adapts=bool(draft) and job.adapts,
+        overlaps=job.overlaps,
         num_ranks=len(job.layout.ranks),
         num_replicas=job.num_replicas,
         capacity_bytes=hardware.rank_bytes,

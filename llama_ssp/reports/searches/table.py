@@ -85,7 +85,8 @@ def shown_length(choice: Mapping[str, Any]) -> str:
 def _row(choice: Mapping[str, Any]) -> list[str]:
     storage = formats().get(choice["quantization"])
     target = f"{literal(choice['target'])} {(storage and storage.short_name) or choice['quantization']}"
-    draft = f"{literal(choice['draft'])} {choice['draft_kind']}" if choice["draft"] else "none"
+    kind = f"{choice['draft_kind']}, overlaps" if choice["overlaps"] else choice["draft_kind"]
+    draft = f"{literal(choice['draft'])} {kind}" if choice["draft"] else "none"
     ranks = f"{choice['num_replicas']} x {choice['num_ranks']}".removeprefix("1 x ")
     if choice["reason"]:
         struck = [f"[strike]{name}[/strike]" for name in (target, draft)]

@@ -65,6 +65,10 @@ def messages(board, rank, size):
         values = torch.full((200_000,), float(number if rank == number % size else -1))
         board.broadcast(values, src=number % size)
         assert values.eq(number).all()
+        src, dst = number % size, (number + 1) % size
+        values = torch.full((100_000,), float(-number if rank == src else 1))
+        board.deliver(values if rank in (src, dst) else None, src=src, dst=dst)
+        assert values.eq(-number if rank in (src, dst) else 1).all()
     words = torch.tensor([[rank, 7]])
     board.all_reduce(words)
     assert words.tolist() == [[size * (size - 1) // 2, 7 * size]]

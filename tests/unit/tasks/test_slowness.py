@@ -12,7 +12,8 @@ from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.environment import Ranks
 from llama_ssp.distributed.world import World
 from llama_ssp.reports.lines import Forecast
-from llama_ssp.tasks.slowness import Surroundings, slowness
+from llama_ssp.reports.rounds.overlap import RankActivity
+from llama_ssp.tasks.slowness import Surroundings, late_draft, slowness
 
 ALONE = Surroundings(device="cpu", num_ranks=1, num_threads=8, num_cores=8, load=8.0)
 
@@ -94,3 +95,31 @@ def test_ranks_that_share_all_cores_see_the_load(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(os, "getloadavg", lambda: (9.0, 0.0, 0.0))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     assert Surroundings.of(world({*range(8)}, num_sharers=4)) == replace(ALONE, num_ranks=4, load=9.0)
+
+
+def late(worked_s: float, *, cpu_share: float = 1.0, num_new_tokens: int = 64) -> str | None:
+    """What is said of a draft whose 100 rounds took so long, where the plan expects 1 ms each."""
+    of_draft = RankActivity(
+        rank=1, rounds_s=worked_s + 1, waited_s=1.0, num_rounds=100, draft_cpu_s=cpu_share * worked_s
+    )
+    of_target = RankActivity(rank=0, rounds_s=9.0, waited_s=0.0, num_rounds=100)
+    found: Any = SimpleNamespace(overlap=SimpleNamespace(ranks=[of_target, of_draft]), num_new_tokens=num_new_tokens)
+    timed: Any = SimpleNamespace(overlap=SimpleNamespace(draft_s=1e-3), num_draft_tokens=4)
+    return late_draft(found, timed, replace(ALONE, num_ranks=2))
+
+
+def test_a_draft_that_is_late_by_three_times_its_forecast_is_named_with_the_cause() -> None:
+    assert late(0.29) is None
+    assert late(0.4, num_new_tokens=8) is None
+    busy, stopped = late(0.4), late(0.4, cpu_share=0.3)
+    assert busy is not None
+    assert busy.startswith("the draft on rank 1 was late: 4 tokens took 4.00 ms, 4.0 times the forecast (1.00): ")
+    assert "the forecast may describe another machine" in busy
+    assert stopped is not None
+    assert "its process ran for 30 % of that time (other programs use its core, or stopped it)" in stopped
+
+
+def test_a_run_that_does_not_overlap_has_no_late_draft() -> None:
+    found: Any = SimpleNamespace(overlap=None, num_new_tokens=64)
+    timed: Any = SimpleNamespace(overlap=None, num_draft_tokens=4)
+    assert late_draft(found, timed, ALONE) is None

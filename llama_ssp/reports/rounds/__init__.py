@@ -1,0 +1,1 @@
+"""Figures of rounds that have more to report than their tokens."""

@@ -1,0 +1,76 @@
+"""Drafting that overlaps verification on ranks of their own: the text, and a draft's rank that dies."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.commands import Popen, run, start
+from tests.helpers.disturbed import Cell, check_end, check_resumption, has_begun, lines, pid_of_rank, settings, wait_for
+from tests.helpers.repository import ROOT
+from tests.helpers.texts import few_part
+
+DRAFT_RANK = 1
+OVERLAP = ("placement=own_gpu", "speculation.overlap=true")
+CELL = Cell(signal.SIGKILL, DRAFT_RANK, "decoding")
+
+
+@pytest.mark.parametrize(
+    "num_ranks",
+    [
+        pytest.param(2, marks=[pytest.mark.distributed(2), pytest.mark.heavy]),
+        pytest.param(3, marks=[pytest.mark.distributed(3), pytest.mark.heavy]),
+    ],
+)
+def test_text_is_the_targets_own_wherever_the_two_models_sit(num_ranks: int, tmp_path: Path) -> None:
+    """Greedy and coupled texts are those of the target alone; sampled ones depend on neither ranks nor batch."""
+    out = tmp_path / "texts.json"
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks),
+        "-m", "tests.distributed.overlapped", str(out), str(num_ranks),
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(out.read_text())
+    for name, texts in found.items():
+        rule, mode, *_ = name.split()
+        if mode == "plain":
+            continue
+        first = next(other for key, other in found.items() if key.startswith(f"{rule} overlapped"))
+        assert few_part(first if rule == "sampled" else found[f"{rule} plain"], texts), name
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[Popen]:
+    """A run that decodes."""
+    process = start([*settings(CELL, tmp_path / "run"), *OVERLAP], num_ranks=2)
+    wait_for(lambda: has_begun(CELL, tmp_path / "run") or process.poll() is not None, at_most_s=120)
+    yield process
+    process.kill()
+    process.communicate()
+
+
+@pytest.mark.distributed(2)
+@pytest.mark.heavy
+def test_a_draft_rank_that_dies_ends_the_job_and_resumption_completes_it(running: Popen, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    os.kill(pid_of_rank(run_dir, DRAFT_RANK), signal.SIGKILL)
+    _, errors = running.communicate(timeout=60)
+    assert running.returncode != 0
+    check_end(CELL, run_dir, [errors])
+    before = lines(run_dir)
+    assert before
+    check_resumption(CELL, run_dir, before, more=OVERLAP, num_ranks=2)
+    whole = run([*settings(CELL, tmp_path / "whole"), *OVERLAP], num_ranks=2)
+    assert whole.returncode == 0, whole.stderr
+    ids = [[line["token_ids"] for line in lines(folder)] for folder in (run_dir, tmp_path / "whole")]
+    assert ids[0] == ids[1]
+    overlap = json.loads((run_dir / "summary.json").read_text())["overlap"]
+    assert overlap["num_dropped_tokens"] > 0
+    assert len(overlap["ranks"]) == 2
+    assert overlap["waits"] == json.loads((run_dir / "overlap.json").read_text())["waits"]

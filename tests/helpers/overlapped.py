@@ -1,0 +1,91 @@
+"""Decoders whose drafting overlaps verification, on one rank or on ranks that are threads."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llama_ssp.config.schema import SamplingConfig, VerificationConfig
+from llama_ssp.distributed.comms import Comm
+from llama_ssp.drafting.ahead import AheadDrafter
+from llama_ssp.drafting.broadcast import ProbsReceiver
+from llama_ssp.drafting.model import ModelDrafter
+from llama_ssp.engine.clock import HostClock
+from llama_ssp.engine.completion import RowCompletion, StopRequest
+from llama_ssp.engine.executors.traced_overlap import TracedOverlap
+from llama_ssp.engine.loop import Decoder
+from llama_ssp.engine.overlap import OverlappedRound
+from llama_ssp.engine.state import Request
+from llama_ssp.engine.verifier import Verifier
+from llama_ssp.models.null_runner import NullRunner
+from llama_ssp.models.runner import Runner
+from llama_ssp.sampling.rules import make_rule
+from tests.helpers.decoders import complete
+from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
+
+VERIFY_RANK = 0
+
+
+def overlapped_decoder(  # noqa: PLR0913
+    target: Runner,
+    draft: Runner,
+    *,
+    comm: Comm | None = None,
+    num_target_ranks: int = 1,
+    temperature: float = 0.0,
+    num_draft_tokens: int = 3,
+    batch_size: int = 1,
+    eos_ids: Sequence[int] = (),
+    rule_name: str = "speculative",
+    sampling: SamplingConfig | None = None,
+    traced: bool = True,
+    stop_request: StopRequest | None = None,
+    waits: bool = False,
+) -> Decoder:
+    """A decoder of one rank, or of a rank of `comm`, whose first ranks have the target and whose others have the draft.
+
+    Each of these ranks has all of its model. See `OverlappedRound.waits`.
+    """
+    comm = comm or Comm.single()
+    is_apart = comm.size > 1
+    rule = make_rule(sampling or SamplingConfig(temperature=temperature), VerificationConfig(rule=rule_name))
+    has_target, has_draft = comm.rank < num_target_ranks or not is_apart, comm.rank >= num_target_ranks or not is_apart
+    inner = None
+    if has_draft:
+        inner = ModelDrafter(draft, rule=rule, num_draft_tokens=num_draft_tokens, vocab_size=target.vocab_size)
+    samples = (sampling.temperature if sampling else temperature) > 0 and rule_name != "coupled"
+    drafter = AheadDrafter(
+        inner,
+        comm=comm,
+        src=num_target_ranks if is_apart else 0,
+        num_draft_tokens=num_draft_tokens,
+        device=target.device,
+        receiver=ProbsReceiver(VERIFY_RANK, target.vocab_size) if is_apart and samples else None,
+        truncates=sampling is not None and sampling.truncates,
+    )
+    if not has_target:
+        target = NullRunner(device=target.device, vocab_size=target.vocab_size, max_position_embeddings=512)
+    verifier = Verifier(rule, comm=comm, verify_rank=VERIFY_RANK, device=target.device)
+    round_ = OverlappedRound(target, drafter, verifier=verifier)
+    round_.waits = waits
+    return Decoder(
+        round_,
+        executor=TracedOverlap(round_) if traced else round_,
+        clock=HostClock(),
+        batch_size=batch_size,
+        eos_ids=eos_ids,
+        seed=7,
+        stop_request=stop_request,
+    )
+
+
+def complete_on_ranks(
+    num_ranks: int,
+    make_models: Callable[[], tuple[Runner, Runner]],
+    requests: Sequence[Request],
+    **options: Any,  # noqa: ANN401
+) -> list[list[RowCompletion]]:
+    """The completions of every rank; each makes a target and a draft of its own."""
+
+    def one_rank(comm: ThreadComm) -> list[RowCompletion]:
+        return complete(overlapped_decoder(*make_models(), comm=comm, **options), requests)
+
+    return on_ranks(thread_comms(num_ranks), one_rank)

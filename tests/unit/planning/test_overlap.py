@@ -1,0 +1,103 @@
+"""The forecast of rounds that overlap: the renewal model against a simulation, and its place in plans and searches."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from llama_ssp.config.hardware import load
+from llama_ssp.config.schema import DraftLayout
+from llama_ssp.planning.acceptance.rounds import overlapped_corrections, overlapped_tokens, tokens_per_round
+from llama_ssp.planning.choices.search import search
+from llama_ssp.planning.overlap import OverlappedRounds, OverlappedTime
+from llama_ssp.planning.plan import document, make_plan
+from llama_ssp.planning.spec import PlanSpec
+from llama_ssp.planning.timing import timing
+from tests.helpers.planning import make_job
+
+
+def simulated(acceptance: float, num_drafted: int, *, num_rounds: int = 200_000) -> tuple[float, float]:
+    """Tokens and rejections per round, of rounds that are played out."""
+    numbers, num_tokens, num_rejections, num_examined = random.Random(5), 0, 0, 1
+    for _ in range(num_rounds):
+        accepted = next((n for n in range(num_examined) if numbers.random() >= acceptance), num_examined)
+        goes_on = accepted == num_examined
+        num_tokens += accepted + (not goes_on)
+        num_rejections += not goes_on
+        num_examined = num_drafted if goes_on else 1
+    return num_tokens / num_rounds, num_rejections / num_rounds
+
+
+@pytest.mark.parametrize("acceptance", [0.5, 0.7, 0.9])
+@pytest.mark.parametrize("num_drafted", [1, 2, 4, 8])
+def test_the_renewal_model_is_what_rounds_yield_on_average(acceptance: float, num_drafted: int) -> None:
+    tokens, rejections = simulated(acceptance, num_drafted)
+    assert overlapped_tokens(acceptance, num_drafted) == pytest.approx(tokens, rel=0.01)
+    assert overlapped_corrections(acceptance, num_drafted) == pytest.approx(rejections, rel=0.02)
+
+
+def test_a_draft_that_is_never_and_always_accepted() -> None:
+    assert overlapped_tokens(0.0, 4) == 1
+    assert overlapped_tokens(1.0, 4) == 4
+    assert overlapped_corrections(1.0, 4) == 0
+    assert overlapped_tokens(0.9, 1) == pytest.approx(1), "one token a round, whoever chose it"
+
+
+def rounds_of(time: OverlappedTime, acceptance: float, *, batch_size: int = 1) -> OverlappedRounds:
+    return OverlappedRounds(lambda _: time, acceptance=acceptance, batch_size=batch_size)
+
+
+def test_shares_of_a_round_add_up() -> None:
+    time = OverlappedTime(draft_s=4.0, forward_s=3.0, exchange_s=0.5, settle_s=0.3, host_s=0.2)
+    assert time.round_s == pytest.approx(5.0)
+    forecast = rounds_of(time, 1.0).forecast(4)
+    assert forecast.target_idle_share == pytest.approx(1.5 / 5)
+    assert forecast.draft_idle_share == pytest.approx(0.8 / 5)
+    assert forecast.dropped_share == 0
+    assert rounds_of(time, 0.0).forecast(4).dropped_share == 1
+
+
+def test_rows_wait_for_a_block_where_drafting_is_cheap() -> None:
+    """One token verified early costs a forward, of which 1 - 1 / S is lost, S the tokens of a whole round."""
+    tokens = tokens_per_round(0.8, 3)
+    border_s = (1 - 1 / tokens) * 4 / 3
+    cheap, dear = (OverlappedTime(draft_s=factor * border_s, forward_s=1.0) for factor in (0.99, 1.01))
+    assert rounds_of(cheap, 0.8).waits(4)
+    assert not rounds_of(dear, 0.8).waits(4)
+    assert rounds_of(cheap, 0.8).gain(0.8, 4) == pytest.approx(tokens)
+    per_token = rounds_of(cheap, 0.8).round_s(4) / tokens
+    assert per_token == pytest.approx(1 / overlapped_tokens(0.8, 4), rel=0.01)
+    assert not rounds_of(cheap, 0.8, batch_size=8).waits(4), "all rows would wait for any"
+
+
+def apart(**changes: object) -> PlanSpec:
+    """A job on two ranks of a CPU."""
+    job = make_job("tiny", "tiny-draft", num_ranks=2, draft_kind=DraftLayout.own_gpu, device="cpu", cuda_graphs=False)
+    return replace(job, target_ranks=(0,), draft_ranks=(1,), **changes)  # type: ignore[arg-type]
+
+
+def test_a_plan_of_rounds_that_overlap_has_their_time_and_shares() -> None:
+    machine = replace(load("laptop_cpu"), num_gpus=2)
+    one_by_one, at_once = timing(apart(), machine), timing(apart(overlap=True), machine)
+    assert at_once.overlap is not None
+    assert one_by_one.overlap is None
+    assert at_once.round_s is not None
+    assert one_by_one.round_s is not None
+    assert at_once.round_s < one_by_one.round_s
+    assert at_once.tokens_per_round == pytest.approx(
+        tokens_per_round(0.8, 3) if at_once.overlap.waits else overlapped_tokens(0.8, 4)
+    )
+    assert one_by_one.tokens_per_round == pytest.approx(tokens_per_round(0.8, 4))
+    assert document(make_plan(apart(overlap=True), machine))["time"]["overlap"]["dropped_share"] < 1
+
+
+def test_a_search_ranks_rounds_that_overlap_with_the_rest() -> None:
+    machine = replace(load("laptop_cpu"), num_gpus=2)
+    found = [choice for choice in search(apart(), machine) if choice.overlaps]
+    assert found
+    assert {choice.draft_kind for choice in found} == {"own_gpu"}
+    assert all("speculation.overlap=true" in choice.settings for choice in found)
+
+
+def test_a_layout_without_ranks_of_its_own_for_the_draft_does_not_overlap() -> None:
+    assert not replace(apart(overlap=True), draft_kind=DraftLayout.sharded).overlaps
