@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
-from typing import TypedDict
+from typing import TypedDict, cast
 
 import torch
 from torch import Tensor
@@ -37,8 +37,7 @@ from llama_ssp.distributed.agree import raise_on_all_ranks
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.operators import is_recording
 from llama_ssp.distributed.world import World, start
-from llama_ssp.engine.overlap import OverlappedExecutor
-from llama_ssp.engine.round import Block, DraftChoice
+from llama_ssp.engine.round import Block, DraftChoice, Executor
 from llama_ssp.engine.state import BatchState, Request
 from llama_ssp.errors import CheckpointError, SspError
 from llama_ssp.session.checkpoints import find_sources
@@ -159,9 +158,8 @@ def complete(world: World, config: RunConfig, prompts: list[str], *, num_tokens:
     draft = mesh.draft and replace(CountingComm.of(mesh.draft), arrived=counting.arrived)
     models = replace(models, mesh=replace(mesh, replica=counting, draft=draft))
     decoder = build_decoder(models, config, speculative=True)
-    executor, drafted_bytes, round_bytes = decoder.executor, [0], set[int]()
-    assert not isinstance(executor, OverlappedExecutor)
-    draft_piece, verify_piece = executor.draft, executor.verify
+    executor = cast("Executor", decoder.executor)
+    drafted_bytes, round_bytes, draft_piece, verify_piece = [0], set[int](), executor.draft, executor.verify
 
     def counted_draft(state: BatchState, *, choice: DraftChoice, bucket: int) -> Block:
         before = counting.arrived[0]
