@@ -145,7 +145,9 @@ def compare_machines(  # noqa: PLR0913 - as for `plan`
         max_new_tokens: per completion.
 
     Raises:
-        As `plan`.
+        ConfigError: an argument has a wrong type or value, or a machine is unknown.
+        CheckpointError: a folder has no config.json, or a faulty one.
+        PlacementError: a model cannot be placed as requested.
     """
     given = {
         "max_ms_per_token": max_ms_per_token, "max_price": max_price, "prices": prices or {},
