@@ -16,8 +16,8 @@ from tests.helpers.repository import ROOT
 from tests.helpers.texts import few_part
 
 DRAFT_RANK = 1
-OVERLAP = ("placement=own_gpu", "speculation.overlap=true", "sampling=greedy")
-"""Greedy, since a run chooses by measured times whether rows wait, and sampled texts depend on that choice."""
+OVERLAP = ("placement=own_gpu", "speculation.overlap=true", "verification=coupled")
+"""A run chooses by measured times whether rows wait; texts of other rules depend on that choice."""
 CELL = Cell(signal.SIGKILL, DRAFT_RANK, "decoding")
 
 
