@@ -58,8 +58,11 @@ class Figures:
 
     @property
     def time(self) -> OverlappedTime:
-        """What the two parts of a round took."""
-        return OverlappedTime(draft_s=self.draft_s, forward_s=self.verify_s)
+        """What the two parts of a round took, and what a block before it takes by its draft steps."""
+        num_alone = self.num_draft_tokens - 1
+        return OverlappedTime(
+            draft_s=self.draft_s, forward_s=self.verify_s, refill_s=self.draft_s * num_alone / self.num_draft_tokens
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,17 +19,22 @@ from llama_ssp.planning.acceptance.rounds import overlapped_corrections, overlap
 
 @dataclass(frozen=True, kw_only=True)
 class OverlappedTime:
-    """Seconds of a round's pieces: both models at once, then what either waits for."""
+    """Seconds of a round's pieces: both models at once, then what either waits for.
+
+    Attributes:
+        refill_s: what precedes the round if a row waits for a block: K - 1 draft steps alone, and their exchange.
+    """
 
     draft_s: float
     forward_s: float
     exchange_s: float = 0.0
     settle_s: float = 0.0
     host_s: float = 0.0
+    refill_s: float = 0.0
 
     @property
     def round_s(self) -> float:
-        """The round."""
+        """The round, without what may precede it."""
         return max(self.draft_s, self.forward_s) + self.exchange_s + self.settle_s + self.host_s
 
 
@@ -57,9 +62,8 @@ class OverlapForecast:
 
 
 def alone_s(time: OverlappedTime, *, acceptance: float, num_draft_tokens: int, batch_size: int) -> float:
-    """Seconds of drafting alone per round, if rows wait: K - 1 steps after a round in which any row was rejected."""
-    rejected = 1 - acceptance ** (num_draft_tokens * batch_size)
-    return rejected * (time.draft_s * (num_draft_tokens - 1) / num_draft_tokens + time.exchange_s)
+    """Seconds of drafting alone per round, if rows wait: after every round in which any row was rejected."""
+    return (1 - acceptance ** (num_draft_tokens * batch_size)) * time.refill_s
 
 
 def better_to_wait(time: OverlappedTime, *, acceptance: float, num_draft_tokens: int, batch_size: int) -> bool:

@@ -60,8 +60,8 @@ def test_shares_of_a_round_add_up() -> None:
 def test_rows_wait_for_a_block_where_drafting_is_cheap() -> None:
     """One token verified early costs a forward, of which 1 - 1 / S is lost, S the tokens of a whole round."""
     tokens = tokens_per_round(0.8, 3)
-    border_s = (1 - 1 / tokens) * 4 / 3
-    cheap, dear = (OverlappedTime(draft_s=factor * border_s, forward_s=1.0) for factor in (0.99, 1.01))
+    border_s = 1 - 1 / tokens
+    cheap, dear = (OverlappedTime(draft_s=0.9, forward_s=1.0, refill_s=times * border_s) for times in (0.99, 1.01))
     assert rounds_of(cheap, 0.8).waits(4)
     assert not rounds_of(dear, 0.8).waits(4)
     assert rounds_of(cheap, 0.8).gain(0.8, 4) == pytest.approx(tokens)
