@@ -16,6 +16,10 @@ from typing import Any
 
 from llama_ssp.planning.acceptance.rounds import overlapped_corrections, overlapped_tokens, tokens_per_round
 
+WORTH_WAITING = 1.1
+"""Times faster that tokens must come for rows to wait: where both ways are about equal, the target idles less if none
+waits, and a rank that has idled begins cold."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class OverlappedTime:
@@ -67,12 +71,12 @@ def alone_s(time: OverlappedTime, *, acceptance: float, num_draft_tokens: int, b
 
 
 def better_to_wait(time: OverlappedTime, *, acceptance: float, num_draft_tokens: int, batch_size: int) -> bool:
-    """Whether tokens come faster if rows wait for a block after a rejection, instead of having one token verified."""
+    """Whether tokens come clearly faster if rows wait for a block after a rejection than with one token verified."""
     waiting_s = time.round_s + alone_s(
         time, acceptance=acceptance, num_draft_tokens=num_draft_tokens, batch_size=batch_size
     )
     examined = tokens_per_round(acceptance, num_draft_tokens - 1)
-    return waiting_s / examined < time.round_s / overlapped_tokens(acceptance, num_draft_tokens)
+    return WORTH_WAITING * waiting_s / examined < time.round_s / overlapped_tokens(acceptance, num_draft_tokens)
 
 
 class OverlappedRounds:
