@@ -228,10 +228,12 @@ def _forecasts(found: Sequence[Comparison]) -> Iterator[str]:
     known = [each for each in found if each.apart[0].forecast_ms is not None]
     if not known:
         return
-    lengths = known[0].lengths
+    lengths = sorted({number for each in known for number in each.lengths})
     lines = [f"| acceptance | {' | '.join(f'K = {number}' for number in lengths)} |", f"|{'---|' * (len(lengths) + 1)}"]
     for each in known:
-        ratios = (_ratio(each.forecast_ratio(number, overlaps=True)) for number in lengths)
+        ratios = (
+            _ratio(each.forecast_ratio(number, overlaps=True) if number in each.lengths else None) for number in lengths
+        )
         lines.append(f"| {each.acceptance:.2f} | {' | '.join(ratios)} |")
     yield "The planner's forecast of overlapped rounds, over the measured time, after `task=calibrate` with two ranks:"
     yield "\n".join(lines)
