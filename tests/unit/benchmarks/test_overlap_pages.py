@@ -21,7 +21,7 @@ def figures(number: int, acceptance: float, *, overlaps: bool, waits: bool = Fal
         round_s, tokens = max(draft_s, FORWARD_S), overlapped_tokens(acceptance, number)
     if waits:
         round_s, tokens = round_s + (1 - acceptance**number) * refill_s, tokens_per_round(acceptance, number - 1)
-    known = {
+    known: dict[str, Any] = {
         "overlaps": overlaps, "num_draft_tokens": number, "waits": waits, "num_rounds": NUM_ROUNDS,
         "num_tokens": round(NUM_ROUNDS * tokens), "num_examined": NUM_EXAMINED,
         "num_accepted": round(NUM_EXAMINED * acceptance), "draft_s": draft_s, "verify_s": FORWARD_S,
