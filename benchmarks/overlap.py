@@ -1,15 +1,16 @@
 """Drafting that overlaps verification, against rounds one after the other: `python -m benchmarks.overlap`.
 
 A synthetic pair whose K draft steps take about as long as a forward of the target, on two processes with a thread each:
-the target on one, the draft on the other. All candidates (overlapped or not, K from 1 to 8) are in memory at once and
-take turns on the same prompts. Beside them stands one process with two threads that holds both models. Times are per
-token after the first, on rank 0. The renewal model (`planning.acceptance.rounds`) is given the measured acceptance and
-the times of sequential rounds.
+the target on one, the draft on the other. All candidates (overlapped or not, each K) are in memory at once and take
+turns on the same prompts. Beside them stands one process with two threads that holds both models. Times are per token
+after the first, on rank 0. Where `task=calibrate` has measured the machine with two ranks, a plan's forecast is shown
+beside each of them, by the acceptance that was measured.
 """
 
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -20,11 +21,13 @@ from pathlib import Path
 import torch
 import transformers
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.gpu_engine import TEXT, decode_once
+from benchmarks.overlap_pages import MATCHED_K, Comparison, Figures, summary, table
 from benchmarks.timing import store
 from llama_ssp.calibration.interleave import interleave
+from llama_ssp.config import hardware
+from llama_ssp.config.machine import THIS_MACHINE, machine_of_run
 from llama_ssp.config.schema import (
     MODEL_DRAFT,
     DeviceKind,
@@ -45,85 +48,68 @@ from llama_ssp.config.tasks.generate import GenerateConfig
 from llama_ssp.distributed.world import World, start
 from llama_ssp.engine.loop import Decoder
 from llama_ssp.engine.state import Request
-from llama_ssp.planning.acceptance.rounds import overlapped_tokens, tokens_per_round
+from llama_ssp.planning.timing import timing
 from llama_ssp.session.checkpoints import find_sources
+from llama_ssp.session.draft_length import settle_overlap
 from llama_ssp.session.loading import Models, build_decoder, load_models
 from llama_ssp.session.prompts import encode
 from llama_ssp.tasks.benchmark import cut
+from llama_ssp.tasks.dry_run import job_of_run
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPT_TOKENS, NEW_TOKENS = 24, 64
 WIDTH, TARGET_LAYERS, HEAD_DIM = 512, 20, 64
-MATCHED_K = 4
 VOCAB_SIZE, CONTEXT = 4096, 1024
-
-
-@dataclass(frozen=True, kw_only=True)
-class Figures:
-    """Sums over the counted repetitions of a candidate, after the prefill; `idle_shares` are of each rank.
-
-    `draft_s` and `verify_s` are the parts of its rounds on the target's rank.
-    """
-
-    name: str
-    overlaps: bool
-    num_draft_tokens: int
-    seconds: float
-    num_tokens: int
-    num_rounds: int
-    num_accepted: int
-    num_examined: int
-    draft_s: float
-    verify_s: float
-    idle_shares: list[float]
-
-    @property
-    def ms_per_token(self) -> float:
-        """The mean."""
-        return 1e3 * self.seconds / self.num_tokens
 
 
 @dataclass(kw_only=True)
 class Candidate:
-    """A decoder and what its counted repetitions have yielded."""
+    """A decoder and what each of its counted repetitions has yielded."""
 
     world: World
     decoder: Decoder
     prompts: Sequence[tuple[int, ...]]
     overlaps: bool
     num_draft_tokens: int
-    sums: dict[str, float] = field(default_factory=dict)
+    yields: list[dict[str, float]] = field(default_factory=list)
+
+    def request(self, repetition: int) -> Request:
+        """What a repetition decodes."""
+        prompt = self.prompts[repetition % len(self.prompts)]
+        return Request(index=0, sample=0, prompt_ids=prompt, max_new_tokens=NEW_TOKENS)
 
     def run(self, repetition: int) -> float:
         """Decode one prompt, all ranks beginning together; returns milliseconds per token."""
         self.world.comm.barrier()
         if repetition == 0:
             self.decoder.rounds_s = self.decoder.clock.waited_s = 0.0
-        prompt = self.prompts[repetition % len(self.prompts)]
-        request = Request(index=0, sample=0, prompt_ids=prompt, max_new_tokens=NEW_TOKENS)
-        seconds, num_rounds, (done,) = decode_once(self.decoder, [request], seed=repetition + 1)
+        seconds, num_rounds, (done,) = decode_once(self.decoder, [self.request(repetition)], seed=repetition + 1)
         counted = [
             (accepted, examined)
             for accepted, examined in zip(done.accepted_lengths, done.examined_lengths, strict=True)
             if examined
         ]
-        values = {
-            "seconds": seconds, "num_tokens": len(done.token_ids) - 1, "num_rounds": num_rounds,
-            "num_accepted": sum(accepted for accepted, _ in counted),
-            "num_examined": sum(examined for _, examined in counted),
-            "draft_s": done.part_s["draft"], "verify_s": done.part_s["verify"],
-        }  # fmt: skip
         if repetition >= 0:
-            self.sums = {name: self.sums.get(name, 0) + value for name, value in values.items()}
-        return 1e3 * seconds / values["num_tokens"]
+            self.yields.append({
+                "num_tokens": len(done.token_ids) - 1, "num_rounds": num_rounds,
+                "num_accepted": sum(accepted for accepted, _ in counted),
+                "num_examined": sum(examined for _, examined in counted),
+                "round_s": seconds / num_rounds,
+                "draft_s": done.part_s["draft"] / num_rounds, "verify_s": done.part_s["verify"] / num_rounds,
+            })  # fmt: skip
+        return 1e3 * seconds / (len(done.token_ids) - 1)
 
-    def figures(self, name: str) -> Figures:
-        """Gather the idle shares of all ranks."""
+    def figures(self) -> Figures:
+        """Medians of times, sums of all else, and the idle shares of all ranks."""
         rounds_s, waited_s = self.decoder.rounds_s, self.decoder.clock.waited_s
         shares = self.world.comm.gather_text(json.dumps(waited_s / rounds_s if rounds_s else 0.0))
         return Figures(
-            name=name, overlaps=self.overlaps, num_draft_tokens=self.num_draft_tokens,
-            idle_shares=[json.loads(share) for share in shares], **self.sums,  # type: ignore[arg-type]
+            overlaps=self.overlaps, num_draft_tokens=self.num_draft_tokens, waits=bool(self.decoder.round.waits),
+            idle_shares=[json.loads(share) for share in shares],
+            **{
+                name: (statistics.median if name.endswith("_s") else sum)(each[name] for each in self.yields)
+                for name in self.yields[0]
+            },  # type: ignore[arg-type]
         )  # fmt: skip
 
 
@@ -166,11 +152,14 @@ def candidates(
     for overlaps in modes:
         for number in lengths:
             speculation = replace(config.speculation, num_draft_tokens=number, overlap=overlaps)
-            decoder = build_decoder(models, replace(config, speculation=speculation), speculative=True)
-            name = f"{'overlapped' if overlaps else 'sequential'} K={number}"
-            found[name] = Candidate(
-                world=world, decoder=decoder, prompts=prompts, overlaps=overlaps, num_draft_tokens=number
-            )
+            own = replace(config, speculation=speculation)
+            each = Candidate(
+                world=world, decoder=build_decoder(models, own, speculative=True), prompts=prompts, overlaps=overlaps,
+                num_draft_tokens=number,
+            )  # fmt: skip
+            each.decoder.make_room([each.request(0)])
+            settle_overlap(each.decoder, own, comm=world.comm, num_slots=PROMPT_TOKENS + NEW_TOKENS // 2)
+            found[f"{'overlapped' if overlaps else 'sequential'} K={number}"] = each
     return found
 
 
@@ -186,10 +175,10 @@ def matched_layers(world: World) -> int:
         models = load_models(config, world, find_sources(config, world))
         (found,) = candidates(models, world, config, lengths=[MATCHED_K], modes=[True], num_prompts=4).values()
         with torch.inference_mode():
-            for repetition in range(-2, 5):
+            for repetition in range(-1, 5):
                 found.run(repetition)
-        done = found.figures("")
-        work = [(1 - share) * found.decoder.rounds_s / done.num_rounds for share in done.idle_shares]
+        done = found.figures()
+        work = [(1 - share) * done.round_s for share in done.idle_shares]
         times[layers] = work
     slope = (times[5][1] - times[2][1]) / 3
     return max(1, round(2 + (times[2][0] - times[2][1]) / slope))
@@ -210,8 +199,8 @@ def measure_group(file: Path, arguments: argparse.Namespace) -> None:
             models, world, config, lengths=arguments.lengths, modes=modes, num_prompts=arguments.repetitions
         )
         callables = {name: each.run for name, each in found.items()}
-        interleave(callables, num_repetitions=arguments.repetitions, num_warmup=2)
-        figures = [asdict(each.figures(name)) for name, each in found.items()]
+        interleave(callables, num_repetitions=arguments.repetitions)
+        figures = [asdict(each.figures()) for each in found.values()]
         if world.comm.rank == 0:
             file.write_text(json.dumps({"draft_layers": layers, "figures": figures}))
 
@@ -231,49 +220,31 @@ def launch(num_ranks: int, arguments: argparse.Namespace, *, draft_layers: int) 
         return read["draft_layers"], [Figures(**each) for each in read["figures"]]
 
 
-def acceptance(figures: Sequence[Figures]) -> float:
-    """Accepted over examined, over all candidates: a property of the pair."""
-    return sum(each.num_accepted for each in figures) / sum(each.num_examined for each in figures)
+def forecasts(found: Comparison) -> list[Figures]:
+    """The candidates of two ranks with what a plan expects of them, on a machine that was measured."""
+    if THIS_MACHINE not in hardware.names():
+        return found.apart
+    machine = machine_of_run(hardware.load(THIS_MACHINE), 2)
 
-
-def modelled_gain(sequential: Figures, accepted: float) -> float:
-    """What the renewal model expects of overlapping, from a sequential run's acceptance and parts of a round."""
-    number = sequential.num_draft_tokens
-    draft_s, verify_s = sequential.draft_s / sequential.num_rounds, sequential.verify_s / sequential.num_rounds
-    one_by_one = (draft_s + verify_s) / tokens_per_round(accepted, number)
-    return one_by_one / (max(draft_s, verify_s) / overlapped_tokens(accepted, number))
-
-
-def show(apart: Sequence[Figures], together: Sequence[Figures], console: Console) -> None:
-    """Print a line for each K."""
-    accepted = acceptance(apart)
-    table = Table(title=f"acceptance {accepted:.3f}", title_justify="left", show_edge=False)
-    for column in (
-        "K", "sequential\nms/token", "draft\nms", "verify\nms", "overlapped\nms/token", "gain", "model",
-        "tokens\n/round", "model", "target\nidle", "draft\nidle", "1 process\nms/token",
-    ):  # fmt: skip
-        table.add_column(column, justify="right", vertical="bottom")
-    by_key = {(each.overlaps, each.num_draft_tokens): each for each in apart}
-    alone = {each.num_draft_tokens: each for each in together}
-    for number in sorted(alone):
-        one_by_one, at_once = by_key[False, number], by_key[True, number]
-        rounds = one_by_one.num_rounds
-        table.add_row(
-            str(number), f"{one_by_one.ms_per_token:.2f}", f"{1e3 * one_by_one.draft_s / rounds:.2f}",
-            f"{1e3 * one_by_one.verify_s / rounds:.2f}", f"{at_once.ms_per_token:.2f}",
-            f"{one_by_one.ms_per_token / at_once.ms_per_token:.2f}x", f"{modelled_gain(one_by_one, accepted):.2f}x",
-            f"{at_once.num_tokens / at_once.num_rounds:.2f}", f"{overlapped_tokens(accepted, number):.2f}",
-            *(f"{100 * share:.0f} %" for share in at_once.idle_shares), f"{alone[number].ms_per_token:.2f}",
+    def forecast_ms(each: Figures) -> float:
+        config = config_of(
+            draft_layers=found.draft_layers, agreement=found.agreement, kind=DraftLayout.own_gpu,
+            num_draft_tokens=each.num_draft_tokens, overlaps=each.overlaps,
         )  # fmt: skip
-    console.print(table)
+        job = job_of_run(config, world_size=2, prompt_tokens=PROMPT_TOKENS, device="cpu")
+        timed = timing(replace(job, acceptance=found.acceptance, max_new_tokens=NEW_TOKENS), machine)
+        assert timed.speculative_run_s, "there is a draft"
+        return 1e3 * (timed.speculative_run_s * NEW_TOKENS - timed.prefill_s) / (NEW_TOKENS - 1)
+
+    return [replace(each, forecast_ms=forecast_ms(each)) for each in found.apart]
 
 
 def main() -> None:
     """Measure on two ranks and on one, print, store."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--agreement", type=float, default=0.8)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1, 2, 3, 4, 5, 6, 8])
-    parser.add_argument("--repetitions", type=int, default=10)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[*range(1, 9)])
+    parser.add_argument("--repetitions", type=int, default=8)
     parser.add_argument("--draft-layers", type=int, default=0, help="0 chooses them so that K = 4 steps fit")
     parser.add_argument("--store", action="store_true", help="append the figures to benchmarks/results/overlap.jsonl")
     parser.add_argument("--group", type=Path, help=argparse.SUPPRESS)
@@ -282,17 +253,19 @@ def main() -> None:
     if arguments.group:
         measure_group(arguments.group, arguments)
         return
-    console = Console(width=140)
+    console = Console(width=150)
     layers, apart = launch(2, arguments, draft_layers=arguments.draft_layers)
     _, together = launch(1, arguments, draft_layers=layers)
-    console.print(f"{TARGET_LAYERS} and {layers} layers of width {WIDTH}")
-    show(apart, together, console)
+    found = Comparison(
+        agreement=arguments.agreement, width=WIDTH, target_layers=TARGET_LAYERS, draft_layers=layers, apart=apart,
+        together=together,
+    )  # fmt: skip
+    found = replace(found, apart=forecasts(found))
+    console.print(f"{TARGET_LAYERS} and {layers} layers of width {WIDTH}, agreement {arguments.agreement:g}")
+    console.print(table(found))
+    console.print(summary(found))
     if arguments.store:
-        row = {
-            "agreement": arguments.agreement, "draft_layers": layers, "target_layers": TARGET_LAYERS, "width": WIDTH,
-            "apart": [asdict(each) for each in apart], "together": [asdict(each) for each in together],
-        }  # fmt: skip
-        console.print(f"stored in {store('overlap', row)}")
+        console.print(f"stored in {store('overlap', found.row())}")
 
 
 if __name__ == "__main__":

@@ -7,11 +7,11 @@ and the long table in docs/benchmarks. A region stays empty until its program ha
 import json
 import re
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import lengths, sweep
+from benchmarks import lengths, overlap_pages, sweep
 from benchmarks.curves import Quadratic
 from benchmarks.placement_pages import document, precision
 from benchmarks.timing import RESULTS
@@ -47,12 +47,15 @@ _WEIGHTS = (
 )
 
 
-def newest(name: str) -> Row | None:
-    """The last stored row of a program; None where there is none yet."""
+def stored(name: str) -> list[Row]:
+    """The rows of a program, the newest last."""
     file = RESULTS / f"{name}.jsonl"
-    rows = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-    row: Row | None = json.loads(rows[-1]) if rows else None
-    return row
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
+
+
+def newest(make: Callable[[Row], str]) -> Callable[[Sequence[Row]], str]:
+    """What the last of some rows says."""
+    return lambda rows: make(rows[-1])
 
 
 def _figures(row: Row) -> Row:
@@ -116,12 +119,13 @@ def sweep_text(row: Row) -> str:
     )
 
 
-TEXTS: dict[str, tuple[str, Callable[[Row], str]]] = {
-    "peers": ("peers", peers_text),
-    "round": ("peers", round_text),
-    "lengths": ("lengths", lengths_text),
-    "sweep": ("sweep", sweep_text),
-    "placements": ("placements", precision),
+TEXTS: dict[str, tuple[str, Callable[[Sequence[Row]], str]]] = {
+    "peers": ("peers", newest(peers_text)),
+    "round": ("peers", newest(round_text)),
+    "lengths": ("lengths", newest(lengths_text)),
+    "sweep": ("sweep", newest(sweep_text)),
+    "placements": ("placements", newest(precision)),
+    "overlap": ("overlap", overlap_pages.text),
 }
 """The text of each region, and the rows that it is made of."""
 FILES: dict[str, tuple[str, Callable[[Row], str]]] = {
@@ -142,8 +146,8 @@ def filled(page: str) -> str:
 
     def region(match: re.Match[str]) -> str:
         rows, make = TEXTS[match[1]]
-        row = newest(rows)
-        text = f"{_wrapped(make(row))}\n" if row else ""
+        found = stored(rows)
+        text = f"{_wrapped(make(found))}\n" if found else ""
         return f"<!-- measured: {match[1]} -->\n{text}<!-- end -->"
 
     return re.sub(r"<!-- measured: (\w+) -->\n.*?<!-- end -->", region, page, flags=re.DOTALL)
@@ -157,7 +161,7 @@ def _wrapped(text: str) -> str:
 
 def made_files() -> dict[str, str]:
     """The content of each of FILES that can be made."""
-    return {name: make(row) for name, (rows, make) in FILES.items() if (row := newest(rows))}
+    return {name: make(found[-1]) for name, (rows, make) in FILES.items() if (found := stored(rows))}
 
 
 def main() -> None:

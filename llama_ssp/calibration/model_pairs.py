@@ -2,7 +2,8 @@
 
 Operators, linear layers and messages timed one by one do not add up to a forward: there each one finds colder caches,
 or ranks that are already waiting. `Profile.composition` holds the ratio of forwards timed in the decoding loop to the
-planner's sum of parts.
+planner's sum of parts. Where ranks hold models of their own (replicas, or a draft on ranks of its own) no messages are
+sent inside of a forward, but they share the machine's memory: `Profile.composition_apart`.
 
 Shapes: K drafted tokens.
 """
@@ -78,6 +79,17 @@ def pair_times(comm: Comm) -> list[PairTime]:
     return [_pair_time(stack, draft, comm) for stack in TARGETS if stack.num_bytes <= room]
 
 
+def pair_times_apart(comm: Comm) -> list[PairTime]:
+    """Decode with pairs that every rank holds whole, all at the same time; all ranks must call this together."""
+    room = MOST_OF_MEMORY * _agreed(available_bytes() or sys.maxsize, comm) / comm.size
+    draft, times = DRAFT.load(Comm.single()), []
+    for stack in TARGETS:
+        if stack.num_bytes <= room:
+            comm.barrier()
+            times.append(_pair_time(stack, draft, Comm.single()))
+    return times
+
+
 def _pair_time(stack: RandomLlama, draft: Runner | None, comm: Comm) -> PairTime:
     target = stack.load(comm)
     plain = _completions(decoder(target, None, comm, num_draft_tokens=0), comm)
@@ -132,15 +144,18 @@ def complete(run: Decoder, wanted: Sequence[Request]) -> list[RowCompletion]:
     return [u.completion for updates in run.run(wanted) for u in updates if u.completion.finish_reason]
 
 
-def composition(times: Sequence[PairTime], machine: HardwareConfig, *, num_ranks: int) -> list[CompositionPoint]:
+def composition(
+    times: Sequence[PairTime], machine: HardwareConfig, *, num_ranks: int, apart: bool = False
+) -> list[CompositionPoint]:
     """Compare measured pairs with the forecast for a machine whose profiles have no composition points.
 
     The forecast of everything except forwards is taken as exact; the rest of the measured time belongs to forwards.
-    `num_ranks` shared the targets. The smallest target comes first: its rounds also give the draft's point.
+    `num_ranks` shared the targets, or had one each (`apart`). The smallest target comes first: its rounds also give the
+    draft's point.
     """
     points = []
     for time in times:
-        costs = CostModel(_job(time, num_ranks), machine_of_run(machine, num_ranks))
+        costs = CostModel(_job(time, num_ranks, apart=apart), machine_of_run(machine, num_ranks))
         assert costs.draft, "a pair has a draft"
         if time is times[0]:
             draft_s = [costs.forward(costs.draft, rows).total_s for rows in (2, *[1] * (NUM_DRAFT_TOKENS - 1))]
@@ -164,9 +179,11 @@ def _point(
     return CompositionPoint(rows=rows, working_set_bytes=working_set_bytes(placement, costs.hardware), ratio=ratio)
 
 
-def _job(time: PairTime, num_ranks: int) -> PlanSpec:
+def _job(time: PairTime, num_ranks: int, *, apart: bool = False) -> PlanSpec:
+    num_replicas = num_ranks if apart else 1
     return PlanSpec(
-        target=time.target.planned, target_kind=TargetKind.tensor, target_ranks=tuple(range(num_ranks)),
+        target=time.target.planned, target_kind=TargetKind.tensor, target_ranks=tuple(range(num_ranks // num_replicas)),
+        num_replicas=num_replicas,
         draft=time.draft.planned, draft_kind=DraftLayout.one_rank, draft_ranks=(0,),
         num_draft_tokens=NUM_DRAFT_TOKENS, acceptance=None, batch_size=1, prompt_tokens=PROMPT_TOKENS,
         max_new_tokens=NEW_TOKENS, cuda_graphs=False, device="cpu",

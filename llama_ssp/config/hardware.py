@@ -99,6 +99,7 @@ class Profile:
         all_reduce: by bytes; empty for one rank.
         round_s: host time of the loop per round.
         composition: whole forwards compared with the sum of the parts; empty applies no correction.
+        composition_apart: the same where each rank holds a model of its own; empty takes `composition`.
     """
 
     num_ranks: int
@@ -112,6 +113,7 @@ class Profile:
     all_reduce: list[SizePoint] = field(default_factory=list)
     round_s: float = 0.0
     composition: list[CompositionPoint] = field(default_factory=list)
+    composition_apart: list[CompositionPoint] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)

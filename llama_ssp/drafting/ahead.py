@@ -14,40 +14,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from llama_ssp.distributed.comms import Comm
-from llama_ssp.drafting.broadcast import ProbsReceiver
-from llama_ssp.drafting.protocol import Drafter, SharedDrafter
+from llama_ssp.drafting.broadcast import OneSourceDrafter
 from llama_ssp.sampling.context import Rows
 from llama_ssp.sampling.rules import Draft
 from llama_ssp.shapes import static_shape
 
 
-class AheadDrafter(SharedDrafter):
-    """Drafts on some ranks; the others get the tokens in `exchange`.
-
-    Args:
-        comm: the ranks that receive the ids.
-        src: the rank in `comm` whose drafted ids count.
-        receiver: the rank that verifies; None if the rule needs no probabilities, or this rank has both models.
-        truncates: the processors leave few tokens (top-k, top-p, min-p), so that only these are sent.
-    """
-
-    def __init__(
-        self,
-        inner: Drafter | None,
-        *,
-        comm: Comm,
-        src: int,
-        num_draft_tokens: int,
-        device: torch.device,
-        receiver: ProbsReceiver | None = None,
-        truncates: bool = False,
-    ) -> None:
-        super().__init__(inner, num_draft_tokens=num_draft_tokens, device=device)
-        self._comm = comm
-        self._src = src
-        self._receiver = receiver
-        self._truncates = truncates
+class AheadDrafter(OneSourceDrafter):
+    """Drafts on some ranks; the others get the tokens in `exchange`."""
 
     @property
     def drafts_here(self) -> bool:
@@ -71,7 +45,7 @@ class AheadDrafter(SharedDrafter):
 
     def _announced(self, draft: Draft) -> tuple[Tensor, int]:
         """The ids on all ranks, and how many tokens of a position may have been drawn; 0 for the whole vocabulary."""
-        if not (self._receiver and self._truncates):
+        if not (self._receiver and self._receiver.truncates):
             return self._comm.broadcast(draft.ids_BK.contiguous(), src=self._src), 0
         width = 0
         if self._comm.rank == self._src and draft.probs_BTV is not None:
@@ -87,7 +61,7 @@ class AheadDrafter(SharedDrafter):
         Only those above zero are sent, with their ids, if there are few; a float of 24 bits holds any id.
         """
         assert self._receiver
-        rank, vocab_size = self._receiver
+        rank, vocab_size, _ = self._receiver
         shape, values = (*draft.ids_BK.shape, 2 * width or vocab_size), None
         if self._comm.rank == self._src:
             assert draft.probs_BTV is not None, "a rule that reads probabilities"

@@ -26,14 +26,18 @@ from llama_ssp.shapes import static_shape
 
 
 class ProbsReceiver(NamedTuple):
-    """A rank that verifies without holding the draft, to which the draft's probabilities are sent; V of the target."""
+    """A rank that verifies without holding the draft, to which the draft's probabilities are sent; V of the target.
+
+    `truncates` says that the processors leave few tokens (top-k, top-p, min-p), so that these can be sent alone.
+    """
 
     rank: int
     vocab_size: int
+    truncates: bool = False
 
 
-class BroadcastDrafter(SharedDrafter):
-    """Broadcasts the ids of a drafter.
+class OneSourceDrafter(SharedDrafter):
+    """A drafter of some ranks, of which the ids of one count.
 
     Args:
         comm: the ranks that receive the ids.
@@ -55,6 +59,10 @@ class BroadcastDrafter(SharedDrafter):
         self._comm = comm
         self._src = src
         self._receiver = receiver
+
+
+class BroadcastDrafter(OneSourceDrafter):
+    """Broadcasts the ids as soon as they are drafted."""
 
     def propose(self, rows: Rows, *, uniforms_BKP: Tensor, bucket: int, num_unread: int = 2) -> Draft:
         """Draft on the ranks that hold the draft, and broadcast the ids of one; see `Drafter.propose`."""

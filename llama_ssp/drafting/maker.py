@@ -1,7 +1,6 @@
 """Makes the drafters of a rank from the run's settings and placement."""
 
 from dataclasses import replace
-from functools import partial
 
 import torch
 
@@ -64,16 +63,14 @@ def make_drafters(
     needs_probs = config.sampling.temperature > 0 and rule_of(config.verification.rule).needs_probs
     has_probs = needs_probs and matching_of(config.draft) is not Matching.text
     is_apart = has_probs and layout.draft_source_rank != layout.verify_rank
-    kind: type[BroadcastDrafter] | partial[AheadDrafter] = BroadcastDrafter
-    if config.speculation.overlap:
-        kind = partial(AheadDrafter, truncates=config.sampling.truncates)
-    shared = kind(
+    receiver = ProbsReceiver(layout.verify_rank, vocab_size, truncates=config.sampling.truncates)
+    shared = (AheadDrafter if config.speculation.overlap else BroadcastDrafter)(
         inner,
         comm=mesh.replica,
         src=layout.draft_source_rank,
         num_draft_tokens=num_draft_tokens,
         device=device,
-        receiver=ProbsReceiver(layout.verify_rank, vocab_size) if is_apart else None,
+        receiver=receiver if is_apart else None,
     )
     return [shared, *fallback]
 

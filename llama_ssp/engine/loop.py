@@ -133,18 +133,18 @@ class Decoder:
         self._buckets = Buckets(step=self._num_slots if by_length else self.bucket_step, num_slots=self._num_slots)
         self.round.allocate(batch_size=self.batch_size, num_slots=self._num_slots)
 
-    def time_rounds(self, choices: Sequence[DraftChoice], *, num_slots: int) -> list[float]:
+    def time_rounds(self, choices: Sequence[DraftChoice], *, num_slots: int, refills: bool = False) -> list[float]:
         """Run one round of each choice over vacant rows, reading `num_slots` slots, after `make_room`.
 
         Returns the seconds of each. The first two calls warm up executors; later ones measure. `worked_s` is then the
-        work of this rank in all of them.
+        work of this rank in all of them. For `refills` see `overlapped_step`.
         """
         state, bucket, seconds = self._empty_state(), self._buckets.covering(num_slots), []
         if self._is_cuda and self.round.reads_by_length:
             state.vacate(slice(None), length=max(num_slots - self.round.max_tokens_per_round, 2))
         for choice in choices:
             started = time.perf_counter()
-            step(self.executor, state, None, choice=choice, bucket=bucket, clock=self.clock)
+            step(self.executor, state, None, choice=choice, bucket=bucket, clock=self.clock, refills=refills)
             if self._is_cuda:
                 self._comm.finish()
             seconds.append(time.perf_counter() - started)

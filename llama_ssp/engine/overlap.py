@@ -68,16 +68,16 @@ class OverlappedExecutor(ABC):
         """Give each rank what it needs of the new block."""
 
     @abstractmethod
-    def settle(self, state: BatchState, before: Block, block: Block, target_BKV: Tensor) -> Tensor:
-        """Verify, commit, and say which rows keep their new block; returns the result.
+    def settle(self, state: BatchState, before: Block, following: Block, target_BKV: Tensor) -> Tensor:
+        """Verify, commit, and say which rows keep the following block; returns the result.
 
         `before` was drafted in the round before: of its probabilities all but the first row belong to what is in
         flight. The result (B, K + 2) has the tokens in flight, then the decision.
         """
 
     @abstractmethod
-    def refill(self, state: BatchState, before: Block | None, block: Block) -> Block:
-        """Put the exchanged `block` of K - 1 tokens in flight in rows that have none; returns what is in flight now."""
+    def refill(self, state: BatchState, before: Block | None, fresh: Block) -> Block:
+        """Put the exchanged block of K - 1 tokens in flight in rows that have none; returns what is in flight now."""
 
     @property
     @abstractmethod
@@ -88,14 +88,14 @@ class OverlappedExecutor(ABC):
 def overlapped_step(
     executor: OverlappedExecutor,
     state: BatchState,
-    block: Block | None,
+    before: Block | None,
     *,
     choice: DraftChoice,
     bucket: int,
     clock: Clock,
     refills: bool = False,
 ) -> tuple[Tensor, Block]:
-    """Run one overlapped round; `block` is the one before, None at the beginning. See `step`.
+    """Run one overlapped round; `before` is the block that the round before has drafted, None at first. See `step`.
 
     With `refills`, rows without a block in flight get one first.
     A rank's time in the exchange, on the draft's ranks also in `settle`, is spent waiting for the other model.
@@ -105,20 +105,20 @@ def overlapped_step(
         clock.lap("draft", waits=not executor.drafts_here)
         fresh = executor.exchange(state, fresh)
         clock.lap("draft", waits=True)
-        block = executor.refill(state, block, fresh)
+        before = executor.refill(state, before, fresh)
     ran_s = time.thread_time()
-    ahead = executor.draft(state, choice=choice, bucket=bucket)
+    following = executor.draft(state, choice=choice, bucket=bucket)
     clock.lap("draft")
     if executor.drafts_here:
         clock.draft_cpu_s += time.thread_time() - ran_s
     target_BKV = executor.score_flight(state, num_drafted=choice.num_tokens - 1, bucket=bucket)
     clock.lap("verify")
-    ahead = executor.exchange(state, ahead)
+    following = executor.exchange(state, following)
     clock.lap("draft", waits=True)
     # Before the first round nothing is in flight in any row, so that the values of `before` do not count.
-    result = executor.settle(state, ahead if block is None else block, ahead, target_BKV)
+    result = executor.settle(state, following if before is None else before, following, target_BKV)
     clock.lap("verify", waits=executor.drafts_here)
-    return result, ahead
+    return result, following
 
 
 class OverlappedRound(Round, OverlappedExecutor):
@@ -161,26 +161,26 @@ class OverlappedRound(Round, OverlappedExecutor):
         draft = self._drafter.exchange(Draft(block.ids_BK, block.probs_BWV), _behind_flight(state))
         return Block(block.choice, block.uniforms_BN, *draft)
 
-    def refill(self, state: BatchState, before: Block | None, block: Block) -> Block:
+    def refill(self, state: BatchState, before: Block | None, fresh: Block) -> Block:
         """See `OverlappedExecutor`."""
-        is_fresh_B, probs_BTV = state.ahead_B == 0, block.probs_BWV
+        is_fresh_B, probs_BTV = state.ahead_B == 0, fresh.probs_BWV
         if probs_BTV is not None:
             probs_BTV = torch.cat([probs_BTV[:, :1], probs_BTV], dim=1)  # as in a block of K, whose first is examined
             if before is not None and before.probs_BWV is not None:
                 probs_BTV = torch.where(is_fresh_B[:, None, None], probs_BTV, before.probs_BWV)
         state.ahead_B.fill_(self.num_ahead)
-        return block._replace(probs_BWV=probs_BTV)
+        return fresh._replace(probs_BWV=probs_BTV)
 
-    def settle(self, state: BatchState, before: Block, block: Block, target_BKV: Tensor) -> Tensor:
+    def settle(self, state: BatchState, before: Block, following: Block, target_BKV: Tensor) -> Tensor:
         """See `OverlappedExecutor`."""
         flying_BA = state.tokens_BS.gather(1, state.lengths_B[:, None] + self.in_flight_A)
         in_flight = Draft(flying_BA, None if before.probs_BWV is None else before.probs_BWV[:, 1:])
         decision = self.verifier.verify_ahead(
             in_flight,
-            Draft(block.ids_BK, block.probs_BWV),
+            Draft(following.ids_BK, following.probs_BWV),
             target_BKV,
             ahead_B=state.ahead_B,
-            draws=self.uniforms.split(block.uniforms_BN, self._num_drafted),
+            draws=self.uniforms.split(following.uniforms_BN, self._num_drafted),
         )
         result = state.commit(decision, drafted_ids_BK=flying_BA)
         state.ahead_B.copy_((decision.flags_B1[:, 0] >= GOES_ON) * self.num_ahead)

@@ -16,20 +16,29 @@ from typing import Any
 
 from llama_ssp.planning.acceptance.rounds import overlapped_corrections, overlapped_tokens, tokens_per_round
 
+WORTH_WAITING = 1.1
+"""Times faster that tokens must come for rows to wait: where both ways are about equal, the target idles less if none
+waits, and a rank that has idled begins cold."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class OverlappedTime:
-    """Seconds of a round's pieces: both models at once, then what either waits for."""
+    """Seconds of a round's pieces: both models at once, then what either waits for.
+
+    Attributes:
+        refill_s: what precedes the round if a row waits for a block: K - 1 draft steps alone, and their exchange.
+    """
 
     draft_s: float
     forward_s: float
     exchange_s: float = 0.0
     settle_s: float = 0.0
     host_s: float = 0.0
+    refill_s: float = 0.0
 
     @property
     def round_s(self) -> float:
-        """The round."""
+        """The round, without what may precede it."""
         return max(self.draft_s, self.forward_s) + self.exchange_s + self.settle_s + self.host_s
 
 
@@ -57,18 +66,17 @@ class OverlapForecast:
 
 
 def alone_s(time: OverlappedTime, *, acceptance: float, num_draft_tokens: int, batch_size: int) -> float:
-    """Seconds of drafting alone per round, if rows wait: K - 1 steps after a round in which any row was rejected."""
-    rejected = 1 - acceptance ** (num_draft_tokens * batch_size)
-    return rejected * (time.draft_s * (num_draft_tokens - 1) / num_draft_tokens + time.exchange_s)
+    """Seconds of drafting alone per round, if rows wait: after every round in which any row was rejected."""
+    return (1 - acceptance ** (num_draft_tokens * batch_size)) * time.refill_s
 
 
 def better_to_wait(time: OverlappedTime, *, acceptance: float, num_draft_tokens: int, batch_size: int) -> bool:
-    """Whether tokens come faster if rows wait for a block after a rejection, instead of having one token verified."""
+    """Whether tokens come clearly faster if rows wait for a block after a rejection than with one token verified."""
     waiting_s = time.round_s + alone_s(
         time, acceptance=acceptance, num_draft_tokens=num_draft_tokens, batch_size=batch_size
     )
     examined = tokens_per_round(acceptance, num_draft_tokens - 1)
-    return waiting_s / examined < time.round_s / overlapped_tokens(acceptance, num_draft_tokens)
+    return WORTH_WAITING * waiting_s / examined < time.round_s / overlapped_tokens(acceptance, num_draft_tokens)
 
 
 class OverlappedRounds:

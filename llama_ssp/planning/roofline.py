@@ -21,7 +21,7 @@ from llama_ssp.architectures.family import inventory
 from llama_ssp.architectures.inventory import Inventory, Matrix
 from llama_ssp.architectures.sizes import ENGINE_KERNELS, Kernels
 from llama_ssp.config.formats.format import format_of
-from llama_ssp.config.hardware import HardwareConfig, Profile
+from llama_ssp.config.hardware import CompositionPoint, HardwareConfig, Profile
 from llama_ssp.config.schema import Dtype, WholeParts
 from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.planning.measured import by_rows_and_width, by_size, composition_ratio, measured_linear_s
@@ -124,9 +124,16 @@ def forward_time(
         collectives_s=_collectives_s(placement, hardware, rows=rows, scored=scored),
         offload_s=placement.waiting_s,
     )
-    profile = profile_of(hardware, placement.num_active)
-    points = profile.composition if profile else []
+    points = _composition(placement, hardware)
     return parts.scaled(composition_ratio(points, rows=rows, working_set_bytes=working_set_bytes(placement, hardware)))
+
+
+def _composition(placement: ModelPlacement, hardware: HardwareConfig) -> list[CompositionPoint]:
+    """What corrects the sums of a model's parts, by whether it shares its layers with other ranks."""
+    profile = profile_of(hardware, placement.num_active)
+    if profile is None:
+        return []
+    return (profile.composition_apart if len(placement.ranks) == 1 else []) or profile.composition
 
 
 def working_set_bytes(placement: ModelPlacement, hardware: HardwareConfig) -> int:

@@ -207,15 +207,23 @@ class CostModel:
         messages = round_messages(self.job, num_draft_tokens)
         return self.agree_s(messages.ids, messages.probabilities, messages.verdict) + self.rule_s(num_draft_tokens + 1)
 
-    def overlapped(self, draft_s: float, num_draft_tokens: int) -> OverlappedTime:
-        """A round in which drafting, which takes `draft_s`, overlaps the target's forward of K positions."""
+    def drafting_s(self, num_draft_tokens: int) -> float:
+        """All draft steps of a round."""
+        if not (self.draft and num_draft_tokens):
+            return 0.0
+        return self.draft_step_s(self.job.first_draft_rows) + (num_draft_tokens - 1) * self.draft_step_s(1)
+
+    def overlapped(self, num_draft_tokens: int) -> OverlappedTime:
+        """A round in which drafting overlaps the target's forward of K positions."""
         messages = round_messages(self.job, num_draft_tokens)
+        exchange_s = self.agree_s(messages.ids, messages.probabilities)
         return OverlappedTime(
-            draft_s=draft_s,
+            draft_s=self.drafting_s(num_draft_tokens),
             forward_s=self.forward(self.target, num_draft_tokens).total_s,
-            exchange_s=self.agree_s(messages.ids, messages.probabilities),
+            exchange_s=exchange_s,
             settle_s=self.agree_s(messages.verdict) + self.rule_s(num_draft_tokens + 3),
             host_s=self.host_s,
+            refill_s=self.drafting_s(num_draft_tokens - 1) + exchange_s if num_draft_tokens > 1 else 0.0,
         )
 
     def verify_s(self, num_draft_tokens: int) -> float:
@@ -246,18 +254,13 @@ def timing(job: PlanSpec, hardware: HardwareConfig) -> Timing:
 def _speculative(costs: CostModel, plain: Timing) -> Timing:
     job = costs.job
     acceptance = expected_of_job(job)
-    first_s, step_s = (costs.draft_step_s(job.first_draft_rows), costs.draft_step_s(1)) if costs.draft else (0.0, 0.0)
-
-    rounds = OverlappedRounds(
-        lambda number: costs.overlapped(first_s + (number - 1) * step_s, number),
-        acceptance=acceptance.probability,
-        batch_size=job.batch_size,
-    )
+    step_s = costs.draft_step_s(1) if costs.draft else 0.0
+    rounds = OverlappedRounds(costs.overlapped, acceptance=acceptance.probability, batch_size=job.batch_size)
 
     def round_s(num_draft_tokens: int) -> float:
         if job.overlaps:
             return rounds.round_s(num_draft_tokens)
-        return first_s + (num_draft_tokens - 1) * step_s + costs.verify_s(num_draft_tokens) + costs.host_s
+        return costs.drafting_s(num_draft_tokens) + costs.verify_s(num_draft_tokens) + costs.host_s
 
     chosen = job.num_draft_tokens
     all_rounds_s = [round_s(number) for number in range(1, max(MOST_DRAFT_TOKENS, chosen) + 1)]

@@ -8,7 +8,7 @@ import logging
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from statistics import linear_regression
+from statistics import linear_regression, median
 from typing import Any
 
 from llama_ssp.architectures.sizes import CATCH_UP_CHUNK
@@ -179,16 +179,27 @@ def settle_overlap(
 
 
 def _measured_pieces(decoder: Decoder, *, comm: Comm, num_slots: int) -> dict[str, float]:
-    """Seconds of K draft steps and of the target's forward, each while the other goes on; the mean of some rounds."""
-    choice, executor = decoder.length.choices[0], decoder.executor
-    decoder.time_rounds([choice] * _NUM_WARM_PIECES, num_slots=num_slots)
-    decoder.time_rounds([choice] * _NUM_TIMED_PIECES, num_slots=num_slots)
-    drafts = bool(getattr(executor, "drafts_here", False))
-    each = [json.loads(text) for text in comm.gather_text(json.dumps([drafts, decoder.worked_s / _NUM_TIMED_PIECES]))]
-    return {
+    """The fields of `OverlappedTime` that decide, over some rounds.
+
+    Seconds of K draft steps and of the target's forward, each while the other goes on, and what the whole round and a
+    block before it take in addition.
+    """
+    choices = decoder.length.choices[:1]
+
+    def median_s(*, refills: bool) -> float:
+        decoder.time_rounds(choices * _NUM_WARM_PIECES, num_slots=num_slots, refills=refills)
+        return median(decoder.time_rounds(choices * _NUM_TIMED_PIECES, num_slots=num_slots, refills=refills))
+
+    round_s = median_s(refills=False)
+    worked_s = decoder.worked_s / _NUM_TIMED_PIECES
+    refill_s = max(median_s(refills=True) - round_s, 0.0)
+    drafts = bool(getattr(decoder.executor, "drafts_here", False))
+    each = [json.loads(text) for text in comm.gather_text(json.dumps([drafts, worked_s]))]
+    found = {
         name: max(seconds for of_draft, seconds in each if of_draft is is_draft)
         for name, is_draft in (("draft_s", True), ("forward_s", False))
     }
+    return found | {"exchange_s": max(round_s - max(found.values()), 0.0), "refill_s": refill_s}
 
 
 def _waits(text: str) -> bool:

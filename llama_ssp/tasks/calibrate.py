@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import yaml
@@ -33,6 +33,14 @@ from llama_ssp.models.linear import can_halve
 
 DTYPES = {Dtype.fp32: torch.float32, Dtype.bf16: torch.bfloat16, Dtype.fp16: torch.float16}
 LARGEST_MESSAGE, SMALLEST_MESSAGE = -1, 0
+
+
+class _Measured(NamedTuple):
+    """A profile without its composition, and the pairs that ranks held together, and apart."""
+
+    profile: Profile
+    together: list[PairTime]
+    apart: list[PairTime]
 
 
 def run(config: RunConfig, world: World) -> str | None:
@@ -70,25 +78,30 @@ def calibrate(world: World, *, output: str | None = None) -> Path | None:
     return file
 
 
-def _profiles(world: World, reduces: list[SizePoint]) -> list[tuple[Profile, list[PairTime]]]:
-    """Measure rank 0 alone with all cores, then all ranks together: operators and whole pairs."""
-    measured = []
+def _profiles(world: World, reduces: list[SizePoint]) -> list[_Measured]:
+    """Measure rank 0 alone with all cores, then all ranks together: operators, and whole pairs, also one for each."""
+    measured: list[_Measured] = []
     if world.comm.rank == 0:
         with _all_cores(world):
-            measured.append((_profile(num_ranks=1, reduces=[]), model_pairs.pair_times(Comm.single())))
+            measured.append(_Measured(_profile(num_ranks=1, reduces=[]), model_pairs.pair_times(Comm.single()), []))
     world.comm.barrier()
     if world.comm.size > 1:
         profile = _profile(num_ranks=world.comm.size, reduces=reduces)
-        measured.append((profile, model_pairs.pair_times(world.comm)))
+        together = model_pairs.pair_times(world.comm)
+        measured.append(_Measured(profile, together, model_pairs.pair_times_apart(world.comm)))
         world.comm.barrier()
     return measured
 
 
-def _composed(figures: dict[str, Any], measured: list[tuple[Profile, list[PairTime]]]) -> list[Profile]:
-    machine = build(figures | {"profiles": [asdict(profile) for profile, _ in measured]})
+def _composed(figures: dict[str, Any], measured: list[_Measured]) -> list[Profile]:
+    machine = build(figures | {"profiles": [asdict(profile) for profile, *_ in measured]})
     return [
-        replace(profile, composition=model_pairs.composition(times, machine, num_ranks=profile.num_ranks))
-        for profile, times in measured
+        replace(
+            profile,
+            composition=model_pairs.composition(together, machine, num_ranks=profile.num_ranks),
+            composition_apart=model_pairs.composition(apart, machine, num_ranks=profile.num_ranks, apart=True),
+        )
+        for profile, together, apart in measured
     ]
 
 

@@ -75,3 +75,20 @@ def test_a_draft_rank_that_dies_ends_the_job_and_resumption_completes_it(running
     assert overlap["num_dropped_tokens"] > 0
     assert len(overlap["ranks"]) == 2
     assert overlap["waits"] == json.loads((run_dir / "overlap.json").read_text())["waits"]
+
+
+@pytest.mark.distributed(2)
+@pytest.mark.slow
+@pytest.mark.parametrize("is_faulty", [True, False])
+def test_the_samples_of_both_modes_have_one_distribution_unless_the_rule_is_wrong(
+    is_faulty: bool, tmp_path: Path
+) -> None:
+    """See docs/guides/evaluate.md on the probabilities of errors; a third of its samples shows this fault."""
+    settings = ["task=evaluate", "suite=distribution", "evaluate.gate=true", "num_samples=80", *OVERLAP[:2]]
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+        *(["-m", "tests.distributed.faulty_run"] if is_faulty else ["launch/run.py"]), *settings, f"run_dir={tmp_path}",
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert (done.returncode == 0) is not is_faulty, done.stderr[-3000:]
+    assert json.loads((tmp_path / "summary.json").read_text())["evaluation"]["passed"] is not is_faulty

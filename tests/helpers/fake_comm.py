@@ -69,6 +69,10 @@ class ThreadComm(Comm):
         elif self.rank == dst and values is not None:
             values.copy_(self.mail[src, dst].get(timeout=60))
 
+    def barrier(self) -> None:
+        """Wait for all threads."""
+        self.meeting.wait(timeout=60)
+
     def _swap(self, values: Tensor) -> list[Tensor]:
         self.table[self.rank] = values.clone()
         self.meeting.wait(timeout=60)

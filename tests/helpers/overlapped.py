@@ -52,14 +52,15 @@ def overlapped_decoder(  # noqa: PLR0913
     if has_draft:
         inner = ModelDrafter(draft, rule=rule, num_draft_tokens=num_draft_tokens, vocab_size=target.vocab_size)
     samples = (sampling.temperature if sampling else temperature) > 0 and rule_name != "coupled"
+    truncates = sampling is not None and sampling.truncates
+    receiver = ProbsReceiver(VERIFY_RANK, target.vocab_size, truncates=truncates)
     drafter = AheadDrafter(
         inner,
         comm=comm,
         src=num_target_ranks if is_apart else 0,
         num_draft_tokens=num_draft_tokens,
         device=target.device,
-        receiver=ProbsReceiver(VERIFY_RANK, target.vocab_size) if is_apart and samples else None,
-        truncates=sampling is not None and sampling.truncates,
+        receiver=receiver if is_apart and samples else None,
     )
     if not has_target:
         target = NullRunner(device=target.device, vocab_size=target.vocab_size, max_position_embeddings=512)

@@ -50,16 +50,16 @@ class TracedOverlap(OverlappedExecutor):
         """See `OverlappedExecutor`."""
         return self._round.exchange(state, block)
 
-    def refill(self, state: BatchState, before: Block | None, block: Block) -> Block:
+    def refill(self, state: BatchState, before: Block | None, fresh: Block) -> Block:
         """See `OverlappedExecutor`."""
-        return self._round.refill(state, before, block)
+        return self._round.refill(state, before, fresh)
 
-    def settle(self, state: BatchState, before: Block, block: Block, target_BKV: Tensor) -> Tensor:
+    def settle(self, state: BatchState, before: Block, following: Block, target_BKV: Tensor) -> Tensor:
         """See `OverlappedExecutor`."""
-        self._choice = block.choice
-        probs = [each.probs_BWV for each in (before, block) if each.probs_BWV is not None]
-        key = state.lengths_B.shape, block.choice.num_tokens, len(probs)
-        return self._traced_settle(key, *state, target_BKV, block.uniforms_BN, block.ids_BK, *probs)
+        self._choice = following.choice
+        probs = [each.probs_BWV for each in (before, following) if each.probs_BWV is not None]
+        key = state.lengths_B.shape, following.choice.num_tokens, len(probs)
+        return self._traced_settle(key, *state, target_BKV, following.uniforms_BN, following.ids_BK, *probs)
 
     def _draft(self, *state: Tensor) -> tuple[Tensor, ...]:
         block = self._round.draft(BatchState(*state), choice=self._choice, bucket=self._bucket)
@@ -71,5 +71,5 @@ class TracedOverlap(OverlappedExecutor):
     def _settle(self, *tensors: Tensor) -> Tensor:
         state, (target_BKV, uniforms_BN, ids_BK, *probs) = BatchState(*tensors[:_STATE]), tensors[_STATE:]
         before, after = probs or (None, None)
-        block = Block(self._choice, uniforms_BN, ids_BK, after)
-        return self._round.settle(state, block._replace(probs_BWV=before), block, target_BKV)
+        following = Block(self._choice, uniforms_BN, ids_BK, after)
+        return self._round.settle(state, following._replace(probs_BWV=before), following, target_BKV)

@@ -1,5 +1,6 @@
 """Whole runs of random models: what is timed of them, and that forecasts made with it give back what was timed."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from threading import Lock
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from llama_ssp.calibration import model_pairs
-from llama_ssp.calibration.model_pairs import PairTime, composition, pair_times
+from llama_ssp.calibration.model_pairs import PairTime, composition, pair_times, pair_times_apart
 from llama_ssp.calibration.random_llama import RandomLlama
 from llama_ssp.config import hardware
 from llama_ssp.config.hardware import CompositionPoint, HardwareConfig, LinearPoint, Profile, RowsPoint, SizePoint
@@ -47,18 +48,18 @@ def _machine(num_ranks: int) -> HardwareConfig:
     return replace(hardware.load("laptop_cpu"), profiles=[profile])
 
 
-def _composed(machine: HardwareConfig, points: list[CompositionPoint]) -> HardwareConfig:
+def _composed(machine: HardwareConfig, points: list[CompositionPoint], *, apart: bool = False) -> HardwareConfig:
     (profile,) = machine.profiles
-    return replace(machine, profiles=[replace(profile, composition=points)])
+    return replace(machine, profiles=[replace(profile, **{"composition_apart" if apart else "composition": points})])  # type: ignore[arg-type]
 
 
 def _blank(target: RandomLlama) -> PairTime:
     return PairTime(target=target, draft=model_pairs.DRAFT, prompt_s=1.0, plain_s=1.0, draft_s=1.0, rest_s=1.0)
 
 
-def _forecast(pair: PairTime, machine: HardwareConfig, num_ranks: int) -> PairTime:
+def _forecast(pair: PairTime, machine: HardwareConfig, num_ranks: int, *, apart: bool = False) -> PairTime:
     """What a machine would take for a pair."""
-    job = model_pairs._job(pair, num_ranks)
+    job = model_pairs._job(pair, num_ranks, apart=apart)
     clock = CostModel(job, machine_of_run(machine, num_ranks))
     timed = timing(job, clock.hardware)
     draft_s = clock.draft_step_s(2) + 3 * clock.draft_step_s(1)
@@ -74,22 +75,25 @@ def _seconds(pair: PairTime) -> tuple[float, ...]:
     return pair.prompt_s, pair.plain_s, pair.draft_s, pair.rest_s
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_forecasts_with_measured_wholes_give_back_what_was_measured(num_ranks: int) -> None:
+@pytest.mark.parametrize(("num_ranks", "apart"), [(1, False), (2, False), (2, True)])
+def test_forecasts_with_measured_wholes_give_back_what_was_measured(num_ranks: int, apart: bool) -> None:
     bare, pairs = _machine(num_ranks), [_blank(target) for target in model_pairs.TARGETS]
-    clocks = [CostModel(model_pairs._job(pair, num_ranks), machine_of_run(bare, num_ranks)) for pair in pairs]
+    clocks = [
+        CostModel(model_pairs._job(pair, num_ranks, apart=apart), machine_of_run(bare, num_ranks)) for pair in pairs
+    ]
     assert clocks[0].draft
     true = [CompositionPoint(rows=1, working_set_bytes=working_set_bytes(clocks[0].draft, bare), ratio=2.0)]
     for clock in clocks:
-        assert clock.target.ranks == tuple(range(num_ranks))
+        assert clock.target.ranks == tuple(range(1 if apart else num_ranks))
+        assert clock.target.num_active == num_ranks
         size = working_set_bytes(clock.target, bare)
         true += [CompositionPoint(rows=rows, working_set_bytes=size, ratio=ratio) for rows, ratio in RATIOS.items()]
-    took = [_forecast(pair, _composed(bare, true), num_ranks) for pair in pairs]
-    found = composition(took, bare, num_ranks=num_ranks)
+    took = [_forecast(pair, _composed(bare, true, apart=apart), num_ranks, apart=apart) for pair in pairs]
+    found = composition(took, bare, num_ranks=num_ranks, apart=apart)
     assert [replace(point, ratio=0) for point in found] == [replace(point, ratio=0) for point in true]
     assert [point.ratio for point in found] == pytest.approx([point.ratio for point in true])
     for pair in took:
-        again = _forecast(pair, _composed(bare, found), num_ranks)
+        again = _forecast(pair, _composed(bare, found, apart=apart), num_ranks, apart=apart)
         assert _seconds(again) == pytest.approx(_seconds(pair))
 
 
@@ -123,20 +127,35 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_pairs, "BUDGET_S", 0.0)
 
 
+def test_only_a_model_that_no_rank_shares_takes_what_was_measured_apart() -> None:
+    whole, half = (CompositionPoint(rows=1, working_set_bytes=1, ratio=ratio) for ratio in (2.0, 0.5))
+    bare, pair = _machine(2), _blank(LARGE)
+    machine = _composed(_composed(bare, [half]), [whole], apart=True)
+    for apart, ratio in ((True, 2.0), (False, 0.5)):
+        before, after = (
+            CostModel(model_pairs._job(pair, 2, apart=apart), machine_of_run(each, 2)) for each in (bare, machine)
+        )
+        times = [clock.forward(clock.target, 1).total_s for clock in (before, after)]
+        assert times[1] == pytest.approx(ratio * times[0])
+
+
 @pytest.mark.usefixtures("few")
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_ranks_decode_all_pairs_together(num_ranks: int) -> None:
-    for times in on_ranks(thread_comms(num_ranks), pair_times):
+@pytest.mark.parametrize(("num_ranks", "timed"), [(1, pair_times), (2, pair_times), (2, pair_times_apart)])
+def test_ranks_decode_all_pairs_together(num_ranks: int, timed: Callable[[Comm], list[PairTime]]) -> None:
+    for times in on_ranks(thread_comms(num_ranks), timed):
         assert [time.target for time in times] == [SMALL, LARGE]
         assert all(min(time.prompt_s, time.plain_s, time.rest_s, time.draft_s) > 0 for time in times)
 
 
 @pytest.mark.usefixtures("few")
-def test_a_pair_beyond_half_of_the_free_memory_is_left_out_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_pairs, "available_bytes", lambda: 2 * LARGE.num_bytes - 1)
+@pytest.mark.parametrize(("timed", "times_as_much"), [(pair_times, 2), (pair_times_apart, 4)])
+def test_a_pair_beyond_half_of_the_free_memory_is_left_out_on_all_ranks(
+    timed: Callable[[Comm], list[PairTime]], times_as_much: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_pairs, "available_bytes", lambda: times_as_much * LARGE.num_bytes - 1)
 
     def taken(comm: ThreadComm) -> list[RandomLlama]:
-        return [time.target for time in pair_times(comm)]
+        return [time.target for time in timed(comm)]
 
     assert on_ranks(thread_comms(2), taken) == [[SMALL], [SMALL]]
 

@@ -9,7 +9,7 @@ from llama_ssp.config.hardware import load
 from llama_ssp.config.schema import DraftLayout
 from llama_ssp.planning.acceptance.rounds import overlapped_corrections, overlapped_tokens, tokens_per_round
 from llama_ssp.planning.choices.search import search
-from llama_ssp.planning.overlap import OverlappedRounds, OverlappedTime
+from llama_ssp.planning.overlap import WORTH_WAITING, OverlappedRounds, OverlappedTime
 from llama_ssp.planning.plan import document, make_plan
 from llama_ssp.planning.spec import PlanSpec
 from llama_ssp.planning.timing import timing
@@ -58,15 +58,15 @@ def test_shares_of_a_round_add_up() -> None:
 
 
 def test_rows_wait_for_a_block_where_drafting_is_cheap() -> None:
-    """One token verified early costs a forward, of which 1 - 1 / S is lost, S the tokens of a whole round."""
-    tokens = tokens_per_round(0.8, 3)
-    border_s = (1 - 1 / tokens) * 4 / 3
-    cheap, dear = (OverlappedTime(draft_s=factor * border_s, forward_s=1.0) for factor in (0.99, 1.01))
+    """Waiting takes a round and what may precede it, for all tokens; it must be faster by the margin."""
+    tokens, early, rejected = tokens_per_round(0.8, 3), overlapped_tokens(0.8, 4), 1 - 0.8**4
+    border_s = (tokens / early / WORTH_WAITING - 1) / rejected
+    cheap, dear = (OverlappedTime(draft_s=0.9, forward_s=1.0, refill_s=times * border_s) for times in (0.99, 1.01))
     assert rounds_of(cheap, 0.8).waits(4)
     assert not rounds_of(dear, 0.8).waits(4)
     assert rounds_of(cheap, 0.8).gain(0.8, 4) == pytest.approx(tokens)
     per_token = rounds_of(cheap, 0.8).round_s(4) / tokens
-    assert per_token == pytest.approx(1 / overlapped_tokens(0.8, 4), rel=0.01)
+    assert WORTH_WAITING * per_token == pytest.approx(1 / early, rel=0.01)
     assert not rounds_of(cheap, 0.8, batch_size=8).waits(4), "all rows would wait for any"
 
 
