@@ -12,7 +12,9 @@ from torch.nn import functional
 from llama_ssp.models.linear import HalfLinear, Linear, make_linear
 from llama_ssp.models.llama.norm import RmsNorm
 from llama_ssp.models.native import linear as native
+from llama_ssp.models.native.compiled import has_features
 from llama_ssp.models.native.linear import NativeLinear, native_halves, native_of
+from llama_ssp.models.native.products import FEATURES
 from llama_ssp.models.quantization import weight_only
 from llama_ssp.models.quantization.precision import Int8Linear, Precision
 from llama_ssp.models.quantization.weight_only import Int8WeightOnlyLinear
@@ -27,7 +29,8 @@ def numbers(*shape: int) -> Tensor:
 
 
 def made(form: str, weight: Tensor, bias: Tensor | None = None) -> NativeLinear:
-    if native.product_of(form) is None:
+    # Not `product_of`: a wrong kernel must fail here, where a run would do without it.
+    if not has_features(FEATURES[form]):
         pytest.skip("this processor has no such product")
     quantization = {"bytes": "int8_weight_only", "dots": "int8"}
     kernel = Precision(quantization=quantization[form]).kernel if form in quantization else native_halves
