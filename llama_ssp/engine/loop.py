@@ -7,7 +7,7 @@ rows: no round depends on them.
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -41,7 +41,7 @@ class Update(NamedTuple):
 class Decoder:
     """Turns requests into completions, a batch of rows at a time.
 
-    By default the round runs from Python, the device decides the clock, and every round drafts the most tokens.
+    By default rounds and prefills run from Python, the device decides the clock, and each round drafts the most tokens.
 
     Attributes:
         length: chooses what each round drafts.
@@ -53,6 +53,7 @@ class Decoder:
         round_: Round,
         *,
         executor: Executor | OverlappedExecutor | None = None,
+        prefill: Callable[..., Tensor] | None = None,
         clock: Clock | None = None,
         batch_size: int,
         eos_ids: Sequence[int],
@@ -62,6 +63,7 @@ class Decoder:
     ) -> None:
         self.round = round_
         self.executor = executor or round_
+        self.prefill = prefill or round_.prefill
         self.clock = clock or clock_for(round_.target.device)
         self.length: DraftLength = FixedLength(round_.max_tokens_per_round - 1)
         self.batch_size = batch_size
@@ -189,7 +191,6 @@ class Decoder:
     def _admit(self, requests: list[Request], rows: list[int]) -> None:
         prompts = self._state.rows_of(requests, table=self.round.uniforms, seed=self.seed)
         prompt_lengths_R = prompts.lengths_B.clone()
-        rows_R = to_device(rows, self._device)
         lengths = [len(request.prompt_ids) for request in requests]
         skipping = [
             source
@@ -197,8 +198,8 @@ class Decoder:
             if drafter.reads_skipped and not self.length.reads_prompts(source)
         ]
         reading = [drafter for source, drafter in enumerate(self.round.drafters) if source not in skipping]
-        result = self.executor.prefill(prompts, rows, lengths=lengths, buckets=self._buckets, drafters=reading)
-        self._state.put(rows_R, prompts, prompt_lengths_R=prompt_lengths_R)
+        result = self.prefill(prompts, rows, lengths=lengths, buckets=self._buckets, drafters=reading)
+        self._state.put(to_device(rows, self._device), prompts, prompt_lengths_R=prompt_lengths_R)
         owners = [
             RowCompletion(request=request, num_target_forwards=number, has_bonus=not self._overlaps)
             for request, number in zip(

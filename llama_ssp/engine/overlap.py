@@ -35,18 +35,15 @@ Shapes: B sequences, K drafted tokens, T = K + 1, V vocabulary, N uniforms of a 
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from llama_ssp.drafting.ahead import AheadDrafter
-from llama_ssp.drafting.protocol import Drafter
 from llama_ssp.engine.clock import Clock
 from llama_ssp.engine.round import Block, DraftChoice, Round
 from llama_ssp.engine.state import BatchState
 from llama_ssp.engine.verifier import GOES_ON, Verifier
-from llama_ssp.models.prefill import Buckets
 from llama_ssp.models.runner import Runner
 from llama_ssp.sampling.context import Rows
 from llama_ssp.sampling.rules import Draft
@@ -57,18 +54,6 @@ class OverlappedExecutor(ABC):
     """Runs the pieces of an overlapped round; an `OverlappedRound` is its own eager executor."""
 
     keeps_state = False
-
-    @abstractmethod
-    def prefill(
-        self,
-        prompts: BatchState,
-        rows: Sequence[int],
-        *,
-        lengths: Sequence[int],
-        buckets: Buckets,
-        drafters: Sequence[Drafter] | None = None,
-    ) -> Tensor:
-        """Read prompts and sample each one's first token; see `Round.prefill`."""
 
     @abstractmethod
     def draft(self, state: BatchState, *, choice: DraftChoice, bucket: int) -> Block:

@@ -56,24 +56,13 @@ class Block(NamedTuple):
 
 
 class Executor(Protocol):
-    """Runs prefills and the two pieces of a round; a `Round` is its own eager executor.
+    """Runs the two pieces of a round; a `Round` is its own eager executor.
 
     Attributes:
         keeps_state: the executor depends on the addresses of the batch's tensors, so runs should share one batch.
     """
 
     keeps_state: bool
-
-    def prefill(
-        self,
-        prompts: BatchState,
-        rows: Sequence[int],
-        *,
-        lengths: Sequence[int],
-        buckets: Buckets,
-        drafters: Sequence[Drafter] | None = None,
-    ) -> Tensor:
-        """Read prompts and sample each one's first token; see `Round.prefill`."""
 
     def draft(self, state: BatchState, *, choice: DraftChoice, bucket: int) -> Block:
         """Extend every row by `choice.num_tokens` drafted tokens."""

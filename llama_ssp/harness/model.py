@@ -28,6 +28,8 @@ from llama_ssp.session.prompts import check_ids, in_template
 
 NAME = "llama_ssp"
 """The value of `--model`."""
+_DEFAULT_DEVICE = "cuda:0"
+"""What the harness passes on without `--device`, whatever the machine has."""
 
 
 class SpeculativeLM(TemplateLM):  # type: ignore[misc] # the package has no types
@@ -63,6 +65,8 @@ class SpeculativeLM(TemplateLM):  # type: ignore[misc] # the package has no type
     def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None) -> Self:
         """Make the model of parsed `--model_args`, which win over options such as `--batch_size`."""
         options = {name: value for name, value in (additional_config or {}).items() if value is not None}
+        if options.get("device") == _DEFAULT_DEVICE and not torch.cuda.is_available():
+            del options["device"]
         return cls(**{**options, **arg_dict})
 
     @property

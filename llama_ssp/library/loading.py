@@ -118,8 +118,8 @@ def _read_device(given: object) -> tuple[DeviceKind, int | None]:
         return kind, None
     num_gpus = torch.cuda.device_count()
     if kind is not DeviceKind.cuda or not number.isdecimal() or int(number) >= num_gpus:
-        known = ", ".join([*DeviceKind.__members__, *(f"cuda:{index}" for index in range(num_gpus))])
-        raise ConfigError(f"device={given} is not on this machine, which has {known}")
+        gpus = ["cuda", *(f"cuda:{index}" for index in range(num_gpus))] if num_gpus else []
+        raise ConfigError(f"device={given} is not on this machine, which has {', '.join(['auto', 'cpu', *gpus])}")
     return kind, int(number)
 
 

@@ -24,6 +24,7 @@ from llama_ssp.drafting.maker import make_drafters
 from llama_ssp.drafting.translation import TokenizerPair
 from llama_ssp.engine.completion import StopRequest
 from llama_ssp.engine.executors.choice import make_executor
+from llama_ssp.engine.executors.traced_prefill import TracedPrefill
 from llama_ssp.engine.loop import Decoder
 from llama_ssp.engine.overlap import OverlappedRound
 from llama_ssp.engine.round import Round
@@ -162,7 +163,7 @@ def build_decoder(
 ) -> Decoder:
     """Build a decoder from the models and the config; plain decoding uses the target alone.
 
-    `serves_many` is for many short runs of the decoder; see `make_executor`.
+    `serves_many` is for many short runs of the decoder, whose prefills are worth a trace.
     """
     mesh, device = models.mesh, models.target.device
     rule = make_rule(config.sampling, config.verification)
@@ -182,7 +183,8 @@ def build_decoder(
     captures = config.cuda_graphs and may_capture(config.placement.target)
     return Decoder(
         round_,
-        executor=make_executor(round_, cuda_graphs=captures, serves_many=serves_many),
+        executor=make_executor(round_, cuda_graphs=captures),
+        prefill=TracedPrefill(round_) if serves_many and device.type == "cpu" else None,
         batch_size=config.batch_size,
         eos_ids=() if config.ignore_eos else models.eos_ids,
         seed=config.seed,

@@ -8,9 +8,12 @@ import runpy
 import sys
 import time
 from itertools import count
+from pathlib import Path
 
 from llama_ssp.engine.round import Round
-from tests.helpers.repository import ROOT
+
+ROOT = Path(__file__).parents[2]
+"""Not that of the tests' helpers, which import pytest: the interpreter with a CUDA build need not have it."""
 
 SECOND = 2
 """The prefill before which the rank is late; its peer has launched its own, and waits for it."""

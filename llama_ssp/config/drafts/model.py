@@ -10,6 +10,7 @@ from llama_ssp.config.options.hub_ids import is_hub_id
 from llama_ssp.config.schema import (
     ADAPTIVE,
     MODEL_DRAFT,
+    NO_DRAFT,
     DeviceKind,
     DrafterConfig,
     DraftLayout,
@@ -103,7 +104,7 @@ def problems_of_overlap(
     speculation: SpeculationConfig, draft: DrafterConfig, placement: PlacementConfig, device: DeviceKind
 ) -> Iterator[str]:
     """Yield what keeps drafting from overlapping verification, the same for runs and plans."""
-    if not speculation.overlap or (draft.model is None and draft.fallback is None and draft.kind == "none"):
+    if not speculation.overlap or draft.kind == NO_DRAFT:
         return
     if draft.model is None:
         yield f"speculation.overlap=true needs a draft model, and draft={draft.kind} has none: give one with draft=NAME"

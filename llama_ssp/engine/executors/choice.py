@@ -7,18 +7,17 @@ from llama_ssp.engine.overlap import OverlappedExecutor, OverlappedRound
 from llama_ssp.engine.round import Executor, Round
 
 
-def make_executor(round_: Round, *, cuda_graphs: bool, serves_many: bool = False) -> Executor | OverlappedExecutor:
+def make_executor(round_: Round, *, cuda_graphs: bool) -> Executor | OverlappedExecutor:
     """Choose by the kind of round and the device of the target.
 
     Args:
         round_: what it executes.
         cuda_graphs: whether a GPU's rounds are captured.
-        serves_many: many short completions will follow, so that prefills are worth a trace.
     """
     if isinstance(round_, OverlappedRound):
         return TracedOverlap(round_)
     if round_.target.device.type == "cpu":
-        return TracedExecutor(round_, traces_prefill=serves_many)
+        return TracedExecutor(round_)
     if not cuda_graphs:
         return round_
     return CudaGraphExecutor(round_, recorder=CudaRecorder(finish=round_.verifier.comm.finish))

@@ -84,7 +84,6 @@ class CudaGraphExecutor:
     def __init__(self, round_: Round, *, recorder: Recorder) -> None:
         self.failed = False
         self._round = round_
-        self.prefill = round_.prefill
         self._recorder = recorder
         self._state: BatchState | None = None
         self._allocations: tuple[int, ...] = ()

@@ -5,16 +5,12 @@ score_flight   the target's forward and the processors
 settle         the rule and the commit
 """
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
-from llama_ssp.drafting.protocol import Drafter
 from llama_ssp.engine.executors.tracing import Traced
 from llama_ssp.engine.overlap import OverlappedExecutor, OverlappedRound
 from llama_ssp.engine.round import Block, DraftChoice
 from llama_ssp.engine.state import BatchState
-from llama_ssp.models.prefill import Buckets
 
 _STATE = len(BatchState._fields)
 
@@ -32,18 +28,6 @@ class TracedOverlap(OverlappedExecutor):
     def drafts_here(self) -> bool:
         """See `OverlappedExecutor`."""
         return self._round.drafts_here
-
-    def prefill(
-        self,
-        prompts: BatchState,
-        rows: Sequence[int],
-        *,
-        lengths: Sequence[int],
-        buckets: Buckets,
-        drafters: Sequence[Drafter] | None = None,
-    ) -> Tensor:
-        """See `OverlappedExecutor`."""
-        return self._round.prefill(prompts, rows, lengths=lengths, buckets=buckets, drafters=drafters)
 
     def draft(self, state: BatchState, *, choice: DraftChoice, bucket: int) -> Block:
         """See `OverlappedExecutor`."""

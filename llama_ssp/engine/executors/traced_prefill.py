@@ -1,7 +1,8 @@
 """Traces prefills of short prompts on the CPU, where Python takes as long as the forwards (see `tracing`).
 
 One trace serves prompts of all lengths whose operators are the same. Tracing reads the prompts once more, so it waits
-until there have been a few such prefills, and is left out where a prefill takes so long that Python hardly matters.
+until there have been a few such prefills, and is left out where a prefill takes so long that Python hardly matters. It
+is for the library alone: a run would count the tracing in the time of one of its completions.
 
 Shapes: R rows being prefilled, T tokens of the longest prompt, S slots.
 """
@@ -26,7 +27,7 @@ _NUM_TIMED, _LONGEST_S = 2, 0.1
 
 
 class TracedPrefill:
-    """Runs the prefills of a round, from Python or in torch's interpreter; see `Executor.prefill`.
+    """Runs the prefills of a round, from Python or in torch's interpreter; see `Round.prefill`.
 
     Attributes:
         traced: the prefills of short prompts.
@@ -47,7 +48,7 @@ class TracedPrefill:
         buckets: Buckets,
         drafters: Sequence[Drafter] | None = None,
     ) -> Tensor:
-        """See `Executor.prefill`."""
+        """See `Round.prefill`."""
         round_, longest = self._round, max(lengths)
         self._drafters = round_.drafters if drafters is None else drafters
         key = (

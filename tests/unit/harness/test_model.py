@@ -230,7 +230,7 @@ def test_a_conversation_is_written_in_the_chat_template_and_encoded_once(specula
 
 def test_the_command_line_of_the_harness_knows_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = (
-        "--model", "llama_ssp", "--model_args", "target=tiny,draft=tiny-draft,device=cpu", "--batch_size", "4",
+        "--model", "llama_ssp", "--model_args", "target=tiny,draft=tiny-draft", "--batch_size", "4",
         "--include_path", str(TASKS), "--tasks", "code_completion", "--limit", "4", "--output_path", str(tmp_path),
     )  # fmt: skip
     monkeypatch.setattr("sys.argv", ["lm-eval", *words])

@@ -80,7 +80,7 @@ def test_ten_calls_of_growing_prompts_are_captured_once(pair: Pair, monkeypatch:
     """As on a GPU, where another address or size of the cache would drop all graphs."""
     recorder = FakeRecorder()
 
-    def make_executor(round_: Round, *, cuda_graphs: bool, **_options: bool) -> CudaGraphExecutor:
+    def make_executor(round_: Round, *, cuda_graphs: bool) -> CudaGraphExecutor:
         assert cuda_graphs
         return CudaGraphExecutor(round_, recorder=recorder)
 

@@ -39,10 +39,10 @@ def weights(holder: object, seen: dict[int, object]) -> Iterator[Tensor | HalfLi
         return
     seen[id(holder)] = holder  # kept, so that no other object gets its id
     if isinstance(holder, Tensor):
-        # A weight that oneDNN has packed does not tell its address.
-        place = id(holder) if holder.is_mkldnn else holder.untyped_storage().data_ptr()
-        if holder.is_mkldnn or place not in seen:
-            seen[place] = holder
+        if holder.is_mkldnn:  # packed by oneDNN, for one layer
+            yield holder
+        elif holder.untyped_storage().data_ptr() not in seen:
+            seen[holder.untyped_storage().data_ptr()] = holder
             yield holder
     elif isinstance(holder, list | tuple):
         for item in holder:
@@ -58,7 +58,7 @@ def weights(holder: object, seen: dict[int, object]) -> Iterator[Tensor | HalfLi
 def num_bytes(weight: Tensor | HalfLinear) -> int:
     """What a weight takes; FBGEMM fills the last block of inputs."""
     if isinstance(weight, Tensor):
-        return weight.numel() * weight.itemsize
+        return weight.numel() * weight.element_size()
     num_outputs, num_inputs = torch.ops.quantized.linear_unpack_fp16(weight._packed)[0].shape
     return 2 * int(num_outputs) * BLOCK * -(-int(num_inputs) // BLOCK)
 

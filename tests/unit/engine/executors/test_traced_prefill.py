@@ -8,7 +8,6 @@ from torch import Tensor
 
 from llama_ssp import Pair, load
 from llama_ssp.engine.executors import traced_prefill
-from llama_ssp.engine.executors.traced_cpu import TracedExecutor
 from llama_ssp.engine.executors.traced_prefill import TracedPrefill
 from llama_ssp.engine.executors.tracing import Traced
 from llama_ssp.models.llama.decoder import LeanRunner
@@ -74,8 +73,7 @@ def texts(pair: Pair, monkeypatch: pytest.MonkeyPatch, *, most_tokens: int, **se
     prompts = ["import os\n" * number for number in (1, 3, 2, 9, 4, 3, 1, 5)]
     found = [fresh.generate(prompt, max_new_tokens=6, seed=7, **settings)[0].token_ids for prompt in prompts]  # type: ignore[arg-type]
     (decoder,) = fresh._decoders._kept.values()
-    assert isinstance(decoder.executor, TracedExecutor)
-    prefill = decoder.executor.prefill
+    prefill = decoder.prefill
     assert isinstance(prefill, TracedPrefill)
     assert not prefill.traced.failed
     assert any(prefill.traced.replays.values()) is bool(most_tokens)
@@ -103,7 +101,7 @@ def test_prefills_that_take_long_are_never_traced(
 
 
 def traces(pair: Pair) -> Sequence[bool]:
-    prefills = [getattr(decoder.executor, "prefill", None) for decoder in pair._decoders._kept.values()]
+    prefills = [decoder.prefill for decoder in pair._decoders._kept.values()]
     return [any(prefill.traced.replays.values()) for prefill in prefills if isinstance(prefill, TracedPrefill)]
 
 
