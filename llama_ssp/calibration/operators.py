@@ -18,6 +18,7 @@ import torch
 from torch.nn import functional
 
 from llama_ssp.calibration.random_llama import HEAD_DIM, MLP_SHARE, RandomLlama
+from llama_ssp.config.formats.format import NO_QUANTIZATION, format_of
 from llama_ssp.config.hardware import LinearPoint, RowsPoint, SizePoint
 from llama_ssp.config.schema import Dtype
 from llama_ssp.distributed.comms import Comm
@@ -25,6 +26,7 @@ from llama_ssp.distributed.gpu.capturing import capture_stream
 from llama_ssp.distributed.gpu.selecting import selected
 from llama_ssp.engine.executors.tracing import Traced
 from llama_ssp.models.linear import Linear, make_linear
+from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.runner import Runner
 from llama_ssp.planning.measured import measured_linear_s
 from llama_ssp.planning.roofline import MEASURED_SLOTS
@@ -131,6 +133,7 @@ def linear_points(
     working_sets: Sequence[int] = WORKING_SETS,
     keeps_weight: bool = False,
     from_16_bits: bool = False,
+    quantization: str = NO_QUANTIZATION,
     all_elements: Sequence[int] | None = None,
     all_rows: Sequence[int] = ROWS,
 ) -> list[LinearPoint]:
@@ -144,6 +147,7 @@ def linear_points(
         working_sets: bytes of all matrices that are read in turn.
         keeps_weight: the matrices are embeddings too, so they keep their layout.
         from_16_bits: the matrices come from a 16-bit checkpoint, and are stored in 16 bits.
+        quantization: the storage format of the matrices.
         all_elements: sizes of matrices; None for all.
         all_rows: numbers of inputs.
     """
@@ -151,11 +155,19 @@ def linear_points(
     points = []
     for working_set in working_sets:
         for elements in all_elements or ELEMENTS:
-            size = elements * (2 if from_16_bits else dtype.itemsize)
+            value_bytes = 2 if from_16_bits else dtype.itemsize
+            size = format_of(quantization).matrix_bytes(elements, value_bytes)
             # Only large matrices make up a set that no cache can hold: small ones would be too many.
             if size > working_set or (working_set > WORKING_SETS[-1] and size * MOST_MATRICES < working_set):
                 continue
-            make = partial(_linear, elements, dtype, keeps_weight=keeps_weight, from_16_bits=from_16_bits)
+            make = partial(
+                _linear,
+                elements,
+                dtype,
+                keeps_weight=keeps_weight,
+                from_16_bits=from_16_bits,
+                quantization=quantization,
+            )
             number = min(max(2, working_set // size), MOST_MATRICES)
             layers = [make(tall=bool(index % 2)) for index in range(number)]
             for rows in all_rows:
@@ -168,14 +180,15 @@ def linear_points(
 
 
 def _linear(
-    elements: int, dtype: torch.dtype, *, tall: bool, keeps_weight: bool, from_16_bits: bool
+    elements: int, dtype: torch.dtype, *, tall: bool, keeps_weight: bool, from_16_bits: bool, quantization: str
 ) -> tuple[int, Linear]:
     """Make a linear layer as a model would have it; returns its number of inputs with it."""
     side = math.isqrt(elements // 4)
     sizes = (4 * side, side) if tall else (side, 4 * side)
     weight = torch.randn(sizes)
     weight = (weight.bfloat16() if from_16_bits else weight).to(dtype)
-    return sizes[1], make_linear(weight, None, keeps_weight=keeps_weight)
+    kernel = Precision(quantization=quantization).kernel
+    return sizes[1], make_linear(weight, None, kernel=kernel, keeps_weight=keeps_weight)
 
 
 @torch.inference_mode()

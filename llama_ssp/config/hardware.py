@@ -44,8 +44,8 @@ class Price:
 class LinearPoint:
     """Measured time of one linear layer: `rows` inputs through a matrix of `elements` numbers.
 
-    `dtype` is the number format of the matrix, `arithmetic` that of inputs and sums. `working_set_bytes` is the size of
-    all matrices that were cycled through, which decides whether they stay in a cache.
+    `dtype` is the number format of the matrix or its storage format, `arithmetic` that of inputs and sums.
+    `working_set_bytes` is the size of all matrices that were cycled through, which decides if they stay in a cache.
     """
 
     dtype: str

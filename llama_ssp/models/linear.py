@@ -205,8 +205,10 @@ def make_linear(
 def _choose(weight_OI: Tensor, *, keeps_weight: bool) -> Kernel:
     if weight_OI.device.type != "cpu":
         return PlainLinear
-    if weight_OI.dtype == torch.float32 and can_halve() and (scale := half_scale(weight_OI)):
-        return partial(HalfLinear, scale=scale)
+    if weight_OI.dtype == torch.float32 and (scale := half_scale(weight_OI)):
+        kernel = _half_kernel(weight_OI.shape)
+        if kernel:
+            return partial(kernel, scale=scale)
     key = weight_OI.shape, weight_OI.dtype, keeps_weight
     if key not in _fastest:
         kernels: list[Kernel] = [PlainLinear, ColumnsLinear]
@@ -214,6 +216,15 @@ def _choose(weight_OI: Tensor, *, keeps_weight: bool) -> Kernel:
             kernels.append(PackedLinear)
         _fastest[key] = _find_fastest(kernels, weight_OI)
     return _fastest[key]
+
+
+def _half_kernel(shape: torch.Size) -> Callable[..., Linear] | None:
+    """What multiplies by weights in fp16: a compiled kernel, or FBGEMM's."""
+    from llama_ssp.models.native.linear import fits, native_halves  # noqa: PLC0415 - that module imports this one
+
+    if fits("halves", shape):
+        return native_halves
+    return HalfLinear if can_halve() else None
 
 
 @torch.inference_mode()

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 
+from llama_ssp.config.formats.format import NO_QUANTIZATION
 from llama_ssp.config.hardware import CompositionPoint, LinearPoint, RowsPoint, SizePoint
 from llama_ssp.config.schema import Dtype
 
@@ -35,12 +36,16 @@ def measured_linear_s(
     working_set_bytes: int,
     arithmetic: Dtype = Dtype.fp32,
     slowdown: float = 1.0,
+    quantization: str = NO_QUANTIZATION,
 ) -> float:
     """Interpolate measured linear layers by the size of the matrix, the rows and the working set.
 
     `LinearPoint` describes the arguments. A number format that was not measured uses the points of the first measured
-    one. An arithmetic that was not measured takes `slowdown` times as long as fp32 on 16-bit weights.
+    one. An arithmetic that was not measured takes `slowdown` times as long as fp32 on 16-bit weights. A `quantization`
+    that was measured uses its own points; another one those of the number format.
     """
+    own = [point for point in linear if point.dtype == quantization]
+    linear = own or [point for point in linear if point.dtype in Dtype.__members__]
     points = [point for point in linear if point.arithmetic == arithmetic.name]
     if not points and arithmetic is not Dtype.fp32:
         return slowdown * measured_linear_s(

@@ -143,7 +143,9 @@ def working_set_bytes(placement: ModelPlacement, hardware: HardwareConfig) -> in
 
 def _read_bytes(held: Inventory, model: PlannedModel, hardware: HardwareConfig) -> int:
     head = held.output.num_elements if held.head or held.embeddings else 0
-    return DTYPE_BYTES[model.matrix_dtype(hardware.device)] * (held.num_layers * sum(held.products) + head)
+    value_bytes, storage = DTYPE_BYTES[model.matrix_dtype(hardware.device)], format_of(model.quantization)
+    layer_bytes = sum(storage.matrix_bytes(elements, value_bytes) for elements in held.products)
+    return held.num_layers * layer_bytes + value_bytes * head
 
 
 def _matrices_s(
@@ -159,7 +161,10 @@ def _matrices_s(
             working_set_bytes=_read_bytes(held, model, hardware),
             slowdown=slowdown(hardware, model.dtype),
         )
-        layer = sum(price(profile.linear, elements, rows=rows, arithmetic=arithmetic) for elements in held.products)
+        layer = sum(
+            price(profile.linear, elements, rows=rows, arithmetic=arithmetic, quantization=model.quantization)
+            for elements in held.products
+        )
         is_tied = held.head is None and model.matrix_dtype(hardware.device) is model.dtype
         has_tied = any(point.arithmetic == model.dtype.name for point in profile.tied_head)
         heads = profile.tied_head if is_tied and has_tied else profile.linear

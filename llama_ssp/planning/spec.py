@@ -59,7 +59,9 @@ class PlannedModel:
 
     def quantized(self, quantization: str) -> "PlannedModel":
         """The same model with quantized linear layers."""
-        dtype = self.dtype if self.quantized_dtype is Dtype.auto else self.quantized_dtype
+        # Only on a CPU is a model in fp32 that would otherwise be quantized in 16 bits.
+        stays = self.dtype is Dtype.fp32 and format_of(quantization).fp32_on_cpus
+        dtype = self.dtype if stays or self.quantized_dtype is Dtype.auto else self.quantized_dtype
         return replace(self, quantization=quantization, dtype=dtype)
 
     @cached_property
@@ -250,10 +252,11 @@ def number_format(model: ModelConfig, *, device: str) -> Dtype:
     """The compute number format of a model; `auto` if only its files define it.
 
     Most CPUs have no fast 16-bit arithmetic. Their default is fp32, which represents all values of a checkpoint, while
-    linear layers of 16-bit files stay in 16 bits (`PlannedModel.matrix_dtype`). Quantized layers are an exception,
-    because their kernels are faster with 16-bit inputs.
+    linear layers of 16-bit files stay in 16 bits (`PlannedModel.matrix_dtype`). Some quantized layers are an
+    exception, because their kernels are faster with 16-bit inputs.
     """
-    if model.dtype is Dtype.auto and device == "cpu" and not format_of(model.quantization).is_quantized:
+    storage = format_of(model.quantization)
+    if model.dtype is Dtype.auto and device == "cpu" and (storage.fp32_on_cpus or not storage.is_quantized):
         return Dtype.fp32
     return _quantized_number_format(model)
 

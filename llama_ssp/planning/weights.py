@@ -12,6 +12,7 @@ from llama_ssp.config.schema import Dtype, ModelShape, WholeParts
 
 DTYPE_BYTES = {Dtype.fp32: 4, Dtype.bf16: 2, Dtype.fp16: 2}
 HALF_BLOCK = 512
+COMPILED_BLOCK = 16
 
 
 def shares(
@@ -84,9 +85,10 @@ def weight_bytes(held: Inventory, *, dtype: Dtype, quantization: str, matrix_dty
     storage, size = format_of(quantization), DTYPE_BYTES[dtype]
     matrix_size = DTYPE_BYTES[matrix_dtype or dtype]
     kept = _in_blocks if matrix_size != size else lambda matrix: matrix
+    layer_kept = (lambda matrix: matrix) if storage.is_quantized else kept
     sharded = repeated = scales = 0
     for matrix in held.layer:
-        stored = storage.matrix_bytes(kept(matrix).num_elements, matrix_size)
+        stored = storage.matrix_bytes(layer_kept(matrix).num_elements, matrix_size)
         row_scales = storage.row_bytes(size) * matrix.num_rows
         bias = size * matrix.num_rows if matrix.has_bias else 0
         if matrix.cut is None:
@@ -115,5 +117,7 @@ def weight_bytes(held: Inventory, *, dtype: Dtype, quantization: str, matrix_dty
 
 
 def _in_blocks(matrix: Matrix) -> Matrix:
-    """A matrix as FBGEMM stores it, with the inputs padded to whole blocks."""
+    """A matrix in 16 bits: as it is for the compiled kernel, with the inputs padded to whole blocks for FBGEMM's."""
+    if matrix.num_rows % COMPILED_BLOCK == matrix.num_columns % COMPILED_BLOCK == 0:
+        return matrix
     return replace(matrix, num_columns=HALF_BLOCK * -(-matrix.num_columns // HALF_BLOCK))

@@ -30,6 +30,7 @@ from llama_ssp.distributed.memory import anonymous_bytes
 from llama_ssp.distributed.world import World, on_all_cores
 from llama_ssp.errors import SspError
 from llama_ssp.models.linear import can_halve
+from llama_ssp.models.native.linear import COMPILED, product_of
 
 DTYPES = {Dtype.fp32: torch.float32, Dtype.bf16: torch.bfloat16, Dtype.fp16: torch.float16}
 LARGEST_MESSAGE, SMALLEST_MESSAGE = -1, 0
@@ -111,8 +112,13 @@ def _profile(*, num_ranks: int, reduces: list[SizePoint]) -> Profile:
     halves = []
     if can_halve():
         halves = operators.linear_points(torch.float32, Dtype.fp16.name, working_sets=sets, from_16_bits=True)
+    elements, rows = operators.FEW_ELEMENTS, operators.FEW_ROWS
+    for name, kind in COMPILED.items():
+        if product_of(kind):
+            halves += operators.linear_points(
+                torch.float32, name, working_sets=sets, quantization=name, all_elements=elements, all_rows=rows
+            )
     for dtype in (Dtype.bf16, Dtype.fp16):  # few points, since runs use 16-bit arithmetic only on request
-        elements, rows = operators.FEW_ELEMENTS, operators.FEW_ROWS
         halves += operators.linear_points(
             DTYPES[dtype], dtype.name, working_sets=operators.WORKING_SETS[1:], all_elements=elements, all_rows=rows
         )

@@ -38,6 +38,7 @@ class StorageFormat:
         unpacks_matrix: a product unpacks the whole matrix, so a forward needs room for the largest one.
         gpu_read_bytes: cost of a product on a GPU as bytes read, from the number of rows and the bytes of the matrix in
             this format and unquantized.
+        fp32_on_cpus: the kernel for CPUs computes in fp32, so the other layers do too unless a number format is given.
         rounds_inputs: the kernel quantizes inputs too, so a difference in the last bit can become a whole step.
         group: number of inputs that share a scale; the inputs of a layer are a multiple of it.
         reads_packed: checkpoints whose weights are stored in this format are read as they are.
@@ -57,6 +58,7 @@ class StorageFormat:
     row_bytes: Callable[[int], int] = lambda value_bytes: 0  # noqa: ARG005
     unpacks_matrix: bool = False
     gpu_read_bytes: Callable[[int, int, int], float] = lambda rows, packed, unquantized: packed  # noqa: ARG005
+    fp32_on_cpus: bool = False
     rounds_inputs: bool = False
     group: int = 1
     reads_packed: bool = False

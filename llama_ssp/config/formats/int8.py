@@ -16,6 +16,7 @@ FORMAT = StorageFormat(
     settings={"int8_threshold": "threshold"},
     matrix_bytes=lambda num_weights, value_bytes: num_weights,  # noqa: ARG005
     row_bytes=lambda value_bytes: SCALE_BYTES,  # noqa: ARG005
+    fp32_on_cpus=True,
     gpu_read_bytes=lambda rows, packed, unquantized: SLOWDOWN * unquantized,  # noqa: ARG005
     rounds_inputs=True,
     package=BITSANDBYTES,

@@ -10,6 +10,7 @@ FORMAT = StorageFormat(
     kernel="llama_ssp.models.quantization.weight_only:Int8WeightOnlyLinear",
     matrix_bytes=lambda num_weights, value_bytes: num_weights,  # noqa: ARG005
     row_bytes=lambda value_bytes: value_bytes,
+    fp32_on_cpus=True,
     gpu_read_bytes=gpu_read_bytes,
     one_gpu_per_rank=True,
     change_weight=3,

@@ -20,7 +20,7 @@ from llama_ssp.distributed.comms import Comm
 from llama_ssp.models.cached_runner import CachedRunner
 from llama_ssp.models.linear import Kernel, make_linear
 from llama_ssp.models.llama.attention import Attend, LengthTables, MaskedAttention
-from llama_ssp.models.llama.layer import Layer, take
+from llama_ssp.models.llama.layer import Layer, normed, take
 from llama_ssp.models.llama.norm import RmsNorm
 from llama_ssp.models.llama.rotary import PlaceByKernel, PlaceByOperators, PlaceHeads, Rotations
 from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
@@ -85,7 +85,8 @@ class LeanRunner(CachedRunner):
         self._head_sizes = head.sizes if isinstance(head, GatheredLinear) else (self.vocab_size,)
         is_tied = head.weight is body.embed_tokens.weight
         self._head = make_linear(*take(head), kernel=kernel, keeps_weight=is_tied)
-        self.repeats_operators = self.repeats_at_any_length = not precision.rounds_inputs
+        self._to_logits = normed(self._norm, self._head)
+        self.repeats_operators = self.repeats_at_any_length = precision.repeats_operators(layers[0].qkv)
         self._by_position = precision.rounds_inputs
         if varlen is None and not self._by_position:
             varlen = find_varlen(self.device, self.dtype, layers[0].heads.dim)
@@ -162,7 +163,7 @@ class LeanRunner(CachedRunner):
             if score_positions_BR is not None:
                 x_BTE = x_ME.view(batch_size, -1, self._width)
                 x_ME = x_BTE.gather(1, score_positions_BR[..., None].expand(-1, -1, self._width)).flatten(0, 1)
-            own_MV = self._head(self._norm(x_ME))
+            own_MV = self._to_logits(x_ME)
         logits_MV: Tensor = self._comm.all_gather_last(own_MV, self._head_sizes)
         return logits_MV.view(batch_size, -1, self.vocab_size).float()
 

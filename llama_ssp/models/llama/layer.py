@@ -6,6 +6,7 @@ One matrix product gives queries, keys and values, another gate and up. Module `
 Shapes: M tokens, X heads, I inputs, E embedding width, D head dim, all of this rank.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from llama_ssp.models.llama.attention import Attend
 from llama_ssp.models.llama.fused import gated
 from llama_ssp.models.llama.norm import RmsNorm
 from llama_ssp.models.llama.rotary import PlaceHeads
+from llama_ssp.models.native.linear import native_of
 from llama_ssp.models.tensor_parallel import RowLinear
 from llama_ssp.models.varlen import Heads
 
@@ -49,6 +51,8 @@ class Layer:
         self.output = ResidualLinear(attention.o_proj, comm=comm, kernel=kernel)
         self.gate_up = make_linear(*take(mlp.gate_proj, mlp.up_proj), kernel=kernel)
         self.down = ResidualLinear(mlp.down_proj, comm=comm, kernel=kernel)
+        self._to_qkv = normed(self.attention_norm, self.qkv)
+        self._to_gated = normed(self.mlp_norm, self.gate_up, gates=True)
 
     def forward(self, x_ME: Tensor, place: PlaceHeads, attend: Attend) -> Tensor:
         """Add attention, then the MLP, to x.
@@ -59,10 +63,21 @@ class Layer:
             attend: for the window of this layer.
         """
         num_heads, num_kv_heads, head_dim, _ = self.heads
-        qkv_MXD = self.qkv(self.attention_norm(x_ME)).view(-1, num_heads + 2 * num_kv_heads, head_dim)
+        qkv_MXD = self._to_qkv(x_ME).view(-1, num_heads + 2 * num_kv_heads, head_dim)
         placed = place(qkv_MXD, self.number, self.heads, self.head_norms)
         x_ME = self.output(attend(*placed, self.heads), x_ME)
-        return self.down(gated(self.gate_up(self.mlp_norm(x_ME))), x_ME)
+        return self.down(self._to_gated(x_ME), x_ME)
+
+
+def normed(norm: RmsNorm, linear: Linear, *, gates: bool = False) -> Callable[[Tensor], Tensor]:
+    """The product of normed rows, and the gate if the layer is gate and up of an MLP; in one operator where it can be.
+
+    After that the layer may be called by nothing else.
+    """
+    native = native_of(linear)
+    if native and norm.by_length and native.take_in(norm.weight_E, norm.least_square, gates=gates):
+        return native.fused
+    return (lambda x_ME: gated(linear(norm(x_ME)))) if gates else (lambda x_ME: linear(norm(x_ME)))
 
 
 class ResidualLinear:

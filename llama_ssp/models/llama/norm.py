@@ -15,19 +15,24 @@ class RmsNorm:
 
     torch has one operator for it on a GPU only. In fp32 on the CPU, where each small operator costs as much as the
     arithmetic, the vector's length is used: x / sqrt(mean(x^2) + eps) = sqrt(E) x / hypot(|x|, sqrt(E eps)).
+
+    Attributes:
+        weight_E: with `by_length` times sqrt(E).
+        least_square: E eps.
     """
 
     def __init__(self, module: Any) -> None:  # noqa: ANN401 - each family has its own class
         weight_E: Tensor = module.weight.detach()
         width = weight_E.shape[0]
         self.eps: float = module.variance_epsilon
-        self._by_length = weight_E.device.type == "cpu" and weight_E.dtype == torch.float32
-        self.weight_E = weight_E * width**0.5 if self._by_length else weight_E
-        self._least_length = weight_E.new_tensor((width * self.eps) ** 0.5)
+        self.by_length = weight_E.device.type == "cpu" and weight_E.dtype == torch.float32
+        self.weight_E = weight_E * width**0.5 if self.by_length else weight_E
+        self.least_square = width * self.eps
+        self._least_length = weight_E.new_tensor(self.least_square**0.5)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Normalize x (..., E)."""
-        if not self._by_length:
+        if not self.by_length:
             return functional.rms_norm(x, self.weight_E.shape, self.weight_E, self.eps)
         lengths: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot_(self._least_length)
         return (x / lengths).mul_(self.weight_E)

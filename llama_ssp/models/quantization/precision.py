@@ -23,8 +23,11 @@ from torch import Tensor
 
 from llama_ssp.config.formats.format import NO_QUANTIZATION, format_of
 from llama_ssp.config.formats.nf4 import GROUP
-from llama_ssp.models.linear import Kernel
+from llama_ssp.models.linear import Kernel, Linear
+from llama_ssp.models.native.linear import DOTS, native_linear, native_of
 from llama_ssp.models.quantization.weight_only import QuantizedForm, quantize_by_blocks
+
+_STEPS = 127
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +55,10 @@ class Precision:
         """Whether inputs are quantized too, so that a difference in the last bit can become a quantization step."""
         return format_of(self.quantization).rounds_inputs
 
+    def repeats_operators(self, linear: Linear) -> bool:
+        """Whether a layer of this precision calls the same operators for all inputs of a shape, as traces need."""
+        return not self.rounds_inputs or native_of(linear) is not None
+
 
 UNQUANTIZED = Precision()
 
@@ -59,10 +66,16 @@ UNQUANTIZED = Precision()
 class Int8Linear(QuantizedForm):
     """LLM.int8() of bitsandbytes; for the threshold see `Precision`.
 
+    On CPUs with integer products, and without a threshold, a compiled kernel does the same arithmetic.
+
     Source: Dettmers et al. 2022, arXiv:2208.07339.
     """
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None, *, threshold: float = 0.0) -> None:
+        quantize = partial(quantize_by_blocks, weight_OI, _to_steps)
+        self.native = None if threshold else native_linear(DOTS, quantize, weight_OI, bias_O)
+        if self.native:
+            return
         self._quantize = bitsandbytes().functional.int8_vectorwise_quant
         self._weight_OI, self._scales_O = quantize_by_blocks(weight_OI, lambda block: self._quantize(block.half())[:2])
         self._bias_O = bias_O
@@ -70,6 +83,8 @@ class Int8Linear(QuantizedForm):
 
     def __call__(self, x_MI: Tensor) -> Tensor:
         """See `Linear`."""
+        if self.native:
+            return self.native(x_MI)
         x_int8_MI, x_scales_M, columns = self._quantize(x_MI.half(), threshold=self._threshold)
         operands = x_int8_MI, self._weight_OI, x_scales_M, self._scales_O
         if self._threshold > 0:
@@ -78,6 +93,17 @@ class Int8Linear(QuantizedForm):
         else:
             y_MO = torch.ops.bitsandbytes.int8_scaled_mm(*operands, bias=self._bias_O, dtype=x_MI.dtype)
         return y_MO
+
+    def add(self, x_MI: Tensor, residual_MO: Tensor) -> Tensor:
+        """See `Linear`."""
+        return self.native.add(x_MI, residual_MO) if self.native else super().add(x_MI, residual_MO)
+
+
+def _to_steps(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
+    """Round each output's weights to 127 steps on each side of zero; returns them and the steps' sizes, in fp32."""
+    largest_O = weight_OI.float().abs().amax(1).clamp_(min=torch.finfo(torch.float32).smallest_normal)
+    steps_OI = (weight_OI * (_STEPS / largest_O)[:, None]).round_()
+    return steps_OI.to(torch.int8), largest_O / _STEPS
 
 
 class Nf4Linear(QuantizedForm):

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from llama_ssp.config.formats.few_rows import FEW_ROWS
 from llama_ssp.models.linear import Linear
+from llama_ssp.models.native.linear import native_linear
 from llama_ssp.models.triton_tools import attempt
 
 _QUANTIZED_ELEMENTS = {"cpu": 2**17, "cuda": 2**24}
@@ -101,9 +102,18 @@ class Int8WeightOnlyLinear(WeightOnlyLinear):
     """
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
+        quantize = partial(quantize_by_blocks, weight_OI, _to_bytes)
+        self.native = native_linear("bytes", quantize, weight_OI, bias_O)
+        if self.native:
+            return
         num_inputs = weight_OI.shape[1]
         kernel = _product_of_few_rows(weight_OI.device.type, weight_OI.dtype, num_inputs % _CPU_VECTOR == 0)
-        super().__init__(quantize_by_blocks(weight_OI, _to_bytes), num_inputs, bias_O, kernel)
+        super().__init__(quantize(), num_inputs, bias_O, kernel)
+
+    def _sum(self, x_MI: Tensor, residual_MO: Tensor | None) -> Tensor:
+        if self.native is None:
+            return super()._sum(x_MI, residual_MO)
+        return self.native(x_MI) if residual_MO is None else self.native.add(x_MI, residual_MO)
 
     def unpack(self, outputs: slice, into_CI: Tensor) -> None:
         """See `WeightOnlyLinear`."""

@@ -68,7 +68,7 @@ def test_a_weight_of_a_16_bit_checkpoint_is_kept_in_16_bits_and_computes_as_in_f
     weight, bias = (numbers(1030, 96) * size).to(dtype).float(), numbers(1030)
     x, residual = numbers(num_rows, 96), numbers(num_rows, 1030)
     form = make_linear(weight, bias)
-    assert isinstance(form, HalfLinear)
+    assert isinstance(form, HalfLinear)  # 1030 outputs are no whole blocks of the compiled kernel
     wanted = functional.linear(x.double(), weight.double(), bias.double())
     assert (form(x) - wanted).abs().max() < 1e-6 * wanted.abs().max()
     assert (form.add(x, residual) - wanted - residual).abs().max() < 1e-6 * wanted.abs().max()

@@ -129,9 +129,20 @@ def test_halved_matrices_are_kept_in_whole_blocks_of_inputs() -> None:
         return halved - beside
 
     # 64 columns for o_proj; hidden_size for q, k, v, gate, up and the head; 1024 for down.
-    def padded(hidden_size: int) -> int:
-        layer = hidden_size * 512 + 512 * (64 + 32 + 32 + 2 * 1024) + hidden_size * 1024
-        return 2 * (2 * layer + 512 * 4096)
+    def kept(hidden_size: int, *, columns: int, of_output: int) -> int:
+        layer = hidden_size * of_output + columns * (64 + 32 + 32 + 2 * 1024) + hidden_size * 1024
+        return 2 * (2 * layer + columns * 4096)
 
-    assert matrices_bytes(512) == padded(512)
-    assert matrices_bytes(256) == padded(256)
+    assert matrices_bytes(256) == kept(256, columns=256, of_output=64)
+    # No whole blocks of 16: FBGEMM's kernel keeps blocks of 512 inputs.
+    assert matrices_bytes(264) == kept(264, columns=512, of_output=512)
+
+
+def test_a_quantized_matrix_is_planned_without_the_blocks_of_16_bits() -> None:
+    model = small_model(hidden_size=264, intermediate_size=1024, vocab_size=4096)
+    held = inventory(model.shape)
+    halved, plain = (
+        weight_bytes(held, dtype=Dtype.fp32, quantization="int8_weight_only", matrix_dtype=dtype).sharded_bytes
+        for dtype in (Dtype.fp16, Dtype.fp32)
+    )
+    assert halved - plain == 2 * 512 * 4096 - 4 * 264 * 4096

@@ -12,6 +12,7 @@ from llama_ssp.config import hardware
 from llama_ssp.config.schema import Dtype
 from llama_ssp.library import Pair, load
 from llama_ssp.models.linear import HalfLinear, can_halve
+from llama_ssp.models.native.linear import NativeLinear
 from llama_ssp.planning.plan import document
 from llama_ssp.reports.plan_table import headline
 from llama_ssp.tasks.dry_run import plan_of_run
@@ -72,7 +73,8 @@ def held_bytes(pair: Pair) -> int:
 def test_a_cpu_computes_in_fp32_on_the_16_bit_weights_of_a_checkpoint_and_holds_what_was_planned(folder: Path) -> None:
     pair = load(folder, device="cpu")
     assert vars(pair.models.target)["dtype"] is torch.float32
-    assert any(isinstance(weight, HalfLinear) for weight in weights(vars(pair.models.target)["_layers"], {}))
+    kinds = {type(layer.qkv) for layer in vars(pair.models.target)["_layers"]}
+    assert kinds <= {HalfLinear, NativeLinear}
     plan = plan_of_run(pair.config, world_size=1, machine=hardware.load("laptop_cpu"), lengths=[8])
     assert held_bytes(pair) == plan.ranks[0].target_weights_bytes
     assert "fp32 with 16-bit weights" in headline(document(plan))

