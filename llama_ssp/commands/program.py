@@ -10,6 +10,7 @@
 `llama-ssp COMMAND --help` explains a command. Several nodes: launch/slurm.sbatch, or torchrun with launch/run.py.
 """
 
+import atexit
 import os
 import signal
 import sys
@@ -111,11 +112,17 @@ def _version() -> str:
 
 
 def _leave(exit_code: int) -> NoReturn:
-    """End this process; a failed one of several ranks at once, since its threads may wait for lost ranks."""
+    """End this process.
+
+    One of several ranks ends without taking the interpreter down: a thread that is woken in torch by then would abort
+    the process. A failed one does not part from the others either, since they may be lost.
+    """
     for number in heeded_signals():
         signal.signal(number, signal.SIG_IGN)
-    if exit_code and read_ranks(os.environ).size > 1:
+    if read_ranks(os.environ).size > 1:
         try:
+            if not exit_code:
+                atexit._run_exitfuncs()
             sys.stdout.flush()
         finally:
             os._exit(exit_code)

@@ -1,9 +1,12 @@
 """The closing table and the closing line of a run, laid out for 80 columns; pure functions of a `Summary`."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.measure import Measurement
+from rich.padding import PaddingDimensions
 from rich.table import Table
 from rich.text import Text
 
@@ -16,20 +19,47 @@ ACCEPTED_STYLE = "green"
 OWN_STYLE = "magenta"
 _PART_STYLES = {"draft": "green", "verify": "magenta", "other": "bright_black"}
 _BAR_WIDTH = 32
+_FORECASTS = {"forecast", "fore-\ncast"}
+_ANY_WIDTH = 10_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Figures:
+    """A table of figures, which leaves forecasts out where the terminal is too narrow for all columns."""
+
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str | Text]]
+    padding: PaddingDimensions
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
+        """See rich's console protocol."""
+        whole = self._laid_out(range(len(self.headings)))
+        width = Measurement.get(console, options.update(max_width=_ANY_WIDTH), whole).maximum
+        measured = [place for place, heading in enumerate(self.headings) if heading not in _FORECASTS]
+        yield whole if width <= options.max_width else self._laid_out(measured)
+
+    def _laid_out(self, places: Sequence[int]) -> Table:
+        table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=self.padding, pad_edge=False)
+        for heading in [self.headings[place] for place in places]:
+            dim = "bright_black" if heading in _FORECASTS else None
+            table.add_column(
+                heading, justify="right" if heading else "left", vertical="bottom", style=dim, header_style=dim
+            )
+        for row in self.rows:
+            table.add_row(*[row[place] for place in places])
+        return table
 
 
 def summary_table(summary: Summary) -> RenderableType:
     """Lay out plain and speculative decoding, a line per mode that ran, with forecasts; a missing number is "-"."""
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 0, 0, 1), pad_edge=False)
-    table.add_column("")
-    for heading in ("ms/token", "forecast", "tokens/s", "tokens\n/round", "accepted", "speed-up", "forecast"):
-        dim = "bright_black" if heading == "forecast" else None
-        table.add_column(heading, justify="right", vertical="bottom", style=dim, header_style=dim)
+    headings = ("", "ms/token", "forecast", "tokens/s", "tokens\n/round", "accepted", "speed-up", "forecast")
+    rows: list[Sequence[str | Text]] = []
     if plain := summary.plain:
         ms = [_number(plain.ms_per_token, 2), _number(summary.forecast.plain_ms_per_token, 2)]
-        table.add_row("plain", *ms, _number(plain.tokens_per_s, 1), "-", "-", "-", "-")
+        rows.append(["plain", *ms, _number(plain.tokens_per_s, 1), "-", "-", "-", "-"])
     if summary.speculative:
-        table.add_row(*_speculative_cells(summary.speculative, summary.forecast, summary.speedup))
+        rows.append(_speculative_cells(summary.speculative, summary.forecast, summary.speedup))
+    table = _Figures(headings=headings, rows=rows, padding=(0, 0, 0, 1))
     parts: list[RenderableType] = [Text(), _title(summary), Text(), table, _meaning(summary)]
     if summary.speculative and summary.speculative.verify_s:
         parts += [Text(), _round_line(summary.speculative)]
@@ -50,21 +80,18 @@ def _meaning(summary: Summary) -> Text:
 
 def benchmark_table(rows: Sequence[BenchmarkRow]) -> RenderableType:
     """Lay out the cells of a benchmark, one per line."""
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0, pad_edge=False)
     headings = (
-        "K", "prompt", "batch", "plain", "fore-\ncast", "generate", "specu-\nlative", "fore-\ncast", "assisted",
+        "K", "prompt", "batch", "plain", "fore-\ncast", "gene-\nrate", "specu-\nlative", "fore-\ncast", "assis-\nted",
         "tokens\n/round", "other", "copy",
     )  # fmt: skip
-    for heading in headings:
-        dim = "bright_black" if heading == "fore-\ncast" else None
-        table.add_column(heading, justify="right", vertical="bottom", style=dim, header_style=dim)
+    found = []
     for row in rows:
         ms = [_number(time, 2) for time in row.columns]
         shares = [_share(row.other_share), _share(row.copy_share)]
         cell = ["-" if row.num_draft_tokens is None else str(row.num_draft_tokens), str(row.prompt_tokens)]
-        table.add_row(*cell, str(row.batch_size), *ms, _number(row.tokens_per_round, 2), *shares)
+        found.append([*cell, str(row.batch_size), *ms, _number(row.tokens_per_round, 2), *shares])
     title = "ms/token of a completion, prompt included; generate and assisted are transformers'"
-    return Group(Text(title, style="bold"), Text(), table)
+    return Group(Text(title, style="bold"), Text(), _Figures(headings=headings, rows=found, padding=0))
 
 
 def verdict_table(evaluation: Evaluation) -> RenderableType:
