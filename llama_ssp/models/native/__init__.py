@@ -1,1 +1,1 @@
-"""Kernels for CPUs, which llvmlite compiles when a model is loaded: no compiler is needed, and nothing is stored."""
+"""Kernels for CPUs, which llvmlite compiles when a model is first loaded on a machine: no compiler is needed."""

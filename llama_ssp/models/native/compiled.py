@@ -1,16 +1,20 @@
 """Compiles kernels for this CPU and gives them to torch as operators, which traces call without Python.
 
-A kind of product takes about 0.4 s, once a process, and is not stored. It calls torch's stable C interface
+A kind of product takes about 0.6 s, once on a machine (see `kept_code`). It calls torch's stable C interface
 (`torch/csrc/stable/c/shim.h`, from torch 2.10 on), so that its tensors and its threads are torch's own: a second pool
 of threads would fight with torch's.
 """
 
 import ctypes
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
+import llvmlite
 import torch
 from llvmlite import binding, ir
+
+from llama_ssp.models.native.kept_code import keep
 
 _FUNCTIONS = (
     "aoti_torch_get_data_ptr", "aoti_torch_get_numel", "aoti_torch_get_sizes", "aoti_torch_empty_strided",
@@ -46,6 +50,17 @@ def has_features(names: tuple[str, ...]) -> bool:
     return not names or all(found.get(name, False) for name in names)
 
 
+@cache
+def _decides_code() -> str:
+    """What a kernel's code depends on: this CPU, LLVM, and the sources of this package."""
+    sources = [file.read_text() for file in sorted(Path(__file__).parent.glob("*.py"))]
+    return "\n".join([llvmlite.__version__, machine().triple, binding.get_host_cpu_name(), *_features(), *sources])
+
+
+def _features() -> list[str]:
+    return [name for name, is_there in sorted(binding.get_host_cpu_features().items()) if is_there]
+
+
 def optimized(module: ir.Module) -> binding.ModuleRef:
     """Check and optimize a module; RuntimeError if it is none."""
     module.triple = machine().triple
@@ -59,10 +74,12 @@ def optimized(module: ir.Module) -> binding.ModuleRef:
     return parsed
 
 
-def add_operator(name: str, module: ir.Module, entry: str) -> None:
+def add_operator(name: str, emit: Callable[[], ir.Module], entry: str) -> None:
     """Compile a module, and make a function of it the CPU kernel of `llama_ssp::name`, which is defined."""
     library = _library_of_torch()
-    engine = binding.create_mcjit_compiler(optimized(module), machine())
+    code = keep(name, _decides_code(), lambda: bytes(machine().emit_object(optimized(emit()))))
+    engine = binding.create_mcjit_compiler(binding.parse_assembly(""), machine())
+    engine.add_object_file(binding.ObjectFileRef.from_data(code))
     engine.finalize_object()
     handle = ctypes.c_void_p()
     library.aoti_torch_library_init_impl(b"llama_ssp", b"CPU", b"llama_ssp", 0, ctypes.byref(handle))

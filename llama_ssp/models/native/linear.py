@@ -5,7 +5,7 @@ Shapes: M rows (tokens), I inputs, O outputs.
 
 import logging
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ def product_of(kind: str) -> Product | None:
 
         if not compiled.has_features(products.FEATURES[kind]):
             return None
-        compiled.add_operator(f"product_{kind}", operator.emit(kind), "product")
+        compiled.add_operator(f"product_{kind}", partial(operator.emit, kind), "product")
         product: Product = getattr(torch.ops.llama_ssp, f"product_{kind}").default
         _check(kind, product)
     except (ImportError, OSError, AttributeError, RuntimeError) as error:

@@ -1,0 +1,52 @@
+"""Compiled code is kept, and used only as it was kept."""
+
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from llama_ssp.models.native.kept_code import keep
+
+
+@pytest.fixture(name="made")
+def _made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[bytes]:
+    """What each call of a compiler gives: other code every time."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return (b"code %d" % number for number in count())
+
+
+def kept(folder: Path) -> Path:
+    (file,) = (folder / "llama_ssp" / "kernels").iterdir()
+    return file
+
+
+def test_code_is_made_once_for_a_key(made: Iterator[bytes]) -> None:
+    found = [keep("product", key, lambda: next(made)) for key in ("a", "a", "b", "a")]
+    assert found == [b"code 0", b"code 0", b"code 1", b"code 0"]
+
+
+def test_damaged_code_is_made_anew(made: Iterator[bytes], tmp_path: Path) -> None:
+    keep("product", "a", lambda: next(made))
+    file = kept(tmp_path)
+    for damaged in (b"", file.read_bytes()[:-1], file.read_bytes() + b"x"):
+        file.write_bytes(damaged)
+        again = keep("product", "a", lambda: next(made))
+        assert again != b"code 0"
+        assert keep("product", "a", lambda: next(made)) == again, "kept again"
+
+
+@pytest.mark.parametrize("is_folder", [True, False])
+def test_code_that_others_may_write_is_made_anew(made: Iterator[bytes], tmp_path: Path, *, is_folder: bool) -> None:
+    keep("product", "a", lambda: next(made))
+    open_to_all = kept(tmp_path).parent if is_folder else kept(tmp_path)
+    open_to_all.chmod(0o777)
+    assert keep("product", "a", lambda: next(made)) == b"code 1"
+
+
+def test_code_is_made_where_nothing_can_be_kept(
+    made: Iterator[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert [keep("product", "a", lambda: next(made)) for _ in range(2)] == [b"code 0", b"code 1"]
