@@ -58,6 +58,7 @@ class Traced(Generic[_Result]):
         self._num_moving = 0
         self._moving: dict[int, list[ref[Tensor]]] = {}
         self._version: Hashable = None
+        self._made_version: Hashable = None
         self.replays: dict[Hashable, Callable[..., _Result] | None] = {}
         self.failed = False
 
@@ -70,6 +71,8 @@ class Traced(Generic[_Result]):
             self.replays[key] = None
             return self._function(*arguments)
         moving = self._moving_tensors(bucket, version)
+        if moving is None:
+            return self._function(*arguments)
         replay = self.replays[key]
         if replay is None:
             try:
@@ -88,8 +91,11 @@ class Traced(Generic[_Result]):
         finally:
             _set_optimizing(before)
 
-    def _moving_tensors(self, bucket: int, version: Hashable) -> list[Tensor]:
-        """The tensors of `allocate` for this bucket, cached as weak references so that a replaced cache is freed."""
+    def _moving_tensors(self, bucket: int, version: Hashable) -> list[Tensor] | None:
+        """The tensors of `allocate` for this bucket, cached as weak references so that a replaced cache is freed.
+
+        None if fewer are there than before: the first forward after an allocation makes the caches.
+        """
         if version != self._version:
             self._moving.clear()
             self._version = version
@@ -98,8 +104,12 @@ class Traced(Generic[_Result]):
             if not any([tensor is None for tensor in tensors]):  # noqa: C419 - a list is faster
                 return tensors  # type: ignore[return-value]  # none is None
         weights, moving = find_tensors(self._reads, bucket=bucket)
+        if len(moving) < self._num_moving and version != self._made_version:
+            self._made_version = version
+            return None
         if self._weights is None or len(moving) != self._num_moving:
             self.replays = dict.fromkeys(self.replays)
+            self._moving.clear()
             self._weights, self._num_moving = _holder(weights), len(moving)
         self._moving[bucket] = [ref(tensor) for tensor in moving]
         return moving

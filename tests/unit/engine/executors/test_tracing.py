@@ -279,3 +279,15 @@ def test_what_is_recorded_is_done_once() -> None:
     count = torch.zeros(1)
     recorded = Traced(lambda count: count.add_(1))
     assert [recorded(0, count).item() for _ in range(4)] == [1, 2, 3, 4]
+
+
+@torch.inference_mode()
+def test_a_cache_may_be_made_by_a_forward_that_was_recorded_for_another() -> None:
+    """As where rounds of a kept decoder are timed before any prompt is read."""
+    lean = runner()
+    replayed = Replayed(lean)
+    ids_BT, positions_BT = torch.ones(1, 3, dtype=torch.long), torch.arange(3)[None]
+    for capacity in (40, 64):
+        lean.allocate(batch_size=1, capacity=capacity)
+        found = [replayed.forward(ids_BT, positions_BT, bucket=bucket) for bucket in (16, 16, 24, 16, 24)]
+        assert_same_bits(found, [lean.forward(ids_BT, positions_BT, bucket=bucket) for bucket in (16, 16, 24, 16, 24)])
