@@ -1,5 +1,7 @@
 """Ours against transformers, plain and speculative, on the shipped pair: `python benchmarks/peers.py`.
 
+With `--peers` it measures ours, llama.cpp and OpenVINO GenAI by number format instead (`by_format`).
+
 One process, fp32, batch 1. Both sides get the same prompts, the same sampling, the same number of drafted tokens with a
 constant schedule, and no end-of-sequence token. Beside the ratios stand the bounds of a round (`bound`): its forwards
 timed alone, and its weights read once from memory.
@@ -8,6 +10,7 @@ timed alone, and its weights read once from memory.
 import argparse
 import statistics
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +23,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.bound import CPU, Passes, forwards_alone_s
+from benchmarks.by_format import lines, turns
+from benchmarks.by_format.checkpoints import RANDOM
 from benchmarks.timing import Goal, print_goals, store
 from llama_ssp import Pair, load
 from llama_ssp.architectures.family import inventory
@@ -29,6 +34,7 @@ from llama_ssp.config.schema import Dtype, SamplingConfig, SpeculationConfig
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.engine.loop import Decoder
 from llama_ssp.engine.state import Request
+from llama_ssp.errors import ConfigError
 from llama_ssp.models.build import load_modules
 from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.planning.spec import planned_model, step_bytes
@@ -208,6 +214,31 @@ def show(row: dict[str, object], console: Console) -> None:
     )
 
 
+def pythons(named: Sequence[str]) -> dict[str, Path]:
+    """The interpreters of the libraries; ConfigError if one is not `NAME=PYTHON`."""
+    found = dict(each.partition("=")[::2] for each in named)
+    wrong = [f"{name}={file}" for name, file in found.items() if name not in lines.ADAPTERS or not Path(file).is_file()]
+    if wrong:
+        known = " or ".join(f"{name}=PYTHON" for name in lines.ADAPTERS)
+        raise ConfigError(f"--peers {' '.join(wrong)}: {known} is required, with the path of an interpreter")
+    return {name: Path(file).absolute() for name, file in found.items()}
+
+
+def compare_formats(arguments: argparse.Namespace, console: Console) -> None:
+    """Measure ours and the libraries that `--peers` names, print, store."""
+    setting = turns.Setting(
+        models=[RANDOM] if arguments.random else [arguments.target, arguments.draft],
+        prompts=PROMPTS[:1] if arguments.random else PROMPTS,
+        num_new_tokens=NUM_NEW_TOKENS,
+        num_draft_tokens=arguments.num_draft_tokens,
+        temperature=arguments.temperature,
+    )
+    row = turns.measure(setting, pythons(arguments.peers), num_repetitions=arguments.repetitions)
+    lines.show(row, console)
+    if arguments.store:
+        console.print(f"stored in {store('by_format', row)}")
+
+
 def main() -> None:
     """Measure, print, store."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -217,10 +248,16 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.8)
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--modules", action="store_true", help="ours over the library's modules, not the lean decoder")
+    parser.add_argument("--peers", nargs="*", metavar="NAME=PYTHON", help="by number format, with these libraries: "
+                        "llama.cpp and openvino, each with the interpreter that it is installed for")  # fmt: skip
+    parser.add_argument("--random", action="store_true", help="with --peers: a random Llama of 300 M, plain")
     parser.add_argument("--store", action="store_true", help="append the figures to benchmarks/results/peers.jsonl")
     arguments = parser.parse_args()
     console = Console()
     transformers.utils.logging.set_verbosity_error()
+    if arguments.peers is not None:
+        compare_formats(arguments, console)
+        return
     row = measure(arguments, console)
     show(row, console)
     if arguments.store:
