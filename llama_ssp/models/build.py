@@ -80,9 +80,10 @@ def _is_error(record: logging.LogRecord) -> bool:
 
 
 def check_model(
-    origin: WeightSource, *, num_ranks: int, quantization: str = NO_QUANTIZATION, whole: WholeParts = WholeParts.none
-) -> None:
-    """Raise every error that `load_model` would raise, without loading weights.
+    origin: WeightSource, *,
+    num_ranks: int, quantization: str = NO_QUANTIZATION, whole: WholeParts = WholeParts.none, compiles: bool = False,
+) -> None:  # fmt: skip
+    """Raise every error that `load_model` would raise, without loading weights; for `compiles` see `check_quantizable`.
 
     Raises:
         CheckpointError: tensors are missing or have another shape.
@@ -93,7 +94,7 @@ def check_model(
     split_model(origin.shape, num_ranks=num_ranks, quantization=quantization, whole=whole)
     model = build_empty(origin)
     check_packed(model, origin, find_sources(model, origin), quantization)
-    check_quantizable(model, origin.shape, quantization, num_ranks=num_ranks, whole=whole)
+    check_quantizable(model, origin.shape, quantization, num_ranks=num_ranks, whole=whole, compiles=compiles)
     shard(model, origin.shape, Comm(rank=0, size=num_ranks, group=None), quantization=quantization, whole=whole)
 
 

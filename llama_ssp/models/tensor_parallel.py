@@ -170,6 +170,11 @@ def is_row_parallel(model: PreTrainedModel, name: str, *, whole: WholeParts = Wh
     return _style(tp_plan_of(model), name) == "rowwise" and not stays_whole(name, whole)
 
 
+def is_sharded(model: PreTrainedModel, name: str, *, whole: WholeParts = WholeParts.none) -> bool:
+    """Whether `shard` splits a module."""
+    return not _style(tp_plan_of(model), name).startswith("replicated") and not stays_whole(name, whole)
+
+
 def _style(plan: dict[str, str], name: str) -> str:
     return plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name), "replicated")
 

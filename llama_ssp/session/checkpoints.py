@@ -168,7 +168,8 @@ def _check(
 ) -> Source:
     from llama_ssp.models.build import check_model  # noqa: PLC0415 - slow import
 
-    check_model(origin, num_ranks=num_ranks, quantization=entry.quantization, whole=whole)
+    compiles = device == "cpu" and not entry.int8_threshold
+    check_model(origin, num_ranks=num_ranks, quantization=entry.quantization, whole=whole, compiles=compiles)
     dtype = number_format(entry, device=device)
     tokenizer = _read_tokenizer(origin.folder) if of_user.tokenizer is None else of_user.tokenizer
     eos_ids = of_user.weights.eos_ids if of_user.weights else None

@@ -3,19 +3,20 @@
 Shapes: B sequences, T positions, I inputs, O outputs.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from llama_ssp.architectures.sharding import cut_of, split_model
+from llama_ssp.architectures.sharding import RankShard, cut_of, split_model
 from llama_ssp.config.formats.format import format_of, formats
 from llama_ssp.config.schema import ModelShape, WholeParts
 from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
 from llama_ssp.models.linear import Kernel, Linear
-from llama_ssp.models.tensor_parallel import ColumnLinear, GatheredLinear, RowLinear, is_row_parallel
+from llama_ssp.models.native.linear import BLOCK, COMPILED, product_of
+from llama_ssp.models.tensor_parallel import ColumnLinear, GatheredLinear, RowLinear, is_row_parallel, is_sharded
 from llama_ssp.weights.checkpoint import summary
 from llama_ssp.weights.source import WeightSource
 
@@ -68,20 +69,24 @@ def check_packed(model: PreTrainedModel, origin: WeightSource, sources: Mapping[
 def check_quantizable(
     model: PreTrainedModel, shape: ModelShape, quantization: str,
     *,
-    num_ranks: int, whole: WholeParts = WholeParts.none,
+    num_ranks: int, whole: WholeParts = WholeParts.none, compiles: bool = False,
 ) -> None:  # fmt: skip
     """Check that a whole model, before `tensor_parallel.shard`, can be quantized; reads no weights.
 
-    ConfigError if a package is missing; PlacementError if the inputs of a layer, or of a rank's slice of it, are no
-    multiple of the format's group size.
+    `compiles` says that layers take compiled products where those fit, as on a CPU without `int8_threshold`.
+    ConfigError if a package is missing that a layer needs; PlacementError if the inputs of a layer, or of a rank's
+    slice of it, are no multiple of the format's group size.
     """
     storage = format_of(quantization)
-    if (package := storage.package) and find_spec(package.name) is None:
-        raise ConfigError(
-            f"quantization={quantization} needs the package {package.name}: {package.install} installs it, "
-            "or use quantization=int8_weight_only, which needs none"
-        )
     shards = split_model(shape, num_ranks=num_ranks, quantization=quantization, whole=whole)
+    if (package := storage.package) and find_spec(package.name) is None:
+        has_product = compiles and quantization in COMPILED and product_of(COMPILED[quantization]) is not None
+        if not has_product or (odd := _of_no_whole_blocks(model, shards, whole)):
+            where = f" for {summary(odd)}, whose sizes are no multiples of {BLOCK}" if has_product else ""
+            raise ConfigError(
+                f"quantization={quantization} needs the package {package.name}{where}: {package.install} installs it, "
+                "or use quantization=int8_weight_only, which needs none"
+            )
     for name, module in _linear_layers(model) if storage.group > 1 else ():
         is_cut = num_ranks > 1 and is_row_parallel(model, name, whole=whole)
         for width in {len(s.features(cut_of(name))) for s in shards} if is_cut else {module.in_features}:
@@ -91,6 +96,18 @@ def check_quantizable(
                     f"{storage.name} packs {storage.group} inputs at a time, and {name} has {width}{where}: "
                     f"use {'another number of ranks, or ' if is_cut else ''}quantization=int8_weight_only"
                 )
+
+
+def _of_no_whole_blocks(model: PreTrainedModel, shards: Sequence[RankShard], whole: WholeParts) -> list[str]:
+    """The linear layers that compiled products do not fit on some rank."""
+    odd = []
+    for name, module in _linear_layers(model):
+        sizes = {module.weight.shape[0], module.weight.shape[1]}
+        if len(shards) > 1 and is_sharded(model, name, whole=whole):
+            sizes |= {len(shard.features(cut_of(name))) for shard in shards}
+        if any(size % BLOCK for size in sizes):
+            odd.append(name)
+    return odd
 
 
 def _linear_layers(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:

@@ -1,6 +1,8 @@
 """Quantized models as a whole: both implementations, all ranks, rounds, bytes, and what is refused."""
 
+import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -9,19 +11,23 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from llama_ssp import load as load_pair
 from llama_ssp.config import catalogue
 from llama_ssp.config.formats.format import formats
-from llama_ssp.config.schema import Dtype
+from llama_ssp.config.schema import NO_DRAFT, DrafterConfig, Dtype
 from llama_ssp.distributed.comms import Comm
+from llama_ssp.distributed.world import start as start_world
 from llama_ssp.errors import ConfigError, PlacementError
 from llama_ssp.models.build import check_model, load_modules
 from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.linear import PlainLinear
 from llama_ssp.models.llama.decoder import LeanRunner
+from llama_ssp.models.native.linear import DOTS, product_of
 from llama_ssp.models.quantization.modules import QuantizedLinear
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.runner import Runner
 from llama_ssp.planning.weights import shares, weight_bytes
+from llama_ssp.session.checkpoints import find_sources
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.fake_comm import on_ranks, thread_comms
@@ -237,3 +243,52 @@ def test_without_bitsandbytes_its_forms_are_refused_with_the_command(
     ):
         check_model(checkpoint, num_ranks=1, quantization=form)
     check_model(checkpoint, num_ranks=1, quantization="int8_weight_only")
+
+
+@grid(num_ranks=[1, 2], compiles=[True, False], has_product=[True, False])
+def test_int8_needs_its_package_only_where_no_compiled_product_serves(
+    saved: Saved, monkeypatch: pytest.MonkeyPatch, *, num_ranks: int, compiles: bool, has_product: bool
+) -> None:
+    monkeypatch.setattr("llama_ssp.models.quantization.modules.find_spec", lambda _name: None)
+    monkeypatch.setattr("llama_ssp.models.quantization.modules.product_of", lambda _kind: has_product or None)
+    checkpoint = inspect(saved("llama"))
+    if compiles and has_product:
+        check_model(checkpoint, num_ranks=num_ranks, quantization="int8", compiles=compiles)
+    else:
+        with pytest.raises(ConfigError, match=r"int8 needs the package bitsandbytes: .* -m pip install"):
+            check_model(checkpoint, num_ranks=num_ranks, quantization="int8", compiles=compiles)
+    with pytest.raises(ConfigError, match=r"nf4 needs the package bitsandbytes: "):
+        check_model(checkpoint, num_ranks=1, quantization="nf4", compiles=compiles)
+
+
+def test_layers_that_compiled_products_do_not_fit_are_named_with_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llama_ssp.models.quantization.modules.find_spec", lambda _name: None)
+    monkeypatch.setattr("llama_ssp.models.quantization.modules.product_of", lambda _kind: True)
+    build_checkpoint(tmp_path, "llama", head_dim=8, num_key_value_heads=8)
+    check_model(inspect(tmp_path), num_ranks=2, quantization="int8", compiles=True)
+    sentence = r"needs the package bitsandbytes for .*0.self_attn.q_proj.* no multiples of 16: .* -m pip install"
+    with pytest.raises(ConfigError, match=sentence):  # 3 of 8 heads of 8 are 24 outputs
+        check_model(inspect(tmp_path), num_ranks=3, quantization="int8", compiles=True)
+
+
+def test_int8_decodes_on_a_cpu_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    if product_of(DOTS) is None:
+        pytest.skip("this CPU has no integer products")
+
+    def refuse() -> None:
+        raise AssertionError("bitsandbytes is asked for")
+
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    monkeypatch.setattr("llama_ssp.models.quantization.precision.bitsandbytes", refuse)
+    pair = load_pair("tiny", "tiny-draft", quantization="int8", device="cpu")
+    [completion] = pair.generate("import os", max_new_tokens=4, temperature=0)
+    assert len(completion.token_ids) == 4
+    entry = replace(pair.config.model, int8_threshold=6.0)
+    config = replace(pair.config, model=entry, draft=DrafterConfig(kind=NO_DRAFT))
+    with (
+        start_world(device=config.device, timeout_s=60) as world,
+        pytest.raises(ConfigError, match="needs the package bitsandbytes: "),
+    ):
+        find_sources(config, world)
