@@ -24,8 +24,13 @@ ZERO_BITS = 31
 def pack(codes_OI: Tensor, scales_OG: Tensor, zeros_OG: Tensor) -> Tensor:
     """Pack codes (uint8), scales (fp32) and zeros (integers) into rows (O, W)."""
     low, high = codes_OI.unflatten(1, (-1, 2, CODE_BYTES)).unbind(2)
-    words_OG = scales_OG.contiguous().view(torch.int32) & ~ZERO_BITS | zeros_OG.to(torch.int32)
+    words_OG = words_of(scales_OG, zeros_OG)
     return torch.cat([low | high << 4, words_OG[..., None].view(torch.uint8)], dim=2).flatten(1)
+
+
+def words_of(scales_OG: Tensor, zeros_OG: Tensor) -> Tensor:
+    """The words (int32) of scales (fp32) and zeros (integers)."""
+    return scales_OG.contiguous().view(torch.int32) & ~ZERO_BITS | zeros_OG.to(torch.int32)
 
 
 def unpack_codes(bytes_OGB: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,7 @@ FORMAT = StorageFormat(
     short_name="int4wo",
     kernel="llama_ssp.models.quantization.int4_weight_only:Int4WeightOnlyLinear",
     matrix_bytes=_matrix_bytes,
+    fp32_on_cpus=True,
     gpu_read_bytes=gpu_read_bytes,
     group=GROUP,
     reads_packed=True,

@@ -10,14 +10,16 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
+from llama_ssp.config.formats.int4_weight_only import GROUP
 from llama_ssp.models.linear import Linear
+from llama_ssp.weights import int4_rows
 
 BLOCK = 16
 """Outputs of a block, and inputs that a kernel takes at a time: a layer has a multiple of both."""
-DOTS = "dots"
+DOTS, NIBBLES = "dots", "nibbles"
 SIGN_BIT = 128
 
-COMPILED = {"int8_weight_only": "bytes", "int8": DOTS}
+COMPILED = {"int8_weight_only": "bytes", "int8": DOTS, "int4_weight_only": NIBBLES}
 """The kinds of the storage formats."""
 
 Product = Callable[..., Tensor]
@@ -25,7 +27,7 @@ Product = Callable[..., Tensor]
 _log = logging.getLogger(__name__)
 _library = torch.library.Library("llama_ssp", "FRAGMENT")
 _SCHEMA = "product_{}(Tensor x, Tensor weights, Tensor scales, Tensor bias, Tensor residual, Tensor norm, "
-for _kind in ("bytes", "halves", DOTS):
+for _kind in ("bytes", "halves", DOTS, NIBBLES):
     _library.define(f"{_SCHEMA.format(_kind)}float least_square, bool gates) -> Tensor")
 
 
@@ -52,10 +54,19 @@ def product_of(kind: str) -> Product | None:
 
 def _check(kind: str, product: Product) -> None:
     """RuntimeError if a small product is wrong."""
+    none = torch.empty(0)
+    if kind == NIBBLES:
+        codes_OI = torch.arange(BLOCK * GROUP).view(BLOCK, GROUP).remainder(15).to(torch.uint8)
+        scales_O1, zeros_O1 = torch.full((BLOCK, 1), 0.5), torch.arange(BLOCK)[:, None]
+        x_MI = torch.arange(GROUP).sub(60.0).expand(2, -1).contiguous()
+        packed = pack_nibbles(codes_OI, int4_rows.words_of(scales_O1, zeros_O1))
+        y_MO = product(x_MI, packed, torch.tensor(1.0), none, none, none, 0.0, False)
+        if not torch.equal(y_MO, x_MI @ (codes_OI - zeros_O1).mul(0.5).t()):
+            raise RuntimeError("the product of nibbles is wrong on this CPU")
+        return
     weight_OI = torch.arange(BLOCK * BLOCK).view(BLOCK, BLOCK).remainder(11).sub(5)
     values_OI = weight_OI.half() if kind == "halves" else weight_OI.to(torch.int8)
     x_MI = torch.arange(-127.0, 129.0, 16)[None].expand(2, -1).clamp(max=127).contiguous()
-    none = torch.empty(0)
     scales_O = torch.ones(() if kind == "halves" else BLOCK)
     y_MO = product(x_MI, pack(kind, values_OI), scales_O, none, none, none, 0.0, False)
     if not torch.equal(y_MO, x_MI @ weight_OI.t().float()):
@@ -72,13 +83,24 @@ def pack(kind: str, values_OI: Tensor) -> Tensor:
     return words.transpose(1, 2).reshape(num_outputs // BLOCK, -1)
 
 
+def pack_nibbles(codes_OI: Tensor, words_OG: Tensor) -> Tensor:
+    """Lay codes (0 to 15, in bytes) and the words of their groups out in blocks of outputs, as `nibbles` draws it."""
+    low, high = codes_OI.view(-1, BLOCK, codes_OI.shape[1] // GROUP, GROUP // 8, 4, 2).unbind(5)
+    codes = (low | high << 4).permute(0, 2, 3, 1, 4).flatten(2)
+    # The zero's share is subtracted from a sum, so a group of zeros yields none only if its scale is none.
+    is_zero_OG = (codes_OI.unflatten(1, (-1, GROUP)) == int4_rows.zeros_of(words_OG)[..., None]).all(2)
+    words_OG = words_OG.masked_fill(is_zero_OG, 0)
+    heads = words_OG.view(-1, BLOCK, words_OG.shape[1]).transpose(1, 2).contiguous().view(torch.uint8)
+    return torch.cat([heads, codes], dim=2).flatten(1)
+
+
 class NativeLinear(Linear):
     """A linear layer by a compiled product, of weights that `fits`.
 
     Args:
         kind: of `products`.
-        values_OI: weights in int8 or fp16.
-        scales_O: one an output; of fp16 one number.
+        values_OI: weights in int8 or fp16, or codes of 4 bits.
+        scales_O: one an output; of fp16 one number; of 4 bits the words of all groups.
         bias_O: None for none.
 
     Rows, sums and results are fp32. In other number formats, rows and results are converted.
@@ -88,10 +110,12 @@ class NativeLinear(Linear):
         product = product_of(kind)
         assert product
         self._product = product
-        self._packed = pack(kind, values_OI)
-        self._scales_O = scales_O
+        if kind == NIBBLES:
+            self._packed, self._scales_O = pack_nibbles(values_OI, scales_O), torch.tensor(1.0)
+        else:
+            self._packed, self._scales_O = pack(kind, values_OI), scales_O
         self._bias_O = bias_O
-        self._none = scales_O.new_empty(0, dtype=torch.float32)
+        self._none = self._scales_O.new_empty(0, dtype=torch.float32)
 
     def __call__(self, x_MI: Tensor) -> Tensor:
         """See `Linear`."""
@@ -152,7 +176,9 @@ def native_of(linear: Linear) -> NativeLinear | None:
 
 def fits(kind: str, shape: torch.Size) -> bool:
     """Whether this CPU has the kernel, and a weight of this shape consists of whole blocks."""
-    return not any(size % BLOCK for size in shape) and product_of(kind) is not None
+    num_outputs, num_inputs = shape
+    taken = GROUP if kind == NIBBLES else BLOCK
+    return not (num_outputs % BLOCK or num_inputs % taken) and product_of(kind) is not None
 
 
 def native_linear(

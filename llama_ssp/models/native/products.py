@@ -4,6 +4,7 @@
     bytes    int8, a scale an output   fp32                  fp32, one input after the other
     halves   fp16, one scale           fp32                  fp32, one input after the other
     dots     int8, a scale an output   int8, a scale a row   integers
+    nibbles  4 bits (`nibbles`)        fp32                  fp32, group by group, one input after the other
 
 Weights lie in blocks of 16 outputs, so that a vector is one input (four inputs of `dots`) of all outputs of a block and
 no sum crosses lanes. The sum of an output of a row therefore takes the same steps whatever the other rows are.
@@ -21,6 +22,7 @@ from collections.abc import Sequence
 
 from llvmlite import ir
 
+from llama_ssp.models.native import nibbles
 from llama_ssp.models.native.emit import (
     F32,
     F32S,
@@ -37,10 +39,11 @@ from llama_ssp.models.native.emit import (
     i64,
 )  # fmt: skip
 
-FEATURES: dict[str, tuple[str, ...]] = {"bytes": (), "halves": ("f16c",), "dots": ("avx512vnni",)}
+FEATURES: dict[str, tuple[str, ...]] = {"bytes": (), "halves": ("f16c",), "dots": ("avx512vnni",),
+                                        "nibbles": ("avx512f",)}  # fmt: skip
 """Instructions that each kind needs."""
 VALUE_BYTES = {"bytes": 1, "halves": 2, "dots": 1}
-ROW_BYTES = {"bytes": 4, "halves": 4, "dots": 1}
+ROW_BYTES = {"bytes": 4, "halves": 4, "dots": 1, "nibbles": 4}
 INPUTS = 16
 """Inputs of a layer are a multiple of it."""
 MOST_ROWS = 6
@@ -82,9 +85,30 @@ def _tile(module: ir.Module, kind: str, num_rows: int, num_blocks: int) -> Value
         module, f"tile_{num_rows}_{num_blocks}", [POINTER, POINTER, I64, POINTER]
     )
     code.function.attributes.add("noinline")
-    block_bytes = code.mul(num_inputs, i64(LANES * VALUE_BYTES[kind]))
+    block_bytes = _block_bytes(code, kind, num_inputs)
     blocks = [code.at(weights, code.mul(block_bytes, i64(number))) for number in range(num_blocks)]
     starts = [code.at(rows, code.mul(num_inputs, i64(row * ROW_BYTES[kind]))) for row in range(num_rows)]
+    found = (
+        nibbles.sums(code, blocks, starts, num_inputs)
+        if kind == "nibbles"
+        else _sums(code, kind, blocks, starts, num_inputs)
+    )
+    for number, value in enumerate(found):
+        code.write(value, sums, i64(number * LANES))
+    code.ret_void()
+    return code.function
+
+
+def _block_bytes(code: Code, kind: str, num_inputs: Value) -> Value:
+    """Bytes of the weights of 16 outputs."""
+    if kind == "nibbles":
+        return code.mul(code.sdiv(num_inputs, i64(nibbles.GROUP)), i64(nibbles.GROUP_BYTES))
+    return code.mul(num_inputs, i64(LANES * VALUE_BYTES[kind]))
+
+
+def _sums(code: Code, kind: str, blocks: list[Value], starts: list[Value], num_inputs: Value) -> list[Value]:
+    """Sum over all inputs; returns the vectors, rows first."""
+    num_rows, num_blocks = len(starts), len(blocks)
     zero = ir.Constant(I32S, [0] * LANES) if kind == "dots" else floats(0.0)
     taken = 4 if kind == "dots" else 1
     with code.loop(i64(0), num_inputs, taken * _UNROLLED, [zero] * (num_rows * num_blocks)) as values:
@@ -104,10 +128,7 @@ def _tile(module: ir.Module, kind: str, num_rows: int, num_blocks: int) -> Value
                         if kind == "dots"
                         else code.fused(read, x, values[at])
                     )
-    for number, value in enumerate(values[1:]):
-        code.write(value, sums, i64(number * LANES))
-    code.ret_void()
-    return code.function
+    return values[1:]
 
 
 def _weights(code: Code, kind: str, place: Value) -> Value:
@@ -137,7 +158,7 @@ def _finish(module: ir.Module, kind: str) -> Value:
                 too_much = code.mul(code.read(given["row_sums"], I32, this_row), ir.Constant(I32, SIGN_BIT))
                 value = code.sitofp(code.sub(value, code.splat(too_much)), F32S)
                 value = code.fmul(value, code.splat(code.read(given["row_scales"], F32, this_row)))
-            if kind == "halves":
+            if kind in {"halves", "nibbles"}:
                 return code.fmul(value, code.splat(code.read(given["scales"], F32)))
             outputs = code.mul(code.add(block, number), i64(LANES))
             return code.fmul(value, code.read(given["scales"], F32S, outputs))
@@ -200,7 +221,7 @@ def _part(module: ir.Module, kind: str, tiles: dict[tuple[int, int], Value], fin
     sums = code.slot(F32, LANES * max(rows * blocks for rows, blocks in tiles))
     unit = code.add(given["gates"], i64(1))
     first, last = code.mul(begin, unit), code.mul(end, unit)
-    block_bytes = code.mul(given["num_inputs"], i64(LANES * VALUE_BYTES[kind]))
+    block_bytes = _block_bytes(code, kind, given["num_inputs"])
 
     def call(row: Value, num_rows: int, block: Value, num_blocks: int) -> None:
         weights = code.at(given["weights"], code.mul(block, block_bytes))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from llama_ssp.config.formats.int4_weight_only import GROUP
 from llama_ssp.distributed.operators import is_recording
+from llama_ssp.models.native.linear import NIBBLES, NativeLinear, fits
 from llama_ssp.models.quantization.weight_only import (
     ProductOfFewRows,
     WeightOnlyLinear,
@@ -35,9 +36,19 @@ class Int4WeightOnlyLinear(WeightOnlyLinear):
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
         is_packed = weight_OI.dtype is torch.uint8
         codes_OI, words_OG = int4_rows.split(weight_OI) if is_packed else quantize_by_blocks(weight_OI, _rounded)
+        num_inputs = 2 * codes_OI.shape[1]
+        self.native = None
+        if weight_OI.device.type == "cpu" and fits(NIBBLES, torch.Size((len(codes_OI), num_inputs))):
+            self.native = NativeLinear(NIBBLES, _one_by_one(codes_OI), words_OG, bias_O)
+            return
         # The kernel reads the words of neighbouring outputs together.
         operands = codes_OI, words_OG.t().contiguous()
-        super().__init__(operands, 2 * codes_OI.shape[1], bias_O, _product_of_few_rows(weight_OI.device.type))
+        super().__init__(operands, num_inputs, bias_O, _product_of_few_rows(weight_OI.device.type))
+
+    def _sum(self, x_MI: Tensor, residual_MO: Tensor | None) -> Tensor:
+        if self.native is None:
+            return super()._sum(x_MI, residual_MO)
+        return self.native(x_MI) if residual_MO is None else self.native.add(x_MI, residual_MO)
 
     def unpack(self, outputs: slice, into_CI: Tensor) -> None:
         """See `WeightOnlyLinear`."""
@@ -51,6 +62,11 @@ class Int4WeightOnlyLinear(WeightOnlyLinear):
         scales_of = torch.ops.llama_ssp.int4_scales if is_recording() else int4_rows.scales_of
         # Zeros are integers and scales in fp32, so that a weight is rounded once.
         groups.sub_(int4_rows.zeros_of(words_CG11)).mul_(scales_of(words_CG11))
+
+
+def _one_by_one(codes_OI: Tensor) -> Tensor:
+    """The codes of bytes of two, in the order of inputs."""
+    return torch.cat(int4_rows.unpack_codes(codes_OI.unflatten(1, (-1, GROUP // 2))), dim=2).flatten(1)
 
 
 _library = torch.library.Library("llama_ssp", "FRAGMENT")

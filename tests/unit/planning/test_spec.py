@@ -123,7 +123,7 @@ def test_a_cpu_computes_in_fp32_unless_told_otherwise_and_a_gpu_in_what_the_entr
 
 @pytest.mark.parametrize(
     ("quantization", "on_cpu"),
-    [("int8_weight_only", Dtype.fp32), ("int8", Dtype.fp32), ("nf4", Dtype.bf16), ("int4_weight_only", Dtype.bf16)],
+    [("int8_weight_only", Dtype.fp32), ("int8", Dtype.fp32), ("nf4", Dtype.bf16), ("int4_weight_only", Dtype.fp32)],
 )
 def test_a_quantized_model_computes_on_a_cpu_in_what_its_kernel_computes_in(quantization: str, on_cpu: Dtype) -> None:
     entry = replace(catalogue.load("llama3_8B"), quantization=quantization)

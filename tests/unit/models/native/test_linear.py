@@ -18,9 +18,10 @@ from llama_ssp.models.native.products import FEATURES
 from llama_ssp.models.quantization import weight_only
 from llama_ssp.models.quantization.precision import Int8Linear, Precision
 from llama_ssp.models.quantization.weight_only import Int8WeightOnlyLinear
+from llama_ssp.weights import int4_rows
 from tests.helpers.lanes import grid
 
-FORMS = ("halves", "bytes", "dots")
+FORMS = ("halves", "bytes", "dots", "nibbles")
 ROWS = (1, 2, 5, 6, 9, 14)
 
 
@@ -32,7 +33,7 @@ def made(form: str, weight: Tensor, bias: Tensor | None = None) -> NativeLinear:
     # Not `product_of`: a wrong kernel must fail here, where a run would do without it.
     if not has_features(FEATURES[form]):
         pytest.skip("this processor has no such product")
-    quantization = {"bytes": "int8_weight_only", "dots": "int8"}
+    quantization = {"bytes": "int8_weight_only", "dots": "int8", "nibbles": "int4_weight_only"}
     kernel = Precision(quantization=quantization[form]).kernel if form in quantization else native_halves
     linear = native_of(make_linear(weight, bias, kernel=kernel))
     assert linear
@@ -43,8 +44,20 @@ def stands_for(form: str, weight: Tensor) -> Tensor:
     """The weights in fp64, from their definition."""
     if form == "halves":
         return weight.half().double()
+    if form == "nibbles":
+        return in_4_bits(weight)
     steps = weight.abs().amax(1, keepdim=True).double() / 127
     return (weight.double() / steps).round() * steps
+
+
+def in_4_bits(weight: Tensor) -> Tensor:
+    """16 steps between the smallest and the largest of 128 weights, or zero; a step has 5 bits less than fp32."""
+    groups = weight.unflatten(1, (-1, 128))
+    least, most = groups.amin(2, keepdim=True).clamp(max=0), groups.amax(2, keepdim=True).clamp(min=0)
+    steps = (((most - least) / 15).view(torch.int32) & ~31).view(torch.float32)
+    zeros = (-least / steps).round()
+    codes = ((groups / steps).round() + zeros).clamp(0, 15)
+    return ((codes - zeros).double() * steps.double()).flatten(1)
 
 
 def rows_in(form: str, x: Tensor) -> Tensor:
@@ -61,6 +74,7 @@ def assert_close(found: Tensor, wanted: Tensor, *, within: float = 1e-5) -> None
 
 @grid(form=FORMS, num_rows=ROWS, sizes=[(16, 16), (48, 1024), (544, 256)])
 def test_products_are_those_of_the_weights(form: str, num_rows: int, sizes: tuple[int, int]) -> None:
+    sizes = sizes[0], max(sizes[1], 128 if form == "nibbles" else 0)  # a group
     weight, bias = numbers(*sizes), numbers(sizes[0])
     x, residual = numbers(num_rows, sizes[1]), numbers(num_rows, sizes[0])
     linear = made(form, weight, bias)
@@ -69,6 +83,14 @@ def test_products_are_those_of_the_weights(form: str, num_rows: int, sizes: tupl
     within = 2e-3 if form == "dots" else 1e-5
     assert_close(linear(x), wanted, within=within)
     assert_close(linear.add(x, residual), wanted + residual, within=within)
+
+
+def test_a_checkpoint_in_4_bits_is_multiplied_as_it_is_with_all_its_zeros() -> None:
+    codes, zeros = torch.arange(48 * 256).view(48, 256).remainder(16).to(torch.uint8), torch.arange(96).view(48, 2) % 17
+    scales, x = numbers(48, 2).abs().half().float(), numbers(5, 256)
+    linear = made("nibbles", int4_rows.pack(codes, scales, zeros))
+    weight = (codes.unflatten(1, (2, 128)) - zeros[..., None]).double() * scales[..., None].double()
+    assert_close(linear(x), x.double() @ weight.flatten(1).t())
 
 
 @grid(form=FORMS, num_rows=ROWS[1:])
@@ -116,7 +138,7 @@ def test_a_fused_row_has_the_same_bits_alone(form: str, num_rows: int) -> None:
 
 @grid(form=FORMS, bad=[float("nan"), float("inf")])
 def test_an_input_that_is_no_number_spoils_its_row_alone(form: str, bad: float) -> None:
-    linear, x = made(form, numbers(48, 64)), numbers(3, 64)
+    linear, x = made(form, numbers(48, 128)), numbers(3, 128)
     wanted = linear(x)
     x[1, 7] = bad
     y = linear(x)
