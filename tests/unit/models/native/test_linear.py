@@ -3,6 +3,7 @@
 import logging
 import sys
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from llama_ssp.models.linear import HalfLinear, Linear, make_linear
 from llama_ssp.models.llama.norm import RmsNorm
 from llama_ssp.models.native import linear as native
 from llama_ssp.models.native.compiled import has_features
-from llama_ssp.models.native.linear import NativeLinear, native_halves, native_of
+from llama_ssp.models.native.linear import NativeLinear, native_floats, native_of
 from llama_ssp.models.native.products import FEATURES
 from llama_ssp.models.quantization import weight_only
 from llama_ssp.models.quantization.precision import Int8Linear, Precision
@@ -21,7 +22,7 @@ from llama_ssp.models.quantization.weight_only import Int8WeightOnlyLinear
 from llama_ssp.weights import int4_rows
 from tests.helpers.lanes import grid
 
-FORMS = ("halves", "bytes", "dots", "nibbles")
+FORMS = ("singles", "halves", "bytes", "dots", "nibbles")
 ROWS = (1, 2, 5, 6, 9, 14)
 
 
@@ -34,7 +35,7 @@ def made(form: str, weight: Tensor, bias: Tensor | None = None) -> NativeLinear:
     if not has_features(FEATURES[form]):
         pytest.skip("this processor has no such product")
     quantization = {"bytes": "int8_weight_only", "dots": "int8", "nibbles": "int4_weight_only"}
-    kernel = Precision(quantization=quantization[form]).kernel if form in quantization else native_halves
+    kernel = Precision(quantization=quantization[form]).kernel if form in quantization else partial(native_floats, form)
     linear = native_of(make_linear(weight, bias, kernel=kernel))
     assert linear
     return linear
@@ -42,8 +43,8 @@ def made(form: str, weight: Tensor, bias: Tensor | None = None) -> NativeLinear:
 
 def stands_for(form: str, weight: Tensor) -> Tensor:
     """The weights in fp64, from their definition."""
-    if form == "halves":
-        return weight.half().double()
+    if form in {"singles", "halves"}:
+        return (weight.half() if form == "halves" else weight).double()
     if form == "nibbles":
         return in_4_bits(weight)
     steps = weight.abs().amax(1, keepdim=True).double() / 127
@@ -199,7 +200,9 @@ def test_a_kernel_that_is_wrong_on_this_machine_is_not_used(
 
 
 def test_layers_of_no_whole_blocks_take_another_kernel() -> None:
+    assert native_of(make_linear(numbers(48, 64), None))
     for sizes in ((40, 64), (48, 40)):
+        assert native_of(make_linear(numbers(*sizes), None)) is None
         assert Int8WeightOnlyLinear(numbers(*sizes), None).native is None
         assert Int8Linear(numbers(*sizes), None).native is None
 
