@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import lengths, overlap_pages, sweep
+from benchmarks.by_format import lines
 from benchmarks.curves import Quadratic
 from benchmarks.placement_pages import document, precision
 from benchmarks.timing import RESULTS
@@ -125,6 +126,7 @@ TEXTS: dict[str, tuple[str, Callable[[Sequence[Row]], str]]] = {
     "lengths": ("lengths", newest(lengths_text)),
     "sweep": ("sweep", newest(sweep_text)),
     "placements": ("placements", newest(precision)),
+    "by_format": ("by_format", lines.page),
     "overlap": ("overlap", overlap_pages.text),
 }
 """The text of each region, and the rows that it is made of."""

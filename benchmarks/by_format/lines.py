@@ -138,7 +138,7 @@ def _section(row: Mapping[str, Any]) -> str:
     ratios = "; ".join(f"{goal.name} {goal.measured:.2f}" for goal in goals(figures))
     return (
         f"{' with '.join(f'`{name}`' for name in row['models'])}{drafting}, temperature {row['temperature']:g}, "
-        f"{row['num_prompts']} prompts, {row['num_new_tokens']} new tokens each, {row['num_threads']} threads of an "
+        f"{row['num_prompts']} prompt(s) with {row['num_new_tokens']} new tokens each, {row['num_threads']} threads of an "
         f"{row['processor']}; {made_with}. Medians of {row['num_repetitions']} turns:\n\n"
         + "\n".join(f"| {' | '.join(line)} |" for line in table)
         + f"\n\nOurs over the best of the others, medians of ratios within turns: {ratios}."
