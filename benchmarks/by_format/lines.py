@@ -53,6 +53,9 @@ LINES = (
     Line(column="8 bits", library=OURS, form="int8"),
     Line(column="8 bits", library=LLAMA_CPP, form="Q8_0"),
     Line(column="8 bits", library=OPENVINO, form="int8"),
+    Line(column="4 bits", library=OURS, form="int4_weight_only"),
+    Line(column="4 bits", library=LLAMA_CPP, form="Q4_0"),
+    Line(column="4 bits", library=OPENVINO, form="int4"),
 )
 
 
@@ -138,8 +141,8 @@ def _section(row: Mapping[str, Any]) -> str:
     ratios = "; ".join(f"{goal.name} {goal.measured:.2f}" for goal in goals(figures))
     return (
         f"{' with '.join(f'`{name}`' for name in row['models'])}{drafting}, temperature {row['temperature']:g}, "
-        f"{row['num_prompts']} prompt(s) with {row['num_new_tokens']} new tokens each, {row['num_threads']} threads of an "
-        f"{row['processor']}; {made_with}. Medians of {row['num_repetitions']} turns:\n\n"
+        f"{row['num_prompts']} prompt(s) with {row['num_new_tokens']} new tokens each, {row['num_threads']} threads of "
+        f"an {row['processor']}; {made_with}. Medians of {row['num_repetitions']} turns:\n\n"
         + "\n".join(f"| {' | '.join(line)} |" for line in table)
         + f"\n\nOurs over the best of the others, medians of ratios within turns: {ratios}."
     )

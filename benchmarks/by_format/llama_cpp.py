@@ -1,6 +1,6 @@
 """llama.cpp through the package llama-cpp-python: forwards and draws of its library, in our own lean loop.
 
-Forms are `F32`, `F16`, `BF16` and `Q8_0`.
+Forms are `F32`, `F16`, `BF16`, `Q8_0` and `Q4_0`.
 """
 
 import ctypes

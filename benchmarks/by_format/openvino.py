@@ -1,6 +1,6 @@
 """OpenVINO GenAI, whose own pipelines decode; optimum-intel converts the models.
 
-Forms are `fp32`, `bf16` (weights and arithmetic) and `int8` (weights; the arithmetic is OpenVINO's choice).
+Forms are `fp32`, `bf16` (weights and arithmetic), `int8` and `int4` (weights; the arithmetic is OpenVINO's choice).
 """
 
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ from typing import Any
 from benchmarks.by_format.serving import Completed, serve
 
 _PRECISIONS = {"fp32": "f32", "bf16": "bf16"}
+_BITS = {"int8": 8, "int4": 4}
 
 
 class OpenVino:
@@ -69,7 +70,7 @@ def _converted(folder: Path, below: Path, form: str) -> Path:
         model = optimum.OVModelForCausalLM.from_pretrained(
             folder, export=True, compile=False, load_in_8bit=False,
             dtype=torch.bfloat16 if form == "bf16" else torch.float32,
-            quantization_config=optimum.OVWeightQuantizationConfig(bits=8) if form == "int8" else None,
+            quantization_config=optimum.OVWeightQuantizationConfig(bits=_BITS[form]) if form in _BITS else None,
         )  # fmt: skip
         unfinished = made.with_name(f"{made.name}-unfinished")
         model.save_pretrained(unfinished)
