@@ -101,6 +101,7 @@ class LeanRunner(CachedRunner):
         self._varlen = varlen
         self._compiled = None if varlen else find_attention(self.device, self.dtype, layers[0].heads.dim)
         self.reads_by_length = self.packs_prompts = varlen is not None
+        self.uses_masks = varlen is None and self._compiled is None
         self._gpu_layers: GpuLayers | None = None
         self._split: SplitAttention | None = None
         if varlen is not None and self.device.type == "cuda":

@@ -12,11 +12,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from llvmlite import ir
 
-from llama_ssp.models.native.emit import F32, F32S, I32, I64, LANES, POINTER, Code, Value, f32, floats, i64
+from llama_ssp.models.native.emit import F32, F32S, I32, I64, LANES, POINTER, VOID, Code, Value, f32, floats, i64
 from llama_ssp.models.native.products import exponential, function
 
 QUERIES, CHUNK = 32, 128
 """Queries that are taken at a time, and slots."""
+_AHEAD = 64
+"""How many slots before its use a key is asked for; a value is while the keys of its chunk are read."""
+_LINE = 64
+"""Bytes that memory gives at a time."""
 _LOWEST = -3e38
 """Below all scores."""
 _REGISTERS = 16
@@ -50,6 +54,8 @@ def unit_of(module: ir.Module, head_dim: int) -> Value:
         length = smaller(code, code.sub(stop, chunk), i64(CHUNK))
         with code.loop(i64(0), length, LANES) as (block,):
             place = code.mul(code.add(chunk, block), i64(head_dim))
+            for line, slots in ((keys, _AHEAD), (values, 0)):
+                _fetch(code, code.at(line, code.add(place, i64(slots * head_dim)), F32), LANES * head_dim)
             code.call(lay, [code.at(keys, place, F32), code.sub(length, block), laid])
             for query, call in _tiles(code, count, scores_of):
                 into = code.add(code.mul(query, i64(CHUNK)), block)
@@ -66,6 +72,13 @@ def unit_of(module: ir.Module, head_dim: int) -> Value:
     code.call(finish, [queries, count, states, sums])
     code.ret_void()
     return code.function
+
+
+def _fetch(code: Code, place: Value, count: int) -> None:
+    """Ask for numbers that will be read soon; places beyond the cache's end are allowed."""
+    with code.loop(i64(0), i64(count * 4), _LINE) as (index,):
+        hints = (ir.Constant(I32, hint) for hint in (0, 3, 1))  # to read, soon, data
+        code.intrinsic("llvm.prefetch.p0", VOID, code.at(place, index), *hints)
 
 
 def _tiles(code: Code, count: Value, functions: dict[int, Value]) -> Iterator[tuple[Value, Callable[..., Value]]]:
