@@ -20,7 +20,7 @@ heads, G = H / N, D head dim, X = H + 2 N, O = X * D, X pages of P slots, C sequ
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -37,8 +37,13 @@ from llama_ssp.shapes import static_shape
 
 Attend = Callable[[Tensor, Tensor, Tensor, Heads], Tensor]
 """Maps queries (M, H, D), keys and values as `CacheView.update` returns them, and the heads to (M, H * D)."""
-LayerAttention = Callable[[Tensor, int, Heads, Sequence[RmsNorm]], Tensor]
-"""Maps a layer's queries, keys and values (M, O), its number, its heads and their norms to (M, H * D)."""
+
+
+class LayerAttention(Protocol):
+    """Attention of one forward, with all that comes between the products around it."""
+
+    def __call__(self, qkv_MO: Tensor, number: int, heads: Heads, norms: Sequence[RmsNorm]) -> Tensor:
+        """Map queries, keys and values of layer `number` to (M, H * D); `norms` are as in `PlaceHeads`."""
 
 
 class PlacedAttention(NamedTuple):

@@ -17,7 +17,7 @@ from llama_ssp.models.native.products import exponential, function
 
 QUERIES, CHUNK = 32, 128
 """Queries that are taken at a time, and slots."""
-_AHEAD = 64
+_AHEAD = 256
 """How many slots before its use a key is asked for; a value is while the keys of its chunk are read."""
 _LINE = 64
 """Bytes that memory gives at a time."""
@@ -75,9 +75,9 @@ def unit_of(module: ir.Module, head_dim: int) -> Value:
 
 
 def _fetch(code: Code, place: Value, count: int) -> None:
-    """Ask for numbers that will be read soon; places beyond the cache's end are allowed."""
+    """Ask for numbers that will be read, in the second-level cache; places beyond the end of the memory are allowed."""
     with code.loop(i64(0), i64(count * 4), _LINE) as (index,):
-        hints = (ir.Constant(I32, hint) for hint in (0, 3, 1))  # to read, soon, data
+        hints = (ir.Constant(I32, hint) for hint in (0, 2, 1))  # to read, near, data
         code.intrinsic("llvm.prefetch.p0", VOID, code.at(place, index), *hints)
 
 
