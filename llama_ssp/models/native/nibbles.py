@@ -26,6 +26,11 @@ def _words(number: int) -> Value:
     return ir.Constant(I32S, [number] * LANES)
 
 
+def block_bytes(code: Code, num_inputs: Value) -> Value:
+    """Bytes of the weights of 16 outputs."""
+    return code.mul(code.sdiv(num_inputs, i64(GROUP)), i64(GROUP_BYTES))
+
+
 def sums(code: Code, blocks: list[Value], rows: list[Value], num_inputs: Value) -> list[Value]:
     """Sum over all inputs, for some rows and blocks; returns the vectors, rows first.
 

@@ -105,7 +105,7 @@ def _tile(module: ir.Module, kind: str, num_rows: int, num_blocks: int) -> Value
 def _block_bytes(code: Code, kind: str, num_inputs: Value) -> Value:
     """Bytes of the weights of 16 outputs."""
     if kind == "nibbles":
-        return code.mul(code.sdiv(num_inputs, i64(nibbles.GROUP)), i64(nibbles.GROUP_BYTES))
+        return nibbles.block_bytes(code, num_inputs)
     return code.mul(num_inputs, i64(LANES * VALUE_BYTES[kind]))
 
 

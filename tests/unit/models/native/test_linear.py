@@ -58,7 +58,8 @@ def in_4_bits(weight: Tensor) -> Tensor:
     steps = (((most - least) / 15).view(torch.int32) & ~31).view(torch.float32)
     zeros = (-least / steps).round()
     codes = ((groups / steps).round() + zeros).clamp(0, 15)
-    return ((codes - zeros).double() * steps.double()).flatten(1)
+    weight_OI: Tensor = ((codes - zeros).double() * steps.double()).flatten(1)
+    return weight_OI
 
 
 def rows_in(form: str, x: Tensor) -> Tensor:
