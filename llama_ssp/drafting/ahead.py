@@ -3,9 +3,11 @@
     draft's ranks     | propose ........ |          | exchange |
     target's ranks    | forward ............. |     | exchange | rule |
 
-Drafted ids go to all ranks. Their probabilities go to the rank that verifies, if the rule reads any. Both messages go
-through shared memory if they fit: the draft then leaves them there, and does not wait for the target to read them.
-Where top-k, top-p or min-p leave few tokens, only these are sent: all others have probability 0, so that is exact.
+Drafted ids go to all ranks. Their probabilities go to the rank that verifies, if the rule reads any. On CPUs both
+messages go through shared memory if they fit: the draft then leaves them there, and does not wait for the target to
+read them. Where top-k, top-p or min-p leave few tokens, only these are sent, which is exact, since all others have
+probability 0. Between GPUs all are sent: a CUDA graph has messages of one size, and how many tokens are left is known
+on the device alone (equal logits are kept together), so that the host would wait in every round to learn it.
 
 Shapes: B sequences, K drafted tokens, P = 2 uniforms per draw, T = K + 1, V vocabulary, S tokens that are left.
 """
@@ -45,7 +47,7 @@ class AheadDrafter(OneSourceDrafter):
 
     def _announced(self, draft: Draft) -> tuple[Tensor, int]:
         """The ids on all ranks, and how many tokens of a position may have been drawn; 0 for the whole vocabulary."""
-        if not (self._receiver and self._receiver.truncates):
+        if not (self._receiver and self._receiver.truncates) or draft.ids_BK.is_cuda:
             return self._comm.broadcast(draft.ids_BK.contiguous(), src=self._src), 0
         width = 0
         if self._comm.rank == self._src and draft.probs_BTV is not None:
