@@ -224,6 +224,7 @@ class CostModel:
             settle_s=self.agree_s(messages.verdict) + self.rule_s(num_draft_tokens + 3),
             host_s=self.host_s,
             refill_s=self.drafting_s(num_draft_tokens - 1) + exchange_s if num_draft_tokens > 1 else 0.0,
+            is_beside=self.job.device == "cuda",
         )
 
     def verify_s(self, num_draft_tokens: int) -> float:
