@@ -8,14 +8,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 
+from llama_ssp.distributed.comms import Comm
 from llama_ssp.engine.completion import RowCompletion
 from llama_ssp.engine.executors.cuda_overlap import CudaOverlap
 from llama_ssp.engine.loop import Decoder
+from llama_ssp.engine.round import DraftChoice
 from tests.helpers.decoders import complete
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 from tests.helpers.lanes import grid, heavy
 from tests.helpers.overlapped import overlapped_decoder
+from tests.helpers.prefix_runner import PrefixRunner
 from tests.helpers.recorded import FakeRecorder
 from tests.unit.engine.test_overlap import near_pair, requests
 
@@ -107,3 +111,16 @@ def test_results_that_are_read_a_round_late_change_no_text() -> None:
         found = complete(late, requests())
         assert [each.token_ids for each in found] == [each.token_ids for each in expected]
         assert [each.accepted_lengths for each in found] == [each.accepted_lengths for each in expected]
+
+
+@torch.inference_mode()
+def test_rounds_that_are_only_timed_stay_within_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU their rows are as long as those of a run, and have as many tokens in flight."""
+    monkeypatch.setattr(Comm, "finish", lambda _: None)
+    pair = (PrefixRunner(), PrefixRunner())
+    for runner in pair:
+        runner.reads_by_length = True
+    made = overlapped_decoder(*pair, num_draft_tokens=8, traced=False)
+    made.make_room(requests())
+    made._is_cuda = True
+    assert len(made.time_rounds([DraftChoice(8)] * 2, num_slots=made._num_slots, refills=True)) == 2
