@@ -257,7 +257,7 @@ def _by_length(pairs: Sequence[Sequence[Comparison]]) -> Iterator[str]:
     yield "The gain at each K, and by the model in brackets:"
     yield shown(lambda each, k: f"{each.gain(k):.2f}x ({each.modelled_gain(k):.2f}x)", has=lambda _: True)
     if any(map(_has_forecasts, chain.from_iterable(pairs))):
-        yield "The planner's forecast of overlapped rounds, over the measured time, after `task=calibrate` on two ranks:"
+        yield "The planner's forecast of overlapped rounds over the measured time, after `task=calibrate` on two ranks:"
         yield shown(lambda each, k: _ratio(each.forecast_ratio(k, overlaps=True)), has=_has_forecasts)
 
 
