@@ -42,22 +42,24 @@ def overlapped_decoder(  # noqa: PLR0913
     recorder: Recorder | None = None,
     stop_request: StopRequest | None = None,
     waits: bool = False,
+    num_left: int = 0,
 ) -> Decoder:
     """A decoder of one rank, or of a rank of `comm`, whose first ranks have the target and whose others have the draft.
 
     Each of these ranks has all of its model. Its rounds are replayed by torch's interpreter or by a recorder, or
-    launched from Python without `traced`. See `OverlappedRound.waits`.
+    launched from Python without `traced`. With `num_left`, of each position so many probabilities are sent. See
+    `OverlappedRound.waits`.
     """
     comm = comm or Comm.single()
     is_apart = comm.size > 1
-    rule = make_rule(sampling or SamplingConfig(temperature=temperature), VerificationConfig(rule=rule_name))
+    sampling, verification = sampling or SamplingConfig(temperature=temperature), VerificationConfig(rule=rule_name)
+    rule, drafts_by = (make_rule(sampling, verification, breaks_ties=bool(each)) for each in (0, num_left))
     has_target, has_draft = comm.rank < num_target_ranks or not is_apart, comm.rank >= num_target_ranks or not is_apart
     inner = None
     if has_draft:
-        inner = ModelDrafter(draft, rule=rule, num_draft_tokens=num_draft_tokens, vocab_size=target.vocab_size)
-    samples = (sampling.temperature if sampling else temperature) > 0 and rule_name != "coupled"
-    truncates = sampling is not None and sampling.truncates
-    receiver = ProbsReceiver(VERIFY_RANK, target.vocab_size, truncates=truncates)
+        inner = ModelDrafter(draft, rule=drafts_by, num_draft_tokens=num_draft_tokens, vocab_size=target.vocab_size)
+    samples = sampling.temperature > 0 and rule_name != "coupled"
+    receiver = ProbsReceiver(VERIFY_RANK, target.vocab_size, truncates=sampling.truncates, num_left=num_left)
     drafter = AheadDrafter(
         inner,
         comm=comm,

@@ -55,6 +55,7 @@ class Left:
         num_captured: graphs of either run.
         between: kinds and texts of what the host did from one round to the next, without looks at events.
         nodes: kinds of the nodes of each graph of a round, in the order of their launches.
+        sent_bytes: of messages to one rank, in the same graphs.
         round_s: mean over the rounds.
     """
 
@@ -64,6 +65,7 @@ class Left:
     num_captured: list[int]
     between: list[str]
     nodes: list[list[str]]
+    sent_bytes: list[int]
     round_s: float
 
 
@@ -114,13 +116,17 @@ def decode(world: World, setting: Setting) -> Left:
         logs.append(device.log())
     device.reset()
     _, _, records = logs
+    graphs = _graphs(records, setting.num_pieces)
     return Left(
         is_captured=isinstance(executor, CudaOverlap) and not executor.failed,
         faults=[fault for log in logs for fault in device.faults(log)],
         finished=finished,
         num_captured=[sum(record.kind == "captured" for record in log) for log in logs],
         between=_between(records, setting.num_pieces),
-        nodes=_nodes(records, setting.num_pieces),
+        nodes=[[node.kind for node in graph] for graph in graphs],
+        sent_bytes=[
+            int(node.text.removeprefix("send ")) for graph in graphs for node in graph if node.text.startswith("send ")
+        ],
         round_s=round_s,
     )
 
@@ -149,10 +155,9 @@ def _between(records: Sequence[device.Record], num_pieces: int) -> list[str]:
     return [f"{record.kind} {record.text}" for record in records[begin:end] if record.kind != "poll"]
 
 
-def _nodes(records: Sequence[device.Record], num_pieces: int) -> list[list[str]]:
+def _graphs(records: Sequence[device.Record], num_pieces: int) -> list[list[device.Record]]:
     begin, end = _middle(records, num_pieces)
-    replayed = [int(record.text) for record in records[begin:end] if record.kind == "replay"]
-    return [[node.kind for node in device.graph(number)] for number in replayed]
+    return [device.graph(int(record.text)) for record in records[begin:end] if record.kind == "replay"]
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from llama_ssp.config import catalogue
 from tests.stub_gpu.overlapped_settings import PIECES, SETTINGS, Setting
 from tests.stub_gpu.process import Stub, lines_of
 
@@ -86,6 +87,15 @@ def test_a_round_has_two_messages_and_the_probabilities_between_two_ranks(
         assert nodes["settle"].count("nccl") == 1
         assert bool(nodes["draft"].count("nccl")) == (rank >= num_target and setting.num_draft_ranks > 1)
         assert bool(nodes["score"].count("nccl")) == (rank < num_target and num_target > 1)
+
+
+def test_only_what_top_k_leaves_is_sent(seen: dict[int, list[Left]]) -> None:
+    """Floats for K = 4 tokens of each row: probabilities with their ids, or those of the whole vocabulary."""
+    shape = catalogue.load("tiny").shape
+    assert shape
+    for name, width in (("top-k", 2 * 20), ("five rows", shape.vocab_size)):
+        setting, (_, of_draft) = lefts(seen, name)
+        assert of_draft["sent_bytes"] == [4 * setting.batch_size * 4 * width]
 
 
 def test_messages_arrive_while_the_target_computes(stub: Stub, tmp_path: Path) -> None:

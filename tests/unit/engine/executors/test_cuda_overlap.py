@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from llama_ssp.config.schema import SamplingConfig
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.engine.completion import RowCompletion
 from llama_ssp.engine.executors.cuda_overlap import CudaOverlap
@@ -111,6 +112,28 @@ def test_results_that_are_read_a_round_late_change_no_text() -> None:
         found = complete(late, requests())
         assert [each.token_ids for each in found] == [each.token_ids for each in expected]
         assert [each.accepted_lengths for each in found] == [each.accepted_lengths for each in expected]
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_messages_of_one_size_hold_all_that_top_k_leaves_also_of_equal_logits(waits: bool) -> None:
+    """The draft draws from just so many tokens, of equal logits some; only these have probabilities."""
+
+    def pair() -> tuple[PrefixRunner, PrefixRunner]:
+        target, draft = near_pair(1.0)
+        for each in (target, draft):
+            each.head[:, 1::2] = each.head[:, :-1:2]
+        return target, draft
+
+    sampling, comms = SamplingConfig(temperature=1.0, top_k=3), thread_comms(2)
+    options: dict[str, Any] = {"sampling": sampling, "num_draft_tokens": 4, "batch_size": 2, "waits": waits}
+    alone = outcome(complete(overlapped_decoder(*pair(), num_left=3, **options), requests()))
+
+    def one_rank(comm: ThreadComm) -> list[object]:
+        made = overlapped_decoder(*pair(), comm=comm, recorder=FakeRecorder(), num_left=3, **options)
+        return outcome(complete(made, requests()))
+
+    assert on_ranks(comms, one_rank) == [alone] * 2
+    assert {shape[-1] for shape in comms[1].delivered} == {2 * 3}
 
 
 @torch.inference_mode()
