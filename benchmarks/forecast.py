@@ -7,6 +7,10 @@
 Each target decodes 64 tokens behind a prompt of 32, plain and with the shipped draft, in fp32 at K=4 and batch 1. The
 acceptance of a pair is measured in the same run and given to the planner: it is a property of models, not of machines.
 Measured are medians over completions; of memory, how much resident memory grew by loading, and the cache's buffers.
+
+The machine may have slowed down since it was calibrated, which is no fault of the planner. So the random pairs that
+calibration decodes take turns with the measured ones, and each forecast is given twice: by the calibration as it
+stands, and with what those pairs take now (`calibration.model_pairs`).
 """
 
 import argparse
@@ -15,15 +19,29 @@ import gc
 import json
 import statistics
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import transformers
+from rich.console import Console
+from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from llama_ssp.calibration.model_pairs import NUM_DRAFT_TOKENS, PROMPT_TOKENS, VOCAB_SIZE, complete, decoder, requests
+from llama_ssp.calibration.interleave import median_ratio
+from llama_ssp.calibration.model_pairs import (
+    NUM_DRAFT_TOKENS,
+    PROMPT_TOKENS,
+    VOCAB_SIZE,
+    complete,
+    composition,
+    decoder,
+    pair_times,
+    requests,
+)
+from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.config.machine import detect_hardware, machine_of_run
 from llama_ssp.config.schema import DeviceKind, DraftLayout, Dtype
 from llama_ssp.config.target_placement import TargetKind
@@ -38,6 +56,7 @@ from llama_ssp.models.runner import Runner
 from llama_ssp.planning.acceptance.rounds import implied_acceptance
 from llama_ssp.planning.config_file import read_config
 from llama_ssp.planning.memory import memory
+from llama_ssp.planning.roofline import profile_of
 from llama_ssp.planning.spec import PlannedModel, PlanSpec
 from llama_ssp.planning.timing import timing
 from llama_ssp.weights.checkpoint import inspect
@@ -126,57 +145,117 @@ def planned_job(case: Case, world: World, acceptance: float) -> PlanSpec:
     )  # fmt: skip
 
 
-def compare(case: Case, world: World, number: int) -> list[tuple[str, float, float]]:
-    """Name, forecast and measured value of each figure of a case."""
+class Times(NamedTuple):
+    """Milliseconds per token, measured or forecast."""
+
+    plain: float
+    speculative: float
+    acceptance: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """A case in memory, and by how much loading it let resident memory grow; ranks but the first have no draft."""
+
+    case: Case
+    target: Runner
+    draft: Runner | None
+    grown_bytes: int
+
+    def times(self, world: World, number: int) -> Times:
+        """Decode plain and speculatively."""
+        plain = measured(decoder(self.target, None, world.comm, num_draft_tokens=0), number)
+        drafted = measured(decoder(self.target, self.draft, world.comm, num_draft_tokens=NUM_DRAFT_TOKENS), number)
+        rounds = sum(len(each.accepted_lengths) for each in drafted)
+        per_round = sum(len(each.token_ids) - 1 for each in drafted) / rounds
+        return Times(ms_per_token(plain), ms_per_token(drafted), implied_acceptance(per_round, NUM_DRAFT_TOKENS))
+
+    def memory(self, world: World, machine: HardwareConfig) -> dict[str, tuple[float, float]]:
+        """Forecast and measured MiB of this rank."""
+        rank = memory(planned_job(self.case, world, 0.5), machine)[world.comm.rank]
+        held_bytes = sum(cache_bytes(runner) for runner in (self.target, self.draft) if runner)
+        return {
+            "weights MiB": ((rank.target_weights_bytes + rank.draft_weights_bytes) / MIB, self.grown_bytes / MIB),
+            "cache MiB": ((rank.target_cache_bytes + rank.draft_cache_bytes) / MIB, held_bytes / MIB),
+        }
+
+
+def pair_of(case: Case, world: World) -> Pair:
+    """Load a case."""
     target, target_bytes = load(case.target, world.comm)
     draft, draft_bytes = load(case.draft, Comm.single()) if world.comm.rank == 0 else (None, 0)
-    plain_ms = ms_per_token(measured(decoder(target, None, world.comm, num_draft_tokens=0), number))
-    completions = measured(decoder(target, draft, world.comm, num_draft_tokens=NUM_DRAFT_TOKENS), number)
-    rounds = sum(len(each.accepted_lengths) for each in completions)
-    per_round = sum(len(each.token_ids) - 1 for each in completions) / rounds
-    job = planned_job(case, world, implied_acceptance(per_round, NUM_DRAFT_TOKENS))
-    machine = machine_of_run(detect_hardware(on_cpu=world.device.type == "cpu"), world.comm.size)
-    timed, ranks = timing(job, machine), memory(job, machine)
+    return Pair(case=case, target=target, draft=draft, grown_bytes=target_bytes + draft_bytes)
+
+
+def as_it_is_now(machine: HardwareConfig, comm: Comm) -> HardwareConfig:
+    """The machine, with whole forwards timed again."""
+    bare = replace(machine, profiles=[replace(each, composition=[]) for each in machine.profiles])
+    points = composition(pair_times(comm), bare, num_ranks=comm.size)
+    now = profile_of(machine, comm.size)
+    others = [each for each in machine.profiles if each is not now]
+    assert now, "a calibrated machine has a profile"
+    return replace(machine, profiles=[*others, replace(now, composition=points, composition_apart=[])])
+
+
+def forecast(pair: Pair, world: World, machine: HardwareConfig, acceptance: float) -> Times:
+    """What a plan says."""
+    timed = timing(planned_job(pair.case, world, acceptance), machine)
     assert timed.speculative_run_s, "there is a draft"
-    rank = ranks[world.comm.rank]
-    held_bytes = sum(cache_bytes(runner) for runner in (target, draft) if runner)
-    return [
-        ("plain ms/token", 1e3 * timed.plain_run_s, plain_ms),
-        ("speculative ms/token", 1e3 * timed.speculative_run_s, ms_per_token(completions)),
-        (
-            "weights MiB",
-            (rank.target_weights_bytes + rank.draft_weights_bytes) / MIB,
-            (target_bytes + draft_bytes) / MIB,
-        ),
-        ("cache MiB", (rank.target_cache_bytes + rank.draft_cache_bytes) / MIB, held_bytes / MIB),
-    ]
+    return Times(1e3 * timed.plain_run_s, 1e3 * timed.speculative_run_s, acceptance)
 
 
-def main(shipped: Path, number: int) -> None:
-    """Compare every case and print the table on rank 0."""
+def main(shipped: Path, number: int, num_turns: int) -> None:
+    """Compare every case and print the tables on rank 0."""
     transformers.utils.logging.disable_progress_bar()
     with start(device=DeviceKind.cpu, timeout_s=600) as world, tempfile.TemporaryDirectory() as scratch:
+        machine = machine_of_run(detect_hardware(on_cpu=True), world.comm.size)
+        if not machine.profiles:
+            raise SystemExit("this machine is not calibrated: start task=calibrate first")
         shared = Path(world.comm.broadcast_text(scratch, src=0))
-        for case in cases(shared, world, shipped):
-            gathered = world.comm.gather_text(json.dumps(compare(case, world, number)))
-            if world.comm.rank == 0:
-                print_case(case, [json.loads(text) for text in gathered])
+        pairs = [pair_of(case, world) for case in cases(shared, world, shipped)]
+        turns: dict[str, list[tuple[Times, Times, Times]]] = {pair.case.name: [] for pair in pairs}
+        for _ in range(num_turns):
+            now = as_it_is_now(machine, world.comm)
+            for pair in pairs:
+                took = pair.times(world, number)
+                by_plan, by_now = (forecast(pair, world, each, took.acceptance) for each in (machine, now))
+                turns[pair.case.name].append((by_plan, by_now, took))
+        held = [
+            json.loads(text) for text in world.comm.gather_text(json.dumps([p.memory(world, machine) for p in pairs]))
+        ]
+        if world.comm.rank == 0:
+            print_times(turns, world.comm.size)
+            print_memory([pair.case.name for pair in pairs], held)
 
 
-def print_case(case: Case, ranks: list[list[tuple[str, float, float]]]) -> None:
-    """Times of rank 0, memory of all ranks."""
-    for rank, figures in enumerate(ranks):
-        for name, forecast, measured in figures:
-            if rank == 0 or "MiB" in name:
+def print_times(turns: Mapping[str, Sequence[tuple[Times, Times, Times]]], num_ranks: int) -> None:
+    """Medians over the turns, of times and of ratios within a turn."""
+    table = Table(title=f"milliseconds per token, {num_ranks} ranks", title_justify="left", show_edge=False)
+    for column in ("", "", "calibrated", "now", "measured", "calibrated / measured", "now / measured"):
+        table.add_column(column, justify="right" if column else "left")
+    for name, found in turns.items():
+        for mode in ("plain", "speculative"):
+            by_plan, by_now, took = ([getattr(each, mode) for each in times] for times in zip(*found, strict=True))
+            times = [f"{statistics.median(each):.2f}" for each in (by_plan, by_now, took)]
+            table.add_row(name, mode, *times, *(f"{median_ratio(each, took):.2f}" for each in (by_plan, by_now)))
+    Console().print(table)
+
+
+def print_memory(names: Sequence[str], held: Sequence[Sequence[Mapping[str, tuple[float, float]]]]) -> None:
+    """Of all ranks."""
+    for rank, cases_of_rank in enumerate(held):
+        for name, figures in zip(names, cases_of_rank, strict=True):
+            for part, (planned_mib, held_mib) in figures.items():
+                ratio = planned_mib / held_mib
                 print(
-                    f"{case.name:13} rank {rank} of {len(ranks)}  {name:21} forecast {forecast:8.2f}  "
-                    f"measured {measured:8.2f}  ratio {forecast / measured:5.2f}"
+                    f"{name:13} rank {rank}  {part:12} plan {planned_mib:8.2f}  measured {held_mib:8.2f}  {ratio:.3f}"
                 )
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shipped", type=Path, default=SHIPPED, help="folder of tiny and tiny-draft")
-    parser.add_argument("--completions", type=int, default=7)
+    parser.add_argument("--completions", type=int, default=3, help="of each pair in each turn")
+    parser.add_argument("--turns", type=int, default=5)
     given = parser.parse_args()
-    main(given.shipped, given.completions)
+    main(given.shipped, given.completions, given.turns)

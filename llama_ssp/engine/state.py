@@ -94,23 +94,17 @@ class BatchState(NamedTuple):
             tokens_BS[row, : len(request.prompt_ids)] = torch.tensor(request.prompt_ids)
         lengths = [len(request.prompt_ids) for request in requests]
         limits = [length + request.max_new_tokens for length, request in zip(lengths, requests, strict=True)]
-        lengths_B = to_device(lengths, device)
-        keys_B = row_keys(
-            seed=seed,
-            prompt_index_B=to_device([_key(request) for request in requests], device),
-            sample_index_B=to_device([request.sample for request in requests], device),
-        )
+        keys, samples = [_key(request) for request in requests], [request.sample for request in requests]
+        lengths_B, limits_B, prompts_B, samples_B = to_device([lengths, limits, keys, samples], device).unbind()
+        keys_B = row_keys(seed=seed, prompt_index_B=prompts_B, sample_index_B=samples_B)
         num_rounds = max(request.max_new_tokens for request in requests) + 1
         uniforms_BMN = torch.empty(len(requests), num_rounds, table.num_uniforms, dtype=torch.float64, device=device)
         for row, length in enumerate(lengths):  # one at a time, to save memory
             starts_M = torch.arange(length, length + num_rounds, device=device)
             uniforms_BMN[row] = table.uniforms(keys_B[row], starts_M)
         first_round_B = torch.arange(len(requests), device=device) * num_rounds - lengths_B
-        limits_B = to_device(limits, device)
-        ahead_B = torch.zeros_like(lengths_B)
-        return BatchState(
-            to_device(tokens_BS, device), lengths_B, limits_B, uniforms_BMN, first_round_B, keys_B, ahead_B
-        )
+        tokens_BS, ahead_B = to_device(tokens_BS, device), torch.zeros_like(lengths_B)
+        return BatchState(tokens_BS, lengths_B, limits_B, uniforms_BMN, first_round_B, keys_B, ahead_B)
 
     def put(self, rows_R: Tensor, other: "BatchState", *, prompt_lengths_R: Tensor) -> None:
         """Overwrite rows `rows_R` with the rows of `other`, whose prompts had the given lengths."""

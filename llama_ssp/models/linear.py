@@ -1,9 +1,10 @@
-"""Linear layers with the kernel that is fastest on this machine, chosen by timing at load.
+"""Linear layers with the kernel that is fastest on this machine.
 
 All kernels compute y = x W^T + b and agree up to rounding. For the few rows of a decoding step, the usual fp32 matrix
-product of a CPU stays far below memory bandwidth; oneDNN's packed layout reaches it, but is slower for small matrices.
-So each weight shape is timed once, with one row and with a few. Weights that fit into fp16 are not timed: half the
-bytes are always faster. Ranks may choose different kernels, and then differ only by rounding.
+product of a CPU stays far below memory bandwidth, which the kernels of `native` reach; they take fp32 weights, in 16
+bits where fp16 holds them. For other layers (of another number format, no whole blocks, or tied to an embedding) each
+weight shape is timed once, with one row and with a few. Ranks may choose different kernels, and then differ only by
+rounding.
 
 Shapes: M rows (tokens), I inputs, O outputs.
 """
@@ -189,10 +190,10 @@ _fastest: dict[tuple[torch.Size, torch.dtype, bool], Kernel] = {}
 def make_linear(
     weight_OI: Tensor, bias_O: Tensor | None, *, kernel: Kernel | None = None, keeps_weight: bool = False
 ) -> Linear:
-    """Make a linear layer with the fastest kernel; timed once per shape and process.
+    """Make a linear layer with the fastest kernel; timed once per shape and process, if there is a choice.
 
-    In fp32 on the CPU a weight from a 16-bit checkpoint is kept in 16 bits, without timing: half the bytes are fastest,
-    and the memory plan relies on it.
+    In fp32 on the CPU a weight from a 16-bit checkpoint is kept in 16 bits: half the bytes are fastest, and the memory
+    plan relies on it.
 
     The caller should drop the contiguous weight, because a packed kernel holds a copy. With `keeps_weight` the weight
     stays in memory anyway, as a tied embedding does, and no packed kernel is chosen. A given `kernel` is not timed.
@@ -209,6 +210,8 @@ def _choose(weight_OI: Tensor, *, keeps_weight: bool) -> Kernel:
         kernel = _half_kernel(weight_OI.shape)
         if kernel:
             return partial(kernel, scale=scale)
+    if weight_OI.dtype == torch.float32 and not keeps_weight and (kernel := _native_kernel("singles", weight_OI.shape)):
+        return kernel
     key = weight_OI.shape, weight_OI.dtype, keeps_weight
     if key not in _fastest:
         kernels: list[Kernel] = [PlainLinear, ColumnsLinear]
@@ -220,11 +223,14 @@ def _choose(weight_OI: Tensor, *, keeps_weight: bool) -> Kernel:
 
 def _half_kernel(shape: torch.Size) -> Callable[..., Linear] | None:
     """What multiplies by weights in fp16: a compiled kernel, or FBGEMM's."""
-    from llama_ssp.models.native.linear import fits, native_halves  # noqa: PLC0415 - that module imports this one
+    return _native_kernel("halves", shape) or (HalfLinear if can_halve() else None)
 
-    if fits("halves", shape):
-        return native_halves
-    return HalfLinear if can_halve() else None
+
+def _native_kernel(kind: str, shape: torch.Size) -> Callable[..., Linear] | None:
+    """The compiled kernel of a kind of weights, if this CPU has it for this shape."""
+    from llama_ssp.models.native.linear import fits, native_floats  # noqa: PLC0415 - that module imports this one
+
+    return partial(native_floats, kind) if fits(kind, shape) else None
 
 
 @torch.inference_mode()

@@ -46,7 +46,7 @@ class ModelPlacement:
     """A model on its ranks (GPUs if layer-wise).
 
     `num_active` ranks of a node work at the same time, which selects the profile. Each forward reads offloaded layers
-    for `waiting_s`. Each rank holds the parts `whole` whole.
+    for `waiting_s`. Each rank holds the parts `whole` whole. The target of the job is on `target_ranks`.
     """
 
     model: PlannedModel
@@ -54,6 +54,7 @@ class ModelPlacement:
     ranks: tuple[int, ...]
     cuda_graphs: bool
     num_active: int
+    target_ranks: tuple[int, ...] = ()
     waiting_s: float = 0.0
     kernels: Kernels = ENGINE_KERNELS
     whole: WholeParts = WholeParts.none
@@ -124,16 +125,12 @@ def forward_time(
         collectives_s=_collectives_s(placement, hardware, rows=rows, scored=scored),
         offload_s=placement.waiting_s,
     )
-    points = _composition(placement, hardware)
+    profile, points = profile_of(hardware, placement.num_active), list[CompositionPoint]()
+    if profile:
+        # A draft on one of the ranks that share the target has the machine to itself: the others wait.
+        is_apart = len(placement.ranks) == 1 and not set(placement.ranks) < set(placement.target_ranks)
+        points = (profile.composition_apart if is_apart else []) or profile.composition
     return parts.scaled(composition_ratio(points, rows=rows, working_set_bytes=working_set_bytes(placement, hardware)))
-
-
-def _composition(placement: ModelPlacement, hardware: HardwareConfig) -> list[CompositionPoint]:
-    """What corrects the sums of a model's parts, by whether it shares its layers with other ranks."""
-    profile = profile_of(hardware, placement.num_active)
-    if profile is None:
-        return []
-    return (profile.composition_apart if len(placement.ranks) == 1 else []) or profile.composition
 
 
 def working_set_bytes(placement: ModelPlacement, hardware: HardwareConfig) -> int:

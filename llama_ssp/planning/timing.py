@@ -118,14 +118,16 @@ class CostModel:
         self.job = job
         self.hardware = hardware
         num_active = min(job.num_replicas * len(job.layout.ranks), hardware.num_gpus)
-        place = partial(ModelPlacement, cuda_graphs=job.cuda_graphs, num_active=num_active, kernels=job.kernels)
+        place = partial(
+            ModelPlacement, cuda_graphs=job.cuda_graphs, num_active=num_active, target_ranks=job.target_devices,
+            kernels=job.kernels,
+        )  # fmt: skip
         # Offloaded layers are read without overlap with compute.
         waiting_s = waiting_bytes(job) / READ_BYTES_PER_S.get(job.offload, math.inf)
         self.target = place(model=job.target, kind=job.target_kind, ranks=job.target_devices, waiting_s=waiting_s)
         ranks = job.draft_ranks[:1] if job.draft_kind is DraftLayout.replicated else job.draft_ranks
-        self.draft = None
-        if job.draft:
-            self.draft = place(model=job.draft, kind=TargetKind.tensor, ranks=ranks, whole=job.draft_whole)
+        place = partial(place, kind=TargetKind.tensor, ranks=ranks, whole=job.draft_whole)
+        self.draft = place(model=job.draft) if job.draft else None
         middle = job.prompt_tokens + job.max_new_tokens // 2
         self.least_bytes = least_bytes(self.target, batch_size=job.batch_size, context=middle, device=job.device)
         self._bucket = bucket_of(middle + job.round_rows, job.num_slots, hardware)
@@ -270,9 +272,8 @@ def _speculative(costs: CostModel, plain: Timing) -> Timing:
     if job.adapts:
         chosen = min(ADAPTIVE_LENGTHS, key=lambda number: by_number[number - 1])
     expected = gain(acceptance.probability, chosen)
-    speculative_s, prefill_s = by_number[chosen - 1], plain.prefill_s
-    if costs.draft:
-        prefill_s += costs.prefill_s(costs.draft)
+    speculative_s = by_number[chosen - 1]
+    prefill_s = plain.prefill_s + (costs.prefill_s(costs.draft) if costs.draft else 0.0)
     # Prefill yields the first token; on average the length limit ends the last round halfway.
     num_rounds = max(job.max_new_tokens - 1 + (expected - 1) / 2, 0) / expected
     rounds_s = num_rounds * all_rounds_s[chosen - 1]

@@ -16,6 +16,8 @@ BLOCK = 16
 """Outputs of a block, and inputs that a kernel takes at a time: a layer has a multiple of both."""
 DOTS = "dots"
 SIGN_BIT = 128
+FLOATS = {"singles": torch.float32, "halves": torch.float16}
+"""The kinds with one scale, and the number formats of their weights."""
 
 COMPILED = {"int8_weight_only": "bytes", "int8": DOTS}
 """The kinds of the storage formats."""
@@ -25,7 +27,7 @@ Product = Callable[..., Tensor]
 _log = logging.getLogger(__name__)
 _library = torch.library.Library("llama_ssp", "FRAGMENT")
 _SCHEMA = "product_{}(Tensor x, Tensor weights, Tensor scales, Tensor bias, Tensor residual, Tensor norm, "
-for _kind in ("bytes", "halves", DOTS):
+for _kind in ("singles", "halves", "bytes", DOTS):
     _library.define(f"{_SCHEMA.format(_kind)}float least_square, bool gates) -> Tensor")
 
 
@@ -53,10 +55,10 @@ def product_of(kind: str) -> Product | None:
 def _check(kind: str, product: Product) -> None:
     """RuntimeError if a small product is wrong."""
     weight_OI = torch.arange(BLOCK * BLOCK).view(BLOCK, BLOCK).remainder(11).sub(5)
-    values_OI = weight_OI.half() if kind == "halves" else weight_OI.to(torch.int8)
+    values_OI = weight_OI.to(FLOATS.get(kind, torch.int8))
     x_MI = torch.arange(-127.0, 129.0, 16)[None].expand(2, -1).clamp(max=127).contiguous()
     none = torch.empty(0)
-    scales_O = torch.ones(() if kind == "halves" else BLOCK)
+    scales_O = torch.ones(() if kind in FLOATS else BLOCK)
     y_MO = product(x_MI, pack(kind, values_OI), scales_O, none, none, none, 0.0, False)
     if not torch.equal(y_MO, x_MI @ weight_OI.t().float()):
         raise RuntimeError(f"the product of {kind} is wrong on this CPU")
@@ -77,8 +79,8 @@ class NativeLinear(Linear):
 
     Args:
         kind: of `products`.
-        values_OI: weights in int8 or fp16.
-        scales_O: one an output; of fp16 one number.
+        values_OI: weights in int8, fp16 or fp32.
+        scales_O: one an output; of fp16 and fp32 one number.
         bias_O: None for none.
 
     Rows, sums and results are fp32. In other number formats, rows and results are converted.
@@ -167,7 +169,7 @@ def native_linear(
     return NativeLinear(kind, *quantize(), bias_O)
 
 
-def native_halves(weight_OI: Tensor, bias_O: Tensor | None, *, scale: float = 1.0) -> NativeLinear:
-    """A layer of fp32 weights that fp16 holds, multiplied by `scale`, a power of two."""
+def native_floats(kind: str, weight_OI: Tensor, bias_O: Tensor | None, *, scale: float = 1.0) -> NativeLinear:
+    """A layer of fp32 weights, or of ones that fp16 holds, multiplied by `scale`, a power of two."""
     weight_OI = weight_OI if scale == 1.0 else weight_OI * scale
-    return NativeLinear("halves", weight_OI.half(), torch.tensor(1 / scale), bias_O)
+    return NativeLinear(kind, weight_OI.to(FLOATS[kind]), torch.tensor(1 / scale), bias_O)

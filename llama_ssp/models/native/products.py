@@ -1,15 +1,16 @@
 """Products of a few rows with packed weights: each thread computes all rows of some outputs, and reads a weight once.
 
-    kind     weights                   rows                  sums
-    bytes    int8, a scale an output   fp32                  fp32, one input after the other
-    halves   fp16, one scale           fp32                  fp32, one input after the other
-    dots     int8, a scale an output   int8, a scale a row   integers
+    kind      weights                   rows                  sums
+    singles   fp32, one scale           fp32                  fp32, one input after the other
+    halves    fp16, one scale           fp32                  fp32, one input after the other
+    bytes     int8, a scale an output   fp32                  fp32, one input after the other
+    dots      int8, a scale an output   int8, a scale a row   integers
 
 Weights lie in blocks of 16 outputs, so that a vector is one input (four inputs of `dots`) of all outputs of a block and
 no sum crosses lanes. The sum of an output of a row therefore takes the same steps whatever the other rows are.
 
-    bytes, halves    block 0: | input 0: 16 outputs | input 1: 16 outputs | ...    block 1: ...
-    dots             block 0: | output 0: inputs 0-3 | output 1: inputs 0-3 | ...  | output 0: inputs 4-7 | ...
+    dots      block 0: | output 0: inputs 0-3 | output 1: inputs 0-3 | ...  | output 0: inputs 4-7 | ...
+    others    block 0: | input 0: 16 outputs | input 1: 16 outputs | ...    block 1: ...
 
 What surrounds a product is done with it: before it the RMS norm of the rows, after it bias and residual, or the gate of
 the MLP, whose gate and up blocks alternate.
@@ -37,10 +38,11 @@ from llama_ssp.models.native.emit import (
     i64,
 )  # fmt: skip
 
-FEATURES: dict[str, tuple[str, ...]] = {"bytes": (), "halves": ("f16c",), "dots": ("avx512vnni",)}
+FEATURES: dict[str, tuple[str, ...]] = {"singles": (), "halves": ("f16c",), "bytes": (), "dots": ("avx512vnni",)}
 """Instructions that each kind needs."""
-VALUE_BYTES = {"bytes": 1, "halves": 2, "dots": 1}
-ROW_BYTES = {"bytes": 4, "halves": 4, "dots": 1}
+VALUE_BYTES = {"singles": 4, "halves": 2, "bytes": 1, "dots": 1}
+ROW_BYTES = {"singles": 4, "halves": 4, "bytes": 4, "dots": 1}
+_ONE_SCALE = {"singles", "halves"}
 INPUTS = 16
 """Inputs of a layer are a multiple of it."""
 MOST_ROWS = 6
@@ -114,6 +116,8 @@ def _weights(code: Code, kind: str, place: Value) -> Value:
     """Read a vector of weights, and widen it; those of `dots` are bytes without sign, each 128 too large."""
     if kind == "dots":
         return code.read(place, I32S)
+    if kind == "singles":
+        return code.read(place, F32S)
     if kind == "halves":
         return code.fpext(code.read(place, ir.VectorType(ir.HalfType(), LANES)), F32S)
     return code.sitofp(code.sext(code.read(place, ir.VectorType(I8, LANES)), I32S), F32S)
@@ -137,7 +141,7 @@ def _finish(module: ir.Module, kind: str) -> Value:
                 too_much = code.mul(code.read(given["row_sums"], I32, this_row), ir.Constant(I32, SIGN_BIT))
                 value = code.sitofp(code.sub(value, code.splat(too_much)), F32S)
                 value = code.fmul(value, code.splat(code.read(given["row_scales"], F32, this_row)))
-            if kind == "halves":
+            if kind in _ONE_SCALE:
                 return code.fmul(value, code.splat(code.read(given["scales"], F32)))
             outputs = code.mul(code.add(block, number), i64(LANES))
             return code.fmul(value, code.read(given["scales"], F32S, outputs))

@@ -6,21 +6,14 @@ import pytest
 
 from benchmarks.published import OTHER_ENGINES
 from llama_ssp.config import hardware
-from llama_ssp.config.hardware import (
-    CompositionPoint,
-    HardwareConfig,
-    LinearPoint,
-    Profile,
-    RowsPoint,
-    SizePoint,
-)
+from llama_ssp.config.hardware import CompositionPoint, HardwareConfig
 from llama_ssp.config.schema import DraftLayout, Dtype
 from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.planning.memory import kv_bytes_per_token
 from llama_ssp.planning.roofline import ForwardTime, all_reduce_s, bandwidth, working_set_bytes
 from llama_ssp.planning.spec import PlannedModel
 from llama_ssp.planning.timing import CostModel, timing
-from tests.helpers.planning import make_job, small_model
+from tests.helpers.planning import make_job, measured_machine, small_model
 
 A100 = hardware.load("8xa100_80gb")
 
@@ -67,7 +60,7 @@ def test_a_round_is_k_draft_steps_a_verification_and_the_rest() -> None:
 
 @pytest.mark.parametrize("machine", [A100, "measured"], ids=["described", "measured"])
 def test_judging_a_draft_as_a_whole_takes_kernels_and_passes_of_its_own(machine: HardwareConfig | str) -> None:
-    machine = machine if isinstance(machine, HardwareConfig) else _measured(A100)
+    machine = machine if isinstance(machine, HardwareConfig) else measured_machine(A100)
     job = make_job("7B", "tinyllama_1B") if machine is A100 else make_job(small_model(), "tiny-draft")
     by_block = replace(job, rule="block")
     plain_s, block_s = (CostModel(each, machine).rule_s(5) for each in (job, by_block))
@@ -191,38 +184,8 @@ def test_launching_every_operator_from_python_is_slower_than_graphs() -> None:
     assert timing(make_job("7B", cuda_graphs=False), A100).plain_s > graphs
 
 
-def _measured(machine: HardwareConfig) -> HardwareConfig:
-    """A machine whose linear layers take a second for each row and a million elements; the rest are round figures."""
-    linear = [
-        LinearPoint(
-            dtype="fp16",
-            arithmetic="fp16",
-            rows=rows,
-            elements=elements,
-            working_set_bytes=size,
-            s=rows * elements / 1e6,
-        )
-        for rows in (1, 5)
-        for elements in (1000, 100_000)
-        for size in (1, 10**9)
-    ]
-    flat = [SizePoint(size=1, s=0.5), SizePoint(size=1000, s=0.5)]
-    profile = Profile(
-        num_ranks=1,
-        linear=linear,
-        tied_head=[replace(point, s=2 * point.s) for point in linear],
-        layer=[RowsPoint(rows=1, width=64, s=10.0), RowsPoint(rows=5, width=64, s=14.0)],
-        frame=[RowsPoint(rows=1, width=64, s=3.0)],
-        attention=[SizePoint(size=1, s=1e-15)],
-        draw=flat,
-        verify=flat,
-        round_s=0.25,
-    )
-    return replace(machine, device="cpu", profiles=[profile])
-
-
 def test_a_measured_profile_takes_the_place_of_data_sheets() -> None:
-    machine = _measured(A100)
+    machine = measured_machine(A100)
     model = small_model()
     layer = 64 * (64 + 32 + 32 + 64 + 3 * 192)
     elements = 2 * layer + 320 * 64
@@ -233,7 +196,7 @@ def test_a_measured_profile_takes_the_place_of_data_sheets() -> None:
 
 
 def test_a_tied_head_has_a_price_of_its_own() -> None:
-    machine = _measured(A100)
+    machine = measured_machine(A100)
     model = small_model()
     tied = replace(model, shape=replace(model.shape, tie_word_embeddings=True))
 
@@ -244,7 +207,7 @@ def test_a_tied_head_has_a_price_of_its_own() -> None:
 
 
 def test_operators_are_read_between_measured_rows_and_widths() -> None:
-    machine = _measured(A100)
+    machine = measured_machine(A100)
     (profile,) = machine.profiles
     wide = [replace(point, width=128, s=3 * point.s) for point in profile.layer]
     wider = replace(machine, profiles=[replace(profile, layer=[*profile.layer, *wide])])
@@ -261,7 +224,7 @@ def _composed(machine: HardwareConfig, *points: CompositionPoint) -> HardwareCon
 
 
 def test_every_part_of_a_forward_is_scaled_by_what_whole_forwards_took() -> None:
-    machine, job = _measured(A100), make_job(small_model(), "7B", cuda_graphs=False, num_ranks=2)
+    machine, job = measured_machine(A100), make_job(small_model(), "7B", cuda_graphs=False, num_ranks=2)
     size = working_set_bytes(CostModel(job, machine).target, machine)
     one, five = (CompositionPoint(rows=rows, working_set_bytes=size, ratio=rows + 1.0) for rows in (1, 5))
     bare, whole = timing(job, machine), timing(job, _composed(machine, one, five))
@@ -271,6 +234,20 @@ def test_every_part_of_a_forward_is_scaled_by_what_whole_forwards_took() -> None
     assert whole.verify_forward == bare.verify_forward.scaled(6.0)
     assert whole.target_forward.total_s == pytest.approx(2.0 * bare.target_forward.total_s)
     assert whole.plain_s - whole.target_forward.total_s == pytest.approx(bare.plain_s - bare.target_forward.total_s)
+
+
+@pytest.mark.parametrize(("target", "draft", "ratio"), [((0, 1), 0, 2.0), ((0,), 1, 3.0), ((0, 1), 2, 3.0)])
+def test_a_draft_is_corrected_by_what_the_other_ranks_do_meanwhile(
+    target: tuple[int, ...], draft: int, ratio: float
+) -> None:
+    """They wait where it is on a rank of the target; on a rank of its own they may work."""
+    bare, job = measured_machine(A100), make_job(small_model(), "7B", cuda_graphs=False)
+    job = replace(job, target_ranks=target, draft_ranks=(draft,))
+    (profile,) = bare.profiles
+    one = CompositionPoint(rows=1, working_set_bytes=1, ratio=2.0)
+    corrected = replace(profile, composition=[one], composition_apart=[replace(one, ratio=3.0)])
+    steps_s = [CostModel(job, each).draft_step_s(1) - 0.5 for each in (bare, replace(bare, profiles=[corrected]))]
+    assert steps_s[1] == pytest.approx(ratio * steps_s[0])
 
 
 def test_scaling_a_forward_leaves_out_what_it_reads_from_elsewhere() -> None:
@@ -294,7 +271,7 @@ def test_the_working_set_is_what_a_rank_reads_in_the_format_that_it_keeps() -> N
 
 
 def test_layer_wise_placement_is_forecast_on_a_measured_machine_too() -> None:
-    model, machine = small_model(num_hidden_layers=3), _measured(A100)
+    model, machine = small_model(num_hidden_layers=3), measured_machine(A100)
     one = timing(make_job(model, cuda_graphs=False), machine).target_forward
     row = make_job(model, num_ranks=3, target_kind=TargetKind.accelerate, cuda_graphs=False)
     assert timing(row, machine).target_forward.matrices_s == pytest.approx(one.matrices_s)

@@ -3,6 +3,7 @@
 import logging
 import sys
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -13,14 +14,14 @@ from llama_ssp.models.linear import HalfLinear, Linear, make_linear
 from llama_ssp.models.llama.norm import RmsNorm
 from llama_ssp.models.native import linear as native
 from llama_ssp.models.native.compiled import has_features
-from llama_ssp.models.native.linear import NativeLinear, native_halves, native_of
+from llama_ssp.models.native.linear import NativeLinear, native_floats, native_of
 from llama_ssp.models.native.products import FEATURES
 from llama_ssp.models.quantization import weight_only
 from llama_ssp.models.quantization.precision import Int8Linear, Precision
 from llama_ssp.models.quantization.weight_only import Int8WeightOnlyLinear
 from tests.helpers.lanes import grid
 
-FORMS = ("halves", "bytes", "dots")
+FORMS = ("singles", "halves", "bytes", "dots")
 ROWS = (1, 2, 5, 6, 9, 14)
 
 
@@ -33,7 +34,7 @@ def made(form: str, weight: Tensor, bias: Tensor | None = None) -> NativeLinear:
     if not has_features(FEATURES[form]):
         pytest.skip("this processor has no such product")
     quantization = {"bytes": "int8_weight_only", "dots": "int8"}
-    kernel = Precision(quantization=quantization[form]).kernel if form in quantization else native_halves
+    kernel = Precision(quantization=quantization[form]).kernel if form in quantization else partial(native_floats, form)
     linear = native_of(make_linear(weight, bias, kernel=kernel))
     assert linear
     return linear
@@ -41,8 +42,8 @@ def made(form: str, weight: Tensor, bias: Tensor | None = None) -> NativeLinear:
 
 def stands_for(form: str, weight: Tensor) -> Tensor:
     """The weights in fp64, from their definition."""
-    if form == "halves":
-        return weight.half().double()
+    if form in {"singles", "halves"}:
+        return (weight.half() if form == "halves" else weight).double()
     steps = weight.abs().amax(1, keepdim=True).double() / 127
     return (weight.double() / steps).round() * steps
 
@@ -177,7 +178,9 @@ def test_a_kernel_that_is_wrong_on_this_machine_is_not_used(
 
 
 def test_layers_of_no_whole_blocks_take_another_kernel() -> None:
+    assert native_of(make_linear(numbers(48, 64), None))
     for sizes in ((40, 64), (48, 40)):
+        assert native_of(make_linear(numbers(*sizes), None)) is None
         assert Int8WeightOnlyLinear(numbers(*sizes), None).native is None
         assert Int8Linear(numbers(*sizes), None).native is None
 
