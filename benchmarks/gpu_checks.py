@@ -166,9 +166,9 @@ def waits_in_a_round(device: torch.device, *, cuda_graphs: bool) -> list[str]:
         texts(decoder, pair, number=2)
         executor = decoder.executor
         assert not isinstance(executor, OverlappedExecutor)
-        executor.draft = _watched(executor.draft)  # type: ignore[method-assign]
-        executor.verify = _watched(executor.verify)  # type: ignore[method-assign]
-        decoder._admit = _watched(decoder._admit)  # type: ignore[method-assign]
+        executor.draft = watched(executor.draft)  # type: ignore[method-assign]
+        executor.verify = watched(executor.verify)  # type: ignore[method-assign]
+        decoder._admit = watched(decoder._admit)  # type: ignore[method-assign]
         try:
             texts(decoder, pair, number=2)
         except RuntimeError as error:
@@ -176,12 +176,14 @@ def waits_in_a_round(device: torch.device, *, cuda_graphs: bool) -> list[str]:
     return faults
 
 
-def _watched(piece: Callable[..., _T]) -> Callable[..., _T]:
-    def watched(*args: object, **kwargs: object) -> _T:
+def watched(piece: Callable[..., _T]) -> Callable[..., _T]:
+    """A function in which torch raises RuntimeError for whatever waits for the device."""
+
+    def no_waits(*args: object, **kwargs: object) -> _T:
         with _no_waits():
             return piece(*args, **kwargs)
 
-    return watched
+    return no_waits
 
 
 @contextmanager

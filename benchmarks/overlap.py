@@ -27,6 +27,7 @@ from benchmarks.overlap_pages import MATCHED_K, Comparison, Figures, summary, ta
 from benchmarks.timing import store
 from llama_ssp.calibration.interleave import interleave
 from llama_ssp.config import hardware
+from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.config.machine import THIS_MACHINE, machine_of_run
 from llama_ssp.config.schema import (
     MODEL_DRAFT,
@@ -226,17 +227,24 @@ def forecasts(found: Comparison) -> list[Figures]:
         return found.apart
     machine = machine_of_run(hardware.load(THIS_MACHINE), 2)
 
-    def forecast_ms(each: Figures) -> float:
-        config = config_of(
+    def config(each: Figures) -> RunConfig:
+        return config_of(
             draft_layers=found.draft_layers, agreement=found.agreement, kind=DraftLayout.own_gpu,
             num_draft_tokens=each.num_draft_tokens, overlaps=each.overlaps,
         )  # fmt: skip
-        job = job_of_run(config, world_size=2, prompt_tokens=PROMPT_TOKENS, device="cpu")
-        timed = timing(replace(job, acceptance=found.acceptance, max_new_tokens=NEW_TOKENS), machine)
-        assert timed.speculative_run_s, "there is a draft"
-        return 1e3 * (timed.speculative_run_s * NEW_TOKENS - timed.prefill_s) / (NEW_TOKENS - 1)
 
-    return [replace(each, forecast_ms=forecast_ms(each)) for each in found.apart]
+    return [
+        replace(each, forecast_ms=forecast_ms(config(each), machine, acceptance=found.acceptance))
+        for each in found.apart
+    ]
+
+
+def forecast_ms(config: RunConfig, machine: HardwareConfig, *, acceptance: float) -> float:
+    """What a plan expects of a token after the first, on two ranks."""
+    job = job_of_run(config, world_size=2, prompt_tokens=PROMPT_TOKENS, device=machine.device)
+    timed = timing(replace(job, acceptance=acceptance, max_new_tokens=NEW_TOKENS), machine)
+    assert timed.speculative_run_s, "there is a draft"
+    return 1e3 * (timed.speculative_run_s * NEW_TOKENS - timed.prefill_s) / (NEW_TOKENS - 1)
 
 
 def main() -> None:

@@ -8,6 +8,8 @@ Shapes: K drafted tokens.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import chain
 from typing import Any, Self
 
 from rich.table import Table
@@ -186,9 +188,18 @@ def summary(found: Comparison) -> str:
 
 
 def text(rows: Sequence[Row]) -> str:
-    """Of all pairs, by acceptance: the newest row of each agreement."""
-    found = sorted({row["agreement"]: Comparison.of(row) for row in rows}.values(), key=lambda each: each.acceptance)
-    return "\n\n".join([_setting(rows[-1]), _gains(found), *_forecasts(found)])
+    """Of all pairs, by acceptance: of each agreement the rows that have most; see `_most`."""
+    by_agreement: dict[float, list[Comparison]] = {}
+    for row in rows:
+        by_agreement.setdefault(row["agreement"], []).append(Comparison.of(row))
+    pairs = sorted(by_agreement.values(), key=lambda found: found[-1].acceptance)
+    whole = [_most(found, lambda each: len(each.lengths)) for found in pairs]
+    return "\n\n".join([_setting(rows[-1]), _gains(whole), *_by_length(pairs)])
+
+
+def _most(found: Sequence[Comparison], size: Callable[[Comparison], int]) -> Comparison:
+    """The row with most of something; of equals the newest."""
+    return max(reversed(found), key=size)
 
 
 def _setting(row: Row) -> str:
@@ -223,17 +234,36 @@ def _gains(found: Sequence[Comparison]) -> str:
     return "\n".join(lines)
 
 
-def _forecasts(found: Sequence[Comparison]) -> Iterator[str]:
-    """What plans expected of overlapped rounds, over what was measured, where the machine had been calibrated."""
-    known = [each for each in found if each.apart[0].forecast_ms is not None]
-    if not known:
-        return
-    lengths = sorted({number for each in known for number in each.lengths})
-    lines = [f"| acceptance | {' | '.join(f'K = {number}' for number in lengths)} |", f"|{'---|' * (len(lengths) + 1)}"]
-    for each in known:
-        ratios = (
-            _ratio(each.forecast_ratio(number, overlaps=True) if number in each.lengths else None) for number in lengths
-        )
-        lines.append(f"| {each.acceptance:.2f} | {' | '.join(ratios)} |")
-    yield "The planner's forecast of overlapped rounds, over the measured time, after `task=calibrate` with two ranks:"
-    yield "\n".join(lines)
+def _by_length(pairs: Sequence[Sequence[Comparison]]) -> Iterator[str]:
+    """Tables by K, each cell from the row with the most tokens in both ways: gains, then what plans expected."""
+    lengths = sorted({number for found in pairs for each in found for number in each.lengths})
+
+    def shown(cell: Callable[[Comparison, int], str], *, has: Callable[[Comparison], bool]) -> str:
+        lines = [
+            f"| acceptance | {' | '.join(f'K = {number}' for number in lengths)} |",
+            f"|{'---|' * (len(lengths) + 1)}",
+        ]
+        for found in pairs:
+            cells = []
+            for number in lengths:
+                known = [each for each in found if has(each) and number in each.lengths]
+                best = _most(known, partial(_num_tokens, number)) if known else None
+                cells.append(cell(best, number) if best else "-")
+            if {*cells} != {"-"}:
+                acceptance = _most(found, lambda each: len(each.lengths)).acceptance
+                lines.append(f"| {acceptance:.2f} | {' | '.join(cells)} |")
+        return "\n".join(lines)
+
+    yield "The gain at each K, and by the model in brackets:"
+    yield shown(lambda each, k: f"{each.gain(k):.2f}x ({each.modelled_gain(k):.2f}x)", has=lambda _: True)
+    if any(map(_has_forecasts, chain.from_iterable(pairs))):
+        yield "The planner's forecast of overlapped rounds over the measured time, after `task=calibrate` on two ranks:"
+        yield shown(lambda each, k: _ratio(each.forecast_ratio(k, overlaps=True)), has=_has_forecasts)
+
+
+def _num_tokens(num_draft_tokens: int, found: Comparison) -> int:
+    return found.at(num_draft_tokens, overlaps=True).num_tokens
+
+
+def _has_forecasts(found: Comparison) -> bool:
+    return found.apart[0].forecast_ms is not None

@@ -153,7 +153,7 @@ def _draft(config: RunConfig) -> Iterator[str]:
         )
     yield from _rule(config.verification.rule, config.sampling.temperature)
     yield from problems_of_pair(config.model, config.draft, is_synthetic=is_synthetic(config))
-    yield from problems_of_overlap(config.speculation, config.draft, config.placement, config.device)
+    yield from problems_of_overlap(config.speculation, config.draft, config.placement)
 
 
 def _fallback(kind: str) -> Iterator[str]:

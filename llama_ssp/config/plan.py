@@ -11,7 +11,7 @@ from llama_ssp.config import layout
 from llama_ssp.config.drafts.model import problems_of_overlap, problems_of_pair
 from llama_ssp.config.formats.format import problem_of
 from llama_ssp.config.hardware import names, problems_of
-from llama_ssp.config.schema import DeviceKind, DrafterConfig, ModelConfig, PlacementConfig, SpeculationConfig
+from llama_ssp.config.schema import DrafterConfig, ModelConfig, PlacementConfig, SpeculationConfig
 from llama_ssp.errors import ConfigError, one_message, unknown_name
 
 
@@ -73,8 +73,7 @@ def check(config: PlanConfig) -> None:
     hardware = problems_of(config.hardware)
     problems = [*hardware, *_ranges(config), *_models(config)]
     if not hardware:
-        device = DeviceKind[str(config.hardware.get("device", "cuda"))]
-        problems += problems_of_overlap(config.speculation, config.draft, config.placement, device)
+        problems += problems_of_overlap(config.speculation, config.draft, config.placement)
         num_ranks = int(config.hardware["num_gpus"]) * int(config.hardware.get("num_nodes", 1))
         has_draft = config.draft.model is not None
         problems += layout.problems_of(

@@ -166,9 +166,9 @@ class Comm:
         if self.board and math.prod(shape) * torch.float32.itemsize <= SLOT_BYTES:
             self.board.deliver(values, src=src, dst=dst)
         elif values is not None and self.rank == src:
-            dist.send(values, group=self.group, group_dst=dst)
+            self.send(values, dst=dst)
         elif values is not None:
-            dist.recv(values, group=self.group, group_src=src)
+            self.receive(values, src=src)
 
     def gather_text(self, text: str) -> list[str]:
         """Gather a text from every rank, in order of rank."""

@@ -3,9 +3,11 @@
     draft's ranks     | propose ........ |          | exchange |
     target's ranks    | forward ............. |     | exchange | rule |
 
-Drafted ids go to all ranks. Their probabilities go to the rank that verifies, if the rule reads any. Both messages go
-through shared memory if they fit: the draft then leaves them there, and does not wait for the target to read them.
-Where top-k, top-p or min-p leave few tokens, only these are sent: all others have probability 0, so that is exact.
+Drafted ids go to all ranks. Their probabilities go to the rank that verifies, if the rule reads any. On CPUs both
+messages go through shared memory if they fit: the draft then leaves them there, and does not wait for the target to
+read them. Where top-k, top-p or min-p leave few tokens, only these are sent, which is exact, since all others have
+probability 0. Between GPUs messages have one size, which a CUDA graph has captured: as many tokens as top-k leaves, or
+all. How many others leave is known on the device alone, so that the host would wait in every round to learn it.
 
 Shapes: B sequences, K drafted tokens, P = 2 uniforms per draw, T = K + 1, V vocabulary, S tokens that are left.
 """
@@ -45,12 +47,14 @@ class AheadDrafter(OneSourceDrafter):
 
     def _announced(self, draft: Draft) -> tuple[Tensor, int]:
         """The ids on all ranks, and how many tokens of a position may have been drawn; 0 for the whole vocabulary."""
-        if not (self._receiver and self._receiver.truncates):
-            return self._comm.broadcast(draft.ids_BK.contiguous(), src=self._src), 0
+        receiver, is_cuda = self._receiver, draft.ids_BK.is_cuda
+        if receiver is None or is_cuda or receiver.num_left or not receiver.truncates:
+            width = receiver.num_left if receiver else 0
+            return self._comm.broadcast(draft.ids_BK.contiguous(), src=self._src), width
         width = 0
         if self._comm.rank == self._src and draft.probs_BTV is not None:
             width = int((draft.probs_BTV > 0).sum(-1).amax())
-            width *= 2 * width < self._receiver.vocab_size
+            width *= 2 * width < receiver.vocab_size
         message = torch.cat([draft.ids_BK.flatten(), draft.ids_BK.new_full((1,), width)])
         message = self._comm.broadcast(message, src=self._src)
         return message[:-1].view_as(draft.ids_BK), int(message[-1])
@@ -61,7 +65,7 @@ class AheadDrafter(OneSourceDrafter):
         Only those above zero are sent, with their ids, if there are few; a float of 24 bits holds any id.
         """
         assert self._receiver
-        rank, vocab_size, _ = self._receiver
+        rank, vocab_size = self._receiver.rank, self._receiver.vocab_size
         shape, values = (*draft.ids_BK.shape, 2 * width or vocab_size), None
         if self._comm.rank == self._src:
             assert draft.probs_BTV is not None, "a rule that reads probabilities"

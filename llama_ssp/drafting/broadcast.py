@@ -28,12 +28,14 @@ from llama_ssp.shapes import static_shape
 class ProbsReceiver(NamedTuple):
     """A rank that verifies without holding the draft, to which the draft's probabilities are sent; V of the target.
 
-    `truncates` says that the processors leave few tokens (top-k, top-p, min-p), so that these can be sent alone.
+    `truncates` says that the processors leave few tokens (top-k, top-p, min-p), so that these can be sent alone; of
+    each position at most `num_left` if that is not 0, else the draft counts them.
     """
 
     rank: int
     vocab_size: int
     truncates: bool = False
+    num_left: int = 0
 
 
 class OneSourceDrafter(SharedDrafter):

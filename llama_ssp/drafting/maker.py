@@ -16,7 +16,7 @@ from llama_ssp.drafting.broadcast import BroadcastDrafter, ProbsReceiver
 from llama_ssp.drafting.protocol import Drafter, DrafterParts
 from llama_ssp.drafting.translation import TokenizerPair
 from llama_ssp.models.runner import Runner
-from llama_ssp.sampling.rules import Rule
+from llama_ssp.sampling.rules import Rule, make_rule
 
 
 def make_drafters(
@@ -38,6 +38,9 @@ def make_drafters(
     """
     layout, num_draft_tokens = mesh.layout, config.speculation.most_draft_tokens
     has_model = drafter_of(config.draft).has_model
+    receiver = _receiver(config, mesh, vocab_size=vocab_size, device=device) if has_model else None
+    if receiver and receiver.num_left:
+        rule = make_rule(config.sampling, config.verification, breaks_ties=True)
     parts = DrafterParts(
         config=config.draft,
         rule=rule,
@@ -59,20 +62,28 @@ def make_drafters(
         return [inner, *fallback]
     if split:
         return [BatchSplitDrafter(inner, split=split, num_draft_tokens=num_draft_tokens, device=device), *fallback]
-    # Probabilities are sent only if no rank holds both models and the rule reads them.
-    needs_probs = config.sampling.temperature > 0 and rule_of(config.verification.rule).needs_probs
-    has_probs = needs_probs and matching_of(config.draft) is not Matching.text
-    is_apart = has_probs and layout.draft_source_rank != layout.verify_rank
-    receiver = ProbsReceiver(layout.verify_rank, vocab_size, truncates=config.sampling.truncates)
     shared = (AheadDrafter if config.speculation.overlap else BroadcastDrafter)(
         inner,
         comm=mesh.replica,
         src=layout.draft_source_rank,
         num_draft_tokens=num_draft_tokens,
         device=device,
-        receiver=receiver if is_apart else None,
+        receiver=receiver,
     )
     return [shared, *fallback]
+
+
+def _receiver(config: RunConfig, mesh: Mesh, *, vocab_size: int, device: torch.device) -> ProbsReceiver | None:
+    """Probabilities are sent only if no rank holds both models and the rule reads them."""
+    layout, sampling = mesh.layout, config.sampling
+    needs_probs = sampling.temperature > 0 and rule_of(config.verification.rule).needs_probs
+    has_probs = needs_probs and matching_of(config.draft) is not Matching.text
+    if not has_probs or layout.draft_source_rank == layout.verify_rank:
+        return None
+    # A GPU's messages have one size; on CPUs the draft counts what is left.
+    num_left = sampling.top_k or 0 if device.type == "cuda" and config.speculation.overlap else 0
+    num_left *= 2 * num_left < vocab_size
+    return ProbsReceiver(layout.verify_rank, vocab_size, truncates=sampling.truncates, num_left=num_left)
 
 
 def _made(parts: DrafterParts) -> Drafter:

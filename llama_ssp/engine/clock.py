@@ -37,8 +37,8 @@ class Clock(ABC):
 
     def forget(self) -> float:
         """Drop what has not been taken; returns this rank's own work in it, without the waiting for the other model."""
-        before_s, waited_s = self._taken_s, self.waited_s - self._taken_s[0]
-        worked_s = sum(self.take()) - waited_s
+        before_s = self._taken_s
+        worked_s = sum(self.take()) - (self.waited_s - before_s[0])
         self.waited_s, self.draft_cpu_s = self._taken_s = before_s
         return worked_s
 
@@ -71,24 +71,26 @@ class EventClock(Clock):
 
     def __init__(self) -> None:
         super().__init__()
-        self._open: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._open: deque[tuple[str, bool, torch.cuda.Event, torch.cuda.Event]] = deque()
 
     def start(self) -> None:
         """See `Clock`."""
         self._last = torch.cuda.Event(enable_timing=True)
         self._last.record()
 
-    def lap(self, part: str, *, waits: bool = False) -> None:  # noqa: ARG002 - overlapped rounds run on CPUs alone
+    def lap(self, part: str, *, waits: bool = False) -> None:
         """See `Clock`."""
         begin = self._last
         self.start()
-        self._open.append((part, begin, self._last))
+        self._open.append((part, waits, begin, self._last))
 
     def take(self) -> tuple[float, float]:
         """See `Clock`."""
-        while self._open and self._open[0][2].query():
-            part, begin, end = self._open.popleft()
-            self._seconds[part] += begin.elapsed_time(end) / 1e3
+        while self._open and self._open[0][-1].query():
+            part, waits, begin, end = self._open.popleft()
+            took_s = begin.elapsed_time(end) / 1e3
+            self._seconds[part] += took_s
+            self.waited_s += waits * took_s
         return super().take()
 
 

@@ -2,7 +2,7 @@
 
 The lag is one round on a GPU, so that the device never waits for the host, and zero on the CPU. Every rank has the same
 lag; otherwise ranks would leave the loop in different rounds. Results are only displayed, recorded, and used to free
-rows: no round depends on them.
+rows: no round depends on them. Only rows that wait for a block (`overlap`) need them at once: there the lag is zero.
 """
 
 import time
@@ -81,6 +81,7 @@ class Decoder:
         self._overlaps = isinstance(self.executor, OverlappedExecutor)
         self._lag = 1 if self._is_cuda else 0
         self.bucket_step = BUCKET_STEP["cuda" if self._is_cuda else "cpu"]
+        self._most_ahead = round_.max_tokens_per_round + round_.num_ahead
         self._num_slots = self._num_rounds = 0
         self._kept: BatchState | None = None
 
@@ -100,7 +101,7 @@ class Decoder:
         self._rows: list[RowCompletion | None] = [None] * self.batch_size
         self._pending: deque[PendingRound] = deque()
         self._num_skipped = [0 for _ in self.round.drafters]
-        block = None
+        block, lag = None, 0 if self.round.waits else self._lag
         while (waiting or any(self._rows)) and not self.stopped:
             started = time.perf_counter()
             free = [row for row, owner in enumerate(self._rows) if owner is None] if waiting else []
@@ -118,7 +119,7 @@ class Decoder:
                 )  # fmt: skip
                 self._launch(result, list(self._rows), choice, is_prefill=False)
             running = [owner for owner in self._rows if owner]
-            updates = self._collect() if len(self._pending) > self._lag else []
+            updates = self._collect() if len(self._pending) > lag else []
             self._record_time(running, time.perf_counter() - started, is_round=not admitted)
             if updates:
                 yield updates
@@ -126,8 +127,7 @@ class Decoder:
     def make_room(self, requests: Sequence[Request]) -> None:
         """Allocate caches for these requests and all earlier ones; call it first to avoid later reallocation."""
         longest = max(len(request.prompt_ids) + request.max_new_tokens for request in requests)
-        most_ahead = self.round.max_tokens_per_round + self.round.num_ahead
-        self._num_slots = max(self._num_slots, whole_steps(longest + most_ahead))
+        self._num_slots = max(self._num_slots, whole_steps(longest + self._most_ahead))
         self._num_rounds = max(self._num_rounds, max(request.max_new_tokens for request in requests) + 1)
         by_length = self._is_cuda and self.round.reads_by_length
         self._buckets = Buckets(step=self._num_slots if by_length else self.bucket_step, num_slots=self._num_slots)
@@ -141,7 +141,7 @@ class Decoder:
         """
         state, bucket, seconds = self._empty_state(), self._buckets.covering(num_slots), []
         if self._is_cuda and self.round.reads_by_length:
-            state.vacate(slice(None), length=max(num_slots - self.round.max_tokens_per_round, 2))
+            state.vacate(slice(None), length=max(num_slots - self._most_ahead, 2))
         for choice in choices:
             started = time.perf_counter()
             step(self.executor, state, None, choice=choice, bucket=bucket, clock=self.clock, refills=refills)
@@ -163,7 +163,7 @@ class Decoder:
             shortest, ahead = min(len(request.prompt_ids) for request in requests), self.round.max_tokens_per_round
             widths = {self._buckets.covering(length) for length in range(shortest + ahead, longest + 2 * ahead)}
         for width in sorted(widths):
-            self.time_rounds(self.length.choices * 2, num_slots=width)
+            self.time_rounds(self.length.choices * 2, num_slots=width, refills=bool(self.round.waits))
 
     def _choose(self) -> DraftChoice:
         """Choose what the next round drafts, and count what each drafter will have skipped after it."""

@@ -68,11 +68,14 @@ class OverlappedExecutor(ABC):
         """Give each rank what it needs of the new block."""
 
     @abstractmethod
-    def settle(self, state: BatchState, before: Block, following: Block, target_BKV: Tensor) -> Tensor:
-        """Verify, commit, and say which rows keep the following block; returns the result.
+    def settle(
+        self, state: BatchState, before: Block | None, following: Block, target_BKV: Tensor
+    ) -> tuple[Tensor, Block]:
+        """Verify, commit, and say which rows keep the following block.
 
         `before` was drafted in the round before: of its probabilities all but the first row belong to what is in
-        flight. The result (B, K + 2) has the tokens in flight, then the decision.
+        flight. It is None before the first round. Returns the result (B, K + 2), which has the tokens in flight and
+        then the decision, and what the next round finds in flight.
         """
 
     @abstractmethod
@@ -115,10 +118,9 @@ def overlapped_step(
     clock.lap("verify")
     following = executor.exchange(state, following)
     clock.lap("draft", waits=True)
-    # Before the first round nothing is in flight in any row, so that the values of `before` do not count.
-    result = executor.settle(state, following if before is None else before, following, target_BKV)
+    result, in_flight = executor.settle(state, before, following, target_BKV)
     clock.lap("verify", waits=executor.drafts_here)
-    return result, following
+    return result, in_flight
 
 
 class OverlappedRound(Round, OverlappedExecutor):
@@ -171,8 +173,15 @@ class OverlappedRound(Round, OverlappedExecutor):
         state.ahead_B.fill_(self.num_ahead)
         return fresh._replace(probs_BWV=probs_BTV)
 
-    def settle(self, state: BatchState, before: Block, following: Block, target_BKV: Tensor) -> Tensor:
+    def settle(
+        self, state: BatchState, before: Block | None, following: Block, target_BKV: Tensor
+    ) -> tuple[Tensor, Block]:
         """See `OverlappedExecutor`."""
+        # Before the first round nothing is in flight in any row, so that the values of `before` do not count.
+        return self.decide(state, following if before is None else before, following, target_BKV), following
+
+    def decide(self, state: BatchState, before: Block, following: Block, target_BKV: Tensor) -> Tensor:
+        """Verify and commit; see `OverlappedExecutor.settle` for the result."""
         flying_BA = state.tokens_BS.gather(1, state.lengths_B[:, None] + self.in_flight_A)
         in_flight = Draft(flying_BA, None if before.probs_BWV is None else before.probs_BWV[:, 1:])
         decision = self.verifier.verify_ahead(

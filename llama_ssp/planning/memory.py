@@ -163,6 +163,8 @@ def _logits_bytes(job: PlanSpec, rank: int) -> int:
     rule = 4 * rows + 4 * num_draft_tokens + whole + 8 if decides else 4 * num_draft_tokens * drafts
     if drafts and job.matching is Matching.intersection:
         rule += 8  # the draft's logits with one more column, and what is moved to the target's ids
+    if decides and job.overlaps:  # of what is in flight, while those of the next block arrive
+        rule += 4 * rows
     if decides:  # counts, penalized logits and a mask; the bits of a race and what is made of them
         rule += rows * (9 * job.counts_tokens + 16 * rule_of(job.rule).draws_by_position)
     return vocabulary * (job.batch_size * logits + num_own * rule)
@@ -170,7 +172,8 @@ def _logits_bytes(job: PlanSpec, rank: int) -> int:
 
 def _numbers_bytes(job: PlanSpec) -> int:
     """All uniforms that the rows can need, in fp64, twice while all rows are admitted at once."""
-    of_a_round = 3 * job.num_draft_tokens * job.drafts + 4
+    num_drafted = job.num_draft_tokens * job.drafts + (job.num_draft_tokens - 1) * job.overlaps
+    of_a_round = 3 * num_drafted + 4
     return 2 * 8 * job.batch_size * (job.max_new_tokens + 1) * of_a_round
 
 
@@ -187,12 +190,16 @@ def _activation_bytes(job: PlanSpec, hardware: HardwareConfig, model: PlannedMod
 
 
 def _graph_bytes(job: PlanSpec, hardware: HardwareConfig, draft: Part | None) -> int:
-    """Captured graphs: per bucket of the cache, the target's plain and round forwards and all K draft steps."""
+    """Captured graphs: per bucket of the cache, the target's plain and round forwards and all K draft steps.
+
+    Rounds that overlap may have K - 1 more draft steps, for rows that wait for a block.
+    """
     num_buckets = -(-job.num_slots // BUCKET_STEP[hardware.device])
     lengths = ADAPTIVE_LENGTHS if job.adapts else (job.num_draft_tokens,)
     layers = (1 + len(lengths) * job.drafts) * job.target.shape.num_hidden_layers
     if job.draft and draft:
-        layers += sum(lengths) * job.draft.shape.num_hidden_layers
+        num_steps = sum(lengths) + (job.num_draft_tokens - 1) * job.overlaps
+        layers += num_steps * job.draft.shape.num_hidden_layers
     return num_buckets * layers * job.kernels.layer * GRAPH_NODE_BYTES
 
 

@@ -6,6 +6,8 @@ A round takes as long as the slower of K draft steps and a forward of K position
     draft     | K steps .................... | exchange |
               |<----- the longer one ------->|
 
+On GPUs the exchange is beside the forward, so that only the draft's side of a round has it.
+
 After a rejection, the first token of the new block is verified early, or all rows wait for a block: K - 1 draft steps
 alone, and then a round that examines K tokens. `acceptance.rounds` has the tokens of either kind of round.
 """
@@ -26,6 +28,7 @@ class OverlappedTime:
     """Seconds of a round's pieces: both models at once, then what either waits for.
 
     Attributes:
+        is_beside: the exchange takes no time of the target, which computes meanwhile.
         refill_s: what precedes the round if a row waits for a block: K - 1 draft steps alone, and their exchange.
     """
 
@@ -35,11 +38,18 @@ class OverlappedTime:
     settle_s: float = 0.0
     host_s: float = 0.0
     refill_s: float = 0.0
+    is_beside: bool = False
+
+    @property
+    def arrived_s(self) -> float:
+        """From the begin of a round until the target has computed, and has what the draft has drafted."""
+        forward_s = self.forward_s + (0.0 if self.is_beside else self.exchange_s)
+        return max(self.draft_s + self.exchange_s, forward_s)
 
     @property
     def round_s(self) -> float:
         """The round, without what may precede it."""
-        return max(self.draft_s, self.forward_s) + self.exchange_s + self.settle_s + self.host_s
+        return self.arrived_s + self.settle_s + self.host_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,12 +124,11 @@ class OverlappedRounds:
         if waits:
             drafted, corrections = num_draft_tokens + (1 - whole) * (num_draft_tokens - 1), 1 - whole
         kept = self.gain(self._acceptance, num_draft_tokens) - corrections
-        waited_s = max(time.forward_s - time.draft_s, 0.0) + time.exchange_s + time.settle_s
         return OverlapForecast(
             waits=waits,
             draft_s=time.draft_s,
-            target_idle_share=(max(time.draft_s - time.forward_s, 0.0) + time.exchange_s + alone) / round_s,
-            draft_idle_share=waited_s / round_s,
+            target_idle_share=(time.arrived_s - time.forward_s + alone) / round_s,
+            draft_idle_share=(time.arrived_s - time.draft_s + time.settle_s) / round_s,
             dropped_share=1 - kept / drafted,
         )
 

@@ -220,13 +220,11 @@ class CostModel:
         messages = round_messages(self.job, num_draft_tokens)
         exchange_s = self.agree_s(messages.ids, messages.probabilities)
         return OverlappedTime(
-            draft_s=self.drafting_s(num_draft_tokens),
-            forward_s=self.forward(self.target, num_draft_tokens).total_s,
-            exchange_s=exchange_s,
-            settle_s=self.agree_s(messages.verdict) + self.rule_s(num_draft_tokens + 3),
-            host_s=self.host_s,
+            draft_s=self.drafting_s(num_draft_tokens), forward_s=self.forward(self.target, num_draft_tokens).total_s,
+            exchange_s=exchange_s, settle_s=self.agree_s(messages.verdict) + self.rule_s(num_draft_tokens + 3),
+            host_s=self.host_s, is_beside=self.job.device == "cuda",
             refill_s=self.drafting_s(num_draft_tokens - 1) + exchange_s if num_draft_tokens > 1 else 0.0,
-        )
+        )  # fmt: skip
 
     def verify_s(self, num_draft_tokens: int) -> float:
         """Device time of a round after drafting."""

@@ -26,11 +26,12 @@ _log = logging.getLogger(__name__)
 DRAW_UNITS = 2.0**62
 
 
-def processor(sampling: SamplingConfig) -> Callable[[Tensor], Tensor]:
+def processor(sampling: SamplingConfig, *, breaks_ties: bool = False) -> Callable[[Tensor], Tensor]:
     """Compose the processors of a sampling config with a temperature above 0 (greedy has no probabilities).
 
     Returns a function from logits (..., V), left unchanged, to probabilities (..., V) in fp32, or fp64 for logits in
-    fp64. A logit of minus infinity has probability 0.
+    fp64. A logit of minus infinity has probability 0. With `breaks_ties`, top-k leaves just so many tokens: of equal
+    logits some. A draft may do so, since verification is exact whatever it draws from.
 
     Source: Fan et al. 2018, arXiv:1805.04833 (top-k); Holtzman et al. 2020, arXiv:1904.09751 (top-p);
         Minh et al. 2024, arXiv:2407.01082 (min-p).
@@ -47,7 +48,10 @@ def processor(sampling: SamplingConfig) -> Callable[[Tensor], Tensor]:
         if top_k is not None or top_p is not None:
             largest_S, ids_S = logits.topk(min(top_k, vocab_size)) if top_k else logits.sort(descending=True)
         if top_k is not None:
-            probs = _keep(probs, logits >= largest_S[..., -1:])
+            is_kept = logits >= largest_S[..., -1:]
+            if breaks_ties:
+                is_kept = torch.zeros_like(is_kept).scatter_(-1, ids_S, 1)
+            probs = _keep(probs, is_kept)
         if top_p is not None:
             probs_S = probs.gather(-1, ids_S)
             mass_before_S = probs_S.cumsum(-1, dtype=torch.float64) - probs_S

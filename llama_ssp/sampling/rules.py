@@ -247,20 +247,23 @@ class _Penalized:
         return self._rule.process(self._penalize(logits_BTV, context), context)
 
 
-def make_rule(sampling: SamplingConfig, verification: VerificationConfig) -> Rule:
-    """Make the rule of a run; at temperature 0 all coincide. Raises ConfigError for `greedy` at any other."""
-    rule, penalize = _unpenalized(sampling, verification), penalty(sampling)
+def make_rule(sampling: SamplingConfig, verification: VerificationConfig, *, breaks_ties: bool = False) -> Rule:
+    """Make the rule of a run; at temperature 0 all coincide. Raises ConfigError for `greedy` at any other.
+
+    For `breaks_ties` see `processor`.
+    """
+    rule, penalize = _unpenalized(sampling, verification, breaks_ties=breaks_ties), penalty(sampling)
     return _Penalized(rule, penalize) if penalize else rule
 
 
-def _unpenalized(sampling: SamplingConfig, verification: VerificationConfig) -> Rule:
+def _unpenalized(sampling: SamplingConfig, verification: VerificationConfig, *, breaks_ties: bool) -> Rule:
     if sampling.temperature == 0:
         return _OnLogits()
     record = rule_of(verification.rule)
     if record.draws_by_position:
         return _Race(processor(sampling))
     if record.needs_probs:
-        return _OnProbabilities(processor(sampling), record.load_verify())
+        return _OnProbabilities(processor(sampling, breaks_ties=breaks_ties), record.load_verify())
     *others, last = at_every_temperature()
     raise ConfigError(
         f"verification={record.name} with sampling.temperature={sampling.temperature:g} would not keep the target's "

@@ -163,7 +163,10 @@ def settle_overlap(
     kept = comm.broadcast_text(kept or "", src=0)
     if not kept:
         found = _measured_pieces(decoder, comm=comm, num_slots=num_slots)
-        pieces, written = OverlappedTime(**found), ""
+        written, pieces = "", OverlappedTime(
+            draft_s=found["draft_s"], forward_s=found["forward_s"], exchange_s=found["exchange_s"],
+            refill_s=found["refill_s"],
+        )  # fmt: skip
         with raise_on_all_ranks(comm):
             waits = better_to_wait(
                 pieces, acceptance=_expected_acceptance(config)[0], num_draft_tokens=round_.num_ahead + 1,
@@ -182,17 +185,20 @@ def _measured_pieces(decoder: Decoder, *, comm: Comm, num_slots: int) -> dict[st
     """The fields of `OverlappedTime` that decide, over some rounds.
 
     Seconds of K draft steps and of the target's forward, each while the other goes on, and what the whole round and a
-    block before it take in addition.
+    block before it take in addition. Rounds with and without that block take turns: the speed of a machine may change
+    from one second to the next.
     """
     choices = decoder.length.choices[:1]
-
-    def median_s(*, refills: bool) -> float:
-        decoder.time_rounds(choices * _NUM_WARM_PIECES, num_slots=num_slots, refills=refills)
-        return median(decoder.time_rounds(choices * _NUM_TIMED_PIECES, num_slots=num_slots, refills=refills))
-
-    round_s = median_s(refills=False)
-    worked_s = decoder.worked_s / _NUM_TIMED_PIECES
-    refill_s = max(median_s(refills=True) - round_s, 0.0)
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    worked: dict[bool, list[float]] = {False: [], True: []}
+    for _ in range(_NUM_WARM_PIECES + _NUM_TIMED_PIECES):
+        for refills in (False, True):
+            seconds[refills] += decoder.time_rounds(choices, num_slots=num_slots, refills=refills)
+            worked[refills].append(decoder.worked_s)
+    timed = slice(_NUM_WARM_PIECES, None)
+    round_s, worked_s = median(seconds[False][timed]), median(worked[False][timed])
+    pairs = zip(seconds[True][timed], seconds[False][timed], strict=True)
+    refill_s = max(median(with_block - without for with_block, without in pairs), 0.0)
     drafts = bool(getattr(decoder.executor, "drafts_here", False))
     each = [json.loads(text) for text in comm.gather_text(json.dumps([drafts, worked_s]))]
     found = {

@@ -9,7 +9,7 @@ from functools import partial
 from transformers import PreTrainedTokenizerBase
 
 from llama_ssp.config.drafts.drafter import drafts
-from llama_ssp.config.drafts.model import NO_GPUS, matching_of
+from llama_ssp.config.drafts.model import matching_of
 from llama_ssp.config.layout import lay_out_replica, may_capture
 from llama_ssp.config.schema import RunConfig
 from llama_ssp.config.target_placement import TargetKind
@@ -30,7 +30,6 @@ from llama_ssp.engine.overlap import OverlappedRound
 from llama_ssp.engine.round import Round
 from llama_ssp.engine.stops import StopStrings
 from llama_ssp.engine.verifier import Verifier
-from llama_ssp.errors import ConfigError
 from llama_ssp.models.null_runner import NullRunner
 from llama_ssp.models.runner import Runner
 from llama_ssp.reports.records import RunFolder
@@ -83,8 +82,6 @@ def load_models(
     Afterwards the collectives of `world` time out after `timeouts.decode_s`, and its GPUs wait for their replica alone.
     """
     target_source, draft_source = sources
-    if config.speculation.overlap and world.device.type == "cuda":
-        raise ConfigError(NO_GPUS)
     layout = lay_out_replica(config.placement, world_size=world.comm.size, has_draft=draft_source is not None)
     with on_all_cores(world.cores):
         mesh = build_mesh(

@@ -83,7 +83,7 @@ def late_draft(summary: Summary, timed: Timing, around: Surroundings) -> str | N
         return None
     share = slowest.draft_cpu_s / slowest.worked_s
     reason = _reason(around)
-    if share < _RUNNING_SHARE:
+    if around.device == "cpu" and share < _RUNNING_SHARE:  # beside a GPU, a process only launches
         reason = f"its process ran for {100 * share:.0f} % of that time (other programs use its core, or stopped it)"
     return (
         f"the draft on rank {slowest.rank} was late: {timed.num_draft_tokens} tokens took {took_ms:.2f} ms, "

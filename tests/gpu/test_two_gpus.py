@@ -27,6 +27,37 @@ def test_captured_collectives_give_the_text_of_eager_ones(tmp_path: Path) -> Non
     assert texts[0] == texts[1] != []
 
 
+@pytest.mark.parametrize("verification", ["speculative", "coupled"])
+def test_rounds_that_overlap_give_the_text_of_the_target_alone(verification: str, tmp_path: Path) -> None:
+    """In fp32, greedily and coupled: the text of the target on one GPU, replayed and launched from Python."""
+    temperature = 0.8 if verification == "coupled" else 0.0
+    common = [
+        "task=generate", "device=cuda", "prompt=import os", "max_new_tokens=64", "model.dtype=fp32",
+        f"verification={verification}", f"sampling.temperature={temperature}", "ignore_eos=true",
+    ]  # fmt: skip
+    apart = ["placement=own_gpu", "speculation.overlap=true", "draft.model.dtype=fp32"]
+    texts = []
+    for name, settings, num_ranks in (
+        ("plain", ["draft=none"], 1),
+        ("replayed", apart, 2),
+        ("eager", [*apart, "cuda_graphs=false"], 2),
+    ):
+        ended = run([*common, *settings, f"run_dir={tmp_path / name}"], num_ranks=num_ranks)
+        assert ended.returncode == 0, ended.stderr
+        assert "continuing without CUDA graphs" not in ended.stderr
+        texts.append([line["token_ids"] for line in lines(tmp_path / name)])
+    assert texts[0] == texts[1] == texts[2] != []
+
+
+def test_overlapping_is_measured() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m",
+         "benchmarks.gpu_overlap", "--quick"], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    assert "messages behind the forward" in ended.stdout
+
+
 @pytest.mark.parametrize("cell", [cell for cell in CELLS if cell.fault != FULL], ids=str)
 def test_a_lost_peer_ends_the_run_in_time_with_sentence_and_status(cell: Cell, tmp_path: Path) -> None:
     outputs, ranks = [tmp_path / f"{rank}.txt" for rank in (0, 1)], []

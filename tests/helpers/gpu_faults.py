@@ -28,15 +28,19 @@ class Cell(NamedTuple):
     rank: int
     num_replicas: int = 1
     batch_size: int = 32
+    overlaps: bool = False
 
     def __str__(self) -> str:
         how = "graphs" if self.cuda_graphs else "eager"
-        return f"rank {self.rank} {self.fault}, task={self.task}, {how}"
+        return f"rank {self.rank} {self.fault}, task={self.task}, {how}" + self.overlaps * ", overlapped"
 
 
 CELLS = [
     Cell(fault, cuda_graphs, task, rank)
     for fault, cuda_graphs, (task, rank) in product(FAULTS, (True, False), (("generate", 1), ("compare", 0)))
+] + [
+    Cell(KILLED, cuda_graphs=True, task="generate", rank=1, overlaps=True),
+    Cell(STOPPED, cuda_graphs=True, task="generate", rank=0, overlaps=True),
 ]
 
 
@@ -44,8 +48,9 @@ def arguments(cell: Cell, folder: Path) -> list[str]:
     """The command line of a run that outlives the fault. Its prompts grow, so that it soon needs more memory."""
     prompts = folder / "prompts.txt"
     prompts.write_text("".join("import os; " * (2 * number) + "\n" for number in range(1, _NUM_PROMPTS + 1)))
+    overlap = ["placement=own_gpu", "speculation.overlap=true"] if cell.overlaps else []
     return [
-        "launch/run.py", f"task={cell.task}", "device=cuda", f"cuda_graphs={str(cell.cuda_graphs).lower()}",
+        "launch/run.py", *overlap, f"task={cell.task}", "device=cuda", f"cuda_graphs={str(cell.cuda_graphs).lower()}",
         f"prompts={prompts}", "max_new_tokens=12", f"batch_size={cell.batch_size}", "ignore_eos=true",
         f"timeouts.decode_s={DECODE_S}", f"run_dir={folder / 'run'}", f"placement.num_replicas={cell.num_replicas}",
     ]  # fmt: skip

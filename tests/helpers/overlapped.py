@@ -10,9 +10,11 @@ from llama_ssp.drafting.broadcast import ProbsReceiver
 from llama_ssp.drafting.model import ModelDrafter
 from llama_ssp.engine.clock import HostClock
 from llama_ssp.engine.completion import RowCompletion, StopRequest
+from llama_ssp.engine.executors.cuda_graph import Recorder
+from llama_ssp.engine.executors.cuda_overlap import CudaOverlap, SameStream
 from llama_ssp.engine.executors.traced_overlap import TracedOverlap
 from llama_ssp.engine.loop import Decoder
-from llama_ssp.engine.overlap import OverlappedRound
+from llama_ssp.engine.overlap import OverlappedExecutor, OverlappedRound
 from llama_ssp.engine.state import Request
 from llama_ssp.engine.verifier import Verifier
 from llama_ssp.models.null_runner import NullRunner
@@ -37,23 +39,27 @@ def overlapped_decoder(  # noqa: PLR0913
     rule_name: str = "speculative",
     sampling: SamplingConfig | None = None,
     traced: bool = True,
+    recorder: Recorder | None = None,
     stop_request: StopRequest | None = None,
     waits: bool = False,
+    num_left: int = 0,
 ) -> Decoder:
     """A decoder of one rank, or of a rank of `comm`, whose first ranks have the target and whose others have the draft.
 
-    Each of these ranks has all of its model. See `OverlappedRound.waits`.
+    Each of these ranks has all of its model. Its rounds are replayed by torch's interpreter or by a recorder, or
+    launched from Python without `traced`. With `num_left`, of each position so many probabilities are sent. See
+    `OverlappedRound.waits`.
     """
     comm = comm or Comm.single()
     is_apart = comm.size > 1
-    rule = make_rule(sampling or SamplingConfig(temperature=temperature), VerificationConfig(rule=rule_name))
+    sampling, verification = sampling or SamplingConfig(temperature=temperature), VerificationConfig(rule=rule_name)
+    rule, drafts_by = (make_rule(sampling, verification, breaks_ties=bool(each)) for each in (0, num_left))
     has_target, has_draft = comm.rank < num_target_ranks or not is_apart, comm.rank >= num_target_ranks or not is_apart
     inner = None
     if has_draft:
-        inner = ModelDrafter(draft, rule=rule, num_draft_tokens=num_draft_tokens, vocab_size=target.vocab_size)
-    samples = (sampling.temperature if sampling else temperature) > 0 and rule_name != "coupled"
-    truncates = sampling is not None and sampling.truncates
-    receiver = ProbsReceiver(VERIFY_RANK, target.vocab_size, truncates=truncates)
+        inner = ModelDrafter(draft, rule=drafts_by, num_draft_tokens=num_draft_tokens, vocab_size=target.vocab_size)
+    samples = sampling.temperature > 0 and rule_name != "coupled"
+    receiver = ProbsReceiver(VERIFY_RANK, target.vocab_size, truncates=sampling.truncates, num_left=num_left)
     drafter = AheadDrafter(
         inner,
         comm=comm,
@@ -67,9 +73,12 @@ def overlapped_decoder(  # noqa: PLR0913
     verifier = Verifier(rule, comm=comm, verify_rank=VERIFY_RANK, device=target.device)
     round_ = OverlappedRound(target, drafter, verifier=verifier)
     round_.waits = waits
+    executor: OverlappedExecutor = TracedOverlap(round_) if traced else round_
+    if recorder:
+        executor = CudaOverlap(round_, recorder=recorder, beside=recorder, lane=SameStream())
     return Decoder(
         round_,
-        executor=TracedOverlap(round_) if traced else round_,
+        executor=executor,
         clock=HostClock(),
         batch_size=batch_size,
         eos_ids=eos_ids,

@@ -1,7 +1,8 @@
 """Graphs without a GPU: operators are written down with the very tensors they had, and run again on those.
 
 As with CUDA graphs, recording changes nothing, a replay reads and writes the addresses of the recording, its results
-overwrite those of the last one, and what would wait for the device cannot be recorded.
+overwrite those of the last one, and what would wait for the device cannot be recorded. A collective that is recorded
+sends nothing, and a replay of it does.
 """
 
 from collections.abc import Callable
@@ -10,6 +11,8 @@ from typing import Any, TypeVar
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
+
+from llama_ssp.distributed.operators import recording
 
 _T = TypeVar("_T")
 _WAITING = {"aten::_local_scalar_dense", "aten::nonzero", "aten::lift_fresh", "aten::equal", "aten::masked_select"}
@@ -28,8 +31,11 @@ class _Log(TorchDispatchMode):
         if name in _WAITING or name == self._unrecordable:
             raise RuntimeError(f"{name} cannot be recorded\nand more about it")
         given = _tensors((args, kwargs))
-        is_writing = func._schema.is_mutable
-        if is_writing:
+        is_collective = func.namespace == "llama_ssp"
+        is_writing = func._schema.is_mutable or is_collective
+        if is_collective:
+            self.undo += [(tensor, tensor.clone()) for tensor in given]
+        elif is_writing:
             written = [
                 args[place] if place < len(args) else kwargs[argument.name]
                 for place, argument in enumerate(func._schema.arguments)
@@ -61,7 +67,7 @@ class FakeRecorder:
     def record(self, piece: Callable[[], _T]) -> tuple[_T, Callable[[], None]]:
         log = _Log(self._unrecordable)
         try:
-            with log:
+            with recording(), log:
                 outputs = piece()
         finally:
             for tensor, before in reversed(log.undo):

@@ -11,7 +11,6 @@ from llama_ssp.config.schema import (
     ADAPTIVE,
     MODEL_DRAFT,
     NO_DRAFT,
-    DeviceKind,
     DrafterConfig,
     DraftLayout,
     ModelConfig,
@@ -21,11 +20,6 @@ from llama_ssp.config.schema import (
 
 ANY_DRAFT = "draft.tokenizer=own allows any"
 """What an error says of drafts with another vocabulary."""
-NO_GPUS = (
-    "speculation.overlap=true runs on CPUs alone so far, since its rounds are not captured as CUDA graphs: "
-    "leave it out, or use device=cpu"
-)
-"""The error of a run on GPUs."""
 
 
 class DraftTokenizer(Enum):
@@ -101,7 +95,7 @@ def matching_of(draft: DrafterConfig) -> Matching | None:
 
 
 def problems_of_overlap(
-    speculation: SpeculationConfig, draft: DrafterConfig, placement: PlacementConfig, device: DeviceKind
+    speculation: SpeculationConfig, draft: DrafterConfig, placement: PlacementConfig
 ) -> Iterator[str]:
     """Yield what keeps drafting from overlapping verification, the same for runs and plans."""
     if not speculation.overlap or draft.kind == NO_DRAFT:
@@ -124,8 +118,6 @@ def problems_of_overlap(
         yield f"speculation.overlap=true drafts with the model alone: leave draft.fallback={draft.fallback} out"
     if matching_of(draft):
         yield "speculation.overlap=true needs a draft with the target's tokenizer: leave draft.tokenizer=own out"
-    if device is DeviceKind.cuda:
-        yield NO_GPUS
 
 
 DRAFTER = DrafterRecord(name=MODEL_DRAFT, make="llama_ssp.drafting.model:make", config=ModelDraftConfig, has_model=True)

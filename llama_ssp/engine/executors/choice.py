@@ -1,6 +1,7 @@
 """The executor of a device: traced on CPUs, CUDA graphs on GPUs, else the round itself, from Python."""
 
 from llama_ssp.engine.executors.cuda_graph import CudaGraphExecutor, CudaRecorder
+from llama_ssp.engine.executors.cuda_overlap import CudaOverlap, SideStream
 from llama_ssp.engine.executors.traced_cpu import TracedExecutor
 from llama_ssp.engine.executors.traced_overlap import TracedOverlap
 from llama_ssp.engine.overlap import OverlappedExecutor, OverlappedRound
@@ -14,10 +15,12 @@ def make_executor(round_: Round, *, cuda_graphs: bool) -> Executor | OverlappedE
         round_: what it executes.
         cuda_graphs: whether a GPU's rounds are captured.
     """
-    if isinstance(round_, OverlappedRound):
-        return TracedOverlap(round_)
-    if round_.target.device.type == "cpu":
-        return TracedExecutor(round_)
+    device, finish = round_.target.device, round_.verifier.comm.finish
+    if device.type == "cpu":
+        return TracedOverlap(round_) if isinstance(round_, OverlappedRound) else TracedExecutor(round_)
     if not cuda_graphs:
         return round_
-    return CudaGraphExecutor(round_, recorder=CudaRecorder(finish=round_.verifier.comm.finish))
+    recorder = CudaRecorder(finish=finish)
+    if isinstance(round_, OverlappedRound):
+        return CudaOverlap(round_, recorder=recorder, beside=CudaRecorder(finish=finish), lane=SideStream(device))
+    return CudaGraphExecutor(round_, recorder=recorder)

@@ -2,7 +2,7 @@
 
 A round is at most two graphs, so that events between them can time the parts: one for all steps of the draft with their
 draws, one for the target's forward with the rule, the commit and the collectives. Each bucket of the cache and each
-choice of a draft has its own pair of graphs. Prefill is not captured.
+choice of a draft has its own pair of graphs. Prefill is not captured. For rounds that overlap see `cuda_overlap`.
 
     rounds at a bucket   1st: run from Python   2nd: captured, then replayed   3rd, 4th, ...: replayed
 
@@ -13,6 +13,7 @@ round reads must stay in place. When a tensor is allocated again, all graphs are
 
 import logging
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -70,36 +71,103 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
 
 
-class CudaGraphExecutor:
-    """Replays the pieces of a round as graphs; see `Executor`.
+class Graphs:
+    """The graphs of a round's pieces.
 
-    The next round overwrites the result of a round, on the same stream.
+    Args:
+        recorders: record pieces; graphs of different recorders may run at the same time.
 
     Attributes:
         failed: recording has failed once; since then everything runs from Python.
     """
 
-    keeps_state = True
-
-    def __init__(self, round_: Round, *, recorder: Recorder) -> None:
+    def __init__(self, round_: Round, *recorders: Recorder) -> None:
         self.failed = False
         self._round = round_
-        self._recorder = recorder
+        self._recorders = recorders
         self._state: BatchState | None = None
         self._allocations: tuple[int, ...] = ()
         self._forget()
+
+    def run(
+        self,
+        key: tuple[str, *tuple[Hashable, ...]],
+        piece: Callable[[], _T],
+        state: BatchState,
+        *,
+        recorder: int = 0,
+        launching: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> _T:
+        """Run a piece of a round: the first time from Python, the second time captured, then replayed.
+
+        Its tensors must stay in place. Graphs of another batch or of other allocations of the caches are dropped.
+
+        Args:
+            key: the part, and whatever decides its operators and the tensors that it reads.
+            piece: launches its operators.
+            state: the batch.
+            recorder: which of them records it.
+            launching: surrounds the launch of the piece or of its graph.
+        """
+        allocations = self._round.num_allocations
+        if state is not self._state or allocations != self._allocations:
+            self._forget()
+            self._state, self._allocations = state, allocations
+        if self.failed or key not in self._met:
+            self._met.add(key)
+            with launching():
+                return piece()
+        if key not in self._kept:
+            try:
+                self._kept[key] = self._recorders[recorder].record(piece)
+            except RuntimeError as error:
+                reason = str(error).strip().partition("\n")[0]
+                _log.warning("continuing without CUDA graphs: %s could not be captured: %s", key[0], reason)
+                self.failed = True
+                self._forget()
+                with launching():
+                    return piece()
+        outputs, replay = self._kept[key]
+        with launching():
+            replay()
+        return outputs  # type: ignore[no-any-return]  # what this part returned when captured
+
+    def _forget(self) -> None:
+        for recorder in self._recorders:
+            recorder.forget()
+        self._kept: dict[Hashable, tuple[Any, Callable[[], None]]] = {}
+        self._met: set[Hashable] = set()
+
+
+class CudaGraphExecutor:
+    """Replays the pieces of a round as graphs; see `Executor`.
+
+    The next round overwrites the result of a round, on the same stream.
+    """
+
+    keeps_state = True
+
+    def __init__(self, round_: Round, *, recorder: Recorder) -> None:
+        self._round = round_
+        self._graphs = Graphs(round_, recorder)
+        self._blocks: dict[tuple[DraftChoice, int], Block] = {}
+
+    @property
+    def failed(self) -> bool:
+        """See `Graphs`."""
+        return self._graphs.failed
 
     def draft(self, state: BatchState, *, choice: DraftChoice, bucket: int) -> Block:
         """See `Executor.draft`."""
         piece = partial(self._round.draft, state, choice=choice, bucket=bucket)
         if self._round.drafters[choice.source].on_host:
             return self._in_place(piece(), bucket=bucket)
-        return self._run(("draft", choice, bucket), piece, state)
+        return self._graphs.run(("draft", choice, bucket), piece, state)
 
     def verify(self, state: BatchState, block: Block | None, *, bucket: int) -> Tensor:
         """See `Executor.verify`."""
         key = "verify", block.choice if block else None, bucket
-        return self._run(key, partial(self._round.verify, state, block, bucket=bucket), state)
+        return self._graphs.run(key, partial(self._round.verify, state, block, bucket=bucket), state)
 
     def _in_place(self, block: Block, *, bucket: int) -> Block:
         """Copy a block that no graph wrote to where the graph of its verification reads it."""
@@ -108,35 +176,3 @@ class CudaGraphExecutor:
             if isinstance(place, Tensor) and isinstance(values, Tensor) and place is not values:
                 place.copy_(values)
         return kept
-
-    def _run(self, key: tuple[str, *tuple[Hashable, ...]], piece: Callable[[], _T], state: BatchState) -> _T:
-        """Run a piece of a round: the first time from Python, the second time captured, then replayed.
-
-        Its tensors must stay in place. Graphs of another batch or of other allocations of the caches are dropped.
-        `key` is the part, and whatever decides its operators and the tensors that it reads.
-        """
-        allocations = self._round.num_allocations
-        if state is not self._state or allocations != self._allocations:
-            self._forget()
-            self._state, self._allocations = state, allocations
-        if self.failed or key not in self._met:
-            self._met.add(key)
-            return piece()
-        if key not in self._kept:
-            try:
-                self._kept[key] = self._recorder.record(piece)
-            except RuntimeError as error:
-                reason = str(error).strip().partition("\n")[0]
-                _log.warning("continuing without CUDA graphs: %s could not be captured: %s", key[0], reason)
-                self.failed = True
-                self._forget()
-                return piece()
-        outputs, replay = self._kept[key]
-        replay()
-        return outputs  # type: ignore[no-any-return]  # what this part returned when captured
-
-    def _forget(self) -> None:
-        self._recorder.forget()
-        self._kept: dict[Hashable, tuple[Any, Callable[[], None]]] = {}
-        self._met: set[Hashable] = set()
-        self._blocks: dict[tuple[DraftChoice, int], Block] = {}

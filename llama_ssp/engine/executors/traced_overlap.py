@@ -54,12 +54,15 @@ class TracedOverlap(OverlappedExecutor):
         """See `OverlappedExecutor`."""
         return self._round.refill(state, before, fresh)
 
-    def settle(self, state: BatchState, before: Block, following: Block, target_BKV: Tensor) -> Tensor:
+    def settle(
+        self, state: BatchState, before: Block | None, following: Block, target_BKV: Tensor
+    ) -> tuple[Tensor, Block]:
         """See `OverlappedExecutor`."""
         self._choice = following.choice
-        probs = [each.probs_BWV for each in (before, following) if each.probs_BWV is not None]
+        probs = [each.probs_BWV for each in (before or following, following) if each.probs_BWV is not None]
         key = state.lengths_B.shape, following.choice.num_tokens, len(probs)
-        return self._traced_settle(key, *state, target_BKV, following.uniforms_BN, following.ids_BK, *probs)
+        tensors = *state, target_BKV, following.uniforms_BN, following.ids_BK, *probs
+        return self._traced_settle(key, *tensors), following
 
     def _draft(self, *state: Tensor) -> tuple[Tensor, ...]:
         block = self._round.draft(BatchState(*state), choice=self._choice, bucket=self._bucket)
@@ -72,4 +75,4 @@ class TracedOverlap(OverlappedExecutor):
         state, (target_BKV, uniforms_BN, ids_BK, *probs) = BatchState(*tensors[:_STATE]), tensors[_STATE:]
         before, after = probs or (None, None)
         following = Block(self._choice, uniforms_BN, ids_BK, after)
-        return self._round.settle(state, following._replace(probs_BWV=before), following, target_BKV)
+        return self._round.decide(state, following._replace(probs_BWV=before), following, target_BKV)

@@ -111,7 +111,7 @@ def _drafted(base: PlanSpec, drafts: list[PlannedModel]) -> Iterator[PlanSpec]:
     for draft in drafts:
         for job in layouts(replace(base, draft=draft), num_ranks=num_ranks, divides=False, thorough=False):
             yield job
-            if job.device == "cpu" and job.draft_kind is DraftLayout.own_gpu:
+            if job.draft_kind is DraftLayout.own_gpu:
                 yield replace(job, overlap=True)
 
 

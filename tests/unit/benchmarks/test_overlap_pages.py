@@ -66,11 +66,24 @@ def test_the_page_has_a_line_for_each_pair_from_its_newest_row_by_acceptance() -
     said = text(rows)
     assert "an abacus" in said
     lines = [line for line in said.splitlines() if line.startswith("| 0.")]
-    assert [line[2:6] for line in lines] == ["0.50", "0.90", "0.50", "0.90"], "gains, then forecasts"
+    assert [line[2:6] for line in lines] == ["0.50", "0.90"] * 3, "gains, gains by K, forecasts"
     expected = 5.0 / old.at(4, overlaps=True).ms_per_token
     assert lines[-1].endswith(f"| {expected:.2f} |")
     without = text([made_by | comparison(0.9).row()])
     assert "forecast" not in without
+
+
+def test_a_cell_of_a_k_is_from_the_row_with_most_tokens_there() -> None:
+    short, long = comparison(0.9), comparison(0.9)
+    alone = [figures(4, 0.9, overlaps=overlaps, round_s=0.02) for overlaps in (True, False)]
+    longer = [Figures(**vars(each) | {"num_tokens": 9 * each.num_tokens, "num_rounds": 9000}) for each in alone]
+    long = Comparison.of(long.row() | {"apart": [vars(each) for each in longer], "together": []})
+    said = text([{"processor": "abacus"} | each.row() for each in (long, short)])
+    whole, by_length = [line for line in said.splitlines() if line.startswith("| 0.")]
+    assert f"| {short.gain(4):.2f}x | {short.modelled_gain(4):.2f}x |" in whole, "all K of one row took turns"
+    assert f"{short.gain(2):.2f}x" in by_length
+    assert by_length.endswith(f"| {long.gain(4):.2f}x ({long.modelled_gain(4):.2f}x) |")
+    assert f"{long.gain(4):.2f}x" != f"{short.gain(4):.2f}x"
 
 
 def test_the_table_has_a_line_for_each_k() -> None:

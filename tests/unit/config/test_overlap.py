@@ -22,7 +22,6 @@ APART = [OVERLAP, "placement=own_gpu"]
             "drafts with the model alone: leave draft.fallback=ngram out",
         ),
         ([*APART, "draft=llama3_1B", "draft.tokenizer=own"], "needs a draft with the target's tokenizer"),
-        ([*APART, "device=cuda"], "runs on CPUs alone so far, since its rounds are not captured as CUDA graphs"),
         (
             [OVERLAP, "task=generate", "draft=none"],
             "speculation.overlap has no effect without a draft: give one with draft=NAME",
@@ -38,7 +37,8 @@ def test_what_cannot_overlap_is_an_error_that_says_what_would(
     assert sentence in str(raised.value)
 
 
-def test_a_draft_on_its_own_ranks_may_overlap(compose_run: Compose) -> None:
-    config, explicit = compose_run(*APART)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_draft_on_its_own_ranks_may_overlap(compose_run: Compose, device: str) -> None:
+    config, explicit = compose_run(*APART, f"device={device}")
     checks.check(config, explicit, world_size=2)
     assert config.speculation.overlap

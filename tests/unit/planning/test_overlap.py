@@ -9,6 +9,7 @@ from llama_ssp.config.hardware import load
 from llama_ssp.config.schema import DraftLayout
 from llama_ssp.planning.acceptance.rounds import overlapped_corrections, overlapped_tokens, tokens_per_round
 from llama_ssp.planning.choices.search import search
+from llama_ssp.planning.memory import replica_memory
 from llama_ssp.planning.overlap import WORTH_WAITING, OverlappedRounds, OverlappedTime
 from llama_ssp.planning.plan import document, make_plan
 from llama_ssp.planning.spec import PlanSpec
@@ -57,6 +58,19 @@ def test_shares_of_a_round_add_up() -> None:
     assert rounds_of(time, 0.0).forecast(4).dropped_share == 1
 
 
+def test_an_exchange_beside_the_forward_costs_the_drafts_side_alone() -> None:
+    slow_target, slow_draft = (
+        OverlappedTime(draft_s=draft_s, forward_s=4.0, exchange_s=0.5, settle_s=0.5, is_beside=True)
+        for draft_s in (3.0, 6.0)
+    )
+    assert slow_target.round_s == pytest.approx(4.5)
+    assert rounds_of(slow_target, 1.0).forecast(4).target_idle_share == 0
+    assert rounds_of(slow_target, 1.0).forecast(4).draft_idle_share == pytest.approx(1.5 / 4.5)
+    assert slow_draft.round_s == pytest.approx(7.0)
+    assert rounds_of(slow_draft, 1.0).forecast(4).target_idle_share == pytest.approx(2.5 / 7)
+    assert rounds_of(slow_draft, 1.0).forecast(4).draft_idle_share == pytest.approx(1 / 7)
+
+
 def test_rows_wait_for_a_block_where_drafting_is_cheap() -> None:
     """Waiting takes a round and what may precede it, for all tokens; it must be faster by the margin."""
     tokens, early, rejected = tokens_per_round(0.8, 3), overlapped_tokens(0.8, 4), 1 - 0.8**4
@@ -97,6 +111,32 @@ def test_a_search_ranks_rounds_that_overlap_with_the_rest() -> None:
     assert found
     assert {choice.draft_kind for choice in found} == {"own_gpu"}
     assert all("speculation.overlap=true" in choice.settings for choice in found)
+
+
+def test_a_search_on_gpus_has_them_too() -> None:
+    machine, job = replace(load("g5_12xlarge"), num_gpus=2), make_job("13B_8bit", "7B", num_ranks=2)
+    found = {
+        choice.overlaps: choice.ms_per_token
+        for choice in reversed(search(job, machine))
+        if (choice.draft_kind, choice.target, choice.quantization) == ("own_gpu", "13B", "int8") and choice.ms_per_token
+    }
+    assert found[True] != found[False]
+
+
+def test_on_gpus_a_plan_counts_what_overlapping_keeps() -> None:
+    """The probabilities in flight on the rank that verifies, and the graphs of the blocks that rows wait for."""
+    machine = replace(load("g5_12xlarge"), num_gpus=2)
+    job = make_job("13B_8bit", "7B", num_ranks=2, draft_kind=DraftLayout.own_gpu)
+    job = replace(job, target_ranks=(0,), draft_ranks=(1,))
+    before, after = (replica_memory(replace(job, overlap=overlaps), machine) for overlaps in (False, True))
+    assert job.draft
+    probabilities = 4 * job.round_rows * job.target.shape.vocab_size
+    uniforms = 2 * 8 * (job.max_new_tokens + 1) * 3 * (job.num_draft_tokens - 1)
+    assert after[0].logits_bytes - before[0].logits_bytes == probabilities + uniforms
+    assert after[1].graphs_bytes > before[1].graphs_bytes
+    timed = timing(replace(job, overlap=True), machine)
+    assert timed.overlap
+    assert timed.round_s
 
 
 def test_a_layout_without_ranks_of_its_own_for_the_draft_does_not_overlap() -> None:

@@ -63,6 +63,17 @@ def test_top_k_keeps_every_token_that_ties_with_the_last_kept_one_as_transformer
         torch.testing.assert_close(probs_BV, warped(logits_BV, sampling))
 
 
+@pytest.mark.parametrize("top_p", [None, 0.8])
+def test_a_draft_that_breaks_ties_keeps_just_so_many_of_them(top_p: float | None) -> None:
+    sampling = SamplingConfig(temperature=1.0, top_k=3, top_p=top_p)
+    logits = torch.tensor([[0.0, 1.0, 1.0, 1.0, 2.0, -1.0], [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]])
+    probs, whole = (processor(sampling, breaks_ties=each)(logits) for each in (True, False))
+    assert (probs > 0).sum(-1).tolist() == [3, (whole[1] > 0).sum()]
+    assert probs.sum(-1).tolist() == pytest.approx([1, 1])
+    assert torch.equal(probs[1], whole[1])
+    assert (whole[0] > 0).sum() == 4
+
+
 def test_top_p_stops_where_it_is_reached_exactly_as_transformers_does() -> None:
     sampling = SamplingConfig(temperature=1.0, top_p=0.5)
     logits_BV = torch.tensor([[0.0, math.log(2), float("-inf"), 0.0]], dtype=torch.float64)

@@ -21,16 +21,27 @@ def test_a_damaged_choice_is_an_error_that_says_what_to_do(text: str) -> None:
 
 
 class TimedDecoder:
-    """A draft's rank, whose rounds take 20 ms, and 9 ms more with a block before them."""
+    """A draft's rank, whose rounds take 20 ms, and 9 ms more with a block before them.
 
-    def __init__(self) -> None:
+    The first rounds are slow, and so is one of the others. The machine becomes slower by `drift` with each round.
+    """
+
+    def __init__(self, drift: float = 0.0) -> None:
         self.length, self.executor, self.worked_s = FixedLength(4), self, 0.0
         self.drafts_here = True
+        self._drift = drift
+        self._num_rounds = 0
 
     def time_rounds(self, choices: list[object], *, num_slots: int, refills: bool) -> list[float]:
         assert num_slots == 64
-        self.worked_s = (0.027 if refills else 0.018) * len(choices)
-        return [0.029 if refills else 0.02] * (len(choices) - 1) + [1.0]
+        seconds = []
+        for _ in choices:
+            self._num_rounds += 1
+            is_slow = self._num_rounds < 6 or self._num_rounds == 13
+            factor = 1 + self._drift * self._num_rounds
+            self.worked_s = factor * (0.027 if refills else 0.018)
+            seconds.append(1.0 if is_slow else factor * (0.029 if refills else 0.02))
+        return seconds
 
 
 class TwoRanks:
@@ -44,3 +55,9 @@ class TwoRanks:
 def test_what_precedes_a_round_of_rows_that_wait_is_measured_whole() -> None:
     found = _measured_pieces(TimedDecoder(), comm=TwoRanks(), num_slots=64)  # type: ignore[arg-type]
     assert found == pytest.approx({"draft_s": 0.018, "forward_s": 0.015, "exchange_s": 0.002, "refill_s": 0.009})
+
+
+@pytest.mark.parametrize("drift", [-0.02, 0.1])
+def test_a_machine_that_changes_its_speed_does_not_change_what_a_block_takes(drift: float) -> None:
+    found = _measured_pieces(TimedDecoder(drift), comm=TwoRanks(), num_slots=64)  # type: ignore[arg-type]
+    assert found["refill_s"] / found["draft_s"] == pytest.approx(0.5, rel=0.25)

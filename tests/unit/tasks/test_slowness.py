@@ -97,7 +97,7 @@ def test_ranks_that_share_all_cores_see_the_load(monkeypatch: pytest.MonkeyPatch
     assert Surroundings.of(world({*range(8)}, num_sharers=4)) == replace(ALONE, num_ranks=4, load=9.0)
 
 
-def late(worked_s: float, *, cpu_share: float = 1.0, num_new_tokens: int = 64) -> str | None:
+def late(worked_s: float, *, cpu_share: float = 1.0, num_new_tokens: int = 64, device: str = "cpu") -> str | None:
     """What is said of a draft whose 100 rounds took so long, where the plan expects 1 ms each."""
     of_draft = RankActivity(
         rank=1, rounds_s=worked_s + 1, waited_s=1.0, num_rounds=100, draft_cpu_s=cpu_share * worked_s
@@ -105,7 +105,7 @@ def late(worked_s: float, *, cpu_share: float = 1.0, num_new_tokens: int = 64) -
     of_target = RankActivity(rank=0, rounds_s=9.0, waited_s=0.0, num_rounds=100)
     found: Any = SimpleNamespace(overlap=SimpleNamespace(ranks=[of_target, of_draft]), num_new_tokens=num_new_tokens)
     timed: Any = SimpleNamespace(overlap=SimpleNamespace(draft_s=1e-3), num_draft_tokens=4)
-    return late_draft(found, timed, replace(ALONE, num_ranks=2))
+    return late_draft(found, timed, replace(ALONE, num_ranks=2, device=device))
 
 
 def test_a_draft_that_is_late_by_three_times_its_forecast_is_named_with_the_cause() -> None:
@@ -117,6 +117,12 @@ def test_a_draft_that_is_late_by_three_times_its_forecast_is_named_with_the_caus
     assert "the forecast may describe another machine" in busy
     assert stopped is not None
     assert "its process ran for 30 % of that time (other programs use its core, or stopped it)" in stopped
+
+
+def test_a_process_that_only_launches_kernels_is_no_cause() -> None:
+    named = late(0.4, cpu_share=0.3, device="cuda")
+    assert named is not None
+    assert "its process ran" not in named
 
 
 def test_a_run_that_does_not_overlap_has_no_late_draft() -> None:

@@ -1,0 +1,175 @@
+"""On stub devices, under torchrun: drafting that overlaps verification, in several settings.
+
+Each rank writes what it saw to OUT/RANK.json: `python -m torch.distributed.run ... -m tests.stub_gpu.overlapped OUT
+SETTING...`, with a device for each rank.
+"""
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from benchmarks.gpu_checks import watched
+from llama_ssp.config import catalogue
+from llama_ssp.config.schema import (
+    MODEL_DRAFT,
+    DeviceKind,
+    DrafterConfig,
+    DraftLayout,
+    DraftPlacement,
+    PlacementConfig,
+    RunConfig,
+    SamplingConfig,
+    SpeculationConfig,
+    VerificationConfig,
+)
+from llama_ssp.config.target_placement import TargetPlacement
+from llama_ssp.config.tasks.generate import GenerateConfig
+from llama_ssp.distributed.world import World, start
+from llama_ssp.engine.executors.cuda_overlap import CudaOverlap
+from llama_ssp.engine.loop import Decoder
+from llama_ssp.engine.overlap import OverlappedExecutor, OverlappedRound
+from llama_ssp.engine.state import Request
+from llama_ssp.session.checkpoints import find_sources
+from llama_ssp.session.loading import build_decoder, load_models
+from tests.stub_gpu import device
+from tests.stub_gpu.overlapped_settings import NEW_TOKENS, SETTINGS, Setting
+
+CALLED = ("draft", "score_flight", "exchange", "refill", "settle")
+"""The parts of an executor, in which the host may not wait for the device."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Left:
+    """What a setting left on a rank; all lists are of the second run.
+
+    Attributes:
+        is_captured: rounds run as graphs, and no capture failed.
+        faults: of both runs.
+        finished: the rows that got all of their tokens.
+        num_captured: graphs of either run.
+        between: kinds and texts of what the host did from one round to the next, without looks at events.
+        nodes: kinds of the nodes of each graph of a round, in the order of their launches.
+        sent_bytes: of messages to one rank, in the same graphs.
+        round_s: mean over the rounds.
+    """
+
+    is_captured: bool
+    faults: list[str]
+    finished: int
+    num_captured: list[int]
+    between: list[str]
+    nodes: list[list[str]]
+    sent_bytes: list[int]
+    round_s: float
+
+
+def config_of(setting: Setting, num_ranks: int) -> RunConfig:
+    """The shipped pair, the draft on the last ranks."""
+    ranks = [*range(num_ranks)]
+    target, draft = ranks[: -setting.num_draft_ranks], ranks[-setting.num_draft_ranks :]
+    return RunConfig(
+        task=GenerateConfig(),
+        model=catalogue.load("tiny"),
+        draft=DrafterConfig(kind=MODEL_DRAFT, model=catalogue.load("tiny-draft")),
+        placement=PlacementConfig(
+            target=TargetPlacement(ranks=target), draft=DraftPlacement(kind=DraftLayout.own_gpu, ranks=draft)
+        ),
+        sampling=SamplingConfig(temperature=0.8, top_k=setting.top_k),
+        verification=VerificationConfig(rule=setting.rule),
+        speculation=SpeculationConfig(overlap=True),
+        batch_size=setting.batch_size,
+        device=DeviceKind.cuda,
+        cuda_graphs=setting.cuda_graphs,
+        ignore_eos=True,
+    )
+
+
+@torch.inference_mode()
+def decode(world: World, setting: Setting) -> Left:
+    """Decode twice: the first run captures, the second replays."""
+    config = config_of(setting, world.comm.size)
+    models = load_models(config, world, find_sources(config, world))
+    decoder = build_decoder(models, config, speculative=True)
+    assert isinstance(decoder.round, OverlappedRound)
+    decoder.round.waits = setting.waits
+    requests = [
+        Request(index=row, prompt_ids=tuple(range(5, 25 + row)), max_new_tokens=NEW_TOKENS)
+        for row in range(setting.batch_size)
+    ]
+    decoder.make_room(requests)
+    decoder.warm_up(requests)  # captures with the sizes of a run, so that the first run captures nothing more
+    executor: OverlappedExecutor = decoder.executor  # type: ignore[assignment]
+    for name in CALLED:
+        setattr(executor, name, watched(getattr(executor, name)))
+    logs, finished, round_s = [device.log()], 0, 0.0
+    for _ in range(2):
+        device.reset()
+        before, started = decoder.num_rounds, time.monotonic()
+        finished = _run(decoder, requests)
+        round_s = (time.monotonic() - started) / (decoder.num_rounds - before)
+        logs.append(device.log())
+    device.reset()
+    _, _, records = logs
+    graphs = _graphs(records, setting.num_pieces)
+    return Left(
+        is_captured=isinstance(executor, CudaOverlap) and not executor.failed,
+        faults=[fault for log in logs for fault in device.faults(log)],
+        finished=finished,
+        num_captured=[sum(record.kind == "captured" for record in log) for log in logs],
+        between=_between(records, setting.num_pieces),
+        nodes=[[node.kind for node in graph] for graph in graphs],
+        sent_bytes=[
+            int(node.text.removeprefix("send ")) for graph in graphs for node in graph if node.text.startswith("send ")
+        ],
+        round_s=round_s,
+    )
+
+
+def _run(decoder: Decoder, requests: Sequence[Request]) -> int:
+    finished = {
+        update.completion.request.index
+        for updates in decoder.run(requests)
+        for update in updates
+        if len(update.completion.token_ids) == NEW_TOKENS
+    }
+    return len(finished)
+
+
+def _middle(records: Sequence[device.Record], num_pieces: int) -> tuple[int, int]:
+    """Where a round in the middle of a run begins, and the next one; both 0 if nothing was replayed."""
+    places = [place for place, record in enumerate(records) if record.kind == "replay"]
+    if len(places) < 4 * num_pieces:
+        return 0, 0
+    first = len(places) // 2 // num_pieces * num_pieces
+    return places[first], places[first + num_pieces]
+
+
+def _between(records: Sequence[device.Record], num_pieces: int) -> list[str]:
+    begin, end = _middle(records, num_pieces)
+    return [f"{record.kind} {record.text}" for record in records[begin:end] if record.kind != "poll"]
+
+
+def _graphs(records: Sequence[device.Record], num_pieces: int) -> list[list[device.Record]]:
+    begin, end = _middle(records, num_pieces)
+    return [device.graph(int(record.text)) for record in records[begin:end] if record.kind == "replay"]
+
+
+def main() -> None:
+    """Decode with the named settings, and write down what is left."""
+    out, names = Path(sys.argv[1]), sys.argv[2:]
+    logging.basicConfig(level=logging.WARNING)
+    left = {}
+    with start(device=DeviceKind.cuda, timeout_s=60) as world:
+        for name in names:
+            left[name] = asdict(decode(world, SETTINGS[name]))
+        (out / f"{world.comm.rank}.json").write_text(json.dumps(left))
+
+
+if __name__ == "__main__":
+    main()
