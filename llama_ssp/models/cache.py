@@ -106,16 +106,16 @@ class StaticCache(Workspace):
         slots_M = (first_slot_B1 + positions_BT).flatten()
         return CacheView(self.buffers(bucket), slots_M, None if self._is_paged else cache_rows_B)
 
-    def buffers(self, bucket: int) -> Callable[[int, Tensor], LayerBuffer]:
-        """What maps a layer's number, and its new keys and values (M, 2 N, D), to the layer's buffer."""
+    def buffers(self, bucket: int) -> "BufferOf":
+        """What maps a layer's number, and what gives its new keys and values (M, 2 N, D), to the layer's buffer."""
         bucket = self.num_slots if self._is_paged else bucket
         shown = self.shown[bucket]
 
-        def buffer(number: int, written_M2ND: Tensor) -> LayerBuffer:
+        def buffer(number: int, written_M2ND: Callable[[], Tensor]) -> LayerBuffer:
             if shown:
                 return shown[number]
             whole = self._wholes[number]
-            return self._show(self._make(number, written_M2ND) if whole is None else whole, bucket)
+            return self._show(self._make(number, written_M2ND()) if whole is None else whole, bucket)
 
         return buffer
 
@@ -139,22 +139,26 @@ class StaticCache(Workspace):
         return whole
 
 
+BufferOf = Callable[[int, Callable[[], Tensor]], LayerBuffer]
+"""See `StaticCache.buffers`."""
+
+
 class CacheView(NamedTuple):
     """The slots of a cache that one forward writes and reads.
 
     Attributes:
-        buffer: maps a layer's number and its new keys and values to the layer's buffer.
+        buffer: gives a layer's buffer.
         slots_M: of the new tokens, among the slots of all rows.
         cache_rows_B: each sequence's row in the cache; None for all rows, in order, and for pages.
     """
 
-    buffer: Callable[[int, Tensor], LayerBuffer]
+    buffer: BufferOf
     slots_M: Tensor
     cache_rows_B: Tensor | None
 
     def update(self, written_M2ND: Tensor, number: int) -> tuple[Tensor, Tensor]:
         """Write new keys and values of all heads to layer `number`; return what may be read (see `LayerBuffer`)."""
-        parts, keys, values = self.buffer(number, written_M2ND)
+        parts, keys, values = self.buffer(number, lambda: written_M2ND)
         parts.index_copy_(1, self.slots_M.to(written_M2ND.device), written_M2ND.transpose(0, 1))
         if self.cache_rows_B is None:
             return keys, values

@@ -8,11 +8,16 @@ from llama_ssp.models.huggingface.families import windows_of
 
 
 class CachedRunner:
-    """Base class of runners with a `StaticCache`; `parameter` decides their device and dtype."""
+    """Base class of runners with a `StaticCache`; `parameter` decides their device and dtype.
+
+    Attributes:
+        uses_masks: attention takes masks; they are made with the cache.
+    """
 
     repeats_at_any_length = False
     reads_by_length = False
     packs_prompts = False
+    uses_masks = True
 
     def __init__(self, config: PretrainedConfig, parameter: Tensor) -> None:
         self.device = parameter.device
@@ -33,5 +38,5 @@ class CachedRunner:
             num_layers=self._num_layers, batch_size=batch_size, capacity=capacity, device=self.device,
             is_paged=self.reads_by_length,
         )  # fmt: skip
-        if not self.reads_by_length:
+        if self.uses_masks:
             self._masks = Masks(self._windows, capacity=capacity, dtype=self.dtype, device=self.device)

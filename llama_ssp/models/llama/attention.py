@@ -1,36 +1,98 @@
-"""The two ways in which the lean decoder attends over its cache: by masks, and by the lengths of its rows.
+"""The three ways in which the lean decoder attends over its cache: compiled, by masks, and by the lengths of its rows.
 
-                    by masks                              by lengths
-    kernel          torch's, for masked queries           torch's flash attention by lengths; see `varlen`
-    reads           a bucket of slots, some of them       each row up to its last position, in pages
-                    masked
-    grouped heads   queries folded into rows              in the kernel
-    CUDA graphs     one for each bucket                   one for all lengths
-    chosen for      CPUs; fp32; older GPUs and torch;     fp16 and bf16 on GPUs that have the kernel
-                    rounded inputs (position by position)
+                    compiled               by masks                     by lengths
+    kernel          `native.attention`,    torch's, for masked          torch's flash attention by lengths;
+                    with rotary and cache  queries                      see `varlen`
+    reads           each row up to each    a bucket of slots, some of   each row up to its last position,
+                    token's own position   them masked                  in pages
+    grouped heads   in the kernel          queries folded into rows     in the kernel
+    CUDA graphs     none                   one for each bucket          one for all lengths
+    chosen for      CPUs in fp32, where    other CPUs; fp32 on GPUs;    fp16 and bf16 on GPUs that have
+                    llvmlite works         older GPUs and torch         the kernel
 
-`LeanRunner` chooses once, when it is built. Each forward prepares one `Attend` for each window of the layers.
+Rounded inputs need the bits of single steps: the compiled way gives them anyhow, masks position by position.
+`LeanRunner` chooses once, when it is built. Each forward prepares one `Attend` for each window of the layers, or one
+`LayerAttention`, which also turns queries and keys and writes to the cache.
 
 Shapes: B sequences, T positions, M = B * T tokens, Q = T * G queries of a group, S slots, H query heads, N key-value
-heads, G = H / N, D head dim, X pages of P slots, C sequences of the kernel.
+heads, G = H / N, D head dim, X = H + 2 N, O = X * D, X pages of P slots, C sequences of the kernel, E = H * D.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from llama_ssp.models.attention import attend_by_position
-from llama_ssp.models.cache import Workspace
+from llama_ssp.models.cache import CacheView, Workspace
+from llama_ssp.models.llama.norm import RmsNorm
+from llama_ssp.models.llama.rotary import PlaceHeads, norm_heads
+from llama_ssp.models.native.attention import Attention
 from llama_ssp.models.runner import Pieces
 from llama_ssp.models.varlen import Heads, VarlenAttention, window_size
 from llama_ssp.shapes import static_shape
 
 Attend = Callable[[Tensor, Tensor, Tensor, Heads], Tensor]
 """Maps queries (M, H, D), keys and values as `CacheView.update` returns them, and the heads to (M, H * D)."""
+
+
+class LayerAttention(Protocol):
+    """Attention of one forward, with all that comes between the products around it."""
+
+    def __call__(self, qkv_MO: Tensor, number: int, heads: Heads, norms: Sequence[RmsNorm]) -> Tensor:
+        """Map queries, keys and values of layer `number` to (M, H * D); `norms` are as in `PlaceHeads`."""
+
+
+class PlacedAttention(NamedTuple):
+    """A `LayerAttention` of two parts."""
+
+    place: PlaceHeads
+    attend: Attend
+
+    def __call__(self, qkv_MO: Tensor, number: int, heads: Heads, norms: Sequence[RmsNorm]) -> Tensor:
+        """See `LayerAttention`."""
+        qkv_MXD = qkv_MO.view(-1, heads.num + 2 * heads.num_kv, heads.dim)
+        return self.attend(*self.place(qkv_MXD, number, heads, norms), heads)
+
+
+def placed_attention(place: PlaceHeads, attend: Mapping[int | None, Attend]) -> dict[int | None, LayerAttention]:
+    """The attention of a forward in two parts, by window."""
+    return {window: PlacedAttention(place, way) for window, way in attend.items()}
+
+
+class CompiledAttention(NamedTuple):
+    """A `LayerAttention` of one operator, whose bits do not depend on other tokens.
+
+    Attributes:
+        attention: the operator.
+        freqs_cis_S1P: the rotary factors of all positions.
+        positions_BT: of the tokens, contiguous.
+        view: of the cache.
+        window: how many positions a token sees, including its own.
+    """
+
+    attention: Attention
+    freqs_cis_S1P: Tensor
+    positions_BT: Tensor
+    view: CacheView
+    window: int | None
+
+    def __call__(self, qkv_MO: Tensor, number: int, heads: Heads, norms: Sequence[RmsNorm]) -> Tensor:
+        """See `LayerAttention`."""
+        num_heads, num_kv_heads, head_dim, scale = heads
+
+        def split() -> Tensor:
+            return qkv_MO.view(-1, num_heads + 2 * num_kv_heads, head_dim)
+
+        if norms:
+            norm_heads(split(), heads, norms)
+        parts = self.view.buffer(number, lambda: split().narrow(1, num_heads, 2 * num_kv_heads)).parts
+        return self.attention(
+            qkv_MO, self.freqs_cis_S1P, self.positions_BT, self.view.slots_M, parts, num_heads, scale, self.window or 0
+        )
 
 
 @dataclass(frozen=True, slots=True)

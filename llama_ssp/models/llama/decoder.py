@@ -19,10 +19,18 @@ from llama_ssp.architectures.sizes import PAGE_SLOTS
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.models.cached_runner import CachedRunner
 from llama_ssp.models.linear import Kernel, make_linear
-from llama_ssp.models.llama.attention import Attend, LengthTables, MaskedAttention
+from llama_ssp.models.llama.attention import (
+    Attend,
+    CompiledAttention,
+    LayerAttention,
+    LengthTables,
+    MaskedAttention,
+    placed_attention,
+)
 from llama_ssp.models.llama.layer import Layer, normed, take
 from llama_ssp.models.llama.norm import RmsNorm
 from llama_ssp.models.llama.rotary import PlaceByKernel, PlaceByOperators, PlaceHeads, Rotations
+from llama_ssp.models.native.attention import Attention, find_attention
 from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
 from llama_ssp.models.runner import Pieces
 from llama_ssp.models.tensor_parallel import GatheredLinear
@@ -91,7 +99,9 @@ class LeanRunner(CachedRunner):
         if varlen is None and not self._by_position:
             varlen = find_varlen(self.device, self.dtype, layers[0].heads.dim)
         self._varlen = varlen
+        self._compiled = None if varlen else find_attention(self.device, self.dtype, layers[0].heads.dim)
         self.reads_by_length = self.packs_prompts = varlen is not None
+        self.uses_masks = varlen is None and self._compiled is None
         self._gpu_layers: GpuLayers | None = None
         self._split: SplitAttention | None = None
         if varlen is not None and self.device.type == "cuda":
@@ -150,16 +160,27 @@ class LeanRunner(CachedRunner):
     ) -> Tensor:
         """See `Runner.forward`."""
         batch_size, _ = static_shape(ids_BT)
-        place, attend = self._placing(
-            positions_BT, bucket=bucket, cache_rows_B=cache_rows_B, consecutive=consecutive, pieces=pieces
+        placing = partial(
+            self._placing,
+            positions_BT,
+            bucket=bucket,
+            cache_rows_B=cache_rows_B,
+            consecutive=consecutive,
+            pieces=pieces,
         )
-        attends = [attend[window] for window in self._windows]
         x_ME = self._embed(ids_BT.flatten())
         if self._gpu_layers:
+            place, attend = placing()
+            attends = [attend[window] for window in self._windows]
             own_MV = self._gpu_layers.forward(x_ME, place, attends, score_positions_BR=score_positions_BR)
         else:
-            for layer, attend_here in zip(self._layers, attends, strict=True):
-                x_ME = layer.forward(x_ME, place, attend_here)
+            if self._compiled:
+                assert pieces is None
+                attention = self._by_operator(self._compiled, positions_BT, bucket, cache_rows_B)
+            else:
+                attention = placed_attention(*placing())
+            for layer, window in zip(self._layers, self._windows, strict=True):
+                x_ME = layer.forward(x_ME, attention[window])
             if score_positions_BR is not None:
                 x_BTE = x_ME.view(batch_size, -1, self._width)
                 x_ME = x_BTE.gather(1, score_positions_BR[..., None].expand(-1, -1, self._width)).flatten(0, 1)
@@ -199,6 +220,15 @@ class LeanRunner(CachedRunner):
         else:
             rows = self._lengths.rows(positions_BT, cache_rows_B=cache_rows_B, consecutive=consecutive)
         return place, self._lengths.attend(self._varlen, rows, self._windows)
+
+    def _by_operator(
+        self, operator: Attention, positions_BT: Tensor, bucket: int, cache_rows_B: Tensor | None
+    ) -> dict[int | None, LayerAttention]:
+        """How one forward attends by the compiled operator, by window."""
+        assert self._cache is not None, "allocate comes first"
+        view = self._cache.view(positions_BT, bucket=bucket, cache_rows_B=cache_rows_B)
+        where = self._rotations.freqs_cis_S1P, positions_BT.contiguous(), view
+        return {window: CompiledAttention(operator, *where, window) for window in self._windows}
 
     def _in_few_kernels(self) -> "GpuLayers":
         from llama_ssp.models.llama.gpu_layers import GpuLayers  # noqa: PLC0415 - imports Triton

@@ -1,7 +1,8 @@
 """One layer of the lean decoder; see `decoder`.
 
-One matrix product gives queries, keys and values, another gate and up. Module `rotary` turns queries and keys, module
-`attention` attends. On one rank the linear layer adds the residual.
+One matrix product gives queries, keys and values, another gate and up. What stands between that and the next product,
+from the norms of heads to the attended values, is the business of module `attention`. On one rank the linear layer adds
+the residual.
 
 Shapes: M tokens, X heads, I inputs, E embedding width, D head dim, all of this rank.
 """
@@ -14,10 +15,9 @@ from torch import Tensor, nn
 
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.models.linear import Kernel, Linear, PlainLinear, make_linear
-from llama_ssp.models.llama.attention import Attend
+from llama_ssp.models.llama.attention import LayerAttention
 from llama_ssp.models.llama.fused import gated
 from llama_ssp.models.llama.norm import RmsNorm
-from llama_ssp.models.llama.rotary import PlaceHeads
 from llama_ssp.models.native.linear import native_of
 from llama_ssp.models.tensor_parallel import RowLinear
 from llama_ssp.models.varlen import Heads
@@ -54,18 +54,15 @@ class Layer:
         self._to_qkv = normed(self.attention_norm, self.qkv)
         self._to_gated = normed(self.mlp_norm, self.gate_up, gates=True)
 
-    def forward(self, x_ME: Tensor, place: PlaceHeads, attend: Attend) -> Tensor:
+    def forward(self, x_ME: Tensor, attend: LayerAttention) -> Tensor:
         """Add attention, then the MLP, to x.
 
         Args:
             x_ME: the residual stream.
-            place: turns queries and keys, and writes to the cache.
             attend: for the window of this layer.
         """
-        num_heads, num_kv_heads, head_dim, _ = self.heads
-        qkv_MXD = self._to_qkv(x_ME).view(-1, num_heads + 2 * num_kv_heads, head_dim)
-        placed = place(qkv_MXD, self.number, self.heads, self.head_norms)
-        x_ME = self.output(attend(*placed, self.heads), x_ME)
+        attended_ME = attend(self._to_qkv(x_ME), self.number, self.heads, self.head_norms)
+        x_ME = self.output(attended_ME, x_ME)
         return self.down(self._to_gated(x_ME), x_ME)
 
 

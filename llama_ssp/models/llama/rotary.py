@@ -1,7 +1,7 @@
 """Turns queries and keys by their positions, and writes keys and values to the cache: a `PlaceHeads` a forward.
 
-On the CPU one complex product turns queries and keys. On a GPU a compiled kernel does, or one of ours that also norms
-heads and writes to the cache.
+On a CPU one complex product turns queries and keys, unless compiled attention does all of this (`native.attention`). On
+a GPU a compiled kernel does, or one of ours that also norms heads and writes to the cache.
 
 Shapes: B sequences, T positions, M = B * T tokens, X heads, S slots, H query heads, D head dim, P = D / 2 pairs of
 dimensions.
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from llama_ssp.models.cache import CacheView, LayerBuffer, Workspace
+from llama_ssp.models.cache import BufferOf, CacheView, Workspace
 from llama_ssp.models.llama.fused import apply_rotary
 from llama_ssp.models.llama.norm import RmsNorm
 from llama_ssp.models.varlen import Heads
@@ -55,14 +55,18 @@ class PlaceByOperators(NamedTuple):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `PlaceHeads`."""
         num_heads, num_kv_heads, _, _ = heads
-        num_turned = num_heads + num_kv_heads
-        turned_MXD = qkv_MXD.narrow(1, 0, num_turned)
         if norms:
-            for norm, part in zip(norms, turned_MXD.split([num_heads, num_kv_heads], 1), strict=True):
-                part.copy_(norm(part))
-        qkv_MXD = _turned(qkv_MXD, self.freqs_cis_M1P, num_turned)
+            norm_heads(qkv_MXD, heads, norms)
+        qkv_MXD = _turned(qkv_MXD, self.freqs_cis_M1P, num_heads + num_kv_heads)
         keys, values = self.view.update(qkv_MXD.narrow(1, num_heads, 2 * num_kv_heads), number)
         return qkv_MXD.narrow(1, 0, num_heads), keys, values
+
+
+def norm_heads(qkv_MXD: Tensor, heads: Heads, norms: Sequence[RmsNorm]) -> None:
+    """Norm queries and keys in place."""
+    turned_MXD = qkv_MXD.narrow(1, 0, heads.num + heads.num_kv)
+    for norm, part in zip(norms, turned_MXD.split([heads.num, heads.num_kv], 1), strict=True):
+        part.copy_(norm(part))
 
 
 RotateWrite = Callable[..., None]
@@ -77,20 +81,20 @@ class PlaceByKernel(NamedTuple):
         freqs_cis_S1P: the rotary factors of all positions.
         positions_BT: of the tokens, contiguous.
         slots_M: of the tokens, among the slots of all rows; None if row b is row b of the cache.
-        buffer: maps a layer's number, and its new keys and values, to the layer's part of the cache.
+        buffer: gives a layer's part of the cache.
     """
 
     rotate_write: RotateWrite
     freqs_cis_S1P: Tensor
     positions_BT: Tensor
     slots_M: Tensor | None
-    buffer: Callable[[int, Tensor], LayerBuffer]
+    buffer: BufferOf
 
     def __call__(
         self, qkv_MXD: Tensor, number: int, heads: Heads, norms: Sequence[RmsNorm]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `PlaceHeads`."""
-        parts, keys, values = self.buffer(number, qkv_MXD.narrow(1, heads.num, 2 * heads.num_kv))
+        parts, keys, values = self.buffer(number, lambda: qkv_MXD.narrow(1, heads.num, 2 * heads.num_kv))
         turns_SP2 = torch.view_as_real(self.freqs_cis_S1P)
         self.rotate_write(
             qkv_MXD, turns_SP2, self.positions_BT, parts, num_heads=heads.num, slots_M=self.slots_M,

@@ -106,6 +106,15 @@ class Code(ir.IRBuilder):  # type: ignore[misc]  # llvmlite comes without types
             vector = join(*parts)
         return self.extract_element(vector, ir.Constant(I32, 0))
 
+    def largest(self, vector: Value) -> Value:
+        """The largest lane; NaN if one of them is."""
+
+        def larger(one: Value, other: Value) -> Value:
+            lanes = f"v{one.type.count}f32" if isinstance(one.type, ir.VectorType) else "f32"
+            return self.intrinsic(f"llvm.maximum.{lanes}", one.type, one, other)
+
+        return self.halves(vector, larger)
+
     @contextmanager
     def loop(self, start: Value, stop: Value, step: int, carried: list[Value] | None = None) -> Iterator[list[Value]]:
         """Repeat the body while index < stop.

@@ -142,17 +142,12 @@ def _normalize(code: Code, x: Value, into: Value, norm: tuple[Value, Value], num
         code.write(code.fmul(scaled, code.read(weight, F32S, index)), into, index)
 
 
-def _suffix(value: Value) -> str:
-    """LLVM's name of the type of a number or vector."""
-    return f"v{value.type.count}f32" if isinstance(value.type, ir.VectorType) else "f32"
-
-
 def _round_row(code: Code, x: Value, into: Value, num_inputs: Value) -> tuple[Value, Value]:
     """Round a row to 127 steps on each side of zero; returns its scale and the sum of its steps."""
     with code.loop(i64(0), num_inputs, LANES, [floats(0.0)]) as values:
         size = code.intrinsic("llvm.fabs.v16f32", F32S, code.read(x, F32S, values[0]))
         values[1] = code.intrinsic("llvm.maximum.v16f32", F32S, values[1], size)  # NaN if one of them is
-    largest = code.halves(values[1], lambda a, b: code.intrinsic(f"llvm.maximum.{_suffix(a)}", a.type, a, b))
+    largest = code.largest(values[1])
     is_zero = code.fcmp_ordered("==", largest, f32(0.0))
     factor = code.splat(code.select(is_zero, f32(0.0), code.fdiv(f32(127.0), largest)))
     with code.loop(i64(0), num_inputs, LANES, [ir.Constant(I32S, [0] * LANES)]) as values:

@@ -1,0 +1,256 @@
+"""Attention of some queries to one head of one row: the kernel of `attention_operator`.
+
+Keys are taken in chunks of 128 slots, from slot 0 on. Of a chunk 16 keys at a time are transposed, so that a vector is
+one dimension of 16 keys and no sum crosses lanes. Then come their exponentials under the largest score so far, and the
+values, one slot after the other. So the sums of a query take the same steps whatever else is computed: other queries,
+the batch, the length of the cache. A slot that a query does not see counts as zero.
+
+Shapes: D head dim.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from llvmlite import ir
+
+from llama_ssp.models.native.emit import F32, F32S, I32, I64, LANES, POINTER, VOID, Code, Value, f32, floats, i64
+from llama_ssp.models.native.products import exponential, function
+
+QUERIES, CHUNK = 32, 128
+"""Queries that are taken at a time, and slots."""
+_AHEAD = 256
+"""How many slots before its use a key is asked for; a value is while the keys of its chunk are read."""
+_LINE = 64
+"""Bytes that memory gives at a time."""
+_LOWEST = -3e38
+"""Below all scores."""
+_REGISTERS = 16
+"""Vectors of a tile's sums, which leave registers for what they are made of."""
+_MOST, _FACTOR, _STATE = LANES, LANES + 1, 2 * LANES
+"""What is known of a query between chunks: sums of exponentials, the largest score, the last change of scale."""
+
+
+def unit_of(module: ir.Module, head_dim: int) -> Value:
+    """Attend from some queries of a row to a head: (keys, values, queries, their positions, count, window)."""
+    lay = _lay(module, head_dim)
+    scores_of = {number: _scores(module, head_dim, number) for number in (1, 2, 4)}
+    widest = max(_REGISTERS * LANES // head_dim, 1)
+    values_of = {number: _values(module, head_dim, number) for number in (1, 2, 4, 8) if number <= widest}
+    soften, finish = _soften(module), _finish(module, head_dim)
+    code, (keys, values, queries, positions, count, window) = function(
+        module, "unit", [POINTER, POINTER, POINTER, POINTER, I64, I64]
+    )
+    laid, scores = code.slot(F32, head_dim * LANES), code.slot(F32, QUERIES * CHUNK)
+    sums, states = code.slot(F32, QUERIES * head_dim), code.slot(F32, QUERIES * _STATE)
+    for room in (laid, scores, sums, states):
+        room.align = 64
+    with code.loop(i64(0), count, 1) as (query,):
+        state = code.at(states, code.mul(query, i64(_STATE)), F32)
+        code.write(floats(0.0), state)
+        code.write(f32(_LOWEST), state, i64(_MOST))
+        with code.loop(i64(0), i64(head_dim), LANES) as (index,):
+            code.write(floats(0.0), sums, code.add(code.mul(query, i64(head_dim)), index))
+    start, stop = _range(code, positions, count, window)
+    with code.loop(start, stop, CHUNK) as (chunk,):
+        length = smaller(code, code.sub(stop, chunk), i64(CHUNK))
+        with code.loop(i64(0), length, LANES) as (block,):
+            place = code.mul(code.add(chunk, block), i64(head_dim))
+            for line, slots in ((keys, _AHEAD), (values, 0)):
+                _fetch(code, code.at(line, code.add(place, i64(slots * head_dim)), F32), LANES * head_dim)
+            code.call(lay, [code.at(keys, place, F32), code.sub(length, block), laid])
+            for query, call in _tiles(code, count, scores_of):
+                into = code.add(code.mul(query, i64(CHUNK)), block)
+                call(laid, code.at(queries, query, I64), code.at(scores, into, F32))
+        with code.loop(i64(0), count, 1) as (query,):
+            line = code.at(scores, code.mul(query, i64(CHUNK)), F32)
+            state = code.at(states, code.mul(query, i64(_STATE)), F32)
+            last = code.sub(code.read(positions, I64, query), chunk)
+            code.call(soften, [line, length, last, window, state])
+        first = code.at(values, code.mul(chunk, i64(head_dim)), F32)
+        for query, call in _tiles(code, count, values_of):
+            call(first, length, *(code.at(room, code.mul(query, i64(size)), F32)
+                                  for room, size in ((scores, CHUNK), (states, _STATE), (sums, head_dim))))  # fmt: skip
+    code.call(finish, [queries, count, states, sums])
+    code.ret_void()
+    return code.function
+
+
+def _fetch(code: Code, place: Value, count: int) -> None:
+    """Ask for numbers that will be read, in the second-level cache; places beyond the end of the memory are allowed."""
+    with code.loop(i64(0), i64(count * 4), _LINE) as (index,):
+        hints = (ir.Constant(I32, hint) for hint in (0, 2, 1))  # to read, near, data
+        code.intrinsic("llvm.prefetch.p0", VOID, code.at(place, index), *hints)
+
+
+def _tiles(code: Code, count: Value, functions: dict[int, Value]) -> Iterator[tuple[Value, Callable[..., Value]]]:
+    """Loop over queries, as many at a time as there is a function for; yields the first one and the call."""
+    start = i64(0)
+    for number in sorted(functions, reverse=True):
+        stop = code.sub(count, code.srem(code.sub(count, start), i64(number)))
+        with code.loop(start, stop, number) as (query,):
+            yield query, lambda *arguments, callee=functions[number]: code.call(callee, arguments)
+        start = stop
+
+
+def _range(code: Code, positions: Value, count: Value, window: Value) -> tuple[Value, Value]:
+    """The first chunk that one of the queries sees, and the slot behind the last that one sees."""
+    some = code.read(positions, I64)
+    with code.loop(i64(0), count, 1, [some, some]) as values:
+        position = code.read(positions, I64, values[0])
+        values[1:] = [smaller(code, values[1], position), larger(code, values[2], position)]
+    _, least, last = values
+    behind = larger(code, code.sub(code.add(least, i64(1)), window), i64(0))
+    start = code.sub(behind, code.srem(behind, i64(CHUNK)))
+    return code.select(code.icmp_signed(">", window, i64(0)), start, i64(0)), code.add(last, i64(1))
+
+
+def _lay(module: ir.Module, head_dim: int) -> Value:
+    """Transpose 16 keys, of which the last one stands for those that are not there: (keys, their number, room)."""
+    code, (keys, number, room) = function(module, "lay", [POINTER, I64, POINTER])
+    last = code.sub(number, i64(1))
+    places = [code.mul(smaller(code, i64(lane), last), i64(head_dim)) for lane in range(LANES)]
+    with code.loop(i64(0), i64(head_dim), LANES) as (index,):
+        rows = [code.read(keys, F32S, code.add(place, index)) for place in places]
+        for number, column in enumerate(_transposed(code, rows)):
+            code.write(column, room, code.mul(code.add(index, i64(number)), i64(LANES)))
+    code.ret_void()
+    return code.function
+
+
+def _transposed(code: Code, rows: list[Value]) -> list[Value]:
+    """The columns of 16 vectors, by the shuffles of two vectors that processors have."""
+
+    def mixed(one: Value, other: Value, lanes: Sequence[int]) -> Value:
+        return code.shuffle_vector(one, other, lane_numbers(lanes))
+
+    def zipped(one: Value, other: Value, size: int) -> list[Value]:
+        """Take turns, by `size` lanes, between the lower and between the upper halves of each four lanes."""
+        return [
+            mixed(one, other, [
+                source + four + half + part + lane for four in range(0, LANES, 4) for part in range(0, 2, size)
+                for source in (0, LANES) for lane in range(size)
+            ])
+            for half in (0, 2)
+        ]  # fmt: skip
+
+    def halved(one: Value, other: Value) -> list[Value]:
+        """Collect the even and the odd fours of two vectors."""
+        return [
+            mixed(one, other, [source + four + lane for source in (0, LANES) for four in (odd, odd + 8)
+                               for lane in range(4)])
+            for odd in (0, 4)
+        ]  # fmt: skip
+
+    fours = []  # of each four rows: vectors whose fours are columns i, 4 + i, 8 + i, 12 + i
+    for first in range(0, LANES, 4):
+        (a, b), (c, d) = (zipped(rows[row], rows[row + 1], 1) for row in (first, first + 2))
+        fours.append([*zipped(a, c, 2), *zipped(b, d, 2)])
+    columns = [None] * LANES
+    for number in range(4):
+        low, high = (halved(fours[part][number], fours[part + 1][number]) for part in (0, 2))
+        for odd in (0, 1):
+            for upper, column in enumerate(halved(low[odd], high[odd])):
+                columns[number + 4 * odd + 8 * upper] = column
+    return columns
+
+
+def _scores(module: ir.Module, head_dim: int, num_queries: int) -> Value:
+    """The scores of some queries with 16 keys: (transposed keys, queries, scores)."""
+    code, (laid, queries, scores) = function(module, f"scores_{num_queries}", [POINTER, POINTER, POINTER])
+    starts = [code.read(queries, POINTER, i64(number)) for number in range(num_queries)]
+    with code.loop(i64(0), i64(head_dim), 2, [floats(0.0)] * (2 * num_queries)) as values:
+        for odd in (0, 1):
+            index = code.add(values[0], i64(odd))
+            keys = code.read(laid, F32S, code.mul(index, i64(LANES)))
+            for number, start in enumerate(starts):
+                at = 1 + 2 * number + odd
+                values[at] = code.fused(code.splat(code.read(start, F32, index)), keys, values[at])
+    for number in range(num_queries):
+        even, odd = values[1 + 2 * number : 3 + 2 * number]
+        code.write(code.fadd(even, odd), scores, i64(number * CHUNK))
+    code.ret_void()
+    return code.function
+
+
+def _soften(module: ir.Module) -> Value:
+    """Turn a query's scores of a chunk into exponentials: (scores, their number, own place, window, state)."""
+    code, (scores, length, last, window, state) = function(module, "soften", [POINTER, I64, I64, I64, POINTER])
+    first = code.select(code.icmp_signed(">", window, i64(0)), code.sub(last, window), i64(-(2**31)))
+    last, first = (code.splat(code.trunc(place, I32)) for place in (last, first))
+
+    def is_seen(index: Value) -> Value:
+        lanes = code.add(code.splat(code.trunc(index, I32)), lane_numbers(range(LANES)))
+        return code.and_(code.icmp_signed("<=", lanes, last), code.icmp_signed(">", lanes, first))
+
+    with code.loop(i64(0), length, LANES, [floats(_LOWEST)]) as values:
+        seen = code.select(is_seen(values[0]), code.read(scores, F32S, values[0]), floats(_LOWEST))
+        values[1] = code.intrinsic("llvm.maximum.v16f32", F32S, values[1], seen)  # NaN if one of them is
+    before = code.read(state, F32, i64(_MOST))
+    most = code.intrinsic("llvm.maximum.f32", F32, before, code.largest(values[1]))
+    factor = exponential(code, code.splat(code.fsub(before, most)))
+    sums = code.fmul(code.read(state, F32S), factor)
+    with code.loop(i64(0), length, LANES, [sums]) as values:
+        score = code.fsub(code.read(scores, F32S, values[0]), code.splat(most))
+        weight = code.select(is_seen(values[0]), exponential(code, score), floats(0.0))
+        code.write(weight, scores, values[0])
+        values[1] = code.fadd(values[1], weight)
+    code.write(values[1], state)
+    code.write(most, state, i64(_MOST))
+    code.write(code.extract_element(factor, ir.Constant(I32, 0)), state, i64(_FACTOR))
+    code.ret_void()
+    return code.function
+
+
+def _values(module: ir.Module, head_dim: int, num_queries: int) -> Value:
+    """Add the weighted values of a chunk to some queries' sums: (values, their number, weights, states, sums)."""
+    code, (values, length, weights, states, sums) = function(
+        module, f"values_{num_queries}", [POINTER, I64, POINTER, POINTER, POINTER]
+    )
+    parts = range(head_dim // LANES)
+    places = [(query, part) for query in range(num_queries) for part in parts]
+    factors = [code.splat(code.read(states, F32, i64(query * _STATE + _FACTOR))) for query in range(num_queries)]
+    begun = [
+        code.fmul(code.read(sums, F32S, i64(query * head_dim + part * LANES)), factors[query]) for query, part in places
+    ]
+    with code.loop(i64(0), length, 1, begun) as carried:
+        first = code.mul(carried[0], i64(head_dim))
+        read = [code.read(values, F32S, code.add(first, i64(part * LANES))) for part in parts]
+        for query in range(num_queries):
+            weight = code.splat(code.read(weights, F32, code.add(carried[0], i64(query * CHUNK))))
+            for part in parts:
+                at = 1 + query * len(parts) + part
+                carried[at] = code.fused(weight, read[part], carried[at])
+    for (query, part), value in zip(places, carried[1:], strict=True):
+        code.write(value, sums, i64(query * head_dim + part * LANES))
+    code.ret_void()
+    return code.function
+
+
+def _finish(module: ir.Module, head_dim: int) -> Value:
+    """Divide by the sums of exponentials: (where results go, number of queries, states, sums)."""
+    code, (queries, count, states, sums) = function(module, "finish", [POINTER, I64, POINTER, POINTER])
+    with code.loop(i64(0), count, 1) as (query,):
+        state = code.at(states, code.mul(query, i64(_STATE)), F32)
+        total = code.halves(code.read(state, F32S), code.fadd)
+        # A largest score that is no finite number leaves none in the result.
+        total = code.fused(code.read(state, F32, i64(_MOST)), f32(0.0), total)
+        into = code.read(queries, POINTER, query)
+        with code.loop(i64(0), i64(head_dim), LANES) as (index,):
+            part = code.read(sums, F32S, code.add(code.mul(query, i64(head_dim)), index))
+            code.write(code.fdiv(part, code.splat(total)), into, index)
+    code.ret_void()
+    return code.function
+
+
+def larger(code: Code, one: Value, other: Value) -> Value:
+    """The larger one of two whole numbers."""
+    return code.select(code.icmp_signed(">", one, other), one, other)
+
+
+def smaller(code: Code, one: Value, other: Value) -> Value:
+    """The smaller one of two whole numbers."""
+    return code.select(code.icmp_signed("<", one, other), one, other)
+
+
+def lane_numbers(numbers: Iterable[int]) -> Value:
+    """A vector of constants, a whole number a lane."""
+    return ir.Constant(ir.VectorType(I32, LANES), list(numbers))

@@ -1,0 +1,249 @@
+"""Holds compiled attention to its definition in fp64, tokens to the same tokens alone, machines without it to masks.
+
+Shapes: B rows, T positions, M = B * T tokens, H query heads, N key-value heads, S slots of a row, D head dim.
+"""
+
+import logging
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from llama_ssp.distributed.comms import Comm
+from llama_ssp.models.llama.attention import CompiledAttention
+from llama_ssp.models.llama.decoder import LeanRunner
+from llama_ssp.models.native import attention as native
+from llama_ssp.models.native.attention import Attention, find_attention
+from llama_ssp.models.native.attention_operator import FEATURES
+from llama_ssp.models.native.compiled import has_features
+from tests.helpers.lanes import grid
+from tests.helpers.models import tiny_model
+
+CPU = torch.device("cpu")
+HEADS = [(8, 4), (2, 2), (36, 1)]
+FAR = 700
+
+
+def made(head_dim: int) -> Attention:
+    if not has_features(FEATURES):
+        pytest.skip("this processor has no such attention")
+    attention = find_attention(CPU, torch.float32, head_dim)
+    assert attention
+    return attention
+
+
+class Case(NamedTuple):
+    """What one call is given, but for the cache."""
+
+    qkv: Tensor
+    turns: Tensor
+    positions: Tensor
+    num_heads: int
+    scale: float
+    window: int
+
+    def part(self, rows: slice, tokens: slice) -> "Case":
+        """The same for some tokens."""
+        qkv = self.qkv.view(*self.positions.shape, -1)[rows, tokens].flatten(0, 1)
+        return self._replace(qkv=qkv, positions=self.positions[rows, tokens].contiguous())
+
+    def call(self, cache: Tensor, first_slots: Tensor) -> Tensor:
+        slots = (first_slots[:, None] + self.positions).flatten()
+        return made(cache.shape[-1])(
+            self.qkv, self.turns, self.positions, slots, cache, self.num_heads, self.scale, self.window
+        )
+
+
+def case(
+    starts: list[int], num_tokens: int, *, heads: tuple[int, int] = (8, 4), head_dim: int = 32, window: int = 0
+) -> tuple[Case, Tensor, Tensor]:
+    """Random tokens behind texts of some lengths, a filled cache, and where its rows begin."""
+    generator = torch.Generator().manual_seed(len(starts) + num_tokens)
+    (num_heads, num_kv), num_slots = heads, max(starts) + num_tokens + 3
+    positions = torch.tensor(starts)[:, None] + torch.arange(num_tokens)
+    angles = torch.randn(num_slots, 1, head_dim // 2, generator=generator)
+    qkv = torch.randn(positions.numel(), (num_heads + 2 * num_kv) * head_dim, generator=generator)
+    turns = torch.polar(torch.ones_like(angles), angles)
+    cache = torch.randn(2 * num_kv, len(starts) * num_slots, head_dim, generator=generator)
+    given = Case(qkv, turns, positions, num_heads, head_dim**-0.5, window)
+    return given, cache, torch.arange(len(starts)) * num_slots
+
+
+def defined(given: Case, cache: Tensor, first_slots: Tensor) -> tuple[Tensor, Tensor]:
+    """The attended values and the cache afterwards in fp64, token by token."""
+    num_kv, head_dim, num_heads = cache.shape[0] // 2, cache.shape[-1], given.num_heads
+    cache = cache.double()
+    places = [(row, int(position)) for row, line in enumerate(given.positions) for position in line]
+    queries = []
+    for x, (row, position) in zip(given.qkv.double().view(len(places), -1, head_dim), places, strict=True):
+        pairs = torch.view_as_complex(x[: num_heads + num_kv].unflatten(-1, (-1, 2)).contiguous())
+        turned = torch.view_as_real(pairs * given.turns[position].to(torch.complex128)).flatten(-2)
+        cache[:, first_slots[row] + position] = torch.cat([turned[num_heads:], x[num_heads + num_kv :]])
+        queries.append(turned[:num_heads].view(num_kv, -1, head_dim))
+    found = []
+    for query, (row, position) in zip(queries, places, strict=True):
+        first = max(0, position - given.window + 1) if given.window else 0
+        keys, values = cache[:, first_slots[row] + first : first_slots[row] + position + 1].split(num_kv)
+        found.append((((query @ keys.mT) * given.scale).softmax(-1) @ values).flatten())
+    return torch.stack(found), cache
+
+
+@grid(heads=HEADS, head_dim=[16, 32, 64, 80, 256], starts=[[0], [300, 4, FAR]], num_tokens=[1, 5, 40], window=[0, 150])
+def test_it_is_attention(
+    heads: tuple[int, int], head_dim: int, starts: list[int], num_tokens: int, window: int
+) -> None:
+    given, cache, first_slots = case(starts, num_tokens, heads=heads, head_dim=head_dim, window=window)
+    wanted, wanted_cache = defined(given, cache, first_slots)
+    found = given.call(cache, first_slots)
+    torch.testing.assert_close(found.double(), wanted, rtol=0, atol=2e-6)
+    torch.testing.assert_close(cache.double(), wanted_cache, rtol=0, atol=1e-6)
+
+
+@grid(heads=HEADS, head_dim=[32, 128], starts=[[3, 126, FAR], [FAR]], window=[0, 150])
+def test_a_token_has_the_same_bits_alone(heads: tuple[int, int], head_dim: int, starts: list[int], window: int) -> None:
+    """One query after the other, one row after the other, in a cache of one row that ends with the text."""
+    given, cache, first_slots = case(starts, 5, heads=heads, head_dim=head_dim, window=window)
+    before, together = cache.clone(), given.call(cache, first_slots).view(len(starts), 5, -1)
+    for row, start in enumerate(starts):
+        own = before[:, first_slots[row] : first_slots[row] + start + 5].contiguous()
+        alone = [given.part(slice(row, row + 1), slice(t, t + 1)).call(own, torch.tensor([0])) for t in range(5)]
+        assert torch.equal(together[row], torch.cat(alone))
+        assert torch.equal(cache[:, first_slots[row] : first_slots[row] + start + 5], own)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+def test_the_number_of_threads_does_not_show(num_threads: int) -> None:
+    given, cache, first_slots = case([FAR, 20], 40)
+    wanted, before = given.call(cache.clone(), first_slots), torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        assert torch.equal(given.call(cache, first_slots), wanted)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_scores_far_apart_leave_the_largest() -> None:
+    given, cache, first_slots = case([FAR], 5)
+    given = given._replace(scale=1e4)
+    wanted, _ = defined(given, cache, first_slots)
+    torch.testing.assert_close(given.call(cache, first_slots).double(), wanted, rtol=0, atol=1e-5)
+
+
+def test_slots_behind_a_token_and_in_other_rows_do_not_count() -> None:
+    given, cache, first_slots = case([130, 7], 2)
+    wanted = given.call(cache.clone(), first_slots)
+    cache[:, 132 : first_slots[1]] = float("nan")
+    cache[:, first_slots[1] + 9 :] = float("nan")
+    assert torch.equal(given.call(cache, first_slots), wanted)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_query_that_is_no_number_spoils_its_head_alone(bad: float) -> None:
+    given, cache, first_slots = case([130], 2)
+    wanted = given.call(cache.clone(), first_slots)
+    given.qkv[1, 3] = bad
+    found = given.call(cache, first_slots)
+    assert not found[1, :32].isfinite().any()
+    assert torch.equal(found[0], wanted[0])
+    assert torch.equal(found[1, 32:], wanted[1, 32:])
+
+
+def runner(**sizes: int) -> LeanRunner:
+    """A model whose linear layers all have compiled products, with rows that do not depend on each other."""
+    model = tiny_model("llama", head_dim=16, vocab_size=208, **sizes)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16().float()
+    return LeanRunner(model, comm=Comm.single())
+
+
+@grid(batch_size=[1, 3], capacity=[300, 900], bucket=[256, 300])
+def test_verifying_gives_the_logits_of_single_steps_whatever_the_cache(
+    batch_size: int, capacity: int, bucket: int
+) -> None:
+    made(16)
+    ids = torch.randint(0, 208, (1, 206), generator=torch.Generator().manual_seed(0))
+    alone, model = runner(), runner()
+    alone.allocate(batch_size=1, capacity=220)
+    model.allocate(batch_size=batch_size, capacity=capacity)
+    singles = [alone.forward(ids[:, t : t + 1], torch.tensor([[t]]), bucket=220) for t in range(206)]
+    row = torch.tensor([batch_size - 1])
+    model.forward(ids[:, :201], torch.arange(201)[None], bucket=bucket, cache_rows_B=row)
+    together = model.forward(ids[:, 201:], torch.arange(201, 206)[None], bucket=bucket, cache_rows_B=row)
+    assert torch.equal(together, torch.cat(singles[201:], 1))
+
+
+def test_other_devices_formats_and_heads_keep_masks() -> None:
+    assert find_attention(torch.device("meta"), torch.float32, 32) is None
+    assert find_attention(CPU, torch.bfloat16, 32) is None
+    assert find_attention(CPU, torch.float32, 24) is None
+    assert find_attention(CPU, torch.float32, 512) is None
+
+
+@pytest.fixture
+def forgotten() -> Iterator[None]:
+    """An operator that is looked for again, in the test and after it."""
+    find_attention.cache_clear()
+    yield
+    find_attention.cache_clear()
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_without_the_compiler_masks_give_the_same_and_one_sentence_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def logits() -> Tensor:
+        model = runner()
+        model.allocate(batch_size=1, capacity=40)
+        return model.forward(torch.arange(9)[None], torch.arange(9)[None], bucket=32)
+
+    wanted = logits()
+    find_attention.cache_clear()
+    for name in ("attention_operator", "compiled"):
+        monkeypatch.delitem(sys.modules, f"llama_ssp.models.native.{name}", raising=False)
+        monkeypatch.delattr(f"llama_ssp.models.native.{name}", raising=False)
+    monkeypatch.setitem(sys.modules, "llvmlite", None)
+    with caplog.at_level(logging.WARNING):
+        found = logits()
+        logits()
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    (message,) = [record.message for record in caplog.records if "compiled attention" in record.message]
+    assert "llvmlite" in message
+
+
+@pytest.mark.usefixtures("forgotten")
+@pytest.mark.parametrize("fault", ["values", "cache"])
+def test_an_operator_that_is_wrong_on_this_machine_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fault: str
+) -> None:
+    right, check = made(32), native._check
+
+    def wrong(*arguments: Tensor) -> Tensor:
+        found = right(*arguments)
+        (found if fault == "values" else arguments[4]).mul_(1.1)
+        return found
+
+    monkeypatch.setattr(native, "_check", lambda _, head_dim: check(wrong, head_dim))
+    find_attention.cache_clear()
+    assert find_attention(CPU, torch.float32, 32) is None
+    assert "wrong on this CPU" in caplog.text
+
+
+def test_a_forward_of_a_layer_calls_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made(16)
+    calls = []
+    attend = CompiledAttention.__call__
+
+    def counted(*given: Any) -> Tensor:  # noqa: ANN401 - what the method takes
+        calls.append(given[2])
+        return attend(*given)
+
+    monkeypatch.setattr(CompiledAttention, "__call__", counted)
+    model = runner()
+    model.allocate(batch_size=1, capacity=40)
+    for num_tokens in (1, 5, 40):
+        calls.clear()
+        model.forward(torch.arange(num_tokens)[None], torch.arange(num_tokens)[None], bucket=40)
+        assert calls == [0, 1]
