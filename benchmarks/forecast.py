@@ -10,7 +10,7 @@ Measured are medians over completions; of memory, how much resident memory grew 
 
 The machine may have slowed down since it was calibrated, which is no fault of the planner. So the random pairs that
 calibration decodes take turns with the measured ones, and each forecast is given twice: by the calibration as it
-stands, and with what those pairs take now (`calibration.model_pairs`).
+stands ("plan"), and with what those pairs take in the same turn ("plan now"; `calibration.model_pairs`).
 """
 
 import argparse
@@ -231,7 +231,7 @@ def main(shipped: Path, number: int, num_turns: int) -> None:
 def print_times(turns: Mapping[str, Sequence[tuple[Times, Times, Times]]], num_ranks: int) -> None:
     """Medians over the turns, of times and of ratios within a turn."""
     table = Table(title=f"milliseconds per token, {num_ranks} ranks", title_justify="left", show_edge=False)
-    for column in ("", "", "calibrated", "now", "measured", "calibrated / measured", "now / measured"):
+    for column in ("", "", "plan", "plan now", "run", "plan / run", "plan now / run"):
         table.add_column(column, justify="right" if column else "left")
     for name, found in turns.items():
         for mode in ("plain", "speculative"):
