@@ -186,9 +186,15 @@ class Comm:
         return self.gather_text(text if self.rank == src else "")[src]
 
     def barrier(self) -> None:
-        """Wait for every rank of the group, but not for its device."""
-        if self.size > 1:
-            dist.all_reduce(torch.zeros(1), group=self.group)
+        """Wait for every rank of the group, but not for its device.
+
+        Sends no tensor: a thread of gloo may hold one for longer, and would abort the process to free it while the
+        interpreter ends.
+        """
+        if self.group:
+            options = dist.BarrierOptions()
+            options.device = torch.device("cpu")
+            self.group.barrier(options).wait()
 
     def wait(self, event: Event) -> None:
         """Wait until this rank's GPU has passed an event; DistBackendError if it waits for a rank that is lost."""

@@ -1,10 +1,11 @@
 """How ranks communicate when collectives no longer work: through the rendezvous store.
 
-A thread on every rank waits for calls. It answers whatever the main thread is doing, until its process ends: a rank
-that does not answer was killed or stopped. Module `faults` decides how a run ends.
+A thread on every rank waits for calls. It answers whatever the main thread is doing, until its rank leaves the run: a
+rank that does not answer was killed or stopped. Module `faults` decides how a run ends.
 
-    call N            a request of any rank                      -> every thread
-    answer N RANK     from each thread that received the call,   -> the caller
+    calls RANK        how many a rank was sent
+    call RANK N       a request of any rank, or its own to end   -> its thread
+    answer RANK N     of that thread, if it received the call,   -> the caller
                       and whether its main thread is at work
     verdict           the error that ends the run: the first one counts
     spoken            how many ranks asked to report the error: the first one does
@@ -33,7 +34,7 @@ _LOOK_EVERY_S = 0.02
 ANSWER_S = 1.0
 """How long a rank has to answer a call."""
 _END_S = 10.0  # how long a rank may take to end after the run has failed
-_STOP, _ROLL, _END = "stop", "roll", "end"
+_STOP, _ROLL, _END, _LEAVE = "stop", "roll", "end", "leave"
 _BUSY = "busy"
 _NUM_CALLS = 2  # a rank may be inside a library that does not let its other threads run
 
@@ -65,13 +66,21 @@ class ControlChannel:
         self._is_alarmed = False
         self._heartbeat: Heartbeat | None = None
         self._store = _connected(store) if store else None
+        self._listener: Thread | None = None
         if store:
-            Thread(target=self._listen, args=(_connected(store),), daemon=True, name="control-channel").start()
+            self._listener = Thread(target=self._listen, args=(_connected(store),), daemon=True, name="control-channel")
+            self._listener.start()
 
     @classmethod
     def alone(cls) -> Self:
         """Make the channel of a single rank."""
         return cls(None, rank=0, size=1, is_first_here=True)
+
+    def leave(self) -> None:
+        """Answer no more; a thread that waited in torch while the interpreter ends would abort the process."""
+        if self._listener:
+            self._in_time(lambda store: _send(store, self.rank, _LEAVE))
+            self._listener.join(ANSWER_S)
 
     def ask_to_stop(self) -> None:
         """Forward the SIGTERM of this rank to all ranks; may be called from a signal handler."""
@@ -169,15 +178,14 @@ class ControlChannel:
 
     def _call(self, store: Store, words: str, *, without: tuple[int, ...] = ()) -> dict[int, str]:
         """Call all ranks, and return the answers that come in time."""
-        number = store.add("llama_ssp/calls", 1) - 1
-        store.set(f"llama_ssp/call/{number}", words)
+        keys = [f"llama_ssp/answer/{rank}/{_send(store, rank, words)}" for rank in range(self.size)]
         answers: dict[int, str] = {}
         deadline = time.monotonic() + ANSWER_S
         awaited = set(range(self.size)) - set(without)
         while awaited and time.monotonic() < deadline:
             for rank in awaited:
-                if store.check([key := f"llama_ssp/answer/{number}/{rank}"]):
-                    answers[rank] = store.get(key).decode()
+                if store.check([keys[rank]]):
+                    answers[rank] = store.get(keys[rank]).decode()
             awaited -= answers.keys()
             time.sleep(_LOOK_EVERY_S)
         return answers
@@ -209,17 +217,17 @@ class ControlChannel:
         return None
 
     def _listen(self, store: Store) -> None:
-        number = 0
+        number, kind = 0, ""
         try:
-            while True:
-                store.wait([f"llama_ssp/call/{number}"], _PATIENCE)
-                kind, _, words = store.get(f"llama_ssp/call/{number}").decode().partition("\n")
+            while kind != _LEAVE:
+                store.wait([call := f"llama_ssp/call/{self.rank}/{number}"], _PATIENCE)
+                kind, _, words = store.get(call).decode().partition("\n")
                 self._verdict = words or self._verdict
-                store.set(f"llama_ssp/answer/{number}/{self.rank}", _BUSY if self.is_busy() else "")
+                store.set(f"llama_ssp/answer/{self.rank}/{number}", _BUSY if self.is_busy() else "")
                 if kind == _STOP:
                     self._num_stops += 1
                     self._stop_received_s = time.monotonic()
-                if kind != _ROLL:
+                if kind in (_STOP, _END):
                     os.kill(os.getpid(), signal.SIGTERM)
                 if kind == _END:
                     _insist(from_message(words))
@@ -227,6 +235,13 @@ class ControlChannel:
         except DistError:  # the rank that held the store has ended; collectives raise an error of their own
             if self._agent and self._agent.holds_store:  # an agent was killed, perhaps on another node
                 os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _send(store: Store, rank: int, words: str) -> int:
+    """Call one rank; returns the number of the call among those of that rank."""
+    number: int = store.add(f"llama_ssp/calls/{rank}", 1) - 1
+    store.set(f"llama_ssp/call/{rank}/{number}", words)
+    return number
 
 
 def _connected(store: Store) -> Store:

@@ -108,7 +108,7 @@ def start(*, device: DeviceKind, timeout_s: float) -> Iterator[World]:
     is_first = not dist.is_initialized()  # later jobs of a sweep use the first one's group: a new one would hang
     if is_first:
         meet(ranks, device=chosen, timeout_s=timeout_s)
-        atexit.register(_part, is_on_gpu=chosen.type == "cuda")
+        atexit.register(_part, _watch(ranks), is_on_gpu=chosen.type == "cuda")
     watch, limit = _watch(ranks), f"timeouts.load_s={timeout_s:g}"
     watch.peers = range(ranks.size)
     waits = None
@@ -152,8 +152,9 @@ def _sharers(ranks: Ranks, cores: frozenset[int]) -> tuple[int, ...]:
     return tuple(rank for rank, key in enumerate(keys) if store.get(key).decode() == own)
 
 
-def _part(*, is_on_gpu: bool) -> None:
+def _part(watch: ControlChannel, *, is_on_gpu: bool) -> None:
     """Leave the group of all ranks at the end of the process."""
+    watch.leave()
     if is_on_gpu:
         gc.collect()  # NCCL would wait for graphs that hold its kernels
         Thread(target=_end_anyway, daemon=True, name="end").start()
