@@ -41,8 +41,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_pairs, "TARGETS", (RandomLlama(128, 3, 64), RandomLlama(256, 3, 64)))
     monkeypatch.setattr(model_pairs, "DRAFT", RandomLlama(64, 1, 64))
     monkeypatch.setattr(model_pairs, "VOCAB_SIZE", 64)
-    monkeypatch.setattr(model_pairs, "FEWEST", 1)
-    monkeypatch.setattr(model_pairs, "BUDGET_S", 0.0)
+    monkeypatch.setattr(model_pairs, "TURN_S", 0.0)
 
 
 @pytest.mark.heavy
