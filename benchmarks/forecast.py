@@ -6,11 +6,12 @@
 
 Each target decodes 64 tokens behind a prompt of 32, plain and with the shipped draft, in fp32 at K=4 and batch 1. The
 acceptance of a pair is measured in the same run and given to the planner: it is a property of models, not of machines.
-Measured are medians over completions; of memory, how much resident memory grew by loading, and the cache's buffers.
+Of memory, measured is how much resident memory grew by loading, and the cache's buffers.
 
-The machine may have slowed down since it was calibrated, which is no fault of the planner. So the random pairs that
-calibration decodes take turns with the measured ones, and each forecast is given twice: by the calibration as it
-stands ("plan"), and with what those pairs take in the same turn ("plan now"; `calibration.model_pairs`).
+On a shared machine a neighbour's work adds to the times of calibration and run alike, and to each at other moments. So
+both take the lower quartile, of completions that are spread over the whole program in turns; the medians show what
+neighbours added. The random pairs that calibration decodes take part in the turns, and each forecast is given twice: by
+the calibration as it stands ("plan"), and with what those pairs take here ("plan now"; `calibration.model_pairs`).
 """
 
 import argparse
@@ -19,7 +20,7 @@ import gc
 import json
 import statistics
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -30,16 +31,14 @@ from rich.console import Console
 from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from llama_ssp.calibration.interleave import median_ratio
+from llama_ssp.calibration.interleave import undisturbed
 from llama_ssp.calibration.model_pairs import (
     NUM_DRAFT_TOKENS,
     PROMPT_TOKENS,
     VOCAB_SIZE,
-    complete,
+    DecodingPair,
+    Pairs,
     composition,
-    decoder,
-    pair_times,
-    requests,
 )
 from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.config.machine import detect_hardware, machine_of_run
@@ -49,7 +48,6 @@ from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.memory import anonymous_bytes
 from llama_ssp.distributed.world import World, start
 from llama_ssp.engine.completion import RowCompletion
-from llama_ssp.engine.loop import Decoder
 from llama_ssp.models.build import load_model
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.runner import Runner
@@ -111,14 +109,9 @@ def settled_bytes() -> int:
     return anonymous_bytes() or 0
 
 
-def measured(run: Decoder, number: int) -> list[RowCompletion]:
-    """Finished completions, the first one left out as a warm-up."""
-    return complete(run, requests(number + 1, new_tokens=NEW_TOKENS))[1:]
-
-
-def ms_per_token(completions: list[RowCompletion]) -> float:
-    """The median over completions, prompts included."""
-    return statistics.median(1e3 * each.busy_s / len(each.token_ids) for each in completions)
+def ms_per_token(completion: RowCompletion) -> float:
+    """The prompt included."""
+    return 1e3 * completion.busy_s / len(completion.token_ids)
 
 
 def cache_bytes(runner: Runner) -> int:
@@ -146,11 +139,10 @@ def planned_job(case: Case, world: World, acceptance: float) -> PlanSpec:
 
 
 class Times(NamedTuple):
-    """Milliseconds per token, measured or forecast."""
+    """Milliseconds per token."""
 
     plain: float
     speculative: float
-    acceptance: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,14 +153,19 @@ class Pair:
     target: Runner
     draft: Runner | None
     grown_bytes: int
+    decoding: DecodingPair
 
-    def times(self, world: World, number: int) -> Times:
-        """Decode plain and speculatively."""
-        plain = measured(decoder(self.target, None, world.comm, num_draft_tokens=0), number)
-        drafted = measured(decoder(self.target, self.draft, world.comm, num_draft_tokens=NUM_DRAFT_TOKENS), number)
+    def times(self, middle: Callable[[Iterable[float]], float]) -> Times:
+        """Of all turns."""
+        plain, speculative = self.decoding.plain, self.decoding.speculative
+        return Times(*(middle(map(ms_per_token, found)) for found in (plain, speculative)))
+
+    def acceptance(self) -> float:
+        """The probability that explains how many tokens the rounds gave."""
+        drafted = self.decoding.speculative
         rounds = sum(len(each.accepted_lengths) for each in drafted)
         per_round = sum(len(each.token_ids) - 1 for each in drafted) / rounds
-        return Times(ms_per_token(plain), ms_per_token(drafted), implied_acceptance(per_round, NUM_DRAFT_TOKENS))
+        return implied_acceptance(per_round, NUM_DRAFT_TOKENS)
 
     def memory(self, world: World, machine: HardwareConfig) -> dict[str, tuple[float, float]]:
         """Forecast and measured MiB of this rank."""
@@ -184,27 +181,28 @@ def pair_of(case: Case, world: World) -> Pair:
     """Load a case."""
     target, target_bytes = load(case.target, world.comm)
     draft, draft_bytes = load(case.draft, Comm.single()) if world.comm.rank == 0 else (None, 0)
-    return Pair(case=case, target=target, draft=draft, grown_bytes=target_bytes + draft_bytes)
+    decoding = DecodingPair(target, draft, world.comm, new_tokens=NEW_TOKENS)
+    return Pair(case=case, target=target, draft=draft, grown_bytes=target_bytes + draft_bytes, decoding=decoding)
 
 
-def as_it_is_now(machine: HardwareConfig, comm: Comm) -> HardwareConfig:
+def as_it_is_now(machine: HardwareConfig, random_pairs: Pairs, num_ranks: int) -> HardwareConfig:
     """The machine, with whole forwards timed again."""
     bare = replace(machine, profiles=[replace(each, composition=[]) for each in machine.profiles])
-    points = composition(pair_times(comm), bare, num_ranks=comm.size)
-    now = profile_of(machine, comm.size)
+    points = composition(random_pairs.times(), bare, num_ranks=num_ranks)
+    now = profile_of(machine, num_ranks)
     others = [each for each in machine.profiles if each is not now]
     assert now, "a calibrated machine has a profile"
     return replace(machine, profiles=[*others, replace(now, composition=points, composition_apart=[])])
 
 
-def forecast(pair: Pair, world: World, machine: HardwareConfig, acceptance: float) -> Times:
+def forecast(pair: Pair, world: World, machine: HardwareConfig) -> Times:
     """What a plan says."""
-    timed = timing(planned_job(pair.case, world, acceptance), machine)
+    timed = timing(planned_job(pair.case, world, pair.acceptance()), machine)
     assert timed.speculative_run_s, "there is a draft"
-    return Times(1e3 * timed.plain_run_s, 1e3 * timed.speculative_run_s, acceptance)
+    return Times(1e3 * timed.plain_run_s, 1e3 * timed.speculative_run_s)
 
 
-def main(shipped: Path, number: int, num_turns: int) -> None:
+def main(shipped: Path, num_turns: int) -> None:
     """Compare every case and print the tables on rank 0."""
     transformers.utils.logging.disable_progress_bar()
     with start(device=DeviceKind.cpu, timeout_s=600) as world, tempfile.TemporaryDirectory() as scratch:
@@ -213,31 +211,31 @@ def main(shipped: Path, number: int, num_turns: int) -> None:
             raise SystemExit("this machine is not calibrated: start task=calibrate first")
         shared = Path(world.comm.broadcast_text(scratch, src=0))
         pairs = [pair_of(case, world) for case in cases(shared, world, shipped)]
-        turns: dict[str, list[tuple[Times, Times, Times]]] = {pair.case.name: [] for pair in pairs}
+        random_pairs = Pairs(world.comm)
         for _ in range(num_turns):
-            now = as_it_is_now(machine, world.comm)
+            random_pairs.turn()
             for pair in pairs:
-                took = pair.times(world, number)
-                by_plan, by_now = (forecast(pair, world, each, took.acceptance) for each in (machine, now))
-                turns[pair.case.name].append((by_plan, by_now, took))
+                pair.decoding.turn()
         held = [
             json.loads(text) for text in world.comm.gather_text(json.dumps([p.memory(world, machine) for p in pairs]))
         ]
         if world.comm.rank == 0:
-            print_times(turns, world.comm.size)
+            print_times(pairs, world, machine, as_it_is_now(machine, random_pairs, world.comm.size))
             print_memory([pair.case.name for pair in pairs], held)
 
 
-def print_times(turns: Mapping[str, Sequence[tuple[Times, Times, Times]]], num_ranks: int) -> None:
-    """Medians over the turns, of times and of ratios within a turn."""
-    table = Table(title=f"milliseconds per token, {num_ranks} ranks", title_justify="left", show_edge=False)
-    for column in ("", "", "plan", "plan now", "run", "plan / run", "plan now / run"):
+def print_times(pairs: Sequence[Pair], world: World, machine: HardwareConfig, now: HardwareConfig) -> None:
+    """Forecasts over what a run takes while nobody disturbs it, and the medians of runs."""
+    table = Table(title=f"milliseconds per token, {world.comm.size} ranks", title_justify="left", show_edge=False)
+    for column in ("", "", "plan", "plan now", "run", "median", "plan / run", "plan now / run"):
         table.add_column(column, justify="right" if column else "left")
-    for name, found in turns.items():
-        for mode in ("plain", "speculative"):
-            by_plan, by_now, took = ([getattr(each, mode) for each in times] for times in zip(*found, strict=True))
-            times = [f"{statistics.median(each):.2f}" for each in (by_plan, by_now, took)]
-            table.add_row(name, mode, *times, *(f"{median_ratio(each, took):.2f}" for each in (by_plan, by_now)))
+    for pair in pairs:
+        forecasts = [forecast(pair, world, each) for each in (machine, now)]
+        took, middle = pair.times(undisturbed), pair.times(statistics.median)
+        for mode in Times._fields:
+            plans, run = [getattr(each, mode) for each in forecasts], getattr(took, mode)
+            times = [f"{each:.2f}" for each in (*plans, run, getattr(middle, mode))]
+            table.add_row(pair.case.name, mode, *times, *(f"{each / run:.2f}" for each in plans))
     Console().print(table)
 
 
@@ -255,7 +253,6 @@ def print_memory(names: Sequence[str], held: Sequence[Sequence[Mapping[str, tupl
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shipped", type=Path, default=SHIPPED, help="folder of tiny and tiny-draft")
-    parser.add_argument("--completions", type=int, default=3, help="of each pair in each turn")
-    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--turns", type=int, default=10)
     given = parser.parse_args()
-    main(given.shipped, given.completions, given.turns)
+    main(given.shipped, given.turns)

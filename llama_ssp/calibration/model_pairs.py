@@ -8,13 +8,13 @@ sent inside of a forward, but they share the machine's memory: `Profile.composit
 Shapes: K drafted tokens.
 """
 
-import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from llama_ssp.calibration.interleave import undisturbed
 from llama_ssp.calibration.random_llama import RandomLlama
 from llama_ssp.config.hardware import CompositionPoint, HardwareConfig
 from llama_ssp.config.machine import machine_of_run
@@ -45,9 +45,10 @@ TARGETS = (
     RandomLlama(1024, 17, VOCAB_SIZE),
 )
 """Their weights are 22 MB, 200 MB and 1.1 GB."""
-BUDGET_S = 3.0
-"""Time limit of one mode of one pair."""
-FEWEST, MOST = 5, 50
+TURN_S = 0.6
+"""Time limit of one mode of one pair in a turn."""
+MOST = 20
+"""Completions of one mode of one pair in a turn."""
 NUM_DRAFT_TOKENS, PROMPT_TOKENS, NEW_TOKENS = 4, 32, 24
 """A round must end within the cache slots that a profile's layers were timed with."""
 MOST_OF_MEMORY = 0.5
@@ -56,7 +57,7 @@ LEAST_RATIO = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class PairTime:
-    """Median times of a pair.
+    """Times of a pair while nobody disturbs it; see `interleave.undisturbed`.
 
     Attributes:
         prompt_s: a prompt of `PROMPT_TOKENS` through the target, and the first token.
@@ -72,45 +73,77 @@ class PairTime:
     rest_s: float
 
 
-def pair_times(comm: Comm) -> list[PairTime]:
-    """Decode with all pairs that fit into half of the free memory; all ranks must call this together."""
-    room = MOST_OF_MEMORY * _agreed(available_bytes() or sys.maxsize, comm)
-    draft = DRAFT.load(Comm.single()) if comm.rank == 0 else None
-    return [_pair_time(stack, draft, comm) for stack in TARGETS if stack.num_bytes <= room]
+class DecodingPair:
+    """A target in memory that decodes plain and with a draft; the ranks of `comm` make it, and call `turn`, together.
+
+    Attributes:
+        plain, speculative: the completions of all turns.
+    """
+
+    def __init__(self, target: Runner, draft: Runner | None, comm: Comm, *, new_tokens: int) -> None:
+        self._comm = comm
+        self._new_tokens = new_tokens
+        self._speculative_run = decoder(target, draft, comm, num_draft_tokens=NUM_DRAFT_TOKENS)
+        self._plain_run = decoder(target, None, comm, num_draft_tokens=0)
+        for run in (self._speculative_run, self._plain_run):  # records traces; the first needs the longer cache
+            complete(run, requests(1, new_tokens=new_tokens))
+        self.plain: list[RowCompletion] = []
+        self.speculative: list[RowCompletion] = []
+
+    def turn(self) -> None:
+        """Decode for a while in both modes."""
+        self.plain.extend(self._completions(self._plain_run, self.plain))
+        self.speculative.extend(self._completions(self._speculative_run, self.speculative))
+
+    def _completions(self, run: Decoder, known: Sequence[RowCompletion]) -> list[RowCompletion]:
+        """As many as a turn allows by the first rank's clock, and one in the first turn."""
+        number = _agreed(max(1, min(MOST, int(TURN_S / known[-1].busy_s))), self._comm) if known else 1
+        return complete(run, requests(number, new_tokens=self._new_tokens))
 
 
-def pair_times_apart(comm: Comm) -> list[PairTime]:
-    """Decode with pairs that every rank holds whole, all at the same time; all ranks must call this together."""
-    room = MOST_OF_MEMORY * _agreed(available_bytes() or sys.maxsize, comm) / comm.size
-    draft, times = DRAFT.load(Comm.single()), []
-    for stack in TARGETS:
-        if stack.num_bytes <= room:
-            comm.barrier()
-            times.append(_pair_time(stack, draft, Comm.single()))
-    return times
+class Pairs:
+    """The pairs that fit into half of the free memory; all ranks make them, and call `turn`, together.
+
+    They decode in turns, between other measurements: on a shared machine a core is slower for seconds or minutes while
+    a neighbour uses the same core, and what is measured at one moment would be that moment's.
+
+    Args:
+        comm: the ranks that measure. They share the targets, or hold one each and decode at the same time (`apart`).
+    """
+
+    def __init__(self, comm: Comm, *, apart: bool = False) -> None:
+        self._comm, own = comm, Comm.single() if apart else comm
+        room = MOST_OF_MEMORY * _agreed(available_bytes() or sys.maxsize, comm) / (comm.size if apart else 1)
+        draft = DRAFT.load(Comm.single()) if own.rank == 0 else None
+        self._pairs: list[tuple[RandomLlama, DecodingPair]] = []
+        for stack in TARGETS:
+            if stack.num_bytes <= room:
+                room -= stack.num_bytes
+                self._pairs.append((stack, DecodingPair(stack.load(own), draft, own, new_tokens=NEW_TOKENS)))
+
+    def turn(self) -> None:
+        """Let every pair decode for a while."""
+        for _, pair in self._pairs:
+            self._comm.barrier()
+            pair.turn()
+
+    def times(self) -> list[PairTime]:
+        """What all turns have measured."""
+        return [pair_time(stack, pair.plain, pair.speculative) for stack, pair in self._pairs]
 
 
-def _pair_time(stack: RandomLlama, draft: Runner | None, comm: Comm) -> PairTime:
-    target = stack.load(comm)
-    plain = _completions(decoder(target, None, comm, num_draft_tokens=0), comm)
-    speculative = _completions(decoder(target, draft, comm, num_draft_tokens=NUM_DRAFT_TOKENS), comm)
+def pair_time(stack: RandomLlama, plain: Sequence[RowCompletion], speculative: Sequence[RowCompletion]) -> PairTime:
+    """Take the times of a pair from its completions."""
     return PairTime(
         target=stack,
         draft=DRAFT,
-        prompt_s=statistics.median(each.busy_s - sum(each.part_s.values()) for each in plain),
-        plain_s=statistics.median(sum(each.part_s.values()) / (len(each.token_ids) - 1) for each in plain),
-        draft_s=statistics.median(each.part_s["draft"] / len(each.accepted_lengths) for each in speculative),
-        rest_s=statistics.median(
+        prompt_s=undisturbed(each.busy_s - sum(each.part_s.values()) for each in plain),
+        plain_s=undisturbed(sum(each.part_s.values()) / (len(each.token_ids) - 1) for each in plain),
+        draft_s=undisturbed(each.part_s["draft"] / len(each.accepted_lengths) for each in speculative),
+        rest_s=undisturbed(
             (each.part_s["verify"] + each.part_s["other"]) / len(each.accepted_lengths) for each in speculative
         ),
     )
-
-
-def _completions(run: Decoder, comm: Comm) -> list[RowCompletion]:
-    """Decode as many completions as the budget allows, by the first rank's clock."""
-    (first,) = complete(run, requests(1, new_tokens=NEW_TOKENS))
-    number = _agreed(max(FEWEST, min(MOST, int(BUDGET_S / first.busy_s))), comm)
-    return complete(run, requests(number, new_tokens=NEW_TOKENS))
 
 
 def _agreed(number: int, comm: Comm) -> int:

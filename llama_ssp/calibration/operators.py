@@ -8,7 +8,6 @@ Shapes: B sequences, T positions, V vocabulary, E width.
 
 import math
 import os
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,6 +16,7 @@ from itertools import cycle
 import torch
 from torch.nn import functional
 
+from llama_ssp.calibration.interleave import undisturbed
 from llama_ssp.calibration.random_llama import HEAD_DIM, MLP_SHARE, RandomLlama
 from llama_ssp.config.formats.format import NO_QUANTIZATION, format_of
 from llama_ssp.config.hardware import LinearPoint, RowsPoint, SizePoint
@@ -26,6 +26,7 @@ from llama_ssp.distributed.gpu.capturing import capture_stream
 from llama_ssp.distributed.gpu.selecting import selected
 from llama_ssp.engine.executors.tracing import Traced
 from llama_ssp.models.linear import Linear, make_linear
+from llama_ssp.models.native.attention import find_attention
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.runner import Runner
 from llama_ssp.planning.measured import measured_linear_s
@@ -41,20 +42,19 @@ BUDGET_S = 0.15
 _FEWEST, _MOST = 3, 200
 NARROW = 64
 MANY_LAYERS = 9
-MOST_MATRICES = 512
+MOST_MATRICES, NUM_CACHES = 512, 64
 WIDTHS = (64, 256)
 
 
 def seconds_per_call(
     call: Callable[[], object], *, budget_s: float = BUDGET_S, between: Callable[[], object] | None = None
 ) -> float:
-    """Return the lower quartile of the times of a call, over as many calls as the budget allows.
+    """Return the `undisturbed` time of a call, over as many calls as the budget allows.
 
-    Other processes only ever add time; the quartile excludes most of it. `between` is untimed work before each call,
-    for code and data that would otherwise be warmer than in a run.
+    `between` is untimed work before each call, for code and data that would otherwise be warmer than in a run.
     """
     if between:
-        return statistics.quantiles(_times_apart(call, between, budget_s), n=4, method="inclusive")[0]
+        return undisturbed(_times_apart(call, between, budget_s))
     call()
     started = time.perf_counter()
     call()
@@ -67,7 +67,7 @@ def seconds_per_call(
         for _ in range(bunch):
             call()
         times.append((time.perf_counter() - started) / bunch)
-    return statistics.quantiles(times, n=4, method="inclusive")[0]
+    return undisturbed(times)
 
 
 def _times_apart(call: Callable[[], object], between: Callable[[], object], budget_s: float) -> list[float]:
@@ -273,7 +273,21 @@ def attention_points() -> list[SizePoint]:
 
 
 def _attend_s(rows: int, num_slots: int, num_heads: int) -> float:
-    keys, values = torch.randn(2, 1, num_heads, num_slots, HEAD_DIM).unbind()
-    queries, mask = torch.randn(1, num_heads, rows, HEAD_DIM), torch.zeros(1, 1, rows, num_slots)
+    """Time attention as a forward in fp32 does it: the compiled operator, or torch's where there is none."""
+    cpu = torch.device("cpu")
+    call: Callable[[], object]
+    if attention := find_attention(cpu, torch.float32, HEAD_DIM):
+        qkv, positions = torch.randn(rows, 3 * num_heads * HEAD_DIM), torch.arange(num_slots)[-rows:]
+        turns = torch.ones(num_slots, 1, HEAD_DIM // 2, dtype=torch.complex64)
+        # The layers of a model in turn: a run finds their keys and values in no cache of the processor.
+        caches = cycle(torch.randn(NUM_CACHES, 2 * num_heads, num_slots, HEAD_DIM).unbind())
+
+        def call() -> object:
+            return attention(qkv, turns, positions[None], positions, next(caches), num_heads, 1.0, 0)
+
+    else:
+        keys, values = torch.randn(2, 1, num_heads, num_slots, HEAD_DIM).unbind()
+        queries, mask = torch.randn(1, num_heads, rows, HEAD_DIM), torch.zeros(1, 1, rows, num_slots)
+        call = partial(functional.scaled_dot_product_attention, queries, keys, values, attn_mask=mask)
     with torch.inference_mode():
-        return seconds_per_call(partial(functional.scaled_dot_product_attention, queries, keys, values, attn_mask=mask))
+        return seconds_per_call(call)

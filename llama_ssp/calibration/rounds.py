@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from llama_ssp.calibration.interleave import undisturbed
 from llama_ssp.calibration.operators import seconds_per_call
 from llama_ssp.config.hardware import SizePoint
 from llama_ssp.config.schema import SamplingConfig, VerificationConfig
@@ -31,6 +32,7 @@ MESSAGE_BYTES = (8, 1024, 8192, 65536, 524288)
 NUM_DRAFT_TOKENS = 4
 FEW_IDS = 64
 _NUM_MATRICES = 32
+_BUNCHES = 20
 
 
 def some_draw() -> Callable[[], object]:
@@ -121,12 +123,15 @@ def all_reduce_points(comm: Comm, device: torch.device) -> list[SizePoint]:
         values = torch.zeros(max(num_bytes // 4, 1), device=device)
         for _ in range(20):
             comm.all_reduce(values)
-        num_calls = 300 if num_bytes < 2**16 else 60
-        started = time.perf_counter()
-        for _ in range(num_calls):
-            work()
-            comm.all_reduce(values)
-        if device.type == "cuda":
-            comm.finish()
-        points.append(SizePoint(size=num_bytes, s=max((time.perf_counter() - started) / num_calls - work_s, 1e-6)))
+        num_calls = 15 if num_bytes < 2**16 else 3
+        took_s = []
+        for _ in range(_BUNCHES):
+            started = time.perf_counter()
+            for _ in range(num_calls):
+                work()
+                comm.all_reduce(values)
+            if device.type == "cuda":
+                comm.finish()
+            took_s.append((time.perf_counter() - started) / num_calls)
+        points.append(SizePoint(size=num_bytes, s=max(undisturbed(took_s) - work_s, 1e-6)))
     return points

@@ -1,13 +1,13 @@
 """`task=calibrate`: measures this machine and writes a file of the group `hardware`, which plans use.
 
 A CPU is measured twice: rank 0 alone with all cores while the others wait, and all ranks together with their share of
-the cores. A GPU behaves the same in both, so it gets bandwidth, FLOP/s, launches and links only. `calibration` holds
-the measurements.
+the cores. Whole pairs decode in turns between the other parts, since a shared machine changes meanwhile. A GPU behaves
+the same in both, so it gets bandwidth, FLOP/s, launches and links only. `calibration` holds the measurements.
 """
 
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from datetime import date
@@ -18,7 +18,7 @@ import torch
 import yaml
 
 from llama_ssp.calibration import model_pairs, operators, rounds
-from llama_ssp.calibration.model_pairs import PairTime
+from llama_ssp.calibration.model_pairs import Pairs, PairTime
 from llama_ssp.config.hardware import Profile, SizePoint, build, problems_of
 from llama_ssp.config.machine import THIS_MACHINE, host_memory_bytes, system_bytes
 from llama_ssp.config.options import folders
@@ -84,12 +84,20 @@ def _profiles(world: World, reduces: list[SizePoint]) -> list[_Measured]:
     measured: list[_Measured] = []
     if world.comm.rank == 0:
         with _all_cores(world):
-            measured.append(_Measured(_profile(num_ranks=1, reduces=[]), model_pairs.pair_times(Comm.single()), []))
+            pairs = Pairs(Comm.single())
+            profile = _profile(num_ranks=1, reduces=[], turn=pairs.turn)
+            measured.append(_Measured(profile, pairs.times(), []))
+            del pairs  # frees them before the next ones are loaded
     world.comm.barrier()
     if world.comm.size > 1:
-        profile = _profile(num_ranks=world.comm.size, reduces=reduces)
-        together = model_pairs.pair_times(world.comm)
-        measured.append(_Measured(profile, together, model_pairs.pair_times_apart(world.comm)))
+        together, apart = Pairs(world.comm), Pairs(world.comm, apart=True)
+
+        def turn() -> None:
+            together.turn()
+            apart.turn()
+
+        profile = _profile(num_ranks=world.comm.size, reduces=reduces, turn=turn)
+        measured.append(_Measured(profile, together.times(), apart.times()))
         world.comm.barrier()
     return measured
 
@@ -106,12 +114,15 @@ def _composed(figures: dict[str, Any], measured: list[_Measured]) -> list[Profil
     ]
 
 
-def _profile(*, num_ranks: int, reduces: list[SizePoint]) -> Profile:
+def _profile(*, num_ranks: int, reduces: list[SizePoint], turn: Callable[[], None]) -> Profile:
+    """Measure everything except whole pairs, which have their `turn` in between, so that all see the same machine."""
     sets = (*operators.WORKING_SETS, operators.beyond_caches())
     linear = operators.linear_points(torch.float32, Dtype.fp32.name, working_sets=sets)
+    turn()
     halves = []
     if can_halve():
         halves = operators.linear_points(torch.float32, Dtype.fp16.name, working_sets=sets, from_16_bits=True)
+    turn()
     elements, rows = operators.FEW_ELEMENTS, operators.FEW_ROWS
     for name, kind in COMPILED.items():
         if product_of(kind):
@@ -122,9 +133,10 @@ def _profile(*, num_ranks: int, reduces: list[SizePoint]) -> Profile:
         halves += operators.linear_points(
             DTYPES[dtype], dtype.name, working_sets=operators.WORKING_SETS[1:], all_elements=elements, all_rows=rows
         )
+    turn()
     layer, frame = operators.operator_points(linear, rounds.some_draw())
     draw, verify = rounds.rule_points(operators.some_forward())
-    return Profile(
+    profile = Profile(
         num_ranks=num_ranks,
         linear=linear + halves,
         tied_head=operators.linear_points(
@@ -138,6 +150,8 @@ def _profile(*, num_ranks: int, reduces: list[SizePoint]) -> Profile:
         all_reduce=reduces,
         round_s=rounds.round_s(),
     )
+    turn()
+    return profile
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """Whole runs of random models: what is timed of them, and that forecasts made with it give back what was timed."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from threading import Lock
@@ -9,7 +8,7 @@ import pytest
 import torch
 
 from llama_ssp.calibration import model_pairs
-from llama_ssp.calibration.model_pairs import PairTime, composition, pair_times, pair_times_apart
+from llama_ssp.calibration.model_pairs import DecodingPair, Pairs, PairTime, composition, pair_time
 from llama_ssp.calibration.random_llama import RandomLlama
 from llama_ssp.config import hardware
 from llama_ssp.config.hardware import CompositionPoint, HardwareConfig, LinearPoint, Profile, RowsPoint, SizePoint
@@ -112,7 +111,7 @@ def test_the_sizes_that_are_timed_lie_apart_and_end_within_the_measured_slots() 
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two small targets, one completion of each, and ranks that are threads load one after the other."""
+    """Two small targets, few completions of each, and ranks that are threads load one after the other."""
     turn, load = Lock(), RandomLlama.load
 
     def in_turn(stack: RandomLlama, comm: Comm) -> Runner:
@@ -123,8 +122,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_pairs, "TARGETS", (SMALL, LARGE))
     monkeypatch.setattr(model_pairs, "DRAFT", RandomLlama(64, 1, 64))
     monkeypatch.setattr(model_pairs, "VOCAB_SIZE", 64)
-    monkeypatch.setattr(model_pairs, "FEWEST", 1)
-    monkeypatch.setattr(model_pairs, "BUDGET_S", 0.0)
+    monkeypatch.setattr(model_pairs, "TURN_S", 0.0)
 
 
 def test_only_a_model_that_no_rank_shares_takes_what_was_measured_apart() -> None:
@@ -140,24 +138,45 @@ def test_only_a_model_that_no_rank_shares_takes_what_was_measured_apart() -> Non
 
 
 @pytest.mark.usefixtures("few")
-@pytest.mark.parametrize(("num_ranks", "timed"), [(1, pair_times), (2, pair_times), (2, pair_times_apart)])
-def test_ranks_decode_all_pairs_together(num_ranks: int, timed: Callable[[Comm], list[PairTime]]) -> None:
+@pytest.mark.parametrize(("num_ranks", "apart"), [(1, False), (2, False), (2, True)])
+def test_ranks_decode_all_pairs_together(num_ranks: int, apart: bool) -> None:
+    def timed(comm: ThreadComm) -> list[PairTime]:
+        pairs = Pairs(comm, apart=apart)
+        pairs.turn()
+        pairs.turn()
+        return pairs.times()
+
     for times in on_ranks(thread_comms(num_ranks), timed):
         assert [time.target for time in times] == [SMALL, LARGE]
         assert all(min(time.prompt_s, time.plain_s, time.rest_s, time.draft_s) > 0 for time in times)
 
 
 @pytest.mark.usefixtures("few")
-@pytest.mark.parametrize(("timed", "times_as_much"), [(pair_times, 2), (pair_times_apart, 4)])
-def test_a_pair_beyond_half_of_the_free_memory_is_left_out_on_all_ranks(
-    timed: Callable[[Comm], list[PairTime]], times_as_much: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("apart", "times_as_much"), [(False, 2), (True, 4)])
+def test_pairs_beyond_half_of_the_free_memory_are_left_out_on_all_ranks(
+    apart: bool, times_as_much: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_pairs, "available_bytes", lambda: times_as_much * LARGE.num_bytes - 1)
+    both = SMALL.num_bytes + LARGE.num_bytes
 
-    def taken(comm: ThreadComm) -> list[RandomLlama]:
-        return [time.target for time in timed(comm)]
+    def held(comm: ThreadComm) -> int:
+        return len(Pairs(comm, apart=apart)._pairs)
 
-    assert on_ranks(thread_comms(2), taken) == [[SMALL], [SMALL]]
+    for free_bytes, number in ((times_as_much * both, 2), (times_as_much * both - 1, 1)):
+        monkeypatch.setattr(model_pairs, "available_bytes", lambda free_bytes=free_bytes: free_bytes)
+        assert on_ranks(thread_comms(2), held) == [number, number]
+
+
+@pytest.mark.usefixtures("few")
+def test_the_completions_of_all_turns_count_and_traces_are_recorded_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    draft = model_pairs.DRAFT.load(Comm.single())
+    pair = DecodingPair(SMALL.load(Comm.single()), draft, Comm.single(), new_tokens=6)
+    assert (pair.plain, pair.speculative) == ([], [])
+    pair.turn()
+    monkeypatch.setattr(model_pairs, "TURN_S", 1e9)
+    monkeypatch.setattr(model_pairs, "MOST", 3)
+    pair.turn()
+    assert [len(pair.plain), len(pair.speculative)] == [4, 4]
+    assert {len(each.token_ids) for each in (*pair.plain, *pair.speculative)} == {6}
 
 
 def _completion(*, busy_s: float, part_s: dict[str, float], num_tokens: int, num_rounds: int) -> RowCompletion:
@@ -167,19 +186,17 @@ def _completion(*, busy_s: float, part_s: dict[str, float], num_tokens: int, num
     )
 
 
-def test_medians_are_taken_of_prompts_plain_tokens_and_both_sides_of_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quartiles_are_taken_of_prompts_plain_tokens_and_both_sides_of_a_round() -> None:
     plain = [
         _completion(busy_s=busy_s, part_s={"draft": 0, "verify": 4, "other": verify_s}, num_tokens=5, num_rounds=0)
-        for busy_s, verify_s in ((10.0, 4.0), (50.0, 44.0), (13.0, 8.0))
+        for busy_s, verify_s in ((10.0, 4.0), (53.0, 44.0), (12.0, 4.0), (13.0, 8.0), (60.0, 48.0))
     ]
     fast = [
         _completion(busy_s=99, part_s={"draft": draft_s, "verify": 8, "other": 4}, num_tokens=9, num_rounds=4)
-        for draft_s in (2.0, 1.0, 90.0)
+        for draft_s in (90.0, 1.0, 2.0, 90.0, 90.0)
     ]
-    ended = iter([plain, fast])
-    monkeypatch.setattr(model_pairs, "_completions", lambda _run, _comm: next(ended))
-    time = model_pairs._pair_time(SMALL, None, Comm.single())
-    assert (time.prompt_s, time.plain_s, time.draft_s, time.rest_s) == (2.0, 3.0, 0.5, 3.0)
+    time = pair_time(SMALL, plain, fast)
+    assert (time.prompt_s, time.plain_s, time.draft_s, time.rest_s) == (2.0, 2.0, 0.5, 3.0)
 
 
 @pytest.mark.parametrize("stack", [SMALL, LARGE])

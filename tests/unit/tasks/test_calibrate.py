@@ -1,10 +1,14 @@
 """Calibration writes a file that the planner reads, and takes off what it should."""
 
+import time
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import yaml
+from torch import Tensor
 
 from llama_ssp.calibration import model_pairs, operators, rounds
 from llama_ssp.calibration.random_llama import HEAD_DIM, RandomLlama
@@ -15,6 +19,7 @@ from llama_ssp.distributed.environment import Ranks
 from llama_ssp.distributed.world import World
 from llama_ssp.errors import SspError
 from llama_ssp.planning.timing import timing
+from llama_ssp.tasks import calibrate as task
 from llama_ssp.tasks.calibrate import calibrate
 from tests.helpers.planning import make_job
 
@@ -41,8 +46,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_pairs, "TARGETS", (RandomLlama(128, 3, 64), RandomLlama(256, 3, 64)))
     monkeypatch.setattr(model_pairs, "DRAFT", RandomLlama(64, 1, 64))
     monkeypatch.setattr(model_pairs, "VOCAB_SIZE", 64)
-    monkeypatch.setattr(model_pairs, "FEWEST", 1)
-    monkeypatch.setattr(model_pairs, "BUDGET_S", 0.0)
+    monkeypatch.setattr(model_pairs, "TURN_S", 0.0)
 
 
 @pytest.mark.heavy
@@ -75,14 +79,10 @@ def test_a_file_that_cannot_be_written_is_one_sentence_before_anything_is_measur
 
 
 def test_a_call_is_timed_in_seconds() -> None:
-    import time
-
     assert operators.seconds_per_call(lambda: time.sleep(0.002), budget_s=0.02) == pytest.approx(0.002, rel=0.5)
 
 
 def test_what_comes_between_two_calls_is_done_each_time_and_not_timed() -> None:
-    import time
-
     done: list[str] = []
 
     def between() -> None:
@@ -111,6 +111,68 @@ def test_attention_costs_by_the_bytes_of_keys_and_values_that_are_read_more(monk
     points = operators.attention_points()
     assert [point.size for point in points] == list(operators.OPERATOR_ROWS)
     assert [point.s for point in points] == pytest.approx([rows / slot_bytes for rows in operators.OPERATOR_ROWS])
+
+
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_attention_is_timed_by_the_operator_that_forwards_use(
+    is_compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, num_slots, num_heads, calls = 5, 128, 4, list[tuple[Tensor, ...]]()
+
+    def attention(*arguments: Tensor) -> None:
+        calls.append(arguments)
+
+    monkeypatch.setattr(operators, "find_attention", lambda *_: attention if is_compiled else None)
+    monkeypatch.setattr(operators, "BUDGET_S", 0.0)
+    assert operators._attend_s(rows, num_slots, num_heads) > 0
+    assert bool(calls) == is_compiled
+    for qkv, turns, positions, slots, cache, *others in calls:
+        assert qkv.shape == (rows, 3 * num_heads * HEAD_DIM)
+        assert turns.shape == (num_slots, 1, HEAD_DIM // 2)
+        assert cache.shape == (2 * num_heads, num_slots, HEAD_DIM)
+        assert positions[0].tolist() == slots.tolist() == [123, 124, 125, 126, 127]
+        assert others == [num_heads, 1.0, 0]
+    assert len({call[4].data_ptr() for call in calls}) == min(len(calls), operators.NUM_CACHES), "layers take turns"
+
+
+def test_whole_pairs_have_their_turns_between_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+
+    def part(module: Any, name: str, found: object) -> None:  # noqa: ANN401
+        def measured(*_: object, **_options: object) -> object:
+            log.append(name)
+            return found
+
+        monkeypatch.setattr(module, name, measured)
+
+    for name, found in (("linear_points", []), ("operator_points", ([], [])), ("attention_points", [])):
+        part(operators, name, found)
+    part(rounds, "rule_points", ([], []))
+    part(rounds, "round_s", 0.0)
+    task._profile(num_ranks=1, reduces=[], turn=lambda: log.append("turn"))
+    places = [place for place, name in enumerate(log) if name == "turn"]
+    assert len(places) == 4
+    assert places[-1] == len(log) - 1
+    assert all(later > earlier + 1 for earlier, later in pairwise([-1, *places[:-1]]))
+
+
+def test_a_message_that_a_neighbour_delays_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, num_calls = 0.0, 0
+
+    def all_reduce(values: Tensor) -> Tensor:
+        nonlocal now_s, num_calls
+        num_calls += 1
+        now_s += 1.0 if num_calls % 40 == 0 else 1e-5
+        return values
+
+    monkeypatch.setattr(rounds, "MESSAGE_BYTES", (8,))
+    monkeypatch.setattr(rounds, "seconds_per_call", lambda _call: 0.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: now_s)
+    comm = Comm.single()
+    object.__setattr__(comm, "all_reduce", all_reduce)  # the class is frozen
+    (point,) = rounds.all_reduce_points(comm, torch.device("cpu"))
+    assert num_calls > 40
+    assert point.s == pytest.approx(1e-5)
 
 
 def test_matrices_are_taken_off_a_layers_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
