@@ -19,7 +19,7 @@ from llvmlite import ir
 
 from llama_ssp.models.native import attention_operator, operator, products
 from llama_ssp.models.native.attention_kernel import larger, smaller
-from llama_ssp.models.native.emit import F32, I32, I64, LANES, POINTER, VOID, Code, Value, f32, i64
+from llama_ssp.models.native.emit import F32, I32, I64, LANES, POINTER, VOID, Code, Value, i64
 from llama_ssp.models.native.operator import Torch
 from llama_ssp.models.native.products import function
 from llama_ssp.models.native.sharing import COUNTERS, units

@@ -13,6 +13,8 @@ from llama_ssp.models.native.products import CONTEXT, function, part_of
 _SERIAL = 2**16
 """Multiplications, weights that are read included, that a thread of its own does not pay for."""
 _NONE = ir.Constant(POINTER, None)
+FLOAT32, INT64 = ir.Constant(I32, 6), ir.Constant(I32, 4)
+"""Number formats of tensors."""
 
 
 def emit(kind: str) -> ir.Module:
@@ -50,15 +52,15 @@ class Torch:
         sizes = self.code.load(self._ask("aoti_torch_get_sizes", tensor), typ=POINTER)
         return self.code.read(sizes, I64, i64(dim))
 
-    def empty(self, *sizes: Value) -> Value:
-        """A new tensor in fp32 of one or two dimensions."""
+    def empty(self, *sizes: Value, kind: Value = FLOAT32) -> Value:
+        """A new tensor of one or two dimensions."""
         code, number = self.code, len(sizes)
         shape, strides = code.slot(I64, number), code.slot(I64, number)
         for dim, size in enumerate(sizes):
             code.write(size, shape, i64(dim))
             code.write(sizes[1] if dim == 0 and number > 1 else i64(1), strides, i64(dim))
         zero = ir.Constant(I32, 0)
-        made = self._ask("aoti_torch_empty_strided", i64(number), shape, strides, ir.Constant(I32, 6), zero, zero)
+        made = self._ask("aoti_torch_empty_strided", i64(number), shape, strides, kind, zero, zero)
         return code.load(made, typ=POINTER)
 
     def free(self, tensor: Value) -> None:

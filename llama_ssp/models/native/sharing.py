@@ -9,8 +9,6 @@ waits for may need it.
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from llvmlite import ir
-
 from llama_ssp.models.native.attention_kernel import smaller
 from llama_ssp.models.native.emit import I32, I64, VOID, Code, Value, i64
 
