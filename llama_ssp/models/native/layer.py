@@ -31,7 +31,7 @@ _TENSORS = ("x", "turns", "positions", "slots", "cache", *(
 _NUMBERS = "float least_qkv, float least_gated, int num_heads, float scale, int window"
 
 
-class Place(NamedTuple):
+class TokenPlaces(NamedTuple):
     """Where the tokens of a forward are; see `native.attention.Attention`."""
 
     turns_S1P: Tensor
@@ -53,7 +53,7 @@ class WholeLayer:
         self._least_squares = parts[0].least_square, parts[2].least_square
 
     def __call__(
-        self, x_ME: Tensor, place: Place, cache_2NSD: Tensor, *, num_heads: int, scale: float, window: int
+        self, x_ME: Tensor, place: TokenPlaces, cache_2NSD: Tensor, *, num_heads: int, scale: float, window: int
     ) -> Tensor:
         """The residual stream behind the layer; writes keys and values of the tokens."""
         return self._operator(x_ME, *place, cache_2NSD, *self._weights, *self._least_squares, num_heads, scale, window)
@@ -106,7 +106,7 @@ def _check(operator: Operator, kind: str, head_dim: int, attention: Attention) -
     cache_2NSD = torch.arange(2.0 * num_slots * attended).cos_().view(2 * num_heads, num_slots, head_dim)
     positions_BT = torch.tensor([[3, 4]])
     turns_S1P = torch.polar(torch.ones(num_slots, 1, head_dim // 2), torch.arange(num_slots).float()[:, None, None])
-    place, wanted_2NSD = Place(turns_S1P, positions_BT, positions_BT.flatten()), cache_2NSD.clone()
+    place, wanted_2NSD = TokenPlaces(turns_S1P, positions_BT, positions_BT.flatten()), cache_2NSD.clone()
     middle_ME = output.add(attention(qkv.fused(x_ME), *place, wanted_2NSD, num_heads, 1.0, 0), x_ME)
     wanted_ME = down.add(gated.fused(middle_ME), middle_ME)
     found_ME = WholeLayer(parts, operator)(x_ME, place, cache_2NSD, num_heads=num_heads, scale=1.0, window=0)

@@ -17,6 +17,7 @@ from benchmarks.by_format import checkpoints, gguf_files, lean_loop, lines, turn
 from benchmarks.by_format.lines import LLAMA_CPP, OPENVINO, OURS, PLAIN, SPECULATIVE, Figures
 from benchmarks.by_format.process import LibraryProcess
 from llama_ssp.errors import ConfigError
+from llama_ssp.models.linear import half_scale
 
 PYTHON = Path(sys.executable)
 FAKE = "tests.helpers.counting_library"
@@ -109,6 +110,14 @@ def test_a_widened_checkpoint_holds_the_same_numbers(tmp_path: Path) -> None:
     assert {tensor.dtype for tensor in widened.values()} == {torch.float32}
     assert json.loads((model.fp32 / "config.json").read_text())["dtype"] == "float32"
     assert checkpoints.stored("tiny-draft", below=tmp_path) == model
+
+
+def test_weights_for_our_fp32_are_held_by_no_16_bits(tmp_path: Path) -> None:
+    model = checkpoints.stored("tiny-draft", below=tmp_path)
+    weights = load_file(model.all_bits / "model.safetensors")
+    assert all(half_scale(weight) is None for weight in weights.values() if weight.ndim > 1)
+    near = load_file(model.fp32 / "model.safetensors")
+    assert all(torch.allclose(weights[name], weight, rtol=1e-3, atol=0) for name, weight in near.items())
 
 
 @pytest.mark.seconds
