@@ -129,8 +129,8 @@ def show(row: Mapping[str, Any], console: Console) -> None:
 
 
 def page(rows: Sequence[Mapping[str, Any]]) -> str:
-    """What docs/benchmarks/cpus.md says of the newest row of each pair or model."""
-    newest = {tuple(row["models"]): row for row in rows}
+    """What docs/benchmarks/cpus.md says of the newest row of each target."""
+    newest = {row["models"][0]: row for row in rows}
     return "\n\n".join(_section(row) for row in newest.values())
 
 

@@ -180,17 +180,17 @@ def test_a_library_needs_a_known_name_and_an_interpreter(tmp_path: Path) -> None
             peers.pythons([wrong])
 
 
-def test_a_page_says_every_figure_of_the_newest_row_of_each_pair() -> None:
+def test_a_page_says_every_figure_of_the_newest_row_of_each_target() -> None:
     made_by = {
         "versions": {"torch": "2"}, "processor": "abacus", "libraries": {OPENVINO: "openvino 3"}, "num_prompts": 1,
         "num_new_tokens": 8, "num_draft_tokens": 4, "temperature": 0.8, "num_threads": 2, "num_repetitions": 1,
     }  # fmt: skip
 
-    def row(model: str, ms: float) -> dict[str, object]:
+    def row(model: str, ms: float, *drafts: str) -> dict[str, object]:
         line = {"column": "fp32", "library": OURS, "label": "ours", "ms": {PLAIN: [ms]}, "tokens_per_round": None}
-        return {**made_by, "models": [model], "lines": [line, line | {"library": OPENVINO, "label": "theirs"}]}
+        return {**made_by, "models": [model, *drafts], "lines": [line, line | {"library": OPENVINO, "label": "theirs"}]}
 
-    text = lines.page([row("old", 1.25), row("new", 3.0), row("old", 2.5)])
+    text = lines.page([row("old", 1.25), row("new", 3.0), row("old", 2.5, "draft")])
     assert "| fp32 | ours | 2.50 |" in text
     assert "| fp32 | ours | 3.00 |" in text
     assert "1.25" not in text
