@@ -19,7 +19,7 @@ from torch import Tensor
 from llama_ssp.engine.verifier import Decision
 from llama_ssp.models.upload import to_device
 from llama_ssp.sampling.context import Rows
-from llama_ssp.sampling.uniforms import UniformTable, row_keys
+from llama_ssp.sampling.uniforms import UniformTable, row_key
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,15 +94,14 @@ class BatchState(NamedTuple):
             tokens_BS[row, : len(request.prompt_ids)] = torch.tensor(request.prompt_ids)
         lengths = [len(request.prompt_ids) for request in requests]
         limits = [length + request.max_new_tokens for length, request in zip(lengths, requests, strict=True)]
-        keys, samples = [_key(request) for request in requests], [request.sample for request in requests]
-        lengths_B, limits_B, prompts_B, samples_B = to_device([lengths, limits, keys, samples], device).unbind()
-        keys_B = row_keys(seed=seed, prompt_index_B=prompts_B, sample_index_B=samples_B)
+        keys = [row_key(seed=seed, prompt_index=_key(request), sample_index=request.sample) for request in requests]
         num_rounds = max(request.max_new_tokens for request in requests) + 1
+        first_rounds = [row * num_rounds - length for row, length in enumerate(lengths)]
+        lengths_B, limits_B, keys_B, first_round_B = to_device([lengths, limits, keys, first_rounds], device).unbind()
         uniforms_BMN = torch.empty(len(requests), num_rounds, table.num_uniforms, dtype=torch.float64, device=device)
         for row, length in enumerate(lengths):  # one at a time, to save memory
             starts_M = torch.arange(length, length + num_rounds, device=device)
             uniforms_BMN[row] = table.uniforms(keys_B[row], starts_M)
-        first_round_B = torch.arange(len(requests), device=device) * num_rounds - lengths_B
         tokens_BS, ahead_B = to_device(tokens_BS, device), torch.zeros_like(lengths_B)
         return BatchState(tokens_BS, lengths_B, limits_B, uniforms_BMN, first_round_B, keys_B, ahead_B)
 

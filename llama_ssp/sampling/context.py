@@ -14,7 +14,7 @@ class Rows(NamedTuple):
     Attributes:
         tokens_BS: token ids: prompt, text and drafted tokens; what follows them is undefined.
         lengths_B: tokens of prompt and text.
-        keys_B: the key of each row's random numbers; see `uniforms.row_keys`.
+        keys_B: the key of each row's random numbers; see `uniforms.row_key`.
     """
 
     tokens_BS: Tensor

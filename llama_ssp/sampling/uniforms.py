@@ -68,11 +68,20 @@ def _mix_(bits: Tensor) -> Tensor:
     return bits
 
 
-def row_keys(*, seed: int, prompt_index_B: Tensor, sample_index_B: Tensor) -> Tensor:
-    """Make the keys of rows, int64 (B,), from the low 64 bits of the seed and int64 indices (see `Request`)."""
-    keys_B = _mix_(torch.full_like(prompt_index_B, _signed(seed)))
-    keys_B = _mix_(torch.add(keys_B, prompt_index_B, alpha=_START_STEP))
-    return _mix_(torch.add(keys_B, sample_index_B, alpha=_START_STEP))
+def row_key(*, seed: int, prompt_index: int, sample_index: int) -> int:
+    """Make the key of a row, int64, from the low 64 bits of the seed and of the indices (see `Request`)."""
+    key = _mixed(seed)
+    for index in (prompt_index, sample_index):
+        key = _mixed(key + index * _START_STEP)
+    return _signed(key)
+
+
+def _mixed(bits: int) -> int:
+    """What `_mix_` makes of the low 64 bits, unsigned."""
+    bits %= 1 << 64
+    for shift, factor in zip(_MIX_SHIFTS, (*_MIX_FACTORS, 1), strict=True):
+        bits = (bits ^ (bits >> shift)) * factor % (1 << 64)
+    return bits
 
 
 def exponentials(keys_B: Tensor, positions_BT: Tensor, *, vocab_size: int) -> Tensor:
@@ -111,7 +120,7 @@ class UniformTable:
     def uniforms(self, keys: Tensor, starts: Tensor) -> Tensor:
         """Compute all uniforms (..., N), fp64, of the rounds that begin at `starts`: int64, each row's length then.
 
-        The keys, from `row_keys`, have any shape that broadcasts with `starts`.
+        The keys, from `row_key`, have any shape that broadcasts with `starts`.
         """
         bits = torch.add(keys, starts, alpha=_START_STEP)[..., None] + self._steps_N
         _mix_(bits).bitwise_and_(_TOP_53_BITS)

@@ -1,8 +1,18 @@
-"""The numbers of one round for given keys and starts, as a batch looks them up."""
+"""The keys of rows, and the numbers of one round for given keys and starts, as a batch looks them up."""
 
+from collections.abc import Iterable, Sequence
+from itertools import repeat
+
+import torch
 from torch import Tensor
 
-from llama_ssp.sampling.uniforms import Draws, UniformTable
+from llama_ssp.sampling.uniforms import Draws, UniformTable, row_key
+
+
+def keys_of(prompts: Sequence[int], samples: Iterable[int] = repeat(0), *, seed: int) -> Tensor:
+    """The keys (B,) of some prompts' samples."""
+    pairs = zip(prompts, samples, strict=False)
+    return torch.tensor([row_key(seed=seed, prompt_index=prompt, sample_index=sample) for prompt, sample in pairs])
 
 
 def draws_of(table: UniformTable, keys_B: Tensor, starts_B: Tensor) -> Draws:

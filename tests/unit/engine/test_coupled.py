@@ -11,8 +11,9 @@ from llama_ssp.config.schema import SamplingConfig
 from llama_ssp.engine.state import Request
 from llama_ssp.sampling.context import Context
 from llama_ssp.sampling.processors import processor
-from llama_ssp.sampling.uniforms import exponentials, row_keys
+from llama_ssp.sampling.uniforms import exponentials
 from tests.helpers.decoders import complete, make_decoder
+from tests.helpers.draws import keys_of
 from tests.helpers.prefix_runner import PrefixRunner
 
 SAMPLINGS = {
@@ -57,9 +58,7 @@ def test_every_token_is_the_best_of_probability_over_its_own_number() -> None:
     sampling, runner = SAMPLINGS["temperature"], PrefixRunner()
     process = processor(sampling)
     for request, ids in texts(sampling, draft=PrefixRunner(seed=1)).items():
-        keys_B = row_keys(
-            seed=7, prompt_index_B=torch.tensor([request.index]), sample_index_B=torch.tensor([request.sample])
-        )
+        keys_B = keys_of([request.index], [request.sample], seed=7)
         text = [*request.prompt_ids, *ids]
         for position in range(len(request.prompt_ids), len(text)):
             probs_V = process(runner.logits(text[:position])[None, None])[0, 0]
@@ -68,7 +67,7 @@ def test_every_token_is_the_best_of_probability_over_its_own_number() -> None:
 
 
 def test_the_numbers_of_a_race_are_positive_and_as_fine_as_fp64_near_zero() -> None:
-    keys_B = row_keys(seed=5, prompt_index_B=torch.arange(1000), sample_index_B=torch.zeros(1000).long())
+    keys_B = keys_of(range(1000), seed=5)
     numbers = exponentials(keys_B, torch.arange(4).expand(1000, -1), vocab_size=500)
     assert bool((numbers > 0).all())
     small = numbers[numbers < 1e-4].double()
@@ -81,7 +80,7 @@ def test_the_winner_of_a_race_has_the_law_of_the_probabilities() -> None:
     """A false alarm has a chance of 1 in 10 000; a law that is off by 2 % of a token's share is missed in 1 of 100."""
     probs_V = torch.tensor([0.4, 0.3, 0.15, 0.1, 0.05], dtype=torch.float64)
     num_rows = 200_000
-    keys_B = row_keys(seed=3, prompt_index_B=torch.arange(num_rows), sample_index_B=torch.zeros(num_rows).long())
+    keys_B = keys_of(range(num_rows), seed=3)
     context = Context(torch.zeros(num_rows, 1).long(), keys_B, torch.full((num_rows, 1), 9))
     numbers_BV = exponentials(context.keys_B, context.last_BT, vocab_size=5)[:, 0]
     counts = Counter((probs_V / numbers_BV).argmax(-1).tolist())

@@ -23,7 +23,7 @@ from llama_ssp.sampling.rules import (
     verify_greedy,
     verify_speculative,
 )
-from llama_ssp.sampling.uniforms import Draws, UniformTable, row_keys
+from llama_ssp.sampling.uniforms import Draws, UniformTable
 from tests.helpers.draws import draws_of
 from tests.helpers.exact_law import LARGEST_UNIFORM, exact_law, mean_accepted
 from tests.helpers.lanes import heavy
@@ -275,7 +275,7 @@ def test_no_value_is_read_between_the_keys_and_the_verdict(
     device = torch.device("meta")
     index_B = torch.zeros(2, dtype=torch.long, device=device)
     rule = make_rule(sampling, verification)
-    draws = draws_of(UniformTable(3, device), row_keys(seed=1, prompt_index_B=index_B, sample_index_B=index_B), index_B)
+    draws = draws_of(UniformTable(3, device), index_B, index_B)
     ids_B1, probs_BV = rule.draw(torch.empty(2, 50, device=device), draws.draft_BKP[:, 0])
     probs_BTV = None if probs_BV is None else probs_BV[:, None].expand(2, 4, 50)
     draft = Draft(ids_B1.expand(2, 3), probs_BTV)

@@ -5,11 +5,12 @@ would fail it.
 """
 
 import math
+from itertools import repeat
 
 import torch
 
-from llama_ssp.sampling.uniforms import Draws, UniformTable, row_keys
-from tests.helpers.draws import draws_of
+from llama_ssp.sampling.uniforms import Draws, UniformTable, row_key
+from tests.helpers.draws import draws_of, keys_of
 
 CPU = torch.device("cpu")
 NUM_BINS = 16
@@ -17,7 +18,7 @@ NUM_BINS = 16
 
 def keys(num_rows: int, *, seed: int = 0, sample: int = 0) -> torch.Tensor:
     """Keys of the prompts 0, 1, ..."""
-    return row_keys(seed=seed, prompt_index_B=torch.arange(num_rows), sample_index_B=torch.full((num_rows,), sample))
+    return keys_of(range(num_rows), repeat(sample), seed=seed)
 
 
 def table(num_prompts: int, num_starts: int, *, num_draft_tokens: int = 4) -> torch.Tensor:
@@ -60,13 +61,23 @@ def test_any_two_numbers_of_neighbouring_keys_are_independent() -> None:
         assert abs(chi_square_score(cells.flatten().bincount(minlength=NUM_BINS**2).double())) < 5
 
 
+def test_keys_are_those_that_stored_texts_were_drawn_with() -> None:
+    known = {
+        (7, 3, 1): 3742255325890528283,
+        (2**63 - 1, -5, 2): -3968415274275239760,
+        (12345, -(2**62), 9): 7217165000121157392,
+    }
+    for (seed, prompt, sample), key in known.items():
+        assert row_key(seed=seed, prompt_index=prompt, sample_index=sample) == key
+
+
 def test_one_bit_of_any_part_of_the_key_changes_half_of_the_bits_of_the_number() -> None:
     # The mean over 512 rows x 10 numbers of the share of 53 bits has a deviation of 0.001: 0.01 is ten of them.
     rounds = UniformTable(4, CPU)
     index_B, zero_B = torch.arange(512), torch.zeros(512, dtype=torch.long)
 
     def bits(seed: int, prompts_B: torch.Tensor, samples_B: torch.Tensor, starts_B: torch.Tensor) -> torch.Tensor:
-        keys_B = row_keys(seed=seed, prompt_index_B=prompts_B, sample_index_B=samples_B)
+        keys_B = keys_of(prompts_B.tolist(), samples_B.tolist(), seed=seed)
         return (flat(draws_of(rounds, keys_B, starts_B)) * 2.0**53).long()
 
     base = bits(7, index_B, zero_B, zero_B)
