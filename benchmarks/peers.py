@@ -24,7 +24,7 @@ from rich.table import Table
 
 from benchmarks.bound import CPU, Passes, forwards_alone_s
 from benchmarks.by_format import lines, turns
-from benchmarks.by_format.checkpoints import RANDOM
+from benchmarks.by_format.checkpoints import RANDOM, RANDOM_DRAFT
 from benchmarks.timing import Goal, print_goals, store
 from llama_ssp import Pair, load
 from llama_ssp.architectures.family import inventory
@@ -227,7 +227,7 @@ def pythons(named: Sequence[str]) -> dict[str, Path]:
 def compare_formats(arguments: argparse.Namespace, console: Console) -> None:
     """Measure ours and the libraries that `--peers` names, print, store."""
     setting = turns.Setting(
-        models=[RANDOM] if arguments.random else [arguments.target, arguments.draft],
+        models=[RANDOM, RANDOM_DRAFT] if arguments.random else [arguments.target, arguments.draft],
         prompts=PROMPTS[:1] if arguments.random else PROMPTS,
         num_new_tokens=NUM_NEW_TOKENS,
         num_draft_tokens=arguments.num_draft_tokens,
@@ -250,7 +250,7 @@ def main() -> None:
     parser.add_argument("--modules", action="store_true", help="ours over the library's modules, not the lean decoder")
     parser.add_argument("--peers", nargs="*", metavar="NAME=PYTHON", help="by number format, with these libraries: "
                         "llama.cpp and openvino, each with the interpreter that it is installed for")  # fmt: skip
-    parser.add_argument("--random", action="store_true", help="with --peers: a random Llama of 300 M, plain")
+    parser.add_argument("--random", action="store_true", help="with --peers: random Llamas of 300 M and 10 M")
     parser.add_argument("--store", action="store_true", help="append the figures to benchmarks/results/peers.jsonl")
     arguments = parser.parse_args()
     console = Console()

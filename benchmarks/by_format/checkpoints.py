@@ -1,6 +1,7 @@
-"""The checkpoints that are compared: those of the catalogue, or a random Llama, in 16 bits and widened to fp32.
+"""The checkpoints that are compared: those of the catalogue, or random Llamas, in 16 bits and widened to fp32.
 
-Every library converts from the files in fp32. Ours reads both.
+Every library converts from the files in fp32. Ours keeps weights that 16 bits hold in 16 bits, so for its fp32 it reads
+files whose weights have all bits of fp32.
 """
 
 import json
@@ -17,36 +18,50 @@ from llama_ssp.config import catalogue
 from llama_ssp.weights import hub
 
 FOLDER = Path("outputs/by_format")
-RANDOM = "random-300M"
-_RANDOM_LLAMA = RandomLlama(width=1024, num_layers=20, vocab_size=32000, from_16_bits=True)
+RANDOM, RANDOM_DRAFT = "random-300M", "random-10M"
+_RANDOM_LLAMAS = {
+    RANDOM: RandomLlama(width=1024, num_layers=20, vocab_size=32000, from_16_bits=True),
+    RANDOM_DRAFT: RandomLlama(width=128, num_layers=2, vocab_size=32000, from_16_bits=True),
+}
+_NEAR_ONE = 1 + 1 / 3 * 2.0**-10
+"""Makes of weights with 11 significant bits ones with 24."""
 _WEIGHTS, _CONFIG = "model.safetensors", "config.json"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """One model in two folders."""
+    """One model in three folders.
+
+    Attributes:
+        halves: in 16 bits.
+        fp32: the same numbers in fp32.
+        all_bits: numbers near them that no 16 bits hold.
+    """
 
     halves: Path
     fp32: Path
+    all_bits: Path
 
 
 def stored(name: str, *, below: Path = FOLDER) -> Stored:
-    """A model of the catalogue, or `RANDOM`, whose weights are drawn here; files are written unless they are there."""
-    fp32 = below / name
-    if name != RANDOM:
+    """A model of the catalogue, or a random one, whose weights are drawn here; files are written where none are."""
+    fp32, all_bits = below / name, below / f"{name}-all-bits"
+    if name not in _RANDOM_LLAMAS:
         halves = hub.resolve(catalogue.load(name))
     else:
         halves = below / f"{name}-halves"
         if not halves.exists():
-            tensors = {each: _RANDOM_LLAMA.read(each) for each in _RANDOM_LLAMA.tensors}
-            config = _RANDOM_LLAMA.config.to_dict() | {"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
+            llama = _RANDOM_LLAMAS[name]
+            tensors = {each: llama.read(each) for each in llama.tensors}
+            config = llama.config.to_dict() | {"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
             # No text is made of its tokens, but libraries want a tokenizer.
             _write(halves, tensors, config, tokenizer=hub.resolve(catalogue.load("tiny")))
-    if not fp32.exists():
-        widened = {each: tensor.float() for each, tensor in _tensors(halves)}
-        config = json.loads((halves / _CONFIG).read_text(encoding="utf-8"))
-        _write(fp32, widened, config | {"dtype": "float32"}, tokenizer=halves)
-    return Stored(halves=halves, fp32=fp32)
+    for folder, factor in ((fp32, 1.0), (all_bits, _NEAR_ONE)):
+        if not folder.exists():
+            widened = {each: tensor.float() * factor for each, tensor in _tensors(halves)}
+            config = json.loads((halves / _CONFIG).read_text(encoding="utf-8"))
+            _write(folder, widened, config | {"dtype": "float32"}, tokenizer=halves)
+    return Stored(halves=halves, fp32=fp32, all_bits=all_bits)
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:

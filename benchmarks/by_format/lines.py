@@ -24,7 +24,7 @@ class Line:
     Attributes:
         column: number format, as the columns of the goal name it.
         form: as the library's adapter names it; of ours, `model.quantization`.
-        from_fp32: ours reads files in fp32 instead of 16 bits.
+        from_fp32: ours reads weights that only fp32 holds, instead of 16 bits.
     """
 
     column: str
@@ -37,7 +37,7 @@ class Line:
         """Its name in tables."""
         if self.library != OURS:
             return f"{self.library}, {self.form}"
-        stored = "fp32 files" if self.from_fp32 else "16-bit files"
+        stored = "fp32 weights" if self.from_fp32 else "16-bit weights"
         return f"{OURS}, {stored}" if self.form == "none" else f"{OURS}, {self.form}"
 
 
@@ -129,8 +129,8 @@ def show(row: Mapping[str, Any], console: Console) -> None:
 
 
 def page(rows: Sequence[Mapping[str, Any]]) -> str:
-    """What docs/benchmarks/cpus.md says of the newest row of each pair or model."""
-    newest = {tuple(row["models"]): row for row in rows}
+    """What docs/benchmarks/cpus.md says of the newest row of each target."""
+    newest = {row["models"][0]: row for row in rows}
     return "\n\n".join(_section(row) for row in newest.values())
 
 

@@ -128,7 +128,7 @@ class Bench:
             )  # fmt: skip
 
     def _pair(self, line: Line) -> Pair:
-        folders = [model.fp32 if line.from_fp32 else model.halves for model in self.models]
+        folders = [model.all_bits if line.from_fp32 else model.halves for model in self.models]
         return load(*folders, dtype=Dtype.fp32, quantization=line.form)
 
     def prompts(self, pair: Pair) -> list[tuple[int, ...]]:

@@ -25,6 +25,11 @@ _log = logging.getLogger(__name__)
 # Weights become multiples of 2^-62; their sums are below 2, so they fit into int64 and are exact in any order.
 DRAW_UNITS = 2.0**62
 
+CompiledDraw = Callable[[Tensor, Tensor, float, int], Tensor]
+"""Maps weights, uniforms, what makes whole numbers of weights, and the tokens of a block to ids; see `draw`."""
+_on_cpus: list[CompiledDraw] = []
+"""At most one."""
+
 
 def processor(sampling: SamplingConfig, *, breaks_ties: bool = False) -> Callable[[Tensor], Tensor]:
     """Compose the processors of a sampling config with a temperature above 0 (greedy has no probabilities).
@@ -94,6 +99,8 @@ def draw(weights_BV: Tensor, uniforms_BP: Tensor) -> Tensor:
     vocab_size = static_shape(weights_BV)[-1]
     if fused := _draw_on_gpu(weights_BV):
         return fused(weights_BV, uniforms_BP, units=DRAW_UNITS, tokens_of_a_block=tokens_of_a_block(vocab_size))
+    if compiled := _draw_on_cpu(weights_BV):
+        return compiled(weights_BV.contiguous(), uniforms_BP.contiguous(), DRAW_UNITS, tokens_of_a_block(vocab_size))
     return _draw_units(weights_BV * DRAW_UNITS, uniforms_BP, vocab_size=vocab_size)
 
 
@@ -101,7 +108,28 @@ def draw_units(units_BV: Tensor, uniforms_BP: Tensor, *, vocab_size: int) -> Ten
     """Draw by weights that have been multiplied by `DRAW_UNITS`; see `draw`."""
     if fused := _draw_on_gpu(units_BV):
         return fused(units_BV, uniforms_BP, units=1.0, tokens_of_a_block=tokens_of_a_block(vocab_size))
+    if compiled := _draw_on_cpu(units_BV):
+        return compiled(units_BV.contiguous(), uniforms_BP.contiguous(), 1.0, tokens_of_a_block(vocab_size))
     return _draw_units(units_BV, uniforms_BP, vocab_size=vocab_size)
+
+
+def use_on_cpus(compiled: CompiledDraw | None) -> None:
+    """From now on draw in fp32 on CPUs by a compiled operator, if its ids are those of torch's operators."""
+    if compiled is None or compiled in _on_cpus:
+        return
+    generator = torch.Generator().manual_seed(0)
+    weights_BV = torch.randn(8, 1000, generator=generator).softmax(-1)
+    uniforms_BP = torch.rand(8, 2, generator=generator, dtype=torch.float64)
+    found_B1 = compiled(weights_BV, uniforms_BP, DRAW_UNITS, tokens_of_a_block(1000))
+    if torch.equal(found_B1, _draw_units(weights_BV * DRAW_UNITS, uniforms_BP, vocab_size=1000)):
+        _on_cpus.append(compiled)
+    else:
+        _log.warning("continuing with a draw of twenty operators: the compiled one is wrong on this CPU")
+
+
+def _draw_on_cpu(weights_BV: Tensor) -> CompiledDraw | None:
+    is_taken = weights_BV.device.type == "cpu" and weights_BV.dtype is torch.float32
+    return _on_cpus[0] if is_taken and _on_cpus else None
 
 
 def _draw_on_gpu(weights_BV: Tensor) -> Callable[..., Tensor] | None:

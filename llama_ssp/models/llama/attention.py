@@ -31,6 +31,7 @@ from llama_ssp.models.cache import CacheView, Workspace
 from llama_ssp.models.llama.norm import RmsNorm
 from llama_ssp.models.llama.rotary import PlaceHeads, norm_heads
 from llama_ssp.models.native.attention import Attention
+from llama_ssp.models.native.layer import TokenPlaces, WholeLayer
 from llama_ssp.models.runner import Pieces
 from llama_ssp.models.varlen import Heads, VarlenAttention, window_size
 from llama_ssp.shapes import static_shape
@@ -93,6 +94,13 @@ class CompiledAttention(NamedTuple):
         return self.attention(
             qkv_MO, self.freqs_cis_S1P, self.positions_BT, self.view.slots_M, parts, num_heads, scale, self.window or 0
         )
+
+    def with_products(self, layer: WholeLayer, x_ME: Tensor, number: int, heads: Heads) -> Tensor:
+        """Layer `number` in one operator, products included."""
+        shape = x_ME.shape[0], 2 * heads.num_kv, heads.dim
+        parts = self.view.buffer(number, lambda: x_ME.new_empty(shape)).parts
+        place = TokenPlaces(self.freqs_cis_S1P, self.positions_BT, self.view.slots_M)
+        return layer(x_ME, place, parts, num_heads=heads.num, scale=heads.scale, window=self.window or 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.models.linear import Kernel, Linear, PlainLinear, make_linear
-from llama_ssp.models.llama.attention import LayerAttention
+from llama_ssp.models.llama.attention import CompiledAttention, LayerAttention
 from llama_ssp.models.llama.fused import gated
 from llama_ssp.models.llama.norm import RmsNorm
+from llama_ssp.models.native.layer import MOST_TOKENS, WholeLayer, whole_layer
 from llama_ssp.models.native.linear import native_of
 from llama_ssp.models.tensor_parallel import RowLinear
 from llama_ssp.models.varlen import Heads
@@ -53,6 +54,14 @@ class Layer:
         self.down = ResidualLinear(mlp.down_proj, comm=comm, kernel=kernel)
         self._to_qkv = normed(self.attention_norm, self.qkv)
         self._to_gated = normed(self.mlp_norm, self.gate_up, gates=True)
+        self._whole = self._in_one_operator()
+
+    def _in_one_operator(self) -> WholeLayer | None:
+        """The layer in one operator, for a few tokens on one rank; None where its parts are not compiled."""
+        linears = self.qkv, self.output.linear, self.gate_up, self.down.linear
+        if self.head_norms or self.output.is_shared or self.down.is_shared:
+            return None
+        return whole_layer([native_of(linear) for linear in linears], self.heads.dim)
 
     def forward(self, x_ME: Tensor, attend: LayerAttention) -> Tensor:
         """Add attention, then the MLP, to x.
@@ -61,6 +70,8 @@ class Layer:
             x_ME: the residual stream.
             attend: for the window of this layer.
         """
+        if self._whole and x_ME.shape[0] <= MOST_TOKENS and isinstance(attend, CompiledAttention):
+            return attend.with_products(self._whole, x_ME, self.number, self.heads)
         attended_ME = attend(self._to_qkv(x_ME), self.number, self.heads, self.head_norms)
         x_ME = self.output(attended_ME, x_ME)
         return self.down(self._to_gated(x_ME), x_ME)

@@ -45,7 +45,7 @@ def find_attention(device: torch.device, dtype: torch.dtype, head_dim: int) -> A
         if not compiled.has_features(attention_operator.FEATURES):
             return None
         name = f"attention_{head_dim}"
-        compiled.add_operator(name, partial(attention_operator.emit, head_dim), "attend")
+        compiled.add_operator(name, partial(attention_operator.emit, head_dim), "attend", shared=("place", "units"))
         attention: Attention = getattr(torch.ops.llama_ssp, name).default
         _check(attention, head_dim)
     except (ImportError, OSError, AttributeError, RuntimeError) as error:

@@ -30,7 +30,9 @@ _POINTERS = {"qkv", "turns", "positions", "slots", "parts", "out"}
 def emit(head_dim: int) -> ir.Module:
     """The operator for heads of D dimensions, a multiple of 16; its entry is `attend`."""
     module = ir.Module(name=f"attention of {head_dim}")
-    _entry(module, head_dim, _place(module, head_dim), _units(module, head_dim))
+    place, units = _place(module, head_dim), _units(module, head_dim)
+    place.linkage = units.linkage = "external"  # `layer_operator` calls them too
+    _entry(module, head_dim, place, units)
     return module
 
 
@@ -60,13 +62,18 @@ def _entry(module: ir.Module, head_dim: int, place: Value, units: Value) -> None
     queries = _queries_of_row(code, given)
     in_pass = smaller(code, queries, i64(QUERIES))
     cost = code.mul(i64(head_dim), code.add(code.mul(in_pass, i64(2)), i64(8)))
-    num_units = code.mul(code.mul(code.sdiv(num_tokens, given["row_tokens"]), num_kv), _passes(code, queries))
     grain = _grain(code, cost, code.add(values[1], i64(1)))
-    code.intrinsic("torch_parallel_for", I32, i64(0), num_units, grain, units, words)
+    code.intrinsic("torch_parallel_for", I32, i64(0), num_units(code, given, num_tokens), grain, units, words)
     for tensor in tensors:
         torch.free(tensor)
     code.store(out, stack)
     code.ret_void()
+
+
+def num_units(code: Code, given: dict[str, Value], num_tokens: Value) -> Value:
+    """How many key-value heads of rows there are, each with as many of its queries as are taken at a time."""
+    num_rows = code.sdiv(num_tokens, given["row_tokens"])
+    return code.mul(code.mul(num_rows, given["num_kv"]), _passes(code, _queries_of_row(code, given)))
 
 
 def _grain(code: Code, cost: Value, times: Value) -> Value:

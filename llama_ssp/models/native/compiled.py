@@ -18,7 +18,7 @@ from llama_ssp.models.native.kept_code import keep
 
 _FUNCTIONS = (
     "aoti_torch_get_data_ptr", "aoti_torch_get_numel", "aoti_torch_get_sizes", "aoti_torch_empty_strided",
-    "aoti_torch_delete_tensor_object", "torch_parallel_for",
+    "aoti_torch_delete_tensor_object", "torch_parallel_for", "torch_get_num_threads",
 )  # fmt: skip
 _kept: list[object] = []
 """Compiled code and libraries of operators: torch calls them until the process ends."""
@@ -74,8 +74,11 @@ def optimized(module: ir.Module) -> binding.ModuleRef:
     return parsed
 
 
-def add_operator(name: str, emit: Callable[[], ir.Module], entry: str) -> None:
-    """Compile a module, and make a function of it the CPU kernel of `llama_ssp::name`, which is defined."""
+def add_operator(name: str, emit: Callable[[], ir.Module], entry: str, *, shared: tuple[str, ...] = ()) -> None:
+    """Compile a module, and make a function of it the CPU kernel of `llama_ssp::name`, which is defined.
+
+    Modules that are compiled later may call its `shared` functions, as `llama_ssp_{name}_{function}`.
+    """
     library = _library_of_torch()
     code = keep(name, _decides_code(), lambda: bytes(machine().emit_object(optimized(emit()))))
     engine = binding.create_mcjit_compiler(binding.parse_assembly(""), machine())
@@ -86,4 +89,6 @@ def add_operator(name: str, emit: Callable[[], ir.Module], entry: str) -> None:
     address = ctypes.c_void_p(engine.get_function_address(entry))
     if library.aoti_torch_library_impl(handle, name.encode(), address):
         raise RuntimeError(f"torch does not take a kernel for llama_ssp::{name}")
+    for function in shared:
+        binding.add_symbol(f"llama_ssp_{name}_{function}", engine.get_function_address(function))
     _kept.extend((engine, handle))

@@ -44,7 +44,7 @@ def product_of(kind: str) -> Product | None:
 
         if not compiled.has_features(products.FEATURES[kind]):
             return None
-        compiled.add_operator(f"product_{kind}", partial(operator.emit, kind), "product")
+        compiled.add_operator(f"product_{kind}", partial(operator.emit, kind), "product", shared=("part",))
         product: Product = getattr(torch.ops.llama_ssp, f"product_{kind}").default
         _check(kind, product)
     except (ImportError, OSError, AttributeError, RuntimeError) as error:
@@ -105,19 +105,25 @@ class NativeLinear(Linear):
         scales_O: one an output; of fp16 and fp32 one number; of 4 bits the words of all groups.
         bias_O: None for none.
 
+    Attributes:
+        kind: see above.
+        least_square: what is added to the sum of the squares of a row by the norm; see `take_in`.
+
     Rows, sums and results are fp32. In other number formats, rows and results are converted.
     """
+
+    least_square = 0.0
 
     def __init__(self, kind: str, values_OI: Tensor, scales_O: Tensor, bias_O: Tensor | None) -> None:
         product = product_of(kind)
         assert product
-        self._product = product
+        self.kind, self._product = kind, product
         if kind == NIBBLES:
             self._packed, self._scales_O = pack_nibbles(values_OI, scales_O), torch.tensor(1.0)
         else:
             self._packed, self._scales_O = pack(kind, values_OI), scales_O
         self._bias_O = bias_O
-        self._none = self._scales_O.new_empty(0, dtype=torch.float32)
+        self._none = self._norm = self._scales_O.new_empty(0, dtype=torch.float32)
 
     def __call__(self, x_MI: Tensor) -> Tensor:
         """See `Linear`."""
@@ -149,7 +155,7 @@ class NativeLinear(Linear):
         num_blocks = self._packed.shape[0]
         if norm.dtype is not torch.float32 or (gates and (self._bias_O is not None or num_blocks % 2)):
             return False
-        self._norm, self._least_square, self._gates = norm, least_square, gates
+        self._norm, self.least_square, self._gates = norm, least_square, gates
         if gates:  # the blocks of gate and up take turns
             self._packed = self._packed.view(2, num_blocks // 2, -1).transpose(0, 1).reshape(num_blocks, -1)
             if self._scales_O.ndim:
@@ -158,10 +164,23 @@ class NativeLinear(Linear):
 
     def fused(self, x_MI: Tensor) -> Tensor:
         """Norm, product and gate of fp32 rows; only after `take_in`."""
-        bias_O = self._none if self._bias_O is None else self._bias_O
-        return self._product(
-            x_MI, self._packed, self._scales_O, bias_O, self._none, self._norm, self._least_square, self._gates
-        )
+        packed, scales_O, bias_O, norm = self.operands
+        return self._product(x_MI, packed, scales_O, bias_O, self._none, norm, self.least_square, self._gates)
+
+    @property
+    def has_norm(self) -> bool:
+        """Whether it has taken in the norm of its rows."""
+        return bool(self._norm.numel())
+
+    @property
+    def device(self) -> torch.device:
+        """Of the weights."""
+        return self._packed.device
+
+    @property
+    def operands(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Weights, scales, bias and norm, as operators take them; empty ones for none."""
+        return self._packed, self._scales_O, self._none if self._bias_O is None else self._bias_O, self._norm
 
     def _call(self, x_MI: Tensor, bias_O: Tensor, residual_MO: Tensor) -> Tensor:
         # The kernel reads rows one behind the other.

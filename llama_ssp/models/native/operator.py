@@ -13,12 +13,16 @@ from llama_ssp.models.native.products import CONTEXT, function, part_of
 _SERIAL = 2**16
 """Multiplications, weights that are read included, that a thread of its own does not pay for."""
 _NONE = ir.Constant(POINTER, None)
+FLOAT32, INT64 = ir.Constant(I32, 6), ir.Constant(I32, 4)
+"""Number formats of tensors."""
 
 
 def emit(kind: str) -> ir.Module:
     """The operator of a kind, with everything it calls; its entry is `product`."""
     module = ir.Module(name=f"product of {kind}")
-    _entry(module, kind, part_of(module, kind))
+    part = part_of(module, kind)
+    part.linkage = "external"  # `layer_operator` calls it too
+    _entry(module, kind, part)
     return module
 
 
@@ -48,15 +52,15 @@ class Torch:
         sizes = self.code.load(self._ask("aoti_torch_get_sizes", tensor), typ=POINTER)
         return self.code.read(sizes, I64, i64(dim))
 
-    def empty(self, *sizes: Value) -> Value:
-        """A new tensor in fp32 of one or two dimensions."""
+    def empty(self, *sizes: Value, kind: Value = FLOAT32) -> Value:
+        """A new tensor of one or two dimensions."""
         code, number = self.code, len(sizes)
         shape, strides = code.slot(I64, number), code.slot(I64, number)
         for dim, size in enumerate(sizes):
             code.write(size, shape, i64(dim))
             code.write(sizes[1] if dim == 0 and number > 1 else i64(1), strides, i64(dim))
         zero = ir.Constant(I32, 0)
-        made = self._ask("aoti_torch_empty_strided", i64(number), shape, strides, ir.Constant(I32, 6), zero, zero)
+        made = self._ask("aoti_torch_empty_strided", i64(number), shape, strides, kind, zero, zero)
         return code.load(made, typ=POINTER)
 
     def free(self, tensor: Value) -> None:
@@ -81,10 +85,10 @@ def _entry(module: ir.Module, kind: str, part: Value) -> None:
     scratch = torch.empty(code.mul(num_rows, code.add(code.mul(num_inputs, i64(2)), i64(2))))
     room = torch.pointer(scratch)
     sizes = num_rows, num_inputs
-    rows = _normed(code, torch.pointer(x), room, (torch.pointer_or_none(norm), least_square), sizes)
+    rows = normed(code, torch.pointer(x), room, (torch.pointer_or_none(norm), least_square), sizes)
     given = {"row_scales": _NONE, "row_sums": _NONE}
     if kind == "dots":
-        rows, given["row_scales"], given["row_sums"] = _rounded(code, rows, room, sizes)
+        rows, given["row_scales"], given["row_sums"] = rounded(code, rows, room, sizes)
     given |= {
         "weights": torch.pointer(weights), "rows": rows, "y": torch.pointer(y),
         "scales": torch.pointer(scales), "bias": torch.pointer_or_none(bias),
@@ -104,7 +108,7 @@ def _entry(module: ir.Module, kind: str, part: Value) -> None:
     code.ret_void()
 
 
-def _normed(code: Code, x: Value, room: Value, norm: tuple[Value, Value], sizes: tuple[Value, Value]) -> Value:
+def normed(code: Code, x: Value, room: Value, norm: tuple[Value, Value], sizes: tuple[Value, Value]) -> Value:
     """The rows themselves, or their norms, written into the room, if the norm (weight, least square) has a weight."""
     num_rows, num_inputs = sizes
     has_norm = code.icmp_unsigned("!=", code.ptrtoint(norm[0], I64), i64(0))
@@ -114,7 +118,7 @@ def _normed(code: Code, x: Value, room: Value, norm: tuple[Value, Value], sizes:
     return code.select(has_norm, room, x)
 
 
-def _rounded(code: Code, rows: Value, room: Value, sizes: tuple[Value, Value]) -> tuple[Value, Value, Value]:
+def rounded(code: Code, rows: Value, room: Value, sizes: tuple[Value, Value]) -> tuple[Value, Value, Value]:
     """Round all rows into the second half of the room; returns them, their scales, and their sums."""
     num_rows, num_inputs = sizes
     number = code.mul(num_rows, num_inputs)

@@ -17,6 +17,7 @@ from benchmarks.by_format import checkpoints, gguf_files, lean_loop, lines, turn
 from benchmarks.by_format.lines import LLAMA_CPP, OPENVINO, OURS, PLAIN, SPECULATIVE, Figures
 from benchmarks.by_format.process import LibraryProcess
 from llama_ssp.errors import ConfigError
+from llama_ssp.models.linear import half_scale
 
 PYTHON = Path(sys.executable)
 FAKE = "tests.helpers.counting_library"
@@ -111,6 +112,14 @@ def test_a_widened_checkpoint_holds_the_same_numbers(tmp_path: Path) -> None:
     assert checkpoints.stored("tiny-draft", below=tmp_path) == model
 
 
+def test_weights_for_our_fp32_are_held_by_no_16_bits(tmp_path: Path) -> None:
+    model = checkpoints.stored("tiny-draft", below=tmp_path)
+    weights = load_file(model.all_bits / "model.safetensors")
+    assert all(half_scale(weight) is None for weight in weights.values() if weight.ndim > 1)
+    near = load_file(model.fp32 / "model.safetensors")
+    assert all(torch.allclose(weights[name], weight, rtol=1e-3, atol=0) for name, weight in near.items())
+
+
 @pytest.mark.seconds
 def test_a_process_answers_whatever_its_library_prints() -> None:
     with LibraryProcess(PYTHON, FAKE, num_threads=1) as process:
@@ -171,17 +180,17 @@ def test_a_library_needs_a_known_name_and_an_interpreter(tmp_path: Path) -> None
             peers.pythons([wrong])
 
 
-def test_a_page_says_every_figure_of_the_newest_row_of_each_pair() -> None:
+def test_a_page_says_every_figure_of_the_newest_row_of_each_target() -> None:
     made_by = {
         "versions": {"torch": "2"}, "processor": "abacus", "libraries": {OPENVINO: "openvino 3"}, "num_prompts": 1,
         "num_new_tokens": 8, "num_draft_tokens": 4, "temperature": 0.8, "num_threads": 2, "num_repetitions": 1,
     }  # fmt: skip
 
-    def row(model: str, ms: float) -> dict[str, object]:
+    def row(model: str, ms: float, *drafts: str) -> dict[str, object]:
         line = {"column": "fp32", "library": OURS, "label": "ours", "ms": {PLAIN: [ms]}, "tokens_per_round": None}
-        return {**made_by, "models": [model], "lines": [line, line | {"library": OPENVINO, "label": "theirs"}]}
+        return {**made_by, "models": [model, *drafts], "lines": [line, line | {"library": OPENVINO, "label": "theirs"}]}
 
-    text = lines.page([row("old", 1.25), row("new", 3.0), row("old", 2.5)])
+    text = lines.page([row("old", 1.25), row("new", 3.0), row("old", 2.5, "draft")])
     assert "| fp32 | ours | 2.50 |" in text
     assert "| fp32 | ours | 3.00 |" in text
     assert "1.25" not in text

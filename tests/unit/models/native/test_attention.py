@@ -234,13 +234,19 @@ def test_an_operator_that_is_wrong_on_this_machine_is_not_used(
 def test_a_forward_of_a_layer_calls_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made(16)
     calls = []
-    attend = CompiledAttention.__call__
 
-    def counted(*given: Any) -> Tensor:  # noqa: ANN401 - what the method takes
-        calls.append(given[2])
-        return attend(*given)
+    def count(name: str, place_of_number: int) -> None:
+        attend = getattr(CompiledAttention, name)
 
-    monkeypatch.setattr(CompiledAttention, "__call__", counted)
+        def counted(*given: Any) -> Tensor:  # noqa: ANN401 - what the method takes
+            calls.append(given[place_of_number])
+            found: Tensor = attend(*given)
+            return found
+
+        monkeypatch.setattr(CompiledAttention, name, counted)
+
+    count("__call__", 2)
+    count("with_products", 3)
     model = runner()
     model.allocate(batch_size=1, capacity=40)
     for num_tokens in (1, 5, 40):

@@ -1,0 +1,126 @@
+"""A whole layer by the operator of `layer_operator`, where its parts are compiled, and whether this machine has it.
+
+Shapes: M tokens, E width, S slots of all rows, N key-value heads, D head dim, P = D / 2, B rows, T positions of a row,
+I inputs, O outputs.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from llama_ssp.config.formats.int4_weight_only import GROUP
+from llama_ssp.models.native.attention import Attention, find_attention
+from llama_ssp.models.native.linear import FLOATS, NIBBLES, NativeLinear
+from llama_ssp.weights import int4_rows
+
+MOST_TOKENS = 16
+"""More tokens take an operator for each product, whose threads have long to compute between beginning and end."""
+
+Operator = Callable[..., Tensor]
+
+_log = logging.getLogger(__name__)
+_library = torch.library.Library("llama_ssp", "FRAGMENT")
+_TENSORS = ("x", "turns", "positions", "slots", "cache", *(
+    f"{name}_{part}" for name in ("qkv", "output", "gated", "down") for part in ("weights", "scales", "bias", "norm")
+))  # fmt: skip
+_NUMBERS = "float least_qkv, float least_gated, int num_heads, float scale, int window"
+
+
+class TokenPlaces(NamedTuple):
+    """Where the tokens of a forward are; see `native.attention.Attention`."""
+
+    turns_S1P: Tensor
+    positions_BT: Tensor
+    slots_M: Tensor
+
+
+class WholeLayer:
+    """A layer in one operator, for at most `MOST_TOKENS` tokens.
+
+    Args:
+        parts: qkv, output, gate and up, down; the first and the third have taken in their norm.
+        operator: of their kind and the heads' size.
+    """
+
+    def __init__(self, parts: Sequence[NativeLinear], operator: Operator) -> None:
+        self._operator = operator
+        self._weights = [tensor for part in parts for tensor in part.operands]
+        self._least_squares = parts[0].least_square, parts[2].least_square
+
+    def __call__(
+        self, x_ME: Tensor, place: TokenPlaces, cache_2NSD: Tensor, *, num_heads: int, scale: float, window: int
+    ) -> Tensor:
+        """The residual stream behind the layer; writes keys and values of the tokens."""
+        return self._operator(x_ME, *place, cache_2NSD, *self._weights, *self._least_squares, num_heads, scale, window)
+
+
+def whole_layer(parts: Sequence[NativeLinear | None], head_dim: int) -> WholeLayer | None:
+    """The layer of these parts; None if they are not all of one kind, or if this machine has no operator for it."""
+    found = [part for part in parts if part]
+    if len(found) < len(parts) or len({part.kind for part in found}) > 1:
+        return None
+    if not (found[0].has_norm and found[2].has_norm and all(part.operands[1].dtype is torch.float32 for part in found)):
+        return None
+    attention = find_attention(found[0].device, torch.float32, head_dim)
+    operator = _operator_of(found[0].kind, head_dim, attention) if attention else None
+    return WholeLayer(found, operator) if operator else None
+
+
+@cache
+def _operator_of(kind: str, head_dim: int, attention: Attention) -> Operator | None:
+    """The operator, which runs the functions of the product and of attention, compiled at the first call.
+
+    None, after a warning, if it does not work.
+    """
+    name = f"layer_{kind}_{head_dim}"
+    try:
+        from llama_ssp.models.native import compiled, layer_operator  # noqa: PLC0415 - imports LLVM
+
+        if not hasattr(torch.ops.llama_ssp, name):
+            tensors = ", ".join(f"Tensor{'(a!)' if each == 'cache' else ''} {each}" for each in _TENSORS)
+            _library.define(f"{name}({tensors}, {_NUMBERS}) -> Tensor")
+        compiled.add_operator(name, partial(layer_operator.emit, kind, head_dim), "layer")
+        operator: Operator = getattr(torch.ops.llama_ssp, name).default
+        _check(operator, kind, head_dim, attention)
+    except (ImportError, OSError, AttributeError, RuntimeError) as error:
+        reason = str(error).strip().partition("\n")[0][:200] or type(error).__name__
+        _log.warning("continuing with an operator for each part of a layer, which is slower: %s", reason)
+        return None
+    return operator
+
+
+def _check(operator: Operator, kind: str, head_dim: int, attention: Attention) -> None:
+    """RuntimeError if two tokens behind three others get other bits than by an operator for each part."""
+    num_heads, num_slots = GROUP // math.gcd(GROUP, head_dim), 5
+    width, attended = GROUP, num_heads * head_dim
+    shapes = (3 * attended, width), (width, attended), (2 * width, width), (width, width)
+    qkv, output, gated, down = parts = [_small(kind, shape) for shape in shapes]
+    qkv.take_in(torch.ones(width), 1.0, gates=False)
+    gated.take_in(torch.ones(width), 1.0, gates=True)
+    x_ME = torch.arange(2.0 * width).sin_().view(2, width)
+    cache_2NSD = torch.arange(2.0 * num_slots * attended).cos_().view(2 * num_heads, num_slots, head_dim)
+    positions_BT = torch.tensor([[3, 4]])
+    turns_S1P = torch.polar(torch.ones(num_slots, 1, head_dim // 2), torch.arange(num_slots).float()[:, None, None])
+    place, wanted_2NSD = TokenPlaces(turns_S1P, positions_BT, positions_BT.flatten()), cache_2NSD.clone()
+    middle_ME = output.add(attention(qkv.fused(x_ME), *place, wanted_2NSD, num_heads, 1.0, 0), x_ME)
+    wanted_ME = down.add(gated.fused(middle_ME), middle_ME)
+    found_ME = WholeLayer(parts, operator)(x_ME, place, cache_2NSD, num_heads=num_heads, scale=1.0, window=0)
+    if not (torch.equal(found_ME, wanted_ME) and torch.equal(cache_2NSD, wanted_2NSD)):
+        raise RuntimeError("a compiled layer is wrong on this CPU")
+
+
+def _small(kind: str, shape: tuple[int, int]) -> NativeLinear:
+    """A layer of small whole weights."""
+    step, zero = 2.0**-6, 6
+    codes_OI = torch.arange(math.prod(shape)).view(shape).remainder(2 * zero + 1)
+    if kind == NIBBLES:
+        groups_OG = codes_OI[:, ::GROUP]
+        words_OG = int4_rows.words_of(torch.full(groups_OG.shape, step), torch.full_like(groups_OG, zero))
+        return NativeLinear(kind, codes_OI.to(torch.uint8), words_OG, None)
+    scales_O = torch.full(() if kind in FLOATS else shape[:1], step)
+    return NativeLinear(kind, codes_OI.sub(zero).to(FLOATS.get(kind, torch.int8)), scales_O, None)

@@ -1,0 +1,189 @@
+"""A whole layer as torch calls it: norm, queries, keys and values, attention, output, norm, gate and up, down.
+
+    step     threads share                     reads            writes
+    qkv      blocks of 16 outputs              x, normed        qkv
+    place    tokens                            qkv              cache; turned queries to `attended`
+    attend   key-value heads of rows           cache            attended
+    output   blocks of 16 outputs              attended, x      middle
+    gated    pairs of blocks                   middle, normed   gated
+    down     blocks of 16 outputs              gated, middle    y
+
+The steps run the functions of `products` and `attention_operator`, which the operators of a product and of attention
+run too, so the bits are the same. The threads meet after each step (`sharing`); each norms and quantizes the few rows
+for itself.
+
+Shapes: M tokens, E width, H query heads, D head dim.
+"""
+
+from llvmlite import ir
+
+from llama_ssp.models.native import attention_operator, operator, products
+from llama_ssp.models.native.attention_kernel import larger, smaller
+from llama_ssp.models.native.emit import F32, I32, I64, LANES, POINTER, VOID, Code, Value, i64
+from llama_ssp.models.native.operator import Torch
+from llama_ssp.models.native.products import function
+from llama_ssp.models.native.sharing import COUNTERS, units
+
+PRODUCTS = ("qkv", "output", "gated", "down")
+STEPS = ("qkv", "place", "attend", "output", "gated", "down")
+_TENSORS = ("x", "turns", "positions", "slots", "cache", *(
+    f"{name}_{part}" for name in PRODUCTS for part in ("weights", "scales", "bias", "norm")
+))  # fmt: skip
+_SERIAL = 2**16
+"""Multiplications, weights that are read included, that a thread of its own does not pay for."""
+_AT_ONCE = 8
+"""Blocks of outputs that a thread takes at a time, as many as a product needs to hide the latency of a sum."""
+_MOST_THREADS = 2**10
+
+# What the threads share, by its place in an array of words.
+_CONTEXT = ("counters", "attention", "rooms", "room_bytes", "num_rows", "x", "qkv", "attended", "middle", "gated", "y",
+            "num_threads", "num_places", "num_units", "least_qkv", "least_gated",
+            *(f"{name}_{part}" for name in PRODUCTS
+              for part in ("weights", "scales", "bias", "norm", "num_inputs", "num_outputs")))  # fmt: skip
+_NUMBERS = {"room_bytes", "num_rows", "num_threads", "num_places", "num_units", "least_qkv", "least_gated",
+            *(f"{name}_{part}" for name in PRODUCTS for part in ("num_inputs", "num_outputs"))}  # fmt: skip
+
+
+def emit(kind: str, head_dim: int) -> ir.Module:
+    """The operator for products of a kind and heads of D dimensions; its entry is `layer`."""
+    module = ir.Module(name=f"layer of {kind} and {head_dim}")
+    shared = [POINTER if argument == "words" else I64 for argument in ("begin", "end", "words")]
+    kernels = {
+        name: ir.Function(module, ir.FunctionType(VOID, shared), symbol)
+        for name, symbol in (
+            ("part", f"llama_ssp_product_{kind}_part"),
+            ("place", f"llama_ssp_attention_{head_dim}_place"),
+            ("units", f"llama_ssp_attention_{head_dim}_units"),
+        )
+    }
+    _entry(module, head_dim, _steps(module, kind, kernels))
+    return module
+
+
+def _entry(module: ir.Module, head_dim: int, steps: Value) -> None:
+    """(tensors, least squares of both norms, heads, scale, window) -> y."""
+    code, (stack, _, _) = function(module, "layer", [POINTER, I64, I64])
+    code.function.linkage = "external"
+    torch = Torch(code)
+    tensors = {name: code.load(code.at(stack, i64(place), I64), typ=POINTER) for place, name in enumerate(_TENSORS)}
+    first = len(_TENSORS)
+    least_qkv, least_gated, num_heads, scale, window = (code.read(stack, I64, i64(first + place)) for place in range(5))
+    given = {name: torch.pointer(tensors[name]) for name in ("x", "turns", "positions", "slots", "cache")}
+    num_rows, width = torch.size(tensors["x"], 0), torch.size(tensors["x"], 1)
+    num_kv = code.sdiv(torch.size(tensors["cache"], 0), i64(2))
+    attended_width = code.mul(num_heads, i64(head_dim))
+    for name in PRODUCTS:
+        for part in ("weights", "scales", "bias", "norm"):
+            given[f"{name}_{part}"] = torch.pointer_or_none(tensors[f"{name}_{part}"])
+        given[f"{name}_num_outputs"] = code.mul(torch.size(tensors[f"{name}_weights"], 0), i64(LANES))
+    gated_width = code.sdiv(given["gated_num_outputs"], i64(2))
+    given |= {"qkv_num_inputs": width, "output_num_inputs": attended_width, "gated_num_inputs": width,
+              "down_num_inputs": gated_width}  # fmt: skip
+    num_threads = _num_threads(code, given, num_rows)
+    widest = larger(code, larger(code, width, attended_width), gated_width)
+    room = code.mul(num_rows, code.add(code.mul(widest, i64(2)), i64(2)))
+    y = torch.empty(num_rows, width)
+    sizes = {"qkv": given["qkv_num_outputs"], "attended": attended_width, "middle": width, "gated": gated_width}
+    total = code.mul(num_threads, room)
+    for size in sizes.values():
+        total = code.add(total, code.mul(num_rows, size))
+    scratch = torch.empty(total)
+    given["rooms"] = torch.pointer(scratch)
+    start = code.mul(num_threads, room)
+    for name, size in sizes.items():
+        given[name] = code.at(given["rooms"], start, F32)
+        start = code.add(start, code.mul(num_rows, size))
+    row_tokens = torch.size(tensors["positions"], 1)
+    attention = given | {
+        "parts": given["cache"], "out": given["attended"], "num_heads": num_heads, "num_kv": num_kv,
+        "row_tokens": row_tokens, "num_slots": torch.size(tensors["cache"], 1), "window": window, "scale": scale,
+    }  # fmt: skip
+    num_words = len(STEPS) * COUNTERS + COUNTERS
+    counters = code.slot(I64, num_words)
+    counters.align = 64
+    with code.loop(i64(0), i64(num_words), 1) as (place,):
+        code.write(i64(0), counters, place)
+    given |= {
+        "counters": counters, "attention": _stored(code, attention_operator.CONTEXT, attention),
+        "room_bytes": code.mul(room, i64(4)), "num_rows": num_rows, "y": torch.pointer(y), "num_threads": num_threads,
+        "num_places": num_rows, "num_units": attention_operator.num_units(code, attention, num_rows),
+        "least_qkv": least_qkv, "least_gated": least_gated,
+    }  # fmt: skip
+    words = _stored(code, _CONTEXT, given)
+    code.intrinsic("torch_parallel_for", I32, i64(0), num_threads, i64(1), steps, words)
+    for tensor in (*tensors.values(), scratch):
+        torch.free(tensor)
+    code.store(y, stack)
+    code.ret_void()
+
+
+def _num_threads(code: Code, given: dict[str, Value], num_rows: Value) -> Value:
+    """As many as torch has, or fewer if there is little to do."""
+    cost = i64(0)
+    for name in PRODUCTS:
+        cost = code.add(cost, code.mul(given[f"{name}_num_inputs"], given[f"{name}_num_outputs"]))
+    useful = code.add(code.sdiv(code.mul(cost, code.add(num_rows, i64(1))), i64(_SERIAL)), i64(1))
+    there = code.slot(I32, 1)
+    code.intrinsic("torch_get_num_threads", I32, there)
+    return smaller(code, useful, smaller(code, code.zext(code.load(there, typ=I32), I64), i64(_MOST_THREADS)))
+
+
+def _stored(code: Code, names: tuple[str, ...], given: dict[str, Value]) -> Value:
+    """Write numbers and addresses into words on the stack."""
+    words = code.slot(I64, len(names))
+    for place, name in enumerate(names):
+        code.store(given[name], code.at(words, i64(place), I64))
+    return words
+
+
+def _steps(module: ir.Module, kind: str, kernels: dict[str, Value]) -> Value:
+    """What each thread does: (unused, unused, context)."""
+    code, (_, _, words) = function(module, "steps", [I64, I64, POINTER])
+    places = {name: code.at(words, i64(place), I64) for place, name in enumerate(_CONTEXT)}
+    given = {name: code.load(place, typ=I64 if name in _NUMBERS else POINTER) for name, place in places.items()}
+    own = code.atomic_rmw("add", code.at(given["counters"], i64(len(STEPS) * COUNTERS), I64), i64(1), "monotonic")
+    room = code.at(given["rooms"], code.mul(own, given["room_bytes"]))
+    counters = {name: code.at(given["counters"], i64(place * COUNTERS), I64) for place, name in enumerate(STEPS)}
+
+    def product(name: str, rows: Value, y: Value, residual: Value) -> None:
+        _product(code, kind, kernels["part"], name, given | {"rows": rows, "into": y, "residual": residual},
+                 room=room, counters=counters[name])  # fmt: skip
+
+    none = ir.Constant(POINTER, None)
+    product("qkv", given["x"], given["qkv"], none)
+    for step, count in (("place", "num_places"), ("attend", "num_units")):
+        with units(code, counters[step], given[count], i64(1)) as (begin, end):
+            code.call(kernels["place" if step == "place" else "units"], [begin, end, given["attention"]])
+    product("output", given["attended"], given["middle"], given["x"])
+    product("gated", given["middle"], given["gated"], none)
+    product("down", given["gated"], given["y"], given["middle"])
+    code.ret_void()
+    return code.function
+
+
+def _product(
+    code: Code, kind: str, part: Value, name: str, given: dict[str, Value], *, room: Value, counters: Value
+) -> None:
+    """One product, of rows that this thread prepares for itself."""
+    gates = i64(1 if name == "gated" else 0)
+    num_rows, num_inputs, num_outputs = (given[each] for each in ("num_rows", f"{name}_num_inputs",
+                                                                  f"{name}_num_outputs"))  # fmt: skip
+    sizes = num_rows, num_inputs
+    rows = given["rows"]
+    if f"least_{name}" in given:
+        least_square = code.fptrunc(code.bitcast(given[f"least_{name}"], ir.DoubleType()), F32)
+        rows = operator.normed(code, rows, room, (given[f"{name}_norm"], least_square), sizes)
+    row_scales = row_sums = ir.Constant(POINTER, None)
+    if kind == "dots":
+        rows, row_scales, row_sums = operator.rounded(code, rows, room, sizes)
+    words = _stored(code, products.CONTEXT, {
+        "weights": given[f"{name}_weights"], "rows": rows, "y": given["into"], "scales": given[f"{name}_scales"],
+        "bias": given[f"{name}_bias"], "residual": given["residual"], "row_scales": row_scales, "row_sums": row_sums,
+        "num_rows": num_rows, "num_inputs": num_inputs, "num_outputs": num_outputs, "gates": gates,
+    })  # fmt: skip
+    of_unit = code.add(gates, i64(1))
+    count = code.sdiv(num_outputs, code.mul(of_unit, i64(LANES)))
+    fair = code.sdiv(code.add(count, code.sub(given["num_threads"], i64(1))), given["num_threads"])
+    grain = smaller(code, fair, code.sdiv(i64(_AT_ONCE), of_unit))
+    with units(code, counters, count, grain) as (begin, end):
+        code.call(part, [begin, end, words])

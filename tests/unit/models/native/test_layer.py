@@ -1,0 +1,142 @@
+"""Holds a layer in one operator to the bits of an operator for each of its parts, whatever the threads."""
+
+import logging
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from llama_ssp.distributed.comms import Comm
+from llama_ssp.models.llama import layer as layers
+from llama_ssp.models.llama.decoder import LeanRunner
+from llama_ssp.models.native import layer as native
+from llama_ssp.models.native.attention import find_attention
+from llama_ssp.models.native.attention_operator import FEATURES
+from llama_ssp.models.native.compiled import has_features
+from llama_ssp.models.native.layer import MOST_TOKENS, WholeLayer
+from llama_ssp.models.quantization.precision import Precision
+from tests.helpers.lanes import grid
+from tests.helpers.models import tiny_model
+
+FORMS = ("none", "fp32", "int8_weight_only", "int8", "int4_weight_only")
+VOCABULARY = 208
+BEHIND = 140
+
+
+def runner(form: str = "none", **sizes: int) -> LeanRunner:
+    """A model whose linear layers all have compiled products."""
+    if not has_features(FEATURES):
+        pytest.skip("this processor has no such layer")
+    sizes = {"head_dim": 16, "hidden_size": 128, "intermediate_size": 256, "vocab_size": VOCABULARY} | sizes
+    model = tiny_model("llama", **sizes)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16().float() if form != "fp32" else parameter.data
+    kernel = None if form in {"none", "fp32"} else Precision(quantization=form).kernel
+    return LeanRunner(model, comm=Comm.single(), kernel=kernel)
+
+
+def logits(model: LeanRunner, num_tokens: int, *, batch_size: int = 1) -> Tensor:
+    """Of some tokens behind others."""
+    model.allocate(batch_size=batch_size, capacity=BEHIND + num_tokens)
+    ids = torch.randint(0, VOCABULARY, (batch_size, BEHIND + num_tokens), generator=torch.Generator().manual_seed(1))
+    positions = torch.arange(BEHIND + num_tokens).expand(batch_size, -1).contiguous()
+    model.forward(ids[:, :BEHIND], positions[:, :BEHIND], bucket=BEHIND + num_tokens)
+    return model.forward(ids[:, BEHIND:], positions[:, BEHIND:], bucket=BEHIND + num_tokens)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of tokens of the layers that were called as one operator."""
+    found: list[int] = []
+    call = WholeLayer.__call__
+
+    def counted(layer: WholeLayer, x: Tensor, *given: object, **named: object) -> Tensor:
+        found.append(len(x))
+        return call(layer, x, *given, **named)  # type: ignore[arg-type]  # as the method takes them
+
+    monkeypatch.setattr(WholeLayer, "__call__", counted)
+    return found
+
+
+@grid(form=FORMS, batch_size=[1, 3], num_tokens=[1, 2, 5])
+def test_a_layer_in_one_operator_has_the_bits_of_its_parts(
+    form: str, batch_size: int, num_tokens: int, calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = runner(form)
+    calls.clear()  # one checks the operator
+    found = logits(model, num_tokens, batch_size=batch_size)
+    assert calls == [batch_size * num_tokens] * 2
+    monkeypatch.setattr(layers, "MOST_TOKENS", 0)
+    assert torch.equal(logits(model, num_tokens, batch_size=batch_size), found)
+    assert len(calls) == 2
+
+
+def test_many_tokens_take_an_operator_for_each_part(calls: list[int]) -> None:
+    model = runner()
+    calls.clear()
+    logits(model, MOST_TOKENS)
+    logits(model, MOST_TOKENS + 1)
+    assert calls == [MOST_TOKENS] * 2
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+def test_the_number_of_threads_does_not_show(num_threads: int) -> None:
+    """Five threads on fewer cores: some wait for others that have no core."""
+    model = runner(hidden_size=256, intermediate_size=1024)
+    wanted, before = logits(model, 5), torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        for _ in range(5):
+            assert torch.equal(logits(model, 5), wanted)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_another_thread_of_python_gets_the_same() -> None:
+    model = runner(hidden_size=256, intermediate_size=1024)
+    wanted, found = logits(model, 5), []
+    worker = threading.Thread(target=lambda: found.append(logits(model, 5)))
+    worker.start()
+    worker.join()
+    assert torch.equal(found[0], wanted)
+
+
+def test_layers_of_several_forms_or_without_blocks_keep_their_parts(calls: list[int]) -> None:
+    logits(runner(intermediate_size=264), 1)
+    assert not calls
+
+
+@pytest.fixture
+def forgotten() -> Iterator[None]:
+    """An operator that is looked for again, in the test and after it."""
+    native._operator_of.cache_clear()
+    yield
+    native._operator_of.cache_clear()
+
+
+@pytest.mark.usefixtures("forgotten")
+@pytest.mark.parametrize("fault", ["values", "cache"])
+def test_an_operator_that_is_wrong_on_this_machine_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, calls: list[int], fault: str
+) -> None:
+    wanted, check = logits(runner(), 1), native._check
+    assert find_attention(torch.device("cpu"), torch.float32, 16)
+
+    def checked(operator: native.Operator, *given: object) -> None:
+        def wrong(*arguments: Tensor) -> Tensor:
+            found = operator(*arguments)
+            (found if fault == "values" else arguments[4]).mul_(1.1)
+            return found
+
+        check(wrong, *given)  # type: ignore[arg-type]  # as the function takes them
+
+    monkeypatch.setattr(native, "_check", checked)
+    native._operator_of.cache_clear()
+    calls.clear()
+    with caplog.at_level(logging.WARNING):
+        found = logits(runner(), 1)
+    assert "wrong on this CPU" in caplog.text
+    assert torch.equal(found, wanted)
+    assert len(calls) <= 1  # that of the check
