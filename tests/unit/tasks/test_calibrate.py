@@ -175,6 +175,20 @@ def test_a_message_that_a_neighbour_delays_does_not_count(monkeypatch: pytest.Mo
     assert point.s == pytest.approx(1e-5)
 
 
+def test_a_gpu_is_waited_for_once_after_many_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    on_cpu = {name: getattr(torch, name) for name in ("randn", "zeros")}
+    for name, make in on_cpu.items():
+        monkeypatch.setattr(torch, name, lambda *sizes, make=make, **_device: make(*sizes))
+    monkeypatch.setattr(rounds, "MESSAGE_BYTES", (8, 2**16))
+    monkeypatch.setattr(rounds, "seconds_per_call", lambda _call: 0.0)
+    comm = Comm.single()
+    object.__setattr__(comm, "all_reduce", lambda _values: events.append("message"))  # the class is frozen
+    object.__setattr__(comm, "finish", lambda: events.append("wait"))
+    rounds.all_reduce_points(comm, torch.device("cuda"))
+    assert events == [*["message"] * 320, "wait", *["message"] * 80, "wait"]
+
+
 def test_matrices_are_taken_off_a_layers_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = {1: 0.003, operators.MANY_LAYERS: 0.003 + 0.001 * (operators.MANY_LAYERS - 1)}
     monkeypatch.setattr(operators, "_stack", lambda _width, num_layers: num_layers)
