@@ -4,11 +4,11 @@ In a group of one rank they do nothing, so callers need not check the number of 
 form a group. Between GPUs, tensors go through NCCL, and texts through gloo, where a lost rank is an error.
 """
 
+import gc
 import logging
 import math
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from functools import cache
 from typing import Self
 
 import torch
@@ -28,7 +28,7 @@ class Comm:
     """One group of ranks, as seen by this rank.
 
     Attributes:
-        group: the process group; None for a group of one.
+        members: ranks of the world that form it, in increasing order; none for a group of one.
         device: of tensors to be sent.
         crowded: more ranks than cores share this rank's cores.
         board: memory shared by a group on CPUs, for small messages.
@@ -38,7 +38,7 @@ class Comm:
 
     rank: int
     size: int
-    group: dist.ProcessGroup | None
+    members: tuple[int, ...] = ()
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     crowded: bool = False
     board: SharedMemoryGroup | None = None
@@ -56,19 +56,24 @@ class Comm:
         device_wait: DeviceWait | None = None,
     ) -> "Comm":
         """Form the group of all ranks, which must call this together; for arguments see the class."""
-        comm = cls(
-            rank=rank, size=size, group=dist.group.WORLD, device=device, crowded=crowded, device_wait=device_wait
-        )
-        return comm._with_shared_memory(tuple(range(size)))
+        members = tuple(range(size))
+        _groups[members] = dist.group.WORLD
+        comm = cls(rank=rank, size=size, members=members, device=device, crowded=crowded, device_wait=device_wait)
+        return comm._with_shared_memory()
 
     @classmethod
     def single(cls) -> Self:
         """Form a group of this rank only."""
-        return cls(rank=0, size=1, group=None)
+        return cls(rank=0, size=1)
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group; None for a group of one. It is not kept, so that `leave_groups` can end its threads."""
+        return _groups.get(self.members)
 
     def alone(self) -> "Comm":
         """The group of this rank only, which waits for its GPU as this group does."""
-        return Comm(rank=0, size=1, group=None, device_wait=self.device_wait)
+        return Comm(rank=0, size=1, device_wait=self.device_wait)
 
     def subgroup(self, members: tuple[int, ...]) -> "Comm | None":
         """Form a group of some ranks of the world, in increasing order; None if this rank is not a member.
@@ -77,34 +82,34 @@ class Comm:
         """
         if len(members) == self.size:
             return self
-        group = _group_of(members) if len(members) > 1 else None
+        if len(members) > 1 and members not in _groups:
+            _groups[members] = dist.new_group(list(members))
         if self.rank not in members:
             return None
-        if group is None:
+        if len(members) == 1:
             return self.alone()
         rank, size = members.index(self.rank), len(members)
-        comm = replace(self, rank=rank, size=size, group=group, board=None, window=None)
-        return comm._with_shared_memory(members)
+        comm = replace(self, rank=rank, size=size, members=members, board=None, window=None)
+        return comm._with_shared_memory()
 
-    def _with_shared_memory(self, members: tuple[int, ...]) -> "Comm":
+    def _with_shared_memory(self) -> "Comm":
         """Add shared memory to a group on CPUs, if possible; it is made once for all jobs of a sweep."""
         if self.device.type != "cpu":
             return self
-        if members not in _boards:
-            _boards[members] = SharedMemoryGroup.join(
+        if self.members not in _boards:
+            _boards[self.members] = SharedMemoryGroup.join(
                 self.gather_text, rank=self.rank, size=self.size, crowded=self.crowded
             )
-        return replace(self, board=_boards[members])
+        return replace(self, board=_boards[self.members])
 
     def with_window(self) -> "Comm":
         """Add a window to a group of GPUs, if possible, which must call this together; see `_with_shared_memory`."""
         if self.group is None or self.device.type != "cuda":
             return self
-        name = self.group.group_name
-        if name not in _windows:
-            _windows[name] = SymmetricWindow.join(self.group, self.gather_text, self.device)
-            _log.info("symmetric window for sums of %d GPUs: %s", self.size, "yes" if _windows[name] else "no")
-        return replace(self, window=_windows[name])
+        if self.members not in _windows:
+            window = _windows[self.members] = SymmetricWindow.join(self.group, self.gather_text, self.device)
+            _log.info("symmetric window for sums of %d GPUs: %s", self.size, "yes" if window else "no")
+        return replace(self, window=_windows[self.members])
 
     def all_reduce(self, values: Tensor) -> Tensor:
         """Sum `values` over the group, in place if possible; returns the sum, bit-identical on all ranks."""
@@ -186,15 +191,9 @@ class Comm:
         return self.gather_text(text if self.rank == src else "")[src]
 
     def barrier(self) -> None:
-        """Wait for every rank of the group, but not for its device.
-
-        Sends no tensor: a thread of gloo may hold one for longer, and would abort the process to free it while the
-        interpreter ends.
-        """
-        if self.group:
-            options = dist.BarrierOptions()
-            options.device = torch.device("cpu")
-            self.group.barrier(options).wait()
+        """Wait for every rank of the group, but not for its device."""
+        if self.size > 1:
+            dist.all_reduce(torch.zeros(1), group=self.group)
 
     def wait(self, event: Event) -> None:
         """Wait until this rank's GPU has passed an event; DistBackendError if it waits for a rank that is lost."""
@@ -231,12 +230,18 @@ class Comm:
                 nccl._set_default_timeout(timedelta(seconds=seconds + MOST_WORK_S))
 
 
+# By members, made once for all jobs of a sweep.
+_groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
 _boards: dict[tuple[int, ...], SharedMemoryGroup | None] = {}
-_windows: dict[str, SymmetricWindow | None] = {}
+_windows: dict[tuple[int, ...], SymmetricWindow | None] = {}
 
 
-@cache
-def _group_of(members: tuple[int, ...]) -> dist.ProcessGroup:
-    """The process group of some world ranks, made once for all jobs of a sweep."""
-    group: dist.ProcessGroup = dist.new_group(list(members))
-    return group
+def leave_groups() -> None:
+    """Leave all process groups, and wait until their threads have ended.
+
+    A thread of gloo may still hold the tensors of a collective that is over; to free them while the interpreter ends
+    would abort the process.
+    """
+    dist.destroy_process_group()
+    _groups.clear()
+    gc.collect()  # a group's threads end with its last reference

@@ -11,6 +11,7 @@ from functools import cache
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # imported later, it would keep the group by its default arguments
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from llama_ssp.config.schema import DeviceKind
-from llama_ssp.distributed.comms import Comm
+from llama_ssp.distributed.comms import Comm, leave_groups
 from llama_ssp.distributed.control_channel import ControlChannel
 from llama_ssp.distributed.environment import Ranks, read_ranks
 from llama_ssp.distributed.faults import Phase, unify_failure
@@ -158,7 +158,7 @@ def _part(watch: ControlChannel, *, is_on_gpu: bool) -> None:
     if is_on_gpu:
         gc.collect()  # NCCL would wait for graphs that hold its kernels
         Thread(target=_end_anyway, daemon=True, name="end").start()
-    dist.destroy_process_group()
+    leave_groups()
 
 
 def _end_anyway() -> None:

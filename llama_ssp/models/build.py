@@ -95,7 +95,7 @@ def check_model(
     model = build_empty(origin)
     check_packed(model, origin, find_sources(model, origin), quantization)
     check_quantizable(model, origin.shape, quantization, num_ranks=num_ranks, whole=whole, compiles=compiles)
-    shard(model, origin.shape, Comm(rank=0, size=num_ranks, group=None), quantization=quantization, whole=whole)
+    shard(model, origin.shape, Comm(rank=0, size=num_ranks), quantization=quantization, whole=whole)
 
 
 def load_modules(

@@ -8,7 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import TypedDict, cast
@@ -34,8 +34,6 @@ from llama_ssp.config.schema import (
 )
 from llama_ssp.config.tasks.generate import GenerateConfig
 from llama_ssp.distributed.agree import raise_on_all_ranks
-from llama_ssp.distributed.comms import Comm
-from llama_ssp.distributed.operators import is_recording
 from llama_ssp.distributed.world import World, start
 from llama_ssp.engine.round import Block, DraftChoice, Executor
 from llama_ssp.engine.state import BatchState, Request
@@ -55,6 +53,8 @@ from tests.distributed.cells import (
     lane_of,
     on_one_rank,
 )
+from tests.helpers.counting_comm import CountingComm
+from tests.helpers.gloo_threads import end_with_an_error_if_left
 from tests.helpers.prompts import PROMPTS
 from tests.helpers.shapes import SHAPES
 
@@ -72,37 +72,6 @@ class Placed(TypedDict):
 
     texts: list[list[int]]
     round_bytes: list[int]
-
-
-@dataclass(frozen=True, kw_only=True)
-class CountingComm(Comm):
-    """A group's end that counts the bytes which arrive here."""
-
-    arrived: list[int] = field(default_factory=lambda: [0])
-
-    @classmethod
-    def of(cls, comm: Comm) -> "CountingComm":
-        """The same end, counting."""
-        return cls(rank=comm.rank, size=comm.size, group=comm.group, device=comm.device, board=comm.board)
-
-    def broadcast(self, values: Tensor, *, src: int) -> Tensor:
-        """Counts on all ranks but the sender."""
-        self._count(values.nbytes * (self.size > 1 and self.rank != src))
-        return super().broadcast(values, src=src)
-
-    def receive(self, values: Tensor, *, src: int) -> Tensor:
-        """Counts what it fills."""
-        self._count(values.nbytes)
-        return super().receive(values, src=src)
-
-    def all_gather_last(self, values: Tensor, sizes: tuple[int, ...]) -> Tensor:
-        """Counts the other ranks' slices, which travel at the width of the widest."""
-        self._count(max(sizes) * values.itemsize * (self.size - 1))
-        return super().all_gather_last(values, sizes)
-
-    def _count(self, num_bytes: int) -> None:
-        if not is_recording():  # which sends nothing
-            self.arrived[0] += num_bytes
 
 
 def run_config(
@@ -292,6 +261,7 @@ def seen_by(world: World, folder: Path, chosen: str) -> dict[str, object]:
 def main() -> None:
     """Write what this rank saw."""
     folder, out, chosen = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+    end_with_an_error_if_left()
     with start(device=DeviceKind.cpu, timeout_s=120) as world:
         (out / f"{world.comm.rank}.json").write_text(json.dumps(seen_by(world, folder, chosen)))
 

@@ -10,12 +10,12 @@ import pytest
 pytestmark = [pytest.mark.distributed(2), pytest.mark.seconds]
 ROOT = Path(__file__).parents[2]
 
-# Threads of gloo that want to free a tensor cannot before the interpreter ends, since the main thread waits for
-# nothing; the other rank is still ending when rank 0, with the store, has ended.
+# The other rank is still ending when rank 0, with the store, has ended.
 _SCRIPT = """
 import builtins, sys, time
 from llama_ssp.config.schema import DeviceKind
 from llama_ssp.distributed.world import start
+from tests.helpers.gloo_threads import end_with_an_error_if_left
 
 class EndsLate:
     def __init__(self, seconds):
@@ -23,6 +23,7 @@ class EndsLate:
     def __del__(self):
         time.sleep(self.seconds)
 
+end_with_an_error_if_left()
 sys.setswitchinterval(100)
 with start(device=DeviceKind.cpu, timeout_s=60) as world:
     pass

@@ -85,10 +85,7 @@ def thread_comms(num_ranks: int) -> list[ThreadComm]:
     """One end for each rank of a group."""
     meeting, table = Barrier(num_ranks), [torch.empty(0)] * num_ranks
     mail = {pair: SimpleQueue[Tensor]() for pair in product(range(num_ranks), range(num_ranks))}
-    return [
-        ThreadComm(rank=rank, size=num_ranks, group=None, meeting=meeting, table=table, mail=mail)
-        for rank in range(num_ranks)
-    ]
+    return [ThreadComm(rank=rank, size=num_ranks, meeting=meeting, table=table, mail=mail) for rank in range(num_ranks)]
 
 
 def on_ranks(comms: Sequence[ThreadComm], work: Callable[[ThreadComm], Result]) -> list[Result]:

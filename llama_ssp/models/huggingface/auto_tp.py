@@ -4,12 +4,15 @@ Every rank reads the whole model into host memory. DeepSpeed keeps this rank's s
 layers; embeddings and head stay whole. No compiler is needed: none of DeepSpeed's kernels are built or used.
 """
 
+import atexit
 import io
 import os
+import sys
 from contextlib import redirect_stdout
 from importlib.util import find_spec
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Unpack
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -56,6 +59,7 @@ def load_auto_tp(origin: WeightSource, *, device: torch.device, comm: Comm, **lo
         _share(model, origin.shape.model_type, dtype=loading["dtype"] or origin.dtype, comm=comm)
     for name, (module, buffer) in buffers.items():  # it rounds rotary frequencies to the dtype of the weights
         setattr(module, name.rpartition(".")[2], buffer.to(device))
+    atexit.register(_let_go, ref(model))
     return ModuleRunner(model, comm=comm)
 
 
@@ -77,3 +81,14 @@ def _share(model: nn.Module, model_type: str, *, dtype: torch.dtype, comm: Comm)
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         message = f"DeepSpeed cannot share a {model_type} model ({reason}): use placement.target.kind=tensor"
         raise PlacementError(message) from error
+
+
+def _let_go(shared: ref[nn.Module]) -> None:
+    """Drop DeepSpeed's references to our process group, whose threads end with the last one; see `leave_groups`."""
+    model = shared()
+    for module in model.modules() if model else ():
+        vars(module).pop("mp_group", None)
+    for method in vars(sys.modules["deepspeed.comm.torch"].TorchBackend).values():
+        defaults = method.__defaults__ or () if isinstance(method, FunctionType) else ()
+        if any(isinstance(value, dist.ProcessGroup) for value in defaults):
+            method.__defaults__ = None

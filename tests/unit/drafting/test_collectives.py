@@ -38,7 +38,7 @@ class CountingComm(ThreadComm):
     @classmethod
     def of(cls, comm: ThreadComm) -> "CountingComm":
         """The same end, counting."""
-        return cls(rank=comm.rank, size=comm.size, group=None, meeting=comm.meeting, table=comm.table, mail=comm.mail)
+        return cls(rank=comm.rank, size=comm.size, meeting=comm.meeting, table=comm.table, mail=comm.mail)
 
     def all_reduce(self, values: Tensor) -> Tensor:
         """Count, and add up."""

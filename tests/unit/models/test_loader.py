@@ -164,7 +164,7 @@ def test_no_rank_reads_more_than_it_holds(
     whole_bytes = sum(parameter.nbytes for parameter in whole.parameters())
     for rank in range(3):
         num_read_bytes.clear()
-        local = load(folder, comm=Comm(rank=rank, size=3, group=None))
+        local = load(folder, comm=Comm(rank=rank, size=3))
         held_bytes = sum(parameter.nbytes for parameter in local.parameters())
         assert sum(num_read_bytes) == held_bytes
         assert held_bytes < 0.6 * whole_bytes
@@ -208,7 +208,7 @@ for num_ranks, dtype in ((1, torch.bfloat16), (2, torch.bfloat16), (2, torch.flo
     if os.fork():
         os.wait()
         continue
-    comm = Comm(rank=0, size=num_ranks, group=None)
+    comm = Comm(rank=0, size=num_ranks)
     model = build_empty(checkpoint)
     shard(model, checkpoint.shape, comm)
     mlp = model.model.layers[0].mlp if checkpoint.config.model_type == "llama" else None

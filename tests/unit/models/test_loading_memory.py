@@ -49,7 +49,7 @@ def measure(rank, form):
             peaks.append(anonymous_bytes())
     watcher = threading.Thread(target=watch)
     watcher.start()
-    comm = Comm(rank=rank, size=num_ranks, group=None)
+    comm = Comm(rank=rank, size=num_ranks)
     precision = Precision(quantization=form)
     runner = load_model(inspect(folder), dtype=None, device=torch.device("cpu"), comm=comm, precision=precision)
     done.set()

@@ -175,7 +175,7 @@ def test_the_planned_bytes_are_those_of_the_tensors(
     folder = saved(family)
     planned = shares(inspect(folder).shape, num_ranks=num_ranks)
     for rank, share in enumerate(planned):
-        comm = Comm(rank=rank, size=num_ranks, group=None)
+        comm = Comm(rank=rank, size=num_ranks)
         runner = load(
             folder, implementation, Precision(quantization=form), comm=comm, dtype=getattr(torch, dtype.value)
         )

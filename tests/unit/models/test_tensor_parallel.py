@@ -118,17 +118,17 @@ def test_one_rank_keeps_the_library_s_modules() -> None:
 def test_a_plan_that_is_not_understood_is_refused_by_name(family: str, changes: dict[str, object], reason: str) -> None:
     model = AutoModelForCausalLM.from_config(tiny_config(family, **changes))
     with pytest.raises(PlacementError, match=reason):
-        shard(model, shape_of(model.config), Comm(rank=0, size=2, group=None))
+        shard(model, shape_of(model.config), Comm(rank=0, size=2))
 
 
 def test_more_ranks_than_heads_are_refused() -> None:
     model = AutoModelForCausalLM.from_config(tiny_config("llama"))
     with pytest.raises(PlacementError, match="at most 8 ranks"):
-        shard(model, shape_of(model.config), Comm(rank=0, size=9, group=None))
+        shard(model, shape_of(model.config), Comm(rank=0, size=9))
 
 
 def test_a_matrix_of_another_size_than_the_config_says_is_refused_by_name() -> None:
     model = AutoModelForCausalLM.from_config(tiny_config("llama"))
     model.model.layers[1].mlp.up_proj = nn.Linear(64, 96)
     with pytest.raises(PlacementError, match=r"layers.1.mlp.up_proj has 96 features where the config says 160"):
-        shard(model, shape_of(model.config), Comm(rank=0, size=2, group=None))
+        shard(model, shape_of(model.config), Comm(rank=0, size=2))

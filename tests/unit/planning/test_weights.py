@@ -101,7 +101,7 @@ def test_each_rank_is_planned_exactly_what_the_loader_gives_it(name: str, num_ra
     for rank, expected in enumerate(planned):
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-        shard(model, shape, Comm(rank=rank, size=num_ranks, group=None), whole=whole)
+        shard(model, shape, Comm(rank=rank, size=num_ranks), whole=whole)
         if shape.tie_word_embeddings and model.lm_head.weight.shape == model.get_input_embeddings().weight.shape:
             model.lm_head.weight = model.get_input_embeddings().weight
         assert 2 * sum(parameter.numel() for parameter in model.parameters()) == expected

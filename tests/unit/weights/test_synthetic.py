@@ -220,7 +220,7 @@ for num_ranks in (1, 2):
     done, peak, before = False, 0, anonymous_bytes()
     watcher = threading.Thread(target=watch)
     watcher.start()
-    comm = Comm(rank=0, size=num_ranks, group=None)
+    comm = Comm(rank=0, size=num_ranks)
     model = load_modules(synthetic, dtype=torch.bfloat16, device=cpu, comm=comm)
     done = True
     watcher.join()

@@ -100,7 +100,7 @@ def test_a_stuck_gpu_ends_a_run_in_the_sentence_of_a_cpu(
 ) -> None:
     monkeypatch.setattr(device_wait, "_GRACE_S", 0.05)
     watch = Channel(alarmed=alarmed)
-    comm = Comm(rank=0, size=2, group=None, device_wait=DeviceWait(lambda: watch.has_failed))
+    comm = Comm(rank=0, size=2, device_wait=DeviceWait(lambda: watch.has_failed))
     assert comm.device_wait
     comm.device_wait.timeout_s = 0.2
     sentence = f"rank 1 is missing while decoding ({cause}); run the same command with the same run_dir to resume"

@@ -95,14 +95,14 @@ def test_a_part_that_fits_lies_at_the_begin_of_the_window() -> None:
 def test_a_group_of_gpus_makes_its_window_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
     monkeypatch.setattr(comms, "_windows", {})
+    monkeypatch.setattr(comms, "_groups", {(0, 1): Group()})
 
     def join(*given: object) -> SimpleNamespace:
         made.append(given)
         return SimpleNamespace()
 
     monkeypatch.setattr(SymmetricWindow, "join", join)
-    group: Any = Group()
-    gpus = Comm(rank=0, size=2, group=group, device=torch.device("cuda", 0))
+    gpus = Comm(rank=0, size=2, members=(0, 1), device=torch.device("cuda", 0))
     assert gpus.with_window().window is gpus.with_window().window is not None
     assert len(made) == 1
     for other in (replace(gpus, device=CPU), Comm.single()):
