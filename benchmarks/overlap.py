@@ -3,8 +3,11 @@
 A synthetic pair whose K draft steps take about as long as a forward of the target, on two processes with a thread each:
 the target on one, the draft on the other. All candidates (overlapped or not, each K) are in memory at once and take
 turns on the same prompts. Beside them stands one process with two threads that holds both models. Times are per token
-after the first, on rank 0. Where `task=calibrate` has measured the machine with two ranks, a plan's forecast is shown
-beside each of them, by the acceptance that was measured.
+after the first, on rank 0. Weights have 4 bits, so that a forward computes for longer than it reads: two processes that
+read all the time slow each other on one memory, which `--quantization none` shows.
+
+Where `task=calibrate` has measured the machine with two ranks, a plan's forecast is shown beside each of them, by the
+acceptance that was measured.
 """
 
 import argparse
@@ -124,13 +127,14 @@ def shape(num_layers: int) -> ModelShape:
 
 
 def config_of(
-    *, draft_layers: int, agreement: float, kind: DraftLayout, num_draft_tokens: int = 4, overlaps: bool = False
-) -> RunConfig:
+    *, draft_layers: int, agreement: float, quantization: str, kind: DraftLayout, num_draft_tokens: int = 4,
+    overlaps: bool = False,
+) -> RunConfig:  # fmt: skip
     """The run of a candidate; nothing is written into its folder."""
-    draft = ModelConfig(name="draft", shape=shape(draft_layers))
+    draft = ModelConfig(name="draft", shape=shape(draft_layers), quantization=quantization)
     return RunConfig(
         task=GenerateConfig(),
-        model=ModelConfig(name="target", shape=shape(TARGET_LAYERS)),
+        model=ModelConfig(name="target", shape=shape(TARGET_LAYERS), quantization=quantization),
         draft=DrafterConfig(kind=MODEL_DRAFT, model=draft),
         placement=PlacementConfig(draft=DraftPlacement(kind=kind)),
         sampling=SamplingConfig(temperature=0.8),
@@ -164,7 +168,7 @@ def candidates(
     return found
 
 
-def matched_layers(world: World) -> int:
+def matched_layers(world: World, quantization: str) -> int:
     """The draft's layers for which K draft steps take as long as the target's forward of K positions.
 
     A draft of some layers is timed; the time of a step is taken to be proportional to the layers and the head.
@@ -172,7 +176,10 @@ def matched_layers(world: World) -> int:
     kind = DraftLayout.own_gpu
     times = {}
     for layers in (2, 5):
-        config = config_of(draft_layers=layers, agreement=0.8, kind=kind, num_draft_tokens=MATCHED_K, overlaps=True)
+        config = config_of(
+            draft_layers=layers, agreement=0.8, quantization=quantization, kind=kind, num_draft_tokens=MATCHED_K,
+            overlaps=True,
+        )  # fmt: skip
         models = load_models(config, world, find_sources(config, world))
         (found,) = candidates(models, world, config, lengths=[MATCHED_K], modes=[True], num_prompts=4).values()
         with torch.inference_mode():
@@ -190,10 +197,11 @@ def measure_group(file: Path, arguments: argparse.Namespace) -> None:
     """Measure on as many ranks as there are, all of which call this; the first one writes the file."""
     with start(device=DeviceKind.cpu, timeout_s=600) as world:
         is_apart = world.comm.size > 1
-        layers = arguments.draft_layers or (matched_layers(world) if is_apart else TARGET_LAYERS // 4)
+        quantization: str = arguments.quantization
+        layers = arguments.draft_layers or (matched_layers(world, quantization) if is_apart else TARGET_LAYERS // 4)
         layers = int(world.comm.broadcast_text(str(layers), src=0))
         kind = DraftLayout.own_gpu if is_apart else DraftLayout.one_rank
-        config = config_of(draft_layers=layers, agreement=arguments.agreement, kind=kind)
+        config = config_of(draft_layers=layers, agreement=arguments.agreement, quantization=quantization, kind=kind)
         models = load_models(config, world, find_sources(config, world))
         modes = (True, False) if is_apart else (False,)
         found = candidates(
@@ -213,7 +221,7 @@ def launch(num_ranks: int, arguments: argparse.Namespace, *, draft_layers: int) 
         ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
         own = ["-m", "benchmarks.overlap", "--group", str(file), "--repetitions", str(arguments.repetitions)]
         own += ["--agreement", str(arguments.agreement), "--draft-layers", str(draft_layers)]
-        own += ["--lengths", *map(str, arguments.lengths)]
+        own += ["--quantization", arguments.quantization, "--lengths", *map(str, arguments.lengths)]
         environment = os.environ | {"OMP_NUM_THREADS": str(2 // num_ranks)}
         command = [sys.executable, *(ranks if num_ranks > 1 else []), *own]
         subprocess.run(command, cwd=ROOT, check=True, env=environment)
@@ -229,8 +237,8 @@ def forecasts(found: Comparison) -> list[Figures]:
 
     def config(each: Figures) -> RunConfig:
         return config_of(
-            draft_layers=found.draft_layers, agreement=found.agreement, kind=DraftLayout.own_gpu,
-            num_draft_tokens=each.num_draft_tokens, overlaps=each.overlaps,
+            draft_layers=found.draft_layers, agreement=found.agreement, quantization=found.quantization,
+            kind=DraftLayout.own_gpu, num_draft_tokens=each.num_draft_tokens, overlaps=each.overlaps,
         )  # fmt: skip
 
     return [
@@ -251,6 +259,7 @@ def main() -> None:
     """Measure on two ranks and on one, print, store."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--agreement", type=float, default=0.8)
+    parser.add_argument("--quantization", default="int4_weight_only", help="of both models; none is fp32")
     parser.add_argument("--lengths", type=int, nargs="+", default=[*range(1, 9)])
     parser.add_argument("--repetitions", type=int, default=8)
     parser.add_argument("--draft-layers", type=int, default=0, help="0 chooses them so that K = 4 steps fit")
@@ -265,11 +274,14 @@ def main() -> None:
     layers, apart = launch(2, arguments, draft_layers=arguments.draft_layers)
     _, together = launch(1, arguments, draft_layers=layers)
     found = Comparison(
-        agreement=arguments.agreement, width=WIDTH, target_layers=TARGET_LAYERS, draft_layers=layers, apart=apart,
-        together=together,
+        agreement=arguments.agreement, quantization=arguments.quantization, width=WIDTH, target_layers=TARGET_LAYERS,
+        draft_layers=layers, apart=apart, together=together,
     )  # fmt: skip
     found = replace(found, apart=forecasts(found))
-    console.print(f"{TARGET_LAYERS} and {layers} layers of width {WIDTH}, agreement {arguments.agreement:g}")
+    console.print(
+        f"{TARGET_LAYERS} and {layers} layers of width {WIDTH}, quantization {arguments.quantization}, agreement "
+        f"{arguments.agreement:g}"
+    )
     console.print(table(found))
     console.print(summary(found))
     if arguments.store:

@@ -72,10 +72,11 @@ class Comparison:
     """Two ranks, in both ways, and one process with the threads of both; a figure for each K.
 
     Attributes:
-        agreement: the setting of the synthetic pair.
+        agreement, quantization: settings of the synthetic pair.
     """
 
     agreement: float
+    quantization: str
     width: int
     target_layers: int
     draft_layers: int
@@ -204,9 +205,9 @@ def _most(found: Sequence[Comparison], size: Callable[[Comparison], int]) -> Com
 
 def _setting(row: Row) -> str:
     return (
-        f"Synthetic pairs of {row['target_layers']} and {row['draft_layers']} layers of width {row['width']}, in fp32, "
-        f"on two processes with a thread each of an {row['processor']}. {MATCHED_K} draft steps take about as long as "
-        "a forward of the target. All ways took turns on the same prompts; times are per token."
+        f"Synthetic pairs of {row['target_layers']} and {row['draft_layers']} layers of width {row['width']} in "
+        f"{row['quantization']}, on two processes with a thread each of an {row['processor']}. {MATCHED_K} draft steps "
+        "take about as long as a forward of the target. All ways took turns on the same prompts; times are per token."
     )
 
 

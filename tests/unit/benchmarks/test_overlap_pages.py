@@ -37,7 +37,10 @@ def comparison(acceptance: float, **changes: Any) -> Comparison:  # noqa: ANN401
         for number in (2, 4)
     ]
     together = [figures(number, acceptance, overlaps=False, round_s=0.02) for number in (2, 4)]
-    return Comparison(agreement=acceptance, width=512, target_layers=20, draft_layers=5, apart=apart, together=together)
+    return Comparison(
+        agreement=acceptance, quantization="none", width=512, target_layers=20, draft_layers=5, apart=apart,
+        together=together,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("acceptance", [0.5, 0.9])
