@@ -14,7 +14,7 @@ import llvmlite
 import torch
 from llvmlite import binding, ir
 
-from llama_ssp.models.native.kept_code import keep
+from llama_ssp.cpu_kernels.kept_code import keep
 
 _FUNCTIONS = (
     "aoti_torch_get_data_ptr", "aoti_torch_get_numel", "aoti_torch_get_sizes", "aoti_torch_empty_strided",
