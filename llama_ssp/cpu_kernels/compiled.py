@@ -6,6 +6,7 @@ of threads would fight with torch's.
 """
 
 import ctypes
+import inspect
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -55,8 +56,8 @@ def has_features(names: tuple[str, ...]) -> bool:
 @cache
 def _decides_code() -> str:
     """What a kernel's code depends on: this CPU, LLVM, the sources of this package, and those of formats of weights."""
-    of_formats = [Path(module.__file__) for module in (int4_weight_only, int4_rows)]
-    sources = [file.read_text() for file in (*sorted(Path(__file__).parent.glob("*.py")), *of_formats)]
+    sources = [file.read_text() for file in sorted(Path(__file__).parent.glob("*.py"))]
+    sources += [inspect.getsource(module) for module in (int4_weight_only, int4_rows)]
     return "\n".join([llvmlite.__version__, machine().triple, binding.get_host_cpu_name(), *_features(), *sources])
 
 

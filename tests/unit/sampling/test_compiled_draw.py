@@ -120,7 +120,7 @@ def test_the_check_runs_once_from_python_and_a_trace_holds_the_draw_alone(monkey
     some_draws, is_traced = processors._some_draws, []
 
     def noted(num_rows: int) -> tuple[Tensor, Tensor]:
-        is_traced.append(torch.jit.is_tracing())
+        is_traced.append(torch._C._get_tracing_state() is not None)
         return some_draws(num_rows)
 
     monkeypatch.setattr(processors, "_some_draws", noted)
