@@ -96,7 +96,6 @@ class Decoder:
         assert torch.is_inference_mode_enabled()
         self.make_room(requests)
         self._to_length = to_length
-        self._state = self._empty_state()
         waiting = deque(requests)
         self._rows: list[RowCompletion | None] = [None] * self.batch_size
         self._pending: deque[PendingRound] = deque()
@@ -189,7 +188,11 @@ class Decoder:
         return state
 
     def _admit(self, requests: list[Request], rows: list[int]) -> None:
-        prompts = self._state.rows_of(requests, table=self.round.uniforms, seed=self.seed)
+        if is_first := not any(self._rows):  # all rows are new
+            self._num_skipped = [0 for _ in self.round.drafters]  # so all drafters will have read them whole
+        prompts = BatchState.of(
+            requests, num_slots=self._num_slots, num_rounds=self._num_rounds, table=self.round.uniforms, seed=self.seed
+        )
         prompt_lengths_R = prompts.lengths_B.clone()
         lengths = [len(request.prompt_ids) for request in requests]
         skipping = [
@@ -199,15 +202,17 @@ class Decoder:
         ]
         reading = [drafter for source, drafter in enumerate(self.round.drafters) if source not in skipping]
         result = self.prefill(prompts, rows, lengths=lengths, buckets=self._buckets, drafters=reading)
-        self._state.put(to_device(rows, self._device), prompts, prompt_lengths_R=prompt_lengths_R)
+        if len(rows) == self.batch_size and not self.executor.keeps_state:
+            self._state = prompts
+        else:
+            self._state = self._empty_state() if is_first else self._state
+            self._state.put(to_device(rows, self._device), prompts, prompt_lengths_R=prompt_lengths_R)
         owners = [
             RowCompletion(request=request, num_target_forwards=number, has_bonus=not self._overlaps)
             for request, number in zip(
                 requests, forwards_per_prompt(lengths, is_packed=self.round.target.packs_prompts), strict=True
             )
         ]
-        if not any(self._rows):  # all rows are new, so all drafters have read them whole
-            self._num_skipped = [0 for _ in self.round.drafters]
         for source in skipping:
             self._num_skipped[source] = max(self._num_skipped[source], *lengths)
         for row, owner in zip(rows, owners, strict=True):

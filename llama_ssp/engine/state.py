@@ -71,6 +71,27 @@ class BatchState(NamedTuple):
         keys_B, ahead_B = torch.zeros_like(twos_B), torch.zeros_like(twos_B)
         return cls(tokens_BS, twos_B, twos_B.clone(), uniforms_BMN, -twos_B, keys_B, ahead_B)
 
+    @classmethod
+    def of(
+        cls, requests: Sequence[Request], *, num_slots: int, num_rounds: int, table: UniformTable, seed: int
+    ) -> "BatchState":
+        """A batch of these requests' prompts, one row each; `num_rounds` is above the new tokens of each."""
+        device = table.device
+        tokens_BS = torch.zeros(len(requests), num_slots, dtype=torch.int64)
+        for row, request in enumerate(requests):
+            tokens_BS[row, : len(request.prompt_ids)] = torch.tensor(request.prompt_ids)
+        lengths = [len(request.prompt_ids) for request in requests]
+        limits = [length + request.max_new_tokens for length, request in zip(lengths, requests, strict=True)]
+        keys = [row_key(seed=seed, prompt_index=_key(request), sample_index=request.sample) for request in requests]
+        first_rounds = [row * num_rounds - length for row, length in enumerate(lengths)]
+        lengths_B, limits_B, keys_B, first_round_B = to_device([lengths, limits, keys, first_rounds], device).unbind()
+        uniforms_BMN = torch.empty(len(requests), num_rounds, table.num_uniforms, dtype=torch.float64, device=device)
+        for row, length in enumerate(lengths):  # one at a time, to save memory
+            starts_M = torch.arange(length, length + num_rounds, device=device)
+            uniforms_BMN[row] = table.uniforms(keys_B[row], starts_M)
+        tokens_BS, ahead_B = to_device(tokens_BS, device), torch.zeros_like(lengths_B)
+        return cls(tokens_BS, lengths_B, limits_B, uniforms_BMN, first_round_B, keys_B, ahead_B)
+
     @property
     def rows(self) -> Rows:
         """What drafters and rules see of the batch."""
@@ -86,31 +107,12 @@ class BatchState(NamedTuple):
         """M."""
         return self.uniforms_BMN.shape[1]
 
-    def rows_of(self, requests: Sequence[Request], *, table: UniformTable, seed: int) -> "BatchState":
-        """A batch of these requests' prompts, one row each, with as many slots as this one."""
-        device = self.tokens_BS.device
-        tokens_BS = torch.zeros(len(requests), self.num_slots, dtype=torch.int64)
-        for row, request in enumerate(requests):
-            tokens_BS[row, : len(request.prompt_ids)] = torch.tensor(request.prompt_ids)
-        lengths = [len(request.prompt_ids) for request in requests]
-        limits = [length + request.max_new_tokens for length, request in zip(lengths, requests, strict=True)]
-        keys = [row_key(seed=seed, prompt_index=_key(request), sample_index=request.sample) for request in requests]
-        num_rounds = max(request.max_new_tokens for request in requests) + 1
-        first_rounds = [row * num_rounds - length for row, length in enumerate(lengths)]
-        lengths_B, limits_B, keys_B, first_round_B = to_device([lengths, limits, keys, first_rounds], device).unbind()
-        uniforms_BMN = torch.empty(len(requests), num_rounds, table.num_uniforms, dtype=torch.float64, device=device)
-        for row, length in enumerate(lengths):  # one at a time, to save memory
-            starts_M = torch.arange(length, length + num_rounds, device=device)
-            uniforms_BMN[row] = table.uniforms(keys_B[row], starts_M)
-        tokens_BS, ahead_B = to_device(tokens_BS, device), torch.zeros_like(lengths_B)
-        return BatchState(tokens_BS, lengths_B, limits_B, uniforms_BMN, first_round_B, keys_B, ahead_B)
-
     def put(self, rows_R: Tensor, other: "BatchState", *, prompt_lengths_R: Tensor) -> None:
-        """Overwrite rows `rows_R` with the rows of `other`, whose prompts had the given lengths."""
+        """Overwrite rows `rows_R` with the rows of `other`, of as many rounds, whose prompts had the given lengths."""
         self.tokens_BS.index_copy_(0, rows_R, other.tokens_BS)
         self.lengths_B.index_copy_(0, rows_R, other.lengths_B)
         self.limits_B.index_copy_(0, rows_R, other.limits_B)
-        self.uniforms_BMN[rows_R, : other.uniforms_BMN.shape[1]] = other.uniforms_BMN
+        self.uniforms_BMN.index_copy_(0, rows_R, other.uniforms_BMN)
         self.first_round_B.index_copy_(0, rows_R, rows_R * self.num_rounds - prompt_lengths_R)
         self.keys_B.index_copy_(0, rows_R, other.keys_B)
         self.ahead_B.index_copy_(0, rows_R, other.ahead_B)

@@ -124,7 +124,7 @@ class Pair:
                 raise ConfigError(
                     f"a streamer shows one completion, and {len(requests)} were asked for: leave the streamer out"
                 )
-            config = replace(config, batch_size=min(config.batch_size, len(requests)))
+            config.batch_size = min(config.batch_size, len(requests))
             return self._complete(requests, config, speculative=self.models.drafts and not plain, streamer=streamer)
 
     def _requests(self, prompts: object, config: RunConfig, *, chat: bool, by_place: bool) -> list[Request]:

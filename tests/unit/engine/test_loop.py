@@ -225,7 +225,9 @@ def test_a_round_reads_no_value_from_the_device() -> None:
         runner.allocate(batch_size=2, capacity=64)
     round_.drafters[0].allocate(batch_size=2, num_slots=64)
     state = BatchState.empty(batch_size=2, num_slots=64, num_rounds=41, table=round_.uniforms)
-    prompts = state.rows_of(requests()[:2], table=round_.uniforms, seed=0)
+    prompts = BatchState.of(
+        requests()[:2], num_slots=state.num_slots, num_rounds=state.num_rounds, table=round_.uniforms, seed=0
+    )
     lengths = [len(request.prompt_ids) for request in requests()[:2]]
     assert round_.prefill(prompts, range(2), lengths=lengths, buckets=buckets).is_meta
     assert advance(decoder, state, bucket=64).is_meta
