@@ -1,10 +1,10 @@
 """Linear layers with the kernel that is fastest on this machine.
 
 All kernels compute y = x W^T + b and agree up to rounding. For the few rows of a decoding step, the usual fp32 matrix
-product of a CPU stays far below memory bandwidth, which the kernels of `native` reach; they take fp32 weights, in 16
-bits where fp16 holds them. For other layers (of another number format, no whole blocks, or tied to an embedding) each
-weight shape is timed once, with one row and with a few. Ranks may choose different kernels, and then differ only by
-rounding.
+product of a CPU stays far below memory bandwidth, which the kernels of `cpu_kernels` reach; they take fp32 weights, in
+16 bits where fp16 holds them. For other layers (of another number format, no whole blocks, or tied to an embedding)
+each weight shape is timed once, with one row and with a few. Ranks may choose different kernels, and then differ only
+by rounding.
 
 Shapes: M rows (tokens), I inputs, O outputs.
 """

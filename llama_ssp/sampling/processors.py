@@ -18,17 +18,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from llama_ssp.config.schema import SamplingConfig
+from llama_ssp.sampling.compiled_draw import Draw, compile_draw
 from llama_ssp.shapes import static_shape
 
 _log = logging.getLogger(__name__)
 
 # Weights become multiples of 2^-62; their sums are below 2, so they fit into int64 and are exact in any order.
 DRAW_UNITS = 2.0**62
-
-CompiledDraw = Callable[[Tensor, Tensor, float, int], Tensor]
-"""Maps weights, uniforms, what makes whole numbers of weights, and the tokens of a block to ids; see `draw`."""
-_on_cpus: list[CompiledDraw] = []
-"""At most one."""
 
 
 def processor(sampling: SamplingConfig, *, breaks_ties: bool = False) -> Callable[[Tensor], Tensor]:
@@ -113,23 +109,28 @@ def draw_units(units_BV: Tensor, uniforms_BP: Tensor, *, vocab_size: int) -> Ten
     return _draw_units(units_BV, uniforms_BP, vocab_size=vocab_size)
 
 
-def use_on_cpus(compiled: CompiledDraw | None) -> None:
-    """From now on draw in fp32 on CPUs by a compiled operator, if its ids are those of torch's operators."""
-    if compiled is None or compiled in _on_cpus:
-        return
-    generator = torch.Generator().manual_seed(0)
-    weights_BV = torch.randn(8, 1000, generator=generator).softmax(-1)
-    uniforms_BP = torch.rand(8, 2, generator=generator, dtype=torch.float64)
-    found_B1 = compiled(weights_BV, uniforms_BP, DRAW_UNITS, tokens_of_a_block(1000))
-    if torch.equal(found_B1, _draw_units(weights_BV * DRAW_UNITS, uniforms_BP, vocab_size=1000)):
-        _on_cpus.append(compiled)
-    else:
-        _log.warning("continuing with a draw of twenty operators: the compiled one is wrong on this CPU")
+def _draw_on_cpu(weights_BV: Tensor) -> Draw | None:
+    """The draw in one operator, for fp32 on a CPU that it compiles for."""
+    return _compiled_draw() if weights_BV.device.type == "cpu" and weights_BV.dtype is torch.float32 else None
 
 
-def _draw_on_cpu(weights_BV: Tensor) -> CompiledDraw | None:
-    is_taken = weights_BV.device.type == "cpu" and weights_BV.dtype is torch.float32
-    return _on_cpus[0] if is_taken and _on_cpus else None
+@cache
+def _compiled_draw() -> Draw | None:
+    """Compile the operator, and compare its ids with those of torch's operators; a CPU that it is not for is silent."""
+    try:
+        compiled = compile_draw()
+        if compiled is None:
+            return None
+        weights_BV, uniforms_BP = _some_draws(8)
+        found_B1 = compiled(weights_BV, uniforms_BP, DRAW_UNITS, tokens_of_a_block(1000))
+        wanted_B1 = _draw_units(weights_BV * DRAW_UNITS, uniforms_BP, vocab_size=1000)
+        reason = None if torch.equal(found_B1, wanted_B1) else "the compiled one is wrong on this CPU"
+    except (ImportError, OSError, AttributeError, RuntimeError) as error:
+        reason = str(error).strip().partition("\n")[0][:200] or type(error).__name__
+    if reason is None:
+        return compiled
+    _log.warning("continuing with a draw of twenty operators, which is slower: %s", reason)
+    return None
 
 
 def _draw_on_gpu(weights_BV: Tensor) -> Callable[..., Tensor] | None:
@@ -143,9 +144,7 @@ def _fused_draw() -> Callable[..., Tensor] | None:
     try:
         from llama_ssp.sampling.draw_kernels import draw_tokens  # noqa: PLC0415 - CPU builds of torch lack Triton
 
-        generator = torch.Generator().manual_seed(0)
-        weights_BV = torch.randn(64, 1000, generator=generator).softmax(-1).cuda()
-        uniforms_BP = torch.rand(64, 2, generator=generator, dtype=torch.float64).cuda()
+        weights_BV, uniforms_BP = (drawn.cuda() for drawn in _some_draws(64))
         found_B1 = draw_tokens(weights_BV, uniforms_BP, units=DRAW_UNITS, tokens_of_a_block=tokens_of_a_block(1000))
         wanted_B1 = _draw_units(weights_BV * DRAW_UNITS, uniforms_BP, vocab_size=1000)
         reason = "its ids are wrong" if bool((found_B1 != wanted_B1).any()) else None
@@ -155,6 +154,13 @@ def _fused_draw() -> Callable[..., Tensor] | None:
         return draw_tokens
     _log.warning("continuing with draws of twenty kernels instead of two: %s", reason)
     return None
+
+
+def _some_draws(num_rows: int) -> tuple[Tensor, Tensor]:
+    """Weights of 1000 tokens, and uniforms, that a draw is tried with."""
+    generator = torch.Generator().manual_seed(0)
+    weights_BV = torch.randn(num_rows, 1000, generator=generator).softmax(-1)
+    return weights_BV, torch.rand(num_rows, 2, generator=generator, dtype=torch.float64)
 
 
 def _draw_units(units_BV: Tensor, uniforms_BP: Tensor, *, vocab_size: int) -> Tensor:

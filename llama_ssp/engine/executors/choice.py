@@ -6,8 +6,6 @@ from llama_ssp.engine.executors.traced_cpu import TracedExecutor
 from llama_ssp.engine.executors.traced_overlap import TracedOverlap
 from llama_ssp.engine.overlap import OverlappedExecutor, OverlappedRound
 from llama_ssp.engine.round import Executor, Round
-from llama_ssp.models.native.draw import find_draw
-from llama_ssp.sampling.processors import use_on_cpus
 
 
 def make_executor(round_: Round, *, cuda_graphs: bool) -> Executor | OverlappedExecutor:
@@ -19,7 +17,6 @@ def make_executor(round_: Round, *, cuda_graphs: bool) -> Executor | OverlappedE
     """
     device, finish = round_.target.device, round_.verifier.comm.finish
     if device.type == "cpu":
-        use_on_cpus(find_draw())
         return TracedOverlap(round_) if isinstance(round_, OverlappedRound) else TracedExecutor(round_)
     if not cuda_graphs:
         return round_

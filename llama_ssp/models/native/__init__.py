@@ -1,1 +1,1 @@
-"""Kernels for CPUs, which llvmlite compiles when a model is first loaded on a machine: no compiler is needed."""
+"""Layers by the operators of `cpu_kernels`, where this machine has them and they compute what torch's compute."""

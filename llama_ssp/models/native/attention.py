@@ -1,4 +1,4 @@
-"""Attention by the operator of `attention_operator`, and whether this machine has it.
+"""Attention by the operator of `cpu_kernels.attention_operator`, and whether this machine has it.
 
 Shapes: B rows, T positions of a row, M = B * T tokens, H query heads, N key-value heads, X = H + 2 N, S slots of all
 rows, D head dim, P = D / 2.
@@ -40,7 +40,7 @@ def find_attention(device: torch.device, dtype: torch.dtype, head_dim: int) -> A
     if device.type != "cpu" or dtype is not torch.float32 or head_dim % _LANES or head_dim > _WIDEST:
         return None
     try:
-        from llama_ssp.models.native import attention_operator, compiled  # noqa: PLC0415 - imports LLVM
+        from llama_ssp.cpu_kernels import attention_operator, compiled  # noqa: PLC0415 - imports LLVM
 
         if not compiled.has_features(attention_operator.FEATURES):
             return None

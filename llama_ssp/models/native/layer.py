@@ -1,4 +1,4 @@
-"""A whole layer by the operator of `layer_operator`, where its parts are compiled, and whether this machine has it.
+"""A whole layer by the operator of `cpu_kernels.layer_operator`, where its parts are compiled and this machine has it.
 
 Shapes: M tokens, E width, S slots of all rows, N key-value heads, D head dim, P = D / 2, B rows, T positions of a row,
 I inputs, O outputs.
@@ -79,7 +79,7 @@ def _operator_of(kind: str, head_dim: int, attention: Attention) -> Operator | N
     """
     name = f"layer_{kind}_{head_dim}"
     try:
-        from llama_ssp.models.native import compiled, layer_operator  # noqa: PLC0415 - imports LLVM
+        from llama_ssp.cpu_kernels import compiled, layer_operator  # noqa: PLC0415 - imports LLVM
 
         if not hasattr(torch.ops.llama_ssp, name):
             tensors = ", ".join(f"Tensor{'(a!)' if each == 'cache' else ''} {each}" for each in _TENSORS)

@@ -1,4 +1,4 @@
-"""Linear layers by the kernels of `products`, and whether this machine has them.
+"""Linear layers by the kernels of `cpu_kernels.products`, and whether this machine has them.
 
 Shapes: M rows (tokens), I inputs, O outputs.
 """
@@ -40,7 +40,7 @@ def product_of(kind: str) -> Product | None:
     Without the package, or if it does not work, a warning says so, once; a CPU without the instructions is silent.
     """
     try:
-        from llama_ssp.models.native import compiled, operator, products  # noqa: PLC0415 - imports LLVM
+        from llama_ssp.cpu_kernels import compiled, operator, products  # noqa: PLC0415 - imports LLVM
 
         if not compiled.has_features(products.FEATURES[kind]):
             return None

@@ -171,6 +171,8 @@ def test_fewer_draws_change_where_weights_round_differently_than_by_one_cumulati
     assert 0 < 3 * changed.sum() < (by_one_sum(weights_V) != by_one_sum(rounded_V)).sum()
 
 
-def test_nan_gives_an_id_inside_the_vocabulary() -> None:
-    ids_B = draw(torch.full((2, 5), float("nan")), torch.tensor([[0.0, 0.9], [0.9, 0.0]], dtype=torch.float64))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_nan_gives_an_id_inside_the_vocabulary(dtype: torch.dtype) -> None:
+    uniforms_BP = torch.tensor([[0.0, 0.9], [0.9, 0.0]], dtype=torch.float64)
+    ids_B = draw(torch.full((2, 5), float("nan"), dtype=dtype), uniforms_BP)
     assert bool(((ids_B >= 0) & (ids_B < 5)).all())

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from llama_ssp.distributed.comms import Comm
@@ -27,6 +26,7 @@ from tests.helpers.decoders import advance, make_decoder
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 from tests.helpers.lanes import grid
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint, tiny_config, tiny_model
+from tests.helpers.operator_count import OperatorCount
 
 pytestmark = pytest.mark.seconds
 
@@ -214,18 +214,6 @@ def test_a_whole_round_reads_no_value() -> None:
     )
     assert round_.prefill(prompts, range(2), lengths=[3, 3], buckets=Buckets(step=64, num_slots=64)).is_meta
     assert advance(decoder, state, bucket=64).is_meta
-
-
-class OperatorCount(TorchDispatchMode):
-    """Counts what reaches the dispatcher."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, _types: object, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
-        self.counts[str(func)] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def operators(runner: Runner, *, length: int, batch_size: int, num_tokens: int) -> Counter[str]:

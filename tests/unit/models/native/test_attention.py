@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from llama_ssp.cpu_kernels.attention_operator import FEATURES
+from llama_ssp.cpu_kernels.compiled import has_features
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.models.llama.attention import CompiledAttention
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.native import attention as native
 from llama_ssp.models.native.attention import Attention, find_attention
-from llama_ssp.models.native.attention_operator import FEATURES
-from llama_ssp.models.native.compiled import has_features
 from tests.helpers.lanes import grid
 from tests.helpers.models import tiny_model
 
@@ -202,8 +202,8 @@ def test_without_the_compiler_masks_give_the_same_and_one_sentence_says_so(
     wanted = logits()
     find_attention.cache_clear()
     for name in ("attention_operator", "compiled"):
-        monkeypatch.delitem(sys.modules, f"llama_ssp.models.native.{name}", raising=False)
-        monkeypatch.delattr(f"llama_ssp.models.native.{name}", raising=False)
+        monkeypatch.delitem(sys.modules, f"llama_ssp.cpu_kernels.{name}", raising=False)
+        monkeypatch.delattr(f"llama_ssp.cpu_kernels.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "llvmlite", None)
     with caplog.at_level(logging.WARNING):
         found = logits()

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from llama_ssp.cpu_kernels.attention_operator import FEATURES
+from llama_ssp.cpu_kernels.compiled import has_features
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.models.llama import layer as layers
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.native import layer as native
 from llama_ssp.models.native.attention import find_attention
-from llama_ssp.models.native.attention_operator import FEATURES
-from llama_ssp.models.native.compiled import has_features
 from llama_ssp.models.native.layer import MOST_TOKENS, WholeLayer
 from llama_ssp.models.quantization.precision import Precision
 from tests.helpers.lanes import grid

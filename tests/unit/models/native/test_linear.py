@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from llama_ssp.cpu_kernels.compiled import has_features
+from llama_ssp.cpu_kernels.products import FEATURES
 from llama_ssp.models.linear import HalfLinear, Linear, make_linear
 from llama_ssp.models.llama.norm import RmsNorm
 from llama_ssp.models.native import linear as native
-from llama_ssp.models.native.compiled import has_features
 from llama_ssp.models.native.linear import NativeLinear, native_floats, native_of
-from llama_ssp.models.native.products import FEATURES
 from llama_ssp.models.quantization import weight_only
 from llama_ssp.models.quantization.precision import Int8Linear, Precision
 from llama_ssp.models.quantization.weight_only import Int8WeightOnlyLinear
@@ -177,8 +177,8 @@ def test_without_the_compiler_other_kernels_compute_the_same_and_one_sentence_sa
     wanted = kernels["halves"](x), made("bytes", weight)(x)
     native.product_of.cache_clear()
     for name in ("compiled", "operator", "products", "emit"):
-        monkeypatch.delitem(sys.modules, f"llama_ssp.models.native.{name}", raising=False)
-        monkeypatch.delattr(f"llama_ssp.models.native.{name}", raising=False)
+        monkeypatch.delitem(sys.modules, f"llama_ssp.cpu_kernels.{name}", raising=False)
+        monkeypatch.delattr(f"llama_ssp.cpu_kernels.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "llvmlite", None)
     with caplog.at_level(logging.WARNING):
         half, byte = make_linear(weight, None), Int8WeightOnlyLinear(weight, None)

@@ -7,8 +7,8 @@ Shapes: M rows, I inputs, O outputs.
 
 from llvmlite import ir
 
-from llama_ssp.models.native.emit import F32, F32S, I8, I32, I32S, I64, LANES, POINTER, Code, Value, f32, floats, i64
-from llama_ssp.models.native.products import CONTEXT, function, part_of
+from llama_ssp.cpu_kernels.emit import F32, F32S, I8, I32, I32S, I64, LANES, POINTER, Code, Value, f32, floats, i64
+from llama_ssp.cpu_kernels.products import CONTEXT, function, part_of
 
 _SERIAL = 2**16
 """Multiplications, weights that are read included, that a thread of its own does not pay for."""

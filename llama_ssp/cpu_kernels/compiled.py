@@ -6,6 +6,7 @@ of threads would fight with torch's.
 """
 
 import ctypes
+import inspect
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -14,7 +15,9 @@ import llvmlite
 import torch
 from llvmlite import binding, ir
 
-from llama_ssp.models.native.kept_code import keep
+from llama_ssp.config.formats import int4_weight_only
+from llama_ssp.cpu_kernels.kept_code import keep
+from llama_ssp.weights import int4_rows
 
 _FUNCTIONS = (
     "aoti_torch_get_data_ptr", "aoti_torch_get_numel", "aoti_torch_get_sizes", "aoti_torch_empty_strided",
@@ -52,8 +55,9 @@ def has_features(names: tuple[str, ...]) -> bool:
 
 @cache
 def _decides_code() -> str:
-    """What a kernel's code depends on: this CPU, LLVM, and the sources of this package."""
+    """What a kernel's code depends on: this CPU, LLVM, the sources of this package, and those of formats of weights."""
     sources = [file.read_text() for file in sorted(Path(__file__).parent.glob("*.py"))]
+    sources += [inspect.getsource(module) for module in (int4_weight_only, int4_rows)]
     return "\n".join([llvmlite.__version__, machine().triple, binding.get_host_cpu_name(), *_features(), *sources])
 
 

@@ -9,8 +9,8 @@ waits for may need it.
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from llama_ssp.models.native.attention_kernel import smaller
-from llama_ssp.models.native.emit import I32, I64, VOID, Code, Value, i64
+from llama_ssp.cpu_kernels.attention_kernel import smaller
+from llama_ssp.cpu_kernels.emit import I32, I64, VOID, Code, Value, i64
 
 COUNTERS = 16
 """Words of a step: how many units are taken, and in another line of the cache, how many are done."""

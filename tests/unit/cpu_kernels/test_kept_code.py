@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from llama_ssp.models.native.kept_code import keep
+from llama_ssp.cpu_kernels.kept_code import keep
 
 
 @pytest.fixture(name="made")

@@ -11,10 +11,10 @@ rows.
 
 from llvmlite import ir
 
-from llama_ssp.models.native.attention_kernel import QUERIES, lane_numbers, larger, smaller, unit_of
-from llama_ssp.models.native.emit import F32, F32S, I32, I64, LANES, POINTER, Code, Value, f32, i64
-from llama_ssp.models.native.operator import Torch
-from llama_ssp.models.native.products import function
+from llama_ssp.cpu_kernels.attention_kernel import QUERIES, lane_numbers, larger, smaller, unit_of
+from llama_ssp.cpu_kernels.emit import F32, F32S, I32, I64, LANES, POINTER, Code, Value, f32, i64
+from llama_ssp.cpu_kernels.operator import Torch
+from llama_ssp.cpu_kernels.products import function
 
 FEATURES = ("fma",)
 """Instructions that it needs."""

@@ -23,8 +23,8 @@ from collections.abc import Sequence
 
 from llvmlite import ir
 
-from llama_ssp.models.native import nibbles
-from llama_ssp.models.native.emit import (
+from llama_ssp.cpu_kernels import nibbles
+from llama_ssp.cpu_kernels.emit import (
     F32,
     F32S,
     I8,

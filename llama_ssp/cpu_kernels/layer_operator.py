@@ -17,12 +17,12 @@ Shapes: M tokens, E width, H query heads, D head dim.
 
 from llvmlite import ir
 
-from llama_ssp.models.native import attention_operator, operator, products
-from llama_ssp.models.native.attention_kernel import larger, smaller
-from llama_ssp.models.native.emit import F32, I32, I64, LANES, POINTER, VOID, Code, Value, i64
-from llama_ssp.models.native.operator import Torch
-from llama_ssp.models.native.products import function
-from llama_ssp.models.native.sharing import COUNTERS, units
+from llama_ssp.cpu_kernels import attention_operator, operator, products
+from llama_ssp.cpu_kernels.attention_kernel import larger, smaller
+from llama_ssp.cpu_kernels.emit import F32, I32, I64, LANES, POINTER, VOID, Code, Value, i64
+from llama_ssp.cpu_kernels.operator import Torch
+from llama_ssp.cpu_kernels.products import function
+from llama_ssp.cpu_kernels.sharing import COUNTERS, units
 
 PRODUCTS = ("qkv", "output", "gated", "down")
 STEPS = ("qkv", "place", "attend", "output", "gated", "down")

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from llvmlite import ir
 
-from llama_ssp.models.native.emit import F32, F32S, I32, I64, LANES, POINTER, VOID, Code, Value, f32, floats, i64
-from llama_ssp.models.native.products import exponential, function
+from llama_ssp.cpu_kernels.emit import F32, F32S, I32, I64, LANES, POINTER, VOID, Code, Value, f32, floats, i64
+from llama_ssp.cpu_kernels.products import exponential, function
 
 QUERIES, CHUNK = 32, 128
 """Queries that are taken at a time, and slots."""

@@ -11,7 +11,7 @@ sum, once; most zeros are near 8, so little is lost:
 from llvmlite import ir
 
 from llama_ssp.config.formats.int4_weight_only import GROUP, WORD_BYTES
-from llama_ssp.models.native.emit import F32, F32S, I32S, LANES, Code, Value, f32, floats, i64
+from llama_ssp.cpu_kernels.emit import F32, F32S, I32S, LANES, Code, Value, f32, floats, i64
 from llama_ssp.weights.int4_rows import ZERO_BITS
 
 INPUTS_OF_WORD = 8

@@ -11,10 +11,10 @@ from functools import partial
 
 from llvmlite import ir
 
-from llama_ssp.models.native.attention_kernel import smaller
-from llama_ssp.models.native.emit import F32, F32S, I64, LANES, POINTER, Code, Value, i64
-from llama_ssp.models.native.operator import INT64, Torch
-from llama_ssp.models.native.products import function
+from llama_ssp.cpu_kernels.attention_kernel import smaller
+from llama_ssp.cpu_kernels.emit import F32, F32S, I64, LANES, POINTER, Code, Value, i64
+from llama_ssp.cpu_kernels.operator import INT64, Torch
+from llama_ssp.cpu_kernels.products import function
 
 FEATURES = ("avx512dq",)
 """Instructions that it needs: others convert one number at a time."""

@@ -1,0 +1,171 @@
+"""Holds the compiled draw to the ids of torch's operators, and draws in fp32 on CPUs to it.
+
+Shapes: B rows, V vocabulary.
+"""
+
+import logging
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from llama_ssp.cpu_kernels.compiled import has_features
+from llama_ssp.cpu_kernels.draw_operator import FEATURES
+from llama_ssp.engine.executors.tracing import Traced
+from llama_ssp.sampling import processors
+from llama_ssp.sampling.compiled_draw import Draw, compile_draw
+from llama_ssp.sampling.processors import DRAW_UNITS, draw, draw_units, tokens_of_a_block
+from tests.helpers.lanes import grid
+from tests.helpers.operator_count import OperatorCount
+
+SIZES = (1, 4, 17, 1000, 4096, 32000)
+ALMOST_ONE = 1 - 2.0**-53
+ONE = {"llama_ssp.draw.default": 1}
+
+
+def made() -> Draw:
+    # Not what `processors` uses: a wrong draw must fail here, where a run would do without it.
+    if not has_features(FEATURES):
+        pytest.skip("this processor has no such draw")
+    found = compile_draw()
+    assert found
+    return found
+
+
+def drawn(weights: Tensor, uniforms: Tensor, *, units: float = DRAW_UNITS) -> Tensor:
+    return made()(weights, uniforms, units, tokens_of_a_block(weights.shape[1]))
+
+
+def by_torch(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """The ids of torch's operators."""
+    return processors._draw_units(weights * DRAW_UNITS, uniforms, vocab_size=weights.shape[1])
+
+
+@grid(vocab_size=SIZES, num_rows=[1, 6], temperature=[0.05, 1.0, 50.0])
+def test_ids_are_those_of_torchs_operators(vocab_size: int, num_rows: int, temperature: float) -> None:
+    """Rows that peak, and rows that are flat; the last uniforms are the largest and the smallest that there are."""
+    generator = torch.Generator().manual_seed(vocab_size)
+    for _ in range(40):
+        logits = torch.randn(num_rows, vocab_size, generator=generator) / temperature
+        uniforms = torch.rand(num_rows, 2, generator=generator, dtype=torch.float64)
+        uniforms[-1] = torch.tensor([[0.0, ALMOST_ONE], [ALMOST_ONE, 0.0], [ALMOST_ONE, ALMOST_ONE]])[
+            int(torch.randint(3, (), generator=generator))
+        ]
+        weights = logits.softmax(-1)
+        wanted = by_torch(weights, uniforms)
+        assert torch.equal(drawn(weights, uniforms), wanted)
+        assert torch.equal(drawn(weights * DRAW_UNITS, uniforms, units=1.0), wanted)
+
+
+def test_a_weight_of_zero_is_never_drawn() -> None:
+    weights = torch.zeros(1, 300)
+    weights[0, [37, 288]] = torch.tensor([0.25, 0.75])
+    found = [int(drawn(weights, torch.tensor([[u, v]], dtype=torch.float64)))
+             for u in (0.0, 0.2, 0.3, ALMOST_ONE) for v in (0.0, ALMOST_ONE)]  # fmt: skip
+    assert found == [37] * 4 + [288] * 4
+
+
+def test_weights_that_are_no_numbers_give_an_id() -> None:
+    weights = torch.full((3, 1000), float("nan"))
+    weights[1], weights[2] = float("inf"), float("-inf")
+    ids = drawn(weights, torch.full((3, 2), ALMOST_ONE, dtype=torch.float64))
+    assert bool(((ids >= 0) & (ids < 1000)).all())
+
+
+def operators_of(call: Callable[[], object]) -> Counter[str]:
+    call()  # the first one finds the operator
+    count = OperatorCount()
+    with count:
+        call()
+    return count.counts
+
+
+def test_draws_in_fp32_on_cpus_are_this_operator_and_give_torchs_ids() -> None:
+    made()
+    weights, uniforms = torch.randn(2, 100).softmax(-1), torch.rand(2, 2, dtype=torch.float64)
+    assert operators_of(lambda: draw(weights, uniforms)) == ONE
+    units = weights * DRAW_UNITS
+    assert operators_of(lambda: draw_units(units, uniforms, vocab_size=100)) == ONE
+    rows, numbers = torch.randn(2, 3, 100).softmax(-1)[:, 1], torch.rand(2, 5, dtype=torch.float64)[:, 1:3]
+    wanted = by_torch(rows, numbers)
+    assert torch.equal(draw(rows, numbers), wanted)
+    assert torch.equal(draw_units(rows * DRAW_UNITS, numbers, vocab_size=100), wanted)
+
+
+def test_draws_in_other_formats_and_on_other_devices_are_torchs_operators() -> None:
+    weights, uniforms = torch.randn(2, 100).softmax(-1), torch.rand(2, 2, dtype=torch.float64)
+    for others in ((weights.double(), uniforms), (weights.to("meta"), uniforms.to("meta"))):
+        found = operators_of(lambda given=others: draw(*given))  # type: ignore[misc]
+        assert "llama_ssp.draw.default" not in found
+        assert found["aten.searchsorted.Tensor"] == 2
+
+
+@pytest.fixture
+def forgotten() -> Iterator[None]:
+    """A draw that is looked for again, in the test and after it."""
+    for found in (compile_draw, processors._compiled_draw):
+        found.cache_clear()
+    yield
+    for found in (compile_draw, processors._compiled_draw):
+        found.cache_clear()
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_the_check_runs_once_from_python_and_a_trace_holds_the_draw_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not has_features(FEATURES):
+        pytest.skip("this processor has no such draw")
+    some_draws, is_traced = processors._some_draws, []
+
+    def noted(num_rows: int) -> tuple[Tensor, Tensor]:
+        is_traced.append(torch._C._get_tracing_state() is not None)
+        return some_draws(num_rows)
+
+    monkeypatch.setattr(processors, "_some_draws", noted)
+    weights, uniforms = torch.randn(2, 100).softmax(-1), torch.rand(2, 2, dtype=torch.float64)
+    traced = Traced(draw)
+    for _ in range(3):
+        assert torch.equal(traced(0, weights, uniforms), by_torch(weights, uniforms))
+    assert traced.replays[0]
+    assert operators_of(lambda: traced(0, weights, uniforms)) == ONE
+    assert is_traced == [False]
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_a_draw_that_is_wrong_on_this_machine_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    right = made()
+    monkeypatch.setattr(processors, "compile_draw", lambda: lambda *given: right(*given).add_(1))
+    assert_torch_draws(caplog)
+    assert "wrong on this CPU" in caplog.text
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_without_the_compiler_torchs_operators_draw_and_one_sentence_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("compiled", "draw_operator"):
+        monkeypatch.delitem(sys.modules, f"llama_ssp.cpu_kernels.{name}", raising=False)
+        monkeypatch.delattr(f"llama_ssp.cpu_kernels.{name}", raising=False)
+    monkeypatch.setitem(sys.modules, "llvmlite", None)
+    assert_torch_draws(caplog)
+    assert "llvmlite" in caplog.text
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_a_cpu_without_the_instructions_is_silent(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(processors, "compile_draw", lambda: None)
+    assert_torch_draws(caplog, num_sentences=0)
+
+
+def assert_torch_draws(caplog: pytest.LogCaptureFixture, *, num_sentences: int = 1) -> None:
+    weights, uniforms = torch.randn(2, 100).softmax(-1), torch.rand(2, 2, dtype=torch.float64)
+    with caplog.at_level(logging.WARNING):
+        assert "llama_ssp.draw.default" not in operators_of(lambda: draw(weights, uniforms))
+    assert torch.equal(draw(weights, uniforms), by_torch(weights, uniforms))
+    assert [record.message.startswith("continuing with a draw") for record in caplog.records] == [True] * num_sentences
