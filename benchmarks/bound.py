@@ -42,7 +42,7 @@ def forwards_alone_s(
     num_draft_tokens = choice.num_tokens
     buckets = [-(-(context + num_draft_tokens + 1) // 64) * 64 for context in contexts]
     round_.allocate(batch_size=1, num_slots=max(buckets))
-    state = BatchState.empty(batch_size=1, num_slots=max(buckets), num_rounds=1, table=round_.uniforms)
+    state = BatchState.empty(1, num_slots=max(buckets), num_rounds=1, table=round_.uniforms)
     state.tokens_BS.fill_(1)
     state.uniforms_BMN.fill_(0.5)
     reads = (round_.target, round_.verifier, round_.last_and_drafted_W)

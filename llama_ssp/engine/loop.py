@@ -181,9 +181,7 @@ class Decoder:
         if self._kept and sizes == (self._kept.num_slots, self._kept.num_rounds):
             self._kept.vacate(slice(None))
             return self._kept
-        state = BatchState.empty(
-            batch_size=self.batch_size, num_slots=sizes[0], num_rounds=sizes[1], table=self.round.uniforms
-        )
+        state = BatchState.empty(self.batch_size, num_slots=sizes[0], num_rounds=sizes[1], table=self.round.uniforms)
         self._kept = state if self.executor.keeps_state else None
         return state
 
@@ -193,25 +191,21 @@ class Decoder:
         prompts = BatchState.of(
             requests, num_slots=self._num_slots, num_rounds=self._num_rounds, table=self.round.uniforms, seed=self.seed
         )
-        prompt_lengths_R = prompts.lengths_B.clone()
         lengths = [len(request.prompt_ids) for request in requests]
-        skipping = [
-            source
-            for source, drafter in enumerate(self.round.drafters)
-            if drafter.reads_skipped and not self.length.reads_prompts(source)
-        ]
-        reading = [drafter for source, drafter in enumerate(self.round.drafters) if source not in skipping]
+        drafters = [*enumerate(self.round.drafters)]
+        skipping = [source for source, it in drafters if it.reads_skipped and not self.length.reads_prompts(source)]
+        reading = [drafter for source, drafter in drafters if source not in skipping]
         result = self.prefill(prompts, rows, lengths=lengths, buckets=self._buckets, drafters=reading)
         if len(rows) == self.batch_size and not self.executor.keeps_state:
             self._state = prompts
         else:
-            self._state = self._empty_state() if is_first else self._state
-            self._state.put(to_device(rows, self._device), prompts, prompt_lengths_R=prompt_lengths_R)
+            if is_first:
+                self._state = self._empty_state()
+            self._state.put(to_device(rows, self._device), prompts)
+        forwards = forwards_per_prompt(lengths, is_packed=self.round.target.packs_prompts)
         owners = [
             RowCompletion(request=request, num_target_forwards=number, has_bonus=not self._overlaps)
-            for request, number in zip(
-                requests, forwards_per_prompt(lengths, is_packed=self.round.target.packs_prompts), strict=True
-            )
+            for request, number in zip(requests, forwards, strict=True)
         ]
         for source in skipping:
             self._num_skipped[source] = max(self._num_skipped[source], *lengths)

@@ -62,7 +62,7 @@ class BatchState(NamedTuple):
     ahead_B: Tensor
 
     @classmethod
-    def empty(cls, *, batch_size: int, num_slots: int, num_rounds: int, table: UniformTable) -> "BatchState":
+    def empty(cls, batch_size: int, *, num_slots: int, num_rounds: int, table: UniformTable) -> "BatchState":
         """A batch whose rows have all ended, with two tokens each, because a round reads two even of vacant rows."""
         device = table.device
         tokens_BS = torch.zeros(batch_size, num_slots, dtype=torch.int64, device=device)
@@ -107,13 +107,14 @@ class BatchState(NamedTuple):
         """M."""
         return self.uniforms_BMN.shape[1]
 
-    def put(self, rows_R: Tensor, other: "BatchState", *, prompt_lengths_R: Tensor) -> None:
-        """Overwrite rows `rows_R` with the rows of `other`, of as many rounds, whose prompts had the given lengths."""
+    def put(self, rows_R: Tensor, other: "BatchState") -> None:
+        """Overwrite rows `rows_R` with all rows of `other`, of as many slots and rounds, in order."""
+        moved_R = rows_R - torch.arange(other.tokens_BS.shape[0], device=rows_R.device)
         self.tokens_BS.index_copy_(0, rows_R, other.tokens_BS)
         self.lengths_B.index_copy_(0, rows_R, other.lengths_B)
         self.limits_B.index_copy_(0, rows_R, other.limits_B)
         self.uniforms_BMN.index_copy_(0, rows_R, other.uniforms_BMN)
-        self.first_round_B.index_copy_(0, rows_R, rows_R * self.num_rounds - prompt_lengths_R)
+        self.first_round_B.index_copy_(0, rows_R, other.first_round_B + moved_R * self.num_rounds)
         self.keys_B.index_copy_(0, rows_R, other.keys_B)
         self.ahead_B.index_copy_(0, rows_R, other.ahead_B)
 

@@ -224,7 +224,7 @@ def test_a_round_reads_no_value_from_the_device() -> None:
     for runner in (target, draft):
         runner.allocate(batch_size=2, capacity=64)
     round_.drafters[0].allocate(batch_size=2, num_slots=64)
-    state = BatchState.empty(batch_size=2, num_slots=64, num_rounds=41, table=round_.uniforms)
+    state = BatchState.empty(2, num_slots=64, num_rounds=41, table=round_.uniforms)
     prompts = BatchState.of(
         requests()[:2], num_slots=state.num_slots, num_rounds=state.num_rounds, table=round_.uniforms, seed=0
     )

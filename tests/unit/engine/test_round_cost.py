@@ -96,7 +96,7 @@ def counted_round(
     made = decoder(num_draft_tokens=num_draft_tokens, temperature=temperature, batch_size=batch_size)
     round_ = made.round
     round_.allocate(batch_size=batch_size, num_slots=num_slots)
-    state = BatchState.empty(batch_size=batch_size, num_slots=num_slots, num_rounds=21, table=round_.uniforms)
+    state = BatchState.empty(batch_size, num_slots=num_slots, num_rounds=21, table=round_.uniforms)
     requests = [
         Request(index=row, prompt_ids=tuple(range(2, 2 + prompt_tokens - row)), max_new_tokens=20)
         for row in range(batch_size)
@@ -104,11 +104,10 @@ def counted_round(
     prompts = BatchState.of(
         requests, num_slots=state.num_slots, num_rounds=state.num_rounds, table=round_.uniforms, seed=0
     )
-    prompt_lengths_R = prompts.lengths_B.clone()
     buckets = Buckets(step=SHORT, num_slots=num_slots)
     lengths = [len(request.prompt_ids) for request in requests]
     round_.prefill(prompts, range(batch_size), lengths=lengths, buckets=buckets)
-    state.put(torch.arange(batch_size), prompts, prompt_lengths_R=prompt_lengths_R)
+    state.put(torch.arange(batch_size), prompts)
     for _ in range(3):
         advance(made, state, bucket=bucket)
     counting = Counting()

@@ -207,7 +207,7 @@ def test_a_whole_round_reads_no_value() -> None:
     decoder = make_decoder(target, draft, temperature=0.8, eos_ids=[3])
     round_ = decoder.round
     round_.allocate(batch_size=2, num_slots=64)
-    state = BatchState.empty(batch_size=2, num_slots=64, num_rounds=10, table=round_.uniforms)
+    state = BatchState.empty(2, num_slots=64, num_rounds=10, table=round_.uniforms)
     requests = [Request(index=row, prompt_ids=(5, 6, 7), max_new_tokens=9) for row in range(2)]
     prompts = BatchState.of(
         requests, num_slots=state.num_slots, num_rounds=state.num_rounds, table=round_.uniforms, seed=0
