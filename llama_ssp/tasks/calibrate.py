@@ -129,12 +129,16 @@ def _profile(*, num_ranks: int, reduces: list[SizePoint], turn: Callable[[], Non
             halves += operators.linear_points(
                 torch.float32, name, working_sets=sets, quantization=name, all_elements=elements, all_rows=rows
             )
+        turn()
     for dtype in (Dtype.bf16, Dtype.fp16):  # few points, since runs use 16-bit arithmetic only on request
         halves += operators.linear_points(
             DTYPES[dtype], dtype.name, working_sets=operators.WORKING_SETS[1:], all_elements=elements, all_rows=rows
         )
     turn()
     layer, frame = operators.operator_points(linear, rounds.some_draw())
+    turn()
+    attention = operators.attention_points()
+    turn()
     draw, verify = rounds.rule_points(operators.some_forward())
     profile = Profile(
         num_ranks=num_ranks,
@@ -144,7 +148,7 @@ def _profile(*, num_ranks: int, reduces: list[SizePoint], turn: Callable[[], Non
         ),
         layer=layer,
         frame=frame,
-        attention=operators.attention_points(),
+        attention=attention,
         draw=draw,
         verify=verify,
         all_reduce=reduces,

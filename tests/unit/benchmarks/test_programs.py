@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -131,6 +132,17 @@ def test_a_decoded_batch_counts_the_rounds_behind_its_prefill() -> None:
     assert [gpu_engine.tokens_per_round(each) for each in completions] == [1.0, 1.0]
 
 
+def test_short_and_long_calls_are_compared_within_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine is ten times slower in one turn of three: the ratio of medians would be 1."""
+    speeds = iter([9.0, 9.0, 1.0, 2.0, 10.0, 20.0, 4.0, 4.0])
+    monkeypatch.setattr(short_calls, "PROMPTS", ("import os\n",))
+    monkeypatch.setattr(
+        short_calls, "call", lambda *_, **__: short_calls.Calls(ms_per_token=next(speeds), parts={"prefill": 1.0})
+    )
+    pair: Any = None
+    assert short_calls.measure(pair, num_repetitions=3).ratio == 2.0
+
+
 @pytest.mark.heavy
 def test_the_parts_of_short_and_long_calls_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(short_calls, "LONG", 24)
@@ -138,7 +150,7 @@ def test_the_parts_of_short_and_long_calls_add_up(monkeypatch: pytest.MonkeyPatc
     console = Console(record=True, quiet=True)
     found = short_calls.measure(load("tiny", "tiny-draft"), num_repetitions=1)
     short_calls.show(found, console)
-    for calls in found.values():
+    for calls in found.calls.values():
         assert all(part > 0 for part in calls.parts.values())
     one = short_calls.call(load("tiny", "tiny-draft"), "import os\n", num_new=8, seeds=[0])
     assert sum(one.parts.values()) == pytest.approx(one.ms_per_token)
