@@ -18,6 +18,7 @@ from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.environment import Ranks
 from llama_ssp.distributed.world import World
 from llama_ssp.errors import SspError
+from llama_ssp.models.native.linear import COMPILED
 from llama_ssp.planning.timing import timing
 from llama_ssp.tasks import calibrate as task
 from llama_ssp.tasks.calibrate import calibrate
@@ -152,7 +153,7 @@ def test_whole_pairs_have_their_turns_between_the_parts(monkeypatch: pytest.Monk
     monkeypatch.setattr(task, "product_of", lambda _kind: True)  # otherwise processors differ in the parts they have
     task._profile(num_ranks=1, reduces=[], turn=lambda: log.append("turn"))
     places = [place for place, name in enumerate(log) if name == "turn"]
-    assert len(places) == 6 + len(task.COMPILED)
+    assert len(places) == 6 + len(COMPILED)
     assert places[-1] == len(log) - 1
     assert all(later > earlier + 1 for earlier, later in pairwise([-1, *places[:-1]]))
 
