@@ -115,13 +115,15 @@ def _leave(exit_code: int) -> NoReturn:
     """End this process.
 
     One of several ranks ends without taking the interpreter down: a thread that is woken in torch by then would abort
-    the process. A failed one does not part from the others either, since they may be lost.
+    the process. A failed one does not part from the others either, since they may be lost. An interrupted process does
+    not leave its end to the interpreter, which would end by SIGINT if the interrupt came in an `exec` of some library.
     """
     for number in heeded_signals():
         signal.signal(number, signal.SIG_IGN)
-    if read_ranks(os.environ).size > 1:
+    is_one_of_several = read_ranks(os.environ).size > 1
+    if is_one_of_several or exit_code == INTERRUPTED:
         try:
-            if not exit_code:
+            if not (is_one_of_several and exit_code):
                 atexit._run_exitfuncs()
             sys.stdout.flush()
         finally:

@@ -78,20 +78,16 @@ def main(
     """
     ranks = ranks or read_ranks(os.environ)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # a lost rank is reported in a sentence, not in C++ stacks
-    exit_code = 0
+    exit_code, interrupt = 0, _Interrupt()
     with until_unread():
         try:
-            _set_handlers(_interrupt)
+            _set_handlers(interrupt)
             if agent := find_agent():
                 agent.heed_end()
-            _launch(list(sys.argv[1:] if words is None else words), ranks, act, warns=warns)
-        except SspError as error:
-            _failures.append(error)
-            exit_code = fail(str(error), error.exit_code, ranks, speaks=error.speaks)
-        except (HydraException, OmegaConfBaseException) as error:
-            exit_code = fail(command_line.one_sentence(error), SspError.exit_code, ranks)
-        except KeyboardInterrupt:
-            exit_code = fail("interrupted", InterruptedRun.exit_code, ranks)
+            points = _Points(ranks, act, interrupt, warns=warns)
+            _launch(list(sys.argv[1:] if words is None else words), ranks, points)
+        except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - `_report` raises what nobody has foreseen
+            exit_code = _report(interrupt.hidden_by(error), ranks)
         except SystemExit as end:  # Hydra ends so after its own help
             exit_code = int(bool(end.code))
     if ranks.rank == 0 and (file := os.environ.get(EXIT_CODE_FILE)):
@@ -99,16 +95,45 @@ def main(
     return exit_code
 
 
-def _interrupt(_number: int, _frame: FrameType | None) -> None:
-    """End as Ctrl-C does, outside of `session.stopping`; a second signal changes nothing."""
-    _set_handlers(signal.SIG_IGN)
-    raise KeyboardInterrupt
+class _Interrupt:
+    """Handles a signal as Ctrl-C is handled, outside of `session.stopping`; a second signal changes nothing.
+
+    Libraries may replace the KeyboardInterrupt: Hydra and OmegaConf clean up what they have not made yet, and fail.
+
+    Attributes:
+        has_come: a signal has.
+    """
+
+    def __init__(self) -> None:
+        self.has_come = False
+
+    def __call__(self, _number: int, _frame: FrameType | None) -> None:
+        self.has_come = True
+        _set_handlers(signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    def hidden_by(self, error: BaseException) -> BaseException:
+        """Return the interrupt that an error stands for; the error itself without one, or if it knows more of it."""
+        is_settled = isinstance(error, SspError) and (error.speaks is not None or isinstance(error, InterruptedRun))
+        return KeyboardInterrupt() if self.has_come and not is_settled else error
 
 
 def _set_handlers(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> None:
     """Handle all signals that ask a run to stop."""
     for number in heeded_signals():
         signal.signal(number, handler)
+
+
+def _report(error: BaseException, ranks: Ranks) -> int:
+    """Say in a sentence why the run has ended, and return its exit code; raises an error that nobody has foreseen."""
+    if isinstance(error, KeyboardInterrupt):
+        return fail("interrupted", InterruptedRun.exit_code, ranks)
+    if isinstance(error, SspError):
+        _failures.append(error)
+        return fail(str(error), error.exit_code, ranks, speaks=error.speaks)
+    if isinstance(error, HydraException | OmegaConfBaseException):
+        return fail(command_line.one_sentence(error), SspError.exit_code, ranks)
+    raise error
 
 
 def fail(sentence: str, exit_code: int, ranks: Ranks, *, speaks: bool | None = None) -> int:
@@ -125,7 +150,7 @@ def fail(sentence: str, exit_code: int, ranks: Ranks, *, speaks: bool | None = N
     return exit_code
 
 
-def _launch(arguments: list[str], ranks: Ranks, act: Act | None, *, warns: bool) -> None:
+def _launch(arguments: list[str], ranks: Ranks, points: "_Points") -> None:
     """Check the names on the command line, and let Hydra compose a config per run."""
     load_plugins()
     options = command_line.read_options(arguments)
@@ -149,7 +174,6 @@ def _launch(arguments: list[str], ranks: Ranks, act: Act | None, *, warns: bool)
         command_line.check_launcher(overrides, multirun=options.multirun)
     store.register()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises errors instead of printing them
-    points = _Points(ranks, act, warns=warns)
     scratch = _scratch_folder(multirun=options.multirun)
     with scratch as for_sweeps, _printing(options), _mode_by_options(), launching(ranks):
         arguments[place:place] = for_sweeps
@@ -192,13 +216,15 @@ def _scratch_folder(*, multirun: bool) -> Iterator[list[str]]:
 class _Points:
     """Runs the points of a sweep, or the only one, until one of them fails or is stopped."""
 
-    def __init__(self, ranks: Ranks, act: Act | None, *, warns: bool) -> None:
+    def __init__(self, ranks: Ranks, act: Act | None, interrupt: _Interrupt, *, warns: bool) -> None:
         self.failure: Exception | None = None
-        self._ranks, self._act, self._warns = ranks, act, warns
+        self._ranks, self._act, self._interrupt, self._warns = ranks, act, interrupt, warns
         self._is_to_stop = self._has_run = False
 
     def run(self, config: DictConfig) -> None:
         """Run one point, as Hydra composed it."""
+        if self._interrupt.has_come:  # and nobody has heard
+            raise KeyboardInterrupt
         if self._is_to_stop and not self.failure:
             number = HydraConfig.get().job.num
             sentence = f"interrupted before point {number} of the sweep; the same command with the same run_dir goes on"

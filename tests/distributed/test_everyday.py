@@ -92,10 +92,11 @@ def test_a_narrow_terminal_shows_whole_lines_in_colours_if_wanted(starter: str, 
     assert "speed-up" in plain
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
 @pytest.mark.parametrize("starter", [pytest.param(each, marks=pytest.mark.slow) for each in STARTERS])
 def test_a_folder_that_cannot_be_written_is_one_sentence(starter: str, tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
+    if os.access(tmp_path, os.W_OK):
+        pytest.skip("this user may write everywhere")
     code, _, err = typed(starter, [*PRINTED, f"run_dir={tmp_path}/run"])
     assert code == (1 if starter == "torchrun" else 2)
     assert f"run_dir={tmp_path}/run" in err.splitlines()[starter in OWN]

@@ -112,6 +112,25 @@ def test_a_signal_while_modules_are_imported_is_one_word(number: signal.Signals)
     assert (ended.returncode, ended.stdout, ended.stderr) == (4, "", "interrupted\n")
 
 
+def test_an_interrupt_that_passed_through_exec_ends_with_code_4_too(tmp_path: Path) -> None:
+    """Python remembers it, and would end a module that was started by `-m` by SIGINT."""
+    (tmp_path / "interrupted.py").write_text("""
+import contextlib, sys, types
+from llama_ssp.commands.program import main
+
+def plan(words):
+    with contextlib.suppress(KeyboardInterrupt):
+        exec("raise KeyboardInterrupt")
+    return 4
+
+sys.modules["llama_ssp.commands.plan"] = module = types.ModuleType("plan")
+module.main = plan
+main(["plan"])
+""")
+    ended = subprocess.run([sys.executable, "-m", "interrupted"], cwd=tmp_path, check=False)
+    assert ended.returncode == 4
+
+
 @pytest.mark.parametrize(
     "words", [["model=nosuch"], ["--help"], ["dry_run=true", "model=7B", "hardware=8xh100"], ["seed=abc"]]
 )
