@@ -20,7 +20,7 @@ from types import FrameType
 from typing import NoReturn
 
 from llama_ssp.distributed.environment import read_ranks
-from llama_ssp.distributed.signals import heeded_signals
+from llama_ssp.distributed.signals import heeded_signals, ignore_signals
 
 INTERRUPTED = 4
 COMMANDS = ("calibrate", "manifest", "plan", "report", "run")
@@ -118,8 +118,7 @@ def _leave(exit_code: int) -> NoReturn:
     the process. A failed one does not part from the others either, since they may be lost. An interrupted process does
     not leave its end to the interpreter, which would end by SIGINT if the interrupt came in an `exec` of some library.
     """
-    for number in heeded_signals():
-        signal.signal(number, signal.SIG_IGN)
+    ignore_signals()
     is_one_of_several = read_ranks(os.environ).size > 1
     if is_one_of_several or exit_code == INTERRUPTED:
         try:
@@ -128,4 +127,6 @@ def _leave(exit_code: int) -> NoReturn:
             sys.stdout.flush()
         finally:
             os._exit(exit_code)
+    for number in heeded_signals():  # the interpreter takes functions away while it ends
+        signal.signal(number, signal.SIG_IGN)
     sys.exit(exit_code)

@@ -37,7 +37,7 @@ from llama_ssp.config.registry import load_plugins
 from llama_ssp.config.schema import RunConfig
 from llama_ssp.console.unread import complain
 from llama_ssp.distributed.environment import Ranks, read_ranks
-from llama_ssp.distributed.signals import find_agent, heeded_signals
+from llama_ssp.distributed.signals import find_agent, heeded_signals, ignore_signals
 from llama_ssp.errors import InterruptedRun, SspError
 from llama_ssp.session import startup
 from llama_ssp.tasks import dry_run
@@ -81,7 +81,8 @@ def main(
     exit_code, interrupt = 0, _Interrupt()
     with until_unread():
         try:
-            _set_handlers(interrupt)
+            for number in heeded_signals():
+                signal.signal(number, interrupt)
             if agent := find_agent():
                 agent.heed_end()
             points = _Points(ranks, act, interrupt, warns=warns)
@@ -109,19 +110,13 @@ class _Interrupt:
 
     def __call__(self, _number: int, _frame: FrameType | None) -> None:
         self.has_come = True
-        _set_handlers(signal.SIG_IGN)
+        ignore_signals()
         raise KeyboardInterrupt
 
     def hidden_by(self, error: BaseException) -> BaseException:
         """Return the interrupt that an error stands for; the error itself without one, or if it knows more of it."""
         is_settled = isinstance(error, SspError) and (error.speaks is not None or isinstance(error, InterruptedRun))
         return KeyboardInterrupt() if self.has_come and not is_settled else error
-
-
-def _set_handlers(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> None:
-    """Handle all signals that ask a run to stop."""
-    for number in heeded_signals():
-        signal.signal(number, handler)
 
 
 def _report(error: BaseException, ranks: Ranks) -> int:

@@ -5,7 +5,6 @@ stopped waiting itself. So the ranks call each other over the control channel, a
 answer.
 """
 
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from llama_ssp.distributed.agree import from_message, to_message
 from llama_ssp.distributed.control_channel import ControlChannel
 from llama_ssp.distributed.memory import exhaustion
-from llama_ssp.distributed.signals import STOP_SIGNALS
+from llama_ssp.distributed.signals import ignore_signals
 from llama_ssp.errors import InterruptedRun, LostRankError, SspError
 
 _E = TypeVar("_E", bound=BaseException)
@@ -48,8 +47,7 @@ def unify_failure(watch: ControlChannel, phase: Phase) -> Iterator[None]:
                 raise
             raise found from error
         # Launchers send one as soon as any rank has ended, before this rank has written the status and the message.
-        for number in STOP_SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
+        ignore_signals()
         ending = ending_of(error, watch, phase)
         if ending is error:
             raise

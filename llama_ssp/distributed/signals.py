@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass
 from functools import cache
 from threading import Thread
+from types import FrameType
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _LOOK_EVERY_S = 0.2
@@ -22,6 +23,19 @@ def heeded_signals() -> tuple[signal.Signals, ...]:
     """
     ignores_hangup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return tuple(number for number in STOP_SIGNALS if not (ignores_hangup and number is signal.SIGHUP))
+
+
+def ignore_signals() -> None:
+    """Do nothing on the signals that this process handles, from now on.
+
+    By a function: if a signal has come while SIG_IGN is set, Python prints that it "ignored it due to race condition".
+    """
+    for number in heeded_signals():
+        signal.signal(number, _do_nothing)
+
+
+def _do_nothing(_number: int, _frame: FrameType | None) -> None:
+    pass
 
 
 @dataclass(frozen=True, kw_only=True)

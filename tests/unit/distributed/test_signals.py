@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from llama_ssp.distributed.signals import STOP_SIGNALS, Agent, find_agent, heeded_signals
+from llama_ssp.distributed.signals import STOP_SIGNALS, Agent, find_agent, heeded_signals, ignore_signals
 from tests.helpers.disturbed import is_alive, wait_for
 from tests.helpers.repository import ROOT
 
@@ -46,6 +46,18 @@ def test_every_stop_signal_is_heeded_but_a_hangup_that_is_ignored() -> None:
     assert heeded_signals() == STOP_SIGNALS
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     assert set(STOP_SIGNALS) - set(heeded_signals()) == {signal.SIGHUP}
+
+
+def test_ignored_signals_do_nothing_and_one_that_has_just_come_is_no_error_of_python() -> None:
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    try:
+        ignore_signals()
+        for number in STOP_SIGNALS:
+            signal.raise_signal(number)
+        assert signal.SIG_IGN not in {signal.getsignal(number) for number in heeded_signals()}
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def test_only_torchrun_is_an_agent(monkeypatch: pytest.MonkeyPatch) -> None:
