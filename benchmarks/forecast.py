@@ -34,11 +34,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from llama_ssp.calibration.interleave import undisturbed
 from llama_ssp.calibration.model_pairs import (
     NUM_DRAFT_TOKENS,
+    PLAIN,
     PROMPT_TOKENS,
     VOCAB_SIZE,
     DecodingPair,
     Pairs,
-    composition,
+    composed,
 )
 from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.config.machine import detect_hardware, machine_of_run
@@ -60,6 +61,7 @@ from llama_ssp.planning.timing import timing
 from llama_ssp.weights.checkpoint import inspect
 
 NEW_TOKENS = 64
+MODES = PLAIN, NUM_DRAFT_TOKENS
 SHIPPED = Path(__file__).resolve().parents[1] / "llama_ssp" / "shipped"
 MIB = 2**20
 WIDTH_AND_LAYERS = {"random 50 M": (512, 11), "random 300 M": (1024, 17)}
@@ -157,12 +159,11 @@ class Pair:
 
     def times(self, middle: Callable[[Iterable[float]], float]) -> Times:
         """Of all turns."""
-        plain, speculative = self.decoding.plain, self.decoding.speculative
-        return Times(*(middle(map(ms_per_token, found)) for found in (plain, speculative)))
+        return Times(*(middle(map(ms_per_token, self.decoding.completions[number])) for number in MODES))
 
     def acceptance(self) -> float:
         """The probability that explains how many tokens the rounds gave."""
-        drafted = self.decoding.speculative
+        drafted = self.decoding.completions[NUM_DRAFT_TOKENS]
         rounds = sum(len(each.accepted_lengths) for each in drafted)
         per_round = sum(len(each.token_ids) - 1 for each in drafted) / rounds
         return implied_acceptance(per_round, NUM_DRAFT_TOKENS)
@@ -181,18 +182,16 @@ def pair_of(case: Case, world: World) -> Pair:
     """Load a case."""
     target, target_bytes = load(case.target, world.comm)
     draft, draft_bytes = load(case.draft, Comm.single()) if world.comm.rank == 0 else (None, 0)
-    decoding = DecodingPair(target, draft, world.comm, new_tokens=NEW_TOKENS)
+    decoding = DecodingPair(target, draft, world.comm, new_tokens=NEW_TOKENS, lengths=MODES)
     return Pair(case=case, target=target, draft=draft, grown_bytes=target_bytes + draft_bytes, decoding=decoding)
 
 
 def as_it_is_now(machine: HardwareConfig, random_pairs: Pairs, num_ranks: int) -> HardwareConfig:
     """The machine, with whole forwards timed again."""
-    bare = replace(machine, profiles=[replace(each, composition=[]) for each in machine.profiles])
-    points = composition(random_pairs.times(), bare, num_ranks=num_ranks)
-    now = profile_of(machine, num_ranks)
-    others = [each for each in machine.profiles if each is not now]
-    assert now, "a calibrated machine has a profile"
-    return replace(machine, profiles=[*others, replace(now, composition=points, composition_apart=[])])
+    before = profile_of(machine, num_ranks)
+    assert before, "a calibrated machine has a profile"
+    others = [each for each in machine.profiles if each is not before]
+    return replace(machine, profiles=[*others, composed(before, machine, random_pairs.times())])
 
 
 def forecast(pair: Pair, world: World, machine: HardwareConfig) -> Times:

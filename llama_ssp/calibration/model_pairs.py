@@ -5,18 +5,23 @@ or ranks that are already waiting. `Profile.composition` holds the ratio of forw
 planner's sum of parts. Where ranks hold models of their own (replicas, or a draft on ranks of its own) no messages are
 sent inside of a forward, but they share the machine's memory: `Profile.composition_apart`.
 
+The first draft forward of a round takes longer than the others, since the target's forward before it has taken the
+draft's weights and code out of the processor's caches: `Profile.first_draft`. Rounds of two lengths tell them apart.
+
 Shapes: K drafted tokens.
 """
 
+import statistics
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
 from llama_ssp.calibration.interleave import undisturbed
 from llama_ssp.calibration.random_llama import RandomLlama
-from llama_ssp.config.hardware import CompositionPoint, HardwareConfig
+from llama_ssp.config.hardware import CompositionPoint, HardwareConfig, Profile, SizePoint
 from llama_ssp.config.machine import machine_of_run
 from llama_ssp.config.schema import DraftLayout, SamplingConfig, VerificationConfig
 from llama_ssp.config.target_placement import TargetKind
@@ -45,14 +50,23 @@ TARGETS = (
     RandomLlama(1024, 17, VOCAB_SIZE),
 )
 """Their weights are 22 MB, 200 MB and 1.1 GB."""
-TURN_S = 0.6
+TURN_S = 0.5
 """Time limit of one mode of one pair in a turn."""
 MOST = 20
 """Completions of one mode of one pair in a turn."""
-NUM_DRAFT_TOKENS, PROMPT_TOKENS, NEW_TOKENS = 4, 32, 24
+PLAIN, FEWEST, NUM_DRAFT_TOKENS = 0, 1, 4
+"""K of the modes of a pair; 0 is plain."""
+PROMPT_TOKENS, NEW_TOKENS = 32, 24
 """A round must end within the cache slots that a profile's layers were timed with."""
 MOST_OF_MEMORY = 0.5
-LEAST_RATIO = 0.1
+LEAST_RATIO, LEAST_S = 0.1, 1e-9
+
+
+class RoundTime(NamedTuple):
+    """Seconds of the drafting in a round, and of the rest of the round."""
+
+    draft_s: float
+    rest_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,38 +76,39 @@ class PairTime:
     Attributes:
         prompt_s: a prompt of `PROMPT_TOKENS` through the target, and the first token.
         plain_s: a plain token.
-        draft_s, rest_s: the drafting in a round, and the rest of the round.
+        rounds: a round, by its K.
     """
 
     target: RandomLlama
     draft: RandomLlama
     prompt_s: float
     plain_s: float
-    draft_s: float
-    rest_s: float
+    rounds: Mapping[int, RoundTime]
 
 
 class DecodingPair:
     """A target in memory that decodes plain and with a draft; the ranks of `comm` make it, and call `turn`, together.
 
     Attributes:
-        plain, speculative: the completions of all turns.
+        completions: of all turns, by K.
     """
 
-    def __init__(self, target: Runner, draft: Runner | None, comm: Comm, *, new_tokens: int) -> None:
+    def __init__(
+        self, target: Runner, draft: Runner | None, comm: Comm, *, new_tokens: int, lengths: Sequence[int]
+    ) -> None:
         self._comm = comm
         self._new_tokens = new_tokens
-        self._speculative_run = decoder(target, draft, comm, num_draft_tokens=NUM_DRAFT_TOKENS)
-        self._plain_run = decoder(target, None, comm, num_draft_tokens=0)
-        for run in (self._speculative_run, self._plain_run):  # records traces; the first needs the longer cache
+        self._runs = {
+            number: decoder(target, draft if number else None, comm, num_draft_tokens=number) for number in lengths
+        }
+        for _, run in sorted(self._runs.items(), reverse=True):  # records traces; the first needs the longest cache
             complete(run, requests(1, new_tokens=new_tokens))
-        self.plain: list[RowCompletion] = []
-        self.speculative: list[RowCompletion] = []
+        self.completions: dict[int, list[RowCompletion]] = {number: [] for number in lengths}
 
     def turn(self) -> None:
-        """Decode for a while in both modes."""
-        self.plain.extend(self._completions(self._plain_run, self.plain))
-        self.speculative.extend(self._completions(self._speculative_run, self.speculative))
+        """Decode for a while in all modes."""
+        for number, known in self.completions.items():
+            known.extend(self._completions(self._runs[number], known))
 
     def _completions(self, run: Decoder, known: Sequence[RowCompletion]) -> list[RowCompletion]:
         """As many as a turn allows by the first rank's clock, and one in the first turn."""
@@ -119,7 +134,7 @@ class Pairs:
         for stack in TARGETS:
             if stack.num_bytes <= room:
                 room -= stack.num_bytes
-                self._pairs.append((stack, DecodingPair(stack.load(own), draft, own, new_tokens=NEW_TOKENS)))
+                self._pairs.append((stack, _decoding(stack, draft, own)))
 
     def turn(self) -> None:
         """Let every pair decode for a while."""
@@ -129,21 +144,30 @@ class Pairs:
 
     def times(self) -> list[PairTime]:
         """What all turns have measured."""
-        return [pair_time(stack, pair.plain, pair.speculative) for stack, pair in self._pairs]
+        return [pair_time(stack, pair.completions) for stack, pair in self._pairs]
 
 
-def pair_time(stack: RandomLlama, plain: Sequence[RowCompletion], speculative: Sequence[RowCompletion]) -> PairTime:
-    """Take the times of a pair from its completions."""
+def _decoding(stack: RandomLlama, draft: Runner | None, comm: Comm) -> DecodingPair:
+    lengths = PLAIN, FEWEST, NUM_DRAFT_TOKENS
+    return DecodingPair(stack.load(comm), draft, comm, new_tokens=NEW_TOKENS, lengths=lengths)
+
+
+def pair_time(stack: RandomLlama, completions: Mapping[int, Sequence[RowCompletion]]) -> PairTime:
+    """Take the times of a pair from its completions, by K."""
+    plain = completions[PLAIN]
     return PairTime(
         target=stack,
         draft=DRAFT,
         prompt_s=undisturbed(each.busy_s - sum(each.part_s.values()) for each in plain),
         plain_s=undisturbed(sum(each.part_s.values()) / (len(each.token_ids) - 1) for each in plain),
-        draft_s=undisturbed(each.part_s["draft"] / len(each.accepted_lengths) for each in speculative),
-        rest_s=undisturbed(
-            (each.part_s["verify"] + each.part_s["other"]) / len(each.accepted_lengths) for each in speculative
-        ),
+        rounds={number: _round_time(found) for number, found in completions.items() if number > PLAIN},
     )
+
+
+def _round_time(completions: Sequence[RowCompletion]) -> RoundTime:
+    drafting = [each.part_s["draft"] / len(each.accepted_lengths) for each in completions]
+    rest = [(each.part_s["verify"] + each.part_s["other"]) / len(each.accepted_lengths) for each in completions]
+    return RoundTime(undisturbed(drafting), undisturbed(rest))
 
 
 def _agreed(number: int, comm: Comm) -> int:
@@ -177,31 +201,64 @@ def complete(run: Decoder, wanted: Sequence[Request]) -> list[RowCompletion]:
     return [u.completion for updates in run.run(wanted) for u in updates if u.completion.finish_reason]
 
 
+def composed(
+    profile: Profile, machine: HardwareConfig, together: Sequence[PairTime], apart: Sequence[PairTime] = ()
+) -> Profile:
+    """Complete the profile of a machine by pairs that its ranks held together, and apart."""
+    parts = replace(profile, composition=[], composition_apart=[], first_draft=[])
+    bare = machine_of_run(replace(machine, profiles=[parts]), profile.num_ranks)
+    whole = replace(
+        parts,
+        composition=composition(together, bare, num_ranks=profile.num_ranks),
+        composition_apart=composition(apart, bare, num_ranks=profile.num_ranks, apart=True),
+    )
+    first = _first_draft(together, replace(bare, profiles=[whole]), num_ranks=profile.num_ranks)
+    return replace(whole, first_draft=first)
+
+
 def composition(
     times: Sequence[PairTime], machine: HardwareConfig, *, num_ranks: int, apart: bool = False
 ) -> list[CompositionPoint]:
     """Compare measured pairs with the forecast for a machine whose profiles have no composition points.
 
-    The forecast of everything except forwards is taken as exact; the rest of the measured time belongs to forwards.
-    `num_ranks` shared the targets, or had one each (`apart`). The smallest target comes first: its rounds also give the
-    draft's point.
+    The forecast of everything except forwards is taken as exact; the rest of the measured time belongs to forwards. The
+    first point is the draft's: a step of it that is not the first of a round, as the pairs agree on it. `num_ranks`
+    shared the targets, or had one each (`apart`).
     """
     points = []
     for time in times:
-        costs = CostModel(_job(time, num_ranks, apart=apart), machine_of_run(machine, num_ranks))
+        costs = CostModel(_job(time, num_ranks, apart=apart), machine)
         assert costs.draft, "a pair has a draft"
         if time is times[0]:
-            draft_s = [costs.forward(costs.draft, rows).total_s for rows in (2, *[1] * (NUM_DRAFT_TOKENS - 1))]
-            draws_s = NUM_DRAFT_TOKENS * (costs.draft_step_s(1) - draft_s[-1])
-            points.append(_point(costs, costs.draft, 1, time.draft_s - draws_s, sum(draft_s)))
-        plain_s, verify_s = (costs.forward(costs.target, rows).total_s for rows in (1, NUM_DRAFT_TOKENS + 1))
+            draft_s = costs.forward(costs.draft, 1).total_s
+            step_s = _later_step_s(times) - (costs.draft_step_s(1) - draft_s)
+            points.append(_point(costs, costs.draft, 1, step_s, draft_s))
+        plain_s = costs.forward(costs.target, 1).total_s
         draw_s = costs.plain_s() - plain_s
-        other_s = costs.verdict_s(NUM_DRAFT_TOKENS) + costs.host_s
-        points += [
-            _point(costs, costs.target, 1, time.plain_s - draw_s, plain_s),
-            _point(costs, costs.target, NUM_DRAFT_TOKENS + 1, time.rest_s - other_s, verify_s),
-            _point(costs, costs.target, PROMPT_TOKENS, time.prompt_s - draw_s, costs.prefill_s(costs.target)),
-        ]
+        points.append(_point(costs, costs.target, 1, time.plain_s - draw_s, plain_s))
+        for number, found in sorted(time.rounds.items()):
+            rest_s = found.rest_s - costs.verdict_s(number) - costs.host_s
+            verify_s = costs.forward(costs.target, number + 1).total_s
+            points.append(_point(costs, costs.target, number + 1, rest_s, verify_s))
+        prompt_s = costs.prefill_s(costs.target)
+        points.append(_point(costs, costs.target, PROMPT_TOKENS, time.prompt_s - draw_s, prompt_s))
+    return points
+
+
+def _later_step_s(times: Sequence[PairTime]) -> float:
+    """Time of a draft step, its draw included, from rounds of two lengths: only the shorter has none but the first."""
+    more = NUM_DRAFT_TOKENS - FEWEST
+    steps = [(time.rounds[NUM_DRAFT_TOKENS].draft_s - time.rounds[FEWEST].draft_s) / more for time in times]
+    return statistics.median(steps)
+
+
+def _first_draft(times: Sequence[PairTime], machine: HardwareConfig, *, num_ranks: int) -> list[SizePoint]:
+    """How much longer drafting takes than its steps, by the size of what the target has read before."""
+    points = []
+    for time in times:
+        costs = CostModel(_job(time, num_ranks), machine)
+        more_s = statistics.mean(found.draft_s - costs.drafting_s(number) for number, found in time.rounds.items())
+        points.append(SizePoint(size=working_set_bytes(costs.target, machine), s=max(more_s, LEAST_S)))
     return points
 
 

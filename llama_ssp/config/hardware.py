@@ -100,6 +100,7 @@ class Profile:
         round_s: host time of the loop per round.
         composition: whole forwards compared with the sum of the parts; empty applies no correction.
         composition_apart: the same where each rank holds a model of its own; empty takes `composition`.
+        first_draft: how much longer the first draft forward of a round takes, by the bytes of the target's matrices.
     """
 
     num_ranks: int
@@ -114,6 +115,7 @@ class Profile:
     round_s: float = 0.0
     composition: list[CompositionPoint] = field(default_factory=list)
     composition_apart: list[CompositionPoint] = field(default_factory=list)
+    first_draft: list[SizePoint] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)

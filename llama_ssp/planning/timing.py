@@ -43,6 +43,7 @@ from llama_ssp.planning.roofline import (
     least_bytes,
     message_s,
     profile_of,
+    working_set_bytes,
 )
 from llama_ssp.planning.spec import PlanSpec
 
@@ -210,10 +211,13 @@ class CostModel:
         return self.agree_s(messages.ids, messages.probabilities, messages.verdict) + self.rule_s(num_draft_tokens + 1)
 
     def drafting_s(self, num_draft_tokens: int) -> float:
-        """All draft steps of a round."""
+        """All draft steps of a round; the first finds the caches as the target has left them."""
         if not (self.draft and num_draft_tokens):
             return 0.0
-        return self.draft_step_s(self.job.first_draft_rows) + (num_draft_tokens - 1) * self.draft_step_s(1)
+        first_s = self.draft_step_s(self.job.first_draft_rows)
+        if self._profile and self._profile.first_draft:
+            first_s += by_size(self._profile.first_draft, working_set_bytes(self.target, self.hardware))
+        return first_s + (num_draft_tokens - 1) * self.draft_step_s(1)
 
     def overlapped(self, num_draft_tokens: int) -> OverlappedTime:
         """A round in which drafting overlaps the target's forward of K positions."""

@@ -9,7 +9,7 @@ import os
 import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -104,14 +104,7 @@ def _profiles(world: World, reduces: list[SizePoint]) -> list[_Measured]:
 
 def _composed(figures: dict[str, Any], measured: list[_Measured]) -> list[Profile]:
     machine = build(figures | {"profiles": [asdict(profile) for profile, *_ in measured]})
-    return [
-        replace(
-            profile,
-            composition=model_pairs.composition(together, machine, num_ranks=profile.num_ranks),
-            composition_apart=model_pairs.composition(apart, machine, num_ranks=profile.num_ranks, apart=True),
-        )
-        for profile, together, apart in measured
-    ]
+    return [model_pairs.composed(profile, machine, together, apart) for profile, together, apart in measured]
 
 
 def _profile(*, num_ranks: int, reduces: list[SizePoint], turn: Callable[[], None]) -> Profile:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from llama_ssp.calibration import model_pairs
-from llama_ssp.calibration.model_pairs import DecodingPair, Pairs, PairTime, composition, pair_time
+from llama_ssp.calibration.model_pairs import DecodingPair, Pairs, PairTime, RoundTime, composed, composition, pair_time
 from llama_ssp.calibration.random_llama import RandomLlama
 from llama_ssp.config import hardware
 from llama_ssp.config.hardware import CompositionPoint, HardwareConfig, LinearPoint, Profile, RowsPoint, SizePoint
@@ -26,7 +26,9 @@ from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 pytestmark = pytest.mark.seconds
 
 SMALL, LARGE = RandomLlama(128, 2, 64, from_16_bits=True), RandomLlama(128, 4, 64)
-RATIOS = {1: 1.25, 5: 1.5, 32: 0.75}
+RATIOS = {1: 1.25, 2: 2.0, 5: 1.5, 32: 0.75}
+FIRST_S = (2e-4, 3e-4, 5e-4)
+LENGTHS = (0, 1, 4)
 
 
 def _machine(num_ranks: int) -> HardwareConfig:
@@ -47,13 +49,14 @@ def _machine(num_ranks: int) -> HardwareConfig:
     return replace(hardware.load("laptop_cpu"), profiles=[profile])
 
 
-def _composed(machine: HardwareConfig, points: list[CompositionPoint], *, apart: bool = False) -> HardwareConfig:
+def _with(machine: HardwareConfig, **measured: list[CompositionPoint] | list[SizePoint]) -> HardwareConfig:
     (profile,) = machine.profiles
-    return replace(machine, profiles=[replace(profile, **{"composition_apart" if apart else "composition": points})])  # type: ignore[arg-type]
+    return replace(machine, profiles=[replace(profile, **measured)])  # type: ignore[arg-type]
 
 
 def _blank(target: RandomLlama) -> PairTime:
-    return PairTime(target=target, draft=model_pairs.DRAFT, prompt_s=1.0, plain_s=1.0, draft_s=1.0, rest_s=1.0)
+    rounds = {number: RoundTime(float(number), 1.0) for number in LENGTHS[1:]}
+    return PairTime(target=target, draft=model_pairs.DRAFT, prompt_s=1.0, plain_s=1.0, rounds=rounds)
 
 
 def _forecast(pair: PairTime, machine: HardwareConfig, num_ranks: int, *, apart: bool = False) -> PairTime:
@@ -61,17 +64,16 @@ def _forecast(pair: PairTime, machine: HardwareConfig, num_ranks: int, *, apart:
     job = model_pairs._job(pair, num_ranks, apart=apart)
     clock = CostModel(job, machine_of_run(machine, num_ranks))
     timed = timing(job, clock.hardware)
-    draft_s = clock.draft_step_s(2) + 3 * clock.draft_step_s(1)
-    assert timed.round_s
     draw_s = clock.plain_s() - clock.forward(clock.target, 1).total_s
-    return replace(
-        pair, prompt_s=clock.prefill_s(clock.target) + draw_s, plain_s=timed.plain_s, draft_s=draft_s,
-        rest_s=timed.round_s - draft_s,
-    )  # fmt: skip
+    rounds = {
+        number: RoundTime(clock.drafting_s(number), clock.verify_s(number) + clock.host_s) for number in LENGTHS[1:]
+    }
+    assert timed.round_s == pytest.approx(sum(rounds[4]))
+    return replace(pair, prompt_s=clock.prefill_s(clock.target) + draw_s, plain_s=timed.plain_s, rounds=rounds)
 
 
 def _seconds(pair: PairTime) -> tuple[float, ...]:
-    return pair.prompt_s, pair.plain_s, pair.draft_s, pair.rest_s
+    return pair.prompt_s, pair.plain_s, *(part_s for found in pair.rounds.values() for part_s in found)
 
 
 @pytest.mark.parametrize(("num_ranks", "apart"), [(1, False), (2, False), (2, True)])
@@ -87,13 +89,41 @@ def test_forecasts_with_measured_wholes_give_back_what_was_measured(num_ranks: i
         assert clock.target.num_active == num_ranks
         size = working_set_bytes(clock.target, bare)
         true += [CompositionPoint(rows=rows, working_set_bytes=size, ratio=ratio) for rows, ratio in RATIOS.items()]
-    took = [_forecast(pair, _composed(bare, true, apart=apart), num_ranks, apart=apart) for pair in pairs]
-    found = composition(took, bare, num_ranks=num_ranks, apart=apart)
+    name = "composition_apart" if apart else "composition"
+    took = [_forecast(pair, _with(bare, **{name: true}), num_ranks, apart=apart) for pair in pairs]
+    found = composition(took, machine_of_run(bare, num_ranks), num_ranks=num_ranks, apart=apart)
     assert [replace(point, ratio=0) for point in found] == [replace(point, ratio=0) for point in true]
     assert [point.ratio for point in found] == pytest.approx([point.ratio for point in true])
     for pair in took:
-        again = _forecast(pair, _composed(bare, found, apart=apart), num_ranks, apart=apart)
+        again = _forecast(pair, _with(bare, **{name: found}), num_ranks, apart=apart)
         assert _seconds(again) == pytest.approx(_seconds(pair))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_the_first_draft_step_takes_longer_behind_a_larger_target(num_ranks: int) -> None:
+    bare, pairs = _machine(num_ranks), [_blank(target) for target in model_pairs.TARGETS]
+    clocks = [CostModel(model_pairs._job(pair, num_ranks), machine_of_run(bare, num_ranks)) for pair in pairs]
+    sizes = [working_set_bytes(clock.target, clock.hardware) for clock in clocks]
+    first = [SizePoint(size=size, s=more_s) for size, more_s in zip(sizes, FIRST_S, strict=True)]
+    true = _with(bare, first_draft=first)
+    for clock, pair, more_s in zip(clocks, pairs, FIRST_S, strict=True):
+        slow = CostModel(clock.job, machine_of_run(true, num_ranks))
+        assert [slow.drafting_s(number) - clock.drafting_s(number) for number in LENGTHS] == pytest.approx(
+            [0.0, more_s, more_s]
+        ), pair.target
+    took = [_forecast(pair, true, num_ranks) for pair in pairs]
+    (profile,) = bare.profiles
+    found = composed(replace(profile, first_draft=first[:1]), bare, took)
+    assert [point.s for point in found.first_draft] == pytest.approx(FIRST_S)
+    for pair in took:
+        again = _forecast(pair, replace(bare, profiles=[found]), num_ranks)
+        assert _seconds(again) == pytest.approx(_seconds(pair))
+
+
+def test_a_first_draft_step_as_short_as_the_others_is_no_problem_of_the_file() -> None:
+    pair = replace(_blank(SMALL), rounds={1: RoundTime(1e-9, 1.0), 4: RoundTime(4.0, 1.0)})
+    (profile,) = _machine(1).profiles
+    assert [point.s for point in composed(profile, _machine(1), [pair]).first_draft] == [model_pairs.LEAST_S]
 
 
 def test_a_whole_that_took_less_than_what_is_beside_its_forwards_is_no_problem_of_the_file() -> None:
@@ -128,7 +158,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_only_a_model_that_no_rank_shares_takes_what_was_measured_apart() -> None:
     whole, half = (CompositionPoint(rows=1, working_set_bytes=1, ratio=ratio) for ratio in (2.0, 0.5))
     bare, pair = _machine(2), _blank(LARGE)
-    machine = _composed(_composed(bare, [half]), [whole], apart=True)
+    machine = _with(bare, composition=[half], composition_apart=[whole])
     for apart, ratio in ((True, 2.0), (False, 0.5)):
         before, after = (
             CostModel(model_pairs._job(pair, 2, apart=apart), machine_of_run(each, 2)) for each in (bare, machine)
@@ -148,7 +178,8 @@ def test_ranks_decode_all_pairs_together(num_ranks: int, apart: bool) -> None:
 
     for times in on_ranks(thread_comms(num_ranks), timed):
         assert [time.target for time in times] == [SMALL, LARGE]
-        assert all(min(time.prompt_s, time.plain_s, time.rest_s, time.draft_s) > 0 for time in times)
+        assert {(*time.rounds,) for time in times} == {LENGTHS[1:]}
+        assert all(min(_seconds(time)) > 0 for time in times)
 
 
 @pytest.mark.usefixtures("few")
@@ -169,14 +200,16 @@ def test_pairs_beyond_half_of_the_free_memory_are_left_out_on_all_ranks(
 @pytest.mark.usefixtures("few")
 def test_the_completions_of_all_turns_count_and_traces_are_recorded_before(monkeypatch: pytest.MonkeyPatch) -> None:
     draft = model_pairs.DRAFT.load(Comm.single())
-    pair = DecodingPair(SMALL.load(Comm.single()), draft, Comm.single(), new_tokens=6)
-    assert (pair.plain, pair.speculative) == ([], [])
+    pair = DecodingPair(SMALL.load(Comm.single()), draft, Comm.single(), new_tokens=6, lengths=LENGTHS)
+    assert pair.completions == {0: [], 1: [], 4: []}
     pair.turn()
     monkeypatch.setattr(model_pairs, "TURN_S", 1e9)
     monkeypatch.setattr(model_pairs, "MOST", 3)
     pair.turn()
-    assert [len(pair.plain), len(pair.speculative)] == [4, 4]
-    assert {len(each.token_ids) for each in (*pair.plain, *pair.speculative)} == {6}
+    assert [len(found) for found in pair.completions.values()] == [4, 4, 4]
+    for number, found in pair.completions.items():
+        assert {len(each.token_ids) for each in found} == {6}
+        assert {length for each in found for length in each.draft_lengths} == ({number} if number else set())
 
 
 def _completion(*, busy_s: float, part_s: dict[str, float], num_tokens: int, num_rounds: int) -> RowCompletion:
@@ -195,8 +228,8 @@ def test_quartiles_are_taken_of_prompts_plain_tokens_and_both_sides_of_a_round()
         _completion(busy_s=99, part_s={"draft": draft_s, "verify": 8, "other": 4}, num_tokens=9, num_rounds=4)
         for draft_s in (90.0, 1.0, 2.0, 90.0, 90.0)
     ]
-    time = pair_time(SMALL, plain, fast)
-    assert (time.prompt_s, time.plain_s, time.draft_s, time.rest_s) == (2.0, 2.0, 0.5, 3.0)
+    time = pair_time(SMALL, {0: plain, 4: fast})
+    assert (time.prompt_s, time.plain_s, time.rounds) == (2.0, 2.0, {4: RoundTime(0.5, 3.0)})
 
 
 @pytest.mark.parametrize("stack", [SMALL, LARGE])

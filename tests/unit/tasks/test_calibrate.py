@@ -62,7 +62,8 @@ def test_the_file_is_a_sound_description_from_which_a_run_can_be_planned(tmp_pat
     assert profile.num_ranks == 1
     sizes = [4 * (layers * 15 * width**2 + 64 * width) for width, layers in ((64, 1), (128, 3), (256, 3))]
     wholes = [(point.working_set_bytes, point.rows) for point in profile.composition]
-    assert wholes == [(sizes[0], 1), *[(size, rows) for size in sizes[1:] for rows in (1, 5, 32)]]
+    assert wholes == [(sizes[0], 1), *[(size, rows) for size in sizes[1:] for rows in (1, 2, 5, 32)]]
+    assert [point.size for point in profile.first_draft] == sizes[1:]
     assert machine.device == "cpu"
     timed = timing(make_job("tiny", "tiny-draft", cuda_graphs=False), machine)
     assert timed.speculative_s
