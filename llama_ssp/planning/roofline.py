@@ -19,7 +19,7 @@ from itertools import pairwise
 
 from llama_ssp.architectures.family import inventory
 from llama_ssp.architectures.inventory import Inventory, Matrix
-from llama_ssp.architectures.sizes import ENGINE_KERNELS, Kernels
+from llama_ssp.architectures.sizes import ENGINE_KERNELS, WHOLE_LAYER_TOKENS, Kernels
 from llama_ssp.config.formats.format import format_of
 from llama_ssp.config.hardware import CompositionPoint, HardwareConfig, Profile
 from llama_ssp.config.schema import Dtype, WholeParts
@@ -241,6 +241,10 @@ def layer_s(placement: ModelPlacement, hardware: HardwareConfig, rows: int) -> f
         return share * by_rows_and_width(profile.layer, rows, placement.model.shape.hidden_size)
     if placement.cuda_graphs:
         return placement.kernels.layer * hardware.kernel_s
+    # The compiled layer needs fused multiply-add, which no data sheet here mentions and nearly every CPU has.
+    is_compiled = hardware.device == "cpu" and placement.model.is_lean and placement.model.dtype is Dtype.fp32
+    if is_compiled and len(placement.ranks) == 1 and rows <= WHOLE_LAYER_TOKENS:
+        return hardware.launch_s
     return share * OPERATORS_PER_LAYER * hardware.launch_s
 
 

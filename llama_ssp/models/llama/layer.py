@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from llama_ssp.architectures.sizes import WHOLE_LAYER_TOKENS
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.models.linear import Kernel, Linear, PlainLinear, make_linear
 from llama_ssp.models.llama.attention import CompiledAttention, LayerAttention
 from llama_ssp.models.llama.fused import gated
 from llama_ssp.models.llama.norm import RmsNorm
-from llama_ssp.models.native.layer import MOST_TOKENS, WholeLayer, whole_layer
+from llama_ssp.models.native.layer import WholeLayer, whole_layer
 from llama_ssp.models.native.linear import native_of
 from llama_ssp.models.tensor_parallel import RowLinear
 from llama_ssp.models.varlen import Heads
@@ -70,7 +71,7 @@ class Layer:
             x_ME: the residual stream.
             attend: for the window of this layer.
         """
-        if self._whole and x_ME.shape[0] <= MOST_TOKENS and isinstance(attend, CompiledAttention):
+        if self._whole and x_ME.shape[0] <= WHOLE_LAYER_TOKENS and isinstance(attend, CompiledAttention):
             return attend.with_products(self._whole, x_ME, self.number, self.heads)
         attended_ME = attend(self._to_qkv(x_ME), self.number, self.heads, self.head_norms)
         x_ME = self.output(attended_ME, x_ME)

@@ -18,9 +18,6 @@ from llama_ssp.models.native.attention import Attention, find_attention
 from llama_ssp.models.native.linear import FLOATS, NIBBLES, NativeLinear
 from llama_ssp.weights import int4_rows
 
-MOST_TOKENS = 16
-"""More tokens take an operator for each product, whose threads have long to compute between beginning and end."""
-
 Operator = Callable[..., Tensor]
 
 _log = logging.getLogger(__name__)
@@ -40,7 +37,7 @@ class TokenPlaces(NamedTuple):
 
 
 class WholeLayer:
-    """A layer in one operator, for at most `MOST_TOKENS` tokens.
+    """A layer in one operator, for at most `sizes.WHOLE_LAYER_TOKENS` tokens.
 
     Args:
         parts: qkv, output, gate and up, down; the first and the third have taken in their norm.

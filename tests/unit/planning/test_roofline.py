@@ -8,6 +8,7 @@ from llama_ssp.architectures.inventory import Matrix
 from llama_ssp.architectures.sizes import ENGINE_KERNELS
 from llama_ssp.config import hardware
 from llama_ssp.config.hardware import HardwareConfig, LinearPoint, Link, Profile, RowsPoint, SizePoint
+from llama_ssp.config.schema import Dtype
 from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.planning.roofline import (
     LIBRARY_SHARE,
@@ -17,6 +18,7 @@ from llama_ssp.planning.roofline import (
     ModelPlacement,
     all_reduce_s,
     forward_time,
+    layer_s,
     message_s,
     roofline_s,
 )
@@ -113,6 +115,21 @@ def test_operators_are_kernels_in_a_graph_and_launches_without_one_and_the_libra
     assert forward(1, cuda_graphs=False).operators_s == 100 * (2 * OPERATORS_PER_LAYER + ENGINE_KERNELS.frame)
     library = forward(1, model=replace(MODEL, by_library=True), cuda_graphs=False)
     assert library.operators_s == 100 * (2 * LIBRARY_SHARE * OPERATORS_PER_LAYER + ENGINE_KERNELS.frame)
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "num_ranks", "dtype", "operators"),
+    [(3, 1, Dtype.fp32, 1), (4, 1, Dtype.fp32, 25), (3, 2, Dtype.fp32, 25), (3, 1, Dtype.bf16, 25)],
+)
+def test_a_layer_of_few_tokens_is_one_operator_on_one_rank_of_a_cpu(
+    batch_size: int, num_ranks: int, dtype: Dtype, operators: int
+) -> None:
+    seat = ModelPlacement(
+        model=replace(MODEL, dtype=dtype), kind=TargetKind.tensor, ranks=tuple(range(num_ranks)), cuda_graphs=False,
+        num_active=num_ranks,
+    )  # fmt: skip
+    assert layer_s(seat, replace(MACHINE, device="cpu"), rows=5 * batch_size) == 100 * operators
+    assert layer_s(seat, MACHINE, rows=5 * batch_size) == 100 * OPERATORS_PER_LAYER
 
 
 def test_ranks_add_up_the_embedding_and_two_sums_a_layer_and_gather_the_logits_that_are_scored() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from llama_ssp.architectures.sizes import WHOLE_LAYER_TOKENS
 from llama_ssp.cpu_kernels.attention_operator import FEATURES
 from llama_ssp.cpu_kernels.compiled import has_features
 from llama_ssp.distributed.comms import Comm
@@ -15,7 +16,7 @@ from llama_ssp.models.llama import layer as layers
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.native import layer as native
 from llama_ssp.models.native.attention import find_attention
-from llama_ssp.models.native.layer import MOST_TOKENS, WholeLayer
+from llama_ssp.models.native.layer import WholeLayer
 from llama_ssp.models.quantization.precision import Precision
 from tests.helpers.lanes import grid
 from tests.helpers.models import tiny_model
@@ -68,7 +69,7 @@ def test_a_layer_in_one_operator_has_the_bits_of_its_parts(
     calls.clear()  # one checks the operator
     found = logits(model, num_tokens, batch_size=batch_size)
     assert calls == [batch_size * num_tokens] * 2
-    monkeypatch.setattr(layers, "MOST_TOKENS", 0)
+    monkeypatch.setattr(layers, "WHOLE_LAYER_TOKENS", 0)
     assert torch.equal(logits(model, num_tokens, batch_size=batch_size), found)
     assert len(calls) == 2
 
@@ -76,9 +77,9 @@ def test_a_layer_in_one_operator_has_the_bits_of_its_parts(
 def test_many_tokens_take_an_operator_for_each_part(calls: list[int]) -> None:
     model = runner()
     calls.clear()
-    logits(model, MOST_TOKENS)
-    logits(model, MOST_TOKENS + 1)
-    assert calls == [MOST_TOKENS] * 2
+    logits(model, WHOLE_LAYER_TOKENS)
+    logits(model, WHOLE_LAYER_TOKENS + 1)
+    assert calls == [WHOLE_LAYER_TOKENS] * 2
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
