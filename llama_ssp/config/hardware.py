@@ -92,8 +92,7 @@ class Profile:
     Attributes:
         linear: linear layers as the models call them.
         tied_head: linear layers whose matrix is also an embedding.
-        layer: a decoder layer without its matrices, with few cache slots filled.
-        frame: a forward without its layers and the output head.
+        layer, frame: a decoder layer without its matrices and with few slots filled; a forward without layers and head.
         attention: seconds per further byte of keys and values, by the rows that read it.
         draw, verify: a draw and the rule, by numbers processed (rows x vocabulary).
         all_reduce: by bytes; empty for one rank.

@@ -70,8 +70,8 @@ def _by_elements(points: list[LinearPoint], rows: int, elements: int) -> float:
 
 
 def by_size(points: list[SizePoint], size: float) -> float:
-    """Interpolate measured times by one size."""
-    return line([(point.size, point.s) for point in points], size)
+    """Interpolate measured times by one size; 0 without any."""
+    return line([(point.size, point.s) for point in points], size) if points else 0.0
 
 
 def by_rows_and_width(points: list[RowsPoint], rows: int, width: int) -> float:

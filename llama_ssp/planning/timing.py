@@ -172,9 +172,8 @@ class CostModel:
     def rule_s(self, num_positions: int) -> float:
         """The rule on `num_positions` of each row that a rank verifies."""
         numbers = self._rows_of(self.draft or self.target) * num_positions * self.job.target.shape.vocab_size
-        rule = rule_of(self.job.rule)
+        rule, points = rule_of(self.job.rule), self._profile.verify if self._profile else None
         more_s = self._kernels_s(rule.more_kernels, rule.more_passes, numbers)
-        points = self._profile.verify if self._profile else None
         return self._sampled_s(points, self.job.kernels.verify, numbers) + more_s
 
     def _sampled_s(self, points: list[SizePoint] | None, num_kernels: int, numbers: int) -> float:
@@ -214,10 +213,9 @@ class CostModel:
         """All draft steps of a round; the first finds the caches as the target has left them."""
         if not (self.draft and num_draft_tokens):
             return 0.0
-        first_s = self.draft_step_s(self.job.first_draft_rows)
-        if self._profile and self._profile.first_draft:
-            first_s += by_size(self._profile.first_draft, working_set_bytes(self.target, self.hardware))
-        return first_s + (num_draft_tokens - 1) * self.draft_step_s(1)
+        points = self._profile.first_draft if self._profile else []
+        more_s = by_size(points, working_set_bytes(self.target, self.hardware))
+        return self.draft_step_s(self.job.first_draft_rows) + more_s + (num_draft_tokens - 1) * self.draft_step_s(1)
 
     def overlapped(self, num_draft_tokens: int) -> OverlappedTime:
         """A round in which drafting overlaps the target's forward of K positions."""

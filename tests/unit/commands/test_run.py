@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,17 +14,16 @@ from unittest import mock
 
 import pytest
 from hydra._internal.hydra import Hydra
-from omegaconf.errors import OmegaConfBaseException
 
 import llama_ssp.tasks
 from llama_ssp.commands import command_line, run
 from llama_ssp.commands.ranks import torchrun
-from llama_ssp.config import catalogue, store
+from llama_ssp.config import catalogue
 from llama_ssp.config.options import folders
 from llama_ssp.config.schema import RunConfig
 from llama_ssp.config.slurm import KEY, SlurmConfig
 from llama_ssp.distributed.signals import STOP_SIGNALS
-from llama_ssp.errors import CapacityError, CheckpointError, ConfigError, InterruptedRun
+from llama_ssp.errors import CapacityError, CheckpointError, InterruptedRun
 from llama_ssp.session.startup import StartClock
 from tests.helpers.lanes import heavy
 
@@ -173,35 +171,6 @@ def test_a_stop_signal_while_nothing_is_decoded_ends_with_code_4_however_often_i
     monkeypatch.setattr(run, "_check", lambda config, *_, **__: twice(config))
     ended = launch()
     assert (ended.code, ended.err, ends) == (4, "interrupted\n", ["written"])
-
-
-@pytest.mark.parametrize("error", [UnboundLocalError("f"), OmegaConfBaseException("flags"), ConfigError("no file")])
-def test_a_signal_whose_interrupt_a_library_replaces_ends_alike(
-    error: Exception, launch: Launch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def cleaned_up_too_early() -> None:
-        try:
-            signal.raise_signal(signal.SIGINT)
-        finally:
-            raise error
-
-    monkeypatch.setattr(store, "register", cleaned_up_too_early)
-    ended = launch()
-    assert (ended.code, ended.err) == (4, "interrupted\n")
-
-
-def test_a_signal_that_a_library_loses_keeps_the_task_from_starting(
-    launch: Launch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def deaf() -> None:
-        with suppress(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-        register()
-
-    register = store.register
-    monkeypatch.setattr(store, "register", deaf)
-    ended = launch()
-    assert (ended.code, ended.err, ended.runs) == (4, "interrupted\n", [])
 
 
 def test_a_hangup_that_is_ignored_on_purpose_stays_ignored(launch: Launch) -> None:
