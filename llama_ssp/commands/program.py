@@ -20,7 +20,7 @@ from types import FrameType
 from typing import NoReturn
 
 from llama_ssp.distributed.environment import read_ranks
-from llama_ssp.distributed.signals import heeded_signals, ignore_signals
+from llama_ssp.distributed.signals import handle_signals, heeded_signals, ignore_signals
 
 INTERRUPTED = 4
 COMMANDS = ("calibrate", "manifest", "plan", "report", "run")
@@ -35,8 +35,7 @@ def main(words: Sequence[str] | None = None, *, num_ranks: int | None = None) ->
         words: the command line; by default that of this process.
         num_ranks: ranks of `run` where the words do not say; by default one for each GPU.
     """
-    for number in heeded_signals():
-        signal.signal(number, _end_at_once)
+    handle_signals(_end_at_once)
     # `llama-ssp run` starts its ranks with the signals blocked, which then wait until here.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, heeded_signals())
     _leave(_exit_code(list(sys.argv[1:] if words is None else words), num_ranks))
@@ -127,6 +126,5 @@ def _leave(exit_code: int) -> NoReturn:
             sys.stdout.flush()
         finally:
             os._exit(exit_code)
-    for number in heeded_signals():  # the interpreter takes functions away while it ends
-        signal.signal(number, signal.SIG_IGN)
+    handle_signals(signal.SIG_IGN)  # the interpreter takes functions away while it ends
     sys.exit(exit_code)

@@ -8,7 +8,6 @@ import argparse
 import contextlib
 import gc
 import os
-import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -37,7 +36,7 @@ from llama_ssp.config.registry import load_plugins
 from llama_ssp.config.schema import RunConfig
 from llama_ssp.console.unread import complain
 from llama_ssp.distributed.environment import Ranks, read_ranks
-from llama_ssp.distributed.signals import find_agent, heeded_signals, ignore_signals
+from llama_ssp.distributed.signals import find_agent, handle_signals, ignore_signals
 from llama_ssp.errors import InterruptedRun, SspError
 from llama_ssp.session import startup
 from llama_ssp.tasks import dry_run
@@ -81,8 +80,7 @@ def main(
     exit_code, interrupt = 0, _Interrupt()
     with until_unread():
         try:
-            for number in heeded_signals():
-                signal.signal(number, interrupt)
+            handle_signals(interrupt)
             if agent := find_agent():
                 agent.heed_end()
             points = _Points(ranks, act, interrupt, warns=warns)

@@ -6,6 +6,7 @@ Does not import torch, so that a launcher can use it. Modules `session.stopping`
 import os
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from threading import Thread
@@ -25,13 +26,18 @@ def heeded_signals() -> tuple[signal.Signals, ...]:
     return tuple(number for number in STOP_SIGNALS if not (ignores_hangup and number is signal.SIGHUP))
 
 
+def handle_signals(handler: Callable[[int, FrameType | None], object] | signal.Handlers) -> None:
+    """Call `handler` on the signals that this process handles, from now on."""
+    for number in heeded_signals():
+        signal.signal(number, handler)
+
+
 def ignore_signals() -> None:
     """Do nothing on the signals that this process handles, from now on.
 
     By a function: if a signal has come while SIG_IGN is set, Python prints that it "ignored it due to race condition".
     """
-    for number in heeded_signals():
-        signal.signal(number, _do_nothing)
+    handle_signals(_do_nothing)
 
 
 def _do_nothing(_number: int, _frame: FrameType | None) -> None:
