@@ -9,18 +9,17 @@ acceptance of a pair is measured in the same run and given to the planner: it is
 Of memory, measured is how much resident memory grew by loading, and the cache's buffers.
 
 On a shared machine a neighbour's work adds to the times of calibration and run alike, and to each at other moments. So
-both take the lower quartile, of completions that are spread over the whole program in turns; the medians show what
-neighbours added. The random pairs that calibration decodes take part in the turns, and each forecast is given twice: by
-the calibration as it stands ("plan"), and with what those pairs take here ("plan now"; `calibration.model_pairs`).
+both are means over turns that are spread over the whole program, without the slowest tenth; "mean" has all turns. The
+random pairs that calibration decodes take part in the turns, and each forecast is given twice: by the calibration as it
+stands ("plan"), and with what those pairs take here ("plan now"; `calibration.model_pairs`).
 """
 
 import argparse
 import ctypes
 import gc
 import json
-import statistics
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -31,7 +30,6 @@ from rich.console import Console
 from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from llama_ssp.calibration.interleave import undisturbed
 from llama_ssp.calibration.model_pairs import (
     NUM_DRAFT_TOKENS,
     PLAIN,
@@ -40,6 +38,7 @@ from llama_ssp.calibration.model_pairs import (
     DecodingPair,
     Pairs,
     composed,
+    seconds_per,
 )
 from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.config.machine import detect_hardware, machine_of_run
@@ -111,11 +110,6 @@ def settled_bytes() -> int:
     return anonymous_bytes() or 0
 
 
-def ms_per_token(completion: RowCompletion) -> float:
-    """The prompt included."""
-    return 1e3 * completion.busy_s / len(completion.token_ids)
-
-
 def cache_bytes(runner: Runner) -> int:
     """Bytes of the cache's buffers; too few for resident memory to tell."""
     assert isinstance(runner, LeanRunner)
@@ -147,6 +141,15 @@ class Times(NamedTuple):
     speculative: float
 
 
+def _num_tokens(completion: RowCompletion) -> int:
+    return len(completion.token_ids)
+
+
+def _busy_s(completion: RowCompletion) -> float:
+    """The prompt included."""
+    return completion.busy_s
+
+
 @dataclass(frozen=True, kw_only=True)
 class Pair:
     """A case in memory, and by how much loading it let resident memory grow; ranks but the first have no draft."""
@@ -157,13 +160,20 @@ class Pair:
     grown_bytes: int
     decoding: DecodingPair
 
-    def times(self, middle: Callable[[Iterable[float]], float]) -> Times:
+    def times(self) -> Times:
+        """Without the slowest turns."""
+        return Times(*(1e3 * seconds_per(_num_tokens, _busy_s, self.decoding.turns[number]) for number in MODES))
+
+    def means(self) -> Times:
         """Of all turns."""
-        return Times(*(middle(map(ms_per_token, self.decoding.completions[number])) for number in MODES))
+        return Times(*(1e3 * seconds_per(_num_tokens, _busy_s, [self._completions(number)]) for number in MODES))
+
+    def _completions(self, number: int) -> list[RowCompletion]:
+        return [each for turn in self.decoding.turns[number] for each in turn]
 
     def acceptance(self) -> float:
         """The probability that explains how many tokens the rounds gave."""
-        drafted = self.decoding.completions[NUM_DRAFT_TOKENS]
+        drafted = self._completions(NUM_DRAFT_TOKENS)
         rounds = sum(len(each.accepted_lengths) for each in drafted)
         per_round = sum(len(each.token_ids) - 1 for each in drafted) / rounds
         return implied_acceptance(per_round, NUM_DRAFT_TOKENS)
@@ -224,16 +234,16 @@ def main(shipped: Path, num_turns: int) -> None:
 
 
 def print_times(pairs: Sequence[Pair], world: World, machine: HardwareConfig, now: HardwareConfig) -> None:
-    """Forecasts over what a run takes while nobody disturbs it, and the medians of runs."""
+    """Forecasts over what a run takes."""
     table = Table(title=f"milliseconds per token, {world.comm.size} ranks", title_justify="left", show_edge=False)
-    for column in ("", "", "plan", "plan now", "run", "median", "plan / run", "plan now / run"):
+    for column in ("", "", "plan", "plan now", "run", "mean", "plan / run", "plan now / run"):
         table.add_column(column, justify="right" if column else "left")
     for pair in pairs:
         forecasts = [forecast(pair, world, each) for each in (machine, now)]
-        took, middle = pair.times(undisturbed), pair.times(statistics.median)
+        took, means = pair.times(), pair.means()
         for mode in Times._fields:
             plans, run = [getattr(each, mode) for each in forecasts], getattr(took, mode)
-            times = [f"{each:.2f}" for each in (*plans, run, getattr(middle, mode))]
+            times = [f"{each:.2f}" for each in (*plans, run, getattr(means, mode))]
             table.add_row(pair.case.name, mode, *times, *(f"{each / run:.2f}" for each in plans))
     Console().print(table)
 
@@ -252,6 +262,6 @@ def print_memory(names: Sequence[str], held: Sequence[Sequence[Mapping[str, tupl
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shipped", type=Path, default=SHIPPED, help="folder of tiny and tiny-draft")
-    parser.add_argument("--turns", type=int, default=10)
+    parser.add_argument("--turns", type=int, default=20)
     given = parser.parse_args()
     main(given.shipped, given.turns)

@@ -3,8 +3,11 @@
 On a shared machine a single time means little. Report a median over repetitions, or the median of ratios within them.
 """
 
+import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
+
+SLOWEST = 0.1
 
 
 def interleave(
@@ -28,6 +31,17 @@ def undisturbed(seconds: Iterable[float]) -> float:
     """The lower quartile: others only ever add time, and the quartile excludes most of it."""
     taken = [*seconds]
     return statistics.quantiles(taken, n=4, method="inclusive")[0] if len(taken) > 1 else taken[0]
+
+
+def trimmed_mean(turns: Iterable[float]) -> float:
+    """The mean without the slowest tenth, at least one of several turns.
+
+    Means of parts add up to the mean of their sum, which is what a run of many seconds takes, however long the pieces
+    are that are timed; quartiles do not. What is left out is a stall that other work caused.
+    """
+    taken = sorted(turns)
+    kept = taken[: max(1, len(taken) - math.ceil(SLOWEST * len(taken)))]
+    return statistics.mean(kept)
 
 
 def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:

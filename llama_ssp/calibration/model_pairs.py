@@ -13,13 +13,13 @@ Shapes: K drafted tokens.
 
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
-from llama_ssp.calibration.interleave import undisturbed
+from llama_ssp.calibration.interleave import trimmed_mean
 from llama_ssp.calibration.random_llama import RandomLlama
 from llama_ssp.config.hardware import CompositionPoint, HardwareConfig, Profile, SizePoint
 from llama_ssp.config.machine import machine_of_run
@@ -62,6 +62,10 @@ MOST_OF_MEMORY = 0.5
 LEAST_RATIO, LEAST_S = 0.1, 1e-9
 
 
+Turns: TypeAlias = Sequence[Sequence[RowCompletion]]
+"""The completions of each turn."""
+
+
 class RoundTime(NamedTuple):
     """Seconds of the drafting in a round, and of the rest of the round."""
 
@@ -71,7 +75,7 @@ class RoundTime(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PairTime:
-    """Times of a pair while nobody disturbs it; see `interleave.undisturbed`.
+    """Mean times of a pair; see `seconds_per`.
 
     Attributes:
         prompt_s: a prompt of `PROMPT_TOKENS` through the target, and the first token.
@@ -90,7 +94,7 @@ class DecodingPair:
     """A target in memory that decodes plain and with a draft; the ranks of `comm` make it, and call `turn`, together.
 
     Attributes:
-        completions: of all turns, by K.
+        turns: the completions of all turns, by K.
     """
 
     def __init__(
@@ -103,16 +107,16 @@ class DecodingPair:
         }
         for _, run in sorted(self._runs.items(), reverse=True):  # records traces; the first needs the longest cache
             complete(run, requests(1, new_tokens=new_tokens))
-        self.completions: dict[int, list[RowCompletion]] = {number: [] for number in lengths}
+        self.turns: dict[int, list[list[RowCompletion]]] = {number: [] for number in lengths}
 
     def turn(self) -> None:
         """Decode for a while in all modes."""
-        for number, known in self.completions.items():
-            known.extend(self._completions(self._runs[number], known))
+        for number, turns in self.turns.items():
+            turns.append(self._completions(self._runs[number], turns))
 
-    def _completions(self, run: Decoder, known: Sequence[RowCompletion]) -> list[RowCompletion]:
+    def _completions(self, run: Decoder, known: Turns) -> list[RowCompletion]:
         """As many as a turn allows by the first rank's clock, and one in the first turn."""
-        number = _agreed(max(1, min(MOST, int(TURN_S / known[-1].busy_s))), self._comm) if known else 1
+        number = _agreed(max(1, min(MOST, int(TURN_S / known[-1][-1].busy_s))), self._comm) if known else 1
         return complete(run, requests(number, new_tokens=self._new_tokens))
 
 
@@ -144,7 +148,7 @@ class Pairs:
 
     def times(self) -> list[PairTime]:
         """What all turns have measured."""
-        return [pair_time(stack, pair.completions) for stack, pair in self._pairs]
+        return [pair_time(stack, pair.turns) for stack, pair in self._pairs]
 
 
 def _decoding(stack: RandomLlama, draft: Runner | None, comm: Comm) -> DecodingPair:
@@ -152,22 +156,32 @@ def _decoding(stack: RandomLlama, draft: Runner | None, comm: Comm) -> DecodingP
     return DecodingPair(stack.load(comm), draft, comm, new_tokens=NEW_TOKENS, lengths=lengths)
 
 
-def pair_time(stack: RandomLlama, completions: Mapping[int, Sequence[RowCompletion]]) -> PairTime:
-    """Take the times of a pair from its completions, by K."""
-    plain = completions[PLAIN]
+def pair_time(stack: RandomLlama, turns: Mapping[int, Turns]) -> PairTime:
+    """Take the times of a pair from its turns, by K."""
+    plain = turns[PLAIN]
     return PairTime(
         target=stack,
         draft=DRAFT,
-        prompt_s=undisturbed(each.busy_s - sum(each.part_s.values()) for each in plain),
-        plain_s=undisturbed(sum(each.part_s.values()) / (len(each.token_ids) - 1) for each in plain),
-        rounds={number: _round_time(found) for number, found in completions.items() if number > PLAIN},
+        prompt_s=seconds_per(lambda _: 1, lambda each: each.busy_s - sum(each.part_s.values()), plain),
+        plain_s=seconds_per(lambda each: len(each.token_ids) - 1, lambda each: sum(each.part_s.values()), plain),
+        rounds={number: _round_time(found) for number, found in turns.items() if number > PLAIN},
     )
 
 
-def _round_time(completions: Sequence[RowCompletion]) -> RoundTime:
-    drafting = [each.part_s["draft"] / len(each.accepted_lengths) for each in completions]
-    rest = [(each.part_s["verify"] + each.part_s["other"]) / len(each.accepted_lengths) for each in completions]
-    return RoundTime(undisturbed(drafting), undisturbed(rest))
+def _round_time(turns: Turns) -> RoundTime:
+    def per_round(*parts: str) -> float:
+        return seconds_per(
+            lambda each: len(each.accepted_lengths), lambda each: sum(each.part_s[part] for part in parts), turns
+        )
+
+    return RoundTime(per_round("draft"), per_round("verify", "other"))
+
+
+def seconds_per(
+    units: Callable[[RowCompletion], int], seconds: Callable[[RowCompletion], float], turns: Turns
+) -> float:
+    """Time of a unit, such as a token: of all completions of a turn together, and of all turns the trimmed mean."""
+    return trimmed_mean(sum(map(seconds, turn)) / sum(map(units, turn)) for turn in turns)
 
 
 def _agreed(number: int, comm: Comm) -> int:

@@ -175,6 +175,13 @@ class Terminal:
             yield view.update
 
     @contextmanager
+    def measuring(self) -> Iterator[ShowProgress]:
+        """Show the turns of a measurement: `with terminal.measuring() as progress: progress("1 rank", done, total)`."""
+        view = ProgressView(self._err, MofNCompleteColumn())
+        with self._showing(view):
+            yield view.update
+
+    @contextmanager
     def decoding(
         self, paces: Mapping[str, Pace], *, max_new_tokens: int, unit: str, shows_texts: bool
     ) -> Iterator[RunProgress]:

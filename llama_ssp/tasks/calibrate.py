@@ -1,169 +1,133 @@
 """`task=calibrate`: measures this machine and writes a file of the group `hardware`, which plans use.
 
 A CPU is measured twice: rank 0 alone with all cores while the others wait, and all ranks together with their share of
-the cores. Whole pairs decode in turns between the other parts, since a shared machine changes meanwhile. A GPU behaves
-the same in both, so it gets bandwidth, FLOP/s, launches and links only. `calibration` holds the measurements.
+the cores. A GPU behaves the same in both, so it gets bandwidth, FLOP/s, launches and links only. `calibration` holds
+the measurements.
+
+A shared machine is faster at one hour than at another. `task.refresh` measures whole pairs alone, in a third of the
+time: the profiles keep their parts, and get new ratios to them.
 """
 
 import os
 import platform
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+import statistics
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import date
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import yaml
 
-from llama_ssp.calibration import model_pairs, operators, rounds
-from llama_ssp.calibration.model_pairs import Pairs, PairTime
+from llama_ssp.calibration import operators, rounds
+from llama_ssp.calibration.profiles import DTYPES, Show, all_cores, all_parts, known_parts, measure
 from llama_ssp.config.hardware import Profile, SizePoint, build, problems_of
 from llama_ssp.config.machine import THIS_MACHINE, host_memory_bytes, system_bytes
 from llama_ssp.config.options import folders
 from llama_ssp.config.schema import Dtype, RunConfig
 from llama_ssp.config.tasks.calibrate import CalibrateConfig
+from llama_ssp.console.terminal import Terminal
 from llama_ssp.distributed.agree import raise_on_all_ranks
-from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.memory import anonymous_bytes
-from llama_ssp.distributed.world import World, on_all_cores
-from llama_ssp.errors import SspError
-from llama_ssp.models.linear import can_halve
-from llama_ssp.models.native.linear import COMPILED, product_of
+from llama_ssp.distributed.world import World
+from llama_ssp.errors import ConfigError, SspError, one_message
+from llama_ssp.planning.choices.words import counted
 
-DTYPES = {Dtype.fp32: torch.float32, Dtype.bf16: torch.bfloat16, Dtype.fp16: torch.float16}
 LARGEST_MESSAGE, SMALLEST_MESSAGE = -1, 0
 
 
-class _Measured(NamedTuple):
-    """A profile without its composition, and the pairs that ranks held together, and apart."""
-
-    profile: Profile
-    together: list[PairTime]
-    apart: list[PairTime]
-
-
-def run(config: RunConfig, world: World) -> str | None:
+def run(config: RunConfig, world: World, terminal: Terminal) -> str | None:
     """Do `task=calibrate`; returns the closing message of rank 0."""
-    assert isinstance(config.task, CalibrateConfig)
-    file = calibrate(world, output=config.task.output)
-    return f"wrote {file}" if file else None
+    task = config.task
+    assert isinstance(task, CalibrateConfig)
+    file = Path(task.output) if task.output else _own_file(world)
+    do = refresh if task.refresh else calibrate
+    with terminal.measuring() as show:
+        return do(world, file, show)
 
 
-def calibrate(world: World, *, output: str | None = None) -> Path | None:
-    """Measure, write the file on rank 0, and return its path there; raises SspError if it cannot be written.
+def calibrate(world: World, file: Path, show: Show) -> str | None:
+    """Measure, write the file on rank 0, and return the closing message there.
 
-    Several ranks on one node measure the links between them. `output` None is the catalogue's entry `this_machine`.
+    Several ranks on one node measure the links between them. Raises SspError if the file cannot be written.
     """
-    file = Path(output) if output else folders.new_file("hardware", THIS_MACHINE)
     with raise_on_all_ranks(world.comm):
         if world.comm.rank == 0:
-            if output is None:
-                with suppress(OSError):  # the check says why
-                    file.parent.mkdir(parents=True, exist_ok=True)
             _check_writable(file)
     context_bytes = _context_bytes(world.device)
     reduces = rounds.all_reduce_points(world.comm, world.device) if world.comm.size > 1 else []
     is_gpu = world.device.type == "cuda"
-    measured = [] if is_gpu else _profiles(world, reduces)
+    measured = [] if is_gpu else measure(world, partial(all_parts, reduces=reduces), show)
     if world.comm.rank > 0:
         world.comm.barrier()
         return None
-    with _all_cores(world):
+    with all_cores(world):
         figures = _figures(world, reduces) | {"context_bytes": context_bytes}
         figures["collective_bytes"] = max(_context_bytes(world.device) - context_bytes, 0) if is_gpu else 0
     world.comm.barrier()
-    figures["profiles"] = [asdict(profile) for profile in _composed(figures, measured)]
+    machine = build(figures | {"profiles": [asdict(each.parts) for each in measured]})
+    figures["profiles"] = [asdict(each.composed(machine)) for each in measured]
     _write(file, _rounded(figures))
+    return f"wrote {file}"
+
+
+def refresh(world: World, file: Path, show: Show) -> str | None:
+    """Measure whole pairs again, write the file on rank 0, and return the closing message there.
+
+    Raises SspError on every rank if the file has no profiles of these ranks, or cannot be written.
+    """
+    with raise_on_all_ranks(world.comm):
+        figures = _calibrated(file, world) if world.comm.rank == 0 else {}
+    figures = yaml.safe_load(world.comm.broadcast_text(yaml.safe_dump(figures, sort_keys=False), src=0))
+    machine = build(figures)
+    profiles = {each.num_ranks: each for each in machine.profiles}
+    measured = measure(world, partial(known_parts, profiles=profiles), show)
+    if world.comm.rank > 0:
+        return None
+    again = {each.parts.num_ranks: each.composed(machine) for each in measured}
+    figures["profiles"] = [asdict(each) for each in (profiles | again).values()]
+    figures["sources"] = figures.get("sources", {}) | {"profiles": f"whole forwards measured again on {date.today()}"}
+    _write(file, _rounded(figures))
+    changes = [f"{_change(profiles[n], each):.2f} times as long on {counted(n, 'rank')}" for n, each in again.items()]
+    return f"wrote {file}: forwards now take {', '.join(changes)}"
+
+
+def _own_file(world: World) -> Path:
+    """The catalogue's entry `this_machine`, in a folder that exists if it can."""
+    file = folders.new_file("hardware", THIS_MACHINE)
+    if world.comm.rank == 0:
+        with suppress(OSError):  # a check says why
+            file.parent.mkdir(parents=True, exist_ok=True)
     return file
 
 
-def _profiles(world: World, reduces: list[SizePoint]) -> list[_Measured]:
-    """Measure rank 0 alone with all cores, then all ranks together: operators, and whole pairs, also one for each."""
-    measured: list[_Measured] = []
-    if world.comm.rank == 0:
-        with _all_cores(world):
-            pairs = Pairs(Comm.single())
-            profile = _profile(num_ranks=1, reduces=[], turn=pairs.turn)
-            measured.append(_Measured(profile, pairs.times(), []))
-            del pairs  # frees them before the next ones are loaded
-    world.comm.barrier()
-    if world.comm.size > 1:
-        together, apart = Pairs(world.comm), Pairs(world.comm, apart=True)
-
-        def turn() -> None:
-            together.turn()
-            apart.turn()
-
-        profile = _profile(num_ranks=world.comm.size, reduces=reduces, turn=turn)
-        measured.append(_Measured(profile, together.times(), apart.times()))
-        world.comm.barrier()
-    return measured
-
-
-def _composed(figures: dict[str, Any], measured: list[_Measured]) -> list[Profile]:
-    machine = build(figures | {"profiles": [asdict(profile) for profile, *_ in measured]})
-    return [model_pairs.composed(profile, machine, together, apart) for profile, together, apart in measured]
-
-
-def _profile(*, num_ranks: int, reduces: list[SizePoint], turn: Callable[[], None]) -> Profile:
-    """Measure everything except whole pairs, which have their `turn` in between, so that all see the same machine."""
-    sets = (*operators.WORKING_SETS, operators.beyond_caches())
-    linear = operators.linear_points(torch.float32, Dtype.fp32.name, working_sets=sets)
-    turn()
-    halves = []
-    if can_halve():
-        halves = operators.linear_points(torch.float32, Dtype.fp16.name, working_sets=sets, from_16_bits=True)
-    turn()
-    elements, rows = operators.FEW_ELEMENTS, operators.FEW_ROWS
-    for name, kind in COMPILED.items():
-        if product_of(kind):
-            halves += operators.linear_points(
-                torch.float32, name, working_sets=sets, quantization=name, all_elements=elements, all_rows=rows
-            )
-        turn()
-    for dtype in (Dtype.bf16, Dtype.fp16):  # few points, since runs use 16-bit arithmetic only on request
-        halves += operators.linear_points(
-            DTYPES[dtype], dtype.name, working_sets=operators.WORKING_SETS[1:], all_elements=elements, all_rows=rows
+def _calibrated(file: Path, world: World) -> dict[str, Any]:
+    """Read a file that has profiles of these ranks; raises SspError if there is none, or it cannot be written."""
+    calibrate_first = "start task=calibrate without task.refresh"
+    if world.device.type != "cpu":
+        raise ConfigError(
+            "task.refresh measures whole forwards of CPUs, which calibrated GPUs do not have: leave it out"
         )
-    turn()
-    layer, frame = operators.operator_points(linear, rounds.some_draw())
-    turn()
-    attention = operators.attention_points()
-    turn()
-    draw, verify = rounds.rule_points(operators.some_forward())
-    profile = Profile(
-        num_ranks=num_ranks,
-        linear=linear + halves,
-        tied_head=operators.linear_points(
-            torch.float32, Dtype.fp32.name, working_sets=operators.WORKING_SETS[:1], keeps_weight=True
-        ),
-        layer=layer,
-        frame=frame,
-        attention=attention,
-        draw=draw,
-        verify=verify,
-        all_reduce=reduces,
-        round_s=rounds.round_s(),
-    )
-    turn()
-    return profile
+    if not file.is_file():
+        raise ConfigError(f"there is no calibration {file} to refresh: {calibrate_first}")
+    figures = folders.read(file)
+    if problems := problems_of(figures):
+        raise ConfigError(f"{file}: {one_message(problems)}")
+    has = {profile["num_ranks"] for profile in figures.get("profiles", [])}
+    if missing := {1, world.comm.size} - has:
+        known, ranks = ", ".join(map(str, sorted(has))), max(missing)
+        raise ConfigError(f"{file} has profiles of these numbers of ranks: {known}; for {ranks}, {calibrate_first}")
+    _check_writable(file)
+    return figures
 
 
-@contextmanager
-def _all_cores(world: World) -> Iterator[None]:
-    """Give rank 0 the cores and threads of a run of one rank."""
-    if world.device.type != "cpu" or world.comm.size == 1:
-        yield
-        return
-    threads = torch.get_num_threads()
-    try:
-        with on_all_cores(world.cores):
-            torch.set_num_threads(len(world.cores))
-            yield
-    finally:
-        torch.set_num_threads(threads)
+def _change(before: Profile, after: Profile) -> float:
+    """How much longer forwards take: the median over their sizes."""
+    old = {(point.rows, point.working_set_bytes): point.ratio for point in before.composition}
+    changes = [point.ratio / old.get((point.rows, point.working_set_bytes), 1.0) for point in after.composition]
+    return statistics.median(changes)
 
 
 def _figures(world: World, reduces: list[SizePoint]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 from llama_ssp.config.registry import imported
 from llama_ssp.config.schema import RunConfig
 from llama_ssp.config.tasks.spec import task_of
+from llama_ssp.console.terminal import Terminal
 from llama_ssp.distributed.world import World
 from llama_ssp.session.jobs import PromptTask
 from llama_ssp.session.session import Session
@@ -16,7 +17,7 @@ Task: TypeAlias = Callable[[Session, list[PromptTask]], None]
 
 It raises InterruptedRun on every rank if stopped.
 """
-MachineTask: TypeAlias = Callable[[RunConfig, World], str | None]
+MachineTask: TypeAlias = Callable[[RunConfig, World, Terminal], str | None]
 """A task without models, the same on every rank; returns the closing message for the user."""
 
 

@@ -15,7 +15,7 @@ from llama_ssp.session.excerpts import excerpts
 from llama_ssp.session.session import Session
 from llama_ssp.tasks.dispatch import conclude_task
 from llama_ssp.tasks.dry_run import forecast, planned_bytes
-from llama_ssp.tasks.slowness import Surroundings, late_draft, slowness
+from llama_ssp.tasks.slowness import Surroundings, changed_machine, late_draft, slowness
 
 
 def finalize(session: Session) -> None:
@@ -61,7 +61,8 @@ def finalize(session: Session) -> None:
     session.terminal.closing(summary, run_dir=folder.path)
     around = Surroundings.of(session.world)
     late = late_draft(summary, session.plan.timing, around) if session.plan else None
-    if sentence := late or slowness(summary, around):
+    changed = changed_machine(summary, session.plan.hardware, around) if session.plan else None
+    if sentence := late or slowness(summary, around) or changed:
         session.terminal.say(sentence)
     conclude_task(session)
     try:

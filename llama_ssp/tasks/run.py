@@ -58,7 +58,7 @@ def run(config: RunConfig, clock: StartClock) -> bool:
     transformers.utils.logging.disable_progress_bar()
     with _joined(config, clock) as (world, terminal, folder, phase):
         if not task_of(config).needs_models:
-            if message := machine_task_code(config)(config, world):
+            if message := machine_task_code(config)(config, world, terminal):
                 terminal.say(message)
             return False
         do_task = task_code(config)

@@ -1,16 +1,19 @@
-"""Says why a run was much slower than its forecast, as far as this machine shows it."""
+"""Says why a run took another time than its forecast, as far as this machine shows it."""
 
 import os
 from dataclasses import dataclass
 
 import torch
 
+from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.distributed.world import World
 from llama_ssp.planning.timing import Timing
 from llama_ssp.reports.lines import PLAIN, SPECULATIVE, Summary
 
 MUCH_SLOWER = 3.0
 """Times its forecast, from which a run is worth a sentence."""
+CHANGED = 1.25
+"""Times its forecast, or its forecast divided by it, from which a calibration is worth a refresh."""
 _LEAST_TOKENS = 32
 """Shorter runs mostly show their fixed costs."""
 _RUNNING_SHARE = 0.6
@@ -64,10 +67,28 @@ def slowness(summary: Summary, around: Surroundings) -> str | None:
     ratio, mode, measured_ms, expected_ms = max(found)
     if ratio <= MUCH_SLOWER:
         return None
-    return (
-        f"{mode} decoding took {ratio:.1f} times its forecast ({measured_ms:.2f} ms/token, forecast "
-        f"{expected_ms:.2f}): {_reason(around)}"
-    )
+    return f"{mode} decoding took {ratio:.1f} times its forecast ({_both(measured_ms, expected_ms)}): {_reason(around)}"
+
+
+def changed_machine(summary: Summary, hardware: HardwareConfig, around: Surroundings) -> str | None:
+    """A sentence on a run that a calibrated machine did in another time than forecast; None for other machines.
+
+    Plain decoding tells: its forecast assumes no acceptance.
+    """
+    expected_ms = summary.forecast.plain_ms_per_token
+    took_ms = summary.plain.ms_per_token if summary.plain else None
+    if not (hardware.profiles and expected_ms and took_ms) or summary.num_new_tokens < _LEAST_TOKENS:
+        return None
+    ratio = took_ms / expected_ms
+    if 1 / CHANGED <= ratio <= CHANGED:
+        return None
+    reason = _known_reason(around) if ratio > 1 else ""
+    if not reason:
+        speed = "slower" if ratio > 1 else "faster"
+        reason = (
+            f"this machine may be {speed} than when it was calibrated; task=calibrate task.refresh=true measures that"
+        )
+    return f"{PLAIN} decoding took {ratio:.2f} times its forecast ({_both(took_ms, expected_ms)}): {reason}"
 
 
 def late_draft(summary: Summary, timed: Timing, around: Surroundings) -> str | None:
@@ -91,7 +112,19 @@ def late_draft(summary: Summary, timed: Timing, around: Surroundings) -> str | N
     )
 
 
+def _both(took_ms: float, expected_ms: float) -> str:
+    return f"{took_ms:.2f} ms/token, forecast {expected_ms:.2f}"
+
+
 def _reason(around: Surroundings) -> str:
+    if known := _known_reason(around):
+        return known
+    gpu = "" if around.device == "cpu" else "nvidia-smi shows whether the GPU is shared or throttled; "
+    return f"the forecast may describe another machine; {gpu}task=calibrate measures this one, hardware=NAME names one"
+
+
+def _known_reason(around: Surroundings) -> str:
+    """What this machine shows; empty if nothing."""
     is_on_cpu, cores = around.device == "cpu", around.num_cores
     own = around.num_threads if is_on_cpu else around.num_ranks
     others = 0.0 if around.load is None else around.load - own
@@ -103,7 +136,4 @@ def _reason(around: Surroundings) -> str:
         reasons.append(f"{around.num_threads} threads share {cores} cores ({remedy})")
     if others > _BUSY_SHARE * cores:
         reasons.append(f"other programs run about {others:.0f} threads on these {cores} cores (end them)")
-    if reasons:
-        return ", and ".join(reasons)
-    gpu = "" if is_on_cpu else "nvidia-smi shows whether the GPU is shared or throttled; "
-    return f"the forecast may describe another machine; {gpu}task=calibrate measures this one, hardware=NAME names one"
+    return ", and ".join(reasons)

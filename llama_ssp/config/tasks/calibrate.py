@@ -12,6 +12,7 @@ class CalibrateConfig(TaskConfig):
 
     name: str = "calibrate"
     output: str | None = None
+    refresh: bool = False
 
 
 TASK = TaskSpec(

@@ -201,13 +201,14 @@ def test_pairs_beyond_half_of_the_free_memory_are_left_out_on_all_ranks(
 def test_the_completions_of_all_turns_count_and_traces_are_recorded_before(monkeypatch: pytest.MonkeyPatch) -> None:
     draft = model_pairs.DRAFT.load(Comm.single())
     pair = DecodingPair(SMALL.load(Comm.single()), draft, Comm.single(), new_tokens=6, lengths=LENGTHS)
-    assert pair.completions == {0: [], 1: [], 4: []}
+    assert pair.turns == {0: [], 1: [], 4: []}
     pair.turn()
     monkeypatch.setattr(model_pairs, "TURN_S", 1e9)
     monkeypatch.setattr(model_pairs, "MOST", 3)
     pair.turn()
-    assert [len(found) for found in pair.completions.values()] == [4, 4, 4]
-    for number, found in pair.completions.items():
+    for number, turns in pair.turns.items():
+        assert [len(turn) for turn in turns] == [1, 3]
+        found = [each for turn in turns for each in turn]
         assert {len(each.token_ids) for each in found} == {6}
         assert {length for each in found for length in each.draft_lengths} == ({number} if number else set())
 
@@ -219,17 +220,26 @@ def _completion(*, busy_s: float, part_s: dict[str, float], num_tokens: int, num
     )
 
 
-def test_quartiles_are_taken_of_prompts_plain_tokens_and_both_sides_of_a_round() -> None:
-    plain = [
-        _completion(busy_s=busy_s, part_s={"draft": 0, "verify": 4, "other": verify_s}, num_tokens=5, num_rounds=0)
-        for busy_s, verify_s in ((10.0, 4.0), (53.0, 44.0), (12.0, 4.0), (13.0, 8.0), (60.0, 48.0))
+def test_means_of_turns_are_taken_of_prompts_plain_tokens_and_both_sides_of_a_round() -> None:
+    def plain(prompt_s: float, tokens_s: float, *, num_tokens: int) -> RowCompletion:
+        parts = {"draft": 0.0, "verify": tokens_s / 2, "other": tokens_s / 2}
+        return _completion(busy_s=prompt_s + tokens_s, part_s=parts, num_tokens=num_tokens, num_rounds=0)
+
+    def fast(draft_s: float, num_rounds: int) -> RowCompletion:
+        parts = {"draft": draft_s, "verify": 2.0 * num_rounds, "other": 1.0 * num_rounds}
+        return _completion(busy_s=99, part_s=parts, num_tokens=9, num_rounds=num_rounds)
+
+    stalled = plain(99.0, 99.0, num_tokens=2)
+    plains = [
+        [plain(2.0, 4.0, num_tokens=5), plain(4.0, 8.0, num_tokens=2)],
+        [stalled],
+        [plain(5.0, 3.6, num_tokens=2)],
     ]
-    fast = [
-        _completion(busy_s=99, part_s={"draft": draft_s, "verify": 8, "other": 4}, num_tokens=9, num_rounds=4)
-        for draft_s in (90.0, 1.0, 2.0, 90.0, 90.0)
-    ]
-    time = pair_time(SMALL, {0: plain, 4: fast})
-    assert (time.prompt_s, time.plain_s, time.rounds) == (2.0, 2.0, {4: RoundTime(0.5, 3.0)})
+    fasts = [[fast(2.0, 4), fast(4.0, 2)], [fast(90.0, 1)], [fast(9.0, 3)]]
+    time = pair_time(SMALL, {0: plains, 4: fasts})
+    assert time.prompt_s == pytest.approx((3.0 + 5.0) / 2)
+    assert time.plain_s == pytest.approx((12.0 / 5 + 3.6) / 2), "a turn's tokens count alike, in whichever completion"
+    assert time.rounds == {4: pytest.approx(RoundTime((1.0 + 3.0) / 2, 3.0))}
 
 
 @pytest.mark.parametrize("stack", [SMALL, LARGE])

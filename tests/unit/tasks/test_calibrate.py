@@ -1,8 +1,12 @@
 """Calibration writes a file that the planner reads, and takes off what it should."""
 
+import re
 import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,18 +14,19 @@ import torch
 import yaml
 from torch import Tensor
 
-from llama_ssp.calibration import model_pairs, operators, rounds
+from llama_ssp.calibration import model_pairs, operators, profiles, rounds
 from llama_ssp.calibration.random_llama import HEAD_DIM, RandomLlama
 from llama_ssp.config import hardware
-from llama_ssp.config.hardware import LinearPoint
+from llama_ssp.config.hardware import CompositionPoint, LinearPoint, Profile
+from llama_ssp.config.options import folders
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.environment import Ranks
 from llama_ssp.distributed.world import World
-from llama_ssp.errors import SspError
+from llama_ssp.errors import ConfigError, SspError
 from llama_ssp.models.native.linear import COMPILED
 from llama_ssp.planning.timing import timing
 from llama_ssp.tasks import calibrate as task
-from llama_ssp.tasks.calibrate import calibrate
+from llama_ssp.tasks.calibrate import calibrate, refresh
 from tests.helpers.planning import make_job
 
 pytestmark = pytest.mark.seconds
@@ -50,11 +55,23 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_pairs, "TURN_S", 0.0)
 
 
+class Shown:
+    """A progress display that remembers the last turn of each label."""
+
+    def __init__(self) -> None:
+        self.turns: dict[str, tuple[int, int]] = {}
+
+    def __call__(self, label: str, done: int, total: int) -> None:
+        """Remember."""
+        self.turns[label] = (done, total)
+
+
 @pytest.mark.heavy
 @pytest.mark.usefixtures("hasty")
 def test_the_file_is_a_sound_description_from_which_a_run_can_be_planned(tmp_path: Path) -> None:
-    file = calibrate(WORLD, output=str(tmp_path / "machine.yaml"))
-    assert file
+    file, shown = tmp_path / "machine.yaml", Shown()
+    assert calibrate(WORLD, file, shown) == f"wrote {file}"
+    assert shown.turns == {"1 rank, all cores": (9, 9)}
     figures = yaml.safe_load(file.read_text())
     assert hardware.problems_of(figures) == []
     machine = hardware.build(figures)
@@ -71,13 +88,75 @@ def test_the_file_is_a_sound_description_from_which_a_run_can_be_planned(tmp_pat
     assert 1e-5 < timed.speculative_s < 10
 
 
+def machine_file(folder: Path, *, num_ranks: int = 1, **others: object) -> Path:
+    """A calibrated machine whose whole forwards take twice the sum of their parts."""
+    size = {"size": 64, "s": 1e-6}
+    linear = LinearPoint(dtype="fp32", rows=1, elements=4096, working_set_bytes=2**20, s=1e-5)
+    parts = {
+        "linear": [asdict(linear)], "tied_head": [],
+        "layer": [{"rows": 1, "width": 64, "s": 1e-5}], "frame": [{"rows": 1, "width": 64, "s": 1e-5}],
+        "attention": [size], "draw": [size], "verify": [size],
+    }  # fmt: skip
+    wholes = [{"rows": 1, "working_set_bytes": size_bytes, "ratio": 2.0} for size_bytes in (77824, 2965504)]
+    figures = yaml.safe_load((folders.conf_dir() / "hardware" / "laptop_cpu.yaml").read_text())
+    figures |= {"profiles": [{"num_ranks": num_ranks, "composition": wholes, **parts}], **others}
+    file = folder / "machine.yaml"
+    file.write_text(yaml.safe_dump(figures))
+    return file
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_refresh_measures_whole_forwards_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("linear_points", "operator_points", "attention_points", "copy_bytes_per_s"):
+        monkeypatch.setattr(operators, name, None)
+    file, shown = machine_file(tmp_path), Shown()
+    before = yaml.safe_load(file.read_text())
+    message = refresh(WORLD, file, shown)
+    assert shown.turns == {"1 rank, all cores": (9, 9)}
+    after = yaml.safe_load(file.read_text())
+    assert hardware.problems_of(after) == []
+    (old,), (new,) = ([Profile(**each) for each in figures.pop("profiles")] for figures in (before, after))
+    assert replace(new, composition=[], first_draft=[]) == replace(old, composition=[])
+    assert len(new.composition) == 9
+    assert len(new.first_draft) == 2
+    assert "whole forwards measured again on 20" in after["sources"].pop("profiles")
+    assert after == before
+    assert message is not None
+    assert re.fullmatch(rf"wrote {re.escape(str(file))}: forwards now take [0-9.]+ times as long on one rank", message)
+
+
+def test_the_change_is_the_median_over_sizes_that_both_have() -> None:
+    def profile(**ratios: float) -> Any:  # noqa: ANN401 - stands for a Profile
+        points = [CompositionPoint(rows=1, working_set_bytes=ord(size), ratio=ratio) for size, ratio in ratios.items()]
+        return SimpleNamespace(composition=points)
+
+    assert task._change(profile(a=2.0, b=1.0, c=4.0), profile(a=1.0, b=0.6, c=0.4, d=0.7)) == pytest.approx(0.55)
+
+
+@pytest.mark.parametrize(
+    ("make", "device", "message"),
+    [
+        (lambda folder: folder / "machine.yaml", "cpu", "there is no calibration .*: start task=calibrate without"),
+        (lambda folder: machine_file(folder, num_ranks=4), "cpu", "profiles of these numbers of ranks: 4; for 1,"),
+        (lambda folder: machine_file(folder, kernel_s=-1), "cpu", "machine.yaml: hardware.kernel_s=-1 must be"),
+        (machine_file, "cuda", "which calibrated GPUs do not have: leave it out"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_refreshed_is_one_sentence(
+    make: Callable[[Path], Path], device: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profiles, "Pairs", None)
+    with pytest.raises(ConfigError, match=message):
+        refresh(replace(WORLD, device=torch.device(device)), make(tmp_path), Shown())
+
+
 @pytest.mark.parametrize(("name", "reason"), [("missing/machine.yaml", "no .*/missing"), ("", "it is a folder")])
 def test_a_file_that_cannot_be_written_is_one_sentence_before_anything_is_measured(
     name: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(operators, "linear_points", None)
     with pytest.raises(SspError, match=rf"cannot be written \({reason}\): .* task\.output=FILE"):
-        calibrate(WORLD, output=str(tmp_path / name))
+        calibrate(WORLD, tmp_path / name, Shown())
 
 
 def test_a_call_is_timed_in_seconds() -> None:
@@ -151,10 +230,10 @@ def test_whole_pairs_have_their_turns_between_the_parts(monkeypatch: pytest.Monk
         part(operators, name, found)
     part(rounds, "rule_points", ([], []))
     part(rounds, "round_s", 0.0)
-    monkeypatch.setattr(task, "product_of", lambda _kind: True)  # otherwise processors differ in the parts they have
-    task._profile(num_ranks=1, reduces=[], turn=lambda: log.append("turn"))
+    monkeypatch.setattr(profiles, "product_of", lambda _kind: True)  # else processors differ in the parts they have
+    profiles.all_parts(1, lambda: log.append("turn"), reduces=[])
     places = [place for place, name in enumerate(log) if name == "turn"]
-    assert len(places) == 6 + len(COMPILED)
+    assert len(places) == profiles.NUM_TURNS == 6 + len(COMPILED)
     assert places[-1] == len(log) - 1
     assert all(later > earlier + 1 for earlier, later in pairwise([-1, *places[:-1]]))
 

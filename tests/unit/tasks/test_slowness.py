@@ -13,7 +13,7 @@ from llama_ssp.distributed.environment import Ranks
 from llama_ssp.distributed.world import World
 from llama_ssp.reports.lines import Forecast
 from llama_ssp.reports.rounds.overlap import RankActivity
-from llama_ssp.tasks.slowness import Surroundings, late_draft, slowness
+from llama_ssp.tasks.slowness import Surroundings, changed_machine, late_draft, slowness
 
 ALONE = Surroundings(device="cpu", num_ranks=1, num_threads=8, num_cores=8, load=8.0)
 
@@ -61,6 +61,38 @@ def test_the_reason_is_that_of_the_machine(found: Any, around: Surroundings, rea
 )
 def test_a_run_in_time_says_nothing(found: Any) -> None:  # noqa: ANN401 - see above
     assert slowness(found, replace(ALONE, num_threads=1)) is None
+
+
+CALIBRATED: Any = SimpleNamespace(profiles=["one"])
+
+
+@pytest.mark.parametrize(
+    ("plain_ms", "around", "reason"),
+    [
+        (7.0, ALONE, "plain decoding took 0.70 times its forecast (7.00 ms/token, forecast 10.00): this machine"),
+        (14.0, ALONE, "took 1.40 times its forecast (14.00 ms/token, forecast 10.00): this machine may be slower than"),
+        (14.0, replace(ALONE, num_threads=1), "1 of 8 cores compute"),
+        (7.0, replace(ALONE, num_threads=1), "faster than when it was calibrated; task=calibrate task.refresh=true"),
+    ],
+)  # fmt: skip
+def test_a_calibrated_machine_that_has_changed_is_worth_a_refresh(
+    plain_ms: float, around: Surroundings, reason: str
+) -> None:
+    sentence = changed_machine(summary(plain_ms), CALIBRATED, around)
+    assert sentence is not None
+    assert reason in sentence
+
+
+@pytest.mark.parametrize(
+    ("found", "hardware"),
+    [
+        (summary(8.2, 1.0), CALIBRATED), (summary(12.3), CALIBRATED), (summary(7.0, num_new_tokens=8), CALIBRATED),
+        (summary(None, 2.0), CALIBRATED), (summary(7.0), SimpleNamespace(profiles=[])),
+    ],
+    ids=["almost", "almost slower", "too short", "no plain decoding", "data sheet"],
+)  # fmt: skip
+def test_a_machine_without_a_sign_of_change_is_not(found: Any, hardware: Any) -> None:  # noqa: ANN401 - see above
+    assert changed_machine(found, hardware, ALONE) is None
 
 
 def test_a_run_without_a_forecast_says_nothing() -> None:

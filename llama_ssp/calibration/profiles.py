@@ -1,0 +1,146 @@
+"""Measures the profiles of a CPU for `task=calibrate`: of rank 0 alone with all cores, and of all ranks together.
+
+A profile is made of parts (operators, messages, the rule) and of how whole pairs of models compare with their sum. The
+pairs decode in turns between the parts, since a shared machine changes meanwhile.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import count
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+from llama_ssp.calibration import operators, rounds
+from llama_ssp.calibration.model_pairs import Pairs, PairTime, composed
+from llama_ssp.config.hardware import HardwareConfig, Profile, SizePoint
+from llama_ssp.config.schema import Dtype
+from llama_ssp.distributed.comms import Comm
+from llama_ssp.distributed.world import World, on_all_cores
+from llama_ssp.models.linear import can_halve
+from llama_ssp.models.native.linear import COMPILED, product_of
+
+DTYPES = {Dtype.fp32: torch.float32, Dtype.bf16: torch.bfloat16, Dtype.fp16: torch.float16}
+NUM_TURNS = 6 + len(COMPILED)
+"""How often the pairs of a profile decode."""
+
+Turn: TypeAlias = Callable[[], None]
+Parts: TypeAlias = Callable[[int, Turn], Profile]
+"""Returns the parts for a number of ranks, and calls `Turn` `NUM_TURNS` times."""
+Show: TypeAlias = Callable[[str, int, int], None]
+"""Called with a label, the turns that are done, and all turns."""
+
+
+class Measured(NamedTuple):
+    """The parts of a profile, and the pairs that ranks held together, and apart."""
+
+    parts: Profile
+    together: list[PairTime]
+    apart: list[PairTime]
+
+    def composed(self, machine: HardwareConfig) -> Profile:
+        """The whole profile, for a machine whose profiles are parts alone."""
+        return composed(self.parts, machine, self.together, self.apart)
+
+
+def measure(world: World, parts: Parts, show: Show) -> list[Measured]:
+    """Measure the pairs of rank 0 alone with all cores, then of all ranks: cut over them, and one for each.
+
+    All ranks must call this together; rank 0 returns what was measured.
+    """
+    measured: list[Measured] = []
+    if world.comm.rank == 0:
+        with all_cores(world):
+            pairs = Pairs(Comm.single())
+            found = parts(1, _shown(pairs.turn, "1 rank, all cores", show))
+            measured.append(Measured(found, pairs.times(), []))
+            del pairs  # frees them before the next ones are loaded
+    world.comm.barrier()
+    if world.comm.size > 1:
+        together, apart = Pairs(world.comm), Pairs(world.comm, apart=True)
+
+        def turn() -> None:
+            together.turn()
+            apart.turn()
+
+        found = parts(world.comm.size, _shown(turn, f"{world.comm.size} ranks", show))
+        measured.append(Measured(found, together.times(), apart.times()))
+        world.comm.barrier()
+    return measured
+
+
+def _shown(turn: Turn, label: str, show: Show) -> Turn:
+    done = count(1)
+    show(label, 0, NUM_TURNS)
+
+    def shown() -> None:
+        turn()
+        show(label, next(done), NUM_TURNS)
+
+    return shown
+
+
+@contextmanager
+def all_cores(world: World) -> Iterator[None]:
+    """Give rank 0 the cores and threads of a run of one rank."""
+    if world.device.type != "cpu" or world.comm.size == 1:
+        yield
+        return
+    threads = torch.get_num_threads()
+    try:
+        with on_all_cores(world.cores):
+            torch.set_num_threads(len(world.cores))
+            yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def all_parts(num_ranks: int, turn: Turn, *, reduces: Sequence[SizePoint]) -> Profile:
+    """Measure everything except whole pairs; `reduces` are the messages of several ranks."""
+    sets = (*operators.WORKING_SETS, operators.beyond_caches())
+    linear = operators.linear_points(torch.float32, Dtype.fp32.name, working_sets=sets)
+    turn()
+    halves = []
+    if can_halve():
+        halves = operators.linear_points(torch.float32, Dtype.fp16.name, working_sets=sets, from_16_bits=True)
+    turn()
+    elements, rows = operators.FEW_ELEMENTS, operators.FEW_ROWS
+    for name, kind in COMPILED.items():
+        if product_of(kind):
+            halves += operators.linear_points(
+                torch.float32, name, working_sets=sets, quantization=name, all_elements=elements, all_rows=rows
+            )
+        turn()
+    for dtype in (Dtype.bf16, Dtype.fp16):  # few points, since runs use 16-bit arithmetic only on request
+        halves += operators.linear_points(
+            DTYPES[dtype], dtype.name, working_sets=operators.WORKING_SETS[1:], all_elements=elements, all_rows=rows
+        )
+    turn()
+    layer, frame = operators.operator_points(linear, rounds.some_draw())
+    turn()
+    attention = operators.attention_points()
+    turn()
+    draw, verify = rounds.rule_points(operators.some_forward())
+    profile = Profile(
+        num_ranks=num_ranks,
+        linear=linear + halves,
+        tied_head=operators.linear_points(
+            torch.float32, Dtype.fp32.name, working_sets=operators.WORKING_SETS[:1], keeps_weight=True
+        ),
+        layer=layer,
+        frame=frame,
+        attention=attention,
+        draw=draw,
+        verify=verify,
+        all_reduce=[*reduces] if num_ranks > 1 else [],
+        round_s=rounds.round_s(),
+    )
+    turn()
+    return profile
+
+
+def known_parts(num_ranks: int, turn: Turn, *, profiles: Mapping[int, Profile]) -> Profile:
+    """Measure nothing except whole pairs; `profiles` has the parts by number of ranks."""
+    for _ in range(NUM_TURNS):
+        turn()
+    return profiles[num_ranks]
