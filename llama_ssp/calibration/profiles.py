@@ -1,10 +1,10 @@
 """Measures the profiles of a CPU for `task=calibrate`: of rank 0 alone with all cores, and of all ranks together.
 
 A profile is made of parts (operators, messages, the rule) and of how whole pairs of models compare with their sum. The
-pairs decode in turns between the parts, since a shared machine changes meanwhile.
+pairs decode last, in turns and with nothing else between them, as in a run.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from typing import NamedTuple, TypeAlias
@@ -21,14 +21,14 @@ from llama_ssp.models.linear import can_halve
 from llama_ssp.models.native.linear import COMPILED, product_of
 
 DTYPES = {Dtype.fp32: torch.float32, Dtype.bf16: torch.bfloat16, Dtype.fp16: torch.float16}
-NUM_TURNS = 6 + len(COMPILED)
-"""How often the pairs of a profile decode."""
+NUM_PARTS = 6 + len(COMPILED)
+NUM_TURNS = 9
+"""How often each pair of a profile decodes."""
 
-Turn: TypeAlias = Callable[[], None]
-Parts: TypeAlias = Callable[[int, Turn], Profile]
-"""Returns the parts for a number of ranks, and calls `Turn` `NUM_TURNS` times."""
 Show: TypeAlias = Callable[[str, int, int], None]
-"""Called with a label, the turns that are done, and all turns."""
+"""Called with a label, the steps that are done, and all steps."""
+Parts: TypeAlias = Callable[[int, str], Profile]
+"""Returns the parts for a number of ranks, which has a name."""
 
 
 class Measured(NamedTuple):
@@ -51,33 +51,28 @@ def measure(world: World, parts: Parts, show: Show) -> list[Measured]:
     measured: list[Measured] = []
     if world.comm.rank == 0:
         with all_cores(world):
-            pairs = Pairs(Comm.single())
-            found = parts(1, _shown(pairs.turn, "1 rank, all cores", show))
+            name = "1 rank, all cores"
+            found, pairs = parts(1, name), Pairs(Comm.single())
+            _decode([pairs], name, show)
             measured.append(Measured(found, pairs.times(), []))
             del pairs  # frees them before the next ones are loaded
     world.comm.barrier()
     if world.comm.size > 1:
+        name = f"{world.comm.size} ranks"
+        found = parts(world.comm.size, name)
         together, apart = Pairs(world.comm), Pairs(world.comm, apart=True)
-
-        def turn() -> None:
-            together.turn()
-            apart.turn()
-
-        found = parts(world.comm.size, _shown(turn, f"{world.comm.size} ranks", show))
+        _decode([together, apart], name, show)
         measured.append(Measured(found, together.times(), apart.times()))
         world.comm.barrier()
     return measured
 
 
-def _shown(turn: Turn, label: str, show: Show) -> Turn:
-    done = count(1)
-    show(label, 0, NUM_TURNS)
-
-    def shown() -> None:
-        turn()
-        show(label, next(done), NUM_TURNS)
-
-    return shown
+def _decode(all_pairs: Sequence[Pairs], name: str, show: Show) -> None:
+    for done in range(NUM_TURNS):
+        show(f"{name}: whole forwards", done, NUM_TURNS)
+        for pairs in all_pairs:
+            pairs.turn()
+    show(f"{name}: whole forwards", NUM_TURNS, NUM_TURNS)
 
 
 @contextmanager
@@ -95,31 +90,38 @@ def all_cores(world: World) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def all_parts(num_ranks: int, turn: Turn, *, reduces: Sequence[SizePoint]) -> Profile:
+def all_parts(num_ranks: int, name: str, *, reduces: Sequence[SizePoint], show: Show) -> Profile:
     """Measure everything except whole pairs; `reduces` are the messages of several ranks."""
+    done = count()
+
+    def step() -> None:
+        show(f"{name}: parts", next(done), NUM_PARTS)
+
     sets = (*operators.WORKING_SETS, operators.beyond_caches())
+    step()
     linear = operators.linear_points(torch.float32, Dtype.fp32.name, working_sets=sets)
-    turn()
+    step()
     halves = []
     if can_halve():
         halves = operators.linear_points(torch.float32, Dtype.fp16.name, working_sets=sets, from_16_bits=True)
-    turn()
+    step()
     elements, rows = operators.FEW_ELEMENTS, operators.FEW_ROWS
-    for name, kind in COMPILED.items():
+    for format_name, kind in COMPILED.items():
         if product_of(kind):
             halves += operators.linear_points(
-                torch.float32, name, working_sets=sets, quantization=name, all_elements=elements, all_rows=rows
-            )
-        turn()
+                torch.float32, format_name, working_sets=sets, quantization=format_name, all_elements=elements,
+                all_rows=rows,
+            )  # fmt: skip
+        step()
     for dtype in (Dtype.bf16, Dtype.fp16):  # few points, since runs use 16-bit arithmetic only on request
         halves += operators.linear_points(
             DTYPES[dtype], dtype.name, working_sets=operators.WORKING_SETS[1:], all_elements=elements, all_rows=rows
         )
-    turn()
+    step()
     layer, frame = operators.operator_points(linear, rounds.some_draw())
-    turn()
+    step()
     attention = operators.attention_points()
-    turn()
+    step()
     draw, verify = rounds.rule_points(operators.some_forward())
     profile = Profile(
         num_ranks=num_ranks,
@@ -135,12 +137,5 @@ def all_parts(num_ranks: int, turn: Turn, *, reduces: Sequence[SizePoint]) -> Pr
         all_reduce=[*reduces] if num_ranks > 1 else [],
         round_s=rounds.round_s(),
     )
-    turn()
+    step()
     return profile
-
-
-def known_parts(num_ranks: int, turn: Turn, *, profiles: Mapping[int, Profile]) -> Profile:
-    """Measure nothing except whole pairs; `profiles` has the parts by number of ranks."""
-    for _ in range(NUM_TURNS):
-        turn()
-    return profiles[num_ranks]

@@ -22,7 +22,7 @@ import torch
 import yaml
 
 from llama_ssp.calibration import operators, rounds
-from llama_ssp.calibration.profiles import DTYPES, Show, all_cores, all_parts, known_parts, measure
+from llama_ssp.calibration.profiles import DTYPES, Show, all_cores, all_parts, measure
 from llama_ssp.config.hardware import Profile, SizePoint, build, problems_of
 from llama_ssp.config.machine import THIS_MACHINE, host_memory_bytes, system_bytes
 from llama_ssp.config.options import folders
@@ -59,7 +59,7 @@ def calibrate(world: World, file: Path, show: Show) -> str | None:
     context_bytes = _context_bytes(world.device)
     reduces = rounds.all_reduce_points(world.comm, world.device) if world.comm.size > 1 else []
     is_gpu = world.device.type == "cuda"
-    measured = [] if is_gpu else measure(world, partial(all_parts, reduces=reduces), show)
+    measured = [] if is_gpu else measure(world, partial(all_parts, reduces=reduces, show=show), show)
     if world.comm.rank > 0:
         world.comm.barrier()
         return None
@@ -83,7 +83,7 @@ def refresh(world: World, file: Path, show: Show) -> str | None:
     figures = yaml.safe_load(world.comm.broadcast_text(yaml.safe_dump(figures, sort_keys=False), src=0))
     machine = build(figures)
     profiles = {each.num_ranks: each for each in machine.profiles}
-    measured = measure(world, partial(known_parts, profiles=profiles), show)
+    measured = measure(world, lambda num_ranks, _name: profiles[num_ranks], show)
     if world.comm.rank > 0:
         return None
     again = {each.parts.num_ranks: each.composed(machine) for each in measured}

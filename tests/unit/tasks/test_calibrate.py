@@ -4,7 +4,6 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +14,7 @@ import yaml
 from torch import Tensor
 
 from llama_ssp.calibration import model_pairs, operators, profiles, rounds
+from llama_ssp.calibration.model_pairs import PairTime
 from llama_ssp.calibration.random_llama import HEAD_DIM, RandomLlama
 from llama_ssp.config import hardware
 from llama_ssp.config.hardware import CompositionPoint, LinearPoint, Profile
@@ -23,7 +23,6 @@ from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.environment import Ranks
 from llama_ssp.distributed.world import World
 from llama_ssp.errors import ConfigError, SspError
-from llama_ssp.models.native.linear import COMPILED
 from llama_ssp.planning.timing import timing
 from llama_ssp.tasks import calibrate as task
 from llama_ssp.tasks.calibrate import calibrate, refresh
@@ -56,7 +55,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Shown:
-    """A progress display that remembers the last turn of each label."""
+    """A progress display that remembers the last step of each label."""
 
     def __init__(self) -> None:
         self.turns: dict[str, tuple[int, int]] = {}
@@ -71,7 +70,8 @@ class Shown:
 def test_the_file_is_a_sound_description_from_which_a_run_can_be_planned(tmp_path: Path) -> None:
     file, shown = tmp_path / "machine.yaml", Shown()
     assert calibrate(WORLD, file, shown) == f"wrote {file}"
-    assert shown.turns == {"1 rank, all cores": (9, 9)}
+    assert [*shown.turns] == ["1 rank, all cores: parts", "1 rank, all cores: whole forwards"]
+    assert all(done == total for done, total in shown.turns.values())
     figures = yaml.safe_load(file.read_text())
     assert hardware.problems_of(figures) == []
     machine = hardware.build(figures)
@@ -112,7 +112,7 @@ def test_a_refresh_measures_whole_forwards_alone(tmp_path: Path, monkeypatch: py
     file, shown = machine_file(tmp_path), Shown()
     before = yaml.safe_load(file.read_text())
     message = refresh(WORLD, file, shown)
-    assert shown.turns == {"1 rank, all cores": (9, 9)}
+    assert shown.turns == {"1 rank, all cores: whole forwards": (9, 9)}
     after = yaml.safe_load(file.read_text())
     assert hardware.problems_of(after) == []
     (old,), (new,) = ([Profile(**each) for each in figures.pop("profiles")] for figures in (before, after))
@@ -216,26 +216,36 @@ def test_attention_is_timed_by_the_operator_that_forwards_use(
     assert len({call[4].data_ptr() for call in calls}) == min(len(calls), operators.NUM_CACHES), "layers take turns"
 
 
-def test_whole_pairs_have_their_turns_between_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whole_pairs_decode_in_turns_after_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[str] = []
 
-    def part(module: Any, name: str, found: object) -> None:  # noqa: ANN401
-        def measured(*_: object, **_options: object) -> object:
-            log.append(name)
-            return found
+    def parts(num_ranks: int, name: str) -> Any:  # noqa: ANN401 - stands for a Profile
+        log.append(f"{num_ranks}: {name}")
 
-        monkeypatch.setattr(module, name, measured)
+    class Pairs:
+        def __init__(self, _comm: Comm) -> None:
+            log.append("load")
 
-    for name, found in (("linear_points", []), ("operator_points", ([], [])), ("attention_points", [])):
-        part(operators, name, found)
-    part(rounds, "rule_points", ([], []))
-    part(rounds, "round_s", 0.0)
-    monkeypatch.setattr(profiles, "product_of", lambda _kind: True)  # else processors differ in the parts they have
-    profiles.all_parts(1, lambda: log.append("turn"), reduces=[])
-    places = [place for place, name in enumerate(log) if name == "turn"]
-    assert len(places) == profiles.NUM_TURNS == 6 + len(COMPILED)
-    assert places[-1] == len(log) - 1
-    assert all(later > earlier + 1 for earlier, later in pairwise([-1, *places[:-1]]))
+        def turn(self) -> None:
+            log.append("turn")
+
+        def times(self) -> list[PairTime]:
+            return []
+
+    monkeypatch.setattr(profiles, "Pairs", Pairs)
+    profiles.measure(WORLD, parts, Shown())
+    assert log == ["1: 1 rank, all cores", "load", *["turn"] * 9]
+
+
+def test_each_part_is_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name, found in (
+        (operators, "linear_points", []), (operators, "operator_points", ([], [])), (operators, "attention_points", []),
+        (rounds, "rule_points", ([], [])), (rounds, "round_s", 0.0),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, lambda *_, found=found, **_options: found)
+    steps: list[tuple[str, int, int]] = []
+    profiles.all_parts(1, "one", reduces=[], show=lambda *step: steps.append(step))
+    assert steps == [("one: parts", done, profiles.NUM_PARTS) for done in range(profiles.NUM_PARTS + 1)]
 
 
 def test_a_message_that_a_neighbour_delays_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
