@@ -21,6 +21,7 @@ from llama_ssp.planning.messages import round_messages
 from llama_ssp.planning.roofline import ForwardTime
 from llama_ssp.planning.spec import PlannedModel, PlanSpec, model_bytes
 from llama_ssp.planning.timing import Timing, timing
+from llama_ssp.words import rounded
 
 PLAN_VERSION = 2
 GIB = 2**30
@@ -127,8 +128,7 @@ def _told(change: Change, words: Mapping[str, str]) -> str:
     named = [setting.split("=", 1) for setting in change.settings]
     settings = " ".join(words.get(name, f"{name}={{}}").format(value) for name, value in named)
     tight, ms = ", tight" if change.is_tight else "", change.ms_per_token
-    shown = f"{ms:.3g}" if ms < 999.5 else f"{ms:.0f}"  # noqa: PLR2004 - three digits, but no exponent
-    return f"{settings} ({change.needed_bytes / GIB:.1f} GiB{tight}, {shown} ms/token)"
+    return f"{settings} ({change.needed_bytes / GIB:.1f} GiB{tight}, {rounded(ms)} ms/token)"
 
 
 def document(plan: Plan) -> dict[str, Any]:

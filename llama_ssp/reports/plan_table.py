@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from llama_ssp.config.schema import DraftLayout, DraftPlacement
 from llama_ssp.errors import ConfigError
 from llama_ssp.visible import visible
+from llama_ssp.words import rounded
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -42,7 +43,7 @@ def print_plan(plan: Mapping[str, Any], console: "Console | None" = None) -> Non
     console.print(_memory_table(plan))
     console.print(_room(plan))
     console.print(_time_table(plan))
-    for line in _basis(plan):
+    for line in (*_times_of_parts(plan["time"]), *_basis(plan)):
         console.print(literal(line))
     for warning in plan["warnings"]:
         console.print(f"[yellow]warning:[/yellow] {literal(warning)}")
@@ -141,11 +142,11 @@ def _time_table(plan: Mapping[str, Any]) -> "Table":
 
     time = plan["time"]
     table = Table(title=f"Time: {_meaning(plan['job'])}", title_justify="left", title_style="")
-    for name in ("", "ms/token", "80 %", "first token", "tokens/s", "speed-up", "of which"):
-        table.add_column(name, justify="left" if name in {"", "of which"} else "right")
+    for name in ("", "ms/token", "80 %", "first token", "tokens/s", "speed-up"):
+        table.add_column(name, justify="right" if name else "left", overflow="fold")
     ends = _ends(time["plain_ms_per_token_range"])
     plain = [f"{time['plain_ms_per_token']:.2f}", ends, f"{time['plain_first_token_ms']:.0f} ms"]
-    table.add_row("plain", *plain, f"{time['plain_tokens_per_s']:.1f}", "", _parts(time["target_forward"]))
+    table.add_row("plain", *plain, f"{time['plain_tokens_per_s']:.1f}", "")
     if time["speculative_ms_per_token"] is not None:
         speculative, speedup = time["speculative_ms_per_token"], time["speedup"]
         colour = "green" if speedup > 1 else "red"
@@ -156,8 +157,6 @@ def _time_table(plan: Mapping[str, Any]) -> "Table":
             f"{time['first_token_ms']:.0f} ms",
             f"{time['speculative_tokens_per_s']:.1f}",
             f"[{colour}]{speedup:.2f}x[/{colour}]",
-            f"round {time['round_ms']:.1f} = {time['num_draft_tokens']} x {time['draft_step_ms']:.2f} draft, "
-            f"verify {time['verify_ms']:.1f}, other {time['other_ms']:.2f}",
         )
     return table
 
@@ -170,9 +169,18 @@ def _meaning(job: Mapping[str, Any]) -> str:
     return f"ms/token of a completion after its first token, tokens/s over {' of '.join(over)}"
 
 
-def _parts(forward: Mapping[str, float]) -> str:
+def _times_of_parts(time: Mapping[str, Any]) -> list[str]:
+    """What a plain step and a round are made of; lines, since a terminal of 80 columns has no room beside the table."""
+    forward = time["target_forward"]
     names = ("matrices", "attention", "operators", "collectives", "offload")
-    return ", ".join(f"{name} {forward[f'{name}_ms']:.2f}" for name in names if forward[f"{name}_ms"] >= LEAST_SHOWN_MS)
+    parts = [f"{name} {forward[f'{name}_ms']:.2f}" for name in names if forward[f"{name}_ms"] >= LEAST_SHOWN_MS]
+    lines = [f"plain step, ms: {', '.join(parts)}"] if parts else []
+    if time["round_ms"] is not None:
+        lines.append(
+            f"round of {time['round_ms']:.1f} ms: {time['num_draft_tokens']} x {time['draft_step_ms']:.2f} draft, "
+            f"verify {time['verify_ms']:.1f}, other {time['other_ms']:.2f}"
+        )
+    return lines
 
 
 def _basis(plan: Mapping[str, Any]) -> list[str]:
@@ -201,7 +209,7 @@ def _basis(plan: Mapping[str, Any]) -> list[str]:
 
 def _ends(found: Sequence[float] | None) -> str:
     """The ends of a range; empty without one."""
-    return f"{found[0]:.3g}-{found[1]:.3g}" if found else ""
+    return "-".join(map(rounded, found)) if found else ""
 
 
 def _in_brackets(found: Sequence[float] | None) -> str:

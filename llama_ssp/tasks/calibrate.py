@@ -33,7 +33,7 @@ from llama_ssp.distributed.agree import raise_on_all_ranks
 from llama_ssp.distributed.memory import anonymous_bytes
 from llama_ssp.distributed.world import World
 from llama_ssp.errors import ConfigError, SspError, one_message
-from llama_ssp.planning.choices.words import counted
+from llama_ssp.words import counted
 
 LARGEST_MESSAGE, SMALLEST_MESSAGE = -1, 0
 

@@ -9,11 +9,11 @@ from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.config.schema import DraftLayout
 from llama_ssp.config.target_placement import Offload, TargetKind
 from llama_ssp.errors import PlacementError
-from llama_ssp.planning.choices.words import counted
 from llama_ssp.planning.layerwise import GB, READ_BYTES_PER_S, waiting_bytes
 from llama_ssp.planning.memory import RankMemoryPlan
 from llama_ssp.planning.spec import PlannedModel, PlanSpec, model_bytes
 from llama_ssp.planning.timing import Timing, timing
+from llama_ssp.words import counted
 
 GIB = 2**30
 WORTHWHILE_GAIN, CLEAR_GAIN = 1.03, 1.1

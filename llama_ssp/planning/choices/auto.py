@@ -10,6 +10,7 @@ from llama_ssp.planning.choices.layouts import layouts, unusual_whole
 from llama_ssp.planning.memory import fits
 from llama_ssp.planning.spec import PlanSpec
 from llama_ssp.planning.timing import timing
+from llama_ssp.words import rounded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +50,8 @@ def choose_placement(
     compared = ", the only one that fits"
     if others:
         second_s, second = others[0]
-        compared = f"; the second of {len(timed)} that fit is {_described(second)} at {1e3 * second_s:.3g}"
-    sentence = f"placement=auto: {_described(chosen)}, forecast at {1e3 * run_s:.3g} ms per token{compared}"
+        compared = f"; the second of {len(timed)} that fit is {_described(second)} at {rounded(1e3 * second_s)}"
+    sentence = f"placement=auto: {_described(chosen)}, forecast at {rounded(1e3 * run_s)} ms per token{compared}"
     return AutoPlacement(job=chosen, sentence=sentence)
 
 

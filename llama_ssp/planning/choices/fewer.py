@@ -7,10 +7,10 @@ from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.errors import PlacementError
 from llama_ssp.planning.choices.layouts import block_sizes, same_kind
-from llama_ssp.planning.choices.words import counted
 from llama_ssp.planning.memory import fits
 from llama_ssp.planning.spec import PlanSpec
 from llama_ssp.planning.timing import Timing, timing
+from llama_ssp.words import counted, rounded
 
 CLEAR_GAIN = 1.1
 
@@ -63,14 +63,17 @@ def _sentence(job: PlanSpec, hardware: HardwareConfig, timed: Timing, best: _Blo
         here = job.batch_size * job.num_replicas / timed.best_s
         return (
             f"replicas would serve the batch better: {num_replicas}, each on {where} with {counted(rows, 'row')}, "
-            f"decode {total:.4g} tokens/s at {_times(best.timed)}, here {here:.4g} at {_times(timed)}: {settings}"
+            f"decode {rounded(total, 4)} tokens/s at {_times(best.timed)}, here {rounded(here, 4)} at {_times(timed)}: "
+            f"{settings}"
         )
     return (
         f"{where} {verb} faster than {of_all}: {_times(best.timed)}, here {_times(timed)}; {settings} "
-        f"uses all for {total:.4g} tokens/s"
+        f"uses all for {rounded(total, 4)} tokens/s"
     )
 
 
 def _times(timed: Timing) -> str:
-    plain = f"{1e3 * timed.plain_s:.3g} ms/token"
-    return plain if timed.speculative_s is None else f"{plain} plain and {1e3 * timed.speculative_s:.3g} with the draft"
+    plain = f"{rounded(1e3 * timed.plain_s)} ms/token"
+    if timed.speculative_s is None:
+        return plain
+    return f"{plain} plain and {rounded(1e3 * timed.speculative_s)} with the draft"

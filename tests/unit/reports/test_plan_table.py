@@ -15,6 +15,7 @@ from llama_ssp.reports import plan_figure
 from llama_ssp.reports.charts import Kind
 from llama_ssp.reports.plan_figure import draw_plan
 from llama_ssp.reports.plan_table import GIB, ITEMS, print_plan
+from llama_ssp.words import rounded
 from tests.helpers.planning import make_job
 
 
@@ -126,3 +127,17 @@ def test_a_figure_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None
     for file in (tmp_path / "missing" / "plan.png", tmp_path / "plan.docx"):
         with pytest.raises(ConfigError, match="cannot be written"):
             draw_plan(_plan("7B", None, num_ranks=1), file)
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_a_narrow_terminal_shortens_no_figure(width: int) -> None:
+    plan = _plan("65B", "7B", num_ranks=8)
+    console = Console(record=True, width=width, file=io.StringIO())
+    print_plan(plan, console)
+    text = console.export_text()
+    assert "…" not in text
+    low, high = plan["time"]["plain_ms_per_token_range"]
+    assert width < 80 or f"{rounded(low)}-{rounded(high)}" in text
+    parts = plan["time"]["target_forward"]
+    assert f"plain step, ms: matrices {parts['matrices_ms']:.2f}" in " ".join(text.split())
+    assert f"4 x {plan['time']['draft_step_ms']:.2f} draft" in " ".join(text.split())

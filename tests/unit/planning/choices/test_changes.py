@@ -14,6 +14,7 @@ from llama_ssp.planning.choices.layouts import placement_settings
 from llama_ssp.planning.memory import fits, memory
 from llama_ssp.planning.plan import make_plan, shortage
 from llama_ssp.planning.spec import PlanSpec
+from llama_ssp.words import rounded
 from tests.helpers.planning import make_job, small_model
 
 A10G = hardware.load("g5_12xlarge")
@@ -73,7 +74,7 @@ def test_changes_are_said_in_the_words_of_the_command() -> None:
     name, value = plan.changes[0].settings[0].split("=")
     assert f"that fits: {name}={value}" in shortage(plan)
     assert f"that fits: about {value} of it" in shortage(plan, words={name: "about {} of it"})
-    assert f"{plan.changes[1].ms_per_token:.3g} ms/token" in shortage(plan)
+    assert f"{rounded(plan.changes[1].ms_per_token)} ms/token" in shortage(plan)
 
 
 def test_a_smaller_batch_is_tried_before_another_model() -> None:

@@ -10,6 +10,7 @@ from llama_ssp.planning.choices.fewer import faster_on_fewer
 from llama_ssp.planning.choices.layouts import same_kind
 from llama_ssp.planning.plan import document, make_plan
 from llama_ssp.planning.timing import timing
+from llama_ssp.words import rounded
 from tests.helpers.planning import make_job
 
 H100 = hardware.load("8xh100")
@@ -25,8 +26,8 @@ def test_one_node_is_faster_than_two_and_the_plan_says_so() -> None:
     here, there = timing(job, TWO_NODES), timing(alone, H100)
     assert there.plain_s < 0.7 * here.plain_s
     (said,) = faster_on_fewer(job, TWO_NODES, here)
-    assert said.startswith(f"one node is faster than all 2: {1e3 * there.plain_s:.3g} ms/token plain and ")
-    assert f"here {1e3 * here.plain_s:.3g} ms/token plain" in said
+    assert said.startswith(f"one node is faster than all 2: {rounded(1e3 * there.plain_s)} ms/token plain and ")
+    assert f"here {rounded(1e3 * here.plain_s)} ms/token plain" in said
     assert "placement.num_replicas=2" in said
     assert said in make_plan(job, TWO_NODES).warnings
 
@@ -61,7 +62,7 @@ def test_replicas_that_would_serve_a_batch_better_are_named_with_both_rates() ->
     timed = timing(job, TWO_NODES)
     (said,) = faster_on_fewer(job, TWO_NODES, timed)
     assert said.startswith("replicas would serve the batch better: ")
-    assert f"here {16 / timed.plain_s:.4g}" in said
+    assert f"here {rounded(16 / timed.plain_s, 4)}" in said
     settings = dict(word.split("=") for word in said.rpartition(": ")[2].split())
     num_replicas, rows = int(settings["placement.num_replicas"]), int(settings["batch_size"])
     assert num_replicas * rows >= 16
