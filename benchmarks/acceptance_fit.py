@@ -13,12 +13,12 @@ from benchmarks.points import Point
 from llama_ssp.planning.acceptance.fitted import (
     FEATURES,
     AcceptanceFit,
-    DataSheetError,
     FittedPair,
     features,
     probability_of,
 )
 from llama_ssp.planning.acceptance.pair import CONFIDENCE
+from llama_ssp.planning.time_error import TimeError
 
 PRIOR_SPREAD = {
     "level": 2.0, "size": 0.5, "temperature": 1.0, "code": 1.0, "block": 0.5, "coupled": 0.5, "own_tokenizer": 1.0,
@@ -93,10 +93,8 @@ def student_quantile(freedom: int) -> float:
     return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
 
 
-def fit_times(errors: Sequence[float]) -> DataSheetError:
+def fit_times(errors: Sequence[float]) -> TimeError:
     """Fit the logarithms of published over forecast times by their mean and spread, for the range of one more."""
     num = len(errors)
     spread = stdev(errors) * math.sqrt(1 + 1 / num)
-    return DataSheetError(
-        mean=fmean(errors), spread=spread, quantile=student_quantile(num - 1), num_rows=num
-    )  # fmt: skip
+    return TimeError(mean=fmean(errors), spread=spread, quantile=student_quantile(num - 1))

@@ -30,6 +30,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from llama_ssp.calibration.composition import composed
 from llama_ssp.calibration.model_pairs import (
     NUM_DRAFT_TOKENS,
     PLAIN,
@@ -37,11 +38,10 @@ from llama_ssp.calibration.model_pairs import (
     VOCAB_SIZE,
     DecodingPair,
     Pairs,
-    composed,
     seconds_per,
 )
-from llama_ssp.config.hardware import HardwareConfig
-from llama_ssp.config.machine import detect_hardware, machine_of_run
+from llama_ssp.config.machines.hardware import HardwareConfig
+from llama_ssp.config.machines.machine import detect_hardware, machine_of_run
 from llama_ssp.config.schema import DeviceKind, DraftLayout, Dtype
 from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.distributed.comms import Comm
@@ -54,7 +54,6 @@ from llama_ssp.models.runner import Runner
 from llama_ssp.planning.acceptance.rounds import implied_acceptance
 from llama_ssp.planning.config_file import read_config
 from llama_ssp.planning.memory import memory
-from llama_ssp.planning.roofline import profile_of
 from llama_ssp.planning.spec import PlannedModel, PlanSpec
 from llama_ssp.planning.timing import timing
 from llama_ssp.weights.checkpoint import inspect
@@ -198,7 +197,7 @@ def pair_of(case: Case, world: World) -> Pair:
 
 def as_it_is_now(machine: HardwareConfig, random_pairs: Pairs, num_ranks: int) -> HardwareConfig:
     """The machine, with whole forwards timed again."""
-    before = profile_of(machine, num_ranks)
+    before = machine.profile_of(num_ranks)
     assert before, "a calibrated machine has a profile"
     others = [each for each in machine.profiles if each is not before]
     return replace(machine, profiles=[*others, composed(before, machine, random_pairs.times())])

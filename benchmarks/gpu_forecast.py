@@ -5,9 +5,9 @@ from dataclasses import replace
 import torch
 
 from llama_ssp import Pair
-from llama_ssp.config import hardware
-from llama_ssp.config.hardware import HardwareConfig
-from llama_ssp.config.machine import detect_hardware
+from llama_ssp.config.machines import hardware
+from llama_ssp.config.machines.hardware import HardwareConfig
+from llama_ssp.config.machines.machine import detect_hardware
 from llama_ssp.errors import ConfigError
 from llama_ssp.planning.timing import Timing, timing
 from llama_ssp.tasks.dry_run import job_of_run

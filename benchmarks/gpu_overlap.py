@@ -22,7 +22,7 @@ from benchmarks.timing import store
 from llama_ssp.calibration.interleave import interleave
 from llama_ssp.calibration.operators import copy_bytes_per_s
 from llama_ssp.config import catalogue
-from llama_ssp.config.hardware import HardwareConfig
+from llama_ssp.config.machines.hardware import HardwareConfig
 from llama_ssp.config.schema import (
     MODEL_DRAFT,
     DeviceKind,

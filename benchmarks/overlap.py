@@ -29,9 +29,9 @@ from benchmarks.gpu_engine import TEXT, decode_once
 from benchmarks.overlap_pages import MATCHED_K, Comparison, Figures, summary, table
 from benchmarks.timing import store
 from llama_ssp.calibration.interleave import interleave
-from llama_ssp.config import hardware
-from llama_ssp.config.hardware import HardwareConfig
-from llama_ssp.config.machine import THIS_MACHINE, machine_of_run
+from llama_ssp.config.machines import hardware
+from llama_ssp.config.machines.hardware import HardwareConfig
+from llama_ssp.config.machines.machine import THIS_MACHINE, machine_of_run
 from llama_ssp.config.schema import (
     MODEL_DRAFT,
     DeviceKind,

@@ -21,7 +21,7 @@ from benchmarks.acceptance_fit import MOST_POINTS, fit_acceptance, fit_times
 from benchmarks.points import Point, points, points_by_row
 from benchmarks.published import draft_cost, fitted, plain_tokens_per_s, speculative_ms
 from benchmarks.published_rows import A100, PAIRS, PLAIN, Pair
-from llama_ssp.config import hardware
+from llama_ssp.config.machines import hardware
 from llama_ssp.planning.acceptance.fitted import FEATURES, AcceptanceFit, predicted
 from llama_ssp.planning.acceptance.pair import DraftedPair
 
@@ -168,7 +168,7 @@ def page() -> str:
         shares=_shares({"speculative pairs": pairs, "plain rows": plain, "all": [*pairs, *plain]}),
         num_pairs=len(fit.pairs), num_points=fit.num_points, coefficients=_coefficients(fit), examples=_examples(fit),
         between=fit.between_pairs, within=fit.within_pair, quantile=fit.quantile, most_points=MOST_POINTS,
-        pairs=_table(pairs), plain=_table(plain), low=low_ms, high=high_ms, num_rows=times.num_rows,
+        pairs=_table(pairs), plain=_table(plain), low=low_ms, high=high_ms, num_rows=len(plain),
     )  # fmt: skip
 
 

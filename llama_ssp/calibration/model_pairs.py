@@ -1,30 +1,20 @@
 """Times whole runs for `task=calibrate`: pairs of random models that decode, plain and speculatively.
 
-Operators, linear layers and messages timed one by one do not add up to a forward: there each one finds colder caches,
-or ranks that are already waiting. `Profile.composition` holds the ratio of forwards timed in the decoding loop to the
-planner's sum of parts. Where ranks hold models of their own (replicas, or a draft on ranks of its own) no messages are
-sent inside of a forward, but they share the machine's memory: `Profile.composition_apart`.
-
-The first draft forward of a round takes longer than the others, since the target's forward before it has taken the
-draft's weights and code out of the processor's caches: `Profile.first_draft`. Rounds of two lengths tell them apart.
-
 Shapes: K drafted tokens.
 """
 
+import math
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 import torch
 
 from llama_ssp.calibration.interleave import trimmed_mean
 from llama_ssp.calibration.random_llama import RandomLlama
-from llama_ssp.config.hardware import CompositionPoint, HardwareConfig, Profile, SizePoint
-from llama_ssp.config.machine import machine_of_run
-from llama_ssp.config.schema import DraftLayout, SamplingConfig, VerificationConfig
-from llama_ssp.config.target_placement import TargetKind
+from llama_ssp.config.schema import SamplingConfig, VerificationConfig
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.memory import available_bytes
 from llama_ssp.drafting.broadcast import BroadcastDrafter
@@ -36,9 +26,6 @@ from llama_ssp.engine.round import Round
 from llama_ssp.engine.state import Request
 from llama_ssp.engine.verifier import Verifier
 from llama_ssp.models.runner import Runner
-from llama_ssp.planning.roofline import ModelPlacement, working_set_bytes
-from llama_ssp.planning.spec import PlanSpec
-from llama_ssp.planning.timing import CostModel
 from llama_ssp.sampling.rules import make_rule
 
 VOCAB_SIZE = 4096
@@ -59,8 +46,6 @@ PLAIN, FEWEST, NUM_DRAFT_TOKENS = 0, 1, 4
 PROMPT_TOKENS, NEW_TOKENS = 32, 24
 """A round must end within the cache slots that a profile's layers were timed with."""
 MOST_OF_MEMORY = 0.5
-LEAST_RATIO, LEAST_S = 0.1, 1e-9
-
 
 Turns: TypeAlias = Sequence[Sequence[RowCompletion]]
 """The completions of each turn."""
@@ -81,6 +66,7 @@ class PairTime:
         prompt_s: a prompt of `PROMPT_TOKENS` through the target, and the first token.
         plain_s: a plain token.
         rounds: a round, by its K.
+        spread: of the logarithm of what its completions take from turn to turn, for one more turn.
     """
 
     target: RandomLlama
@@ -88,6 +74,7 @@ class PairTime:
     prompt_s: float
     plain_s: float
     rounds: Mapping[int, RoundTime]
+    spread: float = 0.0
 
 
 class DecodingPair:
@@ -105,19 +92,18 @@ class DecodingPair:
         self._runs = {
             number: decoder(target, draft if number else None, comm, num_draft_tokens=number) for number in lengths
         }
-        for _, run in sorted(self._runs.items(), reverse=True):  # records traces; the first needs the longest cache
-            complete(run, requests(1, new_tokens=new_tokens))
+        self._last_s: dict[int, float] = {}
+        for number, run in sorted(self._runs.items(), reverse=True):  # the first needs the longest cache
+            _records_traces, last = complete(run, requests(2, new_tokens=new_tokens))
+            self._last_s[number] = last.busy_s
         self.turns: dict[int, list[list[RowCompletion]]] = {number: [] for number in lengths}
 
     def turn(self) -> None:
-        """Decode for a while in all modes."""
+        """Decode in all modes, in each as much as the first rank's clock allows."""
         for number, turns in self.turns.items():
-            turns.append(self._completions(self._runs[number], turns))
-
-    def _completions(self, run: Decoder, known: Turns) -> list[RowCompletion]:
-        """As many as a turn allows by the first rank's clock, and one in the first turn."""
-        number = _agreed(max(1, min(MOST, int(TURN_S / known[-1][-1].busy_s))), self._comm) if known else 1
-        return complete(run, requests(number, new_tokens=self._new_tokens))
+            allowed = _agreed(max(1, min(MOST, int(TURN_S / self._last_s[number]))), self._comm)
+            turns.append(complete(self._runs[number], requests(allowed, new_tokens=self._new_tokens)))
+            self._last_s[number] = turns[-1][-1].busy_s
 
 
 class Pairs:
@@ -165,7 +151,24 @@ def pair_time(stack: RandomLlama, turns: Mapping[int, Turns]) -> PairTime:
         prompt_s=seconds_per(lambda _: 1, lambda each: each.busy_s - sum(each.part_s.values()), plain),
         plain_s=seconds_per(lambda each: len(each.token_ids) - 1, lambda each: sum(each.part_s.values()), plain),
         rounds={number: _round_time(found) for number, found in turns.items() if number > PLAIN},
+        spread=spread([*turns.values()]),
     )
+
+
+def spread(modes: Sequence[Turns]) -> float:
+    """The standard deviation of the logarithm of a token's time from turn to turn, for one more turn, over all modes.
+
+    0 for fewer than two turns.
+    """
+    num_turns = min(map(len, modes))
+    if num_turns == 1:
+        return 0.0
+    logarithms = [[math.log(_token_s(turn)) for turn in turns] for turns in modes]
+    return math.sqrt(statistics.mean(map(statistics.variance, logarithms)) * (1 + 1 / num_turns))
+
+
+def _token_s(turn: Sequence[RowCompletion]) -> float:
+    return sum(each.busy_s for each in turn) / sum(len(each.token_ids) for each in turn)
 
 
 def _round_time(turns: Turns) -> RoundTime:
@@ -213,82 +216,3 @@ def requests(number: int, *, new_tokens: int) -> list[Request]:
 def complete(run: Decoder, wanted: Sequence[Request]) -> list[RowCompletion]:
     """Return the finished completions of all requests."""
     return [u.completion for updates in run.run(wanted) for u in updates if u.completion.finish_reason]
-
-
-def composed(
-    profile: Profile, machine: HardwareConfig, together: Sequence[PairTime], apart: Sequence[PairTime] = ()
-) -> Profile:
-    """Complete the profile of a machine by pairs that its ranks held together, and apart."""
-    parts = replace(profile, composition=[], composition_apart=[], first_draft=[])
-    bare = machine_of_run(replace(machine, profiles=[parts]), profile.num_ranks)
-    whole = replace(
-        parts,
-        composition=composition(together, bare, num_ranks=profile.num_ranks),
-        composition_apart=composition(apart, bare, num_ranks=profile.num_ranks, apart=True),
-    )
-    first = _first_draft(together, replace(bare, profiles=[whole]), num_ranks=profile.num_ranks)
-    return replace(whole, first_draft=first)
-
-
-def composition(
-    times: Sequence[PairTime], machine: HardwareConfig, *, num_ranks: int, apart: bool = False
-) -> list[CompositionPoint]:
-    """Compare measured pairs with the forecast for a machine whose profiles have no composition points.
-
-    The forecast of everything except forwards is taken as exact; the rest of the measured time belongs to forwards. The
-    first point is the draft's: a step of it that is not the first of a round, as the pairs agree on it. `num_ranks`
-    shared the targets, or had one each (`apart`).
-    """
-    points = []
-    for time in times:
-        costs = CostModel(_job(time, num_ranks, apart=apart), machine)
-        assert costs.draft, "a pair has a draft"
-        if time is times[0]:
-            draft_s = costs.forward(costs.draft, 1).total_s
-            step_s = _later_step_s(times) - (costs.draft_step_s(1) - draft_s)
-            points.append(_point(costs, costs.draft, 1, step_s, draft_s))
-        plain_s = costs.forward(costs.target, 1).total_s
-        draw_s = costs.plain_s() - plain_s
-        points.append(_point(costs, costs.target, 1, time.plain_s - draw_s, plain_s))
-        for number, found in sorted(time.rounds.items()):
-            rest_s = found.rest_s - costs.verdict_s(number) - costs.host_s
-            verify_s = costs.forward(costs.target, number + 1).total_s
-            points.append(_point(costs, costs.target, number + 1, rest_s, verify_s))
-        prompt_s = costs.prefill_s(costs.target)
-        points.append(_point(costs, costs.target, PROMPT_TOKENS, time.prompt_s - draw_s, prompt_s))
-    return points
-
-
-def _later_step_s(times: Sequence[PairTime]) -> float:
-    """Time of a draft step, its draw included, from rounds of two lengths: only the shorter has none but the first."""
-    more = NUM_DRAFT_TOKENS - FEWEST
-    steps = [(time.rounds[NUM_DRAFT_TOKENS].draft_s - time.rounds[FEWEST].draft_s) / more for time in times]
-    return statistics.median(steps)
-
-
-def _first_draft(times: Sequence[PairTime], machine: HardwareConfig, *, num_ranks: int) -> list[SizePoint]:
-    """How much longer drafting takes than its steps, by the size of what the target has read before."""
-    points = []
-    for time in times:
-        costs = CostModel(_job(time, num_ranks), machine)
-        more_s = statistics.mean(found.draft_s - costs.drafting_s(number) for number, found in time.rounds.items())
-        points.append(SizePoint(size=working_set_bytes(costs.target, machine), s=max(more_s, LEAST_S)))
-    return points
-
-
-def _point(
-    costs: CostModel, placement: ModelPlacement, rows: int, measured_s: float, parts_s: float
-) -> CompositionPoint:
-    ratio = max(measured_s / parts_s, LEAST_RATIO)
-    return CompositionPoint(rows=rows, working_set_bytes=working_set_bytes(placement, costs.hardware), ratio=ratio)
-
-
-def _job(time: PairTime, num_ranks: int, *, apart: bool = False) -> PlanSpec:
-    num_replicas = num_ranks if apart else 1
-    return PlanSpec(
-        target=time.target.planned, target_kind=TargetKind.tensor, target_ranks=tuple(range(num_ranks // num_replicas)),
-        num_replicas=num_replicas,
-        draft=time.draft.planned, draft_kind=DraftLayout.one_rank, draft_ranks=(0,),
-        num_draft_tokens=NUM_DRAFT_TOKENS, acceptance=None, batch_size=1, prompt_tokens=PROMPT_TOKENS,
-        max_new_tokens=NEW_TOKENS, cuda_graphs=False, device="cpu",
-    )  # fmt: skip

@@ -1,7 +1,8 @@
 """Measures the profiles of a CPU for `task=calibrate`: of rank 0 alone with all cores, and of all ranks together.
 
 A profile is made of parts (operators, messages, the rule) and of how whole pairs of models compare with their sum. The
-pairs decode last, in turns and with nothing else between them, as in a run.
+pairs decode last, and those of all profiles in the same turns: a shared machine is faster in one minute than in
+another, and plans compare numbers of ranks.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,8 +13,10 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from llama_ssp.calibration import operators, rounds
-from llama_ssp.calibration.model_pairs import Pairs, PairTime, composed
-from llama_ssp.config.hardware import HardwareConfig, Profile, SizePoint
+from llama_ssp.calibration.composition import composed
+from llama_ssp.calibration.model_pairs import Pairs, PairTime
+from llama_ssp.config.machines.hardware import HardwareConfig
+from llama_ssp.config.machines.profile import Profile, SizePoint
 from llama_ssp.config.schema import Dtype
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.world import World, on_all_cores
@@ -48,31 +51,41 @@ def measure(world: World, parts: Parts, show: Show) -> list[Measured]:
 
     All ranks must call this together; rank 0 returns what was measured.
     """
-    measured: list[Measured] = []
-    if world.comm.rank == 0:
-        with all_cores(world):
-            name = "1 rank, all cores"
-            found, pairs = parts(1, name), Pairs(Comm.single())
-            _decode([pairs], name, show)
-            measured.append(Measured(found, pairs.times(), []))
-            del pairs  # frees them before the next ones are loaded
-    world.comm.barrier()
-    if world.comm.size > 1:
-        name = f"{world.comm.size} ranks"
-        found = parts(world.comm.size, name)
-        together, apart = Pairs(world.comm), Pairs(world.comm, apart=True)
-        _decode([together, apart], name, show)
-        measured.append(Measured(found, together.times(), apart.times()))
-        world.comm.barrier()
-    return measured
-
-
-def _decode(all_pairs: Sequence[Pairs], name: str, show: Show) -> None:
+    comm, all_ranks = world.comm, world.comm.size
+    found, shared = dict[int, Profile](), list[Pairs]()
+    with _rank_0_alone(world) as is_alone:
+        if is_alone:
+            found[1] = parts(1, "1 rank, all cores")
+    if all_ranks > 1:
+        found[all_ranks] = parts(all_ranks, f"{all_ranks} ranks")
+    with _rank_0_alone(world) as is_alone:
+        alone = Pairs(Comm.single()) if is_alone else None
+    if all_ranks > 1:
+        shared = [Pairs(comm), Pairs(comm, apart=True)]
     for done in range(NUM_TURNS):
-        show(f"{name}: whole forwards", done, NUM_TURNS)
-        for pairs in all_pairs:
+        show("whole forwards", done, NUM_TURNS)
+        with _rank_0_alone(world):
+            if alone:
+                alone.turn()
+        for pairs in shared:
             pairs.turn()
-    show(f"{name}: whole forwards", NUM_TURNS, NUM_TURNS)
+    show("whole forwards", NUM_TURNS, NUM_TURNS)
+    if not alone:
+        return []
+    times = {1: [alone.times(), []]} | ({all_ranks: [pairs.times() for pairs in shared]} if shared else {})
+    return [Measured(profile, *times[number]) for number, profile in found.items()]
+
+
+@contextmanager
+def _rank_0_alone(world: World) -> Iterator[bool]:
+    """A block in which rank 0 has all cores, while the others wait for its end; says whether this rank is rank 0."""
+    is_alone = world.comm.rank == 0
+    if is_alone:
+        with all_cores(world):
+            yield is_alone
+    else:
+        yield is_alone
+    world.comm.barrier()
 
 
 @contextmanager

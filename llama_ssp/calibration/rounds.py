@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from llama_ssp.calibration.interleave import undisturbed
 from llama_ssp.calibration.operators import seconds_per_call
-from llama_ssp.config.hardware import SizePoint
+from llama_ssp.config.machines.profile import SizePoint
 from llama_ssp.config.schema import SamplingConfig, VerificationConfig
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.engine.executors.traced_cpu import TracedExecutor

@@ -9,7 +9,8 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from llama_ssp.config import catalogue, hardware
+from llama_ssp.config import catalogue
+from llama_ssp.config.machines import hardware
 from llama_ssp.errors import ConfigError, unknown_name
 from llama_ssp.visible import visible
 

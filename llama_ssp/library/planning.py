@@ -6,10 +6,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from llama_ssp.config import hardware as machines
 from llama_ssp.config.drafts.model import DraftTokenizer, Matching
-from llama_ssp.config.hardware import HardwareConfig
-from llama_ssp.config.machine import detect_hardware
+from llama_ssp.config.machines import hardware as machines
+from llama_ssp.config.machines.hardware import HardwareConfig
+from llama_ssp.config.machines.machine import detect_hardware
 from llama_ssp.config.plan import Objective, PlanConfig, PlannedSampling, check
 from llama_ssp.config.registry import load_plugins
 from llama_ssp.config.schema import DraftLayout, DraftPlacement, Dtype, PlacementConfig, SpeculationConfig, TextKind

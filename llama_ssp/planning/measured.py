@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from llama_ssp.config.formats.format import NO_QUANTIZATION
-from llama_ssp.config.hardware import CompositionPoint, LinearPoint, RowsPoint, SizePoint
+from llama_ssp.config.machines.profile import CompositionPoint, LinearPoint, RowsPoint, SizePoint
 from llama_ssp.config.schema import Dtype
 
 

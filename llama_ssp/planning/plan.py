@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from llama_ssp.architectures.family import inventory
-from llama_ssp.config.hardware import HardwareConfig
+from llama_ssp.config.machines.hardware import HardwareConfig
 from llama_ssp.errors import CapacityError
 from llama_ssp.planning.acceptance.expected import remarks
 from llama_ssp.planning.choices import advice
@@ -231,7 +231,7 @@ def time_document(timed: Timing, *, num_rows: int) -> dict[str, Any]:
         "plain_ms_per_token": ms(timed.plain_s),
         "plain_ms_per_token_range": ends_ms(timed.plain_range_s),
         "speculative_ms_per_token": ms(timed.speculative_s),
-        "speculative_ms_per_token_range": ends_ms(found.token_s if found else None),
+        "speculative_ms_per_token_range": ends_ms(timed.speculative_range_s),
         "plain_tokens_per_s": rate(timed.plain_s),
         "speculative_tokens_per_s": rate(timed.speculative_s),
         "plain_first_token_ms": ms(timed.plain_prefill_s),

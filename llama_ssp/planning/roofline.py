@@ -21,7 +21,8 @@ from llama_ssp.architectures.family import inventory
 from llama_ssp.architectures.inventory import Inventory, Matrix
 from llama_ssp.architectures.sizes import ENGINE_KERNELS, WHOLE_LAYER_TOKENS, Kernels
 from llama_ssp.config.formats.format import format_of
-from llama_ssp.config.hardware import CompositionPoint, HardwareConfig, Profile
+from llama_ssp.config.machines.hardware import HardwareConfig
+from llama_ssp.config.machines.profile import CompositionPoint
 from llama_ssp.config.schema import Dtype, WholeParts
 from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.planning.measured import by_rows_and_width, by_size, composition_ratio, measured_linear_s
@@ -92,13 +93,6 @@ def bandwidth(hardware: HardwareConfig) -> float:
     return hardware.copy_bytes_per_s or COPY_SHARE * hardware.bandwidth_bytes_per_s
 
 
-def profile_of(hardware: HardwareConfig, num_active: int) -> Profile | None:
-    """The measured profile with the nearest number of active ranks; None for a machine without profiles."""
-    if not hardware.profiles:
-        return None
-    return min(hardware.profiles, key=lambda profile: abs(profile.num_ranks - num_active))
-
-
 @lru_cache(maxsize=8192)  # a search asks for the same forwards many times
 def forward_time(
     placement: ModelPlacement, hardware: HardwareConfig,
@@ -125,7 +119,7 @@ def forward_time(
         collectives_s=_collectives_s(placement, hardware, rows=rows, scored=scored),
         offload_s=placement.waiting_s,
     )
-    profile, points = profile_of(hardware, placement.num_active), list[CompositionPoint]()
+    profile, points = hardware.profile_of(placement.num_active), list[CompositionPoint]()
     if profile:
         # A draft on one of the ranks that share the target has the machine to itself: the others wait.
         is_apart = len(placement.ranks) == 1 and not set(placement.ranks) < set(placement.target_ranks)
@@ -150,7 +144,7 @@ def _matrices_s(
 ) -> float:
     """All matrix products of one rank."""
     model = placement.model
-    if profile := profile_of(hardware, placement.num_active):
+    if profile := hardware.profile_of(placement.num_active):
         arithmetic = Dtype.fp32 if format_of(model.quantization).is_quantized else model.dtype
         price = partial(
             measured_linear_s,
@@ -207,7 +201,7 @@ def _attention_s(
     The layers of a profile include MEASURED_SLOTS of them; the others are priced by the number of rows.
     """
     shape, read_bytes = placement.model.shape, batch_size * slot_bytes(placement)
-    if profile := profile_of(hardware, placement.num_active):
+    if profile := hardware.profile_of(placement.num_active):
         rows = num_positions * shape.num_attention_heads // shape.num_key_value_heads
         byte_s = by_size(profile.attention, rows)
         return max(num_slots - MEASURED_SLOTS, 0) * read_bytes * byte_s
@@ -237,7 +231,7 @@ def least_bytes(placement: ModelPlacement, *, batch_size: int, context: int, dev
 def layer_s(placement: ModelPlacement, hardware: HardwareConfig, rows: int) -> float:
     """The operators of a layer and their launches, without matrices, cache and collectives."""
     share = 1.0 if placement.model.is_lean else LIBRARY_SHARE
-    if profile := profile_of(hardware, placement.num_active):
+    if profile := hardware.profile_of(placement.num_active):
         return share * by_rows_and_width(profile.layer, rows, placement.model.shape.hidden_size)
     if placement.cuda_graphs:
         return placement.kernels.layer * hardware.kernel_s
@@ -250,7 +244,7 @@ def layer_s(placement: ModelPlacement, hardware: HardwareConfig, rows: int) -> f
 
 def frame_s(placement: ModelPlacement, hardware: HardwareConfig, rows: int) -> float:
     """A forward without its layers and the head."""
-    if profile := profile_of(hardware, placement.num_active):
+    if profile := hardware.profile_of(placement.num_active):
         return by_rows_and_width(profile.frame, rows, placement.model.shape.hidden_size)
     return placement.kernels.frame * (hardware.kernel_s if placement.cuda_graphs else hardware.launch_s)
 
@@ -273,7 +267,7 @@ def all_reduce_s(hardware: HardwareConfig, ranks: tuple[int, ...], num_bytes: fl
 
     A ring of n ranks sends 2 (n - 1) / n times the bytes over every link.
     """
-    profile = profile_of(hardware, len(ranks))
+    profile = hardware.profile_of(len(ranks))
     if profile and profile.all_reduce:
         return by_size(profile.all_reduce, num_bytes)
     nodes = {rank // hardware.num_gpus for rank in ranks}
@@ -292,7 +286,7 @@ def message_s(hardware: HardwareConfig, ranks: tuple[int, ...], num_bytes: float
     """One message from a rank to others: a broadcast of ids, or a residual for the next device."""
     if len(ranks) == 1:
         return 0.0
-    profile = profile_of(hardware, len(ranks))
+    profile = hardware.profile_of(len(ranks))
     if profile and profile.all_reduce:
         return by_size(profile.all_reduce, num_bytes)
     apart = min(ranks) // hardware.num_gpus != max(ranks) // hardware.num_gpus

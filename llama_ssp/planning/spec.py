@@ -10,8 +10,8 @@ from llama_ssp.architectures.sizes import ENGINE_KERNELS, MOST_PIECES, Kernels, 
 from llama_ssp.config.drafts.drafter import draft_name
 from llama_ssp.config.drafts.model import Matching, matching_of
 from llama_ssp.config.formats.format import NO_QUANTIZATION, format_of
-from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.config.layout import Layout, lay_out_replica, max_device_bytes, may_capture
+from llama_ssp.config.machines.hardware import HardwareConfig
 from llama_ssp.config.paths import read_path
 from llama_ssp.config.plan import PlanConfig
 from llama_ssp.config.rules.rule import AT_ZERO, DEFAULT

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from llama_ssp.config.hardware import HardwareConfig
+from llama_ssp.config.machines.hardware import HardwareConfig
 
 _PACKAGES = ("torch", "transformers", "llama_ssp")
 _SOURCE_TREE = Path(__file__).parents[2]

@@ -5,14 +5,16 @@ the cores. A GPU behaves the same in both, so it gets bandwidth, FLOP/s, launche
 the measurements.
 
 A shared machine is faster at one hour than at another. `task.refresh` measures whole pairs alone, in a third of the
-time: the profiles keep their parts, and get new ratios to them.
+time: the profiles keep their parts, and get new ratios to them. By how much these have changed widens the ranges of
+plans, beside what has changed from turn to turn.
 """
 
+import math
 import os
 import platform
 import statistics
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -23,8 +25,9 @@ import yaml
 
 from llama_ssp.calibration import operators, rounds
 from llama_ssp.calibration.profiles import DTYPES, Show, all_cores, all_parts, measure
-from llama_ssp.config.hardware import Profile, SizePoint, build, problems_of
-from llama_ssp.config.machine import THIS_MACHINE, host_memory_bytes, system_bytes
+from llama_ssp.config.machines.hardware import build, problems_of
+from llama_ssp.config.machines.machine import THIS_MACHINE, host_memory_bytes, system_bytes
+from llama_ssp.config.machines.profile import Profile, SizePoint
 from llama_ssp.config.options import folders
 from llama_ssp.config.schema import Dtype, RunConfig
 from llama_ssp.config.tasks.calibrate import CalibrateConfig
@@ -87,11 +90,15 @@ def refresh(world: World, file: Path, show: Show) -> str | None:
     if world.comm.rank > 0:
         return None
     again = {each.parts.num_ranks: each.composed(machine) for each in measured}
+    changes = {num_ranks: _change(profiles[num_ranks], each) for num_ranks, each in again.items()}
+    for num_ranks, change in changes.items():
+        spread = math.hypot(again[num_ranks].spread, math.log(change))
+        again[num_ranks] = replace(again[num_ranks], spread=spread)
     figures["profiles"] = [asdict(each) for each in (profiles | again).values()]
     figures["sources"] = figures.get("sources", {}) | {"profiles": f"whole forwards measured again on {date.today()}"}
     _write(file, _rounded(figures))
-    changes = [f"{_change(profiles[n], each):.2f} times as long on {counted(n, 'rank')}" for n, each in again.items()]
-    return f"wrote {file}: forwards now take {', '.join(changes)}"
+    told = [f"{change:.2f} times as long on {counted(num_ranks, 'rank')}" for num_ranks, change in changes.items()]
+    return f"wrote {file}: forwards now take {', '.join(told)}"
 
 
 def _own_file(world: World) -> Path:

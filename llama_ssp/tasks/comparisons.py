@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from llama_ssp.config.hardware import HardwareConfig
+from llama_ssp.config.machines.hardware import HardwareConfig
 from llama_ssp.config.plan import PlanConfig, PlanFormat
 from llama_ssp.errors import CapacityError
 from llama_ssp.planning.choices.lengths import notes_on_guesses

@@ -10,12 +10,12 @@ from pathlib import Path
 from statistics import fmean
 
 from llama_ssp.architectures.family import family_of
-from llama_ssp.config import hardware
 from llama_ssp.config.drafts.drafter import draft_name
 from llama_ssp.config.drafts.model import matching_of
-from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.config.layout import lay_out_replica, may_capture
-from llama_ssp.config.machine import detect_hardware, machine_of_run
+from llama_ssp.config.machines import hardware
+from llama_ssp.config.machines.hardware import HardwareConfig
+from llama_ssp.config.machines.machine import detect_hardware, machine_of_run
 from llama_ssp.config.model_files import CONFIG_FILE, read_json
 from llama_ssp.config.paths import read_path
 from llama_ssp.config.plan import PlanFormat

@@ -60,8 +60,10 @@ def finalize(session: Session) -> None:
         session.terminal.verdict(summary.evaluation)
     session.terminal.closing(summary, run_dir=folder.path)
     around = Surroundings.of(session.world)
-    late = late_draft(summary, session.plan.timing, around) if session.plan else None
-    changed = changed_machine(summary, session.plan.hardware, around) if session.plan else None
+    late = changed = None
+    if plan := session.plan:
+        late = late_draft(summary, plan.timing, around)
+        changed = changed_machine(summary, plan.hardware, plan.timing, around)
     if sentence := late or slowness(summary, around) or changed:
         session.terminal.say(sentence)
     conclude_task(session)

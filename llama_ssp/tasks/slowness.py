@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from llama_ssp.config.hardware import HardwareConfig
+from llama_ssp.config.machines.hardware import HardwareConfig
 from llama_ssp.distributed.world import World
 from llama_ssp.planning.timing import Timing
 from llama_ssp.reports.lines import PLAIN, SPECULATIVE, Summary
@@ -13,7 +13,10 @@ from llama_ssp.reports.lines import PLAIN, SPECULATIVE, Summary
 MUCH_SLOWER = 3.0
 """Times its forecast, from which a run is worth a sentence."""
 CHANGED = 1.25
-"""Times its forecast, or its forecast divided by it, from which a calibration is worth a refresh."""
+"""Times its forecast, or its forecast divided by it, from which a calibration is worth a refresh.
+
+Where the forecast's own range is wider, that range.
+"""
 _LEAST_TOKENS = 32
 """Shorter runs mostly show their fixed costs."""
 _RUNNING_SHARE = 0.6
@@ -70,7 +73,7 @@ def slowness(summary: Summary, around: Surroundings) -> str | None:
     return f"{mode} decoding took {ratio:.1f} times its forecast ({_both(measured_ms, expected_ms)}): {_reason(around)}"
 
 
-def changed_machine(summary: Summary, hardware: HardwareConfig, around: Surroundings) -> str | None:
+def changed_machine(summary: Summary, hardware: HardwareConfig, timed: Timing, around: Surroundings) -> str | None:
     """A sentence on a run that a calibrated machine did in another time than forecast; None for other machines.
 
     Plain decoding tells: its forecast assumes no acceptance.
@@ -80,7 +83,8 @@ def changed_machine(summary: Summary, hardware: HardwareConfig, around: Surround
     if not (hardware.profiles and expected_ms and took_ms) or summary.num_new_tokens < _LEAST_TOKENS:
         return None
     ratio = took_ms / expected_ms
-    if 1 / CHANGED <= ratio <= CHANGED:
+    usual = max(CHANGED, timed.plain_range_s[1] / timed.plain_s if timed.plain_range_s else 1.0)
+    if 1 / usual <= ratio <= usual:
         return None
     reason = _known_reason(around) if ratio > 1 else ""
     if not reason:

@@ -5,11 +5,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from llama_ssp.planning.acceptance.fitted import DataSheetError, forecast
+from llama_ssp.planning.acceptance.fitted import forecast
 from llama_ssp.planning.acceptance.known import known
 from llama_ssp.planning.acceptance.pair import Acceptance, DraftedPair, pair_of_job
 from llama_ssp.planning.acceptance.rounds import Gain, tokens_per_round
 from llama_ssp.planning.spec import PlanSpec
+from llama_ssp.planning.time_error import TimeError
 
 NARROW_KS = 2
 """Lengths by which the ends of a range of the best K may differ for a plan to recommend one."""
@@ -25,12 +26,10 @@ class RoundRanges:
 
     Attributes:
         tokens_per_round: at the K that is priced.
-        token_s: seconds per token at this K; with the error of data sheets, where times stand on them.
         best_num_draft_tokens: the fastest K at either end of the acceptance.
     """
 
     tokens_per_round: tuple[float, float]
-    token_s: tuple[float, float]
     best_num_draft_tokens: tuple[int, int]
 
 
@@ -64,34 +63,36 @@ def fastest(times: Sequence[float]) -> int:
 
 
 def ranges(
-    acceptance: Acceptance,
-    rounds_s: Sequence[float],
-    *,
-    chosen: int,
-    time_error: DataSheetError | None,
-    gain: Gain = tokens_per_round,
+    acceptance: Acceptance, rounds_s: Sequence[float], *, chosen: int, gain: Gain = tokens_per_round
 ) -> RoundRanges | None:
     """The ranges at K = `chosen`, where rounds take `rounds_s` for K = 1, 2, ...; None for a given acceptance."""
-    if acceptance.low is None or acceptance.high is None:
+    if not acceptance.has_range:
         return None
     low, high = acceptance.ends
-    middle, slow, fast = (token_times(rounds_s, each, gain) for each in (acceptance.probability, low, high))
-    ends_s = joint_ends(middle[chosen - 1], (fast[chosen - 1], slow[chosen - 1]), time_error)
+    slow, fast = (token_times(rounds_s, each, gain) for each in (low, high))
     return RoundRanges(
         tokens_per_round=(gain(low, chosen), gain(high, chosen)),
-        token_s=ends_s,
         best_num_draft_tokens=(fastest(slow), fastest(fast)),
     )
 
 
-def joint_ends(middle_s: float, ends_s: tuple[float, float], time_error: DataSheetError | None) -> tuple[float, float]:
-    """A range of times by the acceptance, widened by the error of the times, which does not depend on it."""
-    if time_error is None:
-        return ends_s
-    fast, slow = (math.log(end_s / middle_s) for end_s in ends_s)
-    half = time_error.quantile * time_error.spread
-    start_s = middle_s * math.exp(time_error.mean)
-    return start_s * math.exp(-math.hypot(fast, half)), start_s * math.exp(math.hypot(slow, half))
+def token_range(
+    acceptance: Acceptance, round_s: float, error: TimeError | None, *, chosen: int, gain: Gain = tokens_per_round
+) -> tuple[float, float] | None:
+    """80 % range of the seconds per token of rounds of K = `chosen`: by the acceptance, and by the error of times.
+
+    They do not depend on each other. None if neither is known.
+    """
+    if not (acceptance.has_range or error):
+        return None
+    low, middle, high = (
+        gain(each, chosen) for each in (acceptance.ends[0], acceptance.probability, acceptance.ends[1])
+    )
+    start_s, half = round_s / middle, 0.0
+    if error:
+        start_s, half = start_s * math.exp(error.mean), error.quantile * error.spread
+    faster, slower = math.log(high / middle), math.log(middle / low)
+    return start_s * math.exp(-math.hypot(faster, half)), start_s * math.exp(math.hypot(slower, half))
 
 
 def knows_best_k(acceptance: Acceptance, found: RoundRanges | None) -> bool:

@@ -2,9 +2,8 @@
 
     logit(acceptance) = level + coefficients x features + what is special to the pair + what is special to a measurement
 
-`python -m benchmarks.ranges` fits the coefficients to the points of conf/acceptance.yaml and writes conf/ranges.yaml,
-which also has the error of times that stand on data sheets alone. Unknown features are taken in their middle, and widen
-the range. Nothing here needs numpy.
+`python -m benchmarks.ranges` fits the coefficients to the points of conf/acceptance.yaml and writes conf/ranges.yaml.
+Unknown features are taken in their middle, and widen the range. Nothing here needs numpy.
 """
 
 import math
@@ -13,7 +12,6 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
 
-from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.config.options import folders
 from llama_ssp.config.schema import TextKind
 from llama_ssp.planning.acceptance.pair import Acceptance, DraftedPair
@@ -24,8 +22,6 @@ MIDDLE_RATIO, MIDDLE_TEMPERATURE = 8.0, 0.5
 SPREAD_OF_UNKNOWN = {"size": 1.0, "temperature": 0.3, "code": 0.5}
 """Standard deviation of a feature that is not known: a factor of e in size, all temperatures to 1, either text."""
 _CODE = {TextKind.code: 0.5, TextKind.prose: -0.5, TextKind.any: 0.0}
-CALIBRATED = "measured by task=calibrate"
-"""How the source of figures begins that were measured on the machine itself."""
 _OTHER_FAMILY = 1.0
 """How far another family counts among the nearest pairs, in logarithms of the size ratio."""
 
@@ -67,21 +63,6 @@ class AcceptanceFit:
         """The smallest and the largest ratio of sizes among the pairs."""
         ratios = [pair.size_ratio for pair in self.pairs]
         return min(ratios), max(ratios)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataSheetError:
-    """How far published times are from forecasts by data sheets: the logarithm of published over forecast time."""
-
-    mean: float
-    spread: float
-    quantile: float
-    num_rows: int
-
-    def ends(self, seconds: float) -> tuple[float, float]:
-        """The range of a forecast time."""
-        half = self.quantile * self.spread
-        return seconds * math.exp(self.mean - half), seconds * math.exp(self.mean + half)
 
 
 def features(pair: DraftedPair) -> tuple[float, ...]:
@@ -144,21 +125,10 @@ def forecast(pair: DraftedPair) -> Acceptance:
     return Acceptance(probability=middle, low=low, high=high, source=source, is_forecast=True)
 
 
-def time_error(hardware: HardwareConfig) -> DataSheetError | None:
-    """The error of times on a GPU that is known by its data sheet alone; None for any other machine."""
-    is_measured = any(source.startswith(CALIBRATED) for source in hardware.sources.values())
-    return _shipped_time_error() if hardware.device == "cuda" and not is_measured else None
-
-
-@cache
-def _shipped_time_error() -> DataSheetError:
-    return DataSheetError(**_content()["times"])
-
-
 @cache
 def shipped_fit() -> AcceptanceFit:
     """The fit of the package."""
-    return read_fit(_content()["acceptance"])
+    return read_fit(folders.read(folders.conf_dir() / "ranges.yaml")["acceptance"])
 
 
 def read_fit(content: Mapping[str, Any]) -> AcceptanceFit:
@@ -169,10 +139,6 @@ def read_fit(content: Mapping[str, Any]) -> AcceptanceFit:
         "pairs": tuple(FittedPair(**pair) for pair in content["pairs"]),
     }
     return AcceptanceFit(**{**content, **read})
-
-
-def _content() -> dict[str, Any]:
-    return folders.read(folders.conf_dir() / "ranges.yaml")
 
 
 def _nearest(pair: DraftedPair, fit: AcceptanceFit) -> Sequence[FittedPair]:

@@ -59,6 +59,11 @@ class Acceptance:
     is_forecast: bool = False
 
     @property
+    def has_range(self) -> bool:
+        """Whether it has both ends."""
+        return self.low is not None and self.high is not None
+
+    @property
     def ends(self) -> tuple[float, float]:
         """The range, which a figure without one begins and ends."""
         return (

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from llama_ssp.architectures.family import inventory
 from llama_ssp.config.formats.format import format_of
-from llama_ssp.config.hardware import HardwareConfig
+from llama_ssp.config.machines.hardware import HardwareConfig
 from llama_ssp.config.schema import DraftLayout
 from llama_ssp.config.target_placement import Offload, TargetKind
 from llama_ssp.errors import PlacementError

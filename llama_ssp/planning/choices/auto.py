@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from llama_ssp.config.hardware import HardwareConfig
 from llama_ssp.config.layout import named
+from llama_ssp.config.machines.hardware import HardwareConfig
 from llama_ssp.config.schema import DraftLayout
 from llama_ssp.errors import PlacementError
 from llama_ssp.planning.choices.layouts import layouts, unusual_whole

@@ -16,7 +16,7 @@ from enum import IntEnum
 
 from llama_ssp.config import catalogue
 from llama_ssp.config.formats.format import format_of, formats
-from llama_ssp.config.hardware import HardwareConfig
+from llama_ssp.config.machines.hardware import HardwareConfig
 from llama_ssp.config.schema import DraftLayout, Dtype, WholeParts
 from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.errors import PlacementError

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from llama_ssp.config import hardware as catalogue
 from llama_ssp.config.formats.format import format_of
-from llama_ssp.config.hardware import HardwareConfig
+from llama_ssp.config.machines import hardware as catalogue
+from llama_ssp.config.machines.hardware import HardwareConfig
 from llama_ssp.config.schema import DraftLayout
 from llama_ssp.config.target_placement import Offload, TargetKind
 from llama_ssp.errors import PlacementError

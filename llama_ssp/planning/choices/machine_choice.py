@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from llama_ssp.config.hardware import PER_GPU, PER_NODE, HardwareConfig, Price
+from llama_ssp.config.machines.hardware import PER_GPU, PER_NODE, HardwareConfig, Price
 from llama_ssp.config.plan import Objective, PlanConfig
 from llama_ssp.planning.choices.lengths import notes_on_guesses
 from llama_ssp.planning.config_file import notes_on_families

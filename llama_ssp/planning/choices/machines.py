@@ -12,7 +12,7 @@ from functools import partial
 
 from llama_ssp.config import catalogue
 from llama_ssp.config.formats.format import NO_QUANTIZATION, formats
-from llama_ssp.config.hardware import PER_GPU, HardwareConfig
+from llama_ssp.config.machines.hardware import PER_GPU, HardwareConfig
 from llama_ssp.config.plan import Objective, PlanConfig
 from llama_ssp.config.schema import ModelConfig, PlacementConfig
 from llama_ssp.errors import PlacementError

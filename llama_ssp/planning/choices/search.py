@@ -11,7 +11,7 @@ from typing import Any
 
 from llama_ssp.config import catalogue
 from llama_ssp.config.formats.format import format_of, formats
-from llama_ssp.config.hardware import HardwareConfig
+from llama_ssp.config.machines.hardware import HardwareConfig
 from llama_ssp.config.schema import DraftLayout, ModelConfig
 from llama_ssp.errors import PlacementError
 from llama_ssp.planning.choices.layouts import layouts, placement_settings

@@ -9,7 +9,7 @@ from benchmarks import published, ranges
 from benchmarks.acceptance_fit import fit_acceptance, fit_times, student_quantile
 from benchmarks.points import Point, points, points_by_row
 from benchmarks.published_rows import A100, PAIRS, PLAIN, PlainRow
-from llama_ssp.config import hardware
+from llama_ssp.config.machines import hardware
 from llama_ssp.planning.acceptance.fitted import FEATURES, features, predicted, probability_of, shipped_fit
 from llama_ssp.planning.acceptance.rounds import tokens_per_round
 

@@ -121,7 +121,7 @@ def test_a_rank_of_srun_does_not_end_alone_for_the_memory_of_its_own_node(monkey
     """The other ranks would wait for it; every run checks its capacity again, together with them."""
     as_step_of_srun(monkeypatch, rank=0)
     started = []
-    monkeypatch.setattr("llama_ssp.config.machine.host_memory_bytes", lambda: 2**20)
+    monkeypatch.setattr("llama_ssp.config.machines.machine.host_memory_bytes", lambda: 2**20)
     monkeypatch.setattr("llama_ssp.commands.run.task_code", lambda: lambda config, _: started.append(config.seed))
     assert launch("-m", "device=cpu", "seed=1,2").code == 0
     assert started == [1, 2]
@@ -138,7 +138,7 @@ def test_a_folder_without_a_model_keeps_all_points_from_starting(local: str, tmp
 def test_prompts_that_cannot_be_read_keep_all_points_from_starting_on_any_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llama_ssp.config.machine._gpu_names", lambda: ["Nobody's GPU"])
+    monkeypatch.setattr("llama_ssp.config.machines.machine._gpu_names", lambda: ["Nobody's GPU"])
     good, bad = tmp_path / "good.jsonl", tmp_path / "bad.jsonl"
     good.write_text('{"prompt": "import os"}')
     bad.write_text("import os")

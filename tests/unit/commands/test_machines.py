@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from llama_ssp.commands import plan as entry
-from llama_ssp.config import hardware
+from llama_ssp.config.machines import hardware
 from llama_ssp.config.plan import Objective
 from tests.helpers.hub import put
 from tests.helpers.lanes import heavy

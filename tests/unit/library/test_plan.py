@@ -9,7 +9,8 @@ import pytest
 
 from llama_ssp import compare_machines, plan
 from llama_ssp.commands.plan import main, read_settings
-from llama_ssp.config import catalogue, hardware
+from llama_ssp.config import catalogue
+from llama_ssp.config.machines import hardware
 from llama_ssp.config.schema import DraftLayout
 from llama_ssp.errors import ConfigError
 from llama_ssp.planning.plan import document, make_plan

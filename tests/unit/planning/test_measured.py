@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 
-from llama_ssp.config.hardware import CompositionPoint, LinearPoint
+from llama_ssp.config.machines.profile import CompositionPoint, LinearPoint
 from llama_ssp.config.schema import Dtype
 from llama_ssp.planning.measured import between, composition_ratio, line, measured_linear_s
 

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from llama_ssp.architectures.sizes import BUCKET_STEP, ENGINE_KERNELS
-from llama_ssp.config import catalogue, hardware
+from llama_ssp.config import catalogue
+from llama_ssp.config.machines import hardware
 from llama_ssp.config.schema import DraftLayout, WholeParts
 from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.errors import PlacementError

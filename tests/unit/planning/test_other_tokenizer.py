@@ -5,13 +5,14 @@ from dataclasses import replace
 import pytest
 
 from llama_ssp.architectures.sizes import MOST_PIECES
-from llama_ssp.config import hardware
 from llama_ssp.config.drafts.model import Matching
+from llama_ssp.config.machines import hardware
 from llama_ssp.config.schema import DraftLayout
 from llama_ssp.models.prefill import Buckets
+from llama_ssp.planning.costs import CostModel
 from llama_ssp.planning.memory import memory
 from llama_ssp.planning.messages import round_messages
-from llama_ssp.planning.timing import CostModel, timing
+from llama_ssp.planning.timing import timing
 from tests.helpers.own_vocabulary import intersection_drafter
 from tests.helpers.planning import make_job
 from tests.helpers.prefix_runner import PrefixRunner

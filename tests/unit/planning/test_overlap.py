@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from llama_ssp.config.hardware import load
+from llama_ssp.config.machines.hardware import load
 from llama_ssp.config.schema import DraftLayout
 from llama_ssp.planning.acceptance.rounds import overlapped_corrections, overlapped_tokens, tokens_per_round
 from llama_ssp.planning.choices.search import search

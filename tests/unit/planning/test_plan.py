@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from llama_ssp.config import hardware
+from llama_ssp.config.machines import hardware
 from llama_ssp.config.schema import DraftLayout
 from llama_ssp.errors import CapacityError
 from llama_ssp.planning.plan import PLAN_VERSION, document, make_plan, require_room

@@ -6,8 +6,9 @@ import pytest
 
 from llama_ssp.architectures.inventory import Matrix
 from llama_ssp.architectures.sizes import ENGINE_KERNELS
-from llama_ssp.config import hardware
-from llama_ssp.config.hardware import HardwareConfig, LinearPoint, Link, Profile, RowsPoint, SizePoint
+from llama_ssp.config.machines import hardware
+from llama_ssp.config.machines.hardware import HardwareConfig, Link
+from llama_ssp.config.machines.profile import LinearPoint, Profile, RowsPoint, SizePoint
 from llama_ssp.config.schema import Dtype
 from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.planning.roofline import (

@@ -9,8 +9,9 @@ from transformers import AutoConfig, LlamaConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from llama_ssp.architectures.family import inventory
-from llama_ssp.config import catalogue, hardware
-from llama_ssp.config.hardware import HardwareConfig
+from llama_ssp.config import catalogue
+from llama_ssp.config.machines import hardware
+from llama_ssp.config.machines.hardware import HardwareConfig
 from llama_ssp.config.plan import PlanConfig
 from llama_ssp.config.schema import (
     MODEL_DRAFT,

@@ -5,14 +5,16 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.published import OTHER_ENGINES
-from llama_ssp.config import hardware
-from llama_ssp.config.hardware import CompositionPoint, HardwareConfig
+from llama_ssp.config.machines import hardware
+from llama_ssp.config.machines.hardware import HardwareConfig
+from llama_ssp.config.machines.profile import CompositionPoint
 from llama_ssp.config.schema import DraftLayout, Dtype
 from llama_ssp.config.target_placement import TargetKind
+from llama_ssp.planning.costs import CostModel
 from llama_ssp.planning.memory import kv_bytes_per_token
 from llama_ssp.planning.roofline import ForwardTime, all_reduce_s, bandwidth, working_set_bytes
 from llama_ssp.planning.spec import PlannedModel
-from llama_ssp.planning.timing import CostModel, timing
+from llama_ssp.planning.timing import timing
 from tests.helpers.planning import make_job, measured_machine, small_model
 
 A100 = hardware.load("8xa100_80gb")

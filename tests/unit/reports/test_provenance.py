@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from llama_ssp.config import hardware
+from llama_ssp.config.machines import hardware
 from llama_ssp.reports.provenance import gpu_links, planned_link, processor
 
 HEADER = "\t\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tCPU Affinity\tNUMA Affinity\x1b[0m"

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from llama_ssp.config import catalogue, hardware
-from llama_ssp.config.machine import machine_of_run
+from llama_ssp.config import catalogue
+from llama_ssp.config.machines import hardware
+from llama_ssp.config.machines.machine import machine_of_run
 from llama_ssp.config.options import folders
 from llama_ssp.config.schema import (
     MODEL_DRAFT,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llama_ssp.config import hardware
+from llama_ssp.config.machines import hardware
 from llama_ssp.config.schema import Dtype
 from llama_ssp.library import Pair, load
 from llama_ssp.models.linear import HalfLinear, can_halve

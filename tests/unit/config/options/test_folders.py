@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from llama_ssp.config import hardware, machine
+from llama_ssp.config.machines import hardware, machine
 from llama_ssp.config.options import folders
 from llama_ssp.errors import ConfigError
 from llama_ssp.planning.acceptance.known import known

@@ -4,9 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from llama_ssp.config import hardware
 from llama_ssp.config.schema import TextKind
-from llama_ssp.planning.acceptance.fitted import around, forecast, predicted, shipped_fit, time_error
+from llama_ssp.planning.acceptance.fitted import around, forecast, predicted, shipped_fit
 from llama_ssp.planning.acceptance.pair import DraftedPair
 
 PAIR = DraftedPair(target="a", draft="b", size_ratio=10.0, family="llama", temperature=0.5, text=TextKind.prose)
@@ -68,13 +67,3 @@ def test_rules_coincide_at_temperature_0() -> None:
 def test_a_figure_of_the_pair_is_better_known_than_a_forecast() -> None:
     low, high = around(forecast(PAIR).probability)
     assert high - low < 0.8 * width(PAIR)
-
-
-def test_times_stand_on_data_sheets_until_a_gpu_is_calibrated() -> None:
-    described = hardware.load("8xa100_80gb")
-    error = time_error(described)
-    assert error
-    low, high = error.ends(1.0)
-    assert 0.8 < low < 1 < high < 1.4
-    assert time_error(replace(described, sources={"all": "measured by task=calibrate on host"})) is None
-    assert time_error(hardware.load("laptop_cpu")) is None

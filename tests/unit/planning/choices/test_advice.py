@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from llama_ssp.config import hardware
-from llama_ssp.config.hardware import Profile
+from llama_ssp.config.machines import hardware
+from llama_ssp.config.machines.profile import Profile
 from llama_ssp.config.schema import DraftLayout
 from llama_ssp.config.target_placement import Offload, TargetKind
 from llama_ssp.planning.choices import advice

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from llama_ssp.config import hardware
+from llama_ssp.config.machines import hardware
 from llama_ssp.config.schema import DraftLayout, WholeParts
 from llama_ssp.errors import PlacementError
 from llama_ssp.planning.choices.auto import choose_placement

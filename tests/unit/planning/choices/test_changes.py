@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from llama_ssp.config import hardware
-from llama_ssp.config.hardware import HardwareConfig
+from llama_ssp.config.machines import hardware
+from llama_ssp.config.machines.hardware import HardwareConfig
 from llama_ssp.config.schema import DraftLayout, WholeParts
 from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.planning.choices import changes

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from llama_ssp.config import hardware
+from llama_ssp.config.machines import hardware
 from llama_ssp.config.schema import DraftLayout
 from llama_ssp.planning.choices.fewer import faster_on_fewer
 from llama_ssp.planning.choices.layouts import same_kind

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
-from llama_ssp.config import catalogue, hardware
+from llama_ssp.config import catalogue
 from llama_ssp.config.drafts.model import ModelDraftConfig
-from llama_ssp.config.hardware import PER_GPU, HardwareConfig, Price
+from llama_ssp.config.machines import hardware
+from llama_ssp.config.machines.hardware import PER_GPU, HardwareConfig, Price
 from llama_ssp.config.plan import Objective, PlanConfig
 from llama_ssp.config.schema import MODEL_DRAFT, NO_DRAFT, DrafterConfig
 from llama_ssp.planning.choices.machine_choice import MachineChoice, nothing_left

@@ -5,7 +5,8 @@ from functools import cache
 
 import pytest
 
-from llama_ssp.config import catalogue, hardware
+from llama_ssp.config import catalogue
+from llama_ssp.config.machines import hardware
 from llama_ssp.config.schema import DraftLayout
 from llama_ssp.planning.choices.auto import choose_placement
 from llama_ssp.planning.choices.layouts import same_kind

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from llama_ssp.config import hardware
+from llama_ssp.config.machines import hardware
 from llama_ssp.config.schema import DraftLayout
 from llama_ssp.errors import ConfigError
 from llama_ssp.planning.choices.search import search, search_document

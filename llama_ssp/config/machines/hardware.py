@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any, get_args, get_origin
 
+from llama_ssp.config.machines.profile import Profile
 from llama_ssp.config.options import folders
 from llama_ssp.config.schema import Dtype
 from llama_ssp.errors import ConfigError, one_message, unknown_name
@@ -38,83 +39,6 @@ class Price:
     usd_per_hour: float
     per: str = PER_NODE
     date: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class LinearPoint:
-    """Measured time of one linear layer: `rows` inputs through a matrix of `elements` numbers.
-
-    `dtype` is the number format of the matrix or its storage format, `arithmetic` that of inputs and sums.
-    `working_set_bytes` is the size of all matrices that were cycled through, which decides if they stay in a cache.
-    """
-
-    dtype: str
-    rows: int
-    elements: int
-    working_set_bytes: int
-    s: float
-    arithmetic: str = Dtype.fp32.name
-
-
-@dataclass(frozen=True, kw_only=True)
-class RowsPoint:
-    """Measured time by the rows of a forward and the width of the model."""
-
-    rows: int
-    width: int
-    s: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class SizePoint:
-    """Measured time by one size: bytes, rows, or numbers to draw from."""
-
-    size: int
-    s: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class CompositionPoint:
-    """Measured time of a whole forward, divided by the sum of the profile's parts.
-
-    `rows` is the number of inputs of the forward, `working_set_bytes` the size of its matrices on one rank.
-    """
-
-    rows: int
-    working_set_bytes: int
-    ratio: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Profile:
-    """Measurements of `task=calibrate` with `num_ranks` ranks of a node active at the same time.
-
-    Attributes:
-        linear: linear layers as the models call them.
-        tied_head: linear layers whose matrix is also an embedding.
-        layer, frame: a decoder layer without its matrices and with few slots filled; a forward without layers and head.
-        attention: seconds per further byte of keys and values, by the rows that read it.
-        draw, verify: a draw and the rule, by numbers processed (rows x vocabulary).
-        all_reduce: by bytes; empty for one rank.
-        round_s: host time of the loop per round.
-        composition: whole forwards compared with the sum of the parts; empty applies no correction.
-        composition_apart: the same where each rank holds a model of its own; empty takes `composition`.
-        first_draft: how much longer the first draft forward of a round takes, by the bytes of the target's matrices.
-    """
-
-    num_ranks: int
-    linear: list[LinearPoint]
-    tied_head: list[LinearPoint]
-    layer: list[RowsPoint]
-    frame: list[RowsPoint]
-    attention: list[SizePoint]
-    draw: list[SizePoint]
-    verify: list[SizePoint]
-    all_reduce: list[SizePoint] = field(default_factory=list)
-    round_s: float = 0.0
-    composition: list[CompositionPoint] = field(default_factory=list)
-    composition_apart: list[CompositionPoint] = field(default_factory=list)
-    first_draft: list[SizePoint] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +89,10 @@ class HardwareConfig:
         """Equal descriptions have equal hashes; lists of measurements are left out."""
         return hash((self.name, self.num_gpus, self.num_nodes, self.memory_bytes, len(self.profiles)))
 
+    def profile_of(self, num_active: int) -> Profile | None:
+        """The profile with the nearest number of active ranks of a node; None for a machine without profiles."""
+        return min(self.profiles, key=lambda profile: abs(profile.num_ranks - num_active), default=None)
+
     @property
     def num_ranks(self) -> int:
         """Ranks of all nodes."""
@@ -184,7 +112,16 @@ class HardwareConfig:
 
 
 DEVICES = ("cuda", "cpu")
-_MAY_BE_ZERO = {"system_bytes", "context_bytes", "collective_bytes", "kernel_s", "launch_s", "latency_s", "round_s"}
+_MAY_BE_ZERO = {
+    "system_bytes",
+    "context_bytes",
+    "collective_bytes",
+    "kernel_s",
+    "launch_s",
+    "latency_s",
+    "round_s",
+    "spread",
+}
 _BY_NUMBER_FORMAT = ("flops_per_s", "slowdown")
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from llama_ssp.config import hardware, machine
+from llama_ssp.config.machines import hardware, machine
 from llama_ssp.errors import ConfigError
 
 SHIPPED = [
