@@ -11,7 +11,7 @@ Of memory, measured is how much resident memory grew by loading, and the cache's
 On a shared machine a neighbour's work adds to the times of calibration and run alike, and to each at other moments. So
 both are means over turns that are spread over the whole program, without the slowest tenth; "mean" has all turns. The
 random pairs that calibration decodes take part in the turns, and each forecast is given twice: by the calibration as it
-stands ("plan"), and with what those pairs take here ("plan now"; `calibration.model_pairs`).
+stands ("plan", with its 80 % range), and with what those pairs take here ("plan now"; `calibration.model_pairs`).
 """
 
 import argparse
@@ -55,7 +55,7 @@ from llama_ssp.planning.acceptance.rounds import implied_acceptance
 from llama_ssp.planning.config_file import read_config
 from llama_ssp.planning.memory import memory
 from llama_ssp.planning.spec import PlannedModel, PlanSpec
-from llama_ssp.planning.timing import timing
+from llama_ssp.planning.timing import Timing, timing
 from llama_ssp.weights.checkpoint import inspect
 
 NEW_TOKENS = 64
@@ -203,11 +203,20 @@ def as_it_is_now(machine: HardwareConfig, random_pairs: Pairs, num_ranks: int) -
     return replace(machine, profiles=[*others, composed(before, machine, random_pairs.times())])
 
 
-def forecast(pair: Pair, world: World, machine: HardwareConfig) -> Times:
+def forecast(pair: Pair, world: World, machine: HardwareConfig) -> Timing:
     """What a plan says."""
-    timed = timing(planned_job(pair.case, world, pair.acceptance()), machine)
-    assert timed.speculative_run_s, "there is a draft"
-    return Times(1e3 * timed.plain_run_s, 1e3 * timed.speculative_run_s)
+    return timing(planned_job(pair.case, world, pair.acceptance()), machine)
+
+
+def planned_ms(timed: Timing, mode: str) -> float:
+    """Of a completion, with its prompt."""
+    return 1e3 * float(getattr(timed, f"{mode}_run_s"))
+
+
+def ends_ms(timed: Timing, mode: str) -> tuple[float, float] | None:
+    """The range of `planned_ms`; a plan has that of a token after the prompt."""
+    ends_s, token_s = getattr(timed, f"{mode}_range_s"), getattr(timed, f"{mode}_s")
+    return ends_s and tuple(planned_ms(timed, mode) * end_s / token_s for end_s in ends_s)
 
 
 def main(shipped: Path, num_turns: int) -> None:
@@ -235,15 +244,19 @@ def main(shipped: Path, num_turns: int) -> None:
 def print_times(pairs: Sequence[Pair], world: World, machine: HardwareConfig, now: HardwareConfig) -> None:
     """Forecasts over what a run takes."""
     table = Table(title=f"milliseconds per token, {world.comm.size} ranks", title_justify="left", show_edge=False)
-    for column in ("", "", "plan", "plan now", "run", "mean", "plan / run", "plan now / run"):
+    for column in ("", "", "plan", "80 %", "plan now", "run", "mean", "plan / run", "inside", "plan now / run"):
         table.add_column(column, justify="right" if column else "left")
     for pair in pairs:
-        forecasts = [forecast(pair, world, each) for each in (machine, now)]
+        then, today = (forecast(pair, world, each) for each in (machine, now))
         took, means = pair.times(), pair.means()
         for mode in Times._fields:
-            plans, run = [getattr(each, mode) for each in forecasts], getattr(took, mode)
-            times = [f"{each:.2f}" for each in (*plans, run, getattr(means, mode))]
-            table.add_row(pair.case.name, mode, *times, *(f"{each / run:.2f}" for each in plans))
+            plan_ms, now_ms, run_ms = planned_ms(then, mode), planned_ms(today, mode), getattr(took, mode)
+            ends, shown, inside = ends_ms(then, mode), "", ""
+            if ends:
+                shown, inside = f"{ends[0]:.2f}-{ends[1]:.2f}", "yes" if ends[0] <= run_ms <= ends[1] else "no"
+            times = f"{now_ms:.2f}", f"{run_ms:.2f}", f"{getattr(means, mode):.2f}"
+            ratios = f"{plan_ms / run_ms:.2f}", inside, f"{now_ms / run_ms:.2f}"
+            table.add_row(pair.case.name, mode, f"{plan_ms:.2f}", shown, *times, *ratios)
     Console().print(table)
 
 
