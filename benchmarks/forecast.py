@@ -11,7 +11,8 @@ Of memory, measured is how much resident memory grew by loading, and the cache's
 On a shared machine a neighbour's work adds to the times of calibration and run alike, and to each at other moments. So
 both are means over turns that are spread over the whole program, without the slowest tenth; "mean" has all turns. The
 random pairs that calibration decodes take part in the turns, and each forecast is given twice: by the calibration as it
-stands ("plan", with its 80 % range), and with what those pairs take here ("plan now"; `calibration.model_pairs`).
+stands ("plan", with its 80 % range), and with what those pairs take here ("plan now"; `calibration.model_pairs`). On a
+shared machine only the second one tells whether the planner is right: both of its sides are from the same minutes.
 """
 
 import argparse

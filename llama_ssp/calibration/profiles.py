@@ -47,9 +47,9 @@ class Measured(NamedTuple):
 
 
 def measure(world: World, parts: Parts, show: Show) -> list[Measured]:
-    """Measure the pairs of rank 0 alone with all cores, then of all ranks: cut over them, and one for each.
+    """Measure rank 0 alone with all cores, and all ranks together: with pairs cut over them, and with one for each.
 
-    All ranks must call this together; rank 0 returns what was measured.
+    All ranks must call this together; rank 0 returns what was measured, the others nothing.
     """
     comm, all_ranks = world.comm, world.comm.size
     found, shared = dict[int, Profile](), list[Pairs]()

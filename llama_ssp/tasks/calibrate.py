@@ -45,7 +45,10 @@ def run(config: RunConfig, world: World, terminal: Terminal) -> str | None:
     """Do `task=calibrate`; returns the closing message of rank 0."""
     task = config.task
     assert isinstance(task, CalibrateConfig)
-    file = Path(task.output) if task.output else _own_file(world)
+    file = Path(task.output or folders.new_file("hardware", THIS_MACHINE))
+    if not (task.output or task.refresh or world.comm.rank):
+        with suppress(OSError):  # a check says why
+            file.parent.mkdir(parents=True, exist_ok=True)
     do = refresh if task.refresh else calibrate
     with terminal.measuring() as show:
         return do(world, file, show)
@@ -99,15 +102,6 @@ def refresh(world: World, file: Path, show: Show) -> str | None:
     _write(file, _rounded(figures))
     told = [f"{change:.2f} times as long on {counted(num_ranks, 'rank')}" for num_ranks, change in changes.items()]
     return f"wrote {file}: forwards now take {', '.join(told)}"
-
-
-def _own_file(world: World) -> Path:
-    """The catalogue's entry `this_machine`, in a folder that exists if it can."""
-    file = folders.new_file("hardware", THIS_MACHINE)
-    if world.comm.rank == 0:
-        with suppress(OSError):  # a check says why
-            file.parent.mkdir(parents=True, exist_ok=True)
-    return file
 
 
 def _calibrated(file: Path, world: World) -> dict[str, Any]:

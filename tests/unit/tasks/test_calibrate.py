@@ -18,6 +18,9 @@ from llama_ssp.calibration.random_llama import RandomLlama
 from llama_ssp.config.machines import hardware
 from llama_ssp.config.machines.profile import CompositionPoint, LinearPoint, Profile
 from llama_ssp.config.options import folders
+from llama_ssp.config.schema import RunConfig
+from llama_ssp.config.tasks.calibrate import CalibrateConfig
+from llama_ssp.console.terminal import Terminal
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.environment import Ranks
 from llama_ssp.distributed.world import World
@@ -167,6 +170,20 @@ def test_what_cannot_be_refreshed_is_one_sentence(
     monkeypatch.setattr(profiles, "Pairs", None)
     with pytest.raises(ConfigError, match=message):
         refresh(replace(WORLD, device=torch.device(device)), make(tmp_path), Shown())
+
+
+@pytest.mark.parametrize("refreshes", [False, True])
+def test_only_a_calibration_makes_the_folder_of_its_file(
+    refreshes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, done = tmp_path / "hardware" / "this_machine.yaml", list[Path]()
+    for name in ("calibrate", "refresh"):
+        monkeypatch.setattr(task, name, lambda _world, file, _show: done.append(file))
+    monkeypatch.setattr(folders, "new_file", lambda *_: file)
+    config = RunConfig(task=CalibrateConfig(refresh=refreshes))
+    task.run(config, WORLD, Terminal.of_rank(0))
+    assert done == [file]
+    assert file.parent.is_dir() != refreshes
 
 
 @pytest.mark.parametrize(("name", "reason"), [("missing/machine.yaml", "no .*/missing"), ("", "it is a folder")])
