@@ -18,7 +18,6 @@ from llama_ssp.calibration.random_llama import RandomLlama
 from llama_ssp.config.machines import hardware
 from llama_ssp.config.machines.profile import CompositionPoint, LinearPoint, Profile
 from llama_ssp.config.options import folders
-from llama_ssp.config.schema import RunConfig
 from llama_ssp.config.tasks.calibrate import CalibrateConfig
 from llama_ssp.console.terminal import Terminal
 from llama_ssp.distributed.comms import Comm
@@ -180,7 +179,7 @@ def test_only_a_calibration_makes_the_folder_of_its_file(
     for name in ("calibrate", "refresh"):
         monkeypatch.setattr(task, name, lambda _world, file, _show: done.append(file))
     monkeypatch.setattr(folders, "new_file", lambda *_: file)
-    config = RunConfig(task=CalibrateConfig(refresh=refreshes))
+    config: Any = SimpleNamespace(task=CalibrateConfig(refresh=refreshes))
     task.run(config, WORLD, Terminal.of_rank(0))
     assert done == [file]
     assert file.parent.is_dir() != refreshes
