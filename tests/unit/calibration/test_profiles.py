@@ -13,18 +13,11 @@ from llama_ssp.calibration.model_pairs import PairTime
 from llama_ssp.calibration.random_llama import RandomLlama
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.environment import Ranks
-from llama_ssp.distributed.world import World
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
+from tests.helpers.worlds import ONE_CORE
 
 pytestmark = pytest.mark.seconds
 
-WORLD = World(
-    cores=frozenset({0}),
-    comm=Comm.single(),
-    ranks=Ranks(rank=0, size=1, local_rank=0, local_size=1),
-    device=torch.device("cpu"),
-    note=None,
-)
 PAIR = PairTime(target=RandomLlama(64, 1, 64), draft=RandomLlama(64, 1, 64), prompt_s=1.0, plain_s=1.0, rounds={})
 
 
@@ -57,7 +50,7 @@ def test_pairs_of_all_profiles_decode_in_the_same_turns_after_the_parts(
         own.log = logs[comm.rank]
         ranks = Ranks(rank=comm.rank, size=num_ranks, local_rank=comm.rank, local_size=num_ranks)
         return profiles.measure(
-            replace(WORLD, comm=comm, ranks=ranks, device=torch.device("meta")), parts, lambda *_step: None
+            replace(ONE_CORE, comm=comm, ranks=ranks, device=torch.device("meta")), parts, lambda *_step: None
         )
 
     monkeypatch.setattr(profiles, "Pairs", lambda comm, **options: LoggedPairs(own.log, comm, **options))

@@ -13,34 +13,21 @@ import torch
 import yaml
 
 from llama_ssp.calibration import model_pairs, operators, profiles, rounds
-from llama_ssp.calibration.model_pairs import PairTime
 from llama_ssp.calibration.random_llama import RandomLlama
 from llama_ssp.config.machines import hardware
 from llama_ssp.config.machines.profile import CompositionPoint, LinearPoint, Profile
 from llama_ssp.config.options import folders
 from llama_ssp.config.tasks.calibrate import CalibrateConfig
 from llama_ssp.console.terminal import Terminal
-from llama_ssp.distributed.comms import Comm
-from llama_ssp.distributed.environment import Ranks
 from llama_ssp.distributed.world import World
 from llama_ssp.errors import ConfigError, SspError
 from llama_ssp.planning.timing import timing
 from llama_ssp.tasks import calibrate as task
 from llama_ssp.tasks.calibrate import calibrate, refresh
 from tests.helpers.planning import make_job
+from tests.helpers.worlds import ONE_CORE
 
 pytestmark = pytest.mark.seconds
-
-WORLD = World(
-    cores=frozenset({0}),
-    comm=Comm.single(),
-    ranks=Ranks(rank=0, size=1, local_rank=0, local_size=1),
-    device=torch.device("cpu"),
-    note=None,
-)
-
-
-PAIR = PairTime(target=RandomLlama(64, 1, 64), draft=RandomLlama(64, 1, 64), prompt_s=1.0, plain_s=1.0, rounds={})
 
 
 @pytest.fixture
@@ -73,7 +60,7 @@ class Shown:
 @pytest.mark.usefixtures("hasty")
 def test_the_file_is_a_sound_description_from_which_a_run_can_be_planned(tmp_path: Path) -> None:
     file, shown = tmp_path / "machine.yaml", Shown()
-    assert calibrate(WORLD, file, shown) == f"wrote {file}"
+    assert calibrate(ONE_CORE, file, shown) == f"wrote {file}"
     assert [*shown.turns] == ["1 rank, all cores: parts", "whole forwards"]
     assert all(done == total for done, total in shown.turns.values())
     figures = yaml.safe_load(file.read_text())
@@ -115,7 +102,7 @@ def test_a_refresh_measures_whole_forwards_alone(tmp_path: Path, monkeypatch: py
         monkeypatch.setattr(operators, name, None)
     file, shown = machine_file(tmp_path), Shown()
     before = yaml.safe_load(file.read_text())
-    message = refresh(WORLD, file, shown)
+    message = refresh(ONE_CORE, file, shown)
     assert shown.turns == {"whole forwards": (9, 9)}
     after = yaml.safe_load(file.read_text())
     assert hardware.problems_of(after) == []
@@ -149,7 +136,7 @@ def test_what_a_refresh_changes_widens_the_ranges(
     monkeypatch.setattr(profiles, "composed", lambda parts, *_: replace(parts, spread=0.3))
     monkeypatch.setattr(task, "_change", lambda *_: change)
     file = machine_file(tmp_path)
-    refresh(WORLD, file, Shown())
+    refresh(ONE_CORE, file, Shown())
     (profile,) = hardware.build(yaml.safe_load(file.read_text())).profiles
     assert profile.spread == pytest.approx(spread, rel=1e-3)
 
@@ -168,7 +155,7 @@ def test_what_cannot_be_refreshed_is_one_sentence(
 ) -> None:
     monkeypatch.setattr(profiles, "Pairs", None)
     with pytest.raises(ConfigError, match=message):
-        refresh(replace(WORLD, device=torch.device(device)), make(tmp_path), Shown())
+        refresh(replace(ONE_CORE, device=torch.device(device)), make(tmp_path), Shown())
 
 
 @pytest.mark.parametrize("refreshes", [False, True])
@@ -180,7 +167,7 @@ def test_only_a_calibration_makes_the_folder_of_its_file(
         monkeypatch.setattr(task, name, lambda _world, file, _show: done.append(file))
     monkeypatch.setattr(folders, "new_file", lambda *_: file)
     config: Any = SimpleNamespace(task=CalibrateConfig(refresh=refreshes))
-    task.run(config, WORLD, Terminal.of_rank(0))
+    task.run(config, ONE_CORE, Terminal.of_rank(0))
     assert done == [file]
     assert file.parent.is_dir() != refreshes
 
@@ -191,4 +178,4 @@ def test_a_file_that_cannot_be_written_is_one_sentence_before_anything_is_measur
 ) -> None:
     monkeypatch.setattr(operators, "linear_points", None)
     with pytest.raises(SspError, match=rf"cannot be written \({reason}\): .* task\.output=FILE"):
-        calibrate(WORLD, tmp_path / name, Shown())
+        calibrate(ONE_CORE, tmp_path / name, Shown())
