@@ -4,7 +4,7 @@ Shapes: K drafted tokens.
 """
 
 import math
-from functools import partial
+from functools import cached_property, partial
 
 from llama_ssp.architectures.sizes import OWN_SLOTS_PER_SLOT, PREFILL_CHUNK
 from llama_ssp.config.drafts.model import Matching
@@ -136,9 +136,15 @@ class CostModel:
         """All draft steps of a round; the first finds the caches as the target has left them."""
         if not (self.draft and num_draft_tokens):
             return 0.0
+        first_s, later_s = self._draft_steps_s
+        return first_s + (num_draft_tokens - 1) * later_s
+
+    @cached_property
+    def _draft_steps_s(self) -> tuple[float, float]:
+        """The first draft step of a round, and each later one."""
         points = self._profile.first_draft if self._profile else []
         more_s = by_size(points, working_set_bytes(self.target, self.hardware))
-        return self.draft_step_s(self.job.first_draft_rows) + more_s + (num_draft_tokens - 1) * self.draft_step_s(1)
+        return self.draft_step_s(self.job.first_draft_rows) + more_s, self.draft_step_s(1)
 
     def overlapped(self, num_draft_tokens: int) -> OverlappedTime:
         """A round in which drafting overlaps the target's forward of K positions."""

@@ -14,6 +14,7 @@ alone, and then a round that examines K tokens. `acceptance.rounds` has the toke
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Any
 
 from llama_ssp.planning.acceptance.rounds import overlapped_corrections, overlapped_tokens, tokens_per_round
@@ -97,7 +98,7 @@ class OverlappedRounds:
     """
 
     def __init__(self, time_of: Callable[[int], OverlappedTime], *, acceptance: float, batch_size: int) -> None:
-        self._time_of = time_of
+        self._time_of = cache(time_of)
         self._acceptance = acceptance
         self._batch_size = batch_size
 
