@@ -29,7 +29,7 @@ from llama_ssp.models.linear import Linear, make_linear
 from llama_ssp.models.native.attention import find_attention
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.runner import Runner
-from llama_ssp.planning.measured import measured_linear_s
+from llama_ssp.planning.measured import LinearTable
 from llama_ssp.planning.roofline import MEASURED_SLOTS
 
 ELEMENTS = tuple(4**power for power in range(6, 13))
@@ -219,7 +219,7 @@ def operator_points(
         for rows in OPERATOR_ROWS:
             few_s, many_s = _forward_s(few, rows, between), _forward_s(many, rows, between)
             layer_s = (many_s - few_s) / (MANY_LAYERS - 1)
-            price = partial(measured_linear_s, linear, rows=rows, dtype=Dtype.fp32)
+            price = partial(LinearTable(linear).seconds, rows=rows, dtype=Dtype.fp32)
             sizes = [2 * width * width, width * width, 2 * MLP_SHARE * width * width, MLP_SHARE * width * width]
             set_bytes = 4 * MANY_LAYERS * sum(sizes)
             matrices_s = sum(price(elements, working_set_bytes=set_bytes) for elements in sizes)

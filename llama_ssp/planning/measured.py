@@ -1,11 +1,19 @@
 """Interpolates the measurements of a profile; `roofline` uses the results."""
 
 import math
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from operator import itemgetter
+from typing import NamedTuple, TypeAlias
 
 from llama_ssp.config.formats.format import NO_QUANTIZATION
-from llama_ssp.config.machines.profile import CompositionPoint, LinearPoint, RowsPoint, SizePoint
+from llama_ssp.config.machines.profile import CompositionPoint, LinearPoint, Profile, RowsPoint, SizePoint
 from llama_ssp.config.schema import Dtype
+
+_X = itemgetter(0)
+_Surface: TypeAlias = list[tuple[int, list[tuple[int, list[tuple[float, float]]]]]]
+"""(elements, seconds) by rows, by the working set, all in increasing order."""
 
 
 def line(points: Sequence[tuple[float, float]], x: float) -> float:
@@ -15,7 +23,7 @@ def line(points: Sequence[tuple[float, float]], x: float) -> float:
     """
     if len(points) == 1:
         return points[0][1]
-    start = max((index for index, (known, _) in enumerate(points[:-1]) if known <= x), default=0)
+    start = max(bisect_right(points, x, hi=len(points) - 1, key=_X) - 1, 0)
     (x0, y0), (x1, y1) = points[start], points[start + 1]
     y = y0 + (y1 - y0) * (x - x0) / (x1 - x0)
     return max(y, points[-1][1]) if x > points[-1][0] else y if x >= points[0][0] else max(y, 0.0)
@@ -27,46 +35,79 @@ def between(points: Sequence[tuple[float, float]], x: float) -> float:
     return line(logs, min(max(math.log(x), logs[0][0]), logs[-1][0]))
 
 
-def measured_linear_s(
-    linear: list[LinearPoint],
-    elements: int,
-    *,
-    rows: int,
-    dtype: Dtype,
-    working_set_bytes: int,
-    arithmetic: Dtype = Dtype.fp32,
-    slowdown: float = 1.0,
-    quantization: str = NO_QUANTIZATION,
-) -> float:
-    """Interpolate measured linear layers by the size of the matrix, the rows and the working set.
+class LinearTable:
+    """Measured linear layers, interpolated by the size of the matrix, the rows and the working set."""
 
-    `LinearPoint` describes the arguments. A number format that was not measured uses the points of the first measured
-    one. An arithmetic that was not measured takes `slowdown` times as long as fp32 on 16-bit weights. A `quantization`
-    that was measured uses its own points; another one those of the number format.
-    """
-    own = [point for point in linear if point.dtype == quantization]
-    linear = own or [point for point in linear if point.dtype in Dtype.__members__]
-    points = [point for point in linear if point.arithmetic == arithmetic.name]
-    if not points and arithmetic is not Dtype.fp32:
-        return slowdown * measured_linear_s(
-            linear, elements, rows=rows, dtype=Dtype.fp16, working_set_bytes=working_set_bytes
-        )
-    points = points or linear
+    def __init__(self, points: Iterable[LinearPoint]) -> None:
+        self._points = list(points)
+        self._surfaces: dict[tuple[str, Dtype, Dtype], _Surface] = {}
+
+    def has_arithmetic(self, arithmetic: Dtype) -> bool:
+        """Whether layers of this arithmetic were measured."""
+        return any(point.arithmetic == arithmetic.name for point in self._points)
+
+    def seconds(
+        self,
+        elements: int,
+        *,
+        rows: int,
+        dtype: Dtype,
+        working_set_bytes: int,
+        arithmetic: Dtype = Dtype.fp32,
+        slowdown: float = 1.0,
+        quantization: str = NO_QUANTIZATION,
+    ) -> float:
+        """The time of one layer; `LinearPoint` describes the arguments.
+
+        A number format that was not measured uses the points of the first measured one. An arithmetic that was not
+        measured takes `slowdown` times as long as fp32 on 16-bit weights. A `quantization` that was measured uses its
+        own points; another one those of the number format.
+        """
+        times = 1.0
+        if arithmetic is not Dtype.fp32 and not self._points_of(quantization, arithmetic):
+            times, dtype, arithmetic = slowdown, Dtype.fp16, Dtype.fp32
+        kind = quantization, arithmetic, dtype
+        if kind not in self._surfaces:
+            self._surfaces[kind] = _surface(self._points_of(quantization, arithmetic), dtype)
+        by_set = [
+            (set_bytes, line([(known, line(points, elements)) for known, points in by_rows], rows))
+            for set_bytes, by_rows in self._surfaces[kind]
+        ]
+        return times * between(by_set, working_set_bytes)
+
+    def _points_of(self, quantization: str, arithmetic: Dtype) -> list[LinearPoint]:
+        own = [point for point in self._points if point.dtype == quantization]
+        stored = own or [point for point in self._points if point.dtype in Dtype.__members__]
+        found = [point for point in stored if point.arithmetic == arithmetic.name]
+        return found or (stored if arithmetic is Dtype.fp32 else [])
+
+
+class LinearTables(NamedTuple):
+    """Those of a profile: all linear layers, and those whose matrix is also an embedding."""
+
+    linear: LinearTable
+    tied_head: LinearTable
+
+
+@lru_cache(maxsize=32)
+def tables_of(profile: Profile) -> LinearTables:
+    """The linear layers of a profile, sorted once for all plans."""
+    return LinearTables(LinearTable(profile.linear), LinearTable(profile.tied_head))
+
+
+def _surface(points: Sequence[LinearPoint], dtype: Dtype) -> _Surface:
+    """The points of a number format, or of the first one that was measured."""
     measured = {point.dtype for point in points}
     name = dtype.name if dtype.name in measured else points[0].dtype
-    points = [point for point in points if point.dtype == name]
-    sets = sorted({point.working_set_bytes for point in points})
-
-    def at(set_bytes: int) -> float:
-        chosen = [point for point in points if point.working_set_bytes == set_bytes]
-        by_rows = {point.rows: _by_elements(chosen, point.rows, elements) for point in chosen}
-        return line(sorted(by_rows.items()), rows)
-
-    return between([(set_bytes, at(set_bytes)) for set_bytes in sets], working_set_bytes)
-
-
-def _by_elements(points: list[LinearPoint], rows: int, elements: int) -> float:
-    return line(sorted((point.elements, point.s) for point in points if point.rows == rows), elements)
+    by_set: dict[int, dict[int, list[tuple[float, float]]]] = {}
+    for point in points:
+        if point.dtype == name:
+            by_rows = by_set.setdefault(point.working_set_bytes, {})
+            by_rows.setdefault(point.rows, []).append((point.elements, point.s))
+    return [
+        (set_bytes, [(rows, sorted(found)) for rows, found in sorted(by_rows.items())])
+        for set_bytes, by_rows in sorted(by_set.items())
+    ]
 
 
 def by_size(points: list[SizePoint], size: float) -> float:

@@ -25,7 +25,7 @@ from llama_ssp.config.machines.hardware import HardwareConfig
 from llama_ssp.config.machines.profile import CompositionPoint
 from llama_ssp.config.schema import Dtype, WholeParts
 from llama_ssp.config.target_placement import TargetKind
-from llama_ssp.planning.measured import by_rows_and_width, by_size, composition_ratio, measured_linear_s
+from llama_ssp.planning.measured import LinearTable, by_rows_and_width, by_size, composition_ratio, tables_of
 from llama_ssp.planning.parts import rank_shares
 from llama_ssp.planning.spec import PlannedModel, step_bytes
 from llama_ssp.planning.weights import DTYPE_BYTES
@@ -147,18 +147,18 @@ def _matrices_s(
     if profile := hardware.profile_of(placement.num_active):
         arithmetic = Dtype.fp32 if format_of(model.quantization).is_quantized else model.dtype
         price = partial(
-            measured_linear_s,
+            LinearTable.seconds,
             dtype=model.matrix_dtype(hardware.device),
             working_set_bytes=_read_bytes(held, model, hardware),
             slowdown=slowdown(hardware, model.dtype),
         )
+        linear, tied = tables_of(profile)
         layer = sum(
-            price(profile.linear, elements, rows=rows, arithmetic=arithmetic, quantization=model.quantization)
+            price(linear, elements, rows=rows, arithmetic=arithmetic, quantization=model.quantization)
             for elements in held.products
         )
         is_tied = held.head is None and model.matrix_dtype(hardware.device) is model.dtype
-        has_tied = any(point.arithmetic == model.dtype.name for point in profile.tied_head)
-        heads = profile.tied_head if is_tied and has_tied else profile.linear
+        heads = tied if is_tied and tied.has_arithmetic(model.dtype) else linear
         head = price(heads, held.output.num_elements, rows=scored, arithmetic=model.dtype) if has_head else 0.0
     else:
         layer = sum(_roofline_s(model, hardware, held.layer, rows=rows))

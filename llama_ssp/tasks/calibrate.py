@@ -28,6 +28,7 @@ from llama_ssp.calibration.profiles import DTYPES, Show, all_cores, all_parts, m
 from llama_ssp.config.machines.hardware import build, problems_of
 from llama_ssp.config.machines.machine import THIS_MACHINE, host_memory_bytes, system_bytes
 from llama_ssp.config.machines.profile import Profile, SizePoint
+from llama_ssp.config.machines.tables import text_of
 from llama_ssp.config.options import folders
 from llama_ssp.config.schema import Dtype, RunConfig
 from llama_ssp.config.tasks.calibrate import CalibrateConfig
@@ -186,10 +187,27 @@ def _unwritable(file: Path, reason: str) -> SspError:
     return SspError(f"{file} cannot be written ({reason}): name another file with task.output=FILE")
 
 
+class _Dumper(yaml.SafeDumper):
+    """Writes a text of several lines as lines."""
+
+
+_Dumper.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None),
+)
+
+
+def _as_table(value: Any) -> Any:  # noqa: ANN401 - a figure of a profile
+    return text_of(value) if isinstance(value, list) and value else value
+
+
 def _write(file: Path, figures: dict[str, Any]) -> None:
     problems = problems_of(figures)
     assert not problems, f"calibrate writes what the planner reads: {problems}"
-    text = yaml.safe_dump(figures, sort_keys=False, default_flow_style=None, width=160)
+    profiles = [{name: _as_table(value) for name, value in each.items()} for each in figures["profiles"]]
+    text = yaml.dump(
+        figures | {"profiles": profiles}, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=160
+    )
     try:
         file.write_text(f"# Written by task=calibrate; measured figures of this machine.\n{text}", encoding="utf-8")
     except OSError as error:

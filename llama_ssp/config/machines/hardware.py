@@ -10,6 +10,7 @@ from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any, get_args, get_origin
 
 from llama_ssp.config.machines.profile import Profile
+from llama_ssp.config.machines.tables import points_of
 from llama_ssp.config.options import folders
 from llama_ssp.config.schema import Dtype
 from llama_ssp.errors import ConfigError, one_message, unknown_name
@@ -166,7 +167,7 @@ def build(figures: Mapping[str, Any]) -> HardwareConfig:
 def _build(kind: type[Any], figures: Mapping[str, Any]) -> Any:  # noqa: ANN401 - an instance of `kind`
     values = dict(figures)
     for entry in fields(kind):
-        value, part = values.get(entry.name), _part_of(entry.type)
+        value, part = _points(entry.type, values.get(entry.name)), _part_of(entry.type)
         if part and isinstance(value, list):
             values[entry.name] = [_build(part, item) for item in value]
         elif part and value is not None:
@@ -174,6 +175,11 @@ def _build(kind: type[Any], figures: Mapping[str, Any]) -> Any:  # noqa: ANN401 
         elif entry.type is int and value is not None:
             values[entry.name] = int(value)
     return kind(**values)
+
+
+def _points(kind: object, value: Any) -> Any:  # noqa: ANN401 - a figure as YAML has it
+    """A list that is given as a table."""
+    return points_of(value) if get_origin(kind) is list and isinstance(value, str) else value
 
 
 def _part_of(kind: Any) -> type[Any] | None:  # noqa: ANN401 - the annotation of a field
@@ -198,7 +204,7 @@ def _problems(kind: type[Any], figures: object, path: str) -> Iterator[str]:
 
 
 def _value_problems(key: str, value: object, path: str, kind: object) -> Iterator[str]:
-    part, is_list = _part_of(kind), get_origin(kind) is list
+    part, is_list, value = _part_of(kind), get_origin(kind) is list, _points(kind, value)
     if key in _BY_NUMBER_FORMAT:
         yield from _rate_problems(value, path, may_be_empty=key != "flops_per_s")
     elif part and not is_list:

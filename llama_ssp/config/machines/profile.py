@@ -85,3 +85,7 @@ class Profile:
     composition_apart: list[CompositionPoint] = field(default_factory=list)
     first_draft: list[SizePoint] = field(default_factory=list)
     spread: float = 0.0
+
+    def __hash__(self) -> int:
+        """Equal profiles have equal hashes; the points are left out."""
+        return hash((self.num_ranks, self.round_s, self.spread, len(self.linear)))

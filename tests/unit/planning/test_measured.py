@@ -7,7 +7,7 @@ import pytest
 
 from llama_ssp.config.machines.profile import CompositionPoint, LinearPoint
 from llama_ssp.config.schema import Dtype
-from llama_ssp.planning.measured import between, composition_ratio, line, measured_linear_s
+from llama_ssp.planning.measured import LinearTable, between, composition_ratio, line
 
 
 def _points(*figures: tuple[int, int, float]) -> list[CompositionPoint]:
@@ -42,7 +42,7 @@ def test_a_number_format_that_was_not_measured_takes_the_points_of_one_that_was(
         return [LinearPoint(dtype=dtype, rows=1, elements=n, working_set_bytes=8, s=s * n) for n in (1000, 2000)]
 
     linear = points("fp32", 2.0) + points("fp16", 1.0)
-    price = partial(measured_linear_s, linear, 1500, rows=1, working_set_bytes=8)
+    price = partial(LinearTable(linear).seconds, 1500, rows=1, working_set_bytes=8)
     assert [price(dtype=dtype) for dtype in (Dtype.bf16, Dtype.fp32, Dtype.fp16)] == [3000.0, 3000.0, 1500.0]
 
 
@@ -51,7 +51,10 @@ def test_arithmetic_that_was_not_measured_takes_so_many_times_fp32_on_16_bit_wei
         return LinearPoint(dtype=dtype.name, arithmetic=arithmetic.name, rows=1, elements=9, working_set_bytes=8, s=s)
 
     linear = [point(Dtype.fp32, Dtype.fp32, 4.0), point(Dtype.fp16, Dtype.fp32, 2.0)]
-    price = partial(measured_linear_s, elements=9, rows=1, working_set_bytes=8, slowdown=3.0)
+
+    def price(points: list[LinearPoint], **formats: Dtype) -> float:
+        return LinearTable(points).seconds(9, rows=1, working_set_bytes=8, slowdown=3.0, **formats)
+
     assert price(linear, dtype=Dtype.fp16) == 2.0
     assert [price(linear, dtype=dtype, arithmetic=dtype) for dtype in (Dtype.bf16, Dtype.fp16)] == [6.0, 6.0]
     measured = [*linear, point(Dtype.bf16, Dtype.bf16, 7.0), point(Dtype.fp16, Dtype.fp16, 9.0)]
