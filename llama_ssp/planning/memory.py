@@ -92,19 +92,29 @@ def memory(job: PlanSpec, hardware: HardwareConfig) -> tuple[RankMemoryPlan, ...
     return (*replica, *(replace(one, rank=one.rank + n * len(replica)) for n in further for one in replica))
 
 
-@lru_cache(maxsize=256)  # a search asks more than once
 def replica_memory(job: PlanSpec, hardware: HardwareConfig) -> tuple[RankMemoryPlan, ...]:
     """The bytes of every rank of the first replica; the others need the same."""
+    by_rank = {rank: plan for plan, ranks in _equal_ranks(job, hardware) for rank in ranks}
+    return tuple(plan if plan.rank == rank else replace(plan, rank=rank) for rank, plan in sorted(by_rank.items()))
+
+
+def fullest_rank(job: PlanSpec, hardware: HardwareConfig) -> RankMemoryPlan:
+    """The rank that has the least memory left, of a replica."""
+    return min((plan for plan, _ in _equal_ranks(job, hardware)), key=lambda plan: plan.free_bytes)
+
+
+@lru_cache(maxsize=256)  # a search asks more than once
+def _equal_ranks(job: PlanSpec, hardware: HardwareConfig) -> tuple[tuple[RankMemoryPlan, list[int]], ...]:
+    """The bytes of ranks that need the same, as those of the first one, with all of these ranks; in their order."""
     targets, drafts = target_parts(job), draft_parts(job)
-    found: dict[tuple[int, int, int], RankMemoryPlan] = {}  # most ranks have equal parts, which are the same objects
-    ranks = []
+    found: dict[tuple[int, int, int], tuple[RankMemoryPlan, list[int]]] = {}  # equal parts are the same objects
     for rank in sorted({*targets, *drafts}):
         target, draft, logits = targets.get(rank), drafts.get(rank), _logits_bytes(job, rank)
         key = id(target), id(draft), logits
         if key not in found:
-            found[key] = _rank_memory(job, hardware, rank, target, draft, logits_bytes=logits)
-        ranks.append(found[key] if found[key].rank == rank else replace(found[key], rank=rank))
-    return tuple(ranks)
+            found[key] = _rank_memory(job, hardware, rank, target, draft, logits_bytes=logits), []
+        found[key][1].append(rank)
+    return tuple(found.values())
 
 
 def _rank_memory(
@@ -217,7 +227,7 @@ def kv_bytes_per_token(model: PlannedModel) -> int:
 
 def fits(job: PlanSpec, hardware: HardwareConfig) -> bool:
     """Whether every rank has enough memory."""
-    return all(rank.fits for rank in replica_memory(job, hardware))
+    return fullest_rank(job, hardware).fits
 
 
 def largest_batch(job: PlanSpec, hardware: HardwareConfig, *, limit: int = 4096) -> int:

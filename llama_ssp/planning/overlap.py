@@ -95,15 +95,18 @@ class OverlappedRounds:
 
     Args:
         time_of: the pieces of a round with K.
+
+    Attributes:
+        waits: whether rows wait in rounds of K; see `better_to_wait`.
     """
 
     def __init__(self, time_of: Callable[[int], OverlappedTime], *, acceptance: float, batch_size: int) -> None:
         self._time_of = cache(time_of)
         self._acceptance = acceptance
         self._batch_size = batch_size
+        self.waits = cache(self._better_to_wait)
 
-    def waits(self, num_draft_tokens: int) -> bool:
-        """See `better_to_wait`."""
+    def _better_to_wait(self, num_draft_tokens: int) -> bool:
         return better_to_wait(self._time_of(num_draft_tokens), **self._job(num_draft_tokens))
 
     def round_s(self, num_draft_tokens: int) -> float:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import cycle
 from typing import Any
 
@@ -64,7 +65,7 @@ def _layer_wise_parts(job: PlanSpec) -> Iterator[Part]:
     """The parts of a layer-wise target by device; the first also computes the offloaded layers."""
     model, row = job.target, layer_placement_of(job)
     sizes: dict[str, Any] = {"num_rows": job.batch_size, "num_slots": job.num_slots}
-    (whole,) = _parts(job, model, num_ranks=1, kind=TargetKind.tensor, **sizes)
+    (whole,) = _parts(model, job.device, num_ranks=1, kind=TargetKind.tensor, **sizes)
     layer = inventory(model.shape).layer
     read_bytes = DTYPE_BYTES[model.dtype] * max(matrix.num_elements for matrix in layer) if row.waiting else 0
     for device, held in enumerate(_layer_wise(model, row.held)):
@@ -79,23 +80,26 @@ def _layer_wise_parts(job: PlanSpec) -> Iterator[Part]:
         )
 
 
+@lru_cache(maxsize=1024)  # a search asks for each target with every draft
 def _parts(
-    job: PlanSpec, model: PlannedModel,
+    model: PlannedModel, device: str,
     *,
     num_ranks: int, kind: TargetKind, num_rows: int, num_slots: int, whole: WholeParts = WholeParts.none,
-) -> Iterator[Part]:  # fmt: skip
+) -> tuple[Part, ...]:  # fmt: skip
+    """The parts by rank; equal ones are the same object."""
     shape, size = model.shape, DTYPE_BYTES[model.dtype]
     cuts = shards(shape, num_ranks=num_ranks, quantization=model.quantization, whole=whole)
     # DeepSpeed splits a whole model in each rank's host memory, which on a CPU is the planned memory.
-    is_whole_first = kind is TargetKind.deepspeed and job.device == "cpu"
-    whole_bytes = model_bytes(inventory(shape), model, device=job.device).total_bytes if is_whole_first else 0
-    row_slots, unpacks = num_rows * _cache_slots(job, model, num_slots), format_of(model.quantization).unpacks_matrix
+    is_whole_first = kind is TargetKind.deepspeed and device == "cpu"
+    whole_bytes = model_bytes(inventory(shape), model, device=device).total_bytes if is_whole_first else 0
+    row_slots, unpacks = num_rows * _cache_slots(model, device, num_slots), format_of(model.quantization).unpacks_matrix
     found: dict[tuple[int, int, int, int], Part] = {}  # most ranks have equal parts
+    parts = []
     for held, shard in zip(rank_shares(model, num_ranks=num_ranks, kind=kind, whole=whole), cuts, strict=True):
         num_heads, num_kv_heads = len(shard.heads.query_heads), len(shard.heads.kv_heads)
         key = id(held), num_heads, num_kv_heads, len(shard.mlp_units)
         if key not in found:
-            weights = model_bytes(held, model, device=job.device)
+            weights = model_bytes(held, model, device=device)
             slot_bytes = 2 * num_kv_heads * shape.head_dim * size
             found[key] = Part(
                 weights=weights,
@@ -106,13 +110,14 @@ def _parts(
                 working_bytes=size * max(held.products) if unpacks else 0,
                 beside_bytes=whole_bytes or weights.beside_bytes,
             )
-        yield found[key]
+        parts.append(found[key])
+    return tuple(parts)
 
 
-def _cache_slots(job: PlanSpec, model: PlannedModel, num_slots: int) -> int:
+def _cache_slots(model: PlannedModel, device: str, num_slots: int) -> int:
     """Slots of a row: whole pages where attention reads rows by their lengths; see `models.llama.attention`."""
     by_length = record_of(model.shape.model_type).is_llama_kind and DTYPE_BYTES[model.dtype] == 2  # noqa: PLR2004 - bytes
-    return whole_pages(num_slots) if by_length and job.device == "cuda" else num_slots
+    return whole_pages(num_slots) if by_length and device == "cuda" else num_slots
 
 
 def target_parts(job: PlanSpec) -> dict[int, Part]:
@@ -120,7 +125,7 @@ def target_parts(job: PlanSpec) -> dict[int, Part]:
     if job.target_kind is TargetKind.accelerate:
         return dict(zip(job.target_devices, _layer_wise_parts(job), strict=True))
     sizes: dict[str, Any] = {"num_rows": job.batch_size, "num_slots": job.num_slots}
-    parts = _parts(job, job.target, num_ranks=len(job.target_ranks), kind=job.target_kind, **sizes)
+    parts = _parts(job.target, job.device, num_ranks=len(job.target_ranks), kind=job.target_kind, **sizes)
     return dict(zip(job.target_ranks, parts, strict=True))
 
 
@@ -131,8 +136,6 @@ def draft_parts(job: PlanSpec) -> dict[int, Part]:
     num_ranks, num_rows = len(job.draft_ranks), job.batch_size
     if job.draft_kind is DraftLayout.replicated:
         num_ranks, num_rows = 1, -(-num_rows // num_ranks)
-    parts = _parts(
-        job, job.draft, num_ranks=num_ranks, kind=TargetKind.tensor, num_rows=num_rows, num_slots=job.draft_slots,
-        whole=job.draft_whole,
-    )  # fmt: skip
+    sizes: dict[str, Any] = {"num_rows": num_rows, "num_slots": job.draft_slots}
+    parts = _parts(job.draft, job.device, num_ranks=num_ranks, kind=TargetKind.tensor, whole=job.draft_whole, **sizes)
     return dict(zip(job.draft_ranks, cycle(parts), strict=False))

@@ -22,7 +22,6 @@ from llama_ssp.architectures.inventory import Inventory, Matrix
 from llama_ssp.architectures.sizes import ENGINE_KERNELS, WHOLE_LAYER_TOKENS, Kernels
 from llama_ssp.config.formats.format import format_of
 from llama_ssp.config.machines.hardware import HardwareConfig
-from llama_ssp.config.machines.profile import CompositionPoint
 from llama_ssp.config.schema import Dtype, WholeParts
 from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.planning.measured import LinearTable, by_rows_and_width, by_size, composition_ratio, tables_of
@@ -119,11 +118,12 @@ def forward_time(
         collectives_s=_collectives_s(placement, hardware, rows=rows, scored=scored),
         offload_s=placement.waiting_s,
     )
-    profile, points = hardware.profile_of(placement.num_active), list[CompositionPoint]()
-    if profile:
-        # A draft on one of the ranks that share the target has the machine to itself: the others wait.
-        is_apart = len(placement.ranks) == 1 and not set(placement.ranks) < set(placement.target_ranks)
-        points = (profile.composition_apart if is_apart else []) or profile.composition
+    profile = hardware.profile_of(placement.num_active)
+    if not profile:
+        return parts
+    # A draft on one of the ranks that share the target has the machine to itself: the others wait.
+    is_apart = len(placement.ranks) == 1 and not set(placement.ranks) < set(placement.target_ranks)
+    points = (profile.composition_apart if is_apart else []) or profile.composition
     return parts.scaled(composition_ratio(points, rows=rows, working_set_bytes=working_set_bytes(placement, hardware)))
 
 

@@ -178,8 +178,8 @@ def _build(kind: type[Any], figures: Mapping[str, Any]) -> Any:  # noqa: ANN401 
 
 
 def _points(kind: object, value: Any) -> Any:  # noqa: ANN401 - a figure as YAML has it
-    """A list that is given as a table."""
-    return points_of(value) if get_origin(kind) is list and isinstance(value, str) else value
+    """A list that is given as a table; a text without points stays what it is."""
+    return points_of(value) or value if get_origin(kind) is list and isinstance(value, str) else value
 
 
 def _part_of(kind: Any) -> type[Any] | None:  # noqa: ANN401 - the annotation of a field
@@ -210,7 +210,7 @@ def _value_problems(key: str, value: object, path: str, kind: object) -> Iterato
     elif part and not is_list:
         yield from _problems(part, value, path)
     elif part and not isinstance(value, list):
-        yield f"{path} must be a list, not {value!r}"
+        yield f"{path} must be a list, or a table with a heading and lines, not {value!r}"
     elif part and isinstance(value, list):
         for number, item in enumerate(value):
             yield from _problems(part, item, f"{path}[{number}]")

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 from llama_ssp.planning.acceptance.fitted import forecast
 from llama_ssp.planning.acceptance.known import known
@@ -47,14 +46,7 @@ def expected_of_job(job: PlanSpec) -> Acceptance:
 
 def token_times(rounds_s: Sequence[float], acceptance: float, gain: Gain = tokens_per_round) -> tuple[float, ...]:
     """Seconds per token for K = 1, 2, ... from those of a round."""
-    tokens = _tokens_by_length(acceptance, len(rounds_s), gain)
-    return tuple(seconds / number for seconds, number in zip(rounds_s, tokens, strict=True))
-
-
-@lru_cache(maxsize=1024)  # a search asks for the same few pairs
-def _tokens_by_length(acceptance: float, most: int, gain: Gain) -> tuple[float, ...]:
-    """Tokens per round for K = 1 ... `most`."""
-    return tuple(gain(acceptance, number) for number in range(1, most + 1))
+    return tuple(seconds / gain(acceptance, number) for number, seconds in enumerate(rounds_s, start=1))
 
 
 def fastest(times: Sequence[float]) -> int:

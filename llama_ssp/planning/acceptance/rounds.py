@@ -4,16 +4,19 @@ Source: Leviathan et al. 2023, arXiv:2211.17192, equation 1 and theorem 3.8.
 """
 
 from collections.abc import Callable
+from functools import lru_cache
 
 Gain = Callable[[float, int], float]
 """Expected tokens of a round by the acceptance and K."""
 
 
+@lru_cache(maxsize=4096)  # a search asks for the same few pairs
 def tokens_per_round(acceptance: float, num_draft_tokens: int) -> float:
     """Expected tokens per round, 1 to K + 1: the accepted prefix and one token of the target."""
     return sum(acceptance**power for power in range(num_draft_tokens + 1))
 
 
+@lru_cache(maxsize=4096)
 def overlapped_tokens(acceptance: float, num_draft_tokens: int) -> float:
     """Expected tokens of a round whose drafting overlaps verification, 1 to K.
 

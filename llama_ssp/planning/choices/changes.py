@@ -23,7 +23,7 @@ from llama_ssp.errors import PlacementError
 from llama_ssp.planning.choices import advice, elsewhere
 from llama_ssp.planning.choices.layouts import on_block, placement_settings
 from llama_ssp.planning.choices.lengths import by_length, length_setting
-from llama_ssp.planning.memory import RankMemoryPlan, largest_batch, largest_context, replica_memory
+from llama_ssp.planning.memory import RankMemoryPlan, fullest_rank, largest_batch, largest_context
 from llama_ssp.planning.spec import PlannedModel, PlanSpec, planned_model
 from llama_ssp.planning.timing import Timing, timing
 
@@ -127,7 +127,7 @@ def _fitting(ways: Iterable[_Way]) -> list[_Fitting]:
 def _tried(way: _Way) -> _Fitting | None:
     """What its plan says; None if it does not fit or cannot be laid out."""
     try:
-        fullest = min(replica_memory(way.job, way.hardware), key=lambda rank: rank.free_bytes)
+        fullest = fullest_rank(way.job, way.hardware)
         return _Fitting(way=way, fullest=fullest, timed=timing(way.job, way.hardware)) if fullest.fits else None
     except PlacementError:
         return None
@@ -257,9 +257,10 @@ def _first_with_room(steps: Iterable[_Way]) -> list[_Way]:
 def _has_room(way: _Way) -> bool:
     """Whether it fits, and with something left: what is bought should not be tight."""
     try:
-        return not any(rank.is_tight or not rank.fits for rank in replica_memory(way.job, way.hardware))
+        fullest = fullest_rank(way.job, way.hardware)
     except PlacementError:
         return False
+    return fullest.fits and not fullest.is_tight
 
 
 def _smaller_targets(job: PlanSpec, hardware: HardwareConfig) -> Iterator[_Way]:

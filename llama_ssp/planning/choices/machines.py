@@ -20,7 +20,7 @@ from llama_ssp.planning.choices.elsewhere import has_its_own_number
 from llama_ssp.planning.choices.layouts import on_block, placement_settings
 from llama_ssp.planning.choices.lengths import by_length, length_setting
 from llama_ssp.planning.choices.machine_choice import MachineChoice, rank, with_prices, with_speed, within
-from llama_ssp.planning.memory import RankMemoryPlan, replica_memory
+from llama_ssp.planning.memory import RankMemoryPlan, fullest_rank
 from llama_ssp.planning.spec import PlannedModel, PlanSpec, make_job, planned_model
 from llama_ssp.planning.timing import Timing, timing
 
@@ -51,7 +51,7 @@ class Times:
         has_others = job.num_replicas * len(job.layout.ranks) > 1
         key = (*_figures(machine, _OF_MEMORY), has_others, *_key(job))
         if key not in self._fullest:
-            self._fullest[key] = min(replica_memory(job, machine), key=lambda rank: rank.free_bytes)
+            self._fullest[key] = fullest_rank(job, machine)
         return self._fullest[key]
 
     def timing(self, job: PlanSpec, machine: HardwareConfig) -> Timing:

@@ -6,7 +6,7 @@ with every draft of its vocabulary, in the `layouts` of the machine's ranks, wit
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from llama_ssp.config import catalogue
@@ -16,7 +16,7 @@ from llama_ssp.config.schema import DraftLayout, ModelConfig
 from llama_ssp.errors import PlacementError
 from llama_ssp.planning.choices.layouts import layouts, placement_settings
 from llama_ssp.planning.choices.lengths import by_length, length_setting
-from llama_ssp.planning.memory import RankMemoryPlan, fits, replica_memory
+from llama_ssp.planning.memory import RankMemoryPlan, fits, fullest_rank
 from llama_ssp.planning.spec import PlannedModel, PlanSpec, planned_model
 from llama_ssp.planning.timing import timing
 
@@ -77,7 +77,7 @@ def search(job: PlanSpec, hardware: HardwareConfig) -> list[Choice]:
 
 def search_document(choices: list[Choice]) -> list[dict[str, Any]]:
     """The choices for JSON, numbered by rank."""
-    return [{"rank": rank} | asdict(choice) for rank, choice in enumerate(choices, start=1)]
+    return [{"rank": rank} | vars(choice) for rank, choice in enumerate(choices, start=1)]
 
 
 def _candidates(job: PlanSpec, hardware: HardwareConfig) -> Iterator[PlanSpec]:
@@ -161,7 +161,7 @@ def _drafts(model: ModelConfig) -> list[ModelConfig]:
 def _priced(job: PlanSpec, hardware: HardwareConfig) -> Choice:
     choice = _choice(job, hardware)
     try:
-        full = _fullest(job, hardware)
+        full = fullest_rank(job, hardware)
     except PlacementError as error:
         return replace(choice, reason=str(error))
     choice = replace(choice, needed_bytes=full.needed_bytes)
@@ -171,7 +171,7 @@ def _priced(job: PlanSpec, hardware: HardwareConfig) -> Choice:
     timed = timing(job, hardware)
     first_ms = 1e3 * timed.prefill_s
     for token_s, drafting in by_length(job, timed):
-        if (full := _fullest(drafting, hardware)).fits:
+        if (full := fullest_rank(drafting, hardware)).fits:
             timed_choice = _timed(_choice(drafting, hardware), drafting, full, token_s=token_s)
             return replace(timed_choice, first_token_ms=first_ms, speedup=timed.plain_s / token_s)
     return replace(_timed(choice, job, full, token_s=timed.plain_s), first_token_ms=first_ms, speedup=1.0)
@@ -182,10 +182,6 @@ def _timed(choice: Choice, job: PlanSpec, full: RankMemoryPlan, *, token_s: floa
     return replace(
         choice, ms_per_token=1e3 * token_s, tokens_per_s=rate, needed_bytes=full.needed_bytes, is_tight=full.is_tight
     )
-
-
-def _fullest(job: PlanSpec, hardware: HardwareConfig) -> RankMemoryPlan:
-    return min(replica_memory(job, hardware), key=lambda rank: rank.free_bytes)
 
 
 def _choice(job: PlanSpec, hardware: HardwareConfig) -> Choice:

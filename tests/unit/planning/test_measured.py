@@ -52,8 +52,9 @@ def test_arithmetic_that_was_not_measured_takes_so_many_times_fp32_on_16_bit_wei
 
     linear = [point(Dtype.fp32, Dtype.fp32, 4.0), point(Dtype.fp16, Dtype.fp32, 2.0)]
 
-    def price(points: list[LinearPoint], **formats: Dtype) -> float:
-        return LinearTable(points).seconds(9, rows=1, working_set_bytes=8, slowdown=3.0, **formats)
+    def price(points: list[LinearPoint], *, dtype: Dtype, arithmetic: Dtype = Dtype.fp32) -> float:
+        table = LinearTable(points)
+        return table.seconds(9, rows=1, dtype=dtype, working_set_bytes=8, arithmetic=arithmetic, slowdown=3.0)
 
     assert price(linear, dtype=Dtype.fp16) == 2.0
     assert [price(linear, dtype=dtype, arithmetic=dtype) for dtype in (Dtype.bf16, Dtype.fp16)] == [6.0, 6.0]

@@ -15,7 +15,7 @@ import yaml
 from llama_ssp.calibration import model_pairs, operators, profiles, rounds
 from llama_ssp.calibration.random_llama import RandomLlama
 from llama_ssp.config.machines import hardware
-from llama_ssp.config.machines.profile import CompositionPoint, LinearPoint, Profile
+from llama_ssp.config.machines.profile import CompositionPoint, LinearPoint
 from llama_ssp.config.options import folders
 from llama_ssp.config.tasks.calibrate import CalibrateConfig
 from llama_ssp.console.terminal import Terminal
@@ -68,6 +68,8 @@ def test_the_file_is_a_sound_description_from_which_a_run_can_be_planned(tmp_pat
     machine = hardware.build(figures)
     (profile,) = machine.profiles
     assert profile.num_ranks == 1
+    tables = {name: value for name, value in figures["profiles"][0].items() if not isinstance(value, int | float)}
+    assert {name for name, value in tables.items() if value and not isinstance(value, str)} == set()
     sizes = [4 * (layers * 15 * width**2 + 64 * width) for width, layers in ((64, 1), (128, 3), (256, 3))]
     wholes = [(point.working_set_bytes, point.rows) for point in profile.composition]
     assert wholes == [(sizes[0], 1), *[(size, rows) for size in sizes[1:] for rows in (1, 2, 5, 32)]]
@@ -106,13 +108,13 @@ def test_a_refresh_measures_whole_forwards_alone(tmp_path: Path, monkeypatch: py
     assert shown.turns == {"whole forwards": (9, 9)}
     after = yaml.safe_load(file.read_text())
     assert hardware.problems_of(after) == []
-    (old,), (new,) = ([Profile(**each) for each in figures.pop("profiles")] for figures in (before, after))
+    (old,), (new,) = (hardware.build(figures).profiles for figures in (before, after))
     assert replace(new, composition=[], first_draft=[], spread=0) == replace(old, composition=[])
     assert new.spread > 0
     assert len(new.composition) == 9
     assert len(new.first_draft) == 2
     assert "whole forwards measured again on 20" in after["sources"].pop("profiles")
-    assert after == before
+    assert {**after, "profiles": []} == {**before, "profiles": []}
     assert message is not None
     assert re.fullmatch(rf"wrote {re.escape(str(file))}: forwards now take [0-9.]+ times as long on one rank", message)
 
