@@ -44,9 +44,10 @@ def measure(
     taken: dict[str, dict[Path, list[float]]] = {command: {each: [] for each in checkouts} for command in commands}
     for number in range(1 + num_repetitions):
         for command, of_checkouts in taken.items():
-            for checkout, times in of_checkouts.items():
+            for checkout in of_checkouts:
                 found = seconds(checkout, command)
-                times += [found] if number else []
+                if number:
+                    of_checkouts[checkout].append(found)
     return taken
 
 

@@ -1,5 +1,7 @@
 """The parameters of a model as a list of matrices, and the slices that a rank holds, as `sharding` cuts them."""
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -64,6 +66,11 @@ class Inventory:
     @cached_property
     def _hash(self) -> int:
         return hash((self.layer, self.embeddings, self.num_layers, self.layer_vectors, self.final_vectors))
+
+    @cached_property
+    def matrix_sizes(self) -> Mapping[int, int]:
+        """How many matrices of a layer have so many elements."""
+        return Counter(matrix.num_elements for matrix in self.layer)
 
     @cached_property
     def products(self) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ result because the only Hydra feature an entry may use is the defaults list `[BA
 of another entry.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,16 @@ def load(name: str) -> ModelConfig:
     An unknown name, or a file that describes no model, raises ConfigError.
     """
     file = _file(name)
-    if file is None:
-        return ModelConfig(name=name, hub_id=name)
+    return _entry(name, file) if file else ModelConfig(name=name, hub_id=name)
+
+
+def entries() -> list[ModelConfig]:
+    """Read all entries, in the order of `names`; raises as `load`."""
+    files = {name: folders.find("model", name) for name in names()}
+    return [_entry(name, file) for name, file in files.items() if file]
+
+
+def _entry(name: str, file: Path) -> ModelConfig:
     fields = _fields(file, names_below=())
     if fields.get("name") != name:
         raise ConfigError(f"{folders.shown(file)} must have the line name: {name}, the name of the file")
@@ -49,17 +58,17 @@ def may_share_vocabulary(target: ModelShape, draft: ModelShape) -> bool:
     return difference == 0 or (target.model_type == draft.model_type and difference <= 0.01 * target.vocab_size)
 
 
-def relatives(model: ModelConfig) -> list[ModelConfig]:
-    """Read the unquantized entries of the same family and vocabulary, itself included."""
+def relatives(model: ModelConfig, *, known: Sequence[ModelConfig] | None = None) -> list[ModelConfig]:
+    """The unquantized entries of the same family and vocabulary, itself included, among all that are `known`."""
     shape = model.shape
-    known = [other for other in map(load, names()) if not format_of(other.quantization).is_quantized]
-    family = [other for other in known if shape and other.shape and other.shape.model_type == shape.model_type]
+    whole = [other for other in known or entries() if not format_of(other.quantization).is_quantized]
+    family = [other for other in whole if shape and other.shape and other.shape.model_type == shape.model_type]
     return [other for other in family if shape and other.shape and may_share_vocabulary(shape, other.shape)]
 
 
-def smaller_relatives(model: ModelConfig) -> list[str]:
+def smaller_relatives(model: ModelConfig, *, known: Sequence[ModelConfig] | None = None) -> list[str]:
     """Name the possible draft models, which are smaller `relatives`; smallest first."""
-    found = sorted(relatives(model), key=_relative_size)
+    found = sorted(relatives(model, known=known), key=_relative_size)
     return [other.name for other in found if _relative_size(other) < _relative_size(model)]
 
 

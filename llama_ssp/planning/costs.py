@@ -4,7 +4,7 @@ Shapes: K drafted tokens.
 """
 
 import math
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 
 from llama_ssp.architectures.sizes import OWN_SLOTS_PER_SLOT, PREFILL_CHUNK
 from llama_ssp.config.drafts.model import Matching
@@ -34,6 +34,10 @@ RULE_PASSES = 6
 """Reads and writes of a row of probabilities by the rule: processors, softmax, comparison, cumulative sum."""
 
 
+_placement = lru_cache(maxsize=1024)(ModelPlacement)
+"""A search places the same target with every draft, and prices the forwards of one placement once."""
+
+
 class CostModel:
     """Prices the pieces of one job on one machine."""
 
@@ -42,7 +46,7 @@ class CostModel:
         self.hardware = hardware
         num_active = min(job.num_replicas * len(job.layout.ranks), hardware.num_gpus)
         place = partial(
-            ModelPlacement, cuda_graphs=job.cuda_graphs, num_active=num_active, target_ranks=job.target_devices,
+            _placement, cuda_graphs=job.cuda_graphs, num_active=num_active, target_ranks=job.target_devices,
             kernels=job.kernels,
         )  # fmt: skip
         # Offloaded layers are read without overlap with compute.
@@ -127,10 +131,19 @@ class CostModel:
         assert self.draft, "priced only where there is a draft"
         return self.forward(self.draft, num_positions).total_s + self.draw_s(self.draft)
 
+    def exchange_s(self, num_draft_tokens: int) -> float:
+        """The messages of a round before the rule."""
+        messages = round_messages(self.job, num_draft_tokens)
+        return self.agree_s(messages.ids, messages.probabilities)
+
+    @cached_property
+    def _agreement_s(self) -> float:
+        """The message of a round after the rule, which is as long for every K."""
+        return self.agree_s(round_messages(self.job, 1).verdict)
+
     def verdict_s(self, num_draft_tokens: int) -> float:
         """The rule of a round, and the messages before and after it."""
-        messages = round_messages(self.job, num_draft_tokens)
-        return self.agree_s(messages.ids, messages.probabilities, messages.verdict) + self.rule_s(num_draft_tokens + 1)
+        return self.exchange_s(num_draft_tokens) + self._agreement_s + self.rule_s(num_draft_tokens + 1)
 
     def drafting_s(self, num_draft_tokens: int) -> float:
         """All draft steps of a round; the first finds the caches as the target has left them."""
@@ -148,11 +161,10 @@ class CostModel:
 
     def overlapped(self, num_draft_tokens: int) -> OverlappedTime:
         """A round in which drafting overlaps the target's forward of K positions."""
-        messages = round_messages(self.job, num_draft_tokens)
-        exchange_s = self.agree_s(messages.ids, messages.probabilities)
+        exchange_s = self.exchange_s(num_draft_tokens)
         return OverlappedTime(
             draft_s=self.drafting_s(num_draft_tokens), forward_s=self.forward(self.target, num_draft_tokens).total_s,
-            exchange_s=exchange_s, settle_s=self.agree_s(messages.verdict) + self.rule_s(num_draft_tokens + 3),
+            exchange_s=exchange_s, settle_s=self._agreement_s + self.rule_s(num_draft_tokens + 3),
             host_s=self.host_s, is_beside=self.job.device == "cuda",
             refill_s=self.drafting_s(num_draft_tokens - 1) + exchange_s if num_draft_tokens > 1 else 0.0,
         )  # fmt: skip

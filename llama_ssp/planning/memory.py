@@ -107,18 +107,19 @@ def fullest_rank(job: PlanSpec, hardware: HardwareConfig) -> RankMemoryPlan:
 def _equal_ranks(job: PlanSpec, hardware: HardwareConfig) -> tuple[tuple[RankMemoryPlan, list[int]], ...]:
     """The bytes of ranks that need the same, as those of the first one, with all of these ranks; in their order."""
     targets, drafts = target_parts(job), draft_parts(job)
-    found: dict[tuple[int, int, int], tuple[RankMemoryPlan, list[int]]] = {}  # equal parts are the same objects
+    found: dict[tuple[object, ...], tuple[RankMemoryPlan, list[int]]] = {}
     for rank in sorted({*targets, *drafts}):
-        target, draft, logits = targets.get(rank), drafts.get(rank), _logits_bytes(job, rank)
-        key = id(target), id(draft), logits
+        target, draft = targets.get(rank), drafts.get(rank)
+        has_more_logits = rank in (job.layout.verify_rank, job.target_devices[-1])
+        key = id(target), id(draft), rank if has_more_logits else None  # equal parts are the same objects
         if key not in found:
-            found[key] = _rank_memory(job, hardware, rank, target, draft, logits_bytes=logits), []
+            found[key] = _rank_memory(job, hardware, rank, target, draft), []
         found[key][1].append(rank)
     return tuple(found.values())
 
 
 def _rank_memory(
-    job: PlanSpec, hardware: HardwareConfig, rank: int, target: Part | None, draft: Part | None, *, logits_bytes: int
+    job: PlanSpec, hardware: HardwareConfig, rank: int, target: Part | None, draft: Part | None
 ) -> RankMemoryPlan:
     parts = [part for part in (target, draft) if part]
     served = {
@@ -126,7 +127,7 @@ def _rank_memory(
         "draft_weights_bytes": draft.weights.total_bytes if draft else 0,
         "target_cache_bytes": target.cache_bytes if target else 0,
         "draft_cache_bytes": draft.cache_bytes if draft else 0,
-        "logits_bytes": logits_bytes + _numbers_bytes(job),
+        "logits_bytes": _logits_bytes(job, rank) + _numbers_bytes(job),
         "activations_bytes": max(
             _activation_bytes(job, hardware, job.target, target),
             _activation_bytes(job, hardware, job.draft, draft) if job.draft else 0,

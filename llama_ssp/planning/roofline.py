@@ -12,13 +12,13 @@ forwards to their sums, and every part is scaled by it.
 Shapes: B sequences, T positions.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import pairwise
 
 from llama_ssp.architectures.family import inventory
-from llama_ssp.architectures.inventory import Inventory, Matrix
+from llama_ssp.architectures.inventory import Inventory
 from llama_ssp.architectures.sizes import ENGINE_KERNELS, WHOLE_LAYER_TOKENS, Kernels
 from llama_ssp.config.formats.format import format_of
 from llama_ssp.config.machines.hardware import HardwareConfig
@@ -58,6 +58,14 @@ class ModelPlacement:
     waiting_s: float = 0.0
     kernels: Kernels = ENGINE_KERNELS
     whole: WholeParts = WholeParts.none
+
+    def __hash__(self) -> int:
+        """Equal placements have equal hashes."""
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.model, self.kind, self.ranks, self.target_ranks, self.num_active, self.whole))
 
     @cached_property
     def shares(self) -> tuple[Inventory, ...]:
@@ -161,8 +169,8 @@ def _matrices_s(
         heads = tied if is_tied and tied.has_arithmetic(model.dtype) else linear
         head = price(heads, held.output.num_elements, rows=scored, arithmetic=model.dtype) if has_head else 0.0
     else:
-        layer = sum(_roofline_s(model, hardware, held.layer, rows=rows))
-        head = roofline_s(held.output, model.unquantized, hardware, rows=scored) if has_head else 0.0
+        layer = roofline_s(held.matrix_sizes, model, hardware, rows=rows)
+        head = roofline_s({held.output.num_elements: 1}, model.unquantized, hardware, rows=scored) if has_head else 0.0
     return held.num_layers * layer + head
 
 
@@ -172,25 +180,17 @@ def slowdown(hardware: HardwareConfig, arithmetic: Dtype) -> float:
     return hardware.slowdown.get(arithmetic.name, CPU_SLOWDOWN_16_BITS if is_slow else 1.0)
 
 
-def roofline_s(matrix: Matrix, model: PlannedModel, hardware: HardwareConfig, *, rows: int) -> float:
-    """One matrix product with `rows` inputs: the longer of reading the matrix and multiplying."""
-    return next(_roofline_s(model, hardware, (matrix,), rows=rows))
-
-
-def _roofline_s(
-    model: PlannedModel, hardware: HardwareConfig, matrices: Iterable[Matrix], *, rows: int
-) -> Iterator[float]:
+def roofline_s(sizes: Mapping[int, int], model: PlannedModel, hardware: HardwareConfig, *, rows: int) -> float:
+    """Matrix products with `rows` inputs, by `matrix_sizes`: the longer of reading a matrix and multiplying."""
     storage = format_of(model.quantization)
     value_bytes, bytes_per_s = DTYPE_BYTES[model.matrix_dtype(hardware.device)], bandwidth(hardware)
     flops = hardware.flops_per_s.get(model.dtype.name) or max(hardware.flops_per_s.values())
     times = 1.0 if storage.is_quantized else slowdown(hardware, model.dtype)
-    known_s: dict[int, float] = {}  # several matrices of a layer have equal sizes
-    for matrix in matrices:
-        number = matrix.num_elements
-        if number not in known_s:
-            read_bytes = storage.gpu_read_bytes(rows, storage.matrix_bytes(number, value_bytes), value_bytes * number)
-            known_s[number] = times * max(read_bytes / bytes_per_s, 2 * rows * number / flops)
-        yield known_s[number]
+    seconds = 0.0
+    for size, count in sizes.items():
+        read_bytes = storage.gpu_read_bytes(rows, storage.matrix_bytes(size, value_bytes), value_bytes * size)
+        seconds += count * times * max(read_bytes / bytes_per_s, 2 * rows * size / flops)
+    return seconds
 
 
 def _attention_s(

@@ -92,7 +92,9 @@ class HardwareConfig:
 
     def profile_of(self, num_active: int) -> Profile | None:
         """The profile with the nearest number of active ranks of a node; None for a machine without profiles."""
-        return min(self.profiles, key=lambda profile: abs(profile.num_ranks - num_active), default=None)
+        if not self.profiles:
+            return None
+        return min(self.profiles, key=lambda profile: abs(profile.num_ranks - num_active))
 
     @property
     def num_ranks(self) -> int:

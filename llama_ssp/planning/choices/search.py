@@ -18,7 +18,7 @@ from llama_ssp.planning.choices.layouts import layouts, placement_settings
 from llama_ssp.planning.choices.lengths import by_length, length_setting
 from llama_ssp.planning.memory import RankMemoryPlan, fits, fullest_rank
 from llama_ssp.planning.spec import PlannedModel, PlanSpec, planned_model
-from llama_ssp.planning.timing import timing
+from llama_ssp.planning.timing import Timing, timing
 
 GIB = 2**30
 
@@ -85,8 +85,9 @@ def _candidates(job: PlanSpec, hardware: HardwareConfig) -> Iterator[PlanSpec]:
 
     Entries that are quantized by name are left out: they are the same models with a quantization.
     """
-    for model in _series(job.target):
-        drafts = [planned_model(draft, device=hardware.device) for draft in _drafts(model)]
+    known = catalogue.entries()
+    for model in _series(job.target, known):
+        drafts = [planned_model(draft, device=hardware.device) for draft in _drafts(model, known)]
         if job.draft and job.matching is None and _is_beyond_catalogue(job) and _is_asked(model, job):
             drafts += [job.draft] if job.draft.name not in {draft.name for draft in drafts} else []
         for quantization in formats():
@@ -122,17 +123,17 @@ def _has_room(job: PlanSpec, hardware: HardwareConfig) -> bool:
         return False
 
 
-def _series(target: PlannedModel) -> list[ModelConfig]:
+def _series(target: PlannedModel, known: list[ModelConfig]) -> list[ModelConfig]:
     """The model, and the smaller unquantized ones with the same name prefix (`llama2_`), family and vocabulary.
 
     A model that the catalogue lacks, of the hub or from a folder, is alone.
     """
-    entry = catalogue.load(target.name) if target.name in catalogue.names() else None
+    entry = next((each for each in known if each.name == target.name), None)
     if entry is None or entry.shape is None:
         return [ModelConfig(name=target.name, shape=target.shape, stored_dtype=target.stored)]
-    series = {_unquantized(target.name), *catalogue.smaller_relatives(entry)}
+    series = {_unquantized(target.name), *catalogue.smaller_relatives(entry, known=known)}
     return [
-        other for other in catalogue.relatives(entry)
+        other for other in catalogue.relatives(entry, known=known)
         if other.name in series and _prefix(other.name) == _prefix(target.name)
     ]  # fmt: skip
 
@@ -145,13 +146,13 @@ def _prefix(name: str) -> str:
     return _unquantized(name).rpartition("_")[0]
 
 
-def _drafts(model: ModelConfig) -> list[ModelConfig]:
+def _drafts(model: ModelConfig, known: list[ModelConfig]) -> list[ModelConfig]:
     """Smaller models of the same vocabulary, and the entry's default draft; of equal sizes one, of the series first."""
-    names = catalogue.smaller_relatives(model)
+    names = catalogue.smaller_relatives(model, known=known)
     if model.default_draft and model.default_draft not in names:
         names.append(model.default_draft)
-    found: dict[tuple[int, ...], ModelConfig] = {}
-    for draft in map(catalogue.load, sorted(names, key=lambda name: _prefix(name) != _prefix(model.name))):
+    entries, found = {each.name: each for each in known}, dict[tuple[int, ...], ModelConfig]()
+    for draft in map(entries.__getitem__, sorted(names, key=lambda name: _prefix(name) != _prefix(model.name))):
         assert draft.shape, "drafts of the catalogue have shapes"
         sizes = (draft.shape.num_hidden_layers, draft.shape.hidden_size, draft.shape.intermediate_size)
         found.setdefault(sizes, draft)
@@ -159,32 +160,33 @@ def _drafts(model: ModelConfig) -> list[ModelConfig]:
 
 
 def _priced(job: PlanSpec, hardware: HardwareConfig) -> Choice:
-    choice = _choice(job, hardware)
     try:
         full = fullest_rank(job, hardware)
     except PlacementError as error:
-        return replace(choice, reason=str(error))
-    choice = replace(choice, needed_bytes=full.needed_bytes)
+        return _choice(job, hardware, reason=str(error))
     if not full.fits:
         reason = f"rank {full.rank} needs {full.needed_bytes / GIB:.1f} of {full.capacity_bytes / GIB:.1f} GiB"
-        return replace(choice, reason=reason)
+        return _choice(job, hardware, needed_bytes=full.needed_bytes, reason=reason)
     timed = timing(job, hardware)
-    first_ms = 1e3 * timed.prefill_s
     for token_s, drafting in by_length(job, timed):
-        if (full := fullest_rank(drafting, hardware)).fits:
-            timed_choice = _timed(_choice(drafting, hardware), drafting, full, token_s=token_s)
-            return replace(timed_choice, first_token_ms=first_ms, speedup=timed.plain_s / token_s)
-    return replace(_timed(choice, job, full, token_s=timed.plain_s), first_token_ms=first_ms, speedup=1.0)
+        if (at_length := fullest_rank(drafting, hardware)).fits:
+            return _timed(drafting, hardware, at_length, timed, token_s=token_s)
+    return _timed(job, hardware, full, timed, token_s=timed.plain_s)
 
 
-def _timed(choice: Choice, job: PlanSpec, full: RankMemoryPlan, *, token_s: float) -> Choice:
-    rate = job.batch_size * job.num_replicas / token_s
-    return replace(
-        choice, ms_per_token=1e3 * token_s, tokens_per_s=rate, needed_bytes=full.needed_bytes, is_tight=full.is_tight
-    )
+def _timed(job: PlanSpec, hardware: HardwareConfig, full: RankMemoryPlan, timed: Timing, *, token_s: float) -> Choice:
+    return _choice(
+        job, hardware,
+        ms_per_token=1e3 * token_s,
+        tokens_per_s=job.batch_size * job.num_replicas / token_s,
+        first_token_ms=1e3 * timed.prefill_s,
+        speedup=timed.plain_s / token_s,
+        needed_bytes=full.needed_bytes,
+        is_tight=full.is_tight,
+    )  # fmt: skip
 
 
-def _choice(job: PlanSpec, hardware: HardwareConfig) -> Choice:
+def _choice(job: PlanSpec, hardware: HardwareConfig, **figures: Any) -> Choice:  # noqa: ANN401 - fields of a choice
     storage, draft = format_of(job.target.quantization), job.draft
     settings = [f"model={job.target.name}", f"draft={draft.name if draft else 'none'}"]
     if storage.is_quantized:
@@ -204,4 +206,5 @@ def _choice(job: PlanSpec, hardware: HardwareConfig) -> Choice:
         num_replicas=job.num_replicas,
         capacity_bytes=hardware.rank_bytes,
         settings=tuple(settings),
+        **figures,
     )
