@@ -11,7 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from llama_ssp.reports.evaluation import MEASURE_COLUMNS, Evaluation
-from llama_ssp.reports.lines import BenchmarkRow, Forecast, RankMemory, SpeculativeSummary, Summary
+from llama_ssp.reports.forecast import Forecast
+from llama_ssp.reports.lines import BenchmarkRow, RankMemory, SpeculativeSummary, Summary
 from llama_ssp.reports.rounds.overlap import OverlapSummary
 from llama_ssp.visible import visible
 
@@ -61,6 +62,9 @@ def summary_table(summary: Summary) -> RenderableType:
         rows.append(_speculative_cells(summary.speculative, summary.forecast, summary.speedup))
     table = _Figures(headings=headings, rows=rows, padding=(0, 0, 0, 1))
     parts: list[RenderableType] = [Text(), _title(summary), Text(), table, _meaning(summary)]
+    if ranges := summary.forecast.ranges():
+        ends = ", ".join(f"{mode} {low:.2f}-{high:.2f}" for mode, (low, high) in ranges.items())
+        parts += [Text(f"forecast, 80 %: {ends} ms/token", style="bright_black")]
     if summary.speculative and summary.speculative.verify_s:
         parts += [Text(), _round_line(summary.speculative)]
     if summary.overlap:

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 from llama_ssp.config.schema import ADAPTIVE
 from llama_ssp.reports.evaluation import Evaluation
 from llama_ssp.reports.excerpts import Excerpt
+from llama_ssp.reports.forecast import Forecast
 from llama_ssp.reports.reading import read_json, restore
 from llama_ssp.reports.rounds.overlap import OverlapSummary, RankActivity
 
@@ -135,15 +136,6 @@ class SpeculativeSummary:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Forecast:
-    """The plan's forecast of the run; null without a plan."""
-
-    plain_ms_per_token: float | None = None
-    speculative_ms_per_token: float | None = None
-    speedup: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class RankMemory:
     """One rank's memory: anonymous resident bytes on a CPU, bytes reserved by the allocator on a GPU."""
 
@@ -189,7 +181,7 @@ class RunFacts:
     seed: int
     num_draft_tokens: int
     memory: list[RankMemory]
-    forecast: Forecast = Forecast()
+    forecast: Forecast = field(default_factory=Forecast)
     startup: StartUp | None = None
     activities: list[RankActivity] = field(default_factory=list)
 

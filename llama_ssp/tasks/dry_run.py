@@ -28,7 +28,7 @@ from llama_ssp.planning.config_file import read_config
 from llama_ssp.planning.plan import Plan, document, make_plan, require_room
 from llama_ssp.planning.spec import PlanSpec, number_format, planned_model, target_fields
 from llama_ssp.planning.timing import Timing
-from llama_ssp.reports.lines import Forecast
+from llama_ssp.reports.forecast import Forecast
 from llama_ssp.session.prompt_files import STANDARD_INPUT
 from llama_ssp.session.prompt_records import Prompt
 from llama_ssp.session.prompts import read_prompts
@@ -60,11 +60,11 @@ def show_plan(
     if form is PlanFormat.json:
         print(json.dumps(content, indent=2))  # noqa: T201 - the requested output
     else:
-        from llama_ssp.reports.plan_table import print_plan  # noqa: PLC0415 - JSON needs no rich
+        from llama_ssp.reports.plans.table import print_plan  # noqa: PLC0415 - JSON needs no rich
 
         print_plan(content)
     if figure:
-        from llama_ssp.reports.plan_figure import draw_plan  # noqa: PLC0415 - only figures need matplotlib
+        from llama_ssp.reports.plans.figure import draw_plan  # noqa: PLC0415 - only figures need matplotlib
 
         draw_plan(content, Path(figure))
     require_room(plan, words=words)
@@ -214,13 +214,29 @@ def planned_bytes(plan: Plan) -> list[int]:
 
 
 def forecast(timed: Timing) -> Forecast:
-    """The forecasts in `summary.json`: per token of whole completions, including prompts."""
+    """The forecasts in `summary.json`: per token of whole completions, including prompts.
+
+    Their ranges are those of decoding, to which prompts add as uncertain a time.
+    """
     speculative_s = timed.speculative_run_s
+    plain = _ends("plain", timed.plain_range_s, timed.plain_run_s / timed.plain_s)
+    speculative = {}
+    if speculative_s is not None and timed.speculative_s:
+        speculative = _ends("speculative", timed.speculative_range_s, speculative_s / timed.speculative_s)
     return Forecast(
         plain_ms_per_token=1e3 * timed.plain_run_s,
         speculative_ms_per_token=None if speculative_s is None else 1e3 * speculative_s,
         speedup=None if speculative_s is None else timed.plain_run_s / speculative_s,
+        **plain,
+        **speculative,
     )
+
+
+def _ends(mode: str, range_s: tuple[float, float] | None, share: float) -> dict[str, float]:
+    if range_s is None:
+        return {}
+    low_ms, high_ms = (1e3 * share * end_s for end_s in range_s)
+    return {f"{mode}_ms_per_token_low": low_ms, f"{mode}_ms_per_token_high": high_ms}
 
 
 def job_of_run(

@@ -8,7 +8,8 @@ from typing import Any
 from llama_ssp.config.drafts.drafter import draft_name
 from llama_ssp.config.tasks.spec import task_of
 from llama_ssp.errors import ConfigError, FailedEvaluation
-from llama_ssp.reports.lines import Forecast, RankMemory, RunFacts
+from llama_ssp.reports.forecast import Forecast
+from llama_ssp.reports.lines import RankMemory, RunFacts
 from llama_ssp.reports.rounds.overlap import RankActivity, round_gains
 from llama_ssp.reports.summary import summarise
 from llama_ssp.session.excerpts import excerpts

@@ -4,7 +4,8 @@ import json
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from llama_ssp.reports.lines import BenchmarkRow, CompletionLine, Forecast, RankMemory, RunFacts, StartUp, Summary
+from llama_ssp.reports.forecast import Forecast
+from llama_ssp.reports.lines import BenchmarkRow, CompletionLine, RankMemory, RunFacts, StartUp, Summary
 from llama_ssp.reports.summary import summarise
 
 PLAIN = CompletionLine(

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from llama_ssp.config.formats.format import formats
-from llama_ssp.reports.plan_table import literal, standard_output
+from llama_ssp.reports.plans.table import literal, standard_output
 from llama_ssp.reports.searches.table import shown_length
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from llama_ssp.config.formats.format import formats
 from llama_ssp.config.schema import ADAPTIVE
-from llama_ssp.reports.plan_table import GIB, amount, literal, standard_output
+from llama_ssp.reports.plans.table import GIB, amount, literal, standard_output
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,8 +27,8 @@ def print_search(
     `unit` is what a rank runs on, `basis` a sentence about the times, and `notes` are others.
     """
     console = console or standard_output()
-    from rich import box  # noqa: PLC0415 - see `plan_table`
-    from rich.table import Table  # noqa: PLC0415 - see `plan_table`
+    from rich import box  # noqa: PLC0415 - see `plans.table`
+    from rich.table import Table  # noqa: PLC0415 - see `plans.table`
 
     title = (
         f"Choices on {literal(machine)}, the fastest {MOST_CHOICES} of each target and the fastest of each precision. "

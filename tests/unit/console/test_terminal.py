@@ -14,7 +14,8 @@ from llama_ssp.console.progress import Pace, RunProgress
 from llama_ssp.console.terminal import Output, Terminal
 from llama_ssp.engine.stream import Piece
 from llama_ssp.errors import SspError
-from llama_ssp.reports.lines import Forecast, PlainSummary, SpeculativeSummary, Summary
+from llama_ssp.reports.forecast import Forecast
+from llama_ssp.reports.lines import PlainSummary, SpeculativeSummary, Summary
 from tests.helpers.runs import CELL
 
 GREEN, MAGENTA = "\x1b[32m", "\x1b[35m"
@@ -139,6 +140,15 @@ def test_the_table_is_aligned_within_80_columns(plain: tuple[Terminal, Output, O
         "",
         "a round:  draft 30 %  verify 60 %  other 10 %  ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━",
     ]
+
+
+def test_ranges_of_forecasts_stand_below_what_the_figures_mean(plain: tuple[Terminal, Output, Output]) -> None:
+    terminal, out, _ = plain
+    ends = {"plain_ms_per_token_low": 200.5, "plain_ms_per_token_high": 314.25}
+    terminal.table(summary(forecast=Forecast(**ends, speculative_ms_per_token_low=8, speculative_ms_per_token_high=9)))
+    assert "\nforecast, 80 %: plain 200.50-314.25, speculative 8.00-9.00 ms/token\n" in written(out)
+    terminal.table(summary(forecast=Forecast(**ends), speculative=False))
+    assert "\nforecast, 80 %: plain 200.50-314.25 ms/token\n" in written(out)
 
 
 def test_a_forecast_that_does_not_exist_is_a_dash(plain: tuple[Terminal, Output, Output]) -> None:

@@ -14,7 +14,7 @@ from llama_ssp.library import Pair, load
 from llama_ssp.models.linear import HalfLinear, can_halve
 from llama_ssp.models.native.linear import NativeLinear
 from llama_ssp.planning.plan import document
-from llama_ssp.reports.plan_table import headline
+from llama_ssp.reports.plans.table import headline
 from llama_ssp.tasks.dry_run import plan_of_run
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint
 from tests.helpers.tokenizers import save_tokenizer

@@ -11,7 +11,7 @@ import torch
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.environment import Ranks
 from llama_ssp.distributed.world import World
-from llama_ssp.reports.lines import Forecast
+from llama_ssp.reports.forecast import Forecast
 from llama_ssp.reports.rounds.overlap import RankActivity
 from llama_ssp.tasks.slowness import Surroundings, changed_machine, late_draft, slowness
 

@@ -11,10 +11,10 @@ from rich.console import Console
 from llama_ssp.config.machines import hardware
 from llama_ssp.errors import ConfigError
 from llama_ssp.planning.plan import document, make_plan
-from llama_ssp.reports import plan_figure
 from llama_ssp.reports.charts import Kind
-from llama_ssp.reports.plan_figure import draw_plan
-from llama_ssp.reports.plan_table import GIB, ITEMS, print_plan
+from llama_ssp.reports.plans import figure
+from llama_ssp.reports.plans.figure import draw_plan
+from llama_ssp.reports.plans.table import GIB, ITEMS, print_plan
 from llama_ssp.words import rounded
 from tests.helpers.planning import make_job
 
@@ -109,11 +109,11 @@ def test_a_figure_is_drawn_with_and_without_a_draft(draft: str | None, tmp_path:
     plan, file = _plan("30B", draft, num_ranks=8), tmp_path / "plan.svg"
     draw_plan(plan, file)
     assert "<svg" in file.read_text()
-    bars = [mark.points for mark in plan_figure.memory_by_rank(plan).marks if mark.kind is Kind.bar]
+    bars = [mark.points for mark in figure.memory_by_rank(plan).marks if mark.kind is Kind.bar]
     for place, rank in enumerate(plan["memory"]):
         tops = [top for (left, _), (_, top) in bars if int(left) == place]
         assert tops[-1] * GIB == pytest.approx(rank["needed_bytes"])
-    dots = [mark for mark in plan_figure.time_by_k(plan).marks if mark.kind is Kind.dot]
+    dots = [mark for mark in figure.time_by_k(plan).marks if mark.kind is Kind.dot]
     assert len(dots) == len(plan["time"]["speculative_ms_per_token_by_k"])
 
 

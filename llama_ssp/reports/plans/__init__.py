@@ -1,0 +1,1 @@
+"""Table and figure of a plan."""
