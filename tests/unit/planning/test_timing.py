@@ -12,6 +12,7 @@ from llama_ssp.config.schema import DraftLayout, Dtype
 from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.planning.costs import CostModel
 from llama_ssp.planning.memory import kv_bytes_per_token
+from llama_ssp.planning.messages import round_messages
 from llama_ssp.planning.roofline import ForwardTime, all_reduce_s, bandwidth, working_set_bytes
 from llama_ssp.planning.spec import PlannedModel
 from llama_ssp.planning.timing import timing
@@ -131,6 +132,16 @@ def test_ranks_with_a_draft_each_draft_and_judge_their_share_of_the_rows() -> No
     assert share.draft
     assert joint.prefill_s(joint.draft) == pytest.approx(share.prefill_s(share.draft))
     assert joint.rule_s(5) == pytest.approx(share.rule_s(5))
+
+
+@pytest.mark.parametrize("num_draft_tokens", [1, 4])
+def test_each_rank_that_drafts_tells_the_others_its_verdict(num_draft_tokens: int) -> None:
+    job = make_job("13B", "7B", num_ranks=4, draft_kind=DraftLayout.replicated, batch_size=6)
+    clock, messages = CostModel(job, A100), round_messages(job, num_draft_tokens)
+    assert messages.verdict
+    assert messages.verdict.num_senders == 4
+    told_s = clock.agree_s(messages.ids, messages.probabilities, messages.verdict)
+    assert clock.verdict_s(num_draft_tokens) == pytest.approx(told_s + clock.rule_s(num_draft_tokens + 1), rel=1e-12)
 
 
 def test_without_a_draft_one_rank_draws_for_all_rows() -> None:

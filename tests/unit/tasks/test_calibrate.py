@@ -63,6 +63,7 @@ def test_the_file_is_a_sound_description_from_which_a_run_can_be_planned(tmp_pat
     assert calibrate(ONE_CORE, file, shown) == f"wrote {file}"
     assert [*shown.turns] == ["1 rank, all cores: parts", "whole forwards"]
     assert all(done == total for done, total in shown.turns.values())
+    assert re.search(r"\n  linear: \|\n +dtype +rows +elements ", file.read_text())
     figures = yaml.safe_load(file.read_text())
     assert hardware.problems_of(figures) == []
     machine = hardware.build(figures)

@@ -11,7 +11,7 @@ from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.planning.choices import changes
 from llama_ssp.planning.choices.changes import Change, Loss, changes_that_fit
 from llama_ssp.planning.choices.layouts import placement_settings
-from llama_ssp.planning.memory import fits, memory
+from llama_ssp.planning.memory import fits, fullest_rank, memory
 from llama_ssp.planning.plan import make_plan, shortage
 from llama_ssp.planning.spec import PlanSpec
 from llama_ssp.words import rounded
@@ -145,3 +145,11 @@ def test_every_change_leaves_a_layer_wise_target_on_one_rank_and_in_the_librarys
     for way in (*changes._ways(job, machine), *changes._smaller_targets(job, machine)):
         assert way.job.target_ranks == (0,), way.settings
         assert way.job.target.by_library, way.settings
+
+
+@pytest.mark.parametrize(("share", "has_room"), [(0.99, False), (1.01, False), (1.2, True)])
+def test_more_gpus_are_advised_until_something_is_left(share: float, has_room: bool) -> None:
+    job = make_job("7B")
+    machine = replace(ONE_A10G, memory_bytes=int(share * fullest_rank(job, ONE_A10G).needed_bytes))
+    way = changes._Way(kind="GPUs", loss=Loss.nothing, settings=(), job=job, hardware=machine)
+    assert changes._has_room(way) is has_room
