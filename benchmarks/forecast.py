@@ -9,10 +9,10 @@ acceptance of a pair is measured in the same run and given to the planner: it is
 Of memory, measured is how much resident memory grew by loading, and the cache's buffers.
 
 On a shared machine a neighbour's work adds to the times of calibration and run alike, and to each at other moments. So
-both are means over turns that are spread over the whole program, without the slowest tenth; "mean" has all turns. The
-random pairs that calibration decodes take part in the turns, and each forecast is given twice: by the calibration as it
-stands ("plan", with its 80 % range), and with what those pairs take here ("plan now"; `calibration.model_pairs`). On a
-shared machine only the second one tells whether the planner is right: both of its sides are from the same minutes.
+both are means over turns that are spread over the whole program, without the slowest tenth. The random pairs that
+calibration decodes take part in the turns, and each forecast is given twice: by the calibration as it stands ("plan",
+with its 80 % range), and with what those pairs take here ("plan now"; `calibration.model_pairs`). On a shared machine
+only the second one tells whether the planner is right: both of its sides are from the same minutes.
 """
 
 import argparse
@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 import torch
 import transformers
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -56,8 +57,11 @@ from llama_ssp.planning.acceptance.rounds import implied_acceptance
 from llama_ssp.planning.config_file import read_config
 from llama_ssp.planning.memory import memory
 from llama_ssp.planning.spec import PlannedModel, PlanSpec
-from llama_ssp.planning.timing import Timing, timing
+from llama_ssp.planning.timing import timing
+from llama_ssp.reports.forecast import Forecast
+from llama_ssp.tasks.dry_run import forecast
 from llama_ssp.weights.checkpoint import inspect
+from llama_ssp.words import counted
 
 NEW_TOKENS = 64
 MODES = PLAIN, NUM_DRAFT_TOKENS
@@ -117,7 +121,7 @@ def cache_bytes(runner: Runner) -> int:
     return sum(whole.nbytes for whole in runner._cache._wholes if whole is not None)
 
 
-def planned(folder: Path) -> PlannedModel:
+def planned_checkpoint(folder: Path) -> PlannedModel:
     """A checkpoint in fp32, as the planner sees it."""
     shape, stored = read_config(folder)
     return PlannedModel(name=folder.name, shape=shape, dtype=Dtype.fp32, quantization="none", stored=stored)
@@ -125,7 +129,7 @@ def planned(folder: Path) -> PlannedModel:
 
 def planned_job(case: Case, world: World, acceptance: float) -> PlanSpec:
     """The planner's view."""
-    target, draft = (planned(folder) for folder in (case.target, case.draft))
+    target, draft = (planned_checkpoint(folder) for folder in (case.target, case.draft))
     return PlanSpec(
         target=target, draft=draft, target_kind=TargetKind.tensor, target_ranks=tuple(range(world.comm.size)),
         draft_kind=DraftLayout.one_rank, draft_ranks=(0,), num_draft_tokens=NUM_DRAFT_TOKENS, acceptance=acceptance,
@@ -164,16 +168,9 @@ class Pair:
         """Without the slowest turns."""
         return Times(*(1e3 * seconds_per(_num_tokens, _busy_s, self.decoding.turns[number]) for number in MODES))
 
-    def means(self) -> Times:
-        """Of all turns."""
-        return Times(*(1e3 * seconds_per(_num_tokens, _busy_s, [self._completions(number)]) for number in MODES))
-
-    def _completions(self, number: int) -> list[RowCompletion]:
-        return [each for turn in self.decoding.turns[number] for each in turn]
-
     def acceptance(self) -> float:
         """The probability that explains how many tokens the rounds gave."""
-        drafted = self._completions(NUM_DRAFT_TOKENS)
+        drafted = [each for turn in self.decoding.turns[NUM_DRAFT_TOKENS] for each in turn]
         rounds = sum(len(each.accepted_lengths) for each in drafted)
         per_round = sum(len(each.token_ids) - 1 for each in drafted) / rounds
         return implied_acceptance(per_round, NUM_DRAFT_TOKENS)
@@ -204,20 +201,9 @@ def as_it_is_now(machine: HardwareConfig, random_pairs: Pairs, num_ranks: int) -
     return replace(machine, profiles=[*others, composed(before, machine, random_pairs.times())])
 
 
-def forecast(pair: Pair, world: World, machine: HardwareConfig) -> Timing:
-    """What a plan says."""
-    return timing(planned_job(pair.case, world, pair.acceptance()), machine)
-
-
-def planned_ms(timed: Timing, mode: str) -> float:
-    """Of a completion, with its prompt."""
-    return 1e3 * float(getattr(timed, f"{mode}_run_s"))
-
-
-def ends_ms(timed: Timing, mode: str) -> tuple[float, float] | None:
-    """The range of `planned_ms`; a plan has that of a token after the prompt."""
-    ends_s, token_s = getattr(timed, f"{mode}_range_s"), getattr(timed, f"{mode}_s")
-    return ends_s and tuple(planned_ms(timed, mode) * end_s / token_s for end_s in ends_s)
+def planned(pair: Pair, world: World, machine: HardwareConfig) -> Forecast:
+    """What a plan says of whole completions."""
+    return forecast(timing(planned_job(pair.case, world, pair.acceptance()), machine))
 
 
 def main(shipped: Path, num_turns: int) -> None:
@@ -244,21 +230,35 @@ def main(shipped: Path, num_turns: int) -> None:
 
 def print_times(pairs: Sequence[Pair], world: World, machine: HardwareConfig, now: HardwareConfig) -> None:
     """Forecasts over what a run takes."""
-    table = Table(title=f"milliseconds per token, {world.comm.size} ranks", title_justify="left", show_edge=False)
-    for column in ("", "", "plan", "80 %", "plan now", "run", "mean", "plan / run", "inside", "plan now / run"):
-        table.add_column(column, justify="right" if column else "left")
+    title = f"milliseconds per token, {counted(world.comm.size, 'rank')}"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 0, 0, 1))
+    for column in ("", "", "plan", "80 %", "plan\nnow", "run", "plan\n/ run", "inside", "now\n/ run"):
+        table.add_column(column, justify="right" if column else "left", vertical="bottom")
+    near, near_now, num_inside, num_rows = 0, 0, 0, 0
     for pair in pairs:
-        then, today = (forecast(pair, world, each) for each in (machine, now))
-        took, means = pair.times(), pair.means()
+        then, today = (planned(pair, world, each) for each in (machine, now))
+        took = pair.times()
         for mode in Times._fields:
-            plan_ms, now_ms, run_ms = planned_ms(then, mode), planned_ms(today, mode), getattr(took, mode)
-            ends, shown, inside = ends_ms(then, mode), "", ""
+            run_ms, ends, shown = getattr(took, mode), then.ranges().get(mode), ""
+            plan_ms, now_ms = (getattr(each, f"{mode}_ms_per_token") for each in (then, today))
+            is_inside = ends is not None and ends[0] <= run_ms <= ends[1]
             if ends:
-                shown, inside = f"{ends[0]:.2f}-{ends[1]:.2f}", "yes" if ends[0] <= run_ms <= ends[1] else "no"
-            times = f"{now_ms:.2f}", f"{run_ms:.2f}", f"{getattr(means, mode):.2f}"
-            ratios = f"{plan_ms / run_ms:.2f}", inside, f"{now_ms / run_ms:.2f}"
+                shown = f"{ends[0]:.3g}-{ends[1]:.3g}"
+            times = f"{now_ms:.2f}", f"{run_ms:.2f}"
+            ratios = f"{plan_ms / run_ms:.2f}", "yes" if is_inside else "no", f"{now_ms / run_ms:.2f}"
             table.add_row(pair.case.name, mode, f"{plan_ms:.2f}", shown, *times, *ratios)
+            num_rows, num_inside = num_rows + 1, num_inside + is_inside
+            near, near_now = near + is_near(plan_ms / run_ms), near_now + is_near(now_ms / run_ms)
     Console().print(table)
+    print(
+        f"within 10 %: {near_now} of {num_rows} with the pairs of these turns, {near} by the calibration alone; "
+        f"{num_inside} inside their ranges"
+    )
+
+
+def is_near(ratio: float) -> bool:
+    """Whether a forecast is within 10 % of what was measured."""
+    return abs(ratio - 1) <= 0.1  # noqa: PLR2004 - as the sentence says
 
 
 def print_memory(names: Sequence[str], held: Sequence[Sequence[Mapping[str, tuple[float, float]]]]) -> None:
