@@ -161,17 +161,18 @@ def _drafts(model: ModelConfig, known: list[ModelConfig]) -> list[ModelConfig]:
 
 def _priced(job: PlanSpec, hardware: HardwareConfig) -> Choice:
     try:
-        full = fullest_rank(job, hardware)
+        timed = timing(job, hardware)
+        for token_s, way in [*by_length(job, timed)] or [(timed.plain_s, job)]:
+            full = fullest_rank(way, hardware)
+            if full.fits:
+                return _timed(way, hardware, full, timed, token_s=token_s)
+            if not (asked := fullest_rank(job, hardware)).fits:
+                full = asked
+                break
     except PlacementError as error:
         return _choice(job, hardware, reason=str(error))
-    if not full.fits:
-        reason = f"rank {full.rank} needs {full.needed_bytes / GIB:.1f} of {full.capacity_bytes / GIB:.1f} GiB"
-        return _choice(job, hardware, needed_bytes=full.needed_bytes, reason=reason)
-    timed = timing(job, hardware)
-    for token_s, drafting in by_length(job, timed):
-        if (at_length := fullest_rank(drafting, hardware)).fits:
-            return _timed(drafting, hardware, at_length, timed, token_s=token_s)
-    return _timed(job, hardware, full, timed, token_s=timed.plain_s)
+    reason = f"rank {full.rank} needs {full.needed_bytes / GIB:.1f} of {full.capacity_bytes / GIB:.1f} GiB"
+    return _choice(job, hardware, needed_bytes=full.needed_bytes, reason=reason)
 
 
 def _timed(job: PlanSpec, hardware: HardwareConfig, full: RankMemoryPlan, timed: Timing, *, token_s: float) -> Choice:
