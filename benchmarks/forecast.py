@@ -233,7 +233,7 @@ def print_times(pairs: Sequence[Pair], world: World, machine: HardwareConfig, no
     title = f"milliseconds per token, {counted(world.comm.size, 'rank')}"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 0, 0, 1))
     for column in ("", "", "plan", "80 %", "plan\nnow", "run", "plan\n/ run", "inside", "now\n/ run"):
-        table.add_column(column, justify="right" if column else "left", vertical="bottom")
+        table.add_column(column, justify="right" if column else "left", vertical="bottom", no_wrap=not column)
     near, near_now, num_inside, num_rows = 0, 0, 0, 0
     for pair in pairs:
         then, today = (planned(pair, world, each) for each in (machine, now))

@@ -59,7 +59,7 @@ def may_share_vocabulary(target: ModelShape, draft: ModelShape) -> bool:
 
 
 def relatives(model: ModelConfig, *, known: Sequence[ModelConfig] | None = None) -> list[ModelConfig]:
-    """The unquantized entries of the same family and vocabulary, itself included, among all that are `known`."""
+    """The unquantized entries of the same family and vocabulary, itself included, of all or of the `known` ones."""
     shape = model.shape
     whole = [other for other in known or entries() if not format_of(other.quantization).is_quantized]
     family = [other for other in whole if shape and other.shape and other.shape.model_type == shape.model_type]

@@ -147,15 +147,16 @@ def _prefix(name: str) -> str:
 
 
 def _drafts(model: ModelConfig, known: list[ModelConfig]) -> list[ModelConfig]:
-    """Smaller models of the same vocabulary, and the entry's default draft; of equal sizes one, of the series first."""
-    names = catalogue.smaller_relatives(model, known=known)
-    if model.default_draft and model.default_draft not in names:
-        names.append(model.default_draft)
-    entries, found = {each.name: each for each in known}, dict[tuple[int, ...], ModelConfig]()
-    for draft in map(entries.__getitem__, sorted(names, key=lambda name: _prefix(name) != _prefix(model.name))):
-        assert draft.shape, "drafts of the catalogue have shapes"
-        sizes = (draft.shape.num_hidden_layers, draft.shape.hidden_size, draft.shape.intermediate_size)
-        found.setdefault(sizes, draft)
+    """Smaller models of the same vocabulary, and the entry's default draft; of equal sizes one, of the series first.
+
+    A default draft of the hub has no sizes before somebody asks for it, and is left out.
+    """
+    names = {*catalogue.smaller_relatives(model, known=known), model.default_draft}
+    found: dict[tuple[int, ...], ModelConfig] = {}
+    for draft in sorted(known, key=lambda other: _prefix(other.name) != _prefix(model.name)):
+        if draft.name in names and draft.shape:
+            sizes = (draft.shape.num_hidden_layers, draft.shape.hidden_size, draft.shape.intermediate_size)
+            found.setdefault(sizes, draft)
     return list(found.values())
 
 

@@ -10,7 +10,7 @@ from llama_ssp.config.machines import hardware
 from llama_ssp.config.schema import DraftLayout
 from llama_ssp.planning.choices.auto import choose_placement
 from llama_ssp.planning.choices.layouts import same_kind
-from llama_ssp.planning.choices.search import Choice, search
+from llama_ssp.planning.choices.search import Choice, _drafts, search
 from llama_ssp.planning.memory import memory
 from llama_ssp.planning.timing import timing
 from tests.helpers.lanes import heavy
@@ -161,3 +161,11 @@ def test_a_model_beyond_the_catalogue_has_drafts_of_its_vocabulary() -> None:
     job = make_job(small_model(vocab_size=32000, num_hidden_layers=90, hidden_size=8192, num_attention_heads=64))
     found = search(job, A10G)
     assert {"7B", "13B", "tinyllama_1B"} <= {choice.draft for choice in found}
+
+
+@pytest.mark.parametrize("default", ["tinyllama_1B", "somebody/hub-draft", None])
+def test_a_default_draft_is_tried_if_its_sizes_are_known(default: str | None) -> None:
+    known = catalogue.entries()
+    names = [draft.name for draft in _drafts(replace(catalogue.load("gpt_neox_20B"), default_draft=default), known)]
+    assert ("tinyllama_1B" in names) is (default == "tinyllama_1B")
+    assert "somebody/hub-draft" not in names
