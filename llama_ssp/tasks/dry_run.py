@@ -216,12 +216,13 @@ def planned_bytes(plan: Plan) -> list[int]:
 def forecast(timed: Timing) -> Forecast:
     """The forecasts in `summary.json`: per token of whole completions, including prompts.
 
-    Their ranges are those of decoding, to which prompts add as uncertain a time.
+    Their ranges are those of decoding, to which prompts add as uncertain a time. Where the times of a machine have no
+    range, that of the acceptance alone would be too narrow, and there is none.
     """
     speculative_s = timed.speculative_run_s
     plain = _ends("plain", timed.plain_range_s, timed.plain_run_s / timed.plain_s)
     speculative = {}
-    if speculative_s is not None and timed.speculative_s:
+    if plain and speculative_s is not None and timed.speculative_s:
         speculative = _ends("speculative", timed.speculative_range_s, speculative_s / timed.speculative_s)
     return Forecast(
         plain_ms_per_token=1e3 * timed.plain_run_s,

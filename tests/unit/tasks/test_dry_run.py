@@ -159,7 +159,7 @@ def test_the_range_of_a_forecast_is_that_of_decoding_for_whole_completions() -> 
     assert plain == pytest.approx((500 * timed.plain_run_s, 2000 * timed.plain_run_s))
     times = 1e3 * timed.speculative_run_s / timed.speculative_s
     assert fast == pytest.approx((0.1 * times, 0.2 * times))
-    assert task.forecast(replace(timed, plain_range_s=None, speculative_range_s=None)).ranges() == {}
+    assert task.forecast(replace(wide, plain_range_s=None)).ranges() == {}
 
 
 def test_planned_bytes_are_what_the_run_can_measure() -> None:
