@@ -15,6 +15,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from llama_ssp.errors import CapacityError
+
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = (
     "model=30B draft=7B",
@@ -23,8 +25,6 @@ COMMANDS = (
     "model=llama3_70B draft=llama3_1B hardware=8xh100 hardware.num_nodes=2 search=true",
     "model=65B draft=7B hardware=all search=true",
 )
-MISFIT = 3
-"""Exit code of a plan that does not fit."""
 
 
 def seconds(checkout: Path, command: str) -> float:
@@ -32,7 +32,7 @@ def seconds(checkout: Path, command: str) -> float:
     began_s = time.perf_counter()
     line = [sys.executable, "launch/plan.py", *command.split()]
     ended = subprocess.run(line, cwd=checkout, capture_output=True, text=True, check=False)
-    if ended.returncode not in (0, MISFIT):
+    if ended.returncode not in (0, CapacityError.exit_code):
         sys.exit(f"{' '.join(line)} in {checkout} ended with code {ended.returncode}: {ended.stderr[-2000:]}")
     return time.perf_counter() - began_s
 

@@ -40,7 +40,7 @@ class LinearTable:
 
     def __init__(self, points: Iterable[LinearPoint]) -> None:
         self._points = list(points)
-        self._surfaces: dict[tuple[str, Dtype, Dtype], _Surface] = {}
+        self._surfaces: dict[tuple[str, Dtype, Dtype], tuple[_Surface, bool]] = {}
 
     def has_arithmetic(self, arithmetic: Dtype) -> bool:
         """Whether layers of this arithmetic were measured."""
@@ -63,23 +63,24 @@ class LinearTable:
         measured takes `slowdown` times as long as fp32 on 16-bit weights. A `quantization` that was measured uses its
         own points; another one those of the number format.
         """
-        times = 1.0
-        if arithmetic is not Dtype.fp32 and not self._points_of(quantization, arithmetic):
-            times, dtype, arithmetic = slowdown, Dtype.fp16, Dtype.fp32
         kind = quantization, arithmetic, dtype
         if kind not in self._surfaces:
-            self._surfaces[kind] = _surface(self._points_of(quantization, arithmetic), dtype)
+            self._surfaces[kind] = self._surface_of(*kind)
+        surface, is_measured = self._surfaces[kind]
         by_set = [
             (set_bytes, line([(known, line(points, elements)) for known, points in by_rows], rows))
-            for set_bytes, by_rows in self._surfaces[kind]
+            for set_bytes, by_rows in surface
         ]
-        return times * between(by_set, working_set_bytes)
+        return (1.0 if is_measured else slowdown) * between(by_set, working_set_bytes)
 
-    def _points_of(self, quantization: str, arithmetic: Dtype) -> list[LinearPoint]:
+    def _surface_of(self, quantization: str, arithmetic: Dtype, dtype: Dtype) -> tuple[_Surface, bool]:
+        """The points to interpolate, and whether they are of this arithmetic; fp32 is the one that every table has."""
         own = [point for point in self._points if point.dtype == quantization]
         stored = own or [point for point in self._points if point.dtype in Dtype.__members__]
         found = [point for point in stored if point.arithmetic == arithmetic.name]
-        return found or (stored if arithmetic is Dtype.fp32 else [])
+        if found or arithmetic is Dtype.fp32:
+            return _surface(found or stored, dtype), True
+        return self._surface_of(quantization, Dtype.fp32, Dtype.fp16)[0], False
 
 
 class LinearTables(NamedTuple):
