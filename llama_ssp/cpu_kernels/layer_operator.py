@@ -22,7 +22,7 @@ from llama_ssp.cpu_kernels.attention_kernel import larger, smaller
 from llama_ssp.cpu_kernels.emit import F32, I32, I64, LANES, POINTER, VOID, Code, Value, i64
 from llama_ssp.cpu_kernels.operator import Torch
 from llama_ssp.cpu_kernels.products import function
-from llama_ssp.cpu_kernels.sharing import COUNTERS, units
+from llama_ssp.cpu_kernels.sharing import COUNTERS, finish, units, wait
 
 PRODUCTS = ("qkv", "output", "gated", "down")
 STEPS = ("qkv", "place", "attend", "output", "gated", "down")
@@ -137,11 +137,12 @@ def _stored(code: Code, names: tuple[str, ...], given: dict[str, Value]) -> Valu
 
 
 def _steps(module: ir.Module, kind: str, kernels: dict[str, Value]) -> Value:
-    """What each thread does: (unused, unused, context)."""
-    code, (_, _, words) = function(module, "steps", [I64, I64, POINTER])
+    """What each thread does: (first thread, last thread, context), where a thread may stand for several."""
+    code, (first, last, words) = function(module, "steps", [I64, I64, POINTER])
     places = {name: code.at(words, i64(place), I64) for place, name in enumerate(_CONTEXT)}
     given = {name: code.load(place, typ=I64 if name in _NUMBERS else POINTER) for name, place in places.items()}
-    own = code.atomic_rmw("add", code.at(given["counters"], i64(len(STEPS) * COUNTERS), I64), i64(1), "monotonic")
+    threads = code.at(given["counters"], i64(len(STEPS) * COUNTERS), I64)
+    own = code.atomic_rmw("add", threads, i64(1), "monotonic")
     room = code.at(given["rooms"], code.mul(own, given["room_bytes"]))
     counters = {name: code.at(given["counters"], i64(place * COUNTERS), I64) for place, name in enumerate(STEPS)}
 
@@ -157,6 +158,10 @@ def _steps(module: ir.Module, kind: str, kernels: dict[str, Value]) -> Value:
     product("output", given["attended"], given["middle"], given["x"])
     product("gated", given["middle"], given["gated"], none)
     product("down", given["gated"], given["y"], given["middle"])
+    # The caller meets the others here: in libgomp it would spin for milliseconds on a core that one of them may need.
+    finish(code, threads, code.sub(last, first), given["num_threads"])
+    with code.if_then(code.icmp_signed("==", first, i64(0))):
+        wait(code, threads, given["num_threads"])
     code.ret_void()
     return code.function
 

@@ -66,7 +66,7 @@ def share_cores(ranks: Ranks, *, cores: frozenset[int], sharers: tuple[int, ...]
     keeps the user's OMP_NUM_THREADS; that of torchrun, 1, is ignored. `sharers` are the ranks with the same available
     cores, including this one.
     """
-    if ranks.local_size == 1 and "OMP_NUM_THREADS" in os.environ:
+    if has_own_threads(ranks.local_size):
         return torch.get_num_threads()
     num_threads = max(1, len(cores) // len(sharers))
     torch.set_num_threads(num_threads)
@@ -74,6 +74,11 @@ def share_cores(ranks: Ranks, *, cores: frozenset[int], sharers: tuple[int, ...]
         first = sharers.index(ranks.rank) * num_threads
         os.sched_setaffinity(0, sorted(cores)[first : first + num_threads])
     return num_threads
+
+
+def has_own_threads(num_ranks: int) -> bool:
+    """Whether the user has named the number of threads; torchrun names 1 for each of several ranks."""
+    return num_ranks == 1 and "OMP_NUM_THREADS" in os.environ
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from llama_ssp.engine.round import DraftChoice, Executor, Round
 from llama_ssp.engine.state import BatchState, Request
 from llama_ssp.engine.step import step
 from llama_ssp.engine.stops import StopStrings
+from llama_ssp.engine.threads import ThreadChoice
 from llama_ssp.engine.verifier import GOES_ON, NOT_A_NUMBER, STOP_REQUESTED
 from llama_ssp.errors import LOGITS_ARE_NAN, NumericError
 from llama_ssp.models.prefill import Buckets, forwards_per_prompt
@@ -45,6 +46,7 @@ class Decoder:
 
     Attributes:
         length: chooses what each round drafts.
+        threads: chooses how many threads compute a round.
         rounds_s, num_rounds: time and number of all rounds so far.
     """
 
@@ -66,6 +68,7 @@ class Decoder:
         self.prefill = prefill or round_.prefill
         self.clock = clock or clock_for(round_.target.device)
         self.length: DraftLength = FixedLength(round_.max_tokens_per_round - 1)
+        self.threads = ThreadChoice()
         self.batch_size = batch_size
         self._eos_ids = frozenset(eos_ids)
         self.stops = stops
@@ -94,6 +97,10 @@ class Decoder:
         logits are NaN.
         """
         assert torch.is_inference_mode_enabled()
+        with self.threads.in_use():
+            yield from self._run(requests, to_length=to_length)
+
+    def _run(self, requests: Sequence[Request], *, to_length: bool) -> Iterator[list[Update]]:
         self.make_room(requests)
         self._to_length = to_length
         waiting = deque(requests)
@@ -112,10 +119,12 @@ class Decoder:
             else:
                 choice = self._choose()
                 refills = bool(self.round.waits) and fill_up(self._rows, self.round.num_ahead)
-                result, block = step(
-                    self.executor, self._state, block, choice=choice, bucket=self._bucket(choice), clock=self.clock,
-                    refills=refills,
-                )  # fmt: skip
+                bucket = self._bucket(choice)
+                with self.threads.timed((choice, bucket)):
+                    result, block = step(
+                        self.executor, self._state, block, choice=choice, bucket=bucket, clock=self.clock,
+                        refills=refills,
+                    )  # fmt: skip
                 self._launch(result, list(self._rows), choice, is_prefill=False)
             running = [owner for owner in self._rows if owner]
             updates = self._collect() if len(self._pending) > lag else []
@@ -138,15 +147,22 @@ class Decoder:
         Returns the seconds of each. The first two calls warm up executors; later ones measure. `worked_s` is then the
         work of this rank in all of them. For `refills` see `overlapped_step`.
         """
-        state, bucket, seconds = self._empty_state(), self._buckets.covering(num_slots), []
+        state, bucket = self._empty_state(), self._buckets.covering(num_slots)
         if self._is_cuda and self.round.reads_by_length:
             state.vacate(slice(None), length=max(num_slots - self._most_ahead, 2))
-        for choice in choices:
+
+        def time_round(choice: DraftChoice) -> float:
             started = time.perf_counter()
             step(self.executor, state, None, choice=choice, bucket=bucket, clock=self.clock, refills=refills)
             if self._is_cuda:
                 self._comm.finish()
-            seconds.append(time.perf_counter() - started)
+            return time.perf_counter() - started
+
+        with self.threads.in_use():
+            while self.threads.is_undecided:
+                with self.threads.timed((choices[0], bucket)):
+                    time_round(choices[0])
+            seconds = [time_round(choice) for choice in choices]
         self.worked_s = self.clock.forget()
         return seconds
 

@@ -9,6 +9,8 @@ from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple
 
+import torch
+
 from llama_ssp.config.schema import RunConfig
 from llama_ssp.engine.loop import Decoder
 from llama_ssp.engine.state import Request
@@ -38,7 +40,7 @@ class Decoders:
         """
         key = (
             speculative, config.batch_size, config.speculation.num_draft_tokens, config.verification.rule,
-            astuple(config.sampling),
+            astuple(config.sampling), torch.get_num_threads(),
         )  # fmt: skip
         decoder = self._kept.get(key) or build_decoder(models, config, speculative=speculative, serves_many=True)
         self._kept[key] = decoder

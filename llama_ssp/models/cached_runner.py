@@ -15,6 +15,7 @@ class CachedRunner:
     """
 
     repeats_at_any_length = False
+    is_thread_invariant = False
     reads_by_length = False
     packs_prompts = False
     uses_masks = True

@@ -23,6 +23,7 @@ class NullRunner:
     num_allocations: int = 0
     repeats_operators: bool = True
     repeats_at_any_length: bool = True
+    is_thread_invariant: bool = True
     reads_by_length: bool = True
     packs_prompts: bool = False
 

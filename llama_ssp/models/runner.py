@@ -45,6 +45,7 @@ class Runner(Protocol):
     Attributes:
         repeats_operators: a forward of the same shape calls the same operators on tensors that this object holds.
         repeats_at_any_length: these operators are the same for all T with one `row_class` of B * T.
+        is_thread_invariant: a forward computes the same bits with any number of threads.
         reads_by_length: a forward reads each row up to its own length and ignores `bucket`.
         packs_prompts: a forward takes `pieces`, on every rank of the model.
         num_allocations: how often `allocate` has replaced the cache, which changes its addresses.
@@ -56,6 +57,7 @@ class Runner(Protocol):
     num_allocations: int
     repeats_operators: bool
     repeats_at_any_length: bool
+    is_thread_invariant: bool
     reads_by_length: bool
     packs_prompts: bool
 

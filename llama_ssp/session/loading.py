@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from llama_ssp.config.drafts.drafter import drafts
@@ -17,7 +18,7 @@ from llama_ssp.distributed.agree import raise_on_all_ranks
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.mesh import Mesh, build_mesh
 from llama_ssp.distributed.ranklog import describe_part
-from llama_ssp.distributed.world import World, on_all_cores
+from llama_ssp.distributed.world import World, has_own_threads, on_all_cores
 from llama_ssp.drafting.ahead import AheadDrafter
 from llama_ssp.drafting.batch_split import BatchSplit
 from llama_ssp.drafting.maker import make_drafters
@@ -29,6 +30,7 @@ from llama_ssp.engine.loop import Decoder
 from llama_ssp.engine.overlap import OverlappedRound
 from llama_ssp.engine.round import Round
 from llama_ssp.engine.stops import StopStrings
+from llama_ssp.engine.threads import ThreadChoice
 from llama_ssp.engine.verifier import Verifier
 from llama_ssp.models.null_runner import NullRunner
 from llama_ssp.models.runner import Runner
@@ -150,6 +152,13 @@ def _load(
     return runner
 
 
+def _has_thread_choice(models: Models) -> bool:
+    """Whether nothing fixes the number of threads: the user, other ranks that wait, or bits that depend on it."""
+    held = [runner for runner in (models.target, models.draft) if runner]
+    is_free = models.mesh.replica.size == 1 and not has_own_threads(models.mesh.world.size)
+    return is_free and models.target.device.type == "cpu" and all(runner.is_thread_invariant for runner in held)
+
+
 def build_decoder(
     models: Models,
     config: RunConfig,
@@ -178,7 +187,7 @@ def build_decoder(
         case _:
             round_ = Round(models.target, *drafters, verifier=verifier)
     captures = config.cuda_graphs and may_capture(config.placement.target)
-    return Decoder(
+    decoder = Decoder(
         round_,
         executor=make_executor(round_, cuda_graphs=captures),
         prefill=TracedPrefill(round_) if serves_many and device.type == "cpu" else None,
@@ -188,3 +197,6 @@ def build_decoder(
         stops=StopStrings(models.tokenizer, config.stop_strings) if config.stop_strings else None,
         stop_request=stop_request,
     )
+    if _has_thread_choice(models):
+        decoder.threads = ThreadChoice.up_to(torch.get_num_threads())
+    return decoder

@@ -108,6 +108,12 @@ class Session:
             draft_cpu_s=made.clock.draft_cpu_s, waits=bool(made.round.waits),
         )  # fmt: skip
 
+    @property
+    def thread_slowness(self) -> dict[int, float]:
+        """See `ThreadChoice.slowness`; empty where the run had no choice."""
+        made = self._decoders.get(self.best_mode)
+        return made.threads.slowness if made else {}
+
     def decoder(self, mode: str) -> Decoder:
         """The decoder of a mode, built on first use."""
         if mode not in self._decoders:

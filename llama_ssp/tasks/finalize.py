@@ -60,7 +60,7 @@ def finalize(session: Session) -> None:
     if summary.evaluation:
         session.terminal.verdict(summary.evaluation)
     session.terminal.closing(summary, run_dir=folder.path)
-    around = Surroundings.of(session.world)
+    around = Surroundings.of(session.world, session.thread_slowness)
     late = changed = None
     if plan := session.plan:
         late = late_draft(summary, plan.timing, around)

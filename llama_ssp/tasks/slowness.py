@@ -1,7 +1,8 @@
 """Says why a run took another time than its forecast, as far as this machine shows it."""
 
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -36,6 +37,7 @@ class Surroundings:
         num_cores: cores that these ranks may use.
         load: running threads of all programs, averaged over the last minute; None if the machine has other cores too,
             since these threads may run there.
+        slowness: by number of threads, where the run chose it; see `ThreadChoice`.
     """
 
     device: str
@@ -43,14 +45,16 @@ class Surroundings:
     num_threads: int
     num_cores: int
     load: float | None
+    slowness: Mapping[int, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, world: World) -> "Surroundings":
+    def of(cls, world: World, slowness: Mapping[int, float] | None = None) -> "Surroundings":
         """Those of this process and the ranks that share its cores."""
         num_ranks, num_cores = world.num_sharers, len(world.cores)
         return cls(
             device=world.device.type, num_ranks=num_ranks, num_threads=torch.get_num_threads() * num_ranks,
             num_cores=num_cores, load=os.getloadavg()[0] if num_cores == os.cpu_count() else None,
+            slowness=slowness or {},
         )  # fmt: skip
 
 
@@ -134,7 +138,14 @@ def _known_reason(around: Surroundings) -> str:
     others = 0.0 if around.load is None else around.load - own
     reasons = []
     if is_on_cpu and around.num_ranks == 1 and around.num_threads < cores:
-        reasons.append(f"{around.num_threads} of {cores} cores compute (unset OMP_NUM_THREADS, or set it to {cores})")
+        reasons.append(
+            f"{around.num_threads} of {cores} cores compute (unset OMP_NUM_THREADS: "
+            "the run then tries numbers of threads and keeps the fastest)"
+        )
+    if around.slowness and (fastest := min(around.slowness, key=lambda number: around.slowness[number])) < cores:
+        most = max(around.slowness)
+        times = around.slowness[most] / around.slowness[fastest]
+        reasons.append(f"{fastest} of {cores} cores computed, since rounds on {most} took {times:.1f} times as long")
     if is_on_cpu and around.num_threads > cores:
         remedy = "start fewer ranks" if around.num_ranks > 1 else f"set OMP_NUM_THREADS to {cores}"
         reasons.append(f"{around.num_threads} threads share {cores} cores ({remedy})")

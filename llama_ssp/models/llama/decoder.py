@@ -31,6 +31,7 @@ from llama_ssp.models.llama.layer import Layer, normed, take
 from llama_ssp.models.llama.norm import RmsNorm
 from llama_ssp.models.llama.rotary import PlaceByKernel, PlaceByOperators, PlaceHeads, Rotations
 from llama_ssp.models.native.attention import Attention, find_attention
+from llama_ssp.models.native.linear import native_of
 from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
 from llama_ssp.models.runner import Pieces
 from llama_ssp.models.tensor_parallel import GatheredLinear
@@ -102,6 +103,8 @@ class LeanRunner(CachedRunner):
         self._compiled = None if varlen else find_attention(self.device, self.dtype, layers[0].heads.dim)
         self.reads_by_length = self.packs_prompts = varlen is not None
         self.uses_masks = varlen is None and self._compiled is None
+        linears = [self._head, *(linear for layer in layers for linear in layer.linears)]
+        self.is_thread_invariant = self._compiled is not None and all(map(native_of, linears))
         self._gpu_layers: GpuLayers | None = None
         self._split: SplitAttention | None = None
         if varlen is not None and self.device.type == "cuda":

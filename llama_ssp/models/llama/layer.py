@@ -59,10 +59,14 @@ class Layer:
 
     def _in_one_operator(self) -> WholeLayer | None:
         """The layer in one operator, for a few tokens on one rank; None where its parts are not compiled."""
-        linears = self.qkv, self.output.linear, self.gate_up, self.down.linear
         if self.head_norms or self.output.is_shared or self.down.is_shared:
             return None
-        return whole_layer([native_of(linear) for linear in linears], self.heads.dim)
+        return whole_layer([native_of(linear) for linear in self.linears], self.heads.dim)
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """Its products, in the order in which they run."""
+        return self.qkv, self.output.linear, self.gate_up, self.down.linear
 
     def forward(self, x_ME: Tensor, attend: LayerAttention) -> Tensor:
         """Add attention, then the MLP, to x.

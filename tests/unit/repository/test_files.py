@@ -1,4 +1,4 @@
-"""Holds every file to the habits that no linter knows: size, opening docstring, nothing of one machine."""
+"""Holds every file to the habits that no linter knows: opening docstring, nothing of one machine."""
 
 import ast
 import re
@@ -6,15 +6,9 @@ from urllib.parse import urlsplit
 
 from tests.helpers.repository import PYTHON_FOLDERS, ROOT, files, modules
 
-MAX_LINES = 300
 MACHINE_PATH = re.compile(r"(?<![\w.])/(work|root|home/\w+)/")
 INSTALL_FILES = re.compile(r"pyproject\.toml|constraints.*\.txt|machine-install\.sh|\.ci/run|justfile|\.pre-commit.*")
 PUBLIC_HOSTS = {"download.pytorch.org"}
-
-
-def test_no_python_file_is_longer_than_300_lines() -> None:
-    lengths = {path: len((ROOT / path).read_text().splitlines()) for path in modules(*PYTHON_FOLDERS)}
-    assert {path: length for path, length in lengths.items() if length > MAX_LINES} == {}
 
 
 def test_every_python_file_opens_with_a_docstring() -> None:

@@ -42,7 +42,11 @@ def summary(plain_ms: float | None, speculative_ms: float | None = None, *, num_
         ),
         (
             summary(40.0), replace(ALONE, num_threads=1, load=4.0),
-            "or set it to 8), and other programs run about 3 threads on these 8 cores (end them)",
+            "keeps the fastest), and other programs run about 3 threads on these 8 cores (end them)",
+        ),
+        (
+            summary(40.0), replace(ALONE, load=15.0, slowness={8: 6.0, 7: 2.0, 1: 4.0}),
+            "7 of 8 cores computed, since rounds on 8 took 3.0 times as long, and other programs run about 7 threads",
         ),
         (summary(None, 16.0), ALONE, "the forecast may describe another machine; task=calibrate measures this one"),
         (summary(40.0), replace(ALONE, device="cuda", load=1.0), "nvidia-smi shows whether the GPU is shared"),

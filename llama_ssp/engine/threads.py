@@ -1,0 +1,156 @@
+"""Chooses how many threads compute the rounds of a CPU, by the times of these rounds.
+
+The threads of a round wait for each other. Where another program keeps a core busy, one of them loses its core for
+milliseconds and the others wait for it: fewer threads are faster then. Each number of threads is tried for a few
+rounds, and the fastest is kept. Its rounds are compared with the fastest ones of the same work: once they are slow on
+average, another number takes over. More threads are tried again after a pause, which doubles while they do not help.
+
+Texts do not depend on the number: only decoders whose kernels compute the same bits with any number have a choice.
+"""
+
+import math
+import time
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+_NUM_UNTIMED = 2
+"""First rounds of a kind of work that do not count: one calls Python, one is traced."""
+_LEAST_ROUNDS, _LEAST_S = 2, 0.015
+"""Of a trial. A thread loses its core for some milliseconds at a time."""
+_MOST_SLOWNESS = 4.0
+"""A trial ends early once its rounds take so many times as long as those of the number in use."""
+_WEIGHT = 1 / 64
+"""Of a round in the average, so that one late round alone changes nothing."""
+_MARGIN = 0.9
+"""Share of its slowness below which another number takes over."""
+_UNDISTURBED = 1.15
+"""Slowness up to which fewer threads are not tried again."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 8.0
+_HELD_S = 1.0
+"""A number that was in use for so long begins with the first pause again."""
+
+
+@dataclass
+class _Candidate:
+    """A number of threads.
+
+    Attributes:
+        slowness: average time of a round, as a multiple of the fastest round of the same work; None before its trial.
+        began_s, ended_s: when its last use began and ended, in seconds of rounds.
+        pause_s: from its last use to its next trial.
+    """
+
+    number: int
+    slowness: float | None = None
+    began_s: float = 0.0
+    ended_s: float = 0.0
+    pause_s: float = _FIRST_PAUSE_S
+
+
+class ThreadChoice:
+    """The number of threads of a decoder's rounds.
+
+    Args:
+        numbers: to choose from, the largest first; none leaves torch's own number.
+    """
+
+    def __init__(self, numbers: Sequence[int] = ()) -> None:
+        self._candidates = [_Candidate(number) for number in numbers]
+        self._works: dict[Hashable, tuple[int, float]] = {}
+        self._now_s = 0.0
+        if numbers:
+            self._current = self._candidates[0]
+            self._try(self._current)
+
+    @classmethod
+    def up_to(cls, most: int) -> "ThreadChoice":
+        """All cores, all but one, half of them, and one: as many as other programs may leave free."""
+        return cls(sorted({most, most - 1, most // 2, 1} - {0}, reverse=True) if most > 1 else ())
+
+    @property
+    def number(self) -> int:
+        """Of threads in use, or of the round that is next."""
+        return (self._tried or self._current).number if self._candidates else torch.get_num_threads()
+
+    @property
+    def slowness(self) -> dict[int, float]:
+        """Average time of a round by number of threads, as a multiple of the fastest round of the same work."""
+        return {each.number: each.slowness for each in self._candidates if each.slowness}
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether a number has not been tried yet."""
+        return len(self.slowness) < len(self._candidates)
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Compute the block with the chosen number of threads, and what follows with as many as before."""
+        before = torch.get_num_threads()
+        try:
+            self._apply()
+            yield
+        finally:
+            if torch.get_num_threads() != before:
+                torch.set_num_threads(before)
+
+    @contextmanager
+    def timed(self, work: Hashable) -> Iterator[None]:
+        """Take in the time of the block, a round; see `record`."""
+        started = time.perf_counter()
+        yield
+        if self._candidates:
+            self.record(work, time.perf_counter() - started)
+            self._apply()
+
+    def _apply(self) -> None:
+        if self.number != torch.get_num_threads():
+            torch.set_num_threads(self.number)
+
+    def record(self, work: Hashable, seconds: float) -> None:
+        """Take in the time of a round; rounds of equal `work` do the same."""
+        self._now_s += seconds
+        num_rounds, fastest_s = self._works.get(work, (0, seconds))
+        fastest_s = min(seconds, fastest_s) if num_rounds > _NUM_UNTIMED else seconds
+        self._works[work] = num_rounds + 1, fastest_s
+        if num_rounds < _NUM_UNTIMED:
+            return
+        if self._tried:
+            self._trial = [sum(pair) for pair in zip(self._trial, (1, seconds, fastest_s), strict=True)]
+            self._finish(self._tried)
+        elif self._current.slowness:
+            self._current.slowness += _WEIGHT * (seconds / fastest_s - self._current.slowness)
+        if not self._tried:
+            self._choose()
+
+    def _try(self, candidate: _Candidate) -> None:
+        self._tried: _Candidate | None = candidate
+        self._trial = [0.0, 0.0, 0.0]
+
+    def _finish(self, candidate: _Candidate) -> None:
+        """End the trial if it has seen enough."""
+        num_rounds, took_s, fastest_s = self._trial
+        is_lost = took_s > _MOST_SLOWNESS * (self._current.slowness or math.inf) * fastest_s
+        if is_lost or (num_rounds >= _LEAST_ROUNDS and took_s >= _LEAST_S):
+            candidate.slowness, candidate.ended_s, self._tried = took_s / fastest_s, self._now_s, None
+
+    def _choose(self) -> None:
+        """Use the fastest number from now on, or try one."""
+        known = {each.number: each.slowness for each in self._candidates if each.slowness}
+        if len(known) < len(self._candidates):
+            self._try(next(each for each in self._candidates if each.number not in known))
+            return
+        current, fastest = self._current, min(self._candidates, key=lambda each: known[each.number])
+        if known[fastest.number] < _MARGIN * known[current.number]:
+            if self._now_s - current.began_s > _HELD_S:
+                current.pause_s = _FIRST_PAUSE_S
+            current.ended_s, fastest.began_s, self._current = self._now_s, self._now_s, fastest
+            return
+        for each in self._candidates:  # more threads first
+            is_wanted = each.number > current.number or known[current.number] > _UNDISTURBED
+            if each is not current and is_wanted and self._now_s - each.ended_s >= each.pause_s:
+                each.pause_s = min(2 * each.pause_s, _LONGEST_PAUSE_S)
+                self._try(each)
+                return
