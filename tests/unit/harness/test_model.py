@@ -228,7 +228,9 @@ def test_a_conversation_is_written_in_the_chat_template_and_encoded_once(specula
     assert ids.count(speculative.prefix_token_id) == 1
 
 
-def test_the_command_line_of_the_harness_knows_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_line_of_the_harness_knows_the_model_and_prints_a_table_with_headings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = (
         "--model", "llama_ssp", "--model_args", "target=tiny,draft=tiny-draft", "--batch_size", "4",
         "--include_path", str(TASKS), "--tasks", "code_completion", "--limit", "4", "--output_path", str(tmp_path),
@@ -239,6 +241,14 @@ def test_the_command_line_of_the_harness_knows_the_model(tmp_path: Path, monkeyp
     config = json.loads(results.read_text())["config"]
     assert (config["model"], config["draft"], config["num_draft_tokens"]) == ("llama_ssp", "tiny-draft", 4)
     assert config["tokens_per_target_forward"] > 1
+    headings, row = (
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("|") and not line.startswith("|-")
+    )
+    by_heading = dict(zip(headings, row, strict=True))
+    assert {"Tasks": "code_completion", "Metric": "exact_match"}.items() <= by_heading.items()
+    assert {"Version", "Filter", "n-shot", "Value", "Stderr"} <= by_heading.keys()
 
 
 def test_a_wrong_model_argument_is_one_sentence_and_exit_code_2(
