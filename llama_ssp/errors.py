@@ -88,12 +88,29 @@ def one_message(problems: Sequence[str]) -> str:
     return f"{len(problems)} problems in the configuration:\n" + "\n".join(lines)
 
 
+_LEAST_LETTERS = 3
+"""Letters from which a text is looked for inside of names; shorter ones only at their beginning."""
+
+
 def similar_name(given: str, known: Iterable[str]) -> str | None:
-    """The most similar of the known names, whatever their case, else one with the same letters in another order."""
+    """The known name that was most likely meant, whatever the case of the letters; None if none is similar.
+
+    Names that contain the given text come first, of these the ones that begin with it, then the shortest. Next is the
+    most similar name, then one with the same letters in another order.
+    """
     names = {name.casefold(): name for name in known}
     wanted = given.casefold()
+    longer = [name for name in names if _contains(name, wanted)]
+    if longer:
+        return names[min(longer, key=lambda name: (not name.startswith(wanted), len(name), name))]
     close = get_close_matches(wanted, names, n=1) or [name for name in names if sorted(name) == sorted(wanted)]
     return names[close[0]] if close else None
+
+
+def _contains(name: str, wanted: str) -> bool:
+    if len(wanted) < _LEAST_LETTERS:
+        return len(wanted) > 1 and name.startswith(wanted)
+    return wanted in name
 
 
 def unknown_name(kind: str, given: str, known: Iterable[str]) -> str:
