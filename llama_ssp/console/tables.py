@@ -12,7 +12,7 @@ from rich.text import Text
 
 from llama_ssp.reports.evaluation import MEASURE_COLUMNS, Evaluation
 from llama_ssp.reports.forecast import Forecast
-from llama_ssp.reports.lines import BenchmarkRow, RankMemory, SpeculativeSummary, Summary
+from llama_ssp.reports.lines import PLAIN, SPECULATIVE, BenchmarkRow, RankMemory, SpeculativeSummary, Summary
 from llama_ssp.reports.rounds.overlap import OverlapSummary
 from llama_ssp.visible import visible
 
@@ -76,10 +76,14 @@ def summary_table(summary: Summary) -> RenderableType:
 
 def _meaning(summary: Summary) -> Text:
     """What ms/token and tokens/s are, and the time to the first token of each mode."""
-    modes = [mode.first_token_ms for mode in (summary.plain, summary.speculative) if mode]
-    first = " and ".join(f"{ms:.1f}" for ms in modes if ms is not None)
+    modes = {PLAIN: summary.plain, SPECULATIVE: summary.speculative}
+    first = ", ".join(
+        f"{name} after {mode.first_token_ms:.1f} ms"
+        for name, mode in modes.items()
+        if mode and mode.first_token_ms is not None
+    )
     text = "ms/token of a completion, prompt included; tokens/s over all rows and replicas"
-    return Text(f"{text}\nfirst token after {first} ms" if first else text, style="bright_black")
+    return Text(f"{text}\nfirst token: {first}" if first else text, style="bright_black")
 
 
 def benchmark_table(rows: Sequence[BenchmarkRow]) -> RenderableType:

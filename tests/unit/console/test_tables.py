@@ -4,7 +4,7 @@ from dataclasses import replace
 from io import StringIO
 
 import pytest
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 from llama_ssp.console.tables import benchmark_table, summary_table
 from tests.helpers.runs import CELL, FAST, PLAIN, summary
@@ -16,10 +16,21 @@ ROW = replace(
 TABLES = {"summary": summary_table(summary(PLAIN, FAST)), "benchmark": benchmark_table([ROW])}
 
 
-def shown(table: str, *, width: int) -> str:
+def written(table: RenderableType, *, width: int) -> str:
     console = Console(width=width, file=StringIO(), record=True)
-    console.print(TABLES[table])
+    console.print(table)
     return console.export_text()
+
+
+def shown(table: str, *, width: int) -> str:
+    return written(TABLES[table], width=width)
+
+
+def test_the_time_to_the_first_token_names_its_mode() -> None:
+    plain, fast = replace(PLAIN, first_token_ms=3.7), replace(FAST, first_token_ms=4.6)
+    both, alone = (written(summary_table(summary(*lines)), width=80) for lines in ((plain, fast), (PLAIN, fast)))
+    assert "first token: plain after 3.7 ms, speculative after 4.6 ms\n" in both
+    assert "first token: speculative after 4.6 ms\n" in alone
 
 
 @pytest.mark.parametrize("table", TABLES)
