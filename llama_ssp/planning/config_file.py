@@ -63,6 +63,16 @@ def read_config(folder: Path, *, any_family: bool = False) -> tuple[ModelShape, 
     return shape, next((dtype for dtype in Dtype if dtype.value == stored), Dtype.fp32)
 
 
+def check_family(folder: Path) -> None:
+    """Raise PlacementError if the engine does not run the family of a checkpoint; reads its config.json alone.
+
+    Raises CheckpointError for a file that is missing or faulty; one without a family is left to the run.
+    """
+    model_type = read_json(folder / CONFIG_FILE).get("model_type")
+    if isinstance(model_type, str):
+        family_of(model_type)
+
+
 class SizedModel(Protocol):
     """A model by its name and its sizes, which may not be known."""
 

@@ -16,7 +16,6 @@ from llama_ssp.config.layout import lay_out_replica, may_capture
 from llama_ssp.config.machines import hardware
 from llama_ssp.config.machines.hardware import HardwareConfig
 from llama_ssp.config.machines.machine import detect_hardware, machine_of_run
-from llama_ssp.config.model_files import CONFIG_FILE, read_json
 from llama_ssp.config.paths import read_path
 from llama_ssp.config.plan import PlanFormat
 from llama_ssp.config.rules.rule import AT_ZERO
@@ -24,7 +23,7 @@ from llama_ssp.config.schema import DeviceKind, Dtype, ModelConfig, RunConfig, W
 from llama_ssp.config.tasks.spec import task_of
 from llama_ssp.errors import ConfigError, one_message
 from llama_ssp.planning.choices.auto import AutoPlacement, choose_placement
-from llama_ssp.planning.config_file import read_config
+from llama_ssp.planning.config_file import check_family, read_config
 from llama_ssp.planning.plan import Plan, document, make_plan, require_room
 from llama_ssp.planning.spec import PlanSpec, number_format, planned_model, target_fields
 from llama_ssp.planning.timing import Timing
@@ -166,20 +165,30 @@ def _known_prompts(config: RunConfig) -> list[Prompt]:
 
 
 def read_files(config: RunConfig) -> None:
-    """Read what the run will read before its weights: the prompts, and config.json of models without a catalogue entry.
+    """Read what the run will read before its weights: the prompts, and what `check_models` reads.
 
-    Raises ConfigError or CheckpointError, as the run would.
+    Raises ConfigError, CheckpointError or PlacementError, as the run would.
     """
     _known_prompts(config)
+    check_models(config)
+
+
+def check_models(config: RunConfig) -> None:
+    """Check the families of the models, by config.json where the catalogue does not know it.
+
+    Raises PlacementError for a family that the engine does not run, CheckpointError for a faulty config.json.
+    """
     for model in (config.model, config.draft.model):
         if model is None or config.weights is WeightsKind.synthetic:
             continue
         if model.path is not None:
-            read_json(read_path(model.path) / CONFIG_FILE)
-        elif not model.shape and model.hub_id is not None:
+            check_family(read_path(model.path))
+        elif model.shape:
+            family_of(model.shape.model_type)
+        elif model.hub_id is not None:
             from llama_ssp.weights import hub  # noqa: PLC0415 - other checks need no client of the hub
 
-            hub.find_config(model)
+            check_family(hub.find_config(model))
 
 
 def with_filled_rows(config: RunConfig, *, num_completions: int) -> RunConfig:

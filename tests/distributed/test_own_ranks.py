@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from llama_ssp.config import catalogue
+from llama_ssp.weights import hub
 from tests.helpers.commands import Popen
 from tests.helpers.disturbed import lines, pid_of_rank, wait_for
 from tests.helpers.lanes import heavy, slow
@@ -60,11 +63,36 @@ def test_the_folder_of_a_run_is_named_by_the_time(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_an_error_that_only_the_ranks_can_find_has_its_code_and_its_sentence(tmp_path: Path) -> None:
-    ended = run_program("run", f"model.path={tmp_path}/nothing", f"run_dir={tmp_path}/run", "ranks=2")
+    shutil.copytree(hub.resolve(catalogue.load("tiny")), tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    ended = run_program("run", f"model.path={tmp_path}/model", f"run_dir={tmp_path}/run", "ranks=2")
     assert ended.returncode == 2
-    assert ended.stderr.startswith(f"starting 2 ranks…\n{tmp_path}/nothing does not exist")
+    assert ended.stderr.startswith(f"starting 2 ranks…\n{tmp_path}/model holds no weights")
     assert len(ended.stderr.splitlines()) == 2
     assert (tmp_path / "run" / "status").read_text().startswith("2: ")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("role", ["model", "draft"])
+def test_a_family_that_the_engine_does_not_run_is_refused_before_ranks_start(
+    role: str, ranks: int, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "mamba", "hidden_size": 64}')
+    key = "model.path" if role == "model" else "draft.model.path"
+    ended = run_program(
+        "run", f"{role}=local", f"{key}={tmp_path}", *(["draft=tiny-draft"] if role == "model" else []),
+        "prompt=x", f"run_dir={tmp_path}/run", f"ranks={ranks}",
+    )  # fmt: skip
+    assert ended.returncode == 2
+    [sentence] = ended.stderr.splitlines()
+    assert sentence.startswith("mamba models are not supported: one of gemma, ")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_that_is_not_there_is_refused_before_ranks_start(tmp_path: Path) -> None:
+    ended = run_program("run", f"model.path={tmp_path}/nothing", f"run_dir={tmp_path}/run", "ranks=2")
+    assert (ended.returncode, len(ended.stderr.splitlines())) == (2, 1)
+    assert ended.stderr.startswith(f"{tmp_path}/nothing/config.json cannot be read")
 
 
 @pytest.mark.slow

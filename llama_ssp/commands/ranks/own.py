@@ -1,7 +1,7 @@
 """`llama-ssp run`: as a rank that exists already, in this process alone, or on ranks that it starts itself.
 
-All mistakes of the command line are found before a rank is started: in one sentence, with the true exit code, without
-torch.
+All mistakes of the command line, and models that the engine does not run, are found before a rank is started: in one
+sentence, with the true exit code, without torch.
 """
 
 import os
@@ -18,6 +18,7 @@ from llama_ssp.distributed.environment import Ranks, read_ranks
 from llama_ssp.distributed.signals import STOP_SIGNALS
 from llama_ssp.errors import ConfigError
 from llama_ssp.session.startup import StartClock
+from llama_ssp.tasks.dry_run import check_models
 
 
 def main(words: Sequence[str], *, num_ranks: int | None) -> int:
@@ -38,6 +39,7 @@ def main(words: Sequence[str], *, num_ranks: int | None) -> int:
     sentences = [start.sentence] if start.sentence else []
 
     def announce_and_do(config: RunConfig, clock: StartClock) -> bool:
+        check_models(config)
         if sentences:
             complain(sentences.pop())
         return run.task_code()(config, clock)
@@ -50,6 +52,7 @@ def _start_ranks(start: Start, num_ranks: int) -> int:
     points: list[RunConfig] = []
 
     def note(config: RunConfig, _clock: StartClock) -> bool:
+        check_models(config)
         points.append(config)
         return False
 
