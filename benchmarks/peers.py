@@ -163,7 +163,6 @@ def measure(arguments: argparse.Namespace, console: Console) -> dict[str, object
         "ms_per_token": {name: statistics.median(values) for name, values in ms.items()},
         "speculative_to_assisted": median_ratio(ms["ours, speculative"], ms["transformers, assisted"]),
         "plain_to_generate": median_ratio(ms["ours, plain"], ms["transformers, generate"]),
-        "speedup": median_ratio(ms["ours, plain"], ms["ours, speculative"]),
         "tokens_per_round": ours.tokens_per_round,
         "verify_ms": 1e3 * verify_s,
         "draft_step_ms": 1e3 * draft_s,

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from benchmarks.placement_cells import ALONE, FORMS, ONE_RANK, PLACES
+from benchmarks.placement_cells import ALONE, FORMS, FP32, ONE_RANK, PLACES
 
 Row = Mapping[str, Any]
 MIB = 2**20
@@ -18,7 +18,7 @@ _REMARK = (
 
 def document(row: Row) -> str:
     """docs/benchmarks/placements.md."""
-    names = [form.name for form in FORMS]
+    row, names = _with_ratios(row), [form.name for form in FORMS]
     refused = [f"- {line}" for line in refusals(row["cells"])]
     parts = [
         "# A round in every placement and precision",
@@ -33,6 +33,26 @@ def document(row: Row) -> str:
         _table(row, names, "speedup", "{:.2f}x"),
     ]
     return "\n\n".join([*parts, *(["## Not measured", "\n".join(refused)] if refused else [])]) + "\n"
+
+
+def _with_ratios(row: Row) -> Row:
+    """The row with the ratios of its medians.
+
+    `to_fp32` is the time over that of the same line in fp32, and `speedup` plain over speculative time for a token,
+    where the same target was measured alone.
+    """
+    ms = {(each["place"], each["form"]): each["round_ms"] for each in row["cells"]}
+    plain = {place.name: place.plain for place in PLACES}
+
+    def ratios(cell: Row) -> Row:
+        own, form, alone = cell["round_ms"], cell["form"], plain.get(cell["place"])
+        in_fp32, alone_ms = ms.get((cell["place"], FP32)), ms.get((alone, form)) or ms.get((alone, FP32))
+        return {
+            "to_fp32": own / in_fp32 if own and in_fp32 else None,
+            "speedup": cell["tokens_per_round"] * alone_ms / own if own and alone_ms else None,
+        }
+
+    return {**row, "cells": [{**cell, **ratios(cell)} for cell in row["cells"]]}
 
 
 def refusals(cells: Iterable[Row]) -> list[str]:
@@ -51,9 +71,10 @@ def _setting(row: Row) -> str:
     versions = row["versions"]
     return (
         f"`{row['target']}` with `{row['draft']}`, K = {row['num_draft_tokens']}, temperature 0.8. The cells "
-        f"are medians, measured in turns. The ranks share {row['num_threads']} threads of an {row['processor']}; torch "
-        f"{versions['torch']}, commit {str(row['git_commit'])[:12]}. A precision is the target's, unless the column "
-        "names the draft. Everything else is fp32; in the bf16 and fp16 columns both models have that format."
+        "are medians, measured in turns, and ratios are those of the medians. The ranks share "
+        f"{row['num_threads']} threads of an {row['processor']}; torch {versions['torch']}, commit "
+        f"{str(row['git_commit'])[:12]}. A precision is the target's, unless the column names the draft. Everything "
+        "else is fp32; in the bf16 and fp16 columns both models have that format."
     )
 
 
@@ -71,6 +92,7 @@ def _table(row: Row, names: Sequence[str], key: str, form: str) -> str:
 
 def precision(row: Row) -> str:
     """What each precision of the target costs on one rank, as a table and in words."""
+    row = _with_ratios(row)
     cells = {(each["place"], each["form"]): each for each in row["cells"]}
     lines = [
         "| target, one rank | weights, MiB | plain step / fp32's | round / fp32's | speculation gains |",

@@ -22,11 +22,11 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.gpu_engine import TEXT, decode_once, tokens_per_round
-from benchmarks.placement_cells import DRAFT, FORMS, FP32, PLACES, TARGET, Cell, cells
+from benchmarks.placement_cells import DRAFT, FORMS, PLACES, TARGET, Cell, cells
 from benchmarks.placement_pages import refusals
 from benchmarks.timing import store
 from llama_ssp.architectures.family import inventory
-from llama_ssp.calibration.interleave import interleave, median_ratio
+from llama_ssp.calibration.interleave import interleave
 from llama_ssp.config import checks
 from llama_ssp.config.schema import DeviceKind
 from llama_ssp.distributed.world import World, start
@@ -68,8 +68,6 @@ class Figures:
     Attributes:
         round_ms: the median over repetitions.
         tokens_per_round: of a row.
-        to_fp32: the time over that of the same line in fp32.
-        speedup: plain time over speculative time for a token, where the same target was measured alone.
     """
 
     place: str
@@ -79,8 +77,6 @@ class Figures:
     refused: str | None = None
     round_ms: float | None = None
     tokens_per_round: float | None = None
-    to_fp32: float | None = None
-    speedup: float | None = None
 
 
 def prepare(cell: Cell, world: World, num_draft_tokens: int) -> Candidate | str:
@@ -114,8 +110,8 @@ def measure_group(file: Path, names: Collection[str], *, num_draft_tokens: int, 
             file.write_text(json.dumps([asdict(_figures(cell, each, ms)) for cell, each in found]))
 
 
-def _key(cell: Cell, *, place: str | None = None, form: str | None = None) -> str:
-    return f"{place or cell.place.name} | {form or cell.form.name}"
+def _key(cell: Cell) -> str:
+    return f"{cell.place.name} | {cell.form.name}"
 
 
 def _figures(cell: Cell, found: Candidate | str, ms: dict[str, list[float]]) -> Figures:
@@ -125,16 +121,7 @@ def _figures(cell: Cell, found: Candidate | str, ms: dict[str, list[float]]) -> 
     )  # fmt: skip
     if isinstance(found, str):
         return replace(figures, refused=found)
-    times, in_fp32 = ms[_key(cell)], ms.get(_key(cell, form=FP32))
-    tokens = statistics.mean(found.yielded)
-    alone = place.plain and (ms.get(_key(cell, place=place.plain)) or ms.get(_key(cell, place=place.plain, form=FP32)))
-    return replace(
-        figures,
-        round_ms=statistics.median(times),
-        tokens_per_round=tokens,
-        to_fp32=median_ratio(times, in_fp32) if in_fp32 else None,
-        speedup=tokens * median_ratio(alone, times) if alone else None,
-    )
+    return replace(figures, round_ms=statistics.median(ms[_key(cell)]), tokens_per_round=statistics.mean(found.yielded))
 
 
 def launch(num_ranks: int, arguments: argparse.Namespace) -> list[Figures]:

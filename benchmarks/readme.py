@@ -28,17 +28,17 @@ _SETTING = (
 _TABLE = """\
 | | llama-ssp, ms/token | transformers, ms/token | ratio |
 |---|---|---|---|
-| plain | {ours_plain:.2f} | {generate:.2f} | **{plain_to_generate:.2f}** |
-| speculative | {ours_speculative:.2f} | {assisted:.2f} | **{speculative_to_assisted:.2f}** |"""
+| plain | {ours_plain:.3g} | {generate:.3g} | **{plain_to_generate:.2f}** |
+| speculative | {ours_speculative:.3g} | {assisted:.3g} | **{speculative_to_assisted:.2f}** |"""
 _GAIN = (
     "Speculation gains {speedup:.2f}x over llama-ssp's own plain decoding, at {tokens_per_round:.2f} tokens per round."
 )
 _REST = (
     "The forward passes of a round, timed alone, take {verify_ms:.2f} ms (verification) and {draft_step_ms:.2f} ms "
-    "(each draft step). They bound a token at {bound_ms_per_token:.2f} ms; measured is {speculative_to_bound:.2f} "
-    "times that. Everything that is neither drafting nor verification takes {other_share:.1%} of a round. With 1500 "
-    "tokens of context instead of 100, a token takes {plain_1500_to_100:.2f} times as long (plain) and "
-    "{speculative_1500_to_100:.2f} times as long (speculative)."
+    "(each draft step). They bound a token at {bound_ms_per_token:.3g} ms; measured is {ours_speculative:.3g} ms, "
+    "{speculative_to_bound:.2f} times that. Everything that is neither drafting nor verification takes "
+    "{other_share:.1%} of a round. With 1500 tokens of context instead of 100, a token takes {plain_1500_to_100:.2f} "
+    "times as long (plain) and {speculative_1500_to_100:.2f} times as long (speculative)."
 )
 
 
@@ -60,16 +60,24 @@ def newest(make: Callable[[Row], str]) -> Callable[[Sequence[Row]], str]:
 
 
 def _figures(row: Row) -> Row:
-    """What the texts of `peers` name."""
-    ms = row["ms_per_token"]
+    """What the texts of `peers` name; a ratio is that of the two medians as the texts show them."""
+    ms = {name: float(f"{each:.3g}") for name, each in row["ms_per_token"].items()}
+    bound = float(f"{row['bound_ms_per_token']:.3g}")
     versions: Row = row["versions"]
+    plain, speculative = ms["ours, plain"], ms["ours, speculative"]
+    generate, assisted = ms["transformers, generate"], ms["transformers, assisted"]
     return {
         **row,
         **versions,
-        "ours_plain": ms["ours, plain"],
-        "ours_speculative": ms["ours, speculative"],
-        "generate": ms["transformers, generate"],
-        "assisted": ms["transformers, assisted"],
+        "ours_plain": plain,
+        "ours_speculative": speculative,
+        "generate": generate,
+        "assisted": assisted,
+        "bound_ms_per_token": bound,
+        "plain_to_generate": plain / generate,
+        "speculative_to_assisted": speculative / assisted,
+        "speedup": plain / speculative,
+        "speculative_to_bound": speculative / bound,
         "gb_per_s": row.get("memory_bytes_per_s", 0.0) / 1e9,
     }
 

@@ -1,6 +1,7 @@
 """What the repository says of measurements: every figure comes from the row, and nothing is said without one."""
 
 import json
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from benchmarks import lengths, placement_cells, placement_pages, readme, sweep
+from benchmarks.by_format import lines as by_format
 from benchmarks.curves import fit
 from benchmarks.placements import Figures
 from llama_ssp.commands import command_line
@@ -31,7 +33,7 @@ def placements_row() -> dict[str, Any]:
         Figures(
             place=place.name, form=form.name, num_ranks=place.num_ranks, batch_size=place.batch_size,
             **(
-                {"round_ms": 4 * FACTORS[form.name], "to_fp32": FACTORS[form.name], "speedup": 1.25}
+                {"round_ms": 4 * FACTORS[form.name], "tokens_per_round": 1.25}
                 if form.name in FACTORS else {"refused": "no kernel"}
             ),
         )
@@ -76,7 +78,7 @@ def without(kind: TargetKind) -> dict[str, Any]:
     """A row of a machine without what a kind of target needs."""
     row = placements_row()
     places = {place.name for place in placement_cells.PLACES if place.placement.target.kind is kind}
-    nothing = {"round_ms": None, "to_fp32": None, "speedup": None, "refused": "it is not installed"}
+    nothing = {"round_ms": None, "tokens_per_round": None, "refused": "it is not installed"}
     return row | {"cells": [each | nothing if each["place"] in places else each for each in row["cells"]]}
 
 
@@ -116,6 +118,27 @@ def test_the_guide_says_what_gains_and_what_costs() -> None:
     assert "8 or 4 bits in the target lengthen a round: int8 150%." in text
     assert "8 bits in the draft lengthen a round: draft int8 50%." in text
     assert "16 bits in both models shorten a round: bf16 20%." in text
+
+
+def test_the_ratios_of_the_front_page_are_those_of_the_figures_beside_them() -> None:
+    """The row's own ratios are of single turns, and differ from what a reader computes."""
+    row = readme.stored("peers")[-1] | {"plain_to_generate": 9.0, "speculative_to_assisted": 9.0, "speedup": 9.0}
+    text = readme.peers_text(row)
+    lines = [line.replace("*", "").split("|")[2:5] for line in text.splitlines() if line.startswith(("| pl", "| sp"))]
+    (plain, generate, ratio), (speculative, assisted, other) = ([float(cell) for cell in cells] for cells in lines)
+    assert f"{plain / generate:.2f} {speculative / assisted:.2f}" == f"{ratio:.2f} {other:.2f}"
+    assert f"Speculation gains {plain / speculative:.2f}x over" in text
+    bound = re.search(r"at ([\d.]+) ms; measured is ([\d.]+) ms, ([\d.]+) times", readme.round_text(row))
+    assert bound
+    assert f"{float(bound[2]) / float(bound[1]):.2f}" == bound[3]
+
+
+def test_the_ratios_of_number_formats_are_those_of_the_medians() -> None:
+    figures = [
+        by_format.Figures(column="8 bits", library=library, label=library, ms={"plain": ms}, tokens_per_round=None)
+        for library, ms in ((by_format.OURS, [1.0, 2.0, 30.0]), ("other", [4.0, 1.0, 40.0]))
+    ]
+    assert [goal.measured for goal in by_format.goals(figures)] == [2.0 / 4.0]
 
 
 def test_the_figure_of_lengths_has_a_dot_for_each_point_and_a_line_for_each_fit() -> None:
