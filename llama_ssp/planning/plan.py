@@ -81,7 +81,11 @@ def make_plan(job: PlanSpec, hardware: HardwareConfig, *, remark: str | None = N
         timing=timed,
         largest_batch=largest_batch(job, hardware),
         largest_context=largest_context(job, hardware),
-        warnings=(*advice.warnings(job, hardware, timed), *faster_on_fewer(job, hardware, timed)),
+        warnings=(
+            *advice.warnings(job, hardware, timed),
+            *advice.slower_overlapped(job, hardware, timed),
+            *faster_on_fewer(job, hardware, timed),
+        ),
         notes=(
             *([remark] if remark else []),
             *notes_on_families(*filter(None, (job.target, job.draft))),

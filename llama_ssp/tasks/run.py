@@ -28,6 +28,7 @@ from llama_ssp.distributed.gpu.watchdog import guard
 from llama_ssp.distributed.ranklog import close_logs, describe_rank, open_logs
 from llama_ssp.distributed.world import World, start
 from llama_ssp.errors import ConfigError, InterruptedRun, LostRankError, SspError
+from llama_ssp.planning.choices.advice import slower_overlapped
 from llama_ssp.planning.plan import Plan, require_room
 from llama_ssp.reports.provenance import git_commit, gpu_links, planned_link, versions
 from llama_ssp.reports.records import RunFolder, read_status, write_failure
@@ -245,4 +246,6 @@ def _make_plan(config: RunConfig, world: World, terminal: Terminal, jobs: list[P
         if world.comm.rank == 0:
             _log.info("forecast for hardware %s: %s", machine.name, planned_link(machine))
         require_room(plan, words=dry_run.settings_of_run(config))
+        for warning in slower_overlapped(plan.job, machine, plan.timing):
+            terminal.say(f"warning: {warning}")
     return plan

@@ -46,6 +46,22 @@ def test_text_is_the_targets_own_wherever_the_two_models_sit(num_ranks: int, tmp
         assert few_part(first if rule == "sampled" else found[f"{rule} plain"], texts), name
 
 
+@pytest.mark.distributed(2)
+@pytest.mark.heavy
+def test_a_run_and_its_dry_run_warn_where_the_forecast_with_overlap_is_slower(tmp_path: Path) -> None:
+    words = [
+        "task=generate", "prompt=def f(x):", "max_new_tokens=4", "device=cpu", "hardware=laptop_cpu",
+        "speculation.num_draft_tokens=1", f"run_dir={tmp_path}/run", *OVERLAP,
+    ]  # fmt: skip
+    planned, done = run([*words, "dry_run=true"], num_ranks=2), run(words, num_ranks=2)
+    assert (planned.returncode, done.returncode) == (0, 0), done.stderr
+    sentence = "warning: overlapping drafting and verification does not gain: forecast "
+    assert " ".join(planned.stdout.split()).count(sentence) == 1
+    [said] = [line for line in done.stderr.splitlines() if "overlapping" in line]
+    assert said.startswith(sentence)
+    assert said.endswith(" with speculation.overlap=false")
+
+
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[Popen]:
     """A run that decodes."""

@@ -13,7 +13,7 @@ from llama_ssp.planning.layerwise import GB, READ_BYTES_PER_S, waiting_bytes
 from llama_ssp.planning.memory import RankMemoryPlan
 from llama_ssp.planning.spec import PlannedModel, PlanSpec, model_bytes
 from llama_ssp.planning.timing import Timing, timing
-from llama_ssp.words import counted
+from llama_ssp.words import counted, rounded
 
 GIB = 2**30
 WORTHWHILE_GAIN, CLEAR_GAIN = 1.03, 1.1
@@ -57,6 +57,19 @@ def warnings(job: PlanSpec, hardware: HardwareConfig, timed: Timing) -> Iterator
     """Choices that cost more than they gain, each with a better one."""
     yield from _quantization(job, hardware)
     yield from _draft(job, hardware, timed)
+
+
+def slower_overlapped(job: PlanSpec, hardware: HardwareConfig, timed: Timing) -> Iterator[str]:
+    """A sentence if drafting while the target verifies takes longer than doing one after the other."""
+    if not job.overlaps or timed.speculative_s is None:
+        return
+    in_turn_s = timing(replace(job, overlap=False), hardware).speculative_s
+    if in_turn_s and timed.speculative_s > in_turn_s:
+        with_overlap, in_turn = (rounded(1e3 * seconds) for seconds in (timed.speculative_s, in_turn_s))
+        yield (
+            f"overlapping drafting and verification does not gain: forecast {with_overlap} ms/token with "
+            f"speculation.overlap=true, {in_turn} with speculation.overlap=false"
+        )
 
 
 def _quantization(job: PlanSpec, hardware: HardwareConfig) -> Iterator[str]:

@@ -105,6 +105,26 @@ def test_a_plan_of_rounds_that_overlap_has_their_time_and_shares() -> None:
     assert document(make_plan(apart(overlap=True), machine))["time"]["overlap"]["dropped_share"] < 1
 
 
+def test_a_plan_warns_where_overlapping_makes_a_token_slower_and_nowhere_else() -> None:
+    machine = replace(load("laptop_cpu"), num_gpus=2)
+    warned = set()
+    for number in (1, 2, 4, 8):
+        in_turn = apart(num_draft_tokens=number)
+        overlapped = replace(in_turn, overlap=True)
+        slow_s, fast_s = (timing(job, machine).speculative_s for job in (overlapped, in_turn))
+        assert slow_s
+        assert fast_s
+        sentences = [text for text in make_plan(overlapped, machine).warnings if "speculation.overlap" in text]
+        wanted = (
+            f"overlapping drafting and verification does not gain: forecast {1e3 * slow_s:.3f} ms/token with "
+            f"speculation.overlap=true, {1e3 * fast_s:.3f} with speculation.overlap=false"
+        )
+        assert sentences == ([wanted] if slow_s > fast_s else [])
+        assert not [text for text in make_plan(in_turn, machine).warnings if "speculation.overlap" in text]
+        warned.add(slow_s > fast_s)
+    assert warned == {True, False}
+
+
 def test_a_search_ranks_rounds_that_overlap_with_the_rest() -> None:
     machine = replace(load("laptop_cpu"), num_gpus=2)
     found = [choice for choice in search(apart(), machine) if choice.overlaps]
