@@ -80,12 +80,15 @@ class InterruptedRun(SspError):  # noqa: N818 - no error, but an end
         return error
 
 
-def one_message(problems: Sequence[str]) -> str:
-    """Join all problems of a config, clauses without a full stop, into one message; several become a numbered list."""
+def one_message(problems: Sequence[str], *, of: str = "configuration") -> str:
+    """Join all problems of a config, clauses without a full stop, into one message; several become a numbered list.
+
+    `of` names what they are problems of.
+    """
     if len(problems) == 1:
         return problems[0]
     lines = [f"  {number}. {problem}" for number, problem in enumerate(problems, start=1)]
-    return f"{len(problems)} problems in the configuration:\n" + "\n".join(lines)
+    return f"{len(problems)} problems in the {of}:\n" + "\n".join(lines)
 
 
 _LEAST_LETTERS = 3

@@ -3,9 +3,11 @@
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
+from functools import wraps
+from inspect import signature
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from llama_ssp.config import catalogue
 from llama_ssp.config.drafts.drafter import drafters
@@ -14,9 +16,11 @@ from llama_ssp.config.formats.format import problem_of
 from llama_ssp.config.options.hub_ids import is_hub_id
 from llama_ssp.config.paths import read_path
 from llama_ssp.config.schema import ADAPTIVE, MODEL_DRAFT, NO_DRAFT, DrafterConfig, Dtype, ModelConfig
-from llama_ssp.errors import ConfigError, one_message, unknown_name
+from llama_ssp.errors import ConfigError, one_message, similar_name, unknown_name
 
 _Kind = TypeVar("_Kind", bound=Enum)
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 LOCAL = "local"
 """The entry of the catalogue that needs a folder, and the name of a model from a folder."""
 
@@ -107,6 +111,41 @@ _ARGUMENTS = {
     "num_gpus": _Argument("a whole number, or None", _or_none(_whole)),
     "num_nodes": _Argument("a whole number, or None", _or_none(_whole)),
 }
+
+
+_MEANT = {
+    **dict.fromkeys(("max_tokens", "max_length", "n_predict", "num_tokens"), "max_new_tokens"),
+    **dict.fromkeys(("k", "gamma", "num_speculative_tokens", "num_assistant_tokens"), "num_draft_tokens"),
+    **dict.fromkeys(("n", "num_return_sequences"), "num_samples"),
+    **dict.fromkeys(("stop_strings", "stop_sequences", "until"), "stop"),
+    **dict.fromkeys(("draft_model", "assistant_model", "speculative_model"), "draft"),
+    **dict.fromkeys(("load_in_8bit", "load_in_4bit"), "quantization"),
+    "do_sample": "temperature",
+    "model": "target",
+    "device_map": "device",
+    "machine": "hardware",
+}
+"""Arguments of other libraries, and ours in their place where a function has it."""
+
+
+def known_arguments(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Let a function refuse keywords that it does not have, all together, in a ConfigError that names similar ones."""
+    names = [name for name in signature(function).parameters if name != "self"]
+
+    @wraps(function)
+    def checked(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        if problems := [_unknown(name, names, of=function.__name__) for name in kwargs if name not in names]:
+            raise ConfigError(one_message(problems, of="arguments"))
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def _unknown(name: str, names: Sequence[str], *, of: str) -> str:
+    other = _MEANT.get(name.casefold())
+    meant = other if other in names else similar_name(name, names)
+    hint = f"did you mean {meant}?" if meant else f"it takes {', '.join(names)}"
+    return f"unknown argument {name!r} of {of}: {hint}"
 
 
 def check_types(given: Mapping[str, object]) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from llama_ssp.library.arguments import (
     entry_of,
     for_each_model,
     in_format,
+    known_arguments,
     member,
     model_drafter,
 )
@@ -40,6 +41,7 @@ _OneFormat = str | None
 _OneTokenizer = PreTrainedTokenizerBase
 
 
+@known_arguments
 def load(
     target: str | Path | PreTrainedModel,
     draft: str | Path | PreTrainedModel | None = None,

@@ -15,7 +15,7 @@ from llama_ssp.distributed.gpu.selecting import selected
 from llama_ssp.engine.state import Request
 from llama_ssp.engine.stream import StreamerAdapter
 from llama_ssp.errors import ConfigError
-from llama_ssp.library.arguments import check_types
+from llama_ssp.library.arguments import check_types, known_arguments
 from llama_ssp.library.completion import Completion, of_row
 from llama_ssp.library.decoders import Decoders
 from llama_ssp.library.prompts import AnyPrompt, as_list, encode_any, keys_of
@@ -56,6 +56,7 @@ class Pair:
         draft = "" if drafted is None else f", draft {drafted}"
         return f"Pair({self.config.model.name}{draft}, on {self.device}, context {self.models.context})"
 
+    @known_arguments
     def generate(  # noqa: PLR0913 - a notebook shows this signature
         self,
         prompts: AnyPrompt | Sequence[AnyPrompt],
@@ -165,6 +166,7 @@ class Pair:
         return [of_row(row, self.tokenizer) for _, row in sorted(done.items())]
 
 
+@known_arguments
 def speculative_generate(
     pair: Pair,
     prompts: str | Sequence[str],

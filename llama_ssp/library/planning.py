@@ -19,6 +19,7 @@ from llama_ssp.library.arguments import (
     drafter_without_model,
     entry_of,
     for_each_model,
+    known_arguments,
     member,
     model_drafter,
 )
@@ -32,6 +33,7 @@ from llama_ssp.tasks.dry_run import plan_job, with_hub_sizes
 _AUTO = "auto"
 
 
+@known_arguments
 def plan(  # noqa: PLR0913 - a notebook shows this signature
     target: str | Path,
     draft: str | Path | None = None,
@@ -97,6 +99,7 @@ def plan(  # noqa: PLR0913 - a notebook shows this signature
         return plan_job(make_job(config, machine), machine, auto_ranks=auto_ranks, divides=True)
 
 
+@known_arguments
 def compare_machines(  # noqa: PLR0913 - as for `plan`
     target: str | Path,
     draft: str | Path | None = None,

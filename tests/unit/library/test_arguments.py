@@ -1,14 +1,16 @@
 """Wrong arguments raise the package's errors, in words of the library."""
 
+import inspect
 import re
 from collections.abc import Callable
+from inspect import Parameter
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from llama_ssp import Pair, load, plan
+from llama_ssp import Pair, compare_machines, load, plan, speculative_generate
 from llama_ssp.config import catalogue
 from llama_ssp.config.schema import DeviceKind, Dtype
 from llama_ssp.errors import ConfigError, SspError
@@ -25,6 +27,7 @@ OF_COMMANDS = re.compile(
 """Settings of a command line, which a notebook does not have."""
 try_load: Any = load
 try_plan: Any = plan
+try_compare: Any = compare_machines
 
 
 @pytest.fixture(scope="module")
@@ -170,6 +173,61 @@ def test_load_and_plan_refuse_in_words_of_the_library(call: Callable[[], object]
     with pytest.raises(SspError, match=message) as caught:
         call()
     assert not OF_COMMANDS.search(str(caught.value))
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("max_tokens", "max_new_tokens"), ("max_length", "max_new_tokens"), ("temprature", "temperature"),
+        ("stop_strings", "stop"), ("num_assistant_tokens", "num_draft_tokens"), ("gamma", "num_draft_tokens"),
+        ("n", "num_samples"), ("do_sample", "temperature"),
+    ],
+)  # fmt: skip
+def test_an_unknown_argument_is_a_sentence_with_the_one_that_was_meant(pair: Pair, name: str, meant: str) -> None:
+    try_generate: Any = pair.generate
+    with pytest.raises(ConfigError) as caught:
+        try_generate("hi", **{name: 5})
+    assert str(caught.value) == f"unknown argument {name!r} of generate: did you mean {meant}?"
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: try_load("tiny", torch_dtype="fp32"), "unknown argument 'torch_dtype' of load: did you mean dtype?"),
+        (
+            lambda: try_load("tiny", assistant_model="a"),
+            "unknown argument 'assistant_model' of load: did you mean draft?",
+        ),
+        (lambda: try_load(model="tiny"), "unknown argument 'model' of load: did you mean target?"),
+        (lambda: try_plan("30B", gpus=2), "unknown argument 'gpus' of plan: did you mean num_gpus?"),
+        (
+            lambda: try_compare("30B", max_tokens=2),
+            "unknown argument 'max_tokens' of compare_machines: did you mean max_",
+        ),
+        (
+            lambda: try_load("tiny", xyzzy=1),
+            "unknown argument 'xyzzy' of load: it takes target, draft, dtype, quantization, device, tokenizer",
+        ),
+        (
+            lambda: try_plan("30B", n_predict=2, batch=4),
+            (
+                "2 problems in the arguments:\n  1. unknown argument 'n_predict' of plan: did you mean max_new_tokens?"
+                "\n  2. unknown argument 'batch' of plan: did you mean batch_size?"
+            ),
+        ),
+    ],
+)
+def test_load_and_plan_name_the_argument_that_was_meant(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
+        call()
+
+
+@pytest.mark.parametrize("function", [load, plan, compare_machines, Pair.generate, speculative_generate])
+def test_notebooks_show_every_argument(function: Callable[..., object]) -> None:
+    parameters = inspect.signature(function).parameters
+    assert {"draft", "prompts"} & parameters.keys()
+    assert not {parameter.kind for parameter in parameters.values()} & {Parameter.VAR_KEYWORD, Parameter.VAR_POSITIONAL}
+    assert function.__doc__
 
 
 def test_a_folder_of_another_shape_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
