@@ -62,7 +62,7 @@ def newest(make: Callable[[Row], str]) -> Callable[[Sequence[Row]], str]:
 def _figures(row: Row) -> Row:
     """What the texts of `peers` name; a ratio is that of the two medians as the texts show them."""
     ms = {name: float(f"{each:.3g}") for name, each in row["ms_per_token"].items()}
-    bound = float(f"{row['bound_ms_per_token']:.3g}")
+    bound, late = float(f"{row['bound_ms_per_token']:.3g}"), row["at_context_ms"]
     versions: Row = row["versions"]
     plain, speculative = ms["ours, plain"], ms["ours, speculative"]
     generate, assisted = ms["transformers, generate"], ms["transformers, assisted"]
@@ -78,6 +78,7 @@ def _figures(row: Row) -> Row:
         "speculative_to_assisted": speculative / assisted,
         "speedup": plain / speculative,
         "speculative_to_bound": speculative / bound,
+        **{f"{mode}_1500_to_100": late[f"{mode}, 1500"] / late[f"{mode}, 100"] for mode in lengths.MODES},
         "gb_per_s": row.get("memory_bytes_per_s", 0.0) / 1e9,
     }
 

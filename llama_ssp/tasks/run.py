@@ -246,6 +246,6 @@ def _make_plan(config: RunConfig, world: World, terminal: Terminal, jobs: list[P
         if world.comm.rank == 0:
             _log.info("forecast for hardware %s: %s", machine.name, planned_link(machine))
         require_room(plan, words=dry_run.settings_of_run(config))
-        for warning in slower_overlapped(plan.job, machine, plan.timing):
+        for warning in slower_overlapped(plan.job, plan.hardware, plan.timing):
             terminal.say(f"warning: {warning}")
     return plan
