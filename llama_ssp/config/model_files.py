@@ -128,6 +128,12 @@ _FIELDS: Mapping[str, Mapping[str, _Kind]] = {
 }
 
 
+def require_folder(folder: Path) -> None:
+    """Raise CheckpointError if a model's folder does not exist."""
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} does not exist: a folder with config.json and safetensors weights is required")
+
+
 def read_json(file: Path) -> dict[str, Any]:
     """Read a JSON object from a file of a model folder. Fields with a known type may be missing or null.
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from llama_ssp.architectures.family import families, family_of, record_of
-from llama_ssp.config.model_files import CONFIG_FILE, read_json
+from llama_ssp.config.model_files import CONFIG_FILE, read_json, require_folder
 from llama_ssp.config.schema import Dtype, ModelShape
 from llama_ssp.errors import CheckpointError, PlacementError
 
@@ -68,6 +68,7 @@ def check_family(folder: Path) -> None:
 
     Raises CheckpointError for a file that is missing or faulty; one without a family is left to the run.
     """
+    require_folder(folder)
     model_type = read_json(folder / CONFIG_FILE).get("model_type")
     if isinstance(model_type, str):
         family_of(model_type)

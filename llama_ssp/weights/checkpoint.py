@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, __version__
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from llama_ssp.config.model_files import CONFIG_FILE, read_json, shown
+from llama_ssp.config.model_files import CONFIG_FILE, read_json, require_folder, shown
 from llama_ssp.config.schema import ModelConfig, ModelShape
 from llama_ssp.errors import CheckpointError
 from llama_ssp.weights.packed import PackedLayout, PackedTensor, combine, layout_of
@@ -70,8 +70,7 @@ class Checkpoint:
 
 def inspect(folder: Path) -> Checkpoint:
     """Check a folder written by `save_pretrained`, without loading weights; every fault is a CheckpointError."""
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder} does not exist: a folder with config.json and safetensors weights is required")
+    require_folder(folder)
     config, layout = _read_config(folder)
     try:
         shape = shape_of(config)

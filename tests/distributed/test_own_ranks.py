@@ -92,7 +92,7 @@ def test_a_family_that_the_engine_does_not_run_is_refused_before_ranks_start(
 def test_a_folder_that_is_not_there_is_refused_before_ranks_start(tmp_path: Path) -> None:
     ended = run_program("run", f"model.path={tmp_path}/nothing", f"run_dir={tmp_path}/run", "ranks=2")
     assert (ended.returncode, len(ended.stderr.splitlines())) == (2, 1)
-    assert ended.stderr.startswith(f"{tmp_path}/nothing/config.json cannot be read")
+    assert ended.stderr.startswith(f"{tmp_path}/nothing does not exist: a folder with config.json and safetensors")
 
 
 @pytest.mark.slow

@@ -84,10 +84,8 @@ VALUES = [
 FILES = [
     Typed("prompts=nosuch.txt", r"prompts=nosuch\.txt must be a file"),
     Typed("prompt=x prompts=README.md", r"prompt= and prompts= exclude each other"),
-    Typed("model=local model.path=nosuch draft=none task=generate prompt=x", r"nosuch does not exist", starts=True),
-    Typed(
-        "model=local model.path=README.md draft=none task=generate prompt=x", r"README\.md does not exist", starts=True
-    ),
+    Typed("model=local model.path=nosuch draft=none task=generate prompt=x", r"nosuch does not exist"),
+    Typed("model=local model.path=README.md draft=none task=generate prompt=x", r"README\.md does not exist"),
     Typed("task=generate prompt=x run_dir=/dev/null/x", r"cannot use /dev/null/x: not a directory", starts=True),
 ]
 TELLING = [
