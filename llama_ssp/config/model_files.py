@@ -32,6 +32,8 @@ MAX_DEPTH = 64
 """Nesting of objects and lists; files of published models have fewer than 10 levels."""
 MAX_BYTES, MAX_TOKENIZER_BYTES = 2**26, 2**28
 """About ten times the largest published files."""
+INNER_CONFIGS = ("decoder", "generator", "text_config")
+"""Where transformers searches for settings that a model config itself lacks."""
 _SHOWN = 60
 
 
@@ -84,6 +86,14 @@ _TOKEN_IDS = _Kind(wanted="a token id or a list of them", fits=_is_token_ids)
 _SMALL, _SHARE, _LARGE = _number(0, 1), _number(0, 1), _number(0, 1e12)
 _SPECIAL_IDS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"), _TOKEN_IDS)
 
+_INNER = _Kind(
+    wanted="an object, with token ids as special tokens,",
+    fits=lambda value: (
+        isinstance(value, dict)
+        and all(_is_token_ids(value[name]) for name in _SPECIAL_IDS if value.get(name) is not None)
+    ),
+)
+
 _CONFIG = (
     dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer"), _LAYERS)
     | dict.fromkeys(("num_attention_heads", "num_heads", "n_head", "num_key_value_heads"), _HEADS)
@@ -100,6 +110,7 @@ _CONFIG = (
     | dict.fromkeys(("dtype", "torch_dtype"), _TEXT)
     | dict.fromkeys(("layer_types", "attention_layers", "architectures"), _TEXTS)
     | dict.fromkeys(("rope_parameters", "rope_scaling"), _OBJECT)
+    | dict.fromkeys(INNER_CONFIGS, _INNER)
     | {"attention_types": _Kind(wanted="a list of pairs of kinds and a count", fits=_is_counted_kinds)}
     | _SPECIAL_IDS
 )

@@ -7,12 +7,9 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
+from llama_ssp.continuation import INCOMPLETE, TextAfter
 from llama_ssp.drafting.vocabularies import Alignment, align, neutral_id
 
-_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-"""What tokenizers decode a part of a character to."""
-_NUM_CONTEXT = 8
-"""Tokens that are decoded and encoded with new ones, because a tokenizer treats the beginning of a text differently."""
 _LINE_END = "\n"
 
 
@@ -33,16 +30,15 @@ class Translator:
     def ids(self, ids: Sequence[int]) -> list[int]:
         """The other tokenizer's ids of the same text, as of a prompt; at least one."""
         begins = bool(ids) and ids[0] == self._source.bos_token_id
-        text = _decode(self._source, ids[begins:])
+        text = _after(self._source, ()).decode(ids[begins:])
         found = [token for token in self._into(text).input_ids if token < self._size]
         return found or [neutral_id(self._into, size=self._size)]
 
     def more_ids(self, ids: Sequence[int], *, start: int) -> list[int]:
         """The other tokenizer's ids of the text from place `start` on, as of what follows the text before it."""
-        before = _decode(self._source, ids[max(start - _NUM_CONTEXT, 0) : start])
-        whole = _decode(self._source, ids[max(start - _NUM_CONTEXT, 0) :])
-        text = whole[len(before) :] if whole.startswith(before) else _decode(self._source, ids[start:])
-        return [token for token in _encoded_after(self._into, before, text) if token < self._size]
+        before = _after(self._source, ids[:start])
+        text = before.decode(ids[start:])
+        return [token for token in _encoded_after(self._into, before.context_text, text) if token < self._size]
 
 
 class Continuation:
@@ -64,15 +60,10 @@ class Continuation:
         ended = end in new_own_ids
         if ended:
             new_own_ids = new_own_ids[: new_own_ids.index(end)]
-        before = _decode(self._target, ids[-_NUM_CONTEXT:])
-        new_ids = _encoded_after(self._target, before, self._text_after(own_ids, new_own_ids))
+        before = _after(self._target, ids).context_text
+        text = _after(self._draft, own_ids).decode(new_own_ids).rstrip(INCOMPLETE)
+        new_ids = _encoded_after(self._target, before, text)
         return [*new_ids, self._target.eos_token_id] if ended and self._target.eos_token_id is not None else new_ids
-
-    def _text_after(self, own_ids: Sequence[int], new_own_ids: Sequence[int]) -> str:
-        """The whole characters that the draft's tokens add."""
-        context = own_ids[-_NUM_CONTEXT:]
-        before, after = _decode(self._draft, context), _decode(self._draft, [*context, *new_own_ids])
-        return after[len(before) :].rstrip(_INCOMPLETE) if after.startswith(before) else ""
 
 
 class TokenizerPair:
@@ -96,9 +87,9 @@ class TokenizerPair:
         return Translator(self._target, self._draft, size=size)
 
 
-def _decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
-    """The text of some ids, with the names of special tokens."""
-    return str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+def _after(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> TextAfter:
+    """The text of special tokens is their names."""
+    return TextAfter(tokenizer, ids, names_special=True)
 
 
 def _encoded_after(tokenizer: PreTrainedTokenizerBase, before: str, text: str) -> list[int]:

@@ -1,7 +1,7 @@
 """Decodes token ids that arrive in groups into pieces of text, as soon as their characters are complete.
 
 A piece records whether its tokens were drafted and accepted, or chosen by the target. Module `console.terminal`
-displays the pieces. A run records another text, decoded once from all ids of a completion.
+displays the pieces. A run records the same text, decoded once from all ids of a completion.
 """
 
 from collections.abc import Sequence
@@ -11,12 +11,12 @@ import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-# Tokenizers decode an incomplete UTF-8 character to this.
-_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-# Tokens of context decoded before new ones, because a tokenizer treats the beginning of a text differently.
-_NUM_CONTEXT = 8
+from llama_ssp.continuation import INCOMPLETE, MOST_BYTES, NUM_CONTEXT, TextAfter
+
 # A character has at most 4 bytes, so more tokens than these without a complete one never become one.
 _MAX_HELD = 8
+# Ids that may become context: enough to begin with a whole character.
+_MOST_CONTEXT = NUM_CONTEXT + MOST_BYTES - 1
 
 
 @dataclass(frozen=True)
@@ -28,25 +28,17 @@ class Piece:
 
 
 class IncrementalText:
-    """The text of one completion, as the continuation of its prompt.
+    """The text of one completion, as the continuation of its prompt, while its ids arrive.
 
-    For each token only a window of ids is decoded: the ids of the last emitted text, as context, and the ids that are
-    still held back. A SentencePiece tokenizer drops the space before the first word that it decodes; the context
-    prevents that everywhere except at the start of a text.
-
-        ids   ... emitted | context | held back | next id
-                          start     held_at
-
-    All pieces together equal what `decode` makes of the new ids after their prompt. The exception is bytes that are not
-    UTF-8: a tokenizer may revise the characters around them, and an emitted piece stays.
+    Ids are held back until their characters are complete, and then are part of the context of later ids; see module
+    `continuation`. All pieces together are its text. The exception is bytes that are not UTF-8: a tokenizer may revise
+    the characters around them, and an emitted piece stays.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        self._window = list(prompt_ids[-_NUM_CONTEXT:])
-        while self._decode(self._window).startswith(_INCOMPLETE):
-            self._window.pop(0)
-        self._settle()
+        self._emitted = TextAfter(tokenizer, prompt_ids)
+        self._held: list[int] = []
         self._accepted = False
 
     def push(self, token_ids: Sequence[int], *, num_accepted: int = 0) -> list[Piece]:
@@ -57,43 +49,35 @@ class IncrementalText:
         pieces: list[Piece] = []
         for offset, token_id in enumerate(token_ids):
             self._accepted = offset < num_accepted
-            self._window.append(token_id)
-            text = self._new_text()
-            is_hopeless = len(self._window) - self._held_at > _MAX_HELD
-            if is_hopeless or (text and not text.endswith(_INCOMPLETE)):
+            self._held.append(token_id)
+            text = self._emitted.decode(self._held)
+            is_hopeless = len(self._held) > _MAX_HELD
+            if text and (is_hopeless or not text.endswith(INCOMPLETE)):
                 self._emit(text, pieces)
+            elif is_hopeless:
+                # Special tokens never have text; the first space of a text has none alone, but before another.
+                self._held = [held for held in self._held if TextAfter(self._tokenizer, ()).decode([held, held])]
         return pieces
 
     @property
     def held_back(self) -> str:
         """The complete characters of the text that is held back because the last token ends within a character."""
-        return "" if len(self._window) == self._held_at else self._new_text().rstrip(_INCOMPLETE)
+        return self._emitted.decode(self._held).rstrip(INCOMPLETE) if self._held else ""
 
     def flush(self) -> list[Piece]:
         """End the text: emit what was held back, an incomplete character as U+FFFD."""
         pieces: list[Piece] = []
-        self._emit(self._new_text(), pieces)
+        if self._held:
+            self._emit(self._emitted.decode(self._held), pieces)
         return pieces
-
-    def _new_text(self) -> str:
-        return self._decode(self._window)[self._num_context_chars :]
 
     def _emit(self, text: str, pieces: list[Piece]) -> None:
         if text and pieces and pieces[-1].accepted == self._accepted:
             pieces[-1] = Piece(pieces[-1].text + text, self._accepted)
         elif text:
             pieces.append(Piece(text, self._accepted))
-        self._window = self._window[self._held_at :]
-        self._settle()
-
-    def _settle(self) -> None:
-        """Make the whole window context."""
-        self._held_at = len(self._window)
-        self._num_context_chars = len(self._decode(self._window))
-
-    def _decode(self, token_ids: list[int]) -> str:
-        text = self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return str(text)
+        self._emitted = TextAfter(self._tokenizer, [*self._emitted.context, *self._held][-_MOST_CONTEXT:])
+        self._held = []
 
 
 class StreamerAdapter:

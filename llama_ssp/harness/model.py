@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from llama_ssp.config.checks import check_values
 from llama_ssp.config.schema import RunConfig
+from llama_ssp.continuation import continuation
 from llama_ssp.distributed.gpu.selecting import selected
 from llama_ssp.engine.scoring import ScoredText, log_likelihoods
 from llama_ssp.engine.state import Request
@@ -71,8 +72,8 @@ class SpeculativeLM(TemplateLM):  # type: ignore[misc] # the package has no type
 
     @property
     def eot_token_id(self) -> int:
-        """The token that ends a text."""
-        return int(self._models.eos_ids[0])
+        """The token that ends a text; the tokenizer's if the model's files name none."""
+        return int(next(iter(self._models.eos_ids), self.tokenizer.eos_token_id))
 
     @property
     def prefix_token_id(self) -> int:
@@ -145,7 +146,7 @@ class SpeculativeLM(TemplateLM):  # type: ignore[misc] # the package has no type
             for completion in (update.completion for update in updates if update.completion.finish_reason):
                 self._num_new_tokens += len(completion.token_ids)
                 self._num_target_forwards += completion.num_target_forwards
-                text = str(self.tokenizer.decode(completion.token_ids, skip_special_tokens=True))
+                text = continuation(self.tokenizer, completion.request.prompt_ids, completion.token_ids)
                 yield completion.request.index, postprocess_generated_text(text, stop=stops, think_end_token=None)
 
     def _request(self, place: int, context: str, config: RunConfig) -> Request:

@@ -6,6 +6,7 @@ from typing import cast
 
 from transformers import PreTrainedTokenizerBase
 
+from llama_ssp.continuation import continuation
 from llama_ssp.engine.completion import FinishReason, RowCompletion
 
 _SHOWN = 40
@@ -37,7 +38,7 @@ class Completion:
         index: the place of its prompt in the list.
         sample: which of the samples of its prompt.
         prompt_ids: what the model read.
-        text: special tokens are left out.
+        text: continues the prompt exactly; special tokens are left out.
         finish_reason: "length", "eos" or "stop".
         accepted_lengths: for each round, the accepted drafted tokens.
         draft_lengths: for each round, the drafted tokens.
@@ -85,7 +86,7 @@ def of_row(row: RowCompletion, tokenizer: PreTrainedTokenizerBase) -> Completion
     drafted = chain([False], *([True] * number + [False] for number in row.accepted_lengths))
     return Completion(
         index=request.index, sample=request.sample, prompt_ids=[*request.prompt_ids],
-        text=str(tokenizer.decode(row.token_ids, skip_special_tokens=True)), token_ids=row.token_ids,
+        text=continuation(tokenizer, request.prompt_ids, row.token_ids), token_ids=row.token_ids,
         finish_reason=cast("FinishReason", row.finish_reason),
         accepted_lengths=row.accepted_lengths, draft_lengths=row.draft_lengths,
         is_drafted=[next(drafted, False) for _ in row.token_ids],

@@ -75,7 +75,7 @@ def acceptance_rate(lines: Sequence[CompletionLine]) -> float | None:
 
 
 def accepted_histogram(lines: Sequence[CompletionLine], num_draft_tokens: int) -> list[int]:
-    """For each number of accepted tokens 0..K, how many of the counted rounds had it."""
+    """For each number of accepted tokens 0..K, how many of the rounds that `num_examined` counts had it."""
     counts = Counter(accepted for accepted, _ in counted_rounds(lines))
     return [counts[length] for length in range(num_draft_tokens + 1)]
 

@@ -9,7 +9,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from llama_ssp.config.drafts.model import Matching, matching_of
 from llama_ssp.config.layout import lay_out_replica, max_device_bytes
-from llama_ssp.config.model_files import GENERATION_CONFIG_FILE, TOKENIZER_FILES, read_json
+from llama_ssp.config.model_files import (
+    CONFIG_FILE,
+    GENERATION_CONFIG_FILE,
+    INNER_CONFIGS,
+    TOKENIZER_FILES,
+    read_json,
+)
 from llama_ssp.config.paths import read_path
 from llama_ssp.config.schema import Dtype, ModelConfig, RunConfig, WeightsKind, WholeParts
 from llama_ssp.config.target_placement import TargetKind
@@ -21,7 +27,7 @@ from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.planning.spec import number_format
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import check_shape, inspect
-from llama_ssp.weights.in_memory import WeightsInMemory
+from llama_ssp.weights.in_memory import WeightsInMemory, as_eos_ids
 from llama_ssp.weights.manifest import verify
 from llama_ssp.weights.source import WeightSource
 
@@ -35,7 +41,7 @@ class Source:
 
     Attributes:
         origin: where its weights come from.
-        eos_ids: tokens that end a text, from the generation config, or else from the tokenizer.
+        eos_ids: tokens that end a text; none if its files name none.
         dtype: number format to load it in; None for that of the files.
         precision: storage format of its linear layers.
     """
@@ -172,12 +178,11 @@ def _check(
     check_model(origin, num_ranks=num_ranks, quantization=entry.quantization, whole=whole, compiles=compiles)
     dtype = number_format(entry, device=device)
     tokenizer = _read_tokenizer(origin.folder) if of_user.tokenizer is None else of_user.tokenizer
-    eos_ids = of_user.weights.eos_ids if of_user.weights else None
     return Source(
         entry=entry,
         origin=origin,
         tokenizer=tokenizer,
-        eos_ids=_read_eos_ids(origin.folder, tokenizer) if eos_ids is None else eos_ids,
+        eos_ids=of_user.weights.eos_ids if of_user.weights else read_eos_ids(origin.folder),
         dtype=None if dtype is Dtype.auto else getattr(torch, dtype.value),
         precision=Precision(quantization=entry.quantization, int8_threshold=entry.int8_threshold),
     )
@@ -202,13 +207,19 @@ def _read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _read_eos_ids(folder: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+def read_eos_ids(folder: Path) -> tuple[int, ...]:
+    """The tokens that end a text, as transformers finds them, whatever the tokenizer names.
+
+    A generation config alone says so, even by silence. Without one the model config does: its own field, else that of
+    the inner config that comes first.
+    """
     file = folder / GENERATION_CONFIG_FILE
-    given = read_json(file).get("eos_token_id") if file.is_file() else None
-    if given is None:
-        given = tokenizer.eos_token_id
-    ids = given if isinstance(given, list) else [] if given is None else [given]
-    return tuple(ids)
+    if file.is_file():
+        return as_eos_ids(read_json(file).get("eos_token_id"))
+    content = read_json(folder / CONFIG_FILE)
+    inner = next((content[name] for name in INNER_CONFIGS if content.get(name)), {})
+    given = content.get("eos_token_id")
+    return as_eos_ids(inner.get("eos_token_id") if given is None else given)
 
 
 def _check_vocabularies(target: Source, draft: Source, matching: Matching | None) -> None:

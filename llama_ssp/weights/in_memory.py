@@ -1,7 +1,7 @@
 """A model of transformers that is in memory already, as a weight source."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -25,7 +25,7 @@ class WeightsInMemory:
         name: for reports.
         folder: where the model came from, if that was a folder.
         parameters: by name, tied ones once.
-        eos_ids: of its generation config; None if that has none.
+        eos_ids: of its generation config.
     """
 
     name: str
@@ -33,7 +33,7 @@ class WeightsInMemory:
     config: PretrainedConfig
     shape: ModelShape
     parameters: Mapping[str, Tensor]
-    eos_ids: tuple[int, ...] | None
+    eos_ids: tuple[int, ...]
 
     @property
     def context(self) -> int:
@@ -78,10 +78,13 @@ def weights_of(model: nn.Module, *, what: str) -> WeightsInMemory:
         raise ConfigError(f"{what} is a loaded {kind} with quantized weights or adapters: give the model without them")
     if any(values.is_meta for values in parameters.values()):
         raise ConfigError(f"{what} is a loaded {kind} whose weights are not all in memory: load it without offload")
-    given: Any = getattr(model.generation_config, "eos_token_id", None)
-    eos_ids = None if given is None else tuple(given) if isinstance(given, list | tuple) else (int(given),)
     path = str(model.name_or_path)
     return WeightsInMemory(
         name=Path(path).name or kind, folder=Path(path or kind), config=model.config, shape=shape_of(model.config),
-        parameters=parameters, eos_ids=eos_ids,
+        parameters=parameters, eos_ids=as_eos_ids(getattr(model.generation_config, "eos_token_id", None)),
     )  # fmt: skip
+
+
+def as_eos_ids(given: int | Sequence[int] | None) -> tuple[int, ...]:
+    """The tokens that end a text, of a generation config that names none, one or several."""
+    return () if given is None else (given,) if isinstance(given, int) else tuple(given)

@@ -1,12 +1,15 @@
-"""Tokenizers: of words for random models, where token i is written "ti", and of the two kinds that real models have."""
+"""Tokenizers: of words for random models, where token i is written "ti", and of the layouts that real models have."""
 
+import json
+from functools import cache
 from pathlib import Path
+from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.trainers import BpeTrainer
-from transformers import PreTrainedTokenizerFast
+from transformers import GemmaTokenizer, LlamaTokenizer, PreTrainedTokenizerFast
 
 
 def save_tokenizer(folder: Path, vocab_size: int) -> None:
@@ -44,3 +47,48 @@ def sentencepiece_like() -> PreTrainedTokenizerFast:
     )
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+@cache
+def layout(name: str) -> PreTrainedTokenizerFast:
+    """A tokenizer with words and merges, laid out as the real ones: a name of `LAYOUTS`."""
+    if name == "bytes":
+        return byte_level()
+    vocabulary, merges = _pieces()
+    if name == "llama":
+        return LlamaTokenizer(vocabulary, merges)
+    if name == "gemma":
+        return GemmaTokenizer(vocabulary, merges)
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, byte_fallback=True, unk_token="<unk>"))
+    if name == "llama_files":
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        tokenizer.decoder = decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        )
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+        tokenizer.decoder = decoders.Metaspace()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+LAYOUTS = {
+    "llama": "the class of transformers for Llama 1 and 2: Metaspace, a decoder that strips one space",
+    "llama_files": "tokenizer.json of Llama 1 and 2: a normalizer that prepends a space, the same decoder",
+    "metaspace": "Metaspace on both sides, without bytes",
+    "gemma": "SentencePiece without the space at the beginning",
+    "bytes": "Llama 3, GPT-2: bytes",
+}
+
+
+@cache
+def _pieces() -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """Vocabulary and merges of the SentencePiece layouts, with a token for each byte."""
+    trained = Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.Metaspace()  # no merge joins two words
+    trained.train_from_iterator(["if x is not None : return the world"] * 3, BpeTrainer(show_progress=False))
+    model: dict[str, Any] = json.loads(trained.to_str())["model"]
+    merges = [(left, right) for left, right in model["merges"]]
+    words = sorted(model["vocab"], key=model["vocab"].get)
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
+    return {token: number for number, token in enumerate(tokens)}, merges

@@ -18,7 +18,9 @@ from llama_ssp.config import catalogue
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.harness.__main__ import main
 from llama_ssp.weights import hub
+from tests.helpers.models import build_checkpoint
 from tests.helpers.repository import ROOT
+from tests.helpers.tokenizers import layout
 
 if TYPE_CHECKING:
     from llama_ssp.harness.model import SpeculativeLM
@@ -205,6 +207,22 @@ def test_a_prompt_without_room_loses_its_beginning_and_one_without_any_is_refuse
         model.generate_until([request("a", {"max_gen_toks": 24})], disable_tqdm=True)
     with pytest.raises(ConfigError, match="max_length=4096 is more than the context of target=tiny, 2048"):
         make(max_length=4096)
+
+
+def test_an_answer_continues_its_context_and_is_cut_before_a_stop_with_a_space(tmp_path: Path) -> None:
+    """The decoder of a Llama 2 tokenizer drops the space before the first word that it decodes."""
+    from llama_ssp.harness.model import SpeculativeLM
+
+    tokenizer = layout("llama")
+    build_checkpoint(tmp_path, "llama", vocab_size=len(tokenizer), eos_token_id=None)
+    tokenizer.save_pretrained(tmp_path)
+    model = SpeculativeLM(target=str(tmp_path), draft=str(tmp_path), device="cpu", batch_size=32)
+    sampled = {"do_sample": True, "temperature": 1.5, "max_gen_toks": 3}
+    answers = model.generate_until([request("if x is", sampled)] * 200, disable_tqdm=True)
+    stop = next(answer[:2] for answer in answers if answer.startswith(" ") and answer[1:2].isalpha())
+    cut = model.generate_until([request("if x is", {**sampled, "until": [stop]})] * 200, disable_tqdm=True)
+    assert any(whole.startswith(stop) for whole in answers)
+    assert cut == [whole.partition(stop)[0] for whole in answers]
 
 
 def test_a_conversation_is_written_in_the_chat_template_and_encoded_once(speculative: "SpeculativeLM") -> None:

@@ -17,6 +17,7 @@ from llama_ssp.session.jobs import PromptTask
 from llama_ssp.session.lines import to_line
 from llama_ssp.session.prompt_records import Prompt
 from llama_ssp.session.session import Session
+from tests.helpers.tokenizers import LAYOUTS, layout
 
 BYTES: Any = SimpleNamespace(decode=lambda ids, **_: bytes(ids).decode(errors="replace"))
 LETTERS: Any = SimpleNamespace(decode=lambda ids, **_: "".join("abc"[token] for token in ids))
@@ -40,6 +41,16 @@ def test_a_line_has_milliseconds_of_its_own_and_seconds_of_its_share_of_all_copi
     assert (line.ms, line.share_s) == (8000.0, share_s)
     assert (line.draft_s, line.verify_s, line.other_s) == (1.0, 2.0, 3.0)
     assert (line.num_rounds, line.num_target_forwards, line.accepted_lengths) == (1, 2, [1])
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_text_of_a_line_continues_its_prompt(name: str) -> None:
+    prompt_ids = layout(name)("if x is").input_ids
+    new_ids = layout(name)("if x is not None").input_ids[len(prompt_ids) :]
+    request = Request(index=0, prompt_ids=tuple(prompt_ids), max_new_tokens=20)
+    completion = RowCompletion(request=request, token_ids=new_ids, finish_reason="length")
+    line = to_line(Prompt(text="if x is"), completion, "plain", layout(name), num_copies=1)
+    assert line.prompt + line.text == "if x is not None"
 
 
 @pytest.mark.parametrize(("wanted", "warm"), [(3, 3), (8, 8), (64, 8)])
