@@ -1,7 +1,7 @@
 """The text that token ids add to the ids before them: the only way in which new ids become text.
 
-Tokenizers decode the beginning of a text differently: those of the SentencePiece layout drop its first space. So new ids
-are decoded together with a context, the last ids before them, and the context's own text is taken off:
+Tokenizers decode the beginning of a text differently: those of the SentencePiece layout drop its first space. So new
+ids are decoded together with a context, the last ids before them, and the context's own text is taken off:
 
     ids   ... | context | new ids          text = decode(context + new ids) without decode(context)
 
@@ -75,6 +75,6 @@ class TextAfter:
         return str(text)
 
 
-def continuation(tokenizer: "PreTrainedTokenizerBase", prompt_ids: Sequence[int], new_ids: Sequence[int]) -> str:
+def decode_after(tokenizer: "PreTrainedTokenizerBase", prompt_ids: Sequence[int], new_ids: Sequence[int]) -> str:
     """The text of a completion, without special tokens: it continues the prompt exactly, also by a leading space."""
     return TextAfter(tokenizer, prompt_ids).decode(new_ids)

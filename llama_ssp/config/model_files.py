@@ -88,10 +88,7 @@ _SPECIAL_IDS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id", "d
 
 _INNER = _Kind(
     wanted="an object, with token ids as special tokens,",
-    fits=lambda value: (
-        isinstance(value, dict)
-        and all(_is_token_ids(value[name]) for name in _SPECIAL_IDS if value.get(name) is not None)
-    ),
+    fits=lambda value: isinstance(value, dict) and all(_is_token_ids(value.get(name, 0) or 0) for name in _SPECIAL_IDS),
 )
 
 _CONFIG = (

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from llama_ssp.config.checks import check_values
 from llama_ssp.config.schema import RunConfig
-from llama_ssp.continuation import continuation
+from llama_ssp.continuation import decode_after
 from llama_ssp.distributed.gpu.selecting import selected
 from llama_ssp.engine.scoring import ScoredText, log_likelihoods
 from llama_ssp.engine.state import Request
@@ -146,7 +146,7 @@ class SpeculativeLM(TemplateLM):  # type: ignore[misc] # the package has no type
             for completion in (update.completion for update in updates if update.completion.finish_reason):
                 self._num_new_tokens += len(completion.token_ids)
                 self._num_target_forwards += completion.num_target_forwards
-                text = continuation(self.tokenizer, completion.request.prompt_ids, completion.token_ids)
+                text = decode_after(self.tokenizer, completion.request.prompt_ids, completion.token_ids)
                 yield completion.request.index, postprocess_generated_text(text, stop=stops, think_end_token=None)
 
     def _request(self, place: int, context: str, config: RunConfig) -> Request:

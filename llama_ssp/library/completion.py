@@ -6,7 +6,7 @@ from typing import cast
 
 from transformers import PreTrainedTokenizerBase
 
-from llama_ssp.continuation import continuation
+from llama_ssp.continuation import decode_after
 from llama_ssp.engine.completion import FinishReason, RowCompletion
 
 _SHOWN = 40
@@ -86,7 +86,7 @@ def of_row(row: RowCompletion, tokenizer: PreTrainedTokenizerBase) -> Completion
     drafted = chain([False], *([True] * number + [False] for number in row.accepted_lengths))
     return Completion(
         index=request.index, sample=request.sample, prompt_ids=[*request.prompt_ids],
-        text=continuation(tokenizer, request.prompt_ids, row.token_ids), token_ids=row.token_ids,
+        text=decode_after(tokenizer, request.prompt_ids, row.token_ids), token_ids=row.token_ids,
         finish_reason=cast("FinishReason", row.finish_reason),
         accepted_lengths=row.accepted_lengths, draft_lengths=row.draft_lengths,
         is_drafted=[next(drafted, False) for _ in row.token_ids],

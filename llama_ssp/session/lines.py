@@ -2,7 +2,7 @@
 
 from transformers import PreTrainedTokenizerBase
 
-from llama_ssp.continuation import continuation
+from llama_ssp.continuation import decode_after
 from llama_ssp.engine.completion import RowCompletion
 from llama_ssp.reports.lines import CompletionLine
 from llama_ssp.session.prompt_records import Prompt
@@ -24,7 +24,7 @@ def to_line(
     parts_s = completion.part_s
     return CompletionLine(
         index=completion.request.index, sample=completion.request.sample, mode=mode, prompt=prompt.text,
-        text=continuation(tokenizer, completion.request.prompt_ids, completion.token_ids),
+        text=decode_after(tokenizer, completion.request.prompt_ids, completion.token_ids),
         token_ids=completion.token_ids, num_new_tokens=len(completion.token_ids),
         finish_reason=str(completion.finish_reason),
         num_rounds=len(completion.accepted_lengths), num_target_forwards=completion.num_target_forwards,

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from llama_ssp.continuation import INCOMPLETE, NUM_CONTEXT, TextAfter, continuation
+from llama_ssp.continuation import INCOMPLETE, NUM_CONTEXT, TextAfter, decode_after
 from llama_ssp.engine.stops import StopStrings
 from llama_ssp.engine.stream import IncrementalText
 from tests.helpers.lanes import grid
@@ -28,7 +28,7 @@ def test_the_next_word_keeps_its_space(name: str) -> None:
     prompt_ids = encoded(name, "if x is")
     ids = encoded(name, "if x is not None")
     assert ids[: len(prompt_ids)] == prompt_ids
-    assert continuation(layout(name), prompt_ids, ids[len(prompt_ids) :]) == " not None"
+    assert decode_after(layout(name), prompt_ids, ids[len(prompt_ids) :]) == " not None"
 
 
 @grid(name=list(LAYOUTS), num_begins=[0, 1, 20])
@@ -37,7 +37,7 @@ def test_prompt_and_text_are_one_text_wherever_it_is_divided(name: str, num_begi
     ids = [layout(name).bos_token_id] * num_begins + encoded(name, ASCII if name == "metaspace" else TEXT)
     for place in range(len(ids) + 1):
         prompt = decoded(name, ids[:place]).rstrip(INCOMPLETE)
-        assert prompt + continuation(layout(name), ids[:place], ids[place:]) == decoded(name, ids), place
+        assert prompt + decode_after(layout(name), ids[:place], ids[place:]) == decoded(name, ids), place
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -45,7 +45,7 @@ def test_a_prompt_that_ends_in_special_tokens_is_still_the_beginning(name: str) 
     special = [layout(name).eos_token_id, layout(name).bos_token_id] * NUM_CONTEXT
     ids, num_words = encoded(name, "if x is not"), len(encoded(name, "if x is"))
     prompt_ids = [*ids[:num_words], *special]
-    assert continuation(layout(name), prompt_ids, [*ids[num_words:], *special]) == " not"
+    assert decode_after(layout(name), prompt_ids, [*ids[num_words:], *special]) == " not"
     stream = IncrementalText(layout(name), prompt_ids)
     assert "".join(piece.text for piece in stream.push([*ids[num_words:], *special]) + stream.flush()) == " not"
 
@@ -54,8 +54,8 @@ def test_a_prompt_that_ends_in_special_tokens_is_still_the_beginning(name: str) 
 def test_an_empty_prompt_begins_the_text(name: str) -> None:
     ids = encoded(name, "if x")
     for begin in ([], [layout(name).bos_token_id]):
-        assert continuation(layout(name), begin, ids) == "if x"
-        assert continuation(layout(name), begin, []) == ""
+        assert decode_after(layout(name), begin, ids) == "if x"
+        assert decode_after(layout(name), begin, []) == ""
 
 
 @grid(name=list(LAYOUTS), seed=list(range(5)))
@@ -68,7 +68,7 @@ def test_pieces_that_are_shown_add_up_to_the_recorded_text(name: str, seed: int)
     place = choice.randrange(len(ids))
     stream = IncrementalText(layout(name), ids[:place])
     pieces = stream.push(ids[place:]) + stream.flush()
-    text = continuation(layout(name), ids[:place], ids[place:])
+    text = decode_after(layout(name), ids[:place], ids[place:])
     assert "".join(piece.text for piece in pieces) == text
     assert decoded(name, ids[:place]).rstrip(INCOMPLETE) + text == decoded(name, ids)
 
@@ -87,11 +87,11 @@ def test_a_stop_string_with_a_space_ends_the_texts_that_have_it_alone(name: str)
     prompt_ids, stops = encoded(name, "if x is"), StopStrings(layout(name), [" not"])
     for wanted, is_stop in ((" not None", True), ("not None", False), (":", False)):
         new_ids = encoded(name, f"if x is{wanted}")[len(prompt_ids) :]
-        assert continuation(layout(name), prompt_ids, new_ids) == wanted
+        assert decode_after(layout(name), prompt_ids, new_ids) == wanted
         number = stops.watch(prompt_ids).num_until_stop(new_ids)
         assert (number is not None) == is_stop
         if is_stop:
-            assert continuation(layout(name), prompt_ids, new_ids[:number]) == " not"
+            assert decode_after(layout(name), prompt_ids, new_ids[:number]) == " not"
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -112,7 +112,7 @@ def test_the_work_does_not_grow_with_the_text_before(name: str, monkeypatch: pyt
 
     monkeypatch.setattr(tokenizer, "decode", watched)
     ids = encoded(name, ASCII * 100)
-    continuation(tokenizer, ids, ids)
+    decode_after(tokenizer, ids, ids)
     assert sum(lengths) <= len(ids) + 6 * NUM_CONTEXT
     lengths.clear()
     stream = IncrementalText(tokenizer, ids)

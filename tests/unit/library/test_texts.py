@@ -1,7 +1,5 @@
 """The text of a completion continues its prompt exactly, also where the tokenizer drops the first space of a text."""
 
-from pathlib import Path
-
 import pytest
 
 from llama_ssp import Pair, load
@@ -15,7 +13,7 @@ pytestmark = pytest.mark.seconds
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """A random model that is its own draft, with a tokenizer of each layout."""
     assert request.param in LAYOUTS
-    folder: Path = tmp_path_factory.mktemp(request.param)
+    folder = tmp_path_factory.mktemp(request.param)
     tokenizer = layout(request.param)
     build_checkpoint(folder, "llama", vocab_size=len(tokenizer), eos_token_id=None)
     tokenizer.save_pretrained(folder)
