@@ -1,16 +1,7 @@
-"""The program `llama-ssp`: finds the command, and ends the process with its exit code.
-
-    llama-ssp run [SETTING=VALUE ...] [ranks=N]   complete prompts; N ranks, by default one for each GPU
-    llama-ssp plan [SETTING=VALUE ...]            memory and time of a job, on a machine that is only described
-    llama-ssp report FOLDER... [--output=DIR]     a page of figures and tables of finished runs
-    llama-ssp calibrate [ranks=N]                 measure this machine, for forecasts
-    llama-ssp manifest DIR [--output=FILE]        hashes of a checkpoint's files, for model.verify=true
-    llama-ssp --version
-
-`llama-ssp COMMAND --help` explains a command. Several nodes: launch/slurm.sbatch, or torchrun with launch/run.py.
-"""
+"""The program `llama-ssp`: finds the command, and ends the process with its exit code."""
 
 import atexit
+import codecs
 import os
 import signal
 import sys
@@ -22,6 +13,16 @@ from typing import NoReturn
 from llama_ssp.distributed.environment import read_ranks
 from llama_ssp.distributed.signals import handle_signals, heeded_signals, ignore_signals
 
+HELP = """\
+    llama-ssp run [SETTING=VALUE ...] [ranks=N]   complete prompts; N ranks, by default one for each GPU
+    llama-ssp plan [SETTING=VALUE ...]            memory and time of a job, on a machine that is only described
+    llama-ssp report FOLDER... [--output=DIR]     a page of figures and tables of finished runs
+    llama-ssp calibrate [ranks=N]                 measure this machine, for forecasts
+    llama-ssp manifest DIR [--output=FILE]        hashes of a checkpoint's files, for model.verify=true
+    llama-ssp --version
+
+`llama-ssp COMMAND --help` explains a command. Several nodes: launch/slurm.sbatch, or torchrun with launch/run.py."""
+UTF8_MODE = "PYTHONUTF8"
 INTERRUPTED = 4
 COMMANDS = ("calibrate", "manifest", "plan", "report", "run")
 
@@ -35,10 +36,21 @@ def main(words: Sequence[str] | None = None, *, num_ranks: int | None = None) ->
         words: the command line; by default that of this process.
         num_ranks: ranks of `run` where the words do not say; by default one for each GPU.
     """
+    _use_utf8()
     handle_signals(_end_at_once)
     # `llama-ssp run` starts its ranks with the signals blocked, which then wait until here.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, heeded_signals())
     _leave(_exit_code(list(sys.argv[1:] if words is None else words), num_ranks))
+
+
+def _use_utf8() -> None:
+    """Start this process again in Python's UTF-8 mode, for prompts, file names and output, if it would use ASCII.
+
+    It would under LC_ALL=POSIX with PYTHONUTF8=0. Every other locale keeps its encoding.
+    """
+    if codecs.lookup(sys.getfilesystemencoding()).name == "ascii" and os.environ.get(UTF8_MODE) != "1":
+        os.environ[UTF8_MODE] = "1"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def _end_at_once(_number: int, _frame: FrameType | None) -> None:
@@ -53,7 +65,7 @@ def _exit_code(words: list[str], num_ranks: int | None) -> int:
     if "--version" in words[:2]:
         return _show(_version())
     if command in {"--help", "-h"}:
-        return _show(str(__doc__).partition("\n\n")[2].rstrip())
+        return _show(HELP)
     if command in {"run", "calibrate"}:
         from llama_ssp.commands.ranks import own  # noqa: PLC0415 - see main
 

@@ -262,6 +262,7 @@ def _check(config: DictConfig, ranks: Ranks, *, warns: bool) -> tuple[RunConfig,
                 dry_run.dry_run(run, world_size=ranks.size)
         return None
 
+    checks.check_docstrings()
     if ranks.rank == 0 and (file := os.environ.get(RUN_DIR_FILE)):
         Path(file).write_text(f"{run.run_dir}\n", encoding="utf-8")
     clock.reach("composed_s")

@@ -6,6 +6,7 @@ exists; checkpoints, tokenizers and prompt lengths are checked where they are re
 
 import math
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -61,6 +62,15 @@ def check_values(config: RunConfig) -> None:
     """Raise ConfigError for values that are invalid whatever the models are."""
     if problems := [*_ranges(config), *_rule(config.verification.rule, config.sampling.temperature)]:
         raise ConfigError(one_message(problems))
+
+
+def check_docstrings() -> None:
+    """Raise ConfigError if Python has removed docstrings: transformers makes its models with the help of theirs."""
+    if sys.flags.optimize > 1:
+        raise ConfigError(
+            "Python removes docstrings (PYTHONOPTIMIZE=2, or python -OO), and transformers has no models without them: "
+            "leave it out, or use PYTHONOPTIMIZE=1"
+        )
 
 
 @dataclass(frozen=True)

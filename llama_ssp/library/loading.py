@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from llama_ssp.config.checks import check_docstrings
 from llama_ssp.config.drafts.model import DraftTokenizer, Matching
 from llama_ssp.config.registry import load_plugins
 from llama_ssp.config.schema import (
@@ -68,11 +69,13 @@ def load(
         matching: how the tokens of a draft with its own tokenizer become the target's (`config.drafts.model.Matching`).
 
     Raises:
-        ConfigError: an argument has a wrong type or value, a plugin cannot be imported, or the vocabularies differ.
+        ConfigError: an argument has a wrong type or value, a plugin cannot be imported, the vocabularies differ, or
+            Python has removed docstrings.
         CheckpointError: a checkpoint is missing or faulty.
         PlacementError: the device is not there, or the family of a model is not supported.
     """
     with in_library_words():
+        check_docstrings()
         load_plugins()
         kind, number = _read_device(device)
         choice, tokenizers = _read_tokenizers(tokenizer)
