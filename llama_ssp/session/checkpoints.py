@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -217,7 +217,7 @@ def read_eos_ids(folder: Path) -> tuple[int, ...]:
     if file.is_file():
         return as_eos_ids(read_json(file).get("eos_token_id"))
     content = read_json(folder / CONFIG_FILE)
-    inner = next((content[name] for name in INNER_CONFIGS if content.get(name)), {})
+    inner: dict[str, Any] = next((content[name] for name in INNER_CONFIGS if content.get(name)), {})
     given = content.get("eos_token_id")
     return as_eos_ids(inner.get("eos_token_id") if given is None else given)
 

@@ -3,7 +3,7 @@
 import json
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers.models import WordLevel
@@ -55,10 +55,11 @@ def layout(name: str) -> PreTrainedTokenizerFast:
     if name == "bytes":
         return byte_level()
     vocabulary, merges = _pieces()
+    of_gemma: Any = GemmaTokenizer  # its own types call merges texts
     if name == "llama":
         return LlamaTokenizer(vocabulary, merges)
     if name == "gemma":
-        return GemmaTokenizer(vocabulary, merges)
+        return cast("PreTrainedTokenizerFast", of_gemma(vocabulary, merges))
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, byte_fallback=True, unk_token="<unk>"))
     if name == "llama_files":
         tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])

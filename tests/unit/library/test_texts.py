@@ -1,5 +1,7 @@
 """The text of a completion continues its prompt exactly, also where the tokenizer drops the first space of a text."""
 
+from typing import Any
+
 import pytest
 
 from llama_ssp import Pair, load
@@ -30,7 +32,7 @@ def test_prompt_and_text_are_what_transformers_decodes(pair: Pair) -> None:
 
 
 def test_a_stop_string_that_begins_with_a_space_is_in_the_text_that_it_ends(pair: Pair) -> None:
-    samples = {"num_samples": 200, "max_new_tokens": 4, "temperature": 1.5}
+    samples: dict[str, Any] = {"num_samples": 200, "max_new_tokens": 4, "temperature": 1.5}
     whole, num_stopped, num_at_once = pair.generate("if x is", **samples), 0, 0
     stops = {text[:2] for each in whole if (text := each.text).startswith(" ") and len(text) > 1 and text[1].isalpha()}
     for stop in sorted(stops)[:2]:
