@@ -40,7 +40,7 @@ class Decoders:
         """
         key = (
             speculative, config.batch_size, config.speculation.num_draft_tokens, config.verification.rule,
-            astuple(config.sampling), torch.get_num_threads(),
+            torch.get_num_threads(), astuple(config.sampling),
         )  # fmt: skip
         decoder = self._kept.get(key) or build_decoder(models, config, speculative=speculative, serves_many=True)
         self._kept[key] = decoder

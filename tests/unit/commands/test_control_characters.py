@@ -25,7 +25,7 @@ def assert_harmless(text: str) -> None:
 def of_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every token of the model be half of an escape sequence."""
     halves = iter(["a\x1b", "[2J", "\x1b]", "0;t\x07", "\x9b", "31m"] * 100)
-    monkeypatch.setattr("llama_ssp.engine.stream.IncrementalText._new_text", lambda _self: next(halves))
+    monkeypatch.setattr("llama_ssp.continuation.TextAfter.decode", lambda _self, _ids: next(halves))
 
 
 @pytest.mark.parametrize(
