@@ -1,0 +1,111 @@
+"""The number of threads that a run chooses, against fixed numbers, next to other busy programs.
+
+    python -m benchmarks.threads [--turns 5]
+
+None, one and two other processes keep a core busy. In each of these conditions every setting decodes in a process of
+its own, in turns: all cores and one by `OMP_NUM_THREADS`, and the run's own choice. The first completion of a process
+is left out; the figure of a turn is the mean of the others. Goals are those of two cores.
+"""
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.by_format.checkpoints import RANDOM, RANDOM_DRAFT, stored
+from benchmarks.timing import Goal, print_goals
+from llama_ssp import load
+from llama_ssp.config import catalogue
+from llama_ssp.weights import hub
+
+PROMPT, NEW_TOKENS = "def factorial(n):\n", 256
+SECONDS = 2.0
+MOST_BUSY, AT_MOST = 2, 1.3
+CHOSEN = "chosen"
+BUSY = "while True:\n    sum(range(10000))"
+MODES = ("plain", "speculative")
+
+
+def decode(target: str, draft: str) -> None:
+    """Print the milliseconds per token of this process."""
+    pair = load(target, draft)
+    pair.generate(PROMPT, max_new_tokens=NEW_TOKENS)
+    num_tokens, started = 0, time.perf_counter()
+    while (taken_s := time.perf_counter() - started) < SECONDS:
+        (done,) = pair.generate(PROMPT, max_new_tokens=NEW_TOKENS, seed=num_tokens)
+        num_tokens += len(done.token_ids)
+    print(1e3 * taken_s / num_tokens)
+
+
+@contextmanager
+def busy(number: int) -> Iterator[None]:
+    """Keep so many cores busy."""
+    others = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(number)]
+    try:
+        yield
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+
+
+def measure(models: tuple[str, str], threads: str) -> float:
+    """Milliseconds per token in a process of its own."""
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    if threads != CHOSEN:
+        environment["OMP_NUM_THREADS"] = threads
+    command = [sys.executable, "-m", "benchmarks.threads", "--decode", *models]
+    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    return float(done.stdout.splitlines()[-1])
+
+
+def pairs() -> dict[str, tuple[str, str]]:
+    """The shipped pair and a random one, by their folders."""
+    tiny, draft = (str(hub.resolve(catalogue.load(name))) for name in ("tiny", "tiny-draft"))
+    return {"tiny": (tiny, draft), RANDOM: (str(stored(RANDOM).halves), str(stored(RANDOM_DRAFT).halves))}
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--only", help="one target")
+    parser.add_argument("--decode", nargs=2, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.decode:
+        decode(*arguments.decode)
+        return
+    console, goals = Console(), []
+    settings = [str(os.cpu_count()), "1", CHOSEN]
+    table = Table(title="milliseconds per token, medians of turns", title_justify="left", show_edge=False)
+    for column in ("target", "mode", "other processes", "all cores", "1 thread", CHOSEN, "chosen / best"):
+        table.add_column(column, justify="right")
+    for name, (target, draft) in pairs().items():
+        if arguments.only not in {None, name}:
+            continue
+        for mode in MODES:
+            for number in range(MOST_BUSY + 1):
+                taken: dict[str, list[float]] = {setting: [] for setting in settings}
+                with busy(number):
+                    for turn in range(arguments.turns):
+                        for setting in settings if turn % 2 else reversed(settings):
+                            models = target, draft if mode == MODES[1] else "none"
+                            taken[setting].append(measure(models, setting))
+                medians = [statistics.median(taken[setting]) for setting in settings]
+                ratio = medians[2] / min(medians[:2])
+                goals.append(Goal(name=f"{name}, {mode}, {number} busy", measured=ratio, at_most=AT_MOST))
+                table.add_row(name, mode, str(number), *(f"{ms:.2f}" for ms in medians), f"{ratio:.2f}")
+                console.print(f"{name}, {mode}, {number} busy: {taken}", highlight=False)
+    console.print(table)
+    print_goals(console, goals)
+
+
+if __name__ == "__main__":
+    main()
