@@ -61,9 +61,10 @@ class ThreadChoice:
         self._candidates = [_Candidate(number) for number in numbers]
         self._works: dict[Hashable, tuple[int, float]] = {}
         self._now_s = 0.0
+        self._tried: _Candidate | None = None
+        self._trial = [0.0, 0.0, 0.0]
         if numbers:
-            self._current = self._candidates[0]
-            self._try(self._current)
+            self._current = self._tried = self._candidates[0]
 
     @classmethod
     def up_to(cls, most: int) -> "ThreadChoice":
@@ -126,8 +127,7 @@ class ThreadChoice:
             self._choose()
 
     def _try(self, candidate: _Candidate) -> None:
-        self._tried: _Candidate | None = candidate
-        self._trial = [0.0, 0.0, 0.0]
+        self._tried, self._trial = candidate, [0.0, 0.0, 0.0]
 
     def _finish(self, candidate: _Candidate) -> None:
         """End the trial if it has seen enough."""
