@@ -25,7 +25,7 @@ import torch
 import transformers
 from rich.console import Console
 
-from benchmarks.gpu_engine import TEXT, decode_once
+from benchmarks.decoding import TEXT, decode_once
 from benchmarks.overlap_pages import MATCHED_K, Comparison, Figures, summary, table
 from benchmarks.timing import store
 from llama_ssp.calibration.interleave import interleave

@@ -21,7 +21,7 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.gpu_engine import TEXT, decode_once, tokens_per_round
+from benchmarks.decoding import TEXT, decode_once, tokens_per_round
 from benchmarks.placement_cells import DRAFT, FORMS, PLACES, TARGET, Cell, cells
 from benchmarks.placement_pages import refusals
 from benchmarks.timing import store

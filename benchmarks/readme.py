@@ -14,6 +14,7 @@ from typing import Any
 from benchmarks import lengths, overlap_pages, sweep
 from benchmarks.by_format import lines
 from benchmarks.curves import Quadratic
+from benchmarks.first_hour import pages as first_hour
 from benchmarks.placement_pages import document, precision
 from benchmarks.timing import RESULTS
 
@@ -137,6 +138,7 @@ TEXTS: dict[str, tuple[str, Callable[[Sequence[Row]], str]]] = {
     "placements": ("placements", newest(precision)),
     "by_format": ("by_format", lines.page),
     "overlap": ("overlap", overlap_pages.text),
+    "first_hour": ("first_hour", first_hour.text),
 }
 """The text of each region, and the rows that it is made of."""
 FILES: dict[str, tuple[str, Callable[[Row], str]]] = {

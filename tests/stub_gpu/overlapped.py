@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu_checks import watched
+from benchmarks.first_hour.engine import watched
 from llama_ssp.config import catalogue
 from llama_ssp.config.schema import (
     MODEL_DRAFT,

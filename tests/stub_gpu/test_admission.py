@@ -6,8 +6,9 @@ from tests.stub_gpu.process import Stub
 
 CHECK = """
 import torch
-from benchmarks import gpu_checks
-print(gpu_checks.waits_in_a_round(torch.device("cuda", 0), cuda_graphs={}))
+from benchmarks.first_hour import engine, step
+with torch.inference_mode():
+    print([*engine.waits_in_a_round(step.where(is_small=True), cuda_graphs={})])
 """
 
 

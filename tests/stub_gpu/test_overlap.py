@@ -105,12 +105,6 @@ def test_messages_arrive_while_the_target_computes(stub: Stub, tmp_path: Path) -
     assert max(rounds) < one_after_the_other - 0.5
 
 
-def test_the_benchmark_measures_all_three_ways(stub: Stub) -> None:
-    shown = stub.run("-m", "benchmarks.gpu_overlap", "--quick", ranks=2)
-    assert shown.count("'name': 'one by one'") == shown.count("'name': 'overlapped'") == 2
-    assert shown.count("'name': 'overlapped, messages behind the forward'") == 2
-
-
 def test_a_run_overlaps_on_two_devices_and_says_how_well(stub: Stub, tmp_path: Path) -> None:
     run, journal = tmp_path / "run", tmp_path / "journal"
     output = stub.run(

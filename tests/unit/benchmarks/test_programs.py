@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from benchmarks import gpu, gpu_checks, gpu_engine, lengths, placements, short_calls
+from benchmarks import decoding, lengths, placements, short_calls
 from benchmarks.placement_cells import ALONE, DEEPSPEED, DEEPSPEED_ALONE, FP32, LAYERWISE, ONE_RANK, cells
 from llama_ssp import load
 from llama_ssp.config.schema import Dtype
@@ -21,34 +21,6 @@ from llama_ssp.models.huggingface import auto_tp
 pytestmark = pytest.mark.seconds
 
 CPU = torch.device("cpu")
-
-
-@pytest.mark.slow
-def test_the_gpu_suite_runs_all_its_stages_on_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("benchmarks.timing.RESULTS", tmp_path)
-    bench = gpu.Bench(CPU, quick=True, stored=True, console=Console(quiet=True))
-    bench.prompt_tokens, bench.new_tokens = 8, 8
-    for stage in gpu.QUICK_STAGES:
-        bench.run(stage)
-    rows = [json.loads(line) for line in (tmp_path / "gpu.jsonl").read_text().splitlines()]
-    names = {row["name"].partition(": ")[2] for row in rows} - {""}
-    modes = {f"transformers, {mode}, temperature {each}" for mode in ("generate", "assisted") for each in ("0", "0.8")}
-    assert names == {"loading", "plain", "speculative", "speculative, batch 16"} | modes
-    assert all(row["git_commit"] and row["device"] == "cpu" for row in rows)
-    assert len(bench.goals) == 8
-    plain = next(row for row in rows if row["name"].endswith(": plain"))
-    assert plain["bound_ms"] == pytest.approx(plain["forecast_share_of_copy"] * plain["forecast_ms"])
-
-
-@pytest.mark.heavy
-def test_the_checks_of_the_gpu_suite_find_no_fault_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_checks, "NUM_TOKENS", 8)
-    monkeypatch.setattr(gpu_checks, "NUM_POSITIONS", 24)
-    assert gpu_checks.same_with_graphs(CPU, dtype=Dtype.fp32, batch_size=3, temperature=0.8) == []
-    assert gpu_checks.greedy_text_is_plain_text(CPU) == []
-    assert gpu_checks.far_from_fp32(CPU, "int8_weight_only") == []
-    assert gpu_checks.far_from_the_cpu(CPU) == []
-    assert gpu_checks.waits_in_a_round(CPU, cuda_graphs=True) == []
 
 
 @pytest.mark.slow
@@ -124,12 +96,12 @@ def test_placements_without_deepspeed_say_what_would_install_it(
 
 @pytest.mark.heavy
 def test_a_decoded_batch_counts_the_rounds_behind_its_prefill() -> None:
-    pair = gpu_engine.load_pair("tiny", "tiny-draft", dtype=Dtype.fp32, device=CPU)
-    wanted = gpu_engine.requests(pair, number=2, prompt_tokens=5, new_tokens=7)
-    decoder = gpu_engine.make_decoder(pair, speculative=False, batch_size=2)
-    _, num_rounds, completions = gpu_engine.decode_once(decoder, wanted, seed=0)
+    pair = decoding.load_pair(decoding.config_of("tiny", "tiny-draft", dtype=Dtype.fp32, device=CPU))
+    wanted = decoding.requests(pair, number=2, prompt_tokens=5, new_tokens=7)
+    decoder = decoding.make_decoder(pair, speculative=False, batch_size=2)
+    _, num_rounds, completions = decoding.decode_once(decoder, wanted, seed=0)
     assert num_rounds == 6
-    assert [gpu_engine.tokens_per_round(each) for each in completions] == [1.0, 1.0]
+    assert [decoding.tokens_per_round(each) for each in completions] == [1.0, 1.0]
 
 
 def test_short_and_long_calls_are_compared_within_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,22 +1,12 @@
-"""Synthetic pairs on one device, and what their rounds take: the parts that `gpu` and `gpu_checks` are made of.
+"""Synthetic pairs on one device, and what their rounds take: parts of several programs."""
 
-Shapes: B sequences, K drafted tokens.
-"""
-
-import gc
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import product
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 
 from llama_ssp import Pair
-from llama_ssp.architectures.sizes import whole_steps
 from llama_ssp.config import catalogue
 from llama_ssp.config.schema import (
     MODEL_DRAFT,
@@ -36,18 +26,14 @@ from llama_ssp.config.schema import (
 from llama_ssp.config.tasks.generate import GenerateConfig
 from llama_ssp.distributed.world import start
 from llama_ssp.engine.completion import RowCompletion
-from llama_ssp.engine.executors.cuda_graph import CudaRecorder
 from llama_ssp.engine.loop import Decoder
 from llama_ssp.engine.state import Request
 from llama_ssp.planning.acceptance.rounds import implied_acceptance
-from llama_ssp.sampling.context import Rows
-from llama_ssp.sampling.uniforms import PER_DRAW
 from llama_ssp.session.checkpoints import find_sources
 from llama_ssp.session.loading import build_decoder, load_models
 from llama_ssp.session.prompts import encode
 
 AGREEMENT = 0.8
-HEAD_DIM = 128
 TEXT = '''\
 import os
 import sys
@@ -73,26 +59,18 @@ def main(argv):
 '''
 
 
-def load_pair(
-    target: str,
-    draft: str | None,
-    *,
-    dtype: Dtype,
-    device: torch.device,
-    quantization: str = "none",
-) -> Pair:
-    """Make a synthetic target, and its draft, on a device; `quantization` is the target's."""
+def config_of(
+    target: str, draft: str | None, *, dtype: Dtype, device: torch.device, quantization: str = "none"
+) -> RunConfig:
+    """The run of a synthetic target, and of its draft, on a device; `quantization` is the target's."""
 
     def entry(name: str) -> ModelConfig:
         return replace(catalogue.load(name), dtype=dtype, quantization="none")
 
-    drafter = DrafterConfig(kind=NO_DRAFT)
-    if draft:
-        drafter = DrafterConfig(kind=MODEL_DRAFT, model=entry(draft))
-    config = RunConfig(
+    return RunConfig(
         task=GenerateConfig(),
         model=replace(entry(target), quantization=quantization),
-        draft=drafter,
+        draft=DrafterConfig(kind=MODEL_DRAFT, model=entry(draft)) if draft else DrafterConfig(kind=NO_DRAFT),
         placement=PlacementConfig(),
         sampling=SamplingConfig(),
         verification=VerificationConfig(),
@@ -101,15 +79,12 @@ def load_pair(
         device=DeviceKind[device.type],
         ignore_eos=True,
     )
+
+
+def load_pair(config: RunConfig) -> Pair:
+    """Make the models of a run in this process."""
     with start(device=config.device, timeout_s=60) as world:
         return Pair(models=load_models(config, world, find_sources(config, world)), config=config)
-
-
-def release() -> None:
-    """Give back the memory of models that nothing refers to any more."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def make_decoder(
@@ -211,65 +186,3 @@ def tokens_per_round(completion: RowCompletion) -> float:
         if examined
     ]
     return statistics.mean(counted) if counted else 1.0
-
-
-@torch.inference_mode()
-def forwards_alone_ms(decoder: Decoder, *, context: int, num_turns: int = 20) -> tuple[float, float]:
-    """Milliseconds of one verification, and of all draft steps with their draws, alone behind `context` tokens."""
-    models = decoder.round
-    [drafter] = models.drafters
-    device, num_draft_tokens = models.target.device, drafter.num_draft_tokens
-    num_slots = whole_steps(context + num_draft_tokens + 1)
-    models.target.allocate(batch_size=1, capacity=num_slots)
-    drafter.allocate(batch_size=1, num_slots=num_slots)
-    tokens_1S = torch.ones(1, num_slots, dtype=torch.int64, device=device)
-    lengths_1 = torch.tensor([context], device=device)
-    uniforms_1KP = torch.full((1, num_draft_tokens, PER_DRAW), 0.5, dtype=torch.float64, device=device)
-    positions_1W = torch.arange(context - 1, context + num_draft_tokens, device=device)[None]
-
-    rows = Rows(tokens_1S, lengths_1, torch.zeros_like(lengths_1))
-
-    def draft() -> object:
-        return drafter.propose(rows, uniforms_BKP=uniforms_1KP, bucket=num_slots)
-
-    def verify() -> object:
-        return models.target.forward(tokens_1S[:, : num_draft_tokens + 1], positions_1W, bucket=num_slots)
-
-    return _replayed_ms(verify, device, num_turns), _replayed_ms(draft, device, num_turns)
-
-
-@torch.inference_mode()
-def attention_ms(device: torch.device, *, num_heads: int, dtype: torch.dtype, num_slots: int) -> dict[str, float | str]:
-    """Milliseconds of one layer's attention by each kernel of the library, or why it has none, for 1 and K + 1 queries.
-
-    Which of them serves best decides what `world.start` allows.
-    """
-    times: dict[str, float | str] = {}
-    for num_queries, backend in product((1, 5), (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION)):
-        keys, values = torch.randn(2, 1, num_heads, num_slots, HEAD_DIM, device=device, dtype=dtype).unbind()
-        queries = torch.randn(1, num_heads, num_queries, HEAD_DIM, device=device, dtype=dtype)
-        mask = torch.zeros(1, 1, num_queries, num_slots, device=device, dtype=dtype)
-        attend = partial(scaled_dot_product_attention, queries, keys, values, attn_mask=mask)
-        name = f"{backend.name.lower()}, {num_queries} queries"
-        try:
-            with sdpa_kernel(backend):
-                times[name] = _replayed_ms(attend, device, 20)
-        except RuntimeError as error:
-            times[name] = str(error).strip().partition("\n")[0]
-    return times
-
-
-def _replayed_ms(piece: Callable[[], object], device: torch.device, num_turns: int) -> float:
-    """The median of a piece's times; on a GPU it is captured."""
-    piece()
-    call: Callable[[], object] = piece
-    if device.type == "cuda":
-        _, call = CudaRecorder(finish=torch.cuda.synchronize).record(piece)
-    times = []
-    for _ in range(num_turns):
-        started = time.perf_counter()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - started)
-    return 1e3 * statistics.median(times)

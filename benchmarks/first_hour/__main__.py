@@ -1,0 +1,85 @@
+"""The first hour on GPUs: `python -m benchmarks.first_hour [--gpus N]` proves the GPU path, or says where it is wrong.
+
+Every step is a process of its own with a time limit; none stops the others. The cheapest and most decisive come first:
+facts, kernels against fp64, the engine with the path that it took, speed of what fits; then several GPUs, and lost
+ranks last. Everything is in outputs/first_hour.tar.gz. Without a GPU, tiny shapes run on the CPU.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+from fnmatch import fnmatch
+from pathlib import Path
+
+from benchmarks.first_hour import engine, facts, kernels, pages, runs
+from benchmarks.first_hour.runner import FAIL, HANG, ROOT, Step, run
+
+_COUNT = "import torch; print(torch.cuda.device_count())"
+SIZES = ("7B", "7B --int8", "13B", "30B --int8", "30B", "65B --int8", "13B --int8", "65B")
+
+
+def all_steps(*, is_small: bool, num_gpus: int) -> list[Step]:
+    """Every step, in the order in which they run."""
+
+    def step(module: str, words: str, limit_s: float, *, num_gpus: int = 0, modules: tuple[str, ...] = ()) -> Step:
+        command = [sys.executable, "-m", f"benchmarks.first_hour.{module}", *words.split(), *["--small"] * is_small]
+        name = f"{module}-{words.replace(' --', '-')}"
+        return Step(name=name, command=command, limit_s=limit_s, num_gpus=num_gpus, modules=modules)
+
+    hydra = ("hydra", "omegaconf")
+    sums = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(num_gpus), "-m"]
+    return [
+        *(step("facts", name, 120) for name in facts.CHECKS),
+        *(step("kernels", name, 180) for name in kernels.CHECKS),
+        *(step("engine", name, 120) for name in engine.CHECKS),
+        *(step("speed", words, 300) for words in (("tiny", "tiny --int8") if is_small else SIZES)),
+        Step(
+            name="all-reduce", command=[sys.executable, "-m", *sums, "benchmarks.first_hour.messages"], num_gpus=2
+        ),
+        *(step("runs", name, 400, num_gpus=least, modules=hydra) for name, (least, _) in runs.CHECKS.items()),
+    ]  # fmt: skip
+
+
+def count_gpus() -> int:
+    """The GPUs of this machine, asked in a process of its own, since a driver may hang."""
+    try:
+        asked = subprocess.run(
+            [sys.executable, "-c", _COUNT], capture_output=True, text=True, timeout=120, check=True, cwd=ROOT
+        )
+        return int(asked.stdout)
+    except (subprocess.SubprocessError, ValueError) as error:
+        print(f"torch cannot count the GPUs: {error}")
+        return 0
+
+
+def main() -> None:
+    """Run the steps, or list them, or store what an earlier hour has found."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int, help="how many to use; default: all")
+    parser.add_argument("--only", nargs="+", default=["*"], metavar="NAME", help="steps, also by patterns: 'kernels-*'")
+    parser.add_argument("--list", action="store_true", help="print the names of the steps")
+    parser.add_argument("--minutes", type=float, default=50.0, help="stop after so many (default 50; 9 for a glance)")
+    parser.add_argument("--small", action="store_true", help="tiny shapes; always so without a GPU")
+    parser.add_argument("--folder", type=Path, default=ROOT / "outputs" / "first_hour", help="default: %(default)s")
+    parser.add_argument("--store", type=Path, metavar="TAR", help="store the figures of a tar for the pages, and end")
+    arguments = parser.parse_args()
+    if arguments.store:
+        print(f"stored in {pages.store_tar(arguments.store)}: python -m benchmarks.readme writes the pages")
+        return
+    num_gpus = count_gpus()
+    if arguments.gpus is not None and arguments.gpus < num_gpus:
+        num_gpus, seen = arguments.gpus, os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(num_gpus)))
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(seen.split(",")[:num_gpus])
+    steps = all_steps(is_small=arguments.small or not num_gpus, num_gpus=num_gpus)
+    steps = [step for step in steps if any(fnmatch(step.name, each) for each in arguments.only)]
+    if arguments.list or not steps:
+        print(*(step.name for step in steps), sep="\n")
+        return
+    rows = run(steps, arguments.folder, num_gpus=num_gpus, minutes=arguments.minutes)
+    print(f"everything is in {arguments.folder}.tar.gz")
+    sys.exit(any(row["result"] in {FAIL, HANG} for row in rows))
+
+
+if __name__ == "__main__":
+    main()

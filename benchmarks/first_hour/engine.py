@@ -1,0 +1,214 @@
+"""Whether the engine computes what it should, and by which path: `python -m benchmarks.first_hour.engine NAME`.
+
+Graphs are held to eager rounds, number formats to fp32, fp32 to the CPU. The models are the shipped pair, made as
+synthetic weights. Another path than expected is a fault, and so is a warning.
+
+Shapes: B sequences, T positions, V vocabulary.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from benchmarks.decoding import config_of, load_pair, make_decoder, prompt, requests
+from benchmarks.first_hour.ours import path_expected, path_of
+from benchmarks.first_hour.step import Check, Where, main, say, skip
+from llama_ssp import Pair
+from llama_ssp.config.schema import Dtype
+from llama_ssp.engine.loop import Decoder
+from llama_ssp.engine.overlap import OverlappedExecutor
+from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
+
+_T = TypeVar("_T")
+TARGET, DRAFT = "tiny", "tiny-draft"
+FORMATS = {
+    "bf16": (Dtype.bf16, "none", 0.05),
+    "fp16": (Dtype.fp16, "none", 0.01),
+    "int8_weight_only": (Dtype.fp16, "int8_weight_only", 0.05),
+    "int4_weight_only": (Dtype.fp16, "int4_weight_only", 0.25),
+}
+"""Format, quantization, and the most total variation from fp32 on average over positions."""
+FEW = 8
+"""Positions of a forward: about as many as a round has, whose kernels are others than those of all at once."""
+MOST_FROM_CPU = 1e-3
+"""By which a probability in fp32 may differ from the CPU's: sums in other orders, and a GPU's faster functions."""
+BUCKET_STEP = 64
+"""Slots between two widths of the cache: small, so that graphs of several widths are recorded and replayed."""
+
+
+def num_tokens(where: Where) -> int:
+    """New tokens of a text, and positions that formats are compared over."""
+    return 16 if where.is_small else 96
+
+
+@cache
+def pair_of(where: Where, dtype: Dtype, *, draft: str | None = DRAFT, quantization: str = "none") -> Pair:
+    """The shipped models."""
+    return load_pair(config_of(TARGET, draft, dtype=dtype, device=where.device, quantization=quantization))
+
+
+def path_faults(where: Where, pair: Pair, decoder: Decoder | None = None, *, has_graphs: bool = True) -> Iterator[str]:
+    """Say which path ran; a fault for each part of it that is not the expected one."""
+    target = pair.models.target
+    path, wanted = path_of(target, decoder), path_expected(where, target.dtype, has_graphs=has_graphs)
+    say(path=path)
+    for part, found in path.items():
+        if found != wanted.get(part, found):
+            yield f"{part}: {found}, expected {wanted[part]}"
+
+
+def texts(where: Where, decoder: Decoder, pair: Pair, *, number: int) -> list[list[int]]:
+    """New ids of some samples."""
+    decoder.bucket_step = BUCKET_STEP
+    found: dict[int, list[int]] = {}
+    wanted = requests(pair, number=number, prompt_tokens=40, new_tokens=num_tokens(where))
+    for updates in decoder.run(wanted):
+        found |= {update.completion.request.sample: update.completion.token_ids for update in updates}
+    return [found[sample] for sample in range(number)]
+
+
+def same_with_graphs(where: Where, *, dtype: Dtype, batch_size: int, temperature: float) -> Iterator[str]:
+    """Replayed rounds, held to the same rounds launched from Python: plain and speculative, run twice."""
+    pair = pair_of(where, dtype)
+    for mode, speculative in (("plain", False), ("speculative", True)):
+        made = partial(make_decoder, pair, speculative=speculative, batch_size=batch_size, temperature=temperature)
+        captured, number = made(), batch_size + 1
+        expected = texts(where, made(cuda_graphs=False), pair, number=number)
+        if any(texts(where, captured, pair, number=number) != expected for _ in range(2)):
+            yield f"{mode}: another text with graphs than without"
+        yield from path_faults(where, pair, captured)
+
+
+def greedy_text_is_plain_text(where: Where) -> Iterator[str]:
+    """The speculative text at temperature 0 in fp32, held to the target's own."""
+    pair = pair_of(where, Dtype.fp32)
+    plain, fast = (
+        texts(where, make_decoder(pair, speculative=speculative, temperature=0.0), pair, number=1)
+        for speculative in (False, True)
+    )
+    yield from path_faults(where, pair)
+    if plain != fast:
+        yield "speculative greedy text is not the target's own"
+
+
+def far_from_fp32(where: Where, *, name: str) -> Iterator[str]:
+    """The probabilities of one of FORMATS, read a few positions at a time and all at once."""
+    dtype, quantization, limit = FORMATS[name]
+    wanted_TV = _probs(where, Dtype.fp32, "none", at_a_time=num_tokens(where))
+    for at_a_time in (FEW, num_tokens(where)):
+        difference_TV = _probs(where, dtype, quantization, at_a_time=at_a_time) - wanted_TV
+        variation = float(0.5 * difference_TV.abs().sum(-1).mean())
+        say(positions=at_a_time, variation=variation)
+        if not variation <= limit:  # NaN is a fault too
+            yield f"{name}, {at_a_time} positions: total variation {variation:.4f} from fp32, at most {limit}"
+    yield from path_faults(where, pair_of(where, dtype, draft=None, quantization=quantization))
+
+
+def far_from_the_cpu(where: Where) -> Iterator[str]:
+    """The probabilities in fp32, held to those of the CPU, whose kernels are all others."""
+    cpu = Where(torch.device("cpu"), where.is_small)
+    wanted_TV = _probs(cpu, Dtype.fp32, "none", at_a_time=num_tokens(where))
+    for at_a_time in (FEW, num_tokens(where)):
+        difference = float((_probs(where, Dtype.fp32, "none", at_a_time=at_a_time) - wanted_TV).abs().max())
+        if not difference <= MOST_FROM_CPU:
+            yield f"fp32, {at_a_time} positions: probabilities differ by {difference:.2g} from the CPU's"
+    yield from path_faults(where, pair_of(where, Dtype.fp32, draft=None))
+
+
+def _probs(where: Where, dtype: Dtype, quantization: str, *, at_a_time: int) -> Tensor:
+    """The target's probabilities (T, V) behind each position of a prompt, fp64 on the CPU."""
+    pair, number = pair_of(where, dtype, draft=None, quantization=quantization), num_tokens(where)
+    target = pair.models.target
+    target.allocate(batch_size=1, capacity=number)
+    ids_1T = torch.tensor([prompt(pair, number)], device=where.device)
+    positions_1T = torch.arange(number, device=where.device)[None]
+    pieces = zip(ids_1T.split(at_a_time, 1), positions_1T.split(at_a_time, 1), strict=True)
+    logits = [target.forward(ids, positions, bucket=number) for ids, positions in pieces]
+    return torch.softmax(torch.cat(logits, dim=1)[0].double().cpu(), dim=-1)
+
+
+def packed_unlike_padded(where: Where) -> Iterator[str]:
+    """The probabilities behind packed prompts, held to padded ones; nothing where all are padded."""
+    pair, number = pair_of(where, Dtype.fp16, draft=None), num_tokens(where)
+    target = pair.models.target
+    yield from path_faults(where, pair)
+    if not target.packs_prompts:
+        skip("this device does not pack prompts")
+    lengths = [number, 1, number // 3]
+    ids_RS = torch.arange(5, 5 + len(lengths) * number, device=where.device).view(len(lengths), -1)
+    prompts = Prompts(ids_RS, torch.tensor(lengths, device=where.device), lengths, longest=number)
+    found = []
+    for is_packed in (True, False):
+        target.packs_prompts = is_packed
+        target.allocate(batch_size=len(lengths), capacity=number)
+        logits_RV = read_prompts(target, prompts, rows=[2, 0, 1], buckets=Buckets(step=number, num_slots=number))
+        found.append(torch.softmax(logits_RV.double(), dim=-1))
+    variation, (_, _, limit) = float(0.5 * (found[0] - found[1]).abs().sum(-1).max()), FORMATS["fp16"]
+    if not variation <= limit:
+        yield f"packed prompts: total variation {variation:.4f} from padded, at most {limit}"
+
+
+def waits_in_a_round(where: Where, *, cuda_graphs: bool) -> Iterator[str]:
+    """Rounds and admissions while torch refuses whatever waits for the device; nothing to see on a CPU."""
+    pair = pair_of(where, Dtype.fp16)
+    for speculative in (False, True):
+        decoder = make_decoder(pair, speculative=speculative, batch_size=2, cuda_graphs=cuda_graphs)
+        texts(where, decoder, pair, number=2)
+        executor = decoder.executor
+        assert not isinstance(executor, OverlappedExecutor)
+        executor.draft = watched(executor.draft)  # type: ignore[method-assign]
+        executor.verify = watched(executor.verify)  # type: ignore[method-assign]
+        decoder._admit = watched(decoder._admit)  # type: ignore[method-assign]
+        try:
+            texts(where, decoder, pair, number=2)
+        except RuntimeError as error:
+            yield f"a round or an admission waits for the device: {error}"
+        yield from path_faults(where, pair, decoder, has_graphs=cuda_graphs)
+
+
+def watched(piece: Callable[..., _T]) -> Callable[..., _T]:
+    """A function in which torch raises RuntimeError for whatever waits for the device."""
+
+    def no_waits(*args: object, **kwargs: object) -> _T:
+        with _no_waits():
+            return piece(*args, **kwargs)
+
+    return no_waits
+
+
+@contextmanager
+def _no_waits() -> Iterator[None]:
+    if not torch.cuda.is_available():
+        yield
+        return
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch says at the first time that the mode is new
+            torch.cuda.set_sync_debug_mode("error")
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+CHECKS: dict[str, Check] = {
+    f"graphs-{dtype.name}-batch-{batch_size}": partial(
+        same_with_graphs, dtype=dtype, batch_size=batch_size, temperature=temperature
+    )
+    for dtype in (Dtype.fp32, Dtype.fp16, Dtype.bf16)
+    for batch_size, temperature in ((1, 0.0), (3, 0.8))
+}
+CHECKS |= {"greedy-text": greedy_text_is_plain_text, "fp32-of-the-cpu": far_from_the_cpu}
+CHECKS |= {f"near-fp32-{name}": partial(far_from_fp32, name=name) for name in FORMATS}
+CHECKS |= {"packed-prompts": packed_unlike_padded}
+CHECKS |= {
+    f"no-waits-{how}": partial(waits_in_a_round, cuda_graphs=is_captured)
+    for how, is_captured in (("eager", False), ("replayed", True))
+}
+
+if __name__ == "__main__":
+    main(CHECKS)

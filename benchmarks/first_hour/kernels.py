@@ -1,0 +1,305 @@
+"""Kernels at true shapes, each held to fp64 and timed: `python -m benchmarks.first_hour.kernels NAME`.
+
+On a CPU torch's operators are checked in the same way, at tiny shapes. Times are those of CUDA graphs over several
+copies of what is read, which no cache holds.
+
+Shapes: R rows, T positions of each, Q = R * T queries, H query heads, N key-value heads, D head dim, X pages of P
+slots, S slots, M = Q tokens, I inputs, O outputs, E embedding width, V vocabulary.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import product
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from benchmarks.first_hour import ours
+from benchmarks.first_hour.step import Where, main, say, skip
+from llama_ssp.architectures.sizes import PAGE_SLOTS
+from llama_ssp.config.schema import SamplingConfig, VerificationConfig
+from llama_ssp.engine.executors.cuda_graph import CudaRecorder
+from llama_ssp.models.cache import StaticCache
+from llama_ssp.models.llama.rotary import PlaceHeads
+from llama_ssp.models.quantization.int4_weight_only import Int4WeightOnlyLinear
+from llama_ssp.models.quantization.weight_only import Int8WeightOnlyLinear
+from llama_ssp.models.varlen import Heads, VarlenAttention
+from llama_ssp.sampling.rules import make_rule
+
+MOST = {torch.float16: 0.005, torch.bfloat16: 0.02, torch.float32: 1e-4}
+"""The largest error, of the largest value."""
+BEYOND_CACHES_BYTES = 2**28
+MOST_Z = 6.0
+"""Standard errors: a right kernel exceeds them in one of 10^8 frequencies."""
+MATRICES = {
+    "7B qkv": (12288, 4096), "7B output": (4096, 4096), "7B gate and up": (22016, 4096), "7B down": (4096, 11008),
+    "30B qkv": (19968, 6656), "30B down": (6656, 17920), "65B output of 8 ranks": (8192, 1024), "head": (32000, 4096),
+}  # fmt: skip
+SMALL_MATRICES = {"tiny": (96, 256)}
+
+
+def in_fp64(dtype: torch.dtype | None = torch.float64) -> VarlenAttention:
+    """Attention by torch's operators, row by row: in fp64, what others are held to; None computes in that of inputs."""
+
+    def attend(  # noqa: PLR0913, PLR0917 - torch's
+        query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int,  # noqa: ARG001
+        *, scale: float, window_size: tuple[int, int], enable_gqa: bool, seqused_k: Tensor, block_table: Tensor,  # noqa: ARG001
+    ) -> Tensor:  # fmt: skip
+        found = []
+        for pages, used in zip(block_table.tolist(), seqused_k.tolist(), strict=True):
+            own = query[max_q * len(found) : max_q * (len(found) + 1)].transpose(0, 1).to(dtype or query.dtype)
+            keys, values = (pool[pages].flatten(0, 1)[:used].transpose(0, 1).to(own) for pool in (key, value))
+            seen = torch.ones(max_q, used, dtype=torch.bool, device=query.device).tril(used - max_q)
+            out = functional.scaled_dot_product_attention(
+                own[None], keys[None], values[None], attn_mask=seen, enable_gqa=True, scale=scale
+            )
+            found.append(out[0].transpose(0, 1))
+        return torch.cat(found)
+
+    return attend
+
+
+def attention(
+    attend: VarlenAttention, where: Where, *, rows: Sequence[int] = (1, 3, 32), most_queries: int = 512
+) -> Iterator[str]:
+    """Hold an attention to fp64: short and long rows, one position, K + 1, and prompts.
+
+    Each query's own key has a large share, and slots behind a row hold large numbers, so that neither can be missed.
+    `most_queries` is of a key-value head in a row.
+    """
+    all_positions, heads, dims, num_slots = (1, 2, 5, 512), ((32, 32), (32, 8)), (32, 64, 128), 2048
+    if where.is_small:
+        rows, all_positions, heads, dims, num_slots = rows[:2], (1, 5), ((4, 4), (4, 2)), (32,), 512
+    for num_rows, num, (num_heads, num_kv), dim in product(rows, all_positions, heads, dims):
+        if num * num_heads // num_kv > most_queries:
+            continue
+        for first in (0, 1) if num_rows == 1 else (0,):
+            used = [(num_slots, num + 3, num_slots // 2 + 1)[(first + row) % 3] for row in range(num_rows)]
+            name = f"{num_rows} rows of {max(used)} slots, {num} positions, {num_heads} over {num_kv} heads of {dim}"
+            yield from _one_attention(attend, where, name, used, num, Heads(num_heads, num_kv, dim, dim**-0.5))
+
+
+def _one_attention(  # noqa: PLR0917 - as they are used
+    attend: VarlenAttention, where: Where, name: str, used: Sequence[int], num: int, heads: Heads
+) -> Iterator[str]:
+    """Hold rows of these lengths to fp64, `num` queries each."""
+    num_heads, num_kv, dim, scale = heads
+    dtype = torch.float16 if where.is_gpu else torch.float32
+    per_row = -(-max(used) // PAGE_SLOTS) + 1
+    num_rows, num_slots = len(used), per_row * PAGE_SLOTS
+    generator = torch.Generator(where.device).manual_seed(0)
+    some = partial(torch.randn, generator=generator, device=where.device, dtype=dtype)
+    queries = some(num_rows * num, num_heads, dim)
+    num_bytes = sum(used) * num_kv * dim * 2 * dtype.itemsize
+    keys, values = some(2, copies(num_bytes, where), num_rows * per_row, PAGE_SLOTS, num_kv, dim).unbind()
+    pages = torch.randperm(num_rows * per_row, generator=generator, device=where.device).view(num_rows, -1)
+    slots = torch.arange(num_slots, device=where.device)
+    places = pages[:, slots // PAGE_SLOTS] * PAGE_SLOTS + slots % PAGE_SLOTS
+    for row, length in enumerate(used):
+        own = queries[row * num : (row + 1) * num, :: num_heads // num_kv]
+        keys.flatten(1, 2)[:, places[row, length - num : length]] = own
+        keys.flatten(1, 2)[:, places[row, length:]], values.flatten(1, 2)[:, places[row, length:]] = 30, 1000
+
+    def numbers(*found: int) -> Tensor:
+        return torch.tensor(found, dtype=torch.int32, device=where.device)
+
+    first_queries, first_slots = (numbers(*range(0, (num_rows + 1) * step, step)) for step in (num, num_slots))
+    attends = partial(
+        attend, scale=scale, window_size=(-1, 0), enable_gqa=num_heads != num_kv, seqused_k=numbers(*used),
+        block_table=pages.int(),
+    )  # fmt: skip
+    pieces = [
+        partial(attends, queries, *pools, first_queries, first_slots, num, num_slots)
+        for pools in zip(keys, values, strict=True)
+    ]
+    wanted = in_fp64()(*pieces[0].args, **pieces[0].keywords)
+    yield from judge(name, pieces, wanted, where, num_bytes=num_bytes)
+
+
+def _ours(where: Where) -> Iterable[str]:
+    if not where.is_gpu:
+        skip("our split attention is for GPUs")
+    attend, most_queries = ours.split_attention()
+    return attention(attend, where, most_queries=most_queries)
+
+
+def _torch_s(where: Where, *, num_splits: int | None, rows: Sequence[int] = (1, 3, 32)) -> Iterable[str]:
+    attend = ours.torch_attends(num_splits) if where.is_gpu else in_fp64(None)
+    return attention(attend, where, rows=rows) if attend else skip("this GPU, or this torch, has no attention by pages")
+
+
+def products(where: Where) -> Iterator[str]:
+    """Torch's products of 16-bit weights, and ours with what surrounds them, for the rows of rounds and prompts."""
+    dtype = torch.float16 if where.is_gpu else torch.float32
+    for name, shape in (SMALL_MATRICES if where.is_small else MATRICES).items():
+        weights = [
+            _some(*shape, like=(where, dtype)) for _ in range(copies(shape[0] * shape[1] * dtype.itemsize, where))
+        ]
+        for rows in (1, 5, 32, 64, 512):
+            x = _some(rows, shape[1], like=(where, dtype))
+            pieces = [partial(functional.linear, x, weight) for weight in weights]
+            wanted = x.double() @ weights[0].double().t()
+            yield from judge(f"{name}, {rows} rows", pieces, wanted, where, num_bytes=weights[0].nbytes)
+
+
+def fused_products(where: Where) -> Iterator[str]:
+    """Our product with the residual's sum and the norm before it, and the gate behind it."""
+    if not where.is_gpu:
+        skip("our products are for GPUs")
+    for (name, (outputs, inputs)), rows in product(MATRICES.items(), (1, 5, 32)):
+        x, added = (_some(rows, inputs, like=(where, torch.float16)) for _ in range(2))
+        norm = _some(inputs, like=(where, torch.float16))
+        weights = [
+            _some(outputs, inputs, like=(where, torch.float16)) for _ in range(copies(2 * outputs * inputs, where))
+        ]
+        multiply = ours.fused_product(x, added, norm)
+        normed = functional.rms_norm((x + added).double(), (inputs,), norm.double(), ours.EPS)
+        gate, up = (normed @ weights[0].double().t()).chunk(2, dim=-1)
+        pieces, wanted = [partial(multiply, weight) for weight in weights], functional.silu(gate) * up
+        yield from judge(f"{name}, {rows} rows", pieces, wanted, where, num_bytes=weights[0].nbytes)
+
+
+def packed(kind: type[Int8WeightOnlyLinear | Int4WeightOnlyLinear], where: Where) -> Iterator[str]:
+    """Products of weights in 8 or 4 bits that are exact in them, on both sides of the cut-over to unpacking."""
+    dtype = torch.float16 if where.is_gpu else torch.float32
+    for name, (outputs, inputs) in (SMALL_MATRICES if where.is_small else MATRICES).items():
+        most, least = (127, -127) if kind is Int8WeightOnlyLinear else (7, -8)
+        weight = torch.randint(least, most + 1, (outputs, inputs), device=where.device)
+        weight[:, ::128], weight[:, 1::128] = least, most
+        weight = (weight / 1024).to(dtype)
+        layers = [kind(weight, None) for _ in range(copies(outputs * inputs // (1 + (most == 7)), where))]  # noqa: PLR2004
+        for rows in (1, 5, 32, 64, 128):
+            x = _some(rows, inputs, like=(where, dtype))
+            pieces, wanted = [partial(layer, x) for layer in layers], x.double() @ weight.double().t()
+            num_bytes = outputs * inputs // (1 + (most == 7))  # noqa: PLR2004
+            yield from judge(f"{name}, {rows} rows", pieces, wanted, where, num_bytes=num_bytes)
+
+
+def rotary(where: Where) -> Iterator[str]:
+    """The rotation of queries and keys with the write to the cache, for rows in order and for chosen ones."""
+    dtype = torch.float16 if where.is_gpu else torch.float32
+    for num_rows, num, (num_heads, num_kv), dim in product((1, 3), (1, 5), ((32, 32), (32, 8)), (64, 128)):
+        heads = Heads(num_heads, num_kv, dim, dim**-0.5)
+        positions = (
+            torch.arange(num, device=where.device) + 7 * torch.arange(1, num_rows + 1, device=where.device)[:, None]
+        )
+        angles = torch.rand(64, dim // 2, device=where.device) * 6
+        freqs_S1P = torch.polar(torch.ones_like(angles), angles)[:, None]
+        qkv = _some(num_rows * num, num_heads + 2 * num_kv, dim, like=(where, dtype))
+        cache = StaticCache(num_layers=1, batch_size=num_rows, capacity=64, device=where.device)
+        view = cache.view(positions, bucket=64, cache_rows_B=None)
+        pairs = torch.view_as_complex(qkv[:, :-num_kv].double().unflatten(-1, (-1, 2)))
+        turned = torch.view_as_real(pairs * freqs_S1P[positions.flatten()].to(torch.complex128)).flatten(-2)
+        wanted = torch.cat([turned, qkv[:, -num_kv:].double()], 1)
+        for way, place in ours.placings(freqs_S1P, positions, view).items():
+
+            def placed(place: PlaceHeads = place) -> Tensor:
+                queries, _, _ = place(qkv.clone(), 0, heads, ())  # noqa: B023
+                parts = view.buffer(0, lambda: qkv[:, num_heads:]).parts  # noqa: B023
+                return torch.cat([queries, parts[:, view.slots_M].transpose(0, 1)], 1)  # noqa: B023
+
+            name = f"{num_rows} rows, {num} positions, {num_heads} over {num_kv} heads of {dim}, {way}"
+            yield from judge(name, [placed], wanted, where)
+
+
+def norms(where: Where) -> Iterator[str]:
+    """The sum with the residual, and its RMS norm."""
+    dtype = torch.float16 if where.is_gpu else torch.float32
+    for rows, width in product((1, 5, 512), (2048, 4096, 6656, 8192)):
+        x, added = (_some(rows, width, like=(where, dtype)) for _ in range(2))
+        weight = _some(width, like=(where, dtype))
+        wanted = functional.rms_norm((x + added).double(), (width,), weight.double(), ours.EPS)
+        pieces = [lambda: ours.add_norm(x.clone(), added, weight)]  # noqa: B023
+        yield from judge(f"{rows} rows of {width}", pieces, wanted, where, num_bytes=6 * x.nbytes)
+
+
+def draws(where: Where) -> Iterator[str]:
+    """Draws of one token from Llama's vocabulary: their frequencies are the probabilities in fp64."""
+    vocab_size, number = (512, 4096) if where.is_small else (32000, 16384)
+    logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(0)).mul_(4).to(where.device)
+    for name, sampling in {
+        "greedy": SamplingConfig(temperature=0.0), "sampled": SamplingConfig(temperature=0.8),
+        "top-k": SamplingConfig(temperature=0.8, top_k=20), "top-p": SamplingConfig(temperature=0.8, top_p=0.9),
+    }.items():  # fmt: skip
+        rule = make_rule(sampling, VerificationConfig())
+        uniforms = torch.rand(number, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(
+            where.device
+        )
+        probs = functional.one_hot(logits.argmax(), vocab_size).double()
+        if sampling.temperature:
+            probs = torch.softmax(logits.double() / sampling.temperature, -1)
+            largest, order = probs.sort(descending=True)
+            num = sampling.top_k or vocab_size
+            if sampling.top_p is not None:
+                num = int((largest.cumsum(0) - largest < sampling.top_p).sum())
+            probs[order[num:]] = 0
+            probs /= probs.sum()
+        ids = rule.draw(logits.expand(number, -1).contiguous(), uniforms, None)[0].flatten()
+        shares = torch.bincount(ids, minlength=vocab_size) / number
+        deviations = (shares - probs).abs() / (probs * (1 - probs) / number).sqrt().clamp_(min=1 / number)
+        z = float(torch.where(probs * number >= 10, deviations, 0).max())  # noqa: PLR2004 - so many are nearly normal
+        say(case=name, z=z, outside=float(shares[probs == 0].sum()))
+        if not (z <= MOST_Z and not shares[probs == 0].any()):
+            yield f"{name}: frequencies are off by {z:.1f} standard errors"
+
+
+def judge(
+    name: str, pieces: Sequence[Callable[[], Tensor]], wanted: Tensor, where: Where, *, num_bytes: int = 0
+) -> Iterator[str]:
+    """Say the time of pieces of one kind and the first one's error; a fault if that is too large."""
+    say(doing=name)
+    found, seconds = timed(pieces, where)
+    error = float((found.double() - wanted).abs().max() / wanted.abs().max())
+    say(case=name, error=error, us=1e6 * seconds, gb_per_s=num_bytes / seconds / 1e9)
+    if not error <= MOST[found.dtype]:  # NaN is a fault too
+        yield f"{name}: off by {error:.2g} of the largest value, at most {MOST[found.dtype]:g}"
+
+
+def timed(pieces: Sequence[Callable[[], Tensor]], where: Where, *, num_turns: int = 10) -> tuple[Tensor, float]:
+    """What the first of several pieces gives, and the least seconds of one; on a GPU as a graph."""
+
+    def run() -> Tensor:
+        first, *_ = [piece() for piece in pieces]
+        return first
+
+    found, again = run(), run
+    if where.is_gpu:
+        found, again = CudaRecorder().record(run)  # type: ignore[assignment]
+    seconds = []
+    for _ in range(num_turns if where.is_gpu else 1):
+        started = time.perf_counter()
+        again()
+        if where.is_gpu:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started)
+    return found, min(seconds) / len(pieces)
+
+
+def copies(num_bytes: int, where: Where) -> int:
+    """How many copies of an operand no cache holds."""
+    return max(1, min(64, BEYOND_CACHES_BYTES // num_bytes)) if where.is_gpu else 1
+
+
+def _some(*shape: int, like: tuple[Where, torch.dtype]) -> Tensor:
+    return (torch.randn(shape, device=like[0].device) / shape[-1] ** 0.5).to(like[1])
+
+
+CHECKS = {
+    "attention-one-split": partial(_torch_s, num_splits=1),
+    "attention-one-row": partial(_torch_s, num_splits=None, rows=(1,)),
+    "attention-split-batches": partial(_torch_s, num_splits=None, rows=(3, 32)),
+    "attention-ours": _ours,
+    "rotary": rotary,
+    "norms": norms,
+    "products": products,
+    "products-fused": fused_products,
+    "int8": partial(packed, Int8WeightOnlyLinear),
+    "int4": partial(packed, Int4WeightOnlyLinear),
+    "draws": draws,
+}
+"""`attention-split-batches` is the one that pytorch's issue 194167 says to be wrong; no path may use it then."""
+
+if __name__ == "__main__":
+    main(CHECKS)

@@ -1,0 +1,138 @@
+"""Whole runs of `launch/run.py` on one GPU and several: `python -m benchmarks.first_hour.runs NAME`.
+
+text-of-N    in fp32 N GPUs give the text of one: sharded, from Python, on an own GPU, overlapped
+NAME of PLACED, on all GPUs: a large pair in a placement, with its forecast and its memory
+exit-codes   those that docs/guides/troubleshooting.md promises
+rank-...     one of two ranks is killed or stopped: the other one ends in time, with a sentence
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.first_hour.runner import ROOT
+from benchmarks.first_hour.step import Check, Where, main, say, skip
+from llama_ssp.errors import CapacityError, ConfigError
+from tests.helpers.gpu_faults import AT_MOST_S, CELLS, FULL, KILLED, Cell, arguments, check_sentence, steps
+
+APART = ["placement=own_gpu"]
+OVERLAPPED = [*APART, "speculation.overlap=true"]
+PLACED = {"sharded": ["placement=sharded"], "own-gpu": APART, "overlapped": OVERLAPPED}
+TEXTS = {
+    "sharded": PLACED["sharded"], "from Python": [*PLACED["sharded"], "cuda_graphs=false"], "own GPU": APART,
+    "overlapped": OVERLAPPED,
+}  # fmt: skip
+LIMIT_S = 240
+LOST = [cell for cell in CELLS if cell.fault != FULL and cell.cuda_graphs]
+
+
+def ended(where: Where, settings: Sequence[str], *, num_ranks: int = 1) -> tuple[int, Path]:
+    """Run to the end; returns the exit code and the run folder. A fallback that the run warns of is a fault."""
+    folder = Path(tempfile.mkdtemp())
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    common = [f"device={where.device.type}", "prompt=import os", f"run_dir={folder / 'run'}"]
+    command = [sys.executable, *(torchrun if num_ranks > 1 else []), "launch/run.py", *common, *settings]
+    say(doing=" ".join([*settings, f"on {num_ranks}"]))
+    found = subprocess.run(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=LIMIT_S, check=False
+    )
+    print(found.stdout)
+    for line in found.stdout.splitlines():
+        if "continuing" in line:
+            say(fault=line.strip())
+    return found.returncode, folder / "run"
+
+
+def texts(where: Where, *, num_ranks: int) -> Iterator[str]:
+    """Hold the text of each placement to that of one GPU, greedily and in fp32."""
+    common = [
+        "task=generate", "max_new_tokens=64", "ignore_eos=true", "sampling.temperature=0", "model.dtype=fp32",
+    ]  # fmt: skip
+    wanted: list[list[int]] = []
+    for name, settings in {"one GPU": ["draft=none"], **TEXTS}.items():
+        drafted = [] if name == "one GPU" else ["draft.model.dtype=fp32"]
+        code, run = ended(where, [*common, *settings, *drafted], num_ranks=num_ranks if drafted else 1)
+        lines = (run / "run.jsonl").read_text().splitlines() if code == 0 else []
+        found = [json.loads(line)["token_ids"] for line in lines]
+        wanted = wanted or found
+        if code or found != wanted:
+            yield f"{name}: " + (f"exit code {code}" if code else "another text than that of one GPU")
+
+
+def placed(where: Where, *, name: str) -> Iterator[str]:
+    """Compare plain and speculative sampling in a placement, over all GPUs."""
+    pair = ["model=tiny", "draft=tiny-draft"] if where.is_small else ["model=30B", "draft=7B"]
+    dtypes = [] if where.is_small else ["model.dtype=fp16", "draft.model.dtype=fp16"]
+    num_ranks = max(2, torch.cuda.device_count() if where.is_gpu else 2)
+    settings = ["task=compare", *pair, *dtypes, "weights=synthetic", "ignore_eos=true", "max_new_tokens=128"]
+    code, run = ended(where, [*settings, *PLACED[name]], num_ranks=num_ranks)
+    status = (run / "status").read_text() if (run / "status").exists() else ""
+    if status.startswith(f"{CapacityError.exit_code}:"):
+        skip(status.strip())
+    if code:
+        yield f"exit code {code}: {status.strip()}"
+        return
+    summary: dict[str, Any] = json.loads((run / "summary.json").read_text())
+    wanted = ("plain", "speculative", "speedup", "forecast", "memory", "overlap", "placement", "world_size")
+    say(**{key: summary.get(key) for key in wanted})
+    for rank in summary["memory"]:
+        if rank["measured_peak_bytes"] > rank["planned_bytes"]:
+            yield f"rank {rank['rank']} used {rank['measured_peak_bytes']} bytes, {rank['planned_bytes']} planned"
+
+
+def exit_codes(where: Where) -> Iterator[str]:
+    """A run that ends well, one with a mistake, and one that does not fit."""
+    short, large = ["task=generate", "max_new_tokens=8"], ["model=65B", "draft=none", "weights=synthetic"]
+    for wanted, settings in (
+        (0, short),
+        (ConfigError.exit_code, [*short, "speculation.num_draft_tokens=0"]),
+        (CapacityError.exit_code, [*short, *large, "model.dtype=fp32", "batch_size=512", "num_samples=512"]),
+    ):
+        code, _ = ended(where, settings)
+        if code != wanted:
+            yield f"{' '.join(settings)}: exit code {code}, expected {wanted}"
+
+
+def lost(where: Where, *, cell: Cell) -> Iterator[str]:  # noqa: ARG001 - two GPUs
+    """Kill or stop one of two ranks; `check_sentence` raises if the other one ends otherwise than promised."""
+    folder, ranks = Path(tempfile.mkdtemp()), []
+    outputs = [folder / f"{rank}.txt" for rank in (0, 1)]
+    for output, step in zip(outputs, steps(), strict=True):
+        with output.open("w") as sink:
+            command = [sys.executable, *arguments(cell, folder)]
+            ranks.append(subprocess.Popen(command, cwd=ROOT, env=os.environ | step, stdout=sink, stderr=sink))
+    recorded = folder / "run" / "run.jsonl"
+    while not (recorded.exists() and recorded.read_text().count("\n") > 1):
+        if any(each.poll() is not None for each in ranks):
+            yield f"a rank ended before the fault: {' '.join(output.read_text()[-500:] for output in outputs)}"
+            return
+        time.sleep(0.01)
+    started = time.monotonic()
+    ranks[cell.rank].send_signal(signal.SIGKILL if cell.fault == KILLED else signal.SIGSTOP)
+    code = ranks[1 - cell.rank].wait(AT_MOST_S[cell.fault])
+    say(ended_after_s=time.monotonic() - started)
+    if code != 1:
+        yield f"the other rank ended with code {code}, expected 1"
+    check_sentence(cell, folder / "run", [line for file in outputs for line in file.read_text().splitlines()])
+
+
+CHECKS: dict[str, tuple[int, Check]] = {"exit-codes": (0, exit_codes)}
+CHECKS |= {f"text-of-{number}": (number, partial(texts, num_ranks=number)) for number in (2, 4)}
+CHECKS |= {name: (2, partial(placed, name=name)) for name in PLACED}
+CHECKS |= {
+    f"rank-{cell.fault}-{cell.task}{'-overlapped' * cell.overlaps}": (2, partial(lost, cell=cell)) for cell in LOST
+}
+"""The GPUs that each needs, and what it does; lost ranks come last."""
+
+if __name__ == "__main__":
+    main({name: check for name, (_, check) in CHECKS.items()})

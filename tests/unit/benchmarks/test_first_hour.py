@@ -1,0 +1,216 @@
+"""The first hour finds what is planted, names it, leaves the other steps alone, and carries no secret away."""
+
+import json
+import os
+import sys
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.decoding import make_decoder
+from benchmarks.first_hour import engine, kernels, pages, runner, speed
+from benchmarks.first_hour.__main__ import all_steps
+from benchmarks.first_hour.runner import FAIL, HANG, PASS, SKIP, SKIPPED, Step
+from benchmarks.first_hour.step import Where
+from llama_ssp.config.schema import Dtype
+
+pytestmark = pytest.mark.seconds
+
+CPU = Where(torch.device("cpu"), is_small=True)
+WRONG = """
+import torch
+from benchmarks.first_hour.kernels import attention, in_fp64
+from benchmarks.first_hour.step import main
+
+def first_row_only(*operands, **options):
+    found = in_fp64(None)(*operands, **options)
+    found[operands[5]:] = 0
+    return found
+
+main({"planted": lambda where: attention(first_row_only, where)})
+"""
+HANGING = """
+import subprocess, sys, time
+print('{"doing": "the third case"}', flush=True)
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(654.25)"], start_new_session=True)
+time.sleep(654.25)
+"""
+Attend = Callable[..., Tensor]
+
+
+def python(name: str, program: str, **settings: float) -> Step:
+    return Step(name=name, command=[sys.executable, "-c", program], **settings)  # type: ignore[arg-type]
+
+
+def test_planted_faults_are_found_and_named_and_the_others_unharmed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    secrets = {
+        "HF_TOKEN": "hf-planted-1", "AWS_SECRET_ACCESS_KEY": "aws-planted-2", "PIP_INDEX_URL": "https://me:planted-3@host",
+        "NCCL_PASSWORD": "planted-4", "SOMETHING": "planted-5",
+    }  # fmt: skip
+    for name, value in secrets.items():
+        monkeypatch.setenv(name, value)
+    steps = [
+        python("says", "import json, os; print(json.dumps({'environment': dict(os.environ)}))"),
+        python("crash", 'import os; print(\'{"doing": "5 rows"}\', flush=True); os.abort()'),
+        python("hang", HANGING, limit_s=4),
+        Step(name="wrong", command=[sys.executable, "-c", WRONG, "planted", "--small"]),
+        python("error", "raise ValueError('at https://me:planted-6@host/simple')"),
+        python("skipped", f'print(\'{{"skip": "no such thing"}}\'); raise SystemExit({SKIPPED})'),
+        python("two", "", num_gpus=2),
+        Step(name="absent", command=[], modules=("no_such_package",)),
+        python("good", "print('{\"us\": 1.5}')"),
+    ]
+    folder = tmp_path / "first_hour"
+    rows = {row["name"]: row for row in runner.run(steps, folder, num_gpus=1)}
+
+    results = {name: row["result"] for name, row in rows.items()}
+    assert results == {
+        "says": PASS, "crash": FAIL, "hang": HANG, "wrong": FAIL, "error": FAIL, "skipped": SKIP, "two": SKIP,
+        "absent": SKIP, "good": PASS,
+    }  # fmt: skip
+    assert rows["crash"]["reason"] == "signal SIGABRT, at: 5 rows"
+    assert rows["hang"]["reason"] == "stopped after 4 s, at: the third case"
+    assert "3 rows of 512 slots, 1 positions, 4 over 2 heads of 32: off by" in rows["wrong"]["reason"]
+    assert "1 rows" not in rows["wrong"]["reason"]
+    assert rows["error"]["reason"] == "exit code 1: ValueError: at URL"
+    assert rows["skipped"]["reason"] == "no such thing"
+    assert rows["two"]["reason"] == "it needs 2 GPUs, and 1 can be used"
+    assert rows["absent"]["reason"] == "no_such_package cannot be imported"
+    assert rows["good"]["figures"] == [{"us": 1.5}]
+    assert "time.sleep(654.25)" not in processes()
+
+    with tarfile.open(f"{folder}.tar.gz") as archive:
+        files = {member.name: archive.extractfile(member) for member in archive.getmembers()}
+        contents = {name: file.read().decode() for name, file in files.items() if file}
+    started = set(rows) - {"two", "absent"}
+    assert contents.keys() == {f"first_hour/{name}.txt" for name in started} | {"first_hour/results.jsonl"}
+    assert [json.loads(line) for line in contents["first_hour/results.jsonl"].splitlines()] == [*rows.values()]
+    assert "Current thread 0x" in contents["first_hour/hang.txt"], "where it hung"
+    assert "planted-" not in "".join(contents.values()) + capfd.readouterr().out
+    environment = rows["says"]["figures"][0]["environment"]
+    assert environment["PATH"] == os.environ["PATH"]
+    assert not environment.keys() & secrets.keys()
+
+
+def processes() -> str:
+    """The command lines of all processes but this one."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        if file.parent.name != str(os.getpid()):
+            try:
+                found.append(file.read_text())
+            except OSError:
+                continue
+    return "\n".join(found)
+
+
+def test_no_step_outlives_the_minutes_and_an_earlier_hour_is_kept(tmp_path: Path) -> None:
+    folder = tmp_path / "hour"
+    runner.run([python("early", "")], folder, num_gpus=0)
+    steps = [python("long", "import time; time.sleep(600)"), python("late", "")]
+    long, late = runner.run(steps, folder, num_gpus=0, minutes=0.03)
+    assert (long["result"], long["reason"]) == (SKIP, "stopped after 2 s, because the minutes are over")
+    assert (late["result"], late["reason"]) == (SKIP, "0.03 minutes are over")
+    names = [json.loads(line)["name"] for line in (folder / "results.jsonl").read_text().splitlines()]
+    assert names == ["early", "long", "late"]
+
+
+def right(*operands: Tensor, **options: object) -> Tensor:
+    return kernels.in_fp64(None)(*operands, **options)  # type: ignore[arg-type]
+
+
+def reads_too_far(*operands: Tensor, **options: Tensor) -> Tensor:
+    return right(*operands, **options | {"seqused_k": options["seqused_k"] + 1})
+
+
+def misses_the_last_key(*operands: Tensor, **options: Tensor) -> Tensor:
+    return right(*operands, **options | {"seqused_k": (options["seqused_k"] - 1).clamp(min=operands[5])})
+
+
+def ignores_the_pages(*operands: Tensor, **options: Tensor) -> Tensor:
+    return right(*operands, **options | {"block_table": options["block_table"].sort().values})
+
+
+def wrong_in_one_shape(*operands: Tensor, **options: Tensor) -> Tensor:
+    return right(*operands, **options) * (1 + (operands[5] == 5 and bool(options["enable_gqa"])))
+
+
+@pytest.mark.parametrize("wrong", [reads_too_far, misses_the_last_key, ignores_the_pages, wrong_in_one_shape])
+def test_an_attention_that_is_wrong_is_named_by_its_shapes(wrong: Attend) -> None:
+    assert [*kernels.attention(right, CPU)] == []
+    faults = [*kernels.attention(wrong, CPU)]
+    assert faults
+    if wrong is wrong_in_one_shape:
+        assert all("5 positions, 4 over 2 heads" in fault for fault in faults)
+
+
+def test_numbers_that_are_none_are_a_fault() -> None:
+    wanted = torch.ones(2, 2, dtype=torch.float64)
+    assert [*kernels.judge("x", [lambda: torch.full((2, 2), float("nan"))], wanted, CPU)] != []
+
+
+@pytest.mark.parametrize("name", ["rotary", "products", "int8", "int4", "draws"])
+def test_torchs_operators_are_near_fp64(name: str) -> None:
+    assert [*kernels.CHECKS[name](CPU)] == []
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(
+    "name", ["graphs-fp32-batch-3", "greedy-text", "near-fp32-int8_weight_only", "no-waits-replayed"]
+)
+def test_the_engine_is_without_fault_on_a_cpu(name: str) -> None:
+    with torch.inference_mode():
+        assert [*engine.CHECKS[name](CPU)] == []
+
+
+@pytest.mark.heavy
+def test_another_path_than_expected_is_a_fault() -> None:
+    pair = engine.pair_of(CPU, Dtype.fp32)
+    decoder = make_decoder(pair, speculative=True)
+    gpu = Where(torch.device("cuda"), is_small=True)
+    assert [*engine.path_faults(CPU, pair, decoder)] == []
+    assert [*engine.path_faults(gpu, pair, decoder)] == ["rounds: no graphs, expected graphs"]
+
+
+def test_what_does_not_fit_is_left_out_with_the_plans_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        list(speed.speed(CPU, target="llama3_70B", is_int8=False))
+    assert ended.value.code == SKIPPED
+    assert "rank 0 needs" in json.loads(capsys.readouterr().out.splitlines()[-1])["skip"]
+
+
+def test_a_tar_becomes_a_row_and_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.timing.RESULTS", tmp_path)
+    facts = 'print(\'{"versions": {"torch": "9"}, "gpu": "A GPU"}\')'
+    steps = [
+        python("facts-machine", facts),
+        python("speed-7B", 'print(\'{"plain_ms": 9.5, "share_of_copy": 0.75}\')'),
+        python("engine-x", 'print(\'{"fault": "a | b"}\')'),
+    ]
+    runner.run(steps, tmp_path / "hour", num_gpus=0)
+    stored = pages.store_tar(tmp_path / "hour.tar.gz")
+    text = pages.text([json.loads(line) for line in stored.read_text().splitlines()])
+    assert text.startswith("On A GPU, torch 9, ")
+    assert text.splitlines()[-2:] == [
+        "| speed-7B | PASS | plain_ms 9.5, share_of_copy 0.75 |",
+        "| engine-x | FAIL | a / b |",
+    ]
+
+
+@pytest.mark.slow
+def test_on_a_cpu_every_step_passes_or_says_why_it_cannot_run(tmp_path: Path) -> None:
+    steps = all_steps(is_small=True, num_gpus=0)
+    rows = runner.run(steps, tmp_path / "hour", num_gpus=0)
+    assert [row["name"] for row in rows] == [step.name for step in steps]
+    assert {row["name"]: row["reason"] for row in rows if row["result"] in {FAIL, HANG}} == {}
+    reasons = {row["reason"] for row in rows if row["result"] == SKIP}
+    assert reasons == {
+        "our split attention is for GPUs", "our products are for GPUs", "this device does not pack prompts",
+        "it needs 2 GPUs, and none can be used", "it needs 4 GPUs, and none can be used",
+    }  # fmt: skip
