@@ -55,7 +55,8 @@ def pair_of(where: Where, dtype: Dtype, *, draft: str | None = DRAFT, quantizati
 def path_faults(where: Where, pair: Pair, decoder: Decoder | None = None, *, has_graphs: bool = True) -> Iterator[str]:
     """Say which path ran; a fault for each part of it that is not the expected one."""
     target = pair.models.target
-    path, wanted = path_of(target, decoder), path_expected(where, target.dtype, has_graphs=has_graphs)
+    dtype = getattr(torch, pair.config.model.dtype.value)
+    path, wanted = path_of(target, decoder), path_expected(where, dtype, has_graphs=has_graphs)
     say(path=path)
     for part, found in path.items():
         if found != wanted.get(part, found):

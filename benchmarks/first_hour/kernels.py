@@ -7,8 +7,8 @@ Shapes: R rows, T positions of each, Q = R * T queries, H query heads, N key-val
 slots, S slots, M = Q tokens, I inputs, O outputs, E embedding width, V vocabulary.
 """
 
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import product
 
@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.first_hour import ours
-from benchmarks.first_hour.step import Where, main, say, skip
+from benchmarks.first_hour.judging import copies, judge
+from benchmarks.first_hour.step import Check, Where, main, say, skip
 from llama_ssp.architectures.sizes import PAGE_SLOTS
 from llama_ssp.config.schema import SamplingConfig, VerificationConfig
-from llama_ssp.engine.executors.cuda_graph import CudaRecorder
 from llama_ssp.models.cache import StaticCache
 from llama_ssp.models.llama.rotary import PlaceHeads
 from llama_ssp.models.quantization.int4_weight_only import Int4WeightOnlyLinear
@@ -28,9 +28,6 @@ from llama_ssp.models.quantization.weight_only import Int8WeightOnlyLinear
 from llama_ssp.models.varlen import Heads, VarlenAttention
 from llama_ssp.sampling.rules import make_rule
 
-MOST = {torch.float16: 0.005, torch.bfloat16: 0.02, torch.float32: 1e-4}
-"""The largest error, of the largest value."""
-BEYOND_CACHES_BYTES = 2**28
 MOST_Z = 6.0
 """Standard errors: a right kernel exceeds them in one of 10^8 frequencies."""
 MATRICES = {
@@ -47,7 +44,7 @@ def in_fp64(dtype: torch.dtype | None = torch.float64) -> VarlenAttention:
         query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int,  # noqa: ARG001
         *, scale: float, window_size: tuple[int, int], enable_gqa: bool, seqused_k: Tensor, block_table: Tensor,  # noqa: ARG001
     ) -> Tensor:  # fmt: skip
-        found = []
+        found: list[Tensor] = []
         for pages, used in zip(block_table.tolist(), seqused_k.tolist(), strict=True):
             own = query[max_q * len(found) : max_q * (len(found) + 1)].transpose(0, 1).to(dtype or query.dtype)
             keys, values = (pool[pages].flatten(0, 1)[:used].transpose(0, 1).to(own) for pool in (key, value))
@@ -62,16 +59,17 @@ def in_fp64(dtype: torch.dtype | None = torch.float64) -> VarlenAttention:
 
 
 def attention(
-    attend: VarlenAttention, where: Where, *, rows: Sequence[int] = (1, 3, 32), most_queries: int = 512
+    attend: VarlenAttention, where: Where, *, rows: Sequence[int] = (1, 3, 32), most_queries: float = math.inf
 ) -> Iterator[str]:
     """Hold an attention to fp64: short and long rows, one position, K + 1, and prompts.
 
     Each query's own key has a large share, and slots behind a row hold large numbers, so that neither can be missed.
     `most_queries` is of a key-value head in a row.
     """
-    all_positions, heads, dims, num_slots = (1, 2, 5, 512), ((32, 32), (32, 8)), (32, 64, 128), 2048
+    heads, num_slots = ((32, 32), (32, 8)), 2048
     if where.is_small:
-        rows, all_positions, heads, dims, num_slots = rows[:2], (1, 5), ((4, 4), (4, 2)), (32,), 512
+        rows, heads, num_slots = rows[:2], ((4, 4), (4, 2)), 512
+    all_positions, dims = ((1, 5), (32,)) if where.is_small else ((1, 2, 5, 512), (32, 64, 128))
     for num_rows, num, (num_heads, num_kv), dim in product(rows, all_positions, heads, dims):
         if num * num_heads // num_kv > most_queries:
             continue
@@ -245,48 +243,11 @@ def draws(where: Where) -> Iterator[str]:
             yield f"{name}: frequencies are off by {z:.1f} standard errors"
 
 
-def judge(
-    name: str, pieces: Sequence[Callable[[], Tensor]], wanted: Tensor, where: Where, *, num_bytes: int = 0
-) -> Iterator[str]:
-    """Say the time of pieces of one kind and the first one's error; a fault if that is too large."""
-    say(doing=name)
-    found, seconds = timed(pieces, where)
-    error = float((found.double() - wanted).abs().max() / wanted.abs().max())
-    say(case=name, error=error, us=1e6 * seconds, gb_per_s=num_bytes / seconds / 1e9)
-    if not error <= MOST[found.dtype]:  # NaN is a fault too
-        yield f"{name}: off by {error:.2g} of the largest value, at most {MOST[found.dtype]:g}"
-
-
-def timed(pieces: Sequence[Callable[[], Tensor]], where: Where, *, num_turns: int = 10) -> tuple[Tensor, float]:
-    """What the first of several pieces gives, and the least seconds of one; on a GPU as a graph."""
-
-    def run() -> Tensor:
-        first, *_ = [piece() for piece in pieces]
-        return first
-
-    found, again = run(), run
-    if where.is_gpu:
-        found, again = CudaRecorder().record(run)  # type: ignore[assignment]
-    seconds = []
-    for _ in range(num_turns if where.is_gpu else 1):
-        started = time.perf_counter()
-        again()
-        if where.is_gpu:
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - started)
-    return found, min(seconds) / len(pieces)
-
-
-def copies(num_bytes: int, where: Where) -> int:
-    """How many copies of an operand no cache holds."""
-    return max(1, min(64, BEYOND_CACHES_BYTES // num_bytes)) if where.is_gpu else 1
-
-
 def _some(*shape: int, like: tuple[Where, torch.dtype]) -> Tensor:
-    return (torch.randn(shape, device=like[0].device) / shape[-1] ** 0.5).to(like[1])
+    return (torch.randn(shape, device=like[0].device) / math.sqrt(shape[-1])).to(like[1])
 
 
-CHECKS = {
+CHECKS: dict[str, Check] = {
     "attention-one-split": partial(_torch_s, num_splits=1),
     "attention-one-row": partial(_torch_s, num_splits=None, rows=(1,)),
     "attention-split-batches": partial(_torch_s, num_splits=None, rows=(3, 32)),

@@ -45,10 +45,10 @@ def torch_attends(num_splits: int | None = None) -> VarlenAttention | None:
         from torch.nn.attention import varlen  # noqa: PLC0415 - slow to import
     except ImportError:
         return None
-    into = getattr(varlen, "varlen_attn_out", None)
+    into: Callable[..., Tensor] | None = getattr(varlen, "varlen_attn_out", None)
     known = inspect.signature(into).parameters if into else {}
     is_new = torch.cuda.is_available() and not torch.version.hip and torch.cuda.get_device_capability() >= (8, 0)
-    if not is_new or "block_table" not in known or (num_splits and "num_splits" not in known):
+    if into is None or not is_new or "block_table" not in known or (num_splits and "num_splits" not in known):
         return None
     splits = {"num_splits": num_splits} if num_splits else {}
     return lambda query, *operands, **options: into(torch.empty_like(query), query, *operands, **splits, **options)

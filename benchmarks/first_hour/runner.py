@@ -43,7 +43,7 @@ _NAMES = """
 ALLOWED = frozenset(_NAMES.split())
 """The variables that steps get. Whatever may hold a secret, as an index of packages or a proxy may, is none of them."""
 _MARK = "FIRST_HOUR_STEP"
-_URL = re.compile(r"[a-z+]+://\S+")
+_URL = re.compile(r"[a-z+]+://[^\s\"'<>]+")
 _SIGNAL = re.compile(r"Signal \d+ \((SIG\w+)\) received")
 """What torchrun says of a rank."""
 _AFTERWARDS_S = 10.0
