@@ -29,6 +29,7 @@ from llama_ssp.config.options import folders
 from llama_ssp.config.plan import PlanFormat
 from llama_ssp.config.slurm import KEY, SlurmConfig
 from llama_ssp.console.unread import complain
+from llama_ssp.distributed.signals import AGENT
 from llama_ssp.errors import CapacityError, ConfigError, one_message
 from llama_ssp.planning.plan import Plan, require_room
 from llama_ssp.reports.plans.table import JobRow, print_jobs
@@ -41,7 +42,7 @@ SCRIPT = folders.conf_dir().parent / "launch" / "slurm.sbatch"
 _PREFIXES_OF_THIS_PROCESS = ("SLURM_", "TORCHELASTIC_")
 _OF_THIS_PROCESS = {
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
-    "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "RUN_ID",
+    "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "RUN_ID", AGENT,
 }  # fmt: skip
 
 

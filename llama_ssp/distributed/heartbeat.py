@@ -23,6 +23,8 @@ from threading import Event, Thread
 from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 
+from llama_ssp.distributed.listening import listen
+
 _log = logging.getLogger(__name__)
 _KEY = "llama_ssp/heartbeat"
 _FAREWELL = b"."
@@ -39,7 +41,7 @@ class Heartbeat:
         alarm: called once, from a thread, when a rank has ended without a farewell.
     """
 
-    def __init__(self, store: Store, *, host: str, rank: int, size: int, alarm: Callable[[], None]) -> None:
+    def __init__(self, store: Store, *, host: str, rank: int, alarm: Callable[[], None]) -> None:
         self._store = store
         self._host = host
         self._alarm = alarm
@@ -48,9 +50,7 @@ class Heartbeat:
         atexit.register(self.part)
         if rank == 0:
             password = secrets.token_hex(16)
-            both = socket.has_dualstack_ipv6()
-            family = socket.AF_INET6 if both else socket.AF_INET
-            server = socket.create_server(("", 0), family=family, dualstack_ipv6=both, backlog=size)  # on all hosts
+            server = listen(host)
             self._open.append(server)
             Thread(target=self._accept, args=(server, password.encode()), daemon=True, name="heartbeat").start()
             store.set(_KEY, f"{server.getsockname()[1]} {password}")

@@ -9,10 +9,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from threading import Thread
 from types import FrameType
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+AGENT = "LLAMA_SSP_AGENT"
+"""Environment variable: the process id of the agent, where it is that of `llama-ssp run`."""
 _LOOK_EVERY_S = 0.2
 
 
@@ -75,10 +78,29 @@ class Agent:
 
 @cache
 def find_agent() -> Agent | None:
-    """Return the agent that started this process; None in plain python and under srun, where a parent may end.
-
-    Call it early: the first call stores the parent's id.
-    """
+    """Return the agent that started this process; None in plain python and under srun, where a parent may end."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
-    return Agent(pid=os.getppid(), holds_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
+    pid = int(os.environ.get(AGENT) or _parent_unless_adopted())
+    return Agent(pid=pid, holds_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
+
+
+def _parent_unless_adopted() -> int:
+    """The parent's id, or 0 if the agent has ended and another process has adopted this one.
+
+    torchrun does not name itself to its ranks. It starts each in a session of its own, unless a script stands between,
+    and has loaded torch, which no process has that adopts orphans.
+    """
+    parent = os.getppid()
+    return parent if os.getsid(0) != os.getpid() or _has_torch(parent) else 0
+
+
+def _has_torch(pid: int) -> bool:
+    """Whether a process of this user has loaded torch; if the system does not tell, whether it is a Python at all."""
+    process, own = Path(f"/proc/{pid}"), Path("/proc/self")
+    try:
+        return process.stat().st_uid == own.stat().st_uid and b"/libtorch" in (process / "maps").read_bytes()
+    except PermissionError:
+        return b"python" in (process / "cmdline").read_bytes()
+    except OSError:  # it has ended, or is hidden
+        return not own.exists()

@@ -12,20 +12,23 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousParameters
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from llama_ssp.commands.ranks.relay import SignalRelay
 from llama_ssp.console.unread import complain
+from llama_ssp.distributed.listening import LOOPBACK
+from llama_ssp.distributed.rendezvous import hold_store
+from llama_ssp.distributed.signals import AGENT
 from llama_ssp.errors import InterruptedRun, LostRankError
 
-_HERE = "localhost"
+_STORE_S = 60.0
 
 
 def run_ranks(command: Sequence[str], *, num_ranks: int, relay: SignalRelay) -> int:
     """Run a command as every rank, to the end of the last one; returns the exit code of the run."""
     logging.disable(logging.CRITICAL)  # the agent's own words
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as under torchrun: each rank sets its number of threads itself
+    os.environ[AGENT] = str(os.getpid())
     agent = _make_agent(command, num_ranks)
     relay.lead_to(lambda: [worker.id for worker in agent.get_worker_group().workers])
     try:
@@ -39,21 +42,48 @@ def run_ranks(command: Sequence[str], *, num_ranks: int, relay: SignalRelay) -> 
 
 
 def _make_agent(command: Sequence[str], num_ranks: int) -> LocalElasticAgent:
-    parameters = RendezvousParameters(
-        # The id names no run folder: each run has the time of its start.
-        backend="c10d", endpoint=f"{_HERE}:0", run_id="none", min_nodes=1, max_nodes=1, local_addr=_HERE,
-    )  # fmt: skip
     program, *words = command
     spec = WorkerSpec(
         role="rank",
         local_world_size=num_ranks,
         entrypoint=program,
         args=tuple(word.replace("$", "$$") for word in words),  # the agent fills in ${local_rank}
-        rdzv_handler=get_rendezvous_handler(parameters),
+        rdzv_handler=_Loopback(num_ranks),
         max_restarts=0,
         monitor_interval=0.1,
     )
     return LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=os.devnull))
+
+
+class _Loopback(RendezvousHandler):
+    """The only agent meets nobody, and holds the store of its ranks. torch's own handlers listen on all interfaces."""
+
+    use_agent_store = True
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+
+    def get_backend(self) -> str:
+        return "static"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        store = hold_store(LOOPBACK, 0, size=self._num_ranks, timeout_s=_STORE_S)
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(LOOPBACK, store.port))
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return "none"  # names no run folder: each run has the time of its start
+
+    def shutdown(self) -> bool:
+        return True
 
 
 def exit_code_of(failures: Mapping[int, ProcessFailure], *, was_stopped: bool) -> int:

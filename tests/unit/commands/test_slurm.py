@@ -162,9 +162,12 @@ def test_a_job_inherits_nothing_that_describes_the_process_that_submits(
     monkeypatch.setenv("MASTER_PORT", "1")
     monkeypatch.setenv("RUN_ID", "mine")
     monkeypatch.setenv("ROLE_NAME", "default")
+    monkeypatch.setenv("LLAMA_SSP_AGENT", "1")
     kept = {"GROUP_HOME", "LOCAL_SCRATCH", "ROLE_OF_MINE", "MASTER_COPY", "RANKING", "SLURM_CONF"}
     for name in kept:
         monkeypatch.setenv(name, "kept")
     [environment] = sweep("hardware=laptop_cpu").environments
-    assert {"SLURM_NTASKS_PER_NODE", "MASTER_PORT", "RUN_ID", "ROLE_NAME"} & set(environment) == set()
+    assert {"SLURM_NTASKS_PER_NODE", "MASTER_PORT", "RUN_ID", "ROLE_NAME", "LLAMA_SSP_AGENT"} & set(
+        environment
+    ) == set()
     assert kept <= set(environment)

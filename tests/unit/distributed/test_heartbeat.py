@@ -35,7 +35,7 @@ def ranks() -> Iterator[Ranks]:
     store, all_ranks = HashStore(), Ranks()
     for rank in range(3):
         alarm = partial(all_ranks.alarmed.append, rank)
-        all_ranks.ends.append(Heartbeat(store, host="localhost", rank=rank, size=3, alarm=alarm))
+        all_ranks.ends.append(Heartbeat(store, host="localhost", rank=rank, alarm=alarm))
     wait_for(lambda: [len(end._open) for end in all_ranks.ends] == [3, 1, 1])
     yield all_ranks
     for rank, end in enumerate(all_ranks.ends):
@@ -96,6 +96,6 @@ def test_a_rank_that_cannot_reach_rank_0_goes_on_without(monkeypatch: pytest.Mon
         port = closed.getsockname()[1]
     store.set("llama_ssp/heartbeat", f"{port} password")
     alarmed: list[bool] = []
-    end = Heartbeat(store, host="localhost", rank=1, size=2, alarm=lambda: alarmed.append(True))
+    end = Heartbeat(store, host="localhost", rank=1, alarm=lambda: alarmed.append(True))
     time.sleep(0.5)
     assert (end._open, alarmed) == ([], [])

@@ -1,7 +1,12 @@
 """How ranks meet: one group, with a backend for each kind of memory, and no watchdog that aborts without a sentence."""
 
 import os
-from collections.abc import Iterator
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -12,8 +17,10 @@ from torch.distributed import HashStore  # type: ignore[attr-defined] # torch do
 
 from llama_ssp.distributed import rendezvous
 from llama_ssp.distributed.environment import Ranks
-from llama_ssp.distributed.rendezvous import meet
+from llama_ssp.distributed.listening import listen
+from llama_ssp.distributed.rendezvous import meet, open_store, wait_for_all
 from llama_ssp.errors import LostRankError
+from tests.helpers.sockets import listeners
 
 RANKS = Ranks(rank=1, size=2, local_rank=1, local_size=2)
 
@@ -25,10 +32,11 @@ def met(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     store.set("llama_ssp/here/0", "")
     monkeypatch.setattr(rendezvous, "open_store", lambda *_, **__: store)
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **given: found.update(given, backend=backend))
-    for name in rendezvous._OWN_WATCHDOG:
+    set_here = (*rendezvous._OWN_WATCHDOG, "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    for name in set_here:
         monkeypatch.delenv(name, raising=False)
     yield found
-    for name in rendezvous._OWN_WATCHDOG:
+    for name in set_here:
         os.environ.pop(name, None)
 
 
@@ -55,3 +63,55 @@ def test_a_rank_that_does_not_come_is_named(met: dict[str, Any], monkeypatch: py
         meet(RANKS, device=torch.device("cpu"), timeout_s=0.1)
     assert caught.value.speaks
     assert met == {}
+
+
+def test_the_store_of_rank_0_listens_on_the_loopback_of_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    with listen("127.0.0.1") as free:
+        port = str(free.getsockname()[1])
+    environ = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": port}
+    for name, value in {**environ, "MASTER_ADDR": socket.gethostname()}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    before = listeners(os.getpid())
+    store = open_store(replace(RANKS, rank=0, local_rank=0), timeout_s=5.0)
+    theirs = open_store(RANKS, timeout_s=5.0)
+    store.set("key", "value")
+    assert theirs.get("key") == b"value"
+    assert {str(address) for address in listeners(os.getpid()) - before} == {"127.0.0.1"}
+
+
+def test_a_port_that_is_taken_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with listen("127.0.0.1") as server:
+        port = server.getsockname()[1]
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        words = rf"rank 0 cannot reach the others, 127\.0\.0\.1:{port}: address already in use.*; another MASTER_PORT"
+        with pytest.raises(LostRankError, match=words):
+            open_store(replace(RANKS, rank=0, local_rank=0), timeout_s=5.1)
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda: open_store(RANKS, timeout_s=40.0),
+        lambda: wait_for_all(HashStore(), ["llama_ssp/here/0"], ranks=RANKS, timeout_s=40.0),
+    ],
+    ids=["a store that is not there", "a rank that does not come"],
+)
+def test_a_signal_ends_the_wait_for(wait: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    stop = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM))
+    begin_s = time.monotonic()
+    try:
+        stop.start()
+        with pytest.raises(KeyboardInterrupt):
+            wait()
+    finally:
+        stop.join()
+        signal.signal(signal.SIGTERM, before)
+    assert time.monotonic() - begin_s < 20

@@ -29,6 +29,12 @@ if agent := find_agent():
 file.write_text("heeds" if agent else "goes on")
 time.sleep(60)
 """
+ADOPTED = """
+import os, subprocess, sys
+code = "import sys, time; time.sleep(0.5); exec(sys.argv.pop(1))"
+subprocess.Popen([sys.executable, "-c", code, *sys.argv[1:]], start_new_session=True)
+os._exit(0)
+"""
 PARENT = "import subprocess, sys; child = subprocess.Popen(sys.argv[1:]); print(child.pid, flush=True); child.wait()"
 
 
@@ -73,6 +79,41 @@ def test_only_torchrun_is_an_agent(monkeypatch: pytest.MonkeyPatch) -> None:
     assert agent
     assert agent.holds_store
     assert not agent.is_gone
+
+
+@pytest.mark.parametrize("name", ["an agent gives its id", "torchrun gives none"])
+def test_a_rank_whose_agent_has_ended_before_it_could_look_stops_at_once(name: str, tmp_path: Path) -> None:
+    code = RANK if name == "torchrun gives none" else f"import os; os.environ['LLAMA_SSP_AGENT'] = '1000000000'\n{RANK}"
+    environment = {**os.environ, "TORCHELASTIC_RUN_ID": "none"}
+    file = tmp_path / "seen"
+    subprocess.run([sys.executable, "-c", ADOPTED, code, str(file)], cwd=ROOT, env=environment, check=True, timeout=30)
+    wait_for(lambda: file.exists() and file.read_text() == "asked to stop", at_most_s=20)
+
+
+@pytest.mark.parametrize("starts_session", [True, False], ids=["torchrun itself", "a script of torchrun's"])
+def test_a_rank_goes_on_under_an_agent_or_a_script_between(*, starts_session: bool, tmp_path: Path) -> None:
+    (library := tmp_path / "libtorch.so").write_bytes(bytes(4096))
+    file, environment = tmp_path / "seen", {**os.environ, "TORCHELASTIC_RUN_ID": "none"}
+    parent = f"""
+import mmap, subprocess, sys
+with open({str(library)!r}, "rb") as library:
+    held = mmap.mmap(library.fileno(), 0, access=mmap.ACCESS_READ) if {starts_session} else None
+child = subprocess.Popen(sys.argv[1:], start_new_session={starts_session})
+print(child.pid, flush=True)
+child.wait()
+"""
+    command = [sys.executable, "-c", parent, sys.executable, "-c", RANK, str(file)]
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as agent:
+        assert agent.stdout
+        child = int(agent.stdout.readline())
+        try:
+            wait_for(file.exists, at_most_s=30)
+            time.sleep(1.0)
+            assert file.read_text() == "heeds"
+            agent.kill()
+            wait_for(lambda: file.read_text() == "asked to stop", at_most_s=10)
+        finally:
+            os.kill(child, signal.SIGKILL)
 
 
 @pytest.mark.parametrize(("variables", "before", "after"), [
