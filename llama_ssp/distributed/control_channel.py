@@ -24,8 +24,8 @@ from torch.distributed import DistError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from llama_ssp.distributed.agree import from_message
+from llama_ssp.distributed.environment import LOOPBACK, are_all_here
 from llama_ssp.distributed.heartbeat import Heartbeat
-from llama_ssp.distributed.listening import LOOPBACK, are_all_here
 from llama_ssp.distributed.signals import Agent
 from llama_ssp.errors import InterruptedRun, SspError
 

@@ -23,7 +23,7 @@ from threading import Event, Thread
 from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 
-from llama_ssp.distributed.listening import listen
+from llama_ssp.distributed.environment import listen
 
 _log = logging.getLogger(__name__)
 _KEY = "llama_ssp/heartbeat"

@@ -16,8 +16,7 @@ import torch.distributed.nn.functional  # imported later, it would keep the grou
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch's types do not export it
 from torch.distributed.distributed_c10d import Store
 
-from llama_ssp.distributed.environment import Ranks
-from llama_ssp.distributed.listening import LOOPBACK, are_all_here, listen, stay_on_loopback
+from llama_ssp.distributed.environment import LOOPBACK, Ranks, are_all_here, listen, stay_on_loopback
 from llama_ssp.errors import LostRankError
 
 # torch's watchdog would abort the process without a sentence; `gpu.device_wait` and `gpu.watchdog` end runs.

@@ -34,7 +34,7 @@ def seen(words: list[str], *, without_starter: bool = False) -> set[IPv4Address 
         deadline = time.monotonic() + 240
         while process.poll() is None and time.monotonic() < deadline:
             for pid in family_of(process.pid)[1:] if without_starter else [process.pid]:
-                found |= listeners(pid)
+                found |= {address for address, _ in listeners(pid)}
             time.sleep(0.05)
         process.kill()
         _, errors = process.communicate()

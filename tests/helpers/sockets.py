@@ -22,10 +22,10 @@ def family_of(pid: int) -> list[int]:
     return found
 
 
-def listeners(pid: int) -> set[IPv4Address | IPv6Address]:
-    """The addresses that a process or one that descends from it listens on now."""
+def listeners(pid: int) -> set[tuple[IPv4Address | IPv6Address, int]]:
+    """The addresses and ports that a process or one that descends from it listens on now."""
     own = {inode for each in family_of(pid) for inode in _sockets(each)}
-    return {address for inode, address in _listening() if inode in own}
+    return {(address, port) for inode, address, port in _listening() if inode in own}
 
 
 def is_loopback(address: IPv4Address | IPv6Address) -> bool:
@@ -42,12 +42,12 @@ def _sockets(pid: int) -> Iterator[str]:
                     yield target[len("socket:[") : -1]
 
 
-def _listening() -> Iterator[tuple[str, IPv4Address | IPv6Address]]:
-    """The inode and the address of every listening socket; IPv6 has four words, `::` also takes IPv4."""
+def _listening() -> Iterator[tuple[str, IPv4Address | IPv6Address, int]]:
+    """The inode, the address and the port of every listening socket; IPv6 has four words, `::` also takes IPv4."""
     for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
         for line in table.read_text().splitlines()[1:] if table.exists() else ():
             fields = line.split()
-            digits = fields[1].partition(":")[0]
+            digits, _, port = fields[1].partition(":")
             if fields[3] == _LISTENS:
                 words = [bytes.fromhex(digits[i : i + _WORD])[::-1] for i in range(0, len(digits), _WORD)]
-                yield fields[9], ip_address(b"".join(words))
+                yield fields[9], ip_address(b"".join(words)), int(port, 16)

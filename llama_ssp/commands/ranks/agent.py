@@ -16,7 +16,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 
 from llama_ssp.commands.ranks.relay import SignalRelay
 from llama_ssp.console.unread import complain
-from llama_ssp.distributed.listening import LOOPBACK
+from llama_ssp.distributed.environment import LOOPBACK
 from llama_ssp.distributed.rendezvous import hold_store
 from llama_ssp.distributed.signals import AGENT
 from llama_ssp.errors import InterruptedRun, LostRankError

@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined] # torch does not list it
 
 from llama_ssp.distributed import rendezvous
-from llama_ssp.distributed.environment import Ranks
-from llama_ssp.distributed.listening import listen
+from llama_ssp.distributed.environment import Ranks, listen
 from llama_ssp.distributed.rendezvous import meet, open_store, wait_for_all
 from llama_ssp.errors import LostRankError
 from tests.helpers.sockets import listeners
@@ -72,12 +71,11 @@ def test_the_store_of_rank_0_listens_on_the_loopback_of_one_machine(monkeypatch:
     for name, value in {**environ, "MASTER_ADDR": socket.gethostname()}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    before = listeners(os.getpid())
     store = open_store(replace(RANKS, rank=0, local_rank=0), timeout_s=5.0)
     theirs = open_store(RANKS, timeout_s=5.0)
     store.set("key", "value")
     assert theirs.get("key") == b"value"
-    assert {str(address) for address in listeners(os.getpid()) - before} == {"127.0.0.1"}
+    assert {str(address) for address, used in listeners(os.getpid()) if used == int(port)} == {"127.0.0.1"}
 
 
 def test_a_port_that_is_taken_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
