@@ -10,23 +10,30 @@ from llama_ssp.config.schema import DraftLayout, SamplingConfig, WholeParts
 NUM_DRAFT_TOKENS = 4
 CONTEXT = 2048
 """Slots that attention reads where its blocks are counted."""
+_FUSED = ", gpu_kernels=fused"
 NUM_MULTIPROCESSORS = 132
 """Of an H100 or H200: attention with fewer blocks leaves some idle."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """One layer of a forward of some rows, on each of the GPUs that share it: at most `most` nodes."""
+    """One layer of a forward of some rows a sequence, on each of the GPUs that share it: at most `most` nodes.
+
+    `fuses` is `gpu_kernels=fused`.
+    """
 
     model: str
     num_ranks: int = 1
+    batch_size: int = 1
     num_rows: int
     most: int
+    fuses: bool = False
 
     @property
     def name(self) -> str:
         """What it is called in tables."""
-        return f"{self.model}, {gpus(self.num_ranks)}, {rows(self.num_rows)}"
+        batch = f", batch {self.batch_size}" if self.batch_size > 1 else ""
+        return f"{self.model}, {gpus(self.num_ranks)}{batch}, {rows(self.num_rows)}{_FUSED * self.fuses}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,13 +42,15 @@ class Attention:
 
     model: str
     num_ranks: int = 1
+    batch_size: int = 1
     num_rows: int
     least: int
 
     @property
     def name(self) -> str:
         """What it is called in tables."""
-        return f"{self.model}, {gpus(self.num_ranks)}, {rows(self.num_rows)}"
+        batch = f", batch {self.batch_size}" if self.batch_size > 1 else ""
+        return f"{self.model}, {gpus(self.num_ranks)}{batch}, {rows(self.num_rows)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +74,7 @@ class Round:
     batch_size: int = 1
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     most: int
+    fuses: bool = False
 
     @property
     def name(self) -> str:
@@ -74,7 +84,7 @@ class Round:
         shared = "" if self.draft_layout is DraftLayout.one_rank else f" ({self.draft_layout.value}{whole})"
         models = f"{self.target} with {self.draft}{shared}" if self.draft else f"{self.target}, plain"
         drawn = "sampled" if self.sampling.temperature else "greedy"
-        return f"{models}, {gpus(self.num_ranks)}, batch {self.batch_size}, {drawn}"
+        return f"{models}, {gpus(self.num_ranks)}, batch {self.batch_size}, {drawn}{_FUSED * self.fuses}"
 
 
 def gpus(number: int) -> str:
@@ -95,14 +105,16 @@ def _with_sharded_draft(whole: WholeParts, most: int) -> Round:
 
 
 LAYERS = (
-    Layer(model="tiny", num_rows=1, most=8),
-    Layer(model="tiny", num_rows=5, most=8),
-    Layer(model="7B", num_rows=1, most=8),
-    Layer(model="7B", num_rows=5, most=8),
-    Layer(model="7B", num_ranks=8, num_rows=1, most=10),
-    Layer(model="7B", num_ranks=8, num_rows=5, most=10),
-    Layer(model="llama3_8B", num_rows=1, most=8),
-    Layer(model="llama3_8B", num_rows=5, most=8),
+    *(Layer(model=model, num_rows=rows, most=10) for model in ("tiny", "7B", "llama3_8B") for rows in (1, 5)),
+    Layer(model="7B", batch_size=3, num_rows=5, most=10),
+    Layer(model="7B", batch_size=16, num_rows=5, most=9),
+    *(Layer(model="7B", num_ranks=8, num_rows=rows, most=12) for rows in (1, 5)),
+    *(
+        Layer(model=model, num_rows=rows, most=8, fuses=True)
+        for model in ("tiny", "7B", "llama3_8B")
+        for rows in (1, 5)
+    ),
+    *(Layer(model="7B", num_ranks=8, num_rows=rows, most=10, fuses=True) for rows in (1, 5)),
 )
 DRAWS = (
     Draw(name="greedy", sampling=GREEDY, most=2),
@@ -111,16 +123,18 @@ DRAWS = (
     Draw(name="top_p", sampling=SamplingConfig(top_p=0.9), most=40),
 )
 ROUNDS = (
-    Round(target="tiny", most=80),
-    Round(target="tiny", draft="tiny-draft", most=179),
-    Round(target="7B", most=244),
-    Round(target="30B", draft="7B", most=1400),
-    Round(target="30B", draft="7B", sampling=GREEDY, most=1400),
-    Round(target="30B", draft="7B", batch_size=4, most=1400),
-    Round(target="30B", draft="7B", num_ranks=8, most=1530),
-    _with_sharded_draft(WholeParts.none, most=1380),
-    _with_sharded_draft(WholeParts.embedding, most=1350),
-    _with_sharded_draft(WholeParts.attention, most=1260),
+    Round(target="tiny", most=115),
+    Round(target="tiny", draft="tiny-draft", most=245),
+    Round(target="7B", most=345),
+    Round(target="30B", draft="7B", most=1965),
+    Round(target="30B", draft="7B", sampling=GREEDY, most=1940),
+    Round(target="30B", draft="7B", batch_size=4, most=1780),
+    Round(target="30B", draft="7B", num_ranks=8, most=2100),
+    Round(target="7B", fuses=True, most=244),
+    Round(target="30B", draft="7B", fuses=True, most=1400),
+    _with_sharded_draft(WholeParts.none, most=1820),
+    _with_sharded_draft(WholeParts.embedding, most=1795),
+    _with_sharded_draft(WholeParts.attention, most=1705),
 )
 ATTENTION = (
     Attention(model="7B", num_rows=1, least=128),
@@ -133,8 +147,10 @@ ATTENTION = (
     Attention(model="tinyllama_1B", num_rows=5, least=128),
     Attention(model="llama3_70B", num_ranks=8, num_rows=1, least=128),
     Attention(model="llama3_70B", num_ranks=8, num_rows=5, least=128),
-    Attention(model="30B", num_ranks=8, num_rows=1, least=128),
-    Attention(model="30B", num_ranks=8, num_rows=5, least=128),
-    Attention(model="7B", num_ranks=32, num_rows=1, least=128),
-    Attention(model="7B", num_ranks=32, num_rows=5, least=128),
+    Attention(model="7B", batch_size=3, num_rows=5, least=128),
+    Attention(model="30B", batch_size=2, num_rows=5, least=128),
+    Attention(model="llama3_70B", num_ranks=8, batch_size=4, num_rows=5, least=128),
+    Attention(model="30B", num_ranks=8, batch_size=4, num_rows=5, least=128),
+    Attention(model="30B", num_ranks=8, num_rows=1, least=112),
+    Attention(model="30B", num_ranks=8, num_rows=5, least=112),
 )

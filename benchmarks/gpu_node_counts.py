@@ -46,7 +46,6 @@ from llama_ssp.distributed.mesh import Mesh
 from llama_ssp.engine.executors.cuda_graph import CudaRecorder
 from llama_ssp.engine.state import Request
 from llama_ssp.models.build import load_model
-from llama_ssp.models.llama import split_attention, trials
 from llama_ssp.models.runner import Runner
 from llama_ssp.sampling.rules import make_rule
 from llama_ssp.sampling.uniforms import PER_DRAW
@@ -101,14 +100,21 @@ class BlankWeights:
         return torch.empty(sizes, dtype=wanted.get("dtype") or DTYPE, device=wanted.get("device"))
 
 
-def load(name: str, comm: Comm, *, num_layers: int | None = None, whole: WholeParts = WholeParts.none) -> Runner:
+def load(
+    name: str,
+    comm: Comm,
+    *,
+    num_layers: int | None = None,
+    whole: WholeParts = WholeParts.none,
+    fuses: bool = False,
+) -> Runner:
     """This rank's slice of an entry of the catalogue, with all of its layers or some."""
     shape = catalogue.load(name).shape
     assert shape, f"{name} has no shape"
     context = max(shape.max_position_embeddings, CONTEXT)
     num_layers = num_layers or shape.num_hidden_layers
     shape = replace(shape, max_position_embeddings=context, num_hidden_layers=num_layers)
-    return load_model(BlankWeights(shape), device=CUDA, comm=comm, dtype=DTYPE, whole=whole)
+    return load_model(BlankWeights(shape), device=CUDA, comm=comm, dtype=DTYPE, whole=whole, fuses=fuses)
 
 
 def group_of(num_ranks: int) -> Comm:
@@ -134,18 +140,23 @@ def captured(piece: Callable[[], Any]) -> list[Record]:
     return device.graph(number)
 
 
-def forward_nodes(runner: Runner, *, num_rows: int, bucket: int) -> list[Record]:
-    """The nodes of a forward of one sequence."""
-    runner.allocate(batch_size=1, capacity=CONTEXT)
-    ids_BT = torch.zeros(1, num_rows, dtype=torch.int64, device=CUDA)
-    positions_BT = torch.arange(num_rows, device=CUDA)[None] + PROMPT_TOKENS
+def forward_nodes(runner: Runner, *, num_rows: int, bucket: int, batch_size: int = 1) -> list[Record]:
+    """The nodes of a forward of some sequences with `num_rows` tokens each."""
+    runner.allocate(batch_size=batch_size, capacity=CONTEXT)
+    ids_BT = torch.zeros(batch_size, num_rows, dtype=torch.int64, device=CUDA)
+    positions_BT = (torch.arange(num_rows, device=CUDA) + PROMPT_TOKENS).repeat(batch_size, 1)
     return captured(lambda: runner.forward(ids_BT, positions_BT, bucket=bucket))
 
 
 def layer_nodes(case: Layer) -> list[Record]:
     """What a second layer adds to a forward."""
     one, two = (
-        forward_nodes(load(case.model, group_of(case.num_ranks), num_layers=number), num_rows=case.num_rows, bucket=256)
+        forward_nodes(
+            load(case.model, group_of(case.num_ranks), num_layers=number, fuses=case.fuses),
+            num_rows=case.num_rows,
+            bucket=256,
+            batch_size=case.batch_size,
+        )
         for number in (1, 2)
     )
     left = Counter(_sort_of(record) for record in one)
@@ -162,7 +173,7 @@ def layer_nodes(case: Layer) -> list[Record]:
 def attention_blocks(case: Attention) -> int:
     """Thread blocks of the attention of one layer; of its largest kernel if it has several."""
     runner = load(case.model, group_of(case.num_ranks), num_layers=1)
-    nodes = forward_nodes(runner, num_rows=case.num_rows, bucket=CONTEXT)
+    nodes = forward_nodes(runner, num_rows=case.num_rows, bucket=CONTEXT, batch_size=case.batch_size)
     return max([node.num_blocks for node in nodes if _sort_of(node) == "attention"], default=0)
 
 
@@ -177,12 +188,12 @@ def draw_nodes(sampling: SamplingConfig) -> list[Record]:
 def round_nodes(case: Round) -> list[Record]:
     """The nodes of all graphs of a round, or of a plain step."""
     comm = group_of(case.num_ranks)
-    target = load(case.target, comm)
+    target = load(case.target, comm, fuses=case.fuses)
     placement = PlacementConfig(draft=DraftPlacement(kind=case.draft_layout, whole=case.draft_whole))
     layout = lay_out_replica(placement, world_size=case.num_ranks, has_draft=case.draft is not None)
     holds_all = layout.splits_batch or len(layout.draft_ranks) == 1
     draft_comm = Comm.single() if holds_all else comm
-    draft = load(case.draft, draft_comm, whole=case.draft_whole) if case.draft else None
+    draft = load(case.draft, draft_comm, whole=case.draft_whole, fuses=case.fuses) if case.draft else None
     mesh = Mesh(world=comm, replica=comm, number=0, layout=layout, target=comm, draft=draft_comm)
     tokenizer: Any = None
     models = Models(
@@ -211,11 +222,6 @@ def round_nodes(case: Round) -> list[Record]:
     return [node for number in numbers for node in device.graph(number)]
 
 
-def _no_time(*_arguments: object, **_options: object) -> float:
-    """The stub computes nothing, so its times are noise; at equal times a model takes our kernels."""
-    return 0.0
-
-
 def _sort_of(record: Record) -> str:
     if record.kind in {"gemm", "nccl", "copy", "memset"}:
         return {"gemm": "matrix product", "nccl": "collective"}.get(record.kind, record.kind)
@@ -229,8 +235,6 @@ def _sorts(records: Sequence[Record]) -> dict[str, int]:
 def main() -> None:
     """Write the counts of all cases to a file, as JSON."""
     torch.backends.cuda.enable_cudnn_sdp(enabled=False)  # as `world.start` does
-    trials.seconds_of = _no_time
-    split_attention.seconds_of = _no_time
     torch.cuda.set_device(CUDA)
     counts: dict[str, Any] = {"torch": torch.__version__}
     with torch.inference_mode():

@@ -106,7 +106,7 @@ _ROWS = (
         "without {entry}.quantization=int8",
     ),
     *_of_both(("manifest",), lambda _, m: not m.verify, "without {entry}.verify=true"),
-    _Row(("cuda_graphs", "symmetric_memory"), lambda c: c.device is DeviceKind.cpu, "with device=cpu"),
+    _Row(("cuda_graphs", "gpu_kernels"), lambda c: c.device is DeviceKind.cpu, "with device=cpu"),
     _Row(
         ("cuda_graphs",),
         lambda c: not layout.may_capture(c.placement.target),

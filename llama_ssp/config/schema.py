@@ -83,6 +83,13 @@ class DeviceKind(Enum):
     cuda = "cuda"
 
 
+class GpuKernels(Enum):
+    """What runs on GPUs; `fused` adds what no GPU has timed yet."""
+
+    default = "default"
+    fused = "fused"
+
+
 @dataclass(kw_only=True)
 class ModelShape:
     """Sizes of a causal language model, named as in its config.json.
@@ -287,7 +294,7 @@ class RunConfig:
     stop_strings: list[str] = field(default_factory=list)
     device: DeviceKind = DeviceKind.auto
     cuda_graphs: bool = True
-    symmetric_memory: bool = True
+    gpu_kernels: GpuKernels = GpuKernels.default
     hardware: dict[str, Any] = field(default_factory=dict)
     dry_run: bool = False
     run_dir: str | None = None

@@ -43,7 +43,7 @@ class Mesh:
                 comm.set_timeout(seconds)
 
 
-def build_mesh(layout: Layout, world: Comm, *, num_replicas: int = 1, has_windows: bool = True) -> Mesh:
+def build_mesh(layout: Layout, world: Comm, *, num_replicas: int = 1, has_windows: bool = False) -> Mesh:
     """Make the groups of a placement, checked by `config.checks`; all ranks of the world must call this together.
 
     With `has_windows` the groups that share a model also get a window, on GPUs.

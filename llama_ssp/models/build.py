@@ -40,12 +40,14 @@ class Loading(TypedDict):
         progress: called after each parameter with the bytes read so far and the total bytes.
         precision: of the linear layers; they are quantized as they are read.
         whole: what each of several ranks holds whole; by default nothing.
+        fuses: see `LeanRunner`.
     """
 
     dtype: torch.dtype | None
     progress: NotRequired[Progress | None]
     precision: NotRequired[Precision]
     whole: NotRequired[WholeParts]
+    fuses: NotRequired[bool]
 
 
 def build_empty(origin: WeightSource) -> PreTrainedModel:
@@ -128,7 +130,10 @@ def load_model(origin: WeightSource, *, device: torch.device, comm: Comm, **load
     model, weights = _prepare(origin, device=device, comm=comm, **loading)
     if is_llama_kind(model.config):
         with returning_memory():
-            return LeanRunner(model, comm=comm, fill=weights.fill, precision=loading.get("precision", UNQUANTIZED))
+            return LeanRunner(
+                model, comm=comm, fill=weights.fill, precision=loading.get("precision", UNQUANTIZED),
+                fuses=loading.get("fuses", False),
+            )  # fmt: skip
     fill_modules(model, weights, loading)
     return ModuleRunner(model, comm=comm)
 

@@ -70,6 +70,13 @@ class LayerBuffer(NamedTuple):
     keys: Tensor
     values: Tensor
 
+    def rows(self, cache_rows_B: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The keys and values of some rows; None for all, and for pages."""
+        if cache_rows_B is None:
+            return self.keys, self.values
+        rows_B = cache_rows_B.to(self.keys.device)
+        return self.keys.index_select(0, rows_B), self.values.index_select(0, rows_B)
+
 
 class StaticCache(Workspace):
     """Keys and values of all layers on this rank; each row has its own length.
@@ -158,12 +165,9 @@ class CacheView(NamedTuple):
 
     def update(self, written_M2ND: Tensor, number: int) -> tuple[Tensor, Tensor]:
         """Write new keys and values of all heads to layer `number`; return what may be read (see `LayerBuffer`)."""
-        parts, keys, values = self.buffer(number, lambda: written_M2ND)
-        parts.index_copy_(1, self.slots_M.to(written_M2ND.device), written_M2ND.transpose(0, 1))
-        if self.cache_rows_B is None:
-            return keys, values
-        rows_B = self.cache_rows_B.to(written_M2ND.device)
-        return keys.index_select(0, rows_B), values.index_select(0, rows_B)
+        buffer = self.buffer(number, lambda: written_M2ND)
+        buffer.parts.index_copy_(1, self.slots_M.to(written_M2ND.device), written_M2ND.transpose(0, 1))
+        return buffer.rows(self.cache_rows_B)
 
 
 class LibraryCache(Cache):

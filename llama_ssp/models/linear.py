@@ -40,8 +40,12 @@ class Linear(Protocol):
         """Map x and add the residual, which may be overwritten."""
         return self(x_MI).add_(residual_MO)
 
+    def into(self, x_MI: Tensor, y_MO: Tensor) -> Tensor:
+        """Write the product of x, without the bias, into given memory; for layers that have none."""
+        return y_MO.copy_(self(x_MI))
 
-class PlainLinear:
+
+class PlainLinear(Linear):
     """torch's product, on the weight as it is.
 
     Attributes:
@@ -58,7 +62,7 @@ class PlainLinear:
         return functional.linear(x_MI, self.weight_OI, self.bias_O)
 
     def into(self, x_MI: Tensor, y_MO: Tensor) -> Tensor:
-        """Write the product of x, without the bias, into given memory."""
+        """See `Linear`."""
         return torch.mm(x_MI, self._weight_IO, out=y_MO)
 
     def add(self, x_MI: Tensor, residual_MO: Tensor) -> Tensor:
@@ -95,7 +99,7 @@ for _kind_of_weight in ("CPU", "MkldnnCPU"):
     _library.impl("packed_linear", packed_linear, _kind_of_weight)
 
 
-class PackedLinear:
+class PackedLinear(Linear):
     """oneDNN's product on a packed weight. The operators are private to torch: check `can_pack` first."""
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from llama_ssp.distributed.gpu.device_errors import ends_run
+
 _Kernel = TypeVar("_Kernel")
 _log = logging.getLogger(__name__)
 _MOST_LETTERS = 200
@@ -27,7 +29,9 @@ def attempt(try_out: Callable[[], _Kernel], *, instead: str) -> _Kernel | None:
     """
     try:
         return try_out()
-    except Exception as error:  # noqa: BLE001 - compilers raise what they like
+    except Exception as error:  # compilers raise what they like
+        if ends_run(error):
+            raise
         warn(instead, error)
         return None
 

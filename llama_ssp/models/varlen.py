@@ -1,13 +1,14 @@
-"""Finds torch's attention by lengths of rows, over a cache in pages: flash attention, split along the keys.
+"""Finds torch's attention by lengths of rows, over a cache in pages: flash attention.
 
 A mask excludes flash attention, and other kernels walk all slots of a row with one thread block for each key-value
 head: few blocks for a GPU with a hundred and more multiprocessors. This kernel takes each row's length from the device
-instead, reads no slot beyond it, and splits long rows over many blocks.
+instead, and reads no slot beyond it. For one sequence torch splits the slots over many blocks. For more it must not:
+split, torch 2.13 writes the first sequence only (issue 194167 of pytorch); see `llama.split_attention`.
 
     runs on     NVIDIA GPUs from Ampere on, fp16 and bf16, heads of up to 256 dimensions, a torch that has it
     elsewhere   masks; see `llama.attention`
 
-Before its first use it is held to a masked attention on this very device.
+Before its first use it is held to a masked attention on this very device, with the model's own heads.
 
 Shapes: Q queries of all rows, H query heads, N key-value heads, D head dim, X pages of P slots, R rows.
 """
@@ -16,22 +17,27 @@ import inspect
 import logging
 from collections.abc import Sequence
 from functools import cache
-from itertools import pairwise, starmap
+from itertools import accumulate, pairwise, starmap
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from llama_ssp.architectures.sizes import PAGE_SLOTS
+from llama_ssp.distributed.gpu.device_errors import ends_run
 
 _log = logging.getLogger(__name__)
 
 _LARGEST_HEAD = 256
 _FIRST_CAPABILITY = 8, 0
-_NEEDED = {"window_size", "enable_gqa", "seqused_k", "block_table"}
+_NEEDED = {"window_size", "enable_gqa", "seqused_k", "block_table", "num_splits"}
 _TOLERANCE = 0.05
 """Of values of about 1: 16 bits round to 0.004, and a wrong key changes more than this."""
+CHECKED = ((1,), (5,), (1, 1, 1), (5, 5, 5), (4, 1, 70))
+"""Queries of each row, as forwards have them: steps and rounds of one row and of three, and packed prompts."""
+_SPREAD = 6.0
+"""Of the scores."""
+_CHECKED_LENGTHS = 4 * PAGE_SLOTS - 24, PAGE_SLOTS + 44, 77
 
 
 class Heads(NamedTuple):
@@ -54,20 +60,23 @@ class VarlenAttention(Protocol):
 
 
 @cache
-def find_varlen(device: torch.device, dtype: torch.dtype, head_dim: int) -> VarlenAttention | None:
+def find_varlen(
+    device: torch.device, dtype: torch.dtype, heads: Heads, *, has_windows: bool = False
+) -> VarlenAttention | None:
     """Torch's kernel for such heads on a device; None if it does not run there, or not rightly."""
     is_narrow = dtype in {torch.float16, torch.bfloat16}
-    if device.type != "cuda" or not is_narrow or head_dim % 8 or head_dim > _LARGEST_HEAD:
+    if device.type != "cuda" or not is_narrow or heads.dim % 8 or heads.dim > _LARGEST_HEAD:
         return None
     if torch.version.hip or torch.cuda.get_device_capability(device) < _FIRST_CAPABILITY:
         return None
-    kernel = _torch_s()
+    kernel = torch_attention()
     if kernel is None:
         return None
     try:
-        heads = Heads(4, 2, head_dim, head_dim**-0.5)
-        problem = None if is_right(kernel, device=device, dtype=dtype, heads=heads) else "wrong values"
+        problem = fault_of(kernel, device=device, dtype=dtype, heads=heads, has_windows=has_windows)
     except (RuntimeError, TypeError) as error:
+        if ends_run(error):
+            raise
         problem = str(error).strip().partition("\n")[0]
     if problem is None:
         return kernel
@@ -75,7 +84,8 @@ def find_varlen(device: torch.device, dtype: torch.dtype, head_dim: int) -> Varl
     return None
 
 
-def _torch_s() -> VarlenAttention | None:
+def torch_attention() -> VarlenAttention | None:
+    """The kernel of this torch; None if it has none that can be told not to split."""
     try:
         from torch.nn.attention import varlen  # noqa: PLC0415 - slow to import, and only GPUs need it
     except ImportError:
@@ -84,18 +94,25 @@ def _torch_s() -> VarlenAttention | None:
     if into is None or not inspect.signature(into).parameters.keys() >= _NEEDED:
         return None
 
-    def attend(query: Tensor, *arguments: Tensor | int, **options: object) -> Tensor:
+    def attend(query: Tensor, *arguments: Tensor | int, seqused_k: Tensor, **options: object) -> Tensor:
         # The form without `out` also fills a tensor for dropout in every call.
-        attended: Tensor = into(query.new_empty(query.shape), query, *arguments, **options)
+        attended, num_splits = query.new_empty(query.shape), None if len(seqused_k) == 1 else 1
+        into(attended, query, *arguments, seqused_k=seqused_k, num_splits=num_splits, **options)
         return attended
 
     return attend
 
 
-def is_right(attend: VarlenAttention, *, device: torch.device, dtype: torch.dtype, heads: Heads) -> bool:
-    """Whether it computes what masks give for rows of two lengths and numbers of queries, with and without a window."""
-    num_heads, num_kv_heads, head_dim, scale = heads
-    lengths, first_queries = (5, PAGE_SLOTS + 44), (0, 2, 6)
+@torch.inference_mode()
+def fault_of(
+    attend: VarlenAttention, *,
+    device: torch.device, dtype: torch.dtype, heads: Heads, has_windows: bool = False,
+    checked: Sequence[tuple[int, ...]] = CHECKED,
+) -> str | None:  # fmt: skip
+    """The first case in which it does not compute what masks give, in words; None if it is right.
+
+    `checked` are the queries of each row, case after case; each case is also tried with a window if there are any.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def some(*shape: int) -> Tensor:
@@ -104,30 +121,41 @@ def is_right(attend: VarlenAttention, *, device: torch.device, dtype: torch.dtyp
     def numbers(values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
 
-    queries_QHD = some(first_queries[-1], num_heads, head_dim)
-    keys_XPND, values_XPND = (some(4, PAGE_SLOTS, num_kv_heads, head_dim) for _ in range(2))
-    pages_R2, most = torch.tensor([[2, 0], [3, 1]], dtype=torch.int32, device=device), 2 * PAGE_SLOTS
-    for window in (None, 4):
-        found_QHD = attend(
-            queries_QHD, keys_XPND, values_XPND, numbers(first_queries), numbers((0, most, 2 * most)), 4, most,
-            scale=scale, window_size=window_size(window), enable_gqa=num_heads != num_kv_heads,
-            seqused_k=numbers(lengths), block_table=pages_R2,
-        )  # fmt: skip
-        for row, (length, own) in enumerate(zip(lengths, starmap(slice, pairwise(first_queries)), strict=True)):
-            keys_1NSD, values_1NSD = (
-                pool.index_select(0, pages_R2[row]).flatten(0, 1).transpose(0, 1)[None]
-                for pool in (keys_XPND, values_XPND)
-            )
-            distance_QS = torch.arange(length - own.stop + own.start, length)[:, None] - torch.arange(most)
-            is_seen_QS = (distance_QS >= 0) & (distance_QS < (window or most))
-            wanted_1HQD = functional.scaled_dot_product_attention(
-                queries_QHD[own].transpose(0, 1)[None], keys_1NSD, values_1NSD, attn_mask=is_seen_QS.to(device),
-                enable_gqa=True, scale=scale,
+    num_pages = -(-max(_CHECKED_LENGTHS) // PAGE_SLOTS)
+    most, num_rows = num_pages * PAGE_SLOTS, len(_CHECKED_LENGTHS)
+    keys_XPND, values_XPND = pools = [some(num_rows * num_pages, PAGE_SLOTS, heads.num_kv, heads.dim) for _ in range(2)]
+    pages_RX = numbers(range(num_rows * num_pages)).flip(0).view(num_rows, -1)
+    for queries in checked:
+        rows, firsts = len(queries), [*accumulate(queries, initial=0)]
+        # So large that a query attends to few slots: the mean of a thousand would hide what is missing.
+        queries_QHD = some(firsts[-1], heads.num, heads.dim) * (_SPREAD / (heads.scale * heads.dim**0.5))
+        lengths, pages = _CHECKED_LENGTHS[:rows], pages_RX[:rows]
+        for window in (None, 4) if has_windows else (None,):
+            torch.full_like(queries_QHD, float("nan"))  # what a kernel does not write is then not right by chance
+            found_QHD = attend(
+                queries_QHD, keys_XPND, values_XPND, numbers(firsts), numbers(range(0, (rows + 1) * most, most)),
+                max(queries), most, scale=heads.scale, window_size=window_size(window), enable_gqa=heads.num != heads.num_kv,
+                seqused_k=numbers(lengths), block_table=pages,
             )  # fmt: skip
-            is_wrong = ~((found_QHD[own] - wanted_1HQD[0].transpose(0, 1)).abs() <= _TOLERANCE)  # so is NaN
-            if bool(is_wrong.any()):
-                return False
-    return True
+            for row, (length, own) in enumerate(zip(lengths, starmap(slice, pairwise(firsts)), strict=True)):
+                keys_SND, values_SND = (pool.index_select(0, pages[row]).flatten(0, 1)[:length] for pool in pools)
+                wanted_QHD = _plain(queries_QHD[own], keys_SND, values_SND, heads, window)
+                if bool((~((found_QHD[own] - wanted_QHD).abs() <= _TOLERANCE)).any()):  # NaN is wrong, too
+                    windowed = f" and a window of {window}" if window else ""
+                    return f"wrong values in row {row} where rows have {', '.join(map(str, queries))} queries{windowed}"
+    return None
+
+
+def _plain(queries_QHD: Tensor, keys_SND: Tensor, values_SND: Tensor, heads: Heads, window: int | None) -> Tensor:
+    """The attention of one row's queries, the last of which stands at the last slot, in fp32."""
+    group, num_slots, num_queries = heads.num // heads.num_kv, len(keys_SND), len(queries_QHD)
+    keys_SHD, values_SHD = (part.float().repeat_interleave(group, 1) for part in (keys_SND, values_SND))
+    slots_S = torch.arange(num_slots, device=keys_SND.device)
+    distance_QS = slots_S[num_slots - num_queries :, None] - slots_S
+    is_unseen_QS = (distance_QS < 0) | (distance_QS >= (window or num_slots))
+    scores_HQS = torch.einsum("qhd,shd->hqs", queries_QHD.float(), keys_SHD) * heads.scale
+    weights_HQS = scores_HQS.masked_fill(is_unseen_QS, float("-inf")).softmax(-1)
+    return torch.einsum("hqs,shd->qhd", weights_HQS, values_SHD)
 
 
 def window_size(window: int | None) -> tuple[int, int]:

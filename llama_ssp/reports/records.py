@@ -7,7 +7,6 @@ Only rank 0 opens a run folder. `distributed.ranklog` writes the log files; `lin
     run_dir/run.jsonl     a line per completion, appended as soon as it ends
     run_dir/status        running, done, interrupted, or the failing exit code and its sentence
     run_dir/round_costs.json   what rounds of each K cost, of a run that chooses K
-    run_dir/kernels.json  which kernels a run on GPUs has chosen by their times
     run_dir/benchmark.jsonl   a line per cell of task=benchmark
     run_dir/summary.json  the summary, at the end
     run_dir/report.html   the same with figures
@@ -31,7 +30,7 @@ from llama_ssp.reports.settings import changed_settings
 from llama_ssp.visible import visible
 
 _Line = TypeVar("_Line")
-COSTS_FILE, KERNELS_FILE, OVERLAP_FILE = "round_costs.json", "kernels.json", "overlap.json"
+COSTS_FILE, OVERLAP_FILE = "round_costs.json", "overlap.json"
 CHANGEABLE = (
     "run_dir", "timeouts", "hardware", "dry_run", "speculation.acceptance", "speculation.text",
     "task.picture", "task.store", "task.gate", "task.margin", "task.near_tie", "task.num_prompts",

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from llama_ssp.config.drafts.drafter import drafts
 from llama_ssp.config.drafts.model import matching_of
 from llama_ssp.config.layout import lay_out_replica, may_capture
-from llama_ssp.config.schema import RunConfig
+from llama_ssp.config.schema import GpuKernels, RunConfig
 from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.distributed.agree import raise_on_all_ranks
 from llama_ssp.distributed.comms import Comm
@@ -34,10 +34,8 @@ from llama_ssp.engine.threads import ThreadChoice
 from llama_ssp.engine.verifier import Verifier
 from llama_ssp.models.null_runner import NullRunner
 from llama_ssp.models.runner import Runner
-from llama_ssp.reports.records import RunFolder
 from llama_ssp.sampling.rules import make_rule
 from llama_ssp.session.checkpoints import Source, device_map_place
-from llama_ssp.session.kernels import settle_kernels
 
 LoadProgress = Callable[[str, int, int], None]
 """Called while a model loads with "target" or "draft", the bytes loaded so far, and all bytes."""
@@ -76,19 +74,16 @@ def load_models(
     sources: tuple[Source, Source | None],
     *,
     progress: LoadProgress | None = None,
-    folder: RunFolder | None = None,
 ) -> Models:
     """Load this rank's share of the models; raises SspError on every rank if loading fails on one.
 
-    `folder` is the run folder on rank 0, which keeps the choice of kernels on GPUs.
     Afterwards the collectives of `world` time out after `timeouts.decode_s`, and its GPUs wait for their replica alone.
     """
     target_source, draft_source = sources
     layout = lay_out_replica(config.placement, world_size=world.comm.size, has_draft=draft_source is not None)
+    fuses = config.gpu_kernels is GpuKernels.fused
     with on_all_cores(world.cores):
-        mesh = build_mesh(
-            layout, world.comm, num_replicas=config.placement.num_replicas, has_windows=config.symmetric_memory
-        )
+        mesh = build_mesh(layout, world.comm, num_replicas=config.placement.num_replicas, has_windows=fuses)
     if world.comm.rank == 0:
         _log.info("placement: %s; replicas: %d", layout, config.placement.num_replicas)
     _log.info("this rank %s", describe_part(mesh))
@@ -98,7 +93,7 @@ def load_models(
         vocab_size, context = target_source.origin.shape.vocab_size, target_source.origin.context
         target: Runner = NullRunner(device=world.device, vocab_size=vocab_size, max_position_embeddings=context)
         if mesh.target:
-            load: Callable[..., Runner] = partial(load_model, device=world.device, comm=mesh.target)
+            load: Callable[..., Runner] = partial(load_model, device=world.device, comm=mesh.target, fuses=fuses)
             if config.placement.target.kind is TargetKind.accelerate:
                 from llama_ssp.models.huggingface.device_map import load_device_map  # noqa: PLC0415 - see above
 
@@ -111,13 +106,12 @@ def load_models(
         draft = None
         if draft_source and mesh.draft:
             whole = config.placement.draft.whole
-            load = partial(load_model, device=world.device, comm=mesh.draft, whole=whole)
+            load = partial(load_model, device=world.device, comm=mesh.draft, whole=whole, fuses=fuses)
             draft = _load("draft", draft_source, load, comm=mesh.draft, progress=progress)
     if world.device.type == "cuda":
         settle_packing(target, mesh.replica)
         if draft and mesh.draft:
             settle_packing(draft, mesh.draft)
-        settle_kernels([target, draft] if draft else [target], comm=world.comm, folder=folder)
     mesh.set_timeout(config.timeouts.decode_s)
     world.watch.peers = mesh.replica_ranks
     tokenizers = None
@@ -189,7 +183,7 @@ def build_decoder(
     captures = config.cuda_graphs and may_capture(config.placement.target)
     decoder = Decoder(
         round_,
-        executor=make_executor(round_, cuda_graphs=captures),
+        executor=make_executor(round_, cuda_graphs=captures, side_stream=config.gpu_kernels is GpuKernels.fused),
         prefill=TracedPrefill(round_) if serves_many and device.type == "cpu" else None,
         batch_size=config.batch_size,
         eos_ids=() if config.ignore_eos else models.eos_ids,

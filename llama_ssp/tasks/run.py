@@ -182,7 +182,7 @@ def _load(
     plan = _make_plan(config, world, terminal, jobs)
     clock.reach("checked_s")
     with terminal.loading() as progress:
-        models = load_models(config, world, sources, progress=progress, folder=folder)
+        models = load_models(config, world, sources, progress=progress)
     clock.reach("loaded_s")
     phase.doing, phase.limit = "decoding", f"timeouts.decode_s={config.timeouts.decode_s:g}"
     num_prompts = None if jobs is None else len({job.request.index for job in jobs})

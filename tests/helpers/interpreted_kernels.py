@@ -4,12 +4,12 @@
 """
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from copy import deepcopy
 from itertools import product
 from pathlib import Path
 from threading import Lock
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,9 +19,10 @@ from llama_ssp.distributed.comms import Comm
 from llama_ssp.models.build import load_modules
 from llama_ssp.models.cache import StaticCache
 from llama_ssp.models.linear import PlainLinear
-from llama_ssp.models.llama import gpu_layers, kernels, trials
+from llama_ssp.models.llama import kernel_checks, kernels, split_kernels
 from llama_ssp.models.llama.decoder import LeanRunner
-from llama_ssp.models.llama.gpu_layers import GpuLayers, NormedProduct
+from llama_ssp.models.llama.fused_products import FusedNormed, tried
+from llama_ssp.models.llama.gpu_layers import NormedProduct, OwnKernels
 from llama_ssp.models.llama.norm import RmsNorm
 from llama_ssp.models.llama.rotary import PlaceByKernel, PlaceByOperators
 from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
@@ -97,26 +98,42 @@ def rotary_and_cache() -> None:
 
 def wrong_products_are_not_used() -> None:
     """A product is held to torch's operators before it is used."""
-    weight = some(32, 64)
-    product_of = NormedProduct(norm_of(some(64)), PlainLinear(weight, None))
-    inputs, tile, right = [some(5, 64)], trials.TILES[0], kernels.product
-    assert trials._works(product_of, inputs, 16, tile)
+    plain = NormedProduct(norm_of(some(64)), PlainLinear(some(32, 64), None), OwnKernels())
+    product_of, right = FusedNormed(plain), kernels.product
+    assert tried(product_of, plain, "qkv") is product_of
     for wrong in (lambda y: y * 1.1, lambda y: y.roll(1, 0), lambda y: y / 0):
         kernels.product = lambda *arguments, wrong=wrong, **options: (
             arguments[0], wrong(right(*arguments, **options)[1])
         )  # fmt: skip
-        assert not trials._works(product_of, inputs, 16, tile)
+        assert said(lambda: tried(product_of, plain, "qkv")) == "the kernel of the fused product qkv is wrong"
     kernels.product = right
-    layer = LeanRunner(modules("qwen3", DTYPE), comm=Comm.single())._layers[0]
-    trials.try_rotate_write(layer, like=some(1))
-    turn = kernels.rotate_write
-    kernels.rotate_write = lambda qkv, turns, *others, **options: turn(qkv, -turns, *others, **options)
+
+
+def wrong_kernels_are_not_used() -> None:
+    """Each is held to torch's operators, and takes no other with it."""
+    runner = LeanRunner(modules("qwen3", DTYPE), comm=Comm.single())
+    found = kernel_checks.find_kernels(runner._layers[0], runner._norm)
+    assert all(found)
+    turn, normed, gate = kernels.rotate_write, kernels.add_norm, kernels.gated
+    wrongs: dict[str, Any] = {
+        "rotate_write": lambda qkv, turns, *others, **options: turn(qkv, -turns, *others, **options),
+        "add_norm": lambda *arguments: normed(*arguments) * 1.1,
+        "gated": lambda gate_up: gate(gate_up) / 0,
+    }
+    for name, wrong in wrongs.items():
+        right = getattr(kernels, name)
+        setattr(kernels, name, wrong)
+        assert kernel_checks.find_kernels(runner._layers[0], runner._norm) == found._replace(**{name: None})
+        setattr(kernels, name, right)
+
+
+def said(piece: Callable[[], object]) -> str:
+    """The beginning of the error of a piece."""
     try:
-        trials.try_rotate_write(layer, like=some(1))
-    except RuntimeError:
-        kernels.rotate_write = turn
-    else:
-        raise AssertionError("a wrong kernel was taken")
+        piece()
+    except RuntimeError as error:
+        return str(error).partition(" on this")[0]
+    raise AssertionError("a wrong kernel was taken")
 
 
 def norm_of(weight: Tensor) -> RmsNorm:
@@ -127,15 +144,15 @@ def norm_of(weight: Tensor) -> RmsNorm:
     return RmsNorm(Module())
 
 
-def always_ours(products_of_a_shape: Sequence[trials.Product]) -> None:
-    """Take our kernel without timing it, where it can read the weights."""
-    for each in products_of_a_shape:
-        each.tiles = dict.fromkeys(each.tiles, trials.TILES[0])
-
-
-def fused(runner: LeanRunner) -> LeanRunner:
+def on_gpu(runner: LeanRunner, *, fuses: bool) -> LeanRunner:
     """The same runner as on a GPU."""
-    runner._gpu_layers = GpuLayers(runner._layers, runner._norm, runner._head, comm=runner._comm)
+    varlen, runner._varlen = runner._varlen, None  # `choice_of_attention` tries the kernel of attention, once
+    runner._use_gpu_layers(fuses=fuses)
+    assert runner._gpu_layers
+    assert all(runner._gpu_layers.kernels)
+    assert isinstance(runner._gpu_layers.head, FusedNormed) == fuses
+    if varlen:
+        runner._varlen = Split(varlen, runner._layers[0].heads)
     return runner
 
 
@@ -162,26 +179,35 @@ def residual_and_norm() -> None:
     assert_near(found, functional.rms_norm(wanted.float(), (100,), weight.float(), 1e-2).to(DTYPE), tolerance=2e-3)
 
 
+def gate() -> None:
+    gate_up = some(3, 2200) * 5
+    wanted = functional.silu(gate_up[:, :1100]) * gate_up[:, 1100:]
+    assert_near(kernels.gated(gate_up), wanted, tolerance=2e-3)
+
+
 def whole_models() -> None:
-    """Forwards of 40 tokens, then of few; plain and quantized."""
+    """Forwards of 40 tokens, then of few: by lengths and by masks, plain, fused and quantized."""
     for kind in ("llama", "llama, biases", "llama, no groups", "mistral, window", "qwen2", "qwen3"):
         model = modules(kind, DTYPE)
         wanted = rounds(LeanRunner(deepcopy(model), comm=Comm.single()))
-        runner = LeanRunner(model, comm=Comm.single(), varlen=varlen_attention)
-        if kind in {"llama", "mistral, window"}:
-            runner._varlen = split = Split(varlen_attention, runner._layers[0].heads)
-        found = rounds(fused(runner))
-        assert split.num_served > 0
-        for ours, theirs in zip(found, wanted, strict=True):
-            assert_near(ours, theirs, tolerance=0.02)
-    for num_ours in (0, 1):
-        runner = LeanRunner(
-            modules("llama", DTYPE), comm=Comm.single(), precision=Precision(quantization="int8_weight_only"),
-            varlen=varlen_attention if num_ours else None,
-        )  # fmt: skip
-        found = rounds(fused(runner) if num_ours else runner)
-        wanted = wanted if num_ours else found
-    for ours, theirs in zip(found, wanted, strict=True):
+        fused_by_masks = kind in {"llama, biases", "mistral, window"}
+        for varlen, fuses in ((varlen_attention, not fused_by_masks), (None, fused_by_masks)):
+            runner = on_gpu(LeanRunner(deepcopy(model), comm=Comm.single(), varlen=varlen), fuses=fuses)
+            found = rounds(runner)
+            assert varlen is None or runner._varlen.num_served > 0  # type: ignore[union-attr]
+            for ours, theirs in zip(found, wanted, strict=True):
+                assert_near(ours, theirs, tolerance=0.02)
+    quantized = [
+        LeanRunner(
+            modules("llama", DTYPE),
+            comm=Comm.single(),
+            precision=Precision(quantization="int8_weight_only"),
+            varlen=varlen,
+        )
+        for varlen in (None, varlen_attention)
+    ]
+    runner = on_gpu(quantized[1], fuses=False)
+    for ours, theirs in zip(rounds(runner), rounds(quantized[0]), strict=True):
         assert_near(ours, theirs, tolerance=0.02)
 
 
@@ -196,7 +222,8 @@ def several_ranks() -> None:
             parts = [load_modules(inspect(Path(name)), dtype=None, device=CPU, comm=comm) for comm in comms]
         wanted = rounds(LeanRunner(model, comm=Comm.single()))
         runners = [
-            fused(LeanRunner(part, comm=comm, varlen=varlen_attention)) for part, comm in zip(parts, comms, strict=True)
+            on_gpu(LeanRunner(part, comm=comm, varlen=varlen_attention), fuses=num_ranks == 2)
+            for part, comm in zip(parts, comms, strict=True)
         ]
         for found in on_ranks(comms, lambda comm, runners=runners: rounds(runners[comm.rank])):  # type: ignore[misc]
             for ours, theirs in zip(found, wanted, strict=True):
@@ -233,16 +260,19 @@ def draws() -> None:
 
 def main() -> None:
     """Check every part."""
-    gpu_layers.choose = always_ours  # type: ignore[assignment, attr-defined]
-    for name in ("product", "rotate_write", "add_norm"):
-        setattr(kernels, name, one_at_a_time(getattr(kernels, name)))
+    of_threads = {kernels: ("product", "rotate_write", "add_norm", "gated"), split_kernels: ("attend",)}
+    for module, names in of_threads.items():
+        for name in names:
+            setattr(module, name, one_at_a_time(getattr(module, name)))
     parts = {
         "products": products,
         "rotary and cache": rotary_and_cache,
         "residual and norm": residual_and_norm,
+        "gate": gate,
         "split rows": split_rows,
         "choice of attention": choice_of_attention,
-        "wrong kernels are refused": wrong_products_are_not_used,
+        "wrong products are refused": wrong_products_are_not_used,
+        "wrong kernels are refused": wrong_kernels_are_not_used,
         "whole models": whole_models,
         "several ranks": several_ranks,
         "draws": draws,

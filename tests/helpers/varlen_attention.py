@@ -1,4 +1,4 @@
-"""Attention by lengths over pages in plain operators, as flash attention documents it."""
+"""Attention by lengths over pages in plain operators, as flash attention documents it, and with torch 2.13's fault."""
 
 import torch
 from torch import Tensor
@@ -29,3 +29,17 @@ def varlen_attention(  # noqa: PLR0913, PLR0917 - torch's
         weights = scores.masked_fill(~is_seen, float("-inf")).softmax(-1).nan_to_num(0)
         found[first:last] = torch.einsum("hqk,khd->qhd", weights, values).to(query.dtype)
     return found
+
+
+def varlen_attn_out(  # noqa: PLR0913, PLR0917 - torch's
+    out: Tensor, query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int,
+    *, scale: float, window_size: tuple[int, int], enable_gqa: bool, seqused_k: Tensor, block_table: Tensor,
+    num_splits: int | None = None,
+) -> None:  # fmt: skip
+    """That of torch 2.13, which writes the first sequence only where it splits (issue 194167 of pytorch)."""
+    found = varlen_attention(
+        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size,
+        enable_gqa=enable_gqa, seqused_k=seqused_k, block_table=block_table,
+    )  # fmt: skip
+    written = len(out) if num_splits == 1 else int(cu_seq_q[1])
+    out[:written] = found[:written]

@@ -86,6 +86,7 @@ def config_of(setting: Setting, num_ranks: int) -> RunConfig:
         batch_size=setting.batch_size,
         device=DeviceKind.cuda,
         cuda_graphs=setting.cuda_graphs,
+        gpu_kernels=setting.gpu_kernels,
         ignore_eos=True,
     )
 

@@ -1,19 +1,20 @@
 """The executor of a device: traced on CPUs, CUDA graphs on GPUs, else the round itself, from Python."""
 
 from llama_ssp.engine.executors.cuda_graph import CudaGraphExecutor, CudaRecorder
-from llama_ssp.engine.executors.cuda_overlap import CudaOverlap, SideStream
+from llama_ssp.engine.executors.cuda_overlap import CudaOverlap, SameStream, SideStream
 from llama_ssp.engine.executors.traced_cpu import TracedExecutor
 from llama_ssp.engine.executors.traced_overlap import TracedOverlap
 from llama_ssp.engine.overlap import OverlappedExecutor, OverlappedRound
 from llama_ssp.engine.round import Executor, Round
 
 
-def make_executor(round_: Round, *, cuda_graphs: bool) -> Executor | OverlappedExecutor:
+def make_executor(round_: Round, *, cuda_graphs: bool, side_stream: bool = False) -> Executor | OverlappedExecutor:
     """Choose by the kind of round and the device of the target.
 
     Args:
         round_: what it executes.
         cuda_graphs: whether a GPU's rounds are captured.
+        side_stream: whether messages of rounds that overlap have a stream of their own.
     """
     device, finish = round_.target.device, round_.verifier.comm.finish
     if device.type == "cpu":
@@ -22,5 +23,6 @@ def make_executor(round_: Round, *, cuda_graphs: bool) -> Executor | OverlappedE
         return round_
     recorder = CudaRecorder(finish=finish)
     if isinstance(round_, OverlappedRound):
-        return CudaOverlap(round_, recorder=recorder, beside=CudaRecorder(finish=finish), lane=SideStream(device))
+        lane = SideStream(device) if side_stream else SameStream()
+        return CudaOverlap(round_, recorder=recorder, beside=CudaRecorder(finish=finish), lane=lane)
     return CudaGraphExecutor(round_, recorder=recorder)

@@ -40,8 +40,7 @@ from llama_ssp.models.varlen import VarlenAttention, find_varlen
 from llama_ssp.shapes import static_shape
 
 if TYPE_CHECKING:
-    from llama_ssp.models.llama.gpu_layers import GpuLayers
-    from llama_ssp.models.llama.split_attention import SplitAttention
+    from llama_ssp.models.llama.gpu_layers import GpuLayers, OwnKernels
 
 
 def is_llama_kind(config: PretrainedConfig) -> bool:
@@ -61,6 +60,7 @@ class LeanRunner(CachedRunner):
         fill: loads the parameters whose names begin with a prefix; None if they are loaded.
         kernel: of all linear layers; None takes the fastest for each shape.
         precision: of the linear layers; the head keeps its dtype.
+        fuses: on a GPU, products take in the norm, the gate and the residual; see `fused_products`.
         varlen: reads the cache by lengths of rows; None for that of this device, or masks if it has none.
     """
 
@@ -72,6 +72,7 @@ class LeanRunner(CachedRunner):
         fill: Callable[[str], None] | None = None,
         kernel: Kernel | None = None,
         precision: Precision = UNQUANTIZED,
+        fuses: bool = False,
         varlen: VarlenAttention | None = None,
     ) -> None:
         config: Any = model.config
@@ -98,7 +99,7 @@ class LeanRunner(CachedRunner):
         self.repeats_operators = self.repeats_at_any_length = precision.repeats_operators(layers[0].qkv)
         self._by_position = precision.rounds_inputs
         if varlen is None and not self._by_position:
-            varlen = find_varlen(self.device, self.dtype, layers[0].heads.dim)
+            varlen = find_varlen(self.device, self.dtype, layers[0].heads, has_windows=any(self._windows))
         self._varlen = varlen
         self._compiled = None if varlen else find_attention(self.device, self.dtype, layers[0].heads.dim)
         self.reads_by_length = self.packs_prompts = varlen is not None
@@ -106,36 +107,40 @@ class LeanRunner(CachedRunner):
         linears = [self._head, *(linear for layer in layers for linear in layer.linears)]
         self.is_thread_invariant = self._compiled is not None and all(map(native_of, linears))
         self._gpu_layers: GpuLayers | None = None
-        self._split: SplitAttention | None = None
-        if varlen is not None and self.device.type == "cuda":
-            self._gpu_layers = attempt(self._in_few_kernels, instead="continuing with more kernels in every layer")
-            if self._gpu_layers:  # without Triton one sentence is enough
-                split = partial(self._over_more_blocks, varlen)
-                self._split = attempt(split, instead="continuing with torch's attention for few heads")
-                self._varlen = self._split or varlen
+        if self.device.type == "cuda":
+            self._use_gpu_layers(fuses=fuses)
 
     @property
     def is_fused(self) -> bool:
-        """Whether forwards run the kernels of `gpu_layers`."""
-        return self._gpu_layers is not None
+        """Whether forwards run all of our kernels between products; see `gpu_layers`."""
+        return self._gpu_layers is not None and all(self._gpu_layers.kernels)
 
-    def kernel_choices(self) -> dict[str, list[int]]:
-        """The kernels that were chosen by their times on this GPU; see `trials.choices_of`."""
-        if self._gpu_layers is None:
-            return {}
-        from llama_ssp.models.llama.trials import choices_of  # noqa: PLC0415 - imports Triton
+    def _use_gpu_layers(self, *, fuses: bool) -> None:
+        """Take the layers of GPUs, with those of our kernels that work here."""
+        from llama_ssp.models.llama.gpu_layers import GpuLayers, OwnKernels  # noqa: PLC0415 - only GPUs need it
 
-        of_attention = self._split.choices(self.device, self.dtype) if self._split else {}
-        return choices_of(self._gpu_layers.products) | of_attention
+        own = attempt(self._own_kernels, instead="continuing with more kernels in every layer") or OwnKernels()
+        self._gpu_layers = GpuLayers(self._layers, self._norm, self._head, comm=self._comm, kernels=own)
+        if not any(own):  # without Triton one sentence is enough
+            return
+        if self._varlen:
+            split = partial(self._over_more_blocks, self._varlen)
+            self._varlen = attempt(split, instead="continuing with torch's attention for long batches") or self._varlen
+        if fuses:
+            from llama_ssp.models.llama.fused_products import fuse  # noqa: PLC0415 - imports Triton
 
-    def use_kernel_choices(self, choices: dict[str, list[int]]) -> None:
-        """Use the kernels that were chosen before, or by another rank; see `trials.use_choices`."""
-        if self._gpu_layers is not None:
-            from llama_ssp.models.llama.trials import use_choices  # noqa: PLC0415 - imports Triton
+            fuse(self._gpu_layers)
 
-            use_choices(self._gpu_layers.products, choices)
-            if self._split:
-                self._split.use_choices(choices, self.device, self.dtype)
+    def _own_kernels(self) -> "OwnKernels":
+        from llama_ssp.models.llama.kernel_checks import find_kernels  # noqa: PLC0415 - imports Triton
+
+        return find_kernels(self._layers[0], self._norm)
+
+    def _over_more_blocks(self, varlen: VarlenAttention) -> VarlenAttention:
+        from llama_ssp.models.llama.split_attention import try_split  # noqa: PLC0415 - imports Triton
+
+        heads, has_windows = self._layers[0].heads, any(self._windows)
+        return try_split(varlen, heads, device=self.device, dtype=self.dtype, has_windows=has_windows)
 
     def allocate(self, *, batch_size: int, capacity: int) -> None:
         """See `Runner.allocate`."""
@@ -206,14 +211,16 @@ class LeanRunner(CachedRunner):
         place: PlaceHeads
         if pieces:
             positions_BT, cache_rows_B = positions_BT.view(-1, 1), pieces.rows_M  # each token has a row of its own
-        if self._gpu_layers and cache_rows_B is None:
-            kernel, buffers = self._gpu_layers.rotate_write, self._cache.buffers(bucket)
+        kernel = self._gpu_layers.kernels.rotate_write if self._gpu_layers else None
+        if kernel and cache_rows_B is None:
+            buffers = self._cache.buffers(bucket)
             place = PlaceByKernel(kernel, freqs_cis_S1P, positions_BT.contiguous(), None, buffers)
         else:
             view = self._cache.view(positions_BT, bucket=bucket, cache_rows_B=cache_rows_B)
-            if self._gpu_layers:
-                kernel, positions_BT = self._gpu_layers.rotate_write, positions_BT.contiguous()
-                place = PlaceByKernel(kernel, freqs_cis_S1P, positions_BT, view.slots_M, view.buffer)
+            if kernel:
+                place = PlaceByKernel(
+                    kernel, freqs_cis_S1P, positions_BT.contiguous(), view.slots_M, view.buffer, view.cache_rows_B
+                )
             else:
                 place = PlaceByOperators(freqs_cis_S1P.index_select(0, positions_BT.flatten()), view)
         if self._varlen is None:
@@ -232,19 +239,6 @@ class LeanRunner(CachedRunner):
         view = self._cache.view(positions_BT, bucket=bucket, cache_rows_B=cache_rows_B)
         where = self._rotations.freqs_cis_S1P, positions_BT.contiguous(), view
         return {window: CompiledAttention(operator, *where, window) for window in self._windows}
-
-    def _in_few_kernels(self) -> "GpuLayers":
-        from llama_ssp.models.llama.gpu_layers import GpuLayers  # noqa: PLC0415 - imports Triton
-
-        return GpuLayers(self._layers, self._norm, self._head, comm=self._comm)
-
-    def _over_more_blocks(self, varlen: VarlenAttention) -> "SplitAttention | None":
-        from llama_ssp.models.llama import split_attention  # noqa: PLC0415 - imports Triton
-
-        heads = self._layers[0].heads
-        if not split_attention.has_few(heads):
-            return None
-        return split_attention.try_split(varlen, heads, device=self.device, dtype=self.dtype)
 
     def _masked(self, positions_BT: Tensor, *, bucket: int) -> dict[int | None, Attend]:
         heads = self._layers[0].heads

@@ -3,7 +3,8 @@
     product        x W^T, with whatever stands before and after it: the sum of the ranks added to the residual, the RMS
                    norm, the bias, the gate of the MLP, the residual
     rotate_write   the norms of heads, the rotary embedding, and the write to the cache
-    add_norm       the residual and the norm, around products with kernels of their own
+    add_norm       the residual and the norm
+    gated          silu(gate) * up
 
 For few rows a product reads its weights and hardly computes, so what surrounds it is free, where a kernel of its own
 costs a launch and a trip through memory. Each program computes some outputs of all rows and reads each of its weights
@@ -26,6 +27,7 @@ from torch import Tensor
 _LEAST_ROWS = 16
 """What one instruction multiplies; fewer rows are padded."""
 _HEADS_OF_A_PROGRAM = 8
+_UNITS_OF_A_PROGRAM = 1024
 
 
 class Tile(NamedTuple):
@@ -34,6 +36,9 @@ class Tile(NamedTuple):
     outputs: int = 32
     inputs: int = 128
     num_stages: int = 5
+
+
+TILE = Tile()
 
 
 class NormWeight(NamedTuple):
@@ -107,34 +112,32 @@ def product(
     x_MI: Tensor,
     weight_OI: Tensor,
     *,
-    tile: Tile = Tile(),  # noqa: B008 - a tuple
     norm: NormWeight | None = None,
     added_MI: Tensor | None = None,
     bias_O: Tensor | None = None,
     residual_MO: Tensor | None = None,
     gates: bool = False,
     dtype: torch.dtype | None = None,
-    into_MO: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute norm(x + added) W^T + bias + residual for few rows; all tensors are contiguous.
 
     With `gates` the weight is that of gate and up, one after the other, and the result silu(gate) * up. The residual is
-    overwritten by the result. `dtype` is that of the result, by default that of x; `into_MO` takes it.
+    overwritten by the result. `dtype` is that of the result, by default that of x.
 
     Returns x + added, which is x if nothing is added, and the result.
     """
     num_rows, num_inputs = x_MI.shape
     num_outputs = weight_OI.shape[0] // 2 if gates else weight_OI.shape[0]
     summed_MI = x_MI if added_MI is None else torch.empty_like(x_MI)
-    y_MO = into_MO if residual_MO is None else residual_MO
+    y_MO = residual_MO
     if y_MO is None:
         y_MO = x_MI.new_empty(num_rows, num_outputs, dtype=dtype)
-    product_kernel[(triton.cdiv(num_outputs, tile.outputs),)](
+    product_kernel[(triton.cdiv(num_outputs, TILE.outputs),)](
         x_MI, added_MI, summed_MI, norm and norm.weight_I, weight_OI, bias_O, residual_MO, y_MO,
         num_rows, num_outputs, num_inputs, norm.eps if norm else 0.0, 1 / norm.scale if norm else 1.0,
         HAS_ADDED=added_MI is not None, HAS_NORM=norm is not None, HAS_BIAS=bias_O is not None,
         HAS_RESIDUAL=residual_MO is not None, GATES=gates, ROWS=padded(num_rows),
-        OUTPUTS=tile.outputs, INPUTS=tile.inputs, num_warps=4, num_stages=tile.num_stages,
+        OUTPUTS=TILE.outputs, INPUTS=TILE.inputs, num_warps=4, num_stages=TILE.num_stages,
     )  # fmt: skip
     return summed_MI, y_MO
 
@@ -161,6 +164,29 @@ def add_norm(x_ME: Tensor, added_ME: Tensor, weight_E: Tensor, eps: float) -> Te
         x_ME, added_ME, weight_E, normed_ME, width, eps, WIDTH=triton.next_power_of_2(width), num_warps=8
     )
     return normed_ME
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def gated_kernel(gate_up, gated, num_units, UNITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Multiply some units of one row by the silu of their gates, rounded as torch's two operators do."""
+    units = tl.program_id(1) * UNITS + tl.arange(0, UNITS)
+    is_unit = units < num_units
+    row = tl.program_id(0).to(tl.int64) * num_units
+    gate = tl.load(gate_up + 2 * row + units, mask=is_unit, other=0.0)
+    up = tl.load(gate_up + 2 * row + num_units + units, mask=is_unit, other=0.0)
+    exact = gate.to(tl.float32)
+    silu = (exact / (1.0 + tl.exp(-exact))).to(gate.dtype)
+    tl.store(gated + row + units, silu * up, mask=is_unit)
+
+
+def gated(gate_up_M2U: Tensor) -> Tensor:
+    """silu(gate) * up of the concatenated gate and up (M, 2 U), contiguous; returns (M, U)."""
+    num_rows, num_units = gate_up_M2U.shape[0], gate_up_M2U.shape[1] // 2
+    gated_MU = gate_up_M2U.new_empty(num_rows, num_units)
+    gated_kernel[(num_rows, triton.cdiv(num_units, _UNITS_OF_A_PROGRAM))](
+        gate_up_M2U, gated_MU, num_units, UNITS=_UNITS_OF_A_PROGRAM, num_warps=4
+    )
+    return gated_MU
 
 
 @triton.jit(do_not_specialize=["num_positions", "num_slots", "all_slots"])  # type: ignore[untyped-decorator]

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from llama_ssp.architectures.sizes import WHOLE_LAYER_TOKENS
 from llama_ssp.distributed.comms import Comm
-from llama_ssp.models.linear import Kernel, Linear, PlainLinear, make_linear
+from llama_ssp.models.linear import Kernel, Linear, make_linear
 from llama_ssp.models.llama.attention import CompiledAttention, LayerAttention
-from llama_ssp.models.llama.fused import gated
 from llama_ssp.models.llama.norm import RmsNorm
 from llama_ssp.models.native.layer import WholeLayer, whole_layer
 from llama_ssp.models.native.linear import native_of
@@ -99,6 +99,7 @@ class ResidualLinear:
     Attributes:
         is_shared: each rank holds some of the inputs.
         linear: of this rank; without the bias if it is shared.
+        width: of its outputs.
     """
 
     def __init__(self, module: nn.Module, *, comm: Comm, kernel: Kernel | None) -> None:
@@ -107,30 +108,34 @@ class ResidualLinear:
         self.is_shared = isinstance(module, RowLinear)
         self.linear: Linear = make_linear(weight, None if self.is_shared else bias, kernel=kernel)
         self._bias_E = bias
-        self._width = weight.shape[0]
+        self.width = weight.shape[0]
 
     def __call__(self, x_MI: Tensor, residual_ME: Tensor) -> Tensor:
         """Add the output for x to the residual, which may be overwritten."""
         if not self.is_shared:
             return self.linear.add(x_MI, residual_ME)
-        place_ME = self.window_place(x_MI)
-        if place_ME is not None and isinstance(self.linear, PlainLinear):
-            # Not the other way round: the next product overwrites the window.
-            sum_ME = residual_ME.add_(self._comm.all_reduce(self.linear.into(x_MI, place_ME)))
-        else:
-            sum_ME = self._comm.all_reduce(self.linear(x_MI)).add_(residual_ME)
+        sum_ME = self._comm.all_reduce(self._part(x_MI))
+        # Not into the sum where it lies in a window: the next product overwrites that.
+        sum_ME = residual_ME.add_(sum_ME) if self._comm.window else sum_ME.add_(residual_ME)
         return sum_ME if self._bias_E is None else sum_ME.add_(self._bias_E)
 
-    def window_place(self, x_MI: Tensor) -> Tensor | None:
-        """Where this rank's part of the sum goes: in the window of the group, if it has one and the part fits."""
-        if self._comm.window is None or not isinstance(self.linear, PlainLinear):
-            return None
-        return self._comm.window.place(x_MI.shape[0], self._width, x_MI.dtype)
-
-    def summed(self, part_ME: Tensor) -> Tensor:
+    def summed(self, x_MI: Tensor) -> Tensor:
         """Sum the outputs of all ranks, and add the bias; the next product may overwrite the result."""
-        sum_ME = self._comm.all_reduce(part_ME)
+        sum_ME = self._comm.all_reduce(self._part(x_MI))
         return sum_ME if self._bias_E is None else sum_ME.add_(self._bias_E)
+
+    def _part(self, x_MI: Tensor) -> Tensor:
+        """This rank's part of the sum: in the window of the group, if it has one and the part fits."""
+        window, place_ME = self._comm.window, None
+        if window:
+            place_ME = window.place(x_MI.shape[0], self.width, x_MI.dtype)
+        return self.linear(x_MI) if place_ME is None else self.linear.into(x_MI, place_ME)
+
+
+def gated(gate_up_M2U: Tensor) -> Tensor:
+    """silu(gate) * up of the concatenated gate and up (M, 2 U); returns (M, U)."""
+    gate_MU, up_MU = gate_up_M2U.chunk(2, dim=-1)
+    return functional.silu(gate_MU).mul_(up_MU)
 
 
 def _interleave(module: nn.Module, head_dim: int) -> None:

@@ -1,7 +1,7 @@
 """Turns queries and keys by their positions, and writes keys and values to the cache: a `PlaceHeads` a forward.
 
-On a CPU one complex product turns queries and keys, unless compiled attention does all of this (`native.attention`). On
-a GPU a compiled kernel does, or one of ours that also norms heads and writes to the cache.
+One complex product turns queries and keys, unless compiled attention does all of this on a CPU (`native.attention`), or
+on a GPU a kernel of ours, which also norms heads and writes to the cache.
 
 Shapes: B sequences, T positions, M = B * T tokens, X heads, S slots, H query heads, D head dim, P = D / 2 pairs of
 dimensions.
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from llama_ssp.models.cache import BufferOf, CacheView, Workspace
-from llama_ssp.models.llama.fused import apply_rotary
 from llama_ssp.models.llama.norm import RmsNorm
 from llama_ssp.models.varlen import Heads
 
@@ -82,6 +81,7 @@ class PlaceByKernel(NamedTuple):
         positions_BT: of the tokens, contiguous.
         slots_M: of the tokens, among the slots of all rows; None if row b is row b of the cache.
         buffer: gives a layer's part of the cache.
+        cache_rows_B: see `CacheView`.
     """
 
     rotate_write: RotateWrite
@@ -89,24 +89,23 @@ class PlaceByKernel(NamedTuple):
     positions_BT: Tensor
     slots_M: Tensor | None
     buffer: BufferOf
+    cache_rows_B: Tensor | None = None
 
     def __call__(
         self, qkv_MXD: Tensor, number: int, heads: Heads, norms: Sequence[RmsNorm]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `PlaceHeads`."""
-        parts, keys, values = self.buffer(number, lambda: qkv_MXD.narrow(1, heads.num, 2 * heads.num_kv))
+        buffer = self.buffer(number, lambda: qkv_MXD.narrow(1, heads.num, 2 * heads.num_kv))
         turns_SP2 = torch.view_as_real(self.freqs_cis_S1P)
         self.rotate_write(
-            qkv_MXD, turns_SP2, self.positions_BT, parts, num_heads=heads.num, slots_M=self.slots_M,
+            qkv_MXD, turns_SP2, self.positions_BT, buffer.parts, num_heads=heads.num, slots_M=self.slots_M,
             norms=[norm.weight_E for norm in norms], eps=norms[0].eps if norms else 0.0,
         )  # fmt: skip
-        return qkv_MXD.narrow(1, 0, heads.num), keys, values
+        return qkv_MXD.narrow(1, 0, heads.num), *buffer.rows(self.cache_rows_B)
 
 
 def _turned(heads_MXD: Tensor, freqs_cis_M1P: Tensor, num_turned: int) -> Tensor:
-    """Rotate adjacent pairs of dimensions of the first heads, in fp32; on the CPU by one operator, in place."""
-    if heads_MXD.device.type == "cuda":
-        return apply_rotary(heads_MXD, torch.view_as_real(freqs_cis_M1P), num_turned)
+    """Rotate adjacent pairs of dimensions of the first heads, in fp32 and in place."""
     first_MXD = heads_MXD.narrow(1, 0, num_turned)
     in_fp32 = first_MXD.float()
     torch.view_as_complex(in_fp32.unflatten(-1, (-1, 2))).mul_(freqs_cis_M1P)

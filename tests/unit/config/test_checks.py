@@ -74,7 +74,7 @@ BAD = [
     (["draft=local"], "draft=local needs draft.model.path=DIR"),
     (["model=30B_8bit", "draft=7B", "model.int8_threshold=-1"], "model.int8_threshold=-1.0 must be 0"),
     (["device=cpu", "cuda_graphs=true"], "cuda_graphs has no effect with device=cpu"),
-    (["device=cpu", "symmetric_memory=false"], "symmetric_memory has no effect with device=cpu"),
+    (["device=cpu", "gpu_kernels=fused"], "gpu_kernels has no effect with device=cpu"),
     (["model.int8_threshold=6"], "model.int8_threshold has no effect without model.quantization=int8"),
     (
         ["verification.rule=blocks"],

@@ -3,12 +3,14 @@
 The kernel is stood in for by plain operators, which check what a GPU's kernel would take for granted.
 """
 
+import inspect
 from copy import deepcopy
 from functools import partial
 from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.nn.attention.varlen
 from torch import Tensor
 
 from llama_ssp.distributed.comms import Comm
@@ -16,10 +18,10 @@ from llama_ssp.drafting.catch_up import CatchUp
 from llama_ssp.engine.state import Request
 from llama_ssp.models import varlen
 from llama_ssp.models.llama.decoder import LeanRunner
-from llama_ssp.models.varlen import Heads, find_varlen, is_right
+from llama_ssp.models.varlen import Heads, VarlenAttention, fault_of, find_varlen, torch_attention
 from tests.helpers.decoders import make_decoder
 from tests.helpers.models import tiny_model
-from tests.helpers.varlen_attention import varlen_attention
+from tests.helpers.varlen_attention import varlen_attention, varlen_attn_out
 from tests.unit.models.llama.test_decoder import assert_close, modules, ragged_rounds, random_ids
 
 CPU = torch.device("cpu")
@@ -127,9 +129,61 @@ def test_a_kernel_is_held_to_masks_before_it_is_used() -> None:
     def no_number(query: Tensor, *_arguments: Tensor, **_options: object) -> Tensor:
         return torch.full_like(query, float("nan"))
 
-    check = partial(is_right, device=CPU, dtype=torch.bfloat16, heads=Heads(4, 2, 64, 0.125))
-    assert check(varlen_attention)
-    assert not any(map(check, (no_window, sees_the_future, no_number)))
+    check = partial(fault_of, device=CPU, dtype=torch.bfloat16, heads=Heads(4, 2, 64, 0.125), has_windows=True)
+    assert check(varlen_attention) is None
+    assert check(no_window) == "wrong values in row 0 where rows have 1 queries and a window of 4"
+    assert check(no_number) == "wrong values in row 0 where rows have 1 queries"
+    without_windows = partial(check, has_windows=False)
+    assert without_windows(no_window) is None
+    assert without_windows(sees_the_future) == "wrong values in row 0 where rows have 5 queries"
+
+
+@pytest.fixture
+def faulty_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's kernel with the fault of 2.13: split, it writes the first sequence only."""
+    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn_out", varlen_attn_out)
+
+
+HEADS = [Heads(4, 4, 32, 32**-0.5), Heads(8, 2, 16, 0.25), Heads(7, 1, 64, 0.125)]
+
+
+@pytest.mark.usefixtures("faulty_torch")
+@pytest.mark.parametrize("heads", HEADS)
+def test_torch_s_kernel_is_right_for_batches_because_it_does_not_split_them(heads: Heads) -> None:
+    def splits_always(*arguments: Tensor, **options: object) -> Tensor:
+        out = torch.zeros_like(arguments[0])
+        varlen_attn_out(out, *arguments, **options)  # type: ignore[arg-type]
+        return out
+
+    check = partial(fault_of, device=CPU, dtype=torch.float16, heads=heads)
+    ours = torch_attention()
+    assert ours
+    assert check(ours) is None
+    assert check(splits_always) == "wrong values in row 1 where rows have 1, 1, 1 queries"
+
+
+def test_one_sequence_keeps_torch_s_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one, a GPU's blocks would walk all slots of a row; with more, they would write the first row only."""
+    into = Mock(wraps=varlen_attn_out, __signature__=inspect.signature(varlen_attn_out))
+    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn_out", into)
+    ours = torch_attention()
+    assert ours
+    fault_of(ours, device=CPU, dtype=torch.float16, heads=HEADS[0])
+    found = {(len(call.kwargs["seqused_k"]), call.kwargs["num_splits"]) for call in into.call_args_list}
+    assert found == {(1, None), (3, 1)}
+
+
+@pytest.mark.parametrize("shape", varlen.CHECKED)
+def test_a_kernel_that_is_wrong_in_one_shape_only_is_found(shape: tuple[int, ...]) -> None:
+    """Of one row and of three, of one position and of a round, and of packed prompts."""
+
+    def wrong_there(*arguments: Tensor, **options: object) -> Tensor:
+        found = varlen_attention(*arguments, **options)  # type: ignore[arg-type]
+        return found * 1.1 if arguments[3].diff().tolist() == list(shape) else found
+
+    found = fault_of(wrong_there, device=CPU, dtype=torch.float16, heads=HEADS[1])
+    assert found
+    assert found.endswith(f"where rows have {', '.join(map(str, shape))} queries")
 
 
 @pytest.mark.parametrize(
@@ -145,23 +199,43 @@ def test_other_devices_formats_and_heads_keep_masks(
     device: str, dtype: torch.dtype, head_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
-    assert find_varlen(torch.device(device), dtype, head_dim) is None
+    assert find_varlen(torch.device(device), dtype, Heads(4, 2, head_dim, 1.0)) is None
+
+
+def tried(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, *, capability: tuple[int, int] = (8, 0)
+) -> VarlenAttention | None:
+    """The kernel of a GPU where it ends with an error."""
+
+    def broken(*_arguments: object, **_options: object) -> str | None:
+        raise error
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
+    monkeypatch.setattr(varlen, "fault_of", broken)
+    find_varlen.cache_clear()
+    try:
+        return find_varlen(torch.device("cuda", 0), torch.float16, HEADS[0])
+    finally:
+        find_varlen.cache_clear()
 
 
 @pytest.mark.parametrize("capability", [(7, 5), (8, 0)])
 def test_a_kernel_that_fails_on_this_device_is_not_used_and_that_is_said(
     capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(*_arguments: object, **_options: object) -> bool:
-        raise RuntimeError("no kernel image\nTraceback")
-
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
-    monkeypatch.setattr(varlen, "is_right", broken)
-    monkeypatch.setattr(varlen, "_torch_s", lambda: varlen_attention)
-    find_varlen.cache_clear()
-    assert find_varlen(torch.device("cuda", 0), torch.float16, 64) is None
-    find_varlen.cache_clear()
+    assert tried(monkeypatch, RuntimeError("no kernel image\nTraceback"), capability=capability) is None
     said = [record.getMessage() for record in caplog.records]
     assert said == ([] if capability < (8, 0) else [
         "continuing with masks, because attention by lengths does not work on cuda:0: no kernel image"
     ])  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("CUDA error: an illegal memory access was met")],
+)
+def test_an_error_after_which_no_kernel_runs_is_no_reason_for_masks(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(type(error)):
+        tried(monkeypatch, error)

@@ -5,10 +5,8 @@ import re
 import subprocess
 import sys
 from functools import cache
-from types import SimpleNamespace
 
 import pytest
-import torch
 
 from tests.helpers.ahead_of_time import CAPABILITIES, Compiled, compile_kernel
 from tests.helpers.lanes import grid
@@ -118,61 +116,6 @@ def test_split_attention_needs_no_stack_and_multiplies_every_key_by_one_warp(
     assert whole.stack_bytes == 0
 
 
-class Timed:
-    """A product that has given times, by tile."""
-
-    def __init__(self) -> None:
-        self.plain = SimpleNamespace(weight_OI=torch.zeros(4, 8))
-        self.tiles: dict[int, object] = {}
-
-
-@pytest.mark.parametrize(
-    ("times_us", "is_right", "wanted"),
-    [
-        ((10, 10, 10), True, 0),
-        ((10, 10, 9), True, 1),
-        ((9.5, 10, 11), True, 0),  # torch saves less than its further kernels cost
-        ((8, 10, 11), True, None),
-        ((20, 10, 11), False, None),
-    ],
-)
-def test_the_fastest_right_product_is_taken(
-    times_us: tuple[float, ...], is_right: bool, wanted: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The times are those of torch and of the two tiles."""
-    from llama_ssp.models.llama import trials
-
-    times = dict(zip((None, *trials.TILES), times_us, strict=True))
-    monkeypatch.setattr(trials, "seconds_of", lambda _products, inputs, _rows, tile: len(inputs) * times[tile] * 1e-6)
-    monkeypatch.setattr(trials, "_works", lambda *_arguments: is_right)
-    products = [Timed(), Timed()]
-    trials.choose(products)  # type: ignore[arg-type]
-    best = None if wanted is None else trials.TILES[wanted]
-    assert [product.tiles for product in products] == [{16: best, 32: best}] * 2
-
-
-def test_a_choice_is_used_again_for_the_same_product_on_the_same_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    from llama_ssp.models.llama import trials
-
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "GPU")
-    first, again, elsewhere = ({"qkv": [Timed(), Timed()], "head": [Timed()]} for _ in range(3))
-    for group in (*first.values(), *again.values(), *elsewhere.values()):
-        for product in group:
-            product.tiles = {16: trials.TILES[0], 32: trials.TILES[1]}
-    first["qkv"][0].tiles = {16: trials.TILES[1], 32: None}
-    choices = trials.choices_of(first)  # type: ignore[arg-type]
-    assert len(choices) == 4
-    assert any(key.startswith("GPU, torch ") and ": qkv, 4 x 8, float32, 16 rows" in key for key in choices)
-    trials.use_choices(again, choices)  # type: ignore[arg-type]
-    assert [product.tiles for product in again["qkv"]] == [first["qkv"][0].tiles] * 2
-    assert again["head"][0].tiles == first["head"][0].tiles
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "other GPU")
-    trials.use_choices(elsewhere, choices)  # type: ignore[arg-type]
-    assert elsewhere["qkv"][0].tiles == {16: trials.TILES[0], 32: trials.TILES[1]}
-    with pytest.raises(ValueError, match="no tile"):
-        trials.use_choices(again, {key: [1, 2, 3] for key in trials.choices_of(again)})  # type: ignore[arg-type]
-
-
 def test_values_are_those_of_torch_s_operators() -> None:
     """In a process of its own, because Triton reads at its import that it is to interpret."""
     ended = subprocess.run(
@@ -181,6 +124,6 @@ def test_values_are_those_of_torch_s_operators() -> None:
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     assert re.findall(r"^right: (.*)$", ended.stdout, re.MULTILINE) == [
-        "products", "rotary and cache", "residual and norm", "split rows", "choice of attention",
-        "wrong kernels are refused", "whole models", "several ranks", "draws",
+        "products", "rotary and cache", "residual and norm", "gate", "split rows", "choice of attention",
+        "wrong products are refused", "wrong kernels are refused", "whole models", "several ranks", "draws",
     ]  # fmt: skip
