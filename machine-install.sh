@@ -308,6 +308,8 @@ with PYTHON=/path/to/python"
     find_gpu
     check_fabric_manager
     check_compiler
+    # The formats int8 and nf4 need it on GPUs.
+    if [ "$gpu" != none ] && [ -z "$extra" ]; then extra="[bitsandbytes]"; fi
     torch_source="$torch_pin $gpu$cuda ${TORCH_INDEX_URL:-}"
     torch_wanted=$torch_pin
     if [ "$cuda" = 12.8 ]; then torch_wanted=$torch_range; fi
@@ -331,7 +333,7 @@ with PYTHON=/path/to/python"
         say project "deepspeed"
         install_deepspeed
     fi
-    say next "$([ -z "$extra" ] && echo ".venv/bin/torchrun --nproc-per-node 2 launch/run.py" || echo ".venv/bin/pytest")"
+    say next "$([ "$extra" = "[dev]" ] && echo ".venv/bin/pytest" || echo ".venv/bin/torchrun --nproc-per-node 2 launch/run.py")"
 }
 
 main "$@"

@@ -134,8 +134,8 @@ def fault_of(
             torch.full_like(queries_QHD, float("nan"))  # what a kernel does not write is then not right by chance
             found_QHD = attend(
                 queries_QHD, keys_XPND, values_XPND, numbers(firsts), numbers(range(0, (rows + 1) * most, most)),
-                max(queries), most, scale=heads.scale, window_size=window_size(window), enable_gqa=heads.num != heads.num_kv,
-                seqused_k=numbers(lengths), block_table=pages,
+                max(queries), most, scale=heads.scale, window_size=window_size(window),
+                enable_gqa=heads.num != heads.num_kv, seqused_k=numbers(lengths), block_table=pages,
             )  # fmt: skip
             for row, (length, own) in enumerate(zip(lengths, starmap(slice, pairwise(firsts)), strict=True)):
                 keys_SND, values_SND = (pool.index_select(0, pages[row]).flatten(0, 1)[:length] for pool in pools)

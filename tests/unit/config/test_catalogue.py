@@ -69,9 +69,9 @@ def test_every_promised_model_is_there() -> None:
 
 
 @pytest.mark.parametrize("name", LLAMA_1)
-def test_an_8bit_entry_is_its_base_with_int8_weights(name: str) -> None:
+def test_an_8bit_entry_is_its_base_with_int8_weights_that_need_no_further_package(name: str) -> None:
     base, entry = catalogue.load(name), catalogue.load(f"{name}_8bit")
-    assert entry.quantization == "int8"
+    assert entry.quantization == "int8_weight_only"
     assert (entry.shape, entry.hub_id, entry.default_draft) == (base.shape, base.hub_id, base.default_draft)
 
 

@@ -54,6 +54,15 @@ def test_a_driver_that_is_too_old_is_said_with_those_that_would_do(machine: Mach
     assert "Everything runs on the CPU: update the" in output
 
 
+@pytest.mark.parametrize(("driver", "extra"), [("580.82.07", "[bitsandbytes]"), ("470.256.02", "")])
+def test_bitsandbytes_comes_with_gpus_that_torch_can_use(machine: Machine, driver: str, extra: str) -> None:
+    machine.install("nvidia-smi", nvidia_smi(driver))
+    done = machine.run()
+    assert f"install --editable .{extra} --constraint .venv/constraints.txt" in machine.pip_log()
+    assert "next     .venv/bin/torchrun" in done.stdout
+    assert "everything is in place" in machine.run().stdout
+
+
 def test_an_updated_driver_brings_another_torch(machine: Machine) -> None:
     machine.install("nvidia-smi", nvidia_smi("570.86.15"))
     machine.run()
