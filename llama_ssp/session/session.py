@@ -129,8 +129,10 @@ class Session:
         Modes that are warm already, as from the second typed prompt on, complete no job again.
         """
         cold = [mode for mode in modes if mode not in self._warm]
-        for mode in modes:
-            self.ready_decoder(mode, jobs).warm_up([job.request for job in jobs])
+        # All caches come first: one that grows for a later mode would drop what an earlier one has captured.
+        decoders = [self.ready_decoder(mode, jobs) for mode in modes]
+        for mode, decoder in zip(modes, decoders, strict=True):
+            decoder.warm_up([job.request for job in jobs])
             self._warm.add(mode)
         for mode, job in product(cold, jobs[:num_jobs]):
             short = replace(job.request, max_new_tokens=min(_WARMUP_TOKENS, job.request.max_new_tokens))

@@ -6,10 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from llama_ssp import load
 from llama_ssp.config.schema import SpeculationConfig
 from llama_ssp.engine.completion import RowCompletion
-from llama_ssp.engine.loop import Update
+from llama_ssp.engine.loop import Decoder, Update
 from llama_ssp.engine.state import Request
 from llama_ssp.engine.stream import Piece
 from llama_ssp.reports.lines import CompletionLine
@@ -17,6 +19,8 @@ from llama_ssp.session.jobs import PromptTask
 from llama_ssp.session.lines import to_line
 from llama_ssp.session.prompt_records import Prompt
 from llama_ssp.session.session import Session
+from tests.helpers.decoders import make_decoder
+from tests.helpers.recorded import FakeRecorder
 from tests.helpers.tokenizers import LAYOUTS, layout
 
 BYTES: Any = SimpleNamespace(decode=lambda ids, **_: bytes(ids).decode(errors="replace"))
@@ -90,8 +94,35 @@ def test_a_warm_up_makes_room_for_all_jobs_in_every_mode_before_anything_runs() 
 
     session: Any = SimpleNamespace(decoder=decoder, ready_decoder=ready_decoder, _warm=set())
     Session.warm_up(session, [job(5), job(70)], ["plain", "speculative"], num_jobs=1)
-    ready = [("plain", 2), "2 warm", ("speculative", 2), "2 warm"]
-    assert seen == [*ready, "plain", "speculative"]
+    ready = [("plain", 2), ("speculative", 2)]
+    assert seen == [*ready, "2 warm", "2 warm", "plain", "speculative"]
+
+
+@pytest.mark.seconds
+def test_the_warm_up_of_one_mode_drops_no_graph_of_another() -> None:
+    """Speculative rounds need more slots: had plain ones been captured before, they would be again, and timed."""
+    models = load("tiny", "tiny-draft").models
+    target, draft = models.target, models.draft
+    recorders = {"plain": FakeRecorder(), "speculative": FakeRecorder()}
+    decoders = {
+        "plain": make_decoder(target, None, num_draft_tokens=0, replay=recorders["plain"]),
+        "speculative": make_decoder(target, draft, num_draft_tokens=9, replay=recorders["speculative"]),
+    }
+
+    def ready_decoder(mode: str, jobs: Sequence[PromptTask]) -> Decoder:
+        decoders[mode].make_room([each.request for each in jobs])
+        return decoders[mode]
+
+    session: Any = SimpleNamespace(decoder=decoders.__getitem__, ready_decoder=ready_decoder, _warm=set())
+    jobs = [job(150)]
+    with torch.inference_mode():
+        Session.warm_up(session, jobs, [*decoders], num_jobs=1)
+        captured = {mode: recorder.num_recorded for mode, recorder in recorders.items()}
+        for decoder in decoders.values():
+            for _ in decoder.run([each.request for each in jobs]):
+                pass
+    assert {mode: recorder.num_recorded for mode, recorder in recorders.items()} == captured
+    assert all(captured.values())
 
 
 def test_the_first_completion_of_a_mode_is_preceded_by_a_warm_up_that_no_later_one_repeats() -> None:
