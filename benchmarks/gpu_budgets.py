@@ -5,6 +5,7 @@
 
 from dataclasses import dataclass, field
 
+from llama_ssp.config.formats.format import NO_QUANTIZATION
 from llama_ssp.config.schema import DraftLayout, SamplingConfig, WholeParts
 
 NUM_DRAFT_TOKENS = 4
@@ -28,12 +29,14 @@ class Layer:
     num_rows: int
     most: int
     fuses: bool = False
+    quantization: str = NO_QUANTIZATION
 
     @property
     def name(self) -> str:
         """What it is called in tables."""
+        stored = "" if self.quantization == NO_QUANTIZATION else f", {self.quantization}"
         batch = f", batch {self.batch_size}" if self.batch_size > 1 else ""
-        return f"{self.model}, {gpus(self.num_ranks)}{batch}, {rows(self.num_rows)}{_FUSED * self.fuses}"
+        return f"{self.model}, {gpus(self.num_ranks)}{batch}, {rows(self.num_rows)}{stored}{_FUSED * self.fuses}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +111,16 @@ LAYERS = (
     *(Layer(model=model, num_rows=rows, most=10) for model in ("tiny", "7B", "llama3_8B") for rows in (1, 5)),
     Layer(model="7B", batch_size=3, num_rows=5, most=10),
     Layer(model="7B", batch_size=16, num_rows=5, most=9),
+    Layer(model="65B", num_rows=5, quantization="int8_weight_only", most=10),
+    *(
+        Layer(model="65B", batch_size=batch_size, num_rows=5, quantization=quantization, most=most)
+        for quantization, batch_size, most in (
+            ("int8_weight_only", 25, 9),
+            ("int8_weight_only", 32, 34),
+            ("int4_weight_only", 25, 9),
+            ("int4_weight_only", 32, 140),
+        )
+    ),
     *(Layer(model="7B", num_ranks=8, num_rows=rows, most=12) for rows in (1, 5)),
     *(
         Layer(model=model, num_rows=rows, most=8, fuses=True)

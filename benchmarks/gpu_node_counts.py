@@ -25,6 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.gpu_budgets import ATTENTION, CONTEXT, DRAWS, LAYERS, NUM_DRAFT_TOKENS, ROUNDS, Attention, Layer, Round
 from llama_ssp.config import catalogue
 from llama_ssp.config.drafts.model import ModelDraftConfig
+from llama_ssp.config.formats.format import NO_QUANTIZATION
 from llama_ssp.config.layout import lay_out_replica
 from llama_ssp.config.schema import (
     MODEL_DRAFT,
@@ -46,6 +47,7 @@ from llama_ssp.distributed.mesh import Mesh
 from llama_ssp.engine.executors.cuda_graph import CudaRecorder
 from llama_ssp.engine.state import Request
 from llama_ssp.models.build import load_model
+from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.runner import Runner
 from llama_ssp.sampling.rules import make_rule
 from llama_ssp.sampling.uniforms import PER_DRAW
@@ -107,6 +109,7 @@ def load(
     num_layers: int | None = None,
     whole: WholeParts = WholeParts.none,
     fuses: bool = False,
+    quantization: str = NO_QUANTIZATION,
 ) -> Runner:
     """This rank's slice of an entry of the catalogue, with all of its layers or some."""
     shape = catalogue.load(name).shape
@@ -114,7 +117,10 @@ def load(
     context = max(shape.max_position_embeddings, CONTEXT)
     num_layers = num_layers or shape.num_hidden_layers
     shape = replace(shape, max_position_embeddings=context, num_hidden_layers=num_layers)
-    return load_model(BlankWeights(shape), device=CUDA, comm=comm, dtype=DTYPE, whole=whole, fuses=fuses)
+    return load_model(
+        BlankWeights(shape), device=CUDA, comm=comm, dtype=DTYPE, whole=whole, fuses=fuses,
+        precision=Precision(quantization=quantization),
+    )  # fmt: skip
 
 
 def group_of(num_ranks: int) -> Comm:
@@ -152,7 +158,13 @@ def layer_nodes(case: Layer) -> list[Record]:
     """What a second layer adds to a forward."""
     one, two = (
         forward_nodes(
-            load(case.model, group_of(case.num_ranks), num_layers=number, fuses=case.fuses),
+            load(
+                case.model,
+                group_of(case.num_ranks),
+                num_layers=number,
+                fuses=case.fuses,
+                quantization=case.quantization,
+            ),
             num_rows=case.num_rows,
             bucket=256,
             batch_size=case.batch_size,

@@ -1,5 +1,6 @@
 """Computes what each rank holds of each model from the job: weights, cache, and the widths of its activations."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -92,7 +93,8 @@ def _parts(
     # DeepSpeed splits a whole model in each rank's host memory, which on a CPU is the planned memory.
     is_whole_first = kind is TargetKind.deepspeed and device == "cpu"
     whole_bytes = model_bytes(inventory(shape), model, device=device).total_bytes if is_whole_first else 0
-    row_slots, unpacks = num_rows * _cache_slots(model, device, num_slots), format_of(model.quantization).unpacks_matrix
+    row_slots, storage = num_rows * _cache_slots(model, device, num_slots), format_of(model.quantization)
+    most_unpacked = math.inf if storage.unpacks_matrix else storage.gpu_unpacks if device == "cuda" else 0
     found: dict[tuple[int, int, int, int], Part] = {}  # most ranks have equal parts
     parts = []
     for held, shard in zip(rank_shares(model, num_ranks=num_ranks, kind=kind, whole=whole), cuts, strict=True):
@@ -107,7 +109,7 @@ def _parts(
                 num_heads=num_heads,
                 width=(num_heads + 2 * num_kv_heads) * shape.head_dim,
                 units=len(shard.mlp_units),
-                working_bytes=size * max(held.products) if unpacks else 0,
+                working_bytes=size * int(min(max(held.products), most_unpacked)),
                 beside_bytes=whole_bytes or weights.beside_bytes,
             )
         parts.append(found[key])

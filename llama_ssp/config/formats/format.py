@@ -36,6 +36,7 @@ class StorageFormat:
         matrix_bytes: bytes of a matrix without what is kept per output; see `MatrixBytes`.
         row_bytes: bytes per output, from the bytes of one value in the model's number format.
         unpacks_matrix: a product unpacks the whole matrix, so a forward needs room for the largest one.
+        gpu_unpacks: weights that a product of many rows unpacks at a time on a GPU.
         gpu_read_bytes: cost of a product on a GPU as bytes read, from the number of rows and the bytes of the matrix in
             this format and unquantized.
         fp32_on_cpus: the kernel for CPUs computes in fp32, so the other layers do too unless a number format is given.
@@ -57,6 +58,7 @@ class StorageFormat:
     matrix_bytes: MatrixBytes = lambda num_weights, value_bytes: num_weights * value_bytes
     row_bytes: Callable[[int], int] = lambda value_bytes: 0  # noqa: ARG005
     unpacks_matrix: bool = False
+    gpu_unpacks: int = 0
     gpu_read_bytes: Callable[[int, int, int], float] = lambda rows, packed, unquantized: packed  # noqa: ARG005
     fp32_on_cpus: bool = False
     rounds_inputs: bool = False

@@ -1,6 +1,6 @@
 """Half a byte per weight, and a word of 4 bytes per 128 weights; also read from checkpoints that are packed already."""
 
-from llama_ssp.config.formats.few_rows import gpu_read_bytes
+from llama_ssp.config.formats.few_rows import UNPACKED_WEIGHTS, gpu_read_bytes
 from llama_ssp.config.formats.format import StorageFormat
 
 GROUP = 128
@@ -20,6 +20,7 @@ FORMAT = StorageFormat(
     matrix_bytes=_matrix_bytes,
     fp32_on_cpus=True,
     gpu_read_bytes=gpu_read_bytes,
+    gpu_unpacks=UNPACKED_WEIGHTS,
     group=GROUP,
     reads_packed=True,
     one_gpu_per_rank=True,

@@ -14,15 +14,15 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from llama_ssp.config.formats.few_rows import FEW_ROWS
+from llama_ssp.config.formats.few_rows import FEW_ROWS, UNPACKED_WEIGHTS
 from llama_ssp.models.linear import Linear
 from llama_ssp.models.native.linear import native_linear
 from llama_ssp.models.triton_tools import attempt
 
 _QUANTIZED_ELEMENTS = {"cpu": 2**17, "cuda": 2**24}
 """Weights that are quantized at a time: few enough to need little memory, enough to keep a GPU busy."""
-_UNPACKED_ELEMENTS = {"cpu": 2**20, "cuda": 2**24}
-"""Weights that are unpacked at a time: few enough for a CPU's cache, enough to keep a GPU busy."""
+_UNPACKED_ELEMENTS = {"cpu": 2**20, "cuda": UNPACKED_WEIGHTS}
+"""Weights that are unpacked at a time: few enough for a CPU's cache; on a GPU each step is a few kernels more."""
 _FEW_ROWS = {"cpu": 8, "cuda": FEW_ROWS}
 """Up to so many rows the kernels for packed weights are faster than unpacking."""
 _LARGEST_BYTE = 127
@@ -70,6 +70,12 @@ class WeightOnlyLinear(QuantizedForm):
         """See `Linear`."""
         return self._sum(x_MI, residual_MO)
 
+    def into(self, x_MI: Tensor, y_MO: Tensor) -> Tensor:
+        """See `Linear`."""
+        if x_MI.is_cuda and self._few_rows and x_MI.shape[0] <= FEW_ROWS:
+            return self._few_rows(x_MI, *self._operands, into_MO=y_MO)
+        return super().into(x_MI, y_MO)
+
     def _sum(self, x_MI: Tensor, residual_MO: Tensor | None) -> Tensor:
         """The product with bias and residual, which a GPU's kernel adds itself."""
         if self._few_rows is None or x_MI.shape[0] > _FEW_ROWS[x_MI.device.type]:
@@ -91,7 +97,10 @@ class WeightOnlyLinear(QuantizedForm):
         for number, y_MC in enumerate(y_MO.split(num_rows, dim=1)):
             weight_CI = unpacked_CI[: y_MC.shape[1]]
             self.unpack(slice(number * num_rows, number * num_rows + len(weight_CI)), weight_CI)
-            y_MC.copy_(torch.mm(x_MI, weight_CI.t()))
+            if x_MI.is_cuda:
+                torch.mm(x_MI, weight_CI.t(), out=y_MC)
+            else:
+                y_MC.copy_(torch.mm(x_MI, weight_CI.t()))
         return self.scale(y_MO)
 
 
@@ -118,6 +127,9 @@ class Int8WeightOnlyLinear(WeightOnlyLinear):
     def unpack(self, outputs: slice, into_CI: Tensor) -> None:
         """See `WeightOnlyLinear`."""
         bytes_OI, scales_O = self._operands
+        if into_CI.dtype is torch.float16 and into_CI.is_cuda:
+            torch.mul(bytes_OI[outputs], scales_O[outputs, None], out=into_CI)  # one kernel, and the same bits
+            return
         into_CI.copy_(bytes_OI[outputs])
         if into_CI.dtype is torch.float16:
             into_CI.mul_(scales_O[outputs, None])

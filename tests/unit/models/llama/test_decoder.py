@@ -20,6 +20,7 @@ from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.linear import Kernel, PackedLinear, PlainLinear, can_pack
 from llama_ssp.models.llama.decoder import LeanRunner, is_llama_kind
 from llama_ssp.models.prefill import Buckets
+from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.runner import Runner
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.decoders import advance, make_decoder
@@ -54,6 +55,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "qwen3, biases": ("qwen3", {"attention_bias": True, "tie_word_embeddings": False}),
 }  # fmt: skip
+SIZES_OF_INT4 = {"hidden_size": 256, "head_dim": 32, "intermediate_size": 512}
 # Largest difference, in units of the logits' scale.
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 0.15, torch.float16: 0.02}
 
@@ -145,14 +147,19 @@ def test_every_rank_gets_the_whole_model_s_logits(tmp_path: Path, kind: str, num
             assert_close(one, other)
 
 
-def test_sums_in_a_window_give_the_same_logits(tmp_path: Path) -> None:
+@pytest.mark.parametrize("quantization", ["none", "int8_weight_only", "int4_weight_only"])
+def test_sums_in_a_window_give_the_same_logits(tmp_path: Path, quantization: str) -> None:
     """Each product overwrites the sum before it, which must be in the residual stream by then."""
     family, changes = KINDS["llama, biases"]
-    build_checkpoint(tmp_path, family, **changes)
+    build_checkpoint(tmp_path, family, **changes, **SIZES_OF_INT4)
+    precision = Precision(quantization=quantization)
 
     def logits(comms: Sequence[ThreadComm]) -> list[list[Tensor]]:
         loaded = [load_modules(inspect(tmp_path), dtype=None, device=CPU, comm=comm) for comm in comms]
-        runners = [LeanRunner(model, comm=comm, kernel=PlainLinear) for model, comm in zip(loaded, comms, strict=True)]
+        runners = [
+            LeanRunner(model, comm=comm, kernel=PlainLinear, precision=precision)
+            for model, comm in zip(loaded, comms, strict=True)
+        ]
 
         def rounds(comm: Comm) -> list[Tensor]:
             runners[comm.rank].allocate(batch_size=3, capacity=40)
