@@ -41,7 +41,7 @@ class Kernels:
     verify: int
 
 
-ENGINE_KERNELS = Kernels(layer=8, frame=8, draw=8, verify=38)
+ENGINE_KERNELS = Kernels(layer=10, frame=8, draw=8, verify=38)
 """Of this engine: the budgets of `benchmarks.gpu_nodes` for a layer and a draw, the others from torch's dispatcher."""
 
 

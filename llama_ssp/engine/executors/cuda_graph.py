@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.distributed.gpu.capturing import capture_stream
+from llama_ssp.distributed.gpu.device_errors import ends_run
 from llama_ssp.engine.round import Block, DraftChoice, Round
 from llama_ssp.engine.state import BatchState
 
@@ -121,6 +122,8 @@ class Graphs:
             try:
                 self._kept[key] = self._recorders[recorder].record(piece)
             except RuntimeError as error:
+                if ends_run(error):
+                    raise
                 reason = str(error).strip().partition("\n")[0]
                 _log.warning("continuing without CUDA graphs: %s could not be captured: %s", key[0], reason)
                 self.failed = True

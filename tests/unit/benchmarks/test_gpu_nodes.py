@@ -44,6 +44,7 @@ def test_the_page_shows_every_case_with_its_budget() -> None:
 
 def test_plans_price_the_kernels_that_are_counted() -> None:
     """Where a layer or a draw needs fewer, `architectures.sizes.ENGINE_KERNELS` follows."""
-    layers = {case.most for case in LAYERS if (case.model, case.num_ranks) == ("7B", 1)}
+    of_one_row = [case for case in LAYERS if case.num_ranks == case.batch_size == 1 and not case.fuses]
+    layers = {case.most for case in of_one_row}
     assert layers == {ENGINE_KERNELS.layer}
     assert [case.most for case in DRAWS if case.name == "sampled"] == [ENGINE_KERNELS.draw]

@@ -92,6 +92,7 @@ def test_a_gpu_that_came_later_brings_another_torch(machine: Machine) -> None:
     machine.run()
     assert machine.pip_log()[len(first) :] == [
         "uninstall --yes torch", f"install torch==2.13.0 --index-url {WHEELS}/cu130",
+        "install --editable .[bitsandbytes] --constraint .venv/constraints.txt",
     ]  # fmt: skip
 
 

@@ -1,7 +1,8 @@
 """Rounds that are recorded and replayed give the text of rounds launched one by one, whatever changes between them."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from tests.helpers.recorded import FakeRecorder
 
 pytestmark = pytest.mark.seconds
 
+T = TypeVar("T")
 PROMPTS = [(1,), (2, 3, 4, 5, 6), (7, 7), (0, 9, 8, 1, 2, 3, 4), (5, 6, 5), (10,), (3, 1, 4, 1, 5, 9, 2, 6)]
 
 
@@ -148,6 +150,17 @@ def test_what_cannot_be_recorded_is_one_warning_and_goes_on_without(
     (record,) = caplog.records
     assert f"{unrecordable} cannot be recorded" in record.getMessage()
     assert "and more" not in record.getMessage()
+
+
+def test_a_gpu_that_is_full_ends_the_run(shipped: tuple[Runner, Runner]) -> None:
+    """Without graphs it would be full as well."""
+
+    class Full(FakeRecorder):
+        def record(self, piece: Callable[[], T]) -> tuple[T, Callable[[], None]]:  # noqa: ARG002 - a Recorder's
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        complete(make_decoder(*shipped, replay=Full()), _requests()[:1])
 
 
 def test_a_wish_to_stop_reaches_a_replayed_round(shipped: tuple[Runner, Runner]) -> None:
