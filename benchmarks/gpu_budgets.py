@@ -107,7 +107,7 @@ def _with_sharded_draft(whole: WholeParts, most: int) -> Round:
     return Round(target="30B", draft="tinyllama_1B", draft_layout=SHARDED, draft_whole=whole, num_ranks=8, most=most)
 
 
-LAYERS = (
+LAYERS: tuple[Layer, ...] = (
     *(Layer(model=model, num_rows=rows, most=10) for model in ("tiny", "7B", "llama3_8B") for rows in (1, 5)),
     Layer(model="7B", batch_size=3, num_rows=5, most=10),
     Layer(model="7B", batch_size=16, num_rows=5, most=9),

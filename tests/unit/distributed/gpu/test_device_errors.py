@@ -6,7 +6,7 @@ import torch
 from llama_ssp.distributed.gpu.device_errors import ends_run
 
 
-class Coded(RuntimeError):
+class CodedError(RuntimeError):
     """An error of torch's with CUDA's code."""
 
     def __init__(self, code: int) -> None:
@@ -18,10 +18,10 @@ class Coded(RuntimeError):
     ("error", "wanted"),
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), True),
-        (Coded(700), True),
+        (CodedError(700), True),
         (RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"), True),
-        (Coded(209), False),  # no kernel image: another kernel may have one
-        (Coded(900), False),  # not permitted while a graph is captured
+        (CodedError(209), False),  # no kernel image: another kernel may have one
+        (CodedError(900), False),  # not permitted while a graph is captured
         (RuntimeError("out of resource: shared memory, Required: 200000, Hardware limit: 101376"), False),
     ],
 )
@@ -35,6 +35,6 @@ def test_the_error_behind_an_error_counts() -> None:
         try:
             raise torch.OutOfMemoryError("CUDA out of memory")
         finally:
-            raise Coded(901)
-    except Coded as error:
+            raise CodedError(901)
+    except CodedError as error:
         assert ends_run(error)  # noqa: PT017 - what it was raised for

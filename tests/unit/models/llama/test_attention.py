@@ -6,6 +6,7 @@ The kernel is stood in for by plain operators, which check what a GPU's kernel w
 import inspect
 from copy import deepcopy
 from functools import partial
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -129,11 +130,11 @@ def test_a_kernel_is_held_to_masks_before_it_is_used() -> None:
     def no_number(query: Tensor, *_arguments: Tensor, **_options: object) -> Tensor:
         return torch.full_like(query, float("nan"))
 
-    check = partial(fault_of, device=CPU, dtype=torch.bfloat16, heads=Heads(4, 2, 64, 0.125), has_windows=True)
+    check: Any = partial(fault_of, device=CPU, dtype=torch.bfloat16, heads=Heads(4, 2, 64, 0.125), has_windows=True)
     assert check(varlen_attention) is None
     assert check(no_window) == "wrong values in row 0 where rows have 1 queries and a window of 4"
     assert check(no_number) == "wrong values in row 0 where rows have 1 queries"
-    without_windows = partial(check, has_windows=False)
+    without_windows: Any = partial(check, has_windows=False)
     assert without_windows(no_window) is None
     assert without_windows(sees_the_future) == "wrong values in row 0 where rows have 5 queries"
 
@@ -155,7 +156,7 @@ def test_torch_s_kernel_is_right_for_batches_because_it_does_not_split_them(head
         varlen_attn_out(out, *arguments, **options)  # type: ignore[arg-type]
         return out
 
-    check = partial(fault_of, device=CPU, dtype=torch.float16, heads=heads)
+    check: Any = partial(fault_of, device=CPU, dtype=torch.float16, heads=heads)
     ours = torch_attention()
     assert ours
     assert check(ours) is None
@@ -181,7 +182,8 @@ def test_a_kernel_that_is_wrong_in_one_shape_only_is_found(shape: tuple[int, ...
         found = varlen_attention(*arguments, **options)  # type: ignore[arg-type]
         return found * 1.1 if arguments[3].diff().tolist() == list(shape) else found
 
-    found = fault_of(wrong_there, device=CPU, dtype=torch.float16, heads=HEADS[1])
+    kernel: Any = wrong_there
+    found = fault_of(kernel, device=CPU, dtype=torch.float16, heads=HEADS[1])
     assert found
     assert found.endswith(f"where rows have {', '.join(map(str, shape))} queries")
 

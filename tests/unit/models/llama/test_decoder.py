@@ -151,7 +151,7 @@ def test_every_rank_gets_the_whole_model_s_logits(tmp_path: Path, kind: str, num
 def test_sums_in_a_window_give_the_same_logits(tmp_path: Path, quantization: str) -> None:
     """Each product overwrites the sum before it, which must be in the residual stream by then."""
     family, changes = KINDS["llama, biases"]
-    build_checkpoint(tmp_path, family, **changes, **SIZES_OF_INT4)
+    build_checkpoint(tmp_path, family, **(changes | SIZES_OF_INT4))
     precision = Precision(quantization=quantization)
 
     def logits(comms: Sequence[ThreadComm]) -> list[list[Tensor]]:
