@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from benchmarks.gpu_budgets import ATTENTION, DRAWS, LAYERS, ROUNDS
+from benchmarks.gpu_budgets import ATTENTION, DRAWS, LAYERS, ROUNDS, Draw, Layer, Round
 from benchmarks.gpu_nodes import PAGE, document, over_budget
 from llama_ssp.architectures.sizes import ENGINE_KERNELS
 
@@ -37,7 +37,8 @@ def test_a_case_over_its_budget_is_named_with_both_numbers() -> None:
 def test_the_page_shows_every_case_with_its_budget() -> None:
     rows = [line.split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| ")]
     shown = {(row[0].removeprefix("| "), int(row[2].removesuffix(" |"))) for row in rows if row[1].isdigit()}
-    budgets = {(case.name, case.most) for case in (*LAYERS, *DRAWS, *ROUNDS)}
+    cases: list[Layer | Draw | Round] = [*LAYERS, *DRAWS, *ROUNDS]
+    budgets = {(case.name, case.most) for case in cases}
     assert shown == budgets | {(case.name, case.least) for case in ATTENTION}
     assert document(counts_at_budget()).count("\n| ") == len(rows)
 
