@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch._dynamo.exc import BackendCompilerFailed
 
+from llama_ssp.config.formats.few_rows import FEW_ROWS
 from llama_ssp.models import triton_tools
 from llama_ssp.models.quantization import int4_weight_only, weight_only
 
@@ -112,7 +113,7 @@ def test_a_kernel_is_tried_in_every_variant_that_this_gpu_may_need(
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda _is_emulated: has_bf16)
     assert callable(weight_only._tried_kernel((torch.ones(2, 2), torch.ones(2, dtype=torch.int32))))
     wanted = [torch.float16, torch.bfloat16][: 1 + has_bf16]
-    assert tried == [(dtype, rows) for dtype in wanted for rows in (1, 64)]
+    assert tried == [(dtype, rows) for dtype in wanted for rows in (1, FEW_ROWS)]
     tried.clear()
     assert callable(weight_only._tried_kernel((torch.ones(2, 2), torch.ones(2, dtype=torch.bfloat16))))
     assert tried == [(torch.bfloat16, 1), (torch.bfloat16, 64)]
