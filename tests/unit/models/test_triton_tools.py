@@ -116,7 +116,7 @@ def test_a_kernel_is_tried_in_every_variant_that_this_gpu_may_need(
     assert tried == [(dtype, rows) for dtype in wanted for rows in (1, FEW_ROWS)]
     tried.clear()
     assert callable(weight_only._tried_kernel((torch.ones(2, 2), torch.ones(2, dtype=torch.bfloat16))))
-    assert tried == [(torch.bfloat16, 1), (torch.bfloat16, 64)]
+    assert tried == [(torch.bfloat16, 1), (torch.bfloat16, FEW_ROWS)]
 
 
 def test_a_kernel_that_works_is_used_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
