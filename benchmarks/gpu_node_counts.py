@@ -223,7 +223,10 @@ def round_nodes(case: Round) -> list[Record]:
     )  # fmt: skip
     decoder = build_decoder(models, config, speculative=draft is not None)
     prompt_ids = tuple(range(5, 5 + PROMPT_TOKENS))
-    requests = [Request(index=row, prompt_ids=prompt_ids, max_new_tokens=NEW_TOKENS) for row in range(case.batch_size)]
+    requests = [
+        Request(index=row, prompt_ids=prompt_ids, max_new_tokens=NEW_TOKENS, num_equal_before=row)
+        for row in range(case.batch_size)
+    ]
     device.reset()
     with torch.inference_mode():
         for _ in decoder.run(requests):

@@ -88,9 +88,12 @@ def prepare(cell: Cell, world: World, num_draft_tokens: int) -> Candidate | str:
         decoder = build_decoder(models, config, speculative=cell.place.drafts)
         (prompt,) = cut(encode(TEXT, models.tokenizer, chat=False), num_prompts=1, num_tokens=PROMPT_TOKENS)
         requests = [
-            Request(index=models.mesh.number, sample=sample, prompt_ids=prompt, max_new_tokens=NEW_TOKENS)
+            Request(
+                index=models.mesh.number, sample=sample, prompt_ids=prompt, max_new_tokens=NEW_TOKENS,
+                num_equal_before=models.mesh.number,
+            )
             for sample in range(cell.place.batch_size)
-        ]
+        ]  # fmt: skip
         candidate = Candidate(world=world, decoder=decoder, requests=requests)
         candidate.round_ms(-1)
     except (SspError, NotImplementedError) as error:  # the second is torch's word for a format without a kernel

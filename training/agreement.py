@@ -84,9 +84,7 @@ class Measure:
 
     def _write(self, prompts: list[str], length: int) -> list[Text]:
         pair = load(self.small.folder, dtype=Dtype.fp32)
-        completions = pair.generate(
-            prompts, max_new_tokens=length, temperature=TEMPERATURE, batch_size=len(prompts), by_place=True
-        )
+        completions = pair.generate(prompts, max_new_tokens=length, temperature=TEMPERATURE, batch_size=len(prompts))
         model, texts = self._model(0.0), []
         for prompt, completion in zip(prompts, completions, strict=True):
             ids = [*pair.models.tokenizer(prompt).input_ids, *completion.token_ids]

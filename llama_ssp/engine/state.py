@@ -9,7 +9,8 @@ the token buffer is text, and the next round overwrites the rest.
 Shapes: B sequences, S slots, K drafted tokens, M rounds that a row can have, N uniforms of a round.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from llama_ssp.engine.verifier import Decision
 from llama_ssp.models.upload import to_device
 from llama_ssp.sampling.context import Rows
-from llama_ssp.sampling.uniforms import UniformTable, row_key
+from llama_ssp.sampling.uniforms import UniformTable, prompt_key, row_key
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,17 +28,32 @@ class Request:
     """A request for one completion.
 
     Attributes:
-        index: the prompt's index in its file.
+        index: the prompt's index in its file, which no uniform depends on.
         prompt_ids: token ids, at least one.
         sample: which of several samples of this prompt.
-        key: keys the uniforms, with `sample`; 64 bits, signed. None takes the index.
+        num_equal_before: how many equal prompts came before it (`count_equal_before`).
     """
 
     index: int
     prompt_ids: tuple[int, ...]
     max_new_tokens: int
     sample: int = 0
-    key: int | None = None
+    num_equal_before: int = 0
+
+    def key(self, seed: int) -> int:
+        """The key of its uniforms: of the seed, its prompt, how many equal ones came before, and the sample."""
+        prompt = prompt_key(self.prompt_ids, num_equal_before=self.num_equal_before)
+        return row_key(seed=seed, prompt=prompt, sample_index=self.sample)
+
+
+def count_equal_before(prompts: Iterable[tuple[int, ...]]) -> list[int]:
+    """For each prompt, how many equal ones came before it."""
+    seen: Counter[tuple[int, ...]] = Counter()
+    counts = []
+    for ids in prompts:
+        counts.append(seen[ids])
+        seen[ids] += 1
+    return counts
 
 
 class BatchState(NamedTuple):
@@ -82,7 +98,7 @@ class BatchState(NamedTuple):
             tokens_BS[row, : len(request.prompt_ids)] = torch.tensor(request.prompt_ids)
         lengths = [len(request.prompt_ids) for request in requests]
         limits = [length + request.max_new_tokens for length, request in zip(lengths, requests, strict=True)]
-        keys = [row_key(seed=seed, prompt_index=_key(request), sample_index=request.sample) for request in requests]
+        keys = [request.key(seed) for request in requests]
         first_rounds = [row * num_rounds - length for row, length in enumerate(lengths)]
         lengths_B, limits_B, keys_B, first_round_B = to_device([lengths, limits, keys, first_rounds], device).unbind()
         uniforms_BMN = torch.empty(len(requests), num_rounds, table.num_uniforms, dtype=torch.float64, device=device)
@@ -142,7 +158,3 @@ class BatchState(NamedTuple):
         self.limits_B[rows] = length
         self.first_round_B[rows] = -length
         self.ahead_B[rows] = 0
-
-
-def _key(request: Request) -> int:
-    return request.index if request.key is None else request.key

@@ -15,11 +15,10 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simpl
 from tqdm import tqdm
 
 from llama_ssp.config.checks import check_values
-from llama_ssp.config.schema import RunConfig
 from llama_ssp.continuation import decode_after
 from llama_ssp.distributed.gpu.selecting import selected
 from llama_ssp.engine.scoring import ScoredText, log_likelihoods
-from llama_ssp.engine.state import Request
+from llama_ssp.engine.state import Request, count_equal_before
 from llama_ssp.errors import ConfigError
 from llama_ssp.harness.arguments import GenerationArguments, ModelArguments
 from llama_ssp.library import load
@@ -130,7 +129,7 @@ class SpeculativeLM(TemplateLM):  # type: ignore[misc] # the package has no type
         return answers
 
     def _answers(self, contexts: Mapping[int, str], arguments: GenerationArguments) -> Iterator[tuple[int, str]]:
-        """Decode the answers to some contexts; a context's place among all requests keys its random numbers."""
+        """Decode the answers to some contexts, by their places among all requests."""
         config = replace(
             self._config,
             sampling=arguments.sampling,
@@ -140,7 +139,12 @@ class SpeculativeLM(TemplateLM):  # type: ignore[misc] # the package has no type
         )
         check_values(config)
         stops = config.stop_strings
-        requests = [self._request(place, context, config) for place, context in contexts.items()]
+        num_new = config.max_new_tokens
+        encoded = [self._encode(context, max_new_tokens=num_new) for context in contexts.values()]
+        requests = [
+            Request(index=place, prompt_ids=ids, max_new_tokens=num_new, num_equal_before=number)
+            for place, ids, number in zip(contexts, encoded, count_equal_before(encoded), strict=True)
+        ]
         decoder = build_decoder(self._models, config, speculative=self._models.drafts)
         for updates in decoder.run(requests):
             for completion in (update.completion for update in updates if update.completion.finish_reason):
@@ -149,9 +153,9 @@ class SpeculativeLM(TemplateLM):  # type: ignore[misc] # the package has no type
                 text = decode_after(self.tokenizer, completion.request.prompt_ids, completion.token_ids)
                 yield completion.request.index, postprocess_generated_text(text, stop=stops, think_end_token=None)
 
-    def _request(self, place: int, context: str, config: RunConfig) -> Request:
+    def _encode(self, context: str, *, max_new_tokens: int) -> tuple[int, ...]:
         """Encode a context, whose beginning is cut off if there is no room for it."""
-        models, num_new = self._models, config.max_new_tokens
+        models, num_new = self._models, max_new_tokens
         length = min(self.max_length, models.context)
         if num_new >= length:
             raise ConfigError(
@@ -161,7 +165,7 @@ class SpeculativeLM(TemplateLM):  # type: ignore[misc] # the package has no type
         ids = tuple(self.tok_encode(context) or [self.prefix_token_id])[num_new - length :]
         vocab_size = models.target.vocab_size
         check_ids(ids, max_new_tokens=num_new, context=models.context, vocab_size=vocab_size, prompt=context)
-        return Request(index=place, prompt_ids=ids, max_new_tokens=num_new)
+        return ids
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[object, list[int], list[int]]], disable_tqdm: bool = False, **_: object

@@ -99,7 +99,6 @@ _ARGUMENTS = {
     "stop": _Argument("a text or a list of texts", _texts),
     "chat": _Argument("True or False", _flag),
     "plain": _Argument("True or False", _flag),
-    "by_place": _Argument("True or False", _flag),
     "rule": _Argument("the name of a rule", _text),
     "streamer": _Argument("a streamer of transformers, such as TextStreamer(pair.tokenizer)", _streamer),
     "prompt_tokens": _Argument("a whole number of tokens, for example 128", _whole),

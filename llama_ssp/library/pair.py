@@ -12,13 +12,13 @@ from llama_ssp.config.drafts.drafter import draft_name
 from llama_ssp.config.rules.rule import DEFAULT
 from llama_ssp.config.schema import RunConfig, SamplingConfig, SpeculationConfig, VerificationConfig
 from llama_ssp.distributed.gpu.selecting import selected
-from llama_ssp.engine.state import Request
+from llama_ssp.engine.state import Request, count_equal_before
 from llama_ssp.engine.stream import StreamerAdapter
 from llama_ssp.errors import ConfigError
 from llama_ssp.library.arguments import check_types, known_arguments
 from llama_ssp.library.completion import Completion, of_row
 from llama_ssp.library.decoders import Decoders
-from llama_ssp.library.prompts import AnyPrompt, as_list, encode_any, keys_of
+from llama_ssp.library.prompts import AnyPrompt, as_list, encode_any
 from llama_ssp.library.words import in_library_words
 from llama_ssp.session.loading import Models
 from llama_ssp.session.prompts import check_ids
@@ -78,7 +78,6 @@ class Pair:
         batch_size: int = 32,
         rule: str = DEFAULT,
         plain: bool = False,
-        by_place: bool = False,
     ) -> list[Completion]:
         """Complete prompts, with the distribution of the target alone; returns the completions in order.
 
@@ -93,7 +92,8 @@ class Pair:
             repetition_penalty: divides the logits of tokens that prompt or text has; 1 switches it off.
             frequency_penalty: taken off a token's logit for each time the text has it.
             presence_penalty: taken off the logits of tokens that the text has.
-            seed: the same seed gives the same text.
+            seed: the same seed gives the same text. A prompt's text depends on the seed, its tokens, and how many equal
+                prompts came before it in the list, as in `llama-ssp run`.
             num_samples: completions of each prompt; those of one prompt follow one another in the result.
             stop: texts that end a completion, which keeps them.
             chat: prompts that are texts are a user's messages, for the tokenizer's chat template.
@@ -101,8 +101,6 @@ class Pair:
             batch_size: the most rows that are decoded together.
             rule: a verification rule.
             plain: decode with the target alone, for comparison.
-            by_place: a prompt's text depends on its place in the list, as in `llama-ssp run`. Otherwise it depends on
-                the seed, its tokens, and how often the same prompt came before it in the list.
 
         Raises:
             ConfigError: an argument has a wrong type or value, or a prompt does not fit into the context.
@@ -120,7 +118,7 @@ class Pair:
                 **{name: read[name] for name in ("max_new_tokens", "num_samples", "batch_size", "seed")},
             )  # fmt: skip
             check_values(config)
-            requests = self._requests(prompts, config, chat=chat, by_place=by_place)
+            requests = self._requests(prompts, config, chat=chat)
             if streamer and len(requests) != 1:
                 raise ConfigError(
                     f"a streamer shows one completion, and {len(requests)} were asked for: leave the streamer out"
@@ -128,7 +126,7 @@ class Pair:
             config.batch_size = min(config.batch_size, len(requests))
             return self._complete(requests, config, speculative=self.models.drafts and not plain, streamer=streamer)
 
-    def _requests(self, prompts: object, config: RunConfig, *, chat: bool, by_place: bool) -> list[Request]:
+    def _requests(self, prompts: object, config: RunConfig, *, chat: bool) -> list[Request]:
         """Encode and check the prompts; one request for each sample of each."""
         models, num_new = self.models, config.max_new_tokens
         given = as_list(prompts)
@@ -138,10 +136,9 @@ class Pair:
                 ids, max_new_tokens=num_new, context=models.context, vocab_size=models.target.vocab_size,
                 prompt=str(prompt),
             )  # fmt: skip
-        keys = [*range(len(encoded))] if by_place else keys_of(encoded)
         return [
-            Request(index=index, sample=sample, prompt_ids=ids, max_new_tokens=num_new, key=key)
-            for index, (ids, key) in enumerate(zip(encoded, keys, strict=True))
+            Request(index=index, sample=sample, prompt_ids=ids, max_new_tokens=num_new, num_equal_before=number)
+            for index, (ids, number) in enumerate(zip(encoded, count_equal_before(encoded), strict=True))
             for sample in range(config.num_samples)
         ]
 

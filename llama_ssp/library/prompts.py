@@ -1,9 +1,6 @@
-"""Reads prompts as a notebook has them: texts, chats or token ids; and keys their random numbers."""
+"""Reads prompts as a notebook has them: texts, chats or token ids."""
 
-import hashlib
 import reprlib
-import struct
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any, TypeAlias
@@ -66,14 +63,3 @@ def encode_any(number: int, prompt: object, tokenizer: PreTrainedTokenizerBase, 
 
 def _is_message(message: object) -> bool:
     return isinstance(message, Mapping) and all(isinstance(message.get(name), str) for name in ("role", "content"))
-
-
-def keys_of(prompts: Sequence[tuple[int, ...]]) -> list[int]:
-    """The key of each prompt's random numbers, 64 bits: of its tokens, and how often it came before."""
-    seen: Counter[tuple[int, ...]] = Counter()
-    keys = []
-    for ids in prompts:
-        digest = hashlib.blake2b(struct.pack(f"<{len(ids) + 1}q", seen[ids], *ids), digest_size=8).digest()
-        keys.append(int.from_bytes(digest, "little", signed=True))
-        seen[ids] += 1
-    return keys

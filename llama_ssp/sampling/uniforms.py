@@ -1,7 +1,8 @@
 """Uniforms that are a pure function of their key, computed by tensor operations on the batch's device.
 
-A uniform depends only on (seed, prompt index, sample index, start of the round, offset in the round, purpose), not on
-the batch, the placement, a refill or a resumption. There is no generator state and the host reads nothing, so a round
+A uniform depends only on (seed, prompt, sample index, start of the round, offset in the round, purpose), not on the
+batch, the placement, a refill, a resumption, or other prompts. A prompt is its token ids and how many equal ones came
+before it. There is no generator state and the host reads nothing, so a round
 can run on the meta device and inside a CUDA graph. Module `processors` turns uniforms into tokens.
 
 Method: a row's key plus a two-dimensional Weyl lattice over (start, counter) passes through the finaliser of
@@ -10,6 +11,9 @@ SplitMix64. All arithmetic is int64 with wrap-around, the same on every device.
 Shapes: B sequences, K drafted tokens, P = 2 uniforms per draw, N = 3 K + 4 uniforms per round, M rounds.
 """
 
+import hashlib
+import struct
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -68,11 +72,17 @@ def _mix_(bits: Tensor) -> Tensor:
     return bits
 
 
-def row_key(*, seed: int, prompt_index: int, sample_index: int) -> int:
-    """Make the key of a row, int64, from the low 64 bits of the seed and of the indices (see `Request`)."""
+def prompt_key(prompt_ids: Sequence[int], *, num_equal_before: int) -> int:
+    """Make the key of a prompt, int64, from its token ids and from how many equal prompts came before it."""
+    content = struct.pack(f"<{len(prompt_ids) + 1}q", num_equal_before, *prompt_ids)
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)
+
+
+def row_key(*, seed: int, prompt: int, sample_index: int) -> int:
+    """Make the key of a row, int64, from the low 64 bits of the seed, of a `prompt_key` and of the sample's index."""
     key = _mixed(seed)
-    for index in (prompt_index, sample_index):
-        key = _mixed(key + index * _START_STEP)
+    for number in (prompt, sample_index):
+        key = _mixed(key + number * _START_STEP)
     return _signed(key)
 
 

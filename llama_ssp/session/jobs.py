@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, product
+from itertools import groupby
 
 from transformers import PreTrainedTokenizerBase
 
 from llama_ssp.config.schema import RunConfig
-from llama_ssp.engine.state import Request
+from llama_ssp.engine.state import Request, count_equal_before
 from llama_ssp.session.prompt_records import Prompt
 from llama_ssp.session.prompts import check_ids, encode_prompt
 
@@ -43,19 +43,28 @@ def make_prompt_tasks(
     vocab_size: int,
     first_index: int = 0,
 ) -> list[PromptTask]:
-    """Encode prompts, once per requested sample; raises ConfigError as `encode` and `check_ids` do."""
-    jobs = []
-    for (index, prompt), sample in product(enumerate(prompts, start=first_index), range(config.num_samples)):
+    """Encode prompts, a job for each requested sample; raises ConfigError as `encode` and `check_ids` do."""
+    encoded = []
+    for prompt in prompts:
         num_new, num_answers = config.max_new_tokens, len(prompt.earlier)
         ids = encode_prompt(prompt, tokenizer, chat=config.chat, answers=[""] * num_answers)
         check_ids(
             ids, max_new_tokens=num_new, context=context, vocab_size=vocab_size, prompt=prompt.text,
             num_answers=num_answers,
         )  # fmt: skip
-        ids += ids[-1:] * (num_answers * num_new)
-        request = Request(index=index, sample=sample, prompt_ids=ids, max_new_tokens=num_new)
-        jobs.append(PromptTask(request=request, source=prompt))
-    return jobs
+        encoded.append(ids + ids[-1:] * (num_answers * num_new))
+    counted = zip(prompts, encoded, count_equal_before(encoded), strict=True)
+    return [
+        PromptTask(
+            request=Request(
+                index=index, sample=sample, prompt_ids=ids, max_new_tokens=config.max_new_tokens,
+                num_equal_before=number,
+            ),
+            source=prompt,
+        )
+        for index, (prompt, ids, number) in enumerate(counted, start=first_index)
+        for sample in range(config.num_samples)
+    ]  # fmt: skip
 
 
 def with_answers(

@@ -27,7 +27,7 @@ from llama_ssp.console.progress import Pace, RunProgress
 from llama_ssp.distributed.agree import raise_on_all_ranks
 from llama_ssp.engine.completion import RowCompletion
 from llama_ssp.engine.loop import Decoder
-from llama_ssp.engine.state import Request
+from llama_ssp.engine.state import Request, count_equal_before
 from llama_ssp.errors import ConfigError, InterruptedRun
 from llama_ssp.planning.parts import rank_shares
 from llama_ssp.planning.plan import Plan
@@ -62,8 +62,8 @@ class Ours:
         self.decoder.seed = repetition + 1
         completions: dict[int, RowCompletion] = {}
         requests = [
-            Request(index=index, prompt_ids=ids, max_new_tokens=self.num_new_tokens)
-            for index, ids in enumerate(self.prompts)
+            Request(index=index, prompt_ids=ids, max_new_tokens=self.num_new_tokens, num_equal_before=number)
+            for index, (ids, number) in enumerate(zip(self.prompts, count_equal_before(self.prompts), strict=True))
         ]
         if repetition < 0:
             self.decoder.make_room(requests)

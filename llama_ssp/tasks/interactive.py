@@ -17,6 +17,7 @@ def converse(session: Session, complete: Task) -> None:
     """Ask for a prompt and `complete` it until Ctrl-D or Ctrl-C; a resumed folder continues its numbering."""
     comm, models = session.world.comm, session.models
     index = 1 + max((index for index, _, _ in session.finished), default=-1)
+    asked = _recorded(session)
     tokenizer, context, vocab_size = models.tokenizer, models.context, models.target.vocab_size
     typed = session.terminal.ask() if comm.rank == 0 else iter(())
     while True:
@@ -28,17 +29,22 @@ def converse(session: Session, complete: Task) -> None:
         comm.set_timeout(session.config.timeouts.decode_s)
         if prompt is None:
             return
+        whole = [*asked, Prompt(text=prompt)]
         try:
             jobs = make_prompt_tasks(
-                [Prompt(text=prompt)],
-                session.config,
-                tokenizer=tokenizer,
-                context=context,
-                vocab_size=vocab_size,
-                first_index=index,
-            )
+                whole, session.config, tokenizer=tokenizer, context=context, vocab_size=vocab_size,
+                first_index=index - len(asked),
+            )  # fmt: skip
         except ConfigError as error:
             session.terminal.say(str(error))
             continue
-        complete(session, jobs)
+        asked = whole
+        complete(session, [job for job in jobs if job.request.index == index])
         index += 1
+
+
+def _recorded(session: Session) -> list[Prompt]:
+    """The prompts of the folder, the same on every rank: a prompt that was asked before counts as the next equal one."""
+    by_index = {line.index: line.prompt for line in session.folder.lines} if session.folder else {}
+    texts = [by_index[index] for index in sorted(by_index)]
+    return [Prompt(text=text) for text in json.loads(session.world.comm.broadcast_text(json.dumps(texts), src=0))]

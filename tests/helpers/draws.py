@@ -12,7 +12,7 @@ from llama_ssp.sampling.uniforms import Draws, UniformTable, row_key
 def keys_of(prompts: Sequence[int], samples: Iterable[int] = repeat(0), *, seed: int) -> Tensor:
     """The keys (B,) of some prompts' samples."""
     pairs = zip(prompts, samples, strict=False)
-    return torch.tensor([row_key(seed=seed, prompt_index=prompt, sample_index=sample) for prompt, sample in pairs])
+    return torch.tensor([row_key(seed=seed, prompt=prompt, sample_index=sample) for prompt, sample in pairs])
 
 
 def draws_of(table: UniformTable, keys_B: Tensor, starts_B: Tensor) -> Draws:

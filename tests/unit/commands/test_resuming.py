@@ -17,14 +17,20 @@ pytestmark = pytest.mark.seconds
 SMALL = ("task=generate", "model=tiny-draft", "draft=none", "max_new_tokens=2", "batch_size=4")
 
 
-def complete(folder: Path, *prompts: str) -> Ended:
+def complete(folder: Path, *prompts: str, max_new_tokens: int = 2) -> Ended:
     (folder / "p.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
-    return launch(*SMALL, f"prompts={folder}/p.jsonl", f"run_dir={folder}/run")
+    length = f"max_new_tokens={max_new_tokens}"
+    return launch(*SMALL, f"prompts={folder}/p.jsonl", f"run_dir={folder}/run", length)
 
 
 def recorded(folder: Path) -> dict[int, str]:
     lines = [json.loads(line) for line in (folder / "run" / "run.jsonl").read_text().splitlines()]
     return {line["index"]: line["prompt"] for line in lines}
+
+
+def texts(run_dir: Path) -> dict[int, str]:
+    lines = [json.loads(line) for line in (run_dir / "run.jsonl").read_text().splitlines()]
+    return {line["index"]: line["text"] for line in sorted(lines, key=lambda line: line["index"])}
 
 
 @pytest.mark.parametrize(
@@ -137,6 +143,24 @@ def test_typed_prompts_are_counted_on_from_those_of_the_folder(tmp_path: Path, m
         ended = launch(*SMALL, "prompts=-", f"run_dir={tmp_path}/run")
         assert ended.code == 0, ended.err
     assert recorded(tmp_path) == {0: "import", 1: "from", 2: "class"}
+
+
+def test_a_prompt_that_is_typed_twice_is_the_second_equal_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for typed in ("import\nfrom\n", "import\nimport\n"):
+        monkeypatch.setattr(sys, "stdin", Typed(typed))
+        assert launch(*SMALL, "prompts=-", f"run_dir={tmp_path}/typed", "max_new_tokens=12").code == 0
+    assert complete(tmp_path, "import", "import", "from", "import", max_new_tokens=12).code == 0
+    typed_texts, (first, second, other, third) = texts(tmp_path / "typed"), texts(tmp_path / "run").values()
+    assert typed_texts == {0: first, 1: other, 2: second, 3: third}
+    assert len({first, second, third}) == 3
+
+
+def test_a_prompt_before_others_changes_no_other_text(tmp_path: Path) -> None:
+    assert complete(tmp_path, "import", "from", max_new_tokens=12).code == 0
+    before = texts(tmp_path / "run")
+    (tmp_path / "run").rename(tmp_path / "first")
+    assert complete(tmp_path, "class", "import", "from", max_new_tokens=12).code == 0
+    assert [*texts(tmp_path / "run").values()][1:] == [*before.values()]
 
 
 def measure(folder: Path, *settings: str, text: str = "import os") -> Ended:

@@ -58,7 +58,7 @@ def test_every_token_is_the_best_of_probability_over_its_own_number() -> None:
     sampling, runner = SAMPLINGS["temperature"], PrefixRunner()
     process = processor(sampling)
     for request, ids in texts(sampling, draft=PrefixRunner(seed=1)).items():
-        keys_B = keys_of([request.index], [request.sample], seed=7)
+        keys_B = torch.tensor([request.key(7)])
         text = [*request.prompt_ids, *ids]
         for position in range(len(request.prompt_ids), len(text)):
             probs_V = process(runner.logits(text[:position])[None, None])[0, 0]

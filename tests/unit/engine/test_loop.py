@@ -14,7 +14,6 @@ from llama_ssp.errors import NumericError
 from llama_ssp.models.prefill import Buckets
 from llama_ssp.sampling.uniforms import Draws, UniformTable
 from tests.helpers.decoders import advance, complete, make_decoder
-from tests.helpers.draws import keys_of
 from tests.helpers.prefix_runner import PrefixRunner
 
 PROMPTS = [(1,), (2, 3, 4, 5, 6), (7, 7), (0, 9, 8, 1, 2, 3, 4), (5, 6, 5), (10,), (3, 1, 4, 1, 5, 9, 2, 6)]
@@ -187,7 +186,7 @@ def test_the_numbers_of_a_round_are_keyed_by_the_length_at_which_it_begins(
     decoder = make_decoder(PrefixRunner(sharpness=1.0), draft, temperature=0.9, replay=False)
     table, wanted = UniformTable(num_draft_tokens, torch.device("cpu")), []
     for completion in complete(decoder, requests(24)):
-        start, key = len(completion.request.prompt_ids), keys_of([completion.request.index], seed=7)
+        start, key = len(completion.request.prompt_ids), torch.tensor([completion.request.key(7)])
         rounds = completion.accepted_lengths if draft else [0] * (len(completion.token_ids) - 1)
         starts = [start, *(start + 1 + sum(rounds[:number]) + number for number in range(len(rounds)))]
         wanted += table.uniforms(key, torch.tensor(starts)).tolist()

@@ -1,8 +1,9 @@
 """What `Pair.generate` takes, gives and keeps."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from llama_ssp.session.loading import build_decoder
 from llama_ssp.session.prompts import encode
 from llama_ssp.weights import hub
 from tests.helpers.decoders import complete
+from tests.helpers.in_process import launch
 from tests.helpers.lanes import heavy
 from tests.helpers.recorded import FakeRecorder
 
@@ -116,19 +118,19 @@ def test_equal_prompts_have_texts_of_their_own(pair: Pair) -> None:
     assert ids(pair.generate(["a", "import", "b", "import"], max_new_tokens=24, temperature=1.2))[1::2] == [one, other]
 
 
-def test_by_place_the_texts_are_those_of_a_run(pair: Pair) -> None:
-    config = replace(pair.config, sampling=SamplingConfig(), seed=3, batch_size=3)
-    wanted = [
-        Request(index=index, sample=sample, prompt_ids=encode(text, pair.tokenizer, chat=False), max_new_tokens=12)
-        for index, text in enumerate(PROMPTS)
-        for sample in range(2)
-    ]
-    done = complete(build_decoder(pair.models, config, speculative=True), wanted)
-    found = pair.generate(PROMPTS, max_new_tokens=12, num_samples=2, seed=3, by_place=True, batch_size=3)
-    assert ids(found) == [row.token_ids for row in done]
-    assert [(each.index, each.sample) for each in found] == [(index, sample) for index in range(3) for sample in (0, 1)]
-    by_prompt = pair.generate(PROMPTS, max_new_tokens=12, num_samples=2, seed=3)
-    assert ids(by_prompt) != ids(found)
+def test_the_texts_are_those_of_a_run(pair: Pair, tmp_path: Path) -> None:
+    prompts = [*PROMPTS, PROMPTS[0]]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    ended = launch(
+        "task=generate", "draft=tiny-draft", "max_new_tokens=12", "num_samples=2", "seed=3", "batch_size=3",
+        f"prompts={tmp_path}/p.jsonl", f"run_dir={tmp_path}/run",
+    )  # fmt: skip
+    assert ended.code == 0, ended.err
+    lines = [json.loads(line) for line in (tmp_path / "run" / "run.jsonl").read_text().splitlines()]
+    texts = {(line["index"], line["sample"]): line["token_ids"] for line in lines}
+    found = pair.generate(prompts, max_new_tokens=12, num_samples=2, seed=3)
+    assert {(each.index, each.sample): each.token_ids for each in found} == texts
+    assert texts[0, 0] != texts[3, 0], "the second of two equal prompts"
 
 
 def test_texts_chats_and_token_ids_are_prompts(pair: Pair) -> None:

@@ -9,7 +9,7 @@ from itertools import repeat
 
 import torch
 
-from llama_ssp.sampling.uniforms import Draws, UniformTable, row_key
+from llama_ssp.sampling.uniforms import Draws, UniformTable, prompt_key, row_key
 from tests.helpers.draws import draws_of, keys_of
 
 CPU = torch.device("cpu")
@@ -68,7 +68,14 @@ def test_keys_are_those_that_stored_texts_were_drawn_with() -> None:
         (12345, -(2**62), 9): 7217165000121157392,
     }
     for (seed, prompt, sample), key in known.items():
-        assert row_key(seed=seed, prompt_index=prompt, sample_index=sample) == key
+        assert row_key(seed=seed, prompt=prompt, sample_index=sample) == key
+    assert prompt_key((1, 5, 2**40), num_equal_before=0) == -4886057707732554373
+    assert prompt_key((1, 5, 2**40), num_equal_before=3) == 461534880400131823
+
+
+def test_the_key_of_a_prompt_is_of_its_tokens_and_of_how_many_equal_ones_came_before() -> None:
+    prompts = [(1, 2), (2, 1), (1, 2, 0), (0, 1, 2), (1,), (2,)]
+    assert len({prompt_key(ids, num_equal_before=number) for ids in prompts for number in range(3)}) == 18
 
 
 def test_one_bit_of_any_part_of_the_key_changes_half_of_the_bits_of_the_number() -> None:

@@ -67,6 +67,18 @@ def test_a_later_turn_knows_where_the_answers_are_and_takes_them_in() -> None:
     assert replace(whole, request=job.request) == job
 
 
+def test_equal_prompts_are_counted_turn_by_turn() -> None:
+    talk = Prompt(text="b"), Prompt(text="c", earlier=("b",))
+    jobs = jobs_of(Prompt(text="b"), *talk, Prompt(text="e"), *talk, num_samples=2)
+    assert [job.request.num_equal_before for job in jobs] == [0, 0, 1, 1, 0, 0, 0, 0, 2, 2, 1, 1]
+    answered = [with_answers(job, ["x"], chat=False, **LIMITS).request for job in (jobs[4], jobs[10])]
+    assert answered[0].prompt_ids == answered[1].prompt_ids
+    assert len({request.key(7) for request in answered}) == 2
+    alone = with_answers(jobs_of(*talk)[1], ["x"], chat=False, **LIMITS)
+    assert answered[0].key(7) == alone.request.key(7)
+    assert answered[0].key(7) != with_answers(jobs[4], ["y"], chat=False, **LIMITS).request.key(7)
+
+
 def test_a_later_turn_counts_as_long_as_it_can_become() -> None:
     first, last = jobs_of(PROMPTS[1], PROMPTS[2])
     assert len(first.request.prompt_ids) == 1
