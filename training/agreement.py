@@ -17,12 +17,13 @@ import yaml
 from torch import Tensor
 
 from llama_ssp import load
+from llama_ssp.config.model_files import AGREEMENT_FILE
 from llama_ssp.config.options import folders
 from llama_ssp.config.schema import Dtype
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.models.build import load_modules
 from llama_ssp.weights.checkpoint import inspect
-from llama_ssp.weights.synthetic import AGREEMENT_FILE, SMALL_MODELS, Synthetic
+from llama_ssp.weights.synthetic import SMALL_MODELS, Synthetic
 
 TEMPERATURE = 0.8
 LEVELS = (0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)

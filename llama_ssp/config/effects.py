@@ -113,6 +113,7 @@ _ROWS = (
         "with a target that accelerate or deepspeed places: its operators are launched from Python",
     ),
     _Row(("dry_run",), lambda c: c.dry_run and not task_of(c).needs_models, "on task={task.name}, {task.why_no_plan}"),
+    _Row(("resume",), lambda c: not task_of(c).needs_models, "on task={task.name}, which has no run folder"),
     _Row(("synthetic",), lambda c: not is_synthetic(c), "without weights=synthetic"),
     _Row(("synthetic",), lambda c: is_synthetic(c) and _has_no_draft_model(c), _NO_DRAFT),
     *_of_both(

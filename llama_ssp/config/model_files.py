@@ -17,6 +17,8 @@ from llama_ssp.errors import CheckpointError
 
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
+AGREEMENT_FILE = "agreement.json"
+"""Of the shipped pair: which noise gives which agreement of synthetic weights."""
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 TOKENIZER_FILES = (

@@ -258,6 +258,13 @@ class TimeoutConfig:
     decode_s: float = 60.0
 
 
+class Resume(Enum):
+    """Whether a folder with finished completions is resumed: with the models' files that it began with, or any."""
+
+    if_unchanged = "if_unchanged"
+    anyway = "anyway"
+
+
 @dataclass(kw_only=True)
 class TaskConfig:
     """The task of a run; each task adds its own fields and a default for `name` (`config.tasks`)."""
@@ -298,3 +305,4 @@ class RunConfig:
     hardware: dict[str, Any] = field(default_factory=dict)
     dry_run: bool = False
     run_dir: str | None = None
+    resume: Resume = Resume.if_unchanged

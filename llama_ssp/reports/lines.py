@@ -21,6 +21,7 @@ MOST_DRAFTED = 1024
 """Largest K of any run."""
 PLAIN = "plain"
 SPECULATIVE = "speculative"
+_FINISH_REASONS = {"length", "eos", "stop"}
 
 LineKey: TypeAlias = tuple[int, str, int]
 """The (index, mode, sample) that identifies a finished completion when a run is resumed."""
@@ -87,6 +88,10 @@ class CompletionLine:
         restored = restore(cls, _LATER_FIELDS | content if isinstance(content, dict) else content, exact=True)
         if restored.mode not in {PLAIN, SPECULATIVE}:
             raise ValueError(f"mode holds {restored.mode!r}")
+        if restored.finish_reason not in _FINISH_REASONS:
+            raise ValueError(f"finish_reason holds {reprlib.repr(restored.finish_reason)}")
+        if len(restored.token_ids) != restored.num_new_tokens:
+            raise ValueError(f"token_ids has {len(restored.token_ids)} of {restored.num_new_tokens} new tokens")
         by_round = (restored.accepted_lengths, restored.examined_lengths, restored.draft_lengths)
         if any(lengths is not None and len(lengths) != restored.num_rounds for lengths in by_round):
             raise ValueError("its rounds do not add up")

@@ -7,11 +7,11 @@ further checks: no NaN or infinity, no list in place of a number, no endless nes
 import json
 import math
 import reprlib
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from types import UnionType
-from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import Any, Protocol, TypeVar, cast, get_args, get_origin, get_type_hints
 
 MOST_BYTES = 64 << 20
 """Largest `summary.json`."""
@@ -22,7 +22,17 @@ MOST_DEPTH = 32
 _SIGNED = {"other_s", "other_share", "value", "low", "high"}
 """Differences: of a whole and its parts, slightly negative if the parts were rounded up, and those of an evaluation."""
 
+_MOST_NAMED = 4
+"""Most repeated lines that are named."""
+
+
+class _HasKey(Protocol):
+    @property
+    def key(self) -> Hashable: ...
+
+
 _Record = TypeVar("_Record")
+Keyed = TypeVar("Keyed", bound=_HasKey)
 
 
 def read_json(text: str | bytes) -> object:
@@ -31,6 +41,26 @@ def read_json(text: str | bytes) -> object:
         return json.loads(text, parse_constant=_refuse)
     except RecursionError:
         raise ValueError("it is nested too deep") from None
+
+
+def read_lines(whole: bytes, parse: Callable[[bytes], Keyed]) -> list[Keyed]:
+    """Read the lines of a file; ValueError names those that cannot be read, or have the key of an earlier one."""
+    found: dict[Hashable, tuple[int, Keyed]] = {}
+    repeated = []
+    for number, line in enumerate(whole.split(b"\n"), start=1):
+        if not line:
+            continue
+        try:
+            entry = parse(line)
+        except ValueError as error:
+            raise ValueError(f"line {number} is damaged: {error}") from None
+        if entry.key in found:
+            repeated.append(f"line {number} repeats line {found[entry.key][0]}")
+        found.setdefault(entry.key, (number, entry))
+    if repeated:
+        more = f" and {len(repeated) - _MOST_NAMED} more" if len(repeated) > _MOST_NAMED else ""
+        raise ValueError(", ".join(repeated[:_MOST_NAMED]) + more)
+    return [entry for _, entry in found.values()]
 
 
 def restore(kind: type[_Record], content: object, *, where: str = "", exact: bool = False) -> _Record:

@@ -5,6 +5,7 @@ Only rank 0 opens a run folder. `distributed.ranklog` writes the log files; `lin
     run_dir/lock          held (flock) while the run lives
     run_dir/config.yaml   the config of the run
     run_dir/run.jsonl     a line per completion, appended as soon as it ends
+    run_dir/models.json   hashes of the models' files (`session.resuming`)
     run_dir/status        running, done, interrupted, or the failing exit code and its sentence
     run_dir/round_costs.json   what rounds of each K cost, of a run that chooses K
     run_dir/benchmark.jsonl   a line per cell of task=benchmark
@@ -21,20 +22,20 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import BinaryIO
 
 from llama_ssp.errors import FULL_DISK, ConfigError, SspError
 from llama_ssp.reports.lines import BenchmarkRow, CompletionLine, LineKey, Summary
+from llama_ssp.reports.reading import Keyed, read_lines
 from llama_ssp.reports.runs import Run
 from llama_ssp.reports.settings import changed_settings
 from llama_ssp.visible import visible
 
-_Line = TypeVar("_Line")
-COSTS_FILE, OVERLAP_FILE = "round_costs.json", "overlap.json"
+COSTS_FILE, MODELS_FILE, OVERLAP_FILE = "round_costs.json", "models.json", "overlap.json"
 CHANGEABLE = (
-    "run_dir", "timeouts", "hardware", "dry_run", "speculation.acceptance", "speculation.text",
+    "run_dir", "resume", "timeouts", "hardware", "dry_run", "speculation.acceptance", "speculation.text",
     "task.picture", "task.store", "task.gate", "task.margin", "task.near_tie", "task.num_prompts",
-    "model.verify", "model.manifest", "draft.model.verify", "draft.model.manifest",
+    "model.path", "model.verify", "model.manifest", "draft.model.path", "draft.model.verify", "draft.model.manifest",
 )  # fmt: skip
 """Keys of a config, with all below them, that may change when a run is resumed: no completion depends on them."""
 
@@ -81,15 +82,15 @@ class RunFolder(AbstractContextManager["RunFolder"]):
             _write_through(stream, row.to_json())
         self.rows.append(row)
 
-    def read_measured(self, name: str) -> str | None:
-        """The content of such a file, None if there is none; raises SspError if it cannot be read."""
+    def read_kept(self, name: str) -> str | None:
+        """The content of such a file as `models.json`, None if there is none; raises SspError if it cannot be read."""
         file = self.path / name
         if not file.exists():
             return None
         with _explained(file):
             return _read(file).decode("utf-8", errors="replace")
 
-    def write_measured(self, name: str, content: str) -> None:
+    def write_kept(self, name: str, content: str) -> None:
         """Write such a file; raises SspError if the disk fails."""
         _write_whole(self.path / name, content)
 
@@ -145,7 +146,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
                 "give the same settings to resume it, or name another run_dir"
             )
 
-    def _recover(self, name: str, parse: Callable[[bytes], _Line], *, made: str) -> list[_Line]:
+    def _recover(self, name: str, parse: Callable[[bytes], Keyed], *, made: str) -> list[Keyed]:
         """Read the finished lines, and cut off a half-written last one."""
         file = self.path / name
         if not file.exists():
@@ -154,16 +155,13 @@ class RunFolder(AbstractContextManager["RunFolder"]):
             whole, _, torn = _read(file).rpartition(b"\n")
             if torn:
                 os.truncate(file, len(whole) + 1 if whole else 0)
-        found = []
-        for number, line in enumerate(whole.split(b"\n"), start=1):
-            try:
-                found += [parse(line)] if line else []
-            except ValueError as error:
-                raise ConfigError(
-                    f"line {number} of {file} is damaged ({error}); "
-                    f"remove the line to have its {made} made again, or name another run_dir"
-                ) from None
-        return found
+        try:
+            return read_lines(whole, parse)
+        except ValueError as error:
+            raise ConfigError(
+                f"{file} cannot be resumed: {error}; "
+                f"remove such a line to have its {made} made again, or name another run_dir"
+            ) from None
 
 
 def read_status(run_dir: Path) -> str:

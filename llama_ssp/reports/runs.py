@@ -13,7 +13,7 @@ from pathlib import Path
 
 from llama_ssp.errors import ConfigError
 from llama_ssp.reports.lines import CompletionLine, Summary
-from llama_ssp.reports.reading import MOST_BYTES
+from llama_ssp.reports.reading import MOST_BYTES, read_lines
 from llama_ssp.reports.settings import MOST_CHARS, flat, read_settings
 from llama_ssp.reports.sweeps.varying import Setting, varying
 from llama_ssp.visible import visible
@@ -103,7 +103,7 @@ def read_run(folder: Path, *, name: str) -> Run:
         file = folder / "run.jsonl"
         _check_file(file)
         whole = file.read_bytes().rpartition(b"\n")[0]  # the rest after the last line feed was only half written
-        lines = tuple(CompletionLine.from_json(line) for line in whole.split(b"\n") if line)
+        lines = tuple(read_lines(whole, CompletionLine.from_json))
         file = folder / "config.yaml"
         _check_file(file, most_bytes=4 * MOST_CHARS)
         settings = flat(read_settings(file.read_text(encoding="utf-8")))

@@ -59,7 +59,7 @@ def settle_length(
         return
     choices, kept = _choices(decoder), None
     with raise_on_all_ranks(comm):
-        kept = folder.read_measured(COSTS_FILE) if folder else None
+        kept = folder.read_kept(COSTS_FILE) if folder else None
         if kept is not None:
             _from_json(kept, choices)
     kept = comm.broadcast_text(kept or "", src=0)
@@ -67,7 +67,7 @@ def settle_length(
         kept = comm.broadcast_text(_to_json(_measured(decoder, choices, comm=comm, num_slots=num_slots)), src=0)
         with raise_on_all_ranks(comm):
             if folder:
-                folder.write_measured(COSTS_FILE, kept)
+                folder.write_kept(COSTS_FILE, kept)
     first = ""
     with raise_on_all_ranks(comm):
         first = json.dumps(_expected_acceptance(config))
@@ -157,7 +157,7 @@ def settle_overlap(
         return
     kept = None
     with raise_on_all_ranks(comm):
-        kept = folder.read_measured(OVERLAP_FILE) if folder else None
+        kept = folder.read_kept(OVERLAP_FILE) if folder else None
         if kept is not None:
             _waits(kept)
     kept = comm.broadcast_text(kept or "", src=0)
@@ -176,7 +176,7 @@ def settle_overlap(
         kept = comm.broadcast_text(written, src=0)
         with raise_on_all_ranks(comm):
             if folder:
-                folder.write_measured(OVERLAP_FILE, kept)
+                folder.write_kept(OVERLAP_FILE, kept)
     round_.waits = _waits(kept)
     _log.info("after a rejection: %s", "waits for a block" if round_.waits else "verifies one token early")
 

@@ -12,7 +12,6 @@ from llama_ssp.config.paths import ENDINGS_WITH_FIELDS, ending_of
 from llama_ssp.config.schema import RunConfig
 from llama_ssp.config.tasks.spec import task_of
 from llama_ssp.errors import CheckpointError, ConfigError
-from llama_ssp.reports.lines import CompletionLine
 from llama_ssp.session.prompt_files import STANDARD_INPUT, read_records
 from llama_ssp.session.prompt_records import Message, Prompt, prompts_of
 
@@ -60,29 +59,6 @@ def _read_prompts(config: RunConfig) -> Iterator[Prompt]:
 def is_interactive(config: RunConfig) -> bool:
     """Whether prompts are typed one by one: `prompts=-` on a terminal."""
     return config.prompts == STANDARD_INPUT and sys.stdin.isatty()
-
-
-def check_unchanged(prompts: Sequence[Prompt], lines: Sequence[CompletionLine], config: RunConfig) -> None:
-    """Raise ConfigError if a finished completion's prompt has changed or is missing; new prompts may follow."""
-    for line in sorted(lines, key=lambda line: line.index):
-        prompt = prompts[line.index] if line.index < len(prompts) else None
-        old, new = _whole(line.messages, line.prompt), _whole(prompt.messages, prompt.text) if prompt else None
-        if prompt and (new, len(prompt.earlier)) == (old, line.turn):
-            continue
-        same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(new or "", old, strict=False))
-        begin = max(0, len(list(same)) - _EXCERPT // 2)
-        now = f"missing, with {len(prompts)} left" if new is None else repr(new[begin : begin + _EXCERPT])
-        source = "" if config.prompts is None else f" of prompts={config.prompts}"
-        raise ConfigError(
-            f"prompt {line.index + 1}{source} was {old[begin : begin + _EXCERPT]!r} when "
-            f"run_dir={config.run_dir} recorded its completion, and is now {now}; give the old prompts to resume that "
-            "run (more may follow them), or name another run_dir"
-        )
-
-
-def _whole(messages: Sequence[Message] | None, text: str) -> str:
-    """A prompt with the messages before it, to compare it with another."""
-    return "\n".join([*(f"{message['role']}: {message['content']}" for message in messages or ()), text])
 
 
 def encode(

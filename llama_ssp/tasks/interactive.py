@@ -44,7 +44,7 @@ def converse(session: Session, complete: Task) -> None:
 
 
 def _recorded(session: Session) -> list[Prompt]:
-    """The prompts of the folder, the same on every rank: a prompt that was asked before counts as the next equal one."""
+    """The prompts of the folder, the same on every rank, since equal ones are counted."""
     by_index = {line.index: line.prompt for line in session.folder.lines} if session.folder else {}
     texts = [by_index[index] for index in sorted(by_index)]
     return [Prompt(text=text) for text in json.loads(session.world.comm.broadcast_text(json.dumps(texts), src=0))]

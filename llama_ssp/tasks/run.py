@@ -36,7 +36,8 @@ from llama_ssp.session.checkpoints import Source, find_sources, offload_folder, 
 from llama_ssp.session.jobs import PromptTask, make_prompt_tasks
 from llama_ssp.session.loading import load_models
 from llama_ssp.session.prompt_records import Prompt
-from llama_ssp.session.prompts import check_unchanged, is_interactive, read_prompts
+from llama_ssp.session.prompts import is_interactive, read_prompts
+from llama_ssp.session.resuming import check_lines, check_models
 from llama_ssp.session.session import Session
 from llama_ssp.session.startup import StartClock
 from llama_ssp.session.stopping import stopping_on_signals
@@ -172,6 +173,9 @@ def _load(
         _settle_placement(config, world, terminal)
     sources = find_sources(config, world)
     config = with_number_formats(config, sources)
+    with raise_on_all_ranks(world.comm):
+        if folder:
+            check_models(folder, sources, config)
     check_task(config, [source.origin.folder for source in sources if source], world_size=world.comm.size)
     known = json.dumps(sorted(folder.finished)) if folder else ""
     keys = json.loads(world.comm.broadcast_text(known, src=0))
@@ -216,10 +220,10 @@ def _read_jobs(
     """Read and encode the prompts, the same on every rank; None if they will be typed one by one."""
     records: list[dict[str, Any]] | None = None
     with raise_on_all_ranks(world.comm):
-        if folder and not is_interactive(config):
-            read = read_prompts(config)
-            check_unchanged(read, folder.lines, config)
-            records = [asdict(prompt) for prompt in read]
+        if folder:
+            read = None if is_interactive(config) else read_prompts(config)
+            check_lines(folder.lines, config, read)
+            records = None if read is None else [asdict(prompt) for prompt in read]
     records = json.loads(world.comm.broadcast_text(json.dumps(records), src=0))
     if records is None:
         return None

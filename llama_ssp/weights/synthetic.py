@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import LlamaConfig, PretrainedConfig
 
 from llama_ssp.config import catalogue
-from llama_ssp.config.model_files import read_json
+from llama_ssp.config.model_files import AGREEMENT_FILE, read_json
 from llama_ssp.config.schema import ModelShape
 from llama_ssp.errors import ConfigError
 from llama_ssp.weights import hub
@@ -27,7 +27,6 @@ from llama_ssp.weights.expansion import Implant, obstacle
 from llama_ssp.weights.source import TensorFacts, Wanted
 
 SMALL_MODELS = ("tiny", "tiny-draft")
-AGREEMENT_FILE = "agreement.json"
 _NOISE_SEED = 0
 _LAYER_TENSORS = (
     *(f"self_attn.{kind}_proj" for kind in "qkvo"),

@@ -21,13 +21,15 @@ from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
 from llama_ssp.commands import report
+from llama_ssp.config.drafts.ngram import NgramConfig
+from llama_ssp.config.tasks.compare import CompareConfig
 from llama_ssp.console.terminal import Output, Terminal
 from llama_ssp.errors import SspError
 from llama_ssp.reports.lines import RunFacts
 from llama_ssp.reports.records import RunFolder
 from llama_ssp.reports.summary import summarise
 from llama_ssp.session.prompt_records import Prompt
-from llama_ssp.session.prompts import check_unchanged
+from llama_ssp.session.resuming import check_lines
 from tests.helpers.runs import CELL, FAST, PLAIN, summary, write_run
 from tests.unit.commands.test_fuzz import UNHURRIED, in_process
 
@@ -155,9 +157,10 @@ def resume(folder: Path) -> int:
     try:
         with RunFolder(folder, CONFIG) as opened:
             json.dumps([sorted(opened.finished), [row.key for row in opened.rows]])
-            named = SimpleNamespace(prompts="p.txt", run_dir="run")
+            draft, task = NgramConfig(kind="ngram"), CompareConfig()
+            named = SimpleNamespace(prompts="p.txt", run_dir="run", num_samples=1, draft=draft, task=task)
             with contextlib.suppress(SspError):  # other prompts are refused; what follows would read the lines too
-                check_unchanged([Prompt(text=PLAIN.prompt)], opened.lines, cast("RunConfig", named))
+                check_lines(opened.lines, cast("RunConfig", named), [Prompt(text=PLAIN.prompt)])
             opened.put_in_order()
             made = summarise(run_facts, opened.lines, opened.rows)
             opened.write_summary(made)

@@ -201,7 +201,7 @@ def test_a_benchmark_measures_only_cells_that_are_left_and_ends_with_a_summary_o
     assert (other.code, "measured with another text" in other.err) == (2, True)
     assert "max_new_tokens was 4 and is now 3" in measure(tmp_path, here, "max_new_tokens=3").err
     file.write_bytes(first.replace(b'"batch_size": 1', b'"batch_size": "1"') + again)
-    assert "line 1 of" in measure(tmp_path, here).err
+    assert "line 1 is damaged" in measure(tmp_path, here).err
 
 
 @pytest.mark.slow

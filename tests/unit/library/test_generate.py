@@ -16,12 +16,8 @@ from llama_ssp.config.schema import SamplingConfig
 from llama_ssp.engine.executors.cuda_graph import CudaGraphExecutor
 from llama_ssp.engine.executors.tracing import Traced
 from llama_ssp.engine.round import Round
-from llama_ssp.engine.state import Request
 from llama_ssp.session import loading
-from llama_ssp.session.loading import build_decoder
-from llama_ssp.session.prompts import encode
 from llama_ssp.weights import hub
-from tests.helpers.decoders import complete
 from tests.helpers.in_process import launch
 from tests.helpers.lanes import heavy
 from tests.helpers.recorded import FakeRecorder

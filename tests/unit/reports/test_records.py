@@ -102,6 +102,10 @@ def test_text_that_is_not_unicode_does_not_stop_the_run(tmp_path: Path) -> None:
         (b'"ms": 2.5', b'"ms": ' + b"9" * 400),
         (b'"ms": 2.5', b'"ms": ' + b"9" * 5000),
         (b'"examined_lengths": [1]', b'"examined_lengths": [1000000000]'),
+        (b'"token_ids": [1, 2], ', b""),
+        (b'"token_ids": [1, 2]', b'"token_ids": []'),
+        (b'"token_ids": [1, 2]', b'"token_ids": null'),
+        (b'"finish_reason": "length"', b'"finish_reason": "bored"'),
     ],
 )
 def test_a_damaged_line_is_named(tmp_path: Path, old: bytes, new: bytes) -> None:
@@ -110,7 +114,18 @@ def test_a_damaged_line_is_named(tmp_path: Path, old: bytes, new: bytes) -> None
     first, damaged, last = file.read_bytes().splitlines(keepends=True)
     assert old in damaged
     file.write_bytes(first + damaged.replace(old, new) + last)
-    with pytest.raises(ConfigError, match=r"line 2 of .*run\.jsonl is damaged"):
+    with pytest.raises(ConfigError, match=r"run\.jsonl cannot be resumed: line 2 is damaged: .*; remove such"):
+        RunFolder(tmp_path, CONFIG)
+
+
+def test_completions_that_are_there_twice_are_refused(tmp_path: Path) -> None:
+    write(tmp_path, line(0), line(0, mode="plain"))
+    file = tmp_path / "run.jsonl"
+    file.write_bytes(file.read_bytes() + line(0, text="y").to_json() + b"\n" + line(0, mode="plain").to_json())
+    with pytest.raises(ConfigError, match=r"cannot be resumed: line 3 repeats line 1, line 5 repeats line 2;"):
+        RunFolder(tmp_path, CONFIG)
+    file.write_bytes(line(0).to_json() * 9)
+    with pytest.raises(ConfigError, match=r"line 5 repeats line 1 and 4 more; remove such a line"):
         RunFolder(tmp_path, CONFIG)
 
 
