@@ -274,10 +274,7 @@ class TaskConfig:
 
 @dataclass(kw_only=True)
 class RunConfig:
-    """All settings of one run.
-
-    `hardware` is an entry of conf/hardware for the forecast; if empty, the current machine is described.
-    """
+    """All settings of one run; `hardware` is an entry of conf/hardware for the forecast, or this machine if empty."""
 
     task: TaskConfig
     model: ModelConfig

@@ -5,7 +5,7 @@ Only rank 0 opens a run folder. `distributed.ranklog` writes the log files; `lin
     run_dir/lock          held (flock) while the run lives
     run_dir/config.yaml   the config of the run
     run_dir/run.jsonl     a line per completion, appended as soon as it ends
-    run_dir/models.json   hashes of the models' files (`session.resuming`)
+    run_dir/models.json   hashes of the models' files (`tasks.resuming`)
     run_dir/status        running, done, interrupted, or the failing exit code and its sentence
     run_dir/round_costs.json   what rounds of each K cost, of a run that chooses K
     run_dir/benchmark.jsonl   a line per cell of task=benchmark

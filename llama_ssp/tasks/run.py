@@ -37,7 +37,6 @@ from llama_ssp.session.jobs import PromptTask, make_prompt_tasks
 from llama_ssp.session.loading import load_models
 from llama_ssp.session.prompt_records import Prompt
 from llama_ssp.session.prompts import is_interactive, read_prompts
-from llama_ssp.session.resuming import check_lines, check_models
 from llama_ssp.session.session import Session
 from llama_ssp.session.startup import StartClock
 from llama_ssp.session.stopping import stopping_on_signals
@@ -45,6 +44,7 @@ from llama_ssp.tasks import dry_run
 from llama_ssp.tasks.dispatch import check_task, machine_task_code, task_code
 from llama_ssp.tasks.finalize import finalize, pass_gate
 from llama_ssp.tasks.interactive import converse
+from llama_ssp.tasks.resuming import check_lines, check_models
 
 _log = logging.getLogger(__name__)
 
