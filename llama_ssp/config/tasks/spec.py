@@ -37,7 +37,8 @@ class TaskSpec:
         needs_models: False for a task that loads no models and writes no run folder.
         why_no_plan: without models, why `dry_run` has no effect; a relative clause.
         needs_draft: a run without a draft is refused.
-        has_both_modes: with a draft, it completes every prompt plainly and speculatively.
+        has_both_modes: with a draft, it completes every prompt plainly and speculatively; a resumed run of another task
+            refuses plain lines.
         takes_turns: its prompts may be conversations, whose later turns follow the answers to earlier ones.
         paths: settings that are paths, which the command line does not parse.
         settle: fills in settings of the run; its second argument are the keys that the user gave, which stay.
