@@ -1,16 +1,19 @@
 """`suite=distribution`: do plain and speculative samples of a run come from one distribution?
 
 Each prompt is sampled many times in both modes, with different seeds. Two tests swap the samples of pairs: one compares
-how often each token stands at a few fixed places, the other the log-likelihoods of whole samples under the target. Each
-gets half of the rate of false alarms. `statistics` says why that rate holds exactly.
+how often each token stands at a few fixed places, the other the log-likelihoods of whole samples under the target. The
+others compare the speculative samples with the target's own probabilities: for each score of `martingales`, the sum
+over all tokens. Each kind gets half of the rate of false alarms, in equal shares.
 """
 
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 
+from llama_ssp.config.rules.rule import DEFAULT
 from llama_ssp.config.schema import RunConfig
 from llama_ssp.config.tasks.suites import Suite
 from llama_ssp.evaluation.evidence import CompletionPair, Evidence
+from llama_ssp.evaluation.martingales import powers, sums_of
 from llama_ssp.evaluation.statistics import (
     PairedGroup,
     count_statistic,
@@ -33,8 +36,9 @@ _SEED = 0
 
 
 def scored(pairs: Iterable[CompletionPair]) -> list[CompletionLine]:
-    """All lines."""
-    return [line for pair in pairs for line in pair]
+    """All lines; of each prompt first the plain ones, since only the others are scored by the draft too."""
+    of_prompts = groupby(pairs, key=lambda pair: pair.plain.index)
+    return [line for _, of_prompt in of_prompts for lines in zip(*of_prompt, strict=True) for line in lines]
 
 
 def groups_of(evidence: Evidence) -> list[PairedGroup]:
@@ -42,7 +46,7 @@ def groups_of(evidence: Evidence) -> list[PairedGroup]:
     groups = []
     for _, of_prompt in groupby(evidence.pairs, key=lambda pair: pair.plain.index):
         pairs = list(of_prompt)
-        places = [place for place in PLACES if any(len(line.token_ids) > place for line in scored(pairs))]
+        places = [place for place in PLACES if any(len(line.token_ids) > place for pair in pairs for line in pair)]
         columns = [[(_token(pair.plain, place), _token(pair.speculative, place)) for pair in pairs] for place in places]
         sums = [[sum(evidence.log_probs[line.key]) for line in pair] for pair in pairs]
         groups.append(PairedGroup(columns=columns, differences=[fast - plain for plain, fast in sums]))
@@ -54,16 +58,19 @@ def _token(line: CompletionLine, place: int) -> int:
 
 
 def judge(evidence: Evidence) -> Evaluation:
-    """Test whether both modes have one distribution."""
-    groups = groups_of(evidence)
+    """Test whether both modes have one distribution, and the speculative samples the target's."""
+    groups, sums = groups_of(evidence), sums_of(evidence.sums)
     sizes = [len(group.differences) for group in groups]
     statistics = {"next tokens": count_statistic(groups), "log-likelihoods": mean_statistic(groups)}
     p_values = {
         name: swap_test(statistic, sizes, num_swaps=NUM_SWAPS, seed=_SEED) for name, statistic in statistics.items()
     }
-    least = FALSE_ALARM_RATE / len(p_values)
-    passed = min(p_values.values()) > least
-    shown = " and ".join(f"{p:.2g} for {name}" for name, p in p_values.items())
+    of_sum = FALSE_ALARM_RATE / (2 * len(sums))
+    least = dict.fromkeys(p_values, FALSE_ALARM_RATE / (2 * len(p_values))) | dict.fromkeys(sums, of_sum)
+    p_values |= {name: each.p_value for name, each in sums.items()}
+    worst = min(p_values, key=lambda name: p_values[name] / least[name])
+    passed = p_values[worst] > least[worst]
+    power = powers(sums.values(), least_p=of_sum, verifies_each=evidence.config.verification.rule == DEFAULT)
     verdict = "plain and speculative samples can come from one distribution" if passed else (
         "plain and speculative samples come from different distributions"
     )  # fmt: skip
@@ -71,9 +78,14 @@ def judge(evidence: Evidence) -> Evaluation:
     return Evaluation(
         suite=SUITE.name,
         passed=passed,
-        reason=f"{verdict}: p = {shown}, {'both' if passed else 'not both'} above {least:g} ({sum(sizes)} pairs)",
+        reason=(
+            f"{verdict}: of {len(p_values)} p-values the worst is {p_values[worst]:.2g} for {worst}, "
+            f"{'above' if passed else 'not above'} {least[worst]:.2g} ({sum(sizes)} pairs)"
+        ),
         measures=[
-            *(Measure(name=f"p-value, {name}", value=p) for name, p in p_values.items()),
+            *(Measure(name=f"p-value, {name}", value=p_values[name]) for name in statistics),
+            *(Measure(name=f"standard errors, {name}", value=each.z) for name, each in sums.items()),
+            *(Measure(name=f"probability of finding {fault}", value=each) for fault, each in power.items()),
             Measure(
                 name="log-likelihood in nats, speculative minus plain", value=sum(difference) / 2,
                 low=difference.low, high=difference.high,
@@ -101,7 +113,8 @@ SUITE = Suite(
     name="distribution",
     judge=judge,
     scored=scored,
-    defaults={"max_new_tokens": 12, "num_samples": 250},
+    needs_sums=True,
+    defaults={"max_new_tokens": 48, "num_samples": 250},
     settings=("default_prompts",),
     problems=_problems,
 )

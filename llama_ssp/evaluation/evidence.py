@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from llama_ssp.config.schema import RunConfig
+from llama_ssp.evaluation.martingales import TextSums
 from llama_ssp.reports.lines import PLAIN, CompletionLine, LineKey
 
 
@@ -17,11 +18,17 @@ class CompletionPair(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """All pairs of a run, in order of prompts and samples; `log_probs` has a natural logarithm per new token."""
+    """All pairs of a run, in order of prompts and samples.
+
+    Attributes:
+        log_probs: of the scored texts, a natural logarithm per new token.
+        sums: of the speculative texts, if the suite needs them.
+    """
 
     config: RunConfig
     pairs: Sequence[CompletionPair]
     log_probs: Mapping[LineKey, Sequence[float]]
+    sums: Sequence[TextSums] = ()
 
 
 def pairs_of(lines: Iterable[CompletionLine]) -> list[CompletionPair]:

@@ -5,10 +5,11 @@ from collections.abc import Sequence
 
 from llama_ssp.config.tasks.evaluate import task_and_suite
 from llama_ssp.evaluation.evidence import CompletionPair, Evidence, pairs_of
+from llama_ssp.evaluation.martingales import Role, roles_of
 from llama_ssp.reports.evaluation import Evaluation
-from llama_ssp.reports.lines import PLAIN, SPECULATIVE, LineKey
+from llama_ssp.reports.lines import PLAIN, SPECULATIVE, CompletionLine, LineKey
 from llama_ssp.session.jobs import PromptTask
-from llama_ssp.session.scoring import SampledText, score
+from llama_ssp.session.scoring import SampledText, TextScore, score
 from llama_ssp.session.session import Session, Viewer
 
 _SEED_STEP = 1 << 62
@@ -34,19 +35,38 @@ def evaluate(session: Session, jobs: list[PromptTask]) -> None:
         for mode in modes:
             session.complete(jobs, mode, _Silent())
     pairs = pairs_of(session.folder.lines) if session.folder else []
-    log_probs = _score(session, jobs, pairs)
+    scores = _score(session, jobs, pairs)
     if session.folder:
-        evaluation = suite.judge(Evidence(config=session.config, pairs=pairs, log_probs=log_probs))
+        evidence = Evidence(
+            config=session.config,
+            pairs=pairs,
+            log_probs={key: found.log_probs for key, found in scores.items()},
+            sums=[found.sums for found in scores.values() if found.sums],
+        )
+        evaluation = suite.judge(evidence)
         assert isinstance(evaluation, Evaluation)
         session.evaluation = evaluation
 
 
-def _score(session: Session, jobs: Sequence[PromptTask], pairs: Sequence[CompletionPair]) -> dict[LineKey, list[float]]:
+def _score(session: Session, jobs: Sequence[PromptTask], pairs: Sequence[CompletionPair]) -> dict[LineKey, TextScore]:
     """Score the completions that the suite names; rank 0 knows them."""
     _, suite = task_and_suite(session.config)
-    named = [(line.key, line.token_ids) for line in suite.scored(pairs)]
+    named = [
+        (line.key, line.token_ids, _roles(line, session) if suite.needs_sums and line.mode == SPECULATIVE else [])
+        for line in suite.scored(pairs)
+    ]
     lines = json.loads(session.world.comm.broadcast_text(json.dumps(named), src=0))
     prompts = {(job.request.index, job.request.sample): job.request.prompt_ids for job in jobs}
-    texts = [SampledText(prompt_ids=prompts[index, sample], token_ids=tuple(ids)) for (index, _, sample), ids in lines]
-    rows = score(session, texts)
-    return {(index, mode, sample): row for ((index, mode, sample), _), row in zip(lines, rows, strict=True)}
+    texts = [
+        SampledText(prompt_ids=prompts[index, sample], token_ids=tuple(ids), roles=tuple(roles))
+        for (index, _, sample), ids, roles in lines
+    ]
+    scores = score(session, texts)
+    return {(index, mode, sample): found for ((index, mode, sample), *_), found in zip(lines, scores, strict=True)}
+
+
+def _roles(line: CompletionLine, session: Session) -> list[Role]:
+    return roles_of(
+        line.accepted_lengths, line.examined_lengths, num_tokens=line.num_new_tokens,
+        overlaps=session.config.speculation.overlap,
+    )  # fmt: skip

@@ -19,6 +19,7 @@ class Suite:
         name: value of `task.suite`.
         judge: returns the `reports.evaluation.Evaluation` of an `evaluation.evidence.Evidence`.
         scored: which completions of such pairs the target scores, token by token, before the judge is called.
+        needs_sums: the draft scores the speculative ones too, and the judge has their sums (`evaluation.martingales`).
         prompts: makes the prompts; None for those of the user, or `task.default_prompts`.
         defaults: values of the run's settings, by dotted key, where neither the user nor a bundle has set one.
         settings: those of the task that this suite reads, apart from `suite` and `gate`.
@@ -29,6 +30,7 @@ class Suite:
     name: str
     judge: Callable[[Any], Any]
     scored: Callable[[Any], Iterable[Any]] = lambda pairs: ()  # noqa: ARG005
+    needs_sums: bool = False
     prompts: Callable[[RunConfig], Sequence[str]] | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
     settings: tuple[str, ...] = ()

@@ -7,17 +7,18 @@ from typing import Any
 
 import pytest
 
-from llama_ssp.config.schema import Dtype, ModelConfig, RunConfig
+from llama_ssp.config.schema import Dtype, ModelConfig, RunConfig, VerificationConfig
 from llama_ssp.config.tasks.evaluate import EvaluateConfig
 from llama_ssp.config.tasks.suites import suites
 from llama_ssp.evaluation import agreement, arithmetic, distribution
 from llama_ssp.evaluation.evidence import CompletionPair, Evidence, pairs_of
+from llama_ssp.evaluation.martingales import FAULTS, SCORES, Role, TextSums, roles_of, sums_of
 from llama_ssp.reports.lines import PLAIN, SPECULATIVE, CompletionLine
 from tests.helpers.evaluations import both, line
 
 
 def config(suite: str, *, seed: int = 0, **task: Any) -> RunConfig:  # noqa: ANN401 - fields of the task
-    parts: dict[str, Any] = dict.fromkeys(("draft", "placement", "sampling", "verification"))
+    parts: dict[str, Any] = dict.fromkeys(("draft", "placement", "sampling")) | {"verification": VerificationConfig()}
     model = ModelConfig(name="m", dtype=Dtype.fp32)
     return RunConfig(task=EvaluateConfig(suite=suite, **task), model=model, seed=seed, **parts)
 
@@ -166,8 +167,8 @@ def test_samples_pass_if_tokens_and_likelihoods_have_one_law(
     """The faults are missed with probability below 1e-3; the seed is fixed."""
     found = distribution.judge(samples(random.Random(1), laws, shift=shift))
     assert found.passed is passed, found.reason
-    p_tokens, p_likelihoods, difference, apart, chance = found.measures
-    assert (min(p_tokens.value, p_likelihoods.value) > 5e-4) is passed
+    p_tokens, p_likelihoods, *_, difference, apart, chance = found.measures
+    assert (min(p_tokens.value, p_likelihoods.value) > 2.5e-4) is passed
     assert difference.low is not None
     assert difference.high is not None
     assert difference.low <= shift <= difference.high
@@ -176,6 +177,41 @@ def test_samples_pass_if_tokens_and_likelihoods_have_one_law(
     of_a_token = sum(abs(a - b) for a, b in zip(*laws, strict=True)) / 2
     assert apart.low <= (of_a_token + of_a_token + of_a_token / 2) / 3 <= apart.high, "half of the texts have no third"
     assert 0 < chance.value < 0.2
+
+
+def text_sums(value: float, *, shift: float = 0.0) -> TextSums:
+    """A text of which each score has this value, with variance 1."""
+    num = len(SCORES)
+    return TextSums(
+        values=[value] * num, variances=[1.0] * num, reaches=[2.0] * num, shifts=[[shift] * num] * len(FAULTS)
+    )
+
+
+def test_samples_that_agree_with_each_other_must_agree_with_the_target_too() -> None:
+    """The sums alone decide here: 300 texts, whose sums are 2 and then 6 standard errors from 0."""
+    known = samples(random.Random(1), (LAW, LAW))
+    for z, passed in ((2.0, True), (6.0, False)):
+        sums = [text_sums(z * 300**0.5 / 300, shift=0.5)] * 300
+        found = distribution.judge(replace(known, sums=sums))
+        assert found.passed is passed, found.reason
+        measures = {measure.name: measure.value for measure in found.measures}
+        assert measures["standard errors, surprise"] == pytest.approx(z)
+        assert measures["probability of finding a residual drawn from the target"] > 0.98
+
+
+def test_a_bound_holds_for_sums_of_rare_tokens_too() -> None:
+    """A proposal of probability 1e-4 in 20000 texts: it comes up 8 times or more with probability 0.001."""
+    [rare, *_] = sums_of([replace(text_sums(0.0), values=[6.0 / 20000] * len(SCORES), variances=[1e-4] * len(SCORES),
+                                  reaches=[1.0] * len(SCORES))] * 20000).values()  # fmt: skip
+    assert rare.z > 4
+    assert rare.p_value > 0.001
+
+
+def test_the_roles_of_tokens_follow_from_the_lengths_of_rounds() -> None:
+    found = roles_of([2, 0, 4, 1], [3, 1, 4, 0], num_tokens=12)
+    first, opening, drafted, bonus, other = Role.unused, Role.opening, Role.drafted, Role.bonus, Role.other
+    assert found == [first, opening, drafted, drafted, opening, opening, drafted, drafted, drafted, bonus, other, other]
+    assert roles_of([2], [3], num_tokens=4, overlaps=True) == [first, other, other, other]
 
 
 def test_the_end_of_a_text_counts_as_a_token() -> None:

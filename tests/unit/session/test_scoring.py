@@ -43,7 +43,7 @@ def test_every_token_has_its_log_probability(batch_size: int, num_positions: int
     )  # fmt: skip
     texts = [SampledText(prompt_ids=PROMPT, token_ids=ids) for ids in TEXTS]
     with torch.inference_mode():
-        found = [row for rows in scorer.score(texts) for row in rows]
+        found = [each.log_probs for batch in scorer.score(texts) for each in batch]
     assert [len(row) for row in found] == [len(ids) for ids in TEXTS]
     for row, ids in zip(found, TEXTS, strict=True):
         assert row == pytest.approx(expected(runner, ids, sampling), abs=1e-4)
