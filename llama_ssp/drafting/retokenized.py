@@ -78,6 +78,7 @@ class RetokenizedDrafter(HostTimed):
         """Allocate the cache, and forget what it held."""
         self._num_slots = own_slots(num_slots, max_position_embeddings=self.runner.max_position_embeddings)
         self.runner.allocate(batch_size=batch_size, capacity=self._num_slots)
+        self._buckets = Buckets(step=self._num_slots, num_slots=self._num_slots)  # until prompts come: warm rounds read
         self._cached = [[] for _ in range(batch_size)]
         self._settled = [(0, list[int]()) for _ in range(batch_size)]
 

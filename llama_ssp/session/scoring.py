@@ -87,15 +87,15 @@ class Scorer:
         longest: the most tokens of a prompt and its text.
         num_positions: T, positions of a forward.
         drafter: makes the draft's probabilities for texts with roles; all its ranks must make the same calls.
-        sums_here: this rank has the probabilities of both models.
+        reports: this rank has the probabilities of both models; others only take part, and their scores are empty.
     """
 
     def __init__(
         self, target: Runner, log_probs: LogProbs, *, batch_size: int, longest: int, num_positions: int,
-        drafter: Drafter | None = None, sums_here: bool = True,
+        drafter: Drafter | None = None, reports: bool = True,
     ) -> None:  # fmt: skip
         self._target, self._log_probs = target, log_probs
-        self._drafter, self._sums_here = drafter, sums_here
+        self._drafter, self._reports = drafter, reports
         self._batch_size, self._num_positions = batch_size, num_positions
         num_slots = whole_steps(longest + num_positions)
         target.allocate(batch_size=batch_size, capacity=num_slots)
@@ -125,11 +125,12 @@ class Scorer:
             drafter = self._drafter if batch[0].roles else None
             if drafter:
                 drafter.prefill(prompts, rows=rows, buckets=self._buckets)
-            law = LawSums(self._batch_size, device) if drafter and self._sums_here else None
-            values = []
+            law = LawSums(self._batch_size, device) if drafter and self._reports else None
+            values = [tokens_BS.new_empty(self._batch_size, 0)]
             for place, log_probs_BV in enumerate(self._log_probs_of(tokens_BS, first_BV, length=length)):
                 next_B1 = tokens_BS[:, length + place, None]
-                values.append(log_probs_BV.gather(1, next_B1))
+                if self._reports:
+                    values.append(log_probs_BV.gather(1, next_B1))
                 if drafter and place:
                     draft_BV = self._draft(drafter, tokens_BS, length + place, vocab_size=log_probs_BV.shape[-1])
                     if law:
@@ -155,7 +156,7 @@ class Scorer:
         while True:
             for logits_B1V in logits_BTV.split(1, dim=1):
                 context = Context(tokens_BS, torch.zeros_like(tokens_BS[:, 0]), torch.full_like(tokens_BS[:, :1], last))
-                yield self._log_probs(logits_B1V, context)[:, 0]
+                yield (self._log_probs(logits_B1V, context) if self._reports else logits_B1V)[:, 0]
                 last += 1
             if last == num_slots - 1:
                 return
@@ -189,7 +190,7 @@ def score(session: Session, texts: Sequence[SampledText]) -> list[TextScore]:
         scorer = Scorer(
             session.models.target, log_probs_of(config.sampling), batch_size=config.batch_size,
             longest=max(len(text.prompt_ids) + len(text.token_ids) for text in texts),
-            num_positions=config.speculation.most_draft_tokens + 1, drafter=drafter, sums_here=is_reporting,
+            num_positions=config.speculation.most_draft_tokens + 1, drafter=drafter, reports=is_reporting,
         )  # fmt: skip
     found: list[tuple[int, list[float], dict[str, Any] | None]] = []
     pace = Pace(num_wanted=len(share))

@@ -66,6 +66,10 @@ _OF_VERIFICATION = {
     "bonus of the draft": bonus_of_draft,
     # The key of the residual's draw is that of the acceptance: both read the same numbers.
     "shifted key": with_draws(lambda draws: draws._replace(residual_BP=draws.accept_BK[:, :2].contiguous())),
+    # The acceptance reads the numbers that have drawn the drafted tokens.
+    "acceptance by the draft's key": with_draws(
+        lambda draws: draws._replace(accept_BK=draws.draft_BKP[:, :, 0].contiguous())
+    ),
 }
 FAULTS = (*_OF_VERIFICATION, "forgetful penalty", "key of the run", "key of the round")
 

@@ -126,6 +126,15 @@ def test_greedy_text_is_the_targets_own(batch_size: int) -> None:
         assert done.token_ids == target.greedy(done.request.prompt_ids, done.request.max_new_tokens)
 
 
+def test_rounds_can_be_warmed_up_before_any_prompt_is_read() -> None:
+    made = decoder()
+    made.make_room(requests())
+    made.warm_up(requests())
+    assert [done.token_ids for done in complete(made, requests())] == [
+        done.token_ids for done in complete(decoder(), requests())
+    ]
+
+
 def test_under_coupled_a_seed_has_one_text_over_it_too() -> None:
     target = PrefixRunner(len(TARGET), sharpness=1.0)
     plain = complete(make_decoder(target, None, sampling=SAMPLING, rule_name="coupled"), requests())
