@@ -12,6 +12,8 @@ WHOLE_LAYER_TOKENS = 16
 """The most tokens of a forward on a CPU whose layers are one operator each; more take one for each product."""
 PAGE_SLOTS = 256
 """Slots of a page, as attention by lengths reads the cache; see `models.llama.attention`."""
+LARGEST_PAGED_HEAD, FIRST_PAGED_CAPABILITY = 256, 8.0
+"""The most dimensions of a head, and the first compute capability, that attention by lengths runs on."""
 MOST_PIECES = 4
 """The most tokens of a draft with its own tokenizer that spell one token of the target."""
 OWN_SLOTS_PER_SLOT = 2
@@ -43,6 +45,16 @@ class Kernels:
 
 ENGINE_KERNELS = Kernels(layer=10, frame=8, draw=8, verify=38)
 """Of this engine: the budgets of `benchmarks.gpu_nodes` for a layer and a draw, the others from torch's dispatcher."""
+
+
+def reads_by_length(*, capability: float, value_bytes: int, head_dim: int, rounds_inputs: bool) -> bool:
+    """Whether the lean decoder's attention reads rows by their lengths, in pages; elsewhere it needs masks.
+
+    `capability` is the compute capability of an NVIDIA GPU, 0 for AMD GPUs and CPUs.
+    """
+    is_narrow = value_bytes == 2  # noqa: PLR2004 - bytes
+    has_head = head_dim % 8 == 0 and head_dim <= LARGEST_PAGED_HEAD
+    return capability >= FIRST_PAGED_CAPABILITY and is_narrow and has_head and not rounds_inputs
 
 
 def whole_steps(num_slots: int) -> int:

@@ -5,8 +5,8 @@ head: few blocks for a GPU with a hundred and more multiprocessors. This kernel 
 instead, and reads no slot beyond it. For one sequence torch splits the slots over many blocks. For more it must not:
 split, torch 2.13 writes the first sequence only (issue 194167 of pytorch); see `llama.split_attention`.
 
-    runs on     NVIDIA GPUs from Ampere on, fp16 and bf16, heads of up to 256 dimensions, a torch that has it
-    elsewhere   masks; see `llama.attention`
+It runs where `architectures.sizes.reads_by_length` says so, which plans ask too, if torch has it; elsewhere masks are
+used (see `llama.attention`).
 
 Before its first use it is held to a masked attention on this very device, with the model's own heads.
 
@@ -23,13 +23,11 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from llama_ssp.architectures.sizes import PAGE_SLOTS
+from llama_ssp.architectures.sizes import PAGE_SLOTS, reads_by_length
 from llama_ssp.distributed.gpu.device_errors import ends_run
 
 _log = logging.getLogger(__name__)
 
-_LARGEST_HEAD = 256
-_FIRST_CAPABILITY = 8, 0
 _NEEDED = {"window_size", "enable_gqa", "seqused_k", "block_table", "num_splits"}
 _TOLERANCE = 0.05
 """Of values of about 1: 16 bits round to 0.004, and a wrong key changes more than this."""
@@ -61,13 +59,12 @@ class VarlenAttention(Protocol):
 
 @cache
 def find_varlen(
-    device: torch.device, dtype: torch.dtype, heads: Heads, *, has_windows: bool = False
+    device: torch.device, dtype: torch.dtype, heads: Heads, *, rounds_inputs: bool = False, has_windows: bool = False
 ) -> VarlenAttention | None:
     """Torch's kernel for such heads on a device; None if it does not run there, or not rightly."""
-    is_narrow = dtype in {torch.float16, torch.bfloat16}
-    if device.type != "cuda" or not is_narrow or heads.dim % 8 or heads.dim > _LARGEST_HEAD:
-        return None
-    if torch.version.hip or torch.cuda.get_device_capability(device) < _FIRST_CAPABILITY:
+    if not reads_by_length(
+        capability=capability_of(device), value_bytes=dtype.itemsize, head_dim=heads.dim, rounds_inputs=rounds_inputs
+    ):
         return None
     kernel = torch_attention()
     if kernel is None:
@@ -82,6 +79,14 @@ def find_varlen(
         return kernel
     _log.warning("continuing with masks, because attention by lengths does not work on %s: %s", device, problem)
     return None
+
+
+def capability_of(device: torch.device) -> float:
+    """The compute capability of an NVIDIA GPU, such as 8.6; 0 for other devices."""
+    if device.type != "cuda" or torch.version.hip:
+        return 0.0
+    major, minor = torch.cuda.get_device_capability(device)
+    return major + minor / 10
 
 
 def torch_attention() -> VarlenAttention | None:

@@ -81,7 +81,7 @@ class CostModel:
     def prefill_s(self, placement: ModelPlacement) -> float:
         """The prompts of all rows, in chunks."""
         seconds, prompt = 0.0, self.job.prompt_tokens
-        if self.job.mean_prompt_tokens and placement.model.packs_prompts(self.job.device):
+        if self.job.mean_prompt_tokens and placement.model.reads_by_length(self.hardware):
             prompt = math.ceil(self.job.mean_prompt_tokens)
         for start in range(0, prompt, PREFILL_CHUNK):
             stop = min(start + PREFILL_CHUNK, prompt)

@@ -106,7 +106,7 @@ def fullest_rank(job: PlanSpec, hardware: HardwareConfig) -> RankMemoryPlan:
 @lru_cache(maxsize=256)  # a search asks more than once
 def _equal_ranks(job: PlanSpec, hardware: HardwareConfig) -> tuple[tuple[RankMemoryPlan, list[int]], ...]:
     """The bytes of ranks that need the same, as those of the first one, with all of these ranks; in their order."""
-    targets, drafts = target_parts(job), draft_parts(job)
+    targets, drafts = target_parts(job, hardware), draft_parts(job, hardware)
     found: dict[tuple[object, ...], tuple[RankMemoryPlan, list[int]]] = {}
     for rank in sorted({*targets, *drafts}):
         target, draft = targets.get(rank), drafts.get(rank)
@@ -189,23 +189,26 @@ def _numbers_bytes(job: PlanSpec) -> int:
 
 
 def _activation_bytes(job: PlanSpec, hardware: HardwareConfig, model: PlannedModel, part: Part | None) -> int:
-    """Peak of a prefill chunk: the residual and its norm, attention or the MLP, and the masks."""
+    """Peak of a prefill chunk: the residual and its norm, attention or the MLP, and masks where it needs them."""
     if part is None:
         return 0
     shape, size = model.shape, DTYPE_BYTES[model.dtype]
     rows = min(PREFILL_CHUNK, job.prompt_tokens)
     bucket = bucket_of(job.prompt_tokens, job.num_slots, hardware)
     wide = max(2 * part.width, 3 * part.units)
-    pairs = rows * bucket * record_of(shape.model_type).attention_pair_bytes(num_heads=part.num_heads, value_bytes=size)
-    return job.batch_size * (rows * (3 * shape.hidden_size + wide) * size + pairs) + part.working_bytes
+    pair_bytes = record_of(shape.model_type).attention_pair_bytes(num_heads=part.num_heads, value_bytes=size)
+    masks = 0 if model.reads_by_length(hardware) else rows * bucket * pair_bytes
+    return job.batch_size * (rows * (3 * shape.hidden_size + wide) * size + masks) + part.working_bytes
 
 
 def _graph_bytes(job: PlanSpec, hardware: HardwareConfig, draft: Part | None) -> int:
-    """Captured graphs: per bucket of the cache, the target's plain and round forwards and all K draft steps.
+    """Captured graphs: the target's plain and round forwards and all K draft steps.
 
+    They serve all lengths where every model reads its cache by lengths; with masks there are some for each bucket.
     Rounds that overlap may have K - 1 more draft steps, for rows that wait for a block.
     """
-    num_buckets = -(-job.num_slots // BUCKET_STEP[hardware.device])
+    by_length = all(model.reads_by_length(hardware) for model in (job.target, job.draft) if model)
+    num_buckets = 1 if by_length else -(-job.num_slots // BUCKET_STEP[hardware.device])
     lengths = ADAPTIVE_LENGTHS if job.adapts else (job.num_draft_tokens,)
     layers = (1 + len(lengths) * job.drafts) * job.target.shape.num_hidden_layers
     if job.draft and draft:

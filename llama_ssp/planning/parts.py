@@ -7,11 +7,12 @@ from functools import lru_cache
 from itertools import cycle
 from typing import Any
 
-from llama_ssp.architectures.family import inventory, record_of
+from llama_ssp.architectures.family import inventory
 from llama_ssp.architectures.inventory import Inventory
 from llama_ssp.architectures.sharding import check_deepspeed, split_blocks
 from llama_ssp.architectures.sizes import whole_pages
 from llama_ssp.config.formats.format import format_of
+from llama_ssp.config.machines.hardware import HardwareConfig
 from llama_ssp.config.schema import DraftLayout, WholeParts
 from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.planning.layerwise import layer_placement_of
@@ -93,7 +94,7 @@ def _parts(
     # DeepSpeed splits a whole model in each rank's host memory, which on a CPU is the planned memory.
     is_whole_first = kind is TargetKind.deepspeed and device == "cpu"
     whole_bytes = model_bytes(inventory(shape), model, device=device).total_bytes if is_whole_first else 0
-    row_slots, storage = num_rows * _cache_slots(model, device, num_slots), format_of(model.quantization)
+    row_slots, storage = num_rows * num_slots, format_of(model.quantization)
     most_unpacked = math.inf if storage.unpacks_matrix else storage.gpu_unpacks if device == "cuda" else 0
     found: dict[tuple[int, int, int, int], Part] = {}  # most ranks have equal parts
     parts = []
@@ -116,28 +117,28 @@ def _parts(
     return tuple(parts)
 
 
-def _cache_slots(model: PlannedModel, device: str, num_slots: int) -> int:
-    """Slots of a row: whole pages where attention reads rows by their lengths; see `models.llama.attention`."""
-    by_length = record_of(model.shape.model_type).is_llama_kind and DTYPE_BYTES[model.dtype] == 2  # noqa: PLR2004 - bytes
-    return whole_pages(num_slots) if by_length and device == "cuda" else num_slots
+def _sizes(model: PlannedModel, hardware: HardwareConfig, *, num_rows: int, num_slots: int) -> dict[str, Any]:
+    """Rows and slots of a cache, which has whole pages where attention reads rows by their lengths."""
+    is_paged = model.reads_by_length(hardware)
+    return {"num_rows": num_rows, "num_slots": whole_pages(num_slots) if is_paged else num_slots}
 
 
-def target_parts(job: PlanSpec) -> dict[int, Part]:
+def target_parts(job: PlanSpec, hardware: HardwareConfig) -> dict[int, Part]:
     """The target's part on each of its ranks, or devices if layer-wise."""
     if job.target_kind is TargetKind.accelerate:
         return dict(zip(job.target_devices, _layer_wise_parts(job), strict=True))
-    sizes: dict[str, Any] = {"num_rows": job.batch_size, "num_slots": job.num_slots}
+    sizes = _sizes(job.target, hardware, num_rows=job.batch_size, num_slots=job.num_slots)
     parts = _parts(job.target, job.device, num_ranks=len(job.target_ranks), kind=job.target_kind, **sizes)
     return dict(zip(job.target_ranks, parts, strict=True))
 
 
-def draft_parts(job: PlanSpec) -> dict[int, Part]:
+def draft_parts(job: PlanSpec, hardware: HardwareConfig) -> dict[int, Part]:
     """The draft's part on each of its ranks: a slice, or the whole draft if replicated or on one rank."""
     if job.draft is None:
         return {}
     num_ranks, num_rows = len(job.draft_ranks), job.batch_size
     if job.draft_kind is DraftLayout.replicated:
         num_ranks, num_rows = 1, -(-num_rows // num_ranks)
-    sizes: dict[str, Any] = {"num_rows": num_rows, "num_slots": job.draft_slots}
+    sizes = _sizes(job.draft, hardware, num_rows=num_rows, num_slots=job.draft_slots)
     parts = _parts(job.draft, job.device, num_ranks=num_ranks, kind=TargetKind.tensor, whole=job.draft_whole, **sizes)
     return dict(zip(job.draft_ranks, cycle(parts), strict=False))

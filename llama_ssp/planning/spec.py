@@ -6,7 +6,14 @@ from typing import Any
 
 from llama_ssp.architectures.family import record_of
 from llama_ssp.architectures.inventory import Inventory
-from llama_ssp.architectures.sizes import ENGINE_KERNELS, MOST_PIECES, Kernels, own_slots, whole_steps
+from llama_ssp.architectures.sizes import (
+    ENGINE_KERNELS,
+    MOST_PIECES,
+    Kernels,
+    own_slots,
+    reads_by_length,
+    whole_steps,
+)
 from llama_ssp.config.drafts.drafter import draft_name
 from llama_ssp.config.drafts.model import Matching, matching_of
 from llama_ssp.config.formats.format import NO_QUANTIZATION, format_of
@@ -51,10 +58,17 @@ class PlannedModel:
         """Whether the lean decoder runs the model."""
         return record_of(self.shape.model_type).is_llama_kind and not self.by_library
 
-    def packs_prompts(self, device: str) -> bool:
-        """Whether prompts of several lengths are read without padding; see `models.prefill`."""
+    def reads_by_length(self, hardware: HardwareConfig) -> bool:
+        """Whether a GPU reads its cache in pages, and prompts of several lengths without padding; else with masks."""
         return (
-            device == "cuda" and self.is_lean and self.dtype.is_short and not format_of(self.quantization).rounds_inputs
+            hardware.device == "cuda"
+            and self.is_lean
+            and reads_by_length(
+                capability=hardware.capability,
+                value_bytes=DTYPE_BYTES[self.dtype],
+                head_dim=self.shape.head_dim,
+                rounds_inputs=format_of(self.quantization).rounds_inputs,
+            )
         )
 
     def quantized(self, quantization: str) -> "PlannedModel":

@@ -37,6 +37,7 @@ from llama_ssp.distributed.agree import raise_on_all_ranks
 from llama_ssp.distributed.memory import anonymous_bytes
 from llama_ssp.distributed.world import World
 from llama_ssp.errors import ConfigError, SspError, one_message
+from llama_ssp.models.varlen import capability_of
 from llama_ssp.words import counted
 
 LARGEST_MESSAGE, SMALLEST_MESSAGE = -1, 0
@@ -141,6 +142,7 @@ def _figures(world: World, reduces: list[SizePoint]) -> dict[str, Any]:
     return {
         "name": THIS_MACHINE,
         "device": device.type,
+        "capability": capability_of(device) if is_gpu else None,
         "gpu": torch.cuda.get_device_name(device) if is_gpu else f"{os.cpu_count()} cores of {platform.machine()}",
         "num_gpus": world.ranks.local_size,
         "memory_bytes": torch.cuda.get_device_properties(device).total_memory if is_gpu else host_memory_bytes(),

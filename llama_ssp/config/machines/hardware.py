@@ -49,6 +49,7 @@ class HardwareConfig:
     Attributes:
         name, gpu: names of the entry and of its GPUs.
         device: `cuda` (NVIDIA and AMD) or `cpu`; a "GPU" of a CPU is one rank.
+        capability: compute capability of an NVIDIA GPU; 0 for an AMD GPU. It decides how attention reads the cache.
         num_gpus, num_nodes: ranks per node, and nodes.
         memory_bytes: usable memory of one GPU; on a CPU, of the node.
         system_bytes: of a CPU's memory, the share of the operating system and of other programs.
@@ -67,6 +68,7 @@ class HardwareConfig:
 
     name: str
     device: str
+    capability: float = 8.0
     gpu: str
     num_gpus: int
     num_nodes: int = 1
@@ -116,6 +118,7 @@ class HardwareConfig:
 
 DEVICES = ("cuda", "cpu")
 _MAY_BE_ZERO = {
+    "capability",
     "system_bytes",
     "context_bytes",
     "collective_bytes",

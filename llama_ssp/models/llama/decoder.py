@@ -98,9 +98,9 @@ class LeanRunner(CachedRunner):
         self._to_logits = normed(self._norm, self._head)
         self.repeats_operators = self.repeats_at_any_length = precision.repeats_operators(layers[0].qkv)
         self._by_position = precision.rounds_inputs
-        if varlen is None and not self._by_position:
-            varlen = find_varlen(self.device, self.dtype, layers[0].heads, has_windows=any(self._windows))
-        self._varlen = varlen
+        self._varlen = varlen = varlen or find_varlen(
+            self.device, self.dtype, layers[0].heads, rounds_inputs=self._by_position, has_windows=any(self._windows)
+        )
         self._compiled = None if varlen else find_attention(self.device, self.dtype, layers[0].heads.dim)
         self.reads_by_length = self.packs_prompts = varlen is not None
         self.uses_masks = varlen is None and self._compiled is None

@@ -7,7 +7,8 @@ import pytest
 from llama_ssp.architectures.sizes import BUCKET_STEP, ENGINE_KERNELS
 from llama_ssp.config import catalogue
 from llama_ssp.config.machines import hardware
-from llama_ssp.config.schema import DraftLayout, WholeParts
+from llama_ssp.config.machines.hardware import HardwareConfig
+from llama_ssp.config.schema import DraftLayout, Dtype, WholeParts
 from llama_ssp.config.target_placement import TargetKind
 from llama_ssp.errors import PlacementError
 from llama_ssp.models.prefill import Buckets
@@ -23,7 +24,7 @@ from llama_ssp.planning.memory import (
 from llama_ssp.planning.spec import planned_model
 from tests.helpers.planning import make_job
 
-A100 = hardware.load("p4d_24xlarge")
+A100, MI250 = hardware.load("p4d_24xlarge"), hardware.load("mi250")
 
 
 def test_a_captured_round_holds_the_kernels_of_all_k_draft_steps() -> None:
@@ -113,10 +114,43 @@ def test_quantizing_while_loading_needs_room_for_an_unquantized_layer() -> None:
 
 def test_nf4_needs_room_for_its_largest_product_unpacked() -> None:
     job = make_job("7B")
-    (eight, four) = (
-        memory(replace(job, target=replace(job.target, quantization=form)), A100)[0] for form in ("int8", "nf4")
+    (whole, four) = (
+        memory(replace(job, target=replace(job.target, quantization=form)), A100)[0] for form in ("none", "nf4")
     )
-    assert four.activations_bytes - eight.activations_bytes == 2 * 2 * 11008 * 4096
+    assert four.activations_bytes - whole.activations_bytes == 2 * 2 * 11008 * 4096
+
+
+@pytest.mark.parametrize(
+    ("machine", "quantization", "dtype", "is_paged"),
+    [
+        (A100, "none", Dtype.fp16, True),
+        (A100, "int8_weight_only", Dtype.bf16, True),
+        (A100, "int8", Dtype.fp16, False),
+        (A100, "none", Dtype.fp32, False),
+        (replace(A100, capability=7.5), "none", Dtype.fp16, False),
+        (MI250, "none", Dtype.fp16, False),
+    ],
+)
+def test_masks_are_planned_with_slots_and_graphs_of_their_own_where_attention_needs_them(
+    machine: HardwareConfig, quantization: str, dtype: Dtype, is_paged: bool
+) -> None:
+    """A row of 536 slots is three widths of the cache, and three pages; 300 positions of a chunk read two widths."""
+    job = make_job("7B", prompt_tokens=300, max_new_tokens=230)
+    job = replace(job, target=replace(job.target, quantization=quantization, dtype=dtype))
+    (rank,), (two_rows,) = (memory(replace(job, batch_size=rows), machine) for rows in (1, 2))
+    size = 4 if dtype is Dtype.fp32 else 2
+    assert rank.target_cache_bytes == (768 if is_paged else 536) * 2 * 32 * 4096 * size
+    assert rank.graphs_bytes == (1 if is_paged else 3) * 32 * ENGINE_KERNELS.layer * GRAPH_NODE_BYTES
+    masks = 0 if is_paged else 300 * 512 * (1 + size)
+    assert two_rows.activations_bytes - rank.activations_bytes == 300 * (3 * 4096 + 3 * 11008) * size + masks
+
+
+def test_a_draft_with_masks_makes_a_graph_for_each_width_of_the_cache() -> None:
+    job = make_job("13B", "7B", prompt_tokens=300)
+    assert job.draft
+    rounding = replace(job, draft=replace(job.draft, quantization="int8"))
+    paged, masked = (memory(each, A100)[0].graphs_bytes for each in (job, rounding))
+    assert masked == 2 * paged
 
 
 def test_ranks_of_a_cpu_share_its_memory() -> None:

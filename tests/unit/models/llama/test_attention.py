@@ -204,6 +204,19 @@ def test_other_devices_formats_and_heads_keep_masks(
     assert find_varlen(torch.device(device), dtype, Heads(4, 2, head_dim, 1.0)) is None
 
 
+@pytest.mark.parametrize(("is_amd", "rounds_inputs"), [(True, False), (False, True)])
+def test_amd_gpus_and_rounded_inputs_keep_masks_as_plans_say(
+    is_amd: bool, rounds_inputs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", "7.2" if is_amd else None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 4))
+    monkeypatch.setattr(varlen, "fault_of", lambda *_arguments, **_options: None)
+    find_varlen.cache_clear()
+    found = find_varlen(torch.device("cuda", 0), torch.float16, HEADS[0], rounds_inputs=rounds_inputs)
+    find_varlen.cache_clear()
+    assert found is None
+
+
 def tried(
     monkeypatch: pytest.MonkeyPatch, error: Exception, *, capability: tuple[int, int] = (8, 0)
 ) -> VarlenAttention | None:
