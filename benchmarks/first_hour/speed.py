@@ -25,6 +25,7 @@ from llama_ssp.config.machines import hardware
 from llama_ssp.config.machines.hardware import HardwareConfig
 from llama_ssp.config.machines.machine import detect_hardware
 from llama_ssp.config.schema import Dtype, RunConfig
+from llama_ssp.distributed.memory import MemoryWatch
 from llama_ssp.errors import ConfigError
 from llama_ssp.planning.plan import Plan, make_plan, shortage
 from llama_ssp.tasks.dry_run import job_of_run
@@ -98,12 +99,12 @@ def _say_shares(plan: Plan, paces: dict[str, Pace]) -> None:
 
 
 def _memory_faults(where: Where, plan: Plan) -> Iterator[str]:
-    """The most that this process has used of the GPU: what torch reserved, and all else that the GPU has lost."""
+    """Whether more of the GPU was used than planned."""
     if not where.is_gpu:
         return
-    free, total = torch.cuda.mem_get_info()
-    beyond_torch = total - free - torch.cuda.memory_reserved()
-    used, needed = beyond_torch + torch.cuda.max_memory_reserved(), plan.fullest.needed_bytes
+    watch = MemoryWatch(where.device)
+    watch.sample()
+    used, needed = watch.peak_bytes or 0, plan.fullest.needed_bytes
     say(used_bytes=used, reserved_bytes=torch.cuda.max_memory_reserved(), planned=plan.fullest.as_items())
     if used > needed:
         yield f"{used / 2**30:.1f} GiB were used, {needed / 2**30:.1f} GiB planned"

@@ -13,7 +13,8 @@ _STATUS, _MEMINFO = Path("/proc/self/status"), Path("/proc/meminfo")
 class MemoryWatch:
     """Keeps the largest value seen by `sample`.
 
-    On a CPU that is anonymous resident memory, without pages of mapped files; on a GPU the allocator's reserved peak.
+    On a CPU that is anonymous resident memory, without pages of mapped files. On a GPU it is all that the GPU has lost,
+    as plans count it: context, NCCL and graphs, and the allocator's reserved peak; other programs' memory, too.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -23,7 +24,9 @@ class MemoryWatch:
     def sample(self) -> None:
         """Read the memory in use; call it after each step that may have used more."""
         if self._device.type == "cuda":
-            self._peak_bytes = torch.cuda.max_memory_reserved(self._device)
+            free_bytes, total_bytes = torch.cuda.mem_get_info(self._device)
+            used_bytes = total_bytes - free_bytes - torch.cuda.memory_reserved(self._device)
+            self._peak_bytes = max(self._peak_bytes, used_bytes + torch.cuda.max_memory_reserved(self._device))
         else:
             self._peak_bytes = max(self._peak_bytes, anonymous_bytes() or 0)
 
