@@ -189,11 +189,17 @@ check_compiler() {
 check_fabric_manager() {
     [ "$gpu" = nvidia ] && [ "$num_gpus" -gt 1 ] || return 0
     grep -Eq '\bNV[0-9]+\b' <<<"$(nvidia-smi topo -m 2>/dev/null)" || return 0
-    if systemctl is-active --quiet nvidia-fabricmanager 2>/dev/null || pgrep -x nv-fabricmanager >/dev/null 2>&1; then
+    local state driver install
+    # In a container systemd does not answer, and the processes of the host are not seen.
+    state=$(systemctl is-active nvidia-fabricmanager 2>/dev/null || true)
+    if [ "$state" = active ] || pgrep -x nv-fabricmanager >/dev/null 2>&1; then
         say NVLink "the fabric manager runs"
         return 0
     fi
-    local driver install
+    if [ -z "$state" ]; then
+        say NVLink "systemd does not answer here, as in a container: the host must run the fabric manager for NVSwitch"
+        return 0
+    fi
     driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader)
     driver=${driver%%$'\n'*}
     install="sudo apt-get install nvidia-fabricmanager-${driver%%.*}"

@@ -140,16 +140,26 @@ def test_a_full_disk_is_one_sentence_with_both_sizes(machine: Machine) -> None:
 
 def test_nvlink_without_a_fabric_manager_prints_the_two_commands(machine: Machine) -> None:
     machine.install("nvidia-smi", nvidia_smi())
+    machine.install("systemctl", "echo inactive; exit 3")
     output = machine.run("--check").stdout
     assert "Error 802: system not yet initialized" in output
     assert "sudo apt-get install nvidia-fabricmanager-580\n" in output
     assert "sudo systemctl enable --now nvidia-fabricmanager\n" in output
 
 
+def test_a_container_does_not_say_that_the_fabric_manager_of_its_host_does_not_run(machine: Machine) -> None:
+    machine.install("nvidia-smi", nvidia_smi())
+    machine.install("systemctl", "echo 'System has not been booted with systemd as init system' >&2; exit 1")
+    output = machine.run("--check").stdout
+    assert "does not run" not in output
+    assert "sudo systemctl" not in output
+    assert "NVLink   systemd does not answer here" in output
+
+
 @pytest.mark.parametrize("running", ["systemctl", "pgrep"])
 def test_a_fabric_manager_that_runs_is_left_alone(machine: Machine, running: str) -> None:
     machine.install("nvidia-smi", nvidia_smi())
-    machine.install(running, "exit 0")
+    machine.install(running, "echo active")
     output = machine.run("--check").stdout
     assert "NVLink   the fabric manager runs" in output
     assert "802" not in output
