@@ -21,6 +21,7 @@ from llama_ssp.distributed.operators import is_recording, record
 from llama_ssp.distributed.shared_memory import SLOT_BYTES, SharedMemoryGroup
 
 _log = logging.getLogger(__name__)
+_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # older torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +136,7 @@ class Comm:
         values = values.contiguous()
         if values.is_cuda:  # NCCL fills one tensor; into a list it would copy slice by slice
             joined = values.new_empty(self.size, *values.shape)
-            dist.all_gather_into_tensor(joined, values, group=self.group)
+            _gather_into(joined, values, group=self.group)
             slices = [*joined.unbind()]
         else:
             slices = [torch.empty_like(values) for _ in sizes]

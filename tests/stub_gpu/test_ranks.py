@@ -41,6 +41,7 @@ def test_a_run_on_two_devices_is_captured_and_leaves_no_graph_to_its_communicato
     )  # fmt: skip
     assert (tmp_path / "run" / "status").read_text().startswith("done")
     assert "continuing without CUDA graphs" not in output
+    assert "deprecated" not in output
     assert lines_of(journal, about="fault") == []
     ends = lines_of(journal, about="graphs that use it")
     assert ends
