@@ -35,8 +35,9 @@ def sums_of_samples(
         target, draft, sampling=sampling, num_draft_tokens=NUM_DRAFT_TOKENS, batch_size=BATCH_SIZE, rule_name=rule_name,
         ngram=ngram,
     )  # fmt: skip
+    decoder.seed = seed
     requests = [
-        Request(index=index, sample=sample, prompt_ids=ids, max_new_tokens=NUM_TOKENS, key=seed)
+        Request(index=index, sample=sample, prompt_ids=ids, max_new_tokens=NUM_TOKENS)
         for index, ids in enumerate([(3, 1, 4), (5, 9)])
         for sample in range(num_texts // 2)
     ]
