@@ -143,10 +143,13 @@ def test_the_true_rules_raise_no_alarm_with_twenty_seeds(rule_name: str, ngram: 
 
 
 def test_the_power_is_that_of_the_planted_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The shift that the probabilities of true samples promise is the one that a wrong residual causes."""
+    """The shift that the probabilities of true samples promise is the one that a wrong residual causes.
+
+    To a sixth: the fault leads to other texts, along which the shift is another one.
+    """
     promised = sums_of_samples("speculative", ngram=False, num_texts=1024)
     plant("wrong residual", monkeypatch)
     found = sums_of_samples("speculative", ngram=False, num_texts=1024)
     for name in SCORES[:4]:
         error = 4 * math.sqrt(promised[name].variance)
-        assert found[name].value == pytest.approx(promised[name].shifts[0], abs=error), name
+        assert found[name].value == pytest.approx(promised[name].shifts[0], abs=error, rel=1 / 6), name
