@@ -124,7 +124,7 @@ def _ours(where: Where) -> Iterable[str]:
 
 
 def _torch_s(where: Where, *, num_splits: int | None, rows: Sequence[int] = (1, 3, 32)) -> Iterable[str]:
-    attend = ours.torch_attends(num_splits) if where.is_gpu else in_fp64(None)
+    attend = ours.torch_attends(where.device, num_splits) if where.is_gpu else in_fp64(None)
     return attention(attend, where, rows=rows) if attend else skip("this GPU, or this torch, has no attention by pages")
 
 

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from benchmarks.first_hour.step import Where
+from llama_ssp.architectures.sizes import FIRST_PAGED_CAPABILITY
 from llama_ssp.engine.executors.cuda_graph import CudaGraphExecutor
 from llama_ssp.engine.loop import Decoder
 from llama_ssp.models.cache import CacheView
 from llama_ssp.models.llama.norm import RmsNorm
 from llama_ssp.models.llama.rotary import PlaceByKernel, PlaceByOperators, PlaceHeads
 from llama_ssp.models.runner import Runner
-from llama_ssp.models.varlen import VarlenAttention
+from llama_ssp.models.varlen import VarlenAttention, capability_of, torch_attention
 
 EPS = 1e-6
 
@@ -34,12 +35,20 @@ def path_of(runner: Runner, decoder: Decoder | None = None) -> dict[str, str]:
 
 def path_expected(where: Where, dtype: torch.dtype, *, has_graphs: bool) -> dict[str, str]:
     """Which path they should take: what the documentation promises of this GPU, and of this torch."""
-    is_fast = where.is_gpu and dtype.itemsize == 2 and torch_attends() is not None  # noqa: PLR2004 - bytes
-    layers = {"attention": "lengths", "layers": "few kernels"} if is_fast else {}
+    is_narrow, has_kernel = dtype.itemsize == 2, torch_attention() is not None  # noqa: PLR2004 - bytes
+    if is_narrow and has_kernel and _has_pages(where.device):
+        layers = {"attention": "lengths", "layers": "few kernels"}
+    else:
+        layers = {"attention": "masks"} if where.is_gpu else {}
     return layers | {"rounds": "graphs" if where.is_gpu and has_graphs else "no graphs"}
 
 
-def torch_attends(num_splits: int | None = None) -> VarlenAttention | None:
+def _has_pages(device: torch.device) -> bool:
+    """Whether torch's kernels read pages on a device."""
+    return capability_of(device) >= FIRST_PAGED_CAPABILITY
+
+
+def torch_attends(device: torch.device, num_splits: int | None = None) -> VarlenAttention | None:
     """Torch's attention by lengths with a number of splits, None for its own; None if this one has none for pages."""
     try:
         from torch.nn.attention import varlen  # noqa: PLC0415 - slow to import
@@ -47,10 +56,9 @@ def torch_attends(num_splits: int | None = None) -> VarlenAttention | None:
         return None
     into: Callable[..., Tensor] | None = getattr(varlen, "varlen_attn_out", None)
     known = inspect.signature(into).parameters if into else {}
-    is_new = torch.cuda.is_available() and not torch.version.hip and torch.cuda.get_device_capability() >= (8, 0)
-    if into is None or not is_new or "block_table" not in known or (num_splits and "num_splits" not in known):
-        return None
     splits = {"num_splits": num_splits} if num_splits else {}
+    if into is None or not _has_pages(device) or not known.keys() >= {"block_table", *splits}:
+        return None
     return lambda query, *operands, **options: into(torch.empty_like(query), query, *operands, **splits, **options)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.decoding import make_decoder
-from benchmarks.first_hour import engine, judging, kernels, pages, runner, speed
+from benchmarks.first_hour import engine, judging, kernels, ours, pages, runner, speed
 from benchmarks.first_hour.__main__ import all_steps
 from benchmarks.first_hour.runner import FAIL, HANG, PASS, SKIP, SKIPPED, Step
 from benchmarks.first_hour.step import Where
@@ -176,7 +176,41 @@ def test_another_path_than_expected_is_a_fault() -> None:
     decoder = make_decoder(pair, speculative=True)
     gpu = Where(torch.device("cuda"), is_small=True)
     assert [*engine.path_faults(CPU, pair, decoder)] == []
-    assert [*engine.path_faults(gpu, pair, decoder)] == ["rounds: no graphs, expected graphs"]
+    assert [*engine.path_faults(gpu, pair, decoder)] == [
+        "attention: compiled, expected masks",
+        "rounds: no graphs, expected graphs",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("amd", "capability", "dtype", "attention"),
+    [
+        (None, (8, 0), torch.float16, "lengths"),
+        (None, (7, 5), torch.float16, "masks"),
+        (None, (9, 0), torch.float32, "masks"),
+        ("7.2", (9, 4), torch.float16, "masks"),
+    ],
+)
+def test_the_path_that_is_expected_is_the_one_that_the_engine_takes_on_such_a_gpu(
+    amd: str | None, capability: tuple[int, int], dtype: torch.dtype, attention: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", amd)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
+    expected = ours.path_expected(Where(torch.device("cuda", 0), is_small=True), dtype, has_graphs=True)
+    assert expected["attention"] == attention
+
+
+def test_a_torch_that_splits_as_it_likes_is_expected_to_take_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has attention by pages, which the engine leaves alone, as it is wrong for batches."""
+
+    def varlen_attn_out(out, query, *, window_size, enable_gqa, seqused_k, block_table):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, ARG001
+        raise AssertionError
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn_out", varlen_attn_out)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device=None: (9, 0))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    expected = ours.path_expected(Where(torch.device("cuda", 0), is_small=True), torch.float16, has_graphs=True)
+    assert expected["attention"] == "masks"
 
 
 def test_what_does_not_fit_is_left_out_with_the_plans_reason(capsys: pytest.CaptureFixture[str]) -> None:
