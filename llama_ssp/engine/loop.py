@@ -97,10 +97,6 @@ class Decoder:
         logits are NaN.
         """
         assert torch.is_inference_mode_enabled()
-        with self.threads.in_use():
-            yield from self._run(requests, to_length=to_length)
-
-    def _run(self, requests: Sequence[Request], *, to_length: bool) -> Iterator[list[Update]]:
         self.make_room(requests)
         self._to_length = to_length
         waiting = deque(requests)
@@ -108,29 +104,30 @@ class Decoder:
         self._pending: deque[PendingRound] = deque()
         self._num_skipped = [0 for _ in self.round.drafters]
         block, lag = None, 0 if self.round.waits else self._lag
-        while (waiting or any(self._rows)) and not self.stopped:
-            started = time.perf_counter()
-            free = [row for row, owner in enumerate(self._rows) if owner is None] if waiting else []
-            admitted = [waiting.popleft() for _ in range(min(len(waiting), len(free)))]
-            if self.stop_request.requested:
-                self.round.verifier.request_stop()
-            if admitted:
-                self._admit(admitted, free[: len(admitted)])
-            else:
-                choice = self._choose()
-                refills = bool(self.round.waits) and fill_up(self._rows, self.round.num_ahead)
-                bucket = self._bucket(choice)
-                with self.threads.timed((choice, bucket)):
-                    result, block = step(
-                        self.executor, self._state, block, choice=choice, bucket=bucket, clock=self.clock,
-                        refills=refills,
-                    )  # fmt: skip
-                self._launch(result, list(self._rows), choice, is_prefill=False)
-            running = [owner for owner in self._rows if owner]
-            updates = self._collect() if len(self._pending) > lag else []
-            self._record_time(running, time.perf_counter() - started, is_round=not admitted)
-            if updates:
-                yield updates
+        with self.threads.in_use():
+            while (waiting or any(self._rows)) and not self.stopped:
+                started = time.perf_counter()
+                free = [row for row, owner in enumerate(self._rows) if owner is None] if waiting else []
+                admitted = [waiting.popleft() for _ in range(min(len(waiting), len(free)))]
+                if self.stop_request.requested:
+                    self.round.verifier.request_stop()
+                if admitted:
+                    self._admit(admitted, free[: len(admitted)])
+                else:
+                    choice = self._choose()
+                    refills = bool(self.round.waits) and fill_up(self._rows, self.round.num_ahead)
+                    bucket = self._bucket(choice)
+                    with self.threads.timed((choice, bucket)):
+                        result, block = step(
+                            self.executor, self._state, block, choice=choice, bucket=bucket, clock=self.clock,
+                            refills=refills,
+                        )  # fmt: skip
+                    self._launch(result, list(self._rows), choice, is_prefill=False)
+                running = [owner for owner in self._rows if owner]
+                updates = self._collect() if len(self._pending) > lag else []
+                self._record_time(running, time.perf_counter() - started, is_round=not admitted)
+                if updates:
+                    yield updates
 
     def make_room(self, requests: Sequence[Request]) -> None:
         """Allocate caches for these requests and all earlier ones; call it first to avoid later reallocation."""
