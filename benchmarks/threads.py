@@ -25,7 +25,7 @@ from llama_ssp import load
 from llama_ssp.config import catalogue
 from llama_ssp.weights import hub
 
-PROMPT, NEW_TOKENS = "def factorial(n):\n", 256
+PROMPT, NEW_TOKENS = "def factorial(n):\n", {"tiny": 256, RANDOM: 64}
 SECONDS = 2.0
 MOST_BUSY, AT_MOST = 2, 1.3
 CHOSEN = "chosen"
@@ -33,15 +33,15 @@ BUSY = "while True:\n    sum(range(10000))"
 MODES = ("plain", "speculative")
 
 
-def decode(target: str, draft: str) -> None:
+def decode(target: str, draft: str, num_tokens: int) -> None:
     """Print the milliseconds per token of this process."""
     pair = load(target, draft)
-    pair.generate(PROMPT, max_new_tokens=NEW_TOKENS)
-    num_tokens, started = 0, time.perf_counter()
+    pair.generate(PROMPT, max_new_tokens=num_tokens)
+    num_done, started = 0, time.perf_counter()
     while (taken_s := time.perf_counter() - started) < SECONDS:
-        (done,) = pair.generate(PROMPT, max_new_tokens=NEW_TOKENS, seed=num_tokens)
-        num_tokens += len(done.token_ids)
-    print(1e3 * taken_s / num_tokens)
+        (done,) = pair.generate(PROMPT, max_new_tokens=num_tokens, seed=num_done)
+        num_done += len(done.token_ids)
+    print(1e3 * taken_s / num_done)
 
 
 @contextmanager
@@ -56,12 +56,12 @@ def busy(number: int) -> Iterator[None]:
             other.wait()
 
 
-def measure(models: tuple[str, str], threads: str) -> float:
+def measure(models: tuple[str, str], threads: str, num_tokens: int) -> float:
     """Milliseconds per token in a process of its own."""
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     if threads != CHOSEN:
         environment["OMP_NUM_THREADS"] = threads
-    command = [sys.executable, "-m", "benchmarks.threads", "--decode", *models]
+    command = [sys.executable, "-m", "benchmarks.threads", "--decode", *models, str(num_tokens)]
     done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
     return float(done.stdout.splitlines()[-1])
 
@@ -77,10 +77,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--only", help="one target")
-    parser.add_argument("--decode", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--decode", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.decode:
-        decode(*arguments.decode)
+        target, draft, num_tokens = arguments.decode
+        decode(target, draft, int(num_tokens))
         return
     console, goals = Console(), []
     settings = [str(os.cpu_count()), "1", CHOSEN]
@@ -97,7 +98,7 @@ def main() -> None:
                     for turn in range(arguments.turns):
                         for setting in settings if turn % 2 else reversed(settings):
                             models = target, draft if mode == MODES[1] else "none"
-                            taken[setting].append(measure(models, setting))
+                            taken[setting].append(measure(models, setting, NEW_TOKENS[name]))
                 medians = [statistics.median(taken[setting]) for setting in settings]
                 ratio = medians[2] / min(medians[:2])
                 goals.append(Goal(name=f"{name}, {mode}, {number} busy", measured=ratio, at_most=AT_MOST))
