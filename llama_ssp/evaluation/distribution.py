@@ -114,7 +114,7 @@ SUITE = Suite(
     judge=judge,
     scored=scored,
     needs_sums=True,
-    defaults={"max_new_tokens": 48, "num_samples": 250},
+    defaults={"max_new_tokens": 48, "num_samples": 500},
     settings=("default_prompts",),
     problems=_problems,
 )

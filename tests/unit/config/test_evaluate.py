@@ -14,7 +14,7 @@ EVALUATE = "task=evaluate"
 @pytest.mark.parametrize(
     ("suite", "wanted"),
     [
-        ("distribution", (48, 250, [], 0.8)),
+        ("distribution", (48, 500, [], 0.8)),
         ("arithmetic", (8, 1, ["\n"], 0.8)),
         ("agreement", (64, 1, [], 0.0)),
     ],

@@ -96,7 +96,7 @@ APPLIES = [
     *(("coupled", ngram, fault) for ngram in (False, True) for fault in ("bonus of the draft", "key of the round")),
     # What an n-gram draft copies stands in the text already, so a repetition penalty does not miss it.
     *((rule, False, "forgetful penalty") for rule in ("speculative", "block", "coupled")),
-    # `block` with a model as the draft needs many times as many texts; docs/guides/evaluate.md says so.
+    # `block` with a model as the draft needs many times as many texts of these models.
     *((rule, ngram, fault) for rule, ngram in (("speculative", False), ("speculative", True), ("block", True))
       for fault in ("u x 0.95", "u x 1.05")),
 ]  # fmt: skip
