@@ -26,7 +26,7 @@ _WEIGHT = 1 / 64
 """Of a round in the average, so that one late round alone changes nothing."""
 _MARGIN = 0.9
 """Share of its slowness below which another number takes over."""
-_UNDISTURBED = 1.15
+_UNDISTURBED = 1.5
 """Slowness up to which fewer threads are not tried again."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 8.0
 _HELD_S = 1.0
