@@ -3,7 +3,7 @@
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-from docs.hooks import findings, repository, settings
+from docs.hooks import repository, settings
 
 
 def pages() -> dict[str, str]:
@@ -11,7 +11,6 @@ def pages() -> dict[str, str]:
     made = {
         "reference/settings.md": settings.page(),
         "reference/map.md": repository.map_page(),
-        "findings/index.md": findings.index_page(),
         "changelog.md": _from_root("CHANGELOG.md"),
         "contributing.md": _from_root("CONTRIBUTING.md"),
     }
@@ -24,13 +23,12 @@ def _from_root(name: str) -> str:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the generated pages, and those of the API and of the findings to the navigation."""
+    """Add the generated pages, and those of the API to the navigation."""
     made = pages()
     for path, page in made.items():
         files.append(File.generated(config, path, content=page))
     lists = {
         "reference/api/index.md": repository.api_navigation([path for path in made if "/api/" in path]),
-        "findings/index.md": findings.navigation(),
     }
     _expand(config.nav or [], lists)
     return files
