@@ -1,6 +1,6 @@
 """Sums of all GPUs: `torchrun --nproc-per-node N -m benchmarks.first_hour.messages`.
 
-Small all-reduces as a decoding step has them: from Python, captured, and in a symmetric window.
+Small all-reduces as a decoding step has them: from Python and captured.
 """
 
 import sys
@@ -22,19 +22,13 @@ NUM_SUMS, NUM_TURNS = 20, 10
 
 def faults(world: World) -> Iterator[str]:
     """Say the times of all kinds; a fault for each sum that is wrong."""
-    comms = {"ordinary": world.comm, "in a window": world.comm.with_window()}
-    if comms["in a window"].window is None:
-        del comms["in a window"]
-    for kind, comm in comms.items():
-        for kib in SIZES_KIB:
-            number = kib * 512
-            place = comm.window.place(1, number, torch.float16) if comm.window else None
-            values = torch.zeros(1, number, dtype=torch.float16, device=world.device) if place is None else place
-            for how, us, found in _measured(comm, values):
-                if comm.rank == 0:
-                    say(kind=kind, kib=kib, how=how, us=us)
-                if bool((found != comm.size * (comm.size + 1) // 2).any()):
-                    yield f"rank {comm.rank}: a sum of {kib} KiB is wrong, {kind}, {how}"
+    comm = world.comm
+    for kib in SIZES_KIB:
+        for how, us, found in _measured(comm, torch.zeros(1, kib * 512, dtype=torch.float16, device=world.device)):
+            if comm.rank == 0:
+                say(kib=kib, how=how, us=us)
+            if bool((found != comm.size * (comm.size + 1) // 2).any()):
+                yield f"rank {comm.rank}: a sum of {kib} KiB is wrong, {how}"
 
 
 def _measured(comm: Comm, values: Tensor) -> Iterator[tuple[str, float, Tensor]]:

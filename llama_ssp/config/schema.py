@@ -84,7 +84,7 @@ class DeviceKind(Enum):
 
 
 class GpuKernels(Enum):
-    """What runs on GPUs; `fused` adds what no GPU has timed yet."""
+    """What runs on GPUs; `fused` has larger products, which no GPU has timed yet."""
 
     default = "default"
     fused = "fused"

@@ -5,7 +5,6 @@ form a group. Between GPUs, tensors go through NCCL, and texts through gloo, whe
 """
 
 import gc
-import logging
 import math
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -16,11 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llama_ssp.distributed.gpu.device_wait import MOST_WORK_S, DeviceWait, Event
-from llama_ssp.distributed.gpu.symmetric import SymmetricWindow
 from llama_ssp.distributed.operators import is_recording, record
 from llama_ssp.distributed.shared_memory import SLOT_BYTES, SharedMemoryGroup
 
-_log = logging.getLogger(__name__)
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # older torch
 
 
@@ -33,7 +30,6 @@ class Comm:
         device: of tensors to be sent.
         crowded: more ranks than cores share this rank's cores.
         board: memory shared by a group on CPUs, for small messages.
-        window: memory of a group of GPUs, for small sums.
         device_wait: waits for this rank's GPU, if others may make it wait.
     """
 
@@ -43,7 +39,6 @@ class Comm:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     crowded: bool = False
     board: SharedMemoryGroup | None = None
-    window: SymmetricWindow | None = None
     device_wait: DeviceWait | None = None
 
     @classmethod
@@ -90,7 +85,7 @@ class Comm:
         if len(members) == 1:
             return self.alone()
         rank, size = members.index(self.rank), len(members)
-        comm = replace(self, rank=rank, size=size, members=members, board=None, window=None)
+        comm = replace(self, rank=rank, size=size, members=members, board=None)
         return comm._with_shared_memory()
 
     def _with_shared_memory(self) -> "Comm":
@@ -102,15 +97,6 @@ class Comm:
                 self.gather_text, rank=self.rank, size=self.size, crowded=self.crowded
             )
         return replace(self, board=_boards[self.members])
-
-    def with_window(self) -> "Comm":
-        """Add a window to a group of GPUs, if possible, which must call this together; see `_with_shared_memory`."""
-        if self.group is None or self.device.type != "cuda":
-            return self
-        if self.members not in _windows:
-            window = _windows[self.members] = SymmetricWindow.join(self.group, self.gather_text, self.device)
-            _log.info("symmetric window for sums of %d GPUs: %s", self.size, "yes" if window else "no")
-        return replace(self, window=_windows[self.members])
 
     def all_reduce(self, values: Tensor) -> Tensor:
         """Sum `values` over the group, in place if possible; returns the sum, bit-identical on all ranks."""
@@ -234,7 +220,6 @@ class Comm:
 # By members, made once for all jobs of a sweep.
 _groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
 _boards: dict[tuple[int, ...], SharedMemoryGroup | None] = {}
-_windows: dict[tuple[int, ...], SymmetricWindow | None] = {}
 
 
 def leave_groups() -> None:

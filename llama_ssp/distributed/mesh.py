@@ -43,11 +43,8 @@ class Mesh:
                 comm.set_timeout(seconds)
 
 
-def build_mesh(layout: Layout, world: Comm, *, num_replicas: int = 1, has_windows: bool = False) -> Mesh:
-    """Make the groups of a placement, checked by `config.checks`; all ranks of the world must call this together.
-
-    With `has_windows` the groups that share a model also get a window, on GPUs.
-    """
+def build_mesh(layout: Layout, world: Comm, *, num_replicas: int = 1) -> Mesh:
+    """Make the groups of a placement, checked by `config.checks`; all ranks of the world must call this together."""
     size = world.size // num_replicas
     number, rank = divmod(world.rank, size)
 
@@ -59,10 +56,6 @@ def build_mesh(layout: Layout, world: Comm, *, num_replicas: int = 1, has_window
 
     replica, target = mine(range(size)), mine(layout.target_ranks)
     assert replica, "a replica has all ranks of its block"
-    if has_windows and target:
-        target = target.with_window()
     alone = world.alone() if rank in layout.draft_ranks else None
     draft = alone if layout.splits_batch else mine(layout.draft_ranks)
-    if has_windows and draft:
-        draft = draft.with_window()
     return Mesh(world=world, replica=replica, number=number, layout=layout, target=target, draft=draft)

@@ -40,10 +40,6 @@ class Linear(Protocol):
         """Map x and add the residual, which may be overwritten."""
         return self(x_MI).add_(residual_MO)
 
-    def into(self, x_MI: Tensor, y_MO: Tensor) -> Tensor:
-        """Write the product of x, without the bias, into given memory; for layers that have none."""
-        return y_MO.copy_(self(x_MI))
-
 
 class PlainLinear(Linear):
     """torch's product, on the weight as it is.
@@ -60,10 +56,6 @@ class PlainLinear(Linear):
     def __call__(self, x_MI: Tensor) -> Tensor:
         """See `Linear`."""
         return functional.linear(x_MI, self.weight_OI, self.bias_O)
-
-    def into(self, x_MI: Tensor, y_MO: Tensor) -> Tensor:
-        """See `Linear`."""
-        return torch.mm(x_MI, self._weight_IO, out=y_MO)
 
     def add(self, x_MI: Tensor, residual_MO: Tensor) -> Tensor:
         """See `Linear`."""

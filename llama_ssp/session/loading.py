@@ -83,7 +83,7 @@ def load_models(
     layout = lay_out_replica(config.placement, world_size=world.comm.size, has_draft=draft_source is not None)
     fuses = config.gpu_kernels is GpuKernels.fused
     with on_all_cores(world.cores):
-        mesh = build_mesh(layout, world.comm, num_replicas=config.placement.num_replicas, has_windows=fuses)
+        mesh = build_mesh(layout, world.comm, num_replicas=config.placement.num_replicas)
     if world.comm.rank == 0:
         _log.info("placement: %s; replicas: %d", layout, config.placement.num_replicas)
     _log.info("this rank %s", describe_part(mesh))
@@ -183,7 +183,7 @@ def build_decoder(
     captures = config.cuda_graphs and may_capture(config.placement.target)
     decoder = Decoder(
         round_,
-        executor=make_executor(round_, cuda_graphs=captures, side_stream=config.gpu_kernels is GpuKernels.fused),
+        executor=make_executor(round_, cuda_graphs=captures),
         prefill=TracedPrefill(round_) if serves_many and device.type == "cpu" else None,
         batch_size=config.batch_size,
         eos_ids=() if config.ignore_eos else models.eos_ids,

@@ -11,7 +11,7 @@ from llama_ssp.drafting.model import ModelDrafter
 from llama_ssp.engine.clock import HostClock
 from llama_ssp.engine.completion import RowCompletion, StopRequest
 from llama_ssp.engine.executors.cuda_graph import Recorder
-from llama_ssp.engine.executors.cuda_overlap import CudaOverlap, SameStream
+from llama_ssp.engine.executors.cuda_overlap import CudaOverlap
 from llama_ssp.engine.executors.traced_overlap import TracedOverlap
 from llama_ssp.engine.loop import Decoder
 from llama_ssp.engine.overlap import OverlappedExecutor, OverlappedRound
@@ -75,7 +75,7 @@ def overlapped_decoder(  # noqa: PLR0913
     round_.waits = waits
     executor: OverlappedExecutor = TracedOverlap(round_) if traced else round_
     if recorder:
-        executor = CudaOverlap(round_, recorder=recorder, beside=recorder, lane=SameStream())
+        executor = CudaOverlap(round_, recorder=recorder)
     return Decoder(
         round_,
         executor=executor,

@@ -7,7 +7,6 @@ SETTING...`, with a device for each rank.
 import json
 import logging
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -56,7 +55,6 @@ class Left:
         between: kinds and texts of what the host did from one round to the next, without looks at events.
         nodes: kinds of the nodes of each graph of a round, in the order of their launches.
         sent_bytes: of messages to one rank, in the same graphs.
-        round_s: mean over the rounds.
     """
 
     is_captured: bool
@@ -66,7 +64,6 @@ class Left:
     between: list[str]
     nodes: list[list[str]]
     sent_bytes: list[int]
-    round_s: float
 
 
 def config_of(setting: Setting, num_ranks: int) -> RunConfig:
@@ -86,7 +83,6 @@ def config_of(setting: Setting, num_ranks: int) -> RunConfig:
         batch_size=setting.batch_size,
         device=DeviceKind.cuda,
         cuda_graphs=setting.cuda_graphs,
-        gpu_kernels=setting.gpu_kernels,
         ignore_eos=True,
     )
 
@@ -108,12 +104,10 @@ def decode(world: World, setting: Setting) -> Left:
     executor: OverlappedExecutor = decoder.executor  # type: ignore[assignment]
     for name in CALLED:
         setattr(executor, name, watched(getattr(executor, name)))
-    logs, finished, round_s = [device.log()], 0, 0.0
+    logs, finished = [device.log()], 0
     for _ in range(2):
         device.reset()
-        before, started = decoder.num_rounds, time.monotonic()
         finished = _run(decoder, requests)
-        round_s = (time.monotonic() - started) / (decoder.num_rounds - before)
         logs.append(device.log())
     device.reset()
     _, _, records = logs
@@ -128,7 +122,6 @@ def decode(world: World, setting: Setting) -> Left:
         sent_bytes=[
             int(node.text.removeprefix("send ")) for graph in graphs for node in graph if node.text.startswith("send ")
         ],
-        round_s=round_s,
     )
 
 

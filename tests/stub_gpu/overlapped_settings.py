@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-from llama_ssp.config.schema import GpuKernels
-
 NEW_TOKENS = 16
 PIECES = ("draft", "score", "exchange", "settle")
 PIECES_OF_A_REFILL = ("draft alone", "exchange alone", "refill")
@@ -16,7 +14,6 @@ class Setting:
     Attributes:
         waits: rows wait for a block after a rejection.
         num_draft_ranks: the last ranks.
-        gpu_kernels: with `fused` messages have a stream of their own.
     """
 
     num_ranks: int = 2
@@ -26,7 +23,6 @@ class Setting:
     rule: str = "speculative"
     top_k: int | None = None
     cuda_graphs: bool = True
-    gpu_kernels: GpuKernels = GpuKernels.default
 
     @property
     def pieces(self) -> tuple[str, ...]:
@@ -41,7 +37,6 @@ class Setting:
 
 SETTINGS = {
     "one row": Setting(),
-    "one row, fused": Setting(gpu_kernels=GpuKernels.fused),
     "five rows": Setting(batch_size=5),
     "one row, waits": Setting(waits=True),
     "five rows, waits": Setting(batch_size=5, waits=True),

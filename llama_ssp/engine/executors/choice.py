@@ -1,20 +1,19 @@
 """The executor of a device: traced on CPUs, CUDA graphs on GPUs, else the round itself, from Python."""
 
 from llama_ssp.engine.executors.cuda_graph import CudaGraphExecutor, CudaRecorder
-from llama_ssp.engine.executors.cuda_overlap import CudaOverlap, SameStream, SideStream
+from llama_ssp.engine.executors.cuda_overlap import CudaOverlap
 from llama_ssp.engine.executors.traced_cpu import TracedExecutor
 from llama_ssp.engine.executors.traced_overlap import TracedOverlap
 from llama_ssp.engine.overlap import OverlappedExecutor, OverlappedRound
 from llama_ssp.engine.round import Executor, Round
 
 
-def make_executor(round_: Round, *, cuda_graphs: bool, side_stream: bool = False) -> Executor | OverlappedExecutor:
+def make_executor(round_: Round, *, cuda_graphs: bool) -> Executor | OverlappedExecutor:
     """Choose by the kind of round and the device of the target.
 
     Args:
         round_: what it executes.
         cuda_graphs: whether a GPU's rounds are captured.
-        side_stream: whether messages of rounds that overlap have a stream of their own.
     """
     device, finish = round_.target.device, round_.verifier.comm.finish
     if device.type == "cpu":
@@ -23,6 +22,5 @@ def make_executor(round_: Round, *, cuda_graphs: bool, side_stream: bool = False
         return round_
     recorder = CudaRecorder(finish=finish)
     if isinstance(round_, OverlappedRound):
-        lane = SideStream(device) if side_stream else SameStream()
-        return CudaOverlap(round_, recorder=recorder, beside=CudaRecorder(finish=finish), lane=lane)
+        return CudaOverlap(round_, recorder=recorder)
     return CudaGraphExecutor(round_, recorder=recorder)

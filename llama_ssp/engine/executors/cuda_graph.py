@@ -13,7 +13,6 @@ round reads must stay in place. When a tensor is allocated again, all graphs are
 
 import logging
 from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -76,29 +75,21 @@ class Graphs:
     """The graphs of a round's pieces.
 
     Args:
-        recorders: record pieces; graphs of different recorders may run at the same time.
+        recorder: records the pieces.
 
     Attributes:
         failed: recording has failed once; since then everything runs from Python.
     """
 
-    def __init__(self, round_: Round, *recorders: Recorder) -> None:
+    def __init__(self, round_: Round, recorder: Recorder) -> None:
         self.failed = False
         self._round = round_
-        self._recorders = recorders
+        self._recorder = recorder
         self._state: BatchState | None = None
         self._allocations: tuple[int, ...] = ()
         self._forget()
 
-    def run(
-        self,
-        key: tuple[str, *tuple[Hashable, ...]],
-        piece: Callable[[], _T],
-        state: BatchState,
-        *,
-        recorder: int = 0,
-        launching: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> _T:
+    def run(self, key: tuple[str, *tuple[Hashable, ...]], piece: Callable[[], _T], state: BatchState) -> _T:
         """Run a piece of a round: the first time from Python, the second time captured, then replayed.
 
         Its tensors must stay in place. Graphs of another batch or of other allocations of the caches are dropped.
@@ -107,8 +98,6 @@ class Graphs:
             key: the part, and whatever decides its operators and the tensors that it reads.
             piece: launches its operators.
             state: the batch.
-            recorder: which of them records it.
-            launching: surrounds the launch of the piece or of its graph.
         """
         allocations = self._round.num_allocations
         if state is not self._state or allocations != self._allocations:
@@ -116,11 +105,10 @@ class Graphs:
             self._state, self._allocations = state, allocations
         if self.failed or key not in self._met:
             self._met.add(key)
-            with launching():
-                return piece()
+            return piece()
         if key not in self._kept:
             try:
-                self._kept[key] = self._recorders[recorder].record(piece)
+                self._kept[key] = self._recorder.record(piece)
             except RuntimeError as error:
                 if ends_run(error):
                     raise
@@ -128,16 +116,13 @@ class Graphs:
                 _log.warning("continuing without CUDA graphs: %s could not be captured: %s", key[0], reason)
                 self.failed = True
                 self._forget()
-                with launching():
-                    return piece()
+                return piece()
         outputs, replay = self._kept[key]
-        with launching():
-            replay()
+        replay()
         return outputs  # type: ignore[no-any-return]  # what this part returned when captured
 
     def _forget(self) -> None:
-        for recorder in self._recorders:
-            recorder.forget()
+        self._recorder.forget()
         self._kept: dict[Hashable, tuple[Any, Callable[[], None]]] = {}
         self._met: set[Hashable] = set()
 

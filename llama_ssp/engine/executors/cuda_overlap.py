@@ -1,16 +1,9 @@
-"""Runs overlapped rounds as CUDA graphs (see `cuda_graph`), whose messages have a stream of their own.
+"""Runs overlapped rounds as CUDA graphs (see `cuda_graph`), whose messages follow the forward.
 
-    a rank of the target       | draft* | score_flight ............. | settle | keep |
-      its other stream                  | exchange, as it arrives .. |
-    a rank of the draft        | draft .................... |        | settle | keep |
-      its other stream                                      | exchange, as it is taken |
+    a rank of the target       | draft* | score_flight ............. | exchange | settle | keep |
+    a rank of the draft        | draft ....................... | exchange       | settle | keep |
 
     *) the uniforms of the round alone
-
-The exchange begins behind the rank's own draft, so what the draft has done reaches the target's GPU while that computes
-its forward. Only the rule waits for both. Each piece is a graph; the graphs of an exchange have a memory pool of their
-own, because they run at the same time as others. In rows without a block in flight, the target may read ids while they
-arrive: of these rows only the score of the last token counts, which stands before them.
 
 A graph writes its results to the same addresses in every round. Of the block that a round has drafted, the next round
 needs the probabilities while it receives those of its own block. So `keep` copies them to a second place, once the
@@ -21,12 +14,8 @@ decision has been sent.
 Shapes: B sequences, K drafted tokens, T = K + 1, V vocabulary.
 """
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from llama_ssp.engine.executors.cuda_graph import Graphs, Recorder
@@ -34,69 +23,15 @@ from llama_ssp.engine.overlap import OverlappedExecutor, OverlappedRound
 from llama_ssp.engine.round import Block, DraftChoice
 from llama_ssp.engine.state import BatchState
 
-_MAIN, _BESIDE = 0, 1
-
-
-class Lane(Protocol):
-    """Where an exchange runs."""
-
-    def fork(self) -> None:
-        """Let what is launched beside wait for what has been launched until now."""
-
-    def beside(self) -> AbstractContextManager[None]:
-        """Launch what the block launches beside the rest; what is launched after the block waits for it."""
-
-
-class SideStream:
-    """A second stream of a GPU, whose kernels go first where both have some to launch."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device, priority=-1)
-        self._forked = torch.cuda.Event()
-
-    def fork(self) -> None:
-        """See `Lane`."""
-        self._forked.record()
-
-    @contextmanager
-    def beside(self) -> Iterator[None]:
-        """See `Lane`.
-
-        Tensors may be freed by either stream: all that this one does lies between a fork and its end.
-        """
-        self._stream.wait_event(self._forked)
-        with torch.cuda.stream(self._stream):
-            yield
-        torch.cuda.current_stream().wait_stream(self._stream)
-
-
-class SameStream:
-    """No stream of its own: messages follow the forward."""
-
-    def fork(self) -> None:
-        """See `Lane`."""
-
-    def beside(self) -> AbstractContextManager[None]:
-        """See `Lane`."""
-        return nullcontext()
-
 
 class CudaOverlap(OverlappedExecutor):
-    """Replays the pieces of an overlapped round as graphs; see `OverlappedExecutor`.
-
-    Args:
-        round_: what it executes.
-        recorder: of all pieces but the exchange.
-        beside: the recorder of the exchange.
-        lane: where the exchange runs.
-    """
+    """Replays the pieces of an overlapped round as graphs; see `OverlappedExecutor`."""
 
     keeps_state = True
 
-    def __init__(self, round_: OverlappedRound, *, recorder: Recorder, beside: Recorder, lane: Lane) -> None:
+    def __init__(self, round_: OverlappedRound, *, recorder: Recorder) -> None:
         self._round = round_
-        self._graphs = Graphs(round_, recorder, beside)
-        self._lane = lane
+        self._graphs = Graphs(round_, recorder)
         self._in_flight: Tensor | None = None
 
     @property
@@ -113,9 +48,7 @@ class CudaOverlap(OverlappedExecutor):
         """See `OverlappedExecutor`."""
         self._bucket = bucket
         piece = partial(self._round.draft, state, choice=choice, bucket=bucket)
-        block = self._graphs.run(("draft", choice, bucket), piece, state)
-        self._lane.fork()
-        return block
+        return self._graphs.run(("draft", choice, bucket), piece, state)
 
     def score_flight(self, state: BatchState, *, num_drafted: int, bucket: int) -> Tensor:
         """See `OverlappedExecutor`."""
@@ -125,8 +58,7 @@ class CudaOverlap(OverlappedExecutor):
     def exchange(self, state: BatchState, block: Block) -> Block:
         """See `OverlappedExecutor`."""
         piece = partial(self._round.exchange, state, block)
-        key = "exchange", block.choice, self._bucket
-        return self._graphs.run(key, piece, state, recorder=_BESIDE, launching=self._lane.beside)
+        return self._graphs.run(("exchange", block.choice, self._bucket), piece, state)
 
     def refill(self, state: BatchState, before: Block | None, fresh: Block) -> Block:
         """See `OverlappedExecutor`."""

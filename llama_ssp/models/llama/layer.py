@@ -114,22 +114,13 @@ class ResidualLinear:
         """Add the output for x to the residual, which may be overwritten."""
         if not self.is_shared:
             return self.linear.add(x_MI, residual_ME)
-        sum_ME = self._comm.all_reduce(self._part(x_MI))
-        # Not into the sum where it lies in a window: the next product overwrites that.
-        sum_ME = residual_ME.add_(sum_ME) if self._comm.window else sum_ME.add_(residual_ME)
+        sum_ME = self._comm.all_reduce(self.linear(x_MI)).add_(residual_ME)
         return sum_ME if self._bias_E is None else sum_ME.add_(self._bias_E)
 
     def summed(self, x_MI: Tensor) -> Tensor:
-        """Sum the outputs of all ranks, and add the bias; the next product may overwrite the result."""
-        sum_ME = self._comm.all_reduce(self._part(x_MI))
+        """Sum the outputs of all ranks, and add the bias."""
+        sum_ME = self._comm.all_reduce(self.linear(x_MI))
         return sum_ME if self._bias_E is None else sum_ME.add_(self._bias_E)
-
-    def _part(self, x_MI: Tensor) -> Tensor:
-        """This rank's part of the sum: in the window of the group, if it has one and the part fits."""
-        window, place_ME = self._comm.window, None
-        if window:
-            place_ME = window.place(x_MI.shape[0], self.width, x_MI.dtype)
-        return self.linear(x_MI) if place_ME is None else self.linear.into(x_MI, place_ME)
 
 
 def gated(gate_up_M2U: Tensor) -> Tensor:

@@ -243,7 +243,6 @@ def product_of_few_rows(
     *,
     bias_O: Tensor | None = None,
     residual_MO: Tensor | None = None,
-    into_MO: Tensor | None = None,
     num_processors: int | None = None,
 ) -> Tensor:
     """Compute x W^T + bias + residual, rounded once.
@@ -254,7 +253,6 @@ def product_of_few_rows(
         scales: of the outputs (O,), in the dtype of x as bias and residual are; of int4, the words (G, O), contiguous.
         bias_O: None for no bias.
         residual_MO: None for no residual.
-        into_MO: takes the result; contiguous.
         num_processors: multiprocessors that the work is shared out to; None for all of the device.
     """
     num_outputs, byte_weights = len(weight_OI), 2 if weight_OI.dtype is torch.uint8 else 1
@@ -266,7 +264,7 @@ def product_of_few_rows(
         num_processors=num_processors or _num_processors(x_MI.device), value_bytes=x_MI.element_size(),
         byte_weights=byte_weights,
     )  # fmt: skip
-    y_MO = x_MI.new_empty(num_rows, num_outputs) if into_MO is None else into_MO
+    y_MO = x_MI.new_empty(num_rows, num_outputs)
     is_split = tiles.num_splits > 1
     parts = x_MI.new_empty(tiles.num_splits, num_rows, num_outputs, dtype=torch.float32) if is_split else y_MO
     _product[tiles.grid](

@@ -70,12 +70,6 @@ class WeightOnlyLinear(QuantizedForm):
         """See `Linear`."""
         return self._sum(x_MI, residual_MO)
 
-    def into(self, x_MI: Tensor, y_MO: Tensor) -> Tensor:
-        """See `Linear`."""
-        if x_MI.is_cuda and self._few_rows and x_MI.shape[0] <= FEW_ROWS:
-            return self._few_rows(x_MI, *self._operands, into_MO=y_MO)
-        return super().into(x_MI, y_MO)
-
     def _sum(self, x_MI: Tensor, residual_MO: Tensor | None) -> Tensor:
         """The product with bias and residual, which a GPU's kernel adds itself."""
         if self._few_rows is None or x_MI.shape[0] > _FEW_ROWS[x_MI.device.type]:

@@ -1,9 +1,7 @@
 """Holds the lean decoder to the library's modules, however rows, ranks and number formats are laid out."""
 
 from collections import Counter
-from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +11,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from llama_ssp.distributed.comms import Comm
-from llama_ssp.distributed.gpu.symmetric import NUM_BYTES, SymmetricWindow
 from llama_ssp.engine.state import BatchState, Request
 from llama_ssp.models.build import load_model, load_modules
 from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.linear import Kernel, PackedLinear, PlainLinear, can_pack
 from llama_ssp.models.llama.decoder import LeanRunner, is_llama_kind
 from llama_ssp.models.prefill import Buckets
-from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.runner import Runner
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.decoders import advance, make_decoder
-from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
+from tests.helpers.fake_comm import on_ranks, thread_comms
 from tests.helpers.lanes import grid
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint, tiny_config, tiny_model
 from tests.helpers.operator_count import OperatorCount
@@ -55,7 +51,6 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "qwen3, biases": ("qwen3", {"attention_bias": True, "tie_word_embeddings": False}),
 }  # fmt: skip
-SIZES_OF_INT4 = {"hidden_size": 256, "head_dim": 32, "intermediate_size": 512}
 # Largest difference, in units of the logits' scale.
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 0.15, torch.float16: 0.02}
 
@@ -145,36 +140,6 @@ def test_every_rank_gets_the_whole_model_s_logits(tmp_path: Path, kind: str, num
     for found in on_ranks(comms, rounds):
         for one, other in zip(found, wanted, strict=True):
             assert_close(one, other)
-
-
-@pytest.mark.parametrize("quantization", ["none", "int8_weight_only", "int4_weight_only"])
-def test_sums_in_a_window_give_the_same_logits(tmp_path: Path, quantization: str) -> None:
-    """Each product overwrites the sum before it, which must be in the residual stream by then."""
-    family, changes = KINDS["llama, biases"]
-    build_checkpoint(tmp_path, family, **(changes | SIZES_OF_INT4))
-    precision = Precision(quantization=quantization)
-
-    def logits(comms: Sequence[ThreadComm]) -> list[list[Tensor]]:
-        loaded = [load_modules(inspect(tmp_path), dtype=None, device=CPU, comm=comm) for comm in comms]
-        runners = [
-            LeanRunner(model, comm=comm, kernel=PlainLinear, precision=precision)
-            for model, comm in zip(loaded, comms, strict=True)
-        ]
-
-        def rounds(comm: Comm) -> list[Tensor]:
-            runners[comm.rank].allocate(batch_size=3, capacity=40)
-            return ragged_rounds(runners[comm.rank])
-
-        return on_ranks(comms, rounds)
-
-    plain = thread_comms(2)
-    windows = [SymmetricWindow(torch.zeros(NUM_BYTES, dtype=torch.uint8), None) for _ in plain]
-    in_windows = logits([replace(comm, window=window) for comm, window in zip(plain, windows, strict=True)])
-    for found, wanted in zip(in_windows, logits(plain), strict=True):
-        for one, other in zip(found, wanted, strict=True):
-            assert_close(one, other)
-    places = [window.place(1, 8, torch.float32) for window in windows]
-    assert all(place is not None and place.any() for place in places)
 
 
 def test_no_weight_is_left_in_the_modules() -> None:
