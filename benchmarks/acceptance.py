@@ -21,8 +21,8 @@ import yaml
 from torch import Tensor
 
 from llama_ssp import load
-from llama_ssp.config.drafts.ngram import NgramConfig
-from llama_ssp.config.options import folders
+from llama_ssp.config import folders
+from llama_ssp.config.drafters import NgramConfig
 from llama_ssp.config.schema import SamplingConfig, SpeculationConfig, VerificationConfig
 from llama_ssp.engine.state import Request
 from llama_ssp.library import Pair

@@ -23,7 +23,7 @@ from llama_ssp.config.schema import (
     VerificationConfig,
     WeightsKind,
 )
-from llama_ssp.config.tasks.generate import GenerateConfig
+from llama_ssp.config.tasks import GenerateConfig
 from llama_ssp.distributed.world import start
 from llama_ssp.engine.completion import RowCompletion
 from llama_ssp.engine.loop import Decoder

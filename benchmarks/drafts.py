@@ -23,7 +23,7 @@ from benchmarks.timing import Goal, print_goals
 from llama_ssp import Pair, load
 from llama_ssp.calibration.interleave import interleave, median_ratio
 from llama_ssp.config import catalogue
-from llama_ssp.config.drafts.ngram import NGRAM_DRAFT, NgramConfig
+from llama_ssp.config.drafters import NGRAM_DRAFT, NgramConfig
 from llama_ssp.config.schema import ADAPTIVE, Dtype, RunConfig, SamplingConfig, SpeculationConfig
 from llama_ssp.engine.state import Request
 from llama_ssp.reports.provenance import processor, versions

@@ -44,8 +44,7 @@ from llama_ssp.calibration.model_pairs import (
 )
 from llama_ssp.config.machines.hardware import HardwareConfig
 from llama_ssp.config.machines.machine import detect_hardware, machine_of_run
-from llama_ssp.config.schema import DeviceKind, DraftLayout, Dtype
-from llama_ssp.config.target_placement import TargetKind
+from llama_ssp.config.schema import DeviceKind, DraftLayout, Dtype, TargetKind
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.memory import anonymous_bytes
 from llama_ssp.distributed.world import World, start

@@ -5,7 +5,7 @@
 
 from dataclasses import dataclass, field
 
-from llama_ssp.config.formats.format import NO_QUANTIZATION
+from llama_ssp.config.formats import NO_QUANTIZATION
 from llama_ssp.config.schema import DraftLayout, SamplingConfig, WholeParts
 
 NUM_DRAFT_TOKENS = 4

@@ -24,8 +24,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.gpu_budgets import ATTENTION, CONTEXT, DRAWS, LAYERS, NUM_DRAFT_TOKENS, ROUNDS, Attention, Layer, Round
 from llama_ssp.config import catalogue
-from llama_ssp.config.drafts.model import ModelDraftConfig
-from llama_ssp.config.formats.format import NO_QUANTIZATION
+from llama_ssp.config.drafters import ModelDraftConfig
+from llama_ssp.config.formats import NO_QUANTIZATION
 from llama_ssp.config.layout import lay_out_replica
 from llama_ssp.config.schema import (
     MODEL_DRAFT,
@@ -41,7 +41,7 @@ from llama_ssp.config.schema import (
     VerificationConfig,
     WholeParts,
 )
-from llama_ssp.config.tasks.generate import GenerateConfig
+from llama_ssp.config.tasks import GenerateConfig
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.mesh import Mesh
 from llama_ssp.engine.executors.cuda_graph import CudaRecorder

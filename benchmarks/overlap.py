@@ -48,7 +48,7 @@ from llama_ssp.config.schema import (
     VerificationConfig,
     WeightsKind,
 )
-from llama_ssp.config.tasks.generate import GenerateConfig
+from llama_ssp.config.tasks import GenerateConfig
 from llama_ssp.distributed.world import World, start
 from llama_ssp.engine.loop import Decoder
 from llama_ssp.engine.state import Request

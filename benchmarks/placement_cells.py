@@ -17,10 +17,11 @@ from llama_ssp.config.schema import (
     RunConfig,
     SamplingConfig,
     SpeculationConfig,
+    TargetKind,
+    TargetPlacement,
     VerificationConfig,
 )
-from llama_ssp.config.target_placement import TargetKind, TargetPlacement
-from llama_ssp.config.tasks.generate import GenerateConfig
+from llama_ssp.config.tasks import GenerateConfig
 
 TARGET, DRAFT = "tiny", "tiny-draft"
 

@@ -5,8 +5,8 @@ from functools import cache
 
 import yaml
 
-from llama_ssp.config.options import folders
-from llama_ssp.config.rules.rule import DEFAULT
+from llama_ssp.config import folders
+from llama_ssp.config.rules import DEFAULT
 from llama_ssp.config.schema import TextKind
 from llama_ssp.planning.acceptance.fitted import logit
 from llama_ssp.planning.acceptance.pair import DraftedPair

@@ -15,11 +15,10 @@ from benchmarks.points import points_by_row
 from benchmarks.published_rows import A100, PAIRS, PLAIN, TRANSFORMERS_13B_MS, Pair, PlainRow
 from llama_ssp.architectures.sizes import Kernels
 from llama_ssp.config import catalogue
-from llama_ssp.config.drafts.model import Matching
+from llama_ssp.config.drafters import Matching
 from llama_ssp.config.machines import hardware
 from llama_ssp.config.machines.hardware import HardwareConfig
-from llama_ssp.config.schema import DraftLayout
-from llama_ssp.config.target_placement import TargetKind
+from llama_ssp.config.schema import DraftLayout, TargetKind
 from llama_ssp.planning.acceptance.expected import expected
 from llama_ssp.planning.acceptance.rounds import implied_acceptance, tokens_per_round
 from llama_ssp.planning.roofline import LIBRARY_SHARE

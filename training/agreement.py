@@ -17,8 +17,8 @@ import yaml
 from torch import Tensor
 
 from llama_ssp import load
+from llama_ssp.config import folders
 from llama_ssp.config.model_files import AGREEMENT_FILE
-from llama_ssp.config.options import folders
 from llama_ssp.config.schema import Dtype
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.models.build import load_modules

@@ -18,13 +18,13 @@ import yaml
 
 from docs.hooks.repository import ROOT, comment
 from llama_ssp.config import store
-from llama_ssp.config.drafts.drafter import drafters
+from llama_ssp.config.drafters import drafters
 from llama_ssp.config.machines.hardware import HardwareConfig
 from llama_ssp.config.plan import PlanConfig
 from llama_ssp.config.schema import DrafterConfig, RunConfig
 from llama_ssp.config.slurm import KEY as LAUNCHER
 from llama_ssp.config.slurm import SlurmConfig
-from llama_ssp.config.tasks.spec import task_specs
+from llama_ssp.config.tasks import task_specs
 
 CONF = ROOT / "conf"
 _INTRODUCTION = (

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate, pairwise
 
-from llama_ssp.config.formats.format import NO_QUANTIZATION, format_of
+from llama_ssp.config.formats import NO_QUANTIZATION, format_of
 from llama_ssp.config.schema import ModelShape, WholeParts
 from llama_ssp.errors import PlacementError
 

@@ -20,8 +20,7 @@ from llama_ssp.calibration.model_pairs import FEWEST, NEW_TOKENS, NUM_DRAFT_TOKE
 from llama_ssp.config.machines.hardware import HardwareConfig
 from llama_ssp.config.machines.machine import machine_of_run
 from llama_ssp.config.machines.profile import CompositionPoint, Profile, SizePoint
-from llama_ssp.config.schema import DraftLayout
-from llama_ssp.config.target_placement import TargetKind
+from llama_ssp.config.schema import DraftLayout, TargetKind
 from llama_ssp.planning.costs import CostModel
 from llama_ssp.planning.roofline import ModelPlacement, working_set_bytes
 from llama_ssp.planning.spec import PlanSpec

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from llama_ssp.calibration.interleave import undisturbed
 from llama_ssp.calibration.random_llama import HEAD_DIM, MLP_SHARE, RandomLlama
-from llama_ssp.config.formats.format import NO_QUANTIZATION, format_of
+from llama_ssp.config.formats import NO_QUANTIZATION, format_of
 from llama_ssp.config.machines.profile import LinearPoint, RowsPoint, SizePoint
 from llama_ssp.config.schema import Dtype
 from llama_ssp.distributed.comms import Comm

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from llama_ssp.architectures.family import inventory
-from llama_ssp.config.formats.format import NO_QUANTIZATION
+from llama_ssp.config.formats import NO_QUANTIZATION
 from llama_ssp.config.schema import Dtype, ModelShape
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.models.build import load_model

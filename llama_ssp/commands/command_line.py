@@ -18,12 +18,12 @@ from hydra.core.override_parser.types import Override, OverrideType, Quote, Quot
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 
 from llama_ssp.commands.unknown_settings import unknown_setting, unread_words, unreadable
-from llama_ssp.config import catalogue
-from llama_ssp.config.drafts.drafter import DrafterRecord, drafters
-from llama_ssp.config.options import choices, folders
+from llama_ssp.config import catalogue, folders
+from llama_ssp.config.drafters import DrafterRecord, drafters
+from llama_ssp.config.options import choices
 from llama_ssp.config.schema import MODEL_DRAFT, ModelShape, RunConfig
 from llama_ssp.config.store import BUNDLES
-from llama_ssp.config.tasks.spec import TaskSpec, task_specs
+from llama_ssp.config.tasks import TaskSpec, task_specs
 from llama_ssp.errors import ConfigError, one_message, unknown_name
 
 # Fields that follow from a group choice: task=, model= and draft= set them.

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from llama_ssp.commands.command_line import parsed_override
+from llama_ssp.config import folders
 from llama_ssp.config.machines import hardware
 from llama_ssp.config.machines.hardware import HardwareConfig
-from llama_ssp.config.options import choices, folders
+from llama_ssp.config.options import choices
 from llama_ssp.errors import ConfigError, one_message
 
 ALL = "all"

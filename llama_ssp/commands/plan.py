@@ -29,11 +29,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from llama_ssp.commands import command_line, machines, options
 from llama_ssp.commands.unknown_settings import unknown_setting
-from llama_ssp.config import catalogue, plan, store
-from llama_ssp.config.drafts.drafter import drafter_of, drafters
-from llama_ssp.config.drafts.model import ModelDraftConfig
+from llama_ssp.config import catalogue, folders, plan, store
+from llama_ssp.config.drafters import ModelDraftConfig, drafter_of, drafters
 from llama_ssp.config.machines import hardware
-from llama_ssp.config.options import choices, folders
+from llama_ssp.config.options import choices
 from llama_ssp.config.registry import load_plugins
 from llama_ssp.errors import ConfigError, one_message
 from llama_ssp.planning.spec import make_job, settle_models

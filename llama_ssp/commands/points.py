@@ -18,7 +18,7 @@ from llama_ssp.commands import command_line
 from llama_ssp.commands.ranks.number import launcher_of
 from llama_ssp.config import checks, store
 from llama_ssp.config.schema import DeviceKind, RunConfig
-from llama_ssp.config.tasks.spec import task_of
+from llama_ssp.config.tasks import task_of
 from llama_ssp.distributed.environment import Ranks
 from llama_ssp.errors import CapacityError, CheckpointError, ConfigError, SspError, one_message
 from llama_ssp.planning.plan import require_room

@@ -30,8 +30,7 @@ from llama_ssp.commands.options import until_unread
 from llama_ssp.commands.points import launching
 from llama_ssp.commands.ranks import torchrun
 from llama_ssp.commands.short_keys import ShortKeys
-from llama_ssp.config import checks, store
-from llama_ssp.config.options import folders
+from llama_ssp.config import checks, folders, store
 from llama_ssp.config.registry import load_plugins
 from llama_ssp.config.schema import RunConfig
 from llama_ssp.console.unread import complain

@@ -22,10 +22,9 @@ from hydra.core.override_parser.types import Quote, QuotedString
 
 from llama_ssp.commands.points import Point, for_all
 from llama_ssp.commands.staging import Copy, stage
-from llama_ssp.config import checks, slurm
+from llama_ssp.config import checks, folders, slurm
 from llama_ssp.config.machines import hardware
 from llama_ssp.config.machines.hardware import HardwareConfig
-from llama_ssp.config.options import folders
 from llama_ssp.config.plan import PlanFormat
 from llama_ssp.config.slurm import KEY, SlurmConfig
 from llama_ssp.console.unread import complain

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llama_ssp.config.effects import is_synthetic
+from llama_ssp.config.folders import read_path
 from llama_ssp.config.model_files import CONFIG_FILE
-from llama_ssp.config.paths import read_path
 from llama_ssp.config.schema import ModelConfig, RunConfig
 from llama_ssp.errors import ConfigError
 

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 
 from llama_ssp.config import catalogue
-from llama_ssp.config.tasks.spec import task_specs
+from llama_ssp.config.tasks import task_specs
 from llama_ssp.errors import similar_name, unknown_name
 
 _RANKS = "llama-ssp run ranks=N starts N ranks on this machine, and llama-ssp plan takes hardware.num_gpus=N"

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from llama_ssp.config.formats.format import format_of, problem_of
-from llama_ssp.config.options import folders
-from llama_ssp.config.options.hub_ids import is_hub_id
+from llama_ssp.config import folders
+from llama_ssp.config.folders import is_hub_id
+from llama_ssp.config.formats import format_of, problem_of
 from llama_ssp.config.schema import Dtype, ModelConfig, ModelShape
 from llama_ssp.errors import ConfigError, unknown_name
 

@@ -12,15 +12,13 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from llama_ssp.config import catalogue, layout
-from llama_ssp.config.drafts.drafter import drafter_of, drafters, drafts
-from llama_ssp.config.drafts.drafter import problem_of as problem_of_draft
-from llama_ssp.config.drafts.model import problems_of_overlap, problems_of_pair
+from llama_ssp.config.drafters import drafter_of, drafters, drafts, problems_of_overlap, problems_of_pair
+from llama_ssp.config.drafters import problem_of as problem_of_draft
 from llama_ssp.config.effects import is_synthetic, without_effect
-from llama_ssp.config.formats.format import problem_of
-from llama_ssp.config.rules.rule import at_every_temperature, rule_of, rules
+from llama_ssp.config.formats import problem_of
+from llama_ssp.config.rules import at_every_temperature, rule_of, rules
 from llama_ssp.config.schema import ADAPTIVE, ModelConfig, RunConfig
-from llama_ssp.config.tasks.spec import NoEffect, task_of
-from llama_ssp.config.tasks.suites import default_of
+from llama_ssp.config.tasks import NoEffect, default_of, task_of
 from llama_ssp.errors import ConfigError, one_message, unknown_name
 
 _NEVER_IGNORED = {"dry_run"}

@@ -4,13 +4,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from llama_ssp.config import layout
-from llama_ssp.config.drafts.drafter import drafts
-from llama_ssp.config.drafts.model import matching_of
-from llama_ssp.config.formats.format import takes
-from llama_ssp.config.paths import ENDINGS_WITH_FIELDS, ending_of
-from llama_ssp.config.rules.rule import rules
+from llama_ssp.config.drafters import drafts, matching_of
+from llama_ssp.config.folders import ENDINGS_WITH_FIELDS, ending_of
+from llama_ssp.config.formats import takes
+from llama_ssp.config.rules import rules
 from llama_ssp.config.schema import DeviceKind, DraftLayout, ModelConfig, RunConfig, WeightsKind
-from llama_ssp.config.tasks.spec import NoEffect, task_of
+from llama_ssp.config.tasks import NoEffect, task_of
 
 
 def is_synthetic(config: RunConfig) -> bool:

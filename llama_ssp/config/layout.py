@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from llama_ssp.config.schema import DraftLayout, DraftPlacement, PlacementConfig
-from llama_ssp.config.target_placement import Offload, TargetKind, TargetPlacement
+from llama_ssp.config.schema import DraftLayout, DraftPlacement, Offload, PlacementConfig, TargetKind, TargetPlacement
 
 
 @dataclass(frozen=True, kw_only=True)

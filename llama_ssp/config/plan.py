@@ -8,8 +8,8 @@ from operator import attrgetter
 from typing import Any
 
 from llama_ssp.config import layout
-from llama_ssp.config.drafts.model import problems_of_overlap, problems_of_pair
-from llama_ssp.config.formats.format import problem_of
+from llama_ssp.config.drafters import problems_of_overlap, problems_of_pair
+from llama_ssp.config.formats import problem_of
 from llama_ssp.config.machines.hardware import names, problems_of
 from llama_ssp.config.schema import DrafterConfig, ModelConfig, PlacementConfig, SpeculationConfig
 from llama_ssp.errors import ConfigError, one_message, unknown_name

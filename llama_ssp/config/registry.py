@@ -1,4 +1,4 @@
-"""Registries of records by name: one per module of a package, plus those that plugins `register`.
+"""Registries of records by name: the package's own, and those that plugins `register`.
 
 Records name code as `module:function` where it needs torch, so that they import nothing slow.
 """
@@ -27,26 +27,23 @@ Record = TypeVar("Record", bound=Named)
 
 
 class Registry(Generic[Record]):
-    """The records of one kind: `attribute` of each module of `package`; error messages begin with their `setting`."""
+    """The records of one kind; error messages begin with their `setting`.
 
-    def __init__(self, package: str, attribute: str, *, setting: str) -> None:
-        self._package, self._attribute, self._setting = package, attribute, setting
-        self.added: dict[str, Record] = {}
-        self._own: dict[str, Record] | None = None
+    With a `package`, they are the `attribute` of each of its modules, read when they are first asked for.
+    """
+
+    def __init__(self, *, setting: str, package: str | None = None, attribute: str = "") -> None:
+        self._setting, self._unread, self._attribute = setting, package, attribute
+        self.records: dict[str, Record] = {}
 
     def register(self, record: Record) -> None:
         """Add a record, or replace the one with the same name."""
-        self.added[record.name] = record
+        self.records[record.name] = record
 
     def all(self) -> dict[str, Record]:
         """All records by name, sorted by `order` if they have one, then by name."""
-        if self._own is None:
-            path = importlib.import_module(self._package).__path__
-            modules = [importlib.import_module(f"{self._package}.{each.name}") for each in pkgutil.iter_modules(path)]
-            records = [getattr(module, self._attribute) for module in modules if hasattr(module, self._attribute)]
-            self._own = {record.name: record for record in records}
-        known = {**self._own, **self.added}
-        return dict(sorted(known.items(), key=lambda entry: (getattr(entry[1], "order", 0), entry[0])))
+        self._read()
+        return dict(sorted(self.records.items(), key=lambda entry: (getattr(entry[1], "order", 0), entry[0])))
 
     def of(self, name: str) -> Record:
         """The record of a name; an unknown one raises ConfigError."""
@@ -57,12 +54,22 @@ class Registry(Generic[Record]):
 
     def find(self, name: str) -> Record | None:
         """The record of a name, if there is one; plans ask thousands of times, and do not sort for that."""
-        return self.added.get(name) or (self.all() if self._own is None else self._own).get(name)
+        self._read()
+        return self.records.get(name)
 
     def problem_of(self, name: str, *, key: str | None = None) -> str | None:
         """An error sentence if no record has this name; it begins with `key`, by default the setting."""
         known = self.all()
         return None if name in known else unknown_name(key or self._setting, name, known)
+
+    def _read(self) -> None:
+        """Read the records of the package; those that plugins have registered take their place."""
+        if self._unread:
+            package, self._unread = self._unread, None
+            for each in pkgutil.iter_modules(importlib.import_module(package).__path__):
+                record = getattr(importlib.import_module(f"{package}.{each.name}"), self._attribute, None)
+                if record:
+                    self.records.setdefault(record.name, record)
 
 
 def imported(reference: str, *, setting: str) -> Any:  # noqa: ANN401 - whatever the record names

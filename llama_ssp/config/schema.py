@@ -4,13 +4,14 @@
 Enum members are lower case because they are written that way on the command line.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any
 
-from llama_ssp.config.formats.format import NO_QUANTIZATION
-from llama_ssp.config.rules.rule import DEFAULT
-from llama_ssp.config.target_placement import TargetPlacement
+import yaml
+
+from llama_ssp.config.formats import NO_QUANTIZATION
+from llama_ssp.config.rules import DEFAULT
 
 DEFAULT_DRAFT, NO_DRAFT, MODEL_DRAFT = "default", "none", "model"
 """Kinds of draft: the model entry's default, plain decoding, and a smaller model."""
@@ -142,7 +143,7 @@ class ModelConfig:
 
 @dataclass(kw_only=True)
 class DrafterConfig:
-    """The drafter: a kind of `config.drafts`, and its model if it has one.
+    """The drafter: a kind of `config.drafters`, and its model if it has one.
 
     `fallback` is a kind without a model, which drafts in the rounds of an adaptive run where it gains more.
     """
@@ -150,6 +151,41 @@ class DrafterConfig:
     kind: str = DEFAULT_DRAFT
     model: ModelConfig | None = None
     fallback: str | None = None
+
+
+class TargetKind(Enum):
+    """How the target is split.
+
+    Tensor parallelism over its ranks, our own or DeepSpeed's; or layer-wise over the devices of one rank, with
+    accelerate's hooks.
+    """
+
+    tensor = "tensor"
+    accelerate = "accelerate"
+    deepspeed = "deepspeed"
+
+
+class Offload(Enum):
+    """Where layer-wise placement keeps layers that fit on no device: in host memory, or in the run folder."""
+
+    none = "none"
+    cpu = "cpu"
+    disk = "disk"
+
+
+@dataclass(kw_only=True)
+class TargetPlacement:
+    """Ranks of the target; null means all that an `own_gpu` draft leaves, or the first `tp_size` of them.
+
+    Layer-wise placement (`kind=accelerate`) has one rank. `offload` is for layers beyond `max_memory_gb` (1e9 bytes) of
+    weights on each device.
+    """
+
+    kind: TargetKind = TargetKind.tensor
+    ranks: list[int] | None = None
+    tp_size: int | None = None
+    offload: Offload = Offload.none
+    max_memory_gb: float | None = None
 
 
 @dataclass(kw_only=True)
@@ -303,3 +339,18 @@ class RunConfig:
     dry_run: bool = False
     run_dir: str | None = None
     resume: Resume = Resume.if_unchanged
+
+
+def to_yaml(config: RunConfig) -> str:
+    """Write all settings of a run as YAML, with enum members by their command-line names."""
+    return yaml.safe_dump(_plain(asdict(config)), sort_keys=False, allow_unicode=True)
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return value

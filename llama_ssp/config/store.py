@@ -17,14 +17,13 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf
 
 from llama_ssp.config import catalogue
-from llama_ssp.config.drafts.drafter import drafter_of, drafters, problem_of
-from llama_ssp.config.drafts.model import ModelDraftConfig
+from llama_ssp.config.drafters import ModelDraftConfig, drafter_of, drafters, problem_of
 from llama_ssp.config.options import search_path
 from llama_ssp.config.options.search_path import draft_option
 from llama_ssp.config.plan import PlanConfig
 from llama_ssp.config.schema import DEFAULT_DRAFT, MODEL_DRAFT, NO_DRAFT, DrafterConfig, RunConfig
 from llama_ssp.config.slurm import SlurmConfig
-from llama_ssp.config.tasks.spec import task_of, task_specs
+from llama_ssp.config.tasks import task_of, task_specs
 from llama_ssp.errors import ConfigError
 
 _ESCAPES, _ESCAPED = re.compile(r"\\([nt\\])"), {"n": "\n", "t": "\t", "\\": "\\"}
@@ -94,7 +93,7 @@ def to_run_config(config: DictConfig, *, explicit: frozenset[str]) -> RunConfig:
     _check_groups(run)
     # A shell makes line ends and tabs hard to write.
     run.stop_strings = [_ESCAPES.sub(lambda escape: _ESCAPED[escape[1]], text) for text in run.stop_strings]
-    task_of(run).settle(run, explicit)
+    task_of(run).fill_in(run, explicit)
     return run
 
 

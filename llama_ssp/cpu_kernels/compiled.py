@@ -15,7 +15,7 @@ import llvmlite
 import torch
 from llvmlite import binding, ir
 
-from llama_ssp.config.formats import int4_weight_only
+from llama_ssp.config import formats
 from llama_ssp.cpu_kernels.kept_code import keep
 from llama_ssp.weights import int4_rows
 
@@ -57,7 +57,7 @@ def has_features(names: tuple[str, ...]) -> bool:
 def _decides_code() -> str:
     """What a kernel's code depends on: this CPU, LLVM, the sources of this package, and those of formats of weights."""
     sources = [file.read_text() for file in sorted(Path(__file__).parent.glob("*.py"))]
-    sources += [inspect.getsource(module) for module in (int4_weight_only, int4_rows)]
+    sources += [inspect.getsource(module) for module in (formats, int4_rows)]
     return "\n".join([llvmlite.__version__, machine().triple, binding.get_host_cpu_name(), *_features(), *sources])
 
 

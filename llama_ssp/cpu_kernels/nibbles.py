@@ -10,7 +10,8 @@ sum, once; most zeros are near 8, so little is lost:
 
 from llvmlite import ir
 
-from llama_ssp.config.formats.int4_weight_only import GROUP, WORD_BYTES
+from llama_ssp.config.formats import INT4_GROUP as GROUP
+from llama_ssp.config.formats import WORD_BYTES
 from llama_ssp.cpu_kernels.emit import F32, F32S, I32S, LANES, Code, Value, f32, floats, i64
 from llama_ssp.weights.int4_rows import ZERO_BITS
 

@@ -4,10 +4,9 @@ from dataclasses import replace
 
 import torch
 
-from llama_ssp.config.drafts.drafter import drafter_of, drafters
-from llama_ssp.config.drafts.model import Matching, matching_of
+from llama_ssp.config.drafters import Matching, drafter_of, drafters, matching_of
 from llama_ssp.config.registry import imported
-from llama_ssp.config.rules.rule import rule_of
+from llama_ssp.config.rules import rule_of
 from llama_ssp.config.schema import RunConfig
 from llama_ssp.distributed.mesh import Mesh
 from llama_ssp.drafting.ahead import AheadDrafter

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from llama_ssp.config.drafts.ngram import NgramConfig
+from llama_ssp.config.drafters import NgramConfig
 from llama_ssp.drafting.protocol import DrafterParts
 from llama_ssp.models.prefill import Buckets, Prompts
 from llama_ssp.sampling.context import Rows

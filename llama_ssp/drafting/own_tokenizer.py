@@ -1,6 +1,6 @@
 """Makes the drafter of a model with its own tokenizer, by the way in which its tokens become the target's."""
 
-from llama_ssp.config.drafts.model import Matching, matching_of
+from llama_ssp.config.drafters import Matching, matching_of
 from llama_ssp.drafting.intersection import IntersectionDrafter
 from llama_ssp.drafting.own_text import VocabularyMap
 from llama_ssp.drafting.protocol import Drafter, DrafterParts

@@ -9,8 +9,7 @@ narrow.
 from collections.abc import Iterable, Iterator
 
 from llama_ssp.config.schema import Dtype, RunConfig
-from llama_ssp.config.tasks.evaluate import EvaluateConfig
-from llama_ssp.config.tasks.suites import Suite
+from llama_ssp.config.tasks import EvaluateConfig, Suite
 from llama_ssp.evaluation.evidence import CompletionPair, Evidence
 from llama_ssp.evaluation.statistics import wilson
 from llama_ssp.reports.evaluation import Evaluation, Measure

@@ -8,8 +8,7 @@ import random
 import re
 
 from llama_ssp.config.schema import RunConfig
-from llama_ssp.config.tasks.evaluate import EvaluateConfig
-from llama_ssp.config.tasks.suites import Suite
+from llama_ssp.config.tasks import EvaluateConfig, Suite
 from llama_ssp.evaluation.evidence import Evidence
 from llama_ssp.evaluation.statistics import rate_difference, wilson
 from llama_ssp.reports.evaluation import Evaluation, Measure

@@ -9,9 +9,9 @@ over all tokens. Each kind gets half of the rate of false alarms, in equal share
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 
-from llama_ssp.config.rules.rule import DEFAULT
+from llama_ssp.config.rules import DEFAULT
 from llama_ssp.config.schema import RunConfig
-from llama_ssp.config.tasks.suites import Suite
+from llama_ssp.config.tasks import Suite
 from llama_ssp.evaluation.evidence import CompletionPair, Evidence
 from llama_ssp.evaluation.martingales import powers, sums_of
 from llama_ssp.evaluation.statistics import (

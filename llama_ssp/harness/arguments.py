@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Self
 
 from llama_ssp.config.checks import check_values
-from llama_ssp.config.rules.rule import DEFAULT
+from llama_ssp.config.rules import DEFAULT
 from llama_ssp.config.schema import (
     DrafterConfig,
     ModelConfig,
@@ -15,7 +15,7 @@ from llama_ssp.config.schema import (
     SpeculationConfig,
     VerificationConfig,
 )
-from llama_ssp.config.tasks.generate import GenerateConfig
+from llama_ssp.config.tasks import GenerateConfig
 from llama_ssp.errors import ConfigError, one_message, unknown_name
 
 _SAMPLING = {each.name for each in fields(SamplingConfig)}

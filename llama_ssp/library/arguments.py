@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from llama_ssp.config import catalogue
-from llama_ssp.config.drafts.drafter import drafters
-from llama_ssp.config.drafts.model import DraftTokenizer, Matching, ModelDraftConfig
-from llama_ssp.config.formats.format import problem_of
-from llama_ssp.config.options.hub_ids import is_hub_id
-from llama_ssp.config.paths import read_path
+from llama_ssp.config.drafters import DraftTokenizer, Matching, ModelDraftConfig, drafters
+from llama_ssp.config.folders import is_hub_id, read_path
+from llama_ssp.config.formats import problem_of
 from llama_ssp.config.schema import ADAPTIVE, MODEL_DRAFT, NO_DRAFT, DrafterConfig, Dtype, ModelConfig
 from llama_ssp.errors import ConfigError, one_message, similar_name, unknown_name
 

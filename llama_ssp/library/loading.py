@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from llama_ssp.config.checks import check_docstrings
-from llama_ssp.config.drafts.model import DraftTokenizer, Matching
+from llama_ssp.config.drafters import DraftTokenizer, Matching
 from llama_ssp.config.registry import load_plugins
 from llama_ssp.config.schema import (
     DeviceKind,
@@ -18,7 +18,7 @@ from llama_ssp.config.schema import (
     SamplingConfig,
     VerificationConfig,
 )
-from llama_ssp.config.tasks.generate import GenerateConfig
+from llama_ssp.config.tasks import GenerateConfig
 from llama_ssp.distributed.gpu.selecting import selection_kept
 from llama_ssp.distributed.world import World, start
 from llama_ssp.errors import ConfigError
@@ -66,7 +66,7 @@ def load(
         tokenizer: `own` allows a draft whose tokenizer is not the target's. A loaded tokenizer is that of both models,
             a tuple of two the target's and the draft's, which is its own if the vocabularies differ; needed with
             loaded models without a folder.
-        matching: how the tokens of a draft with its own tokenizer become the target's (`config.drafts.model.Matching`).
+        matching: how the tokens of a draft with its own tokenizer become the target's (`config.drafters.Matching`).
 
     Raises:
         ConfigError: an argument has a wrong type or value, a plugin cannot be imported, the vocabularies differ, or

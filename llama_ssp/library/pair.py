@@ -8,8 +8,8 @@ from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from llama_ssp.config.checks import check_values
-from llama_ssp.config.drafts.drafter import draft_name
-from llama_ssp.config.rules.rule import DEFAULT
+from llama_ssp.config.drafters import draft_name
+from llama_ssp.config.rules import DEFAULT
 from llama_ssp.config.schema import RunConfig, SamplingConfig, SpeculationConfig, VerificationConfig
 from llama_ssp.distributed.gpu.selecting import selected
 from llama_ssp.engine.state import Request, count_equal_before

@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from llama_ssp.config.drafts.model import DraftTokenizer, Matching
+from llama_ssp.config.drafters import DraftTokenizer, Matching
 from llama_ssp.config.machines import hardware as machines
 from llama_ssp.config.machines.hardware import HardwareConfig
 from llama_ssp.config.machines.machine import detect_hardware

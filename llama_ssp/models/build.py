@@ -13,7 +13,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 
 from llama_ssp.architectures.family import family_of, record_of
 from llama_ssp.architectures.sharding import split_model
-from llama_ssp.config.formats.format import NO_QUANTIZATION
+from llama_ssp.config.formats import NO_QUANTIZATION
 from llama_ssp.config.schema import WholeParts
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.errors import CheckpointError

@@ -26,7 +26,7 @@ from llama_ssp.architectures.sharding import (
     stays_whole,
     widths,
 )
-from llama_ssp.config.formats.format import NO_QUANTIZATION
+from llama_ssp.config.formats import NO_QUANTIZATION
 from llama_ssp.config.schema import ModelShape, WholeParts
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.errors import PlacementError

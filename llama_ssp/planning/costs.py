@@ -7,12 +7,11 @@ import math
 from functools import cached_property, lru_cache, partial
 
 from llama_ssp.architectures.sizes import OWN_SLOTS_PER_SLOT, PREFILL_CHUNK
-from llama_ssp.config.drafts.model import Matching
+from llama_ssp.config.drafters import Matching
 from llama_ssp.config.machines.hardware import HardwareConfig
 from llama_ssp.config.machines.profile import SizePoint
-from llama_ssp.config.rules.rule import rule_of
-from llama_ssp.config.schema import DraftLayout
-from llama_ssp.config.target_placement import TargetKind
+from llama_ssp.config.rules import rule_of
+from llama_ssp.config.schema import DraftLayout, TargetKind
 from llama_ssp.planning.layerwise import READ_BYTES_PER_S, waiting_bytes
 from llama_ssp.planning.measured import by_size
 from llama_ssp.planning.memory import bucket_of

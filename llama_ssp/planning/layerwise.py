@@ -11,8 +11,8 @@ from itertools import pairwise
 
 from llama_ssp.architectures.family import inventory
 from llama_ssp.architectures.sharding import split_blocks
-from llama_ssp.config.formats.format import format_of
-from llama_ssp.config.target_placement import Offload
+from llama_ssp.config.formats import format_of
+from llama_ssp.config.schema import Offload
 from llama_ssp.errors import PlacementError
 from llama_ssp.planning.spec import PlanSpec, model_bytes
 

@@ -7,7 +7,7 @@ from functools import lru_cache
 from operator import itemgetter
 from typing import NamedTuple, TypeAlias
 
-from llama_ssp.config.formats.format import NO_QUANTIZATION
+from llama_ssp.config.formats import NO_QUANTIZATION
 from llama_ssp.config.machines.profile import CompositionPoint, LinearPoint, Profile, RowsPoint, SizePoint
 from llama_ssp.config.schema import Dtype
 

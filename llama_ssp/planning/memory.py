@@ -12,9 +12,9 @@ from functools import lru_cache
 
 from llama_ssp.architectures.family import record_of
 from llama_ssp.architectures.sizes import BUCKET_STEP, PREFILL_CHUNK
-from llama_ssp.config.drafts.model import Matching
+from llama_ssp.config.drafters import Matching
 from llama_ssp.config.machines.hardware import HardwareConfig
-from llama_ssp.config.rules.rule import rule_of
+from llama_ssp.config.rules import rule_of
 from llama_ssp.config.schema import ADAPTIVE_LENGTHS
 from llama_ssp.planning.parts import Part, draft_parts, target_parts
 from llama_ssp.planning.spec import PlannedModel, PlanSpec

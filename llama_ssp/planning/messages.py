@@ -10,8 +10,8 @@ Shapes: B sequences, K drafted tokens, V vocabulary.
 
 from dataclasses import dataclass
 
-from llama_ssp.config.drafts.model import Matching
-from llama_ssp.config.rules.rule import rule_of
+from llama_ssp.config.drafters import Matching
+from llama_ssp.config.rules import rule_of
 from llama_ssp.planning.spec import PlanSpec
 
 ID_BYTES = 8

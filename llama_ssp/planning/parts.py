@@ -11,10 +11,9 @@ from llama_ssp.architectures.family import inventory
 from llama_ssp.architectures.inventory import Inventory
 from llama_ssp.architectures.sharding import check_deepspeed, split_blocks
 from llama_ssp.architectures.sizes import whole_pages
-from llama_ssp.config.formats.format import format_of
+from llama_ssp.config.formats import format_of
 from llama_ssp.config.machines.hardware import HardwareConfig
-from llama_ssp.config.schema import DraftLayout, WholeParts
-from llama_ssp.config.target_placement import TargetKind
+from llama_ssp.config.schema import DraftLayout, TargetKind, WholeParts
 from llama_ssp.planning.layerwise import layer_placement_of
 from llama_ssp.planning.spec import PlannedModel, PlanSpec, model_bytes
 from llama_ssp.planning.weights import DTYPE_BYTES, WeightBytes, shards, shares

@@ -20,10 +20,9 @@ from itertools import pairwise
 from llama_ssp.architectures.family import inventory
 from llama_ssp.architectures.inventory import Inventory
 from llama_ssp.architectures.sizes import ENGINE_KERNELS, WHOLE_LAYER_TOKENS, Kernels
-from llama_ssp.config.formats.format import format_of
+from llama_ssp.config.formats import format_of
 from llama_ssp.config.machines.hardware import HardwareConfig
-from llama_ssp.config.schema import Dtype, WholeParts
-from llama_ssp.config.target_placement import TargetKind
+from llama_ssp.config.schema import Dtype, TargetKind, WholeParts
 from llama_ssp.planning.measured import LinearTable, by_rows_and_width, by_size, composition_ratio, tables_of
 from llama_ssp.planning.parts import rank_shares
 from llama_ssp.planning.spec import PlannedModel, step_bytes

@@ -14,16 +14,24 @@ from llama_ssp.architectures.sizes import (
     reads_by_length,
     whole_steps,
 )
-from llama_ssp.config.drafts.drafter import draft_name
-from llama_ssp.config.drafts.model import Matching, matching_of
-from llama_ssp.config.formats.format import NO_QUANTIZATION, format_of
+from llama_ssp.config.drafters import Matching, draft_name, matching_of
+from llama_ssp.config.folders import read_path
+from llama_ssp.config.formats import NO_QUANTIZATION, format_of
 from llama_ssp.config.layout import Layout, lay_out_replica, max_device_bytes, may_capture
 from llama_ssp.config.machines.hardware import HardwareConfig
-from llama_ssp.config.paths import read_path
 from llama_ssp.config.plan import PlanConfig
-from llama_ssp.config.rules.rule import AT_ZERO, DEFAULT
-from llama_ssp.config.schema import DraftLayout, Dtype, ModelConfig, ModelShape, TextKind, WholeParts
-from llama_ssp.config.target_placement import Offload, TargetKind, TargetPlacement
+from llama_ssp.config.rules import AT_ZERO, DEFAULT
+from llama_ssp.config.schema import (
+    DraftLayout,
+    Dtype,
+    ModelConfig,
+    ModelShape,
+    Offload,
+    TargetKind,
+    TargetPlacement,
+    TextKind,
+    WholeParts,
+)
 from llama_ssp.errors import ConfigError
 from llama_ssp.planning.config_file import read_config
 from llama_ssp.planning.weights import DTYPE_BYTES, WeightBytes, weight_bytes

@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass
 from functools import cache
 
+from llama_ssp.config import folders
 from llama_ssp.config.machines.hardware import HardwareConfig
-from llama_ssp.config.options import folders
 
 CALIBRATED = "measured by task=calibrate"
 """How the source of figures begins that were measured on the machine itself."""

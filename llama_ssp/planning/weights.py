@@ -7,7 +7,7 @@ from typing import Any
 from llama_ssp.architectures.family import inventory
 from llama_ssp.architectures.inventory import Inventory, Matrix
 from llama_ssp.architectures.sharding import RankShard, split_model
-from llama_ssp.config.formats.format import NO_QUANTIZATION, format_of
+from llama_ssp.config.formats import NO_QUANTIZATION, format_of
 from llama_ssp.config.schema import Dtype, ModelShape, WholeParts
 
 DTYPE_BYTES = {Dtype.fp32: 4, Dtype.bf16: 2, Dtype.fp16: 2}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from llama_ssp.config.rules.rule import at_every_temperature, rule_of
+from llama_ssp.config.rules import at_every_temperature, rule_of
 from llama_ssp.config.schema import SamplingConfig, VerificationConfig
 from llama_ssp.errors import ConfigError
 from llama_ssp.sampling.context import Context

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from llama_ssp.config.drafts.model import Matching, matching_of
+from llama_ssp.config.drafters import Matching, matching_of
+from llama_ssp.config.folders import read_path
 from llama_ssp.config.layout import lay_out_replica, max_device_bytes
 from llama_ssp.config.model_files import (
     CONFIG_FILE,
@@ -16,9 +17,7 @@ from llama_ssp.config.model_files import (
     TOKENIZER_FILES,
     read_json,
 )
-from llama_ssp.config.paths import read_path
-from llama_ssp.config.schema import Dtype, ModelConfig, RunConfig, WeightsKind, WholeParts
-from llama_ssp.config.target_placement import TargetKind
+from llama_ssp.config.schema import Dtype, ModelConfig, RunConfig, TargetKind, WeightsKind, WholeParts
 from llama_ssp.distributed.agree import raise_on_all_ranks
 from llama_ssp.distributed.world import World
 from llama_ssp.drafting.vocabularies import align

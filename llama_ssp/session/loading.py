@@ -9,11 +9,9 @@ from functools import partial
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from llama_ssp.config.drafts.drafter import drafts
-from llama_ssp.config.drafts.model import matching_of
+from llama_ssp.config.drafters import drafts, matching_of
 from llama_ssp.config.layout import lay_out_replica, may_capture
-from llama_ssp.config.schema import GpuKernels, RunConfig
-from llama_ssp.config.target_placement import TargetKind
+from llama_ssp.config.schema import GpuKernels, RunConfig, TargetKind
 from llama_ssp.distributed.agree import raise_on_all_ranks
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.mesh import Mesh, build_mesh

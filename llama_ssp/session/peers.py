@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from llama_ssp.config.formats.format import format_of
+from llama_ssp.config.formats import format_of
 from llama_ssp.config.model_files import GENERATION_CONFIG_FILE
 from llama_ssp.config.schema import RunConfig, SamplingConfig, WeightsKind
-from llama_ssp.config.tasks.benchmark import BenchmarkConfig
+from llama_ssp.config.tasks import BenchmarkConfig
 from llama_ssp.errors import CheckpointError
 
 

@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from llama_ssp.config.paths import ending_of
+from llama_ssp.config.folders import ending_of
 from llama_ssp.errors import ConfigError
 from llama_ssp.reports.reading import is_storable, read_json
 

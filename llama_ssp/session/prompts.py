@@ -8,9 +8,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from llama_ssp.config.paths import ENDINGS_WITH_FIELDS, ending_of
+from llama_ssp.config.folders import ENDINGS_WITH_FIELDS, ending_of
 from llama_ssp.config.schema import RunConfig
-from llama_ssp.config.tasks.spec import task_of
+from llama_ssp.config.tasks import task_of
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.session.prompt_files import STANDARD_INPUT, read_records
 from llama_ssp.session.prompt_records import Message, Prompt, prompts_of

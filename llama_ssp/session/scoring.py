@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.architectures.sizes import BUCKET_STEP, whole_steps
-from llama_ssp.config.rules.rule import DEFAULT
+from llama_ssp.config.rules import DEFAULT
 from llama_ssp.config.schema import SamplingConfig, VerificationConfig
 from llama_ssp.console.progress import Pace
 from llama_ssp.drafting.maker import make_drafters

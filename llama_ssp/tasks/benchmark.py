@@ -19,10 +19,8 @@ import torch
 
 from llama_ssp.calibration.interleave import interleave, median_ratio
 from llama_ssp.calibration.operators import copy_bytes_per_s
-from llama_ssp.config.drafts.drafter import draft_name
-from llama_ssp.config.drafts.model import matching_of
-from llama_ssp.config.drafts.ngram import NgramConfig
-from llama_ssp.config.tasks.benchmark import BenchmarkConfig
+from llama_ssp.config.drafters import NgramConfig, draft_name, matching_of
+from llama_ssp.config.tasks import BenchmarkConfig
 from llama_ssp.console.progress import Pace, RunProgress
 from llama_ssp.distributed.agree import raise_on_all_ranks
 from llama_ssp.engine.completion import RowCompletion

@@ -25,13 +25,13 @@ import yaml
 
 from llama_ssp.calibration import operators, rounds
 from llama_ssp.calibration.profiles import DTYPES, Show, all_cores, all_parts, measure
+from llama_ssp.config import folders
 from llama_ssp.config.machines.hardware import build, problems_of
 from llama_ssp.config.machines.machine import THIS_MACHINE, host_memory_bytes, system_bytes
 from llama_ssp.config.machines.profile import Profile, SizePoint
 from llama_ssp.config.machines.tables import text_of
-from llama_ssp.config.options import folders
 from llama_ssp.config.schema import Dtype, RunConfig
-from llama_ssp.config.tasks.calibrate import CalibrateConfig
+from llama_ssp.config.tasks import CalibrateConfig
 from llama_ssp.console.terminal import Terminal
 from llama_ssp.distributed.agree import raise_on_all_ranks
 from llama_ssp.distributed.memory import anonymous_bytes

@@ -3,7 +3,7 @@
 from itertools import product
 from pathlib import Path
 
-from llama_ssp.config.tasks.compare import CompareConfig
+from llama_ssp.config.tasks import CompareConfig
 from llama_ssp.console.terminal import Terminal
 from llama_ssp.engine.stream import Piece
 from llama_ssp.reports.lines import PLAIN, SPECULATIVE, CompletionLine

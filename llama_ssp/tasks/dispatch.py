@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 
 from llama_ssp.config.registry import imported
 from llama_ssp.config.schema import RunConfig
-from llama_ssp.config.tasks.spec import task_of
+from llama_ssp.config.tasks import task_of
 from llama_ssp.console.terminal import Terminal
 from llama_ssp.distributed.world import World
 from llama_ssp.session.jobs import PromptTask

@@ -10,17 +10,16 @@ from pathlib import Path
 from statistics import fmean
 
 from llama_ssp.architectures.family import family_of
-from llama_ssp.config.drafts.drafter import draft_name
-from llama_ssp.config.drafts.model import matching_of
+from llama_ssp.config.drafters import draft_name, matching_of
+from llama_ssp.config.folders import read_path
 from llama_ssp.config.layout import lay_out_replica, may_capture
 from llama_ssp.config.machines import hardware
 from llama_ssp.config.machines.hardware import HardwareConfig
 from llama_ssp.config.machines.machine import detect_hardware, machine_of_run
-from llama_ssp.config.paths import read_path
 from llama_ssp.config.plan import PlanFormat
-from llama_ssp.config.rules.rule import AT_ZERO
+from llama_ssp.config.rules import AT_ZERO
 from llama_ssp.config.schema import DeviceKind, Dtype, ModelConfig, RunConfig, WeightsKind
-from llama_ssp.config.tasks.spec import task_of
+from llama_ssp.config.tasks import task_of
 from llama_ssp.errors import ConfigError, one_message
 from llama_ssp.planning.choices.auto import AutoPlacement, choose_placement
 from llama_ssp.planning.config_file import check_family, read_config

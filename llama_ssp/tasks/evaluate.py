@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 
-from llama_ssp.config.tasks.evaluate import task_and_suite
+from llama_ssp.config.tasks import task_and_suite
 from llama_ssp.evaluation.evidence import CompletionPair, Evidence, pairs_of
 from llama_ssp.evaluation.martingales import Role, roles_of
 from llama_ssp.reports.evaluation import Evaluation

@@ -5,8 +5,8 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from llama_ssp.config.drafts.drafter import draft_name
-from llama_ssp.config.tasks.spec import task_of
+from llama_ssp.config.drafters import draft_name
+from llama_ssp.config.tasks import task_of
 from llama_ssp.errors import ConfigError, FailedEvaluation
 from llama_ssp.reports.forecast import Forecast
 from llama_ssp.reports.lines import RankMemory, RunFacts

@@ -7,7 +7,7 @@ from collections.abc import Callable, Container, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 
-from llama_ssp.config.tasks.generate import GenerateConfig, OutputFormat
+from llama_ssp.config.tasks import GenerateConfig, OutputFormat
 from llama_ssp.engine.stream import Piece
 from llama_ssp.reports.lines import CompletionLine, LineKey
 from llama_ssp.session.jobs import PromptTask

@@ -3,8 +3,8 @@
 import platform
 from datetime import date
 
-from llama_ssp.config.drafts.drafter import draft_name
-from llama_ssp.config.tasks.latency import LatencyConfig
+from llama_ssp.config.drafters import draft_name
+from llama_ssp.config.tasks import LatencyConfig
 from llama_ssp.errors import SspError
 from llama_ssp.planning.acceptance.known import store
 from llama_ssp.planning.acceptance.measured import accepted_share

@@ -5,11 +5,11 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from llama_ssp.config.drafts.drafter import drafts
+from llama_ssp.config.drafters import drafts
+from llama_ssp.config.folders import read_path
 from llama_ssp.config.model_files import read_json
-from llama_ssp.config.paths import read_path
 from llama_ssp.config.schema import Resume, RunConfig, WeightsKind
-from llama_ssp.config.tasks.spec import task_of
+from llama_ssp.config.tasks import task_of
 from llama_ssp.errors import ConfigError
 from llama_ssp.reports import reading
 from llama_ssp.reports.lines import PLAIN, SPECULATIVE, CompletionLine

@@ -16,10 +16,16 @@ from typing import Any
 
 import transformers
 
-from llama_ssp.config.document import to_yaml
-from llama_ssp.config.schema import DraftLayout, DraftPlacement, PlacementConfig, RunConfig, WholeParts
-from llama_ssp.config.target_placement import TargetPlacement
-from llama_ssp.config.tasks.spec import task_of
+from llama_ssp.config.schema import (
+    DraftLayout,
+    DraftPlacement,
+    PlacementConfig,
+    RunConfig,
+    TargetPlacement,
+    WholeParts,
+    to_yaml,
+)
+from llama_ssp.config.tasks import task_of
 from llama_ssp.console.terminal import Terminal
 from llama_ssp.console.unread import complain
 from llama_ssp.distributed.agree import raise_on_all_ranks

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from huggingface_hub import constants, errors, get_token, hf_hub_download, list_repo_files, snapshot_download
 
+from llama_ssp.config.folders import read_path
 from llama_ssp.config.model_files import CONFIG_FILE
-from llama_ssp.config.paths import read_path
 from llama_ssp.config.schema import ModelConfig
 from llama_ssp.errors import CheckpointError
 

@@ -19,7 +19,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from llama_ssp.config.formats.int4_weight_only import GROUP
+from llama_ssp.config.formats import INT4_GROUP as GROUP
 from llama_ssp.config.model_files import shown
 from llama_ssp.errors import CheckpointError
 from llama_ssp.weights import int4_rows
@@ -179,8 +179,8 @@ def combine(
     unfit = [name for name, tensor in weights.items() if tensor is None]
     if unfit or not weights:
         raise CheckpointError(
-            f"{folder} holds no int4 weight in groups of {GROUP} inputs for {_first(unfit)}, though its config.json "
-            f"describes them: {', '.join(layout.leaves)} that fit each other are required"
+            f"{folder} holds no int4 weight in groups of {GROUP} inputs for {_first(unfit)}, though its "
+            f"config.json describes them: {', '.join(layout.leaves)} that fit each other are required"
         )
     packed = {name: tensor for name, tensor in weights.items() if tensor}
     parts = {f"{module}.{leaf}" for module in modules for leaf in layout.leaves}

@@ -2,8 +2,15 @@
 
 from dataclasses import dataclass, replace
 
-from llama_ssp.config.schema import DraftLayout, DraftPlacement, PlacementConfig, WholeParts
-from llama_ssp.config.target_placement import Offload, TargetKind, TargetPlacement
+from llama_ssp.config.schema import (
+    DraftLayout,
+    DraftPlacement,
+    Offload,
+    PlacementConfig,
+    TargetKind,
+    TargetPlacement,
+    WholeParts,
+)
 
 ACCELERATE, DEEPSPEED = TargetKind.accelerate, TargetKind.deepspeed
 ONE_RANK, SHARDED, REPLICATED, OWN_GPU = DraftLayout

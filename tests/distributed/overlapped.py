@@ -18,10 +18,10 @@ from llama_ssp.config.schema import (
     RunConfig,
     SamplingConfig,
     SpeculationConfig,
+    TargetPlacement,
     VerificationConfig,
 )
-from llama_ssp.config.target_placement import TargetPlacement
-from llama_ssp.config.tasks.generate import GenerateConfig
+from llama_ssp.config.tasks import GenerateConfig
 from llama_ssp.distributed.world import start
 from llama_ssp.engine.state import Request
 from llama_ssp.session.checkpoints import find_sources

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from llama_ssp.config import catalogue
-from llama_ssp.config.drafts.ngram import NGRAM_DRAFT
-from llama_ssp.config.formats.format import formats
+from llama_ssp.config.drafters import NGRAM_DRAFT
+from llama_ssp.config.formats import formats
 from llama_ssp.config.schema import (
     ADAPTIVE,
     MODEL_DRAFT,
@@ -32,7 +32,7 @@ from llama_ssp.config.schema import (
     VerificationConfig,
     WeightsKind,
 )
-from llama_ssp.config.tasks.generate import GenerateConfig
+from llama_ssp.config.tasks import GenerateConfig
 from llama_ssp.distributed.agree import raise_on_all_ranks
 from llama_ssp.distributed.world import World, start
 from llama_ssp.engine.round import Block, DraftChoice, Executor

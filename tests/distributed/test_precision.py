@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llama_ssp.config.formats.format import formats
+from llama_ssp.config.formats import formats
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.models.build import load_model
 from llama_ssp.models.quantization.precision import Precision

@@ -6,8 +6,7 @@ from typing import Any
 from llama_ssp.config import catalogue
 from llama_ssp.config.machines.hardware import HardwareConfig
 from llama_ssp.config.machines.profile import LinearPoint, Profile, RowsPoint, SizePoint
-from llama_ssp.config.schema import DraftLayout, Dtype, ModelShape
-from llama_ssp.config.target_placement import TargetKind
+from llama_ssp.config.schema import DraftLayout, Dtype, ModelShape, TargetKind
 from llama_ssp.planning.spec import PlannedModel, PlanSpec, planned_model
 
 

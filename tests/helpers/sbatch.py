@@ -10,8 +10,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from llama_ssp.commands import command_line, run
-from llama_ssp.config import checks, store
-from llama_ssp.config.options import folders
+from llama_ssp.config import checks, folders, store
 from llama_ssp.config.schema import RunConfig
 
 SBATCH = """#!{python}

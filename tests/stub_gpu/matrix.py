@@ -16,8 +16,7 @@ import torch
 
 from llama_ssp import Pair
 from llama_ssp.config import catalogue
-from llama_ssp.config.drafts.model import DraftTokenizer, ModelDraftConfig
-from llama_ssp.config.drafts.ngram import NGRAM_DRAFT, NgramConfig
+from llama_ssp.config.drafters import NGRAM_DRAFT, DraftTokenizer, ModelDraftConfig, NgramConfig
 from llama_ssp.config.schema import (
     MODEL_DRAFT,
     DeviceKind,
@@ -29,7 +28,7 @@ from llama_ssp.config.schema import (
     SpeculationConfig,
     VerificationConfig,
 )
-from llama_ssp.config.tasks.generate import GenerateConfig
+from llama_ssp.config.tasks import GenerateConfig
 from llama_ssp.distributed.world import start
 from llama_ssp.engine.executors.cuda_graph import CudaGraphExecutor
 from llama_ssp.engine.loop import Decoder

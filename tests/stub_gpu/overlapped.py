@@ -25,10 +25,10 @@ from llama_ssp.config.schema import (
     RunConfig,
     SamplingConfig,
     SpeculationConfig,
+    TargetPlacement,
     VerificationConfig,
 )
-from llama_ssp.config.target_placement import TargetPlacement
-from llama_ssp.config.tasks.generate import GenerateConfig
+from llama_ssp.config.tasks import GenerateConfig
 from llama_ssp.distributed.world import World, start
 from llama_ssp.engine.executors.cuda_overlap import CudaOverlap
 from llama_ssp.engine.loop import Decoder

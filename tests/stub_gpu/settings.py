@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from llama_ssp.config.rules.rule import DEFAULT
+from llama_ssp.config.rules import DEFAULT
 from llama_ssp.config.schema import SamplingConfig
 from tests.helpers.models import FAMILIES
 

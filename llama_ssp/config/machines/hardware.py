@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any, get_args, get_origin
 
+from llama_ssp.config import folders
 from llama_ssp.config.machines.profile import Profile
 from llama_ssp.config.machines.tables import points_of
-from llama_ssp.config.options import folders
 from llama_ssp.config.schema import Dtype
 from llama_ssp.errors import ConfigError, one_message, unknown_name
 

@@ -7,9 +7,9 @@ import shutil
 import subprocess
 from dataclasses import replace
 
+from llama_ssp.config import folders
 from llama_ssp.config.machines import hardware
 from llama_ssp.config.machines.hardware import HardwareConfig
-from llama_ssp.config.options import folders
 from llama_ssp.errors import ConfigError
 
 THIS_MACHINE = "this_machine"

@@ -3,10 +3,9 @@
 import os
 from collections.abc import Collection, Iterator
 
-from llama_ssp.config import catalogue
+from llama_ssp.config import catalogue, folders
+from llama_ssp.config.folders import GROUPS, is_hub_id
 from llama_ssp.config.machines import hardware
-from llama_ssp.config.options import folders
-from llama_ssp.config.options.hub_ids import GROUPS, is_hub_id
 from llama_ssp.errors import ConfigError, similar_name, unknown_name
 
 

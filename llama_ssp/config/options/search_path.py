@@ -9,7 +9,7 @@ from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 
-from llama_ssp.config.options import folders, hub_ids
+from llama_ssp.config import folders
 from llama_ssp.config.schema import MODEL_DRAFT
 
 
@@ -46,7 +46,7 @@ class HubModels(ConfigSource):
     def is_config(self, config_path: str) -> bool:
         """Whether a path is that of an id in a group that takes ids."""
         group, name = _split(config_path)
-        return group in hub_ids.GROUPS and hub_ids.is_hub_id(name)
+        return group in folders.GROUPS and folders.is_hub_id(name)
 
     def available(self) -> bool:
         """Return True: nothing is read from the hub here."""

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from llama_ssp.config.formats.format import NO_QUANTIZATION, format_of, formats
-from llama_ssp.config.target_placement import Offload
+from llama_ssp.config.formats import NO_QUANTIZATION, format_of, formats
+from llama_ssp.config.schema import Offload
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.errors import PlacementError
 from llama_ssp.models.build import Loading, build_empty, fill_modules, weights_for

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from llama_ssp.config.formats.int4_weight_only import GROUP
+from llama_ssp.config.formats import INT4_GROUP as GROUP
 from llama_ssp.models.native.attention import Attention, find_attention
 from llama_ssp.models.native.linear import FLOATS, NIBBLES, NativeLinear
 from llama_ssp.weights import int4_rows

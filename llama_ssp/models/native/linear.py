@@ -10,7 +10,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from llama_ssp.config.formats.int4_weight_only import GROUP
+from llama_ssp.config.formats import INT4_GROUP as GROUP
 from llama_ssp.models.linear import Linear
 from llama_ssp.weights import int4_rows
 

@@ -11,7 +11,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from llama_ssp.config.formats.int4_weight_only import GROUP
+from llama_ssp.config.formats import INT4_GROUP as GROUP
 from llama_ssp.distributed.operators import is_recording
 from llama_ssp.models.native.linear import NIBBLES, NativeLinear, fits
 from llama_ssp.models.quantization.weight_only import (

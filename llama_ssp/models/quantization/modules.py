@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from llama_ssp.architectures.sharding import RankShard, cut_of, split_model
-from llama_ssp.config.formats.format import format_of, formats
+from llama_ssp.config.formats import format_of, formats
 from llama_ssp.config.schema import ModelShape, WholeParts
 from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
 from llama_ssp.models.linear import Kernel, Linear

@@ -21,8 +21,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from llama_ssp.config.formats.format import NO_QUANTIZATION, format_of
-from llama_ssp.config.formats.nf4 import GROUP
+from llama_ssp.config.formats import NF4_GROUP as GROUP
+from llama_ssp.config.formats import NO_QUANTIZATION, format_of
 from llama_ssp.models.linear import Kernel, Linear
 from llama_ssp.models.native.linear import DOTS, native_linear, native_of
 from llama_ssp.models.quantization.weight_only import QuantizedForm, quantize_by_blocks

@@ -14,7 +14,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from llama_ssp.config.formats.few_rows import FEW_ROWS, UNPACKED_WEIGHTS
+from llama_ssp.config.formats import FEW_ROWS, UNPACKED_WEIGHTS
 from llama_ssp.models.linear import Linear
 from llama_ssp.models.native.linear import native_linear
 from llama_ssp.models.triton_tools import attempt

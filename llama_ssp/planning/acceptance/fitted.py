@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
 
-from llama_ssp.config.options import folders
+from llama_ssp.config import folders
 from llama_ssp.config.schema import TextKind
 from llama_ssp.planning.acceptance.pair import Acceptance, DraftedPair
 

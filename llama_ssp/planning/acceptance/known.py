@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from llama_ssp.config.options import folders
+from llama_ssp.config import folders
 from llama_ssp.errors import ConfigError, SspError, one_message
 from llama_ssp.planning.acceptance.fitted import around
 from llama_ssp.planning.acceptance.pair import Acceptance, DraftedPair

@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 
 from llama_ssp.architectures.family import inventory
-from llama_ssp.config.drafts.drafter import draft_name
-from llama_ssp.config.drafts.model import matching_of
-from llama_ssp.config.rules.rule import DEFAULT
+from llama_ssp.config.drafters import draft_name, matching_of
+from llama_ssp.config.rules import DEFAULT
 from llama_ssp.config.schema import ModelShape, RunConfig, TextKind
 from llama_ssp.planning.spec import PlanSpec
 

@@ -4,10 +4,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from llama_ssp.architectures.family import inventory
-from llama_ssp.config.formats.format import format_of
+from llama_ssp.config.formats import format_of
 from llama_ssp.config.machines.hardware import HardwareConfig
-from llama_ssp.config.schema import DraftLayout
-from llama_ssp.config.target_placement import Offload, TargetKind
+from llama_ssp.config.schema import DraftLayout, Offload, TargetKind
 from llama_ssp.errors import PlacementError
 from llama_ssp.planning.layerwise import GB, READ_BYTES_PER_S, waiting_bytes
 from llama_ssp.planning.memory import RankMemoryPlan

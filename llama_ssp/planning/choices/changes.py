@@ -15,10 +15,9 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from llama_ssp.config import catalogue
-from llama_ssp.config.formats.format import format_of, formats
+from llama_ssp.config.formats import format_of, formats
 from llama_ssp.config.machines.hardware import HardwareConfig
-from llama_ssp.config.schema import DraftLayout, Dtype, WholeParts
-from llama_ssp.config.target_placement import TargetKind
+from llama_ssp.config.schema import DraftLayout, Dtype, TargetKind, WholeParts
 from llama_ssp.errors import PlacementError
 from llama_ssp.planning.choices import advice, elsewhere
 from llama_ssp.planning.choices.layouts import on_block, placement_settings

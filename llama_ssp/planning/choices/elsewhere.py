@@ -3,11 +3,10 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from llama_ssp.config.formats.format import format_of
+from llama_ssp.config.formats import format_of
 from llama_ssp.config.machines import hardware as catalogue
 from llama_ssp.config.machines.hardware import HardwareConfig
-from llama_ssp.config.schema import DraftLayout
-from llama_ssp.config.target_placement import Offload, TargetKind
+from llama_ssp.config.schema import DraftLayout, Offload, TargetKind
 from llama_ssp.errors import PlacementError
 from llama_ssp.planning.choices.layouts import block_sizes, same_kind
 from llama_ssp.planning.layerwise import GB

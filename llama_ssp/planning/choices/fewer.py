@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from llama_ssp.config.machines.hardware import HardwareConfig
-from llama_ssp.config.target_placement import TargetKind
+from llama_ssp.config.schema import TargetKind
 from llama_ssp.errors import PlacementError
 from llama_ssp.planning.choices.layouts import block_sizes, same_kind
 from llama_ssp.planning.memory import fits

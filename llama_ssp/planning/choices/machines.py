@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from llama_ssp.config import catalogue
-from llama_ssp.config.formats.format import NO_QUANTIZATION, formats
+from llama_ssp.config.formats import NO_QUANTIZATION, formats
 from llama_ssp.config.machines.hardware import PER_GPU, HardwareConfig
 from llama_ssp.config.plan import Objective, PlanConfig
 from llama_ssp.config.schema import ModelConfig, PlacementConfig

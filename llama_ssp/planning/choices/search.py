@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from llama_ssp.config import catalogue
-from llama_ssp.config.formats.format import format_of, formats
+from llama_ssp.config.formats import format_of, formats
 from llama_ssp.config.machines.hardware import HardwareConfig
 from llama_ssp.config.schema import DraftLayout, ModelConfig
 from llama_ssp.errors import PlacementError

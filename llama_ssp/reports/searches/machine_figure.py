@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from llama_ssp.config.formats.format import formats
+from llama_ssp.config.formats import formats
 from llama_ssp.errors import ConfigError
 from llama_ssp.reports.charts import COLOURS, GREY, MOST_LINES, Chart, Point, look
 

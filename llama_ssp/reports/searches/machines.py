@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from llama_ssp.config.formats.format import formats
+from llama_ssp.config.formats import formats
 from llama_ssp.reports.plans.table import literal, standard_output
 from llama_ssp.reports.searches.table import shown_length
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from llama_ssp.config.formats.format import formats
+from llama_ssp.config.formats import formats
 from llama_ssp.config.schema import ADAPTIVE
 from llama_ssp.reports.plans.table import GIB, amount, literal, standard_output
 

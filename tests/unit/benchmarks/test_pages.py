@@ -14,9 +14,8 @@ from benchmarks.by_format import lines as by_format
 from benchmarks.curves import fit
 from benchmarks.placements import Figures
 from llama_ssp.commands import command_line
-from llama_ssp.config import checks, store
-from llama_ssp.config.options import folders
-from llama_ssp.config.target_placement import TargetKind
+from llama_ssp.config import checks, folders, store
+from llama_ssp.config.schema import TargetKind
 from llama_ssp.reports.charts import Kind
 from tests.helpers.pictures import said
 

@@ -12,8 +12,7 @@ from hydra.errors import ConfigCompositionException, MissingConfigException
 from omegaconf import OmegaConf
 
 from llama_ssp.commands import command_line
-from llama_ssp.config import store
-from llama_ssp.config.options import folders
+from llama_ssp.config import folders, store
 from llama_ssp.errors import ConfigError
 
 TEXTS = [

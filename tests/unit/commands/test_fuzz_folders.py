@@ -21,8 +21,8 @@ from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
 from llama_ssp.commands import report
-from llama_ssp.config.drafts.ngram import NgramConfig
-from llama_ssp.config.tasks.compare import CompareConfig
+from llama_ssp.config.drafters import NgramConfig
+from llama_ssp.config.tasks import CompareConfig
 from llama_ssp.console.terminal import Output, Terminal
 from llama_ssp.errors import SspError
 from llama_ssp.reports.lines import RunFacts

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from llama_ssp.commands.ranks import own
-from llama_ssp.config.options import folders
+from llama_ssp.config import folders
 from llama_ssp.config.schema import RunConfig
 from llama_ssp.errors import InterruptedRun
 from tests.helpers.in_process import launch

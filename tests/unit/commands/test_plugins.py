@@ -12,7 +12,7 @@ from tests.helpers.tokenizers import save_tokenizer
 RULE = '''
 """Accepts nothing: every token is the target's own, drawn from its probabilities."""
 
-from llama_ssp.config.rules.rule import RuleRecord, register
+from llama_ssp.config.rules import RuleRecord, register
 
 register(RuleRecord(name="never", verify="toy_rule:verify"))
 
@@ -29,7 +29,7 @@ def verify(draft, target_probs_BTV, *, draws):
 FORMAT = '''
 """Weights rounded to 1/1024, as 16-bit integers."""
 
-from llama_ssp.config.formats.format import StorageFormat, register
+from llama_ssp.config.formats import StorageFormat, register
 
 register(
     StorageFormat(

@@ -18,8 +18,7 @@ from hydra._internal.hydra import Hydra
 import llama_ssp.tasks
 from llama_ssp.commands import command_line, run
 from llama_ssp.commands.ranks import torchrun
-from llama_ssp.config import catalogue
-from llama_ssp.config.options import folders
+from llama_ssp.config import catalogue, folders
 from llama_ssp.config.schema import RunConfig
 from llama_ssp.config.slurm import KEY, SlurmConfig
 from llama_ssp.distributed.signals import STOP_SIGNALS

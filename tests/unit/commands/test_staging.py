@@ -6,8 +6,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from llama_ssp.commands import staging
-from llama_ssp.config import catalogue, store
-from llama_ssp.config.options import folders
+from llama_ssp.config import catalogue, folders, store
 from llama_ssp.weights import hub
 from tests.helpers.hub import COMMIT, put
 from tests.helpers.sbatch import Sweep, composed

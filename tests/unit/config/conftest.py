@@ -9,8 +9,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
-from llama_ssp.config import store
-from llama_ssp.config.options import folders
+from llama_ssp.config import folders, store
 from llama_ssp.config.schema import RunConfig
 
 Compose = Callable[..., tuple[RunConfig, frozenset[str]]]

@@ -17,7 +17,7 @@ from llama_ssp.config.schema import (
     VerificationConfig,
     WeightsKind,
 )
-from llama_ssp.config.tasks.generate import GenerateConfig
+from llama_ssp.config.tasks import GenerateConfig
 from llama_ssp.distributed.world import start
 from llama_ssp.engine.state import Request
 from llama_ssp.models.build import check_model

@@ -3,7 +3,7 @@
 import pytest
 
 from llama_ssp.config import checks
-from llama_ssp.config.tasks.suites import fill_in
+from llama_ssp.config.tasks import fill_in
 from llama_ssp.errors import ConfigError
 from llama_ssp.session.prompts import read_prompts
 from tests.unit.config.conftest import Compose

@@ -3,8 +3,7 @@
 import pytest
 
 from llama_ssp.config.layout import Layout, idle, lay_out
-from llama_ssp.config.schema import DraftLayout, DraftPlacement
-from llama_ssp.config.target_placement import TargetPlacement
+from llama_ssp.config.schema import DraftLayout, DraftPlacement, TargetPlacement
 
 ONE_RANK, SHARDED, REPLICATED, OWN_GPU = DraftLayout
 

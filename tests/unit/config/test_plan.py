@@ -5,12 +5,17 @@ from typing import Any
 import pytest
 import yaml
 
-from llama_ssp.config import catalogue, schema
-from llama_ssp.config.drafts.model import DraftTokenizer, ModelDraftConfig, problems_of_pair
-from llama_ssp.config.options import folders
+from llama_ssp.config import catalogue, folders, schema
+from llama_ssp.config.drafters import DraftTokenizer, ModelDraftConfig, problems_of_pair
 from llama_ssp.config.plan import PlanConfig, check
-from llama_ssp.config.schema import MODEL_DRAFT, DraftLayout, DraftPlacement, PlacementConfig
-from llama_ssp.config.target_placement import TargetKind, TargetPlacement
+from llama_ssp.config.schema import (
+    MODEL_DRAFT,
+    DraftLayout,
+    DraftPlacement,
+    PlacementConfig,
+    TargetKind,
+    TargetPlacement,
+)
 from llama_ssp.errors import ConfigError
 
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from llama_ssp.config import catalogue, store
-from llama_ssp.config.options import folders
+from llama_ssp.config import catalogue, folders, store
 from llama_ssp.config.schema import MODEL_DRAFT, NO_DRAFT, Dtype, ModelConfig, RunConfig
 from tests.helpers.lanes import heavy
 from tests.unit.config.conftest import Compose

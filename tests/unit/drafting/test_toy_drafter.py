@@ -13,7 +13,7 @@ MODULE = '''
 
 from dataclasses import dataclass
 
-import llama_ssp.config.drafts.drafter as records
+import llama_ssp.config.drafters as records
 from llama_ssp.config.schema import DrafterConfig
 
 

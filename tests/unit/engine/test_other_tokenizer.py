@@ -9,7 +9,7 @@ from scipy.stats import chi2_contingency
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llama_ssp import load, speculative_generate
-from llama_ssp.config.drafts.model import DraftTokenizer, Matching, ModelDraftConfig
+from llama_ssp.config.drafters import DraftTokenizer, Matching, ModelDraftConfig
 from llama_ssp.config.layout import Layout
 from llama_ssp.config.schema import (
     MODEL_DRAFT,
@@ -20,7 +20,7 @@ from llama_ssp.config.schema import (
     SamplingConfig,
     VerificationConfig,
 )
-from llama_ssp.config.tasks.generate import GenerateConfig
+from llama_ssp.config.tasks import GenerateConfig
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.mesh import Mesh
 from llama_ssp.drafting.translation import TokenizerPair

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from llama_ssp.config.schema import Dtype, ModelConfig, RunConfig, VerificationConfig
-from llama_ssp.config.tasks.evaluate import EvaluateConfig
-from llama_ssp.config.tasks.suites import suites
+from llama_ssp.config.tasks import EvaluateConfig, suites
 from llama_ssp.evaluation import agreement, arithmetic, distribution
 from llama_ssp.evaluation.evidence import CompletionPair, Evidence, pairs_of
 from llama_ssp.evaluation.martingales import FAULTS, SCORES, Role, TextSums, roles_of, sums_of

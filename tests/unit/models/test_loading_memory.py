@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from llama_ssp.config.formats.format import formats
+from llama_ssp.config.formats import formats
 from llama_ssp.models.build import build_empty
 from llama_ssp.weights.checkpoint import INDEX_FILE, Checkpoint, shape_of
 from tests.helpers.models import tiny_config
@@ -28,7 +28,7 @@ MEASURE = """
 import json, os, sys, threading, traceback
 from pathlib import Path
 import torch
-from llama_ssp.config.formats.format import formats
+from llama_ssp.config.formats import formats
 from llama_ssp.config.schema import Dtype
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.memory import anonymous_bytes

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from llama_ssp import load as load_pair
 from llama_ssp.config import catalogue
-from llama_ssp.config.formats.format import formats
+from llama_ssp.config.formats import formats
 from llama_ssp.config.schema import NO_DRAFT, DrafterConfig, Dtype
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.world import start as start_world

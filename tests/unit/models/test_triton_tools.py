@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch._dynamo.exc import BackendCompilerFailed
 
-from llama_ssp.config.formats.few_rows import FEW_ROWS
+from llama_ssp.config.formats import FEW_ROWS
 from llama_ssp.models import triton_tools
 from llama_ssp.models.quantization import int4_weight_only, weight_only
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from llama_ssp.config.machines import hardware
-from llama_ssp.config.target_placement import Offload, TargetKind
+from llama_ssp.config.schema import Offload, TargetKind
 from llama_ssp.errors import PlacementError
 from llama_ssp.planning.layerwise import (
     READ_BYTES_PER_S,

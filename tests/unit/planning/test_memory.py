@@ -8,8 +8,7 @@ from llama_ssp.architectures.sizes import BUCKET_STEP, ENGINE_KERNELS
 from llama_ssp.config import catalogue
 from llama_ssp.config.machines import hardware
 from llama_ssp.config.machines.hardware import HardwareConfig
-from llama_ssp.config.schema import DraftLayout, Dtype, WholeParts
-from llama_ssp.config.target_placement import TargetKind
+from llama_ssp.config.schema import DraftLayout, Dtype, TargetKind, WholeParts
 from llama_ssp.errors import PlacementError
 from llama_ssp.models.prefill import Buckets
 from llama_ssp.planning.memory import (

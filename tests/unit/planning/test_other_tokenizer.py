@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from llama_ssp.architectures.sizes import MOST_PIECES
-from llama_ssp.config.drafts.model import Matching
+from llama_ssp.config.drafters import Matching
 from llama_ssp.config.machines import hardware
 from llama_ssp.config.schema import DraftLayout
 from llama_ssp.models.prefill import Buckets

@@ -9,8 +9,7 @@ from llama_ssp.architectures.sizes import ENGINE_KERNELS
 from llama_ssp.config.machines import hardware
 from llama_ssp.config.machines.hardware import HardwareConfig, Link
 from llama_ssp.config.machines.profile import LinearPoint, Profile, RowsPoint, SizePoint
-from llama_ssp.config.schema import Dtype
-from llama_ssp.config.target_placement import TargetKind
+from llama_ssp.config.schema import Dtype, TargetKind
 from llama_ssp.planning.roofline import (
     LIBRARY_SHARE,
     MEASURED_SLOTS,

@@ -21,8 +21,9 @@ from llama_ssp.config.schema import (
     Dtype,
     ModelConfig,
     PlacementConfig,
+    TargetKind,
+    TargetPlacement,
 )
-from llama_ssp.config.target_placement import TargetKind, TargetPlacement
 from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
 from llama_ssp.planning.config_file import read_config
 from llama_ssp.planning.spec import PlanSpec, make_job, model_bytes, planned_model

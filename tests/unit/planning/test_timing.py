@@ -8,8 +8,7 @@ from benchmarks.published import OTHER_ENGINES
 from llama_ssp.config.machines import hardware
 from llama_ssp.config.machines.hardware import HardwareConfig
 from llama_ssp.config.machines.profile import CompositionPoint
-from llama_ssp.config.schema import DraftLayout, Dtype
-from llama_ssp.config.target_placement import TargetKind
+from llama_ssp.config.schema import DraftLayout, Dtype, TargetKind
 from llama_ssp.planning.costs import CostModel
 from llama_ssp.planning.memory import kv_bytes_per_token
 from llama_ssp.planning.messages import round_messages

@@ -20,9 +20,8 @@ from benchmarks.readme import TEXTS, filled, made_files
 from llama_ssp.commands import command_line, plan
 from llama_ssp.commands.ranks.number import read_start
 from llama_ssp.commands.short_keys import ShortKeys
-from llama_ssp.config import store
-from llama_ssp.config.formats.bitsandbytes_package import BITSANDBYTES
-from llama_ssp.config.options import folders
+from llama_ssp.config import folders, store
+from llama_ssp.config.formats import BITSANDBYTES
 from llama_ssp.harness.__main__ import INSTALL as INSTALL_HARNESS
 from tests.helpers.repository import ROOT, files
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from llama_ssp.config.rules import rule as rule_module
+from llama_ssp.config import rules as rule_module
 from llama_ssp.config.schema import SamplingConfig, VerificationConfig
 from llama_ssp.errors import ConfigError
 from llama_ssp.sampling.rules import make_rule, verify_block
@@ -11,7 +11,7 @@ COLD = SamplingConfig(temperature=0.6)
 
 
 def test_a_rule_from_outside_is_known_by_its_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rule_module.RULES, "added", {})
+    monkeypatch.setattr(rule_module.RULES, "records", {**rule_module.RULES.records})
     with pytest.raises(ConfigError, match=r"unknown verification.rule 'mine': there are block, coupled, greedy"):
         make_rule(COLD, VerificationConfig(rule="mine"))
     record = rule_module.RuleRecord(name="mine", verify="llama_ssp.sampling.rules:verify_block")

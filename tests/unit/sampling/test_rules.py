@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llama_ssp.config.rules import rule as rule_module
+from llama_ssp.config import rules as rule_module
 from llama_ssp.config.schema import SamplingConfig, VerificationConfig
 from llama_ssp.errors import ConfigError
 from llama_ssp.sampling.context import Context

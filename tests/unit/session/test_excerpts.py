@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from transformers import AutoTokenizer
 
-from llama_ssp.config.options.folders import conf_dir
+from llama_ssp.config.folders import conf_dir
 from llama_ssp.reports.excerpts import NUM_EXCERPTS, Span
 from llama_ssp.session.excerpts import excerpts
 from tests.helpers.runs import FAST, PLAIN

@@ -13,7 +13,7 @@ from llama_ssp.config.schema import (
     SamplingConfig,
     VerificationConfig,
 )
-from llama_ssp.config.tasks.generate import GenerateConfig
+from llama_ssp.config.tasks import GenerateConfig
 from llama_ssp.errors import ConfigError
 from llama_ssp.session.jobs import PromptTask, make_prompt_tasks, waves, with_answers
 from llama_ssp.session.prompt_records import Prompt

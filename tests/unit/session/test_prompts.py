@@ -24,8 +24,7 @@ from llama_ssp.config.schema import (
     TaskConfig,
     VerificationConfig,
 )
-from llama_ssp.config.tasks.benchmark import BenchmarkConfig
-from llama_ssp.config.tasks.generate import GenerateConfig
+from llama_ssp.config.tasks import BenchmarkConfig, GenerateConfig
 from llama_ssp.errors import ConfigError
 from llama_ssp.session.prompt_records import Prompt
 from llama_ssp.session.prompts import check_ids, encode, encode_messages, encode_prompt, read_prompts

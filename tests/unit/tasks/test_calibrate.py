@@ -14,10 +14,10 @@ import yaml
 
 from llama_ssp.calibration import model_pairs, operators, profiles, rounds
 from llama_ssp.calibration.random_llama import RandomLlama
+from llama_ssp.config import folders
 from llama_ssp.config.machines import hardware
 from llama_ssp.config.machines.profile import CompositionPoint, LinearPoint
-from llama_ssp.config.options import folders
-from llama_ssp.config.tasks.calibrate import CalibrateConfig
+from llama_ssp.config.tasks import CalibrateConfig
 from llama_ssp.console.terminal import Terminal
 from llama_ssp.distributed.world import World
 from llama_ssp.errors import ConfigError, SspError

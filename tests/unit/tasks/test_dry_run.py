@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from llama_ssp.config import catalogue
+from llama_ssp.config import catalogue, folders
 from llama_ssp.config.machines import hardware
 from llama_ssp.config.machines.machine import machine_of_run
-from llama_ssp.config.options import folders
 from llama_ssp.config.schema import (
     MODEL_DRAFT,
     NO_DRAFT,
@@ -24,7 +23,7 @@ from llama_ssp.config.schema import (
     VerificationConfig,
     WeightsKind,
 )
-from llama_ssp.config.tasks.compare import CompareConfig
+from llama_ssp.config.tasks import CompareConfig
 from llama_ssp.errors import CapacityError, PlacementError
 from llama_ssp.planning.plan import require_room
 from llama_ssp.tasks import dry_run as task

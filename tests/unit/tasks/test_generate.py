@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 
 from llama_ssp.config import catalogue
-from llama_ssp.config.tasks.generate import GenerateConfig, OutputFormat
+from llama_ssp.config.tasks import GenerateConfig, OutputFormat
 from llama_ssp.console.terminal import Output, Terminal
 from llama_ssp.errors import InterruptedRun
 from llama_ssp.reports.lines import CompletionLine

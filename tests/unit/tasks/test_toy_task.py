@@ -17,7 +17,7 @@ MODULE = '''
 from dataclasses import dataclass, field
 
 from llama_ssp.config.schema import TaskConfig
-from llama_ssp.config.tasks.spec import TaskSpec, register
+from llama_ssp.config.tasks import TaskSpec, register
 
 
 @dataclass(kw_only=True)

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import yaml
 
+from llama_ssp.config.folders import conf_dir
 from llama_ssp.config.machines import hardware
-from llama_ssp.config.options.folders import conf_dir
 from llama_ssp.errors import ConfigError
 
 REQUIRED = {

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from llama_ssp.config import folders
 from llama_ssp.config.machines import hardware, machine
-from llama_ssp.config.options import folders
 from llama_ssp.errors import ConfigError
 from llama_ssp.planning.acceptance.known import known
 from llama_ssp.planning.acceptance.pair import Acceptance, DraftedPair
@@ -104,6 +104,6 @@ def test_what_is_measured_goes_where_it_is_or_into_the_checkout_or_after_an_inst
     assert folders.new_file("hardware", "mybox") == folders.conf_dir() / "hardware" / "mybox.yaml"
     own = own_conf("hardware/mybox.yaml", MACHINE)
     assert folders.new_file("hardware", "mybox") == own
-    installed = Path(folders.__file__).resolve().parents[2] / "conf"
+    installed = Path(folders.__file__).resolve().parents[1] / "conf"
     monkeypatch.setattr(folders, "conf_dir", lambda: installed)
     assert folders.new_file("hardware", "other") == tmp_path / "home" / "llama-ssp" / "hardware" / "other.yaml"

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from llama_ssp.config.schema import Dtype
-from llama_ssp.config.target_placement import Offload, TargetKind
+from llama_ssp.config.schema import Dtype, Offload, TargetKind
 from llama_ssp.errors import PlacementError
 from llama_ssp.models.build import build_empty
 from llama_ssp.models.huggingface import device_map

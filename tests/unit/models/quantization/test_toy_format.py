@@ -10,8 +10,7 @@ import torch
 
 from llama_ssp.architectures.family import inventory
 from llama_ssp.config import catalogue
-from llama_ssp.config.formats import format as format_module
-from llama_ssp.config.formats.format import format_of, formats, problem_of
+from llama_ssp.config.formats import FORMATS, format_of, formats, problem_of
 from llama_ssp.config.schema import Dtype
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.errors import ConfigError
@@ -26,7 +25,7 @@ from tests.helpers.models import VOCAB_SIZE, build_checkpoint
 CPU = torch.device("cpu")
 TOY = """
 import torch
-from llama_ssp.config.formats.format import StorageFormat, register
+from llama_ssp.config.formats import StorageFormat, register
 
 
 class Toy:
@@ -57,7 +56,7 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Import the toy from a file, and forget it afterwards."""
     (tmp_path / "toy_format.py").write_text(TOY)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(format_module.FORMATS, "added", {})
+    monkeypatch.setattr(FORMATS, "records", {**FORMATS.records})
     __import__("toy_format")
     yield
     del sys.modules["toy_format"]

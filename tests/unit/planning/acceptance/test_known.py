@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
-from llama_ssp.config.options import folders
+from llama_ssp.config import folders
 from llama_ssp.errors import SspError
 from llama_ssp.planning.acceptance import known as module
 from llama_ssp.planning.acceptance.known import known, store

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 from llama_ssp.config.machines import hardware
 from llama_ssp.config.machines.profile import Profile
-from llama_ssp.config.schema import DraftLayout
-from llama_ssp.config.target_placement import Offload, TargetKind
+from llama_ssp.config.schema import DraftLayout, Offload, TargetKind
 from llama_ssp.planning.choices import advice
 from llama_ssp.planning.memory import memory
 from llama_ssp.planning.plan import make_plan

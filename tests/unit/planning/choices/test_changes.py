@@ -6,8 +6,7 @@ import pytest
 
 from llama_ssp.config.machines import hardware
 from llama_ssp.config.machines.hardware import HardwareConfig
-from llama_ssp.config.schema import DraftLayout, WholeParts
-from llama_ssp.config.target_placement import TargetKind
+from llama_ssp.config.schema import DraftLayout, TargetKind, WholeParts
 from llama_ssp.planning.choices import changes
 from llama_ssp.planning.choices.changes import Change, Loss, changes_that_fit
 from llama_ssp.planning.choices.layouts import placement_settings

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from llama_ssp.config import catalogue
-from llama_ssp.config.drafts.model import ModelDraftConfig
+from llama_ssp.config.drafters import ModelDraftConfig
 from llama_ssp.config.machines import hardware
 from llama_ssp.config.machines.hardware import PER_GPU, HardwareConfig, Price
 from llama_ssp.config.plan import Objective, PlanConfig

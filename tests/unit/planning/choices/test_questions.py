@@ -7,8 +7,7 @@ from typing import Any
 import yaml
 
 from llama_ssp import plan
-from llama_ssp.config.schema import PlacementConfig
-from llama_ssp.config.target_placement import Offload, TargetKind, TargetPlacement
+from llama_ssp.config.schema import Offload, PlacementConfig, TargetKind, TargetPlacement
 from llama_ssp.planning.plan import Plan, document
 
 QUESTIONS: list[dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("questions.yaml").read_text())

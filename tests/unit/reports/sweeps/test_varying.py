@@ -4,9 +4,8 @@ from dataclasses import replace
 
 from hydra import compose, initialize_config_dir
 
-from llama_ssp.config import store
-from llama_ssp.config.document import to_yaml
-from llama_ssp.config.options import folders
+from llama_ssp.config import folders, store
+from llama_ssp.config.schema import to_yaml
 from llama_ssp.reports.runs import Run, varying_settings
 from llama_ssp.reports.settings import flat, read_settings
 from llama_ssp.reports.sweeps.varying import is_number, labels, varying

@@ -1,10 +1,9 @@
-"""Records of the verification rules (`config.registry`), which the planner, the checks and `sampling.rules` read."""
+"""Verification rules: their records, which the planner, the checks and `sampling.rules` read."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from llama_ssp.config import rules as package
 from llama_ssp.config.registry import Registry, imported
 
 DEFAULT, AT_ZERO = "speculative", "greedy"
@@ -52,10 +51,25 @@ class RuleRecord:
         return found
 
 
-RULES: Registry[RuleRecord] = Registry(package.__name__, "RULE", setting="verification.rule")
+RULES: Registry[RuleRecord] = Registry(setting="verification.rule")
 register, rules, rule_of, problem_of = RULES.register, RULES.all, RULES.of, RULES.problem_of
 
 
 def at_every_temperature() -> list[str]:
     """Settings for the rules that keep the target's distribution at every temperature."""
     return [f"verification={name}" for name, rule in rules().items() if rule.samples]
+
+
+# Token by token. Source: arXiv:2302.01318, Algorithm 2; arXiv:2211.17192, Algorithm 1.
+register(RuleRecord(name=DEFAULT, order=0, verify="llama_ssp.sampling.rules:verify_speculative"))
+# Accepts or rejects the draft as a whole. Source: arXiv:2403.10444, Algorithm 2.
+register(
+    RuleRecord(
+        name="block", order=1, verify="llama_ssp.sampling.rules:verify_block", keeps_all_rows=True, more_kernels=12,
+        more_passes=8,
+    )
+)  # fmt: skip
+# Accepts drafted tokens that equal the target's most probable token.
+register(RuleRecord(name=AT_ZERO, order=2, verify=None))
+# One seed, one text, whatever drafts: every token wins a race of its own position. Source: arXiv:2408.07978.
+register(RuleRecord(name="coupled", order=3, verify=None, draws_by_position=True, keeps_all_rows=True, more_passes=6))

@@ -37,7 +37,7 @@ _Loader.add_implicit_resolver(
 @cache
 def conf_dir() -> Path:
     """Return the package's folder `conf`: next to the package in a checkout, inside it in an installed wheel."""
-    package = Path(__file__).resolve().parents[2]
+    package = Path(__file__).resolve().parents[1]
     in_checkout = package.parent / "conf"
     return in_checkout if in_checkout.is_dir() else package / "conf"
 
@@ -103,7 +103,7 @@ def find(group: str, name: str) -> Path | None:
 
 def new_file(group: str, name: str) -> Path:
     """Name the file of an option that the package writes: where it is, else `conf` in a checkout, else `user_dir`."""
-    is_checkout = conf_dir().parent != Path(__file__).resolve().parents[2]
+    is_checkout = conf_dir().parent != Path(__file__).resolve().parents[1]
     return find(group, name) or (conf_dir() if is_checkout else user_dir()) / group / f"{name}.yaml"
 
 
@@ -159,3 +159,33 @@ def _is_dir(folder: Path) -> bool:
 
 def _is_file(file: Path) -> bool:
     return os.path.isfile(file)  # noqa: PTH113 - as above
+
+
+def read_path(text: str) -> Path:
+    """Return the path with `~` expanded, which need not exist; raise ConfigError if it cannot be looked up."""
+    try:
+        path = Path(text).expanduser()
+        path.exists()
+    except (OSError, RuntimeError) as error:
+        reason = getattr(error, "strerror", None) or str(error).rstrip(".")
+        raise ConfigError(f"{text} cannot be read ({reason}): name another path") from None
+    return path
+
+
+ENDINGS_WITH_FIELDS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
+"""Endings of files of prompts whose entries have fields."""
+
+
+def ending_of(path: str) -> str:
+    """Return the ending of a file's name, in lower case and with its dot; empty without one."""
+    return os.path.splitext(path)[1].lower()  # noqa: PTH122 - Path raises an error for names that no file can have
+
+
+GROUPS = ("model", "draft")
+_PART = r"[A-Za-z0-9_](?:[\w.-]*[A-Za-z0-9_])?"
+_ID = re.compile(rf"{_PART}/{_PART}", flags=re.ASCII)
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a name has the form `owner/name`; whether the hub has it shows when its files are read."""
+    return _ID.fullmatch(name) is not None

@@ -1,12 +1,15 @@
-"""A smaller model. Source: arXiv:2302.01318, arXiv:2211.17192; with a tokenizer of its own: arXiv:2502.05202."""
+"""Kinds of draft: their records and settings, and what keeps a draft from drafting for a target.
+
+An option `draft/NAME.yaml` with `kind: NAME` selects a kind.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
 from llama_ssp.config import catalogue
-from llama_ssp.config.drafts.drafter import DrafterRecord
-from llama_ssp.config.options.hub_ids import is_hub_id
+from llama_ssp.config.folders import is_hub_id
+from llama_ssp.config.registry import Registry
 from llama_ssp.config.schema import (
     ADAPTIVE,
     MODEL_DRAFT,
@@ -18,8 +21,50 @@ from llama_ssp.config.schema import (
     SpeculationConfig,
 )
 
+NGRAM_DRAFT = "ngram"
 ANY_DRAFT = "draft.tokenizer=own allows any"
 """What an error says of drafts with another vocabulary."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterRecord:
+    """One kind of draft.
+
+    Attributes:
+        name: value of `draft.kind`.
+        make: `module:function` that makes a rank's drafter from `drafting.protocol.DrafterParts`; None drafts nothing.
+        config: its settings; `conf/draft/NAME.yaml` has the values, on top of `/schema/draft_NAME@_here_`.
+        has_model: `draft.model` is loaded on the ranks of `placement.draft`. Without a model every rank drafts by
+            itself, and all must draft the same ids.
+        needs_hidden_states: it reads the target's hidden states.
+    """
+
+    name: str
+    make: str | None
+    config: type[DrafterConfig] = DrafterConfig
+    has_model: bool = False
+    needs_hidden_states: bool = False
+
+
+DRAFTERS: Registry[DrafterRecord] = Registry(setting="draft.kind")
+register, drafters, problem_of = DRAFTERS.register, DRAFTERS.all, DRAFTERS.problem_of
+
+
+def drafter_of(draft: DrafterConfig) -> DrafterRecord:
+    """The record of a draft; an unknown kind raises ConfigError."""
+    return DRAFTERS.of(draft.kind)
+
+
+def drafts(draft: DrafterConfig) -> bool:
+    """Whether anything is drafted."""
+    return drafter_of(draft).make is not None
+
+
+def draft_name(draft: DrafterConfig) -> str | None:
+    """The draft's name in reports: its model, else its kind; None for plain decoding."""
+    if not drafts(draft):
+        return None
+    return draft.model.name if draft.model else draft.kind
 
 
 class DraftTokenizer(Enum):
@@ -120,4 +165,16 @@ def problems_of_overlap(
         yield "speculation.overlap=true needs a draft with the target's tokenizer: leave draft.tokenizer=own out"
 
 
-DRAFTER = DrafterRecord(name=MODEL_DRAFT, make="llama_ssp.drafting.model:make", config=ModelDraftConfig, has_model=True)
+@dataclass(kw_only=True)
+class NgramConfig(DrafterConfig):
+    """How many of the last tokens must have stood in the text before, at most and at least."""
+
+    longest: int = 4
+    shortest: int = 1
+
+
+register(DrafterRecord(name=NO_DRAFT, make=None))
+# Source: arXiv:2302.01318, arXiv:2211.17192; with a tokenizer of its own: arXiv:2502.05202.
+register(DrafterRecord(name=MODEL_DRAFT, make="llama_ssp.drafting.model:make", config=ModelDraftConfig, has_model=True))
+# Copies what followed the last tokens where they stood before. Source: Saxena 2023, "Prompt Lookup Decoding".
+register(DrafterRecord(name=NGRAM_DRAFT, make="llama_ssp.drafting.ngram:make", config=NgramConfig))

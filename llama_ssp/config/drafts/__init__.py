@@ -1,1 +1,0 @@
-"""Kinds of draft: one file with one record per kind."""

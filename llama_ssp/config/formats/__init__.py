@@ -1,1 +1,0 @@
-"""Storage formats of linear layers: one file with one record per format."""

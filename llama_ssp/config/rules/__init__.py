@@ -1,1 +1,0 @@
-"""Verification rules for drafted tokens: one file with one record per rule."""

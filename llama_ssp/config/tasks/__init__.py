@@ -1,1 +1,0 @@
-"""Settings and records of the tasks, without torch."""
