@@ -15,7 +15,8 @@ from pathlib import Path
 
 from llama_ssp.commands import options
 from llama_ssp.errors import ConfigError
-from llama_ssp.reports.sweeps.files import FIGURE_FORMATS, write_report
+
+FORMATS = ("svg", "pdf", "png")
 
 
 def main(arguments: list[str]) -> int:
@@ -23,13 +24,15 @@ def main(arguments: list[str]) -> int:
     parser = options.Options("llama-ssp report FOLDER... [--output=DIR] [--figures=FORMATS]", __doc__)
     parser.add_argument("folders", metavar="FOLDER", nargs="+", type=Path, help="folder of a run, or of a sweep")
     parser.add_argument("--output", metavar="DIR", type=Path, help="folder of the report (default: the only FOLDER)")
-    formats = ", ".join(FIGURE_FORMATS)
-    parser.add_argument("--figures", metavar="FORMATS", default="", help=f"save the figures as any of {formats}")
+    known = ", ".join(FORMATS)
+    parser.add_argument("--figures", metavar="FORMATS", default="", help=f"save the figures as any of {known}")
     return options.run(parser, arguments, _report)
 
 
 def _report(given: argparse.Namespace) -> str:
     formats = [name for name in given.figures.split(",") if name]
-    if unknown := [name for name in formats if name not in FIGURE_FORMATS]:
-        raise ConfigError(f"--figures={','.join(unknown)}: figures are saved as any of {', '.join(FIGURE_FORMATS)}")
+    if unknown := [name for name in formats if name not in FORMATS]:
+        raise ConfigError(f"--figures={','.join(unknown)}: figures are saved as any of {', '.join(FORMATS)}")
+    from llama_ssp.reports.html import write_report  # noqa: PLC0415 - slow to import; --help does not need it
+
     return write_report(given.folders, given.output, formats)

@@ -10,10 +10,18 @@ from rich.padding import PaddingDimensions
 from rich.table import Table
 from rich.text import Text
 
-from llama_ssp.reports.evaluation import MEASURE_COLUMNS, Evaluation
 from llama_ssp.reports.forecast import Forecast
-from llama_ssp.reports.lines import PLAIN, SPECULATIVE, BenchmarkRow, RankMemory, SpeculativeSummary, Summary
-from llama_ssp.reports.rounds.overlap import OverlapSummary
+from llama_ssp.reports.lines import (
+    MEASURE_COLUMNS,
+    PLAIN,
+    SPECULATIVE,
+    BenchmarkRow,
+    Evaluation,
+    OverlapSummary,
+    RankMemory,
+    SpeculativeSummary,
+    Summary,
+)
 from llama_ssp.visible import visible
 
 ACCEPTED_STYLE = "green"

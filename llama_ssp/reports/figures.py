@@ -1,13 +1,20 @@
-"""The charts of a report, made from finished runs; each is None if nothing was measured for it. `plots` draws them."""
+"""The charts of a report, made from finished runs; each is None if nothing was measured for it. `plots` draws them.
 
-from collections.abc import Sequence
+In the charts of a sweep, a numeric setting is an axis of its own; the other settings tell the lines apart. Runs that
+differ only in their seed stand at one place, and a line joins their means.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from statistics import fmean
+from typing import NamedTuple
 
 from llama_ssp.config.schema import ADAPTIVE
-from llama_ssp.reports.charts import COLOURS, GREY, MOST_LINES, SOFT, Chart, look
-from llama_ssp.reports.lines import PLAIN, SPECULATIVE, CompletionLine, SpeculativeSummary
-from llama_ssp.reports.rounds.overlap import OverlapSummary
+from llama_ssp.reports.charts import COLOURS, GREY, INK, MOST_LINES, SOFT, Chart, Look, look
+from llama_ssp.reports.lines import PLAIN, SPECULATIVE, CompletionLine, OverlapSummary, SpeculativeSummary
+from llama_ssp.reports.measures import Estimate, RunMeasures
 from llama_ssp.reports.runs import Run
+from llama_ssp.reports.settings import Axis, Setting, axes_of, axis_of, labels
 from llama_ssp.reports.summary import counted_rounds
 
 GIB, MIB = 2**30, 2**20
@@ -16,6 +23,13 @@ MOST_WINDOWS = 40
 """Points of a line along the text."""
 FORECAST_BAND = 0.2
 """The planner's goal: forecasts within 20 % of measurements."""
+MOST_AXES = 4
+SPREAD = 0.03
+"""How far apart the points of a few lines stand at one value; those of many stand closer."""
+MOST_PAIRS = 60
+"""Prompts that the chart of one run shows."""
+_OF_DRAFTING = ("draft", "speculation.", "placement.draft.")
+"""Beginnings of the keys of settings that plain decoding does not depend on."""
 
 
 def acceptance_by_position(runs: Sequence[Run], names: Sequence[str] = ()) -> Chart | None:
@@ -196,3 +210,157 @@ def draft_lengths(run: Run) -> Chart | None:
             says = f"about token {middle:.0f}: {mean:.1f} {name}"
             chart.dot(middle, mean, colour, says=says, shape=shape)
     return chart
+
+
+def prompts_of_run(measured: RunMeasures) -> Chart | None:
+    """Both modes of one run, prompt by prompt, in the order of their plain times."""
+    if not measured.pairs:
+        return None
+    pairs = sorted(measured.pairs)[:: -(-len(measured.pairs) // MOST_PAIRS)]
+    chart = Chart(
+        title="ms/token, prompt by prompt", x_label="prompts, by their plain time", y_label="ms/token",
+        highest_x=len(pairs) + 1.0, highest_y=max(max(pair) for pair in pairs), x_names={},
+    )  # fmt: skip
+    for place, (plain, fast) in enumerate(pairs, start=1):
+        chart.line([(place, plain), (place, fast)], COLOURS[0] if fast < plain else COLOURS[1])
+        chart.dot(place, plain, GREY, says=f"plain: {plain:.2f} ms/token", name="plain")
+        chart.dot(place, fast, COLOURS[0], says=f"speculative: {fast:.2f} ms/token", name="speculative")
+    return chart
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Figure:
+    """A chart over a setting: its name for files, the estimate that it draws of a run, and the name of a lone line."""
+
+    name: str
+    title: str
+    y_label: str
+    pick: Callable[[RunMeasures], Estimate | None]
+    format: str
+    lone_line: str = ""
+    highest: float = 0.0
+
+
+_FIGURES = (
+    _Figure(
+        name="speedup", title="Speed-up", y_label="speed-up, median over prompts", format="{:.2f}x",
+        pick=lambda measured: measured.speedup, highest=1.0, lone_line="measured",
+    ),
+    _Figure(
+        name="time", title="Time per token", y_label="ms/token, median over prompts", format="{:.2f} ms/token",
+        pick=lambda measured: measured.ms_per_token(SPECULATIVE) or measured.ms_per_token(PLAIN),
+        lone_line=SPECULATIVE,
+    ),
+    _Figure(
+        name="acceptance", title="Acceptance", y_label="accepted of examined", format="{:.3f}",
+        pick=lambda measured: measured.acceptance, highest=1.0,
+    ),
+)  # fmt: skip
+
+
+class _Series(NamedTuple):
+    """A line of a chart over a setting: its name, its name in the legend, and the estimates of its runs."""
+
+    name: str
+    legend: str
+    look: Look
+    found: list[Estimate | None]
+
+
+def sweep_charts(
+    runs: Sequence[Run], measures: Sequence[RunMeasures], settings: Sequence[Setting]
+) -> Iterator[tuple[str, Chart]]:
+    """Yield a name for files and a chart for every axis and figure that has been measured."""
+    for setting in axes_of(settings, num_runs=len(runs))[:MOST_AXES]:
+        others = [each for each in settings if each is not setting and each.key != "seed"]
+        for figure in _FIGURES:
+            if any(figure.pick(measured) for measured in measures):
+                chart = _over(figure, axis_of(setting), others, runs, measures)
+                yield f"{figure.name}_by_{setting.name.replace(' ', '_')}", chart
+
+
+def _over(
+    figure: _Figure, axis: Axis, others: Sequence[Setting], runs: Sequence[Run], measures: Sequence[RunMeasures]
+) -> Chart:
+    """Draw one figure over an axis; `others` are the settings that tell the lines apart."""
+    picks = [figure.pick(measured) for measured in measures]
+    lines = labels(others) if others else [figure.lone_line] * len(runs)
+    legend_of = dict(zip(lines, _legends(others, lines), strict=True))
+    legends = list(dict.fromkeys(legend_of.values()))
+    series = [
+        _Series(name, legend, look(legends.index(legend)), _of(name, lines, picks))
+        for name, legend in legend_of.items()
+    ]
+    if figure.name == "time":
+        series = [*_plain_series(others, picks, measures, [look(legends.index(legend_of[line])) for line in lines]),
+                  *series]  # fmt: skip
+    tops = [max(found.value, found.high or 0.0) for each in series for found in each.found if found]
+    chart = Chart(
+        title=f"{figure.title} by {axis.label}", x_label=axis.label, y_label=figure.y_label,
+        highest_x=1.0, highest_y=max(*tops, figure.highest), x_names=axis.names,
+    )  # fmt: skip
+    if figure.name == "speedup":
+        chart.line([(0, 1), (1, 1)], GREY)
+    step = SPREAD / max(len(series) / 4, 1)  # so that no interval covers another one
+    shifts = {each.name: step * (number - (len(series) - 1) / 2) for number, each in enumerate(series)}
+    for each in series:
+        _draw(chart, axis, each, shift=shifts[each.name], form=figure.format)
+    if figure.name == "speedup":
+        half = step / 2 if len(series) > 1 else SPREAD
+        for place, line, run in zip(axis.places, lines, runs, strict=True):
+            if run.summary.speedup and (level := run.summary.forecast.speedup):
+                middle = place + shifts[line]
+                chart.line([(middle - half, level), (middle + half, level)], INK, name="forecast")
+                chart.highest_y = max(chart.highest_y, level)
+    return chart
+
+
+def _legends(others: Sequence[Setting], lines: Sequence[str]) -> Sequence[str]:
+    """Those of the lines, or, of more lines than can be told apart, the values of one setting."""
+    if len(set(lines)) <= MOST_LINES:
+        return lines
+    few = next((each for each in others if 1 < len(set(each.texts)) <= len(COLOURS)), None)
+    return labels([few]) if few else [f"{len(set(lines))} lines"] * len(lines)
+
+
+def _plain_series(
+    others: Sequence[Setting],
+    picks: Sequence[Estimate | None],
+    measures: Sequence[RunMeasures],
+    looks: Sequence[Look],
+) -> Iterator[_Series]:
+    """Yield the grey lines of plain decoding, if it is not all there is; runs that only draft otherwise share one."""
+    found = [measured.ms_per_token(PLAIN) for measured in measures]
+    if all(not plain or plain is pick for plain, pick in zip(found, picks, strict=True)):
+        return
+    kept = [each for each in others if not each.key.startswith(_OF_DRAFTING)]
+    names = [f"plain, {label}" for label in labels(kept)] if kept else ["plain"] * len(found)
+    for name in dict.fromkeys(names):
+        own = Look(GREY, looks[names.index(name)].shape) if len(set(names)) > 1 else Look(GREY)
+        yield _Series(name, PLAIN, own, _of(name, names, found))
+
+
+def _of(name: str, names: Sequence[str], found: Sequence[Estimate | None]) -> list[Estimate | None]:
+    """Keep the estimates of the runs with this name."""
+    return [each if its_name == name else None for its_name, each in zip(names, found, strict=True)]
+
+
+def _draw(chart: Chart, axis: Axis, series: _Series, *, shift: float, form: str) -> None:
+    """Draw the runs of one line: dots with their intervals, joined at the means of equal places."""
+    at: dict[float, list[Estimate]] = {}
+    for place, found in zip(axis.places, series.found, strict=True):
+        if found:
+            at.setdefault(place, []).append(found)
+    (colour, shape), name = series.look, series.legend
+    if axis.is_line and len(at) > 1:
+        means = [(place + shift, fmean(each.value for each in at[place])) for place in sorted(at)]
+        chart.line(means, colour, name=name, shape=shape)
+    for place, estimates in at.items():
+        of_place = ", ".join(filter(None, (series.name, f"{axis.label}={axis.names[place]}")))
+        for each in estimates:
+            interval = ""
+            if each.low is not None and each.high is not None:
+                chart.line([(place + shift, each.low), (place + shift, each.high)], colour)
+                interval = f" ({form.format(each.low)} to {form.format(each.high)})"
+            says = f"{of_place}: {form.format(each.value)}{interval}"
+            chart.dot(place + shift, each.value, colour, says=says, name=name, shape=shape)

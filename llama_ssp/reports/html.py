@@ -1,6 +1,6 @@
 """`report.html`: one self-contained page of finished runs; no script, no font, no other file.
 
-`figures` and `sweeps` make charts and tables, `plots` draws them, `templates/report.html` is the page.
+`figures` and `tables` make charts and tables, `plots` draws them, `templates/report.html` is the page.
 Import this module only to write a report: matplotlib and jinja2 take a second.
 """
 
@@ -9,15 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from llama_ssp.errors import ConfigError
-from llama_ssp.reports import figures, plots
+from llama_ssp.reports import figures, plots, tables
 from llama_ssp.reports.charts import Chart
-from llama_ssp.reports.evaluation import MEASURE_COLUMNS
-from llama_ssp.reports.runs import Run, varying_settings
-from llama_ssp.reports.sweeps import tables
-from llama_ssp.reports.sweeps.figures import prompts_of_run, sweep_charts
-from llama_ssp.reports.sweeps.intervals import LEAST_PROMPTS
-from llama_ssp.reports.sweeps.measures import RunMeasures, measure
-from llama_ssp.reports.sweeps.varying import labels
+from llama_ssp.reports.lines import MEASURE_COLUMNS
+from llama_ssp.reports.measures import LEAST_PROMPTS, RunMeasures, measure
+from llama_ssp.reports.runs import Run, find_runs
+from llama_ssp.reports.settings import labels, varying_settings
+from llama_ssp.reports.tables import number
 from llama_ssp.visible import visible
 
 try:
@@ -26,11 +24,50 @@ try:
 except ImportError as error:
     raise ConfigError(f"a report needs jinja2: pip install jinja2 ({error})") from error
 
-CELL_COLUMNS = ("cell", "plain", "forecast", "generate", "speculative", "forecast", "assisted", "tokens/round")
 MOST_COLUMNS = 16
 """Of a table on paper; the rows of a wider one are grids there."""
 MOST_SHOWN = 3
 """Runs of a sweep whose first completion is shown before the sections of the runs."""
+
+
+def write_report(folders: Sequence[Path], output: Path | None, formats: Sequence[str] = ()) -> str:
+    """Write the page and the tables into `output`, or into the only folder; returns a sentence that names them.
+
+    `formats` are those in which the figures go into the folder `figures` too.
+
+    Raises:
+        ConfigError: a folder holds no run, several folders lack an `output`, or the output cannot be written.
+    """
+    if output is None and len(folders) > 1:
+        raise ConfigError(f"{len(folders)} folders need --output=DIR, the folder of their common report")
+    output = output or folders[0]
+    runs, missing = find_runs(folders)
+    if not runs:
+        raise ConfigError("; ".join(missing))
+    measures = [measure(run) for run in runs]
+    texts = {
+        "report.html": report(runs, measures, missing=missing), "runs.csv": tables.runs_to_csv(runs, measures),
+        "report.csv": tables.to_csv(runs), "cells.csv": tables.cells_to_csv(runs),
+    }  # fmt: skip
+    written = [name for name, text in texts.items() if text]
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        for name in written:
+            # A model's text can end in half a surrogate pair.
+            (output / name).write_text(texts[name], encoding="utf-8", errors="replace")
+        if formats:
+            (output / "figures").mkdir(exist_ok=True)
+            found = charts(runs, measures)
+            for name, chart in found.items():
+                for suffix in formats:
+                    plots.save_figure(chart, output / "figures" / f"{name}.{suffix}")
+            written.append(f"figures ({len(found)} as {', '.join(formats)})")
+    except OSError as error:
+        raise ConfigError(f"{output} cannot be written: {(error.strerror or str(error)).lower()}") from error
+    shown = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
+    left_out = f"; left out: {'; '.join(missing)}" if missing else ""
+    *first, last = written
+    return f"wrote {output / first[0]}{''.join(f', {name}' for name in first[1:])} and {last}: {shown}{left_out}"
 
 
 def report(runs: Sequence[Run], measures: Sequence[RunMeasures] | None = None, *, missing: Sequence[str] = ()) -> str:
@@ -41,37 +78,28 @@ def report(runs: Sequence[Run], measures: Sequence[RunMeasures] | None = None, *
     )  # fmt: skip
     templates.filters["visible"] = visible
     measures = measures or [measure(run) for run in runs]
-    names = _names(runs)
-    sections = [_section(*each) for each in zip(runs, measures, names, strict=True)]
+    sections = [_section(*each) for each in zip(runs, measures, _names(runs), strict=True)]
     return templates.get_template("report.html").render(
-        title=_title(runs),
-        runs=sections,
-        sweep=_sweep(runs, measures, sections) if len(runs) > 1 else None,
-        cell_columns=CELL_COLUMNS,
-        measure_columns=MEASURE_COLUMNS,
-        least_prompts=LEAST_PROMPTS,
-        most_columns=MOST_COLUMNS,
-        missing=missing,
-    )
+        title=_title(runs), runs=sections, sweep=_sweep(runs, measures, sections) if len(runs) > 1 else None,
+        cell_columns=tables.CELL_COLUMNS, measure_columns=MEASURE_COLUMNS, least_prompts=LEAST_PROMPTS,
+        most_columns=MOST_COLUMNS, missing=missing,
+    )  # fmt: skip
 
 
 def charts(runs: Sequence[Run], measures: Sequence[RunMeasures]) -> dict[str, Chart]:
     """Return the charts of all runs together, by names for files: of a sweep over its settings, of a run its own."""
     names = _names(runs)
-    of_run = _charts_of_run(runs[0], measures[0]) if len(runs) == 1 else {}
-    of_settings = dict(sweep_charts(runs, measures, varying_settings(runs))) if len(runs) > 1 else {}
-    found: dict[str, Chart | None] = {
-        **of_settings, **of_run, "acceptance_by_position": figures.acceptance_by_position(runs, names),
-        "forecast": figures.forecast_against_measured(runs, names), "memory": figures.memory_by_rank(runs),
-    }  # fmt: skip
+    if len(runs) > 1:
+        found: dict[str, Chart | None] = dict(figures.sweep_charts(runs, measures, varying_settings(runs)))
+    else:
+        found = {
+            "round": figures.round_timeline(runs[0]), "draft_lengths": figures.draft_lengths(runs[0]),
+            "prompts": figures.prompts_of_run(measures[0]),
+        }  # fmt: skip
+    found["acceptance_by_position"] = figures.acceptance_by_position(runs, names)
+    found["forecast"] = figures.forecast_against_measured(runs, names)
+    found["memory"] = figures.memory_by_rank(runs)
     return {name: chart for name, chart in found.items() if chart}
-
-
-def _charts_of_run(run: Run, measured: RunMeasures) -> dict[str, Chart | None]:
-    return {
-        "round": figures.round_timeline(run), "draft_lengths": figures.draft_lengths(run),
-        "prompts": prompts_of_run(measured),
-    }  # fmt: skip
 
 
 def _names(runs: Sequence[Run]) -> list[str]:
@@ -117,10 +145,10 @@ def _section(run: Run, measured: RunMeasures, name: str) -> dict[str, Any]:
         "tiles": _tiles(run),
         "medians": tables.medians_table(measured),
         "percentiles": tables.percentiles_table([measured], []),
-        "cells": [[cell.name, *map(_number, [*cell.columns, cell.tokens_per_round])] for cell in summary.cells],
+        "cells": [[cell.name, *map(number, [*cell.columns, cell.tokens_per_round])] for cell in summary.cells],
         "evaluation": summary.evaluation,
         "excerpts": summary.excerpts,
-        "figures": _drawn({**charts([run], [measured])}.values()),
+        "figures": _drawn(charts([run], [measured]).values()),
     }
 
 
@@ -132,16 +160,12 @@ def _drawn(shown: Iterable[Chart]) -> list[dict[str, str]]:
 def _tiles(run: Run) -> list[tuple[str, str]]:
     summary, fast = run.summary, run.summary.speculative
     return [
-        (_number(summary.speedup, "x"), "speed-up of all tokens"),
-        (_number(summary.plain.ms_per_token if summary.plain else None), "ms/token, plain"),
-        (_number(fast.ms_per_token if fast else None), "ms/token, speculative"),
-        (_number(fast.tokens_per_round if fast else None), "tokens per round"),
+        (number(summary.speedup, "x"), "speed-up of all tokens"),
+        (number(summary.plain.ms_per_token if summary.plain else None), "ms/token, plain"),
+        (number(fast.ms_per_token if fast else None), "ms/token, speculative"),
+        (number(fast.tokens_per_round if fast else None), "tokens per round"),
         (_percent(fast.acceptance_rate if fast else None), "of examined tokens accepted"),
     ]
-
-
-def _number(value: float | None, unit: str = "") -> str:
-    return "" if value is None else f"{value:.2f}{unit}"
 
 
 def _percent(share: float | None) -> str:

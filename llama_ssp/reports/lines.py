@@ -10,11 +10,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, TypeAlias
 
 from llama_ssp.config.schema import ADAPTIVE
-from llama_ssp.reports.evaluation import Evaluation
-from llama_ssp.reports.excerpts import Excerpt
 from llama_ssp.reports.forecast import Forecast
 from llama_ssp.reports.reading import read_json, restore
-from llama_ssp.reports.rounds.overlap import OverlapSummary, RankActivity
 
 SCHEMA_VERSION = 1
 MOST_DRAFTED = 1024
@@ -83,9 +80,8 @@ class CompletionLine:
 
     @classmethod
     def from_json(cls, line: bytes) -> "CompletionLine":
-        """Read a line back; raises ValueError unless it is JSON with exactly the fields above and possible numbers."""
-        content = read_json(line)
-        restored = restore(cls, _LATER_FIELDS | content if isinstance(content, dict) else content, exact=True)
+        """Read a line back; raises ValueError unless it is JSON with the fields above and possible numbers."""
+        restored = restore(cls, read_json(line))
         if restored.mode not in {PLAIN, SPECULATIVE}:
             raise ValueError(f"mode holds {restored.mode!r}")
         if restored.finish_reason not in _FINISH_REASONS:
@@ -102,11 +98,6 @@ class CompletionLine:
         return restored
 
 
-_LATER_FIELDS: dict[str, object] = {"turn": 0, "fields": {}}
-_LATER_FIELDS |= dict.fromkeys(("draft_lengths", "question_id", "category", "messages", "first_token_ms"))
-"""Fields that lines of version 0.1.0 lack."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class PlainSummary:
     """Results of plain decoding; `summary.summarise` defines each number."""
@@ -118,13 +109,10 @@ class PlainSummary:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpeculativeSummary:
+class SpeculativeSummary(PlainSummary):
     """Results of speculative decoding; `summary.summarise` defines each number."""
 
-    ms_per_token: float | None
-    tokens_per_s: float | None
     num_rounds: int
-    num_target_forwards: int
     tokens_per_round: float | None
     acceptance_rate: float | None
     accepted_histogram: list[int]
@@ -132,7 +120,6 @@ class SpeculativeSummary:
     verify_s: float
     other_s: float
     drafted_histogram: list[int] | None = None
-    first_token_ms: float | None = None
 
     @property
     def drafting(self) -> str:
@@ -171,24 +158,6 @@ class StartUp:
     checked_s: float | None = None
     loaded_s: float | None = None
     first_token_s: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunFacts:
-    """Facts that a run's lines lack: `weights` is "checkpoint" or "synthetic", `num_draft_tokens` 0 without a draft."""
-
-    task: str
-    model: str
-    draft: str | None
-    weights: str = "checkpoint"
-    placement: dict[str, Any]
-    world_size: int
-    seed: int
-    num_draft_tokens: int
-    memory: list[RankMemory]
-    forecast: Forecast = field(default_factory=Forecast)
-    startup: StartUp | None = None
-    activities: list[RankActivity] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,36 +217,145 @@ class BenchmarkRow:
 
     @classmethod
     def from_json(cls, line: bytes) -> "BenchmarkRow":
-        """Read a line back; raises ValueError unless it is JSON with exactly the fields above."""
-        return restore(cls, read_json(line), exact=True)
+        """Read a line back; raises ValueError unless it is JSON with the fields above."""
+        return restore(cls, read_json(line))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Summary:
-    """All of `summary.json`; `plain`, `speculative` and `speedup` are null for a mode that did not run.
+class Span:
+    """Characters whose tokens were drafted and accepted, or chosen by the target."""
 
-    `cells` holds the rows of task=benchmark, whose prompts and new tokens count one completion of each cell's prompts.
-    `startup` describes the last part of a resumed run. `evaluation` is the verdict of task=evaluate.
+    text: str
+    drafted: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Excerpt:
+    """One completion for the report: the end of its prompt, and its text in spans."""
+
+    index: int
+    sample: int
+    mode: str
+    prompt: str
+    spans: list[Span] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measure:
+    """One figure of an evaluation: `value`, and the ends of its interval if it has one. Any of them can be negative."""
+
+    name: str
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def cells(self) -> list[str]:
+        """The figure as a row of a table: name, value, interval."""
+        interval = "" if self.low is None or self.high is None else f"{self.low:.4g} to {self.high:.4g}"
+        return [self.name, f"{self.value:.4g}", interval]
+
+
+MEASURE_COLUMNS = ("", "value", "95 % interval")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """The verdict of a suite of `task=evaluate`; `reason` is a clause that says why it passed or failed."""
+
+    suite: str
+    passed: bool
+    reason: str
+    measures: list[Measure]
+
+    @property
+    def outcome(self) -> str:
+        """The verdict in two words."""
+        return f"suite={self.suite} {'passed' if self.passed else 'failed'}"
+
+    @property
+    def sentence(self) -> str:
+        """The verdict and its reason, without a full stop."""
+        return f"{self.outcome}: {self.reason}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankActivity:
+    """Time of one rank in the rounds of this part of a run that overlaps drafting and verification.
+
+    Attributes:
+        waited_s: of the rounds' time, how long it waited for the other model.
+        draft_cpu_s: how long its thread ran while it drafted; 0 on ranks of the target.
+        waits: rows waited for a block after a rejection.
     """
 
-    schema_version: int = SCHEMA_VERSION
+    rank: int
+    rounds_s: float
+    waited_s: float
+    num_rounds: int = 0
+    draft_cpu_s: float = 0.0
+    waits: bool = False
+
+    @property
+    def worked_s(self) -> float:
+        """The rounds' time without the waiting."""
+        return self.rounds_s - self.waited_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverlapSummary:
+    """Results of drafting that overlaps verification.
+
+    Attributes:
+        waits: rows waited for a new block after a rejection; else its first token was verified early.
+        target_idle_share, draft_idle_share: share of the rounds' time in which the ranks of a model waited for the
+            other; the mean over the ranks, of the last part of a resumed run. None without rounds.
+        num_drafted_tokens: drafted in all rounds and rows.
+        num_dropped_tokens: of these, the ones that did not become text.
+        ranks: the times behind the shares.
+    """
+
+    waits: bool
+    target_idle_share: float | None
+    draft_idle_share: float | None
+    num_drafted_tokens: int
+    num_dropped_tokens: int
+    ranks: list[RankActivity]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """The part of a summary that does not follow from a run's lines; `weights` is "checkpoint" or "synthetic"."""
+
     task: str
     model: str
     draft: str | None
-    weights: str
+    weights: str = "checkpoint"
     placement: dict[str, Any]
     world_size: int
+    seed: int
+    forecast: Forecast = field(default_factory=Forecast)
+    memory: list[RankMemory]
+    startup: StartUp | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary(RunFacts):
+    """All of `summary.json`; `plain`, `speculative` and `speedup` are null for a mode that did not run.
+
+    `cells` holds the rows of task=benchmark, whose prompts and new tokens count one completion of each cell's prompts.
+    `startup` describes the last part of a resumed run. `evaluation` is the verdict of task=evaluate, `excerpts` are a
+    few completions for the report.
+    """
+
+    schema_version: int = SCHEMA_VERSION
     num_prompts: int
     num_new_tokens: int
-    seed: int
     versions: dict[str, str | None]
     git_commit: str | None
     plain: PlainSummary | None
     speculative: SpeculativeSummary | None
     speedup: float | None
-    forecast: Forecast
-    memory: list[RankMemory]
-    startup: StartUp | None = None
     overlap: OverlapSummary | None = None
     cells: list[BenchmarkRow] = field(default_factory=list)
     evaluation: Evaluation | None = None

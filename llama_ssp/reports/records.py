@@ -14,11 +14,10 @@ Only rank 0 opens a run folder. `distributed.ranklog` writes the log files; `lin
 """
 
 import fcntl
-import io
 import json
 import os
 import platform
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -26,9 +25,8 @@ from typing import BinaryIO
 
 from llama_ssp.errors import FULL_DISK, ConfigError, SspError
 from llama_ssp.reports.lines import BenchmarkRow, CompletionLine, LineKey, Summary
-from llama_ssp.reports.reading import Keyed, read_lines
+from llama_ssp.reports.reading import Keyed, changed_settings, read_lines
 from llama_ssp.reports.runs import Run
-from llama_ssp.reports.settings import changed_settings
 from llama_ssp.visible import visible
 
 COSTS_FILE, MODELS_FILE, OVERLAP_FILE = "round_costs.json", "models.json", "overlap.json"
@@ -43,25 +41,25 @@ CHANGEABLE = (
 class RunFolder(AbstractContextManager["RunFolder"]):
     """An open run folder: its path, finished completions and cells; a context manager that releases the lock."""
 
-    def __init__(self, path: Path, config_yaml: str, *, changeable: Collection[str] = CHANGEABLE) -> None:
+    def __init__(self, path: Path, config_yaml: str) -> None:
         """Create the folder, or reopen it to resume its run, and mark it as running.
 
-        `changeable` are dotted keys that may differ from the folder's own config. Raises ConfigError if another job
-        uses the folder, it belongs to another config, or its files are damaged; SspError if it cannot be written.
+        Raises ConfigError if another job uses the folder, it belongs to another config, or its files are damaged;
+        SspError if it cannot be written.
         """
         self.path = path
         with _explained(path):
             path.mkdir(parents=True, exist_ok=True)
         self._lock = _locked(path / "lock")
         try:
-            self._settle_config(config_yaml, changeable)
+            self._keep_config(config_yaml)
             self.lines = self._recover("run.jsonl", CompletionLine.from_json, made="completion")
             self.rows = self._recover("benchmark.jsonl", BenchmarkRow.from_json, made="cell")
             self.write_status("running")
             with _explained(path / "run.jsonl"):
-                self._file = (path / "run.jsonl").open("ab", buffering=0)
+                (path / "run.jsonl").touch()
         except BaseException:
-            self._lock.close()
+            self.close()
             raise
 
     @property
@@ -71,24 +69,18 @@ class RunFolder(AbstractContextManager["RunFolder"]):
 
     def append(self, line: CompletionLine) -> None:
         """Write a finished completion to disk; raises SspError if the disk fails, and the run can be resumed."""
-        with _explained(self.path / "run.jsonl"):
-            _write_through(self._file, line.to_json())
+        _append(self.path / "run.jsonl", line.to_json())
         self.lines.append(line)
 
     def append_row(self, row: BenchmarkRow) -> None:
         """Write a measured cell to disk; raises SspError as `append` does."""
-        file = self.path / "benchmark.jsonl"
-        with _explained(file), file.open("ab", buffering=0) as stream:
-            _write_through(stream, row.to_json())
+        _append(self.path / "benchmark.jsonl", row.to_json())
         self.rows.append(row)
 
     def read_kept(self, name: str) -> str | None:
         """The content of such a file as `models.json`, None if there is none; raises SspError if it cannot be read."""
         file = self.path / name
-        if not file.exists():
-            return None
-        with _explained(file):
-            return _read(file).decode("utf-8", errors="replace")
+        return _read(file).decode("utf-8", errors="replace") if file.exists() else None
 
     def write_kept(self, name: str, content: str) -> None:
         """Write such a file; raises SspError if the disk fails."""
@@ -97,13 +89,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
     def put_in_order(self) -> None:
         """Sort `run.jsonl` by prompt and sample after a run with replicas; on SspError the file is unchanged."""
         self.lines.sort(key=lambda line: (line.index, line.sample))
-        file = self.path / "run.jsonl"
-        self._file.close()
-        try:
-            _write_whole(file, b"".join(line.to_json() for line in self.lines).decode())
-        finally:
-            with _explained(file):
-                self._file = file.open("ab", buffering=0)
+        _write_whole(self.path / "run.jsonl", b"".join(line.to_json() for line in self.lines).decode())
 
     def write_status(self, status: str) -> None:
         """Set `status` to "running", "done" or "interrupted"; raises SspError if the disk fails."""
@@ -122,22 +108,20 @@ class RunFolder(AbstractContextManager["RunFolder"]):
 
     def close(self) -> None:
         """Release the folder for other jobs."""
-        self._file.close()
         self._lock.close()
 
     def __exit__(self, *_error: object) -> None:
         self.close()
 
-    def _settle_config(self, config_yaml: str, changeable: Collection[str]) -> None:
+    def _keep_config(self, config_yaml: str) -> None:
         """Write the config of a new folder, or compare it with that of an old one."""
         file = self.path / "config.yaml"
-        if not file.exists():
+        old_yaml = self.read_kept("config.yaml")
+        if old_yaml is None:
             _write_whole(file, config_yaml)
             return
-        with _explained(file):
-            old_yaml = _read(file).decode("utf-8", errors="replace")
         try:
-            changes = changed_settings(old_yaml, config_yaml, changeable=changeable)
+            changes = changed_settings(old_yaml, config_yaml, changeable=CHANGEABLE)
         except ValueError:
             raise ConfigError(f"{file} is damaged; name another run_dir, or restore it to resume this one") from None
         if changes:
@@ -151,9 +135,9 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         file = self.path / name
         if not file.exists():
             return []
-        with _explained(file):
-            whole, _, torn = _read(file).rpartition(b"\n")
-            if torn:
+        whole, _, torn = _read(file).rpartition(b"\n")
+        if torn:
+            with _explained(file):
                 os.truncate(file, len(whole) + 1 if whole else 0)
         try:
             return read_lines(whole, parse)
@@ -166,8 +150,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
 
 def read_status(run_dir: Path) -> str:
     """Return the `status` of a run folder; raises SspError if it cannot be read."""
-    with _explained(run_dir / "status"):
-        return (run_dir / "status").read_text(encoding="utf-8", errors="replace").strip()
+    return _read(run_dir / "status").decode("utf-8", errors="replace").strip()
 
 
 def write_failure(run_dir: Path, *, exit_code: int, sentence: str) -> None:
@@ -197,11 +180,12 @@ def _locked(file: Path) -> BinaryIO:
     return lock
 
 
-def _write_through(stream: io.FileIO, line: bytes) -> None:
-    unwritten = memoryview(line)
-    while unwritten:
-        unwritten = unwritten[stream.write(unwritten) :]
-    os.fsync(stream.fileno())
+def _append(file: Path, line: bytes) -> None:
+    """Write a line through to the disk."""
+    with _explained(file), file.open("ab") as stream:
+        stream.write(line)
+        stream.flush()
+        os.fsync(stream.fileno())
 
 
 def _write_whole(file: Path, text: str) -> None:
@@ -236,7 +220,8 @@ def _explained(file: Path) -> Iterator[None]:
 
 
 def _read(file: Path) -> bytes:
-    """Read a regular file; raises OSError for anything else, which might never end."""
-    if not file.is_file():
-        raise OSError(None, "not a regular file")
-    return file.read_bytes()
+    """Read a regular file; anything else might never end."""
+    with _explained(file):
+        if not file.is_file():
+            raise OSError(None, "not a regular file")
+        return file.read_bytes()

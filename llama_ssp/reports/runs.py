@@ -1,27 +1,19 @@
-"""Finished runs, read back from their folders for a report, and their completions and cells as CSV.
+"""Finished runs, read back from their folders for a report.
 
 Read-only: takes no lock and changes nothing in a run folder. `lines` defines lines and summary.
 """
 
-import csv
-import io
 import stat
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
-from itertools import chain
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from llama_ssp.errors import ConfigError
 from llama_ssp.reports.lines import CompletionLine, Summary
-from llama_ssp.reports.reading import MOST_BYTES, read_lines
-from llama_ssp.reports.settings import MOST_CHARS, flat, read_settings
-from llama_ssp.reports.sweeps.varying import Setting, varying
+from llama_ssp.reports.reading import MOST_BYTES, MOST_CHARS, read_lines, read_settings
 from llama_ssp.visible import visible
 
 _MOST_STATUS_BYTES = 4096
-_TEXTS = ("prompt", "text", "token_ids", "accepted_lengths", "examined_lengths", "draft_lengths", "messages", "fields")
-_OWN_COLUMNS = ("task", "model", "draft", "ranks", "seed")
-"""Facts that every table has, whether they vary or not."""
 _NAMED_BY_FACTS = {"task.name", "model.name", "draft.kind", "draft.model.name"}
 
 
@@ -98,15 +90,12 @@ def read_run(folder: Path, *, name: str) -> Run:
     """Read one run with a summary; raises ConfigError if a file is damaged, or of another version."""
     file = folder / "summary.json"
     try:
-        _check_file(file, most_bytes=MOST_BYTES)
-        summary = Summary.from_json(file.read_text(encoding="utf-8"))
+        summary = Summary.from_json(_content(file, most_bytes=MOST_BYTES).decode())
         file = folder / "run.jsonl"
-        _check_file(file)
-        whole = file.read_bytes().rpartition(b"\n")[0]  # the rest after the last line feed was only half written
+        whole = _content(file).rpartition(b"\n")[0]  # the rest after the last line feed was only half written
         lines = tuple(read_lines(whole, CompletionLine.from_json))
         file = folder / "config.yaml"
-        _check_file(file, most_bytes=4 * MOST_CHARS)
-        settings = flat(read_settings(file.read_text(encoding="utf-8")))
+        settings = read_settings(_content(file, most_bytes=4 * MOST_CHARS).decode())
         file = folder / "status"
         status = _status(folder)
     except (OSError, ValueError) as error:
@@ -115,65 +104,14 @@ def read_run(folder: Path, *, name: str) -> Run:
     return Run(name=name, status=status, summary=summary, lines=lines, settings=settings)
 
 
-def _check_file(file: Path, *, most_bytes: int | None = None) -> None:
-    """Refuse files that never end, such as pipes, or that would fill the memory; raises OSError or ValueError."""
+def _content(file: Path, *, most_bytes: int | None = None) -> bytes:
+    """Read a file, but not one that never ends, such as a pipe, or that would fill the memory."""
     about = file.stat()
     if not stat.S_ISREG(about.st_mode):
         raise ValueError("it is not a regular file")
     if most_bytes is not None and about.st_size > most_bytes:
         raise ValueError(f"it has {about.st_size} bytes, and at most {most_bytes} are allowed")
-
-
-def varying_settings(runs: Sequence[Run]) -> list[Setting]:
-    """Return the settings that differ between runs; the seed stands last, since runs that differ in it are repeats."""
-    found = varying([run.facts for run in runs])
-    return sorted(found, key=lambda setting: setting.key == "seed")
-
-
-def settings_of_rows(runs: Sequence[Run]) -> list[dict[str, object]]:
-    """Return the cells that identify each run in a table: its name, models, ranks, seed and the settings that vary."""
-    others = [setting for setting in varying_settings(runs) if setting.key not in _OWN_COLUMNS]
-    rows = []
-    for number, run in enumerate(runs):
-        summary = run.summary
-        row: dict[str, object] = {"run": run.name, "task": summary.task, "model": summary.model, "draft": summary.draft}
-        row |= {"num_draft_tokens": run.num_draft_tokens, "world_size": summary.world_size, "seed": summary.seed}
-        rows.append(row | {setting.key: setting.values[number] for setting in others})
-    return rows
-
-
-def to_csv(runs: Sequence[Run]) -> str:
-    """Return all completions of all runs as one table, a row each, without texts."""
-    known = settings_of_rows(runs)
-    measured = [entry.name for entry in fields(CompletionLine) if entry.name not in _TEXTS]
-    rows = []
-    for facts, run in zip(known, runs, strict=True):
-        for line in run.lines:
-            row = {name: value for name, value in asdict(line).items() if name in measured}
-            sums = {"num_accepted": sum(line.accepted_lengths), "num_examined": sum(line.examined_lengths)}
-            rows.append(facts | row | sums)
-    return csv_of([*known[0], *measured, "num_accepted", "num_examined"], rows)
-
-
-def cells_to_csv(runs: Sequence[Run]) -> str:
-    """Return the cells of all benchmarks as one table, a row each; empty without a benchmark."""
-    rows = []
-    for run in runs:
-        for cell in run.summary.cells:
-            row = {name: value for name, value in asdict(cell).items() if not isinstance(value, dict)}
-            row |= {f"{name}_ms_per_token": value for name, value in cell.ms_per_token.items()}
-            row |= {f"{name}_forecast_ms_per_token": value for name, value in cell.forecast_ms_per_token.items()}
-            rows.append({"run": run.name} | row | cell.versions)
-    return csv_of(dict.fromkeys(chain.from_iterable(rows)), rows) if rows else ""
-
-
-def csv_of(columns: Iterable[str], rows: Iterable[Mapping[str, object]]) -> str:
-    """Write rows as CSV; a missing value is empty."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(columns), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
+    return file.read_bytes()
 
 
 def _status(folder: Path) -> str:

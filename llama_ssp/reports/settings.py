@@ -1,71 +1,170 @@
-"""Reads the settings of a run folder, and compares them with those of a run that resumes it, key by key.
+"""The settings that differ between runs: found, named, and as axes of charts.
 
-The folder may be damaged or made by somebody else: YAML that could expand without end is refused, and messages
-truncate what they quote.
+A sweep over `model=` changes every figure of the model's entry too: settings that follow from a name are left out, so
+that a reader finds the name alone.
 """
 
 import json
-from collections.abc import Collection
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeGuard
 
-import yaml
+from llama_ssp.reports.runs import Run
 
-MOST_CHARS = 1 << 20
-"""Longest `config.yaml`."""
-MOST_DEPTH = 32
-"""Deepest nesting, far above that of any config."""
-_MOST_SHOWN, _MOST_SHOWN_CHARS = 10, 200
-"""Most changed settings that are named, and most characters shown of each value."""
+MISSING = ""
+"""Value of a setting that a run does not have."""
+LEAST_GAP = 0.04
+"""Closest neighbours on an axis of numbers, as a share of its length; their names would cover each other."""
+MARGIN = 0.1
+"""Empty part on either side of an axis."""
+_NEVER_SHOWN = {"run_dir", "dry_run"}
+_NAMES = {
+    "speculation.num_draft_tokens": "K", "hardware.name": "hardware", "placement.target.kind": "placement",
+    "placement.draft.kind": "draft placement",
+}  # fmt: skip
+_ENTRIES = {
+    "model.": ("model",),
+    "draft.": ("draft",),
+    "hardware.": ("hardware.name",),
+    "task.": ("task", "task.suite"),
+}
+"""Groups whose entries fix several settings, and the settings that name the entry."""
+_DESCRIPTION = re.compile(
+    r"hardware\.|(draft\.)?model\.(hub_id|revision|shipped|stored_dtype|gpu_dtype|default_draft|chat|gated|shape\b)"
+)
+"""Fields of an entry that describe it and that nobody sweeps."""
+_LONGEST_TEXT = 40
+_MOST = 1e100
 
 
-def changed_settings(old_yaml: str, new_yaml: str, *, changeable: Collection[str]) -> list[str]:
-    """Describe each changed setting in a clause; raises ValueError if the old text cannot be read.
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A setting that differs between runs: its dotted key, a short name of its own, and its value in each run."""
 
-    A list that the old text lacks was empty. Keys in `changeable`, and all below them, may differ.
+    key: str
+    name: str
+    values: tuple[object, ...]
+
+    @property
+    def is_number(self) -> bool:
+        """Whether every run has a number, so that a chart can have it as an axis."""
+        return all(is_number(value) for value in self.values)
+
+    @property
+    def texts(self) -> list[str]:
+        """Its values as a user writes them, shortened."""
+        return [_shown(value) for value in self.values]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Axis:
+    """A setting as an axis from 0 to 1.
+
+    Attributes:
+        is_line: values are numbers in order, so that lines may join them.
+        places: of each run.
+        names: the text under each place.
     """
-    old, new = flat(read_settings(old_yaml)), flat(yaml.safe_load(new_yaml))
-    old = {key: value for key, value in new.items() if value == []} | old
-    changed = [
-        key
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key) and not _is_below(key, changeable)
-    ]
-    named = changed[:_MOST_SHOWN]
-    clauses = [f"{_cut(key)} was {_shown(old.get(key))} and is now {_shown(new.get(key))}" for key in named]
-    return clauses + ([f"{len(changed) - len(named)} more"] if len(changed) > len(named) else [])
+
+    label: str
+    is_line: bool
+    places: tuple[float, ...]
+    names: dict[float, str]
 
 
-def read_settings(text: str) -> object:
-    """Read a `config.yaml`; raises ValueError for invalid YAML, and if it is too large, too deep or has aliases."""
-    if len(text) > MOST_CHARS:
-        raise ValueError(f"it has {len(text)} characters")
-    depth = 0
-    try:
-        for event in yaml.parse(text, Loader=yaml.SafeLoader):
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if depth > MOST_DEPTH or isinstance(event, yaml.AliasEvent):
-                raise ValueError("it is nested too deep, or has aliases")
-        return yaml.safe_load(text)
-    except (yaml.YAMLError, ArithmeticError, AttributeError, LookupError, TypeError) as error:
-        raise ValueError("it is not YAML") from error  # odd tags and numbers raise these other errors in the library
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Whether a value is a number that can be drawn."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return not (isinstance(value, float) and math.isnan(value)) and abs(value) < _MOST
+
+
+def varying_settings(runs: Sequence[Run]) -> list[Setting]:
+    """Return the settings that differ between runs; the seed stands last, since runs that differ in it are repeats."""
+    return sorted(varying([run.facts for run in runs]), key=lambda setting: setting.key == "seed")
+
+
+def varying(runs: Sequence[Mapping[str, object]]) -> list[Setting]:
+    """Return the settings that differ between these runs, in the order of the first run that has them."""
+    keys = [key for key in dict.fromkeys(key for run in runs for key in run) if key not in _NEVER_SHOWN]
+    columns = {key: tuple(run.get(key, MISSING) for run in runs) for key in keys}
+    changing = {key: values for key, values in columns.items() if len(set(map(_identity, values))) > 1}
+    kept = [key for key in changing if not _follows(key, changing)]
+    return [Setting(key=key, name=_short_name(key, kept), values=changing[key]) for key in kept]
+
+
+def labels(settings: Sequence[Setting]) -> list[str]:
+    """Return a label for each run: its own values of the settings."""
+    named = [[f"{each.name}={text}" for text in each.texts] for each in settings]
+    return [", ".join(of_run) for of_run in zip(*named, strict=True)]
+
+
+def axes_of(settings: Sequence[Setting], *, num_runs: int) -> list[Setting]:
+    """The settings that become axes: all numbers, else the one with the most values, else the runs' numbers.
+
+    The seed is an axis only if nothing else varies: runs that differ in it are repeats. Numbers with another value,
+    such as K = auto, are an axis too, in equal steps.
+    """
+    others = [setting for setting in settings if setting.key != "seed"] or [*settings]
+    if numbers := [setting for setting in others if any(map(is_number, setting.values))]:
+        return numbers
+    if others:
+        return [max(others, key=lambda setting: len(set(setting.texts)))]
+    return [Setting(key="run", name="run", values=tuple(range(num_runs)))]
+
+
+def axis_of(setting: Setting) -> Axis:
+    """Place numbers by their size, else by their logarithm if they crowd, else in equal steps, as other values are."""
+    texts = setting.texts
+    numbers = {text: float(value) for text, value in zip(texts, setting.values, strict=True) if is_number(value)}
+    scales = [numbers] if setting.is_number else []
+    if scales and min(numbers.values()) > 0:
+        scales.append({text: math.log(number) for text, number in numbers.items()})
+    order = sorted(dict.fromkeys(texts), key=lambda text: (text not in numbers, numbers.get(text, 0.0)))
+    scales.append({text: float(place) for place, text in enumerate(order)})
+    for scale in scales:
+        low, reach = min(scale.values()), max(scale.values()) - min(scale.values())
+        shares = {text: (value - low) / reach if reach else 0.5 for text, value in scale.items()}
+        if min((right - left for left, right in pairwise(sorted(shares.values()))), default=1.0) >= LEAST_GAP:
+            break
+    place = {text: MARGIN + (1 - 2 * MARGIN) * share for text, share in shares.items()}
+    return Axis(
+        label=setting.name, is_line=setting.is_number, places=tuple(place[text] for text in texts),
+        names={place[text]: text for text in order},
+    )  # fmt: skip
+
+
+def _identity(value: object) -> str:
+    return json.dumps(value, default=str)
 
 
 def _shown(value: object) -> str:
-    return _cut(json.dumps(value, default=str))
+    text = value if isinstance(value, str) else f"{value:g}" if isinstance(value, float) else _identity(value)
+    return text if len(text) <= _LONGEST_TEXT else f"{text[: _LONGEST_TEXT - 1]}…"
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= _MOST_SHOWN_CHARS else f"{text[:_MOST_SHOWN_CHARS]}..."
+def _follows(key: str, changing: Mapping[str, tuple[object, ...]]) -> bool:
+    """Whether a setting follows from the name of an entry: a description, or one that other entries do not have."""
+    group = next((prefix for prefix in _ENTRIES if key.startswith(prefix)), None)
+    if group is None or key in _ENTRIES[group]:
+        return False
+    values = changing[key]
+    if not _DESCRIPTION.match(key) and MISSING not in values:
+        return False
+    entries = zip(*(changing[name] for name in _ENTRIES[group] if name in changing), strict=True)
+    of_entry: dict[str, set[str]] = {}
+    for entry, value in zip(entries, values, strict=False):
+        of_entry.setdefault(_identity(entry), set()).add(_identity(value))
+    return bool(of_entry) and all(len(found) == 1 for found in of_entry.values())
 
 
-def flat(tree: object, prefix: str = "") -> dict[str, object]:
-    """Map the dotted key of every leaf of nested mappings to its value; a list is a leaf."""
-    if not isinstance(tree, dict):
-        return {prefix: tree}
-    leaves: dict[str, object] = {}
-    for key, value in tree.items():
-        leaves |= flat(value, f"{prefix}.{key}" if prefix else str(key))
-    return leaves
-
-
-def _is_below(key: str, parents: Collection[str]) -> bool:
-    return any(key == parent or key.startswith(parent + ".") for parent in parents)
+def _short_name(key: str, keys: Sequence[str]) -> str:
+    """Return the shortest ending of a key that no other key has."""
+    if key in _NAMES:
+        return _NAMES[key]
+    parts, others = key.split("."), [other.split(".") for other in keys if other != key]
+    num = next(n for n in range(1, len(parts) + 1) if n == len(parts) or all(o[-n:] != parts[-n:] for o in others))
+    return " ".join(parts[-num:]).replace("_", " ")

@@ -1,22 +1,23 @@
-"""Computes the summary of a run from its lines; pure functions."""
+"""Computes the summary of a run from its lines; pure functions. They define the numbers of `summary.json`."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from llama_ssp.reports.evaluation import Evaluation
-from llama_ssp.reports.excerpts import Excerpt
 from llama_ssp.reports.lines import (
     PLAIN,
     SPECULATIVE,
     BenchmarkRow,
     CompletionLine,
+    Evaluation,
+    Excerpt,
+    OverlapSummary,
     PlainSummary,
+    RankActivity,
     RunFacts,
     SpeculativeSummary,
     Summary,
 )
 from llama_ssp.reports.provenance import git_commit, versions
-from llama_ssp.reports.rounds.overlap import OverlapSummary, idle_share, num_drafted
 
 
 def summarise(
@@ -24,26 +25,25 @@ def summarise(
     lines: Sequence[CompletionLine],
     cells: Sequence[BenchmarkRow] = (),
     *,
+    num_draft_tokens: int,
+    activities: Sequence[RankActivity] = (),
     evaluation: Evaluation | None = None,
     excerpts: Sequence[Excerpt] = (),
 ) -> Summary:
     """Make the summary of a run from its lines, including those of earlier parts of a resumed run.
 
-    A number without measurements is None. The functions of this module define the numbers. `cells` are those of a
-    benchmark, which has no lines; `evaluation` is the verdict of one, if it has come to its end; `excerpts` are for
-    the report.
+    A number without measurements is None. `cells` are those of a benchmark, which has no lines; `num_draft_tokens` is 0
+    without a draft; `activities` are those of the ranks of a run that overlaps.
     """
-    plain_lines = [line for line in lines if line.mode == PLAIN]
-    speculative_lines = [line for line in lines if line.mode == SPECULATIVE]
+    by_mode = {mode: [line for line in lines if line.mode == mode] for mode in (PLAIN, SPECULATIVE)}
+    plain, fast = by_mode[PLAIN], by_mode[SPECULATIVE]
     return Summary(
-        task=facts.task, model=facts.model, draft=facts.draft, weights=facts.weights, placement=facts.placement,
-        world_size=facts.world_size, seed=facts.seed, versions=versions(), git_commit=git_commit(),
+        **vars(facts), versions=versions(), git_commit=git_commit(),
         num_prompts=len({line.index for line in lines}) + sum(cell.batch_size for cell in cells),
         num_new_tokens=_num_new_tokens(lines) + sum(cell.batch_size * cell.max_new_tokens for cell in cells),
-        plain=_plain(plain_lines) if plain_lines else None,
-        speculative=_speculative(speculative_lines, facts.num_draft_tokens) if speculative_lines else None,
-        speedup=speedup(lines), forecast=facts.forecast, memory=facts.memory, startup=facts.startup, cells=[*cells],
-        evaluation=evaluation, excerpts=[*excerpts], overlap=_overlap(facts, speculative_lines),
+        plain=_plain(plain) if plain else None, speculative=_speculative(fast, num_draft_tokens) if fast else None,
+        speedup=speedup(lines), cells=[*cells], evaluation=evaluation, excerpts=[*excerpts],
+        overlap=_overlap(facts, fast, activities, num_draft_tokens) if activities else None,
     )  # fmt: skip
 
 
@@ -52,40 +52,10 @@ def ms_per_token(lines: Sequence[CompletionLine]) -> float | None:
     return _ratio(sum(line.ms for line in lines), _num_new_tokens(lines))
 
 
-def tokens_per_s(lines: Sequence[CompletionLine]) -> float | None:
-    """Throughput of all rows and replicas: new tokens over wall time, above `1000 / ms_per_token` in a batch."""
-    return _ratio(_num_new_tokens(lines), sum(line.share_s for line in lines))
-
-
-def first_token_ms(lines: Sequence[CompletionLine]) -> float | None:
-    """Mean time from the start of the prefill to the first token, of the lines that have it."""
-    known = [line.first_token_ms for line in lines if line.first_token_ms is not None]
-    return _ratio(sum(known), len(known))
-
-
-def tokens_per_round(lines: Sequence[CompletionLine]) -> float | None:
-    """New tokens from rounds, over rounds; a row's first token comes from its prefill."""
-    return _ratio(_num_new_tokens(lines) - len(lines), sum(line.num_rounds for line in lines))
-
-
 def acceptance_rate(lines: Sequence[CompletionLine]) -> float | None:
     """Accepted over examined drafted tokens, in rounds that `num_examined` counts."""
     counted = counted_rounds(lines)
     return _ratio(sum(accepted for accepted, _ in counted), sum(examined for _, examined in counted))
-
-
-def accepted_histogram(lines: Sequence[CompletionLine], num_draft_tokens: int) -> list[int]:
-    """For each number of accepted tokens 0..K, how many of the rounds that `num_examined` counts had it."""
-    counts = Counter(accepted for accepted, _ in counted_rounds(lines))
-    return [counts[length] for length in range(num_draft_tokens + 1)]
-
-
-def drafted_histogram(lines: Sequence[CompletionLine], num_draft_tokens: int) -> list[int] | None:
-    """For each number of drafted tokens 0..K, how many rounds had it, of a run that chooses K for each round."""
-    if all(line.draft_lengths is None for line in lines):
-        return None
-    counts = Counter(drafted for line in lines for drafted in line.draft_lengths or ())
-    return [counts[length] for length in range(num_draft_tokens + 1)]
 
 
 def speedup(lines: Sequence[CompletionLine]) -> float | None:
@@ -94,54 +64,8 @@ def speedup(lines: Sequence[CompletionLine]) -> float | None:
     for line in lines:
         by_mode[line.mode][line.index, line.sample] = line
     common = by_mode[PLAIN].keys() & by_mode[SPECULATIVE].keys()
-    plain_ms = ms_per_token([by_mode[PLAIN][key] for key in common])
-    speculative_ms = ms_per_token([by_mode[SPECULATIVE][key] for key in common])
-    return _ratio(plain_ms or 0.0, speculative_ms or 0.0)
-
-
-def _plain(lines: Sequence[CompletionLine]) -> PlainSummary:
-    return PlainSummary(
-        ms_per_token=ms_per_token(lines),
-        tokens_per_s=tokens_per_s(lines),
-        num_target_forwards=sum(line.num_target_forwards for line in lines),
-        first_token_ms=first_token_ms(lines),
-    )
-
-
-def _speculative(lines: Sequence[CompletionLine], num_draft_tokens: int) -> SpeculativeSummary:
-    return SpeculativeSummary(
-        **vars(_plain(lines)), tokens_per_round=tokens_per_round(lines),
-        num_rounds=sum(line.num_rounds for line in lines),
-        acceptance_rate=acceptance_rate(lines), accepted_histogram=accepted_histogram(lines, num_draft_tokens),
-        draft_s=sum(line.draft_s for line in lines), verify_s=sum(line.verify_s for line in lines),
-        other_s=sum(line.other_s for line in lines), drafted_histogram=drafted_histogram(lines, num_draft_tokens),
-    )  # fmt: skip
-
-
-def _overlap(facts: RunFacts, lines: Sequence[CompletionLine]) -> OverlapSummary | None:
-    """What overlapped rounds did."""
-    if not facts.activities:
-        return None
-    waits = any(each.waits for each in facts.activities)
-    drafted = sum(num_drafted(line.accepted_lengths, facts.num_draft_tokens, waits=waits) for line in lines)
-    num_copies, size = facts.placement["num_replicas"], facts.world_size
-    each = range(0, size, size // num_copies)
-    ranks = {
-        model: [first + rank for first in each for rank in facts.placement[model]["ranks"]]
-        for model in ("target", "draft")
-    }
-    return OverlapSummary(
-        waits=waits,
-        target_idle_share=idle_share(facts.activities, ranks["target"]),
-        draft_idle_share=idle_share(facts.activities, ranks["draft"]),
-        num_drafted_tokens=drafted,
-        num_dropped_tokens=drafted - sum(sum(line.accepted_lengths) for line in lines),
-        ranks=facts.activities,
-    )
-
-
-def _num_new_tokens(lines: Sequence[CompletionLine]) -> int:
-    return sum(line.num_new_tokens for line in lines)
+    plain_ms, fast_ms = (ms_per_token([by_mode[mode][key] for key in common]) for mode in (PLAIN, SPECULATIVE))
+    return _ratio(plain_ms or 0.0, fast_ms or 0.0)
 
 
 def counted_rounds(lines: Sequence[CompletionLine]) -> list[tuple[int, int]]:
@@ -170,6 +94,75 @@ def num_examined(*, num_accepted: int, num_draft_tokens: int, room: int, ended_i
     if room <= num_draft_tokens:
         return 0
     return num_accepted if ended_in_draft else min(num_accepted + 1, num_draft_tokens)
+
+
+def round_gains(accepted_lengths: Sequence[int], num_draft_tokens: int, *, waits: bool) -> list[int]:
+    """New tokens of each overlapped round of a row: one of the target's follows a rejection alone.
+
+    Unless it waits, the first round, and each after a rejection, examines one drafted token; any other all K.
+    """
+    fewest = num_draft_tokens if waits else 1
+    gains, examined = [], fewest
+    for num_accepted in accepted_lengths:
+        goes_on = num_accepted == examined
+        gains.append(num_accepted + (not goes_on))
+        examined = num_draft_tokens if goes_on else fewest
+    return gains
+
+
+def _plain(lines: Sequence[CompletionLine]) -> PlainSummary:
+    first = [line.first_token_ms for line in lines if line.first_token_ms is not None]
+    return PlainSummary(
+        ms_per_token=ms_per_token(lines), num_target_forwards=sum(line.num_target_forwards for line in lines),
+        # Of all rows and replicas: above 1000 / ms_per_token in a batch.
+        tokens_per_s=_ratio(_num_new_tokens(lines), sum(line.share_s for line in lines)),
+        first_token_ms=_ratio(sum(first), len(first)),
+    )  # fmt: skip
+
+
+def _speculative(lines: Sequence[CompletionLine], num_draft_tokens: int) -> SpeculativeSummary:
+    def histogram(numbers: Iterable[int]) -> list[int]:
+        counts = Counter(numbers)
+        return [counts[number] for number in range(num_draft_tokens + 1)]
+
+    num_rounds = sum(line.num_rounds for line in lines)
+    adapts = any(line.draft_lengths is not None for line in lines)
+    return SpeculativeSummary(
+        **vars(_plain(lines)), num_rounds=num_rounds, acceptance_rate=acceptance_rate(lines),
+        # A row's first token comes from its prefill.
+        tokens_per_round=_ratio(_num_new_tokens(lines) - len(lines), num_rounds),
+        accepted_histogram=histogram(accepted for accepted, _ in counted_rounds(lines)),
+        drafted_histogram=histogram(k for line in lines for k in line.draft_lengths or ()) if adapts else None,
+        draft_s=sum(line.draft_s for line in lines), verify_s=sum(line.verify_s for line in lines),
+        other_s=sum(line.other_s for line in lines),
+    )  # fmt: skip
+
+
+def _overlap(
+    facts: RunFacts, lines: Sequence[CompletionLine], activities: Sequence[RankActivity], num_draft_tokens: int
+) -> OverlapSummary:
+    waits = any(each.waits for each in activities)
+    drafted = 0
+    for accepted in (line.accepted_lengths for line in lines if line.accepted_lengths):
+        # K in each round, and K - 1 before the first and after each rejection if the row waits.
+        num_refills = 1 + sum(length < num_draft_tokens for length in accepted[:-1])
+        drafted += num_draft_tokens * len(accepted) + (num_draft_tokens - 1) * num_refills * waits
+
+    def idle_share(model: str) -> float | None:
+        size = facts.world_size // facts.placement["num_replicas"]
+        ranks = facts.placement[model]["ranks"]
+        of_model = [each for each in activities if each.rank % size in ranks and each.rounds_s]
+        return _ratio(sum(each.waited_s / each.rounds_s for each in of_model), len(of_model))
+
+    return OverlapSummary(
+        waits=waits, target_idle_share=idle_share("target"), draft_idle_share=idle_share("draft"),
+        num_drafted_tokens=drafted, num_dropped_tokens=drafted - sum(sum(line.accepted_lengths) for line in lines),
+        ranks=[*activities],
+    )  # fmt: skip
+
+
+def _num_new_tokens(lines: Sequence[CompletionLine]) -> int:
+    return sum(line.num_new_tokens for line in lines)
 
 
 def _ratio(numerator: float, denominator: float) -> float | None:

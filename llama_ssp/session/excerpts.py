@@ -6,9 +6,10 @@ from itertools import groupby
 from transformers import PreTrainedTokenizerBase
 
 from llama_ssp.engine.stream import IncrementalText
-from llama_ssp.reports.excerpts import NUM_EXCERPTS, Excerpt, Span
-from llama_ssp.reports.lines import SPECULATIVE, CompletionLine
+from llama_ssp.reports.lines import SPECULATIVE, CompletionLine, Excerpt, Span
 
+NUM_EXCERPTS = 3
+"""Completions that a run keeps for its report."""
 _MOST_PROMPT_CHARS, _MOST_TOKENS = 400, 512
 
 

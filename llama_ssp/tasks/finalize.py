@@ -9,9 +9,8 @@ from llama_ssp.config.drafters import draft_name
 from llama_ssp.config.tasks import task_of
 from llama_ssp.errors import ConfigError, FailedEvaluation
 from llama_ssp.reports.forecast import Forecast
-from llama_ssp.reports.lines import RankMemory, RunFacts
-from llama_ssp.reports.rounds.overlap import RankActivity, round_gains
-from llama_ssp.reports.summary import summarise
+from llama_ssp.reports.lines import RankActivity, RankMemory, RunFacts
+from llama_ssp.reports.summary import round_gains, summarise
 from llama_ssp.session.excerpts import excerpts
 from llama_ssp.session.session import Session
 from llama_ssp.tasks.dispatch import conclude_task
@@ -37,20 +36,22 @@ def finalize(session: Session) -> None:
     facts = RunFacts(
         task=task.name, model=config.model.name, draft=draft_name(config.draft), weights=config.weights.name,
         placement=_placement(session), world_size=comm.size, seed=config.seed,
-        num_draft_tokens=config.speculation.most_draft_tokens if session.models.drafts else 0,
         memory=[
             RankMemory(rank=rank, planned_bytes=planned[rank], measured_peak_bytes=peak)
             for rank, peak in enumerate(peaks)
         ],
         forecast=forecast(session.plan.timing) if session.plan and not task.largest_cell else Forecast(),
-        startup=session.start_clock.times, activities=activities,
+        startup=session.start_clock.times,
     )  # fmt: skip
     gains_of = None
     if activities:
         waits = any(each.waits for each in activities)
         gains_of = partial(round_gains, num_draft_tokens=config.speculation.most_draft_tokens, waits=waits)
     shown = excerpts(folder.lines, session.models.tokenizer, gains_of=gains_of)
-    summary = summarise(facts, folder.lines, folder.rows, evaluation=session.evaluation, excerpts=shown)
+    summary = summarise(
+        facts, folder.lines, folder.rows, evaluation=session.evaluation, excerpts=shown, activities=activities,
+        num_draft_tokens=config.speculation.most_draft_tokens if session.models.drafts else 0,
+    )  # fmt: skip
     folder.write_summary(summary)
     session.terminal.end_of_text()  # an interruption may leave one open
     if folder.rows:

@@ -37,12 +37,11 @@ def summary(
         placement={},
         world_size=2,
         seed=7,
-        num_draft_tokens=num_draft_tokens,
         memory=[RankMemory(rank=rank, planned_bytes=3 << 30, measured_peak_bytes=2 << 30) for rank in range(2)],
         startup=StartUp(began_unix_s=1.8e9, composed_s=0.5, imported_s=4.0),
         forecast=Forecast(plain_ms_per_token=9.0, speculative_ms_per_token=4.5, speedup=2.0),
     )
-    return summarise(facts, lines)
+    return summarise(facts, lines, num_draft_tokens=num_draft_tokens)
 
 
 def write_run(folder: Path, *lines: CompletionLine, num_draft_tokens: int = 2, model: str = "big") -> Path:

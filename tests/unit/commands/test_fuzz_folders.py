@@ -151,9 +151,7 @@ def resume(folder: Path) -> int:
     """Do what a resumed run does with the files of its folder: read them, and end with a summary of all."""
     consoles = [Output(file=io.StringIO(), width=80) for _ in range(2)]
     terminal = Terminal(out=consoles[0], err=consoles[1])
-    run_facts = RunFacts(
-        task="compare", model="big", draft="small", placement={}, world_size=1, seed=7, num_draft_tokens=2, memory=[]
-    )
+    run_facts = RunFacts(task="compare", model="big", draft="small", placement={}, world_size=1, seed=7, memory=[])
     try:
         with RunFolder(folder, CONFIG) as opened:
             json.dumps([sorted(opened.finished), [row.key for row in opened.rows]])
@@ -162,7 +160,7 @@ def resume(folder: Path) -> int:
             with contextlib.suppress(SspError):  # other prompts are refused; what follows would read the lines too
                 check_lines(opened.lines, cast("RunConfig", named), [Prompt(text=PLAIN.prompt)])
             opened.put_in_order()
-            made = summarise(run_facts, opened.lines, opened.rows)
+            made = summarise(run_facts, opened.lines, opened.rows, num_draft_tokens=2)
             opened.write_summary(made)
             terminal.table(made)
             terminal.benchmark(opened.rows)

@@ -8,10 +8,9 @@ from rich.console import Console
 
 from llama_ssp.console.tables import summary_table
 from llama_ssp.reports import figures, plots
-from llama_ssp.reports.lines import CompletionLine, RankMemory, RunFacts, Summary
-from llama_ssp.reports.rounds.overlap import RankActivity, round_gains
+from llama_ssp.reports.lines import CompletionLine, RankActivity, RankMemory, RunFacts, Summary
 from llama_ssp.reports.runs import Run
-from llama_ssp.reports.summary import summarise
+from llama_ssp.reports.summary import round_gains, summarise
 from tests.helpers.pictures import said
 from tests.helpers.runs import FAST
 
@@ -28,11 +27,10 @@ ACTIVITIES = [
 
 def summary(*lines: CompletionLine) -> Summary:
     facts = RunFacts(
-        task="latency", model="big", draft="small", world_size=3, seed=7, num_draft_tokens=4,
-        memory=[RankMemory(rank=0)],
-        placement={"target": {"ranks": [0, 1]}, "draft": {"ranks": [2]}, "num_replicas": 1}, activities=ACTIVITIES,
+        task="latency", model="big", draft="small", world_size=3, seed=7, memory=[RankMemory(rank=0)],
+        placement={"target": {"ranks": [0, 1]}, "draft": {"ranks": [2]}, "num_replicas": 1},
     )  # fmt: skip
-    return summarise(facts, lines)
+    return summarise(facts, lines, num_draft_tokens=4, activities=ACTIVITIES)
 
 
 def test_a_summary_has_the_idle_shares_and_the_dropped_tokens() -> None:
@@ -44,10 +42,8 @@ def test_a_summary_has_the_idle_shares_and_the_dropped_tokens() -> None:
 
 
 def test_a_run_that_does_not_overlap_has_none() -> None:
-    facts = RunFacts(
-        task="latency", model="big", draft=None, placement={}, world_size=1, seed=7, num_draft_tokens=0, memory=[]
-    )
-    assert summarise(facts, []).overlap is None
+    facts = RunFacts(task="latency", model="big", draft=None, placement={}, world_size=1, seed=7, memory=[])
+    assert summarise(facts, [], num_draft_tokens=0).overlap is None
 
 
 def test_the_target_adds_a_token_after_a_rejection_alone() -> None:

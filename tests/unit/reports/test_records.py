@@ -239,11 +239,12 @@ def test_the_status_follows_the_run(tmp_path: Path) -> None:
 def test_a_full_disk_is_a_sentence_and_the_folder_can_be_resumed(tmp_path: Path) -> None:
     write(tmp_path, line(0))
     with RunFolder(tmp_path, CONFIG) as folder:
-        folder._file.close()
-        folder._file = Path("/dev/full").open("ab", buffering=0)  # noqa: SIM115 - the folder closes it
+        (tmp_path / "run.jsonl").rename(tmp_path / "moved")
+        (tmp_path / "run.jsonl").symlink_to("/dev/full")
         with pytest.raises(SspError, match=r"run\.jsonl: no space left on device; free some space"):
             folder.append(line(1))
         assert folder.finished == {(0, "speculative", 0)}
+    (tmp_path / "moved").replace(tmp_path / "run.jsonl")
     with RunFolder(tmp_path, CONFIG) as folder:
         assert folder.lines == [line(0)]
 

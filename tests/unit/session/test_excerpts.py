@@ -6,8 +6,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from llama_ssp.config.folders import conf_dir
-from llama_ssp.reports.excerpts import NUM_EXCERPTS, Span
-from llama_ssp.session.excerpts import excerpts
+from llama_ssp.reports.lines import Span
+from llama_ssp.session.excerpts import NUM_EXCERPTS, excerpts
 from tests.helpers.runs import FAST, PLAIN
 
 pytestmark = pytest.mark.seconds

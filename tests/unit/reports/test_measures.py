@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from llama_ssp.reports.lines import PLAIN, SPECULATIVE
+from llama_ssp.reports.measures import LEAST_PROMPTS, Estimate, measure, median, ratio
 from llama_ssp.reports.runs import Run
-from llama_ssp.reports.sweeps.intervals import LEAST_PROMPTS, Estimate, median, ratio
-from llama_ssp.reports.sweeps.measures import measure
 from tests.helpers.lanes import heavy
 from tests.helpers.sweeps import PLAIN_MS, simulated_run, simulated_sweep, true_acceptance, true_speedup
 
@@ -22,15 +21,12 @@ def figures_of(run: Run) -> dict[str, tuple[Estimate, float]]:
     assert isinstance(temperature, float)
     assert isinstance(k, int)
     speedup, measured = true_speedup(temperature=temperature, k=k), measure(run)
-    plain, fast = measured.mode(PLAIN), measured.mode(SPECULATIVE)
-    assert plain
-    assert fast
-    assert measured.paired
+    assert measured.speedup
     assert measured.acceptance
     return {
-        "plain": (plain.ms_per_token, PLAIN_MS),
-        "speculative": (fast.ms_per_token, PLAIN_MS / speedup),
-        "speed-up": (measured.paired.speedup, speedup),
+        "plain": (measured.modes[PLAIN].ms_per_token, PLAIN_MS),
+        "speculative": (measured.modes[SPECULATIVE].ms_per_token, PLAIN_MS / speedup),
+        "speed-up": (measured.speedup, speedup),
         "acceptance": (measured.acceptance, true_acceptance(temperature=temperature)),
     }
 

@@ -6,9 +6,9 @@ from hydra import compose, initialize_config_dir
 
 from llama_ssp.config import folders, store
 from llama_ssp.config.schema import to_yaml
-from llama_ssp.reports.runs import Run, varying_settings
-from llama_ssp.reports.settings import flat, read_settings
-from llama_ssp.reports.sweeps.varying import is_number, labels, varying
+from llama_ssp.reports.reading import read_settings
+from llama_ssp.reports.runs import Run
+from llama_ssp.reports.settings import is_number, labels, varying, varying_settings
 from tests.helpers.runs import FAST, PLAIN, summary
 
 BASE = {"sampling.temperature": 0.8, "speculation.num_draft_tokens": 4, "seed": 0, "run_dir": "a"}
@@ -24,7 +24,7 @@ def composed(*overrides: str) -> dict[str, object]:
     store.register()
     with initialize_config_dir(str(folders.conf_dir()), version_base="1.3"):
         config = store.to_run_config(compose("config", list(overrides)), explicit=frozenset())
-    return flat(read_settings(to_yaml(config)))
+    return read_settings(to_yaml(config))
 
 
 def test_settings_that_differ_are_found_and_the_folder_is_none() -> None:

@@ -8,11 +8,10 @@ import pytest
 
 from llama_ssp.reports import plots
 from llama_ssp.reports.charts import GREY, INK, Chart, Kind
-from llama_ssp.reports.runs import Run, varying_settings
-from llama_ssp.reports.sweeps.axes import MARGIN, axes_of, axis_of
-from llama_ssp.reports.sweeps.figures import MOST_PAIRS, prompts_of_run, sweep_charts
-from llama_ssp.reports.sweeps.measures import measure
-from llama_ssp.reports.sweeps.varying import Setting
+from llama_ssp.reports.figures import MOST_PAIRS, prompts_of_run, sweep_charts
+from llama_ssp.reports.measures import measure
+from llama_ssp.reports.runs import Run
+from llama_ssp.reports.settings import MARGIN, Setting, axes_of, axis_of, varying_settings
 from tests.helpers.pictures import said
 from tests.helpers.sweeps import simulated_run, simulated_sweep
 
@@ -39,14 +38,14 @@ def test_every_numeric_setting_is_the_axis_of_every_figure() -> None:
 def test_every_run_is_a_dot_with_its_interval() -> None:
     runs = simulated_sweep(random.Random(0))
     chart = charts_of(runs)["speedup_by_K"]
-    found = measure(runs[0]).paired
+    found = measure(runs[0]).speedup
     assert found
-    low, high = found.speedup.low, found.speedup.high
+    low, high = found.low, found.high
     assert low
     assert high
     says = [mark.says for mark in chart.marks if mark.kind is Kind.dot]
     assert len(says) == 4
-    assert says[0] == f"temperature=0, K=2: {found.speedup.value:.2f}x ({low:.2f}x to {high:.2f}x)"
+    assert says[0] == f"temperature=0, K=2: {found.value:.2f}x ({low:.2f}x to {high:.2f}x)"
     whiskers = [
         mark.points for mark in chart.marks if mark.kind is Kind.line and mark.points[0][0] == mark.points[1][0]
     ]

@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from llama_ssp.reports.runs import Run, varying_settings
-from llama_ssp.reports.sweeps.measures import measure
-from llama_ssp.reports.sweeps.tables import medians_table, percentiles_table, runs_table, runs_to_csv
+from llama_ssp.reports.measures import measure
+from llama_ssp.reports.runs import Run
+from llama_ssp.reports.settings import varying_settings
+from llama_ssp.reports.tables import medians_table, percentiles_table, runs_table, runs_to_csv
 from tests.helpers.runs import FAST, PLAIN, summary
 from tests.helpers.sweeps import PLAIN_MS, simulated_sweep
 
@@ -60,17 +61,17 @@ def test_speedups_are_paired_by_prompt_and_not_by_totals() -> None:
         replace(FAST, index=2, ms=1.0),
     ]
     measured = measure(run_of(PLAIN, FAST, *slow_and_fast))
-    assert measured.paired
-    assert measured.paired.speedup.value == pytest.approx((2.5 + 10.0) / 2)
-    assert (measured.paired.num_prompts, measured.paired.num_faster) == (2, 2)
+    assert measured.speedup
+    assert measured.speedup.value == pytest.approx((2.5 + 10.0) / 2)
+    assert (len(measured.pairs), measured.num_faster) == (2, 2)
 
 
 def test_turns_of_a_conversation_and_samples_of_a_prompt_are_one_prompt() -> None:
     turns = [replace(PLAIN, index=index, turn=index, sample=sample) for index in range(2) for sample in range(3)]
-    (mode,) = measure(run_of(*turns)).modes
+    (mode,) = measure(run_of(*turns)).modes.values()
     assert (mode.num_prompts, mode.num_completions) == (1, 6)
 
 
 def test_lines_of_earlier_versions_have_no_time_to_the_first_token() -> None:
-    (mode,) = measure(run_of(PLAIN, replace(PLAIN, index=1, first_token_ms=3.0))).modes
-    assert mode.first_token_percentiles is None
+    (mode,) = measure(run_of(PLAIN, replace(PLAIN, index=1, first_token_ms=3.0))).modes.values()
+    assert mode.first_token_percentiles == (None, None, None)

@@ -1,0 +1,175 @@
+"""Measurements of one run with 95 % intervals by the bootstrap: the range that other prompts of the kind would give.
+
+A prompt is the unit that is drawn, since completions of one prompt are alike. The seed is fixed, so that the same
+records give the same report.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import numpy as np
+
+from llama_ssp.reports.lines import PLAIN, SPECULATIVE, CompletionLine
+from llama_ssp.reports.runs import Run
+from llama_ssp.reports.summary import counted_rounds, ms_per_token
+
+CONFIDENCE = 0.95
+LEAST_PROMPTS = 6
+"""Fewer prompts have no 95 % interval of a median: all lie on one side of it in 1 of 16 samples of five."""
+NUM_RESAMPLES = 2000
+SEED = 20230202
+PERCENTILES = (50, 90, 99)
+_MOST_DRAWN = 1 << 22
+"""Numbers that are drawn at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """A figure of a run over its prompts; without an interval if they are too few."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModeMeasures:
+    """One mode of a run.
+
+    Attributes:
+        ms_per_token: median over prompts.
+        ms_percentiles, first_token_percentiles: p50, p90 and p99 over completions, in ms; the second ones are None for
+            lines of earlier versions.
+    """
+
+    num_prompts: int
+    num_completions: int
+    ms_per_token: Estimate
+    ms_percentiles: tuple[float | None, ...]
+    first_token_percentiles: tuple[float | None, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunMeasures:
+    """A run; None, and no entry of `modes`, for a figure that it did not measure.
+
+    Attributes:
+        pairs: plain and speculative ms/token of each prompt that has both.
+        speedup: median over these prompts of plain over speculative ms/token.
+        acceptance: accepted over examined drafted tokens.
+    """
+
+    modes: dict[str, ModeMeasures]
+    pairs: list[tuple[float, float]]
+    speedup: Estimate | None
+    acceptance: Estimate | None
+
+    def ms_per_token(self, mode: str) -> Estimate | None:
+        """Median over prompts of one mode."""
+        return self.modes[mode].ms_per_token if mode in self.modes else None
+
+    @property
+    def num_faster(self) -> int:
+        """Prompts whose speculative completions took less time per token."""
+        return sum(fast < plain for plain, fast in self.pairs)
+
+
+def measure(run: Run) -> RunMeasures:
+    """Compute the measures of a run from its completions."""
+    by_mode = {mode: [line for line in run.lines if line.mode == mode] for mode in (PLAIN, SPECULATIVE)}
+    keys = [{(line.index, line.sample) for line in lines} for lines in by_mode.values()]
+    plain, fast = (
+        dict(_times([line for line in lines if (line.index, line.sample) in keys[0] & keys[1]]))
+        for lines in by_mode.values()
+    )
+    pairs = [(ms, fast[prompt]) for prompt, ms in plain.items() if fast.get(prompt)]
+    rounds = [counted_rounds(of_prompt) for _, of_prompt in _by_prompt(by_mode[SPECULATIVE])]
+    counts = [(float(sum(kept for kept, _ in each)), float(sum(seen for _, seen in each))) for each in rounds if each]
+    return RunMeasures(
+        modes={mode: found for mode, lines in by_mode.items() if (found := _of_mode(lines))}, pairs=pairs,
+        speedup=median([plain_ms / fast_ms for plain_ms, fast_ms in pairs]) if pairs else None,
+        acceptance=ratio(counts) if counts else None,
+    )  # fmt: skip
+
+
+def median(prompts: Sequence[float]) -> Estimate:
+    """The median of one number per prompt, and its interval by the smoothed bootstrap.
+
+    A draw from the prompts' distribution, interpolated between them, has a uniform place among them. The median of `n`
+    such places follows the beta distribution below, whatever the numbers are. Without interpolation, the few values
+    that the median of a small sample can take would make the interval too narrow or too wide.
+
+    Source: Efron and Tibshirani 1993, "An introduction to the bootstrap", section 16.4.
+    """
+    values, num = np.sort(np.asarray(prompts, dtype=np.float64)), len(prompts)
+    value = float(np.median(values))
+    if num < LEAST_PROMPTS:
+        return Estimate(value=value)
+    places = np.random.default_rng(SEED).beta((num + 1) / 2, (num + 1) / 2, size=NUM_RESAMPLES)
+    tail = (1 - CONFIDENCE) / 2
+    ends = np.quantile(places, [tail, 1 - tail]) * (num + 1)
+    low, high = np.interp(ends, np.arange(1, num + 1), values)
+    return Estimate(value=value, low=float(low), high=float(high))
+
+
+def ratio(prompts: Sequence[tuple[float, float]]) -> Estimate:
+    """The sum of the first numbers over that of the second, and its interval by the bootstrap.
+
+    Source: Efron 1979, "Bootstrap methods: another look at the jackknife"; for the widening of `_tail` Hesterberg 2015,
+    "What teachers should know about the bootstrap", section 5.3.
+    """
+    numbers, num = np.asarray(prompts, dtype=np.float64), len(prompts)
+    value = float(numbers[:, 0].sum() / numbers[:, 1].sum())
+    if num < LEAST_PROMPTS:
+        return Estimate(value=value)
+    draw, ratios = np.random.default_rng(SEED), []
+    at_once = max(_MOST_DRAWN // num, 1)
+    for first in range(0, NUM_RESAMPLES, at_once):
+        drawn = draw.integers(num, size=(min(at_once, NUM_RESAMPLES - first), num))
+        sums = numbers[drawn].sum(axis=1)
+        ratios.append(sums[:, 0] / sums[:, 1])
+    tail = _tail(num)
+    low, high = np.quantile(np.concatenate(ratios), [tail, 1 - tail])
+    return Estimate(value=value, low=float(low), high=float(high))
+
+
+def _tail(num: int) -> float:
+    """Share of samples below the interval: as if the bootstrap's spread had the quantiles of Student's t."""
+    z, freedom = NormalDist().inv_cdf((1 + CONFIDENCE) / 2), num - 1
+    # The first terms of the expansion of Student's quantile in 1 / freedom (Abramowitz and Stegun 26.7.5).
+    t = z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+    return NormalDist().cdf(-math.sqrt(num / freedom) * t)
+
+
+def _of_mode(lines: Sequence[CompletionLine]) -> ModeMeasures | None:
+    lines = [line for line in lines if line.num_new_tokens]
+    if not lines:
+        return None
+    prompts = [ms for _, ms in _times(lines)]
+    first = [line.first_token_ms for line in lines if line.first_token_ms is not None]
+    return ModeMeasures(
+        num_prompts=len(prompts), num_completions=len(lines), ms_per_token=median(prompts),
+        ms_percentiles=_percentiles([line.ms / line.num_new_tokens for line in lines]),
+        first_token_percentiles=_percentiles(first if len(first) == len(lines) else []),
+    )  # fmt: skip
+
+
+def _times(lines: Sequence[CompletionLine]) -> Iterator[tuple[int, float]]:
+    """Yield each prompt and its ms/token over all its samples."""
+    for prompt, of_prompt in _by_prompt(lines):
+        if ms := ms_per_token(of_prompt):
+            yield prompt, ms
+
+
+def _by_prompt(lines: Sequence[CompletionLine]) -> list[tuple[int, list[CompletionLine]]]:
+    """The completions of each prompt, in order; all turns of a conversation count as one prompt."""
+    prompts: dict[int, list[CompletionLine]] = {}
+    for line in lines:
+        prompts.setdefault(line.index - line.turn, []).append(line)
+    return sorted(prompts.items())
+
+
+def _percentiles(values: Sequence[float]) -> tuple[float | None, ...]:
+    return tuple(float(value) for value in np.percentile(values, PERCENTILES)) if values else (None,) * len(PERCENTILES)

@@ -1,1 +1,0 @@
-"""Figures of rounds that have more to report than their tokens."""

@@ -1,1 +1,0 @@
-"""Several runs in one report: the settings that differ, what each run measured, tables and charts over settings."""
