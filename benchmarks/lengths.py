@@ -30,8 +30,8 @@ from llama_ssp.config.schema import Dtype, SamplingConfig, SpeculationConfig
 from llama_ssp.engine.loop import Decoder
 from llama_ssp.engine.state import Request
 from llama_ssp.reports.charts import COLOURS, SOFT, Chart
-from llama_ssp.reports.lines import PLAIN, SPECULATIVE
 from llama_ssp.reports.plots import sheet
+from llama_ssp.reports.records import PLAIN, SPECULATIVE
 from llama_ssp.session.loading import build_decoder
 from llama_ssp.session.prompts import encode
 from llama_ssp.tasks.benchmark import cut

@@ -35,7 +35,7 @@ PARTS = {
     "models loaded": "loaded_s",
     "prefill, first token": "first_token_s",
 }
-"""Each part of a start, and the step of `reports.lines.StartUp` that ends it."""
+"""Each part of a start, and the step of `reports.records.StartUp` that ends it."""
 _LINE = re.compile(r"import time:\s+(\d+) \|\s+\d+ \|\s+(\S+)")
 
 

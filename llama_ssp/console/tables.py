@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from llama_ssp.reports.forecast import Forecast
-from llama_ssp.reports.lines import (
+from llama_ssp.reports.records import (
     MEASURE_COLUMNS,
     PLAIN,
     SPECULATIVE,

@@ -32,7 +32,7 @@ from llama_ssp.console.typed import typed_prompts
 from llama_ssp.console.unread import has_hung_up, silence
 from llama_ssp.engine.stream import Piece
 from llama_ssp.errors import SspError
-from llama_ssp.reports.lines import BenchmarkRow, Evaluation, Summary
+from llama_ssp.reports.records import BenchmarkRow, Evaluation, Summary
 from llama_ssp.visible import visible
 
 _PICTURE_COLUMNS = 80

@@ -12,7 +12,7 @@ from llama_ssp.config.schema import Dtype, RunConfig
 from llama_ssp.config.tasks import EvaluateConfig, Suite
 from llama_ssp.evaluation.evidence import CompletionPair, Evidence
 from llama_ssp.evaluation.statistics import wilson
-from llama_ssp.reports.lines import CompletionLine, Evaluation, Measure
+from llama_ssp.reports.records import CompletionLine, Evaluation, Measure
 
 NEAR_TIES = {Dtype.fp32: 1e-3, Dtype.fp16: 0.1, Dtype.bf16: 0.5}
 """Largest difference of two log-probabilities that rounding can turn, by number format, in nats."""

@@ -11,7 +11,7 @@ from llama_ssp.config.schema import RunConfig
 from llama_ssp.config.tasks import EvaluateConfig, Suite
 from llama_ssp.evaluation.evidence import Evidence
 from llama_ssp.evaluation.statistics import rate_difference, wilson
-from llama_ssp.reports.lines import CompletionLine, Evaluation, Measure
+from llama_ssp.reports.records import CompletionLine, Evaluation, Measure
 
 NUM_EXAMPLES = 3
 FALSE_PASS_RATE = 0.05

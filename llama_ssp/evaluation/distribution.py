@@ -22,7 +22,7 @@ from llama_ssp.evaluation.statistics import (
     swap_test,
     total_variation,
 )
-from llama_ssp.reports.lines import CompletionLine, Evaluation, Measure
+from llama_ssp.reports.records import CompletionLine, Evaluation, Measure
 
 FALSE_ALARM_RATE = 1e-3
 """Highest probability of a failure if both modes have one distribution."""

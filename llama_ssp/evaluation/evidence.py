@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from llama_ssp.config.schema import RunConfig
 from llama_ssp.evaluation.martingales import TextSums
-from llama_ssp.reports.lines import PLAIN, CompletionLine, LineKey
+from llama_ssp.reports.records import PLAIN, CompletionLine, LineKey
 
 
 class CompletionPair(NamedTuple):

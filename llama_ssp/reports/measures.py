@@ -11,7 +11,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from llama_ssp.reports.lines import PLAIN, SPECULATIVE, CompletionLine
+from llama_ssp.reports.records import PLAIN, SPECULATIVE, CompletionLine
 from llama_ssp.reports.runs import Run
 from llama_ssp.reports.summary import counted_rounds, ms_per_token
 

@@ -1,227 +1,375 @@
-"""The folder of a run: who may write to it, what it holds already, and how each file is written atomically.
+"""The records of a run, typed: lines of `run.jsonl` and `benchmark.jsonl`, and `summary.json`.
 
-Only rank 0 opens a run folder. `distributed.ranklog` writes the log files; `lines` defines lines and summary.
-
-    run_dir/lock          held (flock) while the run lives
-    run_dir/config.yaml   the config of the run
-    run_dir/run.jsonl     a line per completion, appended as soon as it ends
-    run_dir/models.json   hashes of the models' files (`tasks.resuming`)
-    run_dir/status        running, done, interrupted, or the failing exit code and its sentence
-    run_dir/round_costs.json   what rounds of each K cost, of a run that chooses K
-    run_dir/benchmark.jsonl   a line per cell of task=benchmark
-    run_dir/summary.json  the summary, at the end
-    run_dir/report.html   the same with figures
+`folder` reads, writes and locks them; `summary` computes a summary from lines. Names end in `_s` for seconds and
+contain `ms` for milliseconds.
 """
 
-import fcntl
 import json
-import os
-import platform
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict
-from pathlib import Path
-from typing import BinaryIO
+import reprlib
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeAlias
 
-from llama_ssp.errors import FULL_DISK, ConfigError, SspError
-from llama_ssp.reports.lines import BenchmarkRow, CompletionLine, LineKey, Summary
-from llama_ssp.reports.reading import Keyed, changed_settings, read_lines
-from llama_ssp.reports.runs import Run
-from llama_ssp.visible import visible
+from llama_ssp.config.schema import ADAPTIVE
+from llama_ssp.reports.forecast import Forecast
+from llama_ssp.reports.reading import read_json, restore
 
-COSTS_FILE, MODELS_FILE, OVERLAP_FILE = "round_costs.json", "models.json", "overlap.json"
-CHANGEABLE = (
-    "run_dir", "resume", "timeouts", "hardware", "dry_run", "speculation.acceptance", "speculation.text",
-    "task.picture", "task.store", "task.gate", "task.margin", "task.near_tie", "task.num_prompts",
-    "model.path", "model.verify", "model.manifest", "draft.model.path", "draft.model.verify", "draft.model.manifest",
-)  # fmt: skip
-"""Keys of a config, with all below them, that may change when a run is resumed: no completion depends on them."""
+SCHEMA_VERSION = 1
+MOST_DRAFTED = 1024
+"""Largest K of any run."""
+PLAIN = "plain"
+SPECULATIVE = "speculative"
+_FINISH_REASONS = {"length", "eos", "stop"}
+
+LineKey: TypeAlias = tuple[int, str, int]
+"""The (index, mode, sample) that identifies a finished completion when a run is resumed."""
+CellKey: TypeAlias = tuple[int, int, int | None]
+"""The (prompt_tokens, batch_size, num_draft_tokens) that identifies a measured cell when a benchmark is resumed."""
 
 
-class RunFolder(AbstractContextManager["RunFolder"]):
-    """An open run folder: its path, finished completions and cells; a context manager that releases the lock."""
+@dataclass(frozen=True, kw_only=True)
+class CompletionLine:
+    """One line of `run.jsonl`: one completion of one prompt.
 
-    def __init__(self, path: Path, config_yaml: str) -> None:
-        """Create the folder, or reopen it to resume its run, and mark it as running.
+    Attributes:
+        index, sample: the prompt's place in its file, and number of its sample, both from 0.
+        mode: "plain" or "speculative".
+        text, token_ids, finish_reason: the new text and ids, without the prompt's; "length", "eos" or "stop".
+        num_target_forwards: forwards of the target with this row, including its prefill.
+        accepted_lengths, examined_lengths: for each round, the accepted drafted tokens and `summary.num_examined`.
+        draft_lengths: for each round, the drafted tokens, of a run that chooses K for each round.
+        ms, first_token_ms: from the start of the row's prefill to its last and to its first token.
+        share_s: wall time over the rows of the batch and the replicas; `ms / 1000` for one row without replicas.
+        draft_s, verify_s, other_s: the row's equal share of the time of its batch's rounds, by part.
+        turn: number of turns before the prompt in its conversation.
+        question_id, category, fields, messages: of the prompt's record; the other fields; messages before the prompt.
+    """
 
-        Raises ConfigError if another job uses the folder, it belongs to another config, or its files are damaged;
-        SspError if it cannot be written.
-        """
-        self.path = path
-        with _explained(path):
-            path.mkdir(parents=True, exist_ok=True)
-        self._lock = _locked(path / "lock")
-        try:
-            self._keep_config(config_yaml)
-            self.lines = self._recover("run.jsonl", CompletionLine.from_json, made="completion")
-            self.rows = self._recover("benchmark.jsonl", BenchmarkRow.from_json, made="cell")
-            self.write_status("running")
-            with _explained(path / "run.jsonl"):
-                (path / "run.jsonl").touch()
-        except BaseException:
-            self.close()
-            raise
+    index: int
+    sample: int
+    mode: str
+    prompt: str
+    text: str
+    token_ids: list[int]
+    num_new_tokens: int
+    finish_reason: str
+    num_rounds: int
+    num_target_forwards: int
+    accepted_lengths: list[int]
+    examined_lengths: list[int]
+    ms: float
+    share_s: float
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    other_s: float = 0.0
+    draft_lengths: list[int] | None = None
+    turn: int = 0
+    question_id: str | None = None
+    category: str | None = None
+    messages: list[dict[str, str]] | None = None
+    fields: dict[str, Any] = field(default_factory=dict)
+    first_token_ms: float | None = None
 
     @property
-    def finished(self) -> frozenset[LineKey]:
-        """Keys of the completions in the folder, which a resumed run skips."""
-        return frozenset(line.key for line in self.lines)
+    def key(self) -> LineKey:
+        """Identifies the completion when a run is resumed."""
+        return self.index, self.mode, self.sample
 
-    def append(self, line: CompletionLine) -> None:
-        """Write a finished completion to disk; raises SspError if the disk fails, and the run can be resumed."""
-        _append(self.path / "run.jsonl", line.to_json())
-        self.lines.append(line)
+    def to_json(self) -> bytes:
+        """Return the line as UTF-8 with its line feed; lone surrogates become question marks."""
+        return json.dumps(asdict(self), ensure_ascii=False).encode("utf-8", errors="replace") + b"\n"
 
-    def append_row(self, row: BenchmarkRow) -> None:
-        """Write a measured cell to disk; raises SspError as `append` does."""
-        _append(self.path / "benchmark.jsonl", row.to_json())
-        self.rows.append(row)
-
-    def read_kept(self, name: str) -> str | None:
-        """The content of such a file as `models.json`, None if there is none; raises SspError if it cannot be read."""
-        file = self.path / name
-        return _read(file).decode("utf-8", errors="replace") if file.exists() else None
-
-    def write_kept(self, name: str, content: str) -> None:
-        """Write such a file; raises SspError if the disk fails."""
-        _write_whole(self.path / name, content)
-
-    def put_in_order(self) -> None:
-        """Sort `run.jsonl` by prompt and sample after a run with replicas; on SspError the file is unchanged."""
-        self.lines.sort(key=lambda line: (line.index, line.sample))
-        _write_whole(self.path / "run.jsonl", b"".join(line.to_json() for line in self.lines).decode())
-
-    def write_status(self, status: str) -> None:
-        """Set `status` to "running", "done" or "interrupted"; raises SspError if the disk fails."""
-        _write_whole(self.path / "status", status + "\n")
-
-    def write_summary(self, summary: Summary) -> None:
-        """Write `summary.json`; raises SspError if the disk fails."""
-        _write_whole(self.path / "summary.json", json.dumps(asdict(summary), indent=2) + "\n")
-
-    def write_report(self, summary: Summary) -> None:
-        """Write `report.html`; raises ConfigError if a drawing package is missing, and SspError if the disk fails."""
-        from llama_ssp.reports.html import report  # noqa: PLC0415 - slow to import, needed at the end of a run only
-
-        run = Run(name=self.path.name, status="", summary=summary, lines=tuple(self.lines))
-        _write_whole(self.path / "report.html", report([run]))
-
-    def close(self) -> None:
-        """Release the folder for other jobs."""
-        self._lock.close()
-
-    def __exit__(self, *_error: object) -> None:
-        self.close()
-
-    def _keep_config(self, config_yaml: str) -> None:
-        """Write the config of a new folder, or compare it with that of an old one."""
-        file = self.path / "config.yaml"
-        old_yaml = self.read_kept("config.yaml")
-        if old_yaml is None:
-            _write_whole(file, config_yaml)
-            return
-        try:
-            changes = changed_settings(old_yaml, config_yaml, changeable=CHANGEABLE)
-        except ValueError:
-            raise ConfigError(f"{file} is damaged; name another run_dir, or restore it to resume this one") from None
-        if changes:
-            raise ConfigError(
-                f"run_dir={self.path} belongs to another config ({'; '.join(changes)}); "
-                "give the same settings to resume it, or name another run_dir"
-            )
-
-    def _recover(self, name: str, parse: Callable[[bytes], Keyed], *, made: str) -> list[Keyed]:
-        """Read the finished lines, and cut off a half-written last one."""
-        file = self.path / name
-        if not file.exists():
-            return []
-        whole, _, torn = _read(file).rpartition(b"\n")
-        if torn:
-            with _explained(file):
-                os.truncate(file, len(whole) + 1 if whole else 0)
-        try:
-            return read_lines(whole, parse)
-        except ValueError as error:
-            raise ConfigError(
-                f"{file} cannot be resumed: {error}; "
-                f"remove such a line to have its {made} made again, or name another run_dir"
-            ) from None
+    @classmethod
+    def from_json(cls, line: bytes) -> "CompletionLine":
+        """Read a line back; raises ValueError unless it is JSON with the fields above and possible numbers."""
+        restored = restore(cls, read_json(line))
+        if restored.mode not in {PLAIN, SPECULATIVE}:
+            raise ValueError(f"mode holds {restored.mode!r}")
+        if restored.finish_reason not in _FINISH_REASONS:
+            raise ValueError(f"finish_reason holds {reprlib.repr(restored.finish_reason)}")
+        if len(restored.token_ids) != restored.num_new_tokens:
+            raise ValueError(f"token_ids has {len(restored.token_ids)} of {restored.num_new_tokens} new tokens")
+        by_round = (restored.accepted_lengths, restored.examined_lengths, restored.draft_lengths)
+        if any(lengths is not None and len(lengths) != restored.num_rounds for lengths in by_round):
+            raise ValueError("its rounds do not add up")
+        rounds = zip(restored.accepted_lengths, restored.examined_lengths, strict=True)
+        is_odd = any(max(accepted, examined) > MOST_DRAFTED or 0 < examined < accepted for accepted, examined in rounds)
+        if is_odd or max(restored.draft_lengths or (), default=0) > MOST_DRAFTED:
+            raise ValueError("it has an impossible round")
+        return restored
 
 
-def read_status(run_dir: Path) -> str:
-    """Return the `status` of a run folder; raises SspError if it cannot be read."""
-    return _read(run_dir / "status").decode("utf-8", errors="replace").strip()
+@dataclass(frozen=True, kw_only=True)
+class PlainSummary:
+    """Results of plain decoding; `summary.summarise` defines each number."""
+
+    ms_per_token: float | None
+    tokens_per_s: float | None
+    num_target_forwards: int
+    first_token_ms: float | None = None
 
 
-def write_failure(run_dir: Path, *, exit_code: int, sentence: str) -> None:
-    """Set `status` to the failing exit code and sentence, on any rank if rank 0 is lost; SspError if the disk fails."""
-    _write_whole(run_dir / "status", f"{exit_code}: {visible(sentence)}\n")
+@dataclass(frozen=True, kw_only=True)
+class SpeculativeSummary(PlainSummary):
+    """Results of speculative decoding; `summary.summarise` defines each number."""
+
+    num_rounds: int
+    tokens_per_round: float | None
+    acceptance_rate: float | None
+    accepted_histogram: list[int]
+    draft_s: float
+    verify_s: float
+    other_s: float
+    drafted_histogram: list[int] | None = None
+
+    @property
+    def drafting(self) -> str:
+        """K as a text: `auto` if each round has its own."""
+        return ADAPTIVE if self.drafted_histogram else str(len(self.accepted_histogram) - 1)
 
 
-def _locked(file: Path) -> BinaryIO:
-    """Take the lock; the kernel releases it when this process ends, however it ends."""
-    with _explained(file):
-        lock = file.open("a+b")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.seek(0)
-            owner = lock.read(200).decode(errors="replace").strip() or "another job"
-            lock.close()
-            raise ConfigError(
-                f"run_dir={file.parent} is in use by {owner}; wait for its end, or name another run_dir"
-            ) from None
-        try:
-            lock.truncate(0)
-            os.write(lock.fileno(), f"process {os.getpid()} on {platform.node()}\n".encode())
-        except OSError:
-            lock.close()
-            raise
-    return lock
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """One rank's memory: anonymous resident bytes on a CPU, bytes reserved by the allocator on a GPU."""
+
+    rank: int
+    planned_bytes: int | None = None
+    measured_peak_bytes: int | None = None
 
 
-def _append(file: Path, line: bytes) -> None:
-    """Write a line through to the disk."""
-    with _explained(file), file.open("ab") as stream:
-        stream.write(line)
-        stream.flush()
-        os.fsync(stream.fileno())
+@dataclass(frozen=True, kw_only=True)
+class StartUp:
+    """Seconds from the start of rank 0 to each step; null for a step that was not reached.
+
+    A run starts with its process; a later point of a sweep starts after the point before it.
+
+    Attributes:
+        began_unix_s: when the run started.
+        composed_s: the config is checked; nothing slow has been imported.
+        imported_s: the common imports are done; transformers' models are imported with the checkpoints.
+        joined_s: all ranks have met.
+        checked_s, loaded_s: checkpoints and prompts are checked, and the job is planned; the models are loaded.
+        first_token_s: the first token is shown, in some tasks after a warm-up; null for typed prompts and benchmarks.
+    """
+
+    began_unix_s: float
+    composed_s: float | None = None
+    imported_s: float | None = None
+    joined_s: float | None = None
+    checked_s: float | None = None
+    loaded_s: float | None = None
+    first_token_s: float | None = None
 
 
-def _write_whole(file: Path, text: str) -> None:
-    """Replace a file atomically: a reader, or a crash, sees the old text or the new one."""
-    draft = file.with_name(file.name + ".tmp")
-    with _explained(file):
-        try:
-            with draft.open("w", encoding="utf-8", errors="replace") as stream:
-                stream.write(text)
-                stream.flush()
-                os.fsync(stream.fileno())
-        except OSError:
-            draft.unlink(missing_ok=True)  # a part of it would waste space on a full disk
-            raise
-        draft.replace(file)
-        folder = os.open(file.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+@dataclass(frozen=True, kw_only=True)
+class BenchmarkRow:
+    """One line of `benchmark.jsonl`: a cell of the table. None means not measured.
+
+    Attributes:
+        ms_per_token: median over repetitions, by candidate (plain, speculative, generate, assisted).
+        forecast_ms_per_token: the plan's forecast for our own candidates; empty without a plan.
+        tokens_per_round: of our speculative decoding.
+        other_share: share of our rounds' time that is neither drafting nor verification.
+        copy_share: time to copy a rank's weights of a plain step, over that of a step; above 1 if a cache holds them.
+        text_sha256: hash of the token ids that prompts were cut from.
+        versions, git_commit: the software that measured the row.
+    """
+
+    model: str
+    draft: str | None
+    dtype: str
+    quantization: str
+    world_size: int
+    temperature: float
+    max_new_tokens: int
+    num_draft_tokens: int | None
+    prompt_tokens: int
+    batch_size: int
+    ms_per_token: dict[str, float]
+    forecast_ms_per_token: dict[str, float]
+    tokens_per_round: float | None
+    other_share: float | None
+    copy_share: float | None
+    text_sha256: str
+    versions: dict[str, str | None]
+    git_commit: str | None
+
+    @property
+    def key(self) -> CellKey:
+        """Identifies the cell when a benchmark is resumed."""
+        return self.prompt_tokens, self.batch_size, self.num_draft_tokens
+
+    @property
+    def name(self) -> str:
+        """Its name in a report."""
+        drafting = f", K = {self.num_draft_tokens}" if self.num_draft_tokens else ""
+        return f"prompt {self.prompt_tokens}, batch {self.batch_size}{drafting}"
+
+    @property
+    def columns(self) -> list[float | None]:
+        """Its times in ms/token, for a table: plain, forecast, generate, speculative, forecast, assisted."""
+        measured, forecast = self.ms_per_token, self.forecast_ms_per_token
+        ours = [(measured.get(mode), forecast.get(mode)) for mode in (PLAIN, SPECULATIVE)]
+        return [*ours[0], measured.get("generate"), *ours[1], measured.get("assisted")]
+
+    def to_json(self) -> bytes:
+        """Return the line with its line feed."""
+        return json.dumps(asdict(self)).encode() + b"\n"
+
+    @classmethod
+    def from_json(cls, line: bytes) -> "BenchmarkRow":
+        """Read a line back; raises ValueError unless it is JSON with the fields above."""
+        return restore(cls, read_json(line))
 
 
-@contextmanager
-def _explained(file: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        remedy = "name a run_dir that can be written"
-        if error.errno in FULL_DISK:
-            remedy = "free some space and give the same command with this run_dir to resume"
-        raise SspError(f"cannot use {file}: {(error.strerror or str(error)).lower()}; {remedy}") from error
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """Characters whose tokens were drafted and accepted, or chosen by the target."""
+
+    text: str
+    drafted: bool
 
 
-def _read(file: Path) -> bytes:
-    """Read a regular file; anything else might never end."""
-    with _explained(file):
-        if not file.is_file():
-            raise OSError(None, "not a regular file")
-        return file.read_bytes()
+@dataclass(frozen=True, kw_only=True)
+class Excerpt:
+    """One completion for the report: the end of its prompt, and its text in spans."""
+
+    index: int
+    sample: int
+    mode: str
+    prompt: str
+    spans: list[Span] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measure:
+    """One figure of an evaluation: `value`, and the ends of its interval if it has one. Any of them can be negative."""
+
+    name: str
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def cells(self) -> list[str]:
+        """The figure as a row of a table: name, value, interval."""
+        interval = "" if self.low is None or self.high is None else f"{self.low:.4g} to {self.high:.4g}"
+        return [self.name, f"{self.value:.4g}", interval]
+
+
+MEASURE_COLUMNS = ("", "value", "95 % interval")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """The verdict of a suite of `task=evaluate`; `reason` is a clause that says why it passed or failed."""
+
+    suite: str
+    passed: bool
+    reason: str
+    measures: list[Measure]
+
+    @property
+    def outcome(self) -> str:
+        """The verdict in two words."""
+        return f"suite={self.suite} {'passed' if self.passed else 'failed'}"
+
+    @property
+    def sentence(self) -> str:
+        """The verdict and its reason, without a full stop."""
+        return f"{self.outcome}: {self.reason}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankActivity:
+    """Time of one rank in the rounds of this part of a run that overlaps drafting and verification.
+
+    Attributes:
+        waited_s: of the rounds' time, how long it waited for the other model.
+        draft_cpu_s: how long its thread ran while it drafted; 0 on ranks of the target.
+        waits: rows waited for a block after a rejection.
+    """
+
+    rank: int
+    rounds_s: float
+    waited_s: float
+    num_rounds: int = 0
+    draft_cpu_s: float = 0.0
+    waits: bool = False
+
+    @property
+    def worked_s(self) -> float:
+        """The rounds' time without the waiting."""
+        return self.rounds_s - self.waited_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverlapSummary:
+    """Results of drafting that overlaps verification.
+
+    Attributes:
+        waits: rows waited for a new block after a rejection; else its first token was verified early.
+        target_idle_share, draft_idle_share: share of the rounds' time in which the ranks of a model waited for the
+            other; the mean over the ranks, of the last part of a resumed run. None without rounds.
+        num_drafted_tokens: drafted in all rounds and rows.
+        num_dropped_tokens: of these, the ones that did not become text.
+        ranks: the times behind the shares.
+    """
+
+    waits: bool
+    target_idle_share: float | None
+    draft_idle_share: float | None
+    num_drafted_tokens: int
+    num_dropped_tokens: int
+    ranks: list[RankActivity]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """The part of a summary that does not follow from a run's lines; `weights` is "checkpoint" or "synthetic"."""
+
+    task: str
+    model: str
+    draft: str | None
+    weights: str = "checkpoint"
+    placement: dict[str, Any]
+    world_size: int
+    seed: int
+    forecast: Forecast = field(default_factory=Forecast)
+    memory: list[RankMemory]
+    startup: StartUp | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary(RunFacts):
+    """All of `summary.json`; `plain`, `speculative` and `speedup` are null for a mode that did not run.
+
+    `cells` holds the rows of task=benchmark, whose prompts and new tokens count one completion of each cell's prompts.
+    `startup` describes the last part of a resumed run. `evaluation` is the verdict of task=evaluate, `excerpts` are a
+    few completions for the report.
+    """
+
+    schema_version: int = SCHEMA_VERSION
+    num_prompts: int
+    num_new_tokens: int
+    versions: dict[str, str | None]
+    git_commit: str | None
+    plain: PlainSummary | None
+    speculative: SpeculativeSummary | None
+    speedup: float | None
+    overlap: OverlapSummary | None = None
+    cells: list[BenchmarkRow] = field(default_factory=list)
+    evaluation: Evaluation | None = None
+    excerpts: list[Excerpt] = field(default_factory=list)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Summary":
+        """Read `summary.json` back; raises ValueError if it is not JSON, of another version, or impossible."""
+        content = read_json(text)
+        version = content.get("schema_version") if isinstance(content, dict) else None
+        if version != SCHEMA_VERSION:
+            raise ValueError(f"its schema_version is {reprlib.repr(version)}, not {SCHEMA_VERSION}")
+        summary = restore(cls, content)
+        fast = summary.speculative
+        if fast and not 1 <= len(fast.accepted_histogram) - 1 <= MOST_DRAFTED:
+            raise ValueError("speculative.accepted_histogram should hold a count for each of 0..K accepted tokens")
+        return summary

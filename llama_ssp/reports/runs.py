@@ -1,6 +1,6 @@
 """Finished runs, read back from their folders for a report.
 
-Read-only: takes no lock and changes nothing in a run folder. `lines` defines lines and summary.
+Read-only: takes no lock and changes nothing in a run folder. `records` defines lines and summary.
 """
 
 import stat
@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from llama_ssp.errors import ConfigError
-from llama_ssp.reports.lines import CompletionLine, Summary
 from llama_ssp.reports.reading import MOST_BYTES, MOST_CHARS, read_lines, read_settings
+from llama_ssp.reports.records import CompletionLine, Summary
 from llama_ssp.visible import visible
 
 _MOST_STATUS_BYTES = 4096

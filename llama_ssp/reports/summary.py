@@ -3,7 +3,8 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from llama_ssp.reports.lines import (
+from llama_ssp.reports.provenance import git_commit, versions
+from llama_ssp.reports.records import (
     PLAIN,
     SPECULATIVE,
     BenchmarkRow,
@@ -17,7 +18,6 @@ from llama_ssp.reports.lines import (
     SpeculativeSummary,
     Summary,
 )
-from llama_ssp.reports.provenance import git_commit, versions
 
 
 def summarise(

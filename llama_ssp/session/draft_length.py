@@ -23,8 +23,8 @@ from llama_ssp.errors import ConfigError
 from llama_ssp.planning.acceptance.expected import expected
 from llama_ssp.planning.acceptance.pair import pair_of_run
 from llama_ssp.planning.overlap import OverlappedTime, better_to_wait
+from llama_ssp.reports.folder import COSTS_FILE, OVERLAP_FILE, RunFolder
 from llama_ssp.reports.reading import read_json, restore
-from llama_ssp.reports.records import COSTS_FILE, OVERLAP_FILE, RunFolder
 
 _NUM_WARM, _NUM_TIMED, _ENOUGH_S = 2, 16, 2.0
 _NUM_WARM_PIECES, _NUM_TIMED_PIECES = 3, 8

@@ -6,7 +6,7 @@ from itertools import groupby
 from transformers import PreTrainedTokenizerBase
 
 from llama_ssp.engine.stream import IncrementalText
-from llama_ssp.reports.lines import SPECULATIVE, CompletionLine, Excerpt, Span
+from llama_ssp.reports.records import SPECULATIVE, CompletionLine, Excerpt, Span
 
 NUM_EXCERPTS = 3
 """Completions that a run keeps for its report."""

@@ -4,7 +4,7 @@ from transformers import PreTrainedTokenizerBase
 
 from llama_ssp.continuation import decode_after
 from llama_ssp.engine.completion import RowCompletion
-from llama_ssp.reports.lines import CompletionLine
+from llama_ssp.reports.records import CompletionLine
 from llama_ssp.session.prompt_records import Prompt
 
 

@@ -23,8 +23,8 @@ from llama_ssp.engine.loop import Decoder, Update
 from llama_ssp.engine.stream import IncrementalText, Piece
 from llama_ssp.errors import InterruptedRun
 from llama_ssp.planning.plan import Plan
-from llama_ssp.reports.lines import PLAIN, SPECULATIVE, CompletionLine, Evaluation, LineKey, RankActivity
-from llama_ssp.reports.records import RunFolder
+from llama_ssp.reports.folder import RunFolder
+from llama_ssp.reports.records import PLAIN, SPECULATIVE, CompletionLine, Evaluation, LineKey, RankActivity
 from llama_ssp.session.draft_length import settle_length, settle_overlap
 from llama_ssp.session.jobs import PromptTask, waves, with_answers
 from llama_ssp.session.lines import to_line

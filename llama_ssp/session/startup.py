@@ -5,7 +5,7 @@ import time
 from dataclasses import fields
 from pathlib import Path
 
-from llama_ssp.reports.lines import StartUp
+from llama_ssp.reports.records import StartUp
 
 _STATISTICS = Path("/proc/self/stat")
 _PLACE_OF_START = 19

@@ -31,8 +31,8 @@ from llama_ssp.planning.parts import rank_shares
 from llama_ssp.planning.plan import Plan
 from llama_ssp.planning.spec import step_bytes
 from llama_ssp.planning.timing import timing
-from llama_ssp.reports.lines import PLAIN, SPECULATIVE, BenchmarkRow, CellKey
 from llama_ssp.reports.provenance import git_commit, versions
+from llama_ssp.reports.records import PLAIN, SPECULATIVE, BenchmarkRow, CellKey
 from llama_ssp.session.jobs import PromptTask
 from llama_ssp.session.loading import build_decoder
 from llama_ssp.session.peers import Peers, has_peers, load_peer

@@ -6,7 +6,7 @@ from pathlib import Path
 from llama_ssp.config.tasks import CompareConfig
 from llama_ssp.console.terminal import Terminal
 from llama_ssp.engine.stream import Piece
-from llama_ssp.reports.lines import PLAIN, SPECULATIVE, CompletionLine
+from llama_ssp.reports.records import PLAIN, SPECULATIVE, CompletionLine
 from llama_ssp.session.jobs import PromptTask
 from llama_ssp.session.session import Session, Viewer
 

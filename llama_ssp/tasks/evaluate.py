@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from llama_ssp.config.tasks import task_and_suite
 from llama_ssp.evaluation.evidence import CompletionPair, Evidence, pairs_of
 from llama_ssp.evaluation.martingales import Role, roles_of
-from llama_ssp.reports.lines import PLAIN, SPECULATIVE, CompletionLine, Evaluation, LineKey
+from llama_ssp.reports.records import PLAIN, SPECULATIVE, CompletionLine, Evaluation, LineKey
 from llama_ssp.session.jobs import PromptTask
 from llama_ssp.session.scoring import SampledText, TextScore, score
 from llama_ssp.session.session import Session, Viewer

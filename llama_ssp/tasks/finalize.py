@@ -9,7 +9,7 @@ from llama_ssp.config.drafters import draft_name
 from llama_ssp.config.tasks import task_of
 from llama_ssp.errors import ConfigError, FailedEvaluation
 from llama_ssp.reports.forecast import Forecast
-from llama_ssp.reports.lines import RankActivity, RankMemory, RunFacts
+from llama_ssp.reports.records import RankActivity, RankMemory, RunFacts
 from llama_ssp.reports.summary import round_gains, summarise
 from llama_ssp.session.excerpts import excerpts
 from llama_ssp.session.session import Session

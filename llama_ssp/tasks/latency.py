@@ -8,7 +8,7 @@ from llama_ssp.config.tasks import LatencyConfig
 from llama_ssp.errors import SspError
 from llama_ssp.planning.acceptance.known import store
 from llama_ssp.planning.acceptance.measured import accepted_share
-from llama_ssp.reports.lines import SPECULATIVE
+from llama_ssp.reports.records import SPECULATIVE
 from llama_ssp.reports.summary import counted_rounds
 from llama_ssp.session.jobs import PromptTask
 from llama_ssp.session.session import Session, Viewer

@@ -12,8 +12,8 @@ from llama_ssp.config.schema import Resume, RunConfig, WeightsKind
 from llama_ssp.config.tasks import task_of
 from llama_ssp.errors import ConfigError
 from llama_ssp.reports import reading
-from llama_ssp.reports.lines import PLAIN, SPECULATIVE, CompletionLine
-from llama_ssp.reports.records import MODELS_FILE, RunFolder
+from llama_ssp.reports.folder import MODELS_FILE, RunFolder
+from llama_ssp.reports.records import PLAIN, SPECULATIVE, CompletionLine
 from llama_ssp.session.checkpoints import Source
 from llama_ssp.session.prompt_records import Message, Prompt
 from llama_ssp.weights.checkpoint import summary

@@ -36,8 +36,8 @@ from llama_ssp.distributed.world import World, start
 from llama_ssp.errors import ConfigError, InterruptedRun, LostRankError, SspError
 from llama_ssp.planning.choices.advice import slower_overlapped
 from llama_ssp.planning.plan import Plan, require_room
+from llama_ssp.reports.folder import RunFolder, read_status, write_failure
 from llama_ssp.reports.provenance import git_commit, gpu_links, planned_link, versions
-from llama_ssp.reports.records import RunFolder, read_status, write_failure
 from llama_ssp.session.checkpoints import Source, find_sources, offload_folder, with_number_formats
 from llama_ssp.session.jobs import PromptTask, make_prompt_tasks
 from llama_ssp.session.loading import load_models

@@ -9,7 +9,7 @@ import torch
 from llama_ssp.config.machines.hardware import HardwareConfig
 from llama_ssp.distributed.world import World
 from llama_ssp.planning.timing import Timing
-from llama_ssp.reports.lines import PLAIN, SPECULATIVE, Summary
+from llama_ssp.reports.records import PLAIN, SPECULATIVE, Summary
 
 MUCH_SLOWER = 3.0
 """Times its forecast, from which a run is worth a sentence."""

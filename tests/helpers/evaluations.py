@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from llama_ssp.reports.lines import PLAIN, SPECULATIVE, CompletionLine
+from llama_ssp.reports.records import PLAIN, SPECULATIVE, CompletionLine
 from tests.helpers import runs
 
 

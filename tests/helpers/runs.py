@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from llama_ssp.reports.forecast import Forecast
-from llama_ssp.reports.lines import BenchmarkRow, CompletionLine, RankMemory, RunFacts, StartUp, Summary
+from llama_ssp.reports.records import BenchmarkRow, CompletionLine, RankMemory, RunFacts, StartUp, Summary
 from llama_ssp.reports.summary import summarise
 
 PLAIN = CompletionLine(

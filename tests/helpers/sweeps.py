@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import product
 
-from llama_ssp.reports.lines import CompletionLine, Summary
+from llama_ssp.reports.records import CompletionLine, Summary
 from llama_ssp.reports.runs import Run
 from tests.helpers.runs import FAST, PLAIN, summary
 

@@ -25,8 +25,8 @@ from llama_ssp.config.drafters import NgramConfig
 from llama_ssp.config.tasks import CompareConfig
 from llama_ssp.console.terminal import Output, Terminal
 from llama_ssp.errors import SspError
-from llama_ssp.reports.lines import RunFacts
-from llama_ssp.reports.records import RunFolder
+from llama_ssp.reports.folder import RunFolder
+from llama_ssp.reports.records import RunFacts
 from llama_ssp.reports.summary import summarise
 from llama_ssp.session.prompt_records import Prompt
 from llama_ssp.tasks.resuming import check_lines

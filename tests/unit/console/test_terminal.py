@@ -15,7 +15,7 @@ from llama_ssp.console.terminal import Output, Terminal
 from llama_ssp.engine.stream import Piece
 from llama_ssp.errors import SspError
 from llama_ssp.reports.forecast import Forecast
-from llama_ssp.reports.lines import PlainSummary, SpeculativeSummary, Summary
+from llama_ssp.reports.records import PlainSummary, SpeculativeSummary, Summary
 from tests.helpers.runs import CELL
 
 GREEN, MAGENTA = "\x1b[32m", "\x1b[35m"

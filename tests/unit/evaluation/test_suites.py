@@ -12,7 +12,7 @@ from llama_ssp.config.tasks import EvaluateConfig, suites
 from llama_ssp.evaluation import agreement, arithmetic, distribution
 from llama_ssp.evaluation.evidence import CompletionPair, Evidence, pairs_of
 from llama_ssp.evaluation.martingales import FAULTS, SCORES, Role, TextSums, roles_of, sums_of
-from llama_ssp.reports.lines import PLAIN, SPECULATIVE, CompletionLine
+from llama_ssp.reports.records import PLAIN, SPECULATIVE, CompletionLine
 from tests.helpers.evaluations import both, line
 
 

@@ -14,7 +14,7 @@ import pytest
 from llama_ssp.reports import figures, plots
 from llama_ssp.reports.charts import COLOURS, MOST_LINES, Chart, Kind
 from llama_ssp.reports.html import report
-from llama_ssp.reports.lines import CompletionLine, Evaluation, Excerpt, Measure, Span, Summary
+from llama_ssp.reports.records import CompletionLine, Evaluation, Excerpt, Measure, Span, Summary
 from llama_ssp.reports.runs import Run
 from tests.helpers.lanes import heavy
 from tests.helpers.pictures import said

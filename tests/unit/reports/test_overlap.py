@@ -8,7 +8,7 @@ from rich.console import Console
 
 from llama_ssp.console.tables import summary_table
 from llama_ssp.reports import figures, plots
-from llama_ssp.reports.lines import CompletionLine, RankActivity, RankMemory, RunFacts, Summary
+from llama_ssp.reports.records import CompletionLine, RankActivity, RankMemory, RunFacts, Summary
 from llama_ssp.reports.runs import Run
 from llama_ssp.reports.summary import round_gains, summarise
 from tests.helpers.pictures import said

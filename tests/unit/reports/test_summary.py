@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from llama_ssp.reports.lines import CompletionLine, RankMemory, RunFacts
+from llama_ssp.reports.folder import RunFolder
 from llama_ssp.reports.provenance import git_commit, versions
-from llama_ssp.reports.records import RunFolder
+from llama_ssp.reports.records import CompletionLine, RankMemory, RunFacts
 from llama_ssp.reports.summary import acceptance_rate, num_examined, speedup, summarise
 
 FACTS = RunFacts(

@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from llama_ssp.config.folders import conf_dir
-from llama_ssp.reports.lines import Span
+from llama_ssp.reports.records import Span
 from llama_ssp.session.excerpts import NUM_EXCERPTS, excerpts
 from tests.helpers.runs import FAST, PLAIN
 

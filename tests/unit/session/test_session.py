@@ -14,7 +14,7 @@ from llama_ssp.engine.completion import RowCompletion
 from llama_ssp.engine.loop import Decoder, Update
 from llama_ssp.engine.state import Request
 from llama_ssp.engine.stream import Piece
-from llama_ssp.reports.lines import CompletionLine
+from llama_ssp.reports.records import CompletionLine
 from llama_ssp.session.jobs import PromptTask
 from llama_ssp.session.lines import to_line
 from llama_ssp.session.prompt_records import Prompt

@@ -12,7 +12,7 @@ import pytest
 
 from llama_ssp.commands import report
 from llama_ssp.evaluation.evidence import CompletionPair, pairs_of
-from llama_ssp.reports.lines import CompletionLine
+from llama_ssp.reports.records import CompletionLine
 from llama_ssp.sampling import rules
 from llama_ssp.sampling.uniforms import Draws
 from llama_ssp.tasks import evaluate

@@ -7,7 +7,7 @@ import pytest
 
 from llama_ssp.commands import run
 from llama_ssp.errors import ConfigError
-from llama_ssp.reports.records import RunFolder
+from llama_ssp.reports.folder import RunFolder
 
 pytestmark = pytest.mark.seconds
 

@@ -16,7 +16,7 @@ from llama_ssp.config import catalogue
 from llama_ssp.config.tasks import GenerateConfig, OutputFormat
 from llama_ssp.console.terminal import Output, Terminal
 from llama_ssp.errors import InterruptedRun
-from llama_ssp.reports.lines import CompletionLine
+from llama_ssp.reports.records import CompletionLine
 from llama_ssp.session.jobs import PromptTask
 from llama_ssp.session.prompt_records import Prompt
 from llama_ssp.session.session import Session, Viewer

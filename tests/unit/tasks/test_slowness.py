@@ -12,7 +12,7 @@ from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.environment import Ranks
 from llama_ssp.distributed.world import World
 from llama_ssp.reports.forecast import Forecast
-from llama_ssp.reports.lines import RankActivity
+from llama_ssp.reports.records import RankActivity
 from llama_ssp.tasks.slowness import Surroundings, changed_machine, late_draft, slowness
 
 ALONE = Surroundings(device="cpu", num_ranks=1, num_threads=8, num_cores=8, load=8.0)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from llama_ssp.errors import ConfigError, SspError
-from llama_ssp.reports.lines import CompletionLine
-from llama_ssp.reports.records import RunFolder, write_failure
+from llama_ssp.reports.folder import RunFolder, write_failure
+from llama_ssp.reports.records import CompletionLine
 
 CONFIG = "seed: 0\nrun_dir: null\ntask:\n  name: compare\n"
 

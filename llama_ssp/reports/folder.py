@@ -1,0 +1,227 @@
+"""The folder of a run: who may write to it, what it holds already, and how each file is written atomically.
+
+Only rank 0 opens a run folder. `distributed.ranklog` writes the log files; `records` defines lines and summary.
+
+    run_dir/lock          held (flock) while the run lives
+    run_dir/config.yaml   the config of the run
+    run_dir/run.jsonl     a line per completion, appended as soon as it ends
+    run_dir/models.json   hashes of the models' files (`tasks.resuming`)
+    run_dir/status        running, done, interrupted, or the failing exit code and its sentence
+    run_dir/round_costs.json   what rounds of each K cost, of a run that chooses K
+    run_dir/benchmark.jsonl   a line per cell of task=benchmark
+    run_dir/summary.json  the summary, at the end
+    run_dir/report.html   the same with figures
+"""
+
+import fcntl
+import json
+import os
+import platform
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import BinaryIO
+
+from llama_ssp.errors import FULL_DISK, ConfigError, SspError
+from llama_ssp.reports.reading import Keyed, changed_settings, read_lines
+from llama_ssp.reports.records import BenchmarkRow, CompletionLine, LineKey, Summary
+from llama_ssp.reports.runs import Run
+from llama_ssp.visible import visible
+
+COSTS_FILE, MODELS_FILE, OVERLAP_FILE = "round_costs.json", "models.json", "overlap.json"
+CHANGEABLE = (
+    "run_dir", "resume", "timeouts", "hardware", "dry_run", "speculation.acceptance", "speculation.text",
+    "task.picture", "task.store", "task.gate", "task.margin", "task.near_tie", "task.num_prompts",
+    "model.path", "model.verify", "model.manifest", "draft.model.path", "draft.model.verify", "draft.model.manifest",
+)  # fmt: skip
+"""Keys of a config, with all below them, that may change when a run is resumed: no completion depends on them."""
+
+
+class RunFolder(AbstractContextManager["RunFolder"]):
+    """An open run folder: its path, finished completions and cells; a context manager that releases the lock."""
+
+    def __init__(self, path: Path, config_yaml: str) -> None:
+        """Create the folder, or reopen it to resume its run, and mark it as running.
+
+        Raises ConfigError if another job uses the folder, it belongs to another config, or its files are damaged;
+        SspError if it cannot be written.
+        """
+        self.path = path
+        with _explained(path):
+            path.mkdir(parents=True, exist_ok=True)
+        self._lock = _locked(path / "lock")
+        try:
+            self._keep_config(config_yaml)
+            self.lines = self._recover("run.jsonl", CompletionLine.from_json, made="completion")
+            self.rows = self._recover("benchmark.jsonl", BenchmarkRow.from_json, made="cell")
+            self.write_status("running")
+            with _explained(path / "run.jsonl"):
+                (path / "run.jsonl").touch()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def finished(self) -> frozenset[LineKey]:
+        """Keys of the completions in the folder, which a resumed run skips."""
+        return frozenset(line.key for line in self.lines)
+
+    def append(self, line: CompletionLine) -> None:
+        """Write a finished completion to disk; raises SspError if the disk fails, and the run can be resumed."""
+        _append(self.path / "run.jsonl", line.to_json())
+        self.lines.append(line)
+
+    def append_row(self, row: BenchmarkRow) -> None:
+        """Write a measured cell to disk; raises SspError as `append` does."""
+        _append(self.path / "benchmark.jsonl", row.to_json())
+        self.rows.append(row)
+
+    def read_kept(self, name: str) -> str | None:
+        """The content of such a file as `models.json`, None if there is none; raises SspError if it cannot be read."""
+        file = self.path / name
+        return _read(file).decode("utf-8", errors="replace") if file.exists() else None
+
+    def write_kept(self, name: str, content: str) -> None:
+        """Write such a file; raises SspError if the disk fails."""
+        _write_whole(self.path / name, content)
+
+    def put_in_order(self) -> None:
+        """Sort `run.jsonl` by prompt and sample after a run with replicas; on SspError the file is unchanged."""
+        self.lines.sort(key=lambda line: (line.index, line.sample))
+        _write_whole(self.path / "run.jsonl", b"".join(line.to_json() for line in self.lines).decode())
+
+    def write_status(self, status: str) -> None:
+        """Set `status` to "running", "done" or "interrupted"; raises SspError if the disk fails."""
+        _write_whole(self.path / "status", status + "\n")
+
+    def write_summary(self, summary: Summary) -> None:
+        """Write `summary.json`; raises SspError if the disk fails."""
+        _write_whole(self.path / "summary.json", json.dumps(asdict(summary), indent=2) + "\n")
+
+    def write_report(self, summary: Summary) -> None:
+        """Write `report.html`; raises ConfigError if a drawing package is missing, and SspError if the disk fails."""
+        from llama_ssp.reports.html import report  # noqa: PLC0415 - slow to import, needed at the end of a run only
+
+        run = Run(name=self.path.name, status="", summary=summary, lines=tuple(self.lines))
+        _write_whole(self.path / "report.html", report([run]))
+
+    def close(self) -> None:
+        """Release the folder for other jobs."""
+        self._lock.close()
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
+
+    def _keep_config(self, config_yaml: str) -> None:
+        """Write the config of a new folder, or compare it with that of an old one."""
+        file = self.path / "config.yaml"
+        old_yaml = self.read_kept("config.yaml")
+        if old_yaml is None:
+            _write_whole(file, config_yaml)
+            return
+        try:
+            changes = changed_settings(old_yaml, config_yaml, changeable=CHANGEABLE)
+        except ValueError:
+            raise ConfigError(f"{file} is damaged; name another run_dir, or restore it to resume this one") from None
+        if changes:
+            raise ConfigError(
+                f"run_dir={self.path} belongs to another config ({'; '.join(changes)}); "
+                "give the same settings to resume it, or name another run_dir"
+            )
+
+    def _recover(self, name: str, parse: Callable[[bytes], Keyed], *, made: str) -> list[Keyed]:
+        """Read the finished lines, and cut off a half-written last one."""
+        file = self.path / name
+        if not file.exists():
+            return []
+        whole, _, torn = _read(file).rpartition(b"\n")
+        if torn:
+            with _explained(file):
+                os.truncate(file, len(whole) + 1 if whole else 0)
+        try:
+            return read_lines(whole, parse)
+        except ValueError as error:
+            raise ConfigError(
+                f"{file} cannot be resumed: {error}; "
+                f"remove such a line to have its {made} made again, or name another run_dir"
+            ) from None
+
+
+def read_status(run_dir: Path) -> str:
+    """Return the `status` of a run folder; raises SspError if it cannot be read."""
+    return _read(run_dir / "status").decode("utf-8", errors="replace").strip()
+
+
+def write_failure(run_dir: Path, *, exit_code: int, sentence: str) -> None:
+    """Set `status` to the failing exit code and sentence, on any rank if rank 0 is lost; SspError if the disk fails."""
+    _write_whole(run_dir / "status", f"{exit_code}: {visible(sentence)}\n")
+
+
+def _locked(file: Path) -> BinaryIO:
+    """Take the lock; the kernel releases it when this process ends, however it ends."""
+    with _explained(file):
+        lock = file.open("a+b")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            owner = lock.read(200).decode(errors="replace").strip() or "another job"
+            lock.close()
+            raise ConfigError(
+                f"run_dir={file.parent} is in use by {owner}; wait for its end, or name another run_dir"
+            ) from None
+        try:
+            lock.truncate(0)
+            os.write(lock.fileno(), f"process {os.getpid()} on {platform.node()}\n".encode())
+        except OSError:
+            lock.close()
+            raise
+    return lock
+
+
+def _append(file: Path, line: bytes) -> None:
+    """Write a line through to the disk."""
+    with _explained(file), file.open("ab") as stream:
+        stream.write(line)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _write_whole(file: Path, text: str) -> None:
+    """Replace a file atomically: a reader, or a crash, sees the old text or the new one."""
+    draft = file.with_name(file.name + ".tmp")
+    with _explained(file):
+        try:
+            with draft.open("w", encoding="utf-8", errors="replace") as stream:
+                stream.write(text)
+                stream.flush()
+                os.fsync(stream.fileno())
+        except OSError:
+            draft.unlink(missing_ok=True)  # a part of it would waste space on a full disk
+            raise
+        draft.replace(file)
+        folder = os.open(file.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+@contextmanager
+def _explained(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        remedy = "name a run_dir that can be written"
+        if error.errno in FULL_DISK:
+            remedy = "free some space and give the same command with this run_dir to resume"
+        raise SspError(f"cannot use {file}: {(error.strerror or str(error)).lower()}; {remedy}") from error
+
+
+def _read(file: Path) -> bytes:
+    """Read a regular file; anything else might never end."""
+    with _explained(file):
+        if not file.is_file():
+            raise OSError(None, "not a regular file")
+        return file.read_bytes()
