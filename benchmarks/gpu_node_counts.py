@@ -42,8 +42,7 @@ from llama_ssp.config.schema import (
     WholeParts,
 )
 from llama_ssp.config.tasks import GenerateConfig
-from llama_ssp.distributed.comms import Comm
-from llama_ssp.distributed.mesh import Mesh
+from llama_ssp.distributed.comms import Comm, Mesh
 from llama_ssp.engine.executors.cuda_graph import CudaRecorder
 from llama_ssp.engine.state import Request
 from llama_ssp.models.build import load_model

@@ -1,21 +1,34 @@
-"""The collectives of a run, over one group of ranks.
+"""The groups of ranks of a run, and their collectives.
 
-In a group of one rank they do nothing, so callers need not check the number of ranks. Module `mesh` decides which ranks
+In a group of one rank they do nothing, so callers need not check the number of ranks. `build_mesh` decides which ranks
 form a group. Between GPUs, tensors go through NCCL, and texts through gloo, where a lost rank is an error.
+
+Collectives are torch operators too, so that a trace can hold them (see `engine.tracing`):
+
+    not traced     Comm.all_reduce -> shared memory or backend
+    tracing        Comm.all_reduce -> llama_ssp::all_reduce, which sends nothing
+    replay                            llama_ssp::all_reduce -> Comm.all_reduce -> shared memory or backend
+
+A tracing rank sends nothing and receives zeros, so ranks can trace at different times. Errors of a collective are kept
+here, because torch's interpreter would lose their type.
 """
 
 import gc
 import math
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Self
+from typing import Any, Self
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from llama_ssp.config.layout import Layout
 from llama_ssp.distributed.gpu.device_wait import MOST_WORK_S, DeviceWait, Event
-from llama_ssp.distributed.operators import is_recording, record
 from llama_ssp.distributed.shared_memory import SLOT_BYTES, SharedMemoryGroup
 
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # older torch
@@ -231,3 +244,132 @@ def leave_groups() -> None:
     dist.destroy_process_group()
     _groups.clear()
     gc.collect()  # a group's threads end with its last reference
+
+
+_library = torch.library.Library("llama_ssp", "DEF")
+_SCHEMAS = (
+    "all_reduce(Tensor values, int group) -> Tensor",
+    "all_gather_last(Tensor values, int[] sizes, int group) -> Tensor",
+    "broadcast(Tensor values, int src, int group) -> Tensor",
+    "send(Tensor values, int dst, int group) -> Tensor",
+    "receive(Tensor values, int src, int group) -> Tensor",
+)
+for _schema in _SCHEMAS:
+    # Conservative: it stays in the trace even if this rank does not read its result, because other ranks wait for it.
+    _library.define(_schema, "CONSERVATIVE")
+
+_traced_comms: WeakValueDictionary[int, Comm] = WeakValueDictionary()
+_this_thread = threading.local()
+
+
+def is_recording() -> bool:
+    """Whether this thread is tracing."""
+    return getattr(_this_thread, "is_recording", False)
+
+
+@contextmanager
+def recording() -> Iterator[None]:
+    """Mark this thread as tracing; torch's own flag is not set inside an operator."""
+    _this_thread.is_recording = True
+    try:
+        yield
+    finally:
+        _this_thread.is_recording = False
+
+
+def record(name: str, group: Comm, values: Tensor, *more: int | list[int]) -> Tensor:
+    """Add operator `name` to the current trace, with the arguments of the group's collective."""
+    _traced_comms[id(group)] = group
+    result: Tensor = getattr(torch.ops.llama_ssp, name)(values, *more, id(group))
+    return result
+
+
+def take_error() -> BaseException | None:
+    """Return and clear the error that a collective raised during a replay, to raise it again."""
+    error: BaseException | None = _this_thread.__dict__.pop("error", None)
+    return error
+
+
+def _replayed(group: int, name: str, *arguments: Any, **named: int) -> Tensor:  # noqa: ANN401 - those of the operator
+    """Call a group's collective; keep its error."""
+    try:
+        result: Tensor = getattr(_traced_comms[group], name)(*arguments, **named)
+    except BaseException as error:
+        _this_thread.error = error
+        raise
+    return result
+
+
+def _all_reduce(values: Tensor, group: int) -> Tensor:
+    return values if is_recording() else _replayed(group, "all_reduce", values)
+
+
+def _all_gather_last(values: Tensor, sizes: list[int], group: int) -> Tensor:
+    if is_recording():
+        return values.new_zeros(*values.shape[:-1], sum(sizes))
+    return _replayed(group, "all_gather_last", values, tuple(sizes))
+
+
+def _from_rank(name: str) -> Callable[[Tensor, int, int], Tensor]:
+    def operator(values: Tensor, rank: int, group: int) -> Tensor:
+        if is_recording():
+            return values if name == "send" else values.zero_()
+        return _replayed(group, name, values, **{"dst" if name == "send" else "src": rank})
+
+    return operator
+
+
+_library.impl("all_reduce", _all_reduce, "CPU")
+_library.impl("all_gather_last", _all_gather_last, "CPU")
+for _name in ("broadcast", "send", "receive"):
+    _library.impl(_name, _from_rank(_name), "CPU")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh:
+    """The groups of this rank.
+
+    Attributes:
+        world: all ranks.
+        replica: the ranks that work on the same text as this one.
+        number: of the replica.
+        layout: which rank of a replica holds what.
+        target: the ranks that share the target; None if this rank has no part of it.
+        draft: the ranks that share the draft, only this one if it is replicated; None if this rank has no part of it.
+    """
+
+    world: Comm
+    replica: Comm
+    number: int
+    layout: Layout
+    target: Comm | None
+    draft: Comm | None
+
+    @property
+    def replica_ranks(self) -> range:
+        """The ranks of the world that are in this rank's replica."""
+        return range(self.number * self.replica.size, (self.number + 1) * self.replica.size)
+
+    def set_timeout(self, seconds: float) -> None:
+        """Set the timeout of later collectives of all groups."""
+        for comm in (self.world, self.replica, self.target, self.draft):
+            if comm:
+                comm.set_timeout(seconds)
+
+
+def build_mesh(layout: Layout, world: Comm, *, num_replicas: int = 1) -> Mesh:
+    """Make the groups of a placement, checked by `config.checks`; all ranks of the world must call this together."""
+    size = world.size // num_replicas
+    number, rank = divmod(world.rank, size)
+
+    def mine(ranks: Iterable[int]) -> Comm | None:
+        """This replica's group; every rank takes part in making the groups of all replicas, in the same order."""
+        inside = tuple(ranks)
+        groups = [world.subgroup(tuple(replica * size + rank for rank in inside)) for replica in range(num_replicas)]
+        return groups[number]
+
+    replica, target = mine(range(size)), mine(layout.target_ranks)
+    assert replica, "a replica has all ranks of its block"
+    alone = world.alone() if rank in layout.draft_ranks else None
+    draft = alone if layout.splits_batch else mine(layout.draft_ranks)
+    return Mesh(world=world, replica=replica, number=number, layout=layout, target=target, draft=draft)

@@ -14,8 +14,8 @@ from typing import Self
 from torch.distributed import DistStoreError, distributed_c10d
 from torch.distributed.distributed_c10d import Store
 
-from llama_ssp.distributed.control_channel import ControlChannel
-from llama_ssp.distributed.mesh import Mesh
+from llama_ssp.distributed.comms import Mesh
+from llama_ssp.distributed.failures import ControlChannel
 
 _LOOK_EVERY_S = 0.05
 _CALL_EVERY_S = 5.0

@@ -18,9 +18,8 @@ from torch.distributed import distributed_c10d
 
 from llama_ssp.config.schema import DeviceKind
 from llama_ssp.distributed.comms import Comm, leave_groups
-from llama_ssp.distributed.control_channel import ControlChannel
 from llama_ssp.distributed.environment import Ranks, read_ranks
-from llama_ssp.distributed.faults import Phase, unify_failure
+from llama_ssp.distributed.failures import ControlChannel, Phase, unify_failure
 from llama_ssp.distributed.gpu.choice import choose_device
 from llama_ssp.distributed.gpu.device_wait import DeviceWait
 from llama_ssp.distributed.rendezvous import meet

@@ -8,7 +8,7 @@ from llama_ssp.config.drafters import Matching, drafter_of, drafters, matching_o
 from llama_ssp.config.registry import imported
 from llama_ssp.config.rules import rule_of
 from llama_ssp.config.schema import RunConfig
-from llama_ssp.distributed.mesh import Mesh
+from llama_ssp.distributed.comms import Mesh
 from llama_ssp.drafting.ahead import AheadDrafter
 from llama_ssp.drafting.batch_split import BatchSplit, BatchSplitDrafter
 from llama_ssp.drafting.broadcast import BroadcastDrafter, ProbsReceiver

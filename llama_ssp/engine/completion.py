@@ -5,7 +5,6 @@ from typing import Literal
 
 from llama_ssp.engine.state import Request
 from llama_ssp.engine.stops import StopWatch
-from llama_ssp.reports.summary import num_examined
 
 FinishReason = Literal["length", "eos", "stop"]
 PARTS = ("draft", "verify", "other")
@@ -54,7 +53,7 @@ class RowCompletion:
 
     @property
     def examined_lengths(self) -> list[int]:
-        """`reports.summary.num_examined` of each speculative round."""
+        """Of each speculative round, the drafted tokens that enter the acceptance rate; see `num_examined`."""
         room, examined = self.request.max_new_tokens - 1, []
         rounds = zip(self.accepted_lengths, self.draft_lengths, strict=True)
         for number, (num_accepted, num_drafted) in enumerate(rounds, start=1):
@@ -70,3 +69,21 @@ class RowCompletion:
             )
             room -= min(num_accepted + 1, most)
         return examined
+
+
+def num_examined(*, num_accepted: int, num_draft_tokens: int, room: int, ended_in_draft: bool) -> int:
+    """Count the drafted tokens of one round that enter the acceptance rate.
+
+    Args:
+        num_accepted: drafted tokens that the round accepted.
+        num_draft_tokens: K.
+        room: tokens that the row could still take when the round began.
+        ended_in_draft: the last accepted drafted token ended the row, so that no later one was examined.
+
+    Returns:
+        The accepted tokens and the first rejected one. 0 if the room was less than K + 1: the length limit shortens
+        long acceptances of such a round but not short ones, so that counting it would bias the rate.
+    """
+    if room <= num_draft_tokens:
+        return 0
+    return num_accepted if ended_in_draft else min(num_accepted + 1, num_draft_tokens)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llama_ssp.distributed.operators import is_recording
+from llama_ssp.distributed.comms import is_recording
 
 _TIMED_ROWS = (1, 5)
 _MIN_CALLS, _TURN, _BUDGET_S = 8, 4, 2e-3

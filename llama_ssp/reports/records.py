@@ -35,7 +35,7 @@ class CompletionLine:
         mode: "plain" or "speculative".
         text, token_ids, finish_reason: the new text and ids, without the prompt's; "length", "eos" or "stop".
         num_target_forwards: forwards of the target with this row, including its prefill.
-        accepted_lengths, examined_lengths: for each round, the accepted drafted tokens and `summary.num_examined`.
+        accepted_lengths, examined_lengths: for each round, the accepted drafted tokens and `completion.num_examined`.
         draft_lengths: for each round, the drafted tokens, of a run that chooses K for each round.
         ms, first_token_ms: from the start of the row's prefill to its last and to its first token.
         share_s: wall time over the rows of the batch and the replicas; `ms / 1000` for one row without replicas.

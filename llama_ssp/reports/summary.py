@@ -53,7 +53,7 @@ def ms_per_token(lines: Sequence[CompletionLine]) -> float | None:
 
 
 def acceptance_rate(lines: Sequence[CompletionLine]) -> float | None:
-    """Accepted over examined drafted tokens, in rounds that `num_examined` counts."""
+    """Accepted over examined drafted tokens, in rounds that count (see `engine.completion`)."""
     counted = counted_rounds(lines)
     return _ratio(sum(accepted for accepted, _ in counted), sum(examined for _, examined in counted))
 
@@ -69,31 +69,13 @@ def speedup(lines: Sequence[CompletionLine]) -> float | None:
 
 
 def counted_rounds(lines: Sequence[CompletionLine]) -> list[tuple[int, int]]:
-    """Accepted and examined drafted tokens of each round that `num_examined` counts."""
+    """Accepted and examined drafted tokens of each round that counts."""
     return [
         (accepted, examined)
         for line in lines
         for accepted, examined in zip(line.accepted_lengths, line.examined_lengths, strict=True)
         if examined
     ]
-
-
-def num_examined(*, num_accepted: int, num_draft_tokens: int, room: int, ended_in_draft: bool) -> int:
-    """Count the drafted tokens of one round that enter the acceptance rate.
-
-    Args:
-        num_accepted: drafted tokens that the round accepted.
-        num_draft_tokens: K.
-        room: tokens that the row could still take when the round began.
-        ended_in_draft: the last accepted drafted token ended the row, so that no later one was examined.
-
-    Returns:
-        The accepted tokens and the first rejected one. 0 if the room was less than K + 1: the length limit shortens
-        long acceptances of such a round but not short ones, so that counting it would bias the rate.
-    """
-    if room <= num_draft_tokens:
-        return 0
-    return num_accepted if ended_in_draft else min(num_accepted + 1, num_draft_tokens)
 
 
 def round_gains(accepted_lengths: Sequence[int], num_draft_tokens: int, *, waits: bool) -> list[int]:

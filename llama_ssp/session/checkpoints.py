@@ -18,7 +18,7 @@ from llama_ssp.config.model_files import (
     read_json,
 )
 from llama_ssp.config.schema import Dtype, ModelConfig, RunConfig, TargetKind, WeightsKind, WholeParts
-from llama_ssp.distributed.agree import raise_on_all_ranks
+from llama_ssp.distributed.failures import raise_on_all_ranks
 from llama_ssp.distributed.world import World
 from llama_ssp.drafting.vocabularies import align
 from llama_ssp.errors import CheckpointError, ConfigError

@@ -13,8 +13,8 @@ from typing import Any
 
 from llama_ssp.architectures.sizes import CATCH_UP_CHUNK
 from llama_ssp.config.schema import ADAPTIVE_LENGTHS, RunConfig, WeightsKind
-from llama_ssp.distributed.agree import raise_on_all_ranks
 from llama_ssp.distributed.comms import Comm
+from llama_ssp.distributed.failures import raise_on_all_ranks
 from llama_ssp.engine.draft_length import AdaptiveLength, RoundCosts
 from llama_ssp.engine.loop import Decoder
 from llama_ssp.engine.overlap import OverlappedRound

@@ -12,10 +12,8 @@ from transformers import PreTrainedTokenizerBase
 from llama_ssp.config.drafters import drafts, matching_of
 from llama_ssp.config.layout import lay_out_replica, may_capture
 from llama_ssp.config.schema import GpuKernels, RunConfig, TargetKind
-from llama_ssp.distributed.agree import raise_on_all_ranks
-from llama_ssp.distributed.comms import Comm
-from llama_ssp.distributed.mesh import Mesh, build_mesh
-from llama_ssp.distributed.ranklog import describe_part
+from llama_ssp.distributed.comms import Comm, Mesh, build_mesh
+from llama_ssp.distributed.failures import raise_on_all_ranks
 from llama_ssp.distributed.world import World, has_own_threads, on_all_cores
 from llama_ssp.drafting.ahead import AheadDrafter
 from llama_ssp.drafting.batch_split import BatchSplit
@@ -34,6 +32,7 @@ from llama_ssp.models.null_runner import NullRunner
 from llama_ssp.models.runner import Runner
 from llama_ssp.sampling.rules import make_rule
 from llama_ssp.session.checkpoints import Source, device_map_place
+from llama_ssp.session.ranklog import describe_part
 
 LoadProgress = Callable[[str, int, int], None]
 """Called while a model loads with "target" or "draft", the bytes loaded so far, and all bytes."""

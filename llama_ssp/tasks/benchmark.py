@@ -22,7 +22,7 @@ from llama_ssp.calibration.operators import copy_bytes_per_s
 from llama_ssp.config.drafters import NgramConfig, draft_name, matching_of
 from llama_ssp.config.tasks import BenchmarkConfig
 from llama_ssp.console.progress import Pace, RunProgress
-from llama_ssp.distributed.agree import raise_on_all_ranks
+from llama_ssp.distributed.failures import raise_on_all_ranks
 from llama_ssp.engine.completion import RowCompletion
 from llama_ssp.engine.loop import Decoder
 from llama_ssp.engine.state import Request, count_equal_before

@@ -33,7 +33,7 @@ from llama_ssp.config.machines.tables import text_of
 from llama_ssp.config.schema import Dtype, RunConfig
 from llama_ssp.config.tasks import CalibrateConfig
 from llama_ssp.console.terminal import Terminal
-from llama_ssp.distributed.agree import raise_on_all_ranks
+from llama_ssp.distributed.failures import raise_on_all_ranks
 from llama_ssp.distributed.memory import anonymous_bytes
 from llama_ssp.distributed.world import World
 from llama_ssp.errors import ConfigError, SspError, one_message

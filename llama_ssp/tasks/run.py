@@ -28,10 +28,8 @@ from llama_ssp.config.schema import (
 from llama_ssp.config.tasks import task_of
 from llama_ssp.console.terminal import Terminal
 from llama_ssp.console.unread import complain
-from llama_ssp.distributed.agree import raise_on_all_ranks
-from llama_ssp.distributed.faults import Phase, unify_failure
+from llama_ssp.distributed.failures import Phase, raise_on_all_ranks, unify_failure
 from llama_ssp.distributed.gpu.watchdog import guard
-from llama_ssp.distributed.ranklog import close_logs, describe_rank, open_logs
 from llama_ssp.distributed.world import World, start
 from llama_ssp.errors import ConfigError, InterruptedRun, LostRankError, SspError
 from llama_ssp.planning.choices.advice import slower_overlapped
@@ -43,6 +41,7 @@ from llama_ssp.session.jobs import PromptTask, make_prompt_tasks
 from llama_ssp.session.loading import load_models
 from llama_ssp.session.prompt_records import Prompt
 from llama_ssp.session.prompts import is_interactive, read_prompts
+from llama_ssp.session.ranklog import close_logs, describe_rank, open_logs
 from llama_ssp.session.session import Session
 from llama_ssp.session.startup import StartClock
 from llama_ssp.session.stopping import stopping_on_signals

@@ -33,7 +33,7 @@ from llama_ssp.config.schema import (
     WeightsKind,
 )
 from llama_ssp.config.tasks import GenerateConfig
-from llama_ssp.distributed.agree import raise_on_all_ranks
+from llama_ssp.distributed.failures import raise_on_all_ranks
 from llama_ssp.distributed.world import World, start
 from llama_ssp.engine.round import Block, DraftChoice, Executor
 from llama_ssp.engine.state import BatchState, Request

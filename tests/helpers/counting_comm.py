@@ -4,8 +4,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from llama_ssp.distributed.comms import Comm
-from llama_ssp.distributed.operators import is_recording
+from llama_ssp.distributed.comms import Comm, is_recording
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,8 +18,7 @@ from threading import Event, Thread
 
 import torch.distributed as dist
 
-from llama_ssp.distributed.control_channel import ControlChannel
-from llama_ssp.distributed.faults import Phase, ending_of
+from llama_ssp.distributed.failures import ControlChannel, Phase, ending_of
 from llama_ssp.distributed.gpu.device_wait import DeviceWait
 from llama_ssp.errors import SspError
 

@@ -24,7 +24,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from llama_ssp.distributed.operators import recording, take_error
+from llama_ssp.distributed.comms import recording, take_error
 from llama_ssp.models.cache import OwnBuckets, PerBucket, Workspace
 
 Leaf = Tensor | torch.ScriptObject

@@ -10,8 +10,8 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined] # torch does not list it
 
-from llama_ssp.distributed import control_channel
-from llama_ssp.distributed.control_channel import ControlChannel
+from llama_ssp.distributed import failures
+from llama_ssp.distributed.failures import ControlChannel
 from llama_ssp.distributed.signals import Agent
 
 pytestmark = pytest.mark.seconds
@@ -24,8 +24,8 @@ def signals(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The signals that the threads would send to their processes."""
     sent: list[int] = []
     monkeypatch.setattr(os, "kill", lambda _pid, number: sent.append(number))
-    monkeypatch.setattr(control_channel, "ANSWER_S", 0.3)
-    monkeypatch.setattr(control_channel, "_insist", lambda _ending: None)
+    monkeypatch.setattr(failures, "ANSWER_S", 0.3)
+    monkeypatch.setattr(failures, "_insist", lambda _ending: None)
     return sent
 
 
@@ -84,7 +84,7 @@ def test_a_store_that_does_not_answer_is_missed_with_its_rank_and_asked_no_more(
     assert own.missing() == (0,)
     assert own.missing() == (0,)
     started = time.monotonic()
-    assert own.settle("SspError\nmine", without=(0,)) == "SspError\nmine"
+    assert own.agree_on("SspError\nmine", without=(0,)) == "SspError\nmine"
     assert own.is_error_reporter(without=(0,))
     assert time.monotonic() - started < 1.0
     over.set()
@@ -154,8 +154,8 @@ def test_a_store_that_was_late_once_is_asked_again(signals: list[int], monkeypat
 def test_the_first_proposal_ends_the_run_on_every_rank(signals: list[int]) -> None:
     first, second, third = watches(0, 1, 2, size=3)
     assert first.verdict is None
-    assert second.settle("SspError\nsecond") == "SspError\nsecond"
-    assert first.settle("SspError\nfirst") == third.settle("SspError\nthird") == "SspError\nsecond"
+    assert second.agree_on("SspError\nsecond") == "SspError\nsecond"
+    assert first.agree_on("SspError\nfirst") == third.agree_on("SspError\nthird") == "SspError\nsecond"
     assert [own.verdict for own in (first, second, third)] == ["SspError\nsecond"] * 3
     assert first.missing() == ()
     assert signals == [signal.SIGTERM] * 3
@@ -193,7 +193,7 @@ def test_a_later_wish_reaches_every_rank_too(signals: list[int]) -> None:
         while len(signals) < num_signals and time.monotonic() < deadline:
             time.sleep(0.01)
         two.ask_to_stop()  # as its handler does for the signal that the call has brought
-        time.sleep(control_channel.ANSWER_S + 0.1)
+        time.sleep(failures.ANSWER_S + 0.1)
         assert signals == [signal.SIGTERM] * num_signals
 
 
@@ -206,7 +206,7 @@ def test_a_rank_without_memory_for_a_thread_still_tells_why_it_ends(monkeypatch:
 
     with monkeypatch.context() as patch:
         patch.setattr(Thread, "start", refuse)
-        assert one.settle("CapacityError\nfull") == "CapacityError\nfull"
+        assert one.agree_on("CapacityError\nfull") == "CapacityError\nfull"
     assert zero.verdict == "CapacityError\nfull"
 
 
@@ -227,7 +227,7 @@ def test_an_alert_rank_hears_a_sigterm_when_another_is_killed_unless_the_run_has
         own.be_alert()
     assert one._heartbeat
     assert not zero.has_failed
-    one.settle("SspError\nfull disk")
+    one.agree_on("SspError\nfull disk")
     del signals[:]
     zero._raise_alarm()
     assert not signals, "the other one has said why it ends"
@@ -243,5 +243,5 @@ def test_a_rank_alone_misses_nobody_and_speaks() -> None:
     own.ask_to_stop()
     assert own.missing() == ()
     assert own.verdict is None
-    assert own.settle("SspError\nmine") == "SspError\nmine"
+    assert own.agree_on("SspError\nmine") == "SspError\nmine"
     assert own.is_error_reporter()

@@ -8,9 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from llama_ssp.distributed.agree import from_message
-from llama_ssp.distributed.control_channel import ControlChannel
-from llama_ssp.distributed.faults import Phase, unify_failure
+from llama_ssp.distributed.failures import ControlChannel, Phase, from_message, unify_failure
 from llama_ssp.distributed.signals import STOP_SIGNALS
 from llama_ssp.errors import CapacityError, ConfigError, InterruptedRun, LostRankError, SspError
 
@@ -31,7 +29,7 @@ class Others(ControlChannel):
     orphan: bool = False
     alarmed: bool = False
     first: str | None = None
-    settled: list[str] = field(default_factory=list)
+    agreed: list[str] = field(default_factory=list)
 
     @property
     def verdict(self) -> str | None:
@@ -48,9 +46,9 @@ class Others(ControlChannel):
     def missing(self) -> tuple[int, ...]:
         return self.gone
 
-    def settle(self, words: str, *, without: tuple[int, ...] = ()) -> str:
+    def agree_on(self, words: str, *, without: tuple[int, ...] = ()) -> str:
         assert without == self.gone
-        self.settled.append(words)
+        self.agreed.append(words)
         return words
 
     def is_error_reporter(self, *, without: tuple[int, ...] = ()) -> bool:
@@ -97,7 +95,7 @@ def test_an_end_is_a_sentence_that_names_ranks_phase_and_cause(
     assert "\n" not in str(found)
     for number in STOP_SIGNALS:
         signal.raise_signal(number)  # is ignored
-    assert type(from_message(watch.settled[0])) is kind
+    assert type(from_message(watch.agreed[0])) is kind
 
 
 def test_an_interrupt_by_the_alarm_of_a_killed_rank_says_how_that_rank_was_lost() -> None:
@@ -121,7 +119,7 @@ def test_ranks_without_their_agent_are_interrupted_also_where_the_others_have_en
 def test_what_nobody_has_foreseen_keeps_its_traceback_and_is_named_to_the_others() -> None:
     watch, error = Others(gone=()), KeyError("row")
     assert ended(error, watch) is error
-    assert watch.settled == ["LostRankError\nrank 1 failed while decoding: KeyError: 'row'"]
+    assert watch.agreed == ["LostRankError\nrank 1 failed while decoding: KeyError: 'row'"]
 
 
 def test_a_rank_alone_keeps_its_errors_but_for_memory_and_disk() -> None:

@@ -10,8 +10,8 @@ from functools import partial
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined] # torch does not list it
 
-from llama_ssp.distributed import heartbeat
-from llama_ssp.distributed.heartbeat import Heartbeat
+from llama_ssp.distributed import failures
+from llama_ssp.distributed.failures import Heartbeat
 
 pytestmark = pytest.mark.seconds
 
@@ -90,7 +90,7 @@ def test_strangers_may_come_and_go(ranks: Ranks) -> None:
 
 
 def test_a_rank_that_cannot_reach_rank_0_goes_on_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heartbeat, "_CONNECT_S", 0.5)
+    monkeypatch.setattr(failures, "_CONNECT_S", 0.5)
     store = HashStore()
     with socket.create_server(("localhost", 0)) as closed:
         port = closed.getsockname()[1]

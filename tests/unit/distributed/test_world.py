@@ -147,7 +147,7 @@ def meeting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Meeting]:
         has_failed=False,
         is_orphan=False,
         missing=lambda: (2,),
-        settle=lambda words, **_: words,
+        agree_on=lambda words, **_: words,
         is_error_reporter=lambda **_: True,
     )
     for key, value in {**TORCHRUN, "RANK": "1", "WORLD_SIZE": "4"}.items():

@@ -21,8 +21,7 @@ from llama_ssp.config.schema import (
     VerificationConfig,
 )
 from llama_ssp.config.tasks import GenerateConfig
-from llama_ssp.distributed.comms import Comm
-from llama_ssp.distributed.mesh import Mesh
+from llama_ssp.distributed.comms import Comm, Mesh
 from llama_ssp.drafting.translation import TokenizerPair
 from llama_ssp.engine.state import Request
 from llama_ssp.errors import ConfigError

@@ -10,7 +10,7 @@ import pytest
 from llama_ssp.reports.folder import RunFolder
 from llama_ssp.reports.provenance import git_commit, versions
 from llama_ssp.reports.records import CompletionLine, RankMemory, RunFacts
-from llama_ssp.reports.summary import acceptance_rate, num_examined, speedup, summarise
+from llama_ssp.reports.summary import speedup, summarise
 
 FACTS = RunFacts(
     task="compare",
@@ -74,35 +74,6 @@ def test_nothing_measured_is_null_and_not_a_division_by_zero() -> None:
     fast = summarise(FACTS, [at_once], num_draft_tokens=4).speculative
     assert fast is not None
     assert (fast.tokens_per_round, fast.acceptance_rate) == (None, None)
-
-
-@pytest.mark.parametrize(
-    ("num_accepted", "room", "ended_in_draft", "expected"),
-    [(0, 9, False, 1), (3, 9, False, 4), (4, 9, False, 4), (2, 9, True, 2), (4, 5, False, 4), (0, 4, False, 0)],
-)
-def test_a_round_examines_up_to_its_first_rejection(
-    num_accepted: int, room: int, ended_in_draft: bool, expected: int
-) -> None:
-    examined = num_examined(num_accepted=num_accepted, num_draft_tokens=4, room=room, ended_in_draft=ended_in_draft)
-    assert examined == expected
-
-
-def test_rounds_near_the_length_limit_do_not_bias_the_acceptance_rate() -> None:
-    """With 9 in 10 drafted tokens accepted (a fixed cycle of outcomes), short texts report the same 9 in 10."""
-    outcomes = [4, 4, 1, 4, 4, 0, 4, 4, 3, 4, 4, 2]
-    lines = []
-    for first in range(len(outcomes)):
-        accepted, examined, room, step = [], [], 12, first
-        while room > 0:
-            drawn = outcomes[step % len(outcomes)]
-            kept = min(drawn, room)
-            accepted.append(kept)
-            examined.append(num_examined(num_accepted=kept, num_draft_tokens=4, room=room, ended_in_draft=False))
-            room -= drawn + 1
-            step += 1
-        lines.append(replace(FAST, num_rounds=len(accepted), accepted_lengths=accepted, examined_lengths=examined))
-    expected = sum(outcomes) / sum(min(outcome + 1, 4) for outcome in outcomes)
-    assert acceptance_rate(lines) == pytest.approx(expected, abs=0.03)
 
 
 def test_the_file_has_the_fields_that_readers_rely_on(tmp_path: Path) -> None:

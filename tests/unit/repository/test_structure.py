@@ -10,7 +10,7 @@ from tests.helpers.repository import ROOT, modules
 RECORDS = re.compile(r"executors\.(tracing|traced_cpu|cuda_graph)|torch\.jit|torch\._C|CUDAGraph|cuda\.graph|capturing")
 KNOW_RECORDING = (
     "llama_ssp/engine/executors/",
-    "llama_ssp/distributed/operators.py",
+    "llama_ssp/distributed/comms.py",
     "llama_ssp/calibration/",
 )
 """Executors, the collectives' operators, and what times pieces as executors run them."""

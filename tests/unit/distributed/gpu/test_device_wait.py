@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 
 from llama_ssp.distributed.comms import Comm
-from llama_ssp.distributed.control_channel import ControlChannel
-from llama_ssp.distributed.faults import Phase, unify_failure
+from llama_ssp.distributed.failures import ControlChannel, Phase, unify_failure
 from llama_ssp.distributed.gpu import device_wait
 from llama_ssp.distributed.gpu.device_wait import DeviceWait
 from llama_ssp.errors import LostRankError

@@ -7,8 +7,7 @@ import time
 
 import pytest
 
-from llama_ssp.distributed.control_channel import ControlChannel
-from llama_ssp.distributed.faults import Phase
+from llama_ssp.distributed.failures import ControlChannel, Phase
 from llama_ssp.distributed.gpu import watchdog
 from llama_ssp.distributed.gpu.device_wait import DeviceWait
 from llama_ssp.errors import SspError

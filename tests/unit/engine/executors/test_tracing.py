@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llama_ssp.distributed.comms import Comm
+from llama_ssp.distributed.comms import Comm, is_recording
 from llama_ssp.distributed.memory import anonymous_bytes
-from llama_ssp.distributed.operators import is_recording
 from llama_ssp.engine.executors.tracing import Traced, find_tensors
 from llama_ssp.models.build import load_modules
 from llama_ssp.models.cache import Workspace

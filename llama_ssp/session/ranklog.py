@@ -10,7 +10,7 @@ from typing import TextIO
 
 import torch
 
-from llama_ssp.distributed.mesh import Mesh
+from llama_ssp.distributed.comms import Mesh
 from llama_ssp.distributed.world import World
 from llama_ssp.reports.provenance import processor
 from llama_ssp.visible import visible

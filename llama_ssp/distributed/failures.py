@@ -1,7 +1,18 @@
-"""How ranks communicate when collectives no longer work: through the rendezvous store.
+"""How a run ends when a rank fails: one error, the same on every rank that is still alive, which one rank reports.
 
-A thread on every rank waits for calls. It answers whatever the main thread is doing, until its rank leaves the run: a
-rank that does not answer was killed or stopped. Module `faults` decides how a run ends.
+torchrun, as `llama-ssp run` uses it too, notices that a process of its node has ended, and ends the others by SIGTERM.
+Its exit code is 1 for every failure; it knows neither ranks that are stopped nor ranks that srun has started. The tests
+that kill and stop ranks in every phase (tests/distributed/test_kill_matrix.py) need more:
+
+    raise_on_all_ranks   one rank's error reaches all ranks at the next meeting point, without a timeout
+    ControlChannel       names the ranks that do not answer, since the error of a collective says only that a connection
+                         was closed or a timeout passed; agrees on the error and on the rank that reports it; forwards
+                         the SIGTERM of one rank to all; ends ranks whose main thread waits for ever
+    Heartbeat            notices a killed rank of another replica, with which this one shares no collective, and one
+                         that a GPU waits for, on all nodes
+
+The control channel goes through the rendezvous store. A thread on every rank waits for calls. It answers whatever the
+main thread is doing, until its rank leaves the run: a rank that does not answer was killed or stopped.
 
     calls RANK        how many a rank was sent
     call RANK N       a request of any rank, or its own to end   -> its thread
@@ -11,23 +22,141 @@ rank that does not answer was killed or stopped. Module `faults` decides how a r
     spoken            how many ranks asked to report the error: the first one does
 """
 
+import atexit
+import logging
 import math
 import os
+import secrets
 import signal
+import socket
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
-from threading import Thread
+from threading import Event, Thread
 from typing import Self, TypeVar
 
+import torch.distributed as dist
 from torch.distributed import DistError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from llama_ssp.distributed.agree import from_message
-from llama_ssp.distributed.environment import LOOPBACK, are_all_here
-from llama_ssp.distributed.heartbeat import Heartbeat
-from llama_ssp.distributed.signals import Agent
-from llama_ssp.errors import InterruptedRun, SspError
+from llama_ssp import errors
+from llama_ssp.distributed.comms import Comm
+from llama_ssp.distributed.environment import LOOPBACK, are_all_here, listen
+from llama_ssp.distributed.memory import exhaustion
+from llama_ssp.distributed.signals import Agent, ignore_signals
+from llama_ssp.errors import InterruptedRun, LostRankError, SspError
+
+_ERRORS = {
+    kind.__name__: kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, SspError)
+}
+
+
+@contextmanager
+def raise_on_all_ranks(comm: Comm) -> Iterator[None]:
+    """Run a block on every rank of `comm`, then raise the first user error of any rank on all of them.
+
+    It is that of the lowest rank that raised one, or ran out of memory or disk; it names the rank if others succeeded.
+    """
+    mine: SspError | None = None
+    try:
+        yield
+    except SspError as error:
+        mine = error
+    except (MemoryError, OSError, RuntimeError) as error:
+        mine = exhaustion(error)
+        if mine is None:
+            raise
+    messages = comm.gather_text(to_message(mine) if mine else "")
+    failed = [rank for rank, message in enumerate(messages) if message]
+    if failed:
+        where = "" if len(failed) == comm.size else f" (rank {failed[0]})"
+        raise from_message(messages[failed[0]] + where) from mine
+
+
+def to_message(error: SspError) -> str:
+    """Serialize an error for other ranks."""
+    return f"{type(error).__name__}\n{error}"
+
+
+def from_message(text: str) -> SspError:
+    """Deserialize an error; see `to_message`."""
+    kind, _, message = text.partition("\n")
+    return _ERRORS[kind](message)
+
+
+_log = logging.getLogger(__name__)
+_KEY = "llama_ssp/heartbeat"
+_FAREWELL = b"."
+_CONNECT_S = 10.0
+_MAX_BYTES = 64
+
+
+class Heartbeat:
+    """The connections of this rank; every rank makes one object per run.
+
+    Args:
+        store: a connection to the rendezvous store, used only here.
+        host: of rank 0, as other ranks reach it.
+        alarm: called once, from a thread, when a rank has ended without a farewell.
+    """
+
+    def __init__(self, store: Store, *, host: str, rank: int, alarm: Callable[[], None]) -> None:
+        self._store = store
+        self._host = host
+        self._alarm = alarm
+        self._is_over = Event()
+        self._open: list[socket.socket] = []
+        atexit.register(self.part)
+        if rank == 0:
+            password = secrets.token_hex(16)
+            server = listen(host)
+            self._open.append(server)
+            Thread(target=self._accept, args=(server, password.encode()), daemon=True, name="heartbeat").start()
+            store.set(_KEY, f"{server.getsockname()[1]} {password}")
+        else:
+            Thread(target=self._connect, daemon=True, name="heartbeat").start()
+
+    def part(self) -> None:
+        """Send a farewell and stop watching: this rank ends without a fault."""
+        self._is_over.set()
+        for connection in self._open:
+            with suppress(OSError):  # the listening socket, and ranks that have left already
+                connection.sendall(_FAREWELL)
+
+    def _accept(self, server: socket.socket, password: bytes) -> None:
+        while True:
+            try:
+                connection, _ = server.accept()
+            except OSError as error:  # too many open files: later ranks have no heartbeat
+                _log.info("no more heartbeats are accepted: %s", error)
+                return
+            self._open.append(connection)
+            Thread(target=self._listen, args=(connection, password), daemon=True, name="heartbeat").start()
+
+    def _connect(self) -> None:
+        try:
+            port, password = self._store.get(_KEY).decode().split()
+            connection = socket.create_connection((self._host, int(port)), timeout=_CONNECT_S)
+            connection.settimeout(None)
+            self._open.append(connection)
+            connection.sendall(password.encode())
+        except (OSError, DistError) as error:
+            _log.info("no heartbeat to rank 0 at %s: %s", self._host, error)
+            return
+        self._listen(connection, b"")
+
+    def _listen(self, connection: socket.socket, password: bytes) -> None:
+        """Read until the other end closes; connections without the password are ignored."""
+        received = b""
+        with connection, suppress(OSError):  # closed with unread data
+            while len(received) < _MAX_BYTES and (data := connection.recv(_MAX_BYTES)):
+                received += data
+        if received == password and not self._is_over.is_set():
+            self._is_over.set()
+            self._alarm()
+
 
 _T = TypeVar("_T")
 _PATIENCE = timedelta(days=20)  # in milliseconds it has to fit into 32 bits
@@ -131,8 +260,8 @@ class ControlChannel:
                 return _BUSY in (answers or {}).values()
         return False
 
-    def settle(self, words: str, *, without: tuple[int, ...] = ()) -> str:
-        """Propose the error that ends the run, from `agree.to_message`; returns the first proposal of any rank.
+    def agree_on(self, words: str, *, without: tuple[int, ...] = ()) -> str:
+        """Propose the error that ends the run, from `to_message`; returns the first proposal of any rank.
 
         That is the same on every rank that is still alive. `without` are missing ranks, whose answers are not awaited.
         """
@@ -266,3 +395,82 @@ def _insist(ending: SspError) -> None:
     if not isinstance(ending, InterruptedRun):
         time.sleep(_END_S)
         os._exit(ending.exit_code)
+
+
+_E = TypeVar("_E", bound=BaseException)
+_TIMEOUT_WORDS = ("timed out", "timeout")
+_REMEDY = "run the same command with the same run_dir to resume"
+
+
+@dataclass(kw_only=True)
+class Phase:
+    """What a run is doing, for messages: a verb such as "loading", and the setting of its timeout with the value."""
+
+    doing: str
+    limit: str
+
+
+@contextmanager
+def unify_failure(watch: ControlChannel, phase: Phase) -> Iterator[None]:
+    """Turn an error of the block into the error that ends the run on every rank; a single rank keeps its own.
+
+    That is the first error of any rank, or the ranks that do not answer; its `speaks` is set if this rank reports it.
+    The caller keeps `phase` up to date.
+    """
+    try:
+        yield
+    except (Exception, KeyboardInterrupt) as error:
+        if watch.size == 1:
+            found = exhaustion(error)
+            if found is None:
+                raise
+            raise found from error
+        # Launchers send one as soon as any rank has ended, before this rank has written the status and the message.
+        ignore_signals()
+        ending = ending_of(error, watch, phase)
+        if ending is error:
+            raise
+        raise ending from error
+
+
+def ending_of(error: _E, watch: ControlChannel, phase: Phase) -> SspError | _E:
+    """The error that ends the run, agreed on with the other ranks; `error` itself if nobody has foreseen it."""
+    words, missing, is_unforeseen = watch.verdict, tuple[int, ...](), False
+    if words is None:
+        mine = error if isinstance(error, SspError) else exhaustion(error)
+        if mine and mine is not error:  # its text has no rank, which the other ranks do not know
+            mine = type(mine)(f"rank {watch.rank} failed while {phase.doing}: {mine}")
+        if mine is None:
+            missing = watch.missing() if isinstance(error, KeyboardInterrupt | RuntimeError) else ()
+            mine = _message(error, missing, phase, is_orphan=watch.is_orphan, has_failed=watch.has_failed)
+        if mine is None:
+            is_unforeseen = True
+            reason = str(error).strip().partition("\n")[0]
+            mine = LostRankError(f"rank {watch.rank} failed while {phase.doing}: {type(error).__name__}: {reason}")
+        words = watch.agree_on(to_message(mine), without=missing)
+        is_unforeseen &= words == to_message(mine)
+    ending = from_message(words)
+    ending.speaks = watch.is_error_reporter(without=missing)
+    return error if is_unforeseen else ending
+
+
+def _message(
+    error: BaseException, missing: tuple[int, ...], phase: Phase, *, is_orphan: bool, has_failed: bool
+) -> SspError | None:
+    """Describe the error of a collective or a signal; None for other errors."""
+    reason = str(error).lower()
+    is_late = any(words in reason for words in _TIMEOUT_WORDS)
+    if missing:
+        cause = f"no answer within {phase.limit}" if is_late else "connection closed"
+        if isinstance(error, KeyboardInterrupt) and not has_failed:
+            cause = "no answer"
+        names = f"rank {missing[0]} is" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))} are"
+        return LostRankError(f"{names} missing while {phase.doing} ({cause}); {_REMEDY}")
+    if isinstance(error, KeyboardInterrupt):
+        return InterruptedRun("interrupted")
+    if isinstance(error, dist.DistError) or "gloo" in reason:
+        if is_orphan:  # all ranks are, and others noticed it first
+            return InterruptedRun("interrupted")
+        cause = f"no answer within {phase.limit}" if is_late else "connection closed"
+        return LostRankError(f"ranks lost each other while {phase.doing} ({cause}), though all are alive; {_REMEDY}")
+    return None
