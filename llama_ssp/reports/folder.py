@@ -1,6 +1,6 @@
 """The folder of a run: who may write to it, what it holds already, and how each file is written atomically.
 
-Only rank 0 opens a run folder. `distributed.ranklog` writes the log files; `records` defines lines and summary.
+Only rank 0 opens a run folder. `session.ranklog` writes the log files; `records` defines lines and summary.
 
     run_dir/lock          held (flock) while the run lives
     run_dir/config.yaml   the config of the run
