@@ -1,16 +1,16 @@
 """Ours against transformers, plain and speculative, on the shipped pair: `python benchmarks/peers.py`.
 
-With `--peers` it measures ours, llama.cpp and OpenVINO GenAI by number format instead (`by_format`).
-
 One process, fp32, batch 1. Both sides get the same prompts, the same sampling, the same number of drafted tokens with a
-constant schedule, and no end-of-sequence token. Beside the ratios stand the bounds of a round (`bound`): its forwards
-timed alone, and its weights read once from memory.
+constant schedule, and no end-of-sequence token. A round has two bounds. The first is the time of its forwards when
+nothing else happens, in the caches as a round leaves them or out of caches that other bytes have filled. The second
+knows no operators: the target's matrices once and the draft's K times, at the fastest pass over memory.
 """
 
 import argparse
 import statistics
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,29 +21,24 @@ import torch
 import transformers
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
-from benchmarks.bound import CPU, Passes, forwards_alone_s
-from benchmarks.by_format import lines, turns
-from benchmarks.by_format.checkpoints import RANDOM, RANDOM_DRAFT
 from benchmarks.timing import Goal, print_goals, store
-from llama_ssp import Pair, load
+from llama_ssp import load
 from llama_ssp.architectures.family import inventory
 from llama_ssp.calibration.interleave import interleave
+from llama_ssp.calibration.operators import copy_bytes_per_s, seconds_per_call
 from llama_ssp.config import catalogue
 from llama_ssp.config.schema import Dtype, SamplingConfig, SpeculationConfig
-from llama_ssp.distributed.comms import Comm
+from llama_ssp.engine.executors.tracing import Traced
 from llama_ssp.engine.loop import Decoder
-from llama_ssp.engine.state import Request
-from llama_ssp.errors import ConfigError
-from llama_ssp.models.build import load_modules
-from llama_ssp.models.huggingface.runner import ModuleRunner
+from llama_ssp.engine.state import BatchState, Request
 from llama_ssp.planning.spec import planned_model, step_bytes
 from llama_ssp.session.loading import build_decoder
 from llama_ssp.session.peers import Peers, load_peer
 from llama_ssp.session.prompts import encode
 from llama_ssp.tasks.benchmark import Ours
 from llama_ssp.weights import hub
-from llama_ssp.weights.checkpoint import inspect
 
 PROMPTS = (
     "def factorial(n):\n",
@@ -52,6 +47,79 @@ PROMPTS = (
     '    """Return the number of items in the list.',
 )
 NUM_NEW_TOKENS = 64
+CPU = torch.device("cpu")
+PASS_BYTES = 2**28
+"""Of a buffer that is read or copied: more than the caches of most processors hold."""
+_TURNS_TO_RECORD = 2
+
+
+def forwards_alone_s(
+    decoder: Decoder, *, contexts: Sequence[int], between: Callable[[], object] | None = None
+) -> tuple[float, float]:
+    """Seconds of one verification with its processors, and of one draft step with its draw.
+
+    They take turns as in a round, so that each finds the processor's caches as a round leaves them, and nothing else of
+    a round happens in between. Both are recorded where those of a round are.
+
+    Args:
+        decoder: a speculative one, of one row.
+        contexts: tokens before each turn. The means over all turns count, since rounds are compared by their means.
+        between: called before each of the two, outside the times, such as `Passes.fill_caches`.
+    """
+    round_ = decoder.round
+    [choice] = decoder.length.choices
+    num_draft_tokens = choice.num_tokens
+    buckets = [-(-(context + num_draft_tokens + 1) // 64) * 64 for context in contexts]
+    round_.allocate(batch_size=1, num_slots=max(buckets))
+    state = BatchState.empty(1, num_slots=max(buckets), num_rounds=1, table=round_.uniforms)
+    state.tokens_BS.fill_(1)
+    state.uniforms_BMN.fill_(0.5)
+    reads = (round_.target, round_.verifier, round_.last_and_drafted_W)
+
+    def scored(*tensors: Tensor) -> Tensor:
+        scores = round_.score(BatchState(*tensors), num_drafted=num_draft_tokens, bucket=bucket)
+        return round_.verifier.process(*scores)
+
+    score = Traced(scored, reads=reads)
+
+    def draft() -> object:
+        return decoder.executor.draft(state, choice=choice, bucket=bucket)
+
+    def verify() -> object:
+        if not round_.target.repeats_operators:
+            return scored(*state)
+        return score(0, *state, bucket=bucket, version=round_.num_allocations)
+
+    seconds: dict[Callable[[], object], list[float]] = {draft: [], verify: []}
+    with torch.inference_mode():
+        for turn in range(-_TURNS_TO_RECORD, len(contexts)):
+            context, bucket = contexts[max(turn, 0)], buckets[max(turn, 0)]
+            state.lengths_B.fill_(context)
+            state.first_round_B.fill_(-context)
+            for part, times in seconds.items():
+                if between:
+                    between()
+                began = time.perf_counter()
+                part()
+                if turn >= 0:
+                    times.append(time.perf_counter() - began)
+    return statistics.fmean(seconds[verify]), statistics.fmean(seconds[draft]) / num_draft_tokens
+
+
+class Passes:
+    """Passes over more memory than caches hold."""
+
+    def __init__(self, num_bytes: int = PASS_BYTES) -> None:
+        self._num_bytes = num_bytes
+        self._values = torch.ones(num_bytes // 4)
+
+    def fill_caches(self) -> object:
+        """Read the buffer, so that the caches hold it and nothing else."""
+        return self._values.sum()
+
+    def bytes_per_s(self) -> float:
+        """The faster of reading it and copying it, with as many threads as torch has now."""
+        return max(self._num_bytes / seconds_per_call(self.fill_caches), copy_bytes_per_s(CPU, self._num_bytes))
 
 
 @torch.inference_mode()
@@ -67,20 +135,9 @@ def ms_at_context(decoder: Decoder, num_prompt_tokens: int, repetition: int) -> 
     return 1e3 * sum(completion.part_s.values()) / (len(completion.token_ids) - 1)
 
 
-def over_modules(pair: Pair, arguments: argparse.Namespace) -> Pair:
-    """The same pair over the library's own modules, the reference of the lean decoder."""
-    comm = Comm.single()
-    folders = [hub.resolve(catalogue.load(name)) for name in (arguments.target, arguments.draft)]
-    models = [load_modules(inspect(folder), dtype=torch.float32, device=CPU, comm=comm) for folder in folders]
-    target, draft = (ModuleRunner(model, comm=comm) for model in models)
-    return replace(pair, models=replace(pair.models, target=target, draft=draft))
-
-
 def weights_bytes(arguments: argparse.Namespace) -> tuple[int, int]:
     """Bytes that a forward of the target and one of the draft read, as ours hold them."""
     entries = [replace(catalogue.load(name), dtype=Dtype.fp32) for name in (arguments.target, arguments.draft)]
-    if arguments.modules:  # which keep the weights of 16-bit files in 32
-        entries = [replace(entry, stored_dtype=Dtype.fp32) for entry in entries]
     models = [planned_model(entry, device="cpu") for entry in entries]
     target, draft = (step_bytes(inventory(model.shape), model, device="cpu") for model in models)
     return target, draft
@@ -95,8 +152,6 @@ def measure(arguments: argparse.Namespace, console: Console) -> dict[str, object
     """Run everything once and return the figures."""
     num_draft_tokens, temperature = arguments.num_draft_tokens, arguments.temperature
     pair = load(arguments.target, arguments.draft, dtype=Dtype.fp32)
-    if arguments.modules:
-        pair = over_modules(pair, arguments)
     config = replace(
         pair.config,
         sampling=SamplingConfig(temperature=temperature),
@@ -163,7 +218,6 @@ def measure(arguments: argparse.Namespace, console: Console) -> dict[str, object
         "draft": arguments.draft,
         "num_draft_tokens": num_draft_tokens,
         "temperature": temperature,
-        "implementation": "modules" if arguments.modules else "lean",
         "num_threads": torch.get_num_threads(),
         "ms_per_token": {name: statistics.median(values) for name, values in ms.items()},
         "speculative_to_assisted": ratio_of_medians(ms["ours, speculative"], ms["transformers, assisted"]),
@@ -218,31 +272,6 @@ def show(row: dict[str, object], console: Console) -> None:
     )
 
 
-def pythons(named: Sequence[str]) -> dict[str, Path]:
-    """The interpreters of the libraries; ConfigError if one is not `NAME=PYTHON`."""
-    found = dict(each.partition("=")[::2] for each in named)
-    wrong = [f"{name}={file}" for name, file in found.items() if name not in lines.ADAPTERS or not Path(file).is_file()]
-    if wrong:
-        known = " or ".join(f"{name}=PYTHON" for name in lines.ADAPTERS)
-        raise ConfigError(f"--peers {' '.join(wrong)}: {known} is required, with the path of an interpreter")
-    return {name: Path(file).absolute() for name, file in found.items()}
-
-
-def compare_formats(arguments: argparse.Namespace, console: Console) -> None:
-    """Measure ours and the libraries that `--peers` names, print, store."""
-    setting = turns.Setting(
-        models=[RANDOM, RANDOM_DRAFT] if arguments.random else [arguments.target, arguments.draft],
-        prompts=PROMPTS[:1] if arguments.random else PROMPTS,
-        num_new_tokens=NUM_NEW_TOKENS,
-        num_draft_tokens=arguments.num_draft_tokens,
-        temperature=arguments.temperature,
-    )
-    row = turns.measure(setting, pythons(arguments.peers), num_repetitions=arguments.repetitions)
-    lines.show(row, console)
-    if arguments.store:
-        console.print(f"stored in {store('by_format', row)}")
-
-
 def main() -> None:
     """Measure, print, store."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -251,17 +280,10 @@ def main() -> None:
     parser.add_argument("--num-draft-tokens", type=int, default=4)
     parser.add_argument("--temperature", type=float, default=0.8)
     parser.add_argument("--repetitions", type=int, default=7)
-    parser.add_argument("--modules", action="store_true", help="ours over the library's modules, not the lean decoder")
-    parser.add_argument("--peers", nargs="*", metavar="NAME=PYTHON", help="by number format, with these libraries: "
-                        "llama.cpp and openvino, each with the interpreter that it is installed for")  # fmt: skip
-    parser.add_argument("--random", action="store_true", help="with --peers: random Llamas of 300 M and 10 M")
     parser.add_argument("--store", action="store_true", help="append the figures to benchmarks/results/peers.jsonl")
     arguments = parser.parse_args()
     console = Console()
     transformers.utils.logging.set_verbosity_error()
-    if arguments.peers is not None:
-        compare_formats(arguments, console)
-        return
     row = measure(arguments, console)
     show(row, console)
     if arguments.store:

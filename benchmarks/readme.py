@@ -1,25 +1,17 @@
 """Writes what was measured into README and pages, from the newest stored rows: `python -m benchmarks.readme`.
 
-It fills the regions between `<!-- measured: NAME -->` and `<!-- end -->` in README.md and docs, and makes the figures
-and the long table in docs/benchmarks. A region stays empty until its program has stored a row.
+It fills the regions between `<!-- measured: NAME -->` and `<!-- end -->` in README.md and docs, and makes the long
+table in docs/benchmarks. A region stays empty until its program has stored a row.
 """
 
-import json
 import re
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-from benchmarks import lengths, overlap_pages, sweep
-from benchmarks.by_format import lines
-from benchmarks.curves import Quadratic
+from benchmarks import overlap, placements
 from benchmarks.first_hour import pages as first_hour
-from benchmarks.placement_pages import document, precision
-from benchmarks.timing import RESULTS
-
-ROOT = Path(__file__).resolve().parents[1]
-Row = dict[str, Any]
+from benchmarks.timing import ROOT, Row, stored
 
 _SETTING = (
     "The shipped pair, `{target}` with `{draft}`, and transformers' `generate` and assisted generation: fp32, one rank "
@@ -49,12 +41,6 @@ _WEIGHTS = (
 )
 
 
-def stored(name: str) -> list[Row]:
-    """The rows of a program, the newest last."""
-    file = RESULTS / f"{name}.jsonl"
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
-
-
 def newest(make: Callable[[Row], str]) -> Callable[[Sequence[Row]], str]:
     """What the last of some rows says."""
     return lambda rows: make(rows[-1])
@@ -79,7 +65,7 @@ def _figures(row: Row) -> Row:
         "speculative_to_assisted": speculative / assisted,
         "speedup": plain / speculative,
         "speculative_to_bound": speculative / bound,
-        **{f"{mode}_1500_to_100": late[f"{mode}, 1500"] / late[f"{mode}, 100"] for mode in lengths.MODES},
+        **{f"{mode}_1500_to_100": late[f"{mode}, 1500"] / late[f"{mode}, 100"] for mode in ("plain", "speculative")},
         "gb_per_s": row.get("memory_bytes_per_s", 0.0) / 1e9,
     }
 
@@ -95,56 +81,16 @@ def round_text(row: Row) -> str:
     return rest.format(**_figures(row))
 
 
-def lengths_text(row: Row) -> str:
-    """What `lengths` measured."""
-    curves = {name: Quadratic(**series["fit"]) for name, series in row["series"].items()}
-
-    def growths(kind: str) -> str:
-        return " and ".join(f"{curves[f'{kind}, {mode}'].growth:+.1%} ({mode})" for mode in lengths.MODES)
-
-    said = "; ".join(
-        f"{kind}, {mode}: {curves[f'{kind}, {mode}'].verdict}"
-        for kind in (lengths.CONTEXT, lengths.TEXT)
-        for mode in lengths.MODES
-    )
-    longest_pause = max(row["series"][f"{lengths.PAUSE}, {lengths.MODES[0]}"]["places"])
-    return (
-        "![Milliseconds per token with longer contexts, late in a text, and after pauses](lengths.svg)\n\n"
-        f"Fits of a + b n + c n², with 95 % intervals: {said}.\n\n"
-        "A test counts operators and bytes: the operators of a round do not grow with the text, and its bytes grow "
-        "linearly. Two controls separate the text from the machine. Where every round reads all slots, the length of "
-        f"the text adds {growths(lengths.ALL_READ)} from its beginning to its end. After a pause of {longest_pause:g} "
-        f"ms in which nothing runs, a round takes {growths(lengths.PAUSE)} longer, because other programs push the "
-        "models out of the shared cache. A quadratic term on a busy machine comes from there: rounds that read more "
-        "leave more time for it."
-    )
-
-
-def sweep_text(row: Row) -> str:
-    """What `sweep` measured."""
-    setting = f"{row['num_threads']} threads of an {row['processor']}, K = {sweep.BASE['num_draft_tokens'][0]}"
-    return (
-        "![llama-ssp and transformers over K, prompt length, batch and precision](sweep.svg)\n\n"
-        f"`task=benchmark` on the shipped pair: {setting}, {sweep.BASE['prompt_tokens'][0]} tokens of prompt and one "
-        "row, unless a chart varies them. transformers' assisted generation takes one row at a time."
-    )
-
-
 TEXTS: dict[str, tuple[str, Callable[[Sequence[Row]], str]]] = {
     "peers": ("peers", newest(peers_text)),
     "round": ("peers", newest(round_text)),
-    "lengths": ("lengths", newest(lengths_text)),
-    "sweep": ("sweep", newest(sweep_text)),
-    "placements": ("placements", newest(precision)),
-    "by_format": ("by_format", lines.page),
-    "overlap": ("overlap", overlap_pages.text),
+    "placements": ("placements", newest(placements.precision)),
+    "overlap": ("overlap", overlap.text),
     "first_hour": ("first_hour", first_hour.text),
 }
 """The text of each region, and the rows that it is made of."""
 FILES: dict[str, tuple[str, Callable[[Row], str]]] = {
-    "docs/benchmarks/lengths.svg": ("lengths", lengths.draw),
-    "docs/benchmarks/sweep.svg": ("sweep", sweep.draw),
-    "docs/benchmarks/placements.md": ("placements", document),
+    "docs/benchmarks/placements.md": ("placements", placements.document),
 }
 """Files of their own, and the rows that they are made of."""
 

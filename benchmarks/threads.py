@@ -8,23 +8,33 @@ is left out; the figure of a turn is the mean of the others. Goals are those of 
 """
 
 import argparse
+import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from safetensors.torch import save_file
 
-from benchmarks.by_format.checkpoints import RANDOM, RANDOM_DRAFT, stored
 from benchmarks.timing import Goal, print_goals
 from llama_ssp import load
+from llama_ssp.calibration.random_llama import RandomLlama
 from llama_ssp.config import catalogue
 from llama_ssp.weights import hub
 
+FOLDER = Path("outputs/threads")
+RANDOM, RANDOM_DRAFT = "random-300M", "random-10M"
+LLAMAS = {
+    RANDOM: RandomLlama(width=1024, num_layers=20, vocab_size=32000, from_16_bits=True),
+    RANDOM_DRAFT: RandomLlama(width=128, num_layers=2, vocab_size=32000, from_16_bits=True),
+}
 PROMPT, NEW_TOKENS = "def factorial(n):\n", {"tiny": 256, RANDOM: 64}
 SECONDS = 2.0
 MOST_BUSY, AT_MOST = 2, 1.3
@@ -69,7 +79,23 @@ def measure(models: tuple[str, str], threads: str, num_tokens: int) -> float:
 def pairs() -> dict[str, tuple[str, str]]:
     """The shipped pair and a random one, by their folders."""
     tiny, draft = (str(hub.resolve(catalogue.load(name))) for name in ("tiny", "tiny-draft"))
-    return {"tiny": (tiny, draft), RANDOM: (str(stored(RANDOM).halves), str(stored(RANDOM_DRAFT).halves))}
+    return {"tiny": (tiny, draft), RANDOM: (random_checkpoint(RANDOM), random_checkpoint(RANDOM_DRAFT))}
+
+
+def random_checkpoint(name: str) -> str:
+    """The folder of a random Llama in 16 bits, written where there is none; its tokenizer is that of `tiny`."""
+    folder, llama = FOLDER / name, LLAMAS[name]
+    if not folder.exists():
+        unfinished, tiny = folder.with_name(f"{name}-unfinished"), hub.resolve(catalogue.load("tiny"))
+        unfinished.mkdir(parents=True, exist_ok=True)
+        for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+            shutil.copyfile(tiny / file, unfinished / file)
+        config = llama.config.to_dict() | {"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
+        (unfinished / "config.json").write_text(json.dumps(config, default=str), encoding="utf-8")
+        tensors = {each: llama.read(each) for each in llama.tensors}
+        save_file(tensors, unfinished / "model.safetensors", metadata={"format": "pt"})
+        unfinished.rename(folder)
+    return str(folder)
 
 
 def main() -> None:

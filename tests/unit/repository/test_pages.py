@@ -38,10 +38,7 @@ TESTED = {
     r"\.venv/bin/llama-ssp --version": "tests/unit/commands/test_program.py",
     r"\.venv/bin/python -m pip install -e '\.\[[a-z-]+\]' -c \.venv/constraints\.txt": "what the messages say",
     r"\.venv/bin/python -m llama_ssp\.harness .*": "tests/unit/harness",
-    r"\.venv/bin/python -m benchmarks\.(peers|sweep|lengths|placements|short_calls) --store": "tests/unit/benchmarks",
-    r"\.venv/bin/python -m benchmarks\.overlap --store": "tests/unit/benchmarks/test_overlap_pages.py",
-    r"\.venv/bin/python -m benchmarks\.drafts --write": "tests/unit/benchmarks/test_drafts.py",
-    r"\.venv/bin/python -m benchmarks\.(readme|startup|forecast|first_hour|published|ranges)": "tests/unit/benchmarks",
+    r"\.venv/bin/python -m benchmarks\.\w+( --(store|write))?": "tests/unit/benchmarks",
     r"\.venv/bin/pre-commit install": "CI runs the same checks",
     r"printf '[^']*' > prompts\.txt": "test_the_file_of_prompts_is_made_as_the_pages_say",
 }
