@@ -76,12 +76,6 @@ def measure(models: tuple[str, str], threads: str, num_tokens: int) -> float:
     return float(done.stdout.splitlines()[-1])
 
 
-def pairs() -> dict[str, tuple[str, str]]:
-    """The shipped pair and a random one, by their folders."""
-    tiny, draft = (str(hub.resolve(catalogue.load(name))) for name in ("tiny", "tiny-draft"))
-    return {"tiny": (tiny, draft), RANDOM: (random_checkpoint(RANDOM), random_checkpoint(RANDOM_DRAFT))}
-
-
 def random_checkpoint(name: str) -> str:
     """The folder of a random Llama in 16 bits, written where there is none; its tokenizer is that of `tiny`."""
     folder, llama = FOLDER / name, LLAMAS[name]
@@ -102,7 +96,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--only", help="one target")
+    parser.add_argument("--only", choices=["tiny", RANDOM], help="one target")
     parser.add_argument("--decode", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.decode:
@@ -114,16 +108,17 @@ def main() -> None:
     table = Table(title="milliseconds per token, medians of turns", title_justify="left", show_edge=False)
     for column in ("target", "mode", "other processes", "all cores", "1 thread", CHOSEN, "chosen / best"):
         table.add_column(column, justify="right")
-    for name, (target, draft) in pairs().items():
-        if arguments.only not in {None, name}:
-            continue
+    for name in [arguments.only] if arguments.only else ["tiny", RANDOM]:
+        pair = "tiny", "tiny-draft"
+        if name == RANDOM:
+            pair = random_checkpoint(RANDOM), random_checkpoint(RANDOM_DRAFT)
         for mode in MODES:
             for number in range(MOST_BUSY + 1):
                 taken: dict[str, list[float]] = {setting: [] for setting in settings}
                 with busy(number):
                     for turn in range(arguments.turns):
                         for setting in settings if turn % 2 else reversed(settings):
-                            models = target, draft if mode == MODES[1] else "none"
+                            models = pair[0], pair[1] if mode == MODES[1] else "none"
                             taken[setting].append(measure(models, setting, NEW_TOKENS[name]))
                 medians = [statistics.median(taken[setting]) for setting in settings]
                 ratio = medians[2] / min(medians[:2])

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.seconds
         ("peers --repetitions 1", "rounds / bound (without prefill)"),
         ("overlap --lengths 4 --repetitions 1 --draft-layers 2", "The gain at each K"),
         ("startup --ranks 1 --repetitions 1", "prefill, first token"),
-        ("threads --turns 1 --only tiny", "chosen / best"),
+        ("threads --decode tiny tiny-draft 8", "."),
     ],
 )
 def test_a_program_runs_and_prints_its_table(arguments: str, shown: str) -> None:
